@@ -1,0 +1,30 @@
+"""Every test runs with uninitialised memory made visible."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+
+def _poisoned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def allocate(*args: object, **kwargs: object) -> torch.Tensor:
+        tensor = function(*args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    return allocate
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """``torch.empty`` and its relatives return NaN, so that a read of what nobody wrote changes the result."""
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+    yield
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

@@ -1,0 +1,43 @@
+"""Batch-invariant inference: the same bits for a request whatever else is being computed.
+
+As a vLLM plugin it is found by itself (entry point group ``vllm.general_plugins``) and acts when ``VLLM_BATCH_INVARIANT=1``. Without vLLM,
+:func:`batch_invariant_mode` does the same for plain PyTorch.
+"""
+
+__version__ = "0.1.0"
+
+_FROM_ATEN = (
+    "batch_invariant_mode",
+    "disable_batch_invariant_mode",
+    "enable_batch_invariant_mode",
+    "is_batch_invariant_mode_enabled",
+    "set_batch_invariant_mode",
+)
+
+__all__ = ["register", *_FROM_ATEN]
+
+
+def __getattr__(name: str) -> object:
+    """The functions of ``aten`` on first use, so that importing the package imports neither PyTorch nor a device library."""
+    if name in _FROM_ATEN:
+        from . import aten
+
+        return getattr(aten, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def register() -> None:
+    """Entry point of the vLLM plugin, called in every process of the engine; does nothing unless the flag is 1.
+
+    Raises:
+        BadSetting: a wrong value of the flag, or a variable with a wrong name or value.
+        NotCovered: a vLLM that this version does not know.
+    """
+    from . import envs
+
+    if not envs.enabled():
+        return
+    envs.check_names()
+    from .integration.engine import install
+
+    install()

@@ -1,0 +1,59 @@
+"""Every environment variable of this project, in one table. The flag itself, ``VLLM_BATCH_INVARIANT``, is shared with vLLM."""
+
+import difflib
+import os
+from dataclasses import dataclass
+
+from .errors import BadSetting
+
+FLAG = "VLLM_BATCH_INVARIANT"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable with the values it may have; the first is the default."""
+
+    name: str
+    values: tuple[str, ...]
+    meaning: str
+
+    def read(self) -> str:
+        """The value in force.
+
+        Raises:
+            BadSetting: a value that is not one of ``values``.
+        """
+        value = os.environ.get(self.name, "") or self.values[0]
+        if value not in self.values:
+            raise BadSetting(f"{self.name}={value!r} is not a value it can have; use {' or '.join(self.values)}.")
+        return value
+
+
+ATTENTION = Variable(
+    f"{FLAG}_ATTENTION",
+    ("auto", "flex", "numba"),
+    "Implementation of attention: FlexAttention, or the compiled CPU kernel (auto there).",
+)
+VARIABLES = (Variable(FLAG, ("0", "1"), "The mode, for vLLM and this plugin."), ATTENTION)
+
+
+def enabled() -> bool:
+    """Whether the mode is asked for.
+
+    Raises:
+        BadSetting: the flag has a value other than 0, 1 or nothing.
+    """
+    return VARIABLES[0].read() == "1"
+
+
+def check_names() -> None:
+    """Refuse variables that look like this project's and are not, so that a typing error changes nothing silently.
+
+    Raises:
+        BadSetting: an unknown variable, with the nearest known one.
+    """
+    known = [variable.name for variable in VARIABLES]
+    for name in sorted(os.environ):
+        if name.startswith(f"{FLAG}_") and name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+            raise BadSetting(f"unknown environment variable {name}; did you mean {nearest}? Known: {', '.join(known)}.")

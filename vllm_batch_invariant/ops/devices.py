@@ -1,0 +1,56 @@
+"""Finds the implementation of an operation for a device, importing it when it is first needed."""
+
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from ..errors import NotCovered
+
+IMPLEMENTED = ("cpu",)
+"""Device types that have an implementation of every operation."""
+
+
+@cache
+def module_for(operation: str, device_type: str) -> ModuleType:
+    """The module that implements ``operation`` on a device type, with no regard to autograd.
+
+    Raises:
+        NotCovered: no implementation for the device, or its package is missing.
+    """
+    if device_type not in IMPLEMENTED:
+        raise NotCovered(
+            f"{operation} on device '{device_type}'",
+            f"this version has implementations for {', '.join(IMPLEMENTED)} only",
+            "move the tensors there, or leave the mode off",
+        )
+    try:
+        return import_module(f".{operation}.{device_type}", __package__)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == __package__.split(".")[0]:
+            raise
+        raise NotCovered(
+            f"{operation} on device '{device_type}'",
+            f"the package '{error.name}' is not installed",
+            f"pip install 'vllm-batch-invariant[{device_type}]'",
+        ) from error
+
+
+def implementation(operation: str, *tensors: torch.Tensor | None) -> ModuleType:
+    """The module that implements ``operation`` where ``tensors`` live, for a call outside autograd.
+
+    Raises:
+        NotCovered: no implementation for the device, or its package is missing.
+        RuntimeError: tensors on several devices, or one of them wants a gradient, which only ``batch_invariant_mode()`` can give.
+    """
+    present = [tensor for tensor in tensors if tensor is not None]
+    types = {tensor.device.type for tensor in present}
+    if len(types) != 1:
+        raise RuntimeError(f"{operation} needs all tensors on one device, got {sorted(types)}")
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present):
+        raise RuntimeError(
+            f"the batch-invariant {operation} records no gradient when called by name: "
+            "use PyTorch's own function inside batch_invariant_mode(), or torch.no_grad()"
+        )
+    return module_for(operation, types.pop())

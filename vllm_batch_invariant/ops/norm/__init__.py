@@ -1,0 +1,41 @@
+"""RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) whose rows have the same bits however many rows there are."""
+
+import torch
+
+from ..devices import implementation
+from .reduction import NormReduction
+
+__all__ = ["NormReduction", "rms_norm"]
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    variance_size: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm over the last dimension, of x or of x + residual.
+
+    Args:
+        x: [..., N] fp32, bf16 or fp16.
+        weight: [N], or None for none. Its dtype may differ from x's (fp32 for Gemma).
+        residual: [..., N] of x's dtype, or None.
+        variance_size: how many leading elements the mean of squares runs over; all if None.
+
+    Returns:
+        The normalised rows in x's dtype; with a residual, also x + residual rounded to x's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        NotCovered: a dtype or device without an implementation.
+    """
+    length = x.shape[-1] if x.dim() else 0
+    fits = (weight is None or weight.shape == (length,)) and (residual is None or residual.shape == x.shape)
+    if not fits or length == 0 or not 0 < (variance_size or length) <= length:
+        raise ValueError(
+            f"rms_norm takes x [..., N], weight [N] and a residual like x, got x {list(x.shape)}, "
+            f"weight {None if weight is None else list(weight.shape)}, residual {None if residual is None else list(residual.shape)}, "
+            f"variance_size {variance_size}"
+        )
+    return implementation("norm", x, weight, residual).rms_norm(x, weight, eps, residual, variance_size)

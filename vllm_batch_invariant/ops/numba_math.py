@@ -1,0 +1,86 @@
+"""fp32 building blocks for the CPU kernels, every addition in an order that the source spells out.
+
+Numba compiles without fast-math: nothing is reassociated or contracted into an fma, so these functions give the same bits on every
+CPU, in every loop they are inlined into, vectorised or not. libm and the vector libraries promise neither.
+"""
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+LANES = 64
+"""Partial sums that walk a row side by side: element i goes to lane i % LANES."""
+
+_LOG2E = np.float32(1.44269504088896341)
+_LN2_HIGH = np.float32(0.693359375)
+_LN2_LOW = np.float32(-2.12194440e-4)
+_EXP_UNDERFLOW = np.float32(-87.33654)
+_EXP_OVERFLOW = np.float32(88.72283)
+
+
+@intrinsic
+def float_of_bits(typing_context, bits):  # noqa: ARG001
+    """Reinterpret an int32 as the float32 with the same bits."""
+
+    def codegen(context, builder, signature, arguments):  # noqa: ARG001
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), codegen
+
+
+@njit(inline="always")
+def _power_of_two(n):
+    return float_of_bits(types.int32((n + types.int32(127)) << types.int32(23)))
+
+
+@njit(inline="always")
+def exp32(x):
+    """e**x in fp32 within 1 ulp, from additions and multiplications alone; exactly 0 below the normal range.
+
+    Cody-Waite range reduction and the polynomial of Cephes' expf (Moshier, netlib.org/cephes).
+    """
+    clamped = min(max(x, _EXP_UNDERFLOW), _EXP_OVERFLOW)
+    n = np.floor(clamped * _LOG2E + np.float32(0.5))
+    r = clamped - n * _LN2_HIGH
+    r = r - n * _LN2_LOW
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * (r * r) + r + np.float32(1.0)
+    # Two factors, because 2**128 alone is no float.
+    n_low = types.int32(n) >> types.int32(1)
+    n_high = types.int32(n) - n_low
+    scaled = p * _power_of_two(n_low) * _power_of_two(n_high)
+    underflowed = np.float32(0.0) if x < _EXP_UNDERFLOW else scaled
+    return x if x != x else (np.float32(np.inf) if x > _EXP_OVERFLOW else underflowed)
+
+
+@njit(inline="always")
+def add_tree(lanes):
+    """Sum of ``lanes`` (a power of two of them) by halving: lane i takes lane i + half. Overwrites its argument."""
+    half = lanes.size // 2
+    while half > 0:
+        for i in range(half):
+            lanes[i] += lanes[i + half]
+        half //= 2
+    return lanes[0]
+
+
+@njit(inline="always")
+def row_sum(row, lanes):
+    """Sum of a contiguous row: element i is added to lane i % LANES, ascending, then the lanes by :func:`add_tree`.
+
+    ``lanes`` is scratch of LANES elements in the accumulator's dtype.
+    """
+    lanes[:] = 0
+    whole = row.size // LANES * LANES
+    for start in range(0, whole, LANES):
+        for lane in range(LANES):
+            lanes[lane] += row[start + lane]
+    for i in range(whole, row.size):
+        lanes[i - whole] += row[i]
+    return add_tree(lanes)

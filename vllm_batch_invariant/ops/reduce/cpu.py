@@ -1,0 +1,44 @@
+"""Sum and mean on the CPU, in numba: the order of additions is in the source."""
+
+import numpy as np
+import torch
+from numba import prange
+
+from ..numba_math import LANES, row_sum
+from ..numba_rows import RowKernel
+from ..rows import as_rows, from_rows, normalise_dims
+from .reduction import SumReduction
+
+
+def _row_sums_kernel(rows, sums):  # noqa: ANN001, ANN202 - numba infers them
+    for row in prange(rows.shape[0]):
+        sums[row] = row_sum(rows[row], np.empty(LANES, rows.dtype))
+
+
+_row_sums = RowKernel(_row_sums_kernel)
+
+
+def _reduce(
+    x: torch.Tensor, dim: int | list[int] | None, keepdim: bool, dtype: torch.dtype | None, divide: bool
+) -> torch.Tensor:
+    dims = normalise_dims(dim, x.dim())
+    rows = as_rows(x.to(dtype) if dtype is not None else x, dims, SumReduction(0, dtype or x.dtype).accumulate)
+    sums = rows.new_empty(rows.shape[0])
+    _row_sums(rows.numel(), rows, sums)
+    if divide:
+        sums /= rows.shape[1]
+    return from_rows(sums, x, dims, keepdim).to(dtype or x.dtype)
+
+
+def sum(
+    x: torch.Tensor, dim: int | list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """See the operation's package."""
+    return _reduce(x, dim, keepdim, dtype, divide=False)
+
+
+def mean(
+    x: torch.Tensor, dim: int | list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """See the operation's package."""
+    return _reduce(x, dim, keepdim, dtype, divide=True)
