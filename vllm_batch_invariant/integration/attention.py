@@ -1,0 +1,188 @@
+"""The attention backend that vLLM chooses on the CPU: KV cache first, then one path for prefill and decode, fixed splits."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
+
+from .. import envs
+from ..errors import NotCovered
+from ..ops.attention import AttentionReduction, paged_attention
+from . import seams
+
+HEAD_SIZES = tuple(range(64, 257, 16))
+
+
+@dataclass
+class Metadata:
+    """One batch: which request each row belongs to, and where its keys lie."""
+
+    num_actual_tokens: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+
+
+class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
+    """Takes what it needs from vLLM's common metadata; nothing is planned by the batch."""
+
+    def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config, device: torch.device) -> None:  # noqa: ANN001
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> Metadata:  # noqa: ANN001, ARG002
+        if common_attn_metadata.causal is not True:
+            raise NotCovered(
+                "attention that is not causal", "its masks are not in the reduction", "serve a decoder-only text model"
+            )
+        return Metadata(
+            common_attn_metadata.num_actual_tokens,
+            common_attn_metadata.query_start_loc,
+            common_attn_metadata.seq_lens,
+            common_attn_metadata.block_table_tensor,
+        )
+
+
+def split_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Key and value cache, each [pages, KV heads, page, head size], as views of vLLM's tensor.
+
+    Up to vLLM 0.26 that is [2, pages, KV heads, page, head size], later [pages, KV heads, page, 2 * head size] with a page's keys first.
+    """
+    if kv_cache.dim() == 5:
+        return kv_cache[0], kv_cache[1]
+    pages, kv_heads, page, width = kv_cache.shape
+    keys, values = kv_cache.view(pages, kv_heads, 2 * page, width // 2).chunk(2, dim=2)
+    return keys, values
+
+
+class FixedSplitAttention(AttentionImpl[Metadata]):
+    """One attention layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **unknown: object,
+    ) -> None:
+        if attn_type != AttentionType.DECODER:
+            raise NotCovered(
+                f"{attn_type} attention", "only causal decoder attention has a reduction", "serve a decoder-only model"
+            )
+        if sinks is not None:
+            raise NotCovered("attention sinks", "they are not in the reduction", "serve a model without them")
+        if kv_sharing_target_layer_name is not None:
+            raise NotCovered("layers that share a KV cache", "they have not been proven", "serve a model without them")
+        if head_size not in HEAD_SIZES:
+            sizes = f"{HEAD_SIZES[0]} to {HEAD_SIZES[-1]} in steps of 16"
+            raise NotCovered(
+                f"attention heads of size {head_size}", f"the kernels have sizes {sizes}", "serve another model"
+            )
+        used = {name: value for name, value in unknown.items() if value not in (None, False, -1)}
+        if used:
+            raise NotCovered(
+                f"the attention option {next(iter(used))}", "it is not in the reduction", "serve another model"
+            )
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.sliding_window = sliding_window
+        self.logits_soft_cap = logits_soft_cap or None
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.reduction = AttentionReduction()
+        choice = envs.ATTENTION.read()
+        self.implementation = "auto" if choice == "auto" else choice
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,  # noqa: ARG002 - vLLM's signature
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write the step's keys and values to their pages, before anything reads them. A negative slot is padding."""
+        keys, values = split_cache(kv_cache)
+        key, value = key[: slot_mapping.numel()], value[: slot_mapping.numel()]
+        real = slot_mapping >= 0
+        if not bool(real.all()):
+            slot_mapping, key, value = slot_mapping[real], key[real], value[real]
+        page, place = slot_mapping // keys.shape[2], slot_mapping % keys.shape[2]
+        keys[page, :, place] = key.to(keys.dtype)
+        values[page, :, place] = value.to(values.dtype)
+
+    def forward(
+        self,
+        layer: torch.nn.Module,  # noqa: ARG002 - vLLM's signature
+        query: torch.Tensor,
+        key: torch.Tensor,  # noqa: ARG002 - read from the cache
+        value: torch.Tensor,  # noqa: ARG002
+        kv_cache: torch.Tensor,
+        attn_metadata: Metadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of the step's rows over their requests' pages; vLLM's warm-up passes no metadata."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotCovered(
+                "attention with quantised output", "its scale may follow the batch", "serve the unquantised model"
+            )
+        if attn_metadata is None:
+            return output
+        keys, values = split_cache(kv_cache)
+        rows = attn_metadata.num_actual_tokens
+        paged_attention(
+            query[:rows],
+            keys,
+            values,
+            attn_metadata.block_table,
+            attn_metadata.seq_lens,
+            attn_metadata.query_start_loc,
+            scale=self.scale,
+            reduction=self.reduction,
+            sliding_window=self.sliding_window,
+            logits_soft_cap=self.logits_soft_cap,
+            alibi_slopes=self.alibi_slopes,
+            implementation=self.implementation,
+            out=output[:rows],
+        )
+        return output
+
+
+class FixedSplitBackend(seams.CPU_BACKEND.get()):
+    """vLLM's CPU backend (its cache layout, its page sizes) with another implementation of attention."""
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(HEAD_SIZES)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @staticmethod
+    def get_impl_cls() -> type[FixedSplitAttention]:
+        return FixedSplitAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[MetadataBuilder]:
+        return MetadataBuilder

@@ -1,0 +1,83 @@
+"""Takes the mode over from vLLM: the start-up check in the front end, the operations in the worker."""
+
+import logging
+from typing import Any
+
+from .. import __version__, envs
+from . import seams, support
+
+logger = logging.getLogger("vllm.batch_invariant")
+
+_installed = False
+
+
+def install() -> None:
+    """Hook into this process's vLLM; called by the plugin's entry point when the flag is 1. Idempotent, touches no device.
+
+    Raises:
+        NotCovered: a vLLM version or device that the plugin does not know.
+        BadSetting: a variable with a wrong value.
+    """
+    global _installed
+    if _installed:
+        return
+    from vllm.platforms import current_platform
+
+    seams.check_version()
+    support.check_device(current_platform.device_type)
+    for variable in envs.VARIABLES:
+        variable.read()
+        seams.ENVIRONMENT.get().setdefault(variable.name, variable.read)
+    _check_configurations(type(current_platform))
+    seams.REGISTER_BACKEND.get()(
+        seams.BACKENDS.get().CPU_ATTN, "vllm_batch_invariant.integration.attention.FixedSplitBackend"
+    )
+    seams.INIT_BATCH_INVARIANCE.put(take_over)
+    _installed = True
+
+
+def _check_configurations(platform: type) -> None:
+    """Run the start-up check before the platform adjusts a configuration, and the mode's own settings after it."""
+    adjust = platform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        support.check(vllm_config)
+        adjust(cls, vllm_config)
+        configure(vllm_config)
+
+    platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def configure(vllm_config: Any) -> None:
+    """Settings of the mode on the CPU: eager layers, because Inductor's loops round by position and have no operators to replace."""
+    compilation = vllm_config.compilation_config
+    compilation.mode = seams.COMPILATION_MODE.get().NONE
+    compilation.custom_ops = ["all"] + [
+        op for op in compilation.custom_ops if op not in ("all", "none") and not op.startswith("-")
+    ]
+
+
+def take_over() -> None:
+    """Install the operations in a worker; stands for vLLM's ``init_batch_invariance``, before the model is built."""
+    from ..aten import enable_batch_invariant_mode
+    from . import linear, norm
+
+    linear.install()
+    norm.install()
+    enable_batch_invariant_mode()
+    for line in summary():
+        logger.info(line)
+
+
+def summary() -> list[str]:
+    """What serves each operation, and what may be relied on; for the log."""
+    from ..ops.attention import AttentionReduction
+    from ..ops.linear.cpu import BASE_HEIGHT
+
+    return [
+        f"Batch-invariant mode is on (vllm-batch-invariant {__version__}); vLLM's own mode of that name is not used.",
+        f"Products: BLAS in fp32 on row tiles, bits of {BASE_HEIGHT}-row tiles. Norms, softmax, sums: numba, order of additions fixed. "
+        f"Attention: {envs.ATTENTION.read()}, splits of {AttentionReduction().split_size} keys. Layers run eagerly.",
+        "Same bits for a request run again, in any batch, under any schedule (chunks, prefix cache, preemption, restart) on this machine "
+        "with this number of threads. Not covered: other CPUs, other thread counts, sampling without a seed.",
+    ]

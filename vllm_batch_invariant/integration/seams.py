@@ -1,0 +1,95 @@
+"""The places of vLLM that the plugin takes hold of, with where each vLLM version keeps them."""
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+from ..errors import NotCovered
+
+OLDEST = (0, 26)
+NEWEST = (0, 33)
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One attribute of vLLM, under the modules that have had it, newest first."""
+
+    modules: tuple[str, ...]
+    attribute: str
+
+    def module(self) -> ModuleType:
+        """The module of the installed vLLM that has the attribute.
+
+        Raises:
+            NotCovered: none has.
+        """
+        for name in self.modules:
+            try:
+                module = importlib.import_module(name)
+            except ModuleNotFoundError:
+                continue
+            if hasattr(module, self.attribute):
+                return module
+        raise NotCovered(
+            f"vLLM {installed_version()}",
+            f"it has no {self.attribute} in {' or '.join(self.modules)}",
+            f"install vLLM {version_range()}",
+        )
+
+    def get(self) -> object:
+        """The attribute's value."""
+        return getattr(self.module(), self.attribute)
+
+    def put(self, value: object) -> None:
+        """Replace the attribute."""
+        setattr(self.module(), self.attribute, value)
+
+
+INIT_BATCH_INVARIANCE = Seam(
+    ("vllm.model_executor.determinism.batch_invariant", "vllm.model_executor.layers.batch_invariant"),
+    "init_batch_invariance",
+)
+"""Called by every worker before its process groups exist: where vLLM installs its own mode, and this plugin its own instead."""
+CPU_GEMM = Seam(("vllm.model_executor.layers.utils",), "dispatch_cpu_unquantized_gemm")
+"""Called for every unquantised linear layer and embedding on the CPU once its weight is loaded."""
+CUSTOM_OP = Seam(("vllm.model_executor.custom_op",), "CustomOp")
+RMS_NORM = Seam(("vllm.model_executor.layers.layernorm",), "RMSNorm")
+GEMMA_RMS_NORM = Seam(("vllm.model_executor.layers.layernorm",), "GemmaRMSNorm")
+REGISTER_BACKEND = Seam(("vllm.v1.attention.backends.registry",), "register_backend")
+BACKENDS = Seam(("vllm.v1.attention.backends.registry",), "AttentionBackendEnum")
+CPU_BACKEND = Seam(("vllm.v1.attention.backends.cpu_attn",), "CPUAttentionBackend")
+ENVIRONMENT = Seam(("vllm.envs",), "environment_variables")
+COMPILATION_MODE = Seam(("vllm.config", "vllm.config.compilation"), "CompilationMode")
+
+ALL = {name: value for name, value in list(globals().items()) if isinstance(value, Seam)}
+
+
+def installed_version() -> str:
+    """The version of the installed vLLM."""
+    import vllm
+
+    return vllm.__version__
+
+
+def version_range() -> str:
+    """The versions that the plugin knows, for people."""
+    return f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+
+
+def check_version() -> None:
+    """Refuse a vLLM outside the known range.
+
+    Raises:
+        NotCovered: an older or newer one.
+    """
+    version = installed_version()
+    try:
+        release = tuple(int(part) for part in version.split(".")[:2])
+    except ValueError:
+        release = (0, 0)
+    if not OLDEST <= release <= NEWEST:
+        raise NotCovered(
+            f"vLLM {version}",
+            "its insides are not known to this version of the plugin",
+            f"install vLLM {version_range()}",
+        )

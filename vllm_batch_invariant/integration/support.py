@@ -1,0 +1,231 @@
+"""What the mode covers, as one table: the start-up check runs it, the command line and the README print it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import NotCovered
+
+Config = Any
+"""A VllmConfig, or a part of it; vLLM is not imported to describe it."""
+
+ATTENTION_CHOICES = {"cpu": ("CPU_ATTN", "CUSTOM")}
+"""Per device, the names of attention backends that lead to ours; any other explicit choice is refused."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One row of the table.
+
+    Attributes:
+        name: what a user calls it.
+        note: what is covered, or why it is not.
+        remedy: what to do when it is refused; None means that it is covered.
+        used: finds the feature in a configuration and names what it found; None if the feature is not in use.
+    """
+
+    name: str
+    note: str
+    remedy: str | None = None
+    used: Callable[[Config], str | None] = lambda config: None
+
+
+def _when(condition: object, found: str) -> str | None:
+    return found if condition else None
+
+
+def _dtype(config: Config) -> str | None:
+    name = str(config.model_config.dtype).removeprefix("torch.")
+    return None if name in ("float32", "bfloat16", "float16") else f"dtype {name}"
+
+
+def _attention_backend(config: Config) -> str | None:
+    chosen = [
+        config.attention_config.backend,
+        *(getattr(config.attention_config, "backend_per_kind", None) or {}).values(),
+    ]
+    allowed = ATTENTION_CHOICES.get(config.device_config.device_type, ())
+    other = [backend.name for backend in chosen if backend is not None and backend.name not in allowed]
+    return f"attention backend {other[0]}" if other else None
+
+
+def _parallelism(config: Config) -> str | None:
+    parallel = config.parallel_config
+    kinds = {
+        "tensor": parallel.tensor_parallel_size,
+        "pipeline": parallel.pipeline_parallel_size,
+        "data": parallel.data_parallel_size,
+        "decode context": getattr(parallel, "decode_context_parallel_size", 1),
+        "prefill context": getattr(parallel, "prefill_context_parallel_size", 1),
+    }
+    found = [f"{kind} parallelism {size}" for kind, size in kinds.items() if size > 1]
+    return found[0] if found else None
+
+
+def _quantisation(config: Config) -> str | None:
+    return _when(config.model_config.quantization, f"quantisation {config.model_config.quantization}")
+
+
+def _kv_cache(config: Config) -> str | None:
+    dtype = str(config.cache_config.cache_dtype)
+    return None if dtype in ("auto", "float32", "bfloat16", "float16") else f"a KV cache in {dtype}"
+
+
+def _logits_processors(config: Config) -> str | None:
+    return _when(getattr(config.model_config, "logits_processors", None), "custom logits processors")
+
+
+COVERED = (
+    Feature("Devices", "CPU. CUDA and Ascend NPU follow; until then they are refused"),
+    Feature(
+        "Models", "decoder-only text models with dense attention: Llama, Qwen2, Qwen3, Mistral, Gemma, Phi and the like"
+    ),
+    Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
+    Feature(
+        "Attention", "MHA, GQA, MQA; head sizes 64 to 256 in steps of 16; causal, sliding window, logit soft-cap, ALiBi"
+    ),
+    Feature(
+        "Scheduling",
+        "continuous batching, chunked prefill, prefix caching, preemption, streaming, aborts, async scheduling",
+    ),
+    Feature(
+        "Sampling",
+        "greedy; temperature, top-k, top-p, min-p and penalties with a seed; n > 1; logprobs and prompt logprobs",
+    ),
+    Feature("APIs", "vllm serve (completions, chat), offline LLM()"),
+)
+"""What is covered, for the table."""
+
+REFUSED = (
+    Feature("Other dtypes", "no reduction is defined for them", "pass --dtype bfloat16, float16 or float32", _dtype),
+    Feature(
+        "Another attention backend",
+        "its splits follow the batch",
+        "leave --attention-backend out, the mode brings its own",
+        _attention_backend,
+    ),
+    Feature(
+        "Parallelism",
+        "the all-reduce would add in an order that follows the message size",
+        "serve with one worker",
+        _parallelism,
+    ),
+    Feature(
+        "Quantised weights",
+        "their kernels choose tiles and scales by the batch",
+        "serve the unquantised model",
+        _quantisation,
+    ),
+    Feature(
+        "Quantised KV cache",
+        "its scales have not been proven independent of the batch",
+        "pass --kv-cache-dtype auto",
+        _kv_cache,
+    ),
+    Feature(
+        "LoRA",
+        "its shrink kernel splits K by the batch",
+        "merge the adapter into the weights",
+        lambda config: _when(config.lora_config, "LoRA adapters"),
+    ),
+    Feature(
+        "Speculative decoding",
+        "the drafts accepted decide how many rows a step has, and its kernels are not proven",
+        "leave --speculative-config out",
+        lambda config: _when(config.speculative_config, "speculative decoding"),
+    ),
+    Feature(
+        "Mixture of experts",
+        "tokens are grouped by expert, so a product's rows follow the batch in kernels that are not ours",
+        "serve a dense model",
+        lambda config: _when(config.model_config.is_moe, "mixture of experts"),
+    ),
+    Feature(
+        "Multimodal models",
+        "their encoders run kernels that are not ours",
+        "serve the text model",
+        lambda config: _when(config.model_config.is_multimodal_model, "multimodal encoders"),
+    ),
+    Feature(
+        "Mamba, linear attention, hybrids",
+        "their scans split by the batch",
+        "serve a model with softmax attention only",
+        lambda config: _when(
+            config.model_config.is_attention_free
+            or config.model_config.is_hybrid
+            or config.model_config.has_inner_state,
+            "Mamba or linear attention",
+        ),
+    ),
+    Feature(
+        "MLA (DeepSeek)",
+        "it has attention kernels of its own",
+        "serve a model with plain attention",
+        lambda config: _when(config.model_config.use_mla, "multi-head latent attention"),
+    ),
+    Feature(
+        "Encoder-decoder models",
+        "cross attention is not covered",
+        "serve a decoder-only model",
+        lambda config: _when(config.model_config.is_encoder_decoder, "encoder-decoder models"),
+    ),
+    Feature(
+        "Pooling models",
+        "encoder attention and poolers are not covered",
+        "serve a generative model with --runner generate",
+        lambda config: _when(
+            config.model_config.runner_type != "generate", f"the {config.model_config.runner_type} runner"
+        ),
+    ),
+    Feature(
+        "KV transfer",
+        "another engine's KV cache carries that engine's bits",
+        "leave --kv-transfer-config out",
+        lambda config: _when(config.kv_transfer_config, "KV cache transfer"),
+    ),
+    Feature(
+        "Custom logits processors",
+        "their arithmetic is unknown",
+        "leave --logits-processors out",
+        _logits_processors,
+    ),
+)
+"""What the start-up check refuses. Attention sinks, encoder and cross attention and shared KV are refused where a layer asks for them."""
+
+
+def check_device(device_type: str) -> None:
+    """Refuse a device that has no implementation.
+
+    Raises:
+        NotCovered: anything but the CPU.
+    """
+    if device_type not in ATTENTION_CHOICES:
+        raise NotCovered(
+            f"device '{device_type}'",
+            "its operations are not in this version",
+            "run on the CPU (pip install 'vllm-batch-invariant[cpu]'), or unset VLLM_BATCH_INVARIANT",
+        )
+
+
+def check(config: Config) -> None:
+    """Refuse a configuration that the mode does not cover.
+
+    Raises:
+        NotCovered: the first feature in use that is not covered, in one line.
+    """
+    check_device(config.device_config.device_type)
+    if config.model_config is None:
+        return
+    for feature in REFUSED:
+        found = feature.used(config)
+        if found:
+            raise NotCovered(found, feature.note, feature.remedy or "")
+
+
+def markdown() -> str:
+    """The table, for the README and the command line."""
+    lines = ["| | covered |", "|---|---|"]
+    lines += [f"| {feature.name} | {feature.note} |" for feature in COVERED]
+    lines += ["", "| refused at start-up | why | what to do |", "|---|---|---|"]
+    lines += [f"| {feature.name} | {feature.note} | {feature.remedy} |" for feature in REFUSED]
+    return "\n".join(lines)
