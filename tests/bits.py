@@ -6,7 +6,8 @@ ROW_COUNTS = (*range(1, 66), 127, 128, 129, 255, 256, 257, 1000)
 """Batch sizes around every tile border."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 RELATIVE_ERROR = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-"""Largest error, relative to the largest element of the reference: one rounding to the dtype and an fp32 accumulation."""
+"""Largest error, relative to the largest element of the reference: one rounding to the dtype and an fp32 accumulation.
+"""
 
 
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:

@@ -1,7 +1,7 @@
 """Batch-invariant inference: the same bits for a request whatever else is being computed.
 
-As a vLLM plugin it is found by itself (entry point group ``vllm.general_plugins``) and acts when ``VLLM_BATCH_INVARIANT=1``. Without vLLM,
-:func:`batch_invariant_mode` does the same for plain PyTorch.
+As a vLLM plugin it is found by itself (entry point group ``vllm.general_plugins``) and acts when
+``VLLM_BATCH_INVARIANT=1``. Without vLLM, :func:`batch_invariant_mode` does the same for plain PyTorch.
 """
 
 __version__ = "0.1.0"
@@ -18,7 +18,9 @@ __all__ = ["register", *_FROM_ATEN]
 
 
 def __getattr__(name: str) -> object:
-    """The functions of ``aten`` on first use, so that importing the package imports neither PyTorch nor a device library."""
+    """The functions of ``aten`` on first use, so that importing the package imports neither PyTorch nor a device
+    library.
+    """
     if name in _FROM_ATEN:
         from . import aten
 

@@ -1,13 +1,15 @@
 """Puts the batch-invariant operations in PyTorch's place through torch.library, and takes them back.
 
-The overrides sit at the device's dispatch key, below autograd: every spelling of a product or reduction that decomposes to one of these
-operators reaches them, and so does every gradient, whose formula PyTorch writes with the same operators.
+The overrides sit at the device's dispatch key, below autograd: every spelling of a product or reduction that decomposes
+to one of these operators reaches them, and so does every gradient, whose formula PyTorch writes with the same
+operators.
 """
 
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
@@ -19,7 +21,7 @@ Tensor = torch.Tensor
 Number = int | float
 
 
-def _linear(tensor: Tensor):  # noqa: ANN202 - a module
+def _linear(tensor: Tensor) -> ModuleType:
     return module_for("linear", tensor.device.type)
 
 
@@ -29,7 +31,9 @@ def _exact(tensor: Tensor) -> bool:
 
 
 def _combine(accumulated: Tensor, added: Tensor | None, beta: Number, alpha: Number, dtype: torch.dtype) -> Tensor:
-    """alpha * accumulated + beta * added in the accumulator's dtype, rounded once; beta = 0 ignores ``added``, as BLAS does."""
+    """alpha * accumulated + beta * added in the accumulator's dtype, rounded once; beta = 0 ignores ``added``, as BLAS
+    does.
+    """
     if alpha != 1:
         accumulated = accumulated * alpha
     if added is not None and beta != 0:
@@ -93,7 +97,7 @@ def _trilinear(
     expand_b: list[int],
     expand_c: list[int],
     summed: list[int],
-    unroll_dim: int = 1,
+    unroll_dim: int = 1,  # noqa: ARG001 - PyTorch's signature
 ) -> Tensor:
     for tensor_dims in ((expand_a, 0), (expand_b, 1), (expand_c, 2)):
         dims, which = tensor_dims
@@ -122,7 +126,8 @@ def mean_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     return mean(x, None, dtype=dtype)
 
 
-def _softmax_module(x: Tensor):  # noqa: ANN202 - a module, or None for a dtype that PyTorch's row-wise kernel serves
+def _softmax_module(x: Tensor) -> ModuleType | None:
+    """The operation, or None for a dtype that PyTorch's row-wise kernel serves."""
     return None if x.dtype == torch.float64 or _exact(x) else module_for("softmax", x.device.type)
 
 
@@ -175,7 +180,9 @@ def _binary(name: str) -> Callable[..., Tensor]:
 
 
 def _writing_out(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The ``out=`` overload of an operator; the argument's name (``out``, ``grad_input``) follows the operator's schema."""
+    """The ``out=`` overload of an operator; the argument's name (``out``, ``grad_input``) follows the operator's
+    schema.
+    """
 
     def write(*args: object, **kwargs: object) -> Tensor:
         name = next(key for key in ("out", "grad_input") if key in kwargs)
@@ -266,8 +273,9 @@ def is_batch_invariant_mode_enabled() -> bool:
 def enable_batch_invariant_mode() -> None:
     """Replace PyTorch's products, reductions and elementwise functions by batch-invariant ones, for the whole process.
 
-    Besides the operators in :data:`OVERRIDES`: scaled_dot_product_attention takes its path of plain products, nn.MultiheadAttention its
-    slow one, and compiled functions run eagerly, because a compiled graph has no operators left to replace.
+    Besides the operators in :data:`OVERRIDES`: scaled_dot_product_attention takes its path of plain products,
+    nn.MultiheadAttention its slow one, and compiled functions run eagerly, because a compiled graph has no operators
+    left to replace.
     """
     global _enabled
     if _enabled is not None:

@@ -1,4 +1,6 @@
-"""Every environment variable of this project, in one table. The flag itself, ``VLLM_BATCH_INVARIANT``, is shared with vLLM."""
+"""Every environment variable of this project, in one table. The flag itself, ``VLLM_BATCH_INVARIANT``, is shared with
+vLLM.
+"""
 
 import difflib
 import os

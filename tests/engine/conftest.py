@@ -9,6 +9,7 @@ from vllm_batch_invariant.check.checkpoint import Shape, make_checkpoint
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four layers of hidden size 1024 in bf16: plain vLLM gives one prompt of it several logprob sequences on a CPU."""
-    shape = Shape(hidden=1024, intermediate=2048, layers=4, heads=14, kv_heads=2, head_size=64, dtype="bfloat16", max_length=4096)
+    """A small model in bf16, of which plain vLLM on a CPU gives one prompt several logprob sequences."""
+    heads = {"heads": 14, "kv_heads": 2, "head_size": 64}
+    shape = Shape(hidden=512, intermediate=1536, layers=3, dtype="bfloat16", max_length=4096, **heads)
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)

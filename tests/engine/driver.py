@@ -26,7 +26,9 @@ def describe(output: Any) -> dict[str, Any]:
             }
             for completion in output.outputs
         ],
-        "prompt_logprobs": None if output.prompt_logprobs is None else [bits(entry) for entry in output.prompt_logprobs],
+        "prompt_logprobs": None
+        if output.prompt_logprobs is None
+        else [bits(entry) for entry in output.prompt_logprobs],
         "cached": output.num_cached_tokens,
     }
 

@@ -21,13 +21,17 @@ def tokens(length: int, seed: int) -> list[int]:
 
 def request(prompt: list[int], **params: Any) -> dict[str, Any]:
     """One greedy request with logprobs, unless told otherwise."""
-    return {"prompt": prompt, "params": {"temperature": 0, "max_tokens": 16, "logprobs": 5, "ignore_eos": True} | params}
+    return {
+        "prompt": prompt,
+        "params": {"temperature": 0, "max_tokens": 16, "logprobs": 5, "ignore_eos": True} | params,
+    }
 
 
-def company(count: int, seed: int, max_tokens: int = 4, longest: int = 60) -> list[dict[str, Any]]:
+def company(count: int, seed: int, max_tokens: int = 4, longest: int = 30) -> list[dict[str, Any]]:
     """Other people's requests: ``count`` prompts of up to ``longest`` tokens."""
     chance = random.Random(seed)
-    return [request(tokens(chance.randint(1, longest), seed * 1000 + i), max_tokens=max_tokens) for i in range(count)]
+    lengths = [chance.randint(1, longest) for _ in range(count)]
+    return [request(tokens(n, seed * 1000 + i), max_tokens=max_tokens, logprobs=None) for i, n in enumerate(lengths)]
 
 
 @dataclass
@@ -54,7 +58,8 @@ def run(
 ) -> Result:
     """Run a plan in a fresh process.
 
-    The engine lives in that process, unless ``VLLM_ENABLE_V1_MULTIPROCESSING`` says otherwise: it starts in a third of the time.
+    The engine lives in that process, unless ``VLLM_ENABLE_V1_MULTIPROCESSING`` says otherwise: it starts in a third of
+    the time.
 
     Raises:
         EngineFailed: with what the process printed.

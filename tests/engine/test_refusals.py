@@ -72,4 +72,7 @@ def test_a_plain_model_is_accepted(lines: dict[str, str]) -> None:
 
 def test_a_wrong_value_of_the_flag_stops_vllm_with_one_line(checkpoint: Path) -> None:
     process = build(checkpoint, {"plain": {}}, "yes")
-    assert "BadSetting: VLLM_BATCH_INVARIANT='yes' is not a value it can have; use 0 or 1." in process.stdout + process.stderr
+    assert (
+        "BadSetting: VLLM_BATCH_INVARIANT='yes' is not a value it can have; use 0 or 1."
+        in process.stdout + process.stderr
+    )

@@ -195,6 +195,9 @@ def test_modes_nest_and_can_be_switched_off_inside() -> None:
 
 
 def test_importing_the_package_imports_neither_pytorch_nor_a_device_library() -> None:
-    code = "import sys, vllm_batch_invariant as v; v.register(); print([m for m in ('torch', 'numba', 'vllm', 'triton') if m in sys.modules])"
+    code = (
+        "import sys, vllm_batch_invariant; vllm_batch_invariant.register(); "
+        "print([name for name in ('torch', 'numba', 'vllm', 'triton') if name in sys.modules])"
+    )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PATH": ""})
     assert printed.stdout.strip() == "[]"

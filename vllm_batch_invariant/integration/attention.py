@@ -1,4 +1,4 @@
-"""The attention backend that vLLM chooses on the CPU: KV cache first, then one path for prefill and decode, fixed splits."""
+"""The attention backend that vLLM chooses on the CPU: KV cache first, one path for prefill and decode, fixed splits."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -46,10 +46,8 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 def split_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Key and value cache, each [pages, KV heads, page, head size], as views of vLLM's tensor.
 
-    Up to vLLM 0.26 that is [2, pages, KV heads, page, head size], later [pages, KV heads, page, 2 * head size] with a page's keys first.
+    That is [pages, KV heads, page, 2 * head size], of which vLLM's CPU backend fills the first half with a page's keys.
     """
-    if kv_cache.dim() == 5:
-        return kv_cache[0], kv_cache[1]
     pages, kv_heads, page, width = kv_cache.shape
     keys, values = kv_cache.view(pages, kv_heads, 2 * page, width // 2).chunk(2, dim=2)
     return keys, values

@@ -12,7 +12,8 @@ _installed = False
 
 
 def install() -> None:
-    """Hook into this process's vLLM; called by the plugin's entry point when the flag is 1. Idempotent, touches no device.
+    """Hook into this process's vLLM; called by the plugin's entry point when the flag is 1. Idempotent, touches no
+    device.
 
     Raises:
         NotCovered: a vLLM version or device that the plugin does not know.
@@ -49,7 +50,9 @@ def _check_configurations(platform: type) -> None:
 
 
 def configure(vllm_config: Any) -> None:
-    """Settings of the mode on the CPU: eager layers, because Inductor's loops round by position and have no operators to replace."""
+    """Settings of the mode on the CPU: eager layers, because Inductor's loops round by position and have no operators
+    to replace.
+    """
     compilation = vllm_config.compilation_config
     compilation.mode = seams.COMPILATION_MODE.get().NONE
     compilation.custom_ops = ["all"] + [
@@ -76,8 +79,10 @@ def summary() -> list[str]:
 
     return [
         f"Batch-invariant mode is on (vllm-batch-invariant {__version__}); vLLM's own mode of that name is not used.",
-        f"Products: BLAS in fp32 on row tiles, bits of {BASE_HEIGHT}-row tiles. Norms, softmax, sums: numba, order of additions fixed. "
-        f"Attention: {envs.ATTENTION.read()}, splits of {AttentionReduction().split_size} keys. Layers run eagerly.",
-        "Same bits for a request run again, in any batch, under any schedule (chunks, prefix cache, preemption, restart) on this machine "
-        "with this number of threads. Not covered: other CPUs, other thread counts, sampling without a seed.",
+        f"Products: BLAS in fp32 on row tiles, bits of {BASE_HEIGHT}-row tiles. Norms, softmax, sums: numba, additions "
+        f"in a fixed order. Attention: {envs.ATTENTION.read()}, splits of {AttentionReduction().split_size} keys. "
+        "Layers run eagerly.",
+        "Same bits for a request run again, in any batch, under any schedule (chunks, prefix cache, preemption, "
+        "restart) on this machine with this number of threads. Not covered: other CPUs, other thread counts, sampling without a "
+        "seed.",
     ]

@@ -9,7 +9,8 @@ from . import seams
 def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
     """Give a layer whose weight is loaded its product; stands for vLLM's own choice among packed and oneDNN kernels.
 
-    The weight is prepared once (bf16 and fp16 become fp32). ``remove_weight`` says that nothing else reads the original.
+    The weight is prepared once (bf16 and fp16 become fp32). ``remove_weight`` says that nothing else reads the
+    original.
     """
     if layer.weight.is_meta or layer.weight.ndim != 2:
         layer.cpu_linear = torch.nn.functional.linear

@@ -49,7 +49,9 @@ INIT_BATCH_INVARIANCE = Seam(
     ("vllm.model_executor.determinism.batch_invariant", "vllm.model_executor.layers.batch_invariant"),
     "init_batch_invariance",
 )
-"""Called by every worker before its process groups exist: where vLLM installs its own mode, and this plugin its own instead."""
+"""Called by every worker before its process groups exist: where vLLM installs its own mode, and this plugin its own
+instead.
+"""
 CPU_GEMM = Seam(("vllm.model_executor.layers.utils",), "dispatch_cpu_unquantized_gemm")
 """Called for every unquantised linear layer and embedding on the CPU once its weight is loaded."""
 CUSTOM_OP = Seam(("vllm.model_executor.custom_op",), "CustomOp")

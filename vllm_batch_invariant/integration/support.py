@@ -27,7 +27,7 @@ class Feature:
     name: str
     note: str
     remedy: str | None = None
-    used: Callable[[Config], str | None] = lambda config: None
+    used: Callable[[Config], str | None] | None = None
 
 
 def _when(condition: object, found: str) -> str | None:
@@ -190,7 +190,9 @@ REFUSED = (
         _logits_processors,
     ),
 )
-"""What the start-up check refuses. Attention sinks, encoder and cross attention and shared KV are refused where a layer asks for them."""
+"""What the start-up check refuses. Attention sinks, encoder and cross attention and shared KV are refused where a layer
+asks for them.
+"""
 
 
 def check_device(device_type: str) -> None:
@@ -217,7 +219,7 @@ def check(config: Config) -> None:
     if config.model_config is None:
         return
     for feature in REFUSED:
-        found = feature.used(config)
+        found = feature.used(config) if feature.used else None
         if found:
             raise NotCovered(found, feature.note, feature.remedy or "")
 

@@ -42,7 +42,8 @@ def implementation(operation: str, *tensors: torch.Tensor | None) -> ModuleType:
 
     Raises:
         NotCovered: no implementation for the device, or its package is missing.
-        RuntimeError: tensors on several devices, or one of them wants a gradient, which only ``batch_invariant_mode()`` can give.
+        RuntimeError: tensors on several devices, or one of them wants a gradient, which only
+            ``batch_invariant_mode()`` can give.
     """
     present = [tensor for tensor in tensors if tensor is not None]
     types = {tensor.device.type for tensor in present}

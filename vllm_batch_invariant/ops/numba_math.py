@@ -1,7 +1,8 @@
 """fp32 building blocks for the CPU kernels, every addition in an order that the source spells out.
 
-Numba compiles without fast-math: nothing is reassociated or contracted into an fma, so these functions give the same bits on every
-CPU, in every loop they are inlined into, vectorised or not. libm and the vector libraries promise neither.
+Numba compiles without fast-math: nothing is reassociated or contracted into an fma, so these functions give the same
+bits on every CPU, in every loop they are inlined into, vectorised or not. libm and the vector libraries promise
+neither.
 """
 
 import numpy as np
@@ -20,10 +21,10 @@ _EXP_OVERFLOW = np.float32(88.72283)
 
 
 @intrinsic
-def float_of_bits(typing_context, bits):  # noqa: ARG001
+def float_of_bits(typing_context, bits):
     """Reinterpret an int32 as the float32 with the same bits."""
 
-    def codegen(context, builder, signature, arguments):  # noqa: ARG001
+    def codegen(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], ir.FloatType())
 
     return types.float32(types.int32), codegen

@@ -11,7 +11,9 @@ _SERIAL_BELOW = 1 << 14
 
 
 class RowKernel:
-    """One Python kernel compiled twice, for one thread and for many: the same operations in the same order for every row."""
+    """One Python kernel compiled twice, for one thread and for many: the same operations in the same order for every
+    row.
+    """
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.serial = njit(cache=True, error_model="numpy")(function)

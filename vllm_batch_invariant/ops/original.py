@@ -1,4 +1,6 @@
-"""PyTorch's own kernels, taken before an override can stand in their place, so that an implementation can call what it replaces."""
+"""PyTorch's own kernels, taken before an override can stand in their place, so that an implementation can call what it
+replaces.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -8,7 +10,9 @@ import torch
 
 @cache
 def keep(name: str, key: str) -> Callable[..., torch.Tensor]:
-    """The kernel of ``aten::name`` at a dispatch key as it is at the first call; every override calls this before it registers."""
+    """The kernel of ``aten::name`` at a dispatch key as it is at the first call; every override calls this before it
+    registers.
+    """
     boxed = torch.library.get_kernel(f"aten::{name}", key)
     keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     return lambda *args, **kwargs: boxed.call_boxed(keyset, *args, **kwargs)

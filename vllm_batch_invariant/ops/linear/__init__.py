@@ -1,6 +1,7 @@
 """Matrix products whose rows have the same bits however many rows there are.
 
-Inside ``batch_invariant_mode()`` PyTorch's own spellings (``@``, ``F.linear``, ``torch.mm``, ...) come here, with autograd.
+Inside ``batch_invariant_mode()`` PyTorch's own spellings (``@``, ``F.linear``, ``torch.mm``, ...) come here, with
+autograd.
 """
 
 import torch

@@ -1,8 +1,9 @@
 """Products on the CPU: the platform's BLAS, called on row tiles of a few fixed heights.
 
-A BLAS picks its kernel and its blocking of K from the number of rows, so the bits of a row follow the batch. At a fixed height they do
-not. Several heights often agree, which is speed for free, but that is a measurement: :func:`certified_heights` makes it for each shape
-on this machine, and a height that disagrees with :data:`BASE_HEIGHT` is not used for that shape.
+A BLAS picks its kernel and its blocking of K from the number of rows, so the bits of a row follow the batch. At a fixed
+height they do not. Several heights often agree, which is speed for free, but that is a measurement:
+:func:`certified_heights` makes it for each shape on this machine, and a height that disagrees with :data:`BASE_HEIGHT`
+is not used for that shape.
 """
 
 import logging
@@ -68,7 +69,8 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @cache
 def certified_heights(depth: int, columns: int, by_rows: bool, dtype: torch.dtype, threads: int) -> tuple[int, ...]:
-    """The tile heights that give the bits of :data:`BASE_HEIGHT` for a [depth, columns] operand, ascending; measured once a process.
+    """The tile heights that give the bits of :data:`BASE_HEIGHT` for a [depth, columns] operand, ascending; measured
+    once a process.
 
     Also measured: a row has the same bits at every place of the base tile that the two orders compared put it at.
 
@@ -130,7 +132,9 @@ def accumulate_batch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def prepare_weight(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [N, K] as the accumulator wants it, converted once instead of at every call (fp32 for bf16 and fp16: twice the memory)."""
+    """A weight [N, K] as the accumulator wants it, converted once instead of at every call (fp32 for bf16 and fp16:
+    twice the memory).
+    """
     dtype = LinearReduction(weight.shape[0], weight.shape[1], weight.dtype).accumulate
     prepared = _operand(weight.detach().t(), dtype).t()
     certified_heights(weight.shape[1], weight.shape[0], prepared.t().is_contiguous(), dtype, torch.get_num_threads())

@@ -18,8 +18,8 @@ _ACCUMULATE = {
 class LinearReduction:
     """The reduction of ``x @ weight.T + bias``: a function of the weight alone, never of the rows of x.
 
-    Operands are converted exactly to ``accumulate``, summed over K by one order that K, N and the library fix, the bias is added in
-    ``accumulate``, and the result is rounded once to ``dtype``.
+    Operands are converted exactly to ``accumulate``, summed over K by one order that K, N and the library fix, the bias
+    is added in ``accumulate``, and the result is rounded once to ``dtype``.
     """
 
     out_features: int

@@ -9,7 +9,7 @@ from ..numba_math import LANES, row_sum
 from ..numba_rows import RowKernel
 
 
-def _normalise_kernel(rows, out, eps, variance_size):  # noqa: ANN001, ANN202 - numba infers them
+def _normalise_kernel(rows, out, eps, variance_size):
     for row in prange(rows.shape[0]):
         x, y = rows[row], out[row]
         for i in range(variance_size):

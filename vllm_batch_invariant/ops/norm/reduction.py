@@ -9,10 +9,11 @@ from ..reduce.reduction import SumReduction
 
 @dataclass(frozen=True)
 class NormReduction:
-    """The reduction of one row: the squares in fp32, summed by :class:`SumReduction`, divided by their number; 1 / sqrt(mean + eps).
+    """The reduction of one row: the squares in fp32, summed by :class:`SumReduction`, divided by their number; 1 /
+    sqrt(mean + eps).
 
-    With a residual, the sum x + residual enters unrounded, and is rounded once for the next layer. The normalised row is rounded to the
-    weight's dtype, multiplied by the weight and rounded to x's dtype: the order of vLLM's own layer.
+    With a residual, the sum x + residual enters unrounded, and is rounded once for the next layer. The normalised row
+    is rounded to the weight's dtype, multiplied by the weight and rounded to x's dtype: the order of vLLM's own layer.
     """
 
     length: int

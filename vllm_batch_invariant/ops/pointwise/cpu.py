@@ -5,10 +5,10 @@ import torch
 from ..original import kernel
 
 UNARY = (
-    "silu", "sigmoid", "gelu", "softplus", "mish", "elu", "exp2", "sinh", "cosh", "rsqrt", "tanh", "exp", "log", "erf", "log1p", "expm1",
-    "sin", "cos", "pow.Tensor_Scalar",
+    "silu", "sigmoid", "gelu", "softplus", "mish", "elu", "exp2", "sinh", "cosh", "rsqrt", "pow.Tensor_Scalar",
+    "tanh", "exp", "log", "erf", "log1p", "expm1", "sin", "cos",
 )  # fmt: skip
-"""ATen functions of one tensor. The first ten and pow were seen to differ; the others reach the same loops."""
+"""ATen functions of one tensor. Those of the first line were seen to differ; the others reach the same loops."""
 BINARY = ("silu_backward", "gelu_backward", "softplus_backward", "mish_backward", "sigmoid_backward", "tanh_backward")
 """ATen functions of two tensors of one shape."""
 

@@ -11,7 +11,8 @@ __all__ = ["SumReduction", "mean", "sum"]
 def sum(
     x: torch.Tensor, dim: int | list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Sum over ``dim`` (one, several, or None for all), accumulated in fp32 (fp64 for fp64), rounded once to ``dtype`` or x's own.
+    """Sum over ``dim`` (one, several, or None for all), accumulated in fp32 (fp64 for fp64), rounded once to ``dtype``
+    or x's own.
 
     Raises:
         NotCovered: a dtype that is not fp32, bf16, fp16 or fp64, or a device without an implementation.

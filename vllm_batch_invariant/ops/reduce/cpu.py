@@ -10,7 +10,7 @@ from ..rows import as_rows, from_rows, normalise_dims
 from .reduction import SumReduction
 
 
-def _row_sums_kernel(rows, sums):  # noqa: ANN001, ANN202 - numba infers them
+def _row_sums_kernel(rows, sums):
     for row in prange(rows.shape[0]):
         sums[row] = row_sum(rows[row], np.empty(LANES, rows.dtype))
 

@@ -18,8 +18,8 @@ _ACCUMULATE = {
 class SumReduction:
     """The reduction of a row of ``length`` elements: a function of its length and dtype.
 
-    Element i goes to lane i % 64, ascending; the 64 lanes are added by halving (lane i takes lane i + 32, then i + 16, ...). All in
-    ``accumulate``; a mean divides there; one rounding to ``dtype``.
+    Element i goes to lane i % 64, ascending; the 64 lanes are added by halving (lane i takes lane i + 32, then i + 16,
+    ...). All in ``accumulate``; a mean divides there; one rounding to ``dtype``.
     """
 
     length: int

@@ -12,7 +12,7 @@ from ..numba_rows import RowKernel
 from ..rows import as_rows, normalise_dims, rows_back
 
 
-def _softmax_kernel(rows, out):  # noqa: ANN001, ANN202 - numba infers them
+def _softmax_kernel(rows, out):
     for row in prange(rows.shape[0]):
         x, y = rows[row], out[row]
         largest = x[0]
@@ -25,7 +25,7 @@ def _softmax_kernel(rows, out):  # noqa: ANN001, ANN202 - numba infers them
             y[i] = y[i] / total
 
 
-def _log_softmax_kernel(rows, out):  # noqa: ANN001, ANN202 - numba infers them
+def _log_softmax_kernel(rows, out):
     for row in prange(rows.shape[0]):
         x, y = rows[row], out[row]
         largest = x[0]
@@ -38,7 +38,7 @@ def _log_softmax_kernel(rows, out):  # noqa: ANN001, ANN202 - numba infers them
             y[i] = (x[i] - largest) - log_total
 
 
-def _softmax_backward_kernel(grads, outputs, out):  # noqa: ANN001, ANN202 - numba infers them
+def _softmax_backward_kernel(grads, outputs, out):
     for row in prange(grads.shape[0]):
         g, p, y = grads[row], outputs[row], out[row]
         for i in range(g.size):
@@ -48,7 +48,7 @@ def _softmax_backward_kernel(grads, outputs, out):  # noqa: ANN001, ANN202 - num
             y[i] = y[i] - p[i] * total
 
 
-def _log_softmax_backward_kernel(grads, outputs, out):  # noqa: ANN001, ANN202 - numba infers them
+def _log_softmax_backward_kernel(grads, outputs, out):
     for row in prange(grads.shape[0]):
         g, p, y = grads[row], outputs[row], out[row]
         total = row_sum(g, np.empty(LANES, np.float32))

@@ -9,7 +9,8 @@ from ..reduce.reduction import SumReduction
 
 @dataclass(frozen=True)
 class SoftmaxReduction:
-    """The reduction of one row: its maximum (exact in any order), exp of the differences, and their sum by :class:`SumReduction`.
+    """The reduction of one row: its maximum (exact in any order), exp of the differences, and their sum by
+    :class:`SumReduction`.
 
     exp is the one of ``numba_math`` on the CPU: additions and multiplications in a fixed order, no library.
     """

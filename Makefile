@@ -1,0 +1,31 @@
+# make demo: see plain vLLM vary and the mode not.   make test: every test this machine can run.
+VENV ?= .venv
+PYTHON ?= python3
+DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+SAMPLES ?= 1000
+RUN = $(VENV)/bin/python -m
+CHECKPOINT = .cache/demo-model
+
+.PHONY: demo test lint install clean test-seams
+install: $(VENV)/installed-$(DEVICE)
+
+$(VENV)/installed-%: pyproject.toml requirements/overrides-cpu.txt scripts/install.sh
+	sh scripts/install.sh $(VENV) $* $(PYTHON)
+	touch $@
+
+$(CHECKPOINT)/config.json: $(VENV)/installed-$(DEVICE) vllm_batch_invariant/check/checkpoint.py
+	$(RUN) vllm_batch_invariant.cli make-checkpoint $(@D)
+
+demo: $(CHECKPOINT)/config.json
+	@command -v g++ >/dev/null || { echo "make demo: plain vLLM compiles CPU kernels and needs g++; install it (the mode itself needs none)"; exit 2; }
+	VLLM_CPU_KVCACHE_SPACE=2 $(RUN) vllm_batch_invariant.cli reproduce --model $(CHECKPOINT) --compare --samples $(SAMPLES)
+
+lint: install
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+
+test: install lint
+	$(RUN) pytest
+
+clean:
+	rm -rf $(VENV) .cache

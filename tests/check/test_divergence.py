@@ -1,0 +1,129 @@
+"""Answers are compared bit for bit, and the report of where they part is right."""
+
+import itertools
+import math
+
+import pytest
+
+from vllm_batch_invariant.check.divergence import Answer, Step, binned, compare, first_difference
+from vllm_batch_invariant.check.metrics import Batches, BatchLog, Reading
+from vllm_batch_invariant.check.outcome import NoTestError
+from vllm_batch_invariant.check.plan import Kind, plan_load, ramp, samples_by_level
+
+
+def answer(*steps: Step, text: str = "same text") -> Answer:
+    return Answer.of(text, steps)
+
+
+A, B = Step("1", -0.5, (("1", -0.5), ("2", -1.25))), Step("2", -0.75, (("2", -0.75), ("1", -2.0)))
+
+
+def test_equal_answers_are_identical():
+    found = compare([answer(A, B)] * 5)
+    assert found.identical
+    assert (found.samples, found.completions, found.logprob_sequences) == (5, 1, 1)
+    assert found.earliest_token is None
+    assert found.earliest_logprob is None
+
+
+def test_one_ulp_of_a_logprob_is_a_difference_and_tokens_stay_equal():
+    found = compare([answer(A, B), answer(A, Step("2", math.nextafter(-0.75, 0), B.top))])
+    assert (found.completions, found.logprob_sequences) == (1, 2)
+    assert found.logprob_positions == {1: 1}
+    assert found.token_positions == {}
+    assert not found.identical
+
+
+def test_one_ulp_of_a_candidate_that_was_not_chosen_is_a_difference():
+    other = Step("1", -0.5, (("1", -0.5), ("2", math.nextafter(-1.25, 0))))
+    assert compare([answer(A), answer(other)]).logprob_sequences == 2
+
+
+def test_negative_zero_differs_from_zero():
+    assert compare([answer(Step("1", 0.0)), answer(Step("1", -0.0))]).logprob_sequences == 2
+
+
+def test_the_order_in_which_candidates_are_listed_is_no_difference():
+    assert compare([answer(A), answer(Step("1", -0.5, tuple(reversed(A.top))))]).identical
+
+
+def test_the_earliest_parting_names_position_sample_tokens_and_texts():
+    found = compare(
+        [
+            answer(A, B, A, text="one two three"),
+            answer(A, B, B, text="one two four"),
+            answer(A, A, A, text="one six"),
+        ]
+    )
+    parting = found.earliest_token
+    assert parting is not None
+    assert (parting.sample, parting.position, parting.expected, parting.got) == (2, 1, "2", "1")
+    assert (parting.expected_text, parting.got_text) == ("two three", "six")
+    assert found.token_positions == {1: 1, 2: 1}
+    assert found.completions == 3
+
+
+def test_an_answer_that_ends_early_parts_at_its_end():
+    found = compare([answer(A, B), answer(A)])
+    assert found.earliest_token is not None
+    assert (found.earliest_token.position, found.earliest_token.got) == (1, "<end>")
+
+
+def test_equal_tokens_with_another_text_are_two_completions():
+    assert compare([answer(A, text="a"), answer(A, text="b")]).completions == 2
+
+
+def test_first_difference_of_equal_sequences_is_none():
+    assert first_difference("abc", "abc") is None
+    assert first_difference("abc", "abd") == 2
+    assert first_difference("", "a") == 0
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 64, 100])
+def test_bins_cover_every_position_once_and_keep_the_count(length: int):
+    positions = {0: 3, length - 1: 2} if length > 1 else {0: 5}
+    ranges = binned(positions, length)
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == length - 1
+    assert all(before[1] + 1 == after[0] for before, after in itertools.pairwise(ranges))
+    assert sum(count for *_, count in ranges) == 5
+
+
+def test_a_ramp_climbs_to_its_peak_and_comes_down():
+    assert ramp(128) == (1, 2, 3, 5, 7, 16, 45, 64, 128, 64, 45, 16, 7, 5, 3, 2, 1)
+    assert ramp(2) == (1, 2, 1)
+
+
+@pytest.mark.parametrize("samples", [1, 19, 199, 999])
+def test_no_sample_is_lost_between_levels(samples: int):
+    assert sum(samples_by_level(samples, ramp(128))) == samples
+
+
+def test_a_plan_depends_on_its_seed_alone_and_has_every_kind_of_request():
+    plan = plan_load(1000, 128, 64, 2048, 3)
+    assert plan == plan_load(1000, 128, 64, 2048, 3)
+    assert plan != plan_load(1000, 128, 64, 2048, 4)
+    assert sum(arrival.kind is Kind.SAMPLE for arrival in plan) == 999
+    assert {arrival.kind for arrival in plan} == set(Kind)
+    assert {arrival.streamed for arrival in plan if arrival.kind is Kind.SAMPLE} == {True, False}
+
+
+def test_no_prompt_of_the_load_is_longer_than_the_context_even_at_a_token_a_byte():
+    for context in (256, 2048, 40960):
+        for arrival in plan_load(500, 64, 64, context, 0):
+            assert len(arrival.prompt.encode()) + max(arrival.max_tokens, 64) < context
+
+
+@pytest.mark.parametrize(("running", "reason"), [((), "more than 0"), ((1, 1), "more than 1"), ((3, 3), "ran 3")])
+def test_a_batch_that_never_varied_is_no_test(running: tuple[int, ...], reason: str):
+    with pytest.raises(NoTestError, match=reason):
+        Batches(running, ()).require_variation()
+
+
+def test_a_batch_that_varied_is_a_test():
+    Batches((1, 2, 5), ()).require_variation()
+
+
+def test_steps_are_counted_from_the_first_reading():
+    log = BatchLog([Reading(0, {1.0: 4, 8.0: 1}), Reading(5, {1.0: 4, 8.0: 7}), Reading(0, {1.0: 6, 8.0: 7})])
+    assert log.batches() == Batches((5,), ((1.0, 2), (8.0, 6)))

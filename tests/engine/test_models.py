@@ -1,0 +1,54 @@
+"""Architectures with other norms, activations, masks and dtypes than the main model's."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.engine.engines import company, request, run, tokens
+
+pytestmark = pytest.mark.engine
+
+SIZES = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GQA = {"num_key_value_heads": 2, "head_dim": 64}
+
+MODELS = {
+    "llama in fp16": (transformers.LlamaConfig(**SIZES, **GQA), torch.float16),
+    "mistral with a sliding window": (transformers.MistralConfig(**SIZES, **GQA, sliding_window=48), torch.bfloat16),
+    "qwen2 with biases in fp32": (transformers.Qwen2Config(**SIZES, num_key_value_heads=1), torch.float32),
+    "gemma2 with soft-caps": (
+        transformers.Gemma2Config(**SIZES, **GQA, sliding_window=32, query_pre_attn_scalar=64),
+        torch.bfloat16,
+    ),
+    "bloom with alibi": (
+        transformers.BloomConfig(vocab_size=4096, hidden_size=256, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2),
+        torch.float32,
+    ),
+    "phi with layer norm and gelu": (transformers.PhiConfig(**SIZES), torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_architecture_gives_the_same_bits_in_any_company(name: str, tmp_path: Path) -> None:
+    config, dtype = MODELS[name]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    model.save_pretrained(tmp_path / "model")
+    needle = request(tokens(150, 1), max_tokens=12)
+    steps = [{"name": "alone", "requests": [needle]}]
+    steps += [{"name": f"with {n}", "requests": [*company(n, n), needle]} for n in (1, 3, 17, 40)]
+    engine = {"model": str(tmp_path / "model"), "max_model_len": 1024, "skip_tokenizer_init": True}
+    result = run(tmp_path, engine | {"max_num_batched_tokens": 128, "max_num_seqs": 64}, steps, "1")
+    for count in (1, 3, 17, 40):
+        assert result.completions(f"with {count}", count) == result.completions("alone"), count

@@ -1,0 +1,19 @@
+"""One real server with the mode on, shared by the server tests."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from vllm_batch_invariant.check.checkpoint import Shape, make_checkpoint
+from vllm_batch_invariant.check.server import Server, serve
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """``vllm serve`` as a user starts it, on a small model of this project."""
+    shape = Shape(hidden=512, intermediate=1024, layers=2, heads=8, kv_heads=4, head_size=64, dtype="bfloat16")
+    model = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    with serve(str(model), [], {"VLLM_BATCH_INVARIANT": "1"}) as running:
+        yield running

@@ -1,0 +1,97 @@
+"""The command line of the reproducibility run, checked before anything starts."""
+
+import argparse
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+from vllm_batch_invariant.check.request import PROMPT, Ask
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see --help\n")
+
+
+def _at_least(lowest: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.lstrip("-").isdigit() or int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {lowest}")
+        return int(text)
+
+    return number
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse and check; a bad argument ends the process with status 2 and one line."""
+    parser = _Parser(
+        prog="reproduce",
+        description="Send one request many times under a load that varies the batch, and compare the answers bit for "
+        "bit. Exit status: 0 all identical, 1 they differ, 2 the run was no test.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    target = parser.add_argument_group("what to test")
+    target.add_argument("--base-url", help="a server that runs, such as http://127.0.0.1:8000")
+    target.add_argument("--model", help="a model to serve here; with --base-url, the name of the served model to ask")
+    target.add_argument("--serve-args", default="", help="more arguments for `vllm serve`, in one string")
+    target.add_argument("--compare", action="store_true", help="serve with VLLM_BATCH_INVARIANT=0, then with 1")
+    target.add_argument("--offline", action="store_true", help="run the model through vllm.LLM, without a server")
+    request = parser.add_argument_group("the request")
+    request.add_argument("--prompt", default=PROMPT, help="its prompt")
+    kind = request.add_mutually_exclusive_group()
+    kind.add_argument("--chat", action="store_true", default=False, help="ask /v1/chat/completions")
+    kind.add_argument("--completions", dest="chat", action="store_false", help="ask /v1/completions")
+    request.add_argument("--max-tokens", type=_at_least(1), default=64, help="tokens to generate")
+    request.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    request.add_argument("--seed", type=int, default=0, help="the request's seed, and the load's")
+    request.add_argument("--logprobs", type=_at_least(1), default=5, help="candidates compared at each position")
+    request.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens")
+    load = parser.add_argument_group("the load")
+    load.add_argument("--samples", type=_at_least(2), default=1000, help="how often the request is sent")
+    load.add_argument("--concurrency", type=_at_least(2), default=128, help="most requests in flight")
+    load.add_argument("--timeout", type=float, default=3600, help="seconds after which a run is given up")
+    parser.add_argument("--json", type=Path, help="also write the report to this file")
+    options = parser.parse_args(argv)
+    _check(parser, options)
+    options.serve_args = shlex.split(options.serve_args)
+    return options
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if not options.base_url and not options.model:
+        parser.error("nothing to test: give --base-url of a server or --model to serve")
+    if options.base_url:
+        if options.offline or options.compare or options.serve_args:
+            parser.error("--base-url is a server that already runs: leave out --offline, --compare and --serve-args")
+        url = urlsplit(options.base_url)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            parser.error(f"--base-url {options.base_url!r} is not an http address")
+    elif options.model.startswith(("/", ".", "~")) and not (Path(options.model).expanduser() / "config.json").is_file():
+        parser.error(f"--model {options.model}: no model there (no config.json)")
+    if options.compare and options.offline:
+        parser.error("--compare starts two servers: leave out --offline, or run --offline once with each setting")
+    if options.json and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json {options.json}: no such folder")
+    if not options.prompt:
+        parser.error("--prompt is empty")
+    if options.temperature < 0:
+        parser.error(f"--temperature {options.temperature} is below 0")
+    try:
+        shlex.split(options.serve_args)
+    except ValueError as error:
+        parser.error(f"--serve-args: {error}")
+
+
+def ask_from(options: argparse.Namespace) -> Ask:
+    """The request that the options describe."""
+    return Ask(
+        prompt=options.prompt,
+        chat=options.chat,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        logprobs=options.logprobs,
+        ignore_eos=options.ignore_eos,
+    )

@@ -1,0 +1,123 @@
+"""The same run through `vllm.LLM`, without a server: the plan's arrivals go straight into the engine's steps."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from prometheus_client import REGISTRY
+
+from vllm_batch_invariant.check.divergence import Answer, Step
+from vllm_batch_invariant.check.load import Run, one_line
+from vllm_batch_invariant.check.metrics import BatchLog, Reading
+from vllm_batch_invariant.check.outcome import NoTestError
+from vllm_batch_invariant.check.plan import Arrival, Kind
+from vllm_batch_invariant.check.request import Ask
+
+
+def start_engine(model: str, arguments: Sequence[str]) -> Any:
+    """A `vllm.LLM` that keeps statistics, with the same arguments that `vllm serve` takes for its engine."""
+    try:
+        from vllm import LLM
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    except ImportError as error:
+        raise NoTestError(f"--offline needs vLLM in this Python: {one_line(error)}") from error
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="--serve-args"))
+    chosen = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *arguments]))
+    chosen.disable_log_stats = False
+    try:
+        return LLM.from_engine_args(chosen)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise NoTestError(f"the engine did not start: {one_line(error)}") from error
+
+
+def run_offline(
+    llm: Any, ask: Ask, plan: Sequence[Arrival], log: BatchLog, on_sample: Callable[[], None] = lambda: None
+) -> Run:
+    """Run the plan through the engine; the arrivals' pauses are left out, since engine steps are the clock."""
+    return _OfflineLoad(llm, ask, log, on_sample).run(plan)
+
+
+class _OfflineLoad:
+    def __init__(self, llm: Any, ask: Ask, log: BatchLog, on_sample: Callable[[], None]) -> None:
+        from vllm import SamplingParams
+
+        self._llm, self._engine, self._ask, self._log, self._on_sample = llm, llm.llm_engine, ask, log, on_sample
+        self._sampling = SamplingParams
+        self._answers: list[Answer] = []
+        self._flying: dict[str, Arrival | None] = {}
+        self._ids = iter(range(10**9))
+        self._others = self._left = 0
+
+    def run(self, plan: Sequence[Arrival]) -> Run:
+        begin = time.perf_counter()
+        self._read_metrics()
+        self._add(None)
+        while self._flying:
+            self._step()
+        for arrival in plan:
+            while len(self._flying) >= arrival.beside:
+                self._step()
+            self._add(arrival)
+        while self._flying:
+            self._step()
+        self._read_metrics()
+        return Run(tuple(self._answers), time.perf_counter() - begin, self._others, self._left, 0)
+
+    def _add(self, arrival: Arrival | None) -> None:
+        name = f"reproduce-{next(self._ids)}"
+        ask = self._ask
+        if arrival is None or arrival.kind is Kind.SAMPLE:
+            prompt, length, logprobs, ignore_eos = ask.prompt, ask.max_tokens, ask.logprobs, ask.ignore_eos
+        else:
+            prompt, length, logprobs, ignore_eos = arrival.prompt, arrival.max_tokens, None, True
+            self._others += 1
+        sampling = self._sampling(
+            temperature=ask.temperature, seed=ask.seed, max_tokens=length, logprobs=logprobs, ignore_eos=ignore_eos
+        )
+        self._engine.add_request(name, self._prompt(prompt), sampling)
+        self._flying[name] = arrival
+
+    def _prompt(self, text: str) -> str:
+        if not self._ask.chat:
+            return text
+        messages = [{"role": "user", "content": text}]
+        return self._llm.get_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    def _step(self) -> None:
+        outputs = self._engine.step()
+        if outputs:
+            self._read_metrics()
+        for output in outputs:
+            arrival = self._flying.get(output.request_id)
+            generated = output.outputs[0]
+            if output.finished:
+                self._flying.pop(output.request_id, None)
+                if arrival is None or arrival.kind is Kind.SAMPLE:
+                    self._answers.append(_answer(generated))
+                    self._on_sample()
+            elif (
+                arrival is not None
+                and arrival.kind is Kind.LEAVER
+                and len(generated.token_ids) >= arrival.leaves_after
+                and self._flying.pop(output.request_id, None)
+            ):
+                self._engine.abort_request([output.request_id])
+                self._left += 1
+
+    def _read_metrics(self) -> None:
+        reading = Reading.of(REGISTRY.collect())
+        if reading is not None:
+            self._log.add(reading)
+
+
+def _answer(generated: Any) -> Answer:
+    if not generated.logprobs:
+        raise NoTestError(
+            "the engine returned no logprobs, so bits cannot be compared; use a model that gives logprobs"
+        )
+    steps = [
+        Step(str(token), listed[token].logprob, tuple((str(other), item.logprob) for other, item in listed.items()))
+        for token, listed in zip(generated.token_ids, generated.logprobs, strict=True)
+    ]
+    return Answer.of(generated.text, steps)

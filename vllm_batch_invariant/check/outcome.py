@@ -1,0 +1,15 @@
+"""How a reproducibility run ends: the exit statuses, and the error that makes a run no test at all."""
+
+from enum import IntEnum
+
+
+class Status(IntEnum):
+    """The exit status of a run."""
+
+    REPRODUCIBLE = 0
+    DIVERGED = 1
+    NO_TEST = 2
+
+
+class NoTestError(RuntimeError):
+    """The run cannot tell whether the server is reproducible; its text is one line that says why and what to do."""

@@ -1,0 +1,140 @@
+"""Send one request many times under a load that varies the batch, and compare the answers bit for bit."""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from vllm_batch_invariant.check.arguments import ask_from, parse_arguments
+from vllm_batch_invariant.check.load import Load, Run, one_line
+from vllm_batch_invariant.check.metrics import BatchLog, watch
+from vllm_batch_invariant.check.outcome import NoTestError, Status
+from vllm_batch_invariant.check.plan import plan_load
+from vllm_batch_invariant.check.report import Result, print_report, write_json
+from vllm_batch_invariant.check.server import serve
+
+FLAG = "VLLM_BATCH_INVARIANT"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    options = parse_arguments(argv)
+    out, notes = Console(), Console(stderr=True)
+    before = signal.signal(signal.SIGTERM, _end_in_order)
+    results: list[Result] = []
+    try:
+        for result in _results(options, notes):
+            results.append(result)
+    except NoTestError as error:
+        if results:
+            print_report(out, results)
+        notes.print(f"reproduce: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        return Status.NO_TEST
+    except KeyboardInterrupt:
+        notes.print("reproduce: interrupted; nothing was decided", style="red")
+        return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    print_report(out, results)
+    if options.json:
+        write_json(options.json, ask_from(options), results)
+    return results[-1].status
+
+
+def _end_in_order(number: int, _frame: FrameType | None) -> None:
+    # as an exception, so that a server started here is stopped on the way out
+    sys.exit(128 + number)
+
+
+def _results(options: argparse.Namespace, notes: Console) -> Iterator[Result]:
+    if options.offline:
+        yield _offline(options, notes)
+    elif options.base_url:
+        yield asyncio.run(_against(options.base_url, options.model, options, notes, "server"))
+    else:
+        flags = ("0", "1") if options.compare else (os.environ.get(FLAG, "0"),)
+        for flag in flags:
+            label = f"{FLAG}={flag}"
+            notes.print(f"starting a server with {label} ...", style="dim", highlight=False)
+            with serve(options.model, options.serve_args, {FLAG: flag}) as server:
+                notes.print(f"it answers after {server.startup_seconds:.0f} s", style="dim", highlight=False)
+                yield asyncio.run(_against(server.base_url, None, options, notes, label))
+
+
+async def _against(base_url: str, model: str | None, options: argparse.Namespace, notes: Console, label: str) -> Result:
+    url = urlsplit(base_url)
+    root = f"{url.scheme}://{url.netloc}{url.path.rstrip('/').removesuffix('/v1')}"
+    http = openai.DefaultAsyncHttpxClient(
+        # a proxy from the environment must not stand between this machine and itself
+        trust_env=url.hostname not in ("127.0.0.1", "localhost", "::1"),
+        # shorter than the server's five seconds: a connection it is about to close must not be used again
+        limits=httpx.Limits(max_connections=None, keepalive_expiry=2),
+    )
+    key = os.environ.get("OPENAI_API_KEY") or "none"
+    ask, log = ask_from(options), BatchLog()
+    async with openai.AsyncOpenAI(
+        base_url=root + "/v1", api_key=key, max_retries=2, timeout=600, http_client=http
+    ) as api:
+        name, context = await _served_model(api, model, root)
+        plan = plan_load(options.samples, options.concurrency, ask.max_tokens, context, options.seed)
+        with _progress(options.samples, log, notes) as on_sample:
+            try:
+                async with asyncio.timeout(options.timeout), watch(http, root + "/metrics", log):
+                    run = await Load(api, name, ask, on_sample).run(plan)
+            except TimeoutError:
+                raise NoTestError(f"the run was not done within --timeout {options.timeout:.0f} s") from None
+            except httpx.HTTPError as error:
+                raise NoTestError(f"{root}/metrics does not answer: {one_line(error)}") from error
+    return Result.of(label, run, log.batches())
+
+
+async def _served_model(api: openai.AsyncOpenAI, wanted: str | None, root: str) -> tuple[str, int]:
+    try:
+        served = (await api.models.list()).data
+    except openai.OpenAIError as error:
+        raise NoTestError(f"no OpenAI-compatible server answers at {root}: {one_line(error)}") from error
+    for model in served:
+        if wanted in (None, model.id):
+            return model.id, getattr(model, "max_model_len", None) or 2048
+    names = ", ".join(model.id for model in served) or "nothing"
+    raise NoTestError(f"{root} does not serve the model {wanted!r}; it serves {names}")
+
+
+def _offline(options: argparse.Namespace, notes: Console) -> Result:
+    from vllm_batch_invariant.check.offline import run_offline, start_engine
+
+    ask, log = ask_from(options), BatchLog()
+    llm = start_engine(options.model, options.serve_args)
+    context = llm.llm_engine.model_config.max_model_len
+    plan = plan_load(options.samples, options.concurrency, ask.max_tokens, context, options.seed)
+    with _progress(options.samples, log, notes) as on_sample:
+        run: Run = run_offline(llm, ask, plan, log, on_sample)
+    return Result.of(f"offline, {FLAG}={os.environ.get(FLAG, '0')}", run, log.batches())
+
+
+@contextmanager
+def _progress(samples: int, log: BatchLog, notes: Console) -> Iterator:
+    columns = (
+        TextColumn("samples"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("batch of {task.fields[batch]}"),
+    )
+    with Progress(*columns, console=notes, transient=True, refresh_per_second=4) as progress:
+        task = progress.add_task("", total=samples, batch=0)
+        yield lambda: progress.update(task, advance=1, batch=log.running_now)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

