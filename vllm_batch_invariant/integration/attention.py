@@ -96,8 +96,7 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         self.logits_soft_cap = logits_soft_cap or None
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.reduction = AttentionReduction()
-        choice = envs.ATTENTION.read()
-        self.implementation = "auto" if choice == "auto" else choice
+        self.implementation = envs.ATTENTION.read()
 
     def do_kv_cache_update(
         self,

@@ -3,6 +3,8 @@
 import logging
 from typing import Any
 
+import torch
+
 from .. import __version__, envs
 from . import seams, support
 
@@ -68,8 +70,27 @@ def take_over() -> None:
     linear.install()
     norm.install()
     enable_batch_invariant_mode()
+    compile_kernels()
     for line in summary():
         logger.info(line)
+
+
+def compile_kernels() -> None:
+    """Run each compiled kernel once on next to nothing, so that no request waits for the compiler: 30 s when cold."""
+    from ..ops import norm, softmax
+    from ..ops.attention import AttentionReduction, paged_attention
+
+    for rows in (1, 1024):  # the kernel for one thread, and the one for many
+        x = torch.zeros(rows, 64)
+        norm.rms_norm(x, None, 1e-6)
+        softmax.log_softmax(softmax.softmax(x))
+        torch.sum(x, -1)
+    page = torch.zeros(1, 1, 16, 64)
+    one = torch.ones(1, dtype=torch.int32)
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    choice = {"scale": 1.0, "reduction": AttentionReduction(), "implementation": envs.ATTENTION.read()}
+    paged_attention(torch.zeros(1, 1, 64), page, page, table, one, starts, **choice)
 
 
 def summary() -> list[str]:
@@ -83,6 +104,6 @@ def summary() -> list[str]:
         f"in a fixed order. Attention: {envs.ATTENTION.read()}, splits of {AttentionReduction().split_size} keys. "
         "Layers run eagerly.",
         "Same bits for a request run again, in any batch, under any schedule (chunks, prefix cache, preemption, "
-        "restart) on this machine with this number of threads. Not covered: other CPUs, other thread counts, sampling without a "
-        "seed.",
+        f"restart) on this machine with {torch.get_num_threads()} threads. Not covered: other CPUs, other thread "
+        "counts, sampling without a seed.",
     ]

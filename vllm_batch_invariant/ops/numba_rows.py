@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import numba
 import torch
-from numba import njit
+
+from .numba_compile import compiled, threads
 
 _SERIAL_BELOW = 1 << 14
 """Elements under which waking threads costs more than they save."""
@@ -16,17 +17,16 @@ class RowKernel:
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
-        self.serial = njit(cache=True, error_model="numpy")(function)
-        self.parallel = njit(cache=True, error_model="numpy", parallel=True)(function)
+        self.serial = compiled(function)
+        self.parallel = compiled(function, parallel=True)
 
     def __call__(self, elements: int, *tensors_and_numbers: torch.Tensor | float | int) -> None:
-        """Call on tensors (seen as numpy arrays, written in place) and numbers; ``elements`` is the size of the work."""
+        """Call on tensors (numpy arrays to the kernel) and numbers; ``elements`` is the size of the work."""
         arguments = [
             value.detach().numpy() if isinstance(value, torch.Tensor) else value for value in tensors_and_numbers
         ]
-        threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-        if elements < _SERIAL_BELOW or threads == 1:
+        if elements < _SERIAL_BELOW or threads() == 1:
             self.serial(*arguments)
             return
-        numba.set_num_threads(threads)
+        numba.set_num_threads(threads())
         self.parallel(*arguments)

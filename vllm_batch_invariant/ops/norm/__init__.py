@@ -33,9 +33,9 @@ def rms_norm(
     length = x.shape[-1] if x.dim() else 0
     fits = (weight is None or weight.shape == (length,)) and (residual is None or residual.shape == x.shape)
     if not fits or length == 0 or not 0 < (variance_size or length) <= length:
+        shapes = [None if tensor is None else list(tensor.shape) for tensor in (x, weight, residual)]
         raise ValueError(
-            f"rms_norm takes x [..., N], weight [N] and a residual like x, got x {list(x.shape)}, "
-            f"weight {None if weight is None else list(weight.shape)}, residual {None if residual is None else list(residual.shape)}, "
-            f"variance_size {variance_size}"
+            "rms_norm takes x [..., N], weight [N], a residual like x and a variance_size of at most N, "
+            f"got {', '.join(map(str, shapes))} and {variance_size}"
         )
     return implementation("norm", x, weight, residual).rms_norm(x, weight, eps, residual, variance_size)

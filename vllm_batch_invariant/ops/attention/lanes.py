@@ -1,0 +1,218 @@
+"""Sixteen fp32 lanes as a value of a numba kernel: the source, not the auto-vectoriser, says what is added when.
+
+Each operation is one IEEE operation a lane, whatever register width the CPU has.
+"""
+
+from llvmlite import ir
+from numba import types
+from numba.core.datamodel import models
+from numba.extending import intrinsic, register_model
+
+WIDTH = 16
+_VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
+_INDEX = ir.IntType(32)
+_WORDS = ir.VectorType(ir.IntType(32), WIDTH)
+_HALVES = ir.VectorType(ir.IntType(16), WIDTH)
+
+
+class Lanes(types.Type):
+    """The numba type of sixteen fp32 lanes."""
+
+    def __init__(self) -> None:
+        super().__init__(name="Float32x16")
+
+
+LANES = Lanes()
+
+
+@register_model(Lanes)
+class _LanesModel(models.PrimitiveModel):
+    def __init__(self, manager, lanes_type):
+        super().__init__(manager, lanes_type, _VECTOR)
+
+
+def _pointer(context, builder, array_type, array, offset, vector):
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [offset]), vector.as_pointer())
+
+
+def _shuffle(builder, a, b, places):
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INDEX, len(places)), places))
+
+
+def _halve(builder, op, lanes):
+    """Lane i of the result is op(lane i, lane i + half)."""
+    half = lanes.type.count // 2
+    low = _shuffle(builder, lanes, lanes, list(range(half)))
+    return op(low, _shuffle(builder, lanes, lanes, list(range(half, 2 * half))))
+
+
+def _largest(builder):
+    return lambda a, b: builder.select(builder.fcmp_ordered(">", b, a), b, a)
+
+
+def _words(value):
+    return ir.Constant(_WORDS, [value] * WIDTH)
+
+
+def _float_of_bfloat(builder, bits):
+    return builder.bitcast(builder.shl(bits, _words(16)), _VECTOR)
+
+
+def _float_of_half(builder, bits):
+    """By integers, because not every CPU that numba compiles for has the conversion."""
+    size = builder.and_(bits, _words(0x7FFF))
+    normal = builder.add(builder.shl(size, _words(13)), _words(112 << 23))
+    special = builder.add(normal, _words(112 << 23))
+    normal = builder.select(builder.icmp_unsigned(">=", size, _words(0x7C00)), special, normal)
+    scale = ir.Constant(_VECTOR, [2.0**-24] * WIDTH)
+    subnormal = builder.bitcast(builder.fmul(builder.uitofp(size, _VECTOR), scale), _WORDS)
+    magnitude = builder.select(builder.icmp_unsigned("<", size, _words(0x400)), subnormal, normal)
+    sign = builder.shl(builder.and_(bits, _words(0x8000)), _words(16))
+    return builder.bitcast(builder.or_(magnitude, sign), _VECTOR)
+
+
+@intrinsic
+def splat(typing_context, x):
+    """All lanes x."""
+
+    def codegen(context, builder, signature, arguments):
+        one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), arguments[0], _INDEX(0))
+        return _shuffle(builder, one, one, [0] * WIDTH)
+
+    return LANES(types.float32), codegen
+
+
+@intrinsic
+def load(typing_context, array, offset):
+    """Elements offset to offset + 15 of a contiguous fp32 array, unchecked."""
+
+    def codegen(context, builder, signature, arguments):
+        return builder.load(_pointer(context, builder, signature.args[0], *arguments, _VECTOR), align=4)
+
+    return LANES(array, types.intp), codegen
+
+
+@intrinsic
+def load_fp32(typing_context, data, offset):
+    """Sixteen fp32 elements from byte ``offset`` of a uint8 array on; unchecked."""
+
+    def codegen(context, builder, signature, arguments):
+        return builder.load(_pointer(context, builder, signature.args[0], *arguments, _VECTOR), align=4)
+
+    return LANES(data, types.intp), codegen
+
+
+@intrinsic
+def load_bf16(typing_context, data, offset):
+    """Sixteen bf16 elements from byte ``offset`` of a uint8 array on, widened exactly; unchecked."""
+
+    def codegen(context, builder, signature, arguments):
+        bits = builder.load(_pointer(context, builder, signature.args[0], *arguments, _HALVES), align=2)
+        return _float_of_bfloat(builder, builder.zext(bits, _WORDS))
+
+    return LANES(data, types.intp), codegen
+
+
+@intrinsic
+def load_fp16(typing_context, data, offset):
+    """Sixteen fp16 elements from byte ``offset`` of a uint8 array on, widened exactly; unchecked."""
+
+    def codegen(context, builder, signature, arguments):
+        bits = builder.load(_pointer(context, builder, signature.args[0], *arguments, _HALVES), align=2)
+        return _float_of_half(builder, builder.zext(bits, _WORDS))
+
+    return LANES(data, types.intp), codegen
+
+
+@intrinsic
+def store(typing_context, lanes, array, offset):
+    """Write the lanes to elements offset to offset + 15 of a contiguous fp32 array, unchecked."""
+
+    def codegen(context, builder, signature, arguments):
+        lanes, array, offset = arguments
+        builder.store(lanes, _pointer(context, builder, signature.args[1], array, offset, _VECTOR), align=4)
+        return context.get_dummy_value()
+
+    return types.void(LANES, array, types.intp), codegen
+
+
+@intrinsic
+def add(typing_context, a, b):
+    """a + b."""
+
+    def codegen(context, builder, signature, arguments):
+        return builder.fadd(*arguments)
+
+    return LANES(LANES, LANES), codegen
+
+
+@intrinsic
+def add_product(typing_context, total, a, b):
+    """total + a * b, the product rounded before it is added."""
+
+    def codegen(context, builder, signature, arguments):
+        return builder.fadd(arguments[0], builder.fmul(arguments[1], arguments[2]))
+
+    return LANES(LANES, LANES, LANES), codegen
+
+
+@intrinsic
+def larger(typing_context, a, b):
+    """b where b > a, else a."""
+
+    def codegen(context, builder, signature, arguments):
+        return _largest(builder)(*arguments)
+
+    return LANES(LANES, LANES), codegen
+
+
+@intrinsic
+def largest_lane(typing_context, lanes):
+    """The largest lane, fp32."""
+
+    def codegen(context, builder, signature, arguments):
+        lanes = arguments[0]
+        while lanes.type.count > 1:
+            lanes = _halve(builder, _largest(builder), lanes)
+        return builder.extract_element(lanes, _INDEX(0))
+
+    return types.float32(LANES), codegen
+
+
+@intrinsic
+def sum_lanes(typing_context, lanes):
+    """The sum of the lanes by halving: lane i takes lane i + 8, then i + 4, i + 2 and i + 1."""
+
+    def codegen(context, builder, signature, arguments):
+        lanes = arguments[0]
+        while lanes.type.count > 1:
+            lanes = _halve(builder, builder.fadd, lanes)
+        return builder.extract_element(lanes, _INDEX(0))
+
+    return types.float32(LANES), codegen
+
+
+@intrinsic
+def store_four_sums(typing_context, a, b, c, d, array, offset):
+    """Write :func:`sum_lanes` of a, b, c and d to four neighbouring elements of a contiguous fp32 array, unchecked."""
+
+    def fold(builder, pair, half):
+        """Groups of 2 * half lanes of both vectors, each folded to half lanes, side by side."""
+        lanes = range(2 * WIDTH)
+        low = _shuffle(builder, *pair, [lane for lane in lanes if lane % (2 * half) < half])
+        return builder.fadd(low, _shuffle(builder, *pair, [lane for lane in lanes if lane % (2 * half) >= half]))
+
+    def codegen(context, builder, signature, arguments):
+        a, b, c, d, array, offset = arguments
+        four = fold(builder, (fold(builder, (a, b), 8), fold(builder, (c, d), 8)), 4)
+        for half in (2, 1):
+            lanes = range(four.type.count)
+            low = _shuffle(builder, four, four, [lane for lane in lanes if lane % (2 * half) < half])
+            four = builder.fadd(
+                low, _shuffle(builder, four, four, [lane for lane in lanes if lane % (2 * half) >= half])
+            )
+        builder.store(four, _pointer(context, builder, signature.args[4], array, offset, four.type), align=4)
+        return context.get_dummy_value()
+
+    return types.void(LANES, LANES, LANES, LANES, array, types.intp), codegen
