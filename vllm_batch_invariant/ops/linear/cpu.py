@@ -94,8 +94,8 @@ def certified_heights(depth: int, columns: int, by_rows: bool, dtype: torch.dtyp
 
     if not agrees(BASE_HEIGHT):
         raise RuntimeError(
-            f"the BLAS of this machine gives a row of a {BASE_HEIGHT} x {depth} by {depth} x {columns} product other bits "
-            "at another place in the tile: batch-invariant products are not possible with it"
+            f"the BLAS of this machine gives a row of a {BASE_HEIGHT} x {depth} by {depth} x {columns} product other "
+            "bits at another place in the tile: batch-invariant products are not possible with it"
         )
     heights = tuple(sorted([BASE_HEIGHT, *(height for height in CANDIDATE_HEIGHTS if agrees(height))]))
     logger.debug("product %d x %d, %d threads: tiles of %s rows agree", depth, columns, threads, heights)
