@@ -18,7 +18,8 @@ $(CHECKPOINT)/config.json: $(VENV)/installed-$(DEVICE) vllm_batch_invariant/chec
 
 demo: $(CHECKPOINT)/config.json
 	@command -v g++ >/dev/null || { echo "make demo: plain vLLM compiles CPU kernels and needs g++; install it (the mode itself needs none)"; exit 2; }
-	VLLM_CPU_KVCACHE_SPACE=2 $(RUN) vllm_batch_invariant.cli reproduce --model $(CHECKPOINT) --compare --samples $(SAMPLES)
+	VLLM_CPU_KVCACHE_SPACE=2 $(RUN) vllm_batch_invariant.cli reproduce --model $(CHECKPOINT) --compare --samples $(SAMPLES) \
+		--max-tokens 32 --serve-args=--enforce-eager
 
 lint: install
 	$(RUN) ruff check .
@@ -26,6 +27,9 @@ lint: install
 
 test: install lint
 	$(RUN) pytest
+
+test-seams: install
+	$(RUN) scripts.check_seams 0.26.0 0.33.0
 
 clean:
 	rm -rf $(VENV) .cache

@@ -1,4 +1,4 @@
-"""The attention backend that vLLM chooses on the CPU: KV cache first, one path for prefill and decode, fixed splits."""
+"""Attention layers of vLLM: the KV cache is written first, then one path serves prefill and decode, in fixed splits."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,7 +9,6 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, A
 from .. import envs
 from ..errors import NotCovered
 from ..ops.attention import AttentionReduction, paged_attention
-from . import seams
 
 HEAD_SIZES = tuple(range(64, 257, 16))
 
@@ -44,13 +43,8 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 
 
 def split_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Key and value cache, each [pages, KV heads, page, head size], as views of vLLM's tensor.
-
-    That is [pages, KV heads, page, 2 * head size], of which vLLM's CPU backend fills the first half with a page's keys.
-    """
-    pages, kv_heads, page, width = kv_cache.shape
-    keys, values = kv_cache.view(pages, kv_heads, 2 * page, width // 2).chunk(2, dim=2)
-    return keys, values
+    """Key and value cache [pages, KV heads, page, head size], of vLLM's [pages, KV heads, page, 2 * head size]."""
+    return kv_cache.split(kv_cache.shape[-1] // 2, dim=-1)
 
 
 class FixedSplitAttention(AttentionImpl[Metadata]):
@@ -155,8 +149,8 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         return output
 
 
-class FixedSplitBackend(seams.CPU_BACKEND.get()):
-    """vLLM's CPU backend (its cache layout, its page sizes) with another implementation of attention."""
+class FixedSplits:
+    """What a backend of ours says of itself; cache layout and page sizes it takes from vLLM's for its device."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
 

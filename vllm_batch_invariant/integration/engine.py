@@ -10,6 +10,9 @@ from . import seams, support
 
 logger = logging.getLogger("vllm.batch_invariant")
 
+BACKEND_NAMES = {"cpu": "CPU_ATTN", "cuda": "CUSTOM"}
+"""The name under which vLLM knows our attention backend, by device type."""
+
 _installed = False
 
 
@@ -32,9 +35,9 @@ def install() -> None:
         variable.read()
         seams.ENVIRONMENT.get().setdefault(variable.name, variable.read)
     _check_configurations(type(current_platform))
-    seams.REGISTER_BACKEND.get()(
-        seams.BACKENDS.get().CPU_ATTN, "vllm_batch_invariant.integration.attention.FixedSplitBackend"
-    )
+    device_type = current_platform.device_type
+    backend = seams.BACKENDS.get()[BACKEND_NAMES[device_type]]
+    seams.REGISTER_BACKEND.get()(backend, f"{__package__}.attention_{device_type}.Backend")
     seams.INIT_BATCH_INVARIANCE.put(take_over)
     _installed = True
 
@@ -52,11 +55,11 @@ def _check_configurations(platform: type) -> None:
 
 
 def configure(vllm_config: Any) -> None:
-    """Settings of the mode on the CPU: eager layers, because Inductor's loops round by position and have no operators
-    to replace.
-    """
+    """Settings of the mode: our attention, and eager layers: compiled ones have no operators left to replace."""
+    vllm_config.attention_config.backend = seams.BACKENDS.get()[BACKEND_NAMES[vllm_config.device_config.device_type]]
     compilation = vllm_config.compilation_config
     compilation.mode = seams.COMPILATION_MODE.get().NONE
+    compilation.cudagraph_mode = seams.CUDAGRAPH_MODE.get().NONE
     compilation.custom_ops = ["all"] + [
         op for op in compilation.custom_ops if op not in ("all", "none") and not op.startswith("-")
     ]

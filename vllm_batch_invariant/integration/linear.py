@@ -1,8 +1,9 @@
-"""vLLM's unquantised linear layers and output embeddings on the CPU, with the operation in their place."""
+"""vLLM's unquantised linear layers and output embeddings, with the operation in their place."""
 
 import torch
 
 from ..ops.devices import module_for
+from ..ops.linear import linear
 from . import seams
 
 
@@ -23,5 +24,7 @@ def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 
 def install() -> None:
-    """Put :func:`dispatch` in the place of vLLM's function of that purpose."""
+    """Put :func:`dispatch` and the operation in the place of vLLM's functions of that purpose."""
     seams.CPU_GEMM.put(dispatch)
+    seams.CUDA_LINEAR.put(linear)
+    seams.CUDA_EMBEDDING.put(linear)

@@ -54,13 +54,19 @@ instead.
 """
 CPU_GEMM = Seam(("vllm.model_executor.layers.utils",), "dispatch_cpu_unquantized_gemm")
 """Called for every unquantised linear layer and embedding on the CPU once its weight is loaded."""
+CUDA_LINEAR = Seam(("vllm.model_executor.layers.linear",), "linear_batch_invariant")
+"""Called on CUDA by every unquantised linear layer while the flag is 1."""
+CUDA_EMBEDDING = Seam(("vllm.model_executor.layers.vocab_parallel_embedding",), "linear_batch_invariant")
+"""The same for output embeddings."""
 CUSTOM_OP = Seam(("vllm.model_executor.custom_op",), "CustomOp")
 RMS_NORM = Seam(("vllm.model_executor.layers.layernorm",), "RMSNorm")
 GEMMA_RMS_NORM = Seam(("vllm.model_executor.layers.layernorm",), "GemmaRMSNorm")
 REGISTER_BACKEND = Seam(("vllm.v1.attention.backends.registry",), "register_backend")
 BACKENDS = Seam(("vllm.v1.attention.backends.registry",), "AttentionBackendEnum")
 CPU_BACKEND = Seam(("vllm.v1.attention.backends.cpu_attn",), "CPUAttentionBackend")
+CUDA_BACKEND = Seam(("vllm.v1.attention.backends.triton_attn",), "TritonAttentionBackend")
 ENVIRONMENT = Seam(("vllm.envs",), "environment_variables")
+CUDAGRAPH_MODE = Seam(("vllm.config", "vllm.config.compilation"), "CUDAGraphMode")
 COMPILATION_MODE = Seam(("vllm.config", "vllm.config.compilation"), "CompilationMode")
 
 ALL = {name: value for name, value in list(globals().items()) if isinstance(value, Seam)}
