@@ -20,4 +20,5 @@ if [ "$device" = cpu ]; then
         set -- --torch-backend cpu "$@"
     fi
 fi
-exec "$venv/bin/uv" pip install -q "$@"
+# Compiled once here: three processes of an engine import vLLM, and not every environment lets them keep what they compile.
+exec "$venv/bin/uv" pip install -q --compile-bytecode "$@"

@@ -210,6 +210,8 @@ class Override:
 
     function: Callable[..., Tensor]
     outs: tuple[str, ...] = ("out", "grad_input", "Tensor_Scalar_out")
+    cpu_only: bool = False
+    """Whether other devices need no override: a GPU's elementwise kernels run one scalar code for every element."""
 
 
 OVERRIDES: dict[str, Override] = {
@@ -232,8 +234,8 @@ OVERRIDES: dict[str, Override] = {
     "_log_softmax": Override(log_softmax),
     "_softmax_backward_data": Override(softmax_backward),
     "_log_softmax_backward_data": Override(log_softmax_backward),
-    **{name: Override(_unary(name)) for name in UNARY},
-    **{name: Override(_binary(name)) for name in BINARY},
+    **{name: Override(_unary(name), cpu_only=True) for name in UNARY},
+    **{name: Override(_binary(name), cpu_only=True) for name in BINARY},
 }
 """Every ATen operator that the mode replaces."""
 
@@ -258,6 +260,7 @@ class _Enabled:
     library: torch.library.Library
     flash: bool
     memory_efficient: bool
+    cudnn: bool
     fast_path: bool
     stance: torch.compiler.set_stance
 
@@ -268,6 +271,10 @@ _enabled: _Enabled | None = None
 def is_batch_invariant_mode_enabled() -> bool:
     """Whether PyTorch's operators are replaced in this process."""
     return _enabled is not None
+
+
+def _present(device_type: str) -> bool:
+    return torch.get_device_module(device_type).is_available()
 
 
 def enable_batch_invariant_mode() -> None:
@@ -283,9 +290,11 @@ def enable_batch_invariant_mode() -> None:
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-        for device_type in IMPLEMENTED:
+        for device_type in filter(_present, IMPLEMENTED):
             key = device_type.upper()
             for name, override in OVERRIDES.items():
+                if override.cpu_only and device_type != "cpu":
+                    continue
                 original.keep(name, key)
                 for operator, function in _registrations(name, override):
                     library.impl(operator, function, key)
@@ -293,11 +302,13 @@ def enable_batch_invariant_mode() -> None:
         library,
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
         torch.backends.mha.get_fastpath_enabled(),
         torch.compiler.set_stance("force_eager"),
     )
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.mha.set_fastpath_enabled(False)
 
 
@@ -310,6 +321,7 @@ def disable_batch_invariant_mode() -> None:
     before.library._destroy()
     torch.backends.cuda.enable_flash_sdp(before.flash)
     torch.backends.cuda.enable_mem_efficient_sdp(before.memory_efficient)
+    torch.backends.cuda.enable_cudnn_sdp(before.cudnn)
     torch.backends.mha.set_fastpath_enabled(before.fast_path)
     before.stance.__exit__(None, None, None)
 

@@ -33,8 +33,8 @@ class Variable:
 
 ATTENTION = Variable(
     f"{FLAG}_ATTENTION",
-    ("auto", "flex", "numba"),
-    "Implementation of attention: FlexAttention, or the compiled CPU kernel (auto there).",
+    ("auto", "flex", "numba", "triton"),
+    "Implementation of attention: a compiled kernel (numba on a CPU, triton on a GPU; auto picks it) or FlexAttention.",
 )
 VARIABLES = (Variable(FLAG, ("0", "1"), "The mode, for vLLM and this plugin."), ATTENTION)
 

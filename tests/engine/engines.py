@@ -72,10 +72,12 @@ def run(
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
         "HF_HUB_OFFLINE": "1",
         **environment,
     }
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    ours = ("VLLM_BATCH_INVARIANT", "VLLM_PLUGINS")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     if flag is not None:
         settings["VLLM_BATCH_INVARIANT"] = flag
     process = subprocess.run(

@@ -1,17 +1,21 @@
 """Takes the mode over from vLLM: the start-up check in the front end, the operations in the worker."""
 
 import logging
+import os
 from typing import Any
 
 import torch
 
 from .. import __version__, envs
+from ..errors import NotCovered
 from . import seams, support
 
 logger = logging.getLogger("vllm.batch_invariant")
 
 BACKEND_NAMES = {"cpu": "CPU_ATTN", "cuda": "CUSTOM"}
 """The name under which vLLM knows our attention backend, by device type."""
+
+FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 
 _installed = False
 
@@ -36,10 +40,18 @@ def install() -> None:
         seams.ENVIRONMENT.get().setdefault(variable.name, variable.read)
     _check_configurations(type(current_platform))
     device_type = current_platform.device_type
+    if device_type == "cuda":
+        _leave_out_flashinfer_sampler()
     backend = seams.BACKENDS.get()[BACKEND_NAMES[device_type]]
     seams.REGISTER_BACKEND.get()(backend, f"{__package__}.attention_{device_type}.Backend")
     seams.INIT_BATCH_INVARIANCE.put(take_over)
     _installed = True
+
+
+def _leave_out_flashinfer_sampler() -> None:
+    """Have vLLM sample with its own kernels: FlashInfer's serve a batch only while none of its requests has a seed."""
+    if os.environ.setdefault(FLASHINFER_SAMPLER, "0") != "0":
+        raise NotCovered("FlashInfer's sampler", "it serves some batches and not others", f"set {FLASHINFER_SAMPLER}=0")
 
 
 def _check_configurations(platform: type) -> None:
@@ -66,15 +78,26 @@ def configure(vllm_config: Any) -> None:
 
 
 def take_over() -> None:
-    """Install the operations in a worker; stands for vLLM's ``init_batch_invariance``, before the model is built."""
+    """Install the operations in a worker; stands for vLLM's ``init_batch_invariance``, before the model is built.
+
+    Raises:
+        NotCovered: a GPU below compute capability 8.0.
+    """
+    from vllm.platforms import current_platform
+
     from ..aten import enable_batch_invariant_mode
     from . import linear, norm
 
+    device_type = current_platform.device_type
+    if device_type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+        name = torch.cuda.get_device_name()
+        raise NotCovered(name, "its tensor cores have no bf16", "use a GPU of compute capability 8.0 or above")
     linear.install()
     norm.install()
     enable_batch_invariant_mode()
-    compile_kernels()
-    for line in summary():
+    if device_type == "cpu":
+        compile_kernels()
+    for line in summary(device_type):
         logger.info(line)
 
 
@@ -96,17 +119,19 @@ def compile_kernels() -> None:
     paged_attention(torch.zeros(1, 1, 64), page, page, table, one, starts, **choice)
 
 
-def summary() -> list[str]:
-    """What serves each operation, and what may be relied on; for the log."""
+def summary(device_type: str) -> list[str]:
+    """What serves each operation on a device, and what may be relied on; for the log."""
     from ..ops.attention import AttentionReduction
-    from ..ops.linear.cpu import BASE_HEIGHT
 
+    serving = {
+        "cpu": "Products: BLAS in fp32 on row tiles of fixed heights. Norms, softmax, sums: numba, in a fixed order.",
+        "cuda": "Products, norms, softmax, sums: Triton, in a fixed order.",
+    }[device_type]
+    machine = f"machine with {torch.get_num_threads()} threads" if device_type == "cpu" else "kind of GPU"
     return [
         f"Batch-invariant mode is on (vllm-batch-invariant {__version__}); vLLM's own mode of that name is not used.",
-        f"Products: BLAS in fp32 on row tiles, bits of {BASE_HEIGHT}-row tiles. Norms, softmax, sums: numba, additions "
-        f"in a fixed order. Attention: {envs.ATTENTION.read()}, splits of {AttentionReduction().split_size} keys. "
-        "Layers run eagerly.",
+        f"{serving} Attention: {envs.ATTENTION.read()}, splits of {AttentionReduction().split_size} keys. Layers run "
+        "eagerly.",
         "Same bits for a request run again, in any batch, under any schedule (chunks, prefix cache, preemption, "
-        f"restart) on this machine with {torch.get_num_threads()} threads. Not covered: other CPUs, other thread "
-        "counts, sampling without a seed.",
+        f"restart) on this {machine}. Not covered: other hardware, other thread counts, sampling without a seed.",
     ]

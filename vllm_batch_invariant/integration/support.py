@@ -9,7 +9,7 @@ from ..errors import NotCovered
 Config = Any
 """A VllmConfig, or a part of it; vLLM is not imported to describe it."""
 
-ATTENTION_CHOICES = {"cpu": ("CPU_ATTN", "CUSTOM")}
+ATTENTION_CHOICES = {"cpu": ("CPU_ATTN", "CUSTOM"), "cuda": ("CUSTOM",)}
 """Per device, the names of attention backends that lead to ours; any other explicit choice is refused."""
 
 
@@ -76,7 +76,10 @@ def _logits_processors(config: Config) -> str | None:
 
 
 COVERED = (
-    Feature("Devices", "CPU. CUDA and Ascend NPU follow; until then they are refused"),
+    Feature(
+        "Devices",
+        "CPU. NVIDIA GPUs from compute capability 8.0 on: early, eager and slow. Ascend NPU: not yet, refused",
+    ),
     Feature(
         "Models", "decoder-only text models with dense attention: Llama, Qwen2, Qwen3, Mistral, Gemma, Phi and the like"
     ),
@@ -199,7 +202,7 @@ def check_device(device_type: str) -> None:
     """Refuse a device that has no implementation.
 
     Raises:
-        NotCovered: anything but the CPU.
+        NotCovered: anything but a CPU or an NVIDIA GPU.
     """
     if device_type not in ATTENTION_CHOICES:
         raise NotCovered(

@@ -8,7 +8,7 @@ import torch
 
 from ..errors import NotCovered
 
-IMPLEMENTED = ("cpu",)
+IMPLEMENTED = ("cpu", "cuda")
 """Device types that have an implementation of every operation."""
 
 

@@ -11,7 +11,8 @@ from .reduction import AttentionReduction
 
 __all__ = ["IMPLEMENTATIONS", "AttentionReduction", "paged_attention"]
 
-IMPLEMENTATIONS = ("numba", "flex", "reference")
+IMPLEMENTATIONS = ("numba", "triton", "flex", "reference")
+_OF_DEVICE = {"cpu": "numba", "cuda": "triton"}
 
 
 @torch.no_grad()
@@ -82,8 +83,8 @@ def _implementation(name: str, device: str) -> ModuleType:
     if name not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"implementation must be 'auto' or one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
     if name == "auto":
-        name = {"cpu": "numba"}.get(device, "")
-    if not name or (name == "numba" and device != "cpu"):
+        name = _OF_DEVICE.get(device, "")
+    if not name or (name in _OF_DEVICE.values() and name != _OF_DEVICE.get(device)):
         raise NotCovered(
             f"attention on device '{device}' by '{name or 'auto'}'",
             "there is no implementation for it",
@@ -92,8 +93,8 @@ def _implementation(name: str, device: str) -> ModuleType:
     try:
         return import_module(f".{name}", __package__)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] not in ("numba", "llvmlite"):
+        if error.name is None or error.name.split(".")[0] not in ("numba", "llvmlite", "triton"):
             raise
         raise NotCovered(
-            "attention on device 'cpu'", f"the package '{error.name}' is not installed", "pip install numba"
+            f"attention on device '{device}'", f"the package '{error.name}' is not installed", f"pip install {name}"
         ) from error

@@ -16,10 +16,11 @@ _ACCUMULATE = {
 
 @dataclass(frozen=True)
 class SumReduction:
-    """The reduction of a row of ``length`` elements: a function of its length and dtype.
+    """The reduction of a row of ``length`` elements: a function of its length, its dtype and the device.
 
-    Element i goes to lane i % 64, ascending; the 64 lanes are added by halving (lane i takes lane i + 32, then i + 16,
-    ...). All in ``accumulate``; a mean divides there; one rounding to ``dtype``.
+    On a CPU, element i goes to lane i % 64, ascending; the 64 lanes are added by halving (lane i takes lane i + 32,
+    then i + 16, ...). On a GPU the lanes are the elements of a block whose size follows the length, and rows are cut
+    into chunks of 65536. All in ``accumulate``; a mean divides there; one rounding to ``dtype``.
     """
 
     length: int

@@ -12,7 +12,7 @@ class SoftmaxReduction:
     """The reduction of one row: its maximum (exact in any order), exp of the differences, and their sum by
     :class:`SumReduction`.
 
-    exp is the one of ``numba_math`` on the CPU: additions and multiplications in a fixed order, no library.
+    exp is the one of ``numba_math`` on a CPU, additions and multiplications in a fixed order, and Triton's on a GPU.
     """
 
     length: int

@@ -1,0 +1,223 @@
+"""Attention on a GPU: a token has the same bits by prefill, by a chunk of any size and by decode, in any batch."""
+
+import math
+
+import pytest
+import torch
+
+from tests.ops.attention_cases import Chunk, Heads, Request, exact, paged
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
+
+SMALL = Heads(4, 2, 64, torch.bfloat16)
+GROUP_OF_SEVEN = Heads(14, 2, 64, torch.bfloat16)
+GROUP_OF_FOUR = Heads(32, 8, 128, torch.bfloat16)
+FEATURES = {
+    "plain": {},
+    "sliding window": {"sliding_window": 37},
+    "soft-cap": {"logits_soft_cap": 1.5},
+    "ALiBi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
+    "all": {"sliding_window": 100, "logits_soft_cap": 2.0, "alibi_slopes": torch.tensor([0.5, 0.0, 0.125, -0.25])},
+}
+TOLERANCE = {torch.float32: (2e-6, 8e-6), torch.bfloat16: (2**-7, 8e-3), torch.float16: (2**-10, 1e-3)}
+"""Relative and absolute: one rounding of each weight and one of the result, fp32 sums of terms of size one."""
+
+features = pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES.keys())
+
+
+def attend(
+    chunks: list[Chunk],
+    split_size: int = 256,
+    page_size: int = 16,
+    placement: int = 0,
+    filler: float = math.nan,
+    **features: object,
+) -> list[torch.Tensor]:
+    """The output rows of each chunk, computed together; what is not written is NaN."""
+    tensors = [tensor.cuda() for tensor in paged(chunks, page_size, placement, filler)]
+    scale = 1 / math.sqrt(chunks[0].request.heads.size)
+    out = torch.full_like(tensors[0], math.nan)
+    paged_attention(*tensors, scale=scale, reduction=AttentionReduction(split_size), out=out, **features)
+    return list(out.split([chunk.stop - chunk.start for chunk in chunks]))
+
+
+def whole(request: Request) -> Chunk:
+    return Chunk(request, 0, request.length)
+
+
+def newest(request: Request, count: int = 1) -> Chunk:
+    return Chunk(request, request.length - count, request.length)
+
+
+def assert_near_exact(chunks: list[Chunk], **options: object) -> None:
+    rtol, atol = TOLERANCE[chunks[0].request.heads.dtype]
+    got = torch.cat(attend(chunks, **options)).cpu()
+    torch.testing.assert_close(got.double(), exact(chunks, **options), rtol=rtol, atol=atol)
+
+
+@features
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_every_feature_is_near_float64(options, dtype):
+    heads = Heads(4, 2, 64, dtype)
+    chunks = [Chunk(Request(heads, 300, 1), 250, 300), newest(Request(heads, 520, 2)), whole(Request(heads, 20, 3))]
+    assert_near_exact(chunks, **options)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("query", "kv", "size"), [(4, 4, 64), (6, 2, 80), (5, 1, 96), (16, 8, 128), (2, 1, 256), (14, 2, 64), (71, 1, 64)]
+)
+def test_every_head_shape_and_dtype_is_near_float64_and_decodes_to_its_prefill(query, kv, size, dtype):
+    heads = Heads(query, kv, size, dtype)
+    request = Request(heads, 330, 1)
+    assert_near_exact([whole(request), newest(Request(heads, 17, 2))])
+    prefill = attend([whole(request)])[0]
+    for stop in (1, 2, 64, 65, 255, 256, 257, 330):
+        assert torch.equal(attend([Chunk(request, stop - 1, stop)])[0], prefill[stop - 1 : stop]), stop
+
+
+@features
+@pytest.mark.parametrize("size", [1, 3, 7, 9, 16, 31, 33, 64, 100, 255, 256, 257])
+def test_chunks_of_any_size_equal_prefill(size, options):
+    request = Request(SMALL, 600, 1)
+    start = 0 if size > 8 else 240
+    starts = range(start, request.length if size > 8 else 300, size)
+    chunks = [attend([Chunk(request, at, min(at + size, request.length))], **options)[0] for at in starts]
+    together = torch.cat(chunks)
+    assert torch.equal(together, attend([whole(request)], **options)[0][start : start + len(together)])
+
+
+@pytest.mark.parametrize("heads", [GROUP_OF_SEVEN, GROUP_OF_FOUR, Heads(16, 8, 128, torch.float16)], ids=str)
+@pytest.mark.parametrize("length", [1000, 4097])
+@pytest.mark.parametrize("split_size", [256, 512])
+def test_the_newest_tokens_have_the_bits_of_a_prefill(heads, length, split_size):
+    request = Request(heads, length, 1)
+    prefill = attend([whole(request)], split_size=split_size)[0]
+    for count in (1, 2, 5, 7, 64, 200):
+        chunk = newest(request, count)
+        assert torch.equal(attend([chunk], split_size=split_size)[0], prefill[-count:]), count
+
+
+def test_decode_equals_prefill_around_page_tile_and_split_borders():
+    request = Request(GROUP_OF_SEVEN, 600, 1)
+    prefill = attend([whole(request)])[0]
+    for border in (16, 64, 128, 256, 272, 320, 512):
+        for length in (border - 1, border, border + 1):
+            decode = attend([Chunk(request, length - 1, length)])[0]
+            assert torch.equal(decode[0], prefill[length - 1]), length
+
+
+@features
+def test_pages_and_their_size_move_no_bit(options):
+    request = Request(SMALL, 300, 1)
+    for chunk in (newest(request, 10), whole(request)):
+        first = attend([chunk], **options)[0]
+        for page_size, placement in ((16, 1), (16, 2), (1, 3), (7, 4), (64, 5), (512, 6)):
+            again = attend([chunk], page_size=page_size, placement=placement, **options)[0]
+            assert torch.equal(again, first), page_size
+
+
+@pytest.mark.parametrize("heads", [SMALL, GROUP_OF_FOUR, Heads(4, 2, 80, torch.float16)], ids=str)
+def test_blocks_are_only_a_schedule(heads, monkeypatch):
+    from vllm_batch_invariant.ops.attention import triton
+
+    chunks = [whole(Request(heads, 400, 1)), newest(Request(heads, 777, 2), 7), newest(Request(heads, 513, 3))]
+    expected = torch.cat(attend(chunks))
+    for sizes in ((16, 1, 2), (16, 8, 1), (32, 4, 2), (64, 4, 1), (64, 8, 2), (128, 8, 2)):
+        monkeypatch.setattr(triton, "blocks_for", lambda *_, sizes=sizes: triton.Blocks(*sizes))
+        assert torch.equal(torch.cat(attend(chunks)), expected), sizes
+
+
+@pytest.mark.parametrize("heads", [SMALL, GROUP_OF_FOUR, Heads(4, 2, 80, torch.float16)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 300, "logits_soft_cap": 2.0}], ids=str)
+def test_splits_shared_out_to_programs_have_the_bits_of_splits_walked_by_one(options, heads, monkeypatch):
+    from vllm_batch_invariant.ops.attention import triton
+
+    chunks = [whole(Request(heads, 1100, 1)), newest(Request(heads, 777, 2), 7), newest(Request(heads, 3_000, 3))]
+    results = []
+    for limit in (0, 1 << 30):
+        monkeypatch.setattr(triton, "PROGRAMS_ENOUGH", limit)
+        results.append(torch.cat(attend(chunks, **options)))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("filler", [0.0, math.inf])
+def test_what_is_not_written_never_leaks(filler):
+    chunks = [Chunk(Request(SMALL, 300, 1), 250, 300), newest(Request(SMALL, 33, 2))]
+    for clean, dirty in zip(attend(chunks), attend(chunks, filler=filler), strict=True):
+        assert clean.isfinite().all()
+        assert torch.equal(clean, dirty)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5, 9, 10, 11, 64, 700, 3000])
+def test_a_long_decode_of_seven_heads_a_group_is_not_moved_by_a_neighbour(tokens, long_decode):
+    chunk, alone = long_decode
+    neighbour = Request(GROUP_OF_SEVEN, max(tokens, 8), 2)
+    beside = Chunk(neighbour, neighbour.length - tokens, neighbour.length)
+    assert torch.equal(attend([beside, chunk])[1], alone)
+    assert torch.equal(attend([chunk, beside, chunk])[2], alone)
+
+
+@pytest.fixture(scope="module")
+def long_decode():
+    chunk = newest(Request(GROUP_OF_SEVEN, 19_760, 1))
+    return chunk, attend([chunk])[0]
+
+
+@pytest.mark.parametrize("count", [2, 8, 43, 44, 45, 46, 64, 129, 257, 300])
+def test_any_number_of_requests_in_any_order_moves_no_bit(count, singles):
+    chunks, alone = singles
+    order = torch.randperm(len(chunks), generator=torch.Generator().manual_seed(count))[:count].tolist()
+    together = attend([chunks[i] for i in order], placement=count)
+    assert torch.equal(torch.cat(together), torch.cat([alone[i] for i in order]))
+
+
+@pytest.fixture(scope="module")
+def singles():
+    """300 requests at different stages, each computed alone."""
+    chunks = []
+    for seed in range(300):
+        request = Request(SMALL, 1 + 7 * seed % 401, seed)
+        chunks.append(newest(request, min(request.length, (1, 1, 1, 5, 40)[seed % 5])))
+    return chunks, [attend([chunk])[0] for chunk in chunks]
+
+
+def test_a_freed_page_behind_the_window_may_be_gone():
+    tensors = [tensor.cuda() for tensor in paged([newest(Request(SMALL, 700, 1), 10)])]
+    options = {"scale": 0.25, "reduction": AttentionReduction(), "sliding_window": 50}
+    kept = paged_attention(*tensors, **options)
+    tensors[3][0, : (690 - 50) // 16] = -1
+    assert torch.equal(paged_attention(*tensors, **options), kept)
+
+
+def test_padded_rows_of_out_are_left_alone():
+    query, *rest = [tensor.cuda() for tensor in paged([newest(Request(SMALL, 20, 1)), newest(Request(SMALL, 30, 2))])]
+    padded = torch.cat([query, query * math.nan])
+    out = torch.full_like(padded, 5.0)
+    paged_attention(padded, *rest, scale=0.25, reduction=AttentionReduction(), out=out)
+    assert out[:2].isfinite().all()
+    assert (out[2:] == 5.0).all()
+
+
+def test_strides_move_no_bit():
+    tensors = [tensor.cuda() for tensor in paged([Chunk(Request(SMALL, 300, 1), 260, 300)])]
+    options = {"scale": 0.25, "reduction": AttentionReduction()}
+    first = paged_attention(*tensors, **options)
+    for layout in ((0, 1, 2, 3), (2, 1, 0, 3), (3, 2, 1, 0)):
+        back = [layout.index(axis) for axis in range(4)]
+        caches = [cache.permute(layout).contiguous().permute(back) for cache in tensors[1:3]]
+        query = tensors[0].transpose(0, 2).contiguous().transpose(0, 2)
+        assert torch.equal(paged_attention(query, *caches, *tensors[3:], **options), first)
+
+
+def test_a_nan_of_its_own_is_not_hidden():
+    request = Request(SMALL, 5, 1)
+    request.query[2] = math.nan
+    got = attend([whole(request)])[0]
+    assert got[2].isnan().all()
+    assert got[[0, 1, 3, 4]].isfinite().all()
+
+
+def test_heads_above_256_are_refused_by_name():
+    with pytest.raises(NotCovered, match="size 272"):
+        attend([whole(Request(Heads(1, 1, 272), 4, 1))])

@@ -1,0 +1,129 @@
+"""batch_invariant_mode() on CUDA tensors: every spelling reaches the operations, and what stays stock is invariant."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.bits import DTYPES, assert_same_bits
+from vllm_batch_invariant import batch_invariant_mode
+from vllm_batch_invariant.ops.devices import module_for
+from vllm_batch_invariant.ops.pointwise import BINARY, UNARY
+
+PRODUCTS = {
+    "@": lambda x, w: x @ w,
+    "mm, out": lambda x, w: torch.mm(x, w, out=torch.empty(7, 33, device="cuda")),
+    "matmul, 3-d": lambda x, w: x.expand(3, 7, 48) @ w,
+    "matrix @ vector": lambda x, w: x @ w[:, 0],
+    "vector @ vector": lambda x, w: x[0] @ w[:, 0],
+    "addmm": lambda x, w: torch.addmm(w[:7], x, w),
+    "bmm": lambda x, w: torch.bmm(x.expand(3, 7, 48), w.expand(3, 48, 33)),
+    "baddbmm": lambda x, w: torch.baddbmm(w[:7], x.expand(3, 7, 48), w.expand(3, 48, 33)),
+    "einsum": lambda x, w: torch.einsum("ik,kj->ij", x, w),
+    "linear, bias": lambda x, w: F.linear(x, w.t(), w[0]),
+    "linear, fp64": lambda x, w: F.linear(x.double(), w.t().double()).float(),
+    "attention": lambda x, w: F.scaled_dot_product_attention(*[x[None, None]] * 3, is_causal=True),
+}
+EXTRA = {"pow.Tensor_Scalar": (3.3,), "softplus_backward": (1.0, 20.0), "elu": (1.0, 1.0, 1.0)}
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(sum(shape)), device="cuda")
+
+
+@pytest.mark.parametrize("spelling", PRODUCTS)
+def test_every_spelling_of_a_product_reaches_the_operation(spelling, monkeypatch):
+    x, w = draw(7, 48), draw(48, 33)
+    stock = PRODUCTS[spelling](x, w)
+    module = module_for("linear", "cuda")
+    calls = []
+    product = module._product
+    monkeypatch.setattr(module, "_product", lambda *a: calls.append(1) or product(*a))
+    with batch_invariant_mode(), torch.no_grad():
+        ours = PRODUCTS[spelling](x, w)
+    assert calls, "PyTorch served it"
+    torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_small_network_gives_a_row_the_same_bits_forward_and_backward(dtype):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(96, 200), torch.nn.SiLU(), torch.nn.RMSNorm(200), torch.nn.Linear(200, 50)]
+    network = torch.nn.Sequential(*layers, torch.nn.LogSoftmax(-1)).to("cuda", dtype)
+    x = draw(130, 96).to(dtype)
+
+    def run(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        part = x[rows].clone().requires_grad_()
+        out = network(part)
+        out[:, 3].sum().backward()
+        return out.detach(), part.grad
+
+    with batch_invariant_mode():
+        out, grad = run(slice(None))
+        for rows in (slice(0, 1), slice(5, 7), slice(60, 93), slice(129, 130)):
+            part_out, part_grad = run(rows)
+            assert_same_bits(part_out, out[rows], str(rows))
+            assert_same_bits(part_grad, grad[rows], str(rows))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [*UNARY, *BINARY])
+def test_stock_elementwise_functions_give_an_element_the_same_bits_at_every_place(name, dtype):
+    """Why the mode leaves them to PyTorch on a GPU."""
+    base, _, overload = name.partition(".")
+    function = getattr(getattr(torch.ops.aten, base), overload or "default")
+
+    def apply(x: torch.Tensor) -> torch.Tensor:
+        return function(*[x] * (2 if name in BINARY else 1), *EXTRA.get(name, ()))
+
+    x = (draw(300, 777).abs() * 3 + 0.01).to(dtype)
+    whole = apply(x)
+    for start in (0, 1, 3):
+        for rows in (1, 2, 3, 5, 7, 64, 100, 297):
+            part = x[start : start + rows]
+            for form in (part, part.contiguous(), part.t().contiguous().t()):
+                assert_same_bits(apply(form), whole[start : start + rows], f"rows {start} to {start + rows}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [64, 100, 777, 4096])
+def test_stock_norms_give_a_row_the_same_bits_at_every_batch_size(length, dtype):
+    x, weight = draw(300, length).to(dtype), draw(length).to(dtype)
+    functions = {
+        "rms_norm": lambda x: F.rms_norm(x, (length,), weight, 1e-6),
+        "layer_norm": lambda x: F.layer_norm(x, (length,), weight, weight),
+    }
+    with batch_invariant_mode():
+        for name, function in functions.items():
+            whole = function(x)
+            for rows in (1, 2, 3, 7, 64, 65, 255, 256, 257):
+                assert_same_bits(function(x[:rows]), whole[:rows], f"{name}, {rows} rows")
+                assert_same_bits(function(x[300 - rows :]), whole[300 - rows :], f"{name}, last {rows} rows")
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_gradients_are_those_of_pytorch(name):
+    def gradient() -> torch.Tensor:
+        x = draw(7, 48).requires_grad_()
+        (getattr(torch, name)(x, -1) * x.detach().flip(0)).sum().backward()
+        return x.grad
+
+    stock = gradient()
+    with batch_invariant_mode():
+        torch.testing.assert_close(gradient(), stock)
+
+
+def test_pytorch_gets_everything_back():
+    x, w = draw(7, 48), draw(48, 33)
+    flags = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
+    before = x @ w
+    with batch_invariant_mode():
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert_same_bits(x @ w, before)
+    assert flags == (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled())
+
+
+def test_integers_are_served_by_pytorch():
+    integers = torch.arange(12, device="cuda").view(3, 4)
+    with batch_invariant_mode():
+        assert integers.sum().item() == 66
+        assert (integers > 3).sum().item() == 8
