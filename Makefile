@@ -19,7 +19,7 @@ $(CHECKPOINT)/config.json: $(VENV)/installed-$(DEVICE) vllm_batch_invariant/chec
 demo: $(CHECKPOINT)/config.json
 	@command -v g++ >/dev/null || { echo "make demo: plain vLLM compiles CPU kernels and needs g++; install it (the mode itself needs none)"; exit 2; }
 	VLLM_CPU_KVCACHE_SPACE=2 $(RUN) vllm_batch_invariant.cli reproduce --model $(CHECKPOINT) --compare --samples $(SAMPLES) \
-		--max-tokens 32 --serve-args=--enforce-eager
+		--max-tokens 24 --serve-args=--enforce-eager
 
 lint: install
 	$(RUN) ruff check .

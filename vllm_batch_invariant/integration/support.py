@@ -89,11 +89,11 @@ COVERED = (
     ),
     Feature(
         "Scheduling",
-        "continuous batching, chunked prefill, prefix caching, preemption, streaming, aborts, async scheduling",
+        "continuous batching, chunked prefill, prefix caching, preemption, streaming, aborts; async scheduling (CUDA)",
     ),
     Feature(
         "Sampling",
-        "greedy; temperature, top-k, top-p, min-p and penalties with a seed; n > 1; logprobs and prompt logprobs",
+        "greedy; temperature, top-k, top-p, min-p, penalties, n > 1, with a seed; logprobs, prompt logprobs",
     ),
     Feature("APIs", "vllm serve (completions, chat), offline LLM()"),
 )
