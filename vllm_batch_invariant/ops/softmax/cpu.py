@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import torch
-from numba import prange
+from numba import njit, prange
 
 from ...errors import NotCovered
 from ..numba_math import LANES, exp32, row_sum
@@ -12,14 +12,21 @@ from ..numba_rows import RowKernel
 from ..rows import as_rows, normalise_dims, rows_back
 
 
+@njit(inline="always")
+def _exponentials(x, y):
+    """Write exp(x - max(x)) to y; returns max(x)."""
+    largest = x[0]
+    for i in range(1, x.size):
+        largest = max(largest, x[i])
+    for i in range(x.size):
+        y[i] = exp32(x[i] - largest)
+    return largest
+
+
 def _softmax_kernel(rows, out):
     for row in prange(rows.shape[0]):
         x, y = rows[row], out[row]
-        largest = x[0]
-        for i in range(1, x.size):
-            largest = max(largest, x[i])
-        for i in range(x.size):
-            y[i] = exp32(x[i] - largest)
+        _exponentials(x, y)
         total = row_sum(y, np.empty(LANES, np.float32))
         for i in range(x.size):
             y[i] = y[i] / total
@@ -28,11 +35,7 @@ def _softmax_kernel(rows, out):
 def _log_softmax_kernel(rows, out):
     for row in prange(rows.shape[0]):
         x, y = rows[row], out[row]
-        largest = x[0]
-        for i in range(1, x.size):
-            largest = max(largest, x[i])
-        for i in range(x.size):
-            y[i] = exp32(x[i] - largest)
+        largest = _exponentials(x, y)
         log_total = np.float32(math.log(row_sum(y, np.empty(LANES, np.float32))))
         for i in range(x.size):
             y[i] = (x[i] - largest) - log_total

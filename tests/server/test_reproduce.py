@@ -1,0 +1,30 @@
+"""The reproducibility run against a real server with the mode on."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vllm_batch_invariant.check.outcome import Status
+from vllm_batch_invariant.check.reproduce import main
+from vllm_batch_invariant.check.server import Server
+
+pytestmark = pytest.mark.server
+
+
+@pytest.mark.parametrize("endpoint", ["--completions", "--chat"])
+def test_samples_under_load_are_identical_and_the_report_says_what_was_tested(
+    server: Server, endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "report.json"
+    options = ["--samples", "80", "--concurrency", "32", "--max-tokens", "16", "--json", str(report)]
+    assert main(["--base-url", server.base_url, endpoint, *options]) == Status.REPRODUCIBLE
+    assert "80 of 80 samples are bitwise identical" in capsys.readouterr().out
+    result = json.loads(report.read_text())["results"][0]
+    assert result["comparison"]["completions"] == result["comparison"]["logprob_sequences"] == 1
+    assert max(int(size) for size in result["batches"]["running"]) > 8
+
+
+def test_a_run_that_never_batches_is_not_called_a_pass(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--base-url", server.base_url, "--samples", "2", "--max-tokens", "1"]) == Status.NO_TEST
+    assert "not a test" in capsys.readouterr().err
