@@ -99,11 +99,11 @@ def _trilinear(
     summed: list[int],
     unroll_dim: int = 1,  # noqa: ARG001 - PyTorch's signature
 ) -> Tensor:
-    for tensor_dims in ((expand_a, 0), (expand_b, 1), (expand_c, 2)):
-        dims, which = tensor_dims
+    tensors = [a, b, c]
+    for i, dims in enumerate((expand_a, expand_b, expand_c)):
         for dim in dims:
-            a, b, c = (t.unsqueeze(dim) if i == which else t for i, t in enumerate((a, b, c)))
-    return torch.sum(a * b * c, summed)
+            tensors[i] = tensors[i].unsqueeze(dim)
+    return torch.sum(tensors[0] * tensors[1] * tensors[2], summed)
 
 
 def sum(x: Tensor, dim: list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:

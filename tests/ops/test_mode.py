@@ -69,6 +69,7 @@ def test_every_spelling_of_a_product_reaches_the_operation(spelling: str, monkey
     torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
 
 
+FORM = torch.randn(5, 48, 48)
 REDUCTIONS = {
     "mean": lambda x: x.mean(),
     "mean, dim": lambda x: x.mean(-1),
@@ -79,6 +80,7 @@ REDUCTIONS = {
     "sum, dtype": lambda x: x.sum(1, dtype=torch.float64).float(),
     "logsumexp": lambda x: torch.logsumexp(x, 1),
     "rms_norm": lambda x: F.rms_norm(x, (48,)),
+    "bilinear": lambda x: F.bilinear(x, x, FORM),
     "softmax": lambda x: F.softmax(x, -1),
     "softmax, out": lambda x: torch.softmax(x, -1, out=torch.empty(7, 48)),
     "softmax module": lambda x: torch.nn.Softmax(0)(x),
