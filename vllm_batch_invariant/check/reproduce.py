@@ -22,8 +22,7 @@ from vllm_batch_invariant.check.outcome import NoTestError, Status
 from vllm_batch_invariant.check.plan import plan_load
 from vllm_batch_invariant.check.report import Result, print_report, write_json
 from vllm_batch_invariant.check.server import serve
-
-FLAG = "VLLM_BATCH_INVARIANT"
+from vllm_batch_invariant.envs import FLAG
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,9 +12,6 @@ from . import seams, support
 
 logger = logging.getLogger("vllm.batch_invariant")
 
-BACKEND_NAMES = {"cpu": "CPU_ATTN", "cuda": "CUSTOM"}
-"""The name under which vLLM knows our attention backend, by device type."""
-
 FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 
 _installed = False
@@ -42,10 +39,14 @@ def install() -> None:
     device_type = current_platform.device_type
     if device_type == "cuda":
         _leave_out_flashinfer_sampler()
-    backend = seams.BACKENDS.get()[BACKEND_NAMES[device_type]]
-    seams.REGISTER_BACKEND.get()(backend, f"{__package__}.attention_{device_type}.Backend")
+    seams.REGISTER_BACKEND.get()(_backend(device_type), f"{__package__}.attention_{device_type}.Backend")
     seams.INIT_BATCH_INVARIANCE.put(take_over)
     _installed = True
+
+
+def _backend(device_type: str) -> Any:
+    """The member of vLLM's enumeration of attention backends that stands for ours."""
+    return seams.BACKENDS.get()[support.ATTENTION_CHOICES[device_type][0]]
 
 
 def _leave_out_flashinfer_sampler() -> None:
@@ -68,7 +69,7 @@ def _check_configurations(platform: type) -> None:
 
 def configure(vllm_config: Any) -> None:
     """Settings of the mode: our attention, and eager layers: compiled ones have no operators left to replace."""
-    vllm_config.attention_config.backend = seams.BACKENDS.get()[BACKEND_NAMES[vllm_config.device_config.device_type]]
+    vllm_config.attention_config.backend = _backend(vllm_config.device_config.device_type)
     compilation = vllm_config.compilation_config
     compilation.mode = seams.COMPILATION_MODE.get().NONE
     compilation.cudagraph_mode = seams.CUDAGRAPH_MODE.get().NONE

@@ -10,7 +10,7 @@ Config = Any
 """A VllmConfig, or a part of it; vLLM is not imported to describe it."""
 
 ATTENTION_CHOICES = {"cpu": ("CPU_ATTN", "CUSTOM"), "cuda": ("CUSTOM",)}
-"""Per device, the names of attention backends that lead to ours; any other explicit choice is refused."""
+"""Per device, the names of attention backends that lead to ours, first its own; any other choice is refused."""
 
 
 @dataclass(frozen=True)
