@@ -49,6 +49,8 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 def addmm(added: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1) -> Tensor:
     if _exact(a):
         return original.kernel("addmm", a)(added, a, b, beta=beta, alpha=alpha)
+    if alpha == beta == 1 and added.shape == b.shape[1:] and added.dtype == a.dtype:
+        return _linear(a).mm(a, b, added)
     return _combine(_linear(a).accumulate(a, b), added, beta, alpha, a.dtype)
 
 

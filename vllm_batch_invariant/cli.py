@@ -37,6 +37,13 @@ def _reproduce(arguments: list[str]) -> int:
     return reproduce(arguments)
 
 
+def _certificate(arguments: list[str]) -> int:
+    """how products are computed on this GPU, and where their bits were compared with the reference"""
+    from .check.certificate import main as certificate
+
+    return certificate(arguments)
+
+
 def _make_checkpoint(arguments: list[str]) -> int:
     """write a small Qwen3 model with random weights and a tokenizer, to try things on"""
     from .check.checkpoint import main as make_checkpoint
@@ -46,6 +53,7 @@ def _make_checkpoint(arguments: list[str]) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "reproduce": _reproduce,
+    "certificate": _certificate,
     "coverage": _coverage,
     "settings": _settings,
     "make-checkpoint": _make_checkpoint,

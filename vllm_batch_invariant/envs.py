@@ -36,7 +36,12 @@ ATTENTION = Variable(
     ("auto", "flex", "numba", "triton"),
     "Implementation of attention: a compiled kernel (numba on a CPU, triton on a GPU; auto picks it) or FlexAttention.",
 )
-VARIABLES = (Variable(FLAG, ("0", "1"), "The mode, for vLLM and this plugin."), ATTENTION)
+LINEAR = Variable(
+    f"{FLAG}_LINEAR",
+    ("auto", "triton"),
+    "Products on a GPU: cuBLASLt where it is certified to have the bits of the Triton chain, or the chain alone.",
+)
+VARIABLES = (Variable(FLAG, ("0", "1"), "The mode, for vLLM and this plugin."), ATTENTION, LINEAR)
 
 
 def enabled() -> bool:

@@ -87,13 +87,13 @@ def take_over() -> None:
     from vllm.platforms import current_platform
 
     from ..aten import enable_batch_invariant_mode
+    from ..ops.linear import schedule
     from . import linear, norm
 
     device_type = current_platform.device_type
-    if device_type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
-        name = torch.cuda.get_device_name()
-        raise NotCovered(name, "its tensor cores have no bf16", "use a GPU of compute capability 8.0 or above")
-    linear.install()
+    if device_type == "cuda":
+        schedule.gpu(torch.cuda.current_device())
+    linear.install(device_type)
     norm.install()
     enable_batch_invariant_mode()
     if device_type == "cpu":
@@ -126,7 +126,7 @@ def summary(device_type: str) -> list[str]:
 
     serving = {
         "cpu": "Products: BLAS in fp32 on row tiles of fixed heights. Norms, softmax, sums: numba, in a fixed order.",
-        "cuda": "Products, norms, softmax, sums: Triton, in a fixed order.",
+        "cuda": "Products: one chain over K in cuBLASLt and Triton. Norms, softmax, sums: Triton, in a fixed order.",
     }[device_type]
     machine = f"machine with {torch.get_num_threads()} threads" if device_type == "cpu" else "kind of GPU"
     return [

@@ -58,6 +58,12 @@ CUDA_LINEAR = Seam(("vllm.model_executor.layers.linear",), "linear_batch_invaria
 """Called on CUDA by every unquantised linear layer while the flag is 1."""
 CUDA_EMBEDDING = Seam(("vllm.model_executor.layers.vocab_parallel_embedding",), "linear_batch_invariant")
 """The same for output embeddings."""
+LINEAR_METHOD = Seam(("vllm.model_executor.layers.linear",), "UnquantizedLinearMethod")
+"""Told of every unquantised linear layer once its weight is loaded."""
+EMBEDDING_METHOD = Seam(("vllm.model_executor.layers.vocab_parallel_embedding",), "UnquantizedEmbeddingMethod")
+"""The same for embeddings."""
+VOCABULARY_LAYER = Seam(("vllm.model_executor.layers.vocab_parallel_embedding",), "VocabParallelEmbedding")
+CURRENT_CONFIG = Seam(("vllm.config", "vllm.config.vllm"), "get_current_vllm_config")
 CUSTOM_OP = Seam(("vllm.model_executor.custom_op",), "CustomOp")
 RMS_NORM = Seam(("vllm.model_executor.layers.layernorm",), "RMSNorm")
 GEMMA_RMS_NORM = Seam(("vllm.model_executor.layers.layernorm",), "GemmaRMSNorm")

@@ -4,12 +4,14 @@ Inside ``batch_invariant_mode()`` PyTorch's own spellings (``@``, ``F.linear``, 
 autograd.
 """
 
+from collections.abc import Iterable
+
 import torch
 
-from ..devices import implementation
+from ..devices import implementation, module_for
 from .reduction import LinearReduction
 
-__all__ = ["LinearReduction", "bmm", "linear", "mm"]
+__all__ = ["LinearReduction", "bmm", "linear", "mm", "prepare"]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -35,6 +37,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     ):
         shapes = [list(tensor.shape) for tensor in (x, weight, bias) if tensor is not None]
         raise ValueError(f"linear takes x [..., K], weight [N, K] and bias [N], got {shapes}")
+    if x.dim() == 2:
+        return mm(x, weight.t(), bias)
     rows = mm(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight.t(), bias)
     return rows.reshape(*x.shape[:-1], weight.shape[0])
 
@@ -43,7 +47,9 @@ def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> to
     """``a @ b + bias``. a: [M, K], b: [K, N], bias: [N] or None; returns [M, N]. Errors as in :func:`linear`."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"mm takes [M, K] and [K, N], got {list(a.shape)} and {list(b.shape)}")
-    _same_dtype(a, b)
+    if bias is not None and bias.shape != b.shape[1:]:
+        raise ValueError(f"mm takes a bias of [N], got {list(bias.shape)} for {list(b.shape)}")
+    _same_dtype(a, b, bias)
     return implementation("linear", a, b, bias).mm(a, b, bias)
 
 
@@ -55,6 +61,22 @@ def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return implementation("linear", a, b).bmm(a, b)
 
 
-def _same_dtype(a: torch.Tensor, b: torch.Tensor) -> None:
-    if a.dtype != b.dtype:
-        raise ValueError(f"a product needs operands of one dtype, got {a.dtype} and {b.dtype}")
+def prepare(weight: torch.Tensor, rows: int, bias: bool = False, sizes: Iterable[int] = ()) -> None:
+    """Measure now what :func:`linear` needs to know about such a weight, instead of at its first calls.
+
+    Args:
+        weight: [N, K]; only its shape, layout and dtype matter.
+        rows: the most rows of x to expect.
+        bias: whether a bias is added.
+        sizes: numbers of rows that will be common, such as those of CUDA graphs.
+
+    Raises:
+        NotCovered: as in :func:`linear`.
+    """
+    module_for("linear", weight.device.type).prepare(weight, rows, bias, sizes)
+
+
+def _same_dtype(*operands: torch.Tensor | None) -> None:
+    dtypes = {operand.dtype for operand in operands if operand is not None}
+    if len(dtypes) > 1:
+        raise ValueError(f"a product needs operands of one dtype, got {' and '.join(sorted(map(str, dtypes)))}")

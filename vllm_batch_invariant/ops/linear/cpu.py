@@ -7,6 +7,7 @@ is not used for that shape.
 """
 
 import logging
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -129,6 +130,14 @@ def accumulate_batch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     for entry in range(a.shape[0]):
         out[entry] = accumulate(a[entry], b[entry])
     return out
+
+
+def prepare(weight: torch.Tensor, rows: int, bias: bool, sizes: Iterable[int]) -> None:  # noqa: ARG001
+    """Certify the tile heights for products with a weight [N, K]; they do not depend on the rest."""
+    dtype = LinearReduction(weight.shape[0], weight.shape[1], weight.dtype).accumulate
+    operand = weight.detach().t()
+    by_rows = operand.is_contiguous() or not operand.t().is_contiguous()  # as :func:`_operand` would leave it
+    certified_heights(weight.shape[1], weight.shape[0], by_rows, dtype, torch.get_num_threads())
 
 
 def prepare_weight(weight: torch.Tensor) -> torch.Tensor:

@@ -1,128 +1,194 @@
-"""Products on a GPU, in Triton: each element is one chain of tensor-core steps over K, whatever the tile."""
+"""Products on a GPU: by cuBLASLt where it is there and certified for the weight's shape, else by Triton."""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
 
 import torch
-import triton
-import triton.language as tl
 
+from ... import envs
+from . import certificate, store, triton
+from .certificate import LIMITS, Entry, limit_of
 from .reduction import LinearReduction
-from .schedule import Tile, tile_for
+from .signature import Signature, signature_of
+from .triton import ALIGNMENT, LARGEST_SIDE, accumulate, accumulate_batch, bmm, major_stride
 
-_TILES_SHARING_B = 8
-"""Tiles of rows worked on side by side, so that they find their columns of b in the L2 cache."""
+try:
+    from . import cublaslt
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.split(".")[0] not in ("nvmath", "cuda"):
+        raise
+    cublaslt = None
 
+__all__ = ["accumulate", "accumulate_batch", "bmm", "entries", "known", "mm", "prepare"]
 
-@triton.jit(do_not_specialize=["m"])
-def _mm_kernel(
-    a,
-    b,
-    bias,
-    out,
-    m,
-    n,
-    k,
-    stride_a_batch,
-    stride_b_batch,
-    stride_a_m,
-    stride_a_k,
-    stride_b_k,
-    stride_b_n,
-    has_bias: tl.constexpr,
-    whole_steps: tl.constexpr,
-    tile_m: tl.constexpr,
-    tile_n: tl.constexpr,
-    tile_k: tl.constexpr,
-    sharing: tl.constexpr,
-):
-    tiles_m, tiles_n = tl.cdiv(m, tile_m), tl.cdiv(n, tile_n)
-    program = tl.program_id(0)
-    batch = (program // (tiles_m * tiles_n)).to(tl.int64)
-    program = program % (tiles_m * tiles_n)
-    first_m = program // (sharing * tiles_n) * sharing
-    height = min(tiles_m - first_m, sharing)
-    place = program % (sharing * tiles_n)
+logger = logging.getLogger("vllm.batch_invariant")
 
-    # 64-bit, because an operand may have more than 2**31 elements.
-    rows = (first_m + place % height).to(tl.int64) * tile_m + tl.arange(0, tile_m)
-    columns = (place // height).to(tl.int64) * tile_n + tl.arange(0, tile_n)
-    depth = tl.arange(0, tile_k).to(tl.int64)
-    a += batch * stride_a_batch + rows[:, None] * stride_a_m + depth[None, :] * stride_a_k
-    b += batch * stride_b_batch + depth[:, None] * stride_b_k + columns[None, :] * stride_b_n
-    in_m, in_n = rows < m, columns < n
+_USES_BEFORE_CERTIFIED = 3
+"""How often a kind of product runs in Triton before it is certified: K of a gradient may follow the batch, and a kind
+that never returns would be certified for nothing.
+"""
+_TUNING_SECONDS = 5.0
+"""How long the schedules of one kind of product are timed when a model is loaded; after that the heuristic's first
+choice serves. A kind takes about 0.6 s on an H200.
+"""
+_MOST_PLANS = 4096
 
-    acc = tl.zeros((tile_m, tile_n), tl.float64 if a.dtype.element_ty == tl.float64 else tl.float32)
-    for start in range(0, k, tile_k):
-        if whole_steps:
-            a_mask, b_mask = in_m[:, None], in_n[None, :]
-        else:
-            in_k = depth < k - start
-            a_mask, b_mask = in_m[:, None] & in_k[None, :], in_k[:, None] & in_n[None, :]
-        step_a = tl.load(a, mask=a_mask, other=0.0)
-        step_b = tl.load(b, mask=b_mask, other=0.0)
-        # "ieee" keeps fp32 operands from being rounded to tf32; it changes nothing for the others.
-        acc = tl.dot(step_a, step_b, acc, input_precision="ieee", out_dtype=acc.dtype)
-        a += tile_k * stride_a_k
-        b += tile_k * stride_b_k
-    if has_bias:
-        acc += tl.load(bias + columns, mask=in_n, other=0.0).to(acc.dtype)[None, :]
-    out += batch * m * n + rows[:, None] * n + columns[None, :]
-    tl.store(out, acc.to(out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+_certified: dict[Signature, dict[int, Entry]] = {}
+_uses: Counter[tuple[Signature, int]] = Counter()
+_lock = threading.RLock()
 
 
-def _product(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, tile: Tile | None = None
-) -> torch.Tensor:
-    """[B, M, K] @ [B, K, N] + [N] as a contiguous [B, M, N] in ``dtype``; operands may have any strides."""
-    batch, m, k = a.shape
-    n = b.shape[2]
-    out = torch.empty(batch, m, n, dtype=dtype, device=a.device)
-    if out.numel() == 0:
-        return out
-    tile = tile or tile_for(m, n, a.dtype)
-    # One entry needs no stride, and Triton would compile the kernel anew for some of its values: M * K follows M.
-    batch_strides = (a.stride(0), b.stride(0)) if batch > 1 else (0, 0)
-    with torch.cuda.device_of(a):
-        _mm_kernel[(batch * triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns),)](
-            a,
-            b,
-            None if bias is None else bias.contiguous(),
-            out,
-            m,
-            n,
-            k,
-            *batch_strides,
-            *a.stride()[1:],
-            *b.stride()[1:],
-            has_bias=bias is not None,
-            whole_steps=k % tile.depth == 0,
-            tile_m=tile.rows,
-            tile_n=tile.columns,
-            tile_k=tile.depth,
-            sharing=_TILES_SHARING_B,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
-    return out
+@dataclass(frozen=True)
+class _Plan:
+    """What is known of calls with operands of the same dtypes, strides and weight."""
+
+    signature: Signature
+    entries: dict[int, Entry]
+    products: "cublaslt.Products"
+    a_stride: int
+    b_stride: int
+
+
+_plans: dict[tuple, _Plan | None] = {}
 
 
 def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """[M, K] @ [K, N] + bias; see the operation's package for the contract."""
-    reduction = LinearReduction(b.shape[1], b.shape[0], a.dtype)
-    return _product(a[None], b[None], bias, reduction.dtype)[0]
+    rows, addresses = a.shape[0], a.data_ptr() | b.data_ptr()
+    if bias is not None:
+        addresses |= bias.data_ptr()
+    key = (
+        a.stride(1) if rows == 1 else a.stride(),
+        0 < rows <= LARGEST_SIDE,
+        b.shape,
+        b.stride(),
+        bias is not None and bias.stride(),
+        a.dtype,
+        addresses % ALIGNMENT,
+        a.device,
+    )
+    plan = _plans.get(key, _plans)
+    if plan is _plans:
+        plan = _plan(key, a, b, bias)
+    if plan is not None:
+        entry = plan.entries.get(limit_of(rows)) or _first_use(plan, rows)
+        if entry is not None and entry.algorithm is not None:
+            out = torch.empty((rows, b.shape[1]), dtype=a.dtype, device=a.device)
+            try:
+                plan.products.run(entry.algorithm, a, b, bias, out, a_stride=plan.a_stride, b_stride=plan.b_stride)
+            except cublaslt.Error:
+                logger.debug("cuBLASLt refused %d rows of the product %s", rows, plan.signature)
+            else:
+                return out
+    return triton.mm(a, b, bias)
 
 
-def accumulate(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """[M, K] @ [K, N], not yet rounded: the result is in the reduction's accumulator dtype."""
-    reduction = LinearReduction(b.shape[1], b.shape[0], a.dtype)
-    return _product(a[None], b[None], None, reduction.accumulate)[0]
+def _plan(key: tuple, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> _Plan | None:
+    """What is known of such calls; None if Triton alone serves them."""
+    signature = signature_of(a, b, bias) if _library(a.device) else None
+    plan = None
+    if signature is not None:
+        strides = major_stride(a)[0], major_stride(b)[0]
+        plan = _Plan(signature, entries(signature), _products(signature), *strides)
+    if len(_plans) >= _MOST_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
 
 
-def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """[B, M, K] @ [B, K, N]; an entry has the bits of :func:`mm`."""
-    reduction = LinearReduction(b.shape[2], b.shape[1], a.dtype)
-    return _product(a, b, None, reduction.dtype)
+def _first_use(plan: _Plan, rows: int) -> Entry | None:
+    """Certify a range of rows that is used again and again."""
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    signature, limit = plan.signature, limit_of(rows)
+    with _lock:
+        _uses[signature, limit] += 1
+        if _uses[signature, limit] == _USES_BEFORE_CERTIFIED:
+            _certify(signature, [limit])
+        return plan.entries.get(limit)
 
 
-def accumulate_batch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """[B, M, K] @ [B, K, N], not yet rounded."""
-    reduction = LinearReduction(b.shape[2], b.shape[1], a.dtype)
-    return _product(a, b, None, reduction.accumulate)
+def prepare(weight: torch.Tensor, rows: int, bias: bool = False, sizes: Iterable[int] = ()) -> None:
+    """Choose and certify the schedules of ``linear`` with such a weight: at once from disk, or by measuring.
+
+    Args:
+        weight: [N, K], as it will be used; its values do not matter.
+        rows: the most rows of x to expect; for more, schedules are certified when they are first needed.
+        bias: whether a bias is added.
+        sizes: numbers of rows that will be common, such as those of CUDA graphs: checked one by one.
+    """
+    LinearReduction(*weight.shape, weight.dtype)
+    sample = weight.new_empty(1, weight.shape[1])
+    signature = signature_of(sample, weight.t(), weight.new_empty(weight.shape[0]) if bias else None)
+    if signature is None or rows < 1:
+        return
+    with _lock:
+        found = entries(signature)
+        missing = [limit for limit in LIMITS if limit <= limit_of(rows) and limit not in found]
+        if not missing:
+            return
+        started = time.monotonic()
+        _certify(signature, missing, sizes, _TUNING_SECONDS)
+    served = Counter("Triton" if found[limit].algorithm is None else "cuBLASLt" for limit in missing if limit in found)
+    logger.info(
+        "Product %s: %s, for ranges of up to %d rows, checked in %.1f s.",
+        signature,
+        " and ".join(f"{count} by {name}" for name, count in sorted(served.items())) or "Triton",
+        rows,
+        time.monotonic() - started,
+    )
+
+
+def entries(signature: Signature) -> dict[int, Entry]:
+    """What is certified for a kind of product, by the end of the range of rows; read from disk at the first call."""
+    found = _certified.get(signature)
+    if found is None:
+        stored = store.load(_environment(signature.device)).get(str(signature), {})
+        found = {int(limit): Entry.from_json(entry) for limit, entry in stored.items()}
+        found = _certified.setdefault(signature, found)
+    return found
+
+
+def known(device: int) -> tuple[dict[str, str], dict[str, dict[int, Entry]]]:
+    """What a certificate on this machine is true for, and every one there is by the name of the signature."""
+    environment = _environment(device)
+    return environment, {
+        name: {int(limit): Entry.from_json(entry) for limit, entry in found.items()}
+        for name, found in store.load(environment).items()
+    }
+
+
+def _certify(signature: Signature, limits: list[int], sizes: Iterable[int] = (), tuning_seconds: float = 0.0) -> None:
+    try:
+        new = certificate.certify(signature, _products(signature), limits, sizes, tuning_seconds)
+    except torch.OutOfMemoryError:
+        logger.warning("The product %s is left to Triton: no memory to certify cuBLASLt with.", signature)
+        return
+    entries(signature).update(new)
+    stored = {str(limit): entry.to_json() for limit, entry in new.items()}
+    store.save(_environment(signature.device), {str(signature): stored})
+
+
+@cache
+def _environment(device: int) -> dict[str, str]:
+    return store.environment(device, cublaslt.version() if _library(torch.device("cuda", device)) else "not used")
+
+
+@cache
+def _library(device: torch.device) -> bool:  # noqa: ARG001 - asked once a device
+    """Whether cuBLASLt serves products."""
+    if envs.LINEAR.read() == "triton":
+        return False
+    if cublaslt is None:
+        logger.info("Products are Triton's, because nvmath-python is not installed; it would give cuBLASLt's speed.")
+    return cublaslt is not None
+
+
+@cache
+def _products(signature: Signature) -> "cublaslt.Products | None":
+    return cublaslt.Products(signature) if _library(torch.device("cuda", signature.device)) else None

@@ -1,0 +1,90 @@
+"""``vllm-batch-invariant certificate``: how products are computed on this GPU, and what that was checked against."""
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import BadSetting, NotCovered
+
+if TYPE_CHECKING:
+    from ..ops.linear.certificate import Entry
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _shape(text: str) -> tuple[int, int]:
+    columns, found, depth = text.partition("x")
+    if not (found and columns.isdigit() and depth.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NxK, such as 6144x4096")
+    return int(columns), int(depth)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-batch-invariant certificate",
+        description="Print how products are computed on this GPU and at which numbers of rows their bits were compared "
+        "with those of the reference. vLLM makes certificates when it loads a model; with --shape they are made here.",
+    )
+    parser.add_argument("--shape", nargs="+", type=_shape, default=[], metavar="NxK", help="weights to certify now")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the weights of --shape (default: bf16)")
+    parser.add_argument("--bias", action="store_true", help="certify with a bias")
+    parser.add_argument("--rows", type=int, default=8192, metavar="M", help="certify up to M rows (default: 8192)")
+    parser.add_argument("--device", type=int, default=0, help="index of the GPU (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns the exit status.
+
+    Raises:
+        NotCovered: no GPU.
+        BadSetting: a GPU that is not there.
+    """
+    options = _parser().parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise NotCovered(
+            "a certificate without a GPU",
+            "products on a CPU are checked when a model is loaded and not kept",
+            "run this on a machine with an NVIDIA GPU",
+        )
+    if options.device >= torch.cuda.device_count():
+        raise BadSetting(f"--device {options.device}: this machine has {torch.cuda.device_count()} GPUs.")
+    from ..ops.linear import cuda, prepare
+
+    for columns, depth in options.shape:
+        weight = torch.empty(columns, depth, dtype=_DTYPES[options.dtype], device=f"cuda:{options.device}")
+        prepare(weight, options.rows, options.bias)
+    environment, products = cuda.known(options.device)
+    if options.json:
+        entries = {name: {limit: entry.to_json() for limit, entry in found.items()} for name, found in products.items()}
+        print(json.dumps({"environment": environment, "products": entries}, indent=1))
+    else:
+        _print(environment, products)
+    return 0
+
+
+def _print(environment: dict[str, str], products: dict[str, dict[int, "Entry"]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for name, value in environment.items():
+        console.print(f"{name}: {value}", highlight=False)
+    if not products:
+        console.print("No certificate yet: load a model with VLLM_BATCH_INVARIANT=1, or name weights with --shape.")
+    for name, found in products.items():
+        table = Table(
+            "rows up to", "served by", "us", "us in Triton", "bits equal at", "refused", title=f"Product {name}"
+        )
+        for limit, entry in sorted(found.items()):
+            served = entry.algorithm.about if entry.algorithm else "Triton"
+            library = "cublaslt" if entry.algorithm else "triton"
+            times = [
+                f"{entry.microseconds[key]:.1f}" if key in entry.microseconds else "" for key in (library, "triton")
+            ]
+            checked = ", ".join(map(str, entry.checked))
+            table.add_row(str(limit), served, *times, checked, ", ".join(entry.refused) or "none")
+        console.print(table)

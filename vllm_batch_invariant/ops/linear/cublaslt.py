@@ -1,0 +1,222 @@
+"""Products by cuBLASLt, asked for algorithms that do not split K, through nvmath-python's binding of its C interface.
+
+cuBLAS as PyTorch calls it picks an algorithm for every number of rows, and some of them split K to fill the GPU, which
+changes the bits. Here the heuristic may name only algorithms without a reduction between programs and without a
+workspace, in which such a reduction would be kept; the caller picks one and holds on to it.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from nvmath.bindings import cublasLt as lt  # noqa: N813
+
+from .signature import Signature
+from .triton import major_stride
+
+_DATA_TYPE = {torch.bfloat16: 14, torch.float16: 2, torch.float32: 0}
+_COMPUTE_FP32 = 68
+_FP32 = _DATA_TYPE[torch.float32]
+_EVERY_REDUCTION = 2**32 - 1
+_ALIGNMENT = 16
+"""Bytes: what is promised of addresses; the heuristic would otherwise assume 256."""
+_MOST_DESCRIPTORS = 4096
+
+Error = lt.cuBLASLtError
+
+
+def version() -> str:
+    """The library's version number."""
+    return str(lt.get_version())
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One algorithm of cuBLASLt: a compiled kernel with its tile, as the library encodes it."""
+
+    opaque: bytes
+    """64 bytes, valid for one version of the library on one GPU."""
+    split: int
+    """In how many parts K is computed; 1 is the only one to serve with."""
+    about: str
+
+
+class Products:
+    """Runs the products of one signature."""
+
+    def __init__(self, signature: Signature) -> None:
+        self.signature = signature
+        self._handle = _handle(signature.device)
+        self._one, self._zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+        self._one_address, self._zero_address = self._one.ctypes.data, self._zero.ctypes.data
+        self._operations: dict[int, int] = {}
+        self._layouts: dict[tuple[int, int, int], int] = {}
+        self._encoded: dict[bytes, tuple[np.ndarray, int]] = {}
+
+    def algorithms(self, rows: int, most: int, workspace: int = 0) -> list[Algorithm]:
+        """The heuristic's algorithms for products of ``rows`` rows, the most promising first.
+
+        Args:
+            rows: M.
+            most: how many to ask for.
+            workspace: bytes. With any, algorithms that split K are asked for, too: what no product is served with, and
+                what the certificate must be seen to refuse.
+        """
+        s = self.signature
+        preference = lt.matmul_preference_create()
+        attributes = lt.MatmulPreferenceAttribute
+        settings = {
+            attributes.MAX_WORKSPACE_BYTES: workspace,
+            attributes.REDUCTION_SCHEME_MASK: _EVERY_REDUCTION if workspace else 0,
+            attributes.MIN_ALIGNMENT_A_BYTES: _ALIGNMENT,
+            attributes.MIN_ALIGNMENT_B_BYTES: _ALIGNMENT,
+            attributes.MIN_ALIGNMENT_C_BYTES: _ALIGNMENT,
+            attributes.MIN_ALIGNMENT_D_BYTES: _ALIGNMENT,
+        }
+        for attribute, value in settings.items():
+            value = np.array([value], lt.get_matmul_preference_attribute_dtype(attribute))
+            lt.matmul_preference_set_attribute(preference, attribute, value.ctypes.data, value.nbytes)
+        found = np.zeros(most, lt.matmul_heuristic_result_dtype)
+        count = np.zeros(1, np.int32)
+        out = self._layout(s.columns, rows, s.columns)
+        try:
+            lt.matmul_algo_get_heuristic(
+                self._handle,
+                self._operation(0),
+                self._layout(*s.b_layout()),
+                self._layout(*s.a_layout(rows)),
+                out,
+                out,
+                preference,
+                most,
+                found.ctypes.data,
+                count.ctypes.data,
+            )
+        except Error:  # it has none for this problem
+            return []
+        finally:
+            lt.matmul_preference_destroy(preference)
+        known = [_algorithm(result["algo"]) for result in found[: count[0]]]
+        return known if workspace else [algorithm for algorithm in known if algorithm.split == 1]
+
+    def run(
+        self,
+        algorithm: Algorithm,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        workspace: torch.Tensor | None = None,
+        a_stride: int | None = None,
+        b_stride: int | None = None,
+    ) -> None:
+        """out = a @ b + bias on the current stream. a: [M, K] and b: [K, N] as the signature has them, out: [M, N].
+
+        Args:
+            algorithm: of :meth:`algorithms`.
+            a: [M, K]
+            b: [K, N]
+            bias: [N], or None.
+            out: [M, N], packed.
+            workspace: bytes for an algorithm that needs them.
+            a_stride: :func:`major_stride` of a, if known already.
+            b_stride: the same of b.
+
+        Raises:
+            Error: the library refuses the algorithm for this M; nothing was launched.
+        """
+        rows = out.shape[0]
+        encoded = self._encoded.get(algorithm.opaque)
+        if encoded is None:
+            array = np.frombuffer(algorithm.opaque, np.uint8).copy()
+            encoded = self._encoded[algorithm.opaque] = array, array.ctypes.data
+        layout_out = self._layout(out.shape[1], rows, out.shape[1])
+        address = out.data_ptr()
+        # Column-major, as cuBLAS counts, the product is transposed: out.T [N, M] = b.T [N, K] @ a.T [K, M].
+        lt.matmul(
+            self._handle,
+            self._operation(0 if bias is None else bias.data_ptr()),
+            self._one_address,
+            b.data_ptr(),
+            self._layout(*self.signature.b_layout(b_stride or major_stride(b)[0])),
+            a.data_ptr(),
+            self._layout(*self.signature.a_layout(rows, a_stride or major_stride(a)[0])),
+            self._zero_address,
+            address,
+            layout_out,
+            address,
+            layout_out,
+            encoded[1],
+            0 if workspace is None else workspace.data_ptr(),
+            0 if workspace is None else workspace.numel(),
+            torch._C._cuda_getCurrentRawStream(self.signature.device),
+        )
+
+    def _operation(self, bias: int) -> int:
+        """The operation's descriptor for a bias at an address; 0 for none, or for any where no product is run."""
+        if (descriptor := self._operations.get(bias)) is not None:
+            return descriptor
+        if len(self._operations) >= _MOST_DESCRIPTORS:
+            for old in self._operations.values():
+                lt.matmul_desc_destroy(old)
+            self._operations.clear()
+        descriptor = lt.matmul_desc_create(_COMPUTE_FP32, _FP32)
+        attributes = lt.MatmulDescAttribute
+        settings = {
+            attributes.TRANSA: int(self.signature.b_by_columns),
+            attributes.TRANSB: int(not self.signature.a_by_rows),
+        }
+        if self.signature.bias:
+            settings[attributes.EPILOGUE] = lt.Epilogue.BIAS
+            settings[attributes.BIAS_POINTER] = bias
+        for attribute, value in settings.items():
+            value = np.array([value], lt.get_matmul_desc_attribute_dtype(attribute))
+            lt.matmul_desc_set_attribute(descriptor, attribute, value.ctypes.data, value.nbytes)
+        self._operations[bias] = descriptor
+        return descriptor
+
+    def _layout(self, height: int, width: int, stride: int) -> int:
+        """The descriptor of a column-major matrix."""
+        key = height, width, stride
+        if (descriptor := self._layouts.get(key)) is not None:
+            return descriptor
+        if len(self._layouts) >= _MOST_DESCRIPTORS:
+            for old in self._layouts.values():
+                lt.matrix_layout_destroy(old)
+            self._layouts.clear()
+        descriptor = lt.matrix_layout_create(_DATA_TYPE[self.signature.dtype], height, width, stride)
+        self._layouts[key] = descriptor
+        return descriptor
+
+
+@cache
+def _handle(device: int) -> int:
+    with torch.cuda.device(device):
+        return lt.create()
+
+
+def _algorithm(encoded: np.void) -> Algorithm:
+    array = np.array([encoded])
+    attributes = lt.MatmulAlgoConfigAttribute
+    names = ("TILE_ID", "STAGES_ID", "CLUSTER_SHAPE_ID", "SPLITK_NUM", "REDUCTION_SCHEME")
+    config = {}
+    for name in names:
+        attribute = getattr(attributes, name)
+        value = np.zeros(1, lt.get_matmul_algo_config_attribute_dtype(attribute))
+        written = np.zeros(1, np.uint64)
+        lt.matmul_algo_config_get_attribute(
+            array.ctypes.data, attribute, value.ctypes.data, value.nbytes, written.ctypes.data
+        )
+        config[name] = int(value[0])
+    tile = _name(lt.MatmulTile, config["TILE_ID"]).removeprefix("TILE_")
+    cluster = _name(lt.ClusterShape, config["CLUSTER_SHAPE_ID"]).removeprefix("SHAPE_")
+    split = max(config["SPLITK_NUM"], 2 if config["REDUCTION_SCHEME"] else 1)
+    return Algorithm(array.tobytes(), split, f"tile {tile}, cluster {cluster}")
+
+
+def _name(names: type, value: int) -> str:
+    try:
+        return names(value).name
+    except ValueError:  # newer than the binding
+        return str(value)

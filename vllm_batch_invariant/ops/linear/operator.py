@@ -1,0 +1,18 @@
+"""The product as an operator of PyTorch's: torch.compile sees one node and leaves its number of rows to run time."""
+
+import torch
+
+from . import linear as _linear
+
+_library = torch.library.Library("vllm_batch_invariant", "DEF")
+_library.define("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
+_library.impl("linear", _linear, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("vllm_batch_invariant::linear", lib=_library)
+def _shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG001
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+linear = torch.ops.vllm_batch_invariant.linear
+"""As :func:`vllm_batch_invariant.ops.linear.linear`, without autograd."""
