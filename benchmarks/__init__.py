@@ -1,0 +1,1 @@
+"""What the operations cost beside plain PyTorch and vLLM; one script an operation, one format of data."""

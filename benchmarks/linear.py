@@ -1,0 +1,238 @@
+"""Benchmark of the linear operation: `python -m benchmarks.linear`. Bits first, then time."""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from benchmarks import linear_providers, operands
+from benchmarks.linear_providers import Provider
+from benchmarks.linear_summary import print_summary
+from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, write
+from benchmarks.roofline import Ceilings, Work, measure_ceilings
+from benchmarks.shapes import WEIGHT_SHAPES, WeightShape, shapes_of
+from benchmarks.spread import Spread
+from vllm_batch_invariant.ops.graph_timer import GraphTimer, copies_beyond_cache
+from vllm_batch_invariant.ops.linear.cancelling import cancelling
+
+ROWS = (1, 2, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
+_LAUNCH_MICROSECONDS = 2.0
+"""What the smallest kernel takes."""
+_REPLAYS, _REPLAYS_OF_A_LONG_CALL = 7, 3
+_LONG_CALL_MICROSECONDS = 2000.0
+
+
+@dataclass
+class Sweep:
+    """A run over shapes, and what it found."""
+
+    providers: Sequence[Provider]
+    """``stock`` first, because the others are compared with it."""
+    rows: Sequence[int]
+    timer: GraphTimer
+    ceilings: Ceilings
+    setting: Setting
+    cache: int
+    """Bytes of the L2 cache."""
+    device: str = "cuda"
+    measurements: list[Measurement] = field(default_factory=list)
+    problems: int = 0
+    """Bits that differ and calls that failed."""
+
+    def measure(self, shape: WeightShape) -> None:
+        """Check and time every provider with every number of rows that such a weight meets."""
+        rows = [m for m in self.rows if m <= shape.most_rows]
+        if not rows:
+            return
+        features = shape.out_features, shape.in_features
+        bits = dict(self._bits(shape, rows))
+        copies = copies_beyond_cache(2 * shape.out_features * shape.in_features, self.cache)
+        x, weights = operands.random(max(rows), *features, copies, self.device)
+        for m in rows:
+            self._time(_case(shape, m), Work.of_product(m, *features), x[:m], weights, bits)
+
+    def _bits(self, shape: WeightShape, rows: Sequence[int]) -> Iterator[tuple[tuple[str, str], Bits]]:
+        """((provider, case), verdict) for the cases that can be timed."""
+        most = shape.most_rows
+        x, weight = cancelling(most, shape.out_features, shape.in_features, torch.bfloat16, self.device)
+        for provider in self.providers:
+            try:
+                if provider.prepare:
+                    provider.prepare(weight, most)
+                whole = provider.call(x, weight) if provider.promises_bits else None
+            except Exception as error:
+                self._failed(provider, f"{_case(shape, most)} and all others of this weight", error)
+                continue
+            for m in rows:
+                case = _case(shape, m)
+                if whole is None:
+                    yield (provider.name, case), "-"
+                    continue
+                try:
+                    wrong = [
+                        count
+                        for count in (m - 1, m, m + 1)
+                        if 1 <= count <= most and not torch.equal(provider.call(x[:count], weight), whole[:count])
+                    ]
+                except Exception as error:
+                    self._failed(provider, case, error)
+                    continue
+                if wrong:
+                    self._problem(f"BITS DIFFER: {provider.name} {case}: M of {wrong} gives other rows than {most}")
+                yield (provider.name, case), "differ" if wrong else "equal"
+
+    def _time(
+        self,
+        case: str,
+        work: Work,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        bits: dict[tuple[str, str], Bits],
+    ) -> None:
+        floor = self.ceilings.floor(work)
+        ways = {}
+        for provider in self.providers:
+            verdict = bits.get((provider.name, case))
+            if verdict is None:
+                continue
+            try:
+                provider.call(x, weights[0])
+            except Exception as error:
+                self._failed(provider, case, error)
+            else:
+                ways[provider.name] = verdict, [partial(provider.call, x, weight) for weight in weights]
+        expected = floor + _LAUNCH_MICROSECONDS
+        replays = _REPLAYS if expected < _LONG_CALL_MICROSECONDS else _REPLAYS_OF_A_LONG_CALL
+        samples = self.timer.time([calls for _, calls in ways.values()], expected, replays)
+        spreads = {name: Spread.of(found) for name, found in zip(ways, samples, strict=True)}
+        print(case)
+        for name, spread in spreads.items():
+            self._record(case, work, floor, name, spread, spreads["stock"], ways[name][0])
+
+    def _record(
+        self, case: str, work: Work, floor: float, provider: str, spread: Spread, stock: Spread, verdict: Bits
+    ) -> None:
+        bound_by_memory = self.ceilings.bound_by_memory(work)
+        amount, rate, unit = (
+            (work.moved_bytes / 1e3, "bandwidth", "GB/s")
+            if bound_by_memory
+            else (work.operations / 1e6, "throughput", "TFLOP/s")
+        )
+        found = {
+            ("time", "us"): spread,
+            (rate, unit): spread.rate(amount),
+            ("roofline", "fraction"): spread.rate(floor),
+        }
+        for (metric, unit), value in found.items():
+            faster = value.p50 / stock.p50 if metric == "time" else stock.p50 / spread.p50
+            self.measurements.append(
+                Measurement(
+                    "linear",
+                    provider,
+                    case,
+                    metric,
+                    unit,
+                    **asdict(value),
+                    ratio=faster,
+                    bits=verdict,
+                    **asdict(self.setting),
+                )
+            )
+        values = "  ".join(f"{value.p50:8.4g} {unit}" for (_, unit), value in found.items())
+        print(f"  {provider:12}{values}  {spread.p50 / stock.p50:6.3f} of stock  {verdict}", flush=True)
+
+    def _failed(self, provider: Provider, case: str, error: Exception) -> None:
+        self._problem(f"FAILED: {provider.name} {case}: {type(error).__name__}: {error}")
+
+    def _problem(self, line: str) -> None:
+        self.problems += 1
+        print(line, file=sys.stderr, flush=True)
+
+
+def _case(shape: WeightShape, m: int) -> str:
+    return case_text(M=m, N=shape.out_features, K=shape.in_features, dtype="bf16")
+
+
+def _row_count(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= max(ROWS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {max(ROWS)}")
+    return int(text)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.linear",
+        description="Check the bits of the linear operation, then time it on the weight shapes of real models. "
+        "Exit status: 0 all well, 1 bits differ or a provider failed, 2 nothing was measured.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, default=DATA / "linear.csv", help="CSV file to replace")
+    parser.add_argument("--shapes", nargs="+", metavar="MODEL", help="only models whose name contains one of these")
+    parser.add_argument("--rows", nargs="+", type=_row_count, default=ROWS, metavar="M", help="numbers of rows")
+    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no new shape after this long")
+    parser.add_argument(
+        "--providers",
+        nargs="+",
+        choices=linear_providers.NAMES,
+        default=linear_providers.NAMES,
+        help="whom to measure beside stock, which always is",
+    )
+    options = parser.parse_args(arguments)
+    options.shapes = shapes_of(options.shapes) if options.shapes else WEIGHT_SHAPES
+    if not options.shapes:
+        parser.error("no model has such a name")
+    return options
+
+
+def _load(names: Sequence[str]) -> Iterator[Provider]:
+    for name in linear_providers.NAMES:
+        if name == "stock" or name in names:
+            try:
+                yield linear_providers.load(name)
+            except linear_providers.Absent as absent:
+                print(f"{name} is left out: {absent}", file=sys.stderr)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    started = time.monotonic()
+    options = _parse(arguments)
+    if not torch.cuda.is_available():
+        print("the benchmark of the linear operation needs an NVIDIA GPU", file=sys.stderr)
+        return 2
+    timer = GraphTimer()
+    sweep = Sweep(
+        providers=tuple(_load(options.providers)),
+        rows=sorted(set(options.rows)),
+        timer=timer,
+        ceilings=measure_ceilings(timer),
+        setting=Setting.here(),
+        cache=torch.cuda.get_device_properties().L2_cache_size,
+    )
+    print(f"{sweep.setting.gpu}, {sweep.setting.versions}\n{sweep.ceilings}", flush=True)
+    done = 0
+    try:
+        for shape in options.shapes:
+            if time.monotonic() - started > options.limit_seconds:
+                break
+            print(f"\n{', '.join(map(str, shape.origins))}", flush=True)
+            sweep.measure(shape)
+            torch.cuda.empty_cache()
+            done += 1
+    finally:
+        write(options.out, sweep.measurements)
+    print_summary(sweep.measurements, Console())
+    print(f"{done} of {len(options.shapes)} shapes in {time.monotonic() - started:.0f} s, written to {options.out}")
+    if sweep.problems:
+        print(f"{sweep.problems} problems, see the lines BITS DIFFER and FAILED above", file=sys.stderr)
+    return 1 if sweep.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

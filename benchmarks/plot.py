@@ -1,0 +1,142 @@
+"""Plots of the benchmark data, saved beside it: `python -m benchmarks.plot [CSV ...]`. Needs matplotlib."""
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import AutoLocator, NullLocator
+
+from benchmarks.record import DATA, Measurement, geometric_means, read
+from benchmarks.shapes import MODELS, WEIGHT_SHAPES
+
+_STYLES = {
+    "ours": {"color": "#0072B2", "marker": "o"},
+    "ours-triton": {"color": "#009E73", "marker": "s"},
+    "native": {"color": "#D55E00", "marker": "^"},
+}
+"""Colours of Okabe and Ito, which colour-blind readers tell apart."""
+_OTHER_STYLE = {"color": "#CC79A7", "marker": "D"}
+_PANELS_ABREAST = 3
+
+
+def _draw_linear(measurements: Sequence[Measurement]) -> Figure:
+    """Time against stock by M: a panel for each whole model, and one for all shapes."""
+    times = [
+        measurement
+        for measurement in measurements
+        if measurement.metric == "time" and measurement.provider != "stock" and measurement.ratio is not None
+    ]
+    panels: dict[str, list[Measurement]] = {}
+    for model in MODELS:
+        shapes = {
+            (str(shape.out_features), str(shape.in_features))
+            for shape in WEIGHT_SHAPES
+            if any(origin.model == model.name and origin.workers == 1 for origin in shape.origins)
+        }
+        own = [measurement for measurement in times if (measurement.keys["N"], measurement.keys["K"]) in shapes]
+        if own:
+            panels[model.name] = own
+    lines = -(-(len(panels) + 1) // _PANELS_ABREAST)
+    figure = Figure(figsize=(4 * _PANELS_ABREAST, 3 * lines + 1), layout="constrained")
+    axes = figure.subplots(lines, _PANELS_ABREAST, sharex=True, sharey=True, squeeze=False).flatten()
+    for place, (name, own) in zip(axes, panels.items(), strict=False):
+        _ratio_lines(place, own)
+        place.set_title(name)
+    last = axes[len(panels)]
+    _ratio_band(last, times)
+    _ratio_lines(last, times)
+    last.set_title("all shapes, and their range")
+    for place in axes[len(panels) + 1 :]:
+        place.remove()
+    figure.legend(*last.get_legend_handles_labels(), loc="outside lower center", ncols=len(_STYLES) + 1)
+    figure.suptitle(f"Linear: time against torch.mm, geometric mean over weight shapes. {_setting(times)}")
+    for place in axes[-_PANELS_ABREAST:]:
+        place.set_xlabel("rows M")
+    figure.supylabel("time / stock (below 1: faster)")
+    return figure
+
+
+def _ratio_lines(place: Axes, measurements: Iterable[Measurement]) -> None:
+    """A line for each provider over M."""
+    points: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for (provider, m), mean in geometric_means(measurements, ["M"]).items():
+        points[provider].append((int(m), mean))
+    place.axhline(1, color="black", linewidth=0.8)
+    for provider, line in points.items():
+        place.plot(*zip(*sorted(line), strict=True), label=provider, markersize=4, **_style(provider))
+    place.set_xscale("log", base=2)
+    place.set_yscale("log", base=2)
+    place.yaxis.set_major_locator(AutoLocator())
+    place.yaxis.set_minor_locator(NullLocator())
+    for axis in (place.xaxis, place.yaxis):
+        axis.set_major_formatter("{x:g}")
+    place.grid(alpha=0.3)
+
+
+def _ratio_band(place: Axes, measurements: Iterable[Measurement]) -> None:
+    """For each provider the lowest to the highest ratio over M."""
+    ratios: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for measurement in measurements:
+        if measurement.ratio is not None:
+            ratios[measurement.provider][int(measurement.keys["M"])].append(measurement.ratio)
+    for provider, by_rows in ratios.items():
+        rows = sorted(by_rows)
+        place.fill_between(
+            rows,
+            [min(by_rows[m]) for m in rows],
+            [max(by_rows[m]) for m in rows],
+            color=_style(provider)["color"],
+            alpha=0.15,
+            linewidth=0,
+        )
+
+
+def _style(provider: str) -> dict[str, str]:
+    return _STYLES.get(provider, _OTHER_STYLE)
+
+
+def _setting(measurements: Sequence[Measurement]) -> str:
+    return ", ".join(sorted({f"{measurement.gpu}, {measurement.date}" for measurement in measurements}))
+
+
+DRAWINGS: dict[str, Callable[[Sequence[Measurement]], Figure]] = {"linear": _draw_linear}
+"""How the data of a benchmark is drawn, by the benchmark's name."""
+
+
+def draw(path: Path) -> Path:
+    """Draw a CSV file and save the plot beside it; returns the plot's path.
+
+    Raises:
+        ValueError: an empty file, several benchmarks in one, or a benchmark without a drawing.
+    """
+    measurements = read(path)
+    names = {measurement.benchmark for measurement in measurements}
+    if len(names) != 1 or not names <= DRAWINGS.keys():
+        raise ValueError(f"{path} has data of {sorted(names)}, and there are drawings of {sorted(DRAWINGS)}")
+    figure = DRAWINGS[names.pop()](measurements)
+    with mpl.rc_context({"svg.hashsalt": path.stem}):
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    return path.with_suffix(".svg")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw files; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description="Draw benchmark data.")
+    parser.add_argument("csv", nargs="*", type=Path, default=sorted(DATA.glob("*.csv")), help="default: all data")
+    status = 0
+    for path in parser.parse_args(arguments).csv:
+        try:
+            print(draw(path))
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""What the GPU can do at best, and how long a product must take at least."""
+
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.spread import Spread
+from vllm_batch_invariant.ops.graph_timer import GraphTimer
+
+_COPY_BYTES = 2 << 30
+_COPY_MICROSECONDS = 1000.0
+_PRODUCT_SIDE = 8192
+_PRODUCT_MICROSECONDS = 1500.0
+_REPLAYS = 7
+_WARM_UP_PRODUCTS = 100
+"""Takes an idle GPU to its working clock."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an operation cannot avoid."""
+
+    moved_bytes: int
+    """Every input read once, every output written once."""
+    operations: int
+    """Floating-point additions and multiplications."""
+
+    @classmethod
+    def of_product(cls, m: int, n: int, k: int, element_size: int = 2) -> "Work":
+        """[m, k] times [k, n]."""
+        return cls((m * k + n * k + m * n) * element_size, 2 * m * n * k)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The rates that a GPU reaches on the kindest work."""
+
+    bytes_per_microsecond: float
+    operations_per_microsecond: float
+
+    def bound_by_memory(self, work: Work) -> bool:
+        """Whether moving the bytes takes longer than the arithmetic."""
+        return work.moved_bytes / self.bytes_per_microsecond > work.operations / self.operations_per_microsecond
+
+    def floor(self, work: Work) -> float:
+        """The microseconds that ``work`` takes at these rates."""
+        return max(work.moved_bytes / self.bytes_per_microsecond, work.operations / self.operations_per_microsecond)
+
+    def __str__(self) -> str:
+        return (
+            f"copy {self.bytes_per_microsecond / 1e3:.0f} GB/s (read and written), "
+            f"{_PRODUCT_SIDE}^3 bf16 product {self.operations_per_microsecond / 1e6:.0f} TFLOP/s"
+        )
+
+
+def measure_ceilings(timer: GraphTimer) -> Ceilings:
+    """Measure a large copy, by a kernel, and a large product of random bf16 matrices on the current GPU."""
+    a, b = (torch.randn(_PRODUCT_SIDE, _PRODUCT_SIDE, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    for _ in range(_WARM_UP_PRODUCTS):
+        torch.mm(a, b)
+    [product] = timer.time([[lambda: torch.mm(a, b)]], _PRODUCT_MICROSECONDS, _REPLAYS)
+    source = torch.randn(_COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda")
+    target = torch.empty_like(source)
+    [copy] = timer.time([[lambda: torch.neg(source, out=target)]], _COPY_MICROSECONDS, _REPLAYS)
+    return Ceilings(2 * _COPY_BYTES / Spread.of(copy).p50, 2 * _PRODUCT_SIDE**3 / Spread.of(product).p50)

@@ -1,0 +1,124 @@
+"""What the linear benchmark makes of providers that keep their promise, break it, or fail."""
+
+import io
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks.linear import Sweep
+from benchmarks.linear_providers import Provider
+from benchmarks.linear_summary import print_summary
+from benchmarks.record import Setting
+from benchmarks.roofline import Ceilings, Work
+from benchmarks.shapes import Origin, WeightShape
+
+SHAPE = WeightShape(48, 64, (Origin("small", 1, "lm_head"),))
+
+
+class SteadyTimer:
+    """Calls everything once; every way takes the next of 1, 2, 3, ... microseconds."""
+
+    def __init__(self) -> None:
+        self.ways = 0
+
+    def time(
+        self, ways: Sequence[Sequence[Callable[[], object]]], expected_microseconds: float, replays: int
+    ) -> list[list[float]]:
+        for calls in ways:
+            for call in calls:
+                call()
+        first, self.ways = self.ways, self.ways + len(ways)
+        return [[way + 0.5, way + 1, way + 1.5] for way in range(first, self.ways)]
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (x.double() @ weight.double().t()).bfloat16()
+
+
+def varying(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return exact(x, weight) + (len(x) == 3)
+
+
+def refusing(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if len(x) == 8:
+        raise RuntimeError("no such tile")
+    return exact(x, weight)
+
+
+def sweep(*others: Provider) -> Sweep:
+    run = Sweep(
+        providers=(Provider("stock", exact, promises_bits=False), *others),
+        rows=(2, 8, 512, 2048),
+        timer=SteadyTimer(),
+        ceilings=Ceilings(bytes_per_microsecond=1e6, operations_per_microsecond=1e9),
+        setting=Setting("none", "torch=0", "2026-01-31"),
+        cache=8192,
+        device="cpu",
+    )
+    run.measure(SHAPE)
+    return run
+
+
+def verdicts(run: Sweep, provider: str) -> dict[str, str]:
+    return {row.keys["M"]: row.bits for row in run.measurements if row.provider == provider and row.metric == "time"}
+
+
+def test_every_case_is_checked_and_timed() -> None:
+    run = sweep(Provider("ours", exact))
+    assert run.problems == 0
+    assert verdicts(run, "stock") == {"2": "-", "8": "-", "512": "-"}
+    assert verdicts(run, "ours") == {"2": "equal", "8": "equal", "512": "equal"}
+    first = [row for row in run.measurements if row.provider == "ours"][:3]
+    assert {row.metric: row.p50 for row in first} == pytest.approx(
+        {
+            "time": 2.0,
+            "bandwidth": (2 * 64 + 48 * 64 + 2 * 48) * 2 / 2 / 1e3,
+            "roofline": (2 * 64 + 48 * 64 + 2 * 48) * 2 / 1e6 / 2,
+        }
+    )
+    assert {row.metric: row.ratio for row in first} == {
+        "time": 2.0,
+        "bandwidth": 0.5,
+        "roofline": 0.5,
+    }
+
+
+def test_a_neighbour_of_m_with_other_bits_is_loud(capsys: pytest.CaptureFixture[str]) -> None:
+    run = sweep(Provider("ours", varying))
+    assert run.problems == 1
+    assert verdicts(run, "ours") == {"2": "differ", "8": "equal", "512": "equal"}
+    assert "BITS DIFFER: ours M=2 N=48 K=64 dtype=bf16: M of [3]" in capsys.readouterr().err
+
+
+def test_a_failing_call_loses_one_case(capsys: pytest.CaptureFixture[str]) -> None:
+    run = sweep(Provider("ours", refusing))
+    assert run.problems == 1
+    assert verdicts(run, "ours") == {"2": "equal", "512": "equal"}
+    assert "FAILED: ours M=8 N=48 K=64 dtype=bf16: RuntimeError: no such tile" in capsys.readouterr().err
+
+
+def test_a_failing_preparation_loses_the_weight() -> None:
+    def prepare(weight: torch.Tensor, rows: int) -> None:
+        raise RuntimeError(f"no algorithm for {rows} rows")
+
+    run = sweep(Provider("ours", exact, prepare=prepare))
+    assert run.problems == 1
+    assert verdicts(run, "ours") == {}
+    assert len(verdicts(run, "stock")) == 3
+
+
+def test_the_floor_is_the_slower_of_memory_and_arithmetic() -> None:
+    ceilings = Ceilings(bytes_per_microsecond=10, operations_per_microsecond=100)
+    assert ceilings.floor(Work(moved_bytes=1000, operations=1000)) == 100
+    assert ceilings.floor(Work(moved_bytes=10, operations=1000)) == 10
+
+
+def test_the_summary_counts_and_ranks() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    print_summary(sweep(Provider("ours", varying)).measurements, console)
+    text = console.file.getvalue()
+    assert "M=2 N=48 K=64 dtype=bf16" in text
+    [row] = [line.split("│")[1:-1] for line in text.splitlines() if line.startswith("│ ours") and "dtype" not in line]
+    assert [cell.strip() for cell in row] == ["ours", "1.633", "", "1.200", "2", "1", "3"]
