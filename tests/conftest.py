@@ -1,5 +1,6 @@
 """Every test runs with uninitialised memory made visible."""
 
+import logging
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 def _poisoned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def allocate(*args: object, **kwargs: object) -> torch.Tensor:
         tensor = function(*args, **kwargs)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+        with torch.no_grad():
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
     return allocate
 
@@ -20,6 +22,14 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
     yield
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    """The project's log, also where vLLM keeps it from the root."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.DEBUG, "vllm.batch_invariant"):
+        yield caplog
 
 
 @pytest.fixture

@@ -42,13 +42,29 @@ def _combine(accumulated: Tensor, added: Tensor | None, beta: Number, alpha: Num
     return accumulated.to(dtype)
 
 
+def _check(a: Tensor, b: Tensor, added: Tensor | None = None) -> None:
+    """What PyTorch's kernels check, which an override takes the place of: operands of one dtype and device that fit."""
+    if a.dim() != b.dim() or a.dim() < 2 or a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+        raise RuntimeError(f"shapes {list(a.shape)} and {list(b.shape)} cannot be multiplied")
+    for other in (b, added):
+        if other is not None and (other.dtype != a.dtype or (other.device != a.device and other.dim() > 0)):
+            raise RuntimeError(
+                f"expected operands of one dtype on one device, got {a.dtype} on {a.device} and {other.dtype} on "
+                f"{other.device}"
+            )
+
+
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    return original.kernel("mm", a)(a, b) if _exact(a) else _linear(a).mm(a, b)
+    if _exact(a):
+        return original.kernel("mm", a)(a, b)
+    _check(a, b)
+    return _linear(a).mm(a, b)
 
 
 def addmm(added: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1) -> Tensor:
     if _exact(a):
         return original.kernel("addmm", a)(added, a, b, beta=beta, alpha=alpha)
+    _check(a, b, added)
     if alpha == beta == 1 and added.shape == b.shape[1:] and added.dtype == a.dtype:
         return _linear(a).mm(a, b, added)
     return _combine(_linear(a).accumulate(a, b), added, beta, alpha, a.dtype)
@@ -62,13 +78,41 @@ def addmm_activation(
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
-    return original.kernel("bmm", a)(a, b) if _exact(a) else _linear(a).bmm(a, b)
+    if _exact(a):
+        return original.kernel("bmm", a)(a, b)
+    _check(a, b)
+    return _linear(a).bmm(a, b)
 
 
 def baddbmm(added: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1) -> Tensor:
     if _exact(a):
         return original.kernel("baddbmm", a)(added, a, b, beta=beta, alpha=alpha)
+    _check(a, b, added)
     return _combine(_linear(a).accumulate_batch(a, b), added, beta, alpha, a.dtype)
+
+
+def mm_dtype(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    _check(a, b)
+    return _linear(a).accumulate(a, b).to(out_dtype)
+
+
+def bmm_dtype(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    _check(a, b)
+    return _linear(a).accumulate_batch(a, b).to(out_dtype)
+
+
+def addmm_dtype(
+    added: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta: Number = 1, alpha: Number = 1
+) -> Tensor:
+    _check(a, b)
+    return _combine(_linear(a).accumulate(a, b), added, beta, alpha, out_dtype)
+
+
+def baddbmm_dtype(
+    added: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta: Number = 1, alpha: Number = 1
+) -> Tensor:
+    _check(a, b)
+    return _combine(_linear(a).accumulate_batch(a, b), added, beta, alpha, out_dtype)
 
 
 def addbmm(added: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1) -> Tensor:
@@ -241,6 +285,9 @@ OVERRIDES: dict[str, Override] = {
 }
 """Every ATen operator that the mode replaces."""
 
+NAMED_DTYPE = {"mm": mm_dtype, "bmm": bmm_dtype, "addmm": addmm_dtype, "baddbmm": baddbmm_dtype}
+"""The overloads that name the dtype of the result, which only a GPU has."""
+
 
 def _registrations(name: str, override: Override) -> Iterator[tuple[str, Callable[..., Tensor]]]:
     """(operator with overload, function) for the functional form and every out and in-place form that PyTorch has."""
@@ -300,6 +347,10 @@ def enable_batch_invariant_mode() -> None:
                 original.keep(name, key)
                 for operator, function in _registrations(name, override):
                     library.impl(operator, function, key)
+            if device_type == "cuda":
+                for name, function in NAMED_DTYPE.items():
+                    library.impl(f"{name}.dtype", function, key)
+                    library.impl(f"{name}.dtype_out", _writing_out(function), key)
     _enabled = _Enabled(
         library,
         torch.backends.cuda.flash_sdp_enabled(),

@@ -1,5 +1,9 @@
 """These tests need an NVIDIA GPU; without one they are skipped."""
 
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,3 +12,37 @@ import torch
 def gpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Certificates of products are read from and written to a folder of this run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def uncertified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No product is certified, neither in memory nor on disk, and none will be timed."""
+    from vllm_batch_invariant.ops.linear import cuda
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, value in (("_certified", {}), ("_plans", {}), ("_uses", Counter()), ("_TUNING_SECONDS", 0.0)):
+        monkeypatch.setattr(cuda, name, value)
+    monkeypatch.setattr(cuda, "_stored", lambda device: {})
+
+
+@pytest.fixture
+def without_cublaslt(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The setting that leaves all products to Triton."""
+    from vllm_batch_invariant.ops.linear import cuda
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT_LINEAR", "triton")
+    monkeypatch.setattr(cuda, "_plans", {})
+    caches = (cuda._library, cuda._environment, cuda._products, cuda._stored)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()

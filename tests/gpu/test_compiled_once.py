@@ -1,15 +1,15 @@
 """Triton compiles a kernel anew for some values of its arguments; none of them may follow the batch."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 import torch
 
 from tests.bits import DTYPES, ROW_COUNTS
+from tests.gpu.linear_cases import HALVES, turned
 from tests.ops.attention_cases import Chunk, Heads, Request, paged
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
-from vllm_batch_invariant.ops.linear import linear
-from vllm_batch_invariant.ops.linear.schedule import tile_for
+from vllm_batch_invariant.ops.linear import schedule
 from vllm_batch_invariant.ops.norm import rms_norm
 from vllm_batch_invariant.ops.reduce import mean
 from vllm_batch_invariant.ops.softmax import log_softmax
@@ -28,20 +28,87 @@ def calls(counter: Counter, kernel: str) -> int:
     return sum(count for name, count in counter.items() if name.endswith(kernel))
 
 
+@pytest.fixture
+def variants(monkeypatch):
+    """The variants of the product kernels that Triton is asked for. None is compiled or run."""
+    triton = pytest.importorskip("triton")
+    from vllm_batch_invariant.ops.linear import kernels
+
+    asked = {"descriptor_kernel": set(), "pointer_kernel": set()}
+
+    def note(**call) -> bool:
+        asked[call["fn"].name.rpartition(".")[2]].add(call["key"])
+        return True
+
+    for name in asked:
+        kernel = getattr(kernels, name)
+        monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+    return asked
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("columns", "depth"), [(520, 544), (99, 300), (1, 77)])
-def test_row_and_product_kernels_are_compiled_once_for_all_batch_sizes(columns, depth, dtype, compiled):
-    x, weight = (torch.ones(size, depth, dtype=dtype, device="cuda") for size in (1000, columns))
+@pytest.mark.parametrize("length", [544, 300, 77])
+def test_row_kernels_are_compiled_once_for_all_batch_sizes(length, dtype, compiled):
+    x = torch.ones(1000, length, dtype=dtype, device="cuda")
     for rows in ROW_COUNTS:
         part = x[:rows]
-        linear(part, weight)
         mean(part, -1)
         log_softmax(part, -1)
         rms_norm(part, x[0], 1e-6, part)
-    tiles = {tile_for(rows, columns, dtype) for rows in ROW_COUNTS}
-    assert calls(compiled, "_mm_kernel") <= len(tiles)
     for kernel in ("_sum_kernel", "_softmax_kernel", "_rms_norm_kernel"):
         assert calls(compiled, kernel) <= 1, kernel
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("turn_weight", [False, True])
+@pytest.mark.parametrize("turn_x", [False, True])
+def test_the_descriptor_kernel_is_compiled_once_a_tile(turn_x, turn_weight, dtype, biased, variants):
+    from vllm_batch_invariant.ops.linear import triton
+
+    tiles = set()
+    for columns, depth in ((520, 544), (8, 16), (2048, 72)):
+        x = turned(torch.ones(1000, depth, dtype=dtype, device="cuda"), turn_x)
+        weight = turned(torch.ones(columns, depth, dtype=dtype, device="cuda"), turn_weight)
+        bias = torch.ones(columns, dtype=dtype, device="cuda") if biased else None
+        for rows in ROW_COUNTS:
+            triton.mm(x[:rows], weight.t(), bias)
+            tiles.add(schedule.descriptor_tile(rows, columns, depth, dtype.itemsize, schedule.gpu(0)))
+    assert len(tiles) > 1
+    assert len(variants["descriptor_kernel"]) == len(tiles)
+    assert not variants["pointer_kernel"]
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("turn_weight", [False, True])
+@pytest.mark.parametrize("turn_x", [False, True])
+@pytest.mark.parametrize(("columns", "depth"), [(2048, 512), (99, 300), (1, 77)])
+def test_the_pointer_kernel_is_compiled_once_a_tile(columns, depth, turn_x, turn_weight, dtype, biased, variants):
+    from vllm_batch_invariant.ops.linear import triton
+
+    x = turned(torch.ones(1000, depth, dtype=dtype, device="cuda"), turn_x)
+    weight = turned(torch.ones(columns, depth, dtype=dtype, device="cuda"), turn_weight)
+    bias = torch.ones(columns, dtype=dtype, device="cuda") if biased else None
+    tiles = set()
+    for rows in ROW_COUNTS:
+        triton.by_pointers(x[None, :rows], weight.t()[None], bias, dtype)
+        tiles.add(schedule.pointer_tile(rows, columns, dtype, schedule.gpu(0)))
+    assert len(variants["pointer_kernel"]) == len(tiles)
+
+
+def test_packed_operands_of_any_number_of_rows_share_their_variants(variants):
+    from vllm_batch_invariant.ops.linear import triton
+
+    tiles = set()
+    for rows in ROW_COUNTS:
+        triton.mm(*(torch.ones(size, 96, dtype=torch.bfloat16, device="cuda") for size in (rows, 96)))
+        tiles.add(schedule.descriptor_tile(rows, 96, 96, 2, schedule.gpu(0)))
+    assert len(variants["descriptor_kernel"]) == len(tiles)
+    for rows in ROW_COUNTS:
+        triton.mm(*(torch.ones(size, 96, dtype=torch.float32, device="cuda") for size in (rows, 96)))
+    assert len(variants["pointer_kernel"]) == len(schedule.pointer_tiles(torch.float32))
 
 
 def test_attention_kernels_are_compiled_once_for_all_batches(compiled):
@@ -51,6 +118,6 @@ def test_attention_kernels_are_compiled_once_for_all_batches(compiled):
             chunks = [Chunk(Request(heads, length, seed), max(0, length - 1 - seed), length) for seed in range(count)]
             tensors = [tensor.cuda() for tensor in paged(chunks)]
             paged_attention(*tensors, scale=0.1, reduction=AttentionReduction())
-    # Two sizes of blocks, each with splits walked and shared out.
-    assert 1 <= calls(compiled, "_attention_kernel") <= 4
-    assert calls(compiled, "_merge_kernel") <= 2
+    # Small blocks of one token and of several, large ones with splits walked and shared out.
+    assert 1 <= calls(compiled, "attention_kernel") <= 4
+    assert calls(compiled, "plan_kernel") == 1

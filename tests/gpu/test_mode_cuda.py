@@ -34,14 +34,47 @@ def draw(*shape: int) -> torch.Tensor:
 def test_every_spelling_of_a_product_reaches_the_operation(spelling, monkeypatch):
     x, w = draw(7, 48), draw(48, 33)
     stock = PRODUCTS[spelling](x, w)
-    module = module_for("linear", "cuda")
-    calls = []
-    product = module._product
-    monkeypatch.setattr(module, "_product", lambda *a: calls.append(1) or product(*a))
+    module, calls = module_for("linear", "cuda"), []
+    for name in ("mm", "accumulate", "bmm", "accumulate_batch"):
+        product = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, product=product: calls.append(1) or product(*a))
     with batch_invariant_mode(), torch.no_grad():
         ours = PRODUCTS[spelling](x, w)
     assert calls, "PyTorch served it"
     torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mm", "bmm"])
+def test_a_product_that_names_its_dtype_reaches_the_operation(name):
+    x, w = draw(300, 4864).bfloat16(), draw(4864, 896).bfloat16()
+    batch = (1,) if name == "bmm" else ()
+    with batch_invariant_mode():
+        whole = getattr(torch, name)(x.view(*batch, 300, 4864), w.view(*batch, 4864, 896), out_dtype=torch.float32)
+        for rows in (1, 2, 8, 16, 64):
+            part = getattr(torch, name)(
+                x[:rows].view(*batch, rows, 4864), w.view(*batch, 4864, 896), out_dtype=torch.float32
+            )
+            assert_same_bits(part.view(rows, 896), whole.view(300, 896)[:rows], f"{rows} rows")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w: torch.mm(x, w[:40]),
+        lambda x, w: x @ w[:40],
+        lambda x, w: torch.bmm(x[None], w[None, :40]),
+        lambda x, w: x.bfloat16() @ w,
+        lambda x, w: x @ w.bfloat16(),
+        lambda x, w: torch.addmm(w[0].bfloat16(), x, w),
+    ],
+    ids=["mm, shapes", "@, shapes", "bmm, shapes", "@, bf16 and fp32", "@, fp32 and bf16", "addmm, bias of bf16"],
+)
+def test_operands_that_do_not_fit_are_an_error_as_in_pytorch(call):
+    x, w = draw(7, 48), draw(48, 33)
+    with pytest.raises(RuntimeError):
+        call(x, w)
+    with batch_invariant_mode(), pytest.raises((RuntimeError, ValueError)):
+        call(x, w)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,5 +1,7 @@
 """Products: right, and with the same bits for a row whatever stands above, below or beside it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from tests.bits import DTYPES, ROW_COUNTS, assert_near, assert_same_bits
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops import linear as operation
+from vllm_batch_invariant.ops.devices import implementation
 from vllm_batch_invariant.ops.linear import bmm, cpu, linear, mm, reference
 
 SHAPES = ((256, 768), (768, 256), (100, 300), (1, 512), (3, 77), (1024, 1024))
@@ -146,6 +149,29 @@ def test_empty_products_have_their_shape() -> None:
     assert linear(torch.ones(0, 8), torch.ones(5, 8)).shape == (0, 5)
     assert torch.equal(linear(torch.ones(3, 0), torch.ones(5, 0), torch.ones(5)), torch.ones(3, 5))
     assert linear(torch.ones(3, 8), torch.ones(0, 8)).shape == (3, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
+def test_other_dtypes_are_refused_by_name(dtype: torch.dtype) -> None:
+    x, weight = torch.ones(3, 8).to(dtype), torch.ones(5, 8).to(dtype)
+    for call in (
+        lambda: linear(x, weight),
+        lambda: bmm(x[None], weight.t()[None]),
+        lambda: operation.prepare(weight, 64),
+    ):
+        with pytest.raises(NotCovered, match=f"a product in {dtype}"):
+            call()
+    with pytest.raises(ValueError, match=f"one dtype, got torch.bfloat16 and {dtype}"):
+        linear(x.bfloat16(), weight)
+    with pytest.raises(ValueError, match=r"one dtype, got torch\.bfloat16 and torch\.float32"):
+        linear(x.bfloat16(), weight.bfloat16(), torch.ones(5))
+
+
+@pytest.mark.parametrize("places", [("cuda:0", "cpu"), ("cuda:0", "cuda:1")])
+def test_tensors_on_several_devices_are_refused(places: tuple[str, str]) -> None:
+    tensors = [SimpleNamespace(device=torch.device(place), requires_grad=False) for place in places]
+    with pytest.raises(RuntimeError, match="needs all tensors on one device"):
+        implementation("linear", *tensors)
 
 
 def test_bad_operands_are_refused_in_one_line() -> None:

@@ -69,6 +69,35 @@ def test_every_spelling_of_a_product_reaches_the_operation(spelling: str, monkey
     torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.xfail(strict=True, reason="PyTorch adds the bias by itself, after a rounding, unless x is packed or 2-d")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_layer_gives_a_token_the_same_bits_in_a_turned_batch_of_any_size(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens, weight, bias = (torch.randn(*s, generator=generator).to(dtype) for s in ((5, 3, 64), (96, 64), (96,)))
+    with batch_invariant_mode(), torch.no_grad():
+        whole = F.linear(tokens.transpose(0, 1), weight, bias)
+        for batch in (1, 2):
+            part = F.linear(tokens[:, :batch].contiguous().transpose(0, 1), weight, bias)
+            assert_same_bits(part, whole[:batch], f"batch of {batch}")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: X @ W.bfloat16(),
+        lambda: torch.addmm(ADDED[0].bfloat16(), X, W),
+        lambda: torch.bmm(BATCH_X, BATCH_W.bfloat16()),
+        lambda: torch.mv(X, V.bfloat16()),
+    ],
+    ids=["@", "addmm", "bmm", "mv"],
+)
+def test_operands_of_several_dtypes_are_an_error_as_in_pytorch(call) -> None:
+    with pytest.raises(RuntimeError):
+        call()
+    with batch_invariant_mode(), pytest.raises((RuntimeError, ValueError)):
+        call()
+
+
 FORM = torch.randn(5, 48, 48)
 REDUCTIONS = {
     "mean": lambda x: x.mean(),

@@ -46,12 +46,12 @@ def implementation(operation: str, *tensors: torch.Tensor | None) -> ModuleType:
             ``batch_invariant_mode()`` can give.
     """
     present = [tensor for tensor in tensors if tensor is not None]
-    types = {tensor.device.type for tensor in present}
-    if len(types) != 1:
-        raise RuntimeError(f"{operation} needs all tensors on one device, got {sorted(types)}")
+    devices = {str(tensor.device) for tensor in present}
+    if len(devices) != 1:
+        raise RuntimeError(f"{operation} needs all tensors on one device, got {sorted(devices)}")
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present):
         raise RuntimeError(
             f"the batch-invariant {operation} records no gradient when called by name: "
             "use PyTorch's own function inside batch_invariant_mode(), or torch.no_grad()"
         )
-    return module_for(operation, types.pop())
+    return module_for(operation, present[0].device.type)

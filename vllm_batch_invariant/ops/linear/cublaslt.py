@@ -47,7 +47,7 @@ class Products:
 
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
-        self._handle = _handle(signature.device)
+        self._handle = handle(signature.device)
         self._one, self._zero = np.ones(1, np.float32), np.zeros(1, np.float32)
         self._one_address, self._zero_address = self._one.ctypes.data, self._zero.ctypes.data
         self._operations: dict[int, int] = {}
@@ -64,6 +64,7 @@ class Products:
                 what the certificate must be seen to refuse.
         """
         s = self.signature
+        self._make_room()
         preference = lt.matmul_preference_create()
         attributes = lt.MatmulPreferenceAttribute
         settings = {
@@ -127,21 +128,25 @@ class Products:
             Error: the library refuses the algorithm for this M; nothing was launched.
         """
         rows = out.shape[0]
+        self._make_room()
         encoded = self._encoded.get(algorithm.opaque)
         if encoded is None:
             array = np.frombuffer(algorithm.opaque, np.uint8).copy()
             encoded = self._encoded[algorithm.opaque] = array, array.ctypes.data
         layout_out = self._layout(out.shape[1], rows, out.shape[1])
         address = out.data_ptr()
+        if torch.cuda.current_device() != self.signature.device:
+            with torch.cuda.device(self.signature.device):
+                return self.run(algorithm, a, b, bias, out, workspace, a_stride, b_stride)
         # Column-major, as cuBLAS counts, the product is transposed: out.T [N, M] = b.T [N, K] @ a.T [K, M].
         lt.matmul(
             self._handle,
             self._operation(0 if bias is None else bias.data_ptr()),
             self._one_address,
             b.data_ptr(),
-            self._layout(*self.signature.b_layout(b_stride or major_stride(b)[0])),
+            self._layout(*self.signature.b_layout(major_stride(b)[0] if b_stride is None else b_stride)),
             a.data_ptr(),
-            self._layout(*self.signature.a_layout(rows, a_stride or major_stride(a)[0])),
+            self._layout(*self.signature.a_layout(rows, major_stride(a)[0] if a_stride is None else a_stride)),
             self._zero_address,
             address,
             layout_out,
@@ -152,15 +157,23 @@ class Products:
             0 if workspace is None else workspace.numel(),
             torch._C._cuda_getCurrentRawStream(self.signature.device),
         )
+        return None
+
+    def _make_room(self) -> None:
+        """Forget descriptors if there are many: before a call, which holds on to those it looks up."""
+        if len(self._operations) >= _MOST_DESCRIPTORS:
+            for old in self._operations.values():
+                lt.matmul_desc_destroy(old)
+            self._operations.clear()
+        if len(self._layouts) >= _MOST_DESCRIPTORS:
+            for old in self._layouts.values():
+                lt.matrix_layout_destroy(old)
+            self._layouts.clear()
 
     def _operation(self, bias: int) -> int:
         """The operation's descriptor for a bias at an address; 0 for none, or for any where no product is run."""
         if (descriptor := self._operations.get(bias)) is not None:
             return descriptor
-        if len(self._operations) >= _MOST_DESCRIPTORS:
-            for old in self._operations.values():
-                lt.matmul_desc_destroy(old)
-            self._operations.clear()
         descriptor = lt.matmul_desc_create(_COMPUTE_FP32, _FP32)
         attributes = lt.MatmulDescAttribute
         settings = {
@@ -181,17 +194,15 @@ class Products:
         key = height, width, stride
         if (descriptor := self._layouts.get(key)) is not None:
             return descriptor
-        if len(self._layouts) >= _MOST_DESCRIPTORS:
-            for old in self._layouts.values():
-                lt.matrix_layout_destroy(old)
-            self._layouts.clear()
         descriptor = lt.matrix_layout_create(_DATA_TYPE[self.signature.dtype], height, width, stride)
         self._layouts[key] = descriptor
         return descriptor
 
 
 @cache
-def _handle(device: int) -> int:
+def handle(device: int) -> int:
+    """The library's handle for a GPU, which also shows that it can be used."""
+    version()
     with torch.cuda.device(device):
         return lt.create()
 

@@ -6,7 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 
@@ -39,6 +40,7 @@ choice serves. A kind takes about 0.6 s on an H200.
 _MOST_PLANS = 4096
 
 _certified: dict[Signature, dict[int, Entry]] = {}
+_inconsistent: dict[Signature, certificate.Inconsistent] = {}
 _uses: Counter[tuple[Signature, int]] = Counter()
 _lock = threading.RLock()
 
@@ -90,6 +92,8 @@ def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> to
 
 def _plan(key: tuple, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> _Plan | None:
     """What is known of such calls; None if Triton alone serves them."""
+    if torch.cuda.is_current_stream_capturing():  # no time for disks and handles
+        return None
     signature = signature_of(a, b, bias) if _library(a.device) else None
     plan = None
     if signature is not None:
@@ -97,12 +101,15 @@ def _plan(key: tuple, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | Non
         plan = _Plan(signature, entries(signature), _products(signature), *strides)
     if len(_plans) >= _MOST_PLANS:
         _plans.clear()
+        _uses.clear()
     _plans[key] = plan
     return plan
 
 
 def _first_use(plan: _Plan, rows: int) -> Entry | None:
     """Certify a range of rows that is used again and again."""
+    if plan.signature in _inconsistent:
+        raise _inconsistent[plan.signature]
     if torch.cuda.is_current_stream_capturing():
         return None
     signature, limit = plan.signature, limit_of(rows)
@@ -128,8 +135,14 @@ def prepare(weight: torch.Tensor, rows: int, bias: bool = False, sizes: Iterable
     if signature is None or rows < 1:
         return
     with _lock:
-        found = entries(signature)
-        missing = [limit for limit in LIMITS if limit <= limit_of(rows) and limit not in found]
+        found, products, sizes = entries(signature), _products(signature), sorted(set(sizes))
+        missing = []
+        for limit in (limit for limit in LIMITS if limit <= limit_of(min(rows, LARGEST_SIDE))):
+            entry = found.get(limit)
+            of_range = {size for size in sizes if limit_of(size) == limit and size <= rows}
+            timed = entry is not None and (entry.microseconds or products is None)
+            if not timed or not of_range <= set(entry.checked):
+                missing.append(limit)
         if not missing:
             return
         started = time.monotonic()
@@ -148,7 +161,7 @@ def entries(signature: Signature) -> dict[int, Entry]:
     """What is certified for a kind of product, by the end of the range of rows; read from disk at the first call."""
     found = _certified.get(signature)
     if found is None:
-        stored = store.load(_environment(signature.device)).get(str(signature), {})
+        stored = _stored(signature.device).get(str(signature), {})
         found = {int(limit): Entry.from_json(entry) for limit, entry in stored.items()}
         found = _certified.setdefault(signature, found)
     return found
@@ -166,6 +179,9 @@ def known(device: int) -> tuple[dict[str, str], dict[str, dict[int, Entry]]]:
 def _certify(signature: Signature, limits: list[int], sizes: Iterable[int] = (), tuning_seconds: float = 0.0) -> None:
     try:
         new = certificate.certify(signature, _products(signature), limits, sizes, tuning_seconds)
+    except certificate.Inconsistent as error:
+        _inconsistent[signature] = error
+        raise
     except torch.OutOfMemoryError:
         logger.warning("The product %s is left to Triton: no memory to certify cuBLASLt with.", signature)
         return
@@ -180,15 +196,26 @@ def _environment(device: int) -> dict[str, str]:
 
 
 @cache
-def _library(device: torch.device) -> bool:  # noqa: ARG001 - asked once a device
+def _library(device: torch.device) -> bool:
     """Whether cuBLASLt serves products."""
     if envs.LINEAR.read() == "triton":
         return False
     if cublaslt is None:
         logger.info("Products are Triton's, because nvmath-python is not installed; it would give cuBLASLt's speed.")
-    return cublaslt is not None
+        return False
+    try:
+        cublaslt.handle(device.index)
+    except Exception as error:  # whatever a library that cannot be loaded makes of it
+        logger.warning("Products are Triton's, because cuBLASLt cannot be used: %s", error)
+        return False
+    return True
+
+
+@lru_cache(maxsize=_MOST_PLANS)
+def _products(signature: Signature) -> "cublaslt.Products | None":
+    return cublaslt.Products(signature) if _library(torch.device("cuda", signature.device)) else None
 
 
 @cache
-def _products(signature: Signature) -> "cublaslt.Products | None":
-    return cublaslt.Products(signature) if _library(torch.device("cuda", signature.device)) else None
+def _stored(device: int) -> dict[str, dict[str, Any]]:
+    return store.load(_environment(device))

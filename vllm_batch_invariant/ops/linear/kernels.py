@@ -21,7 +21,7 @@ def _place(tile, tiles_m, tiles_n):
     return first_m + place % height, place // height
 
 
-@triton.jit(do_not_specialize=["m"])
+@triton.jit(do_not_specialize=["m", "stride_a_batch", "stride_b_batch"])
 def pointer_kernel(
     a,
     b,
@@ -55,6 +55,7 @@ def pointer_kernel(
     b += batch * stride_b_batch + depth[:, None] * stride_b_k + columns[None, :] * stride_b_n
     in_m, in_n = rows < m, columns < n
 
+    step = tl.full((), tile_k, tl.int64)
     acc = tl.zeros((tile_m, tile_n), tl.float64 if a.dtype.element_ty == tl.float64 else tl.float32)
     for start in range(0, k, tile_k):
         if whole_steps:
@@ -65,8 +66,8 @@ def pointer_kernel(
         step_a = tl.load(a, mask=a_mask, other=0.0)
         step_b = tl.load(b, mask=b_mask, other=0.0)
         acc = tl.dot(step_a, step_b, acc, input_precision=precision, out_dtype=acc.dtype)
-        a += tile_k * stride_a_k
-        b += tile_k * stride_b_k
+        a += step * stride_a_k
+        b += step * stride_b_k
     if has_bias:
         acc += tl.load(bias + columns, mask=in_n, other=0.0).to(acc.dtype)[None, :]
     out += batch * m * n + rows[:, None] * n + columns[None, :]

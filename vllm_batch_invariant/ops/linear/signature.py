@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .triton import ALIGNMENT, can_describe, major_stride
+from .triton import ALIGNMENT, is_regular, major_stride
 
 _LEAST_DEPTH = 16
 
@@ -28,12 +28,12 @@ class Signature:
     def a_layout(self, rows: int, stride: int | None = None) -> tuple[int, int, int]:
         """Height, width and stride of a as a column-major matrix: its rows are columns there."""
         height, width = (self.depth, rows) if self.a_by_rows else (rows, self.depth)
-        return height, width, stride or height
+        return height, width, height if stride is None else stride
 
     def b_layout(self, stride: int | None = None) -> tuple[int, int, int]:
         """The same of b."""
         height, width = (self.depth, self.columns) if self.b_by_columns else (self.columns, self.depth)
-        return height, width, stride or height
+        return height, width, height if stride is None else stride
 
     def __str__(self) -> str:
         sides = "" if self.a_by_rows and self.b_by_columns else f" {'NT'[not self.a_by_rows]}{'NT'[self.b_by_columns]}"
@@ -42,7 +42,7 @@ class Signature:
 
 def signature_of(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> Signature | None:
     """The signature of ``a @ b + bias``, or None if only Triton's kernel for any strides and dtypes takes it."""
-    if not can_describe(a, b, a.dtype) or a.shape[1] < _LEAST_DEPTH:
+    if not is_regular(a, b, a.dtype) or a.shape[1] < _LEAST_DEPTH:
         return None
     if bias is not None and (bias.stride(0) != 1 or bias.data_ptr() % ALIGNMENT):
         return None

@@ -13,7 +13,15 @@ from filelock import FileLock
 
 from ... import __version__
 
-_SOURCES = ("kernels.py", "schedule.py", "triton.py", "cublaslt.py", "certificate.py")
+_SOURCES = (
+    "cancelling.py",
+    "certificate.py",
+    "cublaslt.py",
+    "kernels.py",
+    "schedule.py",
+    "signature.py",
+    "triton.py",
+)
 
 
 def folder() -> Path:
@@ -50,9 +58,9 @@ def load(of: dict[str, str]) -> dict[str, dict[str, Any]]:
     """What is known of an environment: signature to rows to entry. Empty for an unknown one or an unreadable file."""
     try:
         stored = json.loads(_path(of).read_text())
-    except (OSError, ValueError):
+        return stored["products"] if stored["environment"] == of else {}
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):  # none, or not written by this
         return {}
-    return stored["products"] if stored.get("environment") == of else {}
 
 
 def save(of: dict[str, str], products: dict[str, dict[str, Any]]) -> None:
@@ -69,5 +77,5 @@ def save(of: dict[str, str], products: dict[str, dict[str, Any]]) -> None:
             written = path.with_suffix(f".{os.getpid()}")
             written.write_text(json.dumps({"environment": of, "products": known}, indent=1))
             written.replace(path)
-    except OSError:
+    except (OSError, RuntimeError, NotImplementedError):
         return

@@ -39,7 +39,7 @@ def _reduction(a: torch.Tensor, b: torch.Tensor) -> LinearReduction:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    if can_describe(a, b, dtype):
+    if schedule.gpu(a.device.index).has_descriptors and is_regular(a, b, dtype):
         return by_descriptors(a, b, bias, dtype)
     return by_pointers(a[None], b[None], bias, dtype)[0]
 
@@ -57,9 +57,9 @@ def major_stride(matrix: torch.Tensor) -> tuple[int, bool] | None:
     return None
 
 
-def can_describe(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the tensor memory accelerator can read a: [M, K] and b: [K, N] and write their product in ``dtype``."""
-    if a.dtype not in (torch.bfloat16, torch.float16) or not schedule.gpu(a.device.index).has_descriptors:
+def is_regular(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a: [M, K] and b: [K, N] and a product in ``dtype`` are of 16 bits, packed on a side, and aligned."""
+    if a.dtype not in (torch.bfloat16, torch.float16) or b.dtype != a.dtype:
         return False
     if min(*a.shape, b.shape[1]) == 0 or max(*a.shape, b.shape[1]) > LARGEST_SIDE:
         return False
@@ -67,7 +67,9 @@ def can_describe(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
         return False
     for operand in (a, b):
         stride = major_stride(operand)
-        if stride is None or stride[0] * operand.element_size() % ALIGNMENT or operand.data_ptr() % ALIGNMENT:
+        if stride is None or stride[0] < operand.shape[stride[1]]:  # rows that overlap are read by pointers
+            return False
+        if stride[0] * operand.element_size() % ALIGNMENT or operand.data_ptr() % ALIGNMENT:
             return False
     return True
 
@@ -84,7 +86,7 @@ def by_descriptors(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, tile: Tile | None = None
 ) -> torch.Tensor:
     """[M, K] @ [K, N] + [N] in ``dtype``, read and written by the tensor memory accelerator; see
-    :func:`can_describe`.
+    :func:`is_regular`.
     """
     (m, k), n = a.shape, b.shape[1]
     device = schedule.gpu(a.device.index)

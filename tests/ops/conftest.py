@@ -1,0 +1,80 @@
+"""A machine with a GPU that need not be there."""
+
+import importlib
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from tests.ops.cublaslt_double import Library, chain
+from vllm_batch_invariant.ops import linear
+from vllm_batch_invariant.ops.linear import schedule
+from vllm_batch_invariant.ops.linear.schedule import Gpu
+
+HOPPER = Gpu("Hopper", 132, 232_448, True, 60 << 20)
+
+
+@pytest.fixture
+def cublaslt(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module on a cuBLASLt that works on the CPU, its ``lt``."""
+    pytest.importorskip("triton")
+    nvmath, bindings, library = ModuleType("nvmath"), ModuleType("nvmath.bindings"), Library()
+    bindings.cublasLt = library
+    monkeypatch.setitem(sys.modules, "nvmath", nvmath)
+    monkeypatch.setitem(sys.modules, "nvmath.bindings", bindings)
+    name = "vllm_batch_invariant.ops.linear.cublaslt"
+    # What the import sets in both places is put back afterwards.
+    monkeypatch.setattr(linear, "cublaslt", None, raising=False)
+    monkeypatch.setitem(sys.modules, name, None)
+    del sys.modules[name]
+    module = importlib.import_module(name)
+    handle = library.create()
+    monkeypatch.setattr(module, "handle", lambda device: handle)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu").index)
+    monkeypatch.setattr(schedule, "gpu", lambda index: HOPPER)
+    yield module
+
+
+@pytest.fixture
+def dispatch(cublaslt: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+    """The module ``cuda`` for tensors of the CPU, where nothing is certified yet and a certificate always chooses
+    cuBLASLt; the numbers of rows for which Triton was ``launched``; and what was ``certified``.
+    """
+    from vllm_batch_invariant.ops.linear import certificate, cuda, store, triton
+
+    launched, certified = [], []
+
+    def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        launched.append(len(a))
+        return chain(a, b, bias)
+
+    def certify(signature, products, limits, sizes=(), tuning_seconds=0.0):
+        certified.append((tuple(limits), tuple(sizes), tuning_seconds))
+        [algorithm] = products.algorithms(8, 1)
+        return {limit: certificate.Entry(algorithm, (limit,), (), {"cublaslt": 1.0}) for limit in limits}
+
+    monkeypatch.setattr(triton, "mm", mm)
+    monkeypatch.setattr(certificate, "certify", certify)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    environment, products = {"gpu": "made up"}, {}
+    for attribute, value in {
+        "cublaslt": cublaslt,
+        "_certified": {},
+        "_plans": {},
+        "_uses": Counter(),
+        "_inconsistent": {},
+        "_stored": lambda device: store.load(environment),
+        "_library": lambda device: True,
+        "_environment": lambda device: environment,
+        "_products": lambda signature: products.setdefault(signature, cublaslt.Products(signature)),
+    }.items():
+        monkeypatch.setattr(cuda, attribute, value)
+    return SimpleNamespace(
+        cuda=cuda, launched=launched, certified=certified, library=cublaslt.lt, environment=environment
+    )
