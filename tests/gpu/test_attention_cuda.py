@@ -27,7 +27,7 @@ features = pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES.ke
 
 def attend(
     chunks: list[Chunk],
-    split_size: int = 256,
+    reduction: AttentionReduction = AttentionReduction.of_device("cuda"),  # noqa: B008 - frozen
     page_size: int = 16,
     placement: int = 0,
     filler: float = math.nan,
@@ -37,7 +37,7 @@ def attend(
     tensors = [tensor.cuda() for tensor in paged(chunks, page_size, placement, filler)]
     scale = 1 / math.sqrt(chunks[0].request.heads.size)
     out = torch.full_like(tensors[0], math.nan)
-    paged_attention(*tensors, scale=scale, reduction=AttentionReduction(split_size), out=out, **features)
+    paged_attention(*tensors, scale=scale, reduction=reduction, out=out, **features)
     return list(out.split([chunk.stop - chunk.start for chunk in chunks]))
 
 
@@ -89,13 +89,13 @@ def test_chunks_of_any_size_equal_prefill(size, options):
 
 @pytest.mark.parametrize("heads", [GROUP_OF_SEVEN, GROUP_OF_FOUR, Heads(16, 8, 128, torch.float16)], ids=str)
 @pytest.mark.parametrize("length", [1000, 4097])
-@pytest.mark.parametrize("split_size", [256, 512])
-def test_the_newest_tokens_have_the_bits_of_a_prefill(heads, length, split_size):
+@pytest.mark.parametrize("reduction", [AttentionReduction(), AttentionReduction.of_device("cuda")], ids=str)
+def test_the_newest_tokens_have_the_bits_of_a_prefill(heads, length, reduction):
     request = Request(heads, length, 1)
-    prefill = attend([whole(request)], split_size=split_size)[0]
+    prefill = attend([whole(request)], reduction=reduction)[0]
     for count in (1, 2, 5, 7, 64, 200):
         chunk = newest(request, count)
-        assert torch.equal(attend([chunk], split_size=split_size)[0], prefill[-count:]), count
+        assert torch.equal(attend([chunk], reduction=reduction)[0], prefill[-count:]), count
 
 
 def test_decode_equals_prefill_around_page_tile_and_split_borders():
@@ -124,21 +124,83 @@ def test_blocks_are_only_a_schedule(heads, monkeypatch):
     chunks = [whole(Request(heads, 400, 1)), newest(Request(heads, 777, 2), 7), newest(Request(heads, 513, 3))]
     expected = torch.cat(attend(chunks))
     for sizes in ((16, 1, 2), (16, 8, 1), (32, 4, 2), (64, 4, 1), (64, 8, 2), (128, 8, 2)):
-        monkeypatch.setattr(triton, "blocks_for", lambda *_, sizes=sizes: triton.Blocks(*sizes))
+        monkeypatch.setattr(triton, "small_blocks", lambda *_, sizes=sizes: triton.Blocks(*sizes))
+        monkeypatch.setattr(triton, "large_blocks", lambda *_, sizes=sizes: triton.Blocks(*sizes))
         assert torch.equal(torch.cat(attend(chunks)), expected), sizes
 
 
 @pytest.mark.parametrize("heads", [SMALL, GROUP_OF_FOUR, Heads(4, 2, 80, torch.float16)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 300, "logits_soft_cap": 2.0}], ids=str)
-def test_splits_shared_out_to_programs_have_the_bits_of_splits_walked_by_one(options, heads, monkeypatch):
+@pytest.mark.parametrize("reduction", [AttentionReduction(), AttentionReduction.of_device("cuda")], ids=str)
+def test_splits_shared_out_to_programs_have_the_bits_of_splits_walked_by_one(reduction, options, heads, monkeypatch):
     from vllm_batch_invariant.ops.attention import triton
 
     chunks = [whole(Request(heads, 1100, 1)), newest(Request(heads, 777, 2), 7), newest(Request(heads, 3_000, 3))]
-    results = []
-    for limit in (0, 1 << 30):
-        monkeypatch.setattr(triton, "PROGRAMS_ENOUGH", limit)
-        results.append(torch.cat(attend(chunks, **options)))
-    assert torch.equal(*results)
+    shared = torch.cat(attend(chunks, reduction=reduction, **options))
+    monkeypatch.setattr(triton, "PARTIAL_BYTES", 0)
+    assert torch.equal(torch.cat(attend(chunks, reduction=reduction, **options)), shared)
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+@pytest.mark.parametrize("heads", [GROUP_OF_FOUR, GROUP_OF_SEVEN], ids=str)
+def test_pages_read_by_descriptor_have_the_bits_of_pages_read_by_pointer(heads, page_size, monkeypatch):
+    from vllm_batch_invariant.ops.attention import triton
+
+    chunks = [whole(Request(heads, 1500, 1)), newest(Request(heads, 777, 2), 70), newest(Request(heads, 3_000, 3))]
+    described = torch.cat(attend(chunks, page_size=page_size, filler=math.nan))
+    monkeypatch.setattr(triton, "_describe", lambda *_: None)
+    assert torch.equal(torch.cat(attend(chunks, page_size=page_size, filler=math.nan)), described)
+
+
+@pytest.mark.parametrize("heads", [GROUP_OF_FOUR, GROUP_OF_SEVEN], ids=str)
+def test_a_graph_of_decode_follows_the_lengths_and_has_the_bits_of_eager_calls(heads):
+    from vllm_batch_invariant.ops.attention.triton import Planner, Shape
+
+    reduction = AttentionReduction.of_device("cuda")
+    lengths = [1, 255, 256, 257, 2047, 2048, 2049, 3000]
+    chunks = [newest(Request(heads, length, seed)) for seed, length in enumerate(lengths)]
+    query, key, value, table, seq_lens, starts = (tensor.cuda() for tensor in paged(chunks))
+    planner = Planner(Shape(heads.query, heads.kv, heads.size, heads.dtype, reduction), query.device, 16, 64, 20_000)
+    options = {"scale": 0.1, "reduction": reduction}
+    out = torch.empty_like(query)
+    plan = planner.plan(starts, seq_lens, len(query), 1)
+    paged_attention(query, key, value, table, seq_lens, starts, plan=plan, out=out, **options)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_attention(query, key, value, table, seq_lens, starts, plan=plan, out=out, **options)
+    for shorter in (0, 1, 300, 0):
+        now = (seq_lens - shorter).clamp(min=1)
+        planner.plan(starts, now, len(query), 1)
+        out.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(out, paged_attention(query, key, value, table, now, starts, **options)), shorter
+
+
+def test_a_padded_step_leaves_the_rows_of_no_request_alone():
+    from vllm_batch_invariant.ops.attention.triton import Planner, Shape
+
+    reduction = AttentionReduction.of_device("cuda")
+    query, key, value, table, seq_lens, starts = (t.cuda() for t in paged([newest(Request(GROUP_OF_FOUR, 700, 1))]))
+    planner = Planner(Shape(32, 8, 128, query.dtype, reduction), query.device, 4, 8, 4_000)
+    options = {"scale": 0.1, "reduction": reduction}
+    alone = paged_attention(query, key, value, table, seq_lens, starts, **options)
+    padded = query.repeat(4, 1, 1)
+    table, seq_lens = table.repeat(4, 1), torch.cat([seq_lens, seq_lens.new_zeros(3)])
+    starts = torch.cat([starts, starts[-1:].repeat(3)])
+    out = torch.full_like(padded, 5.0)
+    plan = planner.plan(starts, seq_lens, 4, 1)
+    paged_attention(padded, key, value, table, seq_lens, starts, plan=plan, out=out, **options)
+    assert torch.equal(out[:1], alone)
+    assert (out[1:] == 5.0).all()
+
+
+def test_sinks_take_weight_and_have_no_value():
+    chunks = [whole(Request(GROUP_OF_FOUR, 700, 1)), newest(Request(GROUP_OF_FOUR, 900, 2))]
+    sinks = torch.linspace(-2, 6, GROUP_OF_FOUR.query)
+    got = torch.cat(attend(chunks, sinks=sinks.cuda()))
+    expected = exact(chunks, sinks=sinks)
+    assert (got.cpu().double() - expected).norm() < 0.01 * expected.norm()
+    assert not torch.equal(got, torch.cat(attend(chunks)))
 
 
 @pytest.mark.parametrize("filler", [0.0, math.inf])

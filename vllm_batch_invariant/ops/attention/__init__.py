@@ -2,6 +2,7 @@
 
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -29,8 +30,10 @@ def paged_attention(
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     implementation: str = "auto",
     out: torch.Tensor | None = None,
+    plan: Any = None,
 ) -> torch.Tensor:
     """Causal attention of each request's newest tokens over its paged keys and values, which are already written.
 
@@ -53,9 +56,12 @@ def paged_attention(
         sliding_window: a query at position p sees p - sliding_window + 1 to p; pages before that are never read.
         logits_soft_cap: scores become ``cap * tanh(score / cap)``.
         alibi_slopes: [query_heads], ``slope * (key position - query position)`` is added to the capped score.
+        sinks: [query_heads], a score to which every query gives weight and which has no value.
         implementation: "auto" picks one by device; or one of :data:`IMPLEMENTATIONS`.
         out: [tokens, query_heads, head_size] of query's dtype, any strides; rows beyond ``query_start_loc[-1]`` are
             left alone.
+        plan: of Triton's ``Planner``, for this ``seq_lens`` and ``query_start_loc``. With one nothing is read back to
+            the host, so lengths and pages are not checked: who plans vouches for them.
 
     Returns:
         ``out``, or a new tensor whose rows beyond ``query_start_loc[-1]`` are 0.
@@ -66,15 +72,19 @@ def paged_attention(
     """
     call = PagedAttention(
         query, key_cache, value_cache, block_table, seq_lens, query_start_loc,
-        float(scale), reduction, sliding_window, logits_soft_cap, alibi_slopes,
+        float(scale), reduction, sliding_window, logits_soft_cap, alibi_slopes, sinks,
     )  # fmt: skip
-    call.check()
+    call.check(values=plan is None)
     if out is None:
         out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     elif out.shape != query.shape or out.dtype != query.dtype:
         raise ValueError(f"out must be {list(query.shape)} {query.dtype}, got {list(out.shape)} {out.dtype}")
     module = _implementation(implementation, query.device.type)
-    if call.tokens:
+    if sinks is not None and module.__name__.rpartition(".")[2] in ("numba", "flex"):
+        raise NotCovered("attention sinks", "only the Triton kernel has them", "use a CUDA device, without flex")
+    if plan is not None:
+        module.paged_attention(call, out, plan)
+    elif call.tokens:
         module.paged_attention(call, out)
     return out
 

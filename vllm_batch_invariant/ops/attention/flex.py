@@ -67,7 +67,7 @@ def _score_mod(call: PagedAttention, query_positions: torch.Tensor, key_position
 def _attend(call: PagedAttention, pairs: list[_Pair]) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalised outputs [group, rows, heads, head_size] and LSEs [group, rows, heads] in fp32 of a group of pairs."""
     heads, head_size = call.query.shape[1:]
-    kv_heads, split_size = call.key_cache.shape[1], call.reduction.split_size
+    kv_heads, split_size = call.key_cache.shape[1], call.equal_splits()
     device = call.query.device
     # fp32 keeps the partial results from being rounded to the query's dtype.
     query = torch.zeros(GROUP, heads, TILE_ROWS, head_size, device=device)
@@ -107,7 +107,7 @@ def paged_attention(call: PagedAttention, out: torch.Tensor) -> None:
         group = pairs[start : start + GROUP]
         for pair, output, lse in zip(group, *_attend(call, group), strict=False):
             tile.append((output, lse))
-            if pair.split == pair.positions[-1] // call.reduction.split_size:
+            if pair.split == pair.positions[-1] // call.equal_splits():
                 outputs, lses = (torch.stack(parts) for parts in zip(*tile, strict=True))
                 rows = len(pair.positions)
                 out[pair.rows] = merge_splits(outputs, lses)[:rows].to(out.dtype)

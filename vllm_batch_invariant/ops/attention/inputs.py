@@ -27,6 +27,7 @@ class PagedAttention:
     sliding_window: int | None
     logits_soft_cap: float | None
     alibi_slopes: torch.Tensor | None
+    sinks: torch.Tensor | None = None
 
     @property
     def page_size(self) -> int:
@@ -65,9 +66,18 @@ class PagedAttention:
 
     def split_positions(self, split: int, query_positions: range) -> range:
         """The positions of a split that some of the queries see."""
-        start = split * self.reduction.split_size
-        first = self.first_key(query_positions[0])
-        return range(max(start, first), min(start + self.reduction.split_size, query_positions[-1] + 1))
+        start, stop = self.reduction.start_of(split), self.reduction.start_of(split + 1)
+        return range(max(start, self.first_key(query_positions[0])), min(stop, query_positions[-1] + 1))
+
+    def equal_splits(self) -> int:
+        """The size of the splits, for an implementation that takes one.
+
+        Raises:
+            ValueError: the reduction has two.
+        """
+        if self.reduction.early_keys:
+            raise ValueError(f"this implementation of attention takes splits of one size, got {self.reduction}")
+        return self.reduction.split_size
 
     def gather(self, request: int, positions: range) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value [kv_heads, len(positions), head_size] of a request, copied out of its pages."""
@@ -76,15 +86,19 @@ class PagedAttention:
         slots = torch.from_numpy(place % self.page_size).to(self.query.device)
         return tuple(cache[pages, :, slots].transpose(0, 1) for cache in (self.key_cache, self.value_cache))
 
-    def check(self) -> None:
+    def check(self, values: bool = True) -> None:
         """Refuse arguments that do not fit, and pages that would be read outside the cache.
+
+        Args:
+            values: look at lengths and pages, too, which waits for the device.
 
         Raises:
             ValueError: one line that names the argument.
         """
         self._check_tensors()
         self._check_options()
-        self._check_requests()
+        if values:
+            self._check_requests()
 
     def _check_tensors(self) -> None:
         query, key, value = self.query, self.key_cache, self.value_cache
@@ -117,14 +131,16 @@ class PagedAttention:
                 raise ValueError(f"{name} must be int32 or int64, got {getattr(self, name).dtype}")
 
     def _check_options(self) -> None:
+        if not self.scale > 0:
+            raise ValueError(f"scale must be above 0, got {self.scale}")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window must be at least 1 or None, got {self.sliding_window}")
         if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
             raise ValueError(f"logits_soft_cap must be above 0 or None, got {self.logits_soft_cap}")
-        if self.alibi_slopes is not None and self.alibi_slopes.shape != self.query.shape[1:2]:
-            raise ValueError(
-                f"alibi_slopes must be [{self.query.shape[1]}], one a query head, got {list(self.alibi_slopes.shape)}"
-            )
+        for name in ("alibi_slopes", "sinks"):
+            given = getattr(self, name)
+            if given is not None and given.shape != self.query.shape[1:2]:
+                raise ValueError(f"{name} must be [{self.query.shape[1]}], one a query head, got {list(given.shape)}")
 
     def _check_requests(self) -> None:
         query_lens = np.diff(self.starts)

@@ -44,10 +44,10 @@ def paged_attention(call: PagedAttention, out: torch.Tensor) -> None:
         np.ascontiguousarray(call.table),
         call.page_size,
         kernel.Scoring(np.float32(call.scale), np.float32(call.logits_soft_cap or 0.0), slopes.numpy(), window),
-        call.reduction.split_size,
+        call.equal_splits(),
         group,
         (tile_tokens * group + 1) // 2 * 2,
-        min(TILE_KEYS, call.reduction.split_size),
+        min(TILE_KEYS, call.equal_splits()),
         items,
         shares,
     )

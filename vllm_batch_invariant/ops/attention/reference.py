@@ -18,6 +18,9 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, precision: torch.dt
                 part.to(precision).repeat_interleave(group, dim=0) for part in call.gather(request, positions)
             )
             partials.append(_attend_split(call, query, key, value, query_positions, positions))
+        if call.sinks is not None:
+            sinks = call.sinks.to(query)[:, None].expand(query.shape[:2])
+            partials.append((torch.zeros_like(query), sinks))
         outputs, lses = (torch.stack(parts) for parts in zip(*partials, strict=True))
         out[rows] = merge_splits(outputs, lses).transpose(0, 1).to(out.dtype)
 

@@ -1,50 +1,42 @@
-"""Paged attention on a GPU, in Triton: one kernel for prefill and decode.
+"""Paged attention on a GPU, in Triton: work is planned on the GPU once a step and done by one kernel for prefill and
+decode, so that a step needs nothing from the host and can be a CUDA graph.
 
-A program walks all splits of its rows in order, or, where there are few rows, one split, which a second kernel merges
-with the others in the same order by the same function: a matter of speed.
-
-A row's bits follow from its own keys by construction: masked keys weigh exactly 0, a tile without a visible key changes
-nothing, weights are summed by the tensor cores like the values they weigh, and products and sums of vectors are fused
-only where the source says so. What is measured and not constructed: that tensor cores give a row the same bits in a
-block of 16 and of 64 rows.
-Online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867; tiles as in FlashAttention, Dao et al. 2022,
-arXiv:2205.14135; splits as in Flash-Decoding, pytorch.org/blog/flash-decoding.
+A request of few rows (decode) and one of many (prefill) get blocks of other sizes, and a block may walk all its splits
+or leave each to a program of its own: a matter of speed.
 """
 
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
-import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import NotCovered
 from .inputs import PagedAttention
+from .reduction import AttentionReduction
+from .triton_kernels import ENTRY, attention_kernel, plan_kernel
 
 _LOG2_E = math.log2(math.e)
 _LARGEST_HEAD = 256
-_ONES = tl.constexpr(16)
-"""Equal columns of the sums of weights: a matrix product has at least so many."""
-
-
 FEW_ROWS = 16
-"""Rows up to which a request gets a small block."""
-PROGRAMS_ENOUGH = 528
-"""Programs from which on each walks all its splits; below, each takes one. Four a multiprocessor of an H100."""
-SPLITS_WORTH_MERGING = 5
-"""Splits of the longest request from which on the second launch is earned back."""
-MOST_PARTIALS = 1 << 26
-"""Elements of partial results above which programs walk their splits, too."""
+"""Rows, (token, head of the group) pairs, up to which a request gets a small block."""
+PARTIAL_BYTES = 128 << 20
+"""For partial results; with less than a step wants, programs walk all splits of their rows."""
+_PLANNED_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a program holds its query rows, (token, head of the group) pairs of one request: speed only."""
+    """How a program holds its query rows: speed only."""
 
     rows: int
     warps: int
     stages: int
+    resident: int = 1
+    """Programs that fit on a multiprocessor."""
+    registers: int | None = None
+    """Limit for a thread, to make them fit."""
 
 
 def key_tile(dtype: torch.dtype, split_size: int) -> int:
@@ -52,250 +44,148 @@ def key_tile(dtype: torch.dtype, split_size: int) -> int:
     return min(32 if dtype == torch.float32 else 64, split_size)
 
 
-def blocks_for(rows: int, head_size: int, dtype: torch.dtype) -> Blocks:
-    """The block for a request with ``rows`` rows."""
+def small_blocks(head_size: int, dtype: torch.dtype) -> Blocks:
+    """The block for a request of up to :data:`FEW_ROWS` rows."""
     if dtype == torch.float32:
         # Products in fp32 hold whole rows of both operands in registers.
         return Blocks(16, warps=8, stages=1)
-    if rows <= FEW_ROWS:
-        return Blocks(16, warps=4, stages=3)
-    return Blocks(64, warps=8 if head_size > 128 else 4, stages=2)
+    return Blocks(16, warps=4, stages=3 if head_size <= 128 else 2, resident=2)
 
 
-@triton.jit
-def _finite(top):
-    """The number to subtract before exp2: 0 where nothing was visible, so that -inf gives a weight of 0 and not NaN."""
-    return tl.where(top == -float("inf"), 0.0, top)
+def large_blocks(head_size: int, dtype: torch.dtype) -> Blocks:
+    """The block for a request of more rows."""
+    if dtype == torch.float32:
+        return Blocks(16, warps=8, stages=1)
+    return Blocks(128, warps=8, stages=3 if head_size <= 64 else 2) if head_size <= 128 else Blocks(64, 8, 1)
 
 
-@triton.jit
-def _merge_splits(top, weight, acc, split_top, split_weight, split_acc):
-    """The running result and one more split; a split without a visible key weighs exactly 0."""
-    new_top = tl.maximum(top, split_top)
-    old, new = tl.exp2(top - _finite(new_top)), tl.exp2(split_top - _finite(new_top))
-    weight = tl.fma(weight, old, split_weight * new)
-    acc = tl.fma(acc, old[:, None], split_acc * new[:, None])
-    return new_top, weight, acc
+@dataclass(frozen=True)
+class Shape:
+    """What a plan depends on, apart from the batch."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    reduction: AttentionReduction
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def padded_size(self) -> int:
+        return triton.next_power_of_2(self.head_size)
 
 
-@triton.jit
-def _normalised(weight, acc):
-    return acc / tl.where(weight == 0.0, 1.0, weight)[:, None]
+@dataclass(frozen=True)
+class Plan:
+    """One step's work, on the GPU: what every layer of the step does."""
+
+    planner: "Planner"
+    small: bool
+    """Whether a request may have few rows."""
+    large_programs: int
+    """Programs for requests of many rows; 0 if there can be none."""
+    share_large: bool
+    """Whether programs share the splits of large blocks."""
+    kept_rows: int
+    """Rows of a small block whose partial results are kept."""
 
 
-@triton.jit
-def _tanh(x):
-    """tanh from exp2 alone, off by at most an ulp of 1."""
-    e = tl.exp2(tl.abs(x) * -2.8853900817779268)
-    return tl.where(x < 0, e - 1.0, 1.0 - e) / (1.0 + e)
+class Planner:
+    """The memory of plans, made once so that its addresses can be part of a CUDA graph; a plan replaces the last.
 
-
-@triton.jit(do_not_specialize=["table_stride"])
-def _attention_kernel(
-    query,
-    key_cache,
-    value_cache,
-    out,
-    table,
-    seq_lens,
-    query_start_loc,
-    work,
-    slopes,
-    partial_top,
-    partial_weight,
-    partial_acc,
-    scale,
-    soft_cap,
-    window,
-    page_size,
-    table_stride,
-    stride_q_token,
-    stride_q_head,
-    stride_q_dim,
-    stride_k_page,
-    stride_k_head,
-    stride_k_slot,
-    stride_v_page,
-    stride_v_head,
-    stride_v_slot,
-    stride_o_token,
-    stride_o_head,
-    stride_o_dim,
-    has_soft_cap: tl.constexpr,
-    has_slopes: tl.constexpr,
-    has_window: tl.constexpr,
-    group: tl.constexpr,
-    head_size: tl.constexpr,
-    padded_size: tl.constexpr,
-    split: tl.constexpr,
-    tile: tl.constexpr,
-    block_rows: tl.constexpr,
-    one_split: tl.constexpr,
-):
-    work += 3 * tl.program_id(0)
-    request = tl.load(work).to(tl.int64)
-    first_row = tl.load(work + 1)
-    kv_head = tl.program_id(1)
-    start = tl.load(query_start_loc + request)
-    tokens = (tl.load(query_start_loc + request + 1) - start).to(tl.int32)
-    past = tl.load(seq_lens + request).to(tl.int32) - tokens
-
-    rows = first_row + tl.arange(0, block_rows)
-    token = rows // group
-    head = kv_head * group + rows % group
-    position = past + token
-    dims = tl.arange(0, padded_size)
-    in_head = dims < head_size
-    exists = (token < tokens)[:, None] & in_head[None, :]
-    place = (start + token).to(tl.int64)
-    q = tl.load(
-        query + place[:, None] * stride_q_token + head[:, None] * stride_q_head + dims[None, :] * stride_q_dim,
-        mask=exists,
-        other=0.0,
-    )
-    if has_slopes:
-        slope = tl.load(slopes + head)
-
-    # Keys that some row of the block sees; beyond them may lie anything, NaN included.
-    stop = past + min((first_row + block_rows - 1) // group, tokens - 1) + 1
-    first_key = 0
-    if has_window:
-        first_key = max(past + first_row // group - window + 1, 0)
-    table += request * table_stride
-    key_cache += kv_head.to(tl.int64) * stride_k_head
-    value_cache += kv_head.to(tl.int64) * stride_v_head
-    ones = tl.full((tile, _ONES), 1.0, value_cache.dtype.element_ty)
-
-    top = tl.full((block_rows,), -float("inf"), tl.float32)
-    weight = tl.zeros((block_rows,), tl.float32)
-    acc = tl.zeros((block_rows, padded_size), tl.float32)
-    first_split = first_key // split
-    end = stop
-    if one_split:
-        first_split = tl.load(work + 2)
-        end = min(stop, (first_split + 1) * split)
-    for split_start in range(first_split * split, end, split):
-        split_top = tl.full((block_rows,), -float("inf"), tl.float32)
-        split_weight = tl.zeros((block_rows, _ONES), tl.float32)
-        split_acc = tl.zeros((block_rows, padded_size), tl.float32)
-        first_tile = max(split_start, first_key // tile * tile)
-        for tile_start in range(first_tile, min(split_start + split, stop), tile):
-            keys = tile_start + tl.arange(0, tile)
-            needed = (keys >= first_key) & (keys < stop)
-            page = tl.load(table + keys // page_size, mask=needed, other=0).to(tl.int64)
-            slot = keys % page_size
-            k = tl.load(
-                key_cache + page[None, :] * stride_k_page + slot[None, :] * stride_k_slot + dims[:, None],
-                mask=needed[None, :] & in_head[:, None],
-                other=0.0,
-            )
-            v = tl.load(
-                value_cache + page[:, None] * stride_v_page + slot[:, None] * stride_v_slot + dims[None, :],
-                mask=needed[:, None] & in_head[None, :],
-                other=0.0,
-            )
-            # In units of log2(e), which the arguments bring along.
-            score = tl.dot(q, k, input_precision="ieee") * scale
-            if has_soft_cap:
-                score = soft_cap * _tanh(score / soft_cap)
-            distance = position[:, None] - keys[None, :]
-            if has_slopes:
-                score -= slope[:, None] * distance.to(tl.float32)
-            visible = distance >= 0
-            if has_window:
-                visible &= distance < window
-            score = tl.where(visible, score, -float("inf"))
-            new_top = tl.maximum(split_top, tl.max(score, 1))
-            p = tl.exp2(score - _finite(new_top)[:, None]).to(v.dtype)
-            old = tl.exp2(split_top - _finite(new_top))[:, None]
-            split_weight = tl.dot(p, ones, split_weight * old, input_precision="ieee")
-            split_acc = tl.dot(p, v, split_acc * old, input_precision="ieee")
-            split_top = new_top
-        # All columns are equal, so the largest is any of them.
-        top, weight, acc = _merge_splits(top, weight, acc, split_top, tl.max(split_weight, 1), split_acc)
-
-    if one_split:
-        # Merging one split with nothing changed no bit of it.
-        item = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + kv_head
-        slots = item * block_rows + tl.arange(0, block_rows)
-        tl.store(partial_top + slots, top, mask=token < tokens)
-        tl.store(partial_weight + slots, weight, mask=token < tokens)
-        tl.store(partial_acc + slots[:, None] * padded_size + dims[None, :], acc, mask=exists)
-    else:
-        tl.store(
-            out + place[:, None] * stride_o_token + head[:, None] * stride_o_head + dims[None, :] * stride_o_dim,
-            _normalised(weight, acc).to(out.dtype.element_ty),
-            mask=exists,
-        )
-
-
-@triton.jit
-def _merge_kernel(
-    partial_top,
-    partial_weight,
-    partial_acc,
-    blocks,
-    query_start_loc,
-    out,
-    stride_o_token,
-    stride_o_head,
-    stride_o_dim,
-    group: tl.constexpr,
-    head_size: tl.constexpr,
-    padded_size: tl.constexpr,
-    block_rows: tl.constexpr,
-):
-    """One row of a block: its splits ascending."""
-    blocks += 4 * (tl.program_id(0) // block_rows)
-    request = tl.load(blocks)
-    row_of_block = tl.program_id(0) % block_rows
-    first_item = tl.load(blocks + 2).to(tl.int64)
-    splits = tl.load(blocks + 3)
-    kv_head = tl.program_id(1)
-    start = tl.load(query_start_loc + request).to(tl.int64)
-    tokens = tl.load(query_start_loc + request + 1) - start
-    row = tl.load(blocks + 1) + row_of_block
-    if row // group >= tokens:
-        return
-    dims = tl.arange(0, padded_size)
-    in_head = (dims < head_size)[None, :]
-    top = tl.full((1,), -float("inf"), tl.float32)
-    weight = tl.zeros((1,), tl.float32)
-    acc = tl.zeros((1, padded_size), tl.float32)
-    for item in tl.range(first_item, first_item + splits, loop_unroll_factor=8):
-        slot = (item * tl.num_programs(1) + kv_head) * block_rows + row_of_block + tl.arange(0, 1)
-        split_top = tl.load(partial_top + slot)
-        split_weight = tl.load(partial_weight + slot)
-        split_acc = tl.load(partial_acc + slot[:, None] * padded_size + dims[None, :], mask=in_head, other=0.0)
-        top, weight, acc = _merge_splits(top, weight, acc, split_top, split_weight, split_acc)
-    out += (start + row // group) * stride_o_token + (kv_head * group + row % group) * stride_o_head
-    tl.store(out + dims[None, :] * stride_o_dim, _normalised(weight, acc).to(out.dtype.element_ty), mask=in_head)
-
-
-def _plan(call: PagedAttention, requests: np.ndarray, group: int, block_rows: int) -> tuple[np.ndarray, ...]:
-    """The blocks of query rows of the requests, those with the most keys first.
-
-    Returns:
-        request, first row, first split and number of splits of each block.
+    Args:
+        shape: of the layers.
+        device: the GPU.
+        most_requests: in a step.
+        most_tokens: in a step.
+        most_keys: of all requests of a step together.
     """
-    tokens = np.diff(call.starts)
-    counts = -(-tokens[requests] * group // block_rows)
-    request = np.repeat(requests, counts)
-    first_row = (np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts)) * block_rows
-    past = (call.lengths - tokens)[request]
-    stop = past + np.minimum((first_row + block_rows - 1) // group, tokens[request] - 1) + 1
-    window = call.sliding_window or int(stop.max())
-    first_split = np.maximum(past + first_row // group - window + 1, 0) // call.reduction.split_size
-    splits = (stop - 1) // call.reduction.split_size + 1 - first_split
-    order = np.argsort(-stop, kind="stable")
-    return tuple(column[order] for column in (request, first_row, first_split, splits))
+
+    def __init__(
+        self,
+        shape: Shape,
+        device: torch.device,
+        most_requests: int,
+        most_tokens: int,
+        most_keys: int,
+    ) -> None:
+        if shape.head_size > _LARGEST_HEAD:
+            raise NotCovered(
+                f"attention heads of size {shape.head_size}",
+                f"the kernel has sizes up to {_LARGEST_HEAD}",
+                "serve another model",
+            )
+        self.shape, self.device = shape, device
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.small, self.large = (
+            small_blocks(shape.head_size, shape.dtype),
+            large_blocks(shape.head_size, shape.dtype),
+        )
+        splits = most_keys // min(shape.reduction.split_size, shape.reduction.early_size) + most_requests
+        blocks = most_tokens * shape.group // self.large.rows + most_requests
+        self._partial_rows = PARTIAL_BYTES // (4 * (shape.padded_size + 2))
+        self._slots = splits
+        # Large blocks are shared only while they are few.
+        self._room_large = min(self._few_large * splits, self._partial_rows // (shape.kv_heads * self.large.rows))
+        self.counts = torch.zeros(2, dtype=torch.int32, device=device)
+        self.small_list = torch.empty(splits + most_requests, ENTRY, dtype=torch.int32, device=device)
+        self.large_list = torch.empty(blocks + self._room_large, ENTRY, dtype=torch.int32, device=device)
+        rows = shape.kv_heads * max(splits * FEW_ROWS, self._room_large * self.large.rows)
+        kept = min(self._partial_rows, rows)
+        self.top, self.weight = (torch.empty(kept, device=device) for _ in range(2))
+        self.acc = torch.empty(kept, shape.padded_size, device=device)
+        arrivals = max(self._room_small(1), self._room_large) * shape.kv_heads
+        self.arrived = torch.zeros(arrivals, dtype=torch.int32, device=device)
+
+    def _room_small(self, kept_rows: int) -> int:
+        return min(self._slots, self._partial_rows // (self.shape.kv_heads * kept_rows))
+
+    @property
+    def _few_large(self) -> int:
+        """Large blocks below which they are shared."""
+        return -(-2 * self.processors // self.shape.kv_heads)
+
+    def plan(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, tokens: int, most_query_tokens: int) -> Plan:
+        """Plan a step; launches one kernel and reads nothing back.
+
+        Args:
+            query_start_loc: [requests + 1] on the GPU.
+            seq_lens: [requests] on the GPU.
+            tokens: rows of the query, or more.
+            most_query_tokens: tokens of the request with the most, or more.
+        """
+        requests, shape = len(seq_lens), self.shape
+        most_rows = most_query_tokens * shape.group
+        kept_rows = shape.group if most_query_tokens <= 1 and shape.group <= FEW_ROWS else FEW_ROWS
+        blocks = -(-tokens * shape.group // self.large.rows) + requests if most_rows > FEW_ROWS else 0
+        share = 0 < blocks < self._few_large
+        if requests:
+            with torch.cuda.device(self.device):
+                plan_kernel[(requests,)](
+                    query_start_loc,
+                    seq_lens,
+                    self.counts,
+                    self.small_list,
+                    self.large_list,
+                    requests,
+                    self._room_small(kept_rows),
+                    self._room_large if share else -1,
+                    self.processors * self.small.resident,
+                    kv_heads=shape.kv_heads,
+                    group=shape.group,
+                    **_sizes(shape.reduction),
+                    few=FEW_ROWS,
+                    block_rows=self.large.rows,
+                    step=_PLANNED_AT_ONCE,
+                )
+        large_programs = 2 * self.processors if share else blocks * shape.kv_heads
+        return Plan(self, requests > 1 or most_rows <= FEW_ROWS, large_programs, share, kept_rows)
 
 
-def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def paged_attention(call: PagedAttention, out: torch.Tensor) -> None:
+def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None = None) -> None:
     """Write the attention of ``call`` to ``out``; see the operation's package for the contract.
 
     A request's own keys and values must be finite: a row weighs the later ones of its block by 0.
@@ -303,90 +193,102 @@ def paged_attention(call: PagedAttention, out: torch.Tensor) -> None:
     Raises:
         NotCovered: a head size above 256.
     """
-    heads, head_size = call.query.shape[1:]
-    if head_size > _LARGEST_HEAD:
-        raise NotCovered(
-            f"attention heads of size {head_size}", f"the kernel has sizes up to {_LARGEST_HEAD}", "serve another model"
-        )
-    rows = np.diff(call.starts) * (heads // call.key_cache.shape[1])
+    plan = plan or _plan_alone(call)
     with torch.cuda.device_of(call.query):
-        for requests in (np.flatnonzero(rows > FEW_ROWS), np.flatnonzero((rows > 0) & (rows <= FEW_ROWS))):
-            if len(requests):
-                _attend(call, out, requests, blocks_for(int(rows[requests[0]]), head_size, call.query.dtype))
+        if plan.large_programs:
+            _launch(call, out, plan, plan.planner.large, False, plan.large_programs)
+        if plan.small:
+            _launch(call, out, plan, plan.planner.small, True, plan.planner.small.resident * plan.planner.processors)
 
 
-def _attend(call: PagedAttention, out: torch.Tensor, requests: np.ndarray, blocks: Blocks) -> None:
-    """The rows of some requests, in blocks of one size."""
-    device = call.query.device
-    (heads, head_size), kv_heads = call.query.shape[1:], call.key_cache.shape[1]
-    shape = {
-        "group": heads // kv_heads,
-        "head_size": head_size,
-        "padded_size": triton.next_power_of_2(head_size),
-        "block_rows": blocks.rows,
+def _plan_alone(call: PagedAttention) -> Plan:
+    """A plan for one call, with memory of its own."""
+    (tokens, heads, head_size), kv_heads = call.query.shape, call.key_cache.shape[1]
+    shape = Shape(heads, kv_heads, head_size, call.query.dtype, call.reduction)
+    requests = len(call.seq_lens)
+    planner = Planner(shape, call.query.device, requests, tokens, requests * call.block_table.shape[1] * call.page_size)
+    starts, lengths = (tensor.to(call.query.device) for tensor in (call.query_start_loc, call.seq_lens))
+    return planner.plan(starts, lengths, tokens, tokens)
+
+
+def _describe(cache: torch.Tensor, tile: int, padded_size: int) -> TensorDescriptor | None:
+    """The cache for the tensor memory accelerator, if it can read a tile of keys at once."""
+    aligned = cache.data_ptr() % 16 == 0 and all(
+        stride * cache.element_size() % 16 == 0 for stride in cache.stride()[:3]
+    )
+    if cache.shape[2] % tile or not aligned or cache.dtype == torch.float32:
+        return None
+    if torch.cuda.get_device_capability(cache.device) < (9, 0):
+        return None
+    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, 1, tile, padded_size])
+
+
+def _sizes(reduction: AttentionReduction) -> dict[str, int]:
+    return {
+        "split": reduction.split_size,
+        "early_size": reduction.early_size,
+        "early_keys": reduction.early_keys,
     }
-    request, first_row, first_split, splits = _plan(call, requests, shape["group"], blocks.rows)
-    partial_size = int(splits.sum()) * kv_heads * blocks.rows * shape["padded_size"]
-    few = len(request) * kv_heads < PROGRAMS_ENOUGH and partial_size <= MOST_PARTIALS
-    one_split = few and int(splits.max()) >= SPLITS_WORTH_MERGING
-    first_item = np.cumsum(splits) - splits
-    if one_split:
-        work = [np.repeat(column, splits) for column in (request, first_row, first_split - first_item)]
-        work[2] += np.arange(len(work[2]))
-    else:
-        work = [request, first_row, first_split]
-    items = len(work[0])
-    partials: list[torch.Tensor | None] = [None] * 3
-    if one_split:
-        sizes = ((), (), (shape["padded_size"],))
-        partials = [torch.empty(items, kv_heads, blocks.rows, *size, device=device) for size in sizes]
-    table, starts = _unit_stride(call.block_table.to(device)), call.query_start_loc.to(device).contiguous()
-    key_cache, value_cache = _unit_stride(call.key_cache), _unit_stride(call.value_cache)
+
+
+def _packed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, blocks: Blocks, small: bool, programs: int) -> None:
+    """The requests of one of the two lists."""
+    planner, shape, device = plan.planner, plan.planner.shape, call.query.device
+    table, query = _packed(call.block_table.to(device)), _packed(call.query)
+    key_cache, value_cache = _packed(call.key_cache), _packed(call.value_cache)
+    tile = key_tile(shape.dtype, min(shape.reduction.split_size, shape.reduction.early_size))
+    kept_rows = plan.kept_rows if small else blocks.rows
+    described = [_describe(cache, tile, shape.padded_size) for cache in (key_cache, value_cache)]
+    by_descriptor = None not in described
     slopes = None if call.alibi_slopes is None else call.alibi_slopes.to(device, torch.float32) * _LOG2_E
-    _attention_kernel[(items, kv_heads)](
-        call.query,
-        key_cache,
-        value_cache,
-        out,
+    sinks = None if call.sinks is None else call.sinks.to(device, torch.float32) * _LOG2_E
+    written = out if out.stride(-1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+    attention_kernel[(programs,)](
+        query,
+        *(described if by_descriptor else (key_cache, value_cache)),
+        written,
         table,
-        call.seq_lens.to(device).contiguous(),
-        starts,
-        _on(device, work),
+        planner.counts[0 if small else 1 :],
+        planner.small_list if small else planner.large_list,
+        planner.top,
+        planner.weight,
+        planner.acc,
+        planner.arrived,
         slopes,
-        *partials,
+        sinks,
         call.scale * _LOG2_E,
         (call.logits_soft_cap or 0.0) * _LOG2_E,
         call.sliding_window or 0,
-        call.page_size,
         table.stride(0),
-        *call.query.stride(),
+        *query.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
-        *out.stride(),
+        *written.stride()[:2],
+        by_descriptor=by_descriptor,
         has_soft_cap=call.logits_soft_cap is not None,
         has_slopes=slopes is not None,
         has_window=call.sliding_window is not None,
-        split=call.reduction.split_size,
-        tile=key_tile(call.query.dtype, call.reduction.split_size),
-        one_split=one_split,
+        has_sinks=sinks is not None,
+        many_rows=not small,
+        may_keep=small or plan.share_large,
+        kv_heads=shape.kv_heads,
+        group=shape.group,
+        head_size=shape.head_size,
+        padded_size=shape.padded_size,
+        page_size=call.page_size,
+        **_sizes(shape.reduction),
+        tile=tile,
+        block_rows=blocks.rows,
+        kept_rows=kept_rows,
+        kept_block=triton.next_power_of_2(kept_rows),
         num_warps=blocks.warps,
         num_stages=blocks.stages,
+        maxnreg=blocks.registers,
         enable_fp_fusion=False,
-        **shape,
     )
-    if one_split:
-        _merge_kernel[(len(request) * blocks.rows, kv_heads)](
-            *partials,
-            _on(device, [request, first_row, first_item, splits]),
-            starts,
-            out,
-            *out.stride(),
-            num_warps=1,
-            enable_fp_fusion=False,
-            **shape,
-        )
-
-
-def _on(device: torch.device, columns: list[np.ndarray]) -> torch.Tensor:
-    """The columns side by side, int32, on the device."""
-    return torch.from_numpy(np.stack(columns, axis=1).astype(np.int32)).to(device)
+    if written is not out:
+        out.copy_(written)
