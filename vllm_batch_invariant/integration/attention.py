@@ -50,6 +50,8 @@ def split_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class FixedSplitAttention(AttentionImpl[Metadata]):
     """One attention layer."""
 
+    reduction = AttentionReduction()
+
     def __init__(
         self,
         num_heads: int,
@@ -89,7 +91,6 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         self.sliding_window = sliding_window
         self.logits_soft_cap = logits_soft_cap or None
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        self.reduction = AttentionReduction()
         self.implementation = envs.ATTENTION.read()
 
     def do_kv_cache_update(
@@ -129,6 +130,8 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             )
         if attn_metadata is None:
             return output
+        if self.alibi_slopes is not None:  # once: a CUDA graph cannot copy from the host
+            self.alibi_slopes = self.alibi_slopes.to(query.device)
         keys, values = split_cache(kv_cache)
         rows = attn_metadata.num_actual_tokens
         paged_attention(
@@ -145,6 +148,7 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             alibi_slopes=self.alibi_slopes,
             implementation=self.implementation,
             out=output[:rows],
+            plan=getattr(attn_metadata, "plan", None),
         )
         return output
 

@@ -1,7 +1,80 @@
-"""The attention backend on CUDA."""
+"""The attention backend on CUDA: a step is planned once on the GPU, and steps of decode are CUDA graphs."""
 
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from .. import envs
+from ..ops.attention import AttentionReduction
 from . import seams
-from .attention import FixedSplits
+from .attention import FixedSplitAttention, FixedSplits, Metadata, MetadataBuilder, split_cache
+
+
+def by_triton() -> bool:
+    """Whether the Triton kernel serves attention, rather than FlexAttention."""
+    return envs.ATTENTION.read() in ("auto", "triton")
+
+
+@dataclass
+class PlannedMetadata(Metadata):
+    """One batch with its plan."""
+
+    plan: Any = None
+
+
+class PlannedMetadataBuilder(MetadataBuilder):
+    """Plans each step in memory that it keeps, so that CUDA graphs find the next plan where they found the last."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = (
+        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if by_triton() else AttentionCGSupport.NEVER
+    )
+
+    def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config, device: torch.device) -> None:  # noqa: ANN001
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._planner = None
+        if by_triton():
+            from ..ops.attention.triton import Planner, Shape
+
+            model, scheduler, cache = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.cache_config
+            shape = Shape(
+                model.get_num_attention_heads(vllm_config.parallel_config),
+                kv_cache_spec.num_kv_heads,
+                kv_cache_spec.head_size,
+                kv_cache_spec.dtype,
+                AttentionReduction.of_device("cuda"),
+            )
+            keys = scheduler.max_num_seqs * model.max_model_len
+            if cache.num_gpu_blocks:
+                keys = min(keys, cache.num_gpu_blocks * kv_cache_spec.block_size)
+            self._planner = Planner(shape, device, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, keys)
+
+    def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> PlannedMetadata:  # noqa: ANN001
+        batch = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        plan = self._planner and self._planner.plan(
+            batch.query_start_loc, batch.seq_lens, batch.num_actual_tokens, common_attn_metadata.max_query_len
+        )
+        return PlannedMetadata(**vars(batch), plan=plan)
+
+
+class CudaFixedSplitAttention(FixedSplitAttention):
+    """One attention layer, whose cache is written by vLLM's kernel: a copy, row by row."""
+
+    reduction = AttentionReduction.of_device("cuda") if by_triton() else AttentionReduction()
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write the step's keys and values to their pages, before anything reads them. A negative slot is padding."""
+        caches = [cache.transpose(1, 2) for cache in split_cache(kv_cache)]
+        scales = layer._k_scale, layer._v_scale
+        seams.WRITE_CACHE.get()(key, value, *caches, slot_mapping, self.kv_cache_dtype, *scales)
 
 
 class Backend(FixedSplits, seams.CUDA_BACKEND.get()):
@@ -10,3 +83,11 @@ class Backend(FixedSplits, seams.CUDA_BACKEND.get()):
     @staticmethod
     def get_name() -> str:
         return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[CudaFixedSplitAttention]:
+        return CudaFixedSplitAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[PlannedMetadataBuilder]:
+        return PlannedMetadataBuilder

@@ -2,13 +2,16 @@
 
 import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import __version__, envs
 from ..errors import NotCovered
 from . import seams, support
+
+if TYPE_CHECKING:
+    from ..ops.attention import AttentionReduction
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -68,11 +71,16 @@ def _check_configurations(platform: type) -> None:
 
 
 def configure(vllm_config: Any) -> None:
-    """Settings of the mode: our attention, and eager layers: compiled ones have no operators left to replace."""
+    """Settings of the mode: our attention, and eager layers: compiled ones have no operators left to replace. On a GPU
+    a step of decode stays one CUDA graph.
+    """
     vllm_config.attention_config.backend = _backend(vllm_config.device_config.device_type)
     compilation = vllm_config.compilation_config
     compilation.mode = seams.COMPILATION_MODE.get().NONE
-    compilation.cudagraph_mode = seams.CUDAGRAPH_MODE.get().NONE
+    modes = seams.CUDAGRAPH_MODE.get()
+    graphs = vllm_config.device_config.device_type == "cuda" and envs.ATTENTION.read() != "flex"
+    if compilation.cudagraph_mode != modes.NONE:
+        compilation.cudagraph_mode = modes.FULL_DECODE_ONLY if graphs else modes.NONE
     compilation.custom_ops = ["all"] + [
         op for op in compilation.custom_ops if op not in ("all", "none") and not op.startswith("-")
     ]
@@ -120,10 +128,15 @@ def compile_kernels() -> None:
     paged_attention(torch.zeros(1, 1, 64), page, page, table, one, starts, **choice)
 
 
-def summary(device_type: str) -> list[str]:
-    """What serves each operation on a device, and what may be relied on; for the log."""
+def _reduction(device_type: str) -> "AttentionReduction":
     from ..ops.attention import AttentionReduction
 
+    compiled = device_type == "cuda" and envs.ATTENTION.read() != "flex"
+    return AttentionReduction.of_device("cuda") if compiled else AttentionReduction()
+
+
+def summary(device_type: str) -> list[str]:
+    """What serves each operation on a device, and what may be relied on; for the log."""
     serving = {
         "cpu": "Products: BLAS in fp32 on row tiles of fixed heights. Norms, softmax, sums: numba, in a fixed order.",
         "cuda": "Products: one chain over K in cuBLASLt and Triton. Norms, softmax, sums: Triton, in a fixed order.",
@@ -131,8 +144,8 @@ def summary(device_type: str) -> list[str]:
     machine = f"machine with {torch.get_num_threads()} threads" if device_type == "cpu" else "kind of GPU"
     return [
         f"Batch-invariant mode is on (vllm-batch-invariant {__version__}); vLLM's own mode of that name is not used.",
-        f"{serving} Attention: {envs.ATTENTION.read()}, splits of {AttentionReduction().split_size} keys. Layers run "
-        "eagerly.",
+        f"{serving} Attention: {envs.ATTENTION.read()}, {_reduction(device_type)}. Layers are not compiled"
+        + ("; decode runs in CUDA graphs." if device_type == "cuda" else "."),
         "Same bits for a request run again, in any batch, under any schedule (chunks, prefix cache, preemption, "
         f"restart) on this {machine}. Not covered: other hardware, other thread counts, sampling without a seed.",
     ]

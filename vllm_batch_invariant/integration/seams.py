@@ -71,6 +71,8 @@ REGISTER_BACKEND = Seam(("vllm.v1.attention.backends.registry",), "register_back
 BACKENDS = Seam(("vllm.v1.attention.backends.registry",), "AttentionBackendEnum")
 CPU_BACKEND = Seam(("vllm.v1.attention.backends.cpu_attn",), "CPUAttentionBackend")
 CUDA_BACKEND = Seam(("vllm.v1.attention.backends.triton_attn",), "TritonAttentionBackend")
+WRITE_CACHE = Seam(("vllm.v1.attention.ops.triton_reshape_and_cache_flash",), "triton_reshape_and_cache_flash")
+"""Copies a step's keys and values to their pages on CUDA."""
 ENVIRONMENT = Seam(("vllm.envs",), "environment_variables")
 CUDAGRAPH_MODE = Seam(("vllm.config", "vllm.config.compilation"), "CUDAGraphMode")
 COMPILATION_MODE = Seam(("vllm.config", "vllm.config.compilation"), "CompilationMode")
