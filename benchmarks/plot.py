@@ -11,26 +11,29 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import AutoLocator, NullLocator
 
+from benchmarks.attention_cases import shape_name
 from benchmarks.record import DATA, Measurement, geometric_means, read
 from benchmarks.shapes import MODELS, WEIGHT_SHAPES
 
 _STYLES = {
     "ours": {"color": "#0072B2", "marker": "o"},
     "ours-triton": {"color": "#009E73", "marker": "s"},
+    "ours-flex": {"color": "#E69F00", "marker": "v"},
     "native": {"color": "#D55E00", "marker": "^"},
+    "native-triton": {"color": "#D55E00", "marker": "^"},
+    "fa3-one-split": {"color": "#56B4E9", "marker": "P"},
 }
 """Colours of Okabe and Ito, which colour-blind readers tell apart."""
 _OTHER_STYLE = {"color": "#CC79A7", "marker": "D"}
 _PANELS_ABREAST = 3
+_LEGEND_COLUMNS = 4
+_HIGHEST_RATIO = 8
+"""What is slower lies outside the picture."""
 
 
 def _draw_linear(measurements: Sequence[Measurement]) -> Figure:
     """Time against stock by M: a panel for each whole model, and one for all shapes."""
-    times = [
-        measurement
-        for measurement in measurements
-        if measurement.metric == "time" and measurement.provider != "stock" and measurement.ratio is not None
-    ]
+    times = _times(measurements)
     panels: dict[str, list[Measurement]] = {}
     for model in MODELS:
         shapes = {
@@ -45,15 +48,15 @@ def _draw_linear(measurements: Sequence[Measurement]) -> Figure:
     figure = Figure(figsize=(4 * _PANELS_ABREAST, 3 * lines + 1), layout="constrained")
     axes = figure.subplots(lines, _PANELS_ABREAST, sharex=True, sharey=True, squeeze=False).flatten()
     for place, (name, own) in zip(axes, panels.items(), strict=False):
-        _ratio_lines(place, own)
+        _ratio_lines(place, own, "M")
         place.set_title(name)
     last = axes[len(panels)]
     _ratio_band(last, times)
-    _ratio_lines(last, times)
+    _ratio_lines(last, times, "M")
     last.set_title("all shapes, and their range")
     for place in axes[len(panels) + 1 :]:
         place.remove()
-    figure.legend(*last.get_legend_handles_labels(), loc="outside lower center", ncols=len(_STYLES) + 1)
+    figure.legend(*last.get_legend_handles_labels(), loc="outside lower center", ncols=_LEGEND_COLUMNS)
     figure.suptitle(f"Linear: time against torch.mm, geometric mean over weight shapes. {_setting(times)}")
     for place in axes[-_PANELS_ABREAST:]:
         place.set_xlabel("rows M")
@@ -61,11 +64,53 @@ def _draw_linear(measurements: Sequence[Measurement]) -> Figure:
     return figure
 
 
-def _ratio_lines(place: Axes, measurements: Iterable[Measurement]) -> None:
-    """A line for each provider over M."""
+def _draw_attention(measurements: Sequence[Measurement]) -> Figure:
+    """Time against stock: a row for each shape, in it a panel for each batch of decodes and one for prefills."""
+    times = _times(measurements)
+    shapes = list(dict.fromkeys(shape_name(measurement.keys) for measurement in times))
+    batches = sorted({int(found.keys["batch"]) for found in times if found.keys["phase"] == "decode"})
+    panels = [*(("decode", batch, "context") for batch in batches), ("prefill", 1, "tokens")]
+    figure = Figure(figsize=(3.2 * len(panels), 2.6 * len(shapes) + 1), layout="constrained")
+    axes = figure.subplots(len(shapes), len(panels), sharex="col", sharey=True, squeeze=False)
+    labels = {}
+    for shape, line in zip(shapes, axes, strict=True):
+        for (phase, batch, key), place in zip(panels, line, strict=True):
+            own = [
+                found
+                for found in times
+                if shape_name(found.keys) == shape and (found.keys["phase"], found.keys["batch"]) == (phase, str(batch))
+            ]
+            _ratio_lines(place, own, key)
+            place.xaxis.set_major_formatter(_kilo)
+            place.set_title(f"{shape}, {phase}" + (f", batch {batch}" if phase == "decode" else ""), fontsize="medium")
+            labels |= {label: handle for handle, label in zip(*place.get_legend_handles_labels(), strict=True)}
+    for (_, _, key), place in zip(panels, axes[-1], strict=True):
+        place.set_xlabel(key)
+    axes[0, 0].set_ylim(top=min(axes[0, 0].get_ylim()[1], _HIGHEST_RATIO))
+    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=_LEGEND_COLUMNS)
+    figure.suptitle(f"Attention: time against FlashAttention 3. {_setting(times)}")
+    figure.supylabel("time / stock (below 1: faster)")
+    return figure
+
+
+def _kilo(tokens: float, _: int) -> str:
+    return f"{tokens / 1024:g}k" if tokens >= 1024 else f"{tokens:g}"
+
+
+def _times(measurements: Iterable[Measurement]) -> list[Measurement]:
+    """The times that are compared with stock."""
+    return [
+        measurement
+        for measurement in measurements
+        if measurement.metric == "time" and measurement.provider != "stock" and measurement.ratio is not None
+    ]
+
+
+def _ratio_lines(place: Axes, measurements: Iterable[Measurement], key: str) -> None:
+    """A line for each provider over a number of the case."""
     points: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for (provider, m), mean in geometric_means(measurements, ["M"]).items():
-        points[provider].append((int(m), mean))
+    for (provider, number), mean in geometric_means(measurements, [key]).items():
+        points[provider].append((int(number), mean))
     place.axhline(1, color="black", linewidth=0.8)
     for provider, line in points.items():
         place.plot(*zip(*sorted(line), strict=True), label=provider, markersize=4, **_style(provider))
@@ -104,7 +149,10 @@ def _setting(measurements: Sequence[Measurement]) -> str:
     return ", ".join(sorted({f"{measurement.gpu}, {measurement.date}" for measurement in measurements}))
 
 
-DRAWINGS: dict[str, Callable[[Sequence[Measurement]], Figure]] = {"linear": _draw_linear}
+DRAWINGS: dict[str, Callable[[Sequence[Measurement]], Figure]] = {
+    "linear": _draw_linear,
+    "attention": _draw_attention,
+}
 """How the data of a benchmark is drawn, by the benchmark's name."""
 
 

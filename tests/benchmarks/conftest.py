@@ -1,10 +1,11 @@
-"""A made-up run of the linear benchmark."""
+"""Made-up runs of the benchmarks."""
 
 from pathlib import Path
 
 import pytest
 
 from benchmarks import record
+from benchmarks.attention_cases import CASES
 from benchmarks.record import Measurement, case_text
 from benchmarks.shapes import WEIGHT_SHAPES
 
@@ -43,3 +44,27 @@ def csv_file(tmp_path: Path, measurements: list[Measurement]) -> Path:
     path = tmp_path / "linear.csv"
     record.write(path, measurements)
     return path
+
+
+@pytest.fixture
+def attention_measurements() -> list[Measurement]:
+    """Times of every case of attention; ours without graphs."""
+    return [
+        Measurement(
+            "attention",
+            provider,
+            case.text(16) + (" graph=no" if provider == "ours-triton" else ""),
+            "time",
+            "us",
+            p50=10.0 * factor,
+            p20=9.5 * factor,
+            p80=11.25 * factor,
+            ratio=factor if provider == "stock" or case.phase == "decode" else 2.0,
+            bits="differ" if provider == "stock" else "equal",
+            gpu="NVIDIA H200",
+            versions="torch=2.11.0+cu130 vllm=0.26.0",
+            date="2026-01-31",
+        )
+        for case in CASES
+        for provider, factor in {"stock": 1.0, "native-triton": 1.5, "ours-triton": 1.25}.items()
+    ]

@@ -29,6 +29,22 @@ def test_every_whole_model_has_a_panel_and_all_shapes_have_one(csv_file: Path) -
     assert {"ours", "ours-triton", "native"} <= lines
 
 
+def test_every_shape_has_a_panel_for_each_batch_of_decodes_and_one_for_prefills(
+    tmp_path: Path, attention_measurements: list[Measurement]
+) -> None:
+    from benchmarks import plot
+
+    path = tmp_path / "attention.csv"
+    write(path, attention_measurements)
+    assert plot.main([str(path)]) == 0
+    figure = plot.DRAWINGS["attention"](read(path))
+    titles = [place.get_title() for place in figure.axes]
+    assert len(titles) == 3 * (4 + 1)
+    assert titles[:5] == [*(f"qwen3-8b, decode, batch {batch}" for batch in (1, 8, 64, 256)), "qwen3-8b, prefill"]
+    lines = {line.get_label(): line for line in figure.axes[4].lines}
+    assert list(lines["ours-triton"].get_xdata()) == [512, 1024, 4096, 16384, 32768]
+
+
 def test_a_benchmark_without_a_drawing_is_named(
     tmp_path: Path, measurements: list[Measurement], capsys: pytest.CaptureFixture[str]
 ) -> None:

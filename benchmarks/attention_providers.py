@@ -1,0 +1,229 @@
+"""Who computes attention in its benchmark."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+
+from benchmarks.attention_batch import Batch
+from benchmarks.attention_cases import Request
+from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
+
+_REDUCTION = AttentionReduction()
+_MOST_SPLITS_IN_A_GRAPH = 32
+"""vLLM's default of ``flash_attn_max_num_splits_for_cuda_graph``."""
+_MOST_TOKENS_IN_A_GRAPH = 512
+"""vLLM's default of ``max_cudagraph_capture_size``."""
+_MOST_TILES_OF_FLEX = 512
+"""Pairs of a query tile and a split, each of which costs the host many launches."""
+_NO_WINDOW = -1, -1
+
+
+class Absent(Exception):
+    """A provider that the installed packages or the GPU do not have."""
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One way to compute attention."""
+
+    name: str
+    attend: Callable[..., object]
+    """Called as ``attend(batch, out, **plan(batch))``, once a layer; out as the batch's query."""
+    plan: Callable[[Batch], dict[str, object]] = lambda _: {}
+    """What is made once a step and serves all layers; its time does not count."""
+    promises_bits: bool = False
+    """Whether a row's bits shall not depend on its batch."""
+    observed: bool = True
+    """Whether the bits of a provider that promises nothing are looked at."""
+    covers: Callable[[Sequence[Request]], bool] = lambda _: True
+    """Whether it can compute a batch of such requests in reasonable time."""
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Plan and attend once; what is not written is NaN."""
+        out = torch.full_like(batch.query, torch.nan)
+        self.attend(batch, out, **self.plan(batch))
+        return out
+
+
+def _ours(implementation: str, **options: object) -> Provider:
+    def attend(batch: Batch, out: torch.Tensor, plan: object = None) -> None:
+        paged_attention(
+            batch.query,
+            batch.keys.transpose(1, 2),
+            batch.values.transpose(1, 2),
+            batch.table,
+            batch.seq_lens,
+            batch.query_start_loc,
+            scale=batch.scale,
+            reduction=_REDUCTION,
+            implementation=implementation,
+            out=out,
+            plan=plan,
+        )
+
+    return Provider(f"ours-{implementation}", attend, promises_bits=True, **options)
+
+
+def _ours_triton() -> Provider:
+    def plan(batch: Batch) -> dict[str, object]:
+        triton = import_module("vllm_batch_invariant.ops.attention.triton")
+        shape = triton.Shape(batch.heads, batch.kv_heads, batch.head_size, batch.query.dtype, _REDUCTION)
+        tokens, keys = len(batch.query), sum(request.context for request in batch.requests)
+        planner = triton.Planner(shape, batch.query.device, len(batch.requests), tokens, keys)
+        return {"plan": planner.plan(batch.query_start_loc, batch.seq_lens, tokens, batch.most_tokens)}
+
+    return _ours("triton", plan=plan)
+
+
+def _ours_flex() -> Provider:
+    rows = import_module("vllm_batch_invariant.ops.attention.flex").TILE_ROWS
+
+    def few_tiles(requests: Sequence[Request]) -> bool:
+        tiles = (-(-request.tokens // rows) * -(-request.context // _REDUCTION.split_size) for request in requests)
+        return sum(tiles) <= _MOST_TILES_OF_FLEX
+
+    return _ours("flex", covers=few_tiles)
+
+
+def _flash_attention(name: str, most_splits: Callable[[Batch], int]) -> Provider:
+    """As ``FlashAttentionMetadataBuilder.build`` and ``FlashAttentionImpl.forward`` of vLLM 0.26 call it."""
+    try:
+        from vllm.v1.attention.backends.fa_utils import (
+            flash_attn_varlen_func,
+            get_flash_attn_version,
+            get_scheduler_metadata,
+        )
+    except ImportError as error:
+        raise Absent(f"vLLM's FlashAttention: {error}") from error
+    if get_flash_attn_version() != 3:
+        raise Absent("FlashAttention 3 does not run on this GPU")
+
+    def plan(batch: Batch) -> dict[str, object]:
+        splits = most_splits(batch)
+        metadata = get_scheduler_metadata(
+            batch_size=len(batch.requests),
+            max_seqlen_q=batch.most_tokens,
+            max_seqlen_k=batch.longest_context,
+            num_heads_q=batch.heads,
+            num_heads_kv=batch.kv_heads,
+            headdim=batch.head_size,
+            cache_seqlens=batch.seq_lens,
+            qkv_dtype=batch.cache.dtype,
+            cu_seqlens_q=batch.query_start_loc,
+            page_size=batch.page_size,
+            causal=True,
+            window_size=_NO_WINDOW,
+            num_splits=splits,
+        )
+        return {"scheduler_metadata": metadata, "num_splits": splits, "unscaled": _unscaled(batch)}
+
+    def attend(
+        batch: Batch, out: torch.Tensor, scheduler_metadata: torch.Tensor, num_splits: int, unscaled: torch.Tensor
+    ) -> None:
+        flash_attn_varlen_func(
+            q=batch.query,
+            k=batch.keys,
+            v=batch.values,
+            out=out,
+            cu_seqlens_q=batch.query_start_loc,
+            max_seqlen_q=batch.most_tokens,
+            seqused_k=batch.seq_lens,
+            max_seqlen_k=batch.longest_context,
+            softmax_scale=batch.scale,
+            causal=True,
+            window_size=list(_NO_WINDOW),
+            block_table=batch.table,
+            softcap=0,
+            scheduler_metadata=scheduler_metadata,
+            fa_version=3,
+            q_descale=unscaled,
+            k_descale=unscaled,
+            v_descale=unscaled,
+            num_splits=num_splits,
+        )
+
+    return Provider(name, attend, plan)
+
+
+def _unscaled(batch: Batch) -> torch.Tensor:
+    return torch.ones((), device=batch.query.device).expand(len(batch.requests), batch.kv_heads)
+
+
+def _stock() -> Provider:
+    def most_splits(batch: Batch) -> int:
+        in_a_graph = batch.query.shape[0] <= _MOST_TOKENS_IN_A_GRAPH
+        return _MOST_SPLITS_IN_A_GRAPH if in_a_graph else 0
+
+    return _flash_attention("stock", most_splits)
+
+
+def _one_split() -> Provider:
+    return _flash_attention("fa3-one-split", lambda _: 1)
+
+
+def _native_triton() -> Provider:
+    """As ``TritonAttentionMetadataBuilder`` and ``TritonAttentionImpl.forward`` of vLLM 0.26 call it."""
+    try:
+        from vllm.v1.attention.backends.triton_attn import MIN_LAUNCH_GRID_SIZE_2D, NUM_PAR_SOFTMAX_SEGMENTS
+        from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+    except ImportError as error:
+        raise Absent(f"vLLM's Triton attention: {error}") from error
+
+    def plan(batch: Batch) -> dict[str, object]:
+        most_requests = MIN_LAUNCH_GRID_SIZE_2D // batch.kv_heads
+        partials = most_requests, batch.heads, NUM_PAR_SOFTMAX_SEGMENTS
+        padded = 1 << (batch.head_size - 1).bit_length()
+        device = batch.query.device
+        unscaled = _unscaled(batch)
+        return {
+            "k_descale": unscaled,
+            "v_descale": unscaled,
+            "seq_threshold_3D": most_requests,
+            "num_par_softmax_segments": NUM_PAR_SOFTMAX_SEGMENTS,
+            "softmax_segm_output": torch.empty(*partials, padded, dtype=torch.float32, device=device),
+            "softmax_segm_max": torch.empty(partials, dtype=torch.float32, device=device),
+            "softmax_segm_expsum": torch.empty(partials, dtype=torch.float32, device=device),
+        }
+
+    def attend(batch: Batch, out: torch.Tensor, **planned: object) -> None:
+        unified_attention(
+            q=batch.query,
+            k=batch.keys,
+            v=batch.values,
+            out=out,
+            cu_seqlens_q=batch.query_start_loc,
+            max_seqlen_q=batch.most_tokens,
+            seqused_k=batch.seq_lens,
+            max_seqlen_k=batch.longest_context,
+            softmax_scale=batch.scale,
+            causal=True,
+            window_size=_NO_WINDOW,
+            block_table=batch.table,
+            softcap=0,
+            q_descale=None,
+            **planned,
+        )
+
+    # Triton compiles it anew for one request, for multiples of 16 and for other numbers: not for checks' sake.
+    return Provider("native-triton", attend, plan, observed=False)
+
+
+_LOADERS: dict[str, Callable[[], Provider]] = {
+    "stock": _stock,
+    "fa3-one-split": _one_split,
+    "native-triton": _native_triton,
+    "ours-triton": _ours_triton,
+    "ours-flex": _ours_flex,
+}
+NAMES = tuple(_LOADERS)
+
+
+def load(name: str) -> Provider:
+    """The provider of one of :data:`NAMES`.
+
+    Raises:
+        Absent: it is not part of what is installed, or not for this GPU.
+    """
+    return _LOADERS[name]()

@@ -1,0 +1,66 @@
+"""Times calls in CUDA graphs where they can be captured, and by events around single calls where they cannot."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from vllm_batch_invariant.ops.graph_timer import Calls, GraphTimer
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call, several times."""
+
+    samples: list[float]
+    in_graph: bool
+    """Otherwise the time includes what the host does before it has launched everything."""
+
+
+class Timer:
+    """One object serves a whole run."""
+
+    def __init__(self) -> None:
+        self.graphs = GraphTimer()
+
+    def time(self, ways: Mapping[str, Calls], expected_microseconds: float, samples: int) -> dict[str, Timing]:
+        """Time each way; those that can be captured take turns. Every way must have been called before."""
+        alone = {name for name, calls in ways.items() if waits_for_the_gpu(calls[0])}
+        together = [name for name in ways if name not in alone]
+        timings = {}
+        if together:
+            found = self.graphs.time([ways[name] for name in together], expected_microseconds, samples)
+            timings = {name: Timing(times, in_graph=True) for name, times in zip(together, found, strict=True)}
+        return {
+            name: timings.get(name) or Timing(_time_single_calls(calls, samples), in_graph=False)
+            for name, calls in ways.items()
+        }
+
+
+def waits_for_the_gpu(call: Callable[[], object]) -> bool:
+    """Whether the host waits inside a call, so that no graph can hold it. Makes the call, up to that point."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        if "synchronizing CUDA operation" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
+
+
+def _time_single_calls(calls: Calls, samples: int) -> list[float]:
+    for call in calls:  # after a whole round, no call finds its inputs in the cache
+        call()
+    found = []
+    for turn in range(samples):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        calls[turn % len(calls)]()
+        stop.record()
+        stop.synchronize()
+        found.append(1e3 * start.elapsed_time(stop))
+    return found
