@@ -23,14 +23,18 @@ def own_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 @pytest.fixture
-def uncertified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def uncertified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """No product is certified, neither in memory nor on disk, and none will be timed."""
     from vllm_batch_invariant.ops.linear import cuda
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name, value in (("_certified", {}), ("_plans", {}), ("_uses", Counter()), ("_TUNING_SECONDS", 0.0)):
-        monkeypatch.setattr(cuda, name, value)
-    monkeypatch.setattr(cuda, "_stored", lambda device: {})
+    for name in ("_certified", "_plans", "_inconsistent"):
+        monkeypatch.setattr(cuda, name, {})
+    monkeypatch.setattr(cuda, "_uses", Counter())
+    monkeypatch.setattr(cuda, "_TUNING_SECONDS", 0.0)
+    cuda._stored.cache_clear()
+    yield
+    cuda._stored.cache_clear()
 
 
 @pytest.fixture

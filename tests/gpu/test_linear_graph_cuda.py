@@ -66,6 +66,7 @@ def test_a_product_certified_by_an_earlier_process_can_be_captured_at_its_first_
         triton.mm(x[:rows], weight.t(), bias)
     cuda._certified.clear()
     cuda._plans.clear()
+    cuda._stored.cache_clear()
     cuda._products.cache_clear()
     if cuda.cublaslt:
         cuda.cublaslt.handle.cache_clear()

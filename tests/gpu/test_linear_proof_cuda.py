@@ -39,6 +39,7 @@ def cublaslt():
 def forget() -> None:
     """What a new process does not know."""
     cuda._certified.clear()
+    cuda._stored.cache_clear()
     cuda._plans.clear()
 
 

@@ -117,7 +117,7 @@ class Chosen(Certifier):
         self.chain = chain(self.a, self.b)
 
     def by(self, algorithm: SimpleNamespace, workspace: torch.Tensor | None = None) -> Callable[..., torch.Tensor]:
-        return lambda a, b=self.b: algorithm.multiply(a, b)
+        return lambda a, b=self.b, out=None: algorithm.multiply(a, b)
 
 
 def one(about: str, multiply: Callable[..., torch.Tensor] = chain) -> SimpleNamespace:
@@ -146,7 +146,7 @@ def split_for_few_rows(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def certifier(cublaslt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Chosen]:
     """Builds one whose heuristic names these algorithms."""
-    monkeypatch.setattr(triton, "mm", lambda a, b, bias: chain(a, b, bias))
+    monkeypatch.setattr(triton, "mm", lambda a, b, bias, out=None: chain(a, b, bias))
     monkeypatch.setattr(certificate, "gpu", schedule.gpu)
 
     def build(*algorithms: SimpleNamespace) -> Chosen:

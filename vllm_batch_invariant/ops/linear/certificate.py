@@ -121,8 +121,8 @@ class Certifier:
         return triton.mm(a, self.b, self.bias)
 
     def by(self, algorithm: "Algorithm", workspace: torch.Tensor | None = None) -> Callable[..., torch.Tensor]:
-        def run(a: torch.Tensor, b: torch.Tensor = self.b) -> torch.Tensor:
-            out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+        def run(a: torch.Tensor, b: torch.Tensor = self.b, out: torch.Tensor | None = None) -> torch.Tensor:
+            out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device) if out is None else out
             self.products.run(algorithm, a, b, self.bias, out, workspace)
             return out
 
@@ -192,14 +192,17 @@ class Certifier:
 
         a, s = self.a[:rows], self.signature
         weights = [self.b, *(self.b.t().clone().t() for _ in range(self._copies() - 1))]
-        ways = {None: [lambda b=b: triton.mm(a, b, self.bias) for b in weights]}
+        # Nothing is allocated while a graph is captured: PyTorch cannot make room then, and where memory is short the
+        # capture would be an error that takes the process along.
+        out = torch.empty(rows, s.columns, dtype=a.dtype, device=a.device)
+        ways = {None: [lambda b=b: triton.mm(a, b, self.bias, out) for b in weights]}
         for algorithm in algorithms:
             run = self.by(algorithm)
             try:
-                run(a)
+                run(a, self.b, out)
             except Error:
                 continue
-            ways[algorithm] = [lambda b=b, run=run: run(a, b) for b in weights]
+            ways[algorithm] = [lambda b=b, run=run: run(a, b, out) for b in weights]
         bytes_moved = a.element_size() * (s.columns * s.depth + rows * (s.columns + s.depth))
         expected = 2 + bytes_moved / 4e6 + 2 * rows * s.columns * s.depth / 7e8  # roughly, on a large GPU
         replays = _REPLAYS if expected < 1000 else 2

@@ -140,7 +140,7 @@ def prepare(weight: torch.Tensor, rows: int, bias: bool = False, sizes: Iterable
         for limit in (limit for limit in LIMITS if limit <= limit_of(min(rows, LARGEST_SIDE))):
             entry = found.get(limit)
             of_range = {size for size in sizes if limit_of(size) == limit and size <= rows}
-            timed = entry is not None and (entry.microseconds or products is None)
+            timed = entry is not None and (entry.microseconds or products is None or not _TUNING_SECONDS)
             if not timed or not of_range <= set(entry.checked):
                 missing.append(limit)
         if not missing:

@@ -14,9 +14,18 @@ ALIGNMENT = 16
 LARGEST_SIDE = 2**31 - 1
 
 
-def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """[M, K] @ [K, N] + bias; see the operation's package for the contract."""
-    return _product(a, b, bias, a.dtype)
+def mm(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[M, K] @ [K, N] + bias; see the operation's package for the contract.
+
+    Args:
+        a: [M, K]
+        b: [K, N]
+        bias: [N], or None.
+        out: [M, N] of a's dtype, packed, to be written instead of a new tensor.
+    """
+    return _product(a, b, bias, a.dtype, out)
 
 
 def accumulate(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -38,10 +47,12 @@ def _reduction(a: torch.Tensor, b: torch.Tensor) -> LinearReduction:
     return LinearReduction(b.shape[-1], b.shape[-2], a.dtype)
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def _product(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
     if schedule.gpu(a.device.index).has_descriptors and is_regular(a, b, dtype):
-        return by_descriptors(a, b, bias, dtype)
-    return by_pointers(a[None], b[None], bias, dtype)[0]
+        return by_descriptors(a, b, bias, dtype, out=out)
+    return by_pointers(a[None], b[None], bias, dtype, out=None if out is None else out[None])[0]
 
 
 def major_stride(matrix: torch.Tensor) -> tuple[int, bool] | None:
@@ -83,14 +94,19 @@ def _describe(matrix: torch.Tensor, height: int, width: int) -> tuple[TensorDesc
 
 
 def by_descriptors(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, tile: Tile | None = None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    tile: Tile | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[M, K] @ [K, N] + [N] in ``dtype``, read and written by the tensor memory accelerator; see
     :func:`is_regular`.
     """
     (m, k), n = a.shape, b.shape[1]
     device = schedule.gpu(a.device.index)
-    out = torch.empty(m, n, dtype=dtype, device=a.device)
+    out = torch.empty(m, n, dtype=dtype, device=a.device) if out is None else out
     tile = tile or schedule.descriptor_tile(m, n, k, dtype.itemsize, device)
     tiles_m, tiles_n = triton.cdiv(m, tile.rows), triton.cdiv(n, tile.columns)
     tiles_m *= schedule.redundancy(tiles_m * tiles_n, device)
@@ -119,13 +135,18 @@ def by_descriptors(
 
 
 def by_pointers(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, tile: Tile | None = None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    tile: Tile | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[B, M, K] @ [B, K, N] + [N] as a contiguous [B, M, N] in ``dtype``; operands may have any strides."""
     batch, m, k = a.shape
     n = b.shape[2]
     precision = _reduction(a, b).precision
-    out = torch.empty(batch, m, n, dtype=dtype, device=a.device)
+    out = torch.empty(batch, m, n, dtype=dtype, device=a.device) if out is None else out
     if out.numel() == 0:
         return out
     tile = tile or schedule.pointer_tile(m, n, a.dtype, schedule.gpu(a.device.index))
