@@ -52,7 +52,7 @@ def assert_any_tile_gives(expected, a, b, bias, tiles) -> None:
     """``expected``: a @ b + bias, below rows that are not asked for."""
     device = schedule.gpu(a.device.index)
     calls = {f"pointers {tile}": partial(triton.by_pointers, a[None], b[None], bias, a.dtype, tile) for tile in tiles}
-    if triton.can_describe(a, b, a.dtype):
+    if triton.is_regular(a, b, a.dtype):
         for tile in schedule.descriptor_tiles(a.dtype.itemsize, device):
             calls[f"descriptors {tile}"] = partial(triton.by_descriptors, a, b, bias, a.dtype, tile)
     for name, out in zip(calls, at_once(calls.values()), strict=True):
@@ -70,7 +70,7 @@ def test_tiles_are_only_a_schedule(biased, dtype):
         bias = bias if biased else None
         expected = chain(x, weight, bias)
         for rows in (1, 7, 16, 100, 1000):
-            assert triton.can_describe(x[-rows:], weight.t(), dtype)
+            assert triton.is_regular(x[-rows:], weight.t(), dtype)
             assert_any_tile_gives(expected, x[-rows:], weight.t(), bias, tiles)
 
 
@@ -82,7 +82,7 @@ def test_layouts_are_only_a_schedule(turn_x, turn_weight):
         expected = chain(x, weight, bias)
         for rows in (8, 104, 1000):
             a, b = turned(x[-rows:], turn_x), turned(weight, turn_weight).t()
-            assert triton.can_describe(a, b, torch.bfloat16)
+            assert triton.is_regular(a, b, torch.bfloat16)
             assert_any_tile_gives(expected, a, b, bias, tiles)
 
 
