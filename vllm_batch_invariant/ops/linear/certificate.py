@@ -192,8 +192,8 @@ class Certifier:
 
         a, s = self.a[:rows], self.signature
         weights = [self.b, *(self.b.t().clone().t() for _ in range(self._copies() - 1))]
-        # Nothing is allocated while a graph is captured: with the allocator settings under which vLLM loads weights that
-        # was an error.
+        # Nothing is allocated while a graph is captured: under vLLM's allocator settings for loading weights
+        # that was an error.
         out = torch.empty(rows, s.columns, dtype=a.dtype, device=a.device)
         ways = {None: [lambda b=b: triton.mm(a, b, self.bias, out) for b in weights]}
         for algorithm in algorithms:
