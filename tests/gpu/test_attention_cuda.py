@@ -176,6 +176,47 @@ def test_a_graph_of_decode_follows_the_lengths_and_has_the_bits_of_eager_calls(h
         assert torch.equal(out, paged_attention(query, key, value, table, now, starts, **options)), shorter
 
 
+@pytest.mark.parametrize("heads", [GROUP_OF_FOUR, GROUP_OF_SEVEN], ids=str)
+def test_a_graph_serves_every_mix_of_requests_with_its_padded_sizes(heads):
+    from vllm_batch_invariant.ops.attention.triton import Planner, Shape
+
+    reduction, tokens, most = AttentionReduction.of_device("cuda"), 64, 63
+    chunks = [newest(Request(heads, 40 + 90 * seed, seed), count) for seed, count in enumerate((1, 1, 30, 2, 1, 20))]
+    mixes = [[2, 0, 1, 3], [5, 4, 0], [2, 5, 0, 1, 4], [3, 0, 1, 4], [2]]
+    query, key, value, table, seq_lens, starts = (tensor.cuda() for tensor in paged(chunks))
+    planner = Planner(
+        Shape(heads.query, heads.kv, heads.size, heads.dtype, reduction), query.device, most, tokens, 9000
+    )
+    options = {"scale": 0.1, "reduction": reduction}
+
+    padded_query, out = query.new_zeros(tokens, *query.shape[1:]), query.new_zeros(tokens, *query.shape[1:])
+    padded_table = table.new_zeros(most, table.shape[1])
+    lengths, begins = seq_lens.new_ones(most), torch.arange(most + 1, dtype=starts.dtype, device="cuda")
+    begins[-1], lengths[-1] = tokens, 2
+    plan = planner.plan(begins, lengths, tokens, 2)
+    call = padded_query, key, value, padded_table, lengths, begins
+    paged_attention(*call, plan=plan, out=out, **options)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_attention(*call, plan=plan, out=out, **options)
+    for mix in mixes:
+        counts = torch.tensor([chunks[i].stop - chunks[i].start for i in mix], device="cuda")
+        rows = torch.cat([torch.arange(starts[i], starts[i + 1], device="cuda") for i in mix])
+        padded_query[: len(rows)] = query[rows]
+        lengths.zero_()
+        lengths[: len(mix)] = seq_lens[mix]
+        padded_table[: len(mix)] = table[mix]
+        begins.fill_(len(rows))
+        begins[0] = 0
+        begins[1 : len(mix) + 1] = counts.cumsum(0)
+        planner.plan(begins, lengths, tokens, int(counts.max()))
+        out.fill_(math.nan)
+        graph.replay()
+        expected = paged_attention(query, key, value, table, seq_lens, starts, **options)[rows]
+        assert torch.equal(out[: len(rows)], expected), mix
+        assert out[len(rows) :].isnan().all()
+
+
 def test_a_padded_step_leaves_the_rows_of_no_request_alone():
     from vllm_batch_invariant.ops.attention.triton import Planner, Shape
 

@@ -125,7 +125,7 @@ class Planner:
             large_blocks(shape.head_size, shape.dtype),
         )
         splits = most_keys // min(shape.reduction.split_size, shape.reduction.early_size) + most_requests
-        blocks = most_tokens * shape.group // self.large.rows + most_requests
+        blocks = self._most_blocks(most_tokens, most_requests)
         self._partial_rows = PARTIAL_BYTES // (4 * (shape.padded_size + 2))
         self._slots = splits
         # Large blocks are shared only while they are few.
@@ -140,6 +140,11 @@ class Planner:
         arrivals = max(self._room_small(1), self._room_large) * shape.kv_heads
         self.arrived = torch.zeros(arrivals, dtype=torch.int32, device=device)
 
+    def _most_blocks(self, tokens: int, requests: int) -> int:
+        """Large blocks that requests of so many tokens together may have: the last of each may be partly empty."""
+        rows = tokens * self.shape.group
+        return rows // self.large.rows + min(requests, rows // (FEW_ROWS + 1))
+
     def _room_small(self, kept_rows: int) -> int:
         return min(self._slots, self._partial_rows // (self.shape.kv_heads * kept_rows))
 
@@ -151,6 +156,9 @@ class Planner:
     def plan(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, tokens: int, most_query_tokens: int) -> Plan:
         """Plan a step; launches one kernel and reads nothing back.
 
+        What it decides on the host depends on ``tokens``, on the number of requests, and for several requests on
+        whether all have one token: calls that were captured with one plan serve every other step of that kind.
+
         Args:
             query_start_loc: [requests + 1] on the GPU.
             seq_lens: [requests] on the GPU.
@@ -158,9 +166,11 @@ class Planner:
             most_query_tokens: tokens of the request with the most, or more.
         """
         requests, shape = len(seq_lens), self.shape
-        most_rows = most_query_tokens * shape.group
-        kept_rows = shape.group if most_query_tokens <= 1 and shape.group <= FEW_ROWS else FEW_ROWS
-        blocks = -(-tokens * shape.group // self.large.rows) + requests if most_rows > FEW_ROWS else 0
+        decode = most_query_tokens <= 1
+        small = requests > 1 or most_query_tokens * shape.group <= FEW_ROWS
+        large = most_query_tokens * shape.group > FEW_ROWS or (requests > 1 and not decode)
+        kept_rows = shape.group if decode and shape.group <= FEW_ROWS else FEW_ROWS
+        blocks = self._most_blocks(tokens, requests) if large else 0
         share = 0 < blocks < self._few_large
         if requests:
             with torch.cuda.device(self.device):
@@ -182,7 +192,7 @@ class Planner:
                     step=_PLANNED_AT_ONCE,
                 )
         large_programs = 2 * self.processors if share else blocks * shape.kv_heads
-        return Plan(self, requests > 1 or most_rows <= FEW_ROWS, large_programs, share, kept_rows)
+        return Plan(self, small, large_programs, share, kept_rows)
 
 
 def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None = None) -> None:

@@ -1,0 +1,104 @@
+"""Runs the GPU's attention kernels in Triton's interpreter, on the CPU; a program of its own, because Triton reads the
+setting when it is imported.
+
+usage: TRITON_INTERPRET=1 python -m tests.ops.interpreted_attention
+"""
+
+import math
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import torch
+
+from tests.ops.attention_cases import Chunk, Heads, Request, exact, paged
+from vllm_batch_invariant.ops import attention
+from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
+from vllm_batch_invariant.ops.attention.triton import Planner, Shape
+
+HEADS = Heads(2, 1, 64, torch.float16)
+"""In bf16 the interpreter multiplies wrongly."""
+REDUCTION = AttentionReduction.of_device("cuda")
+PROCESSORS = 132
+ATOL = 2e-3
+
+
+def pretend_to_have_a_gpu() -> None:
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=PROCESSORS)
+    torch.cuda.get_device_capability = lambda device: (8, 0)
+    torch.cuda.device = torch.cuda.device_of = lambda device: nullcontext()
+    attention._OF_DEVICE["cpu"] = "triton"
+
+
+def newest(length: int, count: int, seed: int = 1) -> Chunk:
+    return Chunk(Request(HEADS, length, seed), length - count, length)
+
+
+def attend(chunks: list[Chunk], **options: object) -> torch.Tensor:
+    tensors = paged(chunks, 16, 0, math.nan)
+    out = torch.full_like(tensors[0], math.nan)
+    scale = HEADS.size**-0.5
+    return paged_attention(*tensors, scale=scale, reduction=REDUCTION, implementation="triton", out=out, **options)
+
+
+def check(name: str, ok: bool) -> None:
+    print("ok" if ok else "FAILED", name, flush=True)
+    if not ok:
+        sys.exit(1)
+
+
+def check_values() -> None:
+    """Every way to spread work, and every option, is near float64."""
+    mixed = [newest(150, 150), newest(777, 7, 2), newest(2600, 1, 3)]
+    borders = [newest(length, 1, length) for length in (1, 256, 257, 2049, 2561)]
+    for name, chunks, options in (
+        ("mixed", mixed, {}),
+        ("window and soft-cap", mixed, {"sliding_window": 300, "logits_soft_cap": 2.0}),
+        ("ALiBi", mixed[1:], {"alibi_slopes": torch.linspace(-0.3, 0.5, HEADS.query)}),
+        ("sinks", mixed[1:], {"sinks": torch.linspace(-2, 6, HEADS.query)}),
+        ("borders", borders, {}),
+    ):
+        error = (attend(chunks, **options).double() - exact(chunks, **options)).abs().max().item()
+        check(f"{name}: off by {error:.1e}", error < ATOL)
+
+
+def check_decode_against_prefill() -> None:
+    prefill = attend([newest(600, 600)])
+    for count in (1, 5, 64):
+        check(f"the newest {count}", torch.equal(attend([newest(600, count)]), prefill[-count:]))
+
+
+def check_one_plan_for_every_mix() -> None:
+    """What a CUDA graph does: calls made with one plan serve other steps of its padded sizes, planned later."""
+    tokens, most = 64, 63
+    chunks = [newest(40 + 90 * seed, count, seed) for seed, count in enumerate((1, 1, 30, 2, 1, 20))]
+    query, key, value, table, seq_lens, starts = paged(chunks)
+    options = {"scale": 0.1, "reduction": REDUCTION, "implementation": "triton"}
+    expected = paged_attention(query, key, value, table, seq_lens, starts, **options)
+    planner = Planner(
+        Shape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION), query.device, most, tokens, 9000
+    )
+    plan = planner.plan(torch.arange(most + 1), torch.ones(most), tokens, 2)
+    for mix in ([2, 0, 1, 3], [5, 4, 0], [2]):
+        rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in mix])
+        counts = torch.tensor([starts[i + 1] - starts[i] for i in mix])
+        padded_query, out = query.new_zeros(tokens, *query.shape[1:]), torch.full((tokens, *query.shape[1:]), math.nan)
+        padded_query[: len(rows)] = query[rows]
+        lengths, begins = seq_lens.new_zeros(most), starts.new_full((most + 1,), len(rows))
+        lengths[: len(mix)] = seq_lens[mix]
+        begins[0] = 0
+        begins[1 : len(mix) + 1] = counts.cumsum(0)
+        padded_table = table.new_zeros(most, table.shape[1])
+        padded_table[: len(mix)] = table[mix]
+        planner.plan(begins, lengths, tokens, int(counts.max()))
+        out = out.to(query.dtype)
+        paged_attention(padded_query, key, value, padded_table, lengths, begins, plan=plan, out=out, **options)
+        same = torch.equal(out[: len(rows)], expected[rows])
+        check(f"one plan for requests {mix}", same and bool(out[len(rows) :].isnan().all()))
+
+
+if __name__ == "__main__":
+    pretend_to_have_a_gpu()
+    check_values()
+    check_decode_against_prefill()
+    check_one_plan_for_every_mix()
