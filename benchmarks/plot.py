@@ -93,6 +93,34 @@ def _draw_attention(measurements: Sequence[Measurement]) -> Figure:
     return figure
 
 
+def _draw_engine(measurements: Sequence[Measurement]) -> Figure:
+    """Cost against stock: a bar for each provider and case; rates are turned over, so that longer is always slower."""
+    compared = [found for found in measurements if found.provider != "stock" and found.ratio]
+    cases = list(dict.fromkeys((found.case, found.metric) for found in compared))
+    providers = list(dict.fromkeys(found.provider for found in compared))
+    figure = Figure(figsize=(9, 0.5 * len(cases) * len(providers) / 2 + 1.5), layout="constrained")
+    place = figure.subplots()
+    height = 0.8 / max(len(providers), 1)
+    for number, provider in enumerate(providers):
+        bars = {}
+        for found in compared:
+            if found.provider == provider:
+                slower = 1 / found.ratio if found.unit.endswith("/s") else found.ratio
+                bars[cases.index((found.case, found.metric)) + number * height] = slower
+        drawn = place.barh(list(bars), list(bars.values()), height, label=provider, color=_style(provider)["color"])
+        place.bar_label(drawn, fmt="%.2f", padding=2, fontsize="small")
+    place.axvline(1, color="black", linewidth=0.8)
+    place.set_yticks(
+        [place + height * (len(providers) - 1) / 2 for place in range(len(cases))],
+        [f"{case.removeprefix('workload=')}{'' if metric in case else ', ' + metric}" for case, metric in cases],
+    )
+    place.invert_yaxis()
+    place.set_xlabel("cost / stock (below 1: faster, or less)")
+    place.legend()
+    figure.suptitle(f"Engines. {_setting(compared)}")
+    return figure
+
+
 def _kilo(tokens: float, _: int) -> str:
     return f"{tokens / 1024:g}k" if tokens >= 1024 else f"{tokens:g}"
 
@@ -152,6 +180,7 @@ def _setting(measurements: Sequence[Measurement]) -> str:
 DRAWINGS: dict[str, Callable[[Sequence[Measurement]], Figure]] = {
     "linear": _draw_linear,
     "attention": _draw_attention,
+    "engine": _draw_engine,
 }
 """How the data of a benchmark is drawn, by the benchmark's name."""
 

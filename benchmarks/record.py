@@ -1,6 +1,7 @@
 """Measurements, and the CSV files that keep them: one row a measurement, the newest run replaces the file."""
 
 import csv
+import platform
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -31,8 +32,9 @@ class Setting:
 
     @classmethod
     def here(cls) -> "Setting":
-        """The current GPU, the installed versions and today."""
-        return cls(torch.cuda.get_device_name(), versions(), datetime.now(UTC).date().isoformat())
+        """The current GPU (or the kind of CPU), the installed versions and today."""
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+        return cls(name, versions(), datetime.now(UTC).date().isoformat())
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,170 @@
+"""Benchmark of whole engines: `python -m benchmarks.engine MODEL`. Plain vLLM, vLLM's own invariant mode and ours take
+turns on one GPU. Bits first, then time.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import engine_online
+from benchmarks.engine_online import LOADS
+from benchmarks.engine_workloads import WORKLOADS
+from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, write
+from benchmarks.spread import Spread
+from vllm_batch_invariant.check.outcome import NoTestError
+from vllm_batch_invariant.envs import FLAG
+
+PROVIDERS: dict[str, dict[str, str]] = {
+    "stock": {FLAG: "0"},
+    "ours": {FLAG: "1"},
+    "native": {FLAG: "1", "VLLM_PLUGINS": ""},
+}
+"""What decides who computes, by provider; the first is what the others are compared with."""
+COMPANY = 63
+"""Requests beside the one whose bits are checked."""
+
+
+def measure(provider: str, plan: dict[str, Any], timeout: float) -> dict[str, Any] | None:
+    """What an engine of a provider's did; None if it failed, with the end of its log on stderr."""
+    print(f"\n{provider}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        plan_path, result_path, log = (Path(folder, name) for name in ("plan.json", "result.json", "log"))
+        plan_path.write_text(json.dumps(plan))
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith((FLAG, "VLLM_PLUGINS"))}
+        with log.open("w") as errors:
+            try:
+                status = subprocess.run(
+                    [sys.executable, "-m", "benchmarks.engine_worker", plan_path, result_path],
+                    env={"VLLM_LOGGING_LEVEL": "WARNING"} | inherited | PROVIDERS[provider],
+                    stderr=errors,
+                    timeout=timeout,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                status = f"none after {timeout:.0f} s"
+        if status:
+            tail = "\n".join(log.read_text().splitlines()[-30:])
+            print(f"FAILED: {provider}, exit status {status}; the end of its log:\n{tail}", file=sys.stderr)
+            return None
+        return json.loads(result_path.read_text())
+
+
+def measure_online(provider: str, options: argparse.Namespace) -> dict[str, list[float]] | None:
+    """Latencies of a provider's server under the online load; None if it failed, which is said on stderr."""
+    arguments = ["--max-model-len", str(options.max_model_len)]
+    if options.kv_cache_gib:
+        arguments += ["--kv-cache-memory-bytes", str(int(options.kv_cache_gib * 2**30))]
+    try:
+        return engine_online.run(options.model, arguments, LOADS[options.workloads], PROVIDERS[provider])
+    except (subprocess.CalledProcessError, RuntimeError, NoTestError) as error:
+        print(f"FAILED: {provider}, online: {error}\n{getattr(error, 'stderr', '') or ''}", file=sys.stderr)
+        return None
+
+
+def measurements(results: dict[str, dict[str, Any]], workloads: str, setting: Setting) -> list[Measurement]:
+    """The rows for the data: every workload, start-up and memory, of every provider."""
+    found = []
+
+    def add(provider: str, case: str, metric: str, unit: str, samples: list[float], stock: list[float] | None) -> None:
+        spread = Spread.of(samples if len(samples) > 1 else samples * 2)
+        other = None if not stock else Spread.of(stock if len(stock) > 1 else stock * 2)
+        ratio = spread.p50 / other.p50 if other and other.p50 else None
+        bits: Bits = "-" if provider == "stock" else "equal" if results[provider]["same_bits"] else "differ"
+        found.append(
+            Measurement(
+                "engine", provider, case, metric, unit, **asdict(spread), ratio=ratio, bits=bits, **asdict(setting)
+            )
+        )
+
+    stock = results.get("stock")
+    for provider, result in results.items():
+        for place, workload in enumerate(WORKLOADS[workloads]):
+            other = stock and stock["samples"][place]
+            add(provider, workload.case, workload.metric, workload.unit, result["samples"][place], other)
+        for metric, unit in (("startup", "s"), ("memory", "MiB")):
+            add(provider, case_text(workload=metric), metric, unit, [result[metric]], stock and [stock[metric]])
+        for metric, samples in (result.get("online") or {}).items():
+            case, other = LOADS[workloads].case, ((stock or {}).get("online") or {}).get(metric)
+            add(provider, case, metric, "ms", samples, other)
+            add(provider, case, f"{metric}-p99", "ms", [_p99(samples)], other and [_p99(other)])
+    return found
+
+
+def _p99(samples: list[float]) -> float:
+    return statistics.quantiles(samples, n=100, method="inclusive")[98]
+
+
+def print_summary(rows: Sequence[Measurement], console: Console) -> None:
+    """Print a line for each case: each provider's median, and its ratio to stock."""
+    providers = list(dict.fromkeys(row.provider for row in rows))
+    table = Table("case", *providers, title="Engines: median, and ratio to stock", title_justify="left")
+    cases = dict.fromkeys((row.case, row.metric, row.unit) for row in rows)
+    for case, metric, unit in cases:
+        cells = []
+        for provider in providers:
+            own = [row for row in rows if (row.case, row.metric, row.provider) == (case, metric, provider)]
+            ratio = f", {own[0].ratio:.3f}" if own and own[0].ratio is not None else ""
+            cells.append(f"{own[0].p50:.4g} {unit}{ratio}" if own else "")
+        table.add_row(case if case == case_text(workload=metric) else f"{case}: {metric}", *cells)
+    bits = {row.provider: row.bits for row in rows}
+    table.add_row("bits alone and in company", *(bits[provider] for provider in providers))
+    console.print(table)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine",
+        description="Check that a request has the same bits alone and in company, then time engines. "
+        "Exit status: 0 all well, 1 our bits differ or an engine failed.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("model", help="a checkpoint")
+    parser.add_argument("--out", type=Path, default=DATA / "engine.csv", help="CSV file to replace")
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS), help="who takes part")
+    parser.add_argument("--workloads", choices=WORKLOADS, default="full", help="what they do")
+    parser.add_argument("--samples", type=int, default=3, help="how often each workload is timed")
+    parser.add_argument("--max-model-len", type=int, default=40_000, help="of the engine")
+    parser.add_argument("--kv-cache-gib", type=float, default=48, help="KV cache, the same for all")
+    parser.add_argument("--offline", action="store_true", help="leave out the server under an online load")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one engine")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    options = _parse(arguments)
+    engine = {
+        "model": options.model,
+        "max_model_len": options.max_model_len,
+        "kv_cache_memory_bytes": int(options.kv_cache_gib * 2**30),
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+    }
+    plan = {"engine": engine, "company": COMPANY, "workloads": options.workloads, "samples": options.samples}
+    results = {}
+    for provider in options.providers:
+        result = measure(provider, plan, options.timeout)
+        if result is not None:
+            results[provider] = result
+            if not options.offline:
+                result["online"] = measure_online(provider, options)
+    rows = measurements(results, options.workloads, Setting.here())
+    write(options.out, rows)
+    print_summary(rows, Console())
+    failed = len(results) < len(options.providers)
+    failed |= not options.offline and any(result["online"] is None for result in results.values())
+    return 1 if failed or not results.get("ours", {"same_bits": True})["same_bits"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""A mixed online load for the engine benchmark: a real server, and vLLM's own client with Poisson arrivals."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.record import case_text
+from vllm_batch_invariant.check.server import serve
+
+_CLIENT = (
+    "import argparse; from vllm.benchmarks.serve import add_cli_args, main; "
+    "parser = argparse.ArgumentParser(); add_cli_args(parser); main(parser.parse_args())"
+)
+"""`vllm bench serve` without vLLM's command, which not every build has."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests whose lengths vary between a tenth and twice a mean, as in chats."""
+
+    requests: int
+    rate: float
+    """Arrivals a second on average."""
+    input: int
+    output: int
+
+    @property
+    def case(self) -> str:
+        """How it is written in the data."""
+        return case_text(
+            workload="online", rate=self.rate, requests=self.requests, input=self.input, output=self.output
+        )
+
+
+LOADS = {"full": Load(400, 20.0, 256, 200), "small": Load(6, 10.0, 32, 5)}
+
+
+def run(model: str, arguments: list[str], load: Load, environment: Mapping[str, str]) -> dict[str, list[float]]:
+    """Milliseconds to the first token and for each later one, of every request.
+
+    Raises:
+        subprocess.CalledProcessError: the client failed.
+        RuntimeError: requests failed.
+    """
+    with serve(model, arguments, environment) as server, tempfile.TemporaryDirectory() as folder:
+        options = {
+            "backend": "openai",
+            "base-url": server.base_url.removesuffix("/v1"),
+            "model": model,
+            "dataset-name": "random",
+            "random-input-len": load.input,
+            "random-output-len": load.output,
+            "random-range-ratio": 0.9,
+            "num-prompts": load.requests,
+            "request-rate": load.rate,
+            "seed": 0,
+            "result-dir": folder,
+            "result-filename": "result.json",
+        }
+        flags = ["--ignore-eos", "--save-result", "--save-detailed", "--disable-tqdm"]
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        subprocess.run([sys.executable, "-c", _CLIENT, *words, *flags], check=True, capture_output=True, text=True)
+        found = json.loads(Path(folder, "result.json").read_text())
+    if found["completed"] < load.requests:
+        raise RuntimeError(f"{load.requests - found['completed']} of {load.requests} requests failed")
+    return {
+        "ttft": [1e3 * seconds for seconds in found["ttfts"]],
+        "tpot": [1e3 * sum(gaps) / len(gaps) for gaps in found["itls"] if gaps],
+    }

@@ -1,0 +1,44 @@
+"""One engine of the engine benchmark, in a process of its own because the mode holds for a process.
+
+usage: python -m benchmarks.engine_worker PLAN.json RESULT.json
+"""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine_workloads import WORKLOADS, needle_bits
+
+
+def memory_used() -> int:
+    """MiB taken on the first GPU by everybody; 0 without one."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+
+
+def run(plan: dict[str, Any]) -> dict[str, Any]:
+    """Start the engine, check the bits, and time every workload."""
+    from vllm import LLM
+
+    before = memory_used()
+    started = time.perf_counter()
+    llm = LLM(**plan["engine"])
+    startup = time.perf_counter() - started
+    alone, among = needle_bits(llm, plan["company"])
+    samples = []
+    for workload in WORKLOADS[plan["workloads"]]:
+        workload.sample(llm)  # whatever happens once
+        samples.append([workload.sample(llm) for _ in range(plan["samples"])])
+        print(f"  {workload.case}: {min(samples[-1]):.4g} to {max(samples[-1]):.4g} {workload.unit}", flush=True)
+    return {"startup": startup, "memory": memory_used() - before, "same_bits": alone == among, "samples": samples}
+
+
+if __name__ == "__main__":
+    plan_path, result_path = map(Path, sys.argv[1:])
+    result_path.write_text(json.dumps(run(json.loads(plan_path.read_text()))))

@@ -1,0 +1,140 @@
+"""What the engine benchmark has an engine do, and how it is timed."""
+
+import random
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from benchmarks.record import case_text
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+_SPECIAL = 16
+"""Token ids below are special in the project's checkpoints."""
+
+
+class Workload(Protocol):
+    """Something to time."""
+
+    metric: str
+    unit: str
+
+    @property
+    def case(self) -> str:
+        """How it is written in the data."""
+
+    def sample(self, llm: "LLM") -> float:
+        """One measurement, in ``unit``."""
+
+
+def _prompts(llm: "LLM", count: int, length: int, seed: int) -> list[dict]:
+    chance = random.Random(seed)
+    vocabulary = range(_SPECIAL, llm.llm_engine.model_config.get_vocab_size())
+    return [{"prompt_token_ids": chance.choices(vocabulary, k=length)} for _ in range(count)]
+
+
+def _seconds(llm: "LLM", prompts: list[dict], tokens: list[int]) -> float:
+    from vllm import SamplingParams
+
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in tokens]
+    started = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - started
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Many short prompts at once: seconds for all."""
+
+    prompts: int
+    prompt_tokens: int
+    fewest: int
+    most: int
+    metric = "time"
+    unit = "s"
+
+    @property
+    def case(self) -> str:
+        return case_text(
+            workload="throughput", prompts=self.prompts, input=self.prompt_tokens, output=f"{self.fewest}-{self.most}"
+        )
+
+    def sample(self, llm: "LLM") -> float:
+        chance = random.Random(0)
+        tokens = [chance.randint(self.fewest, self.most) for _ in range(self.prompts)]
+        prompts = _prompts(llm, self.prompts, self.prompt_tokens, seed=1)
+        llm.reset_prefix_cache()
+        return _seconds(llm, prompts, tokens)
+
+
+@dataclass(frozen=True)
+class TokenTime:
+    """Milliseconds of a step that gives each of ``batch`` requests a token behind ``context`` others."""
+
+    batch: int
+    context: int
+    tokens: int
+    metric = "tpot"
+    unit = "ms"
+
+    @property
+    def case(self) -> str:
+        return case_text(workload="tpot", batch=self.batch, context=self.context)
+
+    def sample(self, llm: "LLM") -> float:
+        prompts = _prompts(llm, self.batch, self.context, seed=self.context)
+        # The prompts are in the prefix cache from the first run on, and what is left of prefill is in both times.
+        _seconds(llm, prompts, [1] * self.batch)
+        first = _seconds(llm, prompts, [1] * self.batch)
+        return 1e3 * (_seconds(llm, prompts, [1 + self.tokens] * self.batch) - first) / self.tokens
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Long prompts and one token each: prompt tokens a second."""
+
+    prompts: int
+    tokens: int
+    metric = "throughput"
+    unit = "tokens/s"
+
+    @property
+    def case(self) -> str:
+        return case_text(workload="prefill", prompts=self.prompts, input=self.tokens)
+
+    def sample(self, llm: "LLM") -> float:
+        prompts = _prompts(llm, self.prompts, self.tokens, seed=2)
+        llm.reset_prefix_cache()
+        return self.prompts * self.tokens / _seconds(llm, prompts, [1] * self.prompts)
+
+
+WORKLOADS: dict[str, tuple[Workload, ...]] = {
+    "full": (
+        Throughput(1000, 32, 90, 110),
+        *(TokenTime(batch, 64, 128) for batch in (1, 8, 64, 256)),
+        TokenTime(1, 32_000, 64),
+        TokenTime(8, 16_000, 64),
+        Prefill(16, 4096),
+    ),
+    "small": (Throughput(8, 16, 4, 6), TokenTime(1, 32, 4), TokenTime(4, 64, 4), Prefill(2, 128)),
+}
+"""By name: for a model of 8 B weights on a large GPU, and to try the benchmark anywhere."""
+
+
+def needle_bits(llm: "LLM", company: int) -> list[str]:
+    """Tokens and logprobs of one request, exact: alone, and among ``company`` others. Two equal texts if invariant."""
+    from vllm import SamplingParams
+
+    [needle] = _prompts(llm, 1, 45, seed=3)
+    found = []
+    for others in (0, company):
+        llm.reset_prefix_cache()
+        prompts = [needle, *_prompts(llm, others, 30, seed=4)]
+        answer = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, logprobs=5), use_tqdm=False)[0]
+        [completion] = answer.outputs
+        numbers = [
+            [(token, entry[token].logprob.hex()) for token in sorted(entry)] for entry in completion.logprobs or []
+        ]
+        found.append(f"{list(completion.token_ids)} {numbers}")
+    return found

@@ -1,0 +1,99 @@
+"""The engine benchmark's rows, summary and failures; engines themselves are made up here."""
+
+import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from benchmarks import engine, plot, record
+from benchmarks.engine_online import LOADS
+from benchmarks.engine_workloads import WORKLOADS
+from benchmarks.record import Setting
+
+SETTING = Setting("NVIDIA H200", "vllm=0.26.0", "2026-01-31")
+
+
+def result(factor: float, same_bits: bool = True) -> dict:
+    """What a worker writes: every sample is ``factor``, give or take."""
+    samples = [[factor * part for part in (0.9, 1.0, 1.2)] for _ in WORKLOADS["small"]]
+    online = {"ttft": [factor * number for number in range(1, 101)], "tpot": [factor] * 5}
+    return {"startup": 10 * factor, "memory": 100, "same_bits": same_bits, "samples": samples, "online": online}
+
+
+def test_every_case_has_a_name_of_its_own() -> None:
+    for name, workloads in WORKLOADS.items():
+        cases = [workload.case for workload in workloads] + [LOADS[name].case]
+        assert len(set(cases)) == len(cases)
+
+
+def test_ratios_are_to_stock_and_bits_are_those_that_were_seen() -> None:
+    results = {"stock": result(1.0, same_bits=False), "ours": result(0.5), "native": result(3.0, same_bits=False)}
+    rows = engine.measurements(results, "small", SETTING)
+    assert {(row.provider, row.bits) for row in rows} == {("stock", "-"), ("ours", "equal"), ("native", "differ")}
+    for row in rows:
+        expected = 1.0 if row.metric == "memory" else {"stock": 1.0, "ours": 0.5, "native": 3.0}[row.provider]
+        assert row.ratio == pytest.approx(expected), row
+    assert len(rows) == 3 * (len(WORKLOADS["small"]) + 2 + 4)
+    [p99] = [row for row in rows if (row.provider, row.metric) == ("ours", "ttft-p99")]
+    assert p99.p50 == pytest.approx(0.5 * 99, rel=0.01)
+
+
+def test_without_stock_there_is_no_ratio() -> None:
+    assert {row.ratio for row in engine.measurements({"ours": result(1.0)}, "small", SETTING)} == {None}
+
+
+def test_the_summary_has_a_line_for_every_case_and_the_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    results = {"stock": result(1.0), "ours": result(0.5)}
+    rows = engine.measurements(results, "small", SETTING)
+    engine.print_summary(rows, Console(width=200))
+    shown = capsys.readouterr().out
+    assert all(workload.case in shown for workload in WORKLOADS["small"])
+    assert "0.500" in shown
+    assert "equal" in shown
+
+
+def test_the_rows_can_be_drawn(tmp_path: Path) -> None:
+    rows = engine.measurements({"stock": result(1.0), "ours": result(0.5)}, "small", SETTING)
+    record.write(tmp_path / "engine.csv", rows)
+    assert "ours" in plot.draw(tmp_path / "engine.csv").read_text()
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch):
+    """Runs no engine: writes this result, by provider, or has it fail."""
+    answers, environments = {}, {}
+
+    def run(command, env, stderr, timeout):
+        provider = next(
+            name
+            for name, values in engine.PROVIDERS.items()
+            if values.items() <= env.items() and len(values) == (1 + ("VLLM_PLUGINS" in env))
+        )
+        environments[provider] = env
+        if answers[provider] is None:
+            stderr.write("something went wrong\n")
+            return SimpleNamespace(returncode=1)
+        Path(command[-1]).write_text(json.dumps(answers[provider]))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return SimpleNamespace(answers=answers, environments=environments)
+
+
+@pytest.mark.parametrize(
+    ("ours", "status"), [(result(1.0), 0), (result(1.0, same_bits=False), 1), (None, 1)], ids=["well", "bits", "failed"]
+)
+def test_the_exit_status_says_whether_ours_held(ours, status, worker, tmp_path, monkeypatch, capfd) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT_LINEAR", "triton")
+    worker.answers |= {"stock": result(2.0, same_bits=False), "ours": ours, "native": result(4.0)}
+    out = tmp_path / "engine.csv"
+    assert engine.main(["MODEL", "--workloads", "small", "--offline", "--out", str(out)]) == status
+    assert {row.provider for row in record.read(out)} == {"stock", "native"} | ({"ours"} if ours else set())
+    assert ("something went wrong" in capfd.readouterr().err) is (ours is None)
+    assert worker.environments["stock"]["VLLM_BATCH_INVARIANT"] == "0"
+    assert worker.environments["native"]["VLLM_PLUGINS"] == ""
+    assert all("VLLM_BATCH_INVARIANT_LINEAR" not in env for env in worker.environments.values()), "left of the caller"
