@@ -6,7 +6,7 @@ SAMPLES ?= 1000
 RUN = $(VENV)/bin/python -m
 CHECKPOINT = .cache/demo-model
 
-.PHONY: demo test lint install clean test-seams
+.PHONY: demo test lint install clean test-seams test-npu-stub
 install: $(VENV)/installed-$(DEVICE)
 
 $(VENV)/installed-%: pyproject.toml requirements/overrides-cpu.txt scripts/install.sh
@@ -29,7 +29,17 @@ test: install lint
 	$(RUN) pytest
 
 test-seams: install
-	$(RUN) scripts.check_seams 0.26.0 0.33.0
+	$(RUN) scripts.check_seams vllm==0.26.0 vllm==0.33.0 vllm-ascend==0.26.0rc1
+
+# The real torch_npu over stand-ins for CANN: which calls reach a kernel of CANN, with the mode and without.
+NPU_STUB = .cache/npu-stub
+$(NPU_STUB)/installed: scripts/install_npu_stub.sh tests/npu/stub/libraries.py tests/npu/stub/runtime.c
+	sh scripts/install_npu_stub.sh $(NPU_STUB) $(PYTHON)
+	touch $@
+
+test-npu-stub: $(NPU_STUB)/installed
+	NPU_STUB=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH=$(NPU_STUB)/cann PYTHONPATH=. \
+		$(NPU_STUB)/bin/python -m pytest tests/npu/stub
 
 clean:
 	rm -rf $(VENV) .cache

@@ -1,6 +1,6 @@
-"""Checks by reading, not running, that vLLM's sources have every place the plugin takes hold of.
+"""Checks by reading, not running, that vLLM's sources have every place the plugin takes hold of, and vllm-ascend's.
 
-usage: python -m scripts.check_seams VERSION...     downloads those wheels of vLLM, about 300 MB each
+usage: python -m scripts.check_seams PACKAGE==VERSION...     downloads those wheels: vllm 300 MB, vllm-ascend 25 MB
 """
 
 import ast
@@ -8,9 +8,11 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
-from vllm_batch_invariant.integration import seams
+from vllm_batch_invariant.integration import ascend_seams, seams
 
 
 def defines(source: str, name: str) -> bool:
@@ -32,32 +34,53 @@ def defines(source: str, name: str) -> bool:
     return False
 
 
-def missing(wheel: zipfile.ZipFile) -> list[str]:
-    """Names of the seams that a wheel of vLLM does not have."""
+def members(source: str, name: str) -> set[str]:
+    """The methods and annotated fields that a class of a module defines."""
+    found = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            found |= {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+            found |= {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
+    return found
+
+
+def missing(wheel: zipfile.ZipFile, places: ModuleType) -> list[str]:
+    """Names of the seams, and of members of theirs, that a wheel does not have."""
     files = set(wheel.namelist())
 
-    def has(seam: seams.Seam) -> bool:
+    def sources(seam: seams.Seam) -> Iterator[str]:
         for module in seam.modules:
             path = module.replace(".", "/")
             for file in (f"{path}.py", f"{path}/__init__.py"):
-                if file in files and defines(wheel.read(file).decode(), seam.attribute):
-                    return True
-        return False
+                if file in files and defines(source := wheel.read(file).decode(), seam.attribute):
+                    yield source
 
-    return [name for name, seam in seams.ALL.items() if not has(seam)]
+    absent = []
+    for name, seam in places.ALL.items():
+        source = next(sources(seam), None)
+        if source is None:
+            absent.append(name)
+            continue
+        wanted = getattr(places, "MEMBERS", {}).get(name, ())
+        absent += [f"{name}.{member}" for member in wanted if member not in members(source, seam.attribute)]
+    return absent
 
 
-def main(versions: list[str]) -> int:
-    """Check each version; the exit status is the number of versions that lack something."""
+PLACES = {"vllm": seams, "vllm-ascend": ascend_seams}
+
+
+def main(requirements: list[str]) -> int:
+    """Check each package; the exit status is the number of those that lack something."""
     lacking = 0
-    for version in versions:
+    for requirement in requirements:
+        places = PLACES[requirement.partition("==")[0]]
         with tempfile.TemporaryDirectory() as folder:
-            wanted = ["--no-deps", "--only-binary=:all:", "--dest", folder, f"vllm=={version}"]
+            wanted = ["--no-deps", "--only-binary=:all:", "--dest", folder, requirement]
             subprocess.run([sys.executable, "-m", "pip", "download", "-q", *wanted], check=True)
             with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
-                absent = missing(wheel)
+                absent = missing(wheel, places)
         lacking += bool(absent)
-        print(f"vLLM {version}: " + (f"no {', '.join(absent)}" if absent else f"all {len(seams.ALL)} seams are there"))
+        print(f"{requirement}: " + (f"no {', '.join(absent)}" if absent else f"all {len(places.ALL)} seams are there"))
     return lacking
 
 

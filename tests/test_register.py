@@ -56,7 +56,7 @@ def test_known_versions_are_accepted(version: str, monkeypatch: pytest.MonkeyPat
     seams.check_version()
 
 
-@pytest.mark.parametrize("device", ["npu", "xpu", "tpu"])
+@pytest.mark.parametrize("device", ["xpu", "tpu"])
 def test_a_device_without_implementation_is_refused(device: str) -> None:
     with pytest.raises(NotCovered, match=f"device '{device}'.*unset VLLM_BATCH_INVARIANT"):
         support.check_device(device)

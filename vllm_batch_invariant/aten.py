@@ -6,15 +6,15 @@ operators.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 
 from .ops import original
-from .ops.devices import IMPLEMENTED, module_for
+from .ops.devices import DISPATCH_KEYS, IMPLEMENTED, module_for, present
 from .ops.pointwise import BINARY, UNARY, elementwise
 
 Tensor = torch.Tensor
@@ -89,6 +89,18 @@ def baddbmm(added: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Num
         return original.kernel("baddbmm", a)(added, a, b, beta=beta, alpha=alpha)
     _check(a, b, added)
     return _combine(_linear(a).accumulate_batch(a, b), added, beta, alpha, a.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[..., K] by [N, K] and [N] as one product, so that the bias is added before the one rounding: PyTorch's own adds
+    it to a product that was rounded already, if x has more than two dimensions and is not packed.
+    """
+    if weight.dim() != 2 or x.dim() == 0 or (bias is not None and bias.dim() != 1):
+        out = torch.matmul(x, weight.t())
+        return out if bias is None else out + bias
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    out = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+    return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def mm_dtype(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -173,8 +185,9 @@ def mean_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _softmax_module(x: Tensor) -> ModuleType | None:
-    """The operation, or None for a dtype that PyTorch's row-wise kernel serves."""
-    return None if x.dtype == torch.float64 or _exact(x) else module_for("softmax", x.device.type)
+    """The operation, or None for a dtype that PyTorch's row-wise kernel serves; nothing is known of an NPU's."""
+    by_pytorch = x.dtype == torch.float64 and x.device.type != "npu"
+    return None if by_pytorch or _exact(x) else module_for("softmax", x.device.type)
 
 
 def softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
@@ -286,10 +299,10 @@ OVERRIDES: dict[str, Override] = {
 """Every ATen operator that the mode replaces."""
 
 NAMED_DTYPE = {"mm": mm_dtype, "bmm": bmm_dtype, "addmm": addmm_dtype, "baddbmm": baddbmm_dtype}
-"""The overloads that name the dtype of the result, which only a GPU has."""
+"""The overloads that name the dtype of the result, which a CPU has not."""
 
 
-def _registrations(name: str, override: Override) -> Iterator[tuple[str, Callable[..., Tensor]]]:
+def registrations(name: str, override: Override) -> Iterator[tuple[str, Callable[..., Tensor]]]:
     """(operator with overload, function) for the functional form and every out and in-place form that PyTorch has."""
     base, _, overload = name.partition(".")
     yield name, override.function
@@ -307,6 +320,7 @@ class _Enabled:
     """What has to be put back."""
 
     library: torch.library.Library
+    of_devices: ExitStack
     flash: bool
     memory_efficient: bool
     cudnn: bool
@@ -322,37 +336,46 @@ def is_batch_invariant_mode_enabled() -> bool:
     return _enabled is not None
 
 
-def _present(device_type: str) -> bool:
-    return torch.get_device_module(device_type).is_available()
-
-
-def enable_batch_invariant_mode() -> None:
+def enable_batch_invariant_mode(theirs: Iterable[str] = ()) -> None:
     """Replace PyTorch's products, reductions and elementwise functions by batch-invariant ones, for the whole process.
 
     Besides the operators in :data:`OVERRIDES`: scaled_dot_product_attention takes its path of plain products,
     nn.MultiheadAttention its slow one, and compiled functions run eagerly, because a compiled graph has no operators
     left to replace.
+
+    Args:
+        theirs: operators that another library has made batch-invariant on NPUs, and that are left to it.
     """
     global _enabled
     if _enabled is not None:
         return
+    theirs = frozenset(theirs)
     library = torch.library.Library("aten", "IMPL")
+    of_devices = ExitStack()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-        for device_type in filter(_present, IMPLEMENTED):
-            key = device_type.upper()
+        for device_type in filter(present, IMPLEMENTED):
+            key = DISPATCH_KEYS[device_type]
             for name, override in OVERRIDES.items():
                 if override.cpu_only and device_type != "cpu":
                     continue
                 original.keep(name, key)
-                for operator, function in _registrations(name, override):
-                    library.impl(operator, function, key)
-            if device_type == "cuda":
+                for operator, function in registrations(name, override):
+                    if device_type == "npu" and operator in theirs:
+                        continue
+                    library.impl(operator, function, key, allow_override=True)
+            if device_type != "cpu":
                 for name, function in NAMED_DTYPE.items():
-                    library.impl(f"{name}.dtype", function, key)
-                    library.impl(f"{name}.dtype_out", _writing_out(function), key)
+                    library.impl(f"{name}.dtype", function, key, allow_override=True)
+                    library.impl(f"{name}.dtype_out", _writing_out(function), key, allow_override=True)
+            if device_type == "npu":
+                from .aten_npu import replaced
+
+                of_devices.enter_context(replaced(theirs))
+        library.impl("linear", linear, "CompositeImplicitAutograd", allow_override=True)
     _enabled = _Enabled(
         library,
+        of_devices,
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.cudnn_sdp_enabled(),
@@ -371,6 +394,7 @@ def disable_batch_invariant_mode() -> None:
     if _enabled is None:
         return
     before, _enabled = _enabled, None
+    before.of_devices.close()
     before.library._destroy()
     torch.backends.cuda.enable_flash_sdp(before.flash)
     torch.backends.cuda.enable_mem_efficient_sdp(before.memory_efficient)

@@ -69,7 +69,6 @@ def test_every_spelling_of_a_product_reaches_the_operation(spelling: str, monkey
     torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.xfail(strict=True, reason="PyTorch adds the bias by itself, after a rounding, unless x is packed or 2-d")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_layer_gives_a_token_the_same_bits_in_a_turned_batch_of_any_size(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)

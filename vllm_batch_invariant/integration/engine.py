@@ -2,13 +2,14 @@
 
 import logging
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import __version__, envs
 from ..errors import NotCovered
-from . import seams, support
+from . import ascend, seams, support
 
 if TYPE_CHECKING:
     from ..ops.attention import AttentionReduction
@@ -42,6 +43,9 @@ def install() -> None:
     device_type = current_platform.device_type
     if device_type == "cuda":
         _leave_out_flashinfer_sampler()
+    if device_type == "npu":
+        ascend.be_deterministic()
+        ascend.choose_attention(type(current_platform))
     seams.REGISTER_BACKEND.get()(_backend(device_type), f"{__package__}.attention_{device_type}.Backend")
     seams.INIT_BATCH_INVARIANCE.put(take_over)
     _installed = True
@@ -64,8 +68,13 @@ def _check_configurations(platform: type) -> None:
 
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
         support.check(vllm_config)
+        npu = vllm_config.device_config.device_type == "npu" and vllm_config.model_config is not None
+        if npu:
+            ascend.before_platform(vllm_config)
         adjust(cls, vllm_config)
         configure(vllm_config)
+        if npu:
+            ascend.after_platform(vllm_config)
 
     platform.check_and_update_config = classmethod(check_and_update_config)
 
@@ -99,14 +108,19 @@ def take_over() -> None:
     from . import linear, norm
 
     device_type = current_platform.device_type
-    if device_type == "cuda":
-        schedule.gpu(torch.cuda.current_device())
-    linear.install(device_type)
-    norm.install()
-    enable_batch_invariant_mode()
+    theirs: frozenset[str] = frozenset()
+    if device_type == "npu":
+        theirs = ascend.start_own_mode()
+        ascend.replace_norms()
+    else:
+        if device_type == "cuda":
+            schedule.gpu(torch.cuda.current_device())
+        linear.install(device_type)
+        norm.install()
+    enable_batch_invariant_mode(theirs)
     if device_type == "cpu":
         compile_kernels()
-    for line in summary(device_type):
+    for line in summary(device_type, theirs):
         logger.info(line)
 
 
@@ -135,15 +149,25 @@ def _reduction(device_type: str) -> "AttentionReduction":
     return AttentionReduction.of_device("cuda") if compiled else AttentionReduction()
 
 
-def summary(device_type: str) -> list[str]:
-    """What serves each operation on a device, and what may be relied on; for the log."""
+def summary(device_type: str, theirs: Iterable[str] = ()) -> list[str]:
+    """What serves each operation on a device, and what may be relied on; for the log. ``theirs`` are operators of an
+    NPU that stay vllm-ascend's.
+    """
+    first = f"Batch-invariant mode is on (vllm-batch-invariant {__version__}); "
+    if device_type == "npu":
+        return [
+            f"{first}vllm-ascend's own mode is kept where it has no gap.",
+            f"{ascend.summary(theirs)} Layers are not compiled.",
+            "On Ascend NPUs the mode is compiled and simulated, never run on hardware: a request should have the same "
+            "bits when it is run again and in any batch; verify that with: vllm-batch-invariant reproduce.",
+        ]
     serving = {
         "cpu": "Products: BLAS in fp32 on row tiles of fixed heights. Norms, softmax, sums: numba, in a fixed order.",
         "cuda": "Products: one chain over K in cuBLASLt and Triton. Norms, softmax, sums: Triton, in a fixed order.",
     }[device_type]
     machine = f"machine with {torch.get_num_threads()} threads" if device_type == "cpu" else "kind of GPU"
     return [
-        f"Batch-invariant mode is on (vllm-batch-invariant {__version__}); vLLM's own mode of that name is not used.",
+        f"{first}vLLM's own mode of that name is not used.",
         f"{serving} Attention: {envs.ATTENTION.read()}, {_reduction(device_type)}. Layers are not compiled"
         + ("; decode runs in CUDA graphs." if device_type == "cuda" else "."),
         "Same bits for a request run again, in any batch, under any schedule (chunks, prefix cache, preemption, "

@@ -22,7 +22,7 @@ def install() -> None:
             weight = self.weight.data if self.has_weight else None
             return rms_norm(x, weight, self.variance_epsilon, residual, self.variance_size_override)
 
-        forward_cpu = forward_cuda = forward_native
+        forward_cpu = forward_cuda = forward_oot = forward_native
 
     class BatchInvariantGemmaRMSNorm(gemma_layer):
         """The same with 1 + weight, multiplied in fp32."""
@@ -32,7 +32,7 @@ def install() -> None:
         ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
             return rms_norm(x, self.weight.data.float() + 1.0, self.variance_epsilon, residual)
 
-        forward_cpu = forward_cuda = forward_native
+        forward_cpu = forward_cuda = forward_oot = forward_native
 
     rms_norm_layer.register_oot(BatchInvariantRMSNorm, name=rms_norm_layer.__name__)
     gemma_layer.register_oot(BatchInvariantGemmaRMSNorm, name=gemma_layer.__name__)

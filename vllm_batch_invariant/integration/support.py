@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import NotCovered
+from .ascend_attention import attention_library
 
 Config = Any
 """A VllmConfig, or a part of it; vLLM is not imported to describe it."""
 
-ATTENTION_CHOICES = {"cpu": ("CPU_ATTN", "CUSTOM"), "cuda": ("CUSTOM",)}
+ATTENTION_CHOICES = {"cpu": ("CPU_ATTN", "CUSTOM"), "cuda": ("CUSTOM",), "npu": ("CUSTOM", "FLASH_ATTN")}
 """Per device, the names of attention backends that lead to ours, first its own; any other choice is refused."""
 
 
@@ -32,6 +33,10 @@ class Feature:
 
 def _when(condition: object, found: str) -> str | None:
     return found if condition else None
+
+
+def _on_npu(config: Config) -> bool:
+    return config.device_config.device_type == "npu"
 
 
 def _dtype(config: Config) -> str | None:
@@ -75,11 +80,21 @@ def _logits_processors(config: Config) -> str | None:
     return _when(getattr(config.model_config, "logits_processors", None), "custom logits processors")
 
 
+def _npu_attention(config: Config) -> str | None:
+    return _when(_on_npu(config) and attention_library() is None, "attention on an NPU as it is installed here")
+
+
+def _chunked_prefill(config: Config) -> str | None:
+    return _when(_on_npu(config) and config.scheduler_config.enable_chunked_prefill, "chunked prefill on an NPU")
+
+
+def _prefix_caching(config: Config) -> str | None:
+    return _when(_on_npu(config) and config.cache_config.enable_prefix_caching, "prefix caching on an NPU")
+
+
 COVERED = (
-    Feature(
-        "Devices",
-        "CPU. NVIDIA GPUs from compute capability 8.0 on: early, eager and slow. Ascend NPU: not yet, refused",
-    ),
+    Feature("Devices", "CPU. NVIDIA GPUs from compute capability 8.0 on: decode in CUDA graphs, layers not compiled"),
+    Feature("Ascend NPU", "compiled and simulated, never run on hardware"),
     Feature(
         "Models", "decoder-only text models with dense attention: Llama, Qwen2, Qwen3, Mistral, Gemma, Phi and the like"
     ),
@@ -192,6 +207,25 @@ REFUSED = (
         "leave --logits-processors out",
         _logits_processors,
     ),
+    Feature(
+        "Ascend: attention without a library for it",
+        "vllm-ascend's kernel splits keys by the batch, and neither batch_invariant_ops (AscendC) nor "
+        "flash_attn_npu_v3 is installed",
+        "install one of them",
+        _npu_attention,
+    ),
+    Feature(
+        "Ascend: chunked prefill",
+        "it has not been proven there that a chunk of any size gives the same bits",
+        "pass --no-enable-chunked-prefill",
+        _chunked_prefill,
+    ),
+    Feature(
+        "Ascend: prefix caching",
+        "it has not been proven there that a warm and a cold cache give the same bits",
+        "pass --no-enable-prefix-caching",
+        _prefix_caching,
+    ),
 )
 """What the start-up check refuses. Attention sinks, encoder and cross attention and shared KV are refused where a layer
 asks for them.
@@ -202,7 +236,7 @@ def check_device(device_type: str) -> None:
     """Refuse a device that has no implementation.
 
     Raises:
-        NotCovered: anything but a CPU or an NVIDIA GPU.
+        NotCovered: anything but a CPU, an NVIDIA GPU or an Ascend NPU.
     """
     if device_type not in ATTENTION_CHOICES:
         raise NotCovered(

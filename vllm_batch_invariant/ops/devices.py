@@ -8,8 +8,16 @@ import torch
 
 from ..errors import NotCovered
 
-IMPLEMENTED = ("cpu", "cuda")
+IMPLEMENTED = ("cpu", "cuda", "npu")
 """Device types that have an implementation of every operation."""
+DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "npu": "PrivateUse1"}
+"""Where PyTorch's dispatcher keeps the kernels of a device type."""
+
+
+def present(device_type: str) -> bool:
+    """Whether tensors can be on such a device in this process; imports no device library to find out."""
+    module = getattr(torch, device_type, None)
+    return module is not None and module.is_available()
 
 
 @cache
