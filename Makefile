@@ -6,7 +6,7 @@ SAMPLES ?= 1000
 RUN = $(VENV)/bin/python -m
 CHECKPOINT = .cache/demo-model
 
-.PHONY: demo test lint install clean test-seams test-npu-stub
+.PHONY: demo test lint install clean test-npu test-seams test-npu-stub
 install: $(VENV)/installed-$(DEVICE)
 
 $(VENV)/installed-%: pyproject.toml requirements/overrides-cpu.txt scripts/install.sh
@@ -25,8 +25,18 @@ lint: install
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 
-test: install lint
+test: install lint test-npu
 	$(RUN) pytest
+
+# Kernels for an Ascend NPU, compiled and simulated: needs neither a device nor CANN.
+NPU_VENV ?= .venv-npu
+NPU_PYTHON ?= python3.11
+$(NPU_VENV)/installed: requirements/overrides-npu.txt scripts/install_npu.sh
+	sh scripts/install_npu.sh $(NPU_VENV) $(NPU_PYTHON)
+	touch $@
+
+test-npu: $(NPU_VENV)/installed
+	$(NPU_VENV)/bin/python -m pytest tests/npu/offline
 
 test-seams: install
 	$(RUN) scripts.check_seams vllm==0.26.0 vllm==0.33.0 vllm-ascend==0.26.0rc1
@@ -42,4 +52,4 @@ test-npu-stub: $(NPU_STUB)/installed
 		$(NPU_STUB)/bin/python -m pytest tests/npu/stub
 
 clean:
-	rm -rf $(VENV) .cache
+	rm -rf $(VENV) $(NPU_VENV) .cache

@@ -2,9 +2,18 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+_ON_AN_NPU = Path(__file__).parent / "npu" / "hardware"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m npu``, tests of other devices are not imported: Ascend's Triton has not all that they need."""
+    elsewhere = collection_path.is_file() and _ON_AN_NPU not in collection_path.parents
+    return True if config.option.markexpr == "npu" and elsewhere else None
 
 
 def _poisoned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
