@@ -121,6 +121,24 @@ def _draw_engine(measurements: Sequence[Measurement]) -> Figure:
     return figure
 
 
+def _draw_mean(measurements: Sequence[Measurement]) -> Figure:
+    """Time against stock: a panel for each dtype, in it a bar for each shape and dimension."""
+    times = _times(measurements)
+    dtypes = list(dict.fromkeys(found.keys["dtype"] for found in times))
+    lines = len({(found.keys["shape"], found.keys["dim"]) for found in times})
+    figure = Figure(figsize=(3.2 * len(dtypes) + 1.5, 0.3 * lines + 1.5), layout="constrained")
+    for dtype, place in zip(dtypes, figure.subplots(1, len(dtypes), sharey=True, squeeze=False)[0], strict=True):
+        own = [found for found in times if found.keys["dtype"] == dtype]
+        names = [f"{found.keys['shape']}, dim {found.keys['dim']}" for found in own]
+        place.barh(names, [found.ratio for found in own], color=_style("ours")["color"])
+        place.axvline(1, color="black", linewidth=0.8)
+        place.set_title(dtype)
+    figure.axes[0].invert_yaxis()
+    figure.suptitle(f"Mean: time against torch.mean. {_setting(times)}")
+    figure.supxlabel("time / stock (below 1: faster)")
+    return figure
+
+
 def _kilo(tokens: float, _: int) -> str:
     return f"{tokens / 1024:g}k" if tokens >= 1024 else f"{tokens:g}"
 
@@ -181,6 +199,7 @@ DRAWINGS: dict[str, Callable[[Sequence[Measurement]], Figure]] = {
     "linear": _draw_linear,
     "attention": _draw_attention,
     "engine": _draw_engine,
+    "mean": _draw_mean,
 }
 """How the data of a benchmark is drawn, by the benchmark's name."""
 

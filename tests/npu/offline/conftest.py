@@ -9,7 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 
 try:
-    version("triton-ascend")
+    for package in ("triton-ascend", "ascendnpu-ir"):
+        version(package)
 except PackageNotFoundError:
     collect_ignore_glob = ["test_*.py"]
 
