@@ -10,7 +10,6 @@ from benchmarks.attention_batch import Batch
 from benchmarks.attention_cases import Request
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
 
-_REDUCTION = AttentionReduction()
 _MOST_SPLITS_IN_A_GRAPH = 32
 """vLLM's default of ``flash_attn_max_num_splits_for_cuda_graph``."""
 _MOST_TOKENS_IN_A_GRAPH = 512
@@ -47,7 +46,7 @@ class Provider:
         return out
 
 
-def _ours(implementation: str, **options: object) -> Provider:
+def _ours(implementation: str, reduction: AttentionReduction, **options: object) -> Provider:
     def attend(batch: Batch, out: torch.Tensor, plan: object = None) -> None:
         paged_attention(
             batch.query,
@@ -57,7 +56,7 @@ def _ours(implementation: str, **options: object) -> Provider:
             batch.seq_lens,
             batch.query_start_loc,
             scale=batch.scale,
-            reduction=_REDUCTION,
+            reduction=reduction,
             implementation=implementation,
             out=out,
             plan=plan,
@@ -67,24 +66,27 @@ def _ours(implementation: str, **options: object) -> Provider:
 
 
 def _ours_triton() -> Provider:
+    reduction = AttentionReduction.of_device("cuda")
+
     def plan(batch: Batch) -> dict[str, object]:
         triton = import_module("vllm_batch_invariant.ops.attention.triton")
-        shape = triton.Shape(batch.heads, batch.kv_heads, batch.head_size, batch.query.dtype, _REDUCTION)
+        shape = triton.Shape(batch.heads, batch.kv_heads, batch.head_size, batch.query.dtype, reduction)
         tokens, keys = len(batch.query), sum(request.context for request in batch.requests)
         planner = triton.Planner(shape, batch.query.device, len(batch.requests), tokens, keys)
         return {"plan": planner.plan(batch.query_start_loc, batch.seq_lens, tokens, batch.most_tokens)}
 
-    return _ours("triton", plan=plan)
+    return _ours("triton", reduction, plan=plan)
 
 
 def _ours_flex() -> Provider:
     rows = import_module("vllm_batch_invariant.ops.attention.flex").TILE_ROWS
+    reduction = AttentionReduction()
 
     def few_tiles(requests: Sequence[Request]) -> bool:
-        tiles = (-(-request.tokens // rows) * -(-request.context // _REDUCTION.split_size) for request in requests)
+        tiles = (-(-request.tokens // rows) * -(-request.context // reduction.split_size) for request in requests)
         return sum(tiles) <= _MOST_TILES_OF_FLEX
 
-    return _ours("flex", covers=few_tiles)
+    return _ours("flex", reduction, covers=few_tiles)
 
 
 def _flash_attention(name: str, most_splits: Callable[[Batch], int]) -> Provider:
