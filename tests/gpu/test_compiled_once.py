@@ -1,6 +1,7 @@
 """Triton compiles a kernel anew for some values of its arguments; none of them may follow the batch."""
 
 from collections import Counter, defaultdict
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.ops.attention_cases import Chunk, Heads, Request, paged
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
 from vllm_batch_invariant.ops.linear import schedule
 from vllm_batch_invariant.ops.norm import rms_norm
+from vllm_batch_invariant.ops.norm_rotary import norm_rotary
 from vllm_batch_invariant.ops.reduce import mean
 from vllm_batch_invariant.ops.softmax import log_softmax
 
@@ -34,14 +36,19 @@ def variants(monkeypatch):
     triton = pytest.importorskip("triton")
     from vllm_batch_invariant.ops.linear import kernels
 
-    asked = {"descriptor_kernel": set(), "pointer_kernel": set()}
+    homes = {"descriptor_kernel": kernels, "pointer_kernel": kernels}
+    if schedule.gpu(0).has_wgmma:
+        from vllm_batch_invariant.ops.linear import narrow_kernel
+
+        homes["narrow_kernel"] = narrow_kernel
+    asked = {name: set() for name in homes}
 
     def note(**call) -> bool:
         asked[call["fn"].name.rpartition(".")[2]].add(call["key"])
         return True
 
-    for name in asked:
-        kernel = getattr(kernels, name)
+    for name, home in homes.items():
+        kernel = getattr(home, name)
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
     return asked
@@ -58,6 +65,18 @@ def test_row_kernels_are_compiled_once_for_all_batch_sizes(length, dtype, compil
         rms_norm(part, x[0], 1e-6, part)
     for kernel in ("_sum_kernel", "_softmax_kernel", "_rms_norm_kernel"):
         assert calls(compiled, kernel) <= 1, kernel
+
+
+def test_norms_of_heads_are_compiled_once_for_all_batch_sizes_and_strides(compiled):
+    size = 128
+    qkv, weight = (torch.ones(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((1000, 7 * size), (size,)))
+    positions = torch.zeros(1000, dtype=torch.int64, device="cuda")
+    for rows in ROW_COUNTS:
+        for heads in (qkv[:rows, : 5 * size], qkv[:rows, 5 * size : 6 * size], qkv[:1, :size].expand(rows, size)):
+            rms_norm(heads.unflatten(1, (-1, size)), weight, 1e-6)
+        norm_rotary(qkv[:rows], positions[:rows], weight, weight, weight[None], 1e-6, 5, 1)
+    assert calls(compiled, "._rms_norm_kernel") <= 1
+    assert calls(compiled, "_norm_rotary_kernel") <= 1
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -78,6 +97,20 @@ def test_the_descriptor_kernel_is_compiled_once_a_tile(turn_x, turn_weight, dtyp
     assert len(tiles) > 1
     assert len(variants["descriptor_kernel"]) == len(tiles)
     assert not variants["pointer_kernel"]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_narrow_kernel_is_compiled_once_a_tile(dtype, biased, variants):
+    from vllm_batch_invariant.ops.linear import triton
+
+    for columns, depth in ((520, 544), (8, 16), (2048, 72)):
+        x, weight = (torch.ones(size, depth, dtype=dtype, device="cuda") for size in (1000, columns))
+        bias = torch.ones(columns, dtype=dtype, device="cuda") if biased else None
+        for rows, tile in product(ROW_COUNTS, schedule.NARROW_TILES):
+            triton.by_narrow_tile(x[:rows], weight.t(), bias, tile)
+    assert len(variants["narrow_kernel"]) == len(schedule.NARROW_TILES)
 
 
 @pytest.mark.parametrize("biased", [False, True])

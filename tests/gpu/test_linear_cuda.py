@@ -13,7 +13,7 @@ from vllm_batch_invariant import batch_invariant_mode
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.linear import bmm, linear, mm, prepare, schedule
 from vllm_batch_invariant.ops.linear.reference import linear as exact_linear
-from vllm_batch_invariant.ops.linear.schedule import Tile
+from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, Tile
 
 pytest.importorskip("triton")
 
@@ -23,6 +23,8 @@ SHAPES = ((896, 4864), (768, 4096), (1280, 8192), (2560, 2048), (6144, 4096))
 """(N, K): narrow and deep, where a library would split K, and wide."""
 ODD_SHAPES = ((100, 300), (65, 130), (1, 512), (1, 300), (24, 40), (40, 8), (17, 1))
 """Not whole tiles, not whole steps, not aligned, a single column, a single term."""
+NARROW_SHAPES = ((8, 16), (40, 64), (72, 328), (1280, 8192), (896, 4864), (2048, 1096))
+"""Less than a tile or than a step of K, not whole ones, and those that narrow tiles are for."""
 ALL_ROW_COUNTS = (*ROW_COUNTS, 4095, 4096, 4097)
 GRAPH_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 OTHER_POINTER_TILES = (
@@ -55,6 +57,9 @@ def assert_any_tile_gives(expected, a, b, bias, tiles) -> None:
     if triton.is_regular(a, b, a.dtype):
         for tile in schedule.descriptor_tiles(a.dtype.itemsize, device):
             calls[f"descriptors {tile}"] = partial(triton.by_descriptors, a, b, bias, a.dtype, tile)
+        if device.has_wgmma and triton.major_stride(a)[1] and triton.major_stride(b.t())[1]:
+            for tile in NARROW_TILES:
+                calls[tile.about] = partial(triton.by_narrow_tile, a, b, bias, tile)
     for name, out in zip(calls, at_once(calls.values()), strict=True):
         assert_same_bits(out.view(-1, b.shape[1]), expected[-len(a) :], f"{len(a)} rows, {name}")
 
@@ -106,6 +111,40 @@ def test_the_edge_of_a_descriptor_reads_as_zero(dtype):
         for tile in schedule.descriptor_tiles(dtype.itemsize, schedule.gpu(0)):
             whole = triton.by_descriptors(wide_x, wide_weight.t(), None, dtype, tile)
             assert_same_bits(triton.by_descriptors(x, weight.t(), None, dtype, tile), whole[:, :72], f"{depth} {tile}")
+        for tile in NARROW_TILES if schedule.gpu(0).has_wgmma else ():
+            whole = triton.by_narrow_tile(wide_x, wide_weight.t(), None, tile)
+            assert_same_bits(triton.by_narrow_tile(x, weight.t(), None, tile), whole[:, :72], f"{depth} {tile}")
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("tile", NARROW_TILES, ids=lambda tile: tile.about)
+def test_a_narrow_tile_has_the_bits_of_the_chain(tile, biased, dtype):
+    for kind, (columns, depth) in product(KINDS, NARROW_SHAPES):
+        x, weight, bias = operands(kind, 300, columns, depth, dtype)
+        bias = bias if biased else None
+        expected = chain(x, weight, bias)
+        # Room behind the result, where what belongs to no row or column would land.
+        memory = torch.empty(300 * columns + 4096, dtype=dtype, device="cuda")
+        for rows in (1, 2, 15, 16, 17, 31, 32, 33, 64, 100, 127, 128, 300):
+            out = memory.fill_(torch.nan)[: rows * columns].view(rows, columns)
+            triton.by_narrow_tile(x[-rows:], weight.t(), bias, tile, out)
+            what = f"{kind}, {rows} rows, {columns} x {depth}"
+            assert_same_bits(out, expected[-rows:], what)
+            assert memory[rows * columns :].isnan().all(), what
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("tile", NARROW_TILES, ids=lambda tile: tile.about)
+def test_a_narrow_tile_takes_operands_among_other_columns_and_keeps_one_chain(tile):
+    x, weight, bias = operands("cancelling", 100, 200, 328, torch.bfloat16)
+    expected = chain(x, weight, bias)
+    wide_x, wide_weight = (F.pad(matrix, (8, 16), value=torch.nan)[:, 8:-16] for matrix in (x, weight))
+    for rows in (1, 33, 100):
+        assert_same_bits(triton.by_narrow_tile(wide_x[:rows], wide_weight.t(), bias, tile), expected[:rows])
+    split = sum(triton.accumulate(x[:, part], weight[:, part].t()) for part in (slice(160), slice(160, None)))
+    assert not torch.equal(split.bfloat16(), triton.by_narrow_tile(x, weight.t(), None, tile))
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -435,6 +474,7 @@ def no_kernel(monkeypatch):
 
     for kernel in ("pointer_kernel", "descriptor_kernel"):
         monkeypatch.setattr(triton, kernel, Refused())
+    monkeypatch.setattr(triton, "by_narrow_tile", lambda *_: pytest.fail("a kernel was launched"))
     if cuda.cublaslt:
         monkeypatch.setattr(cuda.cublaslt.Products, "run", lambda *_, **__: pytest.fail("cuBLASLt was called"))
 

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from vllm_batch_invariant.ops.linear import certificate, cuda, store, triton
 from vllm_batch_invariant.ops.linear.certificate import LIMITS, Certifier, Inconsistent
+from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, gpu, narrow_tiles
 from vllm_batch_invariant.ops.linear.signature import Signature, signature_of
 
 NARROW = ((896, 4864), (768, 4096), (1280, 8192))
@@ -228,14 +229,48 @@ def test_the_fastest_schedule_that_agrees_is_used(uncertified, monkeypatch, cubl
     prepare(weight, 256, sizes=(1, 100))
     for limit, entry in entries(x, weight).items():
         if limit <= 256:
-            assert set(entry.microseconds) == {"cublaslt", "triton"}, limit
-            assert all(0 < time < 1000 for time in entry.microseconds.values())
+            times = entry.microseconds
+            timed = {"cublaslt", "triton", *(["gluon"] if narrow_tiles(limit, 896, gpu(0)) else [])}
+            assert set(times) == timed, limit
+            assert all(0 < time < 1000 for time in times.values())
             if not entry.refused:
-                gain = entry.microseconds["triton"] / entry.microseconds["cublaslt"]
-                assert (entry.algorithm is None) == (gain < certificate._TRITON_GAIN), limit
+                costs = {**times, "cublaslt": times["cublaslt"] * certificate._TRITON_GAIN}
+                assert costs[entry.served_by.lower()] == min(costs.values()), limit
     whole = chain(x, weight)
     for rows in (count for count in ROW_COUNTS if count <= 300):
         assert_same_bits(linear(x[:rows], weight), whole[:rows], f"{rows} rows")
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_every_narrow_tile_agrees(bias, dtype):
+    for columns, depth in (*NARROW, (2048, 11008)):
+        certifier = Certifier(Signature(columns, depth, dtype, bias, device=0), None, most=128)
+        for limit, tile in product((8, 16, 24, 64, 128), NARROW_TILES):
+            assert certifier.agrees(certifier.by(tile), certifier.counts(limit, ())), f"{columns} {limit} {tile}"
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("tile", NARROW_TILES, ids=lambda tile: tile.about)
+def test_a_narrow_tile_that_won_serves_also_in_a_graph(tile, uncertified, cublaslt, monkeypatch):
+    x, weight, bias = operands("cancelling", 40, 384, 1024, torch.bfloat16)
+    prepare(weight, 64, bias=True)
+    for limit, entry in entries(x, weight, bias).items():
+        entries(x, weight, bias)[limit] = certificate.Entry(None, entry.checked, (), {}, tile)
+    launch, served = triton.by_narrow_tile, []
+    monkeypatch.setattr(triton, "by_narrow_tile", lambda a, *given: served.append(len(a)) or launch(a, *given))
+    expected = chain(x, weight, bias)
+    for rows in range(1, 41):
+        assert_same_bits(linear(x[:rows], weight, bias), expected[:rows], f"{rows} rows")
+    assert served == [*range(1, 41)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = linear(x[:33], weight, bias)
+    x.copy_(x.flip(0))
+    graph.replay()
+    assert_same_bits(out, expected.flip(0)[:33])
+    assert served[-1] == 33
 
 
 def test_a_product_is_certified_at_its_third_use_in_a_range(uncertified, cublaslt):

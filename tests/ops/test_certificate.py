@@ -1,6 +1,8 @@
 """Certificates of products: what they cover, how they are chosen, kept and used."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -14,6 +16,7 @@ from tests.ops.cublaslt_double import chain
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear.cancelling import cancelling
+from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, NarrowTile
 
 pytest.importorskip("triton")
 
@@ -116,8 +119,15 @@ class Chosen(Certifier):
         self.b, self.bias = weight.t(), None
         self.chain = chain(self.a, self.b)
 
-    def by(self, algorithm: SimpleNamespace, workspace: torch.Tensor | None = None) -> Callable[..., torch.Tensor]:
+    def by(
+        self, algorithm: SimpleNamespace | NarrowTile, workspace: torch.Tensor | None = None
+    ) -> Callable[..., torch.Tensor]:
+        if isinstance(algorithm, NarrowTile):
+            return super().by(algorithm)
         return lambda a, b=self.b, out=None: algorithm.multiply(a, b)
+
+    def _copies(self) -> int:
+        return 2
 
 
 def one(about: str, multiply: Callable[..., torch.Tensor] = chain) -> SimpleNamespace:
@@ -148,6 +158,8 @@ def certifier(cublaslt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable
     """Builds one whose heuristic names these algorithms."""
     monkeypatch.setattr(triton, "mm", lambda a, b, bias, out=None: chain(a, b, bias))
     monkeypatch.setattr(certificate, "gpu", schedule.gpu)
+    monkeypatch.setattr(certificate, "narrow_tiles", lambda *_: ())
+    monkeypatch.setattr(certificate, "_uncompiled", set())
 
     def build(*algorithms: SimpleNamespace) -> Chosen:
         return Chosen(SIGNATURE, SimpleNamespace(algorithms=lambda rows, most: list(algorithms)), 24)
@@ -240,11 +252,91 @@ def test_the_fastest_schedule_is_not_chosen_for_its_speed_alone(certifier) -> No
     assert entry.refused == ("wrong",)
 
 
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., torch.Tensor]], list[NarrowTile]]:
+    """Proposes two narrow tiles that multiply as they are told to; returns those that are run."""
+
+    def build(multiply: Callable[..., torch.Tensor]) -> list[NarrowTile]:
+        run = []
+
+        def by_narrow_tile(a, b, bias, tile, out=None) -> torch.Tensor:
+            run.append(tile)
+            return multiply(a, b)
+
+        monkeypatch.setattr(certificate, "narrow_tiles", lambda *_: NARROW_TILES[:2])
+        monkeypatch.setattr(triton, "by_narrow_tile", by_narrow_tile)
+        return run
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("times", "served_by"),
+    [
+        ((9, 5, 6, 4), "Gluon"),
+        ((9, 5, 4.9, 6), "cuBLASLt"),
+        ((9, 5, 4.8, 6), "Gluon"),
+        ((3, 5, 6, 4), "Triton"),
+    ],
+)
+def test_a_narrow_tile_is_chosen_where_it_gains(times, served_by, certifier, narrow) -> None:
+    narrow(chain)
+    entry = certifier(one("a")).certify(16, (), Clock(*times))
+    assert entry.served_by == served_by
+    assert entry.microseconds == {"triton": times[0], "cublaslt": times[1], "gluon": min(times[2:])}
+    fastest = NARROW_TILES[0] if times[2] < times[3] else NARROW_TILES[1]
+    assert entry.tile == (fastest if served_by == "Gluon" else None)
+    assert (entry.algorithm is not None) == (served_by == "cuBLASLt")
+
+
+@pytest.mark.parametrize("wrong", [off_by_one, split, split_for_few_rows])
+def test_a_narrow_tile_with_other_bits_is_refused_and_named(wrong, certifier, narrow, log) -> None:
+    narrow(wrong)
+    entry = certifier(one("a")).certify(16, (), Clock(9, 8, 1, 2))
+    assert (entry.algorithm.about, entry.tile) == ("a", None)
+    assert entry.refused == ("narrow tile 16x16", "narrow tile 16x32")
+    assert entry.microseconds == {"triton": 9, "cublaslt": 8}
+    assert "Gluon's narrow tile 16x32 is not used for N=40 K=96 bfloat16 bias, up to 16 rows" in log.text
+
+
+def test_a_narrow_tile_that_cannot_be_compiled_is_left_out_and_named_once(certifier, narrow, log) -> None:
+    def fail(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        raise ImportError("no such instruction\nand much more")
+
+    run = narrow(fail)
+    for _ in range(2):
+        entry = certifier(one("a")).certify(16, (), Clock(9, 8))
+        assert entry.algorithm.about == "a"
+        assert entry.refused == ()
+    assert run == list(NARROW_TILES[:2])
+    assert log.text.count("narrow tile 16x32 is left out") == 1
+    assert "first for N=40 K=96 bfloat16 bias: ImportError: no such instruction" in log.text
+    assert "and much more" not in log.text
+
+
+def test_a_failure_of_the_library_that_is_not_its_own_is_not_hidden(certifier) -> None:
+    def fail(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        certifier(one("a", fail)).certify(16, (), Clock(9, 8))
+
+
+@pytest.mark.parametrize(("a_by_rows", "b_by_columns"), [(False, True), (True, False)])
+def test_no_narrow_tile_is_run_untimed_or_without_k_inside(a_by_rows, b_by_columns, certifier, narrow) -> None:
+    run, made = narrow(chain), certifier(one("a"))
+    made.certify(16, (), None)
+    made.signature = Signature(40, 96, torch.bfloat16, True, 0, a_by_rows, b_by_columns)
+    made.certify(16, (), Clock(9, 8))
+    assert not run
+
+
 def test_an_entry_is_the_same_after_json(cublaslt: ModuleType) -> None:
     algorithm = cublaslt.Algorithm(bytes(range(64)), 1, "tile 64x64, cluster 1x1x1")
     for entry in (
         Entry(algorithm, (1, 5, 8), ("tile 8x8, cluster 2x1x1",), {"cublaslt": 3.25, "triton": 4.5}),
         Entry(None, (9, 16), (), {}),
+        Entry(None, (9, 16), (), {"gluon": 2.5}, NARROW_TILES[0]),
     ):
         assert Entry.from_json(json.loads(json.dumps(entry.to_json()))) == entry
 
@@ -437,6 +529,32 @@ def test_a_range_that_triton_won_stays_with_triton(dispatch: SimpleNamespace, mo
     for rows in (1, 8, 8, 8):
         dispatch.cuda.mm(draw(rows, 96), weight.t())
     assert dispatch.launched == [1, 8, 8, 8]
+
+
+def test_a_range_that_a_narrow_tile_won_is_served_by_it(dispatch: SimpleNamespace, monkeypatch) -> None:
+    served = []
+
+    def by_narrow_tile(a, b, bias, tile, out=None) -> torch.Tensor:
+        served.append((len(a), tile))
+        return chain(a, b, bias)
+
+    monkeypatch.setattr(triton, "by_narrow_tile", by_narrow_tile)
+    monkeypatch.setattr(certificate, "certify", lambda *_: {8: Entry(None, (1, 8), (), {}, NARROW_TILES[1])})
+    a, weight, bias = draw(9, 96), draw(40, 96), draw(40)
+    dispatch.cuda.prepare(weight, 8, bias=True)
+    dispatch.cuda._certified.clear()  # read from disk again
+    for rows in (1, 8, 9, 0):
+        out = dispatch.cuda.mm(a[:rows], weight.t(), bias)
+        assert_same_bits(out, chain(a[:rows], weight.t(), bias), f"{rows} rows")
+    assert served == [(1, NARROW_TILES[1]), (8, NARROW_TILES[1])]
+    assert dispatch.launched == [9, 0]
+
+
+def test_gluon_is_not_imported_with_the_products() -> None:
+    code = "import sys; from vllm_batch_invariant.ops.linear import certificate, cuda; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "vllm_batch_invariant.ops.linear.cuda" in found
+    assert not [name for name in found if name.startswith("triton.experimental") or "narrow_kernel" in name]
 
 
 def forms(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:

@@ -11,9 +11,9 @@ from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear.schedule import Gpu
 
-HOPPER = Gpu("Hopper", 132, 232_448, True, 60 << 20)
-AMPERE = Gpu("Ampere", 108, 166_912, False, 40 << 20)
-DESKTOP = Gpu("desktop Blackwell", 170, 101_376, True, 96 << 20)
+HOPPER = Gpu("Hopper", 132, 232_448, True, 60 << 20, True)
+AMPERE = Gpu("Ampere", 108, 166_912, False, 40 << 20, False)
+DESKTOP = Gpu("desktop Blackwell", 170, 101_376, True, 96 << 20, False)
 SHAPES = ((896, 4864), (6144, 4096), (151_936, 1024), (8, 16), (1, 1), (100, 300))
 ROWS = (*ROW_COUNTS, 4096, 8192, 1 << 20, 2**31 - 1)
 
@@ -52,6 +52,34 @@ def test_every_descriptor_tile_has_its_use() -> None:
         for columns, depth in ((896, 4864), (6144, 4096), (2560, 2560), (24_576, 4096), (151_936, 1024))
     }
     assert used == set(schedule.descriptor_tiles(2, HOPPER))
+
+
+@pytest.mark.parametrize("gpu", [HOPPER, AMPERE, DESKTOP], ids=lambda gpu: gpu.name)
+def test_a_narrow_tile_is_proposed_where_each_has_a_hopper_multiprocessor_of_its_own(gpu: Gpu) -> None:
+    for rows, columns in product((*ROWS, 129), (8, 896, 1280, 2048, 4096, 4224, 4232, 151_936)):
+        proposed = schedule.narrow_tiles(rows, columns, gpu)
+        for tile in schedule.NARROW_TILES:
+            programs = len(range(0, rows, tile.rows)) * len(range(0, columns, tile.columns))
+            assert (tile in proposed) == (gpu is HOPPER and programs <= 132), (rows, columns, tile)
+
+
+def test_every_narrow_tile_is_proposed_for_the_products_that_it_won() -> None:
+    def names(rows: int, columns: int) -> list[tuple[int, int]]:
+        return [(tile.rows, tile.columns) for tile in schedule.narrow_tiles(rows, columns, HOPPER)]
+
+    assert names(128, 1280) == names(128, 2048) == [(32, 64)]
+    assert (16, 16) in names(16, 1280)
+    assert (16, 16) in names(1, 896)
+    assert (16, 32) in names(1, 2048)
+    assert not names(128, 6144)
+
+
+def test_a_narrow_tile_fills_shared_memory_with_all_of_the_long_side() -> None:
+    for tile in schedule.NARROW_TILES:
+        step = 2 * (tile.rows + 64) * 64 * tile.parts
+        barriers = 2 * 8 * tile.stages
+        assert tile.columns <= 64
+        assert tile.stages * step + barriers < HOPPER.shared_memory < (tile.stages + 1) * step + barriers
 
 
 def test_few_rows_get_a_flat_tile_and_many_a_large_one() -> None:
@@ -102,7 +130,12 @@ def test_a_gpu_below_8_0_is_refused_by_name(machine) -> None:
 def test_descriptors_exist_from_9_0_on(machine) -> None:
     machine((8, 0), (8, 9), (9, 0), (12, 0))
     assert [schedule.gpu(index).has_descriptors for index in range(4)] == [False, False, True, True]
-    assert schedule.gpu(2) == Gpu("GPU 9.0", 132, 232_448, True, 60 << 20)
+    assert schedule.gpu(2) == Gpu("GPU 9.0", 132, 232_448, True, 60 << 20, True)
+
+
+def test_only_9_0_has_wgmma(machine) -> None:
+    machine((8, 9), (9, 0), (10, 0), (12, 0))
+    assert [schedule.gpu(index).has_wgmma for index in range(4)] == [False, True, False, False]
 
 
 def test_only_fp32_follows_the_setting_of_its_precision() -> None:

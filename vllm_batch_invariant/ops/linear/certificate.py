@@ -11,7 +11,7 @@ import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from ..graph_timer import GraphTimer, copies_beyond_cache
 from . import triton
 from .cancelling import cancelling
-from .schedule import gpu
+from .schedule import NarrowTile, gpu, narrow_tiles
 from .signature import Signature
 
 if TYPE_CHECKING:
@@ -35,12 +35,22 @@ _ASKED_FOR_FEWER = 2
 _MOST_ROWS_OF_SMALL_TILES = 256
 _REPLAYS = 5
 _TRITON_GAIN = 0.97
-"""Triton must be faster than this share of cuBLASLt's time to be chosen: its launch costs the host twice as much."""
+"""Triton must be faster than this share of cuBLASLt's time to be chosen: its launch costs the host twice as much.
+Gluon's kernels are launched by Triton.
+"""
+
+_uncompiled: set[tuple[NarrowTile, torch.dtype, bool]] = set()
+"""Narrow tiles that could not be run, with the dtype and whether there was a bias: not tried again."""
 
 
 def limit_of(rows: int) -> int:
     """The end of the range that a number of rows is in."""
     return LIMITS[bisect_left(LIMITS, rows)]
+
+
+def _cost(schedule: "Algorithm | NarrowTile | None", microseconds: float) -> float:
+    """What to choose a schedule by."""
+    return microseconds * _TRITON_GAIN if library_of(schedule) == "cuBLASLt" else microseconds
 
 
 class Inconsistent(RuntimeError):
@@ -52,13 +62,20 @@ class Entry:
     """How products of one range of rows are computed."""
 
     algorithm: "Algorithm | None"
-    """Of cuBLASLt; None is Triton's chain."""
+    """Of cuBLASLt; None is Triton's chain, or Gluon's where there is a ``tile``."""
     checked: tuple[int, ...]
     """The numbers of rows at which bits were compared."""
     refused: tuple[str, ...]
-    """Algorithms of cuBLASLt whose bits differed from the chain's, or that did not run at every number of rows."""
+    """Algorithms and tiles whose bits differed from the chain's, or that did not run at every number of rows."""
     microseconds: dict[str, float]
     """Median time at the most rows by library, where it was measured."""
+    tile: NarrowTile | None = None
+    """Of Gluon's narrow kernel."""
+
+    @property
+    def served_by(self) -> str:
+        """The library: cuBLASLt, Gluon or Triton."""
+        return library_of(self.algorithm or self.tile)
 
     def to_json(self) -> dict[str, Any]:
         algorithm = self.algorithm
@@ -67,6 +84,7 @@ class Entry:
             "checked": self.checked,
             "refused": self.refused,
             "microseconds": self.microseconds,
+            "tile": self.tile and asdict(self.tile),
         }
 
     @classmethod
@@ -76,7 +94,15 @@ class Entry:
             from .cublaslt import Algorithm
 
             algorithm = Algorithm(bytes.fromhex(algorithm["opaque"]), 1, algorithm["about"])
-        return cls(algorithm, tuple(stored["checked"]), tuple(stored["refused"]), stored["microseconds"])
+        tile = stored["tile"] and NarrowTile(**stored["tile"])
+        return cls(algorithm, tuple(stored["checked"]), tuple(stored["refused"]), stored["microseconds"], tile)
+
+
+def library_of(schedule: "Algorithm | NarrowTile | None") -> str:
+    """Whose schedule it is: cuBLASLt's, Gluon's, or with None Triton's."""
+    if schedule is None:
+        return "Triton"
+    return "Gluon" if isinstance(schedule, NarrowTile) else "cuBLASLt"
 
 
 @dataclass
@@ -120,20 +146,24 @@ class Certifier:
     def by_triton(self, a: torch.Tensor) -> torch.Tensor:
         return triton.mm(a, self.b, self.bias)
 
-    def by(self, algorithm: "Algorithm", workspace: torch.Tensor | None = None) -> Callable[..., torch.Tensor]:
+    def by(
+        self, schedule: "Algorithm | NarrowTile", workspace: torch.Tensor | None = None
+    ) -> Callable[..., torch.Tensor]:
         def run(a: torch.Tensor, b: torch.Tensor = self.b, out: torch.Tensor | None = None) -> torch.Tensor:
+            if isinstance(schedule, NarrowTile):
+                return triton.by_narrow_tile(a, b, self.bias, schedule, out)
             out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device) if out is None else out
-            self.products.run(algorithm, a, b, self.bias, out, workspace)
+            self.products.run(schedule, a, b, self.bias, out, workspace)
             return out
 
         return run
 
-    def passes(self, algorithm: "Algorithm", counts: Sequence[int]) -> bool:
-        """Whether an algorithm runs at these numbers of rows with the bits of the chain."""
+    def passes(self, schedule: "Algorithm | NarrowTile", counts: Sequence[int]) -> bool:
+        """Whether a schedule runs at these numbers of rows with the bits of the chain."""
         from .cublaslt import Error
 
         try:
-            return self.agrees(self.by(algorithm), counts)
+            return self.agrees(self.by(schedule), counts)
         except Error:
             return False
 
@@ -151,27 +181,38 @@ class Certifier:
                 "schedule that should not matter: this GPU or this Triton cannot be used"
             )
         rows = min(limit, self.most)
-        algorithms = self._candidates(rows, tuning=timer is not None)
+        schedules = [*self._candidates(rows, tuning=timer is not None), None]
         times: dict[Any, float] = {}
-        if timer and algorithms:
-            times = self._times(rows, algorithms, timer)
-            algorithms = sorted((one for one in algorithms if one in times), key=times.get)
+        if timer and len(schedules) > 1:
+            times = self._times(rows, schedules[:-1], timer)
+            schedules = sorted((one for one in schedules if one in times), key=lambda one: _cost(one, times[one]))
         refused = []
-        for algorithm in algorithms:
-            if times and times[None] < _TRITON_GAIN * times[algorithm]:
+        for schedule in schedules:
+            if schedule is None or self.passes(schedule, counts):
                 break
-            if self.passes(algorithm, counts):
-                known = {"cublaslt": times[algorithm], "triton": times[None]} if times else {}
-                return Entry(algorithm, counts, tuple(refused), known)
-            refused.append(algorithm.about)
-            logger.warning("cuBLASLt's %s is not used for %s, up to %d rows.", algorithm.about, self.signature, limit)
-        known = {"triton": times[None]} if times else {}
-        if algorithms and times:
-            known["cublaslt"] = times[algorithms[0]]
-        return Entry(None, counts, tuple(refused), known)
+            refused.append(schedule)
+            logger.warning(
+                "%s's %s is not used for %s, up to %d rows.",
+                library_of(schedule),
+                schedule.about,
+                self.signature,
+                limit,
+            )
+        known: dict[str, float] = {}
+        for one in sorted(times.keys() - set(refused), key=times.get):
+            known.setdefault(library_of(one).lower(), times[one])
+        is_tile = isinstance(schedule, NarrowTile)
+        return Entry(
+            None if is_tile else schedule,
+            counts,
+            tuple(one.about for one in refused),
+            known,
+            schedule if is_tile else None,
+        )
 
-    def _candidates(self, rows: int, tuning: bool) -> list["Algorithm"]:
-        """Algorithms worth trying: the heuristic's for this number of rows and, to time, its favourites for fewer.
+    def _candidates(self, rows: int, tuning: bool) -> list["Algorithm | NarrowTile"]:
+        """Schedules worth trying: the heuristic's for this number of rows and, to time, its favourites for fewer and
+        the narrow tiles.
 
         Smaller tiles than the heuristic would take keep more multiprocessors busy where N is small: (1280, 8192) at
         128 rows.
@@ -180,34 +221,50 @@ class Certifier:
             return []
         if not tuning:
             return self.products.algorithms(rows, _ASKED_UNTUNED)
-        found = self.products.algorithms(rows, _ASKED)
+        s, found = self.signature, self.products.algorithms(rows, _ASKED)
         if rows <= _MOST_ROWS_OF_SMALL_TILES:
             for fewer in (limit for limit in LIMITS if rows / 8 <= limit < rows):
                 found += self.products.algorithms(fewer, _ASKED_FOR_FEWER)
+        if s.a_by_rows and s.b_by_columns:
+            tiles = narrow_tiles(rows, s.columns, gpu(s.device))
+            found += [tile for tile in tiles if (tile, s.dtype, s.bias) not in _uncompiled]
         return list(dict.fromkeys(found))
 
-    def _times(self, rows: int, algorithms: Sequence["Algorithm"], timer: GraphTimer) -> dict[Any, float]:
-        """Median microseconds of those algorithms that run, and under None of Triton."""
-        from .cublaslt import Error
-
+    def _times(self, rows: int, schedules: Sequence["Algorithm | NarrowTile"], timer: GraphTimer) -> dict[Any, float]:
+        """Median microseconds of those schedules that run, and under None of Triton."""
         a, s = self.a[:rows], self.signature
         weights = [self.b, *(self.b.t().clone().t() for _ in range(self._copies() - 1))]
         # Nothing is allocated while a graph is captured: under vLLM's allocator settings for loading weights
         # that was an error.
         out = torch.empty(rows, s.columns, dtype=a.dtype, device=a.device)
         ways = {None: [lambda b=b: triton.mm(a, b, self.bias, out) for b in weights]}
-        for algorithm in algorithms:
-            run = self.by(algorithm)
-            try:
-                run(a, self.b, out)
-            except Error:
-                continue
-            ways[algorithm] = [lambda b=b, run=run: run(a, b, out) for b in weights]
+        for schedule in schedules:
+            if self._runs(schedule, a, out):
+                run = self.by(schedule)
+                ways[schedule] = [lambda b=b, run=run: run(a, b, out) for b in weights]
         bytes_moved = a.element_size() * (s.columns * s.depth + rows * (s.columns + s.depth))
         expected = 2 + bytes_moved / 4e6 + 2 * rows * s.columns * s.depth / 7e8  # roughly, on a large GPU
         replays = _REPLAYS if expected < 1000 else 2
         samples = timer.time(list(ways.values()), expected, replays)
         return dict(zip(ways, map(statistics.median, samples), strict=True))
+
+    def _runs(self, schedule: "Algorithm | NarrowTile", a: torch.Tensor, out: torch.Tensor) -> bool:
+        """Whether a schedule can be run here at all."""
+        from .cublaslt import Error
+
+        s = self.signature
+        try:
+            self.by(schedule)(a, self.b, out)
+        except Error:
+            return False
+        except Exception as error:  # whatever a compiler makes of a kernel, or an API that moved
+            if not isinstance(schedule, NarrowTile):
+                raise
+            _uncompiled.add((schedule, s.dtype, s.bias))
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            logger.warning("Gluon's %s is left out, first for %s: %s", schedule.about, s, reason)
+            return False
+        return True
 
     def _copies(self) -> int:
         size = self.b.numel() * self.b.element_size()

@@ -79,6 +79,8 @@ def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> to
         plan = _plan(key, a, b, bias)
     if plan is not None:
         entry = plan.entries.get(limit_of(rows)) or _first_use(plan, rows)
+        if entry is not None and entry.tile is not None:
+            return triton.by_narrow_tile(a, b, bias, entry.tile)
         if entry is not None and entry.algorithm is not None:
             out = torch.empty((rows, b.shape[1]), dtype=a.dtype, device=a.device)
             try:
@@ -147,7 +149,7 @@ def prepare(weight: torch.Tensor, rows: int, bias: bool = False, sizes: Iterable
             return
         started = time.monotonic()
         _certify(signature, missing, sizes, _TUNING_SECONDS)
-    served = Counter("Triton" if found[limit].algorithm is None else "cuBLASLt" for limit in missing if limit in found)
+    served = Counter(found[limit].served_by for limit in missing if limit in found)
     logger.info(
         "Product %s: %s, for ranges of up to %d rows, checked in %.1f s.",
         signature,

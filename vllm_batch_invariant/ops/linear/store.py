@@ -18,6 +18,7 @@ _SOURCES = (
     "certificate.py",
     "cublaslt.py",
     "kernels.py",
+    "narrow_kernel.py",
     "schedule.py",
     "signature.py",
     "triton.py",

@@ -7,7 +7,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from . import schedule
 from .kernels import descriptor_kernel, pointer_kernel
 from .reduction import LinearReduction
-from .schedule import Tile
+from .schedule import NarrowTile, Tile
 
 ALIGNMENT = 16
 """Bytes: of addresses and strides that the tensor memory accelerator takes."""
@@ -131,6 +131,26 @@ def by_descriptors(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
+    return out
+
+
+def by_narrow_tile(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: NarrowTile, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[M, K] @ [K, N] + [N] by Hopper's narrow kernel, for operands that :func:`is_regular` with K as the inner side.
+
+    Args:
+        a: [M, K]
+        b: [K, N]
+        bias: [N], or None.
+        tile: of :data:`.schedule.NARROW_TILES`.
+        out: [M, N] of a's dtype, packed, to be written instead of a new tensor.
+    """
+    from .narrow_kernel import launch  # Gluon is needed for this kernel alone
+
+    weight = b.t()
+    out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device) if out is None else out
+    launch(a, weight, bias, out, tile, (major_stride(a)[0], major_stride(weight)[0]))
     return out
 
 
