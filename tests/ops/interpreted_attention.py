@@ -7,6 +7,7 @@ usage: TRITON_INTERPRET=1 python -m tests.ops.interpreted_attention
 import math
 import sys
 from contextlib import nullcontext
+from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
@@ -19,7 +20,7 @@ from vllm_batch_invariant.ops.attention.triton import Planner, Shape
 HEADS = Heads(2, 1, 64, torch.float16)
 """In bf16 the interpreter multiplies wrongly."""
 REDUCTION = AttentionReduction.of_device("cuda")
-PROCESSORS = 132
+PROCESSORS = 5
 ATOL = 2e-3
 
 
@@ -27,7 +28,7 @@ def pretend_to_have_a_gpu() -> None:
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=PROCESSORS)
     torch.cuda.get_device_capability = lambda device: (8, 0)
     torch.cuda.device = torch.cuda.device_of = lambda device: nullcontext()
-    attention._OF_DEVICE["cpu"] = "triton"
+    attention.OF_DEVICE["cpu"] = "triton"
 
 
 def newest(length: int, count: int, seed: int = 1) -> Chunk:
@@ -45,6 +46,62 @@ def check(name: str, ok: bool) -> None:
     print("ok" if ok else "FAILED", name, flush=True)
     if not ok:
         sys.exit(1)
+
+
+def check_parts() -> None:
+    """Every split of every head is in one part, and no part is much longer than another."""
+    for kv_heads, lengths, tokens in (
+        (1, [1, 256, 257, 2049, 2561], [1] * 5),
+        (2, [40_000, 3, 0, 700], [1, 1, 0, 1]),
+        (3, [1000, 5000, 64, 65, 2000], [1, 40, 2, 4, 1]),
+        (8, [4096] * 3, [1] * 3),
+    ):
+        shape = Shape(4 * kv_heads, kv_heads, 64, torch.float16, REDUCTION)
+        planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), sum(lengths) + 64 * len(lengths))
+        starts = torch.tensor([0, *tokens]).cumsum(0).int()
+        planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens))
+        found, keys, whole = [], [], True
+        for begin, end in pairwise(planner.first_entries.tolist()):
+            entries = [entry for entry in planner.small_list[begin:end].tolist() if entry[3]]
+            for request, head, split, count, slot, *_ in entries:
+                found += [(request, head, number) for number in range(split, split + count)]
+                whole &= (slot < 0) == (count == REDUCTION.split_of(lengths[request] - 1) + 1)
+            keys.append(
+                sum(
+                    min(REDUCTION.start_of(split + count), lengths[request]) - REDUCTION.start_of(split)
+                    for request, _, split, count, *_ in entries
+                )
+            )
+        expected = [
+            (request, head, split)
+            for request, (length, new) in enumerate(zip(lengths, tokens, strict=True))
+            if 0 < 4 * new <= 16
+            for head in range(kv_heads)
+            for split in range(REDUCTION.split_of(length - 1) + 1)
+        ]
+        equal = max(keys) <= sum(keys) / len(keys) + 2 * REDUCTION.split_size
+        check(f"parts of {lengths}", whole and sorted(found) == expected and equal)
+
+
+def check_order() -> None:
+    """Every block of requests of many rows is listed once, those with the most keys first."""
+    lengths, tokens = [900, 64, 0, 5000, 300, 2000], [900, 60, 0, 700, 1, 33]
+    shape = Shape(14, 2, 64, torch.float16, REDUCTION)
+    planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), 2 * sum(lengths))
+    starts = torch.tensor([0, *tokens]).cumsum(0).int()
+    plan = planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens))
+    entries = planner.large_list[: int(planner.large_count)].tolist()
+    rows, group = planner.large.rows, shape.group
+    expected = [
+        (request, block * rows)
+        for request, new in enumerate(tokens)
+        if new * group > 16
+        for block in range(-(-new * group // rows))
+    ]
+    keys = [min((first + rows - 1) // group, new - 1) + 1 + past for _, first, *_, new, past in entries]
+    listed = sorted((request, first) for request, first, *_ in entries) == expected
+    tiles = [-(-count // shape.tile) for count in keys]
+    check("order", not plan.share_large and listed and tiles == sorted(tiles, reverse=True))
 
 
 def check_values() -> None:
@@ -99,6 +156,8 @@ def check_one_plan_for_every_mix() -> None:
 
 if __name__ == "__main__":
     pretend_to_have_a_gpu()
+    check_parts()
+    check_order()
     check_values()
     check_decode_against_prefill()
     check_one_plan_for_every_mix()

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 
-def test_the_kernels_compute_attention_in_tritons_interpreter() -> None:
+@pytest.mark.parametrize(("program", "checks"), [("interpreted_attention", 16), ("interpreted_flex", 40)])
+def test_the_kernels_compute_attention_in_tritons_interpreter(program: str, checks: int) -> None:
     pytest.importorskip("triton")
     process = subprocess.run(
-        [sys.executable, "-m", "tests.ops.interpreted_attention"],
+        [sys.executable, "-m", f"tests.ops.{program}"],
         cwd=Path(__file__).parents[2],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
@@ -19,4 +20,4 @@ def test_the_kernels_compute_attention_in_tritons_interpreter() -> None:
         timeout=400,
     )
     assert process.returncode == 0, process.stdout + process.stderr
-    assert process.stdout.count("ok") == 11
+    assert process.stdout.count("ok") == checks

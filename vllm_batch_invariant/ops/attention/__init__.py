@@ -13,7 +13,8 @@ from .reduction import AttentionReduction
 __all__ = ["IMPLEMENTATIONS", "AttentionReduction", "paged_attention"]
 
 IMPLEMENTATIONS = ("numba", "triton", "flex", "reference")
-_OF_DEVICE = {"cpu": "numba", "cuda": "triton"}
+OF_DEVICE = {"cpu": "numba", "cuda": "triton"}
+"""What "auto" picks."""
 
 
 @torch.no_grad()
@@ -60,8 +61,9 @@ def paged_attention(
         implementation: "auto" picks one by device; or one of :data:`IMPLEMENTATIONS`.
         out: [tokens, query_heads, head_size] of query's dtype, any strides; rows beyond ``query_start_loc[-1]`` are
             left alone.
-        plan: of Triton's ``Planner``, for this ``seq_lens`` and ``query_start_loc``. With one nothing is read back to
-            the host, so lengths and pages are not checked: who plans vouches for them.
+        plan: of the ``Planner`` of Triton or, on a GPU, of FlexAttention, for this ``seq_lens`` and
+            ``query_start_loc``. With one nothing is read back to the host, so lengths and pages are not checked: who
+            plans vouches for them.
 
     Returns:
         ``out``, or a new tensor whose rows beyond ``query_start_loc[-1]`` are 0.
@@ -80,7 +82,7 @@ def paged_attention(
     elif out.shape != query.shape or out.dtype != query.dtype:
         raise ValueError(f"out must be {list(query.shape)} {query.dtype}, got {list(out.shape)} {out.dtype}")
     module = _implementation(implementation, query.device.type)
-    if sinks is not None and module.__name__.rpartition(".")[2] in ("numba", "flex"):
+    if sinks is not None and module.__name__.rpartition(".")[2] in ("numba", "flex", "flex_cuda"):
         raise NotCovered("attention sinks", "only the Triton kernel has them", "use a CUDA device, without flex")
     if plan is not None:
         module.paged_attention(call, out, plan)
@@ -93,13 +95,15 @@ def _implementation(name: str, device: str) -> ModuleType:
     if name not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"implementation must be 'auto' or one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
     if name == "auto":
-        name = _OF_DEVICE.get(device, "")
-    if not name or (name in _OF_DEVICE.values() and name != _OF_DEVICE.get(device)):
+        name = OF_DEVICE.get(device, "")
+    if not name or (name in OF_DEVICE.values() and name != OF_DEVICE.get(device)):
         raise NotCovered(
             f"attention on device '{device}' by '{name or 'auto'}'",
             "there is no implementation for it",
             "use a CPU or CUDA device, or leave the mode off",
         )
+    if (name, device) == ("flex", "cuda"):
+        name = "flex_cuda"
     try:
         return import_module(f".{name}", __package__)
     except ModuleNotFoundError as error:

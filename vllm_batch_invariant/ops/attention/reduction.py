@@ -40,9 +40,12 @@ class AttentionReduction:
             )
 
     @classmethod
-    def of_device(cls, device_type: str) -> "AttentionReduction":
-        """The reduction that a device's compiled kernel is fastest with."""
-        return cls(512, 256, 2048) if device_type == "cuda" else cls()
+    def of_device(cls, device_type: str, implementation: str = "auto") -> "AttentionReduction":
+        """The reduction that an implementation is fastest with on a device."""
+        if device_type != "cuda":
+            return cls()
+        # FlexAttention gives each split a query block of its own.
+        return cls(1024, 512, 2048) if implementation == "flex" else cls(512, 256, 4096)
 
     def split_of(self, position: int) -> int:
         """The number of the split that a position is in."""

@@ -13,9 +13,11 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import NotCovered
+from . import hopper
 from .inputs import PagedAttention
+from .plan_kernels import ENTRY, plan_kernel
 from .reduction import AttentionReduction
-from .triton_kernels import ENTRY, attention_kernel, plan_kernel
+from .triton_kernels import attention_kernel
 
 _LOG2_E = math.log2(math.e)
 _LARGEST_HEAD = 256
@@ -77,6 +79,10 @@ class Shape:
     def padded_size(self) -> int:
         return triton.next_power_of_2(self.head_size)
 
+    @property
+    def tile(self) -> int:
+        return key_tile(self.dtype, min(self.reduction.split_size, self.reduction.early_size))
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -124,14 +130,19 @@ class Planner:
             small_blocks(shape.head_size, shape.dtype),
             large_blocks(shape.head_size, shape.dtype),
         )
+        self.hopper = hopper.covers(shape.head_size, shape.dtype, shape.tile, self.large.rows, device)
         splits = most_keys // min(shape.reduction.split_size, shape.reduction.early_size) + most_requests
         blocks = self._most_blocks(most_tokens, most_requests)
         self._partial_rows = PARTIAL_BYTES // (4 * (shape.padded_size + 2))
         self._slots = splits
         # Large blocks are shared only while they are few.
         self._room_large = min(self._few_large * splits, self._partial_rows // (shape.kv_heads * self.large.rows))
-        self.counts = torch.zeros(2, dtype=torch.int32, device=device)
-        self.small_list = torch.empty(splits + most_requests, ENTRY, dtype=torch.int32, device=device)
+        resident = hopper.DECODING[shape.head_size].resident if self.hopper else self.small.resident
+        self.parts = resident * self.processors
+        self.first_entries = torch.zeros(self.parts + 1, dtype=torch.int32, device=device)
+        entries = most_requests * shape.kv_heads + self.parts
+        self.small_list = torch.empty(entries, ENTRY, dtype=torch.int32, device=device)
+        self.large_count = torch.zeros(1, dtype=torch.int32, device=device)
         self.large_list = torch.empty(blocks + self._room_large, ENTRY, dtype=torch.int32, device=device)
         rows = shape.kv_heads * max(splits * FEW_ROWS, self._room_large * self.large.rows)
         kept = min(self._partial_rows, rows)
@@ -150,8 +161,9 @@ class Planner:
 
     @property
     def _few_large(self) -> int:
-        """Large blocks below which they are shared."""
-        return -(-2 * self.processors // self.shape.kv_heads)
+        """Large blocks below which they are shared: the kernel that cannot share them is much faster otherwise."""
+        programs = self.processors // 8 if self.hopper else 2 * self.processors
+        return -(-programs // self.shape.kv_heads)
 
     def plan(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, tokens: int, most_query_tokens: int) -> Plan:
         """Plan a step; launches one kernel and reads nothing back.
@@ -177,16 +189,19 @@ class Planner:
                 plan_kernel[(requests,)](
                     query_start_loc,
                     seq_lens,
-                    self.counts,
+                    self.first_entries,
                     self.small_list,
+                    self.large_count,
                     self.large_list,
                     requests,
                     self._room_small(kept_rows),
                     self._room_large if share else -1,
-                    self.processors * self.small.resident,
+                    self.parts,
                     kv_heads=shape.kv_heads,
+                    padded_kv_heads=triton.next_power_of_2(shape.kv_heads),
                     group=shape.group,
                     **_sizes(shape.reduction),
+                    tile=shape.tile,
                     few=FEW_ROWS,
                     block_rows=self.large.rows,
                     step=_PLANNED_AT_ONCE,
@@ -204,11 +219,21 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
         NotCovered: a head size above 256.
     """
     plan = plan or _plan_alone(call)
+    planner = plan.planner
+    on_hopper = planner.hopper and hopper.takes(call, out)
     with torch.cuda.device_of(call.query):
-        if plan.large_programs:
-            _launch(call, out, plan, plan.planner.large, False, plan.large_programs)
-        if plan.small:
-            _launch(call, out, plan, plan.planner.small, True, plan.planner.small.resident * plan.planner.processors)
+        if plan.large_programs and on_hopper and not plan.share_large:
+            programs = min(plan.large_programs, planner.processors)
+            hopper.launch_prefill(call, out, planner.large_count, planner.large_list, programs)
+        elif plan.large_programs:
+            _launch(call, out, plan, planner.large, False, plan.large_programs)
+        if plan.small and on_hopper:
+            partials = planner.top, planner.weight, planner.acc
+            hopper.launch_decode(
+                call, out, planner.first_entries, planner.small_list, partials, planner.arrived, plan.kept_rows
+            )
+        elif plan.small:
+            _launch(call, out, plan, planner.small, True, planner.parts)
 
 
 def _plan_alone(call: PagedAttention) -> Plan:
@@ -250,9 +275,8 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, blocks: Blocks,
     planner, shape, device = plan.planner, plan.planner.shape, call.query.device
     table, query = _packed(call.block_table.to(device)), _packed(call.query)
     key_cache, value_cache = _packed(call.key_cache), _packed(call.value_cache)
-    tile = key_tile(shape.dtype, min(shape.reduction.split_size, shape.reduction.early_size))
     kept_rows = plan.kept_rows if small else blocks.rows
-    described = [_describe(cache, tile, shape.padded_size) for cache in (key_cache, value_cache)]
+    described = [_describe(cache, shape.tile, shape.padded_size) for cache in (key_cache, value_cache)]
     by_descriptor = None not in described
     slopes = None if call.alibi_slopes is None else call.alibi_slopes.to(device, torch.float32) * _LOG2_E
     sinks = None if call.sinks is None else call.sinks.to(device, torch.float32) * _LOG2_E
@@ -262,7 +286,7 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, blocks: Blocks,
         *(described if by_descriptor else (key_cache, value_cache)),
         written,
         table,
-        planner.counts[0 if small else 1 :],
+        planner.first_entries if small else planner.large_count,
         planner.small_list if small else planner.large_list,
         planner.top,
         planner.weight,
@@ -291,7 +315,7 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, blocks: Blocks,
         padded_size=shape.padded_size,
         page_size=call.page_size,
         **_sizes(shape.reduction),
-        tile=tile,
+        tile=shape.tile,
         block_rows=blocks.rows,
         kept_rows=kept_rows,
         kept_block=triton.next_power_of_2(kept_rows),

@@ -1,4 +1,4 @@
-"""Triton kernels of paged attention: the list of work, and one kernel that serves prefill and decode.
+"""The Triton kernel of paged attention, which serves prefill and decode.
 
 A row's bits follow from its own keys by construction: masked keys weigh exactly 0, a tile without a visible key changes
 nothing, weights are summed by the tensor cores like the values they weigh, splits are merged ascending by one function,
@@ -11,143 +11,10 @@ arXiv:2205.14135; splits as in Flash-Decoding, pytorch.org/blog/flash-decoding.
 import triton
 import triton.language as tl
 
+from .plan_kernels import split_of, start_of
+
 _ONES = tl.constexpr(16)
 """Equal columns of the sums of weights: a matrix product has at least so many."""
-ENTRY = 8
-"""Numbers in an entry of the list of work: request, first row of the block, first split, number of splits, slot of
-partial results that split 0 of the block would have (-1: none, the entry is all of the block), first row of the request
-in the query, its tokens, and its keys before them.
-"""
-_CHUNK = tl.constexpr(1024)
-"""Requests that the planning kernel looks at in a step."""
-
-
-@triton.jit
-def _split_of(key, split: tl.constexpr, early_size: tl.constexpr, early_keys: tl.constexpr):
-    """The split that a key is in: ``AttentionReduction.split_of``."""
-    late: tl.constexpr = early_keys // early_size
-    return tl.where(key < early_keys, key // early_size, late + (key - early_keys) // split)
-
-
-@triton.jit
-def _start_of(number, split: tl.constexpr, early_size: tl.constexpr, early_keys: tl.constexpr):
-    """The first key of a split: ``AttentionReduction.start_of``."""
-    late: tl.constexpr = early_keys // early_size
-    return tl.where(number < late, number * early_size, early_keys + (number - late) * split)
-
-
-@triton.jit
-def _shape_of_work(
-    query_start_loc, seq_lens, index, exists, group: tl.constexpr, split: tl.constexpr, early_size: tl.constexpr,
-    early_keys: tl.constexpr, few: tl.constexpr, block_rows: tl.constexpr,
-):  # fmt: skip
-    """Of requests: whether each is small, its blocks of rows, and its splits."""
-    start = tl.load(query_start_loc + index, mask=exists, other=0)
-    rows = (tl.load(query_start_loc + index + 1, mask=exists, other=0) - start).to(tl.int32) * group
-    small = (rows > 0) & (rows <= few)
-    blocks = tl.where(small, 1, tl.cdiv(rows, block_rows))
-    length = tl.load(seq_lens + index, mask=exists, other=0).to(tl.int32)
-    splits = _split_of(length - 1, split, early_size, early_keys) + 1
-    return small, blocks, tl.where((rows > 0) & (length > 0), splits, 0)
-
-
-@triton.jit
-def _run(splits, room, programs, kv_heads: tl.constexpr):
-    """Splits in an entry: as many as keep every program busy for two entries; all of them if partial results would
-    have no room.
-    """
-    run = tl.maximum(tl.cdiv(splits * kv_heads, 2 * programs), 1)
-    return tl.where(splits <= room, run, 1 << 30)
-
-
-@triton.jit(do_not_specialize=["requests", "room_small", "room_large", "programs"])
-def plan_kernel(
-    query_start_loc,
-    seq_lens,
-    counts,
-    small_list,
-    large_list,
-    requests,
-    room_small,
-    room_large,
-    programs,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    split: tl.constexpr,
-    early_size: tl.constexpr,
-    early_keys: tl.constexpr,
-    few: tl.constexpr,
-    block_rows: tl.constexpr,
-    step: tl.constexpr,
-):
-    """Writes the entries of one request, of ``few`` rows or of more. Every program adds up what comes before it, so
-    that one launch suffices.
-
-    Args:
-        room_small, room_large: slots for partial results of the requests of few rows and of more.
-        programs: how many work at the same time.
-    """
-    request = tl.program_id(0)
-    lanes = tl.arange(0, _CHUNK)
-    nothing = tl.zeros((_CHUNK,), tl.int32)
-    small_splits, large_splits, small_slots, large_slots = nothing, nothing, nothing, nothing
-    for first in range(0, requests, _CHUNK):
-        index = first + lanes
-        small, blocks, splits = _shape_of_work(
-            query_start_loc, seq_lens, index, index < requests, group, split, early_size, early_keys, few, block_rows
-        )
-        before = index < request
-        small_splits += tl.where(small, splits, 0)
-        large_splits += tl.where(small, 0, blocks * splits)
-        small_slots += tl.where(before & small, splits, 0)
-        large_slots += tl.where(before & (small == 0), blocks * splits, 0)
-    small_run = _run(tl.sum(small_splits), room_small, programs, kv_heads)
-    large_run = _run(tl.sum(large_splits), room_large, programs, kv_heads)
-
-    small_items, large_items, small_before, large_before = nothing, nothing, nothing, nothing
-    for first in range(0, requests, _CHUNK):
-        index = first + lanes
-        small, blocks, splits = _shape_of_work(
-            query_start_loc, seq_lens, index, index < requests, group, split, early_size, early_keys, few, block_rows
-        )
-        before = index < request
-        of_small = tl.where(small, tl.cdiv(splits, small_run), 0)
-        of_large = tl.where(small, 0, blocks * tl.cdiv(splits, large_run))
-        small_items += of_small
-        large_items += of_large
-        small_before += tl.where(before, of_small, 0)
-        large_before += tl.where(before, of_large, 0)
-    if request == 0:
-        tl.store(counts, tl.sum(small_items))
-        tl.store(counts + 1, tl.sum(large_items))
-
-    small, blocks, splits = _shape_of_work(
-        query_start_loc, seq_lens, request, request < requests, group, split, early_size, early_keys, few, block_rows
-    )
-    run = tl.where(small, small_run, large_run)
-    each = tl.cdiv(splits, run)
-    first_slot = tl.where(small, tl.sum(small_slots), tl.sum(large_slots))
-    entries = large_list + tl.sum(large_before) * 8
-    if small:
-        entries = small_list + tl.sum(small_before) * 8
-    start = tl.load(query_start_loc + request).to(tl.int32)
-    tokens = tl.load(query_start_loc + request + 1).to(tl.int32) - start
-    past = tl.load(seq_lens + request).to(tl.int32) - tokens
-    for first in range(0, blocks * each, step):
-        number = first + tl.arange(0, step)
-        mask = number < blocks * each
-        # The blocks with the most keys first.
-        block = blocks - 1 - number // each
-        place = entries + number * 8
-        begin = number % each * run
-        tl.store(place, tl.zeros((step,), tl.int32) + request, mask=mask)
-        tl.store(place + 1, block * block_rows, mask=mask)
-        tl.store(place + 2, begin, mask=mask)
-        tl.store(place + 3, tl.minimum(run, splits - begin), mask=mask)
-        tl.store(place + 4, tl.where(each > 1, first_slot + block * splits, -1), mask=mask)
-        tl.store(place + 5, tl.zeros((step,), tl.int32) + start, mask=mask)
-        tl.store(place + 6, tl.zeros((step,), tl.int32) + tokens, mask=mask)
-        tl.store(place + 7, tl.zeros((step,), tl.int32) + past, mask=mask)
 
 
 @triton.jit
@@ -284,6 +151,38 @@ def _end_of_split(
     return top, weight, acc
 
 
+@triton.constexpr_function
+def _splits_at_once(elements):
+    """Partial results of so many elements that a program's registers hold."""
+    return max(min(16384 // elements, 32), 1)
+
+
+@triton.jit
+def _merge_some(
+    top, weight, acc, partial_top, partial_weight, partial_acc, place, keep, keep_row, dims, exist,
+    stride: tl.constexpr, padded_size: tl.constexpr, at_once: tl.constexpr, masked: tl.constexpr,
+):  # fmt: skip
+    """Merges the next ``at_once`` partial results; if ``masked``, only as many as ``exist`` says for each row."""
+    tops, weights, accs = (), (), ()
+    for number in tl.static_range(at_once):
+        here = place + number * stride
+        exists, exists_row = keep, keep_row
+        if masked:
+            exists, exists_row = keep & (number < exist), keep_row & (number < exist)[:, None]
+        at_acc = partial_acc + here[:, None] * padded_size + dims[None, :]
+        tops += (tl.load(partial_top + here, mask=exists, other=-float("inf"), cache_modifier=".cg"),)
+        weights += (tl.load(partial_weight + here, mask=exists, other=0.0, cache_modifier=".cg"),)
+        accs += (tl.load(at_acc, mask=exists_row, other=0.0, cache_modifier=".cg"),)
+    for number in tl.static_range(at_once):
+        new_top, new_weight, new_acc = _merge_splits(top, weight, acc, tops[number], weights[number], accs[number])
+        if masked:
+            # An absent one adds a zero, which would make one of -0.
+            new_top, new_weight = tl.where(number < exist, new_top, top), tl.where(number < exist, new_weight, weight)
+            new_acc = tl.where((number < exist)[:, None], new_acc, acc)
+        top, weight, acc = new_top, new_weight, new_acc
+    return top, weight, acc
+
+
 @triton.jit
 def _merge_kept(
     out, partial_top, partial_weight, partial_acc, sinks, first_place, splits, first_row, start, tokens, kv_head,
@@ -302,14 +201,21 @@ def _merge_kept(
     acc = tl.zeros((kept_block, padded_size), tl.float32)
     place = first_place + kept
     # Many loads at once: each waits for memory as long as all.
-    for _ in tl.range(0, splits, loop_unroll_factor=(64 // kept_block if kept_block <= 32 else 1)):
-        split_top = tl.load(partial_top + place, mask=keep, other=-float("inf"), cache_modifier=".cg")
-        split_weight = tl.load(partial_weight + place, mask=keep, other=0.0, cache_modifier=".cg")
-        split_acc = tl.load(
-            partial_acc + place[:, None] * padded_size + dims[None, :], mask=keep_row, other=0.0, cache_modifier=".cg"
-        )
-        top, weight, acc = _merge_splits(top, weight, acc, split_top, split_weight, split_acc)
-        place += kv_heads * kept_rows
+    at_once: tl.constexpr = _splits_at_once(kept_block * padded_size)
+    few: tl.constexpr = min(at_once, 4)
+    many = splits // at_once * at_once
+    for _ in range(0, many, at_once):
+        top, weight, acc = _merge_some(
+            top, weight, acc, partial_top, partial_weight, partial_acc, place, keep, keep_row, dims, kept,
+            kv_heads * kept_rows, padded_size, at_once, False,
+        )  # fmt: skip
+        place += at_once * kv_heads * kept_rows
+    for done in range(many, splits, few):
+        top, weight, acc = _merge_some(
+            top, weight, acc, partial_top, partial_weight, partial_acc, place, keep, keep_row, dims,
+            kept * 0 + splits - done, kv_heads * kept_rows, padded_size, few, True,
+        )  # fmt: skip
+        place += few * kv_heads * kept_rows
     sink = tl.zeros((kept_block,), tl.float32)
     if has_sinks:
         sink = tl.load(sinks + head)
@@ -328,7 +234,7 @@ def attention_kernel(
     values_at,
     out,
     table,
-    count,
+    bounds,
     work,
     partial_top,
     partial_weight,
@@ -370,9 +276,11 @@ def attention_kernel(
     kept_rows: tl.constexpr,
     kept_block: tl.constexpr,
 ):
-    """Works on every entry of ``work`` and every KV head. Programs that share the splits of a block of rows leave them
-    among the partial results; the last one to arrive merges them all, in ascending order.
+    """Works on every entry of ``work``. Programs that share the splits of a block of rows leave them among the partial
+    results; the last one to arrive merges them all, in ascending order.
 
+    ``bounds``: the first entry of each program, and the end; for many rows the number of entries, each of them for all
+    KV heads.
     ``many_rows``: tiles that every row sees are not masked, which changes no bit, and the loop over tiles is within one
     over splits, where the tensor cores limit the speed; else one loop keeps memory busy across the ends of splits.
     ``may_keep``: some block is shared.
@@ -380,12 +288,22 @@ def attention_kernel(
     dims = tl.arange(0, padded_size)
     in_head = dims < head_size
     whole_head: tl.constexpr = head_size == padded_size
-    total = tl.load(count) * kv_heads
-    for place in tl.range(tl.program_id(0), total, tl.num_programs(0)):
-        kv_head = place % kv_heads
-        entry = work + place // kv_heads * 8
+    first_item, stop_item, next_item = tl.program_id(0), 0, 1
+    if many_rows:
+        stop_item, next_item = tl.load(bounds) * kv_heads, tl.num_programs(0)
+    else:
+        stop_item = tl.load(bounds + first_item + 1)
+        first_item = tl.load(bounds + first_item)
+    for place in tl.range(first_item, stop_item, next_item):
+        if many_rows:
+            kv_head = place % kv_heads
+            entry = work + place // kv_heads * 8
+            first_row = tl.load(entry + 1)
+        else:
+            entry = work + place * 8
+            kv_head = tl.load(entry + 1)
+            first_row = 0
         request = tl.load(entry).to(tl.int64)
-        first_row = tl.load(entry + 1)
         first_split = tl.load(entry + 2)
         run = tl.load(entry + 3)
         slot = tl.load(entry + 4)
@@ -401,10 +319,10 @@ def attention_kernel(
         if has_window:
             first_key = max(past + first_row // group - window + 1, 0)
             seen_by_all = 0
-        begin = max(first_split, _split_of(first_key, split, early_size, early_keys))
-        end = min(first_split + run, _split_of(stop - 1, split, early_size, early_keys) + 1)
-        tile_start = max(_start_of(begin, split, early_size, early_keys), first_key // tile * tile)
-        tile_stop = min(_start_of(end, split, early_size, early_keys), stop)
+        begin = max(first_split, split_of(first_key, split, early_size, early_keys))
+        end = min(first_split + run, split_of(stop - 1, split, early_size, early_keys) + 1)
+        tile_start = max(start_of(begin, split, early_size, early_keys), first_key // tile * tile)
+        tile_stop = min(start_of(end, split, early_size, early_keys), stop)
 
         rows = first_row + tl.arange(0, block_rows)
         token = rows // group
@@ -430,8 +348,8 @@ def attention_kernel(
                 split_top = tl.full((block_rows,), -float("inf"), tl.float32)
                 split_weight = tl.zeros((block_rows, _ONES), tl.float32)
                 split_acc = tl.zeros((block_rows, padded_size), tl.float32)
-                split_stop = min(_start_of(number + 1, split, early_size, early_keys), tile_stop)
-                split_start = max(_start_of(number, split, early_size, early_keys), tile_start)
+                split_stop = min(start_of(number + 1, split, early_size, early_keys), tile_stop)
+                split_start = max(start_of(number, split, early_size, early_keys), tile_start)
                 masked_start = max(min(seen_by_all, split_stop), split_start)
                 page = _pages(own_table, split_start, first_key, stop, by_descriptor, tile, page_size)
                 for at in range(split_start, masked_start, tile):
@@ -472,7 +390,7 @@ def attention_kernel(
                 page = next_page
                 size = tl.where(at < early_keys, early_size, split)
                 if ((at + tile) % size == 0) | (at + tile >= tile_stop):
-                    number = _split_of(at, split, early_size, early_keys)
+                    number = split_of(at, split, early_size, early_keys)
                     top, weight, acc = _end_of_split(
                         top, weight, acc, split_top, split_weight, split_acc, slot, number, kv_head, keep, partial_top,
                         partial_weight, partial_acc, dims, in_head, may_keep, kv_heads, kept_rows, block_rows,
@@ -484,8 +402,8 @@ def attention_kernel(
 
         if may_keep:  # noqa: SIM102 - known when it is compiled
             if (slot >= 0) & (begin < end):
-                own_first = _split_of(first_key, split, early_size, early_keys)
-                splits = _split_of(stop - 1, split, early_size, early_keys) + 1 - own_first
+                own_first = split_of(first_key, split, early_size, early_keys)
+                splits = split_of(stop - 1, split, early_size, early_keys) + 1 - own_first
                 counter = arrived + slot * kv_heads + kv_head
                 tl.debug_barrier()
                 if tl.atomic_add(counter, end - begin, sem="acq_rel") == splits - (end - begin):

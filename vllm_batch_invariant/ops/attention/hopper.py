@@ -1,0 +1,153 @@
+"""Attention on Hopper GPUs: the kernels of :mod:`.hopper_prefill` and :mod:`.hopper_decode` for a plan's two lists."""
+
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .hopper_decode import decode_kernel
+from .hopper_prefill import ROWS, prefill_kernel
+from .hopper_tiles import TILE, cache_layout, page_part
+from .inputs import PagedAttention
+
+_LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How tiles flow through the kernel: speed only. See ``prefill_kernel``."""
+
+    stages: int
+    turns: bool = False
+    keep_in_shared: bool = True
+    query_in_registers: bool = False
+
+
+_PIPELINES = {
+    64: Pipeline(stages=6, turns=True, query_in_registers=True),
+    128: Pipeline(stages=5, keep_in_shared=False),
+}
+"""By head size; what fits in shared memory."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How the decode kernel shares a multiprocessor: speed only."""
+
+    resident: int
+    """Programs on a multiprocessor."""
+    stages: int
+    """Tiles in the ring."""
+    registers: int
+    """Limit for a thread, before the warps that copy give up theirs."""
+
+
+DECODING = {64: Decoding(resident=3, stages=4, registers=80), 128: Decoding(resident=2, stages=3, registers=128)}
+"""By head size."""
+
+
+def covers(head_size: int, dtype: torch.dtype, tile: int, block_rows: int, device: torch.device) -> bool:
+    """Whether the kernel can serve attention of such a shape there, with the bits of the Triton kernel."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    return head_size in _PIPELINES and dtype.itemsize == 2 and (tile, block_rows) == (TILE, ROWS)
+
+
+def takes(call: PagedAttention, out: torch.Tensor) -> bool:
+    """Whether the kernel serves a call, whose options and memory layout it has to know."""
+    options = call.sliding_window, call.logits_soft_cap, call.alibi_slopes, call.sinks
+    caches = call.key_cache, call.value_cache
+    return (
+        all(option is None for option in options)
+        and call.page_size >= 16
+        and call.page_size & (call.page_size - 1) == 0
+        and call.block_table.device == call.query.device
+        and all(tensor.stride(-1) == 1 for tensor in (call.query, call.block_table, out))
+        and all(cache.stride(-1) == 1 and cache.data_ptr() % 16 == 0 for cache in caches)
+        and all(stride * cache.element_size() % 16 == 0 for cache in caches for stride in cache.stride()[:3])
+    )
+
+
+def _describe(cache: torch.Tensor) -> TensorDescriptor:
+    part, head_size = page_part(cache.shape[2]), cache.shape[3]
+    block = [1, 1, part, head_size]
+    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), block, cache_layout(head_size))
+
+
+def launch_prefill(
+    call: PagedAttention, out: torch.Tensor, count: torch.Tensor, work: torch.Tensor, programs: int
+) -> None:
+    """Write the attention of the blocks in ``work`` to ``out``."""
+    table = call.block_table
+    head_size, kv_heads = call.query.shape[2], call.key_cache.shape[1]
+    reduction = call.reduction
+    prefill_kernel[(programs,)](
+        call.query,
+        _describe(call.key_cache),
+        _describe(call.value_cache),
+        out,
+        table,
+        count,
+        work,
+        call.scale * _LOG2_E,
+        table.stride(0),
+        *call.query.stride()[:2],
+        *out.stride()[:2],
+        kv_heads=kv_heads,
+        group=call.query.shape[1] // kv_heads,
+        head_size=head_size,
+        page_size=call.page_size,
+        split=reduction.split_size,
+        early_size=reduction.early_size,
+        early_keys=reduction.early_keys,
+        **asdict(_PIPELINES[head_size]),
+        consumer_registers=240,
+        num_warps=4,
+        maxnreg=168,
+        enable_fp_fusion=False,
+    )
+
+
+def launch_decode(
+    call: PagedAttention,
+    out: torch.Tensor,
+    first_entries: torch.Tensor,
+    work: torch.Tensor,
+    partials: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    arrived: torch.Tensor,
+    kept_rows: int,
+) -> None:
+    """Write the attention of the parts in ``work`` to ``out``."""
+    table = call.block_table
+    head_size, kv_heads = call.query.shape[2], call.key_cache.shape[1]
+    reduction = call.reduction
+    decode_kernel[(len(first_entries) - 1,)](
+        call.query,
+        _describe(call.key_cache),
+        _describe(call.value_cache),
+        out,
+        table,
+        first_entries,
+        work,
+        *partials,
+        arrived,
+        call.scale * _LOG2_E,
+        table.stride(0),
+        *call.query.stride()[:2],
+        *out.stride()[:2],
+        kv_heads=kv_heads,
+        group=call.query.shape[1] // kv_heads,
+        head_size=head_size,
+        page_size=call.page_size,
+        split=reduction.split_size,
+        early_size=reduction.early_size,
+        early_keys=reduction.early_keys,
+        kept_rows=kept_rows,
+        kept_block=triton.next_power_of_2(kept_rows),
+        stages=DECODING[head_size].stages,
+        num_warps=4,
+        maxnreg=DECODING[head_size].registers,
+        enable_fp_fusion=False,
+    )
