@@ -14,6 +14,12 @@ def gpu() -> None:
         pytest.skip("needs an NVIDIA GPU")
 
 
+@pytest.fixture
+def hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def own_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Certificates of products are read from and written to a folder of this run."""

@@ -22,22 +22,29 @@ FEATURES = {
 TOLERANCE = {torch.float32: (2e-6, 8e-6), torch.bfloat16: (2**-7, 8e-3), torch.float16: (2**-10, 1e-3)}
 """Relative and absolute: one rounding of each weight and one of the result, fp32 sums of terms of size one."""
 
+PAGE_SIZES = {"triton": (16, 1, 7, 64, 512), "flex": (64, 128, 512)}
+"""Keys in a page, the usual number first."""
+
 features = pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES.keys())
+by_both = pytest.mark.parametrize("implementation", PAGE_SIZES)
 
 
 def attend(
     chunks: list[Chunk],
-    reduction: AttentionReduction = AttentionReduction.of_device("cuda"),  # noqa: B008 - frozen
-    page_size: int = 16,
+    reduction: AttentionReduction | None = None,
+    page_size: int | None = None,
     placement: int = 0,
     filler: float = math.nan,
+    implementation: str = "triton",
     **features: object,
 ) -> list[torch.Tensor]:
     """The output rows of each chunk, computed together; what is not written is NaN."""
+    reduction = reduction or AttentionReduction.of_device("cuda", implementation)
+    page_size = page_size or PAGE_SIZES[implementation][0]
     tensors = [tensor.cuda() for tensor in paged(chunks, page_size, placement, filler)]
     scale = 1 / math.sqrt(chunks[0].request.heads.size)
     out = torch.full_like(tensors[0], math.nan)
-    paged_attention(*tensors, scale=scale, reduction=reduction, out=out, **features)
+    paged_attention(*tensors, scale=scale, reduction=reduction, implementation=implementation, out=out, **features)
     return list(out.split([chunk.stop - chunk.start for chunk in chunks]))
 
 
@@ -49,39 +56,44 @@ def newest(request: Request, count: int = 1) -> Chunk:
     return Chunk(request, request.length - count, request.length)
 
 
-def assert_near_exact(chunks: list[Chunk], **options: object) -> None:
+def assert_near_exact(chunks: list[Chunk], implementation: str = "triton", **options: object) -> None:
     rtol, atol = TOLERANCE[chunks[0].request.heads.dtype]
-    got = torch.cat(attend(chunks, **options)).cpu()
+    got = torch.cat(attend(chunks, implementation=implementation, **options)).cpu()
     torch.testing.assert_close(got.double(), exact(chunks, **options), rtol=rtol, atol=atol)
 
 
+@by_both
 @features
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_every_feature_is_near_float64(options, dtype):
+def test_every_feature_is_near_float64(options, dtype, implementation):
     heads = Heads(4, 2, 64, dtype)
     chunks = [Chunk(Request(heads, 300, 1), 250, 300), newest(Request(heads, 520, 2)), whole(Request(heads, 20, 3))]
-    assert_near_exact(chunks, **options)
+    assert_near_exact(chunks, implementation, **options)
 
 
+@by_both
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("query", "kv", "size"), [(4, 4, 64), (6, 2, 80), (5, 1, 96), (16, 8, 128), (2, 1, 256), (14, 2, 64), (71, 1, 64)]
 )
-def test_every_head_shape_and_dtype_is_near_float64_and_decodes_to_its_prefill(query, kv, size, dtype):
+def test_every_head_shape_and_dtype_is_near_float64_and_decodes_to_its_prefill(query, kv, size, dtype, implementation):
     heads = Heads(query, kv, size, dtype)
     request = Request(heads, 330, 1)
-    assert_near_exact([whole(request), newest(Request(heads, 17, 2))])
-    prefill = attend([whole(request)])[0]
+    assert_near_exact([whole(request), newest(Request(heads, 17, 2))], implementation)
+    prefill = attend([whole(request)], implementation=implementation)[0]
     for stop in (1, 2, 64, 65, 255, 256, 257, 330):
-        assert torch.equal(attend([Chunk(request, stop - 1, stop)])[0], prefill[stop - 1 : stop]), stop
+        decode = attend([Chunk(request, stop - 1, stop)], implementation=implementation)[0]
+        assert torch.equal(decode, prefill[stop - 1 : stop]), stop
 
 
+@by_both
 @features
 @pytest.mark.parametrize("size", [1, 3, 7, 9, 16, 31, 33, 64, 100, 255, 256, 257])
-def test_chunks_of_any_size_equal_prefill(size, options):
+def test_chunks_of_any_size_equal_prefill(size, options, implementation):
     request = Request(SMALL, 600, 1)
     start = 0 if size > 8 else 240
     starts = range(start, request.length if size > 8 else 300, size)
+    options = options | {"implementation": implementation}
     chunks = [attend([Chunk(request, at, min(at + size, request.length))], **options)[0] for at in starts]
     together = torch.cat(chunks)
     assert torch.equal(together, attend([whole(request)], **options)[0][start : start + len(together)])
@@ -89,30 +101,34 @@ def test_chunks_of_any_size_equal_prefill(size, options):
 
 @pytest.mark.parametrize("heads", [GROUP_OF_SEVEN, GROUP_OF_FOUR, Heads(16, 8, 128, torch.float16)], ids=str)
 @pytest.mark.parametrize("length", [1000, 4097])
-@pytest.mark.parametrize("reduction", [AttentionReduction(), AttentionReduction.of_device("cuda")], ids=str)
-def test_the_newest_tokens_have_the_bits_of_a_prefill(heads, length, reduction):
+@pytest.mark.parametrize("reduction", [AttentionReduction(), None], ids=str)
+@by_both
+def test_the_newest_tokens_have_the_bits_of_a_prefill(heads, length, reduction, implementation):
+    options = {"reduction": reduction, "implementation": implementation}
     request = Request(heads, length, 1)
-    prefill = attend([whole(request)], reduction=reduction)[0]
+    prefill = attend([whole(request)], **options)[0]
     for count in (1, 2, 5, 7, 64, 200):
-        chunk = newest(request, count)
-        assert torch.equal(attend([chunk], reduction=reduction)[0], prefill[-count:]), count
+        assert torch.equal(attend([newest(request, count)], **options)[0], prefill[-count:]), count
 
 
-def test_decode_equals_prefill_around_page_tile_and_split_borders():
+@by_both
+def test_decode_equals_prefill_around_page_tile_and_split_borders(implementation):
     request = Request(GROUP_OF_SEVEN, 600, 1)
-    prefill = attend([whole(request)])[0]
+    prefill = attend([whole(request)], implementation=implementation)[0]
     for border in (16, 64, 128, 256, 272, 320, 512):
         for length in (border - 1, border, border + 1):
-            decode = attend([Chunk(request, length - 1, length)])[0]
+            decode = attend([Chunk(request, length - 1, length)], implementation=implementation)[0]
             assert torch.equal(decode[0], prefill[length - 1]), length
 
 
+@by_both
 @features
-def test_pages_and_their_size_move_no_bit(options):
-    request = Request(SMALL, 300, 1)
+def test_pages_and_their_size_move_no_bit(options, implementation):
+    request, options = Request(SMALL, 300, 1), options | {"implementation": implementation}
+    sizes = PAGE_SIZES[implementation]
     for chunk in (newest(request, 10), whole(request)):
         first = attend([chunk], **options)[0]
-        for page_size, placement in ((16, 1), (16, 2), (1, 3), (7, 4), (64, 5), (512, 6)):
+        for placement, page_size in enumerate((sizes[0], *sizes), 1):
             again = attend([chunk], page_size=page_size, placement=placement, **options)[0]
             assert torch.equal(again, first), page_size
 
@@ -174,6 +190,47 @@ def test_a_graph_of_decode_follows_the_lengths_and_has_the_bits_of_eager_calls(h
         out.fill_(math.nan)
         graph.replay()
         assert torch.equal(out, paged_attention(query, key, value, table, now, starts, **options)), shorter
+
+
+@pytest.mark.parametrize("heads", [GROUP_OF_FOUR, GROUP_OF_SEVEN], ids=str)
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_flex_graph_of_decode_follows_the_lengths_and_has_the_bits_of_eager_calls(heads, window):
+    from vllm_batch_invariant.ops.attention.flex_plan import KeyLayout, Planner
+    from vllm_batch_invariant.ops.attention.triton import Shape
+
+    reduction = AttentionReduction.of_device("cuda", "flex")
+    chunks = [newest(Request(heads, length, length)) for length in (1, 511, 512, 513, 2047, 2048, 2049, 3000)]
+    query, key, value, table, seq_lens, starts = (tensor.cuda() for tensor in paged(chunks, 64, filler=math.nan))
+    shape = Shape(heads.query, heads.kv, heads.size, heads.dtype, reduction)
+    planner = Planner(shape, KeyLayout.of(key, 64), query.device, 16, 5000, (window,))
+    options = {"scale": 0.1, "reduction": reduction, "implementation": "flex", "sliding_window": window}
+    out = torch.empty_like(query)
+    plan = planner.plan(starts, seq_lens, table, 1)
+    paged_attention(query, key, value, table, seq_lens, starts, plan=plan, out=out, **options)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_attention(query, key, value, table, seq_lens, starts, plan=plan, out=out, **options)
+    for shorter in (0, 1, 300, 0):
+        now = (seq_lens - shorter).clamp(min=1)
+        planner.plan(starts, now, table, 1)
+        out.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(out, paged_attention(query, key, value, table, now, starts, **options)), shorter
+
+
+@pytest.mark.parametrize("heads", [SMALL, GROUP_OF_FOUR, Heads(4, 2, 80, torch.float16)], ids=str)
+def test_flex_computed_in_waves_has_the_bits_of_one(heads, monkeypatch):
+    from vllm_batch_invariant.ops.attention import flex_cuda
+
+    chunks = [whole(Request(heads, 1100, 1)), newest(Request(heads, 777, 2), 7), newest(Request(heads, 6_000, 3))]
+    whole_step = torch.cat(attend(chunks, implementation="flex"))
+    monkeypatch.setattr(flex_cuda, "PARTIAL_BYTES", 0)
+    assert torch.equal(torch.cat(attend(chunks, implementation="flex")), whole_step)
+
+
+def test_flex_refuses_pages_that_hold_no_whole_tile():
+    with pytest.raises(NotCovered, match="pages of 16 keys"):
+        attend([newest(Request(SMALL, 20, 1))], page_size=16, implementation="flex")
 
 
 @pytest.mark.parametrize("heads", [GROUP_OF_FOUR, GROUP_OF_SEVEN], ids=str)
@@ -244,45 +301,47 @@ def test_sinks_take_weight_and_have_no_value():
     assert not torch.equal(got, torch.cat(attend(chunks)))
 
 
-@pytest.mark.parametrize("filler", [0.0, math.inf])
-def test_what_is_not_written_never_leaks(filler):
+@by_both
+@pytest.mark.parametrize("filler", [0.0, math.inf, 1e30])
+def test_what_is_not_written_never_leaks(filler, implementation):
     chunks = [Chunk(Request(SMALL, 300, 1), 250, 300), newest(Request(SMALL, 33, 2))]
-    for clean, dirty in zip(attend(chunks), attend(chunks, filler=filler), strict=True):
+    held = [attend(chunks, filler=held, implementation=implementation) for held in (math.nan, filler)]
+    for clean, dirty in zip(*held, strict=True):
         assert clean.isfinite().all()
         assert torch.equal(clean, dirty)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5, 9, 10, 11, 64, 700, 3000])
 def test_a_long_decode_of_seven_heads_a_group_is_not_moved_by_a_neighbour(tokens, long_decode):
-    chunk, alone = long_decode
+    chunk, alone, implementation = long_decode
     neighbour = Request(GROUP_OF_SEVEN, max(tokens, 8), 2)
     beside = Chunk(neighbour, neighbour.length - tokens, neighbour.length)
-    assert torch.equal(attend([beside, chunk])[1], alone)
-    assert torch.equal(attend([chunk, beside, chunk])[2], alone)
+    assert torch.equal(attend([beside, chunk], implementation=implementation)[1], alone)
+    assert torch.equal(attend([chunk, beside, chunk], implementation=implementation)[2], alone)
 
 
-@pytest.fixture(scope="module")
-def long_decode():
+@pytest.fixture(scope="module", params=PAGE_SIZES)
+def long_decode(request):
     chunk = newest(Request(GROUP_OF_SEVEN, 19_760, 1))
-    return chunk, attend([chunk])[0]
+    return chunk, attend([chunk], implementation=request.param)[0], request.param
 
 
 @pytest.mark.parametrize("count", [2, 8, 43, 44, 45, 46, 64, 129, 257, 300])
 def test_any_number_of_requests_in_any_order_moves_no_bit(count, singles):
-    chunks, alone = singles
+    chunks, alone, implementation = singles
     order = torch.randperm(len(chunks), generator=torch.Generator().manual_seed(count))[:count].tolist()
-    together = attend([chunks[i] for i in order], placement=count)
+    together = attend([chunks[i] for i in order], placement=count, implementation=implementation)
     assert torch.equal(torch.cat(together), torch.cat([alone[i] for i in order]))
 
 
-@pytest.fixture(scope="module")
-def singles():
+@pytest.fixture(scope="module", params=PAGE_SIZES)
+def singles(request):
     """300 requests at different stages, each computed alone."""
     chunks = []
     for seed in range(300):
-        request = Request(SMALL, 1 + 7 * seed % 401, seed)
-        chunks.append(newest(request, min(request.length, (1, 1, 1, 5, 40)[seed % 5])))
-    return chunks, [attend([chunk])[0] for chunk in chunks]
+        one = Request(SMALL, 1 + 7 * seed % 401, seed)
+        chunks.append(newest(one, min(one.length, (1, 1, 1, 5, 40)[seed % 5])))
+    return chunks, [attend([chunk], implementation=request.param)[0] for chunk in chunks], request.param
 
 
 def test_a_freed_page_behind_the_window_may_be_gone():
@@ -313,14 +372,16 @@ def test_strides_move_no_bit():
         assert torch.equal(paged_attention(query, *caches, *tensors[3:], **options), first)
 
 
-def test_a_nan_of_its_own_is_not_hidden():
+@by_both
+def test_a_nan_of_its_own_is_not_hidden(implementation):
     request = Request(SMALL, 5, 1)
     request.query[2] = math.nan
-    got = attend([whole(request)])[0]
+    got = attend([whole(request)], implementation=implementation)[0]
     assert got[2].isnan().all()
     assert got[[0, 1, 3, 4]].isfinite().all()
 
 
-def test_heads_above_256_are_refused_by_name():
+@by_both
+def test_heads_above_256_are_refused_by_name(implementation):
     with pytest.raises(NotCovered, match="size 272"):
-        attend([whole(Request(Heads(1, 1, 272), 4, 1))])
+        attend([whole(Request(Heads(1, 1, 272), 4, 1))], implementation=implementation)

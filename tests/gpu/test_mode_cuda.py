@@ -133,6 +133,32 @@ def test_stock_norms_give_a_row_the_same_bits_at_every_batch_size(length, dtype)
                 assert_same_bits(function(x[300 - rows :]), whole[300 - rows :], f"{name}, last {rows} rows")
 
 
+REDUCTIONS = {
+    "logsumexp": lambda x: torch.logsumexp(x, -1),
+    "cumsum": lambda x: torch.cumsum(x, -1),
+    "nansum": lambda x: torch.nansum(x, -1),
+    "var": lambda x: x.var(-1),
+    "std": lambda x: x.std(-1, keepdim=True),
+    "var_mean": lambda x: torch.stack(torch.var_mean(x, -1)),
+    "norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
+    "norm, 3": lambda x: torch.linalg.vector_norm(x, 3, dim=-1),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_a_row_is_reduced_alike_at_every_batch_size(name, dtype):
+    x = draw(1030, 5000).to(dtype)
+    reduce, rows_at = REDUCTIONS[name], -1 if name == "var_mean" else 0
+    with batch_invariant_mode():
+        whole = reduce(x)
+        for rows in (1, 2, 3, 17, 64, 500):
+            part = reduce(x[:rows])
+            assert_same_bits(part, whole.narrow(rows_at, 0, rows), f"{rows} rows")
+    error = (whole.double() - reduce(x.double())).abs() / reduce(x.double()).abs().clamp_min(1)
+    assert error.max() < {torch.float32: 5e-5, torch.bfloat16: 2e-2}.get(dtype, 2e-3)
+
+
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_gradients_are_those_of_pytorch(name):
     def gradient() -> torch.Tensor:

@@ -5,10 +5,13 @@ import torch
 
 from tests.bits import DTYPES, ROW_COUNTS, assert_near, assert_same_bits
 from tests.gpu.linear_cases import draw
+from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops import reduce
 from vllm_batch_invariant.ops import softmax as softmaxes
 from vllm_batch_invariant.ops.norm import reference as exact_norm
 from vllm_batch_invariant.ops.norm import rms_norm
+from vllm_batch_invariant.ops.norm_rotary import norm_rotary
+from vllm_batch_invariant.ops.norm_rotary import reference as exact_norm_rotary
 from vllm_batch_invariant.ops.reduce import reference as exact_reduce
 from vllm_batch_invariant.ops.softmax import reference as exact_softmax
 
@@ -132,3 +135,84 @@ def test_norms_of_part_of_a_row_without_weight_with_a_wider_one_and_of_strided_h
     half = x.bfloat16()
     assert_near(rms_norm(half, weight, 1e-6), exact_norm.rms_norm(half, weight, 1e-6))
     assert_same_bits(rms_norm(x[:, 2:5], weight, 1e-6), rms_norm(x, weight, 1e-6)[:, 2:5])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [64, 100, 128, 256, 1024])
+def test_a_norm_of_strided_heads_has_the_bits_of_packed_ones_and_copies_nothing(length, dtype):
+    wide, weight = draw(300, 12 * length, dtype=dtype), draw(length, dtype=dtype, seed=1)
+    for heads in (wide[:, : 8 * length], wide[:, 8 * length : 10 * length]):
+        view = heads.unflatten(1, (-1, length))
+        packed = view.contiguous()
+        expected = rms_norm(packed, weight, 1e-6)
+        assert_same_bits(rms_norm(packed.flatten(0, 1), weight, 1e-6).view_as(expected), expected)
+        assert_same_bits(rms_norm(packed.transpose(0, 1), weight, 1e-6), expected.transpose(0, 1))
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        out = rms_norm(view, weight, 1e-6)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + 1 or length % 8
+        assert_same_bits(out, expected)
+        for rows in (1, 2, 3, 17, 299):
+            assert_same_bits(rms_norm(view[300 - rows :], weight, 1e-6), expected[300 - rows :], f"{rows} rows")
+        residual = wide.flip(1)[:, : heads.shape[1]].view_as(view)
+        packed_pair = rms_norm(packed, weight, 1e-6, residual.contiguous())
+        for part, whole in zip(rms_norm(view, weight, 1e-6, residual), packed_pair, strict=True):
+            assert_same_bits(part, whole)
+
+
+@pytest.mark.parametrize("length", [128, 4096])
+def test_a_row_has_the_same_bits_alone_and_anywhere_among_16384(length):
+    x, weight = draw(16384, length, dtype=torch.bfloat16), draw(length, dtype=torch.bfloat16, seed=1)
+    x[5000:5100] = x[7]
+    for residual in (None, x.flip(1)):
+        outs = rms_norm(x, weight, 1e-6, residual)
+        whole = outs if residual is None else outs[0]
+        assert (whole[5000:5100] == whole[7]).all()
+        for row in (0, 7, 15, 16, 5001, 16383):
+            one = slice(row, row + 1)
+            outs = rms_norm(x[one], weight, 1e-6, None if residual is None else residual[one])
+            assert_same_bits(outs if residual is None else outs[0], whole[one], f"row {row}")
+
+
+def heads_to_turn(tokens, heads, kv_heads, size, dtype):
+    """qkv, positions, both weights and a cache of cosines and sines."""
+    qkv = draw(tokens, (heads + 2 * kv_heads) * size, dtype=dtype)
+    weights = [draw(size, dtype=dtype, seed=seed) for seed in (1, 2)]
+    positions = torch.arange(tokens, device="cuda") * 7919 % 4096
+    exponents = torch.arange(0, size, 2, device="cuda").float() / size
+    angles = torch.arange(4096, device="cuda").float()[:, None] / 1e6**exponents
+    return qkv, positions, *weights, torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 8, 128), (14, 2, 64), (3, 1, 256), (32, 4, 128)])
+def test_norm_and_rotation_in_one_have_the_bits_of_the_norm_and_then_of_vllms_kernel(heads, kv_heads, size, dtype):
+    rotary = pytest.importorskip("vllm._custom_ops").rotary_embedding
+    qkv, positions, *weights, cache = heads_to_turn(1000, heads, kv_heads, size, dtype)
+    turned = norm_rotary(qkv, positions, *weights, cache, 1e-6, heads, kv_heads)
+    views = [part.unflatten(1, (-1, size)) for part in qkv.split([heads * size, kv_heads * size, kv_heads * size], 1)]
+    apart = [rms_norm(view, weight, 1e-6).flatten(1) for view, weight in zip(views, weights, strict=False)]
+    rotary(positions, *apart, size, cache, True)
+    for out, expected, view, weight in zip(turned, apart, views, weights, strict=False):
+        assert_same_bits(out, expected)
+        reference = exact_norm_rotary.norm_rotary(view, positions, weight, cache, 1e-6)
+        assert_near(out.view_as(view), reference, factor=2)
+    for rows in (1, 2, 3, 64, 999):
+        part = norm_rotary(qkv[1000 - rows :], positions[1000 - rows :], *weights, cache, 1e-6, heads, kv_heads)
+        for out, whole in zip(part, turned, strict=True):
+            assert_same_bits(out, whole[1000 - rows :], f"{rows} rows")
+    # The check can fail: a rotation of bf16 products is another.
+    cos, sin = cache[positions][:, None].chunk(2, dim=-1)
+    first, second = rms_norm(views[0], weights[0], 1e-6).chunk(2, dim=-1)
+    rounded = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(1)
+    assert not torch.equal(rounded, turned[0])
+
+
+def test_norm_and_rotation_refuse_what_they_would_compute_otherwise():
+    qkv, positions, *weights, cache = heads_to_turn(4, 4, 2, 64, torch.bfloat16)
+    with pytest.raises(ValueError, match="does not take"):
+        norm_rotary(qkv, positions, *weights, cache.float(), 1e-6, 4, 2)
+    with pytest.raises(ValueError, match="does not take"):
+        norm_rotary(qkv, positions[:3], *weights, cache, 1e-6, 4, 2)
+    with pytest.raises(NotCovered, match="float32"):
+        norm_rotary(qkv.float(), positions, *weights, cache, 1e-6, 4, 2)

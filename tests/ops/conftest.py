@@ -15,7 +15,7 @@ from vllm_batch_invariant.ops import linear
 from vllm_batch_invariant.ops.linear import schedule
 from vllm_batch_invariant.ops.linear.schedule import Gpu
 
-HOPPER = Gpu("Hopper", 132, 232_448, True, 60 << 20)
+HOPPER = Gpu("Hopper", 132, 232_448, True, 60 << 20, True)
 
 
 @pytest.fixture

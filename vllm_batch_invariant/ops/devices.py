@@ -54,9 +54,9 @@ def implementation(operation: str, *tensors: torch.Tensor | None) -> ModuleType:
             ``batch_invariant_mode()`` can give.
     """
     present = [tensor for tensor in tensors if tensor is not None]
-    devices = {str(tensor.device) for tensor in present}
+    devices = {tensor.device for tensor in present}
     if len(devices) != 1:
-        raise RuntimeError(f"{operation} needs all tensors on one device, got {sorted(devices)}")
+        raise RuntimeError(f"{operation} needs all tensors on one device, got {sorted(map(str, devices))}")
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present):
         raise RuntimeError(
             f"the batch-invariant {operation} records no gradient when called by name: "

@@ -4,6 +4,7 @@ Triton compiles a kernel anew for pointers that are not aligned to 16 bytes, wit
 additions; hence the rows a kernel gets are always aligned.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +12,10 @@ import triton
 
 from .rows import as_rows
 
-_ALIGNMENT = 16
+ALIGNMENT = 16
+"""Bytes."""
 _LARGEST_BLOCK = 8192
+_HERE = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,17 @@ def layout_for(length: int) -> RowLayout:
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, contiguous and starting at a multiple of 16 bytes."""
     tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 def aligned_rows(x: torch.Tensor, dims: list[int], dtype: torch.dtype) -> torch.Tensor:
     """:func:`.rows.as_rows`, aligned."""
     return aligned(as_rows(x, dims, dtype))
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager:
+    """Makes the tensor's GPU the current one, where it is not already: that costs more than all other checks of a
+    launch.
+    """
+    index = tensor.get_device()
+    return _HERE if index < 0 or index == torch.cuda.current_device() else torch.cuda.device(index)

@@ -6,6 +6,11 @@ import torch
 
 from ..reduce.reduction import SumReduction
 
+HEAD_SIZES = (64, 128, 256)
+"""Lengths of rows that may be heads. On a GPU their squares are first added in pairs half a row apart: the elements
+that a rotary embedding turns, so that one kernel can do both with the two halves of a head in the same places.
+"""
+
 
 @dataclass(frozen=True)
 class NormReduction:

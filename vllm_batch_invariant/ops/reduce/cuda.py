@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from ..rows import from_rows, normalise_dims
-from ..triton_rows import aligned_rows, layout_for
+from ..triton_rows import aligned_rows, layout_for, on_device_of
 from .reduction import SumReduction
 
 CHUNK = 1 << 16
@@ -38,7 +38,7 @@ def _row_sums(rows: torch.Tensor, accumulate: torch.dtype, divisor: int | None) 
     layout = layout_for(min(length, CHUNK))
     sums = torch.empty(count, chunks, dtype=accumulate, device=rows.device)
     if count:
-        with torch.cuda.device_of(rows):
+        with on_device_of(rows):
             _sum_kernel[(count * chunks,)](
                 rows,
                 sums,

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ...errors import NotCovered
 from ..rows import normalise_dims, rows_back
-from ..triton_rows import aligned_rows, layout_for
+from ..triton_rows import aligned_rows, layout_for, on_device_of
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def _over_rows(
     if out.numel():
         count, length = out.shape
         layout = layout_for(length)
-        with torch.cuda.device_of(out):
+        with on_device_of(out):
             kernel[(count,)](*rows, out, length, log=log, block=layout.block, num_warps=layout.warps)
     return rows_back(out, like, dims)
 

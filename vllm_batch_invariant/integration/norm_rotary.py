@@ -1,0 +1,97 @@
+"""Qwen3's attention on a GPU, with the norms of its heads and the rotary embedding as one operation."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..ops.norm_rotary import DTYPES, HEAD_SIZES, norm_rotary
+from . import seams
+
+logger = logging.getLogger("vllm.batch_invariant")
+
+_NAMES = {
+    "qkv_proj", "split", "q_size", "kv_size", "view", "shape", "head_dim", "q_norm", "k_norm", "rotary_emb", "attn",
+    "o_proj",
+}  # fmt: skip
+"""All that the forward method reads that the one here stands for."""
+_ROTATING = ("forward", "forward_native", "forward_cuda")
+"""Methods that a layer must not have replaced."""
+
+Forward = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def install() -> None:
+    """Give the attention layers the operation; where one is not as expected, vLLM's method stays, with the bits of the
+    norm and of vLLM's rotary kernel, which are the same.
+    """
+    for seam in (seams.QWEN3_ATTENTION, seams.QWEN3_MOE_ATTENTION):
+        layer = seam.get()
+        if getattr(layer.forward, "fused", False):
+            continue
+        if set(layer.forward.__code__.co_names) == _NAMES:
+            layer.forward = fused(layer.forward)
+        else:
+            logger.info("%s is not the one known here: its norms and rotary embedding stay apart.", layer.__name__)
+
+
+def fused(apart: Forward) -> Forward:
+    """The forward method that has one operation where ``apart`` has three."""
+
+    def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        q_norm, k_norm, rotary = self.q_norm, self.k_norm, self.rotary_emb
+        if positions.dim() != 1 or not _fits(self, hidden_states) or _is_watched(q_norm, k_norm, rotary):
+            return apart(self, positions, hidden_states)
+        qkv, _ = self.qkv_proj(hidden_states)
+        q, k = norm_rotary(
+            qkv,
+            positions,
+            q_norm.weight.data,
+            k_norm.weight.data,
+            rotary.cos_sin_cache,
+            q_norm.variance_epsilon,
+            self.num_heads,
+            self.num_kv_heads,
+        )
+        output, _ = self.o_proj(self.attn(q, k, qkv[:, -self.kv_size :]))
+        return output
+
+    forward.fused = True
+    return forward
+
+
+def _fits(layer: Any, hidden_states: torch.Tensor) -> bool:
+    """Whether the operation does what the layer's own modules do; found out once."""
+    fits = layer.__dict__.get("_norm_and_rotary_are_one")
+    if fits is None:
+        fits = layer._norm_and_rotary_are_one = hidden_states.is_cuda and _as_expected(layer, hidden_states.dtype)
+    return fits
+
+
+def _is_watched(*modules: torch.nn.Module) -> bool:
+    """Whether something waits for these modules to be called, as the recorder of this project does."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
+def _as_expected(layer: Any, dtype: torch.dtype) -> bool:
+    rotary, norms = layer.rotary_emb, (layer.q_norm, layer.k_norm)
+    plain, norm_class = seams.ROTARY_EMBEDDING.get(), seams.CUSTOM_OP.module().op_registry_oot.get("RMSNorm")
+    size = layer.head_dim
+    return (
+        dtype in DTYPES
+        and size in HEAD_SIZES
+        and layer.q_size == layer.num_heads * size
+        and layer.kv_size == layer.num_kv_heads * size
+        and isinstance(rotary, plain)
+        and all(getattr(type(rotary), name) is getattr(plain, name) for name in _ROTATING)
+        and getattr(rotary._forward_method, "__func__", None) is plain.forward_cuda
+        and rotary.head_size == rotary.rotary_dim == size
+        and rotary.is_neox_style
+        and not rotary.use_flashinfer
+        and rotary.cos_sin_cache.shape[1:] == (size,)
+        and rotary.cos_sin_cache.is_cuda
+        and all(type(norm) is norm_class and norm.has_weight and not norm.variance_size_override for norm in norms)
+        and norms[0].variance_epsilon == norms[1].variance_epsilon
+        and all(tensor.dtype == dtype for tensor in (rotary.cos_sin_cache, *(norm.weight for norm in norms)))
+    )

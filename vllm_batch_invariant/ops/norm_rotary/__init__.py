@@ -1,0 +1,87 @@
+"""RMSNorm of every query and key head, then their rotary embedding (Su et al. 2021, arXiv:2104.09864), in one pass."""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from ...errors import NotCovered
+from ..norm.reduction import HEAD_SIZES
+
+__all__ = ["DTYPES", "HEAD_SIZES", "norm_rotary"]
+
+DTYPES = (torch.bfloat16, torch.float16)
+"""Their products are exact in fp32, so that it does not matter whether a compiler fuses one with the addition."""
+
+
+def norm_rotary(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    query_weight: torch.Tensor,
+    key_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    eps: float,
+    heads: int,
+    kv_heads: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys, normalised head by head and turned by the angles of their positions.
+
+    The bits are those of ``rms_norm``, rounded, and then of a rotation in fp32, rounded once, as vLLM's CUDA kernel
+    does it: the first half of a head becomes x cos - y sin and the second y cos + x sin ("neox" style).
+
+    Args:
+        qkv: [tokens, (heads + 2 * kv_heads) * head_size] bf16 or fp16: a token's queries, keys and values, packed;
+            tokens may be apart by any multiple of 8.
+        positions: [tokens] int64, each below max_position.
+        query_weight: [head_size] of qkv's dtype.
+        key_weight: the same for the norm of keys.
+        cos_sin_cache: [max_position, head_size] of qkv's dtype: cosines in a row's first half, sines in the second.
+        eps: of both norms.
+        heads: query heads.
+        kv_heads: key heads, and value heads.
+
+    Returns:
+        Queries [tokens, heads * head_size] and keys [tokens, kv_heads * head_size], contiguous.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+        RuntimeError: a gradient is wanted.
+        NotCovered: another dtype or head size, or a device that is no GPU.
+    """
+    size = query_weight.shape[-1]
+    if qkv.dtype not in DTYPES or size not in HEAD_SIZES:
+        raise NotCovered(
+            f"norm_rotary of heads of {size} in {qkv.dtype}",
+            "the order of additions in rms_norm would be another",
+            "call rms_norm, then rotate",
+        )
+    tensors = (qkv, positions, query_weight, key_weight, cos_sin_cache)
+    fits = (
+        qkv.shape == (*positions.shape, (heads + 2 * kv_heads) * size)
+        and positions.dim() == 1
+        and positions.dtype == torch.int64
+        and query_weight.shape == key_weight.shape == (size,)
+        and cos_sin_cache.shape[1:] == (size,)
+        and query_weight.dtype == key_weight.dtype == cos_sin_cache.dtype == qkv.dtype
+        and len({tensor.device for tensor in tensors}) == 1
+    )
+    if not fits:
+        given = ", ".join(f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}" for tensor in tensors)
+        raise ValueError(f"norm_rotary of {heads} and {kv_heads} heads does not take {given}")
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise RuntimeError("norm_rotary records no gradient: call it in torch.no_grad()")
+    return kernel_for(qkv.device.type)(*tensors, eps, heads, kv_heads)
+
+
+@cache
+def kernel_for(device_type: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The implementation for a device type.
+
+    Raises:
+        NotCovered: there is none.
+    """
+    if device_type != "cuda":
+        raise NotCovered(f"norm_rotary on device '{device_type}'", "it is a GPU's", "call rms_norm, then rotate")
+    from .cuda import norm_rotary as kernel
+
+    return kernel
