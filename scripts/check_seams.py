@@ -16,9 +16,13 @@ from vllm_batch_invariant.integration import ascend_seams, seams
 
 
 def defines(source: str, name: str) -> bool:
-    """Whether a module binds ``name`` at its top level, by definition, assignment or import."""
-    for node in ast.parse(source).body:
+    """Whether a module binds ``name`` at its top level, by definition, assignment or import, in any condition."""
+    nodes = ast.parse(source).body
+    for node in nodes:
         match node:
+            case ast.If():
+                nodes += node.body + node.orelse
+                continue
             case ast.FunctionDef() | ast.ClassDef():
                 names = [node.name]
             case ast.Assign():

@@ -13,6 +13,8 @@ from types import ModuleType
 
 import torch
 
+from .aten_composed import COMPOSED
+from .aten_composed import OUTS as COMPOSED_OUTS
 from .ops import original
 from .ops.devices import DISPATCH_KEYS, IMPLEMENTED, module_for, present
 from .ops.pointwise import BINARY, UNARY, elementwise
@@ -298,6 +300,18 @@ OVERRIDES: dict[str, Override] = {
 }
 """Every ATen operator that the mode replaces."""
 
+
+def _composed() -> dict[str, Override]:
+    """Reductions that a GPU computes with the mode's sums, because its own kernels choose their order by the number of
+    rows; that of layer norm does not.
+    """
+    return {
+        name: Override(function, COMPOSED_OUTS.get(name, ("out",)))
+        for name, function in COMPOSED.items()
+        if name != "native_layer_norm"
+    }
+
+
 NAMED_DTYPE = {"mm": mm_dtype, "bmm": bmm_dtype, "addmm": addmm_dtype, "baddbmm": baddbmm_dtype}
 """The overloads that name the dtype of the result, which a CPU has not."""
 
@@ -356,7 +370,8 @@ def enable_batch_invariant_mode(theirs: Iterable[str] = ()) -> None:
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for device_type in filter(present, IMPLEMENTED):
             key = DISPATCH_KEYS[device_type]
-            for name, override in OVERRIDES.items():
+            overrides = OVERRIDES | (_composed() if device_type == "cuda" else {})
+            for name, override in overrides.items():
                 if override.cpu_only and device_type != "cpu":
                     continue
                 original.keep(name, key)

@@ -1,15 +1,18 @@
-"""The attention backend on CUDA: a step is planned once on the GPU, and steps of decode are CUDA graphs."""
+"""The attention backend on CUDA: a step is planned once on the GPU, and small steps are CUDA graphs."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
 from .. import envs
 from ..ops.attention import AttentionReduction
 from . import seams
 from .attention import FixedSplitAttention, FixedSplits, Metadata, MetadataBuilder, split_cache
+
+PAGE_SIZE = 64
+"""Keys in a page unless the user says otherwise."""
 
 
 def by_triton() -> bool:
@@ -27,32 +30,28 @@ class PlannedMetadata(Metadata):
 class PlannedMetadataBuilder(MetadataBuilder):
     """Plans each step in memory that it keeps, so that CUDA graphs find the next plan where they found the last."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = (
-        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if by_triton() else AttentionCGSupport.NEVER
-    )
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
     def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config, device: torch.device) -> None:  # noqa: ANN001
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._planner = None
-        if by_triton():
-            from ..ops.attention.triton import Planner, Shape
+        from ..ops.attention.triton import Planner, Shape
 
-            model, scheduler, cache = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.cache_config
-            shape = Shape(
-                model.get_num_attention_heads(vllm_config.parallel_config),
-                kv_cache_spec.num_kv_heads,
-                kv_cache_spec.head_size,
-                kv_cache_spec.dtype,
-                AttentionReduction.of_device("cuda"),
-            )
-            keys = scheduler.max_num_seqs * model.max_model_len
-            if cache.num_gpu_blocks:
-                keys = min(keys, cache.num_gpu_blocks * kv_cache_spec.block_size)
-            self._planner = Planner(shape, device, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, keys)
+        model, scheduler, cache = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.cache_config
+        shape = Shape(
+            model.get_num_attention_heads(vllm_config.parallel_config),
+            kv_cache_spec.num_kv_heads,
+            kv_cache_spec.head_size,
+            kv_cache_spec.dtype,
+            AttentionReduction.of_device("cuda"),
+        )
+        keys = scheduler.max_num_seqs * model.max_model_len
+        if cache.num_gpu_blocks:
+            keys = min(keys, cache.num_gpu_blocks * kv_cache_spec.block_size)
+        self._planner = Planner(shape, device, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, keys)
 
     def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> PlannedMetadata:  # noqa: ANN001
         batch = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        plan = self._planner and self._planner.plan(
+        plan = self._planner.plan(
             batch.query_start_loc, batch.seq_lens, batch.num_actual_tokens, common_attn_metadata.max_query_len
         )
         return PlannedMetadata(**vars(batch), plan=plan)
@@ -61,7 +60,7 @@ class PlannedMetadataBuilder(MetadataBuilder):
 class CudaFixedSplitAttention(FixedSplitAttention):
     """One attention layer, whose cache is written by vLLM's kernel: a copy, row by row."""
 
-    reduction = AttentionReduction.of_device("cuda") if by_triton() else AttentionReduction()
+    reduction = AttentionReduction.of_device("cuda", envs.ATTENTION.read())
 
     def do_kv_cache_update(
         self,
@@ -81,6 +80,21 @@ class Backend(FixedSplits, seams.CUDA_BACKEND.get()):
     """A backend of its own, with the cache of vLLM's Triton backend."""
 
     @staticmethod
+    def get_supported_kernel_block_sizes(*spec: object) -> list[int | MultipleOf]:
+        """Those of vLLM's Triton backend; FlexAttention takes whole tiles of keys from a page."""
+        theirs = seams.CUDA_BACKEND.get().get_supported_kernel_block_sizes(*spec)
+        return theirs if by_triton() else [MultipleOf(PAGE_SIZE)]
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        return super().supports_block_size(block_size) and (by_triton() or (block_size or 0) % PAGE_SIZE == 0)
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """A page that the tensor memory accelerator copies as one tile."""
+        return max(default_block_size, PAGE_SIZE)
+
+    @staticmethod
     def get_name() -> str:
         return "CUSTOM"
 
@@ -89,5 +103,9 @@ class Backend(FixedSplits, seams.CUDA_BACKEND.get()):
         return CudaFixedSplitAttention
 
     @staticmethod
-    def get_builder_cls() -> type[PlannedMetadataBuilder]:
-        return PlannedMetadataBuilder
+    def get_builder_cls() -> type[MetadataBuilder]:
+        if by_triton():
+            return PlannedMetadataBuilder
+        from .attention_flex import FlexMetadataBuilder
+
+        return FlexMetadataBuilder

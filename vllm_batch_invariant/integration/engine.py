@@ -9,7 +9,7 @@ import torch
 
 from .. import __version__, envs
 from ..errors import NotCovered
-from . import ascend, seams, support
+from . import ascend, cuda_graphs, declaration, seams, support
 
 if TYPE_CHECKING:
     from ..ops.attention import AttentionReduction
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.batch_invariant")
 
 FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
+
+_FLEX_TILE = 64
 
 _installed = False
 
@@ -80,19 +82,40 @@ def _check_configurations(platform: type) -> None:
 
 
 def configure(vllm_config: Any) -> None:
-    """Settings of the mode: our attention, and eager layers: compiled ones have no operators left to replace. On a GPU
-    a step of decode stays one CUDA graph.
+    """Settings of the mode: our attention, and layers that are not compiled: compiled ones have no operators left to
+    replace. On a GPU a step stays one CUDA graph: of decode, and in vLLM's second model runner any other that fits one,
+    if attention is not FlexAttention's.
     """
+    _check_pages(vllm_config)
     vllm_config.attention_config.backend = _backend(vllm_config.device_config.device_type)
     compilation = vllm_config.compilation_config
     compilation.mode = seams.COMPILATION_MODE.get().NONE
     modes = seams.CUDAGRAPH_MODE.get()
-    graphs = vllm_config.device_config.device_type == "cuda" and envs.ATTENTION.read() != "flex"
+    graphs = vllm_config.device_config.device_type == "cuda"
     if compilation.cudagraph_mode != modes.NONE:
-        compilation.cudagraph_mode = modes.FULL_DECODE_ONLY if graphs else modes.NONE
+        every_step = graphs and vllm_config.use_v2_model_runner and envs.ATTENTION.read() != "flex"
+        compilation.cudagraph_mode = modes.FULL if every_step else modes.FULL_DECODE_ONLY if graphs else modes.NONE
+        if every_step:
+            most_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+            captured = cuda_graphs.sizes(compilation.cudagraph_capture_sizes or [], most_tokens)
+            compilation.cudagraph_capture_sizes = captured
+            compilation.max_cudagraph_capture_size = max(captured, default=0)
     compilation.custom_ops = ["all"] + [
         op for op in compilation.custom_ops if op not in ("all", "none") and not op.startswith("-")
     ]
+
+
+def _check_pages(vllm_config: Any) -> None:
+    """Refuse pages that FlexAttention cannot read on a GPU, if the user chose them."""
+    size = vllm_config.cache_config.block_size
+    chosen = getattr(vllm_config.cache_config, "user_specified_block_size", False)
+    flex = vllm_config.device_config.device_type == "cuda" and envs.ATTENTION.read() == "flex"
+    if flex and chosen and size % _FLEX_TILE:
+        raise NotCovered(
+            f"FlexAttention over pages of {size} keys on a GPU",
+            f"its kernel takes {_FLEX_TILE} keys at once, from one page",
+            f"pass a --block-size that is a multiple of {_FLEX_TILE}, or none",
+        )
 
 
 def take_over() -> None:
@@ -105,7 +128,7 @@ def take_over() -> None:
 
     from ..aten import enable_batch_invariant_mode
     from ..ops.linear import schedule
-    from . import linear, norm
+    from . import linear, norm, norm_rotary, sampling
 
     device_type = current_platform.device_type
     theirs: frozenset[str] = frozenset()
@@ -115,8 +138,12 @@ def take_over() -> None:
     else:
         if device_type == "cuda":
             schedule.gpu(torch.cuda.current_device())
+            cuda_graphs.install()
+            norm_rotary.install()
+            sampling.install()
         linear.install(device_type)
         norm.install()
+    declaration.install()
     enable_batch_invariant_mode(theirs)
     if device_type == "cpu":
         compile_kernels()
@@ -145,8 +172,7 @@ def compile_kernels() -> None:
 def _reduction(device_type: str) -> "AttentionReduction":
     from ..ops.attention import AttentionReduction
 
-    compiled = device_type == "cuda" and envs.ATTENTION.read() != "flex"
-    return AttentionReduction.of_device("cuda") if compiled else AttentionReduction()
+    return AttentionReduction.of_device(device_type, envs.ATTENTION.read())
 
 
 def summary(device_type: str, theirs: Iterable[str] = ()) -> list[str]:
@@ -169,7 +195,7 @@ def summary(device_type: str, theirs: Iterable[str] = ()) -> list[str]:
     return [
         f"{first}vLLM's own mode of that name is not used.",
         f"{serving} Attention: {envs.ATTENTION.read()}, {_reduction(device_type)}. Layers are not compiled"
-        + ("; decode runs in CUDA graphs." if device_type == "cuda" else "."),
+        + ("; steps run in CUDA graphs." if device_type == "cuda" else "."),
         "Same bits for a request run again, in any batch, under any schedule (chunks, prefix cache, preemption, "
         f"restart) on this {machine}. Not covered: other hardware, other thread counts, sampling without a seed.",
     ]

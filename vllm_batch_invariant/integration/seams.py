@@ -73,8 +73,25 @@ CPU_BACKEND = Seam(("vllm.v1.attention.backends.cpu_attn",), "CPUAttentionBacken
 CUDA_BACKEND = Seam(("vllm.v1.attention.backends.triton_attn",), "TritonAttentionBackend")
 WRITE_CACHE = Seam(("vllm.v1.attention.ops.triton_reshape_and_cache_flash",), "triton_reshape_and_cache_flash")
 """Copies a step's keys and values to their pages on CUDA."""
+ROTARY = Seam(("vllm._custom_ops",), "rotary_embedding")
+"""Turns queries and keys in place. Importing its module loads vLLM's compiled kernels."""
+ROTARY_EMBEDDING = Seam(("vllm.model_executor.layers.rotary_embedding",), "RotaryEmbedding")
+"""The layer that calls it, and the base of those that only scale the angles."""
+QWEN3_ATTENTION = Seam(("vllm.model_executor.models.qwen3",), "Qwen3Attention")
+QWEN3_MOE_ATTENTION = Seam(("vllm.model_executor.models.qwen3_moe",), "Qwen3MoeAttention")
+TOKEN_LOGPROBS = Seam(("vllm.v1.worker.gpu.sample.logprob",), "compute_token_logprobs")
+"""What the model runner V2, which serves dense models on GPUs, reports as logprobs."""
+WORKER = Seam(("vllm.v1.worker.worker_base",), "WorkerBase")
+"""Whose methods an engine calls by name."""
+TOP_K_TOP_P_KERNEL = Seam(("vllm.v1.sample.ops.topk_topp_triton",), "apply_top_k_top_p_triton")
+TOP_K_TOP_P = Seam(("vllm.v1.sample.ops.topk_topp_sampler",), "apply_top_k_top_p_triton")
+"""Filters logits where vLLM finds Triton, in 0.26 those of 8 rows and more."""
+TOP_K_TOP_P_FEW_ROWS = Seam(("vllm.v1.sample.ops.topk_topp_sampler",), "apply_top_k_top_p_pytorch")
+"""Filters those of fewer rows."""
 ENVIRONMENT = Seam(("vllm.envs",), "environment_variables")
 CUDAGRAPH_MODE = Seam(("vllm.config", "vllm.config.compilation"), "CUDAGraphMode")
+GRAPH_MANAGER = Seam(("vllm.v1.worker.gpu.cudagraph_utils",), "CudaGraphManager")
+"""Decides, in vLLM's second model runner, which CUDA graphs there are and which one a step takes."""
 COMPILATION_MODE = Seam(("vllm.config", "vllm.config.compilation"), "CompilationMode")
 
 ALL = {name: value for name, value in list(globals().items()) if isinstance(value, Seam)}

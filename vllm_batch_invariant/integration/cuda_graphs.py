@@ -1,0 +1,52 @@
+"""CUDA graphs for every step that fits one, in vLLM's second model runner: one for decode, one for any other mix.
+
+vLLM captures one graph a number of tokens when the mode is FULL, as if every request had one token. Attention launches
+less for steps of decode, so they get a graph of their own here; the graph of other steps is captured with one token
+more than requests, which no step of decode has and every other step has at least.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from . import seams
+
+_DEFAULT_LARGEST = 512
+_MORE_SIZES = range(640, 2049, 128)
+
+
+def sizes(captured: list[int], most_tokens: int) -> list[int]:
+    """The numbers of tokens to capture: vLLM's, and larger ones unless the user chose another largest. Layers that are
+    not compiled keep the host busy longer than the GPU up to about 2000 tokens.
+    """
+    if max(captured, default=0) != _DEFAULT_LARGEST:
+        return captured
+    return sorted({*captured, *(size for size in _MORE_SIZES if size <= most_tokens)})
+
+
+def install() -> None:
+    """Have the model runner make and choose between both."""
+    manager = seams.GRAPH_MANAGER.get()
+    init_candidates = manager._init_candidates
+
+    def _init_candidates(self: Any) -> None:
+        init_candidates(self)
+        full = seams.CUDAGRAPH_MODE.get().FULL
+        if self.cudagraph_mode != full:
+            return
+        for key, descriptions in self._candidates.items():
+            self._candidates[key] = _by_kind(descriptions, self.max_num_reqs)
+        self._capture_descs[full] = _by_kind(self._capture_descs[full], self.max_num_reqs)
+
+    manager._init_candidates = _init_candidates
+
+
+def _by_kind(descriptions: list[Any], most_requests: int) -> list[Any]:
+    """For each number of tokens a graph of decode, if so many requests may run, and then one of any other mix."""
+    found = []
+    for description in descriptions:
+        tokens = description.num_tokens
+        if tokens <= most_requests:
+            found.append(replace(description, num_reqs=tokens, uniform_token_count=1))
+        if tokens > 1:
+            found.append(replace(description, num_reqs=min(description.num_reqs, tokens - 1)))
+    return found

@@ -1,0 +1,69 @@
+"""What an engine says of itself: its worker when it is called, a server over HTTP, as an endpoint plugin of vLLM."""
+
+from dataclasses import asdict
+from importlib import import_module
+from typing import Any
+
+from .. import envs
+from . import seams
+
+METHOD = "batch_invariant_declaration"
+"""For ``collective_rpc`` of an engine whose mode is on."""
+PATH = "/v1/batch_invariant"
+"""Under /v1, so that an API key guards it."""
+
+
+def install() -> None:
+    """Give this process's worker the method."""
+    setattr(seams.WORKER.get(), METHOD, _declaration)
+
+
+def _declaration(worker: Any) -> dict[str, Any]:
+    from ..ops.attention import OF_DEVICE
+    from ..receipt.environment import environment_here, versions
+    from ..receipt.record import Environment
+
+    config = worker.vllm_config
+    device_type, model = config.device_config.device_type, config.model_config
+    if device_type not in OF_DEVICE:  # an NPU: some of its operations are not ours
+        return asdict(Environment(mode=True, versions=versions()))
+    chosen = envs.ATTENTION.read()
+    layer = import_module(f".attention_{device_type}", __package__).Backend.get_impl_cls()
+    return asdict(
+        environment_here(
+            device_type,
+            hidden=model.get_hidden_size(),
+            vocabulary=model.get_vocab_size(),
+            dtype=model.dtype,
+            attention=layer.reduction,
+            attention_by=OF_DEVICE[device_type] if chosen == "auto" else chosen,
+            engine={
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "kv_cache_dtype": str(config.cache_config.cache_dtype),
+                "logprobs_mode": str(model.logprobs_mode),
+            },
+        )
+    )
+
+
+class Endpoint:
+    """``GET /v1/batch_invariant``; vLLM loads it where ``VLLM_PLUGINS`` names ``batch_invariant``."""
+
+    name = "batch_invariant"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: Any) -> None:
+        """Called by vLLM before the engine is there."""
+        app.add_api_route(PATH, self.declaration, methods=["GET"])
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:  # noqa: ARG002 - vLLM's signature
+        """Called by vLLM with the engine."""
+        self._engine = engine_client
+
+    async def declaration(self) -> dict[str, Any]:
+        """The fields of ``receipt.Environment``."""
+        if not envs.enabled():
+            from ..receipt.record import Environment
+
+            return asdict(Environment(mode=False))
+        return (await self._engine.collective_rpc(METHOD))[0]
