@@ -211,13 +211,19 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _load(names: Sequence[str]) -> Iterator[Provider]:
+def _load(names: Sequence[str], page_size: int) -> Iterator[Provider]:
     for name in attention_providers.NAMES:
         if name == "stock" or name in names:
             try:
-                yield attention_providers.load(name)
+                provider = attention_providers.load(name)
             except attention_providers.Absent as absent:
                 print(f"{name} is left out: {absent}", file=sys.stderr)
+                continue
+            if page_size % provider.page_multiple:
+                multiple = provider.page_multiple
+                print(f"{name} is left out: it takes pages of a multiple of {multiple} keys", file=sys.stderr)
+            else:
+                yield provider
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -230,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ[FLAG] = "0"  # stock is vLLM without any mode
     timer = Timer()
     sweep = Sweep(
-        providers=tuple(_load(options.providers)),
+        providers=tuple(_load(options.providers, options.page_size)),
         timer=timer,
         ceilings=measure_ceilings(timer.graphs),
         setting=Setting.here(),

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
+import numpy as np
 import torch
 
 from benchmarks.attention_batch import Batch
@@ -14,8 +15,7 @@ _MOST_SPLITS_IN_A_GRAPH = 32
 """vLLM's default of ``flash_attn_max_num_splits_for_cuda_graph``."""
 _MOST_TOKENS_IN_A_GRAPH = 512
 """vLLM's default of ``max_cudagraph_capture_size``."""
-_MOST_TILES_OF_FLEX = 512
-"""Pairs of a query tile and a split, each of which costs the host many launches."""
+_KEYS_OF_A_FLEX_TILE = 64
 _NO_WINDOW = -1, -1
 
 
@@ -37,7 +37,9 @@ class Provider:
     observed: bool = True
     """Whether the bits of a provider that promises nothing are looked at."""
     covers: Callable[[Sequence[Request]], bool] = lambda _: True
-    """Whether it can compute a batch of such requests in reasonable time."""
+    """Whether it can compute a batch of such requests."""
+    page_multiple: int = 1
+    """It takes pages of a multiple of so many keys."""
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Plan and attend once; what is not written is NaN."""
@@ -79,14 +81,26 @@ def _ours_triton() -> Provider:
 
 
 def _ours_flex() -> Provider:
-    rows = import_module("vllm_batch_invariant.ops.attention.flex").TILE_ROWS
-    reduction = AttentionReduction()
+    reduction = AttentionReduction.of_device("cuda", "flex")
 
-    def few_tiles(requests: Sequence[Request]) -> bool:
-        tiles = (-(-request.tokens // rows) * -(-request.context // reduction.split_size) for request in requests)
-        return sum(tiles) <= _MOST_TILES_OF_FLEX
+    def plan(batch: Batch) -> dict[str, object]:
+        flex = import_module("vllm_batch_invariant.ops.attention.flex_plan")
+        triton = import_module("vllm_batch_invariant.ops.attention.triton")
+        shape = triton.Shape(batch.heads, batch.kv_heads, batch.head_size, batch.query.dtype, reduction)
+        layout = flex.KeyLayout.of(batch.keys.transpose(1, 2), _KEYS_OF_A_FLEX_TILE)
+        requests, device = len(batch.requests), batch.query.device
+        planner = flex.Planner(shape, layout, device, requests, batch.longest_context)
+        on_host = tuple(
+            np.array(numbers)
+            for numbers in (
+                [rows.start for rows in batch.rows] + [batch.rows[-1].stop],
+                [request.context for request in batch.requests],
+            )
+        )
+        lengths = batch.query_start_loc, batch.seq_lens
+        return {"plan": planner.plan(*lengths, batch.table, batch.most_tokens, on_host)}
 
-    return _ours("flex", reduction, covers=few_tiles)
+    return _ours("flex", reduction, plan=plan, page_multiple=_KEYS_OF_A_FLEX_TILE)
 
 
 def _flash_attention(name: str, most_splits: Callable[[Batch], int]) -> Provider:
