@@ -93,7 +93,7 @@ def _prefix_caching(config: Config) -> str | None:
 
 
 COVERED = (
-    Feature("Devices", "CPU. NVIDIA GPUs from compute capability 8.0 on: decode in CUDA graphs, layers not compiled"),
+    Feature("Devices", "CPU. NVIDIA GPUs from compute capability 8.0 on: CUDA graphs, layers not compiled"),
     Feature("Ascend NPU", "compiled and simulated, never run on hardware"),
     Feature(
         "Models", "decoder-only text models with dense attention: Llama, Qwen2, Qwen3, Mistral, Gemma, Phi and the like"
