@@ -44,6 +44,20 @@ def _certificate(arguments: list[str]) -> int:
     return certificate(arguments)
 
 
+def _bisect(arguments: list[str]) -> int:
+    """find the first layer and operation whose bits depend on a request's company"""
+    from .check.bisect import main as bisect
+
+    return bisect(arguments)
+
+
+def _receipt(arguments: list[str]) -> int:
+    """make a record of one completion, compute it again elsewhere, compare two, bit for bit"""
+    from .receipt.command import main as receipt
+
+    return receipt(arguments)
+
+
 def _make_checkpoint(arguments: list[str]) -> int:
     """write a small Qwen3 model with random weights and a tokenizer, to try things on"""
     from .check.checkpoint import main as make_checkpoint
@@ -51,8 +65,18 @@ def _make_checkpoint(arguments: list[str]) -> int:
     return make_checkpoint(arguments) or 0
 
 
+def _check(arguments: list[str]) -> int:
+    """say which rungs of the contract hold on this machine, or on a server, and write a report"""
+    from .check.check import main as check
+
+    return check(arguments)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "check": _check,
     "reproduce": _reproduce,
+    "bisect": _bisect,
+    "receipt": _receipt,
     "certificate": _certificate,
     "coverage": _coverage,
     "settings": _settings,

@@ -5,6 +5,7 @@ vLLM.
 import difflib
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from .errors import BadSetting
 
@@ -42,6 +43,15 @@ LINEAR = Variable(
     "Products on a GPU: cuBLASLt where it is certified to have the bits of the Triton chain, or the chain alone.",
 )
 VARIABLES = (Variable(FLAG, ("0", "1"), "The mode, for vLLM and this plugin."), ATTENTION, LINEAR)
+
+
+def cache_folder() -> Path:
+    """Where measurements and digests are kept: ``$XDG_CACHE_HOME/vllm-batch-invariant``, by default under ``~/.cache``.
+
+    Raises:
+        RuntimeError: neither is set, and the user has no home.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-batch-invariant"
 
 
 def enabled() -> bool:

@@ -15,5 +15,5 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     shape = Shape(hidden=512, intermediate=1024, layers=2, heads=8, kv_heads=4, head_size=64, dtype="bfloat16")
     model = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    with serve(str(model), [], {"VLLM_BATCH_INVARIANT": "1"}) as running:
+    with serve(str(model), [], {"VLLM_BATCH_INVARIANT": "1", "VLLM_PLUGINS": "batch_invariant"}) as running:
         yield running

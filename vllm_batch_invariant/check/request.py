@@ -16,6 +16,7 @@ PROMPT = (
     "and why that choice may look at how many requests happen to be in the batch. "
     "End with what an engineer can do about it, what it costs, and how one would prove that it worked."
 )
+NO_LOGPROBS = "the server returned no logprobs, so bits cannot be compared; serve a model that gives logprobs"
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,16 @@ def answer_from(choices: Iterable[dict[str, Any]], chat: bool) -> Answer:
     """Put an answer together from its choices: one when it came whole, one a chunk when it was streamed."""
     text, steps = [], []
     for choice in choices:
-        if chat:
-            text.append((choice.get("message") or choice.get("delta") or {}).get("content") or "")
-            steps += _chat_steps(choice.get("logprobs"))
-        else:
-            text.append(choice.get("text") or "")
-            steps += _completion_steps(choice.get("logprobs"))
+        text.append((choice.get("message") or choice.get("delta") or {}).get("content") if chat else choice.get("text"))
+        steps += steps_from(choice, chat)
     if not steps:
-        raise NoTestError(
-            "the server returned no logprobs, so bits cannot be compared; serve a model that gives logprobs"
-        )
-    return Answer.of("".join(text), steps)
+        raise NoTestError(NO_LOGPROBS)
+    return Answer.of("".join(part or "" for part in text), steps)
+
+
+def steps_from(choice: dict[str, Any], chat: bool) -> Sequence[Step]:
+    """The tokens of a choice with their logprobs; none where it has no logprobs."""
+    return _chat_steps(choice.get("logprobs")) if chat else _completion_steps(choice.get("logprobs"))
 
 
 def _chat_steps(logprobs: dict[str, Any] | None) -> Sequence[Step]:

@@ -1,5 +1,6 @@
 """What an engine says of itself: its worker when it is called, a server over HTTP, as an endpoint plugin of vLLM."""
 
+import os
 from dataclasses import asdict
 from importlib import import_module
 from typing import Any
@@ -11,6 +12,20 @@ METHOD = "batch_invariant_declaration"
 """For ``collective_rpc`` of an engine whose mode is on."""
 PATH = "/v1/batch_invariant"
 """Under /v1, so that an API key guards it."""
+
+
+def offer_endpoint() -> None:
+    """Have a server add the route if ``VLLM_PLUGINS`` names this plugin: vLLM adds none that it is not told to.
+
+    An entry point would do the same, and have plain vLLM warn of it at every start.
+    """
+    load = seams.ENDPOINT_PLUGINS.get()
+
+    def load_endpoint_plugins(*tasks: Any, **named: Any) -> list[Any]:
+        asked_for = Endpoint.name in os.environ.get("VLLM_PLUGINS", "").split(",")
+        return load(*tasks, **named) + ([Endpoint()] if asked_for else [])
+
+    seams.ENDPOINT_PLUGINS.put(load_endpoint_plugins)
 
 
 def install() -> None:
@@ -47,7 +62,7 @@ def _declaration(worker: Any) -> dict[str, Any]:
 
 
 class Endpoint:
-    """``GET /v1/batch_invariant``; vLLM loads it where ``VLLM_PLUGINS`` names ``batch_invariant``."""
+    """``GET /v1/batch_invariant``, in the form of vLLM's endpoint plugins."""
 
     name = "batch_invariant"
     required_tasks = ("generate",)
@@ -62,8 +77,4 @@ class Endpoint:
 
     async def declaration(self) -> dict[str, Any]:
         """The fields of ``receipt.Environment``."""
-        if not envs.enabled():
-            from ..receipt.record import Environment
-
-            return asdict(Environment(mode=False))
         return (await self._engine.collective_rpc(METHOD))[0]

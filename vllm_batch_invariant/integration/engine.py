@@ -50,6 +50,7 @@ def install() -> None:
         ascend.choose_attention(type(current_platform))
     seams.REGISTER_BACKEND.get()(_backend(device_type), f"{__package__}.attention_{device_type}.Backend")
     seams.INIT_BATCH_INVARIANCE.put(take_over)
+    declaration.offer_endpoint()
     _installed = True
 
 
@@ -107,10 +108,10 @@ def configure(vllm_config: Any) -> None:
 
 def _check_pages(vllm_config: Any) -> None:
     """Refuse pages that FlexAttention cannot read on a GPU, if the user chose them."""
+    if vllm_config.device_config.device_type != "cuda" or envs.ATTENTION.read() != "flex":
+        return
     size = vllm_config.cache_config.block_size
-    chosen = getattr(vllm_config.cache_config, "user_specified_block_size", False)
-    flex = vllm_config.device_config.device_type == "cuda" and envs.ATTENTION.read() == "flex"
-    if flex and chosen and size % _FLEX_TILE:
+    if getattr(vllm_config.cache_config, "user_specified_block_size", False) and size % _FLEX_TILE:
         raise NotCovered(
             f"FlexAttention over pages of {size} keys on a GPU",
             f"its kernel takes {_FLEX_TILE} keys at once, from one page",

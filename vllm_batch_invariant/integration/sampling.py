@@ -21,5 +21,5 @@ def install() -> None:
             p = torch.ones(rows, device=logits.device)
         return kernel(logits, k, p)
 
-    seams.TOP_K_TOP_P.put(apply)
     seams.TOP_K_TOP_P_FEW_ROWS.put(apply)
+    setattr(seams.TOP_K_TOP_P_FEW_ROWS.module(), kernel.__name__, apply)

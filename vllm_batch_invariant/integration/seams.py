@@ -84,10 +84,10 @@ TOKEN_LOGPROBS = Seam(("vllm.v1.worker.gpu.sample.logprob",), "compute_token_log
 WORKER = Seam(("vllm.v1.worker.worker_base",), "WorkerBase")
 """Whose methods an engine calls by name."""
 TOP_K_TOP_P_KERNEL = Seam(("vllm.v1.sample.ops.topk_topp_triton",), "apply_top_k_top_p_triton")
-TOP_K_TOP_P = Seam(("vllm.v1.sample.ops.topk_topp_sampler",), "apply_top_k_top_p_triton")
-"""Filters logits where vLLM finds Triton, in 0.26 those of 8 rows and more."""
 TOP_K_TOP_P_FEW_ROWS = Seam(("vllm.v1.sample.ops.topk_topp_sampler",), "apply_top_k_top_p_pytorch")
-"""Filters those of fewer rows."""
+"""Filters logits of few rows, and all where vLLM finds no Triton."""
+ENDPOINT_PLUGINS = Seam(("vllm.plugins",), "load_endpoint_plugins")
+"""Called by a server for the routes that plugins add."""
 ENVIRONMENT = Seam(("vllm.envs",), "environment_variables")
 CUDAGRAPH_MODE = Seam(("vllm.config", "vllm.config.compilation"), "CUDAGraphMode")
 GRAPH_MANAGER = Seam(("vllm.v1.worker.gpu.cudagraph_utils",), "CudaGraphManager")

@@ -1,0 +1,33 @@
+"""What receipts of an engine in this process say: run by the driver, since the mode holds for a whole process."""
+
+from dataclasses import replace
+from typing import Any
+
+from vllm_batch_invariant import receipt
+from vllm_batch_invariant.check.outcome import NoTestError
+
+
+def receipts(llm: Any, prompt: list[int]) -> dict[str, Any]:
+    """Make a receipt of a seeded sample, and compute it again as it is and with a bit changed."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.9, top_k=50, seed=7, max_tokens=12, logprobs=3, ignore_eos=True)
+    [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+    made = receipt.make(output, sampling, receipt.declared_by(llm))
+    logprobs = list(made.completion.logprobs)
+    logprobs[4] = f"{int(logprobs[4], 16) ^ 1:08x}"
+    changed = replace(made, completion=replace(made.completion, logprobs=tuple(logprobs)))
+    generated = output.outputs[0]
+    trainers = [listed[token].logprob for token, listed in zip(generated.token_ids, generated.logprobs, strict=True)]
+    try:
+        unseeded = SamplingParams(temperature=0.9, logprobs=3)
+        refusal = receipt.make(output, unseeded, made.declared).sha256
+    except NoTestError as error:
+        refusal = str(error)
+    return {
+        "receipt": made.to_json(),
+        "verdict": str(receipt.verify(made, llm, company=6)),
+        "of changed": str(receipt.verify(changed, llm, company=2)),
+        "trainer agrees": receipt.difference_of_logprobs(made, trainers) is None,
+        "without a seed": refusal,
+    }
