@@ -1,0 +1,138 @@
+"""``vllm-batch-invariant bisect``: the first operation whose bits depend on the company that a request has."""
+
+import argparse
+import os
+import random
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from vllm_batch_invariant.check.arguments import OneLineParser, at_least, check_common
+from vllm_batch_invariant.check.bisect_engine import ENGINE_ARGUMENTS, Case, Result, bisect
+from vllm_batch_invariant.check.bisect_report import print_results, setting_of, write_json
+from vllm_batch_invariant.check.load import one_line
+from vllm_batch_invariant.check.offline import start_engine
+from vllm_batch_invariant.check.outcome import NoTestError, Status
+from vllm_batch_invariant.check.plan import filler
+from vllm_batch_invariant.check.request import PROMPT
+
+COMPANY, COMPANY_TOKENS = (16, 7), 32
+"""Two sizes, because kernels that differ between 1 row and 8 may agree on 1 and 17."""
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse and check; a bad argument ends the process with status 2 and one line."""
+    parser = OneLineParser(
+        prog="bisect",
+        description="Run one prompt alone and in company, and find the first layer and operation whose output bits "
+        "differ. Layers run eagerly: recording does not see inside compiled graphs. Exit status: 0 nothing differs, "
+        "1 a difference was found, 2 it could not be tested.",
+    )
+    parser.add_argument("model", help="a model's folder or name")
+    parser.add_argument("--prompt", default=PROMPT, help="the prompt that is compared (default: one of 120 words)")
+    parser.add_argument("--max-tokens", type=at_least(1), default=32, help="tokens to generate (default: 32)")
+    parser.add_argument("--logprobs", type=at_least(1), default=5, help="candidates compared a token (default: 5)")
+    company = parser.add_argument_group("the company")
+    company.add_argument(
+        "--company",
+        type=at_least(1),
+        nargs="+",
+        metavar="N",
+        help="how many other requests; several numbers are tried in turn until something differs "
+        f"(default: {' '.join(map(str, COMPANY))})",
+    )
+    company.add_argument(
+        "--company-tokens",
+        type=at_least(1),
+        metavar="N",
+        help=f"tokens in each of their prompts (default: {COMPANY_TOKENS})",
+    )
+    company.add_argument("--prompts", type=Path, help="a file with their prompts instead, one a line")
+    company.add_argument(
+        "--place",
+        type=at_least(0),
+        metavar="N",
+        help="how many of them come before the prompt in the batch (default: half)",
+    )
+    company.add_argument("--seed", type=int, default=0, help="of their prompts (default: 0)")
+    parser.add_argument("--serve-args", default="", help="more arguments of `vllm serve` for the engine, in one string")
+    parser.add_argument("--json", type=Path, help="also write the report to this file")
+    options = parser.parse_args(argv)
+    check_common(parser, options, "model")
+    options.serve_args = shlex.split(options.serve_args)
+    if any(argument.startswith("--worker-extension-cls") for argument in options.serve_args):
+        parser.error("--serve-args: --worker-extension-cls is taken by the recording")
+    options.company_prompts = _company_prompts(parser, options)
+    return options
+
+
+def _company_prompts(parser: OneLineParser, options: argparse.Namespace) -> list[str]:
+    """The lines of the file; none where the company is made up."""
+    if options.prompts is None:
+        return []
+    if options.company or options.company_tokens:
+        parser.error("--prompts is the whole company: leave out --company and --company-tokens")
+    try:
+        prompts = [line for line in options.prompts.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"--prompts {options.prompts}: {error}")
+    if not prompts:
+        parser.error(f"--prompts {options.prompts}: no prompt in it")
+    return prompts
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    options = parse_arguments(argv)
+    out, notes = Console(), Console(stderr=True)
+    # in this process an engine's first step holds every request that was added before it, not those that came in time
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    runs: list[tuple[Case, Result]] = []
+    try:
+        llm = start_engine(options.model, [*options.serve_args, *ENGINE_ARGUMENTS])
+        setting = setting_of(llm, options.model)
+        for case in _cases(llm, options):
+            runs.append((case, bisect(llm, case)))
+            if runs[-1][1].status == Status.DIVERGED:
+                break
+    except NoTestError as error:
+        return _no_test(notes, str(error))
+    except Exception as error:  # what a model's code raises may be anything, and must not end with the status 1
+        return _no_test(notes, f"a run failed: {type(error).__name__}: {one_line(error)}")
+    print_results(out, setting, runs)
+    if options.json:
+        write_json(options.json, setting, runs)
+    return runs[-1][1].status
+
+
+def _no_test(notes: Console, why: str) -> int:
+    notes.print(f"bisect: {why}", style="red", highlight=False, markup=False, soft_wrap=True)
+    return Status.NO_TEST
+
+
+def _cases(llm: Any, options: argparse.Namespace) -> Iterator[Case]:
+    if llm.llm_engine.model_config.skip_tokenizer_init:
+        raise NoTestError("--prompt needs a tokenizer: leave out --skip-tokenizer-init")
+    encode = llm.get_tokenizer().encode
+    prompt = tuple(encode(options.prompt))
+    if options.company_prompts:
+        yield _case(options, prompt, [encode(prompt) for prompt in options.company_prompts])
+        return
+    rng, length = random.Random(options.seed), options.company_tokens or COMPANY_TOKENS
+    for count in options.company or COMPANY:
+        yield _case(options, prompt, [_made_up(encode, rng, length) for _ in range(count)])
+
+
+def _case(options: argparse.Namespace, prompt: tuple[int, ...], company: list[list[int]]) -> Case:
+    place = len(company) // 2 if options.place is None else min(options.place, len(company))
+    return Case(prompt, tuple(map(tuple, company)), place, options.max_tokens, options.logprobs)
+
+
+def _made_up(encode: Callable[[str], list[int]], rng: random.Random, length: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < length:
+        tokens += encode(filler(rng, 8 * length))
+    return tokens[:length]
