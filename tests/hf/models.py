@@ -1,0 +1,75 @@
+"""A Qwen3 of two layers, and batches for it."""
+
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCABULARY = 300
+"""No multiple of 64, to which vLLM pads an output embedding."""
+LENGTHS = (45, 1, 300, 7)
+"""Of sequences: one of them longer than a split of attention's."""
+
+
+def config(**changed: Any) -> Qwen3Config:
+    """Six heads of 64 over a hidden size that is not theirs together."""
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 192,
+        "intermediate_size": 320,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    }
+    return Qwen3Config(**shape | changed)
+
+
+def model(dtype: torch.dtype = torch.bfloat16, **changed: Any) -> Qwen3ForCausalLM:
+    """The same weights at every call with one configuration; those of norms are not all 1."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = Qwen3ForCausalLM(config(**changed))
+        for weight in made.parameters():
+            if weight.dim() == 1:
+                weight.data += 0.1 * torch.randn_like(weight)
+    for weight in made.parameters():  # not the frequencies, which stay in fp32 when a model is loaded in another dtype
+        weight.data = weight.data.to(dtype)
+    return made.to(DEVICE)
+
+
+def sequences(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
+    """Random tokens of each length."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCABULARY, (length,), generator=generator).to(DEVICE) for length in lengths]
+
+
+def padded(parts: list[torch.Tensor], before: tuple[int, ...], columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and mask [rows, columns], each sequence behind so many columns of padding, which holds token 5."""
+    tokens = torch.full((len(parts), columns), 5, device=DEVICE)
+    mask = torch.zeros_like(tokens)
+    for row, (part, start) in enumerate(zip(parts, before, strict=True)):
+        tokens[row, start : start + len(part)] = part
+        mask[row, start : start + len(part)] = 1
+    return tokens, mask
+
+
+def ways_to_pad(parts: list[torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """One batch, padded on each side and on both."""
+    lengths = [len(part) for part in parts]
+    longest = max(lengths)
+    return {
+        "right": padded(parts, (0,) * len(parts), longest),
+        "left": padded(parts, tuple(longest - length for length in lengths), longest),
+        "both": padded(parts, tuple(range(3, 3 + len(parts))), longest + 20),
+    }
+
+
+def packed(parts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and position_ids [1, tokens] of all sequences in one row."""
+    positions = [torch.arange(len(part), device=DEVICE) for part in parts]
+    return torch.cat(parts)[None], torch.cat(positions)[None]

@@ -1,0 +1,114 @@
+"""Gradients of a patched model: near those of float64, and independent of padding and of other sequences."""
+
+import pytest
+import torch
+
+from tests.bits import DTYPES, assert_same_bits
+from tests.hf.models import LENGTHS, model, packed, sequences, ways_to_pad
+from vllm_batch_invariant.hf import patch, token_logprobs
+
+RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.06, torch.float16: 0.006}
+"""Largest |gradient - reference| / |reference| of any weight, in norms, against a float64 model."""
+OF_STOCK = 1.5
+"""How much larger than Hugging Face's own that error may be."""
+WEIGHTS = [torch.randn(length - 1, generator=torch.Generator().manual_seed(length)) for length in LENGTHS if length > 1]
+PARTS = [part for part in sequences() if len(part) > 1]
+"""Sequences with a token to predict."""
+
+
+def plain(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return torch.log_softmax(wide, -1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def loss_of(logits: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor, logprobs=token_logprobs) -> torch.Tensor:
+    """A weighted sum of the logprobs of every real token but each sequence's first."""
+    every = logprobs(logits[:, :-1], tokens[:, 1:])
+    weights = torch.zeros_like(every)
+    for row, weight in enumerate(WEIGHTS[: len(tokens)]):
+        real = mask[row].nonzero().squeeze(1)
+        weights[row, real[:-1]] = weight.to(weights)
+    return (every * weights).sum()
+
+
+def gradients(trainer: torch.nn.Module, tokens: torch.Tensor, mask: torch.Tensor, logprobs=token_logprobs):
+    trainer.zero_grad()
+    loss_of(trainer(tokens, attention_mask=mask).logits, mask, tokens, logprobs).backward()
+    return {name: weight.grad.clone() for name, weight in trainer.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_are_as_near_to_the_exact_ones_as_hugging_faces(dtype: torch.dtype) -> None:
+    tokens, mask = ways_to_pad(PARTS)["right"]
+    stock = model(dtype)
+    exact = model(dtype).double()
+    expected = gradients(exact, tokens, mask, plain)
+    theirs = gradients(stock, tokens, mask, plain)
+    ours = gradients(patch(model(dtype)), tokens, mask)
+    for name, reference in expected.items():
+        error, of_stock = (
+            float((found[name].double() - reference).norm() / reference.norm()) for found in (ours, theirs)
+        )
+        assert error <= min(RELATIVE_ERROR[dtype], OF_STOCK * of_stock), (name, error, of_stock)
+
+
+def test_padding_moves_no_bit_of_any_gradient() -> None:
+    trainer, ways = patch(model()), ways_to_pad(PARTS)
+    expected = gradients(trainer, *ways.pop("right"))
+    for way, (tokens, mask) in ways.items():
+        for name, gradient in gradients(trainer, tokens, mask).items():
+            assert_same_bits(gradient, expected[name], f"{way}, {name}")
+
+
+def test_a_packed_row_has_the_gradients_of_a_padded_batch() -> None:
+    trainer = patch(model())
+    expected = gradients(trainer, *ways_to_pad(PARTS)["right"])
+    tokens, positions = packed(PARTS)
+    trainer.zero_grad()
+    logits = trainer(tokens, position_ids=positions).logits[0]
+    logprobs = token_logprobs(logits[:-1], tokens[0, 1:])
+    last = torch.tensor([len(part) for part in PARTS]).cumsum(0)[:-1] - 1
+    within = torch.ones(len(logprobs), dtype=torch.bool)
+    within[last] = False
+    (logprobs[within.to(logprobs.device)] * torch.cat(WEIGHTS).to(logprobs)).sum().backward()
+    for name, weight in trainer.named_parameters():
+        assert_same_bits(weight.grad, expected[name], name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_gradient_at_a_sequences_tokens_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    trainer = patch(model(dtype))
+
+    def at_the_first(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        embeddings = trainer.model.embed_tokens(tokens).detach().requires_grad_()
+        loss_of(trainer(inputs_embeds=embeddings, attention_mask=mask).logits, mask, tokens).backward()
+        return embeddings.grad[0][mask[0].bool()]
+
+    whole = ways_to_pad(PARTS)
+    expected = at_the_first(*ways_to_pad(PARTS[:1])["right"])
+    assert expected.any()
+    for way, batch in whole.items():
+        assert_same_bits(at_the_first(*batch), expected, way)
+
+
+def test_checkpointed_layers_have_the_same_gradients() -> None:
+    trainer, batch = patch(model()).train(), ways_to_pad(PARTS)["right"]
+    expected = gradients(trainer, *batch)
+    trainer.gradient_checkpointing_enable({"use_reentrant": False})
+    for name, gradient in gradients(trainer, *batch).items():
+        assert_same_bits(gradient, expected[name], name)
+
+
+def test_a_frozen_weight_gets_no_gradient_and_changes_no_other() -> None:
+    trainer, (tokens, mask) = patch(model()), ways_to_pad(PARTS)["right"]
+    expected = gradients(trainer, tokens, mask)
+    frozen = ("model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight")
+    trainer.zero_grad(set_to_none=True)
+    for name, weight in trainer.named_parameters():
+        weight.requires_grad_(name not in frozen)
+    loss_of(trainer(tokens, attention_mask=mask).logits, mask, tokens).backward()
+    for name, weight in trainer.named_parameters():
+        if name in frozen:
+            assert weight.grad is None
+        else:
+            assert_same_bits(weight.grad, expected[name], name)

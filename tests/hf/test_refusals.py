@@ -1,0 +1,108 @@
+"""What a patched model does not cover refuses, in one line."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from tests.hf.models import DEVICE, model
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.hf import patch, support
+
+TOKENS = torch.ones(2, 6, dtype=torch.int64, device=DEVICE)
+
+
+def refuses(action: Callable[[], object], what: str) -> None:
+    with pytest.raises(NotCovered, match=what) as refusal:
+        action()
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "changed"),
+    {
+        "sliding window layers": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        "dropout of attention": {"attention_dropout": 0.1},
+        "biases of attention": {"attention_bias": True},
+        "activation gelu": {"hidden_act": "gelu"},
+        "rotary embedding of type linear": {
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
+        },
+        "hidden states": {"output_hidden_states": True},
+    }.items(),
+)
+def test_a_configuration_without_a_proof_is_refused(what: str, changed: dict) -> None:
+    refuses(lambda: patch(model(**changed)), what)
+
+
+def test_another_architecture_is_refused() -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
+    other = Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_hidden_layers=1, **shape))
+    refuses(lambda: patch(other), "Qwen2ForCausalLM")
+
+
+class Adapter(torch.nn.Linear):
+    """A layer in the place of another, as LoRA and quantisation put it."""
+
+
+def test_a_layer_that_was_replaced_is_refused() -> None:
+    adapted = model()
+    adapted.model.layers[1].mlp.up_proj = Adapter(192, 320, bias=False, device=DEVICE, dtype=torch.bfloat16)
+    refuses(lambda: patch(adapted), r"Adapter at model\.layers\.1\.mlp\.up_proj")
+
+
+def test_weights_of_two_dtypes_or_of_another_are_refused() -> None:
+    mixed = model()
+    mixed.lm_head.float()
+    refuses(lambda: patch(mixed), r"weights in torch\.bfloat16 and torch\.float32")
+    refuses(lambda: patch(model(torch.float64)), r"weights in torch\.float64")
+
+
+def test_a_device_without_implementations_is_refused() -> None:
+    refuses(lambda: patch(model().to("meta")), "weights on meta")
+
+
+HOLE = torch.tensor([[1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+LATE = torch.arange(5, 11).expand(2, 6)
+SKIPS = torch.tensor([0, 1, 3, 4, 5, 6]).expand(2, 6)
+
+
+@pytest.mark.parametrize(
+    ("what", "options"),
+    {
+        "use_cache": {"use_cache": True},
+        "past_key_values": {"past_key_values": object()},
+        "output_attentions": {"output_attentions": True},
+        "an attention mask that is not": {"attention_mask": torch.ones(2, 1, 6, 6)},
+        "a batch with holes": {"attention_mask": HOLE},
+        "positions of its own": {"position_ids": LATE},
+        "holes or positions": {"position_ids": SKIPS},
+    }.items(),
+)
+def test_a_call_for_something_else_is_refused(what: str, options: dict) -> None:
+    placed = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    trainer = patch(model())
+    refuses(lambda: trainer(TOKENS, **placed), what)
+
+
+def test_generation_is_left_to_the_engine() -> None:
+    trainer = patch(model())
+    refuses(lambda: trainer.generate(TOKENS, max_new_tokens=2), "in a trainer")
+
+
+def test_autocast_is_refused() -> None:
+    trainer = patch(model())
+    with torch.autocast(DEVICE, torch.bfloat16):
+        refuses(lambda: trainer(TOKENS), "autocast")
+
+
+def test_more_tokens_than_positions_are_refused() -> None:
+    refuses(lambda: patch(model())(TOKENS.repeat(1, 100)), "a sequence of 600 tokens")
+
+
+@pytest.mark.parametrize("package", ["transformers", "vllm"])
+def test_a_package_that_is_not_installed_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = support.find_spec
+    monkeypatch.setattr(support, "find_spec", lambda name: None if name == package else found(name))
+    refuses(lambda: patch(torch.nn.Linear(1, 1)), "transformers|vLLM")

@@ -1,0 +1,13 @@
+"""A Hugging Face model whose logprobs have the bits of the engine's, with gradients: rollout and trainer agree exactly.
+
+    model = patch(AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16))
+    logits = model(tokens, attention_mask=mask).logits
+    logprobs = token_logprobs(logits[:, :-1], tokens[:, 1:])
+
+Each module but the last three is one operation, as the engine computes it in the forward pass, with its gradient.
+"""
+
+from .logprobs import token_logprobs
+from .patching import patch
+
+__all__ = ["patch", "token_logprobs"]

@@ -1,0 +1,108 @@
+"""The real tokens of a padded batch, one sequence after the other, as the engine holds them."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+
+from ..errors import NotCovered
+
+PAGE_SIZE = 64
+"""Tokens in a page of keys, which moves no bit: what every implementation of attention takes."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Which rows of a packed batch belong together.
+
+    Attributes:
+        shape: (rows, columns) of the padded batch.
+        places: [tokens] int64, where each token is in the padded batch, flattened.
+        positions: [tokens] int64, counted from 0 in each sequence.
+        starts: [sequences + 1] int32, the first token of each sequence.
+    """
+
+    shape: tuple[int, int]
+    places: torch.Tensor
+    positions: torch.Tensor
+    starts: torch.Tensor
+
+    @classmethod
+    def of(cls, mask: torch.Tensor, position_ids: torch.Tensor | None = None) -> "Packed":
+        """Pack a batch.
+
+        Args:
+            mask: [rows, columns], nonzero where there is a token: one run of tokens a row, with padding before or
+                after it.
+            position_ids: [rows, columns] or [1, columns]; each 0 begins a sequence, so a row may hold several. None
+                for one sequence a row.
+
+        Raises:
+            NotCovered: a mask with a hole, or positions that are not counted from 0 by ones.
+        """
+        real = mask.bool()
+        if position_ids is None:
+            position_ids = real.cumsum(1) - 1
+        positions = position_ids.expand(real.shape)[real].to(torch.int64)
+        places = real.flatten().nonzero().squeeze(1)
+        begins = positions == 0
+        row = places // real.shape[1]
+        follows = (positions.diff() == 1) & (places.diff() == 1) & (row.diff() == 0)
+        if not bool(begins[:1].all() & (begins[1:] | follows).all()):
+            raise NotCovered(
+                "a batch with holes or positions of its own",
+                "the engine counts a sequence's positions from 0 by ones",
+                "pass one run of tokens a row, and no position_ids unless each sequence's begin at 0",
+            )
+        starts = torch.cat((begins.nonzero().squeeze(1), begins.new_full((1,), len(places), dtype=torch.int64)))
+        return cls(tuple(real.shape), places, positions, starts.to(torch.int32))
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """[sequences] int32."""
+        return self.starts.diff()
+
+    @cached_property
+    def sequences(self) -> list[slice]:
+        """The rows of each sequence."""
+        starts = self.starts.tolist()
+        return [slice(start, stop) for start, stop in pairwise(starts)]
+
+    @cached_property
+    def _page_counts(self) -> list[int]:
+        return [-(-(rows.stop - rows.start) // PAGE_SIZE) for rows in self.sequences]
+
+    @cached_property
+    def _first_pages(self) -> torch.Tensor:
+        """[sequences + 1] int64: the first page of each sequence, and how many pages there are."""
+        return torch.tensor([0, *self._page_counts], device=self.starts.device).cumsum(0)
+
+    @cached_property
+    def pages(self) -> torch.Tensor:
+        """[sequences, most pages] int32: the pages of each sequence; the last again where it has no more."""
+        first, stop = self._first_pages[:-1, None], self._first_pages[1:, None]
+        places = torch.arange(max(self._page_counts, default=0), device=first.device)
+        return torch.minimum(first + places, stop - 1).to(torch.int32)
+
+    @cached_property
+    def _slots(self) -> torch.Tensor:
+        """[tokens] int64: where each token is in its pages."""
+        return self._first_pages[:-1].repeat_interleave(self.lengths.long()) * PAGE_SIZE + self.positions
+
+    def to_pages(self, x: torch.Tensor) -> torch.Tensor:
+        """[pages, heads, page size, head_size] of [tokens, heads, head_size], for :attr:`pages`."""
+        count = sum(self._page_counts)
+        paged = x.new_zeros(count * PAGE_SIZE, *x.shape[1:])
+        paged[self._slots] = x
+        return paged.unflatten(0, (count, PAGE_SIZE)).transpose(1, 2)
+
+    def pack(self, padded: torch.Tensor) -> torch.Tensor:
+        """[tokens, ...] of [rows, columns, ...]."""
+        return padded.flatten(0, 1)[self.places]
+
+    def pad(self, packed: torch.Tensor) -> torch.Tensor:
+        """[rows, columns, ...] of [tokens, ...], 0 where there is no token."""
+        rows, columns = self.shape
+        padded = packed.new_zeros(rows * columns, *packed.shape[1:]).index_copy(0, self.places, packed)
+        return padded.unflatten(0, self.shape)
