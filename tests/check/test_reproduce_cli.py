@@ -1,64 +1,16 @@
 """What the command says, and how it ends, where a run can be no test. The servers here speak HTTP and have no model."""
 
-import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from tests.check.stand_in import MODELS, Page, stand_in
 from vllm_batch_invariant.check.reproduce import main
 from vllm_batch_invariant.check.server import free_port
 
 RUNNING = 'vllm:num_requests_running{engine="0"}'
 
 
-@dataclass(frozen=True)
-class Page:
-    """What the stand-in sends for a path."""
-
-    body: object
-    status: int = 200
-
-
-@contextmanager
-def stand_in(**pages: Page) -> Iterator[str]:
-    """A server of fixed pages, named by the last part of their path."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            page = pages.get(self.path.rsplit("/", 1)[-1], Page("no such page", 404))
-            data = page.body.encode() if isinstance(page.body, str) else json.dumps(page.body).encode()
-            self.send_response(page.status)
-            self.send_header("Content-Type", "text/plain" if isinstance(page.body, str) else "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.do_GET()
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-MODELS = Page({"object": "list", "data": [{"id": "stub", "object": "model", "created": 0, "owned_by": "nobody"}]})
 METRICS = Page(f"# TYPE vllm:num_requests_running gauge\n{RUNNING} 1.0\n")
 LOGPROBS = {"tokens": ["token_id:1"], "token_logprobs": [-0.5], "top_logprobs": [{"token_id:1": -0.5}]}
 

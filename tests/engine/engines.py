@@ -1,37 +1,18 @@
-"""Plans of requests, and the process that runs one through a real vLLM on the CPU."""
+"""Plans of requests, run through a real vLLM in a fresh process."""
 
-import json
-import os
-import random
-import subprocess
-import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_batch_invariant.check.bisect_engine import WORKER_EXTENSION
+from vllm_batch_invariant.check.engine_process import Engine, EngineFailed
+from vllm_batch_invariant.check.engine_requests import company, request, tokens
+
+__all__ = ["ROOT", "EngineFailed", "Result", "company", "request", "run", "tokens"]
+
 ROOT = Path(__file__).parents[2]
-VOCABULARY = range(16, 4000)
-"""Token ids that a test's prompt may hold: none of the special ones."""
-
-
-def tokens(length: int, seed: int) -> list[int]:
-    """A prompt of random tokens."""
-    return random.Random(f"{length} {seed}").choices(VOCABULARY, k=length)
-
-
-def request(prompt: list[int], **params: Any) -> dict[str, Any]:
-    """One greedy request with logprobs, unless told otherwise."""
-    return {
-        "prompt": prompt,
-        "params": {"temperature": 0, "max_tokens": 16, "logprobs": 5, "ignore_eos": True} | params,
-    }
-
-
-def company(count: int, seed: int, max_tokens: int = 4, longest: int = 30) -> list[dict[str, Any]]:
-    """Other people's requests: ``count`` prompts of up to ``longest`` tokens."""
-    chance = random.Random(seed)
-    lengths = [chance.randint(1, longest) for _ in range(count)]
-    return [request(tokens(n, seed * 1000 + i), max_tokens=max_tokens, logprobs=None) for i, n in enumerate(lengths)]
+_SETTINGS = {"PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 @dataclass
@@ -42,6 +23,9 @@ class Result:
     preemptions: int
     kernels: dict[str, list[str]]
     compilation: str
+    receipts: dict[str, Any] | None
+    bisected: dict[str, Any] | None
+    afterwards: Any
     log: str = field(repr=False)
 
     def completions(self, step: str, which: int = 0) -> list[dict[str, Any]]:
@@ -49,46 +33,51 @@ class Result:
         return self.steps[step][which]["completions"]
 
 
-class EngineFailed(RuntimeError):
-    """The engine did not come up; the message is its log."""
-
-
 def run(
-    folder: Path, engine: dict[str, Any], steps: list[dict[str, Any]], flag: str | None, **environment: str
+    engine: dict[str, Any],
+    steps: list[dict[str, Any]],
+    flag: str | None,
+    receipts_of: list[int] | None = None,
+    bisection: Sequence[Any] = (),
+    afterwards: Callable[[Engine], Any] = lambda engine: None,
+    **environment: str,
 ) -> Result:
-    """Run a plan in a fresh process.
+    """Run a plan with an engine of its own.
 
-    The engine lives in that process, unless ``VLLM_ENABLE_V1_MULTIPROCESSING`` says otherwise: it starts in a third of
-    the time.
+    Args:
+        engine: arguments of ``vllm.LLM``, the model among them.
+        receipts_of: a prompt; see ``receipts``.
+        bisection: a function of ``bisected`` and its arguments.
+        afterwards: is given the engine after the plan's steps.
 
     Raises:
-        EngineFailed: with what the process printed.
+        EngineFailed: with what its process printed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    plan, result = folder / "plan.json", folder / "result.json"
-    plan.write_text(json.dumps({"engine": engine, "steps": steps}))
-    settings = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "INFO",
-        "HF_HUB_OFFLINE": "1",
-        **environment,
-    }
-    ours = ("VLLM_BATCH_INVARIANT", "VLLM_PLUGINS")
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    if flag is not None:
-        settings["VLLM_BATCH_INVARIANT"] = flag
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.engine.driver", plan, result],
-        cwd=ROOT,
-        env=inherited | settings,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    log = process.stdout + process.stderr
-    if process.returncode:
-        raise EngineFailed(log)
-    return Result(**json.loads(result.read_text()), log=log)
+    settings = dict(engine)
+    model = settings.pop("model")
+    if bisection:
+        settings["worker_extension_cls"] = WORKER_EXTENSION
+    with Engine(model, _as_arguments(settings), flag, _SETTINGS | environment, patience=400) as running:
+        done = {step["name"]: running.step(**step) for step in steps}
+        return Result(
+            steps={name: step.requests for name, step in done.items()},
+            preemptions=sum(step.preemptions for step in done.values()),
+            kernels=running.about["kernels"],
+            compilation=running.about["compilation"],
+            receipts=running.call("tests.engine.receipts:receipts", receipts_of) if receipts_of else None,
+            afterwards=afterwards(running),
+            bisected=running.call(f"tests.engine.bisected:{bisection[0]}", *bisection[1:]) if bisection else None,
+            log=running.log,
+        )
+
+
+def _as_arguments(settings: dict[str, Any]) -> list[str]:
+    """The same settings for ``vllm serve``."""
+    arguments = []
+    for name, value in settings.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            arguments += [f"--{option}", str(value)]
+    return arguments

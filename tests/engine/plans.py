@@ -1,6 +1,6 @@
 """The requests of the main engine test: one needle in every company, and what else may move its bits."""
 
-from tests.engine.engines import company, request, tokens
+from vllm_batch_invariant.check.engine_requests import SAMPLING, company, company_that_samples, request, tokens
 
 NEEDLES = {length: tokens(length, 1) for length in (1, 45, 300)}
 COMPANY = (1, 2, 7, 8, 15, 16, 17, 43, 44, 45, 46, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300)
@@ -8,32 +8,7 @@ NEIGHBOURS = (0, 1, 5, 9, 10, 11, 64, 700, 3000)
 CHUNK_ENDS = (127, 128, 129, 255, 256, 257)
 """Prompt lengths around the page (128) and the attention split (256)."""
 
-SAMPLING = {
-    "plain": {"temperature": 1.0, "seed": 7},
-    "top_k": {"temperature": 0.8, "seed": 8, "top_k": 20},
-    "top_p": {"temperature": 1.2, "seed": 9, "top_p": 0.8},
-    "min_p": {"temperature": 1.0, "seed": 10, "min_p": 0.05},
-    "penalties": {
-        "temperature": 0.7,
-        "seed": 11,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.3,
-        "repetition_penalty": 1.2,
-    },
-    "greedy penalties": {"presence_penalty": 0.5, "repetition_penalty": 1.3},
-}
-OTHER_SAMPLING = [
-    request(tokens(20 + i, 50 + i), max_tokens=6, **params)
-    for i, params in enumerate(
-        [
-            {"temperature": 1.0},
-            {"temperature": 0.5, "top_k": 3},
-            {"temperature": 1.5, "top_p": 0.3, "seed": 5},
-            {"min_p": 0.2},
-        ]
-        * 6
-    )
-]
+OTHER_SAMPLING = company_that_samples()
 
 RESTARTED = (
     "alone 1",

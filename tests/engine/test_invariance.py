@@ -1,27 +1,55 @@
 """A real engine gives a request the same tokens and logprobs in any company, under any schedule, after a restart."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.engines import Result, run
-from tests.engine.plans import COMPANY, NEIGHBOURS, OTHER_SAMPLING, RESTARTED, SAMPLING, again, plan
-from vllm_batch_invariant.envs import ATTENTION
+from tests.engine.engines import Result, run, tokens
+from tests.engine.plans import COMPANY, NEIGHBOURS, OTHER_SAMPLING, RESTARTED, again, plan
+from vllm_batch_invariant.check.certificates import OPERATIONS
+from vllm_batch_invariant.check.contract import Outcome
+from vllm_batch_invariant.check.engine_process import Engine
+from vllm_batch_invariant.check.engine_requests import SAMPLING
+from vllm_batch_invariant.check.engine_run import EngineRun
+from vllm_batch_invariant.check.facts import COMPANY as COMPANY_FACT
+from vllm_batch_invariant.check.facts import planned_for_engines
+from vllm_batch_invariant.check.findings import Findings
+from vllm_batch_invariant.check.outcome import Status
+from vllm_batch_invariant.check.recording import MODULE_OUTPUT
+from vllm_batch_invariant.check.sizes import Size
+from vllm_batch_invariant.envs import ATTENTION, FLAG
+from vllm_batch_invariant.receipt import Receipt
 
 pytestmark = pytest.mark.engine
 
-PAGE = 16 if torch.cuda.is_available() else 128
+ON_GPU = torch.cuda.is_available()
+PAGE = 16 if ON_GPU else 128
 """Keys in a page of the KV cache, as vLLM chooses it."""
 OF_DEVICE = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30} if torch.cuda.is_available() else {}
 """A GPU may be shared with other tests, whose memory vLLM would count as its own."""
 
+CHECK = Size("tests", 8, (16, 43), (64,), ("top_p",), (4, 8), (2, 16, 45), 1)
+
+
+def check_of(running: Engine, flag: str) -> EngineRun:
+    """What the command `check` puts an engine through, in a small size."""
+    findings = Findings(f"{FLAG}={flag}", planned_for_engines(CHECK))
+    return EngineRun(running, "as served", CHECK, findings, lambda now: None)
+
 
 @pytest.fixture(scope="module")
-def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
+def engine(checkpoint: Path) -> Callable[..., Result]:
     def start(
-        steps: list[dict], flag: str | None = "1", environment: dict[str, str] | None = None, **settings: object
+        steps: list[dict],
+        flag: str | None = "1",
+        environment: dict[str, str] | None = None,
+        receipts_of: list[int] | None = None,
+        bisection: Sequence[Any] = (),
+        afterwards: Callable[[Engine], EngineRun | None] = lambda engine: None,
+        **settings: object,
     ) -> Result:
         settings = {
             "model": str(checkpoint),
@@ -30,14 +58,20 @@ def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
             "skip_tokenizer_init": True,
             **OF_DEVICE,
         } | settings
-        return run(tmp_path_factory.mktemp("engine"), settings, steps, flag, **(environment or {}))
+        return run(settings, steps, flag, receipts_of, bisection, afterwards, **(environment or {}))
 
     return start
 
 
 @pytest.fixture(scope="module")
 def main(engine: Callable[..., Result]) -> Result:
-    return engine(plan())
+    def check(running: Engine) -> EngineRun:
+        checked = check_of(running, "1")
+        checked.certify()
+        checked.as_served()
+        return checked
+
+    return engine(plan(), receipts_of=tokens(90, 1), bisection=() if ON_GPU else ("planted",), afterwards=check)
 
 
 def test_a_request_has_the_same_bits_alone_and_in_any_company(main: Result) -> None:
@@ -100,22 +134,43 @@ def test_the_log_says_what_serves_each_operation(main: Result) -> None:
     assert not any(name.endswith("layernorm.RMSNorm") for name in main.kernels["modules"])
 
 
-def test_small_chunks_and_preemption_and_a_restart_move_no_bit(main: Result, engine: Callable[..., Result]) -> None:
-    other = engine(
+@pytest.fixture(scope="module")
+def small(main: Result, engine: Callable[..., Result]) -> Result:
+    """An engine with small chunks and a small KV cache."""
+
+    def check(running: Engine) -> None:
+        EngineRun(running, "small", CHECK, main.afterwards.findings, lambda now: None).with_small_limits(
+            main.afterwards
+        )
+
+    return engine(
         again(*RESTARTED),
+        afterwards=check,
         max_num_batched_tokens=64,
         max_num_seqs=64,
         max_model_len=768,
         num_gpu_blocks_override=8 * 128 // PAGE,
         enable_prefix_caching=False,
     )
+
+
+def test_small_chunks_and_preemption_and_a_restart_move_no_bit(main: Result, small: Result) -> None:
     # On a GPU this load was never seen to preempt: there the comparison covers chunks and the restart.
-    assert other.preemptions > 0 or torch.cuda.is_available()
+    assert small.preemptions > 0 or torch.cuda.is_available()
     for name in RESTARTED:
-        ours, theirs = ([answer["completions"] for answer in result.steps[name]] for result in (other, main))
+        ours, theirs = ([answer["completions"] for answer in result.steps[name]] for result in (small, main))
         assert ours == theirs, name
     name = "prompt logprobs, cold"
-    assert other.steps[name][0]["prompt_logprobs"] == main.steps[name][0]["prompt_logprobs"]
+    assert small.steps[name][0]["prompt_logprobs"] == main.steps[name][0]["prompt_logprobs"]
+
+
+def test_a_check_of_the_mode_holds_on_every_rung(main: Result, small: Result) -> None:
+    found = main.afterwards.findings
+    assert [fact for fact in found.facts if fact.outcome is not Outcome.HOLDS] == []
+    assert found.status is Status.REPRODUCIBLE
+    assert {certificate.operation for certificate in found.certificates} == set(OPERATIONS)
+    assert all("vllm_batch_invariant" in certificate.served_by for certificate in found.certificates)
+    assert found.latency.tokens == 4 * 8
 
 
 def test_other_pages_other_chunks_and_async_scheduling_move_no_bit(main: Result, engine: Callable[..., Result]) -> None:
@@ -137,12 +192,32 @@ def test_flex_attention_gives_a_request_the_same_bits_in_any_company(engine: Cal
 @pytest.fixture(scope="module")
 def stock(engine: Callable[..., Result]) -> Result:
     """Plain vLLM with the plugin installed and the flag off."""
-    return engine(again("alone 45", *(f"with {count}" for count in COMPANY[:12])), flag="0", enforce_eager=True)
+
+    def check(running: Engine) -> EngineRun:
+        checked = check_of(running, "0")
+        checked.certify()
+        checked.again()
+        checked.in_company()
+        return checked
+
+    steps = again("alone 45", *(f"with {count}" for count in COMPANY[:12]))
+    bisection = () if ON_GPU else ("first_that_parts", COMPANY[:12])
+    return engine(steps, flag="0", enforce_eager=True, bisection=bisection, afterwards=check)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this model is too small for plain vLLM to vary")
 def test_plain_vllm_fails_the_same_comparison(stock: Result) -> None:
     assert any(stock.completions(f"with {count}") != stock.completions("alone 45") for count in COMPANY[:12])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this model is too small for plain vLLM to vary")
+def test_a_check_of_plain_vllm_breaks_and_says_where(stock: Result) -> None:
+    found = stock.afterwards.findings
+    broken = {fact.name: fact for fact in found.facts if fact.outcome is Outcome.BREAKS}
+    assert found.status is Status.DIVERGED
+    assert "logprobs from token" in broken[COMPANY_FACT[1]].difference
+    assert {verdict.rung.name for verdict in found.verdicts if verdict.outcome is Outcome.BREAKS} == {"batch"}
+    assert any(certificate.difference for certificate in found.certificates if certificate.operation == "linear")
 
 
 def test_without_the_flag_the_plugin_does_nothing(stock: Result, engine: Callable[..., Result]) -> None:
@@ -152,3 +227,69 @@ def test_without_the_flag_the_plugin_does_nothing(stock: Result, engine: Callabl
     assert "atch-invariant" not in stock.log
     for name in ("alone 45", "with 17"):
         assert [a["completions"] for a in stock.steps[name]] == [a["completions"] for a in absent.steps[name]]
+
+
+def test_a_receipt_is_equal_when_it_is_computed_again_in_company(main: Result) -> None:
+    assert main.receipts is not None
+    declared, equal = main.receipts["verdict"].splitlines()
+    assert declared == "declared: nothing that decides bits differs: bits may be expected equal"
+    assert equal.startswith("equal: 12 tokens and the bits of ")
+    assert "computed again beside " in equal
+    assert main.receipts["trainer agrees"]
+
+
+def test_a_receipt_with_a_changed_bit_is_found_out(main: Result) -> None:
+    assert main.receipts is not None
+    assert "differs: at token 4 the logprob of " in main.receipts["of changed"]
+
+
+def test_a_receipt_says_what_computed_it_and_none_is_made_of_what_nobody_can_repeat(
+    main: Result, checkpoint: Path
+) -> None:
+    assert main.receipts is not None
+    made = Receipt.from_json(main.receipts["receipt"])
+    assert made.environment.mode is True
+    assert made.environment.reductions["linear (output head)"]["in_features"] == 512
+    assert made.model.digest is not None
+    assert made.model.name == checkpoint.name
+    assert main.receipts["without a seed"].startswith("sampling without a seed is random")
+
+
+@pytest.mark.skipif(ON_GPU, reason="there the mode's engine has CUDA graphs, inside which a bisection does not see")
+@pytest.mark.parametrize("name", ["no fault", "a fault that the batch does not reach"])
+def test_a_bisection_of_the_mode_finds_nothing(main: Result, name: str) -> None:
+    bisected = main.bisected[name]
+    assert bisected["found"] is None, bisected["verdict"]
+    assert bisected["first_logprob"] is None
+    assert not bisected["unrecorded_differ"]
+    assert bisected["answers_recorded"]
+    assert bisected["coverage"]["compared"] > 100
+    assert set(bisected["requests"]) == {8}
+
+
+@pytest.mark.skipif(ON_GPU, reason="there the mode's engine has CUDA graphs, inside which a bisection does not see")
+@pytest.mark.parametrize(
+    ("fault", "module", "operation", "token"),
+    [
+        ("down_proj", "model.layers.2.mlp.down_proj", "planted.copy", 0),
+        ("norm", "model.layers.1.post_attention_layernorm", "planted.copy_into", 1),
+        ("unseen", "model.layers.0.mlp.act_fn", MODULE_OUTPUT, 1),
+    ],
+)
+def test_a_bisection_names_a_planted_fault(main: Result, fault: str, module: str, operation: str, token: int) -> None:
+    found = main.bisected[fault]["found"]
+    key, comparison = found["parting"]["key"], found["comparison"]
+    assert (key["module"], key["operation"], found["output_token"]) == (module, operation, token)
+    assert found["repeats"]
+    assert comparison["different"] == found["rows"]
+    assert comparison["first"]["where"] == [0, comparison["shape"][-1] - 1]
+    assert found["operands_differ"] == (None if operation == MODULE_OUTPUT else [])
+
+
+@pytest.mark.skipif(ON_GPU, reason="on a GPU this model is too small for plain vLLM to vary")
+def test_a_bisection_of_plain_vllm_finds_an_operation_that_is_variant_by_itself(stock: Result) -> None:
+    found = stock.bisected["found"]
+    assert found["comparison"]["different"] > 0
+    assert found["operands_differ"] == []
+    assert found["repeats"]
+    assert stock.bisected["answers_recorded"]

@@ -49,6 +49,6 @@ def test_an_architecture_gives_the_same_bits_in_any_company(name: str, tmp_path:
     steps = [{"name": "alone", "requests": [needle]}]
     steps += [{"name": f"with {n}", "requests": [*company(n, n), needle]} for n in (1, 3, 17, 40)]
     engine = {"model": str(tmp_path / "model"), "max_model_len": 1024, "skip_tokenizer_init": True}
-    result = run(tmp_path, engine | {"max_num_batched_tokens": 128, "max_num_seqs": 64}, steps, "1")
+    result = run(engine | {"max_num_batched_tokens": 128, "max_num_seqs": 64}, steps, "1")
     for count in (1, 3, 17, 40):
         assert result.completions(f"with {count}", count) == result.completions("alone"), count

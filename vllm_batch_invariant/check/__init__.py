@@ -1,1 +1,1 @@
-"""Checks a user can run: the reproducibility run and the small checkpoint it needs where no model is at hand."""
+"""Checks that a user can run, their reports, and the small checkpoint that they need where no model is at hand."""

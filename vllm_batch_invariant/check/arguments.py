@@ -10,12 +10,16 @@ from urllib.parse import urlsplit
 from vllm_batch_invariant.check.request import PROMPT, Ask
 
 
-class _Parser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
+    """Ends with status 2 and one line where an argument is bad."""
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
-def _at_least(lowest: int) -> Callable[[str], int]:
+def at_least(lowest: int) -> Callable[[str], int]:
+    """The type of an argument that is a whole number not below `lowest`."""
+
     def number(text: str) -> int:
         if not text.lstrip("-").isdigit() or int(text) < lowest:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {lowest}")
@@ -26,7 +30,7 @@ def _at_least(lowest: int) -> Callable[[str], int]:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse and check; a bad argument ends the process with status 2 and one line."""
-    parser = _Parser(
+    parser = OneLineParser(
         prog="reproduce",
         description="Send one request many times under a load that varies the batch, and compare the answers bit for "
         "bit. Exit status: 0 all identical, 1 they differ, 2 the run was no test.",
@@ -43,16 +47,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     kind = request.add_mutually_exclusive_group()
     kind.add_argument("--chat", action="store_true", default=False, help="ask /v1/chat/completions")
     kind.add_argument("--completions", dest="chat", action="store_false", help="ask /v1/completions")
-    request.add_argument("--max-tokens", type=_at_least(1), default=64, help="tokens to generate")
+    request.add_argument("--max-tokens", type=at_least(1), default=64, help="tokens to generate")
     request.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     request.add_argument("--seed", type=int, default=0, help="the request's seed, and the load's")
-    request.add_argument("--logprobs", type=_at_least(1), default=5, help="candidates compared at each position")
+    request.add_argument("--logprobs", type=at_least(1), default=5, help="candidates compared at each position")
     request.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens")
     load = parser.add_argument_group("the load")
-    load.add_argument("--samples", type=_at_least(2), default=1000, help="how often the request is sent")
-    load.add_argument("--concurrency", type=_at_least(2), default=128, help="most requests in flight")
+    load.add_argument("--samples", type=at_least(2), default=1000, help="how often the request is sent")
+    load.add_argument("--concurrency", type=at_least(2), default=128, help="most requests in flight")
     load.add_argument("--timeout", type=float, default=3600, help="seconds after which a run is given up")
     parser.add_argument("--json", type=Path, help="also write the report to this file")
+    parser.add_argument("--html", type=Path, help="also write a page for people to this file; needs matplotlib")
     options = parser.parse_args(argv)
     _check(parser, options)
     options.serve_args = shlex.split(options.serve_args)
@@ -68,20 +73,35 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         url = urlsplit(options.base_url)
         if url.scheme not in ("http", "https") or not url.hostname:
             parser.error(f"--base-url {options.base_url!r} is not an http address")
-    elif options.model.startswith(("/", ".", "~")) and not (Path(options.model).expanduser() / "config.json").is_file():
-        parser.error(f"--model {options.model}: no model there (no config.json)")
     if options.compare and options.offline:
         parser.error("--compare starts two servers: leave out --offline, or run --offline once with each setting")
-    if options.json and not options.json.absolute().parent.is_dir():
-        parser.error(f"--json {options.json}: no such folder")
-    if not options.prompt:
-        parser.error("--prompt is empty")
+    check_common(parser, options, "--model")
     if options.temperature < 0:
         parser.error(f"--temperature {options.temperature} is below 0")
+
+
+def check_common(parser: OneLineParser, options: argparse.Namespace, model: str) -> None:
+    """What every run checks of its model, called `model` in the message, prompt, engine arguments and report."""
+    folder = options.model and options.model.startswith(("/", ".", "~")) and not getattr(options, "base_url", None)
+    if folder and not (Path(options.model).expanduser() / "config.json").is_file():
+        parser.error(f"{model} {options.model}: no model there (no config.json)")
+    if options.json and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json {options.json}: no such folder")
+    page = getattr(options, "html", None)
+    if page and not page.absolute().parent.is_dir():
+        parser.error(f"--html {page}: no such folder")
+    if getattr(options, "prompt", None) == "":
+        parser.error("--prompt is empty")
     try:
         shlex.split(options.serve_args)
     except ValueError as error:
         parser.error(f"--serve-args: {error}")
+
+
+def address(base_url: str) -> str:
+    """A server's address without the password that it may hold, for a report."""
+    url = urlsplit(base_url)
+    return url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()
 
 
 def ask_from(options: argparse.Namespace) -> Ask:

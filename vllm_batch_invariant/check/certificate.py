@@ -80,10 +80,11 @@ def _print(environment: dict[str, str], products: dict[str, dict[int, "Entry"]])
             "rows up to", "served by", "us", "us in Triton", "bits equal at", "refused", title=f"Product {name}"
         )
         for limit, entry in sorted(found.items()):
-            served = entry.algorithm.about if entry.algorithm else "Triton"
-            library = "cublaslt" if entry.algorithm else "triton"
+            schedule = entry.algorithm or entry.tile
+            served = schedule.about if schedule else "Triton"
             times = [
-                f"{entry.microseconds[key]:.1f}" if key in entry.microseconds else "" for key in (library, "triton")
+                f"{entry.microseconds[key]:.1f}" if key in entry.microseconds else ""
+                for key in (entry.served_by.lower(), "triton")
             ]
             checked = ", ".join(map(str, entry.checked))
             table.add_row(str(limit), served, *times, checked, ", ".join(entry.refused) or "none")

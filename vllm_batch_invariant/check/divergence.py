@@ -48,6 +48,10 @@ class Parting:
     expected_text: str
     got_text: str
 
+    def __str__(self) -> str:
+        texts = f" ({self.got_text!r} instead of {self.expected_text!r})" if self.got_text or self.expected_text else ""
+        return f"{self.got} instead of {self.expected}{texts}"
+
 
 @dataclass(frozen=True)
 class Comparison:

@@ -1,6 +1,7 @@
 """What the engine's batches were during a run, from vLLM's Prometheus metrics."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ class Reading:
 
     running: int
     steps: dict[float, int]
+    when: float = field(default_factory=time.monotonic, compare=False)
+    """Seconds, of a clock that starts anywhere."""
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> "Reading | None":
@@ -64,6 +67,16 @@ class Batches:
             )
 
 
+@dataclass(frozen=True)
+class Trace:
+    """The batches of one engine over time."""
+
+    engine: str
+    seconds: tuple[float, ...]
+    sizes: tuple[int, ...]
+    """Requests in the batch at each of these moments."""
+
+
 @dataclass
 class BatchLog:
     """Collects readings during a run."""
@@ -78,6 +91,12 @@ class BatchLog:
     def running_now(self) -> int:
         """Requests running at the last reading."""
         return self.readings[-1].running if self.readings else 0
+
+    def over_time(self, name: str) -> Trace:
+        """Requests running at every look, in seconds from the first."""
+        begin = self.readings[0].when if self.readings else 0.0
+        seconds = tuple(reading.when - begin for reading in self.readings)
+        return Trace(name, seconds, tuple(reading.running for reading in self.readings))
 
     def batches(self) -> Batches:
         """What was seen between the first and the last reading."""

@@ -21,7 +21,7 @@ def start_engine(model: str, arguments: Sequence[str]) -> Any:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
     except ImportError as error:
-        raise NoTestError(f"--offline needs vLLM in this Python: {one_line(error)}") from error
+        raise NoTestError(f"an engine needs vLLM in this Python: {one_line(error)}") from error
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="--serve-args"))
     chosen = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *arguments]))
     chosen.disable_log_stats = False
@@ -94,7 +94,7 @@ class _OfflineLoad:
             if output.finished:
                 self._flying.pop(output.request_id, None)
                 if arrival is None or arrival.kind is Kind.SAMPLE:
-                    self._answers.append(_answer(generated))
+                    self._answers.append(answer_of(generated))
                     self._on_sample()
             elif (
                 arrival is not None
@@ -111,7 +111,8 @@ class _OfflineLoad:
             self._log.add(reading)
 
 
-def _answer(generated: Any) -> Answer:
+def answer_of(generated: Any) -> Answer:
+    """The tokens and logprobs of one completion of vLLM's."""
     if not generated.logprobs:
         raise NoTestError(
             "the engine returned no logprobs, so bits cannot be compared; use a model that gives logprobs"

@@ -73,14 +73,15 @@ def plan_load(samples: int, concurrency: int, max_tokens: int, context: int, see
 def _other(rng: random.Random, level: int, max_tokens: int, room: int) -> Arrival:
     kind = rng.choices((Kind.NEIGHBOUR, Kind.LONG_PREFILL, Kind.LEAVER), (6, 1, 2))[0]
     if kind is Kind.LONG_PREFILL:
-        return Arrival(kind, level, 0.0, False, _prompt(rng, min(room, 6000)), rng.randint(1, 4))
-    prompt = _prompt(rng, min(room, rng.choice((8, 40, 200, 800))))
+        return Arrival(kind, level, 0.0, False, filler(rng, min(room, 6000)), rng.randint(1, 4))
+    prompt = filler(rng, min(room, rng.choice((8, 40, 200, 800))))
     length = rng.randint(1, max_tokens)
     if kind is Kind.LEAVER:
         return Arrival(kind, level, 0.0, True, prompt, max_tokens, leaves_after=max(1, length // 2))
     return Arrival(kind, level, 0.0, False, prompt, length)
 
 
-def _prompt(rng: random.Random, size: int) -> str:
+def filler(rng: random.Random, size: int) -> str:
+    """A prompt of `size` characters: random words."""
     words = (rng.choice(WORDS) + str(rng.randrange(1000)) for _ in range(size // 3 + 1))
     return " ".join(words)[:size]

@@ -4,7 +4,7 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_batch_invariant.check.divergence import Comparison, Parting, binned, compare
+from vllm_batch_invariant.check.divergence import Answer, Comparison, Parting, binned, compare
 from vllm_batch_invariant.check.load import Run
-from vllm_batch_invariant.check.metrics import Batches
+from vllm_batch_invariant.check.metrics import Batches, BatchLog, Trace
 from vllm_batch_invariant.check.outcome import Status
 from vllm_batch_invariant.check.request import Ask
 
@@ -33,10 +33,13 @@ class Result:
     left_early: int
     failed_others: int
     batches: Batches
+    trace: Trace = field(repr=False)
+    answers: tuple[Answer, ...] = field(repr=False)
 
     @classmethod
-    def of(cls, label: str, run: Run, batches: Batches) -> "Result":
+    def of(cls, label: str, run: Run, log: BatchLog) -> "Result":
         """Raises `NoTestError` where the batch never varied: then agreement would prove nothing."""
+        batches = log.batches()
         batches.require_variation()
         return cls(
             label=label,
@@ -49,6 +52,8 @@ class Result:
             left_early=run.left_early,
             failed_others=run.failed_others,
             batches=batches,
+            trace=log.over_time("as served"),
+            answers=run.answers,
         )
 
     @property
@@ -69,7 +74,8 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data; batch sizes as how often each was seen."""
-        data = asdict(self)
+        data = asdict(replace(self, answers=(), trace=None))
+        del data["answers"], data["trace"]
         data["batches"] = {
             "running": dict(sorted(Counter(self.batches.running).items())),
             "steps_by_most_tokens": {str(bound): count for bound, count in self.batches.steps},
@@ -93,7 +99,7 @@ def print_report(console: Console, results: Sequence[Result]) -> None:
     table.add_column("")
     for result in results:
         table.add_column(result.label, justify="left", overflow="fold")
-    columns = [_rows(result) for result in results]
+    columns = [rows_of(result) for result in results]
     for name in columns[0]:
         table.add_row(name, *(escape(column[name]) for column in columns))
     console.print(table)
@@ -103,7 +109,8 @@ def print_report(console: Console, results: Sequence[Result]) -> None:
         )
 
 
-def _rows(result: Result) -> dict[str, str]:
+def rows_of(result: Result) -> dict[str, str]:
+    """What was found, by name, in words."""
     found = result.comparison
     running = result.batches.running
     return {

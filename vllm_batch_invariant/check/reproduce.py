@@ -8,14 +8,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from urllib.parse import urlsplit
 
 import httpx
-import openai
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vllm_batch_invariant.check.arguments import ask_from, parse_arguments
+from vllm_batch_invariant.check.arguments import address, ask_from, parse_arguments
+from vllm_batch_invariant.check.client import connect
 from vllm_batch_invariant.check.load import Load, Run, one_line
 from vllm_batch_invariant.check.metrics import BatchLog, watch
 from vllm_batch_invariant.check.outcome import NoTestError, Status
@@ -32,6 +31,10 @@ def main(argv: list[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, _end_in_order)
     results: list[Result] = []
     try:
+        if options.html:
+            from vllm_batch_invariant.check.svg import require_matplotlib
+
+            require_matplotlib()
         for result in _results(options, notes):
             results.append(result)
     except NoTestError as error:
@@ -47,7 +50,16 @@ def main(argv: list[str] | None = None) -> int:
     print_report(out, results)
     if options.json:
         write_json(options.json, ask_from(options), results)
+    if options.html:
+        from vllm_batch_invariant.check.html import write_html
+        from vllm_batch_invariant.check.reproduce_page import page_of
+
+        write_html(options.html, page_of(_target(options), ask_from(options), results))
     return results[-1].status
+
+
+def _target(options: argparse.Namespace) -> str:
+    return address(options.base_url) if options.base_url else options.model
 
 
 def _end_in_order(number: int, _frame: FrameType | None) -> None:
@@ -71,42 +83,19 @@ def _results(options: argparse.Namespace, notes: Console) -> Iterator[Result]:
 
 
 async def _against(base_url: str, model: str | None, options: argparse.Namespace, notes: Console, label: str) -> Result:
-    url = urlsplit(base_url)
-    root = f"{url.scheme}://{url.netloc}{url.path.rstrip('/').removesuffix('/v1')}"
-    http = openai.DefaultAsyncHttpxClient(
-        # a proxy from the environment must not stand between this machine and itself
-        trust_env=url.hostname not in ("127.0.0.1", "localhost", "::1"),
-        # shorter than the server's five seconds: a connection it is about to close must not be used again
-        limits=httpx.Limits(max_connections=None, keepalive_expiry=2),
-    )
-    key = os.environ.get("OPENAI_API_KEY") or "none"
     ask, log = ask_from(options), BatchLog()
-    async with openai.AsyncOpenAI(
-        base_url=root + "/v1", api_key=key, max_retries=2, timeout=600, http_client=http
-    ) as api:
-        name, context = await _served_model(api, model, root)
-        plan = plan_load(options.samples, options.concurrency, ask.max_tokens, context, options.seed)
+    async with connect(base_url) as server:
+        served = await server.served_model(model)
+        plan = plan_load(options.samples, options.concurrency, ask.max_tokens, served.context, options.seed)
         with _progress(options.samples, log, notes) as on_sample:
             try:
-                async with asyncio.timeout(options.timeout), watch(http, root + "/metrics", log):
-                    run = await Load(api, name, ask, on_sample).run(plan)
+                async with asyncio.timeout(options.timeout), watch(server.http, server.root + "/metrics", log):
+                    run = await Load(server.api, served.name, ask, on_sample).run(plan)
             except TimeoutError:
                 raise NoTestError(f"the run was not done within --timeout {options.timeout:.0f} s") from None
             except httpx.HTTPError as error:
-                raise NoTestError(f"{root}/metrics does not answer: {one_line(error)}") from error
-    return Result.of(label, run, log.batches())
-
-
-async def _served_model(api: openai.AsyncOpenAI, wanted: str | None, root: str) -> tuple[str, int]:
-    try:
-        served = (await api.models.list()).data
-    except openai.OpenAIError as error:
-        raise NoTestError(f"no OpenAI-compatible server answers at {root}: {one_line(error)}") from error
-    for model in served:
-        if wanted in (None, model.id):
-            return model.id, getattr(model, "max_model_len", None) or 2048
-    names = ", ".join(model.id for model in served) or "nothing"
-    raise NoTestError(f"{root} does not serve the model {wanted!r}; it serves {names}")
+                raise NoTestError(f"{server}/metrics does not answer: {one_line(error)}") from error
+    return Result.of(label, run, log)
 
 
 def _offline(options: argparse.Namespace, notes: Console) -> Result:
@@ -118,7 +107,7 @@ def _offline(options: argparse.Namespace, notes: Console) -> Result:
     plan = plan_load(options.samples, options.concurrency, ask.max_tokens, context, options.seed)
     with _progress(options.samples, log, notes) as on_sample:
         run: Run = run_offline(llm, ask, plan, log, on_sample)
-    return Result.of(f"offline, {FLAG}={os.environ.get(FLAG, '0')}", run, log.batches())
+    return Result.of(f"offline, {FLAG}={os.environ.get(FLAG, '0')}", run, log)
 
 
 @contextmanager

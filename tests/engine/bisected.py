@@ -1,0 +1,83 @@
+"""Bisections of an engine in this process: run by the driver, since the mode holds for a whole process."""
+
+from typing import Any
+
+import torch
+
+from tests.check.planted import nudge
+from vllm_batch_invariant.check.bisect_engine import Case, bisect
+from vllm_batch_invariant.check.bisect_report import plain
+from vllm_batch_invariant.check.engine_requests import company, tokens
+
+CASE = Case(tuple(tokens(45, 1)), tuple(tuple(tokens(5 + i, 2)) for i in range(7)), 3, max_tokens=2)
+"""8 requests of 45 + 56 tokens; two steps."""
+PREFILL, DECODE = 45, 1
+"""Rows of the request alone: a fault of more is variant in the prefill, or only while it decodes."""
+
+
+def down_proj(layer: Any) -> Any:
+    product = layer.forward
+
+    def forward(x: torch.Tensor) -> Any:
+        out, bias = product(x)
+        return torch.ops.planted.copy(out, PREFILL), bias
+
+    return forward
+
+
+def norm(layer: Any) -> Any:
+    original = layer.forward
+
+    def forward(x: torch.Tensor, residual: torch.Tensor) -> Any:
+        out, residual = original(x, residual)
+        written = torch.empty_like(out)
+        torch.ops.planted.copy_into(written, out, DECODE if len(x) < PREFILL else 1000)
+        return written, residual
+
+    return forward
+
+
+def unseen(layer: Any, most: int = DECODE) -> Any:
+    original = layer.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = original(x)
+        nudge(out, most if len(x) < PREFILL else 1000)
+        return out
+
+    return forward
+
+
+def unreached(layer: Any) -> Any:
+    return unseen(layer, len(CASE.company) + 1)
+
+
+FAULTS = {
+    "a fault that the batch does not reach": ("model.layers.0.mlp.act_fn", unreached),
+    "down_proj": ("model.layers.2.mlp.down_proj", down_proj),
+    "norm": ("model.layers.1.post_attention_layernorm", norm),
+    "unseen": ("model.layers.0.mlp.act_fn", unseen),
+}
+
+
+def planted(llm: Any) -> dict[str, dict[str, Any]]:
+    """What is found without a fault, and with one here or there."""
+    found = {"no fault": plain(CASE, bisect(llm, CASE))}
+    [model] = llm.apply_model(lambda model: model)
+    for name, (path, fault) in FAULTS.items():
+        module = model.get_submodule(path)
+        module.forward = fault(module)
+        found[name] = plain(CASE, bisect(llm, CASE))
+        del module.forward
+    return found
+
+
+def first_that_parts(llm: Any, counts: list[int]) -> dict[str, Any]:
+    """What is found among the first of so many others among whom anything differs."""
+    for count in counts:
+        others = [request["prompt"] for request in company(count, count)]
+        case = Case(tuple(tokens(45, 1)), tuple(map(tuple, others)), place=0, max_tokens=4)
+        result = bisect(llm, case)
+        if result.found is not None:
+            break
+    return plain(case, result)

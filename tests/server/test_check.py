@@ -1,0 +1,29 @@
+"""A check of a real server with the mode on, over HTTP."""
+
+import asyncio
+
+import pytest
+
+from vllm_batch_invariant.check.contract import Outcome
+from vllm_batch_invariant.check.facts import planned_for_a_server
+from vllm_batch_invariant.check.findings import Findings
+from vllm_batch_invariant.check.outcome import Status
+from vllm_batch_invariant.check.server import Server
+from vllm_batch_invariant.check.server_check import check_server
+from vllm_batch_invariant.check.sizes import Size
+
+pytestmark = pytest.mark.server
+
+SIZE = Size("tests", 16, (2, 24), (64,), ("penalties",), (1, 1), (2,), 1)
+
+
+def test_a_server_holds_on_all_that_a_client_can_provoke_and_the_rest_is_said_to_be_untested(server: Server) -> None:
+    found = Findings("server", planned_for_a_server())
+    asyncio.run(check_server(server.base_url, None, SIZE, 300, found, lambda now: None))
+    outcomes = {(fact.rung, fact.name): fact.outcome for fact in found.facts}
+    assert {outcomes[fact] for fact in planned_for_a_server()} == {Outcome.HOLDS}
+    assert outcomes["schedule", "preemption"] is Outcome.NOT_TESTED
+    assert found.status is Status.REPRODUCIBLE
+    assert max(found.traces[0].sizes) > 2
+    assert found.about["versions"]["vllm"] != "unknown"
+    assert len(found.shown[0].answer.tokens) == 16

@@ -1,0 +1,142 @@
+"""``vllm-batch-invariant check``: what of the contract holds on this machine, or on a running server."""
+
+import argparse
+import asyncio
+import shlex
+import signal
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rich.console import Console
+from rich.markup import escape
+
+from vllm_batch_invariant import envs
+from vllm_batch_invariant.check.arguments import OneLineParser, address, check_common
+from vllm_batch_invariant.check.check_report import Report, print_report, write_json
+from vllm_batch_invariant.check.facts import planned_for_a_server, planned_for_engines
+from vllm_batch_invariant.check.findings import Findings
+from vllm_batch_invariant.check.outcome import NoTestError, Status
+from vllm_batch_invariant.check.sizes import QUICK, SIZES, STANDARD, THOROUGH
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse and check; a bad argument ends the process with status 2 and one line."""
+    parser = OneLineParser(
+        prog="check",
+        description="Certify every operation on this device, then put real engines through other batches and "
+        "schedules, and compare tokens and logprobs bit for bit. With VLLM_BATCH_INVARIANT=1 the mode is checked, "
+        "otherwise plain vLLM. Exit status: 0 all that was tested holds, 1 something breaks, 2 it could not be tested.",
+    )
+    parser.add_argument("model", nargs="?", help="a model's folder or name; with --base-url, the served model to ask")
+    parser.add_argument("--base-url", help="check a server that runs, such as http://127.0.0.1:8000, over HTTP")
+    parser.add_argument("--compare", action="store_true", help="check with VLLM_BATCH_INVARIANT=0, then with 1")
+    depth = parser.add_mutually_exclusive_group()
+    depth.add_argument("--quick", dest="size", action="store_const", const=QUICK.name, help="about a minute on a CPU")
+    depth.add_argument("--thorough", dest="size", action="store_const", const=THOROUGH.name, help="many more batches")
+    parser.add_argument("--serve-args", default="", help="more arguments of `vllm serve` for the engine, in one string")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds for a server's check (default: 3600)")
+    parser.add_argument("--json", type=Path, help="also write everything that was found to this file")
+    parser.add_argument("--html", type=Path, help="also write a page for people to this file; needs matplotlib")
+    options = parser.parse_args(argv)
+    options.size = SIZES[options.size or STANDARD.name]
+    _check(parser, options)
+    options.serve_args = shlex.split(options.serve_args)
+    return options
+
+
+def _check(parser: OneLineParser, options: argparse.Namespace) -> None:
+    if not options.model and not options.base_url:
+        parser.error("nothing to check: give a model, or --base-url of a server")
+    if options.base_url:
+        url = urlsplit(options.base_url)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            parser.error(f"--base-url {options.base_url!r} is not an http address")
+        if options.compare or options.serve_args:
+            parser.error("--base-url is a server that already runs: leave out --compare and --serve-args")
+    check_common(parser, options, "model")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    options = parse_arguments(argv)
+    out, notes = Console(), Console(stderr=True)
+    runs: list[Findings] = []
+    began, clock, partial = datetime.now().astimezone().isoformat(timespec="seconds"), time.monotonic(), ""
+    # as an exception, so that engines are stopped and what was found is kept
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        if options.html:
+            from vllm_batch_invariant.check.svg import require_matplotlib
+
+            require_matplotlib()
+        with notes.status("", spinner="line") as status:
+            for flag in _flags(options):
+                label = "server" if options.base_url else f"{envs.FLAG}={flag}"
+                runs.append(
+                    Findings(label, planned_for_a_server() if options.base_url else planned_for_engines(options.size))
+                )
+                _fill(runs[-1], flag, options, lambda now, label=label: status.update(escape(f"{label}: {now}")))
+                if runs[-1].failed:
+                    _complain(notes, f"{label}: {runs[-1].failed}")
+    except NoTestError as error:
+        _complain(notes, str(error))
+        return Status.NO_TEST
+    except KeyboardInterrupt:
+        partial = f"It was interrupted while {runs[-1].label} was checked." if runs else "It was interrupted."
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    target = address(options.base_url) if options.base_url else options.model
+    took = time.monotonic() - clock
+    report = Report(target, options.size.name, tuple(options.serve_args), began, took, tuple(runs), partial)
+    written = _write(report, options, out)
+    if partial:
+        _complain(notes, f"interrupted; {written or 'nothing was found yet'}")
+    return report.status
+
+
+def _flags(options: argparse.Namespace) -> tuple[str, ...]:
+    """The settings to check; a server has its own."""
+    envs.check_names()
+    if options.base_url:
+        return ("",)
+    return ("0", "1") if options.compare else (str(int(envs.enabled())),)
+
+
+def _fill(findings: Findings, flag: str, options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    from vllm_batch_invariant.check.engine_check import check_engine
+    from vllm_batch_invariant.check.server_check import check_server
+
+    try:
+        if options.base_url:
+            checking = check_server(options.base_url, options.model, options.size, options.timeout, findings, say)
+            asyncio.run(checking)
+        else:
+            check_engine(options.model, options.serve_args, flag, options.size, findings, say)
+    except NoTestError as error:
+        findings.failed = str(error)
+    except KeyboardInterrupt:
+        findings.failed = "interrupted"
+        raise
+
+
+def _write(report: Report, options: argparse.Namespace, out: Console) -> str:
+    """Print and write what was found; says in words where it is, if anything was."""
+    if not any(run.samples or run.certificates for run in report.runs):
+        return ""
+    print_report(out, report)
+    if options.json:
+        write_json(options.json, report)
+    if options.html:
+        from vllm_batch_invariant.check.check_page import page_of
+        from vllm_batch_invariant.check.html import write_html
+
+        write_html(options.html, page_of(report))
+    files = " and ".join(str(path) for path in (options.json, options.html) if path)
+    return f"what was found so far is {f'in {files}, marked partial' if files else 'above'}"
+
+
+def _complain(notes: Console, line: str) -> None:
+    notes.print(f"check: {line}", style="red", highlight=False, markup=False, soft_wrap=True)

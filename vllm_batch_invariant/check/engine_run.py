@@ -1,0 +1,264 @@
+"""What a real engine is put through: one request alone and in every company, and under other schedules."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm_batch_invariant.check.certificates import OPERATIONS, Certificate
+from vllm_batch_invariant.check.divergence import Answer, Step
+from vllm_batch_invariant.check.engine_process import Engine, StepResult
+from vllm_batch_invariant.check.engine_requests import (
+    SAMPLING,
+    VOCABULARY,
+    company,
+    company_that_samples,
+    request,
+    tokens,
+)
+from vllm_batch_invariant.check.facts import (
+    AGAIN,
+    CHUNKS,
+    COMPANY,
+    NEIGHBOUR,
+    OTHER_CHUNKS,
+    PLACE,
+    PREEMPTED,
+    PROMPT_LOGPROBS,
+    RESTARTED,
+    SAME_BATCH,
+    SEEDED,
+    WARM,
+)
+from vllm_batch_invariant.check.findings import Findings, Latency
+from vllm_batch_invariant.check.metrics import Trace
+from vllm_batch_invariant.check.outcome import NoTestError
+from vllm_batch_invariant.check.sizes import Size
+
+NEEDLE = 300
+"""Tokens of the prompt that is looked at: more than a page of the KV cache and a split of attention have."""
+SHORT = 45
+"""Tokens of a prompt that is no longer than a small chunk."""
+CHUNK = 64
+"""Most tokens in a step of the engine with small chunks."""
+MANY, MANY_PROMPT, MANY_TOKENS = 12, 100, 60
+"""Requests that start in the small KV cache together and outgrow it."""
+LEAST_CONTEXT = 2 * NEEDLE
+CERTIFY = "vllm_batch_invariant.check.operations:certificates"
+
+Say = Callable[[str], None]
+
+
+def _with(others: int) -> str:
+    return f"with {others} other{'s' * (others > 1)}"
+
+
+def answer_of(completion: dict[str, Any]) -> Answer:
+    """The answer that the driver describes.
+
+    Raises:
+        NoTestError: it has no logprobs.
+    """
+    if not completion["logprobs"]:
+        raise NoTestError("the engine returned no logprobs, so bits cannot be compared; use a model that gives them")
+    return Answer.of(completion["text"], _steps(completion["tokens"], completion["logprobs"]))
+
+
+def _steps(ids: Sequence[int], logprobs: Sequence[list[tuple[int, str]]]) -> list[Step]:
+    found = []
+    for token, listed in zip(ids, logprobs, strict=True):
+        values = {str(other): float.fromhex(text) for other, text in listed}
+        found.append(Step(str(token), values[str(token)], tuple(values.items())))
+    return found
+
+
+class EngineRun:
+    """The steps of one engine, with the answers that others have to equal.
+
+    Raises:
+        NoTestError: the engine's context is too short for the requests.
+    """
+
+    def __init__(self, engine: Engine, name: str, size: Size, findings: Findings, say: Say) -> None:
+        self._engine, self._size, self.findings, self._say = engine, size, findings, say
+        self._trace: list[tuple[float, int]] = []
+        context = engine.about["context"]
+        if context < LEAST_CONTEXT:
+            raise NoTestError(f"the engine's context of {context} tokens is too short: a check needs {LEAST_CONTEXT}")
+        self.small_context = min(context, 768)
+        self._ids = range(VOCABULARY.start, min(VOCABULARY.stop, engine.about["vocabulary"]))
+        self._name, self._clock = name, 0.0
+        self._needle = request(tokens(NEEDLE, 1, self._ids), max_tokens=size.tokens)
+        self._short = request(tokens(SHORT, 1, self._ids), max_tokens=size.tokens)
+        self.alone: dict[str, Answer] = {}
+
+    def certify(self) -> None:
+        """Certificates of every operation."""
+        for operation in OPERATIONS:
+            self._say(f"certificates of {operation}")
+            for certificate in self._engine.call(CERTIFY, operation, self._size.rows):
+                certificate["rows"] = tuple(certificate["rows"])
+                self.findings.certificates.append(Certificate(**certificate))
+
+    def as_served(self) -> None:
+        """Everything that the engine can be put through with the settings it has."""
+        self.again()
+        self.in_company()
+        self._beside_neighbours()
+        self._sampling()
+        self._prompt_logprobs()
+        self._prefix_cache()
+        self.alone["short"] = self._answer("short", [self._short])
+        self.many = [answer_of(one["completions"][0]) for one in self._step("many", self._many()).requests]
+        self._load()
+
+    def again(self) -> None:
+        """One request alone, which others have to equal, and once more."""
+        self.alone["needle"] = self._answer("alone", [self._needle])
+        self.findings.show("alone", self.alone["needle"])
+        self._compare(AGAIN, "again", [self._needle])
+
+    def in_company(self) -> None:
+        """The request in every company and at every place, and one batch twice."""
+        largest = 0
+        counts = [count for count in self._size.company if count < self._engine.about["requests_in_a_step"]]
+        for count in counts:
+            others = company(count, count, self._size.tokens, vocabulary=self._ids)
+            largest = max(largest, self._compare(COMPANY, _with(count), [self._needle, *others]))
+        self._require_company(COMPANY, largest)
+        most = counts[-1]
+        others = company(most, 1000, self._size.tokens, vocabulary=self._ids)
+        for place in (0, most // 2, most):
+            batch = [*others[:place], self._needle, *others[place:]]
+            largest = self._compare(PLACE, f"at place {place} of {most + 1}", batch, which=place)
+        self._require_company(PLACE, largest)
+        looked_at = [request(tokens(SHORT, 300 + i, self._ids), max_tokens=self._size.tokens) for i in range(4)]
+        mixed = [self._needle, *company(16, 5, vocabulary=self._ids), *looked_at]
+        first, second = (self._step("mixed", mixed, reset_prefix_cache=True) for _ in range(2))
+        for number, (one, other) in enumerate(zip(first.requests, second.requests, strict=True)):
+            if one["completions"][0]["logprobs"]:
+                answers = (answer_of(side["completions"][0]) for side in (one, other))
+                self.findings.add(*SAME_BATCH, f"request {number} of {len(mixed)}", *answers)
+
+    def with_small_limits(self, main: "EngineRun") -> None:
+        """The same requests as the main engine's, in chunks and with a KV cache too small for all."""
+        self.findings.add(*RESTARTED, "restarted", main.alone["short"], self._answer("short", [self._short]))
+        chunk = self._engine.about["tokens_in_a_step"]
+        if not self._engine.about["chunked_prefill"]:
+            self.findings.out_of_reach[CHUNKS] = "chunked prefill is off in this engine"
+        elif chunk < NEEDLE:
+            self._compare(CHUNKS, f"in chunks of {chunk}", [self._needle], main.alone["needle"])
+        else:
+            self.findings.gaps[CHUNKS] = f"the engine has steps of {chunk} tokens, although {CHUNK} were asked for"
+        step = self._step("many", self._many())
+        if not step.preemptions:
+            self.findings.gaps[PREEMPTED] = "the engine did not preempt, although its KV cache was too small for all"
+            return
+        self._compare_many(PREEMPTED, step, main)
+        self.findings.evidence[PREEMPTED] = f"{step.preemptions} preemptions"
+
+    def with_other_pages(self, main: "EngineRun") -> None:
+        """The same requests as the main engine's, in other chunks and pages."""
+        about = self._engine.about
+        label = f"in chunks of {about['tokens_in_a_step']} and pages of {about['page']}"
+        self._compare(OTHER_CHUNKS, label, [self._needle], main.alone["needle"])
+        self.findings.add(*OTHER_CHUNKS, "short", main.alone["short"], self._answer("short", [self._short]))
+        self._compare_many(OTHER_CHUNKS, self._step("many", self._many()), main)
+
+    def _compare_many(self, fact: tuple[str, str], step: StepResult, main: "EngineRun") -> None:
+        for number, (one, expected) in enumerate(zip(step.requests, main.many, strict=True)):
+            self.findings.add(*fact, f"request {number} of {MANY}", expected, answer_of(one["completions"][0]))
+
+    def _many(self) -> list[dict[str, Any]]:
+        return [request(tokens(MANY_PROMPT, 100 + i, self._ids), max_tokens=MANY_TOKENS) for i in range(MANY)]
+
+    def _beside_neighbours(self) -> None:
+        context, largest = self._engine.about["context"], 0
+        for length in (length for length in self._size.neighbours if length + 8 < context):
+            neighbour = request(tokens(length, 77, self._ids), max_tokens=min(self._size.tokens, context - length - 1))
+            label = f"beside a prompt of {length}"
+            largest = max(largest, self._compare(NEIGHBOUR, label, [neighbour, self._needle], which=1))
+        self._require_company(NEIGHBOUR, largest)
+
+    def _sampling(self) -> None:
+        others = company_that_samples(self._ids)
+        for kind in self._size.sampling:
+            mine = request(tokens(SHORT, 1, self._ids), max_tokens=self._size.tokens, **SAMPLING[kind])
+            expected = self._answer(f"{kind} alone", [mine])
+            got = self._answer(f"{kind} in company", [*others[:9], mine, *others[9:]], which=9)
+            self.findings.add(*SEEDED, kind, expected, got)
+
+    def _prompt_logprobs(self) -> None:
+        mine = request(self._needle["prompt"], max_tokens=1, prompt_logprobs=5)
+        alone = self._step("prompt logprobs", [mine], reset_prefix_cache=True)
+        beside = self._step(
+            "prompt logprobs in company", [*company(20, 6, vocabulary=self._ids), mine], reset_prefix_cache=True
+        )
+        ids = mine["prompt"][1:]
+        answers = [
+            Answer.of("", _steps(ids, one["prompt_logprobs"][1:])) for one in (alone.requests[0], beside.requests[-1])
+        ]
+        self.findings.add(*PROMPT_LOGPROBS, "with 20 others", *answers)
+
+    def _prefix_cache(self) -> None:
+        if not self._engine.about["prefix_caching"]:
+            self.findings.out_of_reach[WARM] = "prefix caching is off in this engine"
+            return
+        cold = self._step("cold", [self._needle], reset_prefix_cache=True).requests[0]
+        warm = self._step("warm", [self._needle]).requests[0]
+        if cold["cached"] or not warm["cached"]:
+            found = f"{cold['cached']} tokens when it was cold and {warm['cached']} when it was warm"
+            self.findings.gaps[WARM] = f"the prefix cache had {found}"
+            return
+        expected = self.alone["needle"]
+        for label, one in (("cold", cold), ("warm", warm)):
+            answer = answer_of(one["completions"][0])
+            self.findings.add(*WARM, f"from a {label} cache", expected, answer)
+            self.findings.show(f"from a {label} cache", answer)
+        half = self._needle["prompt"][: warm["cached"] - 1] + tokens(NEEDLE - warm["cached"] + 1, 4, self._ids)
+        partly = request(half, max_tokens=self._size.tokens)
+        got = self._step("partly warm", [partly]).requests[0]
+        expected = self._answer("partly warm, cold", [partly])
+        self.findings.add(*WARM, "another end of the prompt", expected, answer_of(got["completions"][0]))
+        self.findings.evidence[WARM] = f"{warm['cached']} and {got['cached']} tokens were found in the cache"
+
+    def _load(self) -> None:
+        count, length = self._size.load
+        requests = [request(tokens(SHORT, 200 + i, self._ids), max_tokens=length, logprobs=None) for i in range(count)]
+        self._step("load, first", requests, reset_prefix_cache=True)
+        step = self._step("load", requests, reset_prefix_cache=True)
+        self.findings.latency = Latency.of([one["token_seconds"] for one in step.requests])
+
+    def _compare(
+        self,
+        fact: tuple[str, str],
+        label: str,
+        requests: list[dict[str, Any]],
+        expected: Answer | None = None,
+        which: int = 0,
+    ) -> int:
+        """Keep what the needle, request ``which``, was answered with a cold cache; returns the largest batch."""
+        step = self._step(label, requests, reset_prefix_cache=True)
+        answer = answer_of(step.requests[which]["completions"][0])
+        self.findings.add(*fact, label, expected or self.alone["needle"], answer)
+        self.findings.show(label, answer)
+        return step.largest_batch
+
+    def _answer(self, name: str, requests: list[dict[str, Any]], which: int = 0) -> Answer:
+        step = self._step(name, requests, reset_prefix_cache=True)
+        return answer_of(step.requests[which]["completions"][0])
+
+    def _require_company(self, fact: tuple[str, str], largest: int) -> None:
+        if largest < 2:
+            self.findings.gaps[fact] = "the engine never ran two requests at a time; raise --max-num-seqs"
+        else:
+            self.findings.evidence[fact] = f"batches of up to {largest} requests"
+
+    def _step(self, name: str, requests: list[dict[str, Any]], reset_prefix_cache: bool = False) -> StepResult:
+        self._say(f"{self._name}: {name}")
+        reset = reset_prefix_cache and self._engine.about["prefix_caching"]
+        step = self._engine.step(name, requests, reset)
+        self._trace += [(self._clock + seconds, size) for seconds, size in step.batches]
+        self._clock = self._trace[-1][0] if self._trace else 0.0
+        seconds, sizes = zip(*self._trace, strict=True)
+        traces = self.findings.traces
+        traces[:] = [trace for trace in traces if trace.engine != self._name] + [Trace(self._name, seconds, sizes)]
+        return step
