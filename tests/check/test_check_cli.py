@@ -232,7 +232,7 @@ def test_a_server_is_put_through_what_a_client_can_provoke_and_the_rest_is_said_
     with stand_in(models=MODELS, metrics=METRICS, completions=completion(ONE)) as url:
         status, out, err = ends(capsys, "--base-url", url, "--quick", "--json", str(report))
     assert (status, err) == (0, [])
-    assert "server: holds run, batch; could not test schedule" in out
+    assert "server: holds run, batch (3 of 4 facts tested); could not test schedule" in out
     found = facts(report)
     assert found["in any company"]["outcome"] == "holds"
     assert found["preemption"]["outcome"] == "not tested"

@@ -99,6 +99,9 @@ def test_what_is_out_of_reach_is_said_and_decides_nothing() -> None:
     found.add(*FACT, "a", answer(1), answer(1))
     found.out_of_reach[OTHER] = "a client does not choose the KV cache"
     assert found.status is Status.REPRODUCIBLE
+    assert summary(found).endswith("holds batch; could not test run, schedule")
+    found.out_of_reach["batch", "operations"] = "a client does not reach the device"
+    assert "holds batch (1 of 2 facts tested)" in summary(found)
     by_rung = {verdict.rung.name: verdict for verdict in found.verdicts}
     assert by_rung["schedule"].outcome is Outcome.NOT_TESTED
     assert by_rung["hardware"].outcome is Outcome.NOT_TESTED

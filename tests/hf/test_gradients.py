@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from tests.bits import DTYPES, assert_same_bits
-from tests.hf.models import LENGTHS, model, packed, sequences, ways_to_pad
+from tests.hf.models import model, packed, sequences, ways_to_pad
 from vllm_batch_invariant.hf import patch, token_logprobs
 
 RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.06, torch.float16: 0.006}
 """Largest |gradient - reference| / |reference| of any weight, in norms, against a float64 model."""
 OF_STOCK = 1.5
 """How much larger than Hugging Face's own that error may be."""
-WEIGHTS = [torch.randn(length - 1, generator=torch.Generator().manual_seed(length)) for length in LENGTHS if length > 1]
-PARTS = [part for part in sequences() if len(part) > 1]
-"""Sequences with a token to predict."""
+PARTS = sequences((45, 70, 7))
+WEIGHTS = [torch.randn(len(part) - 1, generator=torch.Generator().manual_seed(len(part))) for part in PARTS]
+"""Of each token's logprob in the loss."""
 
 
 def plain(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -111,8 +111,8 @@ def check_values() -> None:
     for name, chunks, options in (
         ("mixed", mixed, {}),
         ("window and soft-cap", mixed, {"sliding_window": 300, "logits_soft_cap": 2.0}),
-        ("ALiBi", mixed[1:], {"alibi_slopes": torch.linspace(-0.3, 0.5, HEADS.query)}),
-        ("sinks", mixed[1:], {"sinks": torch.linspace(-2, 6, HEADS.query)}),
+        ("ALiBi", mixed[1:2], {"alibi_slopes": torch.linspace(-0.3, 0.5, HEADS.query)}),
+        ("sinks", mixed[1:2], {"sinks": torch.linspace(-2, 6, HEADS.query)}),
         ("borders", borders, {}),
     ):
         error = (attend(chunks, **options).double() - exact(chunks, **options)).abs().max().item()
@@ -127,8 +127,8 @@ def check_decode_against_prefill() -> None:
 
 def check_one_plan_for_every_mix() -> None:
     """What a CUDA graph does: calls made with one plan serve other steps of its padded sizes, planned later."""
-    tokens, most = 64, 63
-    chunks = [newest(40 + 90 * seed, count, seed) for seed, count in enumerate((1, 1, 30, 2, 1, 20))]
+    tokens, most = 48, 47
+    chunks = [newest(40 + 30 * seed, count, seed) for seed, count in enumerate((1, 1, 30, 2, 1, 12))]
     query, key, value, table, seq_lens, starts = paged(chunks)
     options = {"scale": 0.1, "reduction": REDUCTION, "implementation": "triton"}
     expected = paged_attention(query, key, value, table, seq_lens, starts, **options)
@@ -136,7 +136,7 @@ def check_one_plan_for_every_mix() -> None:
         Shape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION), query.device, most, tokens, 9000
     )
     plan = planner.plan(torch.arange(most + 1), torch.ones(most), tokens, 2)
-    for mix in ([2, 0, 1, 3], [5, 4, 0], [2]):
+    for mix in ([2, 0, 1, 3], [5, 4]):
         rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in mix])
         counts = torch.tensor([starts[i + 1] - starts[i] for i in mix])
         padded_query, out = query.new_zeros(tokens, *query.shape[1:]), torch.full((tokens, *query.shape[1:]), math.nan)

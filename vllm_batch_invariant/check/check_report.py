@@ -66,7 +66,7 @@ def summary(findings: Findings) -> str:
     groups: dict[Outcome, list[str]] = {outcome: [] for outcome in Outcome}
     for verdict in findings.verdicts:
         if not verdict.rung.out_of_reach:
-            groups[verdict.outcome].append(verdict.rung.name + _where(verdict))
+            groups[verdict.outcome].append(verdict.rung.name + _where(verdict) + _how_much(verdict))
     words = ((Outcome.BREAKS, "breaks"), (Outcome.HOLDS, "holds"), (Outcome.NOT_TESTED, "could not test"))
     said = "; ".join(f"{word} {', '.join(groups[outcome])}" for outcome, word in words if groups[outcome])
     return f"{findings.label}: {said}"
@@ -83,6 +83,14 @@ def _where(verdict: Verdict) -> str:
         if positions:
             return f" (from {kind} {min(positions)} on)"
     return ""
+
+
+def _how_much(verdict: Verdict) -> str:
+    """How many facts of a rung that holds were tested, where that is not all."""
+    if verdict.outcome is not Outcome.HOLDS or not verdict.untested:
+        return ""
+    total = len(verdict.facts)
+    return f" ({total - len(verdict.untested)} of {total} facts tested)"
 
 
 def print_report(console: Console, report: Report) -> None:

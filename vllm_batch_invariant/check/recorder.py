@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_batch_invariant.check.needle import Batches, Place, Rows
+from vllm_batch_invariant.check.batch_rows import Batches, Place, Rows
 from vllm_batch_invariant.check.recording import MODULE_OUTPUT, Key, Record, Slice, Step
 
 SAMPLER = "sampler"
@@ -60,7 +60,8 @@ class WorkerExtension:
 
         Args:
             request: name of the request.
-            reference: the run alone, in which of each output the shapes of the last other run are kept only.
+            reference: whether this is the run alone. It follows a run in company, of whose outputs it takes those alone
+                that have the shape of the request's part there.
             target: step and key of an output to fetch, instead of digests of all.
         """
         recorder = self.__dict__.get("_bisect_recorder")
@@ -193,10 +194,10 @@ class Recorder:
         # a custom operator written in Python may use vmap, which a mode's surroundings exclude
         with nullcontext() if name.startswith("aten.") else torch._C._ForceDispatchKeyGuard(*self._outside):
             result = operator(*args, **kwargs)
-        if name.rsplit(".", 1)[0] not in _UNWRITTEN and name not in _UNWRITTEN:
+        if ".".join(name.split(".")[:2]) not in _UNWRITTEN:
             results = result if isinstance(result, (tuple, list)) else (result,)
             fresh = results if effects.fresh is None else [results[i] for i in effects.fresh if i < len(results)]
-            written = [args[i] if i < len(args) else kwargs.get(name) for i, name in effects.written]
+            written = [args[place] if place < len(args) else kwargs.get(given) for place, given in effects.written]
             self._record(name, [*_tensors(fresh), *_tensors(written)], operands)
         return result
 
@@ -227,11 +228,11 @@ class Recorder:
         wanted = self._target.key
         if (path, call, name, self._occurrences[path, call, name]) != wanted[:4]:
             return None
-        places = {place for place, _ in effects.written} | {name for _, name in effects.written}
+        written = {place_or_name for argument in effects.written for place_or_name in argument}
         found = []
         for place, value in (*enumerate(args), *kwargs.items()):
             for number, tensor in enumerate(_tensors(value)):
-                if place in places or self._reason_against(tensor) is not None:
+                if place in written or self._reason_against(tensor) is not None:
                     continue
                 parts = self._parts((len(self._steps), place, number), tensor)
                 found.append([f"{place}.{number}", [[list(part.shape), digest(part)] for part in parts]])
