@@ -2,10 +2,13 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.ops import interpreted_programs
 
 _ON_AN_NPU = Path(__file__).parent / "npu" / "hardware"
 
@@ -14,6 +17,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """With ``-m npu``, tests of other devices are not imported: Ascend's Triton has not all that they need."""
     elsewhere = collection_path.is_file() and _ON_AN_NPU not in collection_path.parents
     return True if config.option.markexpr == "npu" and elsewhere else None
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the programs of ``tests/ops/test_interpreted.py``, so that they run while other tests wait."""
+    names = {item.callspec.params.get("program") for item in session.items if hasattr(item, "callspec")}
+    wanted = [name for name in interpreted_programs.CHECKS if name in names]
+    if wanted and find_spec("triton") and not session.config.option.collectonly:
+        for name in wanted:
+            interpreted_programs.start(name)
+
+
+def pytest_sessionfinish() -> None:
+    interpreted_programs.stop()
 
 
 def _poisoned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -13,8 +13,6 @@ from types import ModuleType
 
 import torch
 
-from .aten_composed import COMPOSED
-from .aten_composed import OUTS as COMPOSED_OUTS
 from .ops import original
 from .ops.devices import DISPATCH_KEYS, IMPLEMENTED, module_for, present
 from .ops.pointwise import BINARY, UNARY, elementwise
@@ -305,8 +303,10 @@ def _composed() -> dict[str, Override]:
     """Reductions that a GPU computes with the mode's sums, because its own kernels choose their order by the number of
     rows; that of layer norm does not.
     """
+    from .aten_composed import COMPOSED, OUTS
+
     return {
-        name: Override(function, COMPOSED_OUTS.get(name, ("out",)))
+        name: Override(function, OUTS.get(name, ("out",)))
         for name, function in COMPOSED.items()
         if name != "native_layer_norm"
     }
