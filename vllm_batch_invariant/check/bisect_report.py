@@ -114,7 +114,7 @@ def _rows(setting: Setting, case: Case, result: Result) -> dict[str, str]:
     )
     rows["left out: no dimension of rows"] = _counts(coverage.without_rows)
     rows["left out: in one run only"] = _counts(coverage.one_sided)
-    rows["left out: others"] = _counts(coverage.left_out)
+    rows["left out: not recorded"] = _counts(coverage.left_out)
     if not result.answers_recorded:
         rows["mind"] = (
             "recording changed an answer: a function that is compiled by itself (torch.compile) ran eagerly while it "
