@@ -320,7 +320,7 @@ def test_a_gpu_declares_its_architecture_and_how_it_multiplies_fp32(monkeypatch:
         hidden=64,
         vocabulary=128,
         dtype=torch.float32,
-        attention=AttentionReduction(512, 256, 2048),
+        attention=AttentionReduction(512, ((256, 2048),)),
         attention_by="triton",
         engine={},
     )
@@ -329,8 +329,7 @@ def test_a_gpu_declares_its_architecture_and_how_it_multiplies_fp32(monkeypatch:
     assert found.reductions["attention"] == {
         "implementation": "triton",
         "split_size": 512,
-        "early_size": 256,
-        "early_keys": 2048,
+        "early": "((256, 2048),)",
     }
     assert Environment.from_json(asdict(found)) == found
 

@@ -21,7 +21,7 @@ from vllm_batch_invariant.ops.attention.flex_plan import KeyLayout, Planner, Til
 from vllm_batch_invariant.ops.attention.triton import Shape
 
 HEADS = Heads(3, 1, 64)
-REDUCTION = AttentionReduction(128, 64, 256)
+REDUCTION = AttentionReduction(128, ((64, 256),))
 PAGE = 64
 ATOL = 5e-6
 

@@ -41,9 +41,7 @@ def list_blocks(
     most_blocks,
     group: tl.constexpr,
     block_rows: tl.constexpr,
-    split: tl.constexpr,
-    early_size: tl.constexpr,
-    early_keys: tl.constexpr,
+    levels: tl.constexpr,
     window: tl.constexpr,
 ):
     """Writes the blocks of one request, those of all requests in order; the rest of the list gets no splits."""
@@ -70,8 +68,8 @@ def list_blocks(
         first_key = row * 0
         if window > 0:
             first_key = tl.maximum(past + row // group - window + 1, 0)
-        first_split = split_of(first_key, split, early_size, early_keys)
-        splits = split_of(last, split, early_size, early_keys) + 1 - first_split
+        first_split = split_of(first_key, levels)
+        splits = split_of(last, levels) + 1 - first_split
         tl.store(place, row * 0 + request, mask=exists)
         tl.store(place + 1, row, mask=exists)
         tl.store(place + 2, first_split, mask=exists)
@@ -107,9 +105,7 @@ def list_entries(
     block_rows: tl.constexpr,
     tile: tl.constexpr,
     most_tiles: tl.constexpr,
-    split: tl.constexpr,
-    early_size: tl.constexpr,
-    early_keys: tl.constexpr,
+    levels: tl.constexpr,
     window: tl.constexpr,
 ):
     """Writes the entries of one block, those of all blocks in order; the rest of the list gets no keys.
@@ -156,8 +152,8 @@ def list_entries(
         # Never more than the memory holds, if lengths on the host were others.
         for number in range(tl.minimum(splits, most_entries - first_entry)):
             entry = first_entry + number
-            start = start_of(first_split + number, split, early_size, early_keys)
-            end = tl.minimum(start_of(first_split + number + 1, split, early_size, early_keys), stop)
+            start = start_of(first_split + number, levels)
+            end = tl.minimum(start_of(first_split + number + 1, levels), stop)
             first_tile = tl.maximum(start, first_key) // tile
             count = tl.cdiv(end, tile) - first_tile
             lane = tl.arange(0, most_tiles)

@@ -170,7 +170,7 @@ class Planner:
         self.shape, self.layout, self.device = shape, layout, device
         self.longest, self.most_keys, self.windows = longest, most_keys, tuple(dict.fromkeys(windows))
         self.tile = tile_of(shape.head_size, shape.dtype)
-        sizes = shape.reduction.split_size, shape.reduction.early_size
+        sizes = [size for _, size, _ in shape.reduction.levels]
         if any(size % self.tile.keys for size in sizes):
             raise ValueError(f"splits must be multiples of {self.tile.keys} keys, got {shape.reduction}")
         self.most_tiles = max(sizes) // self.tile.keys
@@ -196,7 +196,8 @@ class Planner:
         reduction = self.shape.reduction
         most = requests * min(_splits_of_a_window(reduction, window, 1), reduction.split_of(self.longest - 1) + 1)
         if self.most_keys is not None:
-            early = reduction.early_keys // reduction.early_size
+            # Those of the last size, and all before them.
+            early = reduction.levels[-1][2]
             most = min(most, requests * (1 + early) + self.most_keys // reduction.split_size)
         return _even(most * self._blocks_of_a_token)
 
@@ -250,9 +251,7 @@ class Planner:
         common: dict[str, Any] = {
             "group": self.shape.group,
             "block_rows": tile.rows,
-            "split": reduction.split_size,
-            "early_size": reduction.early_size,
-            "early_keys": reduction.early_keys,
+            "levels": reduction.levels,
             "window": window or 0,
         }
         with torch.cuda.device(self.device):
@@ -318,14 +317,15 @@ def _splits_of_a_window(reduction: AttentionReduction, window: int | None, token
     """No run of so many tokens sees keys of more splits."""
     if window is None:
         return torch.iinfo(torch.int32).max
-    return (window + tokens) // min(reduction.split_size, reduction.early_size) + 2
+    return (window + tokens) // reduction.smallest + 2
 
 
 def _split_of(positions: np.ndarray, reduction: AttentionReduction) -> np.ndarray:
     """``AttentionReduction.split_of`` of many."""
-    early = reduction.early_keys
-    late = early // reduction.early_size + (positions - early) // reduction.split_size
-    return np.where(positions < early, positions // reduction.early_size, late)
+    numbers = np.zeros_like(positions)
+    for start, size, first in reduction.levels:
+        numbers = np.where(positions < start, numbers, first + (positions - start) // size)
+    return numbers
 
 
 def _count(starts: np.ndarray, lengths: np.ndarray, shape: Shape, tile: Tile, window: int | None) -> tuple[int, int]:

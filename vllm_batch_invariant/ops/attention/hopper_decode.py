@@ -2,8 +2,13 @@
 
 A program has a part of the line of work that ``plan_kernels`` describes. One warp copies tiles of keys and values into
 a ring in shared memory by the tensor memory accelerator, across the ends of splits and heads, so that memory stays
-busy while a head ends and the next one begins; a warpgroup takes the tiles from there. Programs that share a head leave
-its splits among the partial results, and the last one to arrive merges them all, in ascending order.
+busy while a head ends and the next one begins; a warpgroup takes the tiles from there.
+
+Splits merge in ascending order, whoever merges them. Programs that share a head keep an account of it: how many of its
+splits are done, and how many from split 0 on are merged into one result. Who has the first splits merges them, and who
+finds all splits before its own merged goes on from there. As a program begins with the end of its part and a head's
+beginning is there, this is what mostly happens. Otherwise a program leaves its splits among the partial results, and
+the last one to arrive merges them before it ends.
 """
 
 import triton.experimental.gluon.language as gl
@@ -15,10 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .hopper_merge import merge_kept
 from .hopper_tiles import (
     TILE,
     WARPGROUP_ROWS,
     copy_tile,
+    is_end_of_split,
     layout_of_acc,
     layout_of_rows,
     layout_of_scores,
@@ -40,40 +47,34 @@ _ROWS = gl.constexpr(ROWS)
 _MULTIPLIED = gl.constexpr(WARPGROUP_ROWS)
 
 
-@gluon.constexpr_function
-def _layout_of_partials(head_size):
-    """Whole rows of fp32 for each warp, so that what a row has one of is in a register of each thread."""
-    return gl.BlockedLayout([1, head_size // 32], [1, 32], [4, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def _splits_at_once(kept_block):
-    """Partial results of so many rows that registers hold twice."""
-    return min(48 // kept_block, 12)
-
-
 @gluon.jit
-def _start_of(number, split: gl.constexpr, early_size: gl.constexpr, early_keys: gl.constexpr):
+def _start_of(number, levels: gl.constexpr):
     """The first key of a split: ``AttentionReduction.start_of``."""
-    late: gl.constexpr = early_keys // early_size
-    return gl.where(number < late, number * early_size, early_keys + (number - late) * split)
+    key = number * levels[0][1]
+    for level in gl.static_range(1, len(levels)):
+        start, size, first = levels[level]
+        key = gl.where(number < first, key, start + (number - first) * size)
+    return key
 
 
 @gluon.jit
-def _split_of(key, split: gl.constexpr, early_size: gl.constexpr, early_keys: gl.constexpr):
+def _split_of(key, levels: gl.constexpr):
     """The split that a key is in: ``AttentionReduction.split_of``."""
-    late: gl.constexpr = early_keys // early_size
-    return gl.where(key < early_keys, key // early_size, late + (key - early_keys) // split)
+    number = key // levels[0][1]
+    for level in gl.static_range(1, len(levels)):
+        start, size, first = levels[level]
+        number = gl.where(key < start, number, first + (key - start) // size)
+    return number
 
 
 @gluon.jit
-def _keys(entry, split: gl.constexpr, early_size: gl.constexpr, early_keys: gl.constexpr):
+def _keys(entry, levels: gl.constexpr):
     """Of an entry: the first of its keys, their end, and the end of its request's keys."""
     number = gl.load(entry + 2)
     run = gl.load(entry + 3)
     stop = gl.load(entry + 6) + gl.load(entry + 7)
-    first = _start_of(number, split, early_size, early_keys)
-    end = gl.minimum(_start_of(number + run, split, early_size, early_keys), stop)
+    first = _start_of(number, levels)
+    end = gl.minimum(_start_of(number + run, levels), stop)
     return first, gl.where(run > 0, end, first), stop
 
 
@@ -91,18 +92,19 @@ def _pages(own_table, at, stop, page_size: gl.constexpr):
 @gluon.jit
 def _producer(
     keys_at, values_at, table, first_entries, work, table_stride, key_ring, value_ring, ready, empty,
-    head_size: gl.constexpr, page_size: gl.constexpr, split: gl.constexpr, early_size: gl.constexpr,
-    early_keys: gl.constexpr, stages: gl.constexpr,
+    head_size: gl.constexpr, page_size: gl.constexpr, levels: gl.constexpr, stages: gl.constexpr,
 ):  # fmt: skip
-    """Keeps the ring full."""
+    """Keeps the ring full. The last entry comes first."""
     program = gl.program_id(0)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    for number in range(gl.load(first_entries + program), gl.load(first_entries + program + 1)):
-        entry = work + number * 8
+    begin = gl.load(first_entries + program)
+    items = gl.load(first_entries + program + 1) - begin
+    for item in range(items):
+        entry = work + (begin + items - 1 - item) * 8
         own_table = table + gl.load(entry).to(gl.int64) * table_stride
         kv_head = gl.load(entry + 1)
-        first, end, _ = _keys(entry, split, early_size, early_keys)
+        first, end, _ = _keys(entry, levels)
         pages = _pages(own_table, first, end, page_size)
         for at in range(first, end, _TILE):
             next_pages = _pages(own_table, at + _TILE, end, page_size)
@@ -128,88 +130,22 @@ def _query(query, entry, stride_token, stride_head, group: gl.constexpr, head_si
 
 
 @gluon.jit
-def _load_kept(
-    partial_top, partial_weight, partial_acc, first_place, first, splits, keep, kept, dims, stride: gl.constexpr,
-    head_size: gl.constexpr, at_once: gl.constexpr,
-):  # fmt: skip
-    """The partial results of ``at_once`` splits from ``first`` on; nothing is loaded for those that there are not."""
-    tops = ()
-    weights = ()
-    accs = ()
-    for number in gl.static_range(at_once):
-        place = first_place + ((first + number) * stride).to(gl.int64) + kept
-        exists = keep & (first + number < splits)
-        at = place[:, None] * head_size + dims[None, :]
-        tops = tops + (gl.load(partial_top + place, exists, -float("inf"), cache_modifier=".cg"),)  # noqa: RUF005
-        weights = weights + (gl.load(partial_weight + place, exists, 0.0, cache_modifier=".cg"),)  # noqa: RUF005
-        accs = accs + (gl.load(partial_acc + at, exists[:, None], 0.0, cache_modifier=".cg"),)  # noqa: RUF005
-    return tops, weights, accs
-
-
-@gluon.jit
-def _merge_kept(
-    out, partial_top, partial_weight, partial_acc, first_place, splits, start, tokens, kv_head, stride_o_token,
-    stride_o_head, kv_heads: gl.constexpr, group: gl.constexpr, head_size: gl.constexpr, kept_rows: gl.constexpr,
-    kept_block: gl.constexpr,
-):  # fmt: skip
-    """Merges the partial results of a head, in ascending order, and writes the result."""
-    layout: gl.constexpr = _layout_of_partials(head_size)
-    at_once: gl.constexpr = _splits_at_once(kept_block)
-    kept = gl.arange(0, kept_block, gl.SliceLayout(1, layout))
-    dims = gl.arange(0, head_size, gl.SliceLayout(0, layout))
-    token = kept // group
-    keep = (kept < kept_rows) & (token < tokens)
-    top = gl.full([kept_block], -float("inf"), gl.float32, gl.SliceLayout(1, layout))
-    weight = gl.full([kept_block], 0.0, gl.float32, gl.SliceLayout(1, layout))
-    acc = gl.full([kept_block, head_size], 0.0, gl.float32, layout)
-    stride: gl.constexpr = kv_heads * kept_rows
-    tops, weights, accs = _load_kept(
-        partial_top,
-        partial_weight,
-        partial_acc,
-        first_place,
-        gl.to_tensor(0),
-        splits,
-        keep,
-        kept,
-        dims,
-        stride,
-        head_size,
-        at_once,
-    )
-    for first in range(0, splits, at_once):
-        later_tops, later_weights, later_accs = _load_kept(
-            partial_top, partial_weight, partial_acc, first_place, first + at_once, splits, keep, kept, dims, stride,
-            head_size, at_once,
-        )  # fmt: skip
-        # Keeps the loads above together and before what follows: each waits for memory as long as all.
-        gl.thread_barrier()
-        for number in gl.static_range(at_once):
-            merged_top, merged_weight, old, new = merge_weights(top, weight, tops[number], weights[number])
-            merged_acc = merge_values(acc, old, accs[number], new)
-            # An absent one adds a zero, which would make one of -0.
-            exists = first + number < splits
-            top = gl.where(exists, merged_top, top)
-            weight = gl.where(exists, merged_weight, weight)
-            acc = gl.where(exists, merged_acc, acc)
-        tops = later_tops
-        weights = later_weights
-        accs = later_accs
-    divisor = gl.where(weight == 0.0, 1.0, weight)
-    at_row = (start + token).to(gl.int64) * stride_o_token + (kv_head * group + kept % group) * stride_o_head
-    result = (acc / divisor[:, None]).to(out.dtype.element_ty)
-    gl.store(out + at_row[:, None] + dims[None, :], result, mask=keep[:, None])
+def _store_kept(partial_top, partial_weight, partial_acc, place, top, weight, acc, keep, dims):
+    """Leaves a result among the partial ones, with rows as the accumulator has them."""
+    layout: gl.constexpr = place.type.layout
+    gl.store(partial_top + place, gl.convert_layout(top, layout), mask=keep)
+    gl.store(partial_weight + place, gl.convert_layout(weight, layout), mask=keep)
+    gl.store(partial_acc + place[:, None] * acc.shape[1] + dims[None, :], acc, mask=keep[:, None])
 
 
 @gluon.jit
 def _consumer(
-    query, out, first_entries, work, partial_top, partial_weight, partial_acc, arrived, factor, stride_q_token,
+    query, out, first_entries, work, partial_top, partial_weight, partial_acc, accounts, factor, stride_q_token,
     stride_q_head, stride_o_token, stride_o_head, rows_shared, key_ring, value_ring, ready, empty,
-    kv_heads: gl.constexpr, group: gl.constexpr, head_size: gl.constexpr, split: gl.constexpr,
-    early_size: gl.constexpr, early_keys: gl.constexpr, kept_rows: gl.constexpr, kept_block: gl.constexpr,
-    stages: gl.constexpr,
+    kv_heads: gl.constexpr, group: gl.constexpr, head_size: gl.constexpr, levels: gl.constexpr,
+    kept_rows: gl.constexpr, kept_block: gl.constexpr, stages: gl.constexpr,
 ):  # fmt: skip
-    """Attends, splits in ascending order."""
+    """Attends, splits in ascending order, the last entry first."""
     dtype: gl.constexpr = rows_shared.dtype
     score_layout: gl.constexpr = layout_of_scores()
     acc_layout: gl.constexpr = layout_of_acc(head_size)
@@ -227,14 +163,19 @@ def _consumer(
 
     program = gl.program_id(0)
     begin = gl.load(first_entries + program)
-    stop_item = gl.load(first_entries + program + 1)
+    items = gl.load(first_entries + program + 1) - begin
     next_query = gl.full([_ROWS, head_size], 0.0, dtype, row_layout)
-    if begin < stop_item:
-        next_query = _query(query, work + begin * 8, stride_q_token, stride_q_head, group, head_size)
+    if items > 0:
+        entry = work + (begin + items - 1) * 8
+        next_query = _query(query, entry, stride_q_token, stride_q_head, group, head_size)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for item in range(begin, stop_item):
-        entry = work + item * 8
+    # Entries whose heads are left to merge, at most the first and the last of a part, and what is merged of them.
+    left, left_merged = gl.to_tensor(-1), gl.to_tensor(0)
+    left_before, left_before_merged = gl.to_tensor(-1), gl.to_tensor(0)
+    for item in range(items):
+        place_in_list = begin + items - 1 - item
+        entry = work + place_in_list * 8
         kv_head = gl.load(entry + 1)
         number = gl.load(entry + 2)
         run = gl.load(entry + 3)
@@ -242,11 +183,11 @@ def _consumer(
         start = gl.load(entry + 5)
         tokens = gl.load(entry + 6)
         position = gl.load(entry + 7) + token
-        first, end, stop = _keys(entry, split, early_size, early_keys)
+        first, end, stop = _keys(entry, levels)
         rows_shared.slice(0, _ROWS).store(next_query)
         fence_async_shared()
         gl.thread_barrier()
-        later = work + gl.minimum(item + 1, stop_item - 1) * 8
+        later = work + gl.maximum(place_in_list - 1, begin) * 8
         next_query = _query(query, later, stride_q_token, stride_q_head, group, head_size)
 
         top = gl.full([_MULTIPLIED], -float("inf"), gl.float32, row)
@@ -256,6 +197,21 @@ def _consumer(
         merged_weight = gl.full([_MULTIPLIED], 0.0, gl.float32, row)
         merged = gl.full([_MULTIPLIED, head_size], 0.0, gl.float32, acc_layout)
         keep = (acc_rows < kept_rows) & (acc_rows // group < tokens)
+        first_place = (gl.maximum(slot, 0).to(gl.int64) * kv_heads + kv_head) * kept_rows + acc_rows
+        account = accounts + gl.maximum(slot, 0) * kv_heads + kv_head
+        merges = number == 0
+        # All programs begin at the same time, so nothing can be merged before their first entries.
+        if (item > 0) & (slot >= 0) & (number > 0) & (run > 0):
+            merges = gl.atomic_add(account, 0, sem="acquire") >> 16 == number
+            if merges:
+                gl.thread_barrier()
+                place = first_place + (number - 1) * (kv_heads * kept_rows)
+                at = place[:, None] * head_size + acc_dims[None, :]
+                known_top = gl.load(partial_top + place, keep, -float("inf"), cache_modifier=".cg")
+                known_weight = gl.load(partial_weight + place, keep, 0.0, cache_modifier=".cg")
+                merged = gl.load(partial_acc + at, keep[:, None], 0.0, cache_modifier=".cg")
+                merged_top = gl.convert_layout(known_top, row)
+                merged_weight = gl.convert_layout(known_weight, row)
         score = gl.full([_MULTIPLIED, _TILE], 0.0, gl.float32, score_layout)
         if first < end:
             mbarrier.wait(ready.index(stage), phase)
@@ -284,43 +240,60 @@ def _consumer(
             stage = after
             phase = after_phase
 
-            size = gl.where(at < early_keys, early_size, split)
-            if ((at + _TILE) % size == 0) | (at + _TILE >= end):
+            if is_end_of_split(at + _TILE, levels) | (at + _TILE >= end):
                 weight_sum = row_sum(weight, row)
-                if slot >= 0:
-                    place = ((slot + number).to(gl.int64) * kv_heads + kv_head) * kept_rows + acc_rows
-                    gl.store(partial_top + place, gl.convert_layout(top, acc_row), mask=keep)
-                    gl.store(partial_weight + place, gl.convert_layout(weight_sum, acc_row), mask=keep)
-                    gl.store(partial_acc + place[:, None] * head_size + acc_dims[None, :], acc, mask=keep[:, None])
-                else:
+                if merges:
                     merged_top, merged_weight, shrink, new = merge_weights(merged_top, merged_weight, top, weight_sum)
                     merged = merge_values(
                         merged, gl.convert_layout(shrink, acc_row), acc, gl.convert_layout(new, acc_row)
                     )
+                else:
+                    place = first_place + number * (kv_heads * kept_rows)
+                    _store_kept(partial_top, partial_weight, partial_acc, place, top, weight_sum, acc, keep, acc_dims)
                 number += 1
                 top = gl.full([_MULTIPLIED], -float("inf"), gl.float32, row)
                 weight = gl.full([_MULTIPLIED, 8], 0.0, gl.float32, sum_layout)
                 acc = gl.full([_MULTIPLIED, head_size], 0.0, gl.float32, acc_layout)
 
         if run > 0:
-            if slot >= 0:
-                splits = _split_of(stop - 1, split, early_size, early_keys) + 1
-                counter = arrived + slot * kv_heads + kv_head
-                gl.thread_barrier()
-                if gl.atomic_add(counter, run, sem="acq_rel") == splits - run:
-                    gl.thread_barrier()
-                    gl.store(counter, 0)
-                    first_place = (slot.to(gl.int64) * kv_heads + kv_head) * kept_rows
-                    _merge_kept(
-                        out, partial_top, partial_weight, partial_acc, first_place, splits, start, tokens, kv_head,
-                        stride_o_token, stride_o_head, kv_heads, group, head_size, kept_rows, kept_block,
-                    )  # fmt: skip
-            else:
+            splits = _split_of(stop - 1, levels) + 1
+            if merges & (number == splits):
                 divisor = gl.convert_layout(gl.where(merged_weight == 0.0, 1.0, merged_weight), acc_row)
                 at_row = (start + acc_rows // group).to(gl.int64) * stride_o_token
                 at_row += (kv_head * group + acc_rows % group) * stride_o_head
                 result = (merged / divisor[:, None]).to(dtype)
                 gl.store(out + at_row[:, None] + acc_dims[None, :], result, mask=keep[:, None])
+                if slot >= 0:
+                    gl.store(account, 0)
+            else:
+                if merges:
+                    place = first_place + (number - 1) * (kv_heads * kept_rows)
+                    _store_kept(
+                        partial_top, partial_weight, partial_acc, place, merged_top, merged_weight, merged, keep,
+                        acc_dims,
+                    )  # fmt: skip
+                gl.thread_barrier()
+                more_merged = gl.where(merges, run, 0)
+                before = gl.atomic_add(account, run + (more_merged << 16), sem="acq_rel")
+                if (before & 0xFFFF) == splits - run:
+                    gl.store(account, 0)
+                    left_before, left_before_merged = left, left_merged
+                    left, left_merged = place_in_list, (before >> 16) + more_merged
+    for _ in range(2):
+        if left >= 0:
+            entry = work + left * 8
+            kv_head = gl.load(entry + 1)
+            slot = gl.load(entry + 4)
+            _, _, stop = _keys(entry, levels)
+            splits = _split_of(stop - 1, levels) + 1
+            merge_kept(
+                out, partial_top, partial_weight, partial_acc, key_ring, value_ring, rows_shared,
+                (slot.to(gl.int64) * kv_heads + kv_head) * kept_rows, left_merged, splits, gl.load(entry + 5),
+                gl.load(entry + 6), kv_head, stride_o_token, stride_o_head, kv_heads, group, head_size, kept_rows,
+                kept_block, stages,
+            )  # fmt: skip
+        left, left_merged = left_before, left_before_merged
+        left_before = gl.to_tensor(-1)
 
 
 @gluon.jit(do_not_specialize=["table_stride"])
@@ -335,7 +308,7 @@ def decode_kernel(
     partial_top,
     partial_weight,
     partial_acc,
-    arrived,
+    accounts,
     factor,
     table_stride,
     stride_q_token,
@@ -346,9 +319,7 @@ def decode_kernel(
     group: gl.constexpr,
     head_size: gl.constexpr,
     page_size: gl.constexpr,
-    split: gl.constexpr,
-    early_size: gl.constexpr,
-    early_keys: gl.constexpr,
+    levels: gl.constexpr,
     kept_rows: gl.constexpr,
     kept_block: gl.constexpr,
     stages: gl.constexpr,
@@ -356,6 +327,8 @@ def decode_kernel(
     """Works on the entries of its part of ``work``.
 
     Args:
+        accounts: of each head that is shared: the number of its splits that are done, and that of those merged into
+            one result in the upper 16 bits; 0 between launches.
         factor: of the scores, times log2(e).
         kept_rows: rows of a block whose partial results are kept; ``kept_block`` is the next power of two.
         stages: tiles in the ring.
@@ -379,9 +352,9 @@ def decode_kernel(
             (
                 _consumer,
                 (
-                    query, out, first_entries, work, partial_top, partial_weight, partial_acc, arrived, factor,
+                    query, out, first_entries, work, partial_top, partial_weight, partial_acc, accounts, factor,
                     stride_q_token, stride_q_head, stride_o_token, stride_o_head, rows_shared, key_ring, value_ring,
-                    ready, empty, kv_heads, group, head_size, split, early_size, early_keys, kept_rows, kept_block,
+                    ready, empty, kv_heads, group, head_size, levels, kept_rows, kept_block,
                     stages,
                 ),
             ),
@@ -389,7 +362,7 @@ def decode_kernel(
                 _producer,
                 (
                     keys_at, values_at, table, first_entries, work, table_stride, key_ring, value_ring, ready, empty,
-                    head_size, page_size, split, early_size, early_keys, stages,
+                    head_size, page_size, levels, stages,
                 ),
             ),
         ],

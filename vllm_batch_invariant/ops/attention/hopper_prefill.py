@@ -21,6 +21,7 @@ from .hopper_tiles import (
     TILE,
     WARPGROUP_ROWS,
     copy_tile,
+    is_end_of_split,
     layout_of_acc,
     layout_of_kept,
     layout_of_rows,
@@ -115,7 +116,7 @@ def _producer(
 def _step(
     q, key_ring, value_ring, keys_ready, values_ready, empty, passed, my_turn, other_turn, turn, stage, phase, at,
     position, factor, p, old, ones, top, weight, acc, kept_top, kept_weight, kept_acc, kept_shared,
-    masked: gl.constexpr, split: gl.constexpr, early_size: gl.constexpr, early_keys: gl.constexpr,
+    masked: gl.constexpr, levels: gl.constexpr,
     head_size: gl.constexpr, stages: gl.constexpr, turns: gl.constexpr, keep_in_shared: gl.constexpr,
 ):  # fmt: skip
     """The values of the tile before ``at``, and the weights of the tile at ``at``.
@@ -138,7 +139,7 @@ def _step(
         turn = turn ^ 1
     score = warpgroup_mma_wait(1, deps=(score,))
 
-    begins = at % gl.where(at < early_keys, early_size, split) == 0
+    begins = is_end_of_split(at, levels)
     before = gl.where(begins, -float("inf"), top)
     new_top, weights, old = weights_of(score, before, position, at, factor, masked, p.dtype)
     split_weight = weight
@@ -164,8 +165,8 @@ def _step(
 def _consumer(
     query, out, count, work, factor, stride_q_token, stride_q_head, stride_o_token, stride_o_head, rows_shared,
     kept_shared, key_ring, value_ring, keys_ready, values_ready, empty, passed, my_turn, other_turn,
-    half: gl.constexpr, kv_heads: gl.constexpr, group: gl.constexpr, head_size: gl.constexpr, split: gl.constexpr,
-    early_size: gl.constexpr, early_keys: gl.constexpr, stages: gl.constexpr, turns: gl.constexpr,
+    half: gl.constexpr, kv_heads: gl.constexpr, group: gl.constexpr, head_size: gl.constexpr, levels: gl.constexpr,
+    stages: gl.constexpr, turns: gl.constexpr,
     keep_in_shared: gl.constexpr, query_in_registers: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: half of the rows of every block."""
@@ -225,13 +226,13 @@ def _consumer(
             p, old, top, weight, acc, kept_top, kept_weight, kept_acc, stage, phase, turn = _step(
                 q, key_ring, value_ring, keys_ready, values_ready, empty, passed, my_turn, other_turn, turn, stage,
                 phase, at, position, factor, p, old, ones, top, weight, acc, kept_top, kept_weight, kept_acc,
-                kept_shared, False, split, early_size, early_keys, head_size, stages, turns, keep_in_shared,
+                kept_shared, False, levels, head_size, stages, turns, keep_in_shared,
             )  # fmt: skip
         for at in range(gl.maximum(bare_stop, _TILE), stop, _TILE):
             p, old, top, weight, acc, kept_top, kept_weight, kept_acc, stage, phase, turn = _step(
                 q, key_ring, value_ring, keys_ready, values_ready, empty, passed, my_turn, other_turn, turn, stage,
                 phase, at, position, factor, p, old, ones, top, weight, acc, kept_top, kept_weight, kept_acc,
-                kept_shared, True, split, early_size, early_keys, head_size, stages, turns, keep_in_shared,
+                kept_shared, True, levels, head_size, stages, turns, keep_in_shared,
             )  # fmt: skip
 
         mbarrier.wait(values_ready.index(stage), phase)
@@ -279,9 +280,7 @@ def prefill_kernel(
     group: gl.constexpr,
     head_size: gl.constexpr,
     page_size: gl.constexpr,
-    split: gl.constexpr,
-    early_size: gl.constexpr,
-    early_keys: gl.constexpr,
+    levels: gl.constexpr,
     stages: gl.constexpr,
     turns: gl.constexpr,
     keep_in_shared: gl.constexpr,
@@ -338,7 +337,7 @@ def prefill_kernel(
                 (
                     query, out, count, work, factor, stride_q_token, stride_q_head, stride_o_token, stride_o_head,
                     rows_shared, kept, key_ring, value_ring, keys_ready, values_ready, empty, passed, turn, turn_other,
-                    0, kv_heads, group, head_size, split, early_size, early_keys, stages, turns, keep_in_shared,
+                    0, kv_heads, group, head_size, levels, stages, turns, keep_in_shared,
                     query_in_registers,
                 ),
             ),
@@ -347,7 +346,7 @@ def prefill_kernel(
                 (
                     query, out, count, work, factor, stride_q_token, stride_q_head, stride_o_token, stride_o_head,
                     rows_other, kept_other, key_ring, value_ring, keys_ready, values_ready, empty, passed, turn_other,
-                    turn, 1, kv_heads, group, head_size, split, early_size, early_keys, stages, turns, keep_in_shared,
+                    turn, 1, kv_heads, group, head_size, levels, stages, turns, keep_in_shared,
                     query_in_registers,
                 ),
             ),

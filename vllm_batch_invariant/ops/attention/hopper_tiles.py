@@ -72,6 +72,16 @@ def next_stage(stage, phase, stages: gl.constexpr):
 
 
 @gluon.jit
+def is_end_of_split(key, levels: gl.constexpr):
+    """Whether a split ends before the key; ``levels`` as in ``AttentionReduction``."""
+    ends = key % levels[0][1] == 0
+    for level in gl.static_range(1, len(levels)):
+        start, size, _ = levels[level]
+        ends = gl.where(key <= start, ends, (key - start) % size == 0)
+    return ends
+
+
+@gluon.jit
 def copy_tile(
     cache, ring, ready, stage, pages, kv_head, slot, wanted, page_size: gl.constexpr, head_size: gl.constexpr
 ):  # fmt: skip

@@ -73,9 +73,9 @@ class PagedAttention:
         """The size of the splits, for an implementation that takes one.
 
         Raises:
-            ValueError: the reduction has two.
+            ValueError: the reduction has more than one.
         """
-        if self.reduction.early_keys:
+        if self.reduction.early:
             raise ValueError(f"this implementation of attention takes splits of one size, got {self.reduction}")
         return self.reduction.split_size
 

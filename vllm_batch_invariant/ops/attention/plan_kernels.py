@@ -20,23 +20,39 @@ _HEAD_COST = tl.constexpr(2)
 
 
 @triton.jit
-def split_of(key, split: tl.constexpr, early_size: tl.constexpr, early_keys: tl.constexpr):
+def split_of(key, levels: tl.constexpr):
     """The split that a key is in: ``AttentionReduction.split_of``."""
-    late: tl.constexpr = early_keys // early_size
-    return tl.where(key < early_keys, key // early_size, late + (key - early_keys) // split)
+    number = key // levels[0][1]
+    for level in tl.static_range(1, len(levels)):
+        start, size, first = levels[level]
+        number = tl.where(key < start, number, first + (key - start) // size)
+    return number
 
 
 @triton.jit
-def start_of(number, split: tl.constexpr, early_size: tl.constexpr, early_keys: tl.constexpr):
+def start_of(number, levels: tl.constexpr):
     """The first key of a split: ``AttentionReduction.start_of``."""
-    late: tl.constexpr = early_keys // early_size
-    return tl.where(number < late, number * early_size, early_keys + (number - late) * split)
+    key = number * levels[0][1]
+    for level in tl.static_range(1, len(levels)):
+        start, size, first = levels[level]
+        key = tl.where(number < first, key, start + (number - first) * size)
+    return key
+
+
+@triton.jit
+def is_end_of_split(key, levels: tl.constexpr):
+    """Whether a split ends before the key."""
+    ends = key % levels[0][1] == 0
+    for level in tl.static_range(1, len(levels)):
+        start, size, _ = levels[level]
+        ends = tl.where(key <= start, ends, (key - start) % size == 0)
+    return ends
 
 
 @triton.jit
 def _shape_of_work(
-    query_start_loc, seq_lens, index, exists, group: tl.constexpr, split: tl.constexpr, early_size: tl.constexpr,
-    early_keys: tl.constexpr, few: tl.constexpr, block_rows: tl.constexpr,
+    query_start_loc, seq_lens, index, exists, group: tl.constexpr, levels: tl.constexpr, few: tl.constexpr,
+    block_rows: tl.constexpr,
 ):  # fmt: skip
     """Of requests: whether each has few rows, its blocks of rows, its splits and its keys."""
     start = tl.load(query_start_loc + index, mask=exists, other=0)
@@ -45,7 +61,7 @@ def _shape_of_work(
     works = (rows > 0) & (length > 0)
     small = works & (rows <= few)
     blocks = tl.where(small, 1, tl.cdiv(rows, block_rows))
-    splits = split_of(length - 1, split, early_size, early_keys) + 1
+    splits = split_of(length - 1, levels) + 1
     return small, blocks, tl.where(works, splits, 0), length
 
 
@@ -66,17 +82,16 @@ def _first_part(at, line, parts):
 
 @triton.jit
 def _cut(
-    part, line, parts, begin, each, splits, length, may_cut, split: tl.constexpr, early_size: tl.constexpr,
-    early_keys: tl.constexpr, tile: tl.constexpr,
+    part, line, parts, begin, each, splits, length, may_cut, levels: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """The split of its head that a part begins with; ``splits`` for what follows the head. ``begin`` is where the heads
     of the request begin on the line, and ``each`` how long one is.
     """
     tiles = tl.cdiv(length, tile)
     at = tl.maximum((part.to(tl.int64) * line // parts - begin) % each - _HEAD_COST, 0).to(tl.int32)
-    number = split_of(at * tile, split, early_size, early_keys)
-    before = at - start_of(number, split, early_size, early_keys) // tile
-    after = tl.minimum(start_of(number + 1, split, early_size, early_keys) // tile, tiles) - at
+    number = split_of(at * tile, levels)
+    before = at - start_of(number, levels) // tile
+    after = tl.minimum(start_of(number + 1, levels) // tile, tiles) - at
     nearest = tl.where(before < after, number, number + 1)
     # A head that is cut is more work, so its ends are nearer than they seem.
     reach = tl.minimum(before, after) + _HEAD_COST
@@ -101,15 +116,15 @@ def _store_entry(place, request, second, begin, run, slot, start, tokens, past, 
 @triton.jit
 def _store_few_rows(
     small_list, first_entries, request, splits, length, start, tokens, past, whole, begin, first_head, slot, may_cut,
-    parts, kv_heads: tl.constexpr, padded_kv_heads: tl.constexpr, split: tl.constexpr, early_size: tl.constexpr,
-    early_keys: tl.constexpr, tile: tl.constexpr, step: tl.constexpr,
+    parts, kv_heads: tl.constexpr, padded_kv_heads: tl.constexpr, levels: tl.constexpr, tile: tl.constexpr,
+    step: tl.constexpr,
 ):  # fmt: skip
     """The entries of a request on the line, which is ``whole`` long, the request's heads from ``begin`` on."""
     each = tl.cdiv(length, tile).to(tl.int64) + _HEAD_COST
     # The entry that begins with a head belongs to the part before the first one that begins in it.
     head = tl.arange(0, padded_kv_heads)
     part = _first_part(begin + head * each, whole, parts)
-    run = _cut(part, whole, parts, begin, each, splits, length, may_cut, split, early_size, early_keys, tile)
+    run = _cut(part, whole, parts, begin, each, splits, length, may_cut, levels, tile)
     run = tl.where(part < _first_part(begin + (head + 1) * each, whole, parts), run, splits)
     place = small_list + (first_head + head + part).to(tl.int64) * 8
     own_slot = tl.where(run < splits, slot, -1)
@@ -120,8 +135,8 @@ def _store_few_rows(
         later = first + tl.arange(0, step)
         mask = later < stop
         of_head = ((later.to(tl.int64) * whole // parts - begin) // each).to(tl.int32)
-        cut = _cut(later, whole, parts, begin, each, splits, length, may_cut, split, early_size, early_keys, tile)
-        end = _cut(later + 1, whole, parts, begin, each, splits, length, may_cut, split, early_size, early_keys, tile)
+        cut = _cut(later, whole, parts, begin, each, splits, length, may_cut, levels, tile)
+        end = _cut(later + 1, whole, parts, begin, each, splits, length, may_cut, levels, tile)
         end = tl.where(later + 1 < _first_part(begin + (of_head + 1) * each, whole, parts), end, splits)
         entry = first_head + of_head + later + 1
         at = small_list + entry.to(tl.int64) * 8
@@ -190,9 +205,7 @@ def plan_kernel(
     kv_heads: tl.constexpr,
     padded_kv_heads: tl.constexpr,
     group: tl.constexpr,
-    split: tl.constexpr,
-    early_size: tl.constexpr,
-    early_keys: tl.constexpr,
+    levels: tl.constexpr,
     tile: tl.constexpr,
     few: tl.constexpr,
     block_rows: tl.constexpr,
@@ -216,7 +229,7 @@ def plan_kernel(
     for first in range(0, requests, _CHUNK):
         index = first + lanes
         small, blocks, splits, length = _shape_of_work(
-            query_start_loc, seq_lens, index, index < requests, group, split, early_size, early_keys, few, block_rows
+            query_start_loc, seq_lens, index, index < requests, group, levels, few, block_rows
         )
         before = index < request
         of_small = tl.where(small, splits, 0)
@@ -236,7 +249,7 @@ def plan_kernel(
     for first in range(0, requests, _CHUNK):
         index = first + lanes
         small, blocks, splits, length = _shape_of_work(
-            query_start_loc, seq_lens, index, index < requests, group, split, early_size, early_keys, few, block_rows
+            query_start_loc, seq_lens, index, index < requests, group, levels, few, block_rows
         )
         items = tl.where(small, 0, blocks * tl.cdiv(splits, large_run))
         large_items += items
@@ -251,7 +264,7 @@ def plan_kernel(
                 tl.store(first_entries + part, part * 0, mask=part < parts)
 
     small, blocks, splits, length = _shape_of_work(
-        query_start_loc, seq_lens, request, request < requests, group, split, early_size, early_keys, few, block_rows
+        query_start_loc, seq_lens, request, request < requests, group, levels, few, block_rows
     )
     start = tl.load(query_start_loc + request).to(tl.int32)
     tokens = tl.load(query_start_loc + request + 1).to(tl.int32) - start
@@ -259,14 +272,14 @@ def plan_kernel(
         _store_few_rows(
             small_list, first_entries, request, splits, length, start, tokens, length - tokens, tl.sum(line) * kv_heads,
             tl.sum(line_before) * kv_heads, tl.sum(small_before) * kv_heads, tl.sum(small_slots),
-            tl.sum(small_splits) <= room_small, parts, kv_heads, padded_kv_heads, split, early_size, early_keys, tile,
+            tl.sum(small_splits) <= room_small, parts, kv_heads, padded_kv_heads, levels, tile,
             step,
         )  # fmt: skip
     elif (room_large < 0) & (requests <= _CHUNK):
         begins = tl.load(query_start_loc + lanes, mask=lanes < requests, other=0)
         their_tokens = (tl.load(query_start_loc + lanes + 1, mask=lanes < requests, other=0) - begins).to(tl.int32)
         is_small, their_blocks, their_splits, their_lengths = _shape_of_work(
-            query_start_loc, seq_lens, lanes, lanes < requests, group, split, early_size, early_keys, few, block_rows
+            query_start_loc, seq_lens, lanes, lanes < requests, group, levels, few, block_rows
         )
         their_blocks = tl.where(is_small | (their_splits == 0), 0, their_blocks)
         _store_ranked(

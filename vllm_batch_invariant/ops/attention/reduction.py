@@ -1,14 +1,15 @@
 """What decides the bits of attention."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 SMALLEST_SPLIT = 16
 
 
 @dataclass(frozen=True)
 class AttentionReduction:
-    """Softmax(query @ keys) @ values over splits of the keys at fixed positions of the request: the first
-    ``early_keys`` of them in splits of ``early_size``, the others in splits of ``split_size``.
+    """Softmax(query @ keys) @ values over splits of the keys at fixed positions of the request: the first keys in
+    splits of the ``early`` sizes, the others in splits of ``split_size``.
 
     Within a split, everything in fp32: ``score = scale * dot(query, key)`` with an order of the dot that the head size
     alone decides, ``weight = exp(score - max)``, the weights and the weighted values are summed by ascending position
@@ -18,26 +19,42 @@ class AttentionReduction:
 
     Attributes:
         split_size: keys in a split, a power of two; pages of any size fit it, because a split is a range of positions.
-        early_size: the same for the first keys. A request that is alone and short has only its splits to spread over a
-            GPU, and one that is long has more of them than that takes.
-        early_keys: how many keys that are, a multiple of both sizes.
+        early: pairs of a split size and the position up to which splits have it, ascending. A request that is alone and
+            short has only its splits to spread over a GPU, and one that is long has more of them than that takes.
 
     Raises:
-        ValueError: a split size that is no power of two or is below 16, or early keys that are no multiple.
+        ValueError: a split size that is no power of two or is below 16, or positions that do not ascend or at which a
+            split of the size before them and one of the size after them do not both begin.
     """
 
     split_size: int = 256
-    early_size: int = 256
-    early_keys: int = 0
+    early: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        for size in (self.split_size, self.early_size):
+        sizes = [*(size for size, _ in self.early), self.split_size]
+        for size in sizes:
             if size < SMALLEST_SPLIT or size & (size - 1):
                 raise ValueError(f"split_size must be a power of two of at least {SMALLEST_SPLIT}, got {size}")
-        if self.early_keys % self.split_size or self.early_keys % self.early_size:
-            raise ValueError(
-                f"early_keys must be a multiple of {self.early_size} and {self.split_size}, got {self.early_keys}"
-            )
+        before = 0
+        for (size, end), next_size in zip(self.early, sizes[1:], strict=True):
+            if end <= before or end % size or end % next_size:
+                raise ValueError(f"splits of {size} keys cannot end at {end}, where those of {next_size} begin")
+            before = end
+
+    @cached_property
+    def levels(self) -> tuple[tuple[int, int, int], ...]:
+        """Where splits of a size begin, the size, and the number of the first of them, ascending."""
+        levels, start, first = [], 0, 0
+        for size, end in (*self.early, (self.split_size, None)):
+            levels.append((start, size, first))
+            if end is not None:
+                start, first = end, first + (end - start) // size
+        return tuple(levels)
+
+    @property
+    def smallest(self) -> int:
+        """The size of the smallest splits."""
+        return min(size for _, size, _ in self.levels)
 
     @classmethod
     def of_device(cls, device_type: str, implementation: str = "auto") -> "AttentionReduction":
@@ -45,23 +62,22 @@ class AttentionReduction:
         if device_type != "cuda":
             return cls()
         # FlexAttention gives each split a query block of its own.
-        return cls(1024, 512, 2048) if implementation == "flex" else cls(512, 256, 4096)
+        return cls(1024, ((512, 2048),)) if implementation == "flex" else cls(1024, ((256, 8192), (512, 32768)))
 
     def split_of(self, position: int) -> int:
         """The number of the split that a position is in."""
-        if position < self.early_keys:
-            return position // self.early_size
-        return self.early_keys // self.early_size + (position - self.early_keys) // self.split_size
+        start, size, first = max(level for level in self.levels if level[0] <= position)
+        return first + (position - start) // size
 
     def start_of(self, split: int) -> int:
         """The first position of a split."""
-        early = self.early_keys // self.early_size
-        return split * self.early_size if split < early else self.early_keys + (split - early) * self.split_size
+        start, size, first = max(level for level in self.levels if level[2] <= split)
+        return start + (split - first) * size
 
     def splits(self, first: int, last: int) -> range:
         """Numbers of the splits that hold the positions ``first`` to ``last`` inclusive, ascending."""
         return range(self.split_of(first), self.split_of(last) + 1)
 
     def __str__(self) -> str:
-        early = f"{self.early_size} (the first {self.early_keys}) and " if self.early_keys else ""
-        return f"splits of {early}{self.split_size} keys"
+        early = ", ".join(f"{size} up to {end}" for size, end in self.early)
+        return f"splits of {early}{', then ' if early else ''}{self.split_size} keys"

@@ -81,7 +81,7 @@ class Shape:
 
     @property
     def tile(self) -> int:
-        return key_tile(self.dtype, min(self.reduction.split_size, self.reduction.early_size))
+        return key_tile(self.dtype, self.reduction.smallest)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Planner:
             large_blocks(shape.head_size, shape.dtype),
         )
         self.hopper = hopper.covers(shape.head_size, shape.dtype, shape.tile, self.large.rows, device)
-        splits = most_keys // min(shape.reduction.split_size, shape.reduction.early_size) + most_requests
+        splits = most_keys // shape.reduction.smallest + most_requests
         blocks = self._most_blocks(most_tokens, most_requests)
         self._partial_rows = PARTIAL_BYTES // (4 * (shape.padded_size + 2))
         self._slots = splits
@@ -200,7 +200,7 @@ class Planner:
                     kv_heads=shape.kv_heads,
                     padded_kv_heads=triton.next_power_of_2(shape.kv_heads),
                     group=shape.group,
-                    **_sizes(shape.reduction),
+                    levels=shape.reduction.levels,
                     tile=shape.tile,
                     few=FEW_ROWS,
                     block_rows=self.large.rows,
@@ -258,14 +258,6 @@ def _describe(cache: torch.Tensor, tile: int, padded_size: int) -> TensorDescrip
     return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, 1, tile, padded_size])
 
 
-def _sizes(reduction: AttentionReduction) -> dict[str, int]:
-    return {
-        "split": reduction.split_size,
-        "early_size": reduction.early_size,
-        "early_keys": reduction.early_keys,
-    }
-
-
 def _packed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
@@ -314,7 +306,7 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, blocks: Blocks,
         head_size=shape.head_size,
         padded_size=shape.padded_size,
         page_size=call.page_size,
-        **_sizes(shape.reduction),
+        levels=shape.reduction.levels,
         tile=shape.tile,
         block_rows=blocks.rows,
         kept_rows=kept_rows,

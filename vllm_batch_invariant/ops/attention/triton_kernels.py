@@ -11,7 +11,7 @@ arXiv:2205.14135; splits as in Flash-Decoding, pytorch.org/blog/flash-decoding.
 import triton
 import triton.language as tl
 
-from .plan_kernels import split_of, start_of
+from .plan_kernels import is_end_of_split, split_of, start_of
 
 _ONES = tl.constexpr(16)
 """Equal columns of the sums of weights: a matrix product has at least so many."""
@@ -268,9 +268,7 @@ def attention_kernel(
     head_size: tl.constexpr,
     padded_size: tl.constexpr,
     page_size: tl.constexpr,
-    split: tl.constexpr,
-    early_size: tl.constexpr,
-    early_keys: tl.constexpr,
+    levels: tl.constexpr,
     tile: tl.constexpr,
     block_rows: tl.constexpr,
     kept_rows: tl.constexpr,
@@ -319,10 +317,10 @@ def attention_kernel(
         if has_window:
             first_key = max(past + first_row // group - window + 1, 0)
             seen_by_all = 0
-        begin = max(first_split, split_of(first_key, split, early_size, early_keys))
-        end = min(first_split + run, split_of(stop - 1, split, early_size, early_keys) + 1)
-        tile_start = max(start_of(begin, split, early_size, early_keys), first_key // tile * tile)
-        tile_stop = min(start_of(end, split, early_size, early_keys), stop)
+        begin = max(first_split, split_of(first_key, levels))
+        end = min(first_split + run, split_of(stop - 1, levels) + 1)
+        tile_start = max(start_of(begin, levels), first_key // tile * tile)
+        tile_stop = min(start_of(end, levels), stop)
 
         rows = first_row + tl.arange(0, block_rows)
         token = rows // group
@@ -348,8 +346,8 @@ def attention_kernel(
                 split_top = tl.full((block_rows,), -float("inf"), tl.float32)
                 split_weight = tl.zeros((block_rows, _ONES), tl.float32)
                 split_acc = tl.zeros((block_rows, padded_size), tl.float32)
-                split_stop = min(start_of(number + 1, split, early_size, early_keys), tile_stop)
-                split_start = max(start_of(number, split, early_size, early_keys), tile_start)
+                split_stop = min(start_of(number + 1, levels), tile_stop)
+                split_start = max(start_of(number, levels), tile_start)
                 masked_start = max(min(seen_by_all, split_stop), split_start)
                 page = _pages(own_table, split_start, first_key, stop, by_descriptor, tile, page_size)
                 for at in range(split_start, masked_start, tile):
@@ -388,9 +386,8 @@ def attention_kernel(
                     has_window, tile, page_size, padded_size, whole_head,
                 )  # fmt: skip
                 page = next_page
-                size = tl.where(at < early_keys, early_size, split)
-                if ((at + tile) % size == 0) | (at + tile >= tile_stop):
-                    number = split_of(at, split, early_size, early_keys)
+                if is_end_of_split(at + tile, levels) | (at + tile >= tile_stop):
+                    number = split_of(at, levels)
                     top, weight, acc = _end_of_split(
                         top, weight, acc, split_top, split_weight, split_acc, slot, number, kv_head, keep, partial_top,
                         partial_weight, partial_acc, dims, in_head, may_keep, kv_heads, kept_rows, block_rows,
@@ -402,8 +399,8 @@ def attention_kernel(
 
         if may_keep:  # noqa: SIM102 - known when it is compiled
             if (slot >= 0) & (begin < end):
-                own_first = split_of(first_key, split, early_size, early_keys)
-                splits = split_of(stop - 1, split, early_size, early_keys) + 1 - own_first
+                own_first = split_of(first_key, levels)
+                splits = split_of(stop - 1, levels) + 1 - own_first
                 counter = arrived + slot * kv_heads + kv_head
                 tl.debug_barrier()
                 if tl.atomic_add(counter, end - begin, sem="acq_rel") == splits - (end - begin):
