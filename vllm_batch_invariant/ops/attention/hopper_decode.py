@@ -2,7 +2,8 @@
 
 A program has a part of the line of work that ``plan_kernels`` describes. One warp copies tiles of keys and values into
 a ring in shared memory by the tensor memory accelerator, across the ends of splits and heads, so that memory stays
-busy while a head ends and the next one begins; a warpgroup takes the tiles from there.
+busy while a head ends and the next one begins; a warpgroup takes the tiles from there. It multiplies them with keys and
+dimensions on the long side of the tensor cores' instruction and the few rows on the short one.
 
 Splits merge in ascending order, whoever merges them. Programs that share a head keep an account of it: how many of its
 splits are done, and how many from split 0 on are merged into one result. Who has the first splits merges them, and who
@@ -20,31 +21,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_merge import merge_kept
+from .hopper_merge import layout_of_partials, merge_kept, words_for_merging
 from .hopper_tiles import (
     TILE,
-    WARPGROUP_ROWS,
     copy_tile,
+    finite,
     is_end_of_split,
-    layout_of_acc,
     layout_of_rows,
-    layout_of_scores,
-    layout_of_sums,
-    merge_values,
     merge_weights,
     next_stage,
     page_part,
-    row_sum,
-    start_scores,
-    summed,
-    weights_of,
 )
 
-ROWS = 16
-"""Rows of a block."""
 _TILE = gl.constexpr(TILE)
-_ROWS = gl.constexpr(ROWS)
-_MULTIPLIED = gl.constexpr(WARPGROUP_ROWS)
+
+
+@gluon.constexpr_function
+def _layout(rows):
+    """Of scores, weights and values alike: keys or dimensions along a warpgroup, and the rows of a block across it."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, rows, 16])
+
+
+@gluon.constexpr_function
+def rows_of(kept_block):
+    """Rows that are multiplied: the tensor cores take 8 and more."""
+    return max(kept_block, 8)
 
 
 @gluon.jit
@@ -117,10 +118,10 @@ def _producer(
 
 
 @gluon.jit
-def _query(query, entry, stride_token, stride_head, group: gl.constexpr, head_size: gl.constexpr):
-    """[rows, head_size], 0 where there are fewer rows."""
+def _query(query, entry, stride_token, stride_head, group: gl.constexpr, head_size: gl.constexpr, block: gl.constexpr):
+    """[block, head_size], 0 where there are fewer rows."""
     layout: gl.constexpr = layout_of_rows(head_size)
-    rows = gl.arange(0, _ROWS, gl.SliceLayout(1, layout))
+    rows = gl.arange(0, block, gl.SliceLayout(1, layout))
     dims = gl.arange(0, head_size, gl.SliceLayout(0, layout))
     token = rows // group
     at_row = (gl.load(entry + 5) + token).to(gl.int64) * stride_token
@@ -130,44 +131,72 @@ def _query(query, entry, stride_token, stride_head, group: gl.constexpr, head_si
 
 
 @gluon.jit
+def _start_scores(key_ring, stage, rows_shared, head_size: gl.constexpr):
+    """Starts the product of a tile of keys with the rows, [keys, rows]."""
+    block: gl.constexpr = rows_shared.shape[0]
+    keys = key_ring.index(stage).reshape([_TILE, head_size])
+    nothing = gl.full([_TILE, block], 0.0, gl.float32, _layout(block))
+    return warpgroup_mma(keys, rows_shared.permute([1, 0]), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _weights_of(score, top, position, at, factor):
+    """A step of the online softmax: the new maximum, the weights, and what the weights before them shrink by."""
+    layout: gl.constexpr = score.type.layout
+    keys = at + gl.arange(0, _TILE, gl.SliceLayout(1, layout))
+    score = gl.where(keys[:, None] <= position[None, :], score, -float("inf"))
+    new_top = gl.maximum(top, gl.max(score, 0) * factor)
+    zero = finite(new_top)
+    score, negative = gl.broadcast(score, (-zero)[None, :])
+    p = gl.exp2(gl.fma(score, gl.full(score.shape, factor, gl.float32, layout), negative))
+    return new_top, p, gl.exp2(top - zero)
+
+
+@gluon.jit
+def _merge_values(acc, old, split_acc, new):
+    split_acc, old = gl.broadcast(split_acc, old[None, :])
+    return gl.fma(acc, old, split_acc * new[None, :])
+
+
+@gluon.jit
 def _store_kept(partial_top, partial_weight, partial_acc, place, top, weight, acc, keep, dims):
-    """Leaves a result among the partial ones, with rows as the accumulator has them."""
-    layout: gl.constexpr = place.type.layout
-    gl.store(partial_top + place, gl.convert_layout(top, layout), mask=keep)
-    gl.store(partial_weight + place, gl.convert_layout(weight, layout), mask=keep)
-    gl.store(partial_acc + place[:, None] * acc.shape[1] + dims[None, :], acc, mask=keep[:, None])
+    """Leaves a result among the partial ones."""
+    gl.store(partial_top + place, top, mask=keep)
+    gl.store(partial_weight + place, weight, mask=keep)
+    gl.store(partial_acc + place[None, :] * acc.shape[0] + dims[:, None], acc, mask=keep[None, :])
 
 
 @gluon.jit
 def _consumer(
     query, out, first_entries, work, partial_top, partial_weight, partial_acc, accounts, factor, stride_q_token,
-    stride_q_head, stride_o_token, stride_o_head, rows_shared, key_ring, value_ring, ready, empty,
+    stride_q_head, stride_o_token, stride_o_head, rows_shared, weights_shared, sums, key_ring, value_ring, ready, empty,
     kv_heads: gl.constexpr, group: gl.constexpr, head_size: gl.constexpr, levels: gl.constexpr,
     kept_rows: gl.constexpr, kept_block: gl.constexpr, stages: gl.constexpr,
 ):  # fmt: skip
     """Attends, splits in ascending order, the last entry first."""
     dtype: gl.constexpr = rows_shared.dtype
-    score_layout: gl.constexpr = layout_of_scores()
-    acc_layout: gl.constexpr = layout_of_acc(head_size)
-    sum_layout: gl.constexpr = layout_of_sums()
-    row_layout: gl.constexpr = layout_of_rows(head_size)
-    row: gl.constexpr = gl.SliceLayout(1, score_layout)
-    acc_row: gl.constexpr = gl.SliceLayout(1, acc_layout)
-    sum_row: gl.constexpr = gl.SliceLayout(1, sum_layout)
-    ones = gl.full([_TILE, 8], 1.0, dtype, gl.DotOperandLayout(1, sum_layout, 2))
-    token = gl.arange(0, _MULTIPLIED, row) // group
-    acc_rows = gl.arange(0, _MULTIPLIED, acc_row)
-    acc_dims = gl.arange(0, head_size, gl.SliceLayout(0, acc_layout))
-    rows_shared.store(gl.full([_MULTIPLIED, head_size], 0.0, dtype, row_layout))
-    gl.thread_barrier()
+    block: gl.constexpr = rows_of(kept_block)
+    layout: gl.constexpr = _layout(block)
+    of_row: gl.constexpr = gl.SliceLayout(0, layout)
+    query_layout: gl.constexpr = layout_of_rows(head_size)
+    ones = gl.full([_TILE, _TILE], 1.0, dtype, gl.DotOperandLayout(0, layout, 2))
+    rows = gl.arange(0, block, of_row)
+    token = rows // group
+    dims = gl.arange(0, head_size, gl.SliceLayout(1, layout))
+    no_top = gl.full([block], -float("inf"), gl.float32, of_row)
+    no_weight = gl.full([_TILE, block], 0.0, gl.float32, layout)
+    no_acc = gl.full([head_size, block], 0.0, gl.float32, layout)
+    out_layout: gl.constexpr = layout_of_partials(head_size)
+    out_rows = gl.arange(0, block, gl.SliceLayout(1, out_layout))
+    out_dims = gl.arange(0, head_size, gl.SliceLayout(0, out_layout))
 
     program = gl.program_id(0)
     begin = gl.load(first_entries + program)
     items = gl.load(first_entries + program + 1) - begin
-    next_query = gl.full([_ROWS, head_size], 0.0, dtype, row_layout)
+    next_query = gl.full([block, head_size], 0.0, dtype, query_layout)
     if items > 0:
         entry = work + (begin + items - 1) * 8
-        next_query = _query(query, entry, stride_q_token, stride_q_head, group, head_size)
+        next_query = _query(query, entry, stride_q_token, stride_q_head, group, head_size, block)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     # Entries whose heads are left to merge, at most the first and the last of a part, and what is merged of them.
@@ -184,20 +213,20 @@ def _consumer(
         tokens = gl.load(entry + 6)
         position = gl.load(entry + 7) + token
         first, end, stop = _keys(entry, levels)
-        rows_shared.slice(0, _ROWS).store(next_query)
+        rows_shared.store(next_query)
         fence_async_shared()
         gl.thread_barrier()
         later = work + gl.maximum(place_in_list - 1, begin) * 8
-        next_query = _query(query, later, stride_q_token, stride_q_head, group, head_size)
+        next_query = _query(query, later, stride_q_token, stride_q_head, group, head_size, block)
 
-        top = gl.full([_MULTIPLIED], -float("inf"), gl.float32, row)
-        weight = gl.full([_MULTIPLIED, 8], 0.0, gl.float32, sum_layout)
-        acc = gl.full([_MULTIPLIED, head_size], 0.0, gl.float32, acc_layout)
-        merged_top = gl.full([_MULTIPLIED], -float("inf"), gl.float32, row)
-        merged_weight = gl.full([_MULTIPLIED], 0.0, gl.float32, row)
-        merged = gl.full([_MULTIPLIED, head_size], 0.0, gl.float32, acc_layout)
-        keep = (acc_rows < kept_rows) & (acc_rows // group < tokens)
-        first_place = (gl.maximum(slot, 0).to(gl.int64) * kv_heads + kv_head) * kept_rows + acc_rows
+        top = no_top
+        weight = no_weight
+        acc = no_acc
+        merged_top = no_top
+        merged_weight = gl.full([block], 0.0, gl.float32, of_row)
+        merged = no_acc
+        keep = (rows < kept_rows) & (token < tokens)
+        first_place = (gl.maximum(slot, 0).to(gl.int64) * kv_heads + kv_head) * kept_rows + rows
         account = accounts + gl.maximum(slot, 0) * kv_heads + kv_head
         merges = number == 0
         # All programs begin at the same time, so nothing can be merged before their first entries.
@@ -206,72 +235,70 @@ def _consumer(
             if merges:
                 gl.thread_barrier()
                 place = first_place + (number - 1) * (kv_heads * kept_rows)
-                at = place[:, None] * head_size + acc_dims[None, :]
-                known_top = gl.load(partial_top + place, keep, -float("inf"), cache_modifier=".cg")
-                known_weight = gl.load(partial_weight + place, keep, 0.0, cache_modifier=".cg")
-                merged = gl.load(partial_acc + at, keep[:, None], 0.0, cache_modifier=".cg")
-                merged_top = gl.convert_layout(known_top, row)
-                merged_weight = gl.convert_layout(known_weight, row)
-        score = gl.full([_MULTIPLIED, _TILE], 0.0, gl.float32, score_layout)
+                at = place[None, :] * head_size + dims[:, None]
+                merged_top = gl.load(partial_top + place, keep, -float("inf"), cache_modifier=".cg")
+                merged_weight = gl.load(partial_weight + place, keep, 0.0, cache_modifier=".cg")
+                merged = gl.load(partial_acc + at, keep[None, :], 0.0, cache_modifier=".cg")
+        score = no_weight
         if first < end:
             mbarrier.wait(ready.index(stage), phase)
-            score = warpgroup_mma_wait(0, deps=(start_scores(rows_shared, key_ring, stage, head_size),))
+            score = warpgroup_mma_wait(0, deps=(_start_scores(key_ring, stage, rows_shared, head_size),))
         for at in range(first, end, _TILE):
             # The next tile's scores while this tile's weights are computed; after the last tile its own again.
             after, after_phase = next_stage(stage, phase, stages)
             is_last = at + _TILE >= end
             next_place, next_phase = gl.where(is_last, stage, after), gl.where(is_last, phase, after_phase)
             mbarrier.wait(ready.index(next_place), next_phase)
-            next_score = start_scores(rows_shared, key_ring, next_place, head_size)
-            top, weights, old = weights_of(score, top, position, at, factor, True, dtype)
-            weight = summed(weights, weight * gl.convert_layout(old, sum_row)[:, None], ones)
-            p = gl.convert_layout(weights, gl.DotOperandLayout(0, acc_layout, 2), assert_trivial=True)
+            next_score = _start_scores(key_ring, next_place, rows_shared, head_size)
+            top, weights, old = _weights_of(score, top, position, at, factor)
+            weights_shared.store(gl.permute(weights.to(dtype), (1, 0)))
             values = value_ring.index(stage).reshape([_TILE, head_size])
             if at + _TILE > stop:
                 # Unwritten slots may hold anything, NaN included.
-                written = at + gl.arange(0, _TILE, gl.SliceLayout(1, row_layout)) < stop
-                values.store(gl.where(written[:, None], values.load(row_layout), 0.0))
-                fence_async_shared()
-                gl.thread_barrier()
-            acc = acc * gl.convert_layout(old, acc_row)[:, None]
-            acc = warpgroup_mma(p, values, acc, is_async=True)
-            acc, score = warpgroup_mma_wait(0, deps=(acc, next_score))
+                written = at + gl.arange(0, _TILE, gl.SliceLayout(1, query_layout)) < stop
+                values.store(gl.where(written[:, None], values.load(query_layout), 0.0))
+            fence_async_shared()
+            gl.thread_barrier()
+            weight = warpgroup_mma(ones, weights_shared.permute([1, 0]), weight * old[None, :], is_async=True)
+            acc = warpgroup_mma(
+                values.permute([1, 0]), weights_shared.permute([1, 0]), acc * old[None, :], is_async=True
+            )
+            weight, acc, score = warpgroup_mma_wait(0, deps=(weight, acc, next_score))
             mbarrier.arrive(empty.index(stage))
             stage = after
             phase = after_phase
 
             if is_end_of_split(at + _TILE, levels) | (at + _TILE >= end):
-                weight_sum = row_sum(weight, row)
+                # All are equal, so the largest is any of them.
+                weight_sum = gl.max(weight, 0)
                 if merges:
                     merged_top, merged_weight, shrink, new = merge_weights(merged_top, merged_weight, top, weight_sum)
-                    merged = merge_values(
-                        merged, gl.convert_layout(shrink, acc_row), acc, gl.convert_layout(new, acc_row)
-                    )
+                    merged = _merge_values(merged, shrink, acc, new)
                 else:
                     place = first_place + number * (kv_heads * kept_rows)
-                    _store_kept(partial_top, partial_weight, partial_acc, place, top, weight_sum, acc, keep, acc_dims)
+                    _store_kept(partial_top, partial_weight, partial_acc, place, top, weight_sum, acc, keep, dims)
                 number += 1
-                top = gl.full([_MULTIPLIED], -float("inf"), gl.float32, row)
-                weight = gl.full([_MULTIPLIED, 8], 0.0, gl.float32, sum_layout)
-                acc = gl.full([_MULTIPLIED, head_size], 0.0, gl.float32, acc_layout)
+                top = no_top
+                weight = no_weight
+                acc = no_acc
 
         if run > 0:
             splits = _split_of(stop - 1, levels) + 1
             if merges & (number == splits):
-                divisor = gl.convert_layout(gl.where(merged_weight == 0.0, 1.0, merged_weight), acc_row)
-                at_row = (start + acc_rows // group).to(gl.int64) * stride_o_token
-                at_row += (kv_head * group + acc_rows % group) * stride_o_head
-                result = (merged / divisor[:, None]).to(dtype)
-                gl.store(out + at_row[:, None] + acc_dims[None, :], result, mask=keep[:, None])
+                result = (merged / gl.where(merged_weight == 0.0, 1.0, merged_weight)[None, :]).to(dtype)
+                result = gl.convert_layout(gl.permute(result, (1, 0)), out_layout)
+                at_row = (start + out_rows // group).to(gl.int64) * stride_o_token
+                at_row += (kv_head * group + out_rows % group) * stride_o_head
+                written = (out_rows < kept_rows) & (out_rows // group < tokens)
+                gl.store(out + at_row[:, None] + out_dims[None, :], result, mask=written[:, None])
                 if slot >= 0:
                     gl.store(account, 0)
             else:
                 if merges:
                     place = first_place + (number - 1) * (kv_heads * kept_rows)
                     _store_kept(
-                        partial_top, partial_weight, partial_acc, place, merged_top, merged_weight, merged, keep,
-                        acc_dims,
-                    )  # fmt: skip
+                        partial_top, partial_weight, partial_acc, place, merged_top, merged_weight, merged, keep, dims
+                    )
                 gl.thread_barrier()
                 more_merged = gl.where(merges, run, 0)
                 before = gl.atomic_add(account, run + (more_merged << 16), sem="acq_rel")
@@ -287,7 +314,7 @@ def _consumer(
             _, _, stop = _keys(entry, levels)
             splits = _split_of(stop - 1, levels) + 1
             merge_kept(
-                out, partial_top, partial_weight, partial_acc, key_ring, value_ring, rows_shared,
+                out, partial_top, partial_weight, partial_acc, key_ring, value_ring, sums,
                 (slot.to(gl.int64) * kv_heads + kv_head) * kept_rows, left_merged, splits, gl.load(entry + 5),
                 gl.load(entry + 6), kv_head, stride_o_token, stride_o_head, kv_heads, group, head_size, kept_rows,
                 kept_block, stages,
@@ -335,10 +362,14 @@ def decode_kernel(
     """
     dtype: gl.constexpr = keys_at.dtype
     tile_layout: gl.constexpr = keys_at.layout
-    rows_layout: gl.constexpr = gl.NVMMASharedLayout(tile_layout.swizzle_byte_width, 16, 2)
+    block: gl.constexpr = rows_of(kept_block)
     key_ring = gl.allocate_shared_memory(dtype, [stages, 1, 1, _TILE, head_size], tile_layout)
     value_ring = gl.allocate_shared_memory(dtype, [stages, 1, 1, _TILE, head_size], tile_layout)
-    rows_shared = gl.allocate_shared_memory(dtype, [_MULTIPLIED, head_size], rows_layout)
+    rows_layout: gl.constexpr = gl.NVMMASharedLayout(tile_layout.swizzle_byte_width, 16, 2)
+    rows_shared = gl.allocate_shared_memory(dtype, [block, head_size], rows_layout)
+    weights_shared = gl.allocate_shared_memory(dtype, [block, _TILE], gl.NVMMASharedLayout(128, 16, 2))
+    sums_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    sums = gl.allocate_shared_memory(gl.float32, [words_for_merging(kept_block, stages)], sums_layout)
     bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
     ready = gl.allocate_shared_memory(gl.int64, [stages, 1], bar_layout)
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], bar_layout)
@@ -353,8 +384,8 @@ def decode_kernel(
                 _consumer,
                 (
                     query, out, first_entries, work, partial_top, partial_weight, partial_acc, accounts, factor,
-                    stride_q_token, stride_q_head, stride_o_token, stride_o_head, rows_shared, key_ring, value_ring,
-                    ready, empty, kv_heads, group, head_size, levels, kept_rows, kept_block,
+                    stride_q_token, stride_q_head, stride_o_token, stride_o_head, rows_shared, weights_shared, sums,
+                    key_ring, value_ring, ready, empty, kv_heads, group, head_size, levels, kept_rows, kept_block,
                     stages,
                 ),
             ),

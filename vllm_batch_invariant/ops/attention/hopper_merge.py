@@ -15,9 +15,15 @@ _MOST_AT_ONCE = 8
 
 
 @gluon.constexpr_function
-def _layout_of_partials(head_size):
+def layout_of_partials(head_size):
     """Whole rows of fp32 for each warp, so that what a row has one of is in a register of each thread."""
     return gl.BlockedLayout([1, head_size // 32], [1, 32], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _layout_of_copies(head_size):
+    """The same for several splits at once."""
+    return gl.BlockedLayout([1, 1, head_size // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
@@ -27,15 +33,16 @@ def _layout_of_weights(kept_block):
 
 
 @gluon.constexpr_function
-def _room(kept_block):
-    """Splits whose partial results fit where a tile of keys was."""
-    return TILE // 2 // kept_block
+def _half_batch(kept_block):
+    """Splits whose partial results are put where a tile of keys was; a power of two."""
+    return min(TILE // 2 // kept_block, _MOST_AT_ONCE)
 
 
 @gluon.constexpr_function
-def _half_batch(kept_block):
-    """Splits of which the partial results are put there."""
-    return min(TILE // 2 // kept_block, _MOST_AT_ONCE)
+def words_for_merging(kept_block, stages):
+    """Maxima and weights of what the rings hold, in numbers of fp32; a power of two."""
+    words = stages * 4 * _half_batch(kept_block) * kept_block
+    return 1 << (words - 1).bit_length()
 
 
 @gluon.constexpr_function
@@ -53,19 +60,19 @@ def _start_copies(
     """Starts the copies of half a batch to place ``into``, from split ``first`` on; nothing is read for splits that
     there are not.
     """
-    layout: gl.constexpr = _layout_of_partials(head_size)
     at_once: gl.constexpr = _half_batch(kept_block)
-    kept = gl.arange(0, kept_block, gl.SliceLayout(1, layout))
-    dims = gl.arange(0, head_size, gl.SliceLayout(0, layout))
-    keep = (kept < kept_rows) & (kept // group < tokens)
-    at = kept[:, None] * head_size + dims[None, :]
-    for number in gl.static_range(at_once):
-        if first + number < splits:
-            from_acc = partial_acc + (first_place + (first + number) * stride) * head_size
-            async_copy.async_copy_global_to_shared(
-                accs.index(into * _room(kept_block) + number), from_acc + at, mask=keep[:, None]
-            )
     if first < splits:
+        layout: gl.constexpr = _layout_of_copies(head_size)
+        of_split: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
+        of_row: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
+        of_dim: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, layout))
+        split = gl.arange(0, at_once, of_split)
+        row = gl.arange(0, kept_block, of_row)
+        dim = gl.arange(0, head_size, of_dim)
+        at = ((split * stride)[:, None, None] + row[None, :, None]) * head_size + dim[None, None, :]
+        exists = (first + split < splits)[:, None] & ((row < kept_rows) & (row // group < tokens))[None, :]
+        from_acc = partial_acc + (first_place + first * stride) * head_size
+        async_copy.async_copy_global_to_shared(accs.index(into), from_acc + at, mask=exists[:, :, None])
         weight_layout: gl.constexpr = _layout_of_weights(kept_block)
         split = first + gl.arange(0, at_once, gl.SliceLayout(1, weight_layout))
         row = gl.arange(0, kept_block, gl.SliceLayout(0, weight_layout))
@@ -81,11 +88,11 @@ def _merge_one(
     kept_block: gl.constexpr,
 ):  # fmt: skip
     """The running result and split ``number`` of half a batch, which is at place ``of``."""
-    layout: gl.constexpr = _layout_of_partials(head_size)
+    layout: gl.constexpr = layout_of_partials(head_size)
     at_once: gl.constexpr = _half_batch(kept_block)
     split_top = sums.index((of * 4 + 2 * half) * at_once + number).load(gl.SliceLayout(1, layout))
     split_weight = sums.index((of * 4 + 2 * half + 1) * at_once + number).load(gl.SliceLayout(1, layout))
-    split_acc = accs.index(of * _room(kept_block) + number).load(layout)
+    split_acc = accs.index(of * at_once + number).load(layout)
     top, weight, old, new = merge_weights(top, weight, split_top, split_weight)
     return top, weight, merge_values(acc, old, split_acc, new)
 
@@ -110,26 +117,30 @@ def _merge_half(
 
 @gluon.jit
 def merge_kept(
-    out, partial_top, partial_weight, partial_acc, key_ring, value_ring, rows_shared, first_place, merged, splits,
+    out, partial_top, partial_weight, partial_acc, key_ring, value_ring, sums, first_place, merged, splits,
     start, tokens, kv_head, stride_o_token, stride_o_head, kv_heads: gl.constexpr, group: gl.constexpr,
     head_size: gl.constexpr, kept_rows: gl.constexpr, kept_block: gl.constexpr, stages: gl.constexpr,
 ):  # fmt: skip
-    """Merges the partial results of a head, in ascending order, and writes the result. Nothing else may use the rings
-    and the rows, which are overwritten.
+    """Merges the partial results of a head, in ascending order, and writes the result. Nothing else may use the rings,
+    which are overwritten.
 
     Args:
+        sums: shared memory of ``words_for_merging``.
         first_place: of the partial result of split 0.
         merged: splits that are merged already; the result of all of them is where the last one's would be.
     """
-    layout: gl.constexpr = _layout_of_partials(head_size)
+    layout: gl.constexpr = layout_of_partials(head_size)
     at_once: gl.constexpr = _half_batch(kept_block)
     stride: gl.constexpr = kv_heads * kept_rows
-    acc_shape: gl.constexpr = [stages * _room(kept_block), kept_block, head_size]
-    early_accs = key_ring._reinterpret(gl.float32, acc_shape, _plain(2))
-    late_accs = value_ring._reinterpret(gl.float32, acc_shape, _plain(2))
+    batch_shape: gl.constexpr = [stages, at_once, kept_block, head_size]
+    split_shape: gl.constexpr = [stages * at_once, kept_block, head_size]
+    early_batches = key_ring._reinterpret(gl.float32, batch_shape, _plain(3))
+    late_batches = value_ring._reinterpret(gl.float32, batch_shape, _plain(3))
+    early_accs = key_ring._reinterpret(gl.float32, split_shape, _plain(2))
+    late_accs = value_ring._reinterpret(gl.float32, split_shape, _plain(2))
     # Of every batch the maxima and the weights of its early half, then those of its late half.
-    sums = rows_shared._reinterpret(gl.float32, [stages * 4, at_once, kept_block], _plain(2))
-    sums_of_splits = rows_shared._reinterpret(gl.float32, [stages * 4 * at_once, kept_block], _plain(1))
+    sums_of_batches = sums._reinterpret(gl.float32, [stages * 4, at_once, kept_block], _plain(2))
+    sums_of_splits = sums._reinterpret(gl.float32, [stages * 4 * at_once, kept_block], _plain(1))
     kept = gl.arange(0, kept_block, gl.SliceLayout(1, layout))
     dims = gl.arange(0, head_size, gl.SliceLayout(0, layout))
     keep = (kept < kept_rows) & (kept // group < tokens)
@@ -146,12 +157,12 @@ def merge_kept(
         into = ahead % stages
         first = merged + ahead * (2 * at_once)
         _start_copies(
-            early_accs, sums, into, 0, partial_top, partial_weight, partial_acc, first_place, first, splits, tokens,
-            stride, group, head_size, kept_rows, kept_block,
+            early_batches, sums_of_batches, into, 0, partial_top, partial_weight, partial_acc, first_place, first,
+            splits, tokens, stride, group, head_size, kept_rows, kept_block,
         )  # fmt: skip
         _start_copies(
-            late_accs, sums, into, 1, partial_top, partial_weight, partial_acc, first_place, first + at_once, splits,
-            tokens, stride, group, head_size, kept_rows, kept_block,
+            late_batches, sums_of_batches, into, 1, partial_top, partial_weight, partial_acc, first_place,
+            first + at_once, splits, tokens, stride, group, head_size, kept_rows, kept_block,
         )  # fmt: skip
         async_copy.commit_group()
         if batch >= 0:

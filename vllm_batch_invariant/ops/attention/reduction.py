@@ -62,7 +62,7 @@ class AttentionReduction:
         if device_type != "cuda":
             return cls()
         # FlexAttention gives each split a query block of its own.
-        return cls(1024, ((512, 2048),)) if implementation == "flex" else cls(1024, ((256, 8192), (512, 32768)))
+        return cls(1024, ((512, 2048),)) if implementation == "flex" else cls(1024, ((256, 2048), (512, 32768)))
 
     def split_of(self, position: int) -> int:
         """The number of the split that a position is in."""
