@@ -48,11 +48,11 @@ def _draw_linear(measurements: Sequence[Measurement]) -> Figure:
     figure = Figure(figsize=(4 * _PANELS_ABREAST, 3 * lines + 1), layout="constrained")
     axes = figure.subplots(lines, _PANELS_ABREAST, sharex=True, sharey=True, squeeze=False).flatten()
     for place, (name, own) in zip(axes, panels.items(), strict=False):
-        _ratio_lines(place, own, "M")
+        ratio_lines(place, own, "M")
         place.set_title(name)
     last = axes[len(panels)]
     _ratio_band(last, times)
-    _ratio_lines(last, times, "M")
+    ratio_lines(last, times, "M")
     last.set_title("all shapes, and their range")
     for place in axes[len(panels) + 1 :]:
         place.remove()
@@ -80,7 +80,7 @@ def _draw_attention(measurements: Sequence[Measurement]) -> Figure:
                 for found in times
                 if shape_name(found.keys) == shape and (found.keys["phase"], found.keys["batch"]) == (phase, str(batch))
             ]
-            _ratio_lines(place, own, key)
+            ratio_lines(place, own, key)
             place.xaxis.set_major_formatter(_kilo)
             place.set_title(f"{shape}, {phase}" + (f", batch {batch}" if phase == "decode" else ""), fontsize="medium")
             labels |= {label: handle for handle, label in zip(*place.get_legend_handles_labels(), strict=True)}
@@ -152,7 +152,7 @@ def _times(measurements: Iterable[Measurement]) -> list[Measurement]:
     ]
 
 
-def _ratio_lines(place: Axes, measurements: Iterable[Measurement], key: str) -> None:
+def ratio_lines(place: Axes, measurements: Iterable[Measurement], key: str) -> None:
     """A line for each provider over a number of the case."""
     points: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for (provider, number), mean in geometric_means(measurements, [key]).items():

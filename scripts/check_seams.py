@@ -3,6 +3,7 @@
 usage: python -m scripts.check_seams PACKAGE==VERSION...     downloads those wheels: vllm 300 MB, vllm-ascend 25 MB
 """
 
+import argparse
 import ast
 import subprocess
 import sys
@@ -73,10 +74,12 @@ def missing(wheel: zipfile.ZipFile, places: ModuleType) -> list[str]:
 PLACES = {"vllm": seams, "vllm-ascend": ascend_seams}
 
 
-def main(requirements: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Check each package; the exit status is the number of those that lack something."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("requirements", nargs="+", metavar="PACKAGE==VERSION", help=f"one of {', '.join(PLACES)}")
     lacking = 0
-    for requirement in requirements:
+    for requirement in parser.parse_args(arguments).requirements:
         places = PLACES[requirement.partition("==")[0]]
         with tempfile.TemporaryDirectory() as folder:
             wanted = ["--no-deps", "--only-binary=:all:", "--dest", folder, requirement]
@@ -89,4 +92,4 @@ def main(requirements: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

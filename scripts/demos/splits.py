@@ -50,18 +50,22 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, size: in
     return merge_splits(torch.stack(outputs), torch.stack(lses))
 
 
+def cuts() -> dict[str, dict[int, int]]:
+    """Keys in a split: by the way of cutting, and by the number of keys there are."""
+    return {
+        f"{NUMBER} splits": {keys: -(-keys // NUMBER) for keys in KEYS},
+        f"splits of {SIZE}": dict.fromkeys(KEYS, SIZE),
+    }
+
+
 def results(device: str = "cpu") -> dict[str, dict[int, torch.Tensor]]:
-    """The query's result by the number of keys there are, in a fixed number of splits and in splits of a fixed size."""
+    """The query's result, as :func:`cuts` lists them."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(HEADS, HEAD_SIZE, generator=generator).to(device)
     key, value = (torch.randn(HEADS, max(KEYS), HEAD_SIZE, generator=generator).to(device) for _ in range(2))
-
-    def by(size_for: dict[int, int]) -> dict[int, torch.Tensor]:
-        return {keys: attend(query, key[:, :keys], value[:, :keys], size) for keys, size in size_for.items()}
-
     return {
-        f"{NUMBER} splits": by({keys: -(-keys // NUMBER) for keys in KEYS}),
-        f"splits of {SIZE}": by(dict.fromkeys(KEYS, SIZE)),
+        way: {keys: attend(query, key[:, :keys], value[:, :keys], size) for keys, size in sizes.items()}
+        for way, sizes in cuts().items()
     }
 
 

@@ -1,0 +1,166 @@
+"""Draws the figures of docs/how-it-works.md from the demonstrations and the benchmark data. Needs matplotlib.
+
+usage: python -m scripts.figures [--out FOLDER]
+"""
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from benchmarks.plot import ratio_lines
+from benchmarks.record import DATA, Measurement, geometric_means, read
+from scripts.demos import blocks, splits
+from vllm_batch_invariant.check.svg import svg
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FIGURES = Path(__file__).parents[1] / "docs" / "figures"
+_BLUE, _ORANGE, _PALE = "#0072B2", "#D55E00", "#9ecae1"
+_FLOAT16, _FLOAT32 = torch.float16, torch.float32
+
+
+def order() -> str:
+    """What moves the bits of a sum and of a product: error of the sum by block, elements moved by tile and split-K."""
+    found = {dtype: blocks.sums(dtype) for dtype in (_FLOAT16, _FLOAT32)}
+    exact = {dtype: math.fsum(_summed(dtype).tolist()) for dtype in found}
+    by_tile, by_splits = blocks.moved(_FLOAT32)
+    bars = {f"tile {rows} x {columns}": moved for (rows, columns), moved in by_tile.items()}
+    bars |= {f"split-K {count}": moved for count, moved in by_splits.items()}
+
+    def draw(figure: "Figure") -> None:
+        half, single, products = figure.subplots(1, 3, width_ratios=(1, 1, 1.2))
+        for place, (dtype, sums) in zip((half, single), found.items(), strict=True):
+            place.plot(range(len(sums)), [value - exact[dtype] for value in sums.values()], "o", color=_ORANGE)
+            place.axhline(0, color="black", linewidth=0.8)
+            place.set_xticks(range(len(sums)), list(map(str, sums)), rotation=45)
+            place.set_title(f"sum, {_name(dtype)}")
+            place.set_xlabel("block")
+        half.set_ylabel(f"error of a sum of {blocks.ELEMENTS} numbers")
+        colours = [_ORANGE if moved else _BLUE for moved in bars.values()]
+        drawn = products.barh(list(bars), list(bars.values()), color=colours)
+        products.bar_label(drawn, padding=2)
+        products.set_xlim(0, 1.5 * blocks.SIDE**2)
+        products.set_xticks([0, blocks.SIDE**2])
+        products.invert_yaxis()
+        products.set_title("product, float32")
+        products.set_xlabel("elements that move")
+
+    words = [
+        f"Sums of {_name(dtype)}: " + ", ".join(f"block {block}: {value:.9g}" for block, value in sums.items())
+        for dtype, sums in found.items()
+    ]
+    words.append(
+        "elements of a product with other bits: " + ", ".join(f"{bar}: {moved}" for bar, moved in bars.items())
+    )
+    return _page(draw, 2.9, "order", "; ".join(words))
+
+
+def _summed(dtype: torch.dtype) -> torch.Tensor:
+    """The numbers of ``blocks.sums``, exact in float64."""
+    return blocks.numbers(blocks.ELEMENTS, seed=0, dtype=dtype, device="cpu").double()
+
+
+def attention() -> str:
+    """Where a query's keys are cut, by the number of keys there are, and how many elements of its result that moves."""
+    results = splits.results()
+    query = splits.POSITION + 1
+
+    def draw(figure: "Figure") -> None:
+        places = figure.subplots(1, len(results), sharey=True)
+        for place, (way, sizes) in zip(places, splits.cuts().items(), strict=True):
+            for row, (keys, size) in enumerate(sizes.items()):
+                starts = range(0, query, size)
+                spans = [(start, min(size, query - start)) for start in starts]
+                colours = [(_BLUE, _PALE)[number % 2] for number in range(len(spans))]
+                place.broken_barh(spans, (row - 0.35, 0.7), facecolors=colours, linewidth=0)
+                moved = int((results[way][keys] != results[way][splits.KEYS[0]]).sum())
+                place.text(query + 20, row, f"{moved} differ" if moved else "same bits", va="center")
+            place.set_title(way)
+            place.set_xlim(0, 1.45 * query)
+            place.set_xticks(range(0, query, 250))
+            place.set_xlabel(f"keys that the query at {splits.POSITION} sees")
+        places[0].set_yticks(range(len(splits.KEYS)), list(map(str, splits.KEYS)))
+        places[0].set_ylabel("keys there are")
+        places[0].invert_yaxis()
+
+    words = [
+        f"{way}: "
+        + ", ".join(f"{-(-query // size)} of {size} keys where there are {keys}" for keys, size in cut.items())
+        for way, cut in splits.cuts().items()
+    ]
+    description = f"Splits that a query at position {splits.POSITION} sees. {'; '.join(words)}"
+    return _page(draw, 2.5, "attention", description)
+
+
+def time() -> str:
+    """Time against what plain vLLM uses: products by their rows, and attention of decode by the context."""
+    products = [found for found in read(DATA / "linear.csv") if found.provider in ("ours", "native")]
+    decode = [found for found in read(DATA / "attention.csv") if found.keys["phase"] == "decode"]
+    decode = [found for found in decode if found.metric == "time" and found.provider != "stock"]
+    products = [found for found in products if found.metric == "time"]
+
+    def draw(figure: "Figure") -> None:
+        left, right = figure.subplots(1, 2, sharey=True)
+        _panel(left, products, "M", f"products, rows M\n(stock: torch.mm, {products[0].gpu})")
+        _panel(right, decode, "context", "attention of decode, keys\n(stock: FlashAttention 3)")
+        left.set_ylabel("time / stock (below 1: faster)")
+
+    words = [_means(products, "M", "rows"), _means(decode, "context", "keys")]
+    return _page(draw, 3.2, "time", f"Time against stock, geometric means. {'; '.join(words)}")
+
+
+def _panel(place: "Axes", measurements: Sequence[Measurement], key: str, title: str) -> None:
+    ratio_lines(place, measurements, key)
+    place.set_title(title)
+    place.legend(frameon=False)
+    place.tick_params(axis="x", rotation=45)
+
+
+def _means(measurements: Sequence[Measurement], key: str, unit: str) -> str:
+    means = sorted(geometric_means(measurements, [key]).items(), key=lambda found: (found[0][0], int(found[0][1])))
+    return ", ".join(f"{provider} at {number} {unit}: {mean:.2f}" for (provider, number), mean in means)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _page(draw: Callable[["Figure"], None], height: float, name: str, description: str) -> str:
+    """A picture on white paper, readable on a page of any colour, in its own size."""
+
+    def on_paper(figure: "Figure") -> None:
+        from matplotlib.patches import Rectangle
+
+        figure.add_artist(Rectangle((0, 0), 1, 1, transform=figure.transFigure, color="white", zorder=-1))
+        draw(figure)
+
+    picture = svg(on_paper, height, name, description, {})
+    width, tall = re.search(r'viewBox="0 0 (\S+) (\S+)"', picture).groups()
+    return picture.replace("<svg ", f'<svg width="{width}pt" height="{tall}pt" ', 1) + "\n"
+
+
+DRAWINGS: dict[str, Callable[[], str]] = {"order": order, "attention": attention, "time": time}
+"""How each figure is drawn, by the name of its file."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Draw all figures and print their paths."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=FIGURES, help="where to write them (default: docs/figures)")
+    folder = parser.parse_args(arguments).out
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, draw in DRAWINGS.items():
+        path = folder / f"{name}.svg"
+        path.write_text(draw())
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
