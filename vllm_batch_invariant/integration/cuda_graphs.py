@@ -11,16 +11,19 @@ from typing import Any
 from . import seams
 
 _DEFAULT_LARGEST = 512
-_MORE_SIZES = range(640, 2049, 128)
+_DEFAULT_STEP = 16
+_MORE_SIZES = (*range(64, 513, 64), *range(640, 2049, 128))
 
 
-def sizes(captured: list[int], most_tokens: int) -> list[int]:
-    """The numbers of tokens to capture: vLLM's, and larger ones unless the user chose another largest. Layers that are
-    not compiled keep the host busy longer than the GPU up to about 2000 tokens.
+def sizes(captured: list[int], most_requests: int, most_tokens: int) -> list[int]:
+    """The numbers of tokens to capture: vLLM's, and larger ones unless the user chose another largest than vLLM's, which
+    follows the requests of a step. Layers that are not compiled keep the host busy longer than the GPU up to about 2000
+    tokens.
     """
-    if max(captured, default=0) != _DEFAULT_LARGEST:
+    largest, limit = max(captured, default=0), min(2 * most_requests, _DEFAULT_LARGEST, most_tokens)
+    if not limit - _DEFAULT_STEP < largest <= limit:
         return captured
-    return sorted({*captured, *(size for size in _MORE_SIZES if size <= most_tokens)})
+    return sorted({*captured, *(size for size in _MORE_SIZES if largest < size <= most_tokens)})
 
 
 def install() -> None:
