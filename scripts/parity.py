@@ -5,6 +5,7 @@ usage: python -m scripts.parity [--model MODEL] [--dtype DTYPE]     needs vLLM a
 """
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -21,9 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_batch_invariant import batch_invariant_mode
+from vllm_batch_invariant.check.arguments import OneLineParser, at_least
 from vllm_batch_invariant.check.checkpoint import DTYPES, Shape, make_checkpoint
 from vllm_batch_invariant.check.engine_process import Engine
 from vllm_batch_invariant.check.engine_requests import request, tokens
+from vllm_batch_invariant.check.outcome import NoTestError, Status
+from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.hf import patch, token_logprobs
 
 PROMPT_LENGTHS = (12, 45, 257, 300)
@@ -187,12 +191,20 @@ def gaps(path: str, dtype: torch.dtype, device: str, samples: Sequence[Sample]) 
 
 
 def main() -> int:
-    """Roll out, compare, print. The exit status is 1 if the patched trainer is not equal."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Roll out, compare, print. The exit status is 1 if the patched trainer is not equal, 2 if nothing was compared."""
+    parser = OneLineParser(prog="parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a Qwen3 model's folder or name; a small random one is made if left out")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the engine and the trainer")
-    parser.add_argument("--max-tokens", type=int, default=32, help="sampled for each of the prompts")
+    parser.add_argument("--max-tokens", type=at_least(1), default=32, help="sampled for each of the prompts")
     options = parser.parse_args()
+    try:
+        return _compare(options)
+    except (NoTestError, NotCovered) as error:
+        print(f"parity: {error}", file=sys.stderr)
+        return Status.NO_TEST
+
+
+def _compare(options: argparse.Namespace) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() if options.model is None else nullcontext() as folder:
         path = options.model or str(make_checkpoint(Path(folder), Shape(dtype=options.dtype)))

@@ -67,6 +67,11 @@ def test_the_installed_vllm_has_every_seam(name: str) -> None:
     assert seams.ALL[name].get() is not None
 
 
+@pytest.mark.parametrize("name", seams.MEMBERS)
+def test_the_installed_vllm_has_every_method_that_is_overridden(name: str) -> None:
+    assert [member for member in seams.MEMBERS[name] if not hasattr(seams.ALL[name].get(), member)] == []
+
+
 def test_a_missing_seam_is_named() -> None:
     with pytest.raises(NotCovered, match=r"it has no nothing in vllm\.envs"):
         seams.Seam(("vllm.envs",), "nothing").get()

@@ -4,6 +4,7 @@ vLLM.
 
 import difflib
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,22 @@ class Variable:
         return value
 
 
+@dataclass(frozen=True)
+class IntegerVariable(Variable):
+    """A variable that is an integer or has its default, the first of ``values``; the others tell people of it."""
+
+    def read(self) -> str:
+        """The value in force.
+
+        Raises:
+            BadSetting: a value that is no integer.
+        """
+        value = os.environ.get(self.name, "") or self.values[0]
+        if value != self.values[0] and not re.fullmatch(r"-?[0-9]+", value):
+            raise BadSetting(f"{self.name}={value!r} is not a value it can have; use {self.values[0]} or an integer.")
+        return value
+
+
 ATTENTION = Variable(
     f"{FLAG}_ATTENTION",
     ("auto", "flex", "numba", "triton"),
@@ -42,7 +59,12 @@ LINEAR = Variable(
     ("auto", "triton"),
     "Products on a GPU: cuBLASLt where it is certified to have the bits of the Triton chain, or the chain alone.",
 )
-VARIABLES = (Variable(FLAG, ("0", "1"), "The mode, for vLLM and this plugin."), ATTENTION, LINEAR)
+SEED = IntegerVariable(
+    f"{FLAG}_SEED",
+    ("none", "integer"),
+    "Gives every request that samples without a seed one made of its prompt, its sampling parameters and this number.",
+)
+VARIABLES = (Variable(FLAG, ("0", "1"), "The mode, for vLLM and this plugin."), ATTENTION, LINEAR, SEED)
 
 
 def cache_folder() -> Path:

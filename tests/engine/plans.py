@@ -10,6 +10,9 @@ CHUNK_ENDS = (127, 128, 129, 255, 256, 257)
 
 OTHER_SAMPLING = company_that_samples()
 
+UNSEEDED = ("unseeded", "unseeded again", "unseeded in company", "four without a seed")
+"""Steps of one request that samples without a seed, the same in all of them but for how many samples it wants."""
+
 RESTARTED = (
     "alone 1",
     "alone 45",
@@ -55,7 +58,10 @@ def plan() -> list[dict]:
     several = request(NEEDLES[45], n=4, temperature=1.0, seed=3)
     steps.append({"name": "four samples", "requests": [several]})
     steps.append({"name": "four samples in company", "requests": [*OTHER_SAMPLING, several]})
-    steps.append({"name": "four without a seed", "requests": [request(NEEDLES[45], n=4, temperature=1.0)]})
+    unseeded = request(NEEDLES[45], temperature=1.0)
+    steps += [{"name": name, "requests": [unseeded]} for name in UNSEEDED[:2]]
+    steps.append({"name": UNSEEDED[2], "requests": [*OTHER_SAMPLING[:9], unseeded]})
+    steps.append({"name": UNSEEDED[3], "requests": [request(NEEDLES[45], n=4, temperature=1.0)]})
     steps.append({"name": "borders", "requests": [request(tokens(length, 6), max_tokens=4) for length in CHUNK_ENDS]})
     steps.append({"name": "many", "requests": [request(tokens(250, 100 + i), max_tokens=40) for i in range(12)]})
     return steps

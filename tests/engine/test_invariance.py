@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.engine.engines import Result, run, tokens
-from tests.engine.plans import COMPANY, NEIGHBOURS, OTHER_SAMPLING, RESTARTED, again, plan
+from tests.engine.plans import COMPANY, NEIGHBOURS, OTHER_SAMPLING, RESTARTED, UNSEEDED, again, plan
 from vllm_batch_invariant.check.certificates import OPERATIONS
 from vllm_batch_invariant.check.contract import Outcome
 from vllm_batch_invariant.check.engine_process import Engine
@@ -20,7 +20,7 @@ from vllm_batch_invariant.check.findings import Findings
 from vllm_batch_invariant.check.outcome import Status
 from vllm_batch_invariant.check.recording import MODULE_OUTPUT
 from vllm_batch_invariant.check.sizes import Size
-from vllm_batch_invariant.envs import ATTENTION, FLAG
+from vllm_batch_invariant.envs import ATTENTION, FLAG, SEED
 from vllm_batch_invariant.receipt import Receipt
 
 pytestmark = pytest.mark.engine
@@ -173,13 +173,33 @@ def test_a_check_of_the_mode_holds_on_every_rung(main: Result, small: Result) ->
     assert found.latency.tokens == 4 * 8
 
 
-def test_other_pages_other_chunks_and_async_scheduling_move_no_bit(main: Result, engine: Callable[..., Result]) -> None:
+@pytest.fixture(scope="module")
+def other(engine: Callable[..., Result]) -> Result:
+    """An engine with other pages and chunks, which gives requests a seed. The mode needs no C++ compiler, which plain
+    vLLM on a CPU does.
+    """
     settings = {"max_num_batched_tokens": 300, "max_num_seqs": 5, "block_size": 32, "async_scheduling": True}
-    # The mode needs no C++ compiler, which plain vLLM on a CPU does.
-    other = engine(again(*RESTARTED), environment={"CXX": "no-such-compiler"}, **settings)
+    return engine(again(*RESTARTED, *UNSEEDED), environment={"CXX": "no-such-compiler", SEED.name: "5"}, **settings)
+
+
+def test_other_pages_other_chunks_and_async_scheduling_move_no_bit(main: Result, other: Result) -> None:
     for name in RESTARTED:
         ours, theirs = ([answer["completions"] for answer in result.steps[name]] for result in (other, main))
         assert ours == theirs, name
+
+
+def test_a_request_without_a_seed_gets_the_same_sample_again_if_seeds_are_made_for_it(
+    main: Result, other: Result
+) -> None:
+    alone, again_alone, in_company, four = UNSEEDED
+    assert main.completions(again_alone) != main.completions(alone)
+    [sample] = other.completions(alone)
+    assert other.completions(again_alone) == [sample]
+    assert other.completions(in_company, 9) == [sample]
+    samples = other.completions(four)
+    assert samples[0] == sample
+    assert len({tuple(sample["tokens"]) for sample in samples}) == 4
+    assert f"{SEED.name}=5" in other.log
 
 
 def test_flex_attention_gives_a_request_the_same_bits_in_any_company(engine: Callable[..., Result]) -> None:

@@ -10,6 +10,7 @@ from tests.bits import DTYPES, ROW_COUNTS
 from tests.gpu.linear_cases import HALVES, turned
 from tests.ops.attention_cases import Chunk, Heads, Request, paged
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
+from vllm_batch_invariant.ops.devices import module_for
 from vllm_batch_invariant.ops.linear import schedule
 from vllm_batch_invariant.ops.norm import rms_norm
 from vllm_batch_invariant.ops.norm_rotary import norm_rotary
@@ -64,6 +65,17 @@ def test_row_kernels_are_compiled_once_for_all_batch_sizes(length, dtype, compil
         log_softmax(part, -1)
         rms_norm(part, x[0], 1e-6, part)
     for kernel in ("_sum_kernel", "_softmax_kernel", "_rms_norm_kernel"):
+        assert calls(compiled, kernel) <= 1, kernel
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [16_385, 151_936])
+def test_kernels_of_long_rows_are_compiled_once_for_all_batch_sizes(length, dtype, compiled):
+    x = torch.ones(300, length, dtype=dtype, device="cuda")
+    module = module_for("softmax", "cuda")
+    for rows in (1, 2, 3, 4, 5, 15, 16, 17, 299, 300):
+        module.log_softmax_backward(x[:rows], log_softmax(x[:rows], -1), -1, dtype)
+    for kernel in ("_chunk_kernel", "_merged_softmax_kernel", "_chunk_backward_kernel", "_merged_backward_kernel"):
         assert calls(compiled, kernel) <= 1, kernel
 
 

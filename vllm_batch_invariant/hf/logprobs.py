@@ -7,6 +7,11 @@ from ..integration import seams
 from ..ops import softmax
 from ..ops.devices import module_for
 
+_UNIT = 16
+"""Bytes and elements: what Triton knows of an engine's logits, whose rows lie 64 elements or a multiple apart. It
+compiles another kernel for others, which adds in another order.
+"""
+
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """The logprob of each token: what vLLM reports for it as a raw logprob, before temperature and penalties.
@@ -36,15 +41,25 @@ def _by_vllm(device: torch.device) -> bool:
     return device.type == "cuda" and seams.ENVIRONMENT.get()["VLLM_USE_V2_MODEL_RUNNER"]() is not False
 
 
+def as_in_the_engine(logits: torch.Tensor) -> torch.Tensor:
+    """[rows, vocabulary] of [..., vocabulary], with the alignment that an engine's logits have."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    if rows.stride(1) == 1 and rows.stride(0) % _UNIT == 0 and rows.data_ptr() % _UNIT == 0:
+        return rows
+    count, vocabulary = rows.shape
+    aligned = rows.new_empty(count, -(-vocabulary // _UNIT) * _UNIT)[:, :vocabulary]
+    return aligned.copy_(rows)
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(logits, tokens)
         chosen = tokens.unsqueeze(-1)
         if _by_vllm(logits.device) and tokens.numel():
-            rows = logits.flatten(0, -2)
-            rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-            return seams.TOKEN_LOGPROBS.get()(rows, chosen.reshape(-1, 1)).view(tokens.shape)
+            with torch.cuda.device_of(logits):
+                rows = as_in_the_engine(logits)
+                return seams.TOKEN_LOGPROBS.get()(rows, chosen.reshape(-1, 1)).view(tokens.shape)
         return softmax.log_softmax(logits, dtype=torch.float32).gather(-1, chosen).squeeze(-1)
 
     @staticmethod

@@ -38,7 +38,7 @@ def model_forward(
     given = inputs_embeds if input_ids is None else input_ids
     support.check_call(given.device, attention_mask, past_key_values=past_key_values, use_cache=use_cache, **options)
     mask = given.new_ones(given.shape[:2], dtype=torch.bool) if attention_mask is None else attention_mask
-    batch = Packed.of(mask, position_ids)
+    batch = Packed.of(mask.to(given.device), position_ids)
     hidden = batch.pack(inputs_embeds) if input_ids is None else self.embed_tokens(batch.pack(input_ids))
     support.check_length(batch.positions, self.config.max_position_embeddings)
     cache = cos_sin_cache(

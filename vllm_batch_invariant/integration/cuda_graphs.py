@@ -16,7 +16,7 @@ _MORE_SIZES = (*range(64, 513, 64), *range(640, 2049, 128))
 
 
 def sizes(captured: list[int], most_requests: int, most_tokens: int) -> list[int]:
-    """The numbers of tokens to capture: vLLM's, and larger ones unless the user chose another largest than vLLM's, which
+    """The numbers of tokens to capture: vLLM's, and larger ones unless the user chose another largest than vLLM's, that
     follows the requests of a step. Layers that are not compiled keep the host busy longer than the GPU up to about 2000
     tokens.
     """

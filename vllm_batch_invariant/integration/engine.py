@@ -9,7 +9,7 @@ import torch
 
 from .. import __version__, envs
 from ..errors import NotCovered
-from . import ascend, cuda_graphs, declaration, seams, support
+from . import ascend, cuda_graphs, declaration, seams, seeds, support
 
 if TYPE_CHECKING:
     from ..ops.attention import AttentionReduction
@@ -51,6 +51,7 @@ def install() -> None:
     seams.REGISTER_BACKEND.get()(_backend(device_type), f"{__package__}.attention_{device_type}.Backend")
     seams.INIT_BATCH_INVARIANCE.put(take_over)
     declaration.offer_endpoint()
+    seeds.install()
     _installed = True
 
 
@@ -97,8 +98,10 @@ def configure(vllm_config: Any) -> None:
         every_step = graphs and vllm_config.use_v2_model_runner and envs.ATTENTION.read() != "flex"
         compilation.cudagraph_mode = modes.FULL if every_step else modes.FULL_DECODE_ONLY if graphs else modes.NONE
         if every_step:
-            most_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-            captured = cuda_graphs.sizes(compilation.cudagraph_capture_sizes or [], most_tokens)
+            scheduler = vllm_config.scheduler_config
+            captured = cuda_graphs.sizes(
+                compilation.cudagraph_capture_sizes or [], scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+            )
             compilation.cudagraph_capture_sizes = captured
             compilation.max_cudagraph_capture_size = max(captured, default=0)
     compilation.custom_ops = ["all"] + [
@@ -193,10 +196,14 @@ def summary(device_type: str, theirs: Iterable[str] = ()) -> list[str]:
         "cuda": "Products: one chain over K in cuBLASLt and Triton. Norms, softmax, sums: Triton, in a fixed order.",
     }[device_type]
     machine = f"machine with {torch.get_num_threads()} threads" if device_type == "cpu" else "kind of GPU"
+    seed = envs.SEED.read()
+    unseeded = ", sampling without a seed."
+    if seed != envs.SEED.values[0]:
+        unseeded = f". A request without a seed gets one made of itself and {envs.SEED.name}={seed}."
     return [
         f"{first}vLLM's own mode of that name is not used.",
         f"{serving} Attention: {envs.ATTENTION.read()}, {_reduction(device_type)}. Layers are not compiled"
         + ("; steps run in CUDA graphs." if device_type == "cuda" else "."),
         "Same bits for a request run again, in any batch, under any schedule (chunks, prefix cache, preemption, "
-        f"restart) on this {machine}. Not covered: other hardware, other thread counts, sampling without a seed.",
+        f"restart) on this {machine}. Not covered: other hardware, other thread counts{unseeded}",
     ]

@@ -83,6 +83,8 @@ TOKEN_LOGPROBS = Seam(("vllm.v1.worker.gpu.sample.logprob",), "compute_token_log
 """What the model runner V2, which serves dense models on GPUs, reports as logprobs."""
 WORKER = Seam(("vllm.v1.worker.worker_base",), "WorkerBase")
 """Whose methods an engine calls by name."""
+INPUT_PROCESSOR = Seam(("vllm.v1.engine.input_processor",), "InputProcessor")
+"""Makes what the engine gets of what a client asks."""
 TOP_K_TOP_P_KERNEL = Seam(("vllm.v1.sample.ops.topk_topp_triton",), "apply_top_k_top_p_triton")
 TOP_K_TOP_P_FEW_ROWS = Seam(("vllm.v1.sample.ops.topk_topp_sampler",), "apply_top_k_top_p_pytorch")
 """Filters logits of few rows, and all where vLLM finds no Triton."""
@@ -95,6 +97,14 @@ GRAPH_MANAGER = Seam(("vllm.v1.worker.gpu.cudagraph_utils",), "CudaGraphManager"
 COMPILATION_MODE = Seam(("vllm.config", "vllm.config.compilation"), "CompilationMode")
 
 ALL = {name: value for name, value in list(globals().items()) if isinstance(value, Seam)}
+
+MEMBERS = {
+    "INPUT_PROCESSOR": ("process_inputs",),
+    "GRAPH_MANAGER": ("_init_candidates",),
+    "LINEAR_METHOD": ("process_weights_after_loading",),
+    "EMBEDDING_METHOD": ("process_weights_after_loading",),
+}
+"""Methods of those classes that are overridden."""
 
 
 def installed_version() -> str:

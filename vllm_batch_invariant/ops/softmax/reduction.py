@@ -13,6 +13,8 @@ class SoftmaxReduction:
     :class:`SumReduction`.
 
     exp is the one of ``numba_math`` on a CPU, additions and multiplications in a fixed order, and Triton's on a GPU.
+    There a row of up to 16384 elements is one block, and a longer one is cut into chunks (of 2048 elements up to a
+    length of 262144) whose sums are relative to their own maxima, rescaled to the row's, and added by one tree.
     """
 
     length: int
