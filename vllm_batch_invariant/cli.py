@@ -1,6 +1,7 @@
 """The command ``vllm-batch-invariant``."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable
 
@@ -85,15 +86,18 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def _parser(name: str, command: Callable[[list[str]], int]) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=f"vllm-batch-invariant {name}", description=command.__doc__)
+    from .check.arguments import OneLineParser
+
+    return OneLineParser(prog=f"vllm-batch-invariant {name}", description=command.__doc__)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; bad settings and refusals are one line and status 2."""
+    from .check.arguments import OneLineParser
     from .errors import BadSetting, NotCovered
 
     listing = "\n".join(f"  {name:<17}{command.__doc__}" for name, command in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="vllm-batch-invariant",
         description="Batch-invariant inference for vLLM.",
         epilog=f"commands:\n{listing}",
@@ -107,6 +111,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (BadSetting, NotCovered) as error:
         print(f"vllm-batch-invariant: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before the command began, while Python was loading what it needs
+        print("vllm-batch-invariant: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

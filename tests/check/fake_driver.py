@@ -1,7 +1,7 @@
 """Stands in for the program that holds an engine, without one: answers follow the prompt, and go wrong as told.
 
-FAKE_ENGINE is a list of: breaks (in a batch a token differs), never-batches, never-preempts, no-logprobs, no-start,
-dies, hangs (at the step "with 7 others", after it has written its process id to the file FAKE_ENGINE_PID).
+FAKE_ENGINE is a list of: breaks (in a batch a token differs), never-batches, never-preempts, no-logprobs, nonsense,
+no-start, dies, hangs (at the step "with 7 others", after it has written its process id to the file FAKE_ENGINE_PID).
 """
 
 import json
@@ -33,6 +33,7 @@ class FakeEngine:
             raise RuntimeError("the engine did not start: no such model")
         self.small = "--num-gpu-blocks-override" in arguments
         limits = {"tokens_in_a_step": 64, "prefix_caching": False} if self.small else {}
+        limits |= {"requests_in_a_step": 1} if "never-batches" in WRONG else {}
         return ABOUT | limits | {"arguments": arguments, "flag": os.environ.get("VLLM_BATCH_INVARIANT")}
 
     def call(self, what: dict[str, Any]) -> list[dict[str, Any]]:
@@ -47,6 +48,8 @@ class FakeEngine:
             time.sleep(600)
         if step["name"] == "again" and "dies" in WRONG:
             os._exit(7)
+        if "nonsense" in WRONG:
+            return {"requests": []}
         size = 1 if "never-batches" in WRONG else len(step["requests"])
         preempted = self.small and step["name"] == "many" and "never-preempts" not in WRONG
         return {

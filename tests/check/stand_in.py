@@ -16,6 +16,10 @@ class Page:
     status: int = 200
 
 
+HANGS_UP = Page("", status=0)
+"""Closes the connection instead of an answer."""
+
+
 @contextmanager
 def stand_in(**pages: Page) -> Iterator[str]:
     """A server of fixed pages, named by the last part of their path."""
@@ -25,6 +29,9 @@ def stand_in(**pages: Page) -> Iterator[str]:
 
         def do_GET(self) -> None:
             page = pages.get(self.path.rsplit("/", 1)[-1], Page("no such page", 404))
+            if page is HANGS_UP:
+                self.close_connection = True
+                return
             data = page.body.encode() if isinstance(page.body, str) else json.dumps(page.body).encode()
             self.send_response(page.status)
             self.send_header("Content-Type", "text/plain" if isinstance(page.body, str) else "application/json")

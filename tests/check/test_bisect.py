@@ -45,6 +45,7 @@ def ends(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
         (("x/y", "--serve-args", "'"), "--serve-args: "),
         (("x/y", "--serve-args", "--worker-extension-cls a.B"), "taken by the recording"),
         (("x/y", "--json", "no/such/folder/report.json"), "no such folder"),
+        (("x/y", "--json", "tests"), "Is a directory"),
     ],
 )
 def test_a_bad_argument_is_one_line_and_status_2(
@@ -124,7 +125,7 @@ def engine_of(monkeypatch: pytest.MonkeyPatch) -> Any:
         def found(_: Any, case: Case) -> Result:
             cases.append(case)
             result = left.pop(0)
-            if isinstance(result, Exception):
+            if isinstance(result, BaseException):
                 raise result
             return result
 
@@ -132,7 +133,7 @@ def engine_of(monkeypatch: pytest.MonkeyPatch) -> Any:
         tokenizer = SimpleNamespace(encode=lambda text: [ord(letter) for letter in text])
         llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=model), get_tokenizer=lambda: tokenizer)
         monkeypatch.setenv("COLUMNS", "160")
-        monkeypatch.setattr(command, "start_engine", lambda model, arguments: llm)
+        monkeypatch.setattr(command, "start_quiet_engine", lambda model, arguments: llm)
         monkeypatch.setattr(command, "setting_of", lambda llm, model: Setting(model, "0.0", "cpu", "bfloat16", "0"))
         monkeypatch.setattr(command, "bisect", found)
         return cases
@@ -196,6 +197,12 @@ def test_what_is_not_certain_is_said(
     engine_of(result)
     assert main(["x/y", "--company", "7"]) == Status.DIVERGED
     assert line in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_an_interrupted_run_is_one_line_and_status_130(engine_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    engine_of(KeyboardInterrupt())
+    assert main(["x/y"]) == 130
+    assert capsys.readouterr().err == "bisect: interrupted; nothing was decided\n"
 
 
 @pytest.mark.parametrize(

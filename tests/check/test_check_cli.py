@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.check.fake_driver import ABOUT
-from tests.check.stand_in import MODELS, Page, stand_in
+from tests.check.stand_in import HANGS_UP, MODELS, Page, stand_in
 from vllm_batch_invariant.check import engine_process
 from vllm_batch_invariant.check.check import main
 from vllm_batch_invariant.check.check_report import INTERRUPTED
@@ -53,12 +53,16 @@ def facts(path: Path, run: int = 0) -> dict[str, dict]:
     [
         ((), "nothing to check"),
         (("--base-url", "localhost:8000"), "not an http address"),
+        (("--base-url", "http://127.0.0.1:port"), "not an http address"),
+        (("--base-url", "http://127.0.0.1:1", "--timeout", "soon"), "not a number from 0 on"),
         (("--base-url", "http://127.0.0.1:1", "--compare"), "already runs"),
         (("./nowhere",), "no model there"),
         (("x/y", "--serve-args", "'"), "--serve-args"),
         (("x/y", "--json", "no/such/folder/report.json"), "no such folder"),
         (("x/y", "--html", "no/such/folder/report.html"), "no such folder"),
+        (("x/y", "--json", "tests"), "--json tests: Is a directory"),
         (("x/y", "--quick", "--thorough"), "not allowed with"),
+        (("tests",), "no model there"),
         (("--no-such-option",), "unrecognized"),
     ],
 )
@@ -98,6 +102,9 @@ def test_a_break_is_status_1_and_named_with_its_token(capsys, monkeypatch, tmp_p
     ("wrong", "fact", "reason"),
     [
         ("never-batches", "in any company", "never ran two requests at a time"),
+        ("never-batches", "the same batch again", "never ran two requests at a time"),
+        ("never-batches", "seeded sampling in company", "never ran two requests at a time"),
+        ("never-batches", "logprobs of the prompt in company", "never ran two requests at a time"),
         ("never-preempts", "preemption", "did not preempt"),
     ],
 )
@@ -152,6 +159,22 @@ def test_an_engine_without_logprobs_is_one_line_and_status_2(capsys, monkeypatch
     assert "the engine returned no logprobs" in said
 
 
+def test_an_answer_that_nobody_foresaw_is_one_line_and_status_2_and_not_1(capsys, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", "nonsense")
+    report = tmp_path / "report.json"
+    status, _, [said] = ends(capsys, "x/y", "--quick", "--json", str(report))
+    assert status == 2
+    assert "the check failed: KeyError: 'batches'" in said
+    assert facts(report)["operations alone and in batches"]["outcome"] == "holds"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_a_report_that_cannot_be_written_is_one_line_and_status_2_and_printed_all_the_same(capsys) -> None:
+    status, out, [said] = ends(capsys, "x/y", "--quick", "--json", "/dev/full")
+    assert (status, said) == (2, "check: /dev/full cannot be written: No space left on device")
+    assert "VLLM_BATCH_INVARIANT=1: holds run, batch, schedule" in out
+
+
 def test_a_context_that_is_too_short_is_one_line_and_status_2(capsys, monkeypatch) -> None:
     monkeypatch.setitem(ABOUT, "context", 300)
     monkeypatch.setattr(engine_process.Engine, "ask", lambda self, command, argument: ABOUT)
@@ -160,7 +183,10 @@ def test_a_context_that_is_too_short_is_one_line_and_status_2(capsys, monkeypatc
     assert "context of 300 tokens is too short: a check needs 600" in said
 
 
-def test_an_interrupted_check_keeps_a_report_that_is_marked_partial_and_leaves_no_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interruption", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_check_keeps_a_report_that_is_marked_partial_and_leaves_no_engine(
+    tmp_path: Path, interruption: signal.Signals
+) -> None:
     pytest.importorskip("matplotlib")
     pid, report, page = tmp_path / "pid", tmp_path / "report.json", tmp_path / "report.html"
     start = (
@@ -173,11 +199,12 @@ def test_an_interrupted_check_keeps_a_report_that_is_marked_partial_and_leaves_n
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as in a shell's background job
     )
     deadline = time.monotonic() + 60
     while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(interruption)
     _, err = process.communicate(timeout=60)
     assert process.returncode == INTERRUPTED
     [said] = err.strip().splitlines()
@@ -203,6 +230,20 @@ def test_a_server_that_returns_no_logprobs_is_one_line_and_status_2(capsys) -> N
         status, out, [said] = ends(capsys, "--base-url", url, "--quick")
     assert (status, out) == (2, "")
     assert "the server returned no logprobs" in said
+
+
+def test_a_server_that_hangs_up_is_one_line_and_status_2(capsys) -> None:
+    with stand_in(models=MODELS, metrics=HANGS_UP, version=HANGS_UP, completions=completion(ONE)) as url:
+        status, out, [said] = ends(capsys, "--base-url", url, "--quick")
+    assert (status, out) == (2, "")
+    assert said.startswith(f"check: server: {url}/metrics does not answer: ")
+
+
+def test_a_server_that_answers_anything_else_is_one_line_and_status_2(capsys) -> None:
+    with stand_in(models=MODELS, metrics=METRICS, completions=Page("hello")) as url:
+        status, out, [said] = ends(capsys, "--base-url", url, "--quick")
+    assert (status, out) == (2, "")
+    assert "the check failed: JSONDecodeError" in said
 
 
 def test_an_address_where_nobody_listens_is_one_line_and_status_2(capsys) -> None:

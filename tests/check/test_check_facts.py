@@ -92,6 +92,19 @@ def test_a_gap_outweighs_answers_that_prove_nothing() -> None:
     found.gaps[FACT] = "no two requests ran at a time"
     assert [fact.detail for fact in found.facts] == ["no two requests ran at a time"]
     assert found.status is Status.NO_TEST
+    found.add(*FACT, "b", answer(1), answer(2))
+    assert found.status is Status.DIVERGED
+
+
+def test_a_fact_about_company_holds_only_once_there_was_some() -> None:
+    found = findings(FACT)
+    found.add(*FACT, "a", answer(1), answer(1))
+    outcomes = []
+    for largest in (1, 3, 1):
+        found.in_company(FACT, largest, alone="it ran alone")
+        outcomes.append((found.status, found.facts[0].detail.rpartition("; ")[2]))
+    held = Status.REPRODUCIBLE, "batches of up to 3 requests"
+    assert outcomes == [(Status.NO_TEST, "it ran alone"), held, held]
 
 
 def test_what_is_out_of_reach_is_said_and_decides_nothing() -> None:

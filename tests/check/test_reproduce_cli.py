@@ -45,10 +45,11 @@ def ends(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
         (("--model", "x/y", "--samples", "many"), "at least 2"),
         (("--model", "x/y", "--concurrency", "1"), "at least 2"),
         (("--model", "x/y", "--logprobs", "0"), "at least 1"),
-        (("--model", "x/y", "--temperature", "-1"), "below 0"),
+        (("--model", "x/y", "--temperature", "-1"), "from 0 on"),
         (("--model", "x/y", "--prompt", ""), "--prompt is empty"),
         (("--model", "x/y", "--serve-args", "'"), "--serve-args"),
         (("--model", "x/y", "--json", "no/such/folder/report.json"), "no such folder"),
+        (("--model", "x/y", "--json", "tests"), "Is a directory"),
         (("--model", "x/y", "--chat", "--completions"), "not allowed with"),
         (("--no-such-option",), "unrecognized"),
     ],
@@ -93,6 +94,13 @@ def test_a_server_that_returns_no_logprobs_is_status_2(capsys):
         status, said = ends(capsys, "--base-url", url + "/v1", "--samples", "4")
     assert status == 2
     assert "no logprobs" in said
+
+
+def test_a_server_that_answers_anything_else_is_status_2_and_not_1(capsys):
+    with stand_in(models=MODELS, metrics=METRICS, completions=Page("hello")) as url:
+        status, said = ends(capsys, "--base-url", url, "--samples", "4")
+    assert status == 2
+    assert said.startswith("reproduce: the run failed: JSONDecodeError: ")
 
 
 def test_a_request_that_the_server_refuses_is_status_2_with_its_reason(capsys):

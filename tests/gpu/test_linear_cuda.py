@@ -515,7 +515,7 @@ def test_other_dtypes_are_refused_by_name_before_a_kernel_runs(dtype, no_kernel)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_old_gpu_is_refused_by_name_before_a_kernel_runs(dtype, monkeypatch, no_kernel):
     class Properties:
-        name, major, minor = "Tesla V100", 7, 0
+        name, major, minor, multi_processor_count = "Tesla V100", 7, 0, 80
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
     schedule.gpu.cache_clear()

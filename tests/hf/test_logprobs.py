@@ -6,6 +6,7 @@ import torch
 from tests.bits import DTYPES, assert_near, assert_same_bits
 from tests.hf.models import DEVICE
 from vllm_batch_invariant.hf import token_logprobs
+from vllm_batch_invariant.hf.logprobs import as_in_the_engine
 from vllm_batch_invariant.ops import softmax
 
 TOKENS = torch.tensor([[0, 7, 299], [5, 5, 1]], device=DEVICE)
@@ -38,6 +39,18 @@ def test_value_and_gradient_are_near_to_the_exact_ones(dtype: torch.dtype) -> No
 def test_a_row_does_not_depend_on_the_others() -> None:
     whole = token_logprobs(logits(torch.bfloat16), TOKENS)
     assert_same_bits(token_logprobs(logits(torch.bfloat16)[1:, 2:], TOKENS[1:, 2:]), whole[1:, 2:])
+
+
+def test_logits_are_given_to_vllms_kernel_with_the_alignment_of_an_engines() -> None:
+    held = torch.randn(9, 320).to(DEVICE, torch.bfloat16)[:, :299]
+    assert as_in_the_engine(held).data_ptr() == held.data_ptr()
+    packed = held.contiguous()
+    others = packed, packed[3], packed.view(3, 3, 299)[:, :-1], packed.t().contiguous().t(), held[0].expand(5, -1)
+    for logits in others:
+        rows = as_in_the_engine(logits)
+        assert_same_bits(rows, logits.reshape(-1, 299))
+        assert rows.stride(1) == 1
+        assert rows.stride(0) % 16 == rows.data_ptr() % 16 == 0
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -3,10 +3,12 @@
 import argparse
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
+from vllm_batch_invariant.check.report_file import why_not_writable
 from vllm_batch_invariant.check.request import PROMPT, Ask
 
 
@@ -28,12 +30,21 @@ def at_least(lowest: int) -> Callable[[str], int]:
     return number
 
 
+def not_negative(text: str) -> float:
+    """The type of an argument that is a finite number from 0 on."""
+    with suppress(ValueError):
+        number = float(text)
+        if 0 <= number < float("inf"):
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+
+
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse and check; a bad argument ends the process with status 2 and one line."""
     parser = OneLineParser(
         prog="reproduce",
         description="Send one request many times under a load that varies the batch, and compare the answers bit for "
-        "bit. Exit status: 0 all identical, 1 they differ, 2 the run was no test.",
+        "bit. Exit status: 0 all identical, 1 they differ, 2 the run was no test, 130 or 143 it was interrupted.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     target = parser.add_argument_group("what to test")
@@ -48,14 +59,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     kind.add_argument("--chat", action="store_true", default=False, help="ask /v1/chat/completions")
     kind.add_argument("--completions", dest="chat", action="store_false", help="ask /v1/completions")
     request.add_argument("--max-tokens", type=at_least(1), default=64, help="tokens to generate")
-    request.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    request.add_argument("--temperature", type=not_negative, default=0.0, help="0 is greedy")
     request.add_argument("--seed", type=int, default=0, help="the request's seed, and the load's")
     request.add_argument("--logprobs", type=at_least(1), default=5, help="candidates compared at each position")
     request.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens")
     load = parser.add_argument_group("the load")
     load.add_argument("--samples", type=at_least(2), default=1000, help="how often the request is sent")
     load.add_argument("--concurrency", type=at_least(2), default=128, help="most requests in flight")
-    load.add_argument("--timeout", type=float, default=3600, help="seconds after which a run is given up")
+    load.add_argument("--timeout", type=not_negative, default=3600, help="seconds after which a run is given up")
     parser.add_argument("--json", type=Path, help="also write the report to this file")
     parser.add_argument("--html", type=Path, help="also write a page for people to this file; needs matplotlib")
     options = parser.parse_args(argv)
@@ -67,31 +78,45 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if not options.base_url and not options.model:
         parser.error("nothing to test: give --base-url of a server or --model to serve")
-    if options.base_url:
-        if options.offline or options.compare or options.serve_args:
-            parser.error("--base-url is a server that already runs: leave out --offline, --compare and --serve-args")
-        url = urlsplit(options.base_url)
-        if url.scheme not in ("http", "https") or not url.hostname:
-            parser.error(f"--base-url {options.base_url!r} is not an http address")
+    if options.base_url and (options.offline or options.compare or options.serve_args):
+        parser.error("--base-url is a server that already runs: leave out --offline, --compare and --serve-args")
+    check_base_url(parser, options)
     if options.compare and options.offline:
         parser.error("--compare starts two servers: leave out --offline, or run --offline once with each setting")
     check_common(parser, options, "--model")
-    if options.temperature < 0:
-        parser.error(f"--temperature {options.temperature} is below 0")
 
 
 def check_common(parser: OneLineParser, options: argparse.Namespace, model: str) -> None:
-    """What every run checks of its model, called `model` in the message, prompt, engine arguments and report."""
-    folder = options.model and options.model.startswith(("/", ".", "~")) and not getattr(options, "base_url", None)
-    if folder and not (Path(options.model).expanduser() / "config.json").is_file():
-        parser.error(f"{model} {options.model}: no model there (no config.json)")
-    if options.json and not options.json.absolute().parent.is_dir():
-        parser.error(f"--json {options.json}: no such folder")
-    page = getattr(options, "html", None)
-    if page and not page.absolute().parent.is_dir():
-        parser.error(f"--html {page}: no such folder")
+    """What every run checks of its model, called `model` in the message, engine arguments, reports and prompt."""
+    check_model(parser, options, model)
+    for report in ("json", "html"):
+        path = getattr(options, report, None)
+        if path and (why := why_not_writable(path)):
+            parser.error(f"--{report} {path}: {why}")
     if getattr(options, "prompt", None) == "":
         parser.error("--prompt is empty")
+
+
+def check_base_url(parser: OneLineParser, options: argparse.Namespace) -> None:
+    """What every command checks of the address of a server, where it has one."""
+    if options.base_url is None:
+        return
+    try:
+        url = urlsplit(options.base_url)
+        usable = url.scheme in ("http", "https") and url.hostname and url.port != 0
+    except ValueError:  # a port or an IPv6 address that is none
+        usable = False
+    if not usable:
+        parser.error(f"--base-url {options.base_url!r} is not an http address")
+
+
+def check_model(parser: OneLineParser, options: argparse.Namespace, model: str) -> None:
+    """What every command checks of a model to load, called `model` in the message, and of its engine's arguments."""
+    if options.model and not getattr(options, "base_url", None):
+        path = Path(options.model).expanduser()
+        is_path = options.model.startswith(("/", ".", "~")) or path.is_dir()
+        if is_path and not any(file.is_file() for file in (path, path / "config.json", path / "params.json")):
+            parser.error(f"{model} {options.model}: no model there (no config.json)")
     try:
         shlex.split(options.serve_args)
     except ValueError as error:

@@ -4,6 +4,7 @@ import argparse
 import os
 import random
 import shlex
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from vllm_batch_invariant.check.arguments import OneLineParser, at_least, check_
 from vllm_batch_invariant.check.bisect_engine import ENGINE_ARGUMENTS, Case, Result, bisect
 from vllm_batch_invariant.check.bisect_report import print_results, setting_of, write_json
 from vllm_batch_invariant.check.load import one_line
-from vllm_batch_invariant.check.offline import start_engine
 from vllm_batch_invariant.check.outcome import NoTestError, Status
 from vllm_batch_invariant.check.plan import filler
+from vllm_batch_invariant.check.quiet_engine import start_quiet_engine
 from vllm_batch_invariant.check.request import PROMPT
 
 COMPANY, COMPANY_TOKENS = (16, 7), 32
@@ -29,7 +30,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         prog="bisect",
         description="Run one prompt alone and in company, and find the first layer and operation whose output bits "
         "differ. Layers run eagerly: recording does not see inside compiled graphs. Exit status: 0 nothing differs, "
-        "1 a difference was found, 2 it could not be tested.",
+        "1 a difference was found, 2 it could not be tested, 130 it was interrupted.",
     )
     parser.add_argument("model", help="a model's folder or name")
     parser.add_argument("--prompt", default=PROMPT, help="the prompt that is compared (default: one of 120 words)")
@@ -92,19 +93,24 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     runs: list[tuple[Case, Result]] = []
     try:
-        llm = start_engine(options.model, [*options.serve_args, *ENGINE_ARGUMENTS])
+        llm = start_quiet_engine(options.model, [*options.serve_args, *ENGINE_ARGUMENTS])
         setting = setting_of(llm, options.model)
         for case in _cases(llm, options):
             runs.append((case, bisect(llm, case)))
             if runs[-1][1].status == Status.DIVERGED:
                 break
+        try:  # the file first, because whoever reads what is printed may stop reading
+            if options.json:
+                write_json(options.json, setting, runs)
+        finally:
+            print_results(out, setting, runs)
     except NoTestError as error:
         return _no_test(notes, str(error))
+    except KeyboardInterrupt:
+        _no_test(notes, "interrupted; nothing was decided")
+        return 128 + signal.SIGINT
     except Exception as error:  # what a model's code raises may be anything, and must not end with the status 1
         return _no_test(notes, f"a run failed: {type(error).__name__}: {one_line(error)}")
-    print_results(out, setting, runs)
-    if options.json:
-        write_json(options.json, setting, runs)
     return runs[-1][1].status
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from vllm_batch_invariant.check.bisect_engine import Case, Found, Result
 from vllm_batch_invariant.check.outcome import Status
 from vllm_batch_invariant.check.recording import MODULE_OUTPUT
+from vllm_batch_invariant.check.report_file import write
 from vllm_batch_invariant.compare import Pair
 from vllm_batch_invariant.envs import FLAG
 
@@ -82,7 +83,7 @@ def print_results(console: Console, setting: Setting, runs: Sequence[tuple[Case,
 def write_json(path: Path, setting: Setting, runs: Sequence[tuple[Case, Result]]) -> None:
     """Write everything that was found, and the exit status."""
     data: dict[str, Any] = {"setting": asdict(setting), "eager": EAGER, "runs": [plain(*run) for run in runs]}
-    path.write_text(json.dumps(data | {"status": int(runs[-1][1].status)}, indent=1) + "\n")
+    write(path, json.dumps(data | {"status": int(runs[-1][1].status)}, indent=1) + "\n")
 
 
 def plain(case: Case, result: Result) -> dict[str, Any]:

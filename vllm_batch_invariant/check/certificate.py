@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import BadSetting, NotCovered
+from .arguments import OneLineParser, at_least
 
 if TYPE_CHECKING:
     from ..ops.linear.certificate import Entry
@@ -21,8 +22,8 @@ def _shape(text: str) -> tuple[int, int]:
     return int(columns), int(depth)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
         prog="vllm-batch-invariant certificate",
         description="Print how products are computed on this GPU and at which numbers of rows their bits were compared "
         "with those of the reference. vLLM makes certificates when it loads a model; with --shape they are made here.",
@@ -30,8 +31,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", nargs="+", type=_shape, default=[], metavar="NxK", help="weights to certify now")
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the weights of --shape (default: bf16)")
     parser.add_argument("--bias", action="store_true", help="certify with a bias")
-    parser.add_argument("--rows", type=int, default=8192, metavar="M", help="certify up to M rows (default: 8192)")
-    parser.add_argument("--device", type=int, default=0, help="index of the GPU (default: 0)")
+    parser.add_argument(
+        "--rows", type=at_least(1), default=8192, metavar="M", help="certify up to M rows (default: 8192)"
+    )
+    parser.add_argument("--device", type=at_least(0), default=0, help="index of the GPU (default: 0)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
 

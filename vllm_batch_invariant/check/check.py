@@ -8,16 +8,16 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.markup import escape
 
 from vllm_batch_invariant import envs
-from vllm_batch_invariant.check.arguments import OneLineParser, address, check_common
+from vllm_batch_invariant.check.arguments import OneLineParser, address, check_base_url, check_common, not_negative
 from vllm_batch_invariant.check.check_report import Report, print_report, write_json
 from vllm_batch_invariant.check.facts import planned_for_a_server, planned_for_engines
 from vllm_batch_invariant.check.findings import Findings
+from vllm_batch_invariant.check.load import one_line
 from vllm_batch_invariant.check.outcome import NoTestError, Status
 from vllm_batch_invariant.check.sizes import QUICK, SIZES, STANDARD, THOROUGH
 
@@ -28,7 +28,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         prog="check",
         description="Certify every operation on this device, then put real engines through other batches and "
         "schedules, and compare tokens and logprobs bit for bit. With VLLM_BATCH_INVARIANT=1 the mode is checked, "
-        "otherwise plain vLLM. Exit status: 0 all that was tested holds, 1 something breaks, 2 it could not be tested.",
+        "otherwise plain vLLM. Exit status: 0 all that was tested holds, 1 something breaks, 2 it could not be tested, "
+        "130 it was interrupted: what was found until then is reported all the same.",
     )
     parser.add_argument("model", nargs="?", help="a model's folder or name; with --base-url, the served model to ask")
     parser.add_argument("--base-url", help="check a server that runs, such as http://127.0.0.1:8000, over HTTP")
@@ -37,7 +38,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     depth.add_argument("--quick", dest="size", action="store_const", const=QUICK.name, help="about a minute on a CPU")
     depth.add_argument("--thorough", dest="size", action="store_const", const=THOROUGH.name, help="many more batches")
     parser.add_argument("--serve-args", default="", help="more arguments of `vllm serve` for the engine, in one string")
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds for a server's check (default: 3600)")
+    parser.add_argument("--timeout", type=not_negative, default=3600, help="seconds for a server (default: 3600)")
     parser.add_argument("--json", type=Path, help="also write everything that was found to this file")
     parser.add_argument("--html", type=Path, help="also write a page for people to this file; needs matplotlib")
     options = parser.parse_args(argv)
@@ -50,23 +51,27 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def _check(parser: OneLineParser, options: argparse.Namespace) -> None:
     if not options.model and not options.base_url:
         parser.error("nothing to check: give a model, or --base-url of a server")
-    if options.base_url:
-        url = urlsplit(options.base_url)
-        if url.scheme not in ("http", "https") or not url.hostname:
-            parser.error(f"--base-url {options.base_url!r} is not an http address")
-        if options.compare or options.serve_args:
-            parser.error("--base-url is a server that already runs: leave out --compare and --serve-args")
+    if options.base_url and (options.compare or options.serve_args):
+        parser.error("--base-url is a server that already runs: leave out --compare and --serve-args")
+    check_base_url(parser, options)
     check_common(parser, options, "model")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = parse_arguments(argv)
-    out, notes = Console(), Console(stderr=True)
+    # as exceptions, so that engines are stopped and what was found is kept; a shell has background jobs ignore SIGINT
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return _run(options, Console(), Console(stderr=True))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run(options: argparse.Namespace, out: Console, notes: Console) -> int:
     runs: list[Findings] = []
     began, clock, partial = datetime.now().astimezone().isoformat(timespec="seconds"), time.monotonic(), ""
-    # as an exception, so that engines are stopped and what was found is kept
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if options.html:
             from vllm_batch_invariant.check.svg import require_matplotlib
@@ -85,13 +90,17 @@ def main(argv: list[str] | None = None) -> int:
         _complain(notes, str(error))
         return Status.NO_TEST
     except KeyboardInterrupt:
+        for number in (signal.SIGINT, signal.SIGTERM):  # whoever is impatient gets the report all the same
+            signal.signal(number, signal.SIG_IGN)
         partial = f"It was interrupted while {runs[-1].label} was checked." if runs else "It was interrupted."
-    finally:
-        signal.signal(signal.SIGTERM, before)
     target = address(options.base_url) if options.base_url else options.model
     took = time.monotonic() - clock
     report = Report(target, options.size.name, tuple(options.serve_args), began, took, tuple(runs), partial)
-    written = _write(report, options, out)
+    try:
+        written = _write(report, options, out)
+    except NoTestError as error:
+        _complain(notes, str(error))
+        return report.status or Status.NO_TEST
     if partial:
         _complain(notes, f"interrupted; {written or 'nothing was found yet'}")
     return report.status
@@ -120,20 +129,24 @@ def _fill(findings: Findings, flag: str, options: argparse.Namespace, say: Calla
     except KeyboardInterrupt:
         findings.failed = "interrupted"
         raise
+    except Exception as error:  # whatever it is, it must not end with the status 1, which says that something breaks
+        findings.failed = f"the check failed: {type(error).__name__}: {one_line(error)}"
 
 
 def _write(report: Report, options: argparse.Namespace, out: Console) -> str:
     """Print and write what was found; says in words where it is, if anything was."""
     if not any(run.samples or run.certificates for run in report.runs):
         return ""
-    print_report(out, report)
-    if options.json:
-        write_json(options.json, report)
-    if options.html:
-        from vllm_batch_invariant.check.check_page import page_of
-        from vllm_batch_invariant.check.html import write_html
+    try:  # the files first, because whoever reads what is printed may stop reading
+        if options.json:
+            write_json(options.json, report)
+        if options.html:
+            from vllm_batch_invariant.check.check_page import page_of
+            from vllm_batch_invariant.check.html import write_html
 
-        write_html(options.html, page_of(report))
+            write_html(options.html, page_of(report))
+    finally:
+        print_report(out, report)
     files = " and ".join(str(path) for path in (options.json, options.html) if path)
     return f"what was found so far is {f'in {files}, marked partial' if files else 'above'}"
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from vllm_batch_invariant.check.contract import RUNGS, Outcome, Verdict
 from vllm_batch_invariant.check.findings import Findings
 from vllm_batch_invariant.check.outcome import Status
+from vllm_batch_invariant.check.report_file import write
 
 INTERRUPTED = 130
 """The exit status of an interrupted check, as a shell says it."""
@@ -121,7 +122,7 @@ def _styled(outcome: Outcome, text: str = "") -> str:
 
 def write_json(path: Path, report: Report) -> None:
     """Write everything that was found."""
-    path.write_text(json.dumps(as_json(report), indent=1) + "\n")
+    write(path, json.dumps(as_json(report), indent=1) + "\n")
 
 
 def as_json(report: Report) -> dict[str, Any]:

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from vllm_batch_invariant.check.arguments import OneLineParser, at_least
 from vllm_batch_invariant.check.tokenizer import EOS, PAD, SPECIAL_TOKENS, save_tokenizer, train_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -120,16 +122,19 @@ def make_checkpoint(folder: Path, shape: Shape = Shape(), seed: int = 0) -> Path
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line and write a checkpoint."""
-    parser = argparse.ArgumentParser(
-        prog="make_checkpoint", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    parser = OneLineParser(
+        prog="make-checkpoint", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("folder", type=Path, help="where to write it")
     parser.add_argument("--dtype", choices=DTYPES, default=Shape.dtype, help="of the weights")
     parser.add_argument("--seed", type=int, default=0, help="of the weights")
-    parser.add_argument("--layers", type=int, default=Shape.layers, help="decoder layers")
-    parser.add_argument("--hidden", type=int, default=Shape.hidden, help="hidden size")
+    parser.add_argument("--layers", type=at_least(1), default=Shape.layers, help="decoder layers")
+    parser.add_argument("--hidden", type=at_least(1), default=Shape.hidden, help="hidden size")
     options = parser.parse_args(argv)
     shape = Shape(dtype=options.dtype, layers=options.layers, hidden=options.hidden)
-    make_checkpoint(options.folder, shape, options.seed)
+    try:
+        make_checkpoint(options.folder, shape, options.seed)
+    except (OSError, SafetensorError) as error:
+        parser.error(f"{options.folder} cannot be written: {error}")
     print(f"{options.folder}: {shape}, seed {options.seed}")
     return 0

@@ -30,6 +30,7 @@ class Connection:
 
     api: openai.AsyncOpenAI
     http: httpx.AsyncClient
+    """For pages that are not of OpenAI's API. It is not the client's own, which is of another library from 3.0 on."""
     root: str
     """The server's address without ``/v1``."""
 
@@ -65,17 +66,20 @@ async def connect(base_url: str) -> AsyncIterator[Connection]:
     """Connect to a server, whether its address ends in ``/v1`` or not; its API key comes from ``OPENAI_API_KEY``."""
     url = urlsplit(base_url)
     root = f"{url.scheme}://{url.netloc}{url.path.rstrip('/').removesuffix('/v1')}"
-    http = openai.DefaultAsyncHttpxClient(
-        # no proxy from the environment between this machine and itself, and no certificates to load
-        trust_env=not _is_here(root),
-        verify=not _is_here(root),
-        # shorter than the server's five seconds: a connection it is about to close must not be used again
-        limits=httpx.Limits(max_connections=None, keepalive_expiry=2),
+    # no proxy from the environment between this machine and itself, and no certificates to load
+    elsewhere = not _is_here(root)
+    # shorter than the server's five seconds: a connection it is about to close must not be used again
+    limits = {"max_connections": None, "keepalive_expiry": 2}
+    transport = openai.DefaultAsyncHttpxClient(
+        trust_env=elsewhere, verify=elsewhere, limits=type(openai.DEFAULT_CONNECTION_LIMITS)(**limits)
     )
     key = os.environ.get("OPENAI_API_KEY") or "none"
-    async with openai.AsyncOpenAI(
-        base_url=root + "/v1", api_key=key, max_retries=2, timeout=600, http_client=http
-    ) as api:
+    async with (
+        httpx.AsyncClient(trust_env=elsewhere, verify=elsewhere, limits=httpx.Limits(**limits), timeout=30) as http,
+        openai.AsyncOpenAI(
+            base_url=root + "/v1", api_key=key, max_retries=2, timeout=600, http_client=transport
+        ) as api,
+    ):
         yield Connection(api, http, root)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from vllm_batch_invariant.check.logs import root_cause
 from vllm_batch_invariant.check.outcome import NoTestError
 from vllm_batch_invariant.envs import FLAG
 
@@ -104,15 +105,17 @@ class Engine:
         self._answers, self._unread = mine, b""
         try:
             self.about = self.ask("start", self._arguments)
-        except BaseException:
-            self._stop()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stop()
-        if not isinstance(error, EngineFailed):
-            self._log.unlink(missing_ok=True)
+        try:
+            self._stop()
+        finally:
+            if not isinstance(error, EngineFailed):
+                self._log.unlink(missing_ok=True)
 
     @property
     def log(self) -> str:
@@ -151,7 +154,8 @@ class Engine:
             self._process.stdin.flush()
         answer = json.loads(self._line(time.monotonic() + self._patience))
         if "failed" in answer:
-            raise EngineFailed(f"{answer['failed']} (the engine's log is {self._log})", self.log)
+            why = root_cause(answer["failed"], self._log)
+            raise EngineFailed(f"{why} (the engine's log is {self._log})", self.log)
         return answer[command]
 
     def _line(self, deadline: float) -> bytes:

@@ -59,10 +59,11 @@ def answer_of(completion: dict[str, Any]) -> Answer:
     """
     if not completion["logprobs"]:
         raise NoTestError("the engine returned no logprobs, so bits cannot be compared; use a model that gives them")
-    return Answer.of(completion["text"], _steps(completion["tokens"], completion["logprobs"]))
+    return Answer.of(completion["text"], steps_of(completion["tokens"], completion["logprobs"]))
 
 
-def _steps(ids: Sequence[int], logprobs: Sequence[list[tuple[int, str]]]) -> list[Step]:
+def steps_of(ids: Sequence[int], logprobs: Sequence[list[tuple[int, str]]]) -> list[Step]:
+    """The driver's tokens with their logprobs, (id, hexadecimal number) pairs of every candidate."""
     found = []
     for token, listed in zip(ids, logprobs, strict=True):
         values = {str(other): float.fromhex(text) for other, text in listed}
@@ -118,18 +119,17 @@ class EngineRun:
 
     def in_company(self) -> None:
         """The request in every company and at every place, and one batch twice."""
-        largest = 0
         counts = [count for count in self._size.company if count < self._engine.about["requests_in_a_step"]]
+        # an engine of one request a step is tried all the same, so that the report says what it did
+        counts = counts or list(self._size.company[:1])
         for count in counts:
             others = company(count, count, self._size.tokens, vocabulary=self._ids)
-            largest = max(largest, self._compare(COMPANY, _with(count), [self._needle, *others]))
-        self._require_company(COMPANY, largest)
+            self._compare(COMPANY, _with(count), [self._needle, *others])
         most = counts[-1]
         others = company(most, 1000, self._size.tokens, vocabulary=self._ids)
-        for place in (0, most // 2, most):
+        for place in sorted({0, most // 2, most}):
             batch = [*others[:place], self._needle, *others[place:]]
-            largest = self._compare(PLACE, f"at place {place} of {most + 1}", batch, which=place)
-        self._require_company(PLACE, largest)
+            self._compare(PLACE, f"at place {place} of {most + 1}", batch, which=place)
         looked_at = [request(tokens(SHORT, 300 + i, self._ids), max_tokens=self._size.tokens) for i in range(4)]
         mixed = [self._needle, *company(16, 5, vocabulary=self._ids), *looked_at]
         first, second = (self._step("mixed", mixed, reset_prefix_cache=True) for _ in range(2))
@@ -137,6 +137,7 @@ class EngineRun:
             if one["completions"][0]["logprobs"]:
                 answers = (answer_of(side["completions"][0]) for side in (one, other))
                 self.findings.add(*SAME_BATCH, f"request {number} of {len(mixed)}", *answers)
+        self._in_company(SAME_BATCH, min(first.largest_batch, second.largest_batch))
 
     def with_small_limits(self, main: "EngineRun") -> None:
         """The same requests as the main engine's, in chunks and with a KV cache too small for all."""
@@ -171,20 +172,20 @@ class EngineRun:
         return [request(tokens(MANY_PROMPT, 100 + i, self._ids), max_tokens=MANY_TOKENS) for i in range(MANY)]
 
     def _beside_neighbours(self) -> None:
-        context, largest = self._engine.about["context"], 0
+        context = self._engine.about["context"]
         for length in (length for length in self._size.neighbours if length + 8 < context):
             neighbour = request(tokens(length, 77, self._ids), max_tokens=min(self._size.tokens, context - length - 1))
             label = f"beside a prompt of {length}"
-            largest = max(largest, self._compare(NEIGHBOUR, label, [neighbour, self._needle], which=1))
-        self._require_company(NEIGHBOUR, largest)
+            self._compare(NEIGHBOUR, label, [neighbour, self._needle], which=1)
 
     def _sampling(self) -> None:
         others = company_that_samples(self._ids)
         for kind in self._size.sampling:
             mine = request(tokens(SHORT, 1, self._ids), max_tokens=self._size.tokens, **SAMPLING[kind])
             expected = self._answer(f"{kind} alone", [mine])
-            got = self._answer(f"{kind} in company", [*others[:9], mine, *others[9:]], which=9)
-            self.findings.add(*SEEDED, kind, expected, got)
+            beside = self._step(f"{kind} in company", [*others[:9], mine, *others[9:]], reset_prefix_cache=True)
+            self.findings.add(*SEEDED, kind, expected, answer_of(beside.requests[9]["completions"][0]))
+            self._in_company(SEEDED, beside.largest_batch)
 
     def _prompt_logprobs(self) -> None:
         mine = request(self._needle["prompt"], max_tokens=1, prompt_logprobs=5)
@@ -194,9 +195,10 @@ class EngineRun:
         )
         ids = mine["prompt"][1:]
         answers = [
-            Answer.of("", _steps(ids, one["prompt_logprobs"][1:])) for one in (alone.requests[0], beside.requests[-1])
+            Answer.of("", steps_of(ids, one["prompt_logprobs"][1:])) for one in (alone.requests[0], beside.requests[-1])
         ]
         self.findings.add(*PROMPT_LOGPROBS, "with 20 others", *answers)
+        self._in_company(PROMPT_LOGPROBS, beside.largest_batch)
 
     def _prefix_cache(self) -> None:
         if not self._engine.about["prefix_caching"]:
@@ -234,23 +236,22 @@ class EngineRun:
         requests: list[dict[str, Any]],
         expected: Answer | None = None,
         which: int = 0,
-    ) -> int:
-        """Keep what the needle, request ``which``, was answered with a cold cache; returns the largest batch."""
+    ) -> None:
+        """Keep what the needle, request ``which``, was answered with a cold cache."""
         step = self._step(label, requests, reset_prefix_cache=True)
         answer = answer_of(step.requests[which]["completions"][0])
         self.findings.add(*fact, label, expected or self.alone["needle"], answer)
         self.findings.show(label, answer)
-        return step.largest_batch
+        if len(requests) > 1:
+            self._in_company(fact, step.largest_batch)
 
-    def _answer(self, name: str, requests: list[dict[str, Any]], which: int = 0) -> Answer:
-        step = self._step(name, requests, reset_prefix_cache=True)
-        return answer_of(step.requests[which]["completions"][0])
+    def _answer(self, name: str, requests: list[dict[str, Any]]) -> Answer:
+        [one] = self._step(name, requests, reset_prefix_cache=True).requests
+        return answer_of(one["completions"][0])
 
-    def _require_company(self, fact: tuple[str, str], largest: int) -> None:
-        if largest < 2:
-            self.findings.gaps[fact] = "the engine never ran two requests at a time; raise --max-num-seqs"
-        else:
-            self.findings.evidence[fact] = f"batches of up to {largest} requests"
+    def _in_company(self, fact: tuple[str, str], largest: int) -> None:
+        why = "the engine never ran two requests at a time; raise --max-num-seqs"
+        self.findings.in_company(fact, largest, why)
 
     def _step(self, name: str, requests: list[dict[str, Any]], reset_prefix_cache: bool = False) -> StepResult:
         self._say(f"{self._name}: {name}")

@@ -76,6 +76,8 @@ class Findings:
     """Facts that this kind of check cannot provoke, with the reason."""
     evidence: dict[tuple[str, str], str] = field(default_factory=dict)
     """What shows that a fact was provoked."""
+    largest: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Requests in the largest batch in which a fact that is about company was tried."""
     certificates: list[Certificate] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
     latency: Latency | None = None
@@ -86,6 +88,15 @@ class Findings:
     def add(self, rung: str, fact: str, label: str, expected: Answer, answer: Answer) -> None:
         """Keep an answer that is compared with another one."""
         self.samples.setdefault((rung, fact), []).append(Sample(label, expected, answer))
+
+    def in_company(self, fact: tuple[str, str], largest: int, alone: str) -> None:
+        """Note the largest batch of a try of a fact that is about company; ``alone`` says why there was none."""
+        self.largest[fact] = max(largest, self.largest.get(fact, 0))
+        if self.largest[fact] < 2:
+            self.gaps[fact] = alone
+        else:
+            self.gaps.pop(fact, None)
+            self.evidence[fact] = f"batches of up to {self.largest[fact]} requests"
 
     def show(self, label: str, answer: Answer) -> None:
         """Put an answer on the map, the first one being what the others have to equal."""
@@ -98,7 +109,9 @@ class Findings:
         for key, samples in self.samples.items():
             fact, evidence = fact_of(*key, samples), self.evidence.get(key)
             found[key] = fact if evidence is None else fact.with_evidence(evidence)
-        found |= {key: Fact(*key, Outcome.NOT_TESTED, why) for key, why in self.gaps.items()}
+        # a gap outweighs answers that agree, which prove nothing then, and never hides one that differs
+        broken = {key for key, fact in found.items() if fact.outcome is Outcome.BREAKS}
+        found |= {key: Fact(*key, Outcome.NOT_TESTED, why) for key, why in self.gaps.items() if key not in broken}
         found |= {key: Fact(*key, Outcome.NOT_TESTED, why, meant=False) for key, why in self.out_of_reach.items()}
         for key in self.planned:
             found.setdefault(key, Fact(*key, Outcome.NOT_TESTED, self.failed or "not reached"))

@@ -6,6 +6,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from vllm_batch_invariant.check.contract import Outcome
+from vllm_batch_invariant.check.report_file import write
 
 _MARKS = {Outcome.HOLDS: "✓", Outcome.BREAKS: "✗", Outcome.NOT_TESTED: "–"}
 
@@ -92,4 +93,4 @@ def write_html(path: Path, page: Page) -> None:
     )  # fmt: skip
     environment.tests["table"] = lambda part: isinstance(part, Table)
     environment.tests["figure"] = lambda part: isinstance(part, Figure)
-    path.write_text(environment.get_template("report.html").render(page=page), encoding="utf-8")
+    write(path, environment.get_template("report.html").render(page=page))

@@ -116,5 +116,9 @@ async def _one_lands(flying: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]
 
 def one_line(error: BaseException) -> str:
     """The error's text on one line, shortened."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    return shortened(" ".join(str(error).split()) or type(error).__name__)
+
+
+def shortened(text: str) -> str:
+    """As much of a text as fits a message."""
     return text if len(text) <= 300 else text[:297] + "..."

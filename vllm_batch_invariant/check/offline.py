@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from prometheus_client import REGISTRY
 
@@ -15,19 +15,30 @@ from vllm_batch_invariant.check.request import Ask
 
 
 def start_engine(model: str, arguments: Sequence[str]) -> Any:
-    """A `vllm.LLM` that keeps statistics, with the same arguments that `vllm serve` takes for its engine."""
+    """A `vllm.LLM` that keeps statistics, with the same arguments that `vllm serve` takes for its engine.
+
+    Raises:
+        NoTestError: there is no vLLM, an argument is not one of its, or the engine does not start.
+    """
     try:
         from vllm import LLM
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
     except ImportError as error:
         raise NoTestError(f"an engine needs vLLM in this Python: {one_line(error)}") from error
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="--serve-args"))
-    chosen = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *arguments]))
-    chosen.disable_log_stats = False
+
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise NoTestError(f"--serve-args: {message}")
+
+    parser = EngineArgs.add_cli_args(Parser(add_help=False))
     try:
+        chosen = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *arguments]))
+        chosen.disable_log_stats = False
         return LLM.from_engine_args(chosen)
-    except (OSError, RuntimeError, ValueError) as error:
+    except NoTestError:
+        raise
+    except Exception as error:  # what a file that is cut short or a model's own code raises may be anything
         raise NoTestError(f"the engine did not start: {one_line(error)}") from error
 
 

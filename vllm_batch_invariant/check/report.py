@@ -16,6 +16,7 @@ from vllm_batch_invariant.check.divergence import Answer, Comparison, Parting, b
 from vllm_batch_invariant.check.load import Run
 from vllm_batch_invariant.check.metrics import Batches, BatchLog, Trace
 from vllm_batch_invariant.check.outcome import Status
+from vllm_batch_invariant.check.report_file import write
 from vllm_batch_invariant.check.request import Ask
 
 
@@ -90,7 +91,7 @@ def write_json(path: Path, ask: Ask, results: Sequence[Result]) -> None:
         "results": [result.as_json() for result in results],
         "status": int(results[-1].status),
     }
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    write(path, json.dumps(data, indent=1) + "\n")
 
 
 def print_report(console: Console, results: Sequence[Result]) -> None:

@@ -5,7 +5,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -35,19 +35,28 @@ def main(argv: list[str] | None = None) -> int:
             from vllm_batch_invariant.check.svg import require_matplotlib
 
             require_matplotlib()
-        for result in _results(options, notes):
-            results.append(result)
+        try:
+            for result in _results(options, notes):
+                results.append(result)
+            _write(options, results)
+        finally:
+            if results:
+                print_report(out, results)
     except NoTestError as error:
-        if results:
-            print_report(out, results)
-        notes.print(f"reproduce: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        _complain(notes, str(error))
         return Status.NO_TEST
     except KeyboardInterrupt:
-        notes.print("reproduce: interrupted; nothing was decided", style="red")
+        _complain(notes, "interrupted; nothing was decided")
         return 128 + signal.SIGINT
+    except Exception as error:  # whatever it is, it must not end with the status 1, which says that answers differ
+        _complain(notes, f"the run failed: {type(error).__name__}: {one_line(error)}")
+        return Status.NO_TEST
     finally:
         signal.signal(signal.SIGTERM, before)
-    print_report(out, results)
+    return results[-1].status
+
+
+def _write(options: argparse.Namespace, results: Sequence[Result]) -> None:
     if options.json:
         write_json(options.json, ask_from(options), results)
     if options.html:
@@ -55,7 +64,10 @@ def main(argv: list[str] | None = None) -> int:
         from vllm_batch_invariant.check.reproduce_page import page_of
 
         write_html(options.html, page_of(_target(options), ask_from(options), results))
-    return results[-1].status
+
+
+def _complain(notes: Console, line: str) -> None:
+    notes.print(f"reproduce: {line}", style="red", highlight=False, markup=False, soft_wrap=True)
 
 
 def _target(options: argparse.Namespace) -> str:
@@ -99,10 +111,12 @@ async def _against(base_url: str, model: str | None, options: argparse.Namespace
 
 
 def _offline(options: argparse.Namespace, notes: Console) -> Result:
-    from vllm_batch_invariant.check.offline import run_offline, start_engine
+    from vllm_batch_invariant.check.offline import run_offline
+    from vllm_batch_invariant.check.quiet_engine import start_quiet_engine
 
     ask, log = ask_from(options), BatchLog()
-    llm = start_engine(options.model, options.serve_args)
+    notes.print("starting an engine ...", style="dim")
+    llm = start_quiet_engine(options.model, options.serve_args)
     context = llm.llm_engine.model_config.max_model_len
     plan = plan_load(options.samples, options.concurrency, ask.max_tokens, context, options.seed)
     with _progress(options.samples, log, notes) as on_sample:

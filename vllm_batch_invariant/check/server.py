@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import httpx
 
+from vllm_batch_invariant.check.logs import reason_in
 from vllm_batch_invariant.check.outcome import NoTestError
 
 HOST = "127.0.0.1"
@@ -64,7 +64,7 @@ def serve(
         except NoTestError as error:
             if process.poll() is None:
                 raise
-            raise NoTestError(f"the server stopped during the run; its log is {log}\n{last_lines(log)}") from error
+            raise NoTestError(f"the server stopped during the run{reason_in(log)}; its log is {log}") from error
     finally:
         _stop(process)
 
@@ -78,24 +78,18 @@ def _module(model: str) -> list[str]:
     return ["vllm.entrypoints.cli.main", "serve", model]
 
 
-def last_lines(log: Path, count: int = 12) -> str:
-    """The end of a log."""
-    with log.open(errors="replace") as lines:
-        return "".join(deque(lines, maxlen=count)).rstrip()
-
-
 def _wait_until_healthy(process: subprocess.Popen, url: str, log: Path, patience: float) -> None:
     deadline = time.monotonic() + patience
     # no proxy from the environment, and no certificates to load: the server is on this machine
     with httpx.Client(timeout=5, trust_env=False, verify=False) as client:
         while time.monotonic() < deadline:
             if (status := process.poll()) is not None:
-                raise NoTestError(f"the server did not start (status {status}); its log is {log}\n{last_lines(log)}")
+                raise NoTestError(f"the server did not start (status {status}){reason_in(log)}; its log is {log}")
             with suppress(httpx.HTTPError):
                 if client.get(url).status_code == 200:
                     return
             time.sleep(0.5)
-    raise NoTestError(f"the server did not answer within {patience:.0f} s; its log is {log}\n{last_lines(log)}")
+    raise NoTestError(f"the server did not answer within {patience:.0f} s{reason_in(log)}; its log is {log}")
 
 
 def _stop(process: subprocess.Popen, patience: float = 20) -> None:

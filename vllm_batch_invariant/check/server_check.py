@@ -114,28 +114,23 @@ class _ServerRun:
         self._findings.show(label, answer)
 
     async def _in_company(self) -> None:
-        largest = 0
         for count in self._size.company:
             rng = random.Random(count)
             others = [filler(rng, min(self._room, rng.choice((8, 40, 200)))) for _ in range(count)]
             label = f"with {count} other{'s' * (count > 1)}"
             answer, seen = await self._beside(label, others, self._ask)
             self._add(COMPANY, label, answer)
-            largest = max(largest, seen)
-        self._require_company(COMPANY, largest)
+            self._in_batch(COMPANY, seen)
 
     async def _beside_neighbours(self) -> None:
-        largest = 0
         for length in (length for length in self._size.neighbours if length <= self._room):
             prompt = filler(random.Random(length), length)
             label = f"beside a prompt of {length} characters"
             answer, seen = await self._beside(label, [prompt], self._ask)
             self._add(NEIGHBOUR, label, answer)
-            largest = max(largest, seen)
-        self._require_company(NEIGHBOUR, largest)
+            self._in_batch(NEIGHBOUR, seen)
 
     async def _sampling(self) -> None:
-        largest = 0
         for kind in self._size.sampling:
             params = SAMPLING[kind]
             alone = await self._answer(f"{kind} alone", self._ask, params)
@@ -143,8 +138,7 @@ class _ServerRun:
             others = [filler(rng, min(self._room, 40)) for _ in range(16)]
             answer, seen = await self._beside(f"{kind} in company", others, self._ask, params)
             self._findings.add(*SEEDED, kind, alone, answer)
-            largest = max(largest, seen)
-        self._require_company(SEEDED, largest)
+            self._in_batch(SEEDED, seen)
 
     async def _prefix_cache(self) -> None:
         salt = uuid.uuid4().hex
@@ -161,11 +155,8 @@ class _ServerRun:
         self._add(WARM, "from a warm cache", warm)
         self._findings.evidence[WARM] = f"{hits} tokens were found in the cache"
 
-    def _require_company(self, fact: tuple[str, str], largest: int) -> None:
-        if largest < 2:
-            self._findings.gaps[fact] = "the server was never seen to run two requests at a time"
-        else:
-            self._findings.evidence[fact] = f"batches of up to {largest} requests"
+    def _in_batch(self, fact: tuple[str, str], largest: int) -> None:
+        self._findings.in_company(fact, largest, "the server was never seen to run two requests at a time")
 
     async def _beside(
         self, label: str, others: Sequence[str], ask: Ask, params: dict[str, Any] | None = None

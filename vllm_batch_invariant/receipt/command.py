@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_batch_invariant.check.arguments import OneLineParser, at_least
+from vllm_batch_invariant.check.arguments import OneLineParser, at_least, check_base_url, check_model, not_negative
+from vllm_batch_invariant.check.load import one_line
 from vllm_batch_invariant.check.outcome import NoTestError, Status
+from vllm_batch_invariant.check.report_file import why_not_writable
 from vllm_batch_invariant.check.request import PROMPT
 
 from .comparison import HOW_TO_DECLARE, Note, compare, declaration_of, extent
@@ -19,7 +21,9 @@ from .server import Text, make_on_server, verify_on_server
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns the exit status: 0 equal, or made; 1 different; 2 it could not be tested."""
+    """Run the command; returns the exit status: 0 equal, or made; 1 different; 2 it could not be tested; 130 it was
+    interrupted.
+    """
     parser = _parser()
     options = parser.parse_args(arguments)
     if "model_files" in options:
@@ -32,11 +36,16 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("receipt: interrupted; nothing was decided", file=sys.stderr)
         return 128 + signal.SIGINT
+    except Exception as error:  # whatever it is, it must not end with the status 1, which says that bits differ
+        print(f"receipt: the run failed: {type(error).__name__}: {one_line(error)}", file=sys.stderr)
+        return Status.NO_TEST
 
 
 def _make(options: argparse.Namespace) -> int:
     if options.receipt.exists():
         raise NoTestError(f"{options.receipt} exists, and a receipt overwrites nothing")
+    if why := why_not_writable(options.receipt):
+        raise NoTestError(f"{options.receipt} cannot be written: {why}")
     held = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "ignore_eos")
     sampling = Sampling(**{name: getattr(options, name) for name in held})
     prompt = _prompt(options) or Text(PROMPT, options.chat)
@@ -114,9 +123,9 @@ def _prompt(options: argparse.Namespace) -> Text | None:
 
 
 def _engine(options: argparse.Namespace) -> Any:
-    from vllm_batch_invariant.check.offline import start_engine
+    from vllm_batch_invariant.check.quiet_engine import start_quiet_engine
 
-    return start_engine(options.model, shlex.split(options.serve_args))
+    return start_quiet_engine(options.model, shlex.split(options.serve_args))
 
 
 def _token_ids(llm: Any, prompt: Text) -> list[int]:
@@ -139,10 +148,10 @@ def _parser() -> OneLineParser:
     making.add_argument("--private", action="store_true", help="keep a sha256 of the prompt's tokens instead of them")
     usual, value = Sampling(), "default: %(default)s"
     making.add_argument("--max-tokens", type=at_least(1), default=usual.max_tokens, help=value)
-    making.add_argument("--temperature", type=_not_negative, default=usual.temperature, help=f"{value}, greedy")
-    making.add_argument("--top-p", type=_not_negative, default=usual.top_p, help=value)
+    making.add_argument("--temperature", type=not_negative, default=usual.temperature, help=f"{value}, greedy")
+    making.add_argument("--top-p", type=not_negative, default=usual.top_p, help=value)
     making.add_argument("--top-k", type=at_least(0), default=usual.top_k, help=f"{value}, all")
-    making.add_argument("--min-p", type=_not_negative, default=usual.min_p, help=value)
+    making.add_argument("--min-p", type=not_negative, default=usual.min_p, help=value)
     making.add_argument("--seed", type=int, default=0, help=value)
     making.add_argument("--logprobs", type=at_least(0), default=usual.logprobs, help=f"candidates kept, {value}")
     making.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens")
@@ -168,10 +177,10 @@ def _check_target(parser: OneLineParser, options: argparse.Namespace) -> None:
         parser.error("--base-url is a server that already runs: leave out --serve-args")
     if options.model_files and not options.base_url:
         parser.error("--model-files is for a server: the files of --model are known")
-    try:
-        shlex.split(options.serve_args)
-    except ValueError as error:
-        parser.error(f"--serve-args: {error}")
+    if options.model_files and not options.model_files.is_dir():
+        parser.error(f"--model-files {options.model_files}: no such folder")
+    check_base_url(parser, options)
+    check_model(parser, options, "--model")
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
@@ -187,10 +196,3 @@ def _add_prompt(parser: argparse.ArgumentParser, help: str) -> None:
     prompt.add_argument("--prompt", help=help)
     prompt.add_argument("--prompt-file", type=Path, help="a text file with it")
     parser.add_argument("--chat", action="store_true", help="the prompt is the message of a chat")
-
-
-def _not_negative(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
-    return number

@@ -1,7 +1,7 @@
 """Compares two completions bit for bit, and before that what is declared about the engines that computed them."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_batch_invariant.check.divergence import first_difference
@@ -90,6 +90,8 @@ def compare(left: Receipt, right: Receipt, names: tuple[str, str] = ("the first"
     if other:
         raise NoTestError(f"receipts of different requests: {other}")
     difference = first_difference_of(left.completion, right.completion)
+    if difference is not None:
+        difference = replace(difference, text=f"{difference}; that is {names[1]} against {names[0]}")
     return Verdict(notes_on(left.declared, right.declared, names), difference, extent(left.completion))
 
 

@@ -147,7 +147,8 @@ def _compiled(scores: Scores) -> _Attend:
             if argument is not None:
                 torch._dynamo.mark_dynamic(argument, 0)
         limits = {"recompile_limit": _RECOMPILATIONS, "accumulated_recompile_limit": _RECOMPILATIONS}
-        with torch._dynamo.config.patch(limits):
+        # The mode has compiled functions run eagerly, which would hold the scores of the whole cache.
+        with torch.compiler.set_stance("default"), torch._dynamo.config.patch(limits):
             return compiled(*arguments)
 
     return attend
