@@ -161,8 +161,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results[provider] = result
             if not options.offline:
                 result["online"] = measure_online(provider, options)
-    rows = measurements(results, options.workloads, Setting.here())
-    write(options.out, rows)
+        # After each provider, so that a run that is cut short has what it measured.
+        rows = measurements(results, options.workloads, Setting.here())
+        write(options.out, rows)
     print_summary(rows, Console())
     failed = len(results) < len(options.providers)
     failed |= not options.offline and any(result["online"] is None for result in results.values())

@@ -26,17 +26,16 @@ pytestmark = pytest.mark.usefixtures("hopper")
 def test_it_has_the_bits_of_the_triton_kernel_at_every_launch(heads, lengths, tokens):
     known = {length: Request(heads, length, length) for length in set(lengths)}
     chunks = [Chunk(known[length], max(length - tokens, 0), length) for length in lengths]
-    query, *rest, starts = (tensor.cuda() for tensor in paged(chunks, 64))
+    query, keys, values, table, seq_lens, starts = (tensor.cuda() for tensor in paged(chunks, 64))
     shape = triton.Shape(heads.query, heads.kv, heads.size, heads.dtype, AttentionReduction.of_device("cuda", "triton"))
     planner = triton.Planner(shape, query.device, len(lengths), len(query), sum(lengths))
     assert planner.hopper
 
     def attend() -> torch.Tensor:
-        plan = planner.plan(starts, rest[2], len(query), tokens)
+        plan = planner.plan(starts, seq_lens, len(query), tokens)
+        options = {"scale": 0.1, "reduction": shape.reduction, "implementation": "triton", "plan": plan}
         out = torch.full_like(query, torch.nan)
-        return paged_attention(
-            query, *rest, starts, scale=0.1, reduction=shape.reduction, implementation="triton", out=out, plan=plan
-        )
+        return paged_attention(query, keys, values, table, seq_lens, starts, out=out, **options)
 
     launches = [attend() for _ in range(4)]
     assert not planner.arrived.any()

@@ -23,7 +23,8 @@ from vllm_batch_invariant.ops.attention.triton import Shape
 HEADS = Heads(3, 1, 64)
 REDUCTION = AttentionReduction(128, ((64, 256),))
 PAGE = 64
-ATOL = 5e-6
+ATOL = 2e-5
+"""Of fp32: FlexAttention that is not compiled adds up in an order that follows the number of threads."""
 
 
 def attend_to_listed_tiles(query, key, value, *, score_mod, block_mask, scale, return_aux, kernel_options):
