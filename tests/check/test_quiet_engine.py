@@ -17,6 +17,7 @@ FRONT_END = "the engine did not start: Engine core initialization failed. See ro
 def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Has the engine print two lines and end with an error, or be there where none is given."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # which it would set for the tests after it, too
 
     def prepare(error: BaseException | None) -> None:
         def start(model: str, arguments: list[str]) -> str:

@@ -1,12 +1,13 @@
 """Architectures with other norms, activations, masks and dtypes than the main model's."""
 
-from pathlib import Path
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
 import transformers
 
-from tests.engine.engines import company, request, run, tokens
+from tests.engine.engines import OF_DEVICE, Result, company, request, run, tokens
 
 pytestmark = pytest.mark.engine
 
@@ -39,16 +40,29 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_an_architecture_gives_the_same_bits_in_any_company(name: str, tmp_path: Path) -> None:
-    config, dtype = MODELS[name]
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
-    model.save_pretrained(tmp_path / "model")
+COMPANY = (1, 3, 17, 40)
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Result]]]:
+    """Every model in an engine of its own, two at a time: most of an engine's start takes one core."""
     needle = request(tokens(150, 1), max_tokens=12)
     steps = [{"name": "alone", "requests": [needle]}]
-    steps += [{"name": f"with {n}", "requests": [*company(n, n), needle]} for n in (1, 3, 17, 40)]
-    engine = {"model": str(tmp_path / "model"), "max_model_len": 1024, "skip_tokenizer_init": True}
-    result = run(engine | {"max_num_batched_tokens": 128, "max_num_seqs": 64}, steps, "1")
-    for count in (1, 3, 17, 40):
+    steps += [{"name": f"with {n}", "requests": [*company(n, n), needle]} for n in COMPANY]
+    limits = {"max_model_len": 1024, "skip_tokenizer_init": True, "max_num_batched_tokens": 128, "max_num_seqs": 64}
+    with ThreadPoolExecutor(2) as pool:
+        engines = {}
+        for name, (config, dtype) in MODELS.items():
+            torch.manual_seed(0)
+            path = tmp_path_factory.mktemp("model")
+            transformers.AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(path)
+            engines[name] = pool.submit(run, {"model": str(path)} | limits | OF_DEVICE, steps, "1")
+        yield engines
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_architecture_gives_the_same_bits_in_any_company(name: str, asked: dict[str, Future[Result]]) -> None:
+    result = asked[name].result()
+    for count in COMPANY:
         assert result.completions(f"with {count}", count) == result.completions("alone"), count
