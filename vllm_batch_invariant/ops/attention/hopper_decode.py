@@ -31,6 +31,8 @@ from .hopper_tiles import (
     merge_weights,
     next_stage,
     page_part,
+    split_of,
+    start_of,
 )
 
 _TILE = gl.constexpr(TILE)
@@ -49,33 +51,13 @@ def rows_of(kept_block):
 
 
 @gluon.jit
-def _start_of(number, levels: gl.constexpr):
-    """The first key of a split: ``AttentionReduction.start_of``."""
-    key = number * levels[0][1]
-    for level in gl.static_range(1, len(levels)):
-        start, size, first = levels[level]
-        key = gl.where(number < first, key, start + (number - first) * size)
-    return key
-
-
-@gluon.jit
-def _split_of(key, levels: gl.constexpr):
-    """The split that a key is in: ``AttentionReduction.split_of``."""
-    number = key // levels[0][1]
-    for level in gl.static_range(1, len(levels)):
-        start, size, first = levels[level]
-        number = gl.where(key < start, number, first + (key - start) // size)
-    return number
-
-
-@gluon.jit
 def _keys(entry, levels: gl.constexpr):
     """Of an entry: the first of its keys, their end, and the end of its request's keys."""
     number = gl.load(entry + 2)
     run = gl.load(entry + 3)
     stop = gl.load(entry + 6) + gl.load(entry + 7)
-    first = _start_of(number, levels)
-    end = gl.minimum(_start_of(number + run, levels), stop)
+    first = start_of(number, levels)
+    end = gl.minimum(start_of(number + run, levels), stop)
     return first, gl.where(run > 0, end, first), stop
 
 
@@ -283,7 +265,7 @@ def _consumer(
                 acc = no_acc
 
         if run > 0:
-            splits = _split_of(stop - 1, levels) + 1
+            splits = split_of(stop - 1, levels) + 1
             if merges & (number == splits):
                 result = (merged / gl.where(merged_weight == 0.0, 1.0, merged_weight)[None, :]).to(dtype)
                 result = gl.convert_layout(gl.permute(result, (1, 0)), out_layout)
@@ -312,7 +294,7 @@ def _consumer(
             kv_head = gl.load(entry + 1)
             slot = gl.load(entry + 4)
             _, _, stop = _keys(entry, levels)
-            splits = _split_of(stop - 1, levels) + 1
+            splits = split_of(stop - 1, levels) + 1
             merge_kept(
                 out, partial_top, partial_weight, partial_acc, key_ring, value_ring, sums,
                 (slot.to(gl.int64) * kv_heads + kv_head) * kept_rows, left_merged, splits, gl.load(entry + 5),

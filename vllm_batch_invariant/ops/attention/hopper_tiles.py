@@ -72,6 +72,26 @@ def next_stage(stage, phase, stages: gl.constexpr):
 
 
 @gluon.jit
+def start_of(number, levels: gl.constexpr):
+    """The first key of a split: ``AttentionReduction.start_of``."""
+    key = number * levels[0][1]
+    for level in gl.static_range(1, len(levels)):
+        start, size, first = levels[level]
+        key = gl.where(number < first, key, start + (number - first) * size)
+    return key
+
+
+@gluon.jit
+def split_of(key, levels: gl.constexpr):
+    """The split that a key is in: ``AttentionReduction.split_of``."""
+    number = key // levels[0][1]
+    for level in gl.static_range(1, len(levels)):
+        start, size, first = levels[level]
+        number = gl.where(key < start, number, first + (key - start) // size)
+    return number
+
+
+@gluon.jit
 def is_end_of_split(key, levels: gl.constexpr):
     """Whether a split ends before the key; ``levels`` as in ``AttentionReduction``."""
     ends = key % levels[0][1] == 0
