@@ -61,6 +61,7 @@ def measure(provider: str, plan: dict[str, Any], timeout: float) -> dict[str, An
 
 def measure_online(provider: str, options: argparse.Namespace) -> dict[str, list[float]] | None:
     """Latencies of a provider's server under the online load; None if it failed, which is said on stderr."""
+    print(f"\n{provider}, online", flush=True)
     arguments = ["--max-model-len", str(options.max_model_len)]
     if options.kv_cache_gib:
         arguments += ["--kv-cache-memory-bytes", str(int(options.kv_cache_gib * 2**30))]

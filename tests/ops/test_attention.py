@@ -1,3 +1,4 @@
+import itertools
 import math
 import subprocess
 import sys
@@ -376,3 +377,22 @@ def test_bad_options_are_refused(options, message):
 def test_a_split_size_is_a_power_of_two(size):
     with pytest.raises(ValueError, match="power of two"):
         AttentionReduction(size)
+
+
+@pytest.mark.parametrize("early", [((256, 300),), ((256, 512), (512, 256)), ((256, 256), (512, 768)), ((256, 0),)])
+def test_splits_of_a_size_begin_where_both_sizes_do(early):
+    with pytest.raises(ValueError, match="cannot end at"):
+        AttentionReduction(512, early)
+
+
+@pytest.mark.parametrize("early", [(), ((64, 512),), ((64, 256), (128, 1024), (256, 2048))], ids=str)
+def test_every_position_is_in_the_split_that_begins_before_it(early):
+    reduction = AttentionReduction(512, early)
+    starts = [reduction.start_of(split) for split in range(40)]
+    assert starts == sorted(set(starts))
+    for position in range(starts[-1]):
+        split = reduction.split_of(position)
+        assert starts[split] <= position < starts[split + 1]
+    assert {end for _, end in early} <= set(starts)
+    sizes = {after - before for before, after in itertools.pairwise(starts)}
+    assert sizes == {512, *(size for size, _ in early)}
