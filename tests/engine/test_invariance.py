@@ -1,7 +1,6 @@
 """A real engine gives a request the same tokens and logprobs in any company, under any schedule, after a restart."""
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,29 +61,7 @@ def engine(checkpoint: Path) -> Callable[..., Result]:
 
 
 @pytest.fixture(scope="module")
-def beside(engine: Callable[..., Result]) -> Iterator[dict[str, Future[Result]]]:
-    """Engines that need nothing of others, one after the other while the main one is asked: most of an engine's start
-    takes one core.
-    """
-    other = {"max_num_batched_tokens": 300, "max_num_seqs": 5, "block_size": 32, "async_scheduling": True}
-    flex = again("alone 300", "neighbour 10", "neighbour 64")
-    without = again("alone 45", "with 17")
-    with ThreadPoolExecutor(1) as pool:
-        yield {
-            "other": pool.submit(
-                engine,
-                again(*RESTARTED, *UNSEEDED),
-                environment={"CXX": "no-such-compiler", SEED.name: "5"},
-                **other,
-            ),
-            "flex": pool.submit(engine, flex, environment={ATTENTION.name: "flex"}),
-            "without": pool.submit(engine, without, flag=None, environment={"VLLM_PLUGINS": ""}, enforce_eager=True),
-        }
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-@pytest.fixture(scope="module")
-def main(engine: Callable[..., Result], beside: dict[str, Future[Result]]) -> Result:  # beside: started meanwhile
+def main(engine: Callable[..., Result]) -> Result:
     def check(running: Engine) -> EngineRun:
         checked = check_of(running, "1")
         checked.certify()
@@ -194,11 +171,12 @@ def test_a_check_of_the_mode_holds_on_every_rung(main: Result, small: Result) ->
 
 
 @pytest.fixture(scope="module")
-def other(beside: dict[str, Future[Result]]) -> Result:
+def other(engine: Callable[..., Result]) -> Result:
     """An engine with other pages and chunks, which gives requests a seed. The mode needs no C++ compiler, which plain
     vLLM on a CPU does.
     """
-    return beside["other"].result()
+    settings = {"max_num_batched_tokens": 300, "max_num_seqs": 5, "block_size": 32, "async_scheduling": True}
+    return engine(again(*RESTARTED, *UNSEEDED), environment={"CXX": "no-such-compiler", SEED.name: "5"}, **settings)
 
 
 def test_other_pages_other_chunks_and_async_scheduling_move_no_bit(main: Result, other: Result) -> None:
@@ -221,8 +199,8 @@ def test_a_request_without_a_seed_gets_the_same_sample_again_if_seeds_are_made_f
     assert f"{SEED.name}=5" in other.log
 
 
-def test_flex_attention_gives_a_request_the_same_bits_in_any_company(beside: dict[str, Future[Result]]) -> None:
-    result = beside["flex"].result()
+def test_flex_attention_gives_a_request_the_same_bits_in_any_company(engine: Callable[..., Result]) -> None:
+    result = engine(again("alone 300", "neighbour 10", "neighbour 64"), environment={ATTENTION.name: "flex"})
     assert "Attention: flex" in result.log
     for length in (10, 64):
         assert result.completions(f"neighbour {length}") == result.completions("alone 300")
@@ -259,8 +237,8 @@ def test_a_check_of_plain_vllm_breaks_and_says_where(stock: Result) -> None:
     assert any(certificate.difference for certificate in found.certificates if certificate.operation == "linear")
 
 
-def test_without_the_flag_the_plugin_does_nothing(stock: Result, beside: dict[str, Future[Result]]) -> None:
-    absent = beside["without"].result()
+def test_without_the_flag_the_plugin_does_nothing(stock: Result, engine: Callable[..., Result]) -> None:
+    absent = engine(again("alone 45", "with 17"), flag=None, environment={"VLLM_PLUGINS": ""}, enforce_eager=True)
     assert stock.kernels == absent.kernels
     assert not any("vllm_batch_invariant" in name for names in stock.kernels.values() for name in names)
     assert "atch-invariant" not in stock.log
