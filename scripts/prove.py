@@ -7,26 +7,33 @@ other. Meant for a GPU of 80 GB and more; the options make it fit a CPU and a ti
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from vllm_batch_invariant.check.contract import Fact, Outcome, Sample, fact_of
+from vllm_batch_invariant.check.check_report import Report, as_json, print_report
+from vllm_batch_invariant.check.contract import Outcome
 from vllm_batch_invariant.check.divergence import Answer
 from vllm_batch_invariant.check.engine_process import Engine, StepResult
 from vllm_batch_invariant.check.engine_requests import SAMPLING, company, company_that_samples, request, tokens
 from vllm_batch_invariant.check.engine_run import answer_of, steps_of
+from vllm_batch_invariant.check.facts import AGAIN, COMPANY, NEIGHBOUR, PREEMPTED, PROMPT_LOGPROBS, SEEDED, WARM
+from vllm_batch_invariant.check.findings import Findings
 from vllm_batch_invariant.check.outcome import NoTestError, Status
+from vllm_batch_invariant.envs import FLAG
 
-COMPANY = (1, 2, 7, 8, 15, 16, 17, 43, 44, 45, 46, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 1000)
-LONG_COMPANY = (64, 100, 127)
-NEIGHBOURS = (1, 5, 9, 10, 11, 64, 700, 3000, 8000, 16000)
+COUNTS = (1, 2, 7, 8, 15, 16, 17, 43, 44, 45, 46, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 1000)
+LONG_COUNTS = (64, 100, 127)
+LENGTHS = (1, 5, 9, 10, 11, 64, 700, 3000, 8000, 16000)
+LONG_COMPANY = ("batch", "among long prompts")
+EVICTED = ("schedule", "after its pages were evicted")
 LOGPROBS = 20
 MANY = 12
 PAGE = 64
@@ -95,120 +102,103 @@ FULL = Plan((45, 300, 3000), 64, 1000, 20_000)
 SMALL = Plan((45, 300), 16, 46, 2000)
 
 
-@dataclass
-class Proof:
-    """What a model's engines answered, and what has to be equal."""
-
-    model: str
-    samples: dict[str, list[Sample]] = field(default_factory=dict)
-    missed: dict[str, str] = field(default_factory=dict)
-    """What could not be provoked, and why."""
-
-    def add(self, fact: str, label: str, expected: Answer, answer: Answer) -> None:
-        """Keep an answer and what it has to equal."""
-        self.samples.setdefault(fact, []).append(Sample(label, expected, answer))
-
-    @property
-    def facts(self) -> list[Fact]:
-        """Every fact, those that were not provoked at the end."""
-        found = [fact_of("", name, samples) for name, samples in self.samples.items() if name not in self.missed]
-        return found + [Fact("", name, Outcome.NOT_TESTED, why) for name, why in self.missed.items()]
-
-
 class _Answers:
     """One engine's answers, put beside those of the first."""
 
-    def __init__(self, engine: Engine, plan: Plan, proof: Proof) -> None:
-        self._engine, self._plan, self._proof = engine, plan, proof
-        self.alone: dict[str, Answer] = {}
-        self.many: list[Answer] = []
+    def __init__(self, engine: Engine, plan: Plan, findings: Findings) -> None:
+        self._engine, self._plan, self._findings = engine, plan, findings
+        looked_at = self._plan.looked_at() | self._plan.sampled()
+        self.alone = {name: answer_of(self._first(self._step(name, [one]))) for name, one in looked_at.items()}
+        many = self._step("many", self._plan.many())
+        self.many = [answer_of(one["completions"][0]) for one in many.requests]
+        self._preemptions = many.preemptions
 
     def _step(self, name: str, requests: list[dict[str, Any]], reset: bool = True) -> StepResult:
         return self._engine.step(name, requests, reset and self._engine.about["prefix_caching"])
-
-    def ask_alone(self) -> None:
-        requests = self._plan.looked_at() | self._plan.sampled()
-        self.alone = {name: answer_of(self._first(self._step(name, [one]))) for name, one in requests.items()}
-        self.many = [answer_of(one["completions"][0]) for one in self._step("many", self._plan.many()).requests]
 
     @staticmethod
     def _first(step: StepResult) -> dict[str, Any]:
         return step.requests[0]["completions"][0]
 
-    def _beside(self, fact: str, label: str, others: Sequence[dict[str, Any]]) -> None:
+    def _in_company(self, fact: tuple[str, str], label: str, batch: list[dict[str, Any]]) -> StepResult:
+        """A step of several requests, without which a fact about company is none."""
+        step = self._step(label, batch)
+        if step.largest_batch < 2:
+            self._findings.gaps[fact] = "the engine ran one request at a time"
+        return step
+
+    def _beside(self, fact: tuple[str, str], label: str, others: Sequence[dict[str, Any]]) -> None:
         """The requests that are looked at, among others: the first, the last and in the middle."""
         looked_at, batch = self._plan.looked_at(), list(others)
         for number, one in enumerate(looked_at.values()):
             batch.insert(number * len(batch) // (len(looked_at) - 1), one)
-        step = self._step(label, batch)
-        if step.largest_batch < 2:
-            self._proof.missed[fact] = "the engine ran one request at a time"
+        step = self._in_company(fact, label, batch)
         for name, one in looked_at.items():
             place = next(place for place, other in enumerate(batch) if other is one)
             answer = answer_of(step.requests[place]["completions"][0])
-            self._proof.add(fact, f"{name} {label}", self.alone[name], answer)
+            self._findings.add(*fact, f"{name} {label}", self.alone[name], answer)
 
     def in_company(self) -> None:
         """Everything that has to do with others."""
-        for count in (count for count in COMPANY if count <= self._plan.most_others):
-            self._beside("in any company", f"with {count} others", company(count, count))
-        for count in (count for count in LONG_COMPANY if count <= self._plan.most_others):
+        for count in (count for count in COUNTS if count <= self._plan.most_others):
+            self._beside(COMPANY, f"with {count} others", company(count, count))
+        for count in (count for count in LONG_COUNTS if count <= self._plan.most_others):
             others = [request(tokens(500 + 20 * i, 900 + i), max_tokens=4, logprobs=None) for i in range(count)]
-            self._beside("among long prompts", f"with {count} of 500 tokens and more", others)
-        for length in (length for length in NEIGHBOURS if length < self._plan.longest - 100):
+            self._beside(LONG_COMPANY, f"with {count} of 500 tokens and more", others)
+        for length in (length for length in LENGTHS if length < self._plan.longest - 100):
             neighbour = request(tokens(length, 77), max_tokens=16, logprobs=None)
-            self._beside("beside a prompt of any length", f"beside {length} tokens", [neighbour])
+            self._beside(NEIGHBOUR, f"beside {length} tokens", [neighbour])
         for way, mine in self._plan.sampled().items():
             others = company_that_samples()
-            step = self._step(f"{way} in company", [*others[:9], mine, *others[9:]])
+            step = self._in_company(SEEDED, f"{way} in company", [*others[:9], mine, *others[9:]])
             answer = answer_of(step.requests[9]["completions"][0])
-            self._proof.add("seeded sampling in company", way, self.alone[way], answer)
+            self._findings.add(*SEEDED, way, self.alone[way], answer)
 
     def prompt_logprobs(self) -> None:
         ids = tokens(300, 1)
         mine = request(ids, max_tokens=1, prompt_logprobs=5)
-        steps = [self._step("prompt", [mine]), self._step("prompt in company", [mine, *company(20, 6)])]
-        first, second = (Answer.of("", steps_of(ids[1:], step.requests[0]["prompt_logprobs"][1:])) for step in steps)
-        self._proof.add("logprobs of the prompt in company", "with 20 others", first, second)
+        alone = self._step("prompt", [mine])
+        beside = self._in_company(PROMPT_LOGPROBS, "prompt in company", [mine, *company(20, 6)])
+        found = (steps_of(ids[1:], step.requests[0]["prompt_logprobs"][1:]) for step in (alone, beside))
+        self._findings.add(*PROMPT_LOGPROBS, "with 20 others", *(Answer.of("", steps) for steps in found))
 
     def warm(self) -> None:
         """The same again, from what the prefix cache kept."""
-        fact = "from a warm prefix cache"
         for name, one in list(self._plan.looked_at().items())[1:]:
             self._step(f"{name}, cold", [one])
             warm = self._step(f"{name}, warm", [one], reset=False)
             if not warm.requests[0]["cached"]:
-                self._proof.missed[fact] = "nothing was found in it"
-            self._proof.add(fact, name, self.alone[name], answer_of(self._first(warm)))
+                self._findings.gaps[WARM] = "nothing was found in it"
+            self._findings.add(*WARM, name, self.alone[name], answer_of(self._first(warm)))
 
     def evicted(self) -> None:
         """A prompt whose pages were taken by others before it came again."""
-        fact = "after its pages were evicted"
         [name, one] = list(self._plan.looked_at().items())[1]
         self._step(f"{name}, before", [one])
         self._step("others that fill the cache", self._plan.many(), reset=False)
         again = self._step(f"{name}, evicted", [one], reset=False)
         if again.requests[0]["cached"]:
-            self._proof.missed[fact] = f"{again.requests[0]['cached']} tokens were still there"
-        self._proof.add(fact, name, self.alone[name], answer_of(self._first(again)))
+            self._findings.gaps[EVICTED] = f"{again.requests[0]['cached']} tokens were still there"
+        self._findings.add(*EVICTED, name, self.alone[name], answer_of(self._first(again)))
 
-    def compare(self, setting: str, first: "_Answers") -> None:
+    def compare(self, fact: tuple[str, str], first: "_Answers") -> None:
         """Everything that was asked alone, with the first engine's answers."""
         for name, answer in self.alone.items():
-            self._proof.add(setting, name, first.alone[name], answer)
-        for number, (answer, expected) in enumerate(zip(self.many, first.many, strict=True)):
-            self._proof.add(setting, f"request {number} of {MANY}", expected, answer)
+            self._findings.add(*fact, name, first.alone[name], answer)
+        self._compare_many(fact, first)
 
     def preempted(self, first: "_Answers") -> None:
-        """Requests that outgrow the cache together."""
-        step = self._step("many", self._plan.many())
-        if not step.preemptions:
-            self._proof.missed["preemption"] = "the engine did not preempt"
-        for number, (one, expected) in enumerate(zip(step.requests, first.many, strict=True)):
-            self._proof.add("preemption", f"request {number} of {MANY}", expected, answer_of(one["completions"][0]))
+        """Requests that outgrew the cache together."""
+        if not self._preemptions:
+            self._findings.gaps[PREEMPTED] = "the engine did not preempt"
+        self._compare_many(PREEMPTED, first)
+
+    def _compare_many(self, fact: tuple[str, str], first: "_Answers") -> None:
+        for number, (answer, expected) in enumerate(zip(self.many, first.many, strict=True)):
+            self._findings.add(*fact, f"request {number} of {MANY}", expected, answer)
 
 
-def prove(model: str, plan: Plan, arguments: Sequence[str], flag: str, say: Callable[[str], None]) -> Proof:
+def prove(model: str, plan: Plan, arguments: Sequence[str], flag: str, say: Callable[[str], None]) -> Findings:
     """Put a model's engines through the plan, one after the other.
 
     Args:
@@ -221,41 +211,31 @@ def prove(model: str, plan: Plan, arguments: Sequence[str], flag: str, say: Call
     Raises:
         NoTestError: an engine did not start, or broke.
     """
-    proof = Proof(model)
+    findings = Findings(f"{Path(model).name}, {FLAG}={flag}", [])
 
     @contextmanager
-    def engine(name: str, more: Sequence[str]) -> Iterator[_Answers]:
+    def started(name: str, more: Sequence[str]) -> Iterator[Engine]:
         say(name)
         longest = [] if "--max-model-len" in more else ["--max-model-len", str(plan.longest)]
-        with Engine(model, [*arguments, *longest, "--max-logprobs", str(LOGPROBS), *more], flag) as started:
-            answers = _Answers(started, plan, proof)
-            answers.ask_alone()
-            yield answers
+        with Engine(model, [*arguments, *longest, "--max-logprobs", str(LOGPROBS), *more], flag) as engine:
+            findings.about = findings.about or engine.about
+            yield engine
 
     (name, more), *others = plan.settings.items()
-    with engine(name, more) as first:
-        again = _Answers(first._engine, plan, proof)
-        again.ask_alone()
-        again.compare("again", first)
+    with started(name, more) as engine:
+        first = _Answers(engine, plan, findings)
+        _Answers(engine, plan, findings).compare(AGAIN, first)
         first.in_company()
         first.prompt_logprobs()
         first.warm()
     for name, more in others if flag == "1" else []:
-        with engine(name, more) as later:
-            later.compare(name, first)
+        with started(name, more) as engine:
+            later = _Answers(engine, plan, findings)
+            later.compare(("schedule", name), first)
             if "--num-gpu-blocks-override" in more:
                 later.preempted(first)
                 later.evicted()
-    return proof
-
-
-def _print(out: Console, proof: Proof, flag: str) -> None:
-    table = Table(title=f"{Path(proof.model).name}, VLLM_BATCH_INVARIANT={flag}")
-    for column in ("fact", "outcome", "what was compared"):
-        table.add_column(column)
-    for fact in proof.facts:
-        table.add_row(fact.name, fact.outcome.value, f"{fact.detail}{'; ' if fact.difference else ''}{fact.difference}")
-    out.print(table)
+    return findings
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -277,40 +257,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = ["--kv-cache-memory-bytes", str(options.kv_cache_gib << 30), "--gpu-memory-utilization", "0.05"]
     runs = [(model, "1") for model in options.models] + [(options.models[0], "0")] * options.control
 
-    def run(model: str, flag: str) -> Proof:
-        proof = prove(model, plan, arguments, flag, lambda now: out.log(f"{Path(model).name}, {flag}: {now}"))
-        _print(out, proof, flag)
-        return proof
+    def run(model: str, flag: str) -> Report:
+        began, clock = datetime.now().astimezone().isoformat(timespec="seconds"), time.monotonic()
+        found = prove(model, plan, arguments, flag, lambda now: out.log(f"{Path(model).name}, {flag}: {now}"))
+        took = time.monotonic() - clock
+        report = Report(Path(model).name, "proof", tuple(arguments), began, took, (found,))
+        print_report(out, report)
+        return report
 
-    status, found = Status.REPRODUCIBLE, []
+    status, reports = Status.REPRODUCIBLE, []
     with ThreadPoolExecutor(options.jobs) as pool:
         waiting = {pool.submit(run, model, flag): (model, flag) for model, flag in runs}
         for future in as_completed(waiting):
             model, flag = waiting[future]
             try:
-                facts = future.result().facts
+                reports.append(future.result())
             except NoTestError as error:
                 out.print(f"{Path(model).name}, {flag}: {error}", style="red", highlight=False, markup=False)
                 status = status or Status.NO_TEST
                 continue
-            outcomes = {fact.outcome for fact in facts}
-            if (Outcome.BREAKS in outcomes) != (flag == "0"):
+            outcome = reports[-1].outcome
+            if (outcome is Outcome.BREAKS) != (flag == "0"):
                 status = Status.DIVERGED
-            elif Outcome.NOT_TESTED in outcomes and flag == "1":
+            elif outcome is Outcome.NOT_TESTED:
                 status = status or Status.NO_TEST
-            found += [{"model": Path(model).name, "flag": flag} | _plain(fact) for fact in facts]
             if options.json:
-                options.json.write_text(json.dumps(found, indent=1))
+                options.json.write_text(json.dumps([as_json(report) for report in reports], indent=1))
     return status
-
-
-def _plain(fact: Fact) -> dict[str, str]:
-    return {
-        "fact": fact.name,
-        "outcome": fact.outcome.value,
-        "detail": fact.detail,
-        "difference": fact.difference,
-    }
 
 
 if __name__ == "__main__":
