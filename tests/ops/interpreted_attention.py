@@ -5,7 +5,6 @@ usage: TRITON_INTERPRET=1 python -m tests.ops.interpreted_attention
 """
 
 import math
-import sys
 from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 import torch
 
 from tests.ops.attention_cases import Chunk, Heads, Request, exact, paged
+from tests.ops.interpreted_checks import check
 from vllm_batch_invariant.ops import attention
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
 from vllm_batch_invariant.ops.attention.triton import Planner, Shape
@@ -40,12 +40,6 @@ def attend(chunks: list[Chunk], **options: object) -> torch.Tensor:
     out = torch.full_like(tensors[0], math.nan)
     scale = HEADS.size**-0.5
     return paged_attention(*tensors, scale=scale, reduction=REDUCTION, implementation="triton", out=out, **options)
-
-
-def check(name: str, ok: bool) -> None:
-    print("ok" if ok else "FAILED", name, flush=True)
-    if not ok:
-        sys.exit(1)
 
 
 def check_parts() -> None:

@@ -6,14 +6,13 @@ usage: TRITON_INTERPRET=1 python -m tests.ops.interpreted_flex
 """
 
 import math
-import sys
-import time
 import warnings
 from contextlib import nullcontext
 
 import torch
 
 from tests.ops.attention_cases import Chunk, Heads, Request, exact, paged
+from tests.ops.interpreted_checks import check
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops import attention
 from vllm_batch_invariant.ops.attention import AttentionReduction, flex_cuda, flex_plan, paged_attention
@@ -74,12 +73,6 @@ def attend(chunks: list[Chunk], placement: int = 0, page: int = PAGE, by_heads: 
     out = torch.full_like(tensors[0], math.nan)
     scale = chunks[0].request.heads.size ** -0.5
     return paged_attention(*tensors, scale=scale, reduction=REDUCTION, implementation="flex_cuda", out=out, **options)
-
-
-def check(name: str, ok: bool) -> None:
-    print("ok" if ok else "FAILED", name, f"({time.process_time():.0f} s)", flush=True)
-    if not ok:
-        sys.exit(1)
 
 
 MIXED = [newest(150, 31), newest(333, 7, 2), newest(261, 1, 3), newest(20, 20, 4), newest(1, 1, 5)]

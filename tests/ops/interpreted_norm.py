@@ -4,11 +4,10 @@ setting when it is imported.
 usage: TRITON_INTERPRET=1 python -m tests.ops.interpreted_norm
 """
 
-import sys
-
 import torch
 
 from tests.bits import assert_near, assert_same_bits
+from tests.ops.interpreted_checks import run_all
 from vllm_batch_invariant.ops.norm import cuda as norm
 from vllm_batch_invariant.ops.norm import reference as exact
 from vllm_batch_invariant.ops.norm_rotary import cuda as norm_rotary
@@ -77,10 +76,4 @@ CHECKS = {"values and rows": check_lengths, "strides": check_strides, "rotation"
 
 
 if __name__ == "__main__":
-    for name, run in CHECKS.items():
-        try:
-            run()
-        except AssertionError as error:
-            print("FAILED", name, error, flush=True)
-            sys.exit(1)
-        print("ok", name, flush=True)
+    run_all(CHECKS)

@@ -5,12 +5,12 @@ usage: TRITON_INTERPRET=1 python -m tests.ops.interpreted_softmax
 """
 
 import math
-import sys
 from itertools import product
 
 import torch
 
 from tests.bits import assert_near, assert_same_bits
+from tests.ops.interpreted_checks import run_all
 from vllm_batch_invariant.ops.softmax import cuda as softmax
 from vllm_batch_invariant.ops.softmax import reference as exact
 
@@ -85,10 +85,4 @@ CHECKS = {
 
 
 if __name__ == "__main__":
-    for name, run in CHECKS.items():
-        try:
-            run()
-        except AssertionError as error:
-            print("FAILED", name, error, flush=True)
-            sys.exit(1)
-        print("ok", name, flush=True)
+    run_all(CHECKS)
