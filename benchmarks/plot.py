@@ -108,7 +108,8 @@ def _draw_engine(measurements: Sequence[Measurement]) -> Figure:
                 slower = 1 / found.ratio if found.unit.endswith("/s") else found.ratio
                 bars[cases.index((found.case, found.metric)) + number * height] = slower
         drawn = place.barh(list(bars), list(bars.values()), height, label=provider, color=_style(provider)["color"])
-        place.bar_label(drawn, fmt="%.2f", padding=2, fontsize="small")
+        place.bar_label(drawn, fmt="%.2f", padding=3, fontsize="small", bbox={"facecolor": "white", "lw": 0, "pad": 0.5})
+    place.margins(x=0.08)
     place.axvline(1, color="black", linewidth=0.8)
     place.set_yticks(
         [place + height * (len(providers) - 1) / 2 for place in range(len(cases))],
@@ -192,7 +193,10 @@ def _style(provider: str) -> dict[str, str]:
 
 
 def _setting(measurements: Sequence[Measurement]) -> str:
-    return ", ".join(sorted({f"{measurement.gpu}, {measurement.date}" for measurement in measurements}))
+    days: dict[str, set[str]] = defaultdict(set)
+    for measurement in measurements:
+        days[measurement.gpu].add(measurement.date)
+    return ", ".join(f"{gpu}, {' and '.join(sorted(own))}" for gpu, own in sorted(days.items()))
 
 
 DRAWINGS: dict[str, Callable[[Sequence[Measurement]], Figure]] = {
