@@ -108,7 +108,8 @@ def _draw_engine(measurements: Sequence[Measurement]) -> Figure:
                 slower = 1 / found.ratio if found.unit.endswith("/s") else found.ratio
                 bars[cases.index((found.case, found.metric)) + number * height] = slower
         drawn = place.barh(list(bars), list(bars.values()), height, label=provider, color=_style(provider)["color"])
-        place.bar_label(drawn, fmt="%.2f", padding=3, fontsize="small", bbox={"facecolor": "white", "lw": 0, "pad": 0.5})
+        paper = {"facecolor": "white", "lw": 0, "pad": 0.5}
+        place.bar_label(drawn, fmt="%.2f", padding=3, fontsize="small", bbox=paper)
     place.margins(x=0.08)
     place.axvline(1, color="black", linewidth=0.8)
     place.set_yticks(

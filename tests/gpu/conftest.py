@@ -1,5 +1,6 @@
 """These tests need an NVIDIA GPU; without one they are skipped."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,13 @@ import torch
 def gpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread_beside_others() -> None:
+    """Threads of several pytest workers, each with as many as there are cores, wait for each other."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture

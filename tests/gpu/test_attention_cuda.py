@@ -74,7 +74,8 @@ def test_every_feature_is_near_float64(options, dtype, implementation):
 @by_both
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    ("query", "kv", "size"), [(4, 4, 64), (6, 2, 80), (5, 1, 96), (16, 8, 128), (2, 1, 256), (14, 2, 64), (71, 1, 64)]
+    ("query", "kv", "size"),
+    [(4, 4, 64), (6, 2, 80), (5, 1, 96), (16, 8, 128), (6, 2, 192), (2, 1, 256), (14, 2, 64), (71, 1, 64)],
 )
 def test_every_head_shape_and_dtype_is_near_float64_and_decodes_to_its_prefill(query, kv, size, dtype, implementation):
     heads = Heads(query, kv, size, dtype)

@@ -149,8 +149,8 @@ def _of_rows(model: torch.nn.Module, name: str, rows: Sequence[int]) -> Iterator
 
 
 def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate]:
-    """Our attention on pages of its own; a kernel of vLLM's is tested in the engine only."""
-    from vllm_batch_invariant.integration.attention import FixedSplitAttention
+    """Our attention on a cache of its own, with the engine's pages; a kernel of vLLM's is tested in the engine only."""
+    from vllm_batch_invariant.integration.attention import FixedSplitAttention, key_cache_of
 
     seen = set()
     for layer in model.modules():
@@ -172,7 +172,7 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
             for rung in ("batch", "schedule"):
                 yield replace(certificate, rung=rung, untested=why, out_of_reach=True)
             continue
-        attend = partial(_attend, impl, _parameter(model).device)
+        attend = partial(_attend, impl, _parameter(model).device, key_cache_of(layer).shape[2])
         in_batch = partial(_attention_in_batches, attend, heads, rows)
         in_chunks = partial(_attention_in_chunks, attend, heads)
         for rung, test in (("batch", in_batch), ("schedule", in_chunks)):
@@ -185,12 +185,12 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
                 yield replace(certificate, rung=rung, compared=compared, difference=difference, note=note)
 
 
-def _attend(impl: Any, device: torch.device, chunks: list[Chunk]) -> list[torch.Tensor]:
+def _attend(impl: Any, device: torch.device, page_size: int, chunks: list[Chunk]) -> list[torch.Tensor]:
     """The output rows of each chunk, computed together."""
     from vllm_batch_invariant.ops.attention import paged_attention
 
     out = paged_attention(
-        *(tensor.to(device) for tensor in paged(chunks)),
+        *(tensor.to(device) for tensor in paged(chunks, page_size)),
         scale=impl.scale,
         reduction=impl.reduction,
         sliding_window=impl.sliding_window,

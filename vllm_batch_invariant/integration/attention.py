@@ -47,6 +47,12 @@ def split_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return kv_cache.split(kv_cache.shape[-1] // 2, dim=-1)
 
 
+def key_cache_of(layer: torch.nn.Module) -> torch.Tensor:
+    """The key cache [pages, KV heads, page, head size] that an engine has given an attention layer of vLLM."""
+    held = layer.kv_cache
+    return split_cache(held[0] if isinstance(held, list) else held)[0]
+
+
 class FixedSplitAttention(AttentionImpl[Metadata]):
     """One attention layer."""
 

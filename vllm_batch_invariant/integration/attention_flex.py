@@ -6,7 +6,7 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from ..ops.attention import AttentionReduction
-from .attention import MetadataBuilder, split_cache
+from .attention import MetadataBuilder, key_cache_of
 from .attention_cuda import PlannedMetadata
 
 
@@ -38,8 +38,7 @@ class FlexMetadataBuilder(MetadataBuilder):
         from ..ops.attention.triton import Shape
 
         layers = [self._config.compilation_config.static_forward_context[name] for name in self._layer_names]
-        held = layers[0].kv_cache
-        cache = split_cache(held[0] if isinstance(held, list) else held)[0]
+        cache = key_cache_of(layers[0])
         if cache.data_ptr() not in self._planners:
             model, scheduler = self._config.model_config, self._config.scheduler_config
             shape = Shape(
