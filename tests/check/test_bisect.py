@@ -115,6 +115,9 @@ def differing(operation: str = "aten.mm", **changed: Any) -> Result:
     return Result(Found(**found | changed), coverage, (1, *(8,) * 31), None, 18, True, True)
 
 
+CONTEXT = 1200
+
+
 @pytest.fixture
 def engine_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Has the command find these results, one after the other, in an engine that counts letters as tokens."""
@@ -129,7 +132,7 @@ def engine_of(monkeypatch: pytest.MonkeyPatch) -> Any:
                 raise result
             return result
 
-        model = SimpleNamespace(skip_tokenizer_init=False)
+        model = SimpleNamespace(skip_tokenizer_init=False, max_model_len=CONTEXT)
         tokenizer = SimpleNamespace(encode=lambda text: [ord(letter) for letter in text])
         llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=model), get_tokenizer=lambda: tokenizer)
         monkeypatch.setenv("COLUMNS", "160")
@@ -162,7 +165,7 @@ def test_two_companies_are_tried_until_something_differs(
         "have the same bits in both runs",
         "of output token 18",
         "Layers ran eagerly",
-        "among 16 other requests nothing differs: 5600 outputs in 32 steps",
+        "a prompt of 3 tokens among 16 other requests: nothing differs: 5600 outputs in 32 steps",
     ):
         assert line in said, said
     data = json.loads(report.read_text())
@@ -172,14 +175,27 @@ def test_two_companies_are_tried_until_something_differs(
     assert data["runs"][1]["found"]["comparison"]["first"]["bits"] == ["0x80000000", "0x00000000"]
 
 
+def test_without_a_prompt_several_lengths_are_tried(
+    engine_of: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "PROMPT", "Explain in detail why sums vary.")
+    cases = engine_of(*[EQUAL] * 6)
+    assert main(["x/y", "--max-tokens", "9"]) == Status.REPRODUCIBLE
+    usual, short, long = "Explain in detail why sums vary.", "Explain in detail why", 1200 - 9
+    assert [len(case.prompt) for case in cases] == [
+        length for length in (len(usual), len(short), long) for _ in (16, 7)
+    ]
+    assert "a prompt of 1191 tokens among 7 other requests: nothing differs" in capsys.readouterr().out
+
+
 def test_nothing_that_differs_is_status_0(engine_of: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts"
     prompts.write_text("one\n\nthe other\n")
     cases = engine_of(EQUAL)
-    assert main(["x/y", "--prompts", str(prompts), "--place", "9"]) == Status.REPRODUCIBLE
+    assert main(["x/y", "--prompt", "a", "--prompts", str(prompts), "--place", "9"]) == Status.REPRODUCIBLE
     assert [len(prompt) for prompt in cases[0].company] == [3, 9]
     assert cases[0].place == 2
-    assert "among 2 other requests nothing differs" in capsys.readouterr().out
+    assert "among 2 other requests: nothing differs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

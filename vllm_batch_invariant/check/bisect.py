@@ -22,6 +22,10 @@ from vllm_batch_invariant.check.request import PROMPT
 
 COMPANY, COMPANY_TOKENS = (16, 7), 32
 """Two sizes, because kernels that differ between 1 row and 8 may agree on 1 and 17."""
+SHORT_PROMPT = " ".join(PROMPT.split()[:4])
+"""A prefill of few rows, which a library's product may split where it does not split hundreds."""
+LONG_PROMPT_TOKENS = 1500
+"""Keys that attention splits for one request and not for many."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -33,7 +37,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "1 a difference was found, 2 it could not be tested, 130 it was interrupted.",
     )
     parser.add_argument("model", help="a model's folder or name")
-    parser.add_argument("--prompt", default=PROMPT, help="the prompt that is compared (default: one of 120 words)")
+    parser.add_argument(
+        "--prompt",
+        help=f"the prompt that is compared (default: one of 120 words, then 4, then {LONG_PROMPT_TOKENS} tokens)",
+    )
     parser.add_argument("--max-tokens", type=at_least(1), default=32, help="tokens to generate (default: 32)")
     parser.add_argument("--logprobs", type=at_least(1), default=5, help="candidates compared a token (default: 5)")
     company = parser.add_argument_group("the company")
@@ -123,18 +130,29 @@ def _cases(llm: Any, options: argparse.Namespace) -> Iterator[Case]:
     if llm.llm_engine.model_config.skip_tokenizer_init:
         raise NoTestError("--prompt needs a tokenizer: leave out --skip-tokenizer-init")
     encode = llm.get_tokenizer().encode
-    prompt = tuple(encode(options.prompt))
+    prompts = _prompts(encode, llm.llm_engine.model_config.max_model_len - options.max_tokens, options.prompt)
     if options.company_prompts:
-        yield _case(options, prompt, [encode(prompt) for prompt in options.company_prompts])
+        company = [encode(prompt) for prompt in options.company_prompts]
+        yield from (_case(options, prompt, company) for prompt in prompts)
         return
     rng, length = random.Random(options.seed), options.company_tokens or COMPANY_TOKENS
-    for count in options.company or COMPANY:
-        yield _case(options, prompt, [_made_up(encode, rng, length) for _ in range(count)])
+    for prompt in prompts:
+        for count in options.company or COMPANY:
+            yield _case(options, prompt, [_made_up(encode, rng, length) for _ in range(count)])
 
 
-def _case(options: argparse.Namespace, prompt: tuple[int, ...], company: list[list[int]]) -> Case:
+def _prompts(encode: Callable[[str], list[int]], room: int, given: str | None) -> list[list[int]]:
+    """The given prompt, or one of each length at which kernels choose differently and for which there is room."""
+    if given is not None:
+        return [encode(given)]
+    usual, most = encode(PROMPT), min(LONG_PROMPT_TOKENS, room)
+    long = (usual * (most // len(usual) + 1))[:most]
+    return [usual, encode(SHORT_PROMPT), *([long] if len(long) > 2 * len(usual) else [])]
+
+
+def _case(options: argparse.Namespace, prompt: list[int], company: list[list[int]]) -> Case:
     place = len(company) // 2 if options.place is None else min(options.place, len(company))
-    return Case(prompt, tuple(map(tuple, company)), place, options.max_tokens, options.logprobs)
+    return Case(tuple(prompt), tuple(map(tuple, company)), place, options.max_tokens, options.logprobs)
 
 
 def _made_up(encode: Callable[[str], list[int]], rng: random.Random, length: int) -> list[int]:

@@ -46,7 +46,7 @@ def setting_of(llm: Any, model: str) -> Setting:
 
 def verdict(case: Case, result: Result) -> str:
     """One line for people."""
-    company, found = f"among {_count(len(case.company), 'other request')}", result.found
+    company, found = f"{_prompt(case)} among {_count(len(case.company), 'other request')}:", result.found
     if found is not None:
         return f"{company} the bits part at {where(found)}, {_step(found)}"
     if result.first_logprob is not None:
@@ -69,7 +69,7 @@ def where(found: Found) -> str:
 def print_results(console: Console, setting: Setting, runs: Sequence[tuple[Case, Result]]) -> None:
     """Print a table of the last run, and each run's verdict."""
     case, result = runs[-1]
-    title = f"{setting.model}: one prompt alone and among {_count(len(case.company), 'other request')}"
+    title = f"{setting.model}: {_prompt(case)} alone and among {_count(len(case.company), 'other request')}"
     table = Table(title=title, title_justify="left", show_header=False)
     for name, text in _rows(setting, case, result).items():
         table.add_row(name, escape(text))
@@ -171,6 +171,10 @@ def _operands(found: Found) -> str:
             "not see (Triton, numba, a library's binding)"
         )
     return "have the same bits in both runs"
+
+
+def _prompt(case: Case) -> str:
+    return f"a prompt of {_count(len(case.prompt), 'token')}"
 
 
 def _count(number: int, noun: str) -> str:
