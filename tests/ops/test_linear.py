@@ -118,7 +118,7 @@ def test_the_certificate_refuses_a_tile_height_that_moves_bits(monkeypatch: pyte
 
     monkeypatch.setattr(cpu, "_blas", varies_from_64_rows)
     cpu.certified_heights.cache_clear()
-    assert cpu.certified_heights(300, 100, False, torch.float32, 1) == (16, 32)
+    assert cpu.certified_heights(300, 100, torch.float32, 1) == (2, 4, 8, 16, 32)
     cpu.certified_heights.cache_clear()
 
 
@@ -135,7 +135,7 @@ def test_the_certificate_refuses_a_blas_whose_bits_follow_the_place_in_the_tile(
     monkeypatch.setattr(cpu, "_blas", varies_with_place)
     cpu.certified_heights.cache_clear()
     with pytest.raises(RuntimeError, match="not possible with it"):
-        cpu.certified_heights(300, 100, False, torch.float32, 1)
+        cpu.certified_heights(300, 100, torch.float32, 1)
     cpu.certified_heights.cache_clear()
 
 

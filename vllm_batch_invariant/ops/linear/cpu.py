@@ -19,7 +19,8 @@ logger = logging.getLogger("vllm.batch_invariant")
 
 BASE_HEIGHT = 32
 """The tile height that defines the bits; every other height must reproduce it."""
-CANDIDATE_HEIGHTS = (16, 64, 128, 256)
+CANDIDATE_HEIGHTS = (2, 4, 8, 16, 64, 128, 256)
+"""Not 1: a product of one row is a matrix-vector kernel's."""
 _ALIGNMENT = 64
 
 
@@ -28,10 +29,11 @@ def _blas(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _operand(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The matrix in ``dtype``, packed by rows or by columns and aligned: BLAS kernels may differ on anything else."""
+    """The matrix in ``dtype``, packed by rows and aligned: BLAS kernels may differ on anything else, and by columns few
+    heights agree.
+    """
     tensor = tensor.to(dtype)
-    packed = tensor.is_contiguous() or tensor.t().is_contiguous()
-    if packed and tensor.data_ptr() % _ALIGNMENT == 0:
+    if tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -55,9 +57,7 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a.new_zeros(rows, columns)
     out = a.new_empty(rows, columns)
     start = 0
-    for height in _tile_heights(
-        rows, certified_heights(depth, columns, b.is_contiguous(), b.dtype, torch.get_num_threads())
-    ):
+    for height in _tile_heights(rows, certified_heights(depth, columns, b.dtype, torch.get_num_threads())):
         stop = min(start + height, rows)
         tile = a[start:stop]
         if stop - start < height or not tile.is_contiguous() or tile.data_ptr() % _ALIGNMENT:
@@ -69,14 +69,13 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def certified_heights(depth: int, columns: int, by_rows: bool, dtype: torch.dtype, threads: int) -> tuple[int, ...]:
+def certified_heights(depth: int, columns: int, dtype: torch.dtype, threads: int) -> tuple[int, ...]:
     """The tile heights that give the bits of :data:`BASE_HEIGHT` for a [depth, columns] operand, ascending; measured
     once a process.
 
     Also measured: a row has the same bits at every place of the base tile that the two orders compared put it at.
 
     Args:
-        by_rows: layout of the operand, row-major or column-major.
         threads: how many BLAS threads run; a part of the measurement, because the blocking may follow it.
 
     Raises:
@@ -84,8 +83,7 @@ def certified_heights(depth: int, columns: int, by_rows: bool, dtype: torch.dtyp
     """
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2 * BASE_HEIGHT, depth, generator=generator, dtype=dtype)
-    operand = torch.randn(columns, depth, generator=generator, dtype=dtype).t()
-    operand = operand.contiguous() if by_rows else operand
+    operand = torch.randn(depth, columns, generator=generator, dtype=dtype)
     base = torch.cat([_blas(tile.clone(), operand) for tile in rows.split(BASE_HEIGHT)])
 
     def agrees(height: int) -> bool:
@@ -135,24 +133,21 @@ def accumulate_batch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def prepare(weight: torch.Tensor, rows: int, bias: bool, sizes: Iterable[int]) -> None:  # noqa: ARG001
     """Certify the tile heights for products with a weight [N, K]; they do not depend on the rest."""
     dtype = LinearReduction(weight.shape[0], weight.shape[1], weight.dtype).accumulate
-    operand = weight.detach().t()
-    by_rows = operand.is_contiguous() or not operand.t().is_contiguous()  # as :func:`_operand` would leave it
-    certified_heights(weight.shape[1], weight.shape[0], by_rows, dtype, torch.get_num_threads())
+    certified_heights(weight.shape[1], weight.shape[0], dtype, torch.get_num_threads())
 
 
 def prepare_weight(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [N, K] as the accumulator wants it, converted once instead of at every call (fp32 for bf16 and fp16:
-    twice the memory).
+    """A weight [N, K] as products want it, [K, N] and in the accumulator's dtype, converted once instead of at every
+    call (fp32 for bf16 and fp16: twice the memory).
     """
     dtype = LinearReduction(weight.shape[0], weight.shape[1], weight.dtype).accumulate
-    prepared = _operand(weight.detach().t(), dtype).t()
-    certified_heights(weight.shape[1], weight.shape[0], prepared.t().is_contiguous(), dtype, torch.get_num_threads())
-    return prepared
+    certified_heights(weight.shape[1], weight.shape[0], dtype, torch.get_num_threads())
+    return _operand(weight.detach().t(), dtype)
 
 
 def prepared_linear(x: torch.Tensor, prepared: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``linear`` with a weight from :func:`prepare_weight`: same bits, without the conversion."""
-    rows = _product(x.reshape(x.shape[:-1].numel(), x.shape[-1]).to(prepared.dtype), prepared.t())
+    rows = _product(x.reshape(x.shape[:-1].numel(), x.shape[-1]).to(prepared.dtype), prepared)
     if bias is not None:
         rows += bias.to(prepared.dtype)
-    return rows.to(x.dtype).reshape(*x.shape[:-1], prepared.shape[0])
+    return rows.to(x.dtype).reshape(*x.shape[:-1], prepared.shape[1])
