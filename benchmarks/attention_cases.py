@@ -12,6 +12,7 @@ _ELEMENT_SIZE = 2
 _BATCHES = 1, 8, 64, 256
 _CONTEXTS = 1024, 8192, 32768, 131072
 _PREFILLS = 512, 1024, 4096, 16384, 32768
+_CHUNKS = (512, 16384), (64, 32768)
 _MOST_CACHE_BYTES = 24e9
 
 
@@ -104,7 +105,8 @@ def _cases(shape: Shape) -> Iterator[Case]:
     for tokens in _PREFILLS:
         yield Case(shape, "prefill", (Request(tokens, tokens),))
     yield Case(shape, "prefill", (Request(1024, 1024),) * 8)
-    yield Case(shape, "chunk", (Request(512, 16384),))
+    for tokens, context in _CHUNKS:
+        yield Case(shape, "chunk", (Request(tokens, context),))
     yield Case(shape, "mixed", (Request(2048, 2048), *(Request(1, 4096),) * 64))
 
 

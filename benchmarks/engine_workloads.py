@@ -2,7 +2,9 @@
 
 import random
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
 from benchmarks.record import case_text
@@ -109,6 +111,30 @@ class Prefill:
         return self.prompts * self.tokens / _seconds(llm, prompts, [1] * self.prompts)
 
 
+@dataclass(frozen=True)
+class Turn:
+    """The next turn of a long conversation: milliseconds to the first token behind new ones and many cached ones."""
+
+    context: int
+    tokens: int
+    metric = "ttft"
+    unit = "ms"
+    _turns: Iterator[int] = field(default_factory=count, compare=False)
+    """Seeds, because a turn that was asked before is cached."""
+
+    @property
+    def case(self) -> str:
+        return case_text(workload="turn", cached=self.context, input=self.tokens)
+
+    def sample(self, llm: "LLM") -> float:
+        [conversation] = _prompts(llm, 1, self.context, seed=self.context)
+        _seconds(llm, [conversation], [1])
+        [turn] = _prompts(llm, 1, self.tokens, seed=next(self._turns))
+        return 1e3 * _seconds(
+            llm, [{"prompt_token_ids": conversation["prompt_token_ids"] + turn["prompt_token_ids"]}], [1]
+        )
+
+
 WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "full": (
         Throughput(1000, 32, 90, 110),
@@ -116,8 +142,9 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
         TokenTime(1, 32_000, 64),
         TokenTime(8, 16_000, 64),
         Prefill(16, 4096),
+        Turn(32_000, 64),
     ),
-    "small": (Throughput(8, 16, 4, 6), TokenTime(1, 32, 4), TokenTime(4, 64, 4), Prefill(2, 128)),
+    "small": (Throughput(8, 16, 4, 6), TokenTime(1, 32, 4), TokenTime(4, 64, 4), Prefill(2, 128), Turn(256, 16)),
 }
 """By name: for a model of 8 B weights on a large GPU, and to try the benchmark anywhere."""
 

@@ -218,7 +218,7 @@ def test_the_summary_counts_and_ranks(attention_measurements: list[Measurement])
     grid = {row[0]: row[1:] for row in cells(text) if row[0].startswith("qwen3-8b")}
     assert grid["qwen3-8b x 1"] == ["1.25"] * 4
     assert grid["qwen3-8b x 64"] == ["1.25"] * 3 + [""]
-    assert grid["qwen3-8b"] == ["2.00"] * 8
+    assert grid["qwen3-8b"] == ["2.00"] * 9
     assert "8 x 1024" in text
 
 

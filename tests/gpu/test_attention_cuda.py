@@ -152,10 +152,23 @@ def test_blocks_are_only_a_schedule(heads, monkeypatch):
 def test_splits_shared_out_to_programs_have_the_bits_of_splits_walked_by_one(reduction, options, heads, monkeypatch):
     from vllm_batch_invariant.ops.attention import triton
 
-    chunks = [whole(Request(heads, 1100, 1)), newest(Request(heads, 777, 2), 7), newest(Request(heads, 3_000, 3))]
-    shared = torch.cat(attend(chunks, reduction=reduction, **options))
-    monkeypatch.setattr(triton, "PARTIAL_BYTES", 0)
-    assert torch.equal(torch.cat(attend(chunks, reduction=reduction, **options)), shared)
+    few = [newest(Request(heads, 5_000, 1), 60), newest(Request(heads, 777, 2), 7), newest(Request(heads, 3_000, 3))]
+    for chunks in (few, [*few, whole(Request(heads, 1100, 4))]):
+        shared = torch.cat(attend(chunks, reduction=reduction, **options))
+        with monkeypatch.context() as patched:
+            patched.setattr(triton, "PARTIAL_BYTES", 0)
+            assert torch.equal(torch.cat(attend(chunks, reduction=reduction, **options)), shared)
+
+
+@pytest.mark.parametrize("heads", [SMALL, GROUP_OF_FOUR, Heads(8, 1, 128, torch.bfloat16), GROUP_OF_SEVEN], ids=str)
+@pytest.mark.parametrize("length", [1_100, 5_000, 40_000])
+def test_a_few_new_tokens_behind_many_have_the_bits_of_a_prefill(heads, length):
+    """Their blocks are cut into parts that programs share, those of the prefill are not."""
+    request = Request(heads, length, 1)
+    prefill = attend([whole(request)])[0]
+    for count in (20, 60, 300):
+        for _ in range(2):  # accounts of the first time are cleared
+            assert torch.equal(attend([newest(request, count)])[0], prefill[-count:]), count
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 128])

@@ -95,7 +95,44 @@ def check_order() -> None:
     keys = [min((first + rows - 1) // group, new - 1) + 1 + past for _, first, *_, new, past in entries]
     listed = sorted((request, first) for request, first, *_ in entries) == expected
     tiles = [-(-count // shape.tile) for count in keys]
-    check("order", not plan.share_large and listed and tiles == sorted(tiles, reverse=True))
+    check("order", not plan.may_share_large and listed and tiles == sorted(tiles, reverse=True))
+
+
+def check_shared_blocks() -> None:
+    """The splits of few blocks are in parts, each split of each block in one, and the parts of a block about equal."""
+    for kv_heads, lengths, tokens in (
+        (1, [16_384], [60]),
+        (1, [5000, 3, 2700], [33, 1, 20]),
+        (2, [40_000, 0, 300], [17, 0, 20]),
+        (1, [700, 2049], [90, 64]),
+    ):
+        shape = Shape(4 * kv_heads, kv_heads, 64, torch.float16, REDUCTION)
+        planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), sum(lengths) + 64 * len(lengths))
+        planner._items = 16
+        starts = torch.tensor([0, *tokens]).cumsum(0).int()
+        planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens))
+        entries = planner.large_list[: int(planner.large_count)].tolist()
+        fits, slots = len(entries) * kv_heads <= planner._items, []
+        for request, new in enumerate(tokens):
+            for block in range(-(-4 * new // planner.large.rows) if new > 4 else 0):
+                first, last = block * planner.large.rows, (block + 1) * planner.large.rows - 1
+                keys = min(last // 4, new - 1) + 1 + lengths[request] - new
+                parts = sorted(entry[2:5] for entry in entries if entry[:2] == [request, first])
+                ends = [begin + count for begin, count, _ in parts]
+                fits &= [begin for begin, *_ in parts] == [0, *ends[:-1]] and all(count > 0 for _, count, _ in parts)
+                fits &= ends[-2:-1] < [REDUCTION.split_of(keys - 1) + 1] <= ends[-1:]
+                longest = max(
+                    min(REDUCTION.start_of(begin + count), keys) - REDUCTION.start_of(begin)
+                    for begin, count, _ in parts
+                )
+                fits &= longest <= keys / len(parts) + REDUCTION.split_size
+                if len(parts) > 1:
+                    [slot] = {slot for *_, slot in parts}
+                    slots += range(slot, slot + ends[-1])
+                else:
+                    fits &= parts[0][2] == -1
+        fits &= len(set(slots)) == len(slots) and all(0 <= slot < planner._room_large for slot in slots)
+        check(f"{len(entries)} entries of blocks of {lengths}", fits and (len(slots) > 0))
 
 
 def check_values() -> None:
@@ -152,6 +189,7 @@ if __name__ == "__main__":
     pretend_to_have_a_gpu()
     check_parts()
     check_order()
+    check_shared_blocks()
     check_values()
     check_decode_against_prefill()
     check_one_plan_for_every_mix()

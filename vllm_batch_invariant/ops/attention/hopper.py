@@ -13,6 +13,8 @@ from .hopper_tiles import TILE, cache_layout, page_part
 from .inputs import PagedAttention
 
 _LOG2_E = math.log2(math.e)
+ACCOUNTS = 2
+"""Of each block that programs share: a warpgroup's rows have one."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,13 @@ def _describe(cache: torch.Tensor) -> TensorDescriptor:
 
 
 def launch_prefill(
-    call: PagedAttention, out: torch.Tensor, count: torch.Tensor, work: torch.Tensor, programs: int
+    call: PagedAttention,
+    out: torch.Tensor,
+    count: torch.Tensor,
+    work: torch.Tensor,
+    partials: torch.Tensor,
+    accounts: torch.Tensor,
+    programs: int,
 ) -> None:
     """Write the attention of the blocks in ``work`` to ``out``."""
     table = call.block_table
@@ -91,6 +99,8 @@ def launch_prefill(
         table,
         count,
         work,
+        partials,
+        accounts,
         call.scale * _LOG2_E,
         table.stride(0),
         *call.query.stride()[:2],

@@ -6,6 +6,9 @@ waits for whom. One warp copies tiles of keys and values into rings in shared me
 a page smaller than a tile by several copies; two warpgroups of 64 rows each take the tiles from there, and multiply
 one tile's weights with its values while they compute the next tile's weights. That schedule is the one of
 FlashAttention-3, Shah et al. 2024, arXiv:2407.08608.
+
+The splits of a block may be shared by programs. Each leaves its splits among the partial results, and the last one to
+arrive merges them all, each warpgroup those of its rows.
 """
 
 import triton.experimental.gluon.language as gl
@@ -32,6 +35,8 @@ from .hopper_tiles import (
     next_stage,
     page_part,
     row_sum,
+    split_of,
+    start_of,
     start_scores,
     summed,
     weights_of,
@@ -59,20 +64,19 @@ def _rounds(total, programs):
 
 
 @gluon.jit
-def _bounds(entry, group: gl.constexpr):
-    """Of a block: its first row, where its request starts, its tokens and its past, and its keys' end."""
-    first_row = gl.load(entry + 1)
-    start = gl.load(entry + 5)
-    tokens = gl.load(entry + 6)
-    past = gl.load(entry + 7)
-    stop = past + gl.minimum((first_row + _ROWS - 1) // group, tokens - 1) + 1
-    return first_row, start, tokens, past, stop
+def _keys(entry, group: gl.constexpr, levels: gl.constexpr):
+    """Of an entry: the first of its keys, their end, and the end of its block's keys."""
+    stop = gl.load(entry + 7) + gl.minimum((gl.load(entry + 1) + _ROWS - 1) // group, gl.load(entry + 6) - 1) + 1
+    number = gl.load(entry + 2)
+    end = start_of(number + gl.load(entry + 3), levels)
+    return start_of(number, levels), gl.minimum(end, stop), stop
 
 
 @gluon.jit
 def _producer(
     keys_at, values_at, table, count, work, table_stride, key_ring, value_ring, keys_ready, values_ready, empty,
-    kv_heads: gl.constexpr, group: gl.constexpr, head_size: gl.constexpr, page_size: gl.constexpr, stages: gl.constexpr,
+    kv_heads: gl.constexpr, group: gl.constexpr, head_size: gl.constexpr, page_size: gl.constexpr, levels: gl.constexpr,
+    stages: gl.constexpr,
 ):  # fmt: skip
     """Keeps the rings full: a place holds a tile's keys and the values of the tile before, used together."""
     part: gl.constexpr = page_part(page_size)
@@ -90,12 +94,12 @@ def _producer(
         kv_head = place % kv_heads
         entry = work + place // kv_heads * 8
         own_table = table + gl.load(entry).to(gl.int64) * table_stride
-        stop = _bounds(entry, group)[4]
-        for at in range(0, stop, _TILE):
+        begin, end, _ = _keys(entry, group, levels)
+        for at in range(begin, end, _TILE):
             pages = ()
             for number in gl.static_range(parts):
                 key = at + number * part
-                pages = pages + (gl.load(own_table + key // page_size, mask=key < stop, other=0),)  # noqa: RUF005
+                pages = pages + (gl.load(own_table + key // page_size, mask=key < end, other=0),)  # noqa: RUF005
             slot = at % page_size if page_size > _TILE else at * 0
             mbarrier.wait(empty.index(stage), phase)
             copy_tile(keys_at, key_ring, keys_ready, stage, pages, kv_head, slot, True, page_size, head_size)
@@ -113,10 +117,59 @@ def _producer(
 
 
 @gluon.jit
+def _record(partials, slot, number, kv_head, kv_heads: gl.constexpr, head_size: gl.constexpr):
+    """Where a split's result is among the partial ones: the values of a block's rows, their maxima, their weights."""
+    return partials + ((slot + number).to(gl.int64) * kv_heads + kv_head) * (_ROWS * (head_size + 2))
+
+
+@gluon.jit
+def _store_split(record, top, weight, acc, half: gl.constexpr):
+    head_size: gl.constexpr = acc.shape[1]
+    acc_layout: gl.constexpr = layout_of_acc(head_size)
+    rows = half * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, acc_layout))
+    dims = gl.arange(0, head_size, gl.SliceLayout(0, acc_layout))
+    gl.store(record + rows[:, None] * head_size + dims[None, :], acc)
+    at_row = record + _ROWS * head_size + half * _HALF + gl.arange(0, _HALF, top.type.layout)
+    gl.store(at_row, top)
+    gl.store(at_row + _ROWS, weight)
+
+
+@gluon.jit
+def _load_split(record, half: gl.constexpr, head_size: gl.constexpr):
+    """What :func:`_store_split` left, whoever did."""
+    acc_layout: gl.constexpr = layout_of_acc(head_size)
+    rows = half * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, acc_layout))
+    dims = gl.arange(0, head_size, gl.SliceLayout(0, acc_layout))
+    acc = gl.load(record + rows[:, None] * head_size + dims[None, :], cache_modifier=".cg")
+    at_row = record + _ROWS * head_size + rows
+    return gl.load(at_row, cache_modifier=".cg"), gl.load(at_row + _ROWS, cache_modifier=".cg"), acc
+
+
+@gluon.jit
+def _merge_all(partials, slot, splits, kv_head, half: gl.constexpr, kv_heads: gl.constexpr, head_size: gl.constexpr):
+    """Weights and values of all splits of a warpgroup's rows, merged in ascending order."""
+    acc_layout: gl.constexpr = layout_of_acc(head_size)
+    row: gl.constexpr = gl.SliceLayout(1, acc_layout)
+    top = gl.full([_HALF], -float("inf"), gl.float32, row)
+    weight = gl.full([_HALF], 0.0, gl.float32, row)
+    acc = gl.full([_HALF, head_size], 0.0, gl.float32, acc_layout)
+    record = _record(partials, slot, 0, kv_head, kv_heads, head_size)
+    split_top, split_weight, split_acc = _load_split(record, half, head_size)
+    for number in range(splits):
+        # The next split is on its way while this one is merged.
+        record = _record(partials, slot, gl.minimum(number + 1, splits - 1), kv_head, kv_heads, head_size)
+        next_top, next_weight, next_acc = _load_split(record, half, head_size)
+        top, weight, old, new = merge_weights(top, weight, split_top, split_weight)
+        acc = merge_values(acc, old, split_acc, new)
+        split_top, split_weight, split_acc = next_top, next_weight, next_acc
+    return weight, acc
+
+
+@gluon.jit
 def _step(
     q, key_ring, value_ring, keys_ready, values_ready, empty, passed, my_turn, other_turn, turn, stage, phase, at,
     position, factor, p, old, ones, top, weight, acc, kept_top, kept_weight, kept_acc, kept_shared,
-    masked: gl.constexpr, levels: gl.constexpr,
+    partials, slots, place, masked: gl.constexpr, half: gl.constexpr, kv_heads: gl.constexpr, levels: gl.constexpr,
     head_size: gl.constexpr, stages: gl.constexpr, turns: gl.constexpr, keep_in_shared: gl.constexpr,
 ):  # fmt: skip
     """The values of the tile before ``at``, and the weights of the tile at ``at``.
@@ -149,12 +202,19 @@ def _step(
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index(stage))
     if begins:
-        kept_top, kept_weight, shrink, new = merge_weights(kept_top, kept_weight, top, row_sum(split_weight, row))
-        shrink, new = gl.convert_layout(shrink, acc_row), gl.convert_layout(new, acc_row)
-        if keep_in_shared:
-            kept_shared.store(merge_values(kept_shared.load(layout_of_acc(head_size)), shrink, acc, new))
+        weight_sum = row_sum(split_weight, row)
+        slot = gl.load(slots + place // kv_heads * 8)
+        if slot >= 0:
+            number = split_of(at - 1, levels)
+            record = _record(partials, slot, number, place % kv_heads, kv_heads, head_size)
+            _store_split(record, top, weight_sum, acc, half)
         else:
-            kept_acc = merge_values(kept_acc, shrink, acc, new)
+            kept_top, kept_weight, shrink, new = merge_weights(kept_top, kept_weight, top, weight_sum)
+            shrink, new = gl.convert_layout(shrink, acc_row), gl.convert_layout(new, acc_row)
+            if keep_in_shared:
+                kept_shared.store(merge_values(kept_shared.load(layout_of_acc(head_size)), shrink, acc, new))
+            else:
+                kept_acc = merge_values(kept_acc, shrink, acc, new)
         acc = gl.full([_HALF, head_size], 0.0, gl.float32, layout_of_acc(head_size))
     p = gl.convert_layout(weights, gl.DotOperandLayout(0, layout_of_acc(head_size), 2), assert_trivial=True)
     stage, phase = next_stage(stage, phase, stages)
@@ -163,11 +223,10 @@ def _step(
 
 @gluon.jit
 def _consumer(
-    query, out, count, work, factor, stride_q_token, stride_q_head, stride_o_token, stride_o_head, rows_shared,
-    kept_shared, key_ring, value_ring, keys_ready, values_ready, empty, passed, my_turn, other_turn,
+    query, out, count, work, partials, accounts, factor, stride_q_token, stride_q_head, stride_o_token, stride_o_head,
+    rows_shared, kept_shared, key_ring, value_ring, keys_ready, values_ready, empty, passed, my_turn, other_turn,
     half: gl.constexpr, kv_heads: gl.constexpr, group: gl.constexpr, head_size: gl.constexpr, levels: gl.constexpr,
-    stages: gl.constexpr, turns: gl.constexpr,
-    keep_in_shared: gl.constexpr, query_in_registers: gl.constexpr,
+    stages: gl.constexpr, turns: gl.constexpr, keep_in_shared: gl.constexpr, query_in_registers: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: half of the rows of every block."""
     dtype: gl.constexpr = rows_shared.dtype
@@ -186,7 +245,12 @@ def _consumer(
     for round_ in range(_rounds(total, programs)):
         place = _place(round_, programs)
         kv_head = place % kv_heads
-        first_row, start, tokens, past, stop = _bounds(work + place // kv_heads * 8, group)
+        entry = work + place // kv_heads * 8
+        first_row = gl.load(entry + 1)
+        start = gl.load(entry + 5)
+        tokens = gl.load(entry + 6)
+        past = gl.load(entry + 7)
+        begin, end, stop = _keys(entry, group, levels)
 
         rows = first_row + half * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, row_layout))
         dims = gl.arange(0, head_size, gl.SliceLayout(0, row_layout))
@@ -216,30 +280,32 @@ def _consumer(
         # The values beside these keys were the last ones of the block before.
         mbarrier.arrive(empty.index(stage))
         stage, phase = next_stage(stage, phase, stages)
-        top, weights, old = weights_of(score, kept_top, position, 0, factor, True, dtype)
+        top, weights, old = weights_of(score, kept_top, position, begin, factor, True, dtype)
         weight = summed(weights, gl.full([_HALF, 8], 0.0, gl.float32, weight_layout), ones)
         p = gl.convert_layout(weights, gl.DotOperandLayout(0, acc_layout, 2), assert_trivial=True)
 
-        last = (stop - 1) // _TILE * _TILE
+        last = (end - 1) // _TILE * _TILE
         bare_stop = gl.minimum((past + first_row // group + 1) // _TILE * _TILE, last + _TILE)
-        for at in range(_TILE, bare_stop, _TILE):
+        for at in range(begin + _TILE, bare_stop, _TILE):
             p, old, top, weight, acc, kept_top, kept_weight, kept_acc, stage, phase, turn = _step(
                 q, key_ring, value_ring, keys_ready, values_ready, empty, passed, my_turn, other_turn, turn, stage,
                 phase, at, position, factor, p, old, ones, top, weight, acc, kept_top, kept_weight, kept_acc,
-                kept_shared, False, levels, head_size, stages, turns, keep_in_shared,
+                kept_shared, partials, work + 4, place, False, half, kv_heads, levels, head_size, stages, turns,
+                keep_in_shared,
             )  # fmt: skip
-        for at in range(gl.maximum(bare_stop, _TILE), stop, _TILE):
+        for at in range(gl.maximum(bare_stop, begin + _TILE), end, _TILE):
             p, old, top, weight, acc, kept_top, kept_weight, kept_acc, stage, phase, turn = _step(
                 q, key_ring, value_ring, keys_ready, values_ready, empty, passed, my_turn, other_turn, turn, stage,
                 phase, at, position, factor, p, old, ones, top, weight, acc, kept_top, kept_weight, kept_acc,
-                kept_shared, True, levels, head_size, stages, turns, keep_in_shared,
+                kept_shared, partials, work + 4, place, True, half, kv_heads, levels, head_size, stages, turns,
+                keep_in_shared,
             )  # fmt: skip
 
         mbarrier.wait(values_ready.index(stage), phase)
         values = value_ring.index(stage).reshape([_TILE, head_size])
-        if last + _TILE > stop:
+        if last + _TILE > end:
             # Unwritten slots may hold anything, NaN included. Both warpgroups write the same.
-            written = last + gl.arange(0, _TILE, gl.SliceLayout(1, row_layout)) < stop
+            written = last + gl.arange(0, _TILE, gl.SliceLayout(1, row_layout)) < end
             values.store(gl.where(written[:, None], values.load(row_layout), 0.0))
             fence_async_shared()
             gl.thread_barrier()
@@ -247,18 +313,37 @@ def _consumer(
         acc = warpgroup_mma(p, values, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
 
-        kept_top, kept_weight, shrink, new = merge_weights(kept_top, kept_weight, top, row_sum(weight, row))
-        shrink, new = gl.convert_layout(shrink, acc_row), gl.convert_layout(new, acc_row)
-        if keep_in_shared:
-            acc = merge_values(kept_shared.load(acc_layout), shrink, acc, new)
+        weight_sum = row_sum(weight, row)
+        slot = gl.load(entry + 4)
+        writes = slot < 0
+        if writes:
+            kept_top, kept_weight, shrink, new = merge_weights(kept_top, kept_weight, top, weight_sum)
+            shrink, new = gl.convert_layout(shrink, acc_row), gl.convert_layout(new, acc_row)
+            if keep_in_shared:
+                acc = merge_values(kept_shared.load(acc_layout), shrink, acc, new)
+            else:
+                acc = merge_values(kept_acc, shrink, acc, new)
+            divisor = gl.convert_layout(kept_weight, acc_row)
         else:
-            acc = merge_values(kept_acc, shrink, acc, new)
-        divisor = gl.convert_layout(gl.where(kept_weight == 0.0, 1.0, kept_weight), acc_row)
-        rows_shared.store((acc / divisor[:, None]).to(dtype))
-        gl.thread_barrier()
-        at_out = (at_row * stride_o_token + head * stride_o_head)[:, None] + dims[None, :]
-        gl.store(out + at_out, rows_shared.load(row_layout), mask=exists[:, None])
-        gl.thread_barrier()
+            number = split_of(end - 1, levels)
+            _store_split(_record(partials, slot, number, kv_head, kv_heads, head_size), top, weight_sum, acc, half)
+            gl.thread_barrier()
+            splits = split_of(stop - 1, levels) + 1
+            run = number + 1 - gl.load(entry + 2)
+            account = accounts + (slot * kv_heads + kv_head) * 2 + half
+            writes = gl.atomic_add(account, run, sem="acq_rel") == splits - run
+            divisor = gl.convert_layout(kept_weight, acc_row)
+            if writes:
+                gl.store(account, 0)
+                gl.thread_barrier()
+                divisor, acc = _merge_all(partials, slot, splits, kv_head, half, kv_heads, head_size)
+        if writes:
+            acc = acc / gl.where(divisor == 0.0, 1.0, divisor)[:, None]
+            rows_shared.store(acc.to(dtype))
+            gl.thread_barrier()
+            at_out = (at_row * stride_o_token + head * stride_o_head)[:, None] + dims[None, :]
+            gl.store(out + at_out, rows_shared.load(row_layout), mask=exists[:, None])
+            gl.thread_barrier()
 
 
 @gluon.jit(do_not_specialize=["table_stride"])
@@ -270,6 +355,8 @@ def prefill_kernel(
     table,
     count,
     work,
+    partials,
+    accounts,
     factor,
     table_stride,
     stride_q_token,
@@ -287,9 +374,11 @@ def prefill_kernel(
     query_in_registers: gl.constexpr,
     consumer_registers: gl.constexpr,
 ):
-    """Works on every entry of ``work``, each of them a whole block, and every KV head.
+    """Works on every entry of ``work`` and every KV head.
 
     Args:
+        partials: room for the splits of shared blocks.
+        accounts: for each slot and KV head, how many splits are done of each warpgroup's rows; 0 before and after.
         factor: of the scores, times log2(e).
         stages: tiles in each ring.
         turns: the two warpgroups take turns at issuing products.
@@ -335,18 +424,18 @@ def prefill_kernel(
             (
                 _consumer,
                 (
-                    query, out, count, work, factor, stride_q_token, stride_q_head, stride_o_token, stride_o_head,
-                    rows_shared, kept, key_ring, value_ring, keys_ready, values_ready, empty, passed, turn, turn_other,
-                    0, kv_heads, group, head_size, levels, stages, turns, keep_in_shared,
+                    query, out, count, work, partials, accounts, factor, stride_q_token, stride_q_head, stride_o_token,
+                    stride_o_head, rows_shared, kept, key_ring, value_ring, keys_ready, values_ready, empty, passed,
+                    turn, turn_other, 0, kv_heads, group, head_size, levels, stages, turns, keep_in_shared,
                     query_in_registers,
                 ),
             ),
             (
                 _consumer,
                 (
-                    query, out, count, work, factor, stride_q_token, stride_q_head, stride_o_token, stride_o_head,
-                    rows_other, kept_other, key_ring, value_ring, keys_ready, values_ready, empty, passed, turn_other,
-                    turn, 1, kv_heads, group, head_size, levels, stages, turns, keep_in_shared,
+                    query, out, count, work, partials, accounts, factor, stride_q_token, stride_q_head, stride_o_token,
+                    stride_o_head, rows_other, kept_other, key_ring, value_ring, keys_ready, values_ready, empty,
+                    passed, turn_other, turn, 1, kv_heads, group, head_size, levels, stages, turns, keep_in_shared,
                     query_in_registers,
                 ),
             ),
@@ -354,7 +443,7 @@ def prefill_kernel(
                 _producer,
                 (
                     keys_at, values_at, table, count, work, table_stride, key_ring, value_ring, keys_ready,
-                    values_ready, empty, kv_heads, group, head_size, page_size, stages,
+                    values_ready, empty, kv_heads, group, head_size, page_size, levels, stages,
                 ),
             ),
         ],

@@ -2,7 +2,11 @@
 
 Requests of few rows are laid in one line, head after head and key after key. Every program gets a part of the line of
 the same length, moved to the nearest end of a split or of a head: a part is contiguous, so a head is shared by
-neighbours, and all of them end at about the same time. Nothing here can move a bit.
+neighbours, and all of them end at about the same time.
+
+Requests of many rows are blocks of rows. Many blocks are computed whole, those with the most keys first; if there are
+few, such as a chunk behind a long context has, the splits of each are cut into parts of about the same length. Nothing
+here can move a bit.
 """
 
 import triton
@@ -54,7 +58,9 @@ def _shape_of_work(
     query_start_loc, seq_lens, index, exists, group: tl.constexpr, levels: tl.constexpr, few: tl.constexpr,
     block_rows: tl.constexpr,
 ):  # fmt: skip
-    """Of requests: whether each has few rows, its blocks of rows, its splits and its keys."""
+    """Of requests: whether each has few rows, its blocks of rows, its splits, its keys, and the parts that each of its
+    blocks can be cut into.
+    """
     start = tl.load(query_start_loc + index, mask=exists, other=0)
     rows = (tl.load(query_start_loc + index + 1, mask=exists, other=0) - start).to(tl.int32) * group
     length = tl.load(seq_lens + index, mask=exists, other=0).to(tl.int32)
@@ -62,16 +68,18 @@ def _shape_of_work(
     small = works & (rows <= few)
     blocks = tl.where(small, 1, tl.cdiv(rows, block_rows))
     splits = split_of(length - 1, levels) + 1
-    return small, blocks, tl.where(works, splits, 0), length
+    # Every part of every block is as long as a split, so that there is the end of one in it.
+    shortest = length - rows // group + tl.minimum(block_rows // group, rows // group)
+    longest_split = start_of(splits, levels) - start_of(splits - 1, levels)
+    parts = tl.maximum(shortest // longest_split, 1)
+    return small, blocks, tl.where(works, splits, 0), length, parts
 
 
 @triton.jit
-def _run(splits, room, programs, kv_heads: tl.constexpr):
-    """Splits in an entry of many rows: as many as keep every program busy for two entries; all of them if partial
-    results would have no room.
-    """
-    run = tl.maximum(tl.cdiv(splits * kv_heads, 2 * programs), 1)
-    return tl.where(splits <= room, run, 1 << 30)
+def _most_parts(blocks, splits, room, items, kv_heads: tl.constexpr):
+    """Parts of a block of many rows: as many as keep ``items`` programs busy, or 1 without room for partial results."""
+    parts = tl.maximum(items // tl.maximum(blocks * kv_heads, 1), 1)
+    return tl.where(splits <= room, parts, 1)
 
 
 @triton.jit
@@ -175,22 +183,34 @@ def _store_ranked(
 
 
 @triton.jit
+def _end_of_part(part, parts, keys, splits, levels: tl.constexpr):
+    """The split that a part of a block begins with: the nearest to an equal share of the block's keys."""
+    key = (keys.to(tl.int64) * part // parts).to(tl.int32)
+    number = split_of(key, levels)
+    nearer = key - start_of(number, levels) < start_of(number + 1, levels) - key
+    return tl.where(part < parts, tl.where(nearer, number, number + 1), splits)
+
+
+@triton.jit
 def _store_many_rows(
-    entries, request, blocks, splits, start, tokens, past, run, first_slot, block_rows: tl.constexpr, step: tl.constexpr
+    entries, request, blocks, splits, start, tokens, past, parts, first_slot,
+    group: tl.constexpr, levels: tl.constexpr, block_rows: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
-    """The entries of a request's blocks, the blocks with the most keys first."""
-    each = tl.cdiv(splits, run)
-    for first in range(0, blocks * each, step):
+    """The entries of a request's blocks, each block in parts."""
+    for first in range(0, blocks * parts, step):
         number = first + tl.arange(0, step)
-        block = blocks - 1 - number // each
-        begin = number % each * run
-        slot = tl.where(each > 1, first_slot + block * splits, -1)
-        here = tl.minimum(run, splits - begin)
-        mask = number < blocks * each
-        _store_entry(entries + number * 8, request, block * block_rows, begin, here, slot, start, tokens, past, mask)
+        block = blocks - 1 - number // parts
+        part = number % parts
+        keys = past + tl.minimum((block * block_rows + block_rows - 1) // group, tokens - 1) + 1
+        begin = _end_of_part(part, parts, keys, splits, levels)
+        end = _end_of_part(part + 1, parts, keys, splits, levels)
+        slot = tl.where(parts > 1, first_slot + block * splits, -1)
+        mask = number < blocks * parts
+        row = block * block_rows
+        _store_entry(entries + number * 8, request, row, begin, end - begin, slot, start, tokens, past, mask)
 
 
-@triton.jit(do_not_specialize=["requests", "room_small", "room_large", "parts"])
+@triton.jit(do_not_specialize=["requests", "room_small", "room_large", "parts", "items"])
 def plan_kernel(
     query_start_loc,
     seq_lens,
@@ -202,6 +222,7 @@ def plan_kernel(
     room_small,
     room_large,
     parts,
+    items,
     kv_heads: tl.constexpr,
     padded_kv_heads: tl.constexpr,
     group: tl.constexpr,
@@ -218,17 +239,18 @@ def plan_kernel(
         first_entries: of each part of ``small_list``, and the end.
         count: entries of ``large_list``.
         room_small, room_large: slots for partial results of the requests of few rows and of more.
-        parts: programs that work at the same time.
+        parts: programs that work on few rows at the same time.
+        items: programs that work on blocks of many rows at the same time, each for one KV head.
     """
     request = tl.program_id(0)
     lanes = tl.arange(0, _CHUNK)
     nothing = tl.zeros((_CHUNK,), tl.int32)
     small_splits, large_splits, small_slots, large_slots = nothing, nothing, nothing, nothing
     line, line_before, small_before = nothing.to(tl.int64), nothing.to(tl.int64), nothing
-    small_count = nothing
+    small_count, large_blocks = nothing, nothing
     for first in range(0, requests, _CHUNK):
         index = first + lanes
-        small, blocks, splits, length = _shape_of_work(
+        small, blocks, splits, length, _ = _shape_of_work(
             query_start_loc, seq_lens, index, index < requests, group, levels, few, block_rows
         )
         before = index < request
@@ -237,33 +259,34 @@ def plan_kernel(
         on_line = tl.where(small, tl.cdiv(length, tile) + _HEAD_COST, 0)
         small_splits += of_small
         large_splits += of_large
+        large_blocks += tl.where(small | (splits == 0), 0, blocks)
         small_slots += tl.where(before, of_small, 0)
         large_slots += tl.where(before, of_large, 0)
         line += on_line
         line_before += tl.where(before, on_line, 0)
         small_count += small.to(tl.int32)
         small_before += tl.where(before, small.to(tl.int32), 0)
-    large_run = _run(tl.sum(large_splits), room_large, parts, kv_heads)
+    most_parts = _most_parts(tl.sum(large_blocks), tl.sum(large_splits), room_large, items, kv_heads)
 
-    large_items, large_before = nothing, nothing
+    entries, entries_before = nothing, nothing
     for first in range(0, requests, _CHUNK):
         index = first + lanes
-        small, blocks, splits, length = _shape_of_work(
+        small, blocks, splits, length, can = _shape_of_work(
             query_start_loc, seq_lens, index, index < requests, group, levels, few, block_rows
         )
-        items = tl.where(small, 0, blocks * tl.cdiv(splits, large_run))
-        large_items += items
-        large_before += tl.where(index < request, items, 0)
+        of_large = tl.where(small | (splits == 0), 0, blocks * tl.minimum(can, most_parts))
+        entries += of_large
+        entries_before += tl.where(index < request, of_large, 0)
     all_small = tl.sum(small_count)
     if request == 0:
-        tl.store(count, tl.sum(large_items))
+        tl.store(count, tl.sum(entries))
         tl.store(first_entries + parts, all_small * kv_heads + tl.where(all_small == 0, 0, parts))
         if all_small == 0:
             for first in range(0, parts, step):
                 part = first + tl.arange(0, step)
                 tl.store(first_entries + part, part * 0, mask=part < parts)
 
-    small, blocks, splits, length = _shape_of_work(
+    small, blocks, splits, length, can = _shape_of_work(
         query_start_loc, seq_lens, request, request < requests, group, levels, few, block_rows
     )
     start = tl.load(query_start_loc + request).to(tl.int32)
@@ -275,10 +298,10 @@ def plan_kernel(
             tl.sum(small_splits) <= room_small, parts, kv_heads, padded_kv_heads, levels, tile,
             step,
         )  # fmt: skip
-    elif (room_large < 0) & (requests <= _CHUNK):
+    elif (most_parts == 1) & (requests <= _CHUNK):
         begins = tl.load(query_start_loc + lanes, mask=lanes < requests, other=0)
         their_tokens = (tl.load(query_start_loc + lanes + 1, mask=lanes < requests, other=0) - begins).to(tl.int32)
-        is_small, their_blocks, their_splits, their_lengths = _shape_of_work(
+        is_small, their_blocks, their_splits, their_lengths, _ = _shape_of_work(
             query_start_loc, seq_lens, lanes, lanes < requests, group, levels, few, block_rows
         )
         their_blocks = tl.where(is_small | (their_splits == 0), 0, their_blocks)
@@ -288,6 +311,6 @@ def plan_kernel(
         )  # fmt: skip
     else:
         _store_many_rows(
-            large_list + tl.sum(large_before) * 8, request, blocks, splits, start, tokens, length - tokens, large_run,
-            tl.sum(large_slots), block_rows, step,
+            large_list + tl.sum(entries_before) * 8, request, tl.where(splits > 0, blocks, 0), splits, start, tokens,
+            length - tokens, tl.minimum(can, most_parts), tl.sum(large_slots), group, levels, block_rows, step,
         )  # fmt: skip

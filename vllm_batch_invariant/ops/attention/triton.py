@@ -93,8 +93,8 @@ class Plan:
     """Whether a request may have few rows."""
     large_programs: int
     """Programs for requests of many rows; 0 if there can be none."""
-    share_large: bool
-    """Whether programs share the splits of large blocks."""
+    may_share_large: bool
+    """Whether programs may share the splits of large blocks: if there are few of them on the GPU."""
     kept_rows: int
     """Rows of a small block whose partial results are kept."""
 
@@ -136,19 +136,24 @@ class Planner:
         self._partial_rows = PARTIAL_BYTES // (4 * (shape.padded_size + 2))
         self._slots = splits
         # Large blocks are shared only while they are few.
-        self._room_large = min(self._few_large * splits, self._partial_rows // (shape.kv_heads * self.large.rows))
+        self._items = self.processors if self.hopper else 4 * self.processors
+        most_shared = self._items // 2 // shape.kv_heads
+        self._room_large = min(most_shared * splits, self._partial_rows // (shape.kv_heads * self.large.rows))
         resident = hopper.DECODING[shape.head_size].resident if self.hopper else self.small.resident
         self.parts = resident * self.processors
         self.first_entries = torch.zeros(self.parts + 1, dtype=torch.int32, device=device)
         entries = most_requests * shape.kv_heads + self.parts
         self.small_list = torch.empty(entries, ENTRY, dtype=torch.int32, device=device)
         self.large_count = torch.zeros(1, dtype=torch.int32, device=device)
-        self.large_list = torch.empty(blocks + self._room_large, ENTRY, dtype=torch.int32, device=device)
+        shared = self._items // shape.kv_heads
+        self.large_list = torch.empty(max(blocks, shared), ENTRY, dtype=torch.int32, device=device)
         rows = shape.kv_heads * max(splits * FEW_ROWS, self._room_large * self.large.rows)
-        kept = min(self._partial_rows, rows)
-        self.top, self.weight = (torch.empty(kept, device=device) for _ in range(2))
-        self.acc = torch.empty(kept, shape.padded_size, device=device)
-        arrivals = max(self._room_small(1), self._room_large) * shape.kv_heads
+        # A multiple of 4, for copies of 16 bytes.
+        kept = -(-min(self._partial_rows, rows) // 4) * 4
+        self.partials = torch.empty(kept * (shape.padded_size + 2), device=device)
+        self.top, self.weight, acc = self.partials.split([kept, kept, kept * shape.padded_size])
+        self.acc = acc.view(kept, shape.padded_size)
+        arrivals = max(self._room_small(1), hopper.ACCOUNTS * self._room_large) * shape.kv_heads
         self.arrived = torch.zeros(arrivals, dtype=torch.int32, device=device)
 
     def _most_blocks(self, tokens: int, requests: int) -> int:
@@ -158,12 +163,6 @@ class Planner:
 
     def _room_small(self, kept_rows: int) -> int:
         return min(self._slots, self._partial_rows // (self.shape.kv_heads * kept_rows))
-
-    @property
-    def _few_large(self) -> int:
-        """Large blocks below which they are shared: the kernel that cannot share them is much faster otherwise."""
-        programs = self.processors // 8 if self.hopper else 2 * self.processors
-        return -(-programs // self.shape.kv_heads)
 
     def plan(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, tokens: int, most_query_tokens: int) -> Plan:
         """Plan a step; launches one kernel and reads nothing back.
@@ -183,7 +182,8 @@ class Planner:
         large = most_query_tokens * shape.group > FEW_ROWS or (requests > 1 and not decode)
         kept_rows = shape.group if decode and shape.group <= FEW_ROWS else FEW_ROWS
         blocks = self._most_blocks(tokens, requests) if large else 0
-        share = 0 < blocks < self._few_large
+        # On Hopper it costs nothing that they may.
+        may_share = self.hopper or 0 < blocks * shape.kv_heads <= self._items // 2
         if requests:
             with torch.cuda.device(self.device):
                 plan_kernel[(requests,)](
@@ -195,8 +195,9 @@ class Planner:
                     self.large_list,
                     requests,
                     self._room_small(kept_rows),
-                    self._room_large if share else -1,
+                    self._room_large if may_share else -1,
                     self.parts,
+                    self._items,
                     kv_heads=shape.kv_heads,
                     padded_kv_heads=triton.next_power_of_2(shape.kv_heads),
                     group=shape.group,
@@ -206,8 +207,10 @@ class Planner:
                     block_rows=self.large.rows,
                     step=_PLANNED_AT_ONCE,
                 )
-        large_programs = 2 * self.processors if share else blocks * shape.kv_heads
-        return Plan(self, small, large_programs, share, kept_rows)
+        large_programs = blocks * shape.kv_heads
+        if large_programs and may_share:
+            large_programs = max(large_programs, 2 * self.processors)
+        return Plan(self, small, large_programs, may_share, kept_rows)
 
 
 def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None = None) -> None:
@@ -222,9 +225,11 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
     planner = plan.planner
     on_hopper = planner.hopper and hopper.takes(call, out)
     with torch.cuda.device_of(call.query):
-        if plan.large_programs and on_hopper and not plan.share_large:
+        if plan.large_programs and on_hopper:
             programs = min(plan.large_programs, planner.processors)
-            hopper.launch_prefill(call, out, planner.large_count, planner.large_list, programs)
+            hopper.launch_prefill(
+                call, out, planner.large_count, planner.large_list, planner.partials, planner.arrived, programs
+            )
         elif plan.large_programs:
             _launch(call, out, plan, planner.large, False, plan.large_programs)
         if plan.small and on_hopper:
@@ -300,7 +305,7 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, blocks: Blocks,
         has_window=call.sliding_window is not None,
         has_sinks=sinks is not None,
         many_rows=not small,
-        may_keep=small or plan.share_large,
+        may_keep=small or plan.may_share_large,
         kv_heads=shape.kv_heads,
         group=shape.group,
         head_size=shape.head_size,
