@@ -105,6 +105,7 @@ def check_shared_blocks() -> None:
         (1, [5000, 3, 2700], [33, 1, 20]),
         (2, [40_000, 0, 300], [17, 0, 20]),
         (1, [700, 2049], [90, 64]),
+        (1, [3000], [20]),
     ):
         shape = Shape(4 * kv_heads, kv_heads, 64, torch.float16, REDUCTION)
         planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), sum(lengths) + 64 * len(lengths))
