@@ -1,7 +1,7 @@
 """Attention on Hopper GPUs: the kernels of :mod:`.hopper_prefill` and :mod:`.hopper_decode` for a plan's two lists."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -13,25 +13,10 @@ from .hopper_tiles import TILE, cache_layout, page_part
 from .inputs import PagedAttention
 
 _LOG2_E = math.log2(math.e)
-ACCOUNTS = 2
-"""Of each block that programs share: a warpgroup's rows have one."""
 
 
-@dataclass(frozen=True)
-class Pipeline:
-    """How tiles flow through the kernel: speed only. See ``prefill_kernel``."""
-
-    stages: int
-    turns: bool = False
-    keep_in_shared: bool = True
-    query_in_registers: bool = False
-
-
-_PIPELINES = {
-    64: Pipeline(stages=6, turns=True, query_in_registers=True),
-    128: Pipeline(stages=5, keep_in_shared=False),
-}
-"""By head size; what fits in shared memory."""
+PREFILL_STAGES = {64: 6, 128: 4}
+"""Tiles in each ring of the prefill kernel by head size; what fits in shared memory."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +39,7 @@ def covers(head_size: int, dtype: torch.dtype, tile: int, block_rows: int, devic
     """Whether the kernel can serve attention of such a shape there, with the bits of the Triton kernel."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    return head_size in _PIPELINES and dtype.itemsize == 2 and (tile, block_rows) == (TILE, ROWS)
+    return head_size in PREFILL_STAGES and dtype.itemsize == 2 and (tile, block_rows) == (TILE, ROWS)
 
 
 def takes(call: PagedAttention, out: torch.Tensor) -> bool:
@@ -110,7 +95,7 @@ def launch_prefill(
         head_size=head_size,
         page_size=call.page_size,
         levels=reduction.levels,
-        **asdict(_PIPELINES[head_size]),
+        stages=PREFILL_STAGES[head_size],
         consumer_registers=240,
         num_warps=4,
         maxnreg=168,

@@ -7,12 +7,13 @@ a page smaller than a tile by several copies; two warpgroups of 64 rows each tak
 one tile's weights with its values while they compute the next tile's weights. That schedule is the one of
 FlashAttention-3, Shah et al. 2024, arXiv:2407.08608.
 
-The splits of a block may be shared by programs. Each leaves its splits among the partial results, and the last one to
-arrive merges them all, each warpgroup those of its rows.
+The splits of a block may be shared by programs. The one that has the first splits merges them, the others leave each of
+theirs among the partial results, and when all are there every program merges some of the rows.
 """
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -20,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .hopper_merge import layout_of_partials
 from .hopper_tiles import (
     TILE,
     WARPGROUP_ROWS,
@@ -30,6 +32,7 @@ from .hopper_tiles import (
     layout_of_rows,
     layout_of_scores,
     layout_of_sums,
+    masked,
     merge_values,
     merge_weights,
     next_stage,
@@ -38,7 +41,7 @@ from .hopper_tiles import (
     split_of,
     start_of,
     start_scores,
-    summed,
+    start_sums,
     weights_of,
 )
 
@@ -47,6 +50,10 @@ ROWS = 2 * WARPGROUP_ROWS
 _TILE = gl.constexpr(TILE)
 _HALF = gl.constexpr(WARPGROUP_ROWS)
 _ROWS = gl.constexpr(ROWS)
+_MERGED_ROWS = gl.constexpr(4)
+"""Rows whose shared splits a warpgroup merges at once."""
+_AT_ONCE = gl.constexpr(16)
+"""Splits that are on their way at the same time."""
 
 
 @gluon.jit
@@ -135,215 +142,255 @@ def _store_split(record, top, weight, acc, half: gl.constexpr):
 
 
 @gluon.jit
-def _load_split(record, half: gl.constexpr, head_size: gl.constexpr):
-    """What :func:`_store_split` left, whoever did."""
-    acc_layout: gl.constexpr = layout_of_acc(head_size)
-    rows = half * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, acc_layout))
-    dims = gl.arange(0, head_size, gl.SliceLayout(0, acc_layout))
-    acc = gl.load(record + rows[:, None] * head_size + dims[None, :], cache_modifier=".cg")
-    at_row = record + _ROWS * head_size + rows
-    return gl.load(at_row, cache_modifier=".cg"), gl.load(at_row + _ROWS, cache_modifier=".cg"), acc
+def _merge_rows(
+    out, partials, slot, folded, splits, share, first_row, start, tokens, kv_head, stride_o_token, stride_o_head,
+    kv_heads: gl.constexpr, group: gl.constexpr, head_size: gl.constexpr,
+):  # fmt: skip
+    """Merges all splits of the rows ``share`` * 4 to ``share`` * 4 + 3 of a block, in ascending order, and writes them.
+
+    Args:
+        folded: the first splits whose merged result is where the last one's would be.
+    """
+    layout: gl.constexpr = layout_of_partials(head_size)
+    row: gl.constexpr = gl.SliceLayout(1, layout)
+    rows = share * _MERGED_ROWS + gl.arange(0, _MERGED_ROWS, row)
+    dims = gl.arange(0, head_size, gl.SliceLayout(0, layout))
+    top = gl.full([_MERGED_ROWS], -float("inf"), gl.float32, row)
+    weight = gl.full([_MERGED_ROWS], 0.0, gl.float32, row)
+    acc = gl.full([_MERGED_ROWS, head_size], 0.0, gl.float32, layout)
+    for first in range(folded - 1, splits, _AT_ONCE):
+        tops = ()
+        weights = ()
+        accs = ()
+        for number in gl.static_range(_AT_ONCE):
+            record = _record(partials, slot, gl.minimum(first + number, splits - 1), kv_head, kv_heads, head_size)
+            at_row = record + _ROWS * head_size + rows
+            tops = tops + (gl.load(at_row, cache_modifier=".cg"),)  # noqa: RUF005
+            weights = weights + (gl.load(at_row + _ROWS, cache_modifier=".cg"),)  # noqa: RUF005
+            at = record + rows[:, None] * head_size + dims[None, :]
+            accs = accs + (gl.load(at, cache_modifier=".cg"),)  # noqa: RUF005
+        # Or the compiler moves every load to where it is used, and one waits for the other.
+        gl.thread_barrier()
+        for number in gl.static_range(_AT_ONCE):
+            exists = first + number < splits
+            new_top, new_weight, old, new = merge_weights(top, weight, tops[number], weights[number])
+            acc = gl.where(exists, merge_values(acc, old, accs[number], new), acc)
+            top = gl.where(exists, new_top, top)
+            weight = gl.where(exists, new_weight, weight)
+    token = (first_row + rows) // group
+    at_row = (start + token).to(gl.int64) * stride_o_token
+    at_row += (kv_head * group + (first_row + rows) % group) * stride_o_head
+    result = (acc / gl.where(weight == 0.0, 1.0, weight)[:, None]).to(out.dtype.element_ty)
+    gl.store(out + at_row[:, None] + dims[None, :], result, mask=(token < tokens)[:, None])
 
 
 @gluon.jit
-def _merge_all(partials, slot, splits, kv_head, half: gl.constexpr, kv_heads: gl.constexpr, head_size: gl.constexpr):
-    """Weights and values of all splits of a warpgroup's rows, merged in ascending order."""
-    acc_layout: gl.constexpr = layout_of_acc(head_size)
-    row: gl.constexpr = gl.SliceLayout(1, acc_layout)
-    top = gl.full([_HALF], -float("inf"), gl.float32, row)
-    weight = gl.full([_HALF], 0.0, gl.float32, row)
-    acc = gl.full([_HALF, head_size], 0.0, gl.float32, acc_layout)
-    record = _record(partials, slot, 0, kv_head, kv_heads, head_size)
-    split_top, split_weight, split_acc = _load_split(record, half, head_size)
-    for number in range(splits):
-        # The next split is on its way while this one is merged.
-        record = _record(partials, slot, gl.minimum(number + 1, splits - 1), kv_head, kv_heads, head_size)
-        next_top, next_weight, next_acc = _load_split(record, half, head_size)
-        top, weight, old, new = merge_weights(top, weight, split_top, split_weight)
-        acc = merge_values(acc, old, split_acc, new)
-        split_top, split_weight, split_acc = next_top, next_weight, next_acc
-    return weight, acc
+def _merge_shared(
+    out, partials, account, slot, number, run, splits, first_row, start, tokens, kv_head, stride_o_token,
+    stride_o_head, half: gl.constexpr, kv_heads: gl.constexpr, group: gl.constexpr, head_size: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup's share of merging a block of which it left ``run`` splits from ``number`` on, when all are there.
+
+    Programs of a block wait for each other. There are no more parts of blocks than multiprocessors, so that all of
+    them run at the same time. ``account`` counts the splits that are there, of each warpgroup's rows, then those whose
+    programs have seen that all are; its upper half is the number of splits that the first program merged.
+    """
+    gl.thread_barrier()
+    folded = gl.where(number + half == 0, run << 16, 0)
+    gl.atomic_add(account, run + folded, sem="release")
+    seen = gl.load(account, volatile=True)
+    while (seen & 0xFFFF) < 2 * splits:
+        seen = gl.load(account, volatile=True)
+    before = gl.atomic_add(account, run, sem="acq_rel")
+    if (before & 0xFFFF) + run == 4 * splits:
+        gl.store(account, 0)
+    gl.thread_barrier()
+    rows = gl.minimum(tokens * group - first_row, _ROWS)
+    shares = (rows + _MERGED_ROWS - 1) // _MERGED_ROWS
+    begin = 2 * number + half * run
+    for share in range(begin * shares // (2 * splits), (begin + run) * shares // (2 * splits)):
+        _merge_rows(
+            out, partials, slot, before >> 16, splits, share, first_row, start, tokens, kv_head, stride_o_token,
+            stride_o_head, kv_heads, group, head_size,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _start_query(
+    rows_shared, query, work, place, stride_token, stride_head, half: gl.constexpr, kv_heads: gl.constexpr,
+    group: gl.constexpr, head_size: gl.constexpr,
+):  # fmt: skip
+    """Starts the copy of a warpgroup's rows of an item. What rows that do not exist hold is never written."""
+    layout: gl.constexpr = layout_of_rows(head_size)
+    entry = work + place // kv_heads * 8
+    rows = gl.load(entry + 1) + half * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, layout))
+    dims = gl.arange(0, head_size, gl.SliceLayout(0, layout))
+    token = rows // group
+    at_row = (gl.load(entry + 5) + token).to(gl.int64) * stride_token
+    at_row += (place % kv_heads * group + rows % group) * stride_head
+    exists = (token < gl.load(entry + 6))[:, None]
+    async_copy.async_copy_global_to_shared(rows_shared, query + at_row[:, None] + dims[None, :], mask=exists)
+    async_copy.commit_group()
 
 
 @gluon.jit
 def _step(
-    q, key_ring, value_ring, keys_ready, values_ready, empty, passed, my_turn, other_turn, turn, stage, phase, at,
-    position, factor, p, old, ones, top, weight, acc, kept_top, kept_weight, kept_acc, kept_shared,
-    partials, slots, place, masked: gl.constexpr, half: gl.constexpr, kv_heads: gl.constexpr, levels: gl.constexpr,
-    head_size: gl.constexpr, stages: gl.constexpr, turns: gl.constexpr, keep_in_shared: gl.constexpr,
+    q, key_ring, value_ring, keys_ready, values_ready, empty, passed, stage, phase, at, position, factor, p, old, ones,
+    top, weight, acc, kept_top, kept_weight, kept, partials, slot, kv_head, leaves, bare_stop,
+    half: gl.constexpr, kv_heads: gl.constexpr, levels: gl.constexpr, head_size: gl.constexpr, stages: gl.constexpr,
 ):  # fmt: skip
-    """The values of the tile before ``at``, and the weights of the tile at ``at``.
+    """The values of the tile before ``at``, and the weights of the tile at ``at``, which has masks if ``bare_stop`` is
+    not after it.
 
     The waits for ``passed`` never wait: they keep the compiler from moving what comes before or after them.
     """
     row: gl.constexpr = gl.SliceLayout(1, layout_of_scores())
-    acc_row: gl.constexpr = gl.SliceLayout(1, layout_of_acc(head_size))
-    weight_row: gl.constexpr = gl.SliceLayout(1, layout_of_sums())
+    acc_layout: gl.constexpr = layout_of_acc(head_size)
+    acc_row: gl.constexpr = gl.SliceLayout(1, acc_layout)
     mbarrier.wait(keys_ready.index(stage), phase)
-    if turns:
-        mbarrier.wait(my_turn, turn)
     score = start_scores(q, key_ring, stage, head_size)
     mbarrier.wait(values_ready.index(stage), phase)
     # Not where the factor became known: now the tensor cores are busy.
     acc = acc * gl.convert_layout(old, acc_row)[:, None]
     acc = warpgroup_mma(p, value_ring.index(stage).reshape([_TILE, head_size]), acc, is_async=True)
-    if turns:
-        mbarrier.arrive(other_turn)
-        turn = turn ^ 1
-    score = warpgroup_mma_wait(1, deps=(score,))
+    weight = start_sums(p, old, weight, ones)
+    score = warpgroup_mma_wait(2, deps=(score,))
 
+    if at >= bare_stop:
+        score = masked(score, position, at)
     begins = is_end_of_split(at, levels)
     before = gl.where(begins, -float("inf"), top)
-    new_top, weights, old = weights_of(score, before, position, at, factor, masked, p.dtype)
-    split_weight = weight
-    weight = gl.where(begins, 0.0, weight) * gl.convert_layout(old, weight_row)[:, None]
-    weight = summed(weights, weight, ones)
+    new_top, weights, old = weights_of(score, before, factor, p.dtype)
     mbarrier.wait(passed, 1)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
+    acc, weight = warpgroup_mma_wait(0, deps=(acc, weight))
     mbarrier.arrive(empty.index(stage))
     if begins:
-        weight_sum = row_sum(split_weight, row)
-        slot = gl.load(slots + place // kv_heads * 8)
-        if slot >= 0:
+        weight_sum = row_sum(weight, row)
+        if leaves:
             number = split_of(at - 1, levels)
-            record = _record(partials, slot, number, place % kv_heads, kv_heads, head_size)
-            _store_split(record, top, weight_sum, acc, half)
+            _store_split(_record(partials, slot, number, kv_head, kv_heads, head_size), top, weight_sum, acc, half)
         else:
             kept_top, kept_weight, shrink, new = merge_weights(kept_top, kept_weight, top, weight_sum)
             shrink, new = gl.convert_layout(shrink, acc_row), gl.convert_layout(new, acc_row)
-            if keep_in_shared:
-                kept_shared.store(merge_values(kept_shared.load(layout_of_acc(head_size)), shrink, acc, new))
-            else:
-                kept_acc = merge_values(kept_acc, shrink, acc, new)
-        acc = gl.full([_HALF, head_size], 0.0, gl.float32, layout_of_acc(head_size))
-    p = gl.convert_layout(weights, gl.DotOperandLayout(0, layout_of_acc(head_size), 2), assert_trivial=True)
+            kept.store(merge_values(kept.load(acc_layout), shrink, acc, new))
+        acc = gl.full([_HALF, head_size], 0.0, gl.float32, acc_layout)
+        weight = gl.full([_HALF, 8], 0.0, gl.float32, layout_of_sums())
+    p = gl.convert_layout(weights, gl.DotOperandLayout(0, acc_layout, 2), assert_trivial=True)
     stage, phase = next_stage(stage, phase, stages)
-    return p, old, new_top, weight, acc, kept_top, kept_weight, kept_acc, stage, phase, turn
+    return p, old, new_top, weight, acc, kept_top, kept_weight, stage, phase
 
 
 @gluon.jit
 def _consumer(
     query, out, count, work, partials, accounts, factor, stride_q_token, stride_q_head, stride_o_token, stride_o_head,
-    rows_shared, kept_shared, key_ring, value_ring, keys_ready, values_ready, empty, passed, my_turn, other_turn,
+    rows_shared, kept, ones_shared, key_ring, value_ring, keys_ready, values_ready, empty, passed,
     half: gl.constexpr, kv_heads: gl.constexpr, group: gl.constexpr, head_size: gl.constexpr, levels: gl.constexpr,
-    stages: gl.constexpr, turns: gl.constexpr, keep_in_shared: gl.constexpr, query_in_registers: gl.constexpr,
+    stages: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: half of the rows of every block."""
     dtype: gl.constexpr = rows_shared.dtype
     score_layout: gl.constexpr = layout_of_scores()
     acc_layout: gl.constexpr = layout_of_acc(head_size)
-    weight_layout: gl.constexpr = layout_of_sums()
     row_layout: gl.constexpr = layout_of_rows(head_size)
     row: gl.constexpr = gl.SliceLayout(1, score_layout)
     acc_row: gl.constexpr = gl.SliceLayout(1, acc_layout)
-    ones = gl.full([_TILE, 8], 1.0, dtype, gl.DotOperandLayout(1, weight_layout, 2))
+    ones = ones_shared.permute([1, 0])
+    result_shared = kept._reinterpret(dtype, [_HALF, head_size], rows_shared.layout)
     total = gl.load(count) * kv_heads
     programs = gl.num_programs(0)
+    rounds = _rounds(total, programs)
+    if rounds > 0:
+        _start_query(
+            rows_shared, query, work, _place(0, programs), stride_q_token, stride_q_head, half, kv_heads, group,
+            head_size,
+        )  # fmt: skip
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    turn = gl.to_tensor(0)
-    for round_ in range(_rounds(total, programs)):
+    for round_ in range(rounds):
         place = _place(round_, programs)
         kv_head = place % kv_heads
         entry = work + place // kv_heads * 8
         first_row = gl.load(entry + 1)
+        number = gl.load(entry + 2)
+        slot = gl.load(entry + 4)
         start = gl.load(entry + 5)
         tokens = gl.load(entry + 6)
         past = gl.load(entry + 7)
         begin, end, stop = _keys(entry, group, levels)
-
-        rows = first_row + half * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, row_layout))
-        dims = gl.arange(0, head_size, gl.SliceLayout(0, row_layout))
-        token = rows // group
-        head = kv_head * group + rows % group
-        exists = token < tokens
-        at_row = (start + token).to(gl.int64)
+        # Who has the first splits merges them, and leaves the result.
+        leaves = (slot >= 0) & (number > 0)
         position = past + (first_row + half * _HALF + gl.arange(0, _HALF, row)) // group
-        at_query = (at_row * stride_q_token + head * stride_q_head)[:, None] + dims[None, :]
-        rows_shared.store(gl.load(query + at_query, mask=exists[:, None], other=0.0))
-        fence_async_shared()
-        gl.thread_barrier()
-        q = rows_shared.load(gl.DotOperandLayout(0, score_layout, 2)) if query_in_registers else rows_shared
-
         kept_top = gl.full([_HALF], -float("inf"), gl.float32, row)
         kept_weight = gl.full([_HALF], 0.0, gl.float32, row)
         acc = gl.full([_HALF, head_size], 0.0, gl.float32, acc_layout)
-        if keep_in_shared:
-            kept_shared.store(acc)
-            kept_acc = kept_top
-        else:
-            kept_acc = acc
+        kept.store(acc)
+        async_copy.wait_group(0)
+        gl.thread_barrier()
+        q = rows_shared.load(gl.DotOperandLayout(0, score_layout, 2))
 
-        # Masks change no bit of a tile that every row sees, so the first may have them in any case.
         mbarrier.wait(keys_ready.index(stage), phase)
-        score = warpgroup_mma_wait(0, deps=(start_scores(q, key_ring, stage, head_size),))
+        score = start_scores(q, key_ring, stage, head_size)
+        # Every thread has its rows, so those of the next item may come.
+        gl.thread_barrier()
+        if round_ + 1 < rounds:
+            _start_query(
+                rows_shared, query, work, _place(round_ + 1, programs), stride_q_token, stride_q_head, half, kv_heads,
+                group, head_size,
+            )  # fmt: skip
+        score = warpgroup_mma_wait(0, deps=(score,))
         # The values beside these keys were the last ones of the block before.
         mbarrier.arrive(empty.index(stage))
         stage, phase = next_stage(stage, phase, stages)
-        top, weights, old = weights_of(score, kept_top, position, begin, factor, True, dtype)
-        weight = summed(weights, gl.full([_HALF, 8], 0.0, gl.float32, weight_layout), ones)
+        # Masks change no bit of a tile that every row sees, so the first may have them in any case.
+        top, weights, old = weights_of(masked(score, position, begin), kept_top, factor, dtype)
+        weight = gl.full([_HALF, 8], 0.0, gl.float32, layout_of_sums())
         p = gl.convert_layout(weights, gl.DotOperandLayout(0, acc_layout, 2), assert_trivial=True)
 
-        last = (end - 1) // _TILE * _TILE
-        bare_stop = gl.minimum((past + first_row // group + 1) // _TILE * _TILE, last + _TILE)
-        for at in range(begin + _TILE, bare_stop, _TILE):
-            p, old, top, weight, acc, kept_top, kept_weight, kept_acc, stage, phase, turn = _step(
-                q, key_ring, value_ring, keys_ready, values_ready, empty, passed, my_turn, other_turn, turn, stage,
-                phase, at, position, factor, p, old, ones, top, weight, acc, kept_top, kept_weight, kept_acc,
-                kept_shared, partials, work + 4, place, False, half, kv_heads, levels, head_size, stages, turns,
-                keep_in_shared,
-            )  # fmt: skip
-        for at in range(gl.maximum(bare_stop, begin + _TILE), end, _TILE):
-            p, old, top, weight, acc, kept_top, kept_weight, kept_acc, stage, phase, turn = _step(
-                q, key_ring, value_ring, keys_ready, values_ready, empty, passed, my_turn, other_turn, turn, stage,
-                phase, at, position, factor, p, old, ones, top, weight, acc, kept_top, kept_weight, kept_acc,
-                kept_shared, partials, work + 4, place, True, half, kv_heads, levels, head_size, stages, turns,
-                keep_in_shared,
+        bare_stop = (past + first_row // group + 1) // _TILE * _TILE
+        for at in range(begin + _TILE, end, _TILE):
+            p, old, top, weight, acc, kept_top, kept_weight, stage, phase = _step(
+                q, key_ring, value_ring, keys_ready, values_ready, empty, passed, stage, phase, at, position, factor,
+                p, old, ones, top, weight, acc, kept_top, kept_weight, kept, partials, slot, kv_head, leaves,
+                bare_stop, half, kv_heads, levels, head_size, stages,
             )  # fmt: skip
 
         mbarrier.wait(values_ready.index(stage), phase)
         values = value_ring.index(stage).reshape([_TILE, head_size])
+        last = (end - 1) // _TILE * _TILE
         if last + _TILE > end:
             # Unwritten slots may hold anything, NaN included. Both warpgroups write the same.
             written = last + gl.arange(0, _TILE, gl.SliceLayout(1, row_layout)) < end
             values.store(gl.where(written[:, None], values.load(row_layout), 0.0))
             fence_async_shared()
             gl.thread_barrier()
-        acc = acc * gl.convert_layout(old, acc_row)[:, None]
-        acc = warpgroup_mma(p, values, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        acc = warpgroup_mma(p, values, acc * gl.convert_layout(old, acc_row)[:, None], is_async=True)
+        acc, weight = warpgroup_mma_wait(0, deps=(acc, start_sums(p, old, weight, ones)))
 
         weight_sum = row_sum(weight, row)
-        slot = gl.load(entry + 4)
-        writes = slot < 0
-        if writes:
-            kept_top, kept_weight, shrink, new = merge_weights(kept_top, kept_weight, top, weight_sum)
+        if leaves == 0:
+            top, weight_sum, shrink, new = merge_weights(kept_top, kept_weight, top, weight_sum)
             shrink, new = gl.convert_layout(shrink, acc_row), gl.convert_layout(new, acc_row)
-            if keep_in_shared:
-                acc = merge_values(kept_shared.load(acc_layout), shrink, acc, new)
-            else:
-                acc = merge_values(kept_acc, shrink, acc, new)
-            divisor = gl.convert_layout(kept_weight, acc_row)
+            acc = merge_values(kept.load(acc_layout), shrink, acc, new)
+        if slot < 0:
+            divisor = gl.convert_layout(gl.where(weight_sum == 0.0, 1.0, weight_sum), acc_row)
+            gl.thread_barrier()
+            result_shared.store((acc / divisor[:, None]).to(dtype))
+            gl.thread_barrier()
+            rows = first_row + half * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, row_layout))
+            dims = gl.arange(0, head_size, gl.SliceLayout(0, row_layout))
+            token = rows // group
+            at_row = (start + token).to(gl.int64) * stride_o_token + (kv_head * group + rows % group) * stride_o_head
+            result = result_shared.load(row_layout)
+            gl.store(out + at_row[:, None] + dims[None, :], result, mask=(token < tokens)[:, None])
+            gl.thread_barrier()
         else:
-            number = split_of(end - 1, levels)
-            _store_split(_record(partials, slot, number, kv_head, kv_heads, head_size), top, weight_sum, acc, half)
-            gl.thread_barrier()
-            splits = split_of(stop - 1, levels) + 1
-            run = number + 1 - gl.load(entry + 2)
-            account = accounts + (slot * kv_heads + kv_head) * 2 + half
-            writes = gl.atomic_add(account, run, sem="acq_rel") == splits - run
-            divisor = gl.convert_layout(kept_weight, acc_row)
-            if writes:
-                gl.store(account, 0)
-                gl.thread_barrier()
-                divisor, acc = _merge_all(partials, slot, splits, kv_head, half, kv_heads, head_size)
-        if writes:
-            acc = acc / gl.where(divisor == 0.0, 1.0, divisor)[:, None]
-            rows_shared.store(acc.to(dtype))
-            gl.thread_barrier()
-            at_out = (at_row * stride_o_token + head * stride_o_head)[:, None] + dims[None, :]
-            gl.store(out + at_out, rows_shared.load(row_layout), mask=exists[:, None])
-            gl.thread_barrier()
+            last_split = split_of(end - 1, levels)
+            _store_split(_record(partials, slot, last_split, kv_head, kv_heads, head_size), top, weight_sum, acc, half)
+            _merge_shared(
+                out, partials, accounts + slot * kv_heads + kv_head, slot, number, last_split + 1 - number,
+                split_of(stop - 1, levels) + 1, first_row, start, tokens, kv_head, stride_o_token, stride_o_head,
+                half, kv_heads, group, head_size,
+            )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["table_stride"])
@@ -369,21 +416,15 @@ def prefill_kernel(
     page_size: gl.constexpr,
     levels: gl.constexpr,
     stages: gl.constexpr,
-    turns: gl.constexpr,
-    keep_in_shared: gl.constexpr,
-    query_in_registers: gl.constexpr,
     consumer_registers: gl.constexpr,
 ):
     """Works on every entry of ``work`` and every KV head.
 
     Args:
         partials: room for the splits of shared blocks.
-        accounts: for each slot and KV head, how many splits are done of each warpgroup's rows; 0 before and after.
+        accounts: for each slot and KV head, see ``_merge_shared``; 0 before and after.
         factor: of the scores, times log2(e).
         stages: tiles in each ring.
-        turns: the two warpgroups take turns at issuing products.
-        keep_in_shared: the running result of finished splits is in shared memory and not in registers.
-        query_in_registers: or in shared memory.
         consumer_registers: of a thread of the second warpgroup; what is left goes to the first.
     """
     dtype: gl.constexpr = keys_at.dtype
@@ -393,30 +434,23 @@ def prefill_kernel(
     value_ring = gl.allocate_shared_memory(dtype, [stages, 1, 1, _TILE, head_size], tile_layout)
     rows_shared = gl.allocate_shared_memory(dtype, [_HALF, head_size], rows_layout)
     rows_other = gl.allocate_shared_memory(dtype, [_HALF, head_size], rows_layout)
-    if keep_in_shared:
-        kept = gl.allocate_shared_memory(gl.float32, [_HALF, head_size], layout_of_kept(head_size))
-        kept_other = gl.allocate_shared_memory(gl.float32, [_HALF, head_size], layout_of_kept(head_size))
-    else:
-        kept = rows_shared
-        kept_other = rows_other
+    kept = gl.allocate_shared_memory(gl.float32, [_HALF, head_size], layout_of_kept(head_size))
+    kept_other = gl.allocate_shared_memory(gl.float32, [_HALF, head_size], layout_of_kept(head_size))
+    ones = gl.full([8, _TILE], 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+    ones_shared = gl.allocate_shared_memory(dtype, [8, _TILE], gl.NVMMASharedLayout(128, 16, 2), ones)
     bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
     keys_ready = gl.allocate_shared_memory(gl.int64, [stages, 1], bar_layout)
     values_ready = gl.allocate_shared_memory(gl.int64, [stages, 1], bar_layout)
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], bar_layout)
     passed = gl.allocate_shared_memory(gl.int64, [1], bar_layout)
-    turn = gl.allocate_shared_memory(gl.int64, [1], bar_layout)
-    turn_other = gl.allocate_shared_memory(gl.int64, [1], bar_layout)
     for stage in gl.static_range(stages):
         mbarrier.init(keys_ready.index(stage), count=1)
         mbarrier.init(values_ready.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
     mbarrier.init(passed, count=1)
-    mbarrier.init(turn, count=1)
-    mbarrier.init(turn_other, count=1)
     fence_async_shared()
     gl.thread_barrier()
-    # The first warpgroup begins, and no values come with the first keys.
-    mbarrier.arrive(turn)
+    # No values come with the first keys.
     mbarrier.arrive(values_ready.index(0))
 
     gl.warp_specialize(
@@ -425,18 +459,16 @@ def prefill_kernel(
                 _consumer,
                 (
                     query, out, count, work, partials, accounts, factor, stride_q_token, stride_q_head, stride_o_token,
-                    stride_o_head, rows_shared, kept, key_ring, value_ring, keys_ready, values_ready, empty, passed,
-                    turn, turn_other, 0, kv_heads, group, head_size, levels, stages, turns, keep_in_shared,
-                    query_in_registers,
+                    stride_o_head, rows_shared, kept, ones_shared, key_ring, value_ring, keys_ready, values_ready,
+                    empty, passed, 0, kv_heads, group, head_size, levels, stages,
                 ),
             ),
             (
                 _consumer,
                 (
                     query, out, count, work, partials, accounts, factor, stride_q_token, stride_q_head, stride_o_token,
-                    stride_o_head, rows_other, kept_other, key_ring, value_ring, keys_ready, values_ready, empty,
-                    passed, turn_other, turn, 1, kv_heads, group, head_size, levels, stages, turns, keep_in_shared,
-                    query_in_registers,
+                    stride_o_head, rows_other, kept_other, ones_shared, key_ring, value_ring, keys_ready, values_ready,
+                    empty, passed, 1, kv_heads, group, head_size, levels, stages,
                 ),
             ),
             (

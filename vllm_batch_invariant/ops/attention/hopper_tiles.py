@@ -6,7 +6,6 @@ keys, weights summed by the tensor cores against ones, splits merged ascending w
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
 TILE = 64
@@ -40,7 +39,7 @@ def layout_of_acc(head_size):
 
 @gluon.constexpr_function
 def layout_of_sums():
-    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16])
 
 
 @gluon.constexpr_function
@@ -120,13 +119,19 @@ def copy_tile(
 
 
 @gluon.jit
-def weights_of(score, top, position, at, factor, masked: gl.constexpr, dtype: gl.constexpr):
+def masked(score, position, at):
+    """The scores of a tile, -inf for keys after a row's position."""
+    keys = at + gl.arange(0, _TILE, gl.SliceLayout(0, score.type.layout))
+    return gl.where(position[:, None] >= keys[None, :], score, -float("inf"))
+
+
+@gluon.jit
+def weights_of(score, top, factor, dtype: gl.constexpr):
     """A step of the online softmax: the new maximum, the weights, and what the weights before them shrink by."""
     layout: gl.constexpr = score.type.layout
-    if masked:
-        keys = at + gl.arange(0, _TILE, gl.SliceLayout(0, layout))
-        score = gl.where(position[:, None] >= keys[None, :], score, -float("inf"))
-    new_top = gl.maximum(top, gl.max(score, 1) * factor)
+    # In two steps, because one is a chain of as many operations as a thread has scores of a row.
+    largest = gl.max(gl.max(gl.reshape(score, [_ROWS, _TILE // 8, 8]), 1), 1)
+    new_top = gl.maximum(top, gl.convert_layout(largest, gl.SliceLayout(1, layout)) * factor)
     zero = finite(new_top)
     score, negative = gl.broadcast(score, (-zero)[:, None])
     p = gl.exp2(gl.fma(score, gl.full([_ROWS, _TILE], factor, gl.float32, layout), negative))
@@ -134,10 +139,14 @@ def weights_of(score, top, position, at, factor, masked: gl.constexpr, dtype: gl
 
 
 @gluon.jit
-def summed(p, weight, ones):
-    """The weights so far and a tile's, summed as products with 1: every column is the sum."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, layout_of_sums(), 2)
-    return mma_v2(gl.convert_layout(p, layout, assert_trivial=True), ones, weight)
+def start_sums(p, old, weight, ones):
+    """Starts to add a tile's weights to those so far, as products with 1: every column is the sum. By asynchronous
+    products, because others would wait for all that are under way.
+    """
+    layout: gl.constexpr = layout_of_sums()
+    p = gl.convert_layout(p, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
+    weight = weight * gl.convert_layout(old, gl.SliceLayout(1, layout))[:, None]
+    return warpgroup_mma(p, ones, weight, is_async=True)
 
 
 @gluon.jit

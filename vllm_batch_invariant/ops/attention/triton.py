@@ -153,7 +153,7 @@ class Planner:
         self.partials = torch.empty(kept * (shape.padded_size + 2), device=device)
         self.top, self.weight, acc = self.partials.split([kept, kept, kept * shape.padded_size])
         self.acc = acc.view(kept, shape.padded_size)
-        arrivals = max(self._room_small(1), hopper.ACCOUNTS * self._room_large) * shape.kv_heads
+        arrivals = max(self._room_small(1), self._room_large) * shape.kv_heads
         self.arrived = torch.zeros(arrivals, dtype=torch.int32, device=device)
 
     def _most_blocks(self, tokens: int, requests: int) -> int:
