@@ -37,6 +37,7 @@ def _attention() -> None:
         for page_size in (16, 64):
             _attend(heads, page_size, [(700, 1), (3000, 1), (1, 1)])
             _attend(heads, page_size, [(300, 300), (700, 1), (400, 130)])
+            _attend(heads, page_size, [(3000, 60), (700, 1)])
     _attend(Heads(4, 2, 80, torch.bfloat16), 16, [(300, 300), (700, 1)], sliding_window=37)
 
 

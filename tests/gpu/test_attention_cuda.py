@@ -171,6 +171,45 @@ def test_a_few_new_tokens_behind_many_have_the_bits_of_a_prefill(heads, length):
             assert torch.equal(attend([newest(request, count)])[0], prefill[-count:]), count
 
 
+def test_programs_that_do_not_wait_for_each_other_merge_the_same_bits(monkeypatch):
+    """The last one merges all, as where the others have no multiprocessor yet."""
+    from vllm_batch_invariant.ops.attention import hopper
+
+    chunk = newest(Request(GROUP_OF_FOUR, 9_000, 1), 100)
+    together = attend([chunk])[0]
+    monkeypatch.setattr(hopper, "MOST_WAITS", 0)
+    for _ in range(2):
+        assert torch.equal(attend([chunk])[0], together)
+
+
+def test_two_streams_that_share_blocks_at_the_same_time_end_with_the_same_bits():
+    """Each may hold multiprocessors that programs of the other wait for."""
+    from vllm_batch_invariant.ops.attention.triton import Planner, Shape
+
+    heads, length, tokens = GROUP_OF_FOUR, 9_000, 100
+    chunk = newest(Request(heads, length, 1), tokens)
+    tensors = [tensor.cuda() for tensor in paged([chunk])]
+    query, (lengths, starts) = tensors[0], tensors[4:]
+    options = {"scale": 1 / math.sqrt(heads.size), "reduction": AttentionReduction.of_device("cuda")}
+    shape = Shape(heads.query, heads.kv, heads.size, heads.dtype, options["reduction"])
+    alone = paged_attention(*tensors, **options)
+    streams, graphs, outs = [torch.cuda.Stream(priority=priority) for priority in (0, -1)], [], []
+    for _ in streams:
+        planner, outs = Planner(shape, query.device, 1, tokens, length), [*outs, torch.empty_like(query)]
+        plan = planner.plan(starts, lengths, tokens, tokens)
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            for _ in range(50):
+                paged_attention(*tensors, out=outs[-1], plan=plan, **options)
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, alone) for out in outs)
+
+
 @pytest.mark.parametrize("page_size", [16, 64, 128])
 @pytest.mark.parametrize("heads", [GROUP_OF_FOUR, GROUP_OF_SEVEN], ids=str)
 def test_pages_read_by_descriptor_have_the_bits_of_pages_read_by_pointer(heads, page_size, monkeypatch):

@@ -34,8 +34,10 @@ class PlannedMetadataBuilder(MetadataBuilder):
 
     def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config, device: torch.device) -> None:  # noqa: ANN001
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        from ..ops.attention.hopper import is_plain
         from ..ops.attention.triton import Planner, Shape
 
+        layers = [vllm_config.compilation_config.static_forward_context[name].impl for name in layer_names]
         model, scheduler, cache = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.cache_config
         shape = Shape(
             model.get_num_attention_heads(vllm_config.parallel_config),
@@ -47,7 +49,14 @@ class PlannedMetadataBuilder(MetadataBuilder):
         keys = scheduler.max_num_seqs * model.max_model_len
         if cache.num_gpu_blocks:
             keys = min(keys, cache.num_gpu_blocks * kv_cache_spec.block_size)
-        self._planner = Planner(shape, device, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, keys)
+        self._planner = Planner(
+            shape,
+            device,
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            keys,
+            any(is_plain(layer) for layer in layers),
+        )
 
     def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> PlannedMetadata:  # noqa: ANN001
         batch = super().build(common_prefix_len, common_attn_metadata, fast_build)

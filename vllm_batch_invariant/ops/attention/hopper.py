@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -17,6 +18,8 @@ _LOG2_E = math.log2(math.e)
 
 PREFILL_STAGES = {64: 6, 128: 4}
 """Tiles in each ring of the prefill kernel by head size; what fits in shared memory."""
+MOST_WAITS = 4096
+"""Looks of a program that shares a block for the others, about 0.5 us each: far more than they need if they run."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +45,26 @@ def covers(head_size: int, dtype: torch.dtype, tile: int, block_rows: int, devic
     return head_size in PREFILL_STAGES and dtype.itemsize == 2 and (tile, block_rows) == (TILE, ROWS)
 
 
+def is_plain(attention: Any) -> bool:
+    """Whether a call, or an engine's layer, has none of the options that the kernels do not know."""
+    options = "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks"
+    return all(getattr(attention, option, None) is None for option in options)
+
+
 def takes(call: PagedAttention, out: torch.Tensor) -> bool:
     """Whether the kernel serves a call, whose options and memory layout it has to know."""
-    options = call.sliding_window, call.logits_soft_cap, call.alibi_slopes, call.sinks
     caches = call.key_cache, call.value_cache
     return (
-        all(option is None for option in options)
+        is_plain(call)
         and call.page_size >= 16
         and call.page_size & (call.page_size - 1) == 0
         and call.block_table.device == call.query.device
         and all(tensor.stride(-1) == 1 for tensor in (call.query, call.block_table, out))
         and all(cache.stride(-1) == 1 and cache.data_ptr() % 16 == 0 for cache in caches)
         and all(stride * cache.element_size() % 16 == 0 for cache in caches for stride in cache.stride()[:3])
+        # Triton knows of 16 elements that they are a multiple of as many bytes, and copies 16 bytes at once.
+        and call.query.data_ptr() % 16 == 0
+        and all(stride % 16 == 0 for stride in call.query.stride()[:2])
     )
 
 
@@ -96,6 +107,7 @@ def launch_prefill(
         page_size=call.page_size,
         levels=reduction.levels,
         stages=PREFILL_STAGES[head_size],
+        most_waits=MOST_WAITS,
         consumer_registers=240,
         num_warps=4,
         maxnreg=168,

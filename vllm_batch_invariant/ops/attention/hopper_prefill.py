@@ -54,6 +54,9 @@ _MERGED_ROWS = gl.constexpr(4)
 """Rows whose shared splits a warpgroup merges at once."""
 _AT_ONCE = gl.constexpr(16)
 """Splits that are on their way at the same time."""
+ACCOUNTS = 2
+"""Numbers in the account of a shared block."""
+_ACCOUNTS = gl.constexpr(ACCOUNTS)
 
 
 @gluon.jit
@@ -188,31 +191,41 @@ def _merge_rows(
 def _merge_shared(
     out, partials, account, slot, number, run, splits, first_row, start, tokens, kv_head, stride_o_token,
     stride_o_head, half: gl.constexpr, kv_heads: gl.constexpr, group: gl.constexpr, head_size: gl.constexpr,
+    most_waits: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's share of merging a block of which it left ``run`` splits from ``number`` on, when all are there.
+    """A warpgroup has left ``run`` splits of a block from ``number`` on, and takes part in merging when all are there.
 
-    Programs of a block wait for each other. There are no more parts of blocks than multiprocessors, so that all of
-    them run at the same time. ``account`` counts the splits that are there, of each warpgroup's rows, then those whose
-    programs have seen that all are; its upper half is the number of splits that the first program merged.
+    It waits for the others, as they end at the same time, but not for long: they may be waiting for a multiprocessor.
+    The last one finds all splits, so that every row is merged.
+
+    Args:
+        account: counts the splits that are there, of each warpgroup's rows, and in its upper half those that the first
+            program merged. The next number counts shares of the rows that are taken, and in its upper half the splits
+            of those who do not come back.
     """
     gl.thread_barrier()
-    folded = gl.where(number + half == 0, run << 16, 0)
-    gl.atomic_add(account, run + folded, sem="release")
+    merged = gl.where(number + half == 0, run << 16, 0)
+    gl.atomic_add(account, run + merged, sem="release")
     seen = gl.load(account, volatile=True)
-    while (seen & 0xFFFF) < 2 * splits:
+    waits = gl.to_tensor(0)
+    while ((seen & 0xFFFF) < 2 * splits) & (waits < most_waits):
         seen = gl.load(account, volatile=True)
-    before = gl.atomic_add(account, run, sem="acq_rel")
-    if (before & 0xFFFF) + run == 4 * splits:
-        gl.store(account, 0)
+        waits += 1
+    # The same for all threads.
+    seen = gl.atomic_add(account, 0, sem="acquire")
     gl.thread_barrier()
-    rows = gl.minimum(tokens * group - first_row, _ROWS)
-    shares = (rows + _MERGED_ROWS - 1) // _MERGED_ROWS
-    begin = 2 * number + half * run
-    for share in range(begin * shares // (2 * splits), (begin + run) * shares // (2 * splits)):
-        _merge_rows(
-            out, partials, slot, before >> 16, splits, share, first_row, start, tokens, kv_head, stride_o_token,
-            stride_o_head, kv_heads, group, head_size,
-        )  # fmt: skip
+    if (seen & 0xFFFF) == 2 * splits:
+        shares = (gl.minimum(tokens * group - first_row, _ROWS) + _MERGED_ROWS - 1) // _MERGED_ROWS
+        share = gl.atomic_add(account + 1, 1) & 0xFFFF
+        while share < shares:
+            _merge_rows(
+                out, partials, slot, seen >> 16, splits, share, first_row, start, tokens, kv_head, stride_o_token,
+                stride_o_head, kv_heads, group, head_size,
+            )  # fmt: skip
+            share = gl.atomic_add(account + 1, 1) & 0xFFFF
+    if (gl.atomic_add(account + 1, run << 16) >> 16) + run == 2 * splits:
+        gl.store(account, 0)
+        gl.store(account + 1, 0)
 
 
 @gluon.jit
@@ -285,7 +298,7 @@ def _consumer(
     query, out, count, work, partials, accounts, factor, stride_q_token, stride_q_head, stride_o_token, stride_o_head,
     rows_shared, kept, ones_shared, key_ring, value_ring, keys_ready, values_ready, empty, passed,
     half: gl.constexpr, kv_heads: gl.constexpr, group: gl.constexpr, head_size: gl.constexpr, levels: gl.constexpr,
-    stages: gl.constexpr,
+    stages: gl.constexpr, most_waits: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: half of the rows of every block."""
     dtype: gl.constexpr = rows_shared.dtype
@@ -386,10 +399,11 @@ def _consumer(
         else:
             last_split = split_of(end - 1, levels)
             _store_split(_record(partials, slot, last_split, kv_head, kv_heads, head_size), top, weight_sum, acc, half)
+            account = accounts + (slot * kv_heads + kv_head) * _ACCOUNTS
             _merge_shared(
-                out, partials, accounts + slot * kv_heads + kv_head, slot, number, last_split + 1 - number,
-                split_of(stop - 1, levels) + 1, first_row, start, tokens, kv_head, stride_o_token, stride_o_head,
-                half, kv_heads, group, head_size,
+                out, partials, account, slot, number, last_split + 1 - number, split_of(stop - 1, levels) + 1,
+                first_row, start, tokens, kv_head, stride_o_token, stride_o_head, half, kv_heads, group, head_size,
+                most_waits,
             )  # fmt: skip
 
 
@@ -416,15 +430,17 @@ def prefill_kernel(
     page_size: gl.constexpr,
     levels: gl.constexpr,
     stages: gl.constexpr,
+    most_waits: gl.constexpr,
     consumer_registers: gl.constexpr,
 ):
     """Works on every entry of ``work`` and every KV head.
 
     Args:
         partials: room for the splits of shared blocks.
-        accounts: for each slot and KV head, see ``_merge_shared``; 0 before and after.
+        accounts: for each slot and KV head, as in ``_merge_shared``; 0 before and after.
         factor: of the scores, times log2(e).
         stages: tiles in each ring.
+        most_waits: how often a program looks whether the others are there before it leaves the merging to them.
         consumer_registers: of a thread of the second warpgroup; what is left goes to the first.
     """
     dtype: gl.constexpr = keys_at.dtype
@@ -460,7 +476,7 @@ def prefill_kernel(
                 (
                     query, out, count, work, partials, accounts, factor, stride_q_token, stride_q_head, stride_o_token,
                     stride_o_head, rows_shared, kept, ones_shared, key_ring, value_ring, keys_ready, values_ready,
-                    empty, passed, 0, kv_heads, group, head_size, levels, stages,
+                    empty, passed, 0, kv_heads, group, head_size, levels, stages, most_waits,
                 ),
             ),
             (
@@ -468,7 +484,7 @@ def prefill_kernel(
                 (
                     query, out, count, work, partials, accounts, factor, stride_q_token, stride_q_head, stride_o_token,
                     stride_o_head, rows_other, kept_other, ones_shared, key_ring, value_ring, keys_ready, values_ready,
-                    empty, passed, 1, kv_heads, group, head_size, levels, stages,
+                    empty, passed, 1, kv_heads, group, head_size, levels, stages, most_waits,
                 ),
             ),
             (

@@ -14,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import NotCovered
 from . import hopper
+from .hopper_prefill import ACCOUNTS
 from .inputs import PagedAttention
 from .plan_kernels import ENTRY, plan_kernel
 from .reduction import AttentionReduction
@@ -108,6 +109,7 @@ class Planner:
         most_requests: in a step.
         most_tokens: in a step.
         most_keys: of all requests of a step together.
+        plain: a layer may have none of the options that :mod:`.hopper` does not know.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Planner:
         most_requests: int,
         most_tokens: int,
         most_keys: int,
+        plain: bool = True,
     ) -> None:
         if shape.head_size > _LARGEST_HEAD:
             raise NotCovered(
@@ -130,7 +133,7 @@ class Planner:
             small_blocks(shape.head_size, shape.dtype),
             large_blocks(shape.head_size, shape.dtype),
         )
-        self.hopper = hopper.covers(shape.head_size, shape.dtype, shape.tile, self.large.rows, device)
+        self.hopper = plain and hopper.covers(shape.head_size, shape.dtype, shape.tile, self.large.rows, device)
         splits = most_keys // shape.reduction.smallest + most_requests
         blocks = self._most_blocks(most_tokens, most_requests)
         self._partial_rows = PARTIAL_BYTES // (4 * (shape.padded_size + 2))
@@ -153,7 +156,7 @@ class Planner:
         self.partials = torch.empty(kept * (shape.padded_size + 2), device=device)
         self.top, self.weight, acc = self.partials.split([kept, kept, kept * shape.padded_size])
         self.acc = acc.view(kept, shape.padded_size)
-        arrivals = max(self._room_small(1), self._room_large) * shape.kv_heads
+        arrivals = max(self._room_small(1), ACCOUNTS * self._room_large) * shape.kv_heads
         self.arrived = torch.zeros(arrivals, dtype=torch.int32, device=device)
 
     def _most_blocks(self, tokens: int, requests: int) -> int:
@@ -246,7 +249,8 @@ def _plan_alone(call: PagedAttention) -> Plan:
     (tokens, heads, head_size), kv_heads = call.query.shape, call.key_cache.shape[1]
     shape = Shape(heads, kv_heads, head_size, call.query.dtype, call.reduction)
     requests = len(call.seq_lens)
-    planner = Planner(shape, call.query.device, requests, tokens, requests * call.block_table.shape[1] * call.page_size)
+    keys = requests * call.block_table.shape[1] * call.page_size
+    planner = Planner(shape, call.query.device, requests, tokens, keys, hopper.is_plain(call))
     starts, lengths = (tensor.to(call.query.device) for tensor in (call.query_start_loc, call.seq_lens))
     return planner.plan(starts, lengths, tokens, tokens)
 
