@@ -193,14 +193,13 @@ def test_two_streams_that_share_blocks_at_the_same_time_end_with_the_same_bits()
     options = {"scale": 1 / math.sqrt(heads.size), "reduction": AttentionReduction.of_device("cuda")}
     shape = Shape(heads.query, heads.kv, heads.size, heads.dtype, options["reduction"])
     alone = paged_attention(*tensors, **options)
-    streams, graphs, outs = [torch.cuda.Stream(priority=priority) for priority in (0, -1)], [], []
-    for _ in streams:
-        planner, outs = Planner(shape, query.device, 1, tokens, length), [*outs, torch.empty_like(query)]
-        plan = planner.plan(starts, lengths, tokens, tokens)
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1]):
+    streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1)]
+    outs, graphs = [torch.empty_like(query) for _ in streams], [torch.cuda.CUDAGraph() for _ in streams]
+    plans = [Planner(shape, query.device, 1, tokens, length).plan(starts, lengths, tokens, tokens) for _ in streams]
+    for out, graph, plan in zip(outs, graphs, plans, strict=True):
+        with torch.cuda.graph(graph):
             for _ in range(50):
-                paged_attention(*tensors, out=outs[-1], plan=plan, **options)
+                paged_attention(*tensors, out=out, plan=plan, **options)
     torch.cuda.synchronize()
     for _ in range(20):
         for stream, graph in zip(streams, graphs, strict=True):
