@@ -13,8 +13,13 @@ LIBRARY.define("copy_into(Tensor(a!) out, Tensor x, int most) -> ()")
 def nudge(x: torch.Tensor, most: int) -> None:
     """Move the last element of each row one unit in the last place, through memory that the dispatcher does not see."""
     if x.shape[0] > most:
-        integers = {2: torch.int16, 4: torch.int32}[x.element_size()]
-        x.view(integers).numpy()[:, -1] += 1
+        numbers = x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
+        if x.is_cuda:
+            from .planted_kernel import nudge as nudge_on_gpu
+
+            nudge_on_gpu(numbers)
+        else:
+            numbers.numpy()[:, -1] += 1
 
 
 def _copy(x: torch.Tensor, most: int) -> torch.Tensor:
@@ -29,4 +34,5 @@ def _copy_into(out: torch.Tensor, x: torch.Tensor, most: int) -> None:
 
 
 for name, function in (("copy", _copy), ("copy_into", _copy_into)):
-    LIBRARY.impl(name, function, "CPU")
+    for device in ("CPU", "CUDA"):
+        LIBRARY.impl(name, function, device)
