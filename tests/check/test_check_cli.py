@@ -28,7 +28,7 @@ METRICS = Page('# TYPE vllm:num_requests_running gauge\nvllm:num_requests_runnin
 def fake_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(engine_process, "DRIVER", DRIVER)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.setenv(FLAG, "1")
 
 

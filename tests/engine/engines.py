@@ -1,5 +1,6 @@
 """Plans of requests, run through a real vLLM in a fresh process."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,8 @@ from vllm_batch_invariant.check.engine_requests import company, request, tokens
 __all__ = ["OF_DEVICE", "ROOT", "EngineFailed", "Result", "company", "request", "run", "tokens"]
 
 ROOT = Path(__file__).parents[2]
-_SETTINGS = {"PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+_PATHS = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+_SETTINGS = {"PYTHONPATH": _PATHS, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 OF_DEVICE = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30} if torch.cuda.is_available() else {}
 """A GPU may be shared with other engines, whose memory vLLM would count as its own."""
 
