@@ -32,10 +32,8 @@ def _operand(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The matrix in ``dtype``, packed by rows and aligned: BLAS kernels may differ on anything else, and by columns few
     heights agree.
     """
-    tensor = tensor.to(dtype)
-    if tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT == 0:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    tensor = tensor.contiguous().to(dtype)  # in this order half the bytes are turned
+    return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
 
 
 def _tile_heights(rows: int, heights: tuple[int, ...]) -> list[int]:
