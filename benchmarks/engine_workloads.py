@@ -2,9 +2,7 @@
 
 import random
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from benchmarks.record import case_text
@@ -119,20 +117,16 @@ class Turn:
     tokens: int
     metric = "ttft"
     unit = "ms"
-    _turns: Iterator[int] = field(default_factory=count, compare=False)
-    """Seeds, because a turn that was asked before is cached."""
 
     @property
     def case(self) -> str:
         return case_text(workload="turn", cached=self.context, input=self.tokens)
 
     def sample(self, llm: "LLM") -> float:
-        [conversation] = _prompts(llm, 1, self.context, seed=self.context)
-        _seconds(llm, [conversation], [1])
-        [turn] = _prompts(llm, 1, self.tokens, seed=next(self._turns))
-        return 1e3 * _seconds(
-            llm, [{"prompt_token_ids": conversation["prompt_token_ids"] + turn["prompt_token_ids"]}], [1]
-        )
+        [turn] = _prompts(llm, 1, self.context + self.tokens, seed=self.context)
+        llm.reset_prefix_cache()
+        _seconds(llm, [{"prompt_token_ids": turn["prompt_token_ids"][: self.context]}], [1])
+        return 1e3 * _seconds(llm, [turn], [1])
 
 
 WORKLOADS: dict[str, tuple[Workload, ...]] = {
