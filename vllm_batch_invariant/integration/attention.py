@@ -97,6 +97,7 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         self.sliding_window = sliding_window
         self.logits_soft_cap = logits_soft_cap or None
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.sinks = sinks
         self.implementation = envs.ATTENTION.read()
 
     def do_kv_cache_update(

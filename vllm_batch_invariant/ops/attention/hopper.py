@@ -47,8 +47,8 @@ def covers(head_size: int, dtype: torch.dtype, tile: int, block_rows: int, devic
 
 def is_plain(attention: Any) -> bool:
     """Whether a call, or an engine's layer, has none of the options that the kernels do not know."""
-    options = "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks"
-    return all(getattr(attention, option, None) is None for option in options)
+    options = attention.sliding_window, attention.logits_soft_cap, attention.alibi_slopes, attention.sinks
+    return all(option is None for option in options)
 
 
 def takes(call: PagedAttention, out: torch.Tensor) -> bool:
