@@ -1,6 +1,7 @@
 """A server of fixed pages that has no model: for what a command says where a server does not answer as it should."""
 
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,15 @@ class Page:
 
 HANGS_UP = Page("", status=0)
 """Closes the connection instead of an answer."""
+
+
+class Server(ThreadingHTTPServer):
+    """A server that is quiet, as a real one is, about a client that hangs up: a stopped watch of the metrics does."""
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Report what a handler raised, unless the client had gone."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 @contextmanager
@@ -46,7 +56,7 @@ def stand_in(**pages: Page) -> Iterator[str]:
         def log_message(self, *arguments: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
