@@ -4,9 +4,10 @@ import itertools
 import math
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from vllm_batch_invariant.check.divergence import Answer, Step, binned, compare, first_difference
-from vllm_batch_invariant.check.metrics import Batches, BatchLog, Reading
+from vllm_batch_invariant.check.metrics import ACCEPTED, GENERATED, RUNNING, STEP_TOKENS, Batches, BatchLog, Reading
 from vllm_batch_invariant.check.outcome import NoTestError
 from vllm_batch_invariant.check.plan import Kind, plan_load, ramp, samples_by_level
 
@@ -127,3 +128,30 @@ def test_a_batch_that_varied_is_a_test():
 def test_steps_are_counted_from_the_first_reading():
     log = BatchLog([Reading(0, {1.0: 4, 8.0: 1}), Reading(5, {1.0: 4, 8.0: 7}), Reading(0, {1.0: 6, 8.0: 7})])
     assert log.batches() == Batches((5,), ((1.0, 2), (8.0, 6)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "drafted", "together"),
+    [(16, 0, 1), (17, 0, 2), (32, 0, 2), (33, 0, 3), (64, 48, 1), (0, 0, 0)],
+    ids=["alone", "once together", "two", "more than two", "alone with drafts", "idle"],
+)
+def test_requests_that_nobody_saw_running_together_are_counted(tokens: int, drafted: int, together: int):
+    """By sixteen engine steps between two looks, both at an idle engine."""
+    registry = CollectorRegistry()
+    Gauge(RUNNING, "requests", registry=registry).set(0)
+    steps = Histogram(STEP_TOKENS, "tokens", ["engine"], buckets=(1, 8), registry=registry).labels("0")
+    generated, accepted = (Counter(name, "tokens", registry=registry) for name in (GENERATED, ACCEPTED))
+    log = BatchLog()
+    for count, given, guessed in ((3, 100, 9), (16, tokens, drafted)):
+        for held in range(count):
+            steps.observe(held)
+        generated.inc(given)
+        accepted.inc(guessed)
+        log.add(Reading.of(registry.collect()))
+    assert log.largest_since(0) == together
+
+
+def test_what_was_seen_running_counts_where_it_is_more():
+    log = BatchLog([Reading(9, {1.0: 0}, 0), Reading(1, {1.0: 1}, 1), Reading(3, {1.0: 5}, 5), Reading(1, {1.0: 9}, 9)])
+    assert log.largest_since(1) == 3
+    assert log.largest_since(3) == 1

@@ -1,6 +1,7 @@
 """What the engine's batches were during a run, from vLLM's Prometheus metrics."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
@@ -13,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_batch_invariant.check.outcome import NoTestError
 
 RUNNING, STEP_TOKENS = "vllm:num_requests_running", "vllm:iteration_tokens_total"
+GENERATED, ACCEPTED = "vllm:generation_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"
 
 
 @dataclass(frozen=True)
@@ -21,25 +23,34 @@ class Reading:
 
     running: int
     steps: dict[float, int]
+    tokens: int = 0
+    """Tokens generated so far, without drafts that were accepted: a step gives a request one at most."""
     when: float = field(default_factory=time.monotonic, compare=False)
     """Seconds, of a clock that starts anywhere."""
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> "Reading | None":
         """Sum over engines; None where the metrics are not those of vLLM."""
-        running, cumulative = None, {}
+        running, tokens, cumulative = None, 0, {}
         for sample in (sample for family in families for sample in family.samples):
             if sample.name == RUNNING:
                 running = (running or 0) + int(sample.value)
             elif sample.name == STEP_TOKENS + "_bucket":
                 bound = float(sample.labels["le"])
                 cumulative[bound] = cumulative.get(bound, 0) + int(sample.value)
+            elif sample.name in (GENERATED, ACCEPTED):
+                tokens += int(sample.value) if sample.name == GENERATED else -int(sample.value)
         if running is None:
             return None
         below, steps = 0, {}
         for bound, count in sorted(cumulative.items()):
             steps[bound], below = count - below, count
-        return cls(running, steps)
+        return cls(running, steps, tokens)
+
+    def together_since(self, before: "Reading") -> int:
+        """Requests that some engine step since an earlier reading gave a token at least: tokens a step, rounded up."""
+        steps = sum(self.steps.values()) - sum(before.steps.values())
+        return math.ceil((self.tokens - before.tokens) / steps) if steps > 0 else 0
 
 
 @dataclass(frozen=True)
@@ -92,6 +103,14 @@ class BatchLog:
         """Requests running at the last reading."""
         return self.readings[-1].running if self.readings else 0
 
+    def largest_since(self, first: int) -> int:
+        """Requests in the largest batch from a reading on: the most seen running, or what was counted if that is more,
+        because a batch may be gone before anybody looks.
+        """
+        readings = self.readings[first:]
+        counted = readings[-1].together_since(readings[0])
+        return max(counted, *(reading.running for reading in readings))
+
     def over_time(self, name: str) -> Trace:
         """Requests running at every look, in seconds from the first."""
         begin = self.readings[0].when if self.readings else 0.0
@@ -112,8 +131,9 @@ async def read_metrics(client: httpx.AsyncClient, url: str) -> Reading:
     """Read a server's metrics page."""
     response = await client.get(url)
     # the page has hundreds of lines that would only cost time to parse
-    wanted = [line for line in response.text.splitlines() if line.startswith((RUNNING, STEP_TOKENS))]
-    reading = Reading.of(text_string_to_metric_families("\n".join(wanted) + "\n"))
+    wanted = (RUNNING, STEP_TOKENS, GENERATED, ACCEPTED)
+    lines = [line for line in response.text.splitlines() if line.startswith(wanted)]
+    reading = Reading.of(text_string_to_metric_families("\n".join(lines) + "\n"))
     if response.status_code != 200 or reading is None:
         raise NoTestError(
             f"{url} does not have {RUNNING}, without which nobody knows what was tested; "

@@ -29,7 +29,7 @@ from vllm_batch_invariant.check.facts import (
 )
 from vllm_batch_invariant.check.findings import Findings
 from vllm_batch_invariant.check.load import one_line
-from vllm_batch_invariant.check.metrics import BatchLog, watch
+from vllm_batch_invariant.check.metrics import BatchLog, read_metrics, watch
 from vllm_batch_invariant.check.outcome import NoTestError
 from vllm_batch_invariant.check.plan import filler
 from vllm_batch_invariant.check.request import Ask, answer_from
@@ -72,7 +72,7 @@ async def check_server(
         run = _ServerRun(server, served.name, served.context, size, findings, say)
         log = BatchLog()
         try:
-            async with asyncio.timeout(timeout), watch(server.http, server.root + "/metrics", log, _LOOK_EVERY):
+            async with asyncio.timeout(timeout), watch(server.http, _metrics(server), log, _LOOK_EVERY):
                 await run.all(log)
         except TimeoutError:
             raise NoTestError(f"the check was not done within --timeout {timeout:.0f} s") from None
@@ -80,6 +80,10 @@ async def check_server(
             raise NoTestError(f"{server}/metrics does not answer: {one_line(error)}") from error
         except openai.OpenAIError as error:
             raise NoTestError(f"a request got no answer: {one_line(error)}") from error
+
+
+def _metrics(server: Connection) -> str:
+    return server.root + "/metrics"
 
 
 async def _version(server: Connection) -> str:
@@ -161,8 +165,8 @@ class _ServerRun:
     async def _beside(
         self, label: str, others: Sequence[str], ask: Ask, params: dict[str, Any] | None = None
     ) -> tuple[Answer, int]:
-        """The answer in company, and the most requests that were seen to run."""
-        first = len(self._log.readings)
+        """The answer in company, and how many requests ran in the largest batch."""
+        first = await self._look()
         # the others stay as long as the one that is looked at
         bodies = [ask.body_beside(self._model, prompt, ask.max_tokens) for prompt in others]
         tasks = [asyncio.create_task(self._server.api.completions.create(**body)) for body in bodies]
@@ -173,7 +177,13 @@ class _ServerRun:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return answer, max((reading.running for reading in self._log.readings[first:]), default=0)
+        await self._look()
+        return answer, self._log.largest_since(first)
+
+    async def _look(self) -> int:
+        """Read the metrics now; which reading of the log that is."""
+        self._log.add(await read_metrics(self._server.http, _metrics(self._server)))
+        return len(self._log.readings) - 1
 
     async def _answer(
         self, label: str, ask: Ask, params: dict[str, Any] | None = None, salt: str | None = None
@@ -190,6 +200,6 @@ class _ServerRun:
         return answer_from(json.loads(raw.http_response.content)["choices"], chat=False)
 
     async def _cache_hits(self) -> int:
-        page = (await self._server.http.get(self._server.root + "/metrics")).text
+        page = (await self._server.http.get(_metrics(self._server))).text
         lines = "\n".join(line for line in page.splitlines() if line.startswith(CACHE_HITS)) + "\n"
         return sum(int(s.value) for family in text_string_to_metric_families(lines) for s in family.samples)
