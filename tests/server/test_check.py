@@ -21,11 +21,11 @@ def test_a_server_holds_on_all_that_a_client_can_provoke_and_the_rest_is_said_to
     found = Findings("server", planned_for_a_server())
     asyncio.run(check_server(server.base_url, None, SIZE, 300, found, lambda now: None))
     outcomes = {(fact.rung, fact.name): fact.outcome for fact in found.facts}
-    assert [fact for fact in found.facts if fact.meant and fact.outcome is not Outcome.HOLDS] == []
-    assert set(planned_for_a_server()) <= outcomes.keys()
+    planned = planned_for_a_server()
+    assert {fact: outcomes[fact] for fact in planned} == dict.fromkeys(planned, Outcome.HOLDS)
     assert outcomes["schedule", "preemption"] is Outcome.NOT_TESTED
     assert found.status is Status.REPRODUCIBLE
     assert found.largest[COMPANY] > 2
-    assert len(found.traces[0].sizes) > len(found.samples)
+    assert max(found.traces[0].sizes) > 2
     assert found.about["versions"]["vllm"] != "unknown"
     assert len(found.shown[0].answer.tokens) == 16
