@@ -26,7 +26,7 @@ class Server(ThreadingHTTPServer):
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Report what a handler raised, unless the client had gone."""
-        if not isinstance(sys.exc_info()[1], ConnectionError):
+        if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 

@@ -39,6 +39,11 @@ class Connection:
         """Whether the server runs on this machine."""
         return _is_here(self.root)
 
+    @property
+    def metrics(self) -> str:
+        """Where vLLM's metrics page is."""
+        return self.root + "/metrics"
+
     async def served_model(self, wanted: str | None) -> Served:
         """The model of that name, or the first.
 

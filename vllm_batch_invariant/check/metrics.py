@@ -38,8 +38,10 @@ class Reading:
             elif sample.name == STEP_TOKENS + "_bucket":
                 bound = float(sample.labels["le"])
                 cumulative[bound] = cumulative.get(bound, 0) + int(sample.value)
-            elif sample.name in (GENERATED, ACCEPTED):
-                tokens += int(sample.value) if sample.name == GENERATED else -int(sample.value)
+            elif sample.name == GENERATED:
+                tokens += int(sample.value)
+            elif sample.name == ACCEPTED:
+                tokens -= int(sample.value)
         if running is None:
             return None
         below, steps = 0, {}
@@ -127,13 +129,18 @@ class BatchLog:
         return Batches(running, tuple((bound, count) for bound, count in steps if count))
 
 
+def parse_metrics(page: str, *names: str) -> Iterable[Metric]:
+    """What a metrics page says of the metrics whose names begin so: it has hundreds of others, which would only cost
+    time to parse.
+    """
+    lines = [line for line in page.splitlines() if line.startswith(names)]
+    return text_string_to_metric_families("\n".join(lines) + "\n")
+
+
 async def read_metrics(client: httpx.AsyncClient, url: str) -> Reading:
     """Read a server's metrics page."""
     response = await client.get(url)
-    # the page has hundreds of lines that would only cost time to parse
-    wanted = (RUNNING, STEP_TOKENS, GENERATED, ACCEPTED)
-    lines = [line for line in response.text.splitlines() if line.startswith(wanted)]
-    reading = Reading.of(text_string_to_metric_families("\n".join(lines) + "\n"))
+    reading = Reading.of(parse_metrics(response.text, RUNNING, STEP_TOKENS, GENERATED, ACCEPTED))
     if response.status_code != 200 or reading is None:
         raise NoTestError(
             f"{url} does not have {RUNNING}, without which nobody knows what was tested; "

@@ -101,7 +101,7 @@ async def _against(base_url: str, model: str | None, options: argparse.Namespace
         plan = plan_load(options.samples, options.concurrency, ask.max_tokens, served.context, options.seed)
         with _progress(options.samples, log, notes) as on_sample:
             try:
-                async with asyncio.timeout(options.timeout), watch(server.http, server.root + "/metrics", log):
+                async with asyncio.timeout(options.timeout), watch(server.http, server.metrics, log):
                     run = await Load(server.api, served.name, ask, on_sample).run(plan)
             except TimeoutError:
                 raise NoTestError(f"the run was not done within --timeout {options.timeout:.0f} s") from None

@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import openai
-from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_batch_invariant.check.client import Connection, connect
 from vllm_batch_invariant.check.divergence import Answer
@@ -29,7 +28,7 @@ from vllm_batch_invariant.check.facts import (
 )
 from vllm_batch_invariant.check.findings import Findings
 from vllm_batch_invariant.check.load import one_line
-from vllm_batch_invariant.check.metrics import BatchLog, read_metrics, watch
+from vllm_batch_invariant.check.metrics import BatchLog, parse_metrics, read_metrics, watch
 from vllm_batch_invariant.check.outcome import NoTestError
 from vllm_batch_invariant.check.plan import filler
 from vllm_batch_invariant.check.request import Ask, answer_from
@@ -72,7 +71,7 @@ async def check_server(
         run = _ServerRun(server, served.name, served.context, size, findings, say)
         log = BatchLog()
         try:
-            async with asyncio.timeout(timeout), watch(server.http, _metrics(server), log, _LOOK_EVERY):
+            async with asyncio.timeout(timeout), watch(server.http, server.metrics, log, _LOOK_EVERY):
                 await run.all(log)
         except TimeoutError:
             raise NoTestError(f"the check was not done within --timeout {timeout:.0f} s") from None
@@ -80,10 +79,6 @@ async def check_server(
             raise NoTestError(f"{server}/metrics does not answer: {one_line(error)}") from error
         except openai.OpenAIError as error:
             raise NoTestError(f"a request got no answer: {one_line(error)}") from error
-
-
-def _metrics(server: Connection) -> str:
-    return server.root + "/metrics"
 
 
 async def _version(server: Connection) -> str:
@@ -182,7 +177,7 @@ class _ServerRun:
 
     async def _look(self) -> int:
         """Read the metrics now; which reading of the log that is."""
-        self._log.add(await read_metrics(self._server.http, _metrics(self._server)))
+        self._log.add(await read_metrics(self._server.http, self._server.metrics))
         return len(self._log.readings) - 1
 
     async def _answer(
@@ -200,6 +195,5 @@ class _ServerRun:
         return answer_from(json.loads(raw.http_response.content)["choices"], chat=False)
 
     async def _cache_hits(self) -> int:
-        page = (await self._server.http.get(_metrics(self._server))).text
-        lines = "\n".join(line for line in page.splitlines() if line.startswith(CACHE_HITS)) + "\n"
-        return sum(int(s.value) for family in text_string_to_metric_families(lines) for s in family.samples)
+        page = (await self._server.http.get(self._server.metrics)).text
+        return sum(int(s.value) for family in parse_metrics(page, CACHE_HITS) for s in family.samples)
