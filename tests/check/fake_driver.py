@@ -64,14 +64,14 @@ class FakeEngine:
         tokens = [chance.randrange(100) for _ in range(params["max_tokens"])]
         if size > 1 and "breaks" in WRONG:
             tokens[3:] = [100] * len(tokens[3:])
-        listed = [[[token, (-0.5).hex()]] for token in tokens]
+        listed = [[[token, (-0.5).hex(), 1]] for token in tokens]
         completion = {"text": " ".join(map(str, tokens)), "tokens": tokens, "logprobs": listed}
         if params["logprobs"] is None or "no-logprobs" in WRONG:
             completion["logprobs"] = None
         cold = step["reset_prefix_cache"] or self.small
         return {
             "completions": [completion],
-            "prompt_logprobs": [None, *([[token, (-1.5).hex()]] for token in prompt[1:])],
+            "prompt_logprobs": [None, *([[token, (-1.5).hex(), 1]] for token in prompt[1:])],
             "cached": 0 if cold else 256,
             "token_seconds": [0.1 * place for place in range(1, len(tokens) + 1)],
         }

@@ -44,8 +44,11 @@ def test_negative_zero_differs_from_zero():
     assert compare([answer(Step("1", 0.0)), answer(Step("1", -0.0))]).logprob_sequences == 2
 
 
-def test_the_order_in_which_candidates_are_listed_is_no_difference():
-    assert compare([answer(A), answer(Step("1", -0.5, tuple(reversed(A.top))))]).identical
+def test_the_order_in_which_candidates_are_listed_is_a_difference_and_so_are_their_ranks():
+    assert compare([answer(A), answer(Step("1", -0.5, tuple(reversed(A.top))))]).logprob_sequences == 2
+    ranked = [Step(A.token, A.logprob, A.top, ranks) for ranks in ((1, 2), (1, 3))]
+    assert compare([answer(ranked[0]), answer(ranked[1])]).logprob_sequences == 2
+    assert compare([answer(ranked[0]), answer(ranked[0])]).identical
 
 
 def test_the_earliest_parting_names_position_sample_tokens_and_texts():

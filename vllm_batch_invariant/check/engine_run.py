@@ -62,12 +62,13 @@ def answer_of(completion: dict[str, Any]) -> Answer:
     return Answer.of(completion["text"], steps_of(completion["tokens"], completion["logprobs"]))
 
 
-def steps_of(ids: Sequence[int], logprobs: Sequence[list[tuple[int, str]]]) -> list[Step]:
-    """The driver's tokens with their logprobs, (id, hexadecimal number) pairs of every candidate."""
+def steps_of(ids: Sequence[int], logprobs: Sequence[list[tuple[int, str, int]]]) -> list[Step]:
+    """The driver's tokens with their logprobs: (id, hexadecimal number, rank) of every candidate, as listed."""
     found = []
     for token, listed in zip(ids, logprobs, strict=True):
-        values = {str(other): float.fromhex(text) for other, text in listed}
-        found.append(Step(str(token), values[str(token)], tuple(values.items())))
+        values = {str(other): float.fromhex(text) for other, text, _ in listed}
+        ranks = tuple(rank for *_, rank in listed)
+        found.append(Step(str(token), values[str(token)], tuple(values.items()), ranks))
     return found
 
 

@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+DIGEST = "sha256:"
+"""Begins what stands in the place of a logprob where a list is longer than is sent: a digest of all of it."""
+
 
 def difference(expected: Mapping[str, Any], got: Mapping[str, Any]) -> str:
     """Where two answers part first, in words; empty where they are equal in every bit."""
@@ -37,7 +40,9 @@ def of_positions(what: str, expected: Sequence[Any], got: Sequence[Any], where: 
     place = _first(one, other)
     left, right = _at(one, place), _at(other, place)
     values = {token: value for token, value, _ in one}
-    if any(value != values.get(token, value) for token, value, _ in other):
+    if any(isinstance(side, list) and side[1].startswith(DIGEST) for side in (left, right)):
+        kind = "one of the many listed"
+    elif any(value != values.get(token, value) for token, value, _ in other):
         kind = "values"
     elif {token for token, *_ in one} != {token for token, *_ in other}:
         kind = "listed ids"
@@ -52,10 +57,9 @@ def _candidate(candidate: Any) -> str:
     if not isinstance(candidate, list):
         return "nothing"
     token, value, rank = candidate
-    try:
-        return f"token {token} with {float.fromhex(value)!r} at rank {rank}"
-    except ValueError:
-        return f"{token} candidates with the digest {value[:12]}"
+    if value.startswith(DIGEST):
+        return f"{token} candidates with the digest {value[:16]}"
+    return f"token {token} with {float.fromhex(value)!r} at rank {rank}"
 
 
 def _first(one: Sequence[Any], other: Sequence[Any]) -> int | None:

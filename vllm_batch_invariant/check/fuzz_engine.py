@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from vllm_batch_invariant.check.engine_driver import bits, preemptions
+from vllm_batch_invariant.check.fuzz_compare import DIGEST
 from vllm_batch_invariant.check.load import one_line
 from vllm_batch_invariant.check.request_parameters import KINDS, OF_TEXT, sampling_params
 
@@ -133,7 +134,7 @@ def _listed(entry: list[tuple[int, str, int]] | None) -> list[list[Any]] | None:
     if entry is None or len(entry) <= SHOWN:
         return None if entry is None else [list(candidate) for candidate in entry]
     digest = hashlib.sha256(repr(entry).encode()).hexdigest()
-    return [*([*candidate] for candidate in entry[:SHOWN]), [len(entry), digest, 0]]
+    return [*([*candidate] for candidate in entry[:SHOWN]), [len(entry), f"{DIGEST}{digest}", 0]]
 
 
 @contextmanager

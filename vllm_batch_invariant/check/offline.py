@@ -129,7 +129,12 @@ def answer_of(generated: Any) -> Answer:
             "the engine returned no logprobs, so bits cannot be compared; use a model that gives logprobs"
         )
     steps = [
-        Step(str(token), listed[token].logprob, tuple((str(other), item.logprob) for other, item in listed.items()))
+        Step(
+            str(token),
+            listed[token].logprob,
+            tuple((str(other), item.logprob) for other, item in listed.items()),
+            tuple(item.rank or 0 for item in listed.values()),
+        )
         for token, listed in zip(generated.token_ids, generated.logprobs, strict=True)
     ]
     return Answer.of(generated.text, steps)

@@ -127,7 +127,7 @@ def _of_kind(chance: random.Random, accepts: Accepts, kind: str) -> dict[str, An
         "penalties": seed | penalties,
         "samples": seed | top_p | {"n": chance.choice((2, 3))},
         "greedy penalties": penalties,
-        "logit_bias": {"logit_bias": {token: chance.choice((-100.0, -5.0, 2.5, 5.0)) for token in few}},
+        "logit_bias": {"logit_bias": {str(token): chance.choice((-100.0, -5.0, 2.5, 5.0)) for token in few}},
         "allowed_token_ids": {"allowed_token_ids": few},
         "min_tokens": seed | {"allowed_token_ids": few, "stop_token_ids": few[::4], "min_tokens": chance.randint(1, 6)},
         "stop_token_ids": seed | {"allowed_token_ids": few, "stop_token_ids": few[::8]},
@@ -170,8 +170,6 @@ def over_http(params: Mapping[str, Any], chat: bool) -> dict[str, Any]:
     """The same as arguments of the OpenAI client's ``create``, without what a server cannot be asked for."""
     body = {name: value for name, value in params.items() if name not in _OF_SERVER | _NOT_OVER_HTTP}
     body["extra_body"] = {name: value for name, value in params.items() if name in _OF_SERVER}
-    if "logit_bias" in body:
-        body["logit_bias"] = {str(token): bias for token, bias in body["logit_bias"].items()}
     listed = body.pop("logprobs", None)
     if chat and listed is not None:
         body |= {"logprobs": True, "top_logprobs": listed}
