@@ -58,16 +58,21 @@ class Driver:
         if step.get("reset_prefix_cache") and not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache")
         before, engine = preemptions(self.llm), self.llm.llm_engine
+        done: dict[str, dict[str, Any]] = {}
         names = [f"{number}-{step['name']}" for number in range(len(step["requests"]))]
         for name, request in zip(names, step["requests"], strict=True):
-            params = sampling_params(request["params"])
-            if params.n > 1:  # else its samples come one by one
-                params.output_kind = RequestOutputKind.FINAL_ONLY
-            engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
-        begin = time.perf_counter()
+            try:
+                params = sampling_params(request["params"])
+                if params.n > 1:  # else its samples come one by one
+                    params.output_kind = RequestOutputKind.FINAL_ONLY
+                engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
+            except Exception as error:  # whatever vLLM raises for what it does not take
+                if not request.get("may_be_refused"):
+                    raise
+                done[name] = {"refused": one_line(error)}
         batches: list[tuple[float, int]] = []
         times: dict[str, list[float]] = {name: [] for name in names}
-        done = {}
+        begin = time.perf_counter()
         while engine.has_unfinished_requests():
             outputs = engine.step()
             now = time.perf_counter() - begin
@@ -133,6 +138,8 @@ def describe_engine(llm: Any) -> dict[str, Any]:
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "tokens_in_a_step": config.scheduler_config.max_num_batched_tokens,
         "requests_in_a_step": config.scheduler_config.max_num_seqs,
+        "most_logprobs": config.model_config.max_logprobs,
+        "tokenizer": not config.model_config.skip_tokenizer_init,
         "page": config.cache_config.block_size,
         "pages": config.cache_config.num_gpu_blocks,
         "chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),

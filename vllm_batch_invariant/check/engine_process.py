@@ -49,7 +49,7 @@ class StepResult:
 
     requests: list[dict[str, Any]]
     """Of each request: ``completions`` (``text``, ``tokens``, ``logprobs``), ``prompt_logprobs``, ``cached`` (tokens
-    found in the prefix cache) and ``token_seconds`` (when each token came).
+    found in the prefix cache) and ``token_seconds`` (when each token came); or ``refused``, why vLLM did not take it.
     """
     batches: list[tuple[float, int]]
     """(seconds, requests that got a token) of every step of the engine."""

@@ -76,6 +76,10 @@ class Accepts:
         return [number for number in LISTED if number is None or (whole if number == -1 else number <= top)]
 
 
+ANY_SERVER = Accepts(range(16, 1000), 4096, kinds=tuple(kind for kind in KINDS if kind != "logprob_token_ids"))
+"""What any server of vLLM takes whose model is not known."""
+
+
 def draw(
     chance: random.Random,
     accepts: Accepts,
@@ -176,6 +180,18 @@ def over_http(params: Mapping[str, Any], chat: bool) -> dict[str, Any]:
     elif listed is not None:
         body["logprobs"] = listed
     return body
+
+
+def varied(requests: Iterable[Mapping[str, Any]]) -> str:
+    """What the parameters of requests ask for, all together, in words."""
+    asked = [dict(params) for params in requests]
+    listed = {params.get("logprobs") for params in asked}
+    words = {None: "none", -1: "all"}
+    numbers = "/".join(words.get(number, str(number)) for number in LISTED if number in listed)
+    others = listed - set(LISTED)
+    plain = {"temperature", "max_tokens", "ignore_eos", "logprobs", "output_kind", "include_stop_str_in_output"}
+    names = sorted({name for params in asked for name in params} - plain)
+    return ", ".join([f"logprobs {numbers}{'/...' * bool(others)}", *names])
 
 
 def in_words(params: Mapping[str, Any]) -> str:
