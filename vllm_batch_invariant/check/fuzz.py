@@ -174,7 +174,6 @@ class Fuzzer:
                     name, where = trial.fuzz(running)
                     if name and row.differences == 1:
                         self._company(trial, settings, running, name, where, number)
-                row.left_out = "; ".join(f"{kind}: {why}" for kind, why in trial.left_out.items())
                 with self._lock:
                     self.refused += trial.refused
         except EngineFailed as error:
