@@ -53,7 +53,7 @@ def check_parts() -> None:
         shape = Shape(4 * kv_heads, kv_heads, 64, torch.float16, REDUCTION)
         planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), sum(lengths) + 64 * len(lengths))
         starts = torch.tensor([0, *tokens]).cumsum(0).int()
-        planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens))
+        planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens) == 1)
         found, keys, whole = [], [], True
         for begin, end in pairwise(planner.first_entries.tolist()):
             entries = [entry for entry in planner.small_list[begin:end].tolist() if entry[3]]
@@ -83,7 +83,7 @@ def check_order() -> None:
     shape = Shape(14, 2, 64, torch.float16, REDUCTION)
     planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), 2 * sum(lengths))
     starts = torch.tensor([0, *tokens]).cumsum(0).int()
-    plan = planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens))
+    plan = planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens) == 1)
     entries = planner.large_list[: int(planner.large_count)].tolist()
     rows, group = planner.large.rows, shape.group
     expected = [
@@ -111,7 +111,7 @@ def check_shared_blocks() -> None:
         planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), sum(lengths) + 64 * len(lengths))
         planner._items = 16
         starts = torch.tensor([0, *tokens]).cumsum(0).int()
-        planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens))
+        planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens) == 1)
         entries = planner.large_list[: int(planner.large_count)].tolist()
         fits, slots = len(entries) * kv_heads <= planner._items, []
         for request, new in enumerate(tokens):
@@ -167,7 +167,7 @@ def check_one_plan_for_every_mix() -> None:
     planner = Planner(
         Shape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION), query.device, most, tokens, 9000
     )
-    plan = planner.plan(torch.arange(most + 1), torch.ones(most), tokens, 2)
+    plan = planner.plan(torch.arange(most + 1), torch.ones(most), tokens, decode=False)
     for mix in ([2, 0, 1, 3], [5, 4]):
         rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in mix])
         counts = torch.tensor([starts[i + 1] - starts[i] for i in mix])
@@ -179,7 +179,7 @@ def check_one_plan_for_every_mix() -> None:
         begins[1 : len(mix) + 1] = counts.cumsum(0)
         padded_table = table.new_zeros(most, table.shape[1])
         padded_table[: len(mix)] = table[mix]
-        planner.plan(begins, lengths, tokens, int(counts.max()))
+        planner.plan(begins, lengths, tokens, decode=False)
         out = out.to(query.dtype)
         paged_attention(padded_query, key, value, padded_table, lengths, begins, plan=plan, out=out, **options)
         same = torch.equal(out[: len(rows)], expected[rows])

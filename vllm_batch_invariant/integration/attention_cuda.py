@@ -10,6 +10,7 @@ from .. import envs
 from ..ops.attention import AttentionReduction
 from . import seams
 from .attention import FixedSplitAttention, FixedSplits, Metadata, MetadataBuilder, split_cache
+from .cuda_graphs import is_decode
 
 PAGE_SIZE = 64
 """Keys in a page unless the user says otherwise."""
@@ -60,9 +61,8 @@ class PlannedMetadataBuilder(MetadataBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> PlannedMetadata:  # noqa: ANN001
         batch = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        plan = self._planner.plan(
-            batch.query_start_loc, batch.seq_lens, batch.num_actual_tokens, common_attn_metadata.max_query_len
-        )
+        decode = is_decode(len(batch.seq_lens), batch.num_actual_tokens, common_attn_metadata.max_query_len)
+        plan = self._planner.plan(batch.query_start_loc, batch.seq_lens, batch.num_actual_tokens, decode)
         return PlannedMetadata(**vars(batch), plan=plan)
 
 

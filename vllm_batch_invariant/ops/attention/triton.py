@@ -91,7 +91,7 @@ class Plan:
 
     planner: "Planner"
     small: bool
-    """Whether a request may have few rows."""
+    """Whether a request can have few rows."""
     large_programs: int
     """Programs for requests of many rows; 0 if there can be none."""
     may_share_large: bool
@@ -167,23 +167,22 @@ class Planner:
     def _room_small(self, kept_rows: int) -> int:
         return min(self._slots, self._partial_rows // (self.shape.kv_heads * kept_rows))
 
-    def plan(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, tokens: int, most_query_tokens: int) -> Plan:
+    def plan(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, tokens: int, decode: bool) -> Plan:
         """Plan a step; launches one kernel and reads nothing back.
 
-        What it decides on the host depends on ``tokens``, on the number of requests, and for several requests on
-        whether all have one token: calls that were captured with one plan serve every other step of that kind.
+        What it decides on the host depends on ``tokens``, the number of requests and ``decode``, which a CUDA graph
+        fixes: calls that were captured with one plan serve every other step with these three.
 
         Args:
             query_start_loc: [requests + 1] on the GPU.
             seq_lens: [requests] on the GPU.
-            tokens: rows of the query, or more.
-            most_query_tokens: tokens of the request with the most, or more.
+            tokens: rows of the query, or more. A request may have all of them, whatever the number of requests.
+            decode: no request has more than one token.
         """
         requests, shape = len(seq_lens), self.shape
-        decode = most_query_tokens <= 1
-        small = requests > 1 or most_query_tokens * shape.group <= FEW_ROWS
-        large = most_query_tokens * shape.group > FEW_ROWS or (requests > 1 and not decode)
-        kept_rows = shape.group if decode and shape.group <= FEW_ROWS else FEW_ROWS
+        small = shape.group <= FEW_ROWS
+        large = (1 if decode else tokens) * shape.group > FEW_ROWS
+        kept_rows = shape.group if decode and small else FEW_ROWS
         blocks = self._most_blocks(tokens, requests) if large else 0
         # On Hopper it costs nothing that they may.
         may_share = self.hopper or 0 < blocks * shape.kv_heads <= self._items // 2
@@ -196,7 +195,9 @@ class Planner:
                     self.small_list,
                     self.large_count,
                     self.large_list,
+                    self.arrived,
                     requests,
+                    len(self.arrived),
                     self._room_small(kept_rows),
                     self._room_large if may_share else -1,
                     self.parts,
@@ -252,7 +253,7 @@ def _plan_alone(call: PagedAttention) -> Plan:
     keys = requests * call.block_table.shape[1] * call.page_size
     planner = Planner(shape, call.query.device, requests, tokens, keys, hopper.is_plain(call))
     starts, lengths = (tensor.to(call.query.device) for tensor in (call.query_start_loc, call.seq_lens))
-    return planner.plan(starts, lengths, tokens, tokens)
+    return planner.plan(starts, lengths, tokens, decode=tokens <= 1)
 
 
 def _describe(cache: torch.Tensor, tile: int, padded_size: int) -> TensorDescriptor | None:
