@@ -151,7 +151,7 @@ def test_every_step_is_planned_as_its_graph_was_captured(model, captured, planne
         assert next(misfits(manager, planners(model, slots), is_decode), None) is None, slots
 
 
-def by_the_longest_query(requests: int, tokens: int, most: int) -> bool:  # noqa: ARG001
+def by_the_longest_query(requests: int, tokens: int, most: int) -> bool:
     return most <= 1
 
 

@@ -6,6 +6,7 @@ usage: TRITON_INTERPRET=1 python -m tests.ops.interpreted_attention
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -14,8 +15,9 @@ import torch
 from tests.ops.attention_cases import Chunk, Heads, Request, exact, paged
 from tests.ops.interpreted_checks import check
 from vllm_batch_invariant.ops import attention
-from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
-from vllm_batch_invariant.ops.attention.triton import Planner, Shape
+from vllm_batch_invariant.ops.attention import AttentionReduction, certificate, paged_attention
+from vllm_batch_invariant.ops.attention.inputs import PagedAttention
+from vllm_batch_invariant.ops.attention.triton import Kernels, Plan, Planner, Shape
 
 HEADS = Heads(2, 1, 64, torch.float16)
 """In bf16 the interpreter multiplies wrongly."""
@@ -186,6 +188,43 @@ def check_one_plan_for_every_mix() -> None:
         check(f"one plan for requests {mix}", same and bool(out[len(rows) :].isnan().all()))
 
 
+def check_counters() -> None:
+    """A plan zeroes the counters, whatever a sleeping engine's memory came back with."""
+    shape = Shape(4, 1, 64, torch.float16, REDUCTION)
+    planner = Planner(shape, torch.device("cpu"), 3, 60, 50_000)
+    for starts, lengths in (([0, 60], [16_384]), ([0, 1, 2, 3], [900, 3, 5000])):
+        planner.arrived.fill_(7)
+        begins, lengths = torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
+        planner.plan(begins, lengths, starts[-1], decode=len(lengths) == 3)
+        check(f"{len(planner.arrived)} counters of {len(lengths)} requests", not planner.arrived.any())
+
+
+def check_certificate() -> None:
+    """Kernels that agree pass; a decode of other splits does not."""
+    certificate._LENGTH, certificate._PREFILL, certificate._BORDERS = 700, 200, (1, 64, 65, 257, 513, 700)
+    shape = Shape(HEADS.query, HEADS.kv, HEADS.size, HEADS.dtype, REDUCTION)
+    data = [certificate.by_scores(shape, torch.device("cpu"), 16)]
+    certificate.ways = lambda group: [
+        ("by decode", [certificate.Chunk(stop, 1) for stop in certificate._BORDERS]),
+        ("in a chunk", [certificate.Chunk(700, 20)]),
+    ]
+    for kernels in (Kernels(hopper=False), Kernels(hopper=False, few_rows=0)):
+        found = certificate.compare(kernels, shape, data, [certificate.Options()])
+        check(f"certificate of {kernels}: {found}", found == (5 + 20) * HEADS.query * HEADS.size)
+    computed = certificate.paged_attention
+    other = Planner(replace(shape, reduction=AttentionReduction(32)), torch.device("cpu"), 9, 900, 9_000)
+
+    def with_other_splits(call: PagedAttention, out: torch.Tensor, plan: Plan) -> None:
+        if call.tokens == len(certificate._BORDERS):
+            plan = other.plan(call.query_start_loc, call.seq_lens, call.tokens, decode=True)
+            call = replace(call, reduction=other.shape.reduction)
+        computed(call, out, plan)
+
+    certificate.paged_attention = with_other_splits
+    found = certificate.compare(Kernels(hopper=False), shape, data, [certificate.Options()])
+    check(f"certificate of other splits: {found}", "other bits by decode than by prefill" in str(found))
+
+
 if __name__ == "__main__":
     pretend_to_have_a_gpu()
     check_parts()
@@ -194,3 +233,5 @@ if __name__ == "__main__":
     check_values()
     check_decode_against_prefill()
     check_one_plan_for_every_mix()
+    check_counters()
+    check_certificate()

@@ -35,6 +35,7 @@ class PlannedMetadataBuilder(MetadataBuilder):
 
     def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config, device: torch.device) -> None:  # noqa: ANN001
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        from ..ops.attention.certificate import Options, certify
         from ..ops.attention.hopper import is_plain
         from ..ops.attention.triton import Planner, Shape
 
@@ -50,6 +51,12 @@ class PlannedMetadataBuilder(MetadataBuilder):
         keys = scheduler.max_num_seqs * model.max_model_len
         if cache.num_gpu_blocks:
             keys = min(keys, cache.num_gpu_blocks * kv_cache_spec.block_size)
+        slopes = [None if layer.alibi_slopes is None else tuple(layer.alibi_slopes.tolist()) for layer in layers]
+        options = [
+            Options(layer.sliding_window, layer.logits_soft_cap, of_layer)
+            for layer, of_layer in zip(layers, slopes, strict=True)
+        ]
+        certificate = certify(shape, device, kv_cache_spec.block_size, tuple(dict.fromkeys(options)))
         self._planner = Planner(
             shape,
             device,
@@ -57,6 +64,7 @@ class PlannedMetadataBuilder(MetadataBuilder):
             scheduler.max_num_batched_tokens,
             keys,
             any(is_plain(layer) for layer in layers),
+            certificate.kernels,
         )
 
     def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> PlannedMetadata:  # noqa: ANN001

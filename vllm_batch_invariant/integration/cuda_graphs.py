@@ -19,9 +19,10 @@ _MORE_SIZES = (*range(64, 513, 64), *range(640, _LARGEST + 1, 128))
 
 
 def sizes(captured: list[int], most_requests: int, most_tokens: int) -> list[int]:
-    """The numbers of tokens to capture: vLLM's, that of a step of decode with the most requests, and larger ones, unless
-    the user chose another largest than vLLM's, that follows the requests of a step. Layers that are not compiled keep
-    the host busy longer than the GPU up to about 2000 tokens.
+    """The numbers of tokens to capture: vLLM's, that of a step of decode with the most requests, and larger ones.
+
+    A user's are kept: those whose largest is not the one that vLLM makes of the requests of a step. Layers that are not
+    compiled keep the host busy longer than the GPU up to about 2000 tokens.
     """
     largest, limit = max(captured, default=0), min(2 * most_requests, _DEFAULT_LARGEST, most_tokens)
     if not limit - _DEFAULT_STEP < largest <= limit:

@@ -6,6 +6,7 @@ or leave each to a program of its own: a matter of speed.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +73,10 @@ class Shape:
     dtype: torch.dtype
     reduction: AttentionReduction
 
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.heads} query heads over {self.kv_heads} KV heads of size {self.head_size} in {dtype}"
+
     @property
     def group(self) -> int:
         return self.heads // self.kv_heads
@@ -83,6 +88,30 @@ class Shape:
     @property
     def tile(self) -> int:
         return key_tile(self.dtype, self.reduction.smallest)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which kernels serve attention: speed only, where :mod:`.certificate` has compared them."""
+
+    hopper: bool
+    """The Gluon kernels for Hopper, where they know a layer's options and layout; else the Triton kernel."""
+    few_rows: int = FEW_ROWS
+    """Rows up to which a request gets a small block; with 0 one block size serves all."""
+
+    @classmethod
+    def candidates(cls, shape: Shape, device: torch.device, plain: bool = True) -> Iterator["Kernels"]:
+        """What can serve such layers, the fastest first; ``plain`` as in :class:`Planner`."""
+        block_rows = large_blocks(shape.head_size, shape.dtype).rows
+        if plain and hopper.covers(shape.head_size, shape.dtype, shape.tile, block_rows, device):
+            yield cls(hopper=True)
+        yield cls(hopper=False)
+        yield cls(hopper=False, few_rows=0)
+
+    def __str__(self) -> str:
+        if self.hopper:
+            return "the Gluon kernels"
+        return "the Triton kernel" if self.few_rows else "the Triton kernel with large blocks alone"
 
 
 @dataclass(frozen=True)
@@ -110,6 +139,7 @@ class Planner:
         most_tokens: in a step.
         most_keys: of all requests of a step together.
         plain: a layer may have none of the options that :mod:`.hopper` does not know.
+        kernels: what serves; by default the first of :meth:`Kernels.candidates`.
     """
 
     def __init__(
@@ -120,6 +150,7 @@ class Planner:
         most_tokens: int,
         most_keys: int,
         plain: bool = True,
+        kernels: Kernels | None = None,
     ) -> None:
         if shape.head_size > _LARGEST_HEAD:
             raise NotCovered(
@@ -133,7 +164,8 @@ class Planner:
             small_blocks(shape.head_size, shape.dtype),
             large_blocks(shape.head_size, shape.dtype),
         )
-        self.hopper = plain and hopper.covers(shape.head_size, shape.dtype, shape.tile, self.large.rows, device)
+        kernels = kernels or next(Kernels.candidates(shape, device, plain))
+        self.hopper, self.few_rows = kernels.hopper, kernels.few_rows
         splits = most_keys // shape.reduction.smallest + most_requests
         blocks = self._most_blocks(most_tokens, most_requests)
         self._partial_rows = PARTIAL_BYTES // (4 * (shape.padded_size + 2))
@@ -162,7 +194,7 @@ class Planner:
     def _most_blocks(self, tokens: int, requests: int) -> int:
         """Large blocks that requests of so many tokens together may have: the last of each may be partly empty."""
         rows = tokens * self.shape.group
-        return rows // self.large.rows + min(requests, rows // (FEW_ROWS + 1))
+        return rows // self.large.rows + min(requests, rows // (self.few_rows + 1))
 
     def _room_small(self, kept_rows: int) -> int:
         return min(self._slots, self._partial_rows // (self.shape.kv_heads * kept_rows))
@@ -180,8 +212,8 @@ class Planner:
             decode: no request has more than one token.
         """
         requests, shape = len(seq_lens), self.shape
-        small = shape.group <= FEW_ROWS
-        large = (1 if decode else tokens) * shape.group > FEW_ROWS
+        small = shape.group <= self.few_rows
+        large = (1 if decode else tokens) * shape.group > self.few_rows
         kept_rows = shape.group if decode and small else FEW_ROWS
         blocks = self._most_blocks(tokens, requests) if large else 0
         # On Hopper it costs nothing that they may.
@@ -207,7 +239,7 @@ class Planner:
                     group=shape.group,
                     levels=shape.reduction.levels,
                     tile=shape.tile,
-                    few=FEW_ROWS,
+                    few=self.few_rows,
                     block_rows=self.large.rows,
                     step=_PLANNED_AT_ONCE,
                 )
