@@ -33,6 +33,7 @@ def test_answers_do_not_depend_on_the_most_requests_of_a_step(heads, tmp_path: P
 
     def answers(slots: int) -> dict[str, list[Any]]:
         result = run({"model": str(model), "max_num_seqs": slots, "max_model_len": 2048} | limits, steps(), "1")
+        assert "Batch-invariant mode is on" in result.log
         return {name: [one["completions"] for one in requests] for name, requests in result.steps.items()}
 
     with ThreadPoolExecutor(ENGINES_AT_ONCE) as pool:
