@@ -14,10 +14,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import NotCovered
 from . import hopper
-from .hopper_prefill import ACCOUNTS
+from .hopper_shapes import ACCOUNTS
 from .inputs import PagedAttention
 from .plan_kernels import ENTRY, plan_kernel
 from .reduction import AttentionReduction
+from .shared_memory import fitted
 from .triton_kernels import attention_kernel
 
 _LOG2_E = math.log2(math.e)
@@ -130,10 +131,11 @@ class Planner:
         self.shape, self.device = shape, device
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.small, self.large = (
-            small_blocks(shape.head_size, shape.dtype),
+            fitted(small_blocks(shape.head_size, shape.dtype), shape, device),
             large_blocks(shape.head_size, shape.dtype),
         )
         self.hopper = plain and hopper.covers(shape.head_size, shape.dtype, shape.tile, self.large.rows, device)
+        self.hopper = self.hopper and hopper.compiles(shape, FEW_ROWS, device)
         splits = most_keys // shape.reduction.smallest + most_requests
         blocks = self._most_blocks(most_tokens, most_requests)
         self._partial_rows = PARTIAL_BYTES // (4 * (shape.padded_size + 2))
