@@ -18,6 +18,7 @@ from itertools import accumulate
 import torch
 
 from ...errors import NotCovered
+from ..compiling import reason
 from ..linear.cancelling import cancelling
 from .inputs import PagedAttention
 from .triton import FEW_ROWS, Kernels, Planner, Shape, paged_attention
@@ -151,7 +152,7 @@ def compare(kernels: Kernels, shape: Shape, data: Sequence[Operands], layers: Se
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # compiling and launching may raise anything
-        return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        return reason(error)
     return elements
 
 

@@ -23,8 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..gluon_names import barrier
 from .hopper_merge import layout_of_partials, memory_for_merging, merge_kept
+from .hopper_shapes import TILE
 from .hopper_tiles import (
-    TILE,
     copy_tile,
     finite,
     is_end_of_split,

@@ -9,7 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ..gluon_names import barrier, copy_elements, reinterpret
-from .hopper_tiles import TILE, merge_values, merge_weights
+from .hopper_shapes import TILE
+from .hopper_tiles import merge_values, merge_weights
 
 _MOST_AT_ONCE = 8
 """Splits in half a batch, whose merging is unrolled."""

@@ -23,9 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..gluon_names import barrier, copy_elements, reinterpret
 from .hopper_merge import layout_of_partials
+from .hopper_shapes import ACCOUNTS, ROWS, TILE, WARPGROUP_ROWS
 from .hopper_tiles import (
-    TILE,
-    WARPGROUP_ROWS,
     copy_tile,
     is_end_of_split,
     layout_of_acc,
@@ -46,8 +45,6 @@ from .hopper_tiles import (
     weights_of,
 )
 
-ROWS = 2 * WARPGROUP_ROWS
-"""Rows of a block: half of them for each of two warpgroups."""
 _TILE = gl.constexpr(TILE)
 _HALF = gl.constexpr(WARPGROUP_ROWS)
 _ROWS = gl.constexpr(ROWS)
@@ -55,8 +52,6 @@ _MERGED_ROWS = gl.constexpr(4)
 """Rows whose shared splits a warpgroup merges at once."""
 _AT_ONCE = gl.constexpr(16)
 """Splits that are on their way at the same time."""
-ACCOUNTS = 2
-"""Numbers in the account of a shared block."""
 _ACCOUNTS = gl.constexpr(ACCOUNTS)
 
 

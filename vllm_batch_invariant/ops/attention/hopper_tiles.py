@@ -9,11 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from ..gluon_names import copy_block
+from .hopper_shapes import TILE, WARPGROUP_ROWS
 
-TILE = 64
-"""Keys in a step of the online softmax; a part of the reduction."""
-WARPGROUP_ROWS = 64
-"""Rows that a warpgroup multiplies at once."""
 _TILE = gl.constexpr(TILE)
 _ROWS = gl.constexpr(WARPGROUP_ROWS)
 

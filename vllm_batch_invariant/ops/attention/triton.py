@@ -15,10 +15,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import NotCovered
 from . import hopper
-from .hopper_prefill import ACCOUNTS
+from .hopper_shapes import ACCOUNTS
 from .inputs import PagedAttention
 from .plan_kernels import ENTRY, plan_kernel
 from .reduction import AttentionReduction
+from .shared_memory import fitted
 from .triton_kernels import attention_kernel
 
 _LOG2_E = math.log2(math.e)
@@ -103,7 +104,8 @@ class Kernels:
     def candidates(cls, shape: Shape, device: torch.device, plain: bool = True) -> Iterator["Kernels"]:
         """What can serve such layers, the fastest first; ``plain`` as in :class:`Planner`."""
         block_rows = large_blocks(shape.head_size, shape.dtype).rows
-        if plain and hopper.covers(shape.head_size, shape.dtype, shape.tile, block_rows, device):
+        covered = plain and hopper.covers(shape.head_size, shape.dtype, shape.tile, block_rows, device)
+        if covered and hopper.compiles(shape, FEW_ROWS, device):
             yield cls(hopper=True)
         yield cls(hopper=False)
         yield cls(hopper=False, few_rows=0)
@@ -161,7 +163,7 @@ class Planner:
         self.shape, self.device = shape, device
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.small, self.large = (
-            small_blocks(shape.head_size, shape.dtype),
+            fitted(small_blocks(shape.head_size, shape.dtype), shape, device),
             large_blocks(shape.head_size, shape.dtype),
         )
         kernels = kernels or next(Kernels.candidates(shape, device, plain))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..compiling import reason
 from ..graph_timer import GraphTimer, copies_beyond_cache
 from . import triton
 from .cancelling import cancelling
@@ -261,8 +262,7 @@ class Certifier:
             if not isinstance(schedule, NarrowTile):
                 raise
             _uncompiled.add((schedule, s.dtype, s.bias))
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            logger.warning("Gluon's %s is left out, first for %s: %s", schedule.about, s, reason)
+            logger.warning("Gluon's %s is left out, first for %s: %s", schedule.about, s, reason(error))
             return False
         return True
 

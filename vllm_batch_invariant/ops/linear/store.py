@@ -14,6 +14,7 @@ from filelock import FileLock
 from ... import __version__
 
 _SOURCES = (
+    "../gluon_names.py",
     "cancelling.py",
     "certificate.py",
     "cublaslt.py",
@@ -40,7 +41,7 @@ def environment(device: int, library: str) -> dict[str, str]:
     """
     found = torch.cuda.get_device_properties(device)
     driver = Path("/sys/module/nvidia/version")
-    code = hashlib.sha256(b"".join(Path(__file__).with_name(name).read_bytes() for name in _SOURCES))
+    code = hashlib.sha256(b"".join(Path(__file__).parent.joinpath(name).read_bytes() for name in _SOURCES))
     return {
         "gpu": f"{found.name}, {found.major}.{found.minor}, {found.multi_processor_count} multiprocessors",
         "driver": driver.read_text().strip() if driver.exists() else str(torch._C._cuda_getDriverVersion()),
