@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
+from vllm_batch_invariant.check.printable import printable
 from vllm_batch_invariant.check.report_file import why_not_writable
 from vllm_batch_invariant.check.request import PROMPT, Ask
 
@@ -16,7 +17,7 @@ class OneLineParser(argparse.ArgumentParser):
     """Ends with status 2 and one line where an argument is bad."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see --help\n")
+        self.exit(2, f"{self.prog}: {printable(message)}; see --help\n")
 
 
 def at_least(lowest: int) -> Callable[[str], int]:

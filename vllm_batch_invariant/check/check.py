@@ -15,6 +15,7 @@ from rich.markup import escape
 from vllm_batch_invariant import envs
 from vllm_batch_invariant.check.arguments import OneLineParser, address, check_base_url, check_common, not_negative
 from vllm_batch_invariant.check.check_report import Report, print_report, write_json
+from vllm_batch_invariant.check.console import complain, consoles
 from vllm_batch_invariant.check.facts import planned_for_a_server, planned_for_engines
 from vllm_batch_invariant.check.findings import Findings
 from vllm_batch_invariant.check.load import one_line
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     # as exceptions, so that engines are stopped and what was found is kept; a shell has background jobs ignore SIGINT
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return _run(options, Console(), Console(stderr=True))
+        return _run(options, *consoles())
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -85,9 +86,9 @@ def _run(options: argparse.Namespace, out: Console, notes: Console) -> int:
                 )
                 _fill(runs[-1], flag, options, lambda now, label=label: status.update(escape(f"{label}: {now}")))
                 if runs[-1].failed:
-                    _complain(notes, f"{label}: {runs[-1].failed}")
+                    complain(notes, "check", f"{label}: {runs[-1].failed}")
     except NoTestError as error:
-        _complain(notes, str(error))
+        complain(notes, "check", str(error))
         return Status.NO_TEST
     except KeyboardInterrupt:
         for number in (signal.SIGINT, signal.SIGTERM):  # whoever is impatient gets the report all the same
@@ -99,10 +100,10 @@ def _run(options: argparse.Namespace, out: Console, notes: Console) -> int:
     try:
         written = _write(report, options, out)
     except NoTestError as error:
-        _complain(notes, str(error))
+        complain(notes, "check", str(error))
         return report.status or Status.NO_TEST
     if partial:
-        _complain(notes, f"interrupted; {written or 'nothing was found yet'}")
+        complain(notes, "check", f"interrupted; {written or 'nothing was found yet'}")
     return report.status
 
 
@@ -149,7 +150,3 @@ def _write(report: Report, options: argparse.Namespace, out: Console) -> str:
         print_report(out, report)
     files = " and ".join(str(path) for path in (options.json, options.html) if path)
     return f"what was found so far is {f'in {files}, marked partial' if files else 'above'}"
-
-
-def _complain(notes: Console, line: str) -> None:
-    notes.print(f"check: {line}", style="red", highlight=False, markup=False, soft_wrap=True)

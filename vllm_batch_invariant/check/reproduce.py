@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vllm_batch_invariant.check.arguments import address, ask_from, parse_arguments
 from vllm_batch_invariant.check.client import connect
+from vllm_batch_invariant.check.console import complain, consoles
 from vllm_batch_invariant.check.load import Load, Run, one_line
 from vllm_batch_invariant.check.metrics import BatchLog, watch
 from vllm_batch_invariant.check.outcome import NoTestError, Status
@@ -27,7 +28,7 @@ from vllm_batch_invariant.envs import FLAG
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = parse_arguments(argv)
-    out, notes = Console(), Console(stderr=True)
+    out, notes = consoles()
     before = signal.signal(signal.SIGTERM, _end_in_order)
     results: list[Result] = []
     try:
@@ -43,13 +44,13 @@ def main(argv: list[str] | None = None) -> int:
             if results:
                 print_report(out, results)
     except NoTestError as error:
-        _complain(notes, str(error))
+        complain(notes, "reproduce", str(error))
         return Status.NO_TEST
     except KeyboardInterrupt:
-        _complain(notes, "interrupted; nothing was decided")
+        complain(notes, "reproduce", "interrupted; nothing was decided")
         return 128 + signal.SIGINT
     except Exception as error:  # whatever it is, it must not end with the status 1, which says that answers differ
-        _complain(notes, f"the run failed: {type(error).__name__}: {one_line(error)}")
+        complain(notes, "reproduce", f"the run failed: {type(error).__name__}: {one_line(error)}")
         return Status.NO_TEST
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -64,10 +65,6 @@ def _write(options: argparse.Namespace, results: Sequence[Result]) -> None:
         from vllm_batch_invariant.check.reproduce_page import page_of
 
         write_html(options.html, page_of(_target(options), ask_from(options), results))
-
-
-def _complain(notes: Console, line: str) -> None:
-    notes.print(f"reproduce: {line}", style="red", highlight=False, markup=False, soft_wrap=True)
 
 
 def _target(options: argparse.Namespace) -> str:
@@ -88,7 +85,7 @@ def _results(options: argparse.Namespace, notes: Console) -> Iterator[Result]:
         flags = ("0", "1") if options.compare else (os.environ.get(FLAG, "0"),)
         for flag in flags:
             label = f"{FLAG}={flag}"
-            notes.print(f"starting a server with {label} ...", style="dim", highlight=False)
+            notes.print(f"starting a server with {label} ...", style="dim", highlight=False, markup=False)
             with serve(options.model, options.serve_args, {FLAG: flag}) as server:
                 notes.print(f"it answers after {server.startup_seconds:.0f} s", style="dim", highlight=False)
                 yield asyncio.run(_against(server.base_url, None, options, notes, label))

@@ -11,6 +11,7 @@ from typing import Any
 from vllm_batch_invariant.check.arguments import OneLineParser, at_least, check_base_url, check_model, not_negative
 from vllm_batch_invariant.check.load import one_line
 from vllm_batch_invariant.check.outcome import NoTestError, Status
+from vllm_batch_invariant.check.printable import printable
 from vllm_batch_invariant.check.report_file import why_not_writable
 from vllm_batch_invariant.check.request import PROMPT
 
@@ -66,9 +67,11 @@ def _make(options: argparse.Namespace) -> int:
         completion, _ = complete(llm, token_ids, sampling)
         receipt = Receipt.of(declared_by(llm), token_ids, sampling, completion, options.private)
     receipt.save(options.receipt)
-    print(f"{options.receipt}: {extent(receipt.completion)} of {receipt.model.name}, sha256 {receipt.sha256}")
+    made = f"{options.receipt}: {extent(receipt.completion)} of {receipt.model.name}, sha256 {receipt.sha256}"
+    print(printable(made))
     if receipt.model.digest is None:
-        print(f"the receipt has no digest of the model, because {receipt.model.why_no_digest}; see --model-files")
+        why = printable(receipt.model.why_no_digest)
+        print(f"the receipt has no digest of the model, because {why}; see --model-files")
     if receipt.environment.is_silent:
         print(f"the receipt does not say what computed it; {HOW_TO_DECLARE}")
     return 0
