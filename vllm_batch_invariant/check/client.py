@@ -20,8 +20,6 @@ class Served:
     name: str
     context: int
     """Most tokens of a prompt and its completion together."""
-    source: str
-    """What the server loaded it from: a folder of the server's machine, or a name."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +31,6 @@ class Connection:
     """For pages that are not of OpenAI's API. It is not the client's own, which is of another library from 3.0 on."""
     root: str
     """The server's address without ``/v1``."""
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the server runs on this machine."""
-        return _is_here(self.root)
 
     @property
     def metrics(self) -> str:
@@ -57,7 +50,7 @@ class Connection:
         for model in served:
             if wanted in (None, model.id):
                 context = getattr(model, "max_model_len", None) or 2048
-                return Served(model.id, context, getattr(model, "root", None) or model.id)
+                return Served(model.id, context)
         names = ", ".join(model.id for model in served) or "nothing"
         raise NoTestError(f"{self} does not serve the model {wanted!r}; it serves {names}")
 

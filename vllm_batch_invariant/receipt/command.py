@@ -70,8 +70,8 @@ def _make(options: argparse.Namespace) -> int:
     made = f"{options.receipt}: {extent(receipt.completion)} of {receipt.model.name}, sha256 {receipt.sha256}"
     print(printable(made))
     if receipt.model.digest is None:
-        why = printable(receipt.model.why_no_digest)
-        print(f"the receipt has no digest of the model, because {why}; see --model-files")
+        how = "; name it with --model-files" if options.base_url else ""
+        print(f"the receipt has no digest of the model, because {printable(receipt.model.why_no_digest)}{how}")
     if receipt.environment.is_silent:
         print(f"the receipt does not say what computed it; {HOW_TO_DECLARE}")
     return 0
@@ -191,7 +191,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     target.add_argument("--base-url", help="a server that runs, such as http://127.0.0.1:8000")
     target.add_argument("--model", help="a model to load here; with --base-url, the name of the served model to ask")
     target.add_argument("--serve-args", default="", help="for a model loaded here: more arguments of `vllm serve`")
-    target.add_argument("--model-files", type=Path, help="with --base-url, the folder of the model's files")
+    target.add_argument("--model-files", type=Path, help="with --base-url, the folder here of what it serves")
 
 
 def _add_prompt(parser: argparse.ArgumentParser, help: str) -> None:

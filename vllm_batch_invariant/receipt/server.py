@@ -52,7 +52,8 @@ async def make_on_server(
     Args:
         base_url: of vLLM's OpenAI API. A key is taken from ``OPENAI_API_KEY``.
         model: the served model's name; the first if None.
-        files: folder of the files that the server has loaded; found by itself for a server on this machine.
+        files: folder on this machine of the files that the server has loaded, by the caller's word: the server is not
+            asked, since what answers at localhost may be far away and name any folder.
         private: keep the sha256 of the prompt's token ids instead of the ids.
 
     Raises:
@@ -107,14 +108,12 @@ async def verify_on_server(
 
 
 async def declared_by_server(server: Connection, served: Served, files: Path | None = None) -> Declared:
-    """What a server says of itself, and the digest of its model's files where they are on this machine.
+    """What a server says of itself, and the digest of its model's files where the caller has them.
 
     Raises:
         NoTestError: it answers something that is no declaration.
     """
-    if files is None and server.is_here and Path(served.source).is_dir():
-        files = Path(served.source)
-    model = model_at(files, served.name, "the server's files are not on this machine")
+    model = model_at(files, served.name, "nobody named the folder of the server's files")
     try:
         data = await server.api.get(PATH.removeprefix("/v1"), cast_to=object)
     except openai.NotFoundError:
