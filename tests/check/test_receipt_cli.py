@@ -191,7 +191,7 @@ def test_a_private_receipt_needs_its_prompt(capsys: pytest.CaptureFixture[str], 
 def test_a_receipt_holds_no_secret_and_does_not_say_where_things_lie(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-not-to-be-told")
+    monkeypatch.setenv("SERVER_KEY", "sk-not-to-be-told")
     monkeypatch.setenv("USER", "somebody")
     folder = tmp_path / "somebody" / "model"
     folder.mkdir(parents=True)
@@ -201,7 +201,7 @@ def test_a_receipt_holds_no_secret_and_does_not_say_where_things_lie(
     pages = {"models": Page({"data": [served]}), "batch_invariant": DECLARATION, "completions": answer()}
     with stand_in(**pages) as url:
         address = url.replace("http://", "http://user:password@")
-        target = ("--base-url", address, "--model-files", folder)
+        target = ("--base-url", address, "--api-key-env", "SERVER_KEY", "--model-files", folder)
         assert run(capsys, "make", tmp_path / "receipt.json", *target, "--prompt", "a prompt")[0] == 0
     text = (tmp_path / "receipt.json").read_text()
     kept = Receipt.from_json(text)

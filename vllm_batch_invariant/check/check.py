@@ -13,7 +13,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from vllm_batch_invariant import envs
-from vllm_batch_invariant.check.arguments import OneLineParser, address, check_base_url, check_common, not_negative
+from vllm_batch_invariant.check.arguments import (
+    OneLineParser,
+    add_base_url,
+    address,
+    check_base_url,
+    check_common,
+    not_negative,
+)
 from vllm_batch_invariant.check.check_report import Report, print_report, write_json
 from vllm_batch_invariant.check.console import complain, consoles
 from vllm_batch_invariant.check.facts import planned_for_a_server, planned_for_engines
@@ -33,7 +40,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "130 it was interrupted: what was found until then is reported all the same.",
     )
     parser.add_argument("model", nargs="?", help="a model's folder or name; with --base-url, the served model to ask")
-    parser.add_argument("--base-url", help="check a server that runs, such as http://127.0.0.1:8000, over HTTP")
+    add_base_url(parser)
     parser.add_argument("--compare", action="store_true", help="check with VLLM_BATCH_INVARIANT=0, then with 1")
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument("--quick", dest="size", action="store_const", const=QUICK.name, help="about a minute on a CPU")
@@ -121,8 +128,8 @@ def _fill(findings: Findings, flag: str, options: argparse.Namespace, say: Calla
 
     try:
         if options.base_url:
-            checking = check_server(options.base_url, options.model, options.size, options.timeout, findings, say)
-            asyncio.run(checking)
+            server = options.base_url, options.api_key
+            asyncio.run(check_server(*server, options.model, options.size, options.timeout, findings, say))
         else:
             check_engine(options.model, options.serve_args, flag, options.size, findings, say)
     except NoTestError as error:

@@ -80,7 +80,7 @@ def _results(options: argparse.Namespace, notes: Console) -> Iterator[Result]:
     if options.offline:
         yield _offline(options, notes)
     elif options.base_url:
-        yield asyncio.run(_against(options.base_url, options.model, options, notes, "server"))
+        yield asyncio.run(_against(options.base_url, options.api_key, options.model, options, notes, "server"))
     else:
         flags = ("0", "1") if options.compare else (os.environ.get(FLAG, "0"),)
         for flag in flags:
@@ -88,12 +88,14 @@ def _results(options: argparse.Namespace, notes: Console) -> Iterator[Result]:
             notes.print(f"starting a server with {label} ...", style="dim", highlight=False, markup=False)
             with serve(options.model, options.serve_args, {FLAG: flag}) as server:
                 notes.print(f"it answers after {server.startup_seconds:.0f} s", style="dim", highlight=False)
-                yield asyncio.run(_against(server.base_url, None, options, notes, label))
+                yield asyncio.run(_against(server.base_url, None, None, options, notes, label))
 
 
-async def _against(base_url: str, model: str | None, options: argparse.Namespace, notes: Console, label: str) -> Result:
+async def _against(
+    base_url: str, api_key: str | None, model: str | None, options: argparse.Namespace, notes: Console, label: str
+) -> Result:
     ask, log = ask_from(options), BatchLog()
-    async with connect(base_url) as server:
+    async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
         plan = plan_load(options.samples, options.concurrency, ask.max_tokens, served.context, options.seed)
         with _progress(options.samples, log, notes) as on_sample:

@@ -8,7 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_batch_invariant.check.arguments import OneLineParser, at_least, check_base_url, check_model, not_negative
+from vllm_batch_invariant.check.arguments import (
+    OneLineParser,
+    add_base_url,
+    at_least,
+    check_base_url,
+    check_model,
+    not_negative,
+)
 from vllm_batch_invariant.check.load import one_line
 from vllm_batch_invariant.check.outcome import NoTestError, Status
 from vllm_batch_invariant.check.printable import printable
@@ -56,6 +63,7 @@ def _make(options: argparse.Namespace) -> int:
                 options.base_url,
                 prompt,
                 sampling,
+                api_key=options.api_key,
                 model=options.model,
                 files=options.model_files,
                 private=options.private,
@@ -87,6 +95,7 @@ def _verify(options: argparse.Namespace) -> int:
                 options.base_url,
                 company=options.company,
                 prompt=prompt,
+                api_key=options.api_key,
                 model=options.model,
                 files=options.model_files,
                 before=_print_declaration,
@@ -188,7 +197,7 @@ def _check_target(parser: OneLineParser, options: argparse.Namespace) -> None:
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     target = parser.add_argument_group("who computes")
-    target.add_argument("--base-url", help="a server that runs, such as http://127.0.0.1:8000")
+    add_base_url(target)
     target.add_argument("--model", help="a model to load here; with --base-url, the name of the served model to ask")
     target.add_argument("--serve-args", default="", help="for a model loaded here: more arguments of `vllm serve`")
     target.add_argument("--model-files", type=Path, help="with --base-url, the folder here of what it serves")

@@ -43,6 +43,7 @@ async def make_on_server(
     prompt: Text,
     sampling: Sampling,
     *,
+    api_key: str | None = None,
     model: str | None = None,
     files: Path | None = None,
     private: bool = False,
@@ -50,7 +51,8 @@ async def make_on_server(
     """Have a server complete a prompt, and make the receipt.
 
     Args:
-        base_url: of vLLM's OpenAI API. A key is taken from ``OPENAI_API_KEY``.
+        base_url: of vLLM's OpenAI API.
+        api_key: the server's key; None sends none, whatever the environment holds.
         model: the served model's name; the first if None.
         files: folder on this machine of the files that the server has loaded, by the caller's word: the server is not
             asked, since what answers at localhost may be far away and name any folder.
@@ -59,7 +61,7 @@ async def make_on_server(
     Raises:
         NoTestError: no server, no such model, or an answer without token ids or logprobs.
     """
-    async with connect(base_url) as server:
+    async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
         declared = await declared_by_server(server, served, files)
         token_ids, completion = await complete(server, served.name, prompt, sampling)
@@ -72,6 +74,7 @@ async def verify_on_server(
     *,
     company: int = 8,
     prompt: Text | None = None,
+    api_key: str | None = None,
     model: str | None = None,
     files: Path | None = None,
     before: Callable[[tuple[Note, ...]], None] = lambda _: None,
@@ -81,14 +84,14 @@ async def verify_on_server(
     Args:
         company: how many other requests are kept in flight meanwhile.
         prompt: of a private receipt.
-        base_url, model, files: as for :func:`make_on_server`.
+        base_url, api_key, model, files: as for :func:`make_on_server`.
         before: is told in what the server differs from the receipt's engine, before anything is computed.
 
     Raises:
         NoTestError: as :func:`make_on_server`; and the prompt is missing or another one, or no other request ran at
             the same time.
     """
-    async with connect(base_url) as server:
+    async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
         declared = await declared_by_server(server, served, files)
         notes = notes_on(receipt.declared, declared, ("the receipt", "the server"))
