@@ -49,7 +49,7 @@ class Connection:
         except openai.AuthenticationError as error:
             how = "name the environment variable with its key: --api-key-env NAME"
             raise NoTestError(f"{self} wants another key or one at all; {how}") from error
-        except openai.OpenAIError as error:
+        except (openai.OpenAIError, AttributeError) as error:  # the latter where it sends something else than JSON
             raise NoTestError(f"no OpenAI-compatible server answers at {self}: {one_line(error)}") from error
         for model in served:
             if wanted in (None, model.id):
