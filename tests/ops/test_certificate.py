@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -479,6 +480,21 @@ def test_a_user_without_a_home_is_served_all_the_same(monkeypatch: pytest.Monkey
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a user id that is not in the password file
     store.save(ENVIRONMENT, {"one": {}})
     assert store.load(ENVIRONMENT) == {}
+
+
+def test_without_nvmath_products_are_tritons_and_the_log_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cuda, "cublaslt", None)
+    assert not cuda._library.__wrapped__(torch.device("cuda", 0))
+    [record] = log.records
+    assert record.levelname == "WARNING"
+    extra = "cuda"
+    assert f"pip install 'vllm-batch-invariant[{extra}]'" in record.message
+    root = Path(__file__).parents[2]
+    wanted = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
+    assert any(requirement.startswith("nvmath-python") for requirement in wanted)
+    assert f"pip install 'vllm-batch-invariant[{extra}]'" in (root / "README.md").read_text()
 
 
 def test_nothing_is_left_beside_what_is_kept(cache: Path) -> None:

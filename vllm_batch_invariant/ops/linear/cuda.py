@@ -208,7 +208,10 @@ def _library(device: torch.device) -> bool:
     if envs.LINEAR.read() == "triton":
         return False
     if cublaslt is None:
-        logger.info("Products are Triton's, because nvmath-python is not installed; it would give cuBLASLt's speed.")
+        logger.warning(
+            "Products are Triton's, with the same bits, because nvmath-python is not installed; with it cuBLASLt "
+            "saves, on an H200, 7 to 8%% of their time from 128 rows on: pip install 'vllm-batch-invariant[cuda]'."
+        )
         return False
     try:
         cublaslt.handle(device.index)
