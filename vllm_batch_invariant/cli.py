@@ -94,6 +94,7 @@ def _parser(name: str, command: Callable[[list[str]], int]) -> argparse.Argument
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; bad settings and refusals are one line and status 2."""
     from .check.arguments import OneLineParser
+    from .check.printable import printable
     from .errors import BadSetting, NotCovered
 
     listing = "\n".join(f"  {name:<17}{command.__doc__}" for name, command in COMMANDS.items())
@@ -109,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return COMMANDS[parsed.command](parsed.arguments)
     except (BadSetting, NotCovered) as error:
-        print(f"vllm-batch-invariant: {error}", file=sys.stderr)
+        print(f"vllm-batch-invariant: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before the command began, while Python was loading what it needs
         print("vllm-batch-invariant: interrupted", file=sys.stderr)

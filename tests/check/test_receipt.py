@@ -7,12 +7,14 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.check.receipts import CPU, DECLARED, LOGPROBS, PROMPT, completion, receipt, rewritten
+from vllm_batch_invariant import kept_file
 from vllm_batch_invariant.check.outcome import NoTestError, Status
 from vllm_batch_invariant.integration import declaration
 from vllm_batch_invariant.ops.attention import AttentionReduction
@@ -23,12 +25,13 @@ from vllm_batch_invariant.receipt import (
     Receipt,
     Sampling,
     compare,
+    declared_by,
     difference_of_logprobs,
     first_difference_of,
 )
 from vllm_batch_invariant.receipt.environment import environment_here
 from vllm_batch_invariant.receipt.model_files import model_at, public_name
-from vllm_batch_invariant.receipt.record import bits_of, canonical, number_of
+from vllm_batch_invariant.receipt.record import Model, bits_of, canonical, number_of
 
 NEXT = number_of(f"{int(bits_of(LOGPROBS[1]), 16) + 1:08x}")
 """The middle logprob with its lowest bit changed."""
@@ -186,6 +189,43 @@ def test_a_changed_file_has_another_digest_and_an_unchanged_one_is_not_read_agai
     after = model_at(folder, "model")
     assert read == [str(weights)]
     assert after.digest != before.digest
+
+
+def test_a_file_whose_time_was_set_back_is_read_again(folder: Path) -> None:
+    """As a copy that keeps times does, of weights as large as those before."""
+    weights = folder / "model-1.safetensors"
+    before, times = model_at(folder, "model"), weights.stat()
+    weights.write_text("MODEL-1.safetensors")
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    after = model_at(folder, "model")
+    assert after.files["model-1.safetensors"] == hashlib.sha256(b"MODEL-1.safetensors").hexdigest()
+    assert after.digest != before.digest
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"content": {"a": 1}, "sha256": ""}'])
+def test_digests_that_are_kept_in_a_broken_file_are_computed_again(
+    folder: Path, content: str, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    before = model_at(folder, "model")
+    [kept] = (tmp_path / "cache").rglob("*.json")
+    kept.write_text(content)
+    assert model_at(folder, "model") == before
+    kept_file.update(kept, lambda _: {"key": "no digest"})
+    assert model_at(folder, "model") == before
+    assert [record.levelname for record in log.records] == ["WARNING"]
+
+
+def test_an_engine_that_made_its_weights_up_has_no_digest_of_files(folder: Path) -> None:
+    pytest.importorskip("vllm")
+
+    def declared(load_format: str) -> Model:
+        config = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
+        model = SimpleNamespace(model=str(folder), revision=None)
+        return declared_by(SimpleNamespace(llm_engine=SimpleNamespace(model_config=model, vllm_config=config))).model
+
+    assert declared("auto").digest is not None
+    assert (declared("dummy").name, declared("dummy").digest) == ("model", None)
+    assert "made its weights up" in declared("dummy").why_no_digest
 
 
 def test_without_files_the_receipt_says_why_there_is_no_digest(tmp_path: Path) -> None:

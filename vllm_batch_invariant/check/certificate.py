@@ -8,6 +8,7 @@ import torch
 
 from ..errors import BadSetting, NotCovered
 from .arguments import OneLineParser, at_least
+from .printable import printable
 
 if TYPE_CHECKING:
     from ..ops.linear.certificate import Entry
@@ -70,17 +71,25 @@ def main(arguments: list[str]) -> int:
 
 
 def _print(environment: dict[str, str], products: dict[str, dict[int, "Entry"]]) -> None:
-    from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    console = Console()
+    from .console import consoles
+
+    console, _ = consoles()
     for name, value in environment.items():
-        console.print(f"{name}: {value}", highlight=False)
+        console.print(printable(f"{name}: {value}"), highlight=False, markup=False)
     if not products:
         console.print("No certificate yet: load a model with VLLM_BATCH_INVARIANT=1, or name weights with --shape.")
     for name, found in products.items():
         table = Table(
-            "rows up to", "served by", "us", "us in Triton", "bits equal at", "refused", title=f"Product {name}"
+            "rows up to",
+            "served by",
+            "us",
+            "us in Triton",
+            "bits equal at",
+            "refused",
+            title=escape(printable(f"Product {name}")),
         )
         for limit, entry in sorted(found.items()):
             schedule = entry.algorithm or entry.tile
@@ -90,5 +99,6 @@ def _print(environment: dict[str, str], products: dict[str, dict[int, "Entry"]])
                 for key in (entry.served_by.lower(), "triton")
             ]
             checked = ", ".join(map(str, entry.checked))
-            table.add_row(str(limit), served, *times, checked, ", ".join(entry.refused) or "none")
+            refused = ", ".join(entry.refused) or "none"
+            table.add_row(*(escape(printable(cell)) for cell in (str(limit), served, *times, checked, refused)))
         console.print(table)

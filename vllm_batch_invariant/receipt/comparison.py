@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_batch_invariant.check.divergence import first_difference
 from vllm_batch_invariant.check.outcome import NoTestError, Status
+from vllm_batch_invariant.check.printable import printable
 
 from .record import Completion, Declared, Model, Receipt, bits_of, number_of
 
@@ -14,26 +15,27 @@ HOW_TO_DECLARE = "a server with the mode on declares itself if it is started wit
 
 @dataclass(frozen=True)
 class Note:
-    """One thing in which two engines differ, or that nobody knows of one of them."""
+    """One thing in which two engines differ, or that nobody knows of one of them; one printable line as a string."""
 
     text: str
     promised: bool
     """Whether bits may be expected equal in spite of it (docs/contract.md)."""
 
     def __str__(self) -> str:
-        return f"{self.text}: {'bits may be expected equal' if self.promised else 'equal bits are not promised'}"
+        said = "bits may be expected equal" if self.promised else "equal bits are not promised"
+        return f"{printable(self.text)}: {said}"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a completion first leaves another."""
+    """Where a completion first leaves another; one printable line as a string."""
 
     position: int
     """Of the output token, from 0; their number where only the reason to finish differs."""
     text: str
 
     def __str__(self) -> str:
-        return self.text
+        return printable(self.text)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ async def make_on_server(
     prompt: Text,
     sampling: Sampling,
     *,
+    api_key: str | None = None,
     model: str | None = None,
     files: Path | None = None,
     private: bool = False,
@@ -50,15 +51,17 @@ async def make_on_server(
     """Have a server complete a prompt, and make the receipt.
 
     Args:
-        base_url: of vLLM's OpenAI API. A key is taken from ``OPENAI_API_KEY``.
+        base_url: of vLLM's OpenAI API.
+        api_key: the server's key; None sends none, whatever the environment holds.
         model: the served model's name; the first if None.
-        files: folder of the files that the server has loaded; found by itself for a server on this machine.
+        files: folder on this machine of the files that the server has loaded, by the caller's word: the server is not
+            asked, since what answers at localhost may be far away and name any folder.
         private: keep the sha256 of the prompt's token ids instead of the ids.
 
     Raises:
         NoTestError: no server, no such model, or an answer without token ids or logprobs.
     """
-    async with connect(base_url) as server:
+    async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
         declared = await declared_by_server(server, served, files)
         token_ids, completion = await complete(server, served.name, prompt, sampling)
@@ -71,6 +74,7 @@ async def verify_on_server(
     *,
     company: int = 8,
     prompt: Text | None = None,
+    api_key: str | None = None,
     model: str | None = None,
     files: Path | None = None,
     before: Callable[[tuple[Note, ...]], None] = lambda _: None,
@@ -80,14 +84,14 @@ async def verify_on_server(
     Args:
         company: how many other requests are kept in flight meanwhile.
         prompt: of a private receipt.
-        base_url, model, files: as for :func:`make_on_server`.
+        base_url, api_key, model, files: as for :func:`make_on_server`.
         before: is told in what the server differs from the receipt's engine, before anything is computed.
 
     Raises:
         NoTestError: as :func:`make_on_server`; and the prompt is missing or another one, or no other request ran at
             the same time.
     """
-    async with connect(base_url) as server:
+    async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
         declared = await declared_by_server(server, served, files)
         notes = notes_on(receipt.declared, declared, ("the receipt", "the server"))
@@ -107,14 +111,12 @@ async def verify_on_server(
 
 
 async def declared_by_server(server: Connection, served: Served, files: Path | None = None) -> Declared:
-    """What a server says of itself, and the digest of its model's files where they are on this machine.
+    """What a server says of itself, and the digest of its model's files where the caller has them.
 
     Raises:
         NoTestError: it answers something that is no declaration.
     """
-    if files is None and server.is_here and Path(served.source).is_dir():
-        files = Path(served.source)
-    model = model_at(files, served.name, "the server's files are not on this machine")
+    model = model_at(files, served.name, "nobody named the folder of the server's files")
     try:
         data = await server.api.get(PATH.removeprefix("/v1"), cast_to=object)
     except openai.NotFoundError:
