@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def right(kernels: Kernels, options: Options, chunks: list[Chunk]) -> torch.Tens
 
 
 @pytest.fixture
-def attending(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Attend], None]]:
+def attending(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[Attend], None]]:
     """Has attention computed by a function."""
 
     def put(attend: Attend) -> None:
@@ -38,6 +39,9 @@ def attending(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Attend], No
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(Kernels, "candidates", classmethod(lambda cls, *_: iter((GLUON, TRITON, ONE))))
+
+    monkeypatch.setattr(certificate, "_environment", lambda device: {"gpu": "a GPU"})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     class Planner(Kernels):
         shape = SHAPE
@@ -96,6 +100,38 @@ def test_an_engine_does_not_start_where_no_kernel_agrees_with_itself(attending):
     attending(differs_where(lambda _, options, chunks: is_decode(chunks)))
     with pytest.raises(NotCovered, match="its kernels give a row other bits by prefill than by decode"):
         certified()
+
+
+def test_a_comparison_is_made_once_for_an_environment(attending, monkeypatch):
+    attending(right)
+    first = certified()
+    certify.cache_clear()
+    attending(differs_where(lambda *_: True))  # is not asked again
+    assert certified() == first
+    certify.cache_clear()
+    monkeypatch.setattr(certificate, "_environment", lambda device: {"gpu": "another GPU"})
+    attending(right)
+    monkeypatch.setattr(Kernels, "candidates", classmethod(lambda cls, *_: iter((TRITON,))))
+    assert certified().kernels == TRITON
+
+
+def test_kernels_that_were_refused_are_compared_at_every_start(attending):
+    attending(differs_where(lambda kernels, _, chunks: kernels.hopper and is_decode(chunks)))
+    assert certified().kernels == TRITON
+    certify.cache_clear()
+    attending(right)
+    assert certified().kernels == GLUON
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"environment": {"gpu": "a GPU"}, "certificates": 3}'])
+def test_a_broken_file_is_set_aside_and_the_comparison_made_again(content, attending):
+    path = certificate._path({"gpu": "a GPU"})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    attending(right)
+    assert certified().kernels == GLUON
+    certify.cache_clear()
+    assert certified().kernels == GLUON
 
 
 def test_every_kind_of_layer_is_compared(attending):

@@ -7,18 +7,24 @@ others, and the rows at borders of tiles, pages and splits are compared as bits.
 sum: either the scores or the weighted values cancel, so that what is left is rounding error.
 """
 
+import hashlib
+import json
 import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from ... import kept_file
 from ...errors import NotCovered
 from ..compiling import reason
+from ..gpu_environment import gpu_environment
 from ..linear.cancelling import cancelling
 from .inputs import PagedAttention
 from .triton import FEW_ROWS, Kernels, Planner, Shape, paged_attention
@@ -96,7 +102,8 @@ class Operands:
 
 @cache
 def certify(shape: Shape, device: torch.device, page_size: int, layers: tuple[Options, ...]) -> Certificate:
-    """The fastest kernels that give every row of such layers the same bits; found once in a process.
+    """The fastest kernels that give every row of such layers the same bits; compared once for a GPU, a driver, a
+    PyTorch, a Triton and a version of this code.
 
     Args:
         shape: of the layers.
@@ -107,14 +114,23 @@ def certify(shape: Shape, device: torch.device, page_size: int, layers: tuple[Op
     Raises:
         NotCovered: no kernel gives a row the same bits by prefill, by chunks and by decode; or it cannot be compared.
     """
+    environment = _environment(device.index or 0)
+    key = f"{shape}; {shape.reduction}; pages of {page_size}; {'; '.join(map(str, layers))}"
+    known = _load(environment, key)
+    if known is not None:
+        logger.info("Attention is served by %s, which an earlier start compared on this GPU.", known.kernels)
+        return known
     try:
-        return _certify(shape, device, page_size, layers)
+        found = _certify(shape, device, page_size, layers)
     except torch.OutOfMemoryError as error:
         raise NotCovered(
             f"attention of {shape} that cannot be compared",
             "the comparison does not fit into the GPU's memory beside the KV cache",
             "lower --gpu-memory-utilization",
         ) from error
+    if not found.refused:  # else every start says so again
+        _save(environment, key, found)
+    return found
 
 
 def _certify(shape: Shape, device: torch.device, page_size: int, layers: tuple[Options, ...]) -> Certificate:
@@ -136,6 +152,41 @@ def _certify(shape: Shape, device: torch.device, page_size: int, layers: tuple[O
         f"its kernels give a row other bits by prefill than by decode ({'; '.join(refused)})",
         "use another GPU or another version of Triton",
     )
+
+
+@cache
+def _environment(device: int) -> dict[str, str]:
+    folder = Path(__file__).parent
+    return gpu_environment(device, [*sorted(folder.glob("*.py")), folder.parent / "gluon_names.py"])
+
+
+def _path(environment: dict[str, str]) -> Path | None:
+    name = hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:16]
+    return kept_file.path_of(f"attention-{name}.json")
+
+
+def _load(environment: dict[str, str], key: str) -> Certificate | None:
+    content = kept_file.read(_path(environment))
+    if content is None:
+        return None
+    try:
+        if content["environment"] != environment:
+            raise ValueError("it is of another environment")
+        kept = content["certificates"].get(key)
+        return kept and Certificate(Kernels(**kept["kernels"]), int(kept["elements"]), ())
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        kept_file.set_aside(_path(environment), error)
+        return None
+
+
+def _save(environment: dict[str, str], key: str, found: Certificate) -> None:
+    kept = {"kernels": asdict(found.kernels), "elements": found.elements}
+
+    def added(content: Any) -> dict[str, Any]:
+        known = content["certificates"] if content is not None else {}
+        return {"environment": environment, "certificates": known | {key: kept}}
+
+    kept_file.update(_path(environment), added)
 
 
 def compare(kernels: Kernels, shape: Shape, data: Sequence[Operands], layers: Sequence[Options]) -> int | str:

@@ -6,10 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-import triton
-
-from ... import __version__, kept_file
+from ... import kept_file
+from ..gpu_environment import gpu_environment
 
 _SOURCES = (
     "../gluon_names.py",
@@ -33,17 +31,7 @@ def environment(device: int, library: str) -> dict[str, str]:
         device: index of the GPU.
         library: version of cuBLASLt, or why there is none.
     """
-    found = torch.cuda.get_device_properties(device)
-    driver = Path("/sys/module/nvidia/version")
-    code = hashlib.sha256(b"".join(Path(__file__).parent.joinpath(name).read_bytes() for name in _SOURCES))
-    return {
-        "gpu": f"{found.name}, {found.major}.{found.minor}, {found.multi_processor_count} multiprocessors",
-        "driver": driver.read_text().strip() if driver.exists() else str(torch._C._cuda_getDriverVersion()),
-        "cublaslt": library,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "vllm-batch-invariant": f"{__version__}, {code.hexdigest()[:12]}",
-    }
+    return gpu_environment(device, map(Path(__file__).parent.joinpath, _SOURCES)) | {"cublaslt": library}
 
 
 def _path(of: dict[str, str]) -> Path | None:
