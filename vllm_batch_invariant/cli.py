@@ -39,7 +39,7 @@ def _reproduce(arguments: list[str]) -> int:
 
 
 def _certificate(arguments: list[str]) -> int:
-    """how products are computed on this GPU, and where their bits were compared with the reference"""
+    """how products and attention are computed on this GPU, and what was compared as bits"""
     from .check.certificate import main as certificate
 
     return certificate(arguments)

@@ -116,10 +116,10 @@ def certify(shape: Shape, device: torch.device, page_size: int, layers: tuple[Op
     """
     environment = _environment(device.index or 0)
     key = f"{shape}; {shape.reduction}; pages of {page_size}; {'; '.join(map(str, layers))}"
-    known = _load(environment, key)
-    if known is not None:
-        logger.info("Attention is served by %s, which an earlier start compared on this GPU.", known.kernels)
-        return known
+    kept = _load(environment).get(key)
+    if kept is not None:
+        logger.info("Attention is served by %s, which an earlier start compared on this GPU.", kept.kernels)
+        return kept
     try:
         found = _certify(shape, device, page_size, layers)
     except torch.OutOfMemoryError as error:
@@ -165,26 +165,33 @@ def _path(environment: dict[str, str]) -> Path | None:
     return kept_file.path_of(f"attention-{name}.json")
 
 
-def _load(environment: dict[str, str], key: str) -> Certificate | None:
+def known(device: int) -> dict[str, Certificate]:
+    """What earlier starts have compared on a GPU, by what was compared in words."""
+    return _load(_environment(device))
+
+
+def _load(environment: dict[str, str]) -> dict[str, Certificate]:
     content = kept_file.read(_path(environment))
     if content is None:
-        return None
+        return {}
     try:
         if content["environment"] != environment:
             raise ValueError("it is of another environment")
-        kept = content["certificates"].get(key)
-        return kept and Certificate(Kernels(**kept["kernels"]), int(kept["elements"]), ())
+        return {
+            key: Certificate(Kernels(**kept["kernels"]), int(kept["elements"]), ())
+            for key, kept in content["certificates"].items()
+        }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         kept_file.set_aside(_path(environment), error)
-        return None
+        return {}
 
 
 def _save(environment: dict[str, str], key: str, found: Certificate) -> None:
     kept = {"kernels": asdict(found.kernels), "elements": found.elements}
 
     def added(content: Any) -> dict[str, Any]:
-        known = content["certificates"] if content is not None else {}
-        return {"environment": environment, "certificates": known | {key: kept}}
+        before = content["certificates"] if content is not None else {}
+        return {"environment": environment, "certificates": before | {key: kept}}
 
     kept_file.update(_path(environment), added)
 
