@@ -153,6 +153,19 @@ def check_values() -> None:
         check(f"{name}: off by {error:.1e}", error < ATOL)
 
 
+def check_what_is_not_finite() -> None:
+    """Of later tokens in a row's block: a key is masked; a value reaches the row, but not in decode (the contract)."""
+    clean = attend([newest(150, 150)])
+    for name, reached in (("key", False), ("value", True)):
+        chunk = newest(150, 150)
+        getattr(chunk.request, name)[140:] = math.inf
+        dirty = attend([chunk])
+        earlier = torch.equal(dirty[:128], clean[:128]) and not dirty[140:].isfinite().any()
+        block = dirty[128:140].isnan().all() if reached else torch.equal(dirty[128:140], clean[128:140])
+        decoded = torch.equal(attend([Chunk(chunk.request, 139, 140)])[0], clean[139])
+        check(f"an infinite {name} of a later token", bool(earlier and block and decoded))
+
+
 def check_decode_against_prefill() -> None:
     prefill = attend([newest(600, 600)])
     for count in (1, 5, 64):
@@ -231,6 +244,7 @@ if __name__ == "__main__":
     check_order()
     check_shared_blocks()
     check_values()
+    check_what_is_not_finite()
     check_decode_against_prefill()
     check_one_plan_for_every_mix()
     check_counters()
