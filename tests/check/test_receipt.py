@@ -120,6 +120,20 @@ def test_a_file_of_another_kind_is_refused(content: bytes, tmp_path: Path) -> No
         Receipt.load(path)
 
 
+@pytest.mark.parametrize(
+    ("once", "twice"),
+    [
+        ('"completion": ', '"completion": {}, "completion": '),
+        ('"name": ', '"name": "another", "name": '),
+        ('"version": 1', '"version": 1, "version": 1'),
+    ],
+)
+def test_a_field_that_is_there_twice_is_refused(once: str, twice: str) -> None:
+    """Some readers would take the first, and the hash is of the last."""
+    with pytest.raises(BadReceipt, match="a field is in it twice"):
+        Receipt.from_json(receipt().to_json().replace(once, twice, 1))
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     receipt().save(tmp_path / "receipt.json")
     with pytest.raises(NoTestError, match=r"receipt.json cannot be written: File exists"):
@@ -231,7 +245,9 @@ def test_an_engine_that_made_its_weights_up_has_no_digest_of_files(folder: Path)
 def test_without_files_the_receipt_says_why_there_is_no_digest(tmp_path: Path) -> None:
     absent = model_at(None, "model", "they are elsewhere")
     assert (absent.digest, absent.files, absent.why_no_digest) == (None, {}, "they are elsewhere")
-    assert "no model's files" in model_at(tmp_path, "model").why_no_digest
+    assert "no weights" in model_at(tmp_path, "model").why_no_digest
+    (tmp_path / "config.json").write_text("{}")
+    assert (model_at(tmp_path, "model").digest, model_at(tmp_path, "model").files) == (None, {}), "a part is no model"
 
 
 def with_environment(**other: Any) -> Receipt:
@@ -268,6 +284,47 @@ def test_each_thing_declared_otherwise_is_one_line_that_promises_nothing(other: 
     assert lines[0].endswith("equal bits are not promised")
     assert not verdict.promised
     assert verdict  # the bits are the same even so
+
+
+def test_what_neither_engine_declares_is_not_taken_for_equal() -> None:
+    bare = Environment(mode=True, versions=CPU.versions)
+    verdict = compare(receipt(environment=bare), receipt(environment=bare))
+    lines = str(verdict).splitlines()
+    for section in ("device", "engine", "reductions"):
+        assert f"{section}: undeclared in both: equal bits are not promised" in lines
+    assert not verdict.promised
+    assert "undeclared" not in str(compare(receipt(), receipt()))
+
+
+@pytest.mark.parametrize(
+    ("change", "declared"),
+    [
+        ({}, {}),
+        ({"device_type": "cuda", "use_v2_model_runner": True}, {"model_runner": "second"}),
+        ({"device_type": "cuda", "use_v2_model_runner": False}, {"model_runner": "first"}),
+        ({"hf_overrides": {"b": {"x": 1}, "a": 2}}, {"hf_overrides": '{"a": 2, "b": {"x": 1}}'}),
+        ({"rope_parameters": {"rope_type": "longrope"}}, {"max_model_len": "4096"}),
+        ({"rope_scaling": {"type": "longrope"}}, {"max_model_len": "4096"}),
+        ({"rope_scaling": {"rope_type": "yarn"}}, {}),
+    ],
+)
+def test_settings_that_decide_bits_are_declared(change: dict[str, Any], declared: dict[str, str]) -> None:
+    rope = {name: change[name] for name in ("rope_parameters", "rope_scaling") if name in change}
+    model = SimpleNamespace(
+        dtype=torch.bfloat16,
+        logprobs_mode="raw_logprobs",
+        hf_overrides=change.get("hf_overrides", {}),
+        hf_text_config=SimpleNamespace(**rope),
+        max_model_len=4096,
+    )
+    config = SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        device_config=SimpleNamespace(device_type=change.get("device_type", "cpu")),
+        use_v2_model_runner=change.get("use_v2_model_runner"),
+    )
+    usual = {"dtype": "bfloat16", "kv_cache_dtype": "auto", "logprobs_mode": "raw_logprobs"}
+    assert declaration.settings(config) == usual | declared
 
 
 def test_a_silent_engine_is_noted_once_with_what_to_do() -> None:

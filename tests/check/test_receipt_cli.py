@@ -217,7 +217,7 @@ def test_no_file_is_read_because_a_server_names_it(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_text("weights")
     served = {"id": "stub", "root": str(folder), "object": "model", "created": 0, "owned_by": "somebody"}
     models, path = Page({"data": [served]}), tmp_path / "receipt.json"
     status, out, _ = make(capsys, path, models=models)
@@ -229,7 +229,7 @@ def test_no_file_is_read_because_a_server_names_it(
     assert not (tmp_path / "cache").exists(), "no digest was kept either"
     status, out, _ = make(capsys, tmp_path / "with.json", "--model-files", folder, models=models)
     assert (status, "no digest" in out) == (0, False)
-    assert sorted(Receipt.load(tmp_path / "with.json").model.files) == ["config.json"]
+    assert sorted(Receipt.load(tmp_path / "with.json").model.files) == ["model.safetensors"]
 
 
 def test_an_address_is_told_without_its_password(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

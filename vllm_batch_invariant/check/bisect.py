@@ -85,7 +85,7 @@ def _company_prompts(parser: OneLineParser, options: argparse.Namespace) -> list
     if options.company or options.company_tokens:
         parser.error("--prompts is the whole company: leave out --company and --company-tokens")
     try:
-        prompts = [line for line in options.prompts.read_text().splitlines() if line.strip()]
+        prompts = [line for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         parser.error(f"--prompts {options.prompts}: {error}")
     if not prompts:

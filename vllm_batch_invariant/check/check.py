@@ -109,6 +109,9 @@ def _run(options: argparse.Namespace, out: Console, notes: Console) -> int:
     except NoTestError as error:
         complain(notes, "check", str(error))
         return report.status or Status.NO_TEST
+    except Exception as error:  # a reader that went away, a plot: it must not end with the status 1 of a traceback
+        complain(notes, "check", f"the report failed: {type(error).__name__}: {one_line(error)}")
+        return report.status or Status.NO_TEST
     if partial:
         complain(notes, "check", f"interrupted; {written or 'nothing was found yet'}")
     return report.status

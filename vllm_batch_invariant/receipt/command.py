@@ -126,7 +126,7 @@ def _prompt(options: argparse.Namespace) -> Text | None:
     text = options.prompt
     if options.prompt_file:
         try:
-            text = options.prompt_file.read_text()
+            text = options.prompt_file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise NoTestError(f"--prompt-file {options.prompt_file} cannot be read: {error}") from error
     if text == "":

@@ -116,6 +116,8 @@ def notes_on(left: Declared, right: Declared, names: tuple[str, str]) -> tuple[N
         notes.append(Note(f"mode: off in {' and '.join(off)}, whose bits follow the batch", promised=False))
     for section in ("device", "versions", "engine", "reductions"):
         left_side, right_side = (_flat(getattr(environment, section)) for environment in both)
+        if not (left_side or right_side or silent or off):
+            notes.append(Note(f"{section}: undeclared in both", promised=False))
         known = left_side.keys() & right_side.keys() if silent or off else left_side.keys() | right_side.keys()
         differing = _differing(left_side, right_side, names, known)
         notes.append(Note(f"{section}: {differing}", promised=False) if differing else None)

@@ -23,11 +23,10 @@ def model_at(folder: Path | None, name: str, why_not: str = "the model's files a
         name: what it is called. Of a path only the last part is kept: the others say who keeps it where.
         why_not: said in place of a digest.
     """
-    files = {path.name: _sha256_of_file(path) for path in _files(folder)} if folder is not None else {}
-    if not files:
-        return Model(
-            public_name(name), why_no_digest=why_not if folder is None else "the folder holds no model's files"
-        )
+    found = [] if folder is None else list(_files(folder))
+    if not any(path.match(pattern) for path in found for pattern in WEIGHTS):
+        return Model(public_name(name), why_no_digest=why_not if folder is None else "the folder holds no weights")
+    files = {path.name: _sha256_of_file(path) for path in found}
     return Model(public_name(name), files, sha256_of(files))
 
 

@@ -14,6 +14,7 @@ import openai
 
 from vllm_batch_invariant.check.client import Connection, Served, connect
 from vllm_batch_invariant.check.load import one_line
+from vllm_batch_invariant.check.metrics import Reading, read_metrics
 from vllm_batch_invariant.check.outcome import NoTestError
 from vllm_batch_invariant.check.request import NO_LOGPROBS, steps_from
 from vllm_batch_invariant.integration.declaration import PATH
@@ -101,13 +102,26 @@ async def verify_on_server(
             given, _ = await complete(server, served.name, prompt, Sampling(max_tokens=1, logprobs=0))
         token_ids = receipt.prompt.ids(given)
         guests = Company(receipt, token_ids, served.context, company)
+        looked = await _look(server)
         async with _beside(server, served.name, guests) as presence:
             begin = time.perf_counter()
-            _, got = await complete(server, served.name, token_ids, receipt.sampling)
+            answered, got = await complete(server, served.name, token_ids, receipt.sampling)
             end = time.perf_counter()
-        beside = presence.between(begin, end)
-    guests.require(beside)
+        beside, looked_again = presence.between(begin, end), await _look(server)
+    if answered != token_ids:
+        raise NoTestError("the server completed other tokens than those of the prompt that it was sent")
+    # requests that waited for each other were in flight together, and never in one step
+    together = looked_again.together_since(looked) if looked and looked_again else None
+    guests.require(0 if together == 1 else beside)
     return verdict_on(receipt, got, notes, beside)
+
+
+async def _look(server: Connection) -> Reading | None:
+    """The server's metrics; None where it has none that can be read."""
+    try:
+        return await read_metrics(server.http, server.metrics)
+    except (NoTestError, httpx.HTTPError):
+        return None
 
 
 async def declared_by_server(server: Connection, served: Served, files: Path | None = None) -> Declared:
@@ -183,6 +197,8 @@ async def _answer(endpoint: Any, asked: dict[str, Any]) -> tuple[dict[str, Any],
 def _ids(token_ids: Any) -> tuple[int, ...]:
     if not token_ids:
         raise NoTestError("the server returns no token ids, which vLLM does from 0.26 on: is it another server?")
+    if not (isinstance(token_ids, list) and all(type(token) is int for token in token_ids)):
+        raise NoTestError(_NO_COMPLETION)
     return tuple(token_ids)
 
 
