@@ -21,7 +21,15 @@ pytestmark = pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize(
-    "heads", [GROUP_OF_EIGHT, Heads(14, 2, 64, torch.bfloat16), Heads(4, 4, 128, torch.float16)], ids=str
+    "heads",
+    [
+        GROUP_OF_EIGHT,
+        Heads(14, 2, 64, torch.bfloat16),
+        Heads(4, 4, 128, torch.float16),
+        Heads(4, 2, 64, torch.float16),
+        Heads(12, 4, 128, torch.bfloat16),
+    ],
+    ids=str,
 )
 def test_it_has_the_bits_of_the_triton_kernel_at_every_launch(heads, lengths, tokens):
     known = {length: Request(heads, length, length) for length in set(lengths)}
