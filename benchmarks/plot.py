@@ -225,10 +225,15 @@ def draw(path: Path) -> Path:
     return path.with_suffix(".svg")
 
 
+def _drawn() -> list[Path]:
+    """Files that have a drawing; ``fuzz.csv`` has rows of another kind, which `check --fuzz --csv` writes."""
+    return sorted(path for path in DATA.glob("*.csv") if path.stem in DRAWINGS)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw files; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description="Draw benchmark data.")
-    parser.add_argument("csv", nargs="*", type=Path, default=sorted(DATA.glob("*.csv")), help="default: all data")
+    parser.add_argument("csv", nargs="*", type=Path, default=_drawn(), help="default: all data that is drawn")
     status = 0
     for path in parser.parse_args(arguments).csv:
         try:

@@ -90,7 +90,8 @@ def rollout(engine: Engine, prompts: Iterable[list[int]], max_tokens: int) -> li
         [completion] = answer["completions"]
         every = one["prompt"] + completion["tokens"]
         entries = answer["prompt_logprobs"][1:] + completion["logprobs"]
-        values = [float.fromhex(dict(entry)[token]) for token, entry in zip(every[1:], entries, strict=True)]
+        listed = [{token: value for token, value, _ in entry} for entry in entries]
+        values = [float.fromhex(values[token]) for token, values in zip(every[1:], listed, strict=True)]
         samples.append(Sample(every, len(one["prompt"]), torch.tensor(values)))
     return samples
 

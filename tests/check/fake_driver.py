@@ -1,7 +1,8 @@
 """Stands in for the program that holds an engine, without one: answers follow the prompt, and go wrong as told.
 
-FAKE_ENGINE is a list of: breaks (in a batch a token differs), never-batches, never-preempts, no-logprobs, nonsense,
-no-start, dies, hangs (at the step "with 7 others", after it has written its process id to the file FAKE_ENGINE_PID).
+FAKE_ENGINE is a list of: breaks (in a batch a token differs), lists (in a batch the candidates change places), refuses
+(structured outputs), never-batches, never-preempts, no-logprobs, nonsense, no-start, dies, hangs (at the step "with 7
+others", after it has written its process id to the file FAKE_ENGINE_PID).
 """
 
 import json
@@ -19,6 +20,8 @@ ABOUT = {
     "tokens_in_a_step": 4096,
     "requests_in_a_step": 256,
     "page": 128,
+    "most_logprobs": 20,
+    "tokenizer": True,
     "chunked_prefill": True,
     "prefix_caching": True,
     "device": {"type": "none"},
@@ -60,18 +63,22 @@ class FakeEngine:
 
     def _answer(self, request: dict[str, Any], step: dict[str, Any], size: int) -> dict[str, Any]:
         params, prompt = request["params"], request["prompt"]
+        if "refuses" in WRONG and "structured_outputs" in params and request.get("may_be_refused"):
+            return {"refused": "no structured outputs here"}
         chance = random.Random(f"{prompt} {params.get('seed')}")
         tokens = [chance.randrange(100) for _ in range(params["max_tokens"])]
         if size > 1 and "breaks" in WRONG:
             tokens[3:] = [100] * len(tokens[3:])
-        listed = [[[token, (-0.5).hex()]] for token in tokens]
+        listed = [[[token, (-0.5).hex(), 1], [101, (-0.5).hex(), 2]] for token in tokens]
+        if size > 1 and "lists" in WRONG:
+            listed[-1].reverse()
         completion = {"text": " ".join(map(str, tokens)), "tokens": tokens, "logprobs": listed}
         if params["logprobs"] is None or "no-logprobs" in WRONG:
             completion["logprobs"] = None
         cold = step["reset_prefix_cache"] or self.small
         return {
             "completions": [completion],
-            "prompt_logprobs": [None, *([[token, (-1.5).hex()]] for token in prompt[1:])],
+            "prompt_logprobs": [None, *([[token, (-1.5).hex(), 1]] for token in prompt[1:])],
             "cached": 0 if cold else 256,
             "token_seconds": [0.1 * place for place in range(1, len(tokens) + 1)],
         }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -73,11 +74,30 @@ def test_a_bad_argument_is_one_line_and_status_2(capsys, arguments: tuple[str, .
     assert line in said
 
 
+def test_companions_that_an_engine_refuses_are_counted(capsys, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", "refuses")
+    status, _, _ = ends(capsys, "x/y", "--quick", "--json", str(tmp_path / "report.json"))
+    assert status == 0
+    detail = facts(tmp_path / "report.json")["in any company"]["detail"]
+    assert re.search(r"\(\d+ of them refused: no structured outputs here\)", detail)
+
+
+def test_candidates_that_change_places_break_the_batch_rung(capsys, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", "lists")
+    status, _, _ = ends(capsys, "x/y", "--quick", "--json", str(tmp_path / "report.json"))
+    assert status == 1
+    assert facts(tmp_path / "report.json")["in any company"]["outcome"] == "breaks"
+
+
 def test_a_check_that_holds_is_status_0_and_says_so_of_every_rung(capsys, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     status, out, err = ends(capsys, "x/y", "--quick", "--json", str(report), "--serve-args", "--seed 3")
     assert (status, err) == (0, [])
     assert "VLLM_BATCH_INVARIANT=1: holds run, batch, schedule" in out
+    beside = facts(report)["in any company"]["detail"]
+    assert "beside requests with logprobs none/0/1/5/20" in beside
+    assert all(name in beside for name in ("bad_words", "logit_bias", "n", "seed", "structured_outputs", "top_p"))
+    assert "refused" not in beside
     found = facts(report)
     assert {fact["outcome"] for fact in found.values()} == {"holds"}
     assert {"in any company", "preemption", "from a warm prefix cache", "prefill in small chunks"} <= set(found)

@@ -44,8 +44,11 @@ def test_negative_zero_differs_from_zero():
     assert compare([answer(Step("1", 0.0)), answer(Step("1", -0.0))]).logprob_sequences == 2
 
 
-def test_the_order_in_which_candidates_are_listed_is_no_difference():
-    assert compare([answer(A), answer(Step("1", -0.5, tuple(reversed(A.top))))]).identical
+def test_the_order_in_which_candidates_are_listed_is_a_difference_and_so_are_their_ranks():
+    assert compare([answer(A), answer(Step("1", -0.5, tuple(reversed(A.top))))]).logprob_sequences == 2
+    ranked = [Step(A.token, A.logprob, A.top, ranks) for ranks in ((1, 2), (1, 3))]
+    assert compare([answer(ranked[0]), answer(ranked[1])]).logprob_sequences == 2
+    assert compare([answer(ranked[0]), answer(ranked[0])]).identical
 
 
 def test_the_earliest_parting_names_position_sample_tokens_and_texts():
@@ -112,7 +115,16 @@ def test_a_plan_depends_on_its_seed_alone_and_has_every_kind_of_request():
 def test_no_prompt_of_the_load_is_longer_than_the_context_even_at_a_token_a_byte():
     for context in (256, 2048, 40960):
         for arrival in plan_load(500, 64, 64, context, 0):
-            assert len(arrival.prompt.encode()) + max(arrival.max_tokens, 64) < context
+            assert len(arrival.prompt.encode()) + max(arrival.params.get("max_tokens", 0), 64) < context
+
+
+def test_the_others_of_a_load_differ_in_parameters_as_much_as_in_lengths():
+    others = [arrival for arrival in plan_load(1000, 128, 64, 2048, 3) if arrival.kind is not Kind.SAMPLE]
+    assert {other.params["logprobs"] for other in others} == {None, 0, 1, 5, 20}
+    asked = {name for other in others for name in other.params}
+    assert asked >= {"seed", "top_k", "top_p", "min_p", "n", "logit_bias", "bad_words", "min_tokens", "prompt_logprobs"}
+    assert asked >= {"structured_outputs", "allowed_token_ids", "stop", "repetition_penalty"}
+    assert not any("prompt_logprobs" in other.params for other in others if other.streamed)
 
 
 @pytest.mark.parametrize(("running", "reason"), [((), "more than 0"), ((1, 1), "more than 1"), ((3, 3), "ran 3")])

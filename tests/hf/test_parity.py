@@ -97,7 +97,7 @@ def test_a_group_sampled_from_a_warm_cache_in_company_has_the_trainers_bits(
         whole = torch.tensor([prompt + completion["tokens"]], device=DEVICE)
         with torch.no_grad():
             ours = token_logprobs(trainer(whole).logits[:, :-1], whole[:, 1:])[0, len(prompt) - 1 :].cpu()
-        theirs = [float.fromhex(value) for [(_, value)] in completion["logprobs"]]
+        theirs = [float.fromhex(value) for [(_, value, _)] in completion["logprobs"]]
         assert_same_bits(ours, torch.tensor(theirs))
 
 
@@ -105,7 +105,7 @@ def test_the_whole_distribution_is_the_same_so_kl_is_exactly_0(engine: Engine, t
     prompt = tokens(45, 2, range(16, VOCABULARY))
     asked = request(prompt, temperature=1.0, seed=1, logprobs=-1, max_tokens=2)
     [completion] = engine.step("distribution", [asked]).requests[0]["completions"]
-    theirs = torch.tensor([[float.fromhex(value) for _, value in entry] for entry in completion["logprobs"]])
+    theirs = torch.tensor([[float.fromhex(value) for _, value, _ in sorted(entry)] for entry in completion["logprobs"]])
     whole = torch.tensor([prompt + completion["tokens"]], device=DEVICE)
     with torch.no_grad():
         logits = trainer(whole).logits[0, len(prompt) - 1 : -1]

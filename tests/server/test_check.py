@@ -26,6 +26,8 @@ def test_a_server_holds_on_all_that_a_client_can_provoke_and_the_rest_is_said_to
     assert outcomes["schedule", "preemption"] is Outcome.NOT_TESTED
     assert found.status is Status.REPRODUCIBLE
     assert found.largest[COMPANY] > 2
+    assert "logprobs none/0/1/5/20" in found.evidence[COMPANY]
+    assert "refused" not in found.evidence[COMPANY], found.evidence[COMPANY]
     assert max(found.traces[0].sizes) > 2
     assert found.about["versions"]["vllm"] != "unknown"
     assert len(found.shown[0].answer.tokens) == 16

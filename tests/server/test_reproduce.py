@@ -23,6 +23,8 @@ def test_samples_under_load_are_identical_and_the_report_says_what_was_tested(
     result = json.loads(report.read_text())["results"][0]
     assert result["comparison"]["completions"] == result["comparison"]["logprob_sequences"] == 1
     assert max(int(size) for size in result["batches"]["running"]) > 1
+    assert result["failed_others"] == 0, result["failure"]
+    assert "logprobs none/0/1/5/20" in result["varied"]
 
 
 def test_a_run_that_never_batches_is_not_called_a_pass(server: Server, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,14 @@ def not_negative(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
 
 
+def above_zero(text: str) -> float:
+    """The type of an argument that is a finite number above 0."""
+    number = not_negative(text)
+    if number:
+        return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+
+
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse and check; a bad argument ends the process with status 2 and one line."""
     parser = OneLineParser(

@@ -15,6 +15,7 @@ from vllm_batch_invariant.check.arguments import OneLineParser, at_least, check_
 from vllm_batch_invariant.check.bisect_engine import ENGINE_ARGUMENTS, Case, Result, bisect
 from vllm_batch_invariant.check.bisect_report import print_results, setting_of, write_json
 from vllm_batch_invariant.check.console import complain, consoles
+from vllm_batch_invariant.check.fuzz_finding import Finding
 from vllm_batch_invariant.check.load import one_line
 from vllm_batch_invariant.check.outcome import NoTestError, Status
 from vllm_batch_invariant.check.plan import filler
@@ -66,6 +67,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="how many of them come before the prompt in the batch (default: half)",
     )
+    company.add_argument(
+        "--case",
+        type=Path,
+        metavar="FILE",
+        help="the prompt and the company of a difference that check --fuzz has written, all greedy and together",
+    )
     company.add_argument("--seed", type=int, default=0, help="of their prompts (default: 0)")
     parser.add_argument("--serve-args", default="", help="more arguments of `vllm serve` for the engine, in one string")
     parser.add_argument("--json", type=Path, help="also write the report to this file")
@@ -75,6 +82,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if any(argument.startswith("--worker-extension-cls") for argument in options.serve_args):
         parser.error("--serve-args: --worker-extension-cls is taken by the recording")
     options.company_prompts = _company_prompts(parser, options)
+    if options.case and (options.company_prompts or options.company or options.company_tokens or options.prompt):
+        parser.error("--case is the prompt and the whole company: leave out --prompt, --prompts and --company")
     return options
 
 
@@ -128,6 +137,9 @@ def _no_test(notes: Console, why: str) -> int:
 
 
 def _cases(llm: Any, options: argparse.Namespace) -> Iterator[Case]:
+    if options.case:
+        yield _case_of(Finding.read(options.case), options.logprobs)
+        return
     if llm.llm_engine.model_config.skip_tokenizer_init:
         raise NoTestError("--prompt needs a tokenizer: leave out --skip-tokenizer-init")
     encode = llm.get_tokenizer().encode
@@ -140,6 +152,17 @@ def _cases(llm: Any, options: argparse.Namespace) -> Iterator[Case]:
     for prompt in prompts:
         for count in options.company or COMPANY:
             yield _case(options, prompt, [_made_up(encode, rng, length) for _ in range(count)])
+
+
+def _case_of(finding: Finding, logprobs: int) -> Case:
+    """The requests of a finding, in their order; the target has as many tokens as there."""
+    items = sorted(finding.schedule.items, key=lambda item: item.at)
+    names = [item.name for item in items]
+    if finding.target not in names:
+        raise NoTestError("--case: no target's answer differs there, so there is nothing to bisect")
+    place = names.index(finding.target)
+    target, company = items[place], [item.prompt for item in items if item.name != finding.target]
+    return Case(target.prompt, tuple(company), place, target.params.get("max_tokens", 1), logprobs)
 
 
 def _prompts(encode: Callable[[str], list[int]], room: int, given: str | None) -> list[list[int]]:

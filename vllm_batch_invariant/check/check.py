@@ -6,6 +6,7 @@ import shlex
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from rich.markup import escape
 from vllm_batch_invariant import envs
 from vllm_batch_invariant.check.arguments import (
     OneLineParser,
+    above_zero,
     add_base_url,
     address,
+    at_least,
     check_base_url,
     check_common,
     not_negative,
@@ -27,6 +30,8 @@ from vllm_batch_invariant.check.facts import planned_for_a_server, planned_for_e
 from vllm_batch_invariant.check.findings import Findings
 from vllm_batch_invariant.check.load import one_line
 from vllm_batch_invariant.check.outcome import NoTestError, Status
+from vllm_batch_invariant.check.report_file import why_not_writable
+from vllm_batch_invariant.check.request_parameters import KINDS
 from vllm_batch_invariant.check.sizes import QUICK, SIZES, STANDARD, THOROUGH
 
 
@@ -49,15 +54,78 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=not_negative, default=3600, help="seconds for a server (default: 3600)")
     parser.add_argument("--json", type=Path, help="also write everything that was found to this file")
     parser.add_argument("--html", type=Path, help="also write a page for people to this file; needs matplotlib")
+    fuzz = parser.add_argument_group("random requests in random engines")
+    fuzz.add_argument(
+        "--fuzz", type=above_zero, metavar="MINUTES", help="draw engines and requests for so long instead"
+    )
+    fuzz.add_argument("--seed", type=int, default=0, metavar="N", help="of everything that is drawn (default: 0)")
+    fuzz.add_argument("--settings", type=at_least(1), metavar="N", help="most engines (default: as time allows)")
+    fuzz.add_argument(
+        "--schedules",
+        type=at_least(1),
+        metavar="N",
+        help="schedules an engine (default: for as long as its start took)",
+    )
+    fuzz.add_argument("--jobs", type=at_least(1), default=1, metavar="N", help="engines at a time (default: 1)")
+    fuzz.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        choices=KINDS,
+        metavar="KIND",
+        help=f"leave out requests of a kind: {', '.join(KINDS)}; may be repeated",
+    )
+    fuzz.add_argument("--csv", type=Path, help="also append a row for each engine to this file")
+    fuzz.add_argument(
+        "--found", type=Path, default=Path("."), metavar="FOLDER", help="where differences are written (default: here)"
+    )
+    fuzz.add_argument("--replay", type=Path, metavar="FILE", help="run a difference again that --fuzz has written")
     options = parser.parse_args(argv)
+    if options.fuzz is not None or options.replay is not None:
+        _check_fuzz(parser, options)
+    elif given := _fuzz_options(parser, options):
+        parser.error(f"{', '.join(given)}: only with --fuzz")
     options.size = SIZES[options.size or STANDARD.name]
     _check(parser, options)
     options.serve_args = shlex.split(options.serve_args)
     return options
 
 
+_DRAWN = (
+    *("--max-num-seqs", "--max-num-batched-tokens", "--block-size", "--enable-prefix-caching", "--enforce-eager"),
+    *("--no-enable-prefix-caching", "--async-scheduling", "--no-async-scheduling", "--num-gpu-blocks-override"),
+)
+"""What --fuzz draws itself."""
+
+
+def _fuzz_options(parser: OneLineParser, options: argparse.Namespace) -> list[str]:
+    """Options of --fuzz that were given."""
+    names = ("seed", "settings", "schedules", "jobs", "without", "csv", "found")
+    return [f"--{name}" for name in names if getattr(options, name) != parser.get_default(name)]
+
+
+def _check_fuzz(parser: OneLineParser, options: argparse.Namespace) -> None:
+    mode = "--fuzz" if options.replay is None else "--replay"
+    others = {"--base-url": options.base_url, "--compare": options.compare, "--json": options.json}
+    others |= {"--html": options.html, "--quick or --thorough": options.size}
+    others |= {"--fuzz": options.fuzz, "--serve-args": options.serve_args} if options.replay else {}
+    others |= dict.fromkeys(_fuzz_options(parser, options), True) if options.replay else {}
+    if given := [name for name, value in others.items() if value]:
+        parser.error(f"{mode} goes without {', '.join(given)}")
+    if options.replay is None and not options.model:
+        parser.error("--fuzz needs a model")
+    if options.csv and (why := why_not_writable(options.csv)):
+        parser.error(f"--csv {options.csv}: {why}")
+    if not options.found.is_dir():
+        parser.error(f"--found {options.found}: no such folder")
+    with suppress(ValueError):  # a lone quote is refused later
+        taken = [word for word in shlex.split(options.serve_args) if word.partition("=")[0] in _DRAWN]
+        if taken:
+            parser.error(f"--serve-args: {taken[0]} is drawn by --fuzz")
+
+
 def _check(parser: OneLineParser, options: argparse.Namespace) -> None:
-    if not options.model and not options.base_url:
+    if not options.model and not options.base_url and not options.replay:
         parser.error("nothing to check: give a model, or --base-url of a server")
     if options.base_url and (options.compare or options.serve_args):
         parser.error("--base-url is a server that already runs: leave out --compare and --serve-args")
@@ -71,6 +139,10 @@ def main(argv: list[str] | None = None) -> int:
     # as exceptions, so that engines are stopped and what was found is kept; a shell has background jobs ignore SIGINT
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        if options.fuzz is not None or options.replay is not None:
+            from vllm_batch_invariant.check.fuzz import main as fuzz
+
+            return fuzz(options)
         return _run(options, *consoles())
     finally:
         for number, handler in before.items():

@@ -16,13 +16,16 @@ class Step:
     token: str
     logprob: float
     top: tuple[tuple[str, float], ...] = ()
+    ranks: tuple[int, ...] = ()
+    """Of the candidates in their order; empty where the server does not say."""
 
     def bits(self) -> bytes:
-        """The token, every candidate and the exact bits of their logprobs; candidates in an order of their own."""
-        return b"".join(
+        """The token, every candidate in the order in which it is listed, the exact bits of their logprobs, ranks."""
+        listed = b"".join(
             token.encode() + b"\0" + struct.pack("<d", logprob)
-            for token, logprob in ((self.token, self.logprob), *sorted(self.top))
+            for token, logprob in ((self.token, self.logprob), *self.top)
         )
+        return listed + struct.pack(f"<{len(self.ranks)}q", *self.ranks)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from vllm_batch_invariant.check.load import one_line
+from vllm_batch_invariant.check.request_parameters import sampling_params
 
 
 def main(descriptor: int) -> None:
@@ -52,22 +53,26 @@ class Driver:
 
     def step(self, step: dict[str, Any]) -> dict[str, Any]:
         """Send a step's requests together, and say what came back, when, and in which batches."""
-        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         if step.get("reset_prefix_cache") and not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache")
-        before, engine = self._preemptions(), self.llm.llm_engine
+        before, engine = preemptions(self.llm), self.llm.llm_engine
+        done: dict[str, dict[str, Any]] = {}
         names = [f"{number}-{step['name']}" for number in range(len(step["requests"]))]
         for name, request in zip(names, step["requests"], strict=True):
-            params = SamplingParams(**request["params"])
-            if params.n > 1:  # else its samples come one by one
-                params.output_kind = RequestOutputKind.FINAL_ONLY
-            engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
-        begin = time.perf_counter()
+            try:
+                params = sampling_params(request["params"])
+                if params.n > 1:  # else its samples come one by one
+                    params.output_kind = RequestOutputKind.FINAL_ONLY
+                engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
+            except Exception as error:  # whatever vLLM raises for what it does not take
+                if not request.get("may_be_refused"):
+                    raise
+                done[name] = {"refused": one_line(error)}
         batches: list[tuple[float, int]] = []
         times: dict[str, list[float]] = {name: [] for name in names}
-        done = {}
+        begin = time.perf_counter()
         while engine.has_unfinished_requests():
             outputs = engine.step()
             now = time.perf_counter() - begin
@@ -80,7 +85,7 @@ class Driver:
         return {
             "requests": [done[name] | {"token_seconds": times[name]} for name in names],
             "batches": batches,
-            "preemptions": self._preemptions() - before,
+            "preemptions": preemptions(self.llm) - before,
         }
 
     def call(self, what: dict[str, Any]) -> Any:
@@ -88,14 +93,17 @@ class Driver:
         module, _, function = what["function"].partition(":")
         return getattr(import_module(module), function)(self.llm, *what["arguments"])
 
-    def _preemptions(self) -> int:
-        found = (metric for metric in self.llm.get_metrics() if metric.name == "vllm:num_preemptions")
-        return sum(metric.value for metric in found)
+
+def preemptions(llm: Any) -> int:
+    """How often the engine has preempted a request since its start."""
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
 
 
-def bits(entry: dict[int, Any] | None) -> list[tuple[int, str]] | None:
-    """One position's logprobs as (token, exact value) in the order of their ids; None for a prompt's first position."""
-    return None if entry is None else [(token, entry[token].logprob.hex()) for token in sorted(entry)]
+def bits(entry: dict[int, Any] | None) -> list[tuple[int, str, int]] | None:
+    """One position's logprobs as (token, exact value, rank) in the order that vLLM lists them, which begins with the
+    token itself; None for a prompt's first position.
+    """
+    return None if entry is None else [(token, item.logprob.hex(), item.rank) for token, item in entry.items()]
 
 
 def describe(output: Any) -> dict[str, Any]:
@@ -130,6 +138,8 @@ def describe_engine(llm: Any) -> dict[str, Any]:
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "tokens_in_a_step": config.scheduler_config.max_num_batched_tokens,
         "requests_in_a_step": config.scheduler_config.max_num_seqs,
+        "most_logprobs": config.model_config.max_logprobs,
+        "tokenizer": not config.model_config.skip_tokenizer_init,
         "page": config.cache_config.block_size,
         "pages": config.cache_config.num_gpu_blocks,
         "chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),

@@ -49,7 +49,7 @@ class StepResult:
 
     requests: list[dict[str, Any]]
     """Of each request: ``completions`` (``text``, ``tokens``, ``logprobs``), ``prompt_logprobs``, ``cached`` (tokens
-    found in the prefix cache) and ``token_seconds`` (when each token came).
+    found in the prefix cache) and ``token_seconds`` (when each token came); or ``refused``, why vLLM did not take it.
     """
     batches: list[tuple[float, int]]
     """(seconds, requests that got a token) of every step of the engine."""
@@ -83,6 +83,7 @@ class Engine:
         self._arguments, self._patience = [model, *arguments], patience
         inherited = {name: value for name, value in os.environ.items() if name != FLAG}
         self._environment = inherited | _SETTINGS | dict(environment or {}) | ({} if flag is None else {FLAG: flag})
+        self._process: subprocess.Popen[bytes] | None = None
         self.about: dict[str, Any] = {}
         """What the engine is: see ``describe_engine``."""
 
@@ -133,6 +134,12 @@ class Engine:
         batches = [(seconds, size) for seconds, size in answer["batches"]]
         return StepResult(answer["requests"], batches, answer["preemptions"])
 
+    def kill(self) -> None:
+        """End the engine's processes at once, from any thread: whoever waits for its answer gets ``EngineFailed``."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
     def call(self, function: str, *arguments: object) -> Any:
         """Call a function of the name "module:function" there, with the ``vllm.LLM`` before the arguments.
 
@@ -182,7 +189,5 @@ class Engine:
         except subprocess.TimeoutExpired:
             pass
         finally:
-            # whatever of its processes is left, workers that outlived the engine included
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self.kill()  # whatever of its processes is left, workers that outlived the engine included
             self._process.wait()

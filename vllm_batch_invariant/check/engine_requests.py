@@ -3,6 +3,8 @@
 import random
 from typing import Any
 
+from vllm_batch_invariant.check.request_parameters import Accepts, draw_beside
+
 VOCABULARY = range(16, 4000)
 """Token ids that a prompt may hold: ordinary ones in every common vocabulary."""
 
@@ -46,6 +48,19 @@ def company(
         request(tokens(length, seed * 1000 + i, vocabulary), max_tokens=max_tokens, logprobs=None)
         for i, length in enumerate(lengths)
     ]
+
+
+def company_of_any_kind(
+    count: int, seed: int, accepts: Accepts, max_tokens: int = 4, longest: int = 30
+) -> list[dict[str, Any]]:
+    """Other people's requests, whose parameters vary as much as their prompts; an engine may refuse some of them."""
+    chance = random.Random(f"company {seed}")
+    others = []
+    for _ in range(count):
+        prompt = chance.choices(accepts.vocabulary, k=chance.randint(1, longest))
+        params = draw_beside(chance, accepts, max_tokens, len(prompt))
+        others.append({"prompt": prompt, "params": params, "may_be_refused": True})
+    return others
 
 
 def company_that_samples(vocabulary: range = VOCABULARY) -> list[dict[str, Any]]:

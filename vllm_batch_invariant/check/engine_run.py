@@ -1,5 +1,7 @@
 """What a real engine is put through: one request alone and in every company, and under other schedules."""
 
+import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,8 +11,7 @@ from vllm_batch_invariant.check.engine_process import Engine, StepResult
 from vllm_batch_invariant.check.engine_requests import (
     SAMPLING,
     VOCABULARY,
-    company,
-    company_that_samples,
+    company_of_any_kind,
     request,
     tokens,
 )
@@ -31,6 +32,7 @@ from vllm_batch_invariant.check.facts import (
 from vllm_batch_invariant.check.findings import Findings, Latency
 from vllm_batch_invariant.check.metrics import Trace
 from vllm_batch_invariant.check.outcome import NoTestError
+from vllm_batch_invariant.check.request_parameters import KINDS, OF_TEXT, Accepts, draw_beside, varied
 from vllm_batch_invariant.check.sizes import Size
 
 NEEDLE = 300
@@ -62,12 +64,13 @@ def answer_of(completion: dict[str, Any]) -> Answer:
     return Answer.of(completion["text"], steps_of(completion["tokens"], completion["logprobs"]))
 
 
-def steps_of(ids: Sequence[int], logprobs: Sequence[list[tuple[int, str]]]) -> list[Step]:
-    """The driver's tokens with their logprobs, (id, hexadecimal number) pairs of every candidate."""
+def steps_of(ids: Sequence[int], logprobs: Sequence[list[tuple[int, str, int]]]) -> list[Step]:
+    """The driver's tokens with their logprobs: (id, hexadecimal number, rank) of every candidate, as listed."""
     found = []
     for token, listed in zip(ids, logprobs, strict=True):
-        values = {str(other): float.fromhex(text) for other, text in listed}
-        found.append(Step(str(token), values[str(token)], tuple(values.items())))
+        values = {str(other): float.fromhex(text) for other, text, _ in listed}
+        ranks = tuple(rank for *_, rank in listed)
+        found.append(Step(str(token), values[str(token)], tuple(values.items()), ranks))
     return found
 
 
@@ -86,9 +89,14 @@ class EngineRun:
             raise NoTestError(f"the engine's context of {context} tokens is too short: a check needs {LEAST_CONTEXT}")
         self.small_context = min(context, 768)
         self._ids = range(VOCABULARY.start, min(VOCABULARY.stop, engine.about["vocabulary"]))
+        kinds = tuple(kind for kind in KINDS if engine.about["tokenizer"] or kind not in OF_TEXT)
+        self._accepts = Accepts(self._ids, engine.about["vocabulary"], engine.about["most_logprobs"], kinds)
+        self._beside: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        self._refused: Counter[str] = Counter()
         self._name, self._clock = name, 0.0
         self._needle = request(tokens(NEEDLE, 1, self._ids), max_tokens=size.tokens)
         self._short = request(tokens(SHORT, 1, self._ids), max_tokens=size.tokens)
+        self._seeded = request(self._needle["prompt"], max_tokens=size.tokens, **SAMPLING["top_p"])
         self.alone: dict[str, Answer] = {}
 
     def certify(self) -> None:
@@ -108,6 +116,7 @@ class EngineRun:
         self._prompt_logprobs()
         self._prefix_cache()
         self.alone["short"] = self._answer("short", [self._short])
+        self.alone["seeded"] = self._answer("seeded", [self._seeded])
         self.many = [answer_of(one["completions"][0]) for one in self._step("many", self._many()).requests]
         self._load()
 
@@ -123,21 +132,22 @@ class EngineRun:
         # an engine of one request a step is tried all the same, so that the report says what it did
         counts = counts or list(self._size.company[:1])
         for count in counts:
-            others = company(count, count, self._size.tokens, vocabulary=self._ids)
+            others = self._company(count, count)
             self._compare(COMPANY, _with(count), [self._needle, *others])
         most = counts[-1]
-        others = company(most, 1000, self._size.tokens, vocabulary=self._ids)
+        others = self._company(most, 1000)
         for place in sorted({0, most // 2, most}):
             batch = [*others[:place], self._needle, *others[place:]]
             self._compare(PLACE, f"at place {place} of {most + 1}", batch, which=place)
         looked_at = [request(tokens(SHORT, 300 + i, self._ids), max_tokens=self._size.tokens) for i in range(4)]
-        mixed = [self._needle, *company(16, 5, vocabulary=self._ids), *looked_at]
+        others = [one for one in self._company(16, 5) if "seed" in one["params"] or not one["params"]["temperature"]]
+        mixed = [self._needle, *others, *looked_at]
         first, second = (self._step("mixed", mixed, reset_prefix_cache=True) for _ in range(2))
         for number, (one, other) in enumerate(zip(first.requests, second.requests, strict=True)):
-            if one["completions"][0]["logprobs"]:
+            if "refused" not in one and one["completions"][0]["logprobs"]:
                 answers = (answer_of(side["completions"][0]) for side in (one, other))
                 self.findings.add(*SAME_BATCH, f"request {number} of {len(mixed)}", *answers)
-        self._in_company(SAME_BATCH, min(first.largest_batch, second.largest_batch))
+        self._in_company(SAME_BATCH, min(first.largest_batch, second.largest_batch), others)
 
     def with_small_limits(self, main: "EngineRun") -> None:
         """The same requests as the main engine's, in chunks and with a KV cache too small for all."""
@@ -147,6 +157,8 @@ class EngineRun:
             self.findings.out_of_reach[CHUNKS] = "chunked prefill is off in this engine"
         elif chunk < NEEDLE:
             self._compare(CHUNKS, f"in chunks of {chunk}", [self._needle], main.alone["needle"])
+            answer = self._answer("seeded", [self._seeded])
+            self.findings.add(*CHUNKS, f"with a seed, in chunks of {chunk}", main.alone["seeded"], answer)
         else:
             self.findings.gaps[CHUNKS] = f"the engine has steps of {chunk} tokens, although {CHUNK} were asked for"
         step = self._step("many", self._many())
@@ -174,31 +186,32 @@ class EngineRun:
     def _beside_neighbours(self) -> None:
         context = self._engine.about["context"]
         for length in (length for length in self._size.neighbours if length + 8 < context):
-            neighbour = request(tokens(length, 77, self._ids), max_tokens=min(self._size.tokens, context - length - 1))
+            most = min(self._size.tokens, context - length - 1)
+            params = draw_beside(random.Random(length), self._accepts, most, length)
+            neighbour = {"prompt": tokens(length, 77, self._ids), "params": params, "may_be_refused": True}
             label = f"beside a prompt of {length}"
             self._compare(NEIGHBOUR, label, [neighbour, self._needle], which=1)
 
     def _sampling(self) -> None:
-        others = company_that_samples(self._ids)
+        others = self._company(24, 24)
         for kind in self._size.sampling:
             mine = request(tokens(SHORT, 1, self._ids), max_tokens=self._size.tokens, **SAMPLING[kind])
             expected = self._answer(f"{kind} alone", [mine])
             beside = self._step(f"{kind} in company", [*others[:9], mine, *others[9:]], reset_prefix_cache=True)
             self.findings.add(*SEEDED, kind, expected, answer_of(beside.requests[9]["completions"][0]))
-            self._in_company(SEEDED, beside.largest_batch)
+            self._in_company(SEEDED, beside.largest_batch, others)
 
     def _prompt_logprobs(self) -> None:
         mine = request(self._needle["prompt"], max_tokens=1, prompt_logprobs=5)
         alone = self._step("prompt logprobs", [mine], reset_prefix_cache=True)
-        beside = self._step(
-            "prompt logprobs in company", [*company(20, 6, vocabulary=self._ids), mine], reset_prefix_cache=True
-        )
+        others = self._company(20, 6)
+        beside = self._step("prompt logprobs in company", [*others, mine], reset_prefix_cache=True)
         ids = mine["prompt"][1:]
         answers = [
             Answer.of("", steps_of(ids, one["prompt_logprobs"][1:])) for one in (alone.requests[0], beside.requests[-1])
         ]
         self.findings.add(*PROMPT_LOGPROBS, "with 20 others", *answers)
-        self._in_company(PROMPT_LOGPROBS, beside.largest_batch)
+        self._in_company(PROMPT_LOGPROBS, beside.largest_batch, others)
 
     def _prefix_cache(self) -> None:
         if not self._engine.about["prefix_caching"]:
@@ -243,20 +256,28 @@ class EngineRun:
         self.findings.add(*fact, label, expected or self.alone["needle"], answer)
         self.findings.show(label, answer)
         if len(requests) > 1:
-            self._in_company(fact, step.largest_batch)
+            self._in_company(fact, step.largest_batch, [one for place, one in enumerate(requests) if place != which])
 
     def _answer(self, name: str, requests: list[dict[str, Any]]) -> Answer:
         [one] = self._step(name, requests, reset_prefix_cache=True).requests
         return answer_of(one["completions"][0])
 
-    def _in_company(self, fact: tuple[str, str], largest: int) -> None:
+    def _company(self, count: int, seed: int) -> list[dict[str, Any]]:
+        return company_of_any_kind(count, seed, self._accepts, self._size.tokens)
+
+    def _in_company(self, fact: tuple[str, str], largest: int, others: list[dict[str, Any]]) -> None:
+        """Note who ran beside the request of a fact."""
         why = "the engine never ran two requests at a time; raise --max-num-seqs"
-        self.findings.in_company(fact, largest, why)
+        beside = self._beside.setdefault(fact, [])
+        beside += [one["params"] for one in others]
+        refused = "; ".join(f"{times} of them refused: {reason}" for reason, times in self._refused.items())
+        self.findings.in_company(fact, largest, why, varied(beside) + (f" ({refused})" if refused else ""))
 
     def _step(self, name: str, requests: list[dict[str, Any]], reset_prefix_cache: bool = False) -> StepResult:
         self._say(f"{self._name}: {name}")
         reset = reset_prefix_cache and self._engine.about["prefix_caching"]
         step = self._engine.step(name, requests, reset)
+        self._refused.update(one["refused"] for one in step.requests if "refused" in one)
         self._trace += [(self._clock + seconds, size) for seconds, size in step.batches]
         self._clock = self._trace[-1][0] if self._trace else 0.0
         seconds, sizes = zip(*self._trace, strict=True)

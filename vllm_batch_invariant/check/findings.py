@@ -89,14 +89,19 @@ class Findings:
         """Keep an answer that is compared with another one."""
         self.samples.setdefault((rung, fact), []).append(Sample(label, expected, answer))
 
-    def in_company(self, fact: tuple[str, str], largest: int, alone: str) -> None:
-        """Note the largest batch of a try of a fact that is about company; ``alone`` says why there was none."""
+    def in_company(self, fact: tuple[str, str], largest: int, alone: str, varied: str = "") -> None:
+        """Note the largest batch of a try of a fact that is about company; ``alone`` says why there was none.
+
+        Args:
+            varied: what the other requests asked for, in words.
+        """
         self.largest[fact] = max(largest, self.largest.get(fact, 0))
         if self.largest[fact] < 2:
             self.gaps[fact] = alone
         else:
             self.gaps.pop(fact, None)
-            self.evidence[fact] = f"batches of up to {self.largest[fact]} requests"
+            beside = f" beside requests with {varied}" if varied else ""
+            self.evidence[fact] = f"batches of up to {self.largest[fact]} requests{beside}"
 
     def show(self, label: str, answer: Answer) -> None:
         """Put an answer on the map, the first one being what the others have to equal."""

@@ -14,6 +14,7 @@ from vllm_batch_invariant.check.outcome import NoTestError
 from vllm_batch_invariant.check.plan import Arrival, Kind
 from vllm_batch_invariant.check.printable import printable
 from vllm_batch_invariant.check.request import Ask, answer_from
+from vllm_batch_invariant.check.request_parameters import varied
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class Run:
     others: int
     left_early: int
     failed_others: int
+    failure: str = ""
+    """Why the first of those failed."""
+    varied: str = ""
+    """What the others asked for, in words."""
 
     @property
     def completions_per_second(self) -> float:
@@ -45,6 +50,7 @@ class Load:
         self._create = client.chat.completions if ask.chat else client.completions
         self._answers: list[Answer] = []
         self._others = self._left = self._failed = 0
+        self._failure = ""
 
     async def run(self, plan: Sequence[Arrival]) -> Run:
         """Take sample 0 alone, then start each arrival as soon as few enough requests are in flight."""
@@ -65,21 +71,23 @@ class Load:
                 task.cancel()
             await asyncio.gather(*flying, return_exceptions=True)
         seconds = time.perf_counter() - begin
-        return Run(tuple(self._answers), seconds, self._others, self._left, self._failed)
+        beside = varied(arrival.params for arrival in plan if arrival.kind is not Kind.SAMPLE)
+        return Run(tuple(self._answers), seconds, self._others, self._left, self._failed, self._failure, beside)
 
     async def _arrive(self, arrival: Arrival) -> None:
         if arrival.kind is Kind.SAMPLE:
             await self._sample(arrival.streamed)
             return
         self._others += 1
-        body = self._ask.body_beside(self._model, arrival.prompt, arrival.max_tokens)
+        body = self._ask.body_beside(self._model, arrival.prompt, arrival.params)
         try:
             if arrival.kind is Kind.LEAVER:
                 await self._leave_early(body, arrival.leaves_after)
             else:
                 await self._create.with_raw_response.create(**body)
-        except openai.OpenAIError:
+        except openai.OpenAIError as error:
             self._failed += 1
+            self._failure = self._failure or one_line(error)
 
     async def _sample(self, streamed: bool) -> None:
         body = self._ask.body(self._model)

@@ -12,6 +12,7 @@ from vllm_batch_invariant.check.metrics import BatchLog, Reading
 from vllm_batch_invariant.check.outcome import NoTestError
 from vllm_batch_invariant.check.plan import Arrival, Kind
 from vllm_batch_invariant.check.request import Ask
+from vllm_batch_invariant.check.request_parameters import sampling_params, varied
 
 
 def start_engine(model: str, arguments: Sequence[str]) -> Any:
@@ -51,14 +52,12 @@ def run_offline(
 
 class _OfflineLoad:
     def __init__(self, llm: Any, ask: Ask, log: BatchLog, on_sample: Callable[[], None]) -> None:
-        from vllm import SamplingParams
-
         self._llm, self._engine, self._ask, self._log, self._on_sample = llm, llm.llm_engine, ask, log, on_sample
-        self._sampling = SamplingParams
         self._answers: list[Answer] = []
         self._flying: dict[str, Arrival | None] = {}
         self._ids = iter(range(10**9))
-        self._others = self._left = 0
+        self._others = self._left = self._failed = 0
+        self._failure = ""
 
     def run(self, plan: Sequence[Arrival]) -> Run:
         begin = time.perf_counter()
@@ -73,20 +72,25 @@ class _OfflineLoad:
         while self._flying:
             self._step()
         self._read_metrics()
-        return Run(tuple(self._answers), time.perf_counter() - begin, self._others, self._left, 0)
+        beside = varied(arrival.params for arrival in plan if arrival.kind is not Kind.SAMPLE)
+        took = time.perf_counter() - begin
+        return Run(tuple(self._answers), took, self._others, self._left, self._failed, self._failure, beside)
 
     def _add(self, arrival: Arrival | None) -> None:
         name = f"reproduce-{next(self._ids)}"
         ask = self._ask
         if arrival is None or arrival.kind is Kind.SAMPLE:
-            prompt, length, logprobs, ignore_eos = ask.prompt, ask.max_tokens, ask.logprobs, ask.ignore_eos
+            params = {"temperature": ask.temperature, "seed": ask.seed, "max_tokens": ask.max_tokens}
+            params |= {"logprobs": ask.logprobs, "ignore_eos": ask.ignore_eos}
+            self._engine.add_request(name, self._prompt(ask.prompt), sampling_params(params))
         else:
-            prompt, length, logprobs, ignore_eos = arrival.prompt, arrival.max_tokens, None, True
             self._others += 1
-        sampling = self._sampling(
-            temperature=ask.temperature, seed=ask.seed, max_tokens=length, logprobs=logprobs, ignore_eos=ignore_eos
-        )
-        self._engine.add_request(name, self._prompt(prompt), sampling)
+            try:
+                self._engine.add_request(name, self._prompt(arrival.prompt), sampling_params(arrival.params))
+            except Exception as error:  # whatever vLLM raises for what it does not take
+                self._failed += 1
+                self._failure = self._failure or one_line(error)
+                return
         self._flying[name] = arrival
 
     def _prompt(self, text: str) -> str:
@@ -129,7 +133,12 @@ def answer_of(generated: Any) -> Answer:
             "the engine returned no logprobs, so bits cannot be compared; use a model that gives logprobs"
         )
     steps = [
-        Step(str(token), listed[token].logprob, tuple((str(other), item.logprob) for other, item in listed.items()))
+        Step(
+            str(token),
+            listed[token].logprob,
+            tuple((str(other), item.logprob) for other, item in listed.items()),
+            tuple(item.rank or 0 for item in listed.values()),
+        )
         for token, listed in zip(generated.token_ids, generated.logprobs, strict=True)
     ]
     return Answer.of(generated.text, steps)

@@ -1,8 +1,12 @@
 """The load of a reproducibility run, planned beforehand: which request starts when, and beside how many others."""
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
+
+from vllm_batch_invariant.check.request_parameters import ANY_SERVER, draw_beside
 
 RAMP = (1, 2, 3, 5, 7, 16, 45, 64, 128)
 WORDS = ("batch", "kernel", "order", "rounds", "sum", "tile", "token", "cache", "prefix", "warp", "head", "row", "bit")
@@ -26,8 +30,9 @@ class Arrival:
     pause: float
     streamed: bool
     prompt: str = ""
-    max_tokens: int = 0
     leaves_after: int = 0
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters of a request that is no sample."""
 
 
 def ramp(concurrency: int) -> tuple[int, ...]:
@@ -73,12 +78,15 @@ def plan_load(samples: int, concurrency: int, max_tokens: int, context: int, see
 def _other(rng: random.Random, level: int, max_tokens: int, room: int) -> Arrival:
     kind = rng.choices((Kind.NEIGHBOUR, Kind.LONG_PREFILL, Kind.LEAVER), (6, 1, 2))[0]
     if kind is Kind.LONG_PREFILL:
-        return Arrival(kind, level, 0.0, False, filler(rng, min(room, 6000)), rng.randint(1, 4))
-    prompt = filler(rng, min(room, rng.choice((8, 40, 200, 800))))
-    length = rng.randint(1, max_tokens)
-    if kind is Kind.LEAVER:
-        return Arrival(kind, level, 0.0, True, prompt, max_tokens, leaves_after=max(1, length // 2))
-    return Arrival(kind, level, 0.0, False, prompt, length)
+        prompt, length = filler(rng, min(room, 6000)), rng.randint(1, 4)
+    else:
+        prompt, length = filler(rng, min(room, rng.choice((8, 40, 200, 800)))), rng.randint(1, max_tokens)
+    leaves = kind is Kind.LEAVER
+    # a token has at least one character
+    params = draw_beside(rng, ANY_SERVER, max_tokens if leaves else length, len(prompt))
+    if leaves:  # a server streams no logprobs of prompts
+        params.pop("prompt_logprobs", None)
+    return Arrival(kind, level, 0.0, leaves, prompt, max(1, length // 2) if leaves else 0, params)
 
 
 def filler(rng: random.Random, size: int) -> str:

@@ -33,6 +33,8 @@ class Result:
     others: int
     left_early: int
     failed_others: int
+    failure: str
+    varied: str
     batches: Batches
     trace: Trace = field(repr=False)
     answers: tuple[Answer, ...] = field(repr=False)
@@ -52,6 +54,8 @@ class Result:
             others=run.others,
             left_early=run.left_early,
             failed_others=run.failed_others,
+            failure=run.failure,
+            varied=run.varied,
             batches=batches,
             trace=log.over_time("as served"),
             answers=run.answers,
@@ -131,7 +135,9 @@ def rows_of(result: Result) -> dict[str, str]:
             f"({_count(len(set(running)), 'size')} seen in {_count(len(running), 'look')})"
         ),
         "engine steps by tokens": _steps(result.batches),
-        "other requests": f"{result.others}, {result.left_early} left early, {result.failed_others} failed",
+        "other requests": f"{result.others}, {result.left_early} left early, {result.failed_others} failed"
+        + (f" ({result.failure})" if result.failure else ""),
+        "what they asked for": result.varied,
         "time": f"{result.seconds:.1f} s",
         "throughput": f"{result.completions_per_second:.2f} completions/s, {result.tokens_per_second:.0f} tokens/s",
     }

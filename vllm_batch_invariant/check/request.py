@@ -1,11 +1,12 @@
 """The one request whose answers are compared, and how an answer is read from what a server sends."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_batch_invariant.check.divergence import Answer, Step
 from vllm_batch_invariant.check.outcome import NoTestError
+from vllm_batch_invariant.check.request_parameters import over_http
 
 # long enough to fill a block of the prefix cache
 PROMPT = (
@@ -36,15 +37,16 @@ class Ask:
         logprobs = {"logprobs": True, "top_logprobs": self.logprobs} if self.chat else {"logprobs": self.logprobs}
         # token ids, because two tokens can read the same
         extra = {"return_tokens_as_token_ids": True, "ignore_eos": self.ignore_eos}
-        return self._prompt(model, self.prompt) | logprobs | {"max_tokens": self.max_tokens, "extra_body": extra}
+        asked = {"temperature": self.temperature, "seed": self.seed, "max_tokens": self.max_tokens}
+        return self._prompt(model, self.prompt) | logprobs | asked | {"extra_body": extra}
 
-    def body_beside(self, model: str, prompt: str, max_tokens: int) -> dict[str, Any]:
-        """The arguments for another request of the load."""
-        return self._prompt(model, prompt) | {"max_tokens": max_tokens, "extra_body": {"ignore_eos": True}}
+    def body_beside(self, model: str, prompt: str, params: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments for another request of the load, with the sampling parameters that it has."""
+        return self._prompt(model, prompt) | over_http(params, self.chat)
 
     def _prompt(self, model: str, prompt: str) -> dict[str, Any]:
         text = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
-        return text | {"model": model, "temperature": self.temperature, "seed": self.seed}
+        return text | {"model": model}
 
 
 def answer_from(choices: Iterable[dict[str, Any]], chat: bool) -> Answer:

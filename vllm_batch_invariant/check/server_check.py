@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -32,6 +33,7 @@ from vllm_batch_invariant.check.metrics import BatchLog, parse_metrics, read_met
 from vllm_batch_invariant.check.outcome import NoTestError
 from vllm_batch_invariant.check.plan import filler
 from vllm_batch_invariant.check.request import Ask, answer_from
+from vllm_batch_invariant.check.request_parameters import ANY_SERVER, draw_beside, over_http, varied
 from vllm_batch_invariant.check.sizes import Size
 
 CACHE_HITS = "vllm:prefix_cache_hits_total"
@@ -42,8 +44,6 @@ _OUT_OF_REACH = {
     RESTARTED: "a client does not restart the server; compare two receipts, or run check MODEL",
 }
 _LOOK_EVERY = 0.05
-_SERVER_KNOWS = ("top_k", "min_p", "repetition_penalty")
-"""Parameters that are vLLM's and not the OpenAI client's."""
 
 Say = Callable[[str], None]
 
@@ -98,6 +98,8 @@ class _ServerRun:
     def __init__(self, server: Connection, model: str, context: int, size: Size, findings: Findings, say: Say) -> None:
         self._server, self._model, self._size, self._findings, self._say = server, model, size, findings, say
         self._ask = Ask(max_tokens=size.tokens, ignore_eos=True)
+        self._others: list[dict[str, Any]] = []
+        self._refused: Counter[str] = Counter()
         # characters, of which a token has at least one
         self._room = max(16, context - size.tokens - 64)
 
@@ -162,7 +164,10 @@ class _ServerRun:
         self._findings.evidence[WARM] = f"{hits} tokens were found in the cache"
 
     def _in_batch(self, fact: tuple[str, str], largest: int) -> None:
-        self._findings.in_company(fact, largest, "the server was never seen to run two requests at a time")
+        refused = "; ".join(f"{times} of them refused: {why}" for why, times in self._refused.items())
+        beside = varied(self._others) + (f" ({refused})" if refused else "")
+        alone = "the server was never seen to run two requests at a time"
+        self._findings.in_company(fact, largest, alone, beside)
 
     async def _beside(
         self, label: str, others: Sequence[str], ask: Ask, params: dict[str, Any] | None = None
@@ -170,11 +175,18 @@ class _ServerRun:
         """The answer in company, and how many requests ran in the largest batch."""
         first = await self._look()
         # the others stay as long as the one that is looked at
-        bodies = [ask.body_beside(self._model, prompt, ask.max_tokens) for prompt in others]
+        chance = random.Random(label)
+        asked = [draw_beside(chance, ANY_SERVER, ask.max_tokens, len(prompt)) for prompt in others]
+        self._others += asked
+        bodies = [ask.body_beside(self._model, *one) for one in zip(others, asked, strict=True)]
         tasks = [asyncio.create_task(self._server.api.completions.create(**body)) for body in bodies]
         try:
             answer = await self._answer(label, ask, params)
-            await asyncio.gather(*tasks)
+            for came in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(came, openai.APIStatusError) and came.status_code < 500:
+                    self._refused[one_line(came)] += 1
+                elif isinstance(came, BaseException):
+                    raise came
         finally:
             for task in tasks:
                 task.cancel()
@@ -194,9 +206,9 @@ class _ServerRun:
         self._say(label)
         params = params or {}
         body = replace(ask, temperature=params.get("temperature", 0.0), seed=params.get("seed", 0)).body(self._model)
-        body |= {name: value for name, value in params.items() if name not in _SERVER_KNOWS}
-        body["extra_body"] |= {name: value for name, value in params.items() if name in _SERVER_KNOWS}
-        body["extra_body"] |= {"cache_salt": salt or uuid.uuid4().hex}
+        sampling = over_http(params, chat=False)
+        body["extra_body"] |= sampling.pop("extra_body") | {"cache_salt": salt or uuid.uuid4().hex}
+        body |= sampling
         # as in a run of samples, the bytes are read here: the client's parser would round nothing, but cost more
         raw = await self._server.api.completions.with_raw_response.create(**body)
         return answer_from(json.loads(raw.http_response.content)["choices"], chat=False)

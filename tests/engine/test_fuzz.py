@@ -1,0 +1,129 @@
+"""The fuzzer, with fixed seeds: nothing differs in real engines of drawn settings, and a planted fault is found."""
+
+import csv
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.engines import ROOT
+from tests.engine.fuzz_faults import FAULTS
+from vllm_batch_invariant.check.check import main
+from vllm_batch_invariant.check.fuzz import started
+from vllm_batch_invariant.check.fuzz_finding import Finding, Row
+from vllm_batch_invariant.check.fuzz_schedule import Settings, draw_schedule, draw_targets
+from vllm_batch_invariant.check.fuzz_trial import Trial
+from vllm_batch_invariant.check.outcome import Status
+from vllm_batch_invariant.envs import FLAG
+
+pytestmark = pytest.mark.engine
+
+ON_GPU = torch.cuda.is_available()
+CONTEXT = 1024
+SETTINGS = Settings(16, 300, 32, True, False, True, True, "0" if ON_GPU else "", CONTEXT)
+"""Small steps, small pages and a KV cache that preempts; on a GPU the runner in whose sampler a fault is planted."""
+SCHEDULES = 15
+PLANT = "tests.engine.fuzz_faults:plant"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=":")
+        patch.setenv("VLLM_NO_USAGE_STATS", "1")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv(FLAG, "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def command(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict[str, str]]]:
+    """The command's exit status and the rows of its table."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    arguments = ["--fuzz", "4", "--seed", "4", "--settings", "1", "--schedules", str(SCHEDULES)]
+    status = main([str(checkpoint), *arguments, "--csv", str(folder / "rows.csv"), "--found", str(folder)])
+    with (folder / "rows.csv").open() as file:
+        return status, list(csv.DictReader(file))
+
+
+def test_a_fuzzed_engine_of_drawn_settings_keeps_every_bit(command: tuple[int, list[dict[str, str]]]) -> None:
+    status, [row] = command
+    assert status == Status.REPRODUCIBLE, row
+    assert int(row["schedules"]) == SCHEDULES
+    assert int(row["in_company"]) > SCHEDULES // 2
+
+
+class Fuzzed:
+    """One engine and what a fuzzer finds in it, without a fault and with each."""
+
+    def __init__(self, engine: Any, folder: Path, model: Path) -> None:
+        self.engine, self.folder, self.model = engine, folder, model
+        self.clean = self.trial()
+        targets = enumerate(draw_targets(0, 24, self.clean.accepts, CONTEXT))
+        self.targets = {number: target for number, target in targets if self.clean.take(target) is not None}
+        self.found = [self.clean.fuzz(self.schedule(number)) for number in range(SCHEDULES)]
+
+    def trial(self) -> Trial:
+        return Trial(self.engine, Row("checkpoint", "1", SETTINGS.label, 0))
+
+    def schedule(self, number: int) -> Any:
+        return draw_schedule(f"fixed {number}", SETTINGS, self.targets, self.clean.accepts, 12)
+
+    def with_fault(self, fault: str) -> tuple[int, Finding]:
+        """After how many schedules a planted fault was found, and what is left of the schedule."""
+        self.engine.call(PLANT, fault)
+        trial = self.trial()
+        try:
+            for number in range(SCHEDULES):
+                schedule = self.schedule(number)
+                name, where = trial.fuzz(schedule)
+                if name:
+                    small = trial.shrunk(schedule, name, seconds=8)
+                    where, expected, got = trial.look(small, name)
+                    finding = Finding("company", where, "", str(self.model), (), "1", SETTINGS, small, name)
+                    return number + 1, replace(finding, expected=expected, got=got)
+        finally:
+            self.engine.call(PLANT, "")
+        raise AssertionError(f"{fault} was not found in {SCHEDULES} schedules")
+
+
+@pytest.fixture(scope="module")
+def fuzzed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
+    with started(str(checkpoint), (), "1", SETTINGS) as engine:
+        yield Fuzzed(engine, tmp_path_factory.mktemp("found"), checkpoint)
+
+
+def test_an_engine_with_small_steps_and_a_small_cache_keeps_every_bit(fuzzed: Fuzzed) -> None:
+    assert fuzzed.found == [("", "")] * SCHEDULES
+    assert not fuzzed.clean.refused
+    assert not fuzzed.clean.left_out
+    row = fuzzed.clean.row
+    provoked = {
+        name: getattr(row, name) for name in ("chunked_steps", "preemptions", "prefix_hits", "aborts", "resets")
+    }
+    assert all(provoked.values()), provoked
+    assert row.in_company == SCHEDULES
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_and_made_small(fuzzed: Fuzzed, fault: str) -> None:
+    after, finding = fuzzed.with_fault(fault)
+    assert after <= SCHEDULES // 2
+    assert finding.text
+    assert len(finding.schedule.items) <= 6, finding.describe()
+
+
+def test_a_finding_of_a_fault_that_was_taken_out_does_not_show_again(fuzzed: Fuzzed) -> None:
+    _, finding = fuzzed.with_fault("product")
+    finding.write(fuzzed.folder / "finding.json")
+    read = Finding.read(fuzzed.folder / "finding.json")
+    assert read == finding
+    assert fuzzed.trial().look(read.schedule, read.target)[0] == ""
+    fuzzed.engine.call(PLANT, "product")
+    try:
+        assert fuzzed.trial().look(read.schedule, read.target)[0] == finding.text
+    finally:
+        fuzzed.engine.call(PLANT, "")

@@ -1,0 +1,72 @@
+"""Two answers to one request, as ``fuzz_engine`` describes them, compared in everything that a client can see."""
+
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+DIGEST = "sha256:"
+"""Begins what stands in the place of a logprob where a list is longer than is sent: a digest of all of it."""
+
+
+def difference(expected: Mapping[str, Any], got: Mapping[str, Any]) -> str:
+    """Where two answers part first, in words; empty where they are equal in every bit."""
+    if expected == got:
+        return ""
+    sides = expected["completions"], got["completions"]
+    if len(sides[0]) != len(sides[1]):
+        return f"{len(sides[1])} completions instead of {len(sides[0])}"
+    found = [of_positions("prompt logprobs", expected["prompt_logprobs"], got["prompt_logprobs"], "the prompt's token")]
+    for number, (one, other) in enumerate(zip(*sides, strict=True)):
+        sample = f" of sample {number}" if len(sides[0]) > 1 else ""
+        # what is listed is what a token is chosen from, so it parts first
+        found.append(of_positions("logprobs", one["logprobs"], other["logprobs"], f"token{sample}"))
+        at = _first(one["tokens"], other["tokens"])
+        if at is not None:
+            found.append(f"token {at}{sample}: {_at(other['tokens'], at)} instead of {_at(one['tokens'], at)}")
+        for name in ("finish_reason", "stop_reason", "text"):
+            if one[name] != other[name]:
+                found.append(f"{name.replace('_', ' ')}{sample}: {other[name]!r} instead of {one[name]!r}")
+    return next(filter(None, found))
+
+
+def of_positions(what: str, expected: Sequence[Any], got: Sequence[Any], where: str) -> str:
+    """The first position whose candidates differ, and whether in values, in ids, in their order or in ranks."""
+    at = _first(expected, got)
+    if at is None:
+        return ""
+    one, other = _at(expected, at), _at(got, at)
+    if not isinstance(one, list) or not isinstance(other, list):
+        return f"{what} at {where} {at}: {len(got)} positions instead of {len(expected)}"
+    place = _first(one, other)
+    left, right = _at(one, place), _at(other, place)
+    values = {token: value for token, value, _ in one}
+    if any(isinstance(side, list) and side[1].startswith(DIGEST) for side in (left, right)):
+        kind = "one of the many listed"
+    elif any(value != values.get(token, value) for token, value, _ in other):
+        kind = "values"
+    elif {token for token, *_ in one} != {token for token, *_ in other}:
+        kind = "listed ids"
+    elif [token for token, *_ in one] != [token for token, *_ in other]:
+        kind = "order of listed ids"
+    else:
+        kind = "ranks"
+    return f"{what}: {kind} at {where} {at}, place {place}: {_candidate(right)} instead of {_candidate(left)}"
+
+
+def _candidate(candidate: Any) -> str:
+    if not isinstance(candidate, list):
+        return "nothing"
+    token, value, rank = candidate
+    if value.startswith(DIGEST):
+        return f"{token} candidates with the digest {value[:16]}"
+    return f"token {token} with {float.fromhex(value)!r} at rank {rank}"
+
+
+def _first(one: Sequence[Any], other: Sequence[Any]) -> int | None:
+    missing = object()
+    pairs = enumerate(zip_longest(one, other, fillvalue=missing))
+    return next((place for place, (a, b) in pairs if a != b), None)
+
+
+def _at(values: Sequence[Any], place: int) -> Any:
+    return values[place] if place < len(values) else "nothing"

@@ -1,0 +1,55 @@
+"""What the fuzzer prints: a table of engines, what was not tried, and every finding with the commands that go on."""
+
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from vllm_batch_invariant.check.fuzz_finding import Finding, Row
+from vllm_batch_invariant.check.printable import printable
+
+_WORDS = {
+    "company": "differs from the request alone",
+    "settings": "the request alone differs between two engines",
+    "broke": "the engine broke",
+}
+
+
+def print_fuzz(
+    out: Console, rows: Sequence[Row], refused: Counter[str], findings: Sequence[tuple[Path, Finding]]
+) -> None:
+    """Print everything."""
+
+    def line(text: str, style: str | None = None) -> None:
+        out.print(printable(text), style=style, highlight=False, markup=False, soft_wrap=True)
+
+    for row in rows:
+        if not row.not_run:
+            line(f"{row.settings}: {_figures(row)}", "red" if row.differences or row.broke else None)
+    for row in rows:
+        if row.not_run:
+            line(f"not run: {row.settings}: {row.not_run}", "red")
+    for left_out in sorted({row.left_out for row in rows if row.left_out}):
+        line(f"left out: {left_out}")
+    for why, times in refused.most_common():
+        line(f"refused beside targets, {times} times: {why}")
+    for path, finding in findings:
+        other = f" instead of {finding.other_settings.label}" if finding.other_settings else ""
+        out.print()
+        line(f"{_WORDS[finding.kind]}: {finding.text}", "red")
+        line(f"   {finding.settings.label}{other}, {finding.seen}")
+        for text in finding.describe():
+            line(f"   {text}")
+        line(f"   again: vllm-batch-invariant check --replay {shlex.quote(str(path))}")
+        if finding.kind == "company":
+            same = "" if finding.for_bisect else "   (it runs them greedily and together, so it may not show there)"
+            line(f"   which operation: {shlex.join(['vllm-batch-invariant', *finding.bisect_arguments(path)])}{same}")
+
+
+def _figures(row: Row) -> str:
+    figures = [f"{row.schedules} schedules, {row.in_company} of them in company"]
+    figures += [f"{row.steps} steps ({row.chunked_steps} with a prompt cut, {row.graph_replays} graph replays)"]
+    figures += [f"{row.preemptions} preemptions", f"{row.prefix_hits} prefix hits", f"{row.aborts} aborts"]
+    return f"{', '.join([*figures, f'{row.resets} resets'])}: {row.differences} differ{', and it broke' * row.broke}"

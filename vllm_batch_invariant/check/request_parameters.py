@@ -1,0 +1,205 @@
+"""Sampling parameters drawn from a seed: every kind that a request can have, for target requests and for those beside.
+
+Everything is plain data, as JSON has it; :func:`sampling_params` makes vLLM's object of it.
+"""
+
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SEEDED_KINDS = ("seed", "top_k", "top_p", "min_p", "filters", "penalties", "samples")
+KINDS = (
+    "greedy",
+    *SEEDED_KINDS,
+    "greedy penalties",
+    "logit_bias",
+    "allowed_token_ids",
+    "min_tokens",
+    "stop_token_ids",
+    "logprob_token_ids",
+    "bad_words",
+    "stop",
+    "json",
+    "regex",
+    "choice",
+)
+"""Ways to choose tokens that give the same ones again."""
+OF_TEXT = frozenset(("bad_words", "stop", "json", "regex", "choice"))
+"""Kinds for which the engine needs a tokenizer."""
+LISTED = (None, 0, 1, 5, 20, -1)
+"""Candidates listed a token: none, the token's own logprob, so many, and the whole vocabulary."""
+MOST_LISTED = 150_000
+"""Logprobs that one request may list: a list of the whole vocabulary is as long as 7500 lists of 20."""
+OUTPUT_KINDS = ("CUMULATIVE", "DELTA", "FINAL_ONLY")
+"""How a request's tokens come back; DELTA is what a server streams."""
+_JSON_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["sum", "tile", "warp"]}, "rows": {"type": "integer"}},
+    "required": ["name", "rows"],
+    "additionalProperties": False,
+}
+_STRUCTURED = {
+    "json": {"json": _JSON_SCHEMA},
+    "regex": {"regex": "[a-f]{3,9}-[0-9]{2,6}"},
+    "choice": {"choice": ["batch", "batches", "row"]},
+}
+_WORDS = ("e", "self", "in", "re", "(", "def", "=", "x")
+_OF_SERVER = {
+    *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "allowed_token_ids", "bad_words"),
+    *("ignore_eos", "include_stop_str_in_output", "prompt_logprobs", "structured_outputs"),
+}
+"""Parameters that are vLLM's and not the OpenAI client's."""
+_NOT_OVER_HTTP = {"output_kind", "logprob_token_ids"}
+
+
+@dataclass(frozen=True)
+class Accepts:
+    """What an engine takes.
+
+    Attributes:
+        vocabulary: token ids that prompts and lists of ids are drawn from.
+        size: number of all token ids.
+        most_listed: the largest number of logprobs a token; -1 for the whole vocabulary.
+        kinds: the members of ``KINDS`` that it takes.
+    """
+
+    vocabulary: range
+    size: int
+    most_listed: int = 20
+    kinds: tuple[str, ...] = tuple(kind for kind in KINDS if kind not in OF_TEXT)
+
+    def listed(self, positions: int) -> list[int | None]:
+        """The members of ``LISTED`` that a request of so many listed positions may ask for."""
+        whole = self.most_listed == -1 and positions * self.size <= MOST_LISTED
+        top = self.size if self.most_listed == -1 else self.most_listed
+        return [number for number in LISTED if number is None or (whole if number == -1 else number <= top)]
+
+
+ANY_SERVER = Accepts(range(16, 1000), 4096, kinds=tuple(kind for kind in KINDS if kind != "logprob_token_ids"))
+"""What any server of vLLM takes whose model is not known."""
+
+
+def draw(
+    chance: random.Random,
+    accepts: Accepts,
+    kind: str,
+    max_tokens: int,
+    prompt_tokens: int,
+    listed: Iterable[int | None] = LISTED,
+) -> dict[str, Any]:
+    """Parameters of one kind, with any number of logprobs.
+
+    Args:
+        chance: the source of every choice.
+        kind: one of ``KINDS``.
+        max_tokens: tokens to generate at most.
+        prompt_tokens: length of the prompt, whose logprobs may be asked for as well.
+        listed: the numbers of logprobs to choose from.
+    """
+    params: dict[str, Any] = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True}
+    params |= _of_kind(chance, accepts, kind)
+    if "min_tokens" in params:
+        params["min_tokens"] = min(params["min_tokens"], max_tokens)
+    positions = params["max_tokens"] * params.get("n", 1)
+    can = accepts.listed(positions)
+    params["logprobs"] = chance.choice([number for number in listed if number in can] or [None])
+    if kind == "logprob_token_ids":
+        params["logprobs"] = len(params["logprob_token_ids"])
+    if chance.random() < 0.2:
+        of_prompt = [number for number in accepts.listed(prompt_tokens) if number is not None]
+        params["prompt_logprobs"] = chance.choice(of_prompt)
+    return params
+
+
+def _of_kind(chance: random.Random, accepts: Accepts, kind: str) -> dict[str, Any]:
+    ids = accepts.vocabulary
+    seed = {"temperature": chance.choice((0.5, 0.8, 1.0, 1.3)), "seed": chance.randrange(1 << 31)}
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": chance.choice((1.2, 1.4))}
+    top_k = {"top_k": chance.choice((1, 3, 20, 50, 1000))}
+    top_p = {"top_p": chance.choice((0.1, 0.5, 0.8, 0.95))}
+    min_p = {"min_p": chance.choice((0.02, 0.05, 0.2))}
+    # few enough tokens that one which stops is soon drawn
+    few = sorted(chance.sample(ids, 24))
+    makers: dict[str, dict[str, Any]] = {
+        "greedy": {},
+        "seed": seed,
+        "top_k": seed | top_k,
+        "top_p": seed | top_p,
+        "min_p": seed | min_p,
+        "filters": seed | top_k | top_p | min_p,
+        "penalties": seed | penalties,
+        "samples": seed | top_p | {"n": chance.choice((2, 3))},
+        "greedy penalties": penalties,
+        "logit_bias": {"logit_bias": {str(token): chance.choice((-100.0, -5.0, 2.5, 5.0)) for token in few}},
+        "allowed_token_ids": {"allowed_token_ids": few},
+        "min_tokens": seed | {"allowed_token_ids": few, "stop_token_ids": few[::4], "min_tokens": chance.randint(1, 6)},
+        "stop_token_ids": seed | {"allowed_token_ids": few, "stop_token_ids": few[::8]},
+        "logprob_token_ids": {"logprob_token_ids": few[::3]},
+        "bad_words": {"bad_words": chance.sample(_WORDS, 5)},
+        "stop": seed | {"stop": chance.sample(_WORDS, 3), "include_stop_str_in_output": chance.random() < 0.5},
+    }
+    if kind in _STRUCTURED:
+        # the end of the text is the grammar's
+        return {"structured_outputs": _STRUCTURED[kind], "ignore_eos": False} | (seed if chance.random() < 0.5 else {})
+    return makers[kind]
+
+
+def draw_beside(
+    chance: random.Random, accepts: Accepts, max_tokens: int, prompt_tokens: int, unseeded: bool = True
+) -> dict[str, Any]:
+    """Parameters of a request that nobody looks at: any kind, one in three of those that sample without a seed."""
+    params = draw(chance, accepts, chance.choice(accepts.kinds), max_tokens, prompt_tokens)
+    if unseeded and "stop_token_ids" not in params and "stop" not in params and chance.random() < 0.35:
+        params.pop("seed", None)
+    return params
+
+
+def sampling_params(params: Mapping[str, Any]) -> Any:
+    """vLLM's ``SamplingParams`` of plain data, which may have been JSON."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    made = dict(params)
+    if "logit_bias" in made:  # JSON has no whole numbers for keys
+        made["logit_bias"] = {int(token): bias for token, bias in made["logit_bias"].items()}
+    if "structured_outputs" in made:
+        made["structured_outputs"] = StructuredOutputsParams(**made["structured_outputs"])
+    if "output_kind" in made:
+        made["output_kind"] = RequestOutputKind[made["output_kind"]]
+    return SamplingParams(**made)
+
+
+def over_http(params: Mapping[str, Any], chat: bool) -> dict[str, Any]:
+    """The same as arguments of the OpenAI client's ``create``, without what a server cannot be asked for."""
+    body = {name: value for name, value in params.items() if name not in _OF_SERVER | _NOT_OVER_HTTP}
+    body["extra_body"] = {name: value for name, value in params.items() if name in _OF_SERVER}
+    listed = body.pop("logprobs", None)
+    if chat and listed is not None:
+        body |= {"logprobs": True, "top_logprobs": listed}
+    elif listed is not None:
+        body["logprobs"] = listed
+    return body
+
+
+def varied(requests: Iterable[Mapping[str, Any]]) -> str:
+    """What the parameters of requests ask for, all together, in words."""
+    asked = [dict(params) for params in requests]
+    listed = {params.get("logprobs") for params in asked}
+    words = {None: "none", -1: "all"}
+    numbers = "/".join(words.get(number, str(number)) for number in LISTED if number in listed)
+    others = listed - set(LISTED)
+    plain = {"temperature", "max_tokens", "ignore_eos", "logprobs", "output_kind", "include_stop_str_in_output"}
+    names = sorted({name for params in asked for name in params} - plain)
+    return ", ".join([f"logprobs {numbers}{'/...' * bool(others)}", *names])
+
+
+def in_words(params: Mapping[str, Any]) -> str:
+    """What a request asks for, in a line: lists of tokens by their length."""
+    parts = []
+    for name, value in params.items():
+        if name in ("ignore_eos", "include_stop_str_in_output") or value is None:
+            continue
+        text = f"{len(value)} ids" if isinstance(value, list | dict) and name != "structured_outputs" else value
+        parts.append(f"{name}={next(iter(value)) if name == 'structured_outputs' else text}")
+    return " ".join(parts)
