@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -27,9 +28,10 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def end(running: server.Server) -> None:
-    """Have the server end by itself."""
+    """Have the server end by itself, and wait until its process has: its sockets are closed before that."""
     with suppress(httpx.HTTPError):
         httpx.get(running.base_url.removesuffix("/v1") + "/end", trust_env=False)
+    time.sleep(1)
 
 
 def run(then: Callable[[server.Server], object]) -> None:
