@@ -96,9 +96,15 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.sliding_window = sliding_window
         self.logits_soft_cap = logits_soft_cap or None
+        self._slopes = alibi_slopes
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.sinks = sinks
         self.implementation = envs.ATTENTION.read()
+
+    def restore_after_sleep(self) -> None:
+        """Write again what lies beside the weights and vLLM does not know: sleep of level 2 lets it go."""
+        if self.alibi_slopes is not None:
+            self.alibi_slopes.copy_(torch.tensor(self._slopes, dtype=torch.float32, device="cpu"))
 
     def do_kv_cache_update(
         self,

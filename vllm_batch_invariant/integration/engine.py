@@ -9,7 +9,7 @@ import torch
 
 from .. import __version__, envs
 from ..errors import NotCovered
-from . import ascend, cuda_graphs, declaration, seams, seeds, support
+from . import ascend, cuda_graphs, declaration, seams, seeds, support, weights
 
 if TYPE_CHECKING:
     from ..ops.attention import AttentionReduction
@@ -52,6 +52,7 @@ def install() -> None:
     seams.INIT_BATCH_INVARIANCE.put(take_over)
     declaration.offer_endpoint()
     seeds.install()
+    weights.install()
     _installed = True
 
 
@@ -148,6 +149,7 @@ def take_over() -> None:
         linear.install(device_type)
         norm.install()
     declaration.install()
+    weights.install_in_worker(device_type)
     enable_batch_invariant_mode(theirs)
     if device_type == "cpu":
         compile_kernels()

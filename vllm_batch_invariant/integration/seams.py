@@ -83,6 +83,11 @@ TOKEN_LOGPROBS = Seam(("vllm.v1.worker.gpu.sample.logprob",), "compute_token_log
 """What the model runner V2, which serves dense models on GPUs, reports as logprobs."""
 WORKER = Seam(("vllm.v1.worker.worker_base",), "WorkerBase")
 """Whose methods an engine calls by name."""
+GPU_WORKER = Seam(("vllm.v1.worker.gpu_worker",), "Worker")
+"""Loads the model, on CUDA and on the CPU, and puts a GPU's memory to sleep."""
+ENGINE_CORE = Seam(("vllm.v1.engine.core",), "EngineCore")
+"""Schedules steps, and is where calls of the workers pass, of a trainer that brings weights among them."""
+PAUSE_STATE = Seam(("vllm.v1.core.sched.interface",), "PauseState")
 INPUT_PROCESSOR = Seam(("vllm.v1.engine.input_processor",), "InputProcessor")
 """Makes what the engine gets of what a client asks."""
 TOP_K_TOP_P_KERNEL = Seam(("vllm.v1.sample.ops.topk_topp_triton",), "apply_top_k_top_p_triton")
@@ -101,6 +106,8 @@ ALL = {name: value for name, value in list(globals().items()) if isinstance(valu
 MEMBERS = {
     "INPUT_PROCESSOR": ("process_inputs",),
     "GRAPH_MANAGER": ("_init_candidates",),
+    "GPU_WORKER": ("load_model", "sleep", "wake_up"),
+    "ENGINE_CORE": ("collective_rpc", "step", "step_with_batch_queue", "reset_prefix_cache"),
     "LINEAR_METHOD": ("process_weights_after_loading",),
     "EMBEDDING_METHOD": ("process_weights_after_loading",),
 }
