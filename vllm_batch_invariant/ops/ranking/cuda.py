@@ -43,7 +43,7 @@ def _count_kernel(
     before = inside & ((keys > key) | ((keys == key) & (places < chosen)))
     tl.atomic_add(ranks_ptr + row, tl.sum(before.to(tl.int64)))
     if width > 0:
-        _, _, smallest = _smallest_key(best_ptr, row, count, width)
+        _keys, _held, smallest = _smallest_key(best_ptr, row, count, width)
         tl.atomic_add(enough_ptr + row, tl.sum((inside & (keys >= smallest)).to(tl.int32)))
 
 
