@@ -27,7 +27,7 @@ def kept_by(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None
 
 
 def assert_within_rounding(logits: torch.Tensor, kept: torch.Tensor, k: torch.Tensor, p: torch.Tensor) -> None:
-    """Fail unless what is kept begins the order, holds enough probability, and needs its last candidate for that."""
+    """Fail unless what is kept begins the order, is probable enough, and needs its last candidate for that."""
     slack = 2e-6
     assert not (kept & ~reference.kept(logits, k, p + slack) & (logits > -torch.inf)).any()
     least = reference.kept(logits, k, (p - slack).clamp(min=0))

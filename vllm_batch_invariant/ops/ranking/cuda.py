@@ -1,7 +1,7 @@
 """The candidates of a row on a GPU: PyTorch finds the largest values, and what is equal to the last is chosen again.
 
-torch.topk is right about values and free about which of equal ones it takes and in what order it lists them. So only its
-values above the smallest count, and the rest are the first indices of the row that have the smallest one.
+torch.topk is right about values and free about which of equal ones it takes and in what order it lists them. So only
+its values above the smallest count, and the rest are the first indices of the row that have the smallest one.
 """
 
 import torch
@@ -74,9 +74,7 @@ def _settle_kernel(
             found = tl.sum(equal)
             if found > 0:
                 place = taken + tl.cumsum(equal) - 1
-                tl.store(
-                    out_ptr + row * count + place, last | offsets.to(tl.int64), mask=(equal > 0) & (place < count)
-                )
+                tl.store(out_ptr + row * count + place, last | offsets.to(tl.int64), mask=(equal > 0) & (place < count))
                 taken += found
             start += block
 

@@ -9,11 +9,11 @@ __all__ = ["TopPReduction", "top_k_top_p"]
 
 
 def top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
-    """Keep, in each row, the first ``k`` candidates in the order of :mod:`..ranking`, and of these the fewest first ones
-    whose probabilities (a softmax over the first ``k``) add up to ``p`` or more.
+    """Keep, in each row, the first ``k`` candidates in the order of :mod:`..ranking`, and of these the fewest first
+    ones whose probabilities (a softmax over the first ``k``) add up to ``p`` or more.
 
-    So of equal logits at the cut those with lower indices stay, and what a row keeps follows from the row, its k and its
-    p. :class:`TopPReduction` says how probabilities are added.
+    So of equal logits at the cut those with lower indices stay, and what a row keeps follows from the row, its k and
+    its p. :class:`TopPReduction` says how probabilities are added.
 
     Args:
         logits: [rows, length] fp32, bf16 or fp16; changed in place where their rows are contiguous.
@@ -26,6 +26,6 @@ def top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | 
     Raises:
         NotCovered: a device without an implementation.
     """
-    if k is None and p is None or not logits.numel():
+    if (k is None and p is None) or not logits.numel():
         return logits
     return implementation("top_k_top_p", logits, k, p).top_k_top_p(logits, k, p)

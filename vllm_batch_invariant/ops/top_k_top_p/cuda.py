@@ -1,9 +1,9 @@
 """top-k and top-p on a GPU, in Triton: where the cut is, is found among candidates near the largest logit.
 
-Blocks of a row leave their maxima; then the number and the weight of what is at most so far below the row's; then what is
-close enough to hold the cut goes into a list. One program a row searches that list (or the row, if the list would be long)
-for the last candidate that stays, and blocks again set the rest to -inf. Counts and weights are integers: none of this can
-move the cut.
+Blocks of a row leave their maxima; then the number and the weight of what is at most so far below the row's; then what
+is close enough to hold the cut goes into a list. One program a row searches that list (or the row, if the list would be
+long) for the last candidate that stays, and blocks again set the rest to -inf. Counts and weights are integers: none of
+this can move the cut.
 """
 
 import torch
