@@ -1,4 +1,5 @@
-"""Checks by reading, not running, that vLLM's sources have every place the plugin takes hold of, and vllm-ascend's.
+"""Checks by reading, not running, that vLLM's sources have every place the plugin takes hold of, and vllm-ascend's; and
+that what samples in vLLM, and is left as it is, has sources that were reviewed.
 
 usage: python -m scripts.check_seams PACKAGE==VERSION...     downloads those wheels: vllm 300 MB, vllm-ascend 25 MB
 """
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from vllm_batch_invariant.integration import ascend_seams, seams
+from vllm_batch_invariant.integration import ascend_seams, reviewed, seams
 
 
 def defines(source: str, name: str) -> bool:
@@ -71,6 +72,17 @@ def missing(wheel: zipfile.ZipFile, places: ModuleType) -> list[str]:
     return absent
 
 
+def not_reviewed(wheel: zipfile.ZipFile) -> dict[str, str]:
+    """Functions that sample in a wheel of vLLM for GPUs and that nobody has read, with their digests."""
+    files = set(wheel.namelist())
+
+    def source_of(module: str) -> str | None:
+        file = f"{module.replace('.', '/')}.py"
+        return wheel.read(file).decode() if file in files else None
+
+    return reviewed.not_reviewed(source_of, "cuda")
+
+
 PLACES = {"vllm": seams, "vllm-ascend": ascend_seams}
 
 
@@ -80,14 +92,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("requirements", nargs="+", metavar="PACKAGE==VERSION", help=f"one of {', '.join(PLACES)}")
     lacking = 0
     for requirement in parser.parse_args(arguments).requirements:
-        places = PLACES[requirement.partition("==")[0]]
+        package = requirement.partition("==")[0]
+        places = PLACES[package]
         with tempfile.TemporaryDirectory() as folder:
             wanted = ["--no-deps", "--only-binary=:all:", "--dest", folder, requirement]
             subprocess.run([sys.executable, "-m", "pip", "download", "-q", *wanted], check=True)
             with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
                 absent = missing(wheel, places)
-        lacking += bool(absent)
+                unread = not_reviewed(wheel) if package == "vllm" else {}
+        lacking += bool(absent or unread)
         print(f"{requirement}: " + (f"no {', '.join(absent)}" if absent else f"all {len(places.ALL)} seams are there"))
+        for name, digest in unread.items():
+            print(f"{requirement}: not reviewed: {name} {digest}")
     return lacking
 
 

@@ -133,7 +133,7 @@ def take_over() -> None:
 
     from ..aten import enable_batch_invariant_mode
     from ..ops.linear import schedule
-    from . import linear, norm, norm_rotary, sampling
+    from . import linear, norm, norm_rotary, sampling, sampling_seeds
 
     device_type = current_platform.device_type
     theirs: frozenset[str] = frozenset()
@@ -145,7 +145,8 @@ def take_over() -> None:
             schedule.gpu(torch.cuda.current_device())
             cuda_graphs.install()
             norm_rotary.install()
-            sampling.install()
+        sampling.install(device_type)
+        sampling_seeds.install()
         linear.install(device_type)
         norm.install()
     declaration.install()
@@ -159,7 +160,7 @@ def take_over() -> None:
 
 def compile_kernels() -> None:
     """Run each compiled kernel once on next to nothing, so that no request waits for the compiler: 30 s when cold."""
-    from ..ops import norm, softmax
+    from ..ops import norm, ranking, softmax, top_k_top_p
     from ..ops.attention import AttentionReduction, paged_attention
 
     for rows in (1, 1024):  # the kernel for one thread, and the one for many
@@ -167,6 +168,8 @@ def compile_kernels() -> None:
         norm.rms_norm(x, None, 1e-6)
         softmax.log_softmax(softmax.softmax(x))
         torch.sum(x, -1)
+        ranking.top_and_ranks(x, 1, torch.zeros(rows, dtype=torch.int64))
+        top_k_top_p.top_k_top_p(x, torch.full((rows,), 2), torch.full((rows,), 0.5))
     page = torch.zeros(1, 1, 16, 64)
     one = torch.ones(1, dtype=torch.int32)
     starts = torch.tensor([0, 1], dtype=torch.int32)

@@ -80,7 +80,7 @@ ROTARY_EMBEDDING = Seam(("vllm.model_executor.layers.rotary_embedding",), "Rotar
 QWEN3_ATTENTION = Seam(("vllm.model_executor.models.qwen3",), "Qwen3Attention")
 QWEN3_MOE_ATTENTION = Seam(("vllm.model_executor.models.qwen3_moe",), "Qwen3MoeAttention")
 TOKEN_LOGPROBS = Seam(("vllm.v1.worker.gpu.sample.logprob",), "compute_token_logprobs")
-"""What the model runner V2, which serves dense models on GPUs, reports as logprobs."""
+"""Logprobs of given tokens in vLLM's second model runner, which serves dense models on GPUs."""
 WORKER = Seam(("vllm.v1.worker.worker_base",), "WorkerBase")
 """Whose methods an engine calls by name."""
 GPU_WORKER = Seam(("vllm.v1.worker.gpu_worker",), "Worker")
@@ -90,9 +90,21 @@ ENGINE_CORE = Seam(("vllm.v1.engine.core",), "EngineCore")
 PAUSE_STATE = Seam(("vllm.v1.core.sched.interface",), "PauseState")
 INPUT_PROCESSOR = Seam(("vllm.v1.engine.input_processor",), "InputProcessor")
 """Makes what the engine gets of what a client asks."""
-TOP_K_TOP_P_KERNEL = Seam(("vllm.v1.sample.ops.topk_topp_triton",), "apply_top_k_top_p_triton")
-TOP_K_TOP_P_FEW_ROWS = Seam(("vllm.v1.sample.ops.topk_topp_sampler",), "apply_top_k_top_p_pytorch")
-"""Filters logits of few rows, and all where vLLM finds no Triton."""
+TOP_K_TOP_P = Seam(("vllm.v1.sample.ops.topk_topp_sampler",), "apply_top_k_top_p")
+"""Filters logits for vLLM's first model runner."""
+TOP_K_TOP_P_OF_STATES = Seam(("vllm.v1.worker.gpu.sample.states",), "apply_top_k_top_p")
+"""The same for the second one, under the two names that it has there."""
+TOP_K_TOP_P_OF_SAMPLER = Seam(("vllm.v1.worker.gpu.sample.sampler",), "apply_top_k_top_p")
+SAMPLER = Seam(("vllm.v1.sample.sampler",), "Sampler")
+"""Samples, and lists logprobs, in the first model runner."""
+SECOND_SAMPLER = Seam(("vllm.v1.worker.gpu.sample.sampler",), "Sampler")
+TOPK_SCORES = Seam(("vllm.v1.worker.gpu.sample.logprob",), "compute_topk_scores")
+"""Lists logprobs in the second model runner, under the names that it has there."""
+TOPK_SCORES_OF_SAMPLER = Seam(("vllm.v1.worker.gpu.sample.sampler",), "compute_topk_scores")
+TOPK_SCORES_OF_PROMPT = Seam(("vllm.v1.worker.gpu.sample.prompt_logprob",), "compute_topk_scores")
+LOGPROBS_TENSORS = Seam(("vllm.v1.outputs",), "LogprobsTensors")
+MODEL_RUNNER = Seam(("vllm.v1.worker.gpu_model_runner",), "GPUModelRunner")
+"""The first model runner, of CPUs as well."""
 ENDPOINT_PLUGINS = Seam(("vllm.plugins",), "load_endpoint_plugins")
 """Called by a server for the routes that plugins add."""
 ENVIRONMENT = Seam(("vllm.envs",), "environment_variables")
@@ -105,6 +117,9 @@ ALL = {name: value for name, value in list(globals().items()) if isinstance(valu
 
 MEMBERS = {
     "INPUT_PROCESSOR": ("process_inputs",),
+    "SAMPLER": ("forward", "gather_logprobs", "gather_specific_token_logprobs"),
+    "SECOND_SAMPLER": ("apply_sampling_params",),
+    "MODEL_RUNNER": ("_sample", "_bookkeeping_sync"),
     "GRAPH_MANAGER": ("_init_candidates",),
     "GPU_WORKER": ("load_model", "sleep", "wake_up"),
     "ENGINE_CORE": ("collective_rpc", "step", "step_with_batch_queue", "reset_prefix_cache"),
