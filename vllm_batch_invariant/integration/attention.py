@@ -160,10 +160,39 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         return output
 
 
+CLAIMS = frozenset(
+    {
+        "supports_attn_type",
+        "supports_batch_invariance",
+        "supports_block_size",
+        "supports_combination",
+        "supports_compute_capability",
+        "supports_dtype",
+        "supports_head_size",
+        "supports_kv_cache_dtype",
+        "supports_sliding_window",
+    }
+)
+"""Methods ``supports_*`` of a backend that are answered here, or that vLLM's backend for the device answers for ours too.
+Whatever else a version of vLLM asks a backend of ours whether it supports, it does not.
+"""
+
+
+def _not_supported(cls: type, *args: object, **named: object) -> bool:  # noqa: ARG001 - whatever is asked
+    return False
+
+
 class FixedSplits:
     """What a backend of ours says of itself; cache layout and page sizes it takes from vLLM's for its device."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+
+    def __init_subclass__(cls) -> None:
+        """Take back what the backend of vLLM's claims that it inherits from, and this project has not proven."""
+        super().__init_subclass__()
+        for name in dir(cls):
+            if name.startswith("supports_") and name not in CLAIMS:
+                setattr(cls, name, classmethod(_not_supported))
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -172,10 +201,6 @@ class FixedSplits:
     @classmethod
     def supports_batch_invariance(cls) -> bool:
         return True
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return False
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
