@@ -9,7 +9,7 @@ import torch
 
 from .. import __version__, envs
 from ..errors import NotCovered
-from . import ascend, cuda_graphs, declaration, seams, seeds, support
+from . import ascend, cuda_graphs, declaration, refusals, seams, seeds, support
 
 if TYPE_CHECKING:
     from ..ops.attention import AttentionReduction
@@ -37,6 +37,7 @@ def install() -> None:
     from vllm.platforms import current_platform
 
     seams.check_version()
+    refusals.install()
     support.check_device(current_platform.device_type)
     for variable in envs.VARIABLES:
         variable.read()
@@ -49,7 +50,7 @@ def install() -> None:
         ascend.be_deterministic()
         ascend.choose_attention(type(current_platform))
     seams.REGISTER_BACKEND.get()(_backend(device_type), f"{__package__}.attention_{device_type}.Backend")
-    seams.INIT_BATCH_INVARIANCE.put(take_over)
+    seams.INIT_BATCH_INVARIANCE.put(refusals.relayed(take_over))
     declaration.offer_endpoint()
     seeds.install()
     _installed = True
@@ -147,6 +148,7 @@ def take_over() -> None:
             sampling.install()
         linear.install(device_type)
         norm.install()
+        refusals.install_in_worker(seams.DEVICE_WORKER.get())
     declaration.install()
     enable_batch_invariant_mode(theirs)
     if device_type == "cpu":

@@ -83,6 +83,14 @@ TOKEN_LOGPROBS = Seam(("vllm.v1.worker.gpu.sample.logprob",), "compute_token_log
 """What the model runner V2, which serves dense models on GPUs, reports as logprobs."""
 WORKER = Seam(("vllm.v1.worker.worker_base",), "WorkerBase")
 """Whose methods an engine calls by name."""
+EXECUTOR = Seam(("vllm.v1.executor.abstract",), "Executor")
+"""Starts the workers, in the process of the engine."""
+ENGINE_CORE = Seam(("vllm.v1.engine.core",), "EngineCore")
+"""Holds the executor and the scheduler."""
+WAIT_FOR_ENGINE = Seam(("vllm.v1.engine.utils",), "wait_for_engine_startup")
+"""Where the front end learns that a process of the engine has ended."""
+DEVICE_WORKER = Seam(("vllm.v1.worker.gpu_worker",), "Worker")
+"""The worker of GPUs, from which that of CPUs inherits how a model is loaded."""
 INPUT_PROCESSOR = Seam(("vllm.v1.engine.input_processor",), "InputProcessor")
 """Makes what the engine gets of what a client asks."""
 TOP_K_TOP_P_KERNEL = Seam(("vllm.v1.sample.ops.topk_topp_triton",), "apply_top_k_top_p_triton")
@@ -99,6 +107,8 @@ COMPILATION_MODE = Seam(("vllm.config", "vllm.config.compilation"), "Compilation
 ALL = {name: value for name, value in list(globals().items()) if isinstance(value, Seam)}
 
 MEMBERS = {
+    "DEVICE_WORKER": ("load_model", "initialize_from_config", "get_model"),
+    "ENGINE_CORE": ("_initialize_kv_caches",),
     "INPUT_PROCESSOR": ("process_inputs",),
     "GRAPH_MANAGER": ("_init_candidates",),
     "LINEAR_METHOD": ("process_weights_after_loading",),
