@@ -9,8 +9,8 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, A
 from .. import envs
 from ..errors import NotCovered
 from ..ops.attention import AttentionReduction, paged_attention
-
-HEAD_SIZES = tuple(range(64, 257, 16))
+from .reviewed import CLAIMS
+from .support import HEAD_SIZES
 
 
 @dataclass
@@ -160,24 +160,6 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         return output
 
 
-CLAIMS = frozenset(
-    {
-        "supports_attn_type",
-        "supports_batch_invariance",
-        "supports_block_size",
-        "supports_combination",
-        "supports_compute_capability",
-        "supports_dtype",
-        "supports_head_size",
-        "supports_kv_cache_dtype",
-        "supports_sliding_window",
-    }
-)
-"""Methods ``supports_*`` of a backend that are answered here, or that vLLM's backend for the device answers for ours too.
-Whatever else a version of vLLM asks a backend of ours whether it supports, it does not.
-"""
-
-
 def _not_supported(cls: type, *args: object, **named: object) -> bool:  # noqa: ARG001 - whatever is asked
     return False
 
@@ -192,7 +174,7 @@ class FixedSplits:
         super().__init_subclass__()
         for name in dir(cls):
             if name.startswith("supports_") and name not in CLAIMS:
-                setattr(cls, name, classmethod(_not_supported))
+                setattr(cls, name, classmethod(_not_supported) if callable(getattr(cls, name)) else False)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 
 from .. import __version__, envs
 from ..errors import NotCovered
-from . import ascend, cuda_graphs, declaration, refusals, seams, seeds, support
+from . import ascend, cuda_graphs, declaration, refusals, reviewed, seams, seeds, support
 
 if TYPE_CHECKING:
     from ..ops.attention import AttentionReduction
@@ -38,7 +38,8 @@ def install() -> None:
 
     seams.check_version()
     refusals.install()
-    support.check_device(current_platform.device_type)
+    support.check_device(_device_type(current_platform))
+    reviewed.check_variables()
     for variable in envs.VARIABLES:
         variable.read()
         seams.ENVIRONMENT.get().setdefault(variable.name, variable.read)
@@ -54,6 +55,11 @@ def install() -> None:
     declaration.offer_endpoint()
     seeds.install()
     _installed = True
+
+
+def _device_type(platform: Any) -> str:
+    """What a platform computes on; ROCm's and others say "cuda" of theirs, too."""
+    return platform.device_name if platform.device_type == "cuda" and not platform.is_cuda() else platform.device_type
 
 
 def _backend(device_type: str) -> Any:
@@ -72,7 +78,7 @@ def _check_configurations(platform: type) -> None:
     adjust = platform.check_and_update_config.__func__
 
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
-        support.check(vllm_config)
+        check(vllm_config)
         npu = vllm_config.device_config.device_type == "npu" and vllm_config.model_config is not None
         if npu:
             ascend.before_platform(vllm_config)
@@ -82,6 +88,31 @@ def _check_configurations(platform: type) -> None:
             ascend.after_platform(vllm_config)
 
     platform.check_and_update_config = classmethod(check_and_update_config)
+    _check_again(seams.CONFIG.get())
+
+
+def _check_again(kind: type) -> None:
+    """Run the start-up check once more when a configuration is complete: vLLM makes a part of it after the platform."""
+    complete = kind.__post_init__
+
+    def __post_init__(self: Any) -> None:  # noqa: N807 - vLLM's
+        complete(self)
+        part = self.model_config is not None and getattr(self.model_config, "is_submodel_config", False)
+        if not part and self.device_config.device_type != "npu":
+            check(self)
+
+    kind.__post_init__ = __post_init__
+
+
+def check(vllm_config: Any) -> None:
+    """Refuse a configuration that the mode does not cover. vllm-ascend's, on an NPU, has not been reviewed by field.
+
+    Raises:
+        NotCovered: a feature that is not covered, or a field that nobody has reviewed and that has not its default.
+    """
+    support.check(vllm_config)
+    if vllm_config.model_config is not None and vllm_config.device_config.device_type != "npu":
+        reviewed.check(vllm_config)
 
 
 def configure(vllm_config: Any) -> None:

@@ -1,9 +1,9 @@
 """A refusal reaches the user as one line, whichever process finds it.
 
-What only a layer or a device knows is refused in a worker, two processes away from the user. vLLM logs such an error with
-the traceback of each process on its way and raises another one, "Engine core initialization failed", in the front end.
-So the process that refuses leaves its line in a file whose name every process inherits, and ends quietly; the front end
-raises the same refusal from there.
+What only a layer or a device knows is refused in a worker, two processes away from the user. vLLM logs such an error
+with the traceback of each process on its way and raises another one, "Engine core initialization failed", in the front
+end. So the process that refuses leaves its line in a file whose name every process inherits, and ends quietly; the
+front end raises the same refusal from there.
 """
 
 import functools

@@ -63,6 +63,8 @@ LINEAR_METHOD = Seam(("vllm.model_executor.layers.linear",), "UnquantizedLinearM
 EMBEDDING_METHOD = Seam(("vllm.model_executor.layers.vocab_parallel_embedding",), "UnquantizedEmbeddingMethod")
 """The same for embeddings."""
 VOCABULARY_LAYER = Seam(("vllm.model_executor.layers.vocab_parallel_embedding",), "VocabParallelEmbedding")
+CONFIG = Seam(("vllm.config.vllm",), "VllmConfig")
+"""Completed by its ``__post_init__``, which also calls the platform."""
 CURRENT_CONFIG = Seam(("vllm.config", "vllm.config.vllm"), "get_current_vllm_config")
 CUSTOM_OP = Seam(("vllm.model_executor.custom_op",), "CustomOp")
 RMS_NORM = Seam(("vllm.model_executor.layers.layernorm",), "RMSNorm")
@@ -107,6 +109,7 @@ COMPILATION_MODE = Seam(("vllm.config", "vllm.config.compilation"), "Compilation
 ALL = {name: value for name, value in list(globals().items()) if isinstance(value, Seam)}
 
 MEMBERS = {
+    "CONFIG": ("__post_init__",),
     "DEVICE_WORKER": ("load_model", "initialize_from_config", "get_model"),
     "ENGINE_CORE": ("_initialize_kv_caches",),
     "INPUT_PROCESSOR": ("process_inputs",),
