@@ -1,5 +1,5 @@
 """Checks by reading, not running, that vLLM's sources have every place the plugin takes hold of, and vllm-ascend's; and
-that what samples in vLLM, and is left as it is, has sources that were reviewed.
+names what vLLM's have that nobody has reviewed: functions that sample, fields of configurations, claims of backends.
 
 usage: python -m scripts.check_seams PACKAGE==VERSION...     downloads those wheels: vllm 300 MB, vllm-ascend 25 MB
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from vllm_batch_invariant.integration import ascend_seams, reviewed, seams
+from vllm_batch_invariant.integration import ascend_seams, reviewed, reviewed_sampling, seams
 
 
 def defines(source: str, name: str) -> bool:
@@ -80,14 +80,48 @@ def not_reviewed(wheel: zipfile.ZipFile) -> dict[str, str]:
         file = f"{module.replace('.', '/')}.py"
         return wheel.read(file).decode() if file in files else None
 
-    return reviewed.not_reviewed(source_of, "cuda")
+    return reviewed_sampling.not_reviewed(source_of, "cuda")
+
+
+def configurations(wheel: zipfile.ZipFile) -> dict[str, dict[str, str]]:
+    """The fields of every class of configurations, by the name of the class, with what they are declared to be."""
+    found = {}
+    for file in wheel.namelist():
+        if not file.startswith("vllm/config/") or not file.endswith(".py"):
+            continue
+        for node in ast.parse(wheel.read(file)).body:
+            if isinstance(node, ast.ClassDef) and any("config" in ast.unparse(mark) for mark in node.decorator_list):
+                items = (item for item in node.body if isinstance(item, ast.AnnAssign))
+                declared = {ast.unparse(item.target): ast.unparse(item.annotation) for item in items}
+                found[node.name] = {
+                    field: kind for field, kind in declared.items() if not kind.startswith(("InitVar", "ClassVar"))
+                }
+    return found
+
+
+def unreviewed(wheel: zipfile.ZipFile) -> list[str]:
+    """Fields that a vLLM's configuration has, and questions that its attention backends answer, of which no list tells.
+
+    Of a configuration inside another one only what was not judged with the field that holds it.
+    """
+    classes, names, open_ = configurations(wheel), [], ["VllmConfig"]
+    for kind in open_:
+        names += sorted(f"{kind}.{field}" for field in reviewed.unreviewed(kind, set(classes[kind])))
+        for declared in classes[kind].values() if kind in reviewed.FIELDS else ():
+            inside = {node.id for node in ast.walk(ast.parse(declared)) if isinstance(node, ast.Name)}
+            open_ += sorted(inside & set(classes) - set(open_))
+    for file, name in (("backend", "AttentionBackend"), ("backends/triton_attn", "TritonAttentionBackend")):
+        claims = members(wheel.read(f"vllm/v1/attention/{file}.py").decode(), name)
+        new = {claim for claim in claims if claim.startswith("supports_")} - reviewed.CLAIMS - reviewed.DENIED
+        names += sorted(f"{name}.{claim}" for claim in new)
+    return names
 
 
 PLACES = {"vllm": seams, "vllm-ascend": ascend_seams}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check each package; the exit status is the number of those that lack something."""
+    """Check each package; the exit status is the number of those that lack something or have something new."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("requirements", nargs="+", metavar="PACKAGE==VERSION", help=f"one of {', '.join(PLACES)}")
     lacking = 0
@@ -100,10 +134,13 @@ def main(arguments: list[str] | None = None) -> int:
             with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
                 absent = missing(wheel, places)
                 unread = not_reviewed(wheel) if package == "vllm" else {}
-        lacking += bool(absent or unread)
+                unknown = unreviewed(wheel) if places is seams else []
+        lacking += bool(absent or unread or unknown)
         print(f"{requirement}: " + (f"no {', '.join(absent)}" if absent else f"all {len(places.ALL)} seams are there"))
         for name, digest in unread.items():
             print(f"{requirement}: not reviewed: {name} {digest}")
+        if unknown:
+            print(f"{requirement}: nobody has reviewed {', '.join(unknown)}")
     return lacking
 
 

@@ -10,7 +10,7 @@ import torch
 from tests.bits import assert_same_bits
 from tests.ops.test_ranking import tied_rows
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import reviewed, sampling, seams
+from vllm_batch_invariant.integration import reviewed_sampling, sampling, seams
 from vllm_batch_invariant.integration.reviewed_sources import REVIEWED
 from vllm_batch_invariant.ops import ranking
 from vllm_batch_invariant.ops.softmax import log_softmax, log_softmax_at
@@ -150,7 +150,7 @@ def test_logits_of_a_batch_with_a_sampled_row_are_widened(named):
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_what_samples_in_the_installed_vllm_was_reviewed(device_type):
-    reviewed.check(device_type)
+    reviewed_sampling.check(device_type)
 
 
 def source_of(module: str) -> str | None:
@@ -174,17 +174,17 @@ def test_a_function_that_nobody_has_reviewed_is_found(module, before, after, nam
         assert name != module or before in source
         return source.replace(before, after) if name == module else source
 
-    assert set(reviewed.not_reviewed(changed, "cuda")) == {f"{module}.{name}" for name in names}
+    assert set(reviewed_sampling.not_reviewed(changed, "cuda")) == {f"{module}.{name}" for name in names}
 
 
 def test_a_function_of_the_gpus_runner_that_nobody_has_reviewed_is_no_matter_on_a_cpu():
-    assert reviewed.not_reviewed(lambda name: source_of(name) if "gpu" not in name else None, "cpu") == {}
+    assert reviewed_sampling.not_reviewed(lambda name: source_of(name) if "gpu" not in name else None, "cpu") == {}
 
 
 def test_an_unknown_source_is_refused_at_the_start(monkeypatch):
     monkeypatch.setitem(REVIEWED, "vllm.v1.sample.sampler", {"Sampler.sample": ("0" * 16,)})
     with pytest.raises(NotCovered, match=r"nobody has reviewed its vllm\.v1\.sample\.sampler\.Sampler\.sample"):
-        reviewed.check("cpu")
+        reviewed_sampling.check("cpu")
 
 
 def test_the_places_that_sampling_takes_hold_of_are_there():

@@ -9,8 +9,8 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, A
 from .. import envs
 from ..errors import NotCovered
 from ..ops.attention import AttentionReduction, paged_attention
-
-HEAD_SIZES = tuple(range(64, 257, 16))
+from .reviewed import CLAIMS
+from .support import HEAD_SIZES
 
 
 @dataclass
@@ -166,10 +166,21 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         return output
 
 
+def _not_supported(cls: type, *args: object, **named: object) -> bool:  # noqa: ARG001 - whatever is asked
+    return False
+
+
 class FixedSplits:
     """What a backend of ours says of itself; cache layout and page sizes it takes from vLLM's for its device."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+
+    def __init_subclass__(cls) -> None:
+        """Take back what the backend of vLLM's claims that it inherits from, and this project has not proven."""
+        super().__init_subclass__()
+        for name in dir(cls):
+            if name.startswith("supports_") and name not in CLAIMS:
+                setattr(cls, name, classmethod(_not_supported) if callable(getattr(cls, name)) else False)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -178,10 +189,6 @@ class FixedSplits:
     @classmethod
     def supports_batch_invariance(cls) -> bool:
         return True
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return False
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

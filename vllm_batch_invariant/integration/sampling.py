@@ -13,7 +13,7 @@ import torch
 from ..ops.ranking import top_and_ranks
 from ..ops.softmax import log_softmax_at
 from ..ops.top_k_top_p import top_k_top_p
-from . import reviewed, seams
+from . import reviewed_sampling, seams
 
 
 def install(device_type: str) -> None:
@@ -22,7 +22,7 @@ def install(device_type: str) -> None:
     Raises:
         NotCovered: a function of vLLM that stays in use has another source than those that were reviewed.
     """
-    reviewed.check(device_type)
+    reviewed_sampling.check(device_type)
     _first_runner()
     if device_type == "cuda":
         _second_runner()

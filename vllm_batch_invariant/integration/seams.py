@@ -63,6 +63,8 @@ LINEAR_METHOD = Seam(("vllm.model_executor.layers.linear",), "UnquantizedLinearM
 EMBEDDING_METHOD = Seam(("vllm.model_executor.layers.vocab_parallel_embedding",), "UnquantizedEmbeddingMethod")
 """The same for embeddings."""
 VOCABULARY_LAYER = Seam(("vllm.model_executor.layers.vocab_parallel_embedding",), "VocabParallelEmbedding")
+CONFIG = Seam(("vllm.config.vllm",), "VllmConfig")
+"""Completed by its ``__post_init__``, which also calls the platform."""
 CURRENT_CONFIG = Seam(("vllm.config", "vllm.config.vllm"), "get_current_vllm_config")
 CUSTOM_OP = Seam(("vllm.model_executor.custom_op",), "CustomOp")
 RMS_NORM = Seam(("vllm.model_executor.layers.layernorm",), "RMSNorm")
@@ -83,11 +85,17 @@ TOKEN_LOGPROBS = Seam(("vllm.v1.worker.gpu.sample.logprob",), "compute_token_log
 """Logprobs of given tokens in vLLM's second model runner, which serves dense models on GPUs."""
 WORKER = Seam(("vllm.v1.worker.worker_base",), "WorkerBase")
 """Whose methods an engine calls by name."""
-GPU_WORKER = Seam(("vllm.v1.worker.gpu_worker",), "Worker")
-"""Loads the model, on CUDA and on the CPU, and puts a GPU's memory to sleep."""
+EXECUTOR = Seam(("vllm.v1.executor.abstract",), "Executor")
+"""Starts the workers, in the process of the engine."""
 ENGINE_CORE = Seam(("vllm.v1.engine.core",), "EngineCore")
-"""Schedules steps, and is where calls of the workers pass, of a trainer that brings weights among them."""
+"""Holds the executor and the scheduler, schedules steps, and is where calls of the workers pass, of a trainer that
+brings weights among them.
+"""
 PAUSE_STATE = Seam(("vllm.v1.core.sched.interface",), "PauseState")
+WAIT_FOR_ENGINE = Seam(("vllm.v1.engine.utils",), "wait_for_engine_startup")
+"""Where the front end learns that a process of the engine has ended."""
+DEVICE_WORKER = Seam(("vllm.v1.worker.gpu_worker",), "Worker")
+"""The worker of GPUs, from which that of CPUs inherits how a model is loaded; puts a GPU's memory to sleep."""
 INPUT_PROCESSOR = Seam(("vllm.v1.engine.input_processor",), "InputProcessor")
 """Makes what the engine gets of what a client asks."""
 TOP_K_TOP_P = Seam(("vllm.v1.sample.ops.topk_topp_sampler",), "apply_top_k_top_p")
@@ -116,13 +124,16 @@ COMPILATION_MODE = Seam(("vllm.config", "vllm.config.compilation"), "Compilation
 ALL = {name: value for name, value in list(globals().items()) if isinstance(value, Seam)}
 
 MEMBERS = {
+    "CONFIG": ("__post_init__",),
+    "DEVICE_WORKER": ("load_model", "initialize_from_config", "get_model", "sleep", "wake_up"),
+    "ENGINE_CORE": (
+        *("_initialize_kv_caches", "collective_rpc", "step", "step_with_batch_queue", "reset_prefix_cache"),
+    ),
     "INPUT_PROCESSOR": ("process_inputs",),
     "SAMPLER": ("forward", "gather_logprobs", "gather_specific_token_logprobs"),
     "SECOND_SAMPLER": ("apply_sampling_params",),
     "MODEL_RUNNER": ("_sample", "_bookkeeping_sync"),
     "GRAPH_MANAGER": ("_init_candidates",),
-    "GPU_WORKER": ("load_model", "sleep", "wake_up"),
-    "ENGINE_CORE": ("collective_rpc", "step", "step_with_batch_queue", "reset_prefix_cache"),
     "LINEAR_METHOD": ("process_weights_after_loading",),
     "EMBEDDING_METHOD": ("process_weights_after_loading",),
 }

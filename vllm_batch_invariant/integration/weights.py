@@ -65,7 +65,7 @@ def install_in_worker(device_type: str) -> None:
     setattr(seams.WORKER.get(), METHOD, fingerprint)
     if device_type == "npu":
         return
-    worker = seams.GPU_WORKER.get()
+    worker = seams.DEVICE_WORKER.get()
     load_model, wake_up = worker.load_model, worker.wake_up
 
     @wraps(load_model)
