@@ -94,7 +94,6 @@ def _parser(name: str, command: Callable[[list[str]], int]) -> argparse.Argument
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; bad settings and refusals are one line and status 2."""
     from .check.arguments import OneLineParser
-    from .check.load import one_line
     from .check.printable import printable
     from .errors import BadSetting, NotCovered
 
@@ -114,9 +113,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"vllm-batch-invariant: {printable(str(error))}", file=sys.stderr)
         return 2
     except Exception as error:  # a traceback ends with the status 1, which says that bits differ
-        print(
-            f"vllm-batch-invariant: {parsed.command} failed: {type(error).__name__}: {one_line(error)}", file=sys.stderr
-        )
+        from .check.load import one_line
+
+        why = f"{type(error).__name__}: {one_line(error)}"
+        print(f"vllm-batch-invariant: {parsed.command} failed: {why}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before the command began, while Python was loading what it needs
         print("vllm-batch-invariant: interrupted", file=sys.stderr)
