@@ -112,6 +112,12 @@ def main(arguments: list[str] | None = None) -> int:
     except (BadSetting, NotCovered) as error:
         print(f"vllm-batch-invariant: {printable(str(error))}", file=sys.stderr)
         return 2
+    except Exception as error:  # a traceback ends with the status 1, which says that bits differ
+        from .check.load import one_line
+
+        why = f"{type(error).__name__}: {one_line(error)}"
+        print(f"vllm-batch-invariant: {parsed.command} failed: {why}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:  # before the command began, while Python was loading what it needs
         print("vllm-batch-invariant: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT

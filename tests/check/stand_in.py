@@ -60,7 +60,14 @@ def stand_in(heard: list[tuple[str, dict[str, str]]] | None = None, **pages: Pag
         def log_message(self, *arguments: object) -> None:
             pass
 
-    server = Server(("127.0.0.1", 0), Handler)
+    with answering(Handler) as url:
+        yield url
+
+
+@contextmanager
+def answering(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """A server on this machine that answers as the handler does."""
+    server = Server(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:

@@ -110,6 +110,12 @@ def test_a_key_that_cannot_be_sent_is_one_line_that_does_not_tell_it(
     assert "sk-" not in err
 
 
+def test_a_key_and_a_password_are_refused_because_only_one_would_be_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    address = "http://user:secret@127.0.0.1:1"
+    status, err = ends(capsys, "reproduce", "--base-url", address, "--api-key-env", "SERVER_KEY")
+    assert (status, "in the key's place" in err, "secret" in err) == (2, True, False)
+
+
 @pytest.mark.parametrize("command", [("receipt", "make", "new.json"), ("reproduce",), ("check",)])
 def test_a_key_without_a_server_is_refused(capsys: pytest.CaptureFixture[str], command: Sequence[str]) -> None:
     model = ("x/y",) if command == ("check",) else ("--model", "x/y")

@@ -200,10 +200,15 @@ def test_a_receipt_holds_no_secret_and_does_not_say_where_things_lie(
     served = {"id": str(folder), "root": str(folder), "object": "model", "created": 0, "owned_by": "somebody"}
     pages = {"models": Page({"data": [served]}), "batch_invariant": DECLARATION, "completions": answer()}
     with stand_in(**pages) as url:
-        address = url.replace("http://", "http://user:password@")
-        target = ("--base-url", address, "--api-key-env", "SERVER_KEY", "--model-files", folder)
-        assert run(capsys, "make", tmp_path / "receipt.json", *target, "--prompt", "a prompt")[0] == 0
-    text = (tmp_path / "receipt.json").read_text()
+        for secret in (
+            ("--base-url", url.replace("http://", "http://user:password@")),
+            ("--base-url", url, "--api-key-env", "SERVER_KEY"),
+        ):
+            path = tmp_path / f"{len(secret)}.json"
+            target = (*secret, "--model-files", folder)
+            assert run(capsys, "make", path, *target, "--prompt", "a prompt")[0] == 0
+    text = path.read_text()
+    assert text == (tmp_path / "2.json").read_text()
     kept = Receipt.from_json(text)
     assert (kept.model.name, sorted(kept.model.files)) == ("model", ["config.json", "model.safetensors"])
     for secret in ("sk-not-to-be-told", "somebody", "password", "127.0.0.1", str(tmp_path), str(Path.home()) + "/"):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.check.receipts import CPU, LOGPROBS, PROMPT, receipt
-from tests.check.stand_in import MODELS, Server
+from tests.check.stand_in import MODELS, answering
 from vllm_batch_invariant.cli import main
 
 TOKENS = (5, 6, 7)
@@ -92,15 +92,8 @@ def engine(at_once: int, metrics: bool = True, choice: dict[str, Any] = CHOICE) 
         def log_message(self, *arguments: object) -> None:
             pass
 
-    server = Server(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with answering(Handler) as url:
+        yield url
 
 
 def verify(capsys: pytest.CaptureFixture[str], path: Path, **how: Any) -> tuple[int, str, str]:

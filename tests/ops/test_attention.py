@@ -132,8 +132,9 @@ def test_what_is_not_written_never_leaks(implementation, filler):
 
 
 @features
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("filler", [math.nan, -math.inf])
+@pytest.mark.parametrize(
+    ("dtype", "filler"), [(torch.float32, math.nan), (torch.bfloat16, -math.inf), (torch.float16, math.inf)]
+)
 def test_later_keys_and_values_of_the_same_request_never_leak(filler, dtype, options):
     request = Request(Heads(4, 2, 16, dtype), 120, 1)
     clean = attend([whole(request)], **options)[0]

@@ -131,6 +131,8 @@ def check_base_url(parser: OneLineParser, options: argparse.Namespace) -> None:
     if not usable:
         parser.error(f"--base-url {options.base_url!r} is not an http address")
     if options.api_key_env is not None:
+        if url.username or url.password:
+            parser.error("--api-key-env: the address holds a password, which would be sent in the key's place")
         options.api_key = _key(parser, options.api_key_env)
         if url.scheme == "http" and not is_here(options.base_url):
             to = printable(url.hostname)
