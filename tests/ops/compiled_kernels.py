@@ -153,7 +153,7 @@ def narrow_products(dtypes: Sequence[torch.dtype], biases: Sequence[bool]) -> No
 
 def products() -> None:
     gpu = schedule.gpu(0)
-    a, weight = (torch.zeros(size, 520, dtype=torch.bfloat16) for size in (200, 896))
+    a, weight = (torch.zeros(size, 512, dtype=torch.bfloat16) for size in (200, 896))
     if gpu.has_descriptors:
         for dtype in (torch.bfloat16, torch.float32):
             for tile in schedule.descriptor_tiles(dtype.itemsize, gpu):
