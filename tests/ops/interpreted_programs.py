@@ -9,7 +9,13 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
-INTERPRETED = {"interpreted_attention": 27, "interpreted_flex": 38, "interpreted_norm": 3, "interpreted_softmax": 4}
+INTERPRETED = {
+    "interpreted_attention": 27,
+    "interpreted_flex": 38,
+    "interpreted_norm": 3,
+    "interpreted_sampling": 7,
+    "interpreted_softmax": 4,
+}
 """By program, how many of its checks print "ok"."""
 CHECKS = INTERPRETED | {"compiled_kernels": 4}
 _running: dict[str, tuple[subprocess.Popen, IO[str]]] = {}

@@ -13,6 +13,8 @@ from ..triton_rows import on_device_of
 
 LONGEST_LIST = 1024
 """Candidates that one program holds; for more the whole row is sorted."""
+_SHORTEST_WIDTH = 32
+"""Places of a list in a program: one code serves most numbers of candidates."""
 _BLOCK = 4096
 _ROWS_SORTED_AT_ONCE = 64
 """A sort of a vocabulary takes some 20 bytes a value."""
@@ -27,7 +29,7 @@ def _smallest_key(best_ptr, row, count, width: tl.constexpr):
     return keys, held, tl.min(tl.where(held, keys, 0x7FFFFFFF))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _count_kernel(
     values_ptr, stride, chosen_ptr, ranks_ptr, best_ptr, enough_ptr, length, count, blocks, width: tl.constexpr,
     block: tl.constexpr,
@@ -47,7 +49,7 @@ def _count_kernel(
         tl.atomic_add(enough_ptr + row, tl.sum((inside & (keys >= smallest)).to(tl.int32)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _settle_kernel(
     values_ptr, stride, best_ptr, ids_ptr, enough_ptr, out_ptr, length, count, width: tl.constexpr,
     block: tl.constexpr,
@@ -89,7 +91,7 @@ def top_and_ranks(values: torch.Tensor, count: int, chosen: torch.Tensor) -> tup
     if not rows:
         return ranks.new_empty(0, count), ranks
     listed = 0 < count <= LONGEST_LIST
-    width = triton.next_power_of_2(count) if listed else 0
+    width = max(triton.next_power_of_2(count), _SHORTEST_WIDTH) if listed else 0
     best, ids, enough = values, ranks, ranks
     if listed:
         best, ids = torch.topk(values, count)

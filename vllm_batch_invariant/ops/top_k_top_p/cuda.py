@@ -256,7 +256,7 @@ def top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | 
     counts = torch.empty(rows, blocks, _LEVELS.value, **numbers)
     weights = torch.empty_like(counts, dtype=torch.int64)
     keys, ids = torch.empty(2, rows, LONGEST_LIST, **numbers)
-    last_keys, last_ids = torch.empty(2, rows, **numbers)
+    last_keys, last_ids = torch.empty(rows, **numbers), torch.empty(rows, **numbers)
     row, sizes = (logits, logits.stride(0), k, p), (length, blocks)
     parts, every_block = {"parts": triton.next_power_of_2(blocks)}, (rows * blocks,)
     fixed = {"block": _BLOCK, "num_warps": 8}
