@@ -13,8 +13,8 @@ from vllm_batch_invariant.check.outcome import NoTestError
 from vllm_batch_invariant.check.request_parameters import in_words
 
 FORMAT = "vllm-batch-invariant fuzz 1"
-_ALONE_SAYS = frozenset(("logprobs", "ignore_eos", "max_tokens"))
-"""Parameters that a bisection has, too."""
+_ALONE_SAYS = frozenset(("logprobs", "ignore_eos", "max_tokens", "output_kind"))
+"""Parameters that a bisection has too, or that no computation follows."""
 
 
 @dataclass

@@ -29,8 +29,8 @@ OF_TEXT = frozenset(("bad_words", "stop", "json", "regex", "choice"))
 """Kinds for which the engine needs a tokenizer."""
 LISTED = (None, 0, 1, 5, 20, -1)
 """Candidates listed a token: none, the token's own logprob, so many, and the whole vocabulary."""
-MOST_LISTED = 150_000
-"""Logprobs that one request may list: a list of the whole vocabulary is as long as 7500 lists of 20."""
+MOST_LISTED = 160_000
+"""Logprobs that one request may list: a list of the whole vocabulary is as long as 8000 lists of 20."""
 OUTPUT_KINDS = ("CUMULATIVE", "DELTA", "FINAL_ONLY")
 """How a request's tokens come back; DELTA is what a server streams."""
 _JSON_SCHEMA = {
