@@ -6,7 +6,7 @@ SAMPLES ?= 1000
 RUN = $(VENV)/bin/python -m
 CHECKPOINT = .cache/demo-model
 
-.PHONY: demo test lint install clean test-npu test-seams test-npu-stub
+.PHONY: demo test lint install clean test-npu test-seams test-triton test-npu-stub
 install: $(VENV)/installed-$(DEVICE)
 
 $(VENV)/installed-%: pyproject.toml requirements/overrides-cpu.txt scripts/install.sh
@@ -42,6 +42,10 @@ test-npu: $(NPU_VENV)/installed
 
 test-seams: install
 	$(RUN) scripts.check_seams vllm==0.26.0 vllm==0.33.0 vllm-ascend==0.26.0rc1
+
+# Every variant of the kernels for NVIDIA GPUs, compiled: needs no GPU, and about ten minutes a version.
+test-triton: install
+	$(RUN) scripts.check_triton triton==3.6.0 triton==3.7.1 triton==3.8.0 triton
 
 # The real torch_npu over stand-ins for CANN: which calls reach a kernel of CANN, with the mode and without.
 NPU_STUB = .cache/npu-stub

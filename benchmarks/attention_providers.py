@@ -75,7 +75,7 @@ def _ours_triton() -> Provider:
         shape = triton.Shape(batch.heads, batch.kv_heads, batch.head_size, batch.query.dtype, reduction)
         tokens, keys = len(batch.query), sum(request.context for request in batch.requests)
         planner = triton.Planner(shape, batch.query.device, len(batch.requests), tokens, keys)
-        return {"plan": planner.plan(batch.query_start_loc, batch.seq_lens, tokens, batch.most_tokens)}
+        return {"plan": planner.plan(batch.query_start_loc, batch.seq_lens, tokens, batch.most_tokens == 1)}
 
     return _ours("triton", reduction, plan=plan)
 
@@ -98,7 +98,7 @@ def _ours_flex() -> Provider:
             )
         )
         lengths = batch.query_start_loc, batch.seq_lens
-        return {"plan": planner.plan(*lengths, batch.table, batch.most_tokens, on_host)}
+        return {"plan": planner.plan(*lengths, batch.table, batch.most_tokens == 1, on_host)}
 
     return _ours("flex", reduction, plan=plan, page_multiple=_KEYS_OF_A_FLEX_TILE)
 

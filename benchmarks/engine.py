@@ -22,6 +22,7 @@ from benchmarks.engine_online import LOADS
 from benchmarks.engine_workloads import WORKLOADS
 from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, write
 from benchmarks.spread import Spread
+from vllm_batch_invariant.check.load import one_line
 from vllm_batch_invariant.check.outcome import NoTestError
 from vllm_batch_invariant.envs import FLAG
 
@@ -67,8 +68,8 @@ def measure_online(provider: str, options: argparse.Namespace) -> dict[str, list
         arguments += ["--kv-cache-memory-bytes", str(int(options.kv_cache_gib * 2**30))]
     try:
         return engine_online.run(options.model, arguments, LOADS[options.workloads], PROVIDERS[provider])
-    except (subprocess.CalledProcessError, RuntimeError, NoTestError) as error:
-        print(f"FAILED: {provider}, online: {error}\n{getattr(error, 'stderr', '') or ''}", file=sys.stderr)
+    except (subprocess.CalledProcessError, NoTestError) as error:
+        print(f"FAILED: {provider}, online: {one_line(error)}\n{getattr(error, 'stderr', '') or ''}", file=sys.stderr)
         return None
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.record import case_text
+from vllm_batch_invariant.check.outcome import NoTestError
 from vllm_batch_invariant.check.server import serve
 
 _CLIENT = (
@@ -44,7 +45,7 @@ def run(model: str, arguments: list[str], load: Load, environment: Mapping[str, 
 
     Raises:
         subprocess.CalledProcessError: the client failed.
-        RuntimeError: requests failed.
+        NoTestError: requests failed, or the server did.
     """
     with serve(model, arguments, environment) as server, tempfile.TemporaryDirectory() as folder:
         options = {
@@ -65,8 +66,8 @@ def run(model: str, arguments: list[str], load: Load, environment: Mapping[str, 
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         subprocess.run([sys.executable, "-c", _CLIENT, *words, *flags], check=True, capture_output=True, text=True)
         found = json.loads(Path(folder, "result.json").read_text())
-    if found["completed"] < load.requests:
-        raise RuntimeError(f"{load.requests - found['completed']} of {load.requests} requests failed")
+        if found["completed"] < load.requests:
+            raise NoTestError(f"{load.requests - found['completed']} of {load.requests} requests failed")
     return {
         "ttft": [1e3 * seconds for seconds in found["ttfts"]],
         "tpot": [1e3 * sum(gaps) / len(gaps) for gaps in found["itls"] if gaps],

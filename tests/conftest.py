@@ -1,6 +1,7 @@
 """Every test runs with uninitialised memory made visible."""
 
 import logging
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,6 +48,14 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
     yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The logs of engines and servers that fail, as tests have them do, are in pytest's folder."""
+    before, tempfile.tempdir = tempfile.tempdir, str(tmp_path_factory.mktemp("logs"))
+    yield
+    tempfile.tempdir = before
 
 
 @pytest.fixture

@@ -39,3 +39,12 @@ def test_a_wrong_setting_is_one_line_and_status_2(monkeypatch) -> None:
     assert process.returncode == 2
     assert process.stderr.startswith("vllm-batch-invariant: unknown environment variable")
     assert process.stderr.count("\n") == 1
+
+
+def test_a_command_that_fails_as_nobody_foresaw_does_not_end_as_if_bits_differed(monkeypatch, capsys) -> None:
+    def fail(arguments: list[str]) -> int:
+        raise OSError("no such device\x1b[8m")
+
+    monkeypatch.setitem(cli.COMMANDS, "certificate", fail)
+    assert cli.main(["certificate"]) == 2
+    assert capsys.readouterr().err == "vllm-batch-invariant: certificate failed: OSError: no such device\\x1b[8m\n"

@@ -35,11 +35,16 @@ def register() -> None:
         BadSetting: a wrong value of the flag, or a variable with a wrong name or value.
         NotCovered: a vLLM that this version does not know.
     """
-    from . import envs
+    from . import envs, errors
 
-    if not envs.enabled():
-        return
-    envs.check_names()
-    from .integration.engine import install
+    try:
+        if not envs.enabled():
+            return
+        errors.print_as_one_line()
+        envs.check_names()
+        from .integration.engine import install
 
-    install()
+        install()
+    except errors.BadSetting:
+        errors.print_as_one_line()
+        raise

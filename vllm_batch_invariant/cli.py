@@ -39,7 +39,7 @@ def _reproduce(arguments: list[str]) -> int:
 
 
 def _certificate(arguments: list[str]) -> int:
-    """how products are computed on this GPU, and where their bits were compared with the reference"""
+    """how products and attention are computed on this GPU, and what was compared as bits"""
     from .check.certificate import main as certificate
 
     return certificate(arguments)
@@ -94,6 +94,7 @@ def _parser(name: str, command: Callable[[list[str]], int]) -> argparse.Argument
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; bad settings and refusals are one line and status 2."""
     from .check.arguments import OneLineParser
+    from .check.printable import printable
     from .errors import BadSetting, NotCovered
 
     listing = "\n".join(f"  {name:<17}{command.__doc__}" for name, command in COMMANDS.items())
@@ -109,7 +110,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return COMMANDS[parsed.command](parsed.arguments)
     except (BadSetting, NotCovered) as error:
-        print(f"vllm-batch-invariant: {error}", file=sys.stderr)
+        print(f"vllm-batch-invariant: {printable(str(error))}", file=sys.stderr)
+        return 2
+    except Exception as error:  # a traceback ends with the status 1, which says that bits differ
+        from .check.load import one_line
+
+        why = f"{type(error).__name__}: {one_line(error)}"
+        print(f"vllm-batch-invariant: {parsed.command} failed: {why}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before the command began, while Python was loading what it needs
         print("vllm-batch-invariant: interrupted", file=sys.stderr)

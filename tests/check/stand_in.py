@@ -31,13 +31,17 @@ class Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def stand_in(**pages: Page) -> Iterator[str]:
-    """A server of fixed pages, named by the last part of their path."""
+def stand_in(heard: list[tuple[str, dict[str, str]]] | None = None, **pages: Page) -> Iterator[str]:
+    """A server of fixed pages, named by the last part of their path. The path and the headers, their names in lower
+    case, of every request are added to ``heard``.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
+            if heard is not None:
+                heard.append((self.path, {name.lower(): value for name, value in self.headers.items()}))
             page = pages.get(self.path.rsplit("/", 1)[-1], Page("no such page", 404))
             if page is HANGS_UP:
                 self.close_connection = True
@@ -56,7 +60,14 @@ def stand_in(**pages: Page) -> Iterator[str]:
         def log_message(self, *arguments: object) -> None:
             pass
 
-    server = Server(("127.0.0.1", 0), Handler)
+    with answering(Handler) as url:
+        yield url
+
+
+@contextmanager
+def answering(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """A server on this machine that answers as the handler does."""
+    server = Server(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:

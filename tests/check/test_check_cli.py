@@ -14,7 +14,7 @@ import pytest
 
 from tests.check.fake_driver import ABOUT
 from tests.check.stand_in import HANGS_UP, MODELS, Page, stand_in
-from vllm_batch_invariant.check import engine_process
+from vllm_batch_invariant.check import check, engine_process
 from vllm_batch_invariant.check.check import main
 from vllm_batch_invariant.check.check_report import INTERRUPTED
 from vllm_batch_invariant.check.server import free_port
@@ -193,6 +193,19 @@ def test_a_report_that_cannot_be_written_is_one_line_and_status_2_and_printed_al
     status, out, [said] = ends(capsys, "x/y", "--quick", "--json", "/dev/full")
     assert (status, said) == (2, "check: /dev/full cannot be written: No space left on device")
     assert "VLLM_BATCH_INVARIANT=1: holds run, batch, schedule" in out
+
+
+def test_a_report_that_cannot_be_shown_is_not_taken_for_a_break(capsys, monkeypatch) -> None:
+    """As one whose reader went away, or whose plot fails: a traceback's status is 1, which says that bits differ."""
+
+    def refuse(*_: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(check, "print_report", refuse)
+    status, _, [said] = ends(capsys, "x/y", "--quick")
+    assert (status, said) == (2, "check: the report failed: BrokenPipeError: [Errno 32] Broken pipe")
+    monkeypatch.setenv("FAKE_ENGINE", "breaks")
+    assert ends(capsys, "x/y", "--quick")[0] == 1
 
 
 def test_a_context_that_is_too_short_is_one_line_and_status_2(capsys, monkeypatch) -> None:

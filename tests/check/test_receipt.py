@@ -7,12 +7,14 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.check.receipts import CPU, DECLARED, LOGPROBS, PROMPT, completion, receipt, rewritten
+from vllm_batch_invariant import kept_file
 from vllm_batch_invariant.check.outcome import NoTestError, Status
 from vllm_batch_invariant.integration import declaration
 from vllm_batch_invariant.ops.attention import AttentionReduction
@@ -23,12 +25,13 @@ from vllm_batch_invariant.receipt import (
     Receipt,
     Sampling,
     compare,
+    declared_by,
     difference_of_logprobs,
     first_difference_of,
 )
 from vllm_batch_invariant.receipt.environment import environment_here
 from vllm_batch_invariant.receipt.model_files import model_at, public_name
-from vllm_batch_invariant.receipt.record import bits_of, canonical, number_of
+from vllm_batch_invariant.receipt.record import Model, bits_of, canonical, number_of
 
 NEXT = number_of(f"{int(bits_of(LOGPROBS[1]), 16) + 1:08x}")
 """The middle logprob with its lowest bit changed."""
@@ -117,6 +120,20 @@ def test_a_file_of_another_kind_is_refused(content: bytes, tmp_path: Path) -> No
         Receipt.load(path)
 
 
+@pytest.mark.parametrize(
+    ("once", "twice"),
+    [
+        ('"completion": ', '"completion": {}, "completion": '),
+        ('"name": ', '"name": "another", "name": '),
+        ('"version": 1', '"version": 1, "version": 1'),
+    ],
+)
+def test_a_field_that_is_there_twice_is_refused(once: str, twice: str) -> None:
+    """Some readers would take the first, and the hash is of the last."""
+    with pytest.raises(BadReceipt, match="a field is in it twice"):
+        Receipt.from_json(receipt().to_json().replace(once, twice, 1))
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     receipt().save(tmp_path / "receipt.json")
     with pytest.raises(NoTestError, match=r"receipt.json cannot be written: File exists"):
@@ -188,10 +205,49 @@ def test_a_changed_file_has_another_digest_and_an_unchanged_one_is_not_read_agai
     assert after.digest != before.digest
 
 
+def test_a_file_whose_time_was_set_back_is_read_again(folder: Path) -> None:
+    """As a copy that keeps times does, of weights as large as those before."""
+    weights = folder / "model-1.safetensors"
+    before, times = model_at(folder, "model"), weights.stat()
+    weights.write_text("MODEL-1.safetensors")
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    after = model_at(folder, "model")
+    assert after.files["model-1.safetensors"] == hashlib.sha256(b"MODEL-1.safetensors").hexdigest()
+    assert after.digest != before.digest
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"content": {"a": 1}, "sha256": ""}'])
+def test_digests_that_are_kept_in_a_broken_file_are_computed_again(
+    folder: Path, content: str, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    before = model_at(folder, "model")
+    [kept] = (tmp_path / "cache").rglob("*.json")
+    kept.write_text(content)
+    assert model_at(folder, "model") == before
+    kept_file.update(kept, lambda _: {"key": "no digest"})
+    assert model_at(folder, "model") == before
+    assert [record.levelname for record in log.records] == ["WARNING"]
+
+
+def test_an_engine_that_made_its_weights_up_has_no_digest_of_files(folder: Path) -> None:
+    pytest.importorskip("vllm")
+
+    def declared(load_format: str) -> Model:
+        config = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
+        model = SimpleNamespace(model=str(folder), revision=None)
+        return declared_by(SimpleNamespace(llm_engine=SimpleNamespace(model_config=model, vllm_config=config))).model
+
+    assert declared("auto").digest is not None
+    assert (declared("dummy").name, declared("dummy").digest) == ("model", None)
+    assert "made its weights up" in declared("dummy").why_no_digest
+
+
 def test_without_files_the_receipt_says_why_there_is_no_digest(tmp_path: Path) -> None:
     absent = model_at(None, "model", "they are elsewhere")
     assert (absent.digest, absent.files, absent.why_no_digest) == (None, {}, "they are elsewhere")
-    assert "no model's files" in model_at(tmp_path, "model").why_no_digest
+    assert "no weights" in model_at(tmp_path, "model").why_no_digest
+    (tmp_path / "config.json").write_text("{}")
+    assert (model_at(tmp_path, "model").digest, model_at(tmp_path, "model").files) == (None, {}), "a part is no model"
 
 
 def with_environment(**other: Any) -> Receipt:
@@ -228,6 +284,47 @@ def test_each_thing_declared_otherwise_is_one_line_that_promises_nothing(other: 
     assert lines[0].endswith("equal bits are not promised")
     assert not verdict.promised
     assert verdict  # the bits are the same even so
+
+
+def test_what_neither_engine_declares_is_not_taken_for_equal() -> None:
+    bare = Environment(mode=True, versions=CPU.versions)
+    verdict = compare(receipt(environment=bare), receipt(environment=bare))
+    lines = str(verdict).splitlines()
+    for section in ("device", "engine", "reductions"):
+        assert f"{section}: undeclared in both: equal bits are not promised" in lines
+    assert not verdict.promised
+    assert "undeclared" not in str(compare(receipt(), receipt()))
+
+
+@pytest.mark.parametrize(
+    ("change", "declared"),
+    [
+        ({}, {}),
+        ({"device_type": "cuda", "use_v2_model_runner": True}, {"model_runner": "second"}),
+        ({"device_type": "cuda", "use_v2_model_runner": False}, {"model_runner": "first"}),
+        ({"hf_overrides": {"b": {"x": 1}, "a": 2}}, {"hf_overrides": '{"a": 2, "b": {"x": 1}}'}),
+        ({"rope_parameters": {"rope_type": "longrope"}}, {"max_model_len": "4096"}),
+        ({"rope_scaling": {"type": "longrope"}}, {"max_model_len": "4096"}),
+        ({"rope_scaling": {"rope_type": "yarn"}}, {}),
+    ],
+)
+def test_settings_that_decide_bits_are_declared(change: dict[str, Any], declared: dict[str, str]) -> None:
+    rope = {name: change[name] for name in ("rope_parameters", "rope_scaling") if name in change}
+    model = SimpleNamespace(
+        dtype=torch.bfloat16,
+        logprobs_mode="raw_logprobs",
+        hf_overrides=change.get("hf_overrides", {}),
+        hf_text_config=SimpleNamespace(**rope),
+        max_model_len=4096,
+    )
+    config = SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        device_config=SimpleNamespace(device_type=change.get("device_type", "cpu")),
+        use_v2_model_runner=change.get("use_v2_model_runner"),
+    )
+    usual = {"dtype": "bfloat16", "kv_cache_dtype": "auto", "logprobs_mode": "raw_logprobs"}
+    assert declaration.settings(config) == usual | declared
 
 
 def test_a_silent_engine_is_noted_once_with_what_to_do() -> None:

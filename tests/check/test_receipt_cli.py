@@ -64,7 +64,7 @@ def made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Path:
     status, out, _ = make(capsys, path)
     assert status == 0
     assert f"2 tokens and the bits of 6 logprobs of stub, sha256 {Receipt.load(path).sha256}" in out
-    assert "no digest of the model, because the server's files are not on this machine; see --model-files" in out
+    assert "no digest of the model, because nobody named the folder of the server's files; name it with --model" in out
     return path
 
 
@@ -191,7 +191,7 @@ def test_a_private_receipt_needs_its_prompt(capsys: pytest.CaptureFixture[str], 
 def test_a_receipt_holds_no_secret_and_does_not_say_where_things_lie(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-not-to-be-told")
+    monkeypatch.setenv("SERVER_KEY", "sk-not-to-be-told")
     monkeypatch.setenv("USER", "somebody")
     folder = tmp_path / "somebody" / "model"
     folder.mkdir(parents=True)
@@ -200,13 +200,41 @@ def test_a_receipt_holds_no_secret_and_does_not_say_where_things_lie(
     served = {"id": str(folder), "root": str(folder), "object": "model", "created": 0, "owned_by": "somebody"}
     pages = {"models": Page({"data": [served]}), "batch_invariant": DECLARATION, "completions": answer()}
     with stand_in(**pages) as url:
-        address = url.replace("http://", "http://user:password@")
-        assert run(capsys, "make", tmp_path / "receipt.json", "--base-url", address, "--prompt", "a prompt")[0] == 0
-    text = (tmp_path / "receipt.json").read_text()
+        for secret in (
+            ("--base-url", url.replace("http://", "http://user:password@")),
+            ("--base-url", url, "--api-key-env", "SERVER_KEY"),
+        ):
+            path = tmp_path / f"{len(secret)}.json"
+            target = (*secret, "--model-files", folder)
+            assert run(capsys, "make", path, *target, "--prompt", "a prompt")[0] == 0
+    text = path.read_text()
+    assert text == (tmp_path / "2.json").read_text()
     kept = Receipt.from_json(text)
     assert (kept.model.name, sorted(kept.model.files)) == ("model", ["config.json", "model.safetensors"])
     for secret in ("sk-not-to-be-told", "somebody", "password", "127.0.0.1", str(tmp_path), str(Path.home()) + "/"):
         assert secret not in text
+
+
+def test_no_file_is_read_because_a_server_names_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What answers at localhost may be the end of a tunnel, and the folder that it names another machine's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_text("weights")
+    served = {"id": "stub", "root": str(folder), "object": "model", "created": 0, "owned_by": "somebody"}
+    models, path = Page({"data": [served]}), tmp_path / "receipt.json"
+    status, out, _ = make(capsys, path, models=models)
+    assert status == 0
+    assert "no digest of the model, because nobody named the folder" in out
+    assert (Receipt.load(path).model.files, Receipt.load(path).model.digest) == ({}, None)
+    status, out, _ = verify(capsys, path, models=models)
+    assert "model: stub, compared by name only (no digest in the receipt, because nobody named" in out
+    assert not (tmp_path / "cache").exists(), "no digest was kept either"
+    status, out, _ = make(capsys, tmp_path / "with.json", "--model-files", folder, models=models)
+    assert (status, "no digest" in out) == (0, False)
+    assert sorted(Receipt.load(tmp_path / "with.json").model.files) == ["model.safetensors"]
 
 
 def test_an_address_is_told_without_its_password(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

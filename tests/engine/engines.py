@@ -30,6 +30,7 @@ class Result:
     kernels: dict[str, list[str]]
     compilation: str
     receipts: dict[str, Any] | None
+    listed: dict[str, list[dict[str, Any]]] | None
     bisected: dict[str, Any] | None
     afterwards: Any
     log: str = field(repr=False)
@@ -45,6 +46,7 @@ def run(
     flag: str | None,
     receipts_of: list[int] | None = None,
     bisection: Sequence[Any] = (),
+    listed_for: Sequence[list[list[int]]] = (),
     afterwards: Callable[[Engine], Any] = lambda engine: None,
     **environment: str,
 ) -> Result:
@@ -54,6 +56,7 @@ def run(
         engine: arguments of ``vllm.LLM``, the model among them.
         receipts_of: a prompt; see ``receipts``.
         bisection: a function of ``bisected`` and its arguments.
+        listed_for: arguments of ``listed``: prompts.
         afterwards: is given the engine after the plan's steps.
 
     Raises:
@@ -71,6 +74,7 @@ def run(
             kernels=running.about["kernels"],
             compilation=running.about["compilation"],
             receipts=running.call("tests.engine.receipts:receipts", receipts_of) if receipts_of else None,
+            listed=running.call("tests.engine.listed:listed", *listed_for) if listed_for else None,
             afterwards=afterwards(running),
             bisected=running.call(f"tests.engine.bisected:{bisection[0]}", *bisection[1:]) if bisection else None,
             log=running.log,

@@ -23,6 +23,7 @@ RESTARTED = (
     "plain alone",
     "with 17",
     "prompt logprobs, cold",
+    "seeded 300",
 )
 """Steps that other engines run as well."""
 
@@ -55,6 +56,8 @@ def plan() -> list[dict]:
         needle = request(NEEDLES[45], **params)
         steps.append({"name": f"{name} alone", "requests": [needle]})
         steps.append({"name": f"{name} in company", "requests": [*OTHER_SAMPLING[:9], needle, *OTHER_SAMPLING[9:]]})
+    seeded = request(NEEDLES[300], temperature=1.0, seed=7)
+    steps.append({"name": "seeded 300", "reset_prefix_cache": True, "requests": [seeded, *company(5, 9)]})
     several = request(NEEDLES[45], n=4, temperature=1.0, seed=3)
     steps.append({"name": "four samples", "requests": [several]})
     steps.append({"name": "four samples in company", "requests": [*OTHER_SAMPLING, several]})

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine import listed
 from tests.engine.engines import OF_DEVICE, Result, run, tokens
 from tests.engine.plans import COMPANY, NEIGHBOURS, OTHER_SAMPLING, RESTARTED, UNSEEDED, again, plan
 from vllm_batch_invariant.check.certificates import OPERATIONS
@@ -45,6 +46,7 @@ def engine(checkpoint: Path) -> Callable[..., Result]:
         environment: dict[str, str] | None = None,
         receipts_of: list[int] | None = None,
         bisection: Sequence[Any] = (),
+        listed_for: Sequence[list[list[int]]] = (),
         afterwards: Callable[[Engine], EngineRun | None] = lambda engine: None,
         **settings: object,
     ) -> Result:
@@ -55,7 +57,7 @@ def engine(checkpoint: Path) -> Callable[..., Result]:
             "skip_tokenizer_init": True,
             **OF_DEVICE,
         } | settings
-        return run(settings, steps, flag, receipts_of, bisection, afterwards, **(environment or {}))
+        return run(settings, steps, flag, receipts_of, bisection, listed_for, afterwards, **(environment or {}))
 
     return start
 
@@ -68,7 +70,14 @@ def main(engine: Callable[..., Result]) -> Result:
         checked.as_served()
         return checked
 
-    return engine(plan(), receipts_of=tokens(90, 1), bisection=() if ON_GPU else ("planted",), afterwards=check)
+    return engine(
+        plan(),
+        receipts_of=tokens(90, 1),
+        bisection=() if ON_GPU else ("planted",),
+        listed_for=([tokens(length, 21) for length in (20, 45)], [tokens(length, 22) for length in range(1, 13)]),
+        afterwards=check,
+        max_logprobs=-1,
+    )
 
 
 def test_a_request_has_the_same_bits_alone_and_in_any_company(main: Result) -> None:
@@ -107,6 +116,33 @@ def test_prompt_logprobs_have_the_same_bits_cold_and_warm_and_in_company(main: R
         == main.completions("cold")
         == main.completions("after prompt logprobs")
     )
+
+
+@pytest.mark.parametrize("company", listed.COMPANY)
+def test_listed_candidates_and_ranks_do_not_follow_what_others_ask_for(main: Result, company: str) -> None:
+    assert main.listed is not None
+    assert main.listed[company] == main.listed["alone"]
+
+
+def test_candidates_are_listed_by_value_and_equal_ones_by_id(main: Result) -> None:
+    assert main.listed is not None
+    answers = main.listed["alone"]
+    positions = [position for answer in answers for position in answer["logprobs"] + answer["prompt_logprobs"]]
+    ties = 0
+    for position in positions:
+        order = sorted((-float.fromhex(value), token) for token, _, value in position)
+        ranks = {token: rank for token, rank, _ in position}
+        assert [ranks[token] for _, token in order] == sorted(ranks.values())
+        assert sorted(ranks.values())[: len(position) - 1] == list(range(1, len(position)))
+        ties += len({value for value, _ in order}) < len(order)
+    assert ties
+
+
+def test_a_greedy_token_is_the_first_candidate(main: Result) -> None:
+    assert main.listed is not None
+    for answer, asked in zip(main.listed["alone"], listed.TARGETS * 2, strict=True):
+        first = [(token, rank) for [token, rank, _], *_ in answer["logprobs"]]
+        assert (asked["temperature"] > 0) or first == [(token, 1) for token in answer["tokens"]]
 
 
 @pytest.mark.parametrize("kind", SAMPLING)

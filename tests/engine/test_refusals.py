@@ -17,6 +17,7 @@ import json, sys
 from vllm.engine.arg_utils import EngineArgs
 lines = {}
 for name, arguments in json.loads(sys.argv[2]).items():
+    sys.path[:] = [path for path in sys.path if path != sys.argv[3]] + [sys.argv[3]] * arguments.pop("installed", False)
     try:
         EngineArgs(model=sys.argv[1], max_model_len=256, **arguments).create_engine_config()
         lines[name] = "accepted"
@@ -37,13 +38,40 @@ REFUSED = {
     ),
     "pooling": ({"runner": "pooling", "convert": "embed"}, "the pooling runner"),
     "logits processors": ({"logits_processors": ["package.module:Processor"]}, "custom logits processors"),
+    "installed logits processors": ({"installed": True}, "the logits processor package.module:Processor of processors"),
+    "a KV cache in another float": ({"kv_cache_dtype": "float16"}, "a KV cache in float16 of a model in bfloat16"),
+    "KV offloading": ({"kv_offloading_size": 1}, "offloading 1.0 GiB of the KV cache"),
+    "KV offloading to another engine": (
+        {"kv_offloading_size": 1, "kv_offloading_backend": "lmcache"},
+        "offloading 1.0 GiB of the KV cache",
+    ),
+    "small heads": ({"hf_overrides": {"head_dim": 32}}, "attention heads of size 32"),
+    "shared KV caches": ({"hf_overrides": {"num_kv_shared_layers": 1}}, "layers that share a KV cache"),
+    "watermarking": ({"watermark_config": {"key": 1}}, "watermarking"),
+    "weights on the host": ({"cpu_offload_gb": 1}, "offload_config.uva.cpu_offload_gb=1.0"),
+    "weights fetched ahead": ({"offload_group_size": 2}, "offload_config.prefetch.offload_group_size=2"),
+    "a backend for products": ({"linear_backend": "marlin"}, "kernel_config.linear_backend='marlin'"),
+    "noise in fp64": ({"use_fp64_gumbel": True}, "model_config.use_fp64_gumbel=True"),
+    "a worker of the user's": ({"worker_cls": "package.Worker"}, "parallel_config.worker_cls='package.Worker'"),
+    "settings for somebody else": ({"additional_config": {"size": 1}}, "additional_config={'size': 1}"),
+}
+
+ACCEPTED = {
+    "plain": {},
+    "how requests are scheduled": {"max_num_seqs": 3, "async_scheduling": False, "scheduling_policy": "priority"},
+    "how pages are kept": {"block_size": 32, "enable_prefix_caching": False, "prefix_caching_hash_algo": "sha256_cbor"},
+    "how steps are run": {"enforce_eager": True, "optimization_level": 0, "performance_mode": "throughput"},
+    "what is logged": {"kv_cache_metrics": True, "enable_mfu_metrics": True},
+    "what is served": {"served_model_name": "name", "generation_config": "vllm", "reasoning_parser": "qwen3"},
+    "one executor or the other": {"distributed_executor_backend": "mp"},
+    "the model's dtype by its name": {"kv_cache_dtype": "bfloat16"},
 }
 
 
-def build(checkpoint: Path, arguments: dict[str, dict], flag: str) -> subprocess.CompletedProcess[str]:
+def build(checkpoint: Path, arguments: dict[str, dict], flag: str, installed: Path) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     return subprocess.run(
-        [sys.executable, "-c", BUILD_CONFIGURATIONS, str(checkpoint), json.dumps(arguments)],
+        [sys.executable, "-c", BUILD_CONFIGURATIONS, str(checkpoint), json.dumps(arguments), str(installed)],
         cwd=ROOT,
         env=inherited | {"HF_HUB_OFFLINE": "1", "VLLM_BATCH_INVARIANT": flag},
         capture_output=True,
@@ -53,9 +81,20 @@ def build(checkpoint: Path, arguments: dict[str, dict], flag: str) -> subprocess
 
 
 @pytest.fixture(scope="module")
-def lines(checkpoint: Path) -> dict[str, str]:
-    arguments = {name: arguments for name, (arguments, _) in REFUSED.items()} | {"plain": {}}
-    return json.loads(build(checkpoint, arguments, "1").stdout.strip().splitlines()[-1])
+def processors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an installed package that brings a logits processor."""
+    folder = tmp_path_factory.mktemp("installed")
+    information = folder / "processors-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: processors\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[vllm.logits_processors]\none = package.module:Processor\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lines(checkpoint: Path, processors: Path) -> dict[str, str]:
+    arguments = {name: arguments for name, (arguments, _) in REFUSED.items()} | ACCEPTED
+    return json.loads(build(checkpoint, arguments, "1", processors).stdout.strip().splitlines()[-1])
 
 
 @pytest.mark.parametrize("feature", REFUSED)
@@ -66,12 +105,13 @@ def test_a_feature_that_is_not_covered_is_refused_by_name(lines: dict[str, str],
     assert "\n" not in lines[feature]
 
 
-def test_a_plain_model_is_accepted(lines: dict[str, str]) -> None:
-    assert lines["plain"] == "accepted"
+@pytest.mark.parametrize("settings", ACCEPTED)
+def test_settings_that_leave_arithmetic_alone_are_accepted(lines: dict[str, str], settings: str) -> None:
+    assert lines[settings] == "accepted"
 
 
-def test_a_wrong_value_of_the_flag_stops_vllm_with_one_line(checkpoint: Path) -> None:
-    process = build(checkpoint, {"plain": {}}, "yes")
+def test_a_wrong_value_of_the_flag_stops_vllm_with_one_line(checkpoint: Path, processors: Path) -> None:
+    process = build(checkpoint, {"plain": {}}, "yes", processors)
     assert (
         "BadSetting: VLLM_BATCH_INVARIANT='yes' is not a value it can have; use 0 or 1."
         in process.stdout + process.stderr

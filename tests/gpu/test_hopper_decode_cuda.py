@@ -21,7 +21,15 @@ pytestmark = pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize(
-    "heads", [GROUP_OF_EIGHT, Heads(14, 2, 64, torch.bfloat16), Heads(4, 4, 128, torch.float16)], ids=str
+    "heads",
+    [
+        GROUP_OF_EIGHT,
+        Heads(14, 2, 64, torch.bfloat16),
+        Heads(4, 4, 128, torch.float16),
+        Heads(4, 2, 64, torch.float16),
+        Heads(12, 4, 128, torch.bfloat16),
+    ],
+    ids=str,
 )
 def test_it_has_the_bits_of_the_triton_kernel_at_every_launch(heads, lengths, tokens):
     known = {length: Request(heads, length, length) for length in set(lengths)}
@@ -32,7 +40,7 @@ def test_it_has_the_bits_of_the_triton_kernel_at_every_launch(heads, lengths, to
     assert planner.hopper
 
     def attend() -> torch.Tensor:
-        plan = planner.plan(starts, seq_lens, len(query), tokens)
+        plan = planner.plan(starts, seq_lens, len(query), tokens == 1)
         options = {"scale": 0.1, "reduction": shape.reduction, "implementation": "triton", "plan": plan}
         out = torch.full_like(query, torch.nan)
         return paged_attention(query, keys, values, table, seq_lens, starts, out=out, **options)

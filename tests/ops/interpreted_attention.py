@@ -6,6 +6,7 @@ usage: TRITON_INTERPRET=1 python -m tests.ops.interpreted_attention
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -14,8 +15,9 @@ import torch
 from tests.ops.attention_cases import Chunk, Heads, Request, exact, paged
 from tests.ops.interpreted_checks import check
 from vllm_batch_invariant.ops import attention
-from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
-from vllm_batch_invariant.ops.attention.triton import Planner, Shape
+from vllm_batch_invariant.ops.attention import AttentionReduction, certificate, paged_attention
+from vllm_batch_invariant.ops.attention.inputs import PagedAttention
+from vllm_batch_invariant.ops.attention.triton import Kernels, Plan, Planner, Shape
 
 HEADS = Heads(2, 1, 64, torch.float16)
 """In bf16 the interpreter multiplies wrongly."""
@@ -53,7 +55,7 @@ def check_parts() -> None:
         shape = Shape(4 * kv_heads, kv_heads, 64, torch.float16, REDUCTION)
         planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), sum(lengths) + 64 * len(lengths))
         starts = torch.tensor([0, *tokens]).cumsum(0).int()
-        planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens))
+        planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens) == 1)
         found, keys, whole = [], [], True
         for begin, end in pairwise(planner.first_entries.tolist()):
             entries = [entry for entry in planner.small_list[begin:end].tolist() if entry[3]]
@@ -83,7 +85,7 @@ def check_order() -> None:
     shape = Shape(14, 2, 64, torch.float16, REDUCTION)
     planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), 2 * sum(lengths))
     starts = torch.tensor([0, *tokens]).cumsum(0).int()
-    plan = planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens))
+    plan = planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens) == 1)
     entries = planner.large_list[: int(planner.large_count)].tolist()
     rows, group = planner.large.rows, shape.group
     expected = [
@@ -111,7 +113,7 @@ def check_shared_blocks() -> None:
         planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), sum(lengths) + 64 * len(lengths))
         planner._items = 16
         starts = torch.tensor([0, *tokens]).cumsum(0).int()
-        planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens))
+        planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens) == 1)
         entries = planner.large_list[: int(planner.large_count)].tolist()
         fits, slots = len(entries) * kv_heads <= planner._items, []
         for request, new in enumerate(tokens):
@@ -151,6 +153,19 @@ def check_values() -> None:
         check(f"{name}: off by {error:.1e}", error < ATOL)
 
 
+def check_what_is_not_finite() -> None:
+    """Of later tokens in a row's block: a key is masked; a value reaches the row, but not in decode (the contract)."""
+    clean = attend([newest(150, 150)])
+    for name, reached in (("key", False), ("value", True)):
+        chunk = newest(150, 150)
+        getattr(chunk.request, name)[140:] = math.inf
+        dirty = attend([chunk])
+        earlier = torch.equal(dirty[:128], clean[:128]) and not dirty[140:].isfinite().any()
+        block = dirty[128:140].isnan().all() if reached else torch.equal(dirty[128:140], clean[128:140])
+        decoded = torch.equal(attend([Chunk(chunk.request, 139, 140)])[0], clean[139])
+        check(f"an infinite {name} of a later token", bool(earlier and block and decoded))
+
+
 def check_decode_against_prefill() -> None:
     prefill = attend([newest(600, 600)])
     for count in (1, 5, 64):
@@ -167,7 +182,7 @@ def check_one_plan_for_every_mix() -> None:
     planner = Planner(
         Shape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION), query.device, most, tokens, 9000
     )
-    plan = planner.plan(torch.arange(most + 1), torch.ones(most), tokens, 2)
+    plan = planner.plan(torch.arange(most + 1), torch.ones(most), tokens, decode=False)
     for mix in ([2, 0, 1, 3], [5, 4]):
         rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in mix])
         counts = torch.tensor([starts[i + 1] - starts[i] for i in mix])
@@ -179,11 +194,48 @@ def check_one_plan_for_every_mix() -> None:
         begins[1 : len(mix) + 1] = counts.cumsum(0)
         padded_table = table.new_zeros(most, table.shape[1])
         padded_table[: len(mix)] = table[mix]
-        planner.plan(begins, lengths, tokens, int(counts.max()))
+        planner.plan(begins, lengths, tokens, decode=False)
         out = out.to(query.dtype)
         paged_attention(padded_query, key, value, padded_table, lengths, begins, plan=plan, out=out, **options)
         same = torch.equal(out[: len(rows)], expected[rows])
         check(f"one plan for requests {mix}", same and bool(out[len(rows) :].isnan().all()))
+
+
+def check_counters() -> None:
+    """A plan zeroes the counters, whatever a sleeping engine's memory came back with."""
+    shape = Shape(4, 1, 64, torch.float16, REDUCTION)
+    planner = Planner(shape, torch.device("cpu"), 3, 60, 50_000)
+    for starts, lengths in (([0, 60], [16_384]), ([0, 1, 2, 3], [900, 3, 5000])):
+        planner.arrived.fill_(7)
+        begins, lengths = torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
+        planner.plan(begins, lengths, starts[-1], decode=len(lengths) == 3)
+        check(f"{len(planner.arrived)} counters of {len(lengths)} requests", not planner.arrived.any())
+
+
+def check_certificate() -> None:
+    """Kernels that agree pass; a decode of other splits does not."""
+    certificate._LENGTH, certificate._PREFILL, certificate._BORDERS = 700, 200, (1, 64, 65, 257, 513, 700)
+    shape = Shape(HEADS.query, HEADS.kv, HEADS.size, HEADS.dtype, REDUCTION)
+    data = [certificate.by_scores(shape, torch.device("cpu"), 16)]
+    certificate.ways = lambda group: [
+        ("by decode", [certificate.Chunk(stop, 1) for stop in certificate._BORDERS]),
+        ("in a chunk", [certificate.Chunk(700, 20)]),
+    ]
+    for kernels in (Kernels(hopper=False), Kernels(hopper=False, few_rows=0)):
+        found = certificate.compare(kernels, shape, data, [certificate.Options()])
+        check(f"certificate of {kernels}: {found}", found == (5 + 20) * HEADS.query * HEADS.size)
+    computed = certificate.paged_attention
+    other = Planner(replace(shape, reduction=AttentionReduction(32)), torch.device("cpu"), 9, 900, 9_000)
+
+    def with_other_splits(call: PagedAttention, out: torch.Tensor, plan: Plan) -> None:
+        if call.tokens == len(certificate._BORDERS):
+            plan = other.plan(call.query_start_loc, call.seq_lens, call.tokens, decode=True)
+            call = replace(call, reduction=other.shape.reduction)
+        computed(call, out, plan)
+
+    certificate.paged_attention = with_other_splits
+    found = certificate.compare(Kernels(hopper=False), shape, data, [certificate.Options()])
+    check(f"certificate of other splits: {found}", "other bits by decode than by prefill" in str(found))
 
 
 if __name__ == "__main__":
@@ -192,5 +244,8 @@ if __name__ == "__main__":
     check_order()
     check_shared_blocks()
     check_values()
+    check_what_is_not_finite()
     check_decode_against_prefill()
     check_one_plan_for_every_mix()
+    check_counters()
+    check_certificate()

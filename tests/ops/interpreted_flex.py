@@ -111,7 +111,7 @@ def check_that_no_entry_is_too_many() -> None:
             query, keys, _, table, lengths, starts = lay_out(chunks)
             shape = Shape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION)
             planner = Planner(shape, KeyLayout.of(keys, 32), query.device, len(chunks), int(lengths.max()), (window,))
-            plan = planner.plan(starts, lengths, table, int(starts.diff().max()))
+            plan = planner.plan(starts, lengths, table, decode=int(starts.diff().max()) == 1)
             masks = plan.masks[window]
             used = int(masks.blocks[:, 3].sum())
             room = len(masks.key_blocks)
@@ -130,11 +130,11 @@ def check_one_plan_for_every_step_of_decode() -> None:
     shape = Shape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION)
     planner = Planner(shape, KeyLayout.of(keys, 32), query.device, 8, 1000, (None, 50))
     options = {"scale": 0.1, "reduction": REDUCTION, "implementation": "flex_cuda"}
-    plan = planner.plan(starts, seq_lens, table, 1)
+    plan = planner.plan(starts, seq_lens, table, decode=True)
     for shorter, window in ((0, 50), (60, None)):
         now = (seq_lens - shorter).clamp(min=0)
         begins = torch.cat([starts[:1], (now > 0).cumsum(0).int()])
-        planner.plan(begins, now, table, 1)
+        planner.plan(begins, now, table, decode=True)
         out = torch.full_like(query, math.nan)
         call = query, keys, values, table, now, begins
         paged_attention(*call, plan=plan, out=out, sliding_window=window, **options)

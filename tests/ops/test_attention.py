@@ -131,12 +131,32 @@ def test_what_is_not_written_never_leaks(implementation, filler):
         assert torch.equal(clean, dirty)
 
 
-def test_later_keys_of_the_same_request_never_leak():
-    request = Request(SMALL, 120, 1)
-    clean = attend([whole(request)])[0]
+@features
+@pytest.mark.parametrize(
+    ("dtype", "filler"), [(torch.float32, math.nan), (torch.bfloat16, -math.inf), (torch.float16, math.inf)]
+)
+def test_later_keys_and_values_of_the_same_request_never_leak(filler, dtype, options):
+    request = Request(Heads(4, 2, 16, dtype), 120, 1)
+    clean = attend([whole(request)], **options)[0]
     for later in (request.key, request.value):
-        later[71:] = math.inf
-    assert torch.equal(attend([whole(request)])[0][:71], clean[:71])
+        later[71:] = filler
+    dirty = attend([whole(request)], **options)[0]
+    assert torch.equal(dirty[:71], clean[:71])
+    assert not dirty[71:].isfinite().any(), "nor are they hidden from who sees them"
+    assert torch.equal(in_chunks(request, 7, start=50, **options)[:21], clean[50:71])
+
+
+def test_a_later_value_that_is_not_finite_reaches_earlier_rows_of_its_chunk_by_flex():
+    """What the contract excepts: FlexAttention weighs it by 0, and 0 * inf is NaN. A later key is masked."""
+    request = Request(SMALL, 120, 1)
+    clean = attend([whole(request)], "flex")[0]
+    before = request.key.clone()
+    request.key[71:] = math.inf
+    assert torch.equal(attend([whole(request)], "flex")[0][:71], clean[:71])
+    request.key = before
+    request.value[71:] = math.inf
+    assert attend([whole(request)], "flex")[0][70].isnan().all()
+    assert torch.equal(attend([Chunk(request, 0, 71)], "flex")[0], clean[:71]), "in a chunk that ends before it"
 
 
 def test_a_freed_page_behind_the_window_may_be_gone():

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from tests.bits import assert_same_bits
 from tests.ops.cublaslt_double import chain
+from vllm_batch_invariant import kept_file
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear.cancelling import cancelling
@@ -355,9 +357,8 @@ def test_what_is_kept_is_read_back_and_added_to(cache: Path) -> None:
         "one": {"8": {"checked": [1]}, "16": {"checked": [9]}},
         "two": {"8": {"checked": [2]}},
     }
-    assert store.folder() == cache
     [file] = cache.glob("*.json")
-    assert json.loads(file.read_text())["environment"] == ENVIRONMENT
+    assert json.loads(file.read_text())["content"]["environment"] == ENVIRONMENT
 
 
 @pytest.mark.parametrize("key", ENVIRONMENT)
@@ -385,14 +386,85 @@ def test_a_file_of_another_environment_under_the_same_name_is_not_read(cache: Pa
         b"\xff\xfe",
         b"{}",
         b"[]",
+        json.dumps({"environment": ENVIRONMENT, "products": {"one": {"8": {}}}}).encode(),
     ],
 )
-def test_an_unreadable_file_is_nothing_and_is_written_anew(content: bytes, cache: Path) -> None:
+def test_a_broken_file_is_nothing_and_is_written_anew(
+    content: bytes, cache: Path, log: pytest.LogCaptureFixture
+) -> None:
     cache.mkdir()
-    store._path(ENVIRONMENT).write_bytes(content)
+    path = store._path(ENVIRONMENT)
+    path.write_bytes(content)
     assert store.load(ENVIRONMENT) == {}
+    assert path.with_name(f"{path.name}.broken").read_bytes() == content
+    assert [record.levelname for record in log.records] == ["WARNING"]
     store.save(ENVIRONMENT, {"one": {"8": {}}})
     assert store.load(ENVIRONMENT) == {"one": {"8": {}}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        1,
+        {"products": {}},
+        {"environment": ENVIRONMENT},
+        {"environment": ENVIRONMENT, "products": []},
+        {"environment": ENVIRONMENT, "products": {"one": []}},
+        {"environment": {}, "products": {}},
+    ],
+)
+def test_a_whole_file_of_another_shape_is_set_aside(
+    content: object, cache: Path, log: pytest.LogCaptureFixture
+) -> None:
+    kept_file.update(store._path(ENVIRONMENT), lambda _: content)
+    assert store.load(ENVIRONMENT) == {}
+    [record] = log.records
+    assert record.levelname == "WARNING"
+    store.save(ENVIRONMENT, {"one": {"8": {}}})
+    assert store.load(ENVIRONMENT) == {"one": {"8": {}}}
+
+
+ENTRY = {"algorithm": None, "checked": [1, 8], "refused": [], "microseconds": {"triton": 4.5}, "tile": None}
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"8": []},
+        {"8": None},
+        {"8": "text"},
+        {"8": {}},
+        {"9": ENTRY},
+        {"eight": ENTRY},
+        {"8": ENTRY | {"checked": 3}},
+        {"8": ENTRY | {"checked": ["1"]}},
+        {"8": ENTRY | {"checked": [True]}},
+        {"8": ENTRY | {"refused": [1]}},
+        {"8": ENTRY | {"microseconds": None}},
+        {"8": ENTRY | {"microseconds": {"triton": "fast"}}},
+        {"8": ENTRY | {"tile": {"rows": 1}}},
+        {"8": ENTRY | {"tile": {"rows": 16, "columns": 16, "warps": 4, "stages": 50}}},
+        {"8": ENTRY | {"algorithm": {"opaque": "00" * 63, "about": "tile"}}},
+        {"8": ENTRY | {"algorithm": {"opaque": "not hexadecimal", "about": "tile"}}},
+        {"8": ENTRY | {"algorithm": {"opaque": "00" * 64}}},
+        {"8": ENTRY | {"algorithm": "tile"}},
+        {"8": ENTRY | {"algorithm": {}}},
+        {"8": ENTRY | {"more": 1}},
+    ],
+)
+def test_entries_that_cannot_be_read_are_set_aside_and_made_anew(
+    dispatch: SimpleNamespace, entries: dict, log: pytest.LogCaptureFixture
+) -> None:
+    store.save(dispatch.environment, {str(SIGNATURE): {"16": ENTRY} | entries})
+    a, weight = draw(40, 96), draw(40, 96)
+    dispatch.cuda.prepare(weight, 40, bias=True)
+    assert dispatch.certified, "as if there were no file"
+    assert len([record for record in log.records if "was broken" in record.message]) == 1
+    assert_same_bits(dispatch.cuda.mm(a, weight.t(), draw(40)), chain(a, weight.t(), draw(40)))
+    _, known = dispatch.cuda.known(0)
+    assert set(known) == {str(SIGNATURE)}
+    assert 8 in known[str(SIGNATURE)]
 
 
 def test_a_folder_that_cannot_be_made_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -408,6 +480,21 @@ def test_a_user_without_a_home_is_served_all_the_same(monkeypatch: pytest.Monkey
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a user id that is not in the password file
     store.save(ENVIRONMENT, {"one": {}})
     assert store.load(ENVIRONMENT) == {}
+
+
+def test_without_nvmath_products_are_tritons_and_the_log_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cuda, "cublaslt", None)
+    assert not cuda._library.__wrapped__(torch.device("cuda", 0))
+    [record] = log.records
+    assert record.levelname == "WARNING"
+    extra = "cuda"
+    assert f"pip install 'vllm-batch-invariant[{extra}]'" in record.message
+    root = Path(__file__).parents[2]
+    wanted = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
+    assert any(requirement.startswith("nvmath-python") for requirement in wanted)
+    assert f"pip install 'vllm-batch-invariant[{extra}]'" in (root / "README.md").read_text()
 
 
 def test_nothing_is_left_beside_what_is_kept(cache: Path) -> None:

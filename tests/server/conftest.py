@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,10 +11,15 @@ from vllm_batch_invariant.check.server import Server, serve
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """``vllm serve`` as a user starts it, on a small model of this project."""
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model of this project."""
     shape = Shape(hidden=512, intermediate=1024, layers=2, heads=8, kv_heads=4, head_size=64, dtype="bfloat16")
-    model = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
+
+
+@pytest.fixture(scope="session")
+def server(model: Path) -> Iterator[Server]:
+    """``vllm serve`` as a user starts it."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     with serve(str(model), [], {"VLLM_BATCH_INVARIANT": "1", "VLLM_PLUGINS": "batch_invariant"}) as running:
         yield running

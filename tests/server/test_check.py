@@ -19,7 +19,7 @@ SIZE = Size("tests", 16, (2, 24), (64,), ("penalties",), (1, 1), (2,), 1)
 
 def test_a_server_holds_on_all_that_a_client_can_provoke_and_the_rest_is_said_to_be_untested(server: Server) -> None:
     found = Findings("server", planned_for_a_server())
-    asyncio.run(check_server(server.base_url, None, SIZE, 300, found, lambda now: None))
+    asyncio.run(check_server(server.base_url, None, None, SIZE, 300, found, lambda now: None))
     outcomes = {(fact.rung, fact.name): fact.outcome for fact in found.facts}
     planned = planned_for_a_server()
     assert {fact: outcomes[fact] for fact in planned} == dict.fromkeys(planned, Outcome.HOLDS)

@@ -17,9 +17,15 @@ LENGTH = 24
 
 
 @pytest.fixture(scope="module")
-def made(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target(server: Server, model: Path) -> list[str]:
+    """The server, and the folder of what it serves."""
+    return ["--base-url", server.base_url, "--model-files", str(model)]
+
+
+@pytest.fixture(scope="module")
+def made(target: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("receipts") / "greedy.json"
-    assert main(["make", str(path), "--base-url", server.base_url, "--max-tokens", str(LENGTH), "--ignore-eos"]) == 0
+    assert main(["make", str(path), *target, "--max-tokens", str(LENGTH), "--ignore-eos"]) == 0
     return path
 
 
@@ -39,9 +45,9 @@ def test_a_receipt_says_what_computed_it(made: Path) -> None:
 
 
 def test_a_receipt_is_equal_when_it_is_computed_again_in_company(
-    server: Server, made: Path, capsys: pytest.CaptureFixture[str]
+    target: list[str], made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["verify", str(made), "--base-url", server.base_url, "--company", "12"]) == 0
+    assert main(["verify", str(made), *target, "--company", "12"]) == 0
     said = capsys.readouterr().out
     assert "declared: nothing that decides bits differs: bits may be expected equal" in said
     assert f"equal: {LENGTH} tokens and the bits of {6 * LENGTH} logprobs, computed again beside " in said

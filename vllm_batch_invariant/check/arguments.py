@@ -1,13 +1,16 @@
 """The command line of the reproducibility run, checked before anything starts."""
 
 import argparse
+import os
 import shlex
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
+from vllm_batch_invariant.check.printable import printable
 from vllm_batch_invariant.check.report_file import why_not_writable
 from vllm_batch_invariant.check.request import PROMPT, Ask
 
@@ -16,7 +19,7 @@ class OneLineParser(argparse.ArgumentParser):
     """Ends with status 2 and one line where an argument is bad."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see --help\n")
+        self.exit(2, f"{self.prog}: {printable(message)}; see --help\n")
 
 
 def at_least(lowest: int) -> Callable[[str], int]:
@@ -56,7 +59,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     target = parser.add_argument_group("what to test")
-    target.add_argument("--base-url", help="a server that runs, such as http://127.0.0.1:8000")
+    add_base_url(target)
     target.add_argument("--model", help="a model to serve here; with --base-url, the name of the served model to ask")
     target.add_argument("--serve-args", default="", help="more arguments for `vllm serve`, in one string")
     target.add_argument("--compare", action="store_true", help="serve with VLLM_BATCH_INVARIANT=0, then with 1")
@@ -105,9 +108,20 @@ def check_common(parser: OneLineParser, options: argparse.Namespace, model: str)
         parser.error("--prompt is empty")
 
 
+def add_base_url(parser: argparse._ActionsContainer) -> None:
+    """The options of every command that can ask a server."""
+    parser.add_argument("--base-url", help="a server that runs, such as http://127.0.0.1:8000")
+    parser.add_argument("--api-key-env", metavar="NAME", help="the environment variable with that server's API key")
+
+
 def check_base_url(parser: OneLineParser, options: argparse.Namespace) -> None:
-    """What every command checks of the address of a server, where it has one."""
+    """What every command checks of the address of a server, where it has one. Sets ``options.api_key``, which is None
+    unless a variable is named: a key that is in the environment for somebody else is not this server's.
+    """
+    options.api_key = None
     if options.base_url is None:
+        if options.api_key_env is not None:
+            parser.error("--api-key-env is for a server that already runs: it goes with --base-url")
         return
     try:
         url = urlsplit(options.base_url)
@@ -116,6 +130,27 @@ def check_base_url(parser: OneLineParser, options: argparse.Namespace) -> None:
         usable = False
     if not usable:
         parser.error(f"--base-url {options.base_url!r} is not an http address")
+    if options.api_key_env is not None:
+        if url.username or url.password:
+            parser.error("--api-key-env: the address holds a password, which would be sent in the key's place")
+        options.api_key = _key(parser, options.api_key_env)
+        if url.scheme == "http" and not is_here(options.base_url):
+            to = printable(url.hostname)
+            print(f"{parser.prog}: the key of {options.api_key_env} goes to {to} unencrypted", file=sys.stderr)
+
+
+def _key(parser: OneLineParser, name: str) -> str:
+    key = os.environ.get(name, "")
+    if not key:
+        parser.error(f"--api-key-env {name}: there is no such environment variable, or it is empty")
+    if not (key.isascii() and key.isprintable()):  # what cannot be sent would be quoted in an error
+        parser.error(f"--api-key-env {name}: its value holds a line break or another character that no key has")
+    return key
+
+
+def is_here(url: str) -> bool:
+    """Whether an address is this machine's own."""
+    return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
 
 
 def check_model(parser: OneLineParser, options: argparse.Namespace, model: str) -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 from vllm_batch_invariant.check.arguments import OneLineParser, at_least, check_common
 from vllm_batch_invariant.check.bisect_engine import ENGINE_ARGUMENTS, Case, Result, bisect
 from vllm_batch_invariant.check.bisect_report import print_results, setting_of, write_json
+from vllm_batch_invariant.check.console import complain, consoles
 from vllm_batch_invariant.check.fuzz_finding import Finding
 from vllm_batch_invariant.check.load import one_line
 from vllm_batch_invariant.check.outcome import NoTestError, Status
@@ -93,7 +94,7 @@ def _company_prompts(parser: OneLineParser, options: argparse.Namespace) -> list
     if options.company or options.company_tokens:
         parser.error("--prompts is the whole company: leave out --company and --company-tokens")
     try:
-        prompts = [line for line in options.prompts.read_text().splitlines() if line.strip()]
+        prompts = [line for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         parser.error(f"--prompts {options.prompts}: {error}")
     if not prompts:
@@ -104,7 +105,7 @@ def _company_prompts(parser: OneLineParser, options: argparse.Namespace) -> list
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = parse_arguments(argv)
-    out, notes = Console(), Console(stderr=True)
+    out, notes = consoles()
     # in this process an engine's first step holds every request that was added before it, not those that came in time
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     runs: list[tuple[Case, Result]] = []
@@ -131,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _no_test(notes: Console, why: str) -> int:
-    notes.print(f"bisect: {why}", style="red", highlight=False, markup=False, soft_wrap=True)
+    complain(notes, "bisect", why)
     return Status.NO_TEST
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from vllm_batch_invariant.check.bisect_engine import Case, Found, Result
 from vllm_batch_invariant.check.outcome import Status
+from vllm_batch_invariant.check.printable import printable
 from vllm_batch_invariant.check.recording import MODULE_OUTPUT
 from vllm_batch_invariant.check.report_file import write
 from vllm_batch_invariant.compare import Pair
@@ -70,7 +71,7 @@ def print_results(console: Console, setting: Setting, runs: Sequence[tuple[Case,
     """Print a table of the last run, and each run's verdict."""
     case, result = runs[-1]
     title = f"{setting.model}: {_prompt(case)} alone and among {_count(len(case.company), 'other request')}"
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = Table(title=escape(printable(title)), title_justify="left", show_header=False)
     for name, text in _rows(setting, case, result).items():
         table.add_row(name, escape(text))
     console.print(table)

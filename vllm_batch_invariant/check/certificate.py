@@ -1,15 +1,18 @@
-"""``vllm-batch-invariant certificate``: how products are computed on this GPU, and what that was checked against."""
+"""``vllm-batch-invariant certificate``: how products and attention are computed on this GPU, and what was compared."""
 
 import argparse
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import BadSetting, NotCovered
 from .arguments import OneLineParser, at_least
+from .printable import printable
 
 if TYPE_CHECKING:
+    from ..ops.attention.certificate import Certificate
     from ..ops.linear.certificate import Entry
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,7 +29,8 @@ def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="vllm-batch-invariant certificate",
         description="Print how products are computed on this GPU and at which numbers of rows their bits were compared "
-        "with those of the reference. vLLM makes certificates when it loads a model; with --shape they are made here.",
+        "with those of the reference, and which kernels serve attention. vLLM makes certificates when it loads a "
+        "model; with --shape those of products are made here.",
     )
     parser.add_argument("--shape", nargs="+", type=_shape, default=[], metavar="NxK", help="weights to certify now")
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the weights of --shape (default: bf16)")
@@ -55,6 +59,7 @@ def main(arguments: list[str]) -> int:
         )
     if options.device >= torch.cuda.device_count():
         raise BadSetting(f"--device {options.device}: this machine has {torch.cuda.device_count()} GPUs.")
+    from ..ops.attention import certificate as attention
     from ..ops.linear import cuda, prepare
 
     for columns, depth in options.shape:
@@ -63,24 +68,36 @@ def main(arguments: list[str]) -> int:
     environment, products = cuda.known(options.device)
     if options.json:
         entries = {name: {limit: entry.to_json() for limit, entry in found.items()} for name, found in products.items()}
-        print(json.dumps({"environment": environment, "products": entries}, indent=1))
+        of_attention = {name: asdict(found) for name, found in attention.known(options.device).items()}
+        found = {"environment": environment, "products": entries, "attention": of_attention}
+        print(json.dumps(found, indent=1))
     else:
-        _print(environment, products)
+        _print(environment, products, attention.known(options.device))
     return 0
 
 
-def _print(environment: dict[str, str], products: dict[str, dict[int, "Entry"]]) -> None:
-    from rich.console import Console
+def _print(
+    environment: dict[str, str], products: dict[str, dict[int, "Entry"]], attention: "dict[str, Certificate]"
+) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
-    console = Console()
+    from .console import consoles
+
+    console, _ = consoles()
     for name, value in environment.items():
-        console.print(f"{name}: {value}", highlight=False)
+        console.print(printable(f"{name}: {value}"), highlight=False, markup=False)
     if not products:
         console.print("No certificate yet: load a model with VLLM_BATCH_INVARIANT=1, or name weights with --shape.")
     for name, found in products.items():
         table = Table(
-            "rows up to", "served by", "us", "us in Triton", "bits equal at", "refused", title=f"Product {name}"
+            "rows up to",
+            "served by",
+            "us",
+            "us in Triton",
+            "bits equal at",
+            "refused",
+            title=escape(printable(f"Product {name}")),
         )
         for limit, entry in sorted(found.items()):
             schedule = entry.algorithm or entry.tile
@@ -90,5 +107,9 @@ def _print(environment: dict[str, str], products: dict[str, dict[int, "Entry"]])
                 for key in (entry.served_by.lower(), "triton")
             ]
             checked = ", ".join(map(str, entry.checked))
-            table.add_row(str(limit), served, *times, checked, ", ".join(entry.refused) or "none")
+            refused = ", ".join(entry.refused) or "none"
+            table.add_row(*(escape(printable(cell)) for cell in (str(limit), served, *times, checked, refused)))
         console.print(table)
+    for name, found in attention.items():
+        line = f"Attention of {name}: {found.kernels}, {found.elements} outputs with equal bits"
+        console.print(printable(line), highlight=False, markup=False)

@@ -17,6 +17,7 @@ from vllm_batch_invariant import envs
 from vllm_batch_invariant.check.arguments import (
     OneLineParser,
     above_zero,
+    add_base_url,
     address,
     at_least,
     check_base_url,
@@ -24,6 +25,7 @@ from vllm_batch_invariant.check.arguments import (
     not_negative,
 )
 from vllm_batch_invariant.check.check_report import Report, print_report, write_json
+from vllm_batch_invariant.check.console import complain, consoles
 from vllm_batch_invariant.check.facts import planned_for_a_server, planned_for_engines
 from vllm_batch_invariant.check.findings import Findings
 from vllm_batch_invariant.check.load import one_line
@@ -43,7 +45,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "130 it was interrupted: what was found until then is reported all the same.",
     )
     parser.add_argument("model", nargs="?", help="a model's folder or name; with --base-url, the served model to ask")
-    parser.add_argument("--base-url", help="check a server that runs, such as http://127.0.0.1:8000, over HTTP")
+    add_base_url(parser)
     parser.add_argument("--compare", action="store_true", help="check with VLLM_BATCH_INVARIANT=0, then with 1")
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument("--quick", dest="size", action="store_const", const=QUICK.name, help="about a minute on a CPU")
@@ -141,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
             from vllm_batch_invariant.check.fuzz import main as fuzz
 
             return fuzz(options)
-        return _run(options, Console(), Console(stderr=True))
+        return _run(options, *consoles())
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -163,9 +165,9 @@ def _run(options: argparse.Namespace, out: Console, notes: Console) -> int:
                 )
                 _fill(runs[-1], flag, options, lambda now, label=label: status.update(escape(f"{label}: {now}")))
                 if runs[-1].failed:
-                    _complain(notes, f"{label}: {runs[-1].failed}")
+                    complain(notes, "check", f"{label}: {runs[-1].failed}")
     except NoTestError as error:
-        _complain(notes, str(error))
+        complain(notes, "check", str(error))
         return Status.NO_TEST
     except KeyboardInterrupt:
         for number in (signal.SIGINT, signal.SIGTERM):  # whoever is impatient gets the report all the same
@@ -177,10 +179,13 @@ def _run(options: argparse.Namespace, out: Console, notes: Console) -> int:
     try:
         written = _write(report, options, out)
     except NoTestError as error:
-        _complain(notes, str(error))
+        complain(notes, "check", str(error))
+        return report.status or Status.NO_TEST
+    except Exception as error:  # a reader that went away, a plot: it must not end with the status 1 of a traceback
+        complain(notes, "check", f"the report failed: {type(error).__name__}: {one_line(error)}")
         return report.status or Status.NO_TEST
     if partial:
-        _complain(notes, f"interrupted; {written or 'nothing was found yet'}")
+        complain(notes, "check", f"interrupted; {written or 'nothing was found yet'}")
     return report.status
 
 
@@ -198,8 +203,8 @@ def _fill(findings: Findings, flag: str, options: argparse.Namespace, say: Calla
 
     try:
         if options.base_url:
-            checking = check_server(options.base_url, options.model, options.size, options.timeout, findings, say)
-            asyncio.run(checking)
+            server = options.base_url, options.api_key
+            asyncio.run(check_server(*server, options.model, options.size, options.timeout, findings, say))
         else:
             check_engine(options.model, options.serve_args, flag, options.size, findings, say)
     except NoTestError as error:
@@ -227,7 +232,3 @@ def _write(report: Report, options: argparse.Namespace, out: Console) -> str:
         print_report(out, report)
     files = " and ".join(str(path) for path in (options.json, options.html) if path)
     return f"what was found so far is {f'in {files}, marked partial' if files else 'above'}"
-
-
-def _complain(notes: Console, line: str) -> None:
-    notes.print(f"check: {line}", style="red", highlight=False, markup=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from vllm_batch_invariant.check.contract import RUNGS, Outcome
 from vllm_batch_invariant.check.findings import Findings
 from vllm_batch_invariant.check.html import Cell, Figure, Page, Section, Table
 from vllm_batch_invariant.check.page_parts import batch_parts, map_parts
+from vllm_batch_invariant.check.printable import printable
 
 Part = Table | Figure | str
 
@@ -124,5 +125,5 @@ def _words(value: Any) -> str:
     if isinstance(value, dict):
         return "\n".join(f"{name}: {_words(item)}" for name, item in value.items())
     if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
+        return ", ".join(map(_words, value))
+    return f"{value:.1f}" if isinstance(value, float) else printable(str(value))

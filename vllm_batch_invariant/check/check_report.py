@@ -97,7 +97,7 @@ def _how_much(verdict: Verdict) -> str:
 def print_report(console: Console, report: Report) -> None:
     """Print the verdicts, every fact, and a sentence for each setting."""
     table = Table(title="The contract: same bits ...", title_justify="left")
-    for heading in ("rung", "...", *(run.label for run in report.runs)):
+    for heading in ("rung", "...", *(escape(run.label) for run in report.runs)):
         table.add_column(heading, overflow="fold")
     for place, rung in enumerate(RUNGS):
         verdicts = [run.verdicts[place] for run in report.runs]
@@ -105,7 +105,7 @@ def print_report(console: Console, report: Report) -> None:
         table.add_row(rung.name, escape(rung.promise), *cells)
     console.print(table)
     for run in report.runs:
-        facts = Table("rung", "fact", "", "what was found", title=run.label, title_justify="left")
+        facts = Table("rung", "fact", "", "what was found", title=escape(run.label), title_justify="left")
         for fact in run.facts:
             found = f"{fact.detail}\nfirst: {fact.difference}" if fact.difference else fact.detail
             facts.add_row(fact.rung, escape(fact.name), _styled(fact.outcome), escape(found))

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from vllm_batch_invariant.check.arguments import OneLineParser, at_least
+from vllm_batch_invariant.check.printable import printable
 from vllm_batch_invariant.check.tokenizer import EOS, PAD, SPECIAL_TOKENS, save_tokenizer, train_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -136,5 +137,5 @@ def main(argv: list[str] | None = None) -> int:
         make_checkpoint(options.folder, shape, options.seed)
     except (OSError, SafetensorError) as error:
         parser.error(f"{options.folder} cannot be written: {error}")
-    print(f"{options.folder}: {shape}, seed {options.seed}")
+    print(printable(f"{options.folder}: {shape}, seed {options.seed}"))
     return 0

@@ -1,14 +1,15 @@
 """A connection to a server with vLLM's OpenAI API."""
 
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import httpx
 import openai
 
+from vllm_batch_invariant.check.arguments import is_here
 from vllm_batch_invariant.check.load import one_line
 from vllm_batch_invariant.check.outcome import NoTestError
 
@@ -20,8 +21,6 @@ class Served:
     name: str
     context: int
     """Most tokens of a prompt and its completion together."""
-    source: str
-    """What the server loaded it from: a folder of the server's machine, or a name."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,6 @@ class Connection:
     """For pages that are not of OpenAI's API. It is not the client's own, which is of another library from 3.0 on."""
     root: str
     """The server's address without ``/v1``."""
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the server runs on this machine."""
-        return _is_here(self.root)
 
     @property
     def metrics(self) -> str:
@@ -52,12 +46,15 @@ class Connection:
         """
         try:
             served = (await self.api.models.list()).data
-        except openai.OpenAIError as error:
+        except openai.AuthenticationError as error:
+            how = "name the environment variable with its key: --api-key-env NAME"
+            raise NoTestError(f"{self} wants another key or one at all; {how}") from error
+        except (openai.OpenAIError, AttributeError) as error:  # the latter where it sends something else than JSON
             raise NoTestError(f"no OpenAI-compatible server answers at {self}: {one_line(error)}") from error
         for model in served:
             if wanted in (None, model.id):
                 context = getattr(model, "max_model_len", None) or 2048
-                return Served(model.id, context, getattr(model, "root", None) or model.id)
+                return Served(model.id, context)
         names = ", ".join(model.id for model in served) or "nothing"
         raise NoTestError(f"{self} does not serve the model {wanted!r}; it serves {names}")
 
@@ -67,26 +64,35 @@ class Connection:
 
 
 @asynccontextmanager
-async def connect(base_url: str) -> AsyncIterator[Connection]:
-    """Connect to a server, whether its address ends in ``/v1`` or not; its API key comes from ``OPENAI_API_KEY``."""
+async def connect(base_url: str, api_key: str | None) -> AsyncIterator[Connection]:
+    """Connect to a server, whether its address ends in ``/v1`` or not. It gets this API key and, whatever the
+    environment holds for OpenAI's, nothing else.
+    """
     url = urlsplit(base_url)
     root = f"{url.scheme}://{url.netloc}{url.path.rstrip('/').removesuffix('/v1')}"
     # no proxy from the environment between this machine and itself, and no certificates to load
-    elsewhere = not _is_here(root)
+    elsewhere = not is_here(root)
     # shorter than the server's five seconds: a connection it is about to close must not be used again
     limits = {"max_connections": None, "keepalive_expiry": 2}
     transport = openai.DefaultAsyncHttpxClient(
         trust_env=elsewhere, verify=elsewhere, limits=type(openai.DEFAULT_CONNECTION_LIMITS)(**limits)
     )
-    key = os.environ.get("OPENAI_API_KEY") or "none"
+    with _nothing_for_openai():
+        client = openai.AsyncOpenAI(
+            base_url=root + "/v1", api_key=api_key or "none", max_retries=2, timeout=600, http_client=transport
+        )
     async with (
         httpx.AsyncClient(trust_env=elsewhere, verify=elsewhere, limits=httpx.Limits(**limits), timeout=30) as http,
-        openai.AsyncOpenAI(
-            base_url=root + "/v1", api_key=key, max_retries=2, timeout=600, http_client=transport
-        ) as api,
+        client as api,
     ):
         yield Connection(api, http, root)
 
 
-def _is_here(url: str) -> bool:
-    return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+@contextmanager
+def _nothing_for_openai() -> Iterator[None]:
+    """An environment without what OpenAI's client would add to requests: organisation, project, headers, other keys."""
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("OPENAI_")}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from vllm_batch_invariant.check.printable import printable
+
 
 @dataclass(frozen=True)
 class Step:
@@ -51,9 +53,19 @@ class Parting:
     expected_text: str
     got_text: str
 
+    @property
+    def tokens(self) -> str:
+        """Both tokens, in one printable line."""
+        return printable(f"{self.got} instead of {self.expected}")
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """How both texts go on, got and expected, quoted."""
+        return printable(repr(self.got_text)), printable(repr(self.expected_text))
+
     def __str__(self) -> str:
-        texts = f" ({self.got_text!r} instead of {self.expected_text!r})" if self.got_text or self.expected_text else ""
-        return f"{self.got} instead of {self.expected}{texts}"
+        texts = " ({} instead of {})".format(*self.texts) if self.got_text or self.expected_text else ""
+        return f"{self.tokens}{texts}"
 
 
 @dataclass(frozen=True)

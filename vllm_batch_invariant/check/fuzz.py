@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from vllm_batch_invariant import envs
+from vllm_batch_invariant.check.console import complain, consoles
 from vllm_batch_invariant.check.engine_process import Engine, EngineFailed
 from vllm_batch_invariant.check.fuzz_compare import difference
 from vllm_batch_invariant.check.fuzz_finding import Finding, Row, append_rows
@@ -332,7 +333,7 @@ def bisect_first(fuzzer: Fuzzer) -> str:
 
 def main(options: argparse.Namespace) -> int:
     """Run ``check`` with --fuzz or --replay; returns the exit status."""
-    out, notes = Console(), Console(stderr=True)
+    out, notes = consoles()
     with notes.status("", spinner="line") as status:
 
         def say(now: str) -> None:
@@ -341,7 +342,7 @@ def main(options: argparse.Namespace) -> int:
         try:
             return _replay(options, out, say) if options.replay else _fuzz(options, out, say)
         except NoTestError as error:
-            notes.print(f"check: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+            complain(notes, "check", str(error))
             return Status.NO_TEST
         except KeyboardInterrupt:
             notes.print("check: interrupted", style="red")

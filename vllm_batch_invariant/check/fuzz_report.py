@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from vllm_batch_invariant.check.fuzz_finding import Finding, Row
+from vllm_batch_invariant.check.printable import printable
 
 _WORDS = {
     "company": "differs from the request alone",
@@ -22,7 +23,7 @@ def print_fuzz(
     """Print everything."""
 
     def line(text: str, style: str | None = None) -> None:
-        out.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+        out.print(printable(text), style=style, highlight=False, markup=False, soft_wrap=True)
 
     for row in rows:
         if not row.not_run:
@@ -36,7 +37,8 @@ def print_fuzz(
         line(f"refused beside targets, {times} times: {why}")
     for path, finding in findings:
         other = f" instead of {finding.other_settings.label}" if finding.other_settings else ""
-        line(f"\n{_WORDS[finding.kind]}: {finding.text}", "red")
+        out.print()
+        line(f"{_WORDS[finding.kind]}: {finding.text}", "red")
         line(f"   {finding.settings.label}{other}, {finding.seen}")
         for text in finding.describe():
             line(f"   {text}")

@@ -12,6 +12,7 @@ import openai
 from vllm_batch_invariant.check.divergence import Answer
 from vllm_batch_invariant.check.outcome import NoTestError
 from vllm_batch_invariant.check.plan import Arrival, Kind
+from vllm_batch_invariant.check.printable import printable
 from vllm_batch_invariant.check.request import Ask, answer_from
 from vllm_batch_invariant.check.request_parameters import varied
 
@@ -123,8 +124,9 @@ async def _one_lands(flying: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]
 
 
 def one_line(error: BaseException) -> str:
-    """The error's text on one line, shortened."""
-    return shortened(" ".join(str(error).split()) or type(error).__name__)
+    """The error's text on one line, shortened, and its notes, which name a log."""
+    text = shortened(printable(" ".join(str(error).split())) or type(error).__name__)
+    return printable("; ".join((text, *getattr(error, "__notes__", ()))))
 
 
 def shortened(text: str) -> str:

@@ -2,6 +2,8 @@
 
 from enum import IntEnum
 
+from vllm_batch_invariant.check.printable import printable
+
 
 class Status(IntEnum):
     """The exit status of a run."""
@@ -12,4 +14,9 @@ class Status(IntEnum):
 
 
 class NoTestError(RuntimeError):
-    """The run cannot tell whether the server is reproducible; its text is one line that says why and what to do."""
+    """The run cannot tell whether the server is reproducible; its text is one line that says why and what to do,
+    whatever the server, the file or the library said that it quotes.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text))

@@ -103,14 +103,18 @@ def print_report(console: Console, results: Sequence[Result]) -> None:
     table = Table(title="The same request, under a load that varies the batch", title_justify="left")
     table.add_column("")
     for result in results:
-        table.add_column(result.label, justify="left", overflow="fold")
+        table.add_column(escape(result.label), justify="left", overflow="fold")
     columns = [rows_of(result) for result in results]
     for name in columns[0]:
         table.add_row(name, *(escape(column[name]) for column in columns))
     console.print(table)
     for result in results:
         console.print(
-            result.verdict, style="green" if result.comparison.identical else "red", highlight=False, soft_wrap=True
+            result.verdict,
+            style="green" if result.comparison.identical else "red",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
         )
 
 
@@ -150,10 +154,8 @@ def _position(parting: Parting | None) -> str:
 def _parting(parting: Parting | None) -> str:
     if parting is None:
         return "none"
-    return (
-        f"{_position(parting)}\n{parting.got} instead of {parting.expected}\n"
-        f"{parting.got_text!r}\ninstead of {parting.expected_text!r}"
-    )
+    got, expected = parting.texts
+    return f"{_position(parting)}\n{parting.tokens}\n{got}\ninstead of {expected}"
 
 
 def _histogram(positions: dict[int, int], length: int) -> str:

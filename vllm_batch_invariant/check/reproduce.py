@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vllm_batch_invariant.check.arguments import address, ask_from, parse_arguments
 from vllm_batch_invariant.check.client import connect
+from vllm_batch_invariant.check.console import complain, consoles
 from vllm_batch_invariant.check.load import Load, Run, one_line
 from vllm_batch_invariant.check.metrics import BatchLog, watch
 from vllm_batch_invariant.check.outcome import NoTestError, Status
@@ -27,7 +28,7 @@ from vllm_batch_invariant.envs import FLAG
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = parse_arguments(argv)
-    out, notes = Console(), Console(stderr=True)
+    out, notes = consoles()
     before = signal.signal(signal.SIGTERM, _end_in_order)
     results: list[Result] = []
     try:
@@ -43,13 +44,13 @@ def main(argv: list[str] | None = None) -> int:
             if results:
                 print_report(out, results)
     except NoTestError as error:
-        _complain(notes, str(error))
+        complain(notes, "reproduce", str(error))
         return Status.NO_TEST
     except KeyboardInterrupt:
-        _complain(notes, "interrupted; nothing was decided")
+        complain(notes, "reproduce", "interrupted; nothing was decided")
         return 128 + signal.SIGINT
     except Exception as error:  # whatever it is, it must not end with the status 1, which says that answers differ
-        _complain(notes, f"the run failed: {type(error).__name__}: {one_line(error)}")
+        complain(notes, "reproduce", f"the run failed: {type(error).__name__}: {one_line(error)}")
         return Status.NO_TEST
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -66,10 +67,6 @@ def _write(options: argparse.Namespace, results: Sequence[Result]) -> None:
         write_html(options.html, page_of(_target(options), ask_from(options), results))
 
 
-def _complain(notes: Console, line: str) -> None:
-    notes.print(f"reproduce: {line}", style="red", highlight=False, markup=False, soft_wrap=True)
-
-
 def _target(options: argparse.Namespace) -> str:
     return address(options.base_url) if options.base_url else options.model
 
@@ -83,20 +80,22 @@ def _results(options: argparse.Namespace, notes: Console) -> Iterator[Result]:
     if options.offline:
         yield _offline(options, notes)
     elif options.base_url:
-        yield asyncio.run(_against(options.base_url, options.model, options, notes, "server"))
+        yield asyncio.run(_against(options.base_url, options.api_key, options.model, options, notes, "server"))
     else:
         flags = ("0", "1") if options.compare else (os.environ.get(FLAG, "0"),)
         for flag in flags:
             label = f"{FLAG}={flag}"
-            notes.print(f"starting a server with {label} ...", style="dim", highlight=False)
+            notes.print(f"starting a server with {label} ...", style="dim", highlight=False, markup=False)
             with serve(options.model, options.serve_args, {FLAG: flag}) as server:
                 notes.print(f"it answers after {server.startup_seconds:.0f} s", style="dim", highlight=False)
-                yield asyncio.run(_against(server.base_url, None, options, notes, label))
+                yield asyncio.run(_against(server.base_url, None, None, options, notes, label))
 
 
-async def _against(base_url: str, model: str | None, options: argparse.Namespace, notes: Console, label: str) -> Result:
+async def _against(
+    base_url: str, api_key: str | None, model: str | None, options: argparse.Namespace, notes: Console, label: str
+) -> Result:
     ask, log = ask_from(options), BatchLog()
-    async with connect(base_url) as server:
+    async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
         plan = plan_load(options.samples, options.concurrency, ask.max_tokens, served.context, options.seed)
         with _progress(options.samples, log, notes) as on_sample:

@@ -81,8 +81,8 @@ def _completion_steps(logprobs: dict[str, Any] | None) -> Sequence[Step]:
         return []
     tokens, values = logprobs.get("tokens") or (), logprobs.get("token_logprobs") or ()
     tops = logprobs.get("top_logprobs") or [None] * len(tokens)
+    if None in values:
+        raise NoTestError("the server returned a token without its logprob, so its bits cannot be compared")
     return [
-        Step(token, value, tuple((top or {}).items()))
-        for token, value, top in zip(tokens, values, tops, strict=True)
-        if value is not None
+        Step(token, value, tuple((top or {}).items())) for token, value, top in zip(tokens, values, tops, strict=True)
     ]

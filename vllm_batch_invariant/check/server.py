@@ -41,12 +41,19 @@ def free_port() -> int:
 def serve(
     model: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None, patience: float = 900
 ) -> Iterator[Server]:
-    """Serve `model` with the same Python while the block runs; `environment` is put over this process's own."""
+    """Serve `model` with the same Python while the block runs; `environment` is put over this process's own.
+
+    The server's log is removed where all went well or was interrupted. Where something failed it stays, and the error
+    names it: in its text, or where it is not this project's, in a note.
+
+    Raises:
+        NoTestError: the server does not start, or ends by itself.
+    """
     port = free_port()
     handle, name = tempfile.mkstemp(prefix="vllm-serve-", suffix=".log")
     log = Path(name)
     command = [sys.executable, "-m", *_module(model), "--host", HOST, "--port", str(port), *arguments]
-    begin = time.monotonic()
+    begin, failed = time.monotonic(), False
     with os.fdopen(handle, "wb") as file:
         # a session of its own, so that stopping it reaches the engine's processes and Ctrl-C reaches only us
         process = subprocess.Popen(
@@ -61,12 +68,24 @@ def serve(
         _wait_until_healthy(process, f"http://{HOST}:{port}/health", log, patience)
         try:
             yield Server(f"http://{HOST}:{port}/v1", log, time.monotonic() - begin)
+            _require_running(process, log)
         except NoTestError as error:
-            if process.poll() is None:
-                raise
-            raise NoTestError(f"the server stopped during the run{reason_in(log)}; its log is {log}") from error
+            _require_running(process, log)
+            raise NoTestError(f"{error}; the server's log is {log}") from error
+    except Exception as error:
+        failed = True
+        if not isinstance(error, NoTestError):
+            error.add_note(f"the server's log is {log}")
+        raise
     finally:
         _stop(process)
+        if not failed:
+            log.unlink(missing_ok=True)
+
+
+def _require_running(process: subprocess.Popen, log: Path) -> None:
+    if process.poll() is not None:
+        raise NoTestError(f"the server stopped during the run{reason_in(log)}; its log is {log}")
 
 
 def _module(model: str) -> list[str]:

@@ -49,12 +49,19 @@ Say = Callable[[str], None]
 
 
 async def check_server(
-    base_url: str, model: str | None, size: Size, timeout: float, findings: Findings, say: Say
+    base_url: str,
+    api_key: str | None,
+    model: str | None,
+    size: Size,
+    timeout: float,
+    findings: Findings,
+    say: Say,
 ) -> None:
     """Put a running server through what a client can provoke, and keep what is found as it comes.
 
     Args:
         base_url: its address.
+        api_key: its key; None for none.
         model: the name of the served model to ask; None for the first.
         timeout: seconds after which the check is given up.
         findings: is filled.
@@ -64,7 +71,7 @@ async def check_server(
         NoTestError: the server does not answer, or returns no logprobs or no metrics.
     """
     findings.out_of_reach |= _OUT_OF_REACH
-    async with connect(base_url) as server:
+    async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
         findings.about = {"server": str(server), "model": served.name, "context": served.context}
         findings.about |= {"versions": {"vllm": await _version(server)}}

@@ -9,8 +9,8 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, A
 from .. import envs
 from ..errors import NotCovered
 from ..ops.attention import AttentionReduction, paged_attention
-
-HEAD_SIZES = tuple(range(64, 257, 16))
+from .reviewed import CLAIMS
+from .support import HEAD_SIZES
 
 
 @dataclass
@@ -96,9 +96,15 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.sliding_window = sliding_window
         self.logits_soft_cap = logits_soft_cap or None
+        self._slopes = alibi_slopes
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.sinks = sinks
         self.implementation = envs.ATTENTION.read()
+
+    def restore_after_sleep(self) -> None:
+        """Write again what lies beside the weights and vLLM does not know: sleep of level 2 lets it go."""
+        if self.alibi_slopes is not None:
+            self.alibi_slopes.copy_(torch.tensor(self._slopes, dtype=torch.float32, device="cpu"))
 
     def do_kv_cache_update(
         self,
@@ -160,10 +166,21 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         return output
 
 
+def _not_supported(cls: type, *args: object, **named: object) -> bool:  # noqa: ARG001 - whatever is asked
+    return False
+
+
 class FixedSplits:
     """What a backend of ours says of itself; cache layout and page sizes it takes from vLLM's for its device."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+
+    def __init_subclass__(cls) -> None:
+        """Take back what the backend of vLLM's claims that it inherits from, and this project has not proven."""
+        super().__init_subclass__()
+        for name in dir(cls):
+            if name.startswith("supports_") and name not in CLAIMS:
+                setattr(cls, name, classmethod(_not_supported) if callable(getattr(cls, name)) else False)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -172,10 +189,6 @@ class FixedSplits:
     @classmethod
     def supports_batch_invariance(cls) -> bool:
         return True
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return False
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

@@ -10,6 +10,7 @@ from .. import envs
 from ..ops.attention import AttentionReduction
 from . import seams
 from .attention import FixedSplitAttention, FixedSplits, Metadata, MetadataBuilder, split_cache
+from .cuda_graphs import is_decode
 
 PAGE_SIZE = 64
 """Keys in a page unless the user says otherwise."""
@@ -34,6 +35,7 @@ class PlannedMetadataBuilder(MetadataBuilder):
 
     def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config, device: torch.device) -> None:  # noqa: ANN001
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        from ..ops.attention.certificate import Options, certify
         from ..ops.attention.hopper import is_plain
         from ..ops.attention.triton import Planner, Shape
 
@@ -49,6 +51,12 @@ class PlannedMetadataBuilder(MetadataBuilder):
         keys = scheduler.max_num_seqs * model.max_model_len
         if cache.num_gpu_blocks:
             keys = min(keys, cache.num_gpu_blocks * kv_cache_spec.block_size)
+        slopes = [None if layer.alibi_slopes is None else tuple(layer.alibi_slopes.tolist()) for layer in layers]
+        options = [
+            Options(layer.sliding_window, layer.logits_soft_cap, of_layer)
+            for layer, of_layer in zip(layers, slopes, strict=True)
+        ]
+        certificate = certify(shape, device, kv_cache_spec.block_size, tuple(dict.fromkeys(options)))
         self._planner = Planner(
             shape,
             device,
@@ -56,13 +64,13 @@ class PlannedMetadataBuilder(MetadataBuilder):
             scheduler.max_num_batched_tokens,
             keys,
             any(is_plain(layer) for layer in layers),
+            certificate.kernels,
         )
 
     def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> PlannedMetadata:  # noqa: ANN001
         batch = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        plan = self._planner.plan(
-            batch.query_start_loc, batch.seq_lens, batch.num_actual_tokens, common_attn_metadata.max_query_len
-        )
+        decode = is_decode(len(batch.seq_lens), batch.num_actual_tokens, common_attn_metadata.max_query_len)
+        plan = self._planner.plan(batch.query_start_loc, batch.seq_lens, batch.num_actual_tokens, decode)
         return PlannedMetadata(**vars(batch), plan=plan)
 
 

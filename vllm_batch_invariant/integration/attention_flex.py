@@ -8,6 +8,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from ..ops.attention import AttentionReduction
 from .attention import MetadataBuilder, key_cache_of
 from .attention_cuda import PlannedMetadata
+from .cuda_graphs import is_decode
 
 
 class FlexMetadataBuilder(MetadataBuilder):
@@ -27,9 +28,8 @@ class FlexMetadataBuilder(MetadataBuilder):
         lengths = common_attn_metadata.seq_lens_cpu_upper_bound
         # Exact without speculative decoding, which is refused.
         on_host = None if lengths is None else (common_attn_metadata.query_start_loc_cpu.numpy(), lengths.numpy())
-        plan = self._planner().plan(
-            batch.query_start_loc, batch.seq_lens, batch.block_table, common_attn_metadata.max_query_len, on_host
-        )
+        decode = is_decode(len(batch.seq_lens), batch.num_actual_tokens, common_attn_metadata.max_query_len)
+        plan = self._planner().plan(batch.query_start_loc, batch.seq_lens, batch.block_table, decode, on_host)
         return PlannedMetadata(**vars(batch), plan=plan)
 
     def _planner(self) -> Any:

@@ -1,5 +1,6 @@
 """What an engine says of itself: its worker when it is called, a server over HTTP, as an endpoint plugin of vLLM."""
 
+import json
 import os
 from dataclasses import asdict
 from importlib import import_module
@@ -52,13 +53,28 @@ def _declaration(worker: Any) -> dict[str, Any]:
             dtype=model.dtype,
             attention=layer.reduction,
             attention_by=OF_DEVICE[device_type] if chosen == "auto" else chosen,
-            engine={
-                "dtype": str(model.dtype).removeprefix("torch."),
-                "kv_cache_dtype": str(config.cache_config.cache_dtype),
-                "logprobs_mode": str(model.logprobs_mode),
-            },
+            engine=settings(config),
         )
     )
+
+
+def settings(config: Any) -> dict[str, str]:
+    """Settings of vLLM's that decide bits, from its configuration."""
+    model = config.model_config
+    found = {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(config.cache_config.cache_dtype),
+        "logprobs_mode": str(model.logprobs_mode),
+    }
+    if config.device_config.device_type == "cuda":  # the second computes logprobs by a kernel of its own
+        found["model_runner"] = "second" if config.use_v2_model_runner else "first"
+    if overrides := model.hf_overrides:  # which no file of the model holds
+        found["hf_overrides"] = json.dumps(overrides, sort_keys=True, default=repr)
+    text = model.hf_text_config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):  # it has other factors for a long context
+        found["max_model_len"] = str(model.max_model_len)
+    return found
 
 
 class Endpoint:

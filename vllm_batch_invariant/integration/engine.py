@@ -9,7 +9,7 @@ import torch
 
 from .. import __version__, envs
 from ..errors import NotCovered
-from . import ascend, cuda_graphs, declaration, seams, seeds, support
+from . import ascend, cuda_graphs, declaration, refusals, reviewed, seams, seeds, support, weights
 
 if TYPE_CHECKING:
     from ..ops.attention import AttentionReduction
@@ -37,7 +37,9 @@ def install() -> None:
     from vllm.platforms import current_platform
 
     seams.check_version()
-    support.check_device(current_platform.device_type)
+    refusals.install()
+    support.check_device(_device_type(current_platform))
+    reviewed.check_variables()
     for variable in envs.VARIABLES:
         variable.read()
         seams.ENVIRONMENT.get().setdefault(variable.name, variable.read)
@@ -49,10 +51,16 @@ def install() -> None:
         ascend.be_deterministic()
         ascend.choose_attention(type(current_platform))
     seams.REGISTER_BACKEND.get()(_backend(device_type), f"{__package__}.attention_{device_type}.Backend")
-    seams.INIT_BATCH_INVARIANCE.put(take_over)
+    seams.INIT_BATCH_INVARIANCE.put(refusals.relayed(take_over))
     declaration.offer_endpoint()
     seeds.install()
+    weights.install()
     _installed = True
+
+
+def _device_type(platform: Any) -> str:
+    """What a platform computes on; ROCm's and others say "cuda" of theirs, too."""
+    return platform.device_name if platform.device_type == "cuda" and not platform.is_cuda() else platform.device_type
 
 
 def _backend(device_type: str) -> Any:
@@ -71,7 +79,7 @@ def _check_configurations(platform: type) -> None:
     adjust = platform.check_and_update_config.__func__
 
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
-        support.check(vllm_config)
+        check(vllm_config)
         npu = vllm_config.device_config.device_type == "npu" and vllm_config.model_config is not None
         if npu:
             ascend.before_platform(vllm_config)
@@ -81,6 +89,31 @@ def _check_configurations(platform: type) -> None:
             ascend.after_platform(vllm_config)
 
     platform.check_and_update_config = classmethod(check_and_update_config)
+    _check_again(seams.CONFIG.get())
+
+
+def _check_again(kind: type) -> None:
+    """Run the start-up check once more when a configuration is complete: vLLM makes a part of it after the platform."""
+    complete = kind.__post_init__
+
+    def __post_init__(self: Any) -> None:  # noqa: N807 - vLLM's
+        complete(self)
+        part = self.model_config is not None and getattr(self.model_config, "is_submodel_config", False)
+        if not part and self.device_config.device_type != "npu":
+            check(self)
+
+    kind.__post_init__ = __post_init__
+
+
+def check(vllm_config: Any) -> None:
+    """Refuse a configuration that the mode does not cover. vllm-ascend's, on an NPU, has not been reviewed by field.
+
+    Raises:
+        NotCovered: a feature that is not covered, or a field that nobody has reviewed and that has not its default.
+    """
+    support.check(vllm_config)
+    if vllm_config.model_config is not None and vllm_config.device_config.device_type != "npu":
+        reviewed.check(vllm_config)
 
 
 def configure(vllm_config: Any) -> None:
@@ -132,7 +165,7 @@ def take_over() -> None:
 
     from ..aten import enable_batch_invariant_mode
     from ..ops.linear import schedule
-    from . import linear, norm, norm_rotary, sampling
+    from . import linear, norm, norm_rotary, sampling, sampling_seeds
 
     device_type = current_platform.device_type
     theirs: frozenset[str] = frozenset()
@@ -144,10 +177,13 @@ def take_over() -> None:
             schedule.gpu(torch.cuda.current_device())
             cuda_graphs.install()
             norm_rotary.install()
-            sampling.install()
+        sampling.install(device_type)
+        sampling_seeds.install()
         linear.install(device_type)
         norm.install()
+        refusals.install_in_worker(seams.DEVICE_WORKER.get())
     declaration.install()
+    weights.install_in_worker(device_type)
     enable_batch_invariant_mode(theirs)
     if device_type == "cpu":
         compile_kernels()
@@ -157,7 +193,7 @@ def take_over() -> None:
 
 def compile_kernels() -> None:
     """Run each compiled kernel once on next to nothing, so that no request waits for the compiler: 30 s when cold."""
-    from ..ops import norm, softmax
+    from ..ops import norm, ranking, softmax, top_k_top_p
     from ..ops.attention import AttentionReduction, paged_attention
 
     for rows in (1, 1024):  # the kernel for one thread, and the one for many
@@ -165,6 +201,8 @@ def compile_kernels() -> None:
         norm.rms_norm(x, None, 1e-6)
         softmax.log_softmax(softmax.softmax(x))
         torch.sum(x, -1)
+        ranking.top_and_ranks(x, 1, torch.zeros(rows, dtype=torch.int64))
+        top_k_top_p.top_k_top_p(x, torch.full((rows,), 2), torch.full((rows,), 0.5))
     page = torch.zeros(1, 1, 16, 64)
     one = torch.ones(1, dtype=torch.int32)
     starts = torch.tensor([0, 1], dtype=torch.int32)

@@ -1,6 +1,7 @@
 """vLLM's unquantised linear layers and output embeddings, with the operation in their place."""
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -8,21 +9,81 @@ from ..ops.devices import module_for
 from ..ops.linear import operator, prepare
 from . import seams
 
+_EXPECTED = "_batch_invariant_expected"
+"""Attribute of a layer on a GPU: what to prepare its weight for."""
+
+_prepared: WeakSet["PreparedProduct"] = WeakSet()
+
+
+class PreparedProduct:
+    """A layer's product on a CPU, of a copy of its weight that was prepared once (bf16 and fp16 become fp32).
+
+    A layer has either its weight or the copy: the weight is let go when it is prepared, and comes back, with the same
+    bits, before anybody may write it. Then the next product prepares it again.
+
+    Args:
+        layer: with ``weight`` [N, K]. Stands as its ``cpu_linear``.
+        remove_weight: whether nothing else reads the weight, so that it need not stay.
+    """
+
+    def __init__(self, layer: torch.nn.Module, remove_weight: bool) -> None:
+        self._layer, self._remove_weight = layer, remove_weight
+        self._emptied: torch.nn.Parameter | None = None
+        """The layer's weight, if it was let go."""
+        self._copy: torch.Tensor | None = None
+        """[K, N], None until it is prepared."""
+        _prepared.add(self)
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002 - vLLM's signature
+        if self._copy is None:
+            self.prepare()
+        return module_for("linear", "cpu").prepared_linear(x, self._copy, bias)
+
+    def prepare(self) -> None:
+        """Take the weight as it is now."""
+        weight = self._layer.weight
+        with torch.inference_mode(False), torch.no_grad():  # what is made in a step must be writable outside of it
+            self._copy = module_for("linear", "cpu").prepare_weight(weight)
+            if self._remove_weight and self._copy.data_ptr() != weight.data_ptr():
+                self._emptied = weight
+                weight.data = torch.empty(0, dtype=weight.dtype)
+
+    def restore(self) -> None:
+        """Let the copy go, and give the layer its weight back if that was let go."""
+        if self._copy is None:
+            return
+        if self._emptied is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                weight = torch.empty(self._copy.shape[::-1], dtype=self._emptied.dtype)
+                self._emptied.data = weight.copy_(self._copy.t())
+            self._emptied = None
+        self._copy = None
+
+    def weight_was_loaded(self) -> None:
+        """Called when vLLM has loaded the layer again: into its own weight, or into another that it copies there."""
+        if self._layer.weight is not self._emptied:
+            self.restore()
+
+
+def restore_weights() -> None:
+    """Give every layer of this process on a CPU its weight back, so that it can be read and written."""
+    for product in list(_prepared):
+        product.restore()
+
 
 def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
     """Give a layer whose weight is loaded its product; stands for vLLM's own choice among packed and oneDNN kernels.
 
-    The weight is prepared once (bf16 and fp16 become fp32). ``remove_weight`` says that nothing else reads the
-    original.
+    ``remove_weight`` says that nothing else reads the original.
     """
-    if layer.weight.is_meta or layer.weight.ndim != 2:
+    product = getattr(layer, "cpu_linear", None)
+    if isinstance(product, PreparedProduct):
+        product.weight_was_loaded()
+    elif layer.weight.is_meta or layer.weight.ndim != 2:
         layer.cpu_linear = torch.nn.functional.linear
-        return
-    cpu = module_for("linear", "cpu")
-    prepared = cpu.prepare_weight(layer.weight)
-    layer.cpu_linear = lambda x, weight, bias: cpu.prepared_linear(x, prepared, bias)  # noqa: ARG005 - vLLM's signature
-    if remove_weight and prepared.data_ptr() != layer.weight.data_ptr():
-        layer.weight = torch.nn.Parameter(torch.empty(0, dtype=layer.weight.dtype), requires_grad=False)
+    else:
+        layer.cpu_linear = PreparedProduct(layer, remove_weight)
+        layer.cpu_linear.prepare()
 
 
 def install(device_type: str) -> None:
@@ -37,18 +98,30 @@ def install(device_type: str) -> None:
 
 
 def _prepare_after_loading(method: type) -> None:
-    """Have the schedules of each weight's products chosen and certified as soon as the weight is there."""
+    """Have the schedules of each weight's products chosen and certified as soon as the weight is there.
+
+    Nothing is kept of the weight itself: when it is loaded again, one with the same layout finds its schedules.
+    """
     process = method.process_weights_after_loading
 
     def process_weights_after_loading(self: object, layer: torch.nn.Module) -> None:
         process(self, layer)
         if layer.weight.is_cuda and layer.weight.ndim == 2:
-            config = seams.CURRENT_CONFIG.get()()
-            adds_bias = getattr(layer, "bias", None) is not None and not getattr(layer, "skip_bias_add", False)
-            sizes = tuple(config.compilation_config.cudagraph_capture_sizes or ())
-            prepare(layer.weight, _most_rows(layer, config.scheduler_config), adds_bias, sizes)
+            if not hasattr(layer, _EXPECTED):  # later, who loads weights need not have vLLM's configuration at hand
+                setattr(layer, _EXPECTED, _expected(layer, seams.CURRENT_CONFIG.get()()))
+            prepare(layer.weight, *getattr(layer, _EXPECTED))
 
     method.process_weights_after_loading = process_weights_after_loading
+
+
+def _expected(layer: torch.nn.Module, config: Any) -> tuple[int, bool, tuple[int, ...]]:
+    """The most rows of a step, whether a bias is added, and the sizes of CUDA graphs."""
+    adds_bias = getattr(layer, "bias", None) is not None and not getattr(layer, "skip_bias_add", False)
+    return (
+        _most_rows(layer, config.scheduler_config),
+        adds_bias,
+        tuple(config.compilation_config.cudagraph_capture_sizes or ()),
+    )
 
 
 def _most_rows(layer: torch.nn.Module, scheduler: Any) -> int:

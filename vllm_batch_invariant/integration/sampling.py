@@ -1,25 +1,157 @@
-"""vLLM's top-k and top-p on CUDA, by one kernel with both filters, whatever the batch asks for.
+"""What vLLM's samplers, of both model runners, do by operations of the mode: top-k and top-p, and the listed logprobs.
 
-vLLM takes one of two implementations by the number of rows, and leaves a filter out of the kernel that no row wants: a
-row's mask could change with its company. A row that wants neither keeps all its logits.
+vLLM cuts top-p in slices whose number follows the batch, and takes the listed candidates from torch.topk, whose choice
+among equal values follows the largest number of logprobs that a request of the batch asks for.
 """
+
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from . import seams
+from ..ops.ranking import top_and_ranks
+from ..ops.softmax import log_softmax_at
+from ..ops.top_k_top_p import top_k_top_p
+from . import reviewed_sampling, seams
 
 
-def install() -> None:
-    """Put the one kernel in the place of both implementations."""
-    kernel = seams.TOP_K_TOP_P_KERNEL.get()
+def install(device_type: str) -> None:
+    """Replace what the samplers call: the first model runner's on a CPU, both runners' on a GPU.
 
-    def apply(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None, **_: object) -> torch.Tensor:
-        rows, vocabulary = logits.shape
-        if k is None:
-            k = torch.full((rows,), vocabulary, dtype=torch.int32, device=logits.device)
-        if p is None:
-            p = torch.ones(rows, device=logits.device)
-        return kernel(logits, k, p)
+    Raises:
+        NotCovered: a function of vLLM that stays in use has another source than those that were reviewed.
+    """
+    reviewed_sampling.check(device_type)
+    _first_runner()
+    if device_type == "cuda":
+        _second_runner()
 
-    seams.TOP_K_TOP_P_FEW_ROWS.put(apply)
-    setattr(seams.TOP_K_TOP_P_FEW_ROWS.module(), kernel.__name__, apply)
+
+def _first_runner() -> None:
+    seams.TOP_K_TOP_P.put(_top_k_top_p)
+    sampler = seams.SAMPLER.get()
+    forward = sampler.forward
+
+    def remember_and_forward(self: Any, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **named: Any) -> Any:
+        self.num_logprobs = sampling_metadata.max_num_logprobs or 0
+        # vLLM has two ways to penalise repetition, and rows of a padded vocabulary are contiguous if there is one.
+        return forward(self, logits.contiguous(), sampling_metadata, *args, **named)
+
+    sampler.forward = remember_and_forward
+    sampler.gather_logprobs = staticmethod(gather_logprobs)
+    sampler.gather_specific_token_logprobs = gather_specific_token_logprobs
+
+
+def _second_runner() -> None:
+    for seam in (seams.TOP_K_TOP_P_OF_STATES, seams.TOP_K_TOP_P_OF_SAMPLER):
+        seam.put(_top_k_top_p)
+    for seam in (seams.TOPK_SCORES, seams.TOPK_SCORES_OF_SAMPLER, seams.TOPK_SCORES_OF_PROMPT):
+        seam.put(compute_topk_scores)
+    seams.TOKEN_LOGPROBS.put(log_softmax_at)
+    prompt = seams.TOPK_SCORES_OF_PROMPT.module()
+    if hasattr(prompt, seams.TOKEN_LOGPROBS.attribute):  # newer ones score a prompt by given tokens, too
+        setattr(prompt, seams.TOKEN_LOGPROBS.attribute, log_softmax_at)
+    sampler = seams.SECOND_SAMPLER.get()
+    sampler.apply_sampling_params = widened(sampler.apply_sampling_params)
+
+
+def widened(apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """vLLM's method with logits in fp32 wherever a row is sampled, so that one kernel adds noise to it. vLLM 0.27 and
+    later widen them where a request of the batch has a temperature other than 1, a filter or the like.
+    """
+    place = list(inspect.signature(apply).parameters).index("idx_mapping_np")
+
+    def apply_sampling_params(self: Any, *args: Any, **named: Any) -> torch.Tensor:
+        logits = apply(self, *args, **named)
+        requests = named["idx_mapping_np"] if "idx_mapping_np" in named else args[place - 1]
+        sampled = (self.sampling_states.temperature.np[requests] != 0).any()
+        return logits.to(torch.float32) if sampled else logits
+
+    return apply_sampling_params
+
+
+def _top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None, **_: object) -> torch.Tensor:
+    return top_k_top_p(logits, k, p)
+
+
+def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
+    """vLLM's method of that name: each row's token, its first ``num_logprobs`` candidates, and the token's rank."""
+    top, ranks = top_and_ranks(logprobs, num_logprobs, token_ids)
+    ids = torch.cat((token_ids.unsqueeze(-1), top), dim=1)
+    return seams.LOGPROBS_TENSORS.get()(ids.to(torch.int32), logprobs.gather(-1, ids), ranks)
+
+
+def gather_specific_token_logprobs(
+    self: Any, logprobs: torch.Tensor, logprob_token_ids: dict[int, list[int]], sampled: torch.Tensor
+) -> Any:
+    """vLLM's method of that name: the tokens that a row asks for by id. Rows that ask for none get their first
+    candidates, which vLLM drops where another row of the batch asks for ids.
+    """
+    if not logprob_token_ids:
+        return None
+    top, ranks = top_and_ranks(logprobs, self.num_logprobs, sampled)
+    numbers = torch.zeros(len(logprobs), dtype=torch.int64)
+    tokens = torch.zeros(len(logprobs), max(map(len, logprob_token_ids.values())), dtype=torch.int64)
+    for row, ids in logprob_token_ids.items():
+        numbers[row] = len(ids)
+        tokens[row, : len(ids)] = torch.as_tensor(ids)
+    ids, there = listed(sampled, top, tokens.to(top.device), numbers.to(top.device))
+    scores = logprobs.gather(-1, ids).masked_fill(~there, -torch.inf)
+    return seams.LOGPROBS_TENSORS.get()(ids.to(torch.int32), scores, ranks)
+
+
+def compute_topk_scores(
+    logits: torch.Tensor,
+    num_logprobs: int,
+    sampled_token_ids: torch.Tensor,
+    cu_num_logits: list[int] | torch.Tensor | None = None,
+    logprob_token_ids_state: Any = None,
+    expanded_idx_mapping: torch.Tensor | None = None,
+    max_per_req_token_ids: int = 0,
+    logits_mode: bool = False,
+) -> Any:
+    """The second model runner's function of that name: scores of each row's token and of its first ``num_logprobs``
+    candidates, or of the tokens that its request asks for by id, and the token's rank. The order is that of the logits.
+    """
+    sampled = sampled_token_ids.to(torch.int64)
+    top, ranks = top_and_ranks(logits, num_logprobs, sampled)
+    if max_per_req_token_ids == 0:
+        ids, there = torch.cat((sampled.unsqueeze(-1), top), dim=1), None
+    else:
+        requests = expanded_idx_mapping.to(torch.int64)
+        tokens = logprob_token_ids_state.token_ids.gpu[requests, :max_per_req_token_ids]
+        ids, there = listed(sampled, top, tokens, logprob_token_ids_state.num_token_ids.gpu[requests])
+    scores = logits.gather(-1, ids).to(torch.float32) if logits_mode else log_softmax_at(logits, ids)
+    if there is not None:
+        scores = scores.masked_fill(~there, -torch.inf)
+    generated = "cu_num_generated_tokens" + ("_tensor" if isinstance(cu_num_logits, torch.Tensor) else "")
+    return seams.LOGPROBS_TENSORS.get()(
+        logprob_token_ids=ids, logprobs=scores, selected_token_ranks=ranks, **{generated: cu_num_logits}
+    )
+
+
+def listed(
+    sampled: torch.Tensor, top: torch.Tensor, tokens: torch.Tensor, numbers: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each row lists: its sampled token, then the tokens it asks for by id, or its candidates if it asks for none.
+
+    Args:
+        sampled: [rows] int64.
+        top: [rows, candidates] int64.
+        tokens: [rows, n] integers, of which the first ``numbers`` [rows] of a row are asked for.
+
+    Returns:
+        [rows, 1 + the larger of candidates and n] int64, 0 where a row has nothing; and where it has something.
+    """
+    width = max(top.shape[1], tokens.shape[1])
+    by_id = (numbers > 0).unsqueeze(-1)
+    places = torch.arange(width, device=top.device)
+    there = places < torch.where(by_id, numbers.unsqueeze(-1), top.shape[1])
+    ids = torch.zeros(len(top), width, dtype=torch.int64, device=top.device)
+    ids[:, : top.shape[1]] = top
+    asked = torch.zeros_like(ids)
+    asked[:, : tokens.shape[1]] = tokens
+    ids = torch.where(there, torch.where(by_id, asked, ids), 0)
+    first = sampled.unsqueeze(-1)
+    return torch.cat((first, ids), dim=1), torch.cat((torch.ones_like(first, dtype=torch.bool), there), dim=1)

@@ -63,6 +63,8 @@ LINEAR_METHOD = Seam(("vllm.model_executor.layers.linear",), "UnquantizedLinearM
 EMBEDDING_METHOD = Seam(("vllm.model_executor.layers.vocab_parallel_embedding",), "UnquantizedEmbeddingMethod")
 """The same for embeddings."""
 VOCABULARY_LAYER = Seam(("vllm.model_executor.layers.vocab_parallel_embedding",), "VocabParallelEmbedding")
+CONFIG = Seam(("vllm.config.vllm",), "VllmConfig")
+"""Completed by its ``__post_init__``, which also calls the platform."""
 CURRENT_CONFIG = Seam(("vllm.config", "vllm.config.vllm"), "get_current_vllm_config")
 CUSTOM_OP = Seam(("vllm.model_executor.custom_op",), "CustomOp")
 RMS_NORM = Seam(("vllm.model_executor.layers.layernorm",), "RMSNorm")
@@ -80,14 +82,37 @@ ROTARY_EMBEDDING = Seam(("vllm.model_executor.layers.rotary_embedding",), "Rotar
 QWEN3_ATTENTION = Seam(("vllm.model_executor.models.qwen3",), "Qwen3Attention")
 QWEN3_MOE_ATTENTION = Seam(("vllm.model_executor.models.qwen3_moe",), "Qwen3MoeAttention")
 TOKEN_LOGPROBS = Seam(("vllm.v1.worker.gpu.sample.logprob",), "compute_token_logprobs")
-"""What the model runner V2, which serves dense models on GPUs, reports as logprobs."""
+"""Logprobs of given tokens in vLLM's second model runner, which serves dense models on GPUs."""
 WORKER = Seam(("vllm.v1.worker.worker_base",), "WorkerBase")
 """Whose methods an engine calls by name."""
+EXECUTOR = Seam(("vllm.v1.executor.abstract",), "Executor")
+"""Starts the workers, in the process of the engine."""
+ENGINE_CORE = Seam(("vllm.v1.engine.core",), "EngineCore")
+"""Holds the executor and the scheduler, schedules steps, and is where calls of the workers pass, of a trainer that
+brings weights among them.
+"""
+PAUSE_STATE = Seam(("vllm.v1.core.sched.interface",), "PauseState")
+WAIT_FOR_ENGINE = Seam(("vllm.v1.engine.utils",), "wait_for_engine_startup")
+"""Where the front end learns that a process of the engine has ended."""
+DEVICE_WORKER = Seam(("vllm.v1.worker.gpu_worker",), "Worker")
+"""The worker of GPUs, from which that of CPUs inherits how a model is loaded; puts a GPU's memory to sleep."""
 INPUT_PROCESSOR = Seam(("vllm.v1.engine.input_processor",), "InputProcessor")
 """Makes what the engine gets of what a client asks."""
-TOP_K_TOP_P_KERNEL = Seam(("vllm.v1.sample.ops.topk_topp_triton",), "apply_top_k_top_p_triton")
-TOP_K_TOP_P_FEW_ROWS = Seam(("vllm.v1.sample.ops.topk_topp_sampler",), "apply_top_k_top_p_pytorch")
-"""Filters logits of few rows, and all where vLLM finds no Triton."""
+TOP_K_TOP_P = Seam(("vllm.v1.sample.ops.topk_topp_sampler",), "apply_top_k_top_p")
+"""Filters logits for vLLM's first model runner."""
+TOP_K_TOP_P_OF_STATES = Seam(("vllm.v1.worker.gpu.sample.states",), "apply_top_k_top_p")
+"""The same for the second one, under the two names that it has there."""
+TOP_K_TOP_P_OF_SAMPLER = Seam(("vllm.v1.worker.gpu.sample.sampler",), "apply_top_k_top_p")
+SAMPLER = Seam(("vllm.v1.sample.sampler",), "Sampler")
+"""Samples, and lists logprobs, in the first model runner."""
+SECOND_SAMPLER = Seam(("vllm.v1.worker.gpu.sample.sampler",), "Sampler")
+TOPK_SCORES = Seam(("vllm.v1.worker.gpu.sample.logprob",), "compute_topk_scores")
+"""Lists logprobs in the second model runner, under the names that it has there."""
+TOPK_SCORES_OF_SAMPLER = Seam(("vllm.v1.worker.gpu.sample.sampler",), "compute_topk_scores")
+TOPK_SCORES_OF_PROMPT = Seam(("vllm.v1.worker.gpu.sample.prompt_logprob",), "compute_topk_scores")
+LOGPROBS_TENSORS = Seam(("vllm.v1.outputs",), "LogprobsTensors")
+MODEL_RUNNER = Seam(("vllm.v1.worker.gpu_model_runner",), "GPUModelRunner")
+"""The first model runner, of CPUs as well."""
 ENDPOINT_PLUGINS = Seam(("vllm.plugins",), "load_endpoint_plugins")
 """Called by a server for the routes that plugins add."""
 ENVIRONMENT = Seam(("vllm.envs",), "environment_variables")
@@ -99,7 +124,15 @@ COMPILATION_MODE = Seam(("vllm.config", "vllm.config.compilation"), "Compilation
 ALL = {name: value for name, value in list(globals().items()) if isinstance(value, Seam)}
 
 MEMBERS = {
+    "CONFIG": ("__post_init__",),
+    "DEVICE_WORKER": ("load_model", "initialize_from_config", "get_model", "sleep", "wake_up"),
+    "ENGINE_CORE": (
+        *("_initialize_kv_caches", "collective_rpc", "step", "step_with_batch_queue", "reset_prefix_cache"),
+    ),
     "INPUT_PROCESSOR": ("process_inputs",),
+    "SAMPLER": ("forward", "gather_logprobs", "gather_specific_token_logprobs"),
+    "SECOND_SAMPLER": ("apply_sampling_params",),
+    "MODEL_RUNNER": ("_sample", "_bookkeeping_sync"),
     "GRAPH_MANAGER": ("_init_candidates",),
     "LINEAR_METHOD": ("process_weights_after_loading",),
     "EMBEDDING_METHOD": ("process_weights_after_loading",),

@@ -2,7 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any
+
+import torch
 
 from ..errors import NotCovered
 from .ascend_attention import attention_library
@@ -12,6 +15,10 @@ Config = Any
 
 ATTENTION_CHOICES = {"cpu": ("CPU_ATTN", "CUSTOM"), "cuda": ("CUSTOM",), "npu": ("CUSTOM", "FLASH_ATTN")}
 """Per device, the names of attention backends that lead to ours, first its own; any other choice is refused."""
+HEAD_SIZES = tuple(range(64, 257, 16))
+"""Elements of an attention head that the kernels for CPUs and NVIDIA GPUs have."""
+LOGITS_PROCESSORS = "vllm.logits_processors"
+"""The group of entry points whose logits processors vLLM loads without being told to."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +83,33 @@ def _kv_cache(config: Config) -> str | None:
     return None if dtype in ("auto", "float32", "bfloat16", "float16") else f"a KV cache in {dtype}"
 
 
+def _kv_cache_of_another_dtype(config: Config) -> str | None:
+    dtype, of_model = str(config.cache_config.cache_dtype), str(config.model_config.dtype).removeprefix("torch.")
+    return None if dtype in ("auto", of_model) else f"a KV cache in {dtype} of a model in {of_model}"
+
+
+def _kv_offloading(config: Config) -> str | None:
+    size = getattr(config.cache_config, "kv_offloading_size", None)
+    return _when(size, f"offloading {size} GiB of the KV cache")
+
+
 def _logits_processors(config: Config) -> str | None:
-    return _when(getattr(config.model_config, "logits_processors", None), "custom logits processors")
+    if getattr(config.model_config, "logits_processors", None):
+        return "custom logits processors"
+    installed = [f"{point.value} of {point.dist.name}" for point in entry_points(group=LOGITS_PROCESSORS) if point.dist]
+    return f"the logits processor {installed[0]}" if installed else None
+
+
+def _head_size(config: Config) -> str | None:
+    size = config.model_config.get_head_size()
+    return None if _on_npu(config) or size in HEAD_SIZES else f"attention heads of size {size}"
+
+
+def _kind_of_attention(config: Config) -> str | None:
+    text = getattr(config.model_config, "hf_text_config", None)
+    if getattr(text, "num_kv_shared_layers", None):
+        return "layers that share a KV cache"
+    return _when(getattr(text, "dual_chunk_attention_config", None), "dual chunk attention")
 
 
 def _npu_attention(config: Config) -> str | None:
@@ -141,6 +173,12 @@ REFUSED = (
         _kv_cache,
     ),
     Feature(
+        "A KV cache in another dtype than the model's",
+        "attention takes queries, keys and values of one dtype",
+        "leave --kv-cache-dtype out",
+        _kv_cache_of_another_dtype,
+    ),
+    Feature(
         "LoRA",
         "its shrink kernel splits K by the batch",
         "merge the adapter into the weights",
@@ -196,15 +234,45 @@ REFUSED = (
         ),
     ),
     Feature(
+        "Other head sizes",
+        f"the kernels have sizes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} in steps of 16",
+        "serve another model",
+        _head_size,
+    ),
+    Feature(
+        "Other kinds of attention (sinks, shared KV caches, chunks)",
+        "it is not in the reduction",
+        "serve a model without it",
+        _kind_of_attention,
+    ),
+    Feature(
+        "Diffusion models",
+        "their attention is not causal",
+        "serve a model that generates token by token",
+        lambda config: _when(getattr(config, "diffusion_config", None), "diffusion"),
+    ),
+    Feature(
+        "Watermarking",
+        "it draws samples in a way that has not been proven",
+        "leave --watermark-config out",
+        lambda config: _when(getattr(config, "watermark_config", None), "watermarking"),
+    ),
+    Feature(
+        "KV offloading",
+        "keys and values that come back from elsewhere have not been proven to be this engine's",
+        "leave --kv-offloading-size out",
+        _kv_offloading,
+    ),
+    Feature(
         "KV transfer",
         "another engine's KV cache carries that engine's bits",
         "leave --kv-transfer-config out",
         lambda config: _when(config.kv_transfer_config, "KV cache transfer"),
     ),
     Feature(
-        "Custom logits processors",
+        "Custom logits processors, also installed ones",
         "their arithmetic is unknown",
-        "leave --logits-processors out",
+        "leave --logits-processors out, uninstall packages that bring some",
         _logits_processors,
     ),
     Feature(
@@ -227,8 +295,8 @@ REFUSED = (
         _prefix_caching,
     ),
 )
-"""What the start-up check refuses. Attention sinks, encoder and cross attention and shared KV are refused where a layer
-asks for them.
+"""What the start-up check refuses by name. Beside it a setting that nobody has reviewed (``reviewed.py``), and a layer
+of an unknown kind (``layers.py``), is refused.
 """
 
 
@@ -238,6 +306,8 @@ def check_device(device_type: str) -> None:
     Raises:
         NotCovered: anything but a CPU, an NVIDIA GPU or an Ascend NPU.
     """
+    if device_type == "cuda" and torch.version.hip is not None:
+        device_type = "rocm"
     if device_type not in ATTENTION_CHOICES:
         raise NotCovered(
             f"device '{device_type}'",

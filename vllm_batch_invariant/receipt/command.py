@@ -8,9 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_batch_invariant.check.arguments import OneLineParser, at_least, check_base_url, check_model, not_negative
+from vllm_batch_invariant.check.arguments import (
+    OneLineParser,
+    add_base_url,
+    at_least,
+    check_base_url,
+    check_model,
+    not_negative,
+)
 from vllm_batch_invariant.check.load import one_line
 from vllm_batch_invariant.check.outcome import NoTestError, Status
+from vllm_batch_invariant.check.printable import printable
 from vllm_batch_invariant.check.report_file import why_not_writable
 from vllm_batch_invariant.check.request import PROMPT
 
@@ -55,6 +63,7 @@ def _make(options: argparse.Namespace) -> int:
                 options.base_url,
                 prompt,
                 sampling,
+                api_key=options.api_key,
                 model=options.model,
                 files=options.model_files,
                 private=options.private,
@@ -66,9 +75,11 @@ def _make(options: argparse.Namespace) -> int:
         completion, _ = complete(llm, token_ids, sampling)
         receipt = Receipt.of(declared_by(llm), token_ids, sampling, completion, options.private)
     receipt.save(options.receipt)
-    print(f"{options.receipt}: {extent(receipt.completion)} of {receipt.model.name}, sha256 {receipt.sha256}")
+    made = f"{options.receipt}: {extent(receipt.completion)} of {receipt.model.name}, sha256 {receipt.sha256}"
+    print(printable(made))
     if receipt.model.digest is None:
-        print(f"the receipt has no digest of the model, because {receipt.model.why_no_digest}; see --model-files")
+        how = "; name it with --model-files" if options.base_url else ""
+        print(f"the receipt has no digest of the model, because {printable(receipt.model.why_no_digest)}{how}")
     if receipt.environment.is_silent:
         print(f"the receipt does not say what computed it; {HOW_TO_DECLARE}")
     return 0
@@ -84,6 +95,7 @@ def _verify(options: argparse.Namespace) -> int:
                 options.base_url,
                 company=options.company,
                 prompt=prompt,
+                api_key=options.api_key,
                 model=options.model,
                 files=options.model_files,
                 before=_print_declaration,
@@ -114,7 +126,7 @@ def _prompt(options: argparse.Namespace) -> Text | None:
     text = options.prompt
     if options.prompt_file:
         try:
-            text = options.prompt_file.read_text()
+            text = options.prompt_file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise NoTestError(f"--prompt-file {options.prompt_file} cannot be read: {error}") from error
     if text == "":
@@ -185,10 +197,10 @@ def _check_target(parser: OneLineParser, options: argparse.Namespace) -> None:
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     target = parser.add_argument_group("who computes")
-    target.add_argument("--base-url", help="a server that runs, such as http://127.0.0.1:8000")
+    add_base_url(target)
     target.add_argument("--model", help="a model to load here; with --base-url, the name of the served model to ask")
     target.add_argument("--serve-args", default="", help="for a model loaded here: more arguments of `vllm serve`")
-    target.add_argument("--model-files", type=Path, help="with --base-url, the folder of the model's files")
+    target.add_argument("--model-files", type=Path, help="with --base-url, the folder here of what it serves")
 
 
 def _add_prompt(parser: argparse.ArgumentParser, help: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_batch_invariant.check.divergence import first_difference
 from vllm_batch_invariant.check.outcome import NoTestError, Status
+from vllm_batch_invariant.check.printable import printable
 
 from .record import Completion, Declared, Model, Receipt, bits_of, number_of
 
@@ -14,26 +15,27 @@ HOW_TO_DECLARE = "a server with the mode on declares itself if it is started wit
 
 @dataclass(frozen=True)
 class Note:
-    """One thing in which two engines differ, or that nobody knows of one of them."""
+    """One thing in which two engines differ, or that nobody knows of one of them; one printable line as a string."""
 
     text: str
     promised: bool
     """Whether bits may be expected equal in spite of it (docs/contract.md)."""
 
     def __str__(self) -> str:
-        return f"{self.text}: {'bits may be expected equal' if self.promised else 'equal bits are not promised'}"
+        said = "bits may be expected equal" if self.promised else "equal bits are not promised"
+        return f"{printable(self.text)}: {said}"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a completion first leaves another."""
+    """Where a completion first leaves another; one printable line as a string."""
 
     position: int
     """Of the output token, from 0; their number where only the reason to finish differs."""
     text: str
 
     def __str__(self) -> str:
-        return self.text
+        return printable(self.text)
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ def notes_on(left: Declared, right: Declared, names: tuple[str, str]) -> tuple[N
         notes.append(Note(f"mode: off in {' and '.join(off)}, whose bits follow the batch", promised=False))
     for section in ("device", "versions", "engine", "reductions"):
         left_side, right_side = (_flat(getattr(environment, section)) for environment in both)
+        if not (left_side or right_side or silent or off):
+            notes.append(Note(f"{section}: undeclared in both", promised=False))
         known = left_side.keys() & right_side.keys() if silent or off else left_side.keys() | right_side.keys()
         differing = _differing(left_side, right_side, names, known)
         notes.append(Note(f"{section}: {differing}", promised=False) if differing else None)

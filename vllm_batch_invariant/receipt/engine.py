@@ -57,8 +57,11 @@ def declared_by(llm: Any) -> Declared:
     from vllm_batch_invariant.integration import declaration, engine, seams
 
     config = llm.llm_engine.model_config
-    folder = local_folder(config.model, config.revision)
-    model = model_at(folder, str(folder.resolve()) if Path(config.model).is_dir() else config.model)
+    name = str(Path(config.model).resolve()) if Path(config.model).is_dir() else config.model
+    if llm.llm_engine.vllm_config.load_config.load_format == "dummy":
+        model = model_at(None, name, "the engine made its weights up (--load-format dummy)")
+    else:
+        model = model_at(local_folder(config.model, config.revision), name)
     if seams.INIT_BATCH_INVARIANCE.get() is not engine.take_over:
         return Declared(model, Environment(mode=False, versions=versions()))
     return Declared(model, Environment.from_json(llm.collective_rpc(declaration.METHOD)[0]))

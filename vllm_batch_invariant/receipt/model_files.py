@@ -1,14 +1,12 @@
 """The sha256 of the files that decide what a model computes: weights, configuration, tokenizer."""
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from filelock import FileLock
-
-from ..envs import cache_folder
+from .. import kept_file
 from .record import Model, sha256_of
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
@@ -25,11 +23,10 @@ def model_at(folder: Path | None, name: str, why_not: str = "the model's files a
         name: what it is called. Of a path only the last part is kept: the others say who keeps it where.
         why_not: said in place of a digest.
     """
-    files = {path.name: _sha256_of_file(path) for path in _files(folder)} if folder is not None else {}
-    if not files:
-        return Model(
-            public_name(name), why_no_digest=why_not if folder is None else "the folder holds no model's files"
-        )
+    found = [] if folder is None else list(_files(folder))
+    if not any(path.match(pattern) for path in found for pattern in WEIGHTS):
+        return Model(public_name(name), why_no_digest=why_not if folder is None else "the folder holds no weights")
+    files = {path.name: _sha256_of_file(path) for path in found}
     return Model(public_name(name), files, sha256_of(files))
 
 
@@ -64,40 +61,28 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _sha256_of_file(path: Path) -> str:
-    """Computed once for a path, size and time of last change; known ones are kept beside the certificates."""
+    """Computed once for a path, its inode, size and times of last change; known ones are kept beside the certificates.
+    The time of the inode's change is what no copy and no tool sets back.
+    """
     path = path.resolve()
     state = path.stat()
-    key = hashlib.sha256(f"{path}\0{state.st_size}\0{state.st_mtime_ns}".encode()).hexdigest()
-    known = _known().get(key)
+    times = f"{state.st_mtime_ns}\0{state.st_ctime_ns}"
+    key = hashlib.sha256(f"{path}\0{state.st_ino}\0{state.st_size}\0{times}".encode(errors="surrogateescape"))
+    known = _known(kept_file.read(_store())).get(key.hexdigest())
     if known is None:
         with path.open("rb") as file:
             known = hashlib.file_digest(file, "sha256").hexdigest()
-        _keep(key, known)
+        found = {key.hexdigest(): known}
+        kept_file.update(_store(), lambda content: _known(content) | found)
     return known
 
 
-def _store() -> Path:
-    return cache_folder() / "model-files.json"
+def _store() -> Path | None:
+    return kept_file.path_of("model-digests.json")
 
 
-def _known() -> dict[str, str]:
-    try:
-        stored = json.loads(_store().read_text())
-    except (OSError, RuntimeError, ValueError):  # none, or not written by this
+def _known(content: Any) -> dict[str, str]:
+    """Digests by key; none where the file holds something else, which is then written over."""
+    if not isinstance(content, dict) or not all(re.fullmatch("[0-9a-f]{64}", str(each)) for each in content.values()):
         return {}
-    return stored if isinstance(stored, dict) else {}
-
-
-def _keep(key: str, digest: str) -> None:
-    try:
-        cache_folder().mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{_store()}.lock"):
-            written = _store().with_suffix(".new")
-            written.write_text(json.dumps(_known() | {key: digest}))
-            written.replace(_store())
-    except (
-        OSError,
-        RuntimeError,
-        NotImplementedError,
-    ):  # not writable: the next receipt hashes again
-        return
+    return content

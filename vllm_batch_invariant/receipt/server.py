@@ -14,6 +14,7 @@ import openai
 
 from vllm_batch_invariant.check.client import Connection, Served, connect
 from vllm_batch_invariant.check.load import one_line
+from vllm_batch_invariant.check.metrics import Reading, read_metrics
 from vllm_batch_invariant.check.outcome import NoTestError
 from vllm_batch_invariant.check.request import NO_LOGPROBS, steps_from
 from vllm_batch_invariant.integration.declaration import PATH
@@ -43,6 +44,7 @@ async def make_on_server(
     prompt: Text,
     sampling: Sampling,
     *,
+    api_key: str | None = None,
     model: str | None = None,
     files: Path | None = None,
     private: bool = False,
@@ -50,15 +52,17 @@ async def make_on_server(
     """Have a server complete a prompt, and make the receipt.
 
     Args:
-        base_url: of vLLM's OpenAI API. A key is taken from ``OPENAI_API_KEY``.
+        base_url: of vLLM's OpenAI API.
+        api_key: the server's key; None sends none, whatever the environment holds.
         model: the served model's name; the first if None.
-        files: folder of the files that the server has loaded; found by itself for a server on this machine.
+        files: folder on this machine of the files that the server has loaded, by the caller's word: the server is not
+            asked, since what answers at localhost may be far away and name any folder.
         private: keep the sha256 of the prompt's token ids instead of the ids.
 
     Raises:
         NoTestError: no server, no such model, or an answer without token ids or logprobs.
     """
-    async with connect(base_url) as server:
+    async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
         declared = await declared_by_server(server, served, files)
         token_ids, completion = await complete(server, served.name, prompt, sampling)
@@ -71,6 +75,7 @@ async def verify_on_server(
     *,
     company: int = 8,
     prompt: Text | None = None,
+    api_key: str | None = None,
     model: str | None = None,
     files: Path | None = None,
     before: Callable[[tuple[Note, ...]], None] = lambda _: None,
@@ -80,14 +85,14 @@ async def verify_on_server(
     Args:
         company: how many other requests are kept in flight meanwhile.
         prompt: of a private receipt.
-        base_url, model, files: as for :func:`make_on_server`.
+        base_url, api_key, model, files: as for :func:`make_on_server`.
         before: is told in what the server differs from the receipt's engine, before anything is computed.
 
     Raises:
         NoTestError: as :func:`make_on_server`; and the prompt is missing or another one, or no other request ran at
             the same time.
     """
-    async with connect(base_url) as server:
+    async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
         declared = await declared_by_server(server, served, files)
         notes = notes_on(receipt.declared, declared, ("the receipt", "the server"))
@@ -97,24 +102,35 @@ async def verify_on_server(
             given, _ = await complete(server, served.name, prompt, Sampling(max_tokens=1, logprobs=0))
         token_ids = receipt.prompt.ids(given)
         guests = Company(receipt, token_ids, served.context, company)
+        looked = await _look(server)
         async with _beside(server, served.name, guests) as presence:
             begin = time.perf_counter()
-            _, got = await complete(server, served.name, token_ids, receipt.sampling)
+            answered, got = await complete(server, served.name, token_ids, receipt.sampling)
             end = time.perf_counter()
-        beside = presence.between(begin, end)
-    guests.require(beside)
+        beside, looked_again = presence.between(begin, end), await _look(server)
+    if answered != token_ids:
+        raise NoTestError("the server completed other tokens than those of the prompt that it was sent")
+    # requests that waited for each other were in flight together, and never in one step
+    together = looked_again.together_since(looked) if looked and looked_again else None
+    guests.require(0 if together == 1 else beside)
     return verdict_on(receipt, got, notes, beside)
 
 
+async def _look(server: Connection) -> Reading | None:
+    """The server's metrics; None where it has none that can be read."""
+    try:
+        return await read_metrics(server.http, server.metrics)
+    except (NoTestError, httpx.HTTPError):
+        return None
+
+
 async def declared_by_server(server: Connection, served: Served, files: Path | None = None) -> Declared:
-    """What a server says of itself, and the digest of its model's files where they are on this machine.
+    """What a server says of itself, and the digest of its model's files where the caller has them.
 
     Raises:
         NoTestError: it answers something that is no declaration.
     """
-    if files is None and server.is_here and Path(served.source).is_dir():
-        files = Path(served.source)
-    model = model_at(files, served.name, "the server's files are not on this machine")
+    model = model_at(files, served.name, "nobody named the folder of the server's files")
     try:
         data = await server.api.get(PATH.removeprefix("/v1"), cast_to=object)
     except openai.NotFoundError:
@@ -181,6 +197,8 @@ async def _answer(endpoint: Any, asked: dict[str, Any]) -> tuple[dict[str, Any],
 def _ids(token_ids: Any) -> tuple[int, ...]:
     if not token_ids:
         raise NoTestError("the server returns no token ids, which vLLM does from 0.26 on: is it another server?")
+    if not (isinstance(token_ids, list) and all(type(token) is int for token in token_ids)):
+        raise NoTestError(_NO_COMPLETION)
     return tuple(token_ids)
 
 

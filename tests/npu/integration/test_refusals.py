@@ -23,6 +23,7 @@ def config(device: str = "npu", **scheduling: bool) -> SimpleNamespace:
             use_mla=False,
             is_encoder_decoder=False,
             runner_type="generate",
+            get_head_size=lambda: 128,
         ),
         attention_config=SimpleNamespace(backend=None),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),

@@ -206,7 +206,7 @@ class Planner:
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
-        most_query_tokens: int,
+        decode: bool,
         on_host: OnHost | None = None,
     ) -> Plan:
         """Plan a step; launches two kernels for each sliding window.
@@ -217,11 +217,10 @@ class Planner:
             query_start_loc: [requests + 1] on the GPU.
             seq_lens: [requests] on the GPU.
             block_table: [requests, pages] on the GPU.
-            most_query_tokens: tokens of the request with the most, or more.
+            decode: no request has more than one token.
             on_host: a step that is not all decode needs them; without, they are read back.
         """
         requests = len(seq_lens)
-        decode = most_query_tokens <= 1
         tile = self.tile
         if not decode and on_host is None:
             on_host = query_start_loc.cpu().numpy(), seq_lens.cpu().numpy()
@@ -291,8 +290,8 @@ def plan_alone(call: PagedAttention) -> Plan:
     _check_shared_pages(call)
     planner = Planner(shape, layout, device, len(call.seq_lens), int(call.lengths.max()), (call.sliding_window,))
     starts, lengths, table = (t.to(device) for t in (call.query_start_loc, call.seq_lens, call.block_table))
-    most = int(np.diff(call.starts).max())
-    return planner.plan(starts, lengths, table.contiguous(), most, (call.starts, call.lengths))
+    decode = int(np.diff(call.starts).max()) <= 1
+    return planner.plan(starts, lengths, table.contiguous(), decode, (call.starts, call.lengths))
 
 
 def _check_shared_pages(call: PagedAttention) -> None:

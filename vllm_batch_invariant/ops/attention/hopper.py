@@ -1,20 +1,31 @@
-"""Attention on Hopper GPUs: the kernels of :mod:`.hopper_prefill` and :mod:`.hopper_decode` for a plan's two lists."""
+"""Attention on Hopper GPUs: the kernels of :mod:`.hopper_prefill` and :mod:`.hopper_decode` for a plan's two lists.
 
+Gluon is imported when a kernel is first tried, so that a Triton without it, or with another one, serves all the same.
+"""
+
+import logging
 import math
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .hopper_decode import decode_kernel
-from .hopper_prefill import ROWS, prefill_kernel
-from .hopper_tiles import TILE, cache_layout, page_part
+from ..compiling import reason
+from .hopper_shapes import ACCOUNTS, ROWS, TILE
 from .inputs import PagedAttention
 
-_LOG2_E = math.log2(math.e)
+if TYPE_CHECKING:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    from .triton import Shape
+
+logger = logging.getLogger("vllm.batch_invariant")
+
+_LOG2_E = math.log2(math.e)
+_TRIED_PAGE = 64
+"""Keys in a page of an engine's cache unless its user says otherwise: what is tried is what it will launch."""
 
 PREFILL_STAGES = {64: 6, 128: 4}
 """Tiles in each ring of the prefill kernel by head size; what fits in shared memory."""
@@ -45,6 +56,57 @@ def covers(head_size: int, dtype: torch.dtype, tile: int, block_rows: int, devic
     return head_size in PREFILL_STAGES and dtype.itemsize == 2 and (tile, block_rows) == (TILE, ROWS)
 
 
+@cache
+def compiles(shape: "Shape", few_rows: int, device: torch.device) -> bool:
+    """Whether the kernels can be compiled and loaded for layers of such a shape there; tried once in a process, by
+    launching them with nothing to do. If not, a warning says why.
+
+    The Triton kernel gives a row the same bits, so that the answer decides about speed alone.
+
+    Args:
+        shape: one that :func:`covers`.
+        few_rows: rows up to which a request gets a small block.
+        device: the GPU.
+
+    Raises:
+        torch.OutOfMemoryError: no memory for some KB of tensors; nothing is known then.
+    """
+    try:
+        _launch_without_work(shape, few_rows, device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a compiler, an assembler or a loader makes of it, or an API that moved
+        if isinstance(error, ImportError) and (error.name or "").split(".")[0] == __package__.split(".")[0]:
+            raise
+        logger.warning(
+            "The Hopper kernels of attention cannot be used with Triton %s for %s heads of size %d (%d for keys and "
+            "values): the Triton kernel serves, with the same bits, slower. %s",
+            triton.__version__,
+            shape.heads,
+            shape.head_size,
+            shape.kv_heads,
+            reason(error),
+        )
+        return False
+    return True
+
+
+def _launch_without_work(shape: "Shape", few_rows: int, device: torch.device) -> None:
+    """Launch each variant that an engine's plans need."""
+
+    def zeros(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    query = zeros(1, shape.heads, shape.head_size, dtype=shape.dtype)
+    caches = [zeros(1, shape.kv_heads, _TRIED_PAGE, shape.head_size, dtype=shape.dtype) for _ in range(2)]
+    call = PagedAttention(query, *caches, zeros(1, 1), zeros(1), zeros(2), 1.0, shape.reduction, None, None, None)
+    work, accounts, partials = zeros(8), zeros(ACCOUNTS), [zeros(4, dtype=torch.float32) for _ in range(3)]
+    with torch.cuda.device_of(query):
+        launch_prefill(call, query, zeros(1), work, partials[0], accounts, 1)
+        for kept_rows in {min(shape.group, few_rows), few_rows}:
+            launch_decode(call, query, zeros(2), work, tuple(partials), accounts, kept_rows)
+
+
 def is_plain(attention: Any) -> bool:
     """Whether a call, or an engine's layer, has none of the options that the kernels do not know."""
     options = attention.sliding_window, attention.logits_soft_cap, attention.alibi_slopes, attention.sinks
@@ -68,7 +130,11 @@ def takes(call: PagedAttention, out: torch.Tensor) -> bool:
     )
 
 
-def _describe(cache: torch.Tensor) -> TensorDescriptor:
+def _describe(cache: torch.Tensor) -> "TensorDescriptor":
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .hopper_tiles import cache_layout, page_part
+
     part, head_size = page_part(cache.shape[2]), cache.shape[3]
     block = [1, 1, part, head_size]
     return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), block, cache_layout(head_size))
@@ -84,6 +150,8 @@ def launch_prefill(
     programs: int,
 ) -> None:
     """Write the attention of the blocks in ``work`` to ``out``."""
+    from .hopper_prefill import prefill_kernel
+
     table = call.block_table
     head_size, kv_heads = call.query.shape[2], call.key_cache.shape[1]
     reduction = call.reduction
@@ -125,6 +193,8 @@ def launch_decode(
     kept_rows: int,
 ) -> None:
     """Write the attention of the parts in ``work`` to ``out``."""
+    from .hopper_decode import decode_kernel
+
     table = call.block_table
     head_size, kv_heads = call.query.shape[2], call.key_cache.shape[1]
     reduction = call.reduction

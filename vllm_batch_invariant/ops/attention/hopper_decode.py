@@ -21,9 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_merge import layout_of_partials, merge_kept, words_for_merging
+from ..gluon_names import barrier
+from .hopper_merge import layout_of_partials, memory_for_merging, merge_kept
+from .hopper_shapes import TILE
 from .hopper_tiles import (
-    TILE,
     copy_tile,
     finite,
     is_end_of_split,
@@ -197,7 +198,7 @@ def _consumer(
         first, end, stop = _keys(entry, levels)
         rows_shared.store(next_query)
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         later = work + gl.maximum(place_in_list - 1, begin) * 8
         next_query = _query(query, later, stride_q_token, stride_q_head, group, head_size, block)
 
@@ -215,7 +216,7 @@ def _consumer(
         if (item > 0) & (slot >= 0) & (number > 0) & (run > 0):
             merges = gl.atomic_add(account, 0, sem="acquire") >> 16 == number
             if merges:
-                gl.thread_barrier()
+                barrier()
                 place = first_place + (number - 1) * (kv_heads * kept_rows)
                 at = place[None, :] * head_size + dims[:, None]
                 merged_top = gl.load(partial_top + place, keep, -float("inf"), cache_modifier=".cg")
@@ -240,7 +241,7 @@ def _consumer(
                 written = at + gl.arange(0, _TILE, gl.SliceLayout(1, query_layout)) < stop
                 values.store(gl.where(written[:, None], values.load(query_layout), 0.0))
             fence_async_shared()
-            gl.thread_barrier()
+            barrier()
             weight = warpgroup_mma(ones, weights_shared.permute([1, 0]), weight * old[None, :], is_async=True)
             acc = warpgroup_mma(
                 values.permute([1, 0]), weights_shared.permute([1, 0]), acc * old[None, :], is_async=True
@@ -281,7 +282,7 @@ def _consumer(
                     _store_kept(
                         partial_top, partial_weight, partial_acc, place, merged_top, merged_weight, merged, keep, dims
                     )
-                gl.thread_barrier()
+                barrier()
                 more_merged = gl.where(merges, run, 0)
                 before = gl.atomic_add(account, run + (more_merged << 16), sem="acq_rel")
                 if (before & 0xFFFF) == splits - run:
@@ -350,8 +351,7 @@ def decode_kernel(
     rows_layout: gl.constexpr = gl.NVMMASharedLayout(tile_layout.swizzle_byte_width, 16, 2)
     rows_shared = gl.allocate_shared_memory(dtype, [block, head_size], rows_layout)
     weights_shared = gl.allocate_shared_memory(dtype, [block, _TILE], gl.NVMMASharedLayout(128, 16, 2))
-    sums_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    sums = gl.allocate_shared_memory(gl.float32, [words_for_merging(kept_block, stages)], sums_layout)
+    sums = memory_for_merging(kept_block, stages)
     bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
     ready = gl.allocate_shared_memory(gl.int64, [stages, 1], bar_layout)
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], bar_layout)
@@ -359,7 +359,7 @@ def decode_kernel(
         mbarrier.init(ready.index(stage), count=2)
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     gl.warp_specialize(
         [
             (

@@ -8,7 +8,9 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from .hopper_tiles import TILE, merge_values, merge_weights
+from ..gluon_names import barrier, copy_elements, reinterpret
+from .hopper_shapes import TILE
+from .hopper_tiles import merge_values, merge_weights
 
 _MOST_AT_ONCE = 8
 """Splits in half a batch, whose merging is unrolled."""
@@ -39,16 +41,23 @@ def _half_batch(kept_block):
 
 
 @gluon.constexpr_function
-def words_for_merging(kept_block, stages):
-    """Maxima and weights of what the rings hold, in numbers of fp32; a power of two."""
-    words = stages * 4 * _half_batch(kept_block) * kept_block
-    return 1 << (words - 1).bit_length()
+def _half_batches(kept_block):
+    """How many half batches have room where a tile of keys was; only the first place is used."""
+    return TILE // 2 // kept_block // _half_batch(kept_block)
 
 
 @gluon.constexpr_function
 def _plain(rank):
     """Shared memory without swizzling."""
     return gl.SwizzledSharedLayout(1, 1, 1, list(range(rank - 1, -1, -1)))
+
+
+@gluon.jit
+def memory_for_merging(kept_block: gl.constexpr, stages: gl.constexpr):
+    """Maxima and weights of what the rings hold, fp32: of every batch those maxima and those weights of its early half,
+    then those of its late half.
+    """
+    return gl.allocate_shared_memory(gl.float32, [stages * 4 * _half_batch(kept_block), kept_block], _plain(1))
 
 
 @gluon.jit
@@ -72,14 +81,14 @@ def _start_copies(
         at = ((split * stride)[:, None, None] + row[None, :, None]) * head_size + dim[None, None, :]
         exists = (first + split < splits)[:, None] & ((row < kept_rows) & (row // group < tokens))[None, :]
         from_acc = partial_acc + (first_place + first * stride) * head_size
-        async_copy.async_copy_global_to_shared(accs.index(into), from_acc + at, mask=exists[:, :, None])
+        copy_elements(accs.index(into * _half_batches(kept_block)), from_acc + at, mask=exists[:, :, None])
         weight_layout: gl.constexpr = _layout_of_weights(kept_block)
         split = first + gl.arange(0, at_once, gl.SliceLayout(1, weight_layout))
         row = gl.arange(0, kept_block, gl.SliceLayout(0, weight_layout))
         exists = (split < splits)[:, None] & ((row < kept_rows) & (row // group < tokens))[None, :]
         place = first_place + (split * stride)[:, None] + row[None, :]
-        async_copy.async_copy_global_to_shared(sums.index(into * 4 + 2 * half), partial_top + place, mask=exists)
-        async_copy.async_copy_global_to_shared(sums.index(into * 4 + 2 * half + 1), partial_weight + place, mask=exists)
+        copy_elements(sums.index(into * 4 + 2 * half), partial_top + place, mask=exists)
+        copy_elements(sums.index(into * 4 + 2 * half + 1), partial_weight + place, mask=exists)
 
 
 @gluon.jit
@@ -92,7 +101,7 @@ def _merge_one(
     at_once: gl.constexpr = _half_batch(kept_block)
     split_top = sums.index((of * 4 + 2 * half) * at_once + number).load(gl.SliceLayout(1, layout))
     split_weight = sums.index((of * 4 + 2 * half + 1) * at_once + number).load(gl.SliceLayout(1, layout))
-    split_acc = accs.index(of * at_once + number).load(layout)
+    split_acc = accs.index(of * _half_batches(kept_block) * at_once + number).load(layout)
     top, weight, old, new = merge_weights(top, weight, split_top, split_weight)
     return top, weight, merge_values(acc, old, split_acc, new)
 
@@ -125,22 +134,21 @@ def merge_kept(
     which are overwritten.
 
     Args:
-        sums: shared memory of ``words_for_merging``.
+        sums: of ``memory_for_merging``.
         first_place: of the partial result of split 0.
         merged: splits that are merged already; the result of all of them is where the last one's would be.
     """
     layout: gl.constexpr = layout_of_partials(head_size)
     at_once: gl.constexpr = _half_batch(kept_block)
     stride: gl.constexpr = kv_heads * kept_rows
-    batch_shape: gl.constexpr = [stages, at_once, kept_block, head_size]
-    split_shape: gl.constexpr = [stages * at_once, kept_block, head_size]
-    early_batches = key_ring._reinterpret(gl.float32, batch_shape, _plain(3))
-    late_batches = value_ring._reinterpret(gl.float32, batch_shape, _plain(3))
-    early_accs = key_ring._reinterpret(gl.float32, split_shape, _plain(2))
-    late_accs = value_ring._reinterpret(gl.float32, split_shape, _plain(2))
-    # Of every batch the maxima and the weights of its early half, then those of its late half.
-    sums_of_batches = sums._reinterpret(gl.float32, [stages * 4, at_once, kept_block], _plain(2))
-    sums_of_splits = sums._reinterpret(gl.float32, [stages * 4 * at_once, kept_block], _plain(1))
+    places: gl.constexpr = stages * _half_batches(kept_block)
+    batch_shape: gl.constexpr = [places, at_once, kept_block, head_size]
+    split_shape: gl.constexpr = [places * at_once, kept_block, head_size]
+    early_batches = reinterpret(key_ring, gl.float32, batch_shape, _plain(3))
+    late_batches = reinterpret(value_ring, gl.float32, batch_shape, _plain(3))
+    early_accs = reinterpret(key_ring, gl.float32, split_shape, _plain(2))
+    late_accs = reinterpret(value_ring, gl.float32, split_shape, _plain(2))
+    sums_of_batches = reinterpret(sums, gl.float32, [stages * 4, at_once, kept_block], _plain(2))
     kept = gl.arange(0, kept_block, gl.SliceLayout(1, layout))
     dims = gl.arange(0, head_size, gl.SliceLayout(0, layout))
     keep = (kept < kept_rows) & (kept // group < tokens)
@@ -152,7 +160,7 @@ def merge_kept(
     batches = gl.cdiv(splits - merged, 2 * at_once)
     for batch in range(1 - stages, batches):
         # What the next copies overwrite has been read by every thread, and what is read next is there for all.
-        gl.thread_barrier()
+        barrier()
         ahead = batch + stages - 1
         into = ahead % stages
         first = merged + ahead * (2 * at_once)
@@ -167,17 +175,17 @@ def merge_kept(
         async_copy.commit_group()
         if batch >= 0:
             async_copy.wait_group(stages - 1)
-            gl.thread_barrier()
+            barrier()
             of = batch % stages
             first = merged + batch * (2 * at_once)
             top, weight, acc = _merge_half(
-                top, weight, acc, early_accs, sums_of_splits, of, 0, first, splits, head_size, kept_block
+                top, weight, acc, early_accs, sums, of, 0, first, splits, head_size, kept_block
             )  # fmt: skip
             top, weight, acc = _merge_half(
-                top, weight, acc, late_accs, sums_of_splits, of, 1, first + at_once, splits, head_size, kept_block
+                top, weight, acc, late_accs, sums, of, 1, first + at_once, splits, head_size, kept_block
             )  # fmt: skip
     async_copy.wait_group(0)
-    gl.thread_barrier()
+    barrier()
     divisor = gl.where(weight == 0.0, 1.0, weight)
     at_row = (start + kept // group).to(gl.int64) * stride_o_token + (kv_head * group + kept % group) * stride_o_head
     result = (acc / divisor[:, None]).to(out.dtype.element_ty)

@@ -21,10 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..gluon_names import barrier, copy_elements, reinterpret
 from .hopper_merge import layout_of_partials
+from .hopper_shapes import ACCOUNTS, ROWS, TILE, WARPGROUP_ROWS
 from .hopper_tiles import (
-    TILE,
-    WARPGROUP_ROWS,
     copy_tile,
     is_end_of_split,
     layout_of_acc,
@@ -45,8 +45,6 @@ from .hopper_tiles import (
     weights_of,
 )
 
-ROWS = 2 * WARPGROUP_ROWS
-"""Rows of a block: half of them for each of two warpgroups."""
 _TILE = gl.constexpr(TILE)
 _HALF = gl.constexpr(WARPGROUP_ROWS)
 _ROWS = gl.constexpr(ROWS)
@@ -54,8 +52,6 @@ _MERGED_ROWS = gl.constexpr(4)
 """Rows whose shared splits a warpgroup merges at once."""
 _AT_ONCE = gl.constexpr(16)
 """Splits that are on their way at the same time."""
-ACCOUNTS = 2
-"""Numbers in the account of a shared block."""
 _ACCOUNTS = gl.constexpr(ACCOUNTS)
 
 
@@ -173,7 +169,7 @@ def _merge_rows(
             at = record + rows[:, None] * head_size + dims[None, :]
             accs = accs + (gl.load(at, cache_modifier=".cg"),)  # noqa: RUF005
         # Or the compiler moves every load to where it is used, and one waits for the other.
-        gl.thread_barrier()
+        barrier()
         for number in gl.static_range(_AT_ONCE):
             exists = first + number < splits
             new_top, new_weight, old, new = merge_weights(top, weight, tops[number], weights[number])
@@ -203,7 +199,7 @@ def _merge_shared(
             program merged. The next number counts shares of the rows that are taken, and in its upper half the splits
             of those who do not come back.
     """
-    gl.thread_barrier()
+    barrier()
     merged = gl.where(number + half == 0, run << 16, 0)
     gl.atomic_add(account, run + merged, sem="release")
     seen = gl.load(account, volatile=True)
@@ -213,7 +209,7 @@ def _merge_shared(
         waits += 1
     # The same for all threads.
     seen = gl.atomic_add(account, 0, sem="acquire")
-    gl.thread_barrier()
+    barrier()
     if (seen & 0xFFFF) == 2 * splits:
         shares = (gl.minimum(tokens * group - first_row, _ROWS) + _MERGED_ROWS - 1) // _MERGED_ROWS
         share = gl.atomic_add(account + 1, 1) & 0xFFFF
@@ -242,7 +238,7 @@ def _start_query(
     at_row = (gl.load(entry + 5) + token).to(gl.int64) * stride_token
     at_row += (place % kv_heads * group + rows % group) * stride_head
     exists = (token < gl.load(entry + 6))[:, None]
-    async_copy.async_copy_global_to_shared(rows_shared, query + at_row[:, None] + dims[None, :], mask=exists)
+    copy_elements(rows_shared, query + at_row[:, None] + dims[None, :], mask=exists)
     async_copy.commit_group()
 
 
@@ -308,7 +304,8 @@ def _consumer(
     row: gl.constexpr = gl.SliceLayout(1, score_layout)
     acc_row: gl.constexpr = gl.SliceLayout(1, acc_layout)
     ones = ones_shared.permute([1, 0])
-    result_shared = kept._reinterpret(dtype, [_HALF, head_size], rows_shared.layout)
+    # The first half of its memory.
+    result_shared = reinterpret(kept, dtype, [2, _HALF, head_size], rows_shared.layout).index(0)
     total = gl.load(count) * kv_heads
     programs = gl.num_programs(0)
     rounds = _rounds(total, programs)
@@ -338,13 +335,13 @@ def _consumer(
         acc = gl.full([_HALF, head_size], 0.0, gl.float32, acc_layout)
         kept.store(acc)
         async_copy.wait_group(0)
-        gl.thread_barrier()
+        barrier()
         q = rows_shared.load(gl.DotOperandLayout(0, score_layout, 2))
 
         mbarrier.wait(keys_ready.index(stage), phase)
         score = start_scores(q, key_ring, stage, head_size)
         # Every thread has its rows, so those of the next item may come.
-        gl.thread_barrier()
+        barrier()
         if round_ + 1 < rounds:
             _start_query(
                 rows_shared, query, work, _place(round_ + 1, programs), stride_q_token, stride_q_head, half, kv_heads,
@@ -375,7 +372,7 @@ def _consumer(
             written = last + gl.arange(0, _TILE, gl.SliceLayout(1, row_layout)) < end
             values.store(gl.where(written[:, None], values.load(row_layout), 0.0))
             fence_async_shared()
-            gl.thread_barrier()
+            barrier()
         acc = warpgroup_mma(p, values, acc * gl.convert_layout(old, acc_row)[:, None], is_async=True)
         acc, weight = warpgroup_mma_wait(0, deps=(acc, start_sums(p, old, weight, ones)))
 
@@ -386,16 +383,16 @@ def _consumer(
             acc = merge_values(kept.load(acc_layout), shrink, acc, new)
         if slot < 0:
             divisor = gl.convert_layout(gl.where(weight_sum == 0.0, 1.0, weight_sum), acc_row)
-            gl.thread_barrier()
+            barrier()
             result_shared.store((acc / divisor[:, None]).to(dtype))
-            gl.thread_barrier()
+            barrier()
             rows = first_row + half * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, row_layout))
             dims = gl.arange(0, head_size, gl.SliceLayout(0, row_layout))
             token = rows // group
             at_row = (start + token).to(gl.int64) * stride_o_token + (kv_head * group + rows % group) * stride_o_head
             result = result_shared.load(row_layout)
             gl.store(out + at_row[:, None] + dims[None, :], result, mask=(token < tokens)[:, None])
-            gl.thread_barrier()
+            barrier()
         else:
             last_split = split_of(end - 1, levels)
             _store_split(_record(partials, slot, last_split, kv_head, kv_heads, head_size), top, weight_sum, acc, half)
@@ -465,7 +462,7 @@ def prefill_kernel(
         mbarrier.init(empty.index(stage), count=2)
     mbarrier.init(passed, count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     # No values come with the first keys.
     mbarrier.arrive(values_ready.index(0))
 

@@ -6,12 +6,11 @@ keys, weights summed by the tensor cores against ones, splits merged ascending w
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-TILE = 64
-"""Keys in a step of the online softmax; a part of the reduction."""
-WARPGROUP_ROWS = 64
-"""Rows that a warpgroup multiplies at once."""
+from ..gluon_names import copy_block
+from .hopper_shapes import TILE, WARPGROUP_ROWS
+
 _TILE = gl.constexpr(TILE)
 _ROWS = gl.constexpr(WARPGROUP_ROWS)
 
@@ -109,7 +108,7 @@ def copy_tile(
     mbarrier.expect(ready.index(stage), _TILE * head_size * 2, pred=wanted)
     place = ring.index(stage)
     for number in gl.static_range(_TILE // part):
-        tma.async_copy_global_to_shared(
+        copy_block(
             cache,
             [pages[number], kv_head, slot, 0],
             ready.index(stage),

@@ -210,7 +210,17 @@ def _store_many_rows(
         _store_entry(entries + number * 8, request, row, begin, end - begin, slot, start, tokens, past, mask)
 
 
-@triton.jit(do_not_specialize=["requests", "room_small", "room_large", "parts", "items"])
+@triton.jit
+def _clear(counters, most, step: tl.constexpr):
+    """Zero this program's share of the counters. Attention leaves them 0, but memory that a sleeping engine gave away
+    comes back with anything in it.
+    """
+    for first in range(tl.program_id(0) * step, most, tl.num_programs(0) * step):
+        index = first + tl.arange(0, step)
+        tl.store(counters + index, index * 0, mask=index < most)
+
+
+@triton.jit(do_not_specialize=["requests", "counters", "room_small", "room_large", "parts", "items"])
 def plan_kernel(
     query_start_loc,
     seq_lens,
@@ -218,7 +228,9 @@ def plan_kernel(
     small_list,
     count,
     large_list,
+    arrived,
     requests,
+    counters,
     room_small,
     room_large,
     parts,
@@ -238,12 +250,14 @@ def plan_kernel(
     Args:
         first_entries: of each part of ``small_list``, and the end.
         count: entries of ``large_list``.
+        arrived: so many ``counters`` of finished splits, which the step's attention finds at 0.
         room_small, room_large: slots for partial results of the requests of few rows and of more.
         parts: programs that work on few rows at the same time.
         items: programs that work on blocks of many rows at the same time, each for one KV head.
     """
     request = tl.program_id(0)
     lanes = tl.arange(0, _CHUNK)
+    _clear(arrived, counters, _CHUNK)
     nothing = tl.zeros((_CHUNK,), tl.int32)
     small_splits, large_splits, small_slots, large_slots = nothing, nothing, nothing, nothing
     line, line_before, small_before = nothing.to(tl.int64), nothing.to(tl.int64), nothing

@@ -6,6 +6,7 @@ or leave each to a program of its own: a matter of speed.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +15,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import NotCovered
 from . import hopper
-from .hopper_prefill import ACCOUNTS
+from .hopper_shapes import ACCOUNTS
 from .inputs import PagedAttention
 from .plan_kernels import ENTRY, plan_kernel
 from .reduction import AttentionReduction
+from .shared_memory import fitted
 from .triton_kernels import attention_kernel
 
 _LOG2_E = math.log2(math.e)
@@ -72,6 +74,10 @@ class Shape:
     dtype: torch.dtype
     reduction: AttentionReduction
 
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.heads} query heads over {self.kv_heads} KV heads of size {self.head_size} in {dtype}"
+
     @property
     def group(self) -> int:
         return self.heads // self.kv_heads
@@ -86,12 +92,37 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Kernels:
+    """Which kernels serve attention: speed only, where :mod:`.certificate` has compared them."""
+
+    hopper: bool
+    """The Gluon kernels for Hopper, where they know a layer's options and layout; else the Triton kernel."""
+    few_rows: int = FEW_ROWS
+    """Rows up to which a request gets a small block; with 0 one block size serves all."""
+
+    @classmethod
+    def candidates(cls, shape: Shape, device: torch.device, plain: bool = True) -> Iterator["Kernels"]:
+        """What can serve such layers, the fastest first; ``plain`` as in :class:`Planner`."""
+        block_rows = large_blocks(shape.head_size, shape.dtype).rows
+        covered = plain and hopper.covers(shape.head_size, shape.dtype, shape.tile, block_rows, device)
+        if covered and hopper.compiles(shape, FEW_ROWS, device):
+            yield cls(hopper=True)
+        yield cls(hopper=False)
+        yield cls(hopper=False, few_rows=0)
+
+    def __str__(self) -> str:
+        if self.hopper:
+            return "the Gluon kernels"
+        return "the Triton kernel" if self.few_rows else "the Triton kernel with large blocks alone"
+
+
+@dataclass(frozen=True)
 class Plan:
     """One step's work, on the GPU: what every layer of the step does."""
 
     planner: "Planner"
     small: bool
-    """Whether a request may have few rows."""
+    """Whether a request can have few rows."""
     large_programs: int
     """Programs for requests of many rows; 0 if there can be none."""
     may_share_large: bool
@@ -110,6 +141,7 @@ class Planner:
         most_tokens: in a step.
         most_keys: of all requests of a step together.
         plain: a layer may have none of the options that :mod:`.hopper` does not know.
+        kernels: what serves; by default the first of :meth:`Kernels.candidates`.
     """
 
     def __init__(
@@ -120,6 +152,7 @@ class Planner:
         most_tokens: int,
         most_keys: int,
         plain: bool = True,
+        kernels: Kernels | None = None,
     ) -> None:
         if shape.head_size > _LARGEST_HEAD:
             raise NotCovered(
@@ -130,10 +163,11 @@ class Planner:
         self.shape, self.device = shape, device
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.small, self.large = (
-            small_blocks(shape.head_size, shape.dtype),
+            fitted(small_blocks(shape.head_size, shape.dtype), shape, device),
             large_blocks(shape.head_size, shape.dtype),
         )
-        self.hopper = plain and hopper.covers(shape.head_size, shape.dtype, shape.tile, self.large.rows, device)
+        kernels = kernels or next(Kernels.candidates(shape, device, plain))
+        self.hopper, self.few_rows = kernels.hopper, kernels.few_rows
         splits = most_keys // shape.reduction.smallest + most_requests
         blocks = self._most_blocks(most_tokens, most_requests)
         self._partial_rows = PARTIAL_BYTES // (4 * (shape.padded_size + 2))
@@ -162,28 +196,27 @@ class Planner:
     def _most_blocks(self, tokens: int, requests: int) -> int:
         """Large blocks that requests of so many tokens together may have: the last of each may be partly empty."""
         rows = tokens * self.shape.group
-        return rows // self.large.rows + min(requests, rows // (FEW_ROWS + 1))
+        return rows // self.large.rows + min(requests, rows // (self.few_rows + 1))
 
     def _room_small(self, kept_rows: int) -> int:
         return min(self._slots, self._partial_rows // (self.shape.kv_heads * kept_rows))
 
-    def plan(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, tokens: int, most_query_tokens: int) -> Plan:
+    def plan(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, tokens: int, decode: bool) -> Plan:
         """Plan a step; launches one kernel and reads nothing back.
 
-        What it decides on the host depends on ``tokens``, on the number of requests, and for several requests on
-        whether all have one token: calls that were captured with one plan serve every other step of that kind.
+        What it decides on the host depends on ``tokens``, the number of requests and ``decode``, which a CUDA graph
+        fixes: calls that were captured with one plan serve every other step with these three.
 
         Args:
             query_start_loc: [requests + 1] on the GPU.
             seq_lens: [requests] on the GPU.
-            tokens: rows of the query, or more.
-            most_query_tokens: tokens of the request with the most, or more.
+            tokens: rows of the query, or more. A request may have all of them, whatever the number of requests.
+            decode: no request has more than one token.
         """
         requests, shape = len(seq_lens), self.shape
-        decode = most_query_tokens <= 1
-        small = requests > 1 or most_query_tokens * shape.group <= FEW_ROWS
-        large = most_query_tokens * shape.group > FEW_ROWS or (requests > 1 and not decode)
-        kept_rows = shape.group if decode and shape.group <= FEW_ROWS else FEW_ROWS
+        small = shape.group <= self.few_rows
+        large = (1 if decode else tokens) * shape.group > self.few_rows
+        kept_rows = shape.group if decode and small else FEW_ROWS
         blocks = self._most_blocks(tokens, requests) if large else 0
         # On Hopper it costs nothing that they may.
         may_share = self.hopper or 0 < blocks * shape.kv_heads <= self._items // 2
@@ -196,7 +229,9 @@ class Planner:
                     self.small_list,
                     self.large_count,
                     self.large_list,
+                    self.arrived,
                     requests,
+                    len(self.arrived),
                     self._room_small(kept_rows),
                     self._room_large if may_share else -1,
                     self.parts,
@@ -206,7 +241,7 @@ class Planner:
                     group=shape.group,
                     levels=shape.reduction.levels,
                     tile=shape.tile,
-                    few=FEW_ROWS,
+                    few=self.few_rows,
                     block_rows=self.large.rows,
                     step=_PLANNED_AT_ONCE,
                 )
@@ -252,7 +287,7 @@ def _plan_alone(call: PagedAttention) -> Plan:
     keys = requests * call.block_table.shape[1] * call.page_size
     planner = Planner(shape, call.query.device, requests, tokens, keys, hopper.is_plain(call))
     starts, lengths = (tensor.to(call.query.device) for tensor in (call.query_start_loc, call.seq_lens))
-    return planner.plan(starts, lengths, tokens, tokens)
+    return planner.plan(starts, lengths, tokens, decode=tokens <= 1)
 
 
 def _describe(cache: torch.Tensor, tile: int, padded_size: int) -> TensorDescriptor | None:

@@ -6,6 +6,7 @@ read through pointers, on operands that show the order of a sum (:mod:`.cancelli
 used. The choice among those that agree is made by timing them, because it cannot move a bit.
 """
 
+import json
 import logging
 import statistics
 import time
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..compiling import reason
 from ..graph_timer import GraphTimer, copies_beyond_cache
 from . import triton
 from .cancelling import cancelling
-from .schedule import NarrowTile, gpu, narrow_tiles
+from .schedule import NARROW_TILES, NarrowTile, gpu, narrow_tiles
 from .signature import Signature
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ _ASKED = 8
 _ASKED_UNTUNED = 3
 _ASKED_FOR_FEWER = 2
 _MOST_ROWS_OF_SMALL_TILES = 256
+_OPAQUE = 64
+"""Bytes of an algorithm of cuBLASLt."""
 _REPLAYS = 5
 _TRITON_GAIN = 0.97
 """Triton must be faster than this share of cuBLASLt's time to be chosen: its launch costs the host twice as much.
@@ -88,14 +92,48 @@ class Entry:
         }
 
     @classmethod
-    def from_json(cls, stored: dict[str, Any]) -> "Entry":
-        algorithm = stored["algorithm"]
-        if algorithm:
-            from .cublaslt import Algorithm
+    def from_json(cls, stored: Any) -> "Entry":
+        """What :meth:`to_json` was made of.
 
-            algorithm = Algorithm(bytes.fromhex(algorithm["opaque"]), 1, algorithm["about"])
-        tile = stored["tile"] and NarrowTile(**stored["tile"])
-        return cls(algorithm, tuple(stored["checked"]), tuple(stored["refused"]), stored["microseconds"], tile)
+        Raises:
+            ValueError: it was made of something else.
+        """
+        try:
+            algorithm, tile, microseconds = stored["algorithm"], stored["tile"], stored["microseconds"]
+            if algorithm is not None:
+                from .cublaslt import Algorithm
+
+                algorithm = Algorithm(bytes.fromhex(algorithm["opaque"]), 1, algorithm["about"])
+            tile = None if tile is None else NarrowTile(**tile)
+            entry = cls(algorithm, tuple(stored["checked"]), tuple(stored["refused"]), microseconds, tile)
+            known = json.loads(json.dumps(entry.to_json())) == stored and _sound(entry)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"an entry is of another shape: {error!r}") from error
+        if not known:
+            raise ValueError("an entry is of another shape")
+        return entry
+
+
+def entries_from_json(stored: Any) -> dict[int, Entry]:
+    """The entries of a kind of product by the end of the range of rows, from what was stored.
+
+    Raises:
+        ValueError: something else was stored.
+    """
+    if not isinstance(stored, dict) or not set(stored) <= {str(limit) for limit in LIMITS}:
+        raise ValueError("ranges of rows are others")
+    return {int(limit): Entry.from_json(entry) for limit, entry in stored.items()}
+
+
+def _sound(entry: Entry) -> bool:
+    """Whether every value is of a kind that can be served with."""
+    return (
+        (entry.algorithm is None or (len(entry.algorithm.opaque) == _OPAQUE and isinstance(entry.algorithm.about, str)))
+        and (entry.tile is None or entry.tile in NARROW_TILES)
+        and all(type(count) is int and count > 0 for count in entry.checked)
+        and all(isinstance(about, str) for about in entry.refused)
+        and all(type(time) in (int, float) for time in entry.microseconds.values())
+    )
 
 
 def library_of(schedule: "Algorithm | NarrowTile | None") -> str:
@@ -261,8 +299,7 @@ class Certifier:
             if not isinstance(schedule, NarrowTile):
                 raise
             _uncompiled.add((schedule, s.dtype, s.bias))
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            logger.warning("Gluon's %s is left out, first for %s: %s", schedule.about, s, reason)
+            logger.warning("Gluon's %s is left out, first for %s: %s", schedule.about, s, reason(error))
             return False
         return True
 

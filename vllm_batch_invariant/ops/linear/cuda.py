@@ -164,18 +164,23 @@ def entries(signature: Signature) -> dict[int, Entry]:
     found = _certified.get(signature)
     if found is None:
         stored = _stored(signature.device).get(str(signature), {})
-        found = {int(limit): Entry.from_json(entry) for limit, entry in stored.items()}
-        found = _certified.setdefault(signature, found)
+        found = _certified.setdefault(signature, _entries_of(signature.device, stored))
     return found
 
 
 def known(device: int) -> tuple[dict[str, str], dict[str, dict[int, Entry]]]:
     """What a certificate on this machine is true for, and every one there is by the name of the signature."""
     environment = _environment(device)
-    return environment, {
-        name: {int(limit): Entry.from_json(entry) for limit, entry in found.items()}
-        for name, found in store.load(environment).items()
-    }
+    return environment, {name: _entries_of(device, found) for name, found in store.load(environment).items()}
+
+
+def _entries_of(device: int, stored: dict[str, Any]) -> dict[int, Entry]:
+    """Entries as they were stored; none where they cannot be read, and then the file is set aside."""
+    try:
+        return certificate.entries_from_json(stored)
+    except ValueError as error:
+        store.set_aside(_environment(device), error)
+        return {}
 
 
 def _certify(signature: Signature, limits: list[int], sizes: Iterable[int] = (), tuning_seconds: float = 0.0) -> None:
@@ -203,7 +208,10 @@ def _library(device: torch.device) -> bool:
     if envs.LINEAR.read() == "triton":
         return False
     if cublaslt is None:
-        logger.info("Products are Triton's, because nvmath-python is not installed; it would give cuBLASLt's speed.")
+        logger.warning(
+            "Products are Triton's, with the same bits, because nvmath-python is not installed; with it cuBLASLt "
+            "saves, on an H200, 7 to 8%% of their time from 128 rows on: pip install 'vllm-batch-invariant[cuda]'."
+        )
         return False
     try:
         cublaslt.handle(device.index)

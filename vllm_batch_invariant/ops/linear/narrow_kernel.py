@@ -15,21 +15,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..gluon_names import copy_block
 from .schedule import NarrowTile
 
 _LONG_SIDE = gl.constexpr(64)
 """Rows of wgmma's first operand, which are columns of b."""
 _PART = gl.constexpr(64)
 """Elements of K that are copied at once: rows of 128 bytes, the longest that wgmma reads without conflicts."""
-
-_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-"""The older name is Triton 3.6's."""
 
 
 @gluon.jit
@@ -53,8 +50,8 @@ def _load(
         for part in gl.static_range(parts):
             at = start + part * _PART
             step_a, step_b = ring_a.index(stage * parts + part), ring_b.index(stage * parts + part)
-            _copy(b, [first_n, at], arrived, step_b.slice(0, tile_n))
-            _copy(a, [first_m, at], arrived, step_a)
+            copy_block(b, [first_n, at], arrived, step_b.slice(0, tile_n))
+            copy_block(a, [first_m, at], arrived, step_a)
         stage, phase = _next(stage, phase, stages)
 
 

@@ -1,0 +1,134 @@
+"""Weights that are replaced while an engine runs give the bits of an engine that was started with them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.engines import OF_DEVICE, request, run, tokens
+from vllm_batch_invariant.check.checkpoint import Shape, make_checkpoint
+from vllm_batch_invariant.check.engine_process import Engine
+
+pytestmark = pytest.mark.engine
+
+RELOADS = "tests.engine.reloads"
+WAYS = ("by_reload_weights", "by_transfer", "by_buckets", "by_name", "by_hand")
+PROMPT = tokens(300, 1)
+"""More than a page, so that there is something to find in the prefix cache."""
+STEPS = 5
+"""Of a request, after which its weights are replaced."""
+TOKENS = 16
+SLEEPS = () if torch.cuda.is_available() else (1, 2)
+"""Levels; a GPU sleeps in tests/gpu/reload.py."""
+SHAPE = Shape(intermediate=512, layers=2, dtype="bfloat16")
+
+
+class Replaced:
+    """What one engine answers while its weights are replaced: the first two times each, with a cold and a warm cache.
+
+    Args:
+        running: started with the first of the checkpoints.
+        folders: of checkpoints.
+    """
+
+    def __init__(self, running: Engine, folders: list[Path]) -> None:
+        self._running, self._folders = running, [str(folder) for folder in folders]
+        self.answers: dict[str, list[dict[str, Any]]] = {}
+        self._ask("fresh")
+        for way in WAYS:
+            for which in (1, 0):
+                self._call(way, self._folders[which])
+                self._ask(f"{way} {which}")
+        self._call("call", "nothing")
+        self._ask("nothing")
+        for level in SLEEPS:
+            self._call("sleep", level)
+            self._ask(f"sleep {level}")
+        self._call("call", "keep")
+        for way in ("put_back", "write_in_place"):
+            self._call("by_reload_weights", self._folders[1])
+            self._ask(f"before {way}")
+            self._call("call", way)
+            self._ask(way)
+        self.running = self._call("replaced_while_it_runs", PROMPT, STEPS, self._folders[1])
+        [completion] = self.running["completions"]
+        begun = completion["tokens"][: self.running["before"]]
+        self._ask("as if it had begun so", PROMPT + begun, max_tokens=TOKENS - len(begun))
+
+    def _call(self, function: str, *arguments: object) -> Any:
+        return self._running.call(f"{RELOADS}:{function}", *arguments)
+
+    def _ask(self, name: str, prompt: list[int] = PROMPT, **params: Any) -> None:
+        wanted = request(prompt, max_tokens=TOKENS) if not params else request(prompt, **params)
+        self.answers[name] = [self._running.step(name, [wanted]).requests[0] for _ in range(2)]
+
+    def bits(self, name: str, which: int = 0) -> list[dict[str, Any]]:
+        """Tokens and logprob bits of an answer."""
+        return self.answers[name][which]["completions"]
+
+    def cached(self, name: str) -> list[int]:
+        """Tokens that each of the answers found in the prefix cache."""
+        return [answer["cached"] for answer in self.answers[name]]
+
+
+@pytest.fixture(scope="module")
+def replaced(tmp_path_factory: pytest.TempPathFactory) -> Replaced:
+    folders = [make_checkpoint(tmp_path_factory.mktemp("weights"), SHAPE, seed) for seed in (0, 1)]
+    settings = {
+        "model": str(folders[0]),
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "skip_tokenizer_init": True,
+        "worker_extension_cls": f"{RELOADS}.Extension",
+        "weight_transfer_config": '{"backend": "files"}',
+        **OF_DEVICE,
+    }
+    return run(settings, [], "1", afterwards=lambda running: Replaced(running, folders)).afterwards
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_replaced_weights_give_the_bits_of_a_fresh_engine(replaced: Replaced, way: str) -> None:
+    """The weights of the other checkpoint, and back: every way leads to the same other bits, and back to those of the
+    fresh engine.
+    """
+    assert replaced.bits(f"{way} 1") == replaced.bits("by_reload_weights 1") != replaced.bits("fresh")
+    assert replaced.bits(f"{way} 0") == replaced.bits("fresh")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_key_of_the_old_weights_is_found_in_the_prefix_cache(replaced: Replaced, way: str) -> None:
+    for name in (f"{way} 1", f"{way} 0"):
+        cold, warm = replaced.cached(name)
+        assert cold == 0
+        assert warm >= 128
+        assert replaced.bits(name, 1) == replaced.bits(name)
+
+
+@pytest.mark.parametrize("way", ["put_back", "write_in_place"])
+def test_weights_written_where_they_lie_serve_at_once(replaced: Replaced, way: str) -> None:
+    assert replaced.bits(f"before {way}") == replaced.bits("by_reload_weights 1")
+    assert replaced.bits(way) == replaced.bits("fresh")
+    assert replaced.cached(way)[0] == 0
+
+
+def test_a_call_that_replaces_nothing_leaves_the_prefix_cache_alone(replaced: Replaced) -> None:
+    assert min(replaced.cached("nothing")) >= 128
+    assert replaced.bits("nothing") == replaced.bits("fresh")
+
+
+@pytest.mark.parametrize("level", SLEEPS)
+def test_sleep_takes_nothing_away_on_a_cpu(replaced: Replaced, level: int) -> None:
+    """vLLM ignores it there."""
+    assert replaced.bits(f"sleep {level}") == replaced.bits("fresh")
+    assert replaced.cached(f"sleep {level}")[0] == 0
+
+
+def test_a_request_that_runs_goes_on_as_if_the_new_weights_had_read_all_before(replaced: Replaced) -> None:
+    before, [whole] = replaced.running["before"], replaced.running["completions"]
+    assert 0 < before < TOKENS
+    [fresh], [rest] = replaced.bits("fresh"), replaced.bits("as if it had begun so")
+    assert whole["tokens"][:before] == fresh["tokens"][:before]
+    for part in ("tokens", "logprobs"):
+        assert whole[part][before:] == rest[part]
+        assert whole[part] != fresh[part]

@@ -1,0 +1,293 @@
+"""Compiles the GPU's kernels for GPUs that are not here, with the arguments that the launchers give them, and holds
+what they take against what those GPUs have; a program of its own, because it takes the place of Triton's driver.
+
+usage: python -m tests.ops.compiled_kernels [--all | --gluon]     every variant, and what each kernel takes: 4 minutes
+for those in Gluon, 10 for all
+"""
+
+import argparse
+import itertools
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from tests.ops.attention_cases import Chunk, Heads, Request, paged
+from tests.ops.interpreted_checks import check
+from vllm_batch_invariant.ops.attention import OF_DEVICE, AttentionReduction, hopper, paged_attention
+from vllm_batch_invariant.ops.attention import triton as attention
+from vllm_batch_invariant.ops.attention.shared_memory import bytes_of_small_block
+from vllm_batch_invariant.ops.linear import schedule
+from vllm_batch_invariant.ops.linear import triton as linear
+from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, Gpu
+from vllm_batch_invariant.ops.norm import cuda as norm
+from vllm_batch_invariant.ops.norm_rotary import cuda as norm_rotary
+from vllm_batch_invariant.ops.reduce import cuda as reduce
+from vllm_batch_invariant.ops.softmax import cuda as softmax
+
+SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Bytes that a program may have by compute capability times ten, from the CUDA C++ programming guide's table of
+technical specifications: those of a multiprocessor less 1024.
+"""
+RESERVED = 1024
+"""Bytes of a multiprocessor's shared memory that a program takes beside its own."""
+MOST_SPILLED = 256
+"""Bytes of a thread's stack. With Triton 3.6 to 3.9 a Gluon kernel has up to 88."""
+PROCESSORS = 132
+HALVES = (torch.bfloat16, torch.float16)
+REDUCTION = AttentionReduction.of_device("cuda")
+
+
+class NoDriver:
+    """What Triton asks its driver for when it compiles; numbers the GPUs by their capability."""
+
+    capability = 90
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel as it would be launched."""
+
+    name: str
+    gpu: int
+    kernel: Any
+
+    @property
+    def shared(self) -> int:
+        """Bytes a program."""
+        return self.kernel.metadata.shared
+
+    def resources(self) -> tuple[int, int]:
+        """Registers and bytes of stack of a thread, as the assembler says."""
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.kernel.asm["cubin"])
+            file.flush()
+            said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        [line] = [line for line in said.splitlines() if "REG:" in line]
+        found = dict(item.split(":") for item in line.split())
+        return int(found["REG"]), int(found["STACK"])
+
+
+compiled: list[Compiled] = []
+NO_DRIVER = NoDriver()
+
+
+def compile_instead_of_running() -> None:
+    """From now on a launch compiles the kernel for the GPU of :data:`NO_DRIVER` and notes it, if it is new."""
+    run = JITFunction.run
+    known = set()
+
+    def note(kernel: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> Any:
+        made = run(kernel, *args, grid=grid, warmup=True, **options)
+        if id(made) not in known:
+            known.add(id(made))
+            compiled.append(Compiled(kernel.__name__, NO_DRIVER.capability, made))
+        return made
+
+    def properties(device: object) -> SimpleNamespace:
+        return SimpleNamespace(
+            multi_processor_count=PROCESSORS,
+            shared_memory_per_block_optin=SHARED_MEMORY[NO_DRIVER.capability],
+            major=NO_DRIVER.capability // 10,
+        )
+
+    def gpu(index: object) -> Gpu:
+        capability = NO_DRIVER.capability
+        return Gpu(str(capability), PROCESSORS, SHARED_MEMORY[capability], capability >= 90, 50 << 20, capability == 90)
+
+    driver.set_active(NO_DRIVER)
+    JITFunction.run = note
+    torch.cuda.device = torch.cuda.device_of = lambda device: nullcontext()
+    torch.cuda.get_device_properties = properties
+    torch.cuda.get_device_capability = lambda device: divmod(NO_DRIVER.capability, 10)
+    OF_DEVICE["cpu"] = "triton"
+    schedule.gpu = gpu
+
+
+def attend(heads: Heads, page: int, length: int, tokens: int, count: int = 1, **options: object) -> None:
+    """Launch what ``count`` requests of so many keys and so many new tokens each need."""
+    request = Request(heads, length, 1)
+    query, keys, values, table, seq_lens, starts = paged([Chunk(request, length - tokens, length)] * count, page)
+    shape = attention.Shape(heads.query, heads.kv, heads.size, heads.dtype, REDUCTION)
+    planner = attention.Planner(shape, query.device, 8, 1000, 8000, not options)
+    plan = planner.plan(starts, seq_lens, len(query), tokens)
+    paged_attention(
+        query, keys, values, table, seq_lens, starts, scale=0.1, reduction=REDUCTION, implementation="triton",
+        plan=plan, **options,
+    )  # fmt: skip
+
+
+def decode_and_prefill(heads: Heads, page: int, **options: object) -> None:
+    """A step of decode, one of two tokens a request, whose small blocks keep more rows, and a prefill."""
+    attend(heads, page, 300, 1, 2, **options)
+    attend(heads, page, 300, 2, 2, **options)
+    attend(heads, page, 300, 200, **options)
+
+
+def narrow_products(dtypes: Sequence[torch.dtype], biases: Sequence[bool]) -> None:
+    for tile, dtype, biased in itertools.product(NARROW_TILES, dtypes, biases):
+        a, weight = (torch.zeros(size, 512, dtype=dtype) for size in (33, 896))
+        bias = torch.zeros(896, dtype=dtype) if biased else None
+        linear.by_narrow_tile(a, weight.t(), bias, tile)
+
+
+def products() -> None:
+    gpu = schedule.gpu(0)
+    a, weight = (torch.zeros(size, 512, dtype=torch.bfloat16) for size in (200, 896))
+    if gpu.has_descriptors:
+        for dtype in (torch.bfloat16, torch.float32):
+            for tile in schedule.descriptor_tiles(dtype.itemsize, gpu):
+                linear.by_descriptors(a, weight.t(), None, dtype, tile)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        counts = itertools.product((1, 64, 8192), (64, 8192))
+        for tile in {schedule.pointer_tile(rows, columns, dtype, gpu) for rows, columns in counts}:
+            linear.by_pointers(a.to(dtype)[None], weight.to(dtype).t()[None], None, dtype, tile)
+
+
+def rows() -> None:
+    """Norms, softmax and sums: what they take follows the row's length."""
+    for length in (128, 5120, 20_000, 152_000):
+        x = torch.zeros(2, length, dtype=torch.bfloat16)
+        if length <= 20_000:
+            norm.rms_norm(x, x[0], 1e-6, x, None)
+        softmax.log_softmax(x, -1, dtype=torch.float32)
+        softmax.softmax(x, -1)
+        reduce.mean(x, -1)
+    qkv = torch.zeros(2, 48 * 128, dtype=torch.bfloat16)
+    weight, cache = torch.zeros(128, dtype=torch.bfloat16), torch.zeros(9, 128)
+    norm_rotary.norm_rotary(qkv, torch.zeros(2, dtype=torch.int64), weight, weight, cache, 1e-6, 32, 8)
+
+
+def launch_on(gpu: int, launch: Callable[..., None], *args: object, **options: object) -> list[Compiled]:
+    """What a launcher has compiled for a GPU that had not been."""
+    NO_DRIVER.capability = gpu
+    before = len(compiled)
+    launch(*args, **options)
+    return compiled[before:]
+
+
+def hopper_attention(heads: Heads, page: int) -> None:
+    """Tensors are on no GPU, so that what looks whether it is a Hopper would say no."""
+    hopper._TRIED_PAGE = page
+    hopper.compiles.cache_clear()
+    covers, hopper.covers = hopper.covers, lambda *_: True
+    try:
+        decode_and_prefill(heads, page)
+    finally:
+        hopper.covers = covers
+
+
+def check_all(what: str, found: list[Compiled], verbose: bool) -> None:
+    """Check that each kernel can be loaded, that the assembler had registers enough, and how many there were."""
+    for one in found:
+        limit = SHARED_MEMORY[one.gpu]
+        gluon = one.name in ("prefill_kernel", "decode_kernel", "narrow_kernel")
+        registers, stack = one.resources() if gluon or verbose else (0, 0)
+        if verbose:
+            print(f"{what}: {one.name}, {one.shared} bytes shared, {registers} registers, {stack} bytes of stack")
+        if one.shared > limit:
+            check(f"{what}: {one.name} takes {one.shared} bytes of shared memory of {limit}", False)
+        if gluon and stack > MOST_SPILLED:
+            check(f"{what}: {one.name} has {stack} bytes of stack", False)
+    check(f"{what}: {', '.join(sorted({one.name for one in found}))}", bool(found))
+
+
+def check_hopper_attention(heads: Heads, page: int, verbose: bool) -> None:
+    what = f"attention on a Hopper, {heads}, pages of {page}"
+    found = launch_on(90, hopper_attention, heads, page)
+    names = [one.name for one in found if one.name != "plan_kernel"]
+    kept = {min(heads.query // heads.kv, attention.FEW_ROWS), attention.FEW_ROWS}
+    if sorted(names) != ["decode_kernel"] * len(kept) + ["prefill_kernel"]:
+        check(f"{what}: what is tried is what is launched, got {names}", False)
+    resident = hopper.DECODING[heads.size].resident
+    for one in found:
+        if one.name == "decode_kernel" and resident * (one.shared + RESERVED) > SHARED_MEMORY[90] + RESERVED:
+            check(f"{what}: {resident} programs of {one.shared} bytes on a multiprocessor", False)
+    check_all(what, found, verbose)
+
+
+def check_attention(gpu: int, heads: Heads, page: int, verbose: bool, **options: object) -> None:
+    what = f"attention on sm_{gpu}, {heads}, pages of {page}{', with ' * bool(options)}{', '.join(options)}"
+    found = launch_on(gpu, decode_and_prefill, heads, page, **options)
+    check_all(what, found, verbose)
+    small = attention.small_blocks(heads.size, heads.dtype)
+    for one in found:
+        made = one.kernel.metadata
+        if one.name == "attention_kernel" and made.num_warps == small.warps < 8 and made.num_stages > 1:
+            padded = triton.next_power_of_2(heads.size)
+            expected = bytes_of_small_block(small.rows, made.num_stages, 64, padded, gpu >= 90)
+            if not 0 <= expected - one.shared <= (4096 if page == 64 or gpu < 90 else expected):
+                check(f"{what}: {one.shared} bytes where {expected} are reckoned with", False)
+
+
+def check_some() -> None:
+    """One variant of each kind, and those that take the most shared memory where there is the least."""
+    check_hopper_attention(Heads(32, 8, 128, torch.bfloat16), 64, False)
+    check_hopper_attention(Heads(4, 4, 64, torch.float16), 16, False)
+    check_all("narrow products", launch_on(90, narrow_products, HALVES[:1], (False,)), False)
+    check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64, False)
+
+
+def check_every_gluon_kernel() -> None:
+    """Every variant that a launcher may ask for."""
+    for size, dtype in itertools.product(hopper.PREFILL_STAGES, HALVES):
+        for page in (16, 32, 64, 128):
+            check_hopper_attention(Heads(8, 2, size, dtype), page, True)
+        for group in (1, 2, 3, 7, 8, 16, 32):
+            check_hopper_attention(Heads(2 * group, 2, size, dtype), 64, True)
+    check_all("narrow products", launch_on(90, narrow_products, HALVES, (False, True)), True)
+
+
+def check_every_triton_kernel() -> None:
+    """On every GPU that a launcher may find, each size of blocks, and of the options all at once."""
+    every_option = {
+        "sliding_window": 100, "logits_soft_cap": 30.0, "alibi_slopes": torch.zeros(8), "sinks": torch.zeros(8)
+    }  # fmt: skip
+    for gpu in SHARED_MEMORY:
+        for page, size in itertools.product((16, 64), (64, 128, 256)):
+            if page == 16 or gpu >= 90:  # without descriptors, pages of every size are read alike
+                check_attention(gpu, Heads(8, 2, size, torch.bfloat16), page, True)
+        check_attention(gpu, Heads(8, 2, 256, torch.bfloat16), 16, True, **every_option)
+        check_attention(gpu, Heads(8, 2, 256, torch.float32), 16, True)
+        check_all(f"products on sm_{gpu}", launch_on(gpu, products), True)
+        check_all(f"rows on sm_{gpu}", launch_on(gpu, rows), True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--all", action="store_true", help="every variant of every kernel, and what it takes")
+    group.add_argument("--gluon", action="store_true", help="the same of the kernels in Gluon alone")
+    parsed = parser.parse_args()
+    print("Triton", triton.__version__)
+    compile_instead_of_running()
+    if not parsed.all and not parsed.gluon:
+        check_some()
+        return
+    check_every_gluon_kernel()
+    if parsed.all:
+        check_every_triton_kernel()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""A setting of vLLM's that nobody has reviewed must have its default, and so must one that could change arithmetic."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.integration import engine, reviewed, seams, support
+
+
+@dataclass
+class SchedulerConfig:
+    """With one field that is reviewed and three that no version has."""
+
+    max_num_seqs: int = 64
+    order_of_additions: str = "ascending"
+    slices: list[int] = Field(default_factory=lambda: [1, 2])
+    precision: int = Field(default=32, gt=0)
+
+
+def configurations(config: Any) -> Iterator[Any]:
+    yield config
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name, None)
+        if dataclasses.is_dataclass(value) and type(value).__name__ in reviewed.FIELDS:
+            yield from configurations(value)
+
+
+def test_every_field_of_the_installed_vllm_was_reviewed() -> None:
+    seen = {type(part).__name__: part for part in configurations(seams.CONFIG.get()())}
+    assert {"CacheConfig", "CompilationConfig", "KernelConfig", "UVAOffloadConfig"} <= set(seen)
+    unknown = {
+        name: reviewed.unreviewed(name, {field.name for field in dataclasses.fields(part)})
+        for name, part in seen.items()
+    }
+    assert {name: fields for name, fields in unknown.items() if fields} == {}
+
+
+def test_defaults_are_accepted_and_what_is_free_may_have_any_value() -> None:
+    reviewed.check(SchedulerConfig())
+    reviewed.check(SchedulerConfig(max_num_seqs=1))
+    reviewed.check(SchedulerConfig(slices=[1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"order_of_additions": "any"}, r"order_of_additions='any': .* not know it; .* it is 'ascending'"),
+        ({"slices": [3]}, r"slices=\[3\]: .*; leave it out, so that it is \[1, 2\]"),
+        ({"precision": 16}, r"precision=16: .*; leave it out, so that it is 32"),
+    ],
+)
+def test_an_unknown_field_is_refused_by_name_unless_it_has_its_default(changed: dict[str, Any], told: str) -> None:
+    with pytest.raises(NotCovered, match=told) as refused:
+        reviewed.check(SchedulerConfig(**changed))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", reviewed.VARIABLES)
+def test_a_variable_that_puts_other_kernels_in_the_place_of_ours_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, reviewed.VARIABLES[name][0])
+    reviewed.check_variables()
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(NotCovered, match=f"{name}=1: .*; unset {name}"):
+        reviewed.check_variables()
+
+
+def test_rocm_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    support.check_device("cuda")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(NotCovered, match="device 'rocm'"):
+        support.check_device("cuda")
+
+
+@pytest.mark.parametrize(("name", "nvidia"), [("rocm", False), ("cuda", True)])
+def test_a_platform_that_only_claims_to_be_cuda_is_called_by_its_name(name: str, nvidia: bool) -> None:
+    class Platform:
+        device_type, device_name = "cuda", name
+
+        def is_cuda(self) -> bool:
+            return nvidia
+
+    assert engine._device_type(Platform()) == name
+
+
+def test_a_part_that_vllm_makes_after_the_platform_was_asked_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Configuration:
+        model_config = device_config = type("Any", (), {"device_type": "cpu"})()
+
+        def __post_init__(self) -> None:
+            self.kv_transfer_config = "made of another setting"
+
+    looked_at = []
+    monkeypatch.setattr(engine, "check", lambda config: looked_at.append(config.kv_transfer_config))
+    engine._check_again(Configuration)
+    Configuration().__post_init__()
+    assert looked_at == ["made of another setting"]

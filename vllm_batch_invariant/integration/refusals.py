@@ -1,0 +1,101 @@
+"""A refusal reaches the user as one line, whichever process finds it.
+
+What only a layer or a device knows is refused in a worker, two processes away from the user. vLLM logs such an error
+with the traceback of each process on its way and raises another one, "Engine core initialization failed", in the front
+end. So the process that refuses leaves its line in a file whose name every process inherits, and ends quietly; the
+front end raises the same refusal from there.
+"""
+
+import functools
+import logging
+import multiprocessing
+import os
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..errors import NotCovered
+from . import seams
+
+logger = logging.getLogger("vllm.batch_invariant")
+
+LEFT_AT = "_VLLM_BATCH_INVARIANT_REFUSAL"
+"""The variable that names the file; there is a file only after a refusal, until the front end has read it."""
+_ENGINE, _WORKER = "EngineCore", "VllmWorker"
+"""How the names of the processes begin that vLLM starts for an engine."""
+_STARTING = ("load_model", "initialize_from_config")
+"""Methods of a worker in which layers and their plans are made."""
+
+
+def install() -> None:
+    """Hook into a process that starts others; the first one chooses the file, which those that it starts inherit."""
+    os.environ.setdefault(LEFT_AT, f"{tempfile.gettempdir()}/vllm-batch-invariant-{uuid.uuid4().hex}")
+    if _process().startswith(_WORKER):
+        return
+    if not _process().startswith(_ENGINE):
+        seams.WAIT_FOR_ENGINE.put(relayed(seams.WAIT_FOR_ENGINE.get()))
+    for seam, method in ((seams.EXECUTOR, "__init__"), (seams.ENGINE_CORE, "_initialize_kv_caches")):
+        setattr(seam.get(), method, relayed(getattr(seam.get(), method)))
+
+
+def install_in_worker(worker: type) -> None:
+    """Hook into a class of workers, in the process of one."""
+    for method in _STARTING:
+        setattr(worker, method, relayed(getattr(worker, method)))
+
+
+def relayed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose refusals, and errors that follow from a refusal in another process, are refusals here.
+
+    The function then raises:
+        NotCovered: in the user's process.
+        SystemExit: in a process of the engine, whose parent finds the line that was left.
+    """
+
+    @functools.wraps(function)
+    def relaying(*args: Any, **named: Any) -> Any:
+        try:
+            return function(*args, **named)
+        except NotCovered as error:
+            refusal = error
+        except Exception:
+            line = _told()
+            if line is None:
+                raise
+            refusal = NotCovered.again(line)
+        if not _process().startswith((_ENGINE, _WORKER)):
+            raise refusal.with_traceback(None)
+        if _tell(str(refusal)):
+            logger.error("%s: %s", type(refusal).__name__, refusal)
+        sys.exit(1)
+
+    return relaying
+
+
+def _process() -> str:
+    return multiprocessing.current_process().name
+
+
+def _tell(line: str) -> bool:
+    """Leave the line for the processes above; False if a process below has."""
+    try:
+        descriptor = os.open(os.environ[LEFT_AT], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return False
+    with os.fdopen(descriptor, "w") as file:
+        file.write(line)
+    return True
+
+
+def _told() -> str | None:
+    """The line that a process below has left; the user's process takes it away."""
+    file = Path(os.environ[LEFT_AT])
+    if not file.exists():
+        return None
+    line = file.read_text()
+    if not _process().startswith((_ENGINE, _WORKER)):
+        file.unlink()
+    return line

@@ -1,0 +1,179 @@
+"""Weights that are replaced while an engine runs: nothing made of the old ones serves afterwards.
+
+A trainer writes into a running engine by vLLM's ``reload_weights``, by its weight transfer, or by a function of the
+trainer's own that the workers are told to run: all of them calls of ``EngineCore.collective_rpc``. Keys in the prefix
+cache and those of requests that run were computed with the weights before, and vLLM leaves them. Here they are let go
+before the next step, if a weight differs. What a GPU computes with is read where vLLM keeps it; on a CPU products have
+copies, for which see :mod:`.linear`.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from hashlib import sha256
+from itertools import chain
+from typing import Any
+
+import torch
+
+from . import linear, seams
+from .declaration import METHOD as DECLARATION
+
+logger = logging.getLogger("vllm.batch_invariant")
+
+METHOD = "batch_invariant_weights"
+"""Of a worker: gives layers their weights back, and tells one set of weights from another."""
+_WATCH = "_batch_invariant_watch"
+_SLEEPS = "_batch_invariant_sleeps"
+_AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_written = 0
+"""How often a model of this process was told to load weights."""
+
+
+@dataclass
+class Watch:
+    """What an engine knows of the weights that it serves."""
+
+    fingerprint: str | None = None
+    """None if it is not known."""
+    written: int = field(default_factory=lambda: _written)
+    """``_written`` when it was taken."""
+    called: bool = False
+    """Whether the workers were called since then."""
+
+
+def install() -> None:
+    """Have every engine of this process look for other weights after its workers were called."""
+    core = seams.ENGINE_CORE.get()
+    call = core.collective_rpc
+
+    @wraps(call)
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        if method not in (METHOD, DECLARATION):
+            _before_call(self)
+        return call(self, method, *args, **kwargs)
+
+    core.collective_rpc = collective_rpc
+    for name in ("step", "step_with_batch_queue"):
+        setattr(core, name, _looking(getattr(core, name)))
+
+
+def install_in_worker(device_type: str) -> None:
+    """Give this process's worker the method, and see when its model is written and its memory goes."""
+    setattr(seams.WORKER.get(), METHOD, fingerprint)
+    if device_type == "npu":
+        return
+    worker = seams.DEVICE_WORKER.get()
+    load_model, wake_up = worker.load_model, worker.wake_up
+
+    @wraps(load_model)
+    def load_and_watch(self: Any, *args: Any, **kwargs: Any) -> None:
+        load_model(self, *args, **kwargs)
+        _watch_loading(self.model_runner.get_model())
+
+    @wraps(wake_up)
+    def wake_up_and_restore(self: Any, tags: list[str] | None = None) -> None:
+        wake_up(self, tags)
+        if tags is None or "weights" in tags:
+            for layer in self.vllm_config.compilation_config.static_forward_context.values():
+                if hasattr(getattr(layer, "impl", None), "restore_after_sleep"):
+                    layer.impl.restore_after_sleep()
+
+    worker.load_model, worker.wake_up = load_and_watch, wake_up_and_restore
+    for name in ("sleep", "discard"):
+        if hasattr(worker, name):
+            setattr(worker, name, _counted(getattr(worker, name)))
+
+
+def fingerprint(worker: Any, compare: bool = True) -> str:
+    """What tells the weights and buffers of a worker's model, and what is left of its KV cache, from others.
+
+    On a CPU it is of all bytes. On a GPU it is of the exact sums over each side of a tensor, because those are made
+    where the weights are, at the speed of memory.
+
+    Args:
+        worker: of vLLM.
+        compare: whether it is wanted; if not, only the layers get their weights back.
+    """
+    linear.restore_weights()
+    if not compare:
+        return ""
+    model, parts = worker.model_runner.get_model(), []
+    for tensor in chain(model.parameters(), model.buffers()):
+        bits = tensor.detach().view(_AS_INTEGERS[tensor.element_size()])
+        parts += [bits.flatten()] if bits.is_cpu or bits.dim() < 2 else _sums(bits)
+    digest = sha256(str(getattr(worker, _SLEEPS, 0)).encode())
+    for part in parts:  # all are made before the first is waited for
+        digest.update(part.cpu().numpy())
+    return digest.hexdigest()
+
+
+def _sums(bits: torch.Tensor) -> list[torch.Tensor]:
+    """Sums of integers over the first axis, and over all others: [elements of a row] and [rows] int64."""
+    return [bits.sum(dim=0, dtype=torch.int64).flatten(), bits.flatten(1).sum(dim=1, dtype=torch.int64)]
+
+
+def _watch_loading(model: torch.nn.Module) -> None:
+    """See when a trainer in this process writes weights without a call of the workers."""
+    load_weights = model.load_weights
+
+    @wraps(load_weights)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        global _written
+        _written += 1
+        linear.restore_weights()
+        return load_weights(*args, **kwargs)
+
+    model.load_weights = watched
+
+
+def _counted(method: Callable[..., None]) -> Callable[..., None]:
+    """A worker's method that takes memory away from the KV cache."""
+
+    @wraps(method)
+    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
+        method(self, *args, **kwargs)
+        setattr(self, _SLEEPS, getattr(self, _SLEEPS, 0) + 1)
+
+    return counted
+
+
+def _before_call(core: Any) -> None:
+    """The workers are about to run something that may read or write weights."""
+    watch = core.__dict__.setdefault(_WATCH, Watch())
+    asleep = core.model_executor.is_sleeping  # a GPU that sleeps has no weights to look at
+    first = watch.fingerprint is None and not asleep
+    if first or core.vllm_config.device_config.device_type == "cpu":
+        [found, *_] = core.model_executor.collective_rpc(METHOD, kwargs={"compare": first})
+        watch.fingerprint = found or watch.fingerprint
+    watch.called = True
+
+
+def _looking(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step of an engine that first lets go of what was made of other weights."""
+
+    @wraps(step)
+    def looking(self: Any) -> Any:
+        watch = self.__dict__.setdefault(_WATCH, Watch())
+        if watch.called or watch.written != _written:
+            _look(self, watch)
+        return step(self)
+
+    return looking
+
+
+def _look(core: Any, watch: Watch) -> None:
+    scheduler = core.scheduler
+    paused = scheduler.pause_state == seams.PAUSE_STATE.get().PAUSED_ALL
+    if paused or core.model_executor.is_sleeping or not scheduler.has_requests():
+        return  # nothing is served now
+    [found, *_] = core.model_executor.collective_rpc(METHOD)
+    if found != watch.fingerprint:
+        running = len(scheduler.running)
+        core.reset_prefix_cache(reset_running_requests=True)
+        logger.info(
+            "The weights were replaced: the prefix cache is empty, and %d running requests are computed again.", running
+        )
+    watch.fingerprint, watch.written, watch.called = found, _written, False

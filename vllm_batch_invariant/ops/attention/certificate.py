@@ -1,0 +1,316 @@
+"""Proves on the GPU at hand that the kernels which serve a model's attention give a row the same bits.
+
+That tensor cores give a row the same bits in a block of 8, 16, 64 or 128 rows, on either side of the instruction and
+by whatever instruction a compiler chooses for the block, is a measurement, so it is made where the model is served. One
+request is computed as a prefill, in chunks and by decode, alone (its splits are shared by programs then) and among
+others, and the rows at borders of tiles, pages and splits are compared as bits. The operands show the order of every
+sum: either the scores or the weighted values cancel, so that what is left is rounding error.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ... import kept_file
+from ...errors import NotCovered
+from ..compiling import reason
+from ..gpu_environment import gpu_environment
+from ..linear.cancelling import cancelling
+from .inputs import PagedAttention
+from .triton import FEW_ROWS, Kernels, Planner, Shape, paged_attention
+
+logger = logging.getLogger("vllm.batch_invariant")
+
+_LENGTH = 2629
+"""Keys: ten splits and a part of one, of two sizes, and no whole number of tiles or pages."""
+_PREFILL = 640
+"""Newest tokens of each prefill: two splits and a half."""
+_BORDERS = tuple(
+    sorted({1, _LENGTH} | {border + off for border in (64, 256, 320, 512, 2048, 2304, 2560) for off in (-1, 0, 1)})
+)
+"""Lengths at which a token is looked at."""
+_NOISE = 2.0**20
+"""Factor of scores whose exact value is 0: it makes their rounding errors as large as scores are."""
+
+
+_AS_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+_COSTS = {
+    Kernels(hopper=True): "Triton's serves: decode has the same speed, long prefills take up to twice as long.",
+    Kernels(hopper=False): "One size of blocks serves all: decode computes a whole block of rows for each request.",
+    Kernels(hopper=False, few_rows=0): "",
+}
+"""What it costs that kernels are not used."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a layer adds to plain causal attention; as in ``paged_attention``."""
+
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None
+
+    def __str__(self) -> str:
+        parts = [f"window {self.sliding_window}"] if self.sliding_window else []
+        parts += [f"soft-cap {self.logits_soft_cap:g}"] if self.logits_soft_cap else []
+        parts += ["ALiBi"] if self.alibi_slopes else []
+        return ", ".join(parts) or "plain"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Which kernels serve, and what was compared."""
+
+    kernels: Kernels
+    elements: int
+    """Of outputs, compared as bits."""
+    refused: tuple[str, ...]
+    """Kernels that gave a row other bits, or did not run, and where."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The newest ``tokens`` of a request of ``stop`` keys."""
+
+    stop: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One request's queries and pages; requests of other lengths begin like it and share its pages."""
+
+    query: torch.Tensor
+    """[_LENGTH, heads, head_size]"""
+    key_cache: torch.Tensor
+    """[pages, kv_heads, page_size, head_size], strided as an engine's"""
+    value_cache: torch.Tensor
+    table: torch.Tensor
+    """[1, pages] int32"""
+    scale: float
+
+
+@cache
+def certify(shape: Shape, device: torch.device, page_size: int, layers: tuple[Options, ...]) -> Certificate:
+    """The fastest kernels that give every row of such layers the same bits; compared once for a GPU, a driver, a
+    PyTorch, a Triton and a version of this code.
+
+    Args:
+        shape: of the layers.
+        device: the GPU.
+        page_size: keys in a page.
+        layers: the options of each kind of layer.
+
+    Raises:
+        NotCovered: no kernel gives a row the same bits by prefill, by chunks and by decode; or it cannot be compared.
+    """
+    environment = _environment(device.index or 0)
+    key = f"{shape}; {shape.reduction}; pages of {page_size}; {'; '.join(map(str, layers))}"
+    kept = _load(environment).get(key)
+    if kept is not None:
+        logger.info("Attention is served by %s, which an earlier start compared on this GPU.", kept.kernels)
+        return kept
+    try:
+        found = _certify(shape, device, page_size, layers)
+    except torch.OutOfMemoryError as error:
+        raise NotCovered(
+            f"attention of {shape} that cannot be compared",
+            "the comparison does not fit into the GPU's memory beside the KV cache",
+            "lower --gpu-memory-utilization",
+        ) from error
+    if not found.refused:  # else every start says so again
+        _save(environment, key, found)
+    return found
+
+
+def _certify(shape: Shape, device: torch.device, page_size: int, layers: tuple[Options, ...]) -> Certificate:
+    refused, started = [], time.perf_counter()
+    with torch.cuda.device(device):
+        data = [by_scores(shape, device, page_size), by_values(shape, device, page_size)]
+        for kernels in Kernels.candidates(shape, device, any(options == Options() for options in layers)):
+            found = compare(kernels, shape, data, layers)
+            if isinstance(found, int):
+                logger.info(
+                    "Attention is served by %s: %d outputs of %s have the same bits by prefill, chunks and decode "
+                    "(compared in %.1f s).", kernels, found, shape, time.perf_counter() - started,
+                )  # fmt: skip
+                return Certificate(kernels, found, tuple(refused))
+            refused.append(f"{kernels}: {found}")
+            logger.warning("Attention is not served by %s. %s", refused[-1], _COSTS[kernels])
+    raise NotCovered(
+        f"attention of {shape} on {torch.cuda.get_device_name(device)}",
+        f"its kernels give a row other bits by prefill than by decode ({'; '.join(refused)})",
+        "use another GPU or another version of Triton",
+    )
+
+
+@cache
+def _environment(device: int) -> dict[str, str]:
+    folder = Path(__file__).parent
+    return gpu_environment(device, [*sorted(folder.glob("*.py")), folder.parent / "gluon_names.py"])
+
+
+def _path(environment: dict[str, str]) -> Path | None:
+    name = hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:16]
+    return kept_file.path_of(f"attention-{name}.json")
+
+
+def known(device: int) -> dict[str, Certificate]:
+    """What earlier starts have compared on a GPU, by what was compared in words."""
+    return _load(_environment(device))
+
+
+def _load(environment: dict[str, str]) -> dict[str, Certificate]:
+    content = kept_file.read(_path(environment))
+    if content is None:
+        return {}
+    try:
+        if content["environment"] != environment:
+            raise ValueError("it is of another environment")
+        return {
+            key: Certificate(Kernels(**kept["kernels"]), int(kept["elements"]), ())
+            for key, kept in content["certificates"].items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        kept_file.set_aside(_path(environment), error)
+        return {}
+
+
+def _save(environment: dict[str, str], key: str, found: Certificate) -> None:
+    kept = {"kernels": asdict(found.kernels), "elements": found.elements}
+
+    def added(content: Any) -> dict[str, Any]:
+        before = content["certificates"] if content is not None else {}
+        return {"environment": environment, "certificates": before | {key: kept}}
+
+    kept_file.update(_path(environment), added)
+
+
+def compare(kernels: Kernels, shape: Shape, data: Sequence[Operands], layers: Sequence[Options]) -> int | str:
+    """The number of elements compared, or in words where a row has other bits, or what did not run."""
+    try:
+        planner = _planner(kernels, shape, data[0])
+        elements = 0
+        for options in dict.fromkeys(layers):
+            for operands in data:
+                found = _compare_ways(planner, operands, options)
+                if isinstance(found, str):
+                    return f"{options} attention has other bits {found}"
+                elements += found
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # compiling and launching may raise anything
+        return reason(error)
+    return elements
+
+
+def _compare_ways(planner: Planner, operands: Operands, options: Options) -> int | str:
+    """As :func:`compare`, for one kind of layer and one request."""
+    known = torch.empty_like(operands.query)
+    for chunk in (Chunk(_PREFILL, _PREFILL), Chunk(_LENGTH, _PREFILL)):
+        known[chunk.stop - chunk.tokens : chunk.stop] = _attend(planner, operands, [chunk], options)
+    elements = 0
+    for name, chunks in ways(planner.shape.group):
+        rows = torch.cat([torch.arange(one.stop - one.tokens, one.stop) for one in chunks])
+        kept = ((rows < _PREFILL) | (rows >= _LENGTH - _PREFILL)).nonzero()[:, 0]
+        out, expected = _attend(planner, operands, chunks, options)[kept], known[rows[kept]]
+        differs = (out.view(_AS_BITS[out.dtype]) != expected.view(_AS_BITS[out.dtype])).flatten(1)
+        if bool(differs.any()):
+            first = int(rows[kept][int(differs.any(1).nonzero()[0])])
+            return f"{name} than by prefill: {int(differs.sum())} of {differs.numel()} elements, first at {first}"
+        elements += differs.numel()
+    return elements
+
+
+def ways(group: int) -> Iterator[tuple[str, list[Chunk]]]:
+    """How the rows of a prefill are computed otherwise, in words and as a batch of chunks.
+
+    Args:
+        group: query heads of a KV head.
+    """
+    few = max(FEW_ROWS // group, 1)
+    decode = [Chunk(stop, 1) for stop in _BORDERS]
+    yield "by decode", decode
+    yield "by decode alone", decode[-1:]
+    yield "by decode in pairs", [decode[-1], decode[len(decode) // 2]]
+    if few > 1:
+        yield f"in chunks of {few}", [Chunk(stop, few) for stop in _BORDERS if stop >= few]
+        yield f"in a chunk of {few} alone", [Chunk(_LENGTH, few)]
+    for tokens in (few + 1, 64, 200):
+        yield f"in a chunk of {tokens} alone", [Chunk(_LENGTH, tokens)]
+    yield "in chunks among others", [*decode[::3], Chunk(_LENGTH, 77), Chunk(513, 130), *decode[1::3], Chunk(2049, 40)]
+
+
+def _planner(kernels: Kernels, shape: Shape, operands: Operands) -> Planner:
+    batches = [chunks for _, chunks in ways(shape.group)]
+    requests = max(map(len, batches))
+    tokens = max(_PREFILL, *(sum(chunk.tokens for chunk in chunks) for chunks in batches))
+    return Planner(shape, operands.query.device, requests, tokens, requests * _LENGTH, kernels=kernels)
+
+
+def _attend(planner: Planner, operands: Operands, chunks: Sequence[Chunk], options: Options) -> torch.Tensor:
+    """[tokens of all chunks, heads, head_size]; NaN where no kernel wrote."""
+    device = operands.query.device
+    query = torch.cat([operands.query[one.stop - one.tokens : one.stop] for one in chunks])
+    lengths = torch.tensor([one.stop for one in chunks], dtype=torch.int32, device=device)
+    starts = list(accumulate((one.tokens for one in chunks), initial=0))
+    starts = torch.tensor(starts, dtype=torch.int32, device=device)
+    slopes = None if options.alibi_slopes is None else torch.tensor(options.alibi_slopes, device=device)
+    call = PagedAttention(
+        query, operands.key_cache, operands.value_cache, operands.table.repeat(len(chunks), 1), lengths, starts,
+        operands.scale, planner.shape.reduction, options.sliding_window, options.logits_soft_cap, slopes,
+    )  # fmt: skip
+    out = torch.full_like(query, math.nan)
+    plan = planner.plan(starts, lengths, len(query), decode=all(one.tokens == 1 for one in chunks))
+    paged_attention(call, out, plan)
+    return out
+
+
+def by_scores(shape: Shape, device: torch.device, page_size: int) -> Operands:
+    """Every score is exactly 0 but for rounding errors, which the scale makes as large as scores are: the order of the
+    products of queries and keys decides the weights.
+    """
+    heads, size = shape.heads, shape.head_size
+    query, keys = cancelling(_LENGTH * heads, _LENGTH * shape.kv_heads, size, shape.dtype, device)
+    values = torch.randn(_LENGTH, shape.kv_heads, size, generator=_generator(device), device=device).to(shape.dtype)
+    return _paged(query.view(_LENGTH, heads, size), keys.view(_LENGTH, -1, size), values, page_size, _NOISE)
+
+
+def by_values(shape: Shape, device: torch.device, page_size: int) -> Operands:
+    """Every weight is 1, and the values of a tile of keys have their negatives in the tile: the order in which they are
+    added decides what is left.
+    """
+    size, tile = shape.head_size, shape.tile
+    generator = _generator(device)
+    tiles = -(-_LENGTH // tile)
+    half = torch.randn(tiles, tile // 2, shape.kv_heads, size, generator=generator, device=device).to(shape.dtype)
+    order = torch.randperm(tile // 2, generator=generator, device=device)
+    values = torch.cat([half, -half[:, order]], 1).flatten(0, 1)[:_LENGTH]
+    query = torch.zeros(_LENGTH, shape.heads, size, dtype=shape.dtype, device=device)
+    return _paged(query, torch.ones_like(values), values, page_size, 1.0)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(0)
+
+
+def _paged(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, page_size: int, scale: float) -> Operands:
+    """Keys and values [_LENGTH, kv_heads, head_size] side by side in pages that lie in any order, as vLLM has them."""
+    device, pages = query.device, -(-_LENGTH // page_size)
+    shape = pages + 1, page_size, keys.shape[1], 2 * keys.shape[2]
+    cache = torch.full(shape, math.nan, dtype=query.dtype, device=device)
+    order = torch.randperm(pages + 1, generator=_generator(device), device=device)[:pages]
+    places = torch.arange(_LENGTH, device=device)
+    cache[order[places // page_size], places % page_size] = torch.cat([keys, values], -1)
+    key_cache, value_cache = cache.transpose(1, 2).split(keys.shape[-1], dim=-1)
+    return Operands(query, key_cache, value_cache, order[None].int(), scale)
