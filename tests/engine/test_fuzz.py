@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm_batch_invariant.check.check import main
 from vllm_batch_invariant.check.fuzz import started
 from vllm_batch_invariant.check.fuzz_finding import Finding, Row
 from vllm_batch_invariant.check.fuzz_schedule import Settings, draw_schedule, draw_targets
+from vllm_batch_invariant.check.fuzz_shrink import shrink
 from vllm_batch_invariant.check.fuzz_trial import Trial
 from vllm_batch_invariant.check.outcome import Status
 from vllm_batch_invariant.envs import FLAG
@@ -26,6 +28,7 @@ CONTEXT = 1024
 SETTINGS = Settings(16, 300, 32, True, False, True, True, "0" if ON_GPU else "", CONTEXT)
 """Small steps, small pages and a KV cache that preempts; on a GPU the runner in whose sampler a fault is planted."""
 SCHEDULES = 12
+TRIES = 25
 PLANT = "tests.engine.fuzz_faults:plant"
 
 
@@ -62,6 +65,7 @@ class Fuzzed:
     def __init__(self, engine: Any, folder: Path, model: Path) -> None:
         self.engine, self.folder, self.model = engine, folder, model
         self.clean = self.trial()
+        self.faults: dict[str, tuple[int, int, Finding]] = {}
         targets = enumerate(draw_targets(0, 24, self.clean.accepts, CONTEXT))
         self.targets = {number: target for number, target in targets if self.clean.take(target) is not None}
         self.found = [self.clean.fuzz(self.schedule(number)) for number in range(SCHEDULES)]
@@ -74,6 +78,8 @@ class Fuzzed:
 
     def with_fault(self, fault: str) -> tuple[int, int, Finding]:
         """After how many schedules a planted fault was found, its requests, and what is left of the schedule."""
+        if fault in self.faults:
+            return self.faults[fault]
         self.engine.call(PLANT, fault)
         trial = self.trial()
         try:
@@ -81,10 +87,14 @@ class Fuzzed:
                 schedule = self.schedule(number)
                 name, where = trial.fuzz(schedule)
                 if name:
-                    small = trial.shrunk(schedule, name, seconds=15)
+                    # so many runs and not so many seconds: a busy machine makes it no larger
+                    small = shrink(
+                        schedule, name, lambda one, name=name: bool(trial.look(one, name)[0]), TRIES, count().__next__
+                    )
                     where, expected, got = trial.look(small, name)
                     finding = Finding("company", where, "", str(self.model), (), "1", SETTINGS, small, name)
-                    return number + 1, len(schedule.items), replace(finding, expected=expected, got=got)
+                    self.faults[fault] = number + 1, len(schedule.items), replace(finding, expected=expected, got=got)
+                    return self.faults[fault]
         finally:
             self.engine.call(PLANT, "")
         raise AssertionError(f"{fault} was not found in {SCHEDULES} schedules")
