@@ -24,7 +24,7 @@ class Layer(torch.nn.Module):
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def loaded(weight: torch.Tensor, remove_weight: bool = True) -> Layer:
@@ -152,13 +152,30 @@ def test_a_changed_bit_of_any_tensor_changes_the_fingerprint(name: str) -> None:
     assert weights.fingerprint(worker) == before
 
 
-def test_sums_tell_a_changed_bit_and_rows_that_changed_places() -> None:
-    bits = draw(96, 48).view(torch.int16)
-    other, turned = bits.clone(), bits.flip(0)
-    other[3, 5] ^= 1
-    for changed in (other, turned, bits.flip(1)):
-        assert any(not torch.equal(a, b) for a, b in zip(weights._sums(changed), weights._sums(bits), strict=True))
-    assert [total.dtype for total in weights._sums(bits)] == [torch.int64] * 2
+@pytest.mark.parametrize("shape", [(100, 97), (4096, 48), (5,), ()])
+def test_sums_tell_every_changed_bit_and_words_that_changed_places(shape: tuple[int, ...]) -> None:
+    weight = draw(*shape)
+    before = weights._sums(weights._bytes(weight))
+    assert sum(part.numel() for part in before) < max(weight.numel(), 1024) + 8192
+
+    def differs(other: torch.Tensor) -> bool:
+        after = weights._sums(weights._bytes(other))
+        return any(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+    assert not differs(weight.clone())
+    for place in {0, weight.numel() // 2, weight.numel() - 1}:
+        other = weight.clone()
+        other.view(torch.int16).view(-1)[place] ^= 1
+        assert differs(other)
+    if weight.numel() > 1:
+        assert differs(weight.flip(0))
+        assert differs(weight.flip(-1))
+
+
+def test_a_tensor_that_is_a_part_of_another_is_read_at_any_place() -> None:
+    memory = draw(3 * 4096 + 1)
+    for part in (memory[1:], memory[1:].view(3, -1)[:, 5:], memory[2:].view(-1)[::3]):
+        assert_same_bits(weights._bytes(part).view(torch.bfloat16), part.flatten())
 
 
 def test_memory_that_was_taken_from_the_kv_cache_changes_the_fingerprint() -> None:

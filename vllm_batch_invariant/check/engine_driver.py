@@ -167,4 +167,5 @@ def kernels(model: Any) -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    # by its name, so that an engine in another process finds the functions of this module that it is told to run
+    import_module("vllm_batch_invariant.check.engine_driver").main(int(sys.argv[1]))

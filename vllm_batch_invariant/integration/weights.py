@@ -26,7 +26,9 @@ METHOD = "batch_invariant_weights"
 """Of a worker: gives layers their weights back, and tells one set of weights from another."""
 _WATCH = "_batch_invariant_watch"
 _SLEEPS = "_batch_invariant_sleeps"
-_AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORD = 8
+_COLUMNS = 1024
+"""Of the table of 64-bit words that a tensor on a GPU is summed as."""
 
 _written = 0
 """How often a model of this process was told to load weights."""
@@ -100,19 +102,31 @@ def fingerprint(worker: Any, compare: bool = True) -> str:
     linear.restore_weights()
     if not compare:
         return ""
-    model, parts = worker.model_runner.get_model(), []
-    for tensor in chain(model.parameters(), model.buffers()):
-        bits = tensor.detach().view(_AS_INTEGERS[tensor.element_size()])
-        parts += [bits.flatten()] if bits.is_cpu or bits.dim() < 2 else _sums(bits)
+    model = worker.model_runner.get_model()
+    parts = [_bytes(tensor) for tensor in chain(model.parameters(), model.buffers())]
+    parts = [part for raw in parts for part in ([raw] if raw.is_cpu else _sums(raw))]
     digest = sha256(str(getattr(worker, _SLEEPS, 0)).encode())
     for part in parts:  # all are made before the first is waited for
         digest.update(part.cpu().numpy())
     return digest.hexdigest()
 
 
-def _sums(bits: torch.Tensor) -> list[torch.Tensor]:
-    """Sums of integers over the first axis, and over all others: [elements of a row] and [rows] int64."""
-    return [bits.sum(dim=0, dtype=torch.int64).flatten(), bits.flatten(1).sum(dim=1, dtype=torch.int64)]
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """[bytes] uint8, the tensor's own memory where that is packed and aligned."""
+    packed = tensor.detach().contiguous()
+    if packed.data_ptr() % _WORD:
+        packed = packed.clone()
+    return packed.flatten().view(torch.uint8)
+
+
+def _sums(raw: torch.Tensor) -> list[torch.Tensor]:
+    """Sums of the columns and of the rows of a table of 64-bit words, modulo 2**64, and the bytes that are left over.
+
+    Words, because PyTorch would first make a copy of narrower integers in 64 bits, of four times the memory.
+    """
+    whole = len(raw) // (_WORD * _COLUMNS) * (_WORD * _COLUMNS)
+    table = raw[:whole].view(torch.int64).view(-1, _COLUMNS)
+    return [table.sum(dim=0), table.sum(dim=1), raw[whole:]]
 
 
 def _watch_loading(model: torch.nn.Module) -> None:
@@ -140,9 +154,16 @@ def _counted(method: Callable[..., None]) -> Callable[..., None]:
     return counted
 
 
+def _watch_of(core: Any) -> Watch:
+    watch = core.__dict__.get(_WATCH)
+    if watch is None:
+        watch = core.__dict__[_WATCH] = Watch()
+    return watch
+
+
 def _before_call(core: Any) -> None:
     """The workers are about to run something that may read or write weights."""
-    watch = core.__dict__.setdefault(_WATCH, Watch())
+    watch = _watch_of(core)
     asleep = core.model_executor.is_sleeping  # a GPU that sleeps has no weights to look at
     first = watch.fingerprint is None and not asleep
     if first or core.vllm_config.device_config.device_type == "cpu":
@@ -156,7 +177,7 @@ def _looking(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(step)
     def looking(self: Any) -> Any:
-        watch = self.__dict__.setdefault(_WATCH, Watch())
+        watch = _watch_of(self)
         if watch.called or watch.written != _written:
             _look(self, watch)
         return step(self)
