@@ -15,8 +15,11 @@ from vllm_batch_invariant.integration.attention import FixedSplitAttention
 
 MODELS = "vllm.model_executor.models"
 LAYERS = "vllm.model_executor.layers"
-DENSE = """apertus bloom chatglm commandr exaone exaone4 falcon gemma gemma2 gemma3 gpt2 gpt_j granite hyperclovax internlm2 llama
-    mimo mistral nemotron nemotron_nas opt orion phi3 plamo3 qwen2 qwen3 rnj1 solar stablelm step1 telechat2 teleflm"""
+DENSE = """
+    apertus bloom chatglm commandr exaone exaone4 falcon gemma gemma2 gemma3 gpt2 gpt_j granite hyperclovax
+    internlm2 llama mimo mistral nemotron nemotron_nas opt orion phi3 plamo3 qwen2 qwen3 rnj1 solar stablelm
+    step1 telechat2 teleflm
+"""
 
 
 def named(name: str) -> type:

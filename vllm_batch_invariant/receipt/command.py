@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_batch_invariant.check.arguments import OneLineParser, at_least, check_base_url, check_model, not_negative
 from vllm_batch_invariant.check.load import one_line
+from vllm_batch_invariant.check.mode import THEIRS, of_engine
 from vllm_batch_invariant.check.outcome import NoTestError, Status
 from vllm_batch_invariant.check.report_file import why_not_writable
 from vllm_batch_invariant.check.request import PROMPT
@@ -125,7 +126,10 @@ def _prompt(options: argparse.Namespace) -> Text | None:
 def _engine(options: argparse.Namespace) -> Any:
     from vllm_batch_invariant.check.quiet_engine import start_quiet_engine
 
-    return start_quiet_engine(options.model, shlex.split(options.serve_args))
+    llm = start_quiet_engine(options.model, shlex.split(options.serve_args))
+    if of_engine() == THEIRS:
+        print(f"receipt: mode: {THEIRS}", file=sys.stderr)
+    return llm
 
 
 def _token_ids(llm: Any, prompt: Text) -> list[int]:
