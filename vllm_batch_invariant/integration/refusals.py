@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NotCovered
-from . import seams
+from . import layers, seams
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -28,6 +28,8 @@ _ENGINE, _WORKER = "EngineCore", "VllmWorker"
 """How the names of the processes begin that vLLM starts for an engine."""
 _STARTING = ("load_model", "initialize_from_config")
 """Methods of a worker in which layers and their plans are made."""
+
+_relaying: set[type] = set()
 
 
 def install() -> None:
@@ -42,7 +44,11 @@ def install() -> None:
 
 
 def install_in_worker(worker: type) -> None:
-    """Hook into a class of workers, in the process of one."""
+    """Hook into a class of workers, in the process of one. Idempotent."""
+    if worker in _relaying:
+        return
+    _relaying.add(worker)
+    layers.look_after_loading(worker)
     for method in _STARTING:
         setattr(worker, method, relayed(getattr(worker, method)))
 
