@@ -207,6 +207,7 @@ def test_a_difference_is_status_1_and_a_file_that_runs_again(engines, tmp_path: 
     said = capsys.readouterr().out
     assert "order of listed ids" in said
     assert f"check --replay {path}" in said
+    assert "\\x20" not in said
     finding = Finding.read(path)
     assert len(finding.schedule.items) == 2
     assert any(one.params.get("logprobs") == 20 for one in finding.schedule.items)

@@ -56,6 +56,7 @@ def test_targets_are_of_every_kind_and_give_the_same_tokens_again() -> None:
 def test_targets_are_short_and_long_and_begin_alike() -> None:
     lengths = [len(target.prompt) for target in TARGETS.values()]
     assert sum(length <= 40 for length in lengths) > 10
+    assert sum(length <= 10 for length in lengths) >= 5
     assert max(lengths) > 0.9 * CONTEXT
     assert all(len(target.prompt) + target.params["max_tokens"] <= CONTEXT for target in TARGETS.values())
     beginnings = [target.prompt[:6] for target in TARGETS.values() if len(target.prompt) > 6]

@@ -1,6 +1,7 @@
 """A real engine gives a request the same tokens and logprobs in any company, under any schedule, after a restart."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from vllm_batch_invariant.check.engine_run import EngineRun
 from vllm_batch_invariant.check.facts import COMPANY as COMPANY_FACT
 from vllm_batch_invariant.check.facts import planned_for_engines
 from vllm_batch_invariant.check.findings import Findings
+from vllm_batch_invariant.check.fuzz_finding import Row
+from vllm_batch_invariant.check.fuzz_schedule import draw_schedule, draw_settings, draw_targets
+from vllm_batch_invariant.check.fuzz_trial import Trial
 from vllm_batch_invariant.check.outcome import Status
 from vllm_batch_invariant.check.recording import MODULE_OUTPUT
 from vllm_batch_invariant.check.sizes import Size
@@ -47,7 +51,7 @@ def engine(checkpoint: Path) -> Callable[..., Result]:
         receipts_of: list[int] | None = None,
         bisection: Sequence[Any] = (),
         listed_for: Sequence[list[list[int]]] = (),
-        afterwards: Callable[[Engine], EngineRun | None] = lambda engine: None,
+        afterwards: Callable[[Engine], Any] = lambda engine: None,
         **settings: object,
     ) -> Result:
         settings = {
@@ -244,14 +248,19 @@ def test_flex_attention_gives_a_request_the_same_bits_in_any_company(engine: Cal
 
 @pytest.fixture(scope="module")
 def stock(engine: Callable[..., Result]) -> Result:
-    """Plain vLLM with the plugin installed and the flag off."""
+    """Plain vLLM with the plugin installed and the flag off; afterwards a check of it, and what a fuzzer finds."""
 
-    def check(running: Engine) -> EngineRun:
+    def check(running: Engine) -> tuple[EngineRun, list[str]]:
         checked = check_of(running, "0")
         checked.certify()
         checked.again()
         checked.in_company()
-        return checked
+        trial = Trial(running, Row("checkpoint", "0", "", 0))
+        targets = dict(enumerate(draw_targets(0, 12, trial.accepts, 300)))
+        taken = {number: target for number, target in targets.items() if trial.take(target) is not None}
+        settings = replace(draw_settings(0, 0, "cpu", 300), requests=16)
+        schedules = (draw_schedule(f"plain {number}", settings, taken, trial.accepts) for number in range(6))
+        return checked, [trial.fuzz(schedule)[1] for schedule in schedules]
 
     steps = again("alone 45", *(f"with {count}" for count in COMPANY[:12]))
     bisection = () if ON_GPU else ("first_that_parts", COMPANY[:12])
@@ -265,12 +274,17 @@ def test_plain_vllm_fails_the_same_comparison(stock: Result) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this model is too small for plain vLLM to vary")
 def test_a_check_of_plain_vllm_breaks_and_says_where(stock: Result) -> None:
-    found = stock.afterwards.findings
+    found = stock.afterwards[0].findings
     broken = {fact.name: fact for fact in found.facts if fact.outcome is Outcome.BREAKS}
     assert found.status is Status.DIVERGED
     assert "logprobs from token" in broken[COMPANY_FACT[1]].difference
     assert {verdict.rung.name for verdict in found.verdicts if verdict.outcome is Outcome.BREAKS} == {"batch"}
     assert any(certificate.difference for certificate in found.certificates if certificate.operation == "linear")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this model is too small for plain vLLM to vary")
+def test_a_fuzzer_finds_that_plain_vllm_differs_within_its_first_schedules(stock: Result) -> None:
+    assert any("values" in where or "token" in where for where in stock.afterwards[1]), stock.afterwards[1]
 
 
 def test_without_the_flag_the_plugin_does_nothing(stock: Result, engine: Callable[..., Result]) -> None:

@@ -42,6 +42,7 @@ from vllm_batch_invariant.check.fuzz_schedule import (
 )
 from vllm_batch_invariant.check.fuzz_trial import Trial
 from vllm_batch_invariant.check.outcome import NoTestError, Status
+from vllm_batch_invariant.check.printable import printable
 from vllm_batch_invariant.envs import FLAG
 
 TARGETS = 40
@@ -175,7 +176,6 @@ class Fuzzer:
                     name, where = trial.fuzz(running)
                     if name and row.differences == 1:
                         self._company(trial, settings, running, name, where, number)
-                row.left_out = "; ".join(f"{kind}: {why}" for kind, why in trial.left_out.items())
                 with self._lock:
                     self.refused += trial.refused
         except EngineFailed as error:
@@ -355,7 +355,7 @@ def _replay(options: argparse.Namespace, out: Console, say: Say) -> int:
     finding = replace(finding, model=options.model) if options.model else finding
     status, seen = replay(finding, say)
     for line in (f"{FLAG}={finding.mode} {finding.settings.label}", *finding.describe(), seen):
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
+        out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
     return status
 
 

@@ -144,11 +144,11 @@ class Finding:
         lines = []
         for item in self.schedule.items:
             leaves = "" if item.leaves is None else f", gone at step {item.leaves}"
-            mark = "-> " if item.name == self.target else "   "
+            mark = "the target " if item.name == self.target else ""
             asks = in_words(item.params)
             lines.append(f"{mark}{item.name} at step {item.at}{leaves}: {len(item.prompt)} tokens, {asks}")
         for reset in self.schedule.resets:
-            lines.append(f"   reset of the prefix cache at step {reset.at}{', of all that runs' * reset.running}")
+            lines.append(f"reset of the prefix cache at step {reset.at}{', of all that runs' * reset.running}")
         return lines
 
     @property

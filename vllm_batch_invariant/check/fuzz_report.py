@@ -1,4 +1,4 @@
-"""What the fuzzer prints: a table of engines, what was not tried, and every finding with the commands that go on."""
+"""What the fuzzer prints: a line for each engine, what was not tried, and every finding with the commands that go on."""
 
 import shlex
 from collections import Counter
@@ -22,8 +22,8 @@ def print_fuzz(
 ) -> None:
     """Print everything."""
 
-    def line(text: str, style: str | None = None) -> None:
-        out.print(printable(text), style=style, highlight=False, markup=False, soft_wrap=True)
+    def line(text: str, style: str | None = None, indent: int = 0) -> None:
+        out.print(" " * indent + printable(text), style=style, highlight=False, markup=False, soft_wrap=True)
 
     for row in rows:
         if not row.not_run:
@@ -39,13 +39,15 @@ def print_fuzz(
         other = f" instead of {finding.other_settings.label}" if finding.other_settings else ""
         out.print()
         line(f"{_WORDS[finding.kind]}: {finding.text}", "red")
-        line(f"   {finding.settings.label}{other}, {finding.seen}")
+        line(f"{finding.settings.label}{other}, {finding.seen}", indent=3)
         for text in finding.describe():
-            line(f"   {text}")
-        line(f"   again: vllm-batch-invariant check --replay {shlex.quote(str(path))}")
+            line(text, indent=6)
+        line(f"again: vllm-batch-invariant check --replay {shlex.quote(str(path))}", indent=3)
         if finding.kind == "company":
-            same = "" if finding.for_bisect else "   (it runs them greedily and together, so it may not show there)"
-            line(f"   which operation: {shlex.join(['vllm-batch-invariant', *finding.bisect_arguments(path)])}{same}")
+            command = shlex.join(["vllm-batch-invariant", *finding.bisect_arguments(path)])
+            line(f"which operation: {command}", indent=3)
+            if not finding.for_bisect:
+                line("(a bisection runs greedy requests that start together: this one may not show there)", indent=3)
 
 
 def _figures(row: Row) -> str:

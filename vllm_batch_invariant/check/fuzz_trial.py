@@ -50,12 +50,17 @@ class Trial:
         self.refused: Counter[str] = Counter()
         about = engine.about | engine.call(ABOUT)
         self.runner: str = about["runner"]
-        self.left_out: dict[str, str] = about["left_out"] | dict(without or {})
+        self.left_out: dict[str, str] = {}
+        self._leave_out(about["left_out"] | dict(without or {}))
         device, self.versions = about.get("device", {}), about.get("versions", {})
         row.device = str(device.get("name") or device.get("type") or "unknown")
         row.versions = " ".join(f"{name}={version}" for name, version in self.versions.items() if version)
         ids = range(ORDINARY.start, min(ORDINARY.stop, about["vocabulary"]))
         self._accepts = Accepts(ids, about["vocabulary"], -1)
+
+    def _leave_out(self, kinds: Mapping[str, str]) -> None:
+        self.left_out |= kinds
+        self.row.left_out = "; ".join(f"{kind}: {why}" for kind, why in self.left_out.items())
 
     @property
     def accepts(self) -> Accepts:
@@ -74,7 +79,7 @@ class Trial:
         item = as_item(target, "target")
         result = self.run(alone(item))
         if item.name in result["refused"]:
-            self.left_out[target.kind] = result["refused"][item.name]
+            self._leave_out({target.kind: result["refused"][item.name]})
             return None
         self._alone[_key(item)] = result["answers"][item.name]
         return self._alone[_key(item)]
