@@ -200,6 +200,7 @@ class Core:
         self.scheduler = SimpleNamespace(pause_state=0, has_requests=lambda: True, running=["one"])
         self.model_executor = SimpleNamespace(is_sleeping=False, collective_rpc=self.on_workers)
         self.weights, self.asked, self.resets, self.steps = "A", [], [], 0
+        self.batch_queue = None
 
     def on_workers(self, method: str, *args: Any, kwargs: dict[str, Any] | None = None) -> list[str]:
         if method == weights.METHOD:
@@ -334,3 +335,64 @@ def test_slopes_of_alibi_come_back_when_a_gpu_wakes_up() -> None:
     layer.restore_after_sleep()
     assert layer.alibi_slopes is lies
     assert_same_bits(layer.alibi_slopes, wanted)
+
+
+class AheadOfItsWorkers:
+    """An engine with two steps on their way, the second of which computes nothing; its scheduler is itself."""
+
+    def __init__(self) -> None:
+        self.pause_state = "running"
+        self.states: list[Any] = []
+        self.scheduler = self
+        self.batch_queue = [
+            ("later", SimpleNamespace(total_num_scheduled_tokens=0)),
+            ("first", SimpleNamespace(total_num_scheduled_tokens=3)),
+        ]
+        self.done: list[str] = []
+
+    def set_pause_state(self, state: Any) -> None:
+        self.pause_state = state
+
+    def step(self) -> tuple[dict[int, str], bool]:
+        self.states.append(self.pause_state)
+        name, _ = self.batch_queue.pop()
+        self.done.append(name)
+        return {0: name}, True
+
+    def reset(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        self.done.append(f"reset {reset_running_requests} {reset_connector}")
+        return True
+
+
+def test_what_is_on_its_way_arrives_before_running_requests_are_computed_again() -> None:
+    core = AheadOfItsWorkers()
+    reset = weights._after_arrivals(AheadOfItsWorkers.reset, AheadOfItsWorkers.step)
+    assert reset(core, True, reset_connector=True)
+    assert core.done == ["first", "reset True True"]
+    assert core.states == [seams.PAUSE_STATE.get().PAUSED_ALL]  # nothing more is scheduled meanwhile
+    assert core.pause_state == "running"
+    assert list(core.__dict__[weights._ARRIVED]) == [{0: "first"}]
+
+
+def test_a_reset_that_leaves_running_requests_alone_waits_for_nothing() -> None:
+    core = AheadOfItsWorkers()
+    assert weights._after_arrivals(AheadOfItsWorkers.reset, AheadOfItsWorkers.step)(core)
+    assert core.done == ["reset False False"]
+
+
+def test_what_arrived_meanwhile_is_what_the_next_step_gives() -> None:
+    core = AheadOfItsWorkers()
+    weights._deliver(core, {0: "an output"})
+    weights._deliver(core, {})
+    core.__dict__[weights._WATCH] = weights.Watch(fingerprint="", called=False)
+    looking = weights._looking(AheadOfItsWorkers.step)
+    assert looking(core) == ({0: "an output"}, True)
+    assert looking(core) == ({0: "first"}, True)
+
+
+def test_an_engine_in_a_process_of_its_own_sends_what_arrived() -> None:
+    core = AheadOfItsWorkers()
+    core.output_queue = SimpleNamespace(put_nowait=core.done.append)
+    weights._deliver(core, {0: "an output"})
+    assert core.done == [(0, "an output")]
+    assert weights._ARRIVED not in core.__dict__

@@ -8,6 +8,7 @@ copies, for which see :mod:`.linear`.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
@@ -26,6 +27,7 @@ METHOD = "batch_invariant_weights"
 """Of a worker: gives layers their weights back, and tells one set of weights from another."""
 _WATCH = "_batch_invariant_watch"
 _SLEEPS = "_batch_invariant_sleeps"
+_ARRIVED = "_batch_invariant_arrived"
 _WORD = 8
 _COLUMNS = 1024
 """Of the table of 64-bit words that a tensor on a GPU is summed as."""
@@ -58,6 +60,7 @@ def install() -> None:
         return call(self, method, *args, **kwargs)
 
     core.collective_rpc = collective_rpc
+    core.reset_prefix_cache = _after_arrivals(core.reset_prefix_cache, core.step_with_batch_queue)
     for name in ("step", "step_with_batch_queue"):
         setattr(core, name, _looking(getattr(core, name)))
 
@@ -180,9 +183,43 @@ def _looking(step: Callable[..., Any]) -> Callable[..., Any]:
         watch = _watch_of(self)
         if watch.called or watch.written != _written:
             _look(self, watch)
-        return step(self)
+        arrived = self.__dict__.get(_ARRIVED)
+        return (arrived.popleft(), True) if arrived else step(self)
 
     return looking
+
+
+def _after_arrivals(reset: Callable[..., bool], step: Callable[..., Any]) -> Callable[..., bool]:
+    """An engine's method that resets the prefix cache, after what is being computed has arrived.
+
+    Where the engine runs ahead of its workers, vLLM throws away what running requests get from the steps that are on
+    their way: a seeded request has then drawn more numbers than it has tokens, and prompt logprobs that come with such
+    a step end the engine.
+    """
+
+    @wraps(reset)
+    def reset_prefix_cache(self: Any, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
+        if reset_running_requests and self.batch_queue:
+            state = self.scheduler.pause_state
+            self.scheduler.set_pause_state(seams.PAUSE_STATE.get().PAUSED_ALL)
+            try:
+                while any(scheduled.total_num_scheduled_tokens for _, scheduled, *_ in self.batch_queue):
+                    outputs, _ = step(self)
+                    _deliver(self, outputs or {})
+            finally:
+                self.scheduler.set_pause_state(state)
+        return reset(self, reset_running_requests, *args, **kwargs)
+
+    return reset_prefix_cache
+
+
+def _deliver(core: Any, outputs: dict[int, Any]) -> None:
+    """Hand on what a step gave: to the engine's queue, or for an engine that its caller steps as of the next step."""
+    if hasattr(core, "output_queue"):
+        for output in outputs.items():
+            core.output_queue.put_nowait(output)
+    elif outputs:
+        core.__dict__.setdefault(_ARRIVED, deque()).append(outputs)
 
 
 def _look(core: Any, watch: Watch) -> None:
