@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration import engine, reviewed, seams, support
+from vllm_batch_invariant.ops.linear import schedule
 
 
 @dataclass
@@ -77,6 +78,15 @@ def test_rocm_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with pytest.raises(NotCovered, match="device 'rocm'"):
         support.check_device("cuda")
+
+
+def test_a_gpu_of_rocms_is_refused_in_plain_pytorch_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its compute capability says 9.0, like a Hopper GPU's."""
+    found = type("Properties", (), {"name": "MI300X", "major": 9, "minor": 0})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(NotCovered, match=r"does not cover MI300X: .*NVIDIA"):
+        schedule.gpu.__wrapped__(0)
 
 
 @pytest.mark.parametrize(("name", "nvidia"), [("rocm", False), ("cuda", True)])
