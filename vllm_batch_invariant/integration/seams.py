@@ -110,7 +110,7 @@ ALL = {name: value for name, value in list(globals().items()) if isinstance(valu
 
 MEMBERS = {
     "CONFIG": ("__post_init__",),
-    "DEVICE_WORKER": ("load_model", "initialize_from_config", "get_model"),
+    "DEVICE_WORKER": ("load_model", "get_model"),
     "ENGINE_CORE": ("_initialize_kv_caches",),
     "INPUT_PROCESSOR": ("process_inputs",),
     "GRAPH_MANAGER": ("_init_candidates",),
