@@ -127,7 +127,7 @@ ALL = {name: value for name, value in list(globals().items()) if isinstance(valu
 
 MEMBERS = {
     "CONFIG": ("__post_init__",),
-    "DEVICE_WORKER": ("load_model", "initialize_from_config", "get_model", "sleep", "wake_up"),
+    "DEVICE_WORKER": ("load_model", "get_model", "sleep", "wake_up"),
     "ENGINE_CORE": (
         *("_initialize_kv_caches", "collective_rpc", "step", "step_with_batch_queue", "reset_prefix_cache"),
     ),
