@@ -1,4 +1,4 @@
-"""What the fuzzer prints: a line for each engine, what was not tried, and each finding with the commands that go on."""
+"""What the fuzzer prints: each engine, what was not tried, and every finding with the commands that go on."""
 
 import shlex
 from collections import Counter
