@@ -1,7 +1,9 @@
 """A setting of vLLM's that nobody has reviewed must have its default, and so must one that could change arithmetic."""
 
 import dataclasses
+import zipfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +11,10 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from scripts import check_seams
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration import engine, reviewed, seams, support
+from vllm_batch_invariant.ops.linear import schedule
 
 
 @dataclass
@@ -61,6 +65,39 @@ def test_an_unknown_field_is_refused_by_name_unless_it_has_its_default(changed: 
     assert "\n" not in str(refused.value)
 
 
+VLLM = """
+@config
+class VllmConfig:
+    cache_config: CacheConfig
+    order_of_additions: str = "ascending"
+
+@config(option=True)
+class CacheConfig:
+    block_size: int = 16
+    pages_that_forget: InitVar[bool] = False
+    rounding: Rounding | None = None
+
+@config
+class Rounding:
+    up: bool = False
+"""
+BACKEND = "class {}:\n    supports_guessing: bool = False\n    def supports_sink(cls): ..."
+
+
+def test_what_a_version_has_and_nobody_has_reviewed_is_named(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "wheel", "w") as wheel:
+        wheel.writestr("vllm/config/vllm.py", VLLM)
+        for file, name in (("backend", "AttentionBackend"), ("backends/triton_attn", "TritonAttentionBackend")):
+            wheel.writestr(f"vllm/v1/attention/{file}.py", BACKEND.format(name))
+        assert check_seams.unreviewed(wheel) == [
+            "VllmConfig.order_of_additions",
+            "CacheConfig.rounding",
+            "Rounding.up",
+            "AttentionBackend.supports_guessing",
+            "TritonAttentionBackend.supports_guessing",
+        ]
+
+
 @pytest.mark.parametrize("name", reviewed.VARIABLES)
 def test_a_variable_that_puts_other_kernels_in_the_place_of_ours_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -77,6 +114,15 @@ def test_rocm_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with pytest.raises(NotCovered, match="device 'rocm'"):
         support.check_device("cuda")
+
+
+def test_a_gpu_of_rocms_is_refused_in_plain_pytorch_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its compute capability says 9.0, like a Hopper GPU's."""
+    found = type("Properties", (), {"name": "MI300X", "major": 9, "minor": 0})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(NotCovered, match=r"does not cover MI300X: .*NVIDIA"):
+        schedule.gpu.__wrapped__(0)
 
 
 @pytest.mark.parametrize(("name", "nvidia"), [("rocm", False), ("cuda", True)])

@@ -1,5 +1,6 @@
 """What vLLM's samplers list and cut with the mode in them, and which sources of vLLM are known."""
 
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -190,3 +191,62 @@ def test_an_unknown_source_is_refused_at_the_start(monkeypatch):
 def test_the_places_that_sampling_takes_hold_of_are_there():
     for name in ("TOP_K_TOP_P", "SAMPLER", "LOGPROBS_TENSORS", "MODEL_RUNNER", "SECOND_SAMPLER", "TOPK_SCORES"):
         assert seams.ALL[name].get() is not None
+
+
+class Rows:
+    """As vLLM 0.26's batch: masks are exchanged by views of each other, and stay where a row moved away."""
+
+    def __init__(self) -> None:
+        self._req_ids: list[str | None] = ["a", "b", None, "d"]
+        self.allowed_token_ids_mask_cpu_tensor = torch.eye(5, 6, dtype=torch.bool)
+
+    @property
+    def num_reqs(self) -> int:
+        return sum(name is not None for name in self._req_ids)
+
+    def swap_states(self, i1: int, i2: int) -> None:
+        mask = self.allowed_token_ids_mask_cpu_tensor
+        (mask[i1], mask[i2]) = (mask[i2], mask[i1])
+
+    def condense(self) -> None:
+        self.allowed_token_ids_mask_cpu_tensor[2] = self.allowed_token_ids_mask_cpu_tensor[3]
+        self._req_ids[2:] = ["d"]
+
+
+@pytest.fixture
+def rows() -> Rows:
+    batch = type("MaskedRows", (Rows,), {})
+    sampling.masks_follow_their_rows(batch)
+    return batch()
+
+
+def test_rows_that_are_exchanged_exchange_their_masks(rows):
+    before = rows.allowed_token_ids_mask_cpu_tensor.clone()
+    rows.swap_states(0, 3)
+    assert torch.equal(rows.allowed_token_ids_mask_cpu_tensor, before[[3, 1, 2, 0, 4]])
+    unmended = Rows()
+    unmended.swap_states(0, 3)
+    assert not torch.equal(unmended.allowed_token_ids_mask_cpu_tensor, before[[3, 1, 2, 0, 4]])
+
+
+def test_a_row_that_moves_takes_its_mask_along(rows):
+    before = rows.allowed_token_ids_mask_cpu_tensor.clone()
+    rows.condense()
+    expected = before[[0, 1, 3, 3, 4]]
+    expected[3] = False
+    assert torch.equal(rows.allowed_token_ids_mask_cpu_tensor, expected)
+
+
+def test_a_batch_without_masks_is_left_alone():
+    batch = type("Plain", (), {"swap_states": lambda *_: None, "condense": lambda *_: None})
+    sampling.masks_follow_their_rows(batch)
+    plain = batch()
+    plain.allowed_token_ids_mask_cpu_tensor, plain._req_ids = None, []
+    plain.swap_states(0, 1)
+    plain.condense()
+
+
+def test_the_installed_batch_has_what_is_wrapped():
+    batch = seams.INPUT_BATCH.get()
+    source = inspect.getsource(batch)
+    assert all(name in source for name in ("self.allowed_token_ids_mask_cpu_tensor", "self._req_ids", "def num_reqs"))

@@ -24,7 +24,7 @@ class Layer(torch.nn.Module):
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def loaded(weight: torch.Tensor, remove_weight: bool = True) -> Layer:
@@ -152,13 +152,30 @@ def test_a_changed_bit_of_any_tensor_changes_the_fingerprint(name: str) -> None:
     assert weights.fingerprint(worker) == before
 
 
-def test_sums_tell_a_changed_bit_and_rows_that_changed_places() -> None:
-    bits = draw(96, 48).view(torch.int16)
-    other, turned = bits.clone(), bits.flip(0)
-    other[3, 5] ^= 1
-    for changed in (other, turned, bits.flip(1)):
-        assert any(not torch.equal(a, b) for a, b in zip(weights._sums(changed), weights._sums(bits), strict=True))
-    assert [total.dtype for total in weights._sums(bits)] == [torch.int64] * 2
+@pytest.mark.parametrize("shape", [(100, 97), (4096, 48), (5,), ()])
+def test_sums_tell_every_changed_bit_and_words_that_changed_places(shape: tuple[int, ...]) -> None:
+    weight = draw(*shape)
+    before = weights._sums(weights._bytes(weight))
+    assert sum(part.numel() for part in before) < max(weight.numel(), 1024) + 8192
+
+    def differs(other: torch.Tensor) -> bool:
+        after = weights._sums(weights._bytes(other))
+        return any(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+    assert not differs(weight.clone())
+    for place in {0, weight.numel() // 2, weight.numel() - 1}:
+        other = weight.clone()
+        other.view(torch.int16).view(-1)[place] ^= 1
+        assert differs(other)
+    if weight.numel() > 1:
+        assert differs(weight.flip(0))
+        assert differs(weight.flip(-1))
+
+
+def test_a_tensor_that_is_a_part_of_another_is_read_at_any_place() -> None:
+    memory = draw(3 * 4096 + 1)
+    for part in (memory[1:], memory[1:].view(3, -1)[:, 5:], memory[2:].view(-1)[::3]):
+        assert_same_bits(weights._bytes(part).view(torch.bfloat16), part.flatten())
 
 
 def test_memory_that_was_taken_from_the_kv_cache_changes_the_fingerprint() -> None:
@@ -183,6 +200,7 @@ class Core:
         self.scheduler = SimpleNamespace(pause_state=0, has_requests=lambda: True, running=["one"])
         self.model_executor = SimpleNamespace(is_sleeping=False, collective_rpc=self.on_workers)
         self.weights, self.asked, self.resets, self.steps = "A", [], [], 0
+        self.batch_queue = None
 
     def on_workers(self, method: str, *args: Any, kwargs: dict[str, Any] | None = None) -> list[str]:
         if method == weights.METHOD:
@@ -317,3 +335,64 @@ def test_slopes_of_alibi_come_back_when_a_gpu_wakes_up() -> None:
     layer.restore_after_sleep()
     assert layer.alibi_slopes is lies
     assert_same_bits(layer.alibi_slopes, wanted)
+
+
+class AheadOfItsWorkers:
+    """An engine with two steps on their way, the second of which computes nothing; its scheduler is itself."""
+
+    def __init__(self) -> None:
+        self.pause_state = "running"
+        self.states: list[Any] = []
+        self.scheduler = self
+        self.batch_queue = [
+            ("later", SimpleNamespace(total_num_scheduled_tokens=0)),
+            ("first", SimpleNamespace(total_num_scheduled_tokens=3)),
+        ]
+        self.done: list[str] = []
+
+    def set_pause_state(self, state: Any) -> None:
+        self.pause_state = state
+
+    def step(self) -> tuple[dict[int, str], bool]:
+        self.states.append(self.pause_state)
+        name, _ = self.batch_queue.pop()
+        self.done.append(name)
+        return {0: name}, True
+
+    def reset(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        self.done.append(f"reset {reset_running_requests} {reset_connector}")
+        return True
+
+
+def test_what_is_on_its_way_arrives_before_running_requests_are_computed_again() -> None:
+    core = AheadOfItsWorkers()
+    reset = weights._after_arrivals(AheadOfItsWorkers.reset, AheadOfItsWorkers.step)
+    assert reset(core, True, reset_connector=True)
+    assert core.done == ["first", "reset True True"]
+    assert core.states == [seams.PAUSE_STATE.get().PAUSED_ALL]  # nothing more is scheduled meanwhile
+    assert core.pause_state == "running"
+    assert list(core.__dict__[weights._ARRIVED]) == [{0: "first"}]
+
+
+def test_a_reset_that_leaves_running_requests_alone_waits_for_nothing() -> None:
+    core = AheadOfItsWorkers()
+    assert weights._after_arrivals(AheadOfItsWorkers.reset, AheadOfItsWorkers.step)(core)
+    assert core.done == ["reset False False"]
+
+
+def test_what_arrived_meanwhile_is_what_the_next_step_gives() -> None:
+    core = AheadOfItsWorkers()
+    weights._deliver(core, {0: "an output"})
+    weights._deliver(core, {})
+    core.__dict__[weights._WATCH] = weights.Watch(fingerprint="", called=False)
+    looking = weights._looking(AheadOfItsWorkers.step)
+    assert looking(core) == ({0: "an output"}, True)
+    assert looking(core) == ({0: "first"}, True)
+
+
+def test_an_engine_in_a_process_of_its_own_sends_what_arrived() -> None:
+    core = AheadOfItsWorkers()
+    core.output_queue = SimpleNamespace(put_nowait=core.done.append)
+    weights._deliver(core, {0: "an output"})
+    assert core.done == [(0, "an output")]
+    assert weights._ARRIVED not in core.__dict__

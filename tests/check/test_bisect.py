@@ -137,7 +137,9 @@ def engine_of(monkeypatch: pytest.MonkeyPatch) -> Any:
         llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=model), get_tokenizer=lambda: tokenizer)
         monkeypatch.setenv("COLUMNS", "160")
         monkeypatch.setattr(command, "start_quiet_engine", lambda model, arguments: llm)
-        monkeypatch.setattr(command, "setting_of", lambda llm, model: Setting(model, "0.0", "cpu", "bfloat16", "0"))
+        monkeypatch.setattr(
+            command, "setting_of", lambda llm, model: Setting(model, "0.0", "cpu", "bfloat16", "0", "none")
+        )
         monkeypatch.setattr(command, "bisect", found)
         return cases
 

@@ -183,7 +183,7 @@ def test_a_reproducibility_run_has_the_same_map_and_batches(tmp_path: Path) -> N
     path = tmp_path / "report.html"
     answers = tuple(answer(1, 2, 3) if number % 4 else answer(1, 2, 9) for number in range(1, 90))
     log = BatchLog([Reading(1, {}), Reading(5, {}), Reading(2, {})])
-    result = Result.of("VLLM_BATCH_INVARIANT=0", Run(answers, 2.0, 3, 1, 0), log)
+    result = Result.of("VLLM_BATCH_INVARIANT=0", Run(answers, 2.0, 3, 1, 0), log, "none")
     assert "answers" not in result.as_json()
     write_html(path, reproduce_page("http://here", Ask(), [result]))
     found = Reader(path.read_text(encoding="utf-8"))

@@ -50,7 +50,7 @@ def describe(output: Any) -> dict[str, Any]:
     completion = output.outputs[0]
     return {
         "tokens": list(completion.token_ids),
-        "logprobs": [entries(position) for position in completion.logprobs],
+        "logprobs": [entries(position) for position in completion.logprobs or []],
         "prompt_logprobs": [entries(position) for position in output.prompt_logprobs or [] if position is not None],
     }
 

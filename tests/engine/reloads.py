@@ -197,19 +197,17 @@ def asleep_while_loading(llm: Any, kind: str, folder: str) -> None:
     wake_up(tags=["kv_cache"])
 
 
-def replaced_while_it_runs(llm: Any, prompt: list[int], steps: int, folder: str) -> dict[str, Any]:
-    """What a request answers whose weights are replaced after so many steps, and how many tokens it had by then."""
+def replaced_while_it_runs(llm: Any, asked: dict[str, Any], begun: int, folder: str) -> dict[str, Any]:
+    """What a request answers whose weights are replaced once it has ``begun`` tokens or more."""
     from vllm import SamplingParams
 
     from vllm_batch_invariant.check.engine_driver import describe
 
-    sampling = SamplingParams(temperature=0, max_tokens=16, logprobs=5, ignore_eos=True)
-    llm.llm_engine.add_request("running", {"prompt_token_ids": prompt}, sampling)
-    outputs = []
-    for _ in range(steps):
-        outputs += llm.llm_engine.step()
-    before = len(outputs[-1].outputs[0].token_ids)
+    engine, outputs = llm.llm_engine, []
+    engine.add_request("running", {"prompt_token_ids": asked["prompt"]}, SamplingParams(**asked["params"]))
+    while not outputs or len(outputs[-1].outputs[0].token_ids) < begun:
+        outputs += engine.step()
     by_reload_weights(llm, folder)
-    while llm.llm_engine.has_unfinished_requests():
-        outputs += llm.llm_engine.step()
-    return describe(outputs[-1]) | {"before": before}
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return describe(outputs[-1])

@@ -67,6 +67,24 @@ ACCEPTED = {
     "the model's dtype by its name": {"kv_cache_dtype": "bfloat16"},
 }
 
+PLUGIN = """
+def register():
+    from vllm import ModelRegistry
+
+    ModelRegistry.register_model("PlantedForCausalLM", "planted_model:PlantedForCausalLM")
+"""
+MODEL = """
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+
+class PlantedForCausalLM(Qwen3ForCausalLM):
+    pass
+"""
+SERVER = (
+    "--hf-overrides", '{"architectures": ["PlantedForCausalLM"]}', "--load-format", "dummy", "--max-model-len", "256",
+    "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(64 << 20), "--port", "0",
+)  # fmt: skip
+
 
 def build(checkpoint: Path, arguments: dict[str, dict], flag: str, installed: Path) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
@@ -108,6 +126,42 @@ def test_a_feature_that_is_not_covered_is_refused_by_name(lines: dict[str, str],
 @pytest.mark.parametrize("settings", ACCEPTED)
 def test_settings_that_leave_arithmetic_alone_are_accepted(lines: dict[str, str], settings: str) -> None:
     assert lines[settings] == "accepted"
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an installed plugin of vLLM's that brings a model with a layer of its own."""
+    folder = tmp_path_factory.mktemp("planted")
+    information = folder / "planted-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[vllm.general_plugins]\nplanted = planted:register\n")
+    (folder / "planted.py").write_text(PLUGIN)
+    (folder / "planted_model.py").write_text(MODEL)
+    return folder
+
+
+def test_a_layer_that_only_the_worker_sees_stops_a_server_with_one_line(checkpoint: Path, planted: Path) -> None:
+    paths = os.pathsep.join(filter(None, (str(ROOT), str(planted), os.environ.get("PYTHONPATH"))))
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    process = subprocess.run(
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), *SERVER],
+        cwd=ROOT,
+        env=inherited | {"HF_HUB_OFFLINE": "1", "VLLM_BATCH_INVARIANT": "1", "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    line = (
+        "NotCovered: batch-invariant mode does not cover the model itself (planted_model.PlantedForCausalLM): "
+        "this version of the plugin does not know it; serve a model made of known layers."
+    )
+    lines = process.stdout.splitlines()
+    assert process.returncode != 0
+    assert line in lines, process.stdout[-4000:]
+    assert "Traceback" not in process.stdout[-4000:]
+    assert sum(line in told for told in lines) == 2, "once in the log of the worker, once for the user"
 
 
 def test_a_wrong_value_of_the_flag_stops_vllm_with_one_line(checkpoint: Path, processors: Path) -> None:

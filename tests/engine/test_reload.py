@@ -1,5 +1,6 @@
 """Weights that are replaced while an engine runs give the bits of an engine that was started with them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,8 @@ RELOADS = "tests.engine.reloads"
 WAYS = ("by_reload_weights", "by_transfer", "by_buckets", "by_name", "by_hand")
 PROMPT = tokens(300, 1)
 """More than a page, so that there is something to find in the prefix cache."""
-STEPS = 5
-"""Of a request, after which its weights are replaced."""
-TOKENS = 16
+TOKENS, BEGUN = 16, 5
+"""Of an answer, and those that a running request has when its weights are replaced."""
 SLEEPS = () if torch.cuda.is_available() else (1, 2)
 """Levels; a GPU sleeps in tests/gpu/reload.py."""
 SHAPE = Shape(intermediate=512, layers=2, dtype="bfloat16")
@@ -51,17 +51,18 @@ class Replaced:
             self._ask(f"before {way}")
             self._call("call", way)
             self._ask(way)
-        self.running = self._call("replaced_while_it_runs", PROMPT, STEPS, self._folders[1])
-        [completion] = self.running["completions"]
-        begun = completion["tokens"][: self.running["before"]]
-        self._ask("as if it had begun so", PROMPT + begun, max_tokens=TOKENS - len(begun))
+        self.running = self._call("replaced_while_it_runs", self._request(), BEGUN, self._folders[1])["completions"]
+        [completion] = self.running
+        self._ask("as if it had begun so", completion["tokens"][:BEGUN])
 
     def _call(self, function: str, *arguments: object) -> Any:
         return self._running.call(f"{RELOADS}:{function}", *arguments)
 
-    def _ask(self, name: str, prompt: list[int] = PROMPT, **params: Any) -> None:
-        wanted = request(prompt, max_tokens=TOKENS) if not params else request(prompt, **params)
-        self.answers[name] = [self._running.step(name, [wanted]).requests[0] for _ in range(2)]
+    def _request(self, begun: Sequence[int] = ()) -> dict[str, Any]:
+        return request([*PROMPT, *begun], max_tokens=TOKENS - len(begun))
+
+    def _ask(self, name: str, begun: Sequence[int] = ()) -> None:
+        self.answers[name] = [self._running.step(name, [self._request(begun)]).requests[0] for _ in range(2)]
 
     def bits(self, name: str, which: int = 0) -> list[dict[str, Any]]:
         """Tokens and logprob bits of an answer."""
@@ -125,10 +126,8 @@ def test_sleep_takes_nothing_away_on_a_cpu(replaced: Replaced, level: int) -> No
 
 
 def test_a_request_that_runs_goes_on_as_if_the_new_weights_had_read_all_before(replaced: Replaced) -> None:
-    before, [whole] = replaced.running["before"], replaced.running["completions"]
-    assert 0 < before < TOKENS
-    [fresh], [rest] = replaced.bits("fresh"), replaced.bits("as if it had begun so")
-    assert whole["tokens"][:before] == fresh["tokens"][:before]
+    [whole], [fresh], [rest] = replaced.running, replaced.bits("fresh"), replaced.bits("as if it had begun so")
     for part in ("tokens", "logprobs"):
-        assert whole[part][before:] == rest[part]
-        assert whole[part] != fresh[part]
+        assert whole[part][:BEGUN] == fresh[part][:BEGUN]
+        assert whole[part][BEGUN:] == rest[part]
+    assert whole["logprobs"][BEGUN] != fresh["logprobs"][BEGUN]

@@ -32,6 +32,8 @@ ARGUMENTS = (
     "--gpu-memory-utilization=0.1", f"--kv-cache-memory-bytes={1 << 30}", "--enable-sleep-mode",
     f"--worker-extension-cls={RELOADS}.Extension",
 )  # fmt: skip
+LONG = 300
+"""Tokens of a request during which the weights are replaced."""
 PATIENCE = 170
 """Seconds for one command."""
 
@@ -107,11 +109,11 @@ def run(case: Case, running: Engine, folders: Sequence[str], backend: str) -> li
 
     def check(what: str, which: int, cached: int | None, answers: Any) -> None:
         known = case.answers.setdefault(which, answers)
-        stale = bool(cached) and "nothing" not in what
+        unexpected = bool(cached) != ("nothing" in what)
         verdict = "equal" if known == answers else "DIFFERENT"
-        line = f"{case.name}: {what}: {verdict}, {cached} tokens from the prefix cache{' STALE' * stale}"
+        line = f"{case.name}: {what}: {verdict}, {cached} tokens from the prefix cache{' UNEXPECTED' * unexpected}"
         print(f"{time.monotonic() - BEGIN:6.1f} s  {line}", flush=True)
-        if stale or known != answers:
+        if unexpected or known != answers:
             wrong.append(line)
 
     def call(function: str, arguments: Sequence[Any]) -> Any:
@@ -131,10 +133,33 @@ def run(case: Case, running: Engine, folders: Sequence[str], backend: str) -> li
             wrong.append(f"{case.name}: {what}: FAILED {error}")
             break
         check(what, which, cached, answers)
+    else:
+        wrong += exchanged_meanwhile(case, running, folders)
     if case.answers[0] == case.answers.get(1):
         wrong.append(f"{case.name}: both checkpoints answer the same")
     print(*[line for line in running.log.splitlines() if "weights were replaced" in line][:2], sep="\n", flush=True)
     return wrong
+
+
+def exchanged_meanwhile(case: Case, running: Engine, folders: Sequence[str]) -> list[str]:
+    """Replace the weights of a running request: the rest is what the new ones make of its prompt and first tokens.
+
+    Which token is the first of the rest is seen by its logprobs, since the engine runs ahead of who is told.
+    """
+    prompt = tokens(300, 9)
+    [old] = running.step("old", [request(prompt, max_tokens=LONG)]).requests[0]["completions"]
+    asked = request(prompt, max_tokens=LONG)
+    arguments = (asked, 3, folders[1 - case.first])
+    [whole] = running.call(f"{RELOADS}:replaced_while_it_runs", *arguments)["completions"]
+    begun = next((n for n in range(LONG) if whole["logprobs"][n] != old["logprobs"][n]), LONG)
+    line = f"{case.name}: weights replaced after {begun} of {LONG} tokens: "
+    if begun == LONG:
+        return [f"{line}they did not serve"]
+    rest = request(prompt + whole["tokens"][:begun], max_tokens=LONG - begun)
+    [new] = running.step("new", [rest]).requests[0]["completions"]
+    same = all(whole[part][begun:] == new[part] for part in ("tokens", "logprobs"))
+    print(f"{time.monotonic() - BEGIN:6.1f} s  {line}{'equal' if same else 'DIFFERENT'}", flush=True)
+    return [] if same else [f"{line}the rest differs"]
 
 
 TAKE_FOLDERS = ("by_reload_weights", "by_transfer", "by_ipc", "by_buckets", "by_name", "asleep_while_loading")

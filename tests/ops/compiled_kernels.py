@@ -42,7 +42,7 @@ technical specifications: those of a multiprocessor less 1024.
 RESERVED = 1024
 """Bytes of a multiprocessor's shared memory that a program takes beside its own."""
 MOST_SPILLED = 256
-"""Bytes of a thread's stack. With Triton 3.6 to 3.9 a Gluon kernel has up to 88."""
+"""Bytes of a thread's stack. With Triton 3.6 to 3.9 a Gluon kernel has up to 104."""
 PROCESSORS = 132
 HALVES = (torch.bfloat16, torch.float16)
 REDUCTION = AttentionReduction.of_device("cuda")

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_batch_invariant.check.bisect_engine import Case, Found, Result
+from vllm_batch_invariant.check.mode import of_engine
 from vllm_batch_invariant.check.outcome import Status
 from vllm_batch_invariant.check.printable import printable
 from vllm_batch_invariant.check.recording import MODULE_OUTPUT
@@ -34,6 +35,8 @@ class Setting:
     device: str
     dtype: str
     flag: str
+    mode: str
+    """Which mode answered, see ``mode``."""
 
 
 def setting_of(llm: Any, model: str) -> Setting:
@@ -42,7 +45,9 @@ def setting_of(llm: Any, model: str) -> Setting:
 
     config = llm.llm_engine.vllm_config
     dtype = str(config.model_config.dtype).removeprefix("torch.")
-    return Setting(model, vllm.__version__, config.device_config.device_type, dtype, os.environ.get(FLAG, "0"))
+    return Setting(
+        model, vllm.__version__, config.device_config.device_type, dtype, os.environ.get(FLAG, "0"), of_engine()
+    )
 
 
 def verdict(case: Case, result: Result) -> str:
@@ -99,6 +104,7 @@ def plain(case: Case, result: Result) -> dict[str, Any]:
 def _rows(setting: Setting, case: Case, result: Result) -> dict[str, str]:
     coverage = result.coverage
     rows = {"engine": f"vLLM {setting.vllm}, {setting.device}, {setting.dtype}, {FLAG}={setting.flag}"}
+    rows["mode"] = setting.mode
     if result.found is not None:
         rows |= _found(result.found)
     sizes = {count for count in result.requests if count > 1}

@@ -113,6 +113,8 @@ def print_report(console: Console, report: Report) -> None:
     for run in report.runs:
         style = _STYLES[outcome_of(run)]
         console.print(summary(run), style=style, highlight=False, markup=False, soft_wrap=True)
+        if "mode" in run.about:
+            console.print(f"mode: {run.about['mode']}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _styled(outcome: Outcome, text: str = "") -> str:

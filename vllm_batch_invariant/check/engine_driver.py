@@ -128,11 +128,13 @@ def describe_engine(llm: Any) -> dict[str, Any]:
     """What decides how the engine schedules and computes."""
     from vllm.platforms import current_platform
 
+    from vllm_batch_invariant.check.mode import of_engine
     from vllm_batch_invariant.receipt.environment import device, versions
 
     config = llm.llm_engine.vllm_config
     device_type = current_platform.device_type
     return {
+        "mode": of_engine(),
         "context": config.model_config.max_model_len,
         "vocabulary": config.model_config.get_vocab_size(),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
@@ -167,4 +169,5 @@ def kernels(model: Any) -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    # by its name, so that an engine in another process finds the functions of this module that it is told to run
+    import_module("vllm_batch_invariant.check.engine_driver").main(int(sys.argv[1]))

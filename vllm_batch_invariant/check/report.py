@@ -38,9 +38,11 @@ class Result:
     batches: Batches
     trace: Trace = field(repr=False)
     answers: tuple[Answer, ...] = field(repr=False)
+    mode: str
+    """Which mode answered, see ``mode``."""
 
     @classmethod
-    def of(cls, label: str, run: Run, log: BatchLog) -> "Result":
+    def of(cls, label: str, run: Run, log: BatchLog, mode: str) -> "Result":
         """Raises `NoTestError` where the batch never varied: then agreement would prove nothing."""
         batches = log.batches()
         batches.require_variation()
@@ -59,6 +61,7 @@ class Result:
             batches=batches,
             trace=log.over_time("as served"),
             answers=run.answers,
+            mode=mode,
         )
 
     @property
@@ -123,6 +126,7 @@ def rows_of(result: Result) -> dict[str, str]:
     found = result.comparison
     running = result.batches.running
     return {
+        "mode": result.mode,
         "samples": str(found.samples),
         "unique completions": str(found.completions),
         "unique logprob sequences": str(found.logprob_sequences),

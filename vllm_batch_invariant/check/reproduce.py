@@ -13,6 +13,7 @@ import httpx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from vllm_batch_invariant.check import mode
 from vllm_batch_invariant.check.arguments import address, ask_from, parse_arguments
 from vllm_batch_invariant.check.client import connect
 from vllm_batch_invariant.check.console import complain, consoles
@@ -80,7 +81,7 @@ def _results(options: argparse.Namespace, notes: Console) -> Iterator[Result]:
     if options.offline:
         yield _offline(options, notes)
     elif options.base_url:
-        yield asyncio.run(_against(options.base_url, options.api_key, options.model, options, notes, "server"))
+        yield asyncio.run(_against(options.base_url, options.api_key, options.model, options, notes, "server", None))
     else:
         flags = ("0", "1") if options.compare else (os.environ.get(FLAG, "0"),)
         for flag in flags:
@@ -88,12 +89,20 @@ def _results(options: argparse.Namespace, notes: Console) -> Iterator[Result]:
             notes.print(f"starting a server with {label} ...", style="dim", highlight=False, markup=False)
             with serve(options.model, options.serve_args, {FLAG: flag}) as server:
                 notes.print(f"it answers after {server.startup_seconds:.0f} s", style="dim", highlight=False)
-                yield asyncio.run(_against(server.base_url, None, None, options, notes, label))
+                started = mode.of_started({**os.environ, FLAG: flag})
+                yield asyncio.run(_against(server.base_url, None, None, options, notes, label, started))
 
 
 async def _against(
-    base_url: str, api_key: str | None, model: str | None, options: argparse.Namespace, notes: Console, label: str
+    base_url: str,
+    api_key: str | None,
+    model: str | None,
+    options: argparse.Namespace,
+    notes: Console,
+    label: str,
+    started: str | None,
 ) -> Result:
+    """``started`` is the mode of a server that was started here; one that ran before says which it is."""
     ask, log = ask_from(options), BatchLog()
     async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
@@ -106,7 +115,8 @@ async def _against(
                 raise NoTestError(f"the run was not done within --timeout {options.timeout:.0f} s") from None
             except httpx.HTTPError as error:
                 raise NoTestError(f"{server}/metrics does not answer: {one_line(error)}") from error
-    return Result.of(label, run, log)
+        answered = started or await mode.of_server(server)
+    return Result.of(label, run, log, answered)
 
 
 def _offline(options: argparse.Namespace, notes: Console) -> Result:
@@ -120,7 +130,7 @@ def _offline(options: argparse.Namespace, notes: Console) -> Result:
     plan = plan_load(options.samples, options.concurrency, ask.max_tokens, context, options.seed)
     with _progress(options.samples, log, notes) as on_sample:
         run: Run = run_offline(llm, ask, plan, log, on_sample)
-    return Result.of(f"offline, {FLAG}={os.environ.get(FLAG, '0')}", run, log)
+    return Result.of(f"offline, {FLAG}={os.environ.get(FLAG, '0')}", run, log, mode.of_engine())
 
 
 @contextmanager

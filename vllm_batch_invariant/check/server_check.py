@@ -30,6 +30,7 @@ from vllm_batch_invariant.check.facts import (
 from vllm_batch_invariant.check.findings import Findings
 from vllm_batch_invariant.check.load import one_line
 from vllm_batch_invariant.check.metrics import BatchLog, parse_metrics, read_metrics, watch
+from vllm_batch_invariant.check.mode import of_server
 from vllm_batch_invariant.check.outcome import NoTestError
 from vllm_batch_invariant.check.plan import filler
 from vllm_batch_invariant.check.request import Ask, answer_from
@@ -74,7 +75,7 @@ async def check_server(
     async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
         findings.about = {"server": str(server), "model": served.name, "context": served.context}
-        findings.about |= {"versions": {"vllm": await _version(server)}}
+        findings.about |= {"versions": {"vllm": await _version(server)}, "mode": await of_server(server)}
         run = _ServerRun(server, served.name, served.context, size, findings, say)
         log = BatchLog()
         try:

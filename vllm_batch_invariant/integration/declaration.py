@@ -13,6 +13,8 @@ METHOD = "batch_invariant_declaration"
 """For ``collective_rpc`` of an engine whose mode is on."""
 PATH = "/v1/batch_invariant"
 """Under /v1, so that an API key guards it."""
+PLUGINS = "VLLM_PLUGINS"
+"""vLLM's list of the plugins that it loads; all of them if it is not set."""
 
 
 def offer_endpoint() -> None:
@@ -23,7 +25,7 @@ def offer_endpoint() -> None:
     load = seams.ENDPOINT_PLUGINS.get()
 
     def load_endpoint_plugins(*tasks: Any, **named: Any) -> list[Any]:
-        asked_for = Endpoint.name in os.environ.get("VLLM_PLUGINS", "").split(",")
+        asked_for = Endpoint.name in os.environ.get(PLUGINS, "").split(",")
         return load(*tasks, **named) + ([Endpoint()] if asked_for else [])
 
     seams.ENDPOINT_PLUGINS.put(load_endpoint_plugins)

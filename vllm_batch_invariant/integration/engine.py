@@ -51,7 +51,7 @@ def install() -> None:
         ascend.be_deterministic()
         ascend.choose_attention(type(current_platform))
     seams.REGISTER_BACKEND.get()(_backend(device_type), f"{__package__}.attention_{device_type}.Backend")
-    seams.INIT_BATCH_INVARIANCE.put(refusals.relayed(take_over))
+    seams.INIT_BATCH_INVARIANCE.put(take_over)
     declaration.offer_endpoint()
     seeds.install()
     weights.install()
@@ -155,6 +155,7 @@ def _check_pages(vllm_config: Any) -> None:
         )
 
 
+@refusals.relayed
 def take_over() -> None:
     """Install the operations in a worker; stands for vLLM's ``init_batch_invariance``, before the model is built.
 

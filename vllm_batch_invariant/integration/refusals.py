@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NotCovered
-from . import seams
+from . import layers, seams
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -26,25 +26,28 @@ LEFT_AT = "_VLLM_BATCH_INVARIANT_REFUSAL"
 """The variable that names the file; there is a file only after a refusal, until the front end has read it."""
 _ENGINE, _WORKER = "EngineCore", "VllmWorker"
 """How the names of the processes begin that vLLM starts for an engine."""
-_STARTING = ("load_model", "initialize_from_config")
-"""Methods of a worker in which layers and their plans are made."""
+
+_relaying: set[type] = set()
 
 
 def install() -> None:
-    """Hook into a process that starts others; the first one chooses the file, which those that it starts inherit."""
-    os.environ.setdefault(LEFT_AT, f"{tempfile.gettempdir()}/vllm-batch-invariant-{uuid.uuid4().hex}")
+    """Hook into a process that starts others; the user's chooses the file, which those that it starts inherit."""
     if _process().startswith(_WORKER):
         return
     if not _process().startswith(_ENGINE):
+        os.environ[LEFT_AT] = f"{tempfile.gettempdir()}/vllm-batch-invariant-{uuid.uuid4().hex}"
         seams.WAIT_FOR_ENGINE.put(relayed(seams.WAIT_FOR_ENGINE.get()))
     for seam, method in ((seams.EXECUTOR, "__init__"), (seams.ENGINE_CORE, "_initialize_kv_caches")):
         setattr(seam.get(), method, relayed(getattr(seam.get(), method)))
 
 
 def install_in_worker(worker: type) -> None:
-    """Hook into a class of workers, in the process of one."""
-    for method in _STARTING:
-        setattr(worker, method, relayed(getattr(worker, method)))
+    """Hook into a class of workers, in the process of one. Idempotent."""
+    if worker in _relaying:
+        return
+    _relaying.add(worker)
+    layers.look_after_loading(worker)
+    worker.load_model = relayed(worker.load_model)
 
 
 def relayed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,8 +95,8 @@ def _tell(line: str) -> bool:
 
 def _told() -> str | None:
     """The line that a process below has left; the user's process takes it away."""
-    file = Path(os.environ[LEFT_AT])
-    if not file.exists():
+    file = Path(os.environ.get(LEFT_AT, ""))
+    if not file.is_file():
         return None
     line = file.read_text()
     if not _process().startswith((_ENGINE, _WORKER)):

@@ -38,9 +38,32 @@ def _first_runner() -> None:
         # vLLM has two ways to penalise repetition, and rows of a padded vocabulary are contiguous if there is one.
         return forward(self, logits.contiguous(), sampling_metadata, *args, **named)
 
+    masks_follow_their_rows(seams.INPUT_BATCH.get())
     sampler.forward = remember_and_forward
     sampler.gather_logprobs = staticmethod(gather_logprobs)
     sampler.gather_specific_token_logprobs = gather_specific_token_logprobs
+
+
+def masks_follow_their_rows(batch: type) -> None:
+    """Have the masks of ``allowed_token_ids`` move with their requests: in vLLM 0.26 a row that is exchanged with
+    another loses its mask, and one that moves down leaves its mask to whoever gets its place.
+    """
+    swap, condense = batch.swap_states, batch.condense
+
+    def swap_states(self: Any, i1: int, i2: int) -> None:
+        mask = self.allowed_token_ids_mask_cpu_tensor
+        exchanged = None if mask is None else mask[[i2, i1]]
+        swap(self, i1, i2)
+        if mask is not None:
+            mask[[i1, i2]] = exchanged
+
+    def condense_and_clear(self: Any) -> None:
+        occupied = len(self._req_ids)
+        condense(self)
+        if self.allowed_token_ids_mask_cpu_tensor is not None:
+            self.allowed_token_ids_mask_cpu_tensor[self.num_reqs : occupied] = False
+
+    batch.swap_states, batch.condense = swap_states, condense_and_clear
 
 
 def _second_runner() -> None:

@@ -103,6 +103,8 @@ TOP_K_TOP_P = Seam(("vllm.v1.sample.ops.topk_topp_sampler",), "apply_top_k_top_p
 TOP_K_TOP_P_OF_STATES = Seam(("vllm.v1.worker.gpu.sample.states",), "apply_top_k_top_p")
 """The same for the second one, under the two names that it has there."""
 TOP_K_TOP_P_OF_SAMPLER = Seam(("vllm.v1.worker.gpu.sample.sampler",), "apply_top_k_top_p")
+INPUT_BATCH = Seam(("vllm.v1.worker.gpu_input_batch",), "InputBatch")
+"""What the first model runner knows of the requests of a step, a row each."""
 SAMPLER = Seam(("vllm.v1.sample.sampler",), "Sampler")
 """Samples, and lists logprobs, in the first model runner."""
 SECOND_SAMPLER = Seam(("vllm.v1.worker.gpu.sample.sampler",), "Sampler")
@@ -125,11 +127,12 @@ ALL = {name: value for name, value in list(globals().items()) if isinstance(valu
 
 MEMBERS = {
     "CONFIG": ("__post_init__",),
-    "DEVICE_WORKER": ("load_model", "initialize_from_config", "get_model", "sleep", "wake_up"),
+    "DEVICE_WORKER": ("load_model", "get_model", "sleep", "wake_up"),
     "ENGINE_CORE": (
         *("_initialize_kv_caches", "collective_rpc", "step", "step_with_batch_queue", "reset_prefix_cache"),
     ),
     "INPUT_PROCESSOR": ("process_inputs",),
+    "INPUT_BATCH": ("swap_states", "condense"),
     "SAMPLER": ("forward", "gather_logprobs", "gather_specific_token_logprobs"),
     "SECOND_SAMPLER": ("apply_sampling_params",),
     "MODEL_RUNNER": ("_sample", "_bookkeeping_sync"),

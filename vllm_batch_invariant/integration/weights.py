@@ -8,6 +8,7 @@ copies, for which see :mod:`.linear`.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
@@ -26,7 +27,10 @@ METHOD = "batch_invariant_weights"
 """Of a worker: gives layers their weights back, and tells one set of weights from another."""
 _WATCH = "_batch_invariant_watch"
 _SLEEPS = "_batch_invariant_sleeps"
-_AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ARRIVED = "_batch_invariant_arrived"
+_WORD = 8
+_COLUMNS = 1024
+"""Of the table of 64-bit words that a tensor on a GPU is summed as."""
 
 _written = 0
 """How often a model of this process was told to load weights."""
@@ -56,6 +60,7 @@ def install() -> None:
         return call(self, method, *args, **kwargs)
 
     core.collective_rpc = collective_rpc
+    core.reset_prefix_cache = _after_arrivals(core.reset_prefix_cache, core.step_with_batch_queue)
     for name in ("step", "step_with_batch_queue"):
         setattr(core, name, _looking(getattr(core, name)))
 
@@ -100,19 +105,31 @@ def fingerprint(worker: Any, compare: bool = True) -> str:
     linear.restore_weights()
     if not compare:
         return ""
-    model, parts = worker.model_runner.get_model(), []
-    for tensor in chain(model.parameters(), model.buffers()):
-        bits = tensor.detach().view(_AS_INTEGERS[tensor.element_size()])
-        parts += [bits.flatten()] if bits.is_cpu or bits.dim() < 2 else _sums(bits)
+    model = worker.model_runner.get_model()
+    parts = [_bytes(tensor) for tensor in chain(model.parameters(), model.buffers())]
+    parts = [part for raw in parts for part in ([raw] if raw.is_cpu else _sums(raw))]
     digest = sha256(str(getattr(worker, _SLEEPS, 0)).encode())
     for part in parts:  # all are made before the first is waited for
         digest.update(part.cpu().numpy())
     return digest.hexdigest()
 
 
-def _sums(bits: torch.Tensor) -> list[torch.Tensor]:
-    """Sums of integers over the first axis, and over all others: [elements of a row] and [rows] int64."""
-    return [bits.sum(dim=0, dtype=torch.int64).flatten(), bits.flatten(1).sum(dim=1, dtype=torch.int64)]
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """[bytes] uint8, the tensor's own memory where that is packed and aligned."""
+    packed = tensor.detach().contiguous()
+    if packed.data_ptr() % _WORD:
+        packed = packed.clone()
+    return packed.flatten().view(torch.uint8)
+
+
+def _sums(raw: torch.Tensor) -> list[torch.Tensor]:
+    """Sums of the columns and of the rows of a table of 64-bit words, modulo 2**64, and the bytes that are left over.
+
+    Words, because PyTorch would first make a copy of narrower integers in 64 bits, of four times the memory.
+    """
+    whole = len(raw) // (_WORD * _COLUMNS) * (_WORD * _COLUMNS)
+    table = raw[:whole].view(torch.int64).view(-1, _COLUMNS)
+    return [table.sum(dim=0), table.sum(dim=1), raw[whole:]]
 
 
 def _watch_loading(model: torch.nn.Module) -> None:
@@ -140,9 +157,16 @@ def _counted(method: Callable[..., None]) -> Callable[..., None]:
     return counted
 
 
+def _watch_of(core: Any) -> Watch:
+    watch = core.__dict__.get(_WATCH)
+    if watch is None:
+        watch = core.__dict__[_WATCH] = Watch()
+    return watch
+
+
 def _before_call(core: Any) -> None:
     """The workers are about to run something that may read or write weights."""
-    watch = core.__dict__.setdefault(_WATCH, Watch())
+    watch = _watch_of(core)
     asleep = core.model_executor.is_sleeping  # a GPU that sleeps has no weights to look at
     first = watch.fingerprint is None and not asleep
     if first or core.vllm_config.device_config.device_type == "cpu":
@@ -156,12 +180,46 @@ def _looking(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(step)
     def looking(self: Any) -> Any:
-        watch = self.__dict__.setdefault(_WATCH, Watch())
+        watch = _watch_of(self)
         if watch.called or watch.written != _written:
             _look(self, watch)
-        return step(self)
+        arrived = self.__dict__.get(_ARRIVED)
+        return (arrived.popleft(), True) if arrived else step(self)
 
     return looking
+
+
+def _after_arrivals(reset: Callable[..., bool], step: Callable[..., Any]) -> Callable[..., bool]:
+    """An engine's method that resets the prefix cache, after what is being computed has arrived.
+
+    Where the engine runs ahead of its workers, vLLM throws away what running requests get from the steps that are on
+    their way: a seeded request has then drawn more numbers than it has tokens, and prompt logprobs that come with such
+    a step end the engine.
+    """
+
+    @wraps(reset)
+    def reset_prefix_cache(self: Any, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
+        if reset_running_requests and self.batch_queue:
+            state = self.scheduler.pause_state
+            self.scheduler.set_pause_state(seams.PAUSE_STATE.get().PAUSED_ALL)
+            try:
+                while any(scheduled.total_num_scheduled_tokens for _, scheduled, *_ in self.batch_queue):
+                    outputs, _ = step(self)
+                    _deliver(self, outputs or {})
+            finally:
+                self.scheduler.set_pause_state(state)
+        return reset(self, reset_running_requests, *args, **kwargs)
+
+    return reset_prefix_cache
+
+
+def _deliver(core: Any, outputs: dict[int, Any]) -> None:
+    """Hand on what a step gave: to the engine's queue, or for an engine that its caller steps as of the next step."""
+    if hasattr(core, "output_queue"):
+        for output in outputs.items():
+            core.output_queue.put_nowait(output)
+    elif outputs:
+        core.__dict__.setdefault(_ARRIVED, deque()).append(outputs)
 
 
 def _look(core: Any, watch: Watch) -> None:

@@ -17,6 +17,7 @@ from vllm_batch_invariant.check.arguments import (
     not_negative,
 )
 from vllm_batch_invariant.check.load import one_line
+from vllm_batch_invariant.check.mode import THEIRS, of_engine
 from vllm_batch_invariant.check.outcome import NoTestError, Status
 from vllm_batch_invariant.check.printable import printable
 from vllm_batch_invariant.check.report_file import why_not_writable
@@ -137,7 +138,10 @@ def _prompt(options: argparse.Namespace) -> Text | None:
 def _engine(options: argparse.Namespace) -> Any:
     from vllm_batch_invariant.check.quiet_engine import start_quiet_engine
 
-    return start_quiet_engine(options.model, shlex.split(options.serve_args))
+    llm = start_quiet_engine(options.model, shlex.split(options.serve_args))
+    if of_engine() == THEIRS:
+        print(f"receipt: mode: {THEIRS}", file=sys.stderr)
+    return llm
 
 
 def _token_ids(llm: Any, prompt: Text) -> list[int]:

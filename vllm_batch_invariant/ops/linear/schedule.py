@@ -28,9 +28,11 @@ def gpu(index: int) -> Gpu:
     """The GPU of an index.
 
     Raises:
-        NotCovered: compute capability below 8.0.
+        NotCovered: compute capability below 8.0, or a GPU that is not NVIDIA's.
     """
     found = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        raise NotCovered(found.name, "its kernels were made for NVIDIA GPUs only", "use an NVIDIA GPU or a CPU")
     if found.major < 8:
         raise NotCovered(found.name, "its tensor cores have no bf16", "use a GPU of compute capability 8.0 or above")
     return Gpu(

@@ -1,0 +1,180 @@
+"""A look at the layers of a model that is loaded: each must be of a kind that is known to keep a request's bits.
+
+A configuration says what it says about a model; what computes is its modules. The rule for each of them:
+
+- A layer of vLLM's or PyTorch's must be on a list here, by its exact class: a subclass may compute something else.
+  Linear layers and embeddings must not be quantised, attention must be served by ours, and a norm of vLLM's must have
+  been replaced by ours. Classes of this project are known.
+- A class of a model's own file (vLLM's or Hugging Face's: decoder layers, blocks, whole models) only calls other layers
+  and PyTorch, whose operations the mode replaces. It passes if it inherits from such classes alone, keeps no weights of
+  its own, and none of its methods names a kernel: Triton's, a compiled one, a function of vLLM's kernel packages, or an
+  operation of PyTorch's that the mode leaves alone. Exceptions that were reviewed are listed.
+- Anything else is refused: experts, convolutions, state spaces, quantised layers, encoders, models to come.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+
+from ..errors import NotCovered
+from . import seams
+
+KNOWN = {
+    "torch.nn.modules": """ModuleList ModuleDict Sequential Identity Dropout Linear Embedding LayerNorm
+        GELU ReLU SiLU Sigmoid Tanh""",
+    # Products and embeddings
+    "vllm.model_executor.layers.linear": """ReplicatedLinear ColumnParallelLinear MergedColumnParallelLinear
+        QKVParallelLinear RowParallelLinear""",
+    "vllm.model_executor.layers.vocab_parallel_embedding": "VocabParallelEmbedding ParallelLMHead",
+    "vllm.model_executor.layers.logits_processor": "LogitsProcessor",
+    # PyTorch's layer_norm, which is replaced; vLLM's RMS norms must have become ours
+    "vllm.model_executor.layers.layernorm": "LayerNorm",
+    # Element by element
+    "vllm.model_executor.layers.activation": """SiluAndMul MulAndSilu SiluAndMulWithClamp GeluAndMul GELU GELUTanh
+        NewGELU FastGELU QuickGELU ReLUSquaredActivation XIELU FatreluAndMul ScaledActivation""",
+    "vllm.model_executor.layers.rotary_embedding": """RotaryEmbedding ApplyRotaryEmb LinearScalingRotaryEmbedding
+        Llama3RotaryEmbedding NTKScalingRotaryEmbedding DynamicNTKScalingRotaryEmbedding
+        DynamicNTKAlphaRotaryEmbedding YaRNScalingRotaryEmbedding Phi3LongRoPEScaledRotaryEmbedding""",
+    "vllm.model_executor.layers.attention": "Attention",
+    # Layers of one model: norms in plain PyTorch, and an embedding that adds to its positions
+    "vllm.model_executor.models.commandr": "LayerNorm RMSNorm",
+    "vllm.model_executor.models.nemotron": "NemotronLayerNorm1P",
+    "vllm.model_executor.models.opt": "OPTLearnedPositionalEmbedding",
+}
+"""Names of classes, by the module that has them or the package above it."""
+
+MODELS = ("vllm.model_executor.models.", "vllm.models.", "transformers.")
+"""Packages of models' own classes."""
+PLAIN = (torch.nn.Module, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential, torch.nn.Identity)
+"""What such a class may inherit from besides."""
+OWN_TENSORS = frozenset({"normalizer", "inv_freq", "original_inv_freq"})
+"""Buffers that models' own classes may keep: factors that each element is multiplied with."""
+KERNELS = re.compile(
+    r"(^|\.)(_\w*ops|ops|fla|flashinfer|fused_moe|kda|kernels|lightning_attn|mamba|mhc|quantization|triton\w*)(\.|$)"
+)
+"""Modules whose functions launch kernels."""
+OPERATIONS = """conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d lstm gru rnn_tanh rnn_relu
+    fft rfft irfft ifft stft istft associative_scan scaled_dot_product_attention multi_head_attention_forward"""
+"""Names of PyTorch's operations that the mode does not replace."""
+LOADING = ("load_weights", "get_expert_mapping")
+"""Methods of models that compute nothing for a request."""
+
+
+def look_after_loading(worker: type) -> None:
+    """Have a class of workers check each model that it has loaded."""
+    load = worker.load_model
+
+    @functools.wraps(load)
+    def load_model(self: Any, *args: Any, **named: Any) -> None:
+        load(self, *args, **named)
+        check(self.get_model())
+
+    worker.load_model = load_model
+
+
+def check(model: torch.nn.Module) -> None:
+    """Refuse a model that has a layer of an unknown kind.
+
+    Raises:
+        NotCovered: the first such layer.
+    """
+    for name, module in model.named_modules():
+        problem = _problem(module)
+        if problem:
+            which = f"the layer {name}" if name else "the model itself"
+            raise NotCovered(
+                f"{which} ({type(module).__module__}.{type(module).__qualname__})",
+                problem,
+                "serve a model made of known layers",
+            )
+
+
+def _problem(module: torch.nn.Module) -> str | None:
+    """Why a layer is refused; None if it is known."""
+    kind = type(module)
+    if _is_ours(kind):
+        return None
+    if _is_known(kind):
+        return _of_layer(module)
+    return of_model_class(kind) or _of_tensors(module)
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith(f"{__package__.partition('.')[0]}.")
+
+
+def _is_known(kind: type) -> bool:
+    return any(
+        f"{kind.__module__}.".startswith(f"{place}.") and kind.__name__ in names.split()
+        for place, names in KNOWN.items()
+    )
+
+
+def _of_layer(layer: torch.nn.Module) -> str | None:
+    """Of a layer of a known class."""
+    method = getattr(layer, "quant_method", None)
+    if type(layer).__name__ == "Attention":
+        if not any(_is_ours(kind) for kind in type(layer.impl).__mro__):
+            return "its kernels are not ours"
+        if getattr(layer, "head_size_v", layer.head_size) != layer.head_size:
+            return "its values have another size than its keys"
+    elif method is not None and type(method) not in (seams.LINEAR_METHOD.get(), seams.EMBEDDING_METHOD.get()):
+        return f"its products are computed by {type(method).__name__}"
+    return None
+
+
+def of_model_class(kind: type) -> str | None:
+    """Why a class of a model's own file is refused; None if it only puts other layers together."""
+    if not kind.__module__.startswith(MODELS):
+        return "this version of the plugin does not know it"
+    for base in kind.__mro__:
+        of_model = base.__module__.startswith(MODELS) and not _is_known(base)
+        if issubclass(base, torch.nn.Module) and base not in PLAIN and not of_model:
+            return f"it is a {base.__name__} of its own"
+    kernel = next(_kernels(kind), None)
+    return f"it calls {kernel} itself" if kernel else None
+
+
+def _of_tensors(module: torch.nn.Module) -> str | None:
+    """Of a layer of a model's own class."""
+    own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+    strange = [name for name in own if name not in OWN_TENSORS]
+    return f"it keeps weights of its own ({strange[0]})" if strange else None
+
+
+def _kernels(kind: type) -> Iterator[str]:
+    """Kernels that the methods of a class and of its bases name."""
+    for base in kind.__mro__:
+        if base.__module__.startswith(MODELS):
+            for function in (_function(member) for name, member in vars(base).items() if name not in LOADING):
+                if function is not None and function.__globals__.get("__name__") == base.__module__:
+                    yield from _kernels_named(function)
+
+
+def _function(member: Any) -> FunctionType | None:
+    member = inspect.unwrap(getattr(member, "fget", None) or getattr(member, "__func__", None) or member)
+    return member if isinstance(member, FunctionType) else None
+
+
+def _kernels_named(function: FunctionType) -> Iterator[str]:
+    names = {name for code in _codes(function.__code__) for name in code.co_names}
+    yield from sorted(names & set(OPERATIONS.split()))
+    if {"torch", "ops"} <= names:
+        yield "torch.ops"
+    for name in sorted(names & set(function.__globals__)):
+        value = function.__globals__[name]
+        function_of = getattr(value, "__module__", None) if callable(value) and not isinstance(value, type) else None
+        if type(value).__module__.startswith("triton") or KERNELS.search(function_of or ""):
+            yield name
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
