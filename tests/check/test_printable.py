@@ -240,7 +240,7 @@ def differing(token: str) -> Result:
     steps = [[Step(text, -0.5, ((text, -0.5),))] for text in ("token_id:1", token)]
     answers = tuple(Answer.of(name, step) for name, step in zip(("plain", token), steps, strict=True))
     numbers = {"seconds": 1.0, "completions_per_second": 1.0, "tokens_per_second": 1.0}
-    counts = {"length": 1, "others": 0, "left_early": 0, "failed_others": 0, "failure": "", "varied": ""}
+    counts = {"length": 1, "others": 0, "left_early": 0, "failed_others": 0, "failure": "", "varied": "", "mode": "off"}
     found = {"comparison": compare(answers), "batches": Batches((1, 2), ()), "trace": None, "answers": answers}
     return Result(label="server", **found, **numbers, **counts)
 
@@ -263,7 +263,7 @@ def test_tokens_that_differ_are_shown_as_they_are_and_on_their_own_lines(
 def test_a_models_name_is_shown_as_it_is_in_the_title_of_a_bisection(capsys: pytest.CaptureFixture[str]) -> None:
     case, coverage = Case((1,), ((2,),), 0, 1), Coverage(1, 0, 1, {}, {}, {})
     result = Bisection(None, coverage, (2,), None, None, answers_recorded=True, unrecorded_differ=False)
-    setting = bisect_report.Setting("models/[red]:100:\x1b[8m", "0", "cpu", "bfloat16", "1")
+    setting = bisect_report.Setting("models/[red]:100:\x1b[8m", "0", "cpu", "bfloat16", "1", "vllm-batch-invariant")
     bisect_report.print_results(consoles()[0], setting, [(case, result)])
     out = capsys.readouterr().out
     assert r"models/[red]:100:\x1b[8m: a prompt of 1 token alone" in out

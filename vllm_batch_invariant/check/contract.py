@@ -32,7 +32,7 @@ RUNGS = (
     Rung(
         "schedule",
         "whether a token's state was computed by prefill, by a chunk of any size or by decode, after preemption, from "
-        "a warm or a cold prefix cache, before or after a restart",
+        "a warm or a cold prefix cache, before or after a restart, a sleep or an exchange of weights",
     ),
     Rung("parallel", "with another number of tensor-parallel workers", "a check has one engine, of one size"),
     Rung("hardware", "on another machine, or with another number of CPU threads", "a check has one machine"),
