@@ -86,7 +86,7 @@ FIELDS = {
         # Of layers that are refused: state spaces, and layers that read another's cache.
         """ mamba_page_size_padded mamba_block_size user_specified_mamba_block_size mamba_cache_dtype
         mamba_ssm_cache_dtype mamba_cache_mode enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm
-        use_kda_recoverssm swa_bounded_replay""",
+        use_kda_recoverssm swa_bounded_replay enable_mamba_fine_grained_prefix_cache""",
         elsewhere="cache_dtype kv_offloading_size kv_offloading_backend",
         fixed={"kv_cache_dtype_skip_layers": (), "kv_sharing_fast_prefill": (), "calculate_kv_scales": ()},
     ),
@@ -202,7 +202,7 @@ FIELDS = {
     ),
     "WeightTransferConfig": Fields(free="backend"),
 }
-"""By the name of the class. Every name that vLLM 0.26, 0.32 or 0.33 has."""
+"""By the name of the class. Every name that vLLM 0.26 to 0.33 has."""
 
 UNREAD = frozenset(
     {
