@@ -110,6 +110,14 @@ def test_a_trial_has_the_variants_of_an_engine_and_no_work_and_is_made_once(laun
     assert not log.records
 
 
+def test_a_certificate_is_offered_kernels_that_fail_a_trial_so_that_it_says_why_and_keeps_nothing(launches) -> None:
+    launches.error = AttributeError("no 'warpgroup_mma'")
+    [first, *_] = triton.Kernels.candidates(SHAPE, torch.device("cpu"))
+    assert first.hopper
+    assert not launches
+    assert not triton.Kernels.fastest(SHAPE, torch.device("cpu")).hopper
+
+
 def test_layers_with_options_that_the_kernels_lack_try_nothing(launches) -> None:
     assert not triton.Planner(SHAPE, torch.device("cpu"), 8, 512, 8192, plain=False).hopper
     assert not launches

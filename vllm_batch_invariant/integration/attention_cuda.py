@@ -51,12 +51,8 @@ class PlannedMetadataBuilder(MetadataBuilder):
         keys = scheduler.max_num_seqs * model.max_model_len
         if cache.num_gpu_blocks:
             keys = min(keys, cache.num_gpu_blocks * kv_cache_spec.block_size)
-        slopes = [None if layer.alibi_slopes is None else tuple(layer.alibi_slopes.tolist()) for layer in layers]
-        options = [
-            Options(layer.sliding_window, layer.logits_soft_cap, of_layer)
-            for layer, of_layer in zip(layers, slopes, strict=True)
-        ]
-        certificate = certify(shape, device, kv_cache_spec.block_size, tuple(dict.fromkeys(options)))
+        kinds = tuple(dict.fromkeys(map(Options.of, layers)))
+        certificate = certify(shape, device, kv_cache_spec.block_size, kinds)
         self._planner = Planner(
             shape,
             device,

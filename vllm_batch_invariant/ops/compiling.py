@@ -1,6 +1,15 @@
 """What is said of a GPU kernel that cannot be compiled."""
 
+import torch
 from triton.compiler.errors import CompilationError
+
+
+def is_of_a_compiler(error: Exception) -> bool:
+    """Whether an error may be what a compiler, an assembler or a loader makes of a kernel, or an API that moved: not a
+    lack of memory, and not a module of this project that cannot be imported.
+    """
+    ours = isinstance(error, ImportError) and (error.name or "").split(".")[0] == __package__.split(".")[0]
+    return not (ours or isinstance(error, torch.OutOfMemoryError))
 
 
 def reason(error: BaseException) -> str:

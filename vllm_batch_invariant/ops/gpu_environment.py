@@ -1,13 +1,14 @@
 """What a measurement on a GPU is true for, so that what is kept of it serves no other GPU, driver or version."""
 
 import hashlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import triton
 
-from .. import __version__
+from .. import __version__, kept_file
 
 
 def gpu_environment(device: int, sources: Iterable[Path]) -> dict[str, str]:
@@ -27,3 +28,9 @@ def gpu_environment(device: int, sources: Iterable[Path]) -> dict[str, str]:
         "triton": triton.__version__,
         "vllm-batch-invariant": f"{__version__}, {code.hexdigest()[:12]}",
     }
+
+
+def kept_path(kind: str, environment: dict[str, str]) -> Path | None:
+    """Where measurements of a kind are kept that are true for an environment."""
+    name = hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:16]
+    return kept_file.path_of(f"{kind}-{name}.json")

@@ -7,8 +7,6 @@ others, and the rows at borders of tiles, pages and splits are compared as bits.
 sum: either the scores or the weighted values cancel, so that what is left is rounding error.
 """
 
-import hashlib
-import json
 import logging
 import math
 import time
@@ -22,9 +20,10 @@ from typing import Any
 import torch
 
 from ... import kept_file
+from ...compare import bitwise_comparison
 from ...errors import NotCovered
-from ..compiling import reason
-from ..gpu_environment import gpu_environment
+from ..compiling import is_of_a_compiler, reason
+from ..gpu_environment import gpu_environment, kept_path
 from ..linear.cancelling import cancelling
 from .inputs import PagedAttention
 from .triton import FEW_ROWS, Kernels, Planner, Shape, paged_attention
@@ -43,7 +42,6 @@ _NOISE = 2.0**20
 """Factor of scores whose exact value is 0: it makes their rounding errors as large as scores are."""
 
 
-_AS_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 _COSTS = {
     Kernels(hopper=True): "Triton's serves: decode has the same speed, long prefills take up to twice as long.",
     Kernels(hopper=False): "One size of blocks serves all: decode computes a whole block of rows for each request.",
@@ -59,6 +57,12 @@ class Options:
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(cls, layer: Any) -> "Options":
+        """Of an attention layer of an engine."""
+        slopes = None if layer.alibi_slopes is None else tuple(layer.alibi_slopes.tolist())
+        return cls(layer.sliding_window, layer.logits_soft_cap, slopes)
 
     def __str__(self) -> str:
         parts = [f"window {self.sliding_window}"] if self.sliding_window else []
@@ -161,8 +165,7 @@ def _environment(device: int) -> dict[str, str]:
 
 
 def _path(environment: dict[str, str]) -> Path | None:
-    name = hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:16]
-    return kept_file.path_of(f"attention-{name}.json")
+    return kept_path("attention", environment)
 
 
 def known(device: int) -> dict[str, Certificate]:
@@ -207,9 +210,9 @@ def compare(kernels: Kernels, shape: Shape, data: Sequence[Operands], layers: Se
                 if isinstance(found, str):
                     return f"{options} attention has other bits {found}"
                 elements += found
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # compiling and launching may raise anything
+    except Exception as error:
+        if not is_of_a_compiler(error):
+            raise
         return reason(error)
     return elements
 
@@ -223,12 +226,11 @@ def _compare_ways(planner: Planner, operands: Operands, options: Options) -> int
     for name, chunks in ways(planner.shape.group):
         rows = torch.cat([torch.arange(one.stop - one.tokens, one.stop) for one in chunks])
         kept = ((rows < _PREFILL) | (rows >= _LENGTH - _PREFILL)).nonzero()[:, 0]
-        out, expected = _attend(planner, operands, chunks, options)[kept], known[rows[kept]]
-        differs = (out.view(_AS_BITS[out.dtype]) != expected.view(_AS_BITS[out.dtype])).flatten(1)
-        if bool(differs.any()):
-            first = int(rows[kept][int(differs.any(1).nonzero()[0])])
-            return f"{name} than by prefill: {int(differs.sum())} of {differs.numel()} elements, first at {first}"
-        elements += differs.numel()
+        found = bitwise_comparison(_attend(planner, operands, chunks, options)[kept], known[rows[kept]])
+        if not found:
+            first = int(rows[kept][found.first.where[0]])
+            return f"{name} than by prefill: {found.different} of {found.elements} elements, first at {first}"
+        elements += found.elements
     return elements
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from ..compiling import reason
+from ..compiling import is_of_a_compiler, reason
 from .hopper_shapes import ACCOUNTS, ROWS, TILE
 from .inputs import PagedAttention
 
@@ -73,10 +73,8 @@ def compiles(shape: "Shape", few_rows: int, device: torch.device) -> bool:
     """
     try:
         _launch_without_work(shape, few_rows, device)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever a compiler, an assembler or a loader makes of it, or an API that moved
-        if isinstance(error, ImportError) and (error.name or "").split(".")[0] == __package__.split(".")[0]:
+    except Exception as error:
+        if not is_of_a_compiler(error):
             raise
         logger.warning(
             "The Hopper kernels of attention cannot be used with Triton %s for %s heads of size %d (%d for keys and "

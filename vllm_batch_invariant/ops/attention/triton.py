@@ -102,13 +102,18 @@ class Kernels:
 
     @classmethod
     def candidates(cls, shape: Shape, device: torch.device, plain: bool = True) -> Iterator["Kernels"]:
-        """What can serve such layers, the fastest first; ``plain`` as in :class:`Planner`."""
+        """What could serve such layers, the fastest first; ``plain`` as in :class:`Planner`."""
         block_rows = large_blocks(shape.head_size, shape.dtype).rows
-        covered = plain and hopper.covers(shape.head_size, shape.dtype, shape.tile, block_rows, device)
-        if covered and hopper.compiles(shape, FEW_ROWS, device):
+        if plain and hopper.covers(shape.head_size, shape.dtype, shape.tile, block_rows, device):
             yield cls(hopper=True)
         yield cls(hopper=False)
         yield cls(hopper=False, few_rows=0)
+
+    @classmethod
+    def fastest(cls, shape: Shape, device: torch.device, plain: bool = True) -> "Kernels":
+        """The first of them that can be compiled; their bits are not compared."""
+        found = cls.candidates(shape, device, plain)
+        return next(one for one in found if not one.hopper or hopper.compiles(shape, FEW_ROWS, device))
 
     def __str__(self) -> str:
         if self.hopper:
@@ -141,7 +146,7 @@ class Planner:
         most_tokens: in a step.
         most_keys: of all requests of a step together.
         plain: a layer may have none of the options that :mod:`.hopper` does not know.
-        kernels: what serves; by default the first of :meth:`Kernels.candidates`.
+        kernels: what serves; by default :meth:`Kernels.fastest`.
     """
 
     def __init__(
@@ -166,7 +171,7 @@ class Planner:
             fitted(small_blocks(shape.head_size, shape.dtype), shape, device),
             large_blocks(shape.head_size, shape.dtype),
         )
-        kernels = kernels or next(Kernels.candidates(shape, device, plain))
+        kernels = kernels or Kernels.fastest(shape, device, plain)
         self.hopper, self.few_rows = kernels.hopper, kernels.few_rows
         splits = most_keys // shape.reduction.smallest + most_requests
         blocks = self._most_blocks(most_tokens, most_requests)

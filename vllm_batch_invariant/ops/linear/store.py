@@ -1,13 +1,11 @@
 """Keeps on disk what was measured about this machine's products, so that the next start need not measure it again."""
 
-import hashlib
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ... import kept_file
-from ..gpu_environment import gpu_environment
+from ..gpu_environment import gpu_environment, kept_path
 
 _SOURCES = (
     "../gluon_names.py",
@@ -35,8 +33,7 @@ def environment(device: int, library: str) -> dict[str, str]:
 
 
 def _path(of: dict[str, str]) -> Path | None:
-    name = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
-    return kept_file.path_of(f"linear-{name}.json")
+    return kept_path("linear", of)
 
 
 def load(of: dict[str, str]) -> dict[str, dict[str, Any]]:
