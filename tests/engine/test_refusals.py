@@ -98,15 +98,20 @@ def build(checkpoint: Path, arguments: dict[str, dict], flag: str, installed: Pa
     )
 
 
+def installed(tmp_path_factory: pytest.TempPathFactory, name: str, entry_points: str) -> Path:
+    """A folder with an installed package of that name."""
+    folder = tmp_path_factory.mktemp(name)
+    information = folder / f"{name}-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(entry_points)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def processors(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an installed package that brings a logits processor."""
-    folder = tmp_path_factory.mktemp("installed")
-    information = folder / "processors-1.0.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: processors\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[vllm.logits_processors]\none = package.module:Processor\n")
-    return folder
+    return installed(tmp_path_factory, "processors", "[vllm.logits_processors]\none = package.module:Processor\n")
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +136,7 @@ def test_settings_that_leave_arithmetic_alone_are_accepted(lines: dict[str, str]
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an installed plugin of vLLM's that brings a model with a layer of its own."""
-    folder = tmp_path_factory.mktemp("planted")
-    information = folder / "planted-1.0.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[vllm.general_plugins]\nplanted = planted:register\n")
+    folder = installed(tmp_path_factory, "planted", "[vllm.general_plugins]\nplanted = planted:register\n")
     (folder / "planted.py").write_text(PLUGIN)
     (folder / "planted_model.py").write_text(MODEL)
     return folder

@@ -25,6 +25,11 @@ SAMPLING: dict[str, dict[str, Any]] = {
 """Ways to sample that repeat."""
 
 
+def ordinary(size: int) -> range:
+    """The token ids of a vocabulary of that size that a prompt may hold."""
+    return range(VOCABULARY.start, min(VOCABULARY.stop, size))
+
+
 def tokens(length: int, seed: int, vocabulary: range = VOCABULARY) -> list[int]:
     """A prompt of random tokens."""
     return random.Random(f"{length} {seed}").choices(vocabulary, k=length)

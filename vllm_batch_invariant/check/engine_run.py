@@ -10,8 +10,8 @@ from vllm_batch_invariant.check.divergence import Answer, Step
 from vllm_batch_invariant.check.engine_process import Engine, StepResult
 from vllm_batch_invariant.check.engine_requests import (
     SAMPLING,
-    VOCABULARY,
     company_of_any_kind,
+    ordinary,
     request,
     tokens,
 )
@@ -88,7 +88,7 @@ class EngineRun:
         if context < LEAST_CONTEXT:
             raise NoTestError(f"the engine's context of {context} tokens is too short: a check needs {LEAST_CONTEXT}")
         self.small_context = min(context, 768)
-        self._ids = range(VOCABULARY.start, min(VOCABULARY.stop, engine.about["vocabulary"]))
+        self._ids = ordinary(engine.about["vocabulary"])
         kinds = tuple(kind for kind in KINDS if engine.about["tokenizer"] or kind not in OF_TEXT)
         self._accepts = Accepts(self._ids, engine.about["vocabulary"], engine.about["most_logprobs"], kinds)
         self._beside: dict[tuple[str, str], list[dict[str, Any]]] = {}

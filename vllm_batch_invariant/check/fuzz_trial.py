@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from vllm_batch_invariant.check.engine_requests import ordinary
 from vllm_batch_invariant.check.fuzz_compare import difference
 from vllm_batch_invariant.check.fuzz_finding import Row
 from vllm_batch_invariant.check.fuzz_schedule import Item, Schedule, Target, alone, as_item
@@ -15,8 +16,6 @@ from vllm_batch_invariant.check.request_parameters import KINDS, Accepts
 SHRINK_SECONDS = 20.0
 RUN = "vllm_batch_invariant.check.fuzz_engine:run_schedule"
 ABOUT = "vllm_batch_invariant.check.fuzz_engine:about"
-ORDINARY = range(16, 4000)
-"""Token ids that are ordinary ones in every common vocabulary."""
 _COUNTED = ("steps", "chunked_steps", "graph_replays", "preemptions", "prefix_hits", "aborts", "resets")
 
 
@@ -55,8 +54,7 @@ class Trial:
         device, self.versions = about.get("device", {}), about.get("versions", {})
         row.device = str(device.get("name") or device.get("type") or "unknown")
         row.versions = " ".join(f"{name}={version}" for name, version in self.versions.items() if version)
-        ids = range(ORDINARY.start, min(ORDINARY.stop, about["vocabulary"]))
-        self._accepts = Accepts(ids, about["vocabulary"], -1)
+        self._accepts = Accepts(ordinary(about["vocabulary"]), about["vocabulary"], -1)
 
     def _leave_out(self, kinds: Mapping[str, str]) -> None:
         self.left_out |= kinds

@@ -17,8 +17,7 @@ _FIRST_DEPTH = np.float32(4.0)
 """How far below the largest logit candidates are looked for first; then twice as far, and so on."""
 _DEEPEST = np.float32(64.0)
 """Below that all are candidates."""
-_WEIGHTLESS = np.float32(-28.0)
-"""A logit that far below the largest weighs less than the unit: exp(-28) is 2**-40.4."""
+_WEIGHTLESS = np.float32(REDUCTION.weightless)
 
 
 @njit(inline="always")

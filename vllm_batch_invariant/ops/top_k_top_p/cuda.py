@@ -19,8 +19,7 @@ LONGEST_LIST = 8192
 """Candidates of a row that are put into a list."""
 _ONE = tl.constexpr(1 << REDUCTION.unit_bits)
 _SCALE = tl.constexpr(float(1 << REDUCTION.unit_bits))
-_WEIGHTLESS = tl.constexpr(-28.0)
-"""A logit that far below the largest weighs less than the unit: exp(-28) is 2**-40.4."""
+_WEIGHTLESS = tl.constexpr(REDUCTION.weightless)
 _DEPTHS = tl.constexpr((1.0, 2.0, 4.0, 6.0, 8.0, 11.0, 14.0))
 """How far below the largest logit a list may reach; or it has the whole row."""
 _LEVELS = tl.constexpr(8)

@@ -1,5 +1,6 @@
 """What decides which candidates top-p keeps."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -18,6 +19,11 @@ class TopPReduction:
     @property
     def unit(self) -> float:
         return 2.0**-self.unit_bits
+
+    @property
+    def weightless(self) -> float:
+        """A logit that far below the largest, or farther, weighs less than the unit: need not be weighed."""
+        return float(math.floor(-self.unit_bits * math.log(2)))
 
 
 REDUCTION = TopPReduction()
