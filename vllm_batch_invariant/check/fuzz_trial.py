@@ -38,7 +38,7 @@ class Trial:
 
     Attributes:
         accepts: what the engine takes.
-        runner: which of vLLM's model runners it has, "v1" or "v2": their logprobs have different bits.
+        runner: which of vLLM's model runners it has, "v1" or "v2": the two draw other noise of a seed.
         left_out: kinds that are not tried, and why.
         refused: why the engine did not take requests beside the targets, and how often.
     """

@@ -68,7 +68,7 @@ def settings(config: Any) -> dict[str, str]:
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "logprobs_mode": str(model.logprobs_mode),
     }
-    if config.device_config.device_type == "cuda":  # the second computes logprobs by a kernel of its own
+    if config.device_config.device_type == "cuda":  # the two draw other noise of a seed
         found["model_runner"] = "second" if config.use_v2_model_runner else "first"
     if overrides := model.hf_overrides:  # which no file of the model holds
         found["hf_overrides"] = json.dumps(overrides, sort_keys=True, default=repr)
