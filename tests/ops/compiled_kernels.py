@@ -25,6 +25,8 @@ from triton.runtime.jit import JITFunction
 from tests.ops.attention_cases import Chunk, Heads, Request, paged
 from tests.ops.interpreted_checks import check
 from vllm_batch_invariant.ops.attention import OF_DEVICE, AttentionReduction, hopper, paged_attention
+import vllm_batch_invariant.ops.attention as attention_package
+from vllm_batch_invariant.ops.attention import flex_cuda
 from vllm_batch_invariant.ops.attention import triton as attention
 from vllm_batch_invariant.ops.attention.shared_memory import bytes_of_small_block
 from vllm_batch_invariant.ops.linear import schedule
@@ -32,8 +34,10 @@ from vllm_batch_invariant.ops.linear import triton as linear
 from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, Gpu
 from vllm_batch_invariant.ops.norm import cuda as norm
 from vllm_batch_invariant.ops.norm_rotary import cuda as norm_rotary
+from vllm_batch_invariant.ops.ranking.cuda import top_and_ranks
 from vllm_batch_invariant.ops.reduce import cuda as reduce
 from vllm_batch_invariant.ops.softmax import cuda as softmax
+from vllm_batch_invariant.ops.top_k_top_p.cuda import top_k_top_p
 
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 """Bytes that a program may have by compute capability times ten, from the CUDA C++ programming guide's table of
@@ -271,6 +275,67 @@ def check_every_triton_kernel() -> None:
         check_attention(gpu, Heads(8, 2, 256, torch.float32), 16, True)
         check_all(f"products on sm_{gpu}", launch_on(gpu, products), True)
         check_all(f"rows on sm_{gpu}", launch_on(gpu, rows), True)
+
+
+def sampling() -> None:
+    logits = torch.zeros(3, 152_000)
+    top_and_ranks(logits, 20, torch.zeros(3, dtype=torch.int64))
+    k, p = torch.full((3,), 50), torch.full((3,), 0.5)
+    for filters in ((k, p), (k, None), (None, p)):
+        top_k_top_p(logits, *filters)
+
+
+def more_rows() -> None:
+    """Dtypes, fused additions, heads side by side and gradients, which a start of a server needs none of."""
+    for dtype, length in itertools.product((torch.bfloat16, torch.float32), (64, 128, 5120)):
+        x = torch.zeros(2, length, dtype=dtype)
+        norm.rms_norm(x, x[0], 1e-6, x, None)
+        norm.rms_norm(x, x[0], 1e-6, None, 7)
+        norm.rms_norm(
+            torch.zeros(3, 5 * length, dtype=dtype)[:, :-length].unflatten(1, (-1, length)), x[0], 1e-6, None, None
+        )
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        for length in (100, 5120, 300_000):
+            x = torch.zeros(2, length, dtype=dtype)
+            reduce.sum(x, -1)
+            if dtype != torch.float64:
+                softmax.softmax_backward(x, x, -1, dtype)
+                softmax.log_softmax_backward(x, x, -1, dtype)
+
+
+def flex(heads: Heads, page: int, **options: object) -> None:
+    """The kernels around FlexAttention, which itself is not compiled."""
+    flex_cuda._compiled = lambda scores: lambda query, *_: (query, query[..., 0].float())
+    chunks = [Chunk(Request(heads, length, 1), max(0, length - 9), length) for length in (300, 20)]
+    query, keys, values, *rest = paged(chunks, page)
+    cache = torch.cat([keys, values], -1).transpose(1, 2).contiguous().transpose(1, 2)
+    attention_package.IMPLEMENTATIONS = (*attention_package.IMPLEMENTATIONS, "flex_cuda")
+    paged_attention(
+        query, *cache.chunk(2, -1), *rest, scale=0.1, reduction=REDUCTION, implementation="flex_cuda", **options
+    )
+
+
+def launch_every_variant() -> None:
+    """Every kernel with what it is specialised for, on a Hopper."""
+    for size, dtype in itertools.product(hopper.PREFILL_STAGES, HALVES):
+        for page in (16, 64, 128):
+            launch_on(90, hopper_attention, Heads(8, 2, size, dtype), page)
+    for group in (1, 3, 8, 32):
+        launch_on(90, hopper_attention, Heads(2 * group, 2, 128, torch.bfloat16), 64)
+    launch_on(90, narrow_products, HALVES, (False, True))
+    every_option = {
+        "sliding_window": 100, "logits_soft_cap": 30.0, "alibi_slopes": torch.zeros(8), "sinks": torch.zeros(8)
+    }  # fmt: skip
+    for page, size in itertools.product((16, 64), (64, 128, 256)):
+        launch_on(90, decode_and_prefill, Heads(8, 2, size, torch.bfloat16), page)
+    for name, value in every_option.items():
+        launch_on(90, decode_and_prefill, Heads(8, 2, 128, torch.bfloat16), 16, **{name: value})
+    launch_on(90, decode_and_prefill, Heads(8, 2, 256, torch.bfloat16), 16, **every_option)
+    launch_on(90, decode_and_prefill, Heads(8, 2, 256, torch.float32), 16)
+    for launch in (products, rows, more_rows, sampling):
+        launch_on(90, launch)
+    launch_on(90, flex, Heads(8, 2, 128, torch.bfloat16), 64)
+    launch_on(90, flex, Heads(6, 2, 64, torch.bfloat16), 128, sliding_window=100)
 
 
 def main() -> None:
