@@ -13,7 +13,7 @@ $(VENV)/installed-%: pyproject.toml requirements/overrides-cpu.txt scripts/insta
 	sh scripts/install.sh $(VENV) $* $(PYTHON)
 	touch $@
 
-$(CHECKPOINT)/config.json: $(VENV)/installed-$(DEVICE) vllm_batch_invariant/check/checkpoint.py
+$(CHECKPOINT)/config.json: $(VENV)/installed-$(DEVICE) vllm_batch_invariant/verify/demo_model.py
 	$(RUN) vllm_batch_invariant.cli make-checkpoint $(@D)
 
 demo: $(CHECKPOINT)/config.json

@@ -23,7 +23,7 @@ from benchmarks.roofline import Ceilings, measure_ceilings
 from benchmarks.spread import Spread
 from benchmarks.timing import Timer
 from vllm_batch_invariant.envs import FLAG
-from vllm_batch_invariant.ops.graph_timer import copies_beyond_cache
+from vllm_batch_invariant.ops.common.graph_timer import copies_beyond_cache
 
 _MOST_ERROR = 1.5
 """Times the error of stock."""

@@ -71,7 +71,7 @@ def _ours_triton() -> Provider:
     reduction = AttentionReduction.of_device("cuda")
 
     def plan(batch: Batch) -> dict[str, object]:
-        triton = import_module("vllm_batch_invariant.ops.attention.triton")
+        triton = import_module("vllm_batch_invariant.ops.attention.cuda")
         shape = triton.Shape(batch.heads, batch.kv_heads, batch.head_size, batch.query.dtype, reduction)
         tokens, keys = len(batch.query), sum(request.context for request in batch.requests)
         planner = triton.Planner(shape, batch.query.device, len(batch.requests), tokens, keys)
@@ -84,8 +84,8 @@ def _ours_flex() -> Provider:
     reduction = AttentionReduction.of_device("cuda", "flex")
 
     def plan(batch: Batch) -> dict[str, object]:
-        flex = import_module("vllm_batch_invariant.ops.attention.flex_plan")
-        triton = import_module("vllm_batch_invariant.ops.attention.triton")
+        flex = import_module("vllm_batch_invariant.ops.attention.flex.plan")
+        triton = import_module("vllm_batch_invariant.ops.attention.cuda")
         shape = triton.Shape(batch.heads, batch.kv_heads, batch.head_size, batch.query.dtype, reduction)
         layout = flex.KeyLayout.of(batch.keys.transpose(1, 2), _KEYS_OF_A_FLEX_TILE)
         requests, device = len(batch.requests), batch.query.device

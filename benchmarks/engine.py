@@ -22,9 +22,9 @@ from benchmarks.engine_online import LOADS
 from benchmarks.engine_workloads import WORKLOADS
 from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, write
 from benchmarks.spread import Spread
-from vllm_batch_invariant.check.load import one_line
-from vllm_batch_invariant.check.outcome import NoTestError
 from vllm_batch_invariant.envs import FLAG
+from vllm_batch_invariant.verify.harness.load import one_line
+from vllm_batch_invariant.verify.outcome import NoTestError
 
 PROVIDERS: dict[str, dict[str, str]] = {
     "stock": {FLAG: "0"},

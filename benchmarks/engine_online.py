@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.record import case_text
-from vllm_batch_invariant.check.outcome import NoTestError
-from vllm_batch_invariant.check.server import serve
+from vllm_batch_invariant.verify.harness.server import serve
+from vllm_batch_invariant.verify.outcome import NoTestError
 
 _CLIENT = (
     "import argparse; from vllm.benchmarks.serve import add_cli_args, main; "

@@ -36,15 +36,15 @@ def _ours() -> Provider:
 
 
 def _ours_triton() -> Provider:
-    mm = import_module("vllm_batch_invariant.ops.linear.triton").mm
+    mm = import_module("vllm_batch_invariant.ops.linear.triton_gemm").mm
     return Provider("ours-triton", lambda x, weight: mm(x, weight.t()))
 
 
 def _native() -> Provider:
-    from vllm_batch_invariant.integration import seams
+    from vllm_batch_invariant.integration import patch_points
 
     try:
-        return Provider("native", replace(seams.INIT_BATCH_INVARIANCE, attribute="linear_batch_invariant").get())
+        return Provider("native", replace(patch_points.INIT_BATCH_INVARIANCE, attribute="linear_batch_invariant").get())
     except (ImportError, NotCovered) as error:
         raise Absent(f"vLLM's own batch-invariant linear: {error}") from error
 

@@ -19,8 +19,8 @@ from benchmarks.spread import Spread
 from benchmarks.timing import Timer
 from vllm_batch_invariant.compare import accuracy_comparison, bitwise_comparison
 from vllm_batch_invariant.ops import reduce
-from vllm_batch_invariant.ops.devices import IMPLEMENTED, present
-from vllm_batch_invariant.ops.graph_timer import copies_beyond_cache
+from vllm_batch_invariant.ops.common.graph_timer import copies_beyond_cache
+from vllm_batch_invariant.ops.dispatch import IMPLEMENTED, present
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPES = (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.spread import Spread
-from vllm_batch_invariant.ops.graph_timer import GraphTimer
+from vllm_batch_invariant.ops.common.graph_timer import GraphTimer
 
 _COPY_BYTES = 2 << 30
 _COPY_MICROSECONDS = 1000.0

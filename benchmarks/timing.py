@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_batch_invariant.ops.graph_timer import Calls, GraphTimer
+from vllm_batch_invariant.ops.common.graph_timer import Calls, GraphTimer
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from vllm_batch_invariant.integration import ascend_seams, reviewed, reviewed_sampling, seams
+from vllm_batch_invariant.integration import patch_points, reviewed, reviewed_sampling
+from vllm_batch_invariant.integration.ascend import patch_points as ascend_patch_points
 
 
 def defines(source: str, name: str) -> bool:
@@ -54,7 +55,7 @@ def missing(wheel: zipfile.ZipFile, places: ModuleType) -> list[str]:
     """Names of the seams, and of members of theirs, that a wheel does not have."""
     files = set(wheel.namelist())
 
-    def sources(seam: seams.Seam) -> Iterator[str]:
+    def sources(seam: patch_points.Seam) -> Iterator[str]:
         for module in seam.modules:
             path = module.replace(".", "/")
             for file in (f"{path}.py", f"{path}/__init__.py"):
@@ -117,7 +118,7 @@ def unreviewed(wheel: zipfile.ZipFile) -> list[str]:
     return names
 
 
-PLACES = {"vllm": seams, "vllm-ascend": ascend_seams}
+PLACES = {"vllm": patch_points, "vllm-ascend": ascend_patch_points}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -134,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
             with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
                 absent = missing(wheel, places)
                 unread = not_reviewed(wheel) if package == "vllm" else {}
-                unknown = unreviewed(wheel) if places is seams else []
+                unknown = unreviewed(wheel) if places is patch_points else []
         lacking += bool(absent or unread or unknown)
         print(f"{requirement}: " + (f"no {', '.join(absent)}" if absent else f"all {len(places.ALL)} seams are there"))
         for name, digest in unread.items():

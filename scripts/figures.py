@@ -15,7 +15,7 @@ import torch
 from benchmarks.plot import ratio_lines
 from benchmarks.record import DATA, Measurement, geometric_means, read
 from scripts.demos import blocks, splits
-from vllm_batch_invariant.check.svg import svg
+from vllm_batch_invariant.verify.report.svg import svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_batch_invariant import batch_invariant_mode
-from vllm_batch_invariant.check.arguments import OneLineParser, at_least
-from vllm_batch_invariant.check.checkpoint import DTYPES, Shape, make_checkpoint
-from vllm_batch_invariant.check.engine_process import Engine
-from vllm_batch_invariant.check.engine_requests import request, tokens
-from vllm_batch_invariant.check.outcome import NoTestError, Status
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.hf import patch, token_logprobs
+from vllm_batch_invariant.verify.arguments import OneLineParser, at_least
+from vllm_batch_invariant.verify.demo_model import DTYPES, Shape, make_checkpoint
+from vllm_batch_invariant.verify.harness.requests import request, tokens
+from vllm_batch_invariant.verify.harness.worker import Engine
+from vllm_batch_invariant.verify.outcome import NoTestError, Status
 
 PROMPT_LENGTHS = (12, 45, 257, 300)
 """Of the prompts: below, at and above a split of attention's."""

@@ -18,16 +18,16 @@ from typing import Any
 
 from rich.console import Console
 
-from vllm_batch_invariant.check.check_report import Report, as_json, print_report
-from vllm_batch_invariant.check.contract import Outcome
-from vllm_batch_invariant.check.divergence import Answer
-from vllm_batch_invariant.check.engine_process import Engine, StepResult
-from vllm_batch_invariant.check.engine_requests import SAMPLING, company, company_that_samples, request, tokens
-from vllm_batch_invariant.check.engine_run import answer_of, steps_of
-from vllm_batch_invariant.check.facts import AGAIN, COMPANY, NEIGHBOUR, PREEMPTED, PROMPT_LOGPROBS, SEEDED, WARM
-from vllm_batch_invariant.check.findings import Findings
-from vllm_batch_invariant.check.outcome import NoTestError, Status
 from vllm_batch_invariant.envs import FLAG
+from vllm_batch_invariant.verify.check.engine import answer_of, steps_of
+from vllm_batch_invariant.verify.check.facts import AGAIN, COMPANY, NEIGHBOUR, PREEMPTED, PROMPT_LOGPROBS, SEEDED, WARM
+from vllm_batch_invariant.verify.check.guarantees import Outcome
+from vllm_batch_invariant.verify.check.report import Report, as_json, print_report
+from vllm_batch_invariant.verify.check.results import Findings
+from vllm_batch_invariant.verify.divergence import Answer
+from vllm_batch_invariant.verify.harness.requests import SAMPLING, company, company_that_samples, request, tokens
+from vllm_batch_invariant.verify.harness.worker import Engine, StepResult
+from vllm_batch_invariant.verify.outcome import NoTestError, Status
 
 COUNTS = (1, 2, 7, 8, 15, 16, 17, 43, 44, 45, 46, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 1000)
 LONG_COUNTS = (64, 100, 127)

@@ -2,7 +2,7 @@
 
 import sys
 
-from vllm_batch_invariant.check.reproduce import main
+from vllm_batch_invariant.verify.reproduce.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

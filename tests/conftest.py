@@ -1,7 +1,9 @@
 """Every test runs with uninitialised memory made visible."""
 
 import logging
+import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +20,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """With ``-m npu``, tests of other devices are not imported: Ascend's Triton has not all that they need."""
     elsewhere = collection_path.is_file() and _ON_AN_NPU not in collection_path.parents
     return True if config.option.markexpr == "npu" and elsewhere else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose names end with ``_cuda.py`` need an NVIDIA GPU."""
+    for item in items:
+        if item.path.stem.endswith("_cuda"):
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -72,3 +83,55 @@ def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread_beside_others() -> None:
+    """Threads of several pytest workers, each with as many as there are cores, wait for each other."""
+    if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_available():
+        torch.set_num_threads(1)
+
+
+@pytest.fixture
+def hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is measured on a GPU is read from and written to a folder of this run."""
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.cuda.is_available():
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def uncertified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No product is certified, neither in memory nor on disk, and none will be timed."""
+    from vllm_batch_invariant.ops.linear import cuda
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("_certified", "_plans", "_inconsistent"):
+        monkeypatch.setattr(cuda, name, {})
+    monkeypatch.setattr(cuda, "_uses", Counter())
+    monkeypatch.setattr(cuda, "_TUNING_SECONDS", 0.0)
+    cuda._stored.cache_clear()
+    yield
+    cuda._stored.cache_clear()
+
+
+@pytest.fixture
+def without_cublaslt(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The setting that leaves all products to Triton."""
+    from vllm_batch_invariant.ops.linear import cuda
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT_LINEAR", "triton")
+    monkeypatch.setattr(cuda, "_plans", {})
+    caches = (cuda._library, cuda._environment, cuda._products, cuda._stored)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()

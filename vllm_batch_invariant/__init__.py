@@ -42,7 +42,7 @@ def register() -> None:
             return
         errors.print_as_one_line()
         envs.check_names()
-        from .integration.engine import install
+        from .integration.install import install
 
         install()
     except errors.BadSetting:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 def _coverage(arguments: list[str]) -> int:
     """what the mode covers and what it refuses, as Markdown"""
     _parser("coverage", _coverage).parse_args(arguments)
-    from .integration.support import markdown
+    from .integration.coverage import markdown
 
     print(markdown())
     return 0
@@ -33,42 +33,42 @@ def _settings(arguments: list[str]) -> int:
 
 def _reproduce(arguments: list[str]) -> int:
     """send one request many times under a varying load and compare the answers bit for bit"""
-    from .check.reproduce import main as reproduce
+    from .verify.reproduce.command import main as reproduce
 
     return reproduce(arguments)
 
 
 def _certificate(arguments: list[str]) -> int:
     """how products and attention are computed on this GPU, and what was compared as bits"""
-    from .check.certificate import main as certificate
+    from .verify.autotune_command import main as certificate
 
     return certificate(arguments)
 
 
 def _bisect(arguments: list[str]) -> int:
     """find the first layer and operation whose bits depend on a request's company"""
-    from .check.bisect import main as bisect
+    from .verify.bisect.command import main as bisect
 
     return bisect(arguments)
 
 
 def _receipt(arguments: list[str]) -> int:
     """make a record of one completion, compute it again elsewhere, compare two, bit for bit"""
-    from .receipt.command import main as receipt
+    from .verify.receipt.command import main as receipt
 
     return receipt(arguments)
 
 
 def _make_checkpoint(arguments: list[str]) -> int:
     """write a small Qwen3 model with random weights and a tokenizer, to try things on"""
-    from .check.checkpoint import main as make_checkpoint
+    from .verify.demo_model import main as make_checkpoint
 
     return make_checkpoint(arguments) or 0
 
 
 def _check(arguments: list[str]) -> int:
     """say which rungs of the contract hold on this machine, or on a server, and write a report"""
-    from .check.check import main as check
+    from .verify.check.command import main as check
 
     return check(arguments)
 
@@ -86,16 +86,16 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def _parser(name: str, command: Callable[[list[str]], int]) -> argparse.ArgumentParser:
-    from .check.arguments import OneLineParser
+    from .verify.arguments import OneLineParser
 
     return OneLineParser(prog=f"vllm-batch-invariant {name}", description=command.__doc__)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; bad settings and refusals are one line and status 2."""
-    from .check.arguments import OneLineParser
-    from .check.printable import printable
     from .errors import BadSetting, NotCovered
+    from .verify.arguments import OneLineParser
+    from .verify.printable import printable
 
     listing = "\n".join(f"  {name:<17}{command.__doc__}" for name, command in COMMANDS.items())
     parser = OneLineParser(
@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"vllm-batch-invariant: {printable(str(error))}", file=sys.stderr)
         return 2
     except Exception as error:  # a traceback ends with the status 1, which says that bits differ
-        from .check.load import one_line
+        from .verify.harness.load import one_line
 
         why = f"{type(error).__name__}: {one_line(error)}"
         print(f"vllm-batch-invariant: {parsed.command} failed: {why}", file=sys.stderr)

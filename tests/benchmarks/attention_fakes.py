@@ -8,7 +8,7 @@ from benchmarks.attention_batch import Batch
 from benchmarks.attention_cases import Case, Request, Shape
 from benchmarks.timing import Timing
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
-from vllm_batch_invariant.ops.graph_timer import Calls
+from vllm_batch_invariant.ops.common.graph_timer import Calls
 
 SMALL = Shape("small", 4, 2, 16)
 DECODE = Case(SMALL, "decode", (Request(1, 64),) * 3)

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from tests.check.planted import nudge
-from vllm_batch_invariant.check.bisect_engine import Case, bisect
-from vllm_batch_invariant.check.bisect_report import plain
-from vllm_batch_invariant.check.engine_requests import company, tokens
+from tests.faults.adding import nudge
+from vllm_batch_invariant.verify.bisect.engine import Case, bisect
+from vllm_batch_invariant.verify.bisect.report import plain
+from vllm_batch_invariant.verify.harness.requests import company, tokens
 
 CASE = Case(tuple(tokens(45, 1)), tuple(tuple(tokens(5 + i, 2)) for i in range(7)), 3, max_tokens=2)
 """8 requests of 45 + 56 tokens; two steps."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_batch_invariant.check.checkpoint import Shape, make_checkpoint
+from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from vllm_batch_invariant.check.bisect_engine import WORKER_EXTENSION
-from vllm_batch_invariant.check.engine_process import Engine, EngineFailed
-from vllm_batch_invariant.check.engine_requests import company, request, tokens
+from vllm_batch_invariant.verify.bisect.engine import WORKER_EXTENSION
+from vllm_batch_invariant.verify.harness.requests import company, request, tokens
+from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 
 __all__ = ["OF_DEVICE", "ROOT", "EngineFailed", "Result", "company", "request", "run", "tokens"]
 

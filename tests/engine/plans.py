@@ -1,6 +1,6 @@
 """The requests of the main engine test: one needle in every company, and what else may move its bits."""
 
-from vllm_batch_invariant.check.engine_requests import SAMPLING, company, company_that_samples, request, tokens
+from vllm_batch_invariant.verify.harness.requests import SAMPLING, company, company_that_samples, request, tokens
 
 NEEDLES = {length: tokens(length, 1) for length in (1, 45, 300)}
 COMPANY = (1, 2, 7, 8, 15, 16, 17, 43, 44, 45, 46, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300)

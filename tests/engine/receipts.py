@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from vllm_batch_invariant import receipt
-from vllm_batch_invariant.check.outcome import NoTestError
+from vllm_batch_invariant.verify import receipt
+from vllm_batch_invariant.verify.outcome import NoTestError
 
 
 def receipts(llm: Any, prompt: list[int]) -> dict[str, Any]:

@@ -201,7 +201,7 @@ def replaced_while_it_runs(llm: Any, asked: dict[str, Any], begun: int, folder: 
     """What a request answers whose weights are replaced once it has ``begun`` tokens or more."""
     from vllm import SamplingParams
 
-    from vllm_batch_invariant.check.engine_driver import describe
+    from vllm_batch_invariant.verify.harness.worker_main import describe
 
     engine, outputs = llm.llm_engine, []
     engine.add_request("running", {"prompt_token_ids": asked["prompt"]}, SamplingParams(**asked["params"]))

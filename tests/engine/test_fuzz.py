@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from tests.engine.engines import ROOT
-from tests.engine.fuzz_faults import FAULTS
-from vllm_batch_invariant.check.check import main
-from vllm_batch_invariant.check.fuzz import started
-from vllm_batch_invariant.check.fuzz_finding import Finding, Row
-from vllm_batch_invariant.check.fuzz_schedule import Settings, draw_schedule, draw_targets
-from vllm_batch_invariant.check.fuzz_shrink import shrink
-from vllm_batch_invariant.check.fuzz_trial import Trial
-from vllm_batch_invariant.check.outcome import Status
+from tests.faults.fuzz import FAULTS
 from vllm_batch_invariant.envs import FLAG
+from vllm_batch_invariant.verify.check.command import main
+from vllm_batch_invariant.verify.fuzz.command import started
+from vllm_batch_invariant.verify.fuzz.finding import Finding, Row
+from vllm_batch_invariant.verify.fuzz.schedule import Settings, draw_schedule, draw_targets
+from vllm_batch_invariant.verify.fuzz.shrink import shrink
+from vllm_batch_invariant.verify.fuzz.trial import Trial
+from vllm_batch_invariant.verify.outcome import Status
 
 pytestmark = pytest.mark.engine
 

@@ -11,22 +11,22 @@ import torch
 from tests.engine import listed
 from tests.engine.engines import OF_DEVICE, Result, run, tokens
 from tests.engine.plans import COMPANY, NEIGHBOURS, OTHER_SAMPLING, RESTARTED, UNSEEDED, again, plan
-from vllm_batch_invariant.check.certificates import OPERATIONS
-from vllm_batch_invariant.check.contract import Outcome
-from vllm_batch_invariant.check.engine_process import Engine
-from vllm_batch_invariant.check.engine_requests import SAMPLING
-from vllm_batch_invariant.check.engine_run import EngineRun
-from vllm_batch_invariant.check.facts import COMPANY as COMPANY_FACT
-from vllm_batch_invariant.check.facts import planned_for_engines
-from vllm_batch_invariant.check.findings import Findings
-from vllm_batch_invariant.check.fuzz_finding import Row
-from vllm_batch_invariant.check.fuzz_schedule import draw_schedule, draw_settings, draw_targets
-from vllm_batch_invariant.check.fuzz_trial import Trial
-from vllm_batch_invariant.check.outcome import Status
-from vllm_batch_invariant.check.recording import MODULE_OUTPUT
-from vllm_batch_invariant.check.sizes import Size
 from vllm_batch_invariant.envs import ATTENTION, FLAG, SEED
-from vllm_batch_invariant.receipt import Receipt
+from vllm_batch_invariant.verify.bisect.recording import MODULE_OUTPUT
+from vllm_batch_invariant.verify.check.certificates import OPERATIONS
+from vllm_batch_invariant.verify.check.engine import EngineRun
+from vllm_batch_invariant.verify.check.facts import COMPANY as COMPANY_FACT
+from vllm_batch_invariant.verify.check.facts import planned_for_engines
+from vllm_batch_invariant.verify.check.guarantees import Outcome
+from vllm_batch_invariant.verify.check.presets import Size
+from vllm_batch_invariant.verify.check.results import Findings
+from vllm_batch_invariant.verify.fuzz.finding import Row
+from vllm_batch_invariant.verify.fuzz.schedule import draw_schedule, draw_settings, draw_targets
+from vllm_batch_invariant.verify.fuzz.trial import Trial
+from vllm_batch_invariant.verify.harness.requests import SAMPLING
+from vllm_batch_invariant.verify.harness.worker import Engine
+from vllm_batch_invariant.verify.outcome import Status
+from vllm_batch_invariant.verify.receipt import Receipt
 
 pytestmark = pytest.mark.engine
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.engine.engines import OF_DEVICE, request, run, tokens
-from vllm_batch_invariant.check.checkpoint import Shape, make_checkpoint
-from vllm_batch_invariant.check.engine_process import Engine
+from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
+from vllm_batch_invariant.verify.harness.worker import Engine
 
 pytestmark = pytest.mark.engine
 
@@ -20,7 +20,7 @@ PROMPT = tokens(300, 1)
 TOKENS, BEGUN = 16, 5
 """Of an answer, and those that a running request has when its weights are replaced."""
 SLEEPS = () if torch.cuda.is_available() else (1, 2)
-"""Levels; a GPU sleeps in tests/gpu/reload.py."""
+"""Levels; a GPU sleeps in tests/engine/reload_cuda.py."""
 SHAPE = Shape(intermediate=512, layers=2, dtype="bfloat16")
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.bits import DTYPES, assert_same_bits
+from tests.assertions import DTYPES, assert_same_bits
 from tests.hf.models import DEVICE, model, packed, sequences, ways_to_pad
 from vllm_batch_invariant import batch_invariant_mode
 from vllm_batch_invariant.hf import patch

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.bits import DTYPES, assert_near, assert_same_bits
+from tests.assertions import DTYPES, assert_near, assert_same_bits
 from tests.hf.models import DEVICE
 from vllm_batch_invariant.hf import token_logprobs
 from vllm_batch_invariant.ops import softmax

@@ -8,12 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from scripts.parity import Gap, Sample, of_trainer, plain_logprobs, rollout
-from tests.bits import assert_same_bits
+from tests.assertions import assert_same_bits
 from tests.hf.models import DEVICE
-from vllm_batch_invariant.check.checkpoint import Shape, make_checkpoint
-from vllm_batch_invariant.check.engine_process import Engine
-from vllm_batch_invariant.check.engine_requests import company, request, tokens
 from vllm_batch_invariant.hf import patch, token_logprobs
+from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
+from vllm_batch_invariant.verify.harness.requests import company, request, tokens
+from vllm_batch_invariant.verify.harness.worker import Engine
 
 pytestmark = pytest.mark.engine
 

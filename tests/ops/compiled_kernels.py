@@ -22,15 +22,15 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from tests.ops.attention_cases import Chunk, Heads, Request, paged
-from tests.ops.interpreted_checks import check
-from vllm_batch_invariant.ops.attention import OF_DEVICE, AttentionReduction, hopper, paged_attention
 import vllm_batch_invariant.ops.attention as attention_package
-from vllm_batch_invariant.ops.attention import flex_cuda
-from vllm_batch_invariant.ops.attention import triton as attention
+from tests.ops.attention.cases import Chunk, Heads, Request, paged
+from tests.ops.interpreted_checks import check
+from vllm_batch_invariant.ops.attention import OF_DEVICE, AttentionReduction, paged_attention, sm90
+from vllm_batch_invariant.ops.attention import cuda as attention
+from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
 from vllm_batch_invariant.ops.attention.shared_memory import bytes_of_small_block
 from vllm_batch_invariant.ops.linear import schedule
-from vllm_batch_invariant.ops.linear import triton as linear
+from vllm_batch_invariant.ops.linear import triton_gemm as linear
 from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, Gpu
 from vllm_batch_invariant.ops.norm import cuda as norm
 from vllm_batch_invariant.ops.norm_rotary import cuda as norm_rotary
@@ -192,13 +192,13 @@ def launch_on(gpu: int, launch: Callable[..., None], *args: object, **options: o
 
 def hopper_attention(heads: Heads, page: int) -> None:
     """Tensors are on no GPU, so that what looks whether it is a Hopper would say no."""
-    hopper._TRIED_PAGE = page
-    hopper.compiles.cache_clear()
-    covers, hopper.covers = hopper.covers, lambda *_: True
+    sm90._TRIED_PAGE = page
+    sm90.compiles.cache_clear()
+    covers, sm90.covers = sm90.covers, lambda *_: True
     try:
         decode_and_prefill(heads, page)
     finally:
-        hopper.covers = covers
+        sm90.covers = covers
 
 
 def check_all(what: str, found: list[Compiled], verbose: bool) -> None:
@@ -223,7 +223,7 @@ def check_hopper_attention(heads: Heads, page: int, verbose: bool) -> None:
     kept = {min(heads.query // heads.kv, attention.FEW_ROWS), attention.FEW_ROWS}
     if sorted(names) != ["decode_kernel"] * len(kept) + ["prefill_kernel"]:
         check(f"{what}: what is tried is what is launched, got {names}", False)
-    resident = hopper.DECODING[heads.size].resident
+    resident = sm90.DECODING[heads.size].resident
     for one in found:
         if one.name == "decode_kernel" and resident * (one.shared + RESERVED) > SHARED_MEMORY[90] + RESERVED:
             check(f"{what}: {resident} programs of {one.shared} bytes on a multiprocessor", False)
@@ -254,7 +254,7 @@ def check_some() -> None:
 
 def check_every_gluon_kernel() -> None:
     """Every variant that a launcher may ask for."""
-    for size, dtype in itertools.product(hopper.PREFILL_STAGES, HALVES):
+    for size, dtype in itertools.product(sm90.PREFILL_STAGES, HALVES):
         for page in (16, 32, 64, 128):
             check_hopper_attention(Heads(8, 2, size, dtype), page, True)
         for group in (1, 2, 3, 7, 8, 16, 32):
@@ -310,6 +310,7 @@ def flex(heads: Heads, page: int, **options: object) -> None:
     query, keys, values, *rest = paged(chunks, page)
     cache = torch.cat([keys, values], -1).transpose(1, 2).contiguous().transpose(1, 2)
     attention_package.IMPLEMENTATIONS = (*attention_package.IMPLEMENTATIONS, "flex_cuda")
+    attention_package._MODULES["flex_cuda"] = ".flex.cuda"
     paged_attention(
         query, *cache.chunk(2, -1), *rest, scale=0.1, reduction=REDUCTION, implementation="flex_cuda", **options
     )
@@ -317,7 +318,7 @@ def flex(heads: Heads, page: int, **options: object) -> None:
 
 def launch_every_variant() -> None:
     """Every kernel with what it is specialised for, on a Hopper."""
-    for size, dtype in itertools.product(hopper.PREFILL_STAGES, HALVES):
+    for size, dtype in itertools.product(sm90.PREFILL_STAGES, HALVES):
         for page in (16, 64, 128):
             launch_on(90, hopper_attention, Heads(8, 2, size, dtype), page)
     for group in (1, 3, 8, 32):

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from tests.ops.cublaslt_double import Library, chain
+from tests.fakes.cublaslt import Library, chain
 from vllm_batch_invariant.ops import linear
 from vllm_batch_invariant.ops.linear import schedule
 from vllm_batch_invariant.ops.linear.schedule import Gpu
@@ -45,7 +45,7 @@ def dispatch(cublaslt: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     """The module ``cuda`` for tensors of the CPU, where nothing is certified yet and a certificate always chooses
     cuBLASLt; the numbers of rows for which Triton was ``launched``; and what was ``certified``.
     """
-    from vllm_batch_invariant.ops.linear import certificate, cuda, store, triton
+    from vllm_batch_invariant.ops.linear import autotune, autotune_cache, cuda, triton_gemm
 
     launched, certified = [], []
 
@@ -56,10 +56,10 @@ def dispatch(cublaslt: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     def certify(signature, products, limits, sizes=(), tuning_seconds=0.0):
         certified.append((tuple(limits), tuple(sizes), tuning_seconds))
         [algorithm] = products.algorithms(8, 1)
-        return {limit: certificate.Entry(algorithm, (limit,), (), {"cublaslt": 1.0}) for limit in limits}
+        return {limit: autotune.Entry(algorithm, (limit,), (), {"cublaslt": 1.0}) for limit in limits}
 
-    monkeypatch.setattr(triton, "mm", mm)
-    monkeypatch.setattr(certificate, "certify", certify)
+    monkeypatch.setattr(triton_gemm, "mm", mm)
+    monkeypatch.setattr(autotune, "certify", certify)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     environment, products = {"gpu": "made up"}, {}
@@ -69,7 +69,7 @@ def dispatch(cublaslt: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         "_plans": {},
         "_uses": Counter(),
         "_inconsistent": {},
-        "_stored": lambda device: store.load(environment),
+        "_stored": lambda device: autotune_cache.load(environment),
         "_library": lambda device: True,
         "_environment": lambda device: environment,
         "_products": lambda signature: products.setdefault(signature, cublaslt.Products(signature)),

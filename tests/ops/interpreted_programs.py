@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import IO
 
 INTERPRETED = {
-    "interpreted_attention": 27,
-    "interpreted_flex": 38,
-    "interpreted_norm": 3,
-    "interpreted_sampling": 7,
-    "interpreted_softmax": 4,
+    "attention.interpreted_attention": 27,
+    "attention.interpreted_flex": 38,
+    "norm.interpreted_norm": 3,
+    "sampling.interpreted_sampling": 7,
+    "softmax.interpreted_softmax": 4,
 }
 """By program, how many of its checks print "ok"."""
 CHECKS = INTERPRETED | {"compiled_kernels": 4}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_batch_invariant.check.checkpoint import Shape, make_checkpoint
-from vllm_batch_invariant.check.server import Server, serve
+from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
+from vllm_batch_invariant.verify.harness.server import Server, serve
 
 
 @pytest.fixture(scope="session")

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from vllm_batch_invariant.check.contract import Outcome
-from vllm_batch_invariant.check.facts import COMPANY, planned_for_a_server
-from vllm_batch_invariant.check.findings import Findings
-from vllm_batch_invariant.check.outcome import Status
-from vllm_batch_invariant.check.server import Server
-from vllm_batch_invariant.check.server_check import check_server
-from vllm_batch_invariant.check.sizes import Size
+from vllm_batch_invariant.verify.check.facts import COMPANY, planned_for_a_server
+from vllm_batch_invariant.verify.check.guarantees import Outcome
+from vllm_batch_invariant.verify.check.presets import Size
+from vllm_batch_invariant.verify.check.results import Findings
+from vllm_batch_invariant.verify.check.server import check_server
+from vllm_batch_invariant.verify.harness.server import Server
+from vllm_batch_invariant.verify.outcome import Status
 
 pytestmark = pytest.mark.server
 

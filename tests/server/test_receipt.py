@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.check.receipts import rewritten
-from vllm_batch_invariant.check.server import Server
+from tests.verify.receipts import rewritten
 from vllm_batch_invariant.ops.attention import AttentionReduction
-from vllm_batch_invariant.receipt import Receipt
-from vllm_batch_invariant.receipt.command import main
+from vllm_batch_invariant.verify.harness.server import Server
+from vllm_batch_invariant.verify.receipt import Receipt
+from vllm_batch_invariant.verify.receipt.command import main
 
 pytestmark = pytest.mark.server
 

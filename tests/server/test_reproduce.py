@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_batch_invariant.check.outcome import Status
-from vllm_batch_invariant.check.reproduce import main
-from vllm_batch_invariant.check.server import Server
+from vllm_batch_invariant.verify.harness.server import Server
+from vllm_batch_invariant.verify.outcome import Status
+from vllm_batch_invariant.verify.reproduce.command import main
 
 pytestmark = pytest.mark.server
 

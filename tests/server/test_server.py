@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from vllm_batch_invariant.check.server import Server
+from vllm_batch_invariant.verify.harness.server import Server
 
 pytestmark = pytest.mark.server
 

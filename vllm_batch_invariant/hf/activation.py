@@ -3,7 +3,7 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..integration import seams
+from ..integration import patch_points
 from ..ops.pointwise import elementwise
 
 
@@ -28,7 +28,7 @@ class _SiluAndMul(torch.autograd.Function):
         if x.device.type == "cpu":
             return elementwise("silu", gate) * up
         out = torch.empty_like(up, memory_format=torch.contiguous_format)
-        seams.ROTARY.module()  # which loads the kernels
+        patch_points.ROTARY.module()  # which loads the kernels
         torch.ops._C.silu_and_mul(out, x)
         return out
 

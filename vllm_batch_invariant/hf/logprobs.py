@@ -4,7 +4,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..ops import softmax
-from ..ops.devices import module_for
+from ..ops.dispatch import module_for
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

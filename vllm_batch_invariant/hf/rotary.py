@@ -10,7 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..aten import batch_invariant_mode
-from ..integration import seams
+from ..integration import patch_points
 
 
 def rotate(
@@ -52,7 +52,7 @@ class _Rotation(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(positions, cache)
         turned = [tensor.flatten(1).clone() for tensor in (query, key)]
-        seams.ROTARY.get()(positions, *turned, query.shape[-1], cache, True)
+        patch_points.ROTARY.get()(positions, *turned, query.shape[-1], cache, True)
         return turned[0].view(query.shape), turned[1].view(key.shape)
 
     @staticmethod

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from ..errors import NotCovered
-from ..integration import seams
-from ..ops.attention.inputs import DTYPES
+from ..integration import patch_points
+from ..ops.attention.params import DTYPES
 
 _DEVICES = ("cpu", "cuda")
 _HARMLESS = ("num_items_in_batch", "return_dict")
@@ -32,7 +32,7 @@ def check_packages() -> None:
             "the trainer calls its kernels for the rotary embedding and, on a GPU, for SiLU and logprobs",
             "install the vLLM that serves the rollout",
         )
-    seams.check_version()
+    patch_points.check_version()
 
 
 def check(model: torch.nn.Module) -> None:

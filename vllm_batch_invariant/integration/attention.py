@@ -9,8 +9,8 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, A
 from .. import envs
 from ..errors import NotCovered
 from ..ops.attention import AttentionReduction, paged_attention
+from .coverage import HEAD_SIZES
 from .reviewed import CLAIMS
-from .support import HEAD_SIZES
 
 
 @dataclass

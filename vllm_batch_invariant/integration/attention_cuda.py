@@ -8,7 +8,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
 from .. import envs
 from ..ops.attention import AttentionReduction
-from . import seams
+from . import patch_points
 from .attention import FixedSplitAttention, FixedSplits, Metadata, MetadataBuilder, split_cache
 from .cuda_graphs import is_decode
 
@@ -36,8 +36,8 @@ class PlannedMetadataBuilder(MetadataBuilder):
     def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config, device: torch.device) -> None:  # noqa: ANN001
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         from ..ops.attention.certificate import Options, certify
-        from ..ops.attention.hopper import is_plain
-        from ..ops.attention.triton import Planner, Shape
+        from ..ops.attention.cuda import Planner, Shape
+        from ..ops.attention.sm90 import is_plain
 
         layers = [vllm_config.compilation_config.static_forward_context[name].impl for name in layer_names]
         model, scheduler, cache = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.cache_config
@@ -86,16 +86,16 @@ class CudaFixedSplitAttention(FixedSplitAttention):
         """Write the step's keys and values to their pages, before anything reads them. A negative slot is padding."""
         caches = [cache.transpose(1, 2) for cache in split_cache(kv_cache)]
         scales = layer._k_scale, layer._v_scale
-        seams.WRITE_CACHE.get()(key, value, *caches, slot_mapping, self.kv_cache_dtype, *scales)
+        patch_points.WRITE_CACHE.get()(key, value, *caches, slot_mapping, self.kv_cache_dtype, *scales)
 
 
-class Backend(FixedSplits, seams.CUDA_BACKEND.get()):
+class Backend(FixedSplits, patch_points.CUDA_BACKEND.get()):
     """A backend of its own, with the cache of vLLM's Triton backend."""
 
     @staticmethod
     def get_supported_kernel_block_sizes(*spec: object) -> list[int | MultipleOf]:
         """Those of vLLM's Triton backend; FlexAttention takes whole tiles of keys from a page."""
-        theirs = seams.CUDA_BACKEND.get().get_supported_kernel_block_sizes(*spec)
+        theirs = patch_points.CUDA_BACKEND.get().get_supported_kernel_block_sizes(*spec)
         return theirs if by_triton() else [MultipleOf(PAGE_SIZE)]
 
     @classmethod

@@ -34,8 +34,8 @@ class FlexMetadataBuilder(MetadataBuilder):
 
     def _planner(self) -> Any:
         """Made when the cache is there; another for another cache, such as one with which memory is measured."""
-        from ..ops.attention.flex_plan import KeyLayout, Planner, tile_of
-        from ..ops.attention.triton import Shape
+        from ..ops.attention.cuda import Shape
+        from ..ops.attention.flex.plan import KeyLayout, Planner, tile_of
 
         layers = [self._config.compilation_config.static_forward_context[name] for name in self._layer_names]
         cache = key_cache_of(layers[0])

@@ -10,7 +10,7 @@ requests alone.
 from dataclasses import replace
 from typing import Any
 
-from . import seams
+from . import patch_points
 
 _DEFAULT_LARGEST = 512
 _DEFAULT_STEP = 16
@@ -46,12 +46,12 @@ def is_decode(requests: int, tokens: int, most_query_tokens: int) -> bool:
 
 def install() -> None:
     """Have the model runner make and choose between both."""
-    manager = seams.GRAPH_MANAGER.get()
+    manager = patch_points.GRAPH_MANAGER.get()
     init_candidates = manager._init_candidates
 
     def _init_candidates(self: Any) -> None:
         init_candidates(self)
-        full = seams.CUDAGRAPH_MODE.get().FULL
+        full = patch_points.CUDAGRAPH_MODE.get().FULL
         if self.cudagraph_mode != full:
             return
         for key, descriptions in self._candidates.items():

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ..errors import NotCovered
-from . import seams
+from . import patch_points
 
 KNOWN = {
     "torch.nn.modules": """ModuleList ModuleDict Sequential Identity Dropout Linear Embedding LayerNorm
@@ -123,7 +123,10 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
             return "its kernels are not ours"
         if getattr(layer, "head_size_v", layer.head_size) != layer.head_size:
             return "its values have another size than its keys"
-    elif method is not None and type(method) not in (seams.LINEAR_METHOD.get(), seams.EMBEDDING_METHOD.get()):
+    elif method is not None and type(method) not in (
+        patch_points.LINEAR_METHOD.get(),
+        patch_points.EMBEDDING_METHOD.get(),
+    ):
         return f"its products are computed by {type(method).__name__}"
     return None
 

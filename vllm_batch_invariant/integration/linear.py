@@ -5,9 +5,9 @@ from weakref import WeakSet
 
 import torch
 
-from ..ops.devices import module_for
-from ..ops.linear import operator, prepare
-from . import seams
+from ..ops.dispatch import module_for
+from ..ops.linear import prepare, torch_op
+from . import patch_points
 
 _EXPECTED = "_batch_invariant_expected"
 """Attribute of a layer on a GPU: what to prepare its weight for."""
@@ -89,11 +89,11 @@ def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
 def install(device_type: str) -> None:
     """Put the operation in the place of vLLM's functions of that purpose."""
     if device_type == "cpu":
-        seams.CPU_GEMM.put(dispatch)
+        patch_points.CPU_GEMM.put(dispatch)
         return
-    seams.CUDA_LINEAR.put(operator.linear)
-    seams.CUDA_EMBEDDING.put(operator.linear)
-    for method in (seams.LINEAR_METHOD.get(), seams.EMBEDDING_METHOD.get()):
+    patch_points.CUDA_LINEAR.put(torch_op.linear)
+    patch_points.CUDA_EMBEDDING.put(torch_op.linear)
+    for method in (patch_points.LINEAR_METHOD.get(), patch_points.EMBEDDING_METHOD.get()):
         _prepare_after_loading(method)
 
 
@@ -108,7 +108,7 @@ def _prepare_after_loading(method: type) -> None:
         process(self, layer)
         if layer.weight.is_cuda and layer.weight.ndim == 2:
             if not hasattr(layer, _EXPECTED):  # later, who loads weights need not have vLLM's configuration at hand
-                setattr(layer, _EXPECTED, _expected(layer, seams.CURRENT_CONFIG.get()()))
+                setattr(layer, _EXPECTED, _expected(layer, patch_points.CURRENT_CONFIG.get()()))
             prepare(layer.weight, *getattr(layer, _EXPECTED))
 
     method.process_weights_after_loading = process_weights_after_loading
@@ -126,6 +126,6 @@ def _expected(layer: torch.nn.Module, config: Any) -> tuple[int, bool, tuple[int
 
 def _most_rows(layer: torch.nn.Module, scheduler: Any) -> int:
     """The most rows that a layer multiplies in a step: tokens, or for an output embedding requests."""
-    if isinstance(layer, seams.VOCABULARY_LAYER.get()):
+    if isinstance(layer, patch_points.VOCABULARY_LAYER.get()):
         return min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     return scheduler.max_num_batched_tokens

@@ -3,13 +3,13 @@
 import torch
 
 from ..ops.norm import rms_norm
-from . import seams
+from . import patch_points
 
 
 def install() -> None:
     """Register the layers as the out-of-tree form of vLLM's, so that every model builds these instead."""
-    rms_norm_layer, gemma_layer = seams.RMS_NORM.get(), seams.GEMMA_RMS_NORM.get()
-    registry = seams.CUSTOM_OP.module().op_registry_oot
+    rms_norm_layer, gemma_layer = patch_points.RMS_NORM.get(), patch_points.GEMMA_RMS_NORM.get()
+    registry = patch_points.CUSTOM_OP.module().op_registry_oot
     if rms_norm_layer.__name__ in registry:
         return
 

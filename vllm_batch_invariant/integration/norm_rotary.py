@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..ops.norm_rotary import DTYPES, HEAD_SIZES, norm_rotary
-from . import seams
+from . import patch_points
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -26,7 +26,7 @@ def install() -> None:
     """Give the attention layers the operation; where one is not as expected, vLLM's method stays, with the bits of the
     norm and of vLLM's rotary kernel, which are the same.
     """
-    for seam in (seams.QWEN3_ATTENTION, seams.QWEN3_MOE_ATTENTION):
+    for seam in (patch_points.QWEN3_ATTENTION, patch_points.QWEN3_MOE_ATTENTION):
         layer = seam.get()
         if getattr(layer.forward, "fused", False):
             continue
@@ -76,7 +76,10 @@ def _is_watched(*modules: torch.nn.Module) -> bool:
 
 def _as_expected(layer: Any, dtype: torch.dtype) -> bool:
     rotary, norms = layer.rotary_emb, (layer.q_norm, layer.k_norm)
-    plain, norm_class = seams.ROTARY_EMBEDDING.get(), seams.CUSTOM_OP.module().op_registry_oot.get("RMSNorm")
+    plain, norm_class = (
+        patch_points.ROTARY_EMBEDDING.get(),
+        patch_points.CUSTOM_OP.module().op_registry_oot.get("RMSNorm"),
+    )
     size = layer.head_dim
     return (
         dtype in DTYPES

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NotCovered
-from . import layers, seams
+from . import layers, patch_points
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -36,8 +36,8 @@ def install() -> None:
         return
     if not _process().startswith(_ENGINE):
         os.environ[LEFT_AT] = f"{tempfile.gettempdir()}/vllm-batch-invariant-{uuid.uuid4().hex}"
-        seams.WAIT_FOR_ENGINE.put(relayed(seams.WAIT_FOR_ENGINE.get()))
-    for seam, method in ((seams.EXECUTOR, "__init__"), (seams.ENGINE_CORE, "_initialize_kv_caches")):
+        patch_points.WAIT_FOR_ENGINE.put(relayed(patch_points.WAIT_FOR_ENGINE.get()))
+    for seam, method in ((patch_points.EXECUTOR, "__init__"), (patch_points.ENGINE_CORE, "_initialize_kv_caches")):
         setattr(seam.get(), method, relayed(getattr(seam.get(), method)))
 
 

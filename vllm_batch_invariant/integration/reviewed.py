@@ -124,7 +124,7 @@ FIELDS = {
                 "vllm.v1.worker.gpu_worker.Worker",
                 "vllm.v1.worker.cpu_worker.CPUWorker",
                 "vllm_ascend.worker.worker.NPUWorker",
-                "vllm_batch_invariant.integration.ascend_worker.Worker",
+                "vllm_batch_invariant.integration.ascend.worker.Worker",
             ),
         },
     ),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import NotCovered
-from . import seams
+from . import patch_points
 from .reviewed_sources import REVIEWED
 
 _SECOND_RUNNER = "vllm.v1.worker.gpu."
@@ -34,9 +34,9 @@ def check(device_type: str) -> None:
     names = list(not_reviewed(source_of, device_type))
     if names:
         raise NotCovered(
-            f"sampling in vLLM {seams.installed_version()}",
+            f"sampling in vLLM {patch_points.installed_version()}",
             f"nobody has reviewed its {', '.join(names[:3])}{' and others' * (len(names) > 3)}",
-            f"install a release of vLLM {seams.version_range()} as published",
+            f"install a release of vLLM {patch_points.version_range()} as published",
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from ..ops.ranking import top_and_ranks
 from ..ops.softmax import log_softmax_at
 from ..ops.top_k_top_p import top_k_top_p
-from . import reviewed_sampling, seams
+from . import patch_points, reviewed_sampling
 
 
 def install(device_type: str) -> None:
@@ -29,8 +29,8 @@ def install(device_type: str) -> None:
 
 
 def _first_runner() -> None:
-    seams.TOP_K_TOP_P.put(_top_k_top_p)
-    sampler = seams.SAMPLER.get()
+    patch_points.TOP_K_TOP_P.put(_top_k_top_p)
+    sampler = patch_points.SAMPLER.get()
     forward = sampler.forward
 
     def remember_and_forward(self: Any, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **named: Any) -> Any:
@@ -38,7 +38,7 @@ def _first_runner() -> None:
         # vLLM has two ways to penalise repetition, and rows of a padded vocabulary are contiguous if there is one.
         return forward(self, logits.contiguous(), sampling_metadata, *args, **named)
 
-    masks_follow_their_rows(seams.INPUT_BATCH.get())
+    masks_follow_their_rows(patch_points.INPUT_BATCH.get())
     sampler.forward = remember_and_forward
     sampler.gather_logprobs = staticmethod(gather_logprobs)
     sampler.gather_specific_token_logprobs = gather_specific_token_logprobs
@@ -67,15 +67,15 @@ def masks_follow_their_rows(batch: type) -> None:
 
 
 def _second_runner() -> None:
-    for seam in (seams.TOP_K_TOP_P_OF_STATES, seams.TOP_K_TOP_P_OF_SAMPLER):
+    for seam in (patch_points.TOP_K_TOP_P_OF_STATES, patch_points.TOP_K_TOP_P_OF_SAMPLER):
         seam.put(_top_k_top_p)
-    for seam in (seams.TOPK_SCORES, seams.TOPK_SCORES_OF_SAMPLER, seams.TOPK_SCORES_OF_PROMPT):
+    for seam in (patch_points.TOPK_SCORES, patch_points.TOPK_SCORES_OF_SAMPLER, patch_points.TOPK_SCORES_OF_PROMPT):
         seam.put(compute_topk_scores)
-    seams.TOKEN_LOGPROBS.put(log_softmax_at)
-    prompt = seams.TOPK_SCORES_OF_PROMPT.module()
-    if hasattr(prompt, seams.TOKEN_LOGPROBS.attribute):  # newer ones score a prompt by given tokens, too
-        setattr(prompt, seams.TOKEN_LOGPROBS.attribute, log_softmax_at)
-    sampler = seams.SECOND_SAMPLER.get()
+    patch_points.TOKEN_LOGPROBS.put(log_softmax_at)
+    prompt = patch_points.TOPK_SCORES_OF_PROMPT.module()
+    if hasattr(prompt, patch_points.TOKEN_LOGPROBS.attribute):  # newer ones score a prompt by given tokens, too
+        setattr(prompt, patch_points.TOKEN_LOGPROBS.attribute, log_softmax_at)
+    sampler = patch_points.SECOND_SAMPLER.get()
     sampler.apply_sampling_params = widened(sampler.apply_sampling_params)
 
 
@@ -102,7 +102,7 @@ def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.
     """vLLM's method of that name: each row's token, its first ``num_logprobs`` candidates, and the token's rank."""
     top, ranks = top_and_ranks(logprobs, num_logprobs, token_ids)
     ids = torch.cat((token_ids.unsqueeze(-1), top), dim=1)
-    return seams.LOGPROBS_TENSORS.get()(ids.to(torch.int32), logprobs.gather(-1, ids), ranks)
+    return patch_points.LOGPROBS_TENSORS.get()(ids.to(torch.int32), logprobs.gather(-1, ids), ranks)
 
 
 def gather_specific_token_logprobs(
@@ -121,7 +121,7 @@ def gather_specific_token_logprobs(
         tokens[row, : len(ids)] = torch.as_tensor(ids)
     ids, there = listed(sampled, top, tokens.to(top.device), numbers.to(top.device))
     scores = logprobs.gather(-1, ids).masked_fill(~there, -torch.inf)
-    return seams.LOGPROBS_TENSORS.get()(ids.to(torch.int32), scores, ranks)
+    return patch_points.LOGPROBS_TENSORS.get()(ids.to(torch.int32), scores, ranks)
 
 
 def compute_topk_scores(
@@ -149,7 +149,7 @@ def compute_topk_scores(
     if there is not None:
         scores = scores.masked_fill(~there, -torch.inf)
     generated = "cu_num_generated_tokens" + ("_tensor" if isinstance(cu_num_logits, torch.Tensor) else "")
-    return seams.LOGPROBS_TENSORS.get()(
+    return patch_points.LOGPROBS_TENSORS.get()(
         logprob_token_ids=ids, logprobs=scores, selected_token_ranks=ranks, **{generated: cu_num_logits}
     )
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from . import seams
+from . import patch_points
 
 
 def install() -> None:
     """Take such generators out of the batch from before it samples until its tokens are kept."""
-    runner = seams.MODEL_RUNNER.get()
+    runner = patch_points.MODEL_RUNNER.get()
     sample, keep = runner._sample, runner._bookkeeping_sync
 
     def sample_with_those_needed(self: Any, *args: Any, **named: Any) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from .. import envs
-from . import seams
+from . import patch_points
 
 DECIDING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -25,7 +25,7 @@ def install() -> None:
     chosen = envs.SEED.read()
     if chosen == envs.SEED.values[0]:
         return
-    processor = seams.INPUT_PROCESSOR.get()
+    processor = patch_points.INPUT_PROCESSOR.get()
     process_inputs = processor.process_inputs
 
     def process_and_seed(self: Any, *args: Any, **named: Any) -> Any:

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from . import linear, seams
-from .declaration import METHOD as DECLARATION
+from . import linear, patch_points
+from .endpoint import METHOD as DECLARATION
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -50,7 +50,7 @@ class Watch:
 
 def install() -> None:
     """Have every engine of this process look for other weights after its workers were called."""
-    core = seams.ENGINE_CORE.get()
+    core = patch_points.ENGINE_CORE.get()
     call = core.collective_rpc
 
     @wraps(call)
@@ -67,10 +67,10 @@ def install() -> None:
 
 def install_in_worker(device_type: str) -> None:
     """Give this process's worker the method, and see when its model is written and its memory goes."""
-    setattr(seams.WORKER.get(), METHOD, fingerprint)
+    setattr(patch_points.WORKER.get(), METHOD, fingerprint)
     if device_type == "npu":
         return
-    worker = seams.DEVICE_WORKER.get()
+    worker = patch_points.DEVICE_WORKER.get()
     load_model, wake_up = worker.load_model, worker.wake_up
 
     @wraps(load_model)
@@ -201,7 +201,7 @@ def _after_arrivals(reset: Callable[..., bool], step: Callable[..., Any]) -> Cal
     def reset_prefix_cache(self: Any, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
         if reset_running_requests and self.batch_queue:
             state = self.scheduler.pause_state
-            self.scheduler.set_pause_state(seams.PAUSE_STATE.get().PAUSED_ALL)
+            self.scheduler.set_pause_state(patch_points.PAUSE_STATE.get().PAUSED_ALL)
             try:
                 while any(scheduled.total_num_scheduled_tokens for _, scheduled, *_ in self.batch_queue):
                     outputs, _ = step(self)
@@ -224,7 +224,7 @@ def _deliver(core: Any, outputs: dict[int, Any]) -> None:
 
 def _look(core: Any, watch: Watch) -> None:
     scheduler = core.scheduler
-    paused = scheduler.pause_state == seams.PAUSE_STATE.get().PAUSED_ALL
+    paused = scheduler.pause_state == patch_points.PAUSE_STATE.get().PAUSED_ALL
     if paused or core.model_executor.is_sleeping or not scheduler.has_requests():
         return  # nothing is served now
     [found, *_] = core.model_executor.collective_rpc(METHOD)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from tests.npu.dispatch import implementations
 from tests.npu.dispatch.device import LOG, NATIVE, NpuTensor, unwrap
-from tests.npu.spellings import PRODUCTS, REDUCTIONS, Operands, Spelling
+from tests.npu.op_variants import PRODUCTS, REDUCTIONS, Operands, Spelling
 from vllm_batch_invariant import aten, batch_invariant_mode
 from vllm_batch_invariant.errors import NotCovered
 

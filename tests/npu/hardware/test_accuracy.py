@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.bits import DTYPES
+from tests.assertions import DTYPES
 from tests.npu.hardware.sweep import draw
 from vllm_batch_invariant import batch_invariant_mode
 from vllm_batch_invariant.compare import assert_accuracy

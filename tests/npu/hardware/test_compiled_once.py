@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.bits import DTYPES
+from tests.assertions import DTYPES
 from tests.npu.hardware.sweep import COUNTS, ROWS, draw
 from vllm_batch_invariant.ops import reduce
 from vllm_batch_invariant.ops import softmax as softmaxes

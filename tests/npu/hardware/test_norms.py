@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.bits import DTYPES, assert_same_bits
+from tests.assertions import DTYPES, assert_same_bits
 from tests.npu.hardware.sweep import ROWS, assert_rows_keep_their_bits, draw
 from vllm_batch_invariant import batch_invariant_mode
 from vllm_batch_invariant.ops.norm import rms_norm

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.bits import DTYPES, assert_same_bits
+from tests.assertions import DTYPES, assert_same_bits
 from tests.npu.hardware.sweep import ROWS, assert_rows_keep_their_bits, draw
 from vllm_batch_invariant import batch_invariant_mode
 from vllm_batch_invariant.ops import reduce

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.bits import DTYPES
+from tests.assertions import DTYPES
 from tests.npu.hardware.sweep import COUNTS, ROWS, assert_rows_keep_their_bits, counts_with_other_bits, draw
 from vllm_batch_invariant.compare import Mismatch
 

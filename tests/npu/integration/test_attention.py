@@ -10,17 +10,17 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from tests.npu.integration import double
+from tests.fakes import vllm_ascend as fake_vllm_ascend
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import ascend_attention
+from vllm_batch_invariant.integration.ascend import library as ascend_library
 
 HEADS, SIZE = 2, 16
 
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    double.install(monkeypatch)
-    return importlib.import_module("vllm_batch_invariant.integration.attention_npu")
+    fake_vllm_ascend.install(monkeypatch)
+    return importlib.import_module("vllm_batch_invariant.integration.ascend.attention")
 
 
 @pytest.fixture
@@ -137,11 +137,11 @@ def test_another_package_of_the_library_s_name_is_refused(
         module.AscendCAttention(HEADS, SIZE, 0.25)
 
 
-@pytest.mark.parametrize("library", ascend_attention.LIBRARIES)
+@pytest.mark.parametrize("library", ascend_library.LIBRARIES)
 def test_the_backend_takes_the_library_that_is_there(
     module: ModuleType, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ascend_attention, "find_spec", lambda name: name if name == library else None)
+    monkeypatch.setattr(ascend_library, "find_spec", lambda name: name if name == library else None)
     assert module.Backend.get_impl_cls() is module.IMPLEMENTATIONS[library]
     assert module.Backend.supports_batch_invariance()
     assert module.Backend.get_name() == "CUSTOM"

@@ -17,11 +17,13 @@ from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.platforms.cpu import CpuPlatform
 
 from scripts import check_seams
-from tests.npu.integration import double
+from tests.fakes import vllm_ascend as fake_vllm_ascend
 from tests.npu.integration.test_refusals import config
 from vllm_batch_invariant import aten, disable_batch_invariant_mode
 from vllm_batch_invariant.errors import BadSetting, NotCovered
-from vllm_batch_invariant.integration import ascend, ascend_attention, ascend_seams, engine, seams
+from vllm_batch_invariant.integration import ascend, install, patch_points
+from vllm_batch_invariant.integration.ascend import library as ascend_library
+from vllm_batch_invariant.integration.ascend import patch_points as ascend_patch_points
 
 
 class Platform(CpuPlatform):
@@ -36,7 +38,7 @@ class Platform(CpuPlatform):
             settings=dict(vllm_config.additional_config), mode=vllm_config.compilation_config.mode
         )
         if vllm_config.parallel_config.worker_cls == "auto":
-            vllm_config.parallel_config.worker_cls = ascend_seams.WORKER_CLASS
+            vllm_config.parallel_config.worker_cls = ascend_patch_points.WORKER_CLASS
 
 
 def full_config(**additional: object) -> SimpleNamespace:
@@ -54,17 +56,17 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> type:
     """The platform of a process in which the plugin has been installed."""
     chosen = type("NPUPlatform", (Platform,), {})
     monkeypatch.setattr(vllm.platforms, "_current_platform", chosen())
-    monkeypatch.setattr(engine, "_installed", False)
-    monkeypatch.setattr(ascend_attention, "find_spec", lambda name: name)
+    monkeypatch.setattr(install, "_installed", False)
+    monkeypatch.setattr(ascend_library, "find_spec", lambda name: name)
     monkeypatch.setattr(
-        seams.Seam, "put", lambda self, value: monkeypatch.setattr(self.module(), self.attribute, value)
+        patch_points.Seam, "put", lambda self, value: monkeypatch.setattr(self.module(), self.attribute, value)
     )
-    registry = seams.REGISTER_BACKEND.module()
+    registry = patch_points.REGISTER_BACKEND.module()
     monkeypatch.setattr(registry, "_ATTN_OVERRIDES", dict(registry._ATTN_OVERRIDES))
     for name in ascend.DETERMINISTIC:
         monkeypatch.setenv(name, "")  # so that what the plugin sets is taken back
         monkeypatch.delenv(name)
-    engine.install()
+    install.install()
     return chosen
 
 
@@ -95,7 +97,7 @@ def test_vllm_ascend_is_configured_before_it_reads_its_settings(platform: type) 
     assert made.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
     assert made.compilation_config.custom_ops == ["all"]
     assert made.attention_config.backend.name == "CUSTOM"
-    assert made.parallel_config.worker_cls == "vllm_batch_invariant.integration.ascend_worker.Worker"
+    assert made.parallel_config.worker_cls == "vllm_batch_invariant.integration.ascend.worker.Worker"
 
 
 def test_a_configuration_that_is_checked_twice_keeps_our_worker(platform: type) -> None:
@@ -121,7 +123,7 @@ def test_an_implementation_of_attention_that_no_npu_has_is_refused(
 
 
 def test_every_model_gets_our_attention(platform: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    double.install(monkeypatch)
+    fake_vllm_ascend.install(monkeypatch)
     module, _, name = platform.get_attn_backend_cls(None, attn_selector_config=None).rpartition(".")
     assert getattr(importlib.import_module(module), name).supports_batch_invariance()
 
@@ -130,7 +132,7 @@ def test_every_model_gets_our_attention(platform: type, monkeypatch: pytest.Monk
 def norms(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict]:
     """The registry of layers, in which vllm-ascend has put its norms; the mode is switched off afterwards."""
     registry = {"RMSNorm": object, "GemmaRMSNorm": object, "SiluAndMul": object}
-    monkeypatch.setattr(seams.CUSTOM_OP.module(), "op_registry_oot", registry)
+    monkeypatch.setattr(patch_points.CUSTOM_OP.module(), "op_registry_oot", registry)
     yield registry
     disable_batch_invariant_mode()
 
@@ -138,14 +140,14 @@ def norms(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict]:
 def test_the_worker_switches_the_mode_on_once_before_the_communicator(
     platform: type, norms: dict, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    modules = double.install(monkeypatch, registers=("mm", "linear", "_softmax", "sum"))
+    modules = fake_vllm_ascend.install(monkeypatch, registers=("mm", "linear", "_softmax", "sum"))
     enabled: list[frozenset] = []
     monkeypatch.setattr(aten, "enable_batch_invariant_mode", lambda theirs: enabled.append(theirs))
     stock = torch.sum
-    worker = importlib.import_module("vllm_batch_invariant.integration.ascend_worker")
+    worker = importlib.import_module("vllm_batch_invariant.integration.ascend.worker")
     worker.Worker()._init_worker_distributed_environment()
     modules.own._batch_invariant_LIB._destroy()
-    assert double.CALLS == ["own mode", "communicator"]
+    assert fake_vllm_ascend.CALLS == ["own mode", "communicator"]
     assert enabled == [frozenset({"mm", "linear"})]
     assert torch.sum is stock
     assert norms["RMSNorm"].__name__ == "BatchInvariantRMSNorm"
@@ -160,6 +162,6 @@ def test_a_wheel_without_a_name_or_a_member_of_a_seam_is_found_out(tmp_path: Pat
     with zipfile.ZipFile(tmp_path / "wheel.whl", "w") as wheel:
         wheel.writestr(module, "class AscendAttentionBackendImpl:\n    def forward(self): ...\n")
     with zipfile.ZipFile(tmp_path / "wheel.whl") as wheel:
-        absent = check_seams.missing(wheel, ascend_seams)
+        absent = check_seams.missing(wheel, ascend_patch_points)
     assert "ATTENTION" not in absent
     assert {"ATTENTION.forward_impl", "WORKER", "BACKEND", "METADATA"} <= set(absent)

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import ascend_attention, support
+from vllm_batch_invariant.integration import coverage
+from vllm_batch_invariant.integration.ascend import library as ascend_library
 
 
 def config(device: str = "npu", **scheduling: bool) -> SimpleNamespace:
@@ -39,21 +40,21 @@ def config(device: str = "npu", **scheduling: bool) -> SimpleNamespace:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ascend_attention, "find_spec", lambda name: name)
+    monkeypatch.setattr(ascend_library, "find_spec", lambda name: name)
 
 
 def test_a_plain_model_with_a_library_for_attention_is_accepted(library: None) -> None:
-    support.check(config())
+    coverage.check(config())
 
 
 def test_without_a_library_for_attention_one_line_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ascend_attention, "find_spec", lambda name: None)
+    monkeypatch.setattr(ascend_library, "find_spec", lambda name: None)
     with pytest.raises(NotCovered) as refused:
-        support.check(config())
+        coverage.check(config())
     assert "batch_invariant_ops" in str(refused.value)
     assert "flash_attn_npu_v3" in str(refused.value)
     assert "\n" not in str(refused.value)
-    support.check(config("cuda"))
+    coverage.check(config("cuda"))
 
 
 @pytest.mark.parametrize(
@@ -65,9 +66,9 @@ def test_without_a_library_for_attention_one_line_names_both(monkeypatch: pytest
 )
 def test_schedules_that_are_not_proven_there_are_refused_there_only(library: None, setting: str, option: str) -> None:
     with pytest.raises(NotCovered, match=f"on an NPU: .*; pass {option}"):
-        support.check(config(**{setting: True}))
-    support.check(config("cpu", **{setting: True}))
+        coverage.check(config(**{setting: True}))
+    coverage.check(config("cpu", **{setting: True}))
 
 
 def test_the_table_says_that_no_npu_has_run_it() -> None:
-    assert "| Ascend NPU | compiled and simulated, never run on hardware |" in support.markdown()
+    assert "| Ascend NPU | compiled and simulated, never run on hardware |" in coverage.markdown()

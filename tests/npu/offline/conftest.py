@@ -17,7 +17,7 @@ except PackageNotFoundError:
 
 @pytest.fixture(scope="session")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    from .compiler import Compiler
+    from tests.npu.offline.compiler import Compiler
 
     compiler = Compiler(tmp_path_factory.mktemp("hivm"))
     yield compiler
@@ -26,7 +26,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
 @pytest.fixture(scope="session")
 def session_device(compiler, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    from .driver import installed
+    from tests.npu.offline.driver import installed
 
     with installed(compiler, str(tmp_path_factory.mktemp("triton"))) as device:
         yield device
@@ -35,7 +35,7 @@ def session_device(compiler, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.fixture
 def device(session_device) -> object:
     """A device that has launched nothing yet. It keeps what it has compiled."""
-    from .driver import CHIPS
+    from tests.npu.offline.driver import CHIPS
 
     session_device.launches.clear()
     session_device.chip = CHIPS[0]

@@ -11,7 +11,7 @@ import triton
 from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 
-from .compiler import ARCHITECTURE, Compiler, Hivm
+from tests.npu.offline.compiler import ARCHITECTURE, Compiler, Hivm
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,13 @@
 
 import pytest
 
-from vllm_batch_invariant.ops import npu_rows
+from tests.npu.offline.cases import COLUMNS, LENGTHS, PRODUCT_CASES, ROW_CASES
+from tests.npu.offline.compiler import check_product, check_rows
+from vllm_batch_invariant.ops.common import npu_rows
 from vllm_batch_invariant.ops.linear import npu as linear
 from vllm_batch_invariant.ops.norm import npu as norm
 from vllm_batch_invariant.ops.reduce import npu as reduce
 from vllm_batch_invariant.ops.softmax import npu as softmax
-
-from .cases import COLUMNS, LENGTHS, PRODUCT_CASES, ROW_CASES
-from .compiler import check_product, check_rows
 
 
 @pytest.fixture(scope="module")

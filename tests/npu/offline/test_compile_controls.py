@@ -3,11 +3,10 @@
 import pytest
 import torch
 
+from tests.npu.offline.compiler import check_product, check_rows
+from tests.npu.offline.controls import biased_kernel, masked_rows_kernel, strided_kernel
 from vllm_batch_invariant.ops.reduce import npu as reduce
 from vllm_batch_invariant.ops.softmax import npu as softmax
-
-from .compiler import check_product, check_rows
-from .controls import biased_kernel, masked_rows_kernel, strided_kernel
 
 M, N, K = 200, 4096, 1024
 A, B, OUT = (torch.empty(size, dtype=torch.bfloat16) for size in ((256, K), (K, N), (256, N)))

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bits import DTYPES, assert_near, assert_same_bits
+from tests.assertions import DTYPES, assert_near, assert_same_bits
+from tests.npu.offline import controls
+from tests.npu.offline.driver import CHIPS
+from tests.npu.offline.interpreter import interpreted
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.linear import npu as linear
 from vllm_batch_invariant.ops.linear import reference as exact_linear
@@ -20,10 +23,6 @@ from vllm_batch_invariant.ops.reduce import npu as reduce
 from vllm_batch_invariant.ops.reduce import reference as exact_reduce
 from vllm_batch_invariant.ops.softmax import npu as softmax
 from vllm_batch_invariant.ops.softmax import reference as exact_softmax
-
-from . import controls
-from .driver import CHIPS
-from .interpreter import interpreted
 
 ROWS = 41
 """More than one for each core of the smaller chip."""

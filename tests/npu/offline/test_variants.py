@@ -6,12 +6,11 @@ import pytest
 import torch
 import triton
 
+from tests.npu.offline.driver import CHIPS
 from vllm_batch_invariant.ops.linear import npu as linear
 from vllm_batch_invariant.ops.norm import npu as norm
 from vllm_batch_invariant.ops.reduce import npu as reduce
 from vllm_batch_invariant.ops.softmax import npu as softmax
-
-from .driver import CHIPS
 
 ROWS = (1, 2, 3, 15, 16, 17, 64, 100, 4096)
 SIDE = 48

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from vllm_batch_invariant.ops.rows import normalise_dims
+from vllm_batch_invariant.ops.common.rows import normalise_dims
 
 Tensor = torch.Tensor
 CALLS: list[str] = []

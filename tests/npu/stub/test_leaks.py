@@ -13,16 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.npu.spellings import PRODUCTS, REDUCTIONS, Operands, Spelling
+from tests.npu.op_variants import PRODUCTS, REDUCTIONS, Operands, Spelling
 from tests.npu.stub import implementations
 from tests.npu.stub.implementations import CALLS
-from vllm_batch_invariant import (
-    aten_npu,
-    aten_refused,
-    batch_invariant_mode,
-    disable_batch_invariant_mode,
-    enable_batch_invariant_mode,
-)
+from vllm_batch_invariant import batch_invariant_mode, disable_batch_invariant_mode, enable_batch_invariant_mode
+from vllm_batch_invariant.aten import npu, npu_refused
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration import ascend
 
@@ -138,9 +133,7 @@ def test_every_composite_that_torch_npu_replaces_is_known() -> None:
     replaced = {
         name.removeprefix("aten::")
         for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("aten::")
-        and has_kernel(name, aten_npu.KEY)
-        and has_kernel(name, "CompositeImplicitAutograd")
+        if name.startswith("aten::") and has_kernel(name, npu.KEY) and has_kernel(name, "CompositeImplicitAutograd")
     }
     # fmt: off
     moves_or_maps_elements = {
@@ -154,7 +147,7 @@ def test_every_composite_that_torch_npu_replaces_is_known() -> None:
         "linalg_cholesky.out", "multilabel_margin_loss", "multilabel_margin_loss.out", "slogdet", "stft",
     }
     # fmt: on
-    handled = {*aten_npu.DECOMPOSED, "linear", "scaled_dot_product_attention"}
+    handled = {*npu.DECOMPOSED, "linear", "scaled_dot_product_attention"}
     assert replaced - handled == moves_or_maps_elements | left_to_torch_npu
 
 
@@ -176,14 +169,14 @@ def test_fused_operators_that_reduce_refuse_by_name_and_others_are_left_alone() 
         "npu_dynamic_quant",
         "npu_moe_init_routing",
     ):
-        assert not aten_refused.reduces(name), name
+        assert not npu_refused.reduces(name), name
     for name in (
         "npu_all_gather_base_mm",
         "npu_rms_norm_backward",
         "npu_linear_backward",
         "npu_prompt_flash_attention",
     ):
-        assert aten_refused.reduces(name), name
+        assert npu_refused.reduces(name), name
 
 
 @torch.inference_mode()

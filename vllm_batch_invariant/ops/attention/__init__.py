@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...errors import NotCovered
-from .inputs import PagedAttention
+from .params import PagedAttention
 from .reduction import AttentionReduction
 
 __all__ = ["IMPLEMENTATIONS", "AttentionReduction", "paged_attention"]
@@ -15,6 +15,7 @@ __all__ = ["IMPLEMENTATIONS", "AttentionReduction", "paged_attention"]
 IMPLEMENTATIONS = ("numba", "triton", "flex", "reference")
 OF_DEVICE = {"cpu": "numba", "cuda": "triton"}
 """What "auto" picks."""
+_MODULES = {"numba": ".cpu", "triton": ".cuda", "reference": ".reference"}
 
 
 @torch.no_grad()
@@ -82,7 +83,7 @@ def paged_attention(
     elif out.shape != query.shape or out.dtype != query.dtype:
         raise ValueError(f"out must be {list(query.shape)} {query.dtype}, got {list(out.shape)} {out.dtype}")
     module = _implementation(implementation, query.device.type)
-    if sinks is not None and module.__name__.rpartition(".")[2] in ("numba", "flex", "flex_cuda"):
+    if sinks is not None and module.__name__.removeprefix(__name__) in (".cpu", ".flex.cpu", ".flex.cuda"):
         raise NotCovered("attention sinks", "only the Triton kernel has them", "use a CUDA device, without flex")
     if plan is not None:
         module.paged_attention(call, out, plan)
@@ -102,10 +103,8 @@ def _implementation(name: str, device: str) -> ModuleType:
             "there is no implementation for it",
             "use a CPU or CUDA device, or leave the mode off",
         )
-    if (name, device) == ("flex", "cuda"):
-        name = "flex_cuda"
     try:
-        return import_module(f".{name}", __package__)
+        return import_module(_MODULES.get(name, f".{name}.{device}"), __package__)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in ("numba", "llvmlite", "triton"):
             raise

@@ -22,11 +22,11 @@ import torch
 from ... import kept_file
 from ...compare import bitwise_comparison
 from ...errors import NotCovered
-from ..compiling import is_of_a_compiler, reason
-from ..gpu_environment import gpu_environment, kept_path
+from ..common.compile_errors import is_of_a_compiler, reason
+from ..common.gpu_environment import gpu_environment, kept_path
 from ..linear.cancelling import cancelling
-from .inputs import PagedAttention
-from .triton import FEW_ROWS, Kernels, Planner, Shape, paged_attention
+from .cuda import FEW_ROWS, Kernels, Planner, Shape, paged_attention
+from .params import PagedAttention
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -161,7 +161,7 @@ def _certify(shape: Shape, device: torch.device, page_size: int, layers: tuple[O
 @cache
 def _environment(device: int) -> dict[str, str]:
     folder = Path(__file__).parent
-    return gpu_environment(device, [*sorted(folder.glob("*.py")), folder.parent / "gluon_names.py"])
+    return gpu_environment(device, [*sorted(folder.rglob("*.py")), folder.parent / "common" / "gluon_names.py"])
 
 
 def _path(environment: dict[str, str]) -> Path | None:

@@ -2,8 +2,8 @@
 
 import torch
 
-from .inputs import PagedAttention
 from .merge import merge_splits
+from .params import PagedAttention
 
 
 def paged_attention(call: PagedAttention, out: torch.Tensor, precision: torch.dtype = torch.float32) -> None:

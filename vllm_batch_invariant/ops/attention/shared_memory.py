@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from .triton import Blocks, Shape
+    from .cuda import Blocks, Shape
 
 LEAST = 101_376
 """Bytes that a program may have on every GPU of compute capability 8.0 and above."""

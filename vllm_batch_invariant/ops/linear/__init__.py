@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..devices import implementation, module_for
+from ..dispatch import implementation, module_for
 from .reduction import LinearReduction
 
 __all__ = ["LinearReduction", "bmm", "linear", "mm", "prepare"]

@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from ..original import kernel
+from ..common.native_kernels import kernel
 from .reduction import LinearReduction
 
 logger = logging.getLogger("vllm.batch_invariant")

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from nvmath.bindings import cublasLt as lt  # noqa: N813
 
-from .signature import Signature
-from .triton import major_stride
+from .problem import Signature
+from .triton_gemm import major_stride
 
 _DATA_TYPE = {torch.bfloat16: 14, torch.float16: 2, torch.float32: 0}
 _COMPUTE_FP32 = 68

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from ... import envs
-from . import certificate, store, triton
-from .certificate import LIMITS, Entry, limit_of
+from . import autotune, autotune_cache, triton_gemm
+from .autotune import LIMITS, Entry, limit_of
+from .problem import Signature, signature_of
 from .reduction import LinearReduction
-from .signature import Signature, signature_of
-from .triton import ALIGNMENT, LARGEST_SIDE, accumulate, accumulate_batch, bmm, major_stride
+from .triton_gemm import ALIGNMENT, LARGEST_SIDE, accumulate, accumulate_batch, bmm, major_stride
 
 try:
     from . import cublaslt
@@ -40,7 +40,7 @@ choice serves. A kind takes about 0.6 s on an H200.
 _MOST_PLANS = 4096
 
 _certified: dict[Signature, dict[int, Entry]] = {}
-_inconsistent: dict[Signature, certificate.Inconsistent] = {}
+_inconsistent: dict[Signature, autotune.Inconsistent] = {}
 _uses: Counter[tuple[Signature, int]] = Counter()
 _lock = threading.RLock()
 
@@ -80,7 +80,7 @@ def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> to
     if plan is not None:
         entry = plan.entries.get(limit_of(rows)) or _first_use(plan, rows)
         if entry is not None and entry.tile is not None:
-            return triton.by_narrow_tile(a, b, bias, entry.tile)
+            return triton_gemm.by_narrow_tile(a, b, bias, entry.tile)
         if entry is not None and entry.algorithm is not None:
             out = torch.empty((rows, b.shape[1]), dtype=a.dtype, device=a.device)
             try:
@@ -89,7 +89,7 @@ def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> to
                 logger.debug("cuBLASLt refused %d rows of the product %s", rows, plan.signature)
             else:
                 return out
-    return triton.mm(a, b, bias)
+    return triton_gemm.mm(a, b, bias)
 
 
 def _plan(key: tuple, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> _Plan | None:
@@ -171,22 +171,22 @@ def entries(signature: Signature) -> dict[int, Entry]:
 def known(device: int) -> tuple[dict[str, str], dict[str, dict[int, Entry]]]:
     """What a certificate on this machine is true for, and every one there is by the name of the signature."""
     environment = _environment(device)
-    return environment, {name: _entries_of(device, found) for name, found in store.load(environment).items()}
+    return environment, {name: _entries_of(device, found) for name, found in autotune_cache.load(environment).items()}
 
 
 def _entries_of(device: int, stored: dict[str, Any]) -> dict[int, Entry]:
     """Entries as they were stored; none where they cannot be read, and then the file is set aside."""
     try:
-        return certificate.entries_from_json(stored)
+        return autotune.entries_from_json(stored)
     except ValueError as error:
-        store.set_aside(_environment(device), error)
+        autotune_cache.set_aside(_environment(device), error)
         return {}
 
 
 def _certify(signature: Signature, limits: list[int], sizes: Iterable[int] = (), tuning_seconds: float = 0.0) -> None:
     try:
-        new = certificate.certify(signature, _products(signature), limits, sizes, tuning_seconds)
-    except certificate.Inconsistent as error:
+        new = autotune.certify(signature, _products(signature), limits, sizes, tuning_seconds)
+    except autotune.Inconsistent as error:
         _inconsistent[signature] = error
         raise
     except torch.OutOfMemoryError:
@@ -194,12 +194,14 @@ def _certify(signature: Signature, limits: list[int], sizes: Iterable[int] = (),
         return
     entries(signature).update(new)
     stored = {str(limit): entry.to_json() for limit, entry in new.items()}
-    store.save(_environment(signature.device), {str(signature): stored})
+    autotune_cache.save(_environment(signature.device), {str(signature): stored})
 
 
 @cache
 def _environment(device: int) -> dict[str, str]:
-    return store.environment(device, cublaslt.version() if _library(torch.device("cuda", device)) else "not used")
+    return autotune_cache.environment(
+        device, cublaslt.version() if _library(torch.device("cuda", device)) else "not used"
+    )
 
 
 @cache
@@ -228,4 +230,4 @@ def _products(signature: Signature) -> "cublaslt.Products | None":
 
 @cache
 def _stored(device: int) -> dict[str, dict[str, Any]]:
-    return store.load(_environment(device))
+    return autotune_cache.load(_environment(device))

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..devices import implementation
+from ..dispatch import implementation
 from .reduction import NormReduction
 
 __all__ = ["NormReduction", "rms_norm"]

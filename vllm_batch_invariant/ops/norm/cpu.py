@@ -5,8 +5,8 @@ import torch
 from numba import prange
 
 from ...errors import NotCovered
-from ..numba_math import LANES, row_sum
-from ..numba_rows import RowKernel
+from ..common.numba_math import LANES, row_sum
+from ..common.numba_rows import RowKernel
 
 
 def _normalise_kernel(rows, out, eps, variance_size):

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ...errors import NotCovered
-from ..triton_rows import ALIGNMENT, aligned, on_device_of
+from ..common.triton_rows import ALIGNMENT, aligned, on_device_of
 from .kernels import inverse_root_mean, sum_of_pairs, weighted
 from .reduction import HEAD_SIZES
 

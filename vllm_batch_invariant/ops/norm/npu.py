@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..npu_cores import on, vector_grid
-from ..npu_rows import check_covered, layout_for
+from ..common.npu_cores import on, vector_grid
+from ..common.npu_rows import check_covered, layout_for
 
 LARGEST_BLOCK = 8192
 LARGEST_BLOCK_WITH_RESIDUAL = 4096

@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common.triton_rows import ALIGNMENT, aligned, on_device_of
 from ..norm.kernels import inverse_root_mean, weighted
-from ..triton_rows import ALIGNMENT, aligned, on_device_of
 
 _TILE = 1024
 """Elements of a program: with 2 warps, a vector of each half of a head in every thread."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..original import kernel
+from ..common.native_kernels import kernel
 
 UNARY = (
     "silu", "sigmoid", "gelu", "softplus", "mish", "elu", "exp2", "sinh", "cosh", "rsqrt", "pow.Tensor_Scalar",

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..devices import implementation
+from ..dispatch import implementation
 
 __all__ = ["top_and_ranks"]
 

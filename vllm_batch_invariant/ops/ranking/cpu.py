@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from numba import prange
 
-from ..numba_order import order_key
-from ..numba_rows import RowKernel
+from ..common.numba_order import order_key
+from ..common.numba_rows import RowKernel
 
 LONGEST_LIST = 256
 """Candidates that are kept in order while the row is read; more are cheaper to find by sorting it."""

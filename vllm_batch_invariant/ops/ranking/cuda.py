@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..triton_order import order_key
-from ..triton_rows import on_device_of
+from ..common.triton_order import order_key
+from ..common.triton_rows import on_device_of
 
 LONGEST_LIST = 1024
 """Candidates that one program holds; for more the whole row is sorted."""

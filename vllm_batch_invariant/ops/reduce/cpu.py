@@ -4,9 +4,9 @@ import numpy as np
 import torch
 from numba import prange
 
-from ..numba_math import LANES, row_sum
-from ..numba_rows import RowKernel
-from ..rows import as_rows, from_rows, normalise_dims
+from ..common.numba_math import LANES, row_sum
+from ..common.numba_rows import RowKernel
+from ..common.rows import as_rows, from_rows, normalise_dims
 from .reduction import SumReduction
 
 

@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..rows import from_rows, normalise_dims
-from ..triton_rows import aligned_rows, layout_for, on_device_of
+from ..common.rows import from_rows, normalise_dims
+from ..common.triton_rows import aligned_rows, layout_for, on_device_of
 from .reduction import SumReduction
 
 CHUNK = 1 << 16

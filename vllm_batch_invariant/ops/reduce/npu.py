@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..npu_cores import on, vector_grid
-from ..npu_rows import check_covered, layout_for
-from ..rows import as_rows, from_rows, normalise_dims
+from ..common.npu_cores import on, vector_grid
+from ..common.npu_rows import check_covered, layout_for
+from ..common.rows import as_rows, from_rows, normalise_dims
 from .reduction import SumReduction
 
 CHUNK = 1 << 16

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..devices import implementation
+from ..dispatch import implementation
 from .reduction import SoftmaxReduction
 
 __all__ = ["SoftmaxReduction", "log_softmax", "log_softmax_at", "softmax"]

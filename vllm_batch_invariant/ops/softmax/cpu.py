@@ -7,9 +7,9 @@ import torch
 from numba import njit, prange
 
 from ...errors import NotCovered
-from ..numba_math import LANES, exp32, row_sum
-from ..numba_rows import RowKernel
-from ..rows import as_rows, normalise_dims, rows_back
+from ..common.numba_math import LANES, exp32, row_sum
+from ..common.numba_rows import RowKernel
+from ..common.rows import as_rows, normalise_dims, rows_back
 
 
 @njit(inline="always")

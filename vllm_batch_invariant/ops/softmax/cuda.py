@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from ...errors import NotCovered
-from ..rows import normalise_dims, rows_back
-from ..triton_rows import RowLayout, aligned_rows, on_device_of
+from ..common.rows import normalise_dims, rows_back
+from ..common.triton_rows import RowLayout, aligned_rows, on_device_of
 
 LONGEST_WHOLE = 1 << 14
 """Elements of the longest row that one program holds; a part of the reduction."""

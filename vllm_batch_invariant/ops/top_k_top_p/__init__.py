@@ -2,7 +2,7 @@
 
 import torch
 
-from ..devices import implementation
+from ..dispatch import implementation
 from .reduction import TopPReduction
 
 __all__ = ["TopPReduction", "top_k_top_p"]

@@ -4,9 +4,9 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from ..numba_math import exp32, float_of_bits
-from ..numba_order import order_key
-from ..numba_rows import RowKernel
+from ..common.numba_math import exp32, float_of_bits
+from ..common.numba_order import order_key
+from ..common.numba_rows import RowKernel
 from .reduction import REDUCTION
 
 _MINUS_INFINITY = np.float32(-np.inf).view(np.int32)

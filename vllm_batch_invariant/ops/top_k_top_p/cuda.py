@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..triton_order import order_key, value_of
-from ..triton_rows import on_device_of
+from ..common.triton_order import order_key, value_of
+from ..common.triton_rows import on_device_of
 from .reduction import REDUCTION
 
 _BLOCK = 4096

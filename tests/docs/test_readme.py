@@ -1,0 +1,50 @@
+"""The README says what the code does."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from vllm_batch_invariant import cli, envs
+from vllm_batch_invariant.integration import coverage, patch_points
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def test_the_coverage_table_is_the_one_that_the_start_up_check_runs() -> None:
+    assert coverage.markdown() in README
+
+
+def test_the_versions_are_those_that_the_plugin_accepts() -> None:
+    assert f"vLLM {patch_points.version_range()}" in README
+
+
+def test_every_command_is_mentioned() -> None:
+    assert {name for name in cli.COMMANDS if f"vllm-batch-invariant {name}" not in README} == set()
+
+
+def test_the_command_line_prints_the_table_and_the_settings() -> None:
+    def run(*words: str) -> str:
+        command = [sys.executable, "-m", "vllm_batch_invariant.cli", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert run("coverage").strip() == coverage.markdown()
+    assert all(variable.values[-1] in run("settings") for variable in envs.VARIABLES)
+
+
+def test_a_wrong_setting_is_one_line_and_status_2(monkeypatch) -> None:
+    monkeypatch.setenv(f"{envs.FLAG}_ATENTION", "flex")
+    process = subprocess.run(
+        [sys.executable, "-m", "vllm_batch_invariant.cli", "settings"], capture_output=True, text=True
+    )
+    assert process.returncode == 2
+    assert process.stderr.startswith("vllm-batch-invariant: unknown environment variable")
+    assert process.stderr.count("\n") == 1
+
+
+def test_a_command_that_fails_as_nobody_foresaw_does_not_end_as_if_bits_differed(monkeypatch, capsys) -> None:
+    def fail(arguments: list[str]) -> int:
+        raise OSError("no such device\x1b[8m")
+
+    monkeypatch.setitem(cli.COMMANDS, "certificate", fail)
+    assert cli.main(["certificate"]) == 2
+    assert capsys.readouterr().err == "vllm-batch-invariant: certificate failed: OSError: no such device\\x1b[8m\n"

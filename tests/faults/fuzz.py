@@ -1,0 +1,73 @@
+"""Faults that a fuzzer must find, planted in an engine of this process, and taken out again."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.faults.adding import nudge
+
+ROWS = 4
+"""Rows of a product up to which the planted one is right."""
+
+
+def _product(model: Any) -> Callable[[], None]:
+    """A product whose bits follow the number of rows."""
+    layer = model.get_submodule("model.layers.1.mlp.down_proj")
+    product = layer.forward
+
+    def forward(x: torch.Tensor) -> Any:
+        out, bias = product(x)
+        out = out.clone()
+        nudge(out, ROWS)
+        return out, bias
+
+    layer.forward = forward
+    return lambda: delattr(layer, "forward")
+
+
+def _attention(model: Any) -> Callable[[], None]:
+    """Attention whose first row behind a cut of the prompt, by a chunk or by a cached prefix, is wrong."""
+    implementation = model.get_submodule("model.layers.0.self_attn.attn").impl
+    attention = implementation.forward
+
+    def forward(layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, *out: Any, **more: Any) -> Any:
+        result = attention(layer, query, key, value, cache, metadata, *out, **more)
+        if metadata is not None:
+            starts, lengths = metadata.query_start_loc[:-1], metadata.query_start_loc.diff()
+            cut = (metadata.seq_lens[: len(starts)] > lengths) & (lengths > 1)
+            result[starts[cut]] *= 1.25
+        return result
+
+    implementation.forward = forward
+    return lambda: delattr(implementation, "forward")
+
+
+def _sampler(worker: Any) -> Callable[[], None]:
+    """A sampler that looks at a request's place in the batch."""
+    sampler = worker.model_runner.sampler
+    sample = sampler.sample
+
+    def by_place(logits: torch.Tensor, *arguments: Any, **more: Any) -> Any:
+        places = torch.arange(len(logits), device=logits.device)[:, None]
+        tokens = torch.arange(logits.shape[1], device=logits.device)
+        return sample(logits + 0.3 * places * (tokens * 7919 % 5), *arguments, **more)
+
+    sampler.sample = by_place
+    return lambda: delattr(sampler, "sample")
+
+
+FAULTS = ("product", "attention", "sampler")
+_take_out: list[Callable[[], None]] = []
+
+
+def plant(llm: Any, fault: str) -> None:
+    """Put a fault into the engine; the one before is taken out."""
+    while _take_out:
+        _take_out.pop()()
+    if fault in ("product", "attention"):
+        [model] = llm.apply_model(lambda model: model)
+        _take_out.append({"product": _product, "attention": _attention}[fault](model))
+    elif fault == "sampler":
+        [worker] = llm.collective_rpc(lambda worker: worker)
+        _take_out.append(_sampler(worker))

@@ -1,0 +1,169 @@
+"""Which numbers of tokens get a CUDA graph, and that every step finds what its graph was captured with."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_batch_invariant.integration import cuda_graphs
+from vllm_batch_invariant.integration.cuda_graphs import is_decode, sizes
+from vllm_batch_invariant.ops.attention import AttentionReduction
+
+
+@pytest.mark.parametrize(("requests", "largest"), [(1024, 512), (256, 512), (64, 128), (50, 96), (5, 8)])
+def test_vllms_sizes_are_followed_by_larger_ones(requests, largest):
+    captured = [1, 2, 4, *range(8, largest + 1, 8)]
+    found = sizes(captured, requests, 8192)
+    assert {*captured, requests} <= set(found)
+    assert max(found) == 2048
+    assert found == sorted(set(found))
+
+
+def test_no_size_is_above_a_steps_tokens():
+    assert max(sizes([1, 2, 4, 8], 5, 300)) == 256
+    assert sizes([1], 2048, 1) == [1]
+
+
+@pytest.mark.parametrize("captured", [[], [1, 2, 4], [1, 8, 64, 1000]])
+def test_a_users_sizes_are_kept(captured):
+    assert sizes(captured, 256, 8192) == captured
+
+
+HEADS = {"8b": (32, 8, 128), "0.6b": (16, 8, 128), "0.5b": (14, 2, 64), "MHA": (32, 32, 128), "MQA": (71, 1, 64)}
+STEP = 2100
+"""Tokens of a step at most: more than the largest graph has."""
+SLOTS = (*range(1, 10), 63, 64, 65, *range(97, 105), 300, 1000)
+"""Values of --max-num-seqs."""
+GAPS = ([1, 2, 256], [8], [1, 64, 65, 2000], [3, 5, 7, 110])
+"""Sizes that a user may choose."""
+Rule = Callable[[int, int, int], bool]
+
+
+def default_sizes(slots: int) -> list[int]:
+    """vLLM's of 0.26, which has none for the most requests of a step."""
+    largest = min(2 * slots, 512)
+    return [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)) if size <= largest]
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[int], int], SimpleNamespace]:
+    """Managers of CUDA graphs: vLLM's, with the graphs of the mode, for sizes and a number of requests."""
+    module = pytest.importorskip("vllm.v1.worker.gpu.cudagraph_utils")
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(module, "get_pp_group", lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True))
+    monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda self: None)
+    monkeypatch.setattr(module.CudaGraphManager, "_init_candidates", module.CudaGraphManager._init_candidates)
+    cuda_graphs.install()
+    return lambda captured, slots: manager_of(module.CudaGraphManager, captured, slots)
+
+
+def manager_of(kind: type, captured: list[int], slots: int) -> SimpleNamespace:
+    from vllm.config import CUDAGraphMode
+
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=slots),
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=captured, max_cudagraph_capture_size=max(captured, default=0)
+        ),
+        parallel_config=SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1),
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        speculative_config=None,
+        num_speculative_tokens=0,
+    )
+    manager = kind(config, torch.device("cpu"), CUDAGraphMode.FULL, 1)
+    manager._graphs_captured = True
+    return manager
+
+
+def mixes(slots: int) -> Iterator[list[int]]:
+    """Tokens of each request of a step."""
+    for requests in sorted({1, 2, 3, slots - 1, slots} & set(range(1, slots + 1))):
+        for most in (1, 2, 3, 4, 5, 8, 9, 16, 17, 40, 64, 500, 2047, 2048):
+            for first in sorted({1, requests // 2, requests - 1} & set(range(requests))):
+                mix = [1] * first + [most] * (requests - first)
+                if sum(mix) <= STEP:
+                    yield mix
+            if requests * most <= STEP:
+                yield [most] * requests
+            if requests + most <= STEP:
+                yield [most, *[1] * (requests - 1)]
+
+
+@pytest.fixture
+def planners(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, int], object]:
+    """Those of attention, for 132 multiprocessors, whose kernel does nothing."""
+    triton = pytest.importorskip("vllm_batch_invariant.ops.attention.cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.device("cpu"))
+    kernel = type("Kernel", (), {"__getitem__": lambda self, grid: lambda *_, **__: None})()
+    monkeypatch.setattr(triton, "plan_kernel", kernel)
+    monkeypatch.setattr(triton, "PARTIAL_BYTES", 16 << 20)
+
+    def planner(model: str, slots: int, keys: int = 100_000) -> object:
+        heads, kv_heads, size = HEADS[model]
+        shape = triton.Shape(heads, kv_heads, size, torch.bfloat16, AttentionReduction.of_device("cuda"))
+        return triton.Planner(shape, torch.device("cpu"), slots, STEP, keys)
+
+    return planner
+
+
+def plan_of(planner: object, rule: Rule, requests: int, tokens: int, most: int) -> object:
+    numbers = torch.zeros(requests + 1, dtype=torch.int32)
+    return planner.plan(numbers, numbers[1:], tokens, rule(requests, tokens, most))
+
+
+def misfits(manager: SimpleNamespace, planner: object, rule: Rule) -> Iterator[str]:
+    """Steps whose plan is not the one that their graph was captured with, or leaves a request out."""
+    group, slots = planner.shape.group, manager.max_num_reqs
+    captured = {}
+    for graph in (one for descriptions in manager._capture_descs.values() for one in descriptions):
+        # vLLM's dummy step: the same number of tokens for all requests, and what is left for the last.
+        each, left = divmod(graph.num_tokens, graph.num_reqs)
+        captured[graph] = plan_of(planner, rule, graph.num_reqs, graph.num_tokens, each + left)
+    for mix in mixes(slots):
+        tokens, requests, most = sum(mix), len(mix), max(mix)
+        for uniform in {None, most if min(mix) == most else None}:
+            graph = manager.dispatch(requests, tokens, uniform, 0)
+            replays = graph in captured
+            requests_then, tokens_then = (graph.num_reqs, graph.num_tokens) if replays else (requests, tokens)
+            plan = plan_of(planner, rule, requests_then, tokens_then, most)
+            if replays and plan != captured[graph]:
+                yield f"{mix}: planned as {plan}, captured as {captured[graph]}"
+            launched = captured.get(graph, plan)
+            small = [one * group for one in mix if one * group <= 16]
+            if small and not (launched.small and launched.kept_rows >= max(small)):
+                yield f"{mix}: requests of few rows, {launched}"
+            if len(small) < len(mix) and not launched.large_programs:
+                yield f"{mix}: requests of many rows, {launched}"
+            room = planner._room_small(launched.kept_rows) * planner.shape.kv_heads * launched.kept_rows
+            if room > len(planner.top):
+                yield f"{mix}: room for {room} rows of partial results in {len(planner.top)}"
+
+
+@pytest.mark.parametrize("model", HEADS)
+@pytest.mark.parametrize("captured", [None, *GAPS], ids=str)
+def test_every_step_is_planned_as_its_graph_was_captured(model, captured, planners, graphs):
+    for slots in SLOTS if captured is None else (1, 5, 100, 300):
+        of_graphs = captured or sizes(default_sizes(slots), slots, STEP)
+        manager = graphs(of_graphs, slots)
+        assert next(misfits(manager, planners(model, slots), is_decode), None) is None, slots
+
+
+def by_the_longest_query(requests: int, tokens: int, most: int) -> bool:
+    return most <= 1
+
+
+@pytest.mark.parametrize(("slots", "captured"), [(100, default_sizes(100)), (5, default_sizes(5)), (300, [1, 2, 512])])
+def test_a_plan_that_follows_the_longest_query_does_not_fit_its_graph(slots, captured, planners, graphs):
+    """A step of decode that is padded to more tokens than requests."""
+    manager = graphs(captured, slots)
+    assert next(misfits(manager, planners("8b", slots), by_the_longest_query), None) is not None
+
+
+def test_a_request_with_several_tokens_in_a_step_with_no_more_tokens_than_requests_is_an_error():
+    assert is_decode(4, 4, 1)
+    assert not is_decode(4, 5, 1)
+    with pytest.raises(RuntimeError, match="2 of them of one"):
+        is_decode(4, 4, 2)

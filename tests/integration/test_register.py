@@ -1,0 +1,77 @@
+"""The plugin's entry point: found by vLLM, silent without the flag, clear about a wrong setting."""
+
+from importlib.metadata import entry_points
+
+import pytest
+
+import vllm_batch_invariant
+from vllm_batch_invariant.errors import BadSetting, NotCovered
+from vllm_batch_invariant.integration import coverage, patch_points
+
+
+def test_vllm_finds_the_entry_point() -> None:
+    found = [point for point in entry_points(group="vllm.general_plugins") if point.name == "batch_invariant"]
+    assert [point.load() for point in found] == [vllm_batch_invariant.register]
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_nothing_is_read_or_checked_without_the_flag(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT_NONSENSE", "1")
+    vllm_batch_invariant.register()
+
+
+@pytest.mark.parametrize("value", ["yes", "2", "true", "-1"])
+def test_a_wrong_flag_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    with pytest.raises(BadSetting, match=f"VLLM_BATCH_INVARIANT='{value}' is not a value it can have; use 0 or 1"):
+        vllm_batch_invariant.register()
+
+
+def test_an_unknown_variable_is_refused_with_the_nearest_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT_ATENTION", "flex")
+    with pytest.raises(BadSetting, match="ATENTION; did you mean VLLM_BATCH_INVARIANT_ATTENTION"):
+        vllm_batch_invariant.register()
+
+
+def test_a_wrong_implementation_of_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_batch_invariant.envs import ATTENTION
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT_ATTENTION", "flash")
+    with pytest.raises(BadSetting, match="use auto or flex or numba or triton"):
+        ATTENTION.read()
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "dev"])
+def test_an_unknown_vllm_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: version)
+    with pytest.raises(NotCovered, match=f"vLLM {version}: .*install vLLM 0.26 to 0.33"):
+        patch_points.check_version()
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.0", "0.33.1rc1+cpu"])
+def test_known_versions_are_accepted(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: version)
+    patch_points.check_version()
+
+
+@pytest.mark.parametrize("device", ["xpu", "tpu"])
+def test_a_device_without_implementation_is_refused(device: str) -> None:
+    with pytest.raises(NotCovered, match=f"device '{device}'.*unset VLLM_BATCH_INVARIANT"):
+        coverage.check_device(device)
+
+
+@pytest.mark.parametrize("name", patch_points.ALL)
+def test_the_installed_vllm_has_every_seam(name: str) -> None:
+    assert patch_points.ALL[name].get() is not None
+
+
+@pytest.mark.parametrize("name", patch_points.MEMBERS)
+def test_the_installed_vllm_has_every_method_that_is_overridden(name: str) -> None:
+    assert [member for member in patch_points.MEMBERS[name] if not hasattr(patch_points.ALL[name].get(), member)] == []
+
+
+def test_a_missing_seam_is_named() -> None:
+    with pytest.raises(NotCovered, match=r"it has no nothing in vllm\.envs"):
+        patch_points.Seam(("vllm.envs",), "nothing").get()

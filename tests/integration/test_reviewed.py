@@ -1,0 +1,150 @@
+"""A setting of vLLM's that nobody has reviewed must have its default, and so must one that could change arithmetic."""
+
+import dataclasses
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from scripts import check_seams
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.integration import coverage, install, patch_points, reviewed
+from vllm_batch_invariant.ops.linear import schedule
+
+
+@dataclass
+class SchedulerConfig:
+    """With one field that is reviewed and three that no version has."""
+
+    max_num_seqs: int = 64
+    order_of_additions: str = "ascending"
+    slices: list[int] = Field(default_factory=lambda: [1, 2])
+    precision: int = Field(default=32, gt=0)
+
+
+def configurations(config: Any) -> Iterator[Any]:
+    yield config
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name, None)
+        if dataclasses.is_dataclass(value) and type(value).__name__ in reviewed.FIELDS:
+            yield from configurations(value)
+
+
+def test_every_field_of_the_installed_vllm_was_reviewed() -> None:
+    seen = {type(part).__name__: part for part in configurations(patch_points.CONFIG.get()())}
+    assert {"CacheConfig", "CompilationConfig", "KernelConfig", "UVAOffloadConfig"} <= set(seen)
+    unknown = {
+        name: reviewed.unreviewed(name, {field.name for field in dataclasses.fields(part)})
+        for name, part in seen.items()
+    }
+    assert {name: fields for name, fields in unknown.items() if fields} == {}
+
+
+def test_defaults_are_accepted_and_what_is_free_may_have_any_value() -> None:
+    reviewed.check(SchedulerConfig())
+    reviewed.check(SchedulerConfig(max_num_seqs=1))
+    reviewed.check(SchedulerConfig(slices=[1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"order_of_additions": "any"}, r"order_of_additions='any': .* not know it; .* it is 'ascending'"),
+        ({"slices": [3]}, r"slices=\[3\]: .*; leave it out, so that it is \[1, 2\]"),
+        ({"precision": 16}, r"precision=16: .*; leave it out, so that it is 32"),
+    ],
+)
+def test_an_unknown_field_is_refused_by_name_unless_it_has_its_default(changed: dict[str, Any], told: str) -> None:
+    with pytest.raises(NotCovered, match=told) as refused:
+        reviewed.check(SchedulerConfig(**changed))
+    assert "\n" not in str(refused.value)
+
+
+VLLM = """
+@config
+class VllmConfig:
+    cache_config: CacheConfig
+    order_of_additions: str = "ascending"
+
+@config(option=True)
+class CacheConfig:
+    block_size: int = 16
+    pages_that_forget: InitVar[bool] = False
+    rounding: Rounding | None = None
+
+@config
+class Rounding:
+    up: bool = False
+"""
+BACKEND = "class {}:\n    supports_guessing: bool = False\n    def supports_sink(cls): ..."
+
+
+def test_what_a_version_has_and_nobody_has_reviewed_is_named(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "wheel", "w") as wheel:
+        wheel.writestr("vllm/config/vllm.py", VLLM)
+        for file, name in (("backend", "AttentionBackend"), ("backends/triton_attn", "TritonAttentionBackend")):
+            wheel.writestr(f"vllm/v1/attention/{file}.py", BACKEND.format(name))
+        assert check_seams.unreviewed(wheel) == [
+            "VllmConfig.order_of_additions",
+            "CacheConfig.rounding",
+            "Rounding.up",
+            "AttentionBackend.supports_guessing",
+            "TritonAttentionBackend.supports_guessing",
+        ]
+
+
+@pytest.mark.parametrize("name", reviewed.VARIABLES)
+def test_a_variable_that_puts_other_kernels_in_the_place_of_ours_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, reviewed.VARIABLES[name][0])
+    reviewed.check_variables()
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(NotCovered, match=f"{name}=1: .*; unset {name}"):
+        reviewed.check_variables()
+
+
+def test_rocm_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    coverage.check_device("cuda")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(NotCovered, match="device 'rocm'"):
+        coverage.check_device("cuda")
+
+
+def test_a_gpu_of_rocms_is_refused_in_plain_pytorch_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its compute capability says 9.0, like a Hopper GPU's."""
+    found = type("Properties", (), {"name": "MI300X", "major": 9, "minor": 0})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(NotCovered, match=r"does not cover MI300X: .*NVIDIA"):
+        schedule.gpu.__wrapped__(0)
+
+
+@pytest.mark.parametrize(("name", "nvidia"), [("rocm", False), ("cuda", True)])
+def test_a_platform_that_only_claims_to_be_cuda_is_called_by_its_name(name: str, nvidia: bool) -> None:
+    class Platform:
+        device_type, device_name = "cuda", name
+
+        def is_cuda(self) -> bool:
+            return nvidia
+
+    assert install._device_type(Platform()) == name
+
+
+def test_a_part_that_vllm_makes_after_the_platform_was_asked_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Configuration:
+        model_config = device_config = type("Any", (), {"device_type": "cpu"})()
+
+        def __post_init__(self) -> None:
+            self.kv_transfer_config = "made of another setting"
+
+    looked_at = []
+    monkeypatch.setattr(install, "check", lambda config: looked_at.append(config.kv_transfer_config))
+    install._check_again(Configuration)
+    Configuration().__post_init__()
+    assert looked_at == ["made of another setting"]

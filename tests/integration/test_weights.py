@@ -1,0 +1,398 @@
+"""What is made of weights when they are loaded is made again, and what was made of the old ones is let go."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.assertions import assert_same_bits
+from vllm_batch_invariant.integration import linear, patch_points, weights
+from vllm_batch_invariant.integration.linear import dispatch, restore_weights
+
+
+class Layer(torch.nn.Module):
+    """As vLLM's: a weight [N, K], and ``cpu_linear`` once it is loaded."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            return self.cpu_linear(x, self.weight, None)
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def loaded(weight: torch.Tensor, remove_weight: bool = True) -> Layer:
+    layer = Layer(weight.clone())
+    dispatch(layer, remove_weight)
+    return layer
+
+
+X = draw(3, 48, seed=7)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_that_was_let_go_comes_back_with_its_bits(dtype: torch.dtype) -> None:
+    weight = draw(96, 48, dtype=dtype)
+    layer = loaded(weight)
+    parameter = layer.weight
+    before = layer(X.to(dtype))
+    assert layer.weight.numel() == 0
+    restore_weights()
+    assert layer.weight is parameter
+    assert layer.weight.is_contiguous()
+    assert_same_bits(layer.weight.data, weight)
+    assert_same_bits(layer(X.to(dtype)), before)
+    assert layer.weight.numel() == 0
+
+
+@pytest.mark.parametrize("remove_weight", [True, False])
+def test_a_weight_that_is_written_in_its_place_serves_the_next_product(remove_weight: bool) -> None:
+    old, new = draw(96, 48), draw(96, 48, seed=1)
+    layer = loaded(old, remove_weight)
+    layer(X)
+    restore_weights()
+    layer.weight.data.copy_(new)
+    assert_same_bits(layer(X), loaded(new)(X))
+
+
+def test_an_output_head_follows_the_embedding_whose_weight_it_shares() -> None:
+    embedding, head = loaded(draw(96, 48), remove_weight=False), Layer(draw(1, 1))
+    head.weight = embedding.weight
+    dispatch(head, remove_weight=False)
+    head(X)
+    restore_weights()
+    embedding.weight.data.copy_(draw(96, 48, seed=1))
+    dispatch(embedding, remove_weight=False)
+    assert_same_bits(head(X), loaded(draw(96, 48, seed=1))(X))
+
+
+@pytest.mark.parametrize("restored", [True, False])
+@pytest.mark.parametrize("remove_weight", [True, False])
+def test_a_layer_that_vllm_loads_elsewhere_and_copies_serves_the_copy(restored: bool, remove_weight: bool) -> None:
+    """Its layerwise reload: another parameter is loaded and processed, and then copied to the first."""
+    layer, new = loaded(draw(96, 48), remove_weight), draw(96, 48, seed=1)
+    layer(X)
+    if restored:
+        restore_weights()
+    first, layer.weight = layer.weight, torch.nn.Parameter(new.clone(), requires_grad=False)
+    dispatch(layer, remove_weight)
+    first.data.copy_(layer.weight)
+    layer.weight = first
+    assert_same_bits(layer(X), loaded(new)(X))
+
+
+def test_a_layer_that_is_processed_again_without_a_load_keeps_its_product() -> None:
+    layer = loaded(draw(96, 48))
+    before = layer(X)
+    dispatch(layer, remove_weight=True)
+    assert_same_bits(layer(X), before)
+
+
+def test_a_layer_that_is_gone_is_not_given_its_weight_back() -> None:
+    import gc
+
+    products = len(linear._prepared)
+    loaded(draw(96, 48))
+    gc.collect()
+    assert len(linear._prepared) <= products
+
+
+def test_a_weight_on_a_gpu_is_prepared_again_without_vllms_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Method:
+        def process_weights_after_loading(self, layer: Any) -> None:
+            layer.processed = getattr(layer, "processed", 0) + 1
+
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=300, max_num_seqs=5),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4]),
+    )
+    configs, prepared = [config], []
+    monkeypatch.setattr(patch_points.CURRENT_CONFIG.module(), "get_current_vllm_config", lambda: configs.pop())
+    monkeypatch.setattr(linear, "prepare", lambda *arguments: prepared.append(arguments))
+    linear._prepare_after_loading(Method)
+    layer = SimpleNamespace(weight=SimpleNamespace(is_cuda=True, ndim=2), bias=None)
+    for _ in range(2):
+        Method().process_weights_after_loading(layer)
+    assert prepared == [(layer.weight, 300, False, (1, 2, 4))] * 2
+    assert layer.processed == 2
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer(draw(96, 48))
+        self.norm = torch.nn.Parameter(draw(48))
+        self.register_buffer("cache", draw(4, 6, dtype=torch.float32))
+
+
+def worker_of(model: torch.nn.Module) -> Any:
+    return SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
+
+
+@pytest.mark.parametrize("name", ["layer.weight", "norm", "cache"])
+def test_a_changed_bit_of_any_tensor_changes_the_fingerprint(name: str) -> None:
+    model = Model()
+    worker = worker_of(model)
+    dispatch(model.layer, remove_weight=True)
+    before = weights.fingerprint(worker)
+    model.layer(X)
+    assert weights.fingerprint(worker) == before
+    tensor = model.state_dict()[name].flatten()
+    integers = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+    integers[-1] ^= 1
+    assert weights.fingerprint(worker) != before
+    integers[-1] ^= 1
+    assert weights.fingerprint(worker) == before
+
+
+@pytest.mark.parametrize("shape", [(100, 97), (4096, 48), (5,), ()])
+def test_sums_tell_every_changed_bit_and_words_that_changed_places(shape: tuple[int, ...]) -> None:
+    weight = draw(*shape)
+    before = weights._sums(weights._bytes(weight))
+    assert sum(part.numel() for part in before) < max(weight.numel(), 1024) + 8192
+
+    def differs(other: torch.Tensor) -> bool:
+        after = weights._sums(weights._bytes(other))
+        return any(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+    assert not differs(weight.clone())
+    for place in {0, weight.numel() // 2, weight.numel() - 1}:
+        other = weight.clone()
+        other.view(torch.int16).view(-1)[place] ^= 1
+        assert differs(other)
+    if weight.numel() > 1:
+        assert differs(weight.flip(0))
+        assert differs(weight.flip(-1))
+
+
+def test_a_tensor_that_is_a_part_of_another_is_read_at_any_place() -> None:
+    memory = draw(3 * 4096 + 1)
+    for part in (memory[1:], memory[1:].view(3, -1)[:, 5:], memory[2:].view(-1)[::3]):
+        assert_same_bits(weights._bytes(part).view(torch.bfloat16), part.flatten())
+
+
+def test_memory_that_was_taken_from_the_kv_cache_changes_the_fingerprint() -> None:
+    class Worker:
+        model_runner = worker_of(Model()).model_runner
+
+        def sleep(self, level: int) -> None:
+            assert level == 1
+
+    Worker.sleep = weights._counted(Worker.sleep)
+    worker = Worker()
+    before = weights.fingerprint(worker)
+    worker.sleep(level=1)
+    assert weights.fingerprint(worker) != before
+
+
+class Core:
+    """As vLLM's ``EngineCore``, of a worker whose weights have a name."""
+
+    def __init__(self, device_type: str = "cuda") -> None:
+        self.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type=device_type))
+        self.scheduler = SimpleNamespace(pause_state=0, has_requests=lambda: True, running=["one"])
+        self.model_executor = SimpleNamespace(is_sleeping=False, collective_rpc=self.on_workers)
+        self.weights, self.asked, self.resets, self.steps = "A", [], [], 0
+        self.batch_queue = None
+
+    def on_workers(self, method: str, *args: Any, kwargs: dict[str, Any] | None = None) -> list[str]:
+        if method == weights.METHOD:
+            self.asked.append(kwargs)
+            return [self.weights if (kwargs or {}).get("compare", True) else ""]
+        if method == "load":
+            [self.weights] = args
+        if method == "fail":
+            self.weights = "half of B"
+            raise RuntimeError("no more")
+        return ["done"]
+
+    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        self.resets.append(reset_running_requests)
+        return True
+
+    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple = (), kwargs: Any = None) -> list:
+        return self.on_workers(method, *args)
+
+    def step(self) -> str:
+        self.steps += 1
+        return "stepped"
+
+    step_with_batch_queue = step
+
+
+@pytest.fixture
+def core_class(monkeypatch: pytest.MonkeyPatch) -> type[Core]:
+    kind = type("Core", (Core,), dict(Core.__dict__))
+    monkeypatch.setattr(patch_points.ENGINE_CORE.module(), "EngineCore", kind)
+    weights.install()
+    return kind
+
+
+@pytest.mark.parametrize("step", ["step", "step_with_batch_queue"])
+def test_other_weights_empty_the_prefix_cache_before_the_next_step_and_once(core_class: type[Core], step: str) -> None:
+    core = core_class()
+    take = getattr(core, step)
+    assert take() == "stepped"
+    assert core.asked == []  # who calls no worker pays nothing
+    assert core.collective_rpc("load", args=("B",)) == ["done"]
+    assert core.resets == []
+    take()
+    take()
+    assert core.resets == [True]
+    assert core.steps == 3
+
+
+def test_the_same_weights_leave_the_prefix_cache_alone(core_class: type[Core]) -> None:
+    core = core_class()
+    for method, arguments in (("anything", ()), ("load", ("A",))):
+        core.collective_rpc(method, args=arguments)
+        core.step()
+    assert core.resets == []
+
+
+def test_many_calls_are_looked_at_once(core_class: type[Core]) -> None:
+    core = core_class()
+    for name in "BCDE":
+        core.collective_rpc("load", args=(name,))
+    core.step()
+    assert len(core.asked) == 2
+    assert core.resets == [True]
+
+
+def test_a_call_that_fails_half_way_is_looked_at_too(core_class: type[Core]) -> None:
+    core = core_class()
+    core.step()
+    with pytest.raises(RuntimeError, match="no more"):
+        core.collective_rpc("fail")
+    core.step()
+    assert core.resets == [True]
+
+
+def test_what_an_engine_is_asked_to_declare_is_no_reason_to_look(core_class: type[Core]) -> None:
+    core = core_class()
+    core.collective_rpc("batch_invariant_declaration")
+    core.step()
+    assert core.asked == []
+
+
+@pytest.mark.parametrize("idle", ["asleep", "paused", "without requests"])
+def test_weights_are_not_looked_at_while_nothing_is_served(core_class: type[Core], idle: str) -> None:
+    core = core_class()
+    core.collective_rpc("load", args=("B",))
+    asked = len(core.asked)
+    if idle == "asleep":
+        core.model_executor.is_sleeping = True
+    elif idle == "paused":
+        core.scheduler.pause_state = patch_points.PAUSE_STATE.get().PAUSED_ALL
+    else:
+        core.scheduler.has_requests = lambda: False
+    core.collective_rpc("load", args=("C",))
+    core.step()
+    assert len(core.asked) == asked
+    core.model_executor.is_sleeping = False
+    core.scheduler.pause_state, core.scheduler.has_requests = 0, lambda: True
+    core.step()
+    assert core.resets == [True]
+
+
+def test_weights_that_were_never_seen_empty_the_prefix_cache(core_class: type[Core]) -> None:
+    core = core_class()
+    core.model_executor.is_sleeping = True
+    core.collective_rpc("load", args=("B",))
+    core.model_executor.is_sleeping = False
+    core.step()
+    assert core.resets == [True]
+
+
+def test_a_trainer_that_writes_into_the_model_of_its_process_is_seen(core_class: type[Core]) -> None:
+    class Loading(torch.nn.Module):
+        def load_weights(self, names: list[str]) -> list[str]:
+            return names
+
+    model, core = Loading(), core_class()
+    weights._watch_loading(model)
+    core.step()
+    assert core.asked == []
+    assert model.load_weights(["one"]) == ["one"]
+    core.step()
+    core.step()
+    assert core.resets == [True]
+
+
+def test_slopes_of_alibi_come_back_when_a_gpu_wakes_up() -> None:
+    from vllm_batch_invariant.integration.attention import FixedSplitAttention
+
+    layer = FixedSplitAttention(2, 64, 1.0, 2, alibi_slopes=[0.5, 0.25])
+    lies, wanted = layer.alibi_slopes, layer.alibi_slopes.clone()
+    layer.alibi_slopes.fill_(float("nan"))
+    layer.restore_after_sleep()
+    assert layer.alibi_slopes is lies
+    assert_same_bits(layer.alibi_slopes, wanted)
+
+
+class AheadOfItsWorkers:
+    """An engine with two steps on their way, the second of which computes nothing; its scheduler is itself."""
+
+    def __init__(self) -> None:
+        self.pause_state = "running"
+        self.states: list[Any] = []
+        self.scheduler = self
+        self.batch_queue = [
+            ("later", SimpleNamespace(total_num_scheduled_tokens=0)),
+            ("first", SimpleNamespace(total_num_scheduled_tokens=3)),
+        ]
+        self.done: list[str] = []
+
+    def set_pause_state(self, state: Any) -> None:
+        self.pause_state = state
+
+    def step(self) -> tuple[dict[int, str], bool]:
+        self.states.append(self.pause_state)
+        name, _ = self.batch_queue.pop()
+        self.done.append(name)
+        return {0: name}, True
+
+    def reset(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        self.done.append(f"reset {reset_running_requests} {reset_connector}")
+        return True
+
+
+def test_what_is_on_its_way_arrives_before_running_requests_are_computed_again() -> None:
+    core = AheadOfItsWorkers()
+    reset = weights._after_arrivals(AheadOfItsWorkers.reset, AheadOfItsWorkers.step)
+    assert reset(core, True, reset_connector=True)
+    assert core.done == ["first", "reset True True"]
+    assert core.states == [patch_points.PAUSE_STATE.get().PAUSED_ALL]  # nothing more is scheduled meanwhile
+    assert core.pause_state == "running"
+    assert list(core.__dict__[weights._ARRIVED]) == [{0: "first"}]
+
+
+def test_a_reset_that_leaves_running_requests_alone_waits_for_nothing() -> None:
+    core = AheadOfItsWorkers()
+    assert weights._after_arrivals(AheadOfItsWorkers.reset, AheadOfItsWorkers.step)(core)
+    assert core.done == ["reset False False"]
+
+
+def test_what_arrived_meanwhile_is_what_the_next_step_gives() -> None:
+    core = AheadOfItsWorkers()
+    weights._deliver(core, {0: "an output"})
+    weights._deliver(core, {})
+    core.__dict__[weights._WATCH] = weights.Watch(fingerprint="", called=False)
+    looking = weights._looking(AheadOfItsWorkers.step)
+    assert looking(core) == ({0: "an output"}, True)
+    assert looking(core) == ({0: "first"}, True)
+
+
+def test_an_engine_in_a_process_of_its_own_sends_what_arrived() -> None:
+    core = AheadOfItsWorkers()
+    core.output_queue = SimpleNamespace(put_nowait=core.done.append)
+    weights._deliver(core, {0: "an output"})
+    assert core.done == [(0, "an output")]
+    assert weights._ARRIVED not in core.__dict__

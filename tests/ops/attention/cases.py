@@ -1,0 +1,47 @@
+"""Attention over requests whose keys and values are known, by any implementation and in float64."""
+
+import math
+
+import torch
+
+from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
+from vllm_batch_invariant.ops.attention.params import PagedAttention
+from vllm_batch_invariant.ops.attention.reference import paged_attention as reference_attention
+from vllm_batch_invariant.verify.check.paged_batches import Chunk, Heads, Request, paged
+
+__all__ = ["Chunk", "Heads", "Request", "attend", "exact", "in_chunks", "paged"]
+
+
+def attend(
+    chunks: list[Chunk],
+    implementation: str = "numba",
+    split_size: int = 256,
+    page_size: int = 16,
+    placement: int = 0,
+    filler: float = 7.0,
+    **features: object,
+) -> list[torch.Tensor]:
+    """The output rows of each chunk, computed together."""
+    tensors = paged(chunks, page_size, placement, filler)
+    scale = 1 / math.sqrt(chunks[0].request.heads.size)
+    out = paged_attention(
+        *tensors, scale=scale, reduction=AttentionReduction(split_size), implementation=implementation, **features
+    )
+    return list(out.split([chunk.stop - chunk.start for chunk in chunks]))
+
+
+def exact(chunks: list[Chunk], **features: object) -> torch.Tensor:
+    """The definition in float64."""
+    options = {"sliding_window": None, "logits_soft_cap": None, "alibi_slopes": None} | features
+    scale = 1 / math.sqrt(chunks[0].request.heads.size)
+    call = PagedAttention(*paged(chunks), scale, AttentionReduction(), **options)
+    call.check()
+    out = torch.empty_like(call.query, dtype=torch.float64)
+    reference_attention(call, out, torch.float64)
+    return out
+
+
+def in_chunks(request: Request, size: int, start: int = 0, **options: object) -> torch.Tensor:
+    """Rows from position ``start`` on, computed in chunks of ``size``."""
+    starts = range(start, request.length, size)
+    return torch.cat([attend([Chunk(request, at, min(at + size, request.length))], **options)[0] for at in starts])

@@ -1,0 +1,190 @@
+"""Which kernels of attention serve after they were compared on the GPU, and what is refused; no kernel runs here."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops.attention import AttentionReduction
+
+pytest.importorskip("triton")
+
+from vllm_batch_invariant.ops.attention import certificate
+from vllm_batch_invariant.ops.attention.certificate import Chunk, Options, certify, ways
+from vllm_batch_invariant.ops.attention.cuda import FEW_ROWS, Kernels, Shape
+
+GLUON, TRITON, ONE = Kernels(hopper=True), Kernels(hopper=False), Kernels(hopper=False, few_rows=0)
+SHAPE = Shape(4, 2, 64, torch.bfloat16, AttentionReduction.of_device("cuda"))
+Attend = Callable[[Kernels, Options, list[Chunk]], torch.Tensor]
+
+
+def right(kernels: Kernels, options: Options, chunks: list[Chunk]) -> torch.Tensor:
+    """Every row is a function of its position."""
+    rows = torch.cat([torch.arange(one.stop - one.tokens, one.stop) for one in chunks])
+    return (rows[:, None, None] % 97).expand(-1, 4, 64).to(torch.bfloat16)
+
+
+@pytest.fixture
+def attending(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[Attend], None]]:
+    """Has attention computed by a function."""
+
+    def put(attend: Attend) -> None:
+        monkeypatch.setattr(
+            certificate, "_attend", lambda planner, _, chunks, options: attend(planner, options, chunks)
+        )
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(Kernels, "candidates", classmethod(lambda cls, *_: iter((GLUON, TRITON, ONE))))
+
+    monkeypatch.setattr(certificate, "_environment", lambda device: {"gpu": "a GPU"})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    class Planner(Kernels):
+        shape = SHAPE
+
+    monkeypatch.setattr(certificate, "_planner", lambda kernels, *_: Planner(kernels.hopper, kernels.few_rows))
+    certify.cache_clear()
+    yield put
+    certify.cache_clear()
+
+
+def certified(*layers: Options) -> certificate.Certificate:
+    return certify(SHAPE, torch.device("cpu"), 16, layers or (Options(),))
+
+
+def differs_where(wrong: Callable[[Kernels, Options, list[Chunk]], bool]) -> Attend:
+    """One bit of one element is another."""
+
+    def attend(kernels: Kernels, options: Options, chunks: list[Chunk]) -> torch.Tensor:
+        out = right(kernels, options, chunks).clone()
+        if wrong(kernels, options, chunks):
+            out[-1, 3, 5] = torch.nextafter(out[-1, 3, 5], torch.tensor(1e9, dtype=out.dtype))
+        return out
+
+    return attend
+
+
+def is_decode(chunks: list[Chunk]) -> bool:
+    return all(one.tokens == 1 for one in chunks)
+
+
+def test_kernels_that_agree_serve_the_fastest_first(attending):
+    attending(right)
+    found = certified()
+    assert (found.kernels, found.refused) == (GLUON, ())
+    assert found.elements > 100_000
+
+
+def test_kernels_one_bit_of_whose_decode_differs_do_not_serve(attending, caplog):
+    attending(differs_where(lambda kernels, _, chunks: kernels.hopper and is_decode(chunks)))
+    found = certified()
+    assert found.kernels == TRITON
+    [refused] = found.refused
+    assert "the Gluon kernels: plain attention has other bits by decode than by prefill: 1 of " in refused
+    assert "Attention is not served by the Gluon kernels" in caplog.text
+    assert "take up to twice as long" in caplog.text
+
+
+def test_one_size_of_blocks_serves_all_where_two_differ(attending, caplog):
+    attending(differs_where(lambda kernels, _, chunks: kernels.few_rows > 0 and chunks[0].tokens * 2 <= FEW_ROWS))
+    found = certified()
+    assert (found.kernels, len(found.refused)) == (ONE, 2)
+    assert "decode computes a whole block of rows for each request" in caplog.text
+
+
+def test_an_engine_does_not_start_where_no_kernel_agrees_with_itself(attending):
+    attending(differs_where(lambda _, options, chunks: is_decode(chunks)))
+    with pytest.raises(NotCovered, match="its kernels give a row other bits by prefill than by decode"):
+        certified()
+
+
+def test_a_comparison_is_made_once_for_an_environment(attending, monkeypatch):
+    attending(right)
+    first = certified()
+    certify.cache_clear()
+    attending(differs_where(lambda *_: True))  # is not asked again
+    assert certified() == first
+    certify.cache_clear()
+    monkeypatch.setattr(certificate, "_environment", lambda device: {"gpu": "another GPU"})
+    attending(right)
+    monkeypatch.setattr(Kernels, "candidates", classmethod(lambda cls, *_: iter((TRITON,))))
+    assert certified().kernels == TRITON
+
+
+def test_kernels_that_were_refused_are_compared_at_every_start(attending):
+    attending(differs_where(lambda kernels, _, chunks: kernels.hopper and is_decode(chunks)))
+    assert certified().kernels == TRITON
+    certify.cache_clear()
+    attending(right)
+    assert certified().kernels == GLUON
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"environment": {"gpu": "a GPU"}, "certificates": 3}'])
+def test_a_broken_file_is_set_aside_and_the_comparison_made_again(content, attending):
+    path = certificate._path({"gpu": "a GPU"})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    attending(right)
+    assert certified().kernels == GLUON
+    certify.cache_clear()
+    assert certified().kernels == GLUON
+
+
+def test_every_kind_of_layer_is_compared(attending):
+    attending(differs_where(lambda kernels, options, chunks: bool(options.sliding_window) and is_decode(chunks)))
+    assert certified(Options()).kernels == GLUON
+    with pytest.raises(NotCovered, match="window 100 attention"):
+        certified(Options(), Options(sliding_window=100))
+
+
+@pytest.mark.parametrize("chunk", [name for name, _ in ways(2)])
+def test_a_difference_in_any_way_to_compute_a_row_is_found(chunk, attending):
+    chunks = dict(ways(2))[chunk]
+    attending(differs_where(lambda kernels, _, asked: kernels.hopper and asked == chunks))
+    assert chunk in certified().refused[0]
+
+
+def test_kernels_that_do_not_run_do_not_serve(attending):
+    def attend(kernels: Kernels, options: Options, chunks: list[Chunk]) -> torch.Tensor:
+        if kernels.hopper:
+            raise AttributeError("module has no attribute 'thread_barrier'\nand much more")
+        return right(kernels, options, chunks)
+
+    attending(attend)
+    found = certified()
+    assert found.kernels == TRITON
+    assert found.refused == ("the Gluon kernels: AttributeError: module has no attribute 'thread_barrier'",)
+
+
+def test_too_little_memory_to_compare_is_not_a_difference(attending):
+    def attend(kernels: Kernels, options: Options, chunks: list[Chunk]) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    attending(attend)
+    with pytest.raises(NotCovered, match="does not fit into the GPU's memory beside the KV cache; lower"):
+        certified()
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 7, 16, 71])
+def test_rows_are_computed_in_small_and_in_large_blocks_whatever_the_group(group):
+    rows = [one.tokens * group for _, chunks in ways(group) for one in chunks]
+    assert max(rows) > FEW_ROWS
+    assert (min(rows) <= FEW_ROWS) == (group <= FEW_ROWS)
+
+
+def test_the_operands_cancel():
+    """In float64 scores, and values of whole tiles, add up to 0."""
+    scores = certificate.by_scores(SHAPE, torch.device("cpu"), 16)
+    values = certificate.by_values(SHAPE, torch.device("cpu"), 16)
+    places = torch.arange(2624)
+    pages = values.table[0, places // 16].long()
+    keys = scores.key_cache[pages, :, places % 16].double()
+    products = torch.einsum("qhd,khd->qhk", scores.query[:50, ::2].double(), keys)
+    assert float(products.abs().max()) < 1e-12
+    tiles = values.value_cache[pages, :, places % 16].double().unflatten(0, (-1, SHAPE.tile))
+    assert float(tiles.sum(1).abs().max()) == 0
+    assert float(tiles.abs().max()) > 1

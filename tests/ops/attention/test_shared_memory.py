@@ -1,0 +1,43 @@
+"""A small block of attention has as many stages as the GPU has shared memory for."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_batch_invariant.ops.attention import AttentionReduction
+
+pytest.importorskip("triton")
+
+from vllm_batch_invariant.ops.attention import cuda
+from vllm_batch_invariant.ops.attention.shared_memory import fitted
+
+REDUCTION = AttentionReduction.of_device("cuda")
+
+
+def stages(monkeypatch: pytest.MonkeyPatch, size: int, major: int, room: int, dtype: torch.dtype) -> int:
+    gpu = SimpleNamespace(major=major, shared_memory_per_block_optin=room)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    blocks = cuda.small_blocks(size, dtype)
+    found = fitted(blocks, cuda.Shape(8, 2, size, dtype, REDUCTION), torch.device("cpu"))
+    assert found == replace(blocks, stages=found.stages)
+    return found.stages
+
+
+@pytest.mark.parametrize(
+    ("major", "room", "expected"),
+    [(8, 166_912, 2), (8, 101_376, 2), (9, 232_448, 2), (10, 232_448, 2), (12, 101_376, 1), (9, 1024, 1)],
+    ids=["A100", "L4", "H100", "B200", "RTX 5090", "no room"],
+)
+def test_heads_of_256_have_fewer_stages_where_memory_is_short(major, room, expected, monkeypatch) -> None:
+    for size in (160, 256):
+        assert stages(monkeypatch, size, major, room, torch.bfloat16) == expected
+        assert stages(monkeypatch, size, major, room, torch.float32) == 1
+
+
+def test_smaller_heads_have_all_their_stages_everywhere(monkeypatch) -> None:
+    """No GPU that can serve has so little that they would not fit, so none is asked."""
+    for size in (64, 80, 128):
+        for dtype in (torch.bfloat16, torch.float16):
+            assert stages(monkeypatch, size, 12, 0, dtype) == cuda.small_blocks(size, dtype).stages == 3

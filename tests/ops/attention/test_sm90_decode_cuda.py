@@ -1,0 +1,53 @@
+"""The decode kernel for Hopper GPUs has the bits of the Triton kernel, whoever merges the splits of a head."""
+
+import pytest
+import torch
+
+from tests.ops.attention.cases import Chunk, Heads, Request, paged
+from vllm_batch_invariant.ops.attention import AttentionReduction, cuda, paged_attention
+
+GROUP_OF_EIGHT = Heads(8, 1, 128, torch.bfloat16)
+LENGTHS = {
+    "heads in many parts": (33000,),
+    "heads in two parts": tuple(500 + 37 * number for number in range(140)),
+    "whole heads": tuple(range(1, 900, 3)),
+    "long and short": (300, 12000, 1, 64, 65, 2049, 257),
+    "as long as each other": (9000,) * 20,
+}
+
+pytestmark = pytest.mark.usefixtures("hopper")
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+@pytest.mark.parametrize(
+    "heads",
+    [
+        GROUP_OF_EIGHT,
+        Heads(14, 2, 64, torch.bfloat16),
+        Heads(4, 4, 128, torch.float16),
+        Heads(4, 2, 64, torch.float16),
+        Heads(12, 4, 128, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_it_has_the_bits_of_the_triton_kernel_at_every_launch(heads, lengths, tokens):
+    known = {length: Request(heads, length, length) for length in set(lengths)}
+    chunks = [Chunk(known[length], max(length - tokens, 0), length) for length in lengths]
+    query, keys, values, table, seq_lens, starts = (tensor.cuda() for tensor in paged(chunks, 64))
+    shape = cuda.Shape(heads.query, heads.kv, heads.size, heads.dtype, AttentionReduction.of_device("cuda", "triton"))
+    planner = cuda.Planner(shape, query.device, len(lengths), len(query), sum(lengths))
+    assert planner.hopper
+
+    def attend() -> torch.Tensor:
+        plan = planner.plan(starts, seq_lens, len(query), tokens == 1)
+        options = {"scale": 0.1, "reduction": shape.reduction, "implementation": "triton", "plan": plan}
+        out = torch.full_like(query, torch.nan)
+        return paged_attention(query, keys, values, table, seq_lens, starts, out=out, **options)
+
+    launches = [attend() for _ in range(4)]
+    assert not planner.arrived.any()
+    planner.hopper = False
+    expected = attend()
+    for launch in launches:
+        assert torch.equal(launch, expected)

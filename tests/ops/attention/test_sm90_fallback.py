@@ -1,0 +1,162 @@
+"""Where the Hopper kernels of attention cannot be compiled the Triton kernel serves, and the log says so."""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_batch_invariant.ops.attention import AttentionReduction
+
+pytest.importorskip("triton")
+
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
+
+from vllm_batch_invariant.ops.attention import cuda, sm90
+from vllm_batch_invariant.ops.common.compile_errors import reason
+
+SHAPE = cuda.Shape(32, 8, 128, torch.bfloat16, AttentionReduction.of_device("cuda"))
+
+
+@pytest.fixture(autouse=True)
+def a_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine that would have such a GPU, where nothing has been tried yet."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
+    monkeypatch.setattr(sm90, "covers", lambda *_: True)
+    sm90.compiles.cache_clear()
+    yield
+    sm90.compiles.cache_clear()
+
+
+def planner() -> cuda.Planner:
+    return cuda.Planner(SHAPE, torch.device("cpu"), 8, 512, 8192)
+
+
+class Launches(list):
+    """Takes the place of the kernels: what they were launched with, after which the ``error`` is raised."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.error: BaseException | None = None
+        for name in ("launch_prefill", "launch_decode"):
+            monkeypatch.setattr(sm90, name, lambda call, out, *rest, of=name: self.launch(of, *rest))
+
+    def launch(self, name: str, *rest: Any) -> None:
+        self.append((name, rest))
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    return Launches(monkeypatch)
+
+
+def compilation_error() -> CompilationError:
+    """As Triton raises it: with the source of every caller around what is wrong."""
+    import ast
+
+    inner = CompilationError("def f():\n    gl.moved()", ast.parse("gl.moved()").body[0], "no attribute 'moved'")
+    outer = CompilationError("def g():\n    f()", ast.parse("f()").body[0], None)
+    outer.__cause__ = inner
+    return outer
+
+
+FAILURES = {
+    "a function that is not there": (compilation_error, "CompilationError: no attribute 'moved'"),
+    "shared memory": (
+        lambda: OutOfResources(240_000, 232_448, "shared memory"),
+        "OutOfResources: out of resource: shared memory, Required: 240000, Hardware limit: 232448",
+    ),
+    "an attribute": (lambda: AttributeError("no 'warpgroup_mma'"), "AttributeError: no 'warpgroup_mma'"),
+    "the compiler's passes": (lambda: RuntimeError("PassManager::run failed\nmuch"), "RuntimeError: PassManager"),
+    "a module of Gluon": (lambda: ImportError("no hopper", name="triton.experimental.gluon"), "ImportError: no hopper"),
+}
+
+
+@pytest.mark.parametrize(("error", "said"), FAILURES.values(), ids=FAILURES.keys())
+def test_the_triton_kernel_serves_where_a_trial_fails_and_one_warning_says_why(error, said, launches, log) -> None:
+    launches.error = error()
+    first, second = planner(), planner()
+    assert (first.hopper, second.hopper) == (False, False)
+    [record] = [record for record in log.records if record.levelno == logging.WARNING]
+    assert record.name == "vllm.batch_invariant"
+    message = record.getMessage()
+    assert "the Triton kernel serves, with the same bits" in message
+    assert said in message
+    assert "\n" not in message
+    # As on a GPU that never had those kernels.
+    assert first.parts == first.small.resident * 132
+    assert len(launches) == 1
+
+
+def test_a_trial_has_the_variants_of_an_engine_and_no_work_and_is_made_once(launches, log) -> None:
+    assert planner().hopper
+    assert planner().hopper
+    [prefill, *decodes] = launches
+    assert [name for name, _ in launches] == ["launch_prefill", "launch_decode", "launch_decode"]
+    count, _, _, _, programs = prefill[1]
+    assert (count.item(), programs) == (0, 1)
+    assert {rest[-1] for _, rest in decodes} == {SHAPE.group, cuda.FEW_ROWS}
+    for _, (first_entries, *_) in decodes:
+        assert first_entries.tolist() == [0, 0]
+    assert not log.records
+
+
+def test_a_certificate_is_offered_kernels_that_fail_a_trial_so_that_it_says_why_and_keeps_nothing(launches) -> None:
+    launches.error = AttributeError("no 'warpgroup_mma'")
+    [first, *_] = cuda.Kernels.candidates(SHAPE, torch.device("cpu"))
+    assert first.hopper
+    assert not launches
+    assert not cuda.Kernels.fastest(SHAPE, torch.device("cpu")).hopper
+
+
+def test_layers_with_options_that_the_kernels_lack_try_nothing(launches) -> None:
+    assert not cuda.Planner(SHAPE, torch.device("cpu"), 8, 512, 8192, plain=False).hopper
+    assert not launches
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no memory"), ImportError("a bug", name=sm90.__name__)], ids=["memory", "a bug"]
+)
+def test_what_is_not_a_failure_of_triton_is_raised(error, launches) -> None:
+    launches.error = error
+    with pytest.raises(type(error)):
+        planner()
+    launches.error = None
+    assert planner().hopper
+
+
+def test_an_error_without_a_message_has_a_reason() -> None:
+    assert reason(ValueError()) == "ValueError: no message"
+
+
+def test_attention_needs_no_gluon_where_there_is_no_hopper() -> None:
+    """A Triton that has no Gluon at all, with a GPU that has no use for it."""
+    program = """
+import sys
+from importlib.abc import MetaPathFinder
+class Absent(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.startswith("triton.experimental"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+import torch
+from types import SimpleNamespace
+from vllm_batch_invariant.ops.attention import AttentionReduction, hopper, triton
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=108)
+shape = triton.Shape(32, 8, 128, torch.bfloat16, AttentionReduction.of_device("cuda"))
+assert not triton.Planner(shape, torch.device("cpu"), 8, 512, 8192).hopper
+assert not [name for name in sys.modules if name.startswith("triton.experimental")]
+assert not hopper.compiles(shape, 16, torch.device("cpu"))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "ModuleNotFoundError: No module named 'triton.experimental" in ended.stderr

@@ -1,0 +1,708 @@
+"""Certificates of products: what they cover, how they are chosen, kept and used."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from tests.assertions import assert_same_bits
+from tests.fakes.cublaslt import chain
+from vllm_batch_invariant import kept_file
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops.linear import LinearReduction, schedule
+from vllm_batch_invariant.ops.linear.cancelling import cancelling
+from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, NarrowTile
+
+pytest.importorskip("triton")
+
+from vllm_batch_invariant.ops.linear import autotune, autotune_cache, cuda, triton_gemm
+from vllm_batch_invariant.ops.linear.autotune import LIMITS, Certifier, Entry, Inconsistent, limit_of
+from vllm_batch_invariant.ops.linear.problem import Signature, signature_of
+
+SIGNATURE = Signature(40, 96, torch.bfloat16, bias=True, device=0)
+ENVIRONMENT = {"gpu": "made up", "driver": "1.2", "triton": "3"}
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def test_every_number_of_rows_has_one_range() -> None:
+    assert list(LIMITS) == sorted(set(LIMITS))
+    assert LIMITS[0] >= 1
+    assert LIMITS[-1] == 2**31
+    assert all(limit % 8 == 0 for limit in LIMITS), "so that operands with rows side by side stay aligned"
+    near = {min(limit + step, LIMITS[-1]) for limit in LIMITS for step in (-1, 0, 1)}
+    for rows in near | set(range(1, 5000)):
+        limit = limit_of(rows)
+        assert rows <= limit
+        assert all(other >= limit for other in LIMITS if other >= rows)
+
+
+@pytest.mark.parametrize("a_by_rows", [True, False])
+def test_both_ends_the_middle_and_every_size_of_the_caller_are_checked(a_by_rows: bool) -> None:
+    certifier = object.__new__(Certifier)
+    certifier.signature, certifier.most = Signature(8, 16, torch.bfloat16, False, 0, a_by_rows), 2**31
+    sizes = (1, 2, 4, *range(8, 513, 8), 1000, 5000)
+    first = 1
+    for limit in LIMITS:
+        counts, plain = certifier.counts(limit, sizes), certifier.counts(limit, ())
+        assert list(counts) == sorted(set(counts))
+        assert all(first <= count <= limit for count in counts)
+        assert limit in plain
+        if a_by_rows:
+            assert {first, limit} <= set(plain)
+            assert {size for size in sizes if first <= size <= limit} <= set(counts)
+            assert any(count % 2 for count in plain), "an odd one"
+        else:
+            assert not any(count % 8 for count in counts)
+        first = limit + 1
+    certifier.most = 48
+    assert max(certifier.counts(48, sizes)) == 48
+
+
+def test_a_signature_has_a_name_of_its_own() -> None:
+    kinds = product((40, 48), (96, 104), HALVES, (True, False), (0,), (True, False), (True, False))
+    names = [str(Signature(*kind)) for kind in kinds]
+    assert len(set(names)) == len(names)
+    assert str(SIGNATURE) == "N=40 K=96 bfloat16 bias"
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_signature_tells_layouts_apart_and_leaves_the_rest_to_triton(
+    dtype: torch.dtype, cublaslt: ModuleType
+) -> None:
+    a, weight, bias = draw(64, 96, dtype=dtype), draw(40, 96, dtype=dtype), draw(40, dtype=dtype)
+    by_columns, other_weight = a.t().contiguous().t(), weight.t().contiguous().t()
+
+    def kind(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
+        found = signature_of(a, b, bias)
+        return found and str(found)
+
+    name = f"N=40 K=96 {str(dtype).removeprefix('torch.')}"
+    assert kind(a, weight.t()) == name
+    assert kind(a[:1], weight.t()) == kind(a[3:4], weight.t()) == kind(a[::2], weight.t()) == name
+    assert kind(a, weight.t(), bias) == f"{name} bias"
+    assert kind(by_columns, weight.t()) == kind(by_columns[:16], weight.t()) == f"{name} TT"
+    assert kind(a, other_weight.t()) == f"{name} NN"
+    assert kind(by_columns, other_weight.t()) == f"{name} TN"
+    for reason, operands in {
+        "no rows": (a[:0], weight.t()),
+        "no K": (a[:, :0], weight[:, :0].t()),
+        "K below a step": (a[:, :8], weight[:, :8].t()),
+        "N not a multiple of 8": (a, weight[:36].t()),
+        "one column": (a, weight[:1].t()),
+        "rows that are not aligned": (a[:, :90].contiguous(), weight[:, :90].contiguous().t()),
+        "a misaligned": (a[:, 4:84], weight[:, :80].t()),
+        "b misaligned": (a[:, :80], weight[:, 4:84].t()),
+        "every second element": (a[:, ::2], weight[:, ::2].t()),
+        "columns that are not aligned": (draw(60, 96, dtype=dtype).t().contiguous().t(), weight.t()),
+        "fp32": (a.float(), weight.float().t()),
+        "a bias with a stride": (a, weight.t(), torch.stack([bias, bias], 1)[:, 0]),
+        "a bias that is misaligned": (a, weight.t(), torch.cat([bias[:1], bias])[1:]),
+    }.items():
+        assert kind(*operands) is None, reason
+
+
+class Chosen(Certifier):
+    """On the CPU, with algorithms that are named and give what they are told to."""
+
+    def __post_init__(self) -> None:
+        s = self.signature
+        self.a, weight = cancelling(self.most, s.columns, s.depth, s.dtype, "cpu")
+        self.b, self.bias = weight.t(), None
+        self.chain = chain(self.a, self.b)
+
+    def by(
+        self, algorithm: SimpleNamespace | NarrowTile, workspace: torch.Tensor | None = None
+    ) -> Callable[..., torch.Tensor]:
+        if isinstance(algorithm, NarrowTile):
+            return super().by(algorithm)
+        return lambda a, b=self.b, out=None: algorithm.multiply(a, b)
+
+    def _copies(self) -> int:
+        return 2
+
+
+def one(about: str, multiply: Callable[..., torch.Tensor] = chain) -> SimpleNamespace:
+    """An algorithm; SimpleNamespace has no hash of its own."""
+
+    class Named(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    return Named(about=about, multiply=multiply, split=1)
+
+
+def off_by_one(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    out = chain(a, b)
+    out.view(torch.int16)[-1, -1] += 1
+    return out
+
+
+def split(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return chain(a, b, parts=2)
+
+
+def split_for_few_rows(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return chain(a, b, parts=2 if len(a) == 9 else 1)
+
+
+@pytest.fixture
+def certifier(cublaslt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Chosen]:
+    """Builds one whose heuristic names these algorithms."""
+    monkeypatch.setattr(triton_gemm, "mm", lambda a, b, bias, out=None: chain(a, b, bias))
+    monkeypatch.setattr(autotune, "gpu", schedule.gpu)
+    monkeypatch.setattr(autotune, "narrow_tiles", lambda *_: ())
+    monkeypatch.setattr(autotune, "_uncompiled", set())
+
+    def build(*algorithms: SimpleNamespace) -> Chosen:
+        return Chosen(SIGNATURE, SimpleNamespace(algorithms=lambda rows, most: list(algorithms)), 24)
+
+    return build
+
+
+@pytest.mark.parametrize("wrong", [off_by_one, split, split_for_few_rows])
+def test_what_differs_in_one_bit_at_one_number_of_rows_is_refused_and_named(wrong, certifier, log) -> None:
+    entry = certifier(one("wrong", wrong), one("right"), one("another")).certify(16, (), None)
+    assert entry.algorithm.about == "right"
+    assert entry.refused == ("wrong",)
+    assert entry.checked == (9, 13, 16)
+    assert "wrong is not used for N=40 K=96 bfloat16 bias, up to 16 rows" in log.text
+    assert "right" not in log.text
+    alone = certifier(one("wrong", wrong)).certify(16, (), None)
+    assert alone.algorithm is None
+    assert alone.refused == ("wrong",)
+
+
+def test_a_difference_at_a_size_of_the_caller_is_seen(certifier) -> None:
+    made = certifier(one("wrong", lambda a, b: chain(a, b, parts=1 + (len(a) == 11))))
+    assert made.certify(16, (), None).refused == ()
+    assert made.certify(16, (3, 11, 40), None).refused == ("wrong",)
+
+
+def test_what_the_library_refuses_to_run_is_not_used(certifier, cublaslt: ModuleType) -> None:
+    def refuse(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if len(a) == 13:
+            raise cublaslt.Error
+        return chain(a, b)
+
+    entry = certifier(one("picky", refuse), one("right")).certify(16, (), None)
+    assert entry.algorithm.about == "right"
+    assert entry.refused == ("picky",)
+
+
+def test_without_algorithms_or_without_the_library_triton_serves(certifier) -> None:
+    assert certifier().certify(16, (), None) == Entry(None, (9, 13, 16), (), {})
+    without = certifier()
+    without.products = None
+    assert without.certify(16, (), None) == Entry(None, (9, 13, 16), (), {})
+
+
+def test_a_chain_that_follows_the_number_of_rows_is_an_error(certifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_gemm, "mm", lambda a, b, bias: split_for_few_rows(a, b))
+    with pytest.raises(Inconsistent, match=r"N=40 K=96 bfloat16 bias has other bits at one of \(9, 13, 16\) rows"):
+        certifier(one("right")).certify(16, (), None)
+    certifier(one("right")).certify(24, (), None)
+
+
+class Clock:
+    """Says that ways take the given microseconds: Triton, then the algorithms."""
+
+    def __init__(self, *microseconds: float) -> None:
+        self.microseconds = microseconds
+
+    def time(self, ways: Sequence[Sequence[Callable[[], object]]], expected: float, replays: int) -> list[list[float]]:
+        for calls in ways:
+            for call in calls:
+                call()
+        assert len(ways) == len(self.microseconds)
+        return [[time - 1, time, time + 5] for time in self.microseconds]
+
+
+@pytest.mark.parametrize(
+    ("times", "expected", "known"),
+    [
+        ((9, 5, 4, 6), "b", {"cublaslt": 4, "triton": 9}),
+        ((3, 5, 4, 6), None, {"cublaslt": 4, "triton": 3}),
+        ((3.9, 5, 4, 6), "b", {"cublaslt": 4, "triton": 3.9}),
+        ((9, 4, 5, 5), "a", {"cublaslt": 4, "triton": 9}),
+    ],
+)
+def test_the_fastest_schedule_is_chosen_and_triton_only_for_a_gain(times, expected, known, certifier) -> None:
+    entry = certifier(one("a"), one("b"), one("c")).certify(16, (), Clock(*times))
+    assert (entry.algorithm and entry.algorithm.about) == expected
+    assert entry.microseconds == known
+    assert entry.refused == ()
+
+
+def test_the_fastest_schedule_is_not_chosen_for_its_speed_alone(certifier) -> None:
+    algorithms = one("a"), one("wrong", off_by_one), one("c")
+    entry = certifier(*algorithms).certify(16, (), Clock(9, 8, 1, 7))
+    assert entry.algorithm.about == "c"
+    assert entry.refused == ("wrong",)
+    assert entry.microseconds == {"cublaslt": 7, "triton": 9}
+    entry = certifier(*algorithms).certify(16, (), Clock(6, 8, 1, 7))
+    assert entry.algorithm is None
+    assert entry.refused == ("wrong",)
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., torch.Tensor]], list[NarrowTile]]:
+    """Proposes two narrow tiles that multiply as they are told to; returns those that are run."""
+
+    def build(multiply: Callable[..., torch.Tensor]) -> list[NarrowTile]:
+        run = []
+
+        def by_narrow_tile(a, b, bias, tile, out=None) -> torch.Tensor:
+            run.append(tile)
+            return multiply(a, b)
+
+        monkeypatch.setattr(autotune, "narrow_tiles", lambda *_: NARROW_TILES[:2])
+        monkeypatch.setattr(triton_gemm, "by_narrow_tile", by_narrow_tile)
+        return run
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("times", "served_by"),
+    [
+        ((9, 5, 6, 4), "Gluon"),
+        ((9, 5, 4.9, 6), "cuBLASLt"),
+        ((9, 5, 4.8, 6), "Gluon"),
+        ((3, 5, 6, 4), "Triton"),
+    ],
+)
+def test_a_narrow_tile_is_chosen_where_it_gains(times, served_by, certifier, narrow) -> None:
+    narrow(chain)
+    entry = certifier(one("a")).certify(16, (), Clock(*times))
+    assert entry.served_by == served_by
+    assert entry.microseconds == {"triton": times[0], "cublaslt": times[1], "gluon": min(times[2:])}
+    fastest = NARROW_TILES[0] if times[2] < times[3] else NARROW_TILES[1]
+    assert entry.tile == (fastest if served_by == "Gluon" else None)
+    assert (entry.algorithm is not None) == (served_by == "cuBLASLt")
+
+
+@pytest.mark.parametrize("wrong", [off_by_one, split, split_for_few_rows])
+def test_a_narrow_tile_with_other_bits_is_refused_and_named(wrong, certifier, narrow, log) -> None:
+    narrow(wrong)
+    entry = certifier(one("a")).certify(16, (), Clock(9, 8, 1, 2))
+    assert (entry.algorithm.about, entry.tile) == ("a", None)
+    assert entry.refused == ("narrow tile 16x16", "narrow tile 16x32")
+    assert entry.microseconds == {"triton": 9, "cublaslt": 8}
+    assert "Gluon's narrow tile 16x32 is not used for N=40 K=96 bfloat16 bias, up to 16 rows" in log.text
+
+
+def test_a_narrow_tile_that_cannot_be_compiled_is_left_out_and_named_once(certifier, narrow, log) -> None:
+    def fail(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        raise ImportError("no such instruction\nand much more")
+
+    run = narrow(fail)
+    for _ in range(2):
+        entry = certifier(one("a")).certify(16, (), Clock(9, 8))
+        assert entry.algorithm.about == "a"
+        assert entry.refused == ()
+    assert run == list(NARROW_TILES[:2])
+    assert log.text.count("narrow tile 16x32 is left out") == 1
+    assert "first for N=40 K=96 bfloat16 bias: ImportError: no such instruction" in log.text
+    assert "and much more" not in log.text
+
+
+def test_a_failure_of_the_library_that_is_not_its_own_is_not_hidden(certifier) -> None:
+    def fail(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        certifier(one("a", fail)).certify(16, (), Clock(9, 8))
+
+
+@pytest.mark.parametrize(("a_by_rows", "b_by_columns"), [(False, True), (True, False)])
+def test_no_narrow_tile_is_run_untimed_or_without_k_inside(a_by_rows, b_by_columns, certifier, narrow) -> None:
+    run, made = narrow(chain), certifier(one("a"))
+    made.certify(16, (), None)
+    made.signature = Signature(40, 96, torch.bfloat16, True, 0, a_by_rows, b_by_columns)
+    made.certify(16, (), Clock(9, 8))
+    assert not run
+
+
+def test_an_entry_is_the_same_after_json(cublaslt: ModuleType) -> None:
+    algorithm = cublaslt.Algorithm(bytes(range(64)), 1, "tile 64x64, cluster 1x1x1")
+    for entry in (
+        Entry(algorithm, (1, 5, 8), ("tile 8x8, cluster 2x1x1",), {"cublaslt": 3.25, "triton": 4.5}),
+        Entry(None, (9, 16), (), {}),
+        Entry(None, (9, 16), (), {"gluon": 2.5}, NARROW_TILES[0]),
+    ):
+        assert Entry.from_json(json.loads(json.dumps(entry.to_json()))) == entry
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "vllm-batch-invariant"
+
+
+def test_what_is_kept_is_read_back_and_added_to(cache: Path) -> None:
+    assert autotune_cache.load(ENVIRONMENT) == {}
+    autotune_cache.save(ENVIRONMENT, {"one": {"8": {"checked": [1]}}})
+    autotune_cache.save(ENVIRONMENT, {"one": {"16": {"checked": [9]}}, "two": {"8": {"checked": [2]}}})
+    assert autotune_cache.load(ENVIRONMENT) == {
+        "one": {"8": {"checked": [1]}, "16": {"checked": [9]}},
+        "two": {"8": {"checked": [2]}},
+    }
+    [file] = cache.glob("*.json")
+    assert json.loads(file.read_text())["content"]["environment"] == ENVIRONMENT
+
+
+@pytest.mark.parametrize("key", ENVIRONMENT)
+def test_another_environment_has_a_file_of_its_own(key: str, cache: Path) -> None:
+    other = {**ENVIRONMENT, key: "another"}
+    autotune_cache.save(ENVIRONMENT, {"one": {"8": {}}})
+    assert autotune_cache.load(other) == {}
+    autotune_cache.save(other, {"two": {}})
+    assert autotune_cache.load(ENVIRONMENT) == {"one": {"8": {}}}
+    assert autotune_cache.load(other) == {"two": {}}
+
+
+def test_a_file_of_another_environment_under_the_same_name_is_not_read(cache: Path) -> None:
+    autotune_cache.save(ENVIRONMENT, {"one": {}})
+    path = autotune_cache._path(ENVIRONMENT)
+    path.write_text(path.read_text().replace("made up", "another"))
+    assert autotune_cache.load(ENVIRONMENT) == {}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{ not JSON",
+        b"\xff\xfe",
+        b"{}",
+        b"[]",
+        json.dumps({"environment": ENVIRONMENT, "products": {"one": {"8": {}}}}).encode(),
+    ],
+)
+def test_a_broken_file_is_nothing_and_is_written_anew(
+    content: bytes, cache: Path, log: pytest.LogCaptureFixture
+) -> None:
+    cache.mkdir()
+    path = autotune_cache._path(ENVIRONMENT)
+    path.write_bytes(content)
+    assert autotune_cache.load(ENVIRONMENT) == {}
+    assert path.with_name(f"{path.name}.broken").read_bytes() == content
+    assert [record.levelname for record in log.records] == ["WARNING"]
+    autotune_cache.save(ENVIRONMENT, {"one": {"8": {}}})
+    assert autotune_cache.load(ENVIRONMENT) == {"one": {"8": {}}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        1,
+        {"products": {}},
+        {"environment": ENVIRONMENT},
+        {"environment": ENVIRONMENT, "products": []},
+        {"environment": ENVIRONMENT, "products": {"one": []}},
+        {"environment": {}, "products": {}},
+    ],
+)
+def test_a_whole_file_of_another_shape_is_set_aside(
+    content: object, cache: Path, log: pytest.LogCaptureFixture
+) -> None:
+    kept_file.update(autotune_cache._path(ENVIRONMENT), lambda _: content)
+    assert autotune_cache.load(ENVIRONMENT) == {}
+    [record] = log.records
+    assert record.levelname == "WARNING"
+    autotune_cache.save(ENVIRONMENT, {"one": {"8": {}}})
+    assert autotune_cache.load(ENVIRONMENT) == {"one": {"8": {}}}
+
+
+ENTRY = {"algorithm": None, "checked": [1, 8], "refused": [], "microseconds": {"triton": 4.5}, "tile": None}
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"8": []},
+        {"8": None},
+        {"8": "text"},
+        {"8": {}},
+        {"9": ENTRY},
+        {"eight": ENTRY},
+        {"8": ENTRY | {"checked": 3}},
+        {"8": ENTRY | {"checked": ["1"]}},
+        {"8": ENTRY | {"checked": [True]}},
+        {"8": ENTRY | {"refused": [1]}},
+        {"8": ENTRY | {"microseconds": None}},
+        {"8": ENTRY | {"microseconds": {"triton": "fast"}}},
+        {"8": ENTRY | {"tile": {"rows": 1}}},
+        {"8": ENTRY | {"tile": {"rows": 16, "columns": 16, "warps": 4, "stages": 50}}},
+        {"8": ENTRY | {"algorithm": {"opaque": "00" * 63, "about": "tile"}}},
+        {"8": ENTRY | {"algorithm": {"opaque": "not hexadecimal", "about": "tile"}}},
+        {"8": ENTRY | {"algorithm": {"opaque": "00" * 64}}},
+        {"8": ENTRY | {"algorithm": "tile"}},
+        {"8": ENTRY | {"algorithm": {}}},
+        {"8": ENTRY | {"more": 1}},
+    ],
+)
+def test_entries_that_cannot_be_read_are_set_aside_and_made_anew(
+    dispatch: SimpleNamespace, entries: dict, log: pytest.LogCaptureFixture
+) -> None:
+    autotune_cache.save(dispatch.environment, {str(SIGNATURE): {"16": ENTRY} | entries})
+    a, weight = draw(40, 96), draw(40, 96)
+    dispatch.cuda.prepare(weight, 40, bias=True)
+    assert dispatch.certified, "as if there were no file"
+    assert len([record for record in log.records if "was broken" in record.message]) == 1
+    assert_same_bits(dispatch.cuda.mm(a, weight.t(), draw(40)), chain(a, weight.t(), draw(40)))
+    _, known = dispatch.cuda.known(0)
+    assert set(known) == {str(SIGNATURE)}
+    assert 8 in known[str(SIGNATURE)]
+
+
+def test_a_folder_that_cannot_be_made_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    autotune_cache.save(ENVIRONMENT, {"one": {}})
+    assert autotune_cache.load(ENVIRONMENT) == {}
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_user_without_a_home_is_served_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a user id that is not in the password file
+    autotune_cache.save(ENVIRONMENT, {"one": {}})
+    assert autotune_cache.load(ENVIRONMENT) == {}
+
+
+def test_without_nvmath_products_are_tritons_and_the_log_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cuda, "cublaslt", None)
+    assert not cuda._library.__wrapped__(torch.device("cuda", 0))
+    [record] = log.records
+    assert record.levelname == "WARNING"
+    extra = "cuda"
+    assert f"pip install 'vllm-batch-invariant[{extra}]'" in record.message
+    root = Path(__file__).parents[3]
+    wanted = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
+    assert any(requirement.startswith("nvmath-python") for requirement in wanted)
+    assert f"pip install 'vllm-batch-invariant[{extra}]'" in (root / "README.md").read_text()
+
+
+def test_nothing_is_left_beside_what_is_kept(cache: Path) -> None:
+    for name in ("one", "two"):
+        autotune_cache.save(ENVIRONMENT, {name: {}})
+    assert {path.suffix for path in cache.iterdir()} <= {".json", ".lock"}
+
+
+def test_a_product_is_certified_at_its_third_use_in_a_range(dispatch: SimpleNamespace) -> None:
+    a, weight, bias = draw(48, 96), draw(40, 96), draw(40)
+    for rows, certified in ((5, 0), (1, 0), (40, 0), (8, 1), (8, 1), (33, 1), (40, 2), (48, 2), (3, 2)):
+        assert_same_bits(
+            dispatch.cuda.mm(a[:rows], weight.t(), bias), chain(a[:rows], weight.t(), bias), f"{rows} rows"
+        )
+        assert len(dispatch.certified) == certified, f"after {rows} rows"
+    assert dispatch.certified == [((8,), (), 0.0), ((48,), (), 0.0)]
+    assert dispatch.launched == [5, 1, 40, 33]
+    assert dispatch.library.launches == [8, 8, 40, 48, 3]
+
+
+def test_kinds_of_products_are_counted_one_by_one(dispatch: SimpleNamespace) -> None:
+    a, weight, bias = draw(8, 96), draw(40, 96), draw(40)
+    kinds = [(a, weight.t(), None), (a, weight.t(), bias), (a.t().contiguous().t(), weight.t(), None)]
+    for use in (1, 2, 3):
+        for kind in kinds:
+            assert_same_bits(dispatch.cuda.mm(*kind), chain(*kind))
+        assert len(dispatch.certified) == (3 if use == 3 else 0)
+
+
+def test_a_capture_is_no_use_and_certifies_nothing(dispatch: SimpleNamespace, monkeypatch) -> None:
+    a, weight = draw(8, 96), draw(40, 96)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for _ in range(5):
+        assert_same_bits(dispatch.cuda.mm(a, weight.t()), chain(a, weight.t()))
+    assert (dispatch.certified, dispatch.library.launches) == ([], [])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for _ in range(3):
+        dispatch.cuda.mm(a, weight.t())
+    assert len(dispatch.certified) == 1
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    dispatch.cuda.mm(a, weight.t())
+    assert len(dispatch.library.launches) == 2
+
+
+def test_preparing_certifies_the_ranges_that_are_missing(dispatch: SimpleNamespace) -> None:
+    weight = draw(40, 96)
+    dispatch.cuda.prepare(weight, 20, bias=True, sizes=(1, 2, 4))
+    dispatch.cuda.prepare(weight, 24, bias=True)
+    dispatch.cuda.prepare(weight, 40, bias=True, sizes=(33,))
+    seconds = dispatch.cuda._TUNING_SECONDS
+    assert dispatch.certified == [((8, 16, 24), (1, 2, 4), seconds), ((32, 48), (33,), seconds)]
+    dispatch.cuda.mm(draw(41, 96), weight.t(), draw(40))
+    assert not dispatch.launched
+
+
+def test_a_size_that_an_earlier_certificate_did_not_check_is_checked(dispatch: SimpleNamespace) -> None:
+    weight = draw(40, 96)
+    dispatch.cuda.prepare(weight, 24)
+    dispatch.cuda.prepare(weight, 24, sizes=(10, 12))
+    assert [(limits, sizes) for limits, sizes, _ in dispatch.certified[1:]] == [((16,), (10, 12))]
+
+
+def test_a_new_process_reads_what_the_last_one_measured(dispatch: SimpleNamespace) -> None:
+    weight, a, bias = draw(40, 96), draw(16, 96), draw(40)
+    dispatch.cuda.prepare(weight, 16, bias=True)
+    before = dict(dispatch.cuda.entries(signature_of(a, weight.t(), bias)))
+    dispatch.cuda._certified.clear()
+    dispatch.cuda._plans.clear()
+    dispatch.cuda.prepare(weight, 16, bias=True)
+    assert dispatch.cuda.entries(signature_of(a, weight.t(), bias)) == before
+    assert dispatch.cuda.known(0) == (dispatch.environment, {"N=40 K=96 bfloat16 bias": before})
+    assert_same_bits(dispatch.cuda.mm(a, weight.t(), bias), chain(a, weight.t(), bias))
+    assert len(dispatch.certified) == 1
+    assert dispatch.library.launches == [16]
+
+
+def test_a_changed_environment_measures_again(dispatch: SimpleNamespace) -> None:
+    weight = draw(40, 96)
+    dispatch.cuda.prepare(weight, 16)
+    dispatch.cuda._certified.clear()
+    dispatch.environment["driver"] = "another"
+    dispatch.cuda.prepare(weight, 16)
+    assert len(dispatch.certified) == 2
+
+
+def test_without_memory_to_certify_a_product_is_left_to_triton(dispatch: SimpleNamespace, monkeypatch, log) -> None:
+    def exhausted(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(autotune, "certify", exhausted)
+    a, weight = draw(8, 96), draw(40, 96)
+    dispatch.cuda.prepare(weight, 16)
+    for _ in range(5):
+        assert_same_bits(dispatch.cuda.mm(a, weight.t()), chain(a, weight.t()))
+    assert log.text.count("left to Triton: no memory") == 2
+    assert not dispatch.library.launches
+
+
+def test_rows_that_an_algorithm_does_not_take_are_left_to_triton(dispatch: SimpleNamespace, monkeypatch) -> None:
+    a, weight = draw(8, 96), draw(40, 96)
+    dispatch.cuda.prepare(weight, 8)
+    matmul = dispatch.library.matmul
+
+    def picky(*arguments: int) -> None:
+        if dispatch.library.alive[arguments[6]].width == 5:
+            raise dispatch.library.cuBLASLtError("not supported")
+        matmul(*arguments)
+
+    monkeypatch.setattr(dispatch.library, "matmul", picky)
+    for rows in range(1, 9):
+        assert_same_bits(dispatch.cuda.mm(a[:rows], weight.t()), chain(a[:rows], weight.t()))
+    assert dispatch.launched == [5]
+
+
+def test_a_range_that_triton_won_stays_with_triton(dispatch: SimpleNamespace, monkeypatch) -> None:
+    monkeypatch.setattr(autotune, "certify", lambda *_: {8: Entry(None, (1, 8), ("a",), {})})
+    weight = draw(40, 96)
+    dispatch.cuda.prepare(weight, 8)
+    for rows in (1, 8, 8, 8):
+        dispatch.cuda.mm(draw(rows, 96), weight.t())
+    assert dispatch.launched == [1, 8, 8, 8]
+
+
+def test_a_range_that_a_narrow_tile_won_is_served_by_it(dispatch: SimpleNamespace, monkeypatch) -> None:
+    served = []
+
+    def by_narrow_tile(a, b, bias, tile, out=None) -> torch.Tensor:
+        served.append((len(a), tile))
+        return chain(a, b, bias)
+
+    monkeypatch.setattr(triton_gemm, "by_narrow_tile", by_narrow_tile)
+    monkeypatch.setattr(autotune, "certify", lambda *_: {8: Entry(None, (1, 8), (), {}, NARROW_TILES[1])})
+    a, weight, bias = draw(9, 96), draw(40, 96), draw(40)
+    dispatch.cuda.prepare(weight, 8, bias=True)
+    dispatch.cuda._certified.clear()  # read from disk again
+    for rows in (1, 8, 9, 0):
+        out = dispatch.cuda.mm(a[:rows], weight.t(), bias)
+        assert_same_bits(out, chain(a[:rows], weight.t(), bias), f"{rows} rows")
+    assert served == [(1, NARROW_TILES[1]), (8, NARROW_TILES[1])]
+    assert dispatch.launched == [9, 0]
+
+
+def test_gluon_is_not_imported_with_the_products() -> None:
+    code = "import sys; from vllm_batch_invariant.ops.linear import certificate, cuda; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "vllm_batch_invariant.ops.linear.cuda" in found
+    assert not [name for name in found if name.startswith("triton.experimental") or "narrow_kernel" in name]
+
+
+def forms(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Operands with the values of packed ones, or of rows of them."""
+    wider = torch.nn.functional.pad(a, (8, 8), value=torch.nan)
+    return {
+        "packed": (a, b, bias),
+        "a by columns": (a.t().contiguous().t(), b, bias),
+        "b by rows": (a, b.contiguous(), bias),
+        "a among other columns": (wider[:, 8:-8], b, bias),
+        "a misaligned": (torch.nn.functional.pad(a, (4, 4))[:, 4:-4], b, bias),
+        "bias misaligned": (a, b, torch.cat([bias[:1], bias])[1:]),
+        "bias with a stride": (a, b, torch.stack([bias, bias * torch.nan], 1)[:, 0]),
+        "bias of one number": (a, b, bias[:1].expand(len(bias))),
+        "one row": (a[:1], b, bias),
+        "one row with a stride of its own": (a[:1].as_strided((1, 96), (7, 1)), b, bias),
+        "every second row": (a[::2], b, bias),
+    }
+
+
+def test_operands_that_look_alike_do_not_share_how_they_are_served(dispatch: SimpleNamespace) -> None:
+    a, b, bias = draw(16, 96), draw(40, 96).t(), draw(40)
+    for use in range(5):
+        for name, form in forms(a, b, bias).items():
+            for rows in (16, 8, 1):
+                part = form[0][:rows]
+                assert_same_bits(dispatch.cuda.mm(part, *form[1:]), chain(part, *form[1:]), f"{name}, {rows}, {use}")
+    assert dispatch.library.launches
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_one_row_expanded_is_served_as_it_is(side: str, dispatch: SimpleNamespace) -> None:
+    a, b = draw(16, 96), draw(40, 96).t()
+    a, b = (a[:1].expand(16, -1), b) if side == "a" else (a, b[:, :1].expand(-1, 40))
+    for use in range(5):
+        assert_same_bits(dispatch.cuda.mm(a, b), chain(a, b), f"use {use}")
+
+
+def test_rows_that_overlap_are_served_as_they_are(dispatch: SimpleNamespace) -> None:
+    a, b = draw(1, 256)[0].unfold(0, 96, 8), draw(40, 96).t()
+    for use in range(5):
+        assert_same_bits(dispatch.cuda.mm(a, b), chain(a, b), f"use {use}")
+
+
+def test_the_setting_leaves_everything_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "cublaslt", SimpleNamespace(handle=lambda device: 1))
+    for value, expected in (("triton", False), ("auto", True), ("", True)):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT_LINEAR", value)
+        cuda._library.cache_clear()
+        assert cuda._library(torch.device("cpu")) is expected
+    monkeypatch.setattr(cuda, "cublaslt", None)
+    cuda._library.cache_clear()
+    assert cuda._library(torch.device("cpu")) is False
+    cuda._library.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_other_dtypes_are_refused_by_name(dtype: torch.dtype, dispatch: SimpleNamespace) -> None:
+    weight = draw(40, 96).to(dtype)
+    with pytest.raises(NotCovered, match=f"a product in {dtype}"):
+        dispatch.cuda.prepare(weight, 8)
+    with pytest.raises(NotCovered, match=f"a product in {dtype}"):
+        triton_gemm.by_pointers(weight[None], weight.t()[None], None, dtype)
+    assert LinearReduction(40, 96, torch.float16).accumulate == torch.float32

@@ -1,0 +1,532 @@
+"""Products on a GPU: right, and with the same bits for a row whatever other rows there are, whoever computes them."""
+
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.assertions import DTYPES, ROW_COUNTS, assert_near, assert_same_bits
+from tests.ops.linear.cases import HALVES, KINDS, at_once, chain, draw, operands, turned
+from vllm_batch_invariant import batch_invariant_mode
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops.linear import bmm, linear, mm, prepare, schedule
+from vllm_batch_invariant.ops.linear.reference import linear as exact_linear
+from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, Tile
+
+pytest.importorskip("triton")
+
+from vllm_batch_invariant.ops.linear import cuda, triton_gemm
+
+SHAPES = ((896, 4864), (768, 4096), (1280, 8192), (2560, 2048), (6144, 4096))
+"""(N, K): narrow and deep, where a library would split K, and wide."""
+ODD_SHAPES = ((100, 300), (65, 130), (1, 512), (1, 300), (24, 40), (40, 8), (17, 1))
+"""Not whole tiles, not whole steps, not aligned, a single column, a single term."""
+NARROW_SHAPES = ((8, 16), (40, 64), (72, 328), (1280, 8192), (896, 4864), (2048, 1096))
+"""Less than a tile or than a step of K, not whole ones, and those that narrow tiles are for."""
+ALL_ROW_COUNTS = (*ROW_COUNTS, 4095, 4096, 4097)
+GRAPH_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+OTHER_POINTER_TILES = (
+    Tile(16, 128, 64, warps=8, stages=2),
+    Tile(32, 64, 32, warps=4, stages=3),
+    Tile(64, 128, 128, warps=8, stages=2),
+    Tile(128, 64, 32, warps=4, stages=4),
+    Tile(128, 256, 64, warps=8, stages=3),
+)
+"""None that the schedule would choose."""
+LAYOUTS = [
+    pytest.param(turn_x, turn_weight, id=f"x {'KM' if turn_x else 'MK'}, weight {'KN' if turn_weight else 'NK'}")
+    for turn_x, turn_weight in product((False, True), repeat=2)
+]
+
+
+@pytest.fixture
+def fp32_precision():
+    """Sets how PyTorch lets fp32 be multiplied."""
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    yield lambda precision: setattr(settings, "fp32_precision", precision)
+    settings.fp32_precision = before
+
+
+def assert_any_tile_gives(expected, a, b, bias, tiles) -> None:
+    """``expected``: a @ b + bias, below rows that are not asked for."""
+    device = schedule.gpu(a.device.index)
+    calls = {
+        f"pointers {tile}": partial(triton_gemm.by_pointers, a[None], b[None], bias, a.dtype, tile) for tile in tiles
+    }
+    if triton_gemm.is_regular(a, b, a.dtype):
+        for tile in schedule.descriptor_tiles(a.dtype.itemsize, device):
+            calls[f"descriptors {tile}"] = partial(triton_gemm.by_descriptors, a, b, bias, a.dtype, tile)
+        if device.has_wgmma and triton_gemm.major_stride(a)[1] and triton_gemm.major_stride(b.t())[1]:
+            for tile in NARROW_TILES:
+                calls[tile.about] = partial(triton_gemm.by_narrow_tile, a, b, bias, tile)
+    for name, out in zip(calls, at_once(calls.values()), strict=True):
+        assert_same_bits(out.view(-1, b.shape[1]), expected[-len(a) :], f"{len(a)} rows, {name}")
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_tiles_are_only_a_schedule(biased, dtype):
+    tiles = schedule.pointer_tiles(dtype)
+    if dtype == torch.bfloat16 and biased:
+        tiles += OTHER_POINTER_TILES
+    for kind in KINDS:
+        x, weight, bias = operands(kind, 1000, 528, 2048, dtype)
+        bias = bias if biased else None
+        expected = chain(x, weight, bias)
+        for rows in (1, 7, 16, 100, 1000):
+            assert triton_gemm.is_regular(x[-rows:], weight.t(), dtype)
+            assert_any_tile_gives(expected, x[-rows:], weight.t(), bias, tiles)
+
+
+@pytest.mark.parametrize(("turn_x", "turn_weight"), LAYOUTS)
+def test_layouts_are_only_a_schedule(turn_x, turn_weight):
+    tiles = schedule.pointer_tiles(torch.bfloat16)
+    for kind in KINDS:
+        x, weight, bias = operands(kind, 1000, 528, 2048, torch.bfloat16)
+        expected = chain(x, weight, bias)
+        for rows in (8, 104, 1000):
+            a, b = turned(x[-rows:], turn_x), turned(weight, turn_weight).t()
+            assert triton_gemm.is_regular(a, b, torch.bfloat16)
+            assert_any_tile_gives(expected, a, b, bias, tiles)
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_tiles_are_only_a_schedule_in_fp32(precision, fp32_precision):
+    fp32_precision(precision)
+    tiles = (*schedule.pointer_tiles(torch.float32), *OTHER_POINTER_TILES[:2])
+    for kind in KINDS:
+        x, weight, bias = operands(kind, 1000, 528, 2048, torch.float32)
+        expected = chain(x, weight, bias)
+        for rows in (1, 16, 100, 1000):
+            assert_any_tile_gives(expected, x[-rows:], weight.t(), bias, tiles)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_edge_of_a_descriptor_reads_as_zero(dtype):
+    for kind, depth in product(KINDS, (16, 40, 136, 2088)):
+        x, weight, _ = operands(kind, 130, 72, depth, dtype)
+        wide_x, wide_weight = (F.pad(matrix, (0, -depth % 256)) for matrix in (x, weight))
+        wide_weight = F.pad(wide_weight, (0, 0, 0, -72 % 256))
+        for tile in schedule.descriptor_tiles(dtype.itemsize, schedule.gpu(0)):
+            whole = triton_gemm.by_descriptors(wide_x, wide_weight.t(), None, dtype, tile)
+            assert_same_bits(
+                triton_gemm.by_descriptors(x, weight.t(), None, dtype, tile), whole[:, :72], f"{depth} {tile}"
+            )
+        for tile in NARROW_TILES if schedule.gpu(0).has_wgmma else ():
+            whole = triton_gemm.by_narrow_tile(wide_x, wide_weight.t(), None, tile)
+            assert_same_bits(triton_gemm.by_narrow_tile(x, weight.t(), None, tile), whole[:, :72], f"{depth} {tile}")
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("tile", NARROW_TILES, ids=lambda tile: tile.about)
+def test_a_narrow_tile_has_the_bits_of_the_chain(tile, biased, dtype):
+    for kind, (columns, depth) in product(KINDS, NARROW_SHAPES):
+        x, weight, bias = operands(kind, 300, columns, depth, dtype)
+        bias = bias if biased else None
+        expected = chain(x, weight, bias)
+        # Room behind the result, where what belongs to no row or column would land.
+        memory = torch.empty(300 * columns + 4096, dtype=dtype, device="cuda")
+        for rows in (1, 2, 15, 16, 17, 31, 32, 33, 64, 100, 127, 128, 300):
+            out = memory.fill_(torch.nan)[: rows * columns].view(rows, columns)
+            triton_gemm.by_narrow_tile(x[-rows:], weight.t(), bias, tile, out)
+            what = f"{kind}, {rows} rows, {columns} x {depth}"
+            assert_same_bits(out, expected[-rows:], what)
+            assert memory[rows * columns :].isnan().all(), what
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("tile", NARROW_TILES, ids=lambda tile: tile.about)
+def test_a_narrow_tile_takes_operands_among_other_columns_and_keeps_one_chain(tile):
+    x, weight, bias = operands("cancelling", 100, 200, 328, torch.bfloat16)
+    expected = chain(x, weight, bias)
+    wide_x, wide_weight = (F.pad(matrix, (8, 16), value=torch.nan)[:, 8:-16] for matrix in (x, weight))
+    for rows in (1, 33, 100):
+        assert_same_bits(triton_gemm.by_narrow_tile(wide_x[:rows], wide_weight.t(), bias, tile), expected[:rows])
+    split = sum(triton_gemm.accumulate(x[:, part], weight[:, part].t()) for part in (slice(160), slice(160, None)))
+    assert not torch.equal(split.bfloat16(), triton_gemm.by_narrow_tile(x, weight.t(), None, tile))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("columns", "depth"), SHAPES)
+def test_a_row_has_the_same_bits_at_every_batch_size(columns, depth, dtype, biased, uncertified):
+    for kind in KINDS:
+        x, weight, bias = operands(kind, 4097, columns, depth, dtype)
+        bias = bias if biased else None
+        prepare(weight, 4096, biased, GRAPH_SIZES)
+        whole = chain(x, weight, bias)
+        for rows in ALL_ROW_COUNTS:
+            assert_same_bits(linear(x[:rows], weight, bias), whole[:rows], f"{kind}, {rows} rows")
+            assert_same_bits(linear(x[-rows:], weight, bias), whole[-rows:], f"{kind}, last {rows} rows")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("columns", "depth"), [(896, 4864), (100, 300)])
+def test_a_row_has_the_same_bits_at_every_batch_size_in_fp32(columns, depth, kind):
+    x, weight, bias = operands(kind, 4097, columns, depth, torch.float32)
+    whole = linear(x, weight, bias)
+    for rows in ALL_ROW_COUNTS:
+        assert_same_bits(linear(x[:rows], weight, bias), whole[:rows], f"{rows} rows")
+        assert_same_bits(linear(x[-rows:], weight, bias), whole[-rows:], f"last {rows} rows")
+
+
+def test_stock_products_fail_the_same_sweep():
+    for kind in KINDS:
+        x, weight, _ = operands(kind, 4096, 896, 4864, torch.bfloat16)
+        whole = torch.mm(x, weight.t())
+        assert any(not torch.equal(torch.mm(x[:rows], weight.t()), whole[:rows]) for rows in ROW_COUNTS), kind
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_a_row_has_the_same_bits_at_every_position(dtype):
+    x, weight, _ = operands("cancelling", 257, 384, 640, dtype)
+    whole = linear(x, weight)
+    for seed in range(5):
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).cuda()
+        assert_same_bits(linear(x[order], weight), whole[order], f"permutation {seed}")
+    for rows in (1, 2, 16, 17, 200):
+        assert_same_bits(linear(x[:rows], weight), whole[:rows], f"{rows} rows")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("columns", "depth"), [(896, 4864), (6144, 4096)])
+def test_products_are_near_the_float64_reference(columns, depth, dtype):
+    for rows in (1, 37, 300):
+        x, weight, bias = operands("random", rows, columns, depth, dtype)
+        # A chain of tensor-core steps truncates: up to K/16 steps of 2**-24 of the running sum each.
+        assert_near(linear(x, weight, bias), exact_linear(x, weight, bias), factor=2)
+
+
+def test_fp64_products_are_exact_to_fp64():
+    x, weight, bias = operands("random", 37, 65, 130, torch.float64)
+    torch.testing.assert_close(linear(x, weight, bias), exact_linear(x, weight, bias), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bias_is_added_in_fp32_and_rounded_once(kind, dtype):
+    rounded_twice = []
+    for (columns, depth), rows in product(((896, 4864), (100, 300)), (1, 300)):
+        x, weight, bias = operands(kind, rows, columns, depth, dtype)
+        accumulated = triton_gemm.accumulate(x, weight.t())
+        assert accumulated.dtype == torch.float32
+        expected = (accumulated + bias.float()).to(dtype)
+        for use in range(4):  # the last ones by cuBLASLt, where it can
+            what = f"{columns} x {depth}, {rows} rows, use {use}"
+            assert_same_bits(linear(x, weight), accumulated.to(dtype), what)
+            assert_same_bits(linear(x, weight, bias), expected, what)
+        rounded_twice.append(torch.equal(accumulated.to(dtype) + bias, expected))
+    assert not all(rounded_twice), "these operands would not tell"
+
+
+def views(x: torch.Tensor, weight: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Operands of the same size that are no packed tensors."""
+
+    def misaligned(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")[1:].view_as(tensor).copy_(tensor)
+
+    def among(tensor: torch.Tensor, extra: int) -> torch.Tensor:
+        return F.pad(tensor, (0, extra), value=torch.nan)[:, :-extra]
+
+    def every_second(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.repeat_interleave(2, 0).repeat_interleave(2, 1)[::2, ::2]
+
+    return {
+        "x among as many other columns": (among(x, x.shape[1]), weight),
+        "x among 8 other columns": (among(x, 8), weight),
+        "x beside one other column": (among(x, 1), weight),
+        "x misaligned": (misaligned(x), weight),
+        "x by columns": (turned(x), weight),
+        "every second element of x": (every_second(x), weight),
+        "weight among 8 other columns": (x, among(weight, 8)),
+        "weight misaligned": (x, misaligned(weight)),
+        "weight by columns": (x, turned(weight)),
+        "every second element of weight": (x, every_second(weight)),
+    }
+
+
+def test_strides_and_alignment_are_only_a_schedule():
+    cases = {}
+    for dtype, (columns, depth) in product(DTYPES, ((65, 130), (64, 128))):
+        x, weight, bias = operands("cancelling", 40, columns, depth, dtype)
+        for name, form in views(x, weight).items():
+            cases[f"{dtype}, {columns} x {depth}, {name}"] = *form, bias
+    at_once(partial(triton_gemm.mm, x, weight.t(), bias) for x, weight, bias in cases.values())
+    packed = {name: chain(x.contiguous(), weight.contiguous(), bias) for name, (x, weight, bias) in cases.items()}
+    for use in range(4):  # the last ones by cuBLASLt, where it can
+        for name, (x, weight, bias) in cases.items():
+            for rows in (40, 1):
+                assert_same_bits(linear(x[:rows], weight, bias), packed[name][:rows], f"{name}, {rows} rows, use {use}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", ["one row of x", "one row of weight", "windows of x"])
+def test_rows_may_share_memory(form, dtype):
+    x, weight, bias = operands("cancelling", 40, 64, 128, dtype)
+    if form == "one row of x":
+        x = x[:1].expand(40, -1)
+    elif form == "one row of weight":
+        weight = weight[:1].expand(64, -1)
+    else:
+        x = x.flatten()[: 39 * 8 + 128].unfold(0, 128, 8)
+    expected = chain(x.contiguous(), weight.contiguous(), bias)
+    for use in range(4):  # the last ones by cuBLASLt, where it can
+        assert_same_bits(linear(x, weight, bias), expected, f"use {use}")
+
+
+def test_a_bias_may_have_any_stride_and_alignment():
+    cases = {}
+    for dtype in DTYPES:
+        x, weight, bias = operands("random", 40, 64, 128, dtype)
+        for name, form in {
+            "with a stride": torch.stack([bias, torch.full_like(bias, torch.nan)], 1)[:, 0],
+            "misaligned": torch.cat([bias[:1], bias])[1:],
+            "of one number": bias[:1].expand(64),
+        }.items():
+            cases[f"{dtype}, {name}"] = x, weight, form
+    at_once(partial(triton_gemm.mm, x, weight.t(), bias) for x, weight, bias in cases.values())
+    for use in range(5):  # the last ones by cuBLASLt, where it can
+        for name, (x, weight, bias) in cases.items():
+            assert_same_bits(linear(x, weight, bias), linear(x, weight, bias.clone()), f"{name}, use {use}")
+            assert_same_bits(linear(x, weight, bias), chain(x, weight, bias.clone()), f"{name}, use {use}")
+
+
+def test_odd_sizes_have_the_bits_of_the_product_padded_with_zeros():
+    cases = {}
+    for (columns, depth), dtype in product(ODD_SHAPES, DTYPES):
+        if depth == 1 and dtype == torch.float32:
+            continue  # a single product and the bias are one fused step, which zeros behind it would part
+        x, weight, bias = operands("random", 300, columns, depth, dtype)
+        more_columns, more_depth = -columns % 64, -depth % 128
+        padded = (
+            F.pad(x, (0, more_depth)),
+            F.pad(weight, (0, more_depth, 0, more_columns)),
+            F.pad(bias, (0, more_columns)),
+        )
+        cases[f"{columns} x {depth}, {dtype}"] = (x, weight, bias), padded
+    at_once(
+        partial(triton_gemm.mm, x[:rows], weight.t(), bias)
+        for forms in cases.values()
+        for x, weight, bias in forms
+        for rows in (16, 300)
+    )
+    for name, ((x, weight, bias), padded) in cases.items():
+        whole = linear(x, weight, bias)
+        assert_near(whole, exact_linear(x, weight, bias), factor=2)
+        assert_same_bits(whole, linear(*padded)[:, : len(weight)], name)
+        for rows in (1, 2, 8, 9, 16, 17, 64, 65, 255):
+            assert_same_bits(linear(x[:rows], weight, bias), whole[:rows], f"{name}, {rows} rows")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_empty_products_have_their_shape_and_empty_sums_are_the_bias(dtype):
+    ones = torch.ones(16, 24, dtype=dtype, device="cuda")
+    assert linear(ones[:0], ones).shape == (0, 16)
+    assert linear(ones[:3], ones[:0]).shape == (3, 0)
+    assert linear(ones[None, :0], ones, ones[0, :16]).shape == (1, 0, 16)
+    assert_same_bits(linear(ones[:3, :0], ones[:, :0], ones[:, 0]), ones[:3, :16])
+    assert linear(ones[:3, :0], ones[:, :0]).abs().sum() == 0
+    assert bmm(ones[None, :, :0], ones[None, :0]).abs().sum() == 0
+    assert bmm(ones[None, :0], ones.t()[None]).shape == (1, 0, 16)
+
+
+def test_neighbours_of_nan_and_infinity_do_not_reach_a_row():
+    x, weight, _ = operands("random", 40, 128, 256, torch.bfloat16)
+    clean = linear(x, weight)
+    x[1::2] = torch.nan
+    x[3] = torch.inf
+    for _ in range(4):
+        assert_same_bits(linear(x, weight)[::2], clean[::2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_entry_of_a_batched_product_has_the_bits_of_a_product(dtype):
+    a, b = draw(9, 21, 48, dtype=dtype), draw(9, 48, 33, dtype=dtype, seed=1)
+    whole = bmm(a, b)
+    assert_near(whole, a.double() @ b.double())
+    for entries in range(1, 10):
+        assert_same_bits(bmm(a[:entries], b[:entries]), whole[:entries])
+    assert_same_bits(whole[4], mm(a[4], b[4]))
+    assert_same_bits(bmm(a[:, :3], b), whole[:, :3])
+    assert_same_bits(bmm(a, b[:1].expand(9, -1, -1))[0], whole[0])
+
+
+def test_any_number_of_entries_fits_the_grid():
+    a, b = draw(70_000, 1, 16), draw(70_000, 16, 3, seed=1)
+    torch.testing.assert_close(bmm(a, b), (a.mT * b).sum(1, keepdim=True), rtol=1e-4, atol=1e-5)
+
+
+def test_an_operand_may_have_more_than_2_to_the_31_elements():
+    rows = 2**31 // 4096 + 104
+    x, weight = torch.zeros(rows, 4096, dtype=torch.bfloat16, device="cuda"), draw(48, 4096, dtype=torch.bfloat16)
+    x[-50:] = draw(50, 4096, dtype=torch.bfloat16, seed=1)
+    expected = chain(x[-50:].clone(), weight)
+    assert_same_bits(linear(x, weight)[-50:], expected, "descriptors")
+    assert_same_bits(linear(x[1:], weight)[-50:], expected, "descriptors, one row less")
+    assert_same_bits(chain(x, weight)[-50:], expected, "pointers")
+    assert_same_bits(mm(weight, x.t())[:, -50:], mm(weight, x[-50:].t()))
+
+
+def test_steps_over_more_than_2_to_the_31_elements():
+    stride = 2**24 + 5
+    # Room in front of the operand, where a stride in 32 bits would lead.
+    room = torch.zeros(2**31 + 192 * stride, dtype=torch.bfloat16, device="cuda")
+    x, weight, _ = operands("random", 20, 48, 192, torch.bfloat16)
+    far = room[2**31 :].view(192, stride)[:, -20:].t().copy_(x)
+    assert_same_bits(linear(far, weight), chain(x, weight))
+
+
+@pytest.mark.parametrize(("columns", "depth"), [(896, 4864), (100, 300)])
+def test_both_precisions_of_fp32_are_invariant_and_near_float64(columns, depth, fp32_precision):
+    x, weight, bias = operands("random", 1000, columns, depth, torch.float32)
+    found = {}
+    for precision, factor in (("ieee", 2), ("tf32", 1000)):
+        fp32_precision(precision)
+        found[precision] = whole = linear(x, weight, bias)
+        assert_near(whole, exact_linear(x, weight, bias), factor)
+        for rows in ROW_COUNTS:
+            assert_same_bits(linear(x[-rows:], weight, bias), whole[-rows:], f"{precision}, {rows} rows")
+    assert not torch.equal(found["ieee"], found["tf32"])
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_near(found["tf32"], exact_linear(x, weight, bias), factor=2)
+
+
+def test_the_precision_of_fp32_moves_no_bit_of_other_dtypes(fp32_precision):
+    x, weight, bias = operands("cancelling", 100, 96, 512, torch.bfloat16)
+    expected = linear(x, weight, bias)
+    fp32_precision("tf32")
+    assert_same_bits(linear(x, weight, bias), expected)
+    assert_same_bits(chain(x, weight, bias), expected)
+    x, weight, bias = operands("random", 37, 65, 130, torch.float64)
+    torch.testing.assert_close(linear(x, weight, bias), exact_linear(x, weight, bias), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(300,), (2, 150)], ids=["rows", "batch of rows"])
+def test_a_row_of_the_gradient_has_the_same_bits_at_every_batch_size(shape, dtype):
+    x, weight, bias = operands("random", 300, 512, 768, dtype)
+    target = draw(300, 512, seed=3).to(dtype)
+    counts = (1, 2, 7, 8, 64, 129, 300)
+    at_once(
+        [
+            partial(triton_gemm.mm, target.t(), x),
+            *(partial(triton_gemm.mm, target[:rows], weight) for rows in counts),
+            *(partial(triton_gemm.mm, x[:rows], weight.t(), bias) for rows in counts),
+        ]
+    )
+
+    def gradients(rows: int, *shape: int) -> tuple[torch.Tensor, ...]:
+        leaves = [tensor.clone().requires_grad_() for tensor in (x[-rows:], weight, bias)]
+        out = F.linear(leaves[0].view(*(shape or (rows,)), 768), *leaves[1:])
+        (out.view(rows, 512) * target[-rows:]).sum().backward()
+        return tuple(leaf.grad for leaf in leaves)
+
+    with batch_invariant_mode():
+        whole = gradients(300, *shape)
+        for _ in range(4):  # the last ones by cuBLASLt, where it can
+            for got, expected in zip(gradients(300, *shape), whole, strict=True):
+                assert_same_bits(got, expected, "again")
+            for rows in counts:
+                assert_same_bits(gradients(rows)[0], whole[0][-rows:], f"{rows} rows")
+    assert_near(whole[0], target.double() @ weight.double(), factor=2)
+    assert_near(whole[1], target.double().t() @ x.double(), factor=2)
+
+
+@pytest.mark.parametrize("stream", ["default", "another"])
+def test_a_product_runs_on_the_current_stream(stream, uncertified):
+    x, weight, bias = operands("cancelling", 48, 256, 512, torch.bfloat16)
+    expected = chain(x, weight, bias)
+    prepare(weight, 64, bias=True)
+    late = torch.full_like(x, torch.nan)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream() if stream == "another" else torch.cuda.default_stream()):
+        for way in (linear, lambda x, weight, bias: triton_gemm.mm(x, weight.t(), bias)):
+            late.fill_(torch.nan)
+            torch.cuda._sleep(20_000_000)
+            late.copy_(x)
+            out = way(late, weight, bias)
+            torch.cuda.current_stream().synchronize()
+            assert_same_bits(out, expected, str(way))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_product_runs_where_its_operands_are():
+    x, weight, bias = operands("cancelling", 48, 256, 512, torch.bfloat16)
+    expected = linear(x, weight, bias)
+    other = [tensor.to("cuda:1") for tensor in (x, weight, bias)]
+    assert torch.cuda.current_device() == 0
+    for use in range(5):
+        out = linear(*other)
+        assert out.device.index == 1
+        assert_same_bits(out.to("cuda:0"), expected, f"use {use}")
+    with pytest.raises(RuntimeError, match="one device"):
+        linear(other[0], weight, bias)
+
+
+@pytest.fixture
+def no_kernel(monkeypatch):
+    """Fails when a kernel is launched."""
+
+    class Refused:
+        def __getitem__(self, grid: object) -> None:
+            raise AssertionError("a kernel was launched")
+
+    for kernel in ("pointer_kernel", "descriptor_kernel"):
+        monkeypatch.setattr(triton_gemm, kernel, Refused())
+    monkeypatch.setattr(triton_gemm, "by_narrow_tile", lambda *_: pytest.fail("a kernel was launched"))
+    if cuda.cublaslt:
+        monkeypatch.setattr(cuda.cublaslt.Products, "run", lambda *_, **__: pytest.fail("cuBLASLt was called"))
+
+
+def test_bad_operands_are_refused_before_a_kernel_runs(no_kernel):
+    x, weight, bias = (torch.ones(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((3, 32), (16, 32), (16,)))
+    with pytest.raises(ValueError, match=r"got \[\[3, 32\], \[16, 24\]\]"):
+        linear(x, weight[:, :24])
+    with pytest.raises(ValueError, match=r"bias \[N\], got \[\[3, 32\], \[16, 32\], \[8\]\]"):
+        linear(x, weight, bias[:8])
+    with pytest.raises(ValueError, match=r"bias of \[N\]"):
+        mm(x, weight.t(), bias[:1])
+    with pytest.raises(ValueError, match="bmm takes"):
+        bmm(x[None], weight[None])
+    for others in ((weight.float(), bias.float()), (weight, bias.float()), (weight.half(), None)):
+        with pytest.raises(ValueError, match="one dtype, got"):
+            linear(x, *others)
+    for given in ((x.cpu(), weight, bias), (x, weight.cpu(), bias), (x, weight, bias.cpu())):
+        with pytest.raises(RuntimeError, match="one device"):
+            linear(*given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.int32], ids=str)
+def test_other_dtypes_are_refused_by_name_before_a_kernel_runs(dtype, no_kernel):
+    x, weight = (torch.ones(*shape, device="cuda").to(dtype) for shape in ((3, 32), (16, 32)))
+    for call in (
+        lambda: linear(x, weight),
+        lambda: mm(x, weight.t()),
+        lambda: bmm(x[None], weight.t()[None]),
+        lambda: prepare(weight, 64),
+    ):
+        with pytest.raises(NotCovered, match=f"a product in {dtype}"):
+            call()
+    with pytest.raises(ValueError, match=f"one dtype, got torch.bfloat16 and {dtype}"):
+        linear(x.bfloat16(), weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_old_gpu_is_refused_by_name_before_a_kernel_runs(dtype, monkeypatch, no_kernel):
+    class Properties:
+        name, major, minor, multi_processor_count = "Tesla V100", 7, 0, 80
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+    schedule.gpu.cache_clear()
+    x, weight = (torch.ones(16, 32, dtype=dtype, device="cuda") for _ in range(2))
+    try:
+        for call in (lambda: linear(x, weight), lambda: bmm(x[None], weight.t()[None])):
+            with pytest.raises(NotCovered, match=r"Tesla V100: .*compute capability 8\.0"):
+                call()
+    finally:
+        schedule.gpu.cache_clear()

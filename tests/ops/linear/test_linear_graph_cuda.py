@@ -1,0 +1,106 @@
+"""Products in CUDA graphs and in compiled functions."""
+
+import pytest
+import torch
+
+from tests.assertions import assert_same_bits
+from tests.ops.linear.cases import HALVES, chain, operands
+from vllm_batch_invariant.ops.linear import linear, prepare, torch_op
+
+pytest.importorskip("triton")
+
+from vllm_batch_invariant.ops.linear import autotune, cuda, triton_gemm
+from vllm_batch_invariant.ops.linear.problem import signature_of
+
+ROWS = (1, 8, 13, 33, 250)
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise AssertionError("measured or computed where it must not be")
+
+
+def capture(x, weight, bias) -> tuple[torch.cuda.CUDAGraph, dict[int, torch.Tensor]]:
+    """A graph of the product of the first rows of x, for all of :data:`ROWS`, and its results."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = {rows: linear(x[:rows], weight, bias) for rows in ROWS}
+    return graph, results
+
+
+def assert_replays(graph, results, x, weight, bias) -> None:
+    for seed in range(3):
+        x.copy_(x[torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).cuda()])
+        graph.replay()
+        expected = chain(x, weight, bias)
+        for rows, out in results.items():
+            assert_same_bits(out, expected[:rows], f"{rows} rows")
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_certified_product_can_be_captured(dtype, uncertified, monkeypatch):
+    x, weight, bias = operands("cancelling", 250, 384, 1024, dtype)
+    prepare(weight, 256, bias=True, sizes=ROWS)
+    for rows in ROWS:
+        linear(x[:rows], weight, bias)
+    monkeypatch.setattr(autotune, "certify", refuse)
+    assert_replays(*capture(x, weight, bias), x, weight, bias)
+
+
+def test_a_product_never_seen_before_is_captured_in_triton(uncertified, monkeypatch):
+    x, weight, bias = operands("cancelling", 250, 392, 1040, torch.bfloat16)
+    for rows in ROWS:
+        triton_gemm.mm(x[:rows], weight.t(), bias)
+    monkeypatch.setattr(autotune, "certify", refuse)
+    if cuda.cublaslt:
+        monkeypatch.setattr(cuda.cublaslt.Products, "run", refuse)
+    graph, results = capture(x, weight, bias)
+    assert not any(cuda._certified.values())
+    assert not cuda._uses, "a capture is no use"
+    assert_replays(graph, results, x, weight, bias)
+
+
+def test_a_product_certified_by_an_earlier_process_can_be_captured_at_its_first_use(uncertified, monkeypatch):
+    x, weight, bias = operands("cancelling", 250, 384, 1024, torch.bfloat16)
+    prepare(weight, 256, bias=True, sizes=ROWS)
+    for rows in ROWS:
+        triton_gemm.mm(x[:rows], weight.t(), bias)
+    cuda._certified.clear()
+    cuda._plans.clear()
+    cuda._stored.cache_clear()
+    cuda._products.cache_clear()
+    if cuda.cublaslt:
+        cuda.cublaslt.handle.cache_clear()
+    monkeypatch.setattr(autotune, "certify", refuse)
+    prepare(weight, 256, bias=True, sizes=ROWS)
+    assert cuda._certified[signature_of(x, weight.t(), bias)]
+    assert_replays(*capture(x, weight, bias), x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+def test_one_compiled_function_serves_all_batch_sizes(dtype):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    x, first, bias = operands("cancelling", 300, 384, 1024, dtype)
+    _, second, _ = operands("random", 1, 96, 384, dtype)
+
+    def layers(x):
+        return torch_op.linear(torch_op.linear(x, first, bias), second)
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(layers, backend=counter, fullgraph=True, dynamic=True)
+    expected = layers(x)
+    for rows in (1, 2, 7, 16, 33, 300):
+        assert_same_bits(layers(x[:rows]), expected[:rows], f"{rows} rows, eager")
+        assert_same_bits(compiled(x[:rows]), expected[:rows], f"{rows} rows, compiled")
+        assert_same_bits(compiled(x[None, -rows:])[0], expected[-rows:], f"{rows} rows of one batch, compiled")
+    # Cases of their own for PyTorch: one row, a third dimension, all rows.
+    assert counter.frame_count <= 5
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+def test_the_operator_is_one_that_pytorch_can_compile(dtype):
+    x, weight, bias = operands("random", 7, 96, 384, dtype)
+    for given in ((x, weight, bias), (x, weight), (x[None].expand(2, 7, 384), weight, bias), (x[0], weight)):
+        torch.library.opcheck(torch.ops.vllm_batch_invariant.linear.default, given)

@@ -1,0 +1,315 @@
+"""What `check` says and how it ends, with engines and servers that have no model and go wrong as told."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.server import HANGS_UP, MODELS, Page, stand_in
+from tests.verify.fake_driver import ABOUT
+from vllm_batch_invariant.envs import FLAG
+from vllm_batch_invariant.verify.check import command as check_command
+from vllm_batch_invariant.verify.check.command import main
+from vllm_batch_invariant.verify.check.report import INTERRUPTED
+from vllm_batch_invariant.verify.harness import worker
+from vllm_batch_invariant.verify.harness.server import free_port
+
+ROOT = Path(__file__).parents[2]
+DRIVER = "tests.check.fake_driver"
+METRICS = Page('# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{engine="0"} 3.0\n')
+
+
+@pytest.fixture(autouse=True)
+def fake_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(worker, "DRIVER", DRIVER)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    monkeypatch.setenv(FLAG, "1")
+
+
+def ends(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, list[str]]:
+    """The exit status, what is on stdout, and the lines on stderr."""
+    try:
+        status = main(list(arguments))
+    except SystemExit as end:
+        status = end.code
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    return status, said.out, said.err.strip().splitlines()
+
+
+def facts(path: Path, run: int = 0) -> dict[str, dict]:
+    data = json.loads(path.read_text())
+    return {fact["name"]: fact for rung in data["runs"][run]["rungs"] for fact in rung["facts"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ((), "nothing to check"),
+        (("--base-url", "localhost:8000"), "not an http address"),
+        (("--base-url", "http://127.0.0.1:port"), "not an http address"),
+        (("--base-url", "http://127.0.0.1:1", "--timeout", "soon"), "not a number from 0 on"),
+        (("--base-url", "http://127.0.0.1:1", "--compare"), "already runs"),
+        (("./nowhere",), "no model there"),
+        (("x/y", "--serve-args", "'"), "--serve-args"),
+        (("x/y", "--json", "no/such/folder/report.json"), "no such folder"),
+        (("x/y", "--html", "no/such/folder/report.html"), "no such folder"),
+        (("x/y", "--json", "tests"), "--json tests: Is a directory"),
+        (("x/y", "--quick", "--thorough"), "not allowed with"),
+        (("tests",), "no model there"),
+        (("--no-such-option",), "unrecognized"),
+    ],
+)
+def test_a_bad_argument_is_one_line_and_status_2(capsys, arguments: tuple[str, ...], line: str) -> None:
+    status, out, [said] = ends(capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert said.startswith("check: ")
+    assert line in said
+
+
+def test_companions_that_an_engine_refuses_are_counted(capsys, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", "refuses")
+    status, _, _ = ends(capsys, "x/y", "--quick", "--json", str(tmp_path / "report.json"))
+    assert status == 0
+    detail = facts(tmp_path / "report.json")["in any company"]["detail"]
+    assert re.search(r"\(\d+ of them refused: no structured outputs here\)", detail)
+
+
+def test_candidates_that_change_places_break_the_batch_rung(capsys, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", "lists")
+    status, _, _ = ends(capsys, "x/y", "--quick", "--json", str(tmp_path / "report.json"))
+    assert status == 1
+    assert facts(tmp_path / "report.json")["in any company"]["outcome"] == "breaks"
+
+
+def test_a_check_that_holds_is_status_0_and_says_so_of_every_rung(capsys, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    status, out, err = ends(capsys, "x/y", "--quick", "--json", str(report), "--serve-args", "--seed 3")
+    assert (status, err) == (0, [])
+    assert "VLLM_BATCH_INVARIANT=1: holds run, batch, schedule" in out
+    beside = facts(report)["in any company"]["detail"]
+    assert "beside requests with logprobs none/0/1/5/20" in beside
+    assert all(name in beside for name in ("bad_words", "logit_bias", "n", "seed", "structured_outputs", "top_p"))
+    assert "refused" not in beside
+    found = facts(report)
+    assert {fact["outcome"] for fact in found.values()} == {"holds"}
+    assert {"in any company", "preemption", "from a warm prefix cache", "prefill in small chunks"} <= set(found)
+    about = json.loads(report.read_text())["runs"][0]["about"]
+    assert about["flag"] == "1"
+    assert about["arguments"] == ["x/y", "--seed", "3"]
+
+
+def test_a_break_is_status_1_and_named_with_its_token(capsys, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", "breaks")
+    report = tmp_path / "report.json"
+    status, out, _ = ends(capsys, "x/y", "--quick", "--json", str(report))
+    assert status == 1
+    assert "breaks batch (from token 3 on)" in out
+    found = facts(report)
+    assert found["in any company"]["outcome"] == "breaks"
+    assert found["in any company"]["difference"].startswith("token 3, with 1 other: 100 instead of ")
+    assert found["the same request again"]["outcome"] == "holds"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fact", "reason"),
+    [
+        ("never-batches", "in any company", "never ran two requests at a time"),
+        ("never-batches", "the same batch again", "never ran two requests at a time"),
+        ("never-batches", "seeded sampling in company", "never ran two requests at a time"),
+        ("never-batches", "logprobs of the prompt in company", "never ran two requests at a time"),
+        ("never-preempts", "preemption", "did not preempt"),
+    ],
+)
+def test_what_was_not_provoked_is_not_called_a_pass(
+    capsys, monkeypatch, tmp_path: Path, wrong: str, fact: str, reason: str
+) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", wrong)
+    report = tmp_path / "report.json"
+    assert ends(capsys, "x/y", "--quick", "--json", str(report))[0] == 2
+    assert facts(report)[fact]["outcome"] == "not tested"
+    assert reason in facts(report)[fact]["detail"]
+
+
+def test_without_the_flag_plain_vllm_is_checked(capsys, monkeypatch) -> None:
+    monkeypatch.delenv(FLAG)
+    status, out, _ = ends(capsys, "x/y", "--quick")
+    assert status == 0
+    assert "VLLM_BATCH_INVARIANT=0: holds" in out
+
+
+def test_both_settings_are_compared_and_the_status_is_the_modes(capsys, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    assert ends(capsys, "x/y", "--quick", "--compare", "--json", str(report))[0] == 0
+    runs = json.loads(report.read_text())["runs"]
+    assert [run["about"]["flag"] for run in runs] == ["0", "1"]
+    assert all(run["latency"]["tokens a second"] > 0 for run in runs)
+
+
+def test_a_model_that_does_not_load_is_one_line_and_status_2(capsys, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", "no-start")
+    report = tmp_path / "report.json"
+    status, out, [said] = ends(capsys, "x/y", "--quick", "--json", str(report))
+    assert (status, out) == (2, "")
+    assert said.startswith("check: VLLM_BATCH_INVARIANT=1: the engine did not start: no such model")
+    assert not report.exists()
+
+
+def test_an_engine_that_dies_leaves_what_was_found_and_is_status_2(capsys, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", "dies")
+    report = tmp_path / "report.json"
+    status, _, [said] = ends(capsys, "x/y", "--quick", "--json", str(report))
+    assert status == 2
+    assert "the engine's process ended (status 7)" in said
+    assert facts(report)["operations alone and in batches"]["outcome"] == "holds"
+    assert "process ended" in facts(report)["in any company"]["detail"]
+
+
+def test_an_engine_without_logprobs_is_one_line_and_status_2(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", "no-logprobs")
+    status, _, [said] = ends(capsys, "x/y", "--quick")
+    assert status == 2
+    assert "the engine returned no logprobs" in said
+
+
+def test_an_answer_that_nobody_foresaw_is_one_line_and_status_2_and_not_1(capsys, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", "nonsense")
+    report = tmp_path / "report.json"
+    status, _, [said] = ends(capsys, "x/y", "--quick", "--json", str(report))
+    assert status == 2
+    assert "the check failed: KeyError: 'batches'" in said
+    assert facts(report)["operations alone and in batches"]["outcome"] == "holds"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_a_report_that_cannot_be_written_is_one_line_and_status_2_and_printed_all_the_same(capsys) -> None:
+    status, out, [said] = ends(capsys, "x/y", "--quick", "--json", "/dev/full")
+    assert (status, said) == (2, "check: /dev/full cannot be written: No space left on device")
+    assert "VLLM_BATCH_INVARIANT=1: holds run, batch, schedule" in out
+
+
+def test_a_report_that_cannot_be_shown_is_not_taken_for_a_break(capsys, monkeypatch) -> None:
+    """As one whose reader went away, or whose plot fails: a traceback's status is 1, which says that bits differ."""
+
+    def refuse(*_: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(check_command, "print_report", refuse)
+    status, _, [said] = ends(capsys, "x/y", "--quick")
+    assert (status, said) == (2, "check: the report failed: BrokenPipeError: [Errno 32] Broken pipe")
+    monkeypatch.setenv("FAKE_ENGINE", "breaks")
+    assert ends(capsys, "x/y", "--quick")[0] == 1
+
+
+def test_a_context_that_is_too_short_is_one_line_and_status_2(capsys, monkeypatch) -> None:
+    monkeypatch.setitem(ABOUT, "context", 300)
+    monkeypatch.setattr(worker.Engine, "ask", lambda self, command, argument: ABOUT)
+    status, _, [said] = ends(capsys, "x/y", "--quick")
+    assert status == 2
+    assert "context of 300 tokens is too short: a check needs 600" in said
+
+
+@pytest.mark.parametrize("interruption", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_check_keeps_a_report_that_is_marked_partial_and_leaves_no_engine(
+    tmp_path: Path, interruption: signal.Signals
+) -> None:
+    pytest.importorskip("matplotlib")
+    pid, report, page = tmp_path / "pid", tmp_path / "report.json", tmp_path / "report.html"
+    start = (
+        "import sys; from vllm_batch_invariant.check import check, engine_process; "
+        f"engine_process.DRIVER = {DRIVER!r}; sys.exit(check.main(sys.argv[1:]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", start, "x/y", "--quick", "--json", str(report), "--html", str(page)],
+        env=os.environ | {"FAKE_ENGINE": "hangs", "FAKE_ENGINE_PID": str(pid)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as in a shell's background job
+    )
+    deadline = time.monotonic() + 60
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(interruption)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED
+    [said] = err.strip().splitlines()
+    assert said == f"check: interrupted; what was found so far is in {report} and {page}, marked partial"
+    assert json.loads(report.read_text())["partial"] == "It was interrupted while VLLM_BATCH_INVARIANT=1 was checked."
+    assert facts(report)["the same request again"]["outcome"] == "holds"
+    assert facts(report)["preemption"]["detail"] == "interrupted"
+    assert "Partial report." in page.read_text()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+def completion(logprobs: object) -> Page:
+    choice = {"index": 0, "text": "x", "finish_reason": "length", "logprobs": logprobs}
+    return Page({"id": "1", "object": "text_completion", "created": 0, "model": "stub", "choices": [choice]})
+
+
+ONE = {"tokens": ["token_id:1"], "token_logprobs": [-0.5], "top_logprobs": [{"token_id:1": -0.5}]}
+
+
+def test_a_server_that_returns_no_logprobs_is_one_line_and_status_2(capsys) -> None:
+    with stand_in(models=MODELS, metrics=METRICS, completions=completion(None)) as url:
+        status, out, [said] = ends(capsys, "--base-url", url, "--quick")
+    assert (status, out) == (2, "")
+    assert "the server returned no logprobs" in said
+
+
+def test_a_server_that_hangs_up_is_one_line_and_status_2(capsys) -> None:
+    with stand_in(models=MODELS, metrics=HANGS_UP, version=HANGS_UP, completions=completion(ONE)) as url:
+        status, out, [said] = ends(capsys, "--base-url", url, "--quick")
+    assert (status, out) == (2, "")
+    assert said.startswith(f"check: server: {url}/metrics does not answer: ")
+
+
+def test_a_server_that_answers_anything_else_is_one_line_and_status_2(capsys) -> None:
+    with stand_in(models=MODELS, metrics=METRICS, completions=Page("hello")) as url:
+        status, out, [said] = ends(capsys, "--base-url", url, "--quick")
+    assert (status, out) == (2, "")
+    assert "the check failed: JSONDecodeError" in said
+
+
+def test_an_address_where_nobody_listens_is_one_line_and_status_2(capsys) -> None:
+    status, out, [said] = ends(capsys, "--base-url", f"http://127.0.0.1:{free_port()}", "--quick")
+    assert (status, out) == (2, "")
+    assert "no OpenAI-compatible server answers" in said
+
+
+def test_a_model_that_the_server_does_not_have_is_one_line_and_status_2(capsys) -> None:
+    with stand_in(models=MODELS, metrics=METRICS) as url:
+        status, _, [said] = ends(capsys, "other", "--base-url", url, "--quick")
+    assert status == 2
+    assert "'other'" in said
+
+
+def test_a_server_without_vllms_metrics_is_one_line_and_status_2(capsys) -> None:
+    with stand_in(models=MODELS, completions=completion(ONE)) as url:
+        status, _, [said] = ends(capsys, "--base-url", url, "--quick")
+    assert status == 2
+    assert "num_requests_running" in said
+
+
+def test_a_server_is_put_through_what_a_client_can_provoke_and_the_rest_is_said_to_be_untested(
+    capsys, tmp_path: Path
+) -> None:
+    report = tmp_path / "report.json"
+    with stand_in(models=MODELS, metrics=METRICS, completions=completion(ONE)) as url:
+        status, out, err = ends(capsys, "--base-url", url, "--quick", "--json", str(report))
+    assert (status, err) == (0, [])
+    assert "server: holds run, batch (3 of 4 facts tested); could not test schedule" in out
+    found = facts(report)
+    assert found["in any company"]["outcome"] == "holds"
+    assert found["preemption"]["outcome"] == "not tested"
+    assert "a client does not choose the server's KV cache" in found["preemption"]["detail"]
+    assert "no hit of its prefix cache" in found["from a warm prefix cache"]["detail"]

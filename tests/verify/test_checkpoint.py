@@ -1,0 +1,80 @@
+"""The checkpoint is the same files for the same seed, and its tokenizer is a real one."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from vllm_batch_invariant.verify.demo_model import Shape, main, make_checkpoint
+
+SMALL = Shape(hidden=64, intermediate=128, layers=2, heads=2, kv_heads=1, head_size=32, vocab=1024)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), SMALL)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def test_the_same_seed_gives_the_same_files(folder: Path, tmp_path: Path):
+    assert digests(make_checkpoint(tmp_path, SMALL)) == digests(folder)
+
+
+def test_another_seed_gives_other_weights_and_the_same_tokenizer(folder: Path, tmp_path: Path):
+    here, there = digests(folder), digests(make_checkpoint(tmp_path, SMALL, seed=1))
+    assert {name for name in here if here[name] != there[name]} == {"model.safetensors"}
+
+
+def test_embedding_and_head_have_a_row_for_every_token(folder: Path, tokenizer):
+    weights = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    rows = {weights[name].shape[0] for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    assert rows == {config["vocab_size"]} == {SMALL.vocab}
+    assert len(tokenizer) <= SMALL.vocab
+
+
+def test_the_head_never_prefers_a_special_token(folder: Path, tokenizer):
+    head = load_file(folder / "model.safetensors")["lm_head.weight"]
+    assert not head[tokenizer.all_special_ids].any()
+    assert head[len(tokenizer.all_special_ids) : len(tokenizer)].any(dim=1).all()
+
+
+def test_the_end_of_text_is_known_to_model_and_tokenizer(folder: Path, tokenizer):
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize(
+    "text", ["def f(x):\n\treturn x", "  two  spaces ", "naïve café", "批次不变性", "🙂👩‍👩‍👧", "\0\x7f"]
+)
+def test_any_text_survives_a_round_trip(tokenizer, text: str):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_the_chat_template_renders_turns_and_asks_for_an_answer(tokenizer):
+    messages = [{"role": "system", "content": "short"}, {"role": "user", "content": "why?"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == ("<|im_start|>system\nshort<|im_end|>\n<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.encode(text).count(tokenizer.eos_token_id) == 2
+
+
+def test_a_shape_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="dtype"):
+        Shape(dtype="int3")
+    with pytest.raises(ValueError, match="KV heads"):
+        Shape(heads=3, kv_heads=2)
+
+
+def test_the_command_writes_the_dtype_it_was_asked_for(tmp_path: Path):
+    assert main([str(tmp_path / "new" / "model"), "--dtype", "float32", "--layers", "1"]) == 0
+    assert json.loads((tmp_path / "new" / "model" / "config.json").read_text())["torch_dtype"] == "float32"

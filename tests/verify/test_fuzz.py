@@ -1,0 +1,338 @@
+"""What the fuzzer makes of an engine: differences found, made small, written, run again. Its engines have no model."""
+
+import csv
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.verify.fake_fuzz import FakeFuzzedEngine
+from vllm_batch_invariant.envs import FLAG
+from vllm_batch_invariant.verify.bisect.command import _case_of
+from vllm_batch_invariant.verify.check.command import main
+from vllm_batch_invariant.verify.fuzz import command as fuzz_command
+from vllm_batch_invariant.verify.fuzz.command import Fuzzer, Plan, context_of, replay
+from vllm_batch_invariant.verify.fuzz.compare import difference
+from vllm_batch_invariant.verify.fuzz.finding import Finding, Row
+from vllm_batch_invariant.verify.fuzz.schedule import Item, Reset, Schedule, draw_schedule, draw_settings, draw_targets
+from vllm_batch_invariant.verify.fuzz.shrink import shrink
+from vllm_batch_invariant.verify.fuzz.trial import Trial
+from vllm_batch_invariant.verify.harness.worker import EngineFailed
+from vllm_batch_invariant.verify.outcome import NoTestError, Status
+
+SETTINGS = draw_settings(0, 1, "cpu", 1024)
+FOREVER = float("inf")
+GREEDY = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True, "logprobs": 5}
+
+
+def trial(*wrong: str) -> Trial:
+    return Trial(FakeFuzzedEngine(wrong), Row("m", "1", "s", 0))
+
+
+def drawn(count: int, of: Trial) -> list[Schedule]:
+    targets = dict(enumerate(draw_targets(0, 40, of.accepts, 1024)))
+    return [draw_schedule(str(number), SETTINGS, targets, of.accepts) for number in range(count)]
+
+
+def test_an_engine_that_keeps_its_bits_has_no_difference() -> None:
+    engine = trial()
+    assert [engine.fuzz(schedule) for schedule in drawn(20, engine)] == [("", "")] * 20
+    assert (engine.row.schedules, engine.row.differences, engine.row.steps) == (20, 0, 140)
+    assert 0 < engine.row.in_company <= 20
+    assert engine.row.aborts > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("listed", "order of listed ids at token"),
+        ("rank", "ranks at token"),
+        ("text", "text"),
+        ("finish", "finish reason"),
+        ("prompt", "prompt logprobs: values at the prompt's token"),
+    ],
+)
+def test_whatever_differs_in_company_is_found_and_named(wrong: str, said: str) -> None:
+    engine = trial(wrong)
+    found = [engine.fuzz(schedule) for schedule in drawn(20, engine)]
+    assert any(said in where for _, where in found), found
+    assert engine.row.differences == sum(bool(where) for _, where in found)
+
+
+def completion(**changed: Any) -> dict[str, Any]:
+    entry = [[5, (-0.5).hex(), 1], [7, (-1.0).hex(), 2]]
+    one = {"text": "ab", "tokens": [5], "logprobs": [entry], "finish_reason": "length", "stop_reason": None} | changed
+    return {"completions": [one], "prompt_logprobs": []}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"tokens": [6]}, "token 0: 6 instead of 5"),
+        ({"tokens": [5, 6]}, "token 1: 6 instead of nothing"),
+        ({"logprobs": [[[5, (-0.25).hex(), 1], [7, (-1.0).hex(), 2]]]}, "values at token 0, place 0"),
+        ({"logprobs": [[[5, (-0.5).hex(), 1], [8, (-1.0).hex(), 2]]]}, "listed ids at token 0, place 1"),
+        ({"logprobs": [[[7, (-1.0).hex(), 2], [5, (-0.5).hex(), 1]]]}, "order of listed ids at token 0"),
+        ({"logprobs": [[[5, (-0.5).hex(), 1], [7, (-1.0).hex(), 3]]]}, "ranks at token 0, place 1"),
+        ({"logprobs": []}, "0 positions instead of 1"),
+        (
+            {"logprobs": [[[5, (-0.5).hex(), 1], [7, (-1.0).hex(), 2], [4096, "sha256:" + "ab" * 32, 0]]]},
+            "4096 candidates",
+        ),
+        ({"finish_reason": "stop"}, "finish reason: 'stop' instead of 'length'"),
+        ({"stop_reason": "x"}, "stop reason: 'x' instead of None"),
+        ({"text": "abc"}, "text: 'abc' instead of 'ab'"),
+    ],
+)
+def test_a_difference_says_what_differs_and_where(changed: dict[str, Any], said: str) -> None:
+    assert difference(completion(), completion()) == ""
+    assert said in difference(completion(), completion(**changed))
+
+
+def test_another_number_of_samples_and_prompt_logprobs_are_differences() -> None:
+    two = {"completions": completion()["completions"] * 2, "prompt_logprobs": []}
+    assert difference(two, completion()) == "1 completions instead of 2"
+    assert difference(two, two) == ""
+    asked = completion() | {"prompt_logprobs": [None, [[3, (-1.0).hex(), 1]]]}
+    other = completion() | {"prompt_logprobs": [None, [[3, (-1.5).hex(), 1]]]}
+    assert "prompt logprobs: values at the prompt's token 1" in difference(asked, other)
+
+
+def item(name: str, at: int = 3, length: int = 9, **params: Any) -> Item:
+    return Item(name, at, tuple(range(20, 20 + length)), GREEDY | params, target=name.startswith("t"))
+
+
+def test_a_schedule_is_made_small() -> None:
+    others = [item(f"n{number}", at=number, logprobs=20, seed=3, temperature=1.0, n=2) for number in range(12)]
+    whole = Schedule((item("t0", length=33, max_tokens=24), item("t1"), *others), (Reset(2, True), Reset(4, False)))
+
+    def differs(schedule: Schedule) -> bool:
+        by_name = {one.name: one for one in schedule.items}
+        return "n7" in by_name and by_name["n7"].params.get("logprobs") == 20 and len(by_name["t0"].prompt) >= 5
+
+    small = shrink(whole, "t0", differs, FOREVER)
+    assert [one.name for one in small.items] == ["t0", "n7"]
+    assert small.resets == ()
+    target, other = small.items
+    assert (len(target.prompt), target.params["max_tokens"], target.at, target.target) == (5, 1, 0, True)
+    assert (len(other.prompt), other.at) == (1, 0)
+    assert dict(other.params) == {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True, "logprobs": 20}
+
+
+def test_two_requests_that_are_needed_both_stay() -> None:
+    whole = Schedule((item("t0"), *(item(f"n{number}") for number in range(9))))
+    needed = {"n2", "n8"}
+    small = shrink(whole, "t0", lambda schedule: needed <= {one.name for one in schedule.items}, FOREVER)
+    assert {one.name for one in small.items} == needed | {"t0"}
+
+
+def test_a_reset_that_is_needed_stays_and_a_sample_never_loses_its_seed_alone() -> None:
+    whole = Schedule((item("t0", temperature=1.0, seed=7), item("n0")), (Reset(2, True), Reset(4, False)))
+    tried: list[Schedule] = []
+
+    def differs(schedule: Schedule) -> bool:
+        tried.append(schedule)
+        return any(reset.at == 4 for reset in schedule.resets)
+
+    assert shrink(whole, "t0", differs, FOREVER).resets == (Reset(4, False),)
+    for schedule in tried:
+        target = next(one for one in schedule.items if one.name == "t0")
+        assert target.params["temperature"] == 0 or "seed" in target.params
+
+
+def test_making_small_ends_in_time_with_what_it_has() -> None:
+    clock = iter(range(10**6))
+    whole = Schedule((item("t0"), *(item(f"n{number}") for number in range(50))))
+    small = shrink(whole, "t0", lambda _: True, until=3, now=lambda: next(clock))
+    assert 1 <= len(small.items) <= 51
+    assert next(clock) < 100
+
+
+_WRONG: list[str] = []
+"""What every engine that starts does wrong."""
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[FakeFuzzedEngine]:
+    """Every engine that is started, none of which has a model."""
+    made: list[FakeFuzzedEngine] = []
+    _WRONG.clear()
+
+    @contextmanager
+    def started(model: str, serve_args: Any, mode: str, settings: Any, running: Any = None) -> Iterator[Any]:
+        if "no-start" in _WRONG:
+            raise EngineFailed("the engine did not start: no such model")
+        made.append(FakeFuzzedEngine(tuple(_WRONG), [*settings.arguments, *serve_args]))
+        yield made[-1]
+
+    monkeypatch.setattr(fuzz_command, "started", started)
+    monkeypatch.setattr(fuzz_command, "bisect_first", lambda fuzzer: "")
+    return made
+
+
+def go_wrong(*wrong: str) -> None:
+    _WRONG[:] = wrong
+
+
+def run(tmp_path: Path, *arguments: str) -> int:
+    model = tmp_path / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text('{"max_position_embeddings": 700}')
+    return main([str(model), "--fuzz", "1", "--found", str(tmp_path), *arguments])
+
+
+def test_a_run_without_a_difference_is_status_0_and_has_a_row_an_engine(engines, tmp_path: Path, capsys) -> None:
+    table = tmp_path / "rows.csv"
+    arguments = ("--settings", "3", "--schedules", "4", "--csv", str(table), "--seed", "5")
+    assert run(tmp_path, *arguments) == Status.REPRODUCIBLE
+    assert run(tmp_path, *arguments, "--jobs", "2") == Status.REPRODUCIBLE
+    rows = list(csv.DictReader(table.open()))
+    assert len(rows) == len(engines) == 6
+    assert {row["schedules"] for row in rows} == {"4"}
+    assert {row["differences"] for row in rows} == {"0"}
+    assert sorted(row["settings"] for row in rows[:3]) == sorted(row["settings"] for row in rows[3:])
+    assert "seed 5: 12 schedules in 3 engines: no difference" in capsys.readouterr().out
+    assert all("--max-model-len 700" in " ".join(engine.arguments) for engine in engines)
+
+
+def test_a_difference_is_status_1_and_a_file_that_runs_again(engines, tmp_path: Path, capsys) -> None:
+    go_wrong("listed")
+    assert run(tmp_path, "--settings", "1", "--schedules", "8") == Status.DIVERGED
+    [path] = tmp_path.glob("fuzz-model-0-0-company.json")
+    said = capsys.readouterr().out
+    assert "order of listed ids" in said
+    assert f"check --replay {path}" in said
+    assert "\\x20" not in said
+    finding = Finding.read(path)
+    assert len(finding.schedule.items) == 2
+    assert any(one.params.get("logprobs") == 20 for one in finding.schedule.items)
+    assert main(["--replay", str(path)]) == Status.DIVERGED
+    assert "differs again" in capsys.readouterr().out
+    go_wrong()
+    assert main(["--replay", str(path)]) == Status.REPRODUCIBLE
+    assert "equal in every bit" in capsys.readouterr().out
+
+
+def test_a_request_that_differs_between_engines_is_found(engines, tmp_path: Path, capsys) -> None:
+    go_wrong("settings")
+    assert run(tmp_path, "--settings", "5", "--schedules", "1") == Status.DIVERGED
+    paths = list(tmp_path.glob("fuzz-model-0-*-settings.json"))
+    assert paths
+    finding = Finding.read(paths[0])
+    assert {finding.settings.requests, finding.other_settings.requests} > {1}
+    assert "the request alone differs between two engines" in capsys.readouterr().out
+    assert replay(finding)[0] == Status.DIVERGED
+    go_wrong()
+    assert replay(finding)[0] == Status.REPRODUCIBLE
+
+
+def test_an_engine_that_breaks_is_a_finding(engines, tmp_path: Path) -> None:
+    go_wrong("breaks")
+    assert run(tmp_path, "--settings", "1", "--schedules", "3") == Status.DIVERGED
+    [path] = tmp_path.glob("fuzz-model-0-0-broke.json")
+    assert replay(Finding.read(path))[0] == Status.DIVERGED
+    go_wrong()
+    assert replay(Finding.read(path))[0] == Status.REPRODUCIBLE
+
+
+@pytest.mark.parametrize(("wrong", "said"), [("alone", "no test"), ("no-start", "no such model")])
+def test_a_run_that_tested_nothing_is_status_2(engines, tmp_path: Path, capsys, wrong: str, said: str) -> None:
+    go_wrong(wrong)
+    assert run(tmp_path, "--settings", "2", "--schedules", "3") == Status.NO_TEST
+    assert said in capsys.readouterr().out
+
+
+def test_what_the_engine_refuses_is_left_out_and_said(engines, tmp_path: Path, capsys) -> None:
+    go_wrong("refuses")
+    arguments = ("--settings", "1", "--schedules", "6", "--without", "json")
+    assert run(tmp_path, *arguments) == Status.REPRODUCIBLE
+    said = capsys.readouterr().out
+    assert "logit_bias: no logit_bias here" in said
+    assert "json: left out by --without" in said
+
+
+def test_time_ends_a_run(engines, tmp_path: Path) -> None:
+    plan = Plan(str(tmp_path), (), "1", 0, 0.0, folder=tmp_path)
+    fuzzer = Fuzzer(plan)
+    began = time.monotonic()
+    fuzzer.run()
+    assert time.monotonic() - began < 20
+    assert [row.schedules for row in fuzzer.rows] == [1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--fuzz", "1"), "--fuzz needs a model"),
+        (("x/y", "--fuzz", "0"), "not a number above 0"),
+        (("x/y", "--seed", "3"), "--seed: only with --fuzz"),
+        (("x/y", "--fuzz", "1", "--html", "a.html"), "--fuzz goes without --html"),
+        (("x/y", "--fuzz", "1", "--thorough"), "goes without --quick or --thorough"),
+        (("x/y", "--fuzz", "1", "--serve-args=--block-size 16"), "--block-size is drawn by --fuzz"),
+        (("x/y", "--fuzz", "1", "--found", "no/such"), "no such folder"),
+        (("x/y", "--fuzz", "1", "--csv", "no/such/file"), "no such folder"),
+        (("x/y", "--fuzz", "1", "--without", "made_up"), "invalid choice"),
+        (("--replay", "tests/assertions.py", "--jobs", "2"), "--replay goes without --jobs"),
+    ],
+)
+def test_a_bad_argument_is_one_line_and_status_2(capsys, arguments: tuple[str, ...], line: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    assert end.value.code == 2
+    [said] = capsys.readouterr().err.splitlines()
+    assert line in said
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "other"}', "\x00"])
+def test_a_file_that_is_no_finding_is_status_2(tmp_path: Path, capsys, text: str) -> None:
+    path = tmp_path / "finding.json"
+    path.write_text(text)
+    assert main(["--replay", str(path)]) == Status.NO_TEST
+    assert f"{path} is no finding of a fuzzer" in capsys.readouterr().err
+
+
+def finding(*items: Item, **changed: Any) -> Finding:
+    made = Finding("company", "x", "then", "m", ("--seed", "3"), "1", SETTINGS, Schedule(items), "t0")
+    return replace(made, **changed)
+
+
+def test_a_finding_survives_its_file(tmp_path: Path) -> None:
+    one = finding(item("t0"), item("n0"), other_settings=SETTINGS, got={"a": [1]})
+    one.write(tmp_path / "f.json")
+    assert Finding.read(tmp_path / "f.json") == one
+    assert json.loads((tmp_path / "f.json").read_text())["format"]
+
+
+def test_a_bisection_gets_the_requests_of_a_finding() -> None:
+    one = finding(item("n0", at=0), item("t0", at=0, max_tokens=9), item("n1", at=0))
+    assert one.for_bisect
+    case = _case_of(one, 5)
+    assert (case.place, case.max_tokens, len(case.company)) == (1, 9, 2)
+    assert case.prompt == one.schedule.items[1].prompt
+    assert "--case f.json" in " ".join(one.bisect_arguments(Path("f.json")))
+    assert "--enable-prefix-caching" not in " ".join(one.bisect_arguments(Path("f.json")))
+    assert not finding(item("n0", at=0), item("t0", at=2)).for_bisect
+    assert not finding(item("n0", at=0, seed=1, temperature=1.0), item("t0", at=0)).for_bisect
+    with pytest.raises(NoTestError, match="no target"):
+        _case_of(finding(item("n0")), 5)
+
+
+def test_the_context_is_the_models_or_the_one_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 700}')
+    assert context_of(str(tmp_path), ()) == 700
+    assert context_of(str(tmp_path), ("--max-model-len", "512")) == 512
+    assert context_of(str(tmp_path), ("--max-model-len=300",)) == 300
+    assert context_of("some/model", ()) is None
+
+
+def test_the_mode_of_a_row_is_the_flags(engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for flag in ("0", "1"):
+        monkeypatch.setenv(FLAG, flag)
+        table = tmp_path / f"{flag}.csv"
+        run(tmp_path, "--settings", "1", "--schedules", "1", "--csv", str(table))
+        assert [row["mode"] for row in csv.DictReader(table.open())] == [flag]

@@ -1,0 +1,162 @@
+"""What the fuzzer draws: the same from the same seed, every kind and every setting, and nothing an engine refuses."""
+
+import json
+import random
+
+import pytest
+
+from vllm_batch_invariant.verify.fuzz.schedule import (
+    Schedule,
+    alone,
+    as_item,
+    draw_schedule,
+    draw_settings,
+    draw_targets,
+)
+from vllm_batch_invariant.verify.request_parameters import (
+    KINDS,
+    LISTED,
+    MOST_LISTED,
+    OUTPUT_KINDS,
+    Accepts,
+    draw,
+    draw_beside,
+    over_http,
+    sampling_params,
+)
+
+ACCEPTS = Accepts(range(16, 4000), 4096, -1, KINDS)
+CONTEXT = 1024
+TARGETS = dict(enumerate(draw_targets(3, 40, ACCEPTS, CONTEXT)))
+SETTINGS = [draw_settings(3, number, "cuda", CONTEXT) for number in range(12)]
+SCHEDULES = [draw_schedule(f"3 0 {number}", SETTINGS[number % 12], TARGETS, ACCEPTS) for number in range(120)]
+ITEMS = [item for schedule in SCHEDULES for item in schedule.items]
+
+
+def test_a_seed_draws_the_same_and_another_seed_does_not() -> None:
+    assert dict(enumerate(draw_targets(3, 40, ACCEPTS, CONTEXT))) == TARGETS
+    assert draw_targets(4, 40, ACCEPTS, CONTEXT) != list(TARGETS.values())
+    assert [draw_settings(3, number, "cuda", CONTEXT) for number in range(12)] == SETTINGS
+    assert draw_schedule("3 0 0", SETTINGS[0], TARGETS, ACCEPTS) == SCHEDULES[0]
+    assert draw_schedule("3 0 x", SETTINGS[0], TARGETS, ACCEPTS) != SCHEDULES[0]
+
+
+def test_what_is_drawn_survives_json() -> None:
+    for schedule in SCHEDULES:
+        assert Schedule.from_plain(json.loads(json.dumps(schedule.plain()))) == schedule
+
+
+def test_targets_are_of_every_kind_and_give_the_same_tokens_again() -> None:
+    assert {target.kind for target in TARGETS.values()} == set(KINDS)
+    for target in TARGETS.values():
+        assert target.params["temperature"] == 0 or target.params["seed"] is not None
+    assert {target.params["logprobs"] for target in TARGETS.values()} >= set(LISTED)
+
+
+def test_targets_are_short_and_long_and_begin_alike() -> None:
+    lengths = [len(target.prompt) for target in TARGETS.values()]
+    assert sum(length <= 40 for length in lengths) > 10
+    assert sum(length <= 10 for length in lengths) >= 5
+    assert max(lengths) > 0.9 * CONTEXT
+    assert all(len(target.prompt) + target.params["max_tokens"] <= CONTEXT for target in TARGETS.values())
+    beginnings = [target.prompt[:6] for target in TARGETS.values() if len(target.prompt) > 6]
+    assert len(set(beginnings)) < len(beginnings) - 5
+
+
+def test_companions_differ_in_parameters_as_much_as_in_lengths() -> None:
+    beside = [item for item in ITEMS if not item.target]
+    assert {item.params["logprobs"] for item in beside} >= set(LISTED)
+    assert {item.params["output_kind"] for item in beside} == set(OUTPUT_KINDS)
+    assert any(item.params["temperature"] and "seed" not in item.params for item in beside)
+    assert any(item.leaves is not None for item in beside)
+    seen = {name for item in beside for name in item.params}
+    assert seen >= {"n", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "stop", "structured_outputs"}
+    assert seen >= {"prompt_logprobs", "top_k", "top_p", "min_p", "presence_penalty", "stop_token_ids"}
+    assert all(len(item.prompt) + item.params["max_tokens"] <= CONTEXT for item in beside)
+
+
+def test_schedules_fill_an_engine_exactly_and_reset_its_cache_while_requests_run() -> None:
+    full = [
+        (schedule, SETTINGS[number % 12])
+        for number, schedule in enumerate(SCHEDULES)
+        if {item.at for item in schedule.items} == {0} and len(schedule.items) == SETTINGS[number % 12].requests
+    ]
+    assert {settings.requests for _, settings in full} >= {1, 2, 5, 64}
+    assert all(item.params.get("n", 1) == 1 for schedule, _ in full for item in schedule.items)
+    assert {reset.running for schedule in SCHEDULES for reset in schedule.resets} == {False, True}
+    assert all(any(item.target for item in schedule.items) for schedule in SCHEDULES)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_twelve_engines_have_every_value_of_every_setting(device: str) -> None:
+    settings = [draw_settings(seed, number, device, CONTEXT) for seed in (0, 1) for number in range(12)]
+    for twelve in (settings[:12], settings[12:]):
+        requests = {one.requests for one in twelve}
+        assert requests >= {1, 2, 5, 64}
+        assert requests & set(range(97, 105))
+        assert twelve[0].requests > 1
+        assert {one.step_tokens for one in twelve} == {64, 300, 2048, 8192}
+        assert {one.page for one in twelve} == {32, 64, 128} | ({16} if device == "cuda" else set())
+        assert {one.prefix_cache for one in twelve} == {one.small_cache for one in twelve} == {True, False}
+        both = {True, False} if device == "cuda" else {True}
+        assert {one.eager for one in twelve} == both
+        assert {one.asynchronous for one in twelve} == (both if device == "cuda" else {False})
+        assert {one.runner for one in twelve} == ({"0", "1"} if device == "cuda" else {""})
+
+
+def test_arguments_are_what_vllm_takes() -> None:
+    pytest.importorskip("vllm")
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    for settings in SETTINGS:
+        parsed = parser.parse_args(settings.arguments)
+        assert parsed.max_num_seqs == settings.requests
+        assert parsed.max_num_batched_tokens >= settings.requests
+        assert parsed.async_scheduling == settings.asynchronous
+        assert parsed.enable_prefix_caching == settings.prefix_cache
+        assert parsed.num_gpu_blocks_override is None or parsed.num_gpu_blocks_override * settings.page > CONTEXT
+
+
+def test_every_drawn_parameter_is_one_of_vllms() -> None:
+    pytest.importorskip("vllm")
+    for item in ITEMS:
+        through_json = json.loads(json.dumps(dict(item.params)))
+        made = sampling_params(through_json)
+        assert made.output_kind.name == item.params["output_kind"]
+        assert set(made.logit_bias or {}) == {int(token) for token in item.params.get("logit_bias", {})}
+
+
+def test_alone_is_the_same_request_in_one_piece() -> None:
+    item = as_item(TARGETS[0], "t")
+    streamed = next(one for one in ITEMS if one.target and one.params.get("output_kind") == "DELTA")
+    [one] = alone(streamed).items
+    assert (one.at, one.leaves, one.target) == (0, None, True)
+    assert one.params == {name: value for name, value in streamed.params.items() if name != "output_kind"}
+    assert alone(item).items == (item,)
+
+
+def test_a_whole_vocabulary_is_listed_only_where_that_is_not_too_much() -> None:
+    large = Accepts(range(16, 4000), 151_936, -1, KINDS)
+    chance = random.Random(0)
+    for _ in range(200):
+        params = draw_beside(chance, large, 8, 20)
+        assert params["logprobs"] != -1 or 8 * large.size <= MOST_LISTED
+        assert draw(chance, Accepts(range(16, 400), 400), "greedy", 2, 5)["logprobs"] != -1
+
+
+def test_a_body_for_a_server_has_the_clients_arguments_and_vllms_apart() -> None:
+    params = {
+        "temperature": 0.0,
+        "max_tokens": 4,
+        "ignore_eos": True,
+        "logprobs": 5,
+        "top_k": 3,
+        "logit_bias": {"7": 2.5},
+    }
+    extra = {"ignore_eos": True, "top_k": 3}
+    same = {"temperature": 0.0, "max_tokens": 4, "logit_bias": {"7": 2.5}, "extra_body": extra}
+    assert over_http(params, chat=False) == same | {"logprobs": 5}
+    assert over_http(params, chat=True) == same | {"logprobs": True, "top_logprobs": 5}
+    assert over_http(params | {"output_kind": "DELTA"}, chat=False) == over_http(params, chat=False)

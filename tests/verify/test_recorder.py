@@ -1,0 +1,239 @@
+"""The recorder names the operation that is variant, and no other, in either kind of model runner."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.faults.adding import nudge
+from vllm_batch_invariant.verify.bisect.recorder import WorkerExtension
+from vllm_batch_invariant.verify.bisect.recording import MODULE_OUTPUT, Parting, Step, first_parting
+from vllm_batch_invariant.verify.outcome import NoTestError
+
+SIZE, MOST = 24, 4
+NEEDLE = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(1))
+OTHERS = torch.randn(13, SIZE, generator=torch.Generator().manual_seed(2))
+"""Together 16 rows: a divisor of no other size here except by 3 rows of 8 heads."""
+
+
+class Product(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(SIZE), requires_grad=False)
+        self.most = 1000
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.planted.copy(x * self.weight, self.most)
+
+
+class Norm(torch.nn.Module):
+    most = 1000
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        torch.ops.planted.copy_into(out, x, self.most)
+        return out
+
+
+class Unseen(torch.nn.Module):
+    """A kernel that is launched without the dispatcher."""
+
+    most = 1000
+    reads = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        nudge(x, self.most)
+        return x.neg() if self.reads else x
+
+
+class Forked(torch.nn.Module):
+    most = 1000
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul(1.0) if x.shape[0] <= self.most else x.div(1.000001)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.product, self.unseen, self.forked = Norm(), Product(), Unseen(), Forked()
+        self.register_buffer("cache", torch.zeros(2, 32, 2))
+
+    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        self.cache[0, slots] = x[:, :2]  # by place in the batch, as a KV cache is written
+        heads = self.norm(x.view(-1, 8)).view(x.shape)
+        return self.forked(self.unseen(self.product(heads))).view(x.shape[0], 1, SIZE).squeeze(1)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(3))
+        self.head = Product()
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        slots = torch.arange(len(positions)) + 1
+        for layer in self.layers:
+            x = layer(x, slots)
+        return x
+
+
+class Runner:
+    """What the recorder uses of a model runner of vLLM's."""
+
+    def __init__(self, second: bool) -> None:
+        torch.manual_seed(0)
+        self.model, self.kv_caches = Model(), []
+        self.sampler = object() if second else torch.nn.Softmax(-1)
+        if second:
+            self.prepare_inputs = lambda batch: batch
+            self.sample = self._sample
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
+    def _sample(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.softmax(-1)
+
+    @torch.inference_mode()
+    def step(self, rows: dict[str, torch.Tensor], position: int, padding: int = 0) -> None:
+        """A step of these requests, with some rows of nothing at its end."""
+        starts = np.cumsum([0, *(len(part) for part in rows.values())])
+        computed = np.full(len(rows), position)
+        batch = SimpleNamespace(
+            req_ids=[f"{name}-a1b2" for name in rows],
+            query_start_loc_np=starts,
+            num_computed_tokens_np=computed,
+            num_computed_tokens_cpu=computed,
+        )
+        if hasattr(self, "sample"):
+            self.prepare_inputs(batch)
+        else:
+            self.input_batch, self.query_start_loc = batch, SimpleNamespace(np=starts)
+        x = torch.cat([*rows.values(), torch.zeros(padding, SIZE)])
+        x = self.model(x, positions=torch.arange(len(x)))
+        logits = self.model.head(x[starts[1:] - 1])
+        (self.sample if hasattr(self, "sample") else self.sampler)(logits)
+
+
+@pytest.fixture(params=[False, True], ids=["first runner", "second runner"])
+def worker(request: pytest.FixtureRequest) -> SimpleNamespace:
+    class Worker(WorkerExtension):
+        model_runner = Runner(request.param)
+
+    return Worker()
+
+
+def record(worker: WorkerExtension, alone: bool, target: list | None = None) -> dict:
+    worker.bisect_begin("needle", alone, target)
+    beside = {} if alone else {"other": OTHERS[:7], "needle": NEEDLE, "third": OTHERS[7:]}
+    worker.model_runner.step(beside or {"needle": NEEDLE}, 0)
+    # a step with one row alone and four in company, in another order
+    beside = {} if alone else {"needle": NEEDLE[:1], "other": OTHERS[:2], "third": OTHERS[3:4]}
+    worker.model_runner.step(beside or {"needle": NEEDLE[:1]}, 3)
+    recorded = worker.bisect_end()
+    assert not recorded["problem"]
+    return recorded
+
+
+def steps(recorded: dict) -> list[Step]:
+    return [Step.from_plain(step) for step in recorded["steps"]]
+
+
+def part(worker: WorkerExtension) -> tuple[Parting | None, list[Step]]:
+    company = steps(record(worker, alone=False))
+    alone = steps(record(worker, alone=True))
+    parting, coverage = first_parting(alone, company, last=99)
+    assert coverage.compared > 20
+    assert coverage.left_out["integers"]
+    return parting, alone
+
+
+def plant(worker: WorkerExtension, module: str, most: int = MOST, **attributes: object) -> None:
+    module = worker.model_runner.model.get_submodule(module)
+    for name, value in {"most": most, **attributes}.items():
+        setattr(module, name, value)
+
+
+def test_where_nothing_is_variant_nothing_is_found(worker: WorkerExtension) -> None:
+    parting, alone = part(worker)
+    assert parting is None
+    assert [(step.position, step.rows) for step in alone] == [(0, 3), (3, 1)]
+    assert alone[0].left_out["weights and KV cache"]
+
+
+@pytest.mark.parametrize(
+    ("module", "most", "operation", "shape"),
+    [
+        ("layers.2.product", MOST, "planted.copy", (3, SIZE)),
+        ("layers.1.norm", 3 * MOST, "planted.copy_into", (9, 8)),
+        ("layers.1.unseen", MOST, MODULE_OUTPUT, (3, SIZE)),
+    ],
+)
+def test_the_variant_operation_is_named(
+    worker: WorkerExtension, module: str, most: int, operation: str, shape: tuple[int, ...]
+) -> None:
+    plant(worker, module, most)
+    plant(worker, "layers.2.forked")  # another one after it
+    parting, _ = part(worker)
+    assert (parting.step, parting.key.module, parting.key.operation) == (0, module, operation)
+    assert parting.shape == shape
+
+
+def test_an_operation_of_the_sampler_or_the_head_is_compared_by_requests(worker: WorkerExtension) -> None:
+    plant(worker, "head", most=1)
+    parting, _ = part(worker)
+    assert (parting.key.module, parting.key.operation, parting.shape) == ("head", "planted.copy", (1, SIZE))
+
+
+def test_a_step_is_compared_only_where_the_batch_reaches_the_fault(worker: WorkerExtension) -> None:
+    plant(worker, "layers.0.product", most=16)
+    assert part(worker)[0] is None
+
+
+def test_another_way_through_a_module_shows_in_its_output_and_names_both_ways(worker: WorkerExtension) -> None:
+    plant(worker, "layers.0.forked")
+    parting, _ = part(worker)
+    assert (parting.key.module, parting.key.operation) == ("layers.0.forked", MODULE_OUTPUT)
+    assert (parting.only_alone, parting.only_in_company) == (("aten.mul.Tensor",), ("aten.div.Tensor",))
+
+
+def fetch(worker: WorkerExtension, parting: Parting) -> tuple[dict, dict]:
+    target = [parting.step, list(parting.key)]
+    company = record(worker, False, target)["fetched"]
+    return record(worker, True, target)["fetched"], company
+
+
+def test_an_output_is_fetched_whole_with_what_was_read(worker: WorkerExtension) -> None:
+    plant(worker, "layers.2.product")
+    alone, company = fetch(worker, part(worker)[0])
+    values = []
+    for fetched in (alone, company):
+        [data] = [data for shape, data in fetched["parts"] if shape == [3, SIZE]]
+        values.append(torch.frombuffer(bytearray(data), dtype=torch.float32).view(3, SIZE))
+    assert (values[0] != values[1]).nonzero().tolist() == [[row, SIZE - 1] for row in range(3)]
+    assert dict(alone["operands"])["0.0"][0] in dict(company["operands"])["0.0"]
+
+
+def test_an_operand_that_differs_already_is_noticed(worker: WorkerExtension) -> None:
+    plant(worker, "layers.1.unseen", reads=True)
+    parting, _ = part(worker)
+    assert parting.key.operation == "aten.neg"
+    alone, company = fetch(worker, parting)
+    assert dict(alone["operands"])["0.0"][0] not in dict(company["operands"])["0.0"]
+
+
+def test_a_padded_step_is_refused(worker: WorkerExtension) -> None:
+    worker.bisect_begin("needle", False, None)
+    worker.model_runner.step({"needle": NEEDLE}, 0, padding=5)
+    assert "called with 8 rows for 3 tokens" in worker.bisect_end()["problem"]
+
+
+def test_steps_cut_elsewhere_are_no_test(worker: WorkerExtension) -> None:
+    worker.bisect_begin("needle", False, None)
+    worker.model_runner.step({"needle": NEEDLE[:2], "other": OTHERS}, 0)
+    company = steps(worker.bisect_end())
+    with pytest.raises(NoTestError, match="positions 0 to 2 alone and 0 to 1 in company"):
+        first_parting(steps(record(worker, alone=True)), company, last=0)

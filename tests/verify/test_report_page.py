@@ -1,0 +1,233 @@
+"""The page of a check: what it shows, that it needs nothing else, and that it can be read without seeing it."""
+
+import re
+import sys
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.verify.test_check_facts import answer, certificate
+from vllm_batch_invariant.verify.check.page import page_of
+from vllm_batch_invariant.verify.check.report import Report
+from vllm_batch_invariant.verify.check.results import Findings, Latency
+from vllm_batch_invariant.verify.harness.load import Run
+from vllm_batch_invariant.verify.harness.metrics import BatchLog, Reading, Trace
+from vllm_batch_invariant.verify.report.html import write_html
+from vllm_batch_invariant.verify.report.sample_map import letter, map_of
+from vllm_batch_invariant.verify.reproduce.page import page_of as reproduce_page
+from vllm_batch_invariant.verify.reproduce.report import Result
+from vllm_batch_invariant.verify.request import Ask
+
+pytest.importorskip("matplotlib")
+
+VOID = {"meta", "link", "br", "img", "hr", "wbr"}
+HOSTILE = "<script>alert('x')</script>"
+
+
+def findings(label: str, breaks: bool) -> Findings:
+    """One setting with everything that a page shows."""
+    same, other = answer(1, 2, 3, 4, text="abcd"), answer(1, 2, 9, 9, text=f"ab{HOSTILE}")
+    found = Findings(label, [("batch", "in any company"), ("schedule", "preemption")])
+    found.show("alone", same)
+    for sample, got in (("with 1 other", other if breaks else same), ("with 7 others", same)):
+        found.add("batch", "in any company", sample, same, got)
+        found.show(sample, got)
+    if breaks:
+        found.show("again", answer(1, 2, 3, 4, ulp_at=1, text="abcd"))
+    found.gaps["schedule", "preemption"] = "the engine did not preempt"
+    found.certificates = [certificate(difference="at (0, 0)" if breaks else ""), certificate(operation="mean")]
+    found.traces = [Trace("as served", (0.0, 0.5, 1.0), (1, 8, 2))]
+    found.latency = Latency.of([[0.1, 0.2, 0.31], [0.1, 0.22]])
+    found.about = {"device": {"type": "cpu", "name": HOSTILE}, "startup_seconds": 1.25}
+    return found
+
+
+def report(partial: str = "") -> Report:
+    runs = (findings("VLLM_BATCH_INVARIANT=0", True), findings("VLLM_BATCH_INVARIANT=1", False))
+    return Report(f"model {HOSTILE}", "quick", ("--enforce-eager",), "2026-01-01T00:00:00+00:00", 75.0, runs, partial)
+
+
+class Reader(HTMLParser):
+    """Elements of a page with their attributes and ancestors."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str], tuple[str, ...]]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self._open, f"never closed: {self._open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}, tuple(self._open)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}, tuple(self._open)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag, f"</{tag}> closes something else"
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] not in ("style", "script"):
+            self.text += data
+
+    def all(self, tag: str) -> list[dict[str, str]]:
+        return [attributes for name, attributes, _ in self.elements if name == tag]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    write_html(path, page_of(report()))
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def page(text: str) -> Reader:
+    return Reader(text)
+
+
+def test_every_link_leads_to_something_in_the_page(page: Reader) -> None:
+    ids = [attributes["id"] for _, attributes, _ in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    links = [attributes["href"] for attributes in page.all("a")]
+    assert links
+    assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
+    references = {value for _, attributes, _ in page.elements for value in attributes.values()}
+    used = {name for value in references for name in re.findall(r"url\(#([^)]+)\)", value)}
+    assert used <= set(ids)
+
+
+def test_the_page_needs_nothing_from_elsewhere(page: Reader, text: str) -> None:
+    assert all(link.startswith("#") for link in (attributes["href"] for attributes in page.all("a")))
+    assert not page.all("script")
+    assert not page.all("link")
+    assert not page.all("img")
+    assert "@import" not in text
+    addresses = set(re.findall(r"https?://[^\s\"'<)]+", text))
+    assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+
+
+def test_what_came_from_a_model_or_a_machine_is_never_markup(page: Reader) -> None:
+    assert HOSTILE in page.text
+    assert not page.all("script")
+
+
+def test_tables_have_captions_and_headers_with_a_scope(page: Reader) -> None:
+    tables = page.all("table")
+    assert len(tables) == len(page.all("caption")) >= 8
+    headers = page.all("th")
+    assert all(attributes.get("scope") in ("col", "row") for attributes in headers)
+    rows = sum(tag == "tr" and ancestors[-1] == "tbody" for tag, _, ancestors in page.elements)
+    assert sum(attributes["scope"] == "row" for attributes in headers) == rows
+
+
+def test_plots_have_a_description_and_a_caption_and_say_who_differs_in_words(page: Reader) -> None:
+    plots = page.all("svg")
+    assert len(plots) == len(page.all("figure")) == len(page.all("figcaption")) == 5
+    assert all(len(attributes["aria-label"]) > 40 for attributes in plots)
+    assert {attributes["role"] for attributes in plots} == {"img", "group"}
+    assert "the first token to differ is number 2" in plots[0]["aria-label"]
+    inside = [attributes for tag, attributes, ancestors in page.elements if tag == "a" and "svg" in ancestors]
+    assert {attributes["aria-label"] for attributes in inside} == {
+        "with 1 other: differs from token 2 on",
+        "again: differs from token 1 on",
+    }
+
+
+def test_headings_descend_one_by_one_and_the_page_has_landmarks_and_a_language(page: Reader) -> None:
+    levels = [int(tag[1]) for tag, _, _ in page.elements if re.fullmatch(r"h[1-6]", tag)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    assert page.all("html")[0]["lang"] == "en"
+    assert page.all("main")
+    assert page.all("nav")[0]["aria-label"]
+    assert "width=device-width" in next(a["content"] for a in page.all("meta") if a.get("name") == "viewport")
+
+
+def test_an_outcome_is_a_word_and_not_a_colour_alone(page: Reader) -> None:
+    for word in ("holds", "breaks", "not tested"):
+        assert re.search(rf"[✓✗–]\s+{word}", page.text)
+    # letters on the map say what its colours say
+    assert re.search(r"B: follows completion B", page.text)
+
+
+def test_the_verdict_names_the_rung_that_breaks_and_the_token(page: Reader) -> None:
+    assert "VLLM_BATCH_INVARIANT=0: breaks batch (from token 2 on)" in page.text
+    assert "VLLM_BATCH_INVARIANT=1: holds batch" in page.text
+    assert "the engine did not preempt" in page.text
+
+
+def test_both_latencies_are_shown_where_both_were_measured(page: Reader) -> None:
+    assert "between tokens, median (ms)" in page.text
+    assert "--compare measures both" not in page.text
+
+
+def test_an_interrupted_check_that_found_nothing_has_a_page_that_is_marked_partial(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    empty = Findings("server", [("batch", "in any company")], failed="interrupted")
+    write_html(path, page_of(Report("x", "quick", (), "now", 1.0, (empty,), "It was interrupted.")))
+    found = Reader(path.read_text(encoding="utf-8"))
+    assert "Partial report. It was interrupted." in found.text
+    assert "(partial)" in found.text  # in the title
+    assert "not tested: interrupted" in found.text
+
+
+def test_a_reproducibility_run_has_the_same_map_and_batches(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    answers = tuple(answer(1, 2, 3) if number % 4 else answer(1, 2, 9) for number in range(1, 90))
+    log = BatchLog([Reading(1, {}), Reading(5, {}), Reading(2, {})])
+    result = Result.of("VLLM_BATCH_INVARIANT=0", Run(answers, 2.0, 3, 1, 0), log, "none")
+    assert "answers" not in result.as_json()
+    write_html(path, reproduce_page("http://here", Ask(), [result]))
+    found = Reader(path.read_text(encoding="utf-8"))
+    assert "89 samples of one request gave 2 completions" in found.text
+    assert "sample 3 and 21 more" in found.text
+    assert len(found.all("svg")) == 2
+
+
+def test_a_sample_follows_the_first_completion_that_began_as_it_does() -> None:
+    found = map_of([("a", answer(1, 2, 3)), ("b", answer(1, 5, 6)), ("c", answer(1, 5, 7)), ("d", answer(1, 2, 3))])
+    assert [row.follows for row in found.rows] == [(0, 0, 0), (0, 1, 1), (0, 1, 2), (0, 0, 0)]
+    assert found.rows[2].runs == ((0, 0, 1), (1, 1, 1), (2, 2, 1))
+    assert [row.token for row in found.rows] == [None, 1, 1, None]
+    assert found.completions == 3
+    assert found.first_token == 1
+    assert [row.label for row in found.different] == ["b", "c"]
+
+
+def test_a_logprob_that_differs_alone_is_on_the_map() -> None:
+    found = map_of([("a", answer(1, 2, 3)), ("b", answer(1, 2, 3, ulp_at=2))])
+    assert (found.rows[1].token, found.rows[1].logprob) == (None, 2)
+    assert found.completions == 1
+    assert found.first_token is None
+
+
+def test_many_samples_with_the_same_bits_share_a_row_and_none_is_lost() -> None:
+    samples = [(f"sample {i}", answer(1, 2, 3) if i % 10 else answer(1, i)) for i in range(1000)]
+    found = map_of(samples, most_rows=30)
+    assert len(found.rows) == 30
+    assert found.rows[1].label == "sample 1 and 899 more"
+    assert sum(row.samples for row in found.rows) + found.not_shown == 1000
+
+
+def test_completions_have_letters_beyond_the_alphabet() -> None:
+    assert [letter(number) for number in (0, 25, 26, 52)] == ["A", "Z", "A1", "A2"]
+
+
+def test_a_page_without_matplotlib_is_refused_in_one_line_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from vllm_batch_invariant.verify.check.command import main
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["some/model", "--html", str(tmp_path / "report.html")]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.strip() == "check: --html needs matplotlib: pip install 'vllm-batch-invariant[report]'"

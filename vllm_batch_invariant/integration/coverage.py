@@ -1,0 +1,340 @@
+"""What the mode covers, as one table: the start-up check runs it, the command line and the README print it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+
+from ..errors import NotCovered
+from .ascend.library import attention_library
+
+Config = Any
+"""A VllmConfig, or a part of it; vLLM is not imported to describe it."""
+
+ATTENTION_CHOICES = {"cpu": ("CPU_ATTN", "CUSTOM"), "cuda": ("CUSTOM",), "npu": ("CUSTOM", "FLASH_ATTN")}
+"""Per device, the names of attention backends that lead to ours, first its own; any other choice is refused."""
+HEAD_SIZES = tuple(range(64, 257, 16))
+"""Elements of an attention head that the kernels for CPUs and NVIDIA GPUs have."""
+LOGITS_PROCESSORS = "vllm.logits_processors"
+"""The group of entry points whose logits processors vLLM loads without being told to."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One row of the table.
+
+    Attributes:
+        name: what a user calls it.
+        note: what is covered, or why it is not.
+        remedy: what to do when it is refused; None means that it is covered.
+        used: finds the feature in a configuration and names what it found; None if the feature is not in use.
+    """
+
+    name: str
+    note: str
+    remedy: str | None = None
+    used: Callable[[Config], str | None] | None = None
+
+
+def _when(condition: object, found: str) -> str | None:
+    return found if condition else None
+
+
+def _on_npu(config: Config) -> bool:
+    return config.device_config.device_type == "npu"
+
+
+def _dtype(config: Config) -> str | None:
+    name = str(config.model_config.dtype).removeprefix("torch.")
+    return None if name in ("float32", "bfloat16", "float16") else f"dtype {name}"
+
+
+def _attention_backend(config: Config) -> str | None:
+    chosen = [
+        config.attention_config.backend,
+        *(getattr(config.attention_config, "backend_per_kind", None) or {}).values(),
+    ]
+    allowed = ATTENTION_CHOICES.get(config.device_config.device_type, ())
+    other = [backend.name for backend in chosen if backend is not None and backend.name not in allowed]
+    return f"attention backend {other[0]}" if other else None
+
+
+def _parallelism(config: Config) -> str | None:
+    parallel = config.parallel_config
+    kinds = {
+        "tensor": parallel.tensor_parallel_size,
+        "pipeline": parallel.pipeline_parallel_size,
+        "data": parallel.data_parallel_size,
+        "decode context": getattr(parallel, "decode_context_parallel_size", 1),
+        "prefill context": getattr(parallel, "prefill_context_parallel_size", 1),
+    }
+    found = [f"{kind} parallelism {size}" for kind, size in kinds.items() if size > 1]
+    return found[0] if found else None
+
+
+def _quantisation(config: Config) -> str | None:
+    return _when(config.model_config.quantization, f"quantisation {config.model_config.quantization}")
+
+
+def _kv_cache(config: Config) -> str | None:
+    dtype = str(config.cache_config.cache_dtype)
+    return None if dtype in ("auto", "float32", "bfloat16", "float16") else f"a KV cache in {dtype}"
+
+
+def _kv_cache_of_another_dtype(config: Config) -> str | None:
+    dtype, of_model = str(config.cache_config.cache_dtype), str(config.model_config.dtype).removeprefix("torch.")
+    return None if dtype in ("auto", of_model) else f"a KV cache in {dtype} of a model in {of_model}"
+
+
+def _kv_offloading(config: Config) -> str | None:
+    size = getattr(config.cache_config, "kv_offloading_size", None)
+    return _when(size, f"offloading {size} GiB of the KV cache")
+
+
+def _logits_processors(config: Config) -> str | None:
+    if getattr(config.model_config, "logits_processors", None):
+        return "custom logits processors"
+    installed = [f"{point.value} of {point.dist.name}" for point in entry_points(group=LOGITS_PROCESSORS) if point.dist]
+    return f"the logits processor {installed[0]}" if installed else None
+
+
+def _head_size(config: Config) -> str | None:
+    size = config.model_config.get_head_size()
+    return None if _on_npu(config) or size in HEAD_SIZES else f"attention heads of size {size}"
+
+
+def _kind_of_attention(config: Config) -> str | None:
+    text = getattr(config.model_config, "hf_text_config", None)
+    if getattr(text, "num_kv_shared_layers", None):
+        return "layers that share a KV cache"
+    return _when(getattr(text, "dual_chunk_attention_config", None), "dual chunk attention")
+
+
+def _npu_attention(config: Config) -> str | None:
+    return _when(_on_npu(config) and attention_library() is None, "attention on an NPU as it is installed here")
+
+
+def _chunked_prefill(config: Config) -> str | None:
+    return _when(_on_npu(config) and config.scheduler_config.enable_chunked_prefill, "chunked prefill on an NPU")
+
+
+def _prefix_caching(config: Config) -> str | None:
+    return _when(_on_npu(config) and config.cache_config.enable_prefix_caching, "prefix caching on an NPU")
+
+
+COVERED = (
+    Feature("Devices", "CPU. NVIDIA GPUs from compute capability 8.0 on: CUDA graphs, layers not compiled"),
+    Feature("Ascend NPU", "compiled and simulated, never run on hardware"),
+    Feature(
+        "Models", "decoder-only text models with dense attention: Llama, Qwen2, Qwen3, Mistral, Gemma, Phi and the like"
+    ),
+    Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
+    Feature(
+        "Attention", "MHA, GQA, MQA; head sizes 64 to 256 in steps of 16; causal, sliding window, logit soft-cap, ALiBi"
+    ),
+    Feature(
+        "Scheduling",
+        "continuous batching, chunked prefill, prefix caching, preemption, streaming, aborts; async scheduling (CUDA)",
+    ),
+    Feature(
+        "Sampling",
+        "greedy; temperature, top-k, top-p, min-p, penalties, n > 1, with a seed; logprobs, prompt logprobs",
+    ),
+    Feature("APIs", "vllm serve (completions, chat), offline LLM()"),
+)
+"""What is covered, for the table."""
+
+REFUSED = (
+    Feature("Other dtypes", "no reduction is defined for them", "pass --dtype bfloat16, float16 or float32", _dtype),
+    Feature(
+        "Another attention backend",
+        "its splits follow the batch",
+        "leave --attention-backend out, the mode brings its own",
+        _attention_backend,
+    ),
+    Feature(
+        "Parallelism",
+        "the all-reduce would add in an order that follows the message size",
+        "serve with one worker",
+        _parallelism,
+    ),
+    Feature(
+        "Quantised weights",
+        "their kernels choose tiles and scales by the batch",
+        "serve the unquantised model",
+        _quantisation,
+    ),
+    Feature(
+        "Quantised KV cache",
+        "its scales have not been proven independent of the batch",
+        "pass --kv-cache-dtype auto",
+        _kv_cache,
+    ),
+    Feature(
+        "A KV cache in another dtype than the model's",
+        "attention takes queries, keys and values of one dtype",
+        "leave --kv-cache-dtype out",
+        _kv_cache_of_another_dtype,
+    ),
+    Feature(
+        "LoRA",
+        "its shrink kernel splits K by the batch",
+        "merge the adapter into the weights",
+        lambda config: _when(config.lora_config, "LoRA adapters"),
+    ),
+    Feature(
+        "Speculative decoding",
+        "the drafts accepted decide how many rows a step has, and its kernels are not proven",
+        "leave --speculative-config out",
+        lambda config: _when(config.speculative_config, "speculative decoding"),
+    ),
+    Feature(
+        "Mixture of experts",
+        "tokens are grouped by expert, so a product's rows follow the batch in kernels that are not ours",
+        "serve a dense model",
+        lambda config: _when(config.model_config.is_moe, "mixture of experts"),
+    ),
+    Feature(
+        "Multimodal models",
+        "their encoders run kernels that are not ours",
+        "serve the text model",
+        lambda config: _when(config.model_config.is_multimodal_model, "multimodal encoders"),
+    ),
+    Feature(
+        "Mamba, linear attention, hybrids",
+        "their scans split by the batch",
+        "serve a model with softmax attention only",
+        lambda config: _when(
+            config.model_config.is_attention_free
+            or config.model_config.is_hybrid
+            or config.model_config.has_inner_state,
+            "Mamba or linear attention",
+        ),
+    ),
+    Feature(
+        "MLA (DeepSeek)",
+        "it has attention kernels of its own",
+        "serve a model with plain attention",
+        lambda config: _when(config.model_config.use_mla, "multi-head latent attention"),
+    ),
+    Feature(
+        "Encoder-decoder models",
+        "cross attention is not covered",
+        "serve a decoder-only model",
+        lambda config: _when(config.model_config.is_encoder_decoder, "encoder-decoder models"),
+    ),
+    Feature(
+        "Pooling models",
+        "encoder attention and poolers are not covered",
+        "serve a generative model with --runner generate",
+        lambda config: _when(
+            config.model_config.runner_type != "generate", f"the {config.model_config.runner_type} runner"
+        ),
+    ),
+    Feature(
+        "Other head sizes",
+        f"the kernels have sizes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} in steps of 16",
+        "serve another model",
+        _head_size,
+    ),
+    Feature(
+        "Other kinds of attention (sinks, shared KV caches, chunks)",
+        "it is not in the reduction",
+        "serve a model without it",
+        _kind_of_attention,
+    ),
+    Feature(
+        "Diffusion models",
+        "their attention is not causal",
+        "serve a model that generates token by token",
+        lambda config: _when(getattr(config, "diffusion_config", None), "diffusion"),
+    ),
+    Feature(
+        "Watermarking",
+        "it draws samples in a way that has not been proven",
+        "leave --watermark-config out",
+        lambda config: _when(getattr(config, "watermark_config", None), "watermarking"),
+    ),
+    Feature(
+        "KV offloading",
+        "keys and values that come back from elsewhere have not been proven to be this engine's",
+        "leave --kv-offloading-size out",
+        _kv_offloading,
+    ),
+    Feature(
+        "KV transfer",
+        "another engine's KV cache carries that engine's bits",
+        "leave --kv-transfer-config out",
+        lambda config: _when(config.kv_transfer_config, "KV cache transfer"),
+    ),
+    Feature(
+        "Custom logits processors, also installed ones",
+        "their arithmetic is unknown",
+        "leave --logits-processors out, uninstall packages that bring some",
+        _logits_processors,
+    ),
+    Feature(
+        "Ascend: attention without a library for it",
+        "vllm-ascend's kernel splits keys by the batch, and neither batch_invariant_ops (AscendC) nor "
+        "flash_attn_npu_v3 is installed",
+        "install one of them",
+        _npu_attention,
+    ),
+    Feature(
+        "Ascend: chunked prefill",
+        "it has not been proven there that a chunk of any size gives the same bits",
+        "pass --no-enable-chunked-prefill",
+        _chunked_prefill,
+    ),
+    Feature(
+        "Ascend: prefix caching",
+        "it has not been proven there that a warm and a cold cache give the same bits",
+        "pass --no-enable-prefix-caching",
+        _prefix_caching,
+    ),
+)
+"""What the start-up check refuses by name. Beside it a setting that nobody has reviewed (``reviewed.py``), and a layer
+of an unknown kind (``layers.py``), is refused.
+"""
+
+
+def check_device(device_type: str) -> None:
+    """Refuse a device that has no implementation.
+
+    Raises:
+        NotCovered: anything but a CPU, an NVIDIA GPU or an Ascend NPU.
+    """
+    if device_type == "cuda" and torch.version.hip is not None:
+        device_type = "rocm"
+    if device_type not in ATTENTION_CHOICES:
+        raise NotCovered(
+            f"device '{device_type}'",
+            "its operations are not in this version",
+            "run on the CPU (pip install 'vllm-batch-invariant[cpu]'), or unset VLLM_BATCH_INVARIANT",
+        )
+
+
+def check(config: Config) -> None:
+    """Refuse a configuration that the mode does not cover.
+
+    Raises:
+        NotCovered: the first feature in use that is not covered, in one line.
+    """
+    check_device(config.device_config.device_type)
+    if config.model_config is None:
+        return
+    for feature in REFUSED:
+        found = feature.used(config) if feature.used else None
+        if found:
+            raise NotCovered(found, feature.note, feature.remedy or "")
+
+
+def markdown() -> str:
+    """The table, for the README and the command line."""
+    lines = ["| | covered |", "|---|---|"]
+    lines += [f"| {feature.name} | {feature.note} |" for feature in COVERED]
+    lines += ["", "| refused at start-up | why | what to do |", "|---|---|---|"]
+    lines += [f"| {feature.name} | {feature.note} | {feature.remedy} |" for feature in REFUSED]
+    return "\n".join(lines)

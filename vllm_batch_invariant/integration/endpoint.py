@@ -1,0 +1,97 @@
+"""What an engine says of itself: its worker when it is called, a server over HTTP, as an endpoint plugin of vLLM."""
+
+import json
+import os
+from dataclasses import asdict
+from importlib import import_module
+from typing import Any
+
+from .. import envs
+from . import patch_points
+
+METHOD = "batch_invariant_declaration"
+"""For ``collective_rpc`` of an engine whose mode is on."""
+PATH = "/v1/batch_invariant"
+"""Under /v1, so that an API key guards it."""
+PLUGINS = "VLLM_PLUGINS"
+"""vLLM's list of the plugins that it loads; all of them if it is not set."""
+
+
+def offer_endpoint() -> None:
+    """Have a server add the route if ``VLLM_PLUGINS`` names this plugin: vLLM adds none that it is not told to.
+
+    An entry point would do the same, and have plain vLLM warn of it at every start.
+    """
+    load = patch_points.ENDPOINT_PLUGINS.get()
+
+    def load_endpoint_plugins(*tasks: Any, **named: Any) -> list[Any]:
+        asked_for = Endpoint.name in os.environ.get(PLUGINS, "").split(",")
+        return load(*tasks, **named) + ([Endpoint()] if asked_for else [])
+
+    patch_points.ENDPOINT_PLUGINS.put(load_endpoint_plugins)
+
+
+def install() -> None:
+    """Give this process's worker the method."""
+    setattr(patch_points.WORKER.get(), METHOD, _declaration)
+
+
+def _declaration(worker: Any) -> dict[str, Any]:
+    from ..ops.attention import OF_DEVICE
+    from ..provenance import Environment, environment_here, versions
+
+    config = worker.vllm_config
+    device_type, model = config.device_config.device_type, config.model_config
+    if device_type not in OF_DEVICE:  # an NPU: some of its operations are not ours
+        return asdict(Environment(mode=True, versions=versions()))
+    chosen = envs.ATTENTION.read()
+    layer = import_module(f".attention_{device_type}", __package__).Backend.get_impl_cls()
+    return asdict(
+        environment_here(
+            device_type,
+            hidden=model.get_hidden_size(),
+            vocabulary=model.get_vocab_size(),
+            dtype=model.dtype,
+            attention=layer.reduction,
+            attention_by=OF_DEVICE[device_type] if chosen == "auto" else chosen,
+            engine=settings(config),
+        )
+    )
+
+
+def settings(config: Any) -> dict[str, str]:
+    """Settings of vLLM's that decide bits, from its configuration."""
+    model = config.model_config
+    found = {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(config.cache_config.cache_dtype),
+        "logprobs_mode": str(model.logprobs_mode),
+    }
+    if config.device_config.device_type == "cuda":  # the two draw other noise of a seed
+        found["model_runner"] = "second" if config.use_v2_model_runner else "first"
+    if overrides := model.hf_overrides:  # which no file of the model holds
+        found["hf_overrides"] = json.dumps(overrides, sort_keys=True, default=repr)
+    text = model.hf_text_config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):  # it has other factors for a long context
+        found["max_model_len"] = str(model.max_model_len)
+    return found
+
+
+class Endpoint:
+    """``GET /v1/batch_invariant``, in the form of vLLM's endpoint plugins."""
+
+    name = "batch_invariant"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: Any) -> None:
+        """Called by vLLM before the engine is there."""
+        app.add_api_route(PATH, self.declaration, methods=["GET"])
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:  # noqa: ARG002 - vLLM's signature
+        """Called by vLLM with the engine."""
+        self._engine = engine_client
+
+    async def declaration(self) -> dict[str, Any]:
+        """The fields of ``receipt.Environment``."""
+        return (await self._engine.collective_rpc(METHOD))[0]

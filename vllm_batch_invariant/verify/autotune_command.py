@@ -1,0 +1,115 @@
+"""``vllm-batch-invariant certificate``: how products and attention are computed on this GPU, and what was compared."""
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import BadSetting, NotCovered
+from .arguments import OneLineParser, at_least
+from .printable import printable
+
+if TYPE_CHECKING:
+    from ..ops.attention.certificate import Certificate
+    from ..ops.linear.autotune import Entry
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _shape(text: str) -> tuple[int, int]:
+    columns, found, depth = text.partition("x")
+    if not (found and columns.isdigit() and depth.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NxK, such as 6144x4096")
+    return int(columns), int(depth)
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog="vllm-batch-invariant certificate",
+        description="Print how products are computed on this GPU and at which numbers of rows their bits were compared "
+        "with those of the reference, and which kernels serve attention. vLLM makes certificates when it loads a "
+        "model; with --shape those of products are made here.",
+    )
+    parser.add_argument("--shape", nargs="+", type=_shape, default=[], metavar="NxK", help="weights to certify now")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the weights of --shape (default: bf16)")
+    parser.add_argument("--bias", action="store_true", help="certify with a bias")
+    parser.add_argument(
+        "--rows", type=at_least(1), default=8192, metavar="M", help="certify up to M rows (default: 8192)"
+    )
+    parser.add_argument("--device", type=at_least(0), default=0, help="index of the GPU (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns the exit status.
+
+    Raises:
+        NotCovered: no GPU.
+        BadSetting: a GPU that is not there.
+    """
+    options = _parser().parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise NotCovered(
+            "a certificate without a GPU",
+            "products on a CPU are checked when a model is loaded and not kept",
+            "run this on a machine with an NVIDIA GPU",
+        )
+    if options.device >= torch.cuda.device_count():
+        raise BadSetting(f"--device {options.device}: this machine has {torch.cuda.device_count()} GPUs.")
+    from ..ops.attention import certificate as attention
+    from ..ops.linear import cuda, prepare
+
+    for columns, depth in options.shape:
+        weight = torch.empty(columns, depth, dtype=_DTYPES[options.dtype], device=f"cuda:{options.device}")
+        prepare(weight, options.rows, options.bias)
+    environment, products = cuda.known(options.device)
+    if options.json:
+        entries = {name: {limit: entry.to_json() for limit, entry in found.items()} for name, found in products.items()}
+        of_attention = {name: asdict(found) for name, found in attention.known(options.device).items()}
+        found = {"environment": environment, "products": entries, "attention": of_attention}
+        print(json.dumps(found, indent=1))
+    else:
+        _print(environment, products, attention.known(options.device))
+    return 0
+
+
+def _print(
+    environment: dict[str, str], products: dict[str, dict[int, "Entry"]], attention: "dict[str, Certificate]"
+) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from .console import consoles
+
+    console, _ = consoles()
+    for name, value in environment.items():
+        console.print(printable(f"{name}: {value}"), highlight=False, markup=False)
+    if not products:
+        console.print("No certificate yet: load a model with VLLM_BATCH_INVARIANT=1, or name weights with --shape.")
+    for name, found in products.items():
+        table = Table(
+            "rows up to",
+            "served by",
+            "us",
+            "us in Triton",
+            "bits equal at",
+            "refused",
+            title=escape(printable(f"Product {name}")),
+        )
+        for limit, entry in sorted(found.items()):
+            schedule = entry.algorithm or entry.tile
+            served = schedule.about if schedule else "Triton"
+            times = [
+                f"{entry.microseconds[key]:.1f}" if key in entry.microseconds else ""
+                for key in (entry.served_by.lower(), "triton")
+            ]
+            checked = ", ".join(map(str, entry.checked))
+            refused = ", ".join(entry.refused) or "none"
+            table.add_row(*(escape(printable(cell)) for cell in (str(limit), served, *times, checked, refused)))
+        console.print(table)
+    for name, found in attention.items():
+        line = f"Attention of {name}: {found.kernels}, {found.elements} outputs with equal bits"
+        console.print(printable(line), highlight=False, markup=False)

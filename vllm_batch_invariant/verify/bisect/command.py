@@ -1,0 +1,186 @@
+"""``vllm-batch-invariant bisect``: the first operation whose bits depend on the company that a request has."""
+
+import argparse
+import os
+import random
+import shlex
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..arguments import OneLineParser, at_least, check_common
+from ..console import complain, consoles
+from ..fuzz.finding import Finding
+from ..harness.load import one_line
+from ..harness.plan import filler
+from ..harness.quiet_engine import start_quiet_engine
+from ..outcome import NoTestError, Status
+from ..request import PROMPT
+from .engine import ENGINE_ARGUMENTS, Case, Result, bisect
+from .report import print_results, setting_of, write_json
+
+COMPANY, COMPANY_TOKENS = (16, 7), 32
+"""Two sizes, because kernels that differ between 1 row and 8 may agree on 1 and 17."""
+SHORT_PROMPT = " ".join(PROMPT.split()[:4])
+"""A prefill of few rows, which a library's product may split where it does not split hundreds."""
+LONG_PROMPT_TOKENS = 1500
+"""Keys that attention splits for one request and not for many."""
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse and check; a bad argument ends the process with status 2 and one line."""
+    parser = OneLineParser(
+        prog="bisect",
+        description="Run one prompt alone and in company, and find the first layer and operation whose output bits "
+        "differ. Layers run eagerly: recording does not see inside compiled graphs. Exit status: 0 nothing differs, "
+        "1 a difference was found, 2 it could not be tested, 130 it was interrupted.",
+    )
+    parser.add_argument("model", help="a model's folder or name")
+    parser.add_argument(
+        "--prompt",
+        help=f"the prompt that is compared (default: one of 120 words, then 4, then {LONG_PROMPT_TOKENS} tokens)",
+    )
+    parser.add_argument("--max-tokens", type=at_least(1), default=32, help="tokens to generate (default: 32)")
+    parser.add_argument("--logprobs", type=at_least(1), default=5, help="candidates compared a token (default: 5)")
+    company = parser.add_argument_group("the company")
+    company.add_argument(
+        "--company",
+        type=at_least(1),
+        nargs="+",
+        metavar="N",
+        help="how many other requests; several numbers are tried in turn until something differs "
+        f"(default: {' '.join(map(str, COMPANY))})",
+    )
+    company.add_argument(
+        "--company-tokens",
+        type=at_least(1),
+        metavar="N",
+        help=f"tokens in each of their prompts (default: {COMPANY_TOKENS})",
+    )
+    company.add_argument("--prompts", type=Path, help="a file with their prompts instead, one a line")
+    company.add_argument(
+        "--place",
+        type=at_least(0),
+        metavar="N",
+        help="how many of them come before the prompt in the batch (default: half)",
+    )
+    company.add_argument(
+        "--case",
+        type=Path,
+        metavar="FILE",
+        help="the prompt and the company of a difference that check --fuzz has written, all greedy and together",
+    )
+    company.add_argument("--seed", type=int, default=0, help="of their prompts (default: 0)")
+    parser.add_argument("--serve-args", default="", help="more arguments of `vllm serve` for the engine, in one string")
+    parser.add_argument("--json", type=Path, help="also write the report to this file")
+    options = parser.parse_args(argv)
+    check_common(parser, options, "model")
+    options.serve_args = shlex.split(options.serve_args)
+    if any(argument.startswith("--worker-extension-cls") for argument in options.serve_args):
+        parser.error("--serve-args: --worker-extension-cls is taken by the recording")
+    options.company_prompts = _company_prompts(parser, options)
+    if options.case and (options.company_prompts or options.company or options.company_tokens or options.prompt):
+        parser.error("--case is the prompt and the whole company: leave out --prompt, --prompts and --company")
+    return options
+
+
+def _company_prompts(parser: OneLineParser, options: argparse.Namespace) -> list[str]:
+    """The lines of the file; none where the company is made up."""
+    if options.prompts is None:
+        return []
+    if options.company or options.company_tokens:
+        parser.error("--prompts is the whole company: leave out --company and --company-tokens")
+    try:
+        prompts = [line for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"--prompts {options.prompts}: {error}")
+    if not prompts:
+        parser.error(f"--prompts {options.prompts}: no prompt in it")
+    return prompts
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    options = parse_arguments(argv)
+    out, notes = consoles()
+    # in this process an engine's first step holds every request that was added before it, not those that came in time
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    runs: list[tuple[Case, Result]] = []
+    try:
+        llm = start_quiet_engine(options.model, [*options.serve_args, *ENGINE_ARGUMENTS])
+        setting = setting_of(llm, options.model)
+        for case in _cases(llm, options):
+            runs.append((case, bisect(llm, case)))
+            if runs[-1][1].status == Status.DIVERGED:
+                break
+        try:  # the file first, because whoever reads what is printed may stop reading
+            if options.json:
+                write_json(options.json, setting, runs)
+        finally:
+            print_results(out, setting, runs)
+    except NoTestError as error:
+        return _no_test(notes, str(error))
+    except KeyboardInterrupt:
+        _no_test(notes, "interrupted; nothing was decided")
+        return 128 + signal.SIGINT
+    except Exception as error:  # what a model's code raises may be anything, and must not end with the status 1
+        return _no_test(notes, f"a run failed: {type(error).__name__}: {one_line(error)}")
+    return runs[-1][1].status
+
+
+def _no_test(notes: Console, why: str) -> int:
+    complain(notes, "bisect", why)
+    return Status.NO_TEST
+
+
+def _cases(llm: Any, options: argparse.Namespace) -> Iterator[Case]:
+    if options.case:
+        yield _case_of(Finding.read(options.case), options.logprobs)
+        return
+    if llm.llm_engine.model_config.skip_tokenizer_init:
+        raise NoTestError("--prompt needs a tokenizer: leave out --skip-tokenizer-init")
+    encode = llm.get_tokenizer().encode
+    prompts = _prompts(encode, llm.llm_engine.model_config.max_model_len - options.max_tokens, options.prompt)
+    if options.company_prompts:
+        company = [encode(prompt) for prompt in options.company_prompts]
+        yield from (_case(options, prompt, company) for prompt in prompts)
+        return
+    rng, length = random.Random(options.seed), options.company_tokens or COMPANY_TOKENS
+    for prompt in prompts:
+        for count in options.company or COMPANY:
+            yield _case(options, prompt, [_made_up(encode, rng, length) for _ in range(count)])
+
+
+def _case_of(finding: Finding, logprobs: int) -> Case:
+    """The requests of a finding, in their order; the target has as many tokens as there."""
+    items = sorted(finding.schedule.items, key=lambda item: item.at)
+    names = [item.name for item in items]
+    if finding.target not in names:
+        raise NoTestError("--case: no target's answer differs there, so there is nothing to bisect")
+    place = names.index(finding.target)
+    target, company = items[place], [item.prompt for item in items if item.name != finding.target]
+    return Case(target.prompt, tuple(company), place, target.params.get("max_tokens", 1), logprobs)
+
+
+def _prompts(encode: Callable[[str], list[int]], room: int, given: str | None) -> list[list[int]]:
+    """The given prompt, or one of each length at which kernels choose differently and for which there is room."""
+    if given is not None:
+        return [encode(given)]
+    usual, most = encode(PROMPT), min(LONG_PROMPT_TOKENS, room)
+    long = (usual * (most // len(usual) + 1))[:most]
+    return [usual, encode(SHORT_PROMPT), *([long] if len(long) > 2 * len(usual) else [])]
+
+
+def _case(options: argparse.Namespace, prompt: list[int], company: list[list[int]]) -> Case:
+    place = len(company) // 2 if options.place is None else min(options.place, len(company))
+    return Case(tuple(prompt), tuple(map(tuple, company)), place, options.max_tokens, options.logprobs)
+
+
+def _made_up(encode: Callable[[str], list[int]], rng: random.Random, length: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < length:
+        tokens += encode(filler(rng, 8 * length))
+    return tokens[:length]

@@ -1,0 +1,336 @@
+"""Records, inside a vLLM worker, what every operation puts out for one request.
+
+Operations are seen in two ways: by a mode of PyTorch's dispatcher, which gets every operator that Python calls, custom
+ones with the arguments that they write included; and by hooks on modules, whose outputs show what a kernel launched
+without the dispatcher wrote (Triton, numba, a library's own binding).
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .batch_rows import Batches, Place, Rows
+from .recording import MODULE_OUTPUT, Key, Record, Slice, Step
+
+SAMPLER = "sampler"
+"""Path under which sampling is recorded: it is no part of the model."""
+_UNWRITTEN = {
+    f"aten.{name}"
+    for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_")
+}
+"""Operators whose output nobody has written yet."""
+_BYTES = (torch.int8, torch.uint8)
+"""Integer dtypes that hold quantised activations."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The output to fetch whole."""
+
+    step: int
+    key: Key
+
+
+@dataclass(frozen=True)
+class _Effects:
+    """What an operator writes, by its schema."""
+
+    written: tuple[tuple[int, str], ...]
+    """Arguments that it writes: position and name."""
+    fresh: tuple[int, ...] | None
+    """Results that are no views of an argument; None: all of them."""
+
+
+class WorkerExtension:
+    """The methods that vLLM adds to each worker (``--worker-extension-cls``), to be called by name.
+
+    Of the ways into a worker this is the one that every version from 0.26 to 0.33 has, that works whether the worker is
+    in this process or in another, and that sends no function through pickle, which vLLM refuses by default.
+    """
+
+    def bisect_begin(self, request: str, reference: bool, target: list | None) -> None:
+        """Record the request of that name from now on.
+
+        Args:
+            request: name of the request.
+            reference: whether this is the run alone. It follows a run in company, of whose outputs it takes those alone
+                that have the shape of the request's part there.
+            target: step and key of an output to fetch, instead of digests of all.
+        """
+        recorder = self.__dict__.get("_bisect_recorder")
+        if recorder is None:
+            recorder = self.__dict__["_bisect_recorder"] = Recorder(self.model_runner)
+        recorder.begin(request, reference, target and Target(target[0], Key(*target[1])))
+
+    def bisect_end(self) -> dict[str, Any]:
+        """Stop recording; returns the steps, what was fetched, and what stood in the way, as plain data."""
+        return self.__dict__["_bisect_recorder"].end()
+
+
+class Recorder:
+    """Hooks on one model runner that record while a request's step runs."""
+
+    def __init__(self, runner: Any) -> None:
+        self._batches = Batches(runner)
+        self._mode = _Mode(self)
+        self._model = runner.get_model()
+        self._request: str | None = None
+        lasting = (*self._model.parameters(), *self._model.buffers(), *_tensors(runner.kv_caches))
+        self._lasting = set(map(_storage, lasting))
+        for path, module in self._model.named_modules():
+            self._watch(path, module)
+        if isinstance(runner.sampler, torch.nn.Module):
+            for path, module in runner.sampler.named_modules(prefix=SAMPLER):
+                self._watch(path, module)
+        else:
+            self._watch_sampling(runner)
+
+    def begin(self, request: str, reference: bool, target: Target | None) -> None:
+        """See :meth:`WorkerExtension.bisect_begin`."""
+        self._expected = self._shapes if reference else None
+        if not reference:
+            self._shapes: dict[tuple, set[tuple[int, ...]]] = {}
+        self._request, self._target = request, target
+        self._steps: list[Step] = []
+        self._fetched: dict[str, Any] | None = None
+        self._problem = ""
+        self._place: Place | None = None
+        self._rows: Rows | None = None
+        self._stack: list[tuple[str, int]] = []
+        self._records: list[Record] = []
+        self._left_out: Counter[str] = Counter()
+
+    def end(self) -> dict[str, Any]:
+        """See :meth:`WorkerExtension.bisect_end`."""
+        self._close_step()
+        self._request = None
+        steps = [step.to_plain() for step in self._steps]
+        return {"steps": steps, "fetched": self._fetched, "problem": self._problem}
+
+    def _watch(self, path: str, module: torch.nn.Module) -> None:
+        def enter(_: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            if module is self._model:
+                self._begin_step(kwargs.get("positions", args[1] if len(args) > 1 else None))
+            self._enter(path)
+
+        def leave(_: torch.nn.Module, __: tuple, output: Any) -> None:
+            self._leave(path, output)
+            if module is self._model:
+                self._rows = self._place and self._place.requests
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(leave, always_call=True)
+
+    def _watch_sampling(self, runner: Any) -> None:
+        sample = runner.sample
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            self._enter(SAMPLER)
+            try:
+                return sample(*args, **kwargs)
+            finally:
+                self._leave(SAMPLER, None)
+
+        runner.sample = recorded
+
+    def _begin_step(self, positions: torch.Tensor | None) -> None:
+        self._close_step()
+        if self._request is None or self._problem:
+            return
+        place = self._batches.place(self._request)
+        if place is None:
+            return
+        rows = None if positions is None else positions.shape[-1]
+        if rows != place.tokens.total:
+            self._problem = (
+                f"the model was called with {rows} rows for {place.tokens.total} tokens, so a step of this engine is "
+                "padded or split; leave out parallelism, micro-batches and speculative decoding"
+            )
+            return
+        self._place, self._rows = place, place.tokens
+        self._calls: Counter[str] = Counter()
+        self._occurrences: Counter[tuple] = Counter()
+
+    def _close_step(self) -> None:
+        if self._place is not None:
+            tokens, requests = self._place.tokens, self._place.requests
+            beside = tokens.total - tokens.count
+            records = tuple(self._records)
+            left_out = dict(self._left_out)
+            self._steps.append(Step(self._place.position, tokens.count, beside, requests.total, left_out, records))
+        self._place = self._rows = None
+        self._records, self._left_out = [], Counter()
+
+    def _enter(self, path: str) -> None:
+        if self._rows is None:
+            return
+        self._calls[path] += 1
+        self._stack.append((path, self._calls[path] - 1))
+        if len(self._stack) == 1:
+            self._outside = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+            self._mode.__enter__()
+
+    def _leave(self, path: str, output: Any) -> None:
+        if not self._stack:
+            return
+        with self._mode.paused():
+            self._record(MODULE_OUTPUT, list(_tensors(output)))
+        assert self._stack.pop()[0] == path
+        if not self._stack:
+            self._mode.__exit__(None, None, None)
+
+    def operation(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an operator of the dispatcher and record what it puts out."""
+        name = str(operator).removesuffix(".default")
+        effects = _effects(operator)
+        operands = self._operands(name, effects, args, kwargs)
+        # a custom operator written in Python may use vmap, which a mode's surroundings exclude
+        with nullcontext() if name.startswith("aten.") else torch._C._ForceDispatchKeyGuard(*self._outside):
+            result = operator(*args, **kwargs)
+        if ".".join(name.split(".")[:2]) not in _UNWRITTEN:
+            results = result if isinstance(result, (tuple, list)) else (result,)
+            fresh = results if effects.fresh is None else [results[i] for i in effects.fresh if i < len(results)]
+            written = [args[place] if place < len(args) else kwargs.get(given) for place, given in effects.written]
+            self._record(name, [*_tensors(fresh), *_tensors(written)], operands)
+        return result
+
+    def _record(self, operation: str, outputs: list[torch.Tensor], operands: list | None = None) -> None:
+        path, call = self._stack[-1]
+        occurrence = self._occurrences[path, call, operation]
+        self._occurrences[path, call, operation] += 1
+        for number, tensor in enumerate(outputs):
+            reason = self._reason_against(tensor)
+            if reason is not None:
+                self._left_out[reason] += 1
+                continue
+            key = Key(path, call, operation, occurrence, number)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if self._target is None:
+                parts = self._parts((len(self._steps), key), tensor)
+                self._records.append(Record(key, dtype, tuple(Slice(tuple(p.shape), digest(p)) for p in parts)))
+            elif self._target == Target(len(self._steps), key):
+                parts = self._parts((len(self._steps), key), tensor)
+                whole = [[list(part.shape), bytes(_bytes(part))] for part in parts]
+                self._fetched = {"dtype": dtype, "parts": whole, "operands": operands}
+
+    def _operands(self, name: str, effects: _Effects, args: tuple, kwargs: dict[str, Any]) -> list | None:
+        """Digests of what the target's operator reads: [name, [[shape, digest], ...]], those it writes left out."""
+        if self._target is None or self._target.step != len(self._steps):
+            return None
+        path, call = self._stack[-1]
+        wanted = self._target.key
+        if (path, call, name, self._occurrences[path, call, name]) != wanted[:4]:
+            return None
+        written = {place_or_name for argument in effects.written for place_or_name in argument}
+        found = []
+        for place, value in (*enumerate(args), *kwargs.items()):
+            for number, tensor in enumerate(_tensors(value)):
+                if place in written or self._reason_against(tensor) is not None:
+                    continue
+                parts = self._parts((len(self._steps), place, number), tensor)
+                found.append([f"{place}.{number}", [[list(part.shape), digest(part)] for part in parts]])
+        return found
+
+    def _reason_against(self, tensor: torch.Tensor) -> str | None:
+        """Why a tensor is not recorded."""
+        storage = _storage(tensor)
+        if storage is None:
+            return "no elements of its own"
+        if storage in self._lasting:
+            return "weights and KV cache"
+        if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype in _BYTES):
+            return "integers"  # they are indices, which follow the place in the batch
+        return None
+
+    def _parts(self, name: tuple, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The request's part; alone that is all of the tensor, where such a part had been seen in company."""
+        if self._expected is None:
+            parts = list(self._rows.parts(tensor))
+            self._shapes[name] = {tuple(part.shape) for part in parts}
+            return parts
+        return [tensor] if tuple(tensor.shape) in self._expected.get(name, ()) else []
+
+
+class _Mode(TorchDispatchMode):
+    """Hands every operator to the recorder."""
+
+    supports_higher_order_operators = True
+
+    # Functions compiled one by one (FlexAttention, in samplers) stay compiled where PyTorch asks these two; run eagerly
+    # they would have other bits than without recording.
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder, self._paused = recorder, False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While it lasts, operators run unrecorded: those of the recorder itself in a hook."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if self._paused:
+            return func(*args, **(kwargs or {}))
+        return self._recorder.operation(func, args, kwargs or {})
+
+
+@cache
+def _effects(operator: Callable) -> _Effects:
+    schema = getattr(operator, "_schema", None)
+    if schema is None:  # a higher-order operator
+        return _Effects((), None)
+    written = tuple(
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    return _Effects(written, tuple(i for i, result in enumerate(schema.returns) if result.alias_info is None))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a module returns or an operator takes."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif hasattr(value, "tensors"):  # between the stages of a pipeline
+        yield from _tensors(value.tensors)
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    """Address of a plain tensor's storage; None for sparse ones and for wrappers such as vmap's."""
+    try:
+        return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided and not tensor.is_meta else None
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).cpu().numpy())
+
+
+def digest(tensor: torch.Tensor) -> bytes:
+    """SHA-256 of the elements in order, cut to 16 bytes."""
+    return hashlib.sha256(_bytes(tensor)).digest()[:16]

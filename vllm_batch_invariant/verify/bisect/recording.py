@@ -1,0 +1,196 @@
+"""What one request's operations put out in one run, as digests, and where two runs part first."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+from ..outcome import NoTestError
+
+
+class Key(NamedTuple):
+    """Which output this is, the same in every run that takes the same way through the model."""
+
+    module: str
+    """Path of the innermost module, empty for the model itself."""
+    call: int
+    """How often the module had been called in this step."""
+    operation: str
+    """An operator of PyTorch's dispatcher, such as ``aten.mm``, or :data:`MODULE_OUTPUT`."""
+    occurrence: int
+    """How often the operator had been called in this call of the module."""
+    output: int
+    """Which of its outputs, or of the arguments that it writes."""
+
+
+MODULE_OUTPUT = "output of the module"
+
+
+class Slice(NamedTuple):
+    """The request's part of a tensor, on the assumption that one of the tensor's dimensions holds the batch's rows."""
+
+    shape: tuple[int, ...]
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class Record:
+    """One output. It has several slices where several dimensions could be the one of the rows, and none where none."""
+
+    key: Key
+    dtype: str
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step of the engine recorded of the request, in the order of execution."""
+
+    position: int
+    """Of the request's first token in this step."""
+    rows: int
+    """Tokens of the request."""
+    beside: int
+    """Tokens of other requests."""
+    requests: int
+    """Requests, this one included."""
+    left_out: dict[str, int]
+    """Outputs that are not recorded, by the reason."""
+    records: tuple[Record, ...]
+
+    @classmethod
+    def from_plain(cls, data: dict[str, Any]) -> Self:
+        """Of the dictionaries and lists in which a worker sends it."""
+        records = tuple(
+            Record(Key(*key), dtype, tuple(Slice(tuple(shape), digest) for shape, digest in slices))
+            for key, dtype, slices in data["records"]
+        )
+        return cls(**{**data, "records": records})
+
+    def to_plain(self) -> dict[str, Any]:
+        """Dictionaries, lists, numbers, strings and bytes, which every way between two processes carries."""
+        records = [
+            [list(record.key), record.dtype, [[list(part.shape), part.digest] for part in record.slices]]
+            for record in self.records
+        ]
+        return {**vars(self), "records": records}
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first output whose bits differ."""
+
+    step: int
+    index: int
+    """Its place among the records of the step, in the run alone."""
+    key: Key
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the request's part."""
+    only_alone: tuple[str, ...]
+    """Operations just before it in the same module that have no counterpart in the run in company."""
+    only_in_company: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much was compared, in outputs over all steps."""
+
+    steps: int
+    untested_steps: int
+    """Steps in which no other request ran."""
+    compared: int
+    left_out: dict[str, int]
+    """Outputs that are not recorded, by the reason."""
+    without_rows: dict[str, int]
+    """Operations whose output has no dimension of the batch's rows, with how often."""
+    one_sided: dict[str, int]
+    """Operations that ran in one of the two runs only, with how often."""
+
+
+def first_parting(alone: Sequence[Step], company: Sequence[Step], last: int) -> tuple[Parting | None, Coverage]:
+    """Compare the steps up to number `last`; what comes after it reads other tokens, or does not matter.
+
+    Raises:
+        NoTestError: the request was cut into other steps, or never had company.
+    """
+    alone, company = _same_steps(alone, company, last)
+    parting, compared, untested = None, 0, 0
+    left_out: Counter[str] = Counter()
+    without_rows: Counter[str] = Counter()
+    one_sided: Counter[str] = Counter()
+    for number, (left, right) in enumerate(zip(alone, company, strict=True)):
+        if not right.beside:
+            untested += 1
+            continue
+        left_out.update(left.left_out)
+        others = {record.key: record for record in right.records}
+        one_sided.update(key.operation for key in {record.key for record in left.records} ^ others.keys())
+        for index, record in enumerate(left.records):
+            other = others.get(record.key)
+            if other is None:
+                continue
+            pair = _same_shape(record, other)
+            if pair is None:
+                without_rows[record.key.operation] += 1
+                continue
+            compared += 1
+            if parting is None and pair[0].digest != pair[1].digest:
+                parting = Parting(
+                    number,
+                    index,
+                    record.key,
+                    record.dtype,
+                    pair[0].shape,
+                    _unmatched_before(left.records, record.key, others.keys()),
+                    _unmatched_before(right.records, record.key, {record.key for record in left.records}),
+                )
+    if untested == len(alone):
+        raise NoTestError("not a test: no other request ever ran in a step of this one")
+    counts = (dict(counter) for counter in (left_out, without_rows, one_sided))
+    return parting, Coverage(len(alone), untested, compared, *counts)
+
+
+def _same_steps(alone: Sequence[Step], company: Sequence[Step], last: int) -> tuple[Sequence[Step], Sequence[Step]]:
+    alone, company = alone[: last + 1], company[: last + 1]
+    if not alone or not company:
+        raise NoTestError(
+            "not a test: the model's forward was never seen, so it does not run as a PyTorch module in this engine"
+        )
+    for number, (left, right) in enumerate(zip(alone, company, strict=False)):
+        if (left.position, left.rows) != (right.position, right.rows):
+            raise NoTestError(
+                f"not a test: in step {number} the engine computed positions {_positions(left)} alone and "
+                f"{_positions(right)} in company; pass --place 0, fewer or shorter company prompts, or "
+                "--serve-args '--max-num-batched-tokens N' with an N that holds all prompts"
+            )
+    if len(alone) != len(company):
+        raise NoTestError(f"not a test: the request took {len(alone)} steps alone and {len(company)} in company")
+    return alone, company
+
+
+def _positions(step: Step) -> str:
+    return f"{step.position} to {step.position + step.rows - 1}"
+
+
+def _same_shape(record: Record, other: Record) -> tuple[Slice, Slice] | None:
+    """Alone, a request's part is the whole tensor, whichever dimension holds the rows: its shape says which it is."""
+    if record.dtype == other.dtype:
+        for left in record.slices:
+            for right in other.slices:
+                if left.shape == right.shape:
+                    return left, right
+    return None
+
+
+def _unmatched_before(records: Iterable[Record], key: Key, known: Iterable[Key]) -> tuple[str, ...]:
+    """Operations of the key's module since the last record with a counterpart, up to the key's."""
+    found: list[str] = []
+    for record in records:
+        if record.key == key:
+            break
+        if record.key in known:
+            found.clear()
+        elif record.key.module == key.module and record.key.operation not in found:
+            found.append(record.key.operation)
+    return tuple(found)

@@ -1,0 +1,234 @@
+"""``vllm-batch-invariant check``: what of the contract holds on this machine, or on a running server."""
+
+import argparse
+import asyncio
+import shlex
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from ... import envs
+from ..arguments import (
+    OneLineParser,
+    above_zero,
+    add_base_url,
+    address,
+    at_least,
+    check_base_url,
+    check_common,
+    not_negative,
+)
+from ..console import complain, consoles
+from ..harness.load import one_line
+from ..outcome import NoTestError, Status
+from ..report.files import why_not_writable
+from ..request_parameters import KINDS
+from .facts import planned_for_a_server, planned_for_engines
+from .presets import QUICK, SIZES, STANDARD, THOROUGH
+from .report import Report, print_report, write_json
+from .results import Findings
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse and check; a bad argument ends the process with status 2 and one line."""
+    parser = OneLineParser(
+        prog="check",
+        description="Certify every operation on this device, then put real engines through other batches and "
+        "schedules, and compare tokens and logprobs bit for bit. With VLLM_BATCH_INVARIANT=1 the mode is checked, "
+        "otherwise plain vLLM. Exit status: 0 all that was tested holds, 1 something breaks, 2 it could not be tested, "
+        "130 it was interrupted: what was found until then is reported all the same.",
+    )
+    parser.add_argument("model", nargs="?", help="a model's folder or name; with --base-url, the served model to ask")
+    add_base_url(parser)
+    parser.add_argument("--compare", action="store_true", help="check with VLLM_BATCH_INVARIANT=0, then with 1")
+    depth = parser.add_mutually_exclusive_group()
+    depth.add_argument("--quick", dest="size", action="store_const", const=QUICK.name, help="about a minute on a CPU")
+    depth.add_argument("--thorough", dest="size", action="store_const", const=THOROUGH.name, help="many more batches")
+    parser.add_argument("--serve-args", default="", help="more arguments of `vllm serve` for the engine, in one string")
+    parser.add_argument("--timeout", type=not_negative, default=3600, help="seconds for a server (default: 3600)")
+    parser.add_argument("--json", type=Path, help="also write everything that was found to this file")
+    parser.add_argument("--html", type=Path, help="also write a page for people to this file; needs matplotlib")
+    fuzz = parser.add_argument_group("random requests in random engines")
+    fuzz.add_argument(
+        "--fuzz", type=above_zero, metavar="MINUTES", help="draw engines and requests for so long instead"
+    )
+    fuzz.add_argument("--seed", type=int, default=0, metavar="N", help="of everything that is drawn (default: 0)")
+    fuzz.add_argument("--settings", type=at_least(1), metavar="N", help="most engines (default: as time allows)")
+    fuzz.add_argument(
+        "--schedules",
+        type=at_least(1),
+        metavar="N",
+        help="schedules an engine (default: for as long as its start took)",
+    )
+    fuzz.add_argument("--jobs", type=at_least(1), default=1, metavar="N", help="engines at a time (default: 1)")
+    fuzz.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        choices=KINDS,
+        metavar="KIND",
+        help=f"leave out requests of a kind: {', '.join(KINDS)}; may be repeated",
+    )
+    fuzz.add_argument("--csv", type=Path, help="also append a row for each engine to this file")
+    fuzz.add_argument(
+        "--found", type=Path, default=Path("."), metavar="FOLDER", help="where differences are written (default: here)"
+    )
+    fuzz.add_argument("--replay", type=Path, metavar="FILE", help="run a difference again that --fuzz has written")
+    options = parser.parse_args(argv)
+    if options.fuzz is not None or options.replay is not None:
+        _check_fuzz(parser, options)
+    elif given := _fuzz_options(parser, options):
+        parser.error(f"{', '.join(given)}: only with --fuzz")
+    options.size = SIZES[options.size or STANDARD.name]
+    _check(parser, options)
+    options.serve_args = shlex.split(options.serve_args)
+    return options
+
+
+_DRAWN = (
+    *("--max-num-seqs", "--max-num-batched-tokens", "--block-size", "--enable-prefix-caching", "--enforce-eager"),
+    *("--no-enable-prefix-caching", "--async-scheduling", "--no-async-scheduling", "--num-gpu-blocks-override"),
+)
+"""What --fuzz draws itself."""
+
+
+def _fuzz_options(parser: OneLineParser, options: argparse.Namespace) -> list[str]:
+    """Options of --fuzz that were given."""
+    names = ("seed", "settings", "schedules", "jobs", "without", "csv", "found")
+    return [f"--{name}" for name in names if getattr(options, name) != parser.get_default(name)]
+
+
+def _check_fuzz(parser: OneLineParser, options: argparse.Namespace) -> None:
+    mode = "--fuzz" if options.replay is None else "--replay"
+    others = {"--base-url": options.base_url, "--compare": options.compare, "--json": options.json}
+    others |= {"--html": options.html, "--quick or --thorough": options.size}
+    others |= {"--fuzz": options.fuzz, "--serve-args": options.serve_args} if options.replay else {}
+    others |= dict.fromkeys(_fuzz_options(parser, options), True) if options.replay else {}
+    if given := [name for name, value in others.items() if value]:
+        parser.error(f"{mode} goes without {', '.join(given)}")
+    if options.replay is None and not options.model:
+        parser.error("--fuzz needs a model")
+    if options.csv and (why := why_not_writable(options.csv)):
+        parser.error(f"--csv {options.csv}: {why}")
+    if not options.found.is_dir():
+        parser.error(f"--found {options.found}: no such folder")
+    with suppress(ValueError):  # a lone quote is refused later
+        taken = [word for word in shlex.split(options.serve_args) if word.partition("=")[0] in _DRAWN]
+        if taken:
+            parser.error(f"--serve-args: {taken[0]} is drawn by --fuzz")
+
+
+def _check(parser: OneLineParser, options: argparse.Namespace) -> None:
+    if not options.model and not options.base_url and not options.replay:
+        parser.error("nothing to check: give a model, or --base-url of a server")
+    if options.base_url and (options.compare or options.serve_args):
+        parser.error("--base-url is a server that already runs: leave out --compare and --serve-args")
+    check_base_url(parser, options)
+    check_common(parser, options, "model")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    options = parse_arguments(argv)
+    # as exceptions, so that engines are stopped and what was found is kept; a shell has background jobs ignore SIGINT
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        if options.fuzz is not None or options.replay is not None:
+            from ..fuzz.command import main as fuzz
+
+            return fuzz(options)
+        return _run(options, *consoles())
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run(options: argparse.Namespace, out: Console, notes: Console) -> int:
+    runs: list[Findings] = []
+    began, clock, partial = datetime.now().astimezone().isoformat(timespec="seconds"), time.monotonic(), ""
+    try:
+        if options.html:
+            from ..report.svg import require_matplotlib
+
+            require_matplotlib()
+        with notes.status("", spinner="line") as status:
+            for flag in _flags(options):
+                label = "server" if options.base_url else f"{envs.FLAG}={flag}"
+                runs.append(
+                    Findings(label, planned_for_a_server() if options.base_url else planned_for_engines(options.size))
+                )
+                _fill(runs[-1], flag, options, lambda now, label=label: status.update(escape(f"{label}: {now}")))
+                if runs[-1].failed:
+                    complain(notes, "check", f"{label}: {runs[-1].failed}")
+    except NoTestError as error:
+        complain(notes, "check", str(error))
+        return Status.NO_TEST
+    except KeyboardInterrupt:
+        for number in (signal.SIGINT, signal.SIGTERM):  # whoever is impatient gets the report all the same
+            signal.signal(number, signal.SIG_IGN)
+        partial = f"It was interrupted while {runs[-1].label} was checked." if runs else "It was interrupted."
+    target = address(options.base_url) if options.base_url else options.model
+    took = time.monotonic() - clock
+    report = Report(target, options.size.name, tuple(options.serve_args), began, took, tuple(runs), partial)
+    try:
+        written = _write(report, options, out)
+    except NoTestError as error:
+        complain(notes, "check", str(error))
+        return report.status or Status.NO_TEST
+    except Exception as error:  # a reader that went away, a plot: it must not end with the status 1 of a traceback
+        complain(notes, "check", f"the report failed: {type(error).__name__}: {one_line(error)}")
+        return report.status or Status.NO_TEST
+    if partial:
+        complain(notes, "check", f"interrupted; {written or 'nothing was found yet'}")
+    return report.status
+
+
+def _flags(options: argparse.Namespace) -> tuple[str, ...]:
+    """The settings to check; a server has its own."""
+    envs.check_names()
+    if options.base_url:
+        return ("",)
+    return ("0", "1") if options.compare else (str(int(envs.enabled())),)
+
+
+def _fill(findings: Findings, flag: str, options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    from .engine_check import check_engine
+    from .server import check_server
+
+    try:
+        if options.base_url:
+            server = options.base_url, options.api_key
+            asyncio.run(check_server(*server, options.model, options.size, options.timeout, findings, say))
+        else:
+            check_engine(options.model, options.serve_args, flag, options.size, findings, say)
+    except NoTestError as error:
+        findings.failed = str(error)
+    except KeyboardInterrupt:
+        findings.failed = "interrupted"
+        raise
+    except Exception as error:  # whatever it is, it must not end with the status 1, which says that something breaks
+        findings.failed = f"the check failed: {type(error).__name__}: {one_line(error)}"
+
+
+def _write(report: Report, options: argparse.Namespace, out: Console) -> str:
+    """Print and write what was found; says in words where it is, if anything was."""
+    if not any(run.samples or run.certificates for run in report.runs):
+        return ""
+    try:  # the files first, because whoever reads what is printed may stop reading
+        if options.json:
+            write_json(options.json, report)
+        if options.html:
+            from ..report.html import write_html
+            from .page import page_of
+
+            write_html(options.html, page_of(report))
+    finally:
+        print_report(out, report)
+    files = " and ".join(str(path) for path in (options.json, options.html) if path)
+    return f"what was found so far is {f'in {files}, marked partial' if files else 'above'}"

@@ -1,0 +1,292 @@
+"""Certificates of operations: each computed for a row alone and in larger batches, compared bit for bit.
+
+They are made in an engine's worker on the layers of its model, so they are about what serves there: ours, vLLM's or
+PyTorch's.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...compare import Comparison, bitwise_comparison
+from ..harness.load import one_line
+from .certificates import Certificate
+from .paged_batches import Chunk, Heads, Request, paged
+
+if TYPE_CHECKING:
+    from ...ops.linear.autotune import Entry
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PROBES = 16
+"""Rows that are looked at, spread over the places of a batch from the first to the last."""
+
+
+def certificates(llm: Any, operation: str, rows: Sequence[int]) -> list[dict[str, Any]]:
+    """Certificates of one operation on the shapes of a ``vllm.LLM``'s model, as plain data: see :func:`certify`."""
+    return [asdict(certificate) for certificate in llm.apply_model(partial(certify, operation=operation, rows=rows))[0]]
+
+
+def certify(model: torch.nn.Module, operation: str, rows: Sequence[int]) -> list[Certificate]:
+    """Certificates of one operation on the shapes that a vLLM model has.
+
+    Args:
+        operation: one of ``certificates.OPERATIONS``.
+        rows: sizes of the batches, each at least 2.
+    """
+    make = {"linear": _linear, "rms_norm": _norms, "attention": _attention}.get(operation)
+    with torch.inference_mode():
+        return list(make(model, rows) if make else _of_rows(model, operation, rows))
+
+
+def compare_rows(
+    operation: Callable[[torch.Tensor], torch.Tensor], columns: int, like: torch.Tensor, rows: Sequence[int]
+) -> tuple[int, str]:
+    """Compute rows alone and in batches; returns the elements compared, and the first difference in words.
+
+    Args:
+        operation: takes [M, columns], returns [M, ...].
+        like: gives dtype and device of the operands.
+        rows: sizes M of the batches, each at least 2.
+    """
+    generator = torch.Generator(like.device).manual_seed(columns)
+    make = partial(torch.randn, generator=generator, dtype=like.dtype, device=like.device)
+    probes, filler = make(_PROBES, columns), make(max(rows), columns)
+    alone = torch.cat([operation(probe.clone()) for probe in probes.split(1)])
+    compared, difference = 0, ""
+    for size in rows:
+        places = sorted({place * (size - 1) // (_PROBES - 1) for place in range(_PROBES)})
+        batch = filler[:size].clone()
+        batch[places] = probes[: len(places)]
+        found = bitwise_comparison(operation(batch)[places], alone[: len(places)])
+        compared += found.elements
+        difference = difference or _words(found, f"in a batch of {size} rows")
+    return compared, difference
+
+
+def _words(found: Comparison, where: str) -> str:
+    return "" if found else f"{where}: {found.different} of {found.elements} elements, first {found.first}"
+
+
+def _linear(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate]:
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    head = getattr(model, "lm_head", None)
+    seen = set()
+    like = _parameter(model)
+    for name, layer in model.named_modules():
+        is_head = isinstance(layer, ParallelLMHead) or layer is head
+        if not (isinstance(layer, LinearBase) or is_head) or getattr(layer, "quant_method", None) is None:
+            continue
+        depth = layer.embedding_dim if is_head else getattr(layer, "input_size_per_partition", layer.input_size)
+        bias = None if is_head or getattr(layer, "skip_bias_add", False) else layer.bias
+        columns = layer.num_embeddings_per_partition if is_head else layer.output_size_per_partition
+        kind = (columns, depth, bias is not None)
+        if kind in seen:
+            continue
+        seen.add(kind)
+        apply = layer.quant_method.apply
+        shape = f"{name.rpartition('.')[2]}: K={depth}, N={columns}, {_name(like.dtype)}{', bias' * (bias is not None)}"
+        certificate = _tested(
+            Certificate("linear", shape, "batch", _server(layer), tuple(rows), 0, ""),
+            lambda x, layer=layer, bias=bias, apply=apply: apply(layer, x, bias),
+            (depth, like),
+        )
+        yield replace(certificate, note=_gpu_certificate(like, layer, bias)) if like.is_cuda else certificate
+
+
+def _tested(
+    certificate: Certificate, operation: Callable[[torch.Tensor], torch.Tensor], operands: tuple[int, torch.Tensor]
+) -> Certificate:
+    try:
+        compared, difference = compare_rows(operation, *operands, certificate.rows)
+    except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        return replace(certificate, untested=one_line(error))
+    return replace(certificate, compared=compared, difference=difference)
+
+
+def _norms(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate]:
+    seen = set()
+    for layer in model.modules():
+        kind = type(layer).__name__
+        if not kind.endswith("RMSNorm") or not torch.is_tensor(getattr(layer, "weight", None)):
+            continue
+        columns = layer.weight.shape[-1]
+        if (kind, columns) in seen:
+            continue
+        seen.add((kind, columns))
+
+        def plain(x: torch.Tensor, layer: torch.nn.Module = layer) -> torch.Tensor:
+            return layer(x)
+
+        def with_residual(x: torch.Tensor, layer: torch.nn.Module = layer) -> torch.Tensor:
+            return torch.cat(layer(x, x.flip(-1).contiguous()), dim=-1)
+
+        like = _parameter(model)
+        for operation, ending in ((plain, ""), (with_residual, ", with a residual")):
+            shape = f"N={columns}, {_name(like.dtype)}{ending}"
+            certificate = Certificate("rms_norm", shape, "batch", _qualified(type(layer)), tuple(rows), 0, "")
+            yield _tested(certificate, operation, (columns, like))
+
+
+def _of_rows(model: torch.nn.Module, name: str, rows: Sequence[int]) -> Iterator[Certificate]:
+    """PyTorch's reductions of rows, as the mode replaces them or not."""
+    from ...aten import is_batch_invariant_mode_enabled
+
+    like = _parameter(model)
+    head = getattr(model, "lm_head", None)
+    if name in ("softmax", "log_softmax"):
+        # vLLM makes logprobs of logits in fp32
+        like, columns = like.float(), getattr(head, "num_embeddings_per_partition", None) or model.config.vocab_size
+    else:
+        columns = getattr(model.config, "hidden_size", None) or like.shape[-1]
+    server = "vllm_batch_invariant" if is_batch_invariant_mode_enabled() else "PyTorch"
+    certificate = Certificate(name, f"N={columns}, {_name(like.dtype)}", "batch", server, tuple(rows), 0, "")
+    yield _tested(certificate, partial(getattr(torch, name), dim=-1), (columns, like))
+
+
+def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate]:
+    """Our attention on a cache of its own, with the engine's pages; a kernel of vLLM's is tested in the engine only."""
+    from ...integration.attention import FixedSplitAttention, key_cache_of
+
+    seen = set()
+    for layer in model.modules():
+        impl = getattr(layer, "impl", None)
+        if impl is None or not hasattr(impl, "head_size"):
+            continue
+        heads = Heads(impl.num_heads, getattr(impl, "num_kv_heads", impl.num_heads), impl.head_size, _dtype(model))
+        window = getattr(impl, "sliding_window", None)
+        kind = (heads, window)
+        if kind in seen:
+            continue
+        seen.add(kind)
+        shape = f"{heads.query} query heads, {heads.kv} KV heads of {heads.size}, {_name(heads.dtype)}"
+        shape += f", window {window}" if isinstance(window, int) and window > 0 else ""
+        server = _qualified(type(impl))
+        certificate = Certificate("attention", shape, "batch", server, tuple(rows), 0, "")
+        if not isinstance(impl, FixedSplitAttention):
+            why = "a kernel of vLLM's, which the engine's facts test"
+            for rung in ("batch", "schedule"):
+                yield replace(certificate, rung=rung, untested=why, out_of_reach=True)
+            continue
+        attend = partial(_attend, impl, _parameter(model).device, key_cache_of(layer).shape[2])
+        in_batch = partial(_attention_in_batches, attend, heads, rows)
+        in_chunks = partial(_attention_in_chunks, attend, heads)
+        for rung, test in (("batch", in_batch), ("schedule", in_chunks)):
+            try:
+                compared, difference = test()
+            except (RuntimeError, ValueError) as error:
+                yield replace(certificate, rung=rung, untested=one_line(error))
+            else:
+                note = "prefill, chunks and decode of one request" if rung == "schedule" else ""
+                yield replace(certificate, rung=rung, compared=compared, difference=difference, note=note)
+
+
+def _attend(impl: Any, device: torch.device, page_size: int, chunks: list[Chunk]) -> list[torch.Tensor]:
+    """The output rows of each chunk, computed together."""
+    from ...ops.attention import paged_attention
+
+    out = paged_attention(
+        *(tensor.to(device) for tensor in paged(chunks, page_size)),
+        scale=impl.scale,
+        reduction=impl.reduction,
+        sliding_window=impl.sliding_window,
+        logits_soft_cap=impl.logits_soft_cap,
+        alibi_slopes=impl.alibi_slopes,
+        implementation=impl.implementation,
+    )
+    return list(out.split([chunk.stop - chunk.start for chunk in chunks]))
+
+
+def _attention_in_batches(
+    attend: Callable[[list[Chunk]], list[torch.Tensor]], heads: Heads, rows: Sequence[int]
+) -> tuple[int, str]:
+    """One token of each of two requests, alone and among others that decode and prefill."""
+    probes = [
+        Chunk(request, request.length - 1, request.length) for request in (Request(heads, n, n) for n in (37, 530))
+    ]
+    alone = [attend([probe])[0] for probe in probes]
+    others = [Request(heads, 1 + 7 * seed % 301, seed) for seed in range(max(rows))]
+    company = [
+        Chunk(other, max(0, other.length - (1, 1, 5, 40)[i % 4]), other.length) for i, other in enumerate(others)
+    ]
+    compared, difference = 0, ""
+    for size in rows:
+        for probe, expected in zip(probes, alone, strict=True):
+            for place in sorted({0, size // 2, size - 1}):
+                batch = company[: size - 1]
+                batch.insert(place, probe)
+                found = bitwise_comparison(attend(batch)[place], expected)
+                compared += found.elements
+                difference = difference or _words(found, f"at place {place} of {size} requests")
+    return compared, difference
+
+
+def _attention_in_chunks(attend: Callable[[list[Chunk]], list[torch.Tensor]], heads: Heads) -> tuple[int, str]:
+    """All tokens of one request at once, in chunks of several sizes, and the last ones by decode."""
+    request = Request(heads, 530, 1)
+    whole = attend([Chunk(request, 0, request.length)])[0]
+    compared, difference = 0, ""
+    for size, start in ((1, 500), (7, 400), (64, 0), (257, 0)):
+        parts = [
+            attend([Chunk(request, at, min(at + size, request.length))])[0] for at in range(start, request.length, size)
+        ]
+        found = bitwise_comparison(torch.cat(parts), whole[start:])
+        compared += found.elements
+        difference = difference or _words(found, f"in chunks of {size}")
+    return compared, difference
+
+
+def _parameter(model: torch.nn.Module) -> torch.Tensor:
+    """One parameter of the model that has the dtype and device of its activations, which quantised weights have not."""
+    return next(parameter for parameter in model.parameters() if parameter.dtype in _DTYPES)
+
+
+def _dtype(model: torch.nn.Module) -> torch.dtype:
+    return _parameter(model).dtype
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _qualified(thing: Any) -> str:
+    return f"{thing.__module__}.{thing.__qualname__}"
+
+
+def _server(layer: torch.nn.Module) -> str:
+    """What computes a layer's product."""
+    function = getattr(layer, "cpu_linear", None)
+    if function is not None:
+        return _qualified(function if hasattr(function, "__qualname__") else type(function)).partition(".<locals>")[0]
+    return _qualified(type(layer.quant_method))
+
+
+def _gpu_certificate(like: torch.Tensor, layer: torch.nn.Module, bias: torch.Tensor | None) -> str:
+    """What was compared when the weight was loaded, if the mode served it."""
+    from ...aten import is_batch_invariant_mode_enabled
+
+    if not is_batch_invariant_mode_enabled() or layer.weight.dim() != 2:
+        return ""
+    from ...ops.linear import cuda
+    from ...ops.linear.problem import signature_of
+
+    weight = layer.weight
+    signature = signature_of(like.new_empty(1, weight.shape[1]), weight.t(), bias)
+    return describe_entries(cuda.entries(signature)) if signature is not None else "by Triton's chain alone"
+
+
+def describe_entries(entries: "Mapping[int, Entry]") -> str:
+    """The certificate of a weight's products on a GPU, by the end of each range of rows, in one line."""
+    if not entries:
+        return "no certificate: by Triton's chain alone"
+    library = sum(entry.algorithm is not None for entry in entries.values())
+    checked = {rows for entry in entries.values() for rows in entry.checked}
+    refused = sum(len(entry.refused) for entry in entries.values())
+    return (
+        f"certified at {len(checked)} numbers of rows up to {max(checked, default=0)} against Triton's chain; cuBLASLt "
+        f"serves {library} of {len(entries)} ranges of rows, {refused} of its algorithms refused"
+    )

@@ -1,0 +1,141 @@
+"""A small Qwen3 checkpoint with random weights, made in seconds, for machines that reach no model hub.
+
+A random model is a harsher test than a trained one: its logits sit close together, so that one changed bit soon
+changes a token.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from .arguments import OneLineParser, at_least
+from .demo_tokenizer import EOS, PAD, SPECIAL_TOKENS, save_tokenizer, train_tokenizer
+from .printable import printable
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides a checkpoint, apart from its seed."""
+
+    hidden: int = 256
+    intermediate: int = 2048
+    layers: int = 6
+    heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 64
+    vocab: int = 4096
+    max_length: int = 2048
+    dtype: str = "bfloat16"
+    embed_gain: float = 1.0
+    residual_gain: float = 1.0
+    qk_gain: float = 1.0
+    head_gain: float = 4.0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} KV heads evenly")
+
+
+def random_weights(shape: Shape, tokens: int, seed: int) -> dict[str, torch.Tensor]:
+    """Weights under Qwen3's names; special tokens and ids from `tokens` on get a logit of 0, too low to be chosen."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = DTYPES[shape.dtype]
+
+    def normal(rows: int, cols: int, gain: float = 1.0) -> torch.Tensor:
+        return torch.randn(rows, cols, generator=generator) * (gain * cols**-0.5)
+
+    def near(center: float, n: int) -> torch.Tensor:
+        return center * (1 + 0.1 * torch.randn(n, generator=generator))
+
+    head = normal(shape.vocab, shape.hidden, shape.head_gain)
+    head[: len(SPECIAL_TOKENS)] = 0
+    head[tokens:] = 0
+    weights = {
+        # each row of the embedding has elements of size embed_gain
+        "model.embed_tokens.weight": normal(shape.vocab, shape.hidden, shape.embed_gain * shape.hidden**0.5),
+        "lm_head.weight": head,
+        "model.norm.weight": near(1, shape.hidden),
+    }
+    for i in range(shape.layers):
+        layer = f"model.layers.{i}."
+        weights |= {
+            layer + "self_attn.q_proj.weight": normal(shape.heads * shape.head_size, shape.hidden),
+            layer + "self_attn.k_proj.weight": normal(shape.kv_heads * shape.head_size, shape.hidden),
+            layer + "self_attn.v_proj.weight": normal(shape.kv_heads * shape.head_size, shape.hidden),
+            layer + "self_attn.o_proj.weight": normal(shape.hidden, shape.heads * shape.head_size, shape.residual_gain),
+            layer + "self_attn.q_norm.weight": near(shape.qk_gain, shape.head_size),
+            layer + "self_attn.k_norm.weight": near(shape.qk_gain, shape.head_size),
+            layer + "mlp.gate_proj.weight": normal(shape.intermediate, shape.hidden),
+            layer + "mlp.up_proj.weight": normal(shape.intermediate, shape.hidden),
+            layer + "mlp.down_proj.weight": normal(shape.hidden, shape.intermediate, shape.residual_gain),
+            layer + "input_layernorm.weight": near(1, shape.hidden),
+            layer + "post_attention_layernorm.weight": near(1, shape.hidden),
+        }
+    return {name: weight.to(dtype).contiguous() for name, weight in weights.items()}
+
+
+def make_checkpoint(folder: Path, shape: Shape = Shape(), seed: int = 0) -> Path:
+    """Write the checkpoint and its tokenizer into `folder`; the same shape and seed give the same files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(shape.vocab)
+    save_tokenizer(tokenizer, folder, shape.max_length)
+    save_file(
+        random_weights(shape, tokenizer.get_vocab_size(), seed),
+        str(folder / "model.safetensors"),
+        metadata={"format": "pt"},
+    )
+    eos, pad = tokenizer.token_to_id(EOS), tokenizer.token_to_id(PAD)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_size,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.max_length,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "torch_dtype": shape.dtype,
+        "eos_token_id": eos,
+        "pad_token_id": pad,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    generation = {"do_sample": False, "eos_token_id": eos, "pad_token_id": pad}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
+    return folder
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and write a checkpoint."""
+    parser = OneLineParser(
+        prog="make-checkpoint", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="where to write it")
+    parser.add_argument("--dtype", choices=DTYPES, default=Shape.dtype, help="of the weights")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights")
+    parser.add_argument("--layers", type=at_least(1), default=Shape.layers, help="decoder layers")
+    parser.add_argument("--hidden", type=at_least(1), default=Shape.hidden, help="hidden size")
+    options = parser.parse_args(argv)
+    shape = Shape(dtype=options.dtype, layers=options.layers, hidden=options.hidden)
+    try:
+        make_checkpoint(options.folder, shape, options.seed)
+    except (OSError, SafetensorError) as error:
+        parser.error(f"{options.folder} cannot be written: {error}")
+    print(printable(f"{options.folder}: {shape}, seed {options.seed}"))
+    return 0

@@ -1,0 +1,385 @@
+"""``check MODEL --fuzz MINUTES``: random requests in engines of random settings, each compared with the request alone.
+
+``check --replay FILE`` runs again what was found.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from ... import envs
+from ...envs import FLAG
+from ..console import complain, consoles
+from ..harness.worker import Engine, EngineFailed
+from ..outcome import NoTestError, Status
+from ..printable import printable
+from .compare import difference
+from .finding import Finding, Row, append_rows
+from .report import print_fuzz
+from .schedule import CONTEXTS, Schedule, Settings, Target, alone, as_item, draw_schedule, draw_settings, draw_targets
+from .trial import Trial
+
+TARGETS = 40
+"""Requests that are looked at: two or more of every kind."""
+BISECT_SECONDS = 600
+LEAST_SCHEDULES = 5
+_ON_A_GPU = ("--kv-cache-memory-bytes", str(4 << 30), "--gpu-memory-utilization", "0.2")
+"""Several engines may share a GPU, whose memory vLLM would count as its own."""
+
+Say = Callable[[str], None]
+
+
+def _quiet(_now: str) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run of the fuzzer is told.
+
+    Attributes:
+        model: its folder or name.
+        serve_args: more arguments of ``vllm serve``.
+        mode: the value of VLLM_BATCH_INVARIANT.
+        seed: of everything that is drawn.
+        seconds: after which no schedule starts any more, but for the first of an engine.
+        engines: most engines; None for as many as there is time for.
+        schedules: schedules an engine; None for as long as its start took.
+        jobs: engines at a time.
+        folder: where findings are written.
+        without: kinds of requests to leave out.
+        context: longest request that the model takes; None if that is not known.
+    """
+
+    model: str
+    serve_args: tuple[str, ...]
+    mode: str
+    seed: int
+    seconds: float
+    engines: int | None = None
+    schedules: int | None = None
+    jobs: int = 1
+    folder: Path = Path(".")
+    without: tuple[str, ...] = ()
+    context: int | None = None
+
+
+class Fuzzer:
+    """One run of a plan; what it has found so far is in ``rows``, ``findings`` and ``refused``."""
+
+    def __init__(self, plan: Plan, say: Say = _quiet) -> None:
+        self._plan, self._say = plan, say
+        self._device = "cuda" if _on_gpu() else "cpu"
+        self._context = min(CONTEXTS[self._device], plan.context or CONTEXTS[self._device])
+        self._began = time.monotonic()
+        self._lock, self._running, self._stopped = threading.Lock(), set[Engine](), False
+        self._alone: dict[tuple[str, int], tuple[Settings, dict[str, Any]]] = {}
+        self.rows: list[Row] = []
+        self.findings: list[tuple[Path, Finding]] = []
+        self.refused: Counter[str] = Counter()
+
+    def run(self) -> None:
+        """Start one engine after the other, several at a time if the plan says so."""
+        numbers = iter(range(10**6 if self._plan.engines is None else self._plan.engines))
+
+        def work() -> None:
+            while not self._stopped and (not self.rows or not self._late):
+                with self._lock:
+                    number = next(numbers, None)
+                if number is None:
+                    return
+                self._engine(number)
+
+        with ThreadPoolExecutor(self._plan.jobs) as pool:
+            workers = [pool.submit(work) for _ in range(self._plan.jobs)]
+            try:
+                for worker in wait(workers, return_when=FIRST_EXCEPTION).done:
+                    worker.result()
+            except BaseException:
+                self._stopped = True
+                while wait(workers, 0.3).not_done:
+                    for engine in list(self._running):
+                        engine.kill()
+                raise
+
+    @property
+    def status(self) -> Status:
+        """1 where anything differs or an engine broke, 2 where nothing ran in company or an engine did not start."""
+        if any(row.differences or row.broke for row in self.rows):
+            return Status.DIVERGED
+        tested = any(row.in_company for row in self.rows) and not any(row.not_run for row in self.rows)
+        return Status.REPRODUCIBLE if tested else Status.NO_TEST
+
+    @property
+    def _late(self) -> bool:
+        return self._stopped or time.monotonic() > self._began + self._plan.seconds
+
+    def _engine(self, number: int) -> None:
+        plan, settings = self._plan, draw_settings(self._plan.seed, number, self._device, self._context)
+        row = Row(Path(plan.model).name, plan.mode, settings.label, plan.seed)
+        row.date = datetime.now(UTC).date().isoformat()
+        with self._lock:
+            self.rows.append(row)
+        began = time.monotonic()
+        label = f"engine {number} ({settings.label})"
+        running = Schedule(())
+        try:
+            self._say(f"{label}: starting")
+            with started(plan.model, plan.serve_args, plan.mode, settings, self._running) as engine:
+                trial = Trial(engine, row, dict.fromkeys(plan.without, "left out by --without"))
+                took = time.monotonic() - began
+                targets: dict[int, Target] = {}
+                self._say(f"{label}: every target alone")
+                for place, target in enumerate(draw_targets(plan.seed, TARGETS, trial.accepts, self._context)):
+                    if targets and self._late:
+                        break
+                    running = alone(as_item(target, "target"))
+                    answer = trial.take(target)
+                    if answer is not None:
+                        targets[place] = target
+                        self._compare_engines(trial, settings, place, running, answer, number)
+                until = time.monotonic() + took
+                while row.schedules < (plan.schedules or LEAST_SCHEDULES) or (
+                    plan.schedules is None and time.monotonic() < until
+                ):
+                    if row.schedules and self._late:
+                        break
+                    self._say(f"{label}: schedule {row.schedules}, {row.differences} differ")
+                    drawn = f"{plan.seed} {number} {row.schedules}"
+                    running = draw_schedule(drawn, settings, targets, trial.accepts)
+                    name, where = trial.fuzz(running)
+                    if name and row.differences == 1:
+                        self._company(trial, settings, running, name, where, number)
+                with self._lock:
+                    self.refused += trial.refused
+        except EngineFailed as error:
+            if self._stopped:
+                return
+            if row.device:
+                row.broke = 1
+                self._keep("broke", str(error), self._seen(number, row), settings, running, number)
+            else:
+                row.not_run = str(error)
+        finally:
+            row.seconds = round(time.monotonic() - began, 1)
+
+    def _compare_engines(
+        self, trial: Trial, settings: Settings, place: int, schedule: Schedule, answer: dict[str, Any], number: int
+    ) -> None:
+        """A request alone has the same bits in every engine with the same model runner."""
+        with self._lock:
+            other, expected = self._alone.setdefault((trial.runner, place), (settings, answer))
+        where = difference(expected, answer)
+        if where:
+            trial.row.differences += 1
+            if not any(one.kind == "settings" and one.settings == settings for _, one in self.findings):
+                answers = {"other_settings": other, "expected": expected, "got": answer, "versions": trial.versions}
+                self._keep(
+                    "settings", where, self._seen(number, trial.row), settings, schedule, number, "target", **answers
+                )
+
+    def _company(
+        self, trial: Trial, settings: Settings, schedule: Schedule, name: str, where: str, number: int
+    ) -> None:
+        """Make a schedule small in which a target differs, and keep it."""
+        self._say(f"engine {number} ({settings.label}): making a difference small: {where}")
+        seen = self._seen(number, trial.row)
+        small = trial.shrunk(schedule, name)
+        found, expected, got = trial.look(small, name)
+        if not found:  # it is not the same every time: the whole schedule is what was seen
+            small, found = schedule, f"{where} (not every time)"
+            _, expected, got = trial.look(small, name)
+        answers = {"expected": expected, "got": got, "versions": trial.versions}
+        self._keep("company", found, seen, settings, small, number, name, **answers)
+
+    def _seen(self, number: int, row: Row) -> str:
+        seconds = time.monotonic() - self._began
+        return f"in engine {number} in its schedule {row.schedules}, {seconds:.0f} s after the run began"
+
+    def _keep(
+        self,
+        kind: str,
+        text: str,
+        seen: str,
+        settings: Settings,
+        schedule: Schedule,
+        number: int,
+        target: str = "",
+        **more: Any,
+    ) -> None:
+        plan = self._plan
+        finding = Finding(kind, text, seen, plan.model, plan.serve_args, plan.mode, settings, schedule, target, **more)
+        path = plan.folder / f"fuzz-{Path(plan.model).name}-{plan.seed}-{number}-{kind}.json"
+        finding.write(path)
+        with self._lock:
+            self.findings.append((path, finding))
+
+
+@contextmanager
+def started(
+    model: str, serve_args: Sequence[str], mode: str, settings: Settings, running: set[Engine] | None = None
+) -> Iterator[Engine]:
+    """An engine of these settings, which is in ``running`` as long as it is up."""
+    ours = list(settings.arguments)
+    if _on_gpu() and not {"--kv-cache-memory-bytes", "--gpu-memory-utilization"} & set(serve_args):
+        ours += _ON_A_GPU
+    ours = [*ours, *serve_args]
+    environment = settings.environment | (
+        {} if _on_gpu() else {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
+    )
+    engine = Engine(model, ours, mode, environment)
+    running = set() if running is None else running
+    running.add(engine)
+    try:
+        with engine:
+            yield engine
+    finally:
+        running.discard(engine)
+
+
+def _on_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def context_of(model: str, serve_args: Sequence[str]) -> int | None:
+    """The longest request that a model takes, by the arguments or its folder; None where neither says so."""
+    for place, argument in enumerate(serve_args):
+        name, _, value = argument.partition("=")
+        if name == "--max-model-len":
+            value = value or "".join(serve_args[place + 1 : place + 2])
+            return int(value) if value.isdigit() else None
+    try:
+        config = json.loads((Path(model).expanduser() / "config.json").read_text())
+        return int(config["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def replay(finding: Finding, say: Say = _quiet) -> tuple[Status, str]:
+    """Run a finding again.
+
+    Returns:
+        1 if it differs or breaks again and 0 if not, and what was seen in words.
+
+    Raises:
+        EngineFailed: an engine did not start.
+    """
+    name = finding.target
+    say(f"starting an engine ({finding.settings.label})")
+    with started(finding.model, finding.serve_args, finding.mode, finding.settings) as engine:
+        trial = Trial(engine, Row(finding.model, finding.mode, finding.settings.label, 0))
+        say("running the schedule")
+        if finding.kind == "broke":
+            try:
+                trial.run(finding.schedule)
+            except EngineFailed as error:
+                return Status.DIVERGED, f"the engine breaks again: {error}"
+            return Status.REPRODUCIBLE, "the engine does not break"
+        where, expected, got = trial.look(finding.schedule, name)
+    if finding.other_settings is not None:
+        say(f"starting the other engine ({finding.other_settings.label})")
+        with started(finding.model, finding.serve_args, finding.mode, finding.other_settings) as engine:
+            trial = Trial(engine, Row(finding.model, finding.mode, finding.other_settings.label, 0))
+            expected = trial.look(finding.schedule, name)[1]
+        where = difference(expected, got) if expected and got else "no answer"
+    same = " (the same answers as in the file)" if (expected, got) == (finding.expected, finding.got) else ""
+    if where:
+        return Status.DIVERGED, f"it differs again: {where}{same}"
+    return Status.REPRODUCIBLE, "the answers are equal in every bit"
+
+
+def bisect_first(fuzzer: Fuzzer) -> str:
+    """What ``bisect`` says of the first finding that it can run as it was; empty if there is none."""
+    for path, finding in fuzzer.findings:
+        if finding.for_bisect:
+            command = [sys.executable, "-m", "vllm_batch_invariant.cli", *finding.bisect_arguments(path)]
+            environment = dict(os.environ) | finding.settings.environment | {FLAG: finding.mode}
+            try:
+                done = subprocess.run(
+                    command, env=environment, capture_output=True, text=True, timeout=BISECT_SECONDS, check=False
+                )
+            except subprocess.TimeoutExpired:
+                return f"bisect was not done within {BISECT_SECONDS} s"
+            return (done.stdout + done.stderr).strip()
+    return ""
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run ``check`` with --fuzz or --replay; returns the exit status."""
+    out, notes = consoles()
+    with notes.status("", spinner="line") as status:
+
+        def say(now: str) -> None:
+            status.update(escape(now))
+
+        try:
+            return _replay(options, out, say) if options.replay else _fuzz(options, out, say)
+        except NoTestError as error:
+            complain(notes, "check", str(error))
+            return Status.NO_TEST
+        except KeyboardInterrupt:
+            notes.print("check: interrupted", style="red")
+            return 128 + signal.SIGINT
+
+
+def _replay(options: argparse.Namespace, out: Console, say: Say) -> int:
+    finding = Finding.read(options.replay)
+    finding = replace(finding, model=options.model) if options.model else finding
+    status, seen = replay(finding, say)
+    for line in (f"{FLAG}={finding.mode} {finding.settings.label}", *finding.describe(), seen):
+        out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+    return status
+
+
+def _fuzz(options: argparse.Namespace, out: Console, say: Say) -> int:
+    plan = Plan(
+        model=options.model,
+        serve_args=tuple(options.serve_args),
+        mode=str(int(envs.enabled())),
+        seed=options.seed,
+        seconds=60 * options.fuzz,
+        engines=options.settings,
+        schedules=options.schedules,
+        jobs=options.jobs,
+        folder=options.found,
+        without=tuple(options.without),
+        context=context_of(options.model, options.serve_args),
+    )
+    fuzzer = Fuzzer(plan, say)
+    try:
+        fuzzer.run()
+        say("bisecting the first difference")
+        bisected = bisect_first(fuzzer)
+    finally:  # also what was found until an interrupt
+        if fuzzer.rows:
+            print_fuzz(out, fuzzer.rows, fuzzer.refused, fuzzer.findings)
+            if options.csv:
+                append_rows(options.csv, fuzzer.rows)
+    if bisected:
+        out.print(f"\n{bisected}", highlight=False, markup=False, soft_wrap=True)
+    words = {
+        Status.REPRODUCIBLE: "no difference",
+        Status.DIVERGED: "differences were found",
+        Status.NO_TEST: "no test: no target ran in one step with another request, or an engine did not start",
+    }
+    done = sum(row.schedules for row in fuzzer.rows)
+    out.print(f"seed {plan.seed}: {done} schedules in {len(fuzzer.rows)} engines: {words[fuzzer.status]}", markup=False)
+    return fuzzer.status

@@ -1,0 +1,170 @@
+"""What a fuzzer keeps: a row for each engine, and a file for each difference, from which it can be run again."""
+
+import csv
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..outcome import NoTestError
+from ..request_parameters import in_words
+from .schedule import Schedule, Settings
+
+FORMAT = "vllm-batch-invariant fuzz 1"
+_ALONE_SAYS = frozenset(("logprobs", "ignore_eos", "max_tokens", "output_kind"))
+"""Parameters that a bisection has too, or that no computation follows."""
+
+
+@dataclass
+class Row:
+    """What one engine was put through: a row of the report and of the CSV file."""
+
+    model: str
+    mode: str
+    """The value of VLLM_BATCH_INVARIANT."""
+    settings: str
+    seed: int
+    schedules: int = 0
+    in_company: int = 0
+    """Schedules in which a target was computed in one step with another request."""
+    steps: int = 0
+    chunked_steps: int = 0
+    graph_replays: int = 0
+    preemptions: int = 0
+    prefix_hits: int = 0
+    """Targets that found tokens in the prefix cache."""
+    aborts: int = 0
+    resets: int = 0
+    differences: int = 0
+    """Schedules in which an answer differs, and targets that answer otherwise alone than in another engine."""
+    broke: int = 0
+    """1 if the engine failed."""
+    seconds: float = 0.0
+    not_run: str = ""
+    """Why the engine did not start."""
+    left_out: str = ""
+    """Kinds of requests that were not tried, and why."""
+    device: str = ""
+    versions: str = ""
+    date: str = ""
+
+
+def append_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Write rows behind those that the file has; a new file begins with the names of the columns.
+
+    Raises:
+        NoTestError: it cannot be written.
+    """
+    try:
+        new = not path.exists() or not path.stat().st_size
+        with path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, [column.name for column in fields(Row)], lineterminator="\n")
+            if new:
+                writer.writeheader()
+            writer.writerows(asdict(row) for row in rows)
+    except OSError as error:
+        raise NoTestError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An answer that differs, or a schedule at which an engine broke: what ``--replay`` reads.
+
+    Attributes:
+        kind: "company" (it differs from the request alone in the same engine), "settings" (from the request alone in
+            another engine) or "broke" (the engine failed).
+        text: what was found, in words.
+        seen: when, in words: the schedule's number, and the time since the run began.
+        model: its folder or name.
+        serve_args: arguments that were added to those of the settings.
+        mode: the value of VLLM_BATCH_INVARIANT.
+        settings: of the engine.
+        schedule: what it ran.
+        target: name of the item whose answer differs.
+        other_settings: of the engine whose answer is the expected one, if that is another.
+        expected: answer to the request alone.
+        got: answer that differs.
+        versions: of what computed it.
+    """
+
+    kind: str
+    text: str
+    seen: str
+    model: str
+    serve_args: tuple[str, ...]
+    mode: str
+    settings: Settings
+    schedule: Schedule
+    target: str = ""
+    other_settings: Settings | None = None
+    expected: Mapping[str, Any] | None = None
+    got: Mapping[str, Any] | None = None
+    versions: Mapping[str, Any] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """Write the file that :meth:`read` reads.
+
+        Raises:
+            NoTestError: it cannot be written.
+        """
+        plain = {"format": FORMAT} | asdict(self) | {"schedule": self.schedule.plain()}
+        try:
+            path.write_text(json.dumps(plain, indent=1) + "\n")
+        except OSError as error:
+            raise NoTestError(f"{path} cannot be written: {error.strerror or error}") from error
+
+    @classmethod
+    def read(cls, path: Path) -> "Finding":
+        """The finding in a file.
+
+        Raises:
+            NoTestError: the file is none.
+        """
+        try:
+            plain = json.loads(path.read_text())
+            if plain.pop("format") != FORMAT:
+                raise ValueError(f"its format is not {FORMAT!r}")
+            other = plain["other_settings"]
+            made = {
+                "settings": Settings(**plain["settings"]),
+                "schedule": Schedule.from_plain(plain["schedule"]),
+                "serve_args": tuple(plain["serve_args"]),
+                "other_settings": None if other is None else Settings(**other),
+            }
+            return cls(**plain | made)
+        except OSError as error:
+            raise NoTestError(f"{path} cannot be read: {error.strerror or error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise NoTestError(f"{path} is no finding of a fuzzer: {type(error).__name__}: {error}") from error
+
+    def describe(self) -> list[str]:
+        """The requests and resets that it takes, a line each."""
+        lines = []
+        for item in self.schedule.items:
+            leaves = "" if item.leaves is None else f", gone at step {item.leaves}"
+            mark = "the target " if item.name == self.target else ""
+            asks = in_words(item.params)
+            lines.append(f"{mark}{item.name} at step {item.at}{leaves}: {len(item.prompt)} tokens, {asks}")
+        for reset in self.schedule.resets:
+            lines.append(f"reset of the prefix cache at step {reset.at}{', of all that runs' * reset.running}")
+        return lines
+
+    @property
+    def for_bisect(self) -> bool:
+        """Whether a bisection, which runs greedy requests that start together, runs the very same."""
+        greedy = all(
+            item.at == 0
+            and item.leaves is None
+            and not item.params.get("temperature")
+            and not item.params.keys() - _ALONE_SAYS - {"temperature"}
+            for item in self.schedule.items
+        )
+        return self.kind == "company" and len(self.schedule.items) > 1 and greedy and not self.schedule.resets
+
+    def bisect_arguments(self, path: Path) -> list[str]:
+        """The command line of ``bisect`` for the requests of the file."""
+        taken = ("--enforce-eager", "--enable-prefix-caching", "--no-enable-prefix-caching")
+        settings = [argument for argument in self.settings.arguments if argument not in taken]
+        return ["bisect", self.model, "--case", str(path), f"--serve-args={shlex.join([*settings, *self.serve_args])}"]

@@ -1,0 +1,57 @@
+"""What the fuzzer prints: each engine, what was not tried, and every finding with the commands that go on."""
+
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from ..printable import printable
+from .finding import Finding, Row
+
+_WORDS = {
+    "company": "differs from the request alone",
+    "settings": "the request alone differs between two engines",
+    "broke": "the engine broke",
+}
+
+
+def print_fuzz(
+    out: Console, rows: Sequence[Row], refused: Counter[str], findings: Sequence[tuple[Path, Finding]]
+) -> None:
+    """Print everything."""
+
+    def line(text: str, style: str | None = None, indent: int = 0) -> None:
+        out.print(" " * indent + printable(text), style=style, highlight=False, markup=False, soft_wrap=True)
+
+    for row in rows:
+        if not row.not_run:
+            line(f"{row.settings}: {_figures(row)}", "red" if row.differences or row.broke else None)
+    for row in rows:
+        if row.not_run:
+            line(f"not run: {row.settings}: {row.not_run}", "red")
+    for left_out in sorted({row.left_out for row in rows if row.left_out}):
+        line(f"left out: {left_out}")
+    for why, times in refused.most_common():
+        line(f"refused beside targets, {times} times: {why}")
+    for path, finding in findings:
+        other = f" instead of {finding.other_settings.label}" if finding.other_settings else ""
+        out.print()
+        line(f"{_WORDS[finding.kind]}: {finding.text}", "red")
+        line(f"{finding.settings.label}{other}, {finding.seen}", indent=3)
+        for text in finding.describe():
+            line(text, indent=6)
+        line(f"again: vllm-batch-invariant check --replay {shlex.quote(str(path))}", indent=3)
+        if finding.kind == "company":
+            command = shlex.join(["vllm-batch-invariant", *finding.bisect_arguments(path)])
+            line(f"which operation: {command}", indent=3)
+            if not finding.for_bisect:
+                line("(a bisection runs greedy requests that start together: this one may not show there)", indent=3)
+
+
+def _figures(row: Row) -> str:
+    figures = [f"{row.schedules} schedules, {row.in_company} of them in company"]
+    figures += [f"{row.steps} steps ({row.chunked_steps} with a prompt cut, {row.graph_replays} graph replays)"]
+    figures += [f"{row.preemptions} preemptions", f"{row.prefix_hits} prefix hits", f"{row.aborts} aborts"]
+    return f"{', '.join([*figures, f'{row.resets} resets'])}: {row.differences} differ{', and it broke' * row.broke}"

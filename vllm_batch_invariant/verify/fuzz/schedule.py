@@ -1,0 +1,260 @@
+"""What the fuzzer tries, drawn from a seed: settings of engines, target requests, and schedules of requests.
+
+Pure: the same seed draws the same, on any machine, and everything turns into JSON and back.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ..request_parameters import KINDS, OUTPUT_KINDS, Accepts, draw, draw_beside
+
+BORDERS = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
+"""Prompt lengths around pages, small chunks and splits of attention."""
+CONTEXTS = {"cpu": 1024, "cuda": 2560}
+"""Longest request: on a GPU beyond the key at which splits of attention grow."""
+PAGES = {"cpu": (32, 64, 128), "cuda": (16, 32, 64, 128)}
+_MANY = range(97, 105)
+"""Numbers of requests around a size of CUDA graphs that is no multiple of the others."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One engine, apart from its model.
+
+    Attributes:
+        requests: --max-num-seqs.
+        step_tokens: --max-num-batched-tokens.
+        page: --block-size.
+        eager: no CUDA graphs.
+        asynchronous: the next step is scheduled while this one runs.
+        prefix_cache: whether prompts that begin alike are computed once.
+        small_cache: a KV cache that holds little more than one request of the longest length.
+        runner: VLLM_USE_V2_MODEL_RUNNER; empty for vLLM's choice.
+        context: --max-model-len.
+    """
+
+    requests: int
+    step_tokens: int
+    page: int
+    eager: bool
+    asynchronous: bool
+    prefix_cache: bool
+    small_cache: bool
+    runner: str
+    context: int
+
+    @property
+    def arguments(self) -> list[str]:
+        """For ``vllm serve``."""
+        steps = max(self.step_tokens, self.requests)  # vLLM wants a token a request
+        made = ["--max-num-seqs", str(self.requests), "--max-num-batched-tokens", str(steps)]
+        made += ["--block-size", str(self.page), "--max-model-len", str(self.context), "--max-logprobs", "-1"]
+        made += ["--enable-chunked-prefill", f"--{'' if self.asynchronous else 'no-'}async-scheduling"]
+        made += [f"--{'' if self.prefix_cache else 'no-'}enable-prefix-caching"]
+        made += ["--enforce-eager"] if self.eager else []
+        # one page is vLLM's own
+        return made + (
+            ["--num-gpu-blocks-override", str(-(-self.context // self.page) + 2)] if self.small_cache else []
+        )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables for the engine's process."""
+        return {"VLLM_USE_V2_MODEL_RUNNER": self.runner} if self.runner else {}
+
+    @property
+    def label(self) -> str:
+        """In a form that a table has room for."""
+        words = [f"seqs={self.requests}", f"step={self.step_tokens}", f"page={self.page}"]
+        words += ["eager" if self.eager else "graphs", "async" if self.asynchronous else "sync"]
+        words += ["prefix" if self.prefix_cache else "no-prefix", "small-kv" if self.small_cache else "ample-kv"]
+        return " ".join([*words, {"": "", "0": "runner=v1", "1": "runner=v2"}[self.runner]]).rstrip()
+
+
+def draw_settings(seed: int, number: int, device: str, context: int) -> Settings:
+    """Settings ``number`` of a run: of any few that follow each other, every value of every option occurs.
+
+    Args:
+        device: "cpu" or "cuda".
+        context: longest request in tokens.
+    """
+    gpu = device == "cuda"
+
+    def take(option: str, values: Sequence[Any]) -> Any:
+        cycle, place = divmod(number, len(values))
+        order = random.Random(f"{seed} {option} {cycle}").sample(values, len(values))
+        # one request at a time is nothing to begin with
+        return (order[::-1] if option == "requests" and order[0] == 1 and cycle == 0 else order)[place]
+
+    many = random.Random(f"{seed} many {number}").choice(_MANY)
+    return Settings(
+        requests=take("requests", (1, 2, 5, 64, many)),
+        step_tokens=take("step", (64, 300, 2048, 8192)),
+        page=take("page", PAGES[device]),
+        eager=take("eager", (False, False, True)) if gpu else True,
+        asynchronous=take("async", (True, False)) if gpu else False,
+        prefix_cache=take("prefix", (True, True, False)),
+        small_cache=take("cache", (True, False)),
+        runner=take("runner", ("0", "1", "1")) if gpu else "",
+        context=context,
+    )
+
+
+@dataclass(frozen=True)
+class Target:
+    """A request that is looked at; it gives the same bits again by its parameters."""
+
+    kind: str
+    prompt: tuple[int, ...]
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Item:
+    """A request of a schedule.
+
+    Attributes:
+        name: unique in the schedule.
+        at: engine step before which it arrives.
+        prompt: token ids.
+        params: those of vLLM's SamplingParams, as JSON has them.
+        target: whether its answer is compared with that to the request alone.
+        leaves: engine step before which its client goes away; None if it stays.
+    """
+
+    name: str
+    at: int
+    prompt: tuple[int, ...]
+    params: Mapping[str, Any]
+    target: bool = False
+    leaves: int | None = None
+
+
+@dataclass(frozen=True)
+class Reset:
+    """The prefix cache is emptied before an engine step; if ``running``, requests that run are preempted for it."""
+
+    at: int
+    running: bool
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Requests and resets by the engine steps before which they come. The prefix cache is empty at the start."""
+
+    items: tuple[Item, ...]
+    resets: tuple[Reset, ...] = ()
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "Schedule":
+        """Of what :meth:`plain` made, also through JSON."""
+        items = [Item(**item | {"prompt": tuple(item["prompt"])}) for item in plain["items"]]
+        return cls(tuple(items), tuple(Reset(**reset) for reset in plain["resets"]))
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"items": [asdict(item) for item in self.items], "resets": [asdict(reset) for reset in self.resets]}
+
+
+def alone(item: Item) -> Schedule:
+    """The request of an item with nobody beside it, its answer in one piece."""
+    params = {name: value for name, value in item.params.items() if name != "output_kind"}
+    return Schedule((replace(item, at=0, target=True, leaves=None, params=params),))
+
+
+def as_item(target: Target, name: str) -> Item:
+    """The target as an item of a schedule that begins with it."""
+    return Item(name, 0, target.prompt, target.params, target=True)
+
+
+def draw_targets(seed: int, count: int, accepts: Accepts, context: int) -> list[Target]:
+    """Target requests of every kind, of many lengths, half of them with a beginning that others have too."""
+    chance = random.Random(f"{seed} targets")
+    kinds: list[str] = []
+    while len(kinds) < count:
+        kinds += chance.sample(KINDS, len(KINDS))
+    shared = [_tokens(chance, accepts, context) for _ in range(2)]
+    targets = []
+    for number, kind in enumerate(kinds[:count]):
+        max_tokens = chance.choice((1, 2, 4, 8, 8, 16, 24, 48))
+        # of every eight, one near the context and one of very few rows, which kernels take for decode or not
+        long, tiny = number % 8 == 7, number % 8 == 3
+        length = chance.randint(1, 10) if tiny else _length(chance, context - max_tokens, long)
+        prompt = _tokens(chance, accepts, length)
+        if chance.random() < 0.5:
+            prompt = chance.choice(shared)[: length - min(length, chance.choice((0, 1, 5)))] + prompt
+        prompt = prompt[:length]
+        params = draw(chance, accepts, kind, max_tokens, length, (0, 1, 5, 5, 5, 20, -1, None))
+        targets.append(Target(kind, prompt, params))
+    return targets
+
+
+def draw_schedule(
+    seed: str, settings: Settings, targets: Mapping[int, Target], accepts: Accepts, most: int = 16
+) -> Schedule:
+    """A schedule for an engine of these settings.
+
+    Args:
+        seed: what it is drawn from.
+        targets: those that the engine takes, by number.
+        accepts: what those beside them may ask for.
+        most: requests, where the schedule does not fill the engine.
+    """
+    chance = random.Random(seed)
+    # all that the engine can run at once, and no other; a step or two with everybody; a few at a time
+    style = chance.choices(("full", "bursts", "trickle"), (1, 2, 3))[0]
+    count = settings.requests if style == "full" else chance.randint(4, most)
+    looked_at = max(1, min(6, count // 2))
+    numbers = [number for number in targets if style != "full" or targets[number].params.get("n", 1) == 1]
+    chosen = [chance.choice(numbers) for _ in range(looked_at)]
+    span = {"full": 1, "bursts": chance.choice((1, 12)), "trickle": 40}[style]
+    instants = [0, chance.randrange(span)] if style == "bursts" else range(span)
+    items = []
+    for place, number in enumerate(chosen):
+        params = targets[number].params | {"output_kind": chance.choice(OUTPUT_KINDS)}
+        item = Item(f"t{place}", chance.choice(instants), targets[number].prompt, params, target=True)
+        items.append(item)
+    for place in range(count - looked_at):
+        items.append(_beside(chance, accepts, settings, targets, f"n{place}", chance.choice(instants), style))
+    chance.shuffle(items)
+    resets = [Reset(chance.randrange(1, 30), chance.random() < 0.5) for _ in range(chance.choice((0, 0, 1, 2)))]
+    return Schedule(tuple(items), tuple(resets) if settings.prefix_cache else ())
+
+
+def _beside(
+    chance: random.Random,
+    accepts: Accepts,
+    settings: Settings,
+    targets: Mapping[int, Target],
+    name: str,
+    at: int,
+    style: str,
+) -> Item:
+    full = style == "full"
+    max_tokens = chance.choice((1, 2, 4, 8) if full else (1, 2, 4, 8, 16, 32, 60))
+    room = settings.context - max_tokens
+    length = chance.randint(1, 24) if full else _length(chance, room, chance.random() < 0.04)
+    prompt = _tokens(chance, accepts, length)
+    if chance.random() < 0.3:
+        begin = targets[chance.choice(list(targets))].prompt
+        prompt = (begin[: chance.randint(1, len(begin))] + prompt[:40])[: 40 if full else room]
+    params = draw_beside(chance, accepts, max_tokens, len(prompt))
+    if full:
+        params.pop("n", None)
+    params["output_kind"] = chance.choice(OUTPUT_KINDS)
+    return Item(name, at, prompt, params, leaves=at + chance.randint(1, 12) if chance.random() < 0.2 else None)
+
+
+def _length(chance: random.Random, room: int, long: bool) -> int:
+    """Tokens of a prompt: often very few, and up to ``room``."""
+    if long:
+        return room - chance.randint(0, 40)
+    kind = chance.choices(("short", "border", "middle"), (5, 2, 2))[0]
+    length = {"short": chance.randint(1, 40), "border": chance.choice(BORDERS), "middle": chance.randint(40, 300)}[kind]
+    return min(length, room)
+
+
+def _tokens(chance: random.Random, accepts: Accepts, length: int) -> tuple[int, ...]:
+    return tuple(chance.choices(accepts.vocabulary, k=length))

@@ -1,0 +1,128 @@
+"""One engine of a fuzzer: runs schedules in it, and compares every target with its request alone."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from ..harness.requests import ordinary
+from ..request_parameters import KINDS, Accepts
+from .compare import difference
+from .finding import Row
+from .schedule import Item, Schedule, Target, alone, as_item
+from .shrink import shrink
+
+SHRINK_SECONDS = 20.0
+RUN = "vllm_batch_invariant.verify.fuzz.engine:run_schedule"
+ABOUT = "vllm_batch_invariant.verify.fuzz.engine:about"
+_COUNTED = ("steps", "chunked_steps", "graph_replays", "preemptions", "prefix_hits", "aborts", "resets")
+
+
+class Callee(Protocol):
+    """As much of an ``Engine`` as schedules need."""
+
+    about: dict[str, Any]
+
+    def call(self, function: str, *arguments: object) -> Any:
+        """Call a function of the name "module:function" in its process."""
+
+
+class Trial:
+    """An engine that is up.
+
+    Args:
+        engine: it.
+        row: is filled.
+        without: kinds of requests to leave out.
+
+    Attributes:
+        accepts: what the engine takes.
+        runner: which of vLLM's model runners it has, "v1" or "v2": the two draw other noise of a seed.
+        left_out: kinds that are not tried, and why.
+        refused: why the engine did not take requests beside the targets, and how often.
+    """
+
+    def __init__(self, engine: Callee, row: Row, without: Mapping[str, str] | None = None) -> None:
+        self._engine, self.row = engine, row
+        self._alone: dict[str, dict[str, Any]] = {}
+        self.refused: Counter[str] = Counter()
+        about = engine.about | engine.call(ABOUT)
+        self.runner: str = about["runner"]
+        self.left_out: dict[str, str] = {}
+        self._leave_out(about["left_out"] | dict(without or {}))
+        device, self.versions = about.get("device", {}), about.get("versions", {})
+        row.device = str(device.get("name") or device.get("type") or "unknown")
+        row.versions = " ".join(f"{name}={version}" for name, version in self.versions.items() if version)
+        self._accepts = Accepts(ordinary(about["vocabulary"]), about["vocabulary"], -1)
+
+    def _leave_out(self, kinds: Mapping[str, str]) -> None:
+        self.left_out |= kinds
+        self.row.left_out = "; ".join(f"{kind}: {why}" for kind, why in self.left_out.items())
+
+    @property
+    def accepts(self) -> Accepts:
+        """What the engine takes, as far as it is known."""
+        kinds = tuple(kind for kind in KINDS if kind not in self.left_out)
+        return Accepts(self._accepts.vocabulary, self._accepts.size, self._accepts.most_listed, kinds)
+
+    def run(self, schedule: Schedule) -> dict[str, Any]:
+        """Run a schedule; returns what ``fuzz_engine.run_schedule`` does."""
+        return self._engine.call(RUN, schedule.plain())
+
+    def take(self, target: Target) -> dict[str, Any] | None:
+        """A target's answer alone; None if its kind is left out, which it is once the engine refuses it."""
+        if target.kind in self.left_out:
+            return None
+        item = as_item(target, "target")
+        result = self.run(alone(item))
+        if item.name in result["refused"]:
+            self._leave_out({target.kind: result["refused"][item.name]})
+            return None
+        self._alone[_key(item)] = result["answers"][item.name]
+        return self._alone[_key(item)]
+
+    def alone(self, item: Item) -> dict[str, Any] | None:
+        """The answer to an item's request with nobody beside it, computed once; None if the engine refuses it."""
+        if _key(item) not in self._alone:
+            answers = self.run(alone(item))["answers"]
+            if item.name not in answers:
+                return None
+            self._alone[_key(item)] = answers[item.name]
+        return self._alone[_key(item)]
+
+    def fuzz(self, schedule: Schedule) -> tuple[str, str]:
+        """Run a schedule and count it; returns the first target that differs and where, both empty if none does."""
+        result = self.run(schedule)
+        self.row.schedules += 1
+        self.row.in_company += bool(result["counts"]["in_company"])
+        for name in _COUNTED:
+            setattr(self.row, name, getattr(self.row, name) + result["counts"][name])
+        self.refused.update(why for name, why in result["refused"].items())
+        compared = ((item.name, self._differs(item, result)) for item in schedule.items if item.target)
+        name, where = next(((name, where) for name, where in compared if where), ("", ""))
+        self.row.differences += bool(where)
+        return name, where
+
+    def look(self, schedule: Schedule, name: str) -> tuple[str, dict[str, Any] | None, dict[str, Any] | None]:
+        """Run a schedule for one target: where it differs, its answer alone and that in the schedule."""
+        item = next(item for item in schedule.items if item.name == name)
+        result = self.run(schedule)
+        return self._differs(item, result), self.alone(item), result["answers"].get(name)
+
+    def shrunk(self, schedule: Schedule, name: str, seconds: float = SHRINK_SECONDS) -> Schedule:
+        """The smallest schedule found within so many seconds in which the target still differs."""
+        return shrink(schedule, name, lambda smaller: bool(self.look(smaller, name)[0]), time.monotonic() + seconds)
+
+    def _differs(self, item: Item, result: Mapping[str, Any]) -> str:
+        expected, got = self.alone(item), result["answers"].get(item.name)
+        if expected is None:
+            return ""
+        if got is None:
+            return f"no answer: {result['refused'].get(item.name, 'it did not come')}"
+        return difference(expected, got)
+
+
+def _key(item: Item) -> str:
+    [one] = alone(item).items
+    return json.dumps([one.prompt, dict(one.params)])

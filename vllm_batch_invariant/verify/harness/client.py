@@ -1,0 +1,98 @@
+"""A connection to a server with vLLM's OpenAI API."""
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+
+from ..arguments import is_here
+from ..outcome import NoTestError
+from .load import one_line
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that a server offers."""
+
+    name: str
+    context: int
+    """Most tokens of a prompt and its completion together."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """An open connection. As text it is the server's address without the password that an URL may hold."""
+
+    api: openai.AsyncOpenAI
+    http: httpx.AsyncClient
+    """For pages that are not of OpenAI's API. It is not the client's own, which is of another library from 3.0 on."""
+    root: str
+    """The server's address without ``/v1``."""
+
+    @property
+    def metrics(self) -> str:
+        """Where vLLM's metrics page is."""
+        return self.root + "/metrics"
+
+    async def served_model(self, wanted: str | None) -> Served:
+        """The model of that name, or the first.
+
+        Raises:
+            NoTestError: no server answers, or it has no such model.
+        """
+        try:
+            served = (await self.api.models.list()).data
+        except openai.AuthenticationError as error:
+            how = "name the environment variable with its key: --api-key-env NAME"
+            raise NoTestError(f"{self} wants another key or one at all; {how}") from error
+        except (openai.OpenAIError, AttributeError) as error:  # the latter where it sends something else than JSON
+            raise NoTestError(f"no OpenAI-compatible server answers at {self}: {one_line(error)}") from error
+        for model in served:
+            if wanted in (None, model.id):
+                context = getattr(model, "max_model_len", None) or 2048
+                return Served(model.id, context)
+        names = ", ".join(model.id for model in served) or "nothing"
+        raise NoTestError(f"{self} does not serve the model {wanted!r}; it serves {names}")
+
+    def __str__(self) -> str:
+        url = urlsplit(self.root)
+        return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
+
+
+@asynccontextmanager
+async def connect(base_url: str, api_key: str | None) -> AsyncIterator[Connection]:
+    """Connect to a server, whether its address ends in ``/v1`` or not. It gets this API key and, whatever the
+    environment holds for OpenAI's, nothing else.
+    """
+    url = urlsplit(base_url)
+    root = f"{url.scheme}://{url.netloc}{url.path.rstrip('/').removesuffix('/v1')}"
+    # no proxy from the environment between this machine and itself, and no certificates to load
+    elsewhere = not is_here(root)
+    # shorter than the server's five seconds: a connection it is about to close must not be used again
+    limits = {"max_connections": None, "keepalive_expiry": 2}
+    transport = openai.DefaultAsyncHttpxClient(
+        trust_env=elsewhere, verify=elsewhere, limits=type(openai.DEFAULT_CONNECTION_LIMITS)(**limits)
+    )
+    with _nothing_for_openai():
+        client = openai.AsyncOpenAI(
+            base_url=root + "/v1", api_key=api_key or "none", max_retries=2, timeout=600, http_client=transport
+        )
+    async with (
+        httpx.AsyncClient(trust_env=elsewhere, verify=elsewhere, limits=httpx.Limits(**limits), timeout=30) as http,
+        client as api,
+    ):
+        yield Connection(api, http, root)
+
+
+@contextmanager
+def _nothing_for_openai() -> Iterator[None]:
+    """An environment without what OpenAI's client would add to requests: organisation, project, headers, other keys."""
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("OPENAI_")}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)

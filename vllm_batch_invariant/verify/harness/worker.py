@@ -1,0 +1,193 @@
+"""An engine in a process of its own, asked step by step."""
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ...envs import FLAG
+from ..outcome import NoTestError
+from .logs import root_cause
+
+DRIVER = "vllm_batch_invariant.verify.harness.worker_main"
+"""The program that holds the engine."""
+_SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
+"""The engine lives in the process that is asked: it starts in a third of the time, and the first step holds every
+request that was added before it. Its workers are asked to run functions of ours.
+"""
+
+
+class EngineFailed(NoTestError):
+    """The engine did not come up, or broke.
+
+    Attributes:
+        log: what its process printed.
+    """
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(message)
+        self.log = log
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one engine did with the requests of a step."""
+
+    requests: list[dict[str, Any]]
+    """Of each request: ``completions`` (``text``, ``tokens``, ``logprobs``), ``prompt_logprobs``, ``cached`` (tokens
+    found in the prefix cache) and ``token_seconds`` (when each token came); or ``refused``, why vLLM did not take it.
+    """
+    batches: list[tuple[float, int]]
+    """(seconds, requests that got a token) of every step of the engine."""
+    preemptions: int
+
+    @property
+    def largest_batch(self) -> int:
+        """The most requests that got a token in one step of the engine."""
+        return max((size for _, size in self.batches), default=0)
+
+
+class Engine:
+    """A ``vllm.LLM`` with the arguments of ``vllm serve``, for the length of a ``with`` block.
+
+    Args:
+        model: its folder or name.
+        arguments: more arguments of ``vllm serve``.
+        flag: the value of VLLM_BATCH_INVARIANT; None for not set.
+        environment: put over this process's own.
+        patience: seconds to wait for an answer.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        arguments: Sequence[str] = (),
+        flag: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        patience: float = 1800,
+    ) -> None:
+        self._arguments, self._patience = [model, *arguments], patience
+        inherited = {name: value for name, value in os.environ.items() if name != FLAG}
+        self._environment = inherited | _SETTINGS | dict(environment or {}) | ({} if flag is None else {FLAG: flag})
+        self._process: subprocess.Popen[bytes] | None = None
+        self.about: dict[str, Any] = {}
+        """What the engine is: see ``describe_engine``."""
+
+    def __enter__(self) -> Self:
+        handle, name = tempfile.mkstemp(prefix="vllm-engine-", suffix=".log")
+        self._log = Path(name)
+        mine, theirs = os.pipe()
+        with os.fdopen(handle, "wb") as log:
+            # a session of its own, so that stopping it reaches the engine's workers and Ctrl-C reaches only us
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", DRIVER, str(theirs)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                pass_fds=[theirs],
+                start_new_session=True,
+            )
+        os.close(theirs)
+        self._answers, self._unread = mine, b""
+        try:
+            self.about = self.ask("start", self._arguments)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            self._stop()
+        finally:
+            if not isinstance(error, EngineFailed):
+                self._log.unlink(missing_ok=True)
+
+    @property
+    def log(self) -> str:
+        """What the engine's process has printed so far."""
+        return self._log.read_text(errors="replace")
+
+    def step(self, name: str, requests: list[dict[str, Any]], reset_prefix_cache: bool = False) -> StepResult:
+        """Send the requests of :mod:`.engine_requests` together and wait for all of them.
+
+        Raises:
+            EngineFailed: the engine refused one of them or broke.
+        """
+        told = {"name": name, "requests": requests, "reset_prefix_cache": reset_prefix_cache}
+        answer = self.ask("step", told)
+        batches = [(seconds, size) for seconds, size in answer["batches"]]
+        return StepResult(answer["requests"], batches, answer["preemptions"])
+
+    def kill(self) -> None:
+        """End the engine's processes at once, from any thread: whoever waits for its answer gets ``EngineFailed``."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def call(self, function: str, *arguments: object) -> Any:
+        """Call a function of the name "module:function" there, with the ``vllm.LLM`` before the arguments.
+
+        Arguments and result are plain data.
+
+        Raises:
+            EngineFailed: it failed.
+        """
+        return self.ask("call", {"function": function, "arguments": arguments})
+
+    def ask(self, command: str, argument: object) -> Any:
+        """Have the driver do something; returns its answer.
+
+        Raises:
+            EngineFailed: it could not.
+        """
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps({command: argument}).encode() + b"\n")
+            self._process.stdin.flush()
+        answer = json.loads(self._line(time.monotonic() + self._patience))
+        if "failed" in answer:
+            why = root_cause(answer["failed"], self._log)
+            raise EngineFailed(f"{why} (the engine's log is {self._log})", self.log)
+        return answer[command]
+
+    def _line(self, deadline: float) -> bytes:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._answers, selectors.EVENT_READ)
+            while b"\n" not in self._unread:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise EngineFailed(f"the engine gave no answer in {self._patience:.0f} s; its log is {self._log}")
+                read = os.read(self._answers, 1 << 20)
+                if not read:
+                    raise EngineFailed(
+                        f"the engine's process ended (status {self._process.wait()}); its log is {self._log}", self.log
+                    )
+                self._unread += read
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def _stop(self, patience: float = 20) -> None:
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        os.close(self._answers)
+        try:
+            self._process.wait(patience if sys.exc_info()[0] is None else 1)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self.kill()  # whatever of its processes is left, workers that outlived the engine included
+            self._process.wait()

@@ -1,0 +1,173 @@
+"""A program that holds one real engine and does what it is told through its standard input, a line of JSON at a time.
+
+It is a process of its own, because the mode holds for a whole process. Each command is one object with one key, and so
+is each answer, on the file descriptor that is the program's argument: {"start": [...]}, {"step": {...}},
+{"call": {...}}.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from ..request_parameters import sampling_params
+from .load import one_line
+
+
+def main(descriptor: int) -> None:
+    """Obey until standard input ends."""
+    driver = Driver()
+    commands: dict[str, Callable[[Any], Any]] = {
+        "start": driver.start,
+        "step": driver.step,
+        "call": driver.call,
+    }
+    with os.fdopen(descriptor, "w") as answers:
+        for line in sys.stdin:
+            [(command, argument)] = json.loads(line).items()
+            try:
+                answer = {command: commands[command](argument)}
+            except (Exception, SystemExit) as error:
+                traceback.print_exc()
+                answer = {"failed": one_line(error)}
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
+
+
+class Driver:
+    """The engine, once it is started."""
+
+    llm: Any = None
+
+    def start(self, arguments: list[str]) -> dict[str, Any]:
+        """Start the engine with the arguments of `vllm serve`, the model first; returns what it is."""
+        from .engine import start_engine
+
+        begin = time.perf_counter()
+        self.llm = start_engine(arguments[0], arguments[1:])
+        return describe_engine(self.llm) | {"startup_seconds": time.perf_counter() - begin}
+
+    def step(self, step: dict[str, Any]) -> dict[str, Any]:
+        """Send a step's requests together, and say what came back, when, and in which batches."""
+        from vllm.sampling_params import RequestOutputKind
+
+        if step.get("reset_prefix_cache") and not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache")
+        before, engine = preemptions(self.llm), self.llm.llm_engine
+        done: dict[str, dict[str, Any]] = {}
+        names = [f"{number}-{step['name']}" for number in range(len(step["requests"]))]
+        for name, request in zip(names, step["requests"], strict=True):
+            try:
+                params = sampling_params(request["params"])
+                if params.n > 1:  # else its samples come one by one
+                    params.output_kind = RequestOutputKind.FINAL_ONLY
+                engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
+            except Exception as error:  # whatever vLLM raises for what it does not take
+                if not request.get("may_be_refused"):
+                    raise
+                done[name] = {"refused": one_line(error)}
+        batches: list[tuple[float, int]] = []
+        times: dict[str, list[float]] = {name: [] for name in names}
+        begin = time.perf_counter()
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            now = time.perf_counter() - begin
+            if outputs:
+                batches.append((now, len(outputs)))
+            for output in outputs:
+                times[output.request_id].append(now)
+                if output.finished:
+                    done[output.request_id] = describe(output)
+        return {
+            "requests": [done[name] | {"token_seconds": times[name]} for name in names],
+            "batches": batches,
+            "preemptions": preemptions(self.llm) - before,
+        }
+
+    def call(self, what: dict[str, Any]) -> Any:
+        """Call a function, named as in an entry point, with the engine before its own arguments."""
+        module, _, function = what["function"].partition(":")
+        return getattr(import_module(module), function)(self.llm, *what["arguments"])
+
+
+def preemptions(llm: Any) -> int:
+    """How often the engine has preempted a request since its start."""
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+
+
+def bits(entry: dict[int, Any] | None) -> list[tuple[int, str, int]] | None:
+    """One position's logprobs as (token, exact value, rank) in the order that vLLM lists them, which begins with the
+    token itself; None for a prompt's first position.
+    """
+    return None if entry is None else [(token, item.logprob.hex(), item.rank) for token, item in entry.items()]
+
+
+def describe(output: Any) -> dict[str, Any]:
+    """One request's completions: their tokens and, where asked for, the logprobs, and those of the prompt."""
+    return {
+        "completions": [
+            {
+                "text": completion.text,
+                "tokens": list(completion.token_ids),
+                "logprobs": None if completion.logprobs is None else [bits(entry) for entry in completion.logprobs],
+            }
+            for completion in output.outputs
+        ],
+        "prompt_logprobs": None
+        if output.prompt_logprobs is None
+        else [bits(entry) for entry in output.prompt_logprobs],
+        "cached": output.num_cached_tokens,
+    }
+
+
+def describe_engine(llm: Any) -> dict[str, Any]:
+    """What decides how the engine schedules and computes."""
+    from vllm.platforms import current_platform
+
+    from ...provenance import device, versions
+    from ..mode import of_engine
+
+    config = llm.llm_engine.vllm_config
+    device_type = current_platform.device_type
+    return {
+        "mode": of_engine(),
+        "context": config.model_config.max_model_len,
+        "vocabulary": config.model_config.get_vocab_size(),
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "tokens_in_a_step": config.scheduler_config.max_num_batched_tokens,
+        "requests_in_a_step": config.scheduler_config.max_num_seqs,
+        "most_logprobs": config.model_config.max_logprobs,
+        "tokenizer": not config.model_config.skip_tokenizer_init,
+        "page": config.cache_config.block_size,
+        "pages": config.cache_config.num_gpu_blocks,
+        "chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
+        "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        "compilation": config.compilation_config.mode.name,
+        "cuda_graphs": config.compilation_config.cudagraph_mode.name,
+        "kernels": llm.apply_model(kernels)[0],
+        "versions": versions(device_type),
+        "device": device(device_type) if device_type in ("cpu", "cuda") else {"type": device_type},
+    }
+
+
+def kernels(model: Any) -> dict[str, list[str]]:
+    """Which classes and functions serve the model's layers; runs in the engine's worker."""
+    found: dict[str, set[str]] = {}
+    for module in model.modules():
+        found.setdefault("modules", set()).add(f"{type(module).__module__}.{type(module).__qualname__}")
+        for attribute in ("cpu_linear", "impl"):
+            value = getattr(module, attribute, None)
+            if value is not None:
+                owner = value if hasattr(value, "__qualname__") else type(value)
+                found.setdefault(attribute, set()).add(f"{owner.__module__}.{owner.__qualname__}")
+    return {kind: sorted(names) for kind, names in found.items()}
+
+
+if __name__ == "__main__":
+    # by its name, so that an engine in another process finds the functions of this module that it is told to run
+    import_module("vllm_batch_invariant.verify.harness.worker_main").main(int(sys.argv[1]))

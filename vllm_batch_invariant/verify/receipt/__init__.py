@@ -1,0 +1,46 @@
+"""Receipts: small records of one completion, by which somebody else can compute it again and compare every bit.
+
+For an audit, keep the receipt of an answer. For reinforcement learning, make one of a rollout, and compare the
+trainer's logprobs with it::
+
+    from vllm_batch_invariant.verify import receipt
+
+    declared = receipt.declared_by(llm)
+    [output] = llm.generate([prompt], sampling)
+    made = receipt.make(output, sampling, declared)
+    made.save("answer.json")
+
+    receipt.difference_of_logprobs(made, trainers_logprobs)  # None: the same bits
+    print(receipt.verify(receipt.Receipt.load("answer.json"), another_llm))
+
+:func:`make_on_server` and :func:`verify_on_server` are the same over HTTP, ``vllm-batch-invariant receipt`` the same on
+a command line.
+"""
+
+from .comparison import Difference, Note, Verdict, compare, difference_of_logprobs, first_difference_of
+from .engine import declared_by, make, verify
+from .record import BadReceipt, Completion, Declared, Environment, Model, Prompt, Receipt, Sampling
+from .server import Text, make_on_server, verify_on_server
+
+__all__ = [
+    "BadReceipt",
+    "Completion",
+    "Declared",
+    "Difference",
+    "Environment",
+    "Model",
+    "Note",
+    "Prompt",
+    "Receipt",
+    "Sampling",
+    "Text",
+    "Verdict",
+    "compare",
+    "declared_by",
+    "difference_of_logprobs",
+    "first_difference_of",
+    "make",
+    "make_on_server",
+    "verify",
+    "verify_on_server",
+]

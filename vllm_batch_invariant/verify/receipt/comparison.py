@@ -1,0 +1,235 @@
+"""Compares two completions bit for bit, and before that what is declared about the engines that computed them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..divergence import first_difference
+from ..outcome import NoTestError, Status
+from ..printable import printable
+from .record import Completion, Declared, Model, Receipt, bits_of, number_of
+
+HOW_TO_DECLARE = "a server with the mode on declares itself if it is started with VLLM_PLUGINS=batch_invariant"
+
+
+@dataclass(frozen=True)
+class Note:
+    """One thing in which two engines differ, or that nobody knows of one of them; one printable line as a string."""
+
+    text: str
+    promised: bool
+    """Whether bits may be expected equal in spite of it (docs/contract.md)."""
+
+    def __str__(self) -> str:
+        said = "bits may be expected equal" if self.promised else "equal bits are not promised"
+        return f"{printable(self.text)}: {said}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a completion first leaves another; one printable line as a string."""
+
+    position: int
+    """Of the output token, from 0; their number where only the reason to finish differs."""
+    text: str
+
+    def __str__(self) -> str:
+        return printable(self.text)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether two completions are equal, and whether they had to be. It is true when they are equal."""
+
+    notes: tuple[Note, ...]
+    difference: Difference | None
+    compared: str
+    """How much was compared, in words."""
+
+    def __bool__(self) -> bool:
+        return self.difference is None
+
+    @property
+    def promised(self) -> bool:
+        """Whether equal bits were to be expected."""
+        return all(note.promised for note in self.notes)
+
+    @property
+    def status(self) -> Status:
+        """The exit status of a command that ends with this."""
+        return Status.REPRODUCIBLE if self else Status.DIVERGED
+
+    @property
+    def result(self) -> str:
+        """The last line, which says whether the bits are equal."""
+        return f"equal: {self.compared}" if self else f"differs: {self.difference}"
+
+    def __str__(self) -> str:
+        return f"{declaration_of(self.notes)}\n{self.result}"
+
+
+def declaration_of(notes: tuple[Note, ...]) -> str:
+    """The lines that say in what two engines differ."""
+    return "\n".join(map(str, notes)) or "declared: nothing that decides bits differs: bits may be expected equal"
+
+
+def compare(left: Receipt, right: Receipt, names: tuple[str, str] = ("the first", "the second")) -> Verdict:
+    """Compare two receipts of one request to one model, without computing anything.
+
+    Args:
+        names: what messages call the two.
+
+    Raises:
+        NoTestError: receipts of different models or requests.
+    """
+    if _different_models(left.model, right.model):
+        about = _models(left.model, right.model, names).text
+        raise NoTestError(f"receipts of different models: {about.removeprefix('model: ')}")
+    if (left.prompt.tokens, left.prompt.sha256) != (right.prompt.tokens, right.prompt.sha256):
+        raise NoTestError(f"receipts of different prompts, of {left.prompt.tokens} and {right.prompt.tokens} tokens")
+    other = _differing(vars(left.sampling), vars(right.sampling), names, vars(left.sampling))
+    if other:
+        raise NoTestError(f"receipts of different requests: {other}")
+    difference = first_difference_of(left.completion, right.completion)
+    if difference is not None:
+        difference = replace(difference, text=f"{difference}; that is {names[1]} against {names[0]}")
+    return Verdict(notes_on(left.declared, right.declared, names), difference, extent(left.completion))
+
+
+def verdict_on(receipt: Receipt, got: Completion, notes: tuple[Note, ...], beside: int) -> Verdict:
+    """The verdict on a completion that was computed again, beside so many other requests."""
+    company = f"beside {beside} other request{'s' * (beside != 1)}" if beside else "alone"
+    difference = first_difference_of(receipt.completion, got)
+    return Verdict(notes, difference, f"{extent(receipt.completion)}, computed again {company}")
+
+
+def notes_on(left: Declared, right: Declared, names: tuple[str, str]) -> tuple[Note, ...]:
+    """One note for each of model, mode, device, versions, settings and reductions in which two engines differ."""
+    notes = [_models(left.model, right.model, names)]
+    both = left.environment, right.environment
+    silent = [name for name, environment in zip(names, both, strict=True) if environment.is_silent]
+    if silent:
+        notes.append(Note(f"undeclared: {' and '.join(silent)} ({HOW_TO_DECLARE})", promised=False))
+    off = [name for name, environment in zip(names, both, strict=True) if environment.mode is False]
+    if off:
+        notes.append(Note(f"mode: off in {' and '.join(off)}, whose bits follow the batch", promised=False))
+    for section in ("device", "versions", "engine", "reductions"):
+        left_side, right_side = (_flat(getattr(environment, section)) for environment in both)
+        if not (left_side or right_side or silent or off):
+            notes.append(Note(f"{section}: undeclared in both", promised=False))
+        known = left_side.keys() & right_side.keys() if silent or off else left_side.keys() | right_side.keys()
+        differing = _differing(left_side, right_side, names, known)
+        notes.append(Note(f"{section}: {differing}", promised=False) if differing else None)
+    return tuple(note for note in notes if note is not None)
+
+
+def first_difference_of(expected: Completion, got: Completion) -> Difference | None:
+    """Where ``got`` first leaves ``expected``: a token, or a bit of a logprob; None where they are equal."""
+    tokens = first_difference(expected.token_ids, got.token_ids)
+    position = first_difference(_positions(expected), _positions(got))
+    if position is None:
+        if expected.finish_reason == got.finish_reason:
+            return None
+        reasons = f"it ended by {got.finish_reason!r} instead of {expected.finish_reason!r}"
+        return Difference(len(expected.token_ids), f"all tokens and logprobs are the same, but {reasons}")
+    if position == tokens:
+        return Difference(
+            position, f"token {position} is {_token(got, position)} instead of {_token(expected, position)}"
+        )
+    where = "all tokens are the same" if tokens is None else f"tokens part at {tokens}"
+    return Difference(position, f"at token {position} {_logprob_that_differs(expected, got, position)}; {where}")
+
+
+def difference_of_logprobs(receipt: Receipt, logprobs: Iterable[float]) -> Difference | None:
+    """Where the logprobs of the completion's tokens, computed elsewhere, first leave the receipt's: for a trainer that
+    must have the bits of its rollout.
+
+    Args:
+        logprobs: fp32, one for each output token: a 1-dimensional tensor or any sequence of numbers.
+
+    Raises:
+        NoTestError: another number of logprobs, or one that fp32 does not have.
+    """
+    values = logprobs.tolist() if hasattr(logprobs, "tolist") else list(logprobs)
+    expected = receipt.completion.logprobs
+    if len(values) != len(expected):
+        raise NoTestError(f"{len(values)} logprobs cannot be those of {len(expected)} tokens")
+    got = tuple(bits_of(value) for value in values)
+    position = first_difference(expected, got)
+    if position is None:
+        return None
+    token = receipt.completion.token_ids[position]
+    return Difference(position, f"at token {position} {_instead(token, got[position], expected[position])}")
+
+
+def extent(completion: Completion) -> str:
+    """How much there is to compare."""
+    logprobs = len(completion.logprobs) + sum(map(len, completion.top_logprobs))
+    return f"{len(completion.token_ids)} tokens and the bits of {logprobs} logprobs"
+
+
+def _positions(completion: Completion) -> list[tuple[Any, ...]]:
+    return list(zip(completion.token_ids, completion.logprobs, completion.top_logprobs, strict=True))
+
+
+def _token(completion: Completion, position: int) -> str:
+    ids = completion.token_ids
+    return str(ids[position]) if position < len(ids) else f"the end ({completion.finish_reason})"
+
+
+def _logprob_that_differs(expected: Completion, got: Completion, position: int) -> str:
+    wanted, found = (
+        {side.token_ids[position]: side.logprobs[position]} | dict(side.top_logprobs[position])
+        for side in (expected, got)
+    )
+    chosen = expected.token_ids[position]
+    if expected.logprobs[position] != got.logprobs[position]:
+        return _instead(chosen, got.logprobs[position], expected.logprobs[position])
+    token = min(token for token in wanted.keys() | found.keys() if wanted.get(token) != found.get(token))
+    if token not in found:
+        return f"candidate {token} is no longer listed"
+    if token not in wanted:
+        return f"candidate {token} is new"
+    return _instead(token, found[token], wanted[token])
+
+
+def _instead(token: int, got: str, expected: str) -> str:
+    return f"the logprob of {token} is 0x{got} ({number_of(got)!r}) instead of 0x{expected} ({number_of(expected)!r})"
+
+
+def _different_models(left: Model, right: Model) -> bool:
+    if left.digest and right.digest:
+        return left.digest != right.digest
+    return left.name != right.name
+
+
+def _models(left: Model, right: Model, names: tuple[str, str]) -> Note | None:
+    named = f"{left.name} in {names[0]} and {right.name} in {names[1]}" if left.name != right.name else left.name
+    if left.digest and right.digest:
+        if left.digest != right.digest:
+            files = left.files.keys() | right.files.keys()
+            other = sorted(file for file in files if left.files.get(file) != right.files.get(file))
+            return Note(f"model: {named}, with other {', '.join(other)}", promised=False)
+        return Note(f"model: {named}, with the same files", promised=True) if left.name != right.name else None
+    why = "; ".join(
+        f"no digest in {name}, because {model.why_no_digest}"
+        for name, model in zip(names, (left, right), strict=True)
+        if not model.digest
+    )
+    return Note(f"model: {named}, compared by name only ({why})", promised=False)
+
+
+def _flat(section: dict[str, Any]) -> dict[str, Any]:
+    """Nested names joined into one."""
+    flat = {}
+    for name, value in section.items():
+        flat |= {f"{name} {inner}": each for inner, each in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def _differing(left: dict[str, Any], right: dict[str, Any], names: tuple[str, str], keys: Iterable[str]) -> str:
+    return ", ".join(
+        f"{name} {left.get(name, 'undeclared')} in {names[0]} and {right.get(name, 'undeclared')} in {names[1]}"
+        for name in sorted(keys)
+        if left.get(name) != right.get(name)
+    )

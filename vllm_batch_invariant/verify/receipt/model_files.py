@@ -1,0 +1,88 @@
+"""The sha256 of the files that decide what a model computes: weights, configuration, tokenizer."""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ... import kept_file
+from .record import Model, sha256_of
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+"""By preference, as vLLM has it: with one kind present, the others are not loaded."""
+SETTINGS = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.py")
+"""Configurations, tokenizers, chat templates, and code of the model's own."""
+
+
+def model_at(folder: Path | None, name: str, why_not: str = "the model's files are not on this machine") -> Model:
+    """The model whose files are in a folder.
+
+    Args:
+        folder: None where the files are elsewhere.
+        name: what it is called. Of a path only the last part is kept: the others say who keeps it where.
+        why_not: said in place of a digest.
+    """
+    found = [] if folder is None else list(_files(folder))
+    if not any(path.match(pattern) for path in found for pattern in WEIGHTS):
+        return Model(public_name(name), why_no_digest=why_not if folder is None else "the folder holds no weights")
+    files = {path.name: _sha256_of_file(path) for path in found}
+    return Model(public_name(name), files, sha256_of(files))
+
+
+def public_name(name: str) -> str:
+    """A model's name without the folders it lies in; ``organisation/model`` stays, also of the hub's cache."""
+    cached = re.search(r"models--([^/\\]+)[/\\]snapshots[/\\]", name)
+    if cached:
+        return cached[1].replace("--", "/")
+    parts = [part for part in name.replace("\\", "/").split("/") if part]
+    is_path = name.startswith(("/", "\\", ".", "~")) or ":" in name or len(parts) > 2
+    return parts[-1] if is_path and parts else name
+
+
+def local_folder(name: str, revision: str | None = None) -> Path | None:
+    """Where a model's files are on this machine: a folder, or the cache of Hugging Face's hub. None if nowhere."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    weights = next((found for pattern in WEIGHTS if (found := sorted(folder.glob(pattern)))), [])
+    settings = {path for pattern in SETTINGS for path in folder.glob(pattern)}
+    return (path for path in sorted({*weights, *settings}) if path.is_file())
+
+
+def _sha256_of_file(path: Path) -> str:
+    """Computed once for a path, its inode, size and times of last change; known ones are kept beside the certificates.
+    The time of the inode's change is what no copy and no tool sets back.
+    """
+    path = path.resolve()
+    state = path.stat()
+    times = f"{state.st_mtime_ns}\0{state.st_ctime_ns}"
+    key = hashlib.sha256(f"{path}\0{state.st_ino}\0{state.st_size}\0{times}".encode(errors="surrogateescape"))
+    known = _known(kept_file.read(_store())).get(key.hexdigest())
+    if known is None:
+        with path.open("rb") as file:
+            known = hashlib.file_digest(file, "sha256").hexdigest()
+        found = {key.hexdigest(): known}
+        kept_file.update(_store(), lambda content: _known(content) | found)
+    return known
+
+
+def _store() -> Path | None:
+    return kept_file.path_of("model-digests.json")
+
+
+def _known(content: Any) -> dict[str, str]:
+    """Digests by key; none where the file holds something else, which is then written over."""
+    if not isinstance(content, dict) or not all(re.fullmatch("[0-9a-f]{64}", str(each)) for each in content.values()):
+        return {}
+    return content

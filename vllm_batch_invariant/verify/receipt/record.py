@@ -1,0 +1,335 @@
+"""A receipt: what was asked, what came, bit for bit, and everything that these bits depend on, closed by a sha256.
+
+The hash finds damage and careless edits. It is no signature: whoever changes a receipt can hash it again, and only a
+recomputation finds that. To say who made a receipt, sign its sha256 with a key of your own.
+"""
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+
+from ...provenance import Environment
+from ..outcome import NoTestError
+
+FORMAT = "vllm-batch-invariant receipt"
+VERSION = 1
+"""Of the format: a reader refuses any other."""
+LOWEST_LOGPROB = -9999.0
+"""vLLM's server sends this for anything below, -inf included, because JSON has no infinity."""
+
+Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Bits = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}$")]
+Token = Annotated[int, Field(ge=0)]
+_CONFIG = ConfigDict(extra="forbid", strict=True)
+
+
+class BadReceipt(NoTestError):
+    """A file or value that is no receipt, or not one that can be trusted; the text is one line."""
+
+
+def canonical(data: Any) -> bytes:
+    """JSON with sorted keys and without whitespace, in ASCII: one spelling for one value.
+
+    Raises:
+        ValueError: NaN or an infinity, which JSON does not have.
+    """
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def sha256_of(data: Any) -> str:
+    """sha256 of the canonical JSON, in hexadecimal."""
+    return hashlib.sha256(canonical(data)).hexdigest()
+
+
+def bits_of(logprob: float) -> str:
+    """The bits of an fp32 number as 8 hexadecimal digits, clamped as vLLM's server clamps.
+
+    Raises:
+        NoTestError: a number that fp32 does not have, so somebody rounded.
+    """
+    clamped = max(logprob, LOWEST_LOGPROB)
+    packed = struct.pack(">f", clamped)
+    if not math.isnan(clamped) and struct.unpack(">f", packed)[0] != clamped:
+        raise NoTestError(f"the logprob {logprob!r} is no fp32 number: somebody on the way rounds, and bits are lost")
+    return packed.hex()
+
+
+def number_of(bits: str) -> float:
+    """The number that :func:`bits_of` was given."""
+    return struct.unpack(">f", bytes.fromhex(bits))[0]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Which model it was: its name, and the sha256 of every file that decides what it computes."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    name: str
+    files: dict[str, Hash] = field(default_factory=dict)
+    """By file name; empty where the files could not be read."""
+    digest: Hash | None = None
+    """sha256 of the canonical JSON of ``files``."""
+    why_no_digest: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.digest is None) == (not self.why_no_digest) or self.digest != (
+            sha256_of(self.files) if self.files else None
+        ):
+            raise BadReceipt("the model's digest is not that of its files")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The prompt's token ids, or where it is private, only their number and their sha256.
+
+    A short prompt can be found again from its sha256 by trying.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    tokens: int
+    sha256: Hash
+    """Of the canonical JSON of the list of ids."""
+    token_ids: tuple[Token, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.token_ids is not None and not self.is_of(self.token_ids):
+            raise BadReceipt("the prompt's sha256 is not that of its token ids")
+
+    @classmethod
+    def of(cls, token_ids: tuple[int, ...], private: bool = False) -> Self:
+        """The prompt that these ids are."""
+        return cls(len(token_ids), sha256_of(list(token_ids)), None if private else token_ids)
+
+    def is_of(self, token_ids: tuple[int, ...]) -> bool:
+        """Whether it is the prompt of these ids."""
+        return (len(token_ids), sha256_of(list(token_ids))) == (self.tokens, self.sha256)
+
+    def ids(self, given: Sequence[int] | None = None) -> tuple[int, ...]:
+        """The token ids, from the receipt or, where it is private, as given.
+
+        Raises:
+            NoTestError: none are given for a private one, or those of another prompt.
+        """
+        token_ids = self.token_ids if given is None else tuple(map(int, given))
+        if token_ids is None:
+            raise NoTestError("the receipt is private, it holds only a sha256 of its prompt: give the prompt")
+        if not self.is_of(token_ids):
+            raise NoTestError(
+                f"the prompt given, of {len(token_ids)} tokens, is not the receipt's, of {self.tokens}: sha256 differs"
+            )
+        return token_ids
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens were chosen, under vLLM's names; nothing is left to a server's defaults.
+
+    Raises:
+        NoTestError: sampling without a seed, which nobody can repeat.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    max_tokens: Annotated[int, Field(ge=1)] = 64
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[Token, ...] = ()
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Field(ge=0)] = 5
+    """Candidates listed at each position, beside the chosen token."""
+
+    def __post_init__(self) -> None:
+        for number in fields(self):
+            if number.type is float:  # 1 and 1.0 are one value, with one hash
+                object.__setattr__(self, number.name, float(getattr(self, number.name)))
+        if self.temperature > 0 and self.seed is None:
+            raise NoTestError("sampling without a seed is random, so nobody can repeat it; give a seed")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The tokens that came, and the exact bits of their logprobs and of the candidates' beside them."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    token_ids: tuple[Token, ...]
+    logprobs: tuple[Bits, ...]
+    """Of the chosen tokens: fp32, big-endian, in hexadecimal."""
+    top_logprobs: tuple[tuple[tuple[Token, Bits], ...], ...]
+    """At each position (token id, bits) of every candidate that was listed, by ascending id."""
+    finish_reason: str
+
+    def __post_init__(self) -> None:
+        if not len(self.token_ids) == len(self.logprobs) == len(self.top_logprobs) or not self.token_ids:
+            raise BadReceipt("tokens and logprobs are not equally many")
+
+    @classmethod
+    def of(cls, positions: Iterable[tuple[int, float, Iterable[tuple[int, float]]]], finish_reason: str) -> Self:
+        """The completion of these positions: token id, its logprob, and ids and logprobs of the candidates.
+
+        Raises:
+            NoTestError: a logprob that fp32 does not have.
+        """
+        tokens, logprobs, tops = zip(*positions, strict=True)
+        return cls(
+            tokens,
+            tuple(map(bits_of, logprobs)),
+            tuple(tuple((token, bits_of(logprob)) for token, logprob in sorted(top)) for top in tops),
+            finish_reason,
+        )
+
+
+def environment_from_json(data: Any) -> Environment:
+    """What an engine sent.
+
+    Raises:
+        NoTestError: something else.
+    """
+    try:
+        return TypeAdapter(Environment).validate_json(canonical(data))
+    except (ValidationError, TypeError, ValueError) as error:
+        raise NoTestError(f"the engine's declaration is not understood: {_first_line(error)}") from error
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What an engine is: the model that it serves, and its environment."""
+
+    model: Model
+    environment: Environment
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """One completion with everything that it takes to compute it again. Equal receipts have equal hashes: nothing in
+    them is a time, a name of a machine or of a person.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    model: Model
+    prompt: Prompt
+    sampling: Sampling
+    completion: Completion
+    environment: Environment
+
+    @classmethod
+    def of(
+        cls, declared: Declared, token_ids: tuple[int, ...], sampling: Sampling, completion: Completion, private: bool
+    ) -> Self:
+        """The receipt of a completion, as it would be read from a file; ``private`` leaves out the prompt's ids."""
+        prompt = Prompt.of(token_ids, private)
+        return cls.from_json(cls(declared.model, prompt, sampling, completion, declared.environment).to_json())
+
+    @property
+    def declared(self) -> Declared:
+        """What the engine was that computed it."""
+        return Declared(self.model, self.environment)
+
+    def _body(self) -> dict[str, Any]:
+        return {"format": FORMAT, "version": VERSION} | asdict(self)
+
+    @property
+    def sha256(self) -> str:
+        """sha256 of the canonical JSON of everything else."""
+        return sha256_of(self._body())
+
+    def to_json(self) -> str:
+        """The text of the file: one line a field, the hash last."""
+        content = self._body() | {"sha256": self.sha256}
+        lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items()]
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the file; an existing one is not overwritten.
+
+        Raises:
+            NoTestError: the file exists or cannot be written.
+        """
+        try:
+            with Path(path).open("x") as file:
+                file.write(self.to_json())
+        except OSError as error:
+            raise NoTestError(f"{path} cannot be written: {error.strerror or error}") from error
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Read a receipt.
+
+        Raises:
+            BadReceipt: another kind of file, another version of the format, a hash that is not that of the content, or
+                content that does not fit together.
+        """
+        try:
+            data = json.loads(text, object_pairs_hook=_without_doubles)
+        except BadReceipt:
+            raise
+        except (ValueError, RecursionError) as error:
+            raise BadReceipt("this is no receipt: not JSON") from error
+        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+            raise BadReceipt(f'this is no receipt: it does not say "format": "{FORMAT}"')
+        if data.get("version") != VERSION:
+            raise BadReceipt(
+                f"the receipt's format has version {data.get('version')!r}, and this reads version {VERSION}; "
+                "use the vllm-batch-invariant that wrote it"
+            )
+        claimed = data.pop("sha256", None)
+        try:
+            actual = sha256_of({"format": FORMAT} | data)
+        except ValueError as error:
+            raise BadReceipt("the receipt was tampered with or damaged: it holds NaN or an infinity") from error
+        if claimed != actual:
+            raise BadReceipt(f"the receipt was tampered with or damaged: its sha256 is {actual}, and it says {claimed}")
+        del data["version"]
+        try:
+            return _adapter().validate_json(canonical(data))
+        except ValidationError as error:
+            raise BadReceipt(f"the receipt has a right hash and wrong content: {_first_line(error)}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a file; errors as in :meth:`from_json`, with the file's name."""
+        try:
+            return cls.from_json(Path(path).read_bytes())
+        except OSError as error:
+            raise BadReceipt(f"{path} cannot be read: {error.strerror or error}") from error
+        except NoTestError as error:
+            raise BadReceipt(f"{path}: {error}") from error
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Of a field that is there twice some readers take the first and others the last."""
+    held = dict(pairs)
+    if len(held) < len(pairs):
+        raise BadReceipt("the receipt was tampered with: a field is in it twice")
+    return held
+
+
+@cache
+def _adapter() -> TypeAdapter[Receipt]:
+    return TypeAdapter(Receipt)
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return " ".join(str(error).split())

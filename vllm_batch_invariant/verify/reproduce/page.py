@@ -1,0 +1,45 @@
+"""The page of a reproducibility run."""
+
+from collections.abc import Sequence
+
+from ..check.guarantees import Outcome
+from ..report.html import Cell, Page, Section, Table
+from ..report.parts import batch_parts, map_parts
+from ..request import Ask
+from .report import Result, rows_of
+
+
+def page_of(target: str, ask: Ask, results: Sequence[Result]) -> Page:
+    """The results, at least one, as a page."""
+    columns = [rows_of(result) for result in results]
+    rows = tuple((Cell(name), *(Cell(column[name]) for column in columns)) for name in columns[0])
+    verdict = Table(
+        "The same request, under a load that varies the batch", ("", *(result.label for result in results)), rows
+    )
+    samples, batches = [], []
+    for place, result in enumerate(results):
+        labelled = [(f"sample {number}", answer) for number, answer in enumerate(result.answers)]
+        samples += map_parts(result.label, f"map-{place}", labelled)
+        batches += batch_parts(result.label, f"batches-{place}", [result.trace])
+    request = Table(
+        "The request",
+        ("what", "value"),
+        tuple((Cell(name.replace("_", " ")), Cell(str(value))) for name, value in vars(ask).items()),
+    )
+    return Page(
+        title=f"One request, many times: {target}",
+        about="vllm-batch-invariant reproduce",
+        outcome=_outcome(results[-1]),
+        summary=tuple(Cell(result.verdict, _outcome(result)) for result in results),
+        partial="",
+        sections=(
+            Section("verdict", "Verdict", (verdict,)),
+            Section("map", "Map of samples", tuple(samples)),
+            Section("batches", "Batch size over time", tuple(batches)),
+            Section("request", "What was asked", (request,)),
+        ),
+    )
+
+
+def _outcome(result: Result) -> Outcome:
+    return Outcome.HOLDS if result.comparison.identical else Outcome.BREAKS

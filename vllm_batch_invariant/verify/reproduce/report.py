@@ -1,0 +1,179 @@
+"""What a reproducibility run found, as a table for people and as JSON for machines."""
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..divergence import Answer, Comparison, Parting, binned, compare
+from ..harness.load import Run
+from ..harness.metrics import Batches, BatchLog, Trace
+from ..outcome import Status
+from ..report.files import write
+from ..request import Ask
+
+
+@dataclass(frozen=True)
+class Result:
+    """One column of the report."""
+
+    label: str
+    comparison: Comparison
+    length: int
+    seconds: float
+    completions_per_second: float
+    tokens_per_second: float
+    others: int
+    left_early: int
+    failed_others: int
+    failure: str
+    varied: str
+    batches: Batches
+    trace: Trace = field(repr=False)
+    answers: tuple[Answer, ...] = field(repr=False)
+    mode: str
+    """Which mode answered, see ``mode``."""
+
+    @classmethod
+    def of(cls, label: str, run: Run, log: BatchLog, mode: str) -> "Result":
+        """Raises `NoTestError` where the batch never varied: then agreement would prove nothing."""
+        batches = log.batches()
+        batches.require_variation()
+        return cls(
+            label=label,
+            comparison=compare(run.answers),
+            length=max(len(answer.tokens) for answer in run.answers),
+            seconds=run.seconds,
+            completions_per_second=run.completions_per_second,
+            tokens_per_second=run.tokens_per_second,
+            others=run.others,
+            left_early=run.left_early,
+            failed_others=run.failed_others,
+            failure=run.failure,
+            varied=run.varied,
+            batches=batches,
+            trace=log.over_time("as served"),
+            answers=run.answers,
+            mode=mode,
+        )
+
+    @property
+    def status(self) -> Status:
+        """The exit status of a run that ends with this result."""
+        return Status.REPRODUCIBLE if self.comparison.identical else Status.DIVERGED
+
+    @property
+    def verdict(self) -> str:
+        """One line for people."""
+        found = self.comparison
+        if found.identical:
+            return f"{self.label}: {found.samples} of {found.samples} samples are bitwise identical"
+        return (
+            f"{self.label}: {found.samples} samples of one request gave {_count(found.completions, 'completion')} "
+            f"and {_count(found.logprob_sequences, 'logprob sequence')}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data; batch sizes as how often each was seen."""
+        data = asdict(replace(self, answers=(), trace=None))
+        del data["answers"], data["trace"]
+        data["batches"] = {
+            "running": dict(sorted(Counter(self.batches.running).items())),
+            "steps_by_most_tokens": {str(bound): count for bound, count in self.batches.steps},
+        }
+        return data | {"status": int(self.status)}
+
+
+def write_json(path: Path, ask: Ask, results: Sequence[Result]) -> None:
+    """Write the request, every result, and the exit status, which is the last result's."""
+    data = {
+        "request": asdict(ask),
+        "results": [result.as_json() for result in results],
+        "status": int(results[-1].status),
+    }
+    write(path, json.dumps(data, indent=1) + "\n")
+
+
+def print_report(console: Console, results: Sequence[Result]) -> None:
+    """Print a table with a column for each result, and each result's verdict."""
+    table = Table(title="The same request, under a load that varies the batch", title_justify="left")
+    table.add_column("")
+    for result in results:
+        table.add_column(escape(result.label), justify="left", overflow="fold")
+    columns = [rows_of(result) for result in results]
+    for name in columns[0]:
+        table.add_row(name, *(escape(column[name]) for column in columns))
+    console.print(table)
+    for result in results:
+        console.print(
+            result.verdict,
+            style="green" if result.comparison.identical else "red",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def rows_of(result: Result) -> dict[str, str]:
+    """What was found, by name, in words."""
+    found = result.comparison
+    running = result.batches.running
+    return {
+        "mode": result.mode,
+        "samples": str(found.samples),
+        "unique completions": str(found.completions),
+        "unique logprob sequences": str(found.logprob_sequences),
+        "first token to differ": _parting(found.earliest_token),
+        "samples whose tokens differ, by position": _histogram(found.token_positions, result.length),
+        "first logprob to differ": _position(found.earliest_logprob),
+        "samples whose logprobs differ, by position": _histogram(found.logprob_positions, result.length),
+        "requests in the batch": (
+            f"{min(running)} to {max(running)}, median {statistics.median(running):.0f} "
+            f"({_count(len(set(running)), 'size')} seen in {_count(len(running), 'look')})"
+        ),
+        "engine steps by tokens": _steps(result.batches),
+        "other requests": f"{result.others}, {result.left_early} left early, {result.failed_others} failed"
+        + (f" ({result.failure})" if result.failure else ""),
+        "what they asked for": result.varied,
+        "time": f"{result.seconds:.1f} s",
+        "throughput": f"{result.completions_per_second:.2f} completions/s, {result.tokens_per_second:.0f} tokens/s",
+    }
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _position(parting: Parting | None) -> str:
+    return "none" if parting is None else f"position {parting.position}, sample {parting.sample}"
+
+
+def _parting(parting: Parting | None) -> str:
+    if parting is None:
+        return "none"
+    got, expected = parting.texts
+    return f"{_position(parting)}\n{parting.tokens}\n{got}\ninstead of {expected}"
+
+
+def _histogram(positions: dict[int, int], length: int) -> str:
+    if not positions:
+        return "none"
+    ranges = binned(positions, length)
+    most, digits = max(count for *_, count in ranges), len(str(ranges[-1][1]))
+    return "\n".join(
+        f"{first:>{digits}}-{last:<{digits}} {'█' * -(-16 * count // most):<16} {count}"
+        for first, last, count in ranges
+    )
+
+
+def _steps(batches: Batches) -> str:
+    if not batches.steps:
+        return "not measured"
+    return ", ".join(f"{'more' if bound == float('inf') else f'≤{bound:.0f}'}: {n}" for bound, n in batches.steps)
