@@ -1,7 +1,7 @@
 """Shows that a change of the kernels' sources left what is compiled of them as it was: writes the PTX of every variant
 for a Hopper, and compares two such files. Needs no GPU.
 
-usage: python -m scripts.compare_ptx write FILE
+usage: python -m scripts.compare_ptx write FILE [--operations NAME ...]
        python -m scripts.compare_ptx compare BEFORE AFTER
 
 A kernel's name and lines of the source are no part of what is compared; its parameters have no names in PTX.
@@ -19,8 +19,8 @@ from collections import Counter
 from pathlib import Path
 
 
-def write(path: Path) -> None:
-    """Compile every variant and write its PTX."""
+def write(path: Path, operations: list[str]) -> None:
+    """Compile every variant of the operations, of all if none is named, and write its PTX."""
     os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
     import triton
@@ -30,10 +30,14 @@ def write(path: Path) -> None:
 
     CUDABackend.make_cubin = lambda *_: b""  # PTX is enough, and the assembler takes most of the time
     compiled_kernels.compile_instead_of_running()
-    compiled_kernels.launch_every_variant()
-    found = [[one.name, stripped(one.kernel.asm["ptx"], one.name)] for one in compiled_kernels.compiled]
+    found = {}
+    for operation in operations or compiled_kernels.VARIANTS:
+        compiled_kernels.compiled.clear()
+        compiled_kernels.VARIANTS[operation]()
+        kernels = [[one.name, stripped(one.kernel.asm["ptx"], one.name)] for one in compiled_kernels.compiled]
+        print(f"{operation}: {len(kernels)} variants of {len({name for name, _ in kernels})} kernels", flush=True)
+        found[operation] = kernels
     path.write_bytes(gzip.compress(json.dumps({"triton": triton.__version__, "kernels": found}).encode()))
-    print(f"{len(found)} variants of {len({name for name, _ in found})} kernels, Triton {triton.__version__}")
 
 
 def stripped(ptx: str, name: str) -> str:
@@ -43,12 +47,16 @@ def stripped(ptx: str, name: str) -> str:
 
 
 def compare(before: Path, after: Path) -> int:
-    """Print which kernels have other variants than before; the number of variants that differ."""
+    """Print which kernels have other variants than before, for the operations of both files; how many differ."""
     old, new = (json.loads(gzip.decompress(path.read_bytes())) for path in (before, after))
     if old["triton"] != new["triton"]:
         sys.exit(f"compiled by Triton {old['triton']} and {new['triton']}: nothing can be compared")
     missing, added = Counter(), Counter()
-    texts = [{hashlib.sha256(text.encode()).hexdigest(): name for name, text in one["kernels"]} for one in (old, new)]
+    both = old["kernels"].keys() & new["kernels"].keys()
+    texts = [
+        {hashlib.sha256(text.encode()).hexdigest(): name for key in both for name, text in one["kernels"][key]}
+        for one in (old, new)
+    ]
     for digest in texts[0].keys() - texts[1].keys():
         missing[texts[0][digest]] += 1
     for digest in texts[1].keys() - texts[0].keys():
@@ -64,13 +72,17 @@ def compare(before: Path, after: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("write").add_argument("file", type=Path)
+    writing = commands.add_parser("write")
+    writing.add_argument("file", type=Path)
+    writing.add_argument(
+        "--operations", nargs="*", default=[], help="sm90, triton, flex, linear, rows; all if not given"
+    )
     comparing = commands.add_parser("compare")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
     parsed = parser.parse_args()
     if parsed.command == "write":
-        write(parsed.file)
+        write(parsed.file, parsed.operations)
     else:
         sys.exit(1 if compare(parsed.before, parsed.after) else 0)
 

@@ -316,14 +316,15 @@ def flex(heads: Heads, page: int, **options: object) -> None:
     )
 
 
-def launch_every_variant() -> None:
-    """Every kernel with what it is specialised for, on a Hopper."""
+def sm90_attention_variants() -> None:
     for size, dtype in itertools.product(sm90.PREFILL_STAGES, HALVES):
         for page in (16, 64, 128):
             launch_on(90, hopper_attention, Heads(8, 2, size, dtype), page)
     for group in (1, 3, 8, 32):
         launch_on(90, hopper_attention, Heads(2 * group, 2, 128, torch.bfloat16), 64)
-    launch_on(90, narrow_products, HALVES, (False, True))
+
+
+def triton_attention_variants() -> None:
     every_option = {
         "sliding_window": 100, "logits_soft_cap": 30.0, "alibi_slopes": torch.zeros(8), "sinks": torch.zeros(8)
     }  # fmt: skip
@@ -333,10 +334,31 @@ def launch_every_variant() -> None:
         launch_on(90, decode_and_prefill, Heads(8, 2, 128, torch.bfloat16), 16, **{name: value})
     launch_on(90, decode_and_prefill, Heads(8, 2, 256, torch.bfloat16), 16, **every_option)
     launch_on(90, decode_and_prefill, Heads(8, 2, 256, torch.float32), 16)
-    for launch in (products, rows, more_rows, sampling):
-        launch_on(90, launch)
+
+
+def flex_variants() -> None:
     launch_on(90, flex, Heads(8, 2, 128, torch.bfloat16), 64)
     launch_on(90, flex, Heads(6, 2, 64, torch.bfloat16), 128, sliding_window=100)
+
+
+def linear_variants() -> None:
+    launch_on(90, narrow_products, HALVES, (False, True))
+    launch_on(90, products)
+
+
+def row_variants() -> None:
+    for launch in (rows, more_rows, sampling):
+        launch_on(90, launch)
+
+
+VARIANTS = {
+    "sm90": sm90_attention_variants,
+    "triton": triton_attention_variants,
+    "flex": flex_variants,
+    "linear": linear_variants,
+    "rows": row_variants,
+}
+"""By operation, what launches its kernels with all that they are specialised for, on a Hopper."""
 
 
 def main() -> None:
