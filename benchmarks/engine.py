@@ -32,7 +32,7 @@ PROVIDERS: dict[str, dict[str, str]] = {
     "native": {FLAG: "1", "VLLM_PLUGINS": ""},
 }
 """What decides who computes, by provider; the first is what the others are compared with."""
-COMPANY = 63
+CONCURRENT = 63
 """Requests beside the one whose bits are checked."""
 
 
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
     }
-    plan = {"engine": engine, "company": COMPANY, "workloads": options.workloads, "samples": options.samples}
+    plan = {"engine": engine, "company": CONCURRENT, "workloads": options.workloads, "samples": options.samples}
     results = {}
     for provider in options.providers:
         result = {} if options.online else measure(provider, plan, options.timeout)

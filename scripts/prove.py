@@ -19,13 +19,13 @@ from typing import Any
 from rich.console import Console
 
 from vllm_batch_invariant.envs import FLAG
-from vllm_batch_invariant.verify.check.engine import answer_of, steps_of
-from vllm_batch_invariant.verify.check.facts import AGAIN, COMPANY, NEIGHBOUR, PREEMPTED, PROMPT_LOGPROBS, SEEDED, WARM
+from vllm_batch_invariant.verify.check.engine import answer_of, generated_tokens
+from vllm_batch_invariant.verify.check.cases import AGAIN, CONCURRENT, CONCURRENT_LENGTHS, PREEMPTED, PROMPT_LOGPROBS, SEEDED, WARM
 from vllm_batch_invariant.verify.check.guarantees import Outcome
 from vllm_batch_invariant.verify.check.report import Report, as_json, print_report
-from vllm_batch_invariant.verify.check.results import Findings
+from vllm_batch_invariant.verify.check.results import CheckResults
 from vllm_batch_invariant.verify.divergence import Answer
-from vllm_batch_invariant.verify.harness.requests import SAMPLING, company, company_that_samples, request, tokens
+from vllm_batch_invariant.verify.harness.requests import SAMPLING, concurrent_requests, sampling_requests, request, tokens
 from vllm_batch_invariant.verify.harness.worker import Engine, StepResult
 from vllm_batch_invariant.verify.outcome import NoTestError, Status
 
@@ -105,8 +105,8 @@ SMALL = Plan((45, 300), 16, 46, 2000)
 class _Answers:
     """One engine's answers, put beside those of the first."""
 
-    def __init__(self, engine: Engine, plan: Plan, findings: Findings) -> None:
-        self._engine, self._plan, self._findings = engine, plan, findings
+    def __init__(self, engine: Engine, plan: Plan, results: CheckResults) -> None:
+        self._engine, self._plan, self._results = engine, plan, results
         looked_at = self._plan.looked_at() | self._plan.sampled()
         self.alone = {name: answer_of(self._first(self._step(name, [one]))) for name, one in looked_at.items()}
         many = self._step("many", self._plan.many())
@@ -114,53 +114,53 @@ class _Answers:
         self._preemptions = many.preemptions
 
     def _step(self, name: str, requests: list[dict[str, Any]], reset: bool = True) -> StepResult:
-        return self._engine.step(name, requests, reset and self._engine.about["prefix_caching"])
+        return self._engine.step(name, requests, reset and self._engine.info["prefix_caching"])
 
     @staticmethod
     def _first(step: StepResult) -> dict[str, Any]:
         return step.requests[0]["completions"][0]
 
-    def _in_company(self, fact: tuple[str, str], label: str, batch: list[dict[str, Any]]) -> StepResult:
+    def _in_company(self, case: tuple[str, str], label: str, batch: list[dict[str, Any]]) -> StepResult:
         """A step of several requests, without which a fact about company is none."""
         step = self._step(label, batch)
         if step.largest_batch < 2:
-            self._findings.gaps[fact] = "the engine ran one request at a time"
+            self._results.gaps[case] = "the engine ran one request at a time"
         return step
 
-    def _beside(self, fact: tuple[str, str], label: str, others: Sequence[dict[str, Any]]) -> None:
+    def _beside(self, case: tuple[str, str], label: str, others: Sequence[dict[str, Any]]) -> None:
         """The requests that are looked at, among others: the first, the last and in the middle."""
         looked_at, batch = self._plan.looked_at(), list(others)
         for number, one in enumerate(looked_at.values()):
             batch.insert(number * len(batch) // (len(looked_at) - 1), one)
-        step = self._in_company(fact, label, batch)
+        step = self._in_company(case, label, batch)
         for name, one in looked_at.items():
             place = next(place for place, other in enumerate(batch) if other is one)
             answer = answer_of(step.requests[place]["completions"][0])
-            self._findings.add(*fact, f"{name} {label}", self.alone[name], answer)
+            self._results.add(*case, f"{name} {label}", self.alone[name], answer)
 
-    def in_company(self) -> None:
+    def with_concurrent_requests(self) -> None:
         """Everything that has to do with others."""
         for count in (count for count in COUNTS if count <= self._plan.most_others):
-            self._beside(COMPANY, f"with {count} others", company(count, count))
+            self._beside(CONCURRENT, f"with {count} others", concurrent_requests(count, count))
         for count in (count for count in LONG_COUNTS if count <= self._plan.most_others):
             others = [request(tokens(500 + 20 * i, 900 + i), max_tokens=4, logprobs=None) for i in range(count)]
             self._beside(LONG_COMPANY, f"with {count} of 500 tokens and more", others)
         for length in (length for length in LENGTHS if length < self._plan.longest - 100):
-            neighbour = request(tokens(length, 77), max_tokens=16, logprobs=None)
-            self._beside(NEIGHBOUR, f"beside {length} tokens", [neighbour])
+            concurrent = request(tokens(length, 77), max_tokens=16, logprobs=None)
+            self._beside(CONCURRENT_LENGTHS, f"beside {length} tokens", [concurrent])
         for way, mine in self._plan.sampled().items():
-            others = company_that_samples()
+            others = sampling_requests()
             step = self._in_company(SEEDED, f"{way} in company", [*others[:9], mine, *others[9:]])
             answer = answer_of(step.requests[9]["completions"][0])
-            self._findings.add(*SEEDED, way, self.alone[way], answer)
+            self._results.add(*SEEDED, way, self.alone[way], answer)
 
     def prompt_logprobs(self) -> None:
         ids = tokens(300, 1)
         mine = request(ids, max_tokens=1, prompt_logprobs=5)
         alone = self._step("prompt", [mine])
-        beside = self._in_company(PROMPT_LOGPROBS, "prompt in company", [mine, *company(20, 6)])
-        found = (steps_of(ids[1:], step.requests[0]["prompt_logprobs"][1:]) for step in (alone, beside))
-        self._findings.add(*PROMPT_LOGPROBS, "with 20 others", *(Answer.of("", steps) for steps in found))
+        beside = self._in_company(PROMPT_LOGPROBS, "prompt in company", [mine, *concurrent_requests(20, 6)])
+        found = (generated_tokens(ids[1:], step.requests[0]["prompt_logprobs"][1:]) for step in (alone, beside))
+        self._results.add(*PROMPT_LOGPROBS, "with 20 others", *(Answer.of("", steps) for steps in found))
 
     def warm(self) -> None:
         """The same again, from what the prefix cache kept."""
@@ -168,8 +168,8 @@ class _Answers:
             self._step(f"{name}, cold", [one])
             warm = self._step(f"{name}, warm", [one], reset=False)
             if not warm.requests[0]["cached"]:
-                self._findings.gaps[WARM] = "nothing was found in it"
-            self._findings.add(*WARM, name, self.alone[name], answer_of(self._first(warm)))
+                self._results.gaps[WARM] = "nothing was found in it"
+            self._results.add(*WARM, name, self.alone[name], answer_of(self._first(warm)))
 
     def evicted(self) -> None:
         """A prompt whose pages were taken by others before it came again."""
@@ -178,27 +178,27 @@ class _Answers:
         self._step("others that fill the cache", self._plan.many(), reset=False)
         again = self._step(f"{name}, evicted", [one], reset=False)
         if again.requests[0]["cached"]:
-            self._findings.gaps[EVICTED] = f"{again.requests[0]['cached']} tokens were still there"
-        self._findings.add(*EVICTED, name, self.alone[name], answer_of(self._first(again)))
+            self._results.gaps[EVICTED] = f"{again.requests[0]['cached']} tokens were still there"
+        self._results.add(*EVICTED, name, self.alone[name], answer_of(self._first(again)))
 
-    def compare(self, fact: tuple[str, str], first: "_Answers") -> None:
+    def compare(self, case: tuple[str, str], first: "_Answers") -> None:
         """Everything that was asked alone, with the first engine's answers."""
         for name, answer in self.alone.items():
-            self._findings.add(*fact, name, first.alone[name], answer)
-        self._compare_many(fact, first)
+            self._results.add(*case, name, first.alone[name], answer)
+        self._compare_many(case, first)
 
     def preempted(self, first: "_Answers") -> None:
         """Requests that outgrew the cache together."""
         if not self._preemptions:
-            self._findings.gaps[PREEMPTED] = "the engine did not preempt"
+            self._results.gaps[PREEMPTED] = "the engine did not preempt"
         self._compare_many(PREEMPTED, first)
 
-    def _compare_many(self, fact: tuple[str, str], first: "_Answers") -> None:
+    def _compare_many(self, case: tuple[str, str], first: "_Answers") -> None:
         for number, (answer, expected) in enumerate(zip(self.many, first.many, strict=True)):
-            self._findings.add(*fact, f"request {number} of {MANY}", expected, answer)
+            self._results.add(*case, f"request {number} of {MANY}", expected, answer)
 
 
-def prove(model: str, plan: Plan, arguments: Sequence[str], flag: str, say: Callable[[str], None]) -> Findings:
+def prove(model: str, plan: Plan, arguments: Sequence[str], flag: str, on_progress: Callable[[str], None]) -> CheckResults:
     """Put a model's engines through the plan, one after the other.
 
     Args:
@@ -211,31 +211,31 @@ def prove(model: str, plan: Plan, arguments: Sequence[str], flag: str, say: Call
     Raises:
         NoTestError: an engine did not start, or broke.
     """
-    findings = Findings(f"{Path(model).name}, {FLAG}={flag}", [])
+    results = CheckResults(f"{Path(model).name}, {FLAG}={flag}", [])
 
     @contextmanager
     def started(name: str, more: Sequence[str]) -> Iterator[Engine]:
-        say(name)
+        on_progress(name)
         longest = [] if "--max-model-len" in more else ["--max-model-len", str(plan.longest)]
         with Engine(model, [*arguments, *longest, "--max-logprobs", str(LOGPROBS), *more], flag) as engine:
-            findings.about = findings.about or engine.about
+            results.info = results.info or engine.info
             yield engine
 
     (name, more), *others = plan.settings.items()
     with started(name, more) as engine:
-        first = _Answers(engine, plan, findings)
-        _Answers(engine, plan, findings).compare(AGAIN, first)
-        first.in_company()
+        first = _Answers(engine, plan, results)
+        _Answers(engine, plan, results).compare(AGAIN, first)
+        first.with_concurrent_requests()
         first.prompt_logprobs()
         first.warm()
     for name, more in others if flag == "1" else []:
         with started(name, more) as engine:
-            later = _Answers(engine, plan, findings)
+            later = _Answers(engine, plan, results)
             later.compare(("schedule", name), first)
             if "--num-gpu-blocks-override" in more:
                 later.preempted(first)
                 later.evicted()
-    return findings
+    return results
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -7,7 +7,7 @@ import torch
 from tests.faults.adding import nudge
 from vllm_batch_invariant.verify.bisect.engine import Case, bisect
 from vllm_batch_invariant.verify.bisect.report import plain
-from vllm_batch_invariant.verify.harness.requests import company, tokens
+from vllm_batch_invariant.verify.harness.requests import concurrent, tokens
 
 CASE = Case(tuple(tokens(45, 1)), tuple(tuple(tokens(5 + i, 2)) for i in range(7)), 3, max_tokens=2)
 """8 requests of 45 + 56 tokens; two steps."""
@@ -49,7 +49,7 @@ def unseen(layer: Any, most: int = DECODE) -> Any:
 
 
 def unreached(layer: Any) -> Any:
-    return unseen(layer, len(CASE.company) + 1)
+    return unseen(layer, len(CASE.concurrent) + 1)
 
 
 FAULTS = {
@@ -75,7 +75,7 @@ def planted(llm: Any) -> dict[str, dict[str, Any]]:
 def first_that_parts(llm: Any, counts: list[int]) -> dict[str, Any]:
     """What is found among the first of so many others among whom anything differs."""
     for count in counts:
-        others = [request["prompt"] for request in company(count, count)]
+        others = [request["prompt"] for request in concurrent(count, count)]
         case = Case(tuple(tokens(45, 1)), tuple(map(tuple, others)), place=0, max_tokens=4)
         result = bisect(llm, case)
         if result.found is not None:

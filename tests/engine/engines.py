@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm_batch_invariant.verify.bisect.engine import WORKER_EXTENSION
-from vllm_batch_invariant.verify.harness.requests import company, request, tokens
+from vllm_batch_invariant.verify.harness.requests import concurrent_requests, request, tokens
 from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 
 __all__ = ["OF_DEVICE", "ROOT", "EngineFailed", "Result", "company", "request", "run", "tokens"]
@@ -71,8 +71,8 @@ def run(
         return Result(
             steps={name: step.requests for name, step in done.items()},
             preemptions=sum(step.preemptions for step in done.values()),
-            kernels=running.about["kernels"],
-            compilation=running.about["compilation"],
+            kernels=running.info["kernels"],
+            compilation=running.info["compilation"],
             receipts=running.call("tests.engine.receipts:receipts", receipts_of) if receipts_of else None,
             listed=running.call("tests.engine.listed:listed", *listed_for) if listed_for else None,
             afterwards=afterwards(running),

@@ -29,7 +29,7 @@ SETTINGS = Settings(16, 300, 32, True, False, True, True, "0" if ON_GPU else "",
 """Small steps, small pages and a KV cache that preempts; on a GPU the runner in whose sampler a fault is planted."""
 SCHEDULES = 12
 TRIES = 25
-PLANT = "tests.engine.fuzz_faults:plant"
+INJECT = "tests.faults.fuzz:inject"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,7 +80,7 @@ class Fuzzed:
         """After how many schedules a planted fault was found, its requests, and what is left of the schedule."""
         if fault in self.faults:
             return self.faults[fault]
-        self.engine.call(PLANT, fault)
+        self.engine.call(INJECT, fault)
         trial = self.trial()
         try:
             for number in range(SCHEDULES):
@@ -96,7 +96,7 @@ class Fuzzed:
                     self.faults[fault] = number + 1, len(schedule.items), replace(finding, expected=expected, got=got)
                     return self.faults[fault]
         finally:
-            self.engine.call(PLANT, "")
+            self.engine.call(INJECT, "")
         raise AssertionError(f"{fault} was not found in {SCHEDULES} schedules")
 
 
@@ -132,8 +132,8 @@ def test_a_finding_of_a_fault_that_was_taken_out_does_not_show_again(fuzzed: Fuz
     read = Finding.read(fuzzed.folder / "finding.json")
     assert read == finding
     assert fuzzed.trial().look(read.schedule, read.target)[0] == ""
-    fuzzed.engine.call(PLANT, "product")
+    fuzzed.engine.call(INJECT, "product")
     try:
         assert fuzzed.trial().look(read.schedule, read.target)[0] == finding.text
     finally:
-        fuzzed.engine.call(PLANT, "")
+        fuzzed.engine.call(INJECT, "")

@@ -10,16 +10,16 @@ import torch
 
 from tests.engine import listed
 from tests.engine.engines import OF_DEVICE, Result, run, tokens
-from tests.engine.plans import COMPANY, NEIGHBOURS, OTHER_SAMPLING, RESTARTED, UNSEEDED, again, plan
+from tests.engine.plans import CONCURRENT, NEIGHBOURS, OTHER_SAMPLING, RESTARTED, UNSEEDED, again, plan
 from vllm_batch_invariant.envs import ATTENTION, FLAG, SEED
 from vllm_batch_invariant.verify.bisect.recording import MODULE_OUTPUT
 from vllm_batch_invariant.verify.check.certificates import OPERATIONS
 from vllm_batch_invariant.verify.check.engine import EngineRun
-from vllm_batch_invariant.verify.check.facts import COMPANY as COMPANY_FACT
-from vllm_batch_invariant.verify.check.facts import planned_for_engines
+from vllm_batch_invariant.verify.check.cases import CONCURRENT as CONCURRENT_CASE
+from vllm_batch_invariant.verify.check.cases import cases_of_engines
 from vllm_batch_invariant.verify.check.guarantees import Outcome
-from vllm_batch_invariant.verify.check.presets import Size
-from vllm_batch_invariant.verify.check.results import Findings
+from vllm_batch_invariant.verify.check.presets import Preset
+from vllm_batch_invariant.verify.check.results import CheckResults
 from vllm_batch_invariant.verify.fuzz.finding import Row
 from vllm_batch_invariant.verify.fuzz.schedule import draw_schedule, draw_settings, draw_targets
 from vllm_batch_invariant.verify.fuzz.trial import Trial
@@ -33,13 +33,13 @@ pytestmark = pytest.mark.engine
 ON_GPU = torch.cuda.is_available()
 PAGE = 16 if ON_GPU else 128
 """Keys in a page of the KV cache, as vLLM chooses it."""
-CHECK = Size("tests", 8, (16, 43), (64,), ("top_p",), (4, 8), (2, 16, 45), 1)
+CHECK = Preset("tests", 8, (16, 43), (64,), ("top_p",), (4, 8), (2, 16, 45), 1)
 
 
 def check_of(running: Engine, flag: str) -> EngineRun:
     """What the command `check` puts an engine through, in a small size."""
-    findings = Findings(f"{FLAG}={flag}", planned_for_engines(CHECK))
-    return EngineRun(running, "as served", CHECK, findings, lambda now: None)
+    results = CheckResults(f"{FLAG}={flag}", cases_of_engines(CHECK))
+    return EngineRun(running, "as served", CHECK, results, lambda now: None)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def main(engine: Callable[..., Result]) -> Result:
 
 def test_a_request_has_the_same_bits_alone_and_in_any_company(main: Result) -> None:
     alone = main.completions("alone 45")
-    different = [count for count in COMPANY if main.completions(f"with {count}") != alone]
+    different = [count for count in CONCURRENT if main.completions(f"with {count}") != alone]
     assert not different
 
 
@@ -122,7 +122,7 @@ def test_prompt_logprobs_have_the_same_bits_cold_and_warm_and_in_company(main: R
     )
 
 
-@pytest.mark.parametrize("company", listed.COMPANY)
+@pytest.mark.parametrize("company", listed.CONCURRENT)
 def test_listed_candidates_and_ranks_do_not_follow_what_others_ask_for(main: Result, company: str) -> None:
     assert main.listed is not None
     assert main.listed[company] == main.listed["alone"]
@@ -176,7 +176,7 @@ def small(main: Result, engine: Callable[..., Result]) -> Result:
     """An engine with small chunks and a small KV cache."""
 
     def check(running: Engine) -> None:
-        EngineRun(running, "small", CHECK, main.afterwards.findings, lambda now: None).with_small_limits(
+        EngineRun(running, "small", CHECK, main.afterwards.results, lambda now: None).with_small_limits(
             main.afterwards
         )
 
@@ -202,8 +202,8 @@ def test_small_chunks_and_preemption_and_a_restart_move_no_bit(main: Result, sma
 
 
 def test_a_check_of_the_mode_holds_on_every_rung(main: Result, small: Result) -> None:
-    found = main.afterwards.findings
-    assert [fact for fact in found.facts if fact.outcome is not Outcome.HOLDS] == []
+    found = main.afterwards.results
+    assert [case for case in found.cases if case.outcome is not Outcome.HOLDS] == []
     assert found.status is Status.REPRODUCIBLE
     assert {certificate.operation for certificate in found.certificates} == set(OPERATIONS)
     assert all("vllm_batch_invariant" in certificate.served_by for certificate in found.certificates)
@@ -228,11 +228,11 @@ def test_other_pages_other_chunks_and_async_scheduling_move_no_bit(main: Result,
 def test_a_request_without_a_seed_gets_the_same_sample_again_if_seeds_are_made_for_it(
     main: Result, other: Result
 ) -> None:
-    alone, again_alone, in_company, four = UNSEEDED
+    alone, again_alone, with_concurrent_requests, four = UNSEEDED
     assert main.completions(again_alone) != main.completions(alone)
     [sample] = other.completions(alone)
     assert other.completions(again_alone) == [sample]
-    assert other.completions(in_company, 9) == [sample]
+    assert other.completions(with_concurrent_requests, 9) == [sample]
     samples = other.completions(four)
     assert samples[0] == sample
     assert len({tuple(sample["tokens"]) for sample in samples}) == 4
@@ -254,7 +254,7 @@ def stock(engine: Callable[..., Result]) -> Result:
         checked = check_of(running, "0")
         checked.certify()
         checked.again()
-        checked.in_company()
+        checked.with_concurrent_requests()
         trial = Trial(running, Row("checkpoint", "0", "", 0))
         targets = dict(enumerate(draw_targets(0, 12, trial.accepts, 300)))
         taken = {number: target for number, target in targets.items() if trial.take(target) is not None}
@@ -262,23 +262,23 @@ def stock(engine: Callable[..., Result]) -> Result:
         schedules = (draw_schedule(f"plain {number}", settings, taken, trial.accepts) for number in range(6))
         return checked, [trial.fuzz(schedule)[1] for schedule in schedules]
 
-    steps = again("alone 45", *(f"with {count}" for count in COMPANY[:12]))
-    bisection = () if ON_GPU else ("first_that_parts", COMPANY[:12])
+    steps = again("alone 45", *(f"with {count}" for count in CONCURRENT[:12]))
+    bisection = () if ON_GPU else ("first_that_parts", CONCURRENT[:12])
     return engine(steps, flag="0", enforce_eager=True, bisection=bisection, afterwards=check)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this model is too small for plain vLLM to vary")
 def test_plain_vllm_fails_the_same_comparison(stock: Result) -> None:
-    assert any(stock.completions(f"with {count}") != stock.completions("alone 45") for count in COMPANY[:12])
+    assert any(stock.completions(f"with {count}") != stock.completions("alone 45") for count in CONCURRENT[:12])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this model is too small for plain vLLM to vary")
 def test_a_check_of_plain_vllm_breaks_and_says_where(stock: Result) -> None:
-    found = stock.afterwards[0].findings
-    broken = {fact.name: fact for fact in found.facts if fact.outcome is Outcome.BREAKS}
+    found = stock.afterwards[0].results
+    broken = {case.name: case for case in found.cases if case.outcome is Outcome.BREAKS}
     assert found.status is Status.DIVERGED
-    assert "logprobs from token" in broken[COMPANY_FACT[1]].difference
-    assert {verdict.rung.name for verdict in found.verdicts if verdict.outcome is Outcome.BREAKS} == {"batch"}
+    assert "logprobs from token" in broken[CONCURRENT_CASE[1]].difference
+    assert {verdict.guarantee.name for verdict in found.verdicts if verdict.outcome is Outcome.BREAKS} == {"batch"}
     assert any(certificate.difference for certificate in found.certificates if certificate.operation == "linear")
 
 

@@ -31,7 +31,7 @@ class Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def stand_in(heard: list[tuple[str, dict[str, str]]] | None = None, **pages: Page) -> Iterator[str]:
+def fake_server(heard: list[tuple[str, dict[str, str]]] | None = None, **pages: Page) -> Iterator[str]:
     """A server of fixed pages, named by the last part of their path. The path and the headers, their names in lower
     case, of every request are added to ``heard``.
     """

@@ -61,7 +61,7 @@ FAULTS = ("product", "attention", "sampler")
 _take_out: list[Callable[[], None]] = []
 
 
-def plant(llm: Any, fault: str) -> None:
+def inject(llm: Any, fault: str) -> None:
     """Put a fault into the engine; the one before is taken out."""
     while _take_out:
         _take_out.pop()()

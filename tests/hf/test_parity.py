@@ -12,7 +12,7 @@ from tests.assertions import assert_same_bits
 from tests.hf.models import DEVICE
 from vllm_batch_invariant.hf import patch, token_logprobs
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
-from vllm_batch_invariant.verify.harness.requests import company, request, tokens
+from vllm_batch_invariant.verify.harness.requests import concurrent_requests, request, tokens
 from vllm_batch_invariant.verify.harness.worker import Engine
 
 pytestmark = pytest.mark.engine
@@ -91,7 +91,7 @@ def test_a_group_sampled_from_a_warm_cache_in_company_has_the_trainers_bits(
 ) -> None:
     prompt = samples[3].tokens[: samples[3].prompt]
     group = request(prompt, n=4, temperature=1.0, seed=9, logprobs=0, max_tokens=12)
-    answer = engine.step("group", [*company(9, 3, vocabulary=range(16, VOCABULARY)), group]).requests[-1]
+    answer = engine.step("group", [*concurrent_requests(9, 3, vocabulary=range(16, VOCABULARY)), group]).requests[-1]
     assert answer["cached"] > 0
     for completion in answer["completions"]:
         whole = torch.tensor([prompt + completion["tokens"]], device=DEVICE)

@@ -12,7 +12,7 @@ import torch
 
 from vllm_batch_invariant.envs import ATTENTION
 from vllm_batch_invariant.verify.demo_model import DTYPES, Shape, make_checkpoint
-from vllm_batch_invariant.verify.harness.requests import company, request, tokens
+from vllm_batch_invariant.verify.harness.requests import concurrent_requests, request, tokens
 from vllm_batch_invariant.verify.harness.worker import Engine
 
 pytest.importorskip("vllm")
@@ -73,7 +73,7 @@ def _roll_out(path: Path, dtype: str) -> Rollout:
         samples = rollout(engine, (tokens(length, 1, WORDS) for length in PROMPTS), MOST_TOKENS)
         prompt = samples[-1].tokens[: samples[-1].prompt]
         asked = request(prompt, n=4, temperature=1.0, seed=9, logprobs=0, max_tokens=12)
-        group = engine.step("group", [*company(9, 3, vocabulary=WORDS), asked]).requests[-1]
+        group = engine.step("group", [*concurrent_requests(9, 3, vocabulary=WORDS), asked]).requests[-1]
         asked = request(tokens(45, 2, WORDS), temperature=1.0, seed=1, logprobs=-1, max_tokens=2)
         [distribution] = engine.step("distribution", [asked]).requests[0]["completions"]
     return Rollout(path, DTYPES[dtype], samples, group["completions"], group["cached"], distribution)

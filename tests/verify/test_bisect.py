@@ -12,8 +12,8 @@ import torch
 from vllm_batch_invariant.compare import bitwise_comparison
 from vllm_batch_invariant.verify.bisect import command
 from vllm_batch_invariant.verify.bisect.command import main
-from vllm_batch_invariant.verify.bisect.engine import Case, Found, Result, bisect
-from vllm_batch_invariant.verify.bisect.recording import MODULE_OUTPUT, Coverage, Key, Parting
+from vllm_batch_invariant.verify.bisect.engine import Case, Found, BisectResult, bisect
+from vllm_batch_invariant.verify.bisect.recording import MODULE_OUTPUT, Coverage, Key, OutputDivergence
 from vllm_batch_invariant.verify.bisect.report import Setting
 from vllm_batch_invariant.verify.outcome import NoTestError, Status
 
@@ -81,12 +81,12 @@ def engine(**changed: Any) -> SimpleNamespace:
     ],
 )
 def test_an_engine_that_cannot_be_tested_is_refused_in_one_line(changed: dict[str, Any], line: str) -> None:
-    case = Case(prompt=(1,) * 9, company=((1,) * 5, (2,) * 5), place=1, max_tokens=4)
+    case = Case(prompt=(1,) * 9, concurrent=((1,) * 5, (2,) * 5), place=1, max_tokens=4)
     with pytest.raises(NoTestError, match=line):
         bisect(engine(**changed), case)
 
 
-EQUAL = Result(
+EQUAL = BisectResult(
     found=None,
     coverage=Coverage(32, 0, 5600, {"integers": 160}, {}, {}),
     requests=(17,) * 32,
@@ -97,22 +97,22 @@ EQUAL = Result(
 )
 
 
-def differing(operation: str = "aten.mm", **changed: Any) -> Result:
+def differing(operation: str = "aten.mm", **changed: Any) -> BisectResult:
     alone = torch.zeros(1, 8)
-    company = alone.clone()
-    company[0, 5] = -0.0
+    concurrent = alone.clone()
+    concurrent[0, 5] = -0.0
     found = {
-        "parting": Parting(5, 3, Key("model.layers.3.mlp.down_proj", 0, operation, 0, 0), "float32", (1, 8), (), ()),
+        "parting": OutputDivergence(5, 3, Key("model.layers.3.mlp.down_proj", 0, operation, 0, 0), "float32", (1, 8), (), ()),
         "rank": 0,
         "position": 61,
         "rows": 1,
         "output_token": 17,
-        "comparison": bitwise_comparison(company, alone),
+        "comparison": bitwise_comparison(concurrent, alone),
         "operands_differ": (),
         "repeats": True,
     }
     coverage = Coverage(32, 1, 5599, {}, {"aten.new_zeros": 12}, {"aten.mv": 3})
-    return Result(Found(**found | changed), coverage, (1, *(8,) * 31), None, 18, True, True)
+    return BisectResult(Found(**found | changed), coverage, (1, *(8,) * 31), None, 18, True, True)
 
 
 CONTEXT = 1200
@@ -125,7 +125,7 @@ def engine_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     def prepare(*results: Any) -> list[Case]:
         cases, left = [], list(results)
 
-        def found(_: Any, case: Case) -> Result:
+        def found(_: Any, case: Case) -> BisectResult:
             cases.append(case)
             result = left.pop(0)
             if isinstance(result, BaseException):
@@ -152,9 +152,9 @@ def test_two_companies_are_tried_until_something_differs(
     report = tmp_path / "report.json"
     cases = engine_of(EQUAL, differing())
     assert main(["x/y", "--prompt", "abc", "--company-tokens", "20", "--json", str(report)]) == Status.DIVERGED
-    assert [(len(case.company), case.place) for case in cases] == [(16, 8), (7, 3)]
+    assert [(len(case.concurrent), case.place) for case in cases] == [(16, 8), (7, 3)]
     assert cases[0].prompt == (97, 98, 99)
-    assert {len(prompt) for prompt in cases[0].company} == {20}
+    assert {len(prompt) for prompt in cases[0].concurrent} == {20}
     said = capsys.readouterr().out
     for line in (
         "the bits part at model.layers.3.mlp.down_proj: aten.mm, step 5 (decode, output token 17, position 61)",
@@ -195,7 +195,7 @@ def test_nothing_that_differs_is_status_0(engine_of: Any, tmp_path: Path, capsys
     prompts.write_text("one\n\nthe other\n")
     cases = engine_of(EQUAL)
     assert main(["x/y", "--prompt", "a", "--prompts", str(prompts), "--place", "9"]) == Status.REPRODUCIBLE
-    assert [len(prompt) for prompt in cases[0].company] == [3, 9]
+    assert [len(prompt) for prompt in cases[0].concurrent] == [3, 9]
     assert cases[0].place == 2
     assert "among 2 other requests: nothing differs" in capsys.readouterr().out
 
@@ -210,7 +210,7 @@ def test_nothing_that_differs_is_status_0(engine_of: Any, tmp_path: Path, capsys
     ],
 )
 def test_what_is_not_certain_is_said(
-    engine_of: Any, capsys: pytest.CaptureFixture[str], result: Result, line: str
+    engine_of: Any, capsys: pytest.CaptureFixture[str], result: BisectResult, line: str
 ) -> None:
     engine_of(result)
     assert main(["x/y", "--company", "7"]) == Status.DIVERGED

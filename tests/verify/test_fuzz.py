@@ -16,7 +16,7 @@ from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.verify.bisect.command import _case_of
 from vllm_batch_invariant.verify.check.command import main
 from vllm_batch_invariant.verify.fuzz import command as fuzz_command
-from vllm_batch_invariant.verify.fuzz.command import Fuzzer, Plan, context_of, replay
+from vllm_batch_invariant.verify.fuzz.command import Fuzzer, FuzzPlan, context_of, replay
 from vllm_batch_invariant.verify.fuzz.compare import difference
 from vllm_batch_invariant.verify.fuzz.finding import Finding, Row
 from vllm_batch_invariant.verify.fuzz.schedule import Item, Reset, Schedule, draw_schedule, draw_settings, draw_targets
@@ -257,7 +257,7 @@ def test_what_the_engine_refuses_is_left_out_and_said(engines, tmp_path: Path, c
 
 
 def test_time_ends_a_run(engines, tmp_path: Path) -> None:
-    plan = Plan(str(tmp_path), (), "1", 0, 0.0, folder=tmp_path)
+    plan = FuzzPlan(str(tmp_path), (), "1", 0, 0.0, folder=tmp_path)
     fuzzer = Fuzzer(plan)
     began = time.monotonic()
     fuzzer.run()

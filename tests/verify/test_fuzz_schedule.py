@@ -20,7 +20,7 @@ from vllm_batch_invariant.verify.request_parameters import (
     OUTPUT_KINDS,
     Accepts,
     draw,
-    draw_beside,
+    draw_concurrent,
     over_http,
     sampling_params,
 )
@@ -141,7 +141,7 @@ def test_a_whole_vocabulary_is_listed_only_where_that_is_not_too_much() -> None:
     large = Accepts(range(16, 4000), 151_936, -1, KINDS)
     chance = random.Random(0)
     for _ in range(200):
-        params = draw_beside(chance, large, 8, 20)
+        params = draw_concurrent(chance, large, 8, 20)
         assert params["logprobs"] != -1 or 8 * large.size <= MOST_LISTED
         assert draw(chance, Accepts(range(16, 400), 400), "greedy", 2, 5)["logprobs"] != -1
 

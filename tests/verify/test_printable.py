@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.server import Page, stand_in
+from tests.fakes.server import Page, fake_server
 from tests.verify.receipts import CPU, receipt, rewritten
 from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.verify.bisect import report as bisect_report
 from vllm_batch_invariant.verify.bisect.engine import Case
-from vllm_batch_invariant.verify.bisect.engine import Result as Bisection
+from vllm_batch_invariant.verify.bisect.engine import ReproduceResult as Bisection
 from vllm_batch_invariant.verify.bisect.recording import Coverage
 from vllm_batch_invariant.verify.console import consoles
-from vllm_batch_invariant.verify.divergence import Answer, Step, compare
+from vllm_batch_invariant.verify.divergence import Answer, GeneratedToken, compare_answers
 from vllm_batch_invariant.verify.harness.load import one_line
-from vllm_batch_invariant.verify.harness.metrics import Batches
+from vllm_batch_invariant.verify.harness.metrics import BatchSizes
 from vllm_batch_invariant.verify.outcome import NoTestError
 from vllm_batch_invariant.verify.printable import printable
 from vllm_batch_invariant.verify.receipt import Receipt
-from vllm_batch_invariant.verify.reproduce.report import Result, print_report
+from vllm_batch_invariant.verify.reproduce.report import ReproduceResult, print_report
 
 FALSE_LINE = "equal: 3 tokens and the bits of 9 logprobs"
 HOSTILE = f"x\n{FALSE_LINE}\r\x1b[8m\x9b2J\u202e\u200b\u2028\u0336 [red]:100:[/] \ud800 {' ' * 200}{FALSE_LINE}"
@@ -161,7 +161,7 @@ def hostile_server(choice: dict[str, Any] | None, **pages: Page) -> AbstractCont
     if choice is not None:
         completion = {"id": "1", "object": "text_completion", "created": 0, "model": SENT, "choices": [choice]}
         found["completions"] = Page(completion)
-    return stand_in(**found | pages)
+    return fake_server(**found | pages)
 
 
 TOKEN = {"index": 0, "text": SENT, "finish_reason": SENT}
@@ -235,14 +235,14 @@ def test_the_page_and_the_report_of_a_hostile_server_are_printable(
     assert ":100:" in shown
 
 
-def differing(token: str) -> Result:
+def differing(token: str) -> ReproduceResult:
     """A run of two answers that differ in their tokens."""
-    steps = [[Step(text, -0.5, ((text, -0.5),))] for text in ("token_id:1", token)]
+    steps = [[GeneratedToken(text, -0.5, ((text, -0.5),))] for text in ("token_id:1", token)]
     answers = tuple(Answer.of(name, step) for name, step in zip(("plain", token), steps, strict=True))
     numbers = {"seconds": 1.0, "completions_per_second": 1.0, "tokens_per_second": 1.0}
     counts = {"length": 1, "others": 0, "left_early": 0, "failed_others": 0, "failure": "", "varied": "", "mode": "off"}
-    found = {"comparison": compare(answers), "batches": Batches((1, 2), ()), "trace": None, "answers": answers}
-    return Result(label="server", **found, **numbers, **counts)
+    found = {"comparison": compare_answers(answers), "batches": BatchSizes((1, 2), ()), "trace": None, "answers": answers}
+    return ReproduceResult(label="server", **found, **numbers, **counts)
 
 
 def test_tokens_that_differ_are_shown_as_they_are_and_on_their_own_lines(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.server import MODELS, Page, stand_in
+from tests.fakes.server import MODELS, Page, fake_server
 from tests.verify.receipts import CPU, receipt, rewritten
 from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.verify.harness.server import free_port
@@ -49,12 +49,12 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 
 def make(capsys: pytest.CaptureFixture[str], path: Path, *arguments: object, **pages: Page) -> tuple[int, str, str]:
-    with stand_in(**{"models": MODELS, "batch_invariant": DECLARATION, "completions": answer()} | pages) as url:
+    with fake_server(**{"models": MODELS, "batch_invariant": DECLARATION, "completions": answer()} | pages) as url:
         return run(capsys, "make", path, "--base-url", url, "--prompt", "a prompt", *arguments)
 
 
 def verify(capsys: pytest.CaptureFixture[str], path: Path, *arguments: object, **pages: Page) -> tuple[int, str, str]:
-    with stand_in(**{"models": MODELS, "batch_invariant": DECLARATION, "completions": answer()} | pages) as url:
+    with fake_server(**{"models": MODELS, "batch_invariant": DECLARATION, "completions": answer()} | pages) as url:
         return run(capsys, "verify", path, "--base-url", url, "--company", "0", *arguments)
 
 
@@ -199,7 +199,7 @@ def test_a_receipt_holds_no_secret_and_does_not_say_where_things_lie(
     (folder / "model.safetensors").write_text("weights")
     served = {"id": str(folder), "root": str(folder), "object": "model", "created": 0, "owned_by": "somebody"}
     pages = {"models": Page({"data": [served]}), "batch_invariant": DECLARATION, "completions": answer()}
-    with stand_in(**pages) as url:
+    with fake_server(**pages) as url:
         for secret in (
             ("--base-url", url.replace("http://", "http://user:password@")),
             ("--base-url", url, "--api-key-env", "SERVER_KEY"),

@@ -8,7 +8,7 @@ import torch
 
 from tests.faults.adding import nudge
 from vllm_batch_invariant.verify.bisect.recorder import WorkerExtension
-from vllm_batch_invariant.verify.bisect.recording import MODULE_OUTPUT, Parting, Step, first_parting
+from vllm_batch_invariant.verify.bisect.recording import MODULE_OUTPUT, OutputDivergence, RecordedStep, first_divergence
 from vllm_batch_invariant.verify.outcome import NoTestError
 
 SIZE, MOST = 24, 4
@@ -138,17 +138,17 @@ def record(worker: WorkerExtension, alone: bool, target: list | None = None) -> 
     return recorded
 
 
-def steps(recorded: dict) -> list[Step]:
-    return [Step.from_plain(step) for step in recorded["steps"]]
+def steps(recorded: dict) -> list[RecordedStep]:
+    return [RecordedStep.from_plain(step) for step in recorded["steps"]]
 
 
-def part(worker: WorkerExtension) -> tuple[Parting | None, list[Step]]:
-    company = steps(record(worker, alone=False))
+def part(worker: WorkerExtension) -> tuple[OutputDivergence | None, list[RecordedStep]]:
+    concurrent = steps(record(worker, alone=False))
     alone = steps(record(worker, alone=True))
-    parting, coverage = first_parting(alone, company, last=99)
+    divergence, coverage = first_divergence(alone, concurrent, last=99)
     assert coverage.compared > 20
     assert coverage.left_out["integers"]
-    return parting, alone
+    return divergence, alone
 
 
 def plant(worker: WorkerExtension, module: str, most: int = MOST, **attributes: object) -> None:
@@ -158,8 +158,8 @@ def plant(worker: WorkerExtension, module: str, most: int = MOST, **attributes: 
 
 
 def test_where_nothing_is_variant_nothing_is_found(worker: WorkerExtension) -> None:
-    parting, alone = part(worker)
-    assert parting is None
+    divergence, alone = part(worker)
+    assert divergence is None
     assert [(step.position, step.rows) for step in alone] == [(0, 3), (3, 1)]
     assert alone[0].left_out["weights and KV cache"]
 
@@ -177,15 +177,15 @@ def test_the_variant_operation_is_named(
 ) -> None:
     plant(worker, module, most)
     plant(worker, "layers.2.forked")  # another one after it
-    parting, _ = part(worker)
-    assert (parting.step, parting.key.module, parting.key.operation) == (0, module, operation)
-    assert parting.shape == shape
+    divergence, _ = part(worker)
+    assert (divergence.step, divergence.key.module, divergence.key.operation) == (0, module, operation)
+    assert divergence.shape == shape
 
 
 def test_an_operation_of_the_sampler_or_the_head_is_compared_by_requests(worker: WorkerExtension) -> None:
     plant(worker, "head", most=1)
-    parting, _ = part(worker)
-    assert (parting.key.module, parting.key.operation, parting.shape) == ("head", "planted.copy", (1, SIZE))
+    divergence, _ = part(worker)
+    assert (divergence.key.module, divergence.key.operation, divergence.shape) == ("head", "planted.copy", (1, SIZE))
 
 
 def test_a_step_is_compared_only_where_the_batch_reaches_the_fault(worker: WorkerExtension) -> None:
@@ -195,34 +195,34 @@ def test_a_step_is_compared_only_where_the_batch_reaches_the_fault(worker: Worke
 
 def test_another_way_through_a_module_shows_in_its_output_and_names_both_ways(worker: WorkerExtension) -> None:
     plant(worker, "layers.0.forked")
-    parting, _ = part(worker)
-    assert (parting.key.module, parting.key.operation) == ("layers.0.forked", MODULE_OUTPUT)
-    assert (parting.only_alone, parting.only_in_company) == (("aten.mul.Tensor",), ("aten.div.Tensor",))
+    divergence, _ = part(worker)
+    assert (divergence.key.module, divergence.key.operation) == ("layers.0.forked", MODULE_OUTPUT)
+    assert (divergence.only_alone, divergence.only_concurrent) == (("aten.mul.Tensor",), ("aten.div.Tensor",))
 
 
-def fetch(worker: WorkerExtension, parting: Parting) -> tuple[dict, dict]:
-    target = [parting.step, list(parting.key)]
-    company = record(worker, False, target)["fetched"]
-    return record(worker, True, target)["fetched"], company
+def fetch(worker: WorkerExtension, divergence: OutputDivergence) -> tuple[dict, dict]:
+    target = [divergence.step, list(divergence.key)]
+    concurrent = record(worker, False, target)["fetched"]
+    return record(worker, True, target)["fetched"], concurrent
 
 
 def test_an_output_is_fetched_whole_with_what_was_read(worker: WorkerExtension) -> None:
     plant(worker, "layers.2.product")
-    alone, company = fetch(worker, part(worker)[0])
+    alone, concurrent = fetch(worker, part(worker)[0])
     values = []
-    for fetched in (alone, company):
+    for fetched in (alone, concurrent):
         [data] = [data for shape, data in fetched["parts"] if shape == [3, SIZE]]
         values.append(torch.frombuffer(bytearray(data), dtype=torch.float32).view(3, SIZE))
     assert (values[0] != values[1]).nonzero().tolist() == [[row, SIZE - 1] for row in range(3)]
-    assert dict(alone["operands"])["0.0"][0] in dict(company["operands"])["0.0"]
+    assert dict(alone["operands"])["0.0"][0] in dict(concurrent["operands"])["0.0"]
 
 
 def test_an_operand_that_differs_already_is_noticed(worker: WorkerExtension) -> None:
     plant(worker, "layers.1.unseen", reads=True)
-    parting, _ = part(worker)
-    assert parting.key.operation == "aten.neg"
-    alone, company = fetch(worker, parting)
-    assert dict(alone["operands"])["0.0"][0] not in dict(company["operands"])["0.0"]
+    divergence, _ = part(worker)
+    assert divergence.key.operation == "aten.neg"
+    alone, concurrent = fetch(worker, divergence)
+    assert dict(alone["operands"])["0.0"][0] not in dict(concurrent["operands"])["0.0"]
 
 
 def test_a_padded_step_is_refused(worker: WorkerExtension) -> None:
@@ -234,6 +234,6 @@ def test_a_padded_step_is_refused(worker: WorkerExtension) -> None:
 def test_steps_cut_elsewhere_are_no_test(worker: WorkerExtension) -> None:
     worker.bisect_begin("needle", False, None)
     worker.model_runner.step({"needle": NEEDLE[:2], "other": OTHERS}, 0)
-    company = steps(worker.bisect_end())
+    concurrent = steps(worker.bisect_end())
     with pytest.raises(NoTestError, match="positions 0 to 2 alone and 0 to 1 in company"):
-        first_parting(steps(record(worker, alone=True)), company, last=0)
+        first_divergence(steps(record(worker, alone=True)), concurrent, last=0)

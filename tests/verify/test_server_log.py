@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where logs are, of a server that has no model."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(server, "_module", lambda model: ["tests.check.fake_server"])
+    monkeypatch.setattr(server, "_module", lambda model: ["tests.verify.fake_server"])
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     return tmp_path
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from .printable import printable
 from .report.files import why_not_writable
-from .request import PROMPT, Ask
+from .request import PROMPT, RequestSpec
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -172,9 +172,9 @@ def address(base_url: str) -> str:
     return url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()
 
 
-def ask_from(options: argparse.Namespace) -> Ask:
+def spec_from(options: argparse.Namespace) -> RequestSpec:
     """The request that the options describe."""
-    return Ask(
+    return RequestSpec(
         prompt=options.prompt,
         chat=options.chat,
         max_tokens=options.max_tokens,

@@ -10,7 +10,7 @@ from .printable import printable
 
 
 @dataclass(frozen=True)
-class Step:
+class GeneratedToken:
     """One generated token, its logprob, and the candidates the server listed beside it."""
 
     token: str
@@ -37,13 +37,13 @@ class Answer:
     bits: tuple[bytes, ...]
 
     @classmethod
-    def of(cls, text: str, steps: Sequence[Step]) -> "Answer":
+    def of(cls, text: str, steps: Sequence[GeneratedToken]) -> "Answer":
         """The answer that these steps make."""
         return cls(text, tuple(step.token for step in steps), tuple(step.bits() for step in steps))
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """The position at which an answer first differs from sample 0, with both tokens and both continuations."""
 
     sample: int
@@ -69,14 +69,14 @@ class Parting:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class AnswerComparison:
     """All answers against sample 0; `earliest` and the counters by position are about tokens or about logprobs."""
 
     samples: int
     completions: int
     logprob_sequences: int
-    earliest_token: Parting | None
-    earliest_logprob: Parting | None
+    earliest_token: Divergence | None
+    earliest_logprob: Divergence | None
     token_positions: dict[int, int]
     logprob_positions: dict[int, int]
 
@@ -95,37 +95,37 @@ def first_difference(left: Sequence[object], right: Sequence[object]) -> int | N
     return None
 
 
-def compare(answers: Sequence[Answer]) -> Comparison:
+def compare_answers(answers: Sequence[Answer]) -> AnswerComparison:
     """Compare every answer with the first."""
     reference = answers[0]
-    token_partings, logprob_partings = [], []
+    token_divergences, logprob_divergences = [], []
     for sample, answer in enumerate(answers):
-        for partings, left, right in (
-            (token_partings, reference.tokens, answer.tokens),
-            (logprob_partings, reference.bits, answer.bits),
+        for divergences, left, right in (
+            (token_divergences, reference.tokens, answer.tokens),
+            (logprob_divergences, reference.bits, answer.bits),
         ):
             position = first_difference(left, right)
             if position is not None:
-                partings.append((position, sample))
+                divergences.append((position, sample))
 
-    def earliest(partings: list[tuple[int, int]]) -> Parting | None:
-        if not partings:
+    def earliest(divergences: list[tuple[int, int]]) -> Divergence | None:
+        if not divergences:
             return None
-        position, sample = min(partings)
-        return _parting(reference, answers[sample], sample, position)
+        position, sample = min(divergences)
+        return _divergence(reference, answers[sample], sample, position)
 
-    return Comparison(
+    return AnswerComparison(
         samples=len(answers),
         completions=len({(answer.text, answer.tokens) for answer in answers}),
         logprob_sequences=len({answer.bits for answer in answers}),
-        earliest_token=earliest(token_partings),
-        earliest_logprob=earliest(logprob_partings),
-        token_positions=dict(sorted(Counter(position for position, _ in token_partings).items())),
-        logprob_positions=dict(sorted(Counter(position for position, _ in logprob_partings).items())),
+        earliest_token=earliest(token_divergences),
+        earliest_logprob=earliest(logprob_divergences),
+        token_positions=dict(sorted(Counter(position for position, _ in token_divergences).items())),
+        logprob_positions=dict(sorted(Counter(position for position, _ in logprob_divergences).items())),
     )
 
 
-def _parting(reference: Answer, answer: Answer, sample: int, position: int) -> Parting:
+def _divergence(reference: Answer, answer: Answer, sample: int, position: int) -> Divergence:
     def token(side: Answer) -> str:
         return side.tokens[position] if position < len(side.tokens) else "<end>"
 
@@ -134,7 +134,7 @@ def _parting(reference: Answer, answer: Answer, sample: int, position: int) -> P
     def continuation(side: Answer) -> str:
         return "" if shared is None else side.text[shared : shared + 24]
 
-    return Parting(sample, position, token(reference), token(answer), continuation(reference), continuation(answer))
+    return Divergence(sample, position, token(reference), token(answer), continuation(reference), continuation(answer))
 
 
 def binned(positions: dict[int, int], length: int, bins: int = 8) -> list[tuple[int, int, int]]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .divergence import Answer, Step
+from .divergence import Answer, GeneratedToken
 from .outcome import NoTestError
 from .request_parameters import over_http
 
@@ -21,7 +21,7 @@ NO_LOGPROBS = "the server returned no logprobs, so bits cannot be compared; serv
 
 
 @dataclass(frozen=True)
-class Ask:
+class RequestSpec:
     """What is asked of the server, the same for every sample."""
 
     prompt: str = PROMPT
@@ -40,7 +40,7 @@ class Ask:
         asked = {"temperature": self.temperature, "seed": self.seed, "max_tokens": self.max_tokens}
         return self._prompt(model, self.prompt) | logprobs | asked | {"extra_body": extra}
 
-    def body_beside(self, model: str, prompt: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    def concurrent_body(self, model: str, prompt: str, params: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments for another request of the load, with the sampling parameters that it has."""
         return self._prompt(model, prompt) | over_http(params, self.chat)
 
@@ -54,20 +54,20 @@ def answer_from(choices: Iterable[dict[str, Any]], chat: bool) -> Answer:
     text, steps = [], []
     for choice in choices:
         text.append((choice.get("message") or choice.get("delta") or {}).get("content") if chat else choice.get("text"))
-        steps += steps_from(choice, chat)
+        steps += generated_tokens_from(choice, chat)
     if not steps:
         raise NoTestError(NO_LOGPROBS)
     return Answer.of("".join(part or "" for part in text), steps)
 
 
-def steps_from(choice: dict[str, Any], chat: bool) -> Sequence[Step]:
+def generated_tokens_from(choice: dict[str, Any], chat: bool) -> Sequence[GeneratedToken]:
     """The tokens of a choice with their logprobs; none where it has no logprobs."""
-    return _chat_steps(choice.get("logprobs")) if chat else _completion_steps(choice.get("logprobs"))
+    return _chat_tokens(choice.get("logprobs")) if chat else _completion_tokens(choice.get("logprobs"))
 
 
-def _chat_steps(logprobs: dict[str, Any] | None) -> Sequence[Step]:
+def _chat_tokens(logprobs: dict[str, Any] | None) -> Sequence[GeneratedToken]:
     return [
-        Step(
+        GeneratedToken(
             item["token"],
             item["logprob"],
             tuple((top["token"], top["logprob"]) for top in item.get("top_logprobs") or ()),
@@ -76,7 +76,7 @@ def _chat_steps(logprobs: dict[str, Any] | None) -> Sequence[Step]:
     ]
 
 
-def _completion_steps(logprobs: dict[str, Any] | None) -> Sequence[Step]:
+def _completion_tokens(logprobs: dict[str, Any] | None) -> Sequence[GeneratedToken]:
     if not logprobs:
         return []
     tokens, values = logprobs.get("tokens") or (), logprobs.get("token_logprobs") or ()
@@ -84,5 +84,5 @@ def _completion_steps(logprobs: dict[str, Any] | None) -> Sequence[Step]:
     if None in values:
         raise NoTestError("the server returned a token without its logprob, so its bits cannot be compared")
     return [
-        Step(token, value, tuple((top or {}).items())) for token, value, top in zip(tokens, values, tops, strict=True)
+        GeneratedToken(token, value, tuple((top or {}).items())) for token, value, top in zip(tokens, values, tops, strict=True)
     ]

@@ -145,7 +145,7 @@ def _of_kind(chance: random.Random, accepts: Accepts, kind: str) -> dict[str, An
     return makers[kind]
 
 
-def draw_beside(
+def draw_concurrent(
     chance: random.Random, accepts: Accepts, max_tokens: int, prompt_tokens: int, unseeded: bool = True
 ) -> dict[str, Any]:
     """Parameters of a request that nobody looks at: any kind, one in three of those that sample without a seed."""

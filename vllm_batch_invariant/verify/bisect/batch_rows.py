@@ -37,7 +37,7 @@ class Place:
     """Of its first token in this step."""
 
 
-class Batches:
+class StepBatches:
     """The batches of a vLLM model runner, each from the moment when its inputs are prepared."""
 
     def __init__(self, runner: Any) -> None:

@@ -19,10 +19,10 @@ from ..harness.plan import filler
 from ..harness.quiet_engine import start_quiet_engine
 from ..outcome import NoTestError, Status
 from ..request import PROMPT
-from .engine import ENGINE_ARGUMENTS, Case, Result, bisect
+from .engine import ENGINE_ARGUMENTS, Case, BisectResult, bisect
 from .report import print_results, setting_of, write_json
 
-COMPANY, COMPANY_TOKENS = (16, 7), 32
+CONCURRENT, CONCURRENT_TOKENS = (16, 7), 32
 """Two sizes, because kernels that differ between 1 row and 8 may agree on 1 and 17."""
 SHORT_PROMPT = " ".join(PROMPT.split()[:4])
 """A prefill of few rows, which a library's product may split where it does not split hundreds."""
@@ -45,35 +45,35 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--max-tokens", type=at_least(1), default=32, help="tokens to generate (default: 32)")
     parser.add_argument("--logprobs", type=at_least(1), default=5, help="candidates compared a token (default: 5)")
-    company = parser.add_argument_group("the company")
-    company.add_argument(
+    concurrent = parser.add_argument_group("the company")
+    concurrent.add_argument(
         "--company",
         type=at_least(1),
         nargs="+",
         metavar="N",
         help="how many other requests; several numbers are tried in turn until something differs "
-        f"(default: {' '.join(map(str, COMPANY))})",
+        f"(default: {' '.join(map(str, CONCURRENT))})",
     )
-    company.add_argument(
+    concurrent.add_argument(
         "--company-tokens",
         type=at_least(1),
         metavar="N",
-        help=f"tokens in each of their prompts (default: {COMPANY_TOKENS})",
+        help=f"tokens in each of their prompts (default: {CONCURRENT_TOKENS})",
     )
-    company.add_argument("--prompts", type=Path, help="a file with their prompts instead, one a line")
-    company.add_argument(
+    concurrent.add_argument("--prompts", type=Path, help="a file with their prompts instead, one a line")
+    concurrent.add_argument(
         "--place",
         type=at_least(0),
         metavar="N",
         help="how many of them come before the prompt in the batch (default: half)",
     )
-    company.add_argument(
+    concurrent.add_argument(
         "--case",
         type=Path,
         metavar="FILE",
         help="the prompt and the company of a difference that check --fuzz has written, all greedy and together",
     )
-    company.add_argument("--seed", type=int, default=0, help="of their prompts (default: 0)")
+    concurrent.add_argument("--seed", type=int, default=0, help="of their prompts (default: 0)")
     parser.add_argument("--serve-args", default="", help="more arguments of `vllm serve` for the engine, in one string")
     parser.add_argument("--json", type=Path, help="also write the report to this file")
     options = parser.parse_args(argv)
@@ -81,17 +81,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options.serve_args = shlex.split(options.serve_args)
     if any(argument.startswith("--worker-extension-cls") for argument in options.serve_args):
         parser.error("--serve-args: --worker-extension-cls is taken by the recording")
-    options.company_prompts = _company_prompts(parser, options)
-    if options.case and (options.company_prompts or options.company or options.company_tokens or options.prompt):
+    options.concurrent_prompts = _concurrent_prompts(parser, options)
+    if options.case and (options.concurrent_prompts or options.concurrent or options.concurrent_tokens or options.prompt):
         parser.error("--case is the prompt and the whole company: leave out --prompt, --prompts and --company")
     return options
 
 
-def _company_prompts(parser: OneLineParser, options: argparse.Namespace) -> list[str]:
+def _concurrent_prompts(parser: OneLineParser, options: argparse.Namespace) -> list[str]:
     """The lines of the file; none where the company is made up."""
     if options.prompts is None:
         return []
-    if options.company or options.company_tokens:
+    if options.concurrent or options.concurrent_tokens:
         parser.error("--prompts is the whole company: leave out --company and --company-tokens")
     try:
         prompts = [line for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     out, notes = consoles()
     # in this process an engine's first step holds every request that was added before it, not those that came in time
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    runs: list[tuple[Case, Result]] = []
+    runs: list[tuple[Case, BisectResult]] = []
     try:
         llm = start_quiet_engine(options.model, [*options.serve_args, *ENGINE_ARGUMENTS])
         setting = setting_of(llm, options.model)
@@ -144,13 +144,13 @@ def _cases(llm: Any, options: argparse.Namespace) -> Iterator[Case]:
         raise NoTestError("--prompt needs a tokenizer: leave out --skip-tokenizer-init")
     encode = llm.get_tokenizer().encode
     prompts = _prompts(encode, llm.llm_engine.model_config.max_model_len - options.max_tokens, options.prompt)
-    if options.company_prompts:
-        company = [encode(prompt) for prompt in options.company_prompts]
-        yield from (_case(options, prompt, company) for prompt in prompts)
+    if options.concurrent_prompts:
+        concurrent = [encode(prompt) for prompt in options.concurrent_prompts]
+        yield from (_case(options, prompt, concurrent) for prompt in prompts)
         return
-    rng, length = random.Random(options.seed), options.company_tokens or COMPANY_TOKENS
+    rng, length = random.Random(options.seed), options.concurrent_tokens or CONCURRENT_TOKENS
     for prompt in prompts:
-        for count in options.company or COMPANY:
+        for count in options.concurrent or CONCURRENT:
             yield _case(options, prompt, [_made_up(encode, rng, length) for _ in range(count)])
 
 
@@ -161,8 +161,8 @@ def _case_of(finding: Finding, logprobs: int) -> Case:
     if finding.target not in names:
         raise NoTestError("--case: no target's answer differs there, so there is nothing to bisect")
     place = names.index(finding.target)
-    target, company = items[place], [item.prompt for item in items if item.name != finding.target]
-    return Case(target.prompt, tuple(company), place, target.params.get("max_tokens", 1), logprobs)
+    target, concurrent = items[place], [item.prompt for item in items if item.name != finding.target]
+    return Case(target.prompt, tuple(concurrent), place, target.params.get("max_tokens", 1), logprobs)
 
 
 def _prompts(encode: Callable[[str], list[int]], room: int, given: str | None) -> list[list[int]]:
@@ -174,9 +174,9 @@ def _prompts(encode: Callable[[str], list[int]], room: int, given: str | None) -
     return [usual, encode(SHORT_PROMPT), *([long] if len(long) > 2 * len(usual) else [])]
 
 
-def _case(options: argparse.Namespace, prompt: list[int], company: list[list[int]]) -> Case:
-    place = len(company) // 2 if options.place is None else min(options.place, len(company))
-    return Case(tuple(prompt), tuple(map(tuple, company)), place, options.max_tokens, options.logprobs)
+def _case(options: argparse.Namespace, prompt: list[int], concurrent: list[list[int]]) -> Case:
+    place = len(concurrent) // 2 if options.place is None else min(options.place, len(concurrent))
+    return Case(tuple(prompt), tuple(map(tuple, concurrent)), place, options.max_tokens, options.logprobs)
 
 
 def _made_up(encode: Callable[[str], list[int]], rng: random.Random, length: int) -> list[int]:

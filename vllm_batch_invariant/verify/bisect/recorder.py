@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .batch_rows import Batches, Place, Rows
-from .recording import MODULE_OUTPUT, Key, Record, Slice, Step
+from .batch_rows import StepBatches, Place, Rows
+from .recording import MODULE_OUTPUT, Key, Record, Slice, RecordedStep
 
 SAMPLER = "sampler"
 """Path under which sampling is recorded: it is no part of the model."""
@@ -78,7 +78,7 @@ class Recorder:
     """Hooks on one model runner that record while a request's step runs."""
 
     def __init__(self, runner: Any) -> None:
-        self._batches = Batches(runner)
+        self._batches = StepBatches(runner)
         self._mode = _Mode(self)
         self._model = runner.get_model()
         self._request: str | None = None
@@ -98,7 +98,7 @@ class Recorder:
         if not reference:
             self._shapes: dict[tuple, set[tuple[int, ...]]] = {}
         self._request, self._target = request, target
-        self._steps: list[Step] = []
+        self._steps: list[RecordedStep] = []
         self._fetched: dict[str, Any] | None = None
         self._problem = ""
         self._place: Place | None = None
@@ -164,7 +164,7 @@ class Recorder:
             beside = tokens.total - tokens.count
             records = tuple(self._records)
             left_out = dict(self._left_out)
-            self._steps.append(Step(self._place.position, tokens.count, beside, requests.total, left_out, records))
+            self._steps.append(RecordedStep(self._place.position, tokens.count, beside, requests.total, left_out, records))
         self._place = self._rows = None
         self._records, self._left_out = [], Counter()
 

@@ -43,7 +43,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """What a step of the engine recorded of the request, in the order of execution."""
 
     position: int
@@ -77,7 +77,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Parting:
+class OutputDivergence:
     """The first output whose bits differ."""
 
     step: int
@@ -89,7 +89,7 @@ class Parting:
     """Of the request's part."""
     only_alone: tuple[str, ...]
     """Operations just before it in the same module that have no counterpart in the run in company."""
-    only_in_company: tuple[str, ...]
+    only_concurrent: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -108,18 +108,18 @@ class Coverage:
     """Operations that ran in one of the two runs only, with how often."""
 
 
-def first_parting(alone: Sequence[Step], company: Sequence[Step], last: int) -> tuple[Parting | None, Coverage]:
+def first_divergence(alone: Sequence[RecordedStep], concurrent: Sequence[RecordedStep], last: int) -> tuple[OutputDivergence | None, Coverage]:
     """Compare the steps up to number `last`; what comes after it reads other tokens, or does not matter.
 
     Raises:
         NoTestError: the request was cut into other steps, or never had company.
     """
-    alone, company = _same_steps(alone, company, last)
-    parting, compared, untested = None, 0, 0
+    alone, concurrent = _same_steps(alone, concurrent, last)
+    divergence, compared, untested = None, 0, 0
     left_out: Counter[str] = Counter()
     without_rows: Counter[str] = Counter()
     one_sided: Counter[str] = Counter()
-    for number, (left, right) in enumerate(zip(alone, company, strict=True)):
+    for number, (left, right) in enumerate(zip(alone, concurrent, strict=True)):
         if not right.beside:
             untested += 1
             continue
@@ -135,8 +135,8 @@ def first_parting(alone: Sequence[Step], company: Sequence[Step], last: int) -> 
                 without_rows[record.key.operation] += 1
                 continue
             compared += 1
-            if parting is None and pair[0].digest != pair[1].digest:
-                parting = Parting(
+            if divergence is None and pair[0].digest != pair[1].digest:
+                divergence = OutputDivergence(
                     number,
                     index,
                     record.key,
@@ -148,28 +148,28 @@ def first_parting(alone: Sequence[Step], company: Sequence[Step], last: int) -> 
     if untested == len(alone):
         raise NoTestError("not a test: no other request ever ran in a step of this one")
     counts = (dict(counter) for counter in (left_out, without_rows, one_sided))
-    return parting, Coverage(len(alone), untested, compared, *counts)
+    return divergence, Coverage(len(alone), untested, compared, *counts)
 
 
-def _same_steps(alone: Sequence[Step], company: Sequence[Step], last: int) -> tuple[Sequence[Step], Sequence[Step]]:
-    alone, company = alone[: last + 1], company[: last + 1]
-    if not alone or not company:
+def _same_steps(alone: Sequence[RecordedStep], concurrent: Sequence[RecordedStep], last: int) -> tuple[Sequence[RecordedStep], Sequence[RecordedStep]]:
+    alone, concurrent = alone[: last + 1], concurrent[: last + 1]
+    if not alone or not concurrent:
         raise NoTestError(
             "not a test: the model's forward was never seen, so it does not run as a PyTorch module in this engine"
         )
-    for number, (left, right) in enumerate(zip(alone, company, strict=False)):
+    for number, (left, right) in enumerate(zip(alone, concurrent, strict=False)):
         if (left.position, left.rows) != (right.position, right.rows):
             raise NoTestError(
                 f"not a test: in step {number} the engine computed positions {_positions(left)} alone and "
                 f"{_positions(right)} in company; pass --place 0, fewer or shorter company prompts, or "
                 "--serve-args '--max-num-batched-tokens N' with an N that holds all prompts"
             )
-    if len(alone) != len(company):
-        raise NoTestError(f"not a test: the request took {len(alone)} steps alone and {len(company)} in company")
-    return alone, company
+    if len(alone) != len(concurrent):
+        raise NoTestError(f"not a test: the request took {len(alone)} steps alone and {len(concurrent)} in company")
+    return alone, concurrent
 
 
-def _positions(step: Step) -> str:
+def _positions(step: RecordedStep) -> str:
     return f"{step.position} to {step.position + step.rows - 1}"
 
 

@@ -17,7 +17,7 @@ from ..mode import of_engine
 from ..outcome import Status
 from ..printable import printable
 from ..report.files import write
-from .engine import Case, Found, Result
+from .engine import Case, Found, BisectResult
 from .recording import MODULE_OUTPUT
 
 EAGER = (
@@ -50,32 +50,32 @@ def setting_of(llm: Any, model: str) -> Setting:
     )
 
 
-def verdict(case: Case, result: Result) -> str:
+def verdict(case: Case, result: BisectResult) -> str:
     """One line for people."""
-    company, found = f"{_prompt(case)} among {_count(len(case.company), 'other request')}:", result.found
+    concurrent, found = f"{_prompt(case)} among {_count(len(case.concurrent), 'other request')}:", result.found
     if found is not None:
-        return f"{company} the bits part at {where(found)}, {_step(found)}"
+        return f"{concurrent} the bits part at {where(found)}, {_step(found)}"
     if result.first_logprob is not None:
-        return f"{company} the answer differs from output token {result.first_logprob} on, and no recorded output does"
+        return f"{concurrent} the answer differs from output token {result.first_logprob} on, and no recorded output does"
     if result.unrecorded_differ:
-        return f"{company} the answer differs while nothing is recorded, and does not while it is"
+        return f"{concurrent} the answer differs while nothing is recorded, and does not while it is"
     compared = f"{_count(result.coverage.compared, 'output')} in {_count(result.coverage.steps, 'step')}"
-    return f"{company} nothing differs: {compared} have the same bits as alone"
+    return f"{concurrent} nothing differs: {compared} have the same bits as alone"
 
 
 def where(found: Found) -> str:
     """Module and operation."""
-    key = found.parting.key
+    key = found.divergence.key
     call = f", call {key.call + 1}" if key.call else ""
     times = f", occurrence {key.occurrence + 1}" if key.occurrence else ""
     output = f", output {key.output + 1}" if key.output else ""
     return f"{key.module or 'the model'}: {key.operation}{call}{times}{output}"
 
 
-def print_results(console: Console, setting: Setting, runs: Sequence[tuple[Case, Result]]) -> None:
+def print_results(console: Console, setting: Setting, runs: Sequence[tuple[Case, BisectResult]]) -> None:
     """Print a table of the last run, and each run's verdict."""
     case, result = runs[-1]
-    title = f"{setting.model}: {_prompt(case)} alone and among {_count(len(case.company), 'other request')}"
+    title = f"{setting.model}: {_prompt(case)} alone and among {_count(len(case.concurrent), 'other request')}"
     table = Table(title=escape(printable(title)), title_justify="left", show_header=False)
     for name, text in _rows(setting, case, result).items():
         table.add_row(name, escape(text))
@@ -86,22 +86,22 @@ def print_results(console: Console, setting: Setting, runs: Sequence[tuple[Case,
         console.print(verdict(case, result), style=style, highlight=False, markup=False, soft_wrap=True)
 
 
-def write_json(path: Path, setting: Setting, runs: Sequence[tuple[Case, Result]]) -> None:
+def write_json(path: Path, setting: Setting, runs: Sequence[tuple[Case, BisectResult]]) -> None:
     """Write everything that was found, and the exit status."""
     data: dict[str, Any] = {"setting": asdict(setting), "eager": EAGER, "runs": [plain(*run) for run in runs]}
     write(path, json.dumps(data | {"status": int(runs[-1][1].status)}, indent=1) + "\n")
 
 
-def plain(case: Case, result: Result) -> dict[str, Any]:
+def plain(case: Case, result: BisectResult) -> dict[str, Any]:
     """Dictionaries, lists, numbers and strings of everything that was found."""
     data: dict[str, Any] = {"verdict": verdict(case, result), "case": asdict(case), **asdict(result)}
     if result.found is not None:
-        data["found"]["parting"]["key"] = result.found.parting.key._asdict()
-        data["found"]["comparison"]["dtype"] = result.found.parting.dtype
+        data["found"]["parting"]["key"] = result.found.divergence.key._asdict()
+        data["found"]["comparison"]["dtype"] = result.found.divergence.dtype
     return data
 
 
-def _rows(setting: Setting, case: Case, result: Result) -> dict[str, str]:
+def _rows(setting: Setting, case: Case, result: BisectResult) -> dict[str, str]:
     coverage = result.coverage
     rows = {"engine": f"vLLM {setting.vllm}, {setting.device}, {setting.dtype}, {FLAG}={setting.flag}"}
     rows["mode"] = setting.mode
@@ -132,11 +132,11 @@ def _rows(setting: Setting, case: Case, result: Result) -> dict[str, str]:
 
 
 def _found(found: Found) -> dict[str, str]:
-    parting, comparison = found.parting, found.comparison
+    divergence, comparison = found.divergence, found.comparison
     rows = {
         "the bits part at": where(found) + (f" (worker {found.rank})" if found.rank else ""),
         "step": _step(found),
-        "output": f"{parting.dtype} {list(parting.shape)}, the request's part",
+        "output": f"{divergence.dtype} {list(divergence.shape)}, the request's part",
         "elements that differ": f"{comparison.different} of {comparison.elements}",
     }
     if comparison.first is not None:
@@ -144,7 +144,7 @@ def _found(found: Found) -> dict[str, str]:
     rows["its operands"] = _operands(found)
     others = [
         f"{', '.join(names)} only {when}"
-        for names, when in ((parting.only_alone, "alone"), (parting.only_in_company, "in company"))
+        for names, when in ((divergence.only_alone, "alone"), (divergence.only_concurrent, "in company"))
         if names
     ]
     if others:
@@ -157,17 +157,17 @@ def _found(found: Found) -> dict[str, str]:
 def _step(found: Found) -> str:
     last = found.position + found.rows - 1
     if found.output_token:
-        return f"step {found.parting.step} (decode, output token {found.output_token}, position {last})"
-    return f"step {found.parting.step} (prefill, positions {found.position} to {last})"
+        return f"step {found.divergence.step} (decode, output token {found.output_token}, position {last})"
+    return f"step {found.divergence.step} (prefill, positions {found.position} to {last})"
 
 
 def _first(pair: Pair) -> str:
-    company, alone = pair.bits or ("", "")
-    return f"{list(pair.where)}: {pair.expected!r} ({alone}) alone, {pair.actual!r} ({company}) in company"
+    concurrent, alone = pair.bits or ("", "")
+    return f"{list(pair.where)}: {pair.expected!r} ({alone}) alone, {pair.actual!r} ({concurrent}) in company"
 
 
 def _operands(found: Found) -> str:
-    if found.parting.key.operation == MODULE_OUTPUT:
+    if found.divergence.key.operation == MODULE_OUTPUT:
         return (
             "unknown: no operation of PyTorch's dispatcher inside the module differs, so a kernel wrote this that is "
             "launched without it (Triton, numba, a library's binding)"

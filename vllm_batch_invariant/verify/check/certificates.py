@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .guarantees import Fact, Outcome
+from .guarantees import CaseResult, Outcome
 
 OPERATIONS = ("linear", "rms_norm", "softmax", "log_softmax", "sum", "mean", "attention")
-FACTS = {"batch": "operations alone and in batches", "schedule": "attention in prefill, chunks and decode"}
+CASES = {"batch": "operations alone and in batches", "schedule": "attention in prefill, chunks and decode"}
 """The fact of each rung that certificates make."""
 
 
@@ -16,7 +16,7 @@ class Certificate:
 
     operation: str
     shape: str
-    rung: str
+    guarantee: str
     """Of the contract: "batch", or "schedule" where prefill is compared with decode."""
     served_by: str
     rows: tuple[int, ...]
@@ -27,7 +27,7 @@ class Certificate:
     """The first one in words; empty where all bits are the same."""
     untested: str = ""
     """Why nothing was compared; empty where it was."""
-    out_of_reach: bool = False
+    not_applicable: bool = False
     """Whether no check could compare it."""
     note: str = ""
 
@@ -37,28 +37,28 @@ class Certificate:
         return not self.untested and not self.difference
 
 
-def facts_of(certificates: Sequence[Certificate]) -> list[Fact]:
+def certificate_results(certificates: Sequence[Certificate]) -> list[CaseResult]:
     """What the certificates say of the rungs: one fact a rung, and one for each that could not be made."""
     found = []
-    for rung, name in FACTS.items():
-        own = [certificate for certificate in certificates if certificate.rung == rung]
+    for guarantee, name in CASES.items():
+        own = [certificate for certificate in certificates if certificate.guarantee == guarantee]
         tested = [certificate for certificate in own if not certificate.untested]
-        beyond = [certificate for certificate in own if certificate.out_of_reach]
+        beyond = [certificate for certificate in own if certificate.not_applicable]
         different = [certificate for certificate in tested if certificate.difference]
         left_out = "".join(f"; not {certificate.operation}: {certificate.untested}" for certificate in beyond)
         if different:
             first = different[0]
             detail = f"{len(different)} of {len(tested)} differ; {first.operation} ({first.shape}) {first.difference}"
-            found.append(Fact(rung, name, Outcome.BREAKS, detail + left_out))
+            found.append(CaseResult(guarantee, name, Outcome.BREAKS, detail + left_out))
         elif tested:
             compared = sum(certificate.compared for certificate in tested)
             detail = f"{len(tested)} {'shapes' if len(tested) > 1 else 'shape'}, {compared} elements have the same bits"
-            found.append(Fact(rung, name, Outcome.HOLDS, detail + left_out))
+            found.append(CaseResult(guarantee, name, Outcome.HOLDS, detail + left_out))
         elif beyond:
-            found.append(Fact(rung, name, Outcome.NOT_TESTED, beyond[0].untested, meant=False))
+            found.append(CaseResult(guarantee, name, Outcome.NOT_TESTED, beyond[0].untested, required=False))
         found += [
-            Fact(rung, f"{certificate.operation}, {certificate.shape}, alone", Outcome.NOT_TESTED, certificate.untested)
+            CaseResult(guarantee, f"{certificate.operation}, {certificate.shape}, alone", Outcome.NOT_TESTED, certificate.untested)
             for certificate in own
-            if certificate.untested and not certificate.out_of_reach
+            if certificate.untested and not certificate.not_applicable
         ]
     return found

@@ -29,10 +29,10 @@ from ..harness.load import one_line
 from ..outcome import NoTestError, Status
 from ..report.files import why_not_writable
 from ..request_parameters import KINDS
-from .facts import planned_for_a_server, planned_for_engines
-from .presets import QUICK, SIZES, STANDARD, THOROUGH
+from .cases import cases_of_a_server, cases_of_engines
+from .presets import QUICK, PRESETS, STANDARD, THOROUGH
 from .report import Report, print_report, write_json
-from .results import Findings
+from .results import CheckResults
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -85,7 +85,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         _check_fuzz(parser, options)
     elif given := _fuzz_options(parser, options):
         parser.error(f"{', '.join(given)}: only with --fuzz")
-    options.size = SIZES[options.size or STANDARD.name]
+    options.size = PRESETS[options.size or STANDARD.name]
     _check(parser, options)
     options.serve_args = shlex.split(options.serve_args)
     return options
@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, out: Console, notes: Console) -> int:
-    runs: list[Findings] = []
+    runs: list[CheckResults] = []
     began, clock, partial = datetime.now().astimezone().isoformat(timespec="seconds"), time.monotonic(), ""
     try:
         if options.html:
@@ -161,7 +161,7 @@ def _run(options: argparse.Namespace, out: Console, notes: Console) -> int:
             for flag in _flags(options):
                 label = "server" if options.base_url else f"{envs.FLAG}={flag}"
                 runs.append(
-                    Findings(label, planned_for_a_server() if options.base_url else planned_for_engines(options.size))
+                    CheckResults(label, cases_of_a_server() if options.base_url else cases_of_engines(options.size))
                 )
                 _fill(runs[-1], flag, options, lambda now, label=label: status.update(escape(f"{label}: {now}")))
                 if runs[-1].failed:
@@ -197,23 +197,23 @@ def _flags(options: argparse.Namespace) -> tuple[str, ...]:
     return ("0", "1") if options.compare else (str(int(envs.enabled())),)
 
 
-def _fill(findings: Findings, flag: str, options: argparse.Namespace, say: Callable[[str], None]) -> None:
+def _fill(results: CheckResults, flag: str, options: argparse.Namespace, on_progress: Callable[[str], None]) -> None:
     from .engine_check import check_engine
     from .server import check_server
 
     try:
         if options.base_url:
             server = options.base_url, options.api_key
-            asyncio.run(check_server(*server, options.model, options.size, options.timeout, findings, say))
+            asyncio.run(check_server(*server, options.model, options.size, options.timeout, results, on_progress))
         else:
-            check_engine(options.model, options.serve_args, flag, options.size, findings, say)
+            check_engine(options.model, options.serve_args, flag, options.size, results, on_progress)
     except NoTestError as error:
-        findings.failed = str(error)
+        results.failed = str(error)
     except KeyboardInterrupt:
-        findings.failed = "interrupted"
+        results.failed = "interrupted"
         raise
     except Exception as error:  # whatever it is, it must not end with the status 1, which says that something breaks
-        findings.failed = f"the check failed: {type(error).__name__}: {one_line(error)}"
+        results.failed = f"the check failed: {type(error).__name__}: {one_line(error)}"
 
 
 def _write(report: Report, options: argparse.Namespace, out: Console) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from ..divergence import Answer, Comparison, compare, first_difference
+from ..divergence import Answer, AnswerComparison, compare_answers, first_difference
 from ..outcome import Status
 
 
@@ -17,25 +17,25 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True)
-class Rung:
+class Guarantee:
     """A promise: the same bits ..."""
 
     name: str
     promise: str
-    out_of_reach: str = ""
+    not_applicable: str = ""
     """Why no check can test it; empty where one can."""
 
 
-RUNGS = (
-    Rung("run", "when the same batch runs again"),
-    Rung("batch", "whatever other requests run beside it, in any number and order, at any place in the batch"),
-    Rung(
+GUARANTEES = (
+    Guarantee("run", "when the same batch runs again"),
+    Guarantee("batch", "whatever other requests run beside it, in any number and order, at any place in the batch"),
+    Guarantee(
         "schedule",
         "whether a token's state was computed by prefill, by a chunk of any size or by decode, after preemption, from "
         "a warm or a cold prefix cache, before or after a restart, a sleep or an exchange of weights",
     ),
-    Rung("parallel", "with another number of tensor-parallel workers", "a check has one engine, of one size"),
-    Rung("hardware", "on another machine, or with another number of CPU threads", "a check has one machine"),
+    Guarantee("parallel", "with another number of tensor-parallel workers", "a check has one engine, of one size"),
+    Guarantee("hardware", "on another machine, or with another number of CPU threads", "a check has one machine"),
 )
 
 
@@ -50,7 +50,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Fact:
+class CaseResult:
     """One thing that a rung promises, and whether it was so.
 
     Attributes:
@@ -63,17 +63,17 @@ class Fact:
         meant: whether this check set out to test it. What it meant to test and could not makes it no test.
     """
 
-    rung: str
+    guarantee: str
     name: str
     outcome: Outcome
     detail: str
-    comparison: Comparison | None = None
+    comparison: AnswerComparison | None = None
     first: str = ""
-    meant: bool = True
+    required: bool = True
 
-    def with_evidence(self, evidence: str) -> "Fact":
+    def with_proof(self, proof: str) -> "Fact":
         """The same with what shows that it was provoked."""
-        return replace(self, detail=f"{self.detail}; {evidence}")
+        return replace(self, detail=f"{self.detail}; {proof}")
 
     @property
     def difference(self) -> str:
@@ -90,54 +90,54 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GuaranteeResult:
     """A rung and what all its facts say together."""
 
-    rung: Rung
-    facts: tuple[Fact, ...]
+    guarantee: Guarantee
+    cases: tuple[CaseResult, ...]
 
     @property
     def outcome(self) -> Outcome:
         """Breaks where one fact does; is not tested where none was."""
-        outcomes = {fact.outcome for fact in self.facts}
+        outcomes = {case.outcome for case in self.cases}
         return next((outcome for outcome in (Outcome.BREAKS, Outcome.HOLDS) if outcome in outcomes), Outcome.NOT_TESTED)
 
     @property
     def untested(self) -> tuple[str, ...]:
         """Names of the facts of which nothing is known."""
-        return tuple(fact.name for fact in self.facts if fact.outcome is Outcome.NOT_TESTED)
+        return tuple(case.name for case in self.cases if case.outcome is Outcome.NOT_TESTED)
 
     @property
     def detail(self) -> str:
         """The facts in one line."""
-        if self.rung.out_of_reach:
-            return self.rung.out_of_reach
-        tested = [fact for fact in self.facts if fact.outcome is not Outcome.NOT_TESTED]
-        broken = [fact.name for fact in tested if fact.outcome is Outcome.BREAKS]
+        if self.guarantee.not_applicable:
+            return self.guarantee.not_applicable
+        tested = [case for case in self.cases if case.outcome is not Outcome.NOT_TESTED]
+        broken = [case.name for case in tested if case.outcome is Outcome.BREAKS]
         parts = [", ".join(broken)] if broken else []
-        parts += [f"{len(tested)} of {len(self.facts)} facts tested"] if self.facts else ["nothing tested"]
+        parts += [f"{len(tested)} of {len(self.cases)} facts tested"] if self.cases else ["nothing tested"]
         parts += [f"not tested: {', '.join(self.untested)}"] if self.untested else []
         return "; ".join(parts)
 
 
-def fact_of(rung: str, name: str, samples: Sequence[Sample]) -> Fact:
+def case_result(guarantee: str, name: str, samples: Sequence[Sample]) -> CaseResult:
     """What the samples, at least one, say together."""
     different = [sample for sample in samples if sample.answer != sample.expected]
     positions = sum(len(sample.answer.tokens) for sample in samples)
     detail = f"{_count(len(samples), 'answer')} of {positions} tokens in all, "
     if not different:
-        return Fact(rung, name, Outcome.HOLDS, detail + "every token and logprob has the same bits")
+        return CaseResult(guarantee, name, Outcome.HOLDS, detail + "every token and logprob has the same bits")
     detail += f"{len(different)} of them with other bits: {', '.join(sample.label for sample in different[:5])}"
     detail += f" and {len(different) - 5} more" if len(different) > 5 else ""
-    earliest = min(different, key=_parts_at)
+    earliest = min(different, key=_divergence_at)
     # one comparison is of one request
     together = [sample for sample in samples if sample.expected == earliest.expected]
-    comparison = compare([earliest.expected, *(sample.answer for sample in together)])
-    parting = comparison.earliest_token or comparison.earliest_logprob
-    return Fact(rung, name, Outcome.BREAKS, detail, comparison, together[parting.sample - 1].label if parting else "")
+    comparison = compare_answers([earliest.expected, *(sample.answer for sample in together)])
+    divergence = comparison.earliest_token or comparison.earliest_logprob
+    return CaseResult(guarantee, name, Outcome.BREAKS, detail, comparison, together[divergence.sample - 1].label if divergence else "")
 
 
-def _parts_at(sample: Sample) -> tuple[int, int]:
+def _divergence_at(sample: Sample) -> tuple[int, int]:
     """The first token to differ and the first logprob; a number beyond both where there is none."""
     beyond = len(sample.expected.tokens) + len(sample.answer.tokens)
     sides = sample.expected, sample.answer
@@ -146,17 +146,17 @@ def _parts_at(sample: Sample) -> tuple[int, int]:
     return token, logprob
 
 
-def verdicts(facts: Sequence[Fact]) -> tuple[Verdict, ...]:
+def guarantee_results(cases: Sequence[CaseResult]) -> tuple[GuaranteeResult, ...]:
     """Every rung of the contract with its facts."""
-    return tuple(Verdict(rung, tuple(fact for fact in facts if fact.rung == rung.name)) for rung in RUNGS)
+    return tuple(GuaranteeResult(guarantee, tuple(case for case in cases if case.guarantee == guarantee.name)) for guarantee in GUARANTEES)
 
 
-def status_of(facts: Sequence[Fact]) -> Status:
+def status_of(cases: Sequence[CaseResult]) -> Status:
     """The exit status: 1 where something breaks, 2 where something that was meant to be tested was not."""
-    if any(fact.outcome is Outcome.BREAKS for fact in facts):
+    if any(case.outcome is Outcome.BREAKS for case in cases):
         return Status.DIVERGED
-    tested = [fact for fact in facts if fact.outcome is Outcome.HOLDS]
-    if not tested or any(fact.meant and fact.outcome is Outcome.NOT_TESTED for fact in facts):
+    tested = [case for case in cases if case.outcome is Outcome.HOLDS]
+    if not tested or any(case.required and case.outcome is Outcome.NOT_TESTED for case in cases):
         return Status.NO_TEST
     return Status.REPRODUCIBLE
 

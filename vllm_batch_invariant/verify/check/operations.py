@@ -169,20 +169,20 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
         certificate = Certificate("attention", shape, "batch", server, tuple(rows), 0, "")
         if not isinstance(impl, FixedSplitAttention):
             why = "a kernel of vLLM's, which the engine's facts test"
-            for rung in ("batch", "schedule"):
-                yield replace(certificate, rung=rung, untested=why, out_of_reach=True)
+            for guarantee in ("batch", "schedule"):
+                yield replace(certificate, guarantee=guarantee, untested=why, not_applicable=True)
             continue
         attend = partial(_attend, impl, _parameter(model).device, key_cache_of(layer).shape[2])
         in_batch = partial(_attention_in_batches, attend, heads, rows)
         in_chunks = partial(_attention_in_chunks, attend, heads)
-        for rung, test in (("batch", in_batch), ("schedule", in_chunks)):
+        for guarantee, test in (("batch", in_batch), ("schedule", in_chunks)):
             try:
                 compared, difference = test()
             except (RuntimeError, ValueError) as error:
-                yield replace(certificate, rung=rung, untested=one_line(error))
+                yield replace(certificate, guarantee=guarantee, untested=one_line(error))
             else:
-                note = "prefill, chunks and decode of one request" if rung == "schedule" else ""
-                yield replace(certificate, rung=rung, compared=compared, difference=difference, note=note)
+                note = "prefill, chunks and decode of one request" if guarantee == "schedule" else ""
+                yield replace(certificate, guarantee=guarantee, compared=compared, difference=difference, note=note)
 
 
 def _attend(impl: Any, device: torch.device, page_size: int, chunks: list[Chunk]) -> list[torch.Tensor]:

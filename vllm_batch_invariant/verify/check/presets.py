@@ -6,7 +6,7 @@ from ..harness.requests import SAMPLING
 
 
 @dataclass(frozen=True)
-class Size:
+class Preset:
     """What a check tries.
 
     Attributes:
@@ -23,15 +23,15 @@ class Size:
     name: str
     tokens: int
     company: tuple[int, ...]
-    neighbours: tuple[int, ...]
+    concurrent_lengths: tuple[int, ...]
     sampling: tuple[str, ...]
     load: tuple[int, int]
     rows: tuple[int, ...]
     engines: int
 
 
-QUICK = Size("quick", 16, (1, 7, 16, 45), (1, 64, 700), ("plain", "top_p"), (16, 16), (2, 7, 16, 45, 128), 1)
-STANDARD = Size(
+QUICK = Preset("quick", 16, (1, 7, 16, 45), (1, 64, 700), ("plain", "top_p"), (16, 16), (2, 7, 16, 45, 128), 1)
+STANDARD = Preset(
     "standard",
     32,
     (1, 2, 7, 8, 15, 16, 17, 43, 44, 45, 46, 63, 64, 65, 127, 128),
@@ -41,7 +41,7 @@ STANDARD = Size(
     (2, 3, 7, 8, 16, 17, 33, 45, 64, 65, 128, 256, 500),
     1,
 )
-THOROUGH = Size(
+THOROUGH = Preset(
     "thorough",
     128,
     (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 43, 44, 45, 46, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300),
@@ -51,4 +51,4 @@ THOROUGH = Size(
     (*range(2, 67), 127, 128, 129, 255, 256, 257, 500, 1000),
     2,
 )
-SIZES = {size.name: size for size in (QUICK, STANDARD, THOROUGH)}
+PRESETS = {size.name: size for size in (QUICK, STANDARD, THOROUGH)}

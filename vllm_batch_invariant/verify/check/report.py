@@ -11,8 +11,8 @@ from rich.table import Table
 
 from ..outcome import Status
 from ..report.files import write
-from .guarantees import RUNGS, Outcome, Verdict
-from .results import Findings
+from .guarantees import GUARANTEES, Outcome, GuaranteeResult
+from .results import CheckResults
 
 INTERRUPTED = 130
 """The exit status of an interrupted check, as a shell says it."""
@@ -43,7 +43,7 @@ class Report:
     arguments: tuple[str, ...]
     began: str
     seconds: float
-    runs: tuple[Findings, ...]
+    runs: tuple[CheckResults, ...]
     partial: str = ""
 
     @property
@@ -57,41 +57,41 @@ class Report:
         return Outcome.NOT_TESTED if self.partial else outcome_of(self.runs[-1])
 
 
-def outcome_of(findings: Findings) -> Outcome:
+def outcome_of(results: CheckResults) -> Outcome:
     """What came of one setting."""
-    return _OUTCOMES[findings.status]
+    return _OUTCOMES[results.status]
 
 
-def summary(findings: Findings) -> str:
+def summary(results: CheckResults) -> str:
     """One sentence: which rungs hold, which break and where, and of which nothing is known."""
     groups: dict[Outcome, list[str]] = {outcome: [] for outcome in Outcome}
-    for verdict in findings.verdicts:
-        if not verdict.rung.out_of_reach:
-            groups[verdict.outcome].append(verdict.rung.name + _where(verdict) + _how_much(verdict))
+    for of_guarantee in results.guarantee_results:
+        if not of_guarantee.guarantee.not_applicable:
+            groups[of_guarantee.outcome].append(of_guarantee.guarantee.name + _where(of_guarantee) + _how_much(of_guarantee))
     words = ((Outcome.BREAKS, "breaks"), (Outcome.HOLDS, "holds"), (Outcome.NOT_TESTED, "could not test"))
     said = "; ".join(f"{word} {', '.join(groups[outcome])}" for outcome, word in words if groups[outcome])
-    return f"{findings.label}: {said}"
+    return f"{results.label}: {said}"
 
 
-def _where(verdict: Verdict) -> str:
+def _where(of_guarantee: GuaranteeResult) -> str:
     """The earliest token to differ among the facts of a rung that break, or the earliest logprob."""
-    found = [fact.comparison for fact in verdict.facts if fact.comparison and not fact.comparison.identical]
-    for kind, partings in (
+    found = [case.comparison for case in of_guarantee.cases if case.comparison and not case.comparison.identical]
+    for kind, divergences in (
         ("token", [comparison.earliest_token for comparison in found]),
         ("the logprobs of token", [comparison.earliest_logprob for comparison in found]),
     ):
-        positions = [parting.position for parting in partings if parting is not None]
+        positions = [divergence.position for divergence in divergences if divergence is not None]
         if positions:
             return f" (from {kind} {min(positions)} on)"
     return ""
 
 
-def _how_much(verdict: Verdict) -> str:
+def _how_much(of_guarantee: GuaranteeResult) -> str:
     """How many facts of a rung that holds were tested, where that is not all."""
-    if verdict.outcome is not Outcome.HOLDS or not verdict.untested:
+    if of_guarantee.outcome is not Outcome.HOLDS or not of_guarantee.untested:
         return ""
-    total = len(verdict.facts)
-    return f" ({total - len(verdict.untested)} of {total} facts tested)"
+    total = len(of_guarantee.cases)
+    return f" ({total - len(of_guarantee.untested)} of {total} facts tested)"
 
 
 def print_report(console: Console, report: Report) -> None:
@@ -99,22 +99,22 @@ def print_report(console: Console, report: Report) -> None:
     table = Table(title="The contract: same bits ...", title_justify="left")
     for heading in ("rung", "...", *(escape(run.label) for run in report.runs)):
         table.add_column(heading, overflow="fold")
-    for place, rung in enumerate(RUNGS):
-        verdicts = [run.verdicts[place] for run in report.runs]
-        cells = [_styled(verdict.outcome, verdict.detail) for verdict in verdicts]
-        table.add_row(rung.name, escape(rung.promise), *cells)
+    for place, guarantee in enumerate(GUARANTEES):
+        guarantee_results = [run.guarantee_results[place] for run in report.runs]
+        cells = [_styled(of_guarantee.outcome, of_guarantee.detail) for of_guarantee in guarantee_results]
+        table.add_row(guarantee.name, escape(guarantee.promise), *cells)
     console.print(table)
     for run in report.runs:
-        facts = Table("rung", "fact", "", "what was found", title=escape(run.label), title_justify="left")
-        for fact in run.facts:
-            found = f"{fact.detail}\nfirst: {fact.difference}" if fact.difference else fact.detail
-            facts.add_row(fact.rung, escape(fact.name), _styled(fact.outcome), escape(found))
-        console.print(facts)
+        cases = Table("rung", "fact", "", "what was found", title=escape(run.label), title_justify="left")
+        for case in run.cases:
+            found = f"{case.detail}\nfirst: {case.difference}" if case.difference else case.detail
+            cases.add_row(case.guarantee, escape(case.name), _styled(case.outcome), escape(found))
+        console.print(cases)
     for run in report.runs:
         style = _STYLES[outcome_of(run)]
         console.print(summary(run), style=style, highlight=False, markup=False, soft_wrap=True)
-        if "mode" in run.about:
-            console.print(f"mode: {run.about['mode']}", highlight=False, markup=False, soft_wrap=True)
+        if "mode" in run.info:
+            console.print(f"mode: {run.info['mode']}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _styled(outcome: Outcome, text: str = "") -> str:
@@ -141,24 +141,24 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def _run_as_json(run: Findings) -> dict[str, Any]:
+def _run_as_json(run: CheckResults) -> dict[str, Any]:
     return {
         "label": run.label,
         "status": int(run.status),
         "failed": run.failed,
-        "about": run.about,
+        "about": run.info,
         "rungs": [
             {
-                "name": verdict.rung.name,
-                "promise": verdict.rung.promise,
-                "outcome": verdict.outcome.value,
-                "detail": verdict.detail,
+                "name": of_guarantee.guarantee.name,
+                "promise": of_guarantee.guarantee.promise,
+                "outcome": of_guarantee.outcome.value,
+                "detail": of_guarantee.detail,
                 "facts": [
-                    asdict(fact) | {"outcome": fact.outcome.value, "difference": fact.difference}
-                    for fact in verdict.facts
+                    asdict(case) | {"outcome": case.outcome.value, "difference": case.difference}
+                    for case in of_guarantee.cases
                 ],
             }
-            for verdict in run.verdicts
+            for of_guarantee in run.guarantee_results
         ],
         "certificates": [asdict(certificate) for certificate in run.certificates],
         "samples": [

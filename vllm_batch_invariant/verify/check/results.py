@@ -9,8 +9,8 @@ from typing import Any
 from ..divergence import Answer
 from ..harness.metrics import Trace
 from ..outcome import Status
-from .certificates import Certificate, facts_of
-from .guarantees import RUNGS, Fact, Outcome, Sample, Verdict, fact_of, status_of, verdicts
+from .certificates import Certificate, certificate_results
+from .guarantees import GUARANTEES, CaseResult, Outcome, Sample, GuaranteeResult, case_result, status_of, guarantee_results
 
 
 @dataclass(frozen=True)
@@ -60,21 +60,21 @@ class Shown:
 
 
 @dataclass
-class Findings:
+class CheckResults:
     """All about one engine setting: one column of the report."""
 
     label: str
     """Such as VLLM_BATCH_INVARIANT=1."""
     planned: list[tuple[str, str]]
     """(rung, fact) of everything that this check means to test."""
-    about: dict[str, Any] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
     """The engine and the machine: see ``describe_engine``."""
     samples: dict[tuple[str, str], list[Sample]] = field(default_factory=dict)
     gaps: dict[tuple[str, str], str] = field(default_factory=dict)
     """Why a fact could not be tested, although the check meant to."""
-    out_of_reach: dict[tuple[str, str], str] = field(default_factory=dict)
+    not_applicable: dict[tuple[str, str], str] = field(default_factory=dict)
     """Facts that this kind of check cannot provoke, with the reason."""
-    evidence: dict[tuple[str, str], str] = field(default_factory=dict)
+    proof: dict[tuple[str, str], str] = field(default_factory=dict)
     """What shows that a fact was provoked."""
     largest: dict[tuple[str, str], int] = field(default_factory=dict)
     """Requests in the largest batch in which a fact that is about company was tried."""
@@ -85,52 +85,52 @@ class Findings:
     failed: str = ""
     """Why the check ended early; empty where it did not."""
 
-    def add(self, rung: str, fact: str, label: str, expected: Answer, answer: Answer) -> None:
+    def add(self, guarantee: str, case: str, label: str, expected: Answer, answer: Answer) -> None:
         """Keep an answer that is compared with another one."""
-        self.samples.setdefault((rung, fact), []).append(Sample(label, expected, answer))
+        self.samples.setdefault((guarantee, case), []).append(Sample(label, expected, answer))
 
-    def in_company(self, fact: tuple[str, str], largest: int, alone: str, varied: str = "") -> None:
+    def with_concurrent_requests(self, case: tuple[str, str], largest: int, alone: str, varied: str = "") -> None:
         """Note the largest batch of a try of a fact that is about company; ``alone`` says why there was none.
 
         Args:
             varied: what the other requests asked for, in words.
         """
-        self.largest[fact] = max(largest, self.largest.get(fact, 0))
-        if self.largest[fact] < 2:
-            self.gaps[fact] = alone
+        self.largest[case] = max(largest, self.largest.get(case, 0))
+        if self.largest[case] < 2:
+            self.gaps[case] = alone
         else:
-            self.gaps.pop(fact, None)
+            self.gaps.pop(case, None)
             beside = f" beside requests with {varied}" if varied else ""
-            self.evidence[fact] = f"batches of up to {self.largest[fact]} requests{beside}"
+            self.proof[case] = f"batches of up to {self.largest[case]} requests{beside}"
 
     def show(self, label: str, answer: Answer) -> None:
         """Put an answer on the map, the first one being what the others have to equal."""
         self.shown.append(Shown(label, answer))
 
     @property
-    def facts(self) -> tuple[Fact, ...]:
+    def cases(self) -> tuple[CaseResult, ...]:
         """Everything planned, as far as it is known, and what is out of reach."""
-        found = {(fact.rung, fact.name): fact for fact in facts_of(self.certificates)}
+        found = {(case.guarantee, case.name): case for case in certificate_results(self.certificates)}
         for key, samples in self.samples.items():
-            fact, evidence = fact_of(*key, samples), self.evidence.get(key)
-            found[key] = fact if evidence is None else fact.with_evidence(evidence)
+            case, proof = case_result(*key, samples), self.proof.get(key)
+            found[key] = case if proof is None else case.with_proof(proof)
         # a gap outweighs answers that agree, which prove nothing then, and never hides one that differs
-        broken = {key for key, fact in found.items() if fact.outcome is Outcome.BREAKS}
-        found |= {key: Fact(*key, Outcome.NOT_TESTED, why) for key, why in self.gaps.items() if key not in broken}
-        found |= {key: Fact(*key, Outcome.NOT_TESTED, why, meant=False) for key, why in self.out_of_reach.items()}
+        broken = {key for key, case in found.items() if case.outcome is Outcome.BREAKS}
+        found |= {key: CaseResult(*key, Outcome.NOT_TESTED, why) for key, why in self.gaps.items() if key not in broken}
+        found |= {key: CaseResult(*key, Outcome.NOT_TESTED, why, required=False) for key, why in self.not_applicable.items()}
         for key in self.planned:
-            found.setdefault(key, Fact(*key, Outcome.NOT_TESTED, self.failed or "not reached"))
-        rungs = [rung.name for rung in RUNGS]
+            found.setdefault(key, CaseResult(*key, Outcome.NOT_TESTED, self.failed or "not reached"))
+        guarantees = [guarantee.name for guarantee in GUARANTEES]
         planned = {key: place for place, key in enumerate(self.planned)}
-        order = sorted(found, key=lambda key: (rungs.index(key[0]), planned.get(key, len(planned))))
+        order = sorted(found, key=lambda key: (guarantees.index(key[0]), planned.get(key, len(planned))))
         return tuple(found[key] for key in order)
 
     @property
-    def verdicts(self) -> tuple[Verdict, ...]:
+    def guarantee_results(self) -> tuple[GuaranteeResult, ...]:
         """Every rung of the contract."""
-        return verdicts(self.facts)
+        return guarantee_results(self.cases)
 
     @property
     def status(self) -> Status:
         """The exit status of a check that ends with this."""
-        return status_of(self.facts)
+        return status_of(self.cases)

@@ -42,7 +42,7 @@ LEAST_SCHEDULES = 5
 _ON_A_GPU = ("--kv-cache-memory-bytes", str(4 << 30), "--gpu-memory-utilization", "0.2")
 """Several engines may share a GPU, whose memory vLLM would count as its own."""
 
-Say = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 def _quiet(_now: str) -> None:
@@ -50,7 +50,7 @@ def _quiet(_now: str) -> None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class FuzzPlan:
     """What a run of the fuzzer is told.
 
     Attributes:
@@ -83,8 +83,8 @@ class Plan:
 class Fuzzer:
     """One run of a plan; what it has found so far is in ``rows``, ``findings`` and ``refused``."""
 
-    def __init__(self, plan: Plan, say: Say = _quiet) -> None:
-        self._plan, self._say = plan, say
+    def __init__(self, plan: FuzzPlan, on_progress: OnProgress = _quiet) -> None:
+        self._plan, self._on_progress = plan, on_progress
         self._device = "cuda" if _on_gpu() else "cpu"
         self._context = min(CONTEXTS[self._device], plan.context or CONTEXTS[self._device])
         self._began = time.monotonic()
@@ -140,12 +140,12 @@ class Fuzzer:
         label = f"engine {number} ({settings.label})"
         running = Schedule(())
         try:
-            self._say(f"{label}: starting")
+            self._on_progress(f"{label}: starting")
             with started(plan.model, plan.serve_args, plan.mode, settings, self._running) as engine:
                 trial = Trial(engine, row, dict.fromkeys(plan.without, "left out by --without"))
                 took = time.monotonic() - began
                 targets: dict[int, Target] = {}
-                self._say(f"{label}: every target alone")
+                self._on_progress(f"{label}: every target alone")
                 for place, target in enumerate(draw_targets(plan.seed, TARGETS, trial.accepts, self._context)):
                     if targets and self._late:
                         break
@@ -160,7 +160,7 @@ class Fuzzer:
                 ):
                     if row.schedules and self._late:
                         break
-                    self._say(f"{label}: schedule {row.schedules}, {row.differences} differ")
+                    self._on_progress(f"{label}: schedule {row.schedules}, {row.differences} differ")
                     drawn = f"{plan.seed} {number} {row.schedules}"
                     running = draw_schedule(drawn, settings, targets, trial.accepts)
                     name, where = trial.fuzz(running)
@@ -198,7 +198,7 @@ class Fuzzer:
         self, trial: Trial, settings: Settings, schedule: Schedule, name: str, where: str, number: int
     ) -> None:
         """Make a schedule small in which a target differs, and keep it."""
-        self._say(f"engine {number} ({settings.label}): making a difference small: {where}")
+        self._on_progress(f"engine {number} ({settings.label}): making a difference small: {where}")
         seen = self._seen(number, trial.row)
         small = trial.shrunk(schedule, name)
         found, expected, got = trial.look(small, name)
@@ -273,7 +273,7 @@ def context_of(model: str, serve_args: Sequence[str]) -> int | None:
         return None
 
 
-def replay(finding: Finding, say: Say = _quiet) -> tuple[Status, str]:
+def replay(finding: Finding, on_progress: OnProgress = _quiet) -> tuple[Status, str]:
     """Run a finding again.
 
     Returns:
@@ -283,10 +283,10 @@ def replay(finding: Finding, say: Say = _quiet) -> tuple[Status, str]:
         EngineFailed: an engine did not start.
     """
     name = finding.target
-    say(f"starting an engine ({finding.settings.label})")
+    on_progress(f"starting an engine ({finding.settings.label})")
     with started(finding.model, finding.serve_args, finding.mode, finding.settings) as engine:
         trial = Trial(engine, Row(finding.model, finding.mode, finding.settings.label, 0))
-        say("running the schedule")
+        on_progress("running the schedule")
         if finding.kind == "broke":
             try:
                 trial.run(finding.schedule)
@@ -295,7 +295,7 @@ def replay(finding: Finding, say: Say = _quiet) -> tuple[Status, str]:
             return Status.REPRODUCIBLE, "the engine does not break"
         where, expected, got = trial.look(finding.schedule, name)
     if finding.other_settings is not None:
-        say(f"starting the other engine ({finding.other_settings.label})")
+        on_progress(f"starting the other engine ({finding.other_settings.label})")
         with started(finding.model, finding.serve_args, finding.mode, finding.other_settings) as engine:
             trial = Trial(engine, Row(finding.model, finding.mode, finding.other_settings.label, 0))
             expected = trial.look(finding.schedule, name)[1]
@@ -327,11 +327,11 @@ def main(options: argparse.Namespace) -> int:
     out, notes = consoles()
     with notes.status("", spinner="line") as status:
 
-        def say(now: str) -> None:
+        def on_progress(now: str) -> None:
             status.update(escape(now))
 
         try:
-            return _replay(options, out, say) if options.replay else _fuzz(options, out, say)
+            return _replay(options, out, on_progress) if options.replay else _fuzz(options, out, on_progress)
         except NoTestError as error:
             complain(notes, "check", str(error))
             return Status.NO_TEST
@@ -340,17 +340,17 @@ def main(options: argparse.Namespace) -> int:
             return 128 + signal.SIGINT
 
 
-def _replay(options: argparse.Namespace, out: Console, say: Say) -> int:
+def _replay(options: argparse.Namespace, out: Console, on_progress: OnProgress) -> int:
     finding = Finding.read(options.replay)
     finding = replace(finding, model=options.model) if options.model else finding
-    status, seen = replay(finding, say)
+    status, seen = replay(finding, on_progress)
     for line in (f"{FLAG}={finding.mode} {finding.settings.label}", *finding.describe(), seen):
         out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
     return status
 
 
-def _fuzz(options: argparse.Namespace, out: Console, say: Say) -> int:
-    plan = Plan(
+def _fuzz(options: argparse.Namespace, out: Console, on_progress: OnProgress) -> int:
+    plan = FuzzPlan(
         model=options.model,
         serve_args=tuple(options.serve_args),
         mode=str(int(envs.enabled())),
@@ -363,10 +363,10 @@ def _fuzz(options: argparse.Namespace, out: Console, say: Say) -> int:
         without=tuple(options.without),
         context=context_of(options.model, options.serve_args),
     )
-    fuzzer = Fuzzer(plan, say)
+    fuzzer = Fuzzer(plan, on_progress)
     try:
         fuzzer.run()
-        say("bisecting the first difference")
+        on_progress("bisecting the first difference")
         bisected = bisect_first(fuzzer)
     finally:  # also what was found until an interrupt
         if fuzzer.rows:

@@ -1,4 +1,4 @@
-"""Two answers to one request, as ``fuzz_engine`` describes them, compared in everything that a client can see."""
+"""Two answers to one request, as :mod:`.engine` describes them, compared in everything that a client can see."""
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest

@@ -23,8 +23,8 @@ MOST_STEPS = 20_000
 _graphs_replayed = 0
 
 
-def about(llm: Any) -> dict[str, Any]:
-    """What the fuzzer must know of an engine beside :func:`.engine_driver.describe_engine`."""
+def info(llm: Any) -> dict[str, Any]:
+    """What the fuzzer has to know of an engine in addition to :func:`..harness.worker_main.describe_engine`."""
     config = llm.llm_engine.vllm_config
     left_out = {}
     if config.model_config.skip_tokenizer_init:

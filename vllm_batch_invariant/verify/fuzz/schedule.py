@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..request_parameters import KINDS, OUTPUT_KINDS, Accepts, draw, draw_beside
+from ..request_parameters import KINDS, OUTPUT_KINDS, Accepts, draw, draw_concurrent
 
 BORDERS = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 """Prompt lengths around pages, small chunks and splits of attention."""
@@ -240,7 +240,7 @@ def _beside(
     if chance.random() < 0.3:
         begin = targets[chance.choice(list(targets))].prompt
         prompt = (begin[: chance.randint(1, len(begin))] + prompt[:40])[: 40 if full else room]
-    params = draw_beside(chance, accepts, max_tokens, len(prompt))
+    params = draw_concurrent(chance, accepts, max_tokens, len(prompt))
     if full:
         params.pop("n", None)
     params["output_kind"] = chance.choice(OUTPUT_KINDS)

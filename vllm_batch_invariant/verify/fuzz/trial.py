@@ -15,14 +15,14 @@ from .shrink import shrink
 
 SHRINK_SECONDS = 20.0
 RUN = "vllm_batch_invariant.verify.fuzz.engine:run_schedule"
-ABOUT = "vllm_batch_invariant.verify.fuzz.engine:about"
+INFO = "vllm_batch_invariant.verify.fuzz.engine:info"
 _COUNTED = ("steps", "chunked_steps", "graph_replays", "preemptions", "prefix_hits", "aborts", "resets")
 
 
 class Callee(Protocol):
     """As much of an ``Engine`` as schedules need."""
 
-    about: dict[str, Any]
+    info: dict[str, Any]
 
     def call(self, function: str, *arguments: object) -> Any:
         """Call a function of the name "module:function" in its process."""
@@ -47,14 +47,14 @@ class Trial:
         self._engine, self.row = engine, row
         self._alone: dict[str, dict[str, Any]] = {}
         self.refused: Counter[str] = Counter()
-        about = engine.about | engine.call(ABOUT)
-        self.runner: str = about["runner"]
+        info = engine.info | engine.call(INFO)
+        self.runner: str = info["runner"]
         self.left_out: dict[str, str] = {}
-        self._leave_out(about["left_out"] | dict(without or {}))
-        device, self.versions = about.get("device", {}), about.get("versions", {})
+        self._leave_out(info["left_out"] | dict(without or {}))
+        device, self.versions = info.get("device", {}), info.get("versions", {})
         row.device = str(device.get("name") or device.get("type") or "unknown")
         row.versions = " ".join(f"{name}={version}" for name, version in self.versions.items() if version)
-        self._accepts = Accepts(ordinary(about["vocabulary"]), about["vocabulary"], -1)
+        self._accepts = Accepts(ordinary(info["vocabulary"]), info["vocabulary"], -1)
 
     def _leave_out(self, kinds: Mapping[str, str]) -> None:
         self.left_out |= kinds
@@ -67,7 +67,7 @@ class Trial:
         return Accepts(self._accepts.vocabulary, self._accepts.size, self._accepts.most_listed, kinds)
 
     def run(self, schedule: Schedule) -> dict[str, Any]:
-        """Run a schedule; returns what ``fuzz_engine.run_schedule`` does."""
+        """Run a schedule; returns what :func:`.engine.run_schedule` does."""
         return self._engine.call(RUN, schedule.plain())
 
     def take(self, target: Target) -> dict[str, Any] | None:

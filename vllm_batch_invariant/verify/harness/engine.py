@@ -6,9 +6,9 @@ from typing import Any, NoReturn
 
 from prometheus_client import REGISTRY
 
-from ..divergence import Answer, Step
+from ..divergence import Answer, GeneratedToken
 from ..outcome import NoTestError
-from ..request import Ask
+from ..request import RequestSpec
 from ..request_parameters import sampling_params, varied
 from .load import Run, one_line
 from .metrics import BatchLog, Reading
@@ -44,15 +44,15 @@ def start_engine(model: str, arguments: Sequence[str]) -> Any:
 
 
 def run_offline(
-    llm: Any, ask: Ask, plan: Sequence[Arrival], log: BatchLog, on_sample: Callable[[], None] = lambda: None
+    llm: Any, spec: RequestSpec, plan: Sequence[Arrival], log: BatchLog, on_sample: Callable[[], None] = lambda: None
 ) -> Run:
     """Run the plan through the engine; the arrivals' pauses are left out, since engine steps are the clock."""
-    return _OfflineLoad(llm, ask, log, on_sample).run(plan)
+    return _OfflineLoad(llm, spec, log, on_sample).run(plan)
 
 
 class _OfflineLoad:
-    def __init__(self, llm: Any, ask: Ask, log: BatchLog, on_sample: Callable[[], None]) -> None:
-        self._llm, self._engine, self._ask, self._log, self._on_sample = llm, llm.llm_engine, ask, log, on_sample
+    def __init__(self, llm: Any, spec: RequestSpec, log: BatchLog, on_sample: Callable[[], None]) -> None:
+        self._llm, self._engine, self._spec, self._log, self._on_sample = llm, llm.llm_engine, spec, log, on_sample
         self._answers: list[Answer] = []
         self._flying: dict[str, Arrival | None] = {}
         self._ids = iter(range(10**9))
@@ -66,23 +66,23 @@ class _OfflineLoad:
         while self._flying:
             self._step()
         for arrival in plan:
-            while len(self._flying) >= arrival.beside:
+            while len(self._flying) >= arrival.concurrency:
                 self._step()
             self._add(arrival)
         while self._flying:
             self._step()
         self._read_metrics()
-        beside = varied(arrival.params for arrival in plan if arrival.kind is not Kind.SAMPLE)
+        concurrency = varied(arrival.params for arrival in plan if arrival.kind is not Kind.SAMPLE)
         took = time.perf_counter() - begin
-        return Run(tuple(self._answers), took, self._others, self._left, self._failed, self._failure, beside)
+        return Run(tuple(self._answers), took, self._others, self._left, self._failed, self._failure, concurrency)
 
     def _add(self, arrival: Arrival | None) -> None:
         name = f"reproduce-{next(self._ids)}"
-        ask = self._ask
+        spec = self._spec
         if arrival is None or arrival.kind is Kind.SAMPLE:
-            params = {"temperature": ask.temperature, "seed": ask.seed, "max_tokens": ask.max_tokens}
-            params |= {"logprobs": ask.logprobs, "ignore_eos": ask.ignore_eos}
-            self._engine.add_request(name, self._prompt(ask.prompt), sampling_params(params))
+            params = {"temperature": spec.temperature, "seed": spec.seed, "max_tokens": spec.max_tokens}
+            params |= {"logprobs": spec.logprobs, "ignore_eos": spec.ignore_eos}
+            self._engine.add_request(name, self._prompt(spec.prompt), sampling_params(params))
         else:
             self._others += 1
             try:
@@ -94,7 +94,7 @@ class _OfflineLoad:
         self._flying[name] = arrival
 
     def _prompt(self, text: str) -> str:
-        if not self._ask.chat:
+        if not self._spec.chat:
             return text
         messages = [{"role": "user", "content": text}]
         return self._llm.get_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -113,8 +113,8 @@ class _OfflineLoad:
                     self._on_sample()
             elif (
                 arrival is not None
-                and arrival.kind is Kind.LEAVER
-                and len(generated.token_ids) >= arrival.leaves_after
+                and arrival.kind is Kind.ABORTED
+                and len(generated.token_ids) >= arrival.abort_after
                 and self._flying.pop(output.request_id, None)
             ):
                 self._engine.abort_request([output.request_id])
@@ -133,7 +133,7 @@ def answer_of(generated: Any) -> Answer:
             "the engine returned no logprobs, so bits cannot be compared; use a model that gives logprobs"
         )
     steps = [
-        Step(
+        GeneratedToken(
             str(token),
             listed[token].logprob,
             tuple((str(other), item.logprob) for other, item in listed.items()),

@@ -12,7 +12,7 @@ import openai
 from ..divergence import Answer
 from ..outcome import NoTestError
 from ..printable import printable
-from ..request import Ask, answer_from
+from ..request import RequestSpec, answer_from
 from ..request_parameters import varied
 from .plan import Arrival, Kind
 
@@ -24,7 +24,7 @@ class Run:
     answers: tuple[Answer, ...]
     seconds: float
     others: int
-    left_early: int
+    aborted: int
     failed_others: int
     failure: str = ""
     """Why the first of those failed."""
@@ -45,9 +45,9 @@ class Run:
 class Load:
     """One run of a plan against a server."""
 
-    def __init__(self, client: openai.AsyncOpenAI, model: str, ask: Ask, on_sample: Callable[[], None]) -> None:
-        self._model, self._ask, self._on_sample = model, ask, on_sample
-        self._create = client.chat.completions if ask.chat else client.completions
+    def __init__(self, client: openai.AsyncOpenAI, model: str, spec: RequestSpec, on_sample: Callable[[], None]) -> None:
+        self._model, self._spec, self._on_sample = model, spec, on_sample
+        self._create = client.chat.completions if spec.chat else client.completions
         self._answers: list[Answer] = []
         self._others = self._left = self._failed = 0
         self._failure = ""
@@ -61,7 +61,7 @@ class Load:
             for arrival in plan:
                 if arrival.pause:
                     await asyncio.sleep(arrival.pause)
-                while len(flying) >= arrival.beside:
+                while len(flying) >= arrival.concurrency:
                     flying = await _one_lands(flying)
                 flying.add(asyncio.create_task(self._arrive(arrival)))
             while flying:
@@ -71,18 +71,18 @@ class Load:
                 task.cancel()
             await asyncio.gather(*flying, return_exceptions=True)
         seconds = time.perf_counter() - begin
-        beside = varied(arrival.params for arrival in plan if arrival.kind is not Kind.SAMPLE)
-        return Run(tuple(self._answers), seconds, self._others, self._left, self._failed, self._failure, beside)
+        concurrency = varied(arrival.params for arrival in plan if arrival.kind is not Kind.SAMPLE)
+        return Run(tuple(self._answers), seconds, self._others, self._left, self._failed, self._failure, concurrency)
 
     async def _arrive(self, arrival: Arrival) -> None:
         if arrival.kind is Kind.SAMPLE:
             await self._sample(arrival.streamed)
             return
         self._others += 1
-        body = self._ask.body_beside(self._model, arrival.prompt, arrival.params)
+        body = self._spec.concurrent_body(self._model, arrival.prompt, arrival.params)
         try:
-            if arrival.kind is Kind.LEAVER:
-                await self._leave_early(body, arrival.leaves_after)
+            if arrival.kind is Kind.ABORTED:
+                await self._abort(body, arrival.abort_after)
             else:
                 await self._create.with_raw_response.create(**body)
         except openai.OpenAIError as error:
@@ -90,7 +90,7 @@ class Load:
             self._failure = self._failure or one_line(error)
 
     async def _sample(self, streamed: bool) -> None:
-        body = self._ask.body(self._model)
+        body = self._spec.body(self._model)
         try:
             if streamed:
                 chunks = await self._create.create(**body, stream=True)
@@ -101,10 +101,10 @@ class Load:
                 choices = json.loads(raw.http_response.content)["choices"]
         except openai.OpenAIError as error:
             raise NoTestError(f"sample {len(self._answers)} got no answer: {one_line(error)}") from error
-        self._answers.append(answer_from(choices, self._ask.chat))
+        self._answers.append(answer_from(choices, self._spec.chat))
         self._on_sample()
 
-    async def _leave_early(self, body: dict, after: int) -> None:
+    async def _abort(self, body: dict, after: int) -> None:
         stream = await self._create.create(**body, stream=True)
         async for _ in stream:
             after -= 1

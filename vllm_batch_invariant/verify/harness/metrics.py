@@ -56,7 +56,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Batches:
+class BatchSizes:
     """The batch sizes that were seen: `running` as often as observed, `steps` as (most tokens in a step, steps)."""
 
     running: tuple[int, ...]
@@ -119,14 +119,14 @@ class BatchLog:
         seconds = tuple(reading.when - begin for reading in self.readings)
         return Trace(name, seconds, tuple(reading.running for reading in self.readings))
 
-    def batches(self) -> Batches:
+    def batches(self) -> BatchSizes:
         """What was seen between the first and the last reading."""
         if not self.readings:
-            return Batches((), ())
+            return BatchSizes((), ())
         first, last = self.readings[0].steps, self.readings[-1].steps
         steps = tuple((bound, count - first.get(bound, 0)) for bound, count in sorted(last.items()))
         running = tuple(reading.running for reading in self.readings if reading.running)
-        return Batches(running, tuple((bound, count) for bound, count in steps if count))
+        return BatchSizes(running, tuple((bound, count) for bound, count in steps if count))
 
 
 def parse_metrics(page: str, *names: str) -> Iterable[Metric]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from ..request_parameters import ANY_SERVER, draw_beside
+from ..request_parameters import ANY_SERVER, draw_concurrent
 
 RAMP = (1, 2, 3, 5, 7, 16, 45, 64, 128)
 WORDS = ("batch", "kernel", "order", "rounds", "sum", "tile", "token", "cache", "prefix", "warp", "head", "row", "bit")
@@ -16,9 +16,9 @@ class Kind(Enum):
     """What a request is for."""
 
     SAMPLE = "sample"
-    NEIGHBOUR = "neighbour"
+    SHORT = "neighbour"
     LONG_PREFILL = "long prefill"
-    LEAVER = "leaver"
+    ABORTED = "leaver"
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Arrival:
     """One request: it starts once fewer than `beside` requests are in flight, after a pause of so many seconds."""
 
     kind: Kind
-    beside: int
+    concurrency: int
     pause: float
     streamed: bool
     prompt: str = ""
-    leaves_after: int = 0
+    abort_after: int = 0
     params: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of a request that is no sample."""
 
@@ -76,14 +76,14 @@ def plan_load(samples: int, concurrency: int, max_tokens: int, context: int, see
 
 
 def _other(rng: random.Random, level: int, max_tokens: int, room: int) -> Arrival:
-    kind = rng.choices((Kind.NEIGHBOUR, Kind.LONG_PREFILL, Kind.LEAVER), (6, 1, 2))[0]
+    kind = rng.choices((Kind.SHORT, Kind.LONG_PREFILL, Kind.ABORTED), (6, 1, 2))[0]
     if kind is Kind.LONG_PREFILL:
         prompt, length = filler(rng, min(room, 6000)), rng.randint(1, 4)
     else:
         prompt, length = filler(rng, min(room, rng.choice((8, 40, 200, 800)))), rng.randint(1, max_tokens)
-    leaves = kind is Kind.LEAVER
+    leaves = kind is Kind.ABORTED
     # a token has at least one character
-    params = draw_beside(rng, ANY_SERVER, max_tokens if leaves else length, len(prompt))
+    params = draw_concurrent(rng, ANY_SERVER, max_tokens if leaves else length, len(prompt))
     if leaves:  # a server streams no logprobs of prompts
         params.pop("prompt_logprobs", None)
     return Arrival(kind, level, 0.0, leaves, prompt, max(1, length // 2) if leaves else 0, params)

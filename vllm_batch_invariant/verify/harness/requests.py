@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from ..request_parameters import Accepts, draw_beside
+from ..request_parameters import Accepts, draw_concurrent
 
 VOCABULARY = range(16, 4000)
 """Token ids that a prompt may hold: ordinary ones in every common vocabulary."""
@@ -43,7 +43,7 @@ def request(prompt: list[int], **params: Any) -> dict[str, Any]:
     }
 
 
-def company(
+def concurrent_requests(
     count: int, seed: int, max_tokens: int = 4, longest: int = 30, vocabulary: range = VOCABULARY
 ) -> list[dict[str, Any]]:
     """Other people's requests: `count` prompts of up to `longest` tokens."""
@@ -55,7 +55,7 @@ def company(
     ]
 
 
-def company_of_any_kind(
+def varied_requests(
     count: int, seed: int, accepts: Accepts, max_tokens: int = 4, longest: int = 30
 ) -> list[dict[str, Any]]:
     """Other people's requests, whose parameters vary as much as their prompts; an engine may refuse some of them."""
@@ -63,12 +63,12 @@ def company_of_any_kind(
     others = []
     for _ in range(count):
         prompt = chance.choices(accepts.vocabulary, k=chance.randint(1, longest))
-        params = draw_beside(chance, accepts, max_tokens, len(prompt))
+        params = draw_concurrent(chance, accepts, max_tokens, len(prompt))
         others.append({"prompt": prompt, "params": params, "may_be_refused": True})
     return others
 
 
-def company_that_samples(vocabulary: range = VOCABULARY) -> list[dict[str, Any]]:
+def sampling_requests(vocabulary: range = VOCABULARY) -> list[dict[str, Any]]:
     """24 requests that sample in other ways, most of them without a seed."""
     ways = (
         {"temperature": 1.0},

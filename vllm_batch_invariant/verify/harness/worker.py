@@ -84,7 +84,7 @@ class Engine:
         inherited = {name: value for name, value in os.environ.items() if name != FLAG}
         self._environment = inherited | _SETTINGS | dict(environment or {}) | ({} if flag is None else {FLAG: flag})
         self._process: subprocess.Popen[bytes] | None = None
-        self.about: dict[str, Any] = {}
+        self.info: dict[str, Any] = {}
         """What the engine is: see ``describe_engine``."""
 
     def __enter__(self) -> Self:
@@ -105,7 +105,7 @@ class Engine:
         os.close(theirs)
         self._answers, self._unread = mine, b""
         try:
-            self.about = self.ask("start", self._arguments)
+            self.info = self.ask("start", self._arguments)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -124,7 +124,7 @@ class Engine:
         return self._log.read_text(errors="replace")
 
     def step(self, name: str, requests: list[dict[str, Any]], reset_prefix_cache: bool = False) -> StepResult:
-        """Send the requests of :mod:`.engine_requests` together and wait for all of them.
+        """Send the requests of :mod:`.requests` together and wait for all of them.
 
         Raises:
             EngineFailed: the engine refused one of them or broke.

@@ -18,8 +18,8 @@ a command line.
 """
 
 from .comparison import Difference, Note, Verdict, compare, difference_of_logprobs, first_difference_of
-from .engine import declared_by, make, verify
-from .record import BadReceipt, Completion, Declared, Environment, Model, Prompt, Receipt, Sampling
+from .engine import engine_info, make, verify
+from .record import BadReceipt, Completion, EngineInfo, Environment, Model, Prompt, Receipt, Sampling
 from .server import Text, make_on_server, verify_on_server
 
 __all__ = [

@@ -15,8 +15,8 @@ from ..outcome import NoTestError, Status
 from ..printable import printable
 from ..report.files import why_not_writable
 from ..request import PROMPT
-from .comparison import HOW_TO_DECLARE, Note, compare, declaration_of, extent
-from .engine import complete, declared_by, verify
+from .comparison import HOW_TO_REPORT, Note, compare, describe_notes, extent
+from .engine import complete, engine_info, verify
 from .record import Receipt, Sampling
 from .server import Text, make_on_server, verify_on_server
 
@@ -66,7 +66,7 @@ def _make(options: argparse.Namespace) -> int:
         llm = _engine(options)
         token_ids = tuple(_token_ids(llm, prompt))
         completion, _ = complete(llm, token_ids, sampling)
-        receipt = Receipt.of(declared_by(llm), token_ids, sampling, completion, options.private)
+        receipt = Receipt.of(engine_info(llm), token_ids, sampling, completion, options.private)
     receipt.save(options.receipt)
     made = f"{options.receipt}: {extent(receipt.completion)} of {receipt.model.name}, sha256 {receipt.sha256}"
     print(printable(made))
@@ -74,7 +74,7 @@ def _make(options: argparse.Namespace) -> int:
         how = "; name it with --model-files" if options.base_url else ""
         print(f"the receipt has no digest of the model, because {printable(receipt.model.why_no_digest)}{how}")
     if receipt.environment.is_silent:
-        print(f"the receipt does not say what computed it; {HOW_TO_DECLARE}")
+        print(f"the receipt does not say what computed it; {HOW_TO_REPORT}")
     return 0
 
 
@@ -86,12 +86,12 @@ def _verify(options: argparse.Namespace) -> int:
             verify_on_server(
                 receipt,
                 options.base_url,
-                company=options.company,
+                concurrent=options.concurrent,
                 prompt=prompt,
                 api_key=options.api_key,
                 model=options.model,
                 files=options.model_files,
-                before=_print_declaration,
+                before=_print_notes,
             )
         )
     else:
@@ -99,13 +99,13 @@ def _verify(options: argparse.Namespace) -> int:
             receipt.prompt.ids()  # refuses, before an engine is started for nothing
         llm = _engine(options)
         token_ids = None if prompt is None else _token_ids(llm, prompt)
-        verdict = verify(receipt, llm, company=options.company, prompt_token_ids=token_ids, before=_print_declaration)
+        verdict = verify(receipt, llm, concurrent=options.concurrent, prompt_token_ids=token_ids, before=_print_notes)
     print(verdict.result)
     return verdict.status
 
 
-def _print_declaration(notes: tuple[Note, ...]) -> None:
-    print(declaration_of(notes), flush=True)
+def _print_notes(notes: tuple[Note, ...]) -> None:
+    print(describe_notes(notes), flush=True)
 
 
 def _compare(options: argparse.Namespace) -> int:

@@ -11,14 +11,14 @@ _LONGEST = 400
 
 
 @dataclass(frozen=True)
-class Guest:
+class ConcurrentRequest:
     """One of them."""
 
     token_ids: tuple[int, ...]
     sampling: Sampling
 
 
-class Company:
+class ConcurrentRequests:
     """Requests of all lengths, made of the tokens of the receipt itself, which every engine that can serve it knows.
 
     Attributes:
@@ -32,12 +32,12 @@ class Company:
         self._room = context - 1
         self._stay = len(receipt.completion.token_ids)
 
-    def guest(self) -> Guest:
+    def request(self) -> ConcurrentRequest:
         """The next one."""
         length = self._random.randint(1, max(1, min(_LONGEST, self._room // 2)))
         stay = self._random.randint(2, max(2, min(self._stay + 16, self._room - length)))
         sampling = Sampling(max_tokens=stay, ignore_eos=True, logprobs=0)
-        return Guest(tuple(self._random.choices(self._tokens, k=length)), sampling)
+        return ConcurrentRequest(tuple(self._random.choices(self._tokens, k=length)), sampling)
 
     def require(self, beside: int) -> None:
         """Refuse a run that was no test.

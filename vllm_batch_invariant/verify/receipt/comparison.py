@@ -7,9 +7,9 @@ from typing import Any
 from ..divergence import first_difference
 from ..outcome import NoTestError, Status
 from ..printable import printable
-from .record import Completion, Declared, Model, Receipt, bits_of, number_of
+from .record import Completion, EngineInfo, Model, Receipt, bits_of, number_of
 
-HOW_TO_DECLARE = "a server with the mode on declares itself if it is started with VLLM_PLUGINS=batch_invariant"
+HOW_TO_REPORT = "a server with the mode on declares itself if it is started with VLLM_PLUGINS=batch_invariant"
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class Verdict:
         return f"equal: {self.compared}" if self else f"differs: {self.difference}"
 
     def __str__(self) -> str:
-        return f"{declaration_of(self.notes)}\n{self.result}"
+        return f"{describe_notes(self.notes)}\n{self.result}"
 
 
-def declaration_of(notes: tuple[Note, ...]) -> str:
+def describe_notes(notes: tuple[Note, ...]) -> str:
     """The lines that say in what two engines differ."""
     return "\n".join(map(str, notes)) or "declared: nothing that decides bits differs: bits may be expected equal"
 
@@ -83,8 +83,8 @@ def compare(left: Receipt, right: Receipt, names: tuple[str, str] = ("the first"
         NoTestError: receipts of different models or requests.
     """
     if _different_models(left.model, right.model):
-        about = _models(left.model, right.model, names).text
-        raise NoTestError(f"receipts of different models: {about.removeprefix('model: ')}")
+        info = _models(left.model, right.model, names).text
+        raise NoTestError(f"receipts of different models: {info.removeprefix('model: ')}")
     if (left.prompt.tokens, left.prompt.sha256) != (right.prompt.tokens, right.prompt.sha256):
         raise NoTestError(f"receipts of different prompts, of {left.prompt.tokens} and {right.prompt.tokens} tokens")
     other = _differing(vars(left.sampling), vars(right.sampling), names, vars(left.sampling))
@@ -93,23 +93,23 @@ def compare(left: Receipt, right: Receipt, names: tuple[str, str] = ("the first"
     difference = first_difference_of(left.completion, right.completion)
     if difference is not None:
         difference = replace(difference, text=f"{difference}; that is {names[1]} against {names[0]}")
-    return Verdict(notes_on(left.declared, right.declared, names), difference, extent(left.completion))
+    return Verdict(notes_on(left.info, right.info, names), difference, extent(left.completion))
 
 
 def verdict_on(receipt: Receipt, got: Completion, notes: tuple[Note, ...], beside: int) -> Verdict:
     """The verdict on a completion that was computed again, beside so many other requests."""
-    company = f"beside {beside} other request{'s' * (beside != 1)}" if beside else "alone"
+    concurrent = f"beside {beside} other request{'s' * (beside != 1)}" if beside else "alone"
     difference = first_difference_of(receipt.completion, got)
-    return Verdict(notes, difference, f"{extent(receipt.completion)}, computed again {company}")
+    return Verdict(notes, difference, f"{extent(receipt.completion)}, computed again {concurrent}")
 
 
-def notes_on(left: Declared, right: Declared, names: tuple[str, str]) -> tuple[Note, ...]:
+def notes_on(left: EngineInfo, right: EngineInfo, names: tuple[str, str]) -> tuple[Note, ...]:
     """One note for each of model, mode, device, versions, settings and reductions in which two engines differ."""
     notes = [_models(left.model, right.model, names)]
     both = left.environment, right.environment
     silent = [name for name, environment in zip(names, both, strict=True) if environment.is_silent]
     if silent:
-        notes.append(Note(f"undeclared: {' and '.join(silent)} ({HOW_TO_DECLARE})", promised=False))
+        notes.append(Note(f"undeclared: {' and '.join(silent)} ({HOW_TO_REPORT})", promised=False))
     off = [name for name, environment in zip(names, both, strict=True) if environment.mode is False]
     if off:
         notes.append(Note(f"mode: off in {' and '.join(off)}, whose bits follow the batch", promised=False))

@@ -9,10 +9,10 @@ from typing import Any
 from ...provenance import versions
 from ..outcome import NoTestError
 from ..request import NO_LOGPROBS
-from .company import Company
+from .concurrent import ConcurrentRequests
 from .comparison import Note, Verdict, notes_on, verdict_on
 from .model_files import local_folder, model_at
-from .record import Completion, Declared, Environment, Receipt, Sampling, environment_from_json
+from .record import Completion, EngineInfo, Environment, Receipt, Sampling, environment_from_json
 
 _SAY_NOTHING = {
     *("detokenize", "flat_logprobs", "include_stop_str_in_output", "output_kind", "output_text_buffer_length"),
@@ -24,7 +24,7 @@ _SAY_NOTHING = {
 _numbers = itertools.count()
 
 
-def make(output: Any, sampling: Any, declared: Declared, *, private: bool = False) -> Receipt:
+def make(output: Any, sampling: Any, info: EngineInfo, *, private: bool = False) -> Receipt:
     """The receipt of one finished completion.
 
     Args:
@@ -41,10 +41,10 @@ def make(output: Any, sampling: Any, declared: Declared, *, private: bool = Fals
     if output.prompt_token_ids is None or not output.finished or len(output.outputs) != 1:
         raise NoTestError("a receipt is of one finished completion of a prompt of tokens")
     token_ids = tuple(map(int, output.prompt_token_ids))
-    return Receipt.of(declared, token_ids, sampling_of(sampling), completion_of(output.outputs[0]), private)
+    return Receipt.of(info, token_ids, sampling_of(sampling), completion_of(output.outputs[0]), private)
 
 
-def declared_by(llm: Any) -> Declared:
+def engine_info(llm: Any) -> EngineInfo:
     """What an engine is.
 
     The sha256 of a model's files takes a while at first (a gigabyte a second or so), and is kept by path, size and time
@@ -62,15 +62,15 @@ def declared_by(llm: Any) -> Declared:
     else:
         model = model_at(local_folder(config.model, config.revision), name)
     if patch_points.INIT_BATCH_INVARIANCE.get() is not install.take_over:
-        return Declared(model, Environment(mode=False, versions=versions()))
-    return Declared(model, environment_from_json(llm.collective_rpc(endpoint.METHOD)[0]))
+        return EngineInfo(model, Environment(mode=False, versions=versions()))
+    return EngineInfo(model, environment_from_json(llm.collective_rpc(endpoint.METHOD)[0]))
 
 
 def verify(
     receipt: Receipt,
     llm: Any,
     *,
-    company: int = 8,
+    concurrent: int = 8,
     prompt_token_ids: Sequence[int] | None = None,
     before: Callable[[tuple[Note, ...]], None] = lambda _: None,
 ) -> Verdict:
@@ -87,11 +87,11 @@ def verify(
             request ran in a step with it.
     """
     prompt = receipt.prompt.ids(prompt_token_ids)
-    notes = notes_on(receipt.declared, declared_by(llm), ("the receipt", "this engine"))
+    notes = notes_on(receipt.info, engine_info(llm), ("the receipt", "this engine"))
     before(notes)
-    guests = Company(receipt, prompt, llm.llm_engine.model_config.max_model_len, company)
-    got, beside = complete(llm, prompt, receipt.sampling, guests)
-    guests.require(beside)
+    concurrent = ConcurrentRequests(receipt, prompt, llm.llm_engine.model_config.max_model_len, concurrent)
+    got, beside = complete(llm, prompt, receipt.sampling, concurrent)
+    concurrent.require(beside)
     return verdict_on(receipt, got, notes, beside)
 
 
@@ -142,7 +142,7 @@ def _vllm_sampling(sampling: Sampling) -> Any:
 
 
 def complete(
-    llm: Any, prompt: tuple[int, ...], sampling: Sampling, company: Company | None = None
+    llm: Any, prompt: tuple[int, ...], sampling: Sampling, concurrent: ConcurrentRequests | None = None
 ) -> tuple[Completion, int]:
     """Take the engine's steps until a prompt is completed.
 
@@ -155,7 +155,7 @@ def complete(
     install = llm.llm_engine
     if install.has_unfinished_requests():
         raise NoTestError("the engine is busy: use one that has nothing to do")
-    guests: set[str] = set()
+    concurrent: set[str] = set()
     beside: set[str] = set()
     ours = ""
 
@@ -170,16 +170,16 @@ def complete(
     try:
         outputs: dict[str, Any] = {}
         while True:
-            while company and len(guests) < company.size:
-                guest = company.guest()
-                guests.add(add(guest.token_ids, guest.sampling))
-            if not ours and (outputs or not guests):
+            while concurrent and len(concurrent) < concurrent.size:
+                request = concurrent.request()
+                concurrent.add(add(request.token_ids, request.sampling))
+            if not ours and (outputs or not concurrent):
                 ours = add(prompt, sampling)
             outputs = {output.request_id: output for output in install.step()}
             if ours in outputs:
                 beside |= outputs.keys() - {ours}
                 if outputs[ours].finished:
                     return completion_of(outputs[ours].outputs[0]), len(beside)
-            guests -= {name for name, output in outputs.items() if output.finished}
+            concurrent -= {name for name, output in outputs.items() if output.finished}
     finally:
-        install.abort_request([name for name in (*guests, ours) if name])
+        install.abort_request([name for name in (*concurrent, ours) if name])

@@ -210,7 +210,7 @@ def environment_from_json(data: Any) -> Environment:
 
 
 @dataclass(frozen=True)
-class Declared:
+class EngineInfo:
     """What an engine is: the model that it serves, and its environment."""
 
     model: Model
@@ -233,16 +233,16 @@ class Receipt:
 
     @classmethod
     def of(
-        cls, declared: Declared, token_ids: tuple[int, ...], sampling: Sampling, completion: Completion, private: bool
+        cls, info: EngineInfo, token_ids: tuple[int, ...], sampling: Sampling, completion: Completion, private: bool
     ) -> Self:
         """The receipt of a completion, as it would be read from a file; ``private`` leaves out the prompt's ids."""
         prompt = Prompt.of(token_ids, private)
-        return cls.from_json(cls(declared.model, prompt, sampling, completion, declared.environment).to_json())
+        return cls.from_json(cls(info.model, prompt, sampling, completion, info.environment).to_json())
 
     @property
-    def declared(self) -> Declared:
+    def info(self) -> EngineInfo:
         """What the engine was that computed it."""
-        return Declared(self.model, self.environment)
+        return EngineInfo(self.model, self.environment)
 
     def _body(self) -> dict[str, Any]:
         return {"format": FORMAT, "version": VERSION} | asdict(self)

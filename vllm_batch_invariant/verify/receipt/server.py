@@ -17,11 +17,11 @@ from ..harness.client import Connection, Served, connect
 from ..harness.load import one_line
 from ..harness.metrics import Reading, read_metrics
 from ..outcome import NoTestError
-from ..request import NO_LOGPROBS, steps_from
-from .company import Company
+from ..request import NO_LOGPROBS, generated_tokens_from
+from .concurrent import ConcurrentRequests
 from .comparison import Note, Verdict, notes_on, verdict_on
 from .model_files import model_at
-from .record import Completion, Declared, Environment, Receipt, Sampling, environment_from_json
+from .record import Completion, EngineInfo, Environment, Receipt, Sampling, environment_from_json
 
 _TOKEN = "token_id:"
 _NO_COMPLETION = "the server's answer is no completion of vLLM's API"
@@ -63,16 +63,16 @@ async def make_on_server(
     """
     async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
-        declared = await declared_by_server(server, served, files)
+        info = await server_info(server, served, files)
         token_ids, completion = await complete(server, served.name, prompt, sampling)
-    return Receipt.of(declared, token_ids, sampling, completion, private)
+    return Receipt.of(info, token_ids, sampling, completion, private)
 
 
 async def verify_on_server(
     receipt: Receipt,
     base_url: str,
     *,
-    company: int = 8,
+    concurrent: int = 8,
     prompt: Text | None = None,
     api_key: str | None = None,
     model: str | None = None,
@@ -93,16 +93,16 @@ async def verify_on_server(
     """
     async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
-        declared = await declared_by_server(server, served, files)
-        notes = notes_on(receipt.declared, declared, ("the receipt", "the server"))
+        info = await server_info(server, served, files)
+        notes = notes_on(receipt.info, info, ("the receipt", "the server"))
         before(notes)
         given = None
         if prompt is not None:
             given, _ = await complete(server, served.name, prompt, Sampling(max_tokens=1, logprobs=0))
         token_ids = receipt.prompt.ids(given)
-        guests = Company(receipt, token_ids, served.context, company)
+        concurrent = ConcurrentRequests(receipt, token_ids, served.context, concurrent)
         looked = await _look(server)
-        async with _beside(server, served.name, guests) as presence:
+        async with _beside(server, served.name, concurrent) as presence:
             begin = time.perf_counter()
             answered, got = await complete(server, served.name, token_ids, receipt.sampling)
             end = time.perf_counter()
@@ -111,7 +111,7 @@ async def verify_on_server(
         raise NoTestError("the server completed other tokens than those of the prompt that it was sent")
     # requests that waited for each other were in flight together, and never in one step
     together = looked_again.together_since(looked) if looked and looked_again else None
-    guests.require(0 if together == 1 else beside)
+    concurrent.require(0 if together == 1 else beside)
     return verdict_on(receipt, got, notes, beside)
 
 
@@ -123,7 +123,7 @@ async def _look(server: Connection) -> Reading | None:
         return None
 
 
-async def declared_by_server(server: Connection, served: Served, files: Path | None = None) -> Declared:
+async def server_info(server: Connection, served: Served, files: Path | None = None) -> EngineInfo:
     """What a server says of itself, and the digest of its model's files where the caller has them.
 
     Raises:
@@ -133,10 +133,10 @@ async def declared_by_server(server: Connection, served: Served, files: Path | N
     try:
         data = await server.api.get(PATH.removeprefix("/v1"), cast_to=object)
     except openai.NotFoundError:
-        return Declared(model, Environment(versions=await _version(server)))
+        return EngineInfo(model, Environment(versions=await _version(server)))
     except openai.OpenAIError as error:
         raise NoTestError(f"{server}{PATH} does not answer: {one_line(error)}") from error
-    return Declared(model, environment_from_json(data))
+    return EngineInfo(model, environment_from_json(data))
 
 
 async def _version(server: Connection) -> dict[str, str]:
@@ -167,7 +167,7 @@ async def complete(
 
 def _completion(choice: dict[str, Any]) -> Completion:
     try:
-        steps = steps_from(choice, chat=False)
+        steps = generated_tokens_from(choice, chat=False)
         if not steps:
             raise NoTestError(NO_LOGPROBS)
         tokens = _ids(choice.get("token_ids"))
@@ -228,10 +228,10 @@ class _Presence:
 
 
 @asynccontextmanager
-async def _beside(server: Connection, name: str, guests: Company) -> AsyncIterator[_Presence]:
+async def _beside(server: Connection, name: str, concurrent: ConcurrentRequests) -> AsyncIterator[_Presence]:
     """Keep so many requests in flight; when the block ends, each stays for one more token and leaves."""
     presence = _Presence()
-    members = [asyncio.create_task(_member(server, name, guests, presence)) for _ in range(guests.size)]
+    members = [asyncio.create_task(_member(server, name, concurrent, presence)) for _ in range(concurrent.size)]
     arrival = asyncio.create_task(presence.first.wait())
     try:
         waiting = set(members)
@@ -250,11 +250,11 @@ async def _beside(server: Connection, name: str, guests: Company) -> AsyncIterat
         await asyncio.gather(arrival, *members, return_exceptions=True)
 
 
-async def _member(server: Connection, name: str, guests: Company, presence: _Presence) -> None:
+async def _member(server: Connection, name: str, concurrent: ConcurrentRequests, presence: _Presence) -> None:
     while not presence.leaving:
-        guest = guests.guest()
+        request = concurrent.request()
         try:
-            stream = await server.api.completions.create(**_body(name, guest.token_ids, guest.sampling), stream=True)
+            stream = await server.api.completions.create(**_body(name, request.token_ids, request.sampling), stream=True)
             span: list[float] = []
             async for _ in stream:
                 now = time.perf_counter()

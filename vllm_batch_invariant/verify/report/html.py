@@ -76,7 +76,7 @@ class Page:
     """
 
     title: str
-    about: str
+    info: str
     outcome: Outcome
     summary: tuple[Cell, ...]
     partial: str

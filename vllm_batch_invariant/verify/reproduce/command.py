@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ...envs import FLAG
 from .. import mode
-from ..arguments import address, ask_from, parse_arguments
+from ..arguments import address, spec_from, parse_arguments
 from ..console import complain, consoles
 from ..harness.client import connect
 from ..harness.load import Load, Run, one_line
@@ -23,7 +23,7 @@ from ..harness.metrics import BatchLog, watch
 from ..harness.plan import plan_load
 from ..harness.server import serve
 from ..outcome import NoTestError, Status
-from .report import Result, print_report, write_json
+from .report import ReproduceResult, print_report, write_json
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_arguments(argv)
     out, notes = consoles()
     before = signal.signal(signal.SIGTERM, _end_in_order)
-    results: list[Result] = []
+    results: list[ReproduceResult] = []
     try:
         if options.html:
             from ..report.svg import require_matplotlib
@@ -58,14 +58,14 @@ def main(argv: list[str] | None = None) -> int:
     return results[-1].status
 
 
-def _write(options: argparse.Namespace, results: Sequence[Result]) -> None:
+def _write(options: argparse.Namespace, results: Sequence[ReproduceResult]) -> None:
     if options.json:
-        write_json(options.json, ask_from(options), results)
+        write_json(options.json, spec_from(options), results)
     if options.html:
         from ..report.html import write_html
         from .page import page_of
 
-        write_html(options.html, page_of(_target(options), ask_from(options), results))
+        write_html(options.html, page_of(_target(options), spec_from(options), results))
 
 
 def _target(options: argparse.Namespace) -> str:
@@ -77,13 +77,13 @@ def _end_in_order(number: int, _frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def _results(options: argparse.Namespace, notes: Console) -> Iterator[Result]:
+def _results(options: argparse.Namespace, notes: Console) -> Iterator[ReproduceResult]:
     if options.offline:
         yield _offline(options, notes)
     elif options.base_url:
         yield asyncio.run(_against(options.base_url, options.api_key, options.model, options, notes, "server", None))
     else:
-        flags = ("0", "1") if options.compare else (os.environ.get(FLAG, "0"),)
+        flags = ("0", "1") if options.compare_answers else (os.environ.get(FLAG, "0"),)
         for flag in flags:
             label = f"{FLAG}={flag}"
             notes.print(f"starting a server with {label} ...", style="dim", highlight=False, markup=False)
@@ -101,36 +101,36 @@ async def _against(
     notes: Console,
     label: str,
     started: str | None,
-) -> Result:
+) -> ReproduceResult:
     """``started`` is the mode of a server that was started here; one that ran before says which it is."""
-    ask, log = ask_from(options), BatchLog()
+    spec, log = spec_from(options), BatchLog()
     async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
-        plan = plan_load(options.samples, options.concurrency, ask.max_tokens, served.context, options.seed)
+        plan = plan_load(options.samples, options.concurrency, spec.max_tokens, served.context, options.seed)
         with _progress(options.samples, log, notes) as on_sample:
             try:
                 async with asyncio.timeout(options.timeout), watch(server.http, server.metrics, log):
-                    run = await Load(server.api, served.name, ask, on_sample).run(plan)
+                    run = await Load(server.api, served.name, spec, on_sample).run(plan)
             except TimeoutError:
                 raise NoTestError(f"the run was not done within --timeout {options.timeout:.0f} s") from None
             except httpx.HTTPError as error:
                 raise NoTestError(f"{server}/metrics does not answer: {one_line(error)}") from error
         answered = started or await mode.of_server(server)
-    return Result.of(label, run, log, answered)
+    return ReproduceResult.of(label, run, log, answered)
 
 
-def _offline(options: argparse.Namespace, notes: Console) -> Result:
+def _offline(options: argparse.Namespace, notes: Console) -> ReproduceResult:
     from ..harness.engine import run_offline
     from ..harness.quiet_engine import start_quiet_engine
 
-    ask, log = ask_from(options), BatchLog()
+    spec, log = spec_from(options), BatchLog()
     notes.print("starting an engine ...", style="dim")
     llm = start_quiet_engine(options.model, options.serve_args)
     context = llm.llm_engine.model_config.max_model_len
-    plan = plan_load(options.samples, options.concurrency, ask.max_tokens, context, options.seed)
+    plan = plan_load(options.samples, options.concurrency, spec.max_tokens, context, options.seed)
     with _progress(options.samples, log, notes) as on_sample:
-        run: Run = run_offline(llm, ask, plan, log, on_sample)
-    return Result.of(f"offline, {FLAG}={os.environ.get(FLAG, '0')}", run, log, mode.of_engine())
+        run: Run = run_offline(llm, spec, plan, log, on_sample)
+    return ReproduceResult.of(f"offline, {FLAG}={os.environ.get(FLAG, '0')}", run, log, mode.of_engine())
 
 
 @contextmanager

@@ -12,30 +12,30 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..divergence import Answer, Comparison, Parting, binned, compare
+from ..divergence import Answer, AnswerComparison, Divergence, binned, compare_answers
 from ..harness.load import Run
-from ..harness.metrics import Batches, BatchLog, Trace
+from ..harness.metrics import BatchSizes, BatchLog, Trace
 from ..outcome import Status
 from ..report.files import write
-from ..request import Ask
+from ..request import RequestSpec
 
 
 @dataclass(frozen=True)
-class Result:
+class ReproduceResult:
     """One column of the report."""
 
     label: str
-    comparison: Comparison
+    comparison: AnswerComparison
     length: int
     seconds: float
     completions_per_second: float
     tokens_per_second: float
     others: int
-    left_early: int
+    aborted: int
     failed_others: int
     failure: str
     varied: str
-    batches: Batches
+    batches: BatchSizes
     trace: Trace = field(repr=False)
     answers: tuple[Answer, ...] = field(repr=False)
     mode: str
@@ -48,13 +48,13 @@ class Result:
         batches.require_variation()
         return cls(
             label=label,
-            comparison=compare(run.answers),
+            comparison=compare_answers(run.answers),
             length=max(len(answer.tokens) for answer in run.answers),
             seconds=run.seconds,
             completions_per_second=run.completions_per_second,
             tokens_per_second=run.tokens_per_second,
             others=run.others,
-            left_early=run.left_early,
+            aborted=run.aborted,
             failed_others=run.failed_others,
             failure=run.failure,
             varied=run.varied,
@@ -91,17 +91,17 @@ class Result:
         return data | {"status": int(self.status)}
 
 
-def write_json(path: Path, ask: Ask, results: Sequence[Result]) -> None:
+def write_json(path: Path, spec: RequestSpec, results: Sequence[ReproduceResult]) -> None:
     """Write the request, every result, and the exit status, which is the last result's."""
     data = {
-        "request": asdict(ask),
+        "request": asdict(spec),
         "results": [result.as_json() for result in results],
         "status": int(results[-1].status),
     }
     write(path, json.dumps(data, indent=1) + "\n")
 
 
-def print_report(console: Console, results: Sequence[Result]) -> None:
+def print_report(console: Console, results: Sequence[ReproduceResult]) -> None:
     """Print a table with a column for each result, and each result's verdict."""
     table = Table(title="The same request, under a load that varies the batch", title_justify="left")
     table.add_column("")
@@ -121,7 +121,7 @@ def print_report(console: Console, results: Sequence[Result]) -> None:
         )
 
 
-def rows_of(result: Result) -> dict[str, str]:
+def rows_of(result: ReproduceResult) -> dict[str, str]:
     """What was found, by name, in words."""
     found = result.comparison
     running = result.batches.running
@@ -130,7 +130,7 @@ def rows_of(result: Result) -> dict[str, str]:
         "samples": str(found.samples),
         "unique completions": str(found.completions),
         "unique logprob sequences": str(found.logprob_sequences),
-        "first token to differ": _parting(found.earliest_token),
+        "first token to differ": _divergence(found.earliest_token),
         "samples whose tokens differ, by position": _histogram(found.token_positions, result.length),
         "first logprob to differ": _position(found.earliest_logprob),
         "samples whose logprobs differ, by position": _histogram(found.logprob_positions, result.length),
@@ -139,7 +139,7 @@ def rows_of(result: Result) -> dict[str, str]:
             f"({_count(len(set(running)), 'size')} seen in {_count(len(running), 'look')})"
         ),
         "engine steps by tokens": _steps(result.batches),
-        "other requests": f"{result.others}, {result.left_early} left early, {result.failed_others} failed"
+        "other requests": f"{result.others}, {result.aborted} left early, {result.failed_others} failed"
         + (f" ({result.failure})" if result.failure else ""),
         "what they asked for": result.varied,
         "time": f"{result.seconds:.1f} s",
@@ -151,15 +151,15 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _position(parting: Parting | None) -> str:
-    return "none" if parting is None else f"position {parting.position}, sample {parting.sample}"
+def _position(divergence: Divergence | None) -> str:
+    return "none" if divergence is None else f"position {divergence.position}, sample {divergence.sample}"
 
 
-def _parting(parting: Parting | None) -> str:
-    if parting is None:
+def _divergence(divergence: Divergence | None) -> str:
+    if divergence is None:
         return "none"
-    got, expected = parting.texts
-    return f"{_position(parting)}\n{parting.tokens}\n{got}\ninstead of {expected}"
+    got, expected = divergence.texts
+    return f"{_position(divergence)}\n{divergence.tokens}\n{got}\ninstead of {expected}"
 
 
 def _histogram(positions: dict[int, int], length: int) -> str:
@@ -173,7 +173,7 @@ def _histogram(positions: dict[int, int], length: int) -> str:
     )
 
 
-def _steps(batches: Batches) -> str:
+def _steps(batches: BatchSizes) -> str:
     if not batches.steps:
         return "not measured"
     return ", ".join(f"{'more' if bound == float('inf') else f'≤{bound:.0f}'}: {n}" for bound, n in batches.steps)
