@@ -30,7 +30,7 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
     started = time.perf_counter()
     llm = LLM(**plan["engine"])
     startup = time.perf_counter() - started
-    alone, among = target_bits(llm, plan["company"])
+    alone, among = target_bits(llm, plan["concurrent"])
     samples = []
     for workload in WORKLOADS[plan["workloads"]]:
         workload.sample(llm)  # whatever happens once

@@ -144,7 +144,7 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
 
 
 def target_bits(llm: "LLM", concurrent: int) -> list[str]:
-    """Tokens and logprobs of one request, exact: alone, and among ``company`` others. Two equal texts if invariant."""
+    """Exact tokens and logprobs of a target request, alone and with so many others: two equal texts if invariant."""
     from vllm import SamplingParams
 
     [target] = _prompts(llm, 1, 45, seed=3)

@@ -12,7 +12,7 @@ from vllm_batch_invariant.verify.bisect.engine import WORKER_EXTENSION
 from vllm_batch_invariant.verify.harness.requests import concurrent_requests, request, tokens
 from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 
-__all__ = ["OF_DEVICE", "ROOT", "EngineFailed", "Result", "company", "request", "run", "tokens"]
+__all__ = ["OF_DEVICE", "ROOT", "EngineFailed", "Result", "concurrent_requests", "request", "run", "tokens"]
 
 ROOT = Path(__file__).parents[2]
 _PATHS = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

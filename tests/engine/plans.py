@@ -1,6 +1,12 @@
-"""The requests of the main engine test: one needle in every company, and what else may move its bits."""
+"""The requests of the main engine test: one target with concurrent requests, and what else may move its bits."""
 
-from vllm_batch_invariant.verify.harness.requests import SAMPLING, concurrent_requests, sampling_requests, request, tokens
+from vllm_batch_invariant.verify.harness.requests import (
+    SAMPLING,
+    concurrent_requests,
+    request,
+    sampling_requests,
+    tokens,
+)
 
 TARGETS = {length: tokens(length, 1) for length in (1, 45, 300)}
 CONCURRENT = (1, 2, 7, 8, 15, 16, 17, 43, 44, 45, 46, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300)
@@ -10,7 +16,7 @@ CHUNK_ENDS = (127, 128, 129, 255, 256, 257)
 
 OTHER_SAMPLING = sampling_requests()
 
-UNSEEDED = ("unseeded", "unseeded again", "unseeded in company", "four without a seed")
+UNSEEDED = ("unseeded", "unseeded again", "unseeded with others", "four without a seed")
 """Steps of one request that samples without a seed, the same in all of them but for how many samples it wants."""
 
 RESTARTED = (
@@ -29,7 +35,7 @@ RESTARTED = (
 
 
 def plan() -> list[dict]:
-    """Every step of the main engine. The needle is the first request of a step unless the name says otherwise."""
+    """Every step of the main engine. The target is the first request of a step unless the name says otherwise."""
     steps = [{"name": f"alone {length}", "requests": [request(target)]} for length, target in TARGETS.items()]
     for count in CONCURRENT:
         steps.append({"name": f"with {count}", "requests": [request(TARGETS[45]), *concurrent_requests(count, count)]})
@@ -40,7 +46,11 @@ def plan() -> list[dict]:
     for length in CONCURRENT_LENGTHS:
         concurrent = [request(tokens(length, 77), max_tokens=2)] if length else []
         steps.append(
-            {"name": f"neighbour {length}", "reset_prefix_cache": True, "requests": [request(TARGETS[300]), *concurrent]}
+            {
+                "name": f"with a prompt of {length}",
+                "reset_prefix_cache": True,
+                "requests": [request(TARGETS[300]), *concurrent],
+            }
         )
     long = tokens(700, 3)
     steps += [
@@ -55,12 +65,12 @@ def plan() -> list[dict]:
     for name, params in SAMPLING.items():
         target = request(TARGETS[45], **params)
         steps.append({"name": f"{name} alone", "requests": [target]})
-        steps.append({"name": f"{name} in company", "requests": [*OTHER_SAMPLING[:9], target, *OTHER_SAMPLING[9:]]})
+        steps.append({"name": f"{name} with others", "requests": [*OTHER_SAMPLING[:9], target, *OTHER_SAMPLING[9:]]})
     seeded = request(TARGETS[300], temperature=1.0, seed=7)
     steps.append({"name": "seeded 300", "reset_prefix_cache": True, "requests": [seeded, *concurrent_requests(5, 9)]})
     several = request(TARGETS[45], n=4, temperature=1.0, seed=3)
     steps.append({"name": "four samples", "requests": [several]})
-    steps.append({"name": "four samples in company", "requests": [*OTHER_SAMPLING, several]})
+    steps.append({"name": "four samples with others", "requests": [*OTHER_SAMPLING, several]})
     unseeded = request(TARGETS[45], temperature=1.0)
     steps += [{"name": name, "requests": [unseeded]} for name in UNSEEDED[:2]]
     steps.append({"name": UNSEEDED[2], "requests": [*OTHER_SAMPLING[:9], unseeded]})

@@ -1,8 +1,9 @@
-"""Weights that are replaced in engines on a GPU, and engines that sleep: ``python -m tests.engine.reload_cuda``, three minutes.
+"""Weights that are replaced in engines on a GPU, and engines that sleep: ``python -m tests.engine.reload_cuda``.
 
-Four engines, with each of vLLM's model runners, eager and in CUDA graphs, which start with one checkpoint or another.
-What an engine answers after its weights were replaced must have the bits of an engine that was started with them. Each
-line says what was done, whether the answers agree, and how many tokens of the first were found in the prefix cache.
+It takes three minutes. Four engines, with each of vLLM's model runners, eager and in CUDA graphs, start with one
+checkpoint or another. What an engine answers after its weights were replaced must have the bits of an engine that was
+started with them. Each line says what was done, whether the answers agree, and how many tokens of the first were found
+in the prefix cache.
 """
 
 import argparse
@@ -81,7 +82,7 @@ def start(case: Case, folders: Sequence[str], backend: str) -> Engine:
 
 
 def ask(running: Engine, name: str) -> tuple[Any, int]:
-    """Tokens and logprob bits of requests alone and in company, and what the first found in the prefix cache."""
+    """Tokens and logprob bits of requests alone and with others, and what the first found in the prefix cache."""
     requests = [request(tokens(length, 1)) for length in LENGTHS]
     together = running.step(name, [*requests, *concurrent_requests(20, 20)]).requests[: len(LENGTHS)]
     warm = running.step(f"{name}, warm", requests[-1:]).requests

@@ -62,7 +62,9 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_architecture_gives_the_same_bits_in_any_company(name: str, asked: dict[str, Future[Result]]) -> None:
+def test_an_architecture_gives_the_same_bits_with_any_concurrent_requests(
+    name: str, asked: dict[str, Future[Result]]
+) -> None:
     result = asked[name].result()
     for count in CONCURRENT:
         assert result.completions(f"with {count}", count) == result.completions("alone"), count

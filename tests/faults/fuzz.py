@@ -1,4 +1,4 @@
-"""Faults that a fuzzer must find, planted in an engine of this process, and taken out again."""
+"""Faults that a fuzzer must find, injected in an engine of this process, and taken out again."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from tests.faults.adding import nudge
 
 ROWS = 4
-"""Rows of a product up to which the planted one is right."""
+"""Rows of a product up to which the injected one is right."""
 
 
 def _product(model: Any) -> Callable[[], None]:

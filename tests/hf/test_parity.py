@@ -39,7 +39,7 @@ def engine(checkpoint: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def samples(engine: Engine) -> list[Sample]:
-    """Rolled out together, so prompts are prefilled in chunks beside each other and tokens decoded in batches."""
+    """Rolled out together, so prompts are prefilled in chunks together and tokens decoded in batches."""
     return rollout(engine, (tokens(length, 1, range(16, VOCABULARY)) for length in PROMPTS), max_tokens=24)
 
 
@@ -86,7 +86,7 @@ def test_another_weight_gives_others(samples: list[Sample], trainer: torch.nn.Mo
     assert Gap.of(samples, of_trainer(trainer, samples)).kl > 0.0
 
 
-def test_a_group_sampled_from_a_warm_cache_in_company_has_the_trainers_bits(
+def test_a_group_sampled_from_a_warm_cache_with_others_has_the_trainers_bits(
     engine: Engine, samples: list[Sample], trainer: torch.nn.Module
 ) -> None:
     prompt = samples[3].tokens[: samples[3].prompt]

@@ -46,9 +46,9 @@ class Rollout:
     path: Path
     dtype: torch.dtype
     samples: list[Sample]
-    """Rolled out together, so prompts are prefilled beside each other and tokens decoded in batches."""
+    """Rolled out together, so prompts are prefilled together and tokens decoded in batches."""
     group: list[dict[str, Any]]
-    """Completions of the last prompt, from a warm cache and in company."""
+    """Completions of the last prompt, from a warm cache and with others."""
     cached: int
     distribution: dict[str, Any]
     """A completion with every token's logprob."""
@@ -102,7 +102,7 @@ def test_logprobs_of_prompt_and_sampled_tokens_have_the_rollouts_bits(
     assert Gap.of(rolled.samples, together).kl == 0.0
 
 
-def test_a_group_sampled_from_a_warm_cache_in_company_has_the_trainers_bits(
+def test_a_group_sampled_from_a_warm_cache_with_others_has_the_trainers_bits(
     rolled: Rollout, trainer: torch.nn.Module
 ) -> None:
     sample = rolled.samples[-1]

@@ -4,13 +4,12 @@ import asyncio
 
 import pytest
 
-from vllm_batch_invariant.verify.check.cases import CONCURRENT, cases_of_a_server
-from vllm_batch_invariant.verify.check.guarantees import Outcome
+from vllm_batch_invariant.verify.check.guarantees import CONCURRENT, cases_of_a_server
 from vllm_batch_invariant.verify.check.presets import Preset
 from vllm_batch_invariant.verify.check.results import CheckResults
 from vllm_batch_invariant.verify.check.server import check_server
 from vllm_batch_invariant.verify.harness.server import Server
-from vllm_batch_invariant.verify.outcome import Status
+from vllm_batch_invariant.verify.outcome import Outcome, Status
 
 pytestmark = pytest.mark.server
 

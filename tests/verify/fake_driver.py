@@ -1,4 +1,4 @@
-"""Stands in for the program that holds an engine, without one: answers follow the prompt, and go wrong as told.
+"""A fake of the program that holds an engine, without one: answers follow the prompt, and go wrong as told.
 
 FAKE_ENGINE is a list of: breaks (in a batch a token differs), lists (in a batch the candidates change places), refuses
 (structured outputs), never-batches, never-preempts, no-logprobs, nonsense, no-start, dies, hangs (at the step "with 7

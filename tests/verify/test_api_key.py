@@ -21,7 +21,7 @@ METRICS = Page('# TYPE vllm:num_requests_running gauge\nvllm:num_requests_runnin
 PAGES = {"models": MODELS, "metrics": METRICS, "version": Page({"version": "0.26.0"})}
 COMMANDS = {
     "make": ("receipt", "make", "new.json"),
-    "verify": ("receipt", "verify", "kept.json", "--company", "0"),
+    "verify": ("receipt", "verify", "kept.json", "--concurrent", "0"),
     "reproduce": ("reproduce", "--samples", "2"),
     "check": ("check", "--quick"),
 }

@@ -1,4 +1,4 @@
-"""What `check` says and how it ends, with engines and servers that have no model and go wrong as told."""
+"""What ``check`` says and how it ends, with engines and servers that have no model and go wrong as told."""
 
 import json
 import os
@@ -75,33 +75,34 @@ def test_a_bad_argument_is_one_line_and_status_2(capsys, arguments: tuple[str, .
     assert line in said
 
 
-def test_companions_that_an_engine_refuses_are_counted(capsys, tmp_path: Path, monkeypatch) -> None:
+def test_concurrent_requests_that_an_engine_refuses_are_counted(capsys, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("FAKE_ENGINE", "refuses")
     status, _, _ = ends(capsys, "x/y", "--quick", "--json", str(tmp_path / "report.json"))
     assert status == 0
-    detail = cases(tmp_path / "report.json")["in any company"]["detail"]
+    detail = cases(tmp_path / "report.json")["with concurrent requests"]["detail"]
     assert re.search(r"\(\d+ of them refused: no structured outputs here\)", detail)
 
 
-def test_candidates_that_change_places_break_the_batch_rung(capsys, tmp_path: Path, monkeypatch) -> None:
+def test_candidates_that_change_places_break_the_batch_guarantee(capsys, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("FAKE_ENGINE", "lists")
     status, _, _ = ends(capsys, "x/y", "--quick", "--json", str(tmp_path / "report.json"))
     assert status == 1
-    assert cases(tmp_path / "report.json")["in any company"]["outcome"] == "breaks"
+    assert cases(tmp_path / "report.json")["with concurrent requests"]["outcome"] == "breaks"
 
 
-def test_a_check_that_holds_is_status_0_and_says_so_of_every_rung(capsys, tmp_path: Path) -> None:
+def test_a_check_that_holds_is_status_0_and_says_so_of_every_guarantee(capsys, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     status, out, err = ends(capsys, "x/y", "--quick", "--json", str(report), "--serve-args", "--seed 3")
     assert (status, err) == (0, [])
     assert "VLLM_BATCH_INVARIANT=1: holds run, batch, schedule" in out
-    beside = cases(report)["in any company"]["detail"]
-    assert "beside requests with logprobs none/0/1/5/20" in beside
-    assert all(name in beside for name in ("bad_words", "logit_bias", "n", "seed", "structured_outputs", "top_p"))
-    assert "refused" not in beside
+    proof = cases(report)["with concurrent requests"]["detail"]
+    assert "concurrent requests with logprobs none/0/1/5/20" in proof
+    assert all(name in proof for name in ("bad_words", "logit_bias", "n", "seed", "structured_outputs", "top_p"))
+    assert "refused" not in proof
     found = cases(report)
     assert {case["outcome"] for case in found.values()} == {"holds"}
-    assert {"in any company", "preemption", "from a warm prefix cache", "prefill in small chunks"} <= set(found)
+    names = {"with concurrent requests", "preemption", "from a warm prefix cache", "prefill in small chunks"}
+    assert names <= set(found)
     info = json.loads(report.read_text())["runs"][0]["about"]
     assert info["flag"] == "1"
     assert info["arguments"] == ["x/y", "--seed", "3"]
@@ -114,18 +115,18 @@ def test_a_break_is_status_1_and_named_with_its_token(capsys, monkeypatch, tmp_p
     assert status == 1
     assert "breaks batch (from token 3 on)" in out
     found = cases(report)
-    assert found["in any company"]["outcome"] == "breaks"
-    assert found["in any company"]["difference"].startswith("token 3, with 1 other: 100 instead of ")
+    assert found["with concurrent requests"]["outcome"] == "breaks"
+    assert found["with concurrent requests"]["difference"].startswith("token 3, with 1 other: 100 instead of ")
     assert found["the same request again"]["outcome"] == "holds"
 
 
 @pytest.mark.parametrize(
-    ("wrong", "fact", "reason"),
+    ("wrong", "case", "reason"),
     [
-        ("never-batches", "in any company", "never ran two requests at a time"),
+        ("never-batches", "with concurrent requests", "never ran two requests at a time"),
         ("never-batches", "the same batch again", "never ran two requests at a time"),
-        ("never-batches", "seeded sampling in company", "never ran two requests at a time"),
-        ("never-batches", "logprobs of the prompt in company", "never ran two requests at a time"),
+        ("never-batches", "seeded sampling with concurrent requests", "never ran two requests at a time"),
+        ("never-batches", "prompt logprobs with concurrent requests", "never ran two requests at a time"),
         ("never-preempts", "preemption", "did not preempt"),
     ],
 )
@@ -170,7 +171,7 @@ def test_an_engine_that_dies_leaves_what_was_found_and_is_status_2(capsys, monke
     assert status == 2
     assert "the engine's process ended (status 7)" in said
     assert cases(report)["operations alone and in batches"]["outcome"] == "holds"
-    assert "process ended" in cases(report)["in any company"]["detail"]
+    assert "process ended" in cases(report)["with concurrent requests"]["detail"]
 
 
 def test_an_engine_without_logprobs_is_one_line_and_status_2(capsys, monkeypatch) -> None:
@@ -254,7 +255,7 @@ def test_an_interrupted_check_keeps_a_report_that_is_marked_partial_and_leaves_n
 
 def completion(logprobs: object) -> Page:
     choice = {"index": 0, "text": "x", "finish_reason": "length", "logprobs": logprobs}
-    return Page({"id": "1", "object": "text_completion", "created": 0, "model": "stub", "choices": [choice]})
+    return Page({"id": "1", "object": "text_completion", "created": 0, "model": "fake", "choices": [choice]})
 
 
 ONE = {"tokens": ["token_id:1"], "token_logprobs": [-0.5], "top_logprobs": [{"token_id:1": -0.5}]}
@@ -308,9 +309,9 @@ def test_a_server_is_put_through_what_a_client_can_provoke_and_the_rest_is_said_
     with fake_server(models=MODELS, metrics=METRICS, completions=completion(ONE)) as url:
         status, out, err = ends(capsys, "--base-url", url, "--quick", "--json", str(report))
     assert (status, err) == (0, [])
-    assert "server: holds run, batch (3 of 4 facts tested); could not test schedule" in out
+    assert "server: holds run, batch (3 of 4 cases tested); could not test schedule" in out
     found = cases(report)
-    assert found["in any company"]["outcome"] == "holds"
+    assert found["with concurrent requests"]["outcome"] == "holds"
     assert found["preemption"]["outcome"] == "not tested"
     assert "a client does not choose the server's KV cache" in found["preemption"]["detail"]
     assert "no hit of its prefix cache" in found["from a warm prefix cache"]["detail"]

@@ -6,17 +6,17 @@ import math
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from vllm_batch_invariant.verify.divergence import Answer, GeneratedToken, binned, compare_answers, first_difference
+from vllm_batch_invariant.verify.answers import Answer, GeneratedToken, binned, compare_answers, first_difference
+from vllm_batch_invariant.verify.harness.load import Kind, plan_load, ramp, samples_by_level
 from vllm_batch_invariant.verify.harness.metrics import (
     ACCEPTED,
     GENERATED,
     RUNNING,
     STEP_TOKENS,
-    BatchSizes,
     BatchLog,
+    BatchSizes,
     Reading,
 )
-from vllm_batch_invariant.verify.harness.plan import Kind, plan_load, ramp, samples_by_level
 from vllm_batch_invariant.verify.outcome import NoTestError
 
 
@@ -53,13 +53,15 @@ def test_negative_zero_differs_from_zero():
 
 
 def test_the_order_in_which_candidates_are_listed_is_a_difference_and_so_are_their_ranks():
-    assert compare_answers([answer(A), answer(GeneratedToken("1", -0.5, tuple(reversed(A.top))))]).logprob_sequences == 2
+    assert (
+        compare_answers([answer(A), answer(GeneratedToken("1", -0.5, tuple(reversed(A.top))))]).logprob_sequences == 2
+    )
     ranked = [GeneratedToken(A.token, A.logprob, A.top, ranks) for ranks in ((1, 2), (1, 3))]
     assert compare_answers([answer(ranked[0]), answer(ranked[1])]).logprob_sequences == 2
     assert compare_answers([answer(ranked[0]), answer(ranked[0])]).identical
 
 
-def test_the_earliest_parting_names_position_sample_tokens_and_texts():
+def test_the_earliest_divergence_names_position_sample_tokens_and_texts():
     found = compare_answers(
         [
             answer(A, B, A, text="one two three"),

@@ -57,7 +57,7 @@ def test_an_engine_that_keeps_its_bits_has_no_difference() -> None:
         ("prompt", "prompt logprobs: values at the prompt's token"),
     ],
 )
-def test_whatever_differs_in_company_is_found_and_named(wrong: str, said: str) -> None:
+def test_whatever_differs_with_concurrent_requests_is_found_and_named(wrong: str, said: str) -> None:
     engine = trial(wrong)
     found = [engine.fuzz(schedule) for schedule in drawn(20, engine)]
     assert any(said in where for _, where in found), found

@@ -13,7 +13,7 @@ from vllm_batch_invariant.verify.fuzz.schedule import (
     draw_settings,
     draw_targets,
 )
-from vllm_batch_invariant.verify.request_parameters import (
+from vllm_batch_invariant.verify.harness.requests import (
     KINDS,
     LISTED,
     MOST_LISTED,
@@ -63,7 +63,7 @@ def test_targets_are_short_and_long_and_begin_alike() -> None:
     assert len(set(beginnings)) < len(beginnings) - 5
 
 
-def test_companions_differ_in_parameters_as_much_as_in_lengths() -> None:
+def test_concurrent_requests_differ_in_parameters_as_much_as_in_lengths() -> None:
     beside = [item for item in ITEMS if not item.target]
     assert {item.params["logprobs"] for item in beside} >= set(LISTED)
     assert {item.params["output_kind"] for item in beside} == set(OUTPUT_KINDS)

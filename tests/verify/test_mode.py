@@ -7,9 +7,9 @@ from rich.console import Console
 
 from tests.fakes.server import Page, fake_server
 from vllm_batch_invariant.integration import install, patch_points
-from vllm_batch_invariant.verify import mode
 from vllm_batch_invariant.verify.check.report import Report, print_report
 from vllm_batch_invariant.verify.check.results import CheckResults
+from vllm_batch_invariant.verify.harness import mode
 from vllm_batch_invariant.verify.harness.client import connect
 
 
@@ -42,9 +42,9 @@ def test_of_an_engine_it_is_what_its_worker_calls(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("pages", "answered"),
     [
-        ({}, mode.NOT_SAID),
+        ({}, mode.UNKNOWN),
         ({"batch_invariant": Page({"mode": True})}, mode.OURS),
-        ({"batch_invariant": Page({"mode": None})}, mode.NOT_SAID),
+        ({"batch_invariant": Page({"mode": None})}, mode.UNKNOWN),
     ],
 )
 def test_of_a_server_that_runs_it_is_what_it_declares(pages: dict[str, Page], answered: str) -> None:

@@ -13,16 +13,14 @@ import pytest
 from tests.fakes.server import Page, fake_server
 from tests.verify.receipts import CPU, receipt, rewritten
 from vllm_batch_invariant.cli import main
+from vllm_batch_invariant.verify.answers import Answer, GeneratedToken, compare_answers
 from vllm_batch_invariant.verify.bisect import report as bisect_report
+from vllm_batch_invariant.verify.bisect.engine import BisectResult as Bisection
 from vllm_batch_invariant.verify.bisect.engine import Case
-from vllm_batch_invariant.verify.bisect.engine import ReproduceResult as Bisection
 from vllm_batch_invariant.verify.bisect.recording import Coverage
-from vllm_batch_invariant.verify.console import consoles
-from vllm_batch_invariant.verify.divergence import Answer, GeneratedToken, compare_answers
-from vllm_batch_invariant.verify.harness.load import one_line
 from vllm_batch_invariant.verify.harness.metrics import BatchSizes
 from vllm_batch_invariant.verify.outcome import NoTestError
-from vllm_batch_invariant.verify.printable import printable
+from vllm_batch_invariant.verify.printing import consoles, one_line, printable
 from vllm_batch_invariant.verify.receipt import Receipt
 from vllm_batch_invariant.verify.reproduce.report import ReproduceResult, print_report
 
@@ -135,7 +133,7 @@ def test_no_name_of_what_an_engine_declares_prints_a_line(
     status, lines = said_by(capsys, "receipt", "compare", tmp_path / "a.json", tmp_path / "b.json")
     assert status == 0
     assert [line for line in lines if not line.isprintable()] == []
-    assert [line.startswith(("declared", section, "model", "equal:")) for line in lines] == [True] * 3 + [False]
+    assert [line.startswith(("engines:", section, "model", "equal:")) for line in lines] == [True] * 3 + [False]
 
 
 def test_no_file_name_prints_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -191,7 +189,7 @@ def test_nothing_that_a_server_says_prints_a_line(
     for command in (
         ("receipt", "make", tmp_path / "new.json", "--model", "another"),
         ("receipt", "make", tmp_path / "new.json"),
-        ("receipt", "verify", tmp_path / "kept.json", "--company", 0),
+        ("receipt", "verify", tmp_path / "kept.json", "--concurrent", 0),
         ("reproduce", "--samples", 2, "--concurrency", 2),
         ("check", "--quick"),
     ):
@@ -211,7 +209,8 @@ def test_a_receipt_of_a_hostile_server_is_made_and_verified_in_printable_lines(
         status, lines = said_by(capsys, "receipt", "make", tmp_path / "new.json", "--base-url", url)
         assert status == 0
         assert_printable(lines)
-        status, lines = said_by(capsys, "receipt", "verify", tmp_path / "kept.json", "--company", 0, "--base-url", url)
+        verify = "receipt", "verify", tmp_path / "kept.json", "--concurrent", 0
+        status, lines = said_by(capsys, *verify, "--base-url", url)
     assert status == 1
     assert_printable(lines)
     assert sum(line.startswith(("equal", "differs")) for line in lines) == 1
@@ -241,7 +240,12 @@ def differing(token: str) -> ReproduceResult:
     answers = tuple(Answer.of(name, step) for name, step in zip(("plain", token), steps, strict=True))
     numbers = {"seconds": 1.0, "completions_per_second": 1.0, "tokens_per_second": 1.0}
     counts = {"length": 1, "others": 0, "left_early": 0, "failed_others": 0, "failure": "", "varied": "", "mode": "off"}
-    found = {"comparison": compare_answers(answers), "batches": BatchSizes((1, 2), ()), "trace": None, "answers": answers}
+    found = {
+        "comparison": compare_answers(answers),
+        "batches": BatchSizes((1, 2), ()),
+        "trace": None,
+        "answers": answers,
+    }
     return ReproduceResult(label="server", **found, **numbers, **counts)
 
 

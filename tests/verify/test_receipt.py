@@ -26,8 +26,8 @@ from vllm_batch_invariant.verify.receipt import (
     Receipt,
     Sampling,
     compare,
-    engine_info,
     difference_of_logprobs,
+    engine_info,
     first_difference_of,
 )
 from vllm_batch_invariant.verify.receipt.model_files import model_at, public_name
@@ -277,7 +277,7 @@ def test_receipts_of_one_completion_are_equal_and_nothing_is_noted() -> None:
         ({"mode": False, "versions": {}, "device": {}, "engine": {}, "reductions": {}}, "mode: off in the second"),
     ],
 )
-def test_each_thing_declared_otherwise_is_one_line_that_promises_nothing(other: dict[str, Any], said: str) -> None:
+def test_each_other_thing_of_an_engine_is_one_line_that_promises_nothing(other: dict[str, Any], said: str) -> None:
     verdict = compare(receipt(), with_environment(**other))
     lines = [line for line in str(verdict).splitlines() if said in line]
     assert len(lines) == 1
@@ -291,13 +291,13 @@ def test_what_neither_engine_declares_is_not_taken_for_equal() -> None:
     verdict = compare(receipt(environment=bare), receipt(environment=bare))
     lines = str(verdict).splitlines()
     for section in ("device", "engine", "reductions"):
-        assert f"{section}: undeclared in both: equal bits are not promised" in lines
+        assert f"{section}: unknown in both: equal bits are not promised" in lines
     assert not verdict.promised
-    assert "undeclared" not in str(compare(receipt(), receipt()))
+    assert "unknown" not in str(compare(receipt(), receipt()))
 
 
 @pytest.mark.parametrize(
-    ("change", "declared"),
+    ("change", "info"),
     [
         ({}, {}),
         ({"device_type": "cuda", "use_v2_model_runner": True}, {"model_runner": "second"}),
@@ -331,7 +331,8 @@ def test_a_silent_engine_is_noted_once_with_what_to_do() -> None:
     verdict = compare(receipt(), receipt(environment=Environment(versions={"vllm": "0.26.0"})))
     said = str(verdict)
     assert (
-        "undeclared: the second (a server with the mode on declares itself if it is started with VLLM_PLUGINS" in said
+        "unknown engine: the second (a server with the mode on describes itself if it is started with VLLM_PLUGINS"
+        in said
     )
     assert "versions: vllm 0.32.0 in the first and 0.26.0 in the second" in said
     assert "device:" not in said
@@ -377,7 +378,7 @@ def test_receipts_of_different_requests_are_not_compared() -> None:
             completion((5, 6, 8), (LOGPROBS[0], NEXT, LOGPROBS[2])),
             1,
             "at token 1 the logprob of 6 is 0xbfa00001 (-1.2500001192092896) instead of 0xbfa00000 (-1.25); "
-            "tokens part at 2",
+            "tokens differ from 2 on",
         ),
         (replace(completion(), finish_reason="stop"), 3, "but it ended by 'stop' instead of 'length'"),
     ],

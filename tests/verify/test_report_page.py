@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.verify.test_check_facts import answer, certificate
+from tests.verify.test_check_cases import answer, certificate
+from vllm_batch_invariant.verify.answers import RequestSpec
 from vllm_batch_invariant.verify.check.page import page_of
 from vllm_batch_invariant.verify.check.report import Report
-from vllm_batch_invariant.verify.check.results import CheckResults, Latency
+from vllm_batch_invariant.verify.check.results import CheckResults
 from vllm_batch_invariant.verify.harness.load import Run
-from vllm_batch_invariant.verify.harness.metrics import BatchLog, Reading, Trace
+from vllm_batch_invariant.verify.harness.metrics import BatchLog, Latency, Reading, Trace
 from vllm_batch_invariant.verify.report.html import write_html
 from vllm_batch_invariant.verify.report.sample_map import letter, map_of
 from vllm_batch_invariant.verify.reproduce.page import page_of as reproduce_page
 from vllm_batch_invariant.verify.reproduce.report import ReproduceResult
-from vllm_batch_invariant.verify.request import RequestSpec
 
 pytest.importorskip("matplotlib")
 
@@ -29,10 +29,10 @@ HOSTILE = "<script>alert('x')</script>"
 def results(label: str, breaks: bool) -> CheckResults:
     """One setting with everything that a page shows."""
     same, other = answer(1, 2, 3, 4, text="abcd"), answer(1, 2, 9, 9, text=f"ab{HOSTILE}")
-    found = CheckResults(label, [("batch", "in any company"), ("schedule", "preemption")])
+    found = CheckResults(label, [("batch", "with concurrent requests"), ("schedule", "preemption")])
     found.show("alone", same)
     for sample, got in (("with 1 other", other if breaks else same), ("with 7 others", same)):
-        found.add("batch", "in any company", sample, same, got)
+        found.add("batch", "with concurrent requests", sample, same, got)
         found.show(sample, got)
     if breaks:
         found.show("again", answer(1, 2, 3, 4, ulp_at=1, text="abcd"))
@@ -158,7 +158,7 @@ def test_an_outcome_is_a_word_and_not_a_colour_alone(page: Reader) -> None:
     assert re.search(r"B: follows completion B", page.text)
 
 
-def test_the_verdict_names_the_rung_that_breaks_and_the_token(page: Reader) -> None:
+def test_the_verdict_names_the_guarantee_that_breaks_and_the_token(page: Reader) -> None:
     assert "VLLM_BATCH_INVARIANT=0: breaks batch (from token 2 on)" in page.text
     assert "VLLM_BATCH_INVARIANT=1: holds batch" in page.text
     assert "the engine did not preempt" in page.text
@@ -171,7 +171,7 @@ def test_both_latencies_are_shown_where_both_were_measured(page: Reader) -> None
 
 def test_an_interrupted_check_that_found_nothing_has_a_page_that_is_marked_partial(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    empty = CheckResults("server", [("batch", "in any company")], failed="interrupted")
+    empty = CheckResults("server", [("batch", "with concurrent requests")], failed="interrupted")
     write_html(path, page_of(Report("x", "quick", (), "now", 1.0, (empty,), "It was interrupted.")))
     found = Reader(path.read_text(encoding="utf-8"))
     assert "Partial report. It was interrupted." in found.text

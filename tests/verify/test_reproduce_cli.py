@@ -17,7 +17,7 @@ LOGPROBS = {"tokens": ["token_id:1"], "token_logprobs": [-0.5], "top_logprobs": 
 
 def completion(logprobs: object) -> Page:
     choice = {"index": 0, "text": "x", "finish_reason": "length", "logprobs": logprobs}
-    return Page({"id": "1", "object": "text_completion", "created": 0, "model": "stub", "choices": [choice]})
+    return Page({"id": "1", "object": "text_completion", "created": 0, "model": "fake", "choices": [choice]})
 
 
 def ends(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -79,7 +79,7 @@ def test_a_model_that_is_not_served_is_status_2_and_names_what_is(capsys):
         status, said = ends(capsys, "--base-url", url, "--model", "other")
     assert status == 2
     assert "'other'" in said
-    assert "stub" in said
+    assert "fake" in said
 
 
 def test_a_server_without_metrics_is_status_2_before_any_sample(capsys):

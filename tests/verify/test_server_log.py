@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from vllm_batch_invariant.verify.harness import server
-from vllm_batch_invariant.verify.harness.load import one_line
 from vllm_batch_invariant.verify.outcome import NoTestError
+from vllm_batch_invariant.verify.printing import one_line
 from vllm_batch_invariant.verify.reproduce.command import main as reproduce
 
 ROOT = Path(__file__).parents[2]

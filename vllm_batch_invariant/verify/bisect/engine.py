@@ -1,4 +1,4 @@
-"""Runs one request alone and in company through an engine that records, and finds where the two runs part."""
+"""Runs a target request alone and with concurrent requests through an engine that records, and finds the divergence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,34 +7,34 @@ from typing import Any
 import torch
 
 from ...compare import Comparison, bitwise_comparison
-from ..divergence import Answer, first_difference
-from ..harness.engine import answer_of
+from ..answers import Answer, first_difference
+from ..harness.engine import answer_of_output
 from ..outcome import NoTestError, Status
-from .recording import Coverage, OutputDivergence, Slice, RecordedStep, first_divergence
+from .recording import Coverage, OutputDivergence, RecordedStep, Slice, first_divergence
 
 REQUEST = "bisect"
 WORKER_EXTENSION = "vllm_batch_invariant.verify.bisect.recorder.WorkerExtension"
 ENGINE_ARGUMENTS = ("--enforce-eager", "--no-enable-prefix-caching", "--worker-extension-cls", WORKER_EXTENSION)
-"""What the engine must be started with: hooks do not see inside compiled graphs or CUDA graphs, and a prompt must be
-computed in every run.
+"""Arguments of the engine: hooks do not see inside compiled graphs and CUDA graphs, and every run must compute the
+prompt.
 """
 
 
 @dataclass(frozen=True)
 class Case:
-    """One request and its company, in token ids."""
+    """A target request and the concurrent requests, in token ids."""
 
     prompt: tuple[int, ...]
     concurrent: tuple[tuple[int, ...], ...]
     place: int
-    """Requests of the company that come before it."""
+    """Concurrent requests that come before it."""
     max_tokens: int
     logprobs: int = 5
 
 
 @dataclass(frozen=True)
 class Found:
-    """The first output whose bits differ, whole."""
+    """The first output whose bits differ, compared element by element."""
 
     divergence: OutputDivergence
     rank: int
@@ -46,25 +46,25 @@ class Found:
     output_token: int | None
     """The token that the step computes; None in a part of a prefill that computes none."""
     comparison: Comparison
-    """Of the run in company with the run alone, which is the expected one."""
+    """Of the run with concurrent requests with the run alone, which is the expected one."""
     operands_differ: tuple[str, ...] | None
-    """Operands whose bits differ already; None where they are not known, for a module's output."""
+    """Operands whose bits differ already; None if they are unknown, as for the output of a module."""
     repeats: bool
-    """Whether both runs gave the same bits again when they were run a second time."""
+    """Whether both runs gave the same bits a second time."""
 
 
 @dataclass(frozen=True)
 class BisectResult:
-    """What the runs showed."""
+    """The result of a bisection."""
 
     found: Found | None
     coverage: Coverage
     requests: tuple[int, ...]
-    """How many requests each step had in company."""
+    """How many requests each step had in the run with concurrent requests."""
     first_token: int | None
     """First output position at which the answers' tokens differ."""
     first_logprob: int | None
-    """The same for tokens or logprobs."""
+    """The same of tokens or logprobs."""
     answers_recorded: bool
     """Whether both answers had the same bits with recording as without."""
     unrecorded_differ: bool
@@ -94,7 +94,10 @@ def bisect(llm: Any, case: Case) -> BisectResult:
     first_token = first_difference(alone_answer.tokens, concurrent_answer.tokens)
     divergences, coverages = [], []
     for rank, (left, right) in enumerate(zip(alone, concurrent, strict=True)):
-        steps = [RecordedStep.from_plain(step) for step in left["steps"]], [RecordedStep.from_plain(step) for step in right["steps"]]
+        steps = (
+            [RecordedStep.from_plain(step) for step in left["steps"]],
+            [RecordedStep.from_plain(step) for step in right["steps"]],
+        )
         last = _last_step(steps[0], case, first_token)
         divergence, coverage = first_divergence(*steps, last)
         coverages.append((coverage, tuple(step.requests for step in steps[1][: last + 1])))
@@ -118,7 +121,7 @@ def bisect(llm: Any, case: Case) -> BisectResult:
 
 
 def generate(llm: Any, case: Case, with_concurrent: bool) -> Answer:
-    """Run the case once, greedily, all its requests added before the engine's first step; returns its answer."""
+    """Run the case once, greedily, with all requests added before the first step; returns the target's answer."""
     from vllm import SamplingParams
 
     engine = llm.llm_engine
@@ -126,15 +129,15 @@ def generate(llm: Any, case: Case, with_concurrent: bool) -> Answer:
     place = min(case.place, len(others))
     length = {"temperature": 0.0, "max_tokens": case.max_tokens, "ignore_eos": True, "detokenize": False}
     for number, prompt in enumerate((*others[:place], case.prompt, *others[place:])):
-        mine = number == place
-        sampling = SamplingParams(**length, logprobs=case.logprobs if mine else None)
-        name = REQUEST if mine else f"company-{number}"
+        is_target = number == place
+        sampling = SamplingParams(**length, logprobs=case.logprobs if is_target else None)
+        name = REQUEST if is_target else f"concurrent-{number}"
         engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
     answer = None
     while engine.has_unfinished_requests():
         for output in engine.step():
             if output.request_id == REQUEST and output.finished:
-                answer = answer_of(output.outputs[0])
+                answer = answer_of_output(output.outputs[0])
     if answer is None:
         raise NoTestError("the engine finished without an answer")
     return answer
@@ -153,7 +156,7 @@ def _recorded(
 
 
 def _last_step(steps: Sequence[RecordedStep], case: Case, first_token: int | None) -> int:
-    """The step that computes the first token to differ: later ones read other tokens."""
+    """The step that computes the first token that differs: later steps read other tokens."""
     last = case.max_tokens - 1 if first_token is None else first_token
     for number, step in enumerate(steps):
         if step.position + step.rows - len(case.prompt) == last:
@@ -161,13 +164,22 @@ def _last_step(steps: Sequence[RecordedStep], case: Case, first_token: int | Non
     return len(steps) - 1
 
 
-def _fetch(llm: Any, case: Case, rank: int, divergence: OutputDivergence, alone: Sequence[RecordedStep], concurrent: Sequence[RecordedStep]) -> Found:
-    """Run both again for the whole output, which digests alone cannot show."""
+def _fetch(
+    llm: Any,
+    case: Case,
+    rank: int,
+    divergence: OutputDivergence,
+    alone: Sequence[RecordedStep],
+    concurrent: Sequence[RecordedStep],
+) -> Found:
+    """Run both again to fetch the whole output, which digests do not show."""
     target = (divergence.step, divergence.key)
     right = _recorded(llm, case, True, target)[1][rank]["fetched"]
     left = _recorded(llm, case, False, target)[1][rank]["fetched"]
     if left is None or right is None:
-        raise NoTestError(f"{divergence.key.module}: {divergence.key.operation} differed and was not seen when it ran again")
+        raise NoTestError(
+            f"{divergence.key.module}: {divergence.key.operation} differed and was not seen when it ran again"
+        )
     tensors = []
     for fetched in (right, left):
         data = next(data for shape, data in fetched["parts"] if tuple(shape) == divergence.shape)
@@ -219,15 +231,15 @@ def _require_room(llm: Any, case: Case) -> None:
     longest = max(len(prompt) for prompt in (case.prompt, *case.concurrent))
     context, most = config.model_config.max_model_len, config.scheduler_config.max_num_seqs
     if longest + case.max_tokens > context:
-        whose = "the prompt" if len(case.prompt) == longest else "a prompt of the company"
+        whose = "the prompt" if len(case.prompt) == longest else "a prompt of a concurrent request"
         raise NoTestError(
             f"{whose} has {longest} tokens, and with --max-tokens {case.max_tokens} that is more than the model's "
             f"context of {context}; shorten one of them"
         )
     if len(case.concurrent) + 1 > most:
         raise NoTestError(
-            f"{len(case.concurrent)} others and the request are more than the engine runs together, {most}; "
+            f"{len(case.concurrent)} concurrent requests and the target are more than the engine runs at once, {most}; "
             f"pass --serve-args '--max-num-seqs {len(case.concurrent) + 1}'"
         )
     if config.speculative_config is not None:
-        raise NoTestError("with speculative decoding a step's rows follow the drafts; leave it out")
+        raise NoTestError("with speculative decoding the rows of a step depend on the drafts; leave it out")

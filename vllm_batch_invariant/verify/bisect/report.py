@@ -1,4 +1,4 @@
-"""What a bisection found, as a table for people and as JSON for machines."""
+"""The report of a bisection, as a table on a console and as JSON."""
 
 import json
 import os
@@ -13,22 +13,24 @@ from rich.table import Table
 
 from ...compare import Pair
 from ...envs import FLAG
-from ..mode import of_engine
+from ..harness.mode import of_engine
 from ..outcome import Status
-from ..printable import printable
+from ..printing import printable
 from ..report.files import write
-from .engine import Case, Found, BisectResult
+from .engine import BisectResult, Case, Found
 from .recording import MODULE_OUTPUT
 
 EAGER = (
-    "Layers ran eagerly, without compiled graphs and CUDA graphs, because recording does not see inside them: what "
-    "only compiled layers do differently is not found."
+    "Layers ran eagerly, without compiled graphs and CUDA graphs, because recording does not see inside them: "
+    "differences that only compiled layers have are not found."
 )
+_PUBLISHED = {"concurrent": "company", "divergence": "parting", "only_concurrent": "only_in_company"}
+"""Fields that have another name in the format of the JSON report."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What ran."""
+    """The engine."""
 
     model: str
     vllm: str
@@ -36,7 +38,7 @@ class Setting:
     dtype: str
     flag: str
     mode: str
-    """Which mode answered, see ``mode``."""
+    """Which mode served, see :mod:`..harness.mode`."""
 
 
 def setting_of(llm: Any, model: str) -> Setting:
@@ -51,16 +53,16 @@ def setting_of(llm: Any, model: str) -> Setting:
 
 
 def verdict(case: Case, result: BisectResult) -> str:
-    """One line for people."""
-    concurrent, found = f"{_prompt(case)} among {_count(len(case.concurrent), 'other request')}:", result.found
+    """The result in one line."""
+    requests, found = f"{_prompt(case)} with {_count(len(case.concurrent), 'concurrent request')}:", result.found
     if found is not None:
-        return f"{concurrent} the bits part at {where(found)}, {_step(found)}"
+        return f"{requests} the bits diverge at {where(found)}, {_step(found)}"
     if result.first_logprob is not None:
-        return f"{concurrent} the answer differs from output token {result.first_logprob} on, and no recorded output does"
+        return f"{requests} the answer differs from output token {result.first_logprob} on, and no recorded output does"
     if result.unrecorded_differ:
-        return f"{concurrent} the answer differs while nothing is recorded, and does not while it is"
+        return f"{requests} the answer differs without recording, and does not with it"
     compared = f"{_count(result.coverage.compared, 'output')} in {_count(result.coverage.steps, 'step')}"
-    return f"{concurrent} nothing differs: {compared} have the same bits as alone"
+    return f"{requests} nothing differs: {compared} have the same bits as alone"
 
 
 def where(found: Found) -> str:
@@ -75,7 +77,7 @@ def where(found: Found) -> str:
 def print_results(console: Console, setting: Setting, runs: Sequence[tuple[Case, BisectResult]]) -> None:
     """Print a table of the last run, and each run's verdict."""
     case, result = runs[-1]
-    title = f"{setting.model}: {_prompt(case)} alone and among {_count(len(case.concurrent), 'other request')}"
+    title = f"{setting.model}: {_prompt(case)} alone and with {_count(len(case.concurrent), 'concurrent request')}"
     table = Table(title=escape(printable(title)), title_justify="left", show_header=False)
     for name, text in _rows(setting, case, result).items():
         table.add_row(name, escape(text))
@@ -87,18 +89,24 @@ def print_results(console: Console, setting: Setting, runs: Sequence[tuple[Case,
 
 
 def write_json(path: Path, setting: Setting, runs: Sequence[tuple[Case, BisectResult]]) -> None:
-    """Write everything that was found, and the exit status."""
+    """Write the report as JSON, with the exit status."""
     data: dict[str, Any] = {"setting": asdict(setting), "eager": EAGER, "runs": [plain(*run) for run in runs]}
     write(path, json.dumps(data | {"status": int(runs[-1][1].status)}, indent=1) + "\n")
 
 
 def plain(case: Case, result: BisectResult) -> dict[str, Any]:
-    """Dictionaries, lists, numbers and strings of everything that was found."""
+    """The result of a run as plain data."""
     data: dict[str, Any] = {"verdict": verdict(case, result), "case": asdict(case), **asdict(result)}
     if result.found is not None:
-        data["found"]["parting"]["key"] = result.found.divergence.key._asdict()
+        data["found"]["divergence"]["key"] = result.found.divergence.key._asdict()
         data["found"]["comparison"]["dtype"] = result.found.divergence.dtype
-    return data
+    return _published(data)
+
+
+def _published(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_PUBLISHED.get(name, name): _published(item) for name, item in value.items()}
+    return value
 
 
 def _rows(setting: Setting, case: Case, result: BisectResult) -> dict[str, str]:
@@ -108,25 +116,23 @@ def _rows(setting: Setting, case: Case, result: BisectResult) -> dict[str, str]:
     if result.found is not None:
         rows |= _found(result.found)
     sizes = {count for count in result.requests if count > 1}
-    rows["tokens that the two runs agree on"] = (
-        f"all {case.max_tokens}" if result.first_token is None else f"the first {result.first_token}"
-    )
-    rows["first logprob to differ"] = (
+    rows["equal tokens"] = f"all {case.max_tokens}" if result.first_token is None else f"the first {result.first_token}"
+    rows["first logprob that differs"] = (
         "none" if result.first_logprob is None else f"of output token {result.first_logprob}"
     )
     rows["compared"] = (
         f"{_count(coverage.compared, 'output')} in {_count(coverage.steps, 'step')} of "
         + " to ".join(map(str, sorted({min(sizes), max(sizes)})))
         + " requests"
-        + (f"; {_count(coverage.untested_steps, 'step')} had no company" if coverage.untested_steps else "")
+        + (f"; {_count(coverage.untested_steps, 'step')} had no other request" if coverage.untested_steps else "")
     )
     rows["left out: no dimension of rows"] = _counts(coverage.without_rows)
     rows["left out: in one run only"] = _counts(coverage.one_sided)
     rows["left out: not recorded"] = _counts(coverage.left_out)
     if not result.answers_recorded:
-        rows["mind"] = (
-            "recording changed an answer: a function that is compiled by itself (torch.compile) ran eagerly while it "
-            "was recorded, or the engine does not repeat itself"
+        rows["note"] = (
+            "recording changed an answer: a function that is compiled by itself (torch.compile) ran eagerly during "
+            "recording, or the engine does not repeat its own bits"
         )
     return rows
 
@@ -134,7 +140,7 @@ def _rows(setting: Setting, case: Case, result: BisectResult) -> dict[str, str]:
 def _found(found: Found) -> dict[str, str]:
     divergence, comparison = found.divergence, found.comparison
     rows = {
-        "the bits part at": where(found) + (f" (worker {found.rank})" if found.rank else ""),
+        "the bits diverge at": where(found) + (f" (worker {found.rank})" if found.rank else ""),
         "step": _step(found),
         "output": f"{divergence.dtype} {list(divergence.shape)}, the request's part",
         "elements that differ": f"{comparison.different} of {comparison.elements}",
@@ -144,13 +150,13 @@ def _found(found: Found) -> dict[str, str]:
     rows["its operands"] = _operands(found)
     others = [
         f"{', '.join(names)} only {when}"
-        for names, when in ((divergence.only_alone, "alone"), (divergence.only_concurrent, "in company"))
+        for names, when in ((divergence.only_alone, "alone"), (divergence.only_concurrent, "with concurrent requests"))
         if names
     ]
     if others:
         rows["just before it"] = "; ".join(others)
     if not found.repeats:
-        rows["mind"] = "one of the two runs gave other bits when it was repeated: this is not the company's doing alone"
+        rows["note"] = "one run gave other bits when it was repeated: concurrent requests are not the only cause"
     return rows
 
 
@@ -163,18 +169,19 @@ def _step(found: Found) -> str:
 
 def _first(pair: Pair) -> str:
     concurrent, alone = pair.bits or ("", "")
-    return f"{list(pair.where)}: {pair.expected!r} ({alone}) alone, {pair.actual!r} ({concurrent}) in company"
+    expected, actual = f"{pair.expected!r} ({alone})", f"{pair.actual!r} ({concurrent})"
+    return f"{list(pair.where)}: {expected} alone, {actual} with concurrent requests"
 
 
 def _operands(found: Found) -> str:
     if found.divergence.key.operation == MODULE_OUTPUT:
         return (
             "unknown: no operation of PyTorch's dispatcher inside the module differs, so a kernel wrote this that is "
-            "launched without it (Triton, numba, a library's binding)"
+            "launched without the dispatcher (Triton, numba, a library's binding)"
         )
     if found.operands_differ:
         return (
-            f"{', '.join(found.operands_differ)} differ already: something wrote them that PyTorch's dispatcher does "
+            f"{', '.join(found.operands_differ)} differ already: a kernel wrote them that PyTorch's dispatcher does "
             "not see (Triton, numba, a library's binding)"
         )
     return "have the same bits in both runs"

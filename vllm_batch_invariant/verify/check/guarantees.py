@@ -1,29 +1,24 @@
-"""The rungs of the contract, and what a check found on each: docs/contract.md says what they promise."""
+"""The guarantees of the contract (docs/contract.md), the cases that a check runs for each, and their results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 
-from ..divergence import Answer, AnswerComparison, compare_answers, first_difference
-from ..outcome import Status
+from ..answers import Answer, AnswerComparison, compare_answers, first_difference
+from ..outcome import Outcome, Status
+from .presets import Preset
 
-
-class Outcome(Enum):
-    """What is known of a fact or a rung."""
-
-    HOLDS = "holds"
-    BREAKS = "breaks"
-    NOT_TESTED = "not tested"
+CheckCase = tuple[str, str]
+"""(name of the guarantee, what is tried): the key of everything that a check finds."""
 
 
 @dataclass(frozen=True)
 class Guarantee:
-    """A promise: the same bits ..."""
+    """A promise of the contract: the same bits ..."""
 
     name: str
     promise: str
     not_applicable: str = ""
-    """Why no check can test it; empty where one can."""
+    """Why no check can test it; empty if a check can."""
 
 
 GUARANTEES = (
@@ -38,29 +33,60 @@ GUARANTEES = (
     Guarantee("hardware", "on another machine, or with another number of CPU threads", "a check has one machine"),
 )
 
+OPERATIONS = ("linear", "rms_norm", "softmax", "log_softmax", "sum", "mean", "attention")
+OF_OPERATIONS: dict[str, str] = {
+    "batch": "operations alone and in batches",
+    "schedule": "attention in prefill, chunks and decode",
+}
+"""The case that certificates of operations test, by guarantee."""
+AGAIN: CheckCase = ("run", "the same request again")
+SAME_BATCH: CheckCase = ("run", "the same batch again")
+CONCURRENT: CheckCase = ("batch", "with concurrent requests")
+PLACE: CheckCase = ("batch", "at any place in the batch")
+CONCURRENT_LENGTHS: CheckCase = ("batch", "with a concurrent prompt of any length")
+SEEDED: CheckCase = ("batch", "seeded sampling with concurrent requests")
+PROMPT_LOGPROBS: CheckCase = ("batch", "prompt logprobs with concurrent requests")
+WARM: CheckCase = ("schedule", "from a warm prefix cache")
+CHUNKS: CheckCase = ("schedule", "prefill in small chunks")
+PREEMPTED: CheckCase = ("schedule", "preemption")
+RESTARTED: CheckCase = ("schedule", "after a restart with other limits")
+OTHER_CHUNKS: CheckCase = ("schedule", "other chunks, other pages, async scheduling")
+
+
+def cases_of_engines(preset: Preset) -> list[CheckCase]:
+    """The cases that a check of engines has to test."""
+    cases = [*OF_OPERATIONS.items(), AGAIN, SAME_BATCH, CONCURRENT, PLACE, CONCURRENT_LENGTHS, SEEDED, PROMPT_LOGPROBS]
+    cases += [WARM, CHUNKS, PREEMPTED, RESTARTED]
+    return cases + [OTHER_CHUNKS] * (preset.engines > 1)
+
+
+def cases_of_a_server() -> list[CheckCase]:
+    """The cases that need only HTTP access."""
+    return [AGAIN, CONCURRENT, CONCURRENT_LENGTHS, SEEDED, WARM]
+
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer, and the answer that it has to equal."""
+    """An answer, and the answer that it has to equal."""
 
     label: str
-    """How it was asked for, such as "with 17 others"."""
+    """How it was requested, such as "with 17 others"."""
     expected: Answer
     answer: Answer
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One thing that a rung promises, and whether it was so.
+    """The result of one check case.
 
     Attributes:
-        rung: its name.
-        name: what was tried, such as "in any company".
-        outcome: what came of it.
-        detail: what was compared; or why nothing was.
-        comparison: of all answers, where they have one request; sample 0 is what they had to equal.
-        first: label of the sample that parts first; empty if none does.
-        meant: whether this check set out to test it. What it meant to test and could not makes it no test.
+        guarantee: its name.
+        name: what was tried, such as "with concurrent requests".
+        outcome: whether it holds.
+        detail: what was compared, or why nothing was.
+        comparison: of the answers to one request; sample 0 is the answer that the others have to equal.
+        first: label of the sample that diverges first; empty if none does.
+        required: whether the check had to test it. A required case that was not tested makes the check no test.
     """
 
     guarantee: str
@@ -71,13 +97,13 @@ class CaseResult:
     first: str = ""
     required: bool = True
 
-    def with_proof(self, proof: str) -> "Fact":
-        """The same with what shows that it was provoked."""
+    def with_proof(self, proof: str) -> "CaseResult":
+        """The same result with the proof of coverage: what shows that the case was provoked."""
         return replace(self, detail=f"{self.detail}; {proof}")
 
     @property
     def difference(self) -> str:
-        """Where answers part first, in words; empty where none does."""
+        """The first divergence in words; empty if there is none."""
         found = self.comparison
         if found is None or found.identical:
             return ""
@@ -91,37 +117,37 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class GuaranteeResult:
-    """A rung and what all its facts say together."""
+    """A guarantee with the results of its cases."""
 
     guarantee: Guarantee
     cases: tuple[CaseResult, ...]
 
     @property
     def outcome(self) -> Outcome:
-        """Breaks where one fact does; is not tested where none was."""
+        """Breaks if one case breaks; not tested if no case was tested."""
         outcomes = {case.outcome for case in self.cases}
         return next((outcome for outcome in (Outcome.BREAKS, Outcome.HOLDS) if outcome in outcomes), Outcome.NOT_TESTED)
 
     @property
     def untested(self) -> tuple[str, ...]:
-        """Names of the facts of which nothing is known."""
+        """Names of the cases that were not tested."""
         return tuple(case.name for case in self.cases if case.outcome is Outcome.NOT_TESTED)
 
     @property
     def detail(self) -> str:
-        """The facts in one line."""
+        """The cases in one line."""
         if self.guarantee.not_applicable:
             return self.guarantee.not_applicable
         tested = [case for case in self.cases if case.outcome is not Outcome.NOT_TESTED]
         broken = [case.name for case in tested if case.outcome is Outcome.BREAKS]
         parts = [", ".join(broken)] if broken else []
-        parts += [f"{len(tested)} of {len(self.cases)} facts tested"] if self.cases else ["nothing tested"]
+        parts += [f"{len(tested)} of {len(self.cases)} cases tested"] if self.cases else ["nothing tested"]
         parts += [f"not tested: {', '.join(self.untested)}"] if self.untested else []
         return "; ".join(parts)
 
 
 def case_result(guarantee: str, name: str, samples: Sequence[Sample]) -> CaseResult:
-    """What the samples, at least one, say together."""
+    """The result of a case from its samples, at least one."""
     different = [sample for sample in samples if sample.answer != sample.expected]
     positions = sum(len(sample.answer.tokens) for sample in samples)
     detail = f"{_count(len(samples), 'answer')} of {positions} tokens in all, "
@@ -130,15 +156,16 @@ def case_result(guarantee: str, name: str, samples: Sequence[Sample]) -> CaseRes
     detail += f"{len(different)} of them with other bits: {', '.join(sample.label for sample in different[:5])}"
     detail += f" and {len(different) - 5} more" if len(different) > 5 else ""
     earliest = min(different, key=_divergence_at)
-    # one comparison is of one request
+    # a comparison is of the answers to one request
     together = [sample for sample in samples if sample.expected == earliest.expected]
     comparison = compare_answers([earliest.expected, *(sample.answer for sample in together)])
     divergence = comparison.earliest_token or comparison.earliest_logprob
-    return CaseResult(guarantee, name, Outcome.BREAKS, detail, comparison, together[divergence.sample - 1].label if divergence else "")
+    first = together[divergence.sample - 1].label if divergence else ""
+    return CaseResult(guarantee, name, Outcome.BREAKS, detail, comparison, first)
 
 
 def _divergence_at(sample: Sample) -> tuple[int, int]:
-    """The first token to differ and the first logprob; a number beyond both where there is none."""
+    """Positions of the first token and of the first logprob that differ; a number beyond both if none does."""
     beyond = len(sample.expected.tokens) + len(sample.answer.tokens)
     sides = sample.expected, sample.answer
     found = first_difference(*(side.tokens for side in sides)), first_difference(*(side.bits for side in sides))
@@ -147,12 +174,15 @@ def _divergence_at(sample: Sample) -> tuple[int, int]:
 
 
 def guarantee_results(cases: Sequence[CaseResult]) -> tuple[GuaranteeResult, ...]:
-    """Every rung of the contract with its facts."""
-    return tuple(GuaranteeResult(guarantee, tuple(case for case in cases if case.guarantee == guarantee.name)) for guarantee in GUARANTEES)
+    """Every guarantee of the contract with its cases."""
+    return tuple(
+        GuaranteeResult(guarantee, tuple(case for case in cases if case.guarantee == guarantee.name))
+        for guarantee in GUARANTEES
+    )
 
 
 def status_of(cases: Sequence[CaseResult]) -> Status:
-    """The exit status: 1 where something breaks, 2 where something that was meant to be tested was not."""
+    """The exit status: 1 if a case breaks, 2 if a required case was not tested."""
     if any(case.outcome is Outcome.BREAKS for case in cases):
         return Status.DIVERGED
     tested = [case for case in cases if case.outcome is Outcome.HOLDS]
@@ -163,3 +193,57 @@ def status_of(cases: Sequence[CaseResult]) -> Status:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The comparison of one operation on one shape."""
+
+    operation: str
+    shape: str
+    guarantee: str
+    """The string "batch", or "schedule" if prefill is compared with decode."""
+    served_by: str
+    rows: tuple[int, ...]
+    """Sizes of the batches."""
+    compared: int
+    """Elements."""
+    difference: str
+    """The first difference in words; empty if all bits are the same."""
+    untested: str = ""
+    """Why nothing was compared; empty if it was."""
+    not_applicable: bool = False
+    """Whether no check can compare it."""
+    note: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it was tested and no bit differs."""
+        return not self.untested and not self.difference
+
+
+def certificate_results(certificates: Sequence[Certificate]) -> list[CaseResult]:
+    """The results of certificates: one a guarantee, and one for each certificate that could not be made."""
+    found = []
+    for guarantee, name in OF_OPERATIONS.items():
+        own = [certificate for certificate in certificates if certificate.guarantee == guarantee]
+        tested = [certificate for certificate in own if not certificate.untested]
+        excluded = [certificate for certificate in own if certificate.not_applicable]
+        different = [certificate for certificate in tested if certificate.difference]
+        left_out = "".join(f"; not {certificate.operation}: {certificate.untested}" for certificate in excluded)
+        if different:
+            first = different[0]
+            detail = f"{len(different)} of {len(tested)} differ; {first.operation} ({first.shape}) {first.difference}"
+            found.append(CaseResult(guarantee, name, Outcome.BREAKS, detail + left_out))
+        elif tested:
+            compared = sum(certificate.compared for certificate in tested)
+            detail = f"{_count(len(tested), 'shape')}, {compared} elements have the same bits"
+            found.append(CaseResult(guarantee, name, Outcome.HOLDS, detail + left_out))
+        elif excluded:
+            found.append(CaseResult(guarantee, name, Outcome.NOT_TESTED, excluded[0].untested, required=False))
+        found += [
+            CaseResult(guarantee, f"{one.operation}, {one.shape}, alone", Outcome.NOT_TESTED, one.untested)
+            for one in own
+            if one.untested and not one.not_applicable
+        ]
+    return found

@@ -1,13 +1,13 @@
-"""The page of a check."""
+"""The HTML page of a check."""
 
 from typing import Any
 
-from ..printable import printable
+from ..outcome import Outcome
+from ..printing import printable
 from ..report import plots
 from ..report.html import Cell, Figure, Page, Section, Table
 from ..report.parts import batch_parts, map_parts
-from .certificates import Certificate
-from .guarantees import GUARANTEES, Outcome
+from .guarantees import GUARANTEES, Certificate
 from .report import Report, outcome_of, summary
 from .results import CheckResults
 
@@ -27,7 +27,7 @@ def page_of(report: Report) -> Page:
     )
     return Page(
         title=f"Batch invariance of {report.target}",
-        info=f"vllm-batch-invariant check, {report.size}, {report.began}, {report.seconds:.0f} s",
+        info=f"vllm-batch-invariant check, {report.preset}, {report.began}, {report.seconds:.0f} s",
         outcome=report.outcome,
         summary=tuple(Cell(summary(run), outcome_of(run)) for run in runs),
         partial=report.partial,
@@ -40,16 +40,16 @@ def _each(runs: tuple[CheckResults, ...], name: str, parts: Any) -> tuple[Part, 
 
 
 def _guarantees(runs: tuple[CheckResults, ...]) -> Table:
-    guarantee_results = [run.guarantee_results for run in runs]
+    guarantees = [run.guarantees for run in runs]
     rows = tuple(
         (
             Cell(guarantee.name),
             Cell(guarantee.promise),
-            *(Cell(of_run[place].detail, of_run[place].outcome) for of_run in guarantee_results),
+            *(Cell(of_run[place].detail, of_run[place].outcome) for of_run in guarantees),
         )
         for place, guarantee in enumerate(GUARANTEES)
     )
-    return Table("The rungs of the contract", ("rung", "same bits ...", *(run.label for run in runs)), rows)
+    return Table("The guarantees of the contract", ("guarantee", "same bits ...", *(run.label for run in runs)), rows)
 
 
 def _cases(run: CheckResults) -> Table:
@@ -57,7 +57,7 @@ def _cases(run: CheckResults) -> Table:
         (Cell(case.name), Cell(case.guarantee), Cell(case.detail, case.outcome), Cell(case.difference or "nothing"))
         for case in run.cases
     )
-    return Table(f"{run.label}: every fact", ("fact", "rung", "what was found", "first to differ"), rows)
+    return Table(f"{run.label}: every case", ("case", "guarantee", "result", "first difference"), rows)
 
 
 def _map(run: CheckResults, name: str) -> tuple[Part, ...]:
@@ -78,7 +78,7 @@ def _latency(runs: tuple[CheckResults, ...]) -> tuple[Part, ...]:
     load = next(iter(measured.values()))
     caption = f"{load.requests} requests at once, {load.tokens // load.requests} tokens each, without a server"
     table = Table(caption, ("", *measured), rows)
-    description = "Share of tokens that came within a time of the one before: " + "; ".join(
+    description = "Share of tokens by the time since the token before: " + "; ".join(
         f"{label}, half within {values['between tokens, median (ms)']:.3g} ms" for label, values in figures.items()
     )
     figure = Figure(

@@ -1,4 +1,4 @@
-"""What a check found, as tables for people, as JSON for machines and as a page."""
+"""The report of a check, as tables on a console and as JSON."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..outcome import Status
+from ..outcome import Outcome, Status
 from ..report.files import write
-from .guarantees import GUARANTEES, Outcome, GuaranteeResult
+from .guarantees import GUARANTEES, GuaranteeResult
 from .results import CheckResults
 
 INTERRUPTED = 130
-"""The exit status of an interrupted check, as a shell says it."""
+"""The exit status of an interrupted check, as in a shell."""
 _STYLES = {Outcome.HOLDS: "green", Outcome.BREAKS: "red", Outcome.NOT_TESTED: "yellow"}
 _OUTCOMES = {
     Status.REPRODUCIBLE: Outcome.HOLDS,
@@ -30,16 +30,16 @@ class Report:
 
     Attributes:
         target: the model or the server.
-        size: "quick", "standard" or "thorough".
-        arguments: for the engine.
-        began: when, in ISO 8601.
+        preset: "quick", "standard" or "thorough".
+        arguments: of the engine.
+        began: when it began, in ISO 8601.
         seconds: how long it took.
-        runs: what was found, one for each setting.
-        partial: why the report is not whole; empty where it is.
+        runs: the results, one for each setting.
+        partial: why the report is incomplete; empty if it is complete.
     """
 
     target: str
-    size: str
+    preset: str
     arguments: tuple[str, ...]
     began: str
     seconds: float
@@ -48,34 +48,34 @@ class Report:
 
     @property
     def status(self) -> int:
-        """The exit status, which is the last setting's."""
+        """The exit status: that of the last setting."""
         return INTERRUPTED if self.partial else int(self.runs[-1].status)
 
     @property
     def outcome(self) -> Outcome:
-        """The same as an outcome."""
+        """The status as an outcome."""
         return Outcome.NOT_TESTED if self.partial else outcome_of(self.runs[-1])
 
 
 def outcome_of(results: CheckResults) -> Outcome:
-    """What came of one setting."""
+    """The outcome of one setting."""
     return _OUTCOMES[results.status]
 
 
 def summary(results: CheckResults) -> str:
-    """One sentence: which rungs hold, which break and where, and of which nothing is known."""
+    """One sentence: which guarantees break and where, which hold, and which could not be tested."""
     groups: dict[Outcome, list[str]] = {outcome: [] for outcome in Outcome}
-    for of_guarantee in results.guarantee_results:
-        if not of_guarantee.guarantee.not_applicable:
-            groups[of_guarantee.outcome].append(of_guarantee.guarantee.name + _where(of_guarantee) + _how_much(of_guarantee))
+    for result in results.guarantees:
+        if not result.guarantee.not_applicable:
+            groups[result.outcome].append(result.guarantee.name + _where(result) + _how_much(result))
     words = ((Outcome.BREAKS, "breaks"), (Outcome.HOLDS, "holds"), (Outcome.NOT_TESTED, "could not test"))
     said = "; ".join(f"{word} {', '.join(groups[outcome])}" for outcome, word in words if groups[outcome])
     return f"{results.label}: {said}"
 
 
-def _where(of_guarantee: GuaranteeResult) -> str:
-    """The earliest token to differ among the facts of a rung that break, or the earliest logprob."""
-    found = [case.comparison for case in of_guarantee.cases if case.comparison and not case.comparison.identical]
+def _where(result: GuaranteeResult) -> str:
+    """The earliest token that differs in the cases of a guarantee, or the earliest logprob."""
+    found = [case.comparison for case in result.cases if case.comparison and not case.comparison.identical]
     for kind, divergences in (
         ("token", [comparison.earliest_token for comparison in found]),
         ("the logprobs of token", [comparison.earliest_logprob for comparison in found]),
@@ -86,26 +86,26 @@ def _where(of_guarantee: GuaranteeResult) -> str:
     return ""
 
 
-def _how_much(of_guarantee: GuaranteeResult) -> str:
-    """How many facts of a rung that holds were tested, where that is not all."""
-    if of_guarantee.outcome is not Outcome.HOLDS or not of_guarantee.untested:
+def _how_much(result: GuaranteeResult) -> str:
+    """How many cases of a guarantee that holds were tested, if not all."""
+    if result.outcome is not Outcome.HOLDS or not result.untested:
         return ""
-    total = len(of_guarantee.cases)
-    return f" ({total - len(of_guarantee.untested)} of {total} facts tested)"
+    total = len(result.cases)
+    return f" ({total - len(result.untested)} of {total} cases tested)"
 
 
 def print_report(console: Console, report: Report) -> None:
-    """Print the verdicts, every fact, and a sentence for each setting."""
+    """Print the guarantees, every case, and a sentence for each setting."""
     table = Table(title="The contract: same bits ...", title_justify="left")
-    for heading in ("rung", "...", *(escape(run.label) for run in report.runs)):
+    for heading in ("guarantee", "...", *(escape(run.label) for run in report.runs)):
         table.add_column(heading, overflow="fold")
     for place, guarantee in enumerate(GUARANTEES):
-        guarantee_results = [run.guarantee_results[place] for run in report.runs]
-        cells = [_styled(of_guarantee.outcome, of_guarantee.detail) for of_guarantee in guarantee_results]
+        guarantees = [run.guarantees[place] for run in report.runs]
+        cells = [_styled(result.outcome, result.detail) for result in guarantees]
         table.add_row(guarantee.name, escape(guarantee.promise), *cells)
     console.print(table)
     for run in report.runs:
-        cases = Table("rung", "fact", "", "what was found", title=escape(run.label), title_justify="left")
+        cases = Table("guarantee", "case", "", "result", title=escape(run.label), title_justify="left")
         for case in run.cases:
             found = f"{case.detail}\nfirst: {case.difference}" if case.difference else case.detail
             cases.add_row(case.guarantee, escape(case.name), _styled(case.outcome), escape(found))
@@ -123,15 +123,15 @@ def _styled(outcome: Outcome, text: str = "") -> str:
 
 
 def write_json(path: Path, report: Report) -> None:
-    """Write everything that was found."""
+    """Write the report as JSON."""
     write(path, json.dumps(as_json(report), indent=1) + "\n")
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """Everything that was found as plain data."""
+    """The report as plain data."""
     return {
         "target": report.target,
-        "size": report.size,
+        "size": report.preset,
         "arguments": report.arguments,
         "began": report.began,
         "seconds": report.seconds,
@@ -139,6 +139,14 @@ def as_json(report: Report) -> dict[str, Any]:
         "status": report.status,
         "runs": [_run_as_json(run) for run in report.runs],
     }
+
+
+_PUBLISHED = {"guarantee": "rung", "required": "meant", "not_applicable": "out_of_reach"}
+"""Fields that have another name in the format of the JSON report."""
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    return {_PUBLISHED.get(name, name): item for name, item in asdict(value).items()}
 
 
 def _run_as_json(run: CheckResults) -> dict[str, Any]:
@@ -149,18 +157,18 @@ def _run_as_json(run: CheckResults) -> dict[str, Any]:
         "about": run.info,
         "rungs": [
             {
-                "name": of_guarantee.guarantee.name,
-                "promise": of_guarantee.guarantee.promise,
-                "outcome": of_guarantee.outcome.value,
-                "detail": of_guarantee.detail,
+                "name": result.guarantee.name,
+                "promise": result.guarantee.promise,
+                "outcome": result.outcome.value,
+                "detail": result.detail,
                 "facts": [
-                    asdict(case) | {"outcome": case.outcome.value, "difference": case.difference}
-                    for case in of_guarantee.cases
+                    _plain(case) | {"outcome": case.outcome.value, "difference": case.difference}
+                    for case in result.cases
                 ],
             }
-            for of_guarantee in run.guarantee_results
+            for result in run.guarantees
         ],
-        "certificates": [asdict(certificate) for certificate in run.certificates],
+        "certificates": [_plain(certificate) for certificate in run.certificates],
         "samples": [
             {"label": shown.label, "tokens": shown.answer.tokens, "bits": [bits.hex() for bits in shown.answer.bits]}
             for shown in run.shown

@@ -8,13 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..answers import PROMPT
 from ..arguments import OneLineParser, add_base_url, at_least, check_base_url, check_model, not_negative
-from ..harness.load import one_line
-from ..mode import THEIRS, of_engine
+from ..harness.mode import THEIRS, of_engine
 from ..outcome import NoTestError, Status
-from ..printable import printable
+from ..printing import one_line, printable
 from ..report.files import why_not_writable
-from ..request import PROMPT
 from .comparison import HOW_TO_REPORT, Note, compare, describe_notes, extent
 from .engine import complete, engine_info, verify
 from .record import Receipt, Sampling
@@ -37,7 +36,7 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("receipt: interrupted; nothing was decided", file=sys.stderr)
         return 128 + signal.SIGINT
-    except Exception as error:  # whatever it is, it must not end with the status 1, which says that bits differ
+    except Exception as error:  # a traceback would end with status 1, which means that bits differ
         print(f"receipt: the run failed: {type(error).__name__}: {one_line(error)}", file=sys.stderr)
         return Status.NO_TEST
 
@@ -74,7 +73,7 @@ def _make(options: argparse.Namespace) -> int:
         how = "; name it with --model-files" if options.base_url else ""
         print(f"the receipt has no digest of the model, because {printable(receipt.model.why_no_digest)}{how}")
     if receipt.environment.is_silent:
-        print(f"the receipt does not say what computed it; {HOW_TO_REPORT}")
+        print(f"the receipt does not describe the engine that computed it; {HOW_TO_REPORT}")
     return 0
 
 
@@ -96,7 +95,7 @@ def _verify(options: argparse.Namespace) -> int:
         )
     else:
         if receipt.prompt.token_ids is None and prompt is None:
-            receipt.prompt.ids()  # refuses, before an engine is started for nothing
+            receipt.prompt.ids()  # refuses before an engine is started in vain
         llm = _engine(options)
         token_ids = None if prompt is None else _token_ids(llm, prompt)
         verdict = verify(receipt, llm, concurrent=options.concurrent, prompt_token_ids=token_ids, before=_print_notes)
@@ -128,7 +127,7 @@ def _prompt(options: argparse.Namespace) -> Text | None:
 
 
 def _engine(options: argparse.Namespace) -> Any:
-    from ..harness.quiet_engine import start_quiet_engine
+    from ..harness.engine import start_quiet_engine
 
     llm = start_quiet_engine(options.model, shlex.split(options.serve_args))
     if of_engine() == THEIRS:
@@ -153,7 +152,7 @@ def _parser() -> OneLineParser:
     making.add_argument("receipt", type=Path, help="the file to write")
     _add_target(making)
     _add_prompt(making, "the prompt (default: one about floating-point sums)")
-    making.add_argument("--private", action="store_true", help="keep a sha256 of the prompt's tokens instead of them")
+    making.add_argument("--private", action="store_true", help="keep only the sha256 of the prompt's tokens")
     usual, value = Sampling(), "default: %(default)s"
     making.add_argument("--max-tokens", type=at_least(1), default=usual.max_tokens, help=value)
     making.add_argument("--temperature", type=not_negative, default=usual.temperature, help=f"{value}, greedy")
@@ -164,12 +163,14 @@ def _parser() -> OneLineParser:
     making.add_argument("--logprobs", type=at_least(0), default=usual.logprobs, help=f"candidates kept, {value}")
     making.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens")
 
-    verifying = commands.add_parser("verify", help="compute a receipt's completion again and compare")
+    verifying = commands.add_parser("verify", help="compute a completion again, with concurrent requests")
     verifying.set_defaults(run=_verify)
     verifying.add_argument("receipt", type=Path, help="the file")
     _add_target(verifying)
     _add_prompt(verifying, "the prompt of a private receipt")
-    verifying.add_argument("--company", type=at_least(0), default=8, help="others beside it, default: %(default)s")
+    verifying.add_argument(
+        "--concurrent", type=at_least(0), default=8, metavar="N", help="concurrent requests, default: %(default)s"
+    )
 
     comparing = commands.add_parser("compare", help="compare two receipts, without a model")
     comparing.set_defaults(run=_compare)
@@ -180,7 +181,7 @@ def _parser() -> OneLineParser:
 
 def _check_target(parser: OneLineParser, options: argparse.Namespace) -> None:
     if not options.base_url and not options.model:
-        parser.error("who is to compute it? Give --base-url of a server, or --model to load here")
+        parser.error("nothing to compute it: give --base-url of a server, or --model to load here")
     if options.base_url and options.serve_args:
         parser.error("--base-url is a server that already runs: leave out --serve-args")
     if options.model_files and not options.base_url:
@@ -192,15 +193,15 @@ def _check_target(parser: OneLineParser, options: argparse.Namespace) -> None:
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
-    target = parser.add_argument_group("who computes")
+    target = parser.add_argument_group("engine")
     add_base_url(target)
-    target.add_argument("--model", help="a model to load here; with --base-url, the name of the served model to ask")
-    target.add_argument("--serve-args", default="", help="for a model loaded here: more arguments of `vllm serve`")
-    target.add_argument("--model-files", type=Path, help="with --base-url, the folder here of what it serves")
+    target.add_argument("--model", help="a model to load here; with --base-url, the name of the served model")
+    target.add_argument("--serve-args", default="", help="with a model loaded here: more arguments of `vllm serve`")
+    target.add_argument("--model-files", type=Path, help="with --base-url: a folder here with the served files")
 
 
 def _add_prompt(parser: argparse.ArgumentParser, help: str) -> None:
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", help=help)
-    prompt.add_argument("--prompt-file", type=Path, help="a text file with it")
+    prompt.add_argument("--prompt-file", type=Path, help="a text file with the prompt")
     parser.add_argument("--chat", action="store_true", help="the prompt is the message of a chat")

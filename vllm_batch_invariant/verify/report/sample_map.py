@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ..divergence import Answer, compare_answers
+from ..answers import Answer, compare_answers
 
 MOST_ROWS = 60
 """With more samples than that, those with the same bits share a row."""

@@ -1,4 +1,6 @@
-"""Send one request many times under a load that varies the batch, and compare the answers bit for bit."""
+"""``vllm-batch-invariant reproduce``: send one request many times under a load that varies the batch, and compare the
+answers bit for bit.
+"""
 
 import argparse
 import asyncio
@@ -14,15 +16,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ...envs import FLAG
-from .. import mode
-from ..arguments import address, spec_from, parse_arguments
-from ..console import complain, consoles
+from ..arguments import address, parse_arguments, spec_from
+from ..harness import mode
 from ..harness.client import connect
-from ..harness.load import Load, Run, one_line
+from ..harness.load import Load, Run, plan_load
 from ..harness.metrics import BatchLog, watch
-from ..harness.plan import plan_load
 from ..harness.server import serve
 from ..outcome import NoTestError, Status
+from ..printing import complain, consoles, one_line
 from .report import ReproduceResult, print_report, write_json
 
 
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         complain(notes, "reproduce", "interrupted; nothing was decided")
         return 128 + signal.SIGINT
-    except Exception as error:  # whatever it is, it must not end with the status 1, which says that answers differ
+    except Exception as error:  # a traceback would end with status 1, which means that answers differ
         complain(notes, "reproduce", f"the run failed: {type(error).__name__}: {one_line(error)}")
         return Status.NO_TEST
     finally:
@@ -73,7 +74,7 @@ def _target(options: argparse.Namespace) -> str:
 
 
 def _end_in_order(number: int, _frame: FrameType | None) -> None:
-    # as an exception, so that a server started here is stopped on the way out
+    # an exception stops a server that was started here
     sys.exit(128 + number)
 
 
@@ -88,7 +89,7 @@ def _results(options: argparse.Namespace, notes: Console) -> Iterator[ReproduceR
             label = f"{FLAG}={flag}"
             notes.print(f"starting a server with {label} ...", style="dim", highlight=False, markup=False)
             with serve(options.model, options.serve_args, {FLAG: flag}) as server:
-                notes.print(f"it answers after {server.startup_seconds:.0f} s", style="dim", highlight=False)
+                notes.print(f"the server answers after {server.startup_seconds:.0f} s", style="dim", highlight=False)
                 started = mode.of_started({**os.environ, FLAG: flag})
                 yield asyncio.run(_against(server.base_url, None, None, options, notes, label, started))
 
@@ -102,7 +103,7 @@ async def _against(
     label: str,
     started: str | None,
 ) -> ReproduceResult:
-    """``started`` is the mode of a server that was started here; one that ran before says which it is."""
+    """``started`` is the mode of a server that was started here; a server that already ran reports its mode."""
     spec, log = spec_from(options), BatchLog()
     async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
@@ -120,8 +121,7 @@ async def _against(
 
 
 def _offline(options: argparse.Namespace, notes: Console) -> ReproduceResult:
-    from ..harness.engine import run_offline
-    from ..harness.quiet_engine import start_quiet_engine
+    from ..harness.engine import run_offline, start_quiet_engine
 
     spec, log = spec_from(options), BatchLog()
     notes.print("starting an engine ...", style="dim")
@@ -145,7 +145,3 @@ def _progress(samples: int, log: BatchLog, notes: Console) -> Iterator:
     with Progress(*columns, console=notes, transient=True, refresh_per_second=4) as progress:
         task = progress.add_task("", total=samples, batch=0)
         yield lambda: progress.update(task, advance=1, batch=log.running_now)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

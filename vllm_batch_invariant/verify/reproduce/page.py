@@ -1,11 +1,11 @@
-"""The page of a reproducibility run."""
+"""The HTML page of a reproducibility run."""
 
 from collections.abc import Sequence
 
-from ..check.guarantees import Outcome
+from ..answers import RequestSpec
+from ..outcome import Outcome
 from ..report.html import Cell, Page, Section, Table
 from ..report.parts import batch_parts, map_parts
-from ..request import RequestSpec
 from .report import ReproduceResult, rows_of
 
 
@@ -36,7 +36,7 @@ def page_of(target: str, spec: RequestSpec, results: Sequence[ReproduceResult]) 
             Section("verdict", "Verdict", (verdict,)),
             Section("map", "Map of samples", tuple(samples)),
             Section("batches", "Batch size over time", tuple(batches)),
-            Section("request", "What was asked", (request,)),
+            Section("request", "The request", (request,)),
         ),
     )
 

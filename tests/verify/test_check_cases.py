@@ -1,4 +1,4 @@
-"""What single answers say about the rungs of the contract, and with which exit status a check ends."""
+"""What single answers say about the guarantees of the contract, and with which exit status a check ends."""
 
 import math
 import re
@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from vllm_batch_invariant.ops.linear.autotune import Entry
-from vllm_batch_invariant.verify.check.certificates import Certificate
-from vllm_batch_invariant.verify.check.guarantees import GUARANTEES, Outcome, Sample, case_result
+from vllm_batch_invariant.verify.answers import Answer, GeneratedToken
+from vllm_batch_invariant.verify.check.guarantees import GUARANTEES, Certificate, Sample, case_result
 from vllm_batch_invariant.verify.check.operations import compare_rows, describe_entries
 from vllm_batch_invariant.verify.check.report import INTERRUPTED, Report, as_json, summary
-from vllm_batch_invariant.verify.check.results import CheckResults, Latency
-from vllm_batch_invariant.verify.divergence import Answer, GeneratedToken
-from vllm_batch_invariant.verify.outcome import Status
+from vllm_batch_invariant.verify.check.results import CheckResults
+from vllm_batch_invariant.verify.harness.metrics import Latency
+from vllm_batch_invariant.verify.outcome import Outcome, Status
 
-CASE, OTHER = ("batch", "in any company"), ("schedule", "preemption")
+CASE, OTHER = ("batch", "with concurrent requests"), ("schedule", "preemption")
 
 
 def answer(*tokens: int, ulp_at: int | None = None, text: str = "") -> Answer:
@@ -70,14 +70,14 @@ def test_a_check_holds_when_everything_planned_was_tested_and_holds() -> None:
     assert summary(found) == "VLLM_BATCH_INVARIANT=1: holds batch, schedule; could not test run"
 
 
-def test_one_broken_fact_breaks_the_check_whatever_else_is_not_tested() -> None:
+def test_one_broken_case_breaks_the_check_whatever_else_is_not_tested() -> None:
     found = results(CASE, OTHER)
     found.add(*CASE, "a", answer(1, 2), answer(1, 3))
     assert found.status is Status.DIVERGED
     assert "breaks batch (from token 1 on)" in summary(found)
 
 
-def test_a_fact_that_was_planned_and_not_provoked_is_no_test() -> None:
+def test_a_case_that_was_planned_and_not_provoked_is_no_test() -> None:
     found = results(CASE, OTHER)
     found.add(*CASE, "a", answer(1), answer(1))
     assert found.status is Status.NO_TEST
@@ -96,26 +96,26 @@ def test_a_gap_outweighs_answers_that_prove_nothing() -> None:
     assert found.status is Status.DIVERGED
 
 
-def test_a_fact_about_company_holds_only_once_there_was_some() -> None:
+def test_a_case_with_concurrent_requests_holds_only_once_there_were_some() -> None:
     found = results(CASE)
     found.add(*CASE, "a", answer(1), answer(1))
     outcomes = []
     for largest in (1, 3, 1):
-        found.with_concurrent_requests(CASE, largest, alone="it ran alone")
+        found.note_batch(CASE, largest, alone="it ran alone")
         outcomes.append((found.status, found.cases[0].detail.rpartition("; ")[2]))
     held = Status.REPRODUCIBLE, "batches of up to 3 requests"
     assert outcomes == [(Status.NO_TEST, "it ran alone"), held, held]
 
 
-def test_what_is_out_of_reach_is_said_and_decides_nothing() -> None:
+def test_what_is_not_applicable_is_said_and_decides_nothing() -> None:
     found = results(CASE, OTHER)
     found.add(*CASE, "a", answer(1), answer(1))
     found.not_applicable[OTHER] = "a client does not choose the KV cache"
     assert found.status is Status.REPRODUCIBLE
     assert summary(found).endswith("holds batch; could not test run, schedule")
     found.not_applicable["batch", "operations"] = "a client does not reach the device"
-    assert "holds batch (1 of 2 facts tested)" in summary(found)
-    by_guarantee = {of_guarantee.guarantee.name: of_guarantee for of_guarantee in found.guarantee_results}
+    assert "holds batch (1 of 2 cases tested)" in summary(found)
+    by_guarantee = {of_guarantee.guarantee.name: of_guarantee for of_guarantee in found.guarantees}
     assert by_guarantee["schedule"].outcome is Outcome.NOT_TESTED
     assert by_guarantee["hardware"].outcome is Outcome.NOT_TESTED
 
@@ -124,7 +124,7 @@ def test_nothing_tested_is_no_test() -> None:
     assert results().status is Status.NO_TEST
 
 
-def test_certificates_break_a_rung_and_one_that_could_not_be_made_is_no_test() -> None:
+def test_certificates_break_a_guarantee_and_one_that_could_not_be_made_is_no_test() -> None:
     found = results()
     found.certificates = [certificate(), certificate(guarantee="schedule", operation="attention")]
     assert found.status is Status.REPRODUCIBLE
@@ -146,10 +146,10 @@ def test_an_interrupted_check_has_a_status_of_its_own_and_says_so_in_its_json() 
     assert data["partial"] == "It was interrupted."
     cases = {case["name"]: case for guarantee in data["runs"][0]["rungs"] for case in guarantee["facts"]}
     assert cases["preemption"]["detail"] == "interrupted"
-    assert cases["in any company"]["outcome"] == "holds"
+    assert cases["with concurrent requests"]["outcome"] == "holds"
 
 
-def test_the_rungs_are_those_of_the_contract() -> None:
+def test_the_guarantees_are_those_of_the_contract() -> None:
     contract = (Path(__file__).parents[2] / "docs" / "contract.md").read_text()
     rows = re.findall(r"^\| (\w+) \| (.+?) \| ", contract, re.MULTILINE)
     assert [(guarantee.name, guarantee.promise) for guarantee in GUARANTEES] == rows[1 : 1 + len(GUARANTEES)]
