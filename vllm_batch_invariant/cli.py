@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command. A bad setting or a refusal is one line and status 2."""
     from .errors import BadSetting, NotCovered
     from .verify.arguments import OneLineParser
-    from .verify.printable import printable
+    from .verify.printing import printable
 
     listing = "\n".join(f"  {name:<17}{command.__doc__}" for name, command in COMMANDS.items())
     parser = OneLineParser(
@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"vllm-batch-invariant: {printable(str(error))}", file=sys.stderr)
         return 2
     except Exception as error:  # a traceback ends with status 1, which means that bits differ
-        from .verify.harness.load import one_line
+        from .verify.printing import one_line
 
         why = f"{type(error).__name__}: {one_line(error)}"
         print(f"vllm-batch-invariant: {parsed.command} failed: {why}", file=sys.stderr)

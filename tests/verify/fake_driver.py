@@ -43,7 +43,7 @@ class FakeEngine:
         operation, rows = what["arguments"]
         made = {"operation": operation, "shape": "K=4", "served_by": "nobody", "rows": rows, "compared": 4}
         guarantees = ("batch", "schedule") if operation == "attention" else ("batch",)
-        return [made | {"rung": guarantee, "difference": ""} for guarantee in guarantees]
+        return [made | {"guarantee": guarantee, "difference": ""} for guarantee in guarantees]
 
     def step(self, step: dict[str, Any]) -> dict[str, Any]:
         if step["name"] == "with 7 others" and "hangs" in WRONG:

@@ -12,9 +12,8 @@ import torch
 from vllm_batch_invariant.compare import bitwise_comparison
 from vllm_batch_invariant.verify.bisect import command
 from vllm_batch_invariant.verify.bisect.command import main
-from vllm_batch_invariant.verify.bisect.engine import BisectResult, Case, Found, bisect
+from vllm_batch_invariant.verify.bisect.engine import BisectResult, Case, Found, Setting, bisect
 from vllm_batch_invariant.verify.bisect.recording import MODULE_OUTPUT, Coverage, Key, OutputDivergence
-from vllm_batch_invariant.verify.bisect.report import Setting
 from vllm_batch_invariant.verify.outcome import NoTestError, Status
 
 

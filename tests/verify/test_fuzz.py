@@ -312,7 +312,7 @@ def test_a_bisection_gets_the_requests_of_a_finding() -> None:
     one = finding(item("n0", at=0), item("t0", at=0, max_tokens=9), item("n1", at=0))
     assert one.for_bisect
     case = _case_of(one, 5)
-    assert (case.place, case.max_tokens, len(case.company)) == (1, 9, 2)
+    assert (case.place, case.max_tokens, len(case.concurrent)) == (1, 9, 2)
     assert case.prompt == one.schedule.items[1].prompt
     assert "--case f.json" in " ".join(one.bisect_arguments(Path("f.json")))
     assert "--enable-prefix-caching" not in " ".join(one.bisect_arguments(Path("f.json")))

@@ -13,6 +13,7 @@ from vllm_batch_invariant.verify.fuzz.schedule import (
     draw_settings,
     draw_targets,
 )
+from vllm_batch_invariant.verify.harness.engine import sampling_params
 from vllm_batch_invariant.verify.harness.requests import (
     KINDS,
     LISTED,
@@ -22,7 +23,6 @@ from vllm_batch_invariant.verify.harness.requests import (
     draw,
     draw_concurrent,
     over_http,
-    sampling_params,
 )
 
 ACCEPTS = Accepts(range(16, 4000), 4096, -1, KINDS)

@@ -16,7 +16,7 @@ from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.verify.answers import Answer, GeneratedToken, compare_answers
 from vllm_batch_invariant.verify.bisect import report as bisect_report
 from vllm_batch_invariant.verify.bisect.engine import BisectResult as Bisection
-from vllm_batch_invariant.verify.bisect.engine import Case
+from vllm_batch_invariant.verify.bisect.engine import Case, Setting
 from vllm_batch_invariant.verify.bisect.recording import Coverage
 from vllm_batch_invariant.verify.harness.metrics import BatchSizes
 from vllm_batch_invariant.verify.outcome import NoTestError
@@ -267,7 +267,7 @@ def test_tokens_that_differ_are_shown_as_they_are_and_on_their_own_lines(
 def test_a_models_name_is_shown_as_it_is_in_the_title_of_a_bisection(capsys: pytest.CaptureFixture[str]) -> None:
     case, coverage = Case((1,), ((2,),), 0, 1), Coverage(1, 0, 1, {}, {}, {})
     result = Bisection(None, coverage, (2,), None, None, answers_recorded=True, unrecorded_differ=False)
-    setting = bisect_report.Setting("models/[red]:100:\x1b[8m", "0", "cpu", "bfloat16", "1", "vllm-batch-invariant")
+    setting = Setting("models/[red]:100:\x1b[8m", "0", "cpu", "bfloat16", "1", "vllm-batch-invariant")
     bisect_report.print_results(consoles()[0], setting, [(case, result)])
     out = capsys.readouterr().out
     assert r"models/[red]:100:\x1b[8m: a prompt of 1 token alone" in out

@@ -18,8 +18,8 @@ from ..harness.engine import start_quiet_engine
 from ..harness.load import filler
 from ..outcome import NoTestError, Status
 from ..printing import complain, consoles, one_line
-from .engine import ENGINE_ARGUMENTS, BisectResult, Case, bisect
-from .report import print_results, setting_of, write_json
+from .engine import ENGINE_ARGUMENTS, BisectResult, Case, bisect, setting_of
+from .report import print_results, write_json
 
 CONCURRENT, CONCURRENT_TOKENS = (16, 7), 32
 """Two numbers, because a kernel may differ between 1 row and 8 and agree on 1 and 17."""

@@ -1,5 +1,6 @@
 """Runs a target request alone and with concurrent requests through an engine that records, and finds the divergence."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,8 +8,10 @@ from typing import Any
 import torch
 
 from ...compare import Comparison, bitwise_comparison
+from ...envs import FLAG
 from ..answers import Answer, first_difference
 from ..harness.engine import answer_of_output
+from ..harness.mode import of_engine
 from ..outcome import NoTestError, Status
 from .recording import Coverage, OutputDivergence, RecordedStep, Slice, first_divergence
 
@@ -75,6 +78,30 @@ class BisectResult:
         """The exit status."""
         differ = self.found is not None or self.first_logprob is not None or self.unrecorded_differ
         return Status.DIVERGED if differ else Status.REPRODUCIBLE
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The engine."""
+
+    model: str
+    vllm: str
+    device: str
+    dtype: str
+    flag: str
+    mode: str
+    """Which mode served, see :mod:`..harness.mode`."""
+
+
+def setting_of(llm: Any, model: str) -> Setting:
+    """The setting of an engine."""
+    import vllm
+
+    config = llm.llm_engine.vllm_config
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    return Setting(
+        model, vllm.__version__, config.device_config.device_type, dtype, os.environ.get(FLAG, "0"), of_engine()
+    )
 
 
 def bisect(llm: Any, case: Case) -> BisectResult:

@@ -1,9 +1,8 @@
 """The report of a bisection, as a table on a console and as JSON."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ from rich.table import Table
 
 from ...compare import Pair
 from ...envs import FLAG
-from ..harness.mode import of_engine
 from ..outcome import Status
 from ..printing import printable
 from ..report.files import write
-from .engine import BisectResult, Case, Found
+from .engine import BisectResult, Case, Found, Setting
 from .recording import MODULE_OUTPUT
 
 EAGER = (
@@ -26,30 +24,6 @@ EAGER = (
 )
 _PUBLISHED = {"concurrent": "company", "divergence": "parting", "only_concurrent": "only_in_company"}
 """Fields that have another name in the format of the JSON report."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The engine."""
-
-    model: str
-    vllm: str
-    device: str
-    dtype: str
-    flag: str
-    mode: str
-    """Which mode served, see :mod:`..harness.mode`."""
-
-
-def setting_of(llm: Any, model: str) -> Setting:
-    """The setting of an engine."""
-    import vllm
-
-    config = llm.llm_engine.vllm_config
-    dtype = str(config.model_config.dtype).removeprefix("torch.")
-    return Setting(
-        model, vllm.__version__, config.device_config.device_type, dtype, os.environ.get(FLAG, "0"), of_engine()
-    )
 
 
 def verdict(case: Case, result: BisectResult) -> str:

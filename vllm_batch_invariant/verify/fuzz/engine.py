@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ..harness.requests import KINDS, OF_TEXT, sampling_params
+from ..harness.engine import sampling_params
+from ..harness.requests import KINDS, OF_TEXT
 from ..harness.worker_main import bits, preemptions
 from ..printing import one_line
 from .compare import DIGEST

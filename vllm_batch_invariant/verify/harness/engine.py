@@ -5,7 +5,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +17,7 @@ from ..outcome import NoTestError
 from ..printing import one_line, shortened
 from .load import Arrival, Kind, Run
 from .metrics import BatchLog, Reading
-from .requests import sampling_params, varied
+from .requests import varied
 
 _ERROR = re.compile(r"(?:^|[\])] )(?:\S+: error|[\w.]*(?:Error|Exception|NotCovered|BadSetting)): (.+)$", re.MULTILINE)
 """The last line of a traceback or of a usage message, behind the prefix of a line of vLLM's log."""
@@ -101,6 +101,21 @@ def _printed_to(file: int) -> Iterator[None]:
             stream.flush()
             os.dup2(before, descriptor)
             os.close(before)
+
+
+def sampling_params(params: Mapping[str, Any]) -> Any:
+    """vLLM's ``SamplingParams`` from plain data."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    made = dict(params)
+    if "logit_bias" in made:  # JSON has no whole numbers for keys
+        made["logit_bias"] = {int(token): bias for token, bias in made["logit_bias"].items()}
+    if "structured_outputs" in made:
+        made["structured_outputs"] = StructuredOutputsParams(**made["structured_outputs"])
+    if "output_kind" in made:
+        made["output_kind"] = RequestOutputKind[made["output_kind"]]
+    return SamplingParams(**made)
 
 
 def run_offline(

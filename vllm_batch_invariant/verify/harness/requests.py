@@ -1,6 +1,6 @@
 """Requests for an engine: prompts in token ids, and sampling parameters of every kind, both drawn from a seed.
 
-They are plain data, as in JSON; :func:`sampling_params` makes vLLM's ``SamplingParams``.
+They are plain data, as in JSON; :func:`.engine.sampling_params` makes vLLM's ``SamplingParams`` of parameters.
 """
 
 import random
@@ -153,21 +153,6 @@ def draw_concurrent(
     if unseeded and "stop_token_ids" not in params and "stop" not in params and chance.random() < 0.35:
         params.pop("seed", None)
     return params
-
-
-def sampling_params(params: Mapping[str, Any]) -> Any:
-    """vLLM's ``SamplingParams`` from plain data."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-
-    made = dict(params)
-    if "logit_bias" in made:  # JSON has no whole numbers for keys
-        made["logit_bias"] = {int(token): bias for token, bias in made["logit_bias"].items()}
-    if "structured_outputs" in made:
-        made["structured_outputs"] = StructuredOutputsParams(**made["structured_outputs"])
-    if "output_kind" in made:
-        made["output_kind"] = RequestOutputKind[made["output_kind"]]
-    return SamplingParams(**made)
 
 
 def over_http(params: Mapping[str, Any], chat: bool) -> dict[str, Any]:

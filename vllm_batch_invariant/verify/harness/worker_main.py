@@ -14,7 +14,6 @@ from importlib import import_module
 from typing import Any
 
 from ..printing import one_line
-from .requests import sampling_params
 
 
 def main(descriptor: int) -> None:
@@ -53,6 +52,8 @@ class Driver:
     def step(self, step: dict[str, Any]) -> dict[str, Any]:
         """Send requests together; returns their answers, the times of tokens, and the batches."""
         from vllm.sampling_params import RequestOutputKind
+
+        from .engine import sampling_params
 
         if step.get("reset_prefix_cache") and not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache")

@@ -145,7 +145,12 @@ def _token_ids(llm: Any, prompt: Text) -> list[int]:
 
 
 def _parser() -> OneLineParser:
-    parser = OneLineParser(prog="vllm-batch-invariant receipt", description=__doc__)
+    parser = OneLineParser(
+        prog="vllm-batch-invariant receipt",
+        description="Make the receipt of a completion, compute the completion again elsewhere, or compare two "
+        "receipts, bit for bit. Exit status: 0 equal, or made; 1 different; 2 it could not be tested; 130 it was "
+        "interrupted.",
+    )
     commands = parser.add_subparsers(required=True, metavar="make, verify or compare")
     making = commands.add_parser("make", help="complete a prompt and write the receipt")
     making.set_defaults(run=_make)
@@ -154,18 +159,18 @@ def _parser() -> OneLineParser:
     _add_prompt(making, "the prompt (default: one about floating-point sums)")
     making.add_argument("--private", action="store_true", help="keep only the sha256 of the prompt's tokens")
     usual, value = Sampling(), "default: %(default)s"
-    making.add_argument("--max-tokens", type=at_least(1), default=usual.max_tokens, help=value)
-    making.add_argument("--temperature", type=not_negative, default=usual.temperature, help=f"{value}, greedy")
+    making.add_argument("--max-tokens", type=at_least(1), default=usual.max_tokens, help=f"tokens to generate, {value}")
+    making.add_argument("--temperature", type=not_negative, default=usual.temperature, help=f"0 is greedy, {value}")
     making.add_argument("--top-p", type=not_negative, default=usual.top_p, help=value)
-    making.add_argument("--top-k", type=at_least(0), default=usual.top_k, help=f"{value}, all")
+    making.add_argument("--top-k", type=at_least(0), default=usual.top_k, help=f"0 is all, {value}")
     making.add_argument("--min-p", type=not_negative, default=usual.min_p, help=value)
-    making.add_argument("--seed", type=int, default=0, help=value)
-    making.add_argument("--logprobs", type=at_least(0), default=usual.logprobs, help=f"candidates kept, {value}")
+    making.add_argument("--seed", type=int, default=0, help=f"seed of the request, {value}")
+    making.add_argument("--logprobs", type=at_least(0), default=usual.logprobs, help=f"candidates a token, {value}")
     making.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens")
 
     verifying = commands.add_parser("verify", help="compute a completion again, with concurrent requests")
     verifying.set_defaults(run=_verify)
-    verifying.add_argument("receipt", type=Path, help="the file")
+    verifying.add_argument("receipt", type=Path, help="the receipt's file")
     _add_target(verifying)
     _add_prompt(verifying, "the prompt of a private receipt")
     verifying.add_argument(
@@ -174,8 +179,8 @@ def _parser() -> OneLineParser:
 
     comparing = commands.add_parser("compare", help="compare two receipts, without a model")
     comparing.set_defaults(run=_compare)
-    comparing.add_argument("first", type=Path)
-    comparing.add_argument("second", type=Path)
+    comparing.add_argument("first", type=Path, help="a receipt")
+    comparing.add_argument("second", type=Path, help="another receipt of the same request")
     return parser
 
 
