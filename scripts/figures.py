@@ -160,7 +160,7 @@ def rooms() -> str:
 
 
 def rooms_below() -> dict[str, set[str]]:
-    """The rooms that each room imports. The small files that everybody may import, and the package's own, are left out."""
+    """The rooms that each room imports, without the small files that everybody may import and the package's own."""
     pairs = [pair for pair in between_rooms(imports()) if not {*pair} & {*SMALL_FILES, PACKAGE}]
     names = sorted({room for pair in pairs for room in pair})
     return {room: {below for above, below in pairs if above == room} for room in names}
