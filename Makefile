@@ -6,7 +6,7 @@ SAMPLES ?= 1000
 RUN = $(VENV)/bin/python -m
 CHECKPOINT = .cache/demo-model
 
-.PHONY: demo test lint install clean test-npu test-seams test-triton test-npu-stub
+.PHONY: demo test lint install clean test-npu test-seams test-triton test-npu-fake-cann
 install: $(VENV)/installed-$(DEVICE)
 
 $(VENV)/installed-%: pyproject.toml requirements/overrides-cpu.txt scripts/install.sh
@@ -25,10 +25,15 @@ lint: install
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 
+# Kernels for NVIDIA GPUs run in Triton's interpreter, in a process of its own beside the one that waits for engines.
 test: install lint
 	@if command -v $(NPU_PYTHON) >/dev/null; then $(MAKE) test-npu; \
 	else echo "make test: no $(NPU_PYTHON), so the kernels for an Ascend NPU are not compiled (make NPU_PYTHON=... test)"; fi
-	$(RUN) pytest
+	@log=$$(mktemp); TRITON_INTERPRET=1 $(RUN) pytest -m interpreted --durations=25 >$$log 2>&1 & interpreted=$$!; \
+	trap 'kill $$interpreted' INT TERM; \
+	$(RUN) pytest --durations=25; status=$$?; \
+	wait $$interpreted || status=1; \
+	echo "TRITON_INTERPRET=1 pytest -m interpreted:"; cat $$log; rm $$log; exit $$status
 
 # Kernels for an Ascend NPU, compiled and simulated: needs neither a device nor CANN.
 NPU_VENV ?= .venv-npu
@@ -47,15 +52,15 @@ test-seams: install
 test-triton: install
 	$(RUN) scripts.check_triton triton==3.6.0 triton==3.7.1 triton==3.8.0 triton
 
-# The real torch_npu over stand-ins for CANN: which calls reach a kernel of CANN, with the mode and without.
-NPU_STUB = .cache/npu-stub
-$(NPU_STUB)/installed: scripts/install_npu_stub.sh tests/npu/stub/libraries.py tests/npu/stub/runtime.c
-	sh scripts/install_npu_stub.sh $(NPU_STUB) $(PYTHON)
+# The real torch_npu over fakes of CANN: which calls reach a kernel of CANN, with the mode and without.
+NPU_FAKE_CANN = .cache/npu-fake-cann
+$(NPU_FAKE_CANN)/installed: scripts/install_npu_fake_cann.sh tests/npu/fake_cann/libraries.py tests/npu/fake_cann/runtime.c
+	sh scripts/install_npu_fake_cann.sh $(NPU_FAKE_CANN) $(PYTHON)
 	touch $@
 
-test-npu-stub: $(NPU_STUB)/installed
-	NPU_STUB=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH=$(NPU_STUB)/cann PYTHONPATH=. \
-		$(NPU_STUB)/bin/python -m pytest tests/npu/stub
+test-npu-fake-cann: $(NPU_FAKE_CANN)/installed
+	NPU_FAKE_CANN=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH=$(NPU_FAKE_CANN)/cann PYTHONPATH=. \
+		$(NPU_FAKE_CANN)/bin/python -m pytest tests/npu/fake_cann
 
 clean:
 	rm -rf $(VENV) $(NPU_VENV) .cache
