@@ -1,8 +1,8 @@
 """An engine without a model for the fuzzer, in this process: answers follow the request alone, and go wrong as told.
 
-WRONG is a list of: listed (candidates of equal value change places beside a request that lists 20), rank, text, finish,
-prompt (its logprobs differ beside another), settings (answers follow --max-num-seqs), breaks (at a prompt of 300 tokens
-and more), refuses (logit_bias), alone (nothing ever runs together).
+WRONG is a list of: listed (candidates of equal value change places with a concurrent request that lists 20), rank, text,
+finish, prompt (its logprobs differ with concurrent requests), settings (answers follow --max-num-seqs), breaks (at a
+prompt of 300 tokens and more), refuses (logit_bias), alone (nothing ever runs together).
 """
 
 import random
@@ -37,9 +37,9 @@ class FakeFuzzedEngine:
             if "refuses" in self.wrong and "logit_bias" in item["params"]
         }
         taken = [item for item in items if item["name"] not in refused]
-        company = [] if "alone" in self.wrong or len(taken) < 2 else [one["name"] for one in taken if one["target"]]
+        concurrent = [] if "alone" in self.wrong or len(taken) < 2 else [one["name"] for one in taken if one["target"]]
         counts = dict.fromkeys(("chunked_steps", "graph_replays", "preemptions", "prefix_hits", "resets"), 1)
-        counts |= {"steps": 7, "aborts": sum(item["leaves"] is not None for item in taken), "in_company": company}
+        counts |= {"steps": 7, "aborts": sum(item["leaves"] is not None for item in taken), "in_company": concurrent}
         answers = {item["name"]: self._answer(item, taken) for item in taken if item["target"]}
         return {"answers": answers, "refused": refused, "counts": counts}
 

@@ -244,7 +244,7 @@ def test_an_interrupted_check_keeps_a_report_that_is_marked_partial_and_leaves_n
     _, err = process.communicate(timeout=60)
     assert process.returncode == INTERRUPTED
     [said] = err.strip().splitlines()
-    assert said == f"check: interrupted; what was found so far is in {report} and {page}, marked partial"
+    assert said == f"check: interrupted; the results so far are in {report} and {page}, marked partial"
     assert json.loads(report.read_text())["partial"] == "It was interrupted while VLLM_BATCH_INVARIANT=1 was checked."
     assert cases(report)["the same request again"]["outcome"] == "holds"
     assert cases(report)["preemption"]["detail"] == "interrupted"

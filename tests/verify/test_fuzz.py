@@ -18,7 +18,7 @@ from vllm_batch_invariant.verify.check.command import main
 from vllm_batch_invariant.verify.fuzz import command as fuzz_command
 from vllm_batch_invariant.verify.fuzz.command import Fuzzer, FuzzPlan, context_of, replay
 from vllm_batch_invariant.verify.fuzz.compare import difference
-from vllm_batch_invariant.verify.fuzz.finding import Finding, Row
+from vllm_batch_invariant.verify.fuzz.finding import CONCURRENT, Finding, Row
 from vllm_batch_invariant.verify.fuzz.schedule import Item, Reset, Schedule, draw_schedule, draw_settings, draw_targets
 from vllm_batch_invariant.verify.fuzz.shrink import shrink
 from vllm_batch_invariant.verify.fuzz.trial import Trial
@@ -297,7 +297,7 @@ def test_a_file_that_is_no_finding_is_status_2(tmp_path: Path, capsys, text: str
 
 
 def finding(*items: Item, **changed: Any) -> Finding:
-    made = Finding("company", "x", "then", "m", ("--seed", "3"), "1", SETTINGS, Schedule(items), "t0")
+    made = Finding(CONCURRENT, "x", "then", "m", ("--seed", "3"), "1", SETTINGS, Schedule(items), "t0")
     return replace(made, **changed)
 
 

@@ -64,15 +64,15 @@ def test_targets_are_short_and_long_and_begin_alike() -> None:
 
 
 def test_concurrent_requests_differ_in_parameters_as_much_as_in_lengths() -> None:
-    beside = [item for item in ITEMS if not item.target]
-    assert {item.params["logprobs"] for item in beside} >= set(LISTED)
-    assert {item.params["output_kind"] for item in beside} == set(OUTPUT_KINDS)
-    assert any(item.params["temperature"] and "seed" not in item.params for item in beside)
-    assert any(item.leaves is not None for item in beside)
-    seen = {name for item in beside for name in item.params}
+    concurrent = [item for item in ITEMS if not item.target]
+    assert {item.params["logprobs"] for item in concurrent} >= set(LISTED)
+    assert {item.params["output_kind"] for item in concurrent} == set(OUTPUT_KINDS)
+    assert any(item.params["temperature"] and "seed" not in item.params for item in concurrent)
+    assert any(item.leaves is not None for item in concurrent)
+    seen = {name for item in concurrent for name in item.params}
     assert seen >= {"n", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "stop", "structured_outputs"}
     assert seen >= {"prompt_logprobs", "top_k", "top_p", "min_p", "presence_penalty", "stop_token_ids"}
-    assert all(len(item.prompt) + item.params["max_tokens"] <= CONTEXT for item in beside)
+    assert all(len(item.prompt) + item.params["max_tokens"] <= CONTEXT for item in concurrent)
 
 
 def test_schedules_fill_an_engine_exactly_and_reset_its_cache_while_requests_run() -> None:

@@ -239,7 +239,7 @@ def differing(token: str) -> ReproduceResult:
     steps = [[GeneratedToken(text, -0.5, ((text, -0.5),))] for text in ("token_id:1", token)]
     answers = tuple(Answer.of(name, step) for name, step in zip(("plain", token), steps, strict=True))
     numbers = {"seconds": 1.0, "completions_per_second": 1.0, "tokens_per_second": 1.0}
-    counts = {"length": 1, "others": 0, "left_early": 0, "failed_others": 0, "failure": "", "varied": "", "mode": "off"}
+    counts = {"length": 1, "others": 0, "aborted": 0, "failed_others": 0, "failure": "", "varied": "", "mode": "off"}
     found = {
         "comparison": compare_answers(answers),
         "batches": BatchSizes((1, 2), ()),

@@ -128,11 +128,11 @@ def worker(request: pytest.FixtureRequest) -> SimpleNamespace:
 
 def record(worker: WorkerExtension, alone: bool, target: list | None = None) -> dict:
     worker.bisect_begin("target", alone, target)
-    beside = {} if alone else {"other": OTHERS[:7], "target": TARGET, "third": OTHERS[7:]}
-    worker.model_runner.step(beside or {"target": TARGET}, 0)
+    rows = {} if alone else {"other": OTHERS[:7], "target": TARGET, "third": OTHERS[7:]}
+    worker.model_runner.step(rows or {"target": TARGET}, 0)
     # a step with one row alone and four with concurrent requests, in another order
-    beside = {} if alone else {"target": TARGET[:1], "other": OTHERS[:2], "third": OTHERS[3:4]}
-    worker.model_runner.step(beside or {"target": TARGET[:1]}, 3)
+    rows = {} if alone else {"target": TARGET[:1], "other": OTHERS[:2], "third": OTHERS[3:4]}
+    worker.model_runner.step(rows or {"target": TARGET[:1]}, 3)
     recorded = worker.bisect_end()
     assert not recorded["problem"]
     return recorded

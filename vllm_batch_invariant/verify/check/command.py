@@ -191,7 +191,7 @@ def _run(options: argparse.Namespace, out: Console, notes: Console) -> int:
         complain(notes, "check", f"the report failed: {type(error).__name__}: {one_line(error)}")
         return report.status or Status.NO_TEST
     if partial:
-        complain(notes, "check", f"interrupted; {written or 'nothing was found yet'}")
+        complain(notes, "check", f"interrupted; {written or 'there are no results yet'}")
     return report.status
 
 
@@ -237,4 +237,4 @@ def _write(report: Report, options: argparse.Namespace, out: Console) -> str:
     finally:
         print_report(out, report)
     files = " and ".join(str(path) for path in (options.json, options.html) if path)
-    return f"what was found so far is {f'in {files}, marked partial' if files else 'above'}"
+    return f"the results so far are {f'in {files}, marked partial' if files else 'above'}"

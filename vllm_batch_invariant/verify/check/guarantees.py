@@ -23,14 +23,20 @@ class Guarantee:
 
 GUARANTEES = (
     Guarantee("run", "when the same batch runs again"),
-    Guarantee("batch", "whatever other requests run beside it, in any number and order, at any place in the batch"),
+    Guarantee(
+        "batch",
+        "whatever other requests run concurrently, in any number and order, with any parameters, at any index of the "
+        "batch",
+    ),
     Guarantee(
         "schedule",
         "whether a token's state was computed by prefill, by a chunk of any size or by decode, after preemption, from "
-        "a warm or a cold prefix cache, before or after a restart, a sleep or an exchange of weights",
+        "a warm or a cold prefix cache, before or after a restart, a sleep or an update of weights",
     ),
     Guarantee("parallel", "with another number of tensor-parallel workers", "a check has one engine, of one size"),
-    Guarantee("hardware", "on another machine, or with another number of CPU threads", "a check has one machine"),
+    Guarantee(
+        "hardware", "on another kind of machine, or with another number of CPU threads", "a check has one machine"
+    ),
 )
 
 OPERATIONS = ("linear", "rms_norm", "softmax", "log_softmax", "sum", "mean", "attention")

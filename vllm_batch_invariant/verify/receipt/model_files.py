@@ -10,18 +10,18 @@ from ... import kept_file
 from .record import Model, sha256_of
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
-"""By preference, as vLLM has it: with one kind present, the others are not loaded."""
+"""In vLLM's order of preference: of the kinds that are present only the first is loaded."""
 SETTINGS = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.py")
-"""Configurations, tokenizers, chat templates, and code of the model's own."""
+"""Configurations, tokenizers, chat templates, and the model's own code."""
 
 
 def model_at(folder: Path | None, name: str, why_not: str = "the model's files are not on this machine") -> Model:
     """The model whose files are in a folder.
 
     Args:
-        folder: None where the files are elsewhere.
-        name: what it is called. Of a path only the last part is kept: the others say who keeps it where.
-        why_not: said in place of a digest.
+        folder: None if the files are elsewhere.
+        name: of the model. Of a path only the last part is kept, because the others tell who keeps it where.
+        why_not: why there is no digest, if there is none.
     """
     found = [] if folder is None else list(_files(folder))
     if not any(path.match(pattern) for path in found for pattern in WEIGHTS):
@@ -31,7 +31,7 @@ def model_at(folder: Path | None, name: str, why_not: str = "the model's files a
 
 
 def public_name(name: str) -> str:
-    """A model's name without the folders it lies in; ``organisation/model`` stays, also of the hub's cache."""
+    """A model's name without its folders; ``organisation/model`` stays, also from the hub's cache."""
     cached = re.search(r"models--([^/\\]+)[/\\]snapshots[/\\]", name)
     if cached:
         return cached[1].replace("--", "/")
@@ -41,7 +41,7 @@ def public_name(name: str) -> str:
 
 
 def local_folder(name: str, revision: str | None = None) -> Path | None:
-    """Where a model's files are on this machine: a folder, or the cache of Hugging Face's hub. None if nowhere."""
+    """The folder of a model on this machine, or in the cache of Hugging Face's hub; None if there is none."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -61,8 +61,8 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _sha256_of_file(path: Path) -> str:
-    """Computed once for a path, its inode, size and times of last change; known ones are kept beside the certificates.
-    The time of the inode's change is what no copy and no tool sets back.
+    """Cached by path, inode, size and times of last change, in the folder of the certificates. The time of the inode's
+    change is part of the key because no copy and no tool sets it back.
     """
     path = path.resolve()
     state = path.stat()
@@ -82,7 +82,7 @@ def _store() -> Path | None:
 
 
 def _known(content: Any) -> dict[str, str]:
-    """Digests by key; none where the file holds something else, which is then written over."""
+    """Digests by key; none if the file holds something else, which is then overwritten."""
     if not isinstance(content, dict) or not all(re.fullmatch("[0-9a-f]{64}", str(each)) for each in content.values()):
         return {}
     return content

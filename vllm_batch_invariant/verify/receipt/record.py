@@ -161,7 +161,7 @@ class Sampling:
             if number.type is float:  # 1 and 1.0 are one value, with one hash
                 object.__setattr__(self, number.name, float(getattr(self, number.name)))
         if self.temperature > 0 and self.seed is None:
-            raise NoTestError("sampling without a seed is random, so nobody can repeat it; give a seed")
+            raise NoTestError("sampling without a seed is random and cannot be repeated; give a seed")
 
 
 @dataclass(frozen=True)

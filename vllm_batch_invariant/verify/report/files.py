@@ -1,4 +1,4 @@
-"""The files that a run writes: known to be writable before it starts, and written whole after it."""
+"""The report files of a run: known to be writable before it starts, and written whole at its end."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from ..outcome import NoTestError
 
 
 def why_not_writable(path: Path) -> str:
-    """Why a file of that name cannot be written, in words; empty where it can. Nothing is left behind."""
+    """Why a file cannot be written, in words; empty if it can. Nothing is left behind."""
     if not path.absolute().parent.is_dir():
         return "no such folder"
     try:

@@ -1,4 +1,4 @@
-"""A report as one page of HTML that needs nothing else: no network, no script, no file beside it."""
+"""A report as a single HTML page without scripts, which loads no other file and needs no network."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +13,12 @@ _MARKS = {Outcome.HOLDS: "✓", Outcome.BREAKS: "✗", Outcome.NOT_TESTED: "–"
 
 @dataclass(frozen=True)
 class Cell:
-    """What is in a table's cell.
+    """The cell of a table.
 
     Attributes:
-        text: several lines where it has line breaks.
-        outcome: puts the outcome's mark and word before the text.
-        anchor: the id by which the row is reached, unique in the page.
+        text: may have line breaks.
+        outcome: its mark and word precede the text.
+        anchor: id of the row, unique in the page.
     """
 
     text: str
@@ -27,7 +27,7 @@ class Cell:
 
     @property
     def mark(self) -> str:
-        """A sign for the outcome, which its word repeats."""
+        """A sign for the outcome, in addition to its word."""
         return _MARKS[self.outcome] if self.outcome else ""
 
 
@@ -42,20 +42,20 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot with what it shows in words."""
+    """A plot, and a caption that says what it shows."""
 
     caption: str
     svg: str
 
     @property
     def markup(self) -> Markup:
-        """The plot, which the page takes as it is: it was drawn here."""
+        """The plot, which needs no escaping because it was drawn here."""
         return Markup(self.svg)
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page, with the anchor under which it is found."""
+    """A section of the page, with its id."""
 
     anchor: str
     heading: str
@@ -71,7 +71,7 @@ class Page:
         about: one line: what was checked, where and when.
         outcome: of everything.
         summary: a sentence for each setting.
-        partial: why the report is not whole; empty where it is.
+        partial: why the report is incomplete; empty if it is complete.
         sections: its parts, in order.
     """
 

@@ -1,4 +1,4 @@
-"""Parts of a page that more than one report has: the map of samples, and batches over time."""
+"""Parts that several pages have: the map of samples, and batch sizes over time."""
 
 import statistics
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def map_parts(label: str, name: str, samples: Sequence[tuple[str, Answer]]) -> t
     Args:
         label: whose samples these are.
         name: of the map, unique in its page.
-        samples: (label, answer), the first one being what the others have to equal.
+        samples: (label, answer); the others have to equal the first.
     """
     if not samples:
         return (f"{label}: no sample was taken.",)

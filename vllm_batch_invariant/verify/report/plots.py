@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from ..harness.metrics import Latency, Trace
 
 _COLOURS = ("#cfe3f1", "#f6c48c", "#a9dcc7", "#f3e68f", "#e6bcd6", "#b9c9f2", "#f2b0a6")
-"""Light enough for black letters, which say the same."""
+"""Light enough for black letters, which tell the same."""
 _OTHERS = "#d4d4d4"
 _LINES = (("#0072B2", "-"), ("#D55E00", "--"), ("#009E73", ":"))
 
 
 def sample_map(found: SampleMap, name: str, description: str, anchors: Mapping[int, str]) -> str:
-    """One row a sample: letters and colours say which completion it follows, marks where it parts from the first.
+    """One row a sample: letters and colours say which completion it follows, marks where it diverges from the first.
 
     Args:
         name: of the plot, unique in its page; the ids in it begin with it.
-        description: what there is to see, for who does not.
+        description: of the plot, for screen readers.
         anchors: where the marks of a row lead, by its number.
     """
 
@@ -34,9 +34,9 @@ def sample_map(found: SampleMap, name: str, description: str, anchors: Mapping[i
         for place, row in enumerate(found.rows):
             for completion, start, length in row.runs:
                 axes.broken_barh([(start, length)], (place - 0.42, 0.84), facecolors=_colour(completion), linewidth=0)
-                # beside the mark where the stretch begins with one
-                beside = 1.2 if start and length > 1 else 0.15
-                axes.text(start + beside, place, letter(completion), va="center", fontsize=7)
+                # to the right of the mark if the stretch begins with one
+                offset = 1.2 if start and length > 1 else 0.15
+                axes.text(start + offset, place, letter(completion), va="center", fontsize=7)
             if row.logprob is None:
                 continue
             end = len(row.follows) if row.token is None else row.token
@@ -95,7 +95,7 @@ def batches_over_time(traces: Sequence["Trace"], name: str, description: str) ->
 
 
 def latencies(measured: Mapping[str, "Latency"], name: str, description: str) -> str:
-    """The share of tokens that came within a time of the one before, a line a setting."""
+    """Distribution of the time since the token before, a line a setting."""
 
     def draw(figure: "Figure") -> None:
         axes = figure.subplots()

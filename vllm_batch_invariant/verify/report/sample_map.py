@@ -7,7 +7,7 @@ from itertools import groupby
 from ..answers import Answer, compare_answers
 
 MOST_ROWS = 60
-"""With more samples than that, those with the same bits share a row."""
+"""With more samples, those with the same bits share a row."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Row:
     """One sample, or several with the same bits.
 
     Attributes:
-        label: how it was asked for.
+        label: how it was requested.
         samples: how many there are.
         follows: number of the completion that it follows at each token: the first one with the same tokens up to there.
         token: position of the first token that differs from the first row's; None for none.
@@ -43,12 +43,12 @@ class Row:
 
 @dataclass(frozen=True)
 class SampleMap:
-    """All samples, the first row being the one that others have to equal."""
+    """All samples; the other rows have to equal the first."""
 
     rows: tuple[Row, ...]
     completions: int
     not_shown: int
-    """Samples for which there was no room."""
+    """Samples for which there is no room."""
 
     @property
     def different(self) -> tuple[Row, ...]:
@@ -62,7 +62,7 @@ class SampleMap:
 
     @property
     def first_token(self) -> int | None:
-        """The first token that any sample has otherwise."""
+        """The first token that differs in any sample."""
         return min((row.token for row in self.rows if row.token is not None), default=None)
 
 
@@ -90,7 +90,7 @@ def map_of(samples: Sequence[tuple[str, Answer]], most_rows: int = MOST_ROWS) ->
 def _followed(sequences: Iterable[tuple[str, ...]]) -> list[tuple[int, ...]]:
     """For each sequence and position the number of the first distinct sequence with the same beginning."""
     numbers: dict[tuple[str, ...], int] = {}
-    # a tree of beginnings: who came to a node first owns it
+    # a tree of prefixes: the first sequence at a node owns it
     nodes: dict[tuple[int, str], int] = {}
     owners: list[int] = []
     found = []

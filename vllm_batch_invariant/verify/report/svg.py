@@ -35,7 +35,7 @@ def svg(draw: Callable[["Figure"], None], height: float, name: str, description:
 
     Args:
         name: of the figure, unique in its page; the ids in it begin with it.
-        description: what there is to see, for who does not.
+        description: of the plot, for screen readers.
         links: names of the addresses that parts of the figure lead to.
     """
     import matplotlib as mpl

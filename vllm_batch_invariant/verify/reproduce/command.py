@@ -84,7 +84,7 @@ def _results(options: argparse.Namespace, notes: Console) -> Iterator[ReproduceR
     elif options.base_url:
         yield asyncio.run(_against(options.base_url, options.api_key, options.model, options, notes, "server", None))
     else:
-        flags = ("0", "1") if options.compare_answers else (os.environ.get(FLAG, "0"),)
+        flags = ("0", "1") if options.compare else (os.environ.get(FLAG, "0"),)
         for flag in flags:
             label = f"{FLAG}={flag}"
             notes.print(f"starting a server with {label} ...", style="dim", highlight=False, markup=False)
