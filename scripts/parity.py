@@ -115,7 +115,7 @@ def plain_logprobs(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logits.float(), -1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
 
 
-def _products_apart(x: torch.Tensor, *weights: torch.Tensor, **_: Any) -> torch.Tensor:
+def _separate_matmuls(x: torch.Tensor, *weights: torch.Tensor, **_: Any) -> torch.Tensor:
     return torch.cat([F.linear(x, weight) for weight in weights], dim=-1)
 
 
@@ -128,7 +128,7 @@ def _norm_of_the_rounded_sum(
     return normalised if residual is None else (normalised, summed)
 
 
-def _rotary_rounded_thrice(
+def _rotary_rounded_three_times(
     query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
@@ -154,15 +154,15 @@ def _silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 OPERATIONS: dict[str, dict[str, Callable[..., Any]]] = {
-    "PyTorch's products, one a weight": {"linear": _products_apart},
+    "PyTorch's matmuls, one a weight": {"linear": _separate_matmuls},
     "a norm of the rounded sum": {"rms_norm": _norm_of_the_rounded_sum},
-    "a rotary embedding that rounds thrice": {"rotate": _rotary_rounded_thrice},
+    "a rotary embedding that rounds three times": {"rotate": _rotary_rounded_three_times},
     "attention without splits": {"attend": _attention_in_one_softmax},
     "PyTorch's SiLU": {"silu_and_mul": _silu_and_mul},
     "PyTorch's log_softmax": {},
 }
-"""What Hugging Face computes in its own way, as functions that can be put into ``hf.qwen3``; the last one is
-:func:`plain_logprobs`.
+"""Operations as Hugging Face computes them: functions that replace those of ``hf.qwen3``; the last replaces
+``token_logprobs`` by :func:`plain_logprobs`.
 """
 
 
@@ -194,9 +194,9 @@ def gaps(path: str, dtype: torch.dtype, device: str, samples: Sequence[Sample]) 
 def main() -> int:
     """Roll out, compare, print. The exit status is 1 if the patched trainer is not equal, 2 if nothing was compared."""
     parser = OneLineParser(prog="parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a Qwen3 model's folder or name; a small random one is made if left out")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the engine and the trainer")
-    parser.add_argument("--max-tokens", type=at_least(1), default=32, help="sampled for each of the prompts")
+    parser.add_argument("--model", help="a Qwen3 model's folder or name (default: a small one with random weights)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the engine and the trainer")
+    parser.add_argument("--max-tokens", type=at_least(1), default=32, help="tokens to sample for each prompt")
     options = parser.parse_args()
     try:
         return _compare(options)
@@ -225,8 +225,8 @@ def _compare(options: argparse.Namespace) -> int:
     console = Console(width=160)
     console.print(f"{found[PATCHED][0].tokens} tokens, {options.dtype}, {device}: those that differ, by how much, KL")
     console.print(table)
-    facts = chain(info["device"].items(), info["versions"].items())
-    console.print(", ".join(f"{name} {value}" for name, value in facts))
+    details = chain(info["device"].items(), info["versions"].items())
+    console.print(", ".join(f"{name} {value}" for name, value in details))
     return int(any(gap.different for gap in found[PATCHED]))
 
 

@@ -1,4 +1,4 @@
-"""The same row in batches of several sizes: means and a product of plain PyTorch, and in batch_invariant_mode().
+"""The same row in batches of several sizes: means and a matmul of plain PyTorch, and in batch_invariant_mode().
 
 usage: python -m scripts.demos.batches [--device cpu|cuda]
 

@@ -1,4 +1,4 @@
-"""What moves the bits of a sum and of a product: the block and split-K do, the tile does not.
+"""What moves the bits of a sum and of a matmul: the block and split-K do, the tile does not.
 
 usage: python -m scripts.demos.blocks [--device cpu|cuda]
 
@@ -16,7 +16,7 @@ Written out in single additions, which IEEE 754 defines, so this is what any mac
     | 512   | 450.007782 | 449.75  |
     | 1024  | 450.007935 | 454.5   |
 
-    256 x 256 product: elements of 65536 with other bits
+    256 x 256 matmul: elements of 65536 with other bits
 
     | tile      | float32 | float16 |
     |-----------|---------|---------|
@@ -24,7 +24,7 @@ Written out in single additions, which IEEE 754 defines, so this is what any mac
     | 64 x 128  | 0       | 0       |
     | 128 x 128 | 0       | 0       |
 
-    256 x 256 product: elements of 65536 with other bits
+    256 x 256 matmul: elements of 65536 with other bits
 
     | split-K | float32 | float16 |
     |---------|---------|---------|
@@ -69,7 +69,7 @@ def blocked_sum(x: torch.Tensor, block: int) -> torch.Tensor:
     return left_to_right(left_to_right(x.view(-1, block)))
 
 
-def product(a: torch.Tensor, b: torch.Tensor, tile: tuple[int, int], splits: int = 1) -> torch.Tensor:
+def matmul(a: torch.Tensor, b: torch.Tensor, tile: tuple[int, int], splits: int = 1) -> torch.Tensor:
     """[M, K] @ [K, N], tile by tile of the result; in each, K is walked upwards in each split, then they are added."""
     out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
     for top in range(0, a.shape[0], tile[0]):
@@ -92,15 +92,15 @@ def sums(dtype: torch.dtype, device: str = "cpu") -> dict[int, float]:
 
 
 def moved(dtype: torch.dtype, device: str = "cpu") -> tuple[dict[tuple[int, int], int], dict[int, int]]:
-    """Elements of a product with other bits than the first tile's, for each tile, and for each split-K."""
+    """Elements of a matmul with other bits than the first tile's, for each tile, and for each split-K."""
     a, b = (numbers(SIDE, SIDE, seed=seed, dtype=dtype, device=device) for seed in (1, 2))
-    first = product(a, b, TILES[0])
+    first = matmul(a, b, TILES[0])
 
     def differ(other: torch.Tensor) -> int:
         return int((other != first).sum())
 
-    by_tile = {tile: differ(product(a, b, tile)) for tile in TILES}
-    return by_tile, {splits: differ(product(a, b, TILES[-1], splits)) for splits in SPLITS}
+    by_tile = {tile: differ(matmul(a, b, tile)) for tile in TILES}
+    return by_tile, {splits: differ(matmul(a, b, TILES[-1], splits)) for splits in SPLITS}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
         Console().print(table)
 
     show(f"Sum of {ELEMENTS} numbers", "block", BLOCKS, lambda which, block: f"{found[which][0][block]:.9g}")
-    title = f"{SIDE} x {SIDE} product: elements of {SIDE * SIDE} with other bits"
+    title = f"{SIDE} x {SIDE} matmul: elements of {SIDE * SIDE} with other bits"
     show(title, "tile", TILES, lambda which, tile: str(found[which][1][tile]))
     show(title, "split-K", SPLITS, lambda which, splits: str(found[which][2][splits]))
 

@@ -47,7 +47,7 @@ def samples(engine: Engine) -> list[Sample]:
 def as_many_threads(engine: Engine, threads) -> None:
     """A CPU's products follow the number of threads."""
     if DEVICE == "cpu":
-        threads(engine.about["device"]["threads"])
+        threads(engine.info["device"]["threads"])
 
 
 @pytest.fixture

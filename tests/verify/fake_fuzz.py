@@ -1,8 +1,8 @@
 """An engine without a model for the fuzzer, in this process: answers follow the request alone, and go wrong as told.
 
-WRONG is a list of: listed (candidates of equal value change places with a concurrent request that lists 20), rank, text,
-finish, prompt (its logprobs differ with concurrent requests), settings (answers follow --max-num-seqs), breaks (at a
-prompt of 300 tokens and more), refuses (logit_bias), alone (nothing ever runs together).
+WRONG is a list of: listed (candidates of equal value change places with a concurrent request that lists 20), rank,
+text, finish, prompt (its logprobs differ with concurrent requests), settings (answers follow --max-num-seqs), breaks
+(at a prompt of 300 tokens and more), refuses (logit_bias), alone (nothing ever runs together).
 """
 
 import random
