@@ -13,10 +13,11 @@ from tests.assertions import assert_near, assert_same_bits
 from tests.ops.interpreted_checks import run_all
 from vllm_batch_invariant.ops.softmax import cuda as softmax
 from vllm_batch_invariant.ops.softmax import reference as exact
+from vllm_batch_invariant.ops.softmax.reduction import LONGEST_WHOLE, SHORTEST_CHUNK, SoftmaxReduction
 
 HALF = torch.float16
 """The interpreter truncates to bf16."""
-LONG = softmax.LONGEST_WHOLE + 1
+LONG = LONGEST_WHOLE + 1
 FUNCTIONS = ("softmax", "log_softmax")
 
 
@@ -67,20 +68,20 @@ def check_gradients() -> None:
             assert_same_bits(backward(grad[1:2], output[1:2], -1, torch.float32), ours[1:2])
 
 
-def check_layouts() -> None:
+def check_reductions() -> None:
     for length in (1, 31, 4096, LONG - 1, LONG, 151_936, 262_144, 262_145, 10_000_000, 10**9):
-        layout = softmax.layout_for(length)
-        whole = length <= softmax.LONGEST_WHOLE
-        assert layout.block >= length if whole else softmax.CHUNK <= layout.block <= softmax.LONGEST_WHOLE
-        assert 32 * layout.warps <= layout.block == 2 ** int(math.log2(layout.block))
-    assert softmax.layout_for(151_936).block == softmax.CHUNK
+        reduction = SoftmaxReduction.of_device("cuda", length, torch.float32)
+        whole = length <= LONGEST_WHOLE
+        assert reduction.block >= length if whole else SHORTEST_CHUNK <= reduction.block <= LONGEST_WHOLE
+        assert 32 * reduction.num_warps <= reduction.block == 2 ** int(math.log2(reduction.block))
+    assert SoftmaxReduction.of_device("cuda", 151_936, torch.float32).block == SHORTEST_CHUNK
 
 
 CHECKS = {
     "rows": check_rows,
     "special values": check_special_values,
     "gradients": check_gradients,
-    "layouts": check_layouts,
+    "reductions": check_reductions,
 }
 
 
