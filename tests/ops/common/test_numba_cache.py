@@ -48,7 +48,7 @@ def test_a_kernel_of_other_sources_is_not_taken(hits: Callable[[], int], monkeyp
     assert [hits(), hits()] == [0, 1]
     monkeypatch.undo()
     paths = sorted(Path(numba_rows.__file__).parents[1].rglob("*.py"))
-    assert {"lanes.py", "numba_math.py", "kernel.py"} <= {path.name for path in paths}
+    assert {"cpu_simd.py", "numba_math.py", "cpu_kernel.py"} <= {path.name for path in paths}
 
 
 @pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
