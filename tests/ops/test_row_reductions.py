@@ -168,7 +168,9 @@ def test_the_unit_that_a_receipt_prints_is_the_one_of_the_kernels(printed):
     assert says["accumulate"] == "int64"
 
 
-@pytest.mark.parametrize("length", [1, 31, 4096, LONGEST_WHOLE, LONGEST_WHOLE + 1, 151_936, 262_145, 10_000_000, 10**9])
+@pytest.mark.parametrize(
+    "length", [1, 31, 4096, LONGEST_WHOLE, LONGEST_WHOLE + 1, 151_936, 262_144, 262_145, 10_000_000, 10**9]
+)
 def test_a_softmax_has_whole_rows_or_chunks_that_a_program_can_hold(length):
     reduction = SoftmaxReduction.of_device("cuda", length, torch.float32)
     if length <= LONGEST_WHOLE:
@@ -176,6 +178,7 @@ def test_a_softmax_has_whole_rows_or_chunks_that_a_program_can_hold(length):
         assert length <= reduction.block
     else:
         assert SHORTEST_CHUNK <= reduction.block == reduction.chunk <= LONGEST_WHOLE
+        assert (reduction.chunk == SHORTEST_CHUNK) == (length <= 262_144)
     assert 32 * reduction.num_warps <= reduction.block == 1 << (reduction.block.bit_length() - 1)
     assert reduction.num_chunks <= reduction.padded_chunks < 2 * reduction.num_chunks
 
