@@ -142,6 +142,7 @@ def _level(counts_ptr, weights_ptr, row, block_id, num_blocks, k, p, PADDED_BLOC
     return level, tl.sum(tl.where(chosen, held, 0)), tl.sum(tl.where(chosen, before, 0)), total
 
 
+# This kernel and the next have more than 12 parameters: a pointer for each thing that the kernels before them leave.
 @triton.jit
 def _gather_kernel(
     logits_ptr, stride_row, ks_ptr, ps_ptr, max_keys_ptr, counts_ptr, weights_ptr, keys_ptr, ids_ptr, length,
