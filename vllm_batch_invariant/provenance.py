@@ -69,7 +69,7 @@ def environment_here(
         engine=engine,
         reductions={
             "attention": {"implementation": attention_by} | _plain(attention),
-            "linear (output head)": _plain(LinearReduction(vocabulary, hidden, dtype), device_type),
+            "linear (output head)": _plain(LinearReduction.of_device(device_type, vocabulary, hidden, dtype)),
             "norm": _plain(NormReduction(hidden, dtype)),
             "softmax (logprobs)": _plain(SoftmaxReduction(vocabulary, torch.float32)),
         },
@@ -140,12 +140,12 @@ def _sources() -> str:
     return digest.hexdigest()[:12]
 
 
-def _plain(reduction: Any, device_type: str | None = None) -> dict[str, str | int]:
-    """A reduction's fields, the dtype it adds in, and on a GPU how it multiplies fp32."""
+def _plain(reduction: Any) -> dict[str, str | int]:
+    """A reduction's fields, without those that decide nothing here, and the dtype it adds in."""
     values = {field.name: getattr(reduction, field.name) for field in fields(reduction)}
+    values = {name: value for name, value in values.items() if value is not None}
     adding = next((part for name in ("squares", "sum") if (part := getattr(reduction, name, None))), reduction)
     values |= {"accumulate": adding.accumulate} if hasattr(adding, "accumulate") else {}
-    values |= {"precision": reduction.precision} if device_type == "cuda" else {}
     return {
         name: value if isinstance(value, int) else str(value).removeprefix("torch.") for name, value in values.items()
     }

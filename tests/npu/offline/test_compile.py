@@ -1,6 +1,7 @@
 """Every kernel compiles for an Ascend NPU, up to the last step before its binary, and has the shape that was meant."""
 
 import pytest
+import torch
 
 from tests.npu.offline.cases import COLUMNS, LENGTHS, PRODUCT_CASES, ROW_CASES
 from tests.npu.offline.compiler import check_product, check_rows
@@ -48,5 +49,5 @@ def test_the_cases_have_every_block_and_every_tile(launched):
         compiled = {dict(variant.constants)["block"] for variant in variants if variant.kernel == kernel}
         assert compiled == {*npu_rows._BLOCKS, *blocks}
     assert {npu_rows.layout_for(length, 8192).block for length in LENGTHS} == {*npu_rows._BLOCKS, 8192}
-    assert {linear.tile_for(n).columns for n in (1, 100, 5120, 20_000, 151_936)} == set(COLUMNS)
-    assert {variant.kernel for variant in variants} == {*largest, "_product_kernel", "_add_bias_kernel"}
+    assert {linear._reduction(n, 512, torch.bfloat16).block_n for n in (1, 100, 5120, 20_000, 151_936)} == set(COLUMNS)
+    assert {variant.kernel for variant in variants} == {*largest, "_gemm_kernel", "_add_bias_kernel"}
