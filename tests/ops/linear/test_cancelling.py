@@ -47,10 +47,10 @@ def test_a_split_moves_nearly_all_elements_where_it_moves_few_of_a_random_produc
 
     def moved(x: torch.Tensor, weight: torch.Tensor) -> float:
         terms = (x.float()[:, None] * weight.float()).permute(2, 0, 1).contiguous()  # exact
-        split = sum(sequential_k(part) for part in terms.tensor_split(parts))
-        return (split.bfloat16() != sequential_k(terms).bfloat16()).double().mean().item()
+        split = sum(in_order(part) for part in terms.tensor_split(parts))
+        return (split.bfloat16() != in_order(terms).bfloat16()).double().mean().item()
 
-    def sequential_k(terms: torch.Tensor) -> torch.Tensor:
+    def in_order(terms: torch.Tensor) -> torch.Tensor:
         total = torch.zeros_like(terms[0])
         for term in terms:
             total += term

@@ -33,9 +33,9 @@ def multiply(module: ModuleType, a: torch.Tensor, b: torch.Tensor, bias: torch.T
 def test_every_layout_is_described_as_it_is(dtype: torch.dtype, biased: bool, cublaslt: ModuleType) -> None:
     wide_a, wide_b, bias = draw(64, 96, dtype=dtype), draw(96, 48, dtype=dtype), draw(40, dtype=dtype)
     bias = bias if biased else None
-    for k_major, k_major in product((True, False), repeat=2):
-        a = wide_a if k_major else wide_a.t().contiguous().t()
-        b = wide_b.t().contiguous().t() if k_major else wide_b
+    for a_k_major, b_k_major in product((True, False), repeat=2):
+        a = wide_a if a_k_major else wide_a.t().contiguous().t()
+        b = wide_b.t().contiguous().t() if b_k_major else wide_b
         for m, k in ((64, 96), (16, 80), (8, 16), (1, 96)):
             part_a, part_b = a[:m, :k], b[:k, :40]
             assert_same_bits(multiply(cublaslt, part_a, part_b, bias), sequential_k(part_a, part_b, bias), f"{m} x {k}")

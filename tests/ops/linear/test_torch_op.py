@@ -1,4 +1,4 @@
-"""The product as an operator of PyTorch's."""
+"""The operation as a custom operator of PyTorch's."""
 
 import pytest
 import torch
