@@ -1,6 +1,7 @@
 """Every kernel compiles for an Ascend NPU, up to the last step before its binary, and has the shape that was meant."""
 
 import pytest
+import torch
 
 from tests.npu.offline.cases import COLUMNS, LENGTHS, PRODUCT_CASES, ROW_CASES
 from tests.npu.offline.compiler import check_product, check_rows
@@ -46,5 +47,5 @@ def test_the_cases_have_every_block_and_every_tile(launched):
         compiled = {dict(variant.constants)["BLOCK"] for variant in variants if variant.kernel == kernel}
         assert compiled == {*blocks, *largest_blocks}
     assert {row_reduction.npu_block(length, "sum") for length in LENGTHS} == {*blocks, 8192}
-    assert {linear.tile_for(n).columns for n in (1, 100, 5120, 20_000, 151_936)} == set(COLUMNS)
-    assert {variant.kernel for variant in variants} == {*largest, "_product_kernel", "_add_bias_kernel"}
+    assert {linear._reduction(n, 512, torch.bfloat16).block_n for n in (1, 100, 5120, 20_000, 151_936)} == set(COLUMNS)
+    assert {variant.kernel for variant in variants} == {*largest, "_gemm_kernel", "_add_bias_kernel"}

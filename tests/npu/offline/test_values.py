@@ -17,6 +17,7 @@ from tests.npu.offline import controls
 from tests.npu.offline.driver import CHIPS
 from tests.npu.offline.interpreter import interpreted
 from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops.linear import LinearReduction
 from vllm_batch_invariant.ops.linear import npu as linear
 from vllm_batch_invariant.ops.linear import reference as exact_linear
 from vllm_batch_invariant.ops.norm import npu as norm
@@ -280,9 +281,9 @@ def test_a_block_that_follows_the_number_of_rows_is_seen(monkeypatch):
 
 def test_a_tile_that_follows_the_number_of_rows_is_seen(monkeypatch):
     def product(x):
-        tile = linear.Tile(128, 128, 32 if len(x) < 64 else 128)
+        other = replace(LinearReduction.of_device("npu", 100, 1000, x.dtype), k_step=32 if len(x) < 64 else 128)
         with monkeypatch.context() as patch:
-            patch.setattr(linear, "tile_for", lambda columns: tile)
+            patch.setattr(linear, "_reduction", lambda *_: other)
             return linear.mm(x, weight.t())
 
     weight = draw(100, 1000)
