@@ -170,7 +170,7 @@ class Planner:
         self.shape, self.layout, self.device = shape, layout, device
         self.longest, self.most_keys, self.windows = longest, most_keys, tuple(dict.fromkeys(windows))
         self.tile = tile_of(shape.head_size, shape.dtype)
-        sizes = [size for _, size, _ in shape.reduction.levels]
+        sizes = [size for _, size, _ in shape.reduction.split_segments]
         if any(size % self.tile.keys for size in sizes):
             raise ValueError(f"splits must be multiples of {self.tile.keys} keys, got {shape.reduction}")
         self.most_tiles = max(sizes) // self.tile.keys
@@ -197,7 +197,7 @@ class Planner:
         most = requests * min(_splits_of_a_window(reduction, window, 1), reduction.split_of(self.longest - 1) + 1)
         if self.most_keys is not None:
             # Those of the last size, and all before them.
-            early = reduction.levels[-1][2]
+            early = reduction.split_segments[-1][2]
             most = min(most, requests * (1 + early) + self.most_keys // reduction.split_size)
         return _even(most * self._blocks_of_a_token)
 
@@ -250,7 +250,7 @@ class Planner:
         common: dict[str, Any] = {
             "group": self.shape.group,
             "block_rows": tile.rows,
-            "levels": reduction.levels,
+            "levels": reduction.split_segments,
             "window": window or 0,
         }
         with torch.cuda.device(self.device):
@@ -322,7 +322,7 @@ def _splits_of_a_window(reduction: AttentionReduction, window: int | None, token
 def _split_of(positions: np.ndarray, reduction: AttentionReduction) -> np.ndarray:
     """``AttentionReduction.split_of`` of many."""
     numbers = np.zeros_like(positions)
-    for start, size, first in reduction.levels:
+    for start, size, first in reduction.split_segments:
         numbers = np.where(positions < start, numbers, first + (positions - start) // size)
     return numbers
 
