@@ -70,7 +70,7 @@ def load_work(work_ptr, idx, NUM_KV_HEADS: tl.constexpr, PREFILL_LIKE: tl.conste
     else:
         item_ptr = work_ptr + idx * WORK_SIZE
         kv_head = tl.load(item_ptr + WORK_KV_HEAD)
-        first_row = tl.to_tensor(0)
+        first_row = kv_head * 0  # a field of an aggregate is a tensor
     return Work(
         tl.load(item_ptr + WORK_REQUEST).to(tl.int64),
         kv_head,
