@@ -16,10 +16,10 @@ from tests.ops.interpreted_checks import check
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops import attention
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
-from vllm_batch_invariant.ops.attention.cuda import Shape
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
 from vllm_batch_invariant.ops.attention.flex import plan as flex_plan
 from vllm_batch_invariant.ops.attention.flex.plan import KeyLayout, Planner, Tile
+from vllm_batch_invariant.ops.attention.plan import AttentionShape
 
 HEADS = Heads(3, 1, 64)
 REDUCTION = AttentionReduction(128, ((64, 256),))
@@ -112,7 +112,7 @@ def check_that_no_entry_is_too_many() -> None:
     for window in (None, 1, 100):
         for chunks in (MIXED, MIXED[2:3], [newest(300, 70)]):
             query, keys, _, table, lengths, starts = lay_out(chunks)
-            shape = Shape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION)
+            shape = AttentionShape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION)
             planner = Planner(shape, KeyLayout.of(keys, 32), query.device, len(chunks), int(lengths.max()), (window,))
             plan = planner.plan(starts, lengths, table, decode=int(starts.diff().max()) == 1)
             masks = plan.masks[window]
@@ -130,7 +130,7 @@ def check_one_plan_for_every_step_of_decode() -> None:
     lengths = [1, 65, 257, 300]
     chunks = [newest(length, 1, seed) for seed, length in enumerate(lengths)]
     query, keys, values, table, seq_lens, starts = lay_out(chunks)
-    shape = Shape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION)
+    shape = AttentionShape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION)
     planner = Planner(shape, KeyLayout.of(keys, 32), query.device, 8, 1000, (None, 50))
     options = {"scale": 0.1, "reduction": REDUCTION, "implementation": "flex_cuda"}
     plan = planner.plan(starts, seq_lens, table, decode=True)
