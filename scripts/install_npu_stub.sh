@@ -1,9 +1,9 @@
 #!/bin/sh
-# Makes a virtual environment with the real torch_npu over stand-ins for CANN.   usage: install_npu_stub.sh VENV [PYTHON]
+# Makes a virtual environment with the real torch_npu over fakes of CANN.   usage: install_npu_stub.sh VENV [PYTHON]
 set -eu
 venv=$1 python=${2:-python3}
 for tool in cc nm; do
-    command -v "$tool" >/dev/null || { echo "install_npu_stub: the stand-ins for CANN need a C compiler and nm; $tool is not there" >&2 && exit 2; }
+    command -v "$tool" >/dev/null || { echo "install_npu_stub: the fakes of CANN need a C compiler and nm; $tool is not there" >&2 && exit 2; }
 done
 version=$("$python" -c 'import platform, sys; print("%d.%d" % sys.version_info[:2], sys.platform, platform.machine())')
 case $version in

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from scripts import check_seams
+from scripts import check_patch_points
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration import coverage, install, patch_points, reviewed
 from vllm_batch_invariant.ops.linear import schedule
@@ -89,7 +89,7 @@ def test_what_a_version_has_and_nobody_has_reviewed_is_named(tmp_path: Path) -> 
         wheel.writestr("vllm/config/vllm.py", VLLM)
         for file, name in (("backend", "AttentionBackend"), ("backends/triton_attn", "TritonAttentionBackend")):
             wheel.writestr(f"vllm/v1/attention/{file}.py", BACKEND.format(name))
-        assert check_seams.unreviewed(wheel) == [
+        assert check_patch_points.unreviewed(wheel) == [
             "VllmConfig.order_of_additions",
             "CacheConfig.rounding",
             "Rounding.up",

@@ -350,7 +350,7 @@ def is_batch_invariant_mode_enabled() -> bool:
     return _enabled is not None
 
 
-def enable_batch_invariant_mode(theirs: Iterable[str] = ()) -> None:
+def enable_batch_invariant_mode(external_ops: Iterable[str] = ()) -> None:
     """Replace PyTorch's products, reductions and elementwise functions by batch-invariant ones, for the whole process.
 
     Besides the operators in :data:`OVERRIDES`: scaled_dot_product_attention takes its path of plain products,
@@ -358,12 +358,12 @@ def enable_batch_invariant_mode(theirs: Iterable[str] = ()) -> None:
     left to replace.
 
     Args:
-        theirs: operators that another library has made batch-invariant on NPUs, and that are left to it.
+        external_ops: operators that another library has made batch-invariant on NPUs, and that are left to it.
     """
     global _enabled
     if _enabled is not None:
         return
-    theirs = frozenset(theirs)
+    external_ops = frozenset(external_ops)
     library = torch.library.Library("aten", "IMPL")
     of_devices = ExitStack()
     with warnings.catch_warnings():
@@ -376,7 +376,7 @@ def enable_batch_invariant_mode(theirs: Iterable[str] = ()) -> None:
                     continue
                 native_kernels.keep(name, key)
                 for operator, function in registrations(name, override):
-                    if device_type == "npu" and operator in theirs:
+                    if device_type == "npu" and operator in external_ops:
                         continue
                     library.impl(operator, function, key, allow_override=True)
             if device_type != "cpu":
@@ -386,7 +386,7 @@ def enable_batch_invariant_mode(theirs: Iterable[str] = ()) -> None:
             if device_type == "npu":
                 from .npu import replaced
 
-                of_devices.enter_context(replaced(theirs))
+                of_devices.enter_context(replaced(external_ops))
         library.impl("linear", linear, "CompositeImplicitAutograd", allow_override=True)
     _enabled = _Enabled(
         library,

@@ -119,11 +119,11 @@ def _compositions() -> Iterator[tuple[str, Callable[..., object]]]:
 
 
 @contextmanager
-def replaced(theirs: frozenset[str] = frozenset()) -> Iterator[None]:
+def replaced(external_ops: frozenset[str] = frozenset()) -> Iterator[None]:
     """Put these operators in torch_npu's place for a block, and ask the rest of its kernels to be deterministic.
 
     Args:
-        theirs: operators that are left as they are.
+        external_ops: operators that are left as they are.
     """
     libraries = {"aten": torch.library.Library("aten", "IMPL")}
     for namespace in npu_refused.OWN_NAMESPACES:
@@ -131,7 +131,7 @@ def replaced(theirs: frozenset[str] = frozenset()) -> Iterator[None]:
 
     def register(namespace: str, operators: Iterator[tuple[str, Callable[..., object]]], *keys: str) -> None:
         for name, function in list(operators):
-            for key in () if name in theirs else keys:
+            for key in () if name in external_ops else keys:
                 libraries[namespace].impl(name, function, key, allow_override=True)
 
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

@@ -1,4 +1,4 @@
-"""What an engine says of itself: its worker when it is called, a server over HTTP, as an endpoint plugin of vLLM."""
+"""The engine's provenance: the answer of its worker to a call, and of its server over HTTP by an endpoint plugin."""
 
 import json
 import os
@@ -33,10 +33,10 @@ def offer_endpoint() -> None:
 
 def install() -> None:
     """Give this process's worker the method."""
-    setattr(patch_points.WORKER.get(), METHOD, _declaration)
+    setattr(patch_points.WORKER.get(), METHOD, _engine_info)
 
 
-def _declaration(worker: Any) -> dict[str, Any]:
+def _engine_info(worker: Any) -> dict[str, Any]:
     from ..ops.attention import OF_DEVICE
     from ..provenance import Environment, environment_here, versions
 
@@ -86,12 +86,12 @@ class Endpoint:
 
     def attach_router(self, app: Any) -> None:
         """Called by vLLM before the engine is there."""
-        app.add_api_route(PATH, self.declaration, methods=["GET"])
+        app.add_api_route(PATH, self.engine_info, methods=["GET"])
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:  # noqa: ARG002 - vLLM's signature
         """Called by vLLM with the engine."""
         self._engine = engine_client
 
-    async def declaration(self) -> dict[str, Any]:
-        """The fields of ``receipt.Environment``."""
+    async def engine_info(self) -> dict[str, Any]:
+        """The fields of ``provenance.Environment``."""
         return (await self._engine.collective_rpc(METHOD))[0]

@@ -9,7 +9,8 @@ import torch
 
 from .. import __version__, envs
 from ..errors import NotCovered
-from . import ascend, coverage, cuda_graphs, endpoint, patch_points, refusals, reviewed, seeds, weights
+from . import coverage, cuda_graphs, endpoint, patch_points, refusals, reviewed, seeds, weights
+from .ascend import install as ascend
 
 if TYPE_CHECKING:
     from ..ops.attention import AttentionReduction
@@ -48,10 +49,10 @@ def install() -> None:
     if device_type == "cuda":
         _leave_out_flashinfer_sampler()
     if device_type == "npu":
-        ascend.be_deterministic()
+        ascend.set_deterministic_env()
         ascend.choose_attention(type(current_platform))
     patch_points.REGISTER_BACKEND.get()(_backend(device_type), f"{__package__}.attention_{device_type}.Backend")
-    patch_points.INIT_BATCH_INVARIANCE.put(take_over)
+    patch_points.INIT_BATCH_INVARIANCE.put(install_worker)
     endpoint.offer_endpoint()
     seeds.install()
     weights.install()
@@ -59,7 +60,7 @@ def install() -> None:
 
 
 def _device_type(platform: Any) -> str:
-    """What a platform computes on; ROCm's and others say "cuda" of theirs, too."""
+    """What a platform computes on; ROCm's and others say "cuda", too."""
     return platform.device_name if platform.device_type == "cuda" and not platform.is_cuda() else platform.device_type
 
 
@@ -84,7 +85,7 @@ def _check_configurations(platform: type) -> None:
         if npu:
             ascend.before_platform(vllm_config)
         adjust(cls, vllm_config)
-        configure(vllm_config)
+        update_config(vllm_config)
         if npu:
             ascend.after_platform(vllm_config)
 
@@ -116,7 +117,7 @@ def check(vllm_config: Any) -> None:
         reviewed.check(vllm_config)
 
 
-def configure(vllm_config: Any) -> None:
+def update_config(vllm_config: Any) -> None:
     """Settings of the mode: our attention, and layers that are not compiled: compiled ones have no operators left to
     replace. On a GPU a step stays one CUDA graph: of decode, and in vLLM's second model runner any other that fits one,
     if attention is not FlexAttention's.
@@ -156,7 +157,7 @@ def _check_pages(vllm_config: Any) -> None:
 
 
 @refusals.relayed
-def take_over() -> None:
+def install_worker() -> None:
     """Install the operations in a worker; stands for vLLM's ``init_batch_invariance``, before the model is built.
 
     Raises:
@@ -169,9 +170,9 @@ def take_over() -> None:
     from . import linear, norm, norm_rotary, sampling, sampling_seeds
 
     device_type = current_platform.device_type
-    theirs: frozenset[str] = frozenset()
+    external_ops: frozenset[str] = frozenset()
     if device_type == "npu":
-        theirs = ascend.start_own_mode()
+        external_ops = ascend.start_own_mode()
         ascend.replace_norms()
     else:
         if device_type == "cuda":
@@ -185,10 +186,10 @@ def take_over() -> None:
         refusals.install_in_worker(patch_points.DEVICE_WORKER.get())
     endpoint.install()
     weights.install_in_worker(device_type)
-    enable_batch_invariant_mode(theirs)
+    enable_batch_invariant_mode(external_ops)
     if device_type == "cpu":
         compile_kernels()
-    for line in summary(device_type, theirs):
+    for line in summary(device_type, external_ops):
         logger.info(line)
 
 
@@ -218,21 +219,21 @@ def _reduction(device_type: str) -> "AttentionReduction":
     return AttentionReduction.of_device(device_type, envs.ATTENTION.read())
 
 
-def summary(device_type: str, theirs: Iterable[str] = ()) -> list[str]:
-    """What serves each operation on a device, and what may be relied on; for the log. ``theirs`` are operators of an
-    NPU that stay vllm-ascend's.
+def summary(device_type: str, external_ops: Iterable[str] = ()) -> list[str]:
+    """What serves each operation on a device, and what may be relied on; for the log. ``external_ops`` are operators of
+    an NPU that stay vllm-ascend's.
     """
     first = f"Batch-invariant mode is on (vllm-batch-invariant {__version__}); "
     if device_type == "npu":
         return [
             f"{first}vllm-ascend's own mode is kept where it has no gap.",
-            f"{ascend.summary(theirs)} Layers are not compiled.",
+            f"{ascend.summary(external_ops)} Layers are not compiled.",
             "On Ascend NPUs the mode is compiled and simulated, never run on hardware: a request should have the same "
             "bits when it is run again and in any batch; verify that with: vllm-batch-invariant reproduce.",
         ]
     serving = {
-        "cpu": "Products: BLAS in fp32 on row tiles of fixed heights. Norms, softmax, sums: numba, in a fixed order.",
-        "cuda": "Products: one chain over K in cuBLASLt and Triton. Norms, softmax, sums: Triton, in a fixed order.",
+        "cpu": "GEMMs: BLAS in fp32 on row tiles of fixed heights. Norms, softmax, sums: numba, in a fixed order.",
+        "cuda": "GEMMs: one chain over K in cuBLASLt and Triton. Norms, softmax, sums: Triton, in a fixed order.",
     }[device_type]
     machine = f"machine with {torch.get_num_threads()} threads" if device_type == "cpu" else "kind of GPU"
     seed = envs.SEED.read()

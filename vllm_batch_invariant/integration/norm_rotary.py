@@ -26,8 +26,8 @@ def install() -> None:
     """Give the attention layers the operation; where one is not as expected, vLLM's method stays, with the bits of the
     norm and of vLLM's rotary kernel, which are the same.
     """
-    for seam in (patch_points.QWEN3_ATTENTION, patch_points.QWEN3_MOE_ATTENTION):
-        layer = seam.get()
+    for point in (patch_points.QWEN3_ATTENTION, patch_points.QWEN3_MOE_ATTENTION):
+        layer = point.get()
         if getattr(layer.forward, "fused", False):
             continue
         if set(layer.forward.__code__.co_names) == _NAMES:

@@ -67,10 +67,10 @@ def masks_follow_their_rows(batch: type) -> None:
 
 
 def _second_runner() -> None:
-    for seam in (patch_points.TOP_K_TOP_P_OF_STATES, patch_points.TOP_K_TOP_P_OF_SAMPLER):
-        seam.put(_top_k_top_p)
-    for seam in (patch_points.TOPK_SCORES, patch_points.TOPK_SCORES_OF_SAMPLER, patch_points.TOPK_SCORES_OF_PROMPT):
-        seam.put(compute_topk_scores)
+    for point in (patch_points.TOP_K_TOP_P_OF_STATES, patch_points.TOP_K_TOP_P_OF_SAMPLER):
+        point.put(_top_k_top_p)
+    for point in (patch_points.TOPK_SCORES, patch_points.TOPK_SCORES_OF_SAMPLER, patch_points.TOPK_SCORES_OF_PROMPT):
+        point.put(compute_topk_scores)
     patch_points.TOKEN_LOGPROBS.put(log_softmax_at)
     prompt = patch_points.TOPK_SCORES_OF_PROMPT.module()
     if hasattr(prompt, patch_points.TOKEN_LOGPROBS.attribute):  # newer ones score a prompt by given tokens, too

@@ -3,7 +3,7 @@
 A trainer writes into a running engine by vLLM's ``reload_weights``, by its weight transfer, or by a function of the
 trainer's own that the workers are told to run: all of them calls of ``EngineCore.collective_rpc``. Keys in the prefix
 cache and those of requests that run were computed with the weights before, and vLLM leaves them. Here they are let go
-before the next step, if a weight differs. What a GPU computes with is read where vLLM keeps it; on a CPU products have
+before the next step, if a weight differs. What a GPU computes with is read where vLLM keeps it; on a CPU GEMMs have
 copies, for which see :mod:`.linear`.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from . import linear, patch_points
-from .endpoint import METHOD as DECLARATION
+from .endpoint import METHOD as ENGINE_INFO
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -55,7 +55,7 @@ def install() -> None:
 
     @wraps(call)
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        if method not in (METHOD, DECLARATION):
+        if method not in (METHOD, ENGINE_INFO):
             _before_call(self)
         return call(self, method, *args, **kwargs)
 

@@ -97,8 +97,8 @@ def test_the_device_gets_everything_back(found: dict) -> None:
 
 
 def test_operators_that_another_library_has_replaced_are_left_to_it_and_their_gaps_filled(found: dict) -> None:
-    theirs = {spelling: natives(log) for spelling, log in found["theirs"].items()}
-    assert theirs == {
+    external_ops = {spelling: natives(log) for spelling, log in found["external_ops"].items()}
+    assert external_ops == {
         "mm": ["native mm"],
         "mm, out": [],
         "@": ["native matmul"],

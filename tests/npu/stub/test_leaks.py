@@ -1,6 +1,6 @@
 """With the real torch_npu and its dispatcher, no product or reduction reaches a kernel of CANN while the mode is on.
 
-Under torch_npu lie stand-ins for CANN that compute nothing and log which operator was launched: this proves where calls
+Under torch_npu lie fakes of CANN that compute nothing and log which operator was launched: this proves where calls
 go, and no value. ``make test-npu-stub`` makes the environment; elsewhere these tests are skipped.
 """
 
@@ -19,10 +19,10 @@ from tests.npu.stub.implementations import CALLS
 from vllm_batch_invariant import batch_invariant_mode, disable_batch_invariant_mode, enable_batch_invariant_mode
 from vllm_batch_invariant.aten import npu, npu_refused
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import ascend
+from vllm_batch_invariant.integration.ascend import install as ascend
 
 if find_spec("torch_npu") is None or "NPU_STUB" not in os.environ:
-    pytest.skip("needs torch_npu over stand-ins for CANN: make test-npu-stub", allow_module_level=True)
+    pytest.skip("needs torch_npu over fakes of CANN: make test-npu-stub", allow_module_level=True)
 
 import torch_npu  # noqa: F401
 
@@ -195,9 +195,9 @@ def test_what_vllm_ascend_has_registered_is_found_and_left_to_it_and_its_gaps_do
 
     for name in shape_of:  # as vllm-ascend does it: under the slot's other name
         own_mode.impl(f"aten::{name}", serving(name), "NPU")
-    theirs = ascend.registered(own_mode) & ascend.THEIRS
-    assert theirs == {"mm", "bmm"}
-    enable_batch_invariant_mode(theirs)
+    external_ops = ascend.registered(own_mode) & ascend.EXTERNAL_OPS
+    assert external_ops == {"mm", "bmm"}
+    enable_batch_invariant_mode(external_ops)
     try:
         for spelling in SPELLINGS:
             served.clear()

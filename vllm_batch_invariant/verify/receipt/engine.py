@@ -61,7 +61,7 @@ def declared_by(llm: Any) -> Declared:
         model = model_at(None, name, "the engine made its weights up (--load-format dummy)")
     else:
         model = model_at(local_folder(config.model, config.revision), name)
-    if patch_points.INIT_BATCH_INVARIANCE.get() is not install.take_over:
+    if patch_points.INIT_BATCH_INVARIANCE.get() is not install.install_worker:
         return Declared(model, Environment(mode=False, versions=versions()))
     return Declared(model, environment_from_json(llm.collective_rpc(endpoint.METHOD)[0]))
 
