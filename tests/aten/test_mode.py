@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 import vllm_batch_invariant
 from tests.assertions import DTYPES, assert_rows_keep_their_bits, assert_same_bits
-from vllm_batch_invariant import aten, batch_invariant_mode, set_batch_invariant_mode
+from vllm_batch_invariant import batch_invariant_mode, set_batch_invariant_mode
+from vllm_batch_invariant.aten import cpu
 from vllm_batch_invariant.ops.dispatch import module_for
 from vllm_batch_invariant.ops.linear import cpu as linear_cpu
 
@@ -192,7 +193,7 @@ def test_integers_are_served_by_pytorch() -> None:
 
 
 def test_pytorch_gets_everything_back() -> None:
-    before = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in aten.OVERRIDES}
+    before = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in cpu.DEVICE.operators}
     flags = torch.backends.cuda.flash_sdp_enabled(), torch.backends.mha.get_fastpath_enabled()
     with pytest.raises(ZeroDivisionError), batch_invariant_mode():
         assert vllm_batch_invariant.is_batch_invariant_mode_enabled()

@@ -1,4 +1,4 @@
-"""What an NPU needs beside the operators of ``aten``: torch_npu has kernels of its own for functions that PyTorch
+"""An NPU: torch_npu has kernels of its own for functions that PyTorch
 composes elsewhere, for every reduction, and for fused operators that PyTorch does not have.
 
 All is registered at PrivateUse1, the slot that torch_npu calls "NPU".
@@ -12,14 +12,16 @@ from contextlib import contextmanager
 import torch
 
 from ..ops.common.native_kernels import exists
-from ..ops.dispatch import DISPATCH_KEYS, module_for
-from . import Override, linear, npu_refused, registrations
+from ..ops.devices import DEVICES
+from ..ops.dispatch import module_for
+from . import npu_refused
+from .overrides import OVERRIDES, DeviceOverrides, Override, linear, registrations
 from .reductions import COMPOSED
 from .reductions import OUTS as COMPOSED_OUTS
 
 Tensor = torch.Tensor
 
-KEY = DISPATCH_KEYS["npu"]
+KEY = DEVICES["npu"].dispatch_key
 AUTOGRAD_KEY = f"Autograd{KEY}"
 
 
@@ -119,7 +121,7 @@ def _compositions() -> Iterator[tuple[str, Callable[..., object]]]:
 
 
 @contextmanager
-def replaced(external_ops: frozenset[str] = frozenset()) -> Iterator[None]:
+def replaced(external_ops: frozenset[str]) -> Iterator[None]:
     """Put these operators in torch_npu's place for a block, and ask the rest of its kernels to be deterministic.
 
     Args:
@@ -158,4 +160,6 @@ def replaced(external_ops: frozenset[str] = frozenset()) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filling
 
 
-__all__ = ["DECOMPOSED", "OWN", "replaced"]
+DEVICE = DeviceOverrides(OVERRIDES, has_external_ops=True, replaced=replaced)
+
+__all__ = ["DECOMPOSED", "DEVICE", "OWN"]
