@@ -14,10 +14,10 @@ import torch
 
 from tests.ops.attention.cases import Chunk, Heads, Request, exact, paged
 from tests.ops.interpreted_checks import check
-from vllm_batch_invariant.ops import attention
 from vllm_batch_invariant.ops.attention import AttentionReduction, certificate, paged_attention
 from vllm_batch_invariant.ops.attention.cuda import Kernels, Plan, Planner, Shape
 from vllm_batch_invariant.ops.attention.params import PagedAttention
+from vllm_batch_invariant.ops.devices import DEVICES
 
 HEADS = Heads(2, 1, 64, torch.float16)
 """In bf16 the interpreter multiplies wrongly."""
@@ -30,7 +30,7 @@ def pretend_to_have_a_gpu() -> None:
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=PROCESSORS)
     torch.cuda.get_device_capability = lambda device: (8, 0)
     torch.cuda.device = torch.cuda.device_of = lambda device: nullcontext()
-    attention.OF_DEVICE["cpu"] = "triton"
+    DEVICES["cpu"] = replace(DEVICES["cpu"], attention="triton")
 
 
 def newest(length: int, count: int, seed: int = 1) -> Chunk:

@@ -8,6 +8,7 @@ usage: TRITON_INTERPRET=1 python -m tests.ops.attention.interpreted_flex
 import math
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -20,6 +21,7 @@ from vllm_batch_invariant.ops.attention.cuda import Shape
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
 from vllm_batch_invariant.ops.attention.flex import plan as flex_plan
 from vllm_batch_invariant.ops.attention.flex.plan import KeyLayout, Planner, Tile
+from vllm_batch_invariant.ops.devices import DEVICES
 
 HEADS = Heads(3, 1, 64)
 REDUCTION = AttentionReduction(128, ((64, 256),))
@@ -50,7 +52,7 @@ EAGER = flex_cuda.flex_attention
 
 def pretend_to_have_a_gpu() -> None:
     torch.cuda.device = torch.cuda.device_of = lambda device: nullcontext()
-    attention.OF_DEVICE["cpu"] = "flex_cuda"
+    DEVICES["cpu"] = replace(DEVICES["cpu"], attention="flex_cuda")
     attention.IMPLEMENTATIONS = (*attention.IMPLEMENTATIONS, "flex_cuda")
     attention._MODULES["flex_cuda"] = ".flex.cuda"
     flex_cuda.flex_attention = attend_to_listed_tiles
