@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from scripts import check_patch_points
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import coverage, install, patch_points, reviewed
+from vllm_batch_invariant.integration import coverage, devices, install, patch_points, reviewed
 from vllm_batch_invariant.ops.linear import schedule
 
 
@@ -133,7 +133,7 @@ def test_a_platform_that_only_claims_to_be_cuda_is_called_by_its_name(name: str,
         def is_cuda(self) -> bool:
             return nvidia
 
-    assert install._device_type(Platform()) == name
+    assert devices.type_of(Platform()) == name
 
 
 def test_a_part_that_vllm_makes_after_the_platform_was_asked_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

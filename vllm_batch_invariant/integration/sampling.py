@@ -17,18 +17,12 @@ from . import patch_points, reviewed_sampling
 
 
 def install(device_type: str) -> None:
-    """Replace what the samplers call: the first model runner's on a CPU, both runners' on a GPU.
+    """Replace what the first model runner's sampler calls, and check the functions of vLLM that stay in use.
 
     Raises:
         NotCovered: a function of vLLM that stays in use has another source than those that were reviewed.
     """
     reviewed_sampling.check(device_type)
-    _first_runner()
-    if device_type == "cuda":
-        _second_runner()
-
-
-def _first_runner() -> None:
     patch_points.TOP_K_TOP_P.put(_top_k_top_p)
     sampler = patch_points.SAMPLER.get()
     forward = sampler.forward
@@ -66,7 +60,8 @@ def masks_follow_their_rows(batch: type) -> None:
     batch.swap_states, batch.condense = swap_states, condense_and_clear
 
 
-def _second_runner() -> None:
+def install_second_runner() -> None:
+    """Replace what the second model runner's sampler calls; only GPUs have one."""
     for point in (patch_points.TOP_K_TOP_P_OF_STATES, patch_points.TOP_K_TOP_P_OF_SAMPLER):
         point.put(_top_k_top_p)
     for point in (patch_points.TOPK_SCORES, patch_points.TOPK_SCORES_OF_SAMPLER, patch_points.TOPK_SCORES_OF_PROMPT):

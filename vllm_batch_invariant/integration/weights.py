@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from . import linear, patch_points
+from . import devices, linear, patch_points
 from .endpoint import METHOD as ENGINE_INFO
 
 logger = logging.getLogger("vllm.batch_invariant")
@@ -65,12 +65,13 @@ def install() -> None:
         setattr(core, name, _looking(getattr(core, name)))
 
 
-def install_in_worker(device_type: str) -> None:
-    """Give this process's worker the method, and see when its model is written and its memory goes."""
+def install_in_worker() -> None:
+    """Give this process's worker the method."""
     setattr(patch_points.WORKER.get(), METHOD, fingerprint)
-    if device_type == "npu":
-        return
-    worker = patch_points.DEVICE_WORKER.get()
+
+
+def watch(worker: type) -> None:
+    """See when the model of a class of workers is written, and when its memory goes."""
     load_model, wake_up = worker.load_model, worker.wake_up
 
     @wraps(load_model)
@@ -169,7 +170,7 @@ def _before_call(core: Any) -> None:
     watch = _watch_of(core)
     asleep = core.model_executor.is_sleeping  # a GPU that sleeps has no weights to look at
     first = watch.fingerprint is None and not asleep
-    if first or core.vllm_config.device_config.device_type == "cpu":
+    if first or devices.of_config(core.vllm_config).copies_weights:
         [found, *_] = core.model_executor.collective_rpc(METHOD, kwargs={"compare": first})
         watch.fingerprint = found or watch.fingerprint
     watch.called = True

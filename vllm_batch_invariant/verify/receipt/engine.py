@@ -62,7 +62,7 @@ def declared_by(llm: Any) -> Declared:
     else:
         model = model_at(local_folder(config.model, config.revision), name)
     if patch_points.INIT_BATCH_INVARIANCE.get() is not install.install_worker:
-        return Declared(model, Environment(mode=False, versions=versions()))
+        return Declared(model, Environment(mode=False, versions=versions(patch_points.installed_version())))
     return Declared(model, environment_from_json(llm.collective_rpc(endpoint.METHOD)[0]))
 
 
