@@ -76,7 +76,7 @@ CUDA_BACKEND = PatchPoint(("vllm.v1.attention.backends.triton_attn",), "TritonAt
 WRITE_CACHE = PatchPoint(("vllm.v1.attention.ops.triton_reshape_and_cache_flash",), "triton_reshape_and_cache_flash")
 """Copies a step's keys and values to their pages on CUDA."""
 ROTARY = PatchPoint(("vllm._custom_ops",), "rotary_embedding")
-"""Turns queries and keys in place. Importing its module loads vLLM's compiled kernels."""
+"""Turns queries and keys in place."""
 ROTARY_EMBEDDING = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "RotaryEmbedding")
 """The layer that calls it, and the base of those that only scale the angles."""
 QWEN3_ATTENTION = PatchPoint(("vllm.model_executor.models.qwen3",), "Qwen3Attention")
@@ -141,6 +141,11 @@ MEMBERS = {
     "EMBEDDING_METHOD": ("process_weights_after_loading",),
 }
 """Methods of those classes that are overridden."""
+
+
+def load_kernels() -> None:
+    """Have ``torch.ops._C``, vLLM's compiled kernels, which the module of :data:`ROTARY` loads."""
+    ROTARY.module()
 
 
 def installed_version() -> str:
