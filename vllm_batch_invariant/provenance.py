@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from . import __version__
 from .ops.linear import LinearReduction
 from .ops.norm import NormReduction
 from .ops.softmax import SoftmaxReduction
+from .version import __version__
 
 if TYPE_CHECKING:
     from .ops.attention import AttentionReduction

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from ... import __version__, envs
+from ... import envs
 from ...ops.attention import AttentionReduction
 from ...ops.devices import Device
+from ...version import __version__
 from .. import norm, patch_points, refusals, sampling, sampling_seeds, weights
 
 MODE_IS_ON = f"Batch-invariant mode is on (vllm-batch-invariant {__version__}); "
