@@ -192,7 +192,7 @@ REFUSED = (
     ),
     Feature(
         "Mixture of experts",
-        "tokens are grouped by expert, so a GEMM's rows follow the batch in kernels that are not ours",
+        "tokens are grouped by expert, so a matmul's rows follow the batch in kernels that are not ours",
         "serve a dense model",
         lambda config: _when(config.model_config.is_moe, "mixture of experts"),
     ),

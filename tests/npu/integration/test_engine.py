@@ -154,7 +154,7 @@ def test_the_worker_switches_the_mode_on_once_before_the_communicator(
     assert norms["RMSNorm"].__name__ == "BatchInvariantRMSNorm"
     assert norms["GemmaRMSNorm"].__name__ == "BatchInvariantGemmaRMSNorm"
     assert norms["SiluAndMul"] is object
-    assert "GEMMs: vllm-ascend's own for linear, mm; Triton for the others." in log.text
+    assert "Matmuls: vllm-ascend's own for linear, mm; Triton for the others." in log.text
     assert "compiled and simulated, never run on hardware" in log.text
 
 

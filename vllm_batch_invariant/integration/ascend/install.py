@@ -103,8 +103,8 @@ def replace_norms() -> None:
 def summary(external_ops: Iterable[str]) -> str:
     """What serves each operation on an NPU, for the log."""
     left = ", ".join(sorted(external_ops))
-    gemms = f"vllm-ascend's own for {left}; Triton for the others" if left else "Triton"
+    matmuls = f"vllm-ascend's own for {left}; Triton for the others" if left else "Triton"
     return (
-        f"GEMMs: {gemms}. Norms, softmax, sums: Triton, in a fixed order. "
+        f"Matmuls: {matmuls}. Norms, softmax, sums: Triton, in a fixed order. "
         f"Attention: {LIBRARIES.get(attention_library() or '', 'none')}, decode and prefill apart."
     )

@@ -74,6 +74,6 @@ DEVICE = Cpu(
     DEVICES["cpu"],
     attention_backend="vllm_batch_invariant.integration.attention_cpu.Backend",
     attention_choices=("CPU_ATTN", "CUSTOM"),
-    serving="GEMMs: BLAS in fp32 on row tiles of fixed heights. Norms, softmax, sums: numba, in a fixed order.",
+    serving="Matmuls: BLAS in fp32 on row tiles of fixed heights. Norms, softmax, sums: numba, in a fixed order.",
     copies_weights=True,
 )

@@ -102,6 +102,6 @@ DEVICE = Cuda(
     DEVICES["cuda"],
     attention_backend="vllm_batch_invariant.integration.attention_cuda.Backend",
     attention_choices=("CUSTOM",),
-    serving="GEMMs: one chain over K in cuBLASLt and Triton. Norms, softmax, sums: Triton, in a fixed order.",
+    serving="Matmuls: one chain over K in cuBLASLt and Triton. Norms, softmax, sums: Triton, in a fixed order.",
     execution="Layers are not compiled; steps run in CUDA graphs.",
 )

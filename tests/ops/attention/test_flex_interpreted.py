@@ -1,19 +1,16 @@
-"""Runs FlexAttention on a GPU's plan on the CPU: the Triton kernels around it in Triton's interpreter, FlexAttention
-itself uncompiled, which looks at no block mask, so that the blocks become a part of the mask. A program of its own,
-because Triton reads the setting when it is imported.
-
-usage: TRITON_INTERPRET=1 python -m tests.ops.attention.interpreted_flex
+"""FlexAttention on a GPU's plan, on the CPU: the Triton kernels around it in Triton's interpreter, FlexAttention itself
+uncompiled, which looks at no block mask, so that the blocks become a part of the mask.
 """
 
 import math
-import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 
+import pytest
 import torch
 
+from tests.assertions import assert_same_bits
 from tests.ops.attention.cases import Chunk, Heads, Request, exact, paged
-from tests.ops.interpreted_checks import check
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops import attention
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
@@ -24,6 +21,7 @@ from vllm_batch_invariant.ops.attention.flex.plan import KeyLayout, Planner, Til
 from vllm_batch_invariant.ops.devices import DEVICES
 
 HEADS = Heads(3, 1, 64)
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 REDUCTION = AttentionReduction(128, ((64, 256),))
 PAGE = 64
 ATOL = 2e-5
@@ -50,14 +48,17 @@ def attend_to_listed_tiles(query, key, value, *, score_mod, block_mask, scale, r
 EAGER = flex_cuda.flex_attention
 
 
-def pretend_to_have_a_gpu() -> None:
-    torch.cuda.device = torch.cuda.device_of = lambda device: nullcontext()
-    DEVICES["cpu"] = replace(DEVICES["cpu"], attention="flex_cuda")
-    attention.IMPLEMENTATIONS = (*attention.IMPLEMENTATIONS, "flex_cuda")
-    attention._MODULES["flex_cuda"] = ".flex.cuda"
-    flex_cuda.flex_attention = attend_to_listed_tiles
-    flex_cuda._compiled = lambda scores: scores.attend
-    flex_plan.tile_of = lambda head_size, dtype: Tile(32, 32, 4, 1)
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU passes for a GPU that FlexAttention serves in small tiles."""
+    for name in ("device", "device_of"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: nullcontext())
+    monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], attention="flex_cuda"))
+    monkeypatch.setattr(attention, "IMPLEMENTATIONS", (*attention.IMPLEMENTATIONS, "flex_cuda"))
+    monkeypatch.setitem(attention._MODULES, "flex_cuda", ".flex.cuda")
+    monkeypatch.setattr(flex_cuda, "flex_attention", attend_to_listed_tiles)
+    monkeypatch.setattr(flex_cuda, "_compiled", lambda scores: scores.attend)
+    monkeypatch.setattr(flex_plan, "tile_of", lambda head_size, dtype: Tile(32, 32, 4, 1))
 
 
 def newest(length: int, count: int, seed: int = 1, heads: Heads = HEADS) -> Chunk:
@@ -84,50 +85,59 @@ MIXED = [newest(150, 31), newest(333, 7, 2), newest(261, 1, 3), newest(20, 20, 4
 ALL = {"sliding_window": 100, "logits_soft_cap": 2.0, "alibi_slopes": torch.tensor([0.5, -0.25, 0.0])}
 
 
-def check_values() -> None:
-    """Features, layouts and page sizes are near float64."""
-    borders = [newest(length, 1, length) for length in (1, 32, 33, 64, 65, 256, 257, 385)]
-    many_heads = Heads(40, 1, 64)
-    cases = [
-        ("plain", MIXED, {}),
-        ("every feature, by heads", MIXED, ALL | {"by_heads": True}),
-        ("borders, window, other pages", borders, {"sliding_window": 33, "placement": 3, "page": 128}),
-        ("more heads in a group than rows in a block", [newest(70, 3, 1, many_heads), newest(9, 1, 2, many_heads)], {}),
-    ]
-    for name, chunks, options in cases:
-        features = {key: value for key, value in options.items() if key not in ("placement", "page", "by_heads")}
-        error = (attend(chunks, **options).double() - exact(chunks, **features)).abs().max().item()
-        check(f"{name}: off by {error:.1e}", error < ATOL)
+MANY_HEADS = Heads(40, 1, 64)
 
 
-def check_waves() -> None:
-    """A wave at a time is only a schedule."""
-    chunks, most = [newest(700, 8), newest(333, 20, 2)], flex_cuda.PARTIAL_BYTES
+@pytest.mark.parametrize(
+    ("chunks", "layout", "options"),
+    [
+        pytest.param(MIXED, {}, {}, id="plain"),
+        pytest.param(MIXED, {"by_heads": True}, ALL, id="every feature, by heads"),
+        pytest.param(
+            [newest(length, 1, length) for length in (1, 32, 33, 64, 65, 256, 257, 385)],
+            {"placement": 3, "page": 128},
+            {"sliding_window": 33},
+            id="borders, window, other pages",
+        ),
+        pytest.param(
+            [newest(70, 3, 1, MANY_HEADS), newest(9, 1, 2, MANY_HEADS)],
+            {},
+            {},
+            id="more heads in a group than rows in a block",
+        ),
+    ],
+)
+def test_features_layouts_and_page_sizes_are_near_float64(chunks, layout, options):
+    assert (attend(chunks, **layout, **options).double() - exact(chunks, **options)).abs().max().item() < ATOL
+
+
+def test_a_wave_at_a_time_is_only_a_schedule(monkeypatch):
+    chunks = [newest(700, 8), newest(333, 20, 2)]
     whole = attend(chunks)
-    flex_cuda.PARTIAL_BYTES = 1
-    check("waves", torch.equal(attend(chunks), whole))
-    flex_cuda.PARTIAL_BYTES = most
+    monkeypatch.setattr(flex_cuda, "PARTIAL_BYTES", 1)
+    assert_same_bits(attend(chunks), whole)
 
 
-def check_that_no_entry_is_too_many() -> None:
-    """The lists have room for all entries, and little more; the tiles of each ascend."""
-    for window in (None, 1, 100):
-        for chunks in (MIXED, MIXED[2:3], [newest(300, 70)]):
-            query, keys, _, table, lengths, starts = lay_out(chunks)
-            shape = Shape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION)
-            planner = Planner(shape, KeyLayout.of(keys, 32), query.device, len(chunks), int(lengths.max()), (window,))
-            plan = planner.plan(starts, lengths, table, decode=int(starts.diff().max()) == 1)
-            masks = plan.masks[window]
-            used = int(masks.blocks[:, 3].sum())
-            room = len(masks.key_blocks)
-            check(f"{used} entries in {room}, window {window}", used <= room and (room <= used + 2 or len(chunks) == 1))
-            check("all have keys", bool((masks.key_blocks[:used] > 0).all() and (masks.key_blocks[used:] == 0).all()))
-            counts = masks.key_blocks[:used].tolist()
-            firsts = [planner.first_keys[masks.key_tiles[i, :count].long()] for i, count in enumerate(counts)]
-            check("tiles ascend", all(bool((first.diff() == 32).all()) for first in firsts))
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize("chunks", [MIXED, MIXED[2:3], [newest(300, 70)]], ids=["mixed", "decode", "chunk"])
+def test_the_lists_have_room_for_all_entries_and_little_more_and_the_tiles_of_each_ascend(chunks, window):
+    query, keys, _, table, lengths, starts = lay_out(chunks)
+    shape = Shape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION)
+    planner = Planner(shape, KeyLayout.of(keys, 32), query.device, len(chunks), int(lengths.max()), (window,))
+    plan = planner.plan(starts, lengths, table, decode=int(starts.diff().max()) == 1)
+    masks = plan.masks[window]
+    used = int(masks.blocks[:, 3].sum())
+    room = len(masks.key_blocks)
+    assert used <= room
+    assert room <= used + 2 or len(chunks) == 1
+    assert (masks.key_blocks[:used] > 0).all()
+    assert (masks.key_blocks[used:] == 0).all()
+    counts = masks.key_blocks[:used].tolist()
+    firsts = [planner.first_keys[masks.key_tiles[i, :count].long()] for i, count in enumerate(counts)]
+    assert all((first.diff() == 32).all() for first in firsts)
 
 
-def check_one_plan_for_every_step_of_decode() -> None:
+def test_one_plan_serves_every_step_of_decode():
     """What a CUDA graph does: calls made with one plan serve other steps with as many requests, planned later."""
     lengths = [1, 65, 257, 300]
     chunks = [newest(length, 1, seed) for seed, length in enumerate(lengths)]
@@ -145,47 +155,34 @@ def check_one_plan_for_every_step_of_decode() -> None:
         paged_attention(*call, plan=plan, out=out, sliding_window=window, **options)
         expected = paged_attention(*call, sliding_window=window, **options)
         rows = int(begins[-1])
-        same = torch.equal(out[:rows], expected[:rows]) and bool(out[rows:].isnan().all())
-        check(f"one plan, {shorter} keys fewer, window {window}", same)
+        assert_same_bits(out[:rows], expected[:rows], f"{shorter} keys fewer, window {window}")
+        assert out[rows:].isnan().all()
 
 
-def check_that_a_page_behind_the_window_may_be_gone() -> None:
+def test_a_page_behind_the_window_may_be_gone():
     tensors = lay_out([newest(400, 10)])
     options = {"scale": 0.25, "reduction": REDUCTION, "sliding_window": 50, "implementation": "flex_cuda"}
     kept = paged_attention(*tensors, **options)
     tensors[3][0, : (390 - 50) // PAGE] = -1
-    check("pages behind the window", torch.equal(paged_attention(*tensors, **options), kept))
+    assert_same_bits(paged_attention(*tensors, **options), kept)
 
 
-def check_refusals() -> None:
-    for name, error, chunks, options in (
-        ("pages of 16", NotCovered, MIXED, {"page": 16}),
-        ("a head of 272", NotCovered, [newest(3, 1, 1, Heads(1, 1, 272))], {}),
-    ):
-        try:
-            attend(chunks, **options)
-        except error as refused:
-            check(f"{name}: {refused}", True)
-        else:
-            check(name, False)
+@pytest.mark.parametrize(
+    ("chunks", "layout"),
+    [
+        pytest.param(MIXED, {"page": 16}, id="pages of 16"),
+        pytest.param([newest(3, 1, 1, Heads(1, 1, 272))], {}, id="a head of 272"),
+    ],
+)
+def test_what_flexattention_cannot_read_is_refused(chunks, layout):
+    with pytest.raises(NotCovered):
+        attend(chunks, **layout)
+
+
+def test_a_page_at_two_places_is_refused():
     query, keys, values, table, lengths, starts = lay_out([newest(70, 1), newest(130, 1, 2)])
     table[1, 2] = table[0, 0]
-    try:
+    with pytest.raises(ValueError, match="several places"):
         paged_attention(
             query, keys, values, table, lengths, starts, scale=1, reduction=REDUCTION, implementation="flex_cuda"
         )
-    except ValueError as refused:
-        check(str(refused), "several places" in str(refused))
-    else:
-        check("a page at two places", False)
-
-
-if __name__ == "__main__":
-    warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-    pretend_to_have_a_gpu()
-    check_values()
-    check_waves()
-    check_that_no_entry_is_too_many()
-    check_one_plan_for_every_step_of_decode()
-    check_that_a_page_behind_the_window_may_be_gone()
-    check_refusals()
