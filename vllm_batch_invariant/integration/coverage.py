@@ -14,6 +14,8 @@ Config = Any
 
 HEAD_SIZES = tuple(range(64, 257, 16))
 """Elements of an attention head that the kernels for CPUs and NVIDIA GPUs have."""
+DTYPES = ("float32", "bfloat16", "float16")
+"""Of weights, activations and the KV cache, as vLLM calls them."""
 LOGITS_PROCESSORS = "vllm.logits_processors"
 """The group of entry points whose logits processors vLLM loads without being told to."""
 
@@ -48,7 +50,7 @@ def _when(condition: object, found: str) -> str | None:
 
 def _dtype(config: Config) -> str | None:
     name = str(config.model_config.dtype).removeprefix("torch.")
-    return None if name in ("float32", "bfloat16", "float16") else f"dtype {name}"
+    return None if name in DTYPES else f"dtype {name}"
 
 
 def _attention_backend(config: Config) -> str | None:
@@ -80,7 +82,7 @@ def _quantisation(config: Config) -> str | None:
 
 def _kv_cache(config: Config) -> str | None:
     dtype = str(config.cache_config.cache_dtype)
-    return None if dtype in ("auto", "float32", "bfloat16", "float16") else f"a KV cache in {dtype}"
+    return None if dtype in ("auto", *DTYPES) else f"a KV cache in {dtype}"
 
 
 def _kv_cache_of_another_dtype(config: Config) -> str | None:

@@ -80,7 +80,6 @@ ROTARY = PatchPoint(("vllm._custom_ops",), "rotary_embedding")
 ROTARY_EMBEDDING = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "RotaryEmbedding")
 """The layer that calls it, and the base of those that only scale the angles."""
 QWEN3_ATTENTION = PatchPoint(("vllm.model_executor.models.qwen3",), "Qwen3Attention")
-QWEN3_MOE_ATTENTION = PatchPoint(("vllm.model_executor.models.qwen3_moe",), "Qwen3MoeAttention")
 TOKEN_LOGPROBS = PatchPoint(("vllm.v1.worker.gpu.sample.logprob",), "compute_token_logprobs")
 """Logprobs of given tokens in vLLM's second model runner, which serves dense models on GPUs."""
 WORKER = PatchPoint(("vllm.v1.worker.worker_base",), "WorkerBase")
