@@ -1,7 +1,8 @@
 """Puts the batch-invariant operations in PyTorch's place through torch.library, and takes them back.
 
-The overrides sit at the device's dispatch key, below autograd: every variant of a GEMM or reduction that decomposes to
-one of these operators reaches them, and so does every gradient, whose formula PyTorch writes with the same operators.
+The overrides sit at the device's dispatch key, below autograd: every variant of a matmul or reduction that decomposes
+to one of these operators reaches them, and so does every gradient, whose formula PyTorch writes with the same
+operators.
 """
 
 import warnings
@@ -39,9 +40,9 @@ def is_batch_invariant_mode_enabled() -> bool:
 
 
 def enable_batch_invariant_mode(external_ops: Iterable[str] = ()) -> None:
-    """Replace PyTorch's GEMMs, reductions and elementwise functions by batch-invariant ones, for the whole process.
+    """Replace PyTorch's matmuls, reductions and elementwise functions by batch-invariant ones, for the whole process.
 
-    Besides the operators in :data:`.overrides.OVERRIDES`: scaled_dot_product_attention takes its path of plain GEMMs,
+    Besides the operators in :data:`.overrides.OVERRIDES`: scaled_dot_product_attention takes its path of plain matmuls,
     nn.MultiheadAttention its slow one, and compiled functions run eagerly, because a compiled graph has no operators
     left to replace.
 

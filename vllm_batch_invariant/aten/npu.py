@@ -36,7 +36,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """scaled_dot_product_attention by its formula: plain products and a softmax."""
+    """scaled_dot_product_attention by its formula: plain matmuls and a softmax."""
     formula = torch.ops.aten._scaled_dot_product_attention_math
     options = {"scale": scale, "enable_gqa": enable_gqa}
     return formula(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]

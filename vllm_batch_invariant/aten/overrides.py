@@ -86,8 +86,8 @@ def baddbmm(added: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Num
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[..., K] by [N, K] and [N] as one product, so that the bias is added before the one rounding: PyTorch's own adds
-    it to a product that was rounded already, if x has more than two dimensions and is not packed.
+    """[..., K] by [N, K] and [N] as one matmul, so that the bias is added before the one rounding: PyTorch's own adds
+    it to a result that was rounded already, if x has more than two dimensions and is not packed.
     """
     if weight.dim() != 2 or x.dim() == 0 or (bias is not None and bias.dim() != 1):
         out = torch.matmul(x, weight.t())
@@ -122,7 +122,7 @@ def baddbmm_dtype(
 
 
 def addbmm(added: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1) -> Tensor:
-    """The batch is summed over, so this is one product with the batch and K as its inner dimension."""
+    """The batch is summed over, so this is one matmul with the batch and K as its inner dimension."""
     wide = a.transpose(0, 1).reshape(a.shape[1], -1)
     return addmm(added, wide, b.reshape(-1, b.shape[2]), beta=beta, alpha=alpha)
 

@@ -12,8 +12,8 @@ from ..ops.pointwise import elementwise
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` of x [tokens, 2 * N], gate first; [tokens, N] of x's dtype.
 
-    On a CPU silu is rounded to x's dtype before the product; on a GPU vLLM's own kernel computes both. The gradient is
-    computed in fp32 and rounded once.
+    On a CPU silu is rounded to x's dtype before it is multiplied; on a GPU vLLM's own kernel computes both. The
+    gradient is computed in fp32 and rounded once.
     """
     return _SiluAndMul.apply(x)
 

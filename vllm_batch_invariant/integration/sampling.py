@@ -78,11 +78,11 @@ def widened(apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """vLLM's method with logits in fp32 wherever a row is sampled, so that one kernel adds noise to it. vLLM 0.27 and
     later widen them where a request of the batch has a temperature other than 1, a filter or the like.
     """
-    place = list(inspect.signature(apply).parameters).index("idx_mapping_np")
+    index = list(inspect.signature(apply).parameters).index("idx_mapping_np")
 
     def apply_sampling_params(self: Any, *args: Any, **named: Any) -> torch.Tensor:
         logits = apply(self, *args, **named)
-        requests = named["idx_mapping_np"] if "idx_mapping_np" in named else args[place - 1]
+        requests = named["idx_mapping_np"] if "idx_mapping_np" in named else args[index - 1]
         sampled = (self.sampling_states.temperature.np[requests] != 0).any()
         return logits.to(torch.float32) if sampled else logits
 
@@ -164,8 +164,8 @@ def listed(
     """
     width = max(top.shape[1], tokens.shape[1])
     by_id = (numbers > 0).unsqueeze(-1)
-    places = torch.arange(width, device=top.device)
-    there = places < torch.where(by_id, numbers.unsqueeze(-1), top.shape[1])
+    offs = torch.arange(width, device=top.device)
+    there = offs < torch.where(by_id, numbers.unsqueeze(-1), top.shape[1])
     ids = torch.zeros(len(top), width, dtype=torch.int64, device=top.device)
     ids[:, : top.shape[1]] = top
     asked = torch.zeros_like(ids)

@@ -3,7 +3,7 @@
 A trainer writes into a running engine by vLLM's ``reload_weights``, by its weight transfer, or by a function of the
 trainer's own that the workers are told to run: all of them calls of ``EngineCore.collective_rpc``. Keys in the prefix
 cache and those of requests that run were computed with the weights before, and vLLM leaves them. Here they are let go
-before the next step, if a weight differs. What a GPU computes with is read where vLLM keeps it; on a CPU GEMMs have
+before the next step, if a weight differs. What a GPU computes with is read where vLLM keeps it; on a CPU matmuls have
 copies, for which see :mod:`.linear`.
 """
 

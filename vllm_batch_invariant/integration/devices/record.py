@@ -25,7 +25,7 @@ class VllmDevice:
         serving: what serves the operations but attention, for the log.
         execution: how layers run, for the log.
         has_reviewed_config: whether somebody has read every field of the configurations that vLLM has on it.
-        copies_weights: whether GEMMs read copies of the weights, which are thrown away before the weights are written.
+        copies_weights: whether matmuls read copies of the weights, which go before the weights are written.
     """
 
     ops: Device
@@ -88,7 +88,7 @@ class VllmDevice:
         return frozenset()
 
     def install_linear(self) -> None:
-        """Put the GEMM where vLLM's linear layers and embeddings call it."""
+        """Put the matmul where vLLM's linear layers and embeddings call it."""
 
     def compile_kernels(self) -> None:
         """Compile what would have the first requests wait, with the mode on."""
