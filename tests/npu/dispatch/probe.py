@@ -11,14 +11,14 @@ import torch.nn.functional as F
 
 from tests.npu.dispatch import implementations
 from tests.npu.dispatch.device import LOG, NATIVE, NpuTensor, unwrap
-from tests.npu.op_variants import MATMULS, REDUCTIONS, Operands, Variant
+from tests.npu.op_variants import MATMULS, REDUCTIONS, Operands, OpVariant
 from vllm_batch_invariant import aten, batch_invariant_mode
 from vllm_batch_invariant.errors import NotCovered
 
 ON_THE_CPU = Operands(lambda tensor: tensor)
 npu = torch.ops.npu
 
-FUSED: dict[str, Variant] = {
+FUSED: dict[str, OpVariant] = {
     "npu_rms_norm": lambda o: npu.npu_rms_norm(o.x, o.v, 1e-6)[0],
     "npu_rms_norm, scale": lambda o: npu.npu_rms_norm(o.x, o.v, 1e-6)[1],
     "npu_gemma_rms_norm": lambda o: npu.npu_gemma_rms_norm(o.x, o.v, 1e-6)[0],
@@ -27,7 +27,7 @@ FUSED: dict[str, Variant] = {
     "npu_linear": lambda o: npu.npu_linear(o.x, o.weight, o.bias),
     "npu_bmmV2": lambda o: npu.npu_bmmV2(o.x3, o.w3, []),
 }
-REFERENCES: dict[str, Variant] = {
+REFERENCES: dict[str, OpVariant] = {
     "npu_rms_norm": lambda o: F.rms_norm(o.x, (16,), o.v, 1e-6),
     "npu_rms_norm, scale": lambda o: 1 / (o.x.square().mean(-1, keepdim=True) + 1e-6).sqrt(),
     "npu_gemma_rms_norm": lambda o: F.rms_norm(o.x, (16,), 1 + o.v, 1e-6),
@@ -42,7 +42,7 @@ REFUSED: dict[str, Callable[[Operands], object]] = {
     "aten::mse_loss with a reduction": lambda o: F.mse_loss(o.x, o.x),
     "npu::npu_fusion_attention": lambda o: npu.npu_fusion_attention(o.x, o.x, o.x),
 }
-GRADIENTS: dict[str, Variant] = {
+GRADIENTS: dict[str, OpVariant] = {
     "@": MATMULS["@"],
     "matmul, 3-d": MATMULS["matmul, 3-d"],
     "linear, 3-d, bias": MATMULS["linear, 3-d, bias"],
@@ -61,7 +61,7 @@ def error(actual: torch.Tensor, reference: torch.Tensor) -> float | str:
     return float((raw - reference).abs().max() / reference.abs().max().clamp(min=1))
 
 
-def observe(variant: Variant, reference: torch.Tensor) -> dict[str, object]:
+def observe(variant: OpVariant, reference: torch.Tensor) -> dict[str, object]:
     """What computed a variant, and how far from the reference its result is."""
     operands = Operands(NpuTensor)
     with torch.inference_mode():
@@ -73,7 +73,7 @@ def observe(variant: Variant, reference: torch.Tensor) -> dict[str, object]:
     return {"error": wrong, "log": list(LOG)}
 
 
-def observe_gradient(variant: Variant) -> dict[str, object]:
+def observe_gradient(variant: OpVariant) -> dict[str, object]:
     """The same for a backward pass, to the operand that every variant here has."""
 
     def gradient(operands: Operands) -> torch.Tensor:

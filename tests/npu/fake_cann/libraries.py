@@ -69,10 +69,10 @@ def build(site_packages: Path, out: Path) -> tuple[int, int]:
         compile_library("", name, out, *linked)
     launchers = "".join(
         f"int {name}GetWorkspaceSize(void) {{ return 0; }}\n"
-        f'int {name}(void) {{ stub_launched_add("{name}"); return 0; }}\n'
+        f'int {name}(void) {{ fake_launched_add("{name}"); return 0; }}\n'
         for name in operators
     )
-    compile_library("extern void stub_launched_add(const char *);\n" + launchers, "opapi", out, *linked)
+    compile_library("extern void fake_launched_add(const char *);\n" + launchers, "opapi", out, *linked)
     return len(runtime), len(operators)
 
 

@@ -1,7 +1,7 @@
 """With the real torch_npu and its dispatcher, no matmul or reduction reaches a kernel of CANN while the mode is on.
 
 Under torch_npu lie fakes of CANN that compute nothing and log which operator was launched: this proves where calls
-go, and no value. ``make test-npu-stub`` makes the environment; elsewhere these tests are skipped.
+go, and no value. ``make test-npu-fake-cann`` makes the environment; elsewhere these tests are skipped.
 """
 
 import ctypes
@@ -13,21 +13,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.npu.op_variants import MATMULS, REDUCTIONS, Operands, Variant
-from tests.npu.stub import implementations
-from tests.npu.stub.implementations import CALLS
+from tests.npu.fake_cann import implementations
+from tests.npu.fake_cann.implementations import CALLS
+from tests.npu.op_variants import MATMULS, REDUCTIONS, Operands, OpVariant
 from vllm_batch_invariant import batch_invariant_mode, disable_batch_invariant_mode, enable_batch_invariant_mode
 from vllm_batch_invariant.aten import npu, npu_refused
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration.ascend import install as ascend
 
-if find_spec("torch_npu") is None or "NPU_STUB" not in os.environ:
-    pytest.skip("needs torch_npu over fakes of CANN: make test-npu-stub", allow_module_level=True)
+if find_spec("torch_npu") is None or "NPU_FAKE_CANN" not in os.environ:
+    pytest.skip("needs torch_npu over fakes of CANN: make test-npu-fake-cann", allow_module_level=True)
 
 import torch_npu  # noqa: F401
 
 DTYPES = (torch.float32, torch.bfloat16)
-FUSED: dict[str, Variant] = {
+FUSED: dict[str, OpVariant] = {
     "npu_rms_norm": lambda o: torch.ops.npu.npu_rms_norm(o.x, o.v, 1e-6)[0],
     "npu_gemma_rms_norm": lambda o: torch.ops.npu.npu_gemma_rms_norm(o.x, o.v, 1e-6)[0],
     "npu_add_rms_norm": lambda o: torch.ops.npu.npu_add_rms_norm(o.x, o.x, o.v, 1e-6)[0],
@@ -49,7 +49,7 @@ ELEMENTWISE = {
 """Operators of CANN, without "aclnn", that copy, compute element by element, or take a maximum."""
 
 launched = ctypes.CDLL("libascendcl.so")
-launched.stub_launched.restype = ctypes.c_char_p
+launched.fake_launched.restype = ctypes.c_char_p
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -67,11 +67,11 @@ def operands(dtype: torch.dtype) -> Operands:
 def launches(call: Callable[[], object]) -> set[str]:
     """The operators of CANN that a call launches."""
     torch.npu.synchronize()
-    launched.stub_launched_clear()
+    launched.fake_launched_clear()
     CALLS.clear()
     call()
     torch.npu.synchronize()
-    return set(launched.stub_launched().decode().split(",")) - {""}
+    return set(launched.fake_launched().decode().split(",")) - {""}
 
 
 def leaks(found: set[str]) -> set[str]:
