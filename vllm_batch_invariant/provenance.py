@@ -73,7 +73,7 @@ def environment_here(
         engine=engine,
         reductions={
             "attention": {"implementation": attention_by} | _plain(attention),
-            "linear (output head)": _plain(LinearReduction(vocabulary, hidden, dtype), device_type),
+            "linear (output head)": _plain(LinearReduction.of_device(device_type, vocabulary, hidden, dtype)),
             "norm": _plain(NormReduction.of_device(device_type, hidden, dtype)),
             "softmax (logprobs)": _plain(SoftmaxReduction.of_device(device_type, vocabulary, torch.float32)),
             "top-p": _plain(TopKTopPReduction.of_device(device_type)),
@@ -113,13 +113,10 @@ def _sources() -> str:
     return digest.hexdigest()[:12]
 
 
-def _plain(reduction: Any, device_type: str | None = None) -> dict[str, str | int]:
-    """A reduction's fields, without those that the device has no use for; the dtype it adds in; and on a GPU how it
-    multiplies fp32.
-    """
+def _plain(reduction: Any) -> dict[str, str | int]:
+    """A reduction's fields, without those that the device has no use for, and the dtype it adds in."""
     values = {field.name: getattr(reduction, field.name) for field in fields(reduction)}
     values |= {"accumulate": reduction.accumulate} if hasattr(reduction, "accumulate") else {}
-    values |= {"precision": reduction.precision} if device_type == "cuda" else {}
     return {name: _plain_value(value) for name, value in values.items() if value is not None}
 
 
