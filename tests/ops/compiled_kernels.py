@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +26,11 @@ from triton.runtime.jit import JITFunction
 
 import vllm_batch_invariant.ops.attention as attention_package
 from tests.ops.attention.cases import Chunk, Heads, Request, paged
-from vllm_batch_invariant.ops.attention import OF_DEVICE, AttentionReduction, paged_attention, sm90
+from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention, sm90
 from vllm_batch_invariant.ops.attention import plan as planning
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
 from vllm_batch_invariant.ops.attention.shared_memory import decode_bytes
+from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
 from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, Gpu
@@ -132,7 +133,7 @@ def compile_instead_of_running() -> None:
     torch.cuda.device = torch.cuda.device_of = lambda device: nullcontext()
     torch.cuda.get_device_properties = properties
     torch.cuda.get_device_capability = lambda device: divmod(NO_DRIVER.capability, 10)
-    OF_DEVICE["cpu"] = "triton"
+    DEVICES["cpu"] = replace(DEVICES["cpu"], attention="triton")
     schedule.gpu = gpu
 
 
