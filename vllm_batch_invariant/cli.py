@@ -3,6 +3,7 @@
 import argparse
 import signal
 import sys
+import textwrap
 from collections.abc import Callable
 
 
@@ -18,16 +19,12 @@ def _coverage(arguments: list[str]) -> int:
 def _settings(arguments: list[str]) -> int:
     """every environment variable, its values and the one in force"""
     _parser("settings", _settings).parse_args(arguments)
-    from rich.console import Console
-    from rich.table import Table
-
     from . import envs
 
     envs.check_names()
-    table = Table("variable", "values", "now", "meaning")
     for variable in envs.VARIABLES:
-        table.add_row(variable.name, ", ".join(variable.values), variable.read(), variable.meaning)
-    Console().print(table)
+        print(f"{variable.name}={variable.read()}    of {', '.join(variable.values)}")
+        print(textwrap.indent(textwrap.fill(variable.meaning), "    "))
     return 0
 
 
@@ -73,6 +70,12 @@ def _check(arguments: list[str]) -> int:
     return check(arguments)
 
 
+OF_VERIFY = (
+    *("openai", "httpx", "pydantic", "prometheus_client", "rich"),
+    *("tokenizers", "safetensors", "jinja2"),
+)
+"""Modules of the packages in the extra [verify], which no other part of this project imports."""
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "check": _check,
     "reproduce": _reproduce,
@@ -113,6 +116,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"vllm-batch-invariant: {printable(str(error))}", file=sys.stderr)
         return 2
     except Exception as error:  # a traceback ends with status 1, which means that bits differ
+        missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if missing in OF_VERIFY:
+            why = f"{parsed.command} needs {missing}: pip install 'vllm-batch-invariant[verify]'"
+            print(f"vllm-batch-invariant: {why}", file=sys.stderr)
+            return 2
         from .verify.printing import one_line
 
         why = f"{type(error).__name__}: {one_line(error)}"

@@ -318,7 +318,7 @@ def test_a_receipt_says_what_computed_it_and_none_is_made_of_what_nobody_can_rep
     assert main.receipts is not None
     made = Receipt.from_json(main.receipts["receipt"])
     assert made.environment.mode is True
-    assert made.environment.reductions["linear (output head)"]["in_features"] == 512
+    assert made.environment.reductions["linear (output head)"]["k"] == 512
     assert made.model.digest is not None
     assert made.model.name == checkpoint.name
     assert main.receipts["without a seed"].startswith("sampling without a seed is random")

@@ -73,7 +73,7 @@ class Operands:
 
 OpVariant = Callable[[Operands], Tensor]
 
-PRODUCTS: dict[str, OpVariant] = {
+MATMULS: dict[str, OpVariant] = {
     "@": lambda o: o.x @ o.w,
     "matmul": lambda o: torch.matmul(o.x, o.w),
     "matmul, 3-d": lambda o: torch.matmul(o.x3, o.w),

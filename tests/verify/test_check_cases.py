@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_batch_invariant.ops.linear.autotune import Entry
+from vllm_batch_invariant.ops.linear.autotune import TunedSchedule
 from vllm_batch_invariant.verify.answers import Answer, GeneratedToken
 from vllm_batch_invariant.verify.check.guarantees import GUARANTEES, Certificate, Sample, case_result
 from vllm_batch_invariant.verify.check.operations import compare_rows, describe_entries
@@ -187,7 +187,7 @@ def test_a_row_that_depends_on_its_place_is_found_out() -> None:
 
 
 def test_the_certificate_of_a_gpus_products_is_one_line() -> None:
-    entries = {8: Entry(None, (1, 8), (), {}), 16: Entry(None, (9, 16), ("x",), {})}
+    entries = {8: TunedSchedule(None, (1, 8), (), {}), 16: TunedSchedule(None, (9, 16), ("x",), {})}
     said = describe_entries(entries)
     assert said.startswith("certified at 4 numbers of rows up to 16 against Triton's chain; cuBLASLt serves 0 of 2")
     assert said.endswith("1 of its algorithms refused")

@@ -15,7 +15,7 @@ import torch
 
 from tests.verify.receipts import CPU, INFO, LOGPROBS, PROMPT, completion, receipt, rewritten
 from vllm_batch_invariant import kept_file
-from vllm_batch_invariant.integration import endpoint
+from vllm_batch_invariant.integration import devices, endpoint
 from vllm_batch_invariant.ops.attention import AttentionReduction
 from vllm_batch_invariant.provenance import environment_here
 from vllm_batch_invariant.verify.outcome import NoTestError, Status
@@ -415,6 +415,8 @@ def test_a_gpu_declares_its_architecture_and_how_it_multiplies_fp32(monkeypatch:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     found = environment_here(
         "cuda",
+        versions={},
+        device=devices.get("cuda").info(),
         hidden=64,
         vocabulary=128,
         dtype=torch.float32,
@@ -428,6 +430,7 @@ def test_a_gpu_declares_its_architecture_and_how_it_multiplies_fp32(monkeypatch:
         "implementation": "triton",
         "split_size": 512,
         "early": "((256, 2048),)",
+        "key_tile": 64,
     }
     assert environment_from_json(asdict(found)) == found
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from tests.npu.dispatch import implementations
 from tests.npu.dispatch.device import LOG, NATIVE, NpuTensor, unwrap
-from tests.npu.op_variants import PRODUCTS, REDUCTIONS, Operands, OpVariant
+from tests.npu.op_variants import MATMULS, REDUCTIONS, Operands, OpVariant
 from vllm_batch_invariant import aten, batch_invariant_mode
 from vllm_batch_invariant.errors import NotCovered
 
@@ -43,10 +43,10 @@ REFUSED: dict[str, Callable[[Operands], object]] = {
     "npu::npu_fusion_attention": lambda o: npu.npu_fusion_attention(o.x, o.x, o.x),
 }
 GRADIENTS: dict[str, OpVariant] = {
-    "@": PRODUCTS["@"],
-    "matmul, 3-d": PRODUCTS["matmul, 3-d"],
-    "linear, 3-d, bias": PRODUCTS["linear, 3-d, bias"],
-    "attention": PRODUCTS["attention"],
+    "@": MATMULS["@"],
+    "matmul, 3-d": MATMULS["matmul, 3-d"],
+    "linear, 3-d, bias": MATMULS["linear, 3-d, bias"],
+    "attention": MATMULS["attention"],
     "softmax": REDUCTIONS["softmax"],
     "log_softmax": REDUCTIONS["log_softmax"],
     "rms_norm": REDUCTIONS["rms_norm"],
@@ -117,7 +117,7 @@ def kernels() -> dict[str, str]:
 
 def main() -> None:
     implementations.install()
-    variants = PRODUCTS | REDUCTIONS | FUSED
+    variants = MATMULS | REDUCTIONS | FUSED
     references = {name: REFERENCES.get(name, variant)(ON_THE_CPU) for name, variant in variants.items()}
     found: dict[str, object] = {}
     before = kernels()
@@ -138,7 +138,7 @@ def main() -> None:
     found["off again"] = {name: observe(variants[name], references[name]) for name in ("@", "mean()", "npu_rms_norm")}
     aten.enable_batch_invariant_mode(["mm", "matmul"])
     kept = ("mm", "mm, out", "@", "matmul, out", "linear", "bmm")
-    found["theirs"] = {name: observe(variants[name], references[name])["log"] for name in kept}
+    found["external_ops"] = {name: observe(variants[name], references[name])["log"] for name in kept}
     aten.disable_batch_invariant_mode()
     print(json.dumps(found))
 

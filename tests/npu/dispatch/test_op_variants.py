@@ -1,4 +1,4 @@
-"""On tensors of an NPU every variant of a product or a reduction reaches the operations, and everything is put back.
+"""On tensors of an NPU every variant of a matmul or reduction reaches the operations, and everything is put back.
 
 The device is made of Python and the operations compute on the CPU: this proves where calls go, not what an NPU gives.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.npu.op_variants import PRODUCTS, REDUCTIONS
+from tests.npu.op_variants import MATMULS, REDUCTIONS
 
 ROOT = Path(__file__).parents[3]
 FUSED = (
@@ -54,7 +54,7 @@ def foreign(log: list[str]) -> set[str]:
     return names - HARMLESS
 
 
-@pytest.mark.parametrize("variant", [*PRODUCTS, *REDUCTIONS, *FUSED])
+@pytest.mark.parametrize("variant", [*MATMULS, *REDUCTIONS, *FUSED])
 def test_a_variant_reaches_the_operation_and_without_the_mode_a_native_kernel(found: dict, variant: str) -> None:
     with_mode, without = found["on"][variant], found["off"][variant]
     assert natives(without["log"]), "the device has no kernel that this could show the replacement of"
@@ -97,8 +97,8 @@ def test_the_device_gets_everything_back(found: dict) -> None:
 
 
 def test_operators_that_another_library_has_replaced_are_left_to_it_and_their_gaps_filled(found: dict) -> None:
-    theirs = {variant: natives(log) for variant, log in found["theirs"].items()}
-    assert theirs == {
+    external_ops = {variant: natives(log) for variant, log in found["external_ops"].items()}
+    assert external_ops == {
         "mm": ["native mm"],
         "mm, out": [],
         "@": ["native matmul"],

@@ -1,4 +1,4 @@
-"""With the real torch_npu and its dispatcher, no product or reduction reaches a kernel of CANN while the mode is on.
+"""With the real torch_npu and its dispatcher, no matmul or reduction reaches a kernel of CANN while the mode is on.
 
 Under torch_npu lie fakes of CANN that compute nothing and log which operator was launched: this proves where calls
 go, and no value. ``make test-npu-fake-cann`` makes the environment; elsewhere these tests are skipped.
@@ -15,11 +15,11 @@ import torch.nn.functional as F
 
 from tests.npu.fake_cann import implementations
 from tests.npu.fake_cann.implementations import CALLS
-from tests.npu.op_variants import PRODUCTS, REDUCTIONS, Operands, OpVariant
+from tests.npu.op_variants import MATMULS, REDUCTIONS, Operands, OpVariant
 from vllm_batch_invariant import batch_invariant_mode, disable_batch_invariant_mode, enable_batch_invariant_mode
 from vllm_batch_invariant.aten import npu, npu_refused
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import ascend
+from vllm_batch_invariant.integration.ascend import install as ascend
 
 if find_spec("torch_npu") is None or "NPU_FAKE_CANN" not in os.environ:
     pytest.skip("needs torch_npu over fakes of CANN: make test-npu-fake-cann", allow_module_level=True)
@@ -34,7 +34,7 @@ FUSED: dict[str, OpVariant] = {
     "npu_linear": lambda o: torch.ops.npu.npu_linear(o.x, o.weight, o.bias),
     "npu_bmmV2": lambda o: torch.ops.npu.npu_bmmV2(o.x3, o.w3, []),
 }
-VARIANTS = PRODUCTS | REDUCTIONS | FUSED
+VARIANTS = MATMULS | REDUCTIONS | FUSED
 ONLY_ELEMENTWISE = {"cumsum", "cumsum, dim 0", "cumsum, out", "cumsum_"}
 EXACT = {"nanmean": {"aclnnReduceSum"}}
 """Native reductions of a variant that add integers."""
@@ -195,9 +195,9 @@ def test_what_vllm_ascend_has_registered_is_found_and_left_to_it_and_its_gaps_do
 
     for name in shape_of:  # as vllm-ascend does it: under the slot's other name
         own_mode.impl(f"aten::{name}", serving(name), "NPU")
-    theirs = ascend.registered(own_mode) & ascend.THEIRS
-    assert theirs == {"mm", "bmm"}
-    enable_batch_invariant_mode(theirs)
+    external_ops = ascend.registered(own_mode) & ascend.EXTERNAL_OPS
+    assert external_ops == {"mm", "bmm"}
+    enable_batch_invariant_mode(external_ops)
     try:
         for variant in VARIANTS:
             served.clear()

@@ -16,7 +16,7 @@ from ..printing import one_line
 from .guarantees import Certificate
 
 if TYPE_CHECKING:
-    from ...ops.linear.autotune import Entry
+    from ...ops.linear.autotune import TunedSchedule
 
 
 @dataclass(frozen=True)
@@ -348,18 +348,18 @@ def _gpu_certificate(like: torch.Tensor, layer: torch.nn.Module, bias: torch.Ten
     if not is_batch_invariant_mode_enabled() or layer.weight.dim() != 2:
         return ""
     from ...ops.linear import cuda
-    from ...ops.linear.problem import signature_of
+    from ...ops.linear.problem import problem_of
 
     weight = layer.weight
-    signature = signature_of(like.new_empty(1, weight.shape[1]), weight.t(), bias)
-    return describe_entries(cuda.entries(signature)) if signature is not None else "by Triton's chain alone"
+    problem = problem_of(like.new_empty(1, weight.shape[1]), weight.t(), bias)
+    return describe_entries(cuda.tuned_schedules(problem)) if problem is not None else "by Triton's chain alone"
 
 
-def describe_entries(entries: "Mapping[int, Entry]") -> str:
+def describe_entries(entries: "Mapping[int, TunedSchedule]") -> str:
     """The certificate of a weight's GEMMs on a GPU in one line.
 
     Args:
-        entries: by the last M of each range.
+        entries: by the last M of each bucket.
     """
     if not entries:
         return "no certificate: by Triton's chain alone"

@@ -26,7 +26,7 @@ def of_engine() -> str:
         return NONE
     from ...integration import install, patch_points
 
-    return OURS if patch_points.INIT_BATCH_INVARIANCE.get() is install.take_over else THEIRS
+    return OURS if patch_points.INIT_BATCH_INVARIANCE.get() is install.install_worker else THEIRS
 
 
 def of_started(environment: Mapping[str, str]) -> str:

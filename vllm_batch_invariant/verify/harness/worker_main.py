@@ -128,11 +128,13 @@ def describe_engine(llm: Any) -> dict[str, Any]:
     """The settings that decide how the engine schedules and computes, its kernels, versions and device."""
     from vllm.platforms import current_platform
 
-    from ...provenance import device, versions
+    from ...integration import devices, patch_points
+    from ...provenance import versions
     from .mode import of_engine
 
     config = llm.llm_engine.vllm_config
-    device_type = current_platform.device_type
+    device_type, found = current_platform.device_type, versions(patch_points.installed_version())
+    device = devices.get(device_type) if device_type in devices.DEVICES else None
     return {
         "mode": of_engine(),
         "context": config.model_config.max_model_len,
@@ -150,8 +152,8 @@ def describe_engine(llm: Any) -> dict[str, Any]:
         "compilation": config.compilation_config.mode.name,
         "cuda_graphs": config.compilation_config.cudagraph_mode.name,
         "kernels": llm.apply_model(kernels)[0],
-        "versions": versions(device_type),
-        "device": device(device_type) if device_type in ("cpu", "cuda") else {"type": device_type},
+        "versions": found | device.versions() if device else found,
+        "device": device.info() if device else {"type": device_type},
     }
 
 

@@ -110,8 +110,8 @@ def engine_info(llm: Any) -> EngineInfo:
         model = model_at(None, name, "the engine made its weights up (--load-format dummy)")
     else:
         model = model_at(local_folder(config.model, config.revision), name)
-    if patch_points.INIT_BATCH_INVARIANCE.get() is not install.take_over:
-        return EngineInfo(model, Environment(mode=False, versions=versions()))
+    if patch_points.INIT_BATCH_INVARIANCE.get() is not install.install_worker:
+        return EngineInfo(model, Environment(mode=False, versions=versions(patch_points.installed_version())))
     return EngineInfo(model, environment_from_json(llm.collective_rpc(endpoint.METHOD)[0]))
 
 

@@ -1,7 +1,7 @@
-"""Checks by reading, not running, that vLLM's sources have every place the plugin takes hold of, and vllm-ascend's; and
-names what vLLM's have that nobody has reviewed: functions that sample, fields of configurations, claims of backends.
+"""Checks by reading, not running, that vLLM's sources have every place the plugin patches, and vllm-ascend's; and names
+what vLLM's have that nobody has reviewed: functions that sample, fields of configurations, claims of backends.
 
-usage: python -m scripts.check_seams PACKAGE==VERSION...     downloads those wheels: vllm 300 MB, vllm-ascend 25 MB
+usage: python -m scripts.check_patch_points PACKAGE==VERSION...   downloads those wheels: vllm 300 MB, vllm-ascend 25 MB
 """
 
 import argparse
@@ -52,24 +52,24 @@ def members(source: str, name: str) -> set[str]:
 
 
 def missing(wheel: zipfile.ZipFile, places: ModuleType) -> list[str]:
-    """Names of the seams, and of members of theirs, that a wheel does not have."""
+    """Names of the patch points, and of their members, that a wheel does not have."""
     files = set(wheel.namelist())
 
-    def sources(seam: patch_points.Seam) -> Iterator[str]:
-        for module in seam.modules:
+    def sources(point: patch_points.PatchPoint) -> Iterator[str]:
+        for module in point.modules:
             path = module.replace(".", "/")
             for file in (f"{path}.py", f"{path}/__init__.py"):
-                if file in files and defines(source := wheel.read(file).decode(), seam.attribute):
+                if file in files and defines(source := wheel.read(file).decode(), point.attribute):
                     yield source
 
     absent = []
-    for name, seam in places.ALL.items():
-        source = next(sources(seam), None)
+    for name, point in places.ALL.items():
+        source = next(sources(point), None)
         if source is None:
             absent.append(name)
             continue
         wanted = getattr(places, "MEMBERS", {}).get(name, ())
-        absent += [f"{name}.{member}" for member in wanted if member not in members(source, seam.attribute)]
+        absent += [f"{name}.{member}" for member in wanted if member not in members(source, point.attribute)]
     return absent
 
 
@@ -137,7 +137,10 @@ def main(arguments: list[str] | None = None) -> int:
                 unread = not_reviewed(wheel) if package == "vllm" else {}
                 unknown = unreviewed(wheel) if places is patch_points else []
         lacking += bool(absent or unread or unknown)
-        print(f"{requirement}: " + (f"no {', '.join(absent)}" if absent else f"all {len(places.ALL)} seams are there"))
+        print(
+            f"{requirement}: "
+            + (f"no {', '.join(absent)}" if absent else f"all {len(places.ALL)} patch points are there")
+        )
         for name, digest in unread.items():
             print(f"{requirement}: not reviewed: {name} {digest}")
         if unknown:
