@@ -46,7 +46,7 @@ def test_of_an_engine_it_is_what_its_worker_calls(monkeypatch: pytest.MonkeyPatc
         ({"batch_invariant": Page({"mode": None})}, mode.UNKNOWN),
     ],
 )
-def test_of_a_server_that_runs_it_is_what_it_declares(pages: dict[str, Page], answered: str) -> None:
+def test_of_a_server_that_runs_it_is_what_it_reports(pages: dict[str, Page], answered: str) -> None:
     async def ask(address: str) -> str:
         async with connect(address, None) as server:
             return await mode.of_server(server)

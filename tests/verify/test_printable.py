@@ -123,7 +123,7 @@ def test_no_string_of_a_receipt_prints_a_line_or_hides_one(
 
 
 @pytest.mark.parametrize("section", ["versions", "device", "engine", "reductions"])
-def test_no_name_of_what_an_engine_declares_prints_a_line(
+def test_no_name_of_what_an_engine_reports_prints_a_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, section: str
 ) -> None:
     receipt().save(tmp_path / "a.json")
@@ -202,8 +202,8 @@ def test_nothing_that_a_server_says_prints_a_line(
 def test_a_receipt_of_a_hostile_server_is_made_and_verified_in_printable_lines(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    declared = copy.deepcopy(CPU)
-    page = Page({"mode": True, "versions": declared.versions | {"vllm": SENT}})
+    environment = copy.deepcopy(CPU)
+    page = Page({"mode": True, "versions": environment.versions | {"vllm": SENT}})
     receipt().save(tmp_path / "kept.json")
     with hostile_server(answer("token_id:5"), batch_invariant=page) as url:
         status, lines = said_by(capsys, "receipt", "make", tmp_path / "new.json", "--base-url", url)

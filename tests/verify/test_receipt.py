@@ -286,7 +286,7 @@ def test_each_other_thing_of_an_engine_is_one_line_that_promises_nothing(other: 
     assert verdict  # the bits are the same even so
 
 
-def test_what_neither_engine_declares_is_not_taken_for_equal() -> None:
+def test_what_neither_engine_reports_is_not_taken_for_equal() -> None:
     bare = Environment(mode=True, versions=CPU.versions)
     verdict = compare(receipt(environment=bare), receipt(environment=bare))
     lines = str(verdict).splitlines()
@@ -308,7 +308,7 @@ def test_what_neither_engine_declares_is_not_taken_for_equal() -> None:
         ({"rope_scaling": {"rope_type": "yarn"}}, {}),
     ],
 )
-def test_settings_that_decide_bits_are_declared(change: dict[str, Any], info: dict[str, str]) -> None:
+def test_settings_that_decide_bits_are_reported(change: dict[str, Any], info: dict[str, str]) -> None:
     rope = {name: change[name] for name in ("rope_parameters", "rope_scaling") if name in change}
     model = SimpleNamespace(
         dtype=torch.bfloat16,
@@ -410,7 +410,7 @@ def test_a_trainers_logprobs_are_compared_by_their_bits() -> None:
         difference_of_logprobs(receipt(), LOGPROBS[:2])
 
 
-def test_a_gpu_declares_its_architecture_and_how_it_multiplies_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_reports_its_architecture_and_how_it_multiplies_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     found = environment_here(
