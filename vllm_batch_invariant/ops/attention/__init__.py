@@ -58,7 +58,8 @@ def paged_attention(
         sliding_window: a query at position p sees p - sliding_window + 1 to p; pages before that are never read.
         logits_soft_cap: scores become ``cap * tanh(score / cap)``.
         alibi_slopes: [query_heads], ``slope * (key position - query position)`` is added to the capped score.
-        sinks: [query_heads], a score to which every query gives weight and which has no value.
+        sinks: [query_heads], a score for each row's softmax that has no value: it is added to the row's sum of weights
+            once, after all splits. Neither scaled nor capped.
         implementation: "auto" picks one by device; or one of :data:`IMPLEMENTATIONS`.
         out: [tokens, query_heads, head_size] of query's dtype, any strides; rows beyond ``query_start_loc[-1]`` are
             left alone.
@@ -83,8 +84,6 @@ def paged_attention(
     elif out.shape != query.shape or out.dtype != query.dtype:
         raise ValueError(f"out must be {list(query.shape)} {query.dtype}, got {list(out.shape)} {out.dtype}")
     module = _implementation(implementation, query.device.type)
-    if sinks is not None and module.__name__.removeprefix(__name__) in (".cpu", ".flex.cpu", ".flex.cuda"):
-        raise NotCovered("attention sinks", "only the Triton kernel has them", "use a CUDA device, without flex")
     if plan is not None:
         module.paged_attention(call, out, plan)
     elif call.tokens:

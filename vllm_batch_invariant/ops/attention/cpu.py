@@ -33,6 +33,10 @@ def paged_attention(call: PagedAttention, out: torch.Tensor) -> None:
     window = call.sliding_window or 0
     items, shares = cpu_kernel.deal(call.starts, call.lengths, kv_heads, tile_tokens, window, threads(), SERIAL_BELOW)
     slopes = torch.zeros(query_heads) if call.alibi_slopes is None else call.alibi_slopes.float().contiguous()
+    sinks = torch.empty(0) if call.sinks is None else call.sinks.detach().float().contiguous()
+    scoring = cpu_kernel.Scoring(
+        np.float32(call.scale), np.float32(call.logits_soft_cap or 0.0), slopes.numpy(), window, sinks.numpy()
+    )
     query = call.query[: call.tokens].float().contiguous()
     result = torch.empty_like(query)
     numba.set_num_threads(len(shares) - 1)
@@ -43,7 +47,7 @@ def paged_attention(call: PagedAttention, out: torch.Tensor) -> None:
         _cache(call.value_cache),
         np.ascontiguousarray(call.table),
         call.page_size,
-        cpu_kernel.Scoring(np.float32(call.scale), np.float32(call.logits_soft_cap or 0.0), slopes.numpy(), window),
+        scoring,
         call.equal_splits(),
         group,
         (tile_tokens * group + 1) // 2 * 2,

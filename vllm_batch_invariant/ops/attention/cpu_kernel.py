@@ -52,6 +52,8 @@ class Scoring(NamedTuple):
     """[query_heads] fp32, 0 for none."""
     window: int
     """0 for none."""
+    sinks: np.ndarray
+    """[query_heads] fp32, empty for none."""
 
 
 class _Scratch(NamedTuple):
@@ -212,6 +214,18 @@ def _merge(total, partial, row, width, running, split):
 
 
 @njit
+def _merge_sink(total, row, width, running, sink):
+    """Add a score that has no value to all splits of a row."""
+    top = max(running[0], sink)
+    shift = np.float32(0.0) if top == _MINUS_INFINITY else top
+    keep = exp32(running[0] - shift)
+    for d in range(row * width, (row + 1) * width):
+        total[d] = total[d] * keep
+    running[0] = top
+    running[1] = running[1] * keep + exp32(sink - shift)
+
+
+@njit
 def _clip(position, low, high):
     return min(max(position, low), high)
 
@@ -312,6 +326,10 @@ def _attend_item(
         for row in range(rows):
             if visible[row, 0] < visible[row, 1]:
                 _merge(scratch.total, scratch.partial, row, width, running[row], split[row])
+
+    if scoring.sinks.size > 0:
+        for row in range(rows):
+            _merge_sink(scratch.total, row, width, running[row], scoring.sinks[kv_head * group + row % group])
 
     for row in range(rows):
         into = out[first_row + row // group, kv_head * group + row % group]

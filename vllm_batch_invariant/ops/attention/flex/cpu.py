@@ -108,6 +108,9 @@ def paged_attention(call: PagedAttention, out: torch.Tensor) -> None:
         for pair, output, lse in zip(group, *_attend(call, group), strict=False):
             tile.append((output, lse))
             if pair.split == pair.positions[-1] // call.equal_splits():
+                if call.sinks is not None:
+                    sinks = call.sinks.to(lse).expand_as(lse)
+                    tile.append((torch.zeros_like(output), sinks))
                 outputs, lses = (torch.stack(parts) for parts in zip(*tile, strict=True))
                 rows = len(pair.positions)
                 out[pair.rows] = merge_splits(outputs, lses)[:rows].to(out.dtype)

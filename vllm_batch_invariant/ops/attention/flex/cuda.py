@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ..params import PagedAttention
-from .kernels import gather_rows, merge_entries
+from .kernels import LOG2_E, gather_rows, merge_entries
 from .plan import KeyLayout, Masks, Plan, Tile, plan_alone
 
 PARTIAL_BYTES = 256 << 20
@@ -183,12 +183,19 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
     slopes = call.alibi_slopes
     if slopes is not None:
         slopes = slopes.to(call.query.device, torch.float32).view(shape.kv_heads, shape.group)
+    sinks = None if call.sinks is None else call.sinks.to(call.query.device, torch.float32) * LOG2_E
     with torch.cuda.device_of(call.query):
-        _in_waves(call, out, plan, plan.masks[call.sliding_window], _compiled(scores), slopes)
+        _in_waves(call, out, plan, plan.masks[call.sliding_window], _compiled(scores), slopes, sinks)
 
 
 def _in_waves(
-    call: PagedAttention, out: torch.Tensor, plan: Plan, masks: Masks, attend: _Attend, slopes: torch.Tensor | None
+    call: PagedAttention,
+    out: torch.Tensor,
+    plan: Plan,
+    masks: Masks,
+    attend: _Attend,
+    slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     """Attends with as many entries at a time as there is memory for; all but the first and the last block of a wave
     begin and end in it.
@@ -242,6 +249,7 @@ def _in_waves(
             written,
             partial,
             lses,
+            sinks,
             *plan.planner.kept,
             masks.blocks,
             masks.first_entries,
@@ -252,6 +260,7 @@ def _in_waves(
             partial.stride(1),
             lses.stride(1),
             wave=number % 2,
+            has_sinks=sinks is not None,
             **sizes,
             rows_at_once=parts,
         )

@@ -5,6 +5,8 @@ A block is some query rows of one request: (token, head of the group) pairs, the
 block and one split of keys that it sees: a query block of FlexAttention.
 """
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -21,7 +23,8 @@ none), and how many of that tile are written.
 """
 _AT_ONCE = tl.constexpr(1024)
 """Requests, or blocks, that a program looks at in a step."""
-_LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E = math.log2(math.e)
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
@@ -234,6 +237,7 @@ def merge_entries(
     out,
     partial,
     lses,
+    sinks,
     kept_top,
     kept_weight,
     kept_acc,
@@ -247,6 +251,7 @@ def merge_entries(
     stride_p_head,
     stride_lse,
     wave: tl.constexpr,
+    has_sinks: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_size: tl.constexpr,
@@ -260,6 +265,7 @@ def merge_entries(
     Args:
         partial: normalised results, row ``e * block_rows + i`` of entry ``first_entry + e``.
         lses: [kv_heads, rows], natural.
+        sinks: [query_heads] fp32, in units of log2(e), if ``has_sinks``: added once, after the last split.
         kept_top, kept_weight, kept_acc: [2, kv_heads, block_rows(, padded_size)]; ``wave`` says which is read.
     """
     block, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -294,7 +300,10 @@ def merge_entries(
         if high == end:
             head = kv_head * group + row % group
             at = (start + row // group).to(tl.int64) * stride_o_token + head * stride_o_head
-            result = _finished(top, weight, acc, top, False)
+            sink = top
+            if has_sinks:
+                sink = tl.load(sinks + head, mask=live, other=0.0)
+            result = _finished(top, weight, acc, sink, has_sinks)
             tl.store(out + at[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=live_row)
         else:
             kept = ((1 - wave) * kv_heads + kv_head) * block_rows + place
