@@ -7,7 +7,7 @@ from vllm_batch_invariant.integration.attention import FixedSplits
 from vllm_batch_invariant.integration.attention_cpu import Backend
 from vllm_batch_invariant.integration.reviewed import CLAIMS, DENIED
 
-INHERITED = ("supports_sink", "supports_mm_prefix", "supports_alibi_sqrt", "supports_rswa", "supports_non_causal")
+INHERITED = ("supports_mm_prefix", "supports_alibi_sqrt", "supports_rswa", "supports_non_causal")
 
 
 class BackendLikeTheOneForGpus(FixedSplits, patch_points.CUDA_BACKEND.get()):
@@ -17,7 +17,7 @@ class BackendLikeTheOneForGpus(FixedSplits, patch_points.CUDA_BACKEND.get()):
 @pytest.mark.parametrize("backend", [Backend, BackendLikeTheOneForGpus])
 def test_every_claim_that_is_not_listed_is_denied(backend: type) -> None:
     claims = {name for name in dir(backend) if name.startswith("supports_")} - CLAIMS
-    assert {"supports_sink", "supports_mm_prefix", "supports_kv_connector"} <= claims
+    assert {"supports_mm_prefix", "supports_kv_connector"} <= claims
     assert {name for name in claims if callable(claim := getattr(backend, name)) and claim()} == set()
 
 
@@ -30,6 +30,7 @@ def test_what_the_parent_claims_is_what_would_have_been_inherited() -> None:
 def test_what_is_proven_is_still_claimed() -> None:
     assert Backend.supports_batch_invariance()
     assert Backend.supports_sliding_window()
+    assert Backend.supports_sink()
     assert Backend.supports_head_size(128)
     assert not Backend.supports_head_size(80 + 1)
 

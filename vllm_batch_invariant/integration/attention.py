@@ -77,8 +77,6 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             raise NotCovered(
                 f"{attn_type} attention", "only causal decoder attention has a reduction", "serve a decoder-only model"
             )
-        if sinks is not None:
-            raise NotCovered("attention sinks", "they are not in the reduction", "serve a model without them")
         if kv_sharing_target_layer_name is not None:
             raise NotCovered("layers that share a KV cache", "they have not been proven", "serve a model without them")
         if head_size not in HEAD_SIZES:
@@ -98,7 +96,7 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         self.logits_soft_cap = logits_soft_cap or None
         self._slopes = alibi_slopes
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        self.sinks = sinks
+        self.sinks = sinks  # a parameter of the model, whose values come later
         self.implementation = envs.ATTENTION.read()
 
     def restore_after_sleep(self) -> None:
@@ -159,6 +157,7 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             sliding_window=self.sliding_window,
             logits_soft_cap=self.logits_soft_cap,
             alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
             implementation=self.implementation,
             out=output[:rows],
             plan=getattr(attn_metadata, "plan", None),
@@ -188,6 +187,10 @@ class FixedSplits:
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
         return True
 
     @classmethod
