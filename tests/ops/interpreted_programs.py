@@ -11,7 +11,7 @@ from typing import IO
 
 INTERPRETED = {
     "attention.interpreted_attention": 27,
-    "attention.interpreted_flex": 38,
+    "attention.interpreted_flex": 47,
     "norm.interpreted_norm": 3,
     "sampling.interpreted_sampling": 7,
     "softmax.interpreted_softmax": 4,

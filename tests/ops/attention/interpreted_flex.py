@@ -178,6 +178,27 @@ def check_refusals() -> None:
         check("a page at two places", False)
 
 
+def check_sinks() -> None:
+    """Near float64 alone and with all options; the same bits in waves, by decode and among others; -inf is none."""
+    sinks = torch.tensor([-1.0, 2.0, 5.0])
+    chunks = [newest(300, 20, 2), newest(261, 1, 3), newest(20, 20, 4)]
+    for name, options in (("alone", {}), ("with every option", ALL)):
+        options = options | {"sinks": sinks}
+        got = attend(chunks, **options)
+        error = (got.double() - exact(chunks, **options)).abs().max().item()
+        check(f"sinks {name}: off by {error:.1e}", error < ATOL)
+        plain = attend(chunks, **options | {"sinks": None})
+        check(f"sinks {name} change every row", bool((got != plain).flatten(1).any(1).all()))
+        most, flex_cuda.PARTIAL_BYTES = flex_cuda.PARTIAL_BYTES, 1
+        check(f"sinks {name} in waves", torch.equal(attend(chunks, **options), got))
+        flex_cuda.PARTIAL_BYTES = most
+        decode = attend([newest(300, 1, 2)], **options)[0]
+        error = (decode - got[19]).abs().max().item()
+        check(f"sinks {name} by decode: off by {error:.1e}", error < ATOL)
+    none = attend(chunks, sinks=torch.full((3,), -math.inf))
+    check("a sink without weight changes no bit", torch.equal(none, attend(chunks)))
+
+
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
     pretend_to_have_a_gpu()
@@ -187,3 +208,4 @@ if __name__ == "__main__":
     check_one_plan_for_every_step_of_decode()
     check_that_a_page_behind_the_window_may_be_gone()
     check_refusals()
+    check_sinks()
