@@ -19,7 +19,8 @@ from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attenti
 from vllm_batch_invariant.ops.attention.cuda import Shape
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
 from vllm_batch_invariant.ops.attention.flex import plan as flex_plan
-from vllm_batch_invariant.ops.attention.flex.plan import KeyLayout, Planner, Tile
+from vllm_batch_invariant.ops.attention.flex.kernels import FLEX_BLOCK_NUM_SPLITS
+from vllm_batch_invariant.ops.attention.flex.plan import FlexTile, KeyLayout, Planner
 
 HEADS = Heads(3, 1, 64)
 REDUCTION = AttentionReduction(128, ((64, 256),))
@@ -34,8 +35,8 @@ def attend_to_listed_tiles(query, key, value, *, score_mod, block_mask, scale, r
     assert (rows, keys) == (kernel_options["BLOCK_M"], kernel_options["BLOCK_N"])
     counts, tiles = block_mask.kv_num_blocks[0, 0], block_mask.kv_indices[0, 0]
     listed = torch.zeros(len(counts), -(-key.shape[2] // keys), dtype=torch.bool)
-    for entry, count in enumerate(counts.tolist()):
-        listed[entry, tiles[entry, :count].long()] = True
+    for item, count in enumerate(counts.tolist()):
+        listed[item, tiles[item, :count].long()] = True
     unread = ~listed.any(0).repeat_interleave(keys)[: key.shape[2]]
     value = value.masked_fill(unread[:, None], 0)
     mask_mod = block_mask.mask_mod
@@ -55,7 +56,7 @@ def pretend_to_have_a_gpu() -> None:
     attention._MODULES["flex_cuda"] = ".flex.cuda"
     flex_cuda.flex_attention = attend_to_listed_tiles
     flex_cuda._compiled = lambda scores: scores.attend
-    flex_plan.tile_of = lambda head_size, dtype: Tile(32, 32, 4, 1)
+    flex_plan.tile_of = lambda head_size, dtype: FlexTile(32, 32, 4, 1)
 
 
 def newest(length: int, count: int, seed: int = 1, heads: Heads = HEADS) -> Chunk:
@@ -107,8 +108,8 @@ def check_waves() -> None:
     flex_cuda.PARTIAL_BYTES = most
 
 
-def check_that_no_entry_is_too_many() -> None:
-    """The lists have room for all entries, and little more; the tiles of each ascend."""
+def check_that_no_item_is_too_many() -> None:
+    """The lists have room for all items, and little more; the tiles of each ascend."""
     for window in (None, 1, 100):
         for chunks in (MIXED, MIXED[2:3], [newest(300, 70)]):
             query, keys, _, table, lengths, starts = lay_out(chunks)
@@ -116,12 +117,15 @@ def check_that_no_entry_is_too_many() -> None:
             planner = Planner(shape, KeyLayout.of(keys, 32), query.device, len(chunks), int(lengths.max()), (window,))
             plan = planner.plan(starts, lengths, table, decode=int(starts.diff().max()) == 1)
             masks = plan.masks[window]
-            used = int(masks.blocks[:, 3].sum())
-            room = len(masks.key_blocks)
-            check(f"{used} entries in {room}, window {window}", used <= room and (room <= used + 2 or len(chunks) == 1))
-            check("all have keys", bool((masks.key_blocks[:used] > 0).all() and (masks.key_blocks[used:] == 0).all()))
-            counts = masks.key_blocks[:used].tolist()
-            firsts = [planner.first_keys[masks.key_tiles[i, :count].long()] for i, count in enumerate(counts)]
+            used = int(masks.blocks[:, FLEX_BLOCK_NUM_SPLITS.value].sum())
+            room = len(masks.kv_num_blocks)
+            check(f"{used} items in {room}, window {window}", used <= room and (room <= used + 2 or len(chunks) == 1))
+            check(
+                "all have keys",
+                bool((masks.kv_num_blocks[:used] > 0).all() and (masks.kv_num_blocks[used:] == 0).all()),
+            )
+            counts = masks.kv_num_blocks[:used].tolist()
+            firsts = [planner.first_keys[masks.kv_indices[i, :count].long()] for i, count in enumerate(counts)]
             check("tiles ascend", all(bool((first.diff() == 32).all()) for first in firsts))
 
 
@@ -204,7 +208,7 @@ if __name__ == "__main__":
     pretend_to_have_a_gpu()
     check_values()
     check_waves()
-    check_that_no_entry_is_too_many()
+    check_that_no_item_is_too_many()
     check_one_plan_for_every_step_of_decode()
     check_that_a_page_behind_the_window_may_be_gone()
     check_refusals()

@@ -16,11 +16,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...errors import NotCovered
 from . import sm90
 from .params import PagedAttention
-from .plan_kernels import ENTRY, plan_kernel
+from .plan_kernels import plan_kernel
 from .reduction import AttentionReduction
 from .shared_memory import fitted
 from .sm90.shapes import ACCOUNTS
 from .triton_kernels import attention_kernel
+from .work import WORK_SIZE
 
 _LOG2_E = math.log2(math.e)
 _LARGEST_HEAD = 256
@@ -185,10 +186,10 @@ class Planner:
         self.parts = resident * self.processors
         self.first_entries = torch.zeros(self.parts + 1, dtype=torch.int32, device=device)
         entries = most_requests * shape.kv_heads + self.parts
-        self.small_list = torch.empty(entries, ENTRY, dtype=torch.int32, device=device)
+        self.small_list = torch.empty(entries, WORK_SIZE.value, dtype=torch.int32, device=device)
         self.large_count = torch.zeros(1, dtype=torch.int32, device=device)
         shared = self._items // shape.kv_heads
-        self.large_list = torch.empty(max(blocks, shared), ENTRY, dtype=torch.int32, device=device)
+        self.large_list = torch.empty(max(blocks, shared), WORK_SIZE.value, dtype=torch.int32, device=device)
         rows = shape.kv_heads * max(splits * FEW_ROWS, self._room_large * self.large.rows)
         # A multiple of 4, for copies of 16 bytes.
         kept = -(-min(self._partial_rows, rows) // 4) * 4
@@ -244,7 +245,7 @@ class Planner:
                     kv_heads=shape.kv_heads,
                     padded_kv_heads=triton.next_power_of_2(shape.kv_heads),
                     group=shape.group,
-                    levels=shape.reduction.levels,
+                    levels=shape.reduction.split_segments,
                     tile=shape.tile,
                     few=self.few_rows,
                     block_rows=self.large.rows,
@@ -355,7 +356,7 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, blocks: Blocks,
         head_size=shape.head_size,
         padded_size=shape.padded_size,
         page_size=call.page_size,
-        levels=shape.reduction.levels,
+        levels=shape.reduction.split_segments,
         tile=shape.tile,
         block_rows=blocks.rows,
         kept_rows=kept_rows,

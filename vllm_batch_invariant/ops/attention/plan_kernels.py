@@ -12,45 +12,13 @@ here can move a bit.
 import triton
 import triton.language as tl
 
-ENTRY = 8
-"""Numbers in an entry of a list: request, first row of the block (of many rows) or KV head (of few), first split,
-number of splits, slot of partial results that split 0 of the block would have (-1: none, the entry is all of the
-block), first row of the request in the query, its tokens, and its keys before them.
-"""
+from .splits import split_of, start_of
+from .work import WORK_SIZE, store_work
+
 _CHUNK = tl.constexpr(1024)
 """Requests that a program looks at in a step."""
 _HEAD_COST = tl.constexpr(2)
 """What it takes to begin a head, and to share one, in tiles of keys."""
-
-
-@triton.jit
-def split_of(key, levels: tl.constexpr):
-    """The split that a key is in: ``AttentionReduction.split_of``."""
-    number = key // levels[0][1]
-    for level in tl.static_range(1, len(levels)):
-        start, size, first = levels[level]
-        number = tl.where(key < start, number, first + (key - start) // size)
-    return number
-
-
-@triton.jit
-def start_of(number, levels: tl.constexpr):
-    """The first key of a split: ``AttentionReduction.start_of``."""
-    key = number * levels[0][1]
-    for level in tl.static_range(1, len(levels)):
-        start, size, first = levels[level]
-        key = tl.where(number < first, key, start + (number - first) * size)
-    return key
-
-
-@triton.jit
-def is_end_of_split(key, levels: tl.constexpr):
-    """Whether a split ends before the key."""
-    ends = key % levels[0][1] == 0
-    for level in tl.static_range(1, len(levels)):
-        start, size, _ = levels[level]
-        ends = tl.where(key <= start, ends, (key - start) % size == 0)
-    return ends
 
 
 @triton.jit
@@ -109,19 +77,6 @@ def _cut(
 
 
 @triton.jit
-def _store_entry(place, request, second, begin, run, slot, start, tokens, past, mask):
-    zero = begin * 0
-    tl.store(place, zero + request, mask=mask)
-    tl.store(place + 1, zero + second, mask=mask)
-    tl.store(place + 2, begin, mask=mask)
-    tl.store(place + 3, run, mask=mask)
-    tl.store(place + 4, zero + slot, mask=mask)
-    tl.store(place + 5, zero + start, mask=mask)
-    tl.store(place + 6, zero + tokens, mask=mask)
-    tl.store(place + 7, zero + past, mask=mask)
-
-
-@triton.jit
 def _store_few_rows(
     small_list, first_entries, request, splits, length, start, tokens, past, whole, begin, first_head, slot, may_cut,
     parts, kv_heads: tl.constexpr, padded_kv_heads: tl.constexpr, levels: tl.constexpr, tile: tl.constexpr,
@@ -134,9 +89,9 @@ def _store_few_rows(
     part = _first_part(begin + head * each, whole, parts)
     run = _cut(part, whole, parts, begin, each, splits, length, may_cut, levels, tile)
     run = tl.where(part < _first_part(begin + (head + 1) * each, whole, parts), run, splits)
-    place = small_list + (first_head + head + part).to(tl.int64) * 8
+    place = small_list + (first_head + head + part).to(tl.int64) * WORK_SIZE
     own_slot = tl.where(run < splits, slot, -1)
-    _store_entry(place, request, head, head * 0, run, own_slot, start, tokens, past, head < kv_heads)
+    store_work(place, request, head, head * 0, run, own_slot, start, tokens, past, head < kv_heads)
 
     stop = _first_part(begin + kv_heads * each, whole, parts)
     for first in range(_first_part(begin, whole, parts), stop, step):
@@ -147,9 +102,9 @@ def _store_few_rows(
         end = _cut(later + 1, whole, parts, begin, each, splits, length, may_cut, levels, tile)
         end = tl.where(later + 1 < _first_part(begin + (of_head + 1) * each, whole, parts), end, splits)
         entry = first_head + of_head + later + 1
-        at = small_list + entry.to(tl.int64) * 8
+        at = small_list + entry.to(tl.int64) * WORK_SIZE
         cut_slot = tl.where(end - cut < splits, slot, -1)
-        _store_entry(at, request, of_head, cut, end - cut, cut_slot, start, tokens, past, mask)
+        store_work(at, request, of_head, cut, end - cut, cut_slot, start, tokens, past, mask)
         tl.store(first_entries + later, entry, mask=mask)
 
 
@@ -178,8 +133,8 @@ def _store_ranked(
         own_more = tl.sum(tl.where(lanes == request, more, 0))
         rank = tl.sum(more) + tl.sum(before) + number - own_more
         zero = tl.arange(0, 1)
-        place = large_list + rank.to(tl.int64) * 8 + zero
-        _store_entry(place, request, block * block_rows, zero, splits, -1, start, tokens, past, zero == 0)
+        place = large_list + rank.to(tl.int64) * WORK_SIZE + zero
+        store_work(place, request, block * block_rows, zero, splits, -1, start, tokens, past, zero == 0)
 
 
 @triton.jit
@@ -207,7 +162,7 @@ def _store_many_rows(
         slot = tl.where(parts > 1, first_slot + block * splits, -1)
         mask = number < blocks * parts
         row = block * block_rows
-        _store_entry(entries + number * 8, request, row, begin, end - begin, slot, start, tokens, past, mask)
+        store_work(entries + number * WORK_SIZE, request, row, begin, end - begin, slot, start, tokens, past, mask)
 
 
 @triton.jit
@@ -325,6 +280,6 @@ def plan_kernel(
         )  # fmt: skip
     else:
         _store_many_rows(
-            large_list + tl.sum(entries_before) * 8, request, tl.where(splits > 0, blocks, 0), splits, start, tokens,
-            length - tokens, tl.minimum(can, most_parts), tl.sum(large_slots), group, levels, block_rows, step,
+            large_list + tl.sum(entries_before) * WORK_SIZE, request, tl.where(splits > 0, blocks, 0), splits, start,
+            tokens, length - tokens, tl.minimum(can, most_parts), tl.sum(large_slots), group, levels, block_rows, step,
         )  # fmt: skip

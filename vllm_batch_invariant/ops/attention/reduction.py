@@ -42,19 +42,21 @@ class AttentionReduction:
             before = end
 
     @cached_property
-    def levels(self) -> tuple[tuple[int, int, int], ...]:
-        """Where splits of a size begin, the size, and the number of the first of them, ascending."""
-        levels, start, first = [], 0, 0
+    def split_segments(self) -> tuple[tuple[int, int, int], ...]:
+        """(start, size, first split) of the splits of each size, ascending: the position at which they begin, the keys
+        in one, and the number of the first of them.
+        """
+        segments, start, first = [], 0, 0
         for size, end in (*self.early, (self.split_size, None)):
-            levels.append((start, size, first))
+            segments.append((start, size, first))
             if end is not None:
                 start, first = end, first + (end - start) // size
-        return tuple(levels)
+        return tuple(segments)
 
     @property
     def smallest(self) -> int:
         """The size of the smallest splits."""
-        return min(size for _, size, _ in self.levels)
+        return min(size for _, size, _ in self.split_segments)
 
     @classmethod
     def of_device(cls, device_type: str, implementation: str = "auto") -> "AttentionReduction":
@@ -66,12 +68,12 @@ class AttentionReduction:
 
     def split_of(self, position: int) -> int:
         """The number of the split that a position is in."""
-        start, size, first = max(level for level in self.levels if level[0] <= position)
+        start, size, first = max(segment for segment in self.split_segments if segment[0] <= position)
         return first + (position - start) // size
 
     def start_of(self, split: int) -> int:
         """The first position of a split."""
-        start, size, first = max(level for level in self.levels if level[2] <= split)
+        start, size, first = max(segment for segment in self.split_segments if segment[2] <= split)
         return start + (split - first) * size
 
     def splits(self, first: int, last: int) -> range:

@@ -11,37 +11,10 @@ arXiv:2205.14135; splits as in Flash-Decoding, pytorch.org/blog/flash-decoding.
 import triton
 import triton.language as tl
 
-from .plan_kernels import is_end_of_split, split_of, start_of
+from .splits import finite_max, is_end_of_split, merge_splits, normalize, split_of, start_of
 
 _ONES = tl.constexpr(16)
 """Equal columns of the sums of weights: a matrix product has at least so many."""
-
-
-@triton.jit
-def _finite(top):
-    """The number to subtract before exp2: 0 where nothing was visible, so that -inf gives a weight of 0 and not NaN."""
-    return tl.where(top == -float("inf"), 0.0, top)
-
-
-@triton.jit
-def _merge_splits(top, weight, acc, split_top, split_weight, split_acc):
-    """The running result and one more split; a split without a visible key weighs exactly 0."""
-    new_top = tl.maximum(top, split_top)
-    old, new = tl.exp2(top - _finite(new_top)), tl.exp2(split_top - _finite(new_top))
-    weight = tl.fma(weight, old, split_weight * new)
-    acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), split_acc * new[:, None])
-    return new_top, weight, acc
-
-
-@triton.jit
-def _finished(top, weight, acc, sink, has_sinks: tl.constexpr):
-    """The result of a row: its weighted values over its weights, to which a sink adds one that weighs no value."""
-    if has_sinks:
-        new_top = tl.maximum(top, sink)
-        old = tl.exp2(top - new_top)
-        weight = tl.fma(weight, old, tl.exp2(sink - new_top))
-        acc = acc * old[:, None]
-    return acc / tl.where(weight == 0.0, 1.0, weight)[:, None]
 
 
 @triton.jit
@@ -118,7 +91,7 @@ def _tile_of_keys(
             visible &= distance < window
         score = tl.where(visible, score, -float("inf"))
     new_top = tl.maximum(top, tl.max(score, 1) * factor)
-    zero = _finite(new_top)
+    zero = finite_max(new_top)
     p = tl.exp2(tl.fma(score, tl.full(score.shape, factor, tl.float32), tl.broadcast_to(-zero[:, None], score.shape)))
     p = p.to(v.dtype)
     old = tl.exp2(top - zero)[:, None]
@@ -145,9 +118,9 @@ def _end_of_split(
             keep_row = keep[:, None] & in_head[None, :]
             tl.store(partial_acc + place[:, None] * padded_size + dims[None, :], split_acc, mask=keep_row)
         else:
-            top, weight, acc = _merge_splits(top, weight, acc, split_top, summed, split_acc)
+            top, weight, acc = merge_splits(top, weight, acc, split_top, summed, split_acc)
     else:
-        top, weight, acc = _merge_splits(top, weight, acc, split_top, summed, split_acc)
+        top, weight, acc = merge_splits(top, weight, acc, split_top, summed, split_acc)
     return top, weight, acc
 
 
@@ -174,7 +147,7 @@ def _merge_some(
         weights += (tl.load(partial_weight + here, mask=exists, other=0.0, cache_modifier=".cg"),)
         accs += (tl.load(at_acc, mask=exists_row, other=0.0, cache_modifier=".cg"),)
     for number in tl.static_range(at_once):
-        new_top, new_weight, new_acc = _merge_splits(top, weight, acc, tops[number], weights[number], accs[number])
+        new_top, new_weight, new_acc = merge_splits(top, weight, acc, tops[number], weights[number], accs[number])
         if masked:
             # An absent one adds a zero, which would make one of -0.
             new_top, new_weight = tl.where(number < exist, new_top, top), tl.where(number < exist, new_weight, weight)
@@ -222,7 +195,7 @@ def _merge_kept(
     row = (start + token).to(tl.int64)
     tl.store(
         out + row[:, None] * stride_o_token + head[:, None] * stride_o_head + dims[None, :],
-        _finished(top, weight, acc, sink, has_sinks).to(out.dtype.element_ty),
+        normalize(top, weight, acc, sink, has_sinks).to(out.dtype.element_ty),
         mask=keep_row,
     )
 
@@ -418,6 +391,6 @@ def attention_kernel(
                 sink = tl.load(sinks + head)
             tl.store(
                 out + row[:, None] * stride_o_token + head[:, None] * stride_o_head + dims[None, :],
-                _finished(top, weight, acc, sink, has_sinks).to(out.dtype.element_ty),
+                normalize(top, weight, acc, sink, has_sinks).to(out.dtype.element_ty),
                 mask=exists[:, None] & in_head[None, :],
             )
