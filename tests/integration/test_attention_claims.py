@@ -3,14 +3,14 @@
 import pytest
 
 from vllm_batch_invariant.integration import patch_points
-from vllm_batch_invariant.integration.attention import FixedSplits
+from vllm_batch_invariant.integration.attention import FixedSplitBackendMixin
 from vllm_batch_invariant.integration.attention_cpu import Backend
 from vllm_batch_invariant.integration.reviewed import CLAIMS, DENIED
 
 INHERITED = ("supports_mm_prefix", "supports_alibi_sqrt", "supports_rswa", "supports_non_causal")
 
 
-class BackendLikeTheOneForGpus(FixedSplits, patch_points.CUDA_BACKEND.get()):
+class BackendLikeTheOneForGpus(FixedSplitBackendMixin, patch_points.CUDA_BACKEND.get()):
     """vLLM's Triton backend claims more than its backend for CPUs."""
 
 
@@ -43,7 +43,7 @@ def test_a_claim_that_a_later_vllm_makes_is_denied_as_a_method_or_as_an_attribut
         def supports_thinking(cls, how: str) -> bool:
             return True
 
-    class Ours(FixedSplits, Later):
+    class Ours(FixedSplitBackendMixin, Later):
         pass
 
     assert Ours.supports_guessing is False
