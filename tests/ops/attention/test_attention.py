@@ -297,8 +297,8 @@ def test_tiles_are_only_a_schedule(monkeypatch):
     chunks = [Chunk(Request(SMALL, 400, 1), 300, 400), newest(Request(SMALL, 300, 2))]
     first = torch.cat(attend(chunks, sliding_window=77))
     for rows, keys in ((1, 4), (7, 16), (200, 256)):
-        monkeypatch.setattr(schedule, "TILE_ROWS", rows)
-        monkeypatch.setattr(schedule, "TILE_KEYS", keys)
+        monkeypatch.setattr(schedule, "BLOCK_M", rows)
+        monkeypatch.setattr(schedule, "BLOCK_N", keys)
         assert torch.equal(torch.cat(attend(chunks, sliding_window=77)), first)
 
 
