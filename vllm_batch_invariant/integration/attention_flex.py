@@ -34,21 +34,21 @@ class FlexMetadataBuilder(MetadataBuilder):
 
     def _planner(self) -> Any:
         """Made when the cache is there; another for another cache, such as one with which memory is measured."""
-        from ..ops.attention.cuda import Shape
         from ..ops.attention.flex.plan import KeyLayout, Planner, tile_of
+        from ..ops.attention.plan import AttentionShape
 
         layers = [self._config.compilation_config.static_forward_context[name] for name in self._layer_names]
         cache = key_cache_of(layers[0])
         if cache.data_ptr() not in self._planners:
             model, scheduler = self._config.model_config, self._config.scheduler_config
-            shape = Shape(
+            shape = AttentionShape(
                 model.get_num_attention_heads(self._config.parallel_config),
                 self._spec.num_kv_heads,
                 self._spec.head_size,
                 self._spec.dtype,
                 AttentionReduction.of_device("cuda", "flex"),
             )
-            layout = KeyLayout.of(cache, tile_of(shape.head_size, shape.dtype).keys)
+            layout = KeyLayout.of(cache, tile_of(shape).block_n)
             shared = self._config.cache_config.enable_prefix_caching
             self._planners[cache.data_ptr()] = Planner(
                 shape,

@@ -16,8 +16,8 @@ from tests.ops.attention.cases import Chunk, Heads, Request, exact, paged
 from tests.ops.interpreted_checks import check
 from vllm_batch_invariant.ops import attention
 from vllm_batch_invariant.ops.attention import AttentionReduction, certificate, paged_attention
-from vllm_batch_invariant.ops.attention.cuda import Kernels, Plan, Planner, Shape
 from vllm_batch_invariant.ops.attention.params import PagedAttention
+from vllm_batch_invariant.ops.attention.plan import AttentionShape, Kernels, Plan, Planner
 
 HEADS = Heads(2, 1, 64, torch.float16)
 """In bf16 the interpreter multiplies wrongly."""
@@ -52,13 +52,13 @@ def check_parts() -> None:
         (3, [1000, 5000, 64, 65, 2000], [1, 40, 2, 4, 1]),
         (8, [4096] * 3, [1] * 3),
     ):
-        shape = Shape(4 * kv_heads, kv_heads, 64, torch.float16, REDUCTION)
+        shape = AttentionShape(4 * kv_heads, kv_heads, 64, torch.float16, REDUCTION)
         planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), sum(lengths) + 64 * len(lengths))
         starts = torch.tensor([0, *tokens]).cumsum(0).int()
         planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens) == 1)
         found, keys, whole = [], [], True
-        for begin, end in pairwise(planner.first_entries.tolist()):
-            entries = [entry for entry in planner.small_list[begin:end].tolist() if entry[3]]
+        for begin, end in pairwise(planner.work_indptr.tolist()):
+            entries = [entry for entry in planner.decode_work[begin:end].tolist() if entry[3]]
             for request, head, split, count, slot, *_ in entries:
                 found += [(request, head, number) for number in range(split, split + count)]
                 whole &= (slot < 0) == (count == REDUCTION.split_of(lengths[request] - 1) + 1)
@@ -82,12 +82,12 @@ def check_parts() -> None:
 def check_order() -> None:
     """Every block of requests of many rows is listed once, those with the most keys first."""
     lengths, tokens = [900, 64, 0, 5000, 300, 2000], [900, 60, 0, 700, 1, 33]
-    shape = Shape(14, 2, 64, torch.float16, REDUCTION)
+    shape = AttentionShape(14, 2, 64, torch.float16, REDUCTION)
     planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), 2 * sum(lengths))
     starts = torch.tensor([0, *tokens]).cumsum(0).int()
     plan = planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens) == 1)
-    entries = planner.large_list[: int(planner.large_count)].tolist()
-    rows, group = planner.large.rows, shape.group
+    entries = planner.prefill_work[: int(planner.prefill_count)].tolist()
+    rows, group = planner.prefill_schedule.block_m, shape.queries_per_kv
     expected = [
         (request, block * rows)
         for request, new in enumerate(tokens)
@@ -96,8 +96,8 @@ def check_order() -> None:
     ]
     keys = [min((first + rows - 1) // group, new - 1) + 1 + past for _, first, *_, new, past in entries]
     listed = sorted((request, first) for request, first, *_ in entries) == expected
-    tiles = [-(-count // shape.tile) for count in keys]
-    check("order", not plan.may_share_large and listed and tiles == sorted(tiles, reverse=True))
+    tiles = [-(-count // shape.key_tile) for count in keys]
+    check("order", not plan.may_share_prefill and listed and tiles == sorted(tiles, reverse=True))
 
 
 def check_shared_blocks() -> None:
@@ -109,16 +109,17 @@ def check_shared_blocks() -> None:
         (1, [700, 2049], [90, 64]),
         (1, [3000], [20]),
     ):
-        shape = Shape(4 * kv_heads, kv_heads, 64, torch.float16, REDUCTION)
+        shape = AttentionShape(4 * kv_heads, kv_heads, 64, torch.float16, REDUCTION)
         planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), sum(lengths) + 64 * len(lengths))
-        planner._items = 16
+        planner._prefill_ctas = 16
         starts = torch.tensor([0, *tokens]).cumsum(0).int()
         planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens) == 1)
-        entries = planner.large_list[: int(planner.large_count)].tolist()
-        fits, slots = len(entries) * kv_heads <= planner._items, []
+        entries = planner.prefill_work[: int(planner.prefill_count)].tolist()
+        fits, slots = len(entries) * kv_heads <= planner._prefill_ctas, []
         for request, new in enumerate(tokens):
-            for block in range(-(-4 * new // planner.large.rows) if new > 4 else 0):
-                first, last = block * planner.large.rows, (block + 1) * planner.large.rows - 1
+            rows = planner.prefill_schedule.block_m
+            for block in range(-(-4 * new // rows) if new > 4 else 0):
+                first, last = block * rows, (block + 1) * rows - 1
                 keys = min(last // 4, new - 1) + 1 + lengths[request] - new
                 parts = sorted(entry[2:5] for entry in entries if entry[:2] == [request, first])
                 ends = [begin + count for begin, count, _ in parts]
@@ -134,7 +135,7 @@ def check_shared_blocks() -> None:
                     slots += range(slot, slot + ends[-1])
                 else:
                     fits &= parts[0][2] == -1
-        fits &= len(set(slots)) == len(slots) and all(0 <= slot < planner._room_large for slot in slots)
+        fits &= len(set(slots)) == len(slots) and all(0 <= slot < planner._prefill_workspace for slot in slots)
         check(f"{len(entries)} entries of blocks of {lengths}", fits and (len(slots) > 0))
 
 
@@ -180,7 +181,7 @@ def check_one_plan_for_every_mix() -> None:
     options = {"scale": 0.1, "reduction": REDUCTION, "implementation": "triton"}
     expected = paged_attention(query, key, value, table, seq_lens, starts, **options)
     planner = Planner(
-        Shape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION), query.device, most, tokens, 9000
+        AttentionShape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION), query.device, most, tokens, 9000
     )
     plan = planner.plan(torch.arange(most + 1), torch.ones(most), tokens, decode=False)
     for mix in ([2, 0, 1, 3], [5, 4]):
@@ -203,25 +204,25 @@ def check_one_plan_for_every_mix() -> None:
 
 def check_counters() -> None:
     """A plan zeroes the counters, whatever a sleeping engine's memory came back with."""
-    shape = Shape(4, 1, 64, torch.float16, REDUCTION)
+    shape = AttentionShape(4, 1, 64, torch.float16, REDUCTION)
     planner = Planner(shape, torch.device("cpu"), 3, 60, 50_000)
     for starts, lengths in (([0, 60], [16_384]), ([0, 1, 2, 3], [900, 3, 5000])):
-        planner.arrived.fill_(7)
+        planner.semaphores.fill_(7)
         begins, lengths = torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
         planner.plan(begins, lengths, starts[-1], decode=len(lengths) == 3)
-        check(f"{len(planner.arrived)} counters of {len(lengths)} requests", not planner.arrived.any())
+        check(f"{len(planner.semaphores)} counters of {len(lengths)} requests", not planner.semaphores.any())
 
 
 def check_certificate() -> None:
     """Kernels that agree pass; a decode of other splits does not."""
     certificate._LENGTH, certificate._PREFILL, certificate._BORDERS = 700, 200, (1, 64, 65, 257, 513, 700)
-    shape = Shape(HEADS.query, HEADS.kv, HEADS.size, HEADS.dtype, REDUCTION)
+    shape = AttentionShape(HEADS.query, HEADS.kv, HEADS.size, HEADS.dtype, REDUCTION)
     data = [certificate.by_scores(shape, torch.device("cpu"), 16)]
     certificate.ways = lambda group: [
         ("by decode", [certificate.Chunk(stop, 1) for stop in certificate._BORDERS]),
         ("in a chunk", [certificate.Chunk(700, 20)]),
     ]
-    for kernels in (Kernels(hopper=False), Kernels(hopper=False, few_rows=0)):
+    for kernels in (Kernels(sm90=False), Kernels(sm90=False, decode_rows=0)):
         found = certificate.compare(kernels, shape, data, [certificate.Options()])
         check(f"certificate of {kernels}: {found}", found == (5 + 20) * HEADS.query * HEADS.size)
     computed = certificate.paged_attention
@@ -234,7 +235,7 @@ def check_certificate() -> None:
         computed(call, out, plan)
 
     certificate.paged_attention = with_other_splits
-    found = certificate.compare(Kernels(hopper=False), shape, data, [certificate.Options()])
+    found = certificate.compare(Kernels(sm90=False), shape, data, [certificate.Options()])
     check(f"certificate of other splits: {found}", "other bits by decode than by prefill" in str(found))
 
 

@@ -16,11 +16,11 @@ from tests.ops.interpreted_checks import check
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops import attention
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
-from vllm_batch_invariant.ops.attention.cuda import Shape
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
 from vllm_batch_invariant.ops.attention.flex import plan as flex_plan
 from vllm_batch_invariant.ops.attention.flex.kernels import FLEX_BLOCK_NUM_SPLITS
 from vllm_batch_invariant.ops.attention.flex.plan import FlexTile, KeyLayout, Planner
+from vllm_batch_invariant.ops.attention.plan import AttentionShape
 
 HEADS = Heads(3, 1, 64)
 REDUCTION = AttentionReduction(128, ((64, 256),))
@@ -56,7 +56,7 @@ def pretend_to_have_a_gpu() -> None:
     attention._MODULES["flex_cuda"] = ".flex.cuda"
     flex_cuda.flex_attention = attend_to_listed_tiles
     flex_cuda._compiled = lambda scores: scores.attend
-    flex_plan.tile_of = lambda head_size, dtype: FlexTile(32, 32, 4, 1)
+    flex_plan.tile_of = lambda shape: FlexTile(32, 32, 4, 1)
 
 
 def newest(length: int, count: int, seed: int = 1, heads: Heads = HEADS) -> Chunk:
@@ -113,7 +113,7 @@ def check_that_no_item_is_too_many() -> None:
     for window in (None, 1, 100):
         for chunks in (MIXED, MIXED[2:3], [newest(300, 70)]):
             query, keys, _, table, lengths, starts = lay_out(chunks)
-            shape = Shape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION)
+            shape = AttentionShape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION)
             planner = Planner(shape, KeyLayout.of(keys, 32), query.device, len(chunks), int(lengths.max()), (window,))
             plan = planner.plan(starts, lengths, table, decode=int(starts.diff().max()) == 1)
             masks = plan.masks[window]
@@ -134,7 +134,7 @@ def check_one_plan_for_every_step_of_decode() -> None:
     lengths = [1, 65, 257, 300]
     chunks = [newest(length, 1, seed) for seed, length in enumerate(lengths)]
     query, keys, values, table, seq_lens, starts = lay_out(chunks)
-    shape = Shape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION)
+    shape = AttentionShape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION)
     planner = Planner(shape, KeyLayout.of(keys, 32), query.device, 8, 1000, (None, 50))
     options = {"scale": 0.1, "reduction": REDUCTION, "implementation": "flex_cuda"}
     plan = planner.plan(starts, seq_lens, table, decode=True)

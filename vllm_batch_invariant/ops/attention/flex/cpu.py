@@ -1,8 +1,8 @@
 """Paged attention by PyTorch's FlexAttention, on any device it runs on.
 
 A work item is a tile of query tokens and one split of the keys that it sees. Every call of FlexAttention has one shape:
-``ITEMS_PER_CALL`` items of ``BLOCK_M`` tokens over the keys of one split, padded where there are fewer. So a library picks
-one kernel whatever the batch, and a row's bits rest on that kernel treating its rows alike.
+``ITEMS_PER_CALL`` items of ``BLOCK_M`` tokens over the keys of one split, padded where there are fewer. So a library
+picks one kernel whatever the batch, and a row's bits rest on that kernel treating its rows alike.
 FlexAttention: pytorch.org/docs/stable/nn.attention.flex_attention.html; splits merged by LSE as in Flash-Decoding.
 """
 

@@ -183,7 +183,7 @@ def paged_attention(params: PagedAttention, out: torch.Tensor, plan: Plan | None
     )  # fmt: skip
     slopes = params.alibi_slopes
     if slopes is not None:
-        slopes = slopes.to(params.query.device, torch.float32).view(shape.kv_heads, shape.group)
+        slopes = slopes.to(params.query.device, torch.float32).view(shape.kv_heads, shape.queries_per_kv)
     sinks = None if params.sinks is None else params.sinks.to(params.query.device, torch.float32) * LOG2_E
     with torch.cuda.device_of(params.query):
         _in_waves(params, out, plan, plan.masks[params.sliding_window], _compiled(scores), slopes, sinks)
@@ -211,9 +211,9 @@ def _in_waves(
     merge_m = min(_MERGE_M, tile.block_m)
     sizes = {
         "NUM_KV_HEADS": shape.kv_heads,
-        "QUERIES_PER_KV": shape.group,
+        "QUERIES_PER_KV": shape.queries_per_kv,
         "HEAD_DIM": shape.head_size,
-        "PADDED_HEAD_DIM": shape.padded_size,
+        "PADDED_HEAD_DIM": shape.padded_head_size,
         "BLOCK_M": tile.block_m,
     }
     for number, first in enumerate(range(0, items if blocks else 0, wave)):

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from ....errors import NotCovered
-from ..cuda import Shape
 from ..params import PagedAttention
+from ..plan import AttentionShape
 from ..reduction import AttentionReduction
 from .kernels import FLEX_BLOCK_SIZE, FLEX_ITEM_SIZE, list_blocks, list_items
 
@@ -32,11 +32,11 @@ class FlexTile:
     num_stages: int
 
 
-def tile_of(head_size: int, dtype: torch.dtype) -> FlexTile:
+def tile_of(shape: AttentionShape) -> FlexTile:
     """The tile of every step: one of 16 rows is faster for decode, but gives rows other bits than one of 64."""
-    if dtype == torch.float32:
-        return FlexTile(16, 32, num_warps=8, num_stages=1)
-    return FlexTile(64, 64, num_warps=4, num_stages=3 if head_size <= 128 else 2)
+    if shape.dtype == torch.float32:
+        return FlexTile(16, shape.key_tile, num_warps=8, num_stages=1)
+    return FlexTile(64, shape.key_tile, num_warps=4, num_stages=3 if shape.head_size <= 128 else 2)
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Planner:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: AttentionShape,
         layout: KeyLayout,
         device: torch.device,
         max_requests: int,
@@ -171,7 +171,7 @@ class Planner:
             )
         self.shape, self.layout, self.device = shape, layout, device
         self.max_len, self.max_keys, self.windows = max_len, max_keys, tuple(dict.fromkeys(windows))
-        self.tile = tile_of(shape.head_size, shape.dtype)
+        self.tile = tile_of(shape)
         sizes = [size for _, size, _ in shape.reduction.split_segments]
         if any(size % self.tile.block_n for size in sizes):
             raise ValueError(f"splits must be multiples of {self.tile.block_n} keys, got {shape.reduction}")
@@ -180,13 +180,13 @@ class Planner:
         self.first_keys = torch.zeros(tiles, dtype=torch.int32, device=device)
         """[tiles of the cache] int32, the position of the first key of each that a plan lists."""
         rows = 2, shape.kv_heads, self.tile.block_m
-        self.running = [torch.empty(size, device=device) for size in (rows, rows, (*rows, shape.padded_size))]
+        self.running = [torch.empty(size, device=device) for size in (rows, rows, (*rows, shape.padded_head_size))]
         """Running results of a block of rows, twice: read from one, written to the other."""
         self._masks = {window: self._empty(self.tile, window, max_requests) for window in self.windows}
 
     @cached_property
     def _blocks_per_token(self) -> int:
-        return -(-self.shape.group // self.tile.block_m)
+        return -(-self.shape.queries_per_kv // self.tile.block_m)
 
     def _empty(self, tile: FlexTile, window: int | None, requests: int) -> Masks:
         blocks = requests * self._blocks_per_token
@@ -236,7 +236,7 @@ class Planner:
                 masks[window] = Masks.zeros(blocks, items, tile, self.max_tiles, self.device)
             if blocks:
                 self._write(masks[window], query_start_loc, seq_lens, block_table, tile, window)
-        rows = self.shape.group if decode else tile.block_m
+        rows = self.shape.queries_per_kv if decode else tile.block_m
         return Plan(self, tile, masks, min(rows, tile.block_m))
 
     def _write(
@@ -250,7 +250,7 @@ class Planner:
     ) -> None:
         reduction, blocks = self.shape.reduction, len(masks.blocks)
         common: dict[str, Any] = {
-            "QUERIES_PER_KV": self.shape.group,
+            "QUERIES_PER_KV": self.shape.queries_per_kv,
             "BLOCK_M": tile.block_m,
             "SPLIT_SEGMENTS": reduction.split_segments,
             "WINDOW": window or 0,
@@ -287,8 +287,8 @@ def plan_alone(params: PagedAttention) -> Plan:
     """
     device = params.query.device
     heads, head_size = params.query.shape[1:]
-    shape = Shape(heads, params.key_cache.shape[1], head_size, params.query.dtype, params.reduction)
-    layout = KeyLayout.of(params.key_cache, tile_of(head_size, params.query.dtype).block_n)
+    shape = AttentionShape(heads, params.key_cache.shape[1], head_size, params.query.dtype, params.reduction)
+    layout = KeyLayout.of(params.key_cache, tile_of(shape).block_n)
     _check_shared_pages(params)
     planner = Planner(shape, layout, device, len(params.seq_lens), int(params.lengths.max()), (params.sliding_window,))
     starts, lengths, table = (t.to(device) for t in (params.query_start_loc, params.seq_lens, params.block_table))
@@ -330,18 +330,20 @@ def _split_of(positions: np.ndarray, reduction: AttentionReduction) -> np.ndarra
 
 
 def _count(
-    starts: np.ndarray, lengths: np.ndarray, shape: Shape, tile: FlexTile, window: int | None
+    starts: np.ndarray, lengths: np.ndarray, shape: AttentionShape, tile: FlexTile, window: int | None
 ) -> tuple[int, int]:
     """Blocks and items of a step."""
     query_lens = np.diff(starts).astype(np.int64)
-    rows = query_lens * shape.group
+    rows = query_lens * shape.queries_per_kv
     counts = -(-rows // tile.block_m)
     request = np.repeat(np.arange(len(query_lens)), counts)
     first_row = (np.arange(len(request)) - np.repeat(counts.cumsum() - counts, counts)) * tile.block_m
     context_len = lengths.astype(np.int64)[request] - query_lens[request]
-    last = context_len + (np.minimum(first_row + tile.block_m, rows[request]) - 1) // shape.group
+    last = context_len + (np.minimum(first_row + tile.block_m, rows[request]) - 1) // shape.queries_per_kv
     first = (
-        np.zeros_like(last) if window is None else np.maximum(context_len + first_row // shape.group - window + 1, 0)
+        np.zeros_like(last)
+        if window is None
+        else np.maximum(context_len + first_row // shape.queries_per_kv - window + 1, 0)
     )
     splits = _split_of(last, shape.reduction) - _split_of(first, shape.reduction) + 1
     return len(request), _round_up_even(int(splits.sum()))
