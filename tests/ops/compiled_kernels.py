@@ -8,7 +8,9 @@ for those in Gluon, 10 for all
 import argparse
 import itertools
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,7 +26,6 @@ from triton.runtime.jit import JITFunction
 
 import vllm_batch_invariant.ops.attention as attention_package
 from tests.ops.attention.cases import Chunk, Heads, Request, paged
-from tests.ops.interpreted_checks import check
 from vllm_batch_invariant.ops.attention import OF_DEVICE, AttentionReduction, paged_attention, sm90
 from vllm_batch_invariant.ops.attention import plan as planning
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
@@ -50,6 +51,13 @@ MOST_SPILLED = 256
 PROCESSORS = 132
 HALVES = (torch.bfloat16, torch.float16)
 REDUCTION = AttentionReduction.of_device("cuda")
+
+
+def check(name: str, ok: bool) -> None:
+    """Say whether a check passed, and after how many seconds of this process's; the first that fails ends it."""
+    print("ok" if ok else "FAILED", name, f"({time.process_time():.0f} s)", flush=True)
+    if not ok:
+        sys.exit(1)
 
 
 class NoDriver:
