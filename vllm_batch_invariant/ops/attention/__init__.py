@@ -63,9 +63,9 @@ def paged_attention(
         implementation: "auto" picks one by device; or one of :data:`IMPLEMENTATIONS`.
         out: [tokens, query_heads, head_size] of query's dtype, any strides; rows beyond ``query_start_loc[-1]`` are
             left alone.
-        plan: of the ``Planner`` of Triton or, on a GPU, of FlexAttention, for this ``seq_lens`` and
-            ``query_start_loc``. With one nothing is read back to the host, so lengths and pages are not checked: who
-            plans vouches for them.
+        plan: on a GPU, a step's plan by ``attention.plan.Planner`` or ``attention.flex.plan.Planner``, for this
+            ``seq_lens`` and ``query_start_loc``. With one nothing is read back to the host, so lengths and pages are
+            not checked: the caller guarantees them.
 
     Returns:
         ``out``, or a new tensor whose rows beyond ``query_start_loc[-1]`` are 0.
@@ -74,20 +74,20 @@ def paged_attention(
         ValueError: arguments that do not fit, or a page outside the cache among those needed.
         NotCovered: no implementation for the device, or its package is missing.
     """
-    call = PagedAttention(
+    params = PagedAttention(
         query, key_cache, value_cache, block_table, seq_lens, query_start_loc,
         float(scale), reduction, sliding_window, logits_soft_cap, alibi_slopes, sinks,
     )  # fmt: skip
-    call.check(values=plan is None)
+    params.check(values=plan is None)
     if out is None:
         out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     elif out.shape != query.shape or out.dtype != query.dtype:
         raise ValueError(f"out must be {list(query.shape)} {query.dtype}, got {list(out.shape)} {out.dtype}")
     module = _implementation(implementation, query.device.type)
     if plan is not None:
-        module.paged_attention(call, out, plan)
-    elif call.tokens:
-        module.paged_attention(call, out)
+        module.paged_attention(params, out, plan)
+    elif params.tokens:
+        module.paged_attention(params, out)
     return out
 
 

@@ -53,7 +53,7 @@ class Scores:
         kv_indices: torch.Tensor,
         q_pos: torch.Tensor,
         first_keys: torch.Tensor,
-        slopes: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
         head_in_group: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One pass of FlexAttention.
@@ -67,8 +67,8 @@ class Scores:
             kv_indices: [items, max_tiles] int32
             q_pos: [items * rows], -1 for rows that are padding.
             first_keys: [tiles], the position of the first key of a physical tile.
-            slopes: [kv_heads, group] fp32.
-            head_in_group: [items * rows], with slopes.
+            alibi_slopes: [kv_heads, queries_per_kv] fp32.
+            head_in_group: [items * rows], with alibi_slopes.
 
         Returns:
             Results [1, kv_heads, items * rows, head_size] and their LSE [1, kv_heads, items * rows] fp32.
@@ -100,8 +100,8 @@ class Scores:
         ) -> torch.Tensor:
             if self.soft_cap is not None:
                 score = self.soft_cap * torch.tanh(score / self.soft_cap)
-            if slopes is not None:
-                score = score - slopes[head, head_in_group[row]] * distance(row, slot)
+            if alibi_slopes is not None:
+                score = score - alibi_slopes[head, head_in_group[row]] * distance(row, slot)
             return score
 
         mask = BlockMask(
@@ -121,7 +121,7 @@ class Scores:
             query,
             keys.as_strided(sizes, strides),
             values.as_strided(sizes, strides),
-            score_mod=None if self.soft_cap is None and slopes is None else score_mod,
+            score_mod=None if self.soft_cap is None and alibi_slopes is None else score_mod,
             block_mask=mask,
             scale=self.scale,
             return_aux=AuxRequest(lse=True),
@@ -181,12 +181,12 @@ def paged_attention(params: PagedAttention, out: torch.Tensor, plan: Plan | None
         plan.tile, shape.kv_heads, shape.head_size, stride_slot, stride_head, params.scale, params.sliding_window,
         params.logits_soft_cap,
     )  # fmt: skip
-    slopes = params.alibi_slopes
-    if slopes is not None:
-        slopes = slopes.to(params.query.device, torch.float32).view(shape.kv_heads, shape.queries_per_kv)
+    alibi_slopes = params.alibi_slopes
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.to(params.query.device, torch.float32).view(shape.kv_heads, shape.queries_per_kv)
     sinks = None if params.sinks is None else params.sinks.to(params.query.device, torch.float32) * LOG2_E
     with torch.cuda.device_of(params.query):
-        _in_waves(params, out, plan, plan.masks[params.sliding_window], _compiled(scores), slopes, sinks)
+        _in_waves(params, out, plan, plan.masks[params.sliding_window], _compiled(scores), alibi_slopes, sinks)
 
 
 def _in_waves(
@@ -195,7 +195,7 @@ def _in_waves(
     plan: Plan,
     masks: Masks,
     attend: _Attend,
-    slopes: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> None:
     """Attends with as many items at a time as there is memory for; all but the first and the last block of a wave
@@ -235,7 +235,7 @@ def _in_waves(
             **sizes,
             BLOCK_N=tile.block_n,
         )
-        partial, lses = attend(
+        partial, lse = attend(
             packed,
             keys,
             values,
@@ -243,13 +243,13 @@ def _in_waves(
             _alone(masks.kv_indices[here]),
             _alone(masks.q_pos[rows]),
             plan.planner.first_keys,
-            slopes,
-            None if slopes is None else _alone(masks.head_in_group[rows]),
+            alibi_slopes,
+            None if alibi_slopes is None else _alone(masks.head_in_group[rows]),
         )
         merge_items[(blocks, shape.kv_heads, -(-plan.max_rows // merge_m))](
             written,
             partial,
-            lses,
+            lse,
             sinks,
             *plan.planner.running,
             masks.blocks,
@@ -259,7 +259,7 @@ def _in_waves(
             *written.stride()[:2],
             partial.stride(2),
             partial.stride(1),
-            lses.stride(1),
+            lse.stride(1),
             WAVE=number % 2,
             HAS_SINKS=sinks is not None,
             **sizes,
