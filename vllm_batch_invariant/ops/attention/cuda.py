@@ -30,7 +30,7 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
     plan = plan or _plan_alone(call)
     planner = plan.planner
     if call.reduction != plan.reduction:
-        raise ValueError(f"a plan for {plan.reduction} does not fit a call with {call.reduction}")
+        raise ValueError(f"a plan for {plan.reduction!r} does not fit a call with {call.reduction!r}")
     by_sm90 = planner.sm90 and sm90.takes(call, out)
     with torch.cuda.device_of(call.query):
         if plan.prefill_ctas and by_sm90:
