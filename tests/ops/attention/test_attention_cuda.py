@@ -17,7 +17,13 @@ FEATURES = {
     "sliding window": {"sliding_window": 37},
     "soft-cap": {"logits_soft_cap": 1.5},
     "ALiBi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
-    "all": {"sliding_window": 100, "logits_soft_cap": 2.0, "alibi_slopes": torch.tensor([0.5, 0.0, 0.125, -0.25])},
+    "sinks": {"sinks": torch.tensor([-1.0, 0.5, 3.0, 6.0])},
+    "all": {
+        "sliding_window": 100,
+        "logits_soft_cap": 2.0,
+        "alibi_slopes": torch.tensor([0.5, 0.0, 0.125, -0.25]),
+        "sinks": torch.tensor([-0.5, 0.0, 2.0, 4.0]),
+    },
 }
 TOLERANCE = {torch.float32: (2e-6, 8e-6), torch.bfloat16: (2**-7, 8e-3), torch.float16: (2**-10, 1e-3)}
 """Relative and absolute: one rounding of each weight and one of the result, fp32 sums of terms of size one."""
