@@ -19,7 +19,7 @@ from .params import PagedAttention
 from .plan_kernels import plan_kernel
 from .reduction import AttentionReduction
 from .shared_memory import fitted
-from .sm90.shapes import ACCOUNTS
+from .sm90.shapes import SEMAPHORE_INTS
 from .triton_kernels import attention_kernel
 from .work import WORK_SIZE
 
@@ -196,7 +196,7 @@ class Planner:
         self.partials = torch.empty(kept * (shape.padded_size + 2), device=device)
         self.top, self.weight, acc = self.partials.split([kept, kept, kept * shape.padded_size])
         self.acc = acc.view(kept, shape.padded_size)
-        arrivals = max(self._room_small(1), ACCOUNTS * self._room_large) * shape.kv_heads
+        arrivals = max(self._room_small(1), SEMAPHORE_INTS * self._room_large) * shape.kv_heads
         self.arrived = torch.zeros(arrivals, dtype=torch.int32, device=device)
 
     def _most_blocks(self, tokens: int, requests: int) -> int:

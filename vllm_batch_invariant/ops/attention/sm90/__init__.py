@@ -14,7 +14,7 @@ import triton
 
 from ...common.compile_errors import is_of_a_compiler, reason
 from ..params import PagedAttention
-from .shapes import ACCOUNTS, ROWS, TILE
+from .shapes import BLOCK_M, BLOCK_N, SEMAPHORE_INTS
 
 if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -53,7 +53,7 @@ def covers(head_size: int, dtype: torch.dtype, tile: int, block_rows: int, devic
     """Whether the kernel can serve attention of such a shape there, with the bits of the Triton kernel."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    return head_size in PREFILL_STAGES and dtype.itemsize == 2 and (tile, block_rows) == (TILE, ROWS)
+    return head_size in PREFILL_STAGES and dtype.itemsize == 2 and (tile, block_rows) == (BLOCK_N, BLOCK_M)
 
 
 @cache
@@ -98,7 +98,7 @@ def _launch_without_work(shape: "Shape", few_rows: int, device: torch.device) ->
     query = zeros(1, shape.heads, shape.head_size, dtype=shape.dtype)
     caches = [zeros(1, shape.kv_heads, _TRIED_PAGE, shape.head_size, dtype=shape.dtype) for _ in range(2)]
     call = PagedAttention(query, *caches, zeros(1, 1), zeros(1), zeros(2), 1.0, shape.reduction, None, None, None)
-    work, accounts, partials = zeros(8), zeros(ACCOUNTS), [zeros(4, dtype=torch.float32) for _ in range(3)]
+    work, accounts, partials = zeros(8), zeros(SEMAPHORE_INTS), [zeros(4, dtype=torch.float32) for _ in range(3)]
     with torch.cuda.device_of(query):
         launch_prefill(call, query, zeros(1), work, partials[0], accounts, 1)
         for kept_rows in {min(shape.group, few_rows), few_rows}:
@@ -131,11 +131,11 @@ def takes(call: PagedAttention, out: torch.Tensor) -> bool:
 def _describe(cache: torch.Tensor) -> "TensorDescriptor":
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from .common import cache_layout, page_part
+    from .common import get_cache_layout, keys_per_copy
 
-    part, head_size = page_part(cache.shape[2]), cache.shape[3]
+    part, head_size = keys_per_copy(cache.shape[2]), cache.shape[3]
     block = [1, 1, part, head_size]
-    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), block, cache_layout(head_size))
+    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), block, get_cache_layout(head_size))
 
 
 def launch_prefill(
@@ -167,14 +167,14 @@ def launch_prefill(
         table.stride(0),
         *call.query.stride()[:2],
         *out.stride()[:2],
-        kv_heads=kv_heads,
-        group=call.query.shape[1] // kv_heads,
-        head_size=head_size,
-        page_size=call.page_size,
-        levels=reduction.split_segments,
-        stages=PREFILL_STAGES[head_size],
-        most_waits=MOST_WAITS,
-        consumer_registers=240,
+        NUM_KV_HEADS=kv_heads,
+        QUERIES_PER_KV=call.query.shape[1] // kv_heads,
+        HEAD_DIM=head_size,
+        PAGE_SIZE=call.page_size,
+        SPLIT_SEGMENTS=reduction.split_segments,
+        NUM_STAGES=PREFILL_STAGES[head_size],
+        MAX_SPINS=MOST_WAITS,
+        CONSUMER_MAXNREG=240,
         num_warps=4,
         maxnreg=168,
         enable_fp_fusion=False,
@@ -210,14 +210,14 @@ def launch_decode(
         table.stride(0),
         *call.query.stride()[:2],
         *out.stride()[:2],
-        kv_heads=kv_heads,
-        group=call.query.shape[1] // kv_heads,
-        head_size=head_size,
-        page_size=call.page_size,
-        levels=reduction.split_segments,
-        kept_rows=kept_rows,
-        kept_block=triton.next_power_of_2(kept_rows),
-        stages=DECODING[head_size].stages,
+        NUM_KV_HEADS=kv_heads,
+        QUERIES_PER_KV=call.query.shape[1] // kv_heads,
+        HEAD_DIM=head_size,
+        PAGE_SIZE=call.page_size,
+        SPLIT_SEGMENTS=reduction.split_segments,
+        PARTIAL_ROWS=kept_rows,
+        PARTIAL_BLOCK=triton.next_power_of_2(kept_rows),
+        NUM_STAGES=DECODING[head_size].stages,
         num_warps=4,
         maxnreg=DECODING[head_size].registers,
         enable_fp_fusion=False,
