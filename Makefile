@@ -25,10 +25,15 @@ lint: install
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 
+# Kernels for NVIDIA GPUs run in Triton's interpreter, in a process of its own beside the one that waits for engines.
 test: install lint
 	@if command -v $(NPU_PYTHON) >/dev/null; then $(MAKE) test-npu; \
 	else echo "make test: no $(NPU_PYTHON), so the kernels for an Ascend NPU are not compiled (make NPU_PYTHON=... test)"; fi
-	$(RUN) pytest
+	@log=$$(mktemp); TRITON_INTERPRET=1 $(RUN) pytest -m interpreted --durations=25 >$$log 2>&1 & interpreted=$$!; \
+	trap 'kill $$interpreted' INT TERM; \
+	$(RUN) pytest --durations=25; status=$$?; \
+	wait $$interpreted || status=1; \
+	echo "TRITON_INTERPRET=1 pytest -m interpreted:"; cat $$log; rm $$log; exit $$status
 
 # Kernels for an Ascend NPU, compiled and simulated: needs neither a device nor CANN.
 NPU_VENV ?= .venv-npu

@@ -1,4 +1,4 @@
-"""Draws the figures of docs/how-it-works.md from the demonstrations and the benchmark data. Needs matplotlib.
+"""Draws the figures of the documents from the demonstrations, the benchmark data and the imports. Needs matplotlib.
 
 usage: python -m scripts.figures [--out FOLDER]
 """
@@ -15,6 +15,7 @@ import torch
 from benchmarks.plot import ratio_lines
 from benchmarks.record import DATA, Measurement, geometric_means, read
 from scripts.demos import blocks, splits
+from scripts.import_graph import PACKAGE, between_rooms, imports
 from vllm_batch_invariant.verify.report.svg import svg
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 _BLUE, _ORANGE, _PALE = "#0072B2", "#D55E00", "#9ecae1"
+SMALL_FILES = ("envs", "errors", "compare", "kept_file")
+"""Of the package, beside the rooms: everybody may import them."""
 _FLOAT16, _FLOAT32 = torch.float16, torch.float32
 
 
@@ -128,6 +131,52 @@ def _means(measurements: Sequence[Measurement], key: str, unit: str) -> str:
     return ", ".join(f"{provider} at {number} {unit}: {mean:.2f}" for (provider, number), mean in means)
 
 
+def rooms() -> str:
+    """Which room imports which: every arrow is an import that is there, and all point downwards."""
+    below = rooms_below()
+    heights = {room: _height(room, below) for room in below}
+    levels = [[room for room in below if heights[room] == height] for height in range(max(heights.values()) + 1)]
+    at = {
+        room: ((index + 0.5 + 0.18 * (height % 2)) / len(level), float(height))
+        for height, level in enumerate(levels)
+        for index, room in enumerate(level)
+    }
+
+    def draw(figure: "Figure") -> None:
+        place = figure.subplots()
+        place.set_axis_off()
+        place.set_xlim(0, 1)
+        place.set_ylim(-0.5, len(levels) - 0.5)
+        for room, imported in below.items():
+            for other in imported:
+                style = {"arrowstyle": "->", "color": _BLUE, "shrinkA": 14, "shrinkB": 18, "linewidth": 0.8}
+                place.annotate("", at[other], at[room], arrowprops=style)
+        for room, (x, y) in at.items():
+            box = {"boxstyle": "round,pad=0.4", "facecolor": "#e8f1f8", "edgecolor": _BLUE}
+            place.text(x, y, room, ha="center", va="center", bbox=box)
+
+    words = [f"{room} imports {', '.join(sorted(imported)) or 'none'}" for room, imported in sorted(below.items())]
+    return _page(draw, 0.8 * len(levels), "rooms", "; ".join(words))
+
+
+def rooms_below() -> dict[str, set[str]]:
+    """The rooms that each room imports, without the small files that everybody may import and the package's own."""
+    pairs = [pair for pair in between_rooms(imports()) if not {*pair} & {*SMALL_FILES, PACKAGE}]
+    names = sorted({room for pair in pairs for room in pair})
+    return {room: {below for above, below in pairs if above == room} for room in names}
+
+
+def _height(room: str, below: dict[str, set[str]], above: tuple[str, ...] = ()) -> int:
+    """The longest way down from a room.
+
+    Raises:
+        ValueError: the imports form a cycle.
+    """
+    if room in above:
+        raise ValueError(f"rooms import each other: {' -> '.join((*above, room))}")
+    return max((1 + _height(other, below, (*above, room)) for other in below[room]), default=0)
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -146,7 +195,7 @@ def _page(draw: Callable[["Figure"], None], height: float, name: str, descriptio
     return picture.replace("<svg ", f'<svg width="{width}pt" height="{tall}pt" ', 1) + "\n"
 
 
-DRAWINGS: dict[str, Callable[[], str]] = {"order": order, "attention": attention, "time": time}
+DRAWINGS: dict[str, Callable[[], str]] = {"order": order, "attention": attention, "time": time, "rooms": rooms}
 """How each figure is drawn, by the name of its file."""
 
 

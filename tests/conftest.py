@@ -11,37 +11,45 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ops import interpreted_programs
-
 _ON_AN_NPU = Path(__file__).parent / "npu" / "hardware"
 
 
+_OPS = Path(__file__).parent / "ops"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton interprets every kernel of this process, on the CPU: it reads the variable when it is imported."""
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With ``-m npu``, tests of other devices are not imported: Ascend's Triton has not all that they need."""
-    elsewhere = collection_path.is_file() and _ON_AN_NPU not in collection_path.parents
-    return True if config.option.markexpr == "npu" and elsewhere else None
+    """With ``-m npu``, tests of other devices are not imported: Ascend's Triton has not all that they need. In
+    Triton's interpreter, only tests of operations are.
+    """
+    if collection_path.is_dir():
+        return None
+    if config.option.markexpr == "npu":
+        return _ON_AN_NPU not in collection_path.parents or None
+    stem = collection_path.stem
+    if INTERPRETED:
+        return _OPS not in collection_path.parents or stem.endswith("_cuda") or None
+    return (stem.endswith("_interpreted") and find_spec("triton") is None) or None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files whose names end with ``_cuda.py`` need an NVIDIA GPU."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files whose names end with ``_cuda.py`` need an NVIDIA GPU, those with ``_interpreted.py`` Triton's interpreter,
+    which has a process of its own.
+    """
     for item in items:
         if item.path.stem.endswith("_cuda"):
             item.add_marker(pytest.mark.gpu)
-            if not torch.cuda.is_available():
-                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the programs of ``tests/ops/test_interpreted.py``, so that they run while other tests wait."""
-    names = {item.callspec.params.get("program") for item in session.items if hasattr(item, "callspec")}
-    wanted = [name for name in interpreted_programs.CHECKS if name in names]
-    if wanted and find_spec("triton") and not session.config.option.collectonly:
-        for name in wanted:
-            interpreted_programs.start(name)
-
-
-def pytest_sessionfinish() -> None:
-    interpreted_programs.stop()
+        if item.path.stem.endswith("_interpreted"):
+            item.add_marker(pytest.mark.interpreted)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        if item.get_closest_marker("interpreted") and not INTERPRETED:
+            item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1, and a process of its own"))
+    if INTERPRETED:
+        others = [item for item in items if not item.get_closest_marker("interpreted")]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item.get_closest_marker("interpreted")]
 
 
 def _poisoned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -93,7 +101,7 @@ def one_thread_beside_others() -> None:
 
 
 @pytest.fixture
-def hopper() -> None:
+def sm90() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
 

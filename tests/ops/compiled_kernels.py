@@ -8,7 +8,9 @@ for those in Gluon, 10 for all
 import argparse
 import itertools
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,11 +26,10 @@ from triton.runtime.jit import JITFunction
 
 import vllm_batch_invariant.ops.attention as attention_package
 from tests.ops.attention.cases import Chunk, Heads, Request, paged
-from tests.ops.interpreted_checks import check
 from vllm_batch_invariant.ops.attention import OF_DEVICE, AttentionReduction, paged_attention, sm90
-from vllm_batch_invariant.ops.attention import cuda as attention
+from vllm_batch_invariant.ops.attention import plan as planning
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
-from vllm_batch_invariant.ops.attention.shared_memory import bytes_of_small_block
+from vllm_batch_invariant.ops.attention.shared_memory import decode_bytes
 from vllm_batch_invariant.ops.linear import schedule
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
 from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, Gpu
@@ -50,6 +51,13 @@ MOST_SPILLED = 256
 PROCESSORS = 132
 HALVES = (torch.bfloat16, torch.float16)
 REDUCTION = AttentionReduction.of_device("cuda")
+
+
+def check(name: str, ok: bool) -> None:
+    """Say whether a check passed, and after how many seconds of this process's; the first that fails ends it."""
+    print("ok" if ok else "FAILED", name, f"({time.process_time():.0f} s)", flush=True)
+    if not ok:
+        sys.exit(1)
 
 
 class NoDriver:
@@ -132,8 +140,8 @@ def attend(heads: Heads, page: int, length: int, tokens: int, count: int = 1, **
     """Launch what ``count`` requests of so many keys and so many new tokens each need."""
     request = Request(heads, length, 1)
     query, keys, values, table, seq_lens, starts = paged([Chunk(request, length - tokens, length)] * count, page)
-    shape = attention.Shape(heads.query, heads.kv, heads.size, heads.dtype, REDUCTION)
-    planner = attention.Planner(shape, query.device, 8, 1000, 8000, not options)
+    shape = planning.AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, REDUCTION)
+    planner = planning.Planner(shape, query.device, 8, 1000, 8000, not options)
     plan = planner.plan(starts, seq_lens, len(query), tokens)
     paged_attention(
         query, keys, values, table, seq_lens, starts, scale=0.1, reduction=REDUCTION, implementation="triton",
@@ -190,7 +198,7 @@ def launch_on(gpu: int, launch: Callable[..., None], *args: object, **options: o
     return compiled[before:]
 
 
-def hopper_attention(heads: Heads, page: int) -> None:
+def sm90_attention(heads: Heads, page: int) -> None:
     """Tensors are on no GPU, so that what looks whether it is a Hopper would say no."""
     sm90._TRIED_PAGE = page
     sm90.compiles.cache_clear()
@@ -216,17 +224,17 @@ def check_all(what: str, found: list[Compiled], verbose: bool) -> None:
     check(f"{what}: {', '.join(sorted({one.name for one in found}))}", bool(found))
 
 
-def check_hopper_attention(heads: Heads, page: int, verbose: bool) -> None:
+def check_sm90_attention(heads: Heads, page: int, verbose: bool) -> None:
     what = f"attention on a Hopper, {heads}, pages of {page}"
-    found = launch_on(90, hopper_attention, heads, page)
+    found = launch_on(90, sm90_attention, heads, page)
     names = [one.name for one in found if one.name != "plan_kernel"]
-    kept = {min(heads.query // heads.kv, attention.FEW_ROWS), attention.FEW_ROWS}
+    kept = {min(heads.query // heads.kv, planning.DECODE_ROWS), planning.DECODE_ROWS}
     if sorted(names) != ["decode_kernel"] * len(kept) + ["prefill_kernel"]:
         check(f"{what}: what is tried is what is launched, got {names}", False)
-    resident = sm90.DECODING[heads.size].resident
+    ctas = sm90.DECODE_SCHEDULES[heads.size].ctas_per_sm
     for one in found:
-        if one.name == "decode_kernel" and resident * (one.shared + RESERVED) > SHARED_MEMORY[90] + RESERVED:
-            check(f"{what}: {resident} programs of {one.shared} bytes on a multiprocessor", False)
+        if one.name == "decode_kernel" and ctas * (one.shared + RESERVED) > SHARED_MEMORY[90] + RESERVED:
+            check(f"{what}: {ctas} CTAs of {one.shared} bytes on a multiprocessor", False)
     check_all(what, found, verbose)
 
 
@@ -234,31 +242,31 @@ def check_attention(gpu: int, heads: Heads, page: int, verbose: bool, **options:
     what = f"attention on sm_{gpu}, {heads}, pages of {page}{', with ' * bool(options)}{', '.join(options)}"
     found = launch_on(gpu, decode_and_prefill, heads, page, **options)
     check_all(what, found, verbose)
-    small = attention.small_blocks(heads.size, heads.dtype)
+    small = planning.decode_schedule(heads.size, heads.dtype)
     for one in found:
         made = one.kernel.metadata
-        if one.name == "attention_kernel" and made.num_warps == small.warps < 8 and made.num_stages > 1:
+        if one.name == "attention_kernel" and made.num_warps == small.num_warps < 8 and made.num_stages > 1:
             padded = triton.next_power_of_2(heads.size)
-            expected = bytes_of_small_block(small.rows, made.num_stages, 64, padded, gpu >= 90)
+            expected = decode_bytes(small.block_m, made.num_stages, 64, padded, gpu >= 90)
             if not 0 <= expected - one.shared <= (4096 if page == 64 or gpu < 90 else expected):
                 check(f"{what}: {one.shared} bytes where {expected} are reckoned with", False)
 
 
 def check_some() -> None:
     """One variant of each kind, and those that take the most shared memory where there is the least."""
-    check_hopper_attention(Heads(32, 8, 128, torch.bfloat16), 64, False)
-    check_hopper_attention(Heads(4, 4, 64, torch.float16), 16, False)
+    check_sm90_attention(Heads(32, 8, 128, torch.bfloat16), 64, False)
+    check_sm90_attention(Heads(4, 4, 64, torch.float16), 16, False)
     check_all("narrow products", launch_on(90, narrow_products, HALVES[:1], (False,)), False)
     check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64, False)
 
 
 def check_every_gluon_kernel() -> None:
     """Every variant that a launcher may ask for."""
-    for size, dtype in itertools.product(sm90.PREFILL_STAGES, HALVES):
+    for size, dtype in itertools.product(sm90.PREFILL_SCHEDULES, HALVES):
         for page in (16, 32, 64, 128):
-            check_hopper_attention(Heads(8, 2, size, dtype), page, True)
+            check_sm90_attention(Heads(8, 2, size, dtype), page, True)
         for group in (1, 2, 3, 7, 8, 16, 32):
-            check_hopper_attention(Heads(2 * group, 2, size, dtype), 64, True)
+            check_sm90_attention(Heads(2 * group, 2, size, dtype), 64, True)
     check_all("narrow products", launch_on(90, narrow_products, HALVES, (False, True)), True)
 
 
@@ -317,11 +325,11 @@ def flex(heads: Heads, page: int, **options: object) -> None:
 
 
 def sm90_attention_variants() -> None:
-    for size, dtype in itertools.product(sm90.PREFILL_STAGES, HALVES):
+    for size, dtype in itertools.product(sm90.PREFILL_SCHEDULES, HALVES):
         for page in (16, 64, 128):
-            launch_on(90, hopper_attention, Heads(8, 2, size, dtype), page)
+            launch_on(90, sm90_attention, Heads(8, 2, size, dtype), page)
     for group in (1, 3, 8, 32):
-        launch_on(90, hopper_attention, Heads(2 * group, 2, 128, torch.bfloat16), 64)
+        launch_on(90, sm90_attention, Heads(2 * group, 2, 128, torch.bfloat16), 64)
 
 
 def triton_attention_variants() -> None:

@@ -111,7 +111,7 @@ def test_the_descriptor_kernel_is_compiled_once_a_tile(turn_x, turn_weight, dtyp
     assert not variants["pointer_kernel"]
 
 
-@pytest.mark.usefixtures("hopper")
+@pytest.mark.usefixtures("sm90")
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_narrow_kernel_is_compiled_once_a_tile(dtype, biased, variants):

@@ -120,7 +120,7 @@ def test_the_edge_of_a_descriptor_reads_as_zero(dtype):
             assert_same_bits(triton_gemm.by_narrow_tile(x, weight.t(), None, tile), whole[:, :72], f"{depth} {tile}")
 
 
-@pytest.mark.usefixtures("hopper")
+@pytest.mark.usefixtures("sm90")
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("tile", NARROW_TILES, ids=lambda tile: tile.about)
@@ -139,7 +139,7 @@ def test_a_narrow_tile_has_the_bits_of_the_chain(tile, biased, dtype):
             assert memory[rows * columns :].isnan().all(), what
 
 
-@pytest.mark.usefixtures("hopper")
+@pytest.mark.usefixtures("sm90")
 @pytest.mark.parametrize("tile", NARROW_TILES, ids=lambda tile: tile.about)
 def test_a_narrow_tile_takes_operands_among_other_columns_and_keeps_one_chain(tile):
     x, weight, bias = operands("cancelling", 100, 200, 328, torch.bfloat16)

@@ -241,7 +241,7 @@ def test_the_fastest_schedule_that_agrees_is_used(uncertified, monkeypatch, cubl
         assert_same_bits(linear(x[:rows], weight), whole[:rows], f"{rows} rows")
 
 
-@pytest.mark.usefixtures("hopper")
+@pytest.mark.usefixtures("sm90")
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_every_narrow_tile_agrees(bias, dtype):
@@ -251,7 +251,7 @@ def test_every_narrow_tile_agrees(bias, dtype):
             assert certifier.agrees(certifier.by(tile), certifier.counts(limit, ())), f"{columns} {limit} {tile}"
 
 
-@pytest.mark.usefixtures("hopper")
+@pytest.mark.usefixtures("sm90")
 @pytest.mark.parametrize("tile", NARROW_TILES, ids=lambda tile: tile.about)
 def test_a_narrow_tile_that_won_serves_also_in_a_graph(tile, uncertified, cublaslt, monkeypatch):
     x, weight, bias = operands("cancelling", 40, 384, 1024, torch.bfloat16)

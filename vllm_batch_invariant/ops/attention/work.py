@@ -5,7 +5,8 @@ A list of work is [items, WORK_SIZE] int32 on the GPU. The names of the fields a
 
 import triton
 import triton.language as tl
-from triton.language.core import _aggregate as aggregate
+
+from ..common.triton_names import aggregate
 
 WORK_REQUEST = tl.constexpr(0)
 WORK_ROW = tl.constexpr(1)
@@ -42,20 +43,6 @@ class Work:
     query_start: tl.tensor
     query_len: tl.tensor
     context_len: tl.tensor
-
-    @triton.constexpr_function
-    def __init__(
-        self, request, kv_head, first_row, first_split, num_splits, workspace_idx, query_start, query_len, context_len
-    ) -> None:
-        self.request = request
-        self.kv_head = kv_head
-        self.first_row = first_row
-        self.first_split = first_split
-        self.num_splits = num_splits
-        self.workspace_idx = workspace_idx
-        self.query_start = query_start
-        self.query_len = query_len
-        self.context_len = context_len
 
 
 @triton.jit

@@ -8,7 +8,8 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...common.gluon_names import aggregate, copy_block
+from ...common.gluon_names import copy_block
+from ...common.triton_names import aggregate
 from .. import splits, work
 from . import shapes
 

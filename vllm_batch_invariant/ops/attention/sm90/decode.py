@@ -29,7 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...common.gluon_names import aggregate, barrier
+from ...common.gluon_names import barrier
+from ...common.triton_names import aggregate
 from .common import (
     BLOCK_N,
     Config,

@@ -13,7 +13,8 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from ...common.gluon_names import aggregate, barrier, copy_elements, reinterpret
+from ...common.gluon_names import barrier, copy_elements, reinterpret
+from ...common.triton_names import aggregate
 from ..work import Work
 from . import shapes
 from .common import SoftmaxState, merge_split, row_offsets

@@ -28,7 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...common.gluon_names import aggregate, barrier, copy_elements, reinterpret
+from ...common.gluon_names import barrier, copy_elements, reinterpret
+from ...common.triton_names import aggregate
 from . import shapes
 from .common import (
     BLOCK_N,

@@ -1,0 +1,278 @@
+"""The GPU's attention kernels in Triton's interpreter, on the CPU."""
+
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.assertions import assert_same_bits
+from tests.ops.attention.cases import Chunk, Heads, Request, exact, paged
+from vllm_batch_invariant.ops import attention
+from vllm_batch_invariant.ops.attention import AttentionReduction, certificate, paged_attention
+from vllm_batch_invariant.ops.attention.params import PagedAttention
+from vllm_batch_invariant.ops.attention.plan import AttentionShape, Kernels, Plan, Planner
+
+HEADS = Heads(2, 1, 64, torch.float16)
+"""In bf16 the interpreter multiplies wrongly."""
+REDUCTION = AttentionReduction.of_device("cuda")
+PROCESSORS = 5
+ATOL = 2e-3
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU passes for an A100."""
+    properties = SimpleNamespace(multi_processor_count=PROCESSORS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    for name in ("device", "device_of"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: nullcontext())
+    monkeypatch.setitem(attention.OF_DEVICE, "cpu", "triton")
+
+
+def newest(length: int, count: int, seed: int = 1) -> Chunk:
+    return Chunk(Request(HEADS, length, seed), length - count, length)
+
+
+def attend(chunks: list[Chunk], **options: object) -> torch.Tensor:
+    tensors = paged(chunks, 16, 0, math.nan)
+    out = torch.full_like(tensors[0], math.nan)
+    scale = HEADS.size**-0.5
+    return paged_attention(*tensors, scale=scale, reduction=REDUCTION, implementation="triton", out=out, **options)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "lengths", "tokens"),
+    [
+        (1, [1, 256, 257, 2049, 2561], [1] * 5),
+        (2, [40_000, 3, 0, 700], [1, 1, 0, 1]),
+        (3, [1000, 5000, 64, 65, 2000], [1, 40, 2, 4, 1]),
+        (8, [4096] * 3, [1] * 3),
+    ],
+)
+def test_every_split_of_every_head_is_in_one_part_and_no_part_is_much_longer_than_another(kv_heads, lengths, tokens):
+    shape = AttentionShape(4 * kv_heads, kv_heads, 64, torch.float16, REDUCTION)
+    planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), sum(lengths) + 64 * len(lengths))
+    starts = torch.tensor([0, *tokens]).cumsum(0).int()
+    planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens) == 1)
+    found, keys, whole = [], [], True
+    for begin, end in pairwise(planner.work_indptr.tolist()):
+        entries = [entry for entry in planner.decode_work[begin:end].tolist() if entry[3]]
+        for request, head, split, count, slot, *_ in entries:
+            found += [(request, head, number) for number in range(split, split + count)]
+            whole &= (slot < 0) == (count == REDUCTION.split_of(lengths[request] - 1) + 1)
+        keys.append(
+            sum(
+                min(REDUCTION.start_of(split + count), lengths[request]) - REDUCTION.start_of(split)
+                for request, _, split, count, *_ in entries
+            )
+        )
+    expected = [
+        (request, head, split)
+        for request, (length, new) in enumerate(zip(lengths, tokens, strict=True))
+        if 0 < 4 * new <= 16
+        for head in range(kv_heads)
+        for split in range(REDUCTION.split_of(length - 1) + 1)
+    ]
+    assert whole
+    assert sorted(found) == expected
+    assert max(keys) <= sum(keys) / len(keys) + 2 * REDUCTION.split_size
+
+
+def test_every_block_of_requests_of_many_rows_is_listed_once_those_with_the_most_keys_first():
+    lengths, tokens = [900, 64, 0, 5000, 300, 2000], [900, 60, 0, 700, 1, 33]
+    shape = AttentionShape(14, 2, 64, torch.float16, REDUCTION)
+    planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), 2 * sum(lengths))
+    starts = torch.tensor([0, *tokens]).cumsum(0).int()
+    plan = planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens) == 1)
+    entries = planner.prefill_work[: int(planner.prefill_count)].tolist()
+    rows, group = planner.prefill_schedule.block_m, shape.queries_per_kv
+    expected = [
+        (request, block * rows)
+        for request, new in enumerate(tokens)
+        if new * group > 16
+        for block in range(-(-new * group // rows))
+    ]
+    keys = [min((first + rows - 1) // group, new - 1) + 1 + past for _, first, *_, new, past in entries]
+    assert not plan.may_share_prefill
+    assert sorted((request, first) for request, first, *_ in entries) == expected
+    tiles = [-(-count // shape.key_tile) for count in keys]
+    assert tiles == sorted(tiles, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "lengths", "tokens"),
+    [
+        (1, [16_384], [60]),
+        (1, [5000, 3, 2700], [33, 1, 20]),
+        (2, [40_000, 0, 300], [17, 0, 20]),
+        (1, [700, 2049], [90, 64]),
+        (1, [3000], [20]),
+    ],
+)
+def test_the_splits_of_few_blocks_are_in_parts_and_the_parts_of_a_block_are_about_equal(kv_heads, lengths, tokens):
+    """Each split of each block is in one part."""
+    shape = AttentionShape(4 * kv_heads, kv_heads, 64, torch.float16, REDUCTION)
+    planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), sum(lengths) + 64 * len(lengths))
+    planner._prefill_ctas = 16
+    starts = torch.tensor([0, *tokens]).cumsum(0).int()
+    planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens) == 1)
+    entries = planner.prefill_work[: int(planner.prefill_count)].tolist()
+    assert len(entries) * kv_heads <= planner._prefill_ctas
+    slots = []
+    for request, new in enumerate(tokens):
+        rows = planner.prefill_schedule.block_m
+        for block in range(-(-4 * new // rows) if new > 4 else 0):
+            first, last = block * rows, (block + 1) * rows - 1
+            keys = min(last // 4, new - 1) + 1 + lengths[request] - new
+            parts = sorted(entry[2:5] for entry in entries if entry[:2] == [request, first])
+            ends = [begin + count for begin, count, _ in parts]
+            assert [begin for begin, *_ in parts] == [0, *ends[:-1]]
+            assert all(count > 0 for _, count, _ in parts)
+            assert ends[-2:-1] < [REDUCTION.split_of(keys - 1) + 1] <= ends[-1:]
+            longest = max(
+                min(REDUCTION.start_of(begin + count), keys) - REDUCTION.start_of(begin) for begin, count, _ in parts
+            )
+            assert longest <= keys / len(parts) + REDUCTION.split_size
+            if len(parts) > 1:
+                [slot] = {slot for *_, slot in parts}
+                slots += range(slot, slot + ends[-1])
+            else:
+                assert parts[0][2] == -1
+    assert len(slots) > 0
+    assert len(set(slots)) == len(slots)
+    assert all(0 <= slot < planner._prefill_workspace for slot in slots)
+
+
+MIXED = [newest(150, 150), newest(777, 7, 2), newest(2600, 1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "options"),
+    [
+        pytest.param(MIXED, {}, id="mixed"),
+        pytest.param(MIXED, {"sliding_window": 300, "logits_soft_cap": 2.0}, id="window and soft-cap"),
+        pytest.param(MIXED[1:2], {"alibi_slopes": torch.linspace(-0.3, 0.5, HEADS.query)}, id="ALiBi"),
+        pytest.param(MIXED[1:2], {"sinks": torch.linspace(-2, 6, HEADS.query)}, id="sinks"),
+        pytest.param([newest(length, 1, length) for length in (1, 256, 257, 2049, 2561)], {}, id="borders"),
+    ],
+)
+def test_every_way_to_spread_work_and_every_option_is_near_float64(chunks, options):
+    assert (attend(chunks, **options).double() - exact(chunks, **options)).abs().max().item() < ATOL
+
+
+@pytest.mark.parametrize(("name", "reached"), [("key", False), ("value", True)])
+def test_an_infinite_key_of_a_later_token_is_masked_and_a_value_reaches_the_rows_of_its_block(name, reached):
+    """But not in decode (the contract)."""
+    clean = attend([newest(150, 150)])
+    chunk = newest(150, 150)
+    getattr(chunk.request, name)[140:] = math.inf
+    dirty = attend([chunk])
+    assert torch.equal(dirty[:128], clean[:128])
+    assert not dirty[140:].isfinite().any()
+    assert dirty[128:140].isnan().all() if reached else torch.equal(dirty[128:140], clean[128:140])
+    assert torch.equal(attend([Chunk(chunk.request, 139, 140)])[0], clean[139])
+
+
+def test_the_newest_tokens_have_the_bits_of_a_prefill():
+    prefill = attend([newest(600, 600)])
+    for count in (1, 5, 64):
+        assert_same_bits(attend([newest(600, count)]), prefill[-count:], f"the newest {count}")
+
+
+def test_one_plan_serves_every_mix_of_requests():
+    """What a CUDA graph does: calls made with one plan serve other steps of its padded sizes, planned later."""
+    tokens, most = 48, 47
+    chunks = [newest(40 + 30 * seed, count, seed) for seed, count in enumerate((1, 1, 30, 2, 1, 12))]
+    query, key, value, table, seq_lens, starts = paged(chunks)
+    options = {"scale": 0.1, "reduction": REDUCTION, "implementation": "triton"}
+    expected = paged_attention(query, key, value, table, seq_lens, starts, **options)
+    planner = Planner(
+        AttentionShape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION), query.device, most, tokens, 9000
+    )
+    plan = planner.plan(torch.arange(most + 1), torch.ones(most), tokens, decode=False)
+    for mix in ([2, 0, 1, 3], [5, 4]):
+        rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in mix])
+        counts = torch.tensor([starts[i + 1] - starts[i] for i in mix])
+        padded_query, out = query.new_zeros(tokens, *query.shape[1:]), torch.full((tokens, *query.shape[1:]), math.nan)
+        padded_query[: len(rows)] = query[rows]
+        lengths, begins = seq_lens.new_zeros(most), starts.new_full((most + 1,), len(rows))
+        lengths[: len(mix)] = seq_lens[mix]
+        begins[0] = 0
+        begins[1 : len(mix) + 1] = counts.cumsum(0)
+        padded_table = table.new_zeros(most, table.shape[1])
+        padded_table[: len(mix)] = table[mix]
+        planner.plan(begins, lengths, tokens, decode=False)
+        out = out.to(query.dtype)
+        paged_attention(padded_query, key, value, padded_table, lengths, begins, plan=plan, out=out, **options)
+        assert_same_bits(out[: len(rows)], expected[rows], f"requests {mix}")
+        assert out[len(rows) :].isnan().all()
+
+
+def test_a_plan_of_another_reduction_is_refused():
+    """Splits of the two would be merged as if they were the same."""
+    query, key, value, table, seq_lens, starts = paged([newest(300, 1)])
+    shape = AttentionShape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION)
+    planner = Planner(shape, query.device, 1, 1, 1000)
+    plan = planner.plan(starts, seq_lens, 1, decode=True)
+    options = {"scale": 0.1, "implementation": "triton", "plan": plan}
+    for other in (AttentionReduction(), replace(REDUCTION, key_tile=32)):
+        with pytest.raises(ValueError, match="does not fit a call"):
+            paged_attention(query, key, value, table, seq_lens, starts, reduction=other, **options)
+
+
+def test_a_plan_zeroes_the_counters_whatever_a_sleeping_engines_memory_came_back_with():
+    shape = AttentionShape(4, 1, 64, torch.float16, REDUCTION)
+    planner = Planner(shape, torch.device("cpu"), 3, 60, 50_000)
+    for starts, lengths in (([0, 60], [16_384]), ([0, 1, 2, 3], [900, 3, 5000])):
+        planner.semaphores.fill_(7)
+        begins, lengths = torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
+        planner.plan(begins, lengths, starts[-1], decode=len(lengths) == 3)
+        assert len(planner.semaphores) > 0
+        assert not planner.semaphores.any()
+
+
+@pytest.fixture
+def small_certificate(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A certificate of few keys: its shape, data, and ``compare``."""
+    monkeypatch.setattr(certificate, "_LENGTH", 700)
+    monkeypatch.setattr(certificate, "_PREFILL", 200)
+    monkeypatch.setattr(certificate, "_BORDERS", (1, 64, 65, 257, 513, 700))
+    shape = AttentionShape(HEADS.query, HEADS.kv, HEADS.size, HEADS.dtype, REDUCTION)
+    data = [certificate.by_scores(shape, torch.device("cpu"), 16)]
+
+    def ways(queries_per_kv: int) -> list[tuple[str, list[certificate.Chunk]]]:
+        return [
+            ("by decode", [certificate.Chunk(stop, 1) for stop in certificate._BORDERS]),
+            ("in a chunk", [certificate.Chunk(700, 20)]),
+        ]
+
+    monkeypatch.setattr(certificate, "ways", ways)
+    return SimpleNamespace(
+        shape=shape, compare=lambda kernels: certificate.compare(kernels, shape, data, [certificate.Options()])
+    )
+
+
+@pytest.mark.parametrize("kernels", [Kernels(sm90=False), Kernels(sm90=False, decode_rows=0)])
+def test_kernels_that_agree_are_certified(kernels, small_certificate):
+    assert small_certificate.compare(kernels) == (5 + 20) * HEADS.query * HEADS.size
+
+
+def test_a_decode_of_other_splits_is_not_certified(small_certificate, monkeypatch):
+    computed = certificate.paged_attention
+    shape = replace(small_certificate.shape, reduction=AttentionReduction(32))
+    other = Planner(shape, torch.device("cpu"), 9, 900, 9_000)
+
+    def with_other_splits(call: PagedAttention, out: torch.Tensor, plan: Plan) -> None:
+        if call.tokens == len(certificate._BORDERS):
+            plan = other.plan(call.query_start_loc, call.seq_lens, call.tokens, decode=True)
+            call = replace(call, reduction=other.shape.reduction)
+        computed(call, out, plan)
+
+    monkeypatch.setattr(certificate, "paged_attention", with_other_splits)
+    found = small_certificate.compare(Kernels(sm90=False))
+    assert "other bits by decode than by prefill" in str(found)
