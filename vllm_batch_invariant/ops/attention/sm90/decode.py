@@ -8,16 +8,16 @@ log2(e); rows are columns here::
 
 Splits merge as in :mod:`.merge`, and ``out = acc / l``.
 
-A program has a part of the line of work that ``plan_kernels`` describes. One warp copies tiles of keys and values into
-a ring in shared memory by the tensor memory accelerator, across the ends of splits and heads, so that memory stays
-busy while a head ends and the next one begins; a warpgroup takes the tiles from there. It multiplies them with keys and
+A CTA has a share of the line of work that ``plan_kernels`` describes. One warp copies tiles of keys and values into a
+ring in shared memory by the tensor memory accelerator, across the ends of splits and heads, so that memory stays busy
+while a head ends and the next one begins; a warpgroup takes the tiles from there. It multiplies them with keys and
 dimensions on the long side of the tensor cores' instruction and the few rows on the short one.
 
-Splits merge in ascending order, whoever merges them. Programs that share a head keep a semaphore of it: how many of its
-splits are done, and how many from split 0 on are merged into one result. Who has the first splits merges them, and who
-finds all splits before its own merged goes on from there. As a program begins with the end of its part and a head's
-beginning is there, this is what mostly happens. Otherwise a program leaves its splits among the partial results, and
-the last one to arrive merges them before it ends.
+Splits merge in ascending order, whichever CTA merges them. CTAs that share a head keep a semaphore of it: how many of
+its splits are done, and how many from split 0 on are merged into one result. The CTA that owns split 0 merges, and one
+that finds all splits before its own merged goes on from there. As a CTA begins with the end of its share and a head's
+beginning is there, this is what mostly happens. Otherwise a CTA leaves its splits among the partial results, and the
+last one to arrive merges them before it ends.
 """
 
 import triton.experimental.gluon.language as gl
@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...common.gluon_names import barrier
 from ...common.triton_names import aggregate
+from ..work import Work
 from .common import (
     BLOCK_N,
     Config,
@@ -73,6 +74,26 @@ class Warpgroup:
     """Of ``allocate_ml``."""
     ring: Ring
     cfg: Config
+
+
+@aggregate
+class Block:
+    """The rows of a work item."""
+
+    work: Work
+    q_pos: gl.tensor
+    """[BLOCK_M]"""
+    hi: gl.tensor
+    """The end of the item's keys."""
+    kv_end: gl.tensor
+    """The end of the request's keys."""
+    semaphore_ptr: gl.tensor
+    offs_partial: gl.tensor
+    """[BLOCK_M] int64, of split 0 in the room for partial results."""
+    mask: gl.tensor
+    """[BLOCK_M], the rows that have partial results."""
+    offs_d: gl.tensor
+    """[HEAD_DIM]"""
 
 
 @gluon.constexpr_function
@@ -174,16 +195,22 @@ def _merge_split(state, split_m, split_l, split_acc):
 
 
 @gluon.jit
-def _store_partial(partials, offs, m, l, acc, mask, offs_d):
-    """Leaves a result among the partial ones."""
-    gl.store(partials.m_ptr + offs, m, mask=mask)
-    gl.store(partials.l_ptr + offs, l, mask=mask)
-    gl.store(partials.acc_ptr + offs[None, :] * acc.shape[0] + offs_d[:, None], acc, mask=mask[None, :])
+def _store_partial(wg, block, split, m, l, acc):
+    """Leaves a result at the place of a split among the partial ones."""
+    partials = wg.partials
+    offs = block.offs_partial + split * (wg.cfg.NUM_KV_HEADS * partials.ROWS)
+    gl.store(partials.m_ptr + offs, m, mask=block.mask)
+    gl.store(partials.l_ptr + offs, l, mask=block.mask)
+    acc_ptrs = partials.acc_ptr + offs[None, :] * wg.cfg.HEAD_DIM + block.offs_d[:, None]
+    gl.store(acc_ptrs, acc, mask=block.mask[None, :])
 
 
 @gluon.jit
-def _load_partial(partials, offs, mask, offs_d, HEAD_DIM: gl.constexpr):
-    offs_acc = offs[None, :] * HEAD_DIM + offs_d[:, None]
+def _load_partial(wg, block, split):
+    partials = wg.partials
+    mask = block.mask
+    offs = block.offs_partial + split * (wg.cfg.NUM_KV_HEADS * partials.ROWS)
+    offs_acc = offs[None, :] * wg.cfg.HEAD_DIM + block.offs_d[:, None]
     m = gl.load(partials.m_ptr + offs, mask, -float("inf"), cache_modifier=".cg")  # [BLOCK_M]
     l = gl.load(partials.l_ptr + offs, mask, 0.0, cache_modifier=".cg")  # [BLOCK_M]
     acc = gl.load(partials.acc_ptr + offs_acc, mask[None, :], 0.0, cache_modifier=".cg")  # [HEAD_DIM, BLOCK_M]
@@ -191,7 +218,33 @@ def _load_partial(partials, offs, mask, offs_d, HEAD_DIM: gl.constexpr):
 
 
 @gluon.jit
-def _step(wg, position, kv_start, hi, kv_end, q_pos, qk, state, ones):
+def _merged_before(wg, block, merged):
+    """Whether all splits before the item's are merged, and their result, which is else ``merged``."""
+    split = block.work.first_split
+    merges = gl.atomic_add(block.semaphore_ptr, 0, sem="acquire") >> 16 == split
+    if merges:
+        barrier()
+        merged = _load_partial(wg, block, split - 1)
+    return merges, merged
+
+
+@gluon.jit
+def _leave(wg, block, split, merges, merged):
+    """Leaves the item, whose splits are done up to ``split``, to the others of its head.
+
+    Returns:
+        what the semaphore was before, and how many splits more are merged.
+    """
+    num_splits = block.work.num_splits
+    if merges:
+        _store_partial(wg, block, split - 1, merged.m, merged.l, merged.acc)
+    barrier()
+    more_merged = gl.where(merges, num_splits, 0)
+    return gl.atomic_add(block.semaphore_ptr, num_splits + (more_merged << 16), sem="acq_rel"), more_merged
+
+
+@gluon.jit
+def _step(wg, block, position, kv_start, qk, state, ones):
     """The split so far and the tile at ``kv_start``, whose scores are ``qk``, and the next tile's scores."""
     ring = wg.ring
     HEAD_DIM: gl.constexpr = wg.cfg.HEAD_DIM
@@ -199,16 +252,16 @@ def _step(wg, position, kv_start, hi, kv_end, q_pos, qk, state, ones):
     stage = position.stage
     # The next tile's scores while this tile's weights are computed; after the last tile its own again.
     after = next_position(position, wg.cfg.NUM_STAGES)
-    is_last = kv_start + BLOCK_N >= hi
+    is_last = kv_start + BLOCK_N >= block.hi
     next_stage, next_phase = gl.where(is_last, stage, after.stage), gl.where(is_last, position.phase, after.phase)
     mbarrier.wait(ring.k_full_bar.index(next_stage), next_phase)
     next_qk = _start_qk(ring.k_smem, next_stage, wg.q_smem)
-    m, p, alpha = _softmax_step(qk, state.m, q_pos, kv_start, wg.qk_scale_log2)
+    m, p, alpha = _softmax_step(qk, state.m, block.q_pos, kv_start, wg.qk_scale_log2)
     wg.p_smem.store(gl.permute(p.to(wg.p_smem.dtype), (1, 0)))
     v = ring.v_smem.index(stage).reshape([BLOCK_N, HEAD_DIM])
-    if kv_start + BLOCK_N > kv_end:
+    if kv_start + BLOCK_N > block.kv_end:
         # Unwritten slots may hold anything, NaN included.
-        written = kv_start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, row_layout)) < kv_end
+        written = kv_start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, row_layout)) < block.kv_end
         v.store(gl.where(written[:, None], v.load(row_layout), 0.0))
     fence_async_shared()
     barrier()
@@ -245,13 +298,12 @@ def _merge_pending(wg, idx, merged_splits):
 def _consumer(wg):
     """Attends, splits in ascending order, the last work item first."""
     ring = wg.ring
-    partials = wg.partials
     dtype: gl.constexpr = wg.q_smem.dtype
     NUM_KV_HEADS: gl.constexpr = wg.cfg.NUM_KV_HEADS
     HEAD_DIM: gl.constexpr = wg.cfg.HEAD_DIM
     SPLIT_SEGMENTS: gl.constexpr = wg.cfg.SPLIT_SEGMENTS
-    PARTIAL_ROWS: gl.constexpr = partials.ROWS
-    BLOCK_M: gl.constexpr = get_block_m(partials.BLOCK)
+    PARTIAL_ROWS: gl.constexpr = wg.partials.ROWS
+    BLOCK_M: gl.constexpr = get_block_m(wg.partials.BLOCK)
     layout: gl.constexpr = _get_layout(BLOCK_M)
     row: gl.constexpr = gl.SliceLayout(0, layout)
     ones = gl.full([BLOCK_N, BLOCK_N], 1.0, dtype, gl.DotOperandLayout(0, layout, 2))
@@ -272,14 +324,13 @@ def _consumer(wg):
     if num_items > 0:
         next_q = _load_query(wg, first_idx + num_items - 1)
     position = RingPosition(gl.to_tensor(0), gl.to_tensor(0))
-    # Work items whose heads are left to merge, at most the first and the last of a part, and what is merged of them.
+    # Work items whose heads are left to merge, at most the first and the last of a share, and what is merged of them.
     pending, pending_merged = gl.to_tensor(-1), gl.to_tensor(0)
     pending_before, pending_before_merged = gl.to_tensor(-1), gl.to_tensor(0)
     for i in range(num_items):
         idx = first_idx + num_items - 1 - i
         work = load_work(wg.work_ptr, idx, NUM_KV_HEADS, False)
         split = work.first_split
-        num_splits = work.num_splits
         q_pos = work.context_len + token
         lo, hi, kv_end = _key_range(work, SPLIT_SEGMENTS)
         wg.q_smem.store(next_q)
@@ -291,47 +342,38 @@ def _consumer(wg):
         merged = SoftmaxState(no_m, gl.full([BLOCK_M], 0.0, gl.float32, row), no_acc)
         mask = (offs_m < PARTIAL_ROWS) & (token < work.query_len)
         workspace_idx = gl.maximum(work.workspace_idx, 0)
-        first_offs = (workspace_idx.to(gl.int64) * NUM_KV_HEADS + work.kv_head) * PARTIAL_ROWS + offs_m
+        offs_partial = (workspace_idx.to(gl.int64) * NUM_KV_HEADS + work.kv_head) * PARTIAL_ROWS + offs_m
         semaphore_ptr = wg.semaphores_ptr + workspace_idx * NUM_KV_HEADS + work.kv_head
+        block = Block(work, q_pos, hi, kv_end, semaphore_ptr, offs_partial, mask, offs_d)
         merges = split == 0
-        # All programs begin at the same time, so nothing can be merged before their first items.
-        if (i > 0) & (work.workspace_idx >= 0) & (split > 0) & (num_splits > 0):
-            merges = gl.atomic_add(semaphore_ptr, 0, sem="acquire") >> 16 == split
-            if merges:
-                barrier()
-                offs = first_offs + (split - 1) * (NUM_KV_HEADS * PARTIAL_ROWS)
-                merged = _load_partial(partials, offs, mask, offs_d, HEAD_DIM)
+        # All CTAs begin at the same time, so nothing can be merged before their first items.
+        if (i > 0) & (work.workspace_idx >= 0) & (split > 0) & (work.num_splits > 0):
+            merges, merged = _merged_before(wg, block, merged)
         qk = no_l
         if lo < hi:
             mbarrier.wait(ring.k_full_bar.index(position.stage), position.phase)
             qk = warpgroup_mma_wait(0, deps=(_start_qk(ring.k_smem, position.stage, wg.q_smem),))
         for kv_start in range(lo, hi, BLOCK_N):
-            position, state, qk = _step(wg, position, kv_start, hi, kv_end, q_pos, qk, state, ones)
+            position, state, qk = _step(wg, block, position, kv_start, qk, state, ones)
             if is_end_of_split(kv_start + BLOCK_N, SPLIT_SEGMENTS) | (kv_start + BLOCK_N >= hi):
                 # All are equal, so the largest is any of them.
                 row_l = gl.max(state.l, 0)
                 if merges:
                     merged = _merge_split(merged, state.m, row_l, state.acc)
                 else:
-                    offs = first_offs + split * (NUM_KV_HEADS * PARTIAL_ROWS)
-                    _store_partial(partials, offs, state.m, row_l, state.acc, mask, offs_d)
+                    _store_partial(wg, block, split, state.m, row_l, state.acc)
                 split += 1
                 state = SoftmaxState(no_m, no_l, no_acc)
 
-        if num_splits > 0:
+        if work.num_splits > 0:
             kv_splits = split_of(kv_end - 1, SPLIT_SEGMENTS) + 1
             if merges & (split == kv_splits):
                 _write_out(wg, work, merged, out_offs_m, out_offs_d, out_layout)
                 if work.workspace_idx >= 0:
                     gl.store(semaphore_ptr, 0)
             else:
-                if merges:
-                    offs = first_offs + (split - 1) * (NUM_KV_HEADS * PARTIAL_ROWS)
-                    _store_partial(partials, offs, merged.m, merged.l, merged.acc, mask, offs_d)
-                barrier()
-                more_merged = gl.where(merges, num_splits, 0)
-                before = gl.atomic_add(semaphore_ptr, num_splits + (more_merged << 16), sem="acq_rel")
-                if (before & 0xFFFF) == kv_splits - num_splits:
+                before, more_merged = _leave(wg, block, split, merges, merged)
+                if (before & 0xFFFF) == kv_splits - work.num_splits:
                     gl.store(semaphore_ptr, 0)
                     pending_before, pending_before_merged = pending, pending_merged
                     pending, pending_merged = idx, (before >> 16) + more_merged
@@ -370,7 +412,7 @@ def decode_kernel(
     PARTIAL_BLOCK: gl.constexpr,
     NUM_STAGES: gl.constexpr,
 ):
-    """Works on the items of its part of ``work_ptr``.
+    """Works on the items of its CTA's share of ``work_ptr``.
 
     Args:
         semaphores_ptr: of each head that is shared: the number of its splits that are done, and that of those merged

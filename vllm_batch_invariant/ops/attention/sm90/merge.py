@@ -5,7 +5,7 @@ Splits are merged in ascending order, each with its row maximum ``m_i``, row sum
     m' = max(m, m_i)    alpha = exp2(m - m')    beta = exp2(m_i - m')
     l' = l * alpha + l_i * beta    acc' = acc * alpha + acc_i * beta    out = acc / l
 
-One program reads all partial results of a head, in ascending order, and a program alone is fast only if it has asked
+One CTA reads all partial results of a head, in ascending order, and a CTA alone is fast only if it has asked
 for many of them before the first one arrives: a multiprocessor reads about 64 bytes a cycle, after hundreds of cycles.
 """
 

@@ -14,8 +14,8 @@ a page smaller than a tile by several copies; two warpgroups of 64 rows each tak
 one tile's weights with its values while they compute the next tile's weights. That schedule is the one of
 FlashAttention-3, Shah et al. 2024, arXiv:2407.08608.
 
-The splits of a block may be shared by programs. The one that has the first splits merges them, the others leave each of
-theirs among the partial results, and when all are there every program merges some of the rows.
+The splits of a block may be shared by CTAs. The one that owns split 0 merges its own, the others leave each of theirs
+among the partial results, and when all are there every CTA merges some of the rows.
 """
 
 import triton.experimental.gluon.language as gl
@@ -132,14 +132,14 @@ class Merged:
 
 @gluon.jit
 def _work_idx(turn, num_programs):
-    """The item of work of a program: there and back again, as items of a request get shorter."""
+    """The work item of a CTA's turn: there and back again, as items of a request get shorter."""
     program = gl.program_id(0)
     return turn * num_programs + gl.where(turn % 2 == 0, program, num_programs - 1 - program)
 
 
 @gluon.jit
 def _num_turns(num_items, num_programs):
-    """Items of this program."""
+    """Items of this CTA."""
     whole = num_items // num_programs
     return whole + gl.where(_work_idx(whole, num_programs) < num_items, 1, 0)
 
@@ -261,7 +261,7 @@ def _merge_shared(wg, work, semaphore_ptr, num_splits, kv_splits):
 
     Args:
         semaphore_ptr: counts the splits that are there, of each warpgroup's rows, and in its upper half those that the
-            first program merged. The next number counts shares of the rows that are taken, and in its upper half the
+            first CTA merged. The next number counts shares of the rows that are taken, and in its upper half the
             splits of those who do not come back.
     """
     barrier()
@@ -423,7 +423,7 @@ def _last_values(wg, block, stage, hi, state):
 
 @gluon.jit
 def _write_out(wg, work, out_smem, l, acc):
-    """Writes the result of a block that no other program shares."""
+    """Writes the result of a block that no other CTA shares."""
     HEAD_DIM: gl.constexpr = wg.cfg.HEAD_DIM
     row_layout: gl.constexpr = get_row_layout(HEAD_DIM)
     l = gl.convert_layout(gl.where(l == 0.0, 1.0, l), gl.SliceLayout(1, acc.type.layout))
@@ -464,7 +464,7 @@ def _consumer(wg):
     for turn in range(num_turns):
         work = load_work(wg.work_ptr, _work_idx(turn, num_programs), cfg.NUM_KV_HEADS, True)
         lo, hi, kv_end = _key_range(work, cfg)
-        # Who has the first splits merges them, and leaves the result.
+        # The CTA that owns split 0 merges its splits, and leaves the result.
         writes_partial = (work.workspace_idx >= 0) & (work.first_split > 0)
         offs_m = work.first_row + HALF * WARPGROUP_M + gl.arange(0, WARPGROUP_M, row)
         q_pos = work.context_len + offs_m // QUERIES_PER_KV
@@ -549,7 +549,7 @@ def prefill_kernel(
         semaphores_ptr: for each index of the workspace and KV head, as in ``_merge_shared``; 0 before and after.
         qk_scale_log2: of the scores, times log2(e).
         NUM_STAGES: tiles in each ring.
-        MAX_SPINS: how often a program looks whether the others are there before it leaves the merging to them.
+        MAX_SPINS: how often a CTA looks whether the others are there before it leaves the merging to them.
         CONSUMER_MAXNREG: of a thread of the second warpgroup; what is left goes to the first.
     """
     dtype: gl.constexpr = k_desc.dtype

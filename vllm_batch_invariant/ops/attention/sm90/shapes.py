@@ -1,7 +1,7 @@
 """Sizes that the Hopper kernels of attention and their plans share; needs no Gluon."""
 
 BLOCK_N = 64
-"""Keys in a step of the online softmax; a part of the reduction."""
+"""Keys in a step of the online softmax: the only ``key_tile`` of a reduction that the kernels serve."""
 WARPGROUP_M = 64
 """Rows that a warpgroup multiplies at once."""
 BLOCK_M = 2 * WARPGROUP_M
