@@ -427,6 +427,7 @@ def test_a_gpu_declares_its_architecture_and_how_it_multiplies_fp32(monkeypatch:
         "implementation": "triton",
         "split_size": 512,
         "early": "((256, 2048),)",
+        "key_tile": 64,
     }
     assert environment_from_json(asdict(found)) == found
 
