@@ -6,7 +6,7 @@ SAMPLES ?= 1000
 RUN = $(VENV)/bin/python -m
 CHECKPOINT = .cache/demo-model
 
-.PHONY: demo test lint install clean test-npu test-seams test-triton test-npu-stub
+.PHONY: demo test lint install clean test-npu test-seams test-triton test-npu-fake-cann
 install: $(VENV)/installed-$(DEVICE)
 
 $(VENV)/installed-%: pyproject.toml requirements/overrides-cpu.txt scripts/install.sh
@@ -52,15 +52,15 @@ test-seams: install
 test-triton: install
 	$(RUN) scripts.check_triton triton==3.6.0 triton==3.7.1 triton==3.8.0 triton
 
-# The real torch_npu over stand-ins for CANN: which calls reach a kernel of CANN, with the mode and without.
-NPU_STUB = .cache/npu-stub
-$(NPU_STUB)/installed: scripts/install_npu_stub.sh tests/npu/stub/libraries.py tests/npu/stub/runtime.c
-	sh scripts/install_npu_stub.sh $(NPU_STUB) $(PYTHON)
+# The real torch_npu over fakes of CANN: which calls reach a kernel of CANN, with the mode and without.
+NPU_FAKE_CANN = .cache/npu-fake-cann
+$(NPU_FAKE_CANN)/installed: scripts/install_npu_fake_cann.sh tests/npu/fake_cann/libraries.py tests/npu/fake_cann/runtime.c
+	sh scripts/install_npu_fake_cann.sh $(NPU_FAKE_CANN) $(PYTHON)
 	touch $@
 
-test-npu-stub: $(NPU_STUB)/installed
-	NPU_STUB=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH=$(NPU_STUB)/cann PYTHONPATH=. \
-		$(NPU_STUB)/bin/python -m pytest tests/npu/stub
+test-npu-fake-cann: $(NPU_FAKE_CANN)/installed
+	NPU_FAKE_CANN=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH=$(NPU_FAKE_CANN)/cann PYTHONPATH=. \
+		$(NPU_FAKE_CANN)/bin/python -m pytest tests/npu/fake_cann
 
 clean:
 	rm -rf $(VENV) $(NPU_VENV) .cache

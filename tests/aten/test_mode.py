@@ -1,4 +1,4 @@
-"""batch_invariant_mode(): every spelling reaches the operations, gradients included, and everything is given back."""
+"""batch_invariant_mode(): every variant reaches the operations, gradients included, and everything is given back."""
 
 import subprocess
 import sys
@@ -59,14 +59,14 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("spelling", PRODUCTS)
-def test_every_spelling_of_a_product_reaches_the_operation(spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = PRODUCTS[spelling]()
+@pytest.mark.parametrize("variant", PRODUCTS)
+def test_every_variant_of_a_product_reaches_the_operation(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = PRODUCTS[variant]()
     calls = []
     product = linear_cpu._product
     monkeypatch.setattr(linear_cpu, "_product", lambda a, b: calls.append(a.shape) or product(a, b))
     with batch_invariant_mode(), torch.no_grad():
-        ours = PRODUCTS[spelling]()
+        ours = PRODUCTS[variant]()
     assert calls, "PyTorch served it"
     torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
 
@@ -119,9 +119,9 @@ REDUCTIONS = {
 }
 
 
-@pytest.mark.parametrize("spelling", REDUCTIONS)
-def test_every_spelling_of_a_reduction_reaches_the_operation(spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = REDUCTIONS[spelling](X)
+@pytest.mark.parametrize("variant", REDUCTIONS)
+def test_every_variant_of_a_reduction_reaches_the_operation(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = REDUCTIONS[variant](X)
     calls = []
     for operation, names in (("reduce", ("sum", "mean")), ("softmax", ("softmax", "log_softmax"))):
         module = module_for(operation, "cpu")
@@ -129,7 +129,7 @@ def test_every_spelling_of_a_reduction_reaches_the_operation(spelling: str, monk
             function = getattr(module, name)
             monkeypatch.setattr(module, name, lambda *a, f=function, **k: calls.append(1) or f(*a, **k))
     with batch_invariant_mode(), torch.no_grad():
-        ours = REDUCTIONS[spelling](X)
+        ours = REDUCTIONS[variant](X)
     assert calls, "PyTorch served it"
     torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""batch_invariant_mode() on CUDA tensors: every spelling reaches the operations, and what stays stock is invariant."""
+"""batch_invariant_mode() on CUDA tensors: every variant reaches the operations, and what stays stock is invariant."""
 
 import pytest
 import torch
@@ -30,16 +30,16 @@ def draw(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(sum(shape)), device="cuda")
 
 
-@pytest.mark.parametrize("spelling", PRODUCTS)
-def test_every_spelling_of_a_product_reaches_the_operation(spelling, monkeypatch):
+@pytest.mark.parametrize("variant", PRODUCTS)
+def test_every_variant_of_a_product_reaches_the_operation(variant, monkeypatch):
     x, w = draw(7, 48), draw(48, 33)
-    stock = PRODUCTS[spelling](x, w)
+    stock = PRODUCTS[variant](x, w)
     module, calls = module_for("linear", "cuda"), []
     for name in ("mm", "accumulate", "bmm", "accumulate_batch"):
         product = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, product=product: calls.append(1) or product(*a))
     with batch_invariant_mode(), torch.no_grad():
-        ours = PRODUCTS[spelling](x, w)
+        ours = PRODUCTS[variant](x, w)
     assert calls, "PyTorch served it"
     torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
 

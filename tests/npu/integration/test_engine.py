@@ -1,6 +1,6 @@
 """On vllm-ascend's platform the plugin sets what it must, takes the worker's place, and fills its own mode's gaps.
 
-vllm-ascend is a double: its own requirements do not go with a vLLM for the CPU.
+vllm-ascend is a fake: its own requirements do not go with a vLLM for the CPU.
 """
 
 import importlib

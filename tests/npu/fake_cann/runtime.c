@@ -10,17 +10,17 @@
 /* The names of the operators launched since the last clear, each followed by a comma. */
 static char launched[1 << 16];
 
-void stub_launched_add(const char *name) {
+void fake_launched_add(const char *name) {
     if (strlen(launched) + strlen(name) + 2 < sizeof launched) {
         strcat(launched, name);
         strcat(launched, ",");
     }
 }
-const char *stub_launched(void) { return launched; }
-void stub_launched_clear(void) { launched[0] = 0; }
+const char *fake_launched(void) { return launched; }
+void fake_launched_clear(void) { launched[0] = 0; }
 
 int aclopCompileAndExecute(const char *name) {
-    stub_launched_add(name);
+    fake_launched_add(name);
     return SUCCESS;
 }
 unsigned long aclGetCompileoptSize(int option) { return 256; }
@@ -48,7 +48,7 @@ int aclrtDeviceCanAccessPeer(int *can, int device, int peer) {
     return SUCCESS;
 }
 const char *aclrtGetSocName(void) { return "Ascend910B2"; }
-const char *aclGetRecentErrMsg(void) { return "stub"; }
+const char *aclGetRecentErrMsg(void) { return "fake"; }
 
 /* Memory */
 static int allocate(void **pointer, unsigned long size) {

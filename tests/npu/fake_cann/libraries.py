@@ -1,4 +1,4 @@
-"""Writes stand-ins for the libraries of CANN that torch_npu needs, so that the real torch_npu runs where no NPU is.
+"""Writes fakes of the libraries of CANN that torch_npu needs, so that the real torch_npu runs where no NPU is.
 
 usage: python libraries.py SITE_PACKAGES OUT
 
@@ -47,7 +47,7 @@ def compile_library(source: str, name: str, out: Path, *flags: str) -> None:
 
 
 def build(site_packages: Path, out: Path) -> tuple[int, int]:
-    """Write all stand-ins to ``out``; returns how many functions of the runtime and how many operators there are."""
+    """Write all fakes to ``out``; returns how many functions of the runtime and how many operators there are."""
     out.mkdir(parents=True, exist_ok=True)
     npu = site_packages / "torch_npu"
     main = npu / "lib" / "libtorch_npu.so"
@@ -69,13 +69,13 @@ def build(site_packages: Path, out: Path) -> tuple[int, int]:
         compile_library("", name, out, *linked)
     launchers = "".join(
         f"int {name}GetWorkspaceSize(void) {{ return 0; }}\n"
-        f'int {name}(void) {{ stub_launched_add("{name}"); return 0; }}\n'
+        f'int {name}(void) {{ fake_launched_add("{name}"); return 0; }}\n'
         for name in operators
     )
-    compile_library("extern void stub_launched_add(const char *);\n" + launchers, "opapi", out, *linked)
+    compile_library("extern void fake_launched_add(const char *);\n" + launchers, "opapi", out, *linked)
     return len(runtime), len(operators)
 
 
 if __name__ == "__main__":
     functions, operators = build(Path(sys.argv[1]), Path(sys.argv[2]))
-    print(f"stand-ins for CANN: {functions} functions of the runtime, {operators} operators")
+    print(f"fakes of CANN: {functions} functions of the runtime, {operators} operators")

@@ -1,7 +1,7 @@
 """With the real torch_npu and its dispatcher, no product or reduction reaches a kernel of CANN while the mode is on.
 
-Under torch_npu lie stand-ins for CANN that compute nothing and log which operator was launched: this proves where calls
-go, and no value. ``make test-npu-stub`` makes the environment; elsewhere these tests are skipped.
+Under torch_npu lie fakes of CANN that compute nothing and log which operator was launched: this proves where calls
+go, and no value. ``make test-npu-fake-cann`` makes the environment; elsewhere these tests are skipped.
 """
 
 import ctypes
@@ -13,31 +13,31 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.npu.op_variants import PRODUCTS, REDUCTIONS, Operands, Spelling
-from tests.npu.stub import implementations
-from tests.npu.stub.implementations import CALLS
+from tests.npu.fake_cann import implementations
+from tests.npu.fake_cann.implementations import CALLS
+from tests.npu.op_variants import PRODUCTS, REDUCTIONS, Operands, OpVariant
 from vllm_batch_invariant import batch_invariant_mode, disable_batch_invariant_mode, enable_batch_invariant_mode
 from vllm_batch_invariant.aten import npu, npu_refused
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration import ascend
 
-if find_spec("torch_npu") is None or "NPU_STUB" not in os.environ:
-    pytest.skip("needs torch_npu over stand-ins for CANN: make test-npu-stub", allow_module_level=True)
+if find_spec("torch_npu") is None or "NPU_FAKE_CANN" not in os.environ:
+    pytest.skip("needs torch_npu over fakes of CANN: make test-npu-fake-cann", allow_module_level=True)
 
 import torch_npu  # noqa: F401
 
 DTYPES = (torch.float32, torch.bfloat16)
-FUSED: dict[str, Spelling] = {
+FUSED: dict[str, OpVariant] = {
     "npu_rms_norm": lambda o: torch.ops.npu.npu_rms_norm(o.x, o.v, 1e-6)[0],
     "npu_gemma_rms_norm": lambda o: torch.ops.npu.npu_gemma_rms_norm(o.x, o.v, 1e-6)[0],
     "npu_add_rms_norm": lambda o: torch.ops.npu.npu_add_rms_norm(o.x, o.x, o.v, 1e-6)[0],
     "npu_linear": lambda o: torch.ops.npu.npu_linear(o.x, o.weight, o.bias),
     "npu_bmmV2": lambda o: torch.ops.npu.npu_bmmV2(o.x3, o.w3, []),
 }
-SPELLINGS = PRODUCTS | REDUCTIONS | FUSED
+VARIANTS = PRODUCTS | REDUCTIONS | FUSED
 ONLY_ELEMENTWISE = {"cumsum", "cumsum, dim 0", "cumsum, out", "cumsum_"}
 EXACT = {"nanmean": {"aclnnReduceSum"}}
-"""Native reductions of a spelling that add integers."""
+"""Native reductions of a variant that add integers."""
 # fmt: off
 ELEMENTWISE = {
     "Abs", "Add", "Adds", "All", "Amax", "Cast", "Cat", "ClampMin", "Div", "Divs", "EqScalar", "Exp", "InplaceAdd",
@@ -49,7 +49,7 @@ ELEMENTWISE = {
 """Operators of CANN, without "aclnn", that copy, compute element by element, or take a maximum."""
 
 launched = ctypes.CDLL("libascendcl.so")
-launched.stub_launched.restype = ctypes.c_char_p
+launched.fake_launched.restype = ctypes.c_char_p
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -67,11 +67,11 @@ def operands(dtype: torch.dtype) -> Operands:
 def launches(call: Callable[[], object]) -> set[str]:
     """The operators of CANN that a call launches."""
     torch.npu.synchronize()
-    launched.stub_launched_clear()
+    launched.fake_launched_clear()
     CALLS.clear()
     call()
     torch.npu.synchronize()
-    return set(launched.stub_launched().decode().split(",")) - {""}
+    return set(launched.fake_launched().decode().split(",")) - {""}
 
 
 def leaks(found: set[str]) -> set[str]:
@@ -79,28 +79,28 @@ def leaks(found: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @torch.inference_mode()
-def test_a_spelling_leaks_to_cann_without_the_mode_and_not_with_it(spelling: str, dtype: torch.dtype) -> None:
+def test_a_variant_leaks_to_cann_without_the_mode_and_not_with_it(variant: str, dtype: torch.dtype) -> None:
     on_device = operands(dtype)
-    before = launches(lambda: SPELLINGS[spelling](on_device))
+    before = launches(lambda: VARIANTS[variant](on_device))
     with batch_invariant_mode():
-        during = launches(lambda: SPELLINGS[spelling](on_device))
+        during = launches(lambda: VARIANTS[variant](on_device))
         called = list(CALLS)
-    assert leaks(before), "nothing to replace: this spelling proves nothing"
-    assert leaks(during) - EXACT.get(spelling, set()) == set()
-    assert called or spelling in ONLY_ELEMENTWISE
-    assert launches(lambda: SPELLINGS[spelling](on_device)) == before
+    assert leaks(before), "nothing to replace: this variant proves nothing"
+    assert leaks(during) - EXACT.get(variant, set()) == set()
+    assert called or variant in ONLY_ELEMENTWISE
+    assert launches(lambda: VARIANTS[variant](on_device)) == before
 
 
-@pytest.mark.parametrize("spelling", ["@", "matmul, 3-d", "linear, 3-d, bias", "attention", "softmax", "rms_norm"])
-def test_a_gradient_leaks_to_cann_without_the_mode_and_not_with_it(spelling: str) -> None:
+@pytest.mark.parametrize("variant", ["@", "matmul, 3-d", "linear, 3-d, bias", "attention", "softmax", "rms_norm"])
+def test_a_gradient_leaks_to_cann_without_the_mode_and_not_with_it(variant: str) -> None:
     on_device = operands(torch.float32)
 
     def gradient() -> None:
-        leaf = on_device.heads if spelling == "attention" else on_device.x3 if "3-d" in spelling else on_device.x
+        leaf = on_device.heads if variant == "attention" else on_device.x3 if "3-d" in variant else on_device.x
         leaf.grad = None
-        SPELLINGS[spelling](on_device).sum().backward()
+        VARIANTS[variant](on_device).sum().backward()
 
     for leaf in (on_device.x, on_device.x3, on_device.heads):
         leaf.requires_grad_()
@@ -199,11 +199,11 @@ def test_what_vllm_ascend_has_registered_is_found_and_left_to_it_and_its_gaps_do
     assert theirs == {"mm", "bmm"}
     enable_batch_invariant_mode(theirs)
     try:
-        for spelling in SPELLINGS:
+        for variant in VARIANTS:
             served.clear()
-            assert leaks(launches(lambda: SPELLINGS[spelling](on_device))) - EXACT.get(spelling, set()) == set()  # noqa: B023
-            assert CALLS or served or spelling in ONLY_ELEMENTWISE, spelling
-            assert served == {"@": ["mm"], "mm": ["mm"], "bmm": ["bmm"], "softmax": []}.get(spelling, served)
+            assert leaks(launches(lambda: VARIANTS[variant](on_device))) - EXACT.get(variant, set()) == set()  # noqa: B023
+            assert CALLS or served or variant in ONLY_ELEMENTWISE, variant
+            assert served == {"@": ["mm"], "mm": ["mm"], "bmm": ["bmm"], "softmax": []}.get(variant, served)
     finally:
         disable_batch_invariant_mode()
         own_mode._destroy()

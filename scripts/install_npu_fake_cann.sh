@@ -1,14 +1,14 @@
 #!/bin/sh
-# Makes a virtual environment with the real torch_npu over stand-ins for CANN.   usage: install_npu_stub.sh VENV [PYTHON]
+# Makes a virtual environment with the real torch_npu over fakes of CANN.   usage: install_npu_fake_cann.sh VENV [PYTHON]
 set -eu
 venv=$1 python=${2:-python3}
 for tool in cc nm; do
-    command -v "$tool" >/dev/null || { echo "install_npu_stub: the stand-ins for CANN need a C compiler and nm; $tool is not there" >&2 && exit 2; }
+    command -v "$tool" >/dev/null || { echo "install_npu_fake_cann: the fakes of CANN need a C compiler and nm; $tool is not there" >&2 && exit 2; }
 done
 version=$("$python" -c 'import platform, sys; print("%d.%d" % sys.version_info[:2], sys.platform, platform.machine())')
 case $version in
 3.1[123]\ linux\ *) ;;
-*) echo "install_npu_stub: torch-npu 2.13 runs on Linux with Python 3.11 to 3.13, not on Python $version" >&2 && exit 2 ;;
+*) echo "install_npu_fake_cann: torch-npu 2.13 runs on Linux with Python 3.11 to 3.13, not on Python $version" >&2 && exit 2 ;;
 esac
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install -q --disable-pip-version-check "uv>=0.8"
@@ -22,4 +22,4 @@ else
 fi
 "$venv/bin/uv" pip install -q "$@"
 packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-"$venv/bin/python" tests/npu/stub/libraries.py "$packages" "$venv/cann"
+"$venv/bin/python" tests/npu/fake_cann/libraries.py "$packages" "$venv/cann"
