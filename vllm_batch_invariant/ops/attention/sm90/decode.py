@@ -258,7 +258,7 @@ def _step(wg, block, position, kv_start, qk, state, ones):
     next_qk = _start_qk(ring.k_smem, next_stage, wg.q_smem)
     m, p, alpha = _softmax_step(qk, state.m, block.q_pos, kv_start, wg.qk_scale_log2)
     wg.p_smem.store(gl.permute(p.to(wg.p_smem.dtype), (1, 0)))
-    v = ring.v_smem.index(stage).reshape([BLOCK_N, HEAD_DIM])
+    v = ring.v_smem.index(stage).reshape([BLOCK_N, HEAD_DIM])  # [BLOCK_N, HEAD_DIM]
     if kv_start + BLOCK_N > block.kv_end:
         # Unwritten slots may hold anything, NaN included.
         written = kv_start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, row_layout)) < block.kv_end
