@@ -14,6 +14,7 @@ from . import __version__
 from .ops.linear import LinearReduction
 from .ops.norm import NormReduction
 from .ops.softmax import SoftmaxReduction
+from .ops.top_k_top_p import TopKTopPReduction
 
 if TYPE_CHECKING:
     from .ops.attention import AttentionReduction
@@ -69,9 +70,10 @@ def environment_here(
         engine=engine,
         reductions={
             "attention": {"implementation": attention_by} | _plain(attention),
-            "linear (output head)": _plain(LinearReduction(vocabulary, hidden, dtype), device_type),
-            "norm": _plain(NormReduction(hidden, dtype)),
-            "softmax (logprobs)": _plain(SoftmaxReduction(vocabulary, torch.float32)),
+            "linear (output head)": _plain(LinearReduction.of_device(device_type, vocabulary, hidden, dtype)),
+            "norm": _plain(NormReduction.of_device(device_type, hidden, dtype)),
+            "softmax (logprobs)": _plain(SoftmaxReduction.of_device(device_type, vocabulary, torch.float32)),
+            "top-p": _plain(TopKTopPReduction.of_device(device_type)),
         },
     )
 
@@ -140,12 +142,13 @@ def _sources() -> str:
     return digest.hexdigest()[:12]
 
 
-def _plain(reduction: Any, device_type: str | None = None) -> dict[str, str | int]:
-    """A reduction's fields, the dtype it adds in, and on a GPU how it multiplies fp32."""
+def _plain(reduction: Any) -> dict[str, str | int]:
+    """A reduction's fields, without those that the device has no use for, and the dtype it adds in."""
     values = {field.name: getattr(reduction, field.name) for field in fields(reduction)}
-    adding = next((part for name in ("squares", "sum") if (part := getattr(reduction, name, None))), reduction)
-    values |= {"accumulate": adding.accumulate} if hasattr(adding, "accumulate") else {}
-    values |= {"precision": reduction.precision} if device_type == "cuda" else {}
-    return {
-        name: value if isinstance(value, int) else str(value).removeprefix("torch.") for name, value in values.items()
-    }
+    values |= {"accumulate": reduction.accumulate} if hasattr(reduction, "accumulate") else {}
+    return {name: _plain_value(value) for name, value in values.items() if value is not None}
+
+
+def _plain_value(value: Any) -> str | int:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_number else str(value).removeprefix("torch.")

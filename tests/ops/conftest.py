@@ -13,7 +13,7 @@ import torch
 
 from tests.assertions import ROW_COUNTS
 from tests.conftest import INTERPRETED
-from tests.fakes.cublaslt import Library, chain
+from tests.fakes.cublaslt import Library, sequential_k
 from vllm_batch_invariant.ops import dispatch as dispatch_table
 from vllm_batch_invariant.ops import linear
 from vllm_batch_invariant.ops.linear import schedule
@@ -108,39 +108,35 @@ def cublaslt(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def dispatch(cublaslt: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
-    """The module ``cuda`` for tensors of the CPU, where nothing is certified yet and a certificate always chooses
-    cuBLASLt; the numbers of rows for which Triton was ``launched``; and what was ``certified``.
+    """The module ``cuda`` for tensors of the CPU, where nothing is tuned yet and tuning always chooses cuBLASLt; the
+    values of M for which Triton was ``launched``; and what was ``tuned``.
     """
     from vllm_batch_invariant.ops.linear import autotune, autotune_cache, cuda, triton_gemm
 
-    launched, certified = [], []
+    launched, tuned = [], []
 
     def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         launched.append(len(a))
-        return chain(a, b, bias)
+        return sequential_k(a, b, bias)
 
-    def certify(signature, products, limits, sizes=(), tuning_seconds=0.0):
-        certified.append((tuple(limits), tuple(sizes), tuning_seconds))
-        [algorithm] = products.algorithms(8, 1)
-        return {limit: autotune.Entry(algorithm, (limit,), (), {"cublaslt": 1.0}) for limit in limits}
+    def tune(problem, matmul, buckets, sizes=(), tuning_seconds=0.0):
+        tuned.append((tuple(buckets), tuple(sizes), tuning_seconds))
+        [algorithm] = matmul.algorithms(8, 1)
+        return {bucket: autotune.TunedSchedule(algorithm, (bucket,), (), {"cublaslt": 1.0}) for bucket in buckets}
 
     monkeypatch.setattr(triton_gemm, "mm", mm)
-    monkeypatch.setattr(autotune, "certify", certify)
+    monkeypatch.setattr(autotune, "tune", tune)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    environment, products = {"gpu": "made up"}, {}
+    environment, matmuls = {"gpu": "made up"}, {}
+    for attribute, value in {"_tuned": {}, "_plans": {}, "_uses": Counter(), "_inconsistent": {}}.items():
+        monkeypatch.setattr(cuda.dispatcher, attribute, value)
     for attribute, value in {
         "cublaslt": cublaslt,
-        "_certified": {},
-        "_plans": {},
-        "_uses": Counter(),
-        "_inconsistent": {},
         "_stored": lambda device: autotune_cache.load(environment),
-        "_library": lambda device: True,
+        "_uses_cublaslt": lambda device: True,
         "_environment": lambda device: environment,
-        "_products": lambda signature: products.setdefault(signature, cublaslt.Products(signature)),
+        "_matmul_of": lambda problem: matmuls.setdefault(problem, cublaslt.Matmul(problem)),
     }.items():
         monkeypatch.setattr(cuda, attribute, value)
-    return SimpleNamespace(
-        cuda=cuda, launched=launched, certified=certified, library=cublaslt.lt, environment=environment
-    )
+    return SimpleNamespace(cuda=cuda, launched=launched, tuned=tuned, library=cublaslt.lt, environment=environment)

@@ -1,7 +1,5 @@
 """softmax and log_softmax: right, and with the same bits for a row whatever other rows there are."""
 
-import math
-
 import pytest
 import torch
 
@@ -107,15 +105,3 @@ def test_gradients_are_near_those_of_float64_and_a_row_has_the_same_bits_alone(l
 def test_fp64_is_refused_by_name() -> None:
     with pytest.raises(NotCovered, match="float64"):
         operation.softmax(torch.ones(3, dtype=torch.float64))
-
-
-def test_blocks_cover_short_rows_and_are_chunks_of_long_ones():
-    pytest.importorskip("triton")
-    from vllm_batch_invariant.ops.softmax import cuda as softmax
-
-    for length in (1, 31, 4096, LONG - 1, LONG, 151_936, 262_144, 262_145, 10_000_000, 10**9):
-        layout = softmax.layout_for(length)
-        whole = length <= softmax.LONGEST_WHOLE
-        assert layout.block >= length if whole else softmax.CHUNK <= layout.block <= softmax.LONGEST_WHOLE
-        assert 32 * layout.warps <= layout.block == 2 ** int(math.log2(layout.block))
-    assert softmax.layout_for(151_936).block == softmax.CHUNK

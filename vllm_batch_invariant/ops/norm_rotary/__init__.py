@@ -7,8 +7,9 @@ import torch
 
 from ...errors import NotCovered
 from ..norm.reduction import HEAD_SIZES
+from .reduction import NormRotaryReduction
 
-__all__ = ["DTYPES", "HEAD_SIZES", "norm_rotary"]
+__all__ = ["DTYPES", "HEAD_SIZES", "NormRotaryReduction", "norm_rotary"]
 
 DTYPES = (torch.bfloat16, torch.float16)
 """Their products are exact in fp32, so that it does not matter whether a compiler fuses one with the addition."""
