@@ -1,19 +1,85 @@
-"""A machine with a GPU that need not be there."""
+"""Devices that operations are tested on, and a machine with a GPU that need not be there."""
 
 import importlib
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
+from tests.assertions import ROW_COUNTS
+from tests.conftest import INTERPRETED
 from tests.fakes.cublaslt import Library, sequential_k
+from vllm_batch_invariant.ops import dispatch as dispatch_table
 from vllm_batch_invariant.ops import linear
 from vllm_batch_invariant.ops.linear import schedule
 from vllm_batch_invariant.ops.linear.schedule import Gpu
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where an operation is tested.
+
+    Attributes:
+        name: "cpu", "cuda", or "interpreted": the GPU's module on the CPU, in Triton's interpreter.
+        type: PyTorch's type of the device where tensors lie.
+        row_counts: batch sizes; the last is the largest. The interpreter takes milliseconds a row.
+    """
+
+    name: str
+    type: str
+    row_counts: tuple[int, ...] = ROW_COUNTS
+
+    @property
+    def is_interpreted(self) -> bool:
+        return self.name == "interpreted"
+
+    def supports(self, dtype: torch.dtype | None) -> bool:
+        """The interpreter truncates to bf16, where a GPU rounds."""
+        return not (self.is_interpreted and dtype == torch.bfloat16)
+
+    def draw(self, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+        """Normally distributed numbers, the same on every device."""
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(self.type, dtype)
+
+    def module(self, operation: str) -> ModuleType:
+        """The module that serves."""
+        return dispatch_table.module_for(operation, self.type)
+
+
+LONGEST_INTERPRETED = 66_000
+"""Elements of a row: one more than what one program adds, on a GPU."""
+DEVICES = {
+    "cpu": Device("cpu", "cpu"),
+    "cuda": Device("cuda", "cuda"),
+    "interpreted": Device("interpreted", "cpu", (1, 2, 8, 9)),
+}
+
+
+@pytest.fixture(
+    params=[pytest.param("interpreted", marks=pytest.mark.interpreted)]
+    if INTERPRETED
+    else ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Each device in turn; where Triton interprets, the GPU's modules serve tensors of the CPU. A test with a
+    ``dtype`` that the device does not support, or a ``length`` that takes it too long, is skipped.
+    """
+    device = DEVICES[request.param]
+    parameters = request.node.callspec.params
+    if not device.supports(parameters.get("dtype")):
+        pytest.skip("the interpreter's bf16 is not a GPU's")
+    if device.is_interpreted and parameters.get("length", 0) > LONGEST_INTERPRETED:
+        pytest.skip("takes the interpreter seconds a row")
+    if device.is_interpreted:
+        module_for = dispatch_table.module_for
+        monkeypatch.setattr(dispatch_table, "module_for", lambda operation, _: module_for(operation, "cuda"))
+    return device
+
 
 HOPPER = Gpu("Hopper", 132, 232_448, True, 60 << 20, True)
 

@@ -86,11 +86,13 @@ def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear.prepare()
 
 
-def install(device_type: str) -> None:
-    """Put the operation in the place of vLLM's functions of that purpose."""
-    if device_type == "cpu":
-        patch_points.CPU_GEMM.put(dispatch)
-        return
+def install_cpu() -> None:
+    """Put the operation in the place of vLLM's function of that purpose on a CPU."""
+    patch_points.CPU_GEMM.put(dispatch)
+
+
+def install_cuda() -> None:
+    """Put the operation in the place of vLLM's functions of that purpose on a GPU."""
     patch_points.CUDA_LINEAR.put(torch_op.linear)
     patch_points.CUDA_EMBEDDING.put(torch_op.linear)
     for method in (patch_points.LINEAR_METHOD.get(), patch_points.EMBEDDING_METHOD.get()):

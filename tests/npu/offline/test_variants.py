@@ -93,14 +93,14 @@ def count_variants(call: Callable[[torch.Tensor], object], device) -> int:
 
 
 def test_a_kernel_that_specialises_its_counts_is_seen(device, monkeypatch):
-    pointers = ["rows", "sums"]
+    pointers = ["x_ptr", "sums_ptr"]
     careless = triton.jit(do_not_specialize_on_alignment=pointers)(reduce._sum_kernel.fn)
     monkeypatch.setattr(reduce, "_sum_kernel", careless)
     assert count_variants(CALLS["mean"][1], device) == 3
 
 
 def test_a_kernel_that_specialises_its_pointers_is_seen(device, monkeypatch):
-    careless = triton.jit(do_not_specialize=["items", "length", "chunks", "divisor"])(reduce._sum_kernel.fn)
+    careless = triton.jit(do_not_specialize=["num_items", "length", "num_chunks", "divisor"])(reduce._sum_kernel.fn)
     monkeypatch.setattr(reduce, "_sum_kernel", careless)
     assert count_variants(CALLS["mean"][1], device) == 2
 

@@ -2,7 +2,7 @@
 of prefills in calls of their own.
 
 vllm-ascend calls its kernel once for all rows of a step, and gives it the step's own keys where no request has a cache:
-a request would change kernels with its neighbours.
+the kernel of a request would follow the concurrent requests.
 """
 
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ class Part:
     """Rows of a step that share a call.
 
     Attributes:
-        rows: their places among the step's rows.
-        requests: their requests' places among the step's.
+        rows: their indices in the step's rows.
+        requests: the indices of their requests in the step.
         ends: where each request's rows end, counted from the part's first row.
     """
 
@@ -48,7 +48,7 @@ def parts(metadata: Any) -> Iterator[Part]:
         yield Part(slice(rows, ends[-1]), slice(decodes, len(ends)), [end - rows for end in ends[decodes:]])
 
 
-class PartedAttention(ascend_patch_points.ATTENTION.get()):
+class SplitPrefillDecodeAttention(ascend_patch_points.ATTENTION.get()):
     """One attention layer; subclasses say which kernel."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -86,7 +86,7 @@ class PartedAttention(ascend_patch_points.ATTENTION.get()):
         raise NotImplementedError
 
 
-class AscendCAttention(PartedAttention):
+class AscendCAttention(SplitPrefillDecodeAttention):
     """By the operator that AscendC's library puts in the place of npu_fused_infer_attention_score."""
 
     OPERATOR = "npu_fused_infer_attention_score_batch_invariant"
@@ -126,7 +126,7 @@ class AscendCAttention(PartedAttention):
         return out
 
 
-class FlashAttention3(PartedAttention):
+class FlashAttention3(SplitPrefillDecodeAttention):
     """By flash_attn_npu_v3, whose keys stay in one piece."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -166,5 +166,5 @@ class Backend(ascend_patch_points.BACKEND.get()):
         return True
 
     @staticmethod
-    def get_impl_cls() -> type[PartedAttention]:
+    def get_impl_cls() -> type[SplitPrefillDecodeAttention]:
         return IMPLEMENTATIONS[attention_library()]

@@ -13,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.npu_cores import cube_grid, on, vector_grid
-from ..common.npu_rows import check_covered
+from ..common.npu_rows import check_covered, cube_grid, on, vector_grid
 from .reduction import LinearReduction
 
 _BIAS_BLOCK = 2048
