@@ -208,7 +208,7 @@ def test_only_split_schedules_leave_a_gemm_to_triton(untuned, cublaslt, monkeypa
     algorithms, run = cublaslt.Matmul.algorithms, cublaslt.Matmul.run
     asked = []
 
-    def splitting(self, m, max_m, workspace=0):
+    def splitting(self, m, most, workspace=0):
         found = [one for one in algorithms(self, m, 8, WORKSPACE) if one.split > 1]
         asked.extend(one.about for one in found)
         return found
