@@ -6,7 +6,7 @@ SAMPLES ?= 1000
 RUN = $(VENV)/bin/python -m
 CHECKPOINT = .cache/demo-model
 
-.PHONY: demo test lint install clean test-npu test-seams test-triton test-npu-stub
+.PHONY: demo test lint install clean test-npu test-patch-points test-triton test-npu-fake-cann
 install: $(VENV)/installed-$(DEVICE)
 
 $(VENV)/installed-%: pyproject.toml requirements/overrides-cpu.txt scripts/install.sh
@@ -45,22 +45,22 @@ $(NPU_VENV)/installed: requirements/overrides-npu.txt scripts/install_npu.sh
 test-npu: $(NPU_VENV)/installed
 	$(NPU_VENV)/bin/python -m pytest tests/npu/offline
 
-test-seams: install
-	$(RUN) scripts.check_seams vllm==0.26.0 vllm==0.33.0 vllm-ascend==0.26.0rc1
+test-patch-points: install
+	$(RUN) scripts.check_patch_points vllm==0.26.0 vllm==0.33.0 vllm-ascend==0.26.0rc1
 
 # Every variant of the kernels for NVIDIA GPUs, compiled: needs no GPU, and about ten minutes a version.
 test-triton: install
 	$(RUN) scripts.check_triton triton==3.6.0 triton==3.7.1 triton==3.8.0 triton
 
-# The real torch_npu over stand-ins for CANN: which calls reach a kernel of CANN, with the mode and without.
-NPU_STUB = .cache/npu-stub
-$(NPU_STUB)/installed: scripts/install_npu_stub.sh tests/npu/stub/libraries.py tests/npu/stub/runtime.c
-	sh scripts/install_npu_stub.sh $(NPU_STUB) $(PYTHON)
+# The real torch_npu over fakes of CANN: which calls reach a kernel of CANN, with the mode and without.
+NPU_FAKE_CANN = .cache/npu-fake-cann
+$(NPU_FAKE_CANN)/installed: scripts/install_npu_fake_cann.sh tests/npu/fake_cann/libraries.py tests/npu/fake_cann/runtime.c
+	sh scripts/install_npu_fake_cann.sh $(NPU_FAKE_CANN) $(PYTHON)
 	touch $@
 
-test-npu-stub: $(NPU_STUB)/installed
-	NPU_STUB=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH=$(NPU_STUB)/cann PYTHONPATH=. \
-		$(NPU_STUB)/bin/python -m pytest tests/npu/stub
+test-npu-fake-cann: $(NPU_FAKE_CANN)/installed
+	NPU_FAKE_CANN=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH=$(NPU_FAKE_CANN)/cann PYTHONPATH=. \
+		$(NPU_FAKE_CANN)/bin/python -m pytest tests/npu/fake_cann
 
 clean:
 	rm -rf $(VENV) $(NPU_VENV) .cache

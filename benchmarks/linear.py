@@ -55,7 +55,7 @@ class Sweep:
         copies = copies_beyond_cache(2 * shape.out_features * shape.in_features, self.cache)
         x, weights = operands.random(max(rows), *features, copies, self.device)
         for m in rows:
-            self._time(_case(shape, m), Work.of_product(m, *features), x[:m], weights, bits)
+            self._time(_case(shape, m), Work.of_gemm(m, *features), x[:m], weights, bits)
 
     def _bits(self, shape: WeightShape, rows: Sequence[int]) -> Iterator[tuple[tuple[str, str], Bits]]:
         """((provider, case), verdict) for the cases that can be timed."""

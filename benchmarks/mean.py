@@ -20,7 +20,7 @@ from benchmarks.timing import Timer
 from vllm_batch_invariant.compare import accuracy_comparison, bitwise_comparison
 from vllm_batch_invariant.ops import reduce
 from vllm_batch_invariant.ops.common.graph_timer import copies_beyond_cache
-from vllm_batch_invariant.ops.dispatch import IMPLEMENTED, present
+from vllm_batch_invariant.ops.devices import DEVICES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPES = (
@@ -178,7 +178,7 @@ def _cache_bytes(device: str) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    here = [device for device in reversed(IMPLEMENTED) if present(device)]
+    here = [device.type for device in reversed(DEVICES.values()) if device.is_present]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.mean",
         description="Check the values and bits of the mean, then time it. "

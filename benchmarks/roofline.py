@@ -1,4 +1,4 @@
-"""What the GPU can do at best, and how long a product must take at least."""
+"""What the GPU can do at best, and how long a GEMM must take at least."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ from vllm_batch_invariant.ops.common.graph_timer import GraphTimer
 
 _COPY_BYTES = 2 << 30
 _COPY_MICROSECONDS = 1000.0
-_PRODUCT_SIDE = 8192
-_PRODUCT_MICROSECONDS = 1500.0
+_GEMM_SIDE = 8192
+_GEMM_MICROSECONDS = 1500.0
 _REPLAYS = 7
-_WARM_UP_PRODUCTS = 100
+_WARM_UP_GEMMS = 100
 """Takes an idle GPU to its working clock."""
 
 
@@ -26,8 +26,8 @@ class Work:
     """Floating-point additions and multiplications."""
 
     @classmethod
-    def of_product(cls, m: int, n: int, k: int, element_size: int = 2) -> "Work":
-        """[m, k] times [k, n]."""
+    def of_gemm(cls, m: int, n: int, k: int, element_size: int = 2) -> "Work":
+        """[M, K] @ [K, N]."""
         return cls((m * k + n * k + m * n) * element_size, 2 * m * n * k)
 
 
@@ -49,17 +49,17 @@ class Ceilings:
     def __str__(self) -> str:
         return (
             f"copy {self.bytes_per_microsecond / 1e3:.0f} GB/s (read and written), "
-            f"{_PRODUCT_SIDE}^3 bf16 product {self.operations_per_microsecond / 1e6:.0f} TFLOP/s"
+            f"{_GEMM_SIDE}^3 bf16 GEMM {self.operations_per_microsecond / 1e6:.0f} TFLOP/s"
         )
 
 
 def measure_ceilings(timer: GraphTimer) -> Ceilings:
-    """Measure a large copy, by a kernel, and a large product of random bf16 matrices on the current GPU."""
-    a, b = (torch.randn(_PRODUCT_SIDE, _PRODUCT_SIDE, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    for _ in range(_WARM_UP_PRODUCTS):
+    """Measure a large copy, by a kernel, and a large GEMM of random bf16 matrices on the current GPU."""
+    a, b = (torch.randn(_GEMM_SIDE, _GEMM_SIDE, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    for _ in range(_WARM_UP_GEMMS):
         torch.mm(a, b)
-    [product] = timer.time([[lambda: torch.mm(a, b)]], _PRODUCT_MICROSECONDS, _REPLAYS)
+    [gemm] = timer.time([[lambda: torch.mm(a, b)]], _GEMM_MICROSECONDS, _REPLAYS)
     source = torch.randn(_COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
     [copy] = timer.time([[lambda: torch.neg(source, out=target)]], _COPY_MICROSECONDS, _REPLAYS)
-    return Ceilings(2 * _COPY_BYTES / Spread.of(copy).p50, 2 * _PRODUCT_SIDE**3 / Spread.of(product).p50)
+    return Ceilings(2 * _COPY_BYTES / Spread.of(copy).p50, 2 * _GEMM_SIDE**3 / Spread.of(gemm).p50)

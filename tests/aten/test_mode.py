@@ -1,4 +1,4 @@
-"""batch_invariant_mode(): every spelling reaches the operations, gradients included, and everything is given back."""
+"""batch_invariant_mode(): every variant reaches the operations, gradients included, and everything is given back."""
 
 import subprocess
 import sys
@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 import vllm_batch_invariant
 from tests.assertions import DTYPES, assert_rows_keep_their_bits, assert_same_bits
-from vllm_batch_invariant import aten, batch_invariant_mode, set_batch_invariant_mode
+from vllm_batch_invariant import batch_invariant_mode, set_batch_invariant_mode
+from vllm_batch_invariant.aten import cpu
 from vllm_batch_invariant.ops.dispatch import module_for
 from vllm_batch_invariant.ops.linear import cpu as linear_cpu
 
@@ -19,7 +20,7 @@ X, W, V = draw(7, 48), draw(48, 33), draw(48)
 BATCH_X, BATCH_W = draw(3, 7, 48), draw(3, 48, 33)
 ADDED = draw(7, 33)
 
-PRODUCTS = {
+MATMULS = {
     "@": lambda: X @ W,
     "matmul": lambda: torch.matmul(X, W),
     "matmul, 3-d": lambda: torch.matmul(BATCH_X, W),
@@ -59,14 +60,14 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("spelling", PRODUCTS)
-def test_every_spelling_of_a_product_reaches_the_operation(spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = PRODUCTS[spelling]()
+@pytest.mark.parametrize("variant", MATMULS)
+def test_every_variant_of_a_matmul_reaches_the_operation(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = MATMULS[variant]()
     calls = []
-    product = linear_cpu._product
-    monkeypatch.setattr(linear_cpu, "_product", lambda a, b: calls.append(a.shape) or product(a, b))
+    gemm = linear_cpu._gemm
+    monkeypatch.setattr(linear_cpu, "_gemm", lambda a, *given: calls.append(a.shape) or gemm(a, *given))
     with batch_invariant_mode(), torch.no_grad():
-        ours = PRODUCTS[spelling]()
+        ours = MATMULS[variant]()
     assert calls, "PyTorch served it"
     torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
 
@@ -119,9 +120,9 @@ REDUCTIONS = {
 }
 
 
-@pytest.mark.parametrize("spelling", REDUCTIONS)
-def test_every_spelling_of_a_reduction_reaches_the_operation(spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = REDUCTIONS[spelling](X)
+@pytest.mark.parametrize("variant", REDUCTIONS)
+def test_every_variant_of_a_reduction_reaches_the_operation(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = REDUCTIONS[variant](X)
     calls = []
     for operation, names in (("reduce", ("sum", "mean")), ("softmax", ("softmax", "log_softmax"))):
         module = module_for(operation, "cpu")
@@ -129,7 +130,7 @@ def test_every_spelling_of_a_reduction_reaches_the_operation(spelling: str, monk
             function = getattr(module, name)
             monkeypatch.setattr(module, name, lambda *a, f=function, **k: calls.append(1) or f(*a, **k))
     with batch_invariant_mode(), torch.no_grad():
-        ours = REDUCTIONS[spelling](X)
+        ours = REDUCTIONS[variant](X)
     assert calls, "PyTorch served it"
     torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5)
 
@@ -192,7 +193,7 @@ def test_integers_are_served_by_pytorch() -> None:
 
 
 def test_pytorch_gets_everything_back() -> None:
-    before = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in aten.OVERRIDES}
+    before = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in cpu.DEVICE.operators}
     flags = torch.backends.cuda.flash_sdp_enabled(), torch.backends.mha.get_fastpath_enabled()
     with pytest.raises(ZeroDivisionError), batch_invariant_mode():
         assert vllm_batch_invariant.is_batch_invariant_mode_enabled()

@@ -1,4 +1,4 @@
-"""batch_invariant_mode() on CUDA tensors: every spelling reaches the operations, and what stays stock is invariant."""
+"""batch_invariant_mode() on CUDA tensors: every variant reaches the operations, and what stays stock is invariant."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from vllm_batch_invariant import batch_invariant_mode
 from vllm_batch_invariant.ops.dispatch import module_for
 from vllm_batch_invariant.ops.pointwise import BINARY, UNARY
 
-PRODUCTS = {
+MATMULS = {
     "@": lambda x, w: x @ w,
     "mm, out": lambda x, w: torch.mm(x, w, out=torch.empty(7, 33, device="cuda")),
     "matmul, 3-d": lambda x, w: x.expand(3, 7, 48) @ w,
@@ -30,16 +30,16 @@ def draw(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(sum(shape)), device="cuda")
 
 
-@pytest.mark.parametrize("spelling", PRODUCTS)
-def test_every_spelling_of_a_product_reaches_the_operation(spelling, monkeypatch):
+@pytest.mark.parametrize("variant", MATMULS)
+def test_every_variant_of_a_matmul_reaches_the_operation(variant, monkeypatch):
     x, w = draw(7, 48), draw(48, 33)
-    stock = PRODUCTS[spelling](x, w)
+    stock = MATMULS[variant](x, w)
     module, calls = module_for("linear", "cuda"), []
     for name in ("mm", "accumulate", "bmm", "accumulate_batch"):
         product = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, product=product: calls.append(1) or product(*a))
     with batch_invariant_mode(), torch.no_grad():
-        ours = PRODUCTS[spelling](x, w)
+        ours = MATMULS[variant](x, w)
     assert calls, "PyTorch served it"
     torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
 

@@ -12,14 +12,14 @@ _DTYPES = {14: torch.bfloat16, 2: torch.float16}
 _STEP = 16
 
 
-def chain(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, parts: int = 1) -> torch.Tensor:
+def sequential_k(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, splits: int = 1) -> torch.Tensor:
     """a @ b + bias for 16-bit operands: one fp32 accumulator that walks K upwards in steps of 16, or one for each of
-    several parts of K; rounded once.
+    several splits of K; rounded once.
     """
     total = torch.zeros(a.shape[0], b.shape[1])
-    for part in torch.arange(a.shape[1]).tensor_split(parts):
+    for split in torch.arange(a.shape[1]).tensor_split(splits):
         accumulator = torch.zeros_like(total)
-        for step in part.split(_STEP):
+        for step in split.split(_STEP):
             exact = a[:, step].double() @ b[step].double()
             accumulator = (accumulator.double() + exact).float()
         total += accumulator
@@ -35,19 +35,17 @@ class Layout:
     """A column-major matrix."""
 
     dtype: int
-    height: int
-    width: int
-    stride: int
+    rows: int
+    columns: int
+    ld: int
 
     def at(self, address: int) -> torch.Tensor:
-        """The matrix in memory, [height, width]."""
-        if self.stride < self.height:
+        """The matrix in memory, [rows, columns]."""
+        if self.ld < self.rows:
             raise Refused("columns overlap")
-        length = self.stride * (self.width - 1) + self.height
+        length = self.ld * (self.columns - 1) + self.rows
         memory = np.frombuffer((ctypes.c_int16 * length).from_address(address), np.int16)
-        return (
-            torch.from_numpy(memory).view(_DTYPES[self.dtype]).as_strided((self.height, self.width), (1, self.stride))
-        )
+        return torch.from_numpy(memory).view(_DTYPES[self.dtype]).as_strided((self.rows, self.columns), (1, self.ld))
 
 
 Preference = IntEnum(
@@ -68,7 +66,7 @@ class Library:
     """In how many parts the heuristic's algorithms compute K."""
     alive: dict[int, object] = field(default_factory=dict)
     launches: list[int] = field(default_factory=list)
-    """Rows of each product that was run."""
+    """M of each GEMM that was run."""
 
     cuBLASLtError = Refused  # noqa: N815
     MatmulPreferenceAttribute, MatmulDescAttribute, MatmulAlgoConfigAttribute = Preference, Operation, Config
@@ -100,8 +98,8 @@ class Library:
         assert (compute, scale) == (68, 0), "not in fp32"
         return self._make({})
 
-    def matrix_layout_create(self, dtype: int, height: int, width: int, stride: int) -> int:
-        return self._make(Layout(dtype, height, width, stride))
+    def matrix_layout_create(self, dtype: int, rows: int, columns: int, ld: int) -> int:
+        return self._make(Layout(dtype, rows, columns, ld))
 
     matmul_preference_destroy = matmul_desc_destroy = matrix_layout_destroy = _destroy
 
@@ -138,8 +136,8 @@ class Library:
         splits = wanted[Preference.REDUCTION_SCHEME_MASK] and wanted[Preference.MAX_WORKSPACE_BYTES]
         found = [split for split in self.splits if split == 1 or splits][:most]
         results = np.zeros(len(found), self.matmul_heuristic_result_dtype)
-        for place, split in enumerate(found):
-            results["algo"]["data_"][place, :2] = place + 1, split
+        for index, split in enumerate(found):
+            results["algo"]["data_"][index, :2] = index + 1, split
         ctypes.memmove(out, results.ctypes.data, results.nbytes)
         ctypes.c_int32.from_address(count).value = len(found)
 
@@ -191,4 +189,4 @@ class Library:
             assert address % 16 == 0, "bias not aligned"
             bias = Layout(self.alive[a_layout].dtype, len(left), 1, len(left)).at(address)[:, 0]
         self.launches.append(right.shape[1])
-        out.t().copy_(chain(right.t(), left.t(), bias, int(split)))
+        out.t().copy_(sequential_k(right.t(), left.t(), bias, int(split)))

@@ -1,6 +1,6 @@
 """vllm-ascend as far as the plugin touches it: it cannot be installed beside a vLLM for the CPU.
 
-The names are those of 0.26.0rc1; ``make test-seams`` reads its sources to see that they exist.
+The names are those of 0.26.0rc1; ``make test-patch-points`` reads its sources to see that they exist.
 """
 
 import sys
@@ -60,6 +60,6 @@ def install(monkeypatch: pytest.MonkeyPatch, registers: tuple[str, ...] = ()) ->
     attention.AscendAttentionBackendImpl = AscendAttentionBackendImpl
     for module in (own, worker, attention):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    for name in ("ascend_worker", "attention_npu"):  # they take their bases when they are imported
-        monkeypatch.delitem(sys.modules, f"vllm_batch_invariant.integration.{name}", raising=False)
+    for name in ("worker", "attention"):  # they take their bases when they are imported
+        monkeypatch.delitem(sys.modules, f"vllm_batch_invariant.integration.ascend.{name}", raising=False)
     return SimpleNamespace(own=own, worker=worker, attention=attention)

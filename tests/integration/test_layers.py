@@ -93,7 +93,7 @@ def test_a_linear_layer_is_known_unless_it_is_quantised(kind: str) -> None:
     linear = named(f"{LAYERS}.linear.{kind}")
     layers.check(bare(linear, quant_method=torch.nn.Module.__new__(patch_points.LINEAR_METHOD.get())))
     quantised = type("Fp8LinearMethod", (patch_points.LINEAR_METHOD.get(),), {})
-    with pytest.raises(NotCovered, match="its products are computed by Fp8LinearMethod"):
+    with pytest.raises(NotCovered, match="its matmuls are computed by Fp8LinearMethod"):
         layers.check(bare(linear, quant_method=object.__new__(quantised)))
 
 

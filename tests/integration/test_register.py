@@ -63,7 +63,7 @@ def test_a_device_without_implementation_is_refused(device: str) -> None:
 
 
 @pytest.mark.parametrize("name", patch_points.ALL)
-def test_the_installed_vllm_has_every_seam(name: str) -> None:
+def test_the_installed_vllm_has_every_patch_point(name: str) -> None:
     assert patch_points.ALL[name].get() is not None
 
 
@@ -72,6 +72,6 @@ def test_the_installed_vllm_has_every_method_that_is_overridden(name: str) -> No
     assert [member for member in patch_points.MEMBERS[name] if not hasattr(patch_points.ALL[name].get(), member)] == []
 
 
-def test_a_missing_seam_is_named() -> None:
+def test_a_missing_patch_point_is_named() -> None:
     with pytest.raises(NotCovered, match=r"it has no nothing in vllm\.envs"):
-        patch_points.Seam(("vllm.envs",), "nothing").get()
+        patch_points.PatchPoint(("vllm.envs",), "nothing").get()

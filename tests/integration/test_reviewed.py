@@ -11,9 +11,9 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from scripts import check_seams
+from scripts import check_patch_points
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import coverage, install, patch_points, reviewed
+from vllm_batch_invariant.integration import coverage, devices, install, patch_points, reviewed
 from vllm_batch_invariant.ops.linear import schedule
 
 
@@ -89,7 +89,7 @@ def test_what_a_version_has_and_nobody_has_reviewed_is_named(tmp_path: Path) -> 
         wheel.writestr("vllm/config/vllm.py", VLLM)
         for file, name in (("backend", "AttentionBackend"), ("backends/triton_attn", "TritonAttentionBackend")):
             wheel.writestr(f"vllm/v1/attention/{file}.py", BACKEND.format(name))
-        assert check_seams.unreviewed(wheel) == [
+        assert check_patch_points.unreviewed(wheel) == [
             "VllmConfig.order_of_additions",
             "CacheConfig.rounding",
             "Rounding.up",
@@ -133,7 +133,7 @@ def test_a_platform_that_only_claims_to_be_cuda_is_called_by_its_name(name: str,
         def is_cuda(self) -> bool:
             return nvidia
 
-    assert install._device_type(Platform()) == name
+    assert devices.type_of(Platform()) == name
 
 
 def test_a_part_that_vllm_makes_after_the_platform_was_asked_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

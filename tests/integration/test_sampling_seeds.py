@@ -35,7 +35,7 @@ def seeded() -> dict[int, torch.Generator]:
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> type[Runner]:
     kind = type("Runner", (Runner,), {})
-    monkeypatch.setattr(patch_points.Seam, "get", lambda seam: kind)
+    monkeypatch.setattr(patch_points.PatchPoint, "get", lambda point: kind)
     sampling_seeds.install()
     return kind
 

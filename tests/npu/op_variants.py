@@ -71,9 +71,9 @@ class Operands:
         return self.place(torch.zeros(*shape))
 
 
-Spelling = Callable[[Operands], Tensor]
+OpVariant = Callable[[Operands], Tensor]
 
-PRODUCTS: dict[str, Spelling] = {
+MATMULS: dict[str, OpVariant] = {
     "@": lambda o: o.x @ o.w,
     "matmul": lambda o: torch.matmul(o.x, o.w),
     "matmul, 3-d": lambda o: torch.matmul(o.x3, o.w),
@@ -117,7 +117,7 @@ PRODUCTS: dict[str, Spelling] = {
     "attention, causal": lambda o: F.scaled_dot_product_attention(o.heads, o.heads, o.heads, is_causal=True),
 }
 
-REDUCTIONS: dict[str, Spelling] = {
+REDUCTIONS: dict[str, OpVariant] = {
     "mean()": lambda o: o.x.mean(),
     "mean, dim": lambda o: o.x.mean(-1),
     "mean, keepdim": lambda o: o.x.pow(2).mean(-1, keepdim=True),

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,11 +26,12 @@ from triton.runtime.jit import JITFunction
 
 import vllm_batch_invariant.ops.attention as attention_package
 from tests.ops.attention.cases import Chunk, Heads, Request, paged
-from vllm_batch_invariant.ops.attention import OF_DEVICE, AttentionReduction, paged_attention, sm90
+from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention, sm90
 from vllm_batch_invariant.ops.attention import plan as planning
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
 from vllm_batch_invariant.ops.attention.shared_memory import decode_bytes
-from vllm_batch_invariant.ops.linear import schedule
+from vllm_batch_invariant.ops.devices import DEVICES
+from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
 from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, Gpu
 from vllm_batch_invariant.ops.norm import cuda as norm
@@ -132,7 +133,7 @@ def compile_instead_of_running() -> None:
     torch.cuda.device = torch.cuda.device_of = lambda device: nullcontext()
     torch.cuda.get_device_properties = properties
     torch.cuda.get_device_capability = lambda device: divmod(NO_DRIVER.capability, 10)
-    OF_DEVICE["cpu"] = "triton"
+    DEVICES["cpu"] = replace(DEVICES["cpu"], attention="triton")
     schedule.gpu = gpu
 
 
@@ -142,7 +143,7 @@ def attend(heads: Heads, page: int, length: int, tokens: int, count: int = 1, **
     query, keys, values, table, seq_lens, starts = paged([Chunk(request, length - tokens, length)] * count, page)
     shape = planning.AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, REDUCTION)
     planner = planning.Planner(shape, query.device, 8, 1000, 8000, not options)
-    plan = planner.plan(starts, seq_lens, len(query), tokens)
+    plan = planner.plan(starts, seq_lens, len(query), tokens == 1)
     paged_attention(
         query, keys, values, table, seq_lens, starts, scale=0.1, reduction=REDUCTION, implementation="triton",
         plan=plan, **options,
@@ -156,24 +157,28 @@ def decode_and_prefill(heads: Heads, page: int, **options: object) -> None:
     attend(heads, page, 300, 200, **options)
 
 
-def narrow_products(dtypes: Sequence[torch.dtype], biases: Sequence[bool]) -> None:
-    for tile, dtype, biased in itertools.product(NARROW_TILES, dtypes, biases):
+def narrow_gemms(dtypes: Sequence[torch.dtype], biases: Sequence[bool]) -> None:
+    for tile, dtype, has_bias in itertools.product(NARROW_TILES, dtypes, biases):
         a, weight = (torch.zeros(size, 512, dtype=dtype) for size in (33, 896))
-        bias = torch.zeros(896, dtype=dtype) if biased else None
-        linear.by_narrow_tile(a, weight.t(), bias, tile)
+        bias, out = torch.zeros(896, dtype=dtype) if has_bias else None, torch.empty(33, 896, dtype=dtype)
+        reduction = LinearReduction.of_device("cuda", 896, 512, dtype)
+        linear.gemm_sm90_swap_ab(a, weight.t(), bias, out, reduction, tile)
 
 
-def products() -> None:
+def gemms() -> None:
     gpu = schedule.gpu(0)
     a, weight = (torch.zeros(size, 512, dtype=torch.bfloat16) for size in (200, 896))
-    if gpu.has_descriptors:
+    reduction = LinearReduction.of_device("cuda", 896, 512, torch.bfloat16)
+    if gpu.has_tma:
         for dtype in (torch.bfloat16, torch.float32):
-            for tile in schedule.descriptor_tiles(dtype.itemsize, gpu):
-                linear.by_descriptors(a, weight.t(), None, dtype, tile)
+            for tile in schedule.tma_tiles(dtype.itemsize, gpu):
+                linear.gemm_tma(a, weight.t(), None, torch.empty(200, 896, dtype=dtype), reduction, tile)
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        counts = itertools.product((1, 64, 8192), (64, 8192))
-        for tile in {schedule.pointer_tile(rows, columns, dtype, gpu) for rows, columns in counts}:
-            linear.by_pointers(a.to(dtype)[None], weight.to(dtype).t()[None], None, dtype, tile)
+        reduction = LinearReduction.of_device("cuda", 896, 512, dtype)
+        out = torch.empty(1, 200, 896, dtype=dtype)
+        shapes = itertools.product((1, 64, 8192), (64, 8192))
+        for tile in {schedule.ptr_tile(m, n, dtype, gpu) for m, n in shapes}:
+            linear.gemm_ptr(a.to(dtype)[None], weight.to(dtype).t()[None], None, out, reduction, tile)
 
 
 def rows() -> None:
@@ -213,7 +218,7 @@ def check_all(what: str, found: list[Compiled], verbose: bool) -> None:
     """Check that each kernel can be loaded, that the assembler had registers enough, and how many there were."""
     for one in found:
         limit = SHARED_MEMORY[one.gpu]
-        gluon = one.name in ("prefill_kernel", "decode_kernel", "narrow_kernel")
+        gluon = one.name in ("prefill_kernel", "decode_kernel", "gemm_sm90_swap_ab_kernel")
         registers, stack = one.resources() if gluon or verbose else (0, 0)
         if verbose:
             print(f"{what}: {one.name}, {one.shared} bytes shared, {registers} registers, {stack} bytes of stack")
@@ -256,7 +261,7 @@ def check_some() -> None:
     """One variant of each kind, and those that take the most shared memory where there is the least."""
     check_hopper_attention(Heads(32, 8, 128, torch.bfloat16), 64, False)
     check_hopper_attention(Heads(4, 4, 64, torch.float16), 16, False)
-    check_all("narrow products", launch_on(90, narrow_products, HALVES[:1], (False,)), False)
+    check_all("narrow GEMMs", launch_on(90, narrow_gemms, HALVES[:1], (False,)), False)
     check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64, False)
 
 
@@ -267,7 +272,7 @@ def check_every_gluon_kernel() -> None:
             check_hopper_attention(Heads(8, 2, size, dtype), page, True)
         for group in (1, 2, 3, 7, 8, 16, 32):
             check_hopper_attention(Heads(2 * group, 2, size, dtype), 64, True)
-    check_all("narrow products", launch_on(90, narrow_products, HALVES, (False, True)), True)
+    check_all("narrow GEMMs", launch_on(90, narrow_gemms, HALVES, (False, True)), True)
 
 
 def check_every_triton_kernel() -> None:
@@ -281,7 +286,7 @@ def check_every_triton_kernel() -> None:
                 check_attention(gpu, Heads(8, 2, size, torch.bfloat16), page, True)
         check_attention(gpu, Heads(8, 2, 256, torch.bfloat16), 16, True, **every_option)
         check_attention(gpu, Heads(8, 2, 256, torch.float32), 16, True)
-        check_all(f"products on sm_{gpu}", launch_on(gpu, products), True)
+        check_all(f"GEMMs on sm_{gpu}", launch_on(gpu, gemms), True)
         check_all(f"rows on sm_{gpu}", launch_on(gpu, rows), True)
 
 
@@ -351,8 +356,8 @@ def flex_variants() -> None:
 
 
 def linear_variants() -> None:
-    launch_on(90, narrow_products, HALVES, (False, True))
-    launch_on(90, products)
+    launch_on(90, narrow_gemms, HALVES, (False, True))
+    launch_on(90, gemms)
 
 
 def row_variants() -> None:

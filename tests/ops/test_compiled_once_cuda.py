@@ -8,7 +8,7 @@ import torch
 
 from tests.assertions import DTYPES, ROW_COUNTS
 from tests.ops.attention.cases import Chunk, Heads, Request, paged
-from tests.ops.linear.cases import HALVES, turned
+from tests.ops.linear.cases import HALVES, launch, turned
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
 from vllm_batch_invariant.ops.dispatch import module_for
 from vllm_batch_invariant.ops.linear import schedule
@@ -33,15 +33,15 @@ def calls(counter: Counter, kernel: str) -> int:
 
 @pytest.fixture
 def variants(monkeypatch):
-    """The variants of the product kernels that Triton is asked for. None is compiled or run."""
+    """The variants of the GEMM kernels that Triton is asked for. None is compiled or run."""
     triton_gemm = pytest.importorskip("triton")
     from vllm_batch_invariant.ops.linear import triton_kernels
 
-    homes = {"descriptor_kernel": triton_kernels, "pointer_kernel": triton_kernels}
+    homes = {"gemm_tma_kernel": triton_kernels, "gemm_ptr_kernel": triton_kernels}
     if schedule.gpu(0).has_wgmma:
         from vllm_batch_invariant.ops.linear import sm90_kernel
 
-        homes["narrow_kernel"] = sm90_kernel
+        homes["gemm_sm90_swap_ab_kernel"] = sm90_kernel
     asked = {name: set() for name in homes}
 
     def note(**call) -> bool:
@@ -91,69 +91,69 @@ def test_norms_of_heads_are_compiled_once_for_all_batch_sizes_and_strides(compil
     assert calls(compiled, "_norm_rotary_kernel") <= 1
 
 
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("turn_weight", [False, True])
 @pytest.mark.parametrize("turn_x", [False, True])
-def test_the_descriptor_kernel_is_compiled_once_a_tile(turn_x, turn_weight, dtype, biased, variants):
+def test_the_tma_kernel_is_compiled_once_a_tile(turn_x, turn_weight, dtype, has_bias, variants):
     from vllm_batch_invariant.ops.linear import triton_gemm
 
     tiles = set()
-    for columns, depth in ((520, 544), (8, 16), (2048, 72)):
-        x = turned(torch.ones(1000, depth, dtype=dtype, device="cuda"), turn_x)
-        weight = turned(torch.ones(columns, depth, dtype=dtype, device="cuda"), turn_weight)
-        bias = torch.ones(columns, dtype=dtype, device="cuda") if biased else None
-        for rows in ROW_COUNTS:
-            triton_gemm.mm(x[:rows], weight.t(), bias)
-            tiles.add(schedule.descriptor_tile(rows, columns, depth, dtype.itemsize, schedule.gpu(0)))
+    for n, k in ((520, 544), (8, 16), (2048, 72)):
+        x = turned(torch.ones(1000, k, dtype=dtype, device="cuda"), turn_x)
+        weight = turned(torch.ones(n, k, dtype=dtype, device="cuda"), turn_weight)
+        bias = torch.ones(n, dtype=dtype, device="cuda") if has_bias else None
+        for m in ROW_COUNTS:
+            triton_gemm.mm(x[:m], weight.t(), bias)
+            tiles.add(schedule.tma_tile(m, n, k, dtype.itemsize, schedule.gpu(0)))
     assert len(tiles) > 1
-    assert len(variants["descriptor_kernel"]) == len(tiles)
-    assert not variants["pointer_kernel"]
+    assert len(variants["gemm_tma_kernel"]) == len(tiles)
+    assert not variants["gemm_ptr_kernel"]
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_the_narrow_kernel_is_compiled_once_a_tile(dtype, biased, variants):
+def test_the_narrow_kernel_is_compiled_once_a_tile(dtype, has_bias, variants):
     from vllm_batch_invariant.ops.linear import triton_gemm
 
-    for columns, depth in ((520, 544), (8, 16), (2048, 72)):
-        x, weight = (torch.ones(size, depth, dtype=dtype, device="cuda") for size in (1000, columns))
-        bias = torch.ones(columns, dtype=dtype, device="cuda") if biased else None
-        for rows, tile in product(ROW_COUNTS, schedule.NARROW_TILES):
-            triton_gemm.by_narrow_tile(x[:rows], weight.t(), bias, tile)
-    assert len(variants["narrow_kernel"]) == len(schedule.NARROW_TILES)
+    for n, k in ((520, 544), (8, 16), (2048, 72)):
+        x, weight = (torch.ones(size, k, dtype=dtype, device="cuda") for size in (1000, n))
+        bias = torch.ones(n, dtype=dtype, device="cuda") if has_bias else None
+        for m, tile in product(ROW_COUNTS, schedule.NARROW_TILES):
+            launch(triton_gemm.gemm_sm90_swap_ab, tile, x[:m], weight.t(), bias)
+    assert len(variants["gemm_sm90_swap_ab_kernel"]) == len(schedule.NARROW_TILES)
 
 
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("turn_weight", [False, True])
 @pytest.mark.parametrize("turn_x", [False, True])
-@pytest.mark.parametrize(("columns", "depth"), [(2048, 512), (99, 300), (1, 77)])
-def test_the_pointer_kernel_is_compiled_once_a_tile(columns, depth, turn_x, turn_weight, dtype, biased, variants):
+@pytest.mark.parametrize(("n", "k"), [(2048, 512), (99, 300), (1, 77)])
+def test_the_ptr_kernel_is_compiled_once_a_tile(n, k, turn_x, turn_weight, dtype, has_bias, variants):
     from vllm_batch_invariant.ops.linear import triton_gemm
 
-    x = turned(torch.ones(1000, depth, dtype=dtype, device="cuda"), turn_x)
-    weight = turned(torch.ones(columns, depth, dtype=dtype, device="cuda"), turn_weight)
-    bias = torch.ones(columns, dtype=dtype, device="cuda") if biased else None
+    x = turned(torch.ones(1000, k, dtype=dtype, device="cuda"), turn_x)
+    weight = turned(torch.ones(n, k, dtype=dtype, device="cuda"), turn_weight)
+    bias = torch.ones(n, dtype=dtype, device="cuda") if has_bias else None
     tiles = set()
-    for rows in ROW_COUNTS:
-        triton_gemm.by_pointers(x[None, :rows], weight.t()[None], bias, dtype)
-        tiles.add(schedule.pointer_tile(rows, columns, dtype, schedule.gpu(0)))
-    assert len(variants["pointer_kernel"]) == len(tiles)
+    for m in ROW_COUNTS:
+        triton_gemm.mm_ptr(x[:m], weight.t(), bias)
+        tiles.add(schedule.ptr_tile(m, n, dtype, schedule.gpu(0)))
+    assert len(variants["gemm_ptr_kernel"]) == len(tiles)
 
 
 def test_packed_operands_of_any_number_of_rows_share_their_variants(variants):
     from vllm_batch_invariant.ops.linear import triton_gemm
 
     tiles = set()
-    for rows in ROW_COUNTS:
-        triton_gemm.mm(*(torch.ones(size, 96, dtype=torch.bfloat16, device="cuda") for size in (rows, 96)))
-        tiles.add(schedule.descriptor_tile(rows, 96, 96, 2, schedule.gpu(0)))
-    assert len(variants["descriptor_kernel"]) == len(tiles)
-    for rows in ROW_COUNTS:
-        triton_gemm.mm(*(torch.ones(size, 96, dtype=torch.float32, device="cuda") for size in (rows, 96)))
-    assert len(variants["pointer_kernel"]) == len(schedule.pointer_tiles(torch.float32))
+    for m in ROW_COUNTS:
+        triton_gemm.mm(*(torch.ones(size, 96, dtype=torch.bfloat16, device="cuda") for size in (m, 96)))
+        tiles.add(schedule.tma_tile(m, 96, 96, 2, schedule.gpu(0)))
+    assert len(variants["gemm_tma_kernel"]) == len(tiles)
+    for m in ROW_COUNTS:
+        triton_gemm.mm(*(torch.ones(size, 96, dtype=torch.float32, device="cuda") for size in (m, 96)))
+    assert len(variants["gemm_ptr_kernel"]) == len(schedule.ptr_tiles(torch.float32))
 
 
 def test_attention_kernels_are_compiled_once_for_all_batches(compiled):

@@ -1,4 +1,4 @@
-"""What an NPU needs beside the operators of ``aten``: torch_npu has kernels of its own for functions that PyTorch
+"""An NPU: torch_npu has kernels of its own for functions that PyTorch
 composes elsewhere, for every reduction, and for fused operators that PyTorch does not have.
 
 All is registered at PrivateUse1, the slot that torch_npu calls "NPU".
@@ -12,14 +12,16 @@ from contextlib import contextmanager
 import torch
 
 from ..ops.common.native_kernels import exists
-from ..ops.dispatch import DISPATCH_KEYS, module_for
-from . import Override, linear, npu_refused, registrations
+from ..ops.devices import DEVICES
+from ..ops.dispatch import module_for
+from . import npu_refused
+from .overrides import OVERRIDES, DeviceOverrides, Override, linear, registrations
 from .reductions import COMPOSED
 from .reductions import OUTS as COMPOSED_OUTS
 
 Tensor = torch.Tensor
 
-KEY = DISPATCH_KEYS["npu"]
+KEY = DEVICES["npu"].dispatch_key
 AUTOGRAD_KEY = f"Autograd{KEY}"
 
 
@@ -34,7 +36,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """scaled_dot_product_attention by its formula: plain products and a softmax."""
+    """scaled_dot_product_attention by its formula: plain matmuls and a softmax."""
     formula = torch.ops.aten._scaled_dot_product_attention_math
     options = {"scale": scale, "enable_gqa": enable_gqa}
     return formula(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
@@ -119,11 +121,11 @@ def _compositions() -> Iterator[tuple[str, Callable[..., object]]]:
 
 
 @contextmanager
-def replaced(theirs: frozenset[str] = frozenset()) -> Iterator[None]:
+def replaced(external_ops: frozenset[str]) -> Iterator[None]:
     """Put these operators in torch_npu's place for a block, and ask the rest of its kernels to be deterministic.
 
     Args:
-        theirs: operators that are left as they are.
+        external_ops: operators that are left as they are.
     """
     libraries = {"aten": torch.library.Library("aten", "IMPL")}
     for namespace in npu_refused.OWN_NAMESPACES:
@@ -131,7 +133,7 @@ def replaced(theirs: frozenset[str] = frozenset()) -> Iterator[None]:
 
     def register(namespace: str, operators: Iterator[tuple[str, Callable[..., object]]], *keys: str) -> None:
         for name, function in list(operators):
-            for key in () if name in theirs else keys:
+            for key in () if name in external_ops else keys:
                 libraries[namespace].impl(name, function, key, allow_override=True)
 
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -158,4 +160,6 @@ def replaced(theirs: frozenset[str] = frozenset()) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filling
 
 
-__all__ = ["DECOMPOSED", "OWN", "replaced"]
+DEVICE = DeviceOverrides(OVERRIDES, has_external_ops=True, replaced=replaced)
+
+__all__ = ["DECOMPOSED", "DEVICE", "OWN"]

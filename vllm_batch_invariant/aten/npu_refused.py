@@ -94,10 +94,10 @@ def _refusing(name: str, key: str) -> Callable[..., object]:
 
 def _without_reduction(name: str, key: str) -> Callable[..., object]:
     native = keep(name, key)
-    place = [argument.name for argument in getattr(torch.ops.aten, name).default._schema.arguments].index("reduction")
+    index = [argument.name for argument in getattr(torch.ops.aten, name).default._schema.arguments].index("reduction")
 
     def loss(*args: object, **kwargs: object) -> object:
-        chosen = kwargs.get("reduction", args[place] if place < len(args) else 1)
+        chosen = kwargs.get("reduction", args[index] if index < len(args) else 1)
         if chosen != 0:
             raise _refuse(
                 f"aten::{name} with a reduction", "torch_npu's kernel adds the batch", "pass reduction='none' and sum"

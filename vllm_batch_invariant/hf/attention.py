@@ -15,7 +15,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: P
 
     The forward pass is the engine's operation, which has the same bits by prefill and by decode; keys and values are
     copied into pages for it. The backward pass recomputes one sequence after the other in fp32, by PyTorch's
-    scaled_dot_product_attention as plain products, with memory for heads * length**2 scores. So a gradient does not
+    scaled_dot_product_attention as plain matmuls, with memory for heads * length**2 scores. So a gradient does not
     depend on the other sequences, and is that of the exact function, not of the rounded one.
 
     Args:
@@ -50,7 +50,7 @@ class _Attention(torch.autograd.Function):
             batch.to_pages(value),
             batch.pages,
             batch.lengths,
-            batch.starts,
+            batch.cu_seqlens,
             scale=scale,
             reduction=AttentionReduction.of_device(query.device.type, implementation),
             implementation=implementation,

@@ -1,10 +1,9 @@
-"""The product of the engine's linear layers, with gradients."""
+"""The matmul of the engine's linear layers, with gradients."""
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..ops.linear import linear as product
-from ..ops.linear import mm
+from ..ops import linear as linear_op
 
 _ALIGNMENT = 64
 """Bytes: at another address the BLAS gets the weight in another layout, which may have other bits."""
@@ -13,9 +12,9 @@ _ALIGNMENT = 64
 def linear(
     x: torch.Tensor, *weights: torch.Tensor, columns: int | None = None, skip_zeros: bool = False
 ) -> torch.Tensor:
-    """``x @ cat(weights).T``: one product, as in the engine, because on a CPU its bits follow the weight's shape.
+    """``x @ cat(weights).T``: one matmul, as in the engine, because on a CPU its bits follow the weight's shape.
 
-    The gradient of x is computed row by row like the product, that of the weights as one product over all rows.
+    The gradient of x is computed row by row like the output, that of the weights as one matmul over all rows.
 
     Args:
         x: [..., K] fp32, bf16 or fp16.
@@ -49,7 +48,7 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, *weights)
         ctx.columns, ctx.skip_zeros = columns, skip_zeros
-        return product(x, _stacked(weights, columns))
+        return linear_op.linear(x, _stacked(weights, columns))
 
     @staticmethod
     @once_differentiable
@@ -60,12 +59,12 @@ class _Linear(torch.autograd.Function):
         of_x: torch.Tensor | None = None
         of_weights: list[torch.Tensor | None] = [None] * len(weights)
         if ctx.needs_input_grad[0]:
-            of_x = mm(grads, _stacked(weights, ctx.columns)).reshape(x.shape)
+            of_x = linear_op.mm(grads, _stacked(weights, ctx.columns)).reshape(x.shape)
         if any(wanted):
             if ctx.skip_zeros:
                 used = grads.any(1)
                 rows, grads = rows[used], grads[used]
             sizes = [len(weight) for weight in weights]
-            whole = mm(grads[:, : sum(sizes)].t(), rows)
+            whole = linear_op.mm(grads[:, : sum(sizes)].t(), rows)
             of_weights = [part if wants else None for part, wants in zip(whole.split(sizes), wanted, strict=True)]
         return of_x, None, None, *of_weights

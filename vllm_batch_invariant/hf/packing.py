@@ -18,15 +18,15 @@ class Packed:
 
     Attributes:
         shape: (rows, columns) of the padded batch.
-        places: [tokens] int64, where each token is in the padded batch, flattened.
+        indices: [tokens] int64, where each token is in the padded batch, flattened.
         positions: [tokens] int64, counted from 0 in each sequence.
-        starts: [sequences + 1] int32, the first token of each sequence.
+        cu_seqlens: [sequences + 1] int32, the first token of each sequence.
     """
 
     shape: tuple[int, int]
-    places: torch.Tensor
+    indices: torch.Tensor
     positions: torch.Tensor
-    starts: torch.Tensor
+    cu_seqlens: torch.Tensor
 
     @classmethod
     def of(cls, mask: torch.Tensor, position_ids: torch.Tensor | None = None) -> "Packed":
@@ -45,29 +45,29 @@ class Packed:
         if position_ids is None:
             position_ids = real.cumsum(1) - 1
         positions = position_ids.expand(real.shape)[real].to(torch.int64)
-        places = real.flatten().nonzero().squeeze(1)
+        indices = real.flatten().nonzero().squeeze(1)
         begins = positions == 0
-        row = places // real.shape[1]
-        follows = (positions.diff() == 1) & (places.diff() == 1) & (row.diff() == 0)
+        row = indices // real.shape[1]
+        follows = (positions.diff() == 1) & (indices.diff() == 1) & (row.diff() == 0)
         if not bool(begins[:1].all() & (begins[1:] | follows).all()):
             raise NotCovered(
                 "a batch with holes or positions of its own",
                 "the engine counts a sequence's positions from 0 by ones",
                 "pass one run of tokens a row, and no position_ids unless each sequence's begin at 0",
             )
-        starts = torch.cat((begins.nonzero().squeeze(1), begins.new_full((1,), len(places), dtype=torch.int64)))
-        return cls(tuple(real.shape), places, positions, starts.to(torch.int32))
+        cu_seqlens = torch.cat((begins.nonzero().squeeze(1), begins.new_full((1,), len(indices), dtype=torch.int64)))
+        return cls(tuple(real.shape), indices, positions, cu_seqlens.to(torch.int32))
 
     @cached_property
     def lengths(self) -> torch.Tensor:
         """[sequences] int32."""
-        return self.starts.diff()
+        return self.cu_seqlens.diff()
 
     @cached_property
     def sequences(self) -> list[slice]:
         """The rows of each sequence."""
-        starts = self.starts.tolist()
-        return [slice(start, stop) for start, stop in pairwise(starts)]
+        cu_seqlens = self.cu_seqlens.tolist()
+        return [slice(start, stop) for start, stop in pairwise(cu_seqlens)]
 
     @cached_property
     def _page_counts(self) -> list[int]:
@@ -76,14 +76,14 @@ class Packed:
     @cached_property
     def _first_pages(self) -> torch.Tensor:
         """[sequences + 1] int64: the first page of each sequence, and how many pages there are."""
-        return torch.tensor([0, *self._page_counts], device=self.starts.device).cumsum(0)
+        return torch.tensor([0, *self._page_counts], device=self.cu_seqlens.device).cumsum(0)
 
     @cached_property
     def pages(self) -> torch.Tensor:
         """[sequences, most pages] int32: the pages of each sequence; the last again where it has no more."""
         first, stop = self._first_pages[:-1, None], self._first_pages[1:, None]
-        places = torch.arange(max(self._page_counts, default=0), device=first.device)
-        return torch.minimum(first + places, stop - 1).to(torch.int32)
+        indices = torch.arange(max(self._page_counts, default=0), device=first.device)
+        return torch.minimum(first + indices, stop - 1).to(torch.int32)
 
     @cached_property
     def _slots(self) -> torch.Tensor:
@@ -99,10 +99,10 @@ class Packed:
 
     def pack(self, padded: torch.Tensor) -> torch.Tensor:
         """[tokens, ...] of [rows, columns, ...]."""
-        return padded.flatten(0, 1)[self.places]
+        return padded.flatten(0, 1)[self.indices]
 
     def pad(self, packed: torch.Tensor) -> torch.Tensor:
         """[rows, columns, ...] of [tokens, ...], 0 where there is no token."""
         rows, columns = self.shape
-        padded = packed.new_zeros(rows * columns, *packed.shape[1:]).index_copy(0, self.places, packed)
+        padded = packed.new_zeros(rows * columns, *packed.shape[1:]).index_copy(0, self.indices, packed)
         return padded.unflatten(0, self.shape)

@@ -36,8 +36,8 @@ def cos_sin_cache(
     """
     with batch_invariant_mode(), torch.no_grad():
         exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device=device) / head_size
-        places = torch.arange(positions, dtype=torch.float32, device=device)
-        angles = torch.einsum("i,j->ij", places, 1.0 / base**exponents)
+        indices = torch.arange(positions, dtype=torch.float32, device=device)
+        angles = torch.einsum("i,j->ij", indices, 1.0 / base**exponents)
         return torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
 
 

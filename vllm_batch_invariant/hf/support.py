@@ -15,7 +15,7 @@ _HARMLESS = ("num_items_in_batch", "return_dict")
 
 
 def check_packages() -> None:
-    """Whether transformers and a vLLM that the seams know are installed.
+    """Whether transformers and a vLLM that the patch points know are installed.
 
     Raises:
         NotCovered: one of them is not.

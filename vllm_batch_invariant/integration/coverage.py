@@ -5,18 +5,17 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-import torch
-
 from ..errors import NotCovered
+from . import devices
 from .ascend.library import attention_library
 
 Config = Any
 """A VllmConfig, or a part of it; vLLM is not imported to describe it."""
 
-ATTENTION_CHOICES = {"cpu": ("CPU_ATTN", "CUSTOM"), "cuda": ("CUSTOM",), "npu": ("CUSTOM", "FLASH_ATTN")}
-"""Per device, the names of attention backends that lead to ours, first its own; any other choice is refused."""
 HEAD_SIZES = tuple(range(64, 257, 16))
 """Elements of an attention head that the kernels for CPUs and NVIDIA GPUs have."""
+DTYPES = ("float32", "bfloat16", "float16")
+"""Of weights, activations and the KV cache, as vLLM calls them."""
 LOGITS_PROCESSORS = "vllm.logits_processors"
 """The group of entry points whose logits processors vLLM loads without being told to."""
 
@@ -30,25 +29,28 @@ class Feature:
         note: what is covered, or why it is not.
         remedy: what to do when it is refused; None means that it is covered.
         used: finds the feature in a configuration and names what it found; None if the feature is not in use.
+        devices: the device types that it is refused on; None for all.
     """
 
     name: str
     note: str
     remedy: str | None = None
     used: Callable[[Config], str | None] | None = None
+    devices: tuple[str, ...] | None = None
+
+    def found(self, config: Config) -> str | None:
+        """What is found of the feature in a configuration, by name; None if it is not in use."""
+        concerned = self.devices is None or config.device_config.device_type in self.devices
+        return self.used(config) if self.used and concerned else None
 
 
 def _when(condition: object, found: str) -> str | None:
     return found if condition else None
 
 
-def _on_npu(config: Config) -> bool:
-    return config.device_config.device_type == "npu"
-
-
 def _dtype(config: Config) -> str | None:
     name = str(config.model_config.dtype).removeprefix("torch.")
-    return None if name in ("float32", "bfloat16", "float16") else f"dtype {name}"
+    return None if name in DTYPES else f"dtype {name}"
 
 
 def _attention_backend(config: Config) -> str | None:
@@ -56,7 +58,7 @@ def _attention_backend(config: Config) -> str | None:
         config.attention_config.backend,
         *(getattr(config.attention_config, "backend_per_kind", None) or {}).values(),
     ]
-    allowed = ATTENTION_CHOICES.get(config.device_config.device_type, ())
+    allowed = devices.of_config(config).attention_choices
     other = [backend.name for backend in chosen if backend is not None and backend.name not in allowed]
     return f"attention backend {other[0]}" if other else None
 
@@ -80,7 +82,7 @@ def _quantisation(config: Config) -> str | None:
 
 def _kv_cache(config: Config) -> str | None:
     dtype = str(config.cache_config.cache_dtype)
-    return None if dtype in ("auto", "float32", "bfloat16", "float16") else f"a KV cache in {dtype}"
+    return None if dtype in ("auto", *DTYPES) else f"a KV cache in {dtype}"
 
 
 def _kv_cache_of_another_dtype(config: Config) -> str | None:
@@ -102,7 +104,7 @@ def _logits_processors(config: Config) -> str | None:
 
 def _head_size(config: Config) -> str | None:
     size = config.model_config.get_head_size()
-    return None if _on_npu(config) or size in HEAD_SIZES else f"attention heads of size {size}"
+    return None if size in HEAD_SIZES else f"attention heads of size {size}"
 
 
 def _kind_of_attention(config: Config) -> str | None:
@@ -112,16 +114,16 @@ def _kind_of_attention(config: Config) -> str | None:
     return _when(getattr(text, "dual_chunk_attention_config", None), "dual chunk attention")
 
 
-def _npu_attention(config: Config) -> str | None:
-    return _when(_on_npu(config) and attention_library() is None, "attention on an NPU as it is installed here")
+def _npu_attention(config: Config) -> str | None:  # noqa: ARG001 - of every feature
+    return _when(attention_library() is None, "attention on an NPU as it is installed here")
 
 
 def _chunked_prefill(config: Config) -> str | None:
-    return _when(_on_npu(config) and config.scheduler_config.enable_chunked_prefill, "chunked prefill on an NPU")
+    return _when(config.scheduler_config.enable_chunked_prefill, "chunked prefill on an NPU")
 
 
 def _prefix_caching(config: Config) -> str | None:
-    return _when(_on_npu(config) and config.cache_config.enable_prefix_caching, "prefix caching on an NPU")
+    return _when(config.cache_config.enable_prefix_caching, "prefix caching on an NPU")
 
 
 COVERED = (
@@ -193,7 +195,7 @@ REFUSED = (
     ),
     Feature(
         "Mixture of experts",
-        "tokens are grouped by expert, so a product's rows follow the batch in kernels that are not ours",
+        "tokens are grouped by expert, so a matmul's rows follow the batch in kernels that are not ours",
         "serve a dense model",
         lambda config: _when(config.model_config.is_moe, "mixture of experts"),
     ),
@@ -239,6 +241,7 @@ REFUSED = (
         f"the kernels have sizes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} in steps of 16",
         "serve another model",
         _head_size,
+        ("cpu", "cuda"),
     ),
     Feature(
         "Other kinds of attention (shared KV caches, chunks)",
@@ -282,18 +285,21 @@ REFUSED = (
         "flash_attn_npu_v3 is installed",
         "install one of them",
         _npu_attention,
+        ("npu",),
     ),
     Feature(
         "Ascend: chunked prefill",
         "it has not been proven there that a chunk of any size gives the same bits",
         "pass --no-enable-chunked-prefill",
         _chunked_prefill,
+        ("npu",),
     ),
     Feature(
         "Ascend: prefix caching",
         "it has not been proven there that a warm and a cold cache give the same bits",
         "pass --no-enable-prefix-caching",
         _prefix_caching,
+        ("npu",),
     ),
 )
 """What the start-up check refuses by name. Beside it a setting that nobody has reviewed (``reviewed.py``), and a layer
@@ -307,14 +313,7 @@ def check_device(device_type: str) -> None:
     Raises:
         NotCovered: anything but a CPU, an NVIDIA GPU or an Ascend NPU.
     """
-    if device_type == "cuda" and torch.version.hip is not None:
-        device_type = "rocm"
-    if device_type not in ATTENTION_CHOICES:
-        raise NotCovered(
-            f"device '{device_type}'",
-            "its operations are not in this version",
-            "run on the CPU (pip install 'vllm-batch-invariant[cpu]'), or unset VLLM_BATCH_INVARIANT",
-        )
+    devices.get(device_type).check_build()
 
 
 def check(config: Config) -> None:
@@ -327,7 +326,7 @@ def check(config: Config) -> None:
     if config.model_config is None:
         return
     for feature in REFUSED:
-        found = feature.used(config) if feature.used else None
+        found = feature.found(config)
         if found:
             raise NotCovered(found, feature.note, feature.remedy or "")
 

@@ -1,13 +1,13 @@
-"""What an engine says of itself: its worker when it is called, a server over HTTP, as an endpoint plugin of vLLM."""
+"""The engine's provenance: the answer of its worker to a call, and of its server over HTTP by an endpoint plugin."""
 
 import json
 import os
 from dataclasses import asdict
-from importlib import import_module
 from typing import Any
 
 from .. import envs
-from . import patch_points
+from ..provenance import Environment, environment_here, versions
+from . import devices, patch_points
 
 METHOD = "batch_invariant_declaration"
 """For ``collective_rpc`` of an engine whose mode is on."""
@@ -33,27 +33,26 @@ def offer_endpoint() -> None:
 
 def install() -> None:
     """Give this process's worker the method."""
-    setattr(patch_points.WORKER.get(), METHOD, _declaration)
+    setattr(patch_points.WORKER.get(), METHOD, _engine_info)
 
 
-def _declaration(worker: Any) -> dict[str, Any]:
-    from ..ops.attention import OF_DEVICE
-    from ..provenance import Environment, environment_here, versions
-
+def _engine_info(worker: Any) -> dict[str, Any]:
     config = worker.vllm_config
-    device_type, model = config.device_config.device_type, config.model_config
-    if device_type not in OF_DEVICE:  # an NPU: some of its operations are not ours
-        return asdict(Environment(mode=True, versions=versions()))
+    device, model = devices.of_config(config), config.model_config
+    found = versions(patch_points.installed_version())
+    if device.ops.attention is None:  # an NPU: some of its operations are not ours
+        return asdict(Environment(mode=True, versions=found))
     chosen = envs.ATTENTION.read()
-    layer = import_module(f".attention_{device_type}", __package__).Backend.get_impl_cls()
     return asdict(
         environment_here(
-            device_type,
+            device.ops.type,
+            versions=found | device.versions(),
+            device=device.info(),
             hidden=model.get_hidden_size(),
             vocabulary=model.get_vocab_size(),
             dtype=model.dtype,
-            attention=layer.reduction,
-            attention_by=OF_DEVICE[device_type] if chosen == "auto" else chosen,
+            attention=device.backend.get_impl_cls().reduction,
+            attention_by=device.ops.attention if chosen == "auto" else chosen,
             engine=settings(config),
         )
     )
@@ -67,8 +66,7 @@ def settings(config: Any) -> dict[str, str]:
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "logprobs_mode": str(model.logprobs_mode),
     }
-    if config.device_config.device_type == "cuda":  # the two draw other noise of a seed
-        found["model_runner"] = "second" if config.use_v2_model_runner else "first"
+    found |= devices.of_config(config).engine_settings(config)
     if overrides := model.hf_overrides:  # which no file of the model holds
         found["hf_overrides"] = json.dumps(overrides, sort_keys=True, default=repr)
     text = model.hf_text_config
@@ -86,12 +84,12 @@ class Endpoint:
 
     def attach_router(self, app: Any) -> None:
         """Called by vLLM before the engine is there."""
-        app.add_api_route(PATH, self.declaration, methods=["GET"])
+        app.add_api_route(PATH, self.engine_info, methods=["GET"])
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:  # noqa: ARG002 - vLLM's signature
         """Called by vLLM with the engine."""
         self._engine = engine_client
 
-    async def declaration(self) -> dict[str, Any]:
-        """The fields of ``receipt.Environment``."""
+    async def engine_info(self) -> dict[str, Any]:
+        """The fields of ``provenance.Environment``."""
         return (await self._engine.collective_rpc(METHOD))[0]

@@ -28,7 +28,7 @@ from . import patch_points
 KNOWN = {
     "torch.nn.modules": """ModuleList ModuleDict Sequential Identity Dropout Linear Embedding LayerNorm
         GELU ReLU SiLU Sigmoid Tanh""",
-    # Products and embeddings
+    # matmuls and embeddings
     "vllm.model_executor.layers.linear": """ReplicatedLinear ColumnParallelLinear MergedColumnParallelLinear
         QKVParallelLinear RowParallelLinear""",
     "vllm.model_executor.layers.vocab_parallel_embedding": "VocabParallelEmbedding ParallelLMHead",
@@ -128,7 +128,7 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
         patch_points.LINEAR_METHOD.get(),
         patch_points.EMBEDDING_METHOD.get(),
     ):
-        return f"its products are computed by {type(method).__name__}"
+        return f"its matmuls are computed by {type(method).__name__}"
     return None
 
 

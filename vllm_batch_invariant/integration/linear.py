@@ -12,14 +12,14 @@ from . import patch_points
 _EXPECTED = "_batch_invariant_expected"
 """Attribute of a layer on a GPU: what to prepare its weight for."""
 
-_prepared: WeakSet["PreparedProduct"] = WeakSet()
+_prepared: WeakSet["PreparedLinear"] = WeakSet()
 
 
-class PreparedProduct:
-    """A layer's product on a CPU, of a copy of its weight that was prepared once (bf16 and fp16 become fp32).
+class PreparedLinear:
+    """A layer's GEMM on a CPU, with a copy of its weight that was prepared once (bf16 and fp16 become fp32).
 
     A layer has either its weight or the copy: the weight is let go when it is prepared, and comes back, with the same
-    bits, before anybody may write it. Then the next product prepares it again.
+    bits, before anybody may write it. Then the next GEMM prepares it again.
 
     Args:
         layer: with ``weight`` [N, K]. Stands as its ``cpu_linear``.
@@ -67,30 +67,32 @@ class PreparedProduct:
 
 def restore_weights() -> None:
     """Give every layer of this process on a CPU its weight back, so that it can be read and written."""
-    for product in list(_prepared):
-        product.restore()
+    for prepared in list(_prepared):
+        prepared.restore()
 
 
 def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """Give a layer whose weight is loaded its product; stands for vLLM's own choice among packed and oneDNN kernels.
+    """Give a layer whose weight is loaded its GEMM; stands for vLLM's own choice among packed and oneDNN kernels.
 
     ``remove_weight`` says that nothing else reads the original.
     """
-    product = getattr(layer, "cpu_linear", None)
-    if isinstance(product, PreparedProduct):
-        product.weight_was_loaded()
+    found = getattr(layer, "cpu_linear", None)
+    if isinstance(found, PreparedLinear):
+        found.weight_was_loaded()
     elif layer.weight.is_meta or layer.weight.ndim != 2:
         layer.cpu_linear = torch.nn.functional.linear
     else:
-        layer.cpu_linear = PreparedProduct(layer, remove_weight)
+        layer.cpu_linear = PreparedLinear(layer, remove_weight)
         layer.cpu_linear.prepare()
 
 
-def install(device_type: str) -> None:
-    """Put the operation in the place of vLLM's functions of that purpose."""
-    if device_type == "cpu":
-        patch_points.CPU_GEMM.put(dispatch)
-        return
+def install_cpu() -> None:
+    """Put the operation in the place of vLLM's function of that purpose on a CPU."""
+    patch_points.CPU_GEMM.put(dispatch)
+
+
+def install_cuda() -> None:
+    """Put the operation in the place of vLLM's functions of that purpose on a GPU."""
     patch_points.CUDA_LINEAR.put(torch_op.linear)
     patch_points.CUDA_EMBEDDING.put(torch_op.linear)
     for method in (patch_points.LINEAR_METHOD.get(), patch_points.EMBEDDING_METHOD.get()):
@@ -98,7 +100,7 @@ def install(device_type: str) -> None:
 
 
 def _prepare_after_loading(method: type) -> None:
-    """Have the schedules of each weight's products chosen and certified as soon as the weight is there.
+    """Have the schedules of each weight's GEMMs chosen and verified as soon as the weight is there.
 
     Nothing is kept of the weight itself: when it is loaded again, one with the same layout finds its schedules.
     """
@@ -118,13 +120,13 @@ def _expected(layer: torch.nn.Module, config: Any) -> tuple[int, bool, tuple[int
     """The most rows of a step, whether a bias is added, and the sizes of CUDA graphs."""
     adds_bias = getattr(layer, "bias", None) is not None and not getattr(layer, "skip_bias_add", False)
     return (
-        _most_rows(layer, config.scheduler_config),
+        _max_m(layer, config.scheduler_config),
         adds_bias,
         tuple(config.compilation_config.cudagraph_capture_sizes or ()),
     )
 
 
-def _most_rows(layer: torch.nn.Module, scheduler: Any) -> int:
+def _max_m(layer: torch.nn.Module, scheduler: Any) -> int:
     """The most rows that a layer multiplies in a step: tokens, or for an output embedding requests."""
     if isinstance(layer, patch_points.VOCABULARY_LAYER.get()):
         return min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)

@@ -1,4 +1,4 @@
-"""The places of vLLM that the plugin takes hold of, with where each vLLM version keeps them."""
+"""The places of vLLM that the plugin patches or calls, with where each vLLM version keeps them."""
 
 import importlib
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ NEWEST = (0, 33)
 
 
 @dataclass(frozen=True)
-class Seam:
+class PatchPoint:
     """One attribute of vLLM, under the modules that have had it, newest first."""
 
     modules: tuple[str, ...]
@@ -45,85 +45,84 @@ class Seam:
         setattr(self.module(), self.attribute, value)
 
 
-INIT_BATCH_INVARIANCE = Seam(
+INIT_BATCH_INVARIANCE = PatchPoint(
     ("vllm.model_executor.determinism.batch_invariant", "vllm.model_executor.layers.batch_invariant"),
     "init_batch_invariance",
 )
 """Called by every worker before its process groups exist: where vLLM installs its own mode, and this plugin its own
 instead.
 """
-CPU_GEMM = Seam(("vllm.model_executor.layers.utils",), "dispatch_cpu_unquantized_gemm")
+CPU_GEMM = PatchPoint(("vllm.model_executor.layers.utils",), "dispatch_cpu_unquantized_gemm")
 """Called for every unquantised linear layer and embedding on the CPU once its weight is loaded."""
-CUDA_LINEAR = Seam(("vllm.model_executor.layers.linear",), "linear_batch_invariant")
+CUDA_LINEAR = PatchPoint(("vllm.model_executor.layers.linear",), "linear_batch_invariant")
 """Called on CUDA by every unquantised linear layer while the flag is 1."""
-CUDA_EMBEDDING = Seam(("vllm.model_executor.layers.vocab_parallel_embedding",), "linear_batch_invariant")
+CUDA_EMBEDDING = PatchPoint(("vllm.model_executor.layers.vocab_parallel_embedding",), "linear_batch_invariant")
 """The same for output embeddings."""
-LINEAR_METHOD = Seam(("vllm.model_executor.layers.linear",), "UnquantizedLinearMethod")
+LINEAR_METHOD = PatchPoint(("vllm.model_executor.layers.linear",), "UnquantizedLinearMethod")
 """Told of every unquantised linear layer once its weight is loaded."""
-EMBEDDING_METHOD = Seam(("vllm.model_executor.layers.vocab_parallel_embedding",), "UnquantizedEmbeddingMethod")
+EMBEDDING_METHOD = PatchPoint(("vllm.model_executor.layers.vocab_parallel_embedding",), "UnquantizedEmbeddingMethod")
 """The same for embeddings."""
-VOCABULARY_LAYER = Seam(("vllm.model_executor.layers.vocab_parallel_embedding",), "VocabParallelEmbedding")
-CONFIG = Seam(("vllm.config.vllm",), "VllmConfig")
+VOCABULARY_LAYER = PatchPoint(("vllm.model_executor.layers.vocab_parallel_embedding",), "VocabParallelEmbedding")
+CONFIG = PatchPoint(("vllm.config.vllm",), "VllmConfig")
 """Completed by its ``__post_init__``, which also calls the platform."""
-CURRENT_CONFIG = Seam(("vllm.config", "vllm.config.vllm"), "get_current_vllm_config")
-CUSTOM_OP = Seam(("vllm.model_executor.custom_op",), "CustomOp")
-RMS_NORM = Seam(("vllm.model_executor.layers.layernorm",), "RMSNorm")
-GEMMA_RMS_NORM = Seam(("vllm.model_executor.layers.layernorm",), "GemmaRMSNorm")
-REGISTER_BACKEND = Seam(("vllm.v1.attention.backends.registry",), "register_backend")
-BACKENDS = Seam(("vllm.v1.attention.backends.registry",), "AttentionBackendEnum")
-CPU_BACKEND = Seam(("vllm.v1.attention.backends.cpu_attn",), "CPUAttentionBackend")
-CUDA_BACKEND = Seam(("vllm.v1.attention.backends.triton_attn",), "TritonAttentionBackend")
-WRITE_CACHE = Seam(("vllm.v1.attention.ops.triton_reshape_and_cache_flash",), "triton_reshape_and_cache_flash")
+CURRENT_CONFIG = PatchPoint(("vllm.config", "vllm.config.vllm"), "get_current_vllm_config")
+CUSTOM_OP = PatchPoint(("vllm.model_executor.custom_op",), "CustomOp")
+RMS_NORM = PatchPoint(("vllm.model_executor.layers.layernorm",), "RMSNorm")
+GEMMA_RMS_NORM = PatchPoint(("vllm.model_executor.layers.layernorm",), "GemmaRMSNorm")
+REGISTER_BACKEND = PatchPoint(("vllm.v1.attention.backends.registry",), "register_backend")
+BACKENDS = PatchPoint(("vllm.v1.attention.backends.registry",), "AttentionBackendEnum")
+CPU_BACKEND = PatchPoint(("vllm.v1.attention.backends.cpu_attn",), "CPUAttentionBackend")
+CUDA_BACKEND = PatchPoint(("vllm.v1.attention.backends.triton_attn",), "TritonAttentionBackend")
+WRITE_CACHE = PatchPoint(("vllm.v1.attention.ops.triton_reshape_and_cache_flash",), "triton_reshape_and_cache_flash")
 """Copies a step's keys and values to their pages on CUDA."""
-ROTARY = Seam(("vllm._custom_ops",), "rotary_embedding")
-"""Turns queries and keys in place. Importing its module loads vLLM's compiled kernels."""
-ROTARY_EMBEDDING = Seam(("vllm.model_executor.layers.rotary_embedding",), "RotaryEmbedding")
+ROTARY = PatchPoint(("vllm._custom_ops",), "rotary_embedding")
+"""Turns queries and keys in place."""
+ROTARY_EMBEDDING = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "RotaryEmbedding")
 """The layer that calls it, and the base of those that only scale the angles."""
-QWEN3_ATTENTION = Seam(("vllm.model_executor.models.qwen3",), "Qwen3Attention")
-QWEN3_MOE_ATTENTION = Seam(("vllm.model_executor.models.qwen3_moe",), "Qwen3MoeAttention")
-TOKEN_LOGPROBS = Seam(("vllm.v1.worker.gpu.sample.logprob",), "compute_token_logprobs")
+QWEN3_ATTENTION = PatchPoint(("vllm.model_executor.models.qwen3",), "Qwen3Attention")
+TOKEN_LOGPROBS = PatchPoint(("vllm.v1.worker.gpu.sample.logprob",), "compute_token_logprobs")
 """Logprobs of given tokens in vLLM's second model runner, which serves dense models on GPUs."""
-WORKER = Seam(("vllm.v1.worker.worker_base",), "WorkerBase")
+WORKER = PatchPoint(("vllm.v1.worker.worker_base",), "WorkerBase")
 """Whose methods an engine calls by name."""
-EXECUTOR = Seam(("vllm.v1.executor.abstract",), "Executor")
+EXECUTOR = PatchPoint(("vllm.v1.executor.abstract",), "Executor")
 """Starts the workers, in the process of the engine."""
-ENGINE_CORE = Seam(("vllm.v1.engine.core",), "EngineCore")
+ENGINE_CORE = PatchPoint(("vllm.v1.engine.core",), "EngineCore")
 """Holds the executor and the scheduler, schedules steps, and is where calls of the workers pass, of a trainer that
 brings weights among them.
 """
-PAUSE_STATE = Seam(("vllm.v1.core.sched.interface",), "PauseState")
-WAIT_FOR_ENGINE = Seam(("vllm.v1.engine.utils",), "wait_for_engine_startup")
+PAUSE_STATE = PatchPoint(("vllm.v1.core.sched.interface",), "PauseState")
+WAIT_FOR_ENGINE = PatchPoint(("vllm.v1.engine.utils",), "wait_for_engine_startup")
 """Where the front end learns that a process of the engine has ended."""
-DEVICE_WORKER = Seam(("vllm.v1.worker.gpu_worker",), "Worker")
+DEVICE_WORKER = PatchPoint(("vllm.v1.worker.gpu_worker",), "Worker")
 """The worker of GPUs, from which that of CPUs inherits how a model is loaded; puts a GPU's memory to sleep."""
-INPUT_PROCESSOR = Seam(("vllm.v1.engine.input_processor",), "InputProcessor")
+INPUT_PROCESSOR = PatchPoint(("vllm.v1.engine.input_processor",), "InputProcessor")
 """Makes what the engine gets of what a client asks."""
-TOP_K_TOP_P = Seam(("vllm.v1.sample.ops.topk_topp_sampler",), "apply_top_k_top_p")
+TOP_K_TOP_P = PatchPoint(("vllm.v1.sample.ops.topk_topp_sampler",), "apply_top_k_top_p")
 """Filters logits for vLLM's first model runner."""
-TOP_K_TOP_P_OF_STATES = Seam(("vllm.v1.worker.gpu.sample.states",), "apply_top_k_top_p")
+TOP_K_TOP_P_OF_STATES = PatchPoint(("vllm.v1.worker.gpu.sample.states",), "apply_top_k_top_p")
 """The same for the second one, under the two names that it has there."""
-TOP_K_TOP_P_OF_SAMPLER = Seam(("vllm.v1.worker.gpu.sample.sampler",), "apply_top_k_top_p")
-INPUT_BATCH = Seam(("vllm.v1.worker.gpu_input_batch",), "InputBatch")
+TOP_K_TOP_P_OF_SAMPLER = PatchPoint(("vllm.v1.worker.gpu.sample.sampler",), "apply_top_k_top_p")
+INPUT_BATCH = PatchPoint(("vllm.v1.worker.gpu_input_batch",), "InputBatch")
 """What the first model runner knows of the requests of a step, a row each."""
-SAMPLER = Seam(("vllm.v1.sample.sampler",), "Sampler")
+SAMPLER = PatchPoint(("vllm.v1.sample.sampler",), "Sampler")
 """Samples, and lists logprobs, in the first model runner."""
-SECOND_SAMPLER = Seam(("vllm.v1.worker.gpu.sample.sampler",), "Sampler")
-TOPK_SCORES = Seam(("vllm.v1.worker.gpu.sample.logprob",), "compute_topk_scores")
+SECOND_SAMPLER = PatchPoint(("vllm.v1.worker.gpu.sample.sampler",), "Sampler")
+TOPK_SCORES = PatchPoint(("vllm.v1.worker.gpu.sample.logprob",), "compute_topk_scores")
 """Lists logprobs in the second model runner, under the names that it has there."""
-TOPK_SCORES_OF_SAMPLER = Seam(("vllm.v1.worker.gpu.sample.sampler",), "compute_topk_scores")
-TOPK_SCORES_OF_PROMPT = Seam(("vllm.v1.worker.gpu.sample.prompt_logprob",), "compute_topk_scores")
-LOGPROBS_TENSORS = Seam(("vllm.v1.outputs",), "LogprobsTensors")
-MODEL_RUNNER = Seam(("vllm.v1.worker.gpu_model_runner",), "GPUModelRunner")
+TOPK_SCORES_OF_SAMPLER = PatchPoint(("vllm.v1.worker.gpu.sample.sampler",), "compute_topk_scores")
+TOPK_SCORES_OF_PROMPT = PatchPoint(("vllm.v1.worker.gpu.sample.prompt_logprob",), "compute_topk_scores")
+LOGPROBS_TENSORS = PatchPoint(("vllm.v1.outputs",), "LogprobsTensors")
+MODEL_RUNNER = PatchPoint(("vllm.v1.worker.gpu_model_runner",), "GPUModelRunner")
 """The first model runner, of CPUs as well."""
-ENDPOINT_PLUGINS = Seam(("vllm.plugins",), "load_endpoint_plugins")
+ENDPOINT_PLUGINS = PatchPoint(("vllm.plugins",), "load_endpoint_plugins")
 """Called by a server for the routes that plugins add."""
-ENVIRONMENT = Seam(("vllm.envs",), "environment_variables")
-CUDAGRAPH_MODE = Seam(("vllm.config", "vllm.config.compilation"), "CUDAGraphMode")
-GRAPH_MANAGER = Seam(("vllm.v1.worker.gpu.cudagraph_utils",), "CudaGraphManager")
+ENVIRONMENT = PatchPoint(("vllm.envs",), "environment_variables")
+CUDAGRAPH_MODE = PatchPoint(("vllm.config", "vllm.config.compilation"), "CUDAGraphMode")
+GRAPH_MANAGER = PatchPoint(("vllm.v1.worker.gpu.cudagraph_utils",), "CudaGraphManager")
 """Decides, in vLLM's second model runner, which CUDA graphs there are and which one a step takes."""
-COMPILATION_MODE = Seam(("vllm.config", "vllm.config.compilation"), "CompilationMode")
+COMPILATION_MODE = PatchPoint(("vllm.config", "vllm.config.compilation"), "CompilationMode")
 
-ALL = {name: value for name, value in list(globals().items()) if isinstance(value, Seam)}
+ALL = {name: value for name, value in list(globals().items()) if isinstance(value, PatchPoint)}
 
 MEMBERS = {
     "CONFIG": ("__post_init__",),
@@ -141,6 +140,11 @@ MEMBERS = {
     "EMBEDDING_METHOD": ("process_weights_after_loading",),
 }
 """Methods of those classes that are overridden."""
+
+
+def load_kernels() -> None:
+    """Have ``torch.ops._C``, vLLM's compiled kernels, which the module of :data:`ROTARY` loads."""
+    ROTARY.module()
 
 
 def installed_version() -> str:

@@ -37,8 +37,8 @@ def install() -> None:
     if not _process().startswith(_ENGINE):
         os.environ[LEFT_AT] = f"{tempfile.gettempdir()}/vllm-batch-invariant-{uuid.uuid4().hex}"
         patch_points.WAIT_FOR_ENGINE.put(relayed(patch_points.WAIT_FOR_ENGINE.get()))
-    for seam, method in ((patch_points.EXECUTOR, "__init__"), (patch_points.ENGINE_CORE, "_initialize_kv_caches")):
-        setattr(seam.get(), method, relayed(getattr(seam.get(), method)))
+    for point, method in ((patch_points.EXECUTOR, "__init__"), (patch_points.ENGINE_CORE, "_initialize_kv_caches")):
+        setattr(point.get(), method, relayed(getattr(point.get(), method)))
 
 
 def install_in_worker(worker: type) -> None:

@@ -1,8 +1,8 @@
 """What of vLLM was reviewed, and with what result: fields of its configuration, claims of its attention backends, its
 environment variables.
 
-A field that is in no list is not known, and must have its default. ``make test-seams`` prints those that a version of
-vLLM has and nobody has reviewed.
+A field that is in no list is not known, and must have its default. ``make test-patch-points`` prints those that a
+version of vLLM has and nobody has reviewed.
 """
 
 import dataclasses
@@ -322,15 +322,15 @@ DENIED = frozenset(
 """Those that vLLM 0.26 to 0.33 have and that are denied after a look at what they mean."""
 
 VARIABLES = {
-    "VLLM_FLOAT32_MATMUL_PRECISION": ("highest", "products in fp32 would be computed in TF32 or bf16"),
+    "VLLM_FLOAT32_MATMUL_PRECISION": ("highest", "matmuls in fp32 would be computed in TF32 or bf16"),
     "VLLM_KV_CACHE_LAYOUT": ("", "the kernels read pages as the mode's backend lays them out"),
     "VLLM_USE_SIMPLE_KV_OFFLOAD": ("0", "a KV cache that is moved has not been proven"),
-    "VLLM_USE_OINK_OPS": ("0", "its norms and products are not ours"),
+    "VLLM_USE_OINK_OPS": ("0", "its norms and matmuls are not ours"),
     "VLLM_ENABLE_HPC_OPS": ("0", "its fused layers are not ours"),
     "VLLM_USE_HW_AGNOSTIC": ("0", "its layers are not ours"),
     "VLLM_MLA_DISABLE": ("0", "latent attention that is computed as plain attention has not been proven"),
-    "VLLM_CPU_SGL_KERNEL": ("0", "its products are not ours"),
-    "VLLM_ENABLE_GEMM_RS": ("0", "its products are not ours"),
+    "VLLM_CPU_SGL_KERNEL": ("0", "its matmuls are not ours"),
+    "VLLM_ENABLE_GEMM_RS": ("0", "its matmuls are not ours"),
 }
 """Environment variables of vLLM's that could put other kernels in the place of ours: the value that is covered, and why
 no other. The others choose among kernels of what is refused (quantised weights, experts, latent attention, several

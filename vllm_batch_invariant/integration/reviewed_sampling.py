@@ -12,9 +12,11 @@ from ..errors import NotCovered
 from . import patch_points
 from .reviewed_sources import REVIEWED
 
-_SECOND_RUNNER = "vllm.v1.worker.gpu."
-"""Modules of the model runner that only GPUs have."""
-_OF_A_CPU = ("TopKTopPSampler.forward_cpu",)
+_ONLY_ON = {
+    "vllm.v1.worker.gpu.": "cuda",
+    "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu": "cpu",
+}
+"""How the names of functions begin that one device type alone uses: the second model runner's, and a method."""
 
 
 def check(device_type: str) -> None:
@@ -48,15 +50,17 @@ def not_reviewed(source_of: Callable[[str], str | None], device_type: str) -> di
     """
     unknown = {}
     for module, reviewed in REVIEWED.items():
-        if module.startswith(_SECOND_RUNNER) and device_type != "cuda":
-            continue
         found = digests(source_of(module) or "")
         unknown |= {
             f"{module}.{name}": found.get(name, "")
             for name, known in reviewed.items()
-            if found.get(name, "") not in known and (device_type == "cpu" or name not in _OF_A_CPU)
+            if found.get(name, "") not in known and _is_used(f"{module}.{name}", device_type)
         }
     return unknown
+
+
+def _is_used(name: str, device_type: str) -> bool:
+    return all(only == device_type for start, only in _ONLY_ON.items() if name.startswith(start))
 
 
 def digests(source: str) -> dict[str, str]:

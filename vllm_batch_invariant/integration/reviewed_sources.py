@@ -1,6 +1,7 @@
 """Digests of what was reviewed in vLLM 0.26.0, 0.27.0 and so on to 0.33.0, by module and name.
 
-``python -m scripts.check_seams vllm==VERSION`` prints those of another version; add one after reading what it is of.
+``python -m scripts.check_patch_points vllm==VERSION`` prints those of another version; read the source
+before you add one.
 
 "" stands for what a version does not have.
 """

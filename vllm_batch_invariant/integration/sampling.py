@@ -17,18 +17,12 @@ from . import patch_points, reviewed_sampling
 
 
 def install(device_type: str) -> None:
-    """Replace what the samplers call: the first model runner's on a CPU, both runners' on a GPU.
+    """Replace what the first model runner's sampler calls, and check the functions of vLLM that stay in use.
 
     Raises:
         NotCovered: a function of vLLM that stays in use has another source than those that were reviewed.
     """
     reviewed_sampling.check(device_type)
-    _first_runner()
-    if device_type == "cuda":
-        _second_runner()
-
-
-def _first_runner() -> None:
     patch_points.TOP_K_TOP_P.put(_top_k_top_p)
     sampler = patch_points.SAMPLER.get()
     forward = sampler.forward
@@ -66,11 +60,12 @@ def masks_follow_their_rows(batch: type) -> None:
     batch.swap_states, batch.condense = swap_states, condense_and_clear
 
 
-def _second_runner() -> None:
-    for seam in (patch_points.TOP_K_TOP_P_OF_STATES, patch_points.TOP_K_TOP_P_OF_SAMPLER):
-        seam.put(_top_k_top_p)
-    for seam in (patch_points.TOPK_SCORES, patch_points.TOPK_SCORES_OF_SAMPLER, patch_points.TOPK_SCORES_OF_PROMPT):
-        seam.put(compute_topk_scores)
+def install_second_runner() -> None:
+    """Replace what the second model runner's sampler calls; only GPUs have one."""
+    for point in (patch_points.TOP_K_TOP_P_OF_STATES, patch_points.TOP_K_TOP_P_OF_SAMPLER):
+        point.put(_top_k_top_p)
+    for point in (patch_points.TOPK_SCORES, patch_points.TOPK_SCORES_OF_SAMPLER, patch_points.TOPK_SCORES_OF_PROMPT):
+        point.put(compute_topk_scores)
     patch_points.TOKEN_LOGPROBS.put(log_softmax_at)
     prompt = patch_points.TOPK_SCORES_OF_PROMPT.module()
     if hasattr(prompt, patch_points.TOKEN_LOGPROBS.attribute):  # newer ones score a prompt by given tokens, too
@@ -83,11 +78,11 @@ def widened(apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """vLLM's method with logits in fp32 wherever a row is sampled, so that one kernel adds noise to it. vLLM 0.27 and
     later widen them where a request of the batch has a temperature other than 1, a filter or the like.
     """
-    place = list(inspect.signature(apply).parameters).index("idx_mapping_np")
+    index = list(inspect.signature(apply).parameters).index("idx_mapping_np")
 
     def apply_sampling_params(self: Any, *args: Any, **named: Any) -> torch.Tensor:
         logits = apply(self, *args, **named)
-        requests = named["idx_mapping_np"] if "idx_mapping_np" in named else args[place - 1]
+        requests = named["idx_mapping_np"] if "idx_mapping_np" in named else args[index - 1]
         sampled = (self.sampling_states.temperature.np[requests] != 0).any()
         return logits.to(torch.float32) if sampled else logits
 
@@ -169,8 +164,8 @@ def listed(
     """
     width = max(top.shape[1], tokens.shape[1])
     by_id = (numbers > 0).unsqueeze(-1)
-    places = torch.arange(width, device=top.device)
-    there = places < torch.where(by_id, numbers.unsqueeze(-1), top.shape[1])
+    offs = torch.arange(width, device=top.device)
+    there = offs < torch.where(by_id, numbers.unsqueeze(-1), top.shape[1])
     ids = torch.zeros(len(top), width, dtype=torch.int64, device=top.device)
     ids[:, : top.shape[1]] = top
     asked = torch.zeros_like(ids)

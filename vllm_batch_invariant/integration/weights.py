@@ -3,7 +3,7 @@
 A trainer writes into a running engine by vLLM's ``reload_weights``, by its weight transfer, or by a function of the
 trainer's own that the workers are told to run: all of them calls of ``EngineCore.collective_rpc``. Keys in the prefix
 cache and those of requests that run were computed with the weights before, and vLLM leaves them. Here they are let go
-before the next step, if a weight differs. What a GPU computes with is read where vLLM keeps it; on a CPU products have
+before the next step, if a weight differs. What a GPU computes with is read where vLLM keeps it; on a CPU matmuls have
 copies, for which see :mod:`.linear`.
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from . import linear, patch_points
-from .endpoint import METHOD as DECLARATION
+from . import devices, linear, patch_points
+from .endpoint import METHOD as ENGINE_INFO
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -55,7 +55,7 @@ def install() -> None:
 
     @wraps(call)
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        if method not in (METHOD, DECLARATION):
+        if method not in (METHOD, ENGINE_INFO):
             _before_call(self)
         return call(self, method, *args, **kwargs)
 
@@ -65,12 +65,13 @@ def install() -> None:
         setattr(core, name, _looking(getattr(core, name)))
 
 
-def install_in_worker(device_type: str) -> None:
-    """Give this process's worker the method, and see when its model is written and its memory goes."""
+def install_in_worker() -> None:
+    """Give this process's worker the method."""
     setattr(patch_points.WORKER.get(), METHOD, fingerprint)
-    if device_type == "npu":
-        return
-    worker = patch_points.DEVICE_WORKER.get()
+
+
+def watch(worker: type) -> None:
+    """See when the model of a class of workers is written, and when its memory goes."""
     load_model, wake_up = worker.load_model, worker.wake_up
 
     @wraps(load_model)
@@ -169,7 +170,7 @@ def _before_call(core: Any) -> None:
     watch = _watch_of(core)
     asleep = core.model_executor.is_sleeping  # a GPU that sleeps has no weights to look at
     first = watch.fingerprint is None and not asleep
-    if first or core.vllm_config.device_config.device_type == "cpu":
+    if first or devices.of_config(core.vllm_config).copies_weights:
         [found, *_] = core.model_executor.collective_rpc(METHOD, kwargs={"compare": first})
         watch.fingerprint = found or watch.fingerprint
     watch.called = True

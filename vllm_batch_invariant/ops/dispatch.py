@@ -1,4 +1,4 @@
-"""Finds the implementation of an operation for a device, importing it when it is first needed."""
+"""Finds the module that implements an operation on a device, importing it when it is first needed."""
 
 from functools import cache
 from importlib import import_module
@@ -8,16 +8,22 @@ import torch
 
 from ..errors import NotCovered
 
-IMPLEMENTED = ("cpu", "cuda", "npu")
-"""Device types that have an implementation of every operation."""
-DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "npu": "PrivateUse1"}
-"""Where PyTorch's dispatcher keeps the kernels of a device type."""
-
-
-def present(device_type: str) -> bool:
-    """Whether tensors can be on such a device in this process; imports no device library to find out."""
-    module = getattr(torch, device_type, None)
-    return module is not None and module.is_available()
+MODULES = {
+    (operation, device_type): f".{operation}.{device_type}"
+    for operation, device_types in {
+        "linear": ("cpu", "cuda", "npu"),
+        "norm": ("cpu", "cuda", "npu"),
+        "norm_rotary": ("cuda",),
+        "ranking": ("cpu", "cuda"),
+        "reduce": ("cpu", "cuda", "npu"),
+        "softmax": ("cpu", "cuda", "npu"),
+        "top_k_top_p": ("cpu", "cuda"),
+    }.items()
+    for device_type in device_types
+}
+"""The module, relative to this package, of each (operation, device type) that is implemented. Attention, which has
+several implementations on a device, has a table of its own.
+"""
 
 
 @cache
@@ -27,14 +33,14 @@ def module_for(operation: str, device_type: str) -> ModuleType:
     Raises:
         NotCovered: no implementation for the device, or its package is missing.
     """
-    if device_type not in IMPLEMENTED:
+    if (operation, device_type) not in MODULES:
         raise NotCovered(
             f"{operation} on device '{device_type}'",
-            f"this version has implementations for {', '.join(IMPLEMENTED)} only",
+            f"this version implements it for {', '.join(device for name, device in MODULES if name == operation)} only",
             "move the tensors there, or leave the mode off",
         )
     try:
-        return import_module(f".{operation}.{device_type}", __package__)
+        return import_module(MODULES[operation, device_type], __package__)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == __package__.split(".")[0]:
             raise

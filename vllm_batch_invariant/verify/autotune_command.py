@@ -9,20 +9,20 @@ import torch
 
 from ..errors import BadSetting, NotCovered
 from .arguments import OneLineParser, at_least
-from .printable import printable
+from .printing import printable
 
 if TYPE_CHECKING:
     from ..ops.attention.certificate import Certificate
-    from ..ops.linear.autotune import Entry
+    from ..ops.linear.autotune import TunedSchedule
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _shape(text: str) -> tuple[int, int]:
-    columns, found, depth = text.partition("x")
-    if not (found and columns.isdigit() and depth.isdigit()):
+    n, found, k = text.partition("x")
+    if not (found and n.isdigit() and k.isdigit()):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form NxK, such as 6144x4096")
-    return int(columns), int(depth)
+    return int(n), int(k)
 
 
 def _parser() -> OneLineParser:
@@ -62,34 +62,34 @@ def main(arguments: list[str]) -> int:
     from ..ops.attention import certificate as attention
     from ..ops.linear import cuda, prepare
 
-    for columns, depth in options.shape:
-        weight = torch.empty(columns, depth, dtype=_DTYPES[options.dtype], device=f"cuda:{options.device}")
+    for n, k in options.shape:
+        weight = torch.empty(n, k, dtype=_DTYPES[options.dtype], device=f"cuda:{options.device}")
         prepare(weight, options.rows, options.bias)
-    environment, products = cuda.known(options.device)
+    environment, gemms = cuda.known(options.device)
     if options.json:
-        entries = {name: {limit: entry.to_json() for limit, entry in found.items()} for name, found in products.items()}
+        products = {name: {bucket: tuned.to_json() for bucket, tuned in found.items()} for name, found in gemms.items()}
         of_attention = {name: asdict(found) for name, found in attention.known(options.device).items()}
-        found = {"environment": environment, "products": entries, "attention": of_attention}
+        found = {"environment": environment, "products": products, "attention": of_attention}
         print(json.dumps(found, indent=1))
     else:
-        _print(environment, products, attention.known(options.device))
+        _print(environment, gemms, attention.known(options.device))
     return 0
 
 
 def _print(
-    environment: dict[str, str], products: dict[str, dict[int, "Entry"]], attention: "dict[str, Certificate]"
+    environment: dict[str, str], gemms: dict[str, dict[int, "TunedSchedule"]], attention: "dict[str, Certificate]"
 ) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from .console import consoles
+    from .printing import consoles
 
     console, _ = consoles()
     for name, value in environment.items():
         console.print(printable(f"{name}: {value}"), highlight=False, markup=False)
-    if not products:
+    if not gemms:
         console.print("No certificate yet: load a model with VLLM_BATCH_INVARIANT=1, or name weights with --shape.")
-    for name, found in products.items():
+    for name, found in gemms.items():
         table = Table(
             "rows up to",
             "served by",
@@ -99,16 +99,16 @@ def _print(
             "refused",
             title=escape(printable(f"Product {name}")),
         )
-        for limit, entry in sorted(found.items()):
-            schedule = entry.algorithm or entry.tile
+        for bucket, tuned in sorted(found.items()):
+            schedule = tuned.algorithm or tuned.tile
             served = schedule.about if schedule else "Triton"
             times = [
-                f"{entry.microseconds[key]:.1f}" if key in entry.microseconds else ""
-                for key in (entry.served_by.lower(), "triton")
+                f"{tuned.microseconds[key]:.1f}" if key in tuned.microseconds else ""
+                for key in (tuned.served_by.lower(), "triton")
             ]
-            checked = ", ".join(map(str, entry.checked))
-            refused = ", ".join(entry.refused) or "none"
-            table.add_row(*(escape(printable(cell)) for cell in (str(limit), served, *times, checked, refused)))
+            checked = ", ".join(map(str, tuned.checked))
+            refused = ", ".join(tuned.refused) or "none"
+            table.add_row(*(escape(printable(cell)) for cell in (str(bucket), served, *times, checked, refused)))
         console.print(table)
     for name, found in attention.items():
         line = f"Attention of {name}: {found.kernels}, {found.elements} outputs with equal bits"

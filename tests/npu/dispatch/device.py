@@ -1,6 +1,6 @@
 """An NPU made of Python: tensors at PrivateUse1 whose values are CPU tensors, with a log of what computed them.
 
-As in torch_npu, products and reductions have kernels of the device's own, also those that PyTorch composes of others
+As in torch_npu, matmuls and reductions have kernels of the device's own, also those that PyTorch composes of others
 elsewhere, and fused operators live in a namespace "npu"; here each computes on the CPU. Importing this renames
 PrivateUse1 for the process.
 """
@@ -133,7 +133,7 @@ def _fused(name: str) -> Callable[..., object]:
 
 
 def _matmul_autograd(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """As torch_npu's: it records a backward pass of the device's own, so the parts of a product would not be seen."""
+    """As torch_npu's: it records a backward pass of the device's own, so the parts of a matmul would not be seen."""
     LOG.append("native matmul autograd")
     with torch._C._AutoDispatchBelowAutograd():
         return torch.matmul(a, b)

@@ -1,4 +1,4 @@
-"""Runs every spelling on the Python-only NPU, without and with the mode, and prints what computed it as JSON.
+"""Runs every variant on the Python-only NPU, without and with the mode, and prints what computed it as JSON.
 
 A process of its own, because the device renames PrivateUse1 for good.
 """
@@ -11,14 +11,14 @@ import torch.nn.functional as F
 
 from tests.npu.dispatch import implementations
 from tests.npu.dispatch.device import LOG, NATIVE, NpuTensor, unwrap
-from tests.npu.op_variants import PRODUCTS, REDUCTIONS, Operands, Spelling
+from tests.npu.op_variants import MATMULS, REDUCTIONS, Operands, OpVariant
 from vllm_batch_invariant import aten, batch_invariant_mode
 from vllm_batch_invariant.errors import NotCovered
 
 ON_THE_CPU = Operands(lambda tensor: tensor)
 npu = torch.ops.npu
 
-FUSED: dict[str, Spelling] = {
+FUSED: dict[str, OpVariant] = {
     "npu_rms_norm": lambda o: npu.npu_rms_norm(o.x, o.v, 1e-6)[0],
     "npu_rms_norm, scale": lambda o: npu.npu_rms_norm(o.x, o.v, 1e-6)[1],
     "npu_gemma_rms_norm": lambda o: npu.npu_gemma_rms_norm(o.x, o.v, 1e-6)[0],
@@ -27,7 +27,7 @@ FUSED: dict[str, Spelling] = {
     "npu_linear": lambda o: npu.npu_linear(o.x, o.weight, o.bias),
     "npu_bmmV2": lambda o: npu.npu_bmmV2(o.x3, o.w3, []),
 }
-REFERENCES: dict[str, Spelling] = {
+REFERENCES: dict[str, OpVariant] = {
     "npu_rms_norm": lambda o: F.rms_norm(o.x, (16,), o.v, 1e-6),
     "npu_rms_norm, scale": lambda o: 1 / (o.x.square().mean(-1, keepdim=True) + 1e-6).sqrt(),
     "npu_gemma_rms_norm": lambda o: F.rms_norm(o.x, (16,), 1 + o.v, 1e-6),
@@ -42,11 +42,11 @@ REFUSED: dict[str, Callable[[Operands], object]] = {
     "aten::mse_loss with a reduction": lambda o: F.mse_loss(o.x, o.x),
     "npu::npu_fusion_attention": lambda o: npu.npu_fusion_attention(o.x, o.x, o.x),
 }
-GRADIENTS: dict[str, Spelling] = {
-    "@": PRODUCTS["@"],
-    "matmul, 3-d": PRODUCTS["matmul, 3-d"],
-    "linear, 3-d, bias": PRODUCTS["linear, 3-d, bias"],
-    "attention": PRODUCTS["attention"],
+GRADIENTS: dict[str, OpVariant] = {
+    "@": MATMULS["@"],
+    "matmul, 3-d": MATMULS["matmul, 3-d"],
+    "linear, 3-d, bias": MATMULS["linear, 3-d, bias"],
+    "attention": MATMULS["attention"],
     "softmax": REDUCTIONS["softmax"],
     "log_softmax": REDUCTIONS["log_softmax"],
     "rms_norm": REDUCTIONS["rms_norm"],
@@ -61,30 +61,30 @@ def error(actual: torch.Tensor, reference: torch.Tensor) -> float | str:
     return float((raw - reference).abs().max() / reference.abs().max().clamp(min=1))
 
 
-def observe(spelling: Spelling, reference: torch.Tensor) -> dict[str, object]:
-    """What computed a spelling, and how far from the reference its result is."""
+def observe(variant: OpVariant, reference: torch.Tensor) -> dict[str, object]:
+    """What computed a variant, and how far from the reference its result is."""
     operands = Operands(NpuTensor)
     with torch.inference_mode():
         LOG.clear()
         try:
-            wrong = error(spelling(operands), reference)
+            wrong = error(variant(operands), reference)
         except Exception as failure:
             wrong = f"{type(failure).__name__}: {failure}"
     return {"error": wrong, "log": list(LOG)}
 
 
-def observe_gradient(spelling: Spelling) -> dict[str, object]:
-    """The same for a backward pass, to the operand that every spelling here has."""
+def observe_gradient(variant: OpVariant) -> dict[str, object]:
+    """The same for a backward pass, to the operand that every variant here has."""
 
     def gradient(operands: Operands) -> torch.Tensor:
         name = next(name for name in ("heads", "x3", "x") if name in touched)
         getattr(operands, name).requires_grad_()
-        out = spelling(operands)
+        out = variant(operands)
         (out * out).sum().backward()
         return getattr(operands, name).grad
 
     probe = Operands(lambda tensor: tensor)
-    spelling(probe)
+    variant(probe)
     touched = vars(probe)
     reference = gradient(Operands(lambda tensor: tensor))
     LOG.clear()
@@ -117,14 +117,14 @@ def kernels() -> dict[str, str]:
 
 def main() -> None:
     implementations.install()
-    spellings = PRODUCTS | REDUCTIONS | FUSED
-    references = {name: REFERENCES.get(name, spelling)(ON_THE_CPU) for name, spelling in spellings.items()}
+    variants = MATMULS | REDUCTIONS | FUSED
+    references = {name: REFERENCES.get(name, variant)(ON_THE_CPU) for name, variant in variants.items()}
     found: dict[str, object] = {}
     before = kernels()
-    found["off"] = {name: observe(spellings[name], references[name]) for name in spellings}
+    found["off"] = {name: observe(variants[name], references[name]) for name in variants}
     with batch_invariant_mode():
-        found["on"] = {name: observe(spellings[name], references[name]) for name in spellings}
-        found["gradients"] = {name: observe_gradient(spelling) for name, spelling in GRADIENTS.items()}
+        found["on"] = {name: observe(variants[name], references[name]) for name in variants}
+        found["gradients"] = {name: observe_gradient(variant) for name, variant in GRADIENTS.items()}
         found["refusals"] = {name: refusal(call) for name, call in REFUSED.items()}
         LOG.clear()
         integers = NpuTensor(torch.arange(12).view(3, 4))
@@ -135,10 +135,10 @@ def main() -> None:
         changed = kernels()
     found["replaced"] = [name for name in before if changed[name] != before[name]]
     found["put back"] = kernels() == before and not torch.are_deterministic_algorithms_enabled()
-    found["off again"] = {name: observe(spellings[name], references[name]) for name in ("@", "mean()", "npu_rms_norm")}
+    found["off again"] = {name: observe(variants[name], references[name]) for name in ("@", "mean()", "npu_rms_norm")}
     aten.enable_batch_invariant_mode(["mm", "matmul"])
     kept = ("mm", "mm, out", "@", "matmul, out", "linear", "bmm")
-    found["theirs"] = {name: observe(spellings[name], references[name])["log"] for name in kept}
+    found["external_ops"] = {name: observe(variants[name], references[name])["log"] for name in kept}
     aten.disable_batch_invariant_mode()
     print(json.dumps(found))
 

@@ -1,4 +1,4 @@
-"""On tensors of an NPU every spelling of a product or a reduction reaches the operations, and everything is put back.
+"""On tensors of an NPU every variant of a matmul or reduction reaches the operations, and everything is put back.
 
 The device is made of Python and the operations compute on the CPU: this proves where calls go, not what an NPU gives.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.npu.op_variants import PRODUCTS, REDUCTIONS
+from tests.npu.op_variants import MATMULS, REDUCTIONS
 
 ROOT = Path(__file__).parents[3]
 FUSED = (
@@ -24,7 +24,7 @@ FUSED = (
     "npu_bmmV2",
 )
 ONLY_ELEMENTWISE = {"cumsum", "cumsum, dim 0", "cumsum, out", "cumsum_"}
-"""Spellings whose sums are elementwise additions in a fixed order."""
+"""Variants whose sums are elementwise additions in a fixed order."""
 # fmt: off
 HARMLESS = {
     "_copy_from", "_to_copy", "add", "as_strided", "cat", "clamp_min", "div", "empty", "empty_strided", "eq",
@@ -32,7 +32,7 @@ HARMLESS = {
     "reciprocal", "rsqrt", "sqrt", "sub", "tril", "view", "where", "xlogy",
 }
 # fmt: on
-"""Operators without a kernel on the device that may serve a part of a spelling: copies and elementwise functions."""
+"""Operators without a kernel on the device that may serve a part of a variant: copies and elementwise functions."""
 
 
 @pytest.fixture(scope="module")
@@ -54,22 +54,22 @@ def foreign(log: list[str]) -> set[str]:
     return names - HARMLESS
 
 
-@pytest.mark.parametrize("spelling", [*PRODUCTS, *REDUCTIONS, *FUSED])
-def test_a_spelling_reaches_the_operation_and_without_the_mode_a_native_kernel(found: dict, spelling: str) -> None:
-    with_mode, without = found["on"][spelling], found["off"][spelling]
+@pytest.mark.parametrize("variant", [*MATMULS, *REDUCTIONS, *FUSED])
+def test_a_variant_reaches_the_operation_and_without_the_mode_a_native_kernel(found: dict, variant: str) -> None:
+    with_mode, without = found["on"][variant], found["off"][variant]
     assert natives(without["log"]), "the device has no kernel that this could show the replacement of"
     assert natives(with_mode["log"]) == []
     assert foreign(with_mode["log"]) == set()
-    assert spelling in ONLY_ELEMENTWISE or any(line.startswith("ours ") for line in with_mode["log"])
+    assert variant in ONLY_ELEMENTWISE or any(line.startswith("ours ") for line in with_mode["log"])
     assert isinstance(with_mode["error"], float), with_mode["error"]
     assert with_mode["error"] < 1e-5
 
 
 def test_gradients_reach_the_operations_too(found: dict) -> None:
-    for spelling, observed in found["gradients"].items():
-        assert natives(observed["log"]) == [], spelling
-        assert isinstance(observed["error"], float), f"{spelling}: {observed['error']}"
-        assert observed["error"] < 1e-5, spelling
+    for variant, observed in found["gradients"].items():
+        assert natives(observed["log"]) == [], variant
+        assert isinstance(observed["error"], float), f"{variant}: {observed['error']}"
+        assert observed["error"] < 1e-5, variant
     assert found["gradients"]["@"]["log"].count("ours linear.mm") == 2
 
 
@@ -92,13 +92,13 @@ def test_the_rest_of_the_device_is_asked_to_be_deterministic(found: dict) -> Non
 def test_the_device_gets_everything_back(found: dict) -> None:
     assert found["put back"]
     assert {"matmul PrivateUse1", "matmul AutogradPrivateUse1", "mean.dim PrivateUse1"} <= set(found["replaced"])
-    for spelling, observed in found["off again"].items():
-        assert observed["log"] == found["off"][spelling]["log"], spelling
+    for variant, observed in found["off again"].items():
+        assert observed["log"] == found["off"][variant]["log"], variant
 
 
 def test_operators_that_another_library_has_replaced_are_left_to_it_and_their_gaps_filled(found: dict) -> None:
-    theirs = {spelling: natives(log) for spelling, log in found["theirs"].items()}
-    assert theirs == {
+    external_ops = {variant: natives(log) for variant, log in found["external_ops"].items()}
+    assert external_ops == {
         "mm": ["native mm"],
         "mm, out": [],
         "@": ["native matmul"],

@@ -1,4 +1,4 @@
-"""Products: a row has the same bits alone and in any batch, in every spelling."""
+"""Products: a row has the same bits alone and in any batch, in every variant."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ WIDE_AND_DEEP = ((896, 4864), (2560, 2048))
 MANY_COUNTS = (*COUNTS, 1000, 2047, 2048, 2049, 4095, 4096)
 KINDS = ("random", "cancelling")
 
-SPELLINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+VARIANTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "@": lambda x, w, b: x @ w.t(),
     "matmul": lambda x, w, b: torch.matmul(x, w.t()),
     "matmul, 3-d": lambda x, w, b: torch.matmul(x[:, None], w.t())[:, 0],
@@ -54,12 +54,12 @@ def operands(kind: str, rows: int, columns: int, depth: int, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_a_row_has_the_same_bits_in_any_batch_in_every_spelling(spelling, dtype, device):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_row_has_the_same_bits_in_any_batch_in_every_variant(variant, dtype, device):
     for kind in KINDS:
         x, weight, bias = operands(kind, 130, 96, 640, dtype, device)
         with batch_invariant_mode(), torch.no_grad():
-            assert_rows_keep_their_bits(lambda x, w=weight, b=bias: SPELLINGS[spelling](x, w, b), x)
+            assert_rows_keep_their_bits(lambda x, w=weight, b=bias: VARIANTS[variant](x, w, b), x)
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -1,6 +1,6 @@
 """Attention layers on NPUs call the library for decodes and prefills apart, always over the cache.
 
-vllm-ascend and the libraries are doubles: this proves what a call is given, not what an NPU makes of it.
+vllm-ascend and the libraries are fakes: this proves what a call is given, not what an NPU makes of it.
 """
 
 import importlib

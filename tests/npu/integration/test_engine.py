@@ -1,6 +1,6 @@
 """On vllm-ascend's platform the plugin sets what it must, takes the worker's place, and fills its own mode's gaps.
 
-vllm-ascend is a double: its own requirements do not go with a vLLM for the CPU.
+vllm-ascend is a fake: its own requirements do not go with a vLLM for the CPU.
 """
 
 import importlib
@@ -16,12 +16,13 @@ import vllm.platforms
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.platforms.cpu import CpuPlatform
 
-from scripts import check_seams
+from scripts import check_patch_points
 from tests.fakes import vllm_ascend as fake_vllm_ascend
 from tests.npu.integration.test_refusals import config
 from vllm_batch_invariant import aten, disable_batch_invariant_mode
 from vllm_batch_invariant.errors import BadSetting, NotCovered
-from vllm_batch_invariant.integration import ascend, install, patch_points
+from vllm_batch_invariant.integration import install, patch_points
+from vllm_batch_invariant.integration.ascend import install as ascend
 from vllm_batch_invariant.integration.ascend import library as ascend_library
 from vllm_batch_invariant.integration.ascend import patch_points as ascend_patch_points
 
@@ -59,7 +60,7 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> type:
     monkeypatch.setattr(install, "_installed", False)
     monkeypatch.setattr(ascend_library, "find_spec", lambda name: name)
     monkeypatch.setattr(
-        patch_points.Seam, "put", lambda self, value: monkeypatch.setattr(self.module(), self.attribute, value)
+        patch_points.PatchPoint, "put", lambda self, value: monkeypatch.setattr(self.module(), self.attribute, value)
     )
     registry = patch_points.REGISTER_BACKEND.module()
     monkeypatch.setattr(registry, "_ATTN_OVERRIDES", dict(registry._ATTN_OVERRIDES))
@@ -81,7 +82,7 @@ def test_another_value_for_communication_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HCCL_DETERMINISTIC", "true")
     monkeypatch.setenv("LCCL_DETERMINISTIC", "1")
     with pytest.raises(NotCovered, match=r"HCCL_DETERMINISTIC=true: .*; set HCCL_DETERMINISTIC=strict"):
-        ascend.be_deterministic()
+        ascend.set_deterministic_env()
 
 
 def test_vllm_ascend_is_configured_before_it_reads_its_settings(platform: type) -> None:
@@ -142,7 +143,7 @@ def test_the_worker_switches_the_mode_on_once_before_the_communicator(
 ) -> None:
     modules = fake_vllm_ascend.install(monkeypatch, registers=("mm", "linear", "_softmax", "sum"))
     enabled: list[frozenset] = []
-    monkeypatch.setattr(aten, "enable_batch_invariant_mode", lambda theirs: enabled.append(theirs))
+    monkeypatch.setattr(aten, "enable_batch_invariant_mode", lambda external_ops: enabled.append(external_ops))
     stock = torch.sum
     worker = importlib.import_module("vllm_batch_invariant.integration.ascend.worker")
     worker.Worker()._init_worker_distributed_environment()
@@ -153,15 +154,15 @@ def test_the_worker_switches_the_mode_on_once_before_the_communicator(
     assert norms["RMSNorm"].__name__ == "BatchInvariantRMSNorm"
     assert norms["GemmaRMSNorm"].__name__ == "BatchInvariantGemmaRMSNorm"
     assert norms["SiluAndMul"] is object
-    assert "Products: vllm-ascend's own for linear, mm; Triton for the others." in log.text
+    assert "Matmuls: vllm-ascend's own for linear, mm; Triton for the others." in log.text
     assert "compiled and simulated, never run on hardware" in log.text
 
 
-def test_a_wheel_without_a_name_or_a_member_of_a_seam_is_found_out(tmp_path: Path) -> None:
+def test_a_wheel_without_a_name_or_a_member_of_a_patch_point_is_found_out(tmp_path: Path) -> None:
     module = "vllm_ascend/attention/attention_v1.py"
     with zipfile.ZipFile(tmp_path / "wheel.whl", "w") as wheel:
         wheel.writestr(module, "class AscendAttentionBackendImpl:\n    def forward(self): ...\n")
     with zipfile.ZipFile(tmp_path / "wheel.whl") as wheel:
-        absent = check_seams.missing(wheel, ascend_patch_points)
+        absent = check_patch_points.missing(wheel, ascend_patch_points)
     assert "ATTENTION" not in absent
     assert {"ATTENTION.forward_impl", "WORKER", "BACKEND", "METADATA"} <= set(absent)

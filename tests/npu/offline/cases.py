@@ -6,6 +6,7 @@ from itertools import product
 
 import torch
 
+from vllm_batch_invariant.ops.linear import LinearReduction
 from vllm_batch_invariant.ops.linear import npu as linear
 from vllm_batch_invariant.ops.norm import npu as norm
 from vllm_batch_invariant.ops.reduce import npu as reduce
@@ -110,12 +111,12 @@ def products() -> Iterator[ProductCase]:
             for out in {dtype, torch.float32}:
                 b = torch.empty(n, depth, dtype=dtype).t() if turned else torch.empty(depth, n, dtype=dtype)
                 function = linear.mm if out == dtype else linear.accumulate
-                tile = linear.tile_for(n)
+                reduction = LinearReduction.of_device("npu", n, depth, dtype)
                 yield ProductCase(
                     f"product of {_short(dtype)} to {_short(out)}, N={n} K={depth}{', weight' * turned}",
                     lambda function=function, b=b, depth=depth, dtype=dtype: function(_rows(depth, dtype), b),
-                    None if depth % tile.depth else tile.depth,
-                    None if n % tile.columns else tile.columns,
+                    None if depth % reduction.k_step else reduction.k_step,
+                    None if n % reduction.block_n else reduction.block_n,
                 )
 
 

@@ -87,14 +87,14 @@ def biased_kernel(
         tl.store(out + rows * n + columns[None, :], acc.to(out.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["count", "length"], do_not_specialize_on_alignment=["rows", "sums"])
-def late_blocks_first_kernel(rows, sums, count, length, block: tl.constexpr):
+@triton.jit(do_not_specialize=["num_rows", "length"], do_not_specialize_on_alignment=["x_ptr", "sums_ptr"])
+def late_blocks_first_kernel(x_ptr, sums_ptr, num_rows, length, block: tl.constexpr):
     """Row sums that begin with the row's last block."""
-    for row in range(tl.program_id(0), count, tl.num_programs(0)):
-        first = rows + tl.cast(row, tl.int64) * length
+    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        row_ptr = x_ptr + tl.cast(row, tl.int64) * length
         acc = tl.zeros((block,), tl.float32)
-        blocks = tl.cdiv(length, block)
-        for index in range(blocks):
-            places = (blocks - 1 - index) * block + tl.arange(0, block)
-            acc += tl.load(first + places, mask=places < length, other=0.0).to(tl.float32)
-        tl.store(sums + row, tl.sum(acc).to(sums.dtype.element_ty))
+        num_blocks = tl.cdiv(length, block)
+        for index in range(num_blocks):
+            offs = (num_blocks - 1 - index) * block + tl.arange(0, block)
+            acc += tl.load(row_ptr + offs, mask=offs < length, other=0.0).to(tl.float32)
+        tl.store(sums_ptr + row, tl.sum(acc).to(sums_ptr.dtype.element_ty))

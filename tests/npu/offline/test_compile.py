@@ -1,14 +1,12 @@
 """Every kernel compiles for an Ascend NPU, up to the last step before its binary, and has the shape that was meant."""
 
 import pytest
+import torch
 
 from tests.npu.offline.cases import COLUMNS, LENGTHS, PRODUCT_CASES, ROW_CASES
 from tests.npu.offline.compiler import check_product, check_rows
-from vllm_batch_invariant.ops.common import npu_rows
+from vllm_batch_invariant.ops.common import row_reduction
 from vllm_batch_invariant.ops.linear import npu as linear
-from vllm_batch_invariant.ops.norm import npu as norm
-from vllm_batch_invariant.ops.reduce import npu as reduce
-from vllm_batch_invariant.ops.softmax import npu as softmax
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +35,17 @@ def test_a_product_fits_and_is_one_static_step_on_the_cube_cores(case, launched)
 
 
 def test_the_cases_have_every_block_and_every_tile(launched):
+    blocks, largest_of = row_reduction._NPU_BLOCKS, row_reduction._NPU_LARGEST_BLOCKS
     largest = {
-        "_sum_kernel": {reduce.LARGEST_BLOCK},
-        "_softmax_kernel": {softmax.LARGEST_BLOCK},
-        "_softmax_backward_kernel": {softmax.LARGEST_BLOCK},
-        "_rms_norm_kernel": {norm.LARGEST_BLOCK, norm.LARGEST_BLOCK_WITH_RESIDUAL},
+        "_sum_kernel": {largest_of["sum"]},
+        "_softmax_kernel": {largest_of["softmax"]},
+        "_softmax_backward_kernel": {largest_of["softmax"]},
+        "_rms_norm_kernel": {largest_of["norm"], largest_of["norm with residual"]},
     }
     variants = {variant for found in launched.values() for variant in found}
-    for kernel, blocks in largest.items():
-        compiled = {dict(variant.constants)["block"] for variant in variants if variant.kernel == kernel}
-        assert compiled == {*npu_rows._BLOCKS, *blocks}
-    assert {npu_rows.layout_for(length, 8192).block for length in LENGTHS} == {*npu_rows._BLOCKS, 8192}
-    assert {linear.tile_for(n).columns for n in (1, 100, 5120, 20_000, 151_936)} == set(COLUMNS)
-    assert {variant.kernel for variant in variants} == {*largest, "_product_kernel", "_add_bias_kernel"}
+    for kernel, largest_blocks in largest.items():
+        compiled = {dict(variant.constants)["BLOCK"] for variant in variants if variant.kernel == kernel}
+        assert compiled == {*blocks, *largest_blocks}
+    assert {row_reduction.npu_block(length, "sum") for length in LENGTHS} == {*blocks, 8192}
+    assert {linear._reduction(n, 512, torch.bfloat16).block_n for n in (1, 100, 5120, 20_000, 151_936)} == set(COLUMNS)
+    assert {variant.kernel for variant in variants} == {*largest, "_gemm_kernel", "_add_bias_kernel"}

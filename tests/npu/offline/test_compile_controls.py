@@ -1,10 +1,14 @@
 """The checks of compiled kernels fail for kernels that they should fail for."""
 
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
 import pytest
 import torch
 
 from tests.npu.offline.compiler import check_product, check_rows
 from tests.npu.offline.controls import biased_kernel, masked_rows_kernel, strided_kernel
+from vllm_batch_invariant.ops.common.row_reduction import RowReduction
 from vllm_batch_invariant.ops.reduce import npu as reduce
 from vllm_batch_invariant.ops.softmax import npu as softmax
 
@@ -48,15 +52,26 @@ def test_a_tile_that_is_too_large_overflows(hivm):
         check_product(hivm(), 256, 64, 256)
 
 
+def double_block(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> None:
+    """Have a launcher find a reduction with twice the block."""
+    of_device = getattr(module, name).of_device
+
+    def doubled(*args: object) -> RowReduction:
+        reduction = of_device(*args)
+        return replace(reduction, block=2 * reduction.block)
+
+    monkeypatch.setattr(module, name, SimpleNamespace(of_device=doubled))
+
+
 def test_a_block_that_is_too_large_for_a_softmax_overflows(hivm, monkeypatch):
-    monkeypatch.setattr(softmax, "LARGEST_BLOCK", 2 * softmax.LARGEST_BLOCK)
+    double_block(monkeypatch, softmax, "SoftmaxReduction")
     softmax.softmax(torch.empty(2, 20_000), -1)
     with pytest.raises(AssertionError, match="ub overflow"):
         check_rows(hivm())
 
 
 def test_a_block_that_leaves_no_room_for_the_next_one_is_seen(hivm, monkeypatch):
-    monkeypatch.setattr(reduce, "LARGEST_BLOCK", 2 * reduce.LARGEST_BLOCK)
+    double_block(monkeypatch, reduce, "SumReduction")
     reduce.sum(torch.empty(2, 20_000), -1)
     with pytest.raises(AssertionError, match="only after a retry"):
         check_rows(hivm())

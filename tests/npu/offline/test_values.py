@@ -5,6 +5,8 @@ and that nothing in a row's result follows the other rows, their number or its p
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,12 +17,14 @@ from tests.npu.offline import controls
 from tests.npu.offline.driver import CHIPS
 from tests.npu.offline.interpreter import interpreted
 from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops.linear import LinearReduction
 from vllm_batch_invariant.ops.linear import npu as linear
 from vllm_batch_invariant.ops.linear import reference as exact_linear
 from vllm_batch_invariant.ops.norm import npu as norm
 from vllm_batch_invariant.ops.norm import reference as exact_norm
 from vllm_batch_invariant.ops.reduce import npu as reduce
 from vllm_batch_invariant.ops.reduce import reference as exact_reduce
+from vllm_batch_invariant.ops.reduce.reduction import SumReduction
 from vllm_batch_invariant.ops.softmax import npu as softmax
 from vllm_batch_invariant.ops.softmax import reference as exact_softmax
 
@@ -241,29 +245,34 @@ def in_order(x: torch.Tensor, block: int, order: Callable[[range], object]) -> t
     return torch.from_numpy(np.stack([np.sum(lanes) for lanes in acc]))
 
 
+def block_of_sums(x: torch.Tensor) -> int:
+    return SumReduction.of_device("npu", x.shape[1], x.dtype).block
+
+
 def test_blocks_are_added_upwards():
     x = draw(ROWS, 60_000)
-    assert_same_bits(reduce.sum(x, -1), in_order(x, reduce.LARGEST_BLOCK, iter))
-    assert not torch.equal(reduce.sum(x, -1), in_order(x, reduce.LARGEST_BLOCK, reversed))
+    assert_same_bits(reduce.sum(x, -1), in_order(x, block_of_sums(x), iter))
+    assert not torch.equal(reduce.sum(x, -1), in_order(x, block_of_sums(x), reversed))
 
 
 def test_a_sum_in_a_wrong_order_is_seen(device):
     def sums(x):
         out = torch.empty(len(x))
-        controls.late_blocks_first_kernel[(4,)](x, out, len(x), x.shape[1], block=reduce.LARGEST_BLOCK)
+        controls.late_blocks_first_kernel[(4,)](x, out, len(x), x.shape[1], block=block_of_sums(x))
         return out
 
     x = draw(ROWS, 60_000)
     assert_near(sums(x), exact_reduce.sum(x, -1))
     with pytest.raises(AssertionError, match="elements differ"):
-        assert_same_bits(sums(x), in_order(x, reduce.LARGEST_BLOCK, iter))
+        assert_same_bits(sums(x), in_order(x, block_of_sums(x), iter))
 
 
 def test_a_block_that_follows_the_number_of_rows_is_seen(monkeypatch):
     def sums(x):
-        layout = reduce.layout_for(512 if len(x) < 16 else x.shape[1], reduce.LARGEST_BLOCK)
+        reduction = SumReduction.of_device("npu", x.shape[1], x.dtype)
+        reduction = replace(reduction, block=512 if len(x) < 16 else reduction.block)
         with monkeypatch.context() as patch:
-            patch.setattr(reduce, "layout_for", lambda length, largest: layout)
+            patch.setattr(reduce, "SumReduction", SimpleNamespace(of_device=lambda *_: reduction))
             return reduce.sum(x, -1)
 
     with pytest.raises(AssertionError, match="elements differ"):
@@ -272,9 +281,9 @@ def test_a_block_that_follows_the_number_of_rows_is_seen(monkeypatch):
 
 def test_a_tile_that_follows_the_number_of_rows_is_seen(monkeypatch):
     def product(x):
-        tile = linear.Tile(128, 128, 32 if len(x) < 64 else 128)
+        other = replace(LinearReduction.of_device("npu", 100, 1000, x.dtype), k_step=32 if len(x) < 64 else 128)
         with monkeypatch.context() as patch:
-            patch.setattr(linear, "tile_for", lambda columns: tile)
+            patch.setattr(linear, "_reduction", lambda *_: other)
             return linear.mm(x, weight.t())
 
     weight = draw(100, 1000)

@@ -1,12 +1,14 @@
 """One binary serves every batch, and no grid is larger than the cores that the device reports."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 import triton
 
 from tests.npu.offline.driver import CHIPS
+from vllm_batch_invariant.ops.linear import LinearReduction
 from vllm_batch_invariant.ops.linear import npu as linear
 from vllm_batch_invariant.ops.norm import npu as norm
 from vllm_batch_invariant.ops.reduce import npu as reduce
@@ -63,9 +65,9 @@ def test_a_grid_is_as_large_as_the_cores_and_the_work_allow(name, chip, device):
         device.launches.clear()
         CALLS[name][1](x)
         for launch in device.launches:
-            cores = chip.cube if launch.variant.kernel == "_product_kernel" else chip.vector
+            cores = chip.cube if launch.variant.kernel == "_gemm_kernel" else chip.vector
             work = len(x) * 3 if "axis" in name else len(x)
-            if launch.variant.kernel == "_product_kernel" and "entries" not in name:
+            if launch.variant.kernel == "_gemm_kernel" and "entries" not in name:
                 work = triton.cdiv(len(x), 128)
             assert launch.grid == (min(work, cores), 1, 1)
 
@@ -91,22 +93,23 @@ def count_variants(call: Callable[[torch.Tensor], object], device) -> int:
 
 
 def test_a_kernel_that_specialises_its_counts_is_seen(device, monkeypatch):
-    pointers = ["rows", "sums"]
+    pointers = ["x_ptr", "sums_ptr"]
     careless = triton.jit(do_not_specialize_on_alignment=pointers)(reduce._sum_kernel.fn)
     monkeypatch.setattr(reduce, "_sum_kernel", careless)
     assert count_variants(CALLS["mean"][1], device) == 3
 
 
 def test_a_kernel_that_specialises_its_pointers_is_seen(device, monkeypatch):
-    careless = triton.jit(do_not_specialize=["items", "length", "chunks", "divisor"])(reduce._sum_kernel.fn)
+    careless = triton.jit(do_not_specialize=["num_items", "length", "num_chunks", "divisor"])(reduce._sum_kernel.fn)
     monkeypatch.setattr(reduce, "_sum_kernel", careless)
     assert count_variants(CALLS["mean"][1], device) == 2
 
 
 def test_a_tile_that_follows_the_number_of_rows_is_seen(device, monkeypatch):
     def call(x):
-        tile = linear.Tile(16 if len(x) <= 16 else 128, 128, 128)
-        monkeypatch.setattr(linear, "tile_for", lambda columns: tile)
+        reduction = LinearReduction.of_device("npu", SIDE, SIDE, torch.bfloat16)
+        other = replace(reduction, block_m=16 if len(x) <= 16 else 128)
+        monkeypatch.setattr(linear, "_reduction", lambda *_: other)
         return linear.mm(x, WEIGHT)
 
     assert count_variants(call, device) == 2

@@ -11,10 +11,10 @@ import torch
 
 from tests.assertions import assert_same_bits
 from tests.ops.attention.cases import Chunk, Heads, Request, exact, paged
-from vllm_batch_invariant.ops import attention
 from vllm_batch_invariant.ops.attention import AttentionReduction, certificate, paged_attention
 from vllm_batch_invariant.ops.attention.params import PagedAttention
 from vllm_batch_invariant.ops.attention.plan import AttentionShape, Kernels, Plan, Planner
+from vllm_batch_invariant.ops.devices import DEVICES
 
 HEADS = Heads(2, 1, 64, torch.float16)
 """In bf16 the interpreter multiplies wrongly."""
@@ -31,7 +31,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     for name in ("device", "device_of"):
         monkeypatch.setattr(torch.cuda, name, lambda device: nullcontext())
-    monkeypatch.setitem(attention.OF_DEVICE, "cpu", "triton")
+    monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], attention="triton"))
 
 
 def newest(length: int, count: int, seed: int = 1) -> Chunk:

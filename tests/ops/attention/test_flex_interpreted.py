@@ -4,6 +4,7 @@ uncompiled, which looks at no block mask, so that the blocks become a part of th
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from vllm_batch_invariant.ops.attention.flex import plan as flex_plan
 from vllm_batch_invariant.ops.attention.flex.kernels import FLEX_BLOCK_NUM_SPLITS
 from vllm_batch_invariant.ops.attention.flex.plan import FlexTile, KeyLayout, Planner
 from vllm_batch_invariant.ops.attention.plan import AttentionShape
+from vllm_batch_invariant.ops.devices import DEVICES
 
 HEADS = Heads(3, 1, 64)
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -52,7 +54,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU passes for a GPU that FlexAttention serves in small tiles."""
     for name in ("device", "device_of"):
         monkeypatch.setattr(torch.cuda, name, lambda device: nullcontext())
-    monkeypatch.setitem(attention.OF_DEVICE, "cpu", "flex_cuda")
+    monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], attention="flex_cuda"))
     monkeypatch.setattr(attention, "IMPLEMENTATIONS", (*attention.IMPLEMENTATIONS, "flex_cuda"))
     monkeypatch.setitem(attention._MODULES, "flex_cuda", ".flex.cuda")
     monkeypatch.setattr(flex_cuda, "flex_attention", attend_to_listed_tiles)

@@ -7,8 +7,8 @@ from pathlib import Path
 import numba
 import pytest
 
-from vllm_batch_invariant.ops.common import numba_compile
-from vllm_batch_invariant.ops.common.numba_compile import compiled
+from vllm_batch_invariant.ops.common import numba_rows
+from vllm_batch_invariant.ops.common.numba_rows import compiled
 
 
 def _twice(x):
@@ -44,11 +44,11 @@ def test_a_kernel_is_compiled_once(hits: Callable[[], int], log: pytest.LogCaptu
 def test_a_kernel_of_other_sources_is_not_taken(hits: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
     """numba itself looks only at the kernel's own file, not at those of the functions that are compiled into it."""
     assert [hits(), hits()] == [0, 1]
-    monkeypatch.setattr(numba_compile, "_sources", lambda: "after a change of another file")
+    monkeypatch.setattr(numba_rows, "_sources", lambda: "after a change of another file")
     assert [hits(), hits()] == [0, 1]
     monkeypatch.undo()
-    paths = sorted(Path(numba_compile.__file__).parents[1].rglob("*.py"))
-    assert {"lanes.py", "numba_math.py", "kernel.py"} <= {path.name for path in paths}
+    paths = sorted(Path(numba_rows.__file__).parents[1].rglob("*.py"))
+    assert {"cpu_simd.py", "numba_math.py", "cpu_kernel.py"} <= {path.name for path in paths}
 
 
 @pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
@@ -90,6 +90,6 @@ def test_without_a_folder_for_the_cache_a_kernel_is_compiled_all_the_same(
     def refuse(function: object) -> None:
         raise RuntimeError("cannot cache function: no locator available")
 
-    monkeypatch.setattr(numba_compile, "_Cache", refuse)
+    monkeypatch.setattr(numba_rows, "_Cache", refuse)
     assert [hits(), hits()] == [0, 0]
     assert {record.levelname for record in log.records} == {"INFO"}

@@ -1,4 +1,4 @@
-"""Operands of products on a GPU, and how to compute many of them at once."""
+"""Operands of GEMMs on a GPU, and how to compute many of them at once."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -6,7 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from vllm_batch_invariant.ops.linear import LinearReduction
 from vllm_batch_invariant.ops.linear.cancelling import cancelling
+from vllm_batch_invariant.ops.linear.schedule import NarrowTile, Tile
 
 HALVES = (torch.bfloat16, torch.float16)
 KINDS = ("random", "cancelling")
@@ -16,27 +18,37 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
     return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
 
 
-def operands(
-    kind: str, rows: int, columns: int, depth: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [rows, depth], weight [columns, depth] and bias [columns]: random ones, or such whose product is rounding error
-    and nothing else, with a bias of its size.
+def operands(kind: str, m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [M, K], weight [N, K] and bias [N]: random ones, or such whose product is rounding error and nothing else, with
+    a bias of its size.
     """
     if kind == "random":
         return (
-            draw(rows, depth, dtype=dtype),
-            draw(columns, depth, dtype=dtype, seed=1),
-            draw(columns, dtype=dtype, seed=2),
+            draw(m, k, dtype=dtype),
+            draw(n, k, dtype=dtype, seed=1),
+            draw(n, dtype=dtype, seed=2),
         )
-    x, weight = cancelling(rows, columns, depth, dtype, "cuda")
-    return x, weight, (draw(columns, seed=2) * 2**-24 * depth).to(dtype)
+    x, weight = cancelling(m, n, k, dtype, "cuda")
+    return x, weight, (draw(n, seed=2) * 2**-24 * k).to(dtype)
 
 
-def chain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def sequential_k(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ weight.T + bias`` by the kernel that every other way to compute it is compared with."""
-    from vllm_batch_invariant.ops.linear.triton_gemm import by_pointers
+    from vllm_batch_invariant.ops.linear.triton_gemm import mm_ptr
 
-    return by_pointers(x[None], weight.t()[None], bias, x.dtype)[0]
+    return mm_ptr(x, weight.t(), bias)
+
+
+def launch(
+    launcher: Callable[..., torch.Tensor],
+    tile: Tile | NarrowTile,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``a @ b + bias`` by a launcher of ``triton_gemm`` with this tile. a: [..., M, K], b: [..., K, N]."""
+    out = torch.empty(*a.shape[:-1], b.shape[-1], dtype=a.dtype, device=a.device)
+    return launcher(a, b, bias, out, LinearReduction.of_device("cuda", b.shape[-1], b.shape[-2], a.dtype), tile)
 
 
 def turned(matrix: torch.Tensor, turn: bool = True) -> torch.Tensor:

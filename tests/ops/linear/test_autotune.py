@@ -1,4 +1,4 @@
-"""Certificates of products: what they cover, how they are chosen, kept and used."""
+"""How GEMMs are tuned: what is verified, which schedule is chosen, and how it is kept and used."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from tests.fakes.cublaslt import chain
+from tests.fakes.cublaslt import sequential_k
 from vllm_batch_invariant import kept_file
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
@@ -23,10 +23,10 @@ from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, NarrowTile
 pytest.importorskip("triton")
 
 from vllm_batch_invariant.ops.linear import autotune, autotune_cache, cuda, triton_gemm
-from vllm_batch_invariant.ops.linear.autotune import LIMITS, Certifier, Entry, Inconsistent, limit_of
-from vllm_batch_invariant.ops.linear.problem import Signature, signature_of
+from vllm_batch_invariant.ops.linear.autotune import M_BUCKETS, Autotuner, Inconsistent, TunedSchedule, m_bucket
+from vllm_batch_invariant.ops.linear.problem import GemmProblem, problem_of
 
-SIGNATURE = Signature(40, 96, torch.bfloat16, bias=True, device=0)
+PROBLEM = GemmProblem(40, 96, torch.bfloat16, has_bias=True, device=0)
 ENVIRONMENT = {"gpu": "made up", "driver": "1.2", "triton": "3"}
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -36,64 +36,62 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def test_every_number_of_rows_has_one_range() -> None:
-    assert list(LIMITS) == sorted(set(LIMITS))
-    assert LIMITS[0] >= 1
-    assert LIMITS[-1] == 2**31
-    assert all(limit % 8 == 0 for limit in LIMITS), "so that operands with rows side by side stay aligned"
-    near = {min(limit + step, LIMITS[-1]) for limit in LIMITS for step in (-1, 0, 1)}
-    for rows in near | set(range(1, 5000)):
-        limit = limit_of(rows)
-        assert rows <= limit
-        assert all(other >= limit for other in LIMITS if other >= rows)
+    assert list(M_BUCKETS) == sorted(set(M_BUCKETS))
+    assert M_BUCKETS[0] >= 1
+    assert M_BUCKETS[-1] == 2**31
+    assert all(bucket % 8 == 0 for bucket in M_BUCKETS), "so that operands with rows side by side stay aligned"
+    near = {min(bucket + step, M_BUCKETS[-1]) for bucket in M_BUCKETS for step in (-1, 0, 1)}
+    for m in near | set(range(1, 5000)):
+        bucket = m_bucket(m)
+        assert m <= bucket
+        assert all(other >= bucket for other in M_BUCKETS if other >= m)
 
 
-@pytest.mark.parametrize("a_by_rows", [True, False])
-def test_both_ends_the_middle_and_every_size_of_the_caller_are_checked(a_by_rows: bool) -> None:
-    certifier = object.__new__(Certifier)
-    certifier.signature, certifier.most = Signature(8, 16, torch.bfloat16, False, 0, a_by_rows), 2**31
+@pytest.mark.parametrize("a_k_major", [True, False])
+def test_both_ends_the_middle_and_every_size_of_the_caller_are_verified(a_k_major: bool) -> None:
+    autotuner = object.__new__(Autotuner)
+    autotuner.problem, autotuner.max_m = GemmProblem(8, 16, torch.bfloat16, False, 0, a_k_major), 2**31
     sizes = (1, 2, 4, *range(8, 513, 8), 1000, 5000)
     first = 1
-    for limit in LIMITS:
-        counts, plain = certifier.counts(limit, sizes), certifier.counts(limit, ())
-        assert list(counts) == sorted(set(counts))
-        assert all(first <= count <= limit for count in counts)
-        assert limit in plain
-        if a_by_rows:
-            assert {first, limit} <= set(plain)
-            assert {size for size in sizes if first <= size <= limit} <= set(counts)
-            assert any(count % 2 for count in plain), "an odd one"
+    for bucket in M_BUCKETS:
+        ms, plain = autotuner.ms_to_verify(bucket, sizes), autotuner.ms_to_verify(bucket, ())
+        assert list(ms) == sorted(set(ms))
+        assert all(first <= m <= bucket for m in ms)
+        assert bucket in plain
+        if a_k_major:
+            assert {first, bucket} <= set(plain)
+            assert {size for size in sizes if first <= size <= bucket} <= set(ms)
+            assert any(m % 2 for m in plain), "an odd one"
         else:
-            assert not any(count % 8 for count in counts)
-        first = limit + 1
-    certifier.most = 48
-    assert max(certifier.counts(48, sizes)) == 48
+            assert not any(m % 8 for m in ms)
+        first = bucket + 1
+    autotuner.max_m = 48
+    assert max(autotuner.ms_to_verify(48, sizes)) == 48
 
 
-def test_a_signature_has_a_name_of_its_own() -> None:
+def test_a_problem_has_a_name_of_its_own() -> None:
     kinds = product((40, 48), (96, 104), HALVES, (True, False), (0,), (True, False), (True, False))
-    names = [str(Signature(*kind)) for kind in kinds]
+    names = [str(GemmProblem(*kind)) for kind in kinds]
     assert len(set(names)) == len(names)
-    assert str(SIGNATURE) == "N=40 K=96 bfloat16 bias"
+    assert str(PROBLEM) == "N=40 K=96 bfloat16 bias"
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_a_signature_tells_layouts_apart_and_leaves_the_rest_to_triton(
-    dtype: torch.dtype, cublaslt: ModuleType
-) -> None:
+def test_a_problem_tells_layouts_apart_and_leaves_the_rest_to_triton(dtype: torch.dtype, cublaslt: ModuleType) -> None:
     a, weight, bias = draw(64, 96, dtype=dtype), draw(40, 96, dtype=dtype), draw(40, dtype=dtype)
-    by_columns, other_weight = a.t().contiguous().t(), weight.t().contiguous().t()
+    m_major, other_weight = a.t().contiguous().t(), weight.t().contiguous().t()
 
     def kind(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
-        found = signature_of(a, b, bias)
+        found = problem_of(a, b, bias)
         return found and str(found)
 
     name = f"N=40 K=96 {str(dtype).removeprefix('torch.')}"
     assert kind(a, weight.t()) == name
     assert kind(a[:1], weight.t()) == kind(a[3:4], weight.t()) == kind(a[::2], weight.t()) == name
     assert kind(a, weight.t(), bias) == f"{name} bias"
-    assert kind(by_columns, weight.t()) == kind(by_columns[:16], weight.t()) == f"{name} TT"
+    assert kind(m_major, weight.t()) == kind(m_major[:16], weight.t()) == f"{name} TT"
     assert kind(a, other_weight.t()) == f"{name} NN"
-    assert kind(by_columns, other_weight.t()) == f"{name} TN"
+    assert kind(m_major, other_weight.t()) == f"{name} TN"
     for reason, operands in {
         "no rows": (a[:0], weight.t()),
         "no K": (a[:, :0], weight[:, :0].t()),
@@ -112,27 +110,27 @@ def test_a_signature_tells_layouts_apart_and_leaves_the_rest_to_triton(
         assert kind(*operands) is None, reason
 
 
-class Chosen(Certifier):
+class Chosen(Autotuner):
     """On the CPU, with algorithms that are named and give what they are told to."""
 
     def __post_init__(self) -> None:
-        s = self.signature
-        self.a, weight = cancelling(self.most, s.columns, s.depth, s.dtype, "cpu")
+        p = self.problem
+        self.a, weight = cancelling(self.max_m, p.n, p.k, p.dtype, "cpu")
         self.b, self.bias = weight.t(), None
-        self.chain = chain(self.a, self.b)
+        self.expected = sequential_k(self.a, self.b)
 
-    def by(
+    def runner(
         self, algorithm: SimpleNamespace | NarrowTile, workspace: torch.Tensor | None = None
     ) -> Callable[..., torch.Tensor]:
         if isinstance(algorithm, NarrowTile):
-            return super().by(algorithm)
+            return super().runner(algorithm)
         return lambda a, b=self.b, out=None: algorithm.multiply(a, b)
 
     def _copies(self) -> int:
         return 2
 
 
-def one(about: str, multiply: Callable[..., torch.Tensor] = chain) -> SimpleNamespace:
+def one(about: str, multiply: Callable[..., torch.Tensor] = sequential_k) -> SimpleNamespace:
     """An algorithm; SimpleNamespace has no hash of its own."""
 
     class Named(SimpleNamespace):
@@ -142,75 +140,75 @@ def one(about: str, multiply: Callable[..., torch.Tensor] = chain) -> SimpleName
 
 
 def off_by_one(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    out = chain(a, b)
+    out = sequential_k(a, b)
     out.view(torch.int16)[-1, -1] += 1
     return out
 
 
 def split(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return chain(a, b, parts=2)
+    return sequential_k(a, b, splits=2)
 
 
 def split_for_few_rows(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return chain(a, b, parts=2 if len(a) == 9 else 1)
+    return sequential_k(a, b, splits=2 if len(a) == 9 else 1)
 
 
 @pytest.fixture
-def certifier(cublaslt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Chosen]:
+def autotuner(cublaslt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Chosen]:
     """Builds one whose heuristic names these algorithms."""
-    monkeypatch.setattr(triton_gemm, "mm", lambda a, b, bias, out=None: chain(a, b, bias))
+    monkeypatch.setattr(triton_gemm, "mm", lambda a, b, bias, out=None: sequential_k(a, b, bias))
     monkeypatch.setattr(autotune, "gpu", schedule.gpu)
     monkeypatch.setattr(autotune, "narrow_tiles", lambda *_: ())
     monkeypatch.setattr(autotune, "_uncompiled", set())
 
     def build(*algorithms: SimpleNamespace) -> Chosen:
-        return Chosen(SIGNATURE, SimpleNamespace(algorithms=lambda rows, most: list(algorithms)), 24)
+        return Chosen(PROBLEM, SimpleNamespace(algorithms=lambda m, most: list(algorithms)), 24)
 
     return build
 
 
 @pytest.mark.parametrize("wrong", [off_by_one, split, split_for_few_rows])
-def test_what_differs_in_one_bit_at_one_number_of_rows_is_refused_and_named(wrong, certifier, log) -> None:
-    entry = certifier(one("wrong", wrong), one("right"), one("another")).certify(16, (), None)
-    assert entry.algorithm.about == "right"
-    assert entry.refused == ("wrong",)
-    assert entry.checked == (9, 13, 16)
+def test_what_differs_in_one_bit_at_one_number_of_rows_is_refused_and_named(wrong, autotuner, log) -> None:
+    tuned = autotuner(one("wrong", wrong), one("right"), one("another")).tune(16, (), None)
+    assert tuned.algorithm.about == "right"
+    assert tuned.refused == ("wrong",)
+    assert tuned.checked == (9, 13, 16)
     assert "wrong is not used for N=40 K=96 bfloat16 bias, up to 16 rows" in log.text
     assert "right" not in log.text
-    alone = certifier(one("wrong", wrong)).certify(16, (), None)
+    alone = autotuner(one("wrong", wrong)).tune(16, (), None)
     assert alone.algorithm is None
     assert alone.refused == ("wrong",)
 
 
-def test_a_difference_at_a_size_of_the_caller_is_seen(certifier) -> None:
-    made = certifier(one("wrong", lambda a, b: chain(a, b, parts=1 + (len(a) == 11))))
-    assert made.certify(16, (), None).refused == ()
-    assert made.certify(16, (3, 11, 40), None).refused == ("wrong",)
+def test_a_difference_at_a_size_of_the_caller_is_seen(autotuner) -> None:
+    made = autotuner(one("wrong", lambda a, b: sequential_k(a, b, splits=1 + (len(a) == 11))))
+    assert made.tune(16, (), None).refused == ()
+    assert made.tune(16, (3, 11, 40), None).refused == ("wrong",)
 
 
-def test_what_the_library_refuses_to_run_is_not_used(certifier, cublaslt: ModuleType) -> None:
+def test_what_the_library_refuses_to_run_is_not_used(autotuner, cublaslt: ModuleType) -> None:
     def refuse(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if len(a) == 13:
             raise cublaslt.Error
-        return chain(a, b)
+        return sequential_k(a, b)
 
-    entry = certifier(one("picky", refuse), one("right")).certify(16, (), None)
-    assert entry.algorithm.about == "right"
-    assert entry.refused == ("picky",)
-
-
-def test_without_algorithms_or_without_the_library_triton_serves(certifier) -> None:
-    assert certifier().certify(16, (), None) == Entry(None, (9, 13, 16), (), {})
-    without = certifier()
-    without.products = None
-    assert without.certify(16, (), None) == Entry(None, (9, 13, 16), (), {})
+    tuned = autotuner(one("picky", refuse), one("right")).tune(16, (), None)
+    assert tuned.algorithm.about == "right"
+    assert tuned.refused == ("picky",)
 
 
-def test_a_chain_that_follows_the_number_of_rows_is_an_error(certifier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_algorithms_or_without_the_library_triton_serves(autotuner) -> None:
+    assert autotuner().tune(16, (), None) == TunedSchedule(None, (9, 13, 16), (), {})
+    without = autotuner()
+    without.matmul = None
+    assert without.tune(16, (), None) == TunedSchedule(None, (9, 13, 16), (), {})
+
+
+def test_a_reference_that_follows_the_number_of_rows_is_an_error(autotuner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_gemm, "mm", lambda a, b, bias: split_for_few_rows(a, b))
     with pytest.raises(Inconsistent, match=r"N=40 K=96 bfloat16 bias has other bits at one of \(9, 13, 16\) rows"):
-        certifier(one("right")).certify(16, (), None)
-    certifier(one("right")).certify(24, (), None)
+        autotuner(one("right")).tune(16, (), None)
+    autotuner(one("right")).tune(24, (), None)
 
 
 class Clock:
@@ -236,22 +234,22 @@ class Clock:
         ((9, 4, 5, 5), "a", {"cublaslt": 4, "triton": 9}),
     ],
 )
-def test_the_fastest_schedule_is_chosen_and_triton_only_for_a_gain(times, expected, known, certifier) -> None:
-    entry = certifier(one("a"), one("b"), one("c")).certify(16, (), Clock(*times))
-    assert (entry.algorithm and entry.algorithm.about) == expected
-    assert entry.microseconds == known
-    assert entry.refused == ()
+def test_the_fastest_schedule_is_chosen_and_triton_only_for_a_gain(times, expected, known, autotuner) -> None:
+    tuned = autotuner(one("a"), one("b"), one("c")).tune(16, (), Clock(*times))
+    assert (tuned.algorithm and tuned.algorithm.about) == expected
+    assert tuned.microseconds == known
+    assert tuned.refused == ()
 
 
-def test_the_fastest_schedule_is_not_chosen_for_its_speed_alone(certifier) -> None:
+def test_the_fastest_schedule_is_not_chosen_for_its_speed_alone(autotuner) -> None:
     algorithms = one("a"), one("wrong", off_by_one), one("c")
-    entry = certifier(*algorithms).certify(16, (), Clock(9, 8, 1, 7))
-    assert entry.algorithm.about == "c"
-    assert entry.refused == ("wrong",)
-    assert entry.microseconds == {"cublaslt": 7, "triton": 9}
-    entry = certifier(*algorithms).certify(16, (), Clock(6, 8, 1, 7))
-    assert entry.algorithm is None
-    assert entry.refused == ("wrong",)
+    tuned = autotuner(*algorithms).tune(16, (), Clock(9, 8, 1, 7))
+    assert tuned.algorithm.about == "c"
+    assert tuned.refused == ("wrong",)
+    assert tuned.microseconds == {"cublaslt": 7, "triton": 9}
+    tuned = autotuner(*algorithms).tune(16, (), Clock(6, 8, 1, 7))
+    assert tuned.algorithm is None
+    assert tuned.refused == ("wrong",)
 
 
 @pytest.fixture
@@ -261,12 +259,12 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., torch.Ten
     def build(multiply: Callable[..., torch.Tensor]) -> list[NarrowTile]:
         run = []
 
-        def by_narrow_tile(a, b, bias, tile, out=None) -> torch.Tensor:
+        def gemm_sm90_swap_ab(a, b, bias, out, reduction, tile) -> torch.Tensor:
             run.append(tile)
             return multiply(a, b)
 
         monkeypatch.setattr(autotune, "narrow_tiles", lambda *_: NARROW_TILES[:2])
-        monkeypatch.setattr(triton_gemm, "by_narrow_tile", by_narrow_tile)
+        monkeypatch.setattr(triton_gemm, "gemm_sm90_swap_ab", gemm_sm90_swap_ab)
         return run
 
     return build
@@ -281,66 +279,66 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., torch.Ten
         ((3, 5, 6, 4), "Triton"),
     ],
 )
-def test_a_narrow_tile_is_chosen_where_it_gains(times, served_by, certifier, narrow) -> None:
-    narrow(chain)
-    entry = certifier(one("a")).certify(16, (), Clock(*times))
-    assert entry.served_by == served_by
-    assert entry.microseconds == {"triton": times[0], "cublaslt": times[1], "gluon": min(times[2:])}
+def test_a_narrow_tile_is_chosen_where_it_gains(times, served_by, autotuner, narrow) -> None:
+    narrow(sequential_k)
+    tuned = autotuner(one("a")).tune(16, (), Clock(*times))
+    assert tuned.served_by == served_by
+    assert tuned.microseconds == {"triton": times[0], "cublaslt": times[1], "gluon": min(times[2:])}
     fastest = NARROW_TILES[0] if times[2] < times[3] else NARROW_TILES[1]
-    assert entry.tile == (fastest if served_by == "Gluon" else None)
-    assert (entry.algorithm is not None) == (served_by == "cuBLASLt")
+    assert tuned.tile == (fastest if served_by == "Gluon" else None)
+    assert (tuned.algorithm is not None) == (served_by == "cuBLASLt")
 
 
 @pytest.mark.parametrize("wrong", [off_by_one, split, split_for_few_rows])
-def test_a_narrow_tile_with_other_bits_is_refused_and_named(wrong, certifier, narrow, log) -> None:
+def test_a_narrow_tile_with_other_bits_is_refused_and_named(wrong, autotuner, narrow, log) -> None:
     narrow(wrong)
-    entry = certifier(one("a")).certify(16, (), Clock(9, 8, 1, 2))
-    assert (entry.algorithm.about, entry.tile) == ("a", None)
-    assert entry.refused == ("narrow tile 16x16", "narrow tile 16x32")
-    assert entry.microseconds == {"triton": 9, "cublaslt": 8}
+    tuned = autotuner(one("a")).tune(16, (), Clock(9, 8, 1, 2))
+    assert (tuned.algorithm.about, tuned.tile) == ("a", None)
+    assert tuned.refused == ("narrow tile 16x16", "narrow tile 16x32")
+    assert tuned.microseconds == {"triton": 9, "cublaslt": 8}
     assert "Gluon's narrow tile 16x32 is not used for N=40 K=96 bfloat16 bias, up to 16 rows" in log.text
 
 
-def test_a_narrow_tile_that_cannot_be_compiled_is_left_out_and_named_once(certifier, narrow, log) -> None:
+def test_a_narrow_tile_that_cannot_be_compiled_is_left_out_and_named_once(autotuner, narrow, log) -> None:
     def fail(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         raise ImportError("no such instruction\nand much more")
 
     run = narrow(fail)
     for _ in range(2):
-        entry = certifier(one("a")).certify(16, (), Clock(9, 8))
-        assert entry.algorithm.about == "a"
-        assert entry.refused == ()
+        tuned = autotuner(one("a")).tune(16, (), Clock(9, 8))
+        assert tuned.algorithm.about == "a"
+        assert tuned.refused == ()
     assert run == list(NARROW_TILES[:2])
     assert log.text.count("narrow tile 16x32 is left out") == 1
     assert "first for N=40 K=96 bfloat16 bias: ImportError: no such instruction" in log.text
     assert "and much more" not in log.text
 
 
-def test_a_failure_of_the_library_that_is_not_its_own_is_not_hidden(certifier) -> None:
+def test_a_failure_of_the_library_that_is_not_its_own_is_not_hidden(autotuner) -> None:
     def fail(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
-        certifier(one("a", fail)).certify(16, (), Clock(9, 8))
+        autotuner(one("a", fail)).tune(16, (), Clock(9, 8))
 
 
-@pytest.mark.parametrize(("a_by_rows", "b_by_columns"), [(False, True), (True, False)])
-def test_no_narrow_tile_is_run_untimed_or_without_k_inside(a_by_rows, b_by_columns, certifier, narrow) -> None:
-    run, made = narrow(chain), certifier(one("a"))
-    made.certify(16, (), None)
-    made.signature = Signature(40, 96, torch.bfloat16, True, 0, a_by_rows, b_by_columns)
-    made.certify(16, (), Clock(9, 8))
+@pytest.mark.parametrize(("a_k_major", "b_k_major"), [(False, True), (True, False)])
+def test_no_narrow_tile_is_run_untimed_or_without_k_inside(a_k_major, b_k_major, autotuner, narrow) -> None:
+    run, made = narrow(sequential_k), autotuner(one("a"))
+    made.tune(16, (), None)
+    made.problem = GemmProblem(40, 96, torch.bfloat16, True, 0, a_k_major, b_k_major)
+    made.tune(16, (), Clock(9, 8))
     assert not run
 
 
-def test_an_entry_is_the_same_after_json(cublaslt: ModuleType) -> None:
+def test_a_tuned_schedule_is_the_same_after_json(cublaslt: ModuleType) -> None:
     algorithm = cublaslt.Algorithm(bytes(range(64)), 1, "tile 64x64, cluster 1x1x1")
-    for entry in (
-        Entry(algorithm, (1, 5, 8), ("tile 8x8, cluster 2x1x1",), {"cublaslt": 3.25, "triton": 4.5}),
-        Entry(None, (9, 16), (), {}),
-        Entry(None, (9, 16), (), {"gluon": 2.5}, NARROW_TILES[0]),
+    for tuned in (
+        TunedSchedule(algorithm, (1, 5, 8), ("tile 8x8, cluster 2x1x1",), {"cublaslt": 3.25, "triton": 4.5}),
+        TunedSchedule(None, (9, 16), (), {}),
+        TunedSchedule(None, (9, 16), (), {"gluon": 2.5}, NARROW_TILES[0]),
     ):
-        assert Entry.from_json(json.loads(json.dumps(entry.to_json()))) == entry
+        assert TunedSchedule.from_json(json.loads(json.dumps(tuned.to_json()))) == tuned
 
 
 @pytest.fixture
@@ -386,7 +384,7 @@ def test_a_file_of_another_environment_under_the_same_name_is_not_read(cache: Pa
         b"\xff\xfe",
         b"{}",
         b"[]",
-        json.dumps({"environment": ENVIRONMENT, "products": {"one": {"8": {}}}}).encode(),
+        json.dumps({"environment": ENVIRONMENT, "gemms": {"one": {"8": {}}}}).encode(),
     ],
 )
 def test_a_broken_file_is_nothing_and_is_written_anew(
@@ -407,11 +405,11 @@ def test_a_broken_file_is_nothing_and_is_written_anew(
     [
         [],
         1,
-        {"products": {}},
+        {"gemms": {}},
         {"environment": ENVIRONMENT},
-        {"environment": ENVIRONMENT, "products": []},
-        {"environment": ENVIRONMENT, "products": {"one": []}},
-        {"environment": {}, "products": {}},
+        {"environment": ENVIRONMENT, "gemms": []},
+        {"environment": ENVIRONMENT, "gemms": {"one": []}},
+        {"environment": {}, "gemms": {}},
     ],
 )
 def test_a_whole_file_of_another_shape_is_set_aside(
@@ -425,46 +423,46 @@ def test_a_whole_file_of_another_shape_is_set_aside(
     assert autotune_cache.load(ENVIRONMENT) == {"one": {"8": {}}}
 
 
-ENTRY = {"algorithm": None, "checked": [1, 8], "refused": [], "microseconds": {"triton": 4.5}, "tile": None}
+TUNED = {"algorithm": None, "checked": [1, 8], "refused": [], "microseconds": {"triton": 4.5}, "tile": None}
 
 
 @pytest.mark.parametrize(
-    "entries",
+    "schedules",
     [
         {"8": []},
         {"8": None},
         {"8": "text"},
         {"8": {}},
-        {"9": ENTRY},
-        {"eight": ENTRY},
-        {"8": ENTRY | {"checked": 3}},
-        {"8": ENTRY | {"checked": ["1"]}},
-        {"8": ENTRY | {"checked": [True]}},
-        {"8": ENTRY | {"refused": [1]}},
-        {"8": ENTRY | {"microseconds": None}},
-        {"8": ENTRY | {"microseconds": {"triton": "fast"}}},
-        {"8": ENTRY | {"tile": {"rows": 1}}},
-        {"8": ENTRY | {"tile": {"rows": 16, "columns": 16, "warps": 4, "stages": 50}}},
-        {"8": ENTRY | {"algorithm": {"opaque": "00" * 63, "about": "tile"}}},
-        {"8": ENTRY | {"algorithm": {"opaque": "not hexadecimal", "about": "tile"}}},
-        {"8": ENTRY | {"algorithm": {"opaque": "00" * 64}}},
-        {"8": ENTRY | {"algorithm": "tile"}},
-        {"8": ENTRY | {"algorithm": {}}},
-        {"8": ENTRY | {"more": 1}},
+        {"9": TUNED},
+        {"eight": TUNED},
+        {"8": TUNED | {"checked": 3}},
+        {"8": TUNED | {"checked": ["1"]}},
+        {"8": TUNED | {"checked": [True]}},
+        {"8": TUNED | {"refused": [1]}},
+        {"8": TUNED | {"microseconds": None}},
+        {"8": TUNED | {"microseconds": {"triton": "fast"}}},
+        {"8": TUNED | {"tile": {"block_m": 1}}},
+        {"8": TUNED | {"tile": {"block_m": 16, "block_n": 16, "block_k": 256, "num_stages": 50}}},
+        {"8": TUNED | {"algorithm": {"opaque": "00" * 63, "about": "tile"}}},
+        {"8": TUNED | {"algorithm": {"opaque": "not hexadecimal", "about": "tile"}}},
+        {"8": TUNED | {"algorithm": {"opaque": "00" * 64}}},
+        {"8": TUNED | {"algorithm": "tile"}},
+        {"8": TUNED | {"algorithm": {}}},
+        {"8": TUNED | {"more": 1}},
     ],
 )
-def test_entries_that_cannot_be_read_are_set_aside_and_made_anew(
-    dispatch: SimpleNamespace, entries: dict, log: pytest.LogCaptureFixture
+def test_schedules_that_cannot_be_read_are_set_aside_and_made_anew(
+    dispatch: SimpleNamespace, schedules: dict, log: pytest.LogCaptureFixture
 ) -> None:
-    autotune_cache.save(dispatch.environment, {str(SIGNATURE): {"16": ENTRY} | entries})
+    autotune_cache.save(dispatch.environment, {str(PROBLEM): {"16": TUNED} | schedules})
     a, weight = draw(40, 96), draw(40, 96)
     dispatch.cuda.prepare(weight, 40, bias=True)
-    assert dispatch.certified, "as if there were no file"
+    assert dispatch.tuned, "as if there were no file"
     assert len([record for record in log.records if "was broken" in record.message]) == 1
-    assert_same_bits(dispatch.cuda.mm(a, weight.t(), draw(40)), chain(a, weight.t(), draw(40)))
+    assert_same_bits(dispatch.cuda.mm(a, weight.t(), draw(40)), sequential_k(a, weight.t(), draw(40)))
     _, known = dispatch.cuda.known(0)
-    assert set(known) == {str(SIGNATURE)}
-    assert 8 in known[str(SIGNATURE)]
+    assert set(known) == {str(PROBLEM)}
+    assert 8 in known[str(PROBLEM)]
 
 
 def test_a_folder_that_cannot_be_made_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -482,11 +480,11 @@ def test_a_user_without_a_home_is_served_all_the_same(monkeypatch: pytest.Monkey
     assert autotune_cache.load(ENVIRONMENT) == {}
 
 
-def test_without_nvmath_products_are_tritons_and_the_log_says_what_to_install(
+def test_without_nvmath_gemms_are_tritons_and_the_log_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cuda, "cublaslt", None)
-    assert not cuda._library.__wrapped__(torch.device("cuda", 0))
+    assert not cuda._uses_cublaslt.__wrapped__(torch.device("cuda", 0))
     [record] = log.records
     assert record.levelname == "WARNING"
     extra = "cuda"
@@ -503,92 +501,90 @@ def test_nothing_is_left_beside_what_is_kept(cache: Path) -> None:
     assert {path.suffix for path in cache.iterdir()} <= {".json", ".lock"}
 
 
-def test_a_product_is_certified_at_its_third_use_in_a_range(dispatch: SimpleNamespace) -> None:
+def test_a_gemm_is_tuned_at_its_third_use_in_a_range(dispatch: SimpleNamespace) -> None:
     a, weight, bias = draw(48, 96), draw(40, 96), draw(40)
-    for rows, certified in ((5, 0), (1, 0), (40, 0), (8, 1), (8, 1), (33, 1), (40, 2), (48, 2), (3, 2)):
-        assert_same_bits(
-            dispatch.cuda.mm(a[:rows], weight.t(), bias), chain(a[:rows], weight.t(), bias), f"{rows} rows"
-        )
-        assert len(dispatch.certified) == certified, f"after {rows} rows"
-    assert dispatch.certified == [((8,), (), 0.0), ((48,), (), 0.0)]
+    for m, tuned in ((5, 0), (1, 0), (40, 0), (8, 1), (8, 1), (33, 1), (40, 2), (48, 2), (3, 2)):
+        assert_same_bits(dispatch.cuda.mm(a[:m], weight.t(), bias), sequential_k(a[:m], weight.t(), bias), f"{m} rows")
+        assert len(dispatch.tuned) == tuned, f"after {m} rows"
+    assert dispatch.tuned == [((8,), (), 0.0), ((48,), (), 0.0)]
     assert dispatch.launched == [5, 1, 40, 33]
     assert dispatch.library.launches == [8, 8, 40, 48, 3]
 
 
-def test_kinds_of_products_are_counted_one_by_one(dispatch: SimpleNamespace) -> None:
+def test_problems_are_counted_one_by_one(dispatch: SimpleNamespace) -> None:
     a, weight, bias = draw(8, 96), draw(40, 96), draw(40)
     kinds = [(a, weight.t(), None), (a, weight.t(), bias), (a.t().contiguous().t(), weight.t(), None)]
     for use in (1, 2, 3):
         for kind in kinds:
-            assert_same_bits(dispatch.cuda.mm(*kind), chain(*kind))
-        assert len(dispatch.certified) == (3 if use == 3 else 0)
+            assert_same_bits(dispatch.cuda.mm(*kind), sequential_k(*kind))
+        assert len(dispatch.tuned) == (3 if use == 3 else 0)
 
 
-def test_a_capture_is_no_use_and_certifies_nothing(dispatch: SimpleNamespace, monkeypatch) -> None:
+def test_a_capture_is_no_use_and_tunes_nothing(dispatch: SimpleNamespace, monkeypatch) -> None:
     a, weight = draw(8, 96), draw(40, 96)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for _ in range(5):
-        assert_same_bits(dispatch.cuda.mm(a, weight.t()), chain(a, weight.t()))
-    assert (dispatch.certified, dispatch.library.launches) == ([], [])
+        assert_same_bits(dispatch.cuda.mm(a, weight.t()), sequential_k(a, weight.t()))
+    assert (dispatch.tuned, dispatch.library.launches) == ([], [])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for _ in range(3):
         dispatch.cuda.mm(a, weight.t())
-    assert len(dispatch.certified) == 1
+    assert len(dispatch.tuned) == 1
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     dispatch.cuda.mm(a, weight.t())
     assert len(dispatch.library.launches) == 2
 
 
-def test_preparing_certifies_the_ranges_that_are_missing(dispatch: SimpleNamespace) -> None:
+def test_preparing_tunes_the_ranges_that_are_missing(dispatch: SimpleNamespace) -> None:
     weight = draw(40, 96)
     dispatch.cuda.prepare(weight, 20, bias=True, sizes=(1, 2, 4))
     dispatch.cuda.prepare(weight, 24, bias=True)
     dispatch.cuda.prepare(weight, 40, bias=True, sizes=(33,))
     seconds = dispatch.cuda._TUNING_SECONDS
-    assert dispatch.certified == [((8, 16, 24), (1, 2, 4), seconds), ((32, 48), (33,), seconds)]
+    assert dispatch.tuned == [((8, 16, 24), (1, 2, 4), seconds), ((32, 48), (33,), seconds)]
     dispatch.cuda.mm(draw(41, 96), weight.t(), draw(40))
     assert not dispatch.launched
 
 
-def test_a_size_that_an_earlier_certificate_did_not_check_is_checked(dispatch: SimpleNamespace) -> None:
+def test_a_size_that_was_not_verified_before_is_verified(dispatch: SimpleNamespace) -> None:
     weight = draw(40, 96)
     dispatch.cuda.prepare(weight, 24)
     dispatch.cuda.prepare(weight, 24, sizes=(10, 12))
-    assert [(limits, sizes) for limits, sizes, _ in dispatch.certified[1:]] == [((16,), (10, 12))]
+    assert [(buckets, sizes) for buckets, sizes, _ in dispatch.tuned[1:]] == [((16,), (10, 12))]
 
 
 def test_a_new_process_reads_what_the_last_one_measured(dispatch: SimpleNamespace) -> None:
     weight, a, bias = draw(40, 96), draw(16, 96), draw(40)
     dispatch.cuda.prepare(weight, 16, bias=True)
-    before = dict(dispatch.cuda.entries(signature_of(a, weight.t(), bias)))
-    dispatch.cuda._certified.clear()
-    dispatch.cuda._plans.clear()
+    before = dict(dispatch.cuda.tuned_schedules(problem_of(a, weight.t(), bias)))
+    dispatch.cuda.dispatcher._tuned.clear()
+    dispatch.cuda.dispatcher._plans.clear()
     dispatch.cuda.prepare(weight, 16, bias=True)
-    assert dispatch.cuda.entries(signature_of(a, weight.t(), bias)) == before
+    assert dispatch.cuda.tuned_schedules(problem_of(a, weight.t(), bias)) == before
     assert dispatch.cuda.known(0) == (dispatch.environment, {"N=40 K=96 bfloat16 bias": before})
-    assert_same_bits(dispatch.cuda.mm(a, weight.t(), bias), chain(a, weight.t(), bias))
-    assert len(dispatch.certified) == 1
+    assert_same_bits(dispatch.cuda.mm(a, weight.t(), bias), sequential_k(a, weight.t(), bias))
+    assert len(dispatch.tuned) == 1
     assert dispatch.library.launches == [16]
 
 
 def test_a_changed_environment_measures_again(dispatch: SimpleNamespace) -> None:
     weight = draw(40, 96)
     dispatch.cuda.prepare(weight, 16)
-    dispatch.cuda._certified.clear()
+    dispatch.cuda.dispatcher._tuned.clear()
     dispatch.environment["driver"] = "another"
     dispatch.cuda.prepare(weight, 16)
-    assert len(dispatch.certified) == 2
+    assert len(dispatch.tuned) == 2
 
 
-def test_without_memory_to_certify_a_product_is_left_to_triton(dispatch: SimpleNamespace, monkeypatch, log) -> None:
+def test_without_memory_to_tune_a_gemm_is_left_to_triton(dispatch: SimpleNamespace, monkeypatch, log) -> None:
     def exhausted(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(autotune, "certify", exhausted)
+    monkeypatch.setattr(autotune, "tune", exhausted)
     a, weight = draw(8, 96), draw(40, 96)
     dispatch.cuda.prepare(weight, 16)
     for _ in range(5):
-        assert_same_bits(dispatch.cuda.mm(a, weight.t()), chain(a, weight.t()))
+        assert_same_bits(dispatch.cuda.mm(a, weight.t()), sequential_k(a, weight.t()))
     assert log.text.count("left to Triton: no memory") == 2
     assert not dispatch.library.launches
 
@@ -599,49 +595,49 @@ def test_rows_that_an_algorithm_does_not_take_are_left_to_triton(dispatch: Simpl
     matmul = dispatch.library.matmul
 
     def picky(*arguments: int) -> None:
-        if dispatch.library.alive[arguments[6]].width == 5:
+        if dispatch.library.alive[arguments[6]].columns == 5:
             raise dispatch.library.cuBLASLtError("not supported")
         matmul(*arguments)
 
     monkeypatch.setattr(dispatch.library, "matmul", picky)
-    for rows in range(1, 9):
-        assert_same_bits(dispatch.cuda.mm(a[:rows], weight.t()), chain(a[:rows], weight.t()))
+    for m in range(1, 9):
+        assert_same_bits(dispatch.cuda.mm(a[:m], weight.t()), sequential_k(a[:m], weight.t()))
     assert dispatch.launched == [5]
 
 
 def test_a_range_that_triton_won_stays_with_triton(dispatch: SimpleNamespace, monkeypatch) -> None:
-    monkeypatch.setattr(autotune, "certify", lambda *_: {8: Entry(None, (1, 8), ("a",), {})})
+    monkeypatch.setattr(autotune, "tune", lambda *_: {8: TunedSchedule(None, (1, 8), ("a",), {})})
     weight = draw(40, 96)
     dispatch.cuda.prepare(weight, 8)
-    for rows in (1, 8, 8, 8):
-        dispatch.cuda.mm(draw(rows, 96), weight.t())
+    for m in (1, 8, 8, 8):
+        dispatch.cuda.mm(draw(m, 96), weight.t())
     assert dispatch.launched == [1, 8, 8, 8]
 
 
 def test_a_range_that_a_narrow_tile_won_is_served_by_it(dispatch: SimpleNamespace, monkeypatch) -> None:
     served = []
 
-    def by_narrow_tile(a, b, bias, tile, out=None) -> torch.Tensor:
+    def gemm_sm90_swap_ab(a, b, bias, out, reduction, tile) -> torch.Tensor:
         served.append((len(a), tile))
-        return chain(a, b, bias)
+        return sequential_k(a, b, bias)
 
-    monkeypatch.setattr(triton_gemm, "by_narrow_tile", by_narrow_tile)
-    monkeypatch.setattr(autotune, "certify", lambda *_: {8: Entry(None, (1, 8), (), {}, NARROW_TILES[1])})
+    monkeypatch.setattr(triton_gemm, "gemm_sm90_swap_ab", gemm_sm90_swap_ab)
+    monkeypatch.setattr(autotune, "tune", lambda *_: {8: TunedSchedule(None, (1, 8), (), {}, NARROW_TILES[1])})
     a, weight, bias = draw(9, 96), draw(40, 96), draw(40)
     dispatch.cuda.prepare(weight, 8, bias=True)
-    dispatch.cuda._certified.clear()  # read from disk again
-    for rows in (1, 8, 9, 0):
-        out = dispatch.cuda.mm(a[:rows], weight.t(), bias)
-        assert_same_bits(out, chain(a[:rows], weight.t(), bias), f"{rows} rows")
+    dispatch.cuda.dispatcher._tuned.clear()  # read from disk again
+    for m in (1, 8, 9, 0):
+        out = dispatch.cuda.mm(a[:m], weight.t(), bias)
+        assert_same_bits(out, sequential_k(a[:m], weight.t(), bias), f"{m} rows")
     assert served == [(1, NARROW_TILES[1]), (8, NARROW_TILES[1])]
     assert dispatch.launched == [9, 0]
 
 
-def test_gluon_is_not_imported_with_the_products() -> None:
-    code = "import sys; from vllm_batch_invariant.ops.linear import certificate, cuda; print(*sys.modules)"
+def test_gluon_is_not_imported_with_the_dispatcher() -> None:
+    code = "import sys; from vllm_batch_invariant.ops.linear import autotune, cuda; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "vllm_batch_invariant.ops.linear.cuda" in found
-    assert not [name for name in found if name.startswith("triton.experimental") or "narrow_kernel" in name]
+    assert not [name for name in found if name.startswith("triton.experimental") or "sm90_kernel" in name]
 
 
 def forms(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:
@@ -649,8 +645,8 @@ def forms(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> dict[str, tup
     wider = torch.nn.functional.pad(a, (8, 8), value=torch.nan)
     return {
         "packed": (a, b, bias),
-        "a by columns": (a.t().contiguous().t(), b, bias),
-        "b by rows": (a, b.contiguous(), bias),
+        "a with M inside": (a.t().contiguous().t(), b, bias),
+        "b with N inside": (a, b.contiguous(), bias),
         "a among other columns": (wider[:, 8:-8], b, bias),
         "a misaligned": (torch.nn.functional.pad(a, (4, 4))[:, 4:-4], b, bias),
         "bias misaligned": (a, b, torch.cat([bias[:1], bias])[1:]),
@@ -666,9 +662,11 @@ def test_operands_that_look_alike_do_not_share_how_they_are_served(dispatch: Sim
     a, b, bias = draw(16, 96), draw(40, 96).t(), draw(40)
     for use in range(5):
         for name, form in forms(a, b, bias).items():
-            for rows in (16, 8, 1):
-                part = form[0][:rows]
-                assert_same_bits(dispatch.cuda.mm(part, *form[1:]), chain(part, *form[1:]), f"{name}, {rows}, {use}")
+            for m in (16, 8, 1):
+                part = form[0][:m]
+                assert_same_bits(
+                    dispatch.cuda.mm(part, *form[1:]), sequential_k(part, *form[1:]), f"{name}, {m}, {use}"
+                )
     assert dispatch.library.launches
 
 
@@ -677,32 +675,32 @@ def test_one_row_expanded_is_served_as_it_is(side: str, dispatch: SimpleNamespac
     a, b = draw(16, 96), draw(40, 96).t()
     a, b = (a[:1].expand(16, -1), b) if side == "a" else (a, b[:, :1].expand(-1, 40))
     for use in range(5):
-        assert_same_bits(dispatch.cuda.mm(a, b), chain(a, b), f"use {use}")
+        assert_same_bits(dispatch.cuda.mm(a, b), sequential_k(a, b), f"use {use}")
 
 
 def test_rows_that_overlap_are_served_as_they_are(dispatch: SimpleNamespace) -> None:
     a, b = draw(1, 256)[0].unfold(0, 96, 8), draw(40, 96).t()
     for use in range(5):
-        assert_same_bits(dispatch.cuda.mm(a, b), chain(a, b), f"use {use}")
+        assert_same_bits(dispatch.cuda.mm(a, b), sequential_k(a, b), f"use {use}")
 
 
 def test_the_setting_leaves_everything_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "cublaslt", SimpleNamespace(handle=lambda device: 1))
     for value, expected in (("triton", False), ("auto", True), ("", True)):
         monkeypatch.setenv("VLLM_BATCH_INVARIANT_LINEAR", value)
-        cuda._library.cache_clear()
-        assert cuda._library(torch.device("cpu")) is expected
+        cuda._uses_cublaslt.cache_clear()
+        assert cuda._uses_cublaslt(torch.device("cpu")) is expected
     monkeypatch.setattr(cuda, "cublaslt", None)
-    cuda._library.cache_clear()
-    assert cuda._library(torch.device("cpu")) is False
-    cuda._library.cache_clear()
+    cuda._uses_cublaslt.cache_clear()
+    assert cuda._uses_cublaslt(torch.device("cpu")) is False
+    cuda._uses_cublaslt.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
 def test_other_dtypes_are_refused_by_name(dtype: torch.dtype, dispatch: SimpleNamespace) -> None:
     weight = draw(40, 96).to(dtype)
-    with pytest.raises(NotCovered, match=f"a product in {dtype}"):
+    with pytest.raises(NotCovered, match=f"a matmul in {dtype}"):
         dispatch.cuda.prepare(weight, 8)
-    with pytest.raises(NotCovered, match=f"a product in {dtype}"):
-        triton_gemm.by_pointers(weight[None], weight.t()[None], None, dtype)
-    assert LinearReduction(40, 96, torch.float16).accumulate == torch.float32
+    with pytest.raises(NotCovered, match=f"a matmul in {dtype}"):
+        triton_gemm.bmm(weight[None], weight.t()[None])
+    assert LinearReduction.of_device("cuda", 40, 96, torch.float16).accumulate == torch.float32

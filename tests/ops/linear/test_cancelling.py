@@ -12,11 +12,11 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("depth", [2, 16, 17, 300, 4096])
-def test_the_exact_product_is_zero(depth: int, dtype: torch.dtype) -> None:
-    x, weight = cancelling(3, 5, depth, dtype, "cpu")
-    assert x.shape == (3, depth)
-    assert weight.shape == (5, depth)
+@pytest.mark.parametrize("k", [2, 16, 17, 300, 4096])
+def test_the_exact_product_is_zero(k: int, dtype: torch.dtype) -> None:
+    x, weight = cancelling(3, 5, k, dtype, "cpu")
+    assert x.shape == (3, k)
+    assert weight.shape == (5, k)
     for row in x.double():
         for column in weight.double():
             assert math.fsum((row * column).tolist()) == 0
@@ -47,10 +47,10 @@ def test_a_split_moves_nearly_all_elements_where_it_moves_few_of_a_random_produc
 
     def moved(x: torch.Tensor, weight: torch.Tensor) -> float:
         terms = (x.float()[:, None] * weight.float()).permute(2, 0, 1).contiguous()  # exact
-        split = sum(chain(part) for part in terms.tensor_split(parts))
-        return (split.bfloat16() != chain(terms).bfloat16()).double().mean().item()
+        split = sum(in_order(part) for part in terms.tensor_split(parts))
+        return (split.bfloat16() != in_order(terms).bfloat16()).double().mean().item()
 
-    def chain(terms: torch.Tensor) -> torch.Tensor:
+    def in_order(terms: torch.Tensor) -> torch.Tensor:
         total = torch.zeros_like(terms[0])
         for term in terms:
             total += term

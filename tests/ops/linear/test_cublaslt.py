@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from tests.fakes.cublaslt import chain
+from tests.fakes.cublaslt import sequential_k
 
 pytest.importorskip("triton")
 
-from vllm_batch_invariant.ops.linear.problem import signature_of
+from vllm_batch_invariant.ops.linear.problem import problem_of
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -21,10 +21,10 @@ def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def multiply(module: ModuleType, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    products = module.Products(signature_of(a, b, bias))
+    matmul = module.Matmul(problem_of(a, b, bias))
     out = torch.empty(len(a), b.shape[1], dtype=a.dtype)
-    [algorithm] = products.algorithms(len(a), 1)
-    products.run(algorithm, a, b, bias, out)
+    [algorithm] = matmul.algorithms(len(a), 1)
+    matmul.run(algorithm, a, b, bias, out)
     return out
 
 
@@ -33,28 +33,28 @@ def multiply(module: ModuleType, a: torch.Tensor, b: torch.Tensor, bias: torch.T
 def test_every_layout_is_described_as_it_is(dtype: torch.dtype, biased: bool, cublaslt: ModuleType) -> None:
     wide_a, wide_b, bias = draw(64, 96, dtype=dtype), draw(96, 48, dtype=dtype), draw(40, dtype=dtype)
     bias = bias if biased else None
-    for by_rows, by_columns in product((True, False), repeat=2):
-        a = wide_a if by_rows else wide_a.t().contiguous().t()
-        b = wide_b.t().contiguous().t() if by_columns else wide_b
-        for rows, depth in ((64, 96), (16, 80), (8, 16), (1, 96)):
-            part_a, part_b = a[:rows, :depth], b[:depth, :40]
-            assert_same_bits(multiply(cublaslt, part_a, part_b, bias), chain(part_a, part_b, bias), f"{rows} x {depth}")
+    for a_k_major, b_k_major in product((True, False), repeat=2):
+        a = wide_a if a_k_major else wide_a.t().contiguous().t()
+        b = wide_b.t().contiguous().t() if b_k_major else wide_b
+        for m, k in ((64, 96), (16, 80), (8, 16), (1, 96)):
+            part_a, part_b = a[:m, :k], b[:k, :40]
+            assert_same_bits(multiply(cublaslt, part_a, part_b, bias), sequential_k(part_a, part_b, bias), f"{m} x {k}")
 
 
 @pytest.mark.parametrize("workspace", [0, 1 << 20])
 def test_a_split_is_asked_for_only_with_a_workspace(workspace: int, cublaslt: ModuleType) -> None:
     a, b = draw(8, 96, dtype=torch.bfloat16), draw(40, 96, dtype=torch.bfloat16).t()
-    products = cublaslt.Products(signature_of(a, b, None))
-    found = products.algorithms(8, 4, workspace)
+    matmul = cublaslt.Matmul(problem_of(a, b, None))
+    found = matmul.algorithms(8, 4, workspace)
     assert [algorithm.split for algorithm in found] == ([1, 3] if workspace else [1])
     assert found[0].about == "tile 64x64, cluster 1x1x1"
     assert len(found[0].opaque) == 64
-    split = products.algorithms(8, 4, 1 << 20)[1]
+    split = matmul.algorithms(8, 4, 1 << 20)[1]
     out, room = torch.empty(8, 40, dtype=torch.bfloat16), torch.zeros(1 << 20, dtype=torch.uint8)
     with pytest.raises(cublaslt.Error):
-        products.run(split, a, b, None, out)
-    products.run(split, a, b, None, out, room)
-    assert_same_bits(out, chain(a, b, parts=3))
+        matmul.run(split, a, b, None, out)
+    matmul.run(split, a, b, None, out, room)
+    assert_same_bits(out, sequential_k(a, b, splits=3))
 
 
 def test_a_heuristic_that_names_a_split_unasked_is_not_followed(
@@ -68,7 +68,7 @@ def test_a_heuristic_that_names_a_split_unasked_is_not_followed(
 
     monkeypatch.setattr(cublaslt.lt, "matmul_algo_get_heuristic", careless)
     a, b = draw(8, 96, dtype=torch.bfloat16), draw(40, 96, dtype=torch.bfloat16).t()
-    assert [algorithm.split for algorithm in cublaslt.Products(signature_of(a, b, None)).algorithms(8, 4)] == [1]
+    assert [algorithm.split for algorithm in cublaslt.Matmul(problem_of(a, b, None)).algorithms(8, 4)] == [1]
 
 
 def test_no_number_of_rows_or_biases_meets_a_descriptor_that_was_destroyed(
@@ -79,12 +79,12 @@ def test_no_number_of_rows_or_biases_meets_a_descriptor_that_was_destroyed(
     for most in (3, 4, 5, 6):
         monkeypatch.setattr(cublaslt, "_MOST_DESCRIPTORS", most)
         before = len(cublaslt.lt.alive)
-        products = cublaslt.Products(signature_of(a, b, biases[0]))
-        for rows, bias in enumerate(biases, 1):
-            [algorithm] = products.algorithms(rows, 1)
-            out = torch.empty(rows, 40, dtype=torch.bfloat16)
-            products.run(algorithm, a[:rows], b, bias, out)
-            assert_same_bits(out, chain(a[:rows], b, bias), f"{rows} rows")
+        matmul = cublaslt.Matmul(problem_of(a, b, biases[0]))
+        for m, bias in enumerate(biases, 1):
+            [algorithm] = matmul.algorithms(m, 1)
+            out = torch.empty(m, 40, dtype=torch.bfloat16)
+            matmul.run(algorithm, a[:m], b, bias, out)
+            assert_same_bits(out, sequential_k(a[:m], b, bias), f"{m} rows")
         assert len(cublaslt.lt.alive) <= before + 2 * most, "what is thrown away is destroyed"
 
 
@@ -97,7 +97,7 @@ def test_a_problem_that_the_heuristic_does_not_know_has_no_algorithm(
     monkeypatch.setattr(cublaslt.lt, "matmul_algo_get_heuristic", unknown)
     a, b = draw(8, 96, dtype=torch.bfloat16), draw(40, 96, dtype=torch.bfloat16).t()
     before = len(cublaslt.lt.alive)
-    products = cublaslt.Products(signature_of(a, b, None))
-    assert products.algorithms(8, 4) == []
+    matmul = cublaslt.Matmul(problem_of(a, b, None))
+    assert matmul.algorithms(8, 4) == []
     layouts_and_operation = 4
     assert len(cublaslt.lt.alive) == before + layouts_and_operation, "the preference is destroyed"

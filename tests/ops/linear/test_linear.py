@@ -1,4 +1,4 @@
-"""Products: right, and with the same bits for a row whatever stands above, below or beside it."""
+"""GEMMs on a CPU: right, and with the same bits for a row whatever stands above, below or beside it."""
 
 from types import SimpleNamespace
 
@@ -11,27 +11,28 @@ from tests.assertions import DTYPES, ROW_COUNTS, assert_near, assert_same_bits
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops import linear as operation
 from vllm_batch_invariant.ops.dispatch import implementation
-from vllm_batch_invariant.ops.linear import bmm, cpu, linear, mm, reference
+from vllm_batch_invariant.ops.linear import LinearReduction, bmm, cpu, linear, mm, reference
 
 SHAPES = ((256, 768), (768, 256), (100, 300), (1, 512), (3, 77), (1024, 1024))
 """(N, K): wide, narrow, odd, a single column."""
+REDUCTION = LinearReduction.of_device("cpu", 100, 300, torch.float32)
 
 
-def operands(rows: int, columns: int, depth: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator().manual_seed(rows * 7919 + columns * 31 + depth)
-    x = torch.randn(rows, depth, generator=generator).to(dtype)
-    weight = torch.randn(columns, depth, generator=generator).to(dtype)
-    return x, weight, torch.randn(columns, generator=generator).to(dtype)
+def operands(m: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(m * 7919 + n * 31 + k)
+    x = torch.randn(m, k, generator=generator).to(dtype)
+    weight = torch.randn(n, k, generator=generator).to(dtype)
+    return x, weight, torch.randn(n, generator=generator).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("columns", "depth"), SHAPES)
-def test_a_row_has_the_same_bits_at_every_batch_size(columns: int, depth: int, dtype: torch.dtype) -> None:
-    x, weight, bias = operands(1000, columns, depth, dtype)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_a_row_has_the_same_bits_at_every_batch_size(n: int, k: int, dtype: torch.dtype) -> None:
+    x, weight, bias = operands(1000, n, k, dtype)
     whole = linear(x, weight, bias)
-    for rows in ROW_COUNTS:
-        assert_same_bits(linear(x[:rows], weight, bias), whole[:rows], f"{rows} rows")
-        assert_same_bits(linear(x[1000 - rows :], weight, bias), whole[1000 - rows :], f"last {rows} rows")
+    for m in ROW_COUNTS:
+        assert_same_bits(linear(x[:m], weight, bias), whole[:m], f"{m} rows")
+        assert_same_bits(linear(x[1000 - m :], weight, bias), whole[1000 - m :], f"last {m} rows")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -56,31 +57,29 @@ def test_the_number_of_threads_is_the_same_for_every_batch_size(count: int, thre
     threads(count)
     x, weight, _ = operands(300, 512, 768)
     whole = linear(x, weight)
-    for rows in (1, 2, 3, 16, 17, 33, 100, 299):
-        assert_same_bits(linear(x[:rows], weight), whole[:rows], f"{rows} rows, {count} threads")
+    for m in (1, 2, 3, 16, 17, 33, 100, 299):
+        assert_same_bits(linear(x[:m], weight), whole[:m], f"{m} rows, {count} threads")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("columns", "depth"), SHAPES)
-def test_products_are_near_the_float64_reference(columns: int, depth: int, dtype: torch.dtype) -> None:
-    x, weight, bias = operands(37, columns, depth, dtype)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_results_are_near_the_float64_reference(n: int, k: int, dtype: torch.dtype) -> None:
+    x, weight, bias = operands(37, n, k, dtype)
     assert_near(linear(x, weight, bias), reference.linear(x, weight, bias))
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 70), st.integers(0, 90), st.integers(0, 90), st.booleans(), st.booleans())
-def test_any_shape_and_layout_is_right_and_invariant(
-    rows: int, columns: int, depth: int, turned_a: bool, turned_b: bool
-) -> None:
-    generator = torch.Generator().manual_seed(rows + 100 * columns + 10000 * depth)
-    a = torch.randn((depth, rows) if turned_a else (rows, depth), generator=generator)
-    b = torch.randn((columns, depth) if turned_b else (depth, columns), generator=generator)
+def test_any_shape_and_layout_is_right_and_invariant(m: int, n: int, k: int, turned_a: bool, turned_b: bool) -> None:
+    generator = torch.Generator().manual_seed(m + 100 * n + 10000 * k)
+    a = torch.randn((k, m) if turned_a else (m, k), generator=generator)
+    b = torch.randn((n, k) if turned_b else (k, n), generator=generator)
     a, b = a.t() if turned_a else a, b.t() if turned_b else b
     out = mm(a, b)
-    assert out.shape == (rows, columns)
+    assert out.shape == (m, n)
     torch.testing.assert_close(out.double(), a.double() @ b.double(), atol=1e-4, rtol=1e-4)
-    if rows > 1:
-        assert_same_bits(mm(a[rows // 2 :], b), out[rows // 2 :])
+    if m > 1:
+        assert_same_bits(mm(a[m // 2 :], b), out[m // 2 :])
 
 
 def test_a_strided_or_misaligned_operand_gives_the_bits_of_a_packed_one() -> None:
@@ -91,12 +90,12 @@ def test_a_strided_or_misaligned_operand_gives_the_bits_of_a_packed_one() -> Non
     assert_same_bits(linear(x, shifted), packed)
 
 
-def test_batched_products_do_not_depend_on_the_number_of_entries() -> None:
+def test_a_bmm_does_not_depend_on_the_number_of_entries() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(9, 21, 48, generator=generator), torch.randn(9, 48, 33, generator=generator)
     whole = bmm(a, b)
-    for entries in range(1, 10):
-        assert_same_bits(bmm(a[:entries], b[:entries]), whole[:entries])
+    for batch in range(1, 10):
+        assert_same_bits(bmm(a[:batch], b[:batch]), whole[:batch])
     assert_same_bits(whole[4], mm(a[4], b[4]))
     assert_same_bits(bmm(a[:, :3], b), whole[:, :3])
 
@@ -107,7 +106,7 @@ def test_a_prepared_weight_gives_the_bits_of_the_weight() -> None:
         assert_same_bits(cpu.prepared_linear(x, cpu.prepare_weight(weight), bias), linear(x, weight, bias))
 
 
-def test_the_certificate_refuses_a_tile_height_that_moves_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_of_tiles_that_moves_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = cpu._blas
 
     def varies_from_64_rows(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -117,12 +116,12 @@ def test_the_certificate_refuses_a_tile_height_that_moves_bits(monkeypatch: pyte
         return halves if len(a) >= 64 else stock(a, b)
 
     monkeypatch.setattr(cpu, "_blas", varies_from_64_rows)
-    cpu.certified_heights.cache_clear()
-    assert cpu.certified_heights(300, 100, torch.float32, 1) == (2, 4, 8, 16, 32)
-    cpu.certified_heights.cache_clear()
+    cpu.verified_block_ms.cache_clear()
+    assert cpu.verified_block_ms(REDUCTION) == (2, 4, 8, 16, 32)
+    cpu.verified_block_ms.cache_clear()
 
 
-def test_the_certificate_refuses_a_blas_whose_bits_follow_the_place_in_the_tile(
+def test_a_blas_is_refused_whose_bits_follow_the_place_in_the_tile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stock = cpu._blas
@@ -133,19 +132,19 @@ def test_the_certificate_refuses_a_blas_whose_bits_follow_the_place_in_the_tile(
         return out
 
     monkeypatch.setattr(cpu, "_blas", varies_with_place)
-    cpu.certified_heights.cache_clear()
+    cpu.verified_block_ms.cache_clear()
     with pytest.raises(RuntimeError, match="not possible with it"):
-        cpu.certified_heights(300, 100, torch.float32, 1)
-    cpu.certified_heights.cache_clear()
+        cpu.verified_block_ms(REDUCTION)
+    cpu.verified_block_ms.cache_clear()
 
 
-def test_stock_products_fail_the_same_sweep() -> None:
+def test_stock_matmuls_fail_the_same_sweep() -> None:
     x, weight, _ = operands(1000, 1024, 1024)
     whole = torch.nn.functional.linear(x, weight)
-    assert any(not torch.equal(torch.nn.functional.linear(x[:rows], weight), whole[:rows]) for rows in ROW_COUNTS)
+    assert any(not torch.equal(torch.nn.functional.linear(x[:m], weight), whole[:m]) for m in ROW_COUNTS)
 
 
-def test_empty_products_have_their_shape() -> None:
+def test_empty_results_have_their_shape() -> None:
     assert linear(torch.ones(0, 8), torch.ones(5, 8)).shape == (0, 5)
     assert_same_bits(linear(torch.ones(3, 0), torch.ones(5, 0), torch.ones(5)), torch.ones(3, 5))
     assert linear(torch.ones(3, 8), torch.ones(0, 8)).shape == (3, 0)
@@ -159,7 +158,7 @@ def test_other_dtypes_are_refused_by_name(dtype: torch.dtype) -> None:
         lambda: bmm(x[None], weight.t()[None]),
         lambda: operation.prepare(weight, 64),
     ):
-        with pytest.raises(NotCovered, match=f"a product in {dtype}"):
+        with pytest.raises(NotCovered, match=f"a matmul in {dtype}"):
             call()
     with pytest.raises(ValueError, match=f"one dtype, got torch.bfloat16 and {dtype}"):
         linear(x.bfloat16(), weight)
@@ -187,4 +186,4 @@ def test_bad_operands_are_refused_in_one_line() -> None:
         mm(torch.ones(3, 8, device="meta"), torch.ones(8, 5, device="meta"))
     with pytest.raises(RuntimeError, match="batch_invariant_mode"):
         linear(torch.ones(3, 8), torch.ones(5, 8, requires_grad=True))
-    assert operation.LinearReduction(5, 8, torch.bfloat16).accumulate == torch.float32
+    assert LinearReduction.of_device("cpu", 5, 8, torch.bfloat16).accumulate == torch.float32

@@ -1,4 +1,4 @@
-"""Products on a GPU: right, and with the same bits for a row whatever other rows there are, whoever computes them."""
+"""GEMMs on a GPU: right, and with the same bits for a row whatever other rows there are, whoever computes them."""
 
 from functools import partial
 from itertools import product
@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from tests.assertions import DTYPES, ROW_COUNTS, assert_near, assert_same_bits
-from tests.ops.linear.cases import HALVES, KINDS, at_once, chain, draw, operands, turned
+from tests.ops.linear.cases import HALVES, KINDS, at_once, draw, launch, operands, sequential_k, turned
 from vllm_batch_invariant import batch_invariant_mode
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.ops.linear import bmm, linear, mm, prepare, schedule
+from vllm_batch_invariant.ops.linear import LinearReduction, bmm, linear, mm, prepare, schedule
+from vllm_batch_invariant.ops.linear.problem import leading_dim, supports_tma
 from vllm_batch_invariant.ops.linear.reference import linear as exact_linear
 from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, Tile
 
@@ -27,12 +28,12 @@ NARROW_SHAPES = ((8, 16), (40, 64), (72, 328), (1280, 8192), (896, 4864), (2048,
 """Less than a tile or than a step of K, not whole ones, and those that narrow tiles are for."""
 ALL_ROW_COUNTS = (*ROW_COUNTS, 4095, 4096, 4097)
 GRAPH_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
-OTHER_POINTER_TILES = (
-    Tile(16, 128, 64, warps=8, stages=2),
-    Tile(32, 64, 32, warps=4, stages=3),
-    Tile(64, 128, 128, warps=8, stages=2),
-    Tile(128, 64, 32, warps=4, stages=4),
-    Tile(128, 256, 64, warps=8, stages=3),
+OTHER_PTR_TILES = (
+    Tile(16, 128, 64, num_warps=8, num_stages=2),
+    Tile(32, 64, 32, num_warps=4, num_stages=3),
+    Tile(64, 128, 128, num_warps=8, num_stages=2),
+    Tile(128, 64, 32, num_warps=4, num_stages=4),
+    Tile(128, 256, 64, num_warps=8, num_stages=3),
 )
 """None that the schedule would choose."""
 LAYOUTS = [
@@ -53,15 +54,13 @@ def fp32_precision():
 def assert_any_tile_gives(expected, a, b, bias, tiles) -> None:
     """``expected``: a @ b + bias, below rows that are not asked for."""
     device = schedule.gpu(a.device.index)
-    calls = {
-        f"pointers {tile}": partial(triton_gemm.by_pointers, a[None], b[None], bias, a.dtype, tile) for tile in tiles
-    }
-    if triton_gemm.is_regular(a, b, a.dtype):
-        for tile in schedule.descriptor_tiles(a.dtype.itemsize, device):
-            calls[f"descriptors {tile}"] = partial(triton_gemm.by_descriptors, a, b, bias, a.dtype, tile)
-        if device.has_wgmma and triton_gemm.major_stride(a)[1] and triton_gemm.major_stride(b.t())[1]:
+    calls = {f"pointers {tile}": partial(launch, triton_gemm.gemm_ptr, tile, a[None], b[None], bias) for tile in tiles}
+    if supports_tma(a, b, a.dtype):
+        for tile in schedule.tma_tiles(a.dtype.itemsize, device):
+            calls[f"TMA {tile}"] = partial(launch, triton_gemm.gemm_tma, tile, a, b, bias)
+        if device.has_wgmma and leading_dim(a)[1] and leading_dim(b.t())[1]:
             for tile in NARROW_TILES:
-                calls[tile.about] = partial(triton_gemm.by_narrow_tile, a, b, bias, tile)
+                calls[tile.about] = partial(launch, triton_gemm.gemm_sm90_swap_ab, tile, a, b, bias)
     for name, out in zip(calls, at_once(calls.values()), strict=True):
         assert_same_bits(out.view(-1, b.shape[1]), expected[-len(a) :], f"{len(a)} rows, {name}")
 
@@ -69,117 +68,116 @@ def assert_any_tile_gives(expected, a, b, bias, tiles) -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_tiles_are_only_a_schedule(biased, dtype):
-    tiles = schedule.pointer_tiles(dtype)
+    tiles = schedule.ptr_tiles(dtype)
     if dtype == torch.bfloat16 and biased:
-        tiles += OTHER_POINTER_TILES
+        tiles += OTHER_PTR_TILES
     for kind in KINDS:
         x, weight, bias = operands(kind, 1000, 528, 2048, dtype)
         bias = bias if biased else None
-        expected = chain(x, weight, bias)
-        for rows in (1, 7, 16, 100, 1000):
-            assert triton_gemm.is_regular(x[-rows:], weight.t(), dtype)
-            assert_any_tile_gives(expected, x[-rows:], weight.t(), bias, tiles)
+        expected = sequential_k(x, weight, bias)
+        for m in (1, 7, 16, 100, 1000):
+            assert supports_tma(x[-m:], weight.t(), dtype)
+            assert_any_tile_gives(expected, x[-m:], weight.t(), bias, tiles)
 
 
 @pytest.mark.parametrize(("turn_x", "turn_weight"), LAYOUTS)
 def test_layouts_are_only_a_schedule(turn_x, turn_weight):
-    tiles = schedule.pointer_tiles(torch.bfloat16)
+    tiles = schedule.ptr_tiles(torch.bfloat16)
     for kind in KINDS:
         x, weight, bias = operands(kind, 1000, 528, 2048, torch.bfloat16)
-        expected = chain(x, weight, bias)
-        for rows in (8, 104, 1000):
-            a, b = turned(x[-rows:], turn_x), turned(weight, turn_weight).t()
-            assert triton_gemm.is_regular(a, b, torch.bfloat16)
+        expected = sequential_k(x, weight, bias)
+        for m in (8, 104, 1000):
+            a, b = turned(x[-m:], turn_x), turned(weight, turn_weight).t()
+            assert supports_tma(a, b, torch.bfloat16)
             assert_any_tile_gives(expected, a, b, bias, tiles)
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 def test_tiles_are_only_a_schedule_in_fp32(precision, fp32_precision):
     fp32_precision(precision)
-    tiles = (*schedule.pointer_tiles(torch.float32), *OTHER_POINTER_TILES[:2])
+    tiles = (*schedule.ptr_tiles(torch.float32), *OTHER_PTR_TILES[:2])
     for kind in KINDS:
         x, weight, bias = operands(kind, 1000, 528, 2048, torch.float32)
-        expected = chain(x, weight, bias)
-        for rows in (1, 16, 100, 1000):
-            assert_any_tile_gives(expected, x[-rows:], weight.t(), bias, tiles)
+        expected = sequential_k(x, weight, bias)
+        for m in (1, 16, 100, 1000):
+            assert_any_tile_gives(expected, x[-m:], weight.t(), bias, tiles)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_edge_of_a_descriptor_reads_as_zero(dtype):
-    for kind, depth in product(KINDS, (16, 40, 136, 2088)):
-        x, weight, _ = operands(kind, 130, 72, depth, dtype)
-        wide_x, wide_weight = (F.pad(matrix, (0, -depth % 256)) for matrix in (x, weight))
+    for kind, k in product(KINDS, (16, 40, 136, 2088)):
+        x, weight, _ = operands(kind, 130, 72, k, dtype)
+        wide_x, wide_weight = (F.pad(matrix, (0, -k % 256)) for matrix in (x, weight))
         wide_weight = F.pad(wide_weight, (0, 0, 0, -72 % 256))
-        for tile in schedule.descriptor_tiles(dtype.itemsize, schedule.gpu(0)):
-            whole = triton_gemm.by_descriptors(wide_x, wide_weight.t(), None, dtype, tile)
-            assert_same_bits(
-                triton_gemm.by_descriptors(x, weight.t(), None, dtype, tile), whole[:, :72], f"{depth} {tile}"
-            )
+        for tile in schedule.tma_tiles(dtype.itemsize, schedule.gpu(0)):
+            whole = launch(triton_gemm.gemm_tma, tile, wide_x, wide_weight.t())
+            assert_same_bits(launch(triton_gemm.gemm_tma, tile, x, weight.t()), whole[:, :72], f"{k} {tile}")
         for tile in NARROW_TILES if schedule.gpu(0).has_wgmma else ():
-            whole = triton_gemm.by_narrow_tile(wide_x, wide_weight.t(), None, tile)
-            assert_same_bits(triton_gemm.by_narrow_tile(x, weight.t(), None, tile), whole[:, :72], f"{depth} {tile}")
+            whole = launch(triton_gemm.gemm_sm90_swap_ab, tile, wide_x, wide_weight.t())
+            assert_same_bits(launch(triton_gemm.gemm_sm90_swap_ab, tile, x, weight.t()), whole[:, :72], f"{k} {tile}")
 
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("tile", NARROW_TILES, ids=lambda tile: tile.about)
-def test_a_narrow_tile_has_the_bits_of_the_chain(tile, biased, dtype):
-    for kind, (columns, depth) in product(KINDS, NARROW_SHAPES):
-        x, weight, bias = operands(kind, 300, columns, depth, dtype)
+def test_a_narrow_tile_has_the_bits_of_sequential_k(tile, biased, dtype):
+    for kind, (n, k) in product(KINDS, NARROW_SHAPES):
+        x, weight, bias = operands(kind, 300, n, k, dtype)
         bias = bias if biased else None
-        expected = chain(x, weight, bias)
+        expected = sequential_k(x, weight, bias)
+        reduction = LinearReduction.of_device("cuda", n, k, dtype)
         # Room behind the result, where what belongs to no row or column would land.
-        memory = torch.empty(300 * columns + 4096, dtype=dtype, device="cuda")
-        for rows in (1, 2, 15, 16, 17, 31, 32, 33, 64, 100, 127, 128, 300):
-            out = memory.fill_(torch.nan)[: rows * columns].view(rows, columns)
-            triton_gemm.by_narrow_tile(x[-rows:], weight.t(), bias, tile, out)
-            what = f"{kind}, {rows} rows, {columns} x {depth}"
-            assert_same_bits(out, expected[-rows:], what)
-            assert memory[rows * columns :].isnan().all(), what
+        memory = torch.empty(300 * n + 4096, dtype=dtype, device="cuda")
+        for m in (1, 2, 15, 16, 17, 31, 32, 33, 64, 100, 127, 128, 300):
+            out = memory.fill_(torch.nan)[: m * n].view(m, n)
+            triton_gemm.gemm_sm90_swap_ab(x[-m:], weight.t(), bias, out, reduction, tile)
+            what = f"{kind}, {m} rows, {n} x {k}"
+            assert_same_bits(out, expected[-m:], what)
+            assert memory[m * n :].isnan().all(), what
 
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("tile", NARROW_TILES, ids=lambda tile: tile.about)
-def test_a_narrow_tile_takes_operands_among_other_columns_and_keeps_one_chain(tile):
+def test_a_narrow_tile_takes_operands_among_other_columns_and_splits_nothing(tile):
     x, weight, bias = operands("cancelling", 100, 200, 328, torch.bfloat16)
-    expected = chain(x, weight, bias)
+    expected = sequential_k(x, weight, bias)
     wide_x, wide_weight = (F.pad(matrix, (8, 16), value=torch.nan)[:, 8:-16] for matrix in (x, weight))
-    for rows in (1, 33, 100):
-        assert_same_bits(triton_gemm.by_narrow_tile(wide_x[:rows], wide_weight.t(), bias, tile), expected[:rows])
+    for m in (1, 33, 100):
+        assert_same_bits(launch(triton_gemm.gemm_sm90_swap_ab, tile, wide_x[:m], wide_weight.t(), bias), expected[:m])
     split = sum(triton_gemm.accumulate(x[:, part], weight[:, part].t()) for part in (slice(160), slice(160, None)))
-    assert not torch.equal(split.bfloat16(), triton_gemm.by_narrow_tile(x, weight.t(), None, tile))
+    assert not torch.equal(split.bfloat16(), launch(triton_gemm.gemm_sm90_swap_ab, tile, x, weight.t()))
 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("columns", "depth"), SHAPES)
-def test_a_row_has_the_same_bits_at_every_batch_size(columns, depth, dtype, biased, uncertified):
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_a_row_has_the_same_bits_at_every_batch_size(n, k, dtype, biased, untuned):
     for kind in KINDS:
-        x, weight, bias = operands(kind, 4097, columns, depth, dtype)
+        x, weight, bias = operands(kind, 4097, n, k, dtype)
         bias = bias if biased else None
         prepare(weight, 4096, biased, GRAPH_SIZES)
-        whole = chain(x, weight, bias)
-        for rows in ALL_ROW_COUNTS:
-            assert_same_bits(linear(x[:rows], weight, bias), whole[:rows], f"{kind}, {rows} rows")
-            assert_same_bits(linear(x[-rows:], weight, bias), whole[-rows:], f"{kind}, last {rows} rows")
+        whole = sequential_k(x, weight, bias)
+        for m in ALL_ROW_COUNTS:
+            assert_same_bits(linear(x[:m], weight, bias), whole[:m], f"{kind}, {m} rows")
+            assert_same_bits(linear(x[-m:], weight, bias), whole[-m:], f"{kind}, last {m} rows")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("columns", "depth"), [(896, 4864), (100, 300)])
-def test_a_row_has_the_same_bits_at_every_batch_size_in_fp32(columns, depth, kind):
-    x, weight, bias = operands(kind, 4097, columns, depth, torch.float32)
+@pytest.mark.parametrize(("n", "k"), [(896, 4864), (100, 300)])
+def test_a_row_has_the_same_bits_at_every_batch_size_in_fp32(n, k, kind):
+    x, weight, bias = operands(kind, 4097, n, k, torch.float32)
     whole = linear(x, weight, bias)
-    for rows in ALL_ROW_COUNTS:
-        assert_same_bits(linear(x[:rows], weight, bias), whole[:rows], f"{rows} rows")
-        assert_same_bits(linear(x[-rows:], weight, bias), whole[-rows:], f"last {rows} rows")
+    for m in ALL_ROW_COUNTS:
+        assert_same_bits(linear(x[:m], weight, bias), whole[:m], f"{m} rows")
+        assert_same_bits(linear(x[-m:], weight, bias), whole[-m:], f"last {m} rows")
 
 
-def test_stock_products_fail_the_same_sweep():
+def test_stock_matmuls_fail_the_same_sweep():
     for kind in KINDS:
         x, weight, _ = operands(kind, 4096, 896, 4864, torch.bfloat16)
         whole = torch.mm(x, weight.t())
-        assert any(not torch.equal(torch.mm(x[:rows], weight.t()), whole[:rows]) for rows in ROW_COUNTS), kind
+        assert any(not torch.equal(torch.mm(x[:m], weight.t()), whole[:m]) for m in ROW_COUNTS), kind
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
@@ -189,20 +187,20 @@ def test_a_row_has_the_same_bits_at_every_position(dtype):
     for seed in range(5):
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).cuda()
         assert_same_bits(linear(x[order], weight), whole[order], f"permutation {seed}")
-    for rows in (1, 2, 16, 17, 200):
-        assert_same_bits(linear(x[:rows], weight), whole[:rows], f"{rows} rows")
+    for m in (1, 2, 16, 17, 200):
+        assert_same_bits(linear(x[:m], weight), whole[:m], f"{m} rows")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("columns", "depth"), [(896, 4864), (6144, 4096)])
-def test_products_are_near_the_float64_reference(columns, depth, dtype):
-    for rows in (1, 37, 300):
-        x, weight, bias = operands("random", rows, columns, depth, dtype)
-        # A chain of tensor-core steps truncates: up to K/16 steps of 2**-24 of the running sum each.
+@pytest.mark.parametrize(("n", "k"), [(896, 4864), (6144, 4096)])
+def test_results_are_near_the_float64_reference(n, k, dtype):
+    for m in (1, 37, 300):
+        x, weight, bias = operands("random", m, n, k, dtype)
+        # A sequence of tensor-core steps truncates: up to K/16 steps of 2**-24 of the running sum each.
         assert_near(linear(x, weight, bias), exact_linear(x, weight, bias), factor=2)
 
 
-def test_fp64_products_are_exact_to_fp64():
+def test_fp64_results_are_exact_to_fp64():
     x, weight, bias = operands("random", 37, 65, 130, torch.float64)
     torch.testing.assert_close(linear(x, weight, bias), exact_linear(x, weight, bias), rtol=1e-12, atol=1e-12)
 
@@ -211,13 +209,13 @@ def test_fp64_products_are_exact_to_fp64():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bias_is_added_in_fp32_and_rounded_once(kind, dtype):
     rounded_twice = []
-    for (columns, depth), rows in product(((896, 4864), (100, 300)), (1, 300)):
-        x, weight, bias = operands(kind, rows, columns, depth, dtype)
+    for (n, k), m in product(((896, 4864), (100, 300)), (1, 300)):
+        x, weight, bias = operands(kind, m, n, k, dtype)
         accumulated = triton_gemm.accumulate(x, weight.t())
         assert accumulated.dtype == torch.float32
         expected = (accumulated + bias.float()).to(dtype)
         for use in range(4):  # the last ones by cuBLASLt, where it can
-            what = f"{columns} x {depth}, {rows} rows, use {use}"
+            what = f"{n} x {k}, {m} rows, use {use}"
             assert_same_bits(linear(x, weight), accumulated.to(dtype), what)
             assert_same_bits(linear(x, weight, bias), expected, what)
         rounded_twice.append(torch.equal(accumulated.to(dtype) + bias, expected))
@@ -252,16 +250,18 @@ def views(x: torch.Tensor, weight: torch.Tensor) -> dict[str, tuple[torch.Tensor
 
 def test_strides_and_alignment_are_only_a_schedule():
     cases = {}
-    for dtype, (columns, depth) in product(DTYPES, ((65, 130), (64, 128))):
-        x, weight, bias = operands("cancelling", 40, columns, depth, dtype)
+    for dtype, (n, k) in product(DTYPES, ((65, 130), (64, 128))):
+        x, weight, bias = operands("cancelling", 40, n, k, dtype)
         for name, form in views(x, weight).items():
-            cases[f"{dtype}, {columns} x {depth}, {name}"] = *form, bias
+            cases[f"{dtype}, {n} x {k}, {name}"] = *form, bias
     at_once(partial(triton_gemm.mm, x, weight.t(), bias) for x, weight, bias in cases.values())
-    packed = {name: chain(x.contiguous(), weight.contiguous(), bias) for name, (x, weight, bias) in cases.items()}
+    packed = {
+        name: sequential_k(x.contiguous(), weight.contiguous(), bias) for name, (x, weight, bias) in cases.items()
+    }
     for use in range(4):  # the last ones by cuBLASLt, where it can
         for name, (x, weight, bias) in cases.items():
-            for rows in (40, 1):
-                assert_same_bits(linear(x[:rows], weight, bias), packed[name][:rows], f"{name}, {rows} rows, use {use}")
+            for m in (40, 1):
+                assert_same_bits(linear(x[:m], weight, bias), packed[name][:m], f"{name}, {m} rows, use {use}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -274,7 +274,7 @@ def test_rows_may_share_memory(form, dtype):
         weight = weight[:1].expand(64, -1)
     else:
         x = x.flatten()[: 39 * 8 + 128].unfold(0, 128, 8)
-    expected = chain(x.contiguous(), weight.contiguous(), bias)
+    expected = sequential_k(x.contiguous(), weight.contiguous(), bias)
     for use in range(4):  # the last ones by cuBLASLt, where it can
         assert_same_bits(linear(x, weight, bias), expected, f"use {use}")
 
@@ -293,38 +293,38 @@ def test_a_bias_may_have_any_stride_and_alignment():
     for use in range(5):  # the last ones by cuBLASLt, where it can
         for name, (x, weight, bias) in cases.items():
             assert_same_bits(linear(x, weight, bias), linear(x, weight, bias.clone()), f"{name}, use {use}")
-            assert_same_bits(linear(x, weight, bias), chain(x, weight, bias.clone()), f"{name}, use {use}")
+            assert_same_bits(linear(x, weight, bias), sequential_k(x, weight, bias.clone()), f"{name}, use {use}")
 
 
-def test_odd_sizes_have_the_bits_of_the_product_padded_with_zeros():
+def test_odd_sizes_have_the_bits_of_operands_padded_with_zeros():
     cases = {}
-    for (columns, depth), dtype in product(ODD_SHAPES, DTYPES):
-        if depth == 1 and dtype == torch.float32:
-            continue  # a single product and the bias are one fused step, which zeros behind it would part
-        x, weight, bias = operands("random", 300, columns, depth, dtype)
-        more_columns, more_depth = -columns % 64, -depth % 128
+    for (n, k), dtype in product(ODD_SHAPES, DTYPES):
+        if k == 1 and dtype == torch.float32:
+            continue  # a single multiplication and the bias are one fused step, which zeros behind it would part
+        x, weight, bias = operands("random", 300, n, k, dtype)
+        more_n, more_k = -n % 64, -k % 128
         padded = (
-            F.pad(x, (0, more_depth)),
-            F.pad(weight, (0, more_depth, 0, more_columns)),
-            F.pad(bias, (0, more_columns)),
+            F.pad(x, (0, more_k)),
+            F.pad(weight, (0, more_k, 0, more_n)),
+            F.pad(bias, (0, more_n)),
         )
-        cases[f"{columns} x {depth}, {dtype}"] = (x, weight, bias), padded
+        cases[f"{n} x {k}, {dtype}"] = (x, weight, bias), padded
     at_once(
-        partial(triton_gemm.mm, x[:rows], weight.t(), bias)
+        partial(triton_gemm.mm, x[:m], weight.t(), bias)
         for forms in cases.values()
         for x, weight, bias in forms
-        for rows in (16, 300)
+        for m in (16, 300)
     )
     for name, ((x, weight, bias), padded) in cases.items():
         whole = linear(x, weight, bias)
         assert_near(whole, exact_linear(x, weight, bias), factor=2)
         assert_same_bits(whole, linear(*padded)[:, : len(weight)], name)
-        for rows in (1, 2, 8, 9, 16, 17, 64, 65, 255):
-            assert_same_bits(linear(x[:rows], weight, bias), whole[:rows], f"{name}, {rows} rows")
+        for m in (1, 2, 8, 9, 16, 17, 64, 65, 255):
+            assert_same_bits(linear(x[:m], weight, bias), whole[:m], f"{name}, {m} rows")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_empty_products_have_their_shape_and_empty_sums_are_the_bias(dtype):
+def test_empty_results_have_their_shape_and_empty_sums_are_the_bias(dtype):
     ones = torch.ones(16, 24, dtype=dtype, device="cuda")
     assert linear(ones[:0], ones).shape == (0, 16)
     assert linear(ones[:3], ones[:0]).shape == (3, 0)
@@ -345,12 +345,12 @@ def test_neighbours_of_nan_and_infinity_do_not_reach_a_row():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_entry_of_a_batched_product_has_the_bits_of_a_product(dtype):
+def test_an_entry_of_a_bmm_has_the_bits_of_mm(dtype):
     a, b = draw(9, 21, 48, dtype=dtype), draw(9, 48, 33, dtype=dtype, seed=1)
     whole = bmm(a, b)
     assert_near(whole, a.double() @ b.double())
-    for entries in range(1, 10):
-        assert_same_bits(bmm(a[:entries], b[:entries]), whole[:entries])
+    for batch in range(1, 10):
+        assert_same_bits(bmm(a[:batch], b[:batch]), whole[:batch])
     assert_same_bits(whole[4], mm(a[4], b[4]))
     assert_same_bits(bmm(a[:, :3], b), whole[:, :3])
     assert_same_bits(bmm(a, b[:1].expand(9, -1, -1))[0], whole[0])
@@ -362,13 +362,13 @@ def test_any_number_of_entries_fits_the_grid():
 
 
 def test_an_operand_may_have_more_than_2_to_the_31_elements():
-    rows = 2**31 // 4096 + 104
-    x, weight = torch.zeros(rows, 4096, dtype=torch.bfloat16, device="cuda"), draw(48, 4096, dtype=torch.bfloat16)
+    m = 2**31 // 4096 + 104
+    x, weight = torch.zeros(m, 4096, dtype=torch.bfloat16, device="cuda"), draw(48, 4096, dtype=torch.bfloat16)
     x[-50:] = draw(50, 4096, dtype=torch.bfloat16, seed=1)
-    expected = chain(x[-50:].clone(), weight)
+    expected = sequential_k(x[-50:].clone(), weight)
     assert_same_bits(linear(x, weight)[-50:], expected, "descriptors")
     assert_same_bits(linear(x[1:], weight)[-50:], expected, "descriptors, one row less")
-    assert_same_bits(chain(x, weight)[-50:], expected, "pointers")
+    assert_same_bits(sequential_k(x, weight)[-50:], expected, "pointers")
     assert_same_bits(mm(weight, x.t())[:, -50:], mm(weight, x[-50:].t()))
 
 
@@ -378,19 +378,19 @@ def test_steps_over_more_than_2_to_the_31_elements():
     room = torch.zeros(2**31 + 192 * stride, dtype=torch.bfloat16, device="cuda")
     x, weight, _ = operands("random", 20, 48, 192, torch.bfloat16)
     far = room[2**31 :].view(192, stride)[:, -20:].t().copy_(x)
-    assert_same_bits(linear(far, weight), chain(x, weight))
+    assert_same_bits(linear(far, weight), sequential_k(x, weight))
 
 
-@pytest.mark.parametrize(("columns", "depth"), [(896, 4864), (100, 300)])
-def test_both_precisions_of_fp32_are_invariant_and_near_float64(columns, depth, fp32_precision):
-    x, weight, bias = operands("random", 1000, columns, depth, torch.float32)
+@pytest.mark.parametrize(("n", "k"), [(896, 4864), (100, 300)])
+def test_both_precisions_of_fp32_are_invariant_and_near_float64(n, k, fp32_precision):
+    x, weight, bias = operands("random", 1000, n, k, torch.float32)
     found = {}
     for precision, factor in (("ieee", 2), ("tf32", 1000)):
         fp32_precision(precision)
         found[precision] = whole = linear(x, weight, bias)
         assert_near(whole, exact_linear(x, weight, bias), factor)
-        for rows in ROW_COUNTS:
-            assert_same_bits(linear(x[-rows:], weight, bias), whole[-rows:], f"{precision}, {rows} rows")
+        for m in ROW_COUNTS:
+            assert_same_bits(linear(x[-m:], weight, bias), whole[-m:], f"{precision}, {m} rows")
     assert not torch.equal(found["ieee"], found["tf32"])
     with pytest.raises(AssertionError, match="relative error"):
         assert_near(found["tf32"], exact_linear(x, weight, bias), factor=2)
@@ -401,13 +401,13 @@ def test_the_precision_of_fp32_moves_no_bit_of_other_dtypes(fp32_precision):
     expected = linear(x, weight, bias)
     fp32_precision("tf32")
     assert_same_bits(linear(x, weight, bias), expected)
-    assert_same_bits(chain(x, weight, bias), expected)
+    assert_same_bits(sequential_k(x, weight, bias), expected)
     x, weight, bias = operands("random", 37, 65, 130, torch.float64)
     torch.testing.assert_close(linear(x, weight, bias), exact_linear(x, weight, bias), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(300,), (2, 150)], ids=["rows", "batch of rows"])
+@pytest.mark.parametrize("shape", [(300,), (2, 150)], ids=["m", "batch of rows"])
 def test_a_row_of_the_gradient_has_the_same_bits_at_every_batch_size(shape, dtype):
     x, weight, bias = operands("random", 300, 512, 768, dtype)
     target = draw(300, 512, seed=3).to(dtype)
@@ -415,15 +415,15 @@ def test_a_row_of_the_gradient_has_the_same_bits_at_every_batch_size(shape, dtyp
     at_once(
         [
             partial(triton_gemm.mm, target.t(), x),
-            *(partial(triton_gemm.mm, target[:rows], weight) for rows in counts),
-            *(partial(triton_gemm.mm, x[:rows], weight.t(), bias) for rows in counts),
+            *(partial(triton_gemm.mm, target[:m], weight) for m in counts),
+            *(partial(triton_gemm.mm, x[:m], weight.t(), bias) for m in counts),
         ]
     )
 
-    def gradients(rows: int, *shape: int) -> tuple[torch.Tensor, ...]:
-        leaves = [tensor.clone().requires_grad_() for tensor in (x[-rows:], weight, bias)]
-        out = F.linear(leaves[0].view(*(shape or (rows,)), 768), *leaves[1:])
-        (out.view(rows, 512) * target[-rows:]).sum().backward()
+    def gradients(m: int, *shape: int) -> tuple[torch.Tensor, ...]:
+        leaves = [tensor.clone().requires_grad_() for tensor in (x[-m:], weight, bias)]
+        out = F.linear(leaves[0].view(*(shape or (m,)), 768), *leaves[1:])
+        (out.view(m, 512) * target[-m:]).sum().backward()
         return tuple(leaf.grad for leaf in leaves)
 
     with batch_invariant_mode():
@@ -431,16 +431,16 @@ def test_a_row_of_the_gradient_has_the_same_bits_at_every_batch_size(shape, dtyp
         for _ in range(4):  # the last ones by cuBLASLt, where it can
             for got, expected in zip(gradients(300, *shape), whole, strict=True):
                 assert_same_bits(got, expected, "again")
-            for rows in counts:
-                assert_same_bits(gradients(rows)[0], whole[0][-rows:], f"{rows} rows")
+            for m in counts:
+                assert_same_bits(gradients(m)[0], whole[0][-m:], f"{m} rows")
     assert_near(whole[0], target.double() @ weight.double(), factor=2)
     assert_near(whole[1], target.double().t() @ x.double(), factor=2)
 
 
 @pytest.mark.parametrize("stream", ["default", "another"])
-def test_a_product_runs_on_the_current_stream(stream, uncertified):
+def test_a_gemm_runs_on_the_current_stream(stream, untuned):
     x, weight, bias = operands("cancelling", 48, 256, 512, torch.bfloat16)
-    expected = chain(x, weight, bias)
+    expected = sequential_k(x, weight, bias)
     prepare(weight, 64, bias=True)
     late = torch.full_like(x, torch.nan)
     torch.cuda.synchronize()
@@ -455,7 +455,7 @@ def test_a_product_runs_on_the_current_stream(stream, uncertified):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_product_runs_where_its_operands_are():
+def test_a_gemm_runs_where_its_operands_are():
     x, weight, bias = operands("cancelling", 48, 256, 512, torch.bfloat16)
     expected = linear(x, weight, bias)
     other = [tensor.to("cuda:1") for tensor in (x, weight, bias)]
@@ -476,11 +476,11 @@ def no_kernel(monkeypatch):
         def __getitem__(self, grid: object) -> None:
             raise AssertionError("a kernel was launched")
 
-    for kernel in ("pointer_kernel", "descriptor_kernel"):
+    for kernel in ("gemm_ptr_kernel", "gemm_tma_kernel"):
         monkeypatch.setattr(triton_gemm, kernel, Refused())
-    monkeypatch.setattr(triton_gemm, "by_narrow_tile", lambda *_: pytest.fail("a kernel was launched"))
+    monkeypatch.setattr(triton_gemm, "gemm_sm90_swap_ab", lambda *_: pytest.fail("a kernel was launched"))
     if cuda.cublaslt:
-        monkeypatch.setattr(cuda.cublaslt.Products, "run", lambda *_, **__: pytest.fail("cuBLASLt was called"))
+        monkeypatch.setattr(cuda.cublaslt.Matmul, "run", lambda *_, **__: pytest.fail("cuBLASLt was called"))
 
 
 def test_bad_operands_are_refused_before_a_kernel_runs(no_kernel):
@@ -510,7 +510,7 @@ def test_other_dtypes_are_refused_by_name_before_a_kernel_runs(dtype, no_kernel)
         lambda: bmm(x[None], weight.t()[None]),
         lambda: prepare(weight, 64),
     ):
-        with pytest.raises(NotCovered, match=f"a product in {dtype}"):
+        with pytest.raises(NotCovered, match=f"a matmul in {dtype}"):
             call()
     with pytest.raises(ValueError, match=f"one dtype, got torch.bfloat16 and {dtype}"):
         linear(x.bfloat16(), weight)

@@ -1,16 +1,16 @@
-"""Products in CUDA graphs and in compiled functions."""
+"""GEMMs in CUDA graphs and in compiled functions."""
 
 import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from tests.ops.linear.cases import HALVES, chain, operands
+from tests.ops.linear.cases import HALVES, operands, sequential_k
 from vllm_batch_invariant.ops.linear import linear, prepare, torch_op
 
 pytest.importorskip("triton")
 
 from vllm_batch_invariant.ops.linear import autotune, cuda, triton_gemm
-from vllm_batch_invariant.ops.linear.problem import signature_of
+from vllm_batch_invariant.ops.linear.problem import problem_of
 
 ROWS = (1, 8, 13, 33, 250)
 
@@ -20,10 +20,10 @@ def refuse(*_: object, **__: object) -> None:
 
 
 def capture(x, weight, bias) -> tuple[torch.cuda.CUDAGraph, dict[int, torch.Tensor]]:
-    """A graph of the product of the first rows of x, for all of :data:`ROWS`, and its results."""
+    """A graph of ``linear`` on the first rows of x, for all of :data:`ROWS`, and its results."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = {rows: linear(x[:rows], weight, bias) for rows in ROWS}
+        results = {m: linear(x[:m], weight, bias) for m in ROWS}
     return graph, results
 
 
@@ -31,48 +31,48 @@ def assert_replays(graph, results, x, weight, bias) -> None:
     for seed in range(3):
         x.copy_(x[torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).cuda()])
         graph.replay()
-        expected = chain(x, weight, bias)
-        for rows, out in results.items():
-            assert_same_bits(out, expected[:rows], f"{rows} rows")
+        expected = sequential_k(x, weight, bias)
+        for m, out in results.items():
+            assert_same_bits(out, expected[:m], f"{m} rows")
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_a_certified_product_can_be_captured(dtype, uncertified, monkeypatch):
+def test_a_tuned_gemm_can_be_captured(dtype, untuned, monkeypatch):
     x, weight, bias = operands("cancelling", 250, 384, 1024, dtype)
     prepare(weight, 256, bias=True, sizes=ROWS)
-    for rows in ROWS:
-        linear(x[:rows], weight, bias)
-    monkeypatch.setattr(autotune, "certify", refuse)
+    for m in ROWS:
+        linear(x[:m], weight, bias)
+    monkeypatch.setattr(autotune, "tune", refuse)
     assert_replays(*capture(x, weight, bias), x, weight, bias)
 
 
-def test_a_product_never_seen_before_is_captured_in_triton(uncertified, monkeypatch):
+def test_a_gemm_never_seen_before_is_captured_in_triton(untuned, monkeypatch):
     x, weight, bias = operands("cancelling", 250, 392, 1040, torch.bfloat16)
-    for rows in ROWS:
-        triton_gemm.mm(x[:rows], weight.t(), bias)
-    monkeypatch.setattr(autotune, "certify", refuse)
+    for m in ROWS:
+        triton_gemm.mm(x[:m], weight.t(), bias)
+    monkeypatch.setattr(autotune, "tune", refuse)
     if cuda.cublaslt:
-        monkeypatch.setattr(cuda.cublaslt.Products, "run", refuse)
+        monkeypatch.setattr(cuda.cublaslt.Matmul, "run", refuse)
     graph, results = capture(x, weight, bias)
-    assert not any(cuda._certified.values())
-    assert not cuda._uses, "a capture is no use"
+    assert not any(cuda.dispatcher._tuned.values())
+    assert not cuda.dispatcher._uses, "a capture is no use"
     assert_replays(graph, results, x, weight, bias)
 
 
-def test_a_product_certified_by_an_earlier_process_can_be_captured_at_its_first_use(uncertified, monkeypatch):
+def test_a_gemm_tuned_by_an_earlier_process_can_be_captured_at_its_first_use(untuned, monkeypatch):
     x, weight, bias = operands("cancelling", 250, 384, 1024, torch.bfloat16)
     prepare(weight, 256, bias=True, sizes=ROWS)
-    for rows in ROWS:
-        triton_gemm.mm(x[:rows], weight.t(), bias)
-    cuda._certified.clear()
-    cuda._plans.clear()
+    for m in ROWS:
+        triton_gemm.mm(x[:m], weight.t(), bias)
+    cuda.dispatcher._tuned.clear()
+    cuda.dispatcher._plans.clear()
     cuda._stored.cache_clear()
-    cuda._products.cache_clear()
+    cuda._matmul_of.cache_clear()
     if cuda.cublaslt:
         cuda.cublaslt.handle.cache_clear()
-    monkeypatch.setattr(autotune, "certify", refuse)
+    monkeypatch.setattr(autotune, "tune", refuse)
     prepare(weight, 256, bias=True, sizes=ROWS)
-    assert cuda._certified[signature_of(x, weight.t(), bias)]
+    assert cuda.dispatcher._tuned[problem_of(x, weight.t(), bias)]
     assert_replays(*capture(x, weight, bias), x, weight, bias)
 
 
@@ -90,10 +90,10 @@ def test_one_compiled_function_serves_all_batch_sizes(dtype):
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(layers, backend=counter, fullgraph=True, dynamic=True)
     expected = layers(x)
-    for rows in (1, 2, 7, 16, 33, 300):
-        assert_same_bits(layers(x[:rows]), expected[:rows], f"{rows} rows, eager")
-        assert_same_bits(compiled(x[:rows]), expected[:rows], f"{rows} rows, compiled")
-        assert_same_bits(compiled(x[None, -rows:])[0], expected[-rows:], f"{rows} rows of one batch, compiled")
+    for m in (1, 2, 7, 16, 33, 300):
+        assert_same_bits(layers(x[:m]), expected[:m], f"{m} rows, eager")
+        assert_same_bits(compiled(x[:m]), expected[:m], f"{m} rows, compiled")
+        assert_same_bits(compiled(x[None, -m:])[0], expected[-m:], f"{m} rows of one batch, compiled")
     # Cases of their own for PyTorch: one row, a third dimension, all rows.
     assert counter.frame_count <= 5
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Tiles of products on a GPU, chosen for GPUs that need not be there."""
+"""Tiles of GEMMs on a GPU, chosen for GPUs that need not be there."""
 
 from itertools import product
 from types import SimpleNamespace
@@ -20,52 +20,52 @@ ROWS = (*ROW_COUNTS, 4096, 8192, 1 << 20, 2**31 - 1)
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("gpu", [HOPPER, AMPERE, DESKTOP], ids=lambda gpu: gpu.name)
-def test_a_pointer_tile_is_one_of_those_that_tests_compare(gpu: Gpu, dtype: torch.dtype) -> None:
-    known = {(tile.rows, tile.columns, tile.depth, tile.warps): tile for tile in schedule.pointer_tiles(dtype)}
-    for rows, (columns, _) in product(ROWS, SHAPES):
-        tile = schedule.pointer_tile(rows, columns, dtype, gpu)
-        listed = known[tile.rows, tile.columns, tile.depth, tile.warps]
-        assert 2 <= tile.stages <= listed.stages
-        assert tile.stages * dtype.itemsize * (tile.rows + tile.columns) * tile.depth <= gpu.shared_memory
+def test_a_ptr_tile_is_one_of_those_that_tests_compare(gpu: Gpu, dtype: torch.dtype) -> None:
+    known = {(tile.block_m, tile.block_n, tile.block_k, tile.num_warps): tile for tile in schedule.ptr_tiles(dtype)}
+    for m, (n, _) in product(ROWS, SHAPES):
+        tile = schedule.ptr_tile(m, n, dtype, gpu)
+        listed = known[tile.block_m, tile.block_n, tile.block_k, tile.num_warps]
+        assert 2 <= tile.num_stages <= listed.num_stages
+        assert tile.num_stages * dtype.itemsize * (tile.block_m + tile.block_n) * tile.block_k <= gpu.shared_memory
         if gpu is HOPPER:
             assert tile == listed
 
 
 @pytest.mark.parametrize("out_bytes", [2, 4])
 @pytest.mark.parametrize("gpu", [HOPPER, DESKTOP], ids=lambda gpu: gpu.name)
-def test_a_descriptor_tile_is_listed_and_fits_in_shared_memory(gpu: Gpu, out_bytes: int) -> None:
-    listed = schedule.descriptor_tiles(out_bytes, gpu)
+def test_a_tma_tile_is_listed_and_fits_in_shared_memory(gpu: Gpu, out_bytes: int) -> None:
+    listed = schedule.tma_tiles(out_bytes, gpu)
     assert listed
     for tile in listed:
-        step = 2 * (tile.rows + tile.columns) * tile.depth
-        assert tile.stages >= 2
-        assert tile.stages * step + tile.rows * tile.columns * out_bytes < gpu.shared_memory
-        assert (tile.stages + 1) * step + tile.rows * tile.columns * out_bytes + 1024 > gpu.shared_memory
-    for rows, (columns, depth) in product(ROWS, SHAPES):
-        assert schedule.descriptor_tile(rows, columns, depth, out_bytes, gpu) in listed
+        step = 2 * (tile.block_m + tile.block_n) * tile.block_k
+        assert tile.num_stages >= 2
+        assert tile.num_stages * step + tile.block_m * tile.block_n * out_bytes < gpu.shared_memory
+        assert (tile.num_stages + 1) * step + tile.block_m * tile.block_n * out_bytes + 1024 > gpu.shared_memory
+    for m, (n, k) in product(ROWS, SHAPES):
+        assert schedule.tma_tile(m, n, k, out_bytes, gpu) in listed
 
 
-def test_every_descriptor_tile_has_its_use() -> None:
+def test_every_tma_tile_has_its_use() -> None:
     used = {
-        schedule.descriptor_tile(rows, columns, depth, 2, HOPPER)
-        for rows in (*ROW_COUNTS, 512, 2048, 4096, 8192)
-        for columns, depth in ((896, 4864), (6144, 4096), (2560, 2560), (24_576, 4096), (151_936, 1024))
+        schedule.tma_tile(m, n, k, 2, HOPPER)
+        for m in (*ROW_COUNTS, 512, 2048, 4096, 8192)
+        for n, k in ((896, 4864), (6144, 4096), (2560, 2560), (24_576, 4096), (151_936, 1024))
     }
-    assert used == set(schedule.descriptor_tiles(2, HOPPER))
+    assert used == set(schedule.tma_tiles(2, HOPPER))
 
 
 @pytest.mark.parametrize("gpu", [HOPPER, AMPERE, DESKTOP], ids=lambda gpu: gpu.name)
 def test_a_narrow_tile_is_proposed_where_each_has_a_hopper_multiprocessor_of_its_own(gpu: Gpu) -> None:
-    for rows, columns in product((*ROWS, 129), (8, 896, 1280, 2048, 4096, 4224, 4232, 151_936)):
-        proposed = schedule.narrow_tiles(rows, columns, gpu)
+    for m, n in product((*ROWS, 129), (8, 896, 1280, 2048, 4096, 4224, 4232, 151_936)):
+        proposed = schedule.narrow_tiles(m, n, gpu)
         for tile in schedule.NARROW_TILES:
-            programs = len(range(0, rows, tile.rows)) * len(range(0, columns, tile.columns))
-            assert (tile in proposed) == (gpu is HOPPER and programs <= 132), (rows, columns, tile)
+            programs = len(range(0, m, tile.block_m)) * len(range(0, n, tile.block_n))
+            assert (tile in proposed) == (gpu is HOPPER and programs <= 132), (m, n, tile)
 
 
-def test_every_narrow_tile_is_proposed_for_the_products_that_it_won() -> None:
-    def names(rows: int, columns: int) -> list[tuple[int, int]]:
-        return [(tile.rows, tile.columns) for tile in schedule.narrow_tiles(rows, columns, HOPPER)]
+def test_every_narrow_tile_is_proposed_for_the_gemms_that_it_won() -> None:
+    def names(m: int, n: int) -> list[tuple[int, int]]:
+        return [(tile.block_m, tile.block_n) for tile in schedule.narrow_tiles(m, n, HOPPER)]
 
     assert names(128, 1280) == names(128, 2048) == [(32, 64)]
     assert (16, 16) in names(16, 1280)
@@ -76,25 +76,25 @@ def test_every_narrow_tile_is_proposed_for_the_products_that_it_won() -> None:
 
 def test_a_narrow_tile_fills_shared_memory_with_all_of_the_long_side() -> None:
     for tile in schedule.NARROW_TILES:
-        step = 2 * (tile.rows + 64) * 64 * tile.parts
-        barriers = 2 * 8 * tile.stages
-        assert tile.columns <= 64
-        assert tile.stages * step + barriers < HOPPER.shared_memory < (tile.stages + 1) * step + barriers
+        step = 2 * (tile.block_m + 64) * tile.block_k
+        barriers = 2 * 8 * tile.num_stages
+        assert tile.block_n <= 64
+        assert tile.num_stages * step + barriers < HOPPER.shared_memory < (tile.num_stages + 1) * step + barriers
 
 
 def test_few_rows_get_a_flat_tile_and_many_a_large_one() -> None:
-    assert schedule.descriptor_tile(1, 6144, 4096, 2, HOPPER).rows == 16
-    assert schedule.descriptor_tile(8192, 6144, 4096, 2, HOPPER).rows == 128
-    assert schedule.pointer_tile(1, 6144, torch.bfloat16, HOPPER).rows == 16
-    assert schedule.pointer_tile(8192, 6144, torch.bfloat16, HOPPER).rows == 128
+    assert schedule.tma_tile(1, 6144, 4096, 2, HOPPER).block_m == 16
+    assert schedule.tma_tile(8192, 6144, 4096, 2, HOPPER).block_m == 128
+    assert schedule.ptr_tile(1, 6144, torch.bfloat16, HOPPER).block_m == 16
+    assert schedule.ptr_tile(8192, 6144, torch.bfloat16, HOPPER).block_m == 128
 
 
 @pytest.mark.parametrize("gpu", [HOPPER, DESKTOP], ids=lambda gpu: gpu.name)
 def test_tiles_are_computed_again_only_where_multiprocessors_are_idle(gpu: Gpu) -> None:
-    for tiles in range(1, 2 * gpu.processors):
+    for tiles in range(1, 2 * gpu.num_sms):
         times = schedule.redundancy(tiles, gpu)
         assert times >= 1
-        assert times == 1 or times * tiles < gpu.processors
+        assert times == 1 or times * tiles < gpu.num_sms
     assert schedule.redundancy(20, HOPPER) == 2, "(1280, 8192) at one row"
 
 
@@ -127,9 +127,9 @@ def test_a_gpu_below_8_0_is_refused_by_name(machine) -> None:
         schedule.gpu(0)
 
 
-def test_descriptors_exist_from_9_0_on(machine) -> None:
+def test_tma_exists_from_9_0_on(machine) -> None:
     machine((8, 0), (8, 9), (9, 0), (12, 0))
-    assert [schedule.gpu(index).has_descriptors for index in range(4)] == [False, False, True, True]
+    assert [schedule.gpu(index).has_tma for index in range(4)] == [False, False, True, True]
     assert schedule.gpu(2) == Gpu("GPU 9.0", 132, 232_448, True, 60 << 20, True)
 
 
@@ -144,14 +144,14 @@ def test_only_fp32_follows_the_setting_of_its_precision() -> None:
     try:
         for setting, expected in (("none", "ieee"), ("ieee", "ieee"), ("tf32", "tf32")):
             settings.fp32_precision = setting
-            assert LinearReduction(8, 16, torch.float32).precision == expected
+            assert LinearReduction.of_device("cuda", 8, 16, torch.float32).precision == expected
             for dtype in (torch.bfloat16, torch.float16, torch.float64):
-                assert LinearReduction(8, 16, dtype).precision == "ieee"
+                assert LinearReduction.of_device("cuda", 8, 16, dtype).precision == "ieee"
     finally:
         settings.fp32_precision = before
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.complex64], ids=str)
 def test_other_dtypes_have_no_reduction(dtype: torch.dtype) -> None:
-    with pytest.raises(NotCovered, match=f"a product in {dtype}.*use fp32, bf16, fp16 or fp64"):
-        LinearReduction(8, 16, dtype)
+    with pytest.raises(NotCovered, match=f"a matmul in {dtype}.*use fp32, bf16, fp16 or fp64"):
+        LinearReduction.of_device("cuda", 8, 16, dtype)

@@ -1,4 +1,4 @@
-"""The product as an operator of PyTorch's."""
+"""The operation as a custom operator of PyTorch's."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_one_compiled_function_serves_all_batch_sizes() -> None:
     compiled = torch.compile(layers, backend=counter, fullgraph=True, dynamic=True)
     x = draw(300, 48)
     expected = layers(x)
-    for rows in (1, 2, 7, 16, 33, 300):
-        assert_same_bits(compiled(x[:rows]), expected[:rows], f"{rows} rows")
+    for m in (1, 2, 7, 16, 33, 300):
+        assert_same_bits(compiled(x[:m]), expected[:m], f"{m} rows")
     assert counter.frame_count <= 2, "one row is a case of its own for PyTorch"
     torch._dynamo.reset()

@@ -3,24 +3,27 @@
 import pytest
 import torch
 
-from tests.assertions import DTYPES, ROW_COUNTS, assert_near, assert_same_bits
+from tests.assertions import DTYPES, assert_near, assert_same_bits
 from vllm_batch_invariant.ops.norm import reference, rms_norm
 
 
-def inputs(rows: int, length: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator().manual_seed(length)
-    x, residual = torch.randn(2, rows, length, generator=generator).to(dtype)
-    return x, residual, torch.randn(length, generator=generator).to(dtype)
+def inputs(device, rows: int, length: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    return (
+        device.draw(rows, length, dtype=dtype),
+        device.draw(rows, length, dtype=dtype, seed=1),
+        device.draw(length, dtype=dtype, seed=2),
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("length", [64, 100, 1024])
-def test_a_row_has_the_same_bits_at_every_batch_size(length: int, dtype: torch.dtype) -> None:
-    x, residual, weight = inputs(1000, length, dtype)
+@pytest.mark.parametrize("length", [7, 64, 96, 100, 896, 4096, 9001])
+def test_a_row_has_the_same_bits_at_every_batch_size(length, dtype, device):
+    most = device.row_counts[-1]
+    x, residual, weight = inputs(device, most, length, dtype)
     plain = rms_norm(x, weight, 1e-6)
     fused, summed = rms_norm(x, weight, 1e-6, residual)
-    for rows in ROW_COUNTS:
-        last = slice(1000 - rows, None)
+    for rows in device.row_counts:
+        last = slice(most - rows, None)
         assert_same_bits(rms_norm(x[last], weight, 1e-6), plain[last], f"{rows} rows")
         fused_part, summed_part = rms_norm(x[last], weight, 1e-6, residual[last])
         assert_same_bits(fused_part, fused[last], f"{rows} rows")
@@ -29,8 +32,9 @@ def test_a_row_has_the_same_bits_at_every_batch_size(length: int, dtype: torch.d
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weighted", [True, False])
-def test_values_are_near_the_float64_reference(weighted: bool, dtype: torch.dtype) -> None:
-    x, residual, weight = inputs(50, 320, dtype)
+@pytest.mark.parametrize("length", [7, 64, 96, 320, 777, 9001, 17_000])
+def test_values_are_near_the_float64_reference(length, weighted, dtype, device):
+    x, residual, weight = inputs(device, 19 if length < 1000 else 2, length, dtype)
     weight = weight if weighted else None
     assert_near(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), factor=2)
     fused, summed = rms_norm(x, weight, 1e-5, residual)
@@ -38,22 +42,49 @@ def test_values_are_near_the_float64_reference(weighted: bool, dtype: torch.dtyp
     assert_same_bits(summed, (x.float() + residual.float()).to(dtype))
 
 
-def test_the_mean_can_run_over_the_leading_elements_alone() -> None:
-    x, _, weight = inputs(9, 96, torch.float32)
-    assert_near(rms_norm(x, weight, 1e-6, variance_size=40), reference.rms_norm(x, weight, 1e-6, 40), factor=2)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [7, 96, 777, 17_000])
+@pytest.mark.parametrize("size", [1, 5, 40])
+def test_the_mean_can_run_over_the_leading_elements_alone(size, length, dtype, device):
+    size = min(size, length)
+    x, residual, weight = inputs(device, 2, length, dtype)
+    plain = rms_norm(x, weight, 1e-6, variance_size=size)
+    assert_near(plain, reference.rms_norm(x, weight, 1e-6, size), factor=2)
+    fused, _ = rms_norm(x, weight, 1e-6, residual, size)
+    assert_near(fused, reference.rms_norm(x.double() + residual.double(), weight, 1e-6, size), factor=2)
 
 
-def test_a_wider_weight_multiplies_in_its_own_dtype() -> None:
-    x, _, weight = inputs(9, 96, torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_wider_weight_multiplies_in_its_own_dtype(dtype, device):
+    x, _, weight = inputs(device, 9, 96, dtype)
     out = rms_norm(x, weight.float(), 1e-6)
-    assert out.dtype == torch.bfloat16
+    assert out.dtype == dtype
     assert_near(out, reference.rms_norm(x, weight, 1e-6))
 
 
-def test_per_head_norms_are_norms_of_short_rows() -> None:
-    x, _, weight = inputs(40 * 8, 64, torch.float32)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [64, 100, 128, 256])
+def test_strided_heads_have_the_bits_of_packed_ones(length, dtype, device):
+    wide, weight = device.draw(5, 5 * length, dtype=dtype), device.draw(length, seed=1)
+    for heads in (wide[:, : 3 * length], wide[:, 3 * length : 4 * length]):
+        view = heads.unflatten(1, (-1, length))
+        packed = view.contiguous()
+        expected = rms_norm(packed, weight, 1e-6)
+        assert_same_bits(rms_norm(packed.flatten(0, 1), weight, 1e-6).view_as(expected), expected)
+        for strided in (view, view.transpose(0, 1).contiguous().transpose(0, 1), view[:, None]):
+            out = rms_norm(strided, weight, 1e-6)
+            assert out.is_contiguous()
+            assert_same_bits(out.reshape(expected.shape), expected)
+        pair = rms_norm(view, weight, 1e-6, view.flip(0))
+        for part, whole in zip(pair, rms_norm(packed, weight, 1e-6, packed.flip(0)), strict=True):
+            assert_same_bits(part, whole)
+
+
+def test_per_head_norms_are_norms_of_short_rows(device):
+    x, _, weight = inputs(device, 40 * 8, 64, torch.float32)
     whole = rms_norm(x.view(40, 8, 64), weight, 1e-6)
     assert_same_bits(rms_norm(x.view(40, 8, 64)[7:8], weight, 1e-6), whole[7:8])
+    assert_same_bits(rms_norm(x.view(40, 8, 64)[:, 2:5], weight, 1e-6), whole[:, 2:5])
 
 
 def test_bad_shapes_are_refused_in_one_line() -> None:

@@ -48,9 +48,9 @@ def test_top_k_keeps_what_the_reference_keeps():
 def test_top_p_keeps_what_the_reference_keeps_within_rounding(scale):
     x = torch.randn(14, LENGTH, generator=torch.Generator().manual_seed(1)).bfloat16().float() * scale
     x[1, 7:] = -torch.inf
-    p = some_ps(14)
-    for k in (torch.full((14,), LENGTH), some_ks(14, LENGTH)):
-        assert_within_rounding(x, kept_by(x, k, p), k, p)
+    for rows, k in ((7, torch.full((7,), LENGTH)), (9, some_ks(9, LENGTH))):
+        p = some_ps(rows)
+        assert_within_rounding(x[:rows], kept_by(x[:rows], k, p), k, p)
 
 
 def test_what_is_found_in_the_row_has_the_bits_of_what_is_found_in_a_list(monkeypatch):

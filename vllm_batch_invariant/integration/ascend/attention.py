@@ -2,7 +2,7 @@
 of prefills in calls of their own.
 
 vllm-ascend calls its kernel once for all rows of a step, and gives it the step's own keys where no request has a cache:
-a request would change kernels with its neighbours.
+the kernel of a request would follow the concurrent requests.
 """
 
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ class Part:
     """Rows of a step that share a call.
 
     Attributes:
-        rows: their places among the step's rows.
-        requests: their requests' places among the step's.
+        rows: their indices in the step's rows.
+        requests: the indices of their requests in the step.
         ends: where each request's rows end, counted from the part's first row.
     """
 

@@ -1,20 +1,20 @@
-"""The places of vllm-ascend that the plugin takes hold of, as in version 0.26.0rc1."""
+"""The places of vllm-ascend that the plugin patches or calls, as in version 0.26.0rc1."""
 
-from ..patch_points import Seam
+from ..patch_points import PatchPoint
 
-WORKER = Seam(("vllm_ascend.worker.worker",), "NPUWorker")
-OWN_MODE_CALLED = Seam(("vllm_ascend.worker.worker",), "init_batch_invariance")
+WORKER = PatchPoint(("vllm_ascend.worker.worker",), "NPUWorker")
+OWN_MODE_CALLED = PatchPoint(("vllm_ascend.worker.worker",), "init_batch_invariance")
 """Under which name the worker calls vllm-ascend's own mode, before its process groups exist."""
-OWN_MODE = Seam(("vllm_ascend.batch_invariant",), "init_batch_invariance")
-OWN_LIBRARY = Seam(("vllm_ascend.batch_invariant",), "_batch_invariant_LIB")
+OWN_MODE = PatchPoint(("vllm_ascend.batch_invariant",), "init_batch_invariance")
+OWN_LIBRARY = PatchPoint(("vllm_ascend.batch_invariant",), "_batch_invariant_LIB")
 """The torch.library.Library with what that mode registered; None before."""
-TORCH_SUM = Seam(("vllm_ascend.batch_invariant",), "torch_sum")
+TORCH_SUM = PatchPoint(("vllm_ascend.batch_invariant",), "torch_sum")
 """torch.sum as it was before that mode replaced it."""
-BACKEND = Seam(("vllm_ascend.attention.attention_v1",), "AscendAttentionBackend")
-ATTENTION = Seam(("vllm_ascend.attention.attention_v1",), "AscendAttentionBackendImpl")
-METADATA = Seam(("vllm_ascend.attention.attention_v1",), "AscendMetadata")
+BACKEND = PatchPoint(("vllm_ascend.attention.attention_v1",), "AscendAttentionBackend")
+ATTENTION = PatchPoint(("vllm_ascend.attention.attention_v1",), "AscendAttentionBackendImpl")
+METADATA = PatchPoint(("vllm_ascend.attention.attention_v1",), "AscendMetadata")
 
-ALL = {name: value for name, value in list(globals().items()) if isinstance(value, Seam)}
+ALL = {name: value for name, value in list(globals().items()) if isinstance(value, PatchPoint)}
 
 MEMBERS = {
     "WORKER": ("_init_worker_distributed_environment",),

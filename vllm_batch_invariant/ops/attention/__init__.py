@@ -7,14 +7,13 @@ from typing import Any
 import torch
 
 from ...errors import NotCovered
+from ..devices import DEVICES
 from .params import PagedAttention
 from .reduction import AttentionReduction
 
 __all__ = ["IMPLEMENTATIONS", "AttentionReduction", "paged_attention"]
 
 IMPLEMENTATIONS = ("numba", "triton", "flex", "reference")
-OF_DEVICE = {"cpu": "numba", "cuda": "triton"}
-"""What "auto" picks."""
 _MODULES = {"numba": ".cpu", "triton": ".cuda", "reference": ".reference"}
 
 
@@ -94,19 +93,19 @@ def paged_attention(
 def _implementation(name: str, device: str) -> ModuleType:
     if name not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"implementation must be 'auto' or one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
-    if name == "auto":
-        name = OF_DEVICE.get(device, "")
-    if not name or (name in OF_DEVICE.values() and name != OF_DEVICE.get(device)):
+    own = DEVICES[device].attention if device in DEVICES else None
+    chosen = own if name == "auto" else name
+    if chosen is None or (chosen != own and chosen in {other.attention for other in DEVICES.values()}):
         raise NotCovered(
-            f"attention on device '{device}' by '{name or 'auto'}'",
+            f"attention on device '{device}' by '{name}'",
             "there is no implementation for it",
             "use a CPU or CUDA device, or leave the mode off",
         )
     try:
-        return import_module(_MODULES.get(name, f".{name}.{device}"), __package__)
+        return import_module(_MODULES.get(chosen, f".{chosen}.{device}"), __package__)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in ("numba", "llvmlite", "triton"):
             raise
         raise NotCovered(
-            f"attention on device '{device}'", f"the package '{error.name}' is not installed", f"pip install {name}"
+            f"attention on device '{device}'", f"the package '{error.name}' is not installed", f"pip install {chosen}"
         ) from error

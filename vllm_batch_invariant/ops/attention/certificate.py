@@ -2,7 +2,7 @@
 
 That tensor cores give a row the same bits in a block of 8, 16, 64 or 128 rows, on either side of the instruction and
 by whatever instruction a compiler chooses for the block, is a measurement, so it is made where the model is served. One
-request is computed as a prefill, in chunks and by decode, alone (its splits are shared by programs then) and among
+request is computed as a prefill, in chunks and by decode, alone (CTAs share its splits then) and among
 others, and the rows at borders of tiles, pages and splits are compared as bits. The operands show the order of every
 sum: either the scores or the weighted values cancel, so that what is left is rounding error.
 """
@@ -246,16 +246,16 @@ def ways(queries_per_kv: int) -> Iterator[tuple[str, list[Chunk]]]:
     Args:
         queries_per_kv: query heads of a KV head.
     """
-    few = max(DECODE_ROWS // queries_per_kv, 1)
-    decode = [Chunk(stop, 1) for stop in _BORDERS]
+    decode_len = max(DECODE_ROWS // queries_per_kv, 1)
+    decode = [Chunk(kv_len, 1) for kv_len in _BORDERS]
     yield "by decode", decode
     yield "by decode alone", decode[-1:]
     yield "by decode in pairs", [decode[-1], decode[len(decode) // 2]]
-    if few > 1:
-        yield f"in chunks of {few}", [Chunk(stop, few) for stop in _BORDERS if stop >= few]
-        yield f"in a chunk of {few} alone", [Chunk(_LENGTH, few)]
-    for tokens in (few + 1, 64, 200):
-        yield f"in a chunk of {tokens} alone", [Chunk(_LENGTH, tokens)]
+    if decode_len > 1:
+        yield f"in chunks of {decode_len}", [Chunk(kv_len, decode_len) for kv_len in _BORDERS if kv_len >= decode_len]
+        yield f"in a chunk of {decode_len} alone", [Chunk(_LENGTH, decode_len)]
+    for query_len in (decode_len + 1, 64, 200):
+        yield f"in a chunk of {query_len} alone", [Chunk(_LENGTH, query_len)]
     yield "in chunks among others", [*decode[::3], Chunk(_LENGTH, 77), Chunk(513, 130), *decode[1::3], Chunk(2049, 40)]
 
 
@@ -287,7 +287,7 @@ def _attend(planner: Planner, operands: Operands, chunks: Sequence[Chunk], optio
 
 def by_scores(shape: AttentionShape, device: torch.device, page_size: int) -> Operands:
     """Every score is exactly 0 but for rounding errors, which the scale makes as large as scores are: the order of the
-    products of queries and keys decides the weights.
+    dots of queries and keys decides the weights.
     """
     heads, size = shape.heads, shape.head_size
     query, keys = cancelling(_LENGTH * heads, _LENGTH * shape.kv_heads, size, shape.dtype, device)

@@ -4,7 +4,7 @@ import numba
 import numpy as np
 import torch
 
-from ..common.numba_compile import threads
+from ..common.numba_rows import threads
 from . import cpu_kernel
 from .params import PagedAttention
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit, prange
 
-from ..common.numba_compile import compiled
 from ..common.numba_math import exp32
+from ..common.numba_rows import compiled
 from .cpu_simd import (
     add,
     add_product,

@@ -222,9 +222,9 @@ def _clear(semaphores_ptr, semaphores):
     """Zero this CTA's share of the semaphores. Attention leaves them 0, but memory that a sleeping engine gave away
     comes back with anything in it.
     """
-    step = tl.num_programs(0) * _REQUESTS_AT_ONCE
-    for first in range(tl.program_id(0) * _REQUESTS_AT_ONCE, semaphores, step):
-        idx = first + tl.arange(0, _REQUESTS_AT_ONCE)
+    AT_ONCE: tl.constexpr = _REQUESTS_AT_ONCE
+    for first in range(tl.program_id(0) * AT_ONCE, semaphores, tl.num_programs(0) * AT_ONCE):
+        idx = first + tl.arange(0, AT_ONCE)
         tl.store(semaphores_ptr + idx, idx * 0, mask=idx < semaphores)
 
 

@@ -74,10 +74,8 @@ class AttentionReduction:
     @classmethod
     def of_device(cls, device_type: str, implementation: str = "auto") -> "AttentionReduction":
         """The reduction that an implementation is fastest with on a device."""
-        if device_type != "cuda":
-            return cls(key_tile=cls.split_size)
-        # FlexAttention gives each split a query block of its own.
-        return cls(1024, ((512, 2048),)) if implementation == "flex" else cls(1024, ((256, 2048), (512, 32768)))
+        by_implementation = _FASTEST.get(device_type, {})
+        return by_implementation.get(implementation) or by_implementation.get("auto") or cls(key_tile=cls.split_size)
 
     def split_of(self, position: int) -> int:
         """The number of the split that a position is in."""
@@ -96,3 +94,12 @@ class AttentionReduction:
     def __str__(self) -> str:
         early = ", ".join(f"{size} up to {end}" for size, end in self.early)
         return f"splits of {early}{', then ' if early else ''}{self.split_size} keys"
+
+
+_FASTEST = {
+    "cuda": {
+        "auto": AttentionReduction(1024, ((256, 2048), (512, 32768))),
+        "flex": AttentionReduction(1024, ((512, 2048),)),  # which gives each split a query block of its own
+    }
+}
+"""By device type and implementation. On the others a split is one step of the online softmax."""

@@ -11,8 +11,8 @@ in units of log2(e), which the arguments bring along.
 
 A row's bits follow from its own keys by construction: masked keys weigh exactly 0, a tile without a visible key changes
 nothing, weights are summed by the tensor cores like the values they weigh, splits are merged ascending by one function,
-and products and sums of vectors are fused only where the source says so. What is measured and not constructed: that
-tensor cores give a row the same bits in blocks of 16, 64 and 128 rows.
+and vectors are multiplied and added in one step only where the source says so. What is measured and not constructed:
+that tensor cores give a row the same bits in blocks of 16, 64 and 128 rows.
 Online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867; tiles as in FlashAttention, Dao et al. 2022,
 arXiv:2205.14135; splits as in Flash-Decoding, pytorch.org/blog/flash-decoding.
 """
@@ -166,18 +166,16 @@ def load_kv_tile(kv, page, tile_start, MASKED: tl.constexpr):
         slot = offs_n % kv.PAGE_SIZE
         offs_k = page * kv.stride_k_page + kv.kv_head.to(tl.int64) * kv.stride_k_head + slot * kv.stride_k_slot
         offs_v = page * kv.stride_v_page + kv.kv_head.to(tl.int64) * kv.stride_v_head + slot * kv.stride_v_slot
-        k_ptrs = kv.k + offs_k[None, :] + offs_d[:, None]
-        v_ptrs = kv.v + offs_v[:, None] + offs_d[None, :]
         if MASKED:
             needed = (offs_n >= kv.first_key) & (offs_n < kv.kv_end)
-            k = tl.load(k_ptrs, mask=needed[None, :] & in_head[:, None], other=0.0)
-            v = tl.load(v_ptrs, mask=needed[:, None] & in_head[None, :], other=0.0)
+            k = tl.load(kv.k + offs_k[None, :] + offs_d[:, None], mask=needed[None, :] & in_head[:, None], other=0.0)
+            v = tl.load(kv.v + offs_v[:, None] + offs_d[None, :], mask=needed[:, None] & in_head[None, :], other=0.0)
         elif kv.HEAD_DIM == kv.PADDED_HEAD_DIM:
-            k = tl.load(k_ptrs)
-            v = tl.load(v_ptrs)
+            k = tl.load(kv.k + offs_k[None, :] + offs_d[:, None])
+            v = tl.load(kv.v + offs_v[:, None] + offs_d[None, :])
         else:
-            k = tl.load(k_ptrs, mask=in_head[:, None], other=0.0)
-            v = tl.load(v_ptrs, mask=in_head[None, :], other=0.0)
+            k = tl.load(kv.k + offs_k[None, :] + offs_d[:, None], mask=in_head[:, None], other=0.0)
+            v = tl.load(kv.v + offs_v[:, None] + offs_d[None, :], mask=in_head[None, :], other=0.0)
     return k, v
 
 
@@ -251,8 +249,8 @@ def end_split(state, split_state, split, rows, work, partials, MAY_SHARE: tl.con
             tl.store(partials.m_ptr + idx, split_state.m, mask=rows.stored)
             tl.store(partials.l_ptr + idx, split_l, mask=rows.stored)
             offs_d = tl.arange(0, partials.PADDED_HEAD_DIM)
-            acc_ptrs = partials.acc_ptr + idx[:, None] * partials.PADDED_HEAD_DIM + offs_d[None, :]
             mask = rows.stored[:, None] & (offs_d < partials.HEAD_DIM)[None, :]
+            acc_ptrs = partials.acc_ptr + idx[:, None] * partials.PADDED_HEAD_DIM + offs_d[None, :]
             tl.store(acc_ptrs, split_state.acc, mask=mask)
         else:
             m, l, acc = merge_splits(m, l, acc, split_state.m, split_l, split_state.acc)
@@ -306,12 +304,13 @@ def attend_keys(
 
 
 @triton.jit
-def store_result(state, out, head, row, mask):
-    """Write the result of rows to rows ``row`` (int64) of the query and heads ``head``."""
+def store_result(state, out, work, token, head, mask):
+    """Write the result of rows, (token of the request, query head) pairs."""
     sink = tl.zeros((state.m.shape[0],), tl.float32)
     if out.USE_SINKS:
         sink = tl.load(out.sinks_ptr + head)
     offs_d = tl.arange(0, out.PADDED_HEAD_DIM)
+    row = (work.query_start + token).to(tl.int64)
     tl.store(
         out.ptr + row[:, None] * out.stride_token + head[:, None] * out.stride_head + offs_d[None, :],
         normalize(state.m, state.l, state.acc, sink, out.USE_SINKS).to(out.ptr.dtype.element_ty),
@@ -374,18 +373,17 @@ def merge_partials(out, partials, work, first_split, splits, BLOCK: tl.constexpr
     for done in range(by_many, splits, FEW):
         state = _merge_some(state, partials, idx, mask, offs_r * 0 + splits - done, FEW, True)
         idx += FEW * partials.NUM_KV_HEADS * partials.ROWS
-    row = (work.query_start + token).to(tl.int64)
-    store_result(state, out, head, row, mask[:, None] & (offs_d < out.HEAD_DIM)[None, :])
+    store_result(state, out, work, token, head, mask[:, None] & (offs_d < out.HEAD_DIM)[None, :])
 
 
 @triton.jit
-def share_partials(out, partials, work, semaphores_ptr, num_splits, first_split, splits, BLOCK: tl.constexpr):
-    """Counts ``num_splits`` more partial results of a block; the CTA that brings the last of all ``splits`` merges
-    them.
+def share_partials(out, partials, work, semaphores_ptr, begin, end, first_split, splits, BLOCK: tl.constexpr):
+    """Counts the partial results of the splits ``begin`` to ``end - 1`` of a block; the CTA that brings the last of all
+    ``splits`` merges them.
     """
     semaphore_ptr = semaphores_ptr + work.workspace_idx * partials.NUM_KV_HEADS + work.kv_head
     tl.debug_barrier()
-    if tl.atomic_add(semaphore_ptr, num_splits, sem="acq_rel") == splits - num_splits:
+    if tl.atomic_add(semaphore_ptr, end - begin, sem="acq_rel") == splits - (end - begin):
         tl.debug_barrier()
         tl.store(semaphore_ptr, 0)
         merge_partials(out, partials, work, first_split, splits, BLOCK)
@@ -469,12 +467,13 @@ def attention_kernel(
         first_item = tl.load(work_indptr + first_item)
     for item in tl.range(first_item, end_item, step):
         work = load_work(work_ptr, item, NUM_KV_HEADS, PREFILL_LIKE)
-        first_token = work.first_row // QUERIES_PER_KV
+        own_table_ptr = block_table_ptr + work.request * stride_table
         last_token = min((work.first_row + BLOCK_M - 1) // QUERIES_PER_KV, work.query_len - 1)
 
         # Keys that some row of the block sees, and those that every row sees.
         kv_end = work.context_len + last_token + 1
         first_key = 0
+        first_token = work.first_row // QUERIES_PER_KV
         unmasked_end = (work.context_len + first_token + 1) // KEY_TILE * KEY_TILE
         if USE_WINDOW:
             first_key = max(work.context_len + first_token - window + 1, 0)
@@ -502,9 +501,8 @@ def attention_kernel(
             slope = tl.load(slopes_ptr + head)
         rows = Rows(q, q_pos, slope, stored)
         kv = KVCache(
-            k_cache, v_cache, block_table_ptr + work.request * stride_table, stride_k_page, stride_k_head,
-            stride_k_slot, stride_v_page, stride_v_head, stride_v_slot, work.kv_head, first_key, kv_end, USE_TMA,
-            KEY_TILE, PAGE_SIZE, HEAD_DIM, PADDED_HEAD_DIM,
+            k_cache, v_cache, own_table_ptr, stride_k_page, stride_k_head, stride_k_slot, stride_v_page, stride_v_head,
+            stride_v_slot, work.kv_head, first_key, kv_end, USE_TMA, KEY_TILE, PAGE_SIZE, HEAD_DIM, PADDED_HEAD_DIM,
         )  # fmt: skip
 
         if PREFILL_LIKE:
@@ -518,6 +516,6 @@ def attention_kernel(
             if (work.workspace_idx >= 0) & (begin < end):
                 first_split = split_of(first_key, SPLIT_SEGMENTS)
                 splits = split_of(kv_end - 1, SPLIT_SEGMENTS) + 1 - first_split
-                share_partials(out, partials, work, semaphores_ptr, end - begin, first_split, splits, PARTIAL_BLOCK)
+                share_partials(out, partials, work, semaphores_ptr, begin, end, first_split, splits, PARTIAL_BLOCK)
         if work.workspace_idx < 0:
-            store_result(state, out, head, row, mask)
+            store_result(state, out, work, token, head, mask)

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 import triton
 
-from ... import __version__, kept_file
+from ... import kept_file
+from ...version import __version__
 
 
 def gpu_environment(device: int, sources: Iterable[Path]) -> dict[str, str]:

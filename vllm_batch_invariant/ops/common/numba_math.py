@@ -1,4 +1,5 @@
-"""fp32 building blocks for the CPU kernels, every addition in an order that the source spells out.
+"""fp32 building blocks for the CPU kernels, every addition in an order that the source spells out, and the order of
+values as integers.
 
 Numba compiles without fast-math: nothing is reassociated or contracted into an fma, so these functions give the same
 bits on every CPU, in every loop they are inlined into, vectorised or not. libm and the vector libraries promise
@@ -10,14 +11,15 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-LANES = 64
-"""Partial sums that walk a row side by side: element i goes to lane i % LANES."""
+from .row_reduction import LANES
 
 _LOG2E = np.float32(1.44269504088896341)
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
 _EXP_UNDERFLOW = np.float32(-87.33654)
 _EXP_OVERFLOW = np.float32(88.72283)
+_LOW_BITS = np.int32(0x7FFFFFFF)
+_INFINITY = np.int32(0x7F800000)
 
 
 @intrinsic
@@ -85,3 +87,20 @@ def row_sum(row, lanes):
     for i in range(whole, row.size):
         lanes[i - whole] += row[i]
     return add_tree(lanes)
+
+
+@njit(inline="always")
+def order_key(bits):
+    """int32 that grow with the fp32 value of those bits: the two zeros have one key, and NaN the largest, so that no
+    comparison needs a case for them.
+    """
+    magnitude = bits & _LOW_BITS
+    key = bits ^ ((bits >> types.int32(31)) & _LOW_BITS)
+    key = types.int32(0) if magnitude == 0 else key
+    return _LOW_BITS if magnitude > _INFINITY else key
+
+
+@njit(inline="always")
+def value_of(key):
+    """The fp32 value that has the key."""
+    return float_of_bits(key ^ ((key >> np.int32(31)) & _LOW_BITS))

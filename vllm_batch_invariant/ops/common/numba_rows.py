@@ -1,14 +1,87 @@
-"""Runs a numba kernel over rows on the threads that PyTorch uses; which thread takes which row moves no bit."""
+"""Compiles the CPU kernels, with a cache where numba finds a folder to write to, and runs them over rows on the threads
+that PyTorch uses; which thread takes which row moves no bit.
+"""
 
+import hashlib
+import logging
+import os
+import sys
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-import numba
 import torch
 
-from .numba_compile import compiled, threads
+if "numba" not in sys.modules:
+    # In a process bound to one core numba would start one thread; its pool must hold as many as PyTorch's.
+    os.environ.setdefault("NUMBA_NUM_THREADS", str(max(torch.get_num_threads(), os.cpu_count() or 1)))
 
+import numba
+from numba.core.caching import FunctionCache
+
+logger = logging.getLogger("vllm.batch_invariant")
 _SERIAL_BELOW = 1 << 14
 """Elements under which waking threads costs more than they save."""
+
+if numba.config.THREADING_LAYER_PRIORITY == ["tbb", "omp", "workqueue"]:
+    # OpenMP first: where PyTorch shares its library, the threads are PyTorch's own, already bound to their cores.
+    numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+
+
+def compiled(function: Callable[..., Any], parallel: bool = False) -> Callable[..., Any]:
+    """The function compiled without fast-math: its additions happen in the order in which they are written."""
+    dispatcher = numba.njit(error_model="numpy", parallel=parallel)(function)
+    try:
+        dispatcher._cache = _Cache(function)  # as cache=True does
+    except RuntimeError:  # neither the package nor the user's cache folder can be written to
+        logger.info("The kernel %s is compiled at every start: numba finds no folder for its cache.", function.__name__)
+    return dispatcher
+
+
+class _Cache(FunctionCache):
+    """numba's cache of a kernel's machine code, with two differences: code made of other sources of this package is not
+    taken, where numba looks only at the file of the kernel itself and not at those of functions that it calls; and what
+    cannot be read or written is compiled again with a warning, where numba raises.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._name = function.__name__
+        self._cache_file._source_stamp = (self._cache_file._source_stamp, _sources())
+
+    def load_overload(self, *arguments: Any) -> Any:
+        try:
+            return super().load_overload(*arguments)
+        except Exception as error:  # whatever unpickling a broken file raises
+            logger.warning(
+                "The kernel %s is compiled again, its cache in %s is broken: %r", self._name, self.cache_path, error
+            )
+            self._try(self.flush)
+        return None
+
+    def save_overload(self, *arguments: Any) -> None:
+        self._try(super().save_overload, *arguments)
+
+    def _try(self, write: Callable[..., None], *arguments: Any) -> None:
+        try:
+            write(*arguments)
+        except OSError as error:
+            logger.warning("The kernel %s is compiled at every start, its cache is not written: %s", self._name, error)
+
+
+@cache
+def _sources() -> str:
+    """A digest of every source of the operations: any of them may be compiled into a kernel."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def threads() -> int:
+    """How many threads a parallel kernel may use: PyTorch's number, as far as numba's pool goes."""
+    return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
 
 
 class RowKernel:

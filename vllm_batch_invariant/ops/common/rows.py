@@ -27,12 +27,16 @@ def normalise_dims(dims: int | list[int] | tuple[int, ...] | None, rank: int) ->
     return found if rank else []
 
 
+def row_length(x: torch.Tensor, dims: list[int]) -> int:
+    """Elements of a row over ``dims``."""
+    return math.prod(x.shape[dim] for dim in dims)
+
+
 def as_rows(x: torch.Tensor, dims: list[int], dtype: torch.dtype) -> torch.Tensor:
     """x with ``dims`` moved last, as a contiguous [rows, row length] in ``dtype``."""
     kept = [dim for dim in range(x.dim()) if dim not in dims]
-    length = math.prod(x.shape[dim] for dim in dims)
     rows = math.prod(x.shape[dim] for dim in kept)
-    return x.permute([*kept, *dims]).reshape(rows, length).to(dtype).contiguous()
+    return x.permute([*kept, *dims]).reshape(rows, row_length(x, dims)).to(dtype).contiguous()
 
 
 def from_rows(reduced: torch.Tensor, like: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:

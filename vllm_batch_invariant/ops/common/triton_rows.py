@@ -1,35 +1,22 @@
-"""What the row kernels on a GPU share: a program reduces one row, by a layout that the row's length alone decides.
+"""What the row kernels on a GPU share: rows whose alignment no kernel has to ask for, and the order of values as
+integers.
 
 Triton compiles a kernel anew for pointers that are not aligned to 16 bytes, with another layout and so another order of
 additions; hence the rows a kernel gets are always aligned.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
 
 from .rows import as_rows
 
 ALIGNMENT = 16
 """Bytes."""
-_LARGEST_BLOCK = 8192
 _HERE = nullcontext()
-
-
-@dataclass(frozen=True)
-class RowLayout:
-    """How a program holds a row: ``block`` elements at a time, in ``warps`` warps."""
-
-    block: int
-    warps: int
-
-
-def layout_for(length: int) -> RowLayout:
-    """The layout for rows of ``length`` elements; a part of the reduction, so it may see nothing else."""
-    block = min(max(triton.next_power_of_2(length), 32), _LARGEST_BLOCK)
-    return RowLayout(block, min(max(block // 512, 1), 8))
+_LOW_BITS = tl.constexpr(0x7FFFFFFF)
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,3 +36,20 @@ def on_device_of(tensor: torch.Tensor) -> AbstractContextManager:
     """
     index = tensor.get_device()
     return _HERE if index < 0 or index == torch.cuda.current_device() else torch.cuda.device(index)
+
+
+@triton.jit
+def order_key(x):
+    """int32 that grow with x (fp32): the two zeros have one key, and NaN the largest, so that no comparison needs a
+    case for them.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & _LOW_BITS)
+    key = tl.where(x == 0.0, 0, key)
+    return tl.where(x != x, _LOW_BITS, key)
+
+
+@triton.jit
+def value_of(key):
+    """The fp32 value that has the key."""
+    return (key ^ ((key >> 31) & _LOW_BITS)).to(tl.float32, bitcast=True)

@@ -1,6 +1,6 @@
-"""Matrix products whose rows have the same bits however many rows there are.
+"""GEMMs whose rows have the same bits however many rows there are.
 
-Inside ``batch_invariant_mode()`` PyTorch's own spellings (``@``, ``F.linear``, ``torch.mm``, ...) come here, with
+Inside ``batch_invariant_mode()`` PyTorch's own functions (``@``, ``F.linear``, ``torch.mm``, ...) come here, with
 autograd.
 """
 
@@ -39,8 +39,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         raise ValueError(f"linear takes x [..., K], weight [N, K] and bias [N], got {shapes}")
     if x.dim() == 2:
         return mm(x, weight.t(), bias)
-    rows = mm(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight.t(), bias)
-    return rows.reshape(*x.shape[:-1], weight.shape[0])
+    out = mm(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight.t(), bias)
+    return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -61,22 +61,22 @@ def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return implementation("linear", a, b).bmm(a, b)
 
 
-def prepare(weight: torch.Tensor, rows: int, bias: bool = False, sizes: Iterable[int] = ()) -> None:
+def prepare(weight: torch.Tensor, max_m: int, bias: bool = False, sizes: Iterable[int] = ()) -> None:
     """Measure now what :func:`linear` needs to know about such a weight, instead of at its first calls.
 
     Args:
         weight: [N, K]; only its shape, layout and dtype matter.
-        rows: the most rows of x to expect.
+        max_m: the most rows of x to expect.
         bias: whether a bias is added.
-        sizes: numbers of rows that will be common, such as those of CUDA graphs.
+        sizes: values of M that will be common, such as those of CUDA graphs.
 
     Raises:
         NotCovered: as in :func:`linear`.
     """
-    module_for("linear", weight.device.type).prepare(weight, rows, bias, sizes)
+    module_for("linear", weight.device.type).prepare(weight, max_m, bias, sizes)
 
 
 def _same_dtype(*operands: torch.Tensor | None) -> None:
     dtypes = {operand.dtype for operand in operands if operand is not None}
     if len(dtypes) > 1:
-        raise ValueError(f"a product needs operands of one dtype, got {' and '.join(sorted(map(str, dtypes)))}")
+        raise ValueError(f"a matmul needs operands of one dtype, got {' and '.join(sorted(map(str, dtypes)))}")

@@ -1,9 +1,10 @@
-"""Chooses how a kind of product is computed for each range of rows, and proves that its bits are those of the chain.
+"""Chooses the schedule of a GEMM for each range of M, and verifies its bits on this GPU.
 
-The proof: within a range one algorithm serves every M, so that M decides only how many programs run; it is run at both
-ends of the range, in the middle, and at every M that the caller names, and compared bit for bit with the Triton chain
-read through pointers, on operands that show the order of a sum (:mod:`.cancelling`). An algorithm that differs is not
-used. The choice among those that agree is made by timing them, because it cannot move a bit.
+The verification: within a range (an M bucket) one schedule serves every M, so that M decides only how many programs
+run; it is run at both ends of the range, in the middle, and at every M that the caller names, and compared bit for bit
+with :func:`.triton_gemm.gemm_ptr`, which adds K sequentially, on operands that show the order of a sum
+(:mod:`.cancelling`). A schedule that differs is not used. The choice among those that agree is made by timing them,
+because it cannot move a bit.
 """
 
 import json
@@ -21,20 +22,20 @@ from ..common.compile_errors import reason
 from ..common.graph_timer import GraphTimer, copies_beyond_cache
 from . import triton_gemm
 from .cancelling import cancelling
-from .problem import Signature
+from .problem import GemmProblem
 from .schedule import NARROW_TILES, NarrowTile, gpu, narrow_tiles
 
 if TYPE_CHECKING:
-    from .cublaslt import Algorithm, Products
+    from .cublaslt import Algorithm, Matmul
 
 logger = logging.getLogger("vllm.batch_invariant")
 
-LIMITS = (8, *(size for power in range(4, 31) for size in (2**power, 3 * 2 ** (power - 1))), 2**31)
-"""Where ranges of rows end: up to 8, then 9 to 16, to 24, 32, 48, 64, ..."""
+M_BUCKETS = (8, *(size for power in range(4, 31) for size in (2**power, 3 * 2 ** (power - 1))), 2**31)
+"""Where ranges of M end: up to 8, then 9 to 16, to 24, 32, 48, 64, ..."""
 _ASKED = 8
 _ASKED_UNTUNED = 3
 _ASKED_FOR_FEWER = 2
-_MOST_ROWS_OF_SMALL_TILES = 256
+_MAX_M_OF_SMALL_TILES = 256
 _OPAQUE = 64
 """Bytes of an algorithm of cuBLASLt."""
 _REPLAYS = 5
@@ -47,9 +48,9 @@ _uncompiled: set[tuple[NarrowTile, torch.dtype, bool]] = set()
 """Narrow tiles that could not be run, with the dtype and whether there was a bias: not tried again."""
 
 
-def limit_of(rows: int) -> int:
-    """The end of the range that a number of rows is in."""
-    return LIMITS[bisect_left(LIMITS, rows)]
+def m_bucket(m: int) -> int:
+    """The end of the range that M is in."""
+    return M_BUCKETS[bisect_left(M_BUCKETS, m)]
 
 
 def _cost(schedule: "Algorithm | NarrowTile | None", microseconds: float) -> float:
@@ -58,21 +59,21 @@ def _cost(schedule: "Algorithm | NarrowTile | None", microseconds: float) -> flo
 
 
 class Inconsistent(RuntimeError):
-    """The Triton chain itself has other bits at another number of rows: nothing can be built on it."""
+    """Triton's kernels themselves give a row other bits at another M: nothing can be built on them."""
 
 
 @dataclass(frozen=True)
-class Entry:
-    """How products of one range of rows are computed."""
+class TunedSchedule:
+    """How a GEMM is computed in one range of M."""
 
     algorithm: "Algorithm | None"
-    """Of cuBLASLt; None is Triton's chain, or Gluon's where there is a ``tile``."""
+    """Of cuBLASLt; None is Triton's, or Gluon's where there is a ``tile``."""
     checked: tuple[int, ...]
-    """The numbers of rows at which bits were compared."""
+    """The values of M at which bits were compared."""
     refused: tuple[str, ...]
-    """Algorithms and tiles whose bits differed from the chain's, or that did not run at every number of rows."""
+    """Algorithms and tiles whose bits differed, or that did not run at every M."""
     microseconds: dict[str, float]
-    """Median time at the most rows by library, where it was measured."""
+    """Median time at the largest M by library, where it was measured."""
     tile: NarrowTile | None = None
     """Of Gluon's narrow kernel."""
 
@@ -92,7 +93,7 @@ class Entry:
         }
 
     @classmethod
-    def from_json(cls, stored: Any) -> "Entry":
+    def from_json(cls, stored: Any) -> "TunedSchedule":
         """What :meth:`to_json` was made of.
 
         Raises:
@@ -105,34 +106,34 @@ class Entry:
 
                 algorithm = Algorithm(bytes.fromhex(algorithm["opaque"]), 1, algorithm["about"])
             tile = None if tile is None else NarrowTile(**tile)
-            entry = cls(algorithm, tuple(stored["checked"]), tuple(stored["refused"]), microseconds, tile)
-            known = json.loads(json.dumps(entry.to_json())) == stored and _sound(entry)
+            tuned = cls(algorithm, tuple(stored["checked"]), tuple(stored["refused"]), microseconds, tile)
+            known = json.loads(json.dumps(tuned.to_json())) == stored and _sound(tuned)
         except (LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"an entry is of another shape: {error!r}") from error
+            raise ValueError(f"a tuned schedule is of another shape: {error!r}") from error
         if not known:
-            raise ValueError("an entry is of another shape")
-        return entry
+            raise ValueError("a tuned schedule is of another shape")
+        return tuned
 
 
-def entries_from_json(stored: Any) -> dict[int, Entry]:
-    """The entries of a kind of product by the end of the range of rows, from what was stored.
+def schedules_from_json(stored: Any) -> dict[int, TunedSchedule]:
+    """The schedules of a GEMM by M bucket, from what was stored.
 
     Raises:
         ValueError: something else was stored.
     """
-    if not isinstance(stored, dict) or not set(stored) <= {str(limit) for limit in LIMITS}:
-        raise ValueError("ranges of rows are others")
-    return {int(limit): Entry.from_json(entry) for limit, entry in stored.items()}
+    if not isinstance(stored, dict) or not set(stored) <= {str(bucket) for bucket in M_BUCKETS}:
+        raise ValueError("M buckets are others")
+    return {int(bucket): TunedSchedule.from_json(tuned) for bucket, tuned in stored.items()}
 
 
-def _sound(entry: Entry) -> bool:
+def _sound(tuned: TunedSchedule) -> bool:
     """Whether every value is of a kind that can be served with."""
     return (
-        (entry.algorithm is None or (len(entry.algorithm.opaque) == _OPAQUE and isinstance(entry.algorithm.about, str)))
-        and (entry.tile is None or entry.tile in NARROW_TILES)
-        and all(type(count) is int and count > 0 for count in entry.checked)
-        and all(isinstance(about, str) for about in entry.refused)
-        and all(type(time) in (int, float) for time in entry.microseconds.values())
+        (tuned.algorithm is None or (len(tuned.algorithm.opaque) == _OPAQUE and isinstance(tuned.algorithm.about, str)))
+        and (tuned.tile is None or tuned.tile in NARROW_TILES)
+        and all(type(m) is int and m > 0 for m in tuned.checked)
+        and all(isinstance(about, str) for about in tuned.refused)
+        and all(type(time) in (int, float) for time in tuned.microseconds.values())
     )
 
 
@@ -144,144 +145,147 @@ def library_of(schedule: "Algorithm | NarrowTile | None") -> str:
 
 
 @dataclass
-class Certifier:
-    """Operands of one kind of product, and what is run on them."""
+class Autotuner:
+    """Operands of one GEMM, and what is run on them."""
 
-    signature: Signature
-    products: "Products | None"
-    """None where cuBLASLt is absent."""
-    most: int
+    problem: GemmProblem
+    matmul: "Matmul | None"
+    """cuBLASLt's; None where it is absent."""
+    max_m: int
     """Rows of a."""
 
     def __post_init__(self) -> None:
-        s = self.signature
-        device = torch.device("cuda", s.device)
-        a, weight = cancelling(self.most, s.columns, s.depth, s.dtype, device)
-        self.a = a if s.a_by_rows else a.t().contiguous().t()
-        self.b = weight.t() if s.b_by_columns else weight.t().contiguous()
+        p = self.problem
+        device = torch.device("cuda", p.device)
+        a, weight = cancelling(self.max_m, p.n, p.k, p.dtype, device)
+        self.a = a if p.a_k_major else a.t().contiguous().t()
+        self.b = weight.t() if p.b_k_major else weight.t().contiguous()
         # As small as the rounding error that it is added to, so that its own rounding shows.
-        noise = torch.randn(s.columns, generator=torch.Generator(device).manual_seed(1), device=device)
-        self.bias = (noise * 2**-24 * s.depth).to(s.dtype) if s.bias else None
-        self.chain = triton_gemm.by_pointers(self.a[None], self.b[None], self.bias, s.dtype)[0]
+        noise = torch.randn(p.n, generator=torch.Generator(device).manual_seed(1), device=device)
+        self.bias = (noise * 2**-24 * p.k).to(p.dtype) if p.has_bias else None
+        self.expected = triton_gemm.mm_ptr(self.a, self.b, self.bias)
 
-    def counts(self, limit: int, sizes: Iterable[int]) -> tuple[int, ...]:
-        """The numbers of rows to check for the range that ends at ``limit``, ``sizes`` of the caller among them."""
-        index = LIMITS.index(limit)
-        first = LIMITS[index - 1] + 1 if index else 1
-        found = {first, (first + limit) // 2 | 1, limit, *(size for size in sizes if first <= size <= limit)}
-        if not self.signature.a_by_rows:  # rows side by side: other counts and places are not aligned
-            found = {-(-count // 8) * 8 for count in found}
-        return tuple(sorted(count for count in found if count <= self.most))
+    def ms_to_verify(self, bucket: int, sizes: Iterable[int]) -> tuple[int, ...]:
+        """The values of M to verify for a bucket, ``sizes`` of the caller among them."""
+        index = M_BUCKETS.index(bucket)
+        first = M_BUCKETS[index - 1] + 1 if index else 1
+        found = {first, (first + bucket) // 2 | 1, bucket, *(size for size in sizes if first <= size <= bucket)}
+        if not self.problem.a_k_major:  # M is the contiguous side: other values are not aligned
+            found = {-(-m // 8) * 8 for m in found}
+        return tuple(sorted(m for m in found if m <= self.max_m))
 
-    def agrees(self, run: Callable[[torch.Tensor], torch.Tensor], counts: Sequence[int]) -> bool:
-        """Whether ``run`` gives the last rows of a, in these numbers, the bits that the chain gives them."""
+    def verify_bitwise(self, run: Callable[[torch.Tensor], torch.Tensor], ms: Sequence[int]) -> bool:
+        """Whether ``run`` gives the last rows of a, so many of them, the bits that are expected of them."""
         differs = torch.zeros((), dtype=torch.bool, device=self.a.device)
-        for count in counts:
-            out, expected = run(self.a[self.most - count :]), self.chain[self.most - count :]
+        for m in ms:
+            out, expected = run(self.a[self.max_m - m :]), self.expected[self.max_m - m :]
             differs |= (out.view(torch.int16) != expected.view(torch.int16)).any()
         return not differs.item()
 
-    def by_triton(self, a: torch.Tensor) -> torch.Tensor:
+    def run_triton(self, a: torch.Tensor) -> torch.Tensor:
         return triton_gemm.mm(a, self.b, self.bias)
 
-    def by(
+    def runner(
         self, schedule: "Algorithm | NarrowTile", workspace: torch.Tensor | None = None
     ) -> Callable[..., torch.Tensor]:
+        """What runs a schedule on some rows of a."""
+        reduction = self.problem.reduction
+
         def run(a: torch.Tensor, b: torch.Tensor = self.b, out: torch.Tensor | None = None) -> torch.Tensor:
-            if isinstance(schedule, NarrowTile):
-                return triton_gemm.by_narrow_tile(a, b, self.bias, schedule, out)
             out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device) if out is None else out
-            self.products.run(schedule, a, b, self.bias, out, workspace)
+            if isinstance(schedule, NarrowTile):
+                return triton_gemm.gemm_sm90_swap_ab(a, b, self.bias, out, reduction, schedule)
+            self.matmul.run(schedule, a, b, self.bias, out, workspace)
             return out
 
         return run
 
-    def passes(self, schedule: "Algorithm | NarrowTile", counts: Sequence[int]) -> bool:
-        """Whether a schedule runs at these numbers of rows with the bits of the chain."""
+    def runs_and_verifies(self, schedule: "Algorithm | NarrowTile", ms: Sequence[int]) -> bool:
+        """Whether a schedule runs at these values of M with the bits that are expected."""
         from .cublaslt import Error
 
         try:
-            return self.agrees(self.by(schedule), counts)
+            return self.verify_bitwise(self.runner(schedule), ms)
         except Error:
             return False
 
-    def certify(self, limit: int, sizes: Iterable[int], timer: GraphTimer | None) -> Entry:
-        """The entry for the range that ends at ``limit``: the fastest schedule that passes if there is a timer, else
-        the first that passes of cuBLASLt's heuristic.
+    def tune(self, bucket: int, sizes: Iterable[int], timer: GraphTimer | None) -> TunedSchedule:
+        """The schedule for a bucket: the fastest that verifies if there is a timer, else the first that verifies of
+        cuBLASLt's heuristic.
 
         Raises:
-            Inconsistent: the Triton chain gives other bits at another number of rows.
+            Inconsistent: Triton's kernels give a row other bits at another M.
         """
-        counts = self.counts(limit, sizes)
-        if not self.agrees(self.by_triton, counts):
+        ms = self.ms_to_verify(bucket, sizes)
+        if not self.verify_bitwise(self.run_triton, ms):
             raise Inconsistent(
-                f"the product {self.signature} has other bits at one of {counts} rows than at {self.most}, with a "
-                "schedule that should not matter: this GPU or this Triton cannot be used"
+                f"the GEMM {self.problem} has other bits at one of {ms} rows than at {self.max_m}, with a schedule "
+                "that should not matter: this GPU or this Triton cannot be used"
             )
-        rows = min(limit, self.most)
-        schedules = [*self._candidates(rows, tuning=timer is not None), None]
+        m = min(bucket, self.max_m)
+        schedules = [*self._candidates(m, tuning=timer is not None), None]
         times: dict[Any, float] = {}
         if timer and len(schedules) > 1:
-            times = self._times(rows, schedules[:-1], timer)
+            times = self._times(m, schedules[:-1], timer)
             schedules = sorted((one for one in schedules if one in times), key=lambda one: _cost(one, times[one]))
         refused = []
         for schedule in schedules:
-            if schedule is None or self.passes(schedule, counts):
+            if schedule is None or self.runs_and_verifies(schedule, ms):
                 break
             refused.append(schedule)
             logger.warning(
                 "%s's %s is not used for %s, up to %d rows.",
                 library_of(schedule),
                 schedule.about,
-                self.signature,
-                limit,
+                self.problem,
+                bucket,
             )
         known: dict[str, float] = {}
         for one in sorted(times.keys() - set(refused), key=times.get):
             known.setdefault(library_of(one).lower(), times[one])
         is_tile = isinstance(schedule, NarrowTile)
-        return Entry(
+        return TunedSchedule(
             None if is_tile else schedule,
-            counts,
+            ms,
             tuple(one.about for one in refused),
             known,
             schedule if is_tile else None,
         )
 
-    def _candidates(self, rows: int, tuning: bool) -> list["Algorithm | NarrowTile"]:
-        """Schedules worth trying: the heuristic's for this number of rows and, to time, its favourites for fewer and
-        the narrow tiles.
+    def _candidates(self, m: int, tuning: bool) -> list["Algorithm | NarrowTile"]:
+        """Schedules worth trying: the heuristic's for this M and, to time, its favourites for smaller ones and the
+        narrow tiles.
 
-        Smaller tiles than the heuristic would take keep more multiprocessors busy where N is small: (1280, 8192) at
-        128 rows.
+        Smaller tiles than the heuristic would take keep more multiprocessors busy where N is small: N=1280 K=8192
+        at M=128.
         """
-        if self.products is None:
+        if self.matmul is None:
             return []
         if not tuning:
-            return self.products.algorithms(rows, _ASKED_UNTUNED)
-        s, found = self.signature, self.products.algorithms(rows, _ASKED)
-        if rows <= _MOST_ROWS_OF_SMALL_TILES:
-            for fewer in (limit for limit in LIMITS if rows / 8 <= limit < rows):
-                found += self.products.algorithms(fewer, _ASKED_FOR_FEWER)
-        if s.a_by_rows and s.b_by_columns:
-            tiles = narrow_tiles(rows, s.columns, gpu(s.device))
-            found += [tile for tile in tiles if (tile, s.dtype, s.bias) not in _uncompiled]
+            return self.matmul.algorithms(m, _ASKED_UNTUNED)
+        p, found = self.problem, self.matmul.algorithms(m, _ASKED)
+        if m <= _MAX_M_OF_SMALL_TILES:
+            for fewer in (bucket for bucket in M_BUCKETS if m / 8 <= bucket < m):
+                found += self.matmul.algorithms(fewer, _ASKED_FOR_FEWER)
+        if p.a_k_major and p.b_k_major:
+            tiles = narrow_tiles(m, p.n, gpu(p.device))
+            found += [tile for tile in tiles if (tile, p.dtype, p.has_bias) not in _uncompiled]
         return list(dict.fromkeys(found))
 
-    def _times(self, rows: int, schedules: Sequence["Algorithm | NarrowTile"], timer: GraphTimer) -> dict[Any, float]:
+    def _times(self, m: int, schedules: Sequence["Algorithm | NarrowTile"], timer: GraphTimer) -> dict[Any, float]:
         """Median microseconds of those schedules that run, and under None of Triton."""
-        a, s = self.a[:rows], self.signature
+        a, p = self.a[:m], self.problem
         weights = [self.b, *(self.b.t().clone().t() for _ in range(self._copies() - 1))]
         # Nothing is allocated while a graph is captured: under vLLM's allocator settings for loading weights
         # that was an error.
-        out = torch.empty(rows, s.columns, dtype=a.dtype, device=a.device)
+        out = torch.empty(m, p.n, dtype=a.dtype, device=a.device)
         ways = {None: [lambda b=b: triton_gemm.mm(a, b, self.bias, out) for b in weights]}
         for schedule in schedules:
             if self._runs(schedule, a, out):
-                run = self.by(schedule)
+                run = self.runner(schedule)
                 ways[schedule] = [lambda b=b, run=run: run(a, b, out) for b in weights]
-        bytes_moved = a.element_size() * (s.columns * s.depth + rows * (s.columns + s.depth))
-        expected = 2 + bytes_moved / 4e6 + 2 * rows * s.columns * s.depth / 7e8  # roughly, on a large GPU
+        bytes_moved = a.element_size() * (p.n * p.k + m * (p.n + p.k))
+        expected = 2 + bytes_moved / 4e6 + 2 * m * p.n * p.k / 7e8  # roughly, on a large GPU
         replays = _REPLAYS if expected < 1000 else 2
         samples = timer.time(list(ways.values()), expected, replays)
         return dict(zip(ways, map(statistics.median, samples), strict=True))
@@ -290,50 +294,50 @@ class Certifier:
         """Whether a schedule can be run here at all."""
         from .cublaslt import Error
 
-        s = self.signature
+        p = self.problem
         try:
-            self.by(schedule)(a, self.b, out)
+            self.runner(schedule)(a, self.b, out)
         except Error:
             return False
         except Exception as error:  # whatever a compiler makes of a kernel, or an API that moved
             if not isinstance(schedule, NarrowTile):
                 raise
-            _uncompiled.add((schedule, s.dtype, s.bias))
-            logger.warning("Gluon's %s is left out, first for %s: %s", schedule.about, s, reason(error))
+            _uncompiled.add((schedule, p.dtype, p.has_bias))
+            logger.warning("Gluon's %s is left out, first for %s: %s", schedule.about, p, reason(error))
             return False
         return True
 
     def _copies(self) -> int:
         size = self.b.numel() * self.b.element_size()
-        return min(copies_beyond_cache(size, gpu(self.signature.device).l2_bytes), 64)
+        return min(copies_beyond_cache(size, gpu(self.problem.device).l2_bytes), 64)
 
 
-def certify(
-    signature: Signature,
-    products: "Products | None",
-    limits: Sequence[int],
+def tune(
+    problem: GemmProblem,
+    matmul: "Matmul | None",
+    buckets: Sequence[int],
     sizes: Iterable[int] = (),
     tuning_seconds: float = 0,
-) -> dict[int, Entry]:
-    """Entries for the ranges that end at ``limits``.
+) -> dict[int, TunedSchedule]:
+    """Schedules by M bucket.
 
     Args:
-        signature: the kind of product.
-        products: cuBLASLt's, or None.
-        limits: of :data:`LIMITS`.
-        sizes: numbers of rows that must be among those checked, such as the sizes of CUDA graphs.
-        tuning_seconds: no more ranges are timed after that long; the small ones come first.
+        problem: the GEMM.
+        matmul: cuBLASLt's, or None.
+        buckets: of :data:`M_BUCKETS`.
+        sizes: values of M that must be among those verified, such as the sizes of CUDA graphs.
+        tuning_seconds: no more buckets are timed after that long; the small ones come first.
 
     Raises:
-        Inconsistent: see :meth:`Certifier.certify`.
+        Inconsistent: see :meth:`Autotuner.tune`.
         torch.OutOfMemoryError: the operands do not fit beside what is on the GPU.
     """
-    with torch.cuda.device(signature.device), torch.no_grad():
+    with torch.cuda.device(problem.device), torch.no_grad():
         started = time.monotonic()
-        certifier = Certifier(signature, products, max(limits))
-        timer = GraphTimer(signature.device) if tuning_seconds > 0 else None
-        entries = {}
-        for limit in sorted(limits):
+        autotuner = Autotuner(problem, matmul, max(buckets))
+        timer = GraphTimer(problem.device) if tuning_seconds > 0 else None
+        schedules = {}
+        for bucket in sorted(buckets):
             tuning = timer if time.monotonic() - started < tuning_seconds else None
-            entries[limit] = certifier.certify(limit, sizes, tuning)
-        return entries
+            schedules[bucket] = autotuner.tune(bucket, sizes, tuning)
+        return schedules

@@ -1,4 +1,4 @@
-"""Keeps on disk what was measured about this machine's products, so that the next start need not measure it again."""
+"""Keeps on disk how GEMMs were tuned on this machine, so that the next start need not measure again."""
 
 from functools import cache
 from pathlib import Path
@@ -26,28 +26,28 @@ def _path(of: dict[str, str]) -> Path | None:
 
 
 def load(of: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """What is known of an environment: signature to rows to entry. Empty for an unknown one, and for a file that is
-    broken, which is set aside.
+    """What is known of an environment: problem to M bucket to tuned schedule. Empty for an unknown one, and for a file
+    that is broken, which is set aside.
     """
     content = kept_file.read(_path(of))
     if content is None:
         return {}
-    if not isinstance(content, dict) or content.get("environment") != of or not _is_table(content.get("products")):
+    if not isinstance(content, dict) or content.get("environment") != of or not _is_table(content.get("gemms")):
         set_aside(of, "it does not hold what it should")
         return {}
-    return content["products"]
+    return content["gemms"]
 
 
-def save(of: dict[str, str], products: dict[str, dict[str, Any]]) -> None:
+def save(of: dict[str, str], gemms: dict[str, dict[str, Any]]) -> None:
     """Add to what is known of an environment. A folder that cannot be written is left alone: the next start measures
     again.
     """
 
     def added(content: Any) -> dict[str, Any]:
         known = load(of) if content is not None else {}
-        for name, entries in products.items():
-            known.setdefault(name, {}).update(entries)
-        return {"environment": of, "products": known}
+        for name, schedules in gemms.items():
+            known.setdefault(name, {}).update(schedules)
+        return {"environment": of, "gemms": known}
 
     kept_file.update(_path(of), added)
 
@@ -57,5 +57,5 @@ def set_aside(of: dict[str, str], why: Exception | str) -> None:
     kept_file.set_aside(_path(of), why)
 
 
-def _is_table(products: Any) -> bool:
-    return isinstance(products, dict) and all(isinstance(entries, dict) for entries in products.values())
+def _is_table(gemms: Any) -> bool:
+    return isinstance(gemms, dict) and all(isinstance(schedules, dict) for schedules in gemms.values())

@@ -1,4 +1,4 @@
-"""Products by cuBLASLt, asked for algorithms that do not split K, through nvmath-python's binding of its C interface.
+"""GEMMs by cuBLASLt, asked for algorithms that do not split K, through nvmath-python's binding of its C interface.
 
 cuBLAS as PyTorch calls it picks an algorithm for every number of rows, and some of them split K to fill the GPU, which
 changes the bits. Here the heuristic may name only algorithms without a reduction between programs and without a
@@ -12,15 +12,12 @@ import numpy as np
 import torch
 from nvmath.bindings import cublasLt as lt  # noqa: N813
 
-from .problem import Signature
-from .triton_gemm import major_stride
+from .problem import ALIGNMENT, GemmProblem, leading_dim
 
 _DATA_TYPE = {torch.bfloat16: 14, torch.float16: 2, torch.float32: 0}
 _COMPUTE_FP32 = 68
 _FP32 = _DATA_TYPE[torch.float32]
 _EVERY_REDUCTION = 2**32 - 1
-_ALIGNMENT = 16
-"""Bytes: what is promised of addresses; the heuristic would otherwise assume 256."""
 _MOST_DESCRIPTORS = 4096
 
 Error = lt.cuBLASLtError
@@ -42,51 +39,52 @@ class Algorithm:
     about: str
 
 
-class Products:
-    """Runs the products of one signature."""
+class Matmul:
+    """Runs the GEMMs of one problem."""
 
-    def __init__(self, signature: Signature) -> None:
-        self.signature = signature
-        self._handle = handle(signature.device)
+    def __init__(self, problem: GemmProblem) -> None:
+        self.problem = problem
+        self._handle = handle(problem.device)
         self._one, self._zero = np.ones(1, np.float32), np.zeros(1, np.float32)
         self._one_address, self._zero_address = self._one.ctypes.data, self._zero.ctypes.data
         self._operations: dict[int, int] = {}
         self._layouts: dict[tuple[int, int, int], int] = {}
         self._encoded: dict[bytes, tuple[np.ndarray, int]] = {}
 
-    def algorithms(self, rows: int, most: int, workspace: int = 0) -> list[Algorithm]:
-        """The heuristic's algorithms for products of ``rows`` rows, the most promising first.
+    def algorithms(self, m: int, most: int, workspace: int = 0) -> list[Algorithm]:
+        """The heuristic's algorithms for M rows, the most promising first.
 
         Args:
-            rows: M.
+            m: rows of a.
             most: how many to ask for.
-            workspace: bytes. With any, algorithms that split K are asked for, too: what no product is served with, and
-                what the certificate must be seen to refuse.
+            workspace: bytes. With any, algorithms that split K are asked for, too: what no GEMM is served with, and
+                what the autotuner must be seen to refuse.
         """
-        s = self.signature
+        p = self.problem
         self._make_room()
         preference = lt.matmul_preference_create()
         attributes = lt.MatmulPreferenceAttribute
         settings = {
             attributes.MAX_WORKSPACE_BYTES: workspace,
             attributes.REDUCTION_SCHEME_MASK: _EVERY_REDUCTION if workspace else 0,
-            attributes.MIN_ALIGNMENT_A_BYTES: _ALIGNMENT,
-            attributes.MIN_ALIGNMENT_B_BYTES: _ALIGNMENT,
-            attributes.MIN_ALIGNMENT_C_BYTES: _ALIGNMENT,
-            attributes.MIN_ALIGNMENT_D_BYTES: _ALIGNMENT,
+            # The heuristic would otherwise assume 256.
+            attributes.MIN_ALIGNMENT_A_BYTES: ALIGNMENT,
+            attributes.MIN_ALIGNMENT_B_BYTES: ALIGNMENT,
+            attributes.MIN_ALIGNMENT_C_BYTES: ALIGNMENT,
+            attributes.MIN_ALIGNMENT_D_BYTES: ALIGNMENT,
         }
         for attribute, value in settings.items():
             value = np.array([value], lt.get_matmul_preference_attribute_dtype(attribute))
             lt.matmul_preference_set_attribute(preference, attribute, value.ctypes.data, value.nbytes)
         found = np.zeros(most, lt.matmul_heuristic_result_dtype)
         count = np.zeros(1, np.int32)
-        out = self._layout(s.columns, rows, s.columns)
+        out = self._layout(p.n, m, p.n)
         try:
             lt.matmul_algo_get_heuristic(
                 self._handle,
                 self._operation(0),
-                self._layout(*s.b_layout()),
-                self._layout(*s.a_layout(rows)),
+                self._layout(*p.b_layout()),
+                self._layout(*p.a_layout(m)),
                 out,
                 out,
                 preference,
@@ -109,10 +107,10 @@ class Products:
         bias: torch.Tensor | None,
         out: torch.Tensor,
         workspace: torch.Tensor | None = None,
-        a_stride: int | None = None,
-        b_stride: int | None = None,
+        lda: int | None = None,
+        ldb: int | None = None,
     ) -> None:
-        """out = a @ b + bias on the current stream. a: [M, K] and b: [K, N] as the signature has them, out: [M, N].
+        """out = a @ b + bias on the current stream. a: [M, K] and b: [K, N] as the problem has them, out: [M, N].
 
         Args:
             algorithm: of :meth:`algorithms`.
@@ -121,32 +119,32 @@ class Products:
             bias: [N], or None.
             out: [M, N], packed.
             workspace: bytes for an algorithm that needs them.
-            a_stride: :func:`major_stride` of a, if known already.
-            b_stride: the same of b.
+            lda: :func:`.problem.leading_dim` of a, if known already.
+            ldb: the same of b.
 
         Raises:
             Error: the library refuses the algorithm for this M; nothing was launched.
         """
-        rows = out.shape[0]
+        m = out.shape[0]
         self._make_room()
         encoded = self._encoded.get(algorithm.opaque)
         if encoded is None:
             array = np.frombuffer(algorithm.opaque, np.uint8).copy()
             encoded = self._encoded[algorithm.opaque] = array, array.ctypes.data
-        layout_out = self._layout(out.shape[1], rows, out.shape[1])
+        layout_out = self._layout(out.shape[1], m, out.shape[1])
         address = out.data_ptr()
-        if torch.cuda.current_device() != self.signature.device:
-            with torch.cuda.device(self.signature.device):
-                return self.run(algorithm, a, b, bias, out, workspace, a_stride, b_stride)
-        # Column-major, as cuBLAS counts, the product is transposed: out.T [N, M] = b.T [N, K] @ a.T [K, M].
+        if torch.cuda.current_device() != self.problem.device:
+            with torch.cuda.device(self.problem.device):
+                return self.run(algorithm, a, b, bias, out, workspace, lda, ldb)
+        # Column-major, as cuBLAS counts, the GEMM is transposed: out.T [N, M] = b.T [N, K] @ a.T [K, M].
         lt.matmul(
             self._handle,
             self._operation(0 if bias is None else bias.data_ptr()),
             self._one_address,
             b.data_ptr(),
-            self._layout(*self.signature.b_layout(major_stride(b)[0] if b_stride is None else b_stride)),
+            self._layout(*self.problem.b_layout(leading_dim(b)[0] if ldb is None else ldb)),
             a.data_ptr(),
-            self._layout(*self.signature.a_layout(rows, major_stride(a)[0] if a_stride is None else a_stride)),
+            self._layout(*self.problem.a_layout(m, leading_dim(a)[0] if lda is None else lda)),
             self._zero_address,
             address,
             layout_out,
@@ -155,7 +153,7 @@ class Products:
             encoded[1],
             0 if workspace is None else workspace.data_ptr(),
             0 if workspace is None else workspace.numel(),
-            torch._C._cuda_getCurrentRawStream(self.signature.device),
+            torch._C._cuda_getCurrentRawStream(self.problem.device),
         )
         return None
 
@@ -171,16 +169,16 @@ class Products:
             self._layouts.clear()
 
     def _operation(self, bias: int) -> int:
-        """The operation's descriptor for a bias at an address; 0 for none, or for any where no product is run."""
+        """The operation's descriptor for a bias at an address; 0 for none, or for any where nothing is run."""
         if (descriptor := self._operations.get(bias)) is not None:
             return descriptor
         descriptor = lt.matmul_desc_create(_COMPUTE_FP32, _FP32)
         attributes = lt.MatmulDescAttribute
         settings = {
-            attributes.TRANSA: int(self.signature.b_by_columns),
-            attributes.TRANSB: int(not self.signature.a_by_rows),
+            attributes.TRANSA: int(self.problem.b_k_major),
+            attributes.TRANSB: int(not self.problem.a_k_major),
         }
-        if self.signature.bias:
+        if self.problem.has_bias:
             settings[attributes.EPILOGUE] = lt.Epilogue.BIAS
             settings[attributes.BIAS_POINTER] = bias
         for attribute, value in settings.items():
@@ -189,12 +187,12 @@ class Products:
         self._operations[bias] = descriptor
         return descriptor
 
-    def _layout(self, height: int, width: int, stride: int) -> int:
+    def _layout(self, rows: int, columns: int, ld: int) -> int:
         """The descriptor of a column-major matrix."""
-        key = height, width, stride
+        key = rows, columns, ld
         if (descriptor := self._layouts.get(key)) is not None:
             return descriptor
-        descriptor = lt.matrix_layout_create(_DATA_TYPE[self.signature.dtype], height, width, stride)
+        descriptor = lt.matrix_layout_create(_DATA_TYPE[self.problem.dtype], rows, columns, ld)
         self._layouts[key] = descriptor
         return descriptor
 

@@ -1,4 +1,4 @@
-"""Products on a GPU: by cuBLASLt where it is there and certified for the weight's shape, else by Triton."""
+"""GEMMs on a GPU: by cuBLASLt where it is there and verified for the problem, else by Triton."""
 
 import logging
 import threading
@@ -13,10 +13,10 @@ import torch
 
 from ... import envs
 from . import autotune, autotune_cache, triton_gemm
-from .autotune import LIMITS, Entry, limit_of
-from .problem import Signature, signature_of
+from .autotune import M_BUCKETS, TunedSchedule, m_bucket
+from .problem import ALIGNMENT, LARGEST_SIDE, GemmProblem, leading_dim, problem_of
 from .reduction import LinearReduction
-from .triton_gemm import ALIGNMENT, LARGEST_SIDE, accumulate, accumulate_batch, bmm, major_stride
+from .triton_gemm import accumulate, accumulate_batch, bmm
 
 try:
     from . import cublaslt
@@ -25,207 +25,240 @@ except ModuleNotFoundError as error:
         raise
     cublaslt = None
 
-__all__ = ["accumulate", "accumulate_batch", "bmm", "entries", "known", "mm", "prepare"]
+__all__ = ["accumulate", "accumulate_batch", "bmm", "known", "mm", "prepare", "tuned_schedules"]
 
 logger = logging.getLogger("vllm.batch_invariant")
 
-_USES_BEFORE_CERTIFIED = 3
-"""How often a kind of product runs in Triton before it is certified: K of a gradient may follow the batch, and a kind
-that never returns would be certified for nothing.
+_USES_BEFORE_TUNING = 3
+"""How often a GEMM runs in Triton before it is tuned: K of a gradient may follow the batch, and a problem that never
+returns would be tuned for nothing.
 """
 _TUNING_SECONDS = 5.0
-"""How long the schedules of one kind of product are timed when a model is loaded; after that the heuristic's first
-choice serves. A kind takes about 0.6 s on an H200.
+"""How long the schedules of one problem are timed when a model is loaded; after that the heuristic's first choice
+serves. A problem takes about 0.6 s on an H200.
 """
 _MOST_PLANS = 4096
-
-_certified: dict[Signature, dict[int, Entry]] = {}
-_inconsistent: dict[Signature, autotune.Inconsistent] = {}
-_uses: Counter[tuple[Signature, int]] = Counter()
-_lock = threading.RLock()
 
 
 @dataclass(frozen=True)
 class _Plan:
     """What is known of calls with operands of the same dtypes, strides and weight."""
 
-    signature: Signature
-    entries: dict[int, Entry]
-    products: "cublaslt.Products"
-    a_stride: int
-    b_stride: int
+    problem: GemmProblem | None
+    """None where Triton alone serves them."""
+    tuned: dict[int, TunedSchedule]
+    """By M bucket; grows while the plan is in use."""
+    reduction: LinearReduction | None = None
+    matmul: "cublaslt.Matmul | None" = None
+    lda: int = 0
+    ldb: int = 0
 
 
-_plans: dict[tuple, _Plan | None] = {}
+_BY_TRITON = _Plan(None, {})
 
 
-def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """[M, K] @ [K, N] + bias; see the operation's package for the contract."""
-    rows, addresses = a.shape[0], a.data_ptr() | b.data_ptr()
-    if bias is not None:
-        addresses |= bias.data_ptr()
-    key = (
-        a.stride(1) if rows == 1 else a.stride(),
-        0 < rows <= LARGEST_SIDE,
-        b.shape,
-        b.stride(),
-        bias is not None and bias.stride(),
-        a.dtype,
-        addresses % ALIGNMENT,
-        a.device,
-    )
-    plan = _plans.get(key, _plans)
-    if plan is _plans:
-        plan = _plan(key, a, b, bias)
-    if plan is not None:
-        entry = plan.entries.get(limit_of(rows)) or _first_use(plan, rows)
-        if entry is not None and entry.tile is not None:
-            return triton_gemm.by_narrow_tile(a, b, bias, entry.tile)
-        if entry is not None and entry.algorithm is not None:
-            out = torch.empty((rows, b.shape[1]), dtype=a.dtype, device=a.device)
+class MatmulDispatcher:
+    """Serves the GEMMs of this process in three steps: look up the plan of such a call, look up or make the schedule
+    for its M, launch.
+    """
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple, _Plan] = {}
+        self._tuned: dict[GemmProblem, dict[int, TunedSchedule]] = {}
+        self._inconsistent: dict[GemmProblem, autotune.Inconsistent] = {}
+        self._uses: Counter[tuple[GemmProblem, int]] = Counter()
+        self._lock = threading.RLock()
+
+    def mm(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[M, K] @ [K, N] + bias; see the operation's package for the contract."""
+        m = a.shape[0]
+        plan = self._look_up_plan(a, b, bias, m)
+        tuned = None
+        if plan.problem is not None:
+            tuned = plan.tuned.get(m_bucket(m)) or self._tune_if_often_used(plan, m)
+        return triton_gemm.mm(a, b, bias) if tuned is None else self._launch(plan, tuned, a, b, bias, m)
+
+    def _look_up_plan(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, m: int) -> _Plan:
+        """The plan of calls that look like this one."""
+        addresses = a.data_ptr() | b.data_ptr()
+        if bias is not None:
+            addresses |= bias.data_ptr()
+        key = (
+            a.stride(1) if m == 1 else a.stride(),
+            0 < m <= LARGEST_SIDE,
+            b.shape,
+            b.stride(),
+            bias is not None and bias.stride(),
+            a.dtype,
+            addresses % ALIGNMENT,
+            a.get_device(),
+        )
+        return self._plans.get(key) or self._make_plan(key, a, b, bias)
+
+    def _make_plan(self, key: tuple, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> _Plan:
+        if torch.cuda.is_current_stream_capturing():  # no time for disks and handles
+            return _BY_TRITON
+        problem = problem_of(a, b, bias) if _uses_cublaslt(a.device) else None
+        plan = _BY_TRITON
+        if problem is not None:
+            plan = _Plan(
+                problem,
+                self.tuned_schedules(problem),
+                problem.reduction,
+                _matmul_of(problem),
+                leading_dim(a)[0],
+                leading_dim(b)[0],
+            )
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+            self._uses.clear()
+        self._plans[key] = plan
+        return plan
+
+    def _tune_if_often_used(self, plan: _Plan, m: int) -> TunedSchedule | None:
+        """The schedule for M, tuned at the last of so many uses; None before."""
+        if plan.problem in self._inconsistent:
+            raise self._inconsistent[plan.problem]
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        problem, bucket = plan.problem, m_bucket(m)
+        with self._lock:
+            self._uses[problem, bucket] += 1
+            if self._uses[problem, bucket] == _USES_BEFORE_TUNING:
+                self._tune(problem, [bucket])
+            return plan.tuned.get(bucket)
+
+    def _launch(
+        self,
+        plan: _Plan,
+        tuned: TunedSchedule,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None,
+        m: int,
+    ) -> torch.Tensor:
+        """Run what the schedule names; Triton where it names nothing, or where cuBLASLt refuses this M."""
+        if tuned.algorithm is not None:
+            out = a.new_empty((m, plan.problem.n))
             try:
-                plan.products.run(entry.algorithm, a, b, bias, out, a_stride=plan.a_stride, b_stride=plan.b_stride)
+                plan.matmul.run(tuned.algorithm, a, b, bias, out, lda=plan.lda, ldb=plan.ldb)
             except cublaslt.Error:
-                logger.debug("cuBLASLt refused %d rows of the product %s", rows, plan.signature)
+                logger.debug("cuBLASLt refused %d rows of the GEMM %s", m, plan.problem)
             else:
                 return out
-    return triton_gemm.mm(a, b, bias)
+        elif tuned.tile is not None:
+            out = a.new_empty((m, plan.problem.n))
+            return triton_gemm.gemm_sm90_swap_ab(a, b, bias, out, plan.reduction, tuned.tile)
+        return triton_gemm.mm(a, b, bias)
 
+    def prepare(self, weight: torch.Tensor, max_m: int, bias: bool = False, sizes: Iterable[int] = ()) -> None:
+        """Choose and verify the schedules of ``linear`` with such a weight: at once from disk, or by measuring.
 
-def _plan(key: tuple, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> _Plan | None:
-    """What is known of such calls; None if Triton alone serves them."""
-    if torch.cuda.is_current_stream_capturing():  # no time for disks and handles
-        return None
-    signature = signature_of(a, b, bias) if _library(a.device) else None
-    plan = None
-    if signature is not None:
-        strides = major_stride(a)[0], major_stride(b)[0]
-        plan = _Plan(signature, entries(signature), _products(signature), *strides)
-    if len(_plans) >= _MOST_PLANS:
-        _plans.clear()
-        _uses.clear()
-    _plans[key] = plan
-    return plan
-
-
-def _first_use(plan: _Plan, rows: int) -> Entry | None:
-    """Certify a range of rows that is used again and again."""
-    if plan.signature in _inconsistent:
-        raise _inconsistent[plan.signature]
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    signature, limit = plan.signature, limit_of(rows)
-    with _lock:
-        _uses[signature, limit] += 1
-        if _uses[signature, limit] == _USES_BEFORE_CERTIFIED:
-            _certify(signature, [limit])
-        return plan.entries.get(limit)
-
-
-def prepare(weight: torch.Tensor, rows: int, bias: bool = False, sizes: Iterable[int] = ()) -> None:
-    """Choose and certify the schedules of ``linear`` with such a weight: at once from disk, or by measuring.
-
-    Args:
-        weight: [N, K], as it will be used; its values do not matter.
-        rows: the most rows of x to expect; for more, schedules are certified when they are first needed.
-        bias: whether a bias is added.
-        sizes: numbers of rows that will be common, such as those of CUDA graphs: checked one by one.
-    """
-    LinearReduction(*weight.shape, weight.dtype)
-    sample = weight.new_empty(1, weight.shape[1])
-    signature = signature_of(sample, weight.t(), weight.new_empty(weight.shape[0]) if bias else None)
-    if signature is None or rows < 1:
-        return
-    with _lock:
-        found, products, sizes = entries(signature), _products(signature), sorted(set(sizes))
-        missing = []
-        for limit in (limit for limit in LIMITS if limit <= limit_of(min(rows, LARGEST_SIDE))):
-            entry = found.get(limit)
-            of_range = {size for size in sizes if limit_of(size) == limit and size <= rows}
-            timed = entry is not None and (entry.microseconds or products is None or not _TUNING_SECONDS)
-            if not timed or not of_range <= set(entry.checked):
-                missing.append(limit)
-        if not missing:
+        Args:
+            weight: [N, K], as it will be used; its values do not matter.
+            max_m: the most rows of x to expect; for more, schedules are tuned when they are first needed.
+            bias: whether a bias is added.
+            sizes: values of M that will be common, such as those of CUDA graphs: verified one by one.
+        """
+        LinearReduction.of_device("cuda", *weight.shape, weight.dtype)
+        sample = weight.new_empty(1, weight.shape[1])
+        problem = problem_of(sample, weight.t(), weight.new_empty(weight.shape[0]) if bias else None)
+        if problem is None or max_m < 1:
             return
-        started = time.monotonic()
-        _certify(signature, missing, sizes, _TUNING_SECONDS)
-    served = Counter(found[limit].served_by for limit in missing if limit in found)
-    logger.info(
-        "Product %s: %s, for ranges of up to %d rows, checked in %.1f s.",
-        signature,
-        " and ".join(f"{count} by {name}" for name, count in sorted(served.items())) or "Triton",
-        rows,
-        time.monotonic() - started,
-    )
+        with self._lock:
+            found, matmul, sizes = self.tuned_schedules(problem), _matmul_of(problem), sorted(set(sizes))
+            missing = []
+            for bucket in (bucket for bucket in M_BUCKETS if bucket <= m_bucket(min(max_m, LARGEST_SIDE))):
+                tuned = found.get(bucket)
+                in_bucket = {size for size in sizes if m_bucket(size) == bucket and size <= max_m}
+                timed = tuned is not None and (tuned.microseconds or matmul is None or not _TUNING_SECONDS)
+                if not timed or not in_bucket <= set(tuned.checked):
+                    missing.append(bucket)
+            if not missing:
+                return
+            started = time.monotonic()
+            self._tune(problem, missing, sizes, _TUNING_SECONDS)
+        served = Counter(found[bucket].served_by for bucket in missing if bucket in found)
+        logger.info(
+            "GEMM %s: %s, for ranges of up to %d rows, verified in %.1f s.",
+            problem,
+            " and ".join(f"{count} by {name}" for name, count in sorted(served.items())) or "Triton",
+            max_m,
+            time.monotonic() - started,
+        )
+
+    def tuned_schedules(self, problem: GemmProblem) -> dict[int, TunedSchedule]:
+        """What is tuned for a problem, by M bucket; read from disk at the first call."""
+        found = self._tuned.get(problem)
+        if found is None:
+            stored = _stored(problem.device).get(str(problem), {})
+            found = self._tuned.setdefault(problem, _schedules_of(problem.device, stored))
+        return found
+
+    def _tune(
+        self, problem: GemmProblem, buckets: list[int], sizes: Iterable[int] = (), tuning_seconds: float = 0.0
+    ) -> None:
+        try:
+            new = autotune.tune(problem, _matmul_of(problem), buckets, sizes, tuning_seconds)
+        except autotune.Inconsistent as error:
+            self._inconsistent[problem] = error
+            raise
+        except torch.OutOfMemoryError:
+            logger.warning("The GEMM %s is left to Triton: no memory to verify cuBLASLt with.", problem)
+            return
+        self.tuned_schedules(problem).update(new)
+        stored = {str(bucket): tuned.to_json() for bucket, tuned in new.items()}
+        autotune_cache.save(_environment(problem.device), {str(problem): stored})
 
 
-def entries(signature: Signature) -> dict[int, Entry]:
-    """What is certified for a kind of product, by the end of the range of rows; read from disk at the first call."""
-    found = _certified.get(signature)
-    if found is None:
-        stored = _stored(signature.device).get(str(signature), {})
-        found = _certified.setdefault(signature, _entries_of(signature.device, stored))
-    return found
+dispatcher = MatmulDispatcher()
+mm, prepare, tuned_schedules = dispatcher.mm, dispatcher.prepare, dispatcher.tuned_schedules
 
 
-def known(device: int) -> tuple[dict[str, str], dict[str, dict[int, Entry]]]:
-    """What a certificate on this machine is true for, and every one there is by the name of the signature."""
+def known(device: int) -> tuple[dict[str, str], dict[str, dict[int, TunedSchedule]]]:
+    """What a certificate on this machine is true for, and every schedule there is by the name of the problem."""
     environment = _environment(device)
-    return environment, {name: _entries_of(device, found) for name, found in autotune_cache.load(environment).items()}
+    return environment, {name: _schedules_of(device, found) for name, found in autotune_cache.load(environment).items()}
 
 
-def _entries_of(device: int, stored: dict[str, Any]) -> dict[int, Entry]:
-    """Entries as they were stored; none where they cannot be read, and then the file is set aside."""
+def _schedules_of(device: int, stored: dict[str, Any]) -> dict[int, TunedSchedule]:
+    """Schedules as they were stored; none where they cannot be read, and then the file is set aside."""
     try:
-        return autotune.entries_from_json(stored)
+        return autotune.schedules_from_json(stored)
     except ValueError as error:
         autotune_cache.set_aside(_environment(device), error)
         return {}
 
 
-def _certify(signature: Signature, limits: list[int], sizes: Iterable[int] = (), tuning_seconds: float = 0.0) -> None:
-    try:
-        new = autotune.certify(signature, _products(signature), limits, sizes, tuning_seconds)
-    except autotune.Inconsistent as error:
-        _inconsistent[signature] = error
-        raise
-    except torch.OutOfMemoryError:
-        logger.warning("The product %s is left to Triton: no memory to certify cuBLASLt with.", signature)
-        return
-    entries(signature).update(new)
-    stored = {str(limit): entry.to_json() for limit, entry in new.items()}
-    autotune_cache.save(_environment(signature.device), {str(signature): stored})
-
-
 @cache
 def _environment(device: int) -> dict[str, str]:
     return autotune_cache.environment(
-        device, cublaslt.version() if _library(torch.device("cuda", device)) else "not used"
+        device, cublaslt.version() if _uses_cublaslt(torch.device("cuda", device)) else "not used"
     )
 
 
 @cache
-def _library(device: torch.device) -> bool:
-    """Whether cuBLASLt serves products."""
+def _uses_cublaslt(device: torch.device) -> bool:
+    """Whether cuBLASLt serves GEMMs."""
     if envs.LINEAR.read() == "triton":
         return False
     if cublaslt is None:
         logger.warning(
-            "Products are Triton's, with the same bits, because nvmath-python is not installed; with it cuBLASLt "
-            "saves, on an H200, 7 to 8%% of their time from 128 rows on: pip install 'vllm-batch-invariant[cuda]'."
+            "GEMMs are Triton's, with the same bits, because nvmath-python is not installed; with it cuBLASLt saves, "
+            "on an H200, 7 to 8%% of their time from 128 rows on: pip install 'vllm-batch-invariant[cuda]'."
         )
         return False
     try:
         cublaslt.handle(device.index)
-    except Exception as error:  # whatever a library that cannot be loaded makes of it
-        logger.warning("Products are Triton's, because cuBLASLt cannot be used: %s", error)
+    except Exception as error:  # loading a library may raise anything
+        logger.warning("GEMMs are Triton's, because cuBLASLt cannot be used: %s", error)
         return False
     return True
 
 
 @lru_cache(maxsize=_MOST_PLANS)
-def _products(signature: Signature) -> "cublaslt.Products | None":
-    return cublaslt.Products(signature) if _library(torch.device("cuda", signature.device)) else None
+def _matmul_of(problem: GemmProblem) -> "cublaslt.Matmul | None":
+    return cublaslt.Matmul(problem) if _uses_cublaslt(torch.device("cuda", problem.device)) else None
 
 
 @cache

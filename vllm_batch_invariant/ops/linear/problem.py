@@ -1,57 +1,95 @@
-"""What tells one kind of matrix product from another, apart from the number of its rows."""
+"""What tells one kind of GEMM from another, apart from M, and which operands cuBLASLt and TMA take."""
 
 from dataclasses import dataclass
 
 import torch
 
-from .triton_gemm import ALIGNMENT, is_regular, major_stride
+from .reduction import LinearReduction
 
-_LEAST_DEPTH = 16
+ALIGNMENT = 16
+"""Bytes: what addresses and strides are multiples of where the tensor memory accelerator (TMA) or cuBLASLt serves."""
+LARGEST_SIDE = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Signature:
-    """The products of [M, K] by one kind of [K, N]."""
+class GemmProblem:
+    """``a @ b + bias`` with a: [M, K] and b: [K, N], for any M."""
 
-    columns: int
-    """N"""
-    depth: int
-    """K"""
+    n: int
+    k: int
     dtype: torch.dtype
-    bias: bool
+    has_bias: bool
     device: int
-    a_by_rows: bool = True
-    """Whether K is the inner side of a, rather than M."""
-    b_by_columns: bool = True
-    """Whether K is the inner side of b, as in a weight [N, K] transposed, rather than N."""
+    """Index of the GPU."""
+    a_k_major: bool = True
+    """Whether K is the contiguous side of a, rather than M."""
+    b_k_major: bool = True
+    """Whether K is the contiguous side of b, as in a weight [N, K] transposed, rather than N."""
 
-    def a_layout(self, rows: int, stride: int | None = None) -> tuple[int, int, int]:
-        """Height, width and stride of a as a column-major matrix: its rows are columns there."""
-        height, width = (self.depth, rows) if self.a_by_rows else (rows, self.depth)
-        return height, width, height if stride is None else stride
+    @property
+    def reduction(self) -> LinearReduction:
+        return LinearReduction.of_device("cuda", self.n, self.k, self.dtype)
 
-    def b_layout(self, stride: int | None = None) -> tuple[int, int, int]:
+    def a_layout(self, m: int, ld: int | None = None) -> tuple[int, int, int]:
+        """Rows, columns and leading dimension of a as a column-major matrix, whose rows are columns of ours."""
+        rows, columns = (self.k, m) if self.a_k_major else (m, self.k)
+        return rows, columns, rows if ld is None else ld
+
+    def b_layout(self, ld: int | None = None) -> tuple[int, int, int]:
         """The same of b."""
-        height, width = (self.depth, self.columns) if self.b_by_columns else (self.columns, self.depth)
-        return height, width, height if stride is None else stride
+        rows, columns = (self.k, self.n) if self.b_k_major else (self.n, self.k)
+        return rows, columns, rows if ld is None else ld
 
     def __str__(self) -> str:
-        sides = "" if self.a_by_rows and self.b_by_columns else f" {'NT'[not self.a_by_rows]}{'NT'[self.b_by_columns]}"
-        return f"N={self.columns} K={self.depth} {str(self.dtype).removeprefix('torch.')}{sides}{' bias' * self.bias}"
+        sides = "" if self.a_k_major and self.b_k_major else f" {'NT'[not self.a_k_major]}{'NT'[self.b_k_major]}"
+        return f"N={self.n} K={self.k} {str(self.dtype).removeprefix('torch.')}{sides}{' bias' * self.has_bias}"
 
 
-def signature_of(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> Signature | None:
-    """The signature of ``a @ b + bias``, or None if only Triton's kernel for any strides and dtypes takes it."""
-    if not is_regular(a, b, a.dtype) or a.shape[1] < _LEAST_DEPTH:
+def problem_of(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> GemmProblem | None:
+    """The problem that ``a @ b + bias`` is a case of, or None if only Triton's kernel for any strides and dtypes takes
+    it.
+    """
+    if not supports_tma(a, b, a.dtype):
         return None
     if bias is not None and (bias.stride(0) != 1 or bias.data_ptr() % ALIGNMENT):
         return None
-    return Signature(
+    problem = GemmProblem(
         b.shape[1],
         a.shape[1],
         a.dtype,
         bias is not None,
         a.device.index,
-        a_by_rows=major_stride(a)[1],
-        b_by_columns=not major_stride(b)[1],
+        a_k_major=leading_dim(a)[1],
+        b_k_major=not leading_dim(b)[1],
     )
+    return problem if problem.k >= problem.reduction.k_step else None
+
+
+def leading_dim(matrix: torch.Tensor) -> tuple[int, bool] | None:
+    """Elements between neighbouring rows and True, or between columns and False; None if neither side is packed.
+
+    A single row or column may have any stride of its own: it is given as if packed.
+    """
+    (rows, columns), (stride_row, stride_column) = matrix.shape, matrix.stride()
+    if stride_column == 1:
+        return (columns if rows == 1 else stride_row), True
+    if stride_row == 1:
+        return (rows if columns == 1 else stride_column), False
+    return None
+
+
+def supports_tma(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> bool:
+    """Whether TMA takes a: [M, K], b: [K, N] and a result [M, N]: 16 bits, packed on a side, and aligned."""
+    if a.dtype not in (torch.bfloat16, torch.float16) or b.dtype != a.dtype:
+        return False
+    if min(*a.shape, b.shape[1]) == 0 or max(*a.shape, b.shape[1]) > LARGEST_SIDE:
+        return False
+    if b.shape[1] * out_dtype.itemsize % ALIGNMENT:
+        return False
+    for operand in (a, b):
+        found = leading_dim(operand)
+        if found is None or found[0] < operand.shape[found[1]]:  # rows that overlap are read by pointers
+            return False
+        if found[0] * operand.element_size() % ALIGNMENT or operand.data_ptr() % ALIGNMENT:
+            return False
+    return True

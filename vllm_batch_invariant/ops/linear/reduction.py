@@ -1,6 +1,7 @@
-"""What decides the bits of a matrix product."""
+"""What decides the bits of a GEMM."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -12,37 +13,89 @@ _ACCUMULATE = {
     torch.float16: torch.float32,
     torch.float64: torch.float64,
 }
+_CUDA_K_STEP = {torch.bfloat16: 16, torch.float16: 16, torch.float32: 1}
+_CUDA_K_STEP_IN_TF32 = 8
+_CPU_BLOCK_M = 32
+_CPU_ALIGNMENT = 64
+_NPU_BLOCK = 128
+_NPU_WIDE_BLOCK_N = 256
+_NPU_WIDE_N = 8192
 
 
 @dataclass(frozen=True)
 class LinearReduction:
-    """The reduction of ``x @ weight.T + bias``: a function of the weight alone, never of the rows of x.
+    """The reduction of ``x @ weight.T + bias`` on a device: a function of the weight alone, never of the rows of x.
 
-    Operands are converted exactly to ``accumulate``, summed over K by one order that K, N and the library fix, the bias
-    is added in ``accumulate``, and the result is rounded once to ``dtype``. On a GPU that order is one accumulator
-    that walks K upwards through the tensor cores, and operands of fp32 are multiplied in ``precision``. That a chain
-    has the same bits for every tile and instruction is a measurement (docs/contract.md) which agrees with models of
-    the tensor core: Khattak and Mikaitis, "Accurate models of NVIDIA tensor cores" (arXiv:2512.07004).
+    Operands are converted exactly to ``accumulate``, summed over K in one order, the bias is added in ``accumulate``,
+    and the result is rounded once to ``dtype``. A field is None where it decides nothing on the device.
+
+    - On a CUDA GPU one accumulator an element adds K upwards in steps of ``k_step``, and operands of fp32 are
+      multiplied in ``precision``. That this has the same bits for every tile and instruction is a measurement
+      (docs/contract.md) which agrees with models of the tensor core: Khattak and Mikaitis, "Accurate models of NVIDIA
+      tensor cores" (arXiv:2512.07004).
+    - On a CPU the order is what the BLAS does, running on ``threads``, for ``block_m`` rows at addresses that are
+      multiples of ``alignment``.
+    - On an NPU one accumulator an element adds K upwards in steps of ``k_step``. That tiles of other sizes give a row
+      the same bits is not known of the cube cores, so [``block_m``, ``block_n``] belongs here, too.
     """
 
-    out_features: int
-    in_features: int
+    n: int
+    k: int
     dtype: torch.dtype
+    accumulate: torch.dtype
+    precision: str | None = None
+    """How fp32 is multiplied: "tf32" where PyTorch's setting allows it (``torch.set_float32_matmul_precision``,
+    ``torch.backends.cuda.matmul.fp32_precision``), else "ieee". Other dtypes are multiplied exactly.
+    """
+    k_step: int | None = None
+    """Elements of K that are added at once: on a CUDA GPU by one instruction, in every tile. None for fp64 there, where
+    the compiler chooses it, and has one tile to do so for.
+    """
+    block_m: int | None = None
+    block_n: int | None = None
+    alignment: int | None = None
+    """Bytes."""
+    threads: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.dtype not in _ACCUMULATE:
-            raise NotCovered(
-                f"a product in {self.dtype}", "no reduction is defined for it", "use fp32, bf16, fp16 or fp64"
-            )
+    @classmethod
+    def of_device(cls, device_type: str, n: int, k: int, dtype: torch.dtype) -> "LinearReduction":
+        """The reduction in force on a device for a weight [N, K].
 
-    @property
-    def precision(self) -> str:
-        """How a GPU multiplies fp32: "tf32" where PyTorch's setting allows it (``torch.set_float32_matmul_precision``,
-        ``torch.backends.cuda.matmul.fp32_precision``), else "ieee". Other dtypes are multiplied exactly.
+        Raises:
+            NotCovered: a dtype without a reduction.
         """
-        tf32 = self.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        return "tf32" if tf32 else "ieee"
+        if device_type == "cuda":
+            tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+            return _on_cuda(n, k, dtype, "tf32" if tf32 else "ieee")
+        return _on_npu(n, k, dtype) if device_type == "npu" else _on_cpu(n, k, dtype, torch.get_num_threads())
 
-    @property
-    def accumulate(self) -> torch.dtype:
-        return _ACCUMULATE[self.dtype]
+
+@lru_cache(maxsize=4096)
+def _on_cuda(n: int, k: int, dtype: torch.dtype, precision: str) -> LinearReduction:
+    k_step = _CUDA_K_STEP_IN_TF32 if precision == "tf32" else _CUDA_K_STEP.get(dtype)
+    return LinearReduction(n, k, dtype, _accumulate(dtype), precision=precision, k_step=k_step)
+
+
+@lru_cache(maxsize=4096)
+def _on_cpu(n: int, k: int, dtype: torch.dtype, threads: int) -> LinearReduction:
+    return LinearReduction(
+        n, k, dtype, _accumulate(dtype), block_m=_CPU_BLOCK_M, alignment=_CPU_ALIGNMENT, threads=threads
+    )
+
+
+@lru_cache(maxsize=4096)
+def _on_npu(n: int, k: int, dtype: torch.dtype) -> LinearReduction:
+    """Blocks of 128 rows also for one: a cube core multiplies a tile in about the time in which its share of the memory
+    bandwidth brings the weight's part of it (an estimate from data sheets). Wide tiles read the rows less often, and
+    narrow ones share a small weight among more cores.
+    """
+    block_n = _NPU_WIDE_BLOCK_N if n >= _NPU_WIDE_N else _NPU_BLOCK
+    return LinearReduction(
+        n, k, dtype, _accumulate(dtype), precision="ieee", k_step=_NPU_BLOCK, block_m=_NPU_BLOCK, block_n=block_n
+    )
+
+
+def _accumulate(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in _ACCUMULATE:
+        raise NotCovered(f"a matmul in {dtype}", "no reduction is defined for it", "use fp32, bf16, fp16 or fp64")
+    return _ACCUMULATE[dtype]

@@ -1,4 +1,4 @@
-"""The definition of the product, in float64: what every implementation is compared with."""
+"""The definition of the operation, in float64: what every implementation is compared with."""
 
 import torch
 

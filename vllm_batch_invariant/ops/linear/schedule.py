@@ -1,6 +1,6 @@
-"""How a matrix product is cut into tiles on a GPU: speed only, since every tile gives an element the same chain."""
+"""How a GEMM is cut into tiles on a GPU: speed only, since every tile adds K in the same order."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -13,10 +13,10 @@ class Gpu:
     """What a schedule needs to know about a GPU."""
 
     name: str
-    processors: int
+    num_sms: int
     shared_memory: int
     """Bytes that one program may have."""
-    has_descriptors: bool
+    has_tma: bool
     """Whether the tensor memory accelerator exists."""
     l2_bytes: int
     has_wgmma: bool
@@ -47,27 +47,27 @@ def gpu(index: int) -> Gpu:
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of the product and how a program works on it."""
+    """A tile of the result and how a program of Triton's kernels works on it."""
 
-    rows: int
-    columns: int
-    depth: int
-    """Elements of K in one step of the chain."""
-    warps: int
-    stages: int
-
-
-_FEW_ROWS_NARROW = Tile(16, 32, 128, warps=4, stages=5)
-_FEW_ROWS = Tile(16, 64, 128, warps=4, stages=5)
-_SOME_ROWS = Tile(64, 64, 128, warps=4, stages=3)
-_MANY_ROWS = Tile(128, 128, 64, warps=8, stages=3)
-_FP32_FEW_ROWS = Tile(16, 64, 32, warps=4, stages=3)
-_FP32 = Tile(64, 64, 32, warps=8, stages=2)
-_FP64 = Tile(32, 32, 16, warps=4, stages=2)
+    block_m: int
+    block_n: int
+    block_k: int
+    """Elements of K in one step of the loop."""
+    num_warps: int
+    num_stages: int
 
 
-def pointer_tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
-    """Every tile that :func:`pointer_tile` may choose for operands of ``dtype``."""
+_FEW_ROWS_NARROW = Tile(16, 32, 128, num_warps=4, num_stages=5)
+_FEW_ROWS = Tile(16, 64, 128, num_warps=4, num_stages=5)
+_SOME_ROWS = Tile(64, 64, 128, num_warps=4, num_stages=3)
+_MANY_ROWS = Tile(128, 128, 64, num_warps=8, num_stages=3)
+_FP32_FEW_ROWS = Tile(16, 64, 32, num_warps=4, num_stages=3)
+_FP32 = Tile(64, 64, 32, num_warps=8, num_stages=2)
+_FP64 = Tile(32, 32, 16, num_warps=4, num_stages=2)
+
+
+def ptr_tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
+    """Every tile that :func:`ptr_tile` may choose for operands of ``dtype``."""
     if dtype == torch.float64:
         return (_FP64,)
     if dtype == torch.float32:
@@ -75,30 +75,31 @@ def pointer_tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
     return _FEW_ROWS_NARROW, _FEW_ROWS, _SOME_ROWS, _MANY_ROWS
 
 
-def pointer_tile(rows: int, columns: int, dtype: torch.dtype, device: Gpu) -> Tile:
-    """The tile for a product of ``rows`` by ``columns`` elements whose operands are read through pointers."""
+def ptr_tile(m: int, n: int, dtype: torch.dtype, device: Gpu) -> Tile:
+    """The tile for [M, K] @ [K, N] whose operands are read through pointers."""
 
     def programs(tile: Tile) -> int:
-        return -(-rows // tile.rows) * -(-columns // tile.columns)
+        return -(-m // tile.block_m) * -(-n // tile.block_n)
 
     if dtype == torch.float64:
         return _FP64
     if dtype == torch.float32:
-        return _FP32_FEW_ROWS if rows <= 16 else _FP32
-    if rows > 64 and 3 * programs(_MANY_ROWS) >= 2 * device.processors:
+        return _FP32_FEW_ROWS if m <= 16 else _FP32
+    if m > 64 and 3 * programs(_MANY_ROWS) >= 2 * device.num_sms:
         return _fitted(_MANY_ROWS, device)
-    if rows > 16 and 2 * programs(_SOME_ROWS) >= device.processors:
+    if m > 16 and 2 * programs(_SOME_ROWS) >= device.num_sms:
         return _fitted(_SOME_ROWS, device)
-    return _fitted(_FEW_ROWS if programs(_FEW_ROWS) >= device.processors else _FEW_ROWS_NARROW, device)
+    return _fitted(_FEW_ROWS if programs(_FEW_ROWS) >= device.num_sms else _FEW_ROWS_NARROW, device)
 
 
+@cache
 def _fitted(tile: Tile, device: Gpu) -> Tile:
     """The tile with no more stages than shared memory holds."""
-    step = 2 * (tile.rows + tile.columns) * tile.depth
-    return Tile(tile.rows, tile.columns, tile.depth, tile.warps, max(2, min(tile.stages, device.shared_memory // step)))
+    step = 2 * (tile.block_m + tile.block_n) * tile.block_k
+    return replace(tile, num_stages=max(2, min(tile.num_stages, device.shared_memory // step)))
 
 
-_DESCRIPTOR_SHAPES = (
+_TMA_SHAPES = (
     (16, 64, 256, 4),
     (32, 64, 256, 4),
     (64, 64, 128, 4),
@@ -106,10 +107,10 @@ _DESCRIPTOR_SHAPES = (
     (128, 128, 64, 4),
     (128, 256, 64, 8),
 )
-"""Rows, columns, depth and warps."""
+"""``block_m``, ``block_n``, ``block_k`` and ``num_warps``."""
 _RESERVED = 1024
 """Bytes of shared memory for barriers."""
-_PRODUCTS_A_CYCLE = 2048
+_FMAS_A_CYCLE = 2048
 """Multiplications of 16-bit operands that the tensor cores of a Hopper multiprocessor do in a cycle."""
 _REACHED = 0.8
 _BYTES_A_CYCLE = 50
@@ -119,7 +120,7 @@ within 0.3% of the best of these tiles in the geometric mean.
 _EPILOGUE_CYCLES = 500
 
 
-def descriptor_tiles(out_bytes: int, device: Gpu) -> tuple[Tile, ...]:
+def tma_tiles(out_bytes: int, device: Gpu) -> tuple[Tile, ...]:
     """The tiles for operands of 16 bits read by the tensor memory accelerator, with as many stages as memory holds.
 
     Args:
@@ -127,69 +128,67 @@ def descriptor_tiles(out_bytes: int, device: Gpu) -> tuple[Tile, ...]:
         device: the GPU.
     """
     found = []
-    for rows, columns, depth, warps in _DESCRIPTOR_SHAPES:
-        step = 2 * (rows + columns) * depth
-        stages = (device.shared_memory - _RESERVED - rows * columns * out_bytes) // step
-        if stages >= 2:
-            found.append(Tile(rows, columns, depth, warps, stages))
+    for block_m, block_n, block_k, num_warps in _TMA_SHAPES:
+        step = 2 * (block_m + block_n) * block_k
+        num_stages = (device.shared_memory - _RESERVED - block_m * block_n * out_bytes) // step
+        if num_stages >= 2:
+            found.append(Tile(block_m, block_n, block_k, num_warps, num_stages))
     return tuple(found)
 
 
 @cache
-def descriptor_tile(rows: int, columns: int, depth: int, out_bytes: int, device: Gpu) -> Tile:
-    """The tile with the shortest estimated time for [rows, depth] @ [depth, columns].
+def tma_tile(m: int, n: int, k: int, out_bytes: int, device: Gpu) -> Tile:
+    """The tile with the shortest estimated time for [M, K] @ [K, N].
 
-    The estimate: rounds of one tile a multiprocessor, each as long as its products or its bytes take, and an epilogue.
+    The estimate: rounds of one tile a multiprocessor, each as long as its FMAs or its bytes take, and an epilogue.
     """
 
     def cycles(tile: Tile) -> float:
-        rounds = -(-(-(-rows // tile.rows) * -(-columns // tile.columns)) // device.processors)
-        products = tile.rows * tile.columns / (_PRODUCTS_A_CYCLE * _REACHED)
-        transfers = 2 * (tile.rows + tile.columns) / _BYTES_A_CYCLE
-        return rounds * (depth * max(products, transfers) + _EPILOGUE_CYCLES)
+        rounds = -(-(-(-m // tile.block_m) * -(-n // tile.block_n)) // device.num_sms)
+        arithmetic = tile.block_m * tile.block_n / (_FMAS_A_CYCLE * _REACHED)
+        transfers = 2 * (tile.block_m + tile.block_n) / _BYTES_A_CYCLE
+        return rounds * (k * max(arithmetic, transfers) + _EPILOGUE_CYCLES)
 
-    return min(descriptor_tiles(out_bytes, device), key=cycles)
+    return min(tma_tiles(out_bytes, device), key=cycles)
 
 
 @dataclass(frozen=True)
 class NarrowTile:
-    """A tile of the product and how a program of Hopper's narrow kernel works on it."""
+    """A tile of the result and how a program of Hopper's narrow kernel works on it."""
 
-    rows: int
-    columns: int
-    parts: int
-    """Blocks of 64 elements of K in one step."""
-    stages: int
+    block_m: int
+    block_n: int
+    block_k: int
+    """Elements of K in one step of the loop: a multiple of 64."""
+    num_stages: int
 
     @property
     def about(self) -> str:
-        return f"narrow tile {self.rows}x{self.columns}"
+        return f"narrow tile {self.block_m}x{self.block_n}"
 
 
-NARROW_TILES = (NarrowTile(16, 16, 4, 5), NarrowTile(16, 32, 2, 11), NarrowTile(32, 64, 2, 9))
+NARROW_TILES = (NarrowTile(16, 16, 256, 5), NarrowTile(16, 32, 128, 11), NarrowTile(32, 64, 128, 9))
 """Of ten that were timed on an H200, those that won somewhere, with as many stages as shared memory holds. Against the
-choice of :func:`descriptor_tile`, the fastest took 0.88 of the time at M=1 N=896 K=4864, 0.93 at M=1 N=2048 K=11008,
+choice of :func:`tma_tile`, the fastest took 0.88 of the time at M=1 N=896 K=4864, 0.93 at M=1 N=2048 K=11008,
 0.87 at M=128 N=1280 K=8192, 0.85 at M=128 N=2048 K=11008, and 1.07 at M=128 N=896 K=4864: measuring decides.
 """
 
 
-def narrow_tiles(rows: int, columns: int, device: Gpu) -> tuple[NarrowTile, ...]:
-    """The narrow tiles worth timing for a product of 16-bit operands with K as the inner side: where each has a
-    multiprocessor of its own.
+def narrow_tiles(m: int, n: int, device: Gpu) -> tuple[NarrowTile, ...]:
+    """The narrow tiles worth timing for 16-bit operands with K as the contiguous side: where each has a multiprocessor
+    of its own.
     """
     if not device.has_wgmma:
         return ()
-    return tuple(
-        tile for tile in NARROW_TILES if -(-rows // tile.rows) * -(-columns // tile.columns) <= device.processors
-    )
+    return tuple(tile for tile in NARROW_TILES if -(-m // tile.block_m) * -(-n // tile.block_n) <= device.num_sms)
 
 
 def redundancy(tiles: int, device: Gpu) -> int:
-    """How many times over to compute the ``tiles`` of a product that leaves most multiprocessors idle: 1 or 2.
+    """How many times over to compute the ``tiles`` of a GEMM that leaves most multiprocessors idle: 1 or 2.
 
     A multiprocessor has a limit on what it can request from memory at once. Another one that reads the same columns
-    finds half of them in the L2 cache already requested, and the other way round: (1280, 8192) at one row went from
-    13.8 to 11.9 us with the columns read twice, and with 120 programs back to 15.1, when the L2 cache had no more to
-    give. The copies compute rows beyond the last, which are not written.
+    finds half of them in the L2 cache already requested, and the other way round: M=1 N=1280 K=8192 went from 13.8 to
+    11.9 us with the columns read twice, and with 120 programs back to 15.1, when the L2 cache had no more to give. The
+    copies compute rows beyond the last, which are not written.
     """
-    return 2 if 5 * 2 * tiles <= 3 * device.processors else 1
+    return 2 if 5 * 2 * tiles <= 3 * device.num_sms else 1

@@ -1,4 +1,13 @@
-"""The product by Hopper's wgmma for narrow weights, in Gluon: the same chain of steps over K.
+"""``out = a @ b + bias`` by Hopper's wgmma for narrow weights, in Gluon: K is added in the same order as in
+:mod:`.triton_kernels`.
+
+a: [M, K], b: [K, N] as a weight [N, K], bias: [N]. Operands are swapped: a tile of the result is computed as
+``(b.T @ a.T).T``, so that wgmma's long side of 64 takes the columns of b::
+
+    acc = 0                                                # [64, BLOCK_M]
+    for k in range(0, K, 16):
+        acc += weight[n, k : k + 16] @ a[m, k : k + 16].T
+    out[m, n] = round(acc.T + bias[n])
 
 One warp loads and a warpgroup multiplies, so that neither waits for the other's instructions. A multiprocessor takes in
 at most 64 bytes a cycle, so that K takes as long as a tile's rows and columns together; where N is small, small tiles
@@ -20,162 +29,184 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..common.gluon_names import copy_block
+from ..common.gluon_names import aggregate, copy_block
+from .problem import leading_dim
+from .reduction import LinearReduction
 from .schedule import NarrowTile
+from .triton_kernels import TL_DTYPES
 
 _LONG_SIDE = gl.constexpr(64)
 """Rows of wgmma's first operand, which are columns of b."""
-_PART = gl.constexpr(64)
+_COPY_K = gl.constexpr(64)
 """Elements of K that are copied at once: rows of 128 bytes, the longest that wgmma reads without conflicts."""
 
 
+@aggregate
+class _Ring:
+    """Shared memory for ``NUM_STAGES`` steps of K, each of ``COPIES`` copies of an operand, and a step's barriers."""
+
+    a_smem: gl.shared_memory_descriptor
+    """[NUM_STAGES * COPIES, BLOCK_M, _COPY_K]"""
+    b_smem: gl.shared_memory_descriptor
+    """[NUM_STAGES * COPIES, _LONG_SIDE, _COPY_K]"""
+    full_bar: gl.shared_memory_descriptor
+    """[NUM_STAGES, 1]"""
+    empty_bar: gl.shared_memory_descriptor
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    COPIES: gl.constexpr
+    NUM_STAGES: gl.constexpr
+
+
 @gluon.jit
-def _next(stage, phase, stages: gl.constexpr):
+def _next_stage(stage, phase, NUM_STAGES: gl.constexpr):
     """The next place in a ring, and the parity of its use."""
-    last = stage == stages - 1
+    last = stage == NUM_STAGES - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
-def _load(
-    a, b, ring_a, ring_b, ready, empty, first_m, first_n, k,
-    tile_m: gl.constexpr, tile_n: gl.constexpr, parts: gl.constexpr, stages: gl.constexpr,
-):  # fmt: skip
-    """One warp: keeps the rings full."""
+def _load_partition(a_desc, b_desc, ring, first_m, first_n, K):
+    """One warp: keeps the ring full."""
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
-    for start in range(0, k, _PART * parts):
-        mbarrier.wait(empty.index(stage), phase)
-        arrived = ready.index(stage)
-        mbarrier.expect(arrived, (tile_m + tile_n) * _PART * parts * 2)
-        for part in gl.static_range(parts):
-            at = start + part * _PART
-            step_a, step_b = ring_a.index(stage * parts + part), ring_b.index(stage * parts + part)
-            copy_block(b, [first_n, at], arrived, step_b.slice(0, tile_n))
-            copy_block(a, [first_m, at], arrived, step_a)
-        stage, phase = _next(stage, phase, stages)
+    for start_k in range(0, K, _COPY_K * ring.COPIES):
+        mbarrier.wait(ring.empty_bar.index(stage), phase)
+        full = ring.full_bar.index(stage)
+        mbarrier.expect(full, (ring.BLOCK_M + ring.BLOCK_N) * _COPY_K * ring.COPIES * 2)
+        for copy in gl.static_range(ring.COPIES):
+            offs_k, index = start_k + copy * _COPY_K, stage * ring.COPIES + copy
+            a_smem, b_smem = ring.a_smem.index(index), ring.b_smem.index(index)
+            copy_block(b_desc, [first_n, offs_k], full, b_smem.slice(0, ring.BLOCK_N))
+            copy_block(a_desc, [first_m, offs_k], full, a_smem)
+        stage, phase = _next_stage(stage, phase, ring.NUM_STAGES)
 
 
 @gluon.jit
-def _multiply(
-    bias, out, ring_a, ring_b, ready, empty, first_m, first_n, m, n, k, has_bias: gl.constexpr,
-    tile_m: gl.constexpr, tile_n: gl.constexpr, parts: gl.constexpr, stages: gl.constexpr,
+def _mma_partition(
+    bias_ptr, out_ptr, ring, first_m, first_n, M, N, K, HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr
 ):  # fmt: skip
-    """A warpgroup: the chain of the whole tile. A step's place is free once the next step's products are queued."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tile_m, 16])
-    acc = gl.full([_LONG_SIDE, tile_m], 0.0, gl.float32, layout)
+    """A warpgroup: all of K for the whole tile. A step's place is free once the next step's wgmmas are queued."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ring.BLOCK_M, 16]
+    )
+    acc = gl.full([_LONG_SIDE, ring.BLOCK_M], 0.0, ACCUMULATE, layout)
     stage, phase, before = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
-    for start in range(0, k, _PART * parts):
-        mbarrier.wait(ready.index(stage), phase)
-        for part in gl.static_range(parts):
-            step_a, step_b = ring_a.index(stage * parts + part), ring_b.index(stage * parts + part)
-            acc = warpgroup_mma(step_b, step_a.permute([1, 0]), acc, is_async=True)
-        acc = warpgroup_mma_wait(parts, deps=(acc,))
-        mbarrier.arrive(empty.index(before), pred=start > 0)
+    for start_k in range(0, K, _COPY_K * ring.COPIES):
+        mbarrier.wait(ring.full_bar.index(stage), phase)
+        for copy in gl.static_range(ring.COPIES):
+            index = stage * ring.COPIES + copy
+            a, b = ring.a_smem.index(index), ring.b_smem.index(index)  # [BLOCK_M, _COPY_K], [_LONG_SIDE, _COPY_K]
+            acc = warpgroup_mma(b, a.permute([1, 0]), acc, is_async=True)  # [_LONG_SIDE, BLOCK_M]
+        acc = warpgroup_mma_wait(ring.COPIES, deps=(acc,))
+        mbarrier.arrive(ring.empty_bar.index(before), pred=start_k > 0)
         before = stage
-        stage, phase = _next(stage, phase, stages)
+        stage, phase = _next_stage(stage, phase, ring.NUM_STAGES)
     acc = warpgroup_mma_wait(0, deps=(acc,))
 
-    place = gl.arange(0, _LONG_SIDE, gl.SliceLayout(1, layout))
-    at_n = first_n + place
-    at_m = first_m + gl.arange(0, tile_m, gl.SliceLayout(0, layout))
-    inside = (place < tile_n) & (at_n < n)
-    if has_bias:
-        acc += gl.load(bias + at_n, mask=inside, other=0.0).to(gl.float32)[:, None]
-    places = at_m.to(gl.int64)[None, :] * n + at_n[:, None]
-    gl.store(out + places, acc.to(out.dtype.element_ty), mask=inside[:, None] & (at_m < m)[None, :])
+    in_tile = gl.arange(0, _LONG_SIDE, gl.SliceLayout(1, layout))
+    offs_n = first_n + in_tile
+    offs_m = first_m + gl.arange(0, ring.BLOCK_M, gl.SliceLayout(0, layout))
+    mask_n = (in_tile < ring.BLOCK_N) & (offs_n < N)
+    if HAS_BIAS:
+        acc += gl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(ACCUMULATE)[:, None]  # [_LONG_SIDE]
+    offs = offs_m.to(gl.int64)[None, :] * N + offs_n[:, None]
+    gl.store(out_ptr + offs, acc.to(out_ptr.dtype.element_ty), mask=mask_n[:, None] & (offs_m < M)[None, :])
 
 
-@gluon.jit(do_not_specialize=["m", "n", "k", "tiles_m"])
-def narrow_kernel(
-    a,
-    b,
-    bias,
-    out,
-    m,
-    n,
-    k,
+@gluon.jit(do_not_specialize=["M", "N", "K", "tiles_m"])
+def gemm_sm90_swap_ab_kernel(
+    a_desc,
+    b_desc,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
     tiles_m,
-    has_bias: gl.constexpr,
-    tile_m: gl.constexpr,
-    tile_n: gl.constexpr,
-    parts: gl.constexpr,
-    stages: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
 ):
-    """a: descriptor of [M, K], b: of [N, K], out: [M, N]. A step of K has ``parts`` times 64 elements. Elements beyond
-    an edge read as zero and are not written.
+    """a: descriptor of [M, K], b: of [N, K], bias: [N] or None, out: [M, N]. Elements beyond an edge read as zero and
+    are not written.
     """
-    first_m = gl.program_id(0) % tiles_m * tile_m
-    first_n = gl.program_id(0) // tiles_m * tile_n
-    ring_a = gl.allocate_shared_memory(a.dtype, [stages * parts, tile_m, _PART], a.layout)
-    ring_b = gl.allocate_shared_memory(b.dtype, [stages * parts, _LONG_SIDE, _PART], b.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(stages):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+    COPIES: gl.constexpr = BLOCK_K // _COPY_K
+    first_m = gl.program_id(0) % tiles_m * BLOCK_M
+    first_n = gl.program_id(0) // tiles_m * BLOCK_N
+    a_smem = gl.allocate_shared_memory(a_desc.dtype, [NUM_STAGES * COPIES, BLOCK_M, _COPY_K], a_desc.layout)
+    b_smem = gl.allocate_shared_memory(b_desc.dtype, [NUM_STAGES * COPIES, _LONG_SIDE, _COPY_K], b_desc.layout)
+    full_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    empty_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(NUM_STAGES):
+        mbarrier.init(full_bar.index(stage), count=1)
+        mbarrier.init(empty_bar.index(stage), count=1)
     fence_async_shared()
+    ring = _Ring(a_smem, b_smem, full_bar, empty_bar, BLOCK_M, BLOCK_N, COPIES, NUM_STAGES)
     gl.warp_specialize(
         [
-            (
-                _multiply,
-                (
-                    bias, out, ring_a, ring_b, ready, empty, first_m, first_n, m, n, k, has_bias, tile_m, tile_n, parts,
-                    stages,
-                ),
-            ),
-            (_load, (a, b, ring_a, ring_b, ready, empty, first_m, first_n, k, tile_m, tile_n, parts, stages)),
+            (_mma_partition, (bias_ptr, out_ptr, ring, first_m, first_n, M, N, K, HAS_BIAS, ACCUMULATE)),
+            (_load_partition, (a_desc, b_desc, ring, first_m, first_n, K)),
         ],
         [1],
         [40],
-    )  # fmt: skip
+    )
 
 
 @cache
 def shared_layout() -> gl.NVMMASharedLayout:
-    """How a part of an operand of 16 bits lies in shared memory, which its descriptor must know."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=2 * _PART.value, element_bitwidth=16, rank=2)
+    """How a copied block of an operand of 16 bits lies in shared memory, which its descriptor must know."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=2 * _COPY_K.value, element_bitwidth=16, rank=2)
 
 
-def _describe(matrix: torch.Tensor, stride: int, rows: int) -> TensorDescriptor:
-    return TensorDescriptor(matrix, list(matrix.shape), [stride, 1], [rows, _PART.value], shared_layout())
+def _describe(matrix: torch.Tensor, block_rows: int) -> TensorDescriptor:
+    stride, _ = leading_dim(matrix)
+    return TensorDescriptor(matrix, list(matrix.shape), [stride, 1], [block_rows, _COPY_K.value], shared_layout())
 
 
-def launch(
+def gemm_sm90_swap_ab(
     a: torch.Tensor,
-    weight: torch.Tensor,
+    b: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    reduction: LinearReduction,
     tile: NarrowTile,
-    strides: tuple[int, int],
-) -> None:
-    """out = a @ weight.T + bias.
+) -> torch.Tensor:
+    """``a @ b + bias``.
 
     Args:
-        a: [M, K] bf16 or fp16, at least one row, with K as the inner side; addresses and strides are multiples of 16
-            bytes.
-        weight: [N, K] of the same kind.
+        a: [M, K] bf16 or fp16, at least one row, with K as the contiguous side; addresses and strides are multiples of
+            16 bytes.
+        b: [K, N] of the same kind.
         bias: [N], or None.
         out: [M, N], packed.
-        tile: how the product is cut.
-        strides: elements between the rows of a and of the weight.
+        reduction: decides the bits.
+        tile: decides the speed.
+
+    Returns:
+        ``out``.
     """
-    (m, k), n = a.shape, weight.shape[0]
-    tiles_m, tiles_n = triton.cdiv(m, tile.rows), triton.cdiv(n, tile.columns)
+    (m, k), n = a.shape, b.shape[1]
+    tiles_m, tiles_n = triton.cdiv(m, tile.block_m), triton.cdiv(n, tile.block_n)
     with torch.cuda.device_of(a):
-        narrow_kernel[(tiles_m * tiles_n,)](
-            _describe(a, strides[0], tile.rows),
-            _describe(weight, strides[1], tile.columns),
+        gemm_sm90_swap_ab_kernel[(tiles_m * tiles_n,)](
+            _describe(a, tile.block_m),
+            _describe(b.t(), tile.block_n),
             None if bias is None else bias.contiguous(),
             out,
             m,
             n,
             k,
             tiles_m,
-            has_bias=bias is not None,
-            tile_m=tile.rows,
-            tile_n=tile.columns,
-            parts=tile.parts,
-            stages=tile.stages,
+            HAS_BIAS=bias is not None,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k,
+            NUM_STAGES=tile.num_stages,
+            ACCUMULATE=TL_DTYPES[reduction.accumulate],
             num_warps=4,
             maxnreg=128,
         )
+    return out

@@ -1,4 +1,4 @@
-"""The product as an operator of PyTorch's: torch.compile sees one node and leaves its number of rows to run time."""
+"""The operation as a custom operator of PyTorch's: torch.compile sees one node and leaves M to run time."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""RMSNorm on the CPU, in numba."""
+"""RMSNorm on the CPU, in numba: y = x * rsqrt(mean(x[:variance_size]**2) + eps) * weight."""
 
 import numpy as np
 import torch
@@ -7,6 +7,7 @@ from numba import prange
 from ...errors import NotCovered
 from ..common.numba_math import LANES, row_sum
 from ..common.numba_rows import RowKernel
+from .reduction import NormReduction
 
 
 def _normalise_kernel(rows, out, eps, variance_size):
@@ -15,9 +16,9 @@ def _normalise_kernel(rows, out, eps, variance_size):
         for i in range(variance_size):
             y[i] = x[i] * x[i]
         mean = row_sum(y[:variance_size], np.empty(LANES, np.float32)) / np.float32(variance_size)
-        scale = np.float32(1.0) / np.sqrt(mean + np.float32(eps))
+        rstd = np.float32(1.0) / np.sqrt(mean + np.float32(eps))
         for i in range(x.size):
-            y[i] = x[i] * scale
+            y[i] = x[i] * rstd
 
 
 _normalise = RowKernel(_normalise_kernel)
@@ -29,11 +30,14 @@ def rms_norm(
     """See the operation's package."""
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise NotCovered(f"RMSNorm in {x.dtype}", "its accumulator is fp32", "use fp32, bf16 or fp16")
-    summed = x.float() if residual is None else x.float() + residual.float()
-    rows = summed.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
+    reduction = NormReduction.of_device("cpu", x.shape[-1], x.dtype)
+    wide = x.to(reduction.accumulate)
+    if residual is not None:
+        wide = wide + residual.to(reduction.accumulate)
+    rows = wide.reshape(x.shape[:-1].numel(), reduction.length).contiguous()
     out = torch.empty_like(rows)
-    _normalise(rows.numel(), rows, out, eps, variance_size or x.shape[-1])
+    _normalise(rows.numel(), rows, out, eps, variance_size or reduction.length)
     if weight is not None:
         out = out.to(weight.dtype) * weight
     normalised = out.to(x.dtype).reshape(x.shape)
-    return normalised if residual is None else (normalised, summed.to(x.dtype))
+    return normalised if residual is None else (normalised, wide.to(x.dtype))

@@ -1,7 +1,7 @@
-"""RMSNorm on a GPU, in Triton: a program has one row, or several short ones."""
+"""RMSNorm on a GPU, in Triton: a program has one row, or several short ones.
 
-from dataclasses import dataclass
-from functools import cache
+y = x * rsqrt(mean(x[:variance_size]**2) + eps) * weight, of x + residual where there is one
+"""
 
 import torch
 import triton
@@ -9,157 +9,129 @@ import triton.language as tl
 
 from ...errors import NotCovered
 from ..common.triton_rows import ALIGNMENT, aligned, on_device_of
-from .kernels import inverse_root_mean, sum_of_pairs, weighted
-from .reduction import HEAD_SIZES
+from .reduction import NormReduction
+from .triton_kernels import rstd_of, sum_halves_first, weighted
 
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
-_VECTOR = 8
-"""Elements in 16 bytes of the narrowest dtype."""
-_TILE = 2048
-"""Elements that a program of short rows holds: with 4 warps, two vectors a thread."""
-_LARGEST_BLOCK = 16_384
-_MOST_ROWS = 2**31 - 1 - _TILE
-
-
-@dataclass(frozen=True)
-class NormLayout:
-    """How a program holds its rows, decided by their length alone: a part of the reduction.
-
-    Attributes:
-        rows: rows of a program.
-        block: elements of a row that are held at a time.
-        warps: warps of a program.
-        unit: elements by which every stride must be divisible, and in which it is given to the kernel: Triton then
-            knows the alignment of every row without looking at the strides of a call.
-        paired: whether a row may be a head, see :data:`.reduction.HEAD_SIZES`.
-    """
-
-    rows: int
-    block: int
-    warps: int
-    unit: int
-    paired: bool
-
-
-@cache
-def layout_for(length: int) -> NormLayout:
-    """The layout for rows of ``length`` elements."""
-    block = min(max(triton.next_power_of_2(length), 32), _LARGEST_BLOCK)
-    warps = min(max(block // 512, 4), 16)
-    unit = 1 if length % _VECTOR else _VECTOR
-    return NormLayout(max(_TILE // block, 1), block, warps, unit, length in HEAD_SIZES)
+_MOST_ROWS = 2**31 - 1 - 2048
+"""The kernel counts the rows of its last program, too, in 32 bits."""
 
 
 @triton.jit
-def _load(x, residual, starts, residual_starts, places, mask, has_residual: tl.constexpr):
-    """x + residual of rows at ``places``, unrounded."""
-    tile = tl.load(x + starts[:, None] + places[None, :], mask=mask, other=0.0).to(tl.float32)
-    if has_residual:
-        places_there = residual_starts[:, None] + places[None, :]
-        tile += tl.load(residual + places_there, mask=mask, other=0.0).to(tl.float32)
-    return tile
+def _load_rows(x_ptr, residual_ptr, x_starts, residual_starts, offs, mask, HAS_RESIDUAL: tl.constexpr):
+    """x + residual of some rows, unrounded: [ROWS_PER_PROGRAM, BLOCK] fp32."""
+    x = tl.load(x_ptr + x_starts[:, None] + offs[None, :], mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual_offs = residual_starts[:, None] + offs[None, :]
+        x += tl.load(residual_ptr + residual_offs, mask=mask, other=0.0).to(tl.float32)
+    return x
 
 
 @triton.jit
-def _load_weight(weight, places, mask):
+def _load_weight(weight_ptr, offs, mask):
     """The weight for each row, not for one: then it lies where the rows do without a trip through shared memory."""
-    return tl.load(tl.broadcast_to(weight + places[None, :], mask.shape), mask=mask, other=0.0)
+    return tl.load(tl.broadcast_to(weight_ptr + offs[None, :], mask.shape), mask=mask, other=0.0)
 
 
 @triton.jit
-def _starts(row, inner_count, outer_stride, inner_stride, unit: tl.constexpr):
-    """Where rows start whose two indices have a stride each, in units."""
-    outer, inner = (row // inner_count).to(tl.int64), (row % inner_count).to(tl.int64)
-    return (outer * outer_stride + inner * inner_stride) * unit
+def _row_starts(row, inner_size, stride_outer, stride_inner, STRIDE_UNIT: tl.constexpr):
+    """Where rows start whose two indices have a stride each, in units: [ROWS_PER_PROGRAM] int64."""
+    outer, inner = (row // inner_size).to(tl.int64), (row % inner_size).to(tl.int64)
+    return (outer * stride_outer + inner * stride_inner) * STRIDE_UNIT
 
 
+# Two strided tensors need 20 parameters: a kernel takes no structure of pointers and strides.
 @triton.jit(
     do_not_specialize=[
-        "count",
-        "x_inner_count",
-        "x_outer_stride",
-        "x_inner_stride",
-        "residual_inner_count",
-        "residual_outer_stride",
-        "residual_inner_stride",
+        "num_rows",
+        "x_inner_size",
+        "stride_x_outer",
+        "stride_x_inner",
+        "residual_inner_size",
+        "stride_residual_outer",
+        "stride_residual_inner",
     ]
 )
 def _rms_norm_kernel(
-    x,
-    residual,
-    weight,
-    out,
-    summed,
-    count,
-    x_inner_count,
-    x_outer_stride,
-    x_inner_stride,
-    residual_inner_count,
-    residual_outer_stride,
-    residual_inner_stride,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    residual_out_ptr,
+    num_rows,
+    x_inner_size,
+    stride_x_outer,
+    stride_x_inner,
+    residual_inner_size,
+    stride_residual_outer,
+    stride_residual_inner,
     eps,
-    length: tl.constexpr,
-    variance_size: tl.constexpr,
-    has_residual: tl.constexpr,
-    has_weight: tl.constexpr,
-    rows: tl.constexpr,
-    block: tl.constexpr,
-    unit: tl.constexpr,
-    paired: tl.constexpr,
+    LENGTH: tl.constexpr,
+    VARIANCE_SIZE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    ROWS_PER_PROGRAM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    HALVES_FIRST: tl.constexpr,
 ):
-    row = tl.program_id(0) * rows + tl.arange(0, rows)
-    inside = row[:, None] < count
-    starts = _starts(row, x_inner_count, x_outer_stride, x_inner_stride, unit)
-    residual_starts = starts
-    if has_residual:
-        residual_starts = _starts(row, residual_inner_count, residual_outer_stride, residual_inner_stride, unit)
-    out_starts = row.to(tl.int64)[:, None] * length
-    if length <= block:  # the tile stays in registers, and every load is on its way before the first one is waited for
-        places = tl.arange(0, block)
-        mask = inside & (places < length)[None, :]
-        if has_weight:
-            factor = _load_weight(weight, places, mask)
-        tile = _load(x, residual, starts, residual_starts, places, mask, has_residual)
-        if has_residual:
-            tl.store(summed + out_starts + places[None, :], tile.to(summed.dtype.element_ty), mask=mask)
-        squares = tile * tile
-        if variance_size < length:
-            squares = tl.where((places < variance_size)[None, :], squares, 0.0)
-        total = sum_of_pairs(squares) if paired else tl.sum(squares, 1)
-        tile *= inverse_root_mean(total, variance_size, eps)[:, None]
-        if has_weight:
-            tile = weighted(tile, factor)
-        tl.store(out + out_starts + places[None, :], tile.to(out.dtype.element_ty), mask=mask)
+    row = tl.program_id(0) * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM)
+    row_mask = row[:, None] < num_rows  # [ROWS_PER_PROGRAM, 1]
+    x_starts = _row_starts(row, x_inner_size, stride_x_outer, stride_x_inner, STRIDE_UNIT)
+    residual_starts = x_starts
+    if HAS_RESIDUAL:
+        residual_starts = _row_starts(
+            row, residual_inner_size, stride_residual_outer, stride_residual_inner, STRIDE_UNIT
+        )
+    out_starts = row.to(tl.int64)[:, None] * LENGTH
+    if LENGTH <= BLOCK:  # the tile stays in registers, and every load is on its way before the first one is waited for
+        offs = tl.arange(0, BLOCK)
+        mask = row_mask & (offs < LENGTH)[None, :]
+        if HAS_WEIGHT:
+            weight = _load_weight(weight_ptr, offs, mask)  # [ROWS_PER_PROGRAM, BLOCK]
+        x = _load_rows(x_ptr, residual_ptr, x_starts, residual_starts, offs, mask, HAS_RESIDUAL)
+        if HAS_RESIDUAL:
+            tl.store(residual_out_ptr + out_starts + offs[None, :], x.to(residual_out_ptr.dtype.element_ty), mask=mask)
+        squares = x * x
+        if VARIANCE_SIZE < LENGTH:
+            squares = tl.where((offs < VARIANCE_SIZE)[None, :], squares, 0.0)
+        sum_of_squares = sum_halves_first(squares) if HALVES_FIRST else tl.sum(squares, 1)
+        x *= rstd_of(sum_of_squares, VARIANCE_SIZE, eps)[:, None]
+        if HAS_WEIGHT:
+            x = weighted(x, weight)
+        tl.store(out_ptr + out_starts + offs[None, :], x.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        acc = tl.zeros((rows, block), tl.float32)
-        for start in range(0, variance_size, block):
-            places = start + tl.arange(0, block)
-            mask = inside & (places < variance_size)[None, :]
-            tile = _load(x, residual, starts, residual_starts, places, mask, has_residual)
-            acc += tile * tile
-        scale = inverse_root_mean(tl.sum(acc, 1), variance_size, eps)[:, None]
-        for start in range(0, length, block):
-            places = start + tl.arange(0, block)
-            mask = inside & (places < length)[None, :]
-            tile = _load(x, residual, starts, residual_starts, places, mask, has_residual)
-            if has_residual:
-                tl.store(summed + out_starts + places[None, :], tile.to(summed.dtype.element_ty), mask=mask)
-            tile *= scale
-            if has_weight:
-                tile = weighted(tile, _load_weight(weight, places, mask))
-            tl.store(out + out_starts + places[None, :], tile.to(out.dtype.element_ty), mask=mask)
+        acc = tl.zeros((ROWS_PER_PROGRAM, BLOCK), tl.float32)
+        for start in range(0, VARIANCE_SIZE, BLOCK):
+            offs = start + tl.arange(0, BLOCK)
+            mask = row_mask & (offs < VARIANCE_SIZE)[None, :]
+            x = _load_rows(x_ptr, residual_ptr, x_starts, residual_starts, offs, mask, HAS_RESIDUAL)
+            acc += x * x
+        rstd = rstd_of(tl.sum(acc, 1), VARIANCE_SIZE, eps)[:, None]
+        for start in range(0, LENGTH, BLOCK):
+            offs = start + tl.arange(0, BLOCK)
+            mask = row_mask & (offs < LENGTH)[None, :]
+            x = _load_rows(x_ptr, residual_ptr, x_starts, residual_starts, offs, mask, HAS_RESIDUAL)
+            if HAS_RESIDUAL:
+                tl.store(
+                    residual_out_ptr + out_starts + offs[None, :], x.to(residual_out_ptr.dtype.element_ty), mask=mask
+                )
+            x *= rstd
+            if HAS_WEIGHT:
+                x = weighted(x, _load_weight(weight_ptr, offs, mask))
+            tl.store(out_ptr + out_starts + offs[None, :], x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _indexed(x: torch.Tensor, unit: int) -> tuple[torch.Tensor, int, int, int]:
+def _indexed(x: torch.Tensor, stride_unit: int) -> tuple[torch.Tensor, int, int, int]:
     """The tensor, or an aligned copy where the kernel cannot take it as it is, and how its rows are reached: the size
     of the inner row index, and the strides of both in units.
     """
     strides = x.stride()
     if strides[-1] == 1 and len(strides) in (2, 3) and x.data_ptr() % ALIGNMENT == 0:
-        outer, inner, inner_count = (strides[0], 0, 1) if len(strides) == 2 else (*strides[:2], x.shape[1])
-        if outer % unit == 0 and inner % unit == 0:
-            return x, inner_count, outer // unit, inner // unit
-    return aligned(x), 1, x.shape[-1] // unit, 0
+        outer, inner, inner_size = (strides[0], 0, 1) if len(strides) == 2 else (*strides[:2], x.shape[1])
+        if outer % stride_unit == 0 and inner % stride_unit == 0:
+            return x, inner_size, outer // stride_unit, inner // stride_unit
+    return aligned(x), 1, x.shape[-1] // stride_unit, 0
 
 
 def rms_norm(
@@ -172,37 +144,37 @@ def rms_norm(
         if tensor is not None and tensor.dtype not in _DTYPES:
             raise NotCovered(f"RMSNorm in {tensor.dtype}", "its accumulator is fp32", "use fp32, bf16 or fp16")
     length = x.shape[-1]
-    count = x.numel() // length
-    if count > _MOST_ROWS:
-        raise NotCovered(f"RMSNorm of {count} rows", "the kernel counts them in 32 bits", "normalise them in parts")
-    layout = layout_for(length)
+    num_rows = x.numel() // length
+    if num_rows > _MOST_ROWS:
+        raise NotCovered(f"RMSNorm of {num_rows} rows", "the kernel counts them in 32 bits", "normalise them in parts")
+    reduction = NormReduction.of_device("cuda", length, x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    summed = None if residual is None else torch.empty_like(out)
-    if count:
-        x, *x_rows = _indexed(x, layout.unit)
+    residual_out = None if residual is None else torch.empty_like(out)
+    if num_rows:
+        x, *x_rows = _indexed(x, reduction.stride_unit)
         residual_rows = [1, 0, 0]
         if residual is not None:
-            residual, *residual_rows = _indexed(residual, layout.unit)
+            residual, *residual_rows = _indexed(residual, reduction.stride_unit)
         with on_device_of(x):
-            _rms_norm_kernel[(-(-count // layout.rows),)](
+            _rms_norm_kernel[(-(-num_rows // reduction.rows_per_program),)](
                 x,
                 residual,
                 None if weight is None else aligned(weight),
                 out,
-                summed,
-                count,
+                residual_out,
+                num_rows,
                 *x_rows,
                 *residual_rows,
                 eps,
-                length=length,
-                variance_size=variance_size or length,
-                has_residual=residual is not None,
-                has_weight=weight is not None,
-                rows=layout.rows,
-                block=layout.block,
-                unit=layout.unit,
-                paired=layout.paired,
-                num_warps=layout.warps,
-                enable_fp_fusion=False,
+                LENGTH=reduction.length,
+                VARIANCE_SIZE=variance_size or length,
+                HAS_RESIDUAL=residual is not None,
+                HAS_WEIGHT=weight is not None,
+                ROWS_PER_PROGRAM=reduction.rows_per_program,
+                BLOCK=reduction.block,
+                STRIDE_UNIT=reduction.stride_unit,
+                HALVES_FIRST=reduction.halves_first,
+                num_warps=reduction.num_warps,
+                enable_fp_fusion=reduction.enable_fp_fusion,
             )
-    return out if summed is None else (out, summed)
+    return out if residual_out is None else (out, residual_out)

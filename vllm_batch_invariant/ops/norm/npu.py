@@ -1,5 +1,7 @@
 """RMSNorm on an Ascend NPU, in triton-ascend: a program walks one row after the other.
 
+    y = x * rsqrt(mean(x[:variance_size]**2) + eps) * weight, of x + residual where there is one
+
 Compiled and simulated, never run on hardware (tests/npu/offline).
 """
 
@@ -7,62 +9,58 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.npu_cores import on, vector_grid
-from ..common.npu_rows import check_covered, layout_for
-
-LARGEST_BLOCK = 8192
-LARGEST_BLOCK_WITH_RESIDUAL = 4096
-"""With a residual, 8192 of fp32 fit only if the next block is not loaded meanwhile."""
+from ..common.npu_rows import check_covered, on, vector_grid
+from .reduction import NormReduction
 
 
 @triton.jit
-def _summed(x, residual, places, mask, has_residual: tl.constexpr):
-    """x + residual of a row at ``places``, unrounded."""
-    row = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
-    if has_residual:
-        row += tl.load(residual + places, mask=mask, other=0.0).to(tl.float32)
-    return row
+def _load_row(x_ptr, residual_ptr, offs, mask, HAS_RESIDUAL: tl.constexpr):
+    """x + residual of a row at ``offs``, unrounded: [BLOCK] fp32."""
+    x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(residual_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    return x
 
 
 @triton.jit(
-    do_not_specialize=["count", "length", "variance_size"],
-    do_not_specialize_on_alignment=["x", "residual", "weight", "out", "summed"],
+    do_not_specialize=["num_rows", "length", "variance_size"],
+    do_not_specialize_on_alignment=["x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "residual_out_ptr"],
 )
 def _rms_norm_kernel(
-    x,
-    residual,
-    weight,
-    out,
-    summed,
-    count,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    residual_out_ptr,
+    num_rows,
     length,
     variance_size,
     eps,
-    has_residual: tl.constexpr,
-    has_weight: tl.constexpr,
-    block: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    for row in range(tl.program_id(0), count, tl.num_programs(0)):
+    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         start = tl.cast(row, tl.int64) * length
-        acc = tl.zeros((block,), tl.float32)
-        for offset in range(0, variance_size, block):
-            places = offset + tl.arange(0, block)
-            value = _summed(x + start, residual + start, places, places < variance_size, has_residual)
-            acc += value * value
+        acc = tl.zeros((BLOCK,), tl.float32)
+        for offset in range(0, variance_size, BLOCK):
+            offs = offset + tl.arange(0, BLOCK)
+            x = _load_row(x_ptr + start, residual_ptr + start, offs, offs < variance_size, HAS_RESIDUAL)
+            acc += x * x
         mean = tl.sum(acc) / variance_size
-        scale = 1.0 / tl.sqrt(mean + eps)
-        for offset in range(0, length, block):
-            places = offset + tl.arange(0, block)
-            mask = places < length
-            value = _summed(x + start, residual + start, places, mask, has_residual)
-            if has_residual:
-                tl.store(summed + start + places, value.to(summed.dtype.element_ty), mask=mask)
-            value *= scale
-            if has_weight:
+        rstd = 1.0 / tl.sqrt(mean + eps)
+        for offset in range(0, length, BLOCK):
+            offs = offset + tl.arange(0, BLOCK)
+            mask = offs < length
+            x = _load_row(x_ptr + start, residual_ptr + start, offs, mask, HAS_RESIDUAL)
+            if HAS_RESIDUAL:
+                tl.store(residual_out_ptr + start + offs, x.to(residual_out_ptr.dtype.element_ty), mask=mask)
+            x *= rstd
+            if HAS_WEIGHT:
                 # Rounded to the weight's dtype before and after the product, as a multiplication in that dtype is.
-                factor = tl.load(weight + places, mask=mask, other=0.0)
-                value = (value.to(factor.dtype).to(tl.float32) * factor.to(tl.float32)).to(factor.dtype)
-            tl.store(out + start + places, value.to(out.dtype.element_ty), mask=mask)
+                weight = tl.load(weight_ptr + offs, mask=mask, other=0.0)
+                x = (x.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(weight.dtype)
+            tl.store(out_ptr + start + offs, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def rms_norm(
@@ -73,24 +71,24 @@ def rms_norm(
     length = x.shape[-1]
     rows = x.contiguous()
     out = torch.empty_like(rows)
-    summed = None if residual is None else torch.empty_like(rows)
-    largest = LARGEST_BLOCK if residual is None else LARGEST_BLOCK_WITH_RESIDUAL
+    residual_out = None if residual is None else torch.empty_like(rows)
+    reduction = NormReduction.of_device("npu", length, x.dtype, residual is not None)
     if out.numel():
         with on(x.device):
-            count = out.numel() // length
+            num_rows = out.numel() // length
             # What is absent is never read; its place is taken by a tensor whose dtype adds no variant.
-            _rms_norm_kernel[vector_grid(count, x.device)](
+            _rms_norm_kernel[vector_grid(num_rows, x.device)](
                 rows,
                 rows if residual is None else residual.contiguous(),
                 rows if weight is None else weight.contiguous(),
                 out,
-                out if summed is None else summed,
-                count,
+                out if residual_out is None else residual_out,
+                num_rows,
                 length,
                 variance_size or length,
                 float(eps),
-                has_residual=residual is not None,
-                has_weight=weight is not None,
-                block=layout_for(length, largest).block,
+                HAS_RESIDUAL=residual is not None,
+                HAS_WEIGHT=weight is not None,
+                BLOCK=reduction.block,
             )
-    return out if summed is None else (out, summed)
+    return out if residual_out is None else (out, residual_out)

@@ -1,29 +1,65 @@
 """What decides the bits of RMSNorm."""
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Self
 
 import torch
 
-from ..reduce.reduction import SumReduction
+from ..common.row_reduction import LANES, REDUCTIONS_KEPT, RowReduction, gpu_block, gpu_warps, npu_block
 
 HEAD_SIZES = (64, 128, 256)
 """Lengths of rows that may be heads. On a GPU their squares are first added in pairs half a row apart: the elements
 that a rotary embedding turns, so that one kernel can do both with the two halves of a head in the same places.
 """
+_VECTOR = 8
+"""Elements in 16 bytes of the narrowest dtype."""
+_TILE = 2048
+"""Elements that a program of short rows holds: with 4 warps, two vectors a thread."""
+_LARGEST_GPU_BLOCK = 16_384
+_FEWEST_WARPS, _MOST_WARPS = 4, 16
 
 
-@dataclass(frozen=True)
-class NormReduction:
-    """The reduction of one row: the squares in fp32, summed by :class:`SumReduction`, divided by their number; 1 /
-    sqrt(mean + eps).
+@dataclass(frozen=True, kw_only=True)
+class NormReduction(RowReduction):
+    """The reduction of one row: its squares in fp32, added as :class:`RowReduction` says, divided by their number;
+    1 / sqrt(mean + eps).
 
     With a residual, the sum x + residual enters unrounded, and is rounded once for the next layer. The normalised row
     is rounded to the weight's dtype, multiplied by the weight and rounded to x's dtype: the order of vLLM's own layer.
+
+    Attributes:
+        rows_per_program: on a GPU, rows that share a program and none of their additions: where a row's elements lie
+            follows the shape of the whole tile.
+        halves_first: on a GPU, whether element i and i + length / 2 are added first, see :data:`HEAD_SIZES`.
+        stride_unit: on a GPU, elements by which every stride must be divisible, and in which it is given to the kernel:
+            Triton then knows the alignment of every row, which decides where its elements lie, without looking at the
+            strides of a call.
+        enable_fp_fusion: on a GPU, whether the compiler may fuse a product with an addition. It would do so for some
+            rows only.
     """
 
-    length: int
-    dtype: torch.dtype
+    rows_per_program: int | None = None
+    halves_first: bool | None = None
+    stride_unit: int | None = None
+    enable_fp_fusion: bool | None = None
 
-    @property
-    def squares(self) -> SumReduction:
-        return SumReduction(self.length, torch.float32)
+    @classmethod
+    @lru_cache(REDUCTIONS_KEPT)
+    def of_device(cls, device_type: str, length: int, dtype: torch.dtype, has_residual: bool = False) -> Self:
+        """The reduction of a row of ``length`` elements; only an NPU has another one with a residual."""
+        row = {"length": length, "dtype": dtype}
+        if device_type == "cpu":
+            return cls(**row, lanes=LANES)
+        if device_type == "npu":
+            return cls(**row, block=npu_block(length, "norm with residual" if has_residual else "norm"))
+        block = gpu_block(length, _LARGEST_GPU_BLOCK)
+        return cls(
+            **row,
+            block=block,
+            num_warps=gpu_warps(block, _FEWEST_WARPS, _MOST_WARPS),
+            rows_per_program=max(_TILE // block, 1),
+            halves_first=length in HEAD_SIZES,
+            stride_unit=1 if length % _VECTOR else _VECTOR,
+            enable_fp_fusion=False,
+        )

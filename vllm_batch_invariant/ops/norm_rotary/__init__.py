@@ -1,14 +1,13 @@
 """RMSNorm of every query and key head, then their rotary embedding (Su et al. 2021, arXiv:2104.09864), in one pass."""
 
-from collections.abc import Callable
-from functools import cache
-
 import torch
 
 from ...errors import NotCovered
+from ..dispatch import module_for
 from ..norm.reduction import HEAD_SIZES
+from .reduction import NormRotaryReduction
 
-__all__ = ["DTYPES", "HEAD_SIZES", "norm_rotary"]
+__all__ = ["DTYPES", "HEAD_SIZES", "NormRotaryReduction", "norm_rotary"]
 
 DTYPES = (torch.bfloat16, torch.float16)
 """Their products are exact in fp32, so that it does not matter whether a compiler fuses one with the addition."""
@@ -70,18 +69,4 @@ def norm_rotary(
         raise ValueError(f"norm_rotary of {heads} and {kv_heads} heads does not take {given}")
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise RuntimeError("norm_rotary records no gradient: call it in torch.no_grad()")
-    return kernel_for(qkv.device.type)(*tensors, eps, heads, kv_heads)
-
-
-@cache
-def kernel_for(device_type: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The implementation for a device type.
-
-    Raises:
-        NotCovered: there is none.
-    """
-    if device_type != "cuda":
-        raise NotCovered(f"norm_rotary on device '{device_type}'", "it is a GPU's", "call rms_norm, then rotate")
-    from .cuda import norm_rotary as kernel
-
-    return kernel
+    return module_for("norm_rotary", qkv.device.type).norm_rotary(*tensors, eps, heads, kv_heads)

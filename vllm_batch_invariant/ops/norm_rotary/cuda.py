@@ -1,65 +1,66 @@
-"""RMSNorm and rotary embedding of heads on a GPU, in Triton: a program has several heads of one token."""
+"""RMSNorm and rotary embedding of heads on a GPU, in Triton: a program has several heads of one token.
+
+x = qkv * rsqrt(mean(qkv**2) + eps) * weight, head by head
+out = x[:half] * cos - x[half:] * sin, x[half:] * cos + x[:half] * sin
+"""
 
 import torch
 import triton
 import triton.language as tl
 
 from ..common.triton_rows import ALIGNMENT, aligned, on_device_of
-from ..norm.kernels import inverse_root_mean, weighted
-
-_TILE = 1024
-"""Elements of a program: with 2 warps, a vector of each half of a head in every thread."""
-_WARPS = 2
-_UNIT = 8
-"""Elements by which the stride of tokens must be divisible, and in which the kernel counts it: 16 bytes."""
+from ..norm.triton_kernels import rstd_of, weighted
+from .reduction import NormRotaryReduction
 
 
-@triton.jit(do_not_specialize=["token_stride"])
+# 14 parameters: a kernel takes no structure of pointers.
+@triton.jit(do_not_specialize=["stride_token"])
 def _norm_rotary_kernel(
-    qkv,
-    positions,
-    query_weight,
-    key_weight,
-    cos_sin_cache,
-    query_out,
-    key_out,
-    token_stride,
+    qkv_ptr,
+    positions_ptr,
+    query_weight_ptr,
+    key_weight_ptr,
+    cos_sin_cache_ptr,
+    query_out_ptr,
+    key_out_ptr,
+    stride_token,
     eps,
-    heads: tl.constexpr,
-    kv_heads: tl.constexpr,
-    size: tl.constexpr,
-    heads_at_once: tl.constexpr,
-    unit: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    ROWS_PER_PROGRAM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
 ):
-    query_groups: tl.constexpr = (heads + heads_at_once - 1) // heads_at_once
-    groups: tl.constexpr = query_groups + (kv_heads + heads_at_once - 1) // heads_at_once
-    half: tl.constexpr = size // 2
-    token = (tl.program_id(0) // groups).to(tl.int64)
-    group = tl.program_id(0) % groups
-    x = qkv + token * token_stride * unit
-    if group < query_groups:
-        first_head, count, weight = group * heads_at_once, heads, query_weight
-        out = query_out + token * (heads * size)
+    QUERY_GROUPS: tl.constexpr = (NUM_HEADS + ROWS_PER_PROGRAM - 1) // ROWS_PER_PROGRAM
+    GROUPS: tl.constexpr = QUERY_GROUPS + (NUM_KV_HEADS + ROWS_PER_PROGRAM - 1) // ROWS_PER_PROGRAM
+    token = (tl.program_id(0) // GROUPS).to(tl.int64)
+    group = tl.program_id(0) % GROUPS
+    x_ptr = qkv_ptr + token * stride_token * STRIDE_UNIT
+    if group < QUERY_GROUPS:
+        first_head, num_heads, weight_ptr = group * ROWS_PER_PROGRAM, NUM_HEADS, query_weight_ptr
+        out_ptr = query_out_ptr + token * (NUM_HEADS * LENGTH)
     else:
-        first_head, count, weight = (group - query_groups) * heads_at_once, kv_heads, key_weight
-        x += heads * size
-        out = key_out + token * (kv_heads * size)
-    head = first_head + tl.arange(0, heads_at_once)
-    places = head[:, None] * size + tl.arange(0, half)[None, :]
-    mask = tl.broadcast_to(head[:, None] < count, places.shape)
-    in_head = tl.broadcast_to(tl.arange(0, half)[None, :], places.shape)
-    first = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(x + places + half, mask=mask, other=0.0).to(tl.float32)
-    angles = cos_sin_cache + tl.load(positions + token) * size
-    first_weight = tl.load(weight + in_head, mask=mask, other=0.0)
-    second_weight = tl.load(weight + in_head + half, mask=mask, other=0.0)
-    cos = tl.load(angles + in_head, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(angles + in_head + half, mask=mask, other=0.0).to(tl.float32)
-    scale = inverse_root_mean(tl.sum(first * first + second * second, 1), size, eps)[:, None]
-    first = weighted(first * scale, first_weight).to(tl.float32)
-    second = weighted(second * scale, second_weight).to(tl.float32)
-    tl.store(out + places, (first * cos - second * sin).to(out.dtype.element_ty), mask=mask)
-    tl.store(out + places + half, (second * cos + first * sin).to(out.dtype.element_ty), mask=mask)
+        first_head, num_heads, weight_ptr = (group - QUERY_GROUPS) * ROWS_PER_PROGRAM, NUM_KV_HEADS, key_weight_ptr
+        x_ptr += NUM_HEADS * LENGTH
+        out_ptr = key_out_ptr + token * (NUM_KV_HEADS * LENGTH)
+    head = first_head + tl.arange(0, ROWS_PER_PROGRAM)
+    # Every tile is [ROWS_PER_PROGRAM, BLOCK]: a half of each head.
+    offs = head[:, None] * LENGTH + tl.arange(0, BLOCK)[None, :]
+    mask = tl.broadcast_to(head[:, None] < num_heads, offs.shape)
+    head_offs = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], offs.shape)
+    first = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x_ptr + offs + BLOCK, mask=mask, other=0.0).to(tl.float32)
+    cos_sin_ptr = cos_sin_cache_ptr + tl.load(positions_ptr + token) * LENGTH
+    first_weight = tl.load(weight_ptr + head_offs, mask=mask, other=0.0)
+    second_weight = tl.load(weight_ptr + head_offs + BLOCK, mask=mask, other=0.0)
+    cos = tl.load(cos_sin_ptr + head_offs, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(cos_sin_ptr + head_offs + BLOCK, mask=mask, other=0.0).to(tl.float32)
+    rstd = rstd_of(tl.sum(first * first + second * second, 1), LENGTH, eps)[:, None]
+    first = weighted(first * rstd, first_weight).to(tl.float32)
+    second = weighted(second * rstd, second_weight).to(tl.float32)
+    tl.store(out_ptr + offs, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + offs + BLOCK, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def norm_rotary(
@@ -73,18 +74,18 @@ def norm_rotary(
     kv_heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the operation's package."""
-    tokens, size = len(positions), query_weight.shape[0]
-    token_stride, inner_stride = qkv.stride()
-    if inner_stride != 1 or token_stride % _UNIT or qkv.data_ptr() % ALIGNMENT:
+    num_tokens, head_size = len(positions), query_weight.shape[0]
+    reduction = NormRotaryReduction.of_device("cuda", head_size, qkv.dtype)
+    stride_token, stride_element = qkv.stride()
+    if stride_element != 1 or stride_token % reduction.stride_unit or qkv.data_ptr() % ALIGNMENT:
         qkv = aligned(qkv)
-        token_stride = qkv.shape[1]
-    queries = torch.empty(tokens, heads * size, dtype=qkv.dtype, device=qkv.device)
-    keys = torch.empty(tokens, kv_heads * size, dtype=qkv.dtype, device=qkv.device)
-    heads_at_once = _TILE // size
-    if tokens:
+        stride_token = qkv.shape[1]
+    queries = torch.empty(num_tokens, heads * head_size, dtype=qkv.dtype, device=qkv.device)
+    keys = torch.empty(num_tokens, kv_heads * head_size, dtype=qkv.dtype, device=qkv.device)
+    if num_tokens:
         with on_device_of(qkv):
-            groups = -(-heads // heads_at_once) - (-kv_heads // heads_at_once)
-            _norm_rotary_kernel[(tokens * groups,)](
+            groups = -(-heads // reduction.rows_per_program) - (-kv_heads // reduction.rows_per_program)
+            _norm_rotary_kernel[(num_tokens * groups,)](
                 qkv,
                 aligned(positions),
                 aligned(query_weight),
@@ -92,14 +93,15 @@ def norm_rotary(
                 aligned(cos_sin_cache),
                 queries,
                 keys,
-                token_stride // _UNIT,
+                stride_token // reduction.stride_unit,
                 eps,
-                heads=heads,
-                kv_heads=kv_heads,
-                size=size,
-                heads_at_once=heads_at_once,
-                unit=_UNIT,
-                num_warps=_WARPS,
-                enable_fp_fusion=False,
+                NUM_HEADS=heads,
+                NUM_KV_HEADS=kv_heads,
+                LENGTH=reduction.length,
+                ROWS_PER_PROGRAM=reduction.rows_per_program,
+                BLOCK=reduction.block,
+                STRIDE_UNIT=reduction.stride_unit,
+                num_warps=reduction.num_warps,
+                enable_fp_fusion=reduction.enable_fp_fusion,
             )
     return queries, keys

@@ -8,7 +8,7 @@ __all__ = ["top_and_ranks"]
 
 
 def top_and_ranks(values: torch.Tensor, count: int, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first ``count`` indices of each row in that order, and the place of one given index in it.
+    """The first ``count`` indices of each row in that order, and the rank of one given index in it.
 
     Both follow from the row alone: the first 5 of a row are the beginning of its first 20. -0.0 and 0.0 are equal, and
     NaN is the largest value.
@@ -23,7 +23,7 @@ def top_and_ranks(values: torch.Tensor, count: int, chosen: torch.Tensor) -> tup
 
     Raises:
         ValueError: ``count`` is not a number of a row's values.
-        IndexError: an index outside the row, on a CPU. On a GPU its place means nothing.
+        IndexError: an index outside the row, on a CPU. On a GPU its rank means nothing.
         NotCovered: a device without an implementation.
     """
     if not 0 <= count <= values.shape[1]:

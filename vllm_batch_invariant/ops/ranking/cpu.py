@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from numba import prange
 
-from ..common.numba_order import order_key
+from ..common.numba_math import order_key
 from ..common.numba_rows import RowKernel
 
 LONGEST_LIST = 256
@@ -16,12 +16,12 @@ _BLOCK = 64
 def _ranks_kernel(rows, chosen, ranks):
     for row in prange(rows.shape[0]):
         bits = rows[row]
-        place = chosen[row]
-        key = order_key(bits[place])
+        index = chosen[row]
+        key = order_key(bits[index])
         before = 0
-        for i in range(place):
+        for i in range(index):
             before += np.int64(order_key(bits[i]) >= key)
-        for i in range(place + 1, bits.size):
+        for i in range(index + 1, bits.size):
             before += np.int64(order_key(bits[i]) > key)
         ranks[row] = before + 1
 
@@ -44,16 +44,16 @@ def _best_kernel(rows, top):
                 if held == ids.size:
                     if key <= keys[held - 1]:  # of equal values the earlier one is in the list already
                         continue
-                    place = held - 1
+                    rank = held - 1
                 else:
-                    place = held
+                    rank = held
                     held += 1
-                while place > 0 and keys[place - 1] < key:
-                    keys[place] = keys[place - 1]
-                    ids[place] = ids[place - 1]
-                    place -= 1
-                keys[place] = key
-                ids[place] = i
+                while rank > 0 and keys[rank - 1] < key:
+                    keys[rank] = keys[rank - 1]
+                    ids[rank] = ids[rank - 1]
+                    rank -= 1
+                keys[rank] = key
+                ids[rank] = i
 
 
 def _sorted_kernel(rows, top):

@@ -4,65 +4,88 @@ torch.topk is right about values and free about which of equal ones it takes and
 its values above the smallest count, and the rest are the first indices of the row that have the smallest one.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
-from ..common.triton_order import order_key
-from ..common.triton_rows import on_device_of
+from ..common.triton_rows import on_device_of, order_key
 
 LONGEST_LIST = 1024
 """Candidates that one program holds; for more the whole row is sorted."""
-_SHORTEST_WIDTH = 32
-"""Places of a list in a program: one code serves most numbers of candidates."""
+_SMALLEST_PADDED_COUNT = 32
+"""One code serves most numbers of candidates."""
 _BLOCK = 4096
 _ROWS_SORTED_AT_ONCE = 64
 """A sort of a vocabulary takes some 20 bytes a value."""
 
 
+@dataclass(frozen=True)
+class RankingSchedule:
+    """How a row is shared out among programs. Ranks are counted in integers, so there is no reduction beside it.
+
+    Attributes:
+        block: values of a program.
+        num_blocks: programs of a row.
+        padded_count: the power of two that holds the candidates, 0 where no program lists them.
+    """
+
+    block: int
+    num_blocks: int
+    padded_count: int
+
+
+def schedule_for(length: int, count: int) -> RankingSchedule:
+    """The schedule for ``count`` candidates of rows of ``length`` values."""
+    listed = 0 < count <= LONGEST_LIST
+    padded_count = max(triton.next_power_of_2(count), _SMALLEST_PADDED_COUNT) if listed else 0
+    return RankingSchedule(_BLOCK, triton.cdiv(length, _BLOCK), padded_count)
+
+
 @triton.jit
-def _smallest_key(best_ptr, row, count, width: tl.constexpr):
-    """Keys of a row's largest values, which of the places hold one, and the smallest key."""
-    places = tl.arange(0, width)
-    held = places < count
-    keys = order_key(tl.load(best_ptr + row * count + places, mask=held, other=0.0).to(tl.float32))
+def _smallest_key(best_ptr, row, count, PADDED_COUNT: tl.constexpr):
+    """Keys of a row's largest values and which of them there are, [PADDED_COUNT] each, and the smallest key."""
+    offs = tl.arange(0, PADDED_COUNT)
+    held = offs < count
+    keys = order_key(tl.load(best_ptr + row * count + offs, mask=held, other=0.0).to(tl.float32))
     return keys, held, tl.min(tl.where(held, keys, 0x7FFFFFFF))
 
 
 @triton.jit(do_not_specialize=["count"])
 def _count_kernel(
-    values_ptr, stride, chosen_ptr, ranks_ptr, best_ptr, enough_ptr, length, count, blocks, width: tl.constexpr,
-    block: tl.constexpr,
+    values_ptr, stride_row, chosen_ptr, ranks_ptr, best_ptr, enough_ptr, length, count, num_blocks,
+    PADDED_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Count what is before the chosen index in a block of a row, and what is not below the smallest of the best."""
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    places = tl.program_id(0) % blocks * block + tl.arange(0, block)
-    inside = places < length
-    keys = order_key(tl.load(values_ptr + row * stride + places, mask=inside, other=0.0).to(tl.float32))
+    row = (tl.program_id(0) // num_blocks).to(tl.int64)
+    offs = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < length
+    keys = order_key(tl.load(values_ptr + row * stride_row + offs, mask=mask, other=0.0).to(tl.float32))
     chosen = tl.load(chosen_ptr + row)
     exists = (chosen >= 0) & (chosen < length)  # vLLM asks for places after a prompt's last token, too
-    key = order_key(tl.load(values_ptr + row * stride + chosen, mask=exists, other=0.0).to(tl.float32))
-    before = inside & ((keys > key) | ((keys == key) & (places < chosen)))
+    key = order_key(tl.load(values_ptr + row * stride_row + chosen, mask=exists, other=0.0).to(tl.float32))
+    before = mask & ((keys > key) | ((keys == key) & (offs < chosen)))
     tl.atomic_add(ranks_ptr + row, tl.sum(before.to(tl.int64)))
-    if width > 0:
-        _keys, _held, smallest = _smallest_key(best_ptr, row, count, width)
-        tl.atomic_add(enough_ptr + row, tl.sum((inside & (keys >= smallest)).to(tl.int32)))
+    if PADDED_COUNT > 0:
+        _keys, _held, smallest = _smallest_key(best_ptr, row, count, PADDED_COUNT)
+        tl.atomic_add(enough_ptr + row, tl.sum((mask & (keys >= smallest)).to(tl.int32)))
 
 
 @triton.jit(do_not_specialize=["count"])
 def _settle_kernel(
-    values_ptr, stride, best_ptr, ids_ptr, enough_ptr, out_ptr, length, count, width: tl.constexpr,
-    block: tl.constexpr,
+    values_ptr, stride_row, best_ptr, ids_ptr, enough_ptr, out_ptr, length, count, PADDED_COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write each candidate of a row as a number that sorts: its key, falling, and its index."""
     row = tl.program_id(0).to(tl.int64)
-    keys, held, smallest = _smallest_key(best_ptr, row, count, width)
-    places = tl.arange(0, width)
-    ids = tl.load(ids_ptr + row * count + places, mask=held, other=0)
+    keys, held, smallest = _smallest_key(best_ptr, row, count, PADDED_COUNT)
+    offs = tl.arange(0, PADDED_COUNT)
+    ids = tl.load(ids_ptr + row * count + offs, mask=held, other=0)
     above = held & (keys > smallest)
     last = (~smallest).to(tl.int64) << 32
     if tl.load(enough_ptr + row) == count:  # no value is equal to the smallest one and not in the list
-        tl.store(out_ptr + row * count + places, ((~keys).to(tl.int64) << 32) | ids, mask=held)
+        tl.store(out_ptr + row * count + offs, ((~keys).to(tl.int64) << 32) | ids, mask=held)
     else:
         tl.store(
             out_ptr + row * count + tl.cumsum(above.to(tl.int32)) - 1, ((~keys).to(tl.int64) << 32) | ids, mask=above
@@ -70,15 +93,19 @@ def _settle_kernel(
         taken = tl.sum(above.to(tl.int32))
         start = 0
         while taken < count:
-            offsets = start + tl.arange(0, block)
-            x = tl.load(values_ptr + row * stride + offsets, mask=offsets < length, other=0.0).to(tl.float32)
-            equal = ((offsets < length) & (order_key(x) == smallest)).to(tl.int32)
+            row_offs = start + tl.arange(0, BLOCK)  # [BLOCK]
+            x = tl.load(values_ptr + row * stride_row + row_offs, mask=row_offs < length, other=0.0).to(tl.float32)
+            equal = ((row_offs < length) & (order_key(x) == smallest)).to(tl.int32)
             found = tl.sum(equal)
             if found > 0:
-                place = taken + tl.cumsum(equal) - 1
-                tl.store(out_ptr + row * count + place, last | offsets.to(tl.int64), mask=(equal > 0) & (place < count))
+                out_offs = taken + tl.cumsum(equal) - 1
+                tl.store(
+                    out_ptr + row * count + out_offs,
+                    last | row_offs.to(tl.int64),
+                    mask=(equal > 0) & (out_offs < count),
+                )
                 taken += found
-            start += block
+            start += BLOCK
 
 
 def top_and_ranks(values: torch.Tensor, count: int, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,23 +117,21 @@ def top_and_ranks(values: torch.Tensor, count: int, chosen: torch.Tensor) -> tup
     ranks = torch.ones(rows, dtype=torch.int64, device=values.device)
     if not rows:
         return ranks.new_empty(0, count), ranks
-    listed = 0 < count <= LONGEST_LIST
-    width = max(triton.next_power_of_2(count), _SHORTEST_WIDTH) if listed else 0
+    schedule = schedule_for(length, count)
+    listed = schedule.padded_count > 0
     best, ids, enough = values, ranks, ranks
     if listed:
         best, ids = torch.topk(values, count)
         enough = torch.zeros(rows, dtype=torch.int32, device=values.device)
-    blocks = triton.cdiv(length, _BLOCK)
+    tile = {"PADDED_COUNT": schedule.padded_count, "BLOCK": schedule.block}
     with on_device_of(values):
-        _count_kernel[(rows * blocks,)](
-            values, values.stride(0), chosen, ranks, best, enough, length, count, blocks, width=width, block=_BLOCK
+        _count_kernel[(rows * schedule.num_blocks,)](
+            values, values.stride(0), chosen, ranks, best, enough, length, count, schedule.num_blocks, **tile
         )
         if not listed:
             return (_sorted(values, count) if count else ranks.new_empty(rows, 0)), ranks
         out = torch.empty(rows, count, dtype=torch.int64, device=values.device)
-        _settle_kernel[(rows,)](
-            values, values.stride(0), best, ids, enough, out, length, count, width=width, block=_BLOCK
-        )
+        _settle_kernel[(rows,)](values, values.stride(0), best, ids, enough, out, length, count, **tile)
     return torch.sort(out).values.bitwise_and_(0xFFFFFFFF), ranks
 
 

@@ -6,5 +6,5 @@ import torch
 def top_and_ranks(values: torch.Tensor, count: int, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See the operation's package."""
     order = torch.sort(values, dim=-1, descending=True, stable=True).indices
-    places = (order == chosen.to(torch.int64).unsqueeze(-1)).int().argmax(-1)
-    return order[:, :count], places + 1
+    ranks = (order == chosen.to(torch.int64).unsqueeze(-1)).int().argmax(-1)
+    return order[:, :count], ranks + 1

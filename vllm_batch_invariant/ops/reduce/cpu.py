@@ -6,7 +6,7 @@ from numba import prange
 
 from ..common.numba_math import LANES, row_sum
 from ..common.numba_rows import RowKernel
-from ..common.rows import as_rows, from_rows, normalise_dims
+from ..common.rows import as_rows, from_rows, normalise_dims, row_length
 from .reduction import SumReduction
 
 
@@ -22,12 +22,13 @@ def _reduce(
     x: torch.Tensor, dim: int | list[int] | None, keepdim: bool, dtype: torch.dtype | None, divide: bool
 ) -> torch.Tensor:
     dims = normalise_dims(dim, x.dim())
-    rows = as_rows(x.to(dtype) if dtype is not None else x, dims, SumReduction(0, dtype or x.dtype).accumulate)
+    reduction = SumReduction.of_device("cpu", row_length(x, dims), dtype or x.dtype)
+    rows = as_rows(x.to(reduction.dtype), dims, reduction.accumulate)
     sums = rows.new_empty(rows.shape[0])
     _row_sums(rows.numel(), rows, sums)
     if divide:
-        sums /= rows.shape[1]
-    return from_rows(sums, x, dims, keepdim).to(dtype or x.dtype)
+        sums /= reduction.length
+    return from_rows(sums, x, dims, keepdim).to(reduction.dtype)
 
 
 def sum(

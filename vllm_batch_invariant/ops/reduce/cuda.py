@@ -1,65 +1,73 @@
-"""Sum and mean on a GPU, in Triton: one program a chunk of a row, chunks counted from the row's start."""
+"""Sum and mean on a GPU, in Triton: one program a chunk of a row, chunks counted from the row's start.
+
+sum = sum(x),  mean = sum(x) / divisor
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-from ..common.rows import from_rows, normalise_dims
-from ..common.triton_rows import aligned_rows, layout_for, on_device_of
+from ..common.rows import from_rows, normalise_dims, row_length
+from ..common.triton_rows import aligned_rows, on_device_of
 from .reduction import SumReduction
-
-CHUNK = 1 << 16
-"""Elements of a row that one program adds; a part of the reduction."""
 
 
 @triton.jit(do_not_specialize=["divisor"])
 def _sum_kernel(
-    rows, sums, length, divisor, chunk: tl.constexpr, chunks: tl.constexpr, divide: tl.constexpr, block: tl.constexpr
+    x_ptr,
+    sums_ptr,
+    length,
+    divisor,
+    CHUNK: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
-    start = program % chunks * chunk
-    rows += program // chunks * length + start
-    length = min(length - start, chunk)
-    acc = tl.zeros((block,), sums.dtype.element_ty)
-    for first in range(0, length, block):
-        places = first + tl.arange(0, block)
-        acc += tl.load(rows + places, mask=places < length, other=0.0).to(acc.dtype)
+    start = program % NUM_CHUNKS * CHUNK
+    x_ptr += program // NUM_CHUNKS * length + start
+    length = min(length - start, CHUNK)
+    acc = tl.zeros((BLOCK,), sums_ptr.dtype.element_ty)
+    for first in range(0, length, BLOCK):
+        offs = first + tl.arange(0, BLOCK)
+        acc += tl.load(x_ptr + offs, mask=offs < length, other=0.0).to(acc.dtype)  # [BLOCK]
     total = tl.sum(acc)
-    if divide:
+    if DIVIDE:
         # A plain fp32 division is approximate on a GPU.
         total = tl.div_rn(total, divisor.to(tl.float32)) if acc.dtype == tl.float32 else total / divisor
-    tl.store(sums + program, total)
+    tl.store(sums_ptr + program, total)
 
 
-def _row_sums(rows: torch.Tensor, accumulate: torch.dtype, divisor: int | None) -> torch.Tensor:
+def _row_sums(rows: torch.Tensor, divisor: int | None, reduction: SumReduction) -> torch.Tensor:
     """The sum of each row of a contiguous [rows, length], in ``accumulate``, by ``divisor`` unless None."""
-    count, length = rows.shape
-    chunks = max(1, triton.cdiv(length, CHUNK))
-    layout = layout_for(min(length, CHUNK))
-    sums = torch.empty(count, chunks, dtype=accumulate, device=rows.device)
-    if count:
+    num_rows, length = rows.shape
+    num_chunks = reduction.num_chunks
+    sums = torch.empty(num_rows, num_chunks, dtype=reduction.accumulate, device=rows.device)
+    if num_rows:
         with on_device_of(rows):
-            _sum_kernel[(count * chunks,)](
+            _sum_kernel[(num_rows * num_chunks,)](
                 rows,
                 sums,
                 length,
                 divisor or 0,
-                chunk=CHUNK,
-                chunks=chunks,
-                divide=divisor is not None and chunks == 1,
-                block=layout.block,
-                num_warps=layout.warps,
+                CHUNK=reduction.chunk,
+                NUM_CHUNKS=num_chunks,
+                DIVIDE=divisor is not None and num_chunks == 1,
+                BLOCK=reduction.block,
+                num_warps=reduction.num_warps,
             )
-    return sums[:, 0] if chunks == 1 else _row_sums(sums, accumulate, divisor)
+    if num_chunks == 1:
+        return sums[:, 0]
+    return _row_sums(sums, divisor, SumReduction.of_device("cuda", num_chunks, reduction.accumulate))
 
 
 def _reduce(
     x: torch.Tensor, dim: int | list[int] | None, keepdim: bool, dtype: torch.dtype | None, divide: bool
 ) -> torch.Tensor:
     dims = normalise_dims(dim, x.dim())
-    reduction = SumReduction(0, dtype or x.dtype)
+    reduction = SumReduction.of_device("cuda", row_length(x, dims), dtype or x.dtype)
     rows = aligned_rows(x, dims, reduction.dtype)
-    sums = _row_sums(rows, reduction.accumulate, rows.shape[1] if divide else None)
+    sums = _row_sums(rows, reduction.length if divide else None, reduction)
     return from_rows(sums, x, dims, keepdim).to(reduction.dtype)
 
 

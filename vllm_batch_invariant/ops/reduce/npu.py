@@ -1,5 +1,7 @@
 """Sum and mean on an Ascend NPU, in triton-ascend: a program adds a chunk of a row, counted from the row's start.
 
+    sum = sum(x),  mean = sum(x) / divisor
+
 The reduced axis is moved last, because strided loads made a mean over another axis 16 times slower in a published
 comparison. Compiled and simulated, never run on hardware (tests/npu/offline).
 """
@@ -8,67 +10,76 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.npu_cores import on, vector_grid
-from ..common.npu_rows import check_covered, layout_for
-from ..common.rows import as_rows, from_rows, normalise_dims
+from ..common.npu_rows import check_covered, on, vector_grid
+from ..common.rows import as_rows, from_rows, normalise_dims, row_length
 from .reduction import SumReduction
 
-CHUNK = 1 << 16
-"""Elements of a row that one program adds; a part of the reduction."""
-LARGEST_BLOCK = 8192
 
-
-@triton.jit(do_not_specialize=["items", "length", "chunks", "divisor"], do_not_specialize_on_alignment=["rows", "sums"])
+@triton.jit(
+    do_not_specialize=["num_items", "length", "num_chunks", "divisor"],
+    do_not_specialize_on_alignment=["x_ptr", "sums_ptr"],
+)
 def _sum_kernel(
-    rows, sums, items, length, chunks, divisor, chunk: tl.constexpr, divide: tl.constexpr, block: tl.constexpr
+    x_ptr,
+    sums_ptr,
+    num_items,
+    length,
+    num_chunks,
+    divisor,
+    CHUNK: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        start = item % chunks * chunk
-        row = item // chunks
-        first = rows + row.to(tl.int64) * length + start
-        here = min(length - start, chunk)
-        acc = tl.zeros((block,), tl.float32)
-        for offset in range(0, here, block):
-            places = offset + tl.arange(0, block)
-            acc += tl.load(first + places, mask=places < here, other=0.0).to(tl.float32)
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        start = item % num_chunks * CHUNK
+        row = item // num_chunks
+        chunk_ptr = x_ptr + row.to(tl.int64) * length + start
+        chunk_length = min(length - start, CHUNK)
+        acc = tl.zeros((BLOCK,), tl.float32)
+        for offset in range(0, chunk_length, BLOCK):
+            offs = offset + tl.arange(0, BLOCK)
+            acc += tl.load(chunk_ptr + offs, mask=offs < chunk_length, other=0.0).to(tl.float32)
         total = tl.sum(acc)
-        if divide:
+        if DIVIDE:
             total = total / divisor
-        tl.store(sums + item, total.to(sums.dtype.element_ty))
+        tl.store(sums_ptr + item, total.to(sums_ptr.dtype.element_ty))
 
 
-def _row_sums(rows: torch.Tensor, dtype: torch.dtype, divisor: int | None) -> torch.Tensor:
+def _row_sums(rows: torch.Tensor, divisor: int | None, reduction: SumReduction, dtype: torch.dtype) -> torch.Tensor:
     """The sum of each row of a contiguous [rows, length], in ``dtype``, by ``divisor`` unless None."""
-    count, length = rows.shape
-    chunks = max(1, triton.cdiv(length, CHUNK))
-    last = chunks == 1
-    sums = torch.empty(count, chunks, dtype=dtype if last else torch.float32, device=rows.device)
-    if count:
+    num_rows, length = rows.shape
+    num_chunks = reduction.num_chunks
+    last = num_chunks == 1
+    sums = torch.empty(num_rows, num_chunks, dtype=dtype if last else reduction.accumulate, device=rows.device)
+    if num_rows:
         with on(rows.device):
-            _sum_kernel[vector_grid(count * chunks, rows.device)](
+            _sum_kernel[vector_grid(num_rows * num_chunks, rows.device)](
                 rows,
                 sums,
-                count * chunks,
+                num_rows * num_chunks,
                 length,
-                chunks,
+                num_chunks,
                 divisor or 0,
-                chunk=CHUNK,
-                divide=last and divisor is not None,
-                block=layout_for(length, LARGEST_BLOCK).block,
+                CHUNK=reduction.chunk,
+                DIVIDE=last and divisor is not None,
+                BLOCK=reduction.block,
             )
-    return sums[:, 0] if last else _row_sums(sums, dtype, divisor)
+    if last:
+        return sums[:, 0]
+    return _row_sums(sums, divisor, SumReduction.of_device("npu", num_chunks, reduction.accumulate), dtype)
 
 
 def _reduce(
     x: torch.Tensor, dim: int | list[int] | None, keepdim: bool, dtype: torch.dtype | None, divide: bool
 ) -> torch.Tensor:
     dims = normalise_dims(dim, x.dim())
-    rows = as_rows(x, dims, SumReduction(0, dtype or x.dtype).dtype)
+    reduction = SumReduction.of_device("npu", row_length(x, dims), dtype or x.dtype)
+    rows = as_rows(x, dims, reduction.dtype)
     check_covered("a reduction", rows)
-    if rows.shape[1] == 0:
+    if reduction.length == 0:
         sums = rows.new_full(rows.shape[:1], float("nan") if divide else 0.0)
     else:
-        sums = _row_sums(rows, rows.dtype, rows.shape[1] if divide else None)
+        sums = _row_sums(rows, reduction.length if divide else None, reduction, rows.dtype)
     return from_rows(sums, x, dims, keepdim)
 
 

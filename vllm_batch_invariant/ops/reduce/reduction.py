@@ -1,10 +1,13 @@
 """What decides the bits of a sum or mean."""
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Self
 
 import torch
 
 from ...errors import NotCovered
+from ..common.row_reduction import LANES, REDUCTIONS_KEPT, RowReduction, gpu_block, gpu_warps, npu_block
 
 _ACCUMULATE = {
     torch.float32: torch.float32,
@@ -12,28 +15,34 @@ _ACCUMULATE = {
     torch.float16: torch.float32,
     torch.float64: torch.float64,
 }
+_CHUNK = 1 << 16
+_LARGEST_GPU_BLOCK = 8192
+_MOST_WARPS = 8
 
 
-@dataclass(frozen=True)
-class SumReduction:
-    """The reduction of a row of ``length`` elements: a function of its length, its dtype and the device.
-
-    On a CPU, element i goes to lane i % 64, ascending; the 64 lanes are added by halving (lane i takes lane i + 32,
-    then i + 16, ...). On a GPU the lanes are the elements of a block whose size follows the length, and rows are cut
-    into chunks of 65536. All in ``accumulate``; a mean divides there; one rounding to ``dtype``.
+@dataclass(frozen=True, kw_only=True)
+class SumReduction(RowReduction):
+    """The reduction of a row that is summed, see :class:`RowReduction`. On a GPU and an NPU the sums of its chunks, in
+    ``accumulate``, are a row again, with a reduction of its own. A mean divides in ``accumulate``. One rounding to
+    ``dtype``.
     """
 
-    length: int
-    dtype: torch.dtype
+    @classmethod
+    @lru_cache(REDUCTIONS_KEPT)
+    def of_device(cls, device_type: str, length: int, dtype: torch.dtype) -> Self:
+        """The reduction of a row of ``length`` elements.
 
-    def __post_init__(self) -> None:
-        if self.dtype not in _ACCUMULATE:
+        Raises:
+            NotCovered: a dtype that is not fp32, bf16, fp16 or fp64.
+        """
+        if dtype not in _ACCUMULATE:
             raise NotCovered(
-                f"a reduction in {self.dtype}",
-                "no order of additions is defined for it",
-                "use fp32, bf16, fp16 or fp64",
+                f"a reduction in {dtype}", "no order of additions is defined for it", "use fp32, bf16, fp16 or fp64"
             )
-
-    @property
-    def accumulate(self) -> torch.dtype:
-        return _ACCUMULATE[self.dtype]
+        row = {"length": length, "dtype": dtype, "accumulate": _ACCUMULATE[dtype]}
+        if device_type == "cpu":
+            return cls(**row, lanes=LANES)
+        if device_type == "npu":
+            return cls(**row, block=npu_block(length, "sum"), chunk=_CHUNK)
+        block = gpu_block(length, _LARGEST_GPU_BLOCK)
+        return cls(**row, block=block, num_warps=gpu_warps(block, 1, _MOST_WARPS), chunk=_CHUNK)

@@ -27,14 +27,14 @@ def log_softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = N
     return implementation("softmax", x).log_softmax(x, dim, dtype=dtype)
 
 
-def log_softmax_at(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Values of log_softmax in fp32 over the last dimension of x [rows, length] at places [rows, n], integers.
+def log_softmax_at(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Values of log_softmax in fp32 over the last dimension of x [rows, length] at indices [rows, n], integers.
 
     Returns:
         [rows, n] fp32, with the bits of log_softmax of the whole.
     """
     parts = [
         log_softmax(part, dtype=torch.float32).gather(-1, wanted.to(torch.int64))
-        for part, wanted in zip(x.split(_ROWS_AT_ONCE), places.split(_ROWS_AT_ONCE), strict=True)
+        for part, wanted in zip(x.split(_ROWS_AT_ONCE), indices.split(_ROWS_AT_ONCE), strict=True)
     ]
     return torch.cat(parts)

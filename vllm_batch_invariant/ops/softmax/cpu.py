@@ -1,4 +1,7 @@
-"""softmax and log_softmax on the CPU, in numba."""
+"""softmax and log_softmax on the CPU, in numba.
+
+m = max(x),  l = sum(exp(x - m)),  softmax = exp(x - m) / l,  log_softmax = (x - m) - log(l)
+"""
 
 import math
 
@@ -9,36 +12,37 @@ from numba import njit, prange
 from ...errors import NotCovered
 from ..common.numba_math import LANES, exp32, row_sum
 from ..common.numba_rows import RowKernel
-from ..common.rows import as_rows, normalise_dims, rows_back
+from ..common.rows import as_rows, normalise_dims, row_length, rows_back
+from .reduction import SoftmaxReduction
 
 
 @njit(inline="always")
 def _exponentials(x, y):
     """Write exp(x - max(x)) to y; returns max(x)."""
-    largest = x[0]
+    m = x[0]
     for i in range(1, x.size):
-        largest = max(largest, x[i])
+        m = max(m, x[i])
     for i in range(x.size):
-        y[i] = exp32(x[i] - largest)
-    return largest
+        y[i] = exp32(x[i] - m)
+    return m
 
 
 def _softmax_kernel(rows, out):
     for row in prange(rows.shape[0]):
         x, y = rows[row], out[row]
         _exponentials(x, y)
-        total = row_sum(y, np.empty(LANES, np.float32))
+        l = row_sum(y, np.empty(LANES, np.float32))
         for i in range(x.size):
-            y[i] = y[i] / total
+            y[i] = y[i] / l
 
 
 def _log_softmax_kernel(rows, out):
     for row in prange(rows.shape[0]):
         x, y = rows[row], out[row]
-        largest = _exponentials(x, y)
-        log_total = np.float32(math.log(row_sum(y, np.empty(LANES, np.float32))))
+        m = _exponentials(x, y)
+        log_l = np.float32(math.log(row_sum(y, np.empty(LANES, np.float32))))
         for i in range(x.size):
-            y[i] = (x[i] - largest) - log_total
+            y[i] = (x[i] - m) - log_l
 
 
 def _softmax_backward_kernel(grads, outputs, out):
@@ -71,7 +75,8 @@ def _over_rows(kernel: RowKernel, dim: int, dtype: torch.dtype, *tensors: torch.
             raise NotCovered(f"softmax in {tensor.dtype}", "its exp is defined in fp32", "use fp32, bf16 or fp16")
     like = tensors[0]
     dims = normalise_dims(dim, like.dim())
-    rows = [as_rows(tensor, dims, torch.float32) for tensor in tensors]
+    reduction = SoftmaxReduction.of_device("cpu", row_length(like, dims), torch.promote_types(like.dtype, dtype))
+    rows = [as_rows(tensor, dims, reduction.accumulate) for tensor in tensors]
     out = torch.empty_like(rows[0])
     if out.numel():
         kernel(out.numel(), *rows, out)

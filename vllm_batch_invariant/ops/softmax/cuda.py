@@ -1,5 +1,7 @@
 """softmax and log_softmax on a GPU, in Triton: a program has a whole row, or one of the chunks of a long one.
 
+    m = max(x),  l = sum(exp(x - m)),  softmax = exp(x - m) / l,  log_softmax = (x - m) - log(l)
+
 A long row is read twice. First each chunk leaves its maximum and the sum of its exponentials relative to that, then
 every program merges those of its row and writes its chunk (online softmax: Milakov and Gimelshein 2018,
 arXiv:1805.02867).
@@ -13,152 +15,144 @@ import triton.language as tl
 
 from ...errors import NotCovered
 from ..common.rows import normalise_dims, rows_back
-from ..common.triton_rows import RowLayout, aligned_rows, on_device_of
-
-LONGEST_WHOLE = 1 << 14
-"""Elements of the longest row that one program holds; a part of the reduction."""
-CHUNK = 1 << 11
-"""Elements of a chunk, so that the row of one request spreads over a GPU; a part of the reduction."""
-_MANY_CHUNKS = 128
-"""More than that only where chunks would be longer than :data:`LONGEST_WHOLE`."""
-
-
-def layout_for(length: int) -> RowLayout:
-    """How a program holds a row or a chunk of ``block`` elements, decided by the row's length alone."""
-    if length <= LONGEST_WHOLE:
-        block = max(triton.next_power_of_2(length), 32)
-    else:
-        block = min(max(triton.next_power_of_2(triton.cdiv(length, _MANY_CHUNKS)), CHUNK), LONGEST_WHOLE)
-    return RowLayout(block, min(max(block // 512, 1), 16))
+from ..common.triton_rows import aligned_rows, on_device_of
+from .reduction import SoftmaxReduction
 
 
 @triton.jit
-def _softmax_kernel(rows, out, length, log: tl.constexpr, block: tl.constexpr):
+def _softmax_kernel(x_ptr, out_ptr, length, LOG: tl.constexpr, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * length
-    places = tl.arange(0, block)
-    x = tl.load(rows + start + places, mask=places < length, other=-float("inf")).to(tl.float32)
-    top = tl.max(x)
-    exponentials = tl.exp(x - top)
-    total = tl.sum(exponentials)
-    y = (x - top) - tl.log(total) if log else exponentials / total
-    tl.store(out + start + places, y.to(out.dtype.element_ty), mask=places < length)
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + start + offs, mask=offs < length, other=-float("inf")).to(tl.float32)  # [BLOCK]
+    m = tl.max(x)
+    p = tl.exp(x - m)
+    l = tl.sum(p)
+    y = (x - m) - tl.log(l) if LOG else p / l
+    tl.store(out_ptr + start + offs, y.to(out_ptr.dtype.element_ty), mask=offs < length)
 
 
 @triton.jit
-def _chunk_kernel(rows, tops, totals, length, chunks: tl.constexpr, block: tl.constexpr):
+def _chunk_kernel(x_ptr, m_ptr, l_ptr, length, NUM_CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write a chunk's maximum and the sum of its exponentials: [rows, NUM_CHUNKS] each."""
     program = tl.program_id(0).to(tl.int64)
-    places = program % chunks * block + tl.arange(0, block)
-    x = tl.load(rows + program // chunks * length + places, mask=places < length, other=-float("inf")).to(tl.float32)
-    top = tl.max(x)
-    tl.store(tops + program, top)
+    offs = program % NUM_CHUNKS * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + program // NUM_CHUNKS * length + offs, mask=offs < length, other=-float("inf"))  # [BLOCK]
+    x = x.to(tl.float32)
+    m = tl.max(x)
+    tl.store(m_ptr + program, m)
     # A chunk of nothing but -inf has no exponentials; NaN would be its own and not the row's.
-    tl.store(totals + program, tl.sum(tl.exp(x - tl.where(top == -float("inf"), 0.0, top))))
+    tl.store(l_ptr + program, tl.sum(tl.exp(x - tl.where(m == -float("inf"), 0.0, m))))
 
 
 @triton.jit
 def _merged_softmax_kernel(
-    rows, out, tops, totals, length, log: tl.constexpr, chunks: tl.constexpr, parts: tl.constexpr, block: tl.constexpr
+    x_ptr,
+    out_ptr,
+    m_ptr,
+    l_ptr,
+    length,
+    LOG: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
-    row = program // chunks
-    places = program % chunks * block + tl.arange(0, block)
-    x = tl.load(rows + row * length + places, mask=places < length, other=-float("inf")).to(tl.float32)
-    part = tl.arange(0, parts)
-    part_tops = tl.load(tops + row * chunks + part, mask=part < chunks, other=-float("inf"))
-    part_totals = tl.load(totals + row * chunks + part, mask=part < chunks, other=0.0)
-    top = tl.max(part_tops)
-    total = tl.sum(part_totals * tl.exp(part_tops - top))
-    y = (x - top) - tl.log(total) if log else tl.exp(x - top) / total
-    tl.store(out + row * length + places, y.to(out.dtype.element_ty), mask=places < length)
+    row = program // NUM_CHUNKS
+    offs = program % NUM_CHUNKS * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * length + offs, mask=offs < length, other=-float("inf")).to(tl.float32)  # [BLOCK]
+    chunk = tl.arange(0, PADDED_CHUNKS)
+    chunk_m = tl.load(m_ptr + row * NUM_CHUNKS + chunk, mask=chunk < NUM_CHUNKS, other=-float("inf"))  # [PADDED_CHUNKS]
+    chunk_l = tl.load(l_ptr + row * NUM_CHUNKS + chunk, mask=chunk < NUM_CHUNKS, other=0.0)  # [PADDED_CHUNKS]
+    m = tl.max(chunk_m)
+    l = tl.sum(chunk_l * tl.exp(chunk_m - m))
+    y = (x - m) - tl.log(l) if LOG else tl.exp(x - m) / l
+    tl.store(out_ptr + row * length + offs, y.to(out_ptr.dtype.element_ty), mask=offs < length)
 
 
 @triton.jit
-def _terms(grads, outputs, places, length, log: tl.constexpr):
-    """Gradient and output of a row at ``places``, and what the gradient of the input adds up of them."""
-    g = tl.load(grads + places, mask=places < length, other=0.0).to(tl.float32)
-    p = tl.load(outputs + places, mask=places < length, other=0.0).to(tl.float32)
-    return g, p, g if log else g * p
+def _load_terms(grad_ptr, output_ptr, offs, length, LOG: tl.constexpr):
+    """Gradient and output of a row, and what the gradient of the input adds up of them: [BLOCK] fp32 each."""
+    grad = tl.load(grad_ptr + offs, mask=offs < length, other=0.0).to(tl.float32)
+    output = tl.load(output_ptr + offs, mask=offs < length, other=0.0).to(tl.float32)
+    return grad, output, grad if LOG else grad * output
 
 
 @triton.jit
-def _input_gradient(g, p, total, log: tl.constexpr):
-    return g - tl.exp(p) * total if log else g * p - p * total
+def _input_gradient(grad, output, total, LOG: tl.constexpr):
+    return grad - tl.exp(output) * total if LOG else grad * output - output * total
 
 
 @triton.jit
-def _backward_kernel(grads, outputs, out, length, log: tl.constexpr, block: tl.constexpr):
+def _backward_kernel(grad_ptr, output_ptr, out_ptr, length, LOG: tl.constexpr, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * length
-    places = tl.arange(0, block)
-    g, p, terms = _terms(grads + start, outputs + start, places, length, log)
-    y = _input_gradient(g, p, tl.sum(terms), log)
-    tl.store(out + start + places, y.to(out.dtype.element_ty), mask=places < length)
+    offs = tl.arange(0, BLOCK)
+    grad, output, terms = _load_terms(grad_ptr + start, output_ptr + start, offs, length, LOG)
+    y = _input_gradient(grad, output, tl.sum(terms), LOG)
+    tl.store(out_ptr + start + offs, y.to(out_ptr.dtype.element_ty), mask=offs < length)
 
 
 @triton.jit
 def _chunk_backward_kernel(
-    grads, outputs, totals, length, log: tl.constexpr, chunks: tl.constexpr, block: tl.constexpr
+    grad_ptr, output_ptr, totals_ptr, length, LOG: tl.constexpr, NUM_CHUNKS: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Write the sum of a chunk's terms: [rows, NUM_CHUNKS]."""
     program = tl.program_id(0).to(tl.int64)
-    start = program // chunks * length
-    places = program % chunks * block + tl.arange(0, block)
-    _, _, terms = _terms(grads + start, outputs + start, places, length, log)
-    tl.store(totals + program, tl.sum(terms))
+    start = program // NUM_CHUNKS * length
+    offs = program % NUM_CHUNKS * BLOCK + tl.arange(0, BLOCK)
+    _, _, terms = _load_terms(grad_ptr + start, output_ptr + start, offs, length, LOG)
+    tl.store(totals_ptr + program, tl.sum(terms))
 
 
 @triton.jit
 def _merged_backward_kernel(
-    grads,
-    outputs,
-    out,
-    totals,
+    grad_ptr,
+    output_ptr,
+    out_ptr,
+    totals_ptr,
     length,
-    log: tl.constexpr,
-    chunks: tl.constexpr,
-    parts: tl.constexpr,
-    block: tl.constexpr,
+    LOG: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
-    row = program // chunks
-    places = program % chunks * block + tl.arange(0, block)
-    g, p, _ = _terms(grads + row * length, outputs + row * length, places, length, log)
-    part = tl.arange(0, parts)
-    total = tl.sum(tl.load(totals + row * chunks + part, mask=part < chunks, other=0.0))
-    y = _input_gradient(g, p, total, log)
-    tl.store(out + row * length + places, y.to(out.dtype.element_ty), mask=places < length)
+    row = program // NUM_CHUNKS
+    offs = program % NUM_CHUNKS * BLOCK + tl.arange(0, BLOCK)
+    grad, output, _ = _load_terms(grad_ptr + row * length, output_ptr + row * length, offs, length, LOG)
+    chunk = tl.arange(0, PADDED_CHUNKS)
+    total = tl.sum(tl.load(totals_ptr + row * NUM_CHUNKS + chunk, mask=chunk < NUM_CHUNKS, other=0.0))
+    y = _input_gradient(grad, output, total, LOG)
+    tl.store(out_ptr + row * length + offs, y.to(out_ptr.dtype.element_ty), mask=offs < length)
 
 
-def _forward(x: torch.Tensor, out: torch.Tensor, log: bool) -> None:
+def _launch_forward(x: torch.Tensor, out: torch.Tensor, log: bool, reduction: SoftmaxReduction) -> None:
     """Write the rows of ``out`` from those of ``x``."""
-    count, length = out.shape
-    layout = layout_for(length)
-    block, warps = layout.block, layout.warps
-    if length <= LONGEST_WHOLE:
-        _softmax_kernel[(count,)](x, out, length, log=log, block=block, num_warps=warps)
+    num_rows, length = out.shape
+    tile = {"BLOCK": reduction.block, "num_warps": reduction.num_warps}
+    if reduction.chunk is None:
+        _softmax_kernel[(num_rows,)](x, out, length, LOG=log, **tile)
         return
-    chunks = triton.cdiv(length, block)
     # Two allocations: the alignment of a part of one would follow the number of rows, and the compiled code with it.
-    tops, totals = (torch.empty(count, chunks, dtype=torch.float32, device=x.device) for _ in range(2))
-    grid, parts = (count * chunks,), triton.next_power_of_2(chunks)
-    _chunk_kernel[grid](x, tops, totals, length, chunks=chunks, block=block, num_warps=warps)
-    _merged_softmax_kernel[grid](
-        x, out, tops, totals, length, log=log, chunks=chunks, parts=parts, block=block, num_warps=warps
-    )
+    m, l = (torch.empty(num_rows, reduction.num_chunks, dtype=torch.float32, device=x.device) for _ in range(2))
+    grid, chunks = (num_rows * reduction.num_chunks,), {"NUM_CHUNKS": reduction.num_chunks}
+    _chunk_kernel[grid](x, m, l, length, **chunks, **tile)
+    _merged_softmax_kernel[grid](x, out, m, l, length, LOG=log, PADDED_CHUNKS=reduction.padded_chunks, **chunks, **tile)
 
 
-def _backward(grads: torch.Tensor, outputs: torch.Tensor, out: torch.Tensor, log: bool) -> None:
+def _launch_backward(
+    grad: torch.Tensor, output: torch.Tensor, out: torch.Tensor, log: bool, reduction: SoftmaxReduction
+) -> None:
     """Write the rows of ``out``, the gradient of the input."""
-    count, length = out.shape
-    layout = layout_for(length)
-    block, warps = layout.block, layout.warps
-    if length <= LONGEST_WHOLE:
-        _backward_kernel[(count,)](grads, outputs, out, length, log=log, block=block, num_warps=warps)
+    num_rows, length = out.shape
+    tile = {"BLOCK": reduction.block, "num_warps": reduction.num_warps}
+    if reduction.chunk is None:
+        _backward_kernel[(num_rows,)](grad, output, out, length, LOG=log, **tile)
         return
-    chunks = triton.cdiv(length, block)
-    totals = torch.empty(count, chunks, dtype=torch.float32, device=out.device)
-    grid, parts = (count * chunks,), triton.next_power_of_2(chunks)
-    _chunk_backward_kernel[grid](grads, outputs, totals, length, log=log, chunks=chunks, block=block, num_warps=warps)
+    totals = torch.empty(num_rows, reduction.num_chunks, dtype=torch.float32, device=out.device)
+    grid, chunks = (num_rows * reduction.num_chunks,), {"NUM_CHUNKS": reduction.num_chunks}
+    _chunk_backward_kernel[grid](grad, output, totals, length, LOG=log, **chunks, **tile)
     _merged_backward_kernel[grid](
-        grads, outputs, out, totals, length, log=log, chunks=chunks, parts=parts, block=block, num_warps=warps
+        grad, output, out, totals, length, LOG=log, PADDED_CHUNKS=reduction.padded_chunks, **chunks, **tile
     )
 
 
@@ -174,26 +168,27 @@ def _over_rows(
     rows = [aligned_rows(tensor, dims, torch.promote_types(tensor.dtype, dtype)) for tensor in tensors]
     out = torch.empty_like(rows[0], dtype=dtype)
     if out.numel():
+        reduction = SoftmaxReduction.of_device("cuda", out.shape[1], rows[0].dtype)
         with on_device_of(out):
-            launch(*rows, out, log)
+            launch(*rows, out, log, reduction)
     return rows_back(out, like, dims)
 
 
 def softmax(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """See the operation's package."""
-    return _over_rows(_forward, dim, dtype or x.dtype, False, x)
+    return _over_rows(_launch_forward, dim, dtype or x.dtype, False, x)
 
 
 def log_softmax(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """See the operation's package."""
-    return _over_rows(_forward, dim, dtype or x.dtype, True, x)
+    return _over_rows(_launch_forward, dim, dtype or x.dtype, True, x)
 
 
 def softmax_backward(grad: torch.Tensor, output: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
     """Gradient of softmax: output * (grad - sum(grad * output))."""
-    return _over_rows(_backward, dim, dtype, False, grad, output)
+    return _over_rows(_launch_backward, dim, dtype, False, grad, output)
 
 
 def log_softmax_backward(grad: torch.Tensor, output: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
     """Gradient of log_softmax: grad - exp(output) * sum(grad)."""
-    return _over_rows(_backward, dim, dtype, True, grad, output)
+    return _over_rows(_launch_backward, dim, dtype, True, grad, output)

@@ -1,5 +1,7 @@
 """softmax and log_softmax on an Ascend NPU, in triton-ascend: a program walks one row after the other.
 
+    m = max(x),  l = sum(exp(x - m)),  softmax = exp(x - m) / l,  log_softmax = (x - m) - log(l)
+
 Compiled and simulated, never run on hardware (tests/npu/offline).
 """
 
@@ -7,56 +9,56 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.npu_cores import on, vector_grid
-from ..common.npu_rows import check_covered, layout_for
+from ..common.npu_rows import check_covered, on, vector_grid
 from ..common.rows import as_rows, normalise_dims, rows_back
+from .reduction import SoftmaxReduction
 
-LARGEST_BLOCK = 4096
 
-
-@triton.jit(do_not_specialize=["count", "length"], do_not_specialize_on_alignment=["rows", "out"])
-def _softmax_kernel(rows, out, count, length, log: tl.constexpr, block: tl.constexpr):
-    for row in range(tl.program_id(0), count, tl.num_programs(0)):
+@triton.jit(do_not_specialize=["num_rows", "length"], do_not_specialize_on_alignment=["x_ptr", "out_ptr"])
+def _softmax_kernel(x_ptr, out_ptr, num_rows, length, LOG: tl.constexpr, BLOCK: tl.constexpr):
+    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         start = tl.cast(row, tl.int64) * length
-        largest = tl.full((block,), -float("inf"), tl.float32)
-        for offset in range(0, length, block):
-            places = offset + tl.arange(0, block)
-            x = tl.load(rows + start + places, mask=places < length, other=-float("inf")).to(tl.float32)
-            largest = tl.maximum(largest, x)
-        top = tl.max(largest)
-        acc = tl.zeros((block,), tl.float32)
-        for offset in range(0, length, block):
-            places = offset + tl.arange(0, block)
-            x = tl.load(rows + start + places, mask=places < length, other=-float("inf")).to(tl.float32)
-            acc += tl.exp(x - top)
-        total = tl.sum(acc)
-        log_total = tl.log(total)
-        for offset in range(0, length, block):
-            places = offset + tl.arange(0, block)
-            x = tl.load(rows + start + places, mask=places < length, other=-float("inf")).to(tl.float32)
-            y = (x - top) - log_total if log else tl.exp(x - top) / total
-            tl.store(out + start + places, y.to(out.dtype.element_ty), mask=places < length)
+        block_m = tl.full((BLOCK,), -float("inf"), tl.float32)
+        for offset in range(0, length, BLOCK):
+            offs = offset + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + start + offs, mask=offs < length, other=-float("inf")).to(tl.float32)
+            block_m = tl.maximum(block_m, x)
+        m = tl.max(block_m)
+        acc = tl.zeros((BLOCK,), tl.float32)
+        for offset in range(0, length, BLOCK):
+            offs = offset + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + start + offs, mask=offs < length, other=-float("inf")).to(tl.float32)
+            acc += tl.exp(x - m)
+        l = tl.sum(acc)
+        log_l = tl.log(l)
+        for offset in range(0, length, BLOCK):
+            offs = offset + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + start + offs, mask=offs < length, other=-float("inf")).to(tl.float32)
+            y = (x - m) - log_l if LOG else tl.exp(x - m) / l
+            tl.store(out_ptr + start + offs, y.to(out_ptr.dtype.element_ty), mask=offs < length)
 
 
-@triton.jit(do_not_specialize=["count", "length"], do_not_specialize_on_alignment=["grads", "outputs", "out"])
-def _softmax_backward_kernel(grads, outputs, out, count, length, log: tl.constexpr, block: tl.constexpr):
-    for row in range(tl.program_id(0), count, tl.num_programs(0)):
+@triton.jit(
+    do_not_specialize=["num_rows", "length"], do_not_specialize_on_alignment=["grad_ptr", "output_ptr", "out_ptr"]
+)
+def _softmax_backward_kernel(grad_ptr, output_ptr, out_ptr, num_rows, length, LOG: tl.constexpr, BLOCK: tl.constexpr):
+    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         start = tl.cast(row, tl.int64) * length
-        acc = tl.zeros((block,), tl.float32)
-        for offset in range(0, length, block):
-            places = offset + tl.arange(0, block)
-            g = tl.load(grads + start + places, mask=places < length, other=0.0).to(tl.float32)
-            if log:
-                acc += g
+        acc = tl.zeros((BLOCK,), tl.float32)
+        for offset in range(0, length, BLOCK):
+            offs = offset + tl.arange(0, BLOCK)
+            grad = tl.load(grad_ptr + start + offs, mask=offs < length, other=0.0).to(tl.float32)
+            if LOG:
+                acc += grad
             else:
-                acc += g * tl.load(outputs + start + places, mask=places < length, other=0.0).to(tl.float32)
+                acc += grad * tl.load(output_ptr + start + offs, mask=offs < length, other=0.0).to(tl.float32)
         total = tl.sum(acc)
-        for offset in range(0, length, block):
-            places = offset + tl.arange(0, block)
-            g = tl.load(grads + start + places, mask=places < length, other=0.0).to(tl.float32)
-            p = tl.load(outputs + start + places, mask=places < length, other=0.0).to(tl.float32)
-            y = g - tl.exp(p) * total if log else g * p - p * total
-            tl.store(out + start + places, y.to(out.dtype.element_ty), mask=places < length)
+        for offset in range(0, length, BLOCK):
+            offs = offset + tl.arange(0, BLOCK)
+            grad = tl.load(grad_ptr + start + offs, mask=offs < length, other=0.0).to(tl.float32)
+            output = tl.load(output_ptr + start + offs, mask=offs < length, other=0.0).to(tl.float32)
+            y = grad - tl.exp(output) * total if LOG else grad * output - output * total
+            tl.store(out_ptr + start + offs, y.to(out_ptr.dtype.element_ty), mask=offs < length)
 
 
 def _over_rows(
@@ -69,11 +71,10 @@ def _over_rows(
     out = torch.empty_like(rows[0], dtype=dtype)
     check_covered("softmax", out)
     if out.numel():
-        count, length = out.shape
+        num_rows, length = out.shape
+        reduction = SoftmaxReduction.of_device("npu", length, rows[0].dtype)
         with on(out.device):
-            kernel[vector_grid(count, out.device)](
-                *rows, out, count, length, log=log, block=layout_for(length, LARGEST_BLOCK).block
-            )
+            kernel[vector_grid(num_rows, out.device)](*rows, out, num_rows, length, LOG=log, BLOCK=reduction.block)
     return rows_back(out, like, dims)
 
 

@@ -3,9 +3,9 @@
 import torch
 
 from ..dispatch import implementation
-from .reduction import TopPReduction
+from .reduction import TopKTopPReduction
 
-__all__ = ["TopPReduction", "top_k_top_p"]
+__all__ = ["TopKTopPReduction", "top_k_top_p"]
 
 
 def top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
@@ -13,7 +13,7 @@ def top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | 
     ones whose probabilities (a softmax over the first ``k``) add up to ``p`` or more.
 
     So of equal logits at the cut those with lower indices stay, and what a row keeps follows from the row, its k and
-    its p. :class:`TopPReduction` says how probabilities are added.
+    its p. :class:`TopKTopPReduction` says how probabilities are added.
 
     Args:
         logits: [rows, length] fp32, bf16 or fp16; changed in place where their rows are contiguous.

@@ -4,30 +4,24 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from ..common.numba_math import exp32, float_of_bits
-from ..common.numba_order import order_key
+from ..common.numba_math import exp32, order_key, value_of
 from ..common.numba_rows import RowKernel
-from .reduction import REDUCTION
+from .reduction import TopKTopPReduction
 
+_REDUCTION = TopKTopPReduction.of_device("cpu")
 _MINUS_INFINITY = np.float32(-np.inf).view(np.int32)
-_ONE = np.int64(1) << REDUCTION.unit_bits
+_ONE = np.int64(1) << _REDUCTION.unit_bits
 _SCALE = np.float32(_ONE)
-_LOW_BITS = np.int32(0x7FFFFFFF)
 _FIRST_DEPTH = np.float32(4.0)
 """How far below the largest logit candidates are looked for first; then twice as far, and so on."""
 _DEEPEST = np.float32(64.0)
 """Below that all are candidates."""
-_WEIGHTLESS = np.float32(REDUCTION.weightless)
-
-
-@njit(inline="always")
-def _value_of(key):
-    return float_of_bits(key ^ ((key >> np.int32(31)) & _LOW_BITS))
+_WEIGHTLESS = np.float32(_REDUCTION.weightless)
 
 
 @njit(inline="always")
 def _weight(key, largest):
-    difference = _value_of(key) - _value_of(largest)
+    difference = value_of(key) - value_of(largest)
     weight = np.int64(exp32(difference) * _SCALE) if difference > _WEIGHTLESS else np.int64(0)
     return _ONE if key == largest else weight
 
@@ -54,11 +48,11 @@ def _filter_kernel(rows, ks, ps):
         candidates = np.empty(bits.size, np.int64)
         depth, held, enough = _FIRST_DEPTH, 0, False
         while not enough and held < bits.size:
-            lowest = _value_of(largest) - depth
+            lowest = value_of(largest) - depth
             held, weight = 0, np.int64(0)
             for i in range(bits.size):
                 key = order_key(bits[i])
-                if not _value_of(key) < lowest:
+                if not value_of(key) < lowest:
                     candidates[held] = (np.int64(~key) << 32) | i
                     held += 1
                     weight += _weight(key, largest) if k == 0 else np.int64(0)

@@ -1,0 +1,54 @@
+"""The norms of heads and their rotation in one kernel, on a GPU, against vLLM's two."""
+
+import pytest
+import torch
+
+from tests.assertions import assert_near, assert_same_bits
+from tests.ops.linear.cases import draw
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops.norm import rms_norm
+from vllm_batch_invariant.ops.norm_rotary import norm_rotary, reference
+
+
+def heads_to_turn(tokens, heads, kv_heads, size, dtype):
+    """qkv, positions, both weights and a cache of cosines and sines."""
+    qkv = draw(tokens, (heads + 2 * kv_heads) * size, dtype=dtype)
+    weights = [draw(size, dtype=dtype, seed=seed) for seed in (1, 2)]
+    positions = torch.arange(tokens, device="cuda") * 7919 % 4096
+    exponents = torch.arange(0, size, 2, device="cuda").float() / size
+    angles = torch.arange(4096, device="cuda").float()[:, None] / 1e6**exponents
+    return qkv, positions, *weights, torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 8, 128), (14, 2, 64), (3, 1, 256), (32, 4, 128)])
+def test_norm_and_rotation_in_one_have_the_bits_of_the_norm_and_then_of_vllms_kernel(heads, kv_heads, size, dtype):
+    rotary = pytest.importorskip("vllm._custom_ops").rotary_embedding
+    qkv, positions, *weights, cache = heads_to_turn(1000, heads, kv_heads, size, dtype)
+    turned = norm_rotary(qkv, positions, *weights, cache, 1e-6, heads, kv_heads)
+    views = [part.unflatten(1, (-1, size)) for part in qkv.split([heads * size, kv_heads * size, kv_heads * size], 1)]
+    apart = [rms_norm(view, weight, 1e-6).flatten(1) for view, weight in zip(views, weights, strict=False)]
+    rotary(positions, *apart, size, cache, True)
+    for out, expected, view, weight in zip(turned, apart, views, weights, strict=False):
+        assert_same_bits(out, expected)
+        exact = reference.norm_rotary(view, positions, weight, cache, 1e-6)
+        assert_near(out.view_as(view), exact, factor=2)
+    for rows in (1, 2, 3, 64, 999):
+        part = norm_rotary(qkv[1000 - rows :], positions[1000 - rows :], *weights, cache, 1e-6, heads, kv_heads)
+        for out, whole in zip(part, turned, strict=True):
+            assert_same_bits(out, whole[1000 - rows :], f"{rows} rows")
+    # The check can fail: a rotation of bf16 products is another.
+    cos, sin = cache[positions][:, None].chunk(2, dim=-1)
+    first, second = rms_norm(views[0], weights[0], 1e-6).chunk(2, dim=-1)
+    rounded = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(1)
+    assert not torch.equal(rounded, turned[0])
+
+
+def test_norm_and_rotation_refuse_what_they_would_compute_otherwise():
+    qkv, positions, *weights, cache = heads_to_turn(4, 4, 2, 64, torch.bfloat16)
+    with pytest.raises(ValueError, match="does not take"):
+        norm_rotary(qkv, positions, *weights, cache.float(), 1e-6, 4, 2)
+    with pytest.raises(ValueError, match="does not take"):
+        norm_rotary(qkv, positions[:3], *weights, cache, 1e-6, 4, 2)
+    with pytest.raises(NotCovered, match="float32"):
+        norm_rotary(qkv.float(), positions, *weights, cache, 1e-6, 4, 2)

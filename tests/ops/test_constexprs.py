@@ -1,0 +1,101 @@
+"""Every compile-time constant of a row kernel is in its reduction or its schedule, or is a part of the problem."""
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from vllm_batch_invariant import ops
+
+pytest.importorskip("triton")
+from triton.runtime.jit import JITFunction
+
+NOT_ROWS = {"attention", "linear", "common"}
+"""Packages whose kernels reduce tiles, and one whose functions have no constants of their own."""
+PROBLEM = {
+    "norm": {"VARIANCE_SIZE", "HAS_RESIDUAL", "HAS_WEIGHT"},
+    "norm_rotary": {"NUM_HEADS", "NUM_KV_HEADS"},
+    "reduce": {"DIVIDE"},
+    "softmax": {"LOG"},
+    "top_k_top_p": {"WEIGH"},
+}
+"""By operation, what a call asks for."""
+OPERATIONS = [one.name for one in pkgutil.iter_modules(ops.__path__) if one.ispkg and one.name not in NOT_ROWS]
+
+PLANTED = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def planted_kernel(x_ptr, BLOCK: tl.constexpr, LOG: tl.constexpr, ROWS_AT_ONCE: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, BLOCK), 0.0)
+"""
+
+
+def modules_of(operation: str) -> Iterator[ModuleType]:
+    package = importlib.import_module(f"{ops.__name__}.{operation}")
+    for one in pkgutil.iter_modules(package.__path__):
+        yield importlib.import_module(f"{package.__name__}.{one.name}")
+
+
+def kernels_of(module: ModuleType) -> dict[str, set[str]]:
+    """The compile-time constants of the functions for Triton that a module defines, by their names."""
+    return {
+        name: {parameter.name for parameter in value.params if parameter.is_constexpr}
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction) and value.fn.__module__ == module.__name__
+    }
+
+
+def declared_by(operation: str) -> set[str]:
+    """Fields and properties of an operation's reductions and schedules, in upper case."""
+    kinds = [
+        value
+        for module in modules_of(operation)
+        for name, value in vars(module).items()
+        if is_dataclass(value) and name.endswith(("Reduction", "Schedule"))
+    ]
+    properties = {
+        name for kind in kinds for base in kind.__mro__ for name, value in vars(base).items() if type(value) is property
+    }
+    return {name.upper() for name in properties | {field.name for kind in kinds for field in fields(kind)}}
+
+
+def undeclared(module: ModuleType, known: set[str]) -> dict[str, set[str]]:
+    return {name: constants - known for name, constants in kernels_of(module).items() if constants - known}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_constexpr_is_in_the_reduction_or_the_schedule(operation):
+    known = declared_by(operation) | PROBLEM.get(operation, set())
+    for module in modules_of(operation):
+        assert not undeclared(module, known), module.__name__
+
+
+def test_every_operation_with_row_kernels_is_looked_at():
+    found = {
+        operation: [name for module in modules_of(operation) for name in kernels_of(module)] for operation in OPERATIONS
+    }
+    assert found.keys() >= {"norm", "norm_rotary", "reduce", "softmax", "ranking", "top_k_top_p"}
+    assert {operation for operation, kernels in found.items() if not kernels} == {"pointwise"}
+    assert {"_rms_norm_kernel", "_load_rows"} <= set(found["norm"])
+    assert not kernels_of(importlib.import_module(f"{ops.__name__}.common.triton_rows")).keys() - {
+        "order_key",
+        "value_of",
+    }
+
+
+def test_a_planted_constexpr_is_found(tmp_path: Path):
+    path = tmp_path / "planted.py"
+    path.write_text(PLANTED)
+    spec = spec_from_file_location("planted", path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    known = declared_by("softmax") | PROBLEM["softmax"]
+    assert undeclared(module, known) == {"planted_kernel": {"ROWS_AT_ONCE"}}

@@ -1,0 +1,40 @@
+"""The device types that the mode serves vLLM on: a record each, in the module of its name, imported when needed."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ...errors import NotCovered
+from ...ops.devices import DEVICES
+
+if TYPE_CHECKING:
+    from .record import VllmDevice
+
+
+def get(device_type: str) -> "VllmDevice":
+    """The record of a device type.
+
+    Raises:
+        NotCovered: anything but a CPU, an NVIDIA GPU or an Ascend NPU.
+    """
+    if device_type not in DEVICES:
+        raise not_covered(device_type)
+    return import_module(f".{device_type}", __package__).DEVICE
+
+
+def of_config(vllm_config: Any) -> "VllmDevice":
+    """The record of the device that a configuration of vLLM is for. Errors as in :func:`get`."""
+    return get(vllm_config.device_config.device_type)
+
+
+def type_of(platform: Any) -> str:
+    """The device type of vLLM's platform. ROCm's and others call theirs "cuda", too: these have their own name."""
+    return platform.device_name if platform.device_type == "cuda" and not platform.is_cuda() else platform.device_type
+
+
+def not_covered(device_type: str) -> NotCovered:
+    """The refusal of a device."""
+    return NotCovered(
+        f"device '{device_type}'",
+        "its operations are not in this version",
+        "run on the CPU (pip install 'vllm-batch-invariant[cpu]'), or unset VLLM_BATCH_INVARIANT",
+    )

@@ -1,0 +1,79 @@
+"""vLLM on a CPU."""
+
+import platform
+import re
+from pathlib import Path
+
+import torch
+
+from ... import envs
+from ...ops.attention import AttentionReduction, paged_attention
+from ...ops.devices import DEVICES
+from ...provenance import installed
+from .. import linear
+from .record import VllmDevice
+
+
+class Cpu(VllmDevice):
+    """A CPU, which vLLM serves with its first model runner."""
+
+    def install_linear(self) -> None:
+        linear.install_cpu()
+
+    def compile_kernels(self) -> None:
+        """Run each compiled kernel once on next to nothing, so that no request waits for the compiler: 30 s when
+        cold.
+        """
+        from ...ops import norm, ranking, softmax, top_k_top_p
+
+        for rows in (1, 1024):  # the kernel for one thread, and the one for many
+            x = torch.zeros(rows, 64)
+            norm.rms_norm(x, None, 1e-6)
+            softmax.log_softmax(softmax.softmax(x))
+            torch.sum(x, -1)
+            ranking.top_and_ranks(x, 1, torch.zeros(rows, dtype=torch.int64))
+            top_k_top_p.top_k_top_p(x, torch.full((rows,), 2), torch.full((rows,), 0.5))
+        page = torch.zeros(1, 1, 16, 64)
+        one = torch.ones(1, dtype=torch.int32)
+        starts = torch.tensor([0, 1], dtype=torch.int32)
+        table = torch.zeros(1, 1, dtype=torch.int32)
+        choice = {"scale": 1.0, "reduction": AttentionReduction(), "implementation": envs.ATTENTION.read()}
+        paged_attention(torch.zeros(1, 1, 64), page, page, table, one, starts, **choice)
+
+    def machine(self) -> str:
+        return f"machine with {torch.get_num_threads()} threads"
+
+    def info(self) -> dict[str, str | int]:
+        """The kind of CPU with its number of threads."""
+        return {
+            "type": self.ops.type,
+            "name": _name(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+        }
+
+    def versions(self) -> dict[str, str]:
+        blas = re.search(r"Math Kernel Library Version (\S+)", torch.__config__.show())
+        return {"numba": installed("numba"), "blas": f"MKL {blas[1]}" if blas else "of this PyTorch"}
+
+
+def _name() -> str:
+    wanted = ("model name", "cpu family", "model", "stepping")
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        lines = []
+    found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    name, *numbers = (found.get(field) for field in wanted)
+    if name is None:
+        return platform.processor() or platform.machine()
+    return f"{name}, family {numbers[0]} model {numbers[1]} stepping {numbers[2]}"
+
+
+DEVICE = Cpu(
+    DEVICES["cpu"],
+    attention_backend="vllm_batch_invariant.integration.attention_cpu.Backend",
+    attention_choices=("CPU_ATTN", "CUSTOM"),
+    serving="Matmuls: BLAS in fp32 on row tiles of fixed heights. Norms, softmax, sums: numba, in a fixed order.",
+    copies_weights=True,
+)

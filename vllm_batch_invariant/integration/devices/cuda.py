@@ -1,0 +1,107 @@
+"""vLLM on an NVIDIA GPU: steps stay CUDA graphs."""
+
+import os
+from typing import Any
+
+import torch
+
+from ... import envs
+from ...errors import NotCovered
+from ...ops.devices import DEVICES
+from ...ops.linear import schedule
+from .. import cuda_graphs, linear, norm_rotary, patch_points, sampling
+from . import not_covered
+from .record import VllmDevice
+
+FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
+
+_FLEX_TILE = 64
+
+
+class Cuda(VllmDevice):
+    """An NVIDIA GPU, which either of vLLM's model runners may serve."""
+
+    def check_build(self) -> None:
+        """ROCm's PyTorch calls its devices "cuda", too."""
+        if torch.version.hip is not None:
+            raise not_covered("rocm")
+
+    def install(self, platform: type) -> None:  # noqa: ARG002 - of every device
+        """Have vLLM sample with its own kernels: FlashInfer's serve a batch only while none of its requests has a seed.
+
+        Raises:
+            NotCovered: the user asks for FlashInfer's.
+        """
+        if os.environ.setdefault(FLASHINFER_SAMPLER, "0") != "0":
+            raise NotCovered(
+                "FlashInfer's sampler", "it serves some batches and not others", f"set {FLASHINFER_SAMPLER}=0"
+            )
+
+    def update_config(self, vllm_config: Any) -> None:
+        _check_pages(vllm_config)
+        super().update_config(vllm_config)
+
+    def update_graphs(self, vllm_config: Any) -> None:
+        """A step stays one CUDA graph: of decode, and in vLLM's second model runner any other that fits one, if
+        attention is not FlexAttention's.
+        """
+        compilation, modes = vllm_config.compilation_config, patch_points.CUDAGRAPH_MODE.get()
+        if not vllm_config.use_v2_model_runner or envs.ATTENTION.read() == "flex":
+            compilation.cudagraph_mode = modes.FULL_DECODE_ONLY
+            return
+        scheduler = vllm_config.scheduler_config
+        captured = cuda_graphs.sizes(
+            compilation.cudagraph_capture_sizes or [], scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+        )
+        compilation.cudagraph_mode = modes.FULL
+        compilation.cudagraph_capture_sizes = captured
+        compilation.max_cudagraph_capture_size = max(captured, default=0)
+
+    def install_worker(self) -> frozenset[str]:
+        """As on every device; a GPU below compute capability 8.0 is refused."""
+        schedule.gpu(torch.cuda.current_device())
+        cuda_graphs.install()
+        norm_rotary.install()
+        external_ops = super().install_worker()
+        sampling.install_second_runner()
+        return external_ops
+
+    def install_linear(self) -> None:
+        linear.install_cuda()
+
+    def machine(self) -> str:
+        return "kind of GPU"
+
+    def info(self) -> dict[str, str | int]:
+        """The kind of GPU."""
+        major, minor = torch.cuda.get_device_capability()
+        return {"type": self.ops.type, "name": torch.cuda.get_device_name(), "capability": f"{major}.{minor}"}
+
+    def versions(self) -> dict[str, str]:
+        return {"cuda": str(torch.version.cuda)}
+
+    def engine_settings(self, vllm_config: Any) -> dict[str, str]:
+        """The model runner: the two draw other noise of a seed."""
+        return {"model_runner": "second" if vllm_config.use_v2_model_runner else "first"}
+
+
+def _check_pages(vllm_config: Any) -> None:
+    """Refuse pages that FlexAttention cannot read, if the user chose them."""
+    if envs.ATTENTION.read() != "flex":
+        return
+    size = vllm_config.cache_config.block_size
+    if getattr(vllm_config.cache_config, "user_specified_block_size", False) and size % _FLEX_TILE:
+        raise NotCovered(
+            f"FlexAttention over pages of {size} keys on a GPU",
+            f"its kernel takes {_FLEX_TILE} keys at once, from one page",
+            f"pass a --block-size that is a multiple of {_FLEX_TILE}, or none",
+        )
+
+
+DEVICE = Cuda(
+    DEVICES["cuda"],
+    attention_backend="vllm_batch_invariant.integration.attention_cuda.Backend",
+    attention_choices=("CUSTOM",),
+    serving="Matmuls: one chain over K in cuBLASLt and Triton. Norms, softmax, sums: Triton, in a fixed order.",
+    execution="Layers are not compiled; steps run in CUDA graphs.",
+)

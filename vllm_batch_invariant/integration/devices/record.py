@@ -1,0 +1,142 @@
+"""What vLLM needs on one device type, and how that is installed; the modules beside this one have a record each."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from ... import envs
+from ...ops.attention import AttentionReduction
+from ...ops.devices import Device
+from ...version import __version__
+from .. import norm, patch_points, refusals, sampling, sampling_seeds, weights
+
+MODE_IS_ON = f"Batch-invariant mode is on (vllm-batch-invariant {__version__}); "
+
+
+@dataclass(frozen=True)
+class VllmDevice:
+    """A device type of vLLM. The methods are right for a device with vLLM's own worker; others override them.
+
+    Attributes:
+        ops: what operations know of it.
+        attention_backend: our class of attention backends, as vLLM imports it.
+        attention_choices: names of vLLM's attention backends that lead to ours, first its own; others are refused.
+        serving: what serves the operations but attention, for the log.
+        execution: how layers run, for the log.
+        has_reviewed_config: whether somebody has read every field of the configurations that vLLM has on it.
+        copies_weights: whether matmuls read copies of the weights, which go before the weights are written.
+    """
+
+    ops: Device
+    attention_backend: str
+    attention_choices: tuple[str, ...]
+    serving: str = ""
+    execution: str = "Layers are not compiled."
+    has_reviewed_config: bool = True
+    copies_weights: bool = False
+
+    def check_build(self) -> None:
+        """Refuse a PyTorch that is built for another device of that name.
+
+        Raises:
+            NotCovered: it is.
+        """
+
+    def install(self, platform: type) -> None:
+        """What a process of vLLM needs, of the front end or a worker, before it makes a configuration."""
+
+    def before_platform(self, vllm_config: Any) -> None:
+        """Settings that the platform reads when it adjusts a configuration."""
+
+    def update_config(self, vllm_config: Any) -> None:
+        """Settings of the mode, after the platform's: our attention, and layers that are not compiled, because
+        compiled ones have no operators left to replace.
+        """
+        vllm_config.attention_config.backend = self.vllm_backend
+        compilation = vllm_config.compilation_config
+        compilation.mode = patch_points.COMPILATION_MODE.get().NONE
+        if compilation.cudagraph_mode != patch_points.CUDAGRAPH_MODE.get().NONE:
+            self.update_graphs(vllm_config)
+        compilation.custom_ops = ["all"] + [
+            op for op in compilation.custom_ops if op not in ("all", "none") and not op.startswith("-")
+        ]
+
+    def update_graphs(self, vllm_config: Any) -> None:
+        """Which steps are CUDA graphs, where the user has not asked for none."""
+        vllm_config.compilation_config.cudagraph_mode = patch_points.CUDAGRAPH_MODE.get().NONE
+
+    def after_platform(self, vllm_config: Any) -> None:
+        """Settings that the platform would have overwritten."""
+
+    def install_worker(self) -> frozenset[str]:
+        """Put the operations where vLLM's layers and samplers call them, in a worker, before the model is built.
+
+        Returns:
+            ATen operators that another library has made batch-invariant, and that are left to it.
+
+        Raises:
+            NotCovered: a device or a vLLM that is not covered.
+        """
+        sampling.install(self.ops.type)
+        sampling_seeds.install()
+        self.install_linear()
+        norm.install()
+        worker = patch_points.DEVICE_WORKER.get()
+        refusals.install_in_worker(worker)
+        weights.watch(worker)
+        return frozenset()
+
+    def install_linear(self) -> None:
+        """Put the matmul where vLLM's linear layers and embeddings call it."""
+
+    def compile_kernels(self) -> None:
+        """Compile what would have the first requests wait, with the mode on."""
+
+    def attention_reduction(self) -> AttentionReduction:
+        """The reduction of attention that is in force."""
+        return AttentionReduction.of_device(self.ops.type, envs.ATTENTION.read())
+
+    def summary(self, external_ops: Iterable[str]) -> list[str]:  # noqa: ARG002 - of a device that leaves some
+        """What serves each operation, and what may be relied on; for the log.
+
+        Args:
+            external_ops: of :meth:`install_worker`.
+        """
+        seed = envs.SEED.read()
+        unseeded = ", sampling without a seed."
+        if seed != envs.SEED.values[0]:
+            unseeded = f". A request without a seed gets one made of itself and {envs.SEED.name}={seed}."
+        return [
+            f"{MODE_IS_ON}vLLM's own mode of that name is not used.",
+            f"{self.serving} Attention: {envs.ATTENTION.read()}, {self.attention_reduction()}. {self.execution}",
+            "Same bits for a request run again, in any batch, under any schedule (chunks, prefix cache, preemption, "
+            f"restart) on this {self.machine()}. Not covered: other hardware, other thread counts{unseeded}",
+        ]
+
+    def machine(self) -> str:
+        """On what the bits stay the same, for the log."""
+        return f"kind of {self.ops.type}"
+
+    def info(self) -> dict[str, str | int]:
+        """The device of this process, as far as bits depend on it."""
+        return {"type": self.ops.type}
+
+    def versions(self) -> dict[str, str]:
+        """Versions of libraries that only this device uses, as far as bits depend on them."""
+        return {}
+
+    def engine_settings(self, vllm_config: Any) -> dict[str, str]:  # noqa: ARG002 - of a device that has some
+        """Settings of vLLM's that decide bits on this device only."""
+        return {}
+
+    @property
+    def backend(self) -> type:
+        """The class that :attr:`attention_backend` names."""
+        module, _, name = self.attention_backend.rpartition(".")
+        return getattr(import_module(module), name)
+
+    @property
+    def vllm_backend(self) -> Any:
+        """The member of vLLM's enumeration of attention backends that stands for ours."""
+        return patch_points.BACKENDS.get()[self.attention_choices[0]]

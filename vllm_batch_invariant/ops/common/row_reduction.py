@@ -1,0 +1,80 @@
+"""What decides the bits of a row that is reduced: in which order a device adds its elements.
+
+Launchers take every number here from an operation's reduction, and receipts print them: none is computed elsewhere.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+LANES = 64
+"""Partial sums that walk a row side by side on a CPU."""
+REDUCTIONS_KEPT = 1 << 12
+"""How many reductions an operation remembers: a launch looks its own up and computes nothing."""
+_SMALLEST_GPU_BLOCK = 32
+_ELEMENTS_OF_A_WARP = 512
+_NPU_BLOCKS = (128, 512, 2048)
+_NPU_LARGEST_BLOCKS = {"sum": 8192, "softmax": 4096, "norm": 8192, "norm with residual": 4096}
+"""By kernel, the largest block with which it fits into the unified buffer (192 KiB) with room to load the next block
+meanwhile: with a residual, 8192 of fp32 fit only without that. tests/npu/offline asks the compiler.
+"""
+_EXP = {"cpu": "numba_math.exp32", "cuda": "triton.language.exp", "npu": "triton.language.exp"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowReduction:
+    """The reduction of one row: a function of its length, its dtype, the device and the operation, never of other rows.
+
+    - CPU: element i is added to lane i % ``lanes``, ascending. The lanes are added by halving: lane i takes lane
+      i + 32, then i + 16, and so on.
+    - GPU: element i is added to accumulator i % ``block``, ascending. The accumulators are added by one tree, which
+      follows from where they lie in registers, lanes and warps: so ``num_warps`` and ``dtype`` decide bits, too.
+    - NPU: as on a GPU, without warps.
+
+    Attributes:
+        length: elements of the row.
+        dtype: of the row as the kernel loads it.
+        accumulate: the dtype of every addition.
+        lanes: on a CPU, partial sums that walk the row side by side.
+        block: on a GPU and an NPU, elements that a program holds at a time.
+        num_warps: on a GPU, warps that share a block.
+        chunk: elements of the row that one program adds, counted from the row's start; None where it adds them all.
+    """
+
+    length: int
+    dtype: torch.dtype
+    accumulate: torch.dtype = torch.float32
+    lanes: int | None = None
+    block: int | None = None
+    num_warps: int | None = None
+    chunk: int | None = None
+
+    @property
+    def num_chunks(self) -> int:
+        """Programs that share the row."""
+        return 1 if self.chunk is None else max(1, -(-self.length // self.chunk))
+
+
+def next_power_of_two(number: int) -> int:
+    """The least power of two of at least ``number``."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def gpu_block(length: int, largest: int) -> int:
+    """A block that holds ``length`` elements, or the ``largest`` one."""
+    return min(max(next_power_of_two(length), _SMALLEST_GPU_BLOCK), largest)
+
+
+def gpu_warps(block: int, fewest: int, most: int) -> int:
+    """Warps for a block: one for every 512 elements, within bounds."""
+    return min(max(block // _ELEMENTS_OF_A_WARP, fewest), most)
+
+
+def npu_block(length: int, kernel: str) -> int:
+    """The smallest block that holds ``length`` elements, or the largest one with which the kernel fits."""
+    return next((block for block in _NPU_BLOCKS if length <= block), _NPU_LARGEST_BLOCKS[kernel])
+
+
+def exp_of(device_type: str) -> str:
+    """The function that computes exp: additions and multiplications in a fixed order on a CPU, Triton's elsewhere."""
+    return _EXP[device_type]
