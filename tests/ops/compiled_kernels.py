@@ -352,6 +352,7 @@ def triton_attention_variants() -> None:
 def flex_variants() -> None:
     launch_on(90, flex, Heads(8, 2, 128, torch.bfloat16), 64)
     launch_on(90, flex, Heads(6, 2, 64, torch.bfloat16), 128, sliding_window=100)
+    launch_on(90, flex, Heads(8, 2, 128, torch.bfloat16), 64, sinks=torch.zeros(8))
 
 
 def linear_variants() -> None:

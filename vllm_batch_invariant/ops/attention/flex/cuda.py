@@ -261,7 +261,7 @@ def _in_waves(
             partial.stride(1),
             lse.stride(1),
             WAVE=number % 2,
-            HAS_SINKS=sinks is not None,
+            USE_SINKS=sinks is not None,
             **sizes,
             MERGE_M=merge_m,
         )

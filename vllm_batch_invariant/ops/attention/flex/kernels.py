@@ -317,7 +317,7 @@ def merge_items(
     stride_p_head,
     stride_lse_head,
     WAVE: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    USE_SINKS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     QUERIES_PER_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -332,7 +332,7 @@ def merge_items(
     Args:
         partial_ptr: normalised results, row ``i * BLOCK_M + r`` of item ``first_item + i``.
         lse_ptr: [NUM_KV_HEADS, rows] fp32, natural.
-        sinks_ptr: [query_heads] fp32, in units of log2(e), if ``HAS_SINKS``: added once, after the last split.
+        sinks_ptr: [query_heads] fp32, in units of log2(e), if ``USE_SINKS``: added once, after the last split.
         running_m_ptr, running_l_ptr, running_acc_ptr: [2, NUM_KV_HEADS, BLOCK_M(, PADDED_HEAD_DIM)] fp32; ``WAVE`` says
             which is read.
     """
@@ -369,9 +369,9 @@ def merge_items(
             token = (block.query_start + rows // QUERIES_PER_KV).to(tl.int64)
             offs_o = token * stride_o_token + head * stride_o_head
             sink = m
-            if HAS_SINKS:
+            if USE_SINKS:
                 sink = tl.load(sinks_ptr + head, mask=row_mask, other=0.0)  # [MERGE_M]
-            out = normalize(m, l, acc, sink, HAS_SINKS)
+            out = normalize(m, l, acc, sink, USE_SINKS)
             tl.store(out_ptr + offs_o[:, None] + offs_d[None, :], out.to(out_ptr.dtype.element_ty), mask=acc_mask)
         else:
             idx = ((1 - WAVE) * NUM_KV_HEADS + kv_head) * BLOCK_M + offs_m
