@@ -71,10 +71,10 @@ def _ours_triton() -> Provider:
     reduction = AttentionReduction.of_device("cuda")
 
     def plan(batch: Batch) -> dict[str, object]:
-        triton = import_module("vllm_batch_invariant.ops.attention.cuda")
-        shape = triton.Shape(batch.heads, batch.kv_heads, batch.head_size, batch.query.dtype, reduction)
+        planning = import_module("vllm_batch_invariant.ops.attention.plan")
+        shape = planning.AttentionShape(batch.heads, batch.kv_heads, batch.head_size, batch.query.dtype, reduction)
         tokens, keys = len(batch.query), sum(request.context for request in batch.requests)
-        planner = triton.Planner(shape, batch.query.device, len(batch.requests), tokens, keys)
+        planner = planning.Planner(shape, batch.query.device, len(batch.requests), tokens, keys)
         return {"plan": planner.plan(batch.query_start_loc, batch.seq_lens, tokens, batch.most_tokens == 1)}
 
     return _ours("triton", reduction, plan=plan)
@@ -85,8 +85,8 @@ def _ours_flex() -> Provider:
 
     def plan(batch: Batch) -> dict[str, object]:
         flex = import_module("vllm_batch_invariant.ops.attention.flex.plan")
-        triton = import_module("vllm_batch_invariant.ops.attention.cuda")
-        shape = triton.Shape(batch.heads, batch.kv_heads, batch.head_size, batch.query.dtype, reduction)
+        planning = import_module("vllm_batch_invariant.ops.attention.plan")
+        shape = planning.AttentionShape(batch.heads, batch.kv_heads, batch.head_size, batch.query.dtype, reduction)
         layout = flex.KeyLayout.of(batch.keys.transpose(1, 2), _KEYS_OF_A_FLEX_TILE)
         requests, device = len(batch.requests), batch.query.device
         planner = flex.Planner(shape, layout, device, requests, batch.longest_context)

@@ -23,8 +23,8 @@ from benchmarks.engine_workloads import WORKLOADS
 from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, write
 from benchmarks.spread import Spread
 from vllm_batch_invariant.envs import FLAG
-from vllm_batch_invariant.verify.harness.load import one_line
 from vllm_batch_invariant.verify.outcome import NoTestError
+from vllm_batch_invariant.verify.printing import one_line
 
 PROVIDERS: dict[str, dict[str, str]] = {
     "stock": {FLAG: "0"},
@@ -32,8 +32,8 @@ PROVIDERS: dict[str, dict[str, str]] = {
     "native": {FLAG: "1", "VLLM_PLUGINS": ""},
 }
 """What decides who computes, by provider; the first is what the others are compared with."""
-COMPANY = 63
-"""Requests beside the one whose bits are checked."""
+CONCURRENT = 63
+"""Concurrent requests of the target request whose bits are checked."""
 
 
 def measure(provider: str, plan: dict[str, Any], timeout: float) -> dict[str, Any] | None:
@@ -120,14 +120,14 @@ def print_summary(rows: Sequence[Measurement], console: Console) -> None:
             cells.append(f"{own[0].p50:.4g} {unit}{ratio}" if own else "")
         table.add_row(case if case == case_text(workload=metric) else f"{case}: {metric}", *cells)
     bits = {row.provider: row.bits for row in rows}
-    table.add_row("bits alone and in company", *(bits[provider] for provider in providers))
+    table.add_row("bits alone and with concurrent requests", *(bits[provider] for provider in providers))
     console.print(table)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.engine",
-        description="Check that a request has the same bits alone and in company, then time engines. "
+        description="Check that a request has the same bits alone and with concurrent requests, then time engines. "
         "Exit status: 0 all well, 1 our bits differ or an engine failed.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
     }
-    plan = {"engine": engine, "company": COMPANY, "workloads": options.workloads, "samples": options.samples}
+    plan = {"engine": engine, "concurrent": CONCURRENT, "workloads": options.workloads, "samples": options.samples}
     results = {}
     for provider in options.providers:
         result = {} if options.online else measure(provider, plan, options.timeout)

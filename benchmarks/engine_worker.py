@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_workloads import WORKLOADS, needle_bits
+from benchmarks.engine_workloads import WORKLOADS, target_bits
 
 
 def memory_used() -> int:
@@ -30,7 +30,7 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
     started = time.perf_counter()
     llm = LLM(**plan["engine"])
     startup = time.perf_counter() - started
-    alone, among = needle_bits(llm, plan["company"])
+    alone, among = target_bits(llm, plan["concurrent"])
     samples = []
     for workload in WORKLOADS[plan["workloads"]]:
         workload.sample(llm)  # whatever happens once

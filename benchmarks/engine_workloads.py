@@ -143,15 +143,15 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
 """By name: for a model of 8 B weights on a large GPU, and to try the benchmark anywhere."""
 
 
-def needle_bits(llm: "LLM", company: int) -> list[str]:
-    """Tokens and logprobs of one request, exact: alone, and among ``company`` others. Two equal texts if invariant."""
+def target_bits(llm: "LLM", concurrent: int) -> list[str]:
+    """Exact tokens and logprobs of a target request, alone and with so many others: two equal texts if invariant."""
     from vllm import SamplingParams
 
-    [needle] = _prompts(llm, 1, 45, seed=3)
+    [target] = _prompts(llm, 1, 45, seed=3)
     found = []
-    for others in (0, company):
+    for others in (0, concurrent):
         llm.reset_prefix_cache()
-        prompts = [needle, *_prompts(llm, others, 30, seed=4)]
+        prompts = [target, *_prompts(llm, others, 30, seed=4)]
         answer = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, logprobs=5), use_tqdm=False)[0]
         [completion] = answer.outputs
         numbers = [

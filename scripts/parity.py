@@ -212,9 +212,9 @@ def _compare(options: argparse.Namespace) -> int:
         arguments = ["--dtype", options.dtype, "--max-model-len", str(max(PROMPT_LENGTHS) + options.max_tokens)]
         with Engine(path, arguments, flag="1") as engine:
             samples = rollout(engine, (tokens(length, 1) for length in PROMPT_LENGTHS), options.max_tokens)
-            about = engine.about
+            info = engine.info
         if device == "cpu":
-            torch.set_num_threads(about["device"]["threads"])
+            torch.set_num_threads(info["device"]["threads"])
         found = gaps(path, DTYPES[options.dtype], device, samples)
     columns = [f"{what}{place}" for place in ("", ", in the mode") for what in ("differ", "largest", "KL")]
     table = Table("trainer", *columns, box=box.MARKDOWN)
@@ -225,7 +225,7 @@ def _compare(options: argparse.Namespace) -> int:
     console = Console(width=160)
     console.print(f"{found[PATCHED][0].tokens} tokens, {options.dtype}, {device}: those that differ, by how much, KL")
     console.print(table)
-    facts = chain(about["device"].items(), about["versions"].items())
+    facts = chain(info["device"].items(), info["versions"].items())
     console.print(", ".join(f"{name} {value}" for name, value in facts))
     return int(any(gap.different for gap in found[PATCHED]))
 

@@ -1,7 +1,7 @@
-"""Engines of a model under every schedule, compared bit for bit: `python -m scripts.prove MODEL [MODEL ...]`.
+"""Engines of a model under every schedule, compared bit for bit: ``python -m scripts.prove MODEL [MODEL ...]``.
 
-More than `vllm-batch-invariant check --thorough` tries, in less time, because models are put through it beside each
-other. Meant for a GPU of 80 GB and more; the options make it fit a CPU and a tiny model.
+It tries more than ``vllm-batch-invariant check --thorough`` in less time, because several models run at a time. It is
+meant for a GPU of 80 GB and more; with ``--small`` it fits a CPU and a tiny model.
 """
 
 import argparse
@@ -19,35 +19,41 @@ from typing import Any
 from rich.console import Console
 
 from vllm_batch_invariant.envs import FLAG
-from vllm_batch_invariant.verify.check.engine import answer_of, steps_of
-from vllm_batch_invariant.verify.check.facts import AGAIN, COMPANY, NEIGHBOUR, PREEMPTED, PROMPT_LOGPROBS, SEEDED, WARM
-from vllm_batch_invariant.verify.check.guarantees import Outcome
+from vllm_batch_invariant.verify.check.engine import EngineRun, answer_of
+from vllm_batch_invariant.verify.check.guarantees import (
+    AGAIN,
+    CONCURRENT,
+    CONCURRENT_LENGTHS,
+    PREEMPTED,
+    WARM,
+    CheckCase,
+)
+from vllm_batch_invariant.verify.check.presets import Preset
 from vllm_batch_invariant.verify.check.report import Report, as_json, print_report
-from vllm_batch_invariant.verify.check.results import Findings
-from vllm_batch_invariant.verify.divergence import Answer
-from vllm_batch_invariant.verify.harness.requests import SAMPLING, company, company_that_samples, request, tokens
-from vllm_batch_invariant.verify.harness.worker import Engine, StepResult
-from vllm_batch_invariant.verify.outcome import NoTestError, Status
+from vllm_batch_invariant.verify.check.results import CheckResults
+from vllm_batch_invariant.verify.harness.requests import SAMPLING, concurrent_requests, request, tokens
+from vllm_batch_invariant.verify.harness.worker import Engine
+from vllm_batch_invariant.verify.outcome import NoTestError, Outcome, Status
 
 COUNTS = (1, 2, 7, 8, 15, 16, 17, 43, 44, 45, 46, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 1000)
 LONG_COUNTS = (64, 100, 127)
 LENGTHS = (1, 5, 9, 10, 11, 64, 700, 3000, 8000, 16000)
-LONG_COMPANY = ("batch", "among long prompts")
-EVICTED = ("schedule", "after its pages were evicted")
+LONG_PROMPTS: CheckCase = ("batch", "with concurrent long prompts")
+EVICTED: CheckCase = ("schedule", "after its pages were evicted")
 LOGPROBS = 20
 MANY = 12
 PAGE = 64
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a model is put through.
+class ProofPlan:
+    """The requests and engines of a model.
 
     Attributes:
-        lengths: tokens of the prompts that are looked at, ascending.
-        generated: tokens of their answers.
-        most_others: larger companies and longer neighbours are left out.
-        longest: tokens a request may have.
+        lengths: prompt lengths of the target requests, ascending.
+        generated: output tokens of a target.
+        most_others: larger numbers of concurrent requests are left out.
+        longest: tokens that a request may have.
     """
 
     lengths: tuple[int, ...]
@@ -56,13 +62,18 @@ class Plan:
     longest: int
 
     @property
+    def preset(self) -> Preset:
+        """What every engine shares with a check."""
+        return Preset("proof", self.generated, COUNTS, LENGTHS, tuple(SAMPLING), (1, 1), (2,), 1)
+
+    @property
     def small_pages(self) -> int:
         """Pages of the small cache: little more than the longest prompt needs."""
         return (self.lengths[-1] + self.generated) // PAGE + 8
 
     @property
     def settings(self) -> dict[str, list[str]]:
-        """Arguments of the engines whose answers have to be those of the first."""
+        """Arguments of the engines, whose answers have to equal those of the first engine."""
         small = self.lengths[-1] + self.generated + PAGE
         return {
             "as served": [],
@@ -78,164 +89,148 @@ class Plan:
             ],
         }
 
-    def looked_at(self) -> dict[str, dict[str, Any]]:
-        """The greedy requests whose bits are looked at, by name."""
+    def targets(self) -> dict[str, dict[str, Any]]:
+        """The greedy target requests, by name."""
         return {
             f"{length} tokens": request(tokens(length, 1), max_tokens=self.generated, logprobs=LOGPROBS)
             for length in self.lengths
         }
 
     def sampled(self) -> dict[str, dict[str, Any]]:
-        """Requests that sample with a seed, by the way they do."""
+        """Target requests that sample with a seed, by the way they sample."""
         return {
             way: request(tokens(45, 1), max_tokens=self.generated, logprobs=LOGPROBS, **options)
             for way, options in SAMPLING.items()
         }
 
-    def many(self) -> list[dict[str, Any]]:
-        """Requests that outgrow the small cache together."""
-        begun, each = self.lengths[0], 3 * self.small_pages * PAGE // (2 * MANY)
-        return [request(tokens(begun, 100 + i), max_tokens=each - begun) for i in range(MANY)]
+
+FULL = ProofPlan((45, 300, 3000), 64, 1000, 20_000)
+SMALL = ProofPlan((45, 300), 16, 46, 2000)
 
 
-FULL = Plan((45, 300, 3000), 64, 1000, 20_000)
-SMALL = Plan((45, 300), 16, 46, 2000)
+class ProofRun(EngineRun):
+    """One engine: its answers to the targets alone, and the cases of a proof, on top of those of a check."""
 
+    def __init__(
+        self, engine: Engine, name: str, plan: ProofPlan, results: CheckResults, on_progress: Callable[[str], None]
+    ) -> None:
+        super().__init__(engine, name, plan.preset, results, on_progress)
+        self._plan, self._targets = plan, plan.targets()
+        self.answer_alone()
 
-class _Answers:
-    """One engine's answers, put beside those of the first."""
-
-    def __init__(self, engine: Engine, plan: Plan, findings: Findings) -> None:
-        self._engine, self._plan, self._findings = engine, plan, findings
-        looked_at = self._plan.looked_at() | self._plan.sampled()
-        self.alone = {name: answer_of(self._first(self._step(name, [one]))) for name, one in looked_at.items()}
-        many = self._step("many", self._plan.many())
-        self.many = [answer_of(one["completions"][0]) for one in many.requests]
+    def answer_alone(self) -> None:
+        """Answer the targets alone, and the requests that outgrow a small cache."""
+        for name, one in (self._targets | self._plan.sampled()).items():
+            self.alone[name] = self.answer(name, one)
+        many = self.step("many", self.many(), reset_prefix_cache=True)
+        self.many_answers = [answer_of(one["completions"][0]) for one in many.requests]
         self._preemptions = many.preemptions
 
-    def _step(self, name: str, requests: list[dict[str, Any]], reset: bool = True) -> StepResult:
-        return self._engine.step(name, requests, reset and self._engine.about["prefix_caching"])
+    def many(self) -> list[dict[str, Any]]:
+        """Requests that outgrow the small cache together."""
+        begun, each = self._plan.lengths[0], 3 * self._plan.small_pages * PAGE // (2 * MANY)
+        return [request(tokens(begun, 100 + i), max_tokens=each - begun) for i in range(MANY)]
 
-    @staticmethod
-    def _first(step: StepResult) -> dict[str, Any]:
-        return step.requests[0]["completions"][0]
-
-    def _in_company(self, fact: tuple[str, str], label: str, batch: list[dict[str, Any]]) -> StepResult:
-        """A step of several requests, without which a fact about company is none."""
-        step = self._step(label, batch)
-        if step.largest_batch < 2:
-            self._findings.gaps[fact] = "the engine ran one request at a time"
-        return step
-
-    def _beside(self, fact: tuple[str, str], label: str, others: Sequence[dict[str, Any]]) -> None:
-        """The requests that are looked at, among others: the first, the last and in the middle."""
-        looked_at, batch = self._plan.looked_at(), list(others)
-        for number, one in enumerate(looked_at.values()):
-            batch.insert(number * len(batch) // (len(looked_at) - 1), one)
-        step = self._in_company(fact, label, batch)
-        for name, one in looked_at.items():
-            place = next(place for place, other in enumerate(batch) if other is one)
-            answer = answer_of(step.requests[place]["completions"][0])
-            self._findings.add(*fact, f"{name} {label}", self.alone[name], answer)
-
-    def in_company(self) -> None:
-        """Everything that has to do with others."""
+    def concurrent(self) -> None:
+        """All targets in one batch with every number and every length of concurrent requests; seeded requests."""
         for count in (count for count in COUNTS if count <= self._plan.most_others):
-            self._beside(COMPANY, f"with {count} others", company(count, count))
+            self._compare_with(CONCURRENT, f"with {count} others", concurrent_requests(count, count))
         for count in (count for count in LONG_COUNTS if count <= self._plan.most_others):
             others = [request(tokens(500 + 20 * i, 900 + i), max_tokens=4, logprobs=None) for i in range(count)]
-            self._beside(LONG_COMPANY, f"with {count} of 500 tokens and more", others)
+            self._compare_with(LONG_PROMPTS, f"with {count} of 500 tokens and more", others)
         for length in (length for length in LENGTHS if length < self._plan.longest - 100):
-            neighbour = request(tokens(length, 77), max_tokens=16, logprobs=None)
-            self._beside(NEIGHBOUR, f"beside {length} tokens", [neighbour])
-        for way, mine in self._plan.sampled().items():
-            others = company_that_samples()
-            step = self._in_company(SEEDED, f"{way} in company", [*others[:9], mine, *others[9:]])
-            answer = answer_of(step.requests[9]["completions"][0])
-            self._findings.add(*SEEDED, way, self.alone[way], answer)
+            other = request(tokens(length, 77), max_tokens=16, logprobs=None)
+            self._compare_with(CONCURRENT_LENGTHS, f"with a prompt of {length}", [other])
+        self.sampling()
+        self.prompt_logprobs()
 
-    def prompt_logprobs(self) -> None:
-        ids = tokens(300, 1)
-        mine = request(ids, max_tokens=1, prompt_logprobs=5)
-        alone = self._step("prompt", [mine])
-        beside = self._in_company(PROMPT_LOGPROBS, "prompt in company", [mine, *company(20, 6)])
-        found = (steps_of(ids[1:], step.requests[0]["prompt_logprobs"][1:]) for step in (alone, beside))
-        self._findings.add(*PROMPT_LOGPROBS, "with 20 others", *(Answer.of("", steps) for steps in found))
+    def _compare_with(self, case: CheckCase, label: str, others: Sequence[dict[str, Any]]) -> None:
+        """Run the targets among others: one first, one last and the rest between."""
+        batch = list(others)
+        for number, one in enumerate(self._targets.values()):
+            batch.insert(number * len(batch) // (len(self._targets) - 1), one)
+        step = self.step(label, batch, reset_prefix_cache=True)
+        for name, one in self._targets.items():
+            place = next(place for place, other in enumerate(batch) if other is one)
+            answer = answer_of(step.requests[place]["completions"][0])
+            self.results.add(*case, f"{name} {label}", self.alone[name], answer)
+        self.note_batch(case, step.largest_batch, others)
 
     def warm(self) -> None:
-        """The same again, from what the prefix cache kept."""
-        for name, one in list(self._plan.looked_at().items())[1:]:
-            self._step(f"{name}, cold", [one])
-            warm = self._step(f"{name}, warm", [one], reset=False)
-            if not warm.requests[0]["cached"]:
-                self._findings.gaps[WARM] = "nothing was found in it"
-            self._findings.add(*WARM, name, self.alone[name], answer_of(self._first(warm)))
+        """Answer the longer targets again from a warm prefix cache."""
+        for name, one in list(self._targets.items())[1:]:
+            self.step(f"{name}, cold", [one], reset_prefix_cache=True)
+            [warm] = self.step(f"{name}, warm", [one]).requests
+            if not warm["cached"]:
+                self.results.gaps[WARM] = "nothing was found in the prefix cache"
+            self.results.add(*WARM, name, self.alone[name], answer_of(warm["completions"][0]))
 
     def evicted(self) -> None:
-        """A prompt whose pages were taken by others before it came again."""
-        [name, one] = list(self._plan.looked_at().items())[1]
-        self._step(f"{name}, before", [one])
-        self._step("others that fill the cache", self._plan.many(), reset=False)
-        again = self._step(f"{name}, evicted", [one], reset=False)
-        if again.requests[0]["cached"]:
-            self._findings.gaps[EVICTED] = f"{again.requests[0]['cached']} tokens were still there"
-        self._findings.add(*EVICTED, name, self.alone[name], answer_of(self._first(again)))
+        """Answer a target again after other requests took its pages."""
+        name, one = list(self._targets.items())[1]
+        self.step(f"{name}, before", [one], reset_prefix_cache=True)
+        self.step("others that fill the cache", self.many())
+        [again] = self.step(f"{name}, evicted", [one]).requests
+        if again["cached"]:
+            self.results.gaps[EVICTED] = f"{again['cached']} tokens were still in the prefix cache"
+        self.results.add(*EVICTED, name, self.alone[name], answer_of(again["completions"][0]))
 
-    def compare(self, fact: tuple[str, str], first: "_Answers") -> None:
-        """Everything that was asked alone, with the first engine's answers."""
+    def compare(self, case: CheckCase, first: "ProofRun") -> None:
+        """Compare all answers to requests alone with those of the first engine."""
         for name, answer in self.alone.items():
-            self._findings.add(*fact, name, first.alone[name], answer)
-        self._compare_many(fact, first)
+            self.results.add(*case, name, first.alone[name], answer)
+        self.compare_many(case, self.many_answers, first)
 
-    def preempted(self, first: "_Answers") -> None:
-        """Requests that outgrew the cache together."""
+    def preempted(self, first: "ProofRun") -> None:
+        """Compare the answers to requests that outgrew the cache together."""
         if not self._preemptions:
-            self._findings.gaps[PREEMPTED] = "the engine did not preempt"
-        self._compare_many(PREEMPTED, first)
-
-    def _compare_many(self, fact: tuple[str, str], first: "_Answers") -> None:
-        for number, (answer, expected) in enumerate(zip(self.many, first.many, strict=True)):
-            self._findings.add(*fact, f"request {number} of {MANY}", expected, answer)
+            self.results.gaps[PREEMPTED] = "the engine did not preempt"
+        self.compare_many(PREEMPTED, self.many_answers, first)
 
 
-def prove(model: str, plan: Plan, arguments: Sequence[str], flag: str, say: Callable[[str], None]) -> Findings:
-    """Put a model's engines through the plan, one after the other.
+def prove(
+    model: str, plan: ProofPlan, arguments: Sequence[str], flag: str, on_progress: Callable[[str], None]
+) -> CheckResults:
+    """Run the plan in a model's engines, one after the other.
 
     Args:
         model: its folder or name.
-        plan: what to try.
+        plan: the requests and engines.
         arguments: more arguments of ``vllm serve`` for every engine.
-        flag: of the mode; plain vLLM is asked by one engine alone, because one that differs is enough.
-        say: is told what happens now.
+        flag: the value of VLLM_BATCH_INVARIANT; of plain vLLM only the first engine runs, because one that differs is
+            enough.
+        on_progress: is called with the name of the engine that starts.
 
     Raises:
         NoTestError: an engine did not start, or broke.
     """
-    findings = Findings(f"{Path(model).name}, {FLAG}={flag}", [])
+    results = CheckResults(f"{Path(model).name}, {FLAG}={flag}", [])
 
     @contextmanager
     def started(name: str, more: Sequence[str]) -> Iterator[Engine]:
-        say(name)
+        on_progress(name)
         longest = [] if "--max-model-len" in more else ["--max-model-len", str(plan.longest)]
         with Engine(model, [*arguments, *longest, "--max-logprobs", str(LOGPROBS), *more], flag) as engine:
-            findings.about = findings.about or engine.about
+            results.info = results.info or engine.info
             yield engine
+
+    def run(engine: Engine, name: str) -> ProofRun:
+        return ProofRun(engine, name, plan, results, lambda _: None)
 
     (name, more), *others = plan.settings.items()
     with started(name, more) as engine:
-        first = _Answers(engine, plan, findings)
-        _Answers(engine, plan, findings).compare(AGAIN, first)
-        first.in_company()
-        first.prompt_logprobs()
+        first = run(engine, name)
+        run(engine, name).compare(AGAIN, first)
+        first.concurrent()
         first.warm()
     for name, more in others if flag == "1" else []:
         with started(name, more) as engine:
-            later = _Answers(engine, plan, findings)
+            later = run(engine, name)
             later.compare(("schedule", name), first)
             if "--num-gpu-blocks-override" in more:
                 later.preempted(first)
                 later.evicted()
-    return findings
+    return results
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -243,17 +238,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("models", nargs="+", help="folders or names of models")
     parser.add_argument("--control", action="store_true", help="also plain vLLM on the first model, which must differ")
     parser.add_argument("--small", action="store_true", help="a plan for a tiny model on a CPU")
-    parser.add_argument("--jobs", type=int, default=1, help="models beside each other (default: 1)")
+    parser.add_argument("--jobs", type=int, default=1, help="models that run at a time (default: 1)")
     parser.add_argument("--kv-cache-gib", type=int, default=8, help="KV cache of an engine (default: 8)")
-    parser.add_argument("--json", type=Path, help="also write what was found to this file")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 everything holds and the control differs, 1 something else, 2 something could not be tried."""
+    """Exit status: 0 everything holds and the control differs, 1 otherwise, 2 something could not be tested."""
     options, out = _parse(argv), Console(width=160)
     plan = SMALL if options.small else FULL
-    # Given and not measured, because engines beside each other would measure each other.
+    # given and not measured, because engines that run at a time would measure each other
     arguments = ["--kv-cache-memory-bytes", str(options.kv_cache_gib << 30), "--gpu-memory-utilization", "0.05"]
     runs = [(model, "1") for model in options.models] + [(options.models[0], "0")] * options.control
 

@@ -29,28 +29,28 @@ def _settings(arguments: list[str]) -> int:
 
 
 def _reproduce(arguments: list[str]) -> int:
-    """send one request many times under a varying load and compare the answers bit for bit"""
+    """send one request many times under a load that varies the batch, and compare the answers"""
     from .verify.reproduce.command import main as reproduce
 
     return reproduce(arguments)
 
 
 def _certificate(arguments: list[str]) -> int:
-    """how products and attention are computed on this GPU, and what was compared as bits"""
+    """how GEMMs and attention are computed on this GPU, and whose bits were compared"""
     from .verify.autotune_command import main as certificate
 
     return certificate(arguments)
 
 
 def _bisect(arguments: list[str]) -> int:
-    """find the first layer and operation whose bits depend on a request's company"""
+    """find the first layer and operation whose bits depend on concurrent requests"""
     from .verify.bisect.command import main as bisect
 
     return bisect(arguments)
 
 
 def _receipt(arguments: list[str]) -> int:
-    """make a record of one completion, compute it again elsewhere, compare two, bit for bit"""
+    """make the receipt of a completion, compute it again elsewhere, compare two receipts"""
     from .verify.receipt.command import main as receipt
 
     return receipt(arguments)
@@ -64,7 +64,7 @@ def _make_checkpoint(arguments: list[str]) -> int:
 
 
 def _check(arguments: list[str]) -> int:
-    """say which rungs of the contract hold on this machine, or on a server, and write a report"""
+    """check which guarantees of the contract hold on this machine, or on a server"""
     from .verify.check.command import main as check
 
     return check(arguments)
@@ -95,10 +95,10 @@ def _parser(name: str, command: Callable[[list[str]], int]) -> argparse.Argument
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; bad settings and refusals are one line and status 2."""
+    """Run one command. A bad setting or a refusal is one line and status 2."""
     from .errors import BadSetting, NotCovered
     from .verify.arguments import OneLineParser
-    from .verify.printable import printable
+    from .verify.printing import printable
 
     listing = "\n".join(f"  {name:<17}{command.__doc__}" for name, command in COMMANDS.items())
     parser = OneLineParser(
@@ -115,18 +115,18 @@ def main(arguments: list[str] | None = None) -> int:
     except (BadSetting, NotCovered) as error:
         print(f"vllm-batch-invariant: {printable(str(error))}", file=sys.stderr)
         return 2
-    except Exception as error:  # a traceback ends with the status 1, which says that bits differ
+    except Exception as error:  # a traceback ends with status 1, which means that bits differ
         missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if missing in OF_VERIFY:
             why = f"{parsed.command} needs {missing}: pip install 'vllm-batch-invariant[verify]'"
             print(f"vllm-batch-invariant: {why}", file=sys.stderr)
             return 2
-        from .verify.harness.load import one_line
+        from .verify.printing import one_line
 
         why = f"{type(error).__name__}: {one_line(error)}"
         print(f"vllm-batch-invariant: {parsed.command} failed: {why}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # before the command began, while Python was loading what it needs
+    except KeyboardInterrupt:  # while Python imports, before the command begins
         print("vllm-batch-invariant: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
 

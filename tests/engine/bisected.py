@@ -7,7 +7,7 @@ import torch
 from tests.faults.adding import nudge
 from vllm_batch_invariant.verify.bisect.engine import Case, bisect
 from vllm_batch_invariant.verify.bisect.report import plain
-from vllm_batch_invariant.verify.harness.requests import company, tokens
+from vllm_batch_invariant.verify.harness.requests import concurrent, tokens
 
 CASE = Case(tuple(tokens(45, 1)), tuple(tuple(tokens(5 + i, 2)) for i in range(7)), 3, max_tokens=2)
 """8 requests of 45 + 56 tokens; two steps."""
@@ -20,7 +20,7 @@ def down_proj(layer: Any) -> Any:
 
     def forward(x: torch.Tensor) -> Any:
         out, bias = product(x)
-        return torch.ops.planted.copy(out, PREFILL), bias
+        return torch.ops.injected.copy(out, PREFILL), bias
 
     return forward
 
@@ -31,7 +31,7 @@ def norm(layer: Any) -> Any:
     def forward(x: torch.Tensor, residual: torch.Tensor) -> Any:
         out, residual = original(x, residual)
         written = torch.empty_like(out)
-        torch.ops.planted.copy_into(written, out, DECODE if len(x) < PREFILL else 1000)
+        torch.ops.injected.copy_into(written, out, DECODE if len(x) < PREFILL else 1000)
         return written, residual
 
     return forward
@@ -49,7 +49,7 @@ def unseen(layer: Any, most: int = DECODE) -> Any:
 
 
 def unreached(layer: Any) -> Any:
-    return unseen(layer, len(CASE.company) + 1)
+    return unseen(layer, len(CASE.concurrent) + 1)
 
 
 FAULTS = {
@@ -60,7 +60,7 @@ FAULTS = {
 }
 
 
-def planted(llm: Any) -> dict[str, dict[str, Any]]:
+def injected(llm: Any) -> dict[str, dict[str, Any]]:
     """What is found without a fault, and with one here or there."""
     found = {"no fault": plain(CASE, bisect(llm, CASE))}
     [model] = llm.apply_model(lambda model: model)
@@ -72,10 +72,10 @@ def planted(llm: Any) -> dict[str, dict[str, Any]]:
     return found
 
 
-def first_that_parts(llm: Any, counts: list[int]) -> dict[str, Any]:
-    """What is found among the first of so many others among whom anything differs."""
+def first_divergence_among(llm: Any, counts: list[int]) -> dict[str, Any]:
+    """The result with the first number of concurrent requests with which anything differs."""
     for count in counts:
-        others = [request["prompt"] for request in company(count, count)]
+        others = [request["prompt"] for request in concurrent(count, count)]
         case = Case(tuple(tokens(45, 1)), tuple(map(tuple, others)), place=0, max_tokens=4)
         result = bisect(llm, case)
         if result.found is not None:

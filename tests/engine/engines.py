@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from vllm_batch_invariant.verify.bisect.engine import WORKER_EXTENSION
-from vllm_batch_invariant.verify.harness.requests import company, request, tokens
+from vllm_batch_invariant.verify.harness.requests import concurrent_requests, request, tokens
 from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 
-__all__ = ["OF_DEVICE", "ROOT", "EngineFailed", "Result", "company", "request", "run", "tokens"]
+__all__ = ["OF_DEVICE", "ROOT", "EngineFailed", "Result", "concurrent_requests", "request", "run", "tokens"]
 
 ROOT = Path(__file__).parents[2]
 _PATHS = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -71,8 +71,8 @@ def run(
         return Result(
             steps={name: step.requests for name, step in done.items()},
             preemptions=sum(step.preemptions for step in done.values()),
-            kernels=running.about["kernels"],
-            compilation=running.about["compilation"],
+            kernels=running.info["kernels"],
+            compilation=running.info["compilation"],
             receipts=running.call("tests.engine.receipts:receipts", receipts_of) if receipts_of else None,
             listed=running.call("tests.engine.listed:listed", *listed_for) if listed_for else None,
             afterwards=afterwards(running),

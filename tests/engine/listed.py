@@ -1,10 +1,10 @@
-"""What an engine lists beside tokens, in the order in which it does: run by the driver."""
+"""What an engine lists with tokens, in the order in which it does: run by the driver."""
 
 from typing import Any
 
 Answers = list[dict[str, Any]]
 
-COMPANY: dict[str, list[dict[str, Any]]] = {
+CONCURRENT: dict[str, list[dict[str, Any]]] = {
     "no logprobs": [{"logprobs": None}],
     "0": [{"logprobs": 0}],
     "1": [{"logprobs": 1}],
@@ -14,7 +14,7 @@ COMPANY: dict[str, list[dict[str, Any]]] = {
     "tokens by id": [{"logprobs": None, "logprob_token_ids": list(range(30, 60))}],
     "mixed": [{"logprobs": number} for number in (None, 0, 1, 20, -1)],
 }
-"""What others ask for, by a name."""
+"""Parameters of concurrent requests, by a name."""
 TARGETS: list[dict[str, Any]] = [
     {"temperature": 0, "logprobs": 5, "prompt_logprobs": 3},
     {"temperature": 0, "logprobs": 0},
@@ -24,7 +24,7 @@ TARGETS: list[dict[str, Any]] = [
 
 
 def listed(llm: Any, prompts: list[list[int]], others: list[list[int]]) -> dict[str, Answers]:
-    """What the targets get when each is alone, and beside requests of each kind."""
+    """What the targets get when each is alone, and with concurrent requests of each kind."""
     from vllm import SamplingParams
 
     def params(asked: dict[str, Any], max_tokens: int) -> Any:
@@ -38,10 +38,10 @@ def listed(llm: Any, prompts: list[list[int]], others: list[list[int]]) -> dict[
 
     targets = [(prompt, params(asked, 12)) for prompt in prompts for asked in TARGETS]
     found = {"alone": [answers([target])[0] for target in targets]}
-    for name, kinds in COMPANY.items():
-        company = [(prompt, params(kinds[i % len(kinds)], 8)) for i, prompt in enumerate(others)]
-        half = len(company) // 2
-        found[name] = answers([*company[:half], *targets, *company[half:]])[half : half + len(targets)]
+    for name, kinds in CONCURRENT.items():
+        concurrent = [(prompt, params(kinds[i % len(kinds)], 8)) for i, prompt in enumerate(others)]
+        half = len(concurrent) // 2
+        found[name] = answers([*concurrent[:half], *targets, *concurrent[half:]])[half : half + len(targets)]
     return found
 
 

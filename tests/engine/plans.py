@@ -1,16 +1,22 @@
-"""The requests of the main engine test: one needle in every company, and what else may move its bits."""
+"""The requests of the main engine test: one target with concurrent requests, and what else may move its bits."""
 
-from vllm_batch_invariant.verify.harness.requests import SAMPLING, company, company_that_samples, request, tokens
+from vllm_batch_invariant.verify.harness.requests import (
+    SAMPLING,
+    concurrent_requests,
+    request,
+    sampling_requests,
+    tokens,
+)
 
-NEEDLES = {length: tokens(length, 1) for length in (1, 45, 300)}
-COMPANY = (1, 2, 7, 8, 15, 16, 17, 43, 44, 45, 46, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300)
-NEIGHBOURS = (0, 1, 5, 9, 10, 11, 64, 700, 3000)
+TARGETS = {length: tokens(length, 1) for length in (1, 45, 300)}
+CONCURRENT = (1, 2, 7, 8, 15, 16, 17, 43, 44, 45, 46, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300)
+CONCURRENT_LENGTHS = (0, 1, 5, 9, 10, 11, 64, 700, 3000)
 CHUNK_ENDS = (127, 128, 129, 255, 256, 257)
 """Prompt lengths around the page (128) and the attention split (256)."""
 
-OTHER_SAMPLING = company_that_samples()
+OTHER_SAMPLING = sampling_requests()
 
-UNSEEDED = ("unseeded", "unseeded again", "unseeded in company", "four without a seed")
+UNSEEDED = ("unseeded", "unseeded again", "unseeded with others", "four without a seed")
 """Steps of one request that samples without a seed, the same in all of them but for how many samples it wants."""
 
 RESTARTED = (
@@ -29,18 +35,22 @@ RESTARTED = (
 
 
 def plan() -> list[dict]:
-    """Every step of the main engine. The needle is the first request of a step unless the name says otherwise."""
-    steps = [{"name": f"alone {length}", "requests": [request(needle)]} for length, needle in NEEDLES.items()]
-    for count in COMPANY:
-        steps.append({"name": f"with {count}", "requests": [request(NEEDLES[45]), *company(count, count)]})
+    """Every step of the main engine. The target is the first request of a step unless the name says otherwise."""
+    steps = [{"name": f"alone {length}", "requests": [request(target)]} for length, target in TARGETS.items()]
+    for count in CONCURRENT:
+        steps.append({"name": f"with {count}", "requests": [request(TARGETS[45]), *concurrent_requests(count, count)]})
     for place in (0, 50, 100):
-        others = company(100, 1000 + place)
-        others.insert(place, request(NEEDLES[45]))
+        others = concurrent_requests(100, 1000 + place)
+        others.insert(place, request(TARGETS[45]))
         steps.append({"name": f"at place {place}", "requests": others})
-    for length in NEIGHBOURS:
-        neighbour = [request(tokens(length, 77), max_tokens=2)] if length else []
+    for length in CONCURRENT_LENGTHS:
+        concurrent = [request(tokens(length, 77), max_tokens=2)] if length else []
         steps.append(
-            {"name": f"neighbour {length}", "reset_prefix_cache": True, "requests": [request(NEEDLES[300]), *neighbour]}
+            {
+                "name": f"with a prompt of {length}",
+                "reset_prefix_cache": True,
+                "requests": [request(TARGETS[300]), *concurrent],
+            }
         )
     long = tokens(700, 3)
     steps += [
@@ -49,22 +59,22 @@ def plan() -> list[dict]:
         {"name": "half warm", "requests": [request(long[:500] + tokens(200, 4))]},
         {"name": "half warm, cold", "reset_prefix_cache": True, "requests": [request(long[:500] + tokens(200, 4))]},
         {"name": "prompt logprobs, cold", "reset_prefix_cache": True, "requests": [request(long, prompt_logprobs=5)]},
-        {"name": "prompt logprobs, warm", "requests": [request(long, prompt_logprobs=5), *company(20, 5)]},
+        {"name": "prompt logprobs, warm", "requests": [request(long, prompt_logprobs=5), *concurrent_requests(20, 5)]},
         {"name": "after prompt logprobs", "requests": [request(long)]},
     ]
     for name, params in SAMPLING.items():
-        needle = request(NEEDLES[45], **params)
-        steps.append({"name": f"{name} alone", "requests": [needle]})
-        steps.append({"name": f"{name} in company", "requests": [*OTHER_SAMPLING[:9], needle, *OTHER_SAMPLING[9:]]})
-    seeded = request(NEEDLES[300], temperature=1.0, seed=7)
-    steps.append({"name": "seeded 300", "reset_prefix_cache": True, "requests": [seeded, *company(5, 9)]})
-    several = request(NEEDLES[45], n=4, temperature=1.0, seed=3)
+        target = request(TARGETS[45], **params)
+        steps.append({"name": f"{name} alone", "requests": [target]})
+        steps.append({"name": f"{name} with others", "requests": [*OTHER_SAMPLING[:9], target, *OTHER_SAMPLING[9:]]})
+    seeded = request(TARGETS[300], temperature=1.0, seed=7)
+    steps.append({"name": "seeded 300", "reset_prefix_cache": True, "requests": [seeded, *concurrent_requests(5, 9)]})
+    several = request(TARGETS[45], n=4, temperature=1.0, seed=3)
     steps.append({"name": "four samples", "requests": [several]})
-    steps.append({"name": "four samples in company", "requests": [*OTHER_SAMPLING, several]})
-    unseeded = request(NEEDLES[45], temperature=1.0)
+    steps.append({"name": "four samples with others", "requests": [*OTHER_SAMPLING, several]})
+    unseeded = request(TARGETS[45], temperature=1.0)
     steps += [{"name": name, "requests": [unseeded]} for name in UNSEEDED[:2]]
     steps.append({"name": UNSEEDED[2], "requests": [*OTHER_SAMPLING[:9], unseeded]})
-    steps.append({"name": UNSEEDED[3], "requests": [request(NEEDLES[45], n=4, temperature=1.0)]})
+    steps.append({"name": UNSEEDED[3], "requests": [request(TARGETS[45], n=4, temperature=1.0)]})
     steps.append({"name": "borders", "requests": [request(tokens(length, 6), max_tokens=4) for length in CHUNK_ENDS]})
     steps.append({"name": "many", "requests": [request(tokens(250, 100 + i), max_tokens=40) for i in range(12)]})
     return steps

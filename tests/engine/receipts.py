@@ -13,7 +13,7 @@ def receipts(llm: Any, prompt: list[int]) -> dict[str, Any]:
 
     sampling = SamplingParams(temperature=0.9, top_k=50, seed=7, max_tokens=12, logprobs=3, ignore_eos=True)
     [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
-    made = receipt.make(output, sampling, receipt.declared_by(llm))
+    made = receipt.make(output, sampling, receipt.engine_info(llm))
     logprobs = list(made.completion.logprobs)
     logprobs[4] = f"{int(logprobs[4], 16) ^ 1:08x}"
     changed = replace(made, completion=replace(made.completion, logprobs=tuple(logprobs)))
@@ -21,13 +21,13 @@ def receipts(llm: Any, prompt: list[int]) -> dict[str, Any]:
     trainers = [listed[token].logprob for token, listed in zip(generated.token_ids, generated.logprobs, strict=True)]
     try:
         unseeded = SamplingParams(temperature=0.9, logprobs=3)
-        refusal = receipt.make(output, unseeded, made.declared).sha256
+        refusal = receipt.make(output, unseeded, made.info).sha256
     except NoTestError as error:
         refusal = str(error)
     return {
         "receipt": made.to_json(),
-        "verdict": str(receipt.verify(made, llm, company=6)),
-        "of changed": str(receipt.verify(changed, llm, company=2)),
+        "verdict": str(receipt.verify(made, llm, concurrent=6)),
+        "of changed": str(receipt.verify(changed, llm, concurrent=2)),
         "trainer agrees": receipt.difference_of_logprobs(made, trainers) is None,
         "without a seed": refusal,
     }

@@ -1,8 +1,9 @@
-"""Weights that are replaced in engines on a GPU, and engines that sleep: `python -m tests.gpu.reload`, three minutes.
+"""Weights that are replaced in engines on a GPU, and engines that sleep: ``python -m tests.engine.reload_cuda``.
 
-Four engines, with each of vLLM's model runners, eager and in CUDA graphs, which start with one checkpoint or another.
-What an engine answers after its weights were replaced must have the bits of an engine that was started with them. Each
-line says what was done, whether the answers agree, and how many tokens of the first were found in the prefix cache.
+It takes three minutes. Four engines, with each of vLLM's model runners, eager and in CUDA graphs, start with one
+checkpoint or another. What an engine answers after its weights were replaced must have the bits of an engine that was
+started with them. Each line says what was done, whether the answers agree, and how many tokens of the first were found
+in the prefix cache.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from typing import Any
 
 from tests.engine.engines import ROOT
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
-from vllm_batch_invariant.verify.harness.requests import company, request, tokens
+from vllm_batch_invariant.verify.harness.requests import concurrent_requests, request, tokens
 from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 
 RELOADS = "tests.engine.reloads"
@@ -81,9 +82,9 @@ def start(case: Case, folders: Sequence[str], backend: str) -> Engine:
 
 
 def ask(running: Engine, name: str) -> tuple[Any, int]:
-    """Tokens and logprob bits of requests alone and in company, and what the first found in the prefix cache."""
+    """Tokens and logprob bits of requests alone and with others, and what the first found in the prefix cache."""
     requests = [request(tokens(length, 1)) for length in LENGTHS]
-    together = running.step(name, [*requests, *company(20, 20)]).requests[: len(LENGTHS)]
+    together = running.step(name, [*requests, *concurrent_requests(20, 20)]).requests[: len(LENGTHS)]
     warm = running.step(f"{name}, warm", requests[-1:]).requests
     return [answer["completions"] for answer in (*together, *warm)], together[-1]["cached"]
 

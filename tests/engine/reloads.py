@@ -137,7 +137,7 @@ def by_ipc(llm: Any, folder: str) -> None:
     gpu = str(torch.cuda.get_device_properties(0).uuid)
     weights = {name: tensor.cuda() for name, tensor in tensors_of(folder).items()}
     handles = [{gpu: reduce_tensor(tensor)[1]} for tensor in weights.values()]
-    about = {
+    info = {
         "names": list(weights),
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()],
         "shapes": [list(tensor.shape) for tensor in weights.values()],
@@ -146,7 +146,7 @@ def by_ipc(llm: Any, folder: str) -> None:
     torch.cuda.synchronize()
     llm.init_weight_transfer_engine({"init_info": {}})
     llm.start_weight_update()
-    llm.update_weights({"update_info": about})
+    llm.update_weights({"update_info": info})
     llm.finish_weight_update()
 
 

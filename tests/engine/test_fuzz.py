@@ -1,4 +1,4 @@
-"""The fuzzer, with fixed seeds: nothing differs in real engines of drawn settings, and a planted fault is found."""
+"""The fuzzer, with fixed seeds: nothing differs in real engines of drawn settings, and an injected fault is found."""
 
 import csv
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from tests.faults.fuzz import FAULTS
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.verify.check.command import main
 from vllm_batch_invariant.verify.fuzz.command import started
-from vllm_batch_invariant.verify.fuzz.finding import Finding, Row
+from vllm_batch_invariant.verify.fuzz.finding import CONCURRENT, Finding, Row
 from vllm_batch_invariant.verify.fuzz.schedule import Settings, draw_schedule, draw_targets
 from vllm_batch_invariant.verify.fuzz.shrink import shrink
 from vllm_batch_invariant.verify.fuzz.trial import Trial
@@ -26,10 +26,10 @@ pytestmark = pytest.mark.engine
 ON_GPU = torch.cuda.is_available()
 CONTEXT = 1024
 SETTINGS = Settings(16, 300, 32, True, False, True, True, "0" if ON_GPU else "", CONTEXT)
-"""Small steps, small pages and a KV cache that preempts; on a GPU the runner in whose sampler a fault is planted."""
+"""Small steps, small pages and a KV cache that preempts; on a GPU the runner in whose sampler a fault is injected."""
 SCHEDULES = 12
 TRIES = 25
-PLANT = "tests.engine.fuzz_faults:plant"
+INJECT = "tests.faults.fuzz:inject"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,10 +77,10 @@ class Fuzzed:
         return draw_schedule(f"fixed {number}", SETTINGS, self.targets, self.clean.accepts, 12)
 
     def with_fault(self, fault: str) -> tuple[int, int, Finding]:
-        """After how many schedules a planted fault was found, its requests, and what is left of the schedule."""
+        """After how many schedules an injected fault was found, its requests, and what is left of the schedule."""
         if fault in self.faults:
             return self.faults[fault]
-        self.engine.call(PLANT, fault)
+        self.engine.call(INJECT, fault)
         trial = self.trial()
         try:
             for number in range(SCHEDULES):
@@ -92,11 +92,11 @@ class Fuzzed:
                         schedule, name, lambda one, name=name: bool(trial.look(one, name)[0]), TRIES, count().__next__
                     )
                     where, expected, got = trial.look(small, name)
-                    finding = Finding("company", where, "", str(self.model), (), "1", SETTINGS, small, name)
+                    finding = Finding(CONCURRENT, where, "", str(self.model), (), "1", SETTINGS, small, name)
                     self.faults[fault] = number + 1, len(schedule.items), replace(finding, expected=expected, got=got)
                     return self.faults[fault]
         finally:
-            self.engine.call(PLANT, "")
+            self.engine.call(INJECT, "")
         raise AssertionError(f"{fault} was not found in {SCHEDULES} schedules")
 
 
@@ -119,7 +119,7 @@ def test_an_engine_with_small_steps_and_a_small_cache_keeps_every_bit(fuzzed: Fu
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found_and_made_small(fuzzed: Fuzzed, fault: str) -> None:
+def test_an_injected_fault_is_found_and_made_small(fuzzed: Fuzzed, fault: str) -> None:
     after, requests, finding = fuzzed.with_fault(fault)
     assert after <= SCHEDULES // 2
     assert finding.text
@@ -132,8 +132,8 @@ def test_a_finding_of_a_fault_that_was_taken_out_does_not_show_again(fuzzed: Fuz
     read = Finding.read(fuzzed.folder / "finding.json")
     assert read == finding
     assert fuzzed.trial().look(read.schedule, read.target)[0] == ""
-    fuzzed.engine.call(PLANT, "product")
+    fuzzed.engine.call(INJECT, "product")
     try:
         assert fuzzed.trial().look(read.schedule, read.target)[0] == finding.text
     finally:
-        fuzzed.engine.call(PLANT, "")
+        fuzzed.engine.call(INJECT, "")

@@ -1,4 +1,4 @@
-"""A real engine gives a request the same tokens and logprobs in any company, under any schedule, after a restart."""
+"""A real engine gives a request the same tokens and logprobs with any others, under any schedule, after a restart."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,22 +10,20 @@ import torch
 
 from tests.engine import listed
 from tests.engine.engines import OF_DEVICE, Result, run, tokens
-from tests.engine.plans import COMPANY, NEIGHBOURS, OTHER_SAMPLING, RESTARTED, UNSEEDED, again, plan
+from tests.engine.plans import CONCURRENT, CONCURRENT_LENGTHS, OTHER_SAMPLING, RESTARTED, UNSEEDED, again, plan
 from vllm_batch_invariant.envs import ATTENTION, FLAG, SEED
 from vllm_batch_invariant.verify.bisect.recording import MODULE_OUTPUT
-from vllm_batch_invariant.verify.check.certificates import OPERATIONS
 from vllm_batch_invariant.verify.check.engine import EngineRun
-from vllm_batch_invariant.verify.check.facts import COMPANY as COMPANY_FACT
-from vllm_batch_invariant.verify.check.facts import planned_for_engines
-from vllm_batch_invariant.verify.check.guarantees import Outcome
-from vllm_batch_invariant.verify.check.presets import Size
-from vllm_batch_invariant.verify.check.results import Findings
+from vllm_batch_invariant.verify.check.guarantees import CONCURRENT as CONCURRENT_CASE
+from vllm_batch_invariant.verify.check.guarantees import OPERATIONS, cases_of_engines
+from vllm_batch_invariant.verify.check.presets import Preset
+from vllm_batch_invariant.verify.check.results import CheckResults
 from vllm_batch_invariant.verify.fuzz.finding import Row
 from vllm_batch_invariant.verify.fuzz.schedule import draw_schedule, draw_settings, draw_targets
 from vllm_batch_invariant.verify.fuzz.trial import Trial
 from vllm_batch_invariant.verify.harness.requests import SAMPLING
 from vllm_batch_invariant.verify.harness.worker import Engine
-from vllm_batch_invariant.verify.outcome import Status
+from vllm_batch_invariant.verify.outcome import Outcome, Status
 from vllm_batch_invariant.verify.receipt import Receipt
 
 pytestmark = pytest.mark.engine
@@ -33,13 +31,13 @@ pytestmark = pytest.mark.engine
 ON_GPU = torch.cuda.is_available()
 PAGE = 16 if ON_GPU else 128
 """Keys in a page of the KV cache, as vLLM chooses it."""
-CHECK = Size("tests", 8, (16, 43), (64,), ("top_p",), (4, 8), (2, 16, 45), 1)
+CHECK = Preset("tests", 8, (16, 43), (64,), ("top_p",), (4, 8), (2, 16, 45), 1)
 
 
 def check_of(running: Engine, flag: str) -> EngineRun:
-    """What the command `check` puts an engine through, in a small size."""
-    findings = Findings(f"{FLAG}={flag}", planned_for_engines(CHECK))
-    return EngineRun(running, "as served", CHECK, findings, lambda now: None)
+    """What the command ``check`` puts an engine through, in a small size."""
+    results = CheckResults(f"{FLAG}={flag}", cases_of_engines(CHECK))
+    return EngineRun(running, "as served", CHECK, results, lambda now: None)
 
 
 @pytest.fixture(scope="module")
@@ -77,16 +75,16 @@ def main(engine: Callable[..., Result]) -> Result:
     return engine(
         plan(),
         receipts_of=tokens(90, 1),
-        bisection=() if ON_GPU else ("planted",),
+        bisection=() if ON_GPU else ("injected",),
         listed_for=([tokens(length, 21) for length in (20, 45)], [tokens(length, 22) for length in range(1, 13)]),
         afterwards=check,
         max_logprobs=-1,
     )
 
 
-def test_a_request_has_the_same_bits_alone_and_in_any_company(main: Result) -> None:
+def test_a_request_has_the_same_bits_alone_and_with_any_concurrent_requests(main: Result) -> None:
     alone = main.completions("alone 45")
-    different = [count for count in COMPANY if main.completions(f"with {count}") != alone]
+    different = [count for count in CONCURRENT if main.completions(f"with {count}") != alone]
     assert not different
 
 
@@ -95,9 +93,11 @@ def test_a_request_has_the_same_bits_at_any_place_in_the_batch(main: Result) -> 
         assert main.completions(f"at place {place}", place) == main.completions("alone 45")
 
 
-def test_a_neighbours_prompt_of_any_length_moves_no_bit(main: Result) -> None:
+def test_a_concurrent_prompt_of_any_length_moves_no_bit(main: Result) -> None:
     different = [
-        length for length in NEIGHBOURS if main.completions(f"neighbour {length}") != main.completions("alone 300")
+        length
+        for length in CONCURRENT_LENGTHS
+        if main.completions(f"with a prompt of {length}") != main.completions("alone 300")
     ]
     assert not different
 
@@ -110,7 +110,7 @@ def test_a_warm_prefix_cache_gives_the_bits_of_a_cold_one(main: Result) -> None:
     assert main.completions("half warm") == main.completions("half warm, cold")
 
 
-def test_prompt_logprobs_have_the_same_bits_cold_and_warm_and_in_company(main: Result) -> None:
+def test_prompt_logprobs_have_the_same_bits_cold_and_warm_and_with_others(main: Result) -> None:
     cold, warm = (main.steps[f"prompt logprobs, {state}"][0] for state in ("cold", "warm"))
     assert len(cold["prompt_logprobs"]) == 700
     assert warm["prompt_logprobs"] == cold["prompt_logprobs"]
@@ -122,10 +122,10 @@ def test_prompt_logprobs_have_the_same_bits_cold_and_warm_and_in_company(main: R
     )
 
 
-@pytest.mark.parametrize("company", listed.COMPANY)
-def test_listed_candidates_and_ranks_do_not_follow_what_others_ask_for(main: Result, company: str) -> None:
+@pytest.mark.parametrize("others", listed.CONCURRENT)
+def test_listed_candidates_and_ranks_do_not_follow_what_others_ask_for(main: Result, others: str) -> None:
     assert main.listed is not None
-    assert main.listed[company] == main.listed["alone"]
+    assert main.listed[others] == main.listed["alone"]
 
 
 def test_candidates_are_listed_by_value_and_equal_ones_by_id(main: Result) -> None:
@@ -150,14 +150,14 @@ def test_a_greedy_token_is_the_first_candidate(main: Result) -> None:
 
 
 @pytest.mark.parametrize("kind", SAMPLING)
-def test_seeded_sampling_gives_the_same_tokens_whatever_the_neighbours_ask_for(main: Result, kind: str) -> None:
-    assert main.completions(f"{kind} in company", 9) == main.completions(f"{kind} alone")
+def test_seeded_sampling_gives_the_same_tokens_whatever_others_ask_for(main: Result, kind: str) -> None:
+    assert main.completions(f"{kind} with others", 9) == main.completions(f"{kind} alone")
 
 
 def test_samples_of_one_request_differ_from_each_other_and_not_from_run_to_run(main: Result) -> None:
     samples = main.completions("four samples")
     assert len({tuple(sample["tokens"]) for sample in samples}) == 4
-    assert main.completions("four samples in company", len(OTHER_SAMPLING)) == samples
+    assert main.completions("four samples with others", len(OTHER_SAMPLING)) == samples
     assert len({tuple(sample["tokens"]) for sample in main.completions("four without a seed")}) == 4
 
 
@@ -176,9 +176,7 @@ def small(main: Result, engine: Callable[..., Result]) -> Result:
     """An engine with small chunks and a small KV cache."""
 
     def check(running: Engine) -> None:
-        EngineRun(running, "small", CHECK, main.afterwards.findings, lambda now: None).with_small_limits(
-            main.afterwards
-        )
+        EngineRun(running, "small", CHECK, main.afterwards.results, lambda now: None).with_small_limits(main.afterwards)
 
     return engine(
         again(*RESTARTED),
@@ -201,9 +199,9 @@ def test_small_chunks_and_preemption_and_a_restart_move_no_bit(main: Result, sma
     assert small.steps[name][0]["prompt_logprobs"] == main.steps[name][0]["prompt_logprobs"]
 
 
-def test_a_check_of_the_mode_holds_on_every_rung(main: Result, small: Result) -> None:
-    found = main.afterwards.findings
-    assert [fact for fact in found.facts if fact.outcome is not Outcome.HOLDS] == []
+def test_a_check_of_the_mode_holds_for_every_guarantee(main: Result, small: Result) -> None:
+    found = main.afterwards.results
+    assert [case for case in found.cases if case.outcome is not Outcome.HOLDS] == []
     assert found.status is Status.REPRODUCIBLE
     assert {certificate.operation for certificate in found.certificates} == set(OPERATIONS)
     assert all("vllm_batch_invariant" in certificate.served_by for certificate in found.certificates)
@@ -228,22 +226,26 @@ def test_other_pages_other_chunks_and_async_scheduling_move_no_bit(main: Result,
 def test_a_request_without_a_seed_gets_the_same_sample_again_if_seeds_are_made_for_it(
     main: Result, other: Result
 ) -> None:
-    alone, again_alone, in_company, four = UNSEEDED
+    alone, again_alone, with_others, four = UNSEEDED
     assert main.completions(again_alone) != main.completions(alone)
     [sample] = other.completions(alone)
     assert other.completions(again_alone) == [sample]
-    assert other.completions(in_company, 9) == [sample]
+    assert other.completions(with_others, 9) == [sample]
     samples = other.completions(four)
     assert samples[0] == sample
     assert len({tuple(sample["tokens"]) for sample in samples}) == 4
     assert f"{SEED.name}=5" in other.log
 
 
-def test_flex_attention_gives_a_request_the_same_bits_in_any_company(engine: Callable[..., Result]) -> None:
-    result = engine(again("alone 300", "neighbour 10", "neighbour 64"), environment={ATTENTION.name: "flex"})
+def test_flex_attention_gives_a_request_the_same_bits_with_any_concurrent_requests(
+    engine: Callable[..., Result],
+) -> None:
+    result = engine(
+        again("alone 300", "with a prompt of 10", "with a prompt of 64"), environment={ATTENTION.name: "flex"}
+    )
     assert "Attention: flex" in result.log
     for length in (10, 64):
-        assert result.completions(f"neighbour {length}") == result.completions("alone 300")
+        assert result.completions(f"with a prompt of {length}") == result.completions("alone 300")
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +256,7 @@ def stock(engine: Callable[..., Result]) -> Result:
         checked = check_of(running, "0")
         checked.certify()
         checked.again()
-        checked.in_company()
+        checked.with_concurrent_requests()
         trial = Trial(running, Row("checkpoint", "0", "", 0))
         targets = dict(enumerate(draw_targets(0, 12, trial.accepts, 300)))
         taken = {number: target for number, target in targets.items() if trial.take(target) is not None}
@@ -262,23 +264,23 @@ def stock(engine: Callable[..., Result]) -> Result:
         schedules = (draw_schedule(f"plain {number}", settings, taken, trial.accepts) for number in range(6))
         return checked, [trial.fuzz(schedule)[1] for schedule in schedules]
 
-    steps = again("alone 45", *(f"with {count}" for count in COMPANY[:12]))
-    bisection = () if ON_GPU else ("first_that_parts", COMPANY[:12])
+    steps = again("alone 45", *(f"with {count}" for count in CONCURRENT[:12]))
+    bisection = () if ON_GPU else ("first_divergence_among", CONCURRENT[:12])
     return engine(steps, flag="0", enforce_eager=True, bisection=bisection, afterwards=check)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this model is too small for plain vLLM to vary")
 def test_plain_vllm_fails_the_same_comparison(stock: Result) -> None:
-    assert any(stock.completions(f"with {count}") != stock.completions("alone 45") for count in COMPANY[:12])
+    assert any(stock.completions(f"with {count}") != stock.completions("alone 45") for count in CONCURRENT[:12])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this model is too small for plain vLLM to vary")
 def test_a_check_of_plain_vllm_breaks_and_says_where(stock: Result) -> None:
-    found = stock.afterwards[0].findings
-    broken = {fact.name: fact for fact in found.facts if fact.outcome is Outcome.BREAKS}
+    found = stock.afterwards[0].results
+    broken = {case.name: case for case in found.cases if case.outcome is Outcome.BREAKS}
     assert found.status is Status.DIVERGED
-    assert "logprobs from token" in broken[COMPANY_FACT[1]].difference
-    assert {verdict.rung.name for verdict in found.verdicts if verdict.outcome is Outcome.BREAKS} == {"batch"}
+    assert "logprobs from token" in broken[CONCURRENT_CASE[1]].difference
+    assert {one.guarantee.name for one in found.guarantees if one.outcome is Outcome.BREAKS} == {"batch"}
     assert any(certificate.difference for certificate in found.certificates if certificate.operation == "linear")
 
 
@@ -296,12 +298,12 @@ def test_without_the_flag_the_plugin_does_nothing(stock: Result, engine: Callabl
         assert [a["completions"] for a in stock.steps[name]] == [a["completions"] for a in absent.steps[name]]
 
 
-def test_a_receipt_is_equal_when_it_is_computed_again_in_company(main: Result) -> None:
+def test_a_receipt_is_equal_when_it_is_computed_again_with_others(main: Result) -> None:
     assert main.receipts is not None
-    declared, equal = main.receipts["verdict"].splitlines()
-    assert declared == "declared: nothing that decides bits differs: bits may be expected equal"
+    engines, equal = main.receipts["verdict"].splitlines()
+    assert engines == "engines: nothing that decides bits differs: bits may be expected equal"
     assert equal.startswith("equal: 12 tokens and the bits of ")
-    assert "computed again beside " in equal
+    assert "computed again with " in equal
     assert main.receipts["trainer agrees"]
 
 
@@ -326,7 +328,7 @@ def test_a_receipt_says_what_computed_it_and_none_is_made_of_what_nobody_can_rep
 def bisected(request: pytest.FixtureRequest, engine: Callable[..., Result]) -> dict[str, Any]:
     """On a GPU by an engine without CUDA graphs, inside which a bisection does not see."""
     if ON_GPU:
-        return engine([], bisection=("planted",), enforce_eager=True).bisected
+        return engine([], bisection=("injected",), enforce_eager=True).bisected
     return request.getfixturevalue("main").bisected
 
 
@@ -344,12 +346,12 @@ def test_a_bisection_of_the_mode_finds_nothing(bisected: dict[str, Any], name: s
 @pytest.mark.parametrize(
     ("fault", "module", "operation", "token"),
     [
-        ("down_proj", "model.layers.2.mlp.down_proj", "planted.copy", 0),
-        ("norm", "model.layers.1.post_attention_layernorm", "planted.copy_into", 1),
+        ("down_proj", "model.layers.2.mlp.down_proj", "injected.copy", 0),
+        ("norm", "model.layers.1.post_attention_layernorm", "injected.copy_into", 1),
         ("unseen", "model.layers.0.mlp.act_fn", MODULE_OUTPUT, 1),
     ],
 )
-def test_a_bisection_names_a_planted_fault(
+def test_a_bisection_names_an_injected_fault(
     bisected: dict[str, Any], fault: str, module: str, operation: str, token: int
 ) -> None:
     found = bisected[fault]["found"]

@@ -7,11 +7,11 @@ import pytest
 import torch
 import transformers
 
-from tests.engine.engines import OF_DEVICE, Result, company, request, run, tokens
+from tests.engine.engines import OF_DEVICE, Result, concurrent_requests, request, run, tokens
 
 pytestmark = pytest.mark.engine
 
-SIZES = {
+PRESETS = {
     "vocab_size": 4096,
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -25,30 +25,30 @@ SIZES = {
 GQA = {"num_key_value_heads": 2, "head_dim": 64}
 
 MODELS = {
-    "llama in fp16": (transformers.LlamaConfig(**SIZES, **GQA), torch.float16),
-    "mistral with a sliding window": (transformers.MistralConfig(**SIZES, **GQA, sliding_window=48), torch.bfloat16),
-    "qwen2 with biases in fp32": (transformers.Qwen2Config(**SIZES, num_key_value_heads=1), torch.float32),
+    "llama in fp16": (transformers.LlamaConfig(**PRESETS, **GQA), torch.float16),
+    "mistral with a sliding window": (transformers.MistralConfig(**PRESETS, **GQA, sliding_window=48), torch.bfloat16),
+    "qwen2 with biases in fp32": (transformers.Qwen2Config(**PRESETS, num_key_value_heads=1), torch.float32),
     "gemma2 with soft-caps": (
-        transformers.Gemma2Config(**SIZES, **GQA, sliding_window=32, query_pre_attn_scalar=64),
+        transformers.Gemma2Config(**PRESETS, **GQA, sliding_window=32, query_pre_attn_scalar=64),
         torch.bfloat16,
     ),
     "bloom with alibi": (
         transformers.BloomConfig(vocab_size=4096, hidden_size=256, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2),
         torch.float32,
     ),
-    "phi with layer norm and gelu": (transformers.PhiConfig(**SIZES), torch.float32),
+    "phi with layer norm and gelu": (transformers.PhiConfig(**PRESETS), torch.float32),
 }
 
 
-COMPANY = (1, 3, 17, 40)
+CONCURRENT = (1, 3, 17, 40)
 
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Result]]]:
     """Every model in an engine of its own, two at a time: most of an engine's start takes one core."""
-    needle = request(tokens(150, 1), max_tokens=12)
-    steps = [{"name": "alone", "requests": [needle]}]
-    steps += [{"name": f"with {n}", "requests": [*company(n, n), needle]} for n in COMPANY]
+    target = request(tokens(150, 1), max_tokens=12)
+    steps = [{"name": "alone", "requests": [target]}]
+    steps += [{"name": f"with {n}", "requests": [*concurrent_requests(n, n), target]} for n in CONCURRENT]
     limits = {"max_model_len": 1024, "skip_tokenizer_init": True, "max_num_batched_tokens": 128, "max_num_seqs": 64}
     with ThreadPoolExecutor(2) as pool:
         engines = {}
@@ -62,7 +62,9 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_architecture_gives_the_same_bits_in_any_company(name: str, asked: dict[str, Future[Result]]) -> None:
+def test_an_architecture_gives_the_same_bits_with_any_concurrent_requests(
+    name: str, asked: dict[str, Future[Result]]
+) -> None:
     result = asked[name].result()
-    for count in COMPANY:
+    for count in CONCURRENT:
         assert result.completions(f"with {count}", count) == result.completions("alone"), count

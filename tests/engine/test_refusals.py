@@ -71,17 +71,17 @@ PLUGIN = """
 def register():
     from vllm import ModelRegistry
 
-    ModelRegistry.register_model("PlantedForCausalLM", "planted_model:PlantedForCausalLM")
+    ModelRegistry.register_model("InjectedForCausalLM", "injected_model:InjectedForCausalLM")
 """
 MODEL = """
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 
-class PlantedForCausalLM(Qwen3ForCausalLM):
+class InjectedForCausalLM(Qwen3ForCausalLM):
     pass
 """
 SERVER = (
-    "--hf-overrides", '{"architectures": ["PlantedForCausalLM"]}', "--load-format", "dummy", "--max-model-len", "256",
+    "--hf-overrides", '{"architectures": ["InjectedForCausalLM"]}', "--load-format", "dummy", "--max-model-len", "256",
     "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(64 << 20), "--port", "0",
 )  # fmt: skip
 
@@ -134,16 +134,16 @@ def test_settings_that_leave_arithmetic_alone_are_accepted(lines: dict[str, str]
 
 
 @pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def injected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an installed plugin of vLLM's that brings a model with a layer of its own."""
-    folder = installed(tmp_path_factory, "planted", "[vllm.general_plugins]\nplanted = planted:register\n")
-    (folder / "planted.py").write_text(PLUGIN)
-    (folder / "planted_model.py").write_text(MODEL)
+    folder = installed(tmp_path_factory, "injected", "[vllm.general_plugins]\ninjected = injected:register\n")
+    (folder / "injected.py").write_text(PLUGIN)
+    (folder / "injected_model.py").write_text(MODEL)
     return folder
 
 
-def test_a_layer_that_only_the_worker_sees_stops_a_server_with_one_line(checkpoint: Path, planted: Path) -> None:
-    paths = os.pathsep.join(filter(None, (str(ROOT), str(planted), os.environ.get("PYTHONPATH"))))
+def test_a_layer_that_only_the_worker_sees_stops_a_server_with_one_line(checkpoint: Path, injected: Path) -> None:
+    paths = os.pathsep.join(filter(None, (str(ROOT), str(injected), os.environ.get("PYTHONPATH"))))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     process = subprocess.run(
         [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), *SERVER],
@@ -155,7 +155,7 @@ def test_a_layer_that_only_the_worker_sees_stops_a_server_with_one_line(checkpoi
         timeout=300,
     )
     line = (
-        "NotCovered: batch-invariant mode does not cover the model itself (planted_model.PlantedForCausalLM): "
+        "NotCovered: batch-invariant mode does not cover the model itself (injected_model.InjectedForCausalLM): "
         "this version of the plugin does not know it; serve a model made of known layers."
     )
     lines = process.stdout.splitlines()

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass(frozen=True)
 class Page:
-    """What the stand-in sends for a path."""
+    """The answer of the fake for a path."""
 
     body: object
     status: int = 200
@@ -31,7 +31,7 @@ class Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def stand_in(heard: list[tuple[str, dict[str, str]]] | None = None, **pages: Page) -> Iterator[str]:
+def fake_server(heard: list[tuple[str, dict[str, str]]] | None = None, **pages: Page) -> Iterator[str]:
     """A server of fixed pages, named by the last part of their path. The path and the headers, their names in lower
     case, of every request are added to ``heard``.
     """
@@ -78,5 +78,5 @@ def answering(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
         thread.join()
 
 
-MODELS = Page({"object": "list", "data": [{"id": "stub", "object": "model", "created": 0, "owned_by": "nobody"}]})
-"""The list of a server with one model, called stub."""
+MODELS = Page({"object": "list", "data": [{"id": "fake", "object": "model", "created": 0, "owned_by": "nobody"}]})
+"""The list of a server with one model, named fake."""

@@ -5,7 +5,7 @@ Each copies, and in a batch of more than so many rows moves the last element of 
 
 import torch
 
-LIBRARY = torch.library.Library("planted", "FRAGMENT")
+LIBRARY = torch.library.Library("injected", "FRAGMENT")
 LIBRARY.define("copy(Tensor x, int most) -> Tensor")
 LIBRARY.define("copy_into(Tensor(a!) out, Tensor x, int most) -> ()")
 

@@ -1,4 +1,4 @@
-"""Faults that a fuzzer must find, planted in an engine of this process, and taken out again."""
+"""Faults that a fuzzer must find, injected in an engine of this process, and taken out again."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from tests.faults.adding import nudge
 
 ROWS = 4
-"""Rows of a product up to which the planted one is right."""
+"""Rows of a product up to which the injected one is right."""
 
 
 def _product(model: Any) -> Callable[[], None]:
@@ -61,7 +61,7 @@ FAULTS = ("product", "attention", "sampler")
 _take_out: list[Callable[[], None]] = []
 
 
-def plant(llm: Any, fault: str) -> None:
+def inject(llm: Any, fault: str) -> None:
     """Put a fault into the engine; the one before is taken out."""
     while _take_out:
         _take_out.pop()()

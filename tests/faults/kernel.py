@@ -1,4 +1,4 @@
-"""The fault of ``planted`` on a GPU: a kernel, which the dispatcher does not see."""
+"""The fault of ``injected`` on a GPU: a kernel, which the dispatcher does not see."""
 
 import torch
 import triton

@@ -12,7 +12,7 @@ from tests.assertions import assert_same_bits
 from tests.hf.models import DEVICE
 from vllm_batch_invariant.hf import patch, token_logprobs
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
-from vllm_batch_invariant.verify.harness.requests import company, request, tokens
+from vllm_batch_invariant.verify.harness.requests import concurrent_requests, request, tokens
 from vllm_batch_invariant.verify.harness.worker import Engine
 
 pytestmark = pytest.mark.engine
@@ -39,7 +39,7 @@ def engine(checkpoint: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def samples(engine: Engine) -> list[Sample]:
-    """Rolled out together, so prompts are prefilled in chunks beside each other and tokens decoded in batches."""
+    """Rolled out together, so prompts are prefilled in chunks together and tokens decoded in batches."""
     return rollout(engine, (tokens(length, 1, range(16, VOCABULARY)) for length in PROMPTS), max_tokens=24)
 
 
@@ -86,12 +86,12 @@ def test_another_weight_gives_others(samples: list[Sample], trainer: torch.nn.Mo
     assert Gap.of(samples, of_trainer(trainer, samples)).kl > 0.0
 
 
-def test_a_group_sampled_from_a_warm_cache_in_company_has_the_trainers_bits(
+def test_a_group_sampled_from_a_warm_cache_with_others_has_the_trainers_bits(
     engine: Engine, samples: list[Sample], trainer: torch.nn.Module
 ) -> None:
     prompt = samples[3].tokens[: samples[3].prompt]
     group = request(prompt, n=4, temperature=1.0, seed=9, logprobs=0, max_tokens=12)
-    answer = engine.step("group", [*company(9, 3, vocabulary=range(16, VOCABULARY)), group]).requests[-1]
+    answer = engine.step("group", [*concurrent_requests(9, 3, vocabulary=range(16, VOCABULARY)), group]).requests[-1]
     assert answer["cached"] > 0
     for completion in answer["completions"]:
         whole = torch.tensor([prompt + completion["tokens"]], device=DEVICE)

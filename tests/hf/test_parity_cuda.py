@@ -12,7 +12,7 @@ import torch
 
 from vllm_batch_invariant.envs import ATTENTION
 from vllm_batch_invariant.verify.demo_model import DTYPES, Shape, make_checkpoint
-from vllm_batch_invariant.verify.harness.requests import company, request, tokens
+from vllm_batch_invariant.verify.harness.requests import concurrent_requests, request, tokens
 from vllm_batch_invariant.verify.harness.worker import Engine
 
 pytest.importorskip("vllm")
@@ -46,9 +46,9 @@ class Rollout:
     path: Path
     dtype: torch.dtype
     samples: list[Sample]
-    """Rolled out together, so prompts are prefilled beside each other and tokens decoded in batches."""
+    """Rolled out together, so prompts are prefilled together and tokens decoded in batches."""
     group: list[dict[str, Any]]
-    """Completions of the last prompt, from a warm cache and in company."""
+    """Completions of the last prompt, from a warm cache and with others."""
     cached: int
     distribution: dict[str, Any]
     """A completion with every token's logprob."""
@@ -73,7 +73,7 @@ def _roll_out(path: Path, dtype: str) -> Rollout:
         samples = rollout(engine, (tokens(length, 1, WORDS) for length in PROMPTS), MOST_TOKENS)
         prompt = samples[-1].tokens[: samples[-1].prompt]
         asked = request(prompt, n=4, temperature=1.0, seed=9, logprobs=0, max_tokens=12)
-        group = engine.step("group", [*company(9, 3, vocabulary=WORDS), asked]).requests[-1]
+        group = engine.step("group", [*concurrent_requests(9, 3, vocabulary=WORDS), asked]).requests[-1]
         asked = request(tokens(45, 2, WORDS), temperature=1.0, seed=1, logprobs=-1, max_tokens=2)
         [distribution] = engine.step("distribution", [asked]).requests[0]["completions"]
     return Rollout(path, DTYPES[dtype], samples, group["completions"], group["cached"], distribution)
@@ -102,7 +102,7 @@ def test_logprobs_of_prompt_and_sampled_tokens_have_the_rollouts_bits(
     assert Gap.of(rolled.samples, together).kl == 0.0
 
 
-def test_a_group_sampled_from_a_warm_cache_in_company_has_the_trainers_bits(
+def test_a_group_sampled_from_a_warm_cache_with_others_has_the_trainers_bits(
     rolled: Rollout, trainer: torch.nn.Module
 ) -> None:
     sample = rolled.samples[-1]

@@ -94,17 +94,17 @@ def mixes(slots: int) -> Iterator[list[int]]:
 @pytest.fixture
 def planners(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, int], object]:
     """Those of attention, for 132 multiprocessors, whose kernel does nothing."""
-    triton = pytest.importorskip("vllm_batch_invariant.ops.attention.cuda")
+    plan = pytest.importorskip("vllm_batch_invariant.ops.attention.plan")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.device("cpu"))
     kernel = type("Kernel", (), {"__getitem__": lambda self, grid: lambda *_, **__: None})()
-    monkeypatch.setattr(triton, "plan_kernel", kernel)
-    monkeypatch.setattr(triton, "PARTIAL_BYTES", 16 << 20)
+    monkeypatch.setattr(plan, "plan_kernel", kernel)
+    monkeypatch.setattr(plan, "PARTIAL_BYTES", 16 << 20)
 
     def planner(model: str, slots: int, keys: int = 100_000) -> object:
         heads, kv_heads, size = HEADS[model]
-        shape = triton.Shape(heads, kv_heads, size, torch.bfloat16, AttentionReduction.of_device("cuda"))
-        return triton.Planner(shape, torch.device("cpu"), slots, STEP, keys)
+        shape = plan.AttentionShape(heads, kv_heads, size, torch.bfloat16, AttentionReduction.of_device("cuda"))
+        return plan.Planner(shape, torch.device("cpu"), slots, STEP, keys)
 
     return planner
 
@@ -116,7 +116,7 @@ def plan_of(planner: object, rule: Rule, requests: int, tokens: int, most: int) 
 
 def misfits(manager: SimpleNamespace, planner: object, rule: Rule) -> Iterator[str]:
     """Steps whose plan is not the one that their graph was captured with, or leaves a request out."""
-    group, slots = planner.shape.group, manager.max_num_reqs
+    group, slots = planner.shape.queries_per_kv, manager.max_num_reqs
     captured = {}
     for graph in (one for descriptions in manager._capture_descs.values() for one in descriptions):
         # vLLM's dummy step: the same number of tokens for all requests, and what is left for the last.
@@ -133,13 +133,13 @@ def misfits(manager: SimpleNamespace, planner: object, rule: Rule) -> Iterator[s
                 yield f"{mix}: planned as {plan}, captured as {captured[graph]}"
             launched = captured.get(graph, plan)
             small = [one * group for one in mix if one * group <= 16]
-            if small and not (launched.small and launched.kept_rows >= max(small)):
+            if small and not (launched.has_decode and launched.partial_rows >= max(small)):
                 yield f"{mix}: requests of few rows, {launched}"
-            if len(small) < len(mix) and not launched.large_programs:
+            if len(small) < len(mix) and not launched.prefill_ctas:
                 yield f"{mix}: requests of many rows, {launched}"
-            room = planner._room_small(launched.kept_rows) * planner.shape.kv_heads * launched.kept_rows
-            if room > len(planner.top):
-                yield f"{mix}: room for {room} rows of partial results in {len(planner.top)}"
+            room = planner._decode_workspace(launched.partial_rows) * planner.shape.kv_heads * launched.partial_rows
+            if room > len(planner.partial_m):
+                yield f"{mix}: room for {room} rows of partial results in {len(planner.partial_m)}"
 
 
 @pytest.mark.parametrize("model", HEADS)

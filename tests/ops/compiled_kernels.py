@@ -27,9 +27,9 @@ from triton.runtime.jit import JITFunction
 import vllm_batch_invariant.ops.attention as attention_package
 from tests.ops.attention.cases import Chunk, Heads, Request, paged
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention, sm90
-from vllm_batch_invariant.ops.attention import cuda as attention
+from vllm_batch_invariant.ops.attention import plan as planning
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
-from vllm_batch_invariant.ops.attention.shared_memory import bytes_of_small_block
+from vllm_batch_invariant.ops.attention.shared_memory import decode_bytes
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
@@ -141,9 +141,9 @@ def attend(heads: Heads, page: int, length: int, tokens: int, count: int = 1, **
     """Launch what ``count`` requests of so many keys and so many new tokens each need."""
     request = Request(heads, length, 1)
     query, keys, values, table, seq_lens, starts = paged([Chunk(request, length - tokens, length)] * count, page)
-    shape = attention.Shape(heads.query, heads.kv, heads.size, heads.dtype, REDUCTION)
-    planner = attention.Planner(shape, query.device, 8, 1000, 8000, not options)
-    plan = planner.plan(starts, seq_lens, len(query), tokens)
+    shape = planning.AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, REDUCTION)
+    planner = planning.Planner(shape, query.device, 8, 1000, 8000, not options)
+    plan = planner.plan(starts, seq_lens, len(query), tokens == 1)
     paged_attention(
         query, keys, values, table, seq_lens, starts, scale=0.1, reduction=REDUCTION, implementation="triton",
         plan=plan, **options,
@@ -233,7 +233,7 @@ def check_hopper_attention(heads: Heads, page: int, verbose: bool) -> None:
     what = f"attention on a Hopper, {heads}, pages of {page}"
     found = launch_on(90, hopper_attention, heads, page)
     names = [one.name for one in found if one.name != "plan_kernel"]
-    kept = {min(heads.query // heads.kv, attention.FEW_ROWS), attention.FEW_ROWS}
+    kept = {min(heads.query // heads.kv, planning.DECODE_ROWS), planning.DECODE_ROWS}
     if sorted(names) != ["decode_kernel"] * len(kept) + ["prefill_kernel"]:
         check(f"{what}: what is tried is what is launched, got {names}", False)
     resident = sm90.DECODING[heads.size].resident
@@ -247,12 +247,12 @@ def check_attention(gpu: int, heads: Heads, page: int, verbose: bool, **options:
     what = f"attention on sm_{gpu}, {heads}, pages of {page}{', with ' * bool(options)}{', '.join(options)}"
     found = launch_on(gpu, decode_and_prefill, heads, page, **options)
     check_all(what, found, verbose)
-    small = attention.small_blocks(heads.size, heads.dtype)
+    small = planning.decode_schedule(heads.size, heads.dtype)
     for one in found:
         made = one.kernel.metadata
-        if one.name == "attention_kernel" and made.num_warps == small.warps < 8 and made.num_stages > 1:
+        if one.name == "attention_kernel" and made.num_warps == small.num_warps < 8 and made.num_stages > 1:
             padded = triton.next_power_of_2(heads.size)
-            expected = bytes_of_small_block(small.rows, made.num_stages, 64, padded, gpu >= 90)
+            expected = decode_bytes(small.block_m, made.num_stages, 64, padded, gpu >= 90)
             if not 0 <= expected - one.shared <= (4096 if page == 64 or gpu < 90 else expected):
                 check(f"{what}: {one.shared} bytes where {expected} are reckoned with", False)
 

@@ -4,30 +4,29 @@ import asyncio
 
 import pytest
 
-from vllm_batch_invariant.verify.check.facts import COMPANY, planned_for_a_server
-from vllm_batch_invariant.verify.check.guarantees import Outcome
-from vllm_batch_invariant.verify.check.presets import Size
-from vllm_batch_invariant.verify.check.results import Findings
+from vllm_batch_invariant.verify.check.guarantees import CONCURRENT, cases_of_a_server
+from vllm_batch_invariant.verify.check.presets import Preset
+from vllm_batch_invariant.verify.check.results import CheckResults
 from vllm_batch_invariant.verify.check.server import check_server
 from vllm_batch_invariant.verify.harness.server import Server
-from vllm_batch_invariant.verify.outcome import Status
+from vllm_batch_invariant.verify.outcome import Outcome, Status
 
 pytestmark = pytest.mark.server
 
-SIZE = Size("tests", 16, (2, 24), (64,), ("penalties",), (1, 1), (2,), 1)
+SIZE = Preset("tests", 16, (2, 24), (64,), ("penalties",), (1, 1), (2,), 1)
 
 
 def test_a_server_holds_on_all_that_a_client_can_provoke_and_the_rest_is_said_to_be_untested(server: Server) -> None:
-    found = Findings("server", planned_for_a_server())
+    found = CheckResults("server", cases_of_a_server())
     asyncio.run(check_server(server.base_url, None, None, SIZE, 300, found, lambda now: None))
-    outcomes = {(fact.rung, fact.name): fact.outcome for fact in found.facts}
-    planned = planned_for_a_server()
-    assert {fact: outcomes[fact] for fact in planned} == dict.fromkeys(planned, Outcome.HOLDS)
+    outcomes = {(case.guarantee, case.name): case.outcome for case in found.cases}
+    planned = cases_of_a_server()
+    assert {case: outcomes[case] for case in planned} == dict.fromkeys(planned, Outcome.HOLDS)
     assert outcomes["schedule", "preemption"] is Outcome.NOT_TESTED
     assert found.status is Status.REPRODUCIBLE
-    assert found.largest[COMPANY] > 2
-    assert "logprobs none/0/1/5/20" in found.evidence[COMPANY]
-    assert "refused" not in found.evidence[COMPANY], found.evidence[COMPANY]
+    assert found.largest[CONCURRENT] > 2
+    assert "logprobs none/0/1/5/20" in found.proof[CONCURRENT]
+    assert "refused" not in found.proof[CONCURRENT], found.proof[CONCURRENT]
     assert max(found.traces[0].sizes) > 2
-    assert found.about["versions"]["vllm"] != "unknown"
+    assert found.info["versions"]["vllm"] != "unknown"
     assert len(found.shown[0].answer.tokens) == 16

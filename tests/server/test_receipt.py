@@ -1,4 +1,4 @@
-"""Receipts of a real server, computed again on it in other company."""
+"""Receipts of a real server, computed again on it with concurrent requests."""
 
 import getpass
 from pathlib import Path
@@ -44,13 +44,13 @@ def test_a_receipt_says_what_computed_it(made: Path) -> None:
     assert not {getpass.getuser(), str(Path.home()), str(Path.cwd()), "127.0.0.1"} & set(made.read_text().split('"'))
 
 
-def test_a_receipt_is_equal_when_it_is_computed_again_in_company(
+def test_a_receipt_is_equal_when_it_is_computed_again_with_concurrent_requests(
     target: list[str], made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["verify", str(made), *target, "--company", "12"]) == 0
+    assert main(["verify", str(made), *target, "--concurrent", "12"]) == 0
     said = capsys.readouterr().out
-    assert "declared: nothing that decides bits differs: bits may be expected equal" in said
-    assert f"equal: {LENGTH} tokens and the bits of {6 * LENGTH} logprobs, computed again beside " in said
+    assert "engines: nothing that decides bits differs: bits may be expected equal" in said
+    assert f"equal: {LENGTH} tokens and the bits of {6 * LENGTH} logprobs, computed again with " in said
 
 
 def test_a_changed_bit_is_found_though_the_receipt_was_hashed_again(
@@ -59,7 +59,7 @@ def test_a_changed_bit_is_found_though_the_receipt_was_hashed_again(
     kept, changed = Receipt.load(made), tmp_path / "changed.json"
     bits = f"{int(kept.completion.logprobs[7], 16) ^ 1:08x}"
     changed.write_text(rewritten(kept, lambda data: data["completion"]["logprobs"].__setitem__(7, bits)))
-    assert main(["verify", str(changed), "--base-url", server.base_url, "--company", "2"]) == 1
+    assert main(["verify", str(changed), "--base-url", server.base_url, "--concurrent", "2"]) == 1
     found, token = kept.completion.logprobs[7], kept.completion.token_ids[7]
     said = capsys.readouterr().out
     assert f"differs: at token 7 the logprob of {token} is 0x{found} " in said

@@ -100,7 +100,7 @@ async def noise(client: Client, model: str, count: int) -> list[asyncio.Task]:
 
 
 @pytest.mark.parametrize("form", [completion, streamed, chat])
-def test_every_form_of_request_gets_the_same_answer_alone_and_in_company(
+def test_every_form_of_request_gets_the_same_answer_alone_and_with_others(
     server: Server, form: Callable[..., Awaitable[Any]]
 ) -> None:
     async def ask(client: Client, model: str) -> tuple[Any, list[Any]]:
@@ -123,7 +123,7 @@ def test_streaming_changes_no_bit(server: Server) -> None:
     assert pieces == whole
 
 
-def test_several_seeded_samples_differ_from_each_other_and_repeat_in_company(server: Server) -> None:
+def test_several_seeded_samples_differ_from_each_other_and_repeat_with_others(server: Server) -> None:
     async def ask(client: Client, model: str) -> tuple[Answer, Answer, Answer]:
         options = {"n": 3, "temperature": 1.0, "seed": 5}
         alone = await completion(client, model, **options)

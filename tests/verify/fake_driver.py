@@ -1,4 +1,4 @@
-"""Stands in for the program that holds an engine, without one: answers follow the prompt, and go wrong as told.
+"""A fake of the program that holds an engine, without one: answers follow the prompt, and go wrong as told.
 
 FAKE_ENGINE is a list of: breaks (in a batch a token differs), lists (in a batch the candidates change places), refuses
 (structured outputs), never-batches, never-preempts, no-logprobs, nonsense, no-start, dies, hangs (at the step "with 7
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 WRONG = os.environ.get("FAKE_ENGINE", "").split()
-ABOUT = {
+INFO = {
     "context": 2048,
     "vocabulary": 4096,
     "tokens_in_a_step": 4096,
@@ -37,13 +37,13 @@ class FakeEngine:
         self.small = "--num-gpu-blocks-override" in arguments
         limits = {"tokens_in_a_step": 64, "prefix_caching": False} if self.small else {}
         limits |= {"requests_in_a_step": 1} if "never-batches" in WRONG else {}
-        return ABOUT | limits | {"arguments": arguments, "flag": os.environ.get("VLLM_BATCH_INVARIANT")}
+        return INFO | limits | {"arguments": arguments, "flag": os.environ.get("VLLM_BATCH_INVARIANT")}
 
     def call(self, what: dict[str, Any]) -> list[dict[str, Any]]:
         operation, rows = what["arguments"]
         made = {"operation": operation, "shape": "K=4", "served_by": "nobody", "rows": rows, "compared": 4}
-        rungs = ("batch", "schedule") if operation == "attention" else ("batch",)
-        return [made | {"rung": rung, "difference": ""} for rung in rungs]
+        guarantees = ("batch", "schedule") if operation == "attention" else ("batch",)
+        return [made | {"guarantee": guarantee, "difference": ""} for guarantee in guarantees]
 
     def step(self, step: dict[str, Any]) -> dict[str, Any]:
         if step["name"] == "with 7 others" and "hangs" in WRONG:

@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_batch_invariant.verify.fuzz.trial import ABOUT, RUN
+from vllm_batch_invariant.verify.fuzz.trial import INFO, RUN
 from vllm_batch_invariant.verify.harness.worker import EngineFailed
 
 VOCABULARY = 4096
@@ -18,10 +18,10 @@ VOCABULARY = 4096
 class FakeFuzzedEngine:
     def __init__(self, wrong: Sequence[str] = (), arguments: Sequence[str] = ()) -> None:
         self.wrong, self.arguments, self.schedules = wrong, list(arguments), 0
-        self.about: dict[str, Any] = {"vocabulary": VOCABULARY, "device": {"type": "none"}, "versions": {"vllm": "0"}}
+        self.info: dict[str, Any] = {"vocabulary": VOCABULARY, "device": {"type": "none"}, "versions": {"vllm": "0"}}
 
     def call(self, function: str, *arguments: Any) -> Any:
-        if function == ABOUT:
+        if function == INFO:
             return {"left_out": {}, "runner": "v1"}
         assert function == RUN
         return self._run(*arguments)

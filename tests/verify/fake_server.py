@@ -1,4 +1,4 @@
-"""Stands in for a server of vLLM, without a model: it is healthy, and ends when it is asked for the page /end.
+"""A fake of a server of vLLM, without a model: it is healthy, and ends when it is asked for the page /end.
 
 FAKE_SERVER is no-start, for one that ends before it answers, or nothing.
 """

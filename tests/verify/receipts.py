@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from vllm_batch_invariant.verify.receipt import Completion, Declared, Environment, Receipt, Sampling
+from vllm_batch_invariant.verify.receipt import Completion, EngineInfo, Environment, Receipt, Sampling
 from vllm_batch_invariant.verify.receipt.model_files import model_at
 from vllm_batch_invariant.verify.receipt.record import sha256_of
 
@@ -16,7 +16,7 @@ CPU = Environment(
     engine={"dtype": "bfloat16", "kv_cache_dtype": "auto", "logprobs_mode": "raw_logprobs"},
     reductions={"attention": {"implementation": "numba", "split_size": 256}},
 )
-DECLARED = Declared(model_at(None, "organisation/model", "nobody has them"), CPU)
+INFO = EngineInfo(model_at(None, "organisation/model", "nobody has them"), CPU)
 PROMPT = (11, 12, 13)
 LOGPROBS = (-0.5, -1.25, -0.75)
 
@@ -29,7 +29,7 @@ def completion(tokens: tuple[int, ...] = (5, 6, 7), logprobs: tuple[float, ...] 
 
 def receipt(**other: Any) -> Receipt:
     """A receipt of three tokens, with other fields where named."""
-    made = Receipt.of(DECLARED, PROMPT, Sampling(max_tokens=3, logprobs=2), completion(), private=False)
+    made = Receipt.of(INFO, PROMPT, Sampling(max_tokens=3, logprobs=2), completion(), private=False)
     return replace(made, **other)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.server import MODELS, Page, stand_in
+from tests.fakes.server import MODELS, Page, fake_server
 from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.verify.arguments import parse_arguments
 
@@ -21,7 +21,7 @@ METRICS = Page('# TYPE vllm:num_requests_running gauge\nvllm:num_requests_runnin
 PAGES = {"models": MODELS, "metrics": METRICS, "version": Page({"version": "0.26.0"})}
 COMMANDS = {
     "make": ("receipt", "make", "new.json"),
-    "verify": ("receipt", "verify", "kept.json", "--company", "0"),
+    "verify": ("receipt", "verify", "kept.json", "--concurrent", "0"),
     "reproduce": ("reproduce", "--samples", "2"),
     "check": ("check", "--quick"),
 }
@@ -52,7 +52,7 @@ def test_what_the_environment_holds_for_openai_goes_to_no_other_server(
     capsys: pytest.CaptureFixture[str], command: Sequence[str]
 ) -> None:
     heard: list[tuple[str, dict[str, str]]] = []
-    with stand_in(heard, **PAGES) as url:
+    with fake_server(heard, **PAGES) as url:
         ends(capsys, *command, "--base-url", url)
     assert {path.rsplit("/", 1)[-1] for path, _ in heard} >= {"models", "completions"}
     sent = " ".join(value for _, headers in heard for value in headers.values())
@@ -64,7 +64,7 @@ def test_the_key_of_the_variable_named_goes_to_the_api_and_to_no_other_page(
     capsys: pytest.CaptureFixture[str], command: Sequence[str]
 ) -> None:
     heard: list[tuple[str, dict[str, str]]] = []
-    with stand_in(heard, **PAGES) as url:
+    with fake_server(heard, **PAGES) as url:
         _, err = ends(capsys, *command, "--base-url", url, "--api-key-env", "SERVER_KEY")
     keys = {path: headers.get("authorization") for path, headers in heard}
     assert {path for path, key in keys.items() if key == "Bearer sk-server"} >= {"/v1/models", "/v1/completions"}
@@ -77,7 +77,7 @@ def test_the_key_of_the_variable_named_goes_to_the_api_and_to_no_other_page(
 def test_a_server_that_wants_a_key_is_one_line_that_says_how_to_give_it(
     capsys: pytest.CaptureFixture[str], command: Sequence[str]
 ) -> None:
-    with stand_in(models=Page({"error": "Unauthorized"}, 401)) as url:
+    with fake_server(models=Page({"error": "Unauthorized"}, 401)) as url:
         status, err = ends(capsys, *command, "--base-url", url)
     assert status == 2
     assert err.splitlines()[-1].endswith("name the environment variable with its key: --api-key-env NAME")

@@ -12,9 +12,8 @@ import torch
 from vllm_batch_invariant.compare import bitwise_comparison
 from vllm_batch_invariant.verify.bisect import command
 from vllm_batch_invariant.verify.bisect.command import main
-from vllm_batch_invariant.verify.bisect.engine import Case, Found, Result, bisect
-from vllm_batch_invariant.verify.bisect.recording import MODULE_OUTPUT, Coverage, Key, Parting
-from vllm_batch_invariant.verify.bisect.report import Setting
+from vllm_batch_invariant.verify.bisect.engine import BisectResult, Case, Found, Setting, bisect
+from vllm_batch_invariant.verify.bisect.recording import MODULE_OUTPUT, Coverage, Key, OutputDivergence
 from vllm_batch_invariant.verify.outcome import NoTestError, Status
 
 
@@ -33,15 +32,15 @@ def ends(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
     [
         ((), "required: model"),
         (("./nowhere",), "model ./nowhere: no model there"),
-        (("x/y", "--company", "0"), "'0' is not a whole number of at least 1"),
-        (("x/y", "--company", "16", "none"), "'none' is not a whole number"),
-        (("x/y", "--company-tokens", "0"), "at least 1"),
+        (("x/y", "--concurrent", "0"), "'0' is not a whole number of at least 1"),
+        (("x/y", "--concurrent", "16", "none"), "'none' is not a whole number"),
+        (("x/y", "--concurrent-tokens", "0"), "at least 1"),
         (("x/y", "--max-tokens", "0"), "at least 1"),
         (("x/y", "--place", "-1"), "at least 0"),
         (("x/y", "--prompt", ""), "--prompt is empty"),
         (("x/y", "--prompts", "no/such/file"), "--prompts no/such/file: "),
         (("x/y", "--prompts", os.devnull), "no prompt in it"),
-        (("x/y", "--prompts", os.devnull, "--company", "3"), "leave out --company"),
+        (("x/y", "--prompts", os.devnull, "--concurrent", "3"), "leave out --concurrent"),
         (("x/y", "--serve-args", "'"), "--serve-args: "),
         (("x/y", "--serve-args", "--worker-extension-cls a.B"), "taken by the recording"),
         (("x/y", "--json", "no/such/folder/report.json"), "no such folder"),
@@ -81,12 +80,12 @@ def engine(**changed: Any) -> SimpleNamespace:
     ],
 )
 def test_an_engine_that_cannot_be_tested_is_refused_in_one_line(changed: dict[str, Any], line: str) -> None:
-    case = Case(prompt=(1,) * 9, company=((1,) * 5, (2,) * 5), place=1, max_tokens=4)
+    case = Case(prompt=(1,) * 9, concurrent=((1,) * 5, (2,) * 5), place=1, max_tokens=4)
     with pytest.raises(NoTestError, match=line):
         bisect(engine(**changed), case)
 
 
-EQUAL = Result(
+EQUAL = BisectResult(
     found=None,
     coverage=Coverage(32, 0, 5600, {"integers": 160}, {}, {}),
     requests=(17,) * 32,
@@ -97,22 +96,24 @@ EQUAL = Result(
 )
 
 
-def differing(operation: str = "aten.mm", **changed: Any) -> Result:
+def differing(operation: str = "aten.mm", **changed: Any) -> BisectResult:
     alone = torch.zeros(1, 8)
-    company = alone.clone()
-    company[0, 5] = -0.0
+    concurrent = alone.clone()
+    concurrent[0, 5] = -0.0
     found = {
-        "parting": Parting(5, 3, Key("model.layers.3.mlp.down_proj", 0, operation, 0, 0), "float32", (1, 8), (), ()),
+        "divergence": OutputDivergence(
+            5, 3, Key("model.layers.3.mlp.down_proj", 0, operation, 0, 0), "float32", (1, 8), (), ()
+        ),
         "rank": 0,
         "position": 61,
         "rows": 1,
         "output_token": 17,
-        "comparison": bitwise_comparison(company, alone),
+        "comparison": bitwise_comparison(concurrent, alone),
         "operands_differ": (),
         "repeats": True,
     }
     coverage = Coverage(32, 1, 5599, {}, {"aten.new_zeros": 12}, {"aten.mv": 3})
-    return Result(Found(**found | changed), coverage, (1, *(8,) * 31), None, 18, True, True)
+    return BisectResult(Found(**found | changed), coverage, (1, *(8,) * 31), None, 18, True, True)
 
 
 CONTEXT = 1200
@@ -125,7 +126,7 @@ def engine_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     def prepare(*results: Any) -> list[Case]:
         cases, left = [], list(results)
 
-        def found(_: Any, case: Case) -> Result:
+        def found(_: Any, case: Case) -> BisectResult:
             cases.append(case)
             result = left.pop(0)
             if isinstance(result, BaseException):
@@ -146,28 +147,28 @@ def engine_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     return prepare
 
 
-def test_two_companies_are_tried_until_something_differs(
+def test_two_numbers_of_concurrent_requests_are_tried_until_something_differs(
     engine_of: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     report = tmp_path / "report.json"
     cases = engine_of(EQUAL, differing())
-    assert main(["x/y", "--prompt", "abc", "--company-tokens", "20", "--json", str(report)]) == Status.DIVERGED
-    assert [(len(case.company), case.place) for case in cases] == [(16, 8), (7, 3)]
+    assert main(["x/y", "--prompt", "abc", "--concurrent-tokens", "20", "--json", str(report)]) == Status.DIVERGED
+    assert [(len(case.concurrent), case.place) for case in cases] == [(16, 8), (7, 3)]
     assert cases[0].prompt == (97, 98, 99)
-    assert {len(prompt) for prompt in cases[0].company} == {20}
+    assert {len(prompt) for prompt in cases[0].concurrent} == {20}
     said = capsys.readouterr().out
     for line in (
-        "the bits part at model.layers.3.mlp.down_proj: aten.mm, step 5 (decode, output token 17, position 61)",
+        "the bits diverge at model.layers.3.mlp.down_proj: aten.mm, step 5 (decode, output token 17, position 61)",
         "1 of 8",
-        "[0, 5]: 0.0 (0x00000000) alone, -0.0 (0x80000000) in company",
+        "[0, 5]: 0.0 (0x00000000) alone, -0.0 (0x80000000) with concurrent requests",
         "float32 [1, 8], the request's part",
-        "5599 outputs in 32 steps of 8 requests; 1 step had no company",
+        "5599 outputs in 32 steps of 8 requests; 1 step had no other request",
         "12: aten.new_zeros (12)",
         "3: aten.mv (3)",
         "have the same bits in both runs",
         "of output token 18",
         "Layers ran eagerly",
-        "a prompt of 3 tokens among 16 other requests: nothing differs: 5600 outputs in 32 steps",
+        "a prompt of 3 tokens with 16 concurrent requests: nothing differs: 5600 outputs in 32 steps",
     ):
         assert line in said, said
     data = json.loads(report.read_text())
@@ -187,7 +188,7 @@ def test_without_a_prompt_several_lengths_are_tried(
     assert [len(case.prompt) for case in cases] == [
         length for length in (len(usual), len(short), long) for _ in (16, 7)
     ]
-    assert "a prompt of 1191 tokens among 7 other requests: nothing differs" in capsys.readouterr().out
+    assert "a prompt of 1191 tokens with 7 concurrent requests: nothing differs" in capsys.readouterr().out
 
 
 def test_nothing_that_differs_is_status_0(engine_of: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,25 +196,25 @@ def test_nothing_that_differs_is_status_0(engine_of: Any, tmp_path: Path, capsys
     prompts.write_text("one\n\nthe other\n")
     cases = engine_of(EQUAL)
     assert main(["x/y", "--prompt", "a", "--prompts", str(prompts), "--place", "9"]) == Status.REPRODUCIBLE
-    assert [len(prompt) for prompt in cases[0].company] == [3, 9]
+    assert [len(prompt) for prompt in cases[0].concurrent] == [3, 9]
     assert cases[0].place == 2
-    assert "among 2 other requests: nothing differs" in capsys.readouterr().out
+    assert "with 2 concurrent requests: nothing differs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("result", "line"),
     [
-        (differing(MODULE_OUTPUT, operands_differ=None), "a kernel wrote this that is launched without it"),
+        (differing(MODULE_OUTPUT, operands_differ=None), "a kernel wrote this that is launched without the dispatcher"),
         (differing(operands_differ=("0.0",)), "0.0 differ already"),
         (differing(repeats=False), "gave other bits when it was repeated"),
         (differing(output_token=0, position=0, rows=62), "step 5 (prefill, positions 0 to 61)"),
     ],
 )
 def test_what_is_not_certain_is_said(
-    engine_of: Any, capsys: pytest.CaptureFixture[str], result: Result, line: str
+    engine_of: Any, capsys: pytest.CaptureFixture[str], result: BisectResult, line: str
 ) -> None:
     engine_of(result)
-    assert main(["x/y", "--company", "7"]) == Status.DIVERGED
+    assert main(["x/y", "--concurrent", "7"]) == Status.DIVERGED
     assert line in " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 

@@ -1,4 +1,4 @@
-"""What `check` says and how it ends, with engines and servers that have no model and go wrong as told."""
+"""What ``check`` says and how it ends, with engines and servers that have no model and go wrong as told."""
 
 import json
 import os
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.server import HANGS_UP, MODELS, Page, stand_in
-from tests.verify.fake_driver import ABOUT
+from tests.fakes.server import HANGS_UP, MODELS, Page, fake_server
+from tests.verify.fake_driver import INFO
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.verify.check import command as check_command
 from vllm_batch_invariant.verify.check.command import main
@@ -22,7 +22,7 @@ from vllm_batch_invariant.verify.harness import worker
 from vllm_batch_invariant.verify.harness.server import free_port
 
 ROOT = Path(__file__).parents[2]
-DRIVER = "tests.check.fake_driver"
+DRIVER = "tests.verify.fake_driver"
 METRICS = Page('# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{engine="0"} 3.0\n')
 
 
@@ -45,9 +45,9 @@ def ends(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
     return status, said.out, said.err.strip().splitlines()
 
 
-def facts(path: Path, run: int = 0) -> dict[str, dict]:
+def cases(path: Path, run: int = 0) -> dict[str, dict]:
     data = json.loads(path.read_text())
-    return {fact["name"]: fact for rung in data["runs"][run]["rungs"] for fact in rung["facts"]}
+    return {case["name"]: case for guarantee in data["runs"][run]["rungs"] for case in guarantee["facts"]}
 
 
 @pytest.mark.parametrize(
@@ -75,36 +75,37 @@ def test_a_bad_argument_is_one_line_and_status_2(capsys, arguments: tuple[str, .
     assert line in said
 
 
-def test_companions_that_an_engine_refuses_are_counted(capsys, tmp_path: Path, monkeypatch) -> None:
+def test_concurrent_requests_that_an_engine_refuses_are_counted(capsys, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("FAKE_ENGINE", "refuses")
     status, _, _ = ends(capsys, "x/y", "--quick", "--json", str(tmp_path / "report.json"))
     assert status == 0
-    detail = facts(tmp_path / "report.json")["in any company"]["detail"]
+    detail = cases(tmp_path / "report.json")["with concurrent requests"]["detail"]
     assert re.search(r"\(\d+ of them refused: no structured outputs here\)", detail)
 
 
-def test_candidates_that_change_places_break_the_batch_rung(capsys, tmp_path: Path, monkeypatch) -> None:
+def test_candidates_that_change_places_break_the_batch_guarantee(capsys, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("FAKE_ENGINE", "lists")
     status, _, _ = ends(capsys, "x/y", "--quick", "--json", str(tmp_path / "report.json"))
     assert status == 1
-    assert facts(tmp_path / "report.json")["in any company"]["outcome"] == "breaks"
+    assert cases(tmp_path / "report.json")["with concurrent requests"]["outcome"] == "breaks"
 
 
-def test_a_check_that_holds_is_status_0_and_says_so_of_every_rung(capsys, tmp_path: Path) -> None:
+def test_a_check_that_holds_is_status_0_and_says_so_of_every_guarantee(capsys, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     status, out, err = ends(capsys, "x/y", "--quick", "--json", str(report), "--serve-args", "--seed 3")
     assert (status, err) == (0, [])
     assert "VLLM_BATCH_INVARIANT=1: holds run, batch, schedule" in out
-    beside = facts(report)["in any company"]["detail"]
-    assert "beside requests with logprobs none/0/1/5/20" in beside
-    assert all(name in beside for name in ("bad_words", "logit_bias", "n", "seed", "structured_outputs", "top_p"))
-    assert "refused" not in beside
-    found = facts(report)
-    assert {fact["outcome"] for fact in found.values()} == {"holds"}
-    assert {"in any company", "preemption", "from a warm prefix cache", "prefill in small chunks"} <= set(found)
-    about = json.loads(report.read_text())["runs"][0]["about"]
-    assert about["flag"] == "1"
-    assert about["arguments"] == ["x/y", "--seed", "3"]
+    proof = cases(report)["with concurrent requests"]["detail"]
+    assert "concurrent requests with logprobs none/0/1/5/20" in proof
+    assert all(name in proof for name in ("bad_words", "logit_bias", "n", "seed", "structured_outputs", "top_p"))
+    assert "refused" not in proof
+    found = cases(report)
+    assert {case["outcome"] for case in found.values()} == {"holds"}
+    names = {"with concurrent requests", "preemption", "from a warm prefix cache", "prefill in small chunks"}
+    assert names <= set(found)
+    info = json.loads(report.read_text())["runs"][0]["about"]
+    assert info["flag"] == "1"
+    assert info["arguments"] == ["x/y", "--seed", "3"]
 
 
 def test_a_break_is_status_1_and_named_with_its_token(capsys, monkeypatch, tmp_path: Path) -> None:
@@ -113,30 +114,30 @@ def test_a_break_is_status_1_and_named_with_its_token(capsys, monkeypatch, tmp_p
     status, out, _ = ends(capsys, "x/y", "--quick", "--json", str(report))
     assert status == 1
     assert "breaks batch (from token 3 on)" in out
-    found = facts(report)
-    assert found["in any company"]["outcome"] == "breaks"
-    assert found["in any company"]["difference"].startswith("token 3, with 1 other: 100 instead of ")
+    found = cases(report)
+    assert found["with concurrent requests"]["outcome"] == "breaks"
+    assert found["with concurrent requests"]["difference"].startswith("token 3, with 1 other: 100 instead of ")
     assert found["the same request again"]["outcome"] == "holds"
 
 
 @pytest.mark.parametrize(
-    ("wrong", "fact", "reason"),
+    ("wrong", "case", "reason"),
     [
-        ("never-batches", "in any company", "never ran two requests at a time"),
+        ("never-batches", "with concurrent requests", "never ran two requests at a time"),
         ("never-batches", "the same batch again", "never ran two requests at a time"),
-        ("never-batches", "seeded sampling in company", "never ran two requests at a time"),
-        ("never-batches", "logprobs of the prompt in company", "never ran two requests at a time"),
+        ("never-batches", "seeded sampling with concurrent requests", "never ran two requests at a time"),
+        ("never-batches", "prompt logprobs with concurrent requests", "never ran two requests at a time"),
         ("never-preempts", "preemption", "did not preempt"),
     ],
 )
 def test_what_was_not_provoked_is_not_called_a_pass(
-    capsys, monkeypatch, tmp_path: Path, wrong: str, fact: str, reason: str
+    capsys, monkeypatch, tmp_path: Path, wrong: str, case: str, reason: str
 ) -> None:
     monkeypatch.setenv("FAKE_ENGINE", wrong)
     report = tmp_path / "report.json"
     assert ends(capsys, "x/y", "--quick", "--json", str(report))[0] == 2
-    assert facts(report)[fact]["outcome"] == "not tested"
-    assert reason in facts(report)[fact]["detail"]
+    assert cases(report)[case]["outcome"] == "not tested"
+    assert reason in cases(report)[case]["detail"]
 
 
 def test_without_the_flag_plain_vllm_is_checked(capsys, monkeypatch) -> None:
@@ -169,8 +170,8 @@ def test_an_engine_that_dies_leaves_what_was_found_and_is_status_2(capsys, monke
     status, _, [said] = ends(capsys, "x/y", "--quick", "--json", str(report))
     assert status == 2
     assert "the engine's process ended (status 7)" in said
-    assert facts(report)["operations alone and in batches"]["outcome"] == "holds"
-    assert "process ended" in facts(report)["in any company"]["detail"]
+    assert cases(report)["operations alone and in batches"]["outcome"] == "holds"
+    assert "process ended" in cases(report)["with concurrent requests"]["detail"]
 
 
 def test_an_engine_without_logprobs_is_one_line_and_status_2(capsys, monkeypatch) -> None:
@@ -186,7 +187,7 @@ def test_an_answer_that_nobody_foresaw_is_one_line_and_status_2_and_not_1(capsys
     status, _, [said] = ends(capsys, "x/y", "--quick", "--json", str(report))
     assert status == 2
     assert "the check failed: KeyError: 'batches'" in said
-    assert facts(report)["operations alone and in batches"]["outcome"] == "holds"
+    assert cases(report)["operations alone and in batches"]["outcome"] == "holds"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
@@ -210,8 +211,8 @@ def test_a_report_that_cannot_be_shown_is_not_taken_for_a_break(capsys, monkeypa
 
 
 def test_a_context_that_is_too_short_is_one_line_and_status_2(capsys, monkeypatch) -> None:
-    monkeypatch.setitem(ABOUT, "context", 300)
-    monkeypatch.setattr(worker.Engine, "ask", lambda self, command, argument: ABOUT)
+    monkeypatch.setitem(INFO, "context", 300)
+    monkeypatch.setattr(worker.Engine, "ask", lambda self, command, argument: INFO)
     status, _, [said] = ends(capsys, "x/y", "--quick")
     assert status == 2
     assert "context of 300 tokens is too short: a check needs 600" in said
@@ -224,8 +225,9 @@ def test_an_interrupted_check_keeps_a_report_that_is_marked_partial_and_leaves_n
     pytest.importorskip("matplotlib")
     pid, report, page = tmp_path / "pid", tmp_path / "report.json", tmp_path / "report.html"
     start = (
-        "import sys; from vllm_batch_invariant.check import check, engine_process; "
-        f"engine_process.DRIVER = {DRIVER!r}; sys.exit(check.main(sys.argv[1:]))"
+        "import sys; from vllm_batch_invariant.verify.check import command; "
+        "from vllm_batch_invariant.verify.harness import worker; "
+        f"worker.DRIVER = {DRIVER!r}; sys.exit(command.main(sys.argv[1:]))"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", start, "x/y", "--quick", "--json", str(report), "--html", str(page)],
@@ -244,8 +246,8 @@ def test_an_interrupted_check_keeps_a_report_that_is_marked_partial_and_leaves_n
     [said] = err.strip().splitlines()
     assert said == f"check: interrupted; what was found so far is in {report} and {page}, marked partial"
     assert json.loads(report.read_text())["partial"] == "It was interrupted while VLLM_BATCH_INVARIANT=1 was checked."
-    assert facts(report)["the same request again"]["outcome"] == "holds"
-    assert facts(report)["preemption"]["detail"] == "interrupted"
+    assert cases(report)["the same request again"]["outcome"] == "holds"
+    assert cases(report)["preemption"]["detail"] == "interrupted"
     assert "Partial report." in page.read_text()
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
@@ -253,28 +255,28 @@ def test_an_interrupted_check_keeps_a_report_that_is_marked_partial_and_leaves_n
 
 def completion(logprobs: object) -> Page:
     choice = {"index": 0, "text": "x", "finish_reason": "length", "logprobs": logprobs}
-    return Page({"id": "1", "object": "text_completion", "created": 0, "model": "stub", "choices": [choice]})
+    return Page({"id": "1", "object": "text_completion", "created": 0, "model": "fake", "choices": [choice]})
 
 
 ONE = {"tokens": ["token_id:1"], "token_logprobs": [-0.5], "top_logprobs": [{"token_id:1": -0.5}]}
 
 
 def test_a_server_that_returns_no_logprobs_is_one_line_and_status_2(capsys) -> None:
-    with stand_in(models=MODELS, metrics=METRICS, completions=completion(None)) as url:
+    with fake_server(models=MODELS, metrics=METRICS, completions=completion(None)) as url:
         status, out, [said] = ends(capsys, "--base-url", url, "--quick")
     assert (status, out) == (2, "")
     assert "the server returned no logprobs" in said
 
 
 def test_a_server_that_hangs_up_is_one_line_and_status_2(capsys) -> None:
-    with stand_in(models=MODELS, metrics=HANGS_UP, version=HANGS_UP, completions=completion(ONE)) as url:
+    with fake_server(models=MODELS, metrics=HANGS_UP, version=HANGS_UP, completions=completion(ONE)) as url:
         status, out, [said] = ends(capsys, "--base-url", url, "--quick")
     assert (status, out) == (2, "")
     assert said.startswith(f"check: server: {url}/metrics does not answer: ")
 
 
 def test_a_server_that_answers_anything_else_is_one_line_and_status_2(capsys) -> None:
-    with stand_in(models=MODELS, metrics=METRICS, completions=Page("hello")) as url:
+    with fake_server(models=MODELS, metrics=METRICS, completions=Page("hello")) as url:
         status, out, [said] = ends(capsys, "--base-url", url, "--quick")
     assert (status, out) == (2, "")
     assert "the check failed: JSONDecodeError" in said
@@ -287,14 +289,14 @@ def test_an_address_where_nobody_listens_is_one_line_and_status_2(capsys) -> Non
 
 
 def test_a_model_that_the_server_does_not_have_is_one_line_and_status_2(capsys) -> None:
-    with stand_in(models=MODELS, metrics=METRICS) as url:
+    with fake_server(models=MODELS, metrics=METRICS) as url:
         status, _, [said] = ends(capsys, "other", "--base-url", url, "--quick")
     assert status == 2
     assert "'other'" in said
 
 
 def test_a_server_without_vllms_metrics_is_one_line_and_status_2(capsys) -> None:
-    with stand_in(models=MODELS, completions=completion(ONE)) as url:
+    with fake_server(models=MODELS, completions=completion(ONE)) as url:
         status, _, [said] = ends(capsys, "--base-url", url, "--quick")
     assert status == 2
     assert "num_requests_running" in said
@@ -304,12 +306,12 @@ def test_a_server_is_put_through_what_a_client_can_provoke_and_the_rest_is_said_
     capsys, tmp_path: Path
 ) -> None:
     report = tmp_path / "report.json"
-    with stand_in(models=MODELS, metrics=METRICS, completions=completion(ONE)) as url:
+    with fake_server(models=MODELS, metrics=METRICS, completions=completion(ONE)) as url:
         status, out, err = ends(capsys, "--base-url", url, "--quick", "--json", str(report))
     assert (status, err) == (0, [])
-    assert "server: holds run, batch (3 of 4 facts tested); could not test schedule" in out
-    found = facts(report)
-    assert found["in any company"]["outcome"] == "holds"
+    assert "server: holds run, batch (3 of 4 cases tested); could not test schedule" in out
+    found = cases(report)
+    assert found["with concurrent requests"]["outcome"] == "holds"
     assert found["preemption"]["outcome"] == "not tested"
     assert "a client does not choose the server's KV cache" in found["preemption"]["detail"]
     assert "no hit of its prefix cache" in found["from a warm prefix cache"]["detail"]

@@ -6,29 +6,29 @@ import math
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from vllm_batch_invariant.verify.divergence import Answer, Step, binned, compare, first_difference
+from vllm_batch_invariant.verify.answers import Answer, GeneratedToken, binned, compare_answers, first_difference
+from vllm_batch_invariant.verify.harness.load import Kind, plan_load, ramp, samples_by_level
 from vllm_batch_invariant.verify.harness.metrics import (
     ACCEPTED,
     GENERATED,
     RUNNING,
     STEP_TOKENS,
-    Batches,
     BatchLog,
+    BatchSizes,
     Reading,
 )
-from vllm_batch_invariant.verify.harness.plan import Kind, plan_load, ramp, samples_by_level
 from vllm_batch_invariant.verify.outcome import NoTestError
 
 
-def answer(*steps: Step, text: str = "same text") -> Answer:
+def answer(*steps: GeneratedToken, text: str = "same text") -> Answer:
     return Answer.of(text, steps)
 
 
-A, B = Step("1", -0.5, (("1", -0.5), ("2", -1.25))), Step("2", -0.75, (("2", -0.75), ("1", -2.0)))
+A, B = GeneratedToken("1", -0.5, (("1", -0.5), ("2", -1.25))), GeneratedToken("2", -0.75, (("2", -0.75), ("1", -2.0)))
 
 
 def test_equal_answers_are_identical():
-    found = compare([answer(A, B)] * 5)
+    found = compare_answers([answer(A, B)] * 5)
     assert found.identical
     assert (found.samples, found.completions, found.logprob_sequences) == (5, 1, 1)
     assert found.earliest_token is None
@@ -36,7 +36,7 @@ def test_equal_answers_are_identical():
 
 
 def test_one_ulp_of_a_logprob_is_a_difference_and_tokens_stay_equal():
-    found = compare([answer(A, B), answer(A, Step("2", math.nextafter(-0.75, 0), B.top))])
+    found = compare_answers([answer(A, B), answer(A, GeneratedToken("2", math.nextafter(-0.75, 0), B.top))])
     assert (found.completions, found.logprob_sequences) == (1, 2)
     assert found.logprob_positions == {1: 1}
     assert found.token_positions == {}
@@ -44,45 +44,47 @@ def test_one_ulp_of_a_logprob_is_a_difference_and_tokens_stay_equal():
 
 
 def test_one_ulp_of_a_candidate_that_was_not_chosen_is_a_difference():
-    other = Step("1", -0.5, (("1", -0.5), ("2", math.nextafter(-1.25, 0))))
-    assert compare([answer(A), answer(other)]).logprob_sequences == 2
+    other = GeneratedToken("1", -0.5, (("1", -0.5), ("2", math.nextafter(-1.25, 0))))
+    assert compare_answers([answer(A), answer(other)]).logprob_sequences == 2
 
 
 def test_negative_zero_differs_from_zero():
-    assert compare([answer(Step("1", 0.0)), answer(Step("1", -0.0))]).logprob_sequences == 2
+    assert compare_answers([answer(GeneratedToken("1", 0.0)), answer(GeneratedToken("1", -0.0))]).logprob_sequences == 2
 
 
 def test_the_order_in_which_candidates_are_listed_is_a_difference_and_so_are_their_ranks():
-    assert compare([answer(A), answer(Step("1", -0.5, tuple(reversed(A.top))))]).logprob_sequences == 2
-    ranked = [Step(A.token, A.logprob, A.top, ranks) for ranks in ((1, 2), (1, 3))]
-    assert compare([answer(ranked[0]), answer(ranked[1])]).logprob_sequences == 2
-    assert compare([answer(ranked[0]), answer(ranked[0])]).identical
+    assert (
+        compare_answers([answer(A), answer(GeneratedToken("1", -0.5, tuple(reversed(A.top))))]).logprob_sequences == 2
+    )
+    ranked = [GeneratedToken(A.token, A.logprob, A.top, ranks) for ranks in ((1, 2), (1, 3))]
+    assert compare_answers([answer(ranked[0]), answer(ranked[1])]).logprob_sequences == 2
+    assert compare_answers([answer(ranked[0]), answer(ranked[0])]).identical
 
 
-def test_the_earliest_parting_names_position_sample_tokens_and_texts():
-    found = compare(
+def test_the_earliest_divergence_names_position_sample_tokens_and_texts():
+    found = compare_answers(
         [
             answer(A, B, A, text="one two three"),
             answer(A, B, B, text="one two four"),
             answer(A, A, A, text="one six"),
         ]
     )
-    parting = found.earliest_token
-    assert parting is not None
-    assert (parting.sample, parting.position, parting.expected, parting.got) == (2, 1, "2", "1")
-    assert (parting.expected_text, parting.got_text) == ("two three", "six")
+    divergence = found.earliest_token
+    assert divergence is not None
+    assert (divergence.sample, divergence.position, divergence.expected, divergence.got) == (2, 1, "2", "1")
+    assert (divergence.expected_text, divergence.got_text) == ("two three", "six")
     assert found.token_positions == {1: 1, 2: 1}
     assert found.completions == 3
 
 
 def test_an_answer_that_ends_early_parts_at_its_end():
-    found = compare([answer(A, B), answer(A)])
+    found = compare_answers([answer(A, B), answer(A)])
     assert found.earliest_token is not None
     assert (found.earliest_token.position, found.earliest_token.got) == (1, "<end>")
 
 
 def test_equal_tokens_with_another_text_are_two_completions():
-    assert compare([answer(A, text="a"), answer(A, text="b")]).completions == 2
+    assert compare_answers([answer(A, text="a"), answer(A, text="b")]).completions == 2
 
 
 def test_first_difference_of_equal_sequences_is_none():
@@ -138,16 +140,16 @@ def test_the_others_of_a_load_differ_in_parameters_as_much_as_in_lengths():
 @pytest.mark.parametrize(("running", "reason"), [((), "more than 0"), ((1, 1), "more than 1"), ((3, 3), "ran 3")])
 def test_a_batch_that_never_varied_is_no_test(running: tuple[int, ...], reason: str):
     with pytest.raises(NoTestError, match=reason):
-        Batches(running, ()).require_variation()
+        BatchSizes(running, ()).require_variation()
 
 
 def test_a_batch_that_varied_is_a_test():
-    Batches((1, 2, 5), ()).require_variation()
+    BatchSizes((1, 2, 5), ()).require_variation()
 
 
 def test_steps_are_counted_from_the_first_reading():
     log = BatchLog([Reading(0, {1.0: 4, 8.0: 1}), Reading(5, {1.0: 4, 8.0: 7}), Reading(0, {1.0: 6, 8.0: 7})])
-    assert log.batches() == Batches((5,), ((1.0, 2), (8.0, 6)))
+    assert log.batches() == BatchSizes((5,), ((1.0, 2), (8.0, 6)))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.verify.bisect.command import _case_of
 from vllm_batch_invariant.verify.check.command import main
 from vllm_batch_invariant.verify.fuzz import command as fuzz_command
-from vllm_batch_invariant.verify.fuzz.command import Fuzzer, Plan, context_of, replay
+from vllm_batch_invariant.verify.fuzz.command import Fuzzer, FuzzPlan, context_of, replay
 from vllm_batch_invariant.verify.fuzz.compare import difference
 from vllm_batch_invariant.verify.fuzz.finding import Finding, Row
 from vllm_batch_invariant.verify.fuzz.schedule import Item, Reset, Schedule, draw_schedule, draw_settings, draw_targets
@@ -57,7 +57,7 @@ def test_an_engine_that_keeps_its_bits_has_no_difference() -> None:
         ("prompt", "prompt logprobs: values at the prompt's token"),
     ],
 )
-def test_whatever_differs_in_company_is_found_and_named(wrong: str, said: str) -> None:
+def test_whatever_differs_with_concurrent_requests_is_found_and_named(wrong: str, said: str) -> None:
     engine = trial(wrong)
     found = [engine.fuzz(schedule) for schedule in drawn(20, engine)]
     assert any(said in where for _, where in found), found
@@ -257,7 +257,7 @@ def test_what_the_engine_refuses_is_left_out_and_said(engines, tmp_path: Path, c
 
 
 def test_time_ends_a_run(engines, tmp_path: Path) -> None:
-    plan = Plan(str(tmp_path), (), "1", 0, 0.0, folder=tmp_path)
+    plan = FuzzPlan(str(tmp_path), (), "1", 0, 0.0, folder=tmp_path)
     fuzzer = Fuzzer(plan)
     began = time.monotonic()
     fuzzer.run()
@@ -312,7 +312,7 @@ def test_a_bisection_gets_the_requests_of_a_finding() -> None:
     one = finding(item("n0", at=0), item("t0", at=0, max_tokens=9), item("n1", at=0))
     assert one.for_bisect
     case = _case_of(one, 5)
-    assert (case.place, case.max_tokens, len(case.company)) == (1, 9, 2)
+    assert (case.place, case.max_tokens, len(case.concurrent)) == (1, 9, 2)
     assert case.prompt == one.schedule.items[1].prompt
     assert "--case f.json" in " ".join(one.bisect_arguments(Path("f.json")))
     assert "--enable-prefix-caching" not in " ".join(one.bisect_arguments(Path("f.json")))

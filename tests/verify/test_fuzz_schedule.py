@@ -13,16 +13,16 @@ from vllm_batch_invariant.verify.fuzz.schedule import (
     draw_settings,
     draw_targets,
 )
-from vllm_batch_invariant.verify.request_parameters import (
+from vllm_batch_invariant.verify.harness.engine import sampling_params
+from vllm_batch_invariant.verify.harness.requests import (
     KINDS,
     LISTED,
     MOST_LISTED,
     OUTPUT_KINDS,
     Accepts,
     draw,
-    draw_beside,
+    draw_concurrent,
     over_http,
-    sampling_params,
 )
 
 ACCEPTS = Accepts(range(16, 4000), 4096, -1, KINDS)
@@ -63,7 +63,7 @@ def test_targets_are_short_and_long_and_begin_alike() -> None:
     assert len(set(beginnings)) < len(beginnings) - 5
 
 
-def test_companions_differ_in_parameters_as_much_as_in_lengths() -> None:
+def test_concurrent_requests_differ_in_parameters_as_much_as_in_lengths() -> None:
     beside = [item for item in ITEMS if not item.target]
     assert {item.params["logprobs"] for item in beside} >= set(LISTED)
     assert {item.params["output_kind"] for item in beside} == set(OUTPUT_KINDS)
@@ -141,7 +141,7 @@ def test_a_whole_vocabulary_is_listed_only_where_that_is_not_too_much() -> None:
     large = Accepts(range(16, 4000), 151_936, -1, KINDS)
     chance = random.Random(0)
     for _ in range(200):
-        params = draw_beside(chance, large, 8, 20)
+        params = draw_concurrent(chance, large, 8, 20)
         assert params["logprobs"] != -1 or 8 * large.size <= MOST_LISTED
         assert draw(chance, Accepts(range(16, 400), 400), "greedy", 2, 5)["logprobs"] != -1
 

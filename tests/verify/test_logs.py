@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_batch_invariant.verify.harness.logs import reason_in
+from vllm_batch_invariant.verify.harness.engine import reason_in
 
 PROCESSES = """\
 (APIServer pid=1) WARNING 11-21 21:13:29 [utils.py:255] This can cause fd limit errors like `OSError: [Errno 24]`.

@@ -5,11 +5,11 @@ import asyncio
 import pytest
 from rich.console import Console
 
-from tests.fakes.server import Page, stand_in
+from tests.fakes.server import Page, fake_server
 from vllm_batch_invariant.integration import install, patch_points
-from vllm_batch_invariant.verify import mode
 from vllm_batch_invariant.verify.check.report import Report, print_report
-from vllm_batch_invariant.verify.check.results import Findings
+from vllm_batch_invariant.verify.check.results import CheckResults
+from vllm_batch_invariant.verify.harness import mode
 from vllm_batch_invariant.verify.harness.client import connect
 
 
@@ -41,9 +41,9 @@ def test_of_an_engine_it_is_what_its_worker_calls(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("pages", "answered"),
     [
-        ({}, mode.NOT_SAID),
+        ({}, mode.UNKNOWN),
         ({"batch_invariant": Page({"mode": True})}, mode.OURS),
-        ({"batch_invariant": Page({"mode": None})}, mode.NOT_SAID),
+        ({"batch_invariant": Page({"mode": None})}, mode.UNKNOWN),
     ],
 )
 def test_of_a_server_that_runs_it_is_what_it_declares(pages: dict[str, Page], answered: str) -> None:
@@ -51,13 +51,13 @@ def test_of_a_server_that_runs_it_is_what_it_declares(pages: dict[str, Page], an
         async with connect(address, None) as server:
             return await mode.of_server(server)
 
-    with stand_in(**pages) as address:
+    with fake_server(**pages) as address:
         assert asyncio.run(ask(address)) == answered
 
 
 def test_a_report_says_it_in_a_line_of_its_own() -> None:
-    run = Findings("VLLM_BATCH_INVARIANT=1", ())
-    run.about = {"mode": mode.THEIRS}
+    run = CheckResults("VLLM_BATCH_INVARIANT=1", ())
+    run.info = {"mode": mode.THEIRS}
     console = Console(record=True, width=200)
     print_report(console, Report("model", "quick", (), "now", 1.0, (run,)))
     assert f"mode: {mode.THEIRS}" in console.export_text().splitlines()

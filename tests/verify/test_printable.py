@@ -10,21 +10,19 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.server import Page, stand_in
+from tests.fakes.server import Page, fake_server
 from tests.verify.receipts import CPU, receipt, rewritten
 from vllm_batch_invariant.cli import main
+from vllm_batch_invariant.verify.answers import Answer, GeneratedToken, compare_answers
 from vllm_batch_invariant.verify.bisect import report as bisect_report
-from vllm_batch_invariant.verify.bisect.engine import Case
-from vllm_batch_invariant.verify.bisect.engine import Result as Bisection
+from vllm_batch_invariant.verify.bisect.engine import BisectResult as Bisection
+from vllm_batch_invariant.verify.bisect.engine import Case, Setting
 from vllm_batch_invariant.verify.bisect.recording import Coverage
-from vllm_batch_invariant.verify.console import consoles
-from vllm_batch_invariant.verify.divergence import Answer, Step, compare
-from vllm_batch_invariant.verify.harness.load import one_line
-from vllm_batch_invariant.verify.harness.metrics import Batches
+from vllm_batch_invariant.verify.harness.metrics import BatchSizes
 from vllm_batch_invariant.verify.outcome import NoTestError
-from vllm_batch_invariant.verify.printable import printable
+from vllm_batch_invariant.verify.printing import consoles, one_line, printable
 from vllm_batch_invariant.verify.receipt import Receipt
-from vllm_batch_invariant.verify.reproduce.report import Result, print_report
+from vllm_batch_invariant.verify.reproduce.report import ReproduceResult, print_report
 
 FALSE_LINE = "equal: 3 tokens and the bits of 9 logprobs"
 HOSTILE = f"x\n{FALSE_LINE}\r\x1b[8m\x9b2J\u202e\u200b\u2028\u0336 [red]:100:[/] \ud800 {' ' * 200}{FALSE_LINE}"
@@ -135,7 +133,7 @@ def test_no_name_of_what_an_engine_declares_prints_a_line(
     status, lines = said_by(capsys, "receipt", "compare", tmp_path / "a.json", tmp_path / "b.json")
     assert status == 0
     assert [line for line in lines if not line.isprintable()] == []
-    assert [line.startswith(("declared", section, "model", "equal:")) for line in lines] == [True] * 3 + [False]
+    assert [line.startswith(("engines:", section, "model", "equal:")) for line in lines] == [True] * 3 + [False]
 
 
 def test_no_file_name_prints_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -161,7 +159,7 @@ def hostile_server(choice: dict[str, Any] | None, **pages: Page) -> AbstractCont
     if choice is not None:
         completion = {"id": "1", "object": "text_completion", "created": 0, "model": SENT, "choices": [choice]}
         found["completions"] = Page(completion)
-    return stand_in(**found | pages)
+    return fake_server(**found | pages)
 
 
 TOKEN = {"index": 0, "text": SENT, "finish_reason": SENT}
@@ -191,7 +189,7 @@ def test_nothing_that_a_server_says_prints_a_line(
     for command in (
         ("receipt", "make", tmp_path / "new.json", "--model", "another"),
         ("receipt", "make", tmp_path / "new.json"),
-        ("receipt", "verify", tmp_path / "kept.json", "--company", 0),
+        ("receipt", "verify", tmp_path / "kept.json", "--concurrent", 0),
         ("reproduce", "--samples", 2, "--concurrency", 2),
         ("check", "--quick"),
     ):
@@ -211,7 +209,8 @@ def test_a_receipt_of_a_hostile_server_is_made_and_verified_in_printable_lines(
         status, lines = said_by(capsys, "receipt", "make", tmp_path / "new.json", "--base-url", url)
         assert status == 0
         assert_printable(lines)
-        status, lines = said_by(capsys, "receipt", "verify", tmp_path / "kept.json", "--company", 0, "--base-url", url)
+        verify = "receipt", "verify", tmp_path / "kept.json", "--concurrent", 0
+        status, lines = said_by(capsys, *verify, "--base-url", url)
     assert status == 1
     assert_printable(lines)
     assert sum(line.startswith(("equal", "differs")) for line in lines) == 1
@@ -235,14 +234,19 @@ def test_the_page_and_the_report_of_a_hostile_server_are_printable(
     assert ":100:" in shown
 
 
-def differing(token: str) -> Result:
+def differing(token: str) -> ReproduceResult:
     """A run of two answers that differ in their tokens."""
-    steps = [[Step(text, -0.5, ((text, -0.5),))] for text in ("token_id:1", token)]
+    steps = [[GeneratedToken(text, -0.5, ((text, -0.5),))] for text in ("token_id:1", token)]
     answers = tuple(Answer.of(name, step) for name, step in zip(("plain", token), steps, strict=True))
     numbers = {"seconds": 1.0, "completions_per_second": 1.0, "tokens_per_second": 1.0}
     counts = {"length": 1, "others": 0, "left_early": 0, "failed_others": 0, "failure": "", "varied": "", "mode": "off"}
-    found = {"comparison": compare(answers), "batches": Batches((1, 2), ()), "trace": None, "answers": answers}
-    return Result(label="server", **found, **numbers, **counts)
+    found = {
+        "comparison": compare_answers(answers),
+        "batches": BatchSizes((1, 2), ()),
+        "trace": None,
+        "answers": answers,
+    }
+    return ReproduceResult(label="server", **found, **numbers, **counts)
 
 
 def test_tokens_that_differ_are_shown_as_they_are_and_on_their_own_lines(
@@ -263,7 +267,7 @@ def test_tokens_that_differ_are_shown_as_they_are_and_on_their_own_lines(
 def test_a_models_name_is_shown_as_it_is_in_the_title_of_a_bisection(capsys: pytest.CaptureFixture[str]) -> None:
     case, coverage = Case((1,), ((2,),), 0, 1), Coverage(1, 0, 1, {}, {}, {})
     result = Bisection(None, coverage, (2,), None, None, answers_recorded=True, unrecorded_differ=False)
-    setting = bisect_report.Setting("models/[red]:100:\x1b[8m", "0", "cpu", "bfloat16", "1", "vllm-batch-invariant")
+    setting = Setting("models/[red]:100:\x1b[8m", "0", "cpu", "bfloat16", "1", "vllm-batch-invariant")
     bisect_report.print_results(consoles()[0], setting, [(case, result)])
     out = capsys.readouterr().out
     assert r"models/[red]:100:\x1b[8m: a prompt of 1 token alone" in out

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_batch_invariant.verify.harness import quiet_engine
-from vllm_batch_invariant.verify.harness.quiet_engine import start_quiet_engine
+from vllm_batch_invariant.verify.harness import engine
+from vllm_batch_invariant.verify.harness.engine import start_quiet_engine
 from vllm_batch_invariant.verify.outcome import NoTestError
 
 FRONT_END = "the engine did not start: Engine core initialization failed. See root cause above."
@@ -27,7 +27,7 @@ def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
                 raise error
             return "engine"
 
-        monkeypatch.setattr(quiet_engine, "start_engine", start)
+        monkeypatch.setattr(engine, "start_engine", start)
 
     return prepare
 

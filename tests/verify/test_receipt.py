@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.verify.receipts import CPU, DECLARED, LOGPROBS, PROMPT, completion, receipt, rewritten
+from tests.verify.receipts import CPU, INFO, LOGPROBS, PROMPT, completion, receipt, rewritten
 from vllm_batch_invariant import kept_file
 from vllm_batch_invariant.integration import devices, endpoint
 from vllm_batch_invariant.ops.attention import AttentionReduction
@@ -26,8 +26,8 @@ from vllm_batch_invariant.verify.receipt import (
     Receipt,
     Sampling,
     compare,
-    declared_by,
     difference_of_logprobs,
+    engine_info,
     first_difference_of,
 )
 from vllm_batch_invariant.verify.receipt.model_files import model_at, public_name
@@ -141,7 +141,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 def test_a_private_receipt_has_the_prompts_sha256_and_not_its_tokens() -> None:
-    made = Receipt.of(DECLARED, PROMPT, Sampling(), completion(), private=True)
+    made = Receipt.of(INFO, PROMPT, Sampling(), completion(), private=True)
     assert made.prompt == Prompt(3, hashlib.sha256(b"[11,12,13]").hexdigest())
     assert str(list(PROMPT)) not in made.to_json()
     assert made.prompt.ids(PROMPT) == PROMPT
@@ -232,14 +232,14 @@ def test_digests_that_are_kept_in_a_broken_file_are_computed_again(
 def test_an_engine_that_made_its_weights_up_has_no_digest_of_files(folder: Path) -> None:
     pytest.importorskip("vllm")
 
-    def declared(load_format: str) -> Model:
+    def info(load_format: str) -> Model:
         config = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
         model = SimpleNamespace(model=str(folder), revision=None)
-        return declared_by(SimpleNamespace(llm_engine=SimpleNamespace(model_config=model, vllm_config=config))).model
+        return engine_info(SimpleNamespace(llm_engine=SimpleNamespace(model_config=model, vllm_config=config))).model
 
-    assert declared("auto").digest is not None
-    assert (declared("dummy").name, declared("dummy").digest) == ("model", None)
-    assert "made its weights up" in declared("dummy").why_no_digest
+    assert info("auto").digest is not None
+    assert (info("dummy").name, info("dummy").digest) == ("model", None)
+    assert "made its weights up" in info("dummy").why_no_digest
 
 
 def test_without_files_the_receipt_says_why_there_is_no_digest(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_receipts_of_one_completion_are_equal_and_nothing_is_noted() -> None:
         ({"mode": False, "versions": {}, "device": {}, "engine": {}, "reductions": {}}, "mode: off in the second"),
     ],
 )
-def test_each_thing_declared_otherwise_is_one_line_that_promises_nothing(other: dict[str, Any], said: str) -> None:
+def test_each_other_thing_of_an_engine_is_one_line_that_promises_nothing(other: dict[str, Any], said: str) -> None:
     verdict = compare(receipt(), with_environment(**other))
     lines = [line for line in str(verdict).splitlines() if said in line]
     assert len(lines) == 1
@@ -291,13 +291,13 @@ def test_what_neither_engine_declares_is_not_taken_for_equal() -> None:
     verdict = compare(receipt(environment=bare), receipt(environment=bare))
     lines = str(verdict).splitlines()
     for section in ("device", "engine", "reductions"):
-        assert f"{section}: undeclared in both: equal bits are not promised" in lines
+        assert f"{section}: unknown in both: equal bits are not promised" in lines
     assert not verdict.promised
-    assert "undeclared" not in str(compare(receipt(), receipt()))
+    assert "unknown" not in str(compare(receipt(), receipt()))
 
 
 @pytest.mark.parametrize(
-    ("change", "declared"),
+    ("change", "info"),
     [
         ({}, {}),
         ({"device_type": "cuda", "use_v2_model_runner": True}, {"model_runner": "second"}),
@@ -308,7 +308,7 @@ def test_what_neither_engine_declares_is_not_taken_for_equal() -> None:
         ({"rope_scaling": {"rope_type": "yarn"}}, {}),
     ],
 )
-def test_settings_that_decide_bits_are_declared(change: dict[str, Any], declared: dict[str, str]) -> None:
+def test_settings_that_decide_bits_are_declared(change: dict[str, Any], info: dict[str, str]) -> None:
     rope = {name: change[name] for name in ("rope_parameters", "rope_scaling") if name in change}
     model = SimpleNamespace(
         dtype=torch.bfloat16,
@@ -324,14 +324,15 @@ def test_settings_that_decide_bits_are_declared(change: dict[str, Any], declared
         use_v2_model_runner=change.get("use_v2_model_runner"),
     )
     usual = {"dtype": "bfloat16", "kv_cache_dtype": "auto", "logprobs_mode": "raw_logprobs"}
-    assert endpoint.settings(config) == usual | declared
+    assert endpoint.settings(config) == usual | info
 
 
 def test_a_silent_engine_is_noted_once_with_what_to_do() -> None:
     verdict = compare(receipt(), receipt(environment=Environment(versions={"vllm": "0.26.0"})))
     said = str(verdict)
     assert (
-        "undeclared: the second (a server with the mode on declares itself if it is started with VLLM_PLUGINS" in said
+        "unknown engine: the second (a server with the mode on describes itself if it is started with VLLM_PLUGINS"
+        in said
     )
     assert "versions: vllm 0.32.0 in the first and 0.26.0 in the second" in said
     assert "device:" not in said
@@ -377,7 +378,7 @@ def test_receipts_of_different_requests_are_not_compared() -> None:
             completion((5, 6, 8), (LOGPROBS[0], NEXT, LOGPROBS[2])),
             1,
             "at token 1 the logprob of 6 is 0xbfa00001 (-1.2500001192092896) instead of 0xbfa00000 (-1.25); "
-            "tokens part at 2",
+            "tokens differ from 2 on",
         ),
         (replace(completion(), finish_reason="stop"), 3, "but it ended by 'stop' instead of 'length'"),
     ],
@@ -429,6 +430,7 @@ def test_a_gpu_declares_its_architecture_and_how_it_multiplies_fp32(monkeypatch:
         "implementation": "triton",
         "split_size": 512,
         "early": "((256, 2048),)",
+        "key_tile": 64,
     }
     assert environment_from_json(asdict(found)) == found
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.server import MODELS, Page, stand_in
+from tests.fakes.server import MODELS, Page, fake_server
 from tests.verify.receipts import CPU, receipt, rewritten
 from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.verify.harness.server import free_port
@@ -27,14 +27,14 @@ CHOICE = {
         "top_logprobs": [{"token_id:5": -0.5, "token_id:9": -3.0}, {"token_id:9": -1.0, "token_id:6": -1.25}],
     },
 }
-DECLARATION = Page(asdict(CPU))
+ENVIRONMENT = Page(asdict(CPU))
 
 
 def answer(change: Callable[[dict[str, Any]], Any] = lambda choice: None) -> Page:
     """What a server sends, with a change to its choice."""
     choice = copy.deepcopy(CHOICE)
     change(choice)
-    return Page({"id": "1", "object": "text_completion", "created": 0, "model": "stub", "choices": [choice]})
+    return Page({"id": "1", "object": "text_completion", "created": 0, "model": "fake", "choices": [choice]})
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -49,13 +49,13 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 
 def make(capsys: pytest.CaptureFixture[str], path: Path, *arguments: object, **pages: Page) -> tuple[int, str, str]:
-    with stand_in(**{"models": MODELS, "batch_invariant": DECLARATION, "completions": answer()} | pages) as url:
+    with fake_server(**{"models": MODELS, "batch_invariant": ENVIRONMENT, "completions": answer()} | pages) as url:
         return run(capsys, "make", path, "--base-url", url, "--prompt", "a prompt", *arguments)
 
 
 def verify(capsys: pytest.CaptureFixture[str], path: Path, *arguments: object, **pages: Page) -> tuple[int, str, str]:
-    with stand_in(**{"models": MODELS, "batch_invariant": DECLARATION, "completions": answer()} | pages) as url:
-        return run(capsys, "verify", path, "--base-url", url, "--company", "0", *arguments)
+    with fake_server(**{"models": MODELS, "batch_invariant": ENVIRONMENT, "completions": answer()} | pages) as url:
+        return run(capsys, "verify", path, "--base-url", url, "--concurrent", "0", *arguments)
 
 
 @pytest.fixture
@@ -63,12 +63,12 @@ def made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Path:
     path = tmp_path / "receipt.json"
     status, out, _ = make(capsys, path)
     assert status == 0
-    assert f"2 tokens and the bits of 6 logprobs of stub, sha256 {Receipt.load(path).sha256}" in out
+    assert f"2 tokens and the bits of 6 logprobs of fake, sha256 {Receipt.load(path).sha256}" in out
     assert "no digest of the model, because nobody named the folder of the server's files; name it with --model" in out
     return path
 
 
-def test_a_receipt_holds_what_the_server_sent_and_declares(made: Path) -> None:
+def test_a_receipt_holds_what_the_server_sent_and_reports(made: Path) -> None:
     kept = Receipt.load(made)
     assert kept.prompt.token_ids == (11, 12, 13)
     assert kept.completion.token_ids == (5, 6)
@@ -102,13 +102,13 @@ def test_another_kind_of_cpu_is_said_before_the_bits_are_compared(
     assert f"{said}: equal bits are not promised" in out.splitlines()
 
 
-def test_a_server_that_declares_nothing_is_said_with_what_to_do(
+def test_a_server_that_does_not_describe_itself_is_said_with_what_to_do(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     silent = {"batch_invariant": Page("nothing here", 404), "version": Page({"version": "0.26.0"})}
     status, out, _ = make(capsys, tmp_path / "receipt.json", **silent)
     assert status == 0
-    assert "the receipt does not say what computed it; a server with the mode on declares itself if it is" in out
+    assert "the receipt does not describe the engine that computed it; a server with the mode on describes" in out
     assert Receipt.load(tmp_path / "receipt.json").environment.versions == {"vllm": "0.26.0"}
 
 
@@ -127,8 +127,8 @@ def test_a_server_that_declares_nothing_is_said_with_what_to_do(
         ({"completions": Page({"choices": []})}, "no completion of vLLM's API"),
         ({"completions": Page("hello")}, "no completion of vLLM's API"),
         ({"completions": Page({"error": {"message": "the prompt is too long"}}, 400)}, "the prompt is too long"),
-        ({"batch_invariant": Page({"mode": "yes"})}, "the engine's declaration is not understood: mode"),
-        ({"batch_invariant": Page("hello")}, "the engine's declaration is not understood"),
+        ({"batch_invariant": Page({"mode": "yes"})}, "the engine's description is not understood: mode"),
+        ({"batch_invariant": Page("hello")}, "the engine's description is not understood"),
         ({"batch_invariant": Page({"error": "Unauthorized"}, 401)}, "/v1/batch_invariant does not answer"),
         ({"models": Page("hello", 404)}, "no OpenAI-compatible server answers"),
     ],
@@ -155,14 +155,14 @@ def test_another_model_is_said_even_where_it_refuses_the_request(
     refusal = Page({"error": {"message": "token 13 is out of vocabulary"}}, 400)
     status, out, err = verify(capsys, tmp_path / "receipt.json", completions=refusal)
     assert status == 2
-    assert out.startswith("model: organisation/model in the receipt and stub in the server, compared by name only")
+    assert out.startswith("model: organisation/model in the receipt and fake in the server, compared by name only")
     assert "token 13 is out of vocabulary" in err
 
 
-def test_company_that_gets_no_answer_is_no_test(capsys: pytest.CaptureFixture[str], made: Path) -> None:
-    status, _, err = verify(capsys, made, "--company", "3")
+def test_concurrent_requests_that_get_no_answer_are_no_test(capsys: pytest.CaptureFixture[str], made: Path) -> None:
+    status, _, err = verify(capsys, made, "--concurrent", "3")
     assert status == 2
-    assert err == "receipt: the other requests get no answer: the server does not stream"
+    assert err == "receipt: the concurrent requests get no answer: the server does not stream"
 
 
 def test_a_tampered_receipt_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], made: Path) -> None:
@@ -198,8 +198,8 @@ def test_a_receipt_holds_no_secret_and_does_not_say_where_things_lie(
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_text("weights")
     served = {"id": str(folder), "root": str(folder), "object": "model", "created": 0, "owned_by": "somebody"}
-    pages = {"models": Page({"data": [served]}), "batch_invariant": DECLARATION, "completions": answer()}
-    with stand_in(**pages) as url:
+    pages = {"models": Page({"data": [served]}), "batch_invariant": ENVIRONMENT, "completions": answer()}
+    with fake_server(**pages) as url:
         for secret in (
             ("--base-url", url.replace("http://", "http://user:password@")),
             ("--base-url", url, "--api-key-env", "SERVER_KEY"),
@@ -223,14 +223,14 @@ def test_no_file_is_read_because_a_server_names_it(
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "model.safetensors").write_text("weights")
-    served = {"id": "stub", "root": str(folder), "object": "model", "created": 0, "owned_by": "somebody"}
+    served = {"id": "fake", "root": str(folder), "object": "model", "created": 0, "owned_by": "somebody"}
     models, path = Page({"data": [served]}), tmp_path / "receipt.json"
     status, out, _ = make(capsys, path, models=models)
     assert status == 0
     assert "no digest of the model, because nobody named the folder" in out
     assert (Receipt.load(path).model.files, Receipt.load(path).model.digest) == ({}, None)
     status, out, _ = verify(capsys, path, models=models)
-    assert "model: stub, compared by name only (no digest in the receipt, because nobody named" in out
+    assert "model: fake, compared by name only (no digest in the receipt, because nobody named" in out
     assert not (tmp_path / "cache").exists(), "no digest was kept either"
     status, out, _ = make(capsys, tmp_path / "with.json", "--model-files", folder, models=models)
     assert (status, "no digest" in out) == (0, False)
@@ -250,8 +250,8 @@ def test_an_address_is_told_without_its_password(capsys: pytest.CaptureFixture[s
     [
         ((), "required"),
         (("make",), "required"),
-        (("make", "new.json"), "who is to compute it?"),
-        (("verify", "new.json"), "who is to compute it?"),
+        (("make", "new.json"), "nothing to compute it"),
+        (("verify", "new.json"), "nothing to compute it"),
         (("make", "new.json", "--base-url", "http://x", "--serve-args=--a"), "already runs"),
         (("make", "new.json", "--model", "x/y", "--serve-args", "'"), "--serve-args"),
         (("make", "new.json", "--model", "x/y", "--model-files", "."), "--model-files is for a server"),

@@ -8,11 +8,11 @@ import torch
 
 from tests.faults.adding import nudge
 from vllm_batch_invariant.verify.bisect.recorder import WorkerExtension
-from vllm_batch_invariant.verify.bisect.recording import MODULE_OUTPUT, Parting, Step, first_parting
+from vllm_batch_invariant.verify.bisect.recording import MODULE_OUTPUT, OutputDivergence, RecordedStep, first_divergence
 from vllm_batch_invariant.verify.outcome import NoTestError
 
 SIZE, MOST = 24, 4
-NEEDLE = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(1))
+TARGET = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(1))
 OTHERS = torch.randn(13, SIZE, generator=torch.Generator().manual_seed(2))
 """Together 16 rows: a divisor of no other size here except by 3 rows of 8 heads."""
 
@@ -24,7 +24,7 @@ class Product(torch.nn.Module):
         self.most = 1000
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.planted.copy(x * self.weight, self.most)
+        return torch.ops.injected.copy(x * self.weight, self.most)
 
 
 class Norm(torch.nn.Module):
@@ -32,7 +32,7 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
-        torch.ops.planted.copy_into(out, x, self.most)
+        torch.ops.injected.copy_into(out, x, self.most)
         return out
 
 
@@ -127,39 +127,39 @@ def worker(request: pytest.FixtureRequest) -> SimpleNamespace:
 
 
 def record(worker: WorkerExtension, alone: bool, target: list | None = None) -> dict:
-    worker.bisect_begin("needle", alone, target)
-    beside = {} if alone else {"other": OTHERS[:7], "needle": NEEDLE, "third": OTHERS[7:]}
-    worker.model_runner.step(beside or {"needle": NEEDLE}, 0)
-    # a step with one row alone and four in company, in another order
-    beside = {} if alone else {"needle": NEEDLE[:1], "other": OTHERS[:2], "third": OTHERS[3:4]}
-    worker.model_runner.step(beside or {"needle": NEEDLE[:1]}, 3)
+    worker.bisect_begin("target", alone, target)
+    beside = {} if alone else {"other": OTHERS[:7], "target": TARGET, "third": OTHERS[7:]}
+    worker.model_runner.step(beside or {"target": TARGET}, 0)
+    # a step with one row alone and four with concurrent requests, in another order
+    beside = {} if alone else {"target": TARGET[:1], "other": OTHERS[:2], "third": OTHERS[3:4]}
+    worker.model_runner.step(beside or {"target": TARGET[:1]}, 3)
     recorded = worker.bisect_end()
     assert not recorded["problem"]
     return recorded
 
 
-def steps(recorded: dict) -> list[Step]:
-    return [Step.from_plain(step) for step in recorded["steps"]]
+def steps(recorded: dict) -> list[RecordedStep]:
+    return [RecordedStep.from_plain(step) for step in recorded["steps"]]
 
 
-def part(worker: WorkerExtension) -> tuple[Parting | None, list[Step]]:
-    company = steps(record(worker, alone=False))
+def part(worker: WorkerExtension) -> tuple[OutputDivergence | None, list[RecordedStep]]:
+    concurrent = steps(record(worker, alone=False))
     alone = steps(record(worker, alone=True))
-    parting, coverage = first_parting(alone, company, last=99)
+    divergence, coverage = first_divergence(alone, concurrent, last=99)
     assert coverage.compared > 20
     assert coverage.left_out["integers"]
-    return parting, alone
+    return divergence, alone
 
 
-def plant(worker: WorkerExtension, module: str, most: int = MOST, **attributes: object) -> None:
+def inject(worker: WorkerExtension, module: str, most: int = MOST, **attributes: object) -> None:
     module = worker.model_runner.model.get_submodule(module)
     for name, value in {"most": most, **attributes}.items():
         setattr(module, name, value)
 
 
 def test_where_nothing_is_variant_nothing_is_found(worker: WorkerExtension) -> None:
-    parting, alone = part(worker)
-    assert parting is None
+    divergence, alone = part(worker)
+    assert divergence is None
     assert [(step.position, step.rows) for step in alone] == [(0, 3), (3, 1)]
     assert alone[0].left_out["weights and KV cache"]
 
@@ -167,73 +167,73 @@ def test_where_nothing_is_variant_nothing_is_found(worker: WorkerExtension) -> N
 @pytest.mark.parametrize(
     ("module", "most", "operation", "shape"),
     [
-        ("layers.2.product", MOST, "planted.copy", (3, SIZE)),
-        ("layers.1.norm", 3 * MOST, "planted.copy_into", (9, 8)),
+        ("layers.2.product", MOST, "injected.copy", (3, SIZE)),
+        ("layers.1.norm", 3 * MOST, "injected.copy_into", (9, 8)),
         ("layers.1.unseen", MOST, MODULE_OUTPUT, (3, SIZE)),
     ],
 )
 def test_the_variant_operation_is_named(
     worker: WorkerExtension, module: str, most: int, operation: str, shape: tuple[int, ...]
 ) -> None:
-    plant(worker, module, most)
-    plant(worker, "layers.2.forked")  # another one after it
-    parting, _ = part(worker)
-    assert (parting.step, parting.key.module, parting.key.operation) == (0, module, operation)
-    assert parting.shape == shape
+    inject(worker, module, most)
+    inject(worker, "layers.2.forked")  # another one after it
+    divergence, _ = part(worker)
+    assert (divergence.step, divergence.key.module, divergence.key.operation) == (0, module, operation)
+    assert divergence.shape == shape
 
 
 def test_an_operation_of_the_sampler_or_the_head_is_compared_by_requests(worker: WorkerExtension) -> None:
-    plant(worker, "head", most=1)
-    parting, _ = part(worker)
-    assert (parting.key.module, parting.key.operation, parting.shape) == ("head", "planted.copy", (1, SIZE))
+    inject(worker, "head", most=1)
+    divergence, _ = part(worker)
+    assert (divergence.key.module, divergence.key.operation, divergence.shape) == ("head", "injected.copy", (1, SIZE))
 
 
 def test_a_step_is_compared_only_where_the_batch_reaches_the_fault(worker: WorkerExtension) -> None:
-    plant(worker, "layers.0.product", most=16)
+    inject(worker, "layers.0.product", most=16)
     assert part(worker)[0] is None
 
 
 def test_another_way_through_a_module_shows_in_its_output_and_names_both_ways(worker: WorkerExtension) -> None:
-    plant(worker, "layers.0.forked")
-    parting, _ = part(worker)
-    assert (parting.key.module, parting.key.operation) == ("layers.0.forked", MODULE_OUTPUT)
-    assert (parting.only_alone, parting.only_in_company) == (("aten.mul.Tensor",), ("aten.div.Tensor",))
+    inject(worker, "layers.0.forked")
+    divergence, _ = part(worker)
+    assert (divergence.key.module, divergence.key.operation) == ("layers.0.forked", MODULE_OUTPUT)
+    assert (divergence.only_alone, divergence.only_concurrent) == (("aten.mul.Tensor",), ("aten.div.Tensor",))
 
 
-def fetch(worker: WorkerExtension, parting: Parting) -> tuple[dict, dict]:
-    target = [parting.step, list(parting.key)]
-    company = record(worker, False, target)["fetched"]
-    return record(worker, True, target)["fetched"], company
+def fetch(worker: WorkerExtension, divergence: OutputDivergence) -> tuple[dict, dict]:
+    target = [divergence.step, list(divergence.key)]
+    concurrent = record(worker, False, target)["fetched"]
+    return record(worker, True, target)["fetched"], concurrent
 
 
 def test_an_output_is_fetched_whole_with_what_was_read(worker: WorkerExtension) -> None:
-    plant(worker, "layers.2.product")
-    alone, company = fetch(worker, part(worker)[0])
+    inject(worker, "layers.2.product")
+    alone, concurrent = fetch(worker, part(worker)[0])
     values = []
-    for fetched in (alone, company):
+    for fetched in (alone, concurrent):
         [data] = [data for shape, data in fetched["parts"] if shape == [3, SIZE]]
         values.append(torch.frombuffer(bytearray(data), dtype=torch.float32).view(3, SIZE))
     assert (values[0] != values[1]).nonzero().tolist() == [[row, SIZE - 1] for row in range(3)]
-    assert dict(alone["operands"])["0.0"][0] in dict(company["operands"])["0.0"]
+    assert dict(alone["operands"])["0.0"][0] in dict(concurrent["operands"])["0.0"]
 
 
 def test_an_operand_that_differs_already_is_noticed(worker: WorkerExtension) -> None:
-    plant(worker, "layers.1.unseen", reads=True)
-    parting, _ = part(worker)
-    assert parting.key.operation == "aten.neg"
-    alone, company = fetch(worker, parting)
-    assert dict(alone["operands"])["0.0"][0] not in dict(company["operands"])["0.0"]
+    inject(worker, "layers.1.unseen", reads=True)
+    divergence, _ = part(worker)
+    assert divergence.key.operation == "aten.neg"
+    alone, concurrent = fetch(worker, divergence)
+    assert dict(alone["operands"])["0.0"][0] not in dict(concurrent["operands"])["0.0"]
 
 
 def test_a_padded_step_is_refused(worker: WorkerExtension) -> None:
-    worker.bisect_begin("needle", False, None)
-    worker.model_runner.step({"needle": NEEDLE}, 0, padding=5)
+    worker.bisect_begin("target", False, None)
+    worker.model_runner.step({"target": TARGET}, 0, padding=5)
     assert "called with 8 rows for 3 tokens" in worker.bisect_end()["problem"]
 
 
 def test_steps_cut_elsewhere_are_no_test(worker: WorkerExtension) -> None:
-    worker.bisect_begin("needle", False, None)
-    worker.model_runner.step({"needle": NEEDLE[:2], "other": OTHERS}, 0)
-    company = steps(worker.bisect_end())
-    with pytest.raises(NoTestError, match="positions 0 to 2 alone and 0 to 1 in company"):
-        first_parting(steps(record(worker, alone=True)), company, last=0)
+    worker.bisect_begin("target", False, None)
+    worker.model_runner.step({"target": TARGET[:2], "other": OTHERS}, 0)
+    concurrent = steps(worker.bisect_end())
+    with pytest.raises(NoTestError, match="positions 0 to 2 alone and 0 to 1 with concurrent requests"):
+        first_divergence(steps(record(worker, alone=True)), concurrent, last=0)

@@ -1,9 +1,9 @@
-"""Where two recordings part, and what is said of what was not compared."""
+"""Where two recordings diverge, and what is said of what was not compared."""
 
 import msgspec
 import pytest
 
-from vllm_batch_invariant.verify.bisect.recording import Key, Record, Slice, Step, first_parting
+from vllm_batch_invariant.verify.bisect.recording import Key, Record, RecordedStep, Slice, first_divergence
 from vllm_batch_invariant.verify.outcome import NoTestError
 
 
@@ -12,81 +12,81 @@ def record(name: str, *parts: tuple[tuple[int, ...], bytes], dtype: str = "float
     return Record(Key(module, 0, operation, 0, output), dtype, tuple(Slice(*part) for part in parts))
 
 
-def step(*records: Record, position: int = 0, rows: int = 2, beside: int = 6) -> Step:
-    return Step(position, rows, beside, 3, {"integers": 1}, records)
+def step(*records: Record, position: int = 0, rows: int = 2, other_tokens: int = 6) -> RecordedStep:
+    return RecordedStep(position, rows, other_tokens, 3, {"integers": 1}, records)
 
 
 A, B = ((2, 8), b"a"), ((2, 8), b"b")
 
 
-def test_equal_recordings_have_no_parting_and_are_counted() -> None:
+def test_equal_recordings_have_no_divergence_and_are_counted() -> None:
     steps = [step(record("x:mm", A), record("y:mm", A)), step(record("x:mm", A), position=2)]
-    parting, coverage = first_parting(steps, steps, last=9)
-    assert parting is None
+    divergence, coverage = first_divergence(steps, steps, last=9)
+    assert divergence is None
     assert (coverage.steps, coverage.compared, coverage.left_out) == (2, 3, {"integers": 2})
 
 
-def test_the_first_difference_in_the_order_of_execution_is_the_parting() -> None:
+def test_the_first_difference_in_the_order_of_execution_is_the_divergence() -> None:
     alone = [step(record("x:mm", A), record("y:mm", A), record("z:mm", A))]
-    company = [step(record("z:mm", B), record("y:mm", B), record("x:mm", A))]
-    parting, coverage = first_parting(alone, company, last=0)
-    assert (parting.key.module, parting.shape, parting.index) == ("y", (2, 8), 1)
+    concurrent = [step(record("z:mm", B), record("y:mm", B), record("x:mm", A))]
+    divergence, coverage = first_divergence(alone, concurrent, last=0)
+    assert (divergence.key.module, divergence.shape, divergence.index) == ("y", (2, 8), 1)
     assert coverage.compared == 3
 
 
 def test_of_several_possible_dimensions_the_one_that_holds_rows_alone_counts() -> None:
     alone = [step(record("x:mm", A))]
     other = ((8, 2), b"c")
-    assert first_parting(alone, [step(record("x:mm", other, A))], last=0)[0] is None
-    assert first_parting(alone, [step(record("x:mm", other, B))], last=0)[0].shape == (2, 8)
+    assert first_divergence(alone, [step(record("x:mm", other, A))], last=0)[0] is None
+    assert first_divergence(alone, [step(record("x:mm", other, B))], last=0)[0].shape == (2, 8)
 
 
 def test_what_has_no_rows_or_no_counterpart_is_counted_and_not_compared() -> None:
     alone = [step(record("x:mm", A), record("x:tile"), record("x:mv", A), record("x:cast", A))]
-    company = [step(record("x:mm", A), record("x:tile", B), record("x:gemm", A), record("x:cast", B, dtype="int8"))]
-    parting, coverage = first_parting(alone, company, last=0)
-    assert parting is None
+    concurrent = [step(record("x:mm", A), record("x:tile", B), record("x:gemm", A), record("x:cast", B, dtype="int8"))]
+    divergence, coverage = first_divergence(alone, concurrent, last=0)
+    assert divergence is None
     assert coverage.compared == 1
     assert coverage.without_rows == {"tile": 1, "cast": 1}
     assert coverage.one_sided == {"mv": 1, "gemm": 1}
 
 
-def test_operations_without_a_counterpart_just_before_the_parting_are_named() -> None:
+def test_operations_without_a_counterpart_just_before_the_divergence_are_named() -> None:
     alone = [step(record("x:early", A), record("x:mm", A), record("w:mv", A), record("x:mv", A), record("x:out", A))]
-    company = [step(record("x:mm", A), record("x:gemm", A), record("x:sum", A), record("x:out", B))]
-    parting, _ = first_parting(alone, company, last=0)
-    assert (parting.only_alone, parting.only_in_company) == (("mv",), ("gemm", "sum"))
+    concurrent = [step(record("x:mm", A), record("x:gemm", A), record("x:sum", A), record("x:out", B))]
+    divergence, _ = first_divergence(alone, concurrent, last=0)
+    assert (divergence.only_alone, divergence.only_concurrent) == (("mv",), ("gemm", "sum"))
 
 
 def test_steps_after_the_last_are_not_compared() -> None:
     alone = [step(record("x:mm", A)), step(record("x:mm", A), position=2)]
-    company = [step(record("x:mm", A)), step(record("x:mm", B), position=2)]
-    assert first_parting(alone, company, last=0)[0] is None
-    assert first_parting(alone, company, last=1)[0].step == 1
+    concurrent = [step(record("x:mm", A)), step(record("x:mm", B), position=2)]
+    assert first_divergence(alone, concurrent, last=0)[0] is None
+    assert first_divergence(alone, concurrent, last=1)[0].step == 1
 
 
-def test_a_step_without_company_proves_nothing() -> None:
+def test_a_step_without_another_request_proves_nothing() -> None:
     alone = [step(record("x:mm", A)), step(record("x:mm", A), position=2)]
-    company = [step(record("x:mm", B), beside=0), step(record("x:mm", A), position=2)]
-    parting, coverage = first_parting(alone, company, last=9)
-    assert parting is None
+    concurrent = [step(record("x:mm", B), other_tokens=0), step(record("x:mm", A), position=2)]
+    divergence, coverage = first_divergence(alone, concurrent, last=9)
+    assert divergence is None
     assert (coverage.steps, coverage.untested_steps, coverage.compared) == (2, 1, 1)
     with pytest.raises(NoTestError, match="no other request ever ran"):
-        first_parting(alone[:1], company[:1], last=9)
+        first_divergence(alone[:1], concurrent[:1], last=9)
 
 
 def test_an_engine_without_steps_is_no_test() -> None:
     with pytest.raises(NoTestError, match="forward was never seen"):
-        first_parting([], [], last=9)
+        first_divergence([], [], last=9)
 
 
 def test_steps_of_other_positions_are_no_test() -> None:
-    with pytest.raises(NoTestError, match="positions 0 to 1 alone and 0 to 0 in company"):
-        first_parting([step()], [step(rows=1)], last=9)
-    with pytest.raises(NoTestError, match="2 steps alone and 1 in company"):
-        first_parting([step(), step(position=2)], [step()], last=9)
+    with pytest.raises(NoTestError, match="positions 0 to 1 alone and 0 to 0 with concurrent requests"):
+        first_divergence([step()], [step(rows=1)], last=9)
+    with pytest.raises(NoTestError, match="2 steps alone and 1 with concurrent requests"):
+        first_divergence([step(), step(position=2)], [step()], last=9)
 
 
 def test_a_step_survives_the_way_between_two_processes() -> None:
     sent = step(record("x:mm", A, ((8, 2), b"\x00\xff")), record("y:tile"))
-    assert Step.from_plain(msgspec.msgpack.decode(msgspec.msgpack.encode(sent.to_plain()))) == sent
+    assert RecordedStep.from_plain(msgspec.msgpack.decode(msgspec.msgpack.encode(sent.to_plain()))) == sent

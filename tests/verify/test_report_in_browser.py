@@ -94,7 +94,7 @@ def test_tables_keep_their_columns_names_on_a_phone_where_rows_are_stacked(page:
     page.set_viewport_size(PHONE)
     cell = page.locator("tbody td").first
     assert cell.evaluate("cell => getComputedStyle(cell, '::before').content") == '"same bits ...: "'
-    assert page.get_by_role("table", name="The rungs of the contract").count() == 1
+    assert page.get_by_role("table", name="The guarantees of the contract").count() == 1
 
 
 def test_print_has_all_of_it_and_no_navigation(page: Any) -> None:

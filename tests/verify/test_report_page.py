@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.verify.test_check_facts import answer, certificate
+from tests.verify.test_check_cases import answer, certificate
+from vllm_batch_invariant.verify.answers import RequestSpec
 from vllm_batch_invariant.verify.check.page import page_of
 from vllm_batch_invariant.verify.check.report import Report
-from vllm_batch_invariant.verify.check.results import Findings, Latency
+from vllm_batch_invariant.verify.check.results import CheckResults
 from vllm_batch_invariant.verify.harness.load import Run
-from vllm_batch_invariant.verify.harness.metrics import BatchLog, Reading, Trace
+from vllm_batch_invariant.verify.harness.metrics import BatchLog, Latency, Reading, Trace
 from vllm_batch_invariant.verify.report.html import write_html
 from vllm_batch_invariant.verify.report.sample_map import letter, map_of
 from vllm_batch_invariant.verify.reproduce.page import page_of as reproduce_page
-from vllm_batch_invariant.verify.reproduce.report import Result
-from vllm_batch_invariant.verify.request import Ask
+from vllm_batch_invariant.verify.reproduce.report import ReproduceResult
 
 pytest.importorskip("matplotlib")
 
@@ -26,13 +26,13 @@ VOID = {"meta", "link", "br", "img", "hr", "wbr"}
 HOSTILE = "<script>alert('x')</script>"
 
 
-def findings(label: str, breaks: bool) -> Findings:
+def results(label: str, breaks: bool) -> CheckResults:
     """One setting with everything that a page shows."""
     same, other = answer(1, 2, 3, 4, text="abcd"), answer(1, 2, 9, 9, text=f"ab{HOSTILE}")
-    found = Findings(label, [("batch", "in any company"), ("schedule", "preemption")])
+    found = CheckResults(label, [("batch", "with concurrent requests"), ("schedule", "preemption")])
     found.show("alone", same)
     for sample, got in (("with 1 other", other if breaks else same), ("with 7 others", same)):
-        found.add("batch", "in any company", sample, same, got)
+        found.add("batch", "with concurrent requests", sample, same, got)
         found.show(sample, got)
     if breaks:
         found.show("again", answer(1, 2, 3, 4, ulp_at=1, text="abcd"))
@@ -40,12 +40,12 @@ def findings(label: str, breaks: bool) -> Findings:
     found.certificates = [certificate(difference="at (0, 0)" if breaks else ""), certificate(operation="mean")]
     found.traces = [Trace("as served", (0.0, 0.5, 1.0), (1, 8, 2))]
     found.latency = Latency.of([[0.1, 0.2, 0.31], [0.1, 0.22]])
-    found.about = {"device": {"type": "cpu", "name": HOSTILE}, "startup_seconds": 1.25}
+    found.info = {"device": {"type": "cpu", "name": HOSTILE}, "startup_seconds": 1.25}
     return found
 
 
 def report(partial: str = "") -> Report:
-    runs = (findings("VLLM_BATCH_INVARIANT=0", True), findings("VLLM_BATCH_INVARIANT=1", False))
+    runs = (results("VLLM_BATCH_INVARIANT=0", True), results("VLLM_BATCH_INVARIANT=1", False))
     return Report(f"model {HOSTILE}", "quick", ("--enforce-eager",), "2026-01-01T00:00:00+00:00", 75.0, runs, partial)
 
 
@@ -158,7 +158,7 @@ def test_an_outcome_is_a_word_and_not_a_colour_alone(page: Reader) -> None:
     assert re.search(r"B: follows completion B", page.text)
 
 
-def test_the_verdict_names_the_rung_that_breaks_and_the_token(page: Reader) -> None:
+def test_the_verdict_names_the_guarantee_that_breaks_and_the_token(page: Reader) -> None:
     assert "VLLM_BATCH_INVARIANT=0: breaks batch (from token 2 on)" in page.text
     assert "VLLM_BATCH_INVARIANT=1: holds batch" in page.text
     assert "the engine did not preempt" in page.text
@@ -171,7 +171,7 @@ def test_both_latencies_are_shown_where_both_were_measured(page: Reader) -> None
 
 def test_an_interrupted_check_that_found_nothing_has_a_page_that_is_marked_partial(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    empty = Findings("server", [("batch", "in any company")], failed="interrupted")
+    empty = CheckResults("server", [("batch", "with concurrent requests")], failed="interrupted")
     write_html(path, page_of(Report("x", "quick", (), "now", 1.0, (empty,), "It was interrupted.")))
     found = Reader(path.read_text(encoding="utf-8"))
     assert "Partial report. It was interrupted." in found.text
@@ -183,9 +183,9 @@ def test_a_reproducibility_run_has_the_same_map_and_batches(tmp_path: Path) -> N
     path = tmp_path / "report.html"
     answers = tuple(answer(1, 2, 3) if number % 4 else answer(1, 2, 9) for number in range(1, 90))
     log = BatchLog([Reading(1, {}), Reading(5, {}), Reading(2, {})])
-    result = Result.of("VLLM_BATCH_INVARIANT=0", Run(answers, 2.0, 3, 1, 0), log, "none")
+    result = ReproduceResult.of("VLLM_BATCH_INVARIANT=0", Run(answers, 2.0, 3, 1, 0), log, "none")
     assert "answers" not in result.as_json()
-    write_html(path, reproduce_page("http://here", Ask(), [result]))
+    write_html(path, reproduce_page("http://here", RequestSpec(), [result]))
     found = Reader(path.read_text(encoding="utf-8"))
     assert "89 samples of one request gave 2 completions" in found.text
     assert "sample 3 and 21 more" in found.text

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.server import MODELS, Page, stand_in
+from tests.fakes.server import MODELS, Page, fake_server
 from vllm_batch_invariant.verify.harness.server import free_port
 from vllm_batch_invariant.verify.reproduce.command import main
 
@@ -17,7 +17,7 @@ LOGPROBS = {"tokens": ["token_id:1"], "token_logprobs": [-0.5], "top_logprobs": 
 
 def completion(logprobs: object) -> Page:
     choice = {"index": 0, "text": "x", "finish_reason": "length", "logprobs": logprobs}
-    return Page({"id": "1", "object": "text_completion", "created": 0, "model": "stub", "choices": [choice]})
+    return Page({"id": "1", "object": "text_completion", "created": 0, "model": "fake", "choices": [choice]})
 
 
 def ends(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -68,36 +68,36 @@ def test_an_address_where_nobody_listens_is_status_2(capsys):
 
 
 def test_a_server_of_another_kind_is_status_2(capsys):
-    with stand_in() as url:
+    with fake_server() as url:
         status, said = ends(capsys, "--base-url", url)
     assert status == 2
     assert "no OpenAI-compatible server answers" in said
 
 
 def test_a_model_that_is_not_served_is_status_2_and_names_what_is(capsys):
-    with stand_in(models=MODELS) as url:
+    with fake_server(models=MODELS) as url:
         status, said = ends(capsys, "--base-url", url, "--model", "other")
     assert status == 2
     assert "'other'" in said
-    assert "stub" in said
+    assert "fake" in said
 
 
 def test_a_server_without_metrics_is_status_2_before_any_sample(capsys):
-    with stand_in(models=MODELS) as url:
+    with fake_server(models=MODELS) as url:
         status, said = ends(capsys, "--base-url", url)
     assert status == 2
     assert "num_requests_running" in said
 
 
 def test_a_server_that_returns_no_logprobs_is_status_2(capsys):
-    with stand_in(models=MODELS, metrics=METRICS, completions=completion(None)) as url:
+    with fake_server(models=MODELS, metrics=METRICS, completions=completion(None)) as url:
         status, said = ends(capsys, "--base-url", url + "/v1", "--samples", "4")
     assert status == 2
     assert "no logprobs" in said
 
 
 def test_a_server_that_answers_anything_else_is_status_2_and_not_1(capsys):
-    with stand_in(models=MODELS, metrics=METRICS, completions=Page("hello")) as url:
+    with fake_server(models=MODELS, metrics=METRICS, completions=Page("hello")) as url:
         status, said = ends(capsys, "--base-url", url, "--samples", "4")
     assert status == 2
     assert said.startswith("reproduce: the run failed: JSONDecodeError: ")
@@ -105,7 +105,7 @@ def test_a_server_that_answers_anything_else_is_status_2_and_not_1(capsys):
 
 def test_a_request_that_the_server_refuses_is_status_2_with_its_reason(capsys):
     refusal = Page({"error": {"message": "the prompt is too long", "type": "BadRequestError", "code": 400}}, 400)
-    with stand_in(models=MODELS, metrics=METRICS, completions=refusal) as url:
+    with fake_server(models=MODELS, metrics=METRICS, completions=refusal) as url:
         status, said = ends(capsys, "--base-url", url, "--samples", "4")
     assert status == 2
     assert "sample 0 got no answer" in said
@@ -113,7 +113,7 @@ def test_a_request_that_the_server_refuses_is_status_2_with_its_reason(capsys):
 
 
 def test_identical_answers_from_an_engine_that_ran_them_one_by_one_are_no_test(capsys, tmp_path: Path):
-    with stand_in(models=MODELS, metrics=METRICS, completions=completion(LOGPROBS)) as url:
+    with fake_server(models=MODELS, metrics=METRICS, completions=completion(LOGPROBS)) as url:
         report = tmp_path / "report.json"
         status, said = ends(capsys, "--base-url", url, "--samples", "3", "--concurrency", "2", "--json", str(report))
     assert status == 2

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from vllm_batch_invariant.verify.harness import server
-from vllm_batch_invariant.verify.harness.load import one_line
 from vllm_batch_invariant.verify.outcome import NoTestError
+from vllm_batch_invariant.verify.printing import one_line
 from vllm_batch_invariant.verify.reproduce.command import main as reproduce
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where logs are, of a server that has no model."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(server, "_module", lambda model: ["tests.check.fake_server"])
+    monkeypatch.setattr(server, "_module", lambda model: ["tests.verify.fake_server"])
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     return tmp_path
 

@@ -56,7 +56,7 @@ def key_cache_of(layer: torch.nn.Module) -> torch.Tensor:
 class FixedSplitAttention(AttentionImpl[Metadata]):
     """One attention layer."""
 
-    reduction = AttentionReduction()
+    reduction = AttentionReduction.of_device("cpu")
 
     def __init__(
         self,

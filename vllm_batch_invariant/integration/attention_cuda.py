@@ -36,12 +36,12 @@ class PlannedMetadataBuilder(MetadataBuilder):
     def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config, device: torch.device) -> None:  # noqa: ANN001
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         from ..ops.attention.certificate import Options, certify
-        from ..ops.attention.cuda import Planner, Shape
+        from ..ops.attention.plan import AttentionShape, Planner
         from ..ops.attention.sm90 import is_plain
 
         layers = [vllm_config.compilation_config.static_forward_context[name].impl for name in layer_names]
         model, scheduler, cache = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.cache_config
-        shape = Shape(
+        shape = AttentionShape(
             model.get_num_attention_heads(vllm_config.parallel_config),
             kv_cache_spec.num_kv_heads,
             kv_cache_spec.head_size,

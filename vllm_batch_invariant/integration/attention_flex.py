@@ -34,14 +34,14 @@ class FlexMetadataBuilder(MetadataBuilder):
 
     def _planner(self) -> Any:
         """Made when the cache is there; another for another cache, such as one with which memory is measured."""
-        from ..ops.attention.cuda import Shape
         from ..ops.attention.flex.plan import KeyLayout, Planner, tile_of
+        from ..ops.attention.plan import AttentionShape
 
         layers = [self._config.compilation_config.static_forward_context[name] for name in self._layer_names]
         cache = key_cache_of(layers[0])
         if cache.data_ptr() not in self._planners:
             model, scheduler = self._config.model_config, self._config.scheduler_config
-            shape = Shape(
+            shape = AttentionShape(
                 model.get_num_attention_heads(self._config.parallel_config),
                 self._spec.num_kv_heads,
                 self._spec.head_size,

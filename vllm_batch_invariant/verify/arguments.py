@@ -1,4 +1,6 @@
-"""The command line of the reproducibility run, checked before anything starts."""
+"""Command lines: the parser of all commands, types of arguments, checks that commands share, and the arguments of
+``reproduce``.
+"""
 
 import argparse
 import os
@@ -10,20 +12,20 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
-from .printable import printable
+from .answers import PROMPT, RequestSpec
+from .printing import printable
 from .report.files import why_not_writable
-from .request import PROMPT, Ask
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Ends with status 2 and one line where an argument is bad."""
+    """Ends with status 2 and one line if an argument is bad."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {printable(message)}; see --help\n")
 
 
 def at_least(lowest: int) -> Callable[[str], int]:
-    """The type of an argument that is a whole number not below `lowest`."""
+    """The type of an argument: a whole number not below ``lowest``."""
 
     def number(text: str) -> int:
         if not text.lstrip("-").isdigit() or int(text) < lowest:
@@ -34,7 +36,7 @@ def at_least(lowest: int) -> Callable[[str], int]:
 
 
 def not_negative(text: str) -> float:
-    """The type of an argument that is a finite number from 0 on."""
+    """The type of an argument: a finite number not below 0."""
     with suppress(ValueError):
         number = float(text)
         if 0 <= number < float("inf"):
@@ -43,7 +45,7 @@ def not_negative(text: str) -> float:
 
 
 def above_zero(text: str) -> float:
-    """The type of an argument that is a finite number above 0."""
+    """The type of an argument: a finite number above 0."""
     number = not_negative(text)
     if number:
         return number
@@ -54,32 +56,35 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse and check; a bad argument ends the process with status 2 and one line."""
     parser = OneLineParser(
         prog="reproduce",
-        description="Send one request many times under a load that varies the batch, and compare the answers bit for "
-        "bit. Exit status: 0 all identical, 1 they differ, 2 the run was no test, 130 or 143 it was interrupted.",
+        description="Send one request many times, with concurrent requests that vary the batch, and compare the "
+        "answers bit for bit. Exit status: 0 all are identical, 1 they differ, 2 the run was no test, 130 or 143 it "
+        "was interrupted.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    target = parser.add_argument_group("what to test")
+    target = parser.add_argument_group("server or engine")
     add_base_url(target)
-    target.add_argument("--model", help="a model to serve here; with --base-url, the name of the served model to ask")
+    target.add_argument("--model", help="a model to serve here; with --base-url, the name of the served model")
     target.add_argument("--serve-args", default="", help="more arguments for `vllm serve`, in one string")
     target.add_argument("--compare", action="store_true", help="serve with VLLM_BATCH_INVARIANT=0, then with 1")
     target.add_argument("--offline", action="store_true", help="run the model through vllm.LLM, without a server")
-    request = parser.add_argument_group("the request")
-    request.add_argument("--prompt", default=PROMPT, help="its prompt")
+    request = parser.add_argument_group("request")
+    request.add_argument("--prompt", default=PROMPT, help="the prompt")
     kind = request.add_mutually_exclusive_group()
-    kind.add_argument("--chat", action="store_true", default=False, help="ask /v1/chat/completions")
-    kind.add_argument("--completions", dest="chat", action="store_false", help="ask /v1/completions")
+    kind.add_argument("--chat", action="store_true", default=False, help="send it to /v1/chat/completions")
+    kind.add_argument("--completions", dest="chat", action="store_false", help="send it to /v1/completions")
     request.add_argument("--max-tokens", type=at_least(1), default=64, help="tokens to generate")
     request.add_argument("--temperature", type=not_negative, default=0.0, help="0 is greedy")
-    request.add_argument("--seed", type=int, default=0, help="the request's seed, and the load's")
-    request.add_argument("--logprobs", type=at_least(1), default=5, help="candidates compared at each position")
+    request.add_argument("--seed", type=int, default=0, help="seed of the request and of the load")
+    request.add_argument("--logprobs", type=at_least(1), default=5, help="candidates to compare at each position")
     request.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens")
-    load = parser.add_argument_group("the load")
-    load.add_argument("--samples", type=at_least(2), default=1000, help="how often the request is sent")
-    load.add_argument("--concurrency", type=at_least(2), default=128, help="most requests in flight")
-    load.add_argument("--timeout", type=not_negative, default=3600, help="seconds after which a run is given up")
+    load = parser.add_argument_group("load")
+    load.add_argument("--samples", type=at_least(2), default=1000, help="number of times the request is sent")
+    load.add_argument(
+        "--concurrency", type=at_least(2), default=128, help="most requests in flight, samples and others"
+    )
+    load.add_argument("--timeout", type=not_negative, default=3600, help="seconds after which a run ends as no test")
     parser.add_argument("--json", type=Path, help="also write the report to this file")
-    parser.add_argument("--html", type=Path, help="also write a page for people to this file; needs matplotlib")
+    parser.add_argument("--html", type=Path, help="also write an HTML page to this file; needs matplotlib")
     options = parser.parse_args(argv)
     _check(parser, options)
     options.serve_args = shlex.split(options.serve_args)
@@ -98,7 +103,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 
 
 def check_common(parser: OneLineParser, options: argparse.Namespace, model: str) -> None:
-    """What every run checks of its model, called `model` in the message, engine arguments, reports and prompt."""
+    """Check the model (named ``model`` in the message), engine arguments, report files and prompt of any command."""
     check_model(parser, options, model)
     for report in ("json", "html"):
         path = getattr(options, report, None)
@@ -109,14 +114,14 @@ def check_common(parser: OneLineParser, options: argparse.Namespace, model: str)
 
 
 def add_base_url(parser: argparse._ActionsContainer) -> None:
-    """The options of every command that can ask a server."""
-    parser.add_argument("--base-url", help="a server that runs, such as http://127.0.0.1:8000")
-    parser.add_argument("--api-key-env", metavar="NAME", help="the environment variable with that server's API key")
+    """Add the options of every command that can send requests to a server."""
+    parser.add_argument("--base-url", help="a running server, such as http://127.0.0.1:8000")
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the server's API key")
 
 
 def check_base_url(parser: OneLineParser, options: argparse.Namespace) -> None:
-    """What every command checks of the address of a server, where it has one. Sets ``options.api_key``, which is None
-    unless a variable is named: a key that is in the environment for somebody else is not this server's.
+    """Check the address of a server, if there is one, and set ``options.api_key``. It is None unless a variable is
+    named: another key of the environment is not for this server.
     """
     options.api_key = None
     if options.base_url is None:
@@ -126,7 +131,7 @@ def check_base_url(parser: OneLineParser, options: argparse.Namespace) -> None:
     try:
         url = urlsplit(options.base_url)
         usable = url.scheme in ("http", "https") and url.hostname and url.port != 0
-    except ValueError:  # a port or an IPv6 address that is none
+    except ValueError:  # not a port, or not an IPv6 address
         usable = False
     if not usable:
         parser.error(f"--base-url {options.base_url!r} is not an http address")
@@ -143,18 +148,18 @@ def _key(parser: OneLineParser, name: str) -> str:
     key = os.environ.get(name, "")
     if not key:
         parser.error(f"--api-key-env {name}: there is no such environment variable, or it is empty")
-    if not (key.isascii() and key.isprintable()):  # what cannot be sent would be quoted in an error
+    if not (key.isascii() and key.isprintable()):  # a key that cannot be sent would be quoted in an error
         parser.error(f"--api-key-env {name}: its value holds a line break or another character that no key has")
     return key
 
 
 def is_here(url: str) -> bool:
-    """Whether an address is this machine's own."""
+    """Whether an address is of this machine."""
     return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
 
 
 def check_model(parser: OneLineParser, options: argparse.Namespace, model: str) -> None:
-    """What every command checks of a model to load, called `model` in the message, and of its engine's arguments."""
+    """Check a model to load (named ``model`` in the message), and the engine arguments."""
     if options.model and not getattr(options, "base_url", None):
         path = Path(options.model).expanduser()
         is_path = options.model.startswith(("/", ".", "~")) or path.is_dir()
@@ -167,14 +172,14 @@ def check_model(parser: OneLineParser, options: argparse.Namespace, model: str) 
 
 
 def address(base_url: str) -> str:
-    """A server's address without the password that it may hold, for a report."""
+    """The address of a server for a report, without a password."""
     url = urlsplit(base_url)
     return url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()
 
 
-def ask_from(options: argparse.Namespace) -> Ask:
-    """The request that the options describe."""
-    return Ask(
+def spec_from(options: argparse.Namespace) -> RequestSpec:
+    """The request of the options."""
+    return RequestSpec(
         prompt=options.prompt,
         chat=options.chat,
         max_tokens=options.max_tokens,

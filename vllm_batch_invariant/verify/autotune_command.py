@@ -9,7 +9,7 @@ import torch
 
 from ..errors import BadSetting, NotCovered
 from .arguments import OneLineParser, at_least
-from .printable import printable
+from .printing import printable
 
 if TYPE_CHECKING:
     from ..ops.attention.certificate import Certificate
@@ -82,7 +82,7 @@ def _print(
     from rich.markup import escape
     from rich.table import Table
 
-    from .console import consoles
+    from .printing import consoles
 
     console, _ = consoles()
     for name, value in environment.items():

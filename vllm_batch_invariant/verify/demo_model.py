@@ -1,4 +1,4 @@
-"""A small Qwen3 checkpoint with random weights, made in seconds, for machines that reach no model hub.
+"""A small Qwen3 checkpoint with random weights and a tokenizer, made in seconds, for machines that reach no model hub.
 
 A random model is a harsher test than a trained one: its logits sit close together, so that one changed bit soon
 changes a token.
@@ -6,16 +6,73 @@ changes a token.
 
 import argparse
 import json
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from .arguments import OneLineParser, at_least
-from .demo_tokenizer import EOS, PAD, SPECIAL_TOKENS, save_tokenizer, train_tokenizer
-from .printable import printable
+from .printing import printable
+
+PAD, EOS, TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
+SPECIAL_TOKENS = (PAD, EOS, TURN)
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def training_text(max_bytes: int) -> list[str]:
+    """The top-level modules of the standard library in sorted order, up to ``max_bytes`` of them."""
+    texts, size = [], 0
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        source = path.read_bytes()
+        # sitecustomize and its kind differ between machines that run the same Python
+        if path.name.startswith(("_sysconfigdata", "sitecustomize", "usercustomize")) or size + len(source) > max_bytes:
+            continue
+        texts.append(source.decode("utf-8", errors="replace"))
+        size += len(source)
+    return texts
+
+
+def train_tokenizer(vocab_size: int, max_bytes: int = 2_000_000) -> Tokenizer:
+    """A tokenizer of at most ``vocab_size`` tokens that maps any UTF-8 text to ids and back."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(training_text(max_bytes), trainer)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
+    """Write the files from which transformers and vLLM load the tokenizer and its chat template."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_length,
+        "pad_token": PAD,
+        "eos_token": EOS,
+        "additional_special_tokens": [TURN],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -46,7 +103,7 @@ class Shape:
 
 
 def random_weights(shape: Shape, tokens: int, seed: int) -> dict[str, torch.Tensor]:
-    """Weights under Qwen3's names; special tokens and ids from `tokens` on get a logit of 0, too low to be chosen."""
+    """Weights under Qwen3's names; special tokens and ids from ``tokens`` on get a logit of 0, too low to be chosen."""
     generator = torch.Generator().manual_seed(seed)
     dtype = DTYPES[shape.dtype]
 
@@ -84,7 +141,7 @@ def random_weights(shape: Shape, tokens: int, seed: int) -> dict[str, torch.Tens
 
 
 def make_checkpoint(folder: Path, shape: Shape = Shape(), seed: int = 0) -> Path:
-    """Write the checkpoint and its tokenizer into `folder`; the same shape and seed give the same files."""
+    """Write the checkpoint and its tokenizer into ``folder``; the same shape and seed give the same files."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(shape.vocab)
     save_tokenizer(tokenizer, folder, shape.max_length)
@@ -126,10 +183,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(
         prog="make-checkpoint", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="where to write it")
-    parser.add_argument("--dtype", choices=DTYPES, default=Shape.dtype, help="of the weights")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights")
-    parser.add_argument("--layers", type=at_least(1), default=Shape.layers, help="decoder layers")
+    parser.add_argument("folder", type=Path, help="the folder to write")
+    parser.add_argument("--dtype", choices=DTYPES, default=Shape.dtype, help="dtype of the weights")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
+    parser.add_argument("--layers", type=at_least(1), default=Shape.layers, help="number of decoder layers")
     parser.add_argument("--hidden", type=at_least(1), default=Shape.hidden, help="hidden size")
     options = parser.parse_args(argv)
     shape = Shape(dtype=options.dtype, layers=options.layers, hidden=options.hidden)

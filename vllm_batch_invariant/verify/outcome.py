@@ -1,21 +1,29 @@
-"""How a reproducibility run ends: the exit statuses, and the error that makes a run no test at all."""
+"""How a check ends: its outcome, its exit status, and the error of a run that tested nothing."""
 
-from enum import IntEnum
+from enum import Enum, IntEnum
 
-from .printable import printable
+from .printing import printable
 
 
 class Status(IntEnum):
-    """The exit status of a run."""
+    """The exit status of a command."""
 
     REPRODUCIBLE = 0
     DIVERGED = 1
     NO_TEST = 2
 
 
+class Outcome(Enum):
+    """What is known of a check case or a guarantee."""
+
+    HOLDS = "holds"
+    BREAKS = "breaks"
+    NOT_TESTED = "not tested"
+
+
 class NoTestError(RuntimeError):
-    """The run cannot tell whether the server is reproducible; its text is one line that says why and what to do,
-    whatever the server, the file or the library said that it quotes.
+    """The run cannot tell whether bits are reproducible. Its text is one printable line that says why and what to do,
+    also where it quotes a server, a file or a library.
     """
 
     def __init__(self, text: str) -> None:

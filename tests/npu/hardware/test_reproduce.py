@@ -16,12 +16,12 @@ import pytest
 from vllm_batch_invariant.envs import FLAG
 
 DEMANDED = "--no-enable-chunked-prefill --no-enable-prefix-caching"
-SCRIPT = Path(__file__).parents[3] / "scripts" / "reproduce.py"
+COMMAND = (sys.executable, "-m", "vllm_batch_invariant.cli", "reproduce")
 
 
 def reproduce(model: str, report: Path, *options: str) -> dict:
-    """Run the script with the mode on; returns its report."""
-    command = [sys.executable, str(SCRIPT), "--model", model, "--json", str(report), *options]
+    """Run the command with the mode on; returns its report."""
+    command = [*COMMAND, "--model", model, "--json", str(report), *options]
     done = subprocess.run(command, env=os.environ | {FLAG: "1"}, capture_output=True, text=True)
     assert done.returncode == 0, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
     [result] = json.loads(report.read_text())["results"]

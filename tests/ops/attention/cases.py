@@ -7,7 +7,7 @@ import torch
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
 from vllm_batch_invariant.ops.attention.params import PagedAttention
 from vllm_batch_invariant.ops.attention.reference import paged_attention as reference_attention
-from vllm_batch_invariant.verify.check.paged_batches import Chunk, Heads, Request, paged
+from vllm_batch_invariant.verify.check.operations import Chunk, Heads, Request, paged
 
 __all__ = ["Chunk", "Heads", "Request", "attend", "exact", "in_chunks", "paged"]
 

@@ -136,13 +136,13 @@ def test_pages_and_their_size_move_no_bit(options, implementation):
 
 @pytest.mark.parametrize("heads", [SMALL, GROUP_OF_FOUR, Heads(4, 2, 80, torch.float16)], ids=str)
 def test_blocks_are_only_a_schedule(heads, monkeypatch):
-    from vllm_batch_invariant.ops.attention import cuda
+    from vllm_batch_invariant.ops.attention import plan
 
     chunks = [whole(Request(heads, 400, 1)), newest(Request(heads, 777, 2), 7), newest(Request(heads, 513, 3))]
     expected = torch.cat(attend(chunks))
     for sizes in ((16, 1, 2), (16, 8, 1), (32, 4, 2), (64, 4, 1), (64, 8, 2), (128, 8, 2)):
-        monkeypatch.setattr(cuda, "small_blocks", lambda *_, sizes=sizes: cuda.Blocks(*sizes))
-        monkeypatch.setattr(cuda, "large_blocks", lambda *_, sizes=sizes: cuda.Blocks(*sizes))
+        monkeypatch.setattr(plan, "decode_schedule", lambda *_, sizes=sizes: plan.Schedule(*sizes))
+        monkeypatch.setattr(plan, "prefill_schedule", lambda *_, sizes=sizes: plan.Schedule(*sizes))
         assert torch.equal(torch.cat(attend(chunks)), expected), sizes
 
 
@@ -150,13 +150,13 @@ def test_blocks_are_only_a_schedule(heads, monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 300, "logits_soft_cap": 2.0}], ids=str)
 @pytest.mark.parametrize("reduction", [AttentionReduction(), AttentionReduction.of_device("cuda")], ids=str)
 def test_splits_shared_out_to_programs_have_the_bits_of_splits_walked_by_one(reduction, options, heads, monkeypatch):
-    from vllm_batch_invariant.ops.attention import cuda
+    from vllm_batch_invariant.ops.attention import plan
 
     few = [newest(Request(heads, 5_000, 1), 60), newest(Request(heads, 777, 2), 7), newest(Request(heads, 3_000, 3))]
     for chunks in (few, [*few, whole(Request(heads, 1100, 4))]):
         shared = torch.cat(attend(chunks, reduction=reduction, **options))
         with monkeypatch.context() as patched:
-            patched.setattr(cuda, "PARTIAL_BYTES", 0)
+            patched.setattr(plan, "PARTIAL_BYTES", 0)
             assert torch.equal(torch.cat(attend(chunks, reduction=reduction, **options)), shared)
 
 
@@ -184,14 +184,14 @@ def test_programs_that_do_not_wait_for_each_other_merge_the_same_bits(monkeypatc
 
 def test_two_streams_that_share_blocks_at_the_same_time_end_with_the_same_bits():
     """Each may hold multiprocessors that programs of the other wait for."""
-    from vllm_batch_invariant.ops.attention.cuda import Planner, Shape
+    from vllm_batch_invariant.ops.attention.plan import AttentionShape, Planner
 
     heads, length, tokens = GROUP_OF_FOUR, 9_000, 100
     chunk = newest(Request(heads, length, 1), tokens)
     tensors = [tensor.cuda() for tensor in paged([chunk])]
     query, (lengths, starts) = tensors[0], tensors[4:]
     options = {"scale": 1 / math.sqrt(heads.size), "reduction": AttentionReduction.of_device("cuda")}
-    shape = Shape(heads.query, heads.kv, heads.size, heads.dtype, options["reduction"])
+    shape = AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, options["reduction"])
     alone = paged_attention(*tensors, **options)
     streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1)]
     outs, graphs = [torch.empty_like(query) for _ in streams], [torch.cuda.CUDAGraph() for _ in streams]
@@ -224,13 +224,14 @@ def test_pages_read_by_descriptor_have_the_bits_of_pages_read_by_pointer(heads, 
 
 @pytest.mark.parametrize("heads", [GROUP_OF_FOUR, GROUP_OF_SEVEN], ids=str)
 def test_a_graph_of_decode_follows_the_lengths_and_has_the_bits_of_eager_calls(heads):
-    from vllm_batch_invariant.ops.attention.cuda import Planner, Shape
+    from vllm_batch_invariant.ops.attention.plan import AttentionShape, Planner
 
     reduction = AttentionReduction.of_device("cuda")
     lengths = [1, 255, 256, 257, 2047, 2048, 2049, 3000]
     chunks = [newest(Request(heads, length, seed)) for seed, length in enumerate(lengths)]
     query, key, value, table, seq_lens, starts = (tensor.cuda() for tensor in paged(chunks))
-    planner = Planner(Shape(heads.query, heads.kv, heads.size, heads.dtype, reduction), query.device, 16, 64, 20_000)
+    shape = AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, reduction)
+    planner = Planner(shape, query.device, 16, 64, 20_000)
     options = {"scale": 0.1, "reduction": reduction}
     out = torch.empty_like(query)
     plan = planner.plan(starts, seq_lens, len(query), decode=True)
@@ -249,13 +250,13 @@ def test_a_graph_of_decode_follows_the_lengths_and_has_the_bits_of_eager_calls(h
 @pytest.mark.parametrize("heads", [GROUP_OF_FOUR, GROUP_OF_SEVEN], ids=str)
 @pytest.mark.parametrize("window", [None, 300])
 def test_a_flex_graph_of_decode_follows_the_lengths_and_has_the_bits_of_eager_calls(heads, window):
-    from vllm_batch_invariant.ops.attention.cuda import Shape
     from vllm_batch_invariant.ops.attention.flex.plan import KeyLayout, Planner
+    from vllm_batch_invariant.ops.attention.plan import AttentionShape
 
     reduction = AttentionReduction.of_device("cuda", "flex")
     chunks = [newest(Request(heads, length, length)) for length in (1, 511, 512, 513, 2047, 2048, 2049, 3000)]
     query, key, value, table, seq_lens, starts = (tensor.cuda() for tensor in paged(chunks, 64, filler=math.nan))
-    shape = Shape(heads.query, heads.kv, heads.size, heads.dtype, reduction)
+    shape = AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, reduction)
     planner = Planner(shape, KeyLayout.of(key, 64), query.device, 16, 5000, (window,))
     options = {"scale": 0.1, "reduction": reduction, "implementation": "flex", "sliding_window": window}
     out = torch.empty_like(query)
@@ -289,14 +290,14 @@ def test_flex_refuses_pages_that_hold_no_whole_tile():
 
 @pytest.mark.parametrize("heads", [GROUP_OF_FOUR, GROUP_OF_SEVEN], ids=str)
 def test_a_graph_serves_every_mix_of_requests_with_its_padded_sizes(heads):
-    from vllm_batch_invariant.ops.attention.cuda import Planner, Shape
+    from vllm_batch_invariant.ops.attention.plan import AttentionShape, Planner
 
     reduction, tokens, most = AttentionReduction.of_device("cuda"), 64, 63
     chunks = [newest(Request(heads, 40 + 90 * seed, seed), count) for seed, count in enumerate((1, 1, 30, 2, 1, 20))]
     mixes = [[2, 0, 1, 3], [5, 4, 0], [2, 5, 0, 1, 4], [3, 0, 1, 4], [2]]
     query, key, value, table, seq_lens, starts = (tensor.cuda() for tensor in paged(chunks))
     planner = Planner(
-        Shape(heads.query, heads.kv, heads.size, heads.dtype, reduction), query.device, most, tokens, 9000
+        AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, reduction), query.device, most, tokens, 9000
     )
     options = {"scale": 0.1, "reduction": reduction}
 
@@ -329,11 +330,11 @@ def test_a_graph_serves_every_mix_of_requests_with_its_padded_sizes(heads):
 
 
 def test_a_padded_step_leaves_the_rows_of_no_request_alone():
-    from vllm_batch_invariant.ops.attention.cuda import Planner, Shape
+    from vllm_batch_invariant.ops.attention.plan import AttentionShape, Planner
 
     reduction = AttentionReduction.of_device("cuda")
     query, key, value, table, seq_lens, starts = (t.cuda() for t in paged([newest(Request(GROUP_OF_FOUR, 700, 1))]))
-    planner = Planner(Shape(32, 8, 128, query.dtype, reduction), query.device, 4, 8, 4_000)
+    planner = Planner(AttentionShape(32, 8, 128, query.dtype, reduction), query.device, 4, 8, 4_000)
     options = {"scale": 0.1, "reduction": reduction}
     alone = paged_attention(query, key, value, table, seq_lens, starts, **options)
     padded = query.repeat(4, 1, 1)

@@ -12,8 +12,8 @@ import torch
 from tests.assertions import assert_same_bits
 from tests.ops.attention.cases import Chunk, Heads, Request, exact, paged
 from vllm_batch_invariant.ops.attention import AttentionReduction, certificate, paged_attention
-from vllm_batch_invariant.ops.attention.cuda import Kernels, Plan, Planner, Shape
 from vllm_batch_invariant.ops.attention.params import PagedAttention
+from vllm_batch_invariant.ops.attention.plan import AttentionShape, Kernels, Plan, Planner
 from vllm_batch_invariant.ops.devices import DEVICES
 
 HEADS = Heads(2, 1, 64, torch.float16)
@@ -55,13 +55,13 @@ def attend(chunks: list[Chunk], **options: object) -> torch.Tensor:
     ],
 )
 def test_every_split_of_every_head_is_in_one_part_and_no_part_is_much_longer_than_another(kv_heads, lengths, tokens):
-    shape = Shape(4 * kv_heads, kv_heads, 64, torch.float16, REDUCTION)
+    shape = AttentionShape(4 * kv_heads, kv_heads, 64, torch.float16, REDUCTION)
     planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), sum(lengths) + 64 * len(lengths))
     starts = torch.tensor([0, *tokens]).cumsum(0).int()
     planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens) == 1)
     found, keys, whole = [], [], True
-    for begin, end in pairwise(planner.first_entries.tolist()):
-        entries = [entry for entry in planner.small_list[begin:end].tolist() if entry[3]]
+    for begin, end in pairwise(planner.work_indptr.tolist()):
+        entries = [entry for entry in planner.decode_work[begin:end].tolist() if entry[3]]
         for request, head, split, count, slot, *_ in entries:
             found += [(request, head, number) for number in range(split, split + count)]
             whole &= (slot < 0) == (count == REDUCTION.split_of(lengths[request] - 1) + 1)
@@ -85,12 +85,12 @@ def test_every_split_of_every_head_is_in_one_part_and_no_part_is_much_longer_tha
 
 def test_every_block_of_requests_of_many_rows_is_listed_once_those_with_the_most_keys_first():
     lengths, tokens = [900, 64, 0, 5000, 300, 2000], [900, 60, 0, 700, 1, 33]
-    shape = Shape(14, 2, 64, torch.float16, REDUCTION)
+    shape = AttentionShape(14, 2, 64, torch.float16, REDUCTION)
     planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), 2 * sum(lengths))
     starts = torch.tensor([0, *tokens]).cumsum(0).int()
     plan = planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens) == 1)
-    entries = planner.large_list[: int(planner.large_count)].tolist()
-    rows, group = planner.large.rows, shape.group
+    entries = planner.prefill_work[: int(planner.prefill_count)].tolist()
+    rows, group = planner.prefill_schedule.block_m, shape.queries_per_kv
     expected = [
         (request, block * rows)
         for request, new in enumerate(tokens)
@@ -98,9 +98,9 @@ def test_every_block_of_requests_of_many_rows_is_listed_once_those_with_the_most
         for block in range(-(-new * group // rows))
     ]
     keys = [min((first + rows - 1) // group, new - 1) + 1 + past for _, first, *_, new, past in entries]
-    assert not plan.may_share_large
+    assert not plan.may_share_prefill
     assert sorted((request, first) for request, first, *_ in entries) == expected
-    tiles = [-(-count // shape.tile) for count in keys]
+    tiles = [-(-count // shape.key_tile) for count in keys]
     assert tiles == sorted(tiles, reverse=True)
 
 
@@ -116,17 +116,18 @@ def test_every_block_of_requests_of_many_rows_is_listed_once_those_with_the_most
 )
 def test_the_splits_of_few_blocks_are_in_parts_and_the_parts_of_a_block_are_about_equal(kv_heads, lengths, tokens):
     """Each split of each block is in one part."""
-    shape = Shape(4 * kv_heads, kv_heads, 64, torch.float16, REDUCTION)
+    shape = AttentionShape(4 * kv_heads, kv_heads, 64, torch.float16, REDUCTION)
     planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), sum(lengths) + 64 * len(lengths))
-    planner._items = 16
+    planner._prefill_ctas = 16
     starts = torch.tensor([0, *tokens]).cumsum(0).int()
     planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens) == 1)
-    entries = planner.large_list[: int(planner.large_count)].tolist()
-    assert len(entries) * kv_heads <= planner._items
+    entries = planner.prefill_work[: int(planner.prefill_count)].tolist()
+    assert len(entries) * kv_heads <= planner._prefill_ctas
     slots = []
     for request, new in enumerate(tokens):
-        for block in range(-(-4 * new // planner.large.rows) if new > 4 else 0):
-            first, last = block * planner.large.rows, (block + 1) * planner.large.rows - 1
+        rows = planner.prefill_schedule.block_m
+        for block in range(-(-4 * new // rows) if new > 4 else 0):
+            first, last = block * rows, (block + 1) * rows - 1
             keys = min(last // 4, new - 1) + 1 + lengths[request] - new
             parts = sorted(entry[2:5] for entry in entries if entry[:2] == [request, first])
             ends = [begin + count for begin, count, _ in parts]
@@ -144,7 +145,7 @@ def test_the_splits_of_few_blocks_are_in_parts_and_the_parts_of_a_block_are_abou
                 assert parts[0][2] == -1
     assert len(slots) > 0
     assert len(set(slots)) == len(slots)
-    assert all(0 <= slot < planner._room_large for slot in slots)
+    assert all(0 <= slot < planner._prefill_workspace for slot in slots)
 
 
 MIXED = [newest(150, 150), newest(777, 7, 2), newest(2600, 1, 3)]
@@ -191,7 +192,7 @@ def test_one_plan_serves_every_mix_of_requests():
     options = {"scale": 0.1, "reduction": REDUCTION, "implementation": "triton"}
     expected = paged_attention(query, key, value, table, seq_lens, starts, **options)
     planner = Planner(
-        Shape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION), query.device, most, tokens, 9000
+        AttentionShape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION), query.device, most, tokens, 9000
     )
     plan = planner.plan(torch.arange(most + 1), torch.ones(most), tokens, decode=False)
     for mix in ([2, 0, 1, 3], [5, 4]):
@@ -212,15 +213,27 @@ def test_one_plan_serves_every_mix_of_requests():
         assert out[len(rows) :].isnan().all()
 
 
+def test_a_plan_of_another_reduction_is_refused():
+    """Splits of the two would be merged as if they were the same."""
+    query, key, value, table, seq_lens, starts = paged([newest(300, 1)])
+    shape = AttentionShape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION)
+    planner = Planner(shape, query.device, 1, 1, 1000)
+    plan = planner.plan(starts, seq_lens, 1, decode=True)
+    options = {"scale": 0.1, "implementation": "triton", "plan": plan}
+    for other in (AttentionReduction(), replace(REDUCTION, key_tile=32)):
+        with pytest.raises(ValueError, match="does not fit a call"):
+            paged_attention(query, key, value, table, seq_lens, starts, reduction=other, **options)
+
+
 def test_a_plan_zeroes_the_counters_whatever_a_sleeping_engines_memory_came_back_with():
-    shape = Shape(4, 1, 64, torch.float16, REDUCTION)
+    shape = AttentionShape(4, 1, 64, torch.float16, REDUCTION)
     planner = Planner(shape, torch.device("cpu"), 3, 60, 50_000)
     for starts, lengths in (([0, 60], [16_384]), ([0, 1, 2, 3], [900, 3, 5000])):
-        planner.arrived.fill_(7)
+        planner.semaphores.fill_(7)
         begins, lengths = torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
         planner.plan(begins, lengths, starts[-1], decode=len(lengths) == 3)
-        assert len(planner.arrived) > 0
-        assert not planner.arrived.any()
+        assert len(planner.semaphores) > 0
+        assert not planner.semaphores.any()
 
 
 @pytest.fixture
@@ -229,10 +242,10 @@ def small_certificate(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(certificate, "_LENGTH", 700)
     monkeypatch.setattr(certificate, "_PREFILL", 200)
     monkeypatch.setattr(certificate, "_BORDERS", (1, 64, 65, 257, 513, 700))
-    shape = Shape(HEADS.query, HEADS.kv, HEADS.size, HEADS.dtype, REDUCTION)
+    shape = AttentionShape(HEADS.query, HEADS.kv, HEADS.size, HEADS.dtype, REDUCTION)
     data = [certificate.by_scores(shape, torch.device("cpu"), 16)]
 
-    def ways(group: int) -> list[tuple[str, list[certificate.Chunk]]]:
+    def ways(queries_per_kv: int) -> list[tuple[str, list[certificate.Chunk]]]:
         return [
             ("by decode", [certificate.Chunk(stop, 1) for stop in certificate._BORDERS]),
             ("in a chunk", [certificate.Chunk(700, 20)]),
@@ -244,7 +257,7 @@ def small_certificate(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
 
 
-@pytest.mark.parametrize("kernels", [Kernels(hopper=False), Kernels(hopper=False, few_rows=0)])
+@pytest.mark.parametrize("kernels", [Kernels(sm90=False), Kernels(sm90=False, decode_rows=0)])
 def test_kernels_that_agree_are_certified(kernels, small_certificate):
     assert small_certificate.compare(kernels) == (5 + 20) * HEADS.query * HEADS.size
 
@@ -261,5 +274,5 @@ def test_a_decode_of_other_splits_is_not_certified(small_certificate, monkeypatc
         computed(call, out, plan)
 
     monkeypatch.setattr(certificate, "paged_attention", with_other_splits)
-    found = small_certificate.compare(Kernels(hopper=False))
+    found = small_certificate.compare(Kernels(sm90=False))
     assert "other bits by decode than by prefill" in str(found)

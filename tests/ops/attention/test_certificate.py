@@ -14,16 +14,16 @@ pytest.importorskip("triton")
 
 from vllm_batch_invariant.ops.attention import certificate
 from vllm_batch_invariant.ops.attention.certificate import Chunk, Options, certify, ways
-from vllm_batch_invariant.ops.attention.cuda import FEW_ROWS, Kernels, Shape
+from vllm_batch_invariant.ops.attention.plan import DECODE_ROWS, AttentionShape, Kernels
 
-GLUON, TRITON, ONE = Kernels(hopper=True), Kernels(hopper=False), Kernels(hopper=False, few_rows=0)
-SHAPE = Shape(4, 2, 64, torch.bfloat16, AttentionReduction.of_device("cuda"))
+GLUON, TRITON, ONE = Kernels(sm90=True), Kernels(sm90=False), Kernels(sm90=False, decode_rows=0)
+SHAPE = AttentionShape(4, 2, 64, torch.bfloat16, AttentionReduction.of_device("cuda"))
 Attend = Callable[[Kernels, Options, list[Chunk]], torch.Tensor]
 
 
 def right(kernels: Kernels, options: Options, chunks: list[Chunk]) -> torch.Tensor:
     """Every row is a function of its position."""
-    rows = torch.cat([torch.arange(one.stop - one.tokens, one.stop) for one in chunks])
+    rows = torch.cat([torch.arange(one.kv_len - one.query_len, one.kv_len) for one in chunks])
     return (rows[:, None, None] % 97).expand(-1, 4, 64).to(torch.bfloat16)
 
 
@@ -46,7 +46,7 @@ def attending(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Calla
     class Planner(Kernels):
         shape = SHAPE
 
-    monkeypatch.setattr(certificate, "_planner", lambda kernels, *_: Planner(kernels.hopper, kernels.few_rows))
+    monkeypatch.setattr(certificate, "_planner", lambda kernels, *_: Planner(kernels.sm90, kernels.decode_rows))
     certify.cache_clear()
     yield put
     certify.cache_clear()
@@ -69,7 +69,7 @@ def differs_where(wrong: Callable[[Kernels, Options, list[Chunk]], bool]) -> Att
 
 
 def is_decode(chunks: list[Chunk]) -> bool:
-    return all(one.tokens == 1 for one in chunks)
+    return all(one.query_len == 1 for one in chunks)
 
 
 def test_kernels_that_agree_serve_the_fastest_first(attending):
@@ -80,7 +80,7 @@ def test_kernels_that_agree_serve_the_fastest_first(attending):
 
 
 def test_kernels_one_bit_of_whose_decode_differs_do_not_serve(attending, caplog):
-    attending(differs_where(lambda kernels, _, chunks: kernels.hopper and is_decode(chunks)))
+    attending(differs_where(lambda kernels, _, chunks: kernels.sm90 and is_decode(chunks)))
     found = certified()
     assert found.kernels == TRITON
     [refused] = found.refused
@@ -90,7 +90,9 @@ def test_kernels_one_bit_of_whose_decode_differs_do_not_serve(attending, caplog)
 
 
 def test_one_size_of_blocks_serves_all_where_two_differ(attending, caplog):
-    attending(differs_where(lambda kernels, _, chunks: kernels.few_rows > 0 and chunks[0].tokens * 2 <= FEW_ROWS))
+    attending(
+        differs_where(lambda kernels, _, chunks: kernels.decode_rows > 0 and chunks[0].query_len * 2 <= DECODE_ROWS)
+    )
     found = certified()
     assert (found.kernels, len(found.refused)) == (ONE, 2)
     assert "decode computes a whole block of rows for each request" in caplog.text
@@ -116,7 +118,7 @@ def test_a_comparison_is_made_once_for_an_environment(attending, monkeypatch):
 
 
 def test_kernels_that_were_refused_are_compared_at_every_start(attending):
-    attending(differs_where(lambda kernels, _, chunks: kernels.hopper and is_decode(chunks)))
+    attending(differs_where(lambda kernels, _, chunks: kernels.sm90 and is_decode(chunks)))
     assert certified().kernels == TRITON
     certify.cache_clear()
     attending(right)
@@ -144,13 +146,13 @@ def test_every_kind_of_layer_is_compared(attending):
 @pytest.mark.parametrize("chunk", [name for name, _ in ways(2)])
 def test_a_difference_in_any_way_to_compute_a_row_is_found(chunk, attending):
     chunks = dict(ways(2))[chunk]
-    attending(differs_where(lambda kernels, _, asked: kernels.hopper and asked == chunks))
+    attending(differs_where(lambda kernels, _, asked: kernels.sm90 and asked == chunks))
     assert chunk in certified().refused[0]
 
 
 def test_kernels_that_do_not_run_do_not_serve(attending):
     def attend(kernels: Kernels, options: Options, chunks: list[Chunk]) -> torch.Tensor:
-        if kernels.hopper:
+        if kernels.sm90:
             raise AttributeError("module has no attribute 'thread_barrier'\nand much more")
         return right(kernels, options, chunks)
 
@@ -171,9 +173,9 @@ def test_too_little_memory_to_compare_is_not_a_difference(attending):
 
 @pytest.mark.parametrize("group", [1, 2, 4, 7, 16, 71])
 def test_rows_are_computed_in_small_and_in_large_blocks_whatever_the_group(group):
-    rows = [one.tokens * group for _, chunks in ways(group) for one in chunks]
-    assert max(rows) > FEW_ROWS
-    assert (min(rows) <= FEW_ROWS) == (group <= FEW_ROWS)
+    rows = [one.query_len * group for _, chunks in ways(group) for one in chunks]
+    assert max(rows) > DECODE_ROWS
+    assert (min(rows) <= DECODE_ROWS) == (group <= DECODE_ROWS)
 
 
 def test_the_operands_cancel():
@@ -185,6 +187,6 @@ def test_the_operands_cancel():
     keys = scores.key_cache[pages, :, places % 16].double()
     products = torch.einsum("qhd,khd->qhk", scores.query[:50, ::2].double(), keys)
     assert float(products.abs().max()) < 1e-12
-    tiles = values.value_cache[pages, :, places % 16].double().unflatten(0, (-1, SHAPE.tile))
+    tiles = values.value_cache[pages, :, places % 16].double().unflatten(0, (-1, SHAPE.key_tile))
     assert float(tiles.sum(1).abs().max()) == 0
     assert float(tiles.abs().max()) > 1

@@ -9,19 +9,19 @@ from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.attention import AttentionReduction
 from vllm_batch_invariant.ops.attention import certificate as module
 from vllm_batch_invariant.ops.attention.certificate import Options, certify
-from vllm_batch_invariant.ops.attention.cuda import Kernels, Plan, Planner, Shape
 from vllm_batch_invariant.ops.attention.params import PagedAttention
+from vllm_batch_invariant.ops.attention.plan import AttentionShape, Kernels, Plan, Planner
 
 REDUCTION = AttentionReduction.of_device("cuda")
 PLAIN, WINDOW = Options(), Options(sliding_window=300, logits_soft_cap=30.0)
 SHAPES = {
-    "8b": Shape(32, 8, 128, torch.bfloat16, REDUCTION),
-    "0.5b": Shape(14, 2, 64, torch.bfloat16, REDUCTION),
-    "MHA": Shape(8, 8, 128, torch.float16, REDUCTION),
-    "MQA": Shape(71, 1, 64, torch.bfloat16, REDUCTION),
-    "Gemma": Shape(4, 1, 256, torch.bfloat16, REDUCTION),
-    "80": Shape(4, 4, 80, torch.float16, REDUCTION),
-    "fp32": Shape(4, 2, 64, torch.float32, REDUCTION),
+    "8b": AttentionShape(32, 8, 128, torch.bfloat16, REDUCTION),
+    "0.5b": AttentionShape(14, 2, 64, torch.bfloat16, REDUCTION),
+    "MHA": AttentionShape(8, 8, 128, torch.float16, REDUCTION),
+    "MQA": AttentionShape(71, 1, 64, torch.bfloat16, REDUCTION),
+    "Gemma": AttentionShape(4, 1, 256, torch.bfloat16, REDUCTION),
+    "80": AttentionShape(4, 4, 80, torch.float16, REDUCTION),
+    "fp32": AttentionShape(4, 2, 64, torch.float32, REDUCTION),
 }
 
 
@@ -64,7 +64,7 @@ def test_a_decode_of_other_splits_is_found_in_most_elements(operands, split, mon
         computed(call, out, plan)
 
     monkeypatch.setattr(module, "paged_attention", with_other_splits)
-    found = module.compare(Kernels(hopper=False), shape, [operands(shape, device(), 64)], (PLAIN,))
+    found = module.compare(Kernels(sm90=False), shape, [operands(shape, device(), 64)], (PLAIN,))
     assert "other bits by decode than by prefill" in found
     with pytest.raises(NotCovered, match="other bits by prefill than by decode"):
         certify(shape, device(), 64, (PLAIN,))
@@ -77,5 +77,5 @@ def test_gluon_kernels_that_do_not_compile_leave_attention_to_triton(hopper, mon
         raise AttributeError("module 'gluon.language' has no attribute 'thread_barrier'")
 
     monkeypatch.setattr(gluon, "launch_decode", broken)
-    assert certify(SHAPES["8b"], device(), 64, (PLAIN,)).kernels == Kernels(hopper=False)
+    assert certify(SHAPES["8b"], device(), 64, (PLAIN,)).kernels == Kernels(sm90=False)
     assert "Attention is not served by the Gluon kernels" in caplog.text

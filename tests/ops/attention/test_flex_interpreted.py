@@ -14,10 +14,10 @@ from tests.ops.attention.cases import Chunk, Heads, Request, exact, paged
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops import attention
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
-from vllm_batch_invariant.ops.attention.cuda import Shape
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
 from vllm_batch_invariant.ops.attention.flex import plan as flex_plan
 from vllm_batch_invariant.ops.attention.flex.plan import KeyLayout, Planner, Tile
+from vllm_batch_invariant.ops.attention.plan import AttentionShape
 from vllm_batch_invariant.ops.devices import DEVICES
 
 HEADS = Heads(3, 1, 64)
@@ -122,7 +122,7 @@ def test_a_wave_at_a_time_is_only_a_schedule(monkeypatch):
 @pytest.mark.parametrize("chunks", [MIXED, MIXED[2:3], [newest(300, 70)]], ids=["mixed", "decode", "chunk"])
 def test_the_lists_have_room_for_all_entries_and_little_more_and_the_tiles_of_each_ascend(chunks, window):
     query, keys, _, table, lengths, starts = lay_out(chunks)
-    shape = Shape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION)
+    shape = AttentionShape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION)
     planner = Planner(shape, KeyLayout.of(keys, 32), query.device, len(chunks), int(lengths.max()), (window,))
     plan = planner.plan(starts, lengths, table, decode=int(starts.diff().max()) == 1)
     masks = plan.masks[window]
@@ -142,7 +142,7 @@ def test_one_plan_serves_every_step_of_decode():
     lengths = [1, 65, 257, 300]
     chunks = [newest(length, 1, seed) for seed, length in enumerate(lengths)]
     query, keys, values, table, seq_lens, starts = lay_out(chunks)
-    shape = Shape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION)
+    shape = AttentionShape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION)
     planner = Planner(shape, KeyLayout.of(keys, 32), query.device, 8, 1000, (None, 50))
     options = {"scale": 0.1, "reduction": REDUCTION, "implementation": "flex_cuda"}
     plan = planner.plan(starts, seq_lens, table, decode=True)

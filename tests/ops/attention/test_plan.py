@@ -9,45 +9,45 @@ from vllm_batch_invariant.ops.attention import AttentionReduction
 
 pytest.importorskip("triton")
 
-from vllm_batch_invariant.ops.attention import cuda
+from vllm_batch_invariant.ops.attention import plan as planning
 
 
 @pytest.fixture
-def planner(monkeypatch: pytest.MonkeyPatch) -> cuda.Planner:
+def planner(monkeypatch: pytest.MonkeyPatch) -> planning.Planner:
     """One for 132 multiprocessors, whose kernel does nothing."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.device("cpu"))
-    monkeypatch.setattr(cuda, "plan_kernel", {(count,): lambda *_, **__: None for count in range(1, 600)})
-    shape = cuda.Shape(32, 8, 128, torch.bfloat16, AttentionReduction.of_device("cuda"))
-    return cuda.Planner(shape, torch.device("cpu"), 512, 8192, 100_000)
+    monkeypatch.setattr(planning, "plan_kernel", {(count,): lambda *_, **__: None for count in range(1, 600)})
+    shape = planning.AttentionShape(32, 8, 128, torch.bfloat16, AttentionReduction.of_device("cuda"))
+    return planning.Planner(shape, torch.device("cpu"), 512, 8192, 100_000)
 
 
-def plan(planner: cuda.Planner, requests: int, tokens: int, decode: bool) -> cuda.Plan:
+def plan(planner: planning.Planner, requests: int, tokens: int, decode: bool) -> planning.Plan:
     numbers = torch.zeros(requests + 1, dtype=torch.int32)
     return planner.plan(numbers, numbers[1:], tokens, decode)
 
 
 @pytest.mark.parametrize("requests", [1, 2, 64, 512])
-def test_a_step_of_decode_launches_for_small_blocks_only(requests: int, planner: cuda.Planner) -> None:
+def test_a_step_of_decode_launches_for_small_blocks_only(requests: int, planner: planning.Planner) -> None:
     decode = plan(planner, requests, requests, decode=True)
-    assert (decode.small, decode.large_programs, decode.kept_rows) == (True, 0, 4)
+    assert (decode.has_decode, decode.prefill_ctas, decode.partial_rows) == (True, 0, 4)
 
 
-def test_a_request_alone_may_have_few_rows_or_many(planner: cuda.Planner) -> None:
+def test_a_request_alone_may_have_few_rows_or_many(planner: planning.Planner) -> None:
     """A CUDA graph of 64 tokens serves a prompt of 3 tokens as well as one of 64."""
     alone = plan(planner, 1, 64, decode=False)
-    assert (alone.small, alone.large_programs > 0, alone.kept_rows) == (True, True, 16)
+    assert (alone.has_decode, alone.prefill_ctas > 0, alone.partial_rows) == (True, True, 16)
 
 
-def test_no_large_block_is_launched_for_tokens_that_are_few_rows_together(planner: cuda.Planner) -> None:
-    assert plan(planner, 3, 4, decode=False).large_programs == 0
-    assert plan(planner, 3, 5, decode=False).large_programs > 0
+def test_no_large_block_is_launched_for_tokens_that_are_few_rows_together(planner: planning.Planner) -> None:
+    assert plan(planner, 3, 4, decode=False).prefill_ctas == 0
+    assert plan(planner, 3, 5, decode=False).prefill_ctas > 0
 
 
-def test_the_lists_hold_the_blocks_of_any_step(planner: cuda.Planner) -> None:
+def test_the_lists_hold_the_blocks_of_any_step(planner: planning.Planner) -> None:
     """Requests of 17 rows and more are large: the most blocks there can be are those of many requests just above."""
     for tokens in (5, 40, 512, 8192):
         for of_each in (5, 6, 31, 32, 33, 64, 65, 5000):
             requests = min(tokens // of_each, 512)
-            blocks = requests * -(-of_each * planner.shape.group // planner.large.rows)
-            assert blocks <= planner._most_blocks(tokens, requests), (tokens, of_each)
+            blocks = requests * -(-of_each * planner.shape.queries_per_kv // planner.prefill_schedule.block_m)
+            assert blocks <= planner._max_prefill_blocks(tokens, requests), (tokens, of_each)

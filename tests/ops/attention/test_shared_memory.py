@@ -10,7 +10,7 @@ from vllm_batch_invariant.ops.attention import AttentionReduction
 
 pytest.importorskip("triton")
 
-from vllm_batch_invariant.ops.attention import cuda
+from vllm_batch_invariant.ops.attention import plan as planning
 from vllm_batch_invariant.ops.attention.shared_memory import fitted
 
 REDUCTION = AttentionReduction.of_device("cuda")
@@ -19,10 +19,10 @@ REDUCTION = AttentionReduction.of_device("cuda")
 def stages(monkeypatch: pytest.MonkeyPatch, size: int, major: int, room: int, dtype: torch.dtype) -> int:
     gpu = SimpleNamespace(major=major, shared_memory_per_block_optin=room)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    blocks = cuda.small_blocks(size, dtype)
-    found = fitted(blocks, cuda.Shape(8, 2, size, dtype, REDUCTION), torch.device("cpu"))
-    assert found == replace(blocks, stages=found.stages)
-    return found.stages
+    schedule = planning.decode_schedule(size, dtype)
+    found = fitted(schedule, planning.AttentionShape(8, 2, size, dtype, REDUCTION), torch.device("cpu"))
+    assert found == replace(schedule, num_stages=found.num_stages)
+    return found.num_stages
 
 
 @pytest.mark.parametrize(
@@ -40,4 +40,4 @@ def test_smaller_heads_have_all_their_stages_everywhere(monkeypatch) -> None:
     """No GPU that can serve has so little that they would not fit, so none is asked."""
     for size in (64, 80, 128):
         for dtype in (torch.bfloat16, torch.float16):
-            assert stages(monkeypatch, size, 12, 0, dtype) == cuda.small_blocks(size, dtype).stages == 3
+            assert stages(monkeypatch, size, 12, 0, dtype) == planning.decode_schedule(size, dtype).num_stages == 3

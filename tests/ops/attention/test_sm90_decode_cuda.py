@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.ops.attention.cases import Chunk, Heads, Request, paged
-from vllm_batch_invariant.ops.attention import AttentionReduction, cuda, paged_attention
+from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
+from vllm_batch_invariant.ops.attention.plan import AttentionShape, Planner
 
 GROUP_OF_EIGHT = Heads(8, 1, 128, torch.bfloat16)
 LENGTHS = {
@@ -35,9 +36,11 @@ def test_it_has_the_bits_of_the_triton_kernel_at_every_launch(heads, lengths, to
     known = {length: Request(heads, length, length) for length in set(lengths)}
     chunks = [Chunk(known[length], max(length - tokens, 0), length) for length in lengths]
     query, keys, values, table, seq_lens, starts = (tensor.cuda() for tensor in paged(chunks, 64))
-    shape = cuda.Shape(heads.query, heads.kv, heads.size, heads.dtype, AttentionReduction.of_device("cuda", "triton"))
-    planner = cuda.Planner(shape, query.device, len(lengths), len(query), sum(lengths))
-    assert planner.hopper
+    shape = AttentionShape(
+        heads.query, heads.kv, heads.size, heads.dtype, AttentionReduction.of_device("cuda", "triton")
+    )
+    planner = Planner(shape, query.device, len(lengths), len(query), sum(lengths))
+    assert planner.sm90
 
     def attend() -> torch.Tensor:
         plan = planner.plan(starts, seq_lens, len(query), tokens == 1)
@@ -46,8 +49,8 @@ def test_it_has_the_bits_of_the_triton_kernel_at_every_launch(heads, lengths, to
         return paged_attention(query, keys, values, table, seq_lens, starts, out=out, **options)
 
     launches = [attend() for _ in range(4)]
-    assert not planner.arrived.any()
-    planner.hopper = False
+    assert not planner.semaphores.any()
+    planner.sm90 = False
     expected = attend()
     for launch in launches:
         assert torch.equal(launch, expected)

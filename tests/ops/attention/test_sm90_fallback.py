@@ -18,10 +18,10 @@ pytest.importorskip("triton")
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
-from vllm_batch_invariant.ops.attention import cuda, sm90
+from vllm_batch_invariant.ops.attention import plan, sm90
 from vllm_batch_invariant.ops.common.compile_errors import reason
 
-SHAPE = cuda.Shape(32, 8, 128, torch.bfloat16, AttentionReduction.of_device("cuda"))
+SHAPE = plan.AttentionShape(32, 8, 128, torch.bfloat16, AttentionReduction.of_device("cuda"))
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +35,8 @@ def a_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sm90.compiles.cache_clear()
 
 
-def planner() -> cuda.Planner:
-    return cuda.Planner(SHAPE, torch.device("cpu"), 8, 512, 8192)
+def planner() -> plan.Planner:
+    return plan.Planner(SHAPE, torch.device("cpu"), 8, 512, 8192)
 
 
 class Launches(list):
@@ -85,7 +85,7 @@ FAILURES = {
 def test_the_triton_kernel_serves_where_a_trial_fails_and_one_warning_says_why(error, said, launches, log) -> None:
     launches.error = error()
     first, second = planner(), planner()
-    assert (first.hopper, second.hopper) == (False, False)
+    assert (first.sm90, second.sm90) == (False, False)
     [record] = [record for record in log.records if record.levelno == logging.WARNING]
     assert record.name == "vllm.batch_invariant"
     message = record.getMessage()
@@ -93,18 +93,18 @@ def test_the_triton_kernel_serves_where_a_trial_fails_and_one_warning_says_why(e
     assert said in message
     assert "\n" not in message
     # As on a GPU that never had those kernels.
-    assert first.parts == first.small.resident * 132
+    assert first.cta_shares == first.decode_schedule.ctas_per_sm * 132
     assert len(launches) == 1
 
 
 def test_a_trial_has_the_variants_of_an_engine_and_no_work_and_is_made_once(launches, log) -> None:
-    assert planner().hopper
-    assert planner().hopper
+    assert planner().sm90
+    assert planner().sm90
     [prefill, *decodes] = launches
     assert [name for name, _ in launches] == ["launch_prefill", "launch_decode", "launch_decode"]
     count, _, _, _, programs = prefill[1]
     assert (count.item(), programs) == (0, 1)
-    assert {rest[-1] for _, rest in decodes} == {SHAPE.group, cuda.FEW_ROWS}
+    assert {rest[-1] for _, rest in decodes} == {SHAPE.queries_per_kv, plan.DECODE_ROWS}
     for _, (first_entries, *_) in decodes:
         assert first_entries.tolist() == [0, 0]
     assert not log.records
@@ -112,14 +112,14 @@ def test_a_trial_has_the_variants_of_an_engine_and_no_work_and_is_made_once(laun
 
 def test_a_certificate_is_offered_kernels_that_fail_a_trial_so_that_it_says_why_and_keeps_nothing(launches) -> None:
     launches.error = AttributeError("no 'warpgroup_mma'")
-    [first, *_] = cuda.Kernels.candidates(SHAPE, torch.device("cpu"))
-    assert first.hopper
+    [first, *_] = plan.Kernels.candidates(SHAPE, torch.device("cpu"))
+    assert first.sm90
     assert not launches
-    assert not cuda.Kernels.fastest(SHAPE, torch.device("cpu")).hopper
+    assert not plan.Kernels.fastest(SHAPE, torch.device("cpu")).sm90
 
 
 def test_layers_with_options_that_the_kernels_lack_try_nothing(launches) -> None:
-    assert not cuda.Planner(SHAPE, torch.device("cpu"), 8, 512, 8192, plain=False).hopper
+    assert not plan.Planner(SHAPE, torch.device("cpu"), 8, 512, 8192, plain=False).sm90
     assert not launches
 
 
@@ -131,7 +131,7 @@ def test_what_is_not_a_failure_of_triton_is_raised(error, launches) -> None:
     with pytest.raises(type(error)):
         planner()
     launches.error = None
-    assert planner().hopper
+    assert planner().sm90
 
 
 def test_an_error_without_a_message_has_a_reason() -> None:
@@ -150,12 +150,12 @@ class Absent(MetaPathFinder):
 sys.meta_path.insert(0, Absent())
 import torch
 from types import SimpleNamespace
-from vllm_batch_invariant.ops.attention import AttentionReduction, hopper, triton
+from vllm_batch_invariant.ops.attention import AttentionReduction, cuda, plan, sm90
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=108)
-shape = triton.Shape(32, 8, 128, torch.bfloat16, AttentionReduction.of_device("cuda"))
-assert not triton.Planner(shape, torch.device("cpu"), 8, 512, 8192).hopper
+shape = plan.AttentionShape(32, 8, 128, torch.bfloat16, AttentionReduction.of_device("cuda"))
+assert not plan.Planner(shape, torch.device("cpu"), 8, 512, 8192).sm90
 assert not [name for name in sys.modules if name.startswith("triton.experimental")]
-assert not hopper.compiles(shape, 16, torch.device("cpu"))
+assert not sm90.compiles(shape, 16, torch.device("cpu"))
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

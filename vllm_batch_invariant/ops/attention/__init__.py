@@ -62,8 +62,8 @@ def paged_attention(
         out: [tokens, query_heads, head_size] of query's dtype, any strides; rows beyond ``query_start_loc[-1]`` are
             left alone.
         plan: of the ``Planner`` of Triton or, on a GPU, of FlexAttention, for this ``seq_lens`` and
-            ``query_start_loc``. With one nothing is read back to the host, so lengths and pages are not checked: who
-            plans vouches for them.
+            ``query_start_loc``. With one nothing is read back to the host, so lengths and pages are not checked: the
+            caller guarantees them.
 
     Returns:
         ``out``, or a new tensor whose rows beyond ``query_start_loc[-1]`` are 0.

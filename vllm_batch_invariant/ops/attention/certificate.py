@@ -2,7 +2,7 @@
 
 That tensor cores give a row the same bits in a block of 8, 16, 64 or 128 rows, on either side of the instruction and
 by whatever instruction a compiler chooses for the block, is a measurement, so it is made where the model is served. One
-request is computed as a prefill, in chunks and by decode, alone (its splits are shared by programs then) and among
+request is computed as a prefill, in chunks and by decode, alone (CTAs share its splits then) and among
 others, and the rows at borders of tiles, pages and splits are compared as bits. The operands show the order of every
 sum: either the scores or the weighted values cancel, so that what is left is rounding error.
 """
@@ -25,8 +25,9 @@ from ...errors import NotCovered
 from ..common.compile_errors import is_of_a_compiler, reason
 from ..common.gpu_environment import gpu_environment, kept_path
 from ..linear.cancelling import cancelling
-from .cuda import FEW_ROWS, Kernels, Planner, Shape, paged_attention
+from .cuda import paged_attention
 from .params import PagedAttention
+from .plan import DECODE_ROWS, AttentionShape, Kernels, Planner
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -43,9 +44,9 @@ _NOISE = 2.0**20
 
 
 _COSTS = {
-    Kernels(hopper=True): "Triton's serves: decode has the same speed, long prefills take up to twice as long.",
-    Kernels(hopper=False): "One size of blocks serves all: decode computes a whole block of rows for each request.",
-    Kernels(hopper=False, few_rows=0): "",
+    Kernels(sm90=True): "Triton's serves: decode has the same speed, long prefills take up to twice as long.",
+    Kernels(sm90=False): "One size of blocks serves all: decode computes a whole block of rows for each request.",
+    Kernels(sm90=False, decode_rows=0): "",
 }
 """What it costs that kernels are not used."""
 
@@ -84,10 +85,10 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The newest ``tokens`` of a request of ``stop`` keys."""
+    """The newest ``query_len`` tokens of a request of ``kv_len`` keys."""
 
-    stop: int
-    tokens: int
+    kv_len: int
+    query_len: int
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Operands:
 
 
 @cache
-def certify(shape: Shape, device: torch.device, page_size: int, layers: tuple[Options, ...]) -> Certificate:
+def certify(shape: AttentionShape, device: torch.device, page_size: int, layers: tuple[Options, ...]) -> Certificate:
     """The fastest kernels that give every row of such layers the same bits; compared once for a GPU, a driver, a
     PyTorch, a Triton and a version of this code.
 
@@ -119,7 +120,9 @@ def certify(shape: Shape, device: torch.device, page_size: int, layers: tuple[Op
         NotCovered: no kernel gives a row the same bits by prefill, by chunks and by decode; or it cannot be compared.
     """
     environment = _environment(device.index or 0)
-    key = f"{shape}; {shape.reduction}; pages of {page_size}; {'; '.join(map(str, layers))}"
+    key = (
+        f"{shape}; {shape.reduction} in steps of {shape.key_tile}; pages of {page_size}; {'; '.join(map(str, layers))}"
+    )
     kept = _load(environment).get(key)
     if kept is not None:
         logger.info("Attention is served by %s, which an earlier start compared on this GPU.", kept.kernels)
@@ -137,7 +140,7 @@ def certify(shape: Shape, device: torch.device, page_size: int, layers: tuple[Op
     return found
 
 
-def _certify(shape: Shape, device: torch.device, page_size: int, layers: tuple[Options, ...]) -> Certificate:
+def _certify(shape: AttentionShape, device: torch.device, page_size: int, layers: tuple[Options, ...]) -> Certificate:
     refused, started = [], time.perf_counter()
     with torch.cuda.device(device):
         data = [by_scores(shape, device, page_size), by_values(shape, device, page_size)]
@@ -199,7 +202,7 @@ def _save(environment: dict[str, str], key: str, found: Certificate) -> None:
     kept_file.update(_path(environment), added)
 
 
-def compare(kernels: Kernels, shape: Shape, data: Sequence[Operands], layers: Sequence[Options]) -> int | str:
+def compare(kernels: Kernels, shape: AttentionShape, data: Sequence[Operands], layers: Sequence[Options]) -> int | str:
     """The number of elements compared, or in words where a row has other bits, or what did not run."""
     try:
         planner = _planner(kernels, shape, data[0])
@@ -221,10 +224,10 @@ def _compare_ways(planner: Planner, operands: Operands, options: Options) -> int
     """As :func:`compare`, for one kind of layer and one request."""
     known = torch.empty_like(operands.query)
     for chunk in (Chunk(_PREFILL, _PREFILL), Chunk(_LENGTH, _PREFILL)):
-        known[chunk.stop - chunk.tokens : chunk.stop] = _attend(planner, operands, [chunk], options)
+        known[chunk.kv_len - chunk.query_len : chunk.kv_len] = _attend(planner, operands, [chunk], options)
     elements = 0
-    for name, chunks in ways(planner.shape.group):
-        rows = torch.cat([torch.arange(one.stop - one.tokens, one.stop) for one in chunks])
+    for name, chunks in ways(planner.shape.queries_per_kv):
+        rows = torch.cat([torch.arange(one.kv_len - one.query_len, one.kv_len) for one in chunks])
         kept = ((rows < _PREFILL) | (rows >= _LENGTH - _PREFILL)).nonzero()[:, 0]
         found = bitwise_comparison(_attend(planner, operands, chunks, options)[kept], known[rows[kept]])
         if not found:
@@ -234,38 +237,38 @@ def _compare_ways(planner: Planner, operands: Operands, options: Options) -> int
     return elements
 
 
-def ways(group: int) -> Iterator[tuple[str, list[Chunk]]]:
+def ways(queries_per_kv: int) -> Iterator[tuple[str, list[Chunk]]]:
     """How the rows of a prefill are computed otherwise, in words and as a batch of chunks.
 
     Args:
-        group: query heads of a KV head.
+        queries_per_kv: query heads of a KV head.
     """
-    few = max(FEW_ROWS // group, 1)
-    decode = [Chunk(stop, 1) for stop in _BORDERS]
+    decode_len = max(DECODE_ROWS // queries_per_kv, 1)
+    decode = [Chunk(kv_len, 1) for kv_len in _BORDERS]
     yield "by decode", decode
     yield "by decode alone", decode[-1:]
     yield "by decode in pairs", [decode[-1], decode[len(decode) // 2]]
-    if few > 1:
-        yield f"in chunks of {few}", [Chunk(stop, few) for stop in _BORDERS if stop >= few]
-        yield f"in a chunk of {few} alone", [Chunk(_LENGTH, few)]
-    for tokens in (few + 1, 64, 200):
-        yield f"in a chunk of {tokens} alone", [Chunk(_LENGTH, tokens)]
+    if decode_len > 1:
+        yield f"in chunks of {decode_len}", [Chunk(kv_len, decode_len) for kv_len in _BORDERS if kv_len >= decode_len]
+        yield f"in a chunk of {decode_len} alone", [Chunk(_LENGTH, decode_len)]
+    for query_len in (decode_len + 1, 64, 200):
+        yield f"in a chunk of {query_len} alone", [Chunk(_LENGTH, query_len)]
     yield "in chunks among others", [*decode[::3], Chunk(_LENGTH, 77), Chunk(513, 130), *decode[1::3], Chunk(2049, 40)]
 
 
-def _planner(kernels: Kernels, shape: Shape, operands: Operands) -> Planner:
-    batches = [chunks for _, chunks in ways(shape.group)]
+def _planner(kernels: Kernels, shape: AttentionShape, operands: Operands) -> Planner:
+    batches = [chunks for _, chunks in ways(shape.queries_per_kv)]
     requests = max(map(len, batches))
-    tokens = max(_PREFILL, *(sum(chunk.tokens for chunk in chunks) for chunks in batches))
+    tokens = max(_PREFILL, *(sum(chunk.query_len for chunk in chunks) for chunks in batches))
     return Planner(shape, operands.query.device, requests, tokens, requests * _LENGTH, kernels=kernels)
 
 
 def _attend(planner: Planner, operands: Operands, chunks: Sequence[Chunk], options: Options) -> torch.Tensor:
     """[tokens of all chunks, heads, head_size]; NaN where no kernel wrote."""
     device = operands.query.device
-    query = torch.cat([operands.query[one.stop - one.tokens : one.stop] for one in chunks])
-    lengths = torch.tensor([one.stop for one in chunks], dtype=torch.int32, device=device)
-    starts = list(accumulate((one.tokens for one in chunks), initial=0))
+    query = torch.cat([operands.query[one.kv_len - one.query_len : one.kv_len] for one in chunks])
+    lengths = torch.tensor([one.kv_len for one in chunks], dtype=torch.int32, device=device)
+    starts = list(accumulate((one.query_len for one in chunks), initial=0))
     starts = torch.tensor(starts, dtype=torch.int32, device=device)
     slopes = None if options.alibi_slopes is None else torch.tensor(options.alibi_slopes, device=device)
     call = PagedAttention(
@@ -273,14 +276,14 @@ def _attend(planner: Planner, operands: Operands, chunks: Sequence[Chunk], optio
         operands.scale, planner.shape.reduction, options.sliding_window, options.logits_soft_cap, slopes,
     )  # fmt: skip
     out = torch.full_like(query, math.nan)
-    plan = planner.plan(starts, lengths, len(query), decode=all(one.tokens == 1 for one in chunks))
+    plan = planner.plan(starts, lengths, len(query), decode=all(one.query_len == 1 for one in chunks))
     paged_attention(call, out, plan)
     return out
 
 
-def by_scores(shape: Shape, device: torch.device, page_size: int) -> Operands:
+def by_scores(shape: AttentionShape, device: torch.device, page_size: int) -> Operands:
     """Every score is exactly 0 but for rounding errors, which the scale makes as large as scores are: the order of the
-    products of queries and keys decides the weights.
+    dots of queries and keys decides the weights.
     """
     heads, size = shape.heads, shape.head_size
     query, keys = cancelling(_LENGTH * heads, _LENGTH * shape.kv_heads, size, shape.dtype, device)
@@ -288,11 +291,11 @@ def by_scores(shape: Shape, device: torch.device, page_size: int) -> Operands:
     return _paged(query.view(_LENGTH, heads, size), keys.view(_LENGTH, -1, size), values, page_size, _NOISE)
 
 
-def by_values(shape: Shape, device: torch.device, page_size: int) -> Operands:
+def by_values(shape: AttentionShape, device: torch.device, page_size: int) -> Operands:
     """Every weight is 1, and the values of a tile of keys have their negatives in the tile: the order in which they are
     added decides what is left.
     """
-    size, tile = shape.head_size, shape.tile
+    size, tile = shape.head_size, shape.key_tile
     generator = _generator(device)
     tiles = -(-_LENGTH // tile)
     half = torch.randn(tiles, tile // 2, shape.kv_heads, size, generator=generator, device=device).to(shape.dtype)

@@ -15,11 +15,11 @@ def merge_splits(outputs: torch.Tensor, lses: torch.Tensor) -> torch.Tensor:
     Returns:
         [..., head_size]; 0 where every LSE is -inf.
     """
-    top = lses.amax(dim=0)
-    weights = torch.exp(lses - torch.where(top == -torch.inf, 0, top))
-    total = torch.zeros_like(lses[0])
-    merged = torch.zeros_like(outputs[0])
-    for output, weight in zip(outputs, weights, strict=True):
-        total = total + weight
-        merged = merged + weight.unsqueeze(-1) * output
-    return merged / torch.where(total == 0, 1, total).unsqueeze(-1)
+    m = lses.amax(dim=0)
+    alphas = torch.exp(lses - torch.where(m == -torch.inf, 0, m))
+    l = torch.zeros_like(lses[0])
+    acc = torch.zeros_like(outputs[0])
+    for output, alpha in zip(outputs, alphas, strict=True):
+        l = l + alpha
+        acc = acc + alpha.unsqueeze(-1) * output
+    return acc / torch.where(l == 0, 1, l).unsqueeze(-1)

@@ -1,10 +1,10 @@
 """The lists of work of paged attention on a GPU, made there once a step: who computes which splits of which rows.
 
-Requests of few rows are laid in one line, head after head and key after key. Every program gets a part of the line of
-the same length, moved to the nearest end of a split or of a head: a part is contiguous, so a head is shared by
-neighbours, and all of them end at about the same time.
+Decode-like requests are laid in one line of tiles of keys, head after head and key after key. Every CTA gets a share of
+the line of the same length, moved to the nearest end of a split or of a head: a share is contiguous, so a head is
+shared by neighbours, and all of them end at about the same time.
 
-Requests of many rows are blocks of rows. Many blocks are computed whole, those with the most keys first; if there are
+Prefill-like requests are blocks of rows. Many blocks are computed whole, those with the most keys first; if there are
 few, such as a chunk behind a long context has, the splits of each are cut into parts of about the same length. Nothing
 here can move a bit.
 """
@@ -12,319 +12,334 @@ here can move a bit.
 import triton
 import triton.language as tl
 
-ENTRY = 8
-"""Numbers in an entry of a list: request, first row of the block (of many rows) or KV head (of few), first split,
-number of splits, slot of partial results that split 0 of the block would have (-1: none, the entry is all of the
-block), first row of the request in the query, its tokens, and its keys before them.
-"""
-_CHUNK = tl.constexpr(1024)
-"""Requests that a program looks at in a step."""
+from ..common.triton_names import aggregate, value
+from .splits import split_of, start_of
+from .work import WORK_SIZE, store_work
+
+_REQUESTS_AT_ONCE = tl.constexpr(1024)
+"""Requests that a CTA looks at in a step."""
+_ITEMS_AT_ONCE = tl.constexpr(256)
+"""Items of its request that a CTA writes in a step."""
 _HEAD_COST = tl.constexpr(2)
 """What it takes to begin a head, and to share one, in tiles of keys."""
 
 
-@triton.jit
-def split_of(key, levels: tl.constexpr):
-    """The split that a key is in: ``AttentionReduction.split_of``."""
-    number = key // levels[0][1]
-    for level in tl.static_range(1, len(levels)):
-        start, size, first = levels[level]
-        number = tl.where(key < start, number, first + (key - start) // size)
-    return number
+@aggregate
+class Config:
+    """What the plan is compiled for: the layers, the key tile of the reduction, and the rows of the schedules."""
+
+    NUM_KV_HEADS: tl.constexpr
+    PADDED_KV_HEADS: tl.constexpr
+    QUERIES_PER_KV: tl.constexpr
+    KEY_TILE: tl.constexpr
+    DECODE_ROWS: tl.constexpr
+    BLOCK_M: tl.constexpr
 
 
-@triton.jit
-def start_of(number, levels: tl.constexpr):
-    """The first key of a split: ``AttentionReduction.start_of``."""
-    key = number * levels[0][1]
-    for level in tl.static_range(1, len(levels)):
-        start, size, first = levels[level]
-        key = tl.where(number < first, key, start + (number - first) * size)
-    return key
+@aggregate
+class Request:
+    """One request, or several, side by side."""
+
+    idx: value
+    blocks: tl.tensor  # of rows
+    splits: tl.tensor  # 0 where nothing is to do
+    kv_len: tl.tensor
+    query_start: tl.tensor
+    query_len: tl.tensor
+    context_len: tl.tensor
 
 
-@triton.jit
-def is_end_of_split(key, levels: tl.constexpr):
-    """Whether a split ends before the key."""
-    ends = key % levels[0][1] == 0
-    for level in tl.static_range(1, len(levels)):
-        start, size, _ = levels[level]
-        ends = tl.where(key <= start, ends, (key - start) % size == 0)
-    return ends
+@aggregate
+class Line:
+    """The tiles of keys of all decode-like heads, one after the other."""
+
+    kv_tiles: tl.tensor  # int64, of all heads
+    begin: tl.tensor  # int64, where the heads of the request begin
+    cta_shares: tl.tensor  # equal shares that it is cut into
 
 
 @triton.jit
 def _shape_of_work(
-    query_start_loc, seq_lens, index, exists, group: tl.constexpr, levels: tl.constexpr, few: tl.constexpr,
-    block_rows: tl.constexpr,
+    query_start_loc_ptr, seq_lens_ptr, idx, exists, config, SPLIT_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Of requests: whether each has few rows, its blocks of rows, its splits, its keys, and the parts that each of its
-    blocks can be cut into.
+    """Of requests: whether each is decode-like, its blocks of rows, its splits, its keys, and the parts that each of
+    its blocks can be cut into.
     """
-    start = tl.load(query_start_loc + index, mask=exists, other=0)
-    rows = (tl.load(query_start_loc + index + 1, mask=exists, other=0) - start).to(tl.int32) * group
-    length = tl.load(seq_lens + index, mask=exists, other=0).to(tl.int32)
-    works = (rows > 0) & (length > 0)
-    small = works & (rows <= few)
-    blocks = tl.where(small, 1, tl.cdiv(rows, block_rows))
-    splits = split_of(length - 1, levels) + 1
+    query_start = tl.load(query_start_loc_ptr + idx, mask=exists, other=0)
+    rows = (tl.load(query_start_loc_ptr + idx + 1, mask=exists, other=0) - query_start).to(
+        tl.int32
+    ) * config.QUERIES_PER_KV
+    kv_len = tl.load(seq_lens_ptr + idx, mask=exists, other=0).to(tl.int32)
+    works = (rows > 0) & (kv_len > 0)
+    decode_like = works & (rows <= config.DECODE_ROWS)
+    blocks = tl.where(decode_like, 1, tl.cdiv(rows, config.BLOCK_M))
+    splits = split_of(kv_len - 1, SPLIT_SEGMENTS) + 1
     # Every part of every block is as long as a split, so that there is the end of one in it.
-    shortest = length - rows // group + tl.minimum(block_rows // group, rows // group)
-    longest_split = start_of(splits, levels) - start_of(splits - 1, levels)
-    parts = tl.maximum(shortest // longest_split, 1)
-    return small, blocks, tl.where(works, splits, 0), length, parts
+    shortest = (
+        kv_len
+        - rows // config.QUERIES_PER_KV
+        + tl.minimum(config.BLOCK_M // config.QUERIES_PER_KV, rows // config.QUERIES_PER_KV)
+    )
+    longest_split = start_of(splits, SPLIT_SEGMENTS) - start_of(splits - 1, SPLIT_SEGMENTS)
+    max_parts = tl.maximum(shortest // longest_split, 1)
+    return decode_like, blocks, tl.where(works, splits, 0), kv_len, max_parts
 
 
 @triton.jit
-def _most_parts(blocks, splits, room, items, kv_heads: tl.constexpr):
-    """Parts of a block of many rows: as many as keep ``items`` programs busy, or 1 without room for partial results."""
-    parts = tl.maximum(items // tl.maximum(blocks * kv_heads, 1), 1)
-    return tl.where(splits <= room, parts, 1)
+def _parts_of_blocks(blocks, splits, workspace, ctas, NUM_KV_HEADS: tl.constexpr):
+    """Parts of a prefill-like block: as many as keep ``ctas`` CTAs busy, or 1 without room for partial results."""
+    parts = tl.maximum(ctas // tl.maximum(blocks * NUM_KV_HEADS, 1), 1)
+    return tl.where(splits <= workspace, parts, 1)
 
 
 @triton.jit
-def _first_part(at, line, parts):
-    """The first of the equal parts of a line that begins at a place of it or later."""
-    return tl.cdiv(at * parts, line).to(tl.int32)
+def _first_share(place, line):
+    """The first share of the line that begins at a place of it or later."""
+    return tl.cdiv(place * line.cta_shares, line.kv_tiles).to(tl.int32)
 
 
 @triton.jit
-def _cut(
-    part, line, parts, begin, each, splits, length, may_cut, levels: tl.constexpr, tile: tl.constexpr,
-):  # fmt: skip
-    """The split of its head that a part begins with; ``splits`` for what follows the head. ``begin`` is where the heads
-    of the request begin on the line, and ``each`` how long one is.
+def _cut(share, line, head_tiles, request, may_cut, SPLIT_SEGMENTS: tl.constexpr, KEY_TILE: tl.constexpr):
+    """The split of its head that a share begins with; ``request.splits`` for what follows the head, which is
+    ``head_tiles`` long on the line.
     """
-    tiles = tl.cdiv(length, tile)
-    at = tl.maximum((part.to(tl.int64) * line // parts - begin) % each - _HEAD_COST, 0).to(tl.int32)
-    number = split_of(at * tile, levels)
-    before = at - start_of(number, levels) // tile
-    after = tl.minimum(start_of(number + 1, levels) // tile, tiles) - at
-    nearest = tl.where(before < after, number, number + 1)
+    tiles = tl.cdiv(request.kv_len, KEY_TILE)
+    tile = (share.to(tl.int64) * line.kv_tiles // line.cta_shares - line.begin) % head_tiles
+    tile = tl.maximum(tile - _HEAD_COST, 0).to(tl.int32)
+    split = split_of(tile * KEY_TILE, SPLIT_SEGMENTS)
+    before = tile - start_of(split, SPLIT_SEGMENTS) // KEY_TILE
+    after = tl.minimum(start_of(split + 1, SPLIT_SEGMENTS) // KEY_TILE, tiles) - tile
+    nearest = tl.where(before < after, split, split + 1)
     # A head that is cut is more work, so its ends are nearer than they seem.
     reach = tl.minimum(before, after) + _HEAD_COST
-    nearest = tl.where(tiles - at <= reach, splits, nearest)
-    nearest = tl.where((at <= reach) & (at <= tiles - at), 0, nearest)
-    return tl.where(may_cut, nearest, tl.where(2 * at < tiles, 0, splits))
+    nearest = tl.where(tiles - tile <= reach, request.splits, nearest)
+    nearest = tl.where((tile <= reach) & (tile <= tiles - tile), 0, nearest)
+    return tl.where(may_cut, nearest, tl.where(2 * tile < tiles, 0, request.splits))
 
 
 @triton.jit
-def _store_entry(place, request, second, begin, run, slot, start, tokens, past, mask):
-    zero = begin * 0
-    tl.store(place, zero + request, mask=mask)
-    tl.store(place + 1, zero + second, mask=mask)
-    tl.store(place + 2, begin, mask=mask)
-    tl.store(place + 3, run, mask=mask)
-    tl.store(place + 4, zero + slot, mask=mask)
-    tl.store(place + 5, zero + start, mask=mask)
-    tl.store(place + 6, zero + tokens, mask=mask)
-    tl.store(place + 7, zero + past, mask=mask)
+def _store_items(item_ptrs, request, row_or_head, first_split, num_splits, workspace_idx, mask):
+    store_work(
+        item_ptrs, request.idx, row_or_head, first_split, num_splits, workspace_idx, request.query_start,
+        request.query_len, request.context_len, mask,
+    )  # fmt: skip
 
 
 @triton.jit
-def _store_few_rows(
-    small_list, first_entries, request, splits, length, start, tokens, past, whole, begin, first_head, slot, may_cut,
-    parts, kv_heads: tl.constexpr, padded_kv_heads: tl.constexpr, levels: tl.constexpr, tile: tl.constexpr,
-    step: tl.constexpr,
+def _store_decode_work(
+    work_ptr, work_indptr, request, line, first_item, workspace_idx, may_cut, config, SPLIT_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The entries of a request on the line, which is ``whole`` long, the request's heads from ``begin`` on."""
-    each = tl.cdiv(length, tile).to(tl.int64) + _HEAD_COST
-    # The entry that begins with a head belongs to the part before the first one that begins in it.
-    head = tl.arange(0, padded_kv_heads)
-    part = _first_part(begin + head * each, whole, parts)
-    run = _cut(part, whole, parts, begin, each, splits, length, may_cut, levels, tile)
-    run = tl.where(part < _first_part(begin + (head + 1) * each, whole, parts), run, splits)
-    place = small_list + (first_head + head + part).to(tl.int64) * 8
-    own_slot = tl.where(run < splits, slot, -1)
-    _store_entry(place, request, head, head * 0, run, own_slot, start, tokens, past, head < kv_heads)
+    """The items of a request on the line, the first of them number ``first_item`` but for those that begin shares."""
+    KEY_TILE: tl.constexpr = config.KEY_TILE
+    splits = request.splits
+    head_tiles = tl.cdiv(request.kv_len, KEY_TILE).to(tl.int64) + _HEAD_COST
+    # The item that begins with a head belongs to the share before the first one that begins in it.
+    head = tl.arange(0, config.PADDED_KV_HEADS)
+    before = _first_share(line.begin + head * head_tiles, line)
+    num_splits = _cut(before, line, head_tiles, request, may_cut, SPLIT_SEGMENTS, KEY_TILE)
+    num_splits = tl.where(before < _first_share(line.begin + (head + 1) * head_tiles, line), num_splits, splits)
+    _store_items(
+        work_ptr + (first_item + head + before).to(tl.int64) * WORK_SIZE, request, head, head * 0, num_splits,
+        tl.where(num_splits < splits, workspace_idx, -1), head < config.NUM_KV_HEADS,
+    )  # fmt: skip
 
-    stop = _first_part(begin + kv_heads * each, whole, parts)
-    for first in range(_first_part(begin, whole, parts), stop, step):
-        later = first + tl.arange(0, step)
-        mask = later < stop
-        of_head = ((later.to(tl.int64) * whole // parts - begin) // each).to(tl.int32)
-        cut = _cut(later, whole, parts, begin, each, splits, length, may_cut, levels, tile)
-        end = _cut(later + 1, whole, parts, begin, each, splits, length, may_cut, levels, tile)
-        end = tl.where(later + 1 < _first_part(begin + (of_head + 1) * each, whole, parts), end, splits)
-        entry = first_head + of_head + later + 1
-        at = small_list + entry.to(tl.int64) * 8
-        cut_slot = tl.where(end - cut < splits, slot, -1)
-        _store_entry(at, request, of_head, cut, end - cut, cut_slot, start, tokens, past, mask)
-        tl.store(first_entries + later, entry, mask=mask)
-
-
-@triton.jit
-def _blocks_beyond(tiles, tokens, past, blocks, group: tl.constexpr, block_rows: tl.constexpr, tile: tl.constexpr):
-    """How many blocks of requests of many rows have more than so many tiles of keys."""
-    last_token = tl.maximum(tiles * tile - past, 0)
-    first_block = tl.maximum(tl.cdiv(last_token * group + 1, block_rows) - 1, 0)
-    return tl.where(last_token < tokens, tl.maximum(blocks - first_block, 0), 0)
+    end_share = _first_share(line.begin + config.NUM_KV_HEADS * head_tiles, line)
+    for first in range(_first_share(line.begin, line), end_share, _ITEMS_AT_ONCE):
+        share = first + tl.arange(0, _ITEMS_AT_ONCE)
+        mask = share < end_share
+        of_head = ((share.to(tl.int64) * line.kv_tiles // line.cta_shares - line.begin) // head_tiles).to(tl.int32)
+        begin = _cut(share, line, head_tiles, request, may_cut, SPLIT_SEGMENTS, KEY_TILE)
+        end = _cut(share + 1, line, head_tiles, request, may_cut, SPLIT_SEGMENTS, KEY_TILE)
+        end = tl.where(share + 1 < _first_share(line.begin + (of_head + 1) * head_tiles, line), end, splits)
+        item = first_item + of_head + share + 1
+        _store_items(
+            work_ptr + item.to(tl.int64) * WORK_SIZE, request, of_head, begin, end - begin,
+            tl.where(end - begin < splits, workspace_idx, -1), mask,
+        )  # fmt: skip
+        tl.store(work_indptr + share, item, mask=mask)
 
 
 @triton.jit
-def _store_ranked(
-    large_list, request, blocks, splits, start, tokens, past, all_blocks, all_tokens, all_past, lanes,
-    group: tl.constexpr, block_rows: tl.constexpr, tile: tl.constexpr,
-):  # fmt: skip
-    """The entries of a request's blocks, each block whole, at their places among those of all requests by falling
-    numbers of keys, so that programs that take turns end together.
+def _blocks_beyond(tiles, requests, config):
+    """How many blocks of prefill-like requests have more than so many tiles of keys."""
+    last_token = tl.maximum(tiles * config.KEY_TILE - requests.context_len, 0)
+    first_block = tl.maximum(tl.cdiv(last_token * config.QUERIES_PER_KV + 1, config.BLOCK_M) - 1, 0)
+    return tl.where(last_token < requests.query_len, tl.maximum(requests.blocks - first_block, 0), 0)
+
+
+@triton.jit
+def _keys_of_block(block, request, config):
+    """Keys that some row of a block sees."""
+    last_row = block * config.BLOCK_M + config.BLOCK_M - 1
+    return request.context_len + tl.minimum(last_row // config.QUERIES_PER_KV, request.query_len - 1) + 1
+
+
+@triton.jit
+def _store_ranked(work_ptr, request, requests, config):
+    """The items of a request's blocks, each block whole, at their places among those of all ``requests`` by falling
+    numbers of keys, so that CTAs that take turns end together.
     """
-    for number in range(blocks):
-        block = blocks - 1 - number
-        tiles = tl.cdiv(past + tl.minimum((block * block_rows + block_rows - 1) // group, tokens - 1) + 1, tile)
-        more = _blocks_beyond(tiles, all_tokens, all_past, all_blocks, group, block_rows, tile)
-        as_many = _blocks_beyond(tiles - 1, all_tokens, all_past, all_blocks, group, block_rows, tile) - more
-        before = tl.where(lanes < request, as_many, 0)
-        own_more = tl.sum(tl.where(lanes == request, more, 0))
+    for number in range(request.blocks):
+        block = request.blocks - 1 - number
+        tiles = tl.cdiv(_keys_of_block(block, request, config), config.KEY_TILE)
+        more = _blocks_beyond(tiles, requests, config)
+        as_many = _blocks_beyond(tiles - 1, requests, config) - more
+        before = tl.where(requests.idx < request.idx, as_many, 0)
+        own_more = tl.sum(tl.where(requests.idx == request.idx, more, 0))
         rank = tl.sum(more) + tl.sum(before) + number - own_more
         zero = tl.arange(0, 1)
-        place = large_list + rank.to(tl.int64) * 8 + zero
-        _store_entry(place, request, block * block_rows, zero, splits, -1, start, tokens, past, zero == 0)
+        item_ptrs = work_ptr + rank.to(tl.int64) * WORK_SIZE + zero
+        _store_items(item_ptrs, request, block * config.BLOCK_M, zero, request.splits, -1, zero == 0)
 
 
 @triton.jit
-def _end_of_part(part, parts, keys, splits, levels: tl.constexpr):
+def _first_of_part(part, parts, keys, splits, SPLIT_SEGMENTS: tl.constexpr):
     """The split that a part of a block begins with: the nearest to an equal share of the block's keys."""
     key = (keys.to(tl.int64) * part // parts).to(tl.int32)
-    number = split_of(key, levels)
-    nearer = key - start_of(number, levels) < start_of(number + 1, levels) - key
-    return tl.where(part < parts, tl.where(nearer, number, number + 1), splits)
+    split = split_of(key, SPLIT_SEGMENTS)
+    nearer = key - start_of(split, SPLIT_SEGMENTS) < start_of(split + 1, SPLIT_SEGMENTS) - key
+    return tl.where(part < parts, tl.where(nearer, split, split + 1), splits)
 
 
 @triton.jit
-def _store_many_rows(
-    entries, request, blocks, splits, start, tokens, past, parts, first_slot,
-    group: tl.constexpr, levels: tl.constexpr, block_rows: tl.constexpr, step: tl.constexpr,
-):  # fmt: skip
-    """The entries of a request's blocks, each block in parts."""
-    for first in range(0, blocks * parts, step):
-        number = first + tl.arange(0, step)
-        block = blocks - 1 - number // parts
+def _store_parts(work_ptr, request, parts, workspace_idx, config, SPLIT_SEGMENTS: tl.constexpr):
+    """The items of a request's blocks, each block in parts."""
+    for first in range(0, request.blocks * parts, _ITEMS_AT_ONCE):
+        number = first + tl.arange(0, _ITEMS_AT_ONCE)
+        block = request.blocks - 1 - number // parts
         part = number % parts
-        keys = past + tl.minimum((block * block_rows + block_rows - 1) // group, tokens - 1) + 1
-        begin = _end_of_part(part, parts, keys, splits, levels)
-        end = _end_of_part(part + 1, parts, keys, splits, levels)
-        slot = tl.where(parts > 1, first_slot + block * splits, -1)
-        mask = number < blocks * parts
-        row = block * block_rows
-        _store_entry(entries + number * 8, request, row, begin, end - begin, slot, start, tokens, past, mask)
+        keys = _keys_of_block(block, request, config)
+        begin = _first_of_part(part, parts, keys, request.splits, SPLIT_SEGMENTS)
+        end = _first_of_part(part + 1, parts, keys, request.splits, SPLIT_SEGMENTS)
+        own_idx = tl.where(parts > 1, workspace_idx + block * request.splits, -1)
+        mask = number < request.blocks * parts
+        row = block * config.BLOCK_M
+        _store_items(work_ptr + number * WORK_SIZE, request, row, begin, end - begin, own_idx, mask)
 
 
 @triton.jit
-def _clear(counters, most, step: tl.constexpr):
-    """Zero this program's share of the counters. Attention leaves them 0, but memory that a sleeping engine gave away
+def _clear(semaphores_ptr, semaphores):
+    """Zero this CTA's share of the semaphores. Attention leaves them 0, but memory that a sleeping engine gave away
     comes back with anything in it.
     """
-    for first in range(tl.program_id(0) * step, most, tl.num_programs(0) * step):
-        index = first + tl.arange(0, step)
-        tl.store(counters + index, index * 0, mask=index < most)
+    AT_ONCE: tl.constexpr = _REQUESTS_AT_ONCE
+    for first in range(tl.program_id(0) * AT_ONCE, semaphores, tl.num_programs(0) * AT_ONCE):
+        idx = first + tl.arange(0, AT_ONCE)
+        tl.store(semaphores_ptr + idx, idx * 0, mask=idx < semaphores)
 
 
-@triton.jit(do_not_specialize=["requests", "counters", "room_small", "room_large", "parts", "items"])
+@triton.jit(
+    do_not_specialize=[
+        "requests", "semaphores", "decode_workspace", "prefill_workspace", "cta_shares", "prefill_ctas",
+    ]
+)  # fmt: skip
 def plan_kernel(
-    query_start_loc,
-    seq_lens,
-    first_entries,
-    small_list,
-    count,
-    large_list,
-    arrived,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    work_indptr,
+    decode_work_ptr,
+    prefill_count_ptr,
+    prefill_work_ptr,
+    semaphores_ptr,
     requests,
-    counters,
-    room_small,
-    room_large,
-    parts,
-    items,
-    kv_heads: tl.constexpr,
-    padded_kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    levels: tl.constexpr,
-    tile: tl.constexpr,
-    few: tl.constexpr,
-    block_rows: tl.constexpr,
-    step: tl.constexpr,
+    semaphores,
+    decode_workspace,
+    prefill_workspace,
+    cta_shares,
+    prefill_ctas,
+    NUM_KV_HEADS: tl.constexpr,
+    PADDED_KV_HEADS: tl.constexpr,
+    QUERIES_PER_KV: tl.constexpr,
+    SPLIT_SEGMENTS: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    DECODE_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
-    """Writes the entries of one request, of ``few`` rows or of more. Every program adds up what comes before it, so
+    """Writes the items of one request, of ``DECODE_ROWS`` rows or of more. Every CTA adds up what comes before it, so
     that one launch suffices.
 
     Args:
-        first_entries: of each part of ``small_list``, and the end.
-        count: entries of ``large_list``.
-        arrived: so many ``counters`` of finished splits, which the step's attention finds at 0.
-        room_small, room_large: slots for partial results of the requests of few rows and of more.
-        parts: programs that work on few rows at the same time.
-        items: programs that work on blocks of many rows at the same time, each for one KV head.
+        work_indptr: [cta_shares + 1], the first item of ``decode_work_ptr`` of each CTA, and the end.
+        prefill_count_ptr: [1], items of ``prefill_work_ptr``.
+        semaphores_ptr: [semaphores] of finished splits, which the step's attention finds at 0.
+        decode_workspace, prefill_workspace: room for partial results of decode-like and of prefill-like requests.
+        cta_shares: CTAs that work on decode-like requests at the same time.
+        prefill_ctas: CTAs that work on prefill-like blocks at the same time, each for one KV head.
     """
-    request = tl.program_id(0)
-    lanes = tl.arange(0, _CHUNK)
-    _clear(arrived, counters, _CHUNK)
-    nothing = tl.zeros((_CHUNK,), tl.int32)
-    small_splits, large_splits, small_slots, large_slots = nothing, nothing, nothing, nothing
-    line, line_before, small_before = nothing.to(tl.int64), nothing.to(tl.int64), nothing
-    small_count, large_blocks = nothing, nothing
-    for first in range(0, requests, _CHUNK):
-        index = first + lanes
-        small, blocks, splits, length, _ = _shape_of_work(
-            query_start_loc, seq_lens, index, index < requests, group, levels, few, block_rows
+    config = Config(NUM_KV_HEADS, PADDED_KV_HEADS, QUERIES_PER_KV, KEY_TILE, DECODE_ROWS, BLOCK_M)
+    request_idx = tl.program_id(0)
+    lanes = tl.arange(0, _REQUESTS_AT_ONCE)
+    _clear(semaphores_ptr, semaphores)
+    nothing = tl.zeros((_REQUESTS_AT_ONCE,), tl.int32)
+    decode_splits, prefill_splits, decode_splits_before, prefill_splits_before = nothing, nothing, nothing, nothing
+    kv_tiles, kv_tiles_before, decode_before = nothing.to(tl.int64), nothing.to(tl.int64), nothing
+    decode_count, prefill_blocks = nothing, nothing
+    for first in range(0, requests, _REQUESTS_AT_ONCE):
+        idx = first + lanes
+        decode_like, blocks, splits, kv_len, _ = _shape_of_work(
+            query_start_loc_ptr, seq_lens_ptr, idx, idx < requests, config, SPLIT_SEGMENTS
         )
-        before = index < request
-        of_small = tl.where(small, splits, 0)
-        of_large = tl.where(small, 0, blocks * splits)
-        on_line = tl.where(small, tl.cdiv(length, tile) + _HEAD_COST, 0)
-        small_splits += of_small
-        large_splits += of_large
-        large_blocks += tl.where(small | (splits == 0), 0, blocks)
-        small_slots += tl.where(before, of_small, 0)
-        large_slots += tl.where(before, of_large, 0)
-        line += on_line
-        line_before += tl.where(before, on_line, 0)
-        small_count += small.to(tl.int32)
-        small_before += tl.where(before, small.to(tl.int32), 0)
-    most_parts = _most_parts(tl.sum(large_blocks), tl.sum(large_splits), room_large, items, kv_heads)
-
-    entries, entries_before = nothing, nothing
-    for first in range(0, requests, _CHUNK):
-        index = first + lanes
-        small, blocks, splits, length, can = _shape_of_work(
-            query_start_loc, seq_lens, index, index < requests, group, levels, few, block_rows
-        )
-        of_large = tl.where(small | (splits == 0), 0, blocks * tl.minimum(can, most_parts))
-        entries += of_large
-        entries_before += tl.where(index < request, of_large, 0)
-    all_small = tl.sum(small_count)
-    if request == 0:
-        tl.store(count, tl.sum(entries))
-        tl.store(first_entries + parts, all_small * kv_heads + tl.where(all_small == 0, 0, parts))
-        if all_small == 0:
-            for first in range(0, parts, step):
-                part = first + tl.arange(0, step)
-                tl.store(first_entries + part, part * 0, mask=part < parts)
-
-    small, blocks, splits, length, can = _shape_of_work(
-        query_start_loc, seq_lens, request, request < requests, group, levels, few, block_rows
+        before = idx < request_idx
+        of_decode = tl.where(decode_like, splits, 0)
+        of_prefill = tl.where(decode_like, 0, blocks * splits)
+        on_line = tl.where(decode_like, tl.cdiv(kv_len, KEY_TILE) + _HEAD_COST, 0)
+        decode_splits += of_decode
+        prefill_splits += of_prefill
+        prefill_blocks += tl.where(decode_like | (splits == 0), 0, blocks)
+        decode_splits_before += tl.where(before, of_decode, 0)
+        prefill_splits_before += tl.where(before, of_prefill, 0)
+        kv_tiles += on_line
+        kv_tiles_before += tl.where(before, on_line, 0)
+        decode_count += decode_like.to(tl.int32)
+        decode_before += tl.where(before, decode_like.to(tl.int32), 0)
+    parts = _parts_of_blocks(
+        tl.sum(prefill_blocks), tl.sum(prefill_splits), prefill_workspace, prefill_ctas, NUM_KV_HEADS
     )
-    start = tl.load(query_start_loc + request).to(tl.int32)
-    tokens = tl.load(query_start_loc + request + 1).to(tl.int32) - start
-    if small:
-        _store_few_rows(
-            small_list, first_entries, request, splits, length, start, tokens, length - tokens, tl.sum(line) * kv_heads,
-            tl.sum(line_before) * kv_heads, tl.sum(small_before) * kv_heads, tl.sum(small_slots),
-            tl.sum(small_splits) <= room_small, parts, kv_heads, padded_kv_heads, levels, tile,
-            step,
-        )  # fmt: skip
-    elif (most_parts == 1) & (requests <= _CHUNK):
-        begins = tl.load(query_start_loc + lanes, mask=lanes < requests, other=0)
-        their_tokens = (tl.load(query_start_loc + lanes + 1, mask=lanes < requests, other=0) - begins).to(tl.int32)
-        is_small, their_blocks, their_splits, their_lengths, _ = _shape_of_work(
-            query_start_loc, seq_lens, lanes, lanes < requests, group, levels, few, block_rows
+
+    items, items_before = nothing, nothing
+    for first in range(0, requests, _REQUESTS_AT_ONCE):
+        idx = first + lanes
+        decode_like, blocks, splits, kv_len, max_parts = _shape_of_work(
+            query_start_loc_ptr, seq_lens_ptr, idx, idx < requests, config, SPLIT_SEGMENTS
         )
-        their_blocks = tl.where(is_small | (their_splits == 0), 0, their_blocks)
-        _store_ranked(
-            large_list, request, tl.where(splits > 0, blocks, 0), splits, start, tokens, length - tokens, their_blocks,
-            their_tokens, their_lengths - their_tokens, lanes, group, block_rows, tile,
+        of_prefill = tl.where(decode_like | (splits == 0), 0, blocks * tl.minimum(max_parts, parts))
+        items += of_prefill
+        items_before += tl.where(idx < request_idx, of_prefill, 0)
+    all_decode = tl.sum(decode_count)
+    if request_idx == 0:
+        tl.store(prefill_count_ptr, tl.sum(items))
+        tl.store(work_indptr + cta_shares, all_decode * NUM_KV_HEADS + tl.where(all_decode == 0, 0, cta_shares))
+        if all_decode == 0:
+            for first in range(0, cta_shares, _ITEMS_AT_ONCE):
+                share = first + tl.arange(0, _ITEMS_AT_ONCE)
+                tl.store(work_indptr + share, share * 0, mask=share < cta_shares)
+
+    decode_like, blocks, splits, kv_len, max_parts = _shape_of_work(
+        query_start_loc_ptr, seq_lens_ptr, request_idx, request_idx < requests, config, SPLIT_SEGMENTS
+    )
+    query_start = tl.load(query_start_loc_ptr + request_idx).to(tl.int32)
+    query_len = tl.load(query_start_loc_ptr + request_idx + 1).to(tl.int32) - query_start
+    if decode_like:
+        request = Request(request_idx, blocks, splits, kv_len, query_start, query_len, kv_len - query_len)
+        line = Line(tl.sum(kv_tiles) * NUM_KV_HEADS, tl.sum(kv_tiles_before) * NUM_KV_HEADS, cta_shares)
+        _store_decode_work(
+            decode_work_ptr, work_indptr, request, line, tl.sum(decode_before) * NUM_KV_HEADS,
+            tl.sum(decode_splits_before), tl.sum(decode_splits) <= decode_workspace, config, SPLIT_SEGMENTS,
         )  # fmt: skip
+    elif (parts == 1) & (requests <= _REQUESTS_AT_ONCE):
+        starts = tl.load(query_start_loc_ptr + lanes, mask=lanes < requests, other=0)
+        query_lens = (tl.load(query_start_loc_ptr + lanes + 1, mask=lanes < requests, other=0) - starts).to(tl.int32)
+        are_decode, all_blocks, all_splits, kv_lens, _ = _shape_of_work(
+            query_start_loc_ptr, seq_lens_ptr, lanes, lanes < requests, config, SPLIT_SEGMENTS
+        )
+        all_blocks = tl.where(are_decode | (all_splits == 0), 0, all_blocks)
+        blocks = tl.where(splits > 0, blocks, 0)
+        request = Request(request_idx, blocks, splits, kv_len, query_start, query_len, kv_len - query_len)
+        all_requests = Request(lanes, all_blocks, all_splits, kv_lens, starts, query_lens, kv_lens - query_lens)
+        _store_ranked(prefill_work_ptr, request, all_requests, config)
     else:
-        _store_many_rows(
-            large_list + tl.sum(entries_before) * 8, request, tl.where(splits > 0, blocks, 0), splits, start, tokens,
-            length - tokens, tl.minimum(can, most_parts), tl.sum(large_slots), group, levels, block_rows, step,
-        )  # fmt: skip
+        first_ptr = prefill_work_ptr + tl.sum(items_before) * WORK_SIZE
+        blocks = tl.where(splits > 0, blocks, 0)
+        request = Request(request_idx, blocks, splits, kv_len, query_start, query_len, kv_len - query_len)
+        own_parts = tl.minimum(max_parts, parts)
+        _store_parts(first_ptr, request, own_parts, tl.sum(prefill_splits_before), config, SPLIT_SEGMENTS)

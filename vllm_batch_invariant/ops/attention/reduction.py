@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 SMALLEST_SPLIT = 16
+_SMALLEST_TILE = 32
+"""Half of it, in fp32, is the K of a dot: at least 16."""
 
 
 @dataclass(frozen=True)
@@ -15,26 +17,32 @@ class AttentionReduction:
     alone decides, ``weight = exp(score - max)``, the weights and the weighted values are summed by ascending position
     in an order that the split size alone decides. Splits are merged in ascending order, a split without a visible key
     has no part in it, and the result is rounded once to the query's dtype. On a GPU the weights are rounded to the
-    values' dtype before they weigh them, and the tile of keys, which the dtype decides, is a part of the reduction.
+    values' dtype before they weigh them, and the maximum and the sums go on from tile to tile of the keys.
 
     Attributes:
         split_size: keys in a split, a power of two; pages of any size fit it, because a split is a range of positions.
         early: pairs of a split size and the position up to which splits have it, ascending. A request that is alone and
             short has only its splits to spread over a GPU, and one that is long has more of them than that takes.
+        key_tile: keys in a step of the online softmax over 16-bit keys, a power of two; half of it in fp32, and never
+            more than the smallest splits have. On a CPU a split is one step.
 
     Raises:
-        ValueError: a split size that is no power of two or is below 16, or positions that do not ascend or at which a
-            split of the size before them and one of the size after them do not both begin.
+        ValueError: a split size that is no power of two or is below 16, a tile that is none or is below 32, or
+            positions that do not ascend or at which a split of the size before them and one of the size after them do
+            not both begin.
     """
 
     split_size: int = 256
     early: tuple[tuple[int, int], ...] = ()
+    key_tile: int = 64
 
     def __post_init__(self) -> None:
         sizes = [*(size for size, _ in self.early), self.split_size]
         for size in sizes:
             if size < SMALLEST_SPLIT or size & (size - 1):
                 raise ValueError(f"split_size must be a power of two of at least {SMALLEST_SPLIT}, got {size}")
+        if self.key_tile < _SMALLEST_TILE or self.key_tile & (self.key_tile - 1):
+            raise ValueError(f"key_tile must be a power of two of at least {_SMALLEST_TILE}, got {self.key_tile}")
         before = 0
         for (size, end), next_size in zip(self.early, sizes[1:], strict=True):
             if end <= before or end % size or end % next_size:
@@ -42,34 +50,40 @@ class AttentionReduction:
             before = end
 
     @cached_property
-    def levels(self) -> tuple[tuple[int, int, int], ...]:
-        """Where splits of a size begin, the size, and the number of the first of them, ascending."""
-        levels, start, first = [], 0, 0
+    def split_segments(self) -> tuple[tuple[int, int, int], ...]:
+        """(start, size, first split) of the splits of each size, ascending: the position at which they begin, the keys
+        in one, and the number of the first of them.
+        """
+        segments, start, first = [], 0, 0
         for size, end in (*self.early, (self.split_size, None)):
-            levels.append((start, size, first))
+            segments.append((start, size, first))
             if end is not None:
                 start, first = end, first + (end - start) // size
-        return tuple(levels)
+        return tuple(segments)
 
     @property
     def smallest(self) -> int:
         """The size of the smallest splits."""
-        return min(size for _, size, _ in self.levels)
+        return min(size for _, size, _ in self.split_segments)
+
+    def key_tile_of(self, itemsize: int) -> int:
+        """Keys in a step of the online softmax over keys of so many bytes an element."""
+        return min(self.key_tile if itemsize <= 2 else self.key_tile // 2, self.smallest)
 
     @classmethod
     def of_device(cls, device_type: str, implementation: str = "auto") -> "AttentionReduction":
         """The reduction that an implementation is fastest with on a device."""
         by_implementation = _FASTEST.get(device_type, {})
-        return by_implementation.get(implementation) or by_implementation.get("auto") or cls()
+        return by_implementation.get(implementation) or by_implementation.get("auto") or cls(key_tile=cls.split_size)
 
     def split_of(self, position: int) -> int:
         """The number of the split that a position is in."""
-        start, size, first = max(level for level in self.levels if level[0] <= position)
+        start, size, first = max(segment for segment in self.split_segments if segment[0] <= position)
         return first + (position - start) // size
 
     def start_of(self, split: int) -> int:
         """The first position of a split."""
-        start, size, first = max(level for level in self.levels if level[2] <= split)
+        start, size, first = max(segment for segment in self.split_segments if segment[2] <= split)
         return start + (split - first) * size
 
     def splits(self, first: int, last: int) -> range:
@@ -87,4 +101,4 @@ _FASTEST = {
         "flex": AttentionReduction(1024, ((512, 2048),)),  # which gives each split a query block of its own
     }
 }
-"""By device type and implementation; of others it is :class:`AttentionReduction` as it is made without arguments."""
+"""By device type and implementation. On the others a split is one step of the online softmax."""

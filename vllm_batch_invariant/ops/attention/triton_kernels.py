@@ -1,9 +1,18 @@
 """The Triton kernel of paged attention, which serves prefill and decode.
 
+Of a row with query ``q`` at position ``q_pos``, over the keys ``k`` and values ``v`` of a split, tile after tile:
+
+    qk = q k^T  (scaled, soft-capped and with ALiBi where a layer has them; -inf for a key that the row does not see)
+    m' = max(m, max(qk)),  p = 2^(qk - m'),  alpha = 2^(m - m')
+    l' = l alpha + sum(p),  acc' = acc alpha + p v
+
+Splits merge in ascending order (see :mod:`.splits`), and the result is ``acc / l``. Scores, ``m``, slopes and sinks are
+in units of log2(e), which the arguments bring along.
+
 A row's bits follow from its own keys by construction: masked keys weigh exactly 0, a tile without a visible key changes
 nothing, weights are summed by the tensor cores like the values they weigh, splits are merged ascending by one function,
-and products and sums of vectors are fused only where the source says so. What is measured and not constructed: that
-tensor cores give a row the same bits in blocks of 16, 64 and 128 rows.
+and vectors are multiplied and added in one step only where the source says so. What is measured and not constructed:
+that tensor cores give a row the same bits in blocks of 16, 64 and 128 rows.
 Online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867; tiles as in FlashAttention, Dao et al. 2022,
 arXiv:2205.14135; splits as in Flash-Decoding, pytorch.org/blog/flash-decoding.
 """
@@ -11,37 +20,93 @@ arXiv:2205.14135; splits as in Flash-Decoding, pytorch.org/blog/flash-decoding.
 import triton
 import triton.language as tl
 
-from .plan_kernels import is_end_of_split, split_of, start_of
+from ..common.triton_names import aggregate, value
+from .splits import finite_max, is_end_of_split, merge_splits, normalize, split_of, start_of
+from .work import load_work
 
 _ONES = tl.constexpr(16)
-"""Equal columns of the sums of weights: a matrix product has at least so many."""
+"""Equal columns of the sums of weights: a dot has at least so many."""
 
 
-@triton.jit
-def _finite(top):
-    """The number to subtract before exp2: 0 where nothing was visible, so that -inf gives a weight of 0 and not NaN."""
-    return tl.where(top == -float("inf"), 0.0, top)
+@aggregate
+class SoftmaxState:
+    """The running result of a block of rows."""
+
+    m: tl.tensor  # [rows]
+    l: tl.tensor  # [rows]; within a split [rows, _ONES], all columns alike
+    acc: tl.tensor  # [rows, PADDED_HEAD_DIM]
 
 
-@triton.jit
-def _merge_splits(top, weight, acc, split_top, split_weight, split_acc):
-    """The running result and one more split; a split without a visible key weighs exactly 0."""
-    new_top = tl.maximum(top, split_top)
-    old, new = tl.exp2(top - _finite(new_top)), tl.exp2(split_top - _finite(new_top))
-    weight = tl.fma(weight, old, split_weight * new)
-    acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), split_acc * new[:, None])
-    return new_top, weight, acc
+@aggregate
+class Rows:
+    """The query rows of a block, (token, query head of the KV head) pairs."""
+
+    q: tl.tensor  # [BLOCK_M, PADDED_HEAD_DIM]
+    q_pos: tl.tensor  # [BLOCK_M]
+    slope: tl.tensor  # [BLOCK_M]
+    stored: tl.tensor  # [BLOCK_M], whether a row exists and is one of those in a partial result
 
 
-@triton.jit
-def _finished(top, weight, acc, sink, has_sinks: tl.constexpr):
-    """The result of a row: its weighted values over its weights, to which a sink adds one that weighs no value."""
-    if has_sinks:
-        new_top = tl.maximum(top, sink)
-        old = tl.exp2(top - new_top)
-        weight = tl.fma(weight, old, tl.exp2(sink - new_top))
-        acc = acc * old[:, None]
-    return acc / tl.where(weight == 0.0, 1.0, weight)[:, None]
+@aggregate
+class KVCache:
+    """The keys and values that a block sees of one KV head."""
+
+    k: value  # pointer, or descriptor
+    v: value
+    block_table_ptr: tl.tensor  # of the request
+    stride_k_page: value
+    stride_k_head: value
+    stride_k_slot: value
+    stride_v_page: value
+    stride_v_head: value
+    stride_v_slot: value
+    kv_head: tl.tensor
+    first_key: value  # that some row sees
+    kv_end: tl.tensor
+    USE_TMA: tl.constexpr
+    KEY_TILE: tl.constexpr
+    PAGE_SIZE: tl.constexpr
+    HEAD_DIM: tl.constexpr
+    PADDED_HEAD_DIM: tl.constexpr
+
+
+@aggregate
+class ScoreMod:
+    """What makes a score of a dot."""
+
+    qk_scale_log2: value
+    soft_cap: value
+    window: value
+    USE_SOFT_CAP: tl.constexpr
+    USE_ALIBI: tl.constexpr
+    USE_WINDOW: tl.constexpr
+
+
+@aggregate
+class Partials:
+    """The workspace for results of single splits: [idx, NUM_KV_HEADS, ROWS] of ``m``, ``l`` and rows of ``acc``."""
+
+    m_ptr: tl.tensor
+    l_ptr: tl.tensor
+    acc_ptr: tl.tensor
+    NUM_KV_HEADS: tl.constexpr
+    ROWS: tl.constexpr
+    HEAD_DIM: tl.constexpr
+    PADDED_HEAD_DIM: tl.constexpr
+
+
+@aggregate
+class Output:
+    """Where the result goes, and the sinks that it has a part in."""
+
+    ptr: tl.tensor
+    stride_token: value
+    stride_head: value
+    sinks_ptr: value
+    USE_SINKS: tl.constexpr
+    QUERIES_PER_KV: tl.constexpr
+    HEAD_DIM: tl.constexpr
+    PADDED_HEAD_DIM: tl.constexpr
 
 
 @triton.jit
@@ -52,200 +117,297 @@ def _tanh(x):
 
 
 @triton.jit
-def _pages(
-    table, tile_start, first_key, stop, by_descriptor: tl.constexpr, tile: tl.constexpr, page_size: tl.constexpr
-):  # fmt: skip
+def _no_rows(BLOCK: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr):
+    """The state before the first split."""
+    m = tl.full((BLOCK,), -float("inf"), tl.float32)
+    l = tl.zeros((BLOCK,), tl.float32)
+    acc = tl.zeros((BLOCK, PADDED_HEAD_DIM), tl.float32)
+    return SoftmaxState(m, l, acc)
+
+
+@triton.jit
+def _no_keys(BLOCK: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr):
+    """The state before the first tile of a split."""
+    m = tl.full((BLOCK,), -float("inf"), tl.float32)
+    l = tl.zeros((BLOCK, _ONES), tl.float32)
+    acc = tl.zeros((BLOCK, PADDED_HEAD_DIM), tl.float32)
+    return SoftmaxState(m, l, acc)
+
+
+@triton.jit
+def load_pages(kv, tile_start):
     """The physical pages of a tile's keys, or the page if it is one. Asked for a tile ahead: loads whose addresses wait
     for other loads would not be pipelined.
     """
-    if by_descriptor:
-        page = tl.load(table + tile_start // page_size, mask=tile_start < stop, other=0)
+    if kv.USE_TMA:
+        page = tl.load(kv.block_table_ptr + tile_start // kv.PAGE_SIZE, mask=tile_start < kv.kv_end, other=0)
     else:
-        keys = tile_start + tl.arange(0, tile)
-        needed = (keys >= first_key) & (keys < stop)
-        page = tl.load(table + keys // page_size, mask=needed, other=0).to(tl.int64)
+        offs_n = tile_start + tl.arange(0, kv.KEY_TILE)
+        needed = (offs_n >= kv.first_key) & (offs_n < kv.kv_end)
+        page = tl.load(kv.block_table_ptr + offs_n // kv.PAGE_SIZE, mask=needed, other=0).to(tl.int64)  # [KEY_TILE]
     return page
 
 
 @triton.jit
-def _tile_of_keys(
-    q, keys_at, values_at, page, kv_head, tile_start, first_key, stop, position, slope, scale, soft_cap, window,
-    stride_k_page, stride_k_head, stride_k_slot, stride_v_page, stride_v_head, stride_v_slot,
-    top, weight, acc, dims, in_head,
-    masked: tl.constexpr, by_descriptor: tl.constexpr, has_soft_cap: tl.constexpr, has_slopes: tl.constexpr,
-    has_window: tl.constexpr, tile: tl.constexpr, page_size: tl.constexpr, padded_size: tl.constexpr,
-    whole_head: tl.constexpr,
-):  # fmt: skip
-    """One step of the online softmax; ``masked`` where some row does not see all of the tile's keys."""
-    keys = tile_start + tl.arange(0, tile)
-    if by_descriptor:
-        slot = tile_start % page_size
-        k = keys_at.load([page, kv_head, slot, 0]).reshape(tile, padded_size)
-        v = values_at.load([page, kv_head, slot, 0]).reshape(tile, padded_size)
-        if masked:
+def load_kv_tile(kv, page, tile_start, MASKED: tl.constexpr):
+    """``k`` [PADDED_HEAD_DIM, KEY_TILE] and ``v`` [KEY_TILE, PADDED_HEAD_DIM] of the pages of a tile."""
+    offs_n = tile_start + tl.arange(0, kv.KEY_TILE)
+    if kv.USE_TMA:
+        slot = tile_start % kv.PAGE_SIZE
+        k = kv.k.load([page, kv.kv_head, slot, 0]).reshape(kv.KEY_TILE, kv.PADDED_HEAD_DIM)
+        v = kv.v.load([page, kv.kv_head, slot, 0]).reshape(kv.KEY_TILE, kv.PADDED_HEAD_DIM)
+        if MASKED:
             # Unwritten slots may hold anything, NaN included.
-            v = tl.where((keys < stop)[:, None], v, 0.0)
+            v = tl.where((offs_n < kv.kv_end)[:, None], v, 0.0)
         k = k.T
     else:
-        slot = keys % page_size
-        at_k = page * stride_k_page + kv_head.to(tl.int64) * stride_k_head + slot * stride_k_slot
-        at_v = page * stride_v_page + kv_head.to(tl.int64) * stride_v_head + slot * stride_v_slot
-        if masked:
-            needed = (keys >= first_key) & (keys < stop)
-            k = tl.load(keys_at + at_k[None, :] + dims[:, None], mask=needed[None, :] & in_head[:, None], other=0.0)
-            v = tl.load(values_at + at_v[:, None] + dims[None, :], mask=needed[:, None] & in_head[None, :], other=0.0)
-        elif whole_head:
-            k = tl.load(keys_at + at_k[None, :] + dims[:, None])
-            v = tl.load(values_at + at_v[:, None] + dims[None, :])
+        offs_d = tl.arange(0, kv.PADDED_HEAD_DIM)
+        in_head = offs_d < kv.HEAD_DIM
+        slot = offs_n % kv.PAGE_SIZE
+        offs_k = page * kv.stride_k_page + kv.kv_head.to(tl.int64) * kv.stride_k_head + slot * kv.stride_k_slot
+        offs_v = page * kv.stride_v_page + kv.kv_head.to(tl.int64) * kv.stride_v_head + slot * kv.stride_v_slot
+        if MASKED:
+            needed = (offs_n >= kv.first_key) & (offs_n < kv.kv_end)
+            k = tl.load(kv.k + offs_k[None, :] + offs_d[:, None], mask=needed[None, :] & in_head[:, None], other=0.0)
+            v = tl.load(kv.v + offs_v[:, None] + offs_d[None, :], mask=needed[:, None] & in_head[None, :], other=0.0)
+        elif kv.HEAD_DIM == kv.PADDED_HEAD_DIM:
+            k = tl.load(kv.k + offs_k[None, :] + offs_d[:, None])
+            v = tl.load(kv.v + offs_v[:, None] + offs_d[None, :])
         else:
-            k = tl.load(keys_at + at_k[None, :] + dims[:, None], mask=in_head[:, None], other=0.0)
-            v = tl.load(values_at + at_v[:, None] + dims[None, :], mask=in_head[None, :], other=0.0)
-
-    # In units of log2(e), which the arguments bring along.
-    score = tl.dot(q, k, input_precision="ieee")
-    factor = scale
-    if has_soft_cap or has_slopes:
-        score = score * scale
-        factor = 1.0
-    if has_soft_cap:
-        score = soft_cap * _tanh(score / soft_cap)
-    distance = position[:, None] - keys[None, :]
-    if has_slopes:
-        score -= slope[:, None] * distance.to(tl.float32)
-    if masked:
-        visible = distance >= 0
-        if has_window:
-            visible &= distance < window
-        score = tl.where(visible, score, -float("inf"))
-    new_top = tl.maximum(top, tl.max(score, 1) * factor)
-    zero = _finite(new_top)
-    p = tl.exp2(tl.fma(score, tl.full(score.shape, factor, tl.float32), tl.broadcast_to(-zero[:, None], score.shape)))
-    p = p.to(v.dtype)
-    old = tl.exp2(top - zero)[:, None]
-    ones = tl.full((tile, _ONES), 1.0, v.dtype)
-    weight = tl.dot(p, ones, weight * old, input_precision="ieee")
-    acc = tl.dot(p, v, acc * old, input_precision="ieee")
-    return new_top, weight, acc
+            k = tl.load(kv.k + offs_k[None, :] + offs_d[:, None], mask=in_head[:, None], other=0.0)
+            v = tl.load(kv.v + offs_v[:, None] + offs_d[None, :], mask=in_head[None, :], other=0.0)
+    return k, v
 
 
 @triton.jit
-def _end_of_split(
-    top, weight, acc, split_top, split_weight, split_acc, slot, number, kv_head, keep, partial_top, partial_weight,
-    partial_acc, dims, in_head, may_keep: tl.constexpr, kv_heads: tl.constexpr, kept_rows: tl.constexpr,
-    block_rows: tl.constexpr, padded_size: tl.constexpr,
-):  # fmt: skip
-    """A finished split goes among the partial results, or straight into the result of its rows."""
-    # All columns are equal, so the largest is any of them.
-    summed = tl.max(split_weight, 1)
-    if may_keep:
-        if slot >= 0:
-            place = ((slot + number).to(tl.int64) * kv_heads + kv_head) * kept_rows + tl.arange(0, block_rows)
-            tl.store(partial_top + place, split_top, mask=keep)
-            tl.store(partial_weight + place, summed, mask=keep)
-            keep_row = keep[:, None] & in_head[None, :]
-            tl.store(partial_acc + place[:, None] * padded_size + dims[None, :], split_acc, mask=keep_row)
-        else:
-            top, weight, acc = _merge_splits(top, weight, acc, split_top, summed, split_acc)
+def score_mod(qk, rows, offs_n, mod, MASKED: tl.constexpr):
+    """Scores [BLOCK_M, KEY_TILE] of dots: still without the scale where a layer has neither soft-cap nor ALiBi."""
+    if mod.USE_SOFT_CAP or mod.USE_ALIBI:
+        qk = qk * mod.qk_scale_log2
+    if mod.USE_SOFT_CAP:
+        qk = _tanh(qk / mod.soft_cap) * mod.soft_cap
+    distance = rows.q_pos[:, None] - offs_n[None, :]  # [BLOCK_M, KEY_TILE]
+    if mod.USE_ALIBI:
+        qk -= rows.slope[:, None] * distance.to(tl.float32)
+    if MASKED:
+        visible = distance >= 0
+        if mod.USE_WINDOW:
+            visible &= distance < mod.window
+        qk = tl.where(visible, qk, -float("inf"))
+    return qk
+
+
+@triton.jit
+def online_softmax_update(state, qk, scale, v):
+    """The state after a tile of scores, still to be scaled, and values."""
+    m = tl.maximum(state.m, tl.max(qk, 1) * scale)
+    zero = finite_max(m)
+    p = tl.exp2(tl.fma(qk, tl.full(qk.shape, scale, tl.float32), tl.broadcast_to(-zero[:, None], qk.shape)))
+    p = p.to(v.dtype)  # [BLOCK_M, KEY_TILE]
+    alpha = tl.exp2(state.m - zero)[:, None]
+    ones = tl.full((v.shape[0], _ONES), 1.0, v.dtype)
+    l = tl.dot(p, ones, state.l * alpha, input_precision="ieee")
+    acc = tl.dot(p, v, state.acc * alpha, input_precision="ieee")
+    return SoftmaxState(m, l, acc)
+
+
+@triton.jit
+def attend_tile(state, rows, kv, mod, page, tile_start, MASKED: tl.constexpr):
+    """The state after a tile of keys; ``MASKED`` where some row does not see all of them."""
+    k, v = load_kv_tile(kv, page, tile_start, MASKED)
+    offs_n = tile_start + tl.arange(0, kv.KEY_TILE)
+    qk = tl.dot(rows.q, k, input_precision="ieee")  # [BLOCK_M, KEY_TILE]
+    qk = score_mod(qk, rows, offs_n, mod, MASKED)
+    if mod.USE_SOFT_CAP or mod.USE_ALIBI:
+        state = online_softmax_update(state, qk, 1.0, v)
     else:
-        top, weight, acc = _merge_splits(top, weight, acc, split_top, summed, split_acc)
-    return top, weight, acc
+        state = online_softmax_update(state, qk, mod.qk_scale_log2, v)
+    return state
+
+
+@triton.jit
+def attend_tiles(state, rows, kv, mod, page, begin, end, MASKED: tl.constexpr):
+    """The state after the tiles of the keys ``begin`` to ``end - 1``, and the pages of the next tile."""
+    for tile_start in range(begin, end, kv.KEY_TILE):
+        next_page = load_pages(kv, tile_start + kv.KEY_TILE)
+        state = attend_tile(state, rows, kv, mod, page, tile_start, MASKED)
+        page = next_page
+    return state, page
+
+
+@triton.jit
+def end_split(state, split_state, split, rows, work, partials, MAY_SHARE: tl.constexpr):
+    """A finished split goes among the partial results, or straight into the state of its rows."""
+    # All columns are equal, so the largest is any of them.
+    split_l = tl.max(split_state.l, 1)
+    m, l, acc = state.m, state.l, state.acc
+    if MAY_SHARE:
+        if work.workspace_idx >= 0:
+            offs_r = tl.arange(0, rows.q.shape[0])
+            idx = (work.workspace_idx + split).to(tl.int64) * partials.NUM_KV_HEADS + work.kv_head
+            idx = idx * partials.ROWS + offs_r
+            tl.store(partials.m_ptr + idx, split_state.m, mask=rows.stored)
+            tl.store(partials.l_ptr + idx, split_l, mask=rows.stored)
+            offs_d = tl.arange(0, partials.PADDED_HEAD_DIM)
+            mask = rows.stored[:, None] & (offs_d < partials.HEAD_DIM)[None, :]
+            acc_ptrs = partials.acc_ptr + idx[:, None] * partials.PADDED_HEAD_DIM + offs_d[None, :]
+            tl.store(acc_ptrs, split_state.acc, mask=mask)
+        else:
+            m, l, acc = merge_splits(m, l, acc, split_state.m, split_l, split_state.acc)
+    else:
+        m, l, acc = merge_splits(m, l, acc, split_state.m, split_l, split_state.acc)
+    return SoftmaxState(m, l, acc)
+
+
+@triton.jit
+def attend_splits(
+    rows, kv, mod, work, partials, begin, end, tile_start, tile_end, unmasked_end, SPLIT_SEGMENTS: tl.constexpr,
+    MAY_SHARE: tl.constexpr,
+):  # fmt: skip
+    """The state after the splits ``begin`` to ``end - 1``, in a loop over tiles within one over splits; tiles that
+    every row sees are not masked, which changes no bit.
+    """
+    BLOCK_M: tl.constexpr = rows.q.shape[0]
+    state = _no_rows(BLOCK_M, kv.PADDED_HEAD_DIM)
+    for split in range(begin, end):
+        split_state = _no_keys(BLOCK_M, kv.PADDED_HEAD_DIM)
+        split_end = min(start_of(split + 1, SPLIT_SEGMENTS), tile_end)
+        split_start = max(start_of(split, SPLIT_SEGMENTS), tile_start)
+        masked_start = max(min(unmasked_end, split_end), split_start)
+        page = load_pages(kv, split_start)
+        split_state, page = attend_tiles(split_state, rows, kv, mod, page, split_start, masked_start, False)
+        split_state, page = attend_tiles(split_state, rows, kv, mod, page, masked_start, split_end, True)
+        state = end_split(state, split_state, split, rows, work, partials, MAY_SHARE)
+    return state
+
+
+@triton.jit
+def attend_keys(
+    rows, kv, mod, work, partials, tile_start, tile_end, SPLIT_SEGMENTS: tl.constexpr, MAY_SHARE: tl.constexpr,
+):  # fmt: skip
+    """The state after the keys ``tile_start`` to ``tile_end - 1``, in one loop over tiles, which keeps memory busy
+    across the ends of splits.
+    """
+    BLOCK_M: tl.constexpr = rows.q.shape[0]
+    state = _no_rows(BLOCK_M, kv.PADDED_HEAD_DIM)
+    split_state = _no_keys(BLOCK_M, kv.PADDED_HEAD_DIM)
+    page = load_pages(kv, tile_start)
+    for start in range(tile_start, tile_end, kv.KEY_TILE):
+        next_page = load_pages(kv, start + kv.KEY_TILE)
+        split_state = attend_tile(split_state, rows, kv, mod, page, start, True)
+        page = next_page
+        if is_end_of_split(start + kv.KEY_TILE, SPLIT_SEGMENTS) | (start + kv.KEY_TILE >= tile_end):
+            split = split_of(start, SPLIT_SEGMENTS)
+            state = end_split(state, split_state, split, rows, work, partials, MAY_SHARE)
+            split_state = _no_keys(BLOCK_M, kv.PADDED_HEAD_DIM)
+    return state
+
+
+@triton.jit
+def store_result(state, out, work, token, head, mask):
+    """Write the result of rows, (token of the request, query head) pairs."""
+    sink = tl.zeros((state.m.shape[0],), tl.float32)
+    if out.USE_SINKS:
+        sink = tl.load(out.sinks_ptr + head)
+    offs_d = tl.arange(0, out.PADDED_HEAD_DIM)
+    row = (work.query_start + token).to(tl.int64)
+    tl.store(
+        out.ptr + row[:, None] * out.stride_token + head[:, None] * out.stride_head + offs_d[None, :],
+        normalize(state.m, state.l, state.acc, sink, out.USE_SINKS).to(out.ptr.dtype.element_ty),
+        mask=mask,
+    )
 
 
 @triton.constexpr_function
 def _splits_at_once(elements):
-    """Partial results of so many elements that a program's registers hold."""
+    """Partial results of so many elements that a CTA's registers hold."""
     return max(min(16384 // elements, 32), 1)
 
 
 @triton.jit
-def _merge_some(
-    top, weight, acc, partial_top, partial_weight, partial_acc, place, keep, keep_row, dims, exist,
-    stride: tl.constexpr, padded_size: tl.constexpr, at_once: tl.constexpr, masked: tl.constexpr,
-):  # fmt: skip
-    """Merges the next ``at_once`` partial results; if ``masked``, only as many as ``exist`` says for each row."""
-    tops, weights, accs = (), (), ()
-    for number in tl.static_range(at_once):
-        here = place + number * stride
-        exists, exists_row = keep, keep_row
-        if masked:
-            exists, exists_row = keep & (number < exist), keep_row & (number < exist)[:, None]
-        at_acc = partial_acc + here[:, None] * padded_size + dims[None, :]
-        tops += (tl.load(partial_top + here, mask=exists, other=-float("inf"), cache_modifier=".cg"),)
-        weights += (tl.load(partial_weight + here, mask=exists, other=0.0, cache_modifier=".cg"),)
-        accs += (tl.load(at_acc, mask=exists_row, other=0.0, cache_modifier=".cg"),)
-    for number in tl.static_range(at_once):
-        new_top, new_weight, new_acc = _merge_splits(top, weight, acc, tops[number], weights[number], accs[number])
-        if masked:
+def _merge_some(state, partials, idx, mask, left, AT_ONCE: tl.constexpr, MASKED: tl.constexpr):
+    """Merges the next ``AT_ONCE`` partial results, of the rows ``idx``; if ``MASKED``, only the ``left`` of each row
+    that there are.
+    """
+    m, l, acc = state.m, state.l, state.acc
+    offs_d = tl.arange(0, partials.PADDED_HEAD_DIM)
+    mask_d = mask[:, None] & (offs_d < partials.HEAD_DIM)[None, :]
+    ms, ls, accs = (), (), ()
+    for number in tl.static_range(AT_ONCE):
+        here = idx + number * (partials.NUM_KV_HEADS * partials.ROWS)
+        exists, exists_d = mask, mask_d
+        if MASKED:
+            exists, exists_d = mask & (number < left), mask_d & (number < left)[:, None]
+        acc_ptrs = partials.acc_ptr + here[:, None] * partials.PADDED_HEAD_DIM + offs_d[None, :]
+        ms += (tl.load(partials.m_ptr + here, mask=exists, other=-float("inf"), cache_modifier=".cg"),)
+        ls += (tl.load(partials.l_ptr + here, mask=exists, other=0.0, cache_modifier=".cg"),)
+        accs += (tl.load(acc_ptrs, mask=exists_d, other=0.0, cache_modifier=".cg"),)
+    for number in tl.static_range(AT_ONCE):
+        new_m, new_l, new_acc = merge_splits(m, l, acc, ms[number], ls[number], accs[number])
+        if MASKED:
             # An absent one adds a zero, which would make one of -0.
-            new_top, new_weight = tl.where(number < exist, new_top, top), tl.where(number < exist, new_weight, weight)
-            new_acc = tl.where((number < exist)[:, None], new_acc, acc)
-        top, weight, acc = new_top, new_weight, new_acc
-    return top, weight, acc
+            new_m, new_l = tl.where(number < left, new_m, m), tl.where(number < left, new_l, l)
+            new_acc = tl.where((number < left)[:, None], new_acc, acc)
+        m, l, acc = new_m, new_l, new_acc
+    return SoftmaxState(m, l, acc)
 
 
 @triton.jit
-def _merge_kept(
-    out, partial_top, partial_weight, partial_acc, sinks, first_place, splits, first_row, start, tokens, kv_head,
-    stride_o_token, stride_o_head, has_sinks: tl.constexpr, kv_heads: tl.constexpr, group: tl.constexpr,
-    head_size: tl.constexpr, padded_size: tl.constexpr, kept_rows: tl.constexpr, kept_block: tl.constexpr,
-):  # fmt: skip
+def merge_partials(out, partials, work, first_split, splits, BLOCK: tl.constexpr):
     """Merges the partial results of a block of rows, in ascending order, and writes the result."""
-    kept = tl.arange(0, kept_block)
-    dims = tl.arange(0, padded_size)
-    token = (first_row + kept) // group
-    keep = (kept < kept_rows) & (token < tokens)
-    keep_row = keep[:, None] & (dims < head_size)[None, :]
-    head = kv_head * group + (first_row + kept) % group
-    top = tl.full((kept_block,), -float("inf"), tl.float32)
-    weight = tl.zeros((kept_block,), tl.float32)
-    acc = tl.zeros((kept_block, padded_size), tl.float32)
-    place = first_place + kept
+    offs_r = tl.arange(0, BLOCK)
+    offs_d = tl.arange(0, out.PADDED_HEAD_DIM)
+    token = (work.first_row + offs_r) // out.QUERIES_PER_KV
+    mask = (offs_r < partials.ROWS) & (token < work.query_len)
+    head = work.kv_head * out.QUERIES_PER_KV + (work.first_row + offs_r) % out.QUERIES_PER_KV
+    state = _no_rows(BLOCK, out.PADDED_HEAD_DIM)
+    idx = (work.workspace_idx + first_split).to(tl.int64) * partials.NUM_KV_HEADS + work.kv_head
+    idx = idx * partials.ROWS + offs_r
     # Many loads at once: each waits for memory as long as all.
-    at_once: tl.constexpr = _splits_at_once(kept_block * padded_size)
-    few: tl.constexpr = min(at_once, 4)
-    many = splits // at_once * at_once
-    for _ in range(0, many, at_once):
-        top, weight, acc = _merge_some(
-            top, weight, acc, partial_top, partial_weight, partial_acc, place, keep, keep_row, dims, kept,
-            kv_heads * kept_rows, padded_size, at_once, False,
-        )  # fmt: skip
-        place += at_once * kv_heads * kept_rows
-    for done in range(many, splits, few):
-        top, weight, acc = _merge_some(
-            top, weight, acc, partial_top, partial_weight, partial_acc, place, keep, keep_row, dims,
-            kept * 0 + splits - done, kv_heads * kept_rows, padded_size, few, True,
-        )  # fmt: skip
-        place += few * kv_heads * kept_rows
-    sink = tl.zeros((kept_block,), tl.float32)
-    if has_sinks:
-        sink = tl.load(sinks + head)
-    row = (start + token).to(tl.int64)
-    tl.store(
-        out + row[:, None] * stride_o_token + head[:, None] * stride_o_head + dims[None, :],
-        _finished(top, weight, acc, sink, has_sinks).to(out.dtype.element_ty),
-        mask=keep_row,
-    )
+    MANY: tl.constexpr = _splits_at_once(BLOCK * out.PADDED_HEAD_DIM)
+    FEW: tl.constexpr = min(MANY, 4)
+    by_many = splits // MANY * MANY
+    for _ in range(0, by_many, MANY):
+        state = _merge_some(state, partials, idx, mask, offs_r, MANY, False)
+        idx += MANY * partials.NUM_KV_HEADS * partials.ROWS
+    for done in range(by_many, splits, FEW):
+        state = _merge_some(state, partials, idx, mask, offs_r * 0 + splits - done, FEW, True)
+        idx += FEW * partials.NUM_KV_HEADS * partials.ROWS
+    store_result(state, out, work, token, head, mask[:, None] & (offs_d < out.HEAD_DIM)[None, :])
 
 
-@triton.jit(do_not_specialize=["table_stride", "window"])
+@triton.jit
+def share_partials(out, partials, work, semaphores_ptr, begin, end, first_split, splits, BLOCK: tl.constexpr):
+    """Counts the partial results of the splits ``begin`` to ``end - 1`` of a block; the CTA that brings the last of all
+    ``splits`` merges them.
+    """
+    semaphore_ptr = semaphores_ptr + work.workspace_idx * partials.NUM_KV_HEADS + work.kv_head
+    tl.debug_barrier()
+    if tl.atomic_add(semaphore_ptr, end - begin, sem="acq_rel") == splits - (end - begin):
+        tl.debug_barrier()
+        tl.store(semaphore_ptr, 0)
+        merge_partials(out, partials, work, first_split, splits, BLOCK)
+
+
+@triton.jit(do_not_specialize=["stride_table", "window"])
 def attention_kernel(
-    query,
-    keys_at,
-    values_at,
-    out,
-    table,
-    bounds,
-    work,
-    partial_top,
-    partial_weight,
-    partial_acc,
-    arrived,
-    slopes,
-    sinks,
-    scale,
+    q_ptr,
+    k_cache,
+    v_cache,
+    out_ptr,
+    block_table_ptr,
+    work_indptr,
+    work_ptr,
+    partial_m_ptr,
+    partial_l_ptr,
+    partial_acc_ptr,
+    semaphores_ptr,
+    slopes_ptr,
+    sinks_ptr,
+    qk_scale_log2,
     soft_cap,
     window,
-    table_stride,
+    stride_table,
     stride_q_token,
     stride_q_head,
     stride_k_page,
@@ -256,168 +418,104 @@ def attention_kernel(
     stride_v_slot,
     stride_o_token,
     stride_o_head,
-    by_descriptor: tl.constexpr,
-    has_soft_cap: tl.constexpr,
-    has_slopes: tl.constexpr,
-    has_window: tl.constexpr,
-    has_sinks: tl.constexpr,
-    many_rows: tl.constexpr,
-    may_keep: tl.constexpr,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    head_size: tl.constexpr,
-    padded_size: tl.constexpr,
-    page_size: tl.constexpr,
-    levels: tl.constexpr,
-    tile: tl.constexpr,
-    block_rows: tl.constexpr,
-    kept_rows: tl.constexpr,
-    kept_block: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    USE_SOFT_CAP: tl.constexpr,
+    USE_ALIBI: tl.constexpr,
+    USE_WINDOW: tl.constexpr,
+    USE_SINKS: tl.constexpr,
+    PREFILL_LIKE: tl.constexpr,
+    MAY_SHARE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    QUERIES_PER_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SPLIT_SEGMENTS: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PARTIAL_ROWS: tl.constexpr,
+    PARTIAL_BLOCK: tl.constexpr,
 ):
-    """Works on every entry of ``work``. Programs that share the splits of a block of rows leave them among the partial
+    """Works on every item of ``work_ptr``. CTAs that share the splits of a block of rows leave them among the partial
     results; the last one to arrive merges them all, in ascending order.
 
-    ``bounds``: the first entry of each program, and the end; for many rows the number of entries, each of them for all
-    KV heads.
-    ``many_rows``: tiles that every row sees are not masked, which changes no bit, and the loop over tiles is within one
-    over splits, where the tensor cores limit the speed; else one loop keeps memory busy across the ends of splits.
-    ``may_keep``: some block is shared.
+    Args:
+        k_cache, v_cache: [pages, kv_heads, page_size, head_size], pointers or descriptors.
+        block_table_ptr: [requests, pages], ``stride_table`` apart.
+        work_indptr: the first item of each CTA, and the end; for prefill-like work the number of items, each of them
+            for all KV heads.
+        partial_m_ptr, partial_l_ptr, partial_acc_ptr: as in :class:`Partials`, ``PARTIAL_ROWS`` of a block;
+            ``PARTIAL_BLOCK`` is the next power of two.
+        semaphores_ptr: for each workspace index and KV head, splits that are done; 0 before and after.
+        qk_scale_log2, soft_cap, slopes_ptr, sinks_ptr: times log2(e).
+        PREFILL_LIKE: work is prefill-like, and the tensor cores limit the speed; else memory does.
+        MAY_SHARE: some block is shared.
     """
-    dims = tl.arange(0, padded_size)
-    in_head = dims < head_size
-    whole_head: tl.constexpr = head_size == padded_size
-    first_item, stop_item, next_item = tl.program_id(0), 0, 1
-    if many_rows:
-        stop_item, next_item = tl.load(bounds) * kv_heads, tl.num_programs(0)
+    offs_d = tl.arange(0, PADDED_HEAD_DIM)
+    mod = ScoreMod(qk_scale_log2, soft_cap, window, USE_SOFT_CAP, USE_ALIBI, USE_WINDOW)
+    partials = Partials(
+        partial_m_ptr, partial_l_ptr, partial_acc_ptr, NUM_KV_HEADS, PARTIAL_ROWS, HEAD_DIM, PADDED_HEAD_DIM
+    )
+    out = Output(
+        out_ptr, stride_o_token, stride_o_head, sinks_ptr, USE_SINKS, QUERIES_PER_KV, HEAD_DIM, PADDED_HEAD_DIM
+    )
+    first_item, end_item, step = tl.program_id(0), 0, 1
+    if PREFILL_LIKE:
+        end_item, step = tl.load(work_indptr) * NUM_KV_HEADS, tl.num_programs(0)
     else:
-        stop_item = tl.load(bounds + first_item + 1)
-        first_item = tl.load(bounds + first_item)
-    for place in tl.range(first_item, stop_item, next_item):
-        if many_rows:
-            kv_head = place % kv_heads
-            entry = work + place // kv_heads * 8
-            first_row = tl.load(entry + 1)
-        else:
-            entry = work + place * 8
-            kv_head = tl.load(entry + 1)
-            first_row = 0
-        request = tl.load(entry).to(tl.int64)
-        first_split = tl.load(entry + 2)
-        run = tl.load(entry + 3)
-        slot = tl.load(entry + 4)
-        start = tl.load(entry + 5)
-        tokens = tl.load(entry + 6)
-        past = tl.load(entry + 7)
-        own_table = table + request * table_stride
+        end_item = tl.load(work_indptr + first_item + 1)
+        first_item = tl.load(work_indptr + first_item)
+    for item in tl.range(first_item, end_item, step):
+        work = load_work(work_ptr, item, NUM_KV_HEADS, PREFILL_LIKE)
+        own_table_ptr = block_table_ptr + work.request * stride_table
+        last_token = min((work.first_row + BLOCK_M - 1) // QUERIES_PER_KV, work.query_len - 1)
 
         # Keys that some row of the block sees, and those that every row sees.
-        stop = past + min((first_row + block_rows - 1) // group, tokens - 1) + 1
+        kv_end = work.context_len + last_token + 1
         first_key = 0
-        seen_by_all = (past + first_row // group + 1) // tile * tile
-        if has_window:
-            first_key = max(past + first_row // group - window + 1, 0)
-            seen_by_all = 0
-        begin = max(first_split, split_of(first_key, levels))
-        end = min(first_split + run, split_of(stop - 1, levels) + 1)
-        tile_start = max(start_of(begin, levels), first_key // tile * tile)
-        tile_stop = min(start_of(end, levels), stop)
+        first_token = work.first_row // QUERIES_PER_KV
+        unmasked_end = (work.context_len + first_token + 1) // KEY_TILE * KEY_TILE
+        if USE_WINDOW:
+            first_key = max(work.context_len + first_token - window + 1, 0)
+            unmasked_end = 0
+        begin = max(work.first_split, split_of(first_key, SPLIT_SEGMENTS))
+        end = min(work.first_split + work.num_splits, split_of(kv_end - 1, SPLIT_SEGMENTS) + 1)
+        tile_start = max(start_of(begin, SPLIT_SEGMENTS), first_key // KEY_TILE * KEY_TILE)
+        tile_end = min(start_of(end, SPLIT_SEGMENTS), kv_end)
 
-        rows = first_row + tl.arange(0, block_rows)
-        token = rows // group
-        head = kv_head * group + rows % group
-        position = past + token
-        exists = token < tokens
-        keep = exists & (tl.arange(0, block_rows) < kept_rows)
-        row = (start + token).to(tl.int64)
-        q = tl.load(
-            query + row[:, None] * stride_q_token + head[:, None] * stride_q_head + dims[None, :],
-            mask=exists[:, None] & in_head[None, :],
+        offs_m = work.first_row + tl.arange(0, BLOCK_M)
+        token = offs_m // QUERIES_PER_KV
+        head = work.kv_head * QUERIES_PER_KV + offs_m % QUERIES_PER_KV
+        q_pos = work.context_len + token
+        exists = token < work.query_len
+        stored = exists & (tl.arange(0, BLOCK_M) < PARTIAL_ROWS)
+        row = (work.query_start + token).to(tl.int64)
+        mask = exists[:, None] & (offs_d < HEAD_DIM)[None, :]
+        q = tl.load(  # [BLOCK_M, PADDED_HEAD_DIM]
+            q_ptr + row[:, None] * stride_q_token + head[:, None] * stride_q_head + offs_d[None, :],
+            mask=mask,
             other=0.0,
         )
-        slope = tl.zeros((block_rows,), tl.float32)
-        if has_slopes:
-            slope = tl.load(slopes + head)
+        slope = tl.zeros((BLOCK_M,), tl.float32)
+        if USE_ALIBI:
+            slope = tl.load(slopes_ptr + head)
+        rows = Rows(q, q_pos, slope, stored)
+        kv = KVCache(
+            k_cache, v_cache, own_table_ptr, stride_k_page, stride_k_head, stride_k_slot, stride_v_page, stride_v_head,
+            stride_v_slot, work.kv_head, first_key, kv_end, USE_TMA, KEY_TILE, PAGE_SIZE, HEAD_DIM, PADDED_HEAD_DIM,
+        )  # fmt: skip
 
-        top = tl.full((block_rows,), -float("inf"), tl.float32)
-        weight = tl.zeros((block_rows,), tl.float32)
-        acc = tl.zeros((block_rows, padded_size), tl.float32)
-        if many_rows:
-            for number in range(begin, end):
-                split_top = tl.full((block_rows,), -float("inf"), tl.float32)
-                split_weight = tl.zeros((block_rows, _ONES), tl.float32)
-                split_acc = tl.zeros((block_rows, padded_size), tl.float32)
-                split_stop = min(start_of(number + 1, levels), tile_stop)
-                split_start = max(start_of(number, levels), tile_start)
-                masked_start = max(min(seen_by_all, split_stop), split_start)
-                page = _pages(own_table, split_start, first_key, stop, by_descriptor, tile, page_size)
-                for at in range(split_start, masked_start, tile):
-                    next_page = _pages(own_table, at + tile, first_key, stop, by_descriptor, tile, page_size)
-                    split_top, split_weight, split_acc = _tile_of_keys(
-                        q, keys_at, values_at, page, kv_head, at, first_key, stop, position, slope, scale, soft_cap,
-                        window, stride_k_page, stride_k_head, stride_k_slot, stride_v_page, stride_v_head,
-                        stride_v_slot, split_top, split_weight, split_acc, dims, in_head, False, by_descriptor,
-                        has_soft_cap, has_slopes, has_window, tile, page_size, padded_size, whole_head,
-                    )  # fmt: skip
-                    page = next_page
-                for at in range(masked_start, split_stop, tile):
-                    next_page = _pages(own_table, at + tile, first_key, stop, by_descriptor, tile, page_size)
-                    split_top, split_weight, split_acc = _tile_of_keys(
-                        q, keys_at, values_at, page, kv_head, at, first_key, stop, position, slope, scale, soft_cap,
-                        window, stride_k_page, stride_k_head, stride_k_slot, stride_v_page, stride_v_head,
-                        stride_v_slot, split_top, split_weight, split_acc, dims, in_head, True, by_descriptor,
-                        has_soft_cap, has_slopes, has_window, tile, page_size, padded_size, whole_head,
-                    )  # fmt: skip
-                    page = next_page
-                top, weight, acc = _end_of_split(
-                    top, weight, acc, split_top, split_weight, split_acc, slot, number, kv_head, keep, partial_top,
-                    partial_weight, partial_acc, dims, in_head, may_keep, kv_heads, kept_rows, block_rows, padded_size,
-                )  # fmt: skip
-        else:
-            split_top = tl.full((block_rows,), -float("inf"), tl.float32)
-            split_weight = tl.zeros((block_rows, _ONES), tl.float32)
-            split_acc = tl.zeros((block_rows, padded_size), tl.float32)
-            page = _pages(own_table, tile_start, first_key, stop, by_descriptor, tile, page_size)
-            for at in range(tile_start, tile_stop, tile):
-                next_page = _pages(own_table, at + tile, first_key, stop, by_descriptor, tile, page_size)
-                split_top, split_weight, split_acc = _tile_of_keys(
-                    q, keys_at, values_at, page, kv_head, at, first_key, stop, position, slope, scale, soft_cap, window,
-                    stride_k_page, stride_k_head, stride_k_slot, stride_v_page, stride_v_head, stride_v_slot,
-                    split_top, split_weight, split_acc, dims, in_head, True, by_descriptor, has_soft_cap, has_slopes,
-                    has_window, tile, page_size, padded_size, whole_head,
-                )  # fmt: skip
-                page = next_page
-                if is_end_of_split(at + tile, levels) | (at + tile >= tile_stop):
-                    number = split_of(at, levels)
-                    top, weight, acc = _end_of_split(
-                        top, weight, acc, split_top, split_weight, split_acc, slot, number, kv_head, keep, partial_top,
-                        partial_weight, partial_acc, dims, in_head, may_keep, kv_heads, kept_rows, block_rows,
-                        padded_size,
-                    )  # fmt: skip
-                    split_top = tl.full((block_rows,), -float("inf"), tl.float32)
-                    split_weight = tl.zeros((block_rows, _ONES), tl.float32)
-                    split_acc = tl.zeros((block_rows, padded_size), tl.float32)
-
-        if may_keep:  # noqa: SIM102 - known when it is compiled
-            if (slot >= 0) & (begin < end):
-                own_first = split_of(first_key, levels)
-                splits = split_of(stop - 1, levels) + 1 - own_first
-                counter = arrived + slot * kv_heads + kv_head
-                tl.debug_barrier()
-                if tl.atomic_add(counter, end - begin, sem="acq_rel") == splits - (end - begin):
-                    tl.debug_barrier()
-                    tl.store(counter, 0)
-                    first_place = ((slot + own_first).to(tl.int64) * kv_heads + kv_head) * kept_rows
-                    _merge_kept(
-                        out, partial_top, partial_weight, partial_acc, sinks, first_place, splits, first_row, start,
-                        tokens, kv_head, stride_o_token, stride_o_head, has_sinks, kv_heads, group, head_size,
-                        padded_size, kept_rows, kept_block,
-                    )  # fmt: skip
-        if slot < 0:
-            sink = tl.zeros((block_rows,), tl.float32)
-            if has_sinks:
-                sink = tl.load(sinks + head)
-            tl.store(
-                out + row[:, None] * stride_o_token + head[:, None] * stride_o_head + dims[None, :],
-                _finished(top, weight, acc, sink, has_sinks).to(out.dtype.element_ty),
-                mask=exists[:, None] & in_head[None, :],
+        if PREFILL_LIKE:
+            state = attend_splits(
+                rows, kv, mod, work, partials, begin, end, tile_start, tile_end, unmasked_end, SPLIT_SEGMENTS, MAY_SHARE
             )
+        else:
+            state = attend_keys(rows, kv, mod, work, partials, tile_start, tile_end, SPLIT_SEGMENTS, MAY_SHARE)
+
+        if MAY_SHARE:  # noqa: SIM102 - known when it is compiled
+            if (work.workspace_idx >= 0) & (begin < end):
+                first_split = split_of(first_key, SPLIT_SEGMENTS)
+                splits = split_of(kv_end - 1, SPLIT_SEGMENTS) + 1 - first_split
+                share_partials(out, partials, work, semaphores_ptr, begin, end, first_split, splits, PARTIAL_BLOCK)
+        if work.workspace_idx < 0:
+            store_result(state, out, work, token, head, mask)

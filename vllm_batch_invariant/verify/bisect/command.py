@@ -1,4 +1,4 @@
-"""``vllm-batch-invariant bisect``: the first operation whose bits depend on the company that a request has."""
+"""``vllm-batch-invariant bisect``: the first operation whose bits depend on concurrent requests."""
 
 import argparse
 import os
@@ -11,88 +11,91 @@ from typing import Any
 
 from rich.console import Console
 
+from ..answers import PROMPT
 from ..arguments import OneLineParser, at_least, check_common
-from ..console import complain, consoles
 from ..fuzz.finding import Finding
-from ..harness.load import one_line
-from ..harness.plan import filler
-from ..harness.quiet_engine import start_quiet_engine
+from ..harness.engine import start_quiet_engine
+from ..harness.load import filler
 from ..outcome import NoTestError, Status
-from ..request import PROMPT
-from .engine import ENGINE_ARGUMENTS, Case, Result, bisect
-from .report import print_results, setting_of, write_json
+from ..printing import complain, consoles, one_line
+from .engine import ENGINE_ARGUMENTS, BisectResult, Case, bisect, setting_of
+from .report import print_results, write_json
 
-COMPANY, COMPANY_TOKENS = (16, 7), 32
-"""Two sizes, because kernels that differ between 1 row and 8 may agree on 1 and 17."""
+CONCURRENT, CONCURRENT_TOKENS = (16, 7), 32
+"""Two numbers, because a kernel may differ between 1 row and 8 and agree on 1 and 17."""
 SHORT_PROMPT = " ".join(PROMPT.split()[:4])
-"""A prefill of few rows, which a library's product may split where it does not split hundreds."""
+"""A prefill of few rows, for which a library may split a GEMM that it does not split for hundreds."""
 LONG_PROMPT_TOKENS = 1500
-"""Keys that attention splits for one request and not for many."""
+"""So many keys that attention may split them for one request and not for many."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse and check; a bad argument ends the process with status 2 and one line."""
     parser = OneLineParser(
         prog="bisect",
-        description="Run one prompt alone and in company, and find the first layer and operation whose output bits "
-        "differ. Layers run eagerly: recording does not see inside compiled graphs. Exit status: 0 nothing differs, "
-        "1 a difference was found, 2 it could not be tested, 130 it was interrupted.",
+        description="Run a prompt alone and with concurrent requests, and find the first layer and operation whose "
+        "output bits differ. Layers run eagerly, because recording does not see inside compiled graphs. Exit status: "
+        "0 nothing differs, 1 a difference was found, 2 it could not be tested, 130 it was interrupted.",
     )
     parser.add_argument("model", help="a model's folder or name")
     parser.add_argument(
         "--prompt",
-        help=f"the prompt that is compared (default: one of 120 words, then 4, then {LONG_PROMPT_TOKENS} tokens)",
+        help=f"the target prompt (default: one of 120 words, then of 4 words, then of {LONG_PROMPT_TOKENS} tokens)",
     )
     parser.add_argument("--max-tokens", type=at_least(1), default=32, help="tokens to generate (default: 32)")
-    parser.add_argument("--logprobs", type=at_least(1), default=5, help="candidates compared a token (default: 5)")
-    company = parser.add_argument_group("the company")
-    company.add_argument(
-        "--company",
+    parser.add_argument("--logprobs", type=at_least(1), default=5, help="candidates to compare per token (default: 5)")
+    concurrent = parser.add_argument_group("concurrent requests")
+    concurrent.add_argument(
+        "--concurrent",
         type=at_least(1),
         nargs="+",
         metavar="N",
-        help="how many other requests; several numbers are tried in turn until something differs "
-        f"(default: {' '.join(map(str, COMPANY))})",
+        help="number of concurrent requests; several numbers are tried in turn until something differs "
+        f"(default: {' '.join(map(str, CONCURRENT))})",
     )
-    company.add_argument(
-        "--company-tokens",
+    concurrent.add_argument(
+        "--concurrent-tokens",
         type=at_least(1),
         metavar="N",
-        help=f"tokens in each of their prompts (default: {COMPANY_TOKENS})",
+        help=f"tokens in each of their prompts (default: {CONCURRENT_TOKENS})",
     )
-    company.add_argument("--prompts", type=Path, help="a file with their prompts instead, one a line")
-    company.add_argument(
+    concurrent.add_argument("--prompts", type=Path, help="a file with their prompts, one a line")
+    concurrent.add_argument(
         "--place",
         type=at_least(0),
         metavar="N",
-        help="how many of them come before the prompt in the batch (default: half)",
+        help="number of them that come before the target in the batch (default: half)",
     )
-    company.add_argument(
+    concurrent.add_argument(
         "--case",
         type=Path,
         metavar="FILE",
-        help="the prompt and the company of a difference that check --fuzz has written, all greedy and together",
+        help="a file of check --fuzz with the target and the concurrent requests, which start together and are greedy",
     )
-    company.add_argument("--seed", type=int, default=0, help="of their prompts (default: 0)")
-    parser.add_argument("--serve-args", default="", help="more arguments of `vllm serve` for the engine, in one string")
+    concurrent.add_argument("--seed", type=int, default=0, help="seed of their prompts (default: 0)")
+    parser.add_argument("--serve-args", default="", help="more arguments of `vllm serve`, in one string")
     parser.add_argument("--json", type=Path, help="also write the report to this file")
     options = parser.parse_args(argv)
     check_common(parser, options, "model")
     options.serve_args = shlex.split(options.serve_args)
     if any(argument.startswith("--worker-extension-cls") for argument in options.serve_args):
         parser.error("--serve-args: --worker-extension-cls is taken by the recording")
-    options.company_prompts = _company_prompts(parser, options)
-    if options.case and (options.company_prompts or options.company or options.company_tokens or options.prompt):
-        parser.error("--case is the prompt and the whole company: leave out --prompt, --prompts and --company")
+    options.concurrent_prompts = _concurrent_prompts(parser, options)
+    if options.case and (
+        options.concurrent_prompts or options.concurrent or options.concurrent_tokens or options.prompt
+    ):
+        parser.error(
+            "--case has the prompt and all concurrent requests: leave out --prompt, --prompts and --concurrent"
+        )
     return options
 
 
-def _company_prompts(parser: OneLineParser, options: argparse.Namespace) -> list[str]:
-    """The lines of the file; none where the company is made up."""
+def _concurrent_prompts(parser: OneLineParser, options: argparse.Namespace) -> list[str]:
+    """The lines of the file; none if the prompts are made up."""
     if options.prompts is None:
         return []
-    if options.company or options.company_tokens:
-        parser.error("--prompts is the whole company: leave out --company and --company-tokens")
+    if options.concurrent or options.concurrent_tokens:
+        parser.error("--prompts has all concurrent requests: leave out --concurrent and --concurrent-tokens")
     try:
         prompts = [line for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -106,9 +109,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = parse_arguments(argv)
     out, notes = consoles()
-    # in this process an engine's first step holds every request that was added before it, not those that came in time
+    # in one process the first step of an engine holds every request that was added before
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    runs: list[tuple[Case, Result]] = []
+    runs: list[tuple[Case, BisectResult]] = []
     try:
         llm = start_quiet_engine(options.model, [*options.serve_args, *ENGINE_ARGUMENTS])
         setting = setting_of(llm, options.model)
@@ -116,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
             runs.append((case, bisect(llm, case)))
             if runs[-1][1].status == Status.DIVERGED:
                 break
-        try:  # the file first, because whoever reads what is printed may stop reading
+        try:  # the file first, because stdout may be closed
             if options.json:
                 write_json(options.json, setting, runs)
         finally:
@@ -126,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         _no_test(notes, "interrupted; nothing was decided")
         return 128 + signal.SIGINT
-    except Exception as error:  # what a model's code raises may be anything, and must not end with the status 1
+    except Exception as error:  # a model's code may raise anything; a traceback would end with status 1
         return _no_test(notes, f"a run failed: {type(error).__name__}: {one_line(error)}")
     return runs[-1][1].status
 
@@ -144,29 +147,29 @@ def _cases(llm: Any, options: argparse.Namespace) -> Iterator[Case]:
         raise NoTestError("--prompt needs a tokenizer: leave out --skip-tokenizer-init")
     encode = llm.get_tokenizer().encode
     prompts = _prompts(encode, llm.llm_engine.model_config.max_model_len - options.max_tokens, options.prompt)
-    if options.company_prompts:
-        company = [encode(prompt) for prompt in options.company_prompts]
-        yield from (_case(options, prompt, company) for prompt in prompts)
+    if options.concurrent_prompts:
+        concurrent = [encode(prompt) for prompt in options.concurrent_prompts]
+        yield from (_case(options, prompt, concurrent) for prompt in prompts)
         return
-    rng, length = random.Random(options.seed), options.company_tokens or COMPANY_TOKENS
+    rng, length = random.Random(options.seed), options.concurrent_tokens or CONCURRENT_TOKENS
     for prompt in prompts:
-        for count in options.company or COMPANY:
+        for count in options.concurrent or CONCURRENT:
             yield _case(options, prompt, [_made_up(encode, rng, length) for _ in range(count)])
 
 
 def _case_of(finding: Finding, logprobs: int) -> Case:
-    """The requests of a finding, in their order; the target has as many tokens as there."""
+    """The requests of a finding in their order; the target keeps its number of tokens."""
     items = sorted(finding.schedule.items, key=lambda item: item.at)
     names = [item.name for item in items]
     if finding.target not in names:
         raise NoTestError("--case: no target's answer differs there, so there is nothing to bisect")
     place = names.index(finding.target)
-    target, company = items[place], [item.prompt for item in items if item.name != finding.target]
-    return Case(target.prompt, tuple(company), place, target.params.get("max_tokens", 1), logprobs)
+    target, concurrent = items[place], [item.prompt for item in items if item.name != finding.target]
+    return Case(target.prompt, tuple(concurrent), place, target.params.get("max_tokens", 1), logprobs)
 
 
 def _prompts(encode: Callable[[str], list[int]], room: int, given: str | None) -> list[list[int]]:
-    """The given prompt, or one of each length at which kernels choose differently and for which there is room."""
+    """The given prompt, or one of each length at which kernels choose differently, if the context holds it."""
     if given is not None:
         return [encode(given)]
     usual, most = encode(PROMPT), min(LONG_PROMPT_TOKENS, room)
@@ -174,9 +177,9 @@ def _prompts(encode: Callable[[str], list[int]], room: int, given: str | None) -
     return [usual, encode(SHORT_PROMPT), *([long] if len(long) > 2 * len(usual) else [])]
 
 
-def _case(options: argparse.Namespace, prompt: list[int], company: list[list[int]]) -> Case:
-    place = len(company) // 2 if options.place is None else min(options.place, len(company))
-    return Case(tuple(prompt), tuple(map(tuple, company)), place, options.max_tokens, options.logprobs)
+def _case(options: argparse.Namespace, prompt: list[int], concurrent: list[list[int]]) -> Case:
+    place = len(concurrent) // 2 if options.place is None else min(options.place, len(concurrent))
+    return Case(tuple(prompt), tuple(map(tuple, concurrent)), place, options.max_tokens, options.logprobs)
 
 
 def _made_up(encode: Callable[[str], list[int]], rng: random.Random, length: int) -> list[int]:

@@ -1,5 +1,6 @@
-"""Runs one request alone and in company through an engine that records, and finds where the two runs part."""
+"""Runs a target request alone and with concurrent requests through an engine that records, and finds the divergence."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,36 +8,38 @@ from typing import Any
 import torch
 
 from ...compare import Comparison, bitwise_comparison
-from ..divergence import Answer, first_difference
-from ..harness.engine import answer_of
+from ...envs import FLAG
+from ..answers import Answer, first_difference
+from ..harness.engine import answer_of_output
+from ..harness.mode import of_engine
 from ..outcome import NoTestError, Status
-from .recording import Coverage, Parting, Slice, Step, first_parting
+from .recording import Coverage, OutputDivergence, RecordedStep, Slice, first_divergence
 
 REQUEST = "bisect"
 WORKER_EXTENSION = "vllm_batch_invariant.verify.bisect.recorder.WorkerExtension"
 ENGINE_ARGUMENTS = ("--enforce-eager", "--no-enable-prefix-caching", "--worker-extension-cls", WORKER_EXTENSION)
-"""What the engine must be started with: hooks do not see inside compiled graphs or CUDA graphs, and a prompt must be
-computed in every run.
+"""Arguments of the engine: hooks do not see inside compiled graphs and CUDA graphs, and every run must compute the
+prompt.
 """
 
 
 @dataclass(frozen=True)
 class Case:
-    """One request and its company, in token ids."""
+    """A target request and the concurrent requests, in token ids."""
 
     prompt: tuple[int, ...]
-    company: tuple[tuple[int, ...], ...]
+    concurrent: tuple[tuple[int, ...], ...]
     place: int
-    """Requests of the company that come before it."""
+    """Concurrent requests that come before it."""
     max_tokens: int
     logprobs: int = 5
 
 
 @dataclass(frozen=True)
 class Found:
-    """The first output whose bits differ, whole."""
+    """The first output whose bits differ, compared element by element."""
 
-    parting: Parting
+    divergence: OutputDivergence
     rank: int
     """Of the worker."""
     position: int
@@ -46,25 +49,25 @@ class Found:
     output_token: int | None
     """The token that the step computes; None in a part of a prefill that computes none."""
     comparison: Comparison
-    """Of the run in company with the run alone, which is the expected one."""
+    """Of the run with concurrent requests with the run alone, which is the expected one."""
     operands_differ: tuple[str, ...] | None
-    """Operands whose bits differ already; None where they are not known, for a module's output."""
+    """Operands whose bits differ already; None if they are unknown, as for the output of a module."""
     repeats: bool
-    """Whether both runs gave the same bits again when they were run a second time."""
+    """Whether both runs gave the same bits a second time."""
 
 
 @dataclass(frozen=True)
-class Result:
-    """What the runs showed."""
+class BisectResult:
+    """The result of a bisection."""
 
     found: Found | None
     coverage: Coverage
     requests: tuple[int, ...]
-    """How many requests each step had in company."""
+    """How many requests each step had in the run with concurrent requests."""
     first_token: int | None
     """First output position at which the answers' tokens differ."""
     first_logprob: int | None
-    """The same for tokens or logprobs."""
+    """The same of tokens or logprobs."""
     answers_recorded: bool
     """Whether both answers had the same bits with recording as without."""
     unrecorded_differ: bool
@@ -77,7 +80,31 @@ class Result:
         return Status.DIVERGED if differ else Status.REPRODUCIBLE
 
 
-def bisect(llm: Any, case: Case) -> Result:
+@dataclass(frozen=True)
+class Setting:
+    """The engine."""
+
+    model: str
+    vllm: str
+    device: str
+    dtype: str
+    flag: str
+    mode: str
+    """Which mode served, see :mod:`..harness.mode`."""
+
+
+def setting_of(llm: Any, model: str) -> Setting:
+    """The setting of an engine."""
+    import vllm
+
+    config = llm.llm_engine.vllm_config
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    return Setting(
+        model, vllm.__version__, config.device_config.device_type, dtype, os.environ.get(FLAG, "0"), of_engine()
+    )
+
+
+def bisect(llm: Any, case: Case) -> BisectResult:
     """Find the first operation whose bits differ for the case's request.
 
     Args:
@@ -89,62 +116,65 @@ def bisect(llm: Any, case: Case) -> Result:
     _require_eager(llm)
     _require_room(llm, case)
     plain = generate(llm, case, False), generate(llm, case, True)
-    company_answer, company = _recorded(llm, case, True)
+    concurrent_answer, concurrent = _recorded(llm, case, True)
     alone_answer, alone = _recorded(llm, case, False)
-    first_token = first_difference(alone_answer.tokens, company_answer.tokens)
-    partings, coverages = [], []
-    for rank, (left, right) in enumerate(zip(alone, company, strict=True)):
-        steps = [Step.from_plain(step) for step in left["steps"]], [Step.from_plain(step) for step in right["steps"]]
+    first_token = first_difference(alone_answer.tokens, concurrent_answer.tokens)
+    divergences, coverages = [], []
+    for rank, (left, right) in enumerate(zip(alone, concurrent, strict=True)):
+        steps = (
+            [RecordedStep.from_plain(step) for step in left["steps"]],
+            [RecordedStep.from_plain(step) for step in right["steps"]],
+        )
         last = _last_step(steps[0], case, first_token)
-        parting, coverage = first_parting(*steps, last)
+        divergence, coverage = first_divergence(*steps, last)
         coverages.append((coverage, tuple(step.requests for step in steps[1][: last + 1])))
-        if parting is not None:
-            partings.append((parting.step, parting.index, rank, parting, steps))
+        if divergence is not None:
+            divergences.append((divergence.step, divergence.index, rank, divergence, steps))
     coverage, requests = coverages[0]
     found = None
-    if partings:
-        *_, rank, parting, steps = min(partings, key=lambda item: item[:3])
-        found = _fetch(llm, case, rank, parting, *steps)
+    if divergences:
+        *_, rank, divergence, steps = min(divergences, key=lambda item: item[:3])
+        found = _fetch(llm, case, rank, divergence, *steps)
         coverage = coverages[rank][0]
-    return Result(
+    return BisectResult(
         found=found,
         coverage=coverage,
         requests=requests,
         first_token=first_token,
-        first_logprob=first_difference(alone_answer.bits, company_answer.bits),
-        answers_recorded=plain == (alone_answer, company_answer),
+        first_logprob=first_difference(alone_answer.bits, concurrent_answer.bits),
+        answers_recorded=plain == (alone_answer, concurrent_answer),
         unrecorded_differ=plain[0] != plain[1],
     )
 
 
-def generate(llm: Any, case: Case, in_company: bool) -> Answer:
-    """Run the case once, greedily, all its requests added before the engine's first step; returns its answer."""
+def generate(llm: Any, case: Case, with_concurrent: bool) -> Answer:
+    """Run the case once, greedily, with all requests added before the first step; returns the target's answer."""
     from vllm import SamplingParams
 
     engine = llm.llm_engine
-    others = list(case.company) if in_company else []
+    others = list(case.concurrent) if with_concurrent else []
     place = min(case.place, len(others))
     length = {"temperature": 0.0, "max_tokens": case.max_tokens, "ignore_eos": True, "detokenize": False}
     for number, prompt in enumerate((*others[:place], case.prompt, *others[place:])):
-        mine = number == place
-        sampling = SamplingParams(**length, logprobs=case.logprobs if mine else None)
-        name = REQUEST if mine else f"company-{number}"
+        is_target = number == place
+        sampling = SamplingParams(**length, logprobs=case.logprobs if is_target else None)
+        name = REQUEST if is_target else f"concurrent-{number}"
         engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
     answer = None
     while engine.has_unfinished_requests():
         for output in engine.step():
             if output.request_id == REQUEST and output.finished:
-                answer = answer_of(output.outputs[0])
+                answer = answer_of_output(output.outputs[0])
     if answer is None:
         raise NoTestError("the engine finished without an answer")
     return answer
 
 
 def _recorded(
-    llm: Any, case: Case, in_company: bool, target: tuple[int, Sequence] | None = None
+    llm: Any, case: Case, with_concurrent: bool, target: tuple[int, Sequence] | None = None
 ) -> tuple[Answer, list[dict[str, Any]]]:
-    llm.collective_rpc("bisect_begin", args=(REQUEST, not in_company, target and [target[0], list(target[1])]))
-    answer = generate(llm, case, in_company)
+    llm.collective_rpc("bisect_begin", args=(REQUEST, not with_concurrent, target and [target[0], list(target[1])]))
+    answer = generate(llm, case, with_concurrent)
     recorded = llm.collective_rpc("bisect_end")
     problem = next((worker["problem"] for worker in recorded if worker["problem"]), None)
     if problem:
@@ -152,8 +182,8 @@ def _recorded(
     return answer, recorded
 
 
-def _last_step(steps: Sequence[Step], case: Case, first_token: int | None) -> int:
-    """The step that computes the first token to differ: later ones read other tokens."""
+def _last_step(steps: Sequence[RecordedStep], case: Case, first_token: int | None) -> int:
+    """The step that computes the first token that differs: later steps read other tokens."""
     last = case.max_tokens - 1 if first_token is None else first_token
     for number, step in enumerate(steps):
         if step.position + step.rows - len(case.prompt) == last:
@@ -161,36 +191,45 @@ def _last_step(steps: Sequence[Step], case: Case, first_token: int | None) -> in
     return len(steps) - 1
 
 
-def _fetch(llm: Any, case: Case, rank: int, parting: Parting, alone: Sequence[Step], company: Sequence[Step]) -> Found:
-    """Run both again for the whole output, which digests alone cannot show."""
-    target = (parting.step, parting.key)
+def _fetch(
+    llm: Any,
+    case: Case,
+    rank: int,
+    divergence: OutputDivergence,
+    alone: Sequence[RecordedStep],
+    concurrent: Sequence[RecordedStep],
+) -> Found:
+    """Run both again to fetch the whole output, which digests do not show."""
+    target = (divergence.step, divergence.key)
     right = _recorded(llm, case, True, target)[1][rank]["fetched"]
     left = _recorded(llm, case, False, target)[1][rank]["fetched"]
     if left is None or right is None:
-        raise NoTestError(f"{parting.key.module}: {parting.key.operation} differed and was not seen when it ran again")
+        raise NoTestError(
+            f"{divergence.key.module}: {divergence.key.operation} differed and was not seen when it ran again"
+        )
     tensors = []
     for fetched in (right, left):
-        data = next(data for shape, data in fetched["parts"] if tuple(shape) == parting.shape)
+        data = next(data for shape, data in fetched["parts"] if tuple(shape) == divergence.shape)
         dtype = getattr(torch, fetched["dtype"])
-        tensors.append(torch.frombuffer(bytearray(data), dtype=dtype).reshape(parting.shape))
-    step = alone[parting.step]
+        tensors.append(torch.frombuffer(bytearray(data), dtype=dtype).reshape(divergence.shape))
+    step = alone[divergence.step]
     token = step.position + step.rows - len(case.prompt)
     return Found(
-        parting=parting,
+        divergence=divergence,
         rank=rank,
         position=step.position,
         rows=step.rows,
         output_token=token if token >= 0 else None,
         comparison=bitwise_comparison(*tensors),
         operands_differ=_operands_that_differ(left["operands"], right["operands"]),
-        repeats=_repeats(parting, alone, tensors[1]) and _repeats(parting, company, tensors[0]),
+        repeats=_repeats(divergence, alone, tensors[1]) and _repeats(divergence, concurrent, tensors[0]),
     )
 
 
-def _operands_that_differ(alone: list | None, company: list | None) -> tuple[str, ...] | None:
-    if alone is None or company is None:
+def _operands_that_differ(alone: list | None, concurrent: list | None) -> tuple[str, ...] | None:
+    if alone is None or concurrent is None:
         return None
-    others = dict(company)
+    others = dict(concurrent)
     return tuple(
         name
         for name, parts in alone
@@ -198,11 +237,11 @@ def _operands_that_differ(alone: list | None, company: list | None) -> tuple[str
     )
 
 
-def _repeats(parting: Parting, steps: Sequence[Step], tensor: torch.Tensor) -> bool:
+def _repeats(divergence: OutputDivergence, steps: Sequence[RecordedStep], tensor: torch.Tensor) -> bool:
     from .recorder import digest
 
-    record = next(record for record in steps[parting.step].records if record.key == parting.key)
-    return Slice(parting.shape, digest(tensor)) in record.slices
+    record = next(record for record in steps[divergence.step].records if record.key == divergence.key)
+    return Slice(divergence.shape, digest(tensor)) in record.slices
 
 
 def _require_eager(llm: Any) -> None:
@@ -216,18 +255,18 @@ def _require_eager(llm: Any) -> None:
 
 def _require_room(llm: Any, case: Case) -> None:
     config = llm.llm_engine.vllm_config
-    longest = max(len(prompt) for prompt in (case.prompt, *case.company))
+    longest = max(len(prompt) for prompt in (case.prompt, *case.concurrent))
     context, most = config.model_config.max_model_len, config.scheduler_config.max_num_seqs
     if longest + case.max_tokens > context:
-        whose = "the prompt" if len(case.prompt) == longest else "a prompt of the company"
+        whose = "the prompt" if len(case.prompt) == longest else "a prompt of a concurrent request"
         raise NoTestError(
             f"{whose} has {longest} tokens, and with --max-tokens {case.max_tokens} that is more than the model's "
             f"context of {context}; shorten one of them"
         )
-    if len(case.company) + 1 > most:
+    if len(case.concurrent) + 1 > most:
         raise NoTestError(
-            f"{len(case.company)} others and the request are more than the engine runs together, {most}; "
-            f"pass --serve-args '--max-num-seqs {len(case.company) + 1}'"
+            f"{len(case.concurrent)} concurrent requests and the target are more than the engine runs at once, {most}; "
+            f"pass --serve-args '--max-num-seqs {len(case.concurrent) + 1}'"
         )
     if config.speculative_config is not None:
-        raise NoTestError("with speculative decoding a step's rows follow the drafts; leave it out")
+        raise NoTestError("with speculative decoding the rows of a step depend on the drafts; leave it out")

@@ -1,13 +1,13 @@
-"""Records, inside a vLLM worker, what every operation puts out for one request.
+"""Records the outputs of every operation for one request, inside a vLLM worker.
 
-Operations are seen in two ways: by a mode of PyTorch's dispatcher, which gets every operator that Python calls, custom
-ones with the arguments that they write included; and by hooks on modules, whose outputs show what a kernel launched
-without the dispatcher wrote (Triton, numba, a library's own binding).
+Operations are seen in two ways: by a mode of PyTorch's dispatcher, which gets every operator that Python calls,
+including custom ones and the arguments that they write; and by hooks on modules, whose outputs show what a kernel wrote
+that is launched without the dispatcher (Triton, numba, a library's own binding).
 """
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -16,16 +16,83 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .batch_rows import Batches, Place, Rows
-from .recording import MODULE_OUTPUT, Key, Record, Slice, Step
+from .recording import MODULE_OUTPUT, Key, Record, RecordedStep, Slice
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A request's rows ``start`` to ``start + count - 1`` among ``total`` of the batch."""
+
+    start: int
+    count: int
+    total: int
+
+    def parts(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The request's part of a tensor, once for each dimension that may hold the rows of the batch, with one element
+        a row or several (such as heads).
+        """
+        for dimension, size in enumerate(tensor.shape):
+            each, rest = divmod(size, self.total)
+            if each and not rest:
+                yield tensor.narrow(dimension, self.start * each, self.count * each)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a request in the batch of a step."""
+
+    tokens: Rows
+    """Among the rows of the model's layers."""
+    requests: Rows
+    """Among the rows of logits."""
+    position: int
+    """Position of its first token in this step."""
+
+
+class StepBatches:
+    """The batch of each step of either of vLLM's model runners, from the moment when its inputs are prepared."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner, self._batch = runner, None
+        if hasattr(runner, "prepare_inputs"):
+            prepare = runner.prepare_inputs
+
+            def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+                self._batch = prepare(*args, **kwargs)
+                return self._batch
+
+            runner.prepare_inputs = prepare_inputs
+
+    def place(self, request: str) -> Place | None:
+        """The place of the request of that name in the current batch; None if it is not there."""
+        batch = self._batch
+        if batch is not None:
+            # vLLM's second model runner describes each batch anew
+            names, starts, computed = batch.req_ids, batch.query_start_loc_np, batch.num_computed_tokens_np
+        else:
+            # its first one updates one description
+            batch = self._runner.input_batch
+            names, starts = batch.req_ids, self._runner.query_start_loc.np
+            computed = batch.num_computed_tokens_cpu
+        index = _index(names, request)
+        if index is None:
+            return None
+        start, stop, total = (int(starts[i]) for i in (index, index + 1, len(names)))
+        return Place(Rows(start, stop - start, total), Rows(index, 1, len(names)), int(computed[index]))
+
+
+def _index(names: Sequence[str], request: str) -> int | None:
+    # vLLM adds a random suffix to names
+    return next((i for i, name in enumerate(names) if name == request or name.startswith(f"{request}-")), None)
+
 
 SAMPLER = "sampler"
-"""Path under which sampling is recorded: it is no part of the model."""
+"""Path of the records of sampling, which is no part of the model."""
 _UNWRITTEN = {
     f"aten.{name}"
     for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_")
 }
-"""Operators whose output nobody has written yet."""
+"""Operators whose output is uninitialised."""
 _BYTES = (torch.int8, torch.uint8)
 """Integer dtypes that hold quantised activations."""
 
@@ -40,19 +107,19 @@ class Target:
 
 @dataclass(frozen=True)
 class _Effects:
-    """What an operator writes, by its schema."""
+    """What an operator writes, from its schema."""
 
     written: tuple[tuple[int, str], ...]
     """Arguments that it writes: position and name."""
     fresh: tuple[int, ...] | None
-    """Results that are no views of an argument; None: all of them."""
+    """Results that are no views of an argument; None for all."""
 
 
 class WorkerExtension:
-    """The methods that vLLM adds to each worker (``--worker-extension-cls``), to be called by name.
+    """Methods that vLLM adds to each worker (``--worker-extension-cls``), which are called by name.
 
-    Of the ways into a worker this is the one that every version from 0.26 to 0.33 has, that works whether the worker is
-    in this process or in another, and that sends no function through pickle, which vLLM refuses by default.
+    Every version from 0.26 to 0.33 has this way into a worker. It works in this process and in another, and pickles no
+    function, which vLLM refuses by default.
     """
 
     def bisect_begin(self, request: str, reference: bool, target: list | None) -> None:
@@ -60,8 +127,8 @@ class WorkerExtension:
 
         Args:
             request: name of the request.
-            reference: whether this is the run alone. It follows a run in company, of whose outputs it takes those alone
-                that have the shape of the request's part there.
+            reference: whether this is the run alone. It follows a run with concurrent requests, and records only
+                outputs that have the shape of the request's part in that run.
             target: step and key of an output to fetch, instead of digests of all.
         """
         recorder = self.__dict__.get("_bisect_recorder")
@@ -70,7 +137,7 @@ class WorkerExtension:
         recorder.begin(request, reference, target and Target(target[0], Key(*target[1])))
 
     def bisect_end(self) -> dict[str, Any]:
-        """Stop recording; returns the steps, what was fetched, and what stood in the way, as plain data."""
+        """Stop recording; returns the steps, the fetched output and the problem, if any, as plain data."""
         return self.__dict__["_bisect_recorder"].end()
 
 
@@ -78,7 +145,7 @@ class Recorder:
     """Hooks on one model runner that record while a request's step runs."""
 
     def __init__(self, runner: Any) -> None:
-        self._batches = Batches(runner)
+        self._batches = StepBatches(runner)
         self._mode = _Mode(self)
         self._model = runner.get_model()
         self._request: str | None = None
@@ -98,7 +165,7 @@ class Recorder:
         if not reference:
             self._shapes: dict[tuple, set[tuple[int, ...]]] = {}
         self._request, self._target = request, target
-        self._steps: list[Step] = []
+        self._steps: list[RecordedStep] = []
         self._fetched: dict[str, Any] | None = None
         self._problem = ""
         self._place: Place | None = None
@@ -161,10 +228,12 @@ class Recorder:
     def _close_step(self) -> None:
         if self._place is not None:
             tokens, requests = self._place.tokens, self._place.requests
-            beside = tokens.total - tokens.count
+            other_tokens = tokens.total - tokens.count
             records = tuple(self._records)
             left_out = dict(self._left_out)
-            self._steps.append(Step(self._place.position, tokens.count, beside, requests.total, left_out, records))
+            self._steps.append(
+                RecordedStep(self._place.position, tokens.count, other_tokens, requests.total, left_out, records)
+            )
         self._place = self._rows = None
         self._records, self._left_out = [], Counter()
 
@@ -187,11 +256,11 @@ class Recorder:
             self._mode.__exit__(None, None, None)
 
     def operation(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run an operator of the dispatcher and record what it puts out."""
+        """Run an operator of the dispatcher and record its outputs."""
         name = str(operator).removesuffix(".default")
         effects = _effects(operator)
         operands = self._operands(name, effects, args, kwargs)
-        # a custom operator written in Python may use vmap, which a mode's surroundings exclude
+        # a custom operator written in Python may use vmap, which the dispatch keys of a mode exclude
         with nullcontext() if name.startswith("aten.") else torch._C._ForceDispatchKeyGuard(*self._outside):
             result = operator(*args, **kwargs)
         if ".".join(name.split(".")[:2]) not in _UNWRITTEN:
@@ -221,7 +290,7 @@ class Recorder:
                 self._fetched = {"dtype": dtype, "parts": whole, "operands": operands}
 
     def _operands(self, name: str, effects: _Effects, args: tuple, kwargs: dict[str, Any]) -> list | None:
-        """Digests of what the target's operator reads: [name, [[shape, digest], ...]], those it writes left out."""
+        """[name, [[shape, digest], ...]] of each operand that the target's operator reads and does not write."""
         if self._target is None or self._target.step != len(self._steps):
             return None
         path, call = self._stack[-1]
@@ -246,11 +315,11 @@ class Recorder:
         if storage in self._lasting:
             return "weights and KV cache"
         if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype in _BYTES):
-            return "integers"  # they are indices, which follow the place in the batch
+            return "integers"  # they are indices, which depend on the place in the batch
         return None
 
     def _parts(self, name: tuple, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The request's part; alone that is all of the tensor, where such a part had been seen in company."""
+        """The request's parts of a tensor; alone the whole tensor, if the concurrent run had a part of its shape."""
         if self._expected is None:
             parts = list(self._rows.parts(tensor))
             self._shapes[name] = {tuple(part.shape) for part in parts}
@@ -263,8 +332,8 @@ class _Mode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    # Functions compiled one by one (FlexAttention, in samplers) stay compiled where PyTorch asks these two; run eagerly
-    # they would have other bits than without recording.
+    # These two keep functions compiled that are compiled by themselves (FlexAttention, samplers): run eagerly, they
+    # would have other bits than without recording.
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
@@ -279,7 +348,7 @@ class _Mode(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While it lasts, operators run unrecorded: those of the recorder itself in a hook."""
+        """Operators inside are not recorded: they are the recorder's own, in a hook."""
         self._paused = True
         try:
             yield
@@ -306,7 +375,7 @@ def _effects(operator: Callable) -> _Effects:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a module returns or an operator takes."""
+    """The tensors in the output of a module or the arguments of an operator."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

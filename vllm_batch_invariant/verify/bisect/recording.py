@@ -1,4 +1,4 @@
-"""What one request's operations put out in one run, as digests, and where two runs part first."""
+"""The outputs of operations for one request, as digests, and the first divergence of two runs."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,25 +9,25 @@ from ..outcome import NoTestError
 
 
 class Key(NamedTuple):
-    """Which output this is, the same in every run that takes the same way through the model."""
+    """The name of an output, the same in every run that takes the same path through the model."""
 
     module: str
     """Path of the innermost module, empty for the model itself."""
     call: int
-    """How often the module had been called in this step."""
+    """How often the module was called before in this step."""
     operation: str
     """An operator of PyTorch's dispatcher, such as ``aten.mm``, or :data:`MODULE_OUTPUT`."""
     occurrence: int
-    """How often the operator had been called in this call of the module."""
+    """How often the operator was called before in this call of the module."""
     output: int
-    """Which of its outputs, or of the arguments that it writes."""
+    """Number among its outputs and the arguments that it writes."""
 
 
 MODULE_OUTPUT = "output of the module"
 
 
 class Slice(NamedTuple):
-    """The request's part of a tensor, on the assumption that one of the tensor's dimensions holds the batch's rows."""
+    """The request's part of a tensor, if a certain dimension of the tensor holds the rows of the batch."""
 
     shape: tuple[int, ...]
     digest: bytes
@@ -35,7 +35,7 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """One output. It has several slices where several dimensions could be the one of the rows, and none where none."""
+    """One output, with a slice for each dimension that could hold the rows of the batch."""
 
     key: Key
     dtype: str
@@ -43,14 +43,14 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Step:
-    """What a step of the engine recorded of the request, in the order of execution."""
+class RecordedStep:
+    """The records of one request in one step of the engine, in the order of execution."""
 
     position: int
     """Of the request's first token in this step."""
     rows: int
     """Tokens of the request."""
-    beside: int
+    other_tokens: int
     """Tokens of other requests."""
     requests: int
     """Requests, this one included."""
@@ -60,7 +60,7 @@ class Step:
 
     @classmethod
     def from_plain(cls, data: dict[str, Any]) -> Self:
-        """Of the dictionaries and lists in which a worker sends it."""
+        """From the dictionaries and lists that a worker sends."""
         records = tuple(
             Record(Key(*key), dtype, tuple(Slice(tuple(shape), digest) for shape, digest in slices))
             for key, dtype, slices in data["records"]
@@ -68,7 +68,7 @@ class Step:
         return cls(**{**data, "records": records})
 
     def to_plain(self) -> dict[str, Any]:
-        """Dictionaries, lists, numbers, strings and bytes, which every way between two processes carries."""
+        """As dictionaries, lists, numbers, strings and bytes, which any channel between processes carries."""
         records = [
             [list(record.key), record.dtype, [[list(part.shape), part.digest] for part in record.slices]]
             for record in self.records
@@ -77,24 +77,24 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Parting:
+class OutputDivergence:
     """The first output whose bits differ."""
 
     step: int
     index: int
-    """Its place among the records of the step, in the run alone."""
+    """Its index among the records of the step, in the run alone."""
     key: Key
     dtype: str
     shape: tuple[int, ...]
     """Of the request's part."""
     only_alone: tuple[str, ...]
-    """Operations just before it in the same module that have no counterpart in the run in company."""
-    only_in_company: tuple[str, ...]
+    """Operations just before it in the same module without a counterpart in the run with concurrent requests."""
+    only_concurrent: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much was compared, in outputs over all steps."""
+    """How many outputs were compared, over all steps."""
 
     steps: int
     untested_steps: int
@@ -103,24 +103,26 @@ class Coverage:
     left_out: dict[str, int]
     """Outputs that are not recorded, by the reason."""
     without_rows: dict[str, int]
-    """Operations whose output has no dimension of the batch's rows, with how often."""
+    """Operations whose output has no dimension with the rows of the batch, with their counts."""
     one_sided: dict[str, int]
-    """Operations that ran in one of the two runs only, with how often."""
+    """Operations that ran in only one of the two runs, with their counts."""
 
 
-def first_parting(alone: Sequence[Step], company: Sequence[Step], last: int) -> tuple[Parting | None, Coverage]:
-    """Compare the steps up to number `last`; what comes after it reads other tokens, or does not matter.
+def first_divergence(
+    alone: Sequence[RecordedStep], concurrent: Sequence[RecordedStep], last: int
+) -> tuple[OutputDivergence | None, Coverage]:
+    """Compare the steps up to number ``last``; later steps read other tokens, or do not matter.
 
     Raises:
-        NoTestError: the request was cut into other steps, or never had company.
+        NoTestError: the request was cut into other steps, or no other request ran in a step with it.
     """
-    alone, company = _same_steps(alone, company, last)
-    parting, compared, untested = None, 0, 0
+    alone, concurrent = _same_steps(alone, concurrent, last)
+    divergence, compared, untested = None, 0, 0
     left_out: Counter[str] = Counter()
     without_rows: Counter[str] = Counter()
     one_sided: Counter[str] = Counter()
-    for number, (left, right) in enumerate(zip(alone, company, strict=True)):
-        if not right.beside:
+    for number, (left, right) in enumerate(zip(alone, concurrent, strict=True)):
+        if not right.other_tokens:
             untested += 1
             continue
         left_out.update(left.left_out)
@@ -135,8 +137,8 @@ def first_parting(alone: Sequence[Step], company: Sequence[Step], last: int) -> 
                 without_rows[record.key.operation] += 1
                 continue
             compared += 1
-            if parting is None and pair[0].digest != pair[1].digest:
-                parting = Parting(
+            if divergence is None and pair[0].digest != pair[1].digest:
+                divergence = OutputDivergence(
                     number,
                     index,
                     record.key,
@@ -148,33 +150,39 @@ def first_parting(alone: Sequence[Step], company: Sequence[Step], last: int) -> 
     if untested == len(alone):
         raise NoTestError("not a test: no other request ever ran in a step of this one")
     counts = (dict(counter) for counter in (left_out, without_rows, one_sided))
-    return parting, Coverage(len(alone), untested, compared, *counts)
+    return divergence, Coverage(len(alone), untested, compared, *counts)
 
 
-def _same_steps(alone: Sequence[Step], company: Sequence[Step], last: int) -> tuple[Sequence[Step], Sequence[Step]]:
-    alone, company = alone[: last + 1], company[: last + 1]
-    if not alone or not company:
+def _same_steps(
+    alone: Sequence[RecordedStep], concurrent: Sequence[RecordedStep], last: int
+) -> tuple[Sequence[RecordedStep], Sequence[RecordedStep]]:
+    alone, concurrent = alone[: last + 1], concurrent[: last + 1]
+    if not alone or not concurrent:
         raise NoTestError(
             "not a test: the model's forward was never seen, so it does not run as a PyTorch module in this engine"
         )
-    for number, (left, right) in enumerate(zip(alone, company, strict=False)):
+    for number, (left, right) in enumerate(zip(alone, concurrent, strict=False)):
         if (left.position, left.rows) != (right.position, right.rows):
             raise NoTestError(
                 f"not a test: in step {number} the engine computed positions {_positions(left)} alone and "
-                f"{_positions(right)} in company; pass --place 0, fewer or shorter company prompts, or "
+                f"{_positions(right)} with concurrent requests; pass --place 0, fewer or shorter prompts for those, or "
                 "--serve-args '--max-num-batched-tokens N' with an N that holds all prompts"
             )
-    if len(alone) != len(company):
-        raise NoTestError(f"not a test: the request took {len(alone)} steps alone and {len(company)} in company")
-    return alone, company
+    if len(alone) != len(concurrent):
+        raise NoTestError(
+            f"not a test: the request took {len(alone)} steps alone and {len(concurrent)} with concurrent requests"
+        )
+    return alone, concurrent
 
 
-def _positions(step: Step) -> str:
+def _positions(step: RecordedStep) -> str:
     return f"{step.position} to {step.position + step.rows - 1}"
 
 
 def _same_shape(record: Record, other: Record) -> tuple[Slice, Slice] | None:
-    """Alone, a request's part is the whole tensor, whichever dimension holds the rows: its shape says which it is."""
+    """The slices of one shape. Alone, the request's part is the whole tensor, so its shape tells which dimension holds
+    the rows.
+    """
     if record.dtype == other.dtype:
         for left in record.slices:
             for right in other.slices:

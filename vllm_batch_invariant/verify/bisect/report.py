@@ -1,9 +1,8 @@
-"""What a bisection found, as a table for people and as JSON for machines."""
+"""The report of a bisection, as a table on a console and as JSON."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,69 +12,46 @@ from rich.table import Table
 
 from ...compare import Pair
 from ...envs import FLAG
-from ..mode import of_engine
 from ..outcome import Status
-from ..printable import printable
+from ..printing import printable
 from ..report.files import write
-from .engine import Case, Found, Result
+from .engine import BisectResult, Case, Found, Setting
 from .recording import MODULE_OUTPUT
 
 EAGER = (
-    "Layers ran eagerly, without compiled graphs and CUDA graphs, because recording does not see inside them: what "
-    "only compiled layers do differently is not found."
+    "Layers ran eagerly, without compiled graphs and CUDA graphs, because recording does not see inside them: "
+    "differences that only compiled layers have are not found."
 )
+_PUBLISHED = {"concurrent": "company", "divergence": "parting", "only_concurrent": "only_in_company"}
+"""Fields that have another name in the format of the JSON report."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What ran."""
-
-    model: str
-    vllm: str
-    device: str
-    dtype: str
-    flag: str
-    mode: str
-    """Which mode answered, see ``mode``."""
-
-
-def setting_of(llm: Any, model: str) -> Setting:
-    """The setting of an engine."""
-    import vllm
-
-    config = llm.llm_engine.vllm_config
-    dtype = str(config.model_config.dtype).removeprefix("torch.")
-    return Setting(
-        model, vllm.__version__, config.device_config.device_type, dtype, os.environ.get(FLAG, "0"), of_engine()
-    )
-
-
-def verdict(case: Case, result: Result) -> str:
-    """One line for people."""
-    company, found = f"{_prompt(case)} among {_count(len(case.company), 'other request')}:", result.found
+def verdict(case: Case, result: BisectResult) -> str:
+    """The result in one line."""
+    requests, found = f"{_prompt(case)} with {_count(len(case.concurrent), 'concurrent request')}:", result.found
     if found is not None:
-        return f"{company} the bits part at {where(found)}, {_step(found)}"
+        return f"{requests} the bits diverge at {where(found)}, {_step(found)}"
     if result.first_logprob is not None:
-        return f"{company} the answer differs from output token {result.first_logprob} on, and no recorded output does"
+        return f"{requests} the answer differs from output token {result.first_logprob} on, and no recorded output does"
     if result.unrecorded_differ:
-        return f"{company} the answer differs while nothing is recorded, and does not while it is"
+        return f"{requests} the answer differs without recording, and does not with it"
     compared = f"{_count(result.coverage.compared, 'output')} in {_count(result.coverage.steps, 'step')}"
-    return f"{company} nothing differs: {compared} have the same bits as alone"
+    return f"{requests} nothing differs: {compared} have the same bits as alone"
 
 
 def where(found: Found) -> str:
     """Module and operation."""
-    key = found.parting.key
+    key = found.divergence.key
     call = f", call {key.call + 1}" if key.call else ""
     times = f", occurrence {key.occurrence + 1}" if key.occurrence else ""
     output = f", output {key.output + 1}" if key.output else ""
     return f"{key.module or 'the model'}: {key.operation}{call}{times}{output}"
 
 
-def print_results(console: Console, setting: Setting, runs: Sequence[tuple[Case, Result]]) -> None:
+def print_results(console: Console, setting: Setting, runs: Sequence[tuple[Case, BisectResult]]) -> None:
     """Print a table of the last run, and each run's verdict."""
     case, result = runs[-1]
-    title = f"{setting.model}: {_prompt(case)} alone and among {_count(len(case.company), 'other request')}"
+    title = f"{setting.model}: {_prompt(case)} alone and with {_count(len(case.concurrent), 'concurrent request')}"
     table = Table(title=escape(printable(title)), title_justify="left", show_header=False)
     for name, text in _rows(setting, case, result).items():
         table.add_row(name, escape(text))
@@ -86,57 +62,61 @@ def print_results(console: Console, setting: Setting, runs: Sequence[tuple[Case,
         console.print(verdict(case, result), style=style, highlight=False, markup=False, soft_wrap=True)
 
 
-def write_json(path: Path, setting: Setting, runs: Sequence[tuple[Case, Result]]) -> None:
-    """Write everything that was found, and the exit status."""
+def write_json(path: Path, setting: Setting, runs: Sequence[tuple[Case, BisectResult]]) -> None:
+    """Write the report as JSON, with the exit status."""
     data: dict[str, Any] = {"setting": asdict(setting), "eager": EAGER, "runs": [plain(*run) for run in runs]}
     write(path, json.dumps(data | {"status": int(runs[-1][1].status)}, indent=1) + "\n")
 
 
-def plain(case: Case, result: Result) -> dict[str, Any]:
-    """Dictionaries, lists, numbers and strings of everything that was found."""
+def plain(case: Case, result: BisectResult) -> dict[str, Any]:
+    """The result of a run as plain data."""
     data: dict[str, Any] = {"verdict": verdict(case, result), "case": asdict(case), **asdict(result)}
     if result.found is not None:
-        data["found"]["parting"]["key"] = result.found.parting.key._asdict()
-        data["found"]["comparison"]["dtype"] = result.found.parting.dtype
-    return data
+        data["found"]["divergence"]["key"] = result.found.divergence.key._asdict()
+        data["found"]["comparison"]["dtype"] = result.found.divergence.dtype
+    return _published(data)
 
 
-def _rows(setting: Setting, case: Case, result: Result) -> dict[str, str]:
+def _published(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_PUBLISHED.get(name, name): _published(item) for name, item in value.items()}
+    return value
+
+
+def _rows(setting: Setting, case: Case, result: BisectResult) -> dict[str, str]:
     coverage = result.coverage
     rows = {"engine": f"vLLM {setting.vllm}, {setting.device}, {setting.dtype}, {FLAG}={setting.flag}"}
     rows["mode"] = setting.mode
     if result.found is not None:
         rows |= _found(result.found)
     sizes = {count for count in result.requests if count > 1}
-    rows["tokens that the two runs agree on"] = (
-        f"all {case.max_tokens}" if result.first_token is None else f"the first {result.first_token}"
-    )
-    rows["first logprob to differ"] = (
+    rows["equal tokens"] = f"all {case.max_tokens}" if result.first_token is None else f"the first {result.first_token}"
+    rows["first logprob that differs"] = (
         "none" if result.first_logprob is None else f"of output token {result.first_logprob}"
     )
     rows["compared"] = (
         f"{_count(coverage.compared, 'output')} in {_count(coverage.steps, 'step')} of "
         + " to ".join(map(str, sorted({min(sizes), max(sizes)})))
         + " requests"
-        + (f"; {_count(coverage.untested_steps, 'step')} had no company" if coverage.untested_steps else "")
+        + (f"; {_count(coverage.untested_steps, 'step')} had no other request" if coverage.untested_steps else "")
     )
     rows["left out: no dimension of rows"] = _counts(coverage.without_rows)
     rows["left out: in one run only"] = _counts(coverage.one_sided)
     rows["left out: not recorded"] = _counts(coverage.left_out)
     if not result.answers_recorded:
-        rows["mind"] = (
-            "recording changed an answer: a function that is compiled by itself (torch.compile) ran eagerly while it "
-            "was recorded, or the engine does not repeat itself"
+        rows["note"] = (
+            "recording changed an answer: a function that is compiled by itself (torch.compile) ran eagerly during "
+            "recording, or the engine does not repeat its own bits"
         )
     return rows
 
 
 def _found(found: Found) -> dict[str, str]:
-    parting, comparison = found.parting, found.comparison
+    divergence, comparison = found.divergence, found.comparison
     rows = {
-        "the bits part at": where(found) + (f" (worker {found.rank})" if found.rank else ""),
+        "the bits diverge at": where(found) + (f" (worker {found.rank})" if found.rank else ""),
         "step": _step(found),
-        "output": f"{parting.dtype} {list(parting.shape)}, the request's part",
+        "output": f"{divergence.dtype} {list(divergence.shape)}, the request's part",
         "elements that differ": f"{comparison.different} of {comparison.elements}",
     }
     if comparison.first is not None:
@@ -144,37 +124,38 @@ def _found(found: Found) -> dict[str, str]:
     rows["its operands"] = _operands(found)
     others = [
         f"{', '.join(names)} only {when}"
-        for names, when in ((parting.only_alone, "alone"), (parting.only_in_company, "in company"))
+        for names, when in ((divergence.only_alone, "alone"), (divergence.only_concurrent, "with concurrent requests"))
         if names
     ]
     if others:
         rows["just before it"] = "; ".join(others)
     if not found.repeats:
-        rows["mind"] = "one of the two runs gave other bits when it was repeated: this is not the company's doing alone"
+        rows["note"] = "one run gave other bits when it was repeated: concurrent requests are not the only cause"
     return rows
 
 
 def _step(found: Found) -> str:
     last = found.position + found.rows - 1
     if found.output_token:
-        return f"step {found.parting.step} (decode, output token {found.output_token}, position {last})"
-    return f"step {found.parting.step} (prefill, positions {found.position} to {last})"
+        return f"step {found.divergence.step} (decode, output token {found.output_token}, position {last})"
+    return f"step {found.divergence.step} (prefill, positions {found.position} to {last})"
 
 
 def _first(pair: Pair) -> str:
-    company, alone = pair.bits or ("", "")
-    return f"{list(pair.where)}: {pair.expected!r} ({alone}) alone, {pair.actual!r} ({company}) in company"
+    concurrent, alone = pair.bits or ("", "")
+    expected, actual = f"{pair.expected!r} ({alone})", f"{pair.actual!r} ({concurrent})"
+    return f"{list(pair.where)}: {expected} alone, {actual} with concurrent requests"
 
 
 def _operands(found: Found) -> str:
-    if found.parting.key.operation == MODULE_OUTPUT:
+    if found.divergence.key.operation == MODULE_OUTPUT:
         return (
             "unknown: no operation of PyTorch's dispatcher inside the module differs, so a kernel wrote this that is "
-            "launched without it (Triton, numba, a library's binding)"
+            "launched without the dispatcher (Triton, numba, a library's binding)"
         )
     if found.operands_differ:
         return (
-            f"{', '.join(found.operands_differ)} differ already: something wrote them that PyTorch's dispatcher does "
+            f"{', '.join(found.operands_differ)} differ already: a kernel wrote them that PyTorch's dispatcher does "
             "not see (Triton, numba, a library's binding)"
         )
     return "have the same bits in both runs"

@@ -1,22 +1,32 @@
-"""What a real engine is put through: one request alone and in every company, and under other schedules."""
+"""A check of engines: a target request alone, with concurrent requests, and under other schedules."""
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ..divergence import Answer, Step
-from ..harness.metrics import Trace
-from ..harness.requests import SAMPLING, company_of_any_kind, ordinary, request, tokens
+from ..answers import Answer, GeneratedToken
+from ..harness.metrics import Latency, Trace
+from ..harness.requests import (
+    KINDS,
+    OF_TEXT,
+    SAMPLING,
+    Accepts,
+    draw_concurrent,
+    ordinary,
+    request,
+    tokens,
+    varied,
+    varied_requests,
+)
 from ..harness.worker import Engine, StepResult
 from ..outcome import NoTestError
-from ..request_parameters import KINDS, OF_TEXT, Accepts, draw_beside, varied
-from .certificates import OPERATIONS, Certificate
-from .facts import (
+from .guarantees import (
     AGAIN,
     CHUNKS,
-    COMPANY,
-    NEIGHBOUR,
+    CONCURRENT,
+    CONCURRENT_LENGTHS,
+    OPERATIONS,
     OTHER_CHUNKS,
     PLACE,
     PREEMPTED,
@@ -25,256 +35,311 @@ from .facts import (
     SAME_BATCH,
     SEEDED,
     WARM,
+    Certificate,
+    CheckCase,
 )
-from .presets import Size
-from .results import Findings, Latency
+from .presets import Preset
+from .results import CheckResults, OnProgress
 
-NEEDLE = 300
-"""Tokens of the prompt that is looked at: more than a page of the KV cache and a split of attention have."""
+TARGET_TOKENS = 300
+"""Length of the target's prompt: longer than a page of the KV cache and than a split of attention."""
 SHORT = 45
-"""Tokens of a prompt that is no longer than a small chunk."""
-CHUNK = 64
-"""Most tokens in a step of the engine with small chunks."""
+"""Length of a prompt that fits in a small chunk."""
+CHUNK, OTHER_CHUNK = 64, 200
+"""Most tokens in a step of the engines with other chunks."""
+SMALL_CACHE = 1024
+"""Tokens in the KV cache of the engine that has to preempt."""
 MANY, MANY_PROMPT, MANY_TOKENS = 12, 100, 60
-"""Requests that start in the small KV cache together and outgrow it."""
-LEAST_CONTEXT = 2 * NEEDLE
+"""Number, prompt length and output length of requests that start together in the small KV cache and outgrow it."""
+LEAST_CONTEXT = 2 * TARGET_TOKENS
 CERTIFY = "vllm_batch_invariant.verify.check.operations:certificates"
+_MAIN, _SMALL, _OTHER = "as served", "with small chunks and a small KV cache", "with other chunks and pages"
 
-Say = Callable[[str], None]
+Request = dict[str, Any]
 
 
-def _with(others: int) -> str:
-    return f"with {others} other{'s' * (others > 1)}"
+def check_engine(
+    model: str, arguments: Sequence[str], flag: str, preset: Preset, results: CheckResults, on_progress: OnProgress
+) -> None:
+    """Check engines of one setting, one after the other, and keep the results as they come.
+
+    Args:
+        model: its folder or name.
+        arguments: more arguments of ``vllm serve``.
+        flag: the value of VLLM_BATCH_INVARIANT.
+        results: is filled.
+        on_progress: is called with what happens now.
+
+    Raises:
+        NoTestError: an engine did not start, or broke.
+    """
+    on_progress("starting the engine")
+    with Engine(model, arguments, flag) as engine:
+        results.info = engine.info
+        run = EngineRun(engine, _MAIN, preset, results, on_progress)
+        run.certify()
+        run.as_served()
+    info = engine.info
+    limits = ["--max-model-len", str(run.small_context), "--max-num-seqs", str(CHUNK), "--no-enable-prefix-caching"]
+    pages = str(-(-SMALL_CACHE // info["page"]))
+    small = [*limits, *_step_limit(CHUNK, info), "--num-gpu-blocks-override", pages]
+    on_progress(f"starting an engine {_SMALL}")
+    with Engine(model, [*arguments, *small], flag) as engine:
+        EngineRun(engine, _SMALL, preset, results, on_progress).with_small_limits(run)
+    if preset.engines > 1:
+        page = str(32 if info["page"] != 32 else 64)
+        other = [*limits, *_step_limit(OTHER_CHUNK, info), "--async-scheduling", "--block-size", page]
+        on_progress(f"starting an engine {_OTHER}")
+        with Engine(model, [*arguments, *other], flag) as engine:
+            EngineRun(engine, _OTHER, preset, results, on_progress).with_other_pages(run)
+
+
+def _step_limit(tokens: int, info: dict[str, Any]) -> list[str]:
+    """Arguments that limit a step to so many tokens; none for an engine without chunked prefill, which refuses them."""
+    return ["--max-num-batched-tokens", str(tokens)] if info["chunked_prefill"] else []
 
 
 def answer_of(completion: dict[str, Any]) -> Answer:
-    """The answer that the driver describes.
+    """The answer of a completion as the driver describes it.
 
     Raises:
         NoTestError: it has no logprobs.
     """
     if not completion["logprobs"]:
         raise NoTestError("the engine returned no logprobs, so bits cannot be compared; use a model that gives them")
-    return Answer.of(completion["text"], steps_of(completion["tokens"], completion["logprobs"]))
+    return Answer.of(completion["text"], generated_tokens(completion["tokens"], completion["logprobs"]))
 
 
-def steps_of(ids: Sequence[int], logprobs: Sequence[list[tuple[int, str, int]]]) -> list[Step]:
-    """The driver's tokens with their logprobs: (id, hexadecimal number, rank) of every candidate, as listed."""
+def generated_tokens(ids: Sequence[int], logprobs: Sequence[list[tuple[int, str, int]]]) -> list[GeneratedToken]:
+    """Tokens from the driver: their ids, and (id, hexadecimal logprob, rank) of every candidate in the listed order."""
     found = []
     for token, listed in zip(ids, logprobs, strict=True):
         values = {str(other): float.fromhex(text) for other, text, _ in listed}
         ranks = tuple(rank for *_, rank in listed)
-        found.append(Step(str(token), values[str(token)], tuple(values.items()), ranks))
+        found.append(GeneratedToken(str(token), values[str(token)], tuple(values.items()), ranks))
     return found
 
 
 class EngineRun:
-    """The steps of one engine, with the answers that others have to equal.
+    """The requests that one engine answers, and the answers that others have to equal.
+
+    Attributes:
+        alone: answers to requests alone, by name.
+        many_answers: answers to :meth:`many` requests.
 
     Raises:
         NoTestError: the engine's context is too short for the requests.
     """
 
-    def __init__(self, engine: Engine, name: str, size: Size, findings: Findings, say: Say) -> None:
-        self._engine, self._size, self.findings, self._say = engine, size, findings, say
+    def __init__(
+        self, engine: Engine, name: str, preset: Preset, results: CheckResults, on_progress: OnProgress
+    ) -> None:
+        self._engine, self._preset, self.results, self._on_progress = engine, preset, results, on_progress
         self._trace: list[tuple[float, int]] = []
-        context = engine.about["context"]
+        context = engine.info["context"]
         if context < LEAST_CONTEXT:
             raise NoTestError(f"the engine's context of {context} tokens is too short: a check needs {LEAST_CONTEXT}")
         self.small_context = min(context, 768)
-        self._ids = ordinary(engine.about["vocabulary"])
-        kinds = tuple(kind for kind in KINDS if engine.about["tokenizer"] or kind not in OF_TEXT)
-        self._accepts = Accepts(self._ids, engine.about["vocabulary"], engine.about["most_logprobs"], kinds)
-        self._beside: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        self._ids = ordinary(engine.info["vocabulary"])
+        kinds = tuple(kind for kind in KINDS if engine.info["tokenizer"] or kind not in OF_TEXT)
+        self._accepts = Accepts(self._ids, engine.info["vocabulary"], engine.info["most_logprobs"], kinds)
+        self._params: dict[CheckCase, list[dict[str, Any]]] = {}
         self._refused: Counter[str] = Counter()
         self._name, self._clock = name, 0.0
-        self._needle = request(tokens(NEEDLE, 1, self._ids), max_tokens=size.tokens)
-        self._short = request(tokens(SHORT, 1, self._ids), max_tokens=size.tokens)
-        self._seeded = request(self._needle["prompt"], max_tokens=size.tokens, **SAMPLING["top_p"])
+        self._target = request(tokens(TARGET_TOKENS, 1, self._ids), max_tokens=preset.tokens)
+        self._short = request(tokens(SHORT, 1, self._ids), max_tokens=preset.tokens)
+        self._seeded = request(self._target["prompt"], max_tokens=preset.tokens, **SAMPLING["top_p"])
         self.alone: dict[str, Answer] = {}
+        self.many_answers: list[Answer] = []
 
     def certify(self) -> None:
-        """Certificates of every operation."""
+        """Make the certificates of every operation."""
         for operation in OPERATIONS:
-            self._say(f"certificates of {operation}")
-            for certificate in self._engine.call(CERTIFY, operation, self._size.rows):
+            self._on_progress(f"certificates of {operation}")
+            for certificate in self._engine.call(CERTIFY, operation, self._preset.rows):
                 certificate["rows"] = tuple(certificate["rows"])
-                self.findings.certificates.append(Certificate(**certificate))
+                self.results.certificates.append(Certificate(**certificate))
 
     def as_served(self) -> None:
-        """Everything that the engine can be put through with the settings it has."""
+        """Run every case that needs no other settings of the engine."""
         self.again()
-        self.in_company()
-        self._beside_neighbours()
-        self._sampling()
-        self._prompt_logprobs()
+        self.with_concurrent_requests()
+        self._concurrent_lengths()
+        self.sampling()
+        self.prompt_logprobs()
         self._prefix_cache()
-        self.alone["short"] = self._answer("short", [self._short])
-        self.alone["seeded"] = self._answer("seeded", [self._seeded])
-        self.many = [answer_of(one["completions"][0]) for one in self._step("many", self._many()).requests]
+        self.alone["short"] = self.answer("short", self._short)
+        self.alone["seeded"] = self.answer("seeded", self._seeded)
+        self.many_answers = _answers(self.step("many", self.many()))
         self._load()
 
     def again(self) -> None:
-        """One request alone, which others have to equal, and once more."""
-        self.alone["needle"] = self._answer("alone", [self._needle])
-        self.findings.show("alone", self.alone["needle"])
-        self._compare(AGAIN, "again", [self._needle])
+        """Run the target request alone, for the answer that others have to equal, and once more."""
+        self.alone["target"] = self.answer("alone", self._target)
+        self.results.show("alone", self.alone["target"])
+        self._compare(AGAIN, "again", [self._target])
 
-    def in_company(self) -> None:
-        """The request in every company and at every place, and one batch twice."""
-        counts = [count for count in self._size.company if count < self._engine.about["requests_in_a_step"]]
-        # an engine of one request a step is tried all the same, so that the report says what it did
-        counts = counts or list(self._size.company[:1])
+    def with_concurrent_requests(self) -> None:
+        """Run the target with every number of concurrent requests and at every place, and one batch twice."""
+        counts = [count for count in self._preset.concurrent if count < self._engine.info["requests_in_a_step"]]
+        # an engine of one request a step gets them too, so that the report says what it did
+        counts = counts or list(self._preset.concurrent[:1])
         for count in counts:
-            others = self._company(count, count)
-            self._compare(COMPANY, _with(count), [self._needle, *others])
+            others = self._concurrent(count, count)
+            self._compare(CONCURRENT, f"with {count} other{'s' * (count > 1)}", [self._target, *others])
         most = counts[-1]
-        others = self._company(most, 1000)
+        others = self._concurrent(most, 1000)
         for place in sorted({0, most // 2, most}):
-            batch = [*others[:place], self._needle, *others[place:]]
+            batch = [*others[:place], self._target, *others[place:]]
             self._compare(PLACE, f"at place {place} of {most + 1}", batch, which=place)
-        looked_at = [request(tokens(SHORT, 300 + i, self._ids), max_tokens=self._size.tokens) for i in range(4)]
-        others = [one for one in self._company(16, 5) if "seed" in one["params"] or not one["params"]["temperature"]]
-        mixed = [self._needle, *others, *looked_at]
-        first, second = (self._step("mixed", mixed, reset_prefix_cache=True) for _ in range(2))
+        targets = [request(tokens(SHORT, 300 + i, self._ids), max_tokens=self._preset.tokens) for i in range(4)]
+        others = [one for one in self._concurrent(16, 5) if "seed" in one["params"] or not one["params"]["temperature"]]
+        mixed = [self._target, *others, *targets]
+        first, second = (self.step("mixed", mixed, reset_prefix_cache=True) for _ in range(2))
         for number, (one, other) in enumerate(zip(first.requests, second.requests, strict=True)):
             if "refused" not in one and one["completions"][0]["logprobs"]:
                 answers = (answer_of(side["completions"][0]) for side in (one, other))
-                self.findings.add(*SAME_BATCH, f"request {number} of {len(mixed)}", *answers)
-        self._in_company(SAME_BATCH, min(first.largest_batch, second.largest_batch), others)
+                self.results.add(*SAME_BATCH, f"request {number} of {len(mixed)}", *answers)
+        self.note_batch(SAME_BATCH, min(first.largest_batch, second.largest_batch), others)
 
     def with_small_limits(self, main: "EngineRun") -> None:
-        """The same requests as the main engine's, in chunks and with a KV cache too small for all."""
-        self.findings.add(*RESTARTED, "restarted", main.alone["short"], self._answer("short", [self._short]))
-        chunk = self._engine.about["tokens_in_a_step"]
-        if not self._engine.about["chunked_prefill"]:
-            self.findings.out_of_reach[CHUNKS] = "chunked prefill is off in this engine"
-        elif chunk < NEEDLE:
-            self._compare(CHUNKS, f"in chunks of {chunk}", [self._needle], main.alone["needle"])
-            answer = self._answer("seeded", [self._seeded])
-            self.findings.add(*CHUNKS, f"with a seed, in chunks of {chunk}", main.alone["seeded"], answer)
+        """Run requests of the main engine in chunks, and in a KV cache too small for all of them."""
+        self.results.add(*RESTARTED, "restarted", main.alone["short"], self.answer("short", self._short))
+        chunk = self._engine.info["tokens_in_a_step"]
+        if not self._engine.info["chunked_prefill"]:
+            self.results.not_applicable[CHUNKS] = "chunked prefill is off in this engine"
+        elif chunk < TARGET_TOKENS:
+            self._compare(CHUNKS, f"in chunks of {chunk}", [self._target], main.alone["target"])
+            answer = self.answer("seeded", self._seeded)
+            self.results.add(*CHUNKS, f"with a seed, in chunks of {chunk}", main.alone["seeded"], answer)
         else:
-            self.findings.gaps[CHUNKS] = f"the engine has steps of {chunk} tokens, although {CHUNK} were asked for"
-        step = self._step("many", self._many())
+            self.results.gaps[CHUNKS] = f"the engine has steps of {chunk} tokens, although {CHUNK} were requested"
+        step = self.step("many", self.many())
         if not step.preemptions:
-            self.findings.gaps[PREEMPTED] = "the engine did not preempt, although its KV cache was too small for all"
+            self.results.gaps[PREEMPTED] = "the engine did not preempt, although its KV cache was too small for all"
             return
-        self._compare_many(PREEMPTED, step, main)
-        self.findings.evidence[PREEMPTED] = f"{step.preemptions} preemptions"
+        self.compare_many(PREEMPTED, _answers(step), main)
+        self.results.proof[PREEMPTED] = f"{step.preemptions} preemptions"
 
     def with_other_pages(self, main: "EngineRun") -> None:
-        """The same requests as the main engine's, in other chunks and pages."""
-        about = self._engine.about
-        label = f"in chunks of {about['tokens_in_a_step']} and pages of {about['page']}"
-        self._compare(OTHER_CHUNKS, label, [self._needle], main.alone["needle"])
-        self.findings.add(*OTHER_CHUNKS, "short", main.alone["short"], self._answer("short", [self._short]))
-        self._compare_many(OTHER_CHUNKS, self._step("many", self._many()), main)
+        """Run requests of the main engine in other chunks and pages."""
+        info = self._engine.info
+        label = f"in chunks of {info['tokens_in_a_step']} and pages of {info['page']}"
+        self._compare(OTHER_CHUNKS, label, [self._target], main.alone["target"])
+        self.results.add(*OTHER_CHUNKS, "short", main.alone["short"], self.answer("short", self._short))
+        self.compare_many(OTHER_CHUNKS, _answers(self.step("many", self.many())), main)
 
-    def _compare_many(self, fact: tuple[str, str], step: StepResult, main: "EngineRun") -> None:
-        for number, (one, expected) in enumerate(zip(step.requests, main.many, strict=True)):
-            self.findings.add(*fact, f"request {number} of {MANY}", expected, answer_of(one["completions"][0]))
+    def compare_many(self, case: CheckCase, answers: Sequence[Answer], main: "EngineRun") -> None:
+        """Compare the answers to :meth:`many` requests with those of the main engine."""
+        for number, (answer, expected) in enumerate(zip(answers, main.many_answers, strict=True)):
+            self.results.add(*case, f"request {number} of {len(answers)}", expected, answer)
 
-    def _many(self) -> list[dict[str, Any]]:
+    def many(self) -> list[Request]:
+        """Requests that outgrow a small KV cache together."""
         return [request(tokens(MANY_PROMPT, 100 + i, self._ids), max_tokens=MANY_TOKENS) for i in range(MANY)]
 
-    def _beside_neighbours(self) -> None:
-        context = self._engine.about["context"]
-        for length in (length for length in self._size.neighbours if length + 8 < context):
-            most = min(self._size.tokens, context - length - 1)
-            params = draw_beside(random.Random(length), self._accepts, most, length)
-            neighbour = {"prompt": tokens(length, 77, self._ids), "params": params, "may_be_refused": True}
-            label = f"beside a prompt of {length}"
-            self._compare(NEIGHBOUR, label, [neighbour, self._needle], which=1)
+    def _concurrent_lengths(self) -> None:
+        context = self._engine.info["context"]
+        for length in (length for length in self._preset.concurrent_lengths if length + 8 < context):
+            most = min(self._preset.tokens, context - length - 1)
+            params = draw_concurrent(random.Random(length), self._accepts, most, length)
+            other = {"prompt": tokens(length, 77, self._ids), "params": params, "may_be_refused": True}
+            self._compare(CONCURRENT_LENGTHS, f"with a prompt of {length}", [other, self._target], which=1)
 
-    def _sampling(self) -> None:
-        others = self._company(24, 24)
-        for kind in self._size.sampling:
-            mine = request(tokens(SHORT, 1, self._ids), max_tokens=self._size.tokens, **SAMPLING[kind])
-            expected = self._answer(f"{kind} alone", [mine])
-            beside = self._step(f"{kind} in company", [*others[:9], mine, *others[9:]], reset_prefix_cache=True)
-            self.findings.add(*SEEDED, kind, expected, answer_of(beside.requests[9]["completions"][0]))
-            self._in_company(SEEDED, beside.largest_batch, others)
+    def sampling(self) -> None:
+        """Run seeded requests alone and with concurrent requests."""
+        others = self._concurrent(24, 24)
+        for kind in self._preset.sampling:
+            seeded = request(tokens(SHORT, 1, self._ids), max_tokens=self._preset.tokens, **SAMPLING[kind])
+            expected = self.answer(f"{kind} alone", seeded)
+            batch = [*others[:9], seeded, *others[9:]]
+            step = self.step(f"{kind} with concurrent requests", batch, reset_prefix_cache=True)
+            self.results.add(*SEEDED, kind, expected, answer_of(step.requests[9]["completions"][0]))
+            self.note_batch(SEEDED, step.largest_batch, others)
 
-    def _prompt_logprobs(self) -> None:
-        mine = request(self._needle["prompt"], max_tokens=1, prompt_logprobs=5)
-        alone = self._step("prompt logprobs", [mine], reset_prefix_cache=True)
-        others = self._company(20, 6)
-        beside = self._step("prompt logprobs in company", [*others, mine], reset_prefix_cache=True)
-        ids = mine["prompt"][1:]
-        answers = [
-            Answer.of("", steps_of(ids, one["prompt_logprobs"][1:])) for one in (alone.requests[0], beside.requests[-1])
-        ]
-        self.findings.add(*PROMPT_LOGPROBS, "with 20 others", *answers)
-        self._in_company(PROMPT_LOGPROBS, beside.largest_batch, others)
+    def prompt_logprobs(self) -> None:
+        """Compute the logprobs of a prompt alone and with concurrent requests."""
+        target = request(self._target["prompt"], max_tokens=1, prompt_logprobs=5)
+        alone = self.step("prompt logprobs", [target], reset_prefix_cache=True)
+        others = self._concurrent(20, 6)
+        step = self.step("prompt logprobs with concurrent requests", [*others, target], reset_prefix_cache=True)
+        ids = target["prompt"][1:]
+        answers = (
+            Answer.of("", generated_tokens(ids, one["prompt_logprobs"][1:]))
+            for one in (alone.requests[0], step.requests[-1])
+        )
+        self.results.add(*PROMPT_LOGPROBS, "with 20 others", *answers)
+        self.note_batch(PROMPT_LOGPROBS, step.largest_batch, others)
 
     def _prefix_cache(self) -> None:
-        if not self._engine.about["prefix_caching"]:
-            self.findings.out_of_reach[WARM] = "prefix caching is off in this engine"
+        if not self._engine.info["prefix_caching"]:
+            self.results.not_applicable[WARM] = "prefix caching is off in this engine"
             return
-        cold = self._step("cold", [self._needle], reset_prefix_cache=True).requests[0]
-        warm = self._step("warm", [self._needle]).requests[0]
+        cold = self.step("cold", [self._target], reset_prefix_cache=True).requests[0]
+        warm = self.step("warm", [self._target]).requests[0]
         if cold["cached"] or not warm["cached"]:
             found = f"{cold['cached']} tokens when it was cold and {warm['cached']} when it was warm"
-            self.findings.gaps[WARM] = f"the prefix cache had {found}"
+            self.results.gaps[WARM] = f"the prefix cache had {found}"
             return
-        expected = self.alone["needle"]
+        expected = self.alone["target"]
         for label, one in (("cold", cold), ("warm", warm)):
             answer = answer_of(one["completions"][0])
-            self.findings.add(*WARM, f"from a {label} cache", expected, answer)
-            self.findings.show(f"from a {label} cache", answer)
-        half = self._needle["prompt"][: warm["cached"] - 1] + tokens(NEEDLE - warm["cached"] + 1, 4, self._ids)
-        partly = request(half, max_tokens=self._size.tokens)
-        got = self._step("partly warm", [partly]).requests[0]
-        expected = self._answer("partly warm, cold", [partly])
-        self.findings.add(*WARM, "another end of the prompt", expected, answer_of(got["completions"][0]))
-        self.findings.evidence[WARM] = f"{warm['cached']} and {got['cached']} tokens were found in the cache"
+            self.results.add(*WARM, f"from a {label} cache", expected, answer)
+            self.results.show(f"from a {label} cache", answer)
+        half = self._target["prompt"][: warm["cached"] - 1] + tokens(TARGET_TOKENS - warm["cached"] + 1, 4, self._ids)
+        partly = request(half, max_tokens=self._preset.tokens)
+        got = self.step("partly warm", [partly]).requests[0]
+        expected = self.answer("partly warm, cold", partly)
+        self.results.add(*WARM, "another end of the prompt", expected, answer_of(got["completions"][0]))
+        self.results.proof[WARM] = f"{warm['cached']} and {got['cached']} tokens were found in the cache"
 
     def _load(self) -> None:
-        count, length = self._size.load
+        count, length = self._preset.load
         requests = [request(tokens(SHORT, 200 + i, self._ids), max_tokens=length, logprobs=None) for i in range(count)]
-        self._step("load, first", requests, reset_prefix_cache=True)
-        step = self._step("load", requests, reset_prefix_cache=True)
-        self.findings.latency = Latency.of([one["token_seconds"] for one in step.requests])
+        self.step("load, first", requests, reset_prefix_cache=True)
+        step = self.step("load", requests, reset_prefix_cache=True)
+        self.results.latency = Latency.of([one["token_seconds"] for one in step.requests])
 
     def _compare(
-        self,
-        fact: tuple[str, str],
-        label: str,
-        requests: list[dict[str, Any]],
-        expected: Answer | None = None,
-        which: int = 0,
+        self, case: CheckCase, label: str, requests: list[Request], expected: Answer | None = None, which: int = 0
     ) -> None:
-        """Keep what the needle, request ``which``, was answered with a cold cache."""
-        step = self._step(label, requests, reset_prefix_cache=True)
+        """Keep the answer to the target, request ``which``, from a cold cache."""
+        step = self.step(label, requests, reset_prefix_cache=True)
         answer = answer_of(step.requests[which]["completions"][0])
-        self.findings.add(*fact, label, expected or self.alone["needle"], answer)
-        self.findings.show(label, answer)
+        self.results.add(*case, label, expected or self.alone["target"], answer)
+        self.results.show(label, answer)
         if len(requests) > 1:
-            self._in_company(fact, step.largest_batch, [one for place, one in enumerate(requests) if place != which])
+            self.note_batch(case, step.largest_batch, [one for place, one in enumerate(requests) if place != which])
 
-    def _answer(self, name: str, requests: list[dict[str, Any]]) -> Answer:
-        [one] = self._step(name, requests, reset_prefix_cache=True).requests
-        return answer_of(one["completions"][0])
+    def _concurrent(self, count: int, seed: int) -> list[Request]:
+        return varied_requests(count, seed, self._accepts, self._preset.tokens)
 
-    def _company(self, count: int, seed: int) -> list[dict[str, Any]]:
-        return company_of_any_kind(count, seed, self._accepts, self._size.tokens)
-
-    def _in_company(self, fact: tuple[str, str], largest: int, others: list[dict[str, Any]]) -> None:
-        """Note who ran beside the request of a fact."""
+    def note_batch(self, case: CheckCase, largest: int, others: Sequence[Request]) -> None:
+        """Note the largest batch of a case and what its concurrent requests were."""
         why = "the engine never ran two requests at a time; raise --max-num-seqs"
-        beside = self._beside.setdefault(fact, [])
-        beside += [one["params"] for one in others]
+        params = self._params.setdefault(case, [])
+        params += [one["params"] for one in others]
         refused = "; ".join(f"{times} of them refused: {reason}" for reason, times in self._refused.items())
-        self.findings.in_company(fact, largest, why, varied(beside) + (f" ({refused})" if refused else ""))
+        self.results.note_batch(case, largest, why, varied(params) + (f" ({refused})" if refused else ""))
 
-    def _step(self, name: str, requests: list[dict[str, Any]], reset_prefix_cache: bool = False) -> StepResult:
-        self._say(f"{self._name}: {name}")
-        reset = reset_prefix_cache and self._engine.about["prefix_caching"]
+    def answer(self, name: str, one: Request) -> Answer:
+        """The answer to a request alone, from a cold cache."""
+        [answered] = self.step(name, [one], reset_prefix_cache=True).requests
+        return answer_of(answered["completions"][0])
+
+    def step(self, name: str, requests: list[Request], reset_prefix_cache: bool = False) -> StepResult:
+        """Send requests together, and keep the batches in which they ran."""
+        self._on_progress(f"{self._name}: {name}")
+        reset = reset_prefix_cache and self._engine.info["prefix_caching"]
         step = self._engine.step(name, requests, reset)
         self._refused.update(one["refused"] for one in step.requests if "refused" in one)
         self._trace += [(self._clock + seconds, size) for seconds, size in step.batches]
         self._clock = self._trace[-1][0] if self._trace else 0.0
         seconds, sizes = zip(*self._trace, strict=True)
-        traces = self.findings.traces
+        traces = self.results.traces
         traces[:] = [trace for trace in traces if trace.engine != self._name] + [Trace(self._name, seconds, sizes)]
         return step
+
+
+def _answers(step: StepResult) -> list[Answer]:
+    return [answer_of(one["completions"][0]) for one in step.requests]

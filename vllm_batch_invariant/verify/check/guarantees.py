@@ -1,83 +1,109 @@
-"""The rungs of the contract, and what a check found on each: docs/contract.md says what they promise."""
+"""The guarantees of the contract (docs/contract.md), the cases that a check runs for each, and their results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 
-from ..divergence import Answer, Comparison, compare, first_difference
-from ..outcome import Status
+from ..answers import Answer, AnswerComparison, compare_answers, first_difference
+from ..outcome import Outcome, Status
+from .presets import Preset
 
-
-class Outcome(Enum):
-    """What is known of a fact or a rung."""
-
-    HOLDS = "holds"
-    BREAKS = "breaks"
-    NOT_TESTED = "not tested"
+CheckCase = tuple[str, str]
+"""(name of the guarantee, what is tried): the key of everything that a check finds."""
 
 
 @dataclass(frozen=True)
-class Rung:
-    """A promise: the same bits ..."""
+class Guarantee:
+    """A promise of the contract: the same bits ..."""
 
     name: str
     promise: str
-    out_of_reach: str = ""
-    """Why no check can test it; empty where one can."""
+    not_applicable: str = ""
+    """Why no check can test it; empty if a check can."""
 
 
-RUNGS = (
-    Rung("run", "when the same batch runs again"),
-    Rung("batch", "whatever other requests run beside it, in any number and order, at any place in the batch"),
-    Rung(
+GUARANTEES = (
+    Guarantee("run", "when the same batch runs again"),
+    Guarantee("batch", "whatever other requests run beside it, in any number and order, at any place in the batch"),
+    Guarantee(
         "schedule",
         "whether a token's state was computed by prefill, by a chunk of any size or by decode, after preemption, from "
         "a warm or a cold prefix cache, before or after a restart, a sleep or an exchange of weights",
     ),
-    Rung("parallel", "with another number of tensor-parallel workers", "a check has one engine, of one size"),
-    Rung("hardware", "on another machine, or with another number of CPU threads", "a check has one machine"),
+    Guarantee("parallel", "with another number of tensor-parallel workers", "a check has one engine, of one size"),
+    Guarantee("hardware", "on another machine, or with another number of CPU threads", "a check has one machine"),
 )
+
+OPERATIONS = ("linear", "rms_norm", "softmax", "log_softmax", "sum", "mean", "attention")
+OF_OPERATIONS: dict[str, str] = {
+    "batch": "operations alone and in batches",
+    "schedule": "attention in prefill, chunks and decode",
+}
+"""The case that certificates of operations test, by guarantee."""
+AGAIN: CheckCase = ("run", "the same request again")
+SAME_BATCH: CheckCase = ("run", "the same batch again")
+CONCURRENT: CheckCase = ("batch", "with concurrent requests")
+PLACE: CheckCase = ("batch", "at any place in the batch")
+CONCURRENT_LENGTHS: CheckCase = ("batch", "with a concurrent prompt of any length")
+SEEDED: CheckCase = ("batch", "seeded sampling with concurrent requests")
+PROMPT_LOGPROBS: CheckCase = ("batch", "prompt logprobs with concurrent requests")
+WARM: CheckCase = ("schedule", "from a warm prefix cache")
+CHUNKS: CheckCase = ("schedule", "prefill in small chunks")
+PREEMPTED: CheckCase = ("schedule", "preemption")
+RESTARTED: CheckCase = ("schedule", "after a restart with other limits")
+OTHER_CHUNKS: CheckCase = ("schedule", "other chunks, other pages, async scheduling")
+
+
+def cases_of_engines(preset: Preset) -> list[CheckCase]:
+    """The cases that a check of engines has to test."""
+    cases = [*OF_OPERATIONS.items(), AGAIN, SAME_BATCH, CONCURRENT, PLACE, CONCURRENT_LENGTHS, SEEDED, PROMPT_LOGPROBS]
+    cases += [WARM, CHUNKS, PREEMPTED, RESTARTED]
+    return cases + [OTHER_CHUNKS] * (preset.engines > 1)
+
+
+def cases_of_a_server() -> list[CheckCase]:
+    """The cases that need only HTTP access."""
+    return [AGAIN, CONCURRENT, CONCURRENT_LENGTHS, SEEDED, WARM]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer, and the answer that it has to equal."""
+    """An answer, and the answer that it has to equal."""
 
     label: str
-    """How it was asked for, such as "with 17 others"."""
+    """How it was requested, such as "with 17 others"."""
     expected: Answer
     answer: Answer
 
 
 @dataclass(frozen=True)
-class Fact:
-    """One thing that a rung promises, and whether it was so.
+class CaseResult:
+    """The result of one check case.
 
     Attributes:
-        rung: its name.
-        name: what was tried, such as "in any company".
-        outcome: what came of it.
-        detail: what was compared; or why nothing was.
-        comparison: of all answers, where they have one request; sample 0 is what they had to equal.
-        first: label of the sample that parts first; empty if none does.
-        meant: whether this check set out to test it. What it meant to test and could not makes it no test.
+        guarantee: its name.
+        name: what was tried, such as "with concurrent requests".
+        outcome: whether it holds.
+        detail: what was compared, or why nothing was.
+        comparison: of the answers to one request; sample 0 is the answer that the others have to equal.
+        first: label of the sample that diverges first; empty if none does.
+        required: whether the check had to test it. A required case that was not tested makes the check no test.
     """
 
-    rung: str
+    guarantee: str
     name: str
     outcome: Outcome
     detail: str
-    comparison: Comparison | None = None
+    comparison: AnswerComparison | None = None
     first: str = ""
-    meant: bool = True
+    required: bool = True
 
-    def with_evidence(self, evidence: str) -> "Fact":
-        """The same with what shows that it was provoked."""
-        return replace(self, detail=f"{self.detail}; {evidence}")
+    def with_proof(self, proof: str) -> "CaseResult":
+        """The same result with the proof of coverage: what shows that the case was provoked."""
+        return replace(self, detail=f"{self.detail}; {proof}")
 
     @property
     def difference(self) -> str:
-        """Where answers part first, in words; empty where none does."""
+        """The first divergence in words; empty if there is none."""
         found = self.comparison
         if found is None or found.identical:
             return ""
@@ -90,55 +116,56 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """A rung and what all its facts say together."""
+class GuaranteeResult:
+    """A guarantee with the results of its cases."""
 
-    rung: Rung
-    facts: tuple[Fact, ...]
+    guarantee: Guarantee
+    cases: tuple[CaseResult, ...]
 
     @property
     def outcome(self) -> Outcome:
-        """Breaks where one fact does; is not tested where none was."""
-        outcomes = {fact.outcome for fact in self.facts}
+        """Breaks if one case breaks; not tested if no case was tested."""
+        outcomes = {case.outcome for case in self.cases}
         return next((outcome for outcome in (Outcome.BREAKS, Outcome.HOLDS) if outcome in outcomes), Outcome.NOT_TESTED)
 
     @property
     def untested(self) -> tuple[str, ...]:
-        """Names of the facts of which nothing is known."""
-        return tuple(fact.name for fact in self.facts if fact.outcome is Outcome.NOT_TESTED)
+        """Names of the cases that were not tested."""
+        return tuple(case.name for case in self.cases if case.outcome is Outcome.NOT_TESTED)
 
     @property
     def detail(self) -> str:
-        """The facts in one line."""
-        if self.rung.out_of_reach:
-            return self.rung.out_of_reach
-        tested = [fact for fact in self.facts if fact.outcome is not Outcome.NOT_TESTED]
-        broken = [fact.name for fact in tested if fact.outcome is Outcome.BREAKS]
+        """The cases in one line."""
+        if self.guarantee.not_applicable:
+            return self.guarantee.not_applicable
+        tested = [case for case in self.cases if case.outcome is not Outcome.NOT_TESTED]
+        broken = [case.name for case in tested if case.outcome is Outcome.BREAKS]
         parts = [", ".join(broken)] if broken else []
-        parts += [f"{len(tested)} of {len(self.facts)} facts tested"] if self.facts else ["nothing tested"]
+        parts += [f"{len(tested)} of {len(self.cases)} cases tested"] if self.cases else ["nothing tested"]
         parts += [f"not tested: {', '.join(self.untested)}"] if self.untested else []
         return "; ".join(parts)
 
 
-def fact_of(rung: str, name: str, samples: Sequence[Sample]) -> Fact:
-    """What the samples, at least one, say together."""
+def case_result(guarantee: str, name: str, samples: Sequence[Sample]) -> CaseResult:
+    """The result of a case from its samples, at least one."""
     different = [sample for sample in samples if sample.answer != sample.expected]
     positions = sum(len(sample.answer.tokens) for sample in samples)
     detail = f"{_count(len(samples), 'answer')} of {positions} tokens in all, "
     if not different:
-        return Fact(rung, name, Outcome.HOLDS, detail + "every token and logprob has the same bits")
+        return CaseResult(guarantee, name, Outcome.HOLDS, detail + "every token and logprob has the same bits")
     detail += f"{len(different)} of them with other bits: {', '.join(sample.label for sample in different[:5])}"
     detail += f" and {len(different) - 5} more" if len(different) > 5 else ""
-    earliest = min(different, key=_parts_at)
-    # one comparison is of one request
+    earliest = min(different, key=_divergence_at)
+    # a comparison is of the answers to one request
     together = [sample for sample in samples if sample.expected == earliest.expected]
-    comparison = compare([earliest.expected, *(sample.answer for sample in together)])
-    parting = comparison.earliest_token or comparison.earliest_logprob
-    return Fact(rung, name, Outcome.BREAKS, detail, comparison, together[parting.sample - 1].label if parting else "")
+    comparison = compare_answers([earliest.expected, *(sample.answer for sample in together)])
+    divergence = comparison.earliest_token or comparison.earliest_logprob
+    first = together[divergence.sample - 1].label if divergence else ""
+    return CaseResult(guarantee, name, Outcome.BREAKS, detail, comparison, first)
 
 
-def _parts_at(sample: Sample) -> tuple[int, int]:
-    """The first token to differ and the first logprob; a number beyond both where there is none."""
+def _divergence_at(sample: Sample) -> tuple[int, int]:
+    """Positions of the first token and of the first logprob that differ; a number beyond both if none does."""
     beyond = len(sample.expected.tokens) + len(sample.answer.tokens)
     sides = sample.expected, sample.answer
     found = first_difference(*(side.tokens for side in sides)), first_difference(*(side.bits for side in sides))
@@ -146,20 +173,77 @@ def _parts_at(sample: Sample) -> tuple[int, int]:
     return token, logprob
 
 
-def verdicts(facts: Sequence[Fact]) -> tuple[Verdict, ...]:
-    """Every rung of the contract with its facts."""
-    return tuple(Verdict(rung, tuple(fact for fact in facts if fact.rung == rung.name)) for rung in RUNGS)
+def guarantee_results(cases: Sequence[CaseResult]) -> tuple[GuaranteeResult, ...]:
+    """Every guarantee of the contract with its cases."""
+    return tuple(
+        GuaranteeResult(guarantee, tuple(case for case in cases if case.guarantee == guarantee.name))
+        for guarantee in GUARANTEES
+    )
 
 
-def status_of(facts: Sequence[Fact]) -> Status:
-    """The exit status: 1 where something breaks, 2 where something that was meant to be tested was not."""
-    if any(fact.outcome is Outcome.BREAKS for fact in facts):
+def status_of(cases: Sequence[CaseResult]) -> Status:
+    """The exit status: 1 if a case breaks, 2 if a required case was not tested."""
+    if any(case.outcome is Outcome.BREAKS for case in cases):
         return Status.DIVERGED
-    tested = [fact for fact in facts if fact.outcome is Outcome.HOLDS]
-    if not tested or any(fact.meant and fact.outcome is Outcome.NOT_TESTED for fact in facts):
+    tested = [case for case in cases if case.outcome is Outcome.HOLDS]
+    if not tested or any(case.required and case.outcome is Outcome.NOT_TESTED for case in cases):
         return Status.NO_TEST
     return Status.REPRODUCIBLE
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The comparison of one operation on one shape."""
+
+    operation: str
+    shape: str
+    guarantee: str
+    """The string "batch", or "schedule" if prefill is compared with decode."""
+    served_by: str
+    rows: tuple[int, ...]
+    """Sizes of the batches."""
+    compared: int
+    """Elements."""
+    difference: str
+    """The first difference in words; empty if all bits are the same."""
+    untested: str = ""
+    """Why nothing was compared; empty if it was."""
+    not_applicable: bool = False
+    """Whether no check can compare it."""
+    note: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it was tested and no bit differs."""
+        return not self.untested and not self.difference
+
+
+def certificate_results(certificates: Sequence[Certificate]) -> list[CaseResult]:
+    """The results of certificates: one a guarantee, and one for each certificate that could not be made."""
+    found = []
+    for guarantee, name in OF_OPERATIONS.items():
+        own = [certificate for certificate in certificates if certificate.guarantee == guarantee]
+        tested = [certificate for certificate in own if not certificate.untested]
+        excluded = [certificate for certificate in own if certificate.not_applicable]
+        different = [certificate for certificate in tested if certificate.difference]
+        left_out = "".join(f"; not {certificate.operation}: {certificate.untested}" for certificate in excluded)
+        if different:
+            first = different[0]
+            detail = f"{len(different)} of {len(tested)} differ; {first.operation} ({first.shape}) {first.difference}"
+            found.append(CaseResult(guarantee, name, Outcome.BREAKS, detail + left_out))
+        elif tested:
+            compared = sum(certificate.compared for certificate in tested)
+            detail = f"{_count(len(tested), 'shape')}, {compared} elements have the same bits"
+            found.append(CaseResult(guarantee, name, Outcome.HOLDS, detail + left_out))
+        elif excluded:
+            found.append(CaseResult(guarantee, name, Outcome.NOT_TESTED, excluded[0].untested, required=False))
+        found += [
+            CaseResult(guarantee, f"{one.operation}, {one.shape}, alone", Outcome.NOT_TESTED, one.untested)
+            for one in own
+            if one.untested and not one.not_applicable
+        ]
+    return found

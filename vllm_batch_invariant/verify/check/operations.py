@@ -1,27 +1,101 @@
-"""Certificates of operations: each computed for a row alone and in larger batches, compared bit for bit.
+"""Certificates of operations: each is computed for a row alone and in larger batches, and compared bit for bit.
 
-They are made in an engine's worker on the layers of its model, so they are about what serves there: ours, vLLM's or
-PyTorch's.
+They are made in an engine's worker on the layers of its model, so they certify what serves there, be it of this
+project, of vLLM or of PyTorch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...compare import Comparison, bitwise_comparison
-from ..harness.load import one_line
-from .certificates import Certificate
-from .paged_batches import Chunk, Heads, Request, paged
+from ..printing import one_line
+from .guarantees import Certificate
 
 if TYPE_CHECKING:
     from ...ops.linear.autotune import TunedSchedule
 
+
+@dataclass(frozen=True)
+class Heads:
+    """The attention shape of a model."""
+
+    query: int
+    kv: int
+    size: int
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass
+class Request:
+    """Queries, keys and values of ``length`` positions, drawn from the request's own seed."""
+
+    heads: Heads
+    length: int
+    seed: int
+    query: torch.Tensor = field(init=False)
+    key: torch.Tensor = field(init=False)
+    value: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        draw = [
+            torch.randn(self.length, count, self.heads.size, generator=generator)
+            for count in (self.heads.query, self.heads.kv, self.heads.kv)
+        ]
+        self.query, self.key, self.value = (tensor.to(self.heads.dtype) for tensor in draw)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The positions ``start`` to ``stop`` - 1 of a request, which are computed in one call."""
+
+    request: Request
+    start: int
+    stop: int
+
+
+def paged(
+    chunks: list[Chunk], page_size: int = 16, placement: int = 0, filler: float = 7.0
+) -> tuple[torch.Tensor, ...]:
+    """The tensors of one call of paged attention.
+
+    Args:
+        placement: seed of the order of pages.
+        filler: value of cache slots that no chunk writes.
+
+    Returns:
+        query [tokens, heads, head_size], key and value cache [pages, kv_heads, page_size, head_size] (two halves of one
+        tensor, as in vLLM's CPU backend), block table [chunks, pages] int32, sequence lengths [chunks] int32 and
+        ``query_start_loc`` [chunks + 1] int32.
+    """
+    heads = chunks[0].request.heads
+    counts = [-(-chunk.stop // page_size) for chunk in chunks]
+    order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(placement))
+    shape = (len(order), heads.kv, 2 * page_size, heads.size)
+    key_cache, value_cache = torch.full(shape, filler, dtype=heads.dtype).chunk(2, dim=2)
+    table = torch.full((len(chunks), max(counts) + 1), -1, dtype=torch.int32)
+    taken = 0
+    for row, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
+        pages = order[taken : taken + count]
+        taken += count
+        table[row, :count] = pages
+        places = torch.arange(chunk.stop)
+        at = pages[places // page_size], slice(None), places % page_size
+        key_cache[at] = chunk.request.key[: chunk.stop]
+        value_cache[at] = chunk.request.value[: chunk.stop]
+    query = torch.cat([chunk.request.query[chunk.start : chunk.stop] for chunk in chunks])
+    seq_lens = torch.tensor([chunk.stop for chunk in chunks], dtype=torch.int32)
+    query_lens = torch.tensor([0] + [chunk.stop - chunk.start for chunk in chunks])
+    return query, key_cache, value_cache, table, seq_lens, query_lens.cumsum(0).int()
+
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PROBES = 16
-"""Rows that are looked at, spread over the places of a batch from the first to the last."""
+"""Rows that are compared, spread over a batch from the first row to the last."""
 
 
 def certificates(llm: Any, operation: str, rows: Sequence[int]) -> list[dict[str, Any]]:
@@ -33,7 +107,7 @@ def certify(model: torch.nn.Module, operation: str, rows: Sequence[int]) -> list
     """Certificates of one operation on the shapes that a vLLM model has.
 
     Args:
-        operation: one of ``certificates.OPERATIONS``.
+        operation: one of ``guarantees.OPERATIONS``.
         rows: sizes of the batches, each at least 2.
     """
     make = {"linear": _linear, "rms_norm": _norms, "attention": _attention}.get(operation)
@@ -133,7 +207,7 @@ def _norms(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate]
 
 
 def _of_rows(model: torch.nn.Module, name: str, rows: Sequence[int]) -> Iterator[Certificate]:
-    """PyTorch's reductions of rows, as the mode replaces them or not."""
+    """PyTorch's reductions of rows, whether the mode replaces them or not."""
     from ...aten import is_batch_invariant_mode_enabled
 
     like = _parameter(model)
@@ -149,7 +223,9 @@ def _of_rows(model: torch.nn.Module, name: str, rows: Sequence[int]) -> Iterator
 
 
 def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate]:
-    """Our attention on a cache of its own, with the engine's pages; a kernel of vLLM's is tested in the engine only."""
+    """This project's attention on a separate KV cache with the engine's pages. vLLM's kernels are tested in the engine
+    only.
+    """
     from ...integration.attention import FixedSplitAttention, key_cache_of
 
     seen = set()
@@ -168,21 +244,21 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
         server = _qualified(type(impl))
         certificate = Certificate("attention", shape, "batch", server, tuple(rows), 0, "")
         if not isinstance(impl, FixedSplitAttention):
-            why = "a kernel of vLLM's, which the engine's facts test"
-            for rung in ("batch", "schedule"):
-                yield replace(certificate, rung=rung, untested=why, out_of_reach=True)
+            why = "a kernel of vLLM, which the cases of the engine test"
+            for guarantee in ("batch", "schedule"):
+                yield replace(certificate, guarantee=guarantee, untested=why, not_applicable=True)
             continue
         attend = partial(_attend, impl, _parameter(model).device, key_cache_of(layer).shape[2])
         in_batch = partial(_attention_in_batches, attend, heads, rows)
         in_chunks = partial(_attention_in_chunks, attend, heads)
-        for rung, test in (("batch", in_batch), ("schedule", in_chunks)):
+        for guarantee, test in (("batch", in_batch), ("schedule", in_chunks)):
             try:
                 compared, difference = test()
             except (RuntimeError, ValueError) as error:
-                yield replace(certificate, rung=rung, untested=one_line(error))
+                yield replace(certificate, guarantee=guarantee, untested=one_line(error))
             else:
-                note = "prefill, chunks and decode of one request" if rung == "schedule" else ""
-                yield replace(certificate, rung=rung, compared=compared, difference=difference, note=note)
+                note = "prefill, chunks and decode of one request" if guarantee == "schedule" else ""
+                yield replace(certificate, guarantee=guarantee, compared=compared, difference=difference, note=note)
 
 
 def _attend(impl: Any, device: torch.device, page_size: int, chunks: list[Chunk]) -> list[torch.Tensor]:
@@ -204,20 +280,20 @@ def _attend(impl: Any, device: torch.device, page_size: int, chunks: list[Chunk]
 def _attention_in_batches(
     attend: Callable[[list[Chunk]], list[torch.Tensor]], heads: Heads, rows: Sequence[int]
 ) -> tuple[int, str]:
-    """One token of each of two requests, alone and among others that decode and prefill."""
+    """A token of each of two requests, alone and in batches with others that decode and prefill."""
     probes = [
         Chunk(request, request.length - 1, request.length) for request in (Request(heads, n, n) for n in (37, 530))
     ]
     alone = [attend([probe])[0] for probe in probes]
     others = [Request(heads, 1 + 7 * seed % 301, seed) for seed in range(max(rows))]
-    company = [
+    concurrent = [
         Chunk(other, max(0, other.length - (1, 1, 5, 40)[i % 4]), other.length) for i, other in enumerate(others)
     ]
     compared, difference = 0, ""
     for size in rows:
         for probe, expected in zip(probes, alone, strict=True):
             for place in sorted({0, size // 2, size - 1}):
-                batch = company[: size - 1]
+                batch = concurrent[: size - 1]
                 batch.insert(place, probe)
                 found = bitwise_comparison(attend(batch)[place], expected)
                 compared += found.elements
@@ -226,7 +302,7 @@ def _attention_in_batches(
 
 
 def _attention_in_chunks(attend: Callable[[list[Chunk]], list[torch.Tensor]], heads: Heads) -> tuple[int, str]:
-    """All tokens of one request at once, in chunks of several sizes, and the last ones by decode."""
+    """All tokens of a request at once, in chunks of several sizes, and the last ones by decode."""
     request = Request(heads, 530, 1)
     whole = attend([Chunk(request, 0, request.length)])[0]
     compared, difference = 0, ""
@@ -241,7 +317,7 @@ def _attention_in_chunks(attend: Callable[[list[Chunk]], list[torch.Tensor]], he
 
 
 def _parameter(model: torch.nn.Module) -> torch.Tensor:
-    """One parameter of the model that has the dtype and device of its activations, which quantised weights have not."""
+    """A parameter with the dtype and device of the model's activations, which quantised weights do not have."""
     return next(parameter for parameter in model.parameters() if parameter.dtype in _DTYPES)
 
 
@@ -258,7 +334,7 @@ def _qualified(thing: Any) -> str:
 
 
 def _server(layer: torch.nn.Module) -> str:
-    """What computes a layer's product."""
+    """The function that computes a layer's GEMM."""
     function = getattr(layer, "cpu_linear", None)
     if function is not None:
         return _qualified(function if hasattr(function, "__qualname__") else type(function)).partition(".<locals>")[0]
@@ -266,7 +342,7 @@ def _server(layer: torch.nn.Module) -> str:
 
 
 def _gpu_certificate(like: torch.Tensor, layer: torch.nn.Module, bias: torch.Tensor | None) -> str:
-    """What was compared when the weight was loaded, if the mode served it."""
+    """What was compared when the weight was loaded; empty if the mode does not serve it."""
     from ...aten import is_batch_invariant_mode_enabled
 
     if not is_batch_invariant_mode_enabled() or layer.weight.dim() != 2:
@@ -280,7 +356,11 @@ def _gpu_certificate(like: torch.Tensor, layer: torch.nn.Module, bias: torch.Ten
 
 
 def describe_entries(entries: "Mapping[int, TunedSchedule]") -> str:
-    """The certificate of a weight's products on a GPU, by the end of each range of rows, in one line."""
+    """The certificate of a weight's GEMMs on a GPU in one line.
+
+    Args:
+        entries: by the last M of each bucket.
+    """
     if not entries:
         return "no certificate: by Triton's chain alone"
     library = sum(entry.algorithm is not None for entry in entries.values())

@@ -1,15 +1,15 @@
-"""The page of a check."""
+"""The HTML page of a check."""
 
 from typing import Any
 
-from ..printable import printable
+from ..outcome import Outcome
+from ..printing import printable
 from ..report import plots
 from ..report.html import Cell, Figure, Page, Section, Table
 from ..report.parts import batch_parts, map_parts
-from .certificates import Certificate
-from .guarantees import RUNGS, Outcome
+from .guarantees import GUARANTEES, Certificate
 from .report import Report, outcome_of, summary
-from .results import Findings
+from .results import CheckResults
 
 Part = Table | Figure | str
 
@@ -18,7 +18,7 @@ def page_of(report: Report) -> Page:
     """The report as a page."""
     runs = report.runs
     sections = (
-        Section("verdict", "Verdict", (_verdicts(runs), *(_facts(run) for run in runs))),
+        Section("verdict", "Verdict", (_guarantees(runs), *(_cases(run) for run in runs))),
         Section("map", "Map of samples", _each(runs, "map", _map)),
         Section("batches", "Batch size over time", _each(runs, "batches", _batches)),
         Section("latency", "Latency", _latency(runs)),
@@ -27,7 +27,7 @@ def page_of(report: Report) -> Page:
     )
     return Page(
         title=f"Batch invariance of {report.target}",
-        about=f"vllm-batch-invariant check, {report.size}, {report.began}, {report.seconds:.0f} s",
+        info=f"vllm-batch-invariant check, {report.preset}, {report.began}, {report.seconds:.0f} s",
         outcome=report.outcome,
         summary=tuple(Cell(summary(run), outcome_of(run)) for run in runs),
         partial=report.partial,
@@ -35,40 +35,40 @@ def page_of(report: Report) -> Page:
     )
 
 
-def _each(runs: tuple[Findings, ...], name: str, parts: Any) -> tuple[Part, ...]:
+def _each(runs: tuple[CheckResults, ...], name: str, parts: Any) -> tuple[Part, ...]:
     return tuple(part for place, run in enumerate(runs) for part in parts(run, f"{name}-{place}"))
 
 
-def _verdicts(runs: tuple[Findings, ...]) -> Table:
-    verdicts = [run.verdicts for run in runs]
+def _guarantees(runs: tuple[CheckResults, ...]) -> Table:
+    guarantees = [run.guarantees for run in runs]
     rows = tuple(
         (
-            Cell(rung.name),
-            Cell(rung.promise),
-            *(Cell(of_run[place].detail, of_run[place].outcome) for of_run in verdicts),
+            Cell(guarantee.name),
+            Cell(guarantee.promise),
+            *(Cell(of_run[place].detail, of_run[place].outcome) for of_run in guarantees),
         )
-        for place, rung in enumerate(RUNGS)
+        for place, guarantee in enumerate(GUARANTEES)
     )
-    return Table("The rungs of the contract", ("rung", "same bits ...", *(run.label for run in runs)), rows)
+    return Table("The guarantees of the contract", ("guarantee", "same bits ...", *(run.label for run in runs)), rows)
 
 
-def _facts(run: Findings) -> Table:
+def _cases(run: CheckResults) -> Table:
     rows = tuple(
-        (Cell(fact.name), Cell(fact.rung), Cell(fact.detail, fact.outcome), Cell(fact.difference or "nothing"))
-        for fact in run.facts
+        (Cell(case.name), Cell(case.guarantee), Cell(case.detail, case.outcome), Cell(case.difference or "nothing"))
+        for case in run.cases
     )
-    return Table(f"{run.label}: every fact", ("fact", "rung", "what was found", "first to differ"), rows)
+    return Table(f"{run.label}: every case", ("case", "guarantee", "result", "first difference"), rows)
 
 
-def _map(run: Findings, name: str) -> tuple[Part, ...]:
+def _map(run: CheckResults, name: str) -> tuple[Part, ...]:
     return map_parts(run.label, name, [(shown.label, shown.answer) for shown in run.shown])
 
 
-def _batches(run: Findings, name: str) -> tuple[Part, ...]:
+def _batches(run: CheckResults, name: str) -> tuple[Part, ...]:
     return batch_parts(run.label, name, run.traces)
 
 
-def _latency(runs: tuple[Findings, ...]) -> tuple[Part, ...]:
+def _latency(runs: tuple[CheckResults, ...]) -> tuple[Part, ...]:
     measured = {run.label: run.latency for run in runs if run.latency is not None}
     if not measured:
         return ("No latency was measured.",)
@@ -78,7 +78,7 @@ def _latency(runs: tuple[Findings, ...]) -> tuple[Part, ...]:
     load = next(iter(measured.values()))
     caption = f"{load.requests} requests at once, {load.tokens // load.requests} tokens each, without a server"
     table = Table(caption, ("", *measured), rows)
-    description = "Share of tokens that came within a time of the one before: " + "; ".join(
+    description = "Share of tokens by the time since the token before: " + "; ".join(
         f"{label}, half within {values['between tokens, median (ms)']:.3g} ms" for label, values in figures.items()
     )
     figure = Figure(
@@ -89,7 +89,7 @@ def _latency(runs: tuple[Findings, ...]) -> tuple[Part, ...]:
     return figure, table
 
 
-def _certificates(run: Findings) -> tuple[Part, ...]:
+def _certificates(run: CheckResults) -> tuple[Part, ...]:
     if not run.certificates:
         return (f"{run.label}: no operation was tested.",)
     header = ("operation", "shape", "bits", "batches of", "elements compared", "computed by")
@@ -104,7 +104,7 @@ def _certificate(certificate: Certificate) -> tuple[Cell, ...]:
         Cell(certificate.operation),
         Cell(certificate.shape),
         Cell(text, outcome),
-        Cell("" if certificate.rung == "schedule" else _sizes(certificate.rows)),
+        Cell("" if certificate.guarantee == "schedule" else _sizes(certificate.rows)),
         Cell(str(certificate.compared)),
         Cell(certificate.served_by),
     )
@@ -114,9 +114,9 @@ def _sizes(rows: tuple[int, ...]) -> str:
     return ", ".join(map(str, rows)) if len(rows) <= 16 else f"{len(rows)} sizes from {rows[0]} to {rows[-1]}"
 
 
-def _setting(report: Report, run: Findings) -> Table:
+def _setting(report: Report, run: CheckResults) -> Table:
     rows = [("target", report.target), ("arguments", " ".join(report.arguments) or "none")]
-    rows += [(name.replace("_", " "), _words(value)) for name, value in run.about.items()]
+    rows += [(name.replace("_", " "), _words(value)) for name, value in run.info.items()]
     cells = tuple((Cell(name), Cell(value)) for name, value in rows)
     return Table(f"{run.label}: engine, machine and versions", ("what", "value"), cells)
 

@@ -1,4 +1,4 @@
-"""What a check found, as tables for people, as JSON for machines and as a page."""
+"""The report of a check, as tables on a console and as JSON."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..outcome import Status
+from ..outcome import Outcome, Status
 from ..report.files import write
-from .guarantees import RUNGS, Outcome, Verdict
-from .results import Findings
+from .guarantees import GUARANTEES, GuaranteeResult
+from .results import CheckResults
 
 INTERRUPTED = 130
-"""The exit status of an interrupted check, as a shell says it."""
+"""The exit status of an interrupted check, as in a shell."""
 _STYLES = {Outcome.HOLDS: "green", Outcome.BREAKS: "red", Outcome.NOT_TESTED: "yellow"}
 _OUTCOMES = {
     Status.REPRODUCIBLE: Outcome.HOLDS,
@@ -30,91 +30,91 @@ class Report:
 
     Attributes:
         target: the model or the server.
-        size: "quick", "standard" or "thorough".
-        arguments: for the engine.
-        began: when, in ISO 8601.
+        preset: "quick", "standard" or "thorough".
+        arguments: of the engine.
+        began: when it began, in ISO 8601.
         seconds: how long it took.
-        runs: what was found, one for each setting.
-        partial: why the report is not whole; empty where it is.
+        runs: the results, one for each setting.
+        partial: why the report is incomplete; empty if it is complete.
     """
 
     target: str
-    size: str
+    preset: str
     arguments: tuple[str, ...]
     began: str
     seconds: float
-    runs: tuple[Findings, ...]
+    runs: tuple[CheckResults, ...]
     partial: str = ""
 
     @property
     def status(self) -> int:
-        """The exit status, which is the last setting's."""
+        """The exit status: that of the last setting."""
         return INTERRUPTED if self.partial else int(self.runs[-1].status)
 
     @property
     def outcome(self) -> Outcome:
-        """The same as an outcome."""
+        """The status as an outcome."""
         return Outcome.NOT_TESTED if self.partial else outcome_of(self.runs[-1])
 
 
-def outcome_of(findings: Findings) -> Outcome:
-    """What came of one setting."""
-    return _OUTCOMES[findings.status]
+def outcome_of(results: CheckResults) -> Outcome:
+    """The outcome of one setting."""
+    return _OUTCOMES[results.status]
 
 
-def summary(findings: Findings) -> str:
-    """One sentence: which rungs hold, which break and where, and of which nothing is known."""
+def summary(results: CheckResults) -> str:
+    """One sentence: which guarantees break and where, which hold, and which could not be tested."""
     groups: dict[Outcome, list[str]] = {outcome: [] for outcome in Outcome}
-    for verdict in findings.verdicts:
-        if not verdict.rung.out_of_reach:
-            groups[verdict.outcome].append(verdict.rung.name + _where(verdict) + _how_much(verdict))
+    for result in results.guarantees:
+        if not result.guarantee.not_applicable:
+            groups[result.outcome].append(result.guarantee.name + _where(result) + _how_much(result))
     words = ((Outcome.BREAKS, "breaks"), (Outcome.HOLDS, "holds"), (Outcome.NOT_TESTED, "could not test"))
     said = "; ".join(f"{word} {', '.join(groups[outcome])}" for outcome, word in words if groups[outcome])
-    return f"{findings.label}: {said}"
+    return f"{results.label}: {said}"
 
 
-def _where(verdict: Verdict) -> str:
-    """The earliest token to differ among the facts of a rung that break, or the earliest logprob."""
-    found = [fact.comparison for fact in verdict.facts if fact.comparison and not fact.comparison.identical]
-    for kind, partings in (
+def _where(result: GuaranteeResult) -> str:
+    """The earliest token that differs in the cases of a guarantee, or the earliest logprob."""
+    found = [case.comparison for case in result.cases if case.comparison and not case.comparison.identical]
+    for kind, divergences in (
         ("token", [comparison.earliest_token for comparison in found]),
         ("the logprobs of token", [comparison.earliest_logprob for comparison in found]),
     ):
-        positions = [parting.position for parting in partings if parting is not None]
+        positions = [divergence.position for divergence in divergences if divergence is not None]
         if positions:
             return f" (from {kind} {min(positions)} on)"
     return ""
 
 
-def _how_much(verdict: Verdict) -> str:
-    """How many facts of a rung that holds were tested, where that is not all."""
-    if verdict.outcome is not Outcome.HOLDS or not verdict.untested:
+def _how_much(result: GuaranteeResult) -> str:
+    """How many cases of a guarantee that holds were tested, if not all."""
+    if result.outcome is not Outcome.HOLDS or not result.untested:
         return ""
-    total = len(verdict.facts)
-    return f" ({total - len(verdict.untested)} of {total} facts tested)"
+    total = len(result.cases)
+    return f" ({total - len(result.untested)} of {total} cases tested)"
 
 
 def print_report(console: Console, report: Report) -> None:
-    """Print the verdicts, every fact, and a sentence for each setting."""
+    """Print the guarantees, every case, and a sentence for each setting."""
     table = Table(title="The contract: same bits ...", title_justify="left")
-    for heading in ("rung", "...", *(escape(run.label) for run in report.runs)):
+    for heading in ("guarantee", "...", *(escape(run.label) for run in report.runs)):
         table.add_column(heading, overflow="fold")
-    for place, rung in enumerate(RUNGS):
-        verdicts = [run.verdicts[place] for run in report.runs]
-        cells = [_styled(verdict.outcome, verdict.detail) for verdict in verdicts]
-        table.add_row(rung.name, escape(rung.promise), *cells)
+    for place, guarantee in enumerate(GUARANTEES):
+        guarantees = [run.guarantees[place] for run in report.runs]
+        cells = [_styled(result.outcome, result.detail) for result in guarantees]
+        table.add_row(guarantee.name, escape(guarantee.promise), *cells)
     console.print(table)
     for run in report.runs:
-        facts = Table("rung", "fact", "", "what was found", title=escape(run.label), title_justify="left")
-        for fact in run.facts:
-            found = f"{fact.detail}\nfirst: {fact.difference}" if fact.difference else fact.detail
-            facts.add_row(fact.rung, escape(fact.name), _styled(fact.outcome), escape(found))
-        console.print(facts)
+        cases = Table("guarantee", "case", "", "result", title=escape(run.label), title_justify="left")
+        for case in run.cases:
+            found = f"{case.detail}\nfirst: {case.difference}" if case.difference else case.detail
+            cases.add_row(case.guarantee, escape(case.name), _styled(case.outcome), escape(found))
+        console.print(cases)
     for run in report.runs:
         style = _STYLES[outcome_of(run)]
         console.print(summary(run), style=style, highlight=False, markup=False, soft_wrap=True)
-        if "mode" in run.about:
-            console.print(f"mode: {run.about['mode']}", highlight=False, markup=False, soft_wrap=True)
+        if "mode" in run.info:
+            console.print(f"mode: {run.info['mode']}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _styled(outcome: Outcome, text: str = "") -> str:
@@ -123,15 +123,15 @@ def _styled(outcome: Outcome, text: str = "") -> str:
 
 
 def write_json(path: Path, report: Report) -> None:
-    """Write everything that was found."""
+    """Write the report as JSON."""
     write(path, json.dumps(as_json(report), indent=1) + "\n")
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """Everything that was found as plain data."""
+    """The report as plain data."""
     return {
         "target": report.target,
-        "size": report.size,
+        "size": report.preset,
         "arguments": report.arguments,
         "began": report.began,
         "seconds": report.seconds,
@@ -141,26 +141,34 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def _run_as_json(run: Findings) -> dict[str, Any]:
+_PUBLISHED = {"guarantee": "rung", "required": "meant", "not_applicable": "out_of_reach"}
+"""Fields that have another name in the format of the JSON report."""
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    return {_PUBLISHED.get(name, name): item for name, item in asdict(value).items()}
+
+
+def _run_as_json(run: CheckResults) -> dict[str, Any]:
     return {
         "label": run.label,
         "status": int(run.status),
         "failed": run.failed,
-        "about": run.about,
+        "about": run.info,
         "rungs": [
             {
-                "name": verdict.rung.name,
-                "promise": verdict.rung.promise,
-                "outcome": verdict.outcome.value,
-                "detail": verdict.detail,
+                "name": result.guarantee.name,
+                "promise": result.guarantee.promise,
+                "outcome": result.outcome.value,
+                "detail": result.detail,
                 "facts": [
-                    asdict(fact) | {"outcome": fact.outcome.value, "difference": fact.difference}
-                    for fact in verdict.facts
+                    _plain(case) | {"outcome": case.outcome.value, "difference": case.difference}
+                    for case in result.cases
                 ],
             }
-            for verdict in run.verdicts
+            for result in run.guarantees
         ],
-        "certificates": [asdict(certificate) for certificate in run.certificates],
+        "certificates": [_plain(certificate) for certificate in run.certificates],
         "samples": [
             {"label": shown.label, "tokens": shown.answer.tokens, "bits": [bits.hex() for bits in shown.answer.bits]}
             for shown in run.shown

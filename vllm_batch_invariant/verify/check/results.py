@@ -1,136 +1,111 @@
-"""What a check has found so far: filled as it goes, so that an interrupted one has a report."""
+"""The results of a check so far, filled while it runs, so that an interrupted check has a report."""
 
-import statistics
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
-from ..divergence import Answer
-from ..harness.metrics import Trace
-from ..outcome import Status
-from .certificates import Certificate, facts_of
-from .guarantees import RUNGS, Fact, Outcome, Sample, Verdict, fact_of, status_of, verdicts
+from ..answers import Answer
+from ..harness.metrics import Latency, Trace
+from ..outcome import Outcome, Status
+from .guarantees import (
+    GUARANTEES,
+    CaseResult,
+    Certificate,
+    CheckCase,
+    GuaranteeResult,
+    Sample,
+    case_result,
+    certificate_results,
+    guarantee_results,
+    status_of,
+)
 
-
-@dataclass(frozen=True)
-class Latency:
-    """How long the requests of one load waited."""
-
-    requests: int
-    tokens: int
-    seconds: float
-    first_token: tuple[float, ...]
-    """Seconds to the first token of each request."""
-    between_tokens: tuple[float, ...]
-    """Seconds between two tokens, of all requests."""
-
-    @classmethod
-    def of(cls, token_seconds: Sequence[Sequence[float]]) -> "Latency":
-        """From the times at which each request's tokens came."""
-        return cls(
-            requests=len(token_seconds),
-            tokens=sum(map(len, token_seconds)),
-            seconds=max(times[-1] for times in token_seconds),
-            first_token=tuple(times[0] for times in token_seconds),
-            between_tokens=tuple(after - before for times in token_seconds for before, after in pairwise(times)),
-        )
-
-    @property
-    def figures(self) -> dict[str, float]:
-        """In milliseconds, and tokens a second."""
-        return {
-            "first token, median (ms)": 1e3 * statistics.median(self.first_token),
-            "between tokens, median (ms)": 1e3 * statistics.median(self.between_tokens),
-            "between tokens, 99 of 100 (ms)": 1e3 * _p99(self.between_tokens),
-            "tokens a second": self.tokens / self.seconds,
-        }
-
-
-def _p99(values: Sequence[float]) -> float:
-    return statistics.quantiles(values, n=100, method="inclusive")[98] if len(values) > 1 else values[0]
+OnProgress = Callable[[str], None]
+"""Is called with what happens now."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """One answer to the request that most samples ask for, for the map."""
+    """An answer to the target request, for the map of samples."""
 
     label: str
     answer: Answer
 
 
 @dataclass
-class Findings:
-    """All about one engine setting: one column of the report."""
+class CheckResults:
+    """The results of one engine setting: one column of the report."""
 
     label: str
     """Such as VLLM_BATCH_INVARIANT=1."""
-    planned: list[tuple[str, str]]
-    """(rung, fact) of everything that this check means to test."""
-    about: dict[str, Any] = field(default_factory=dict)
-    """The engine and the machine: see ``describe_engine``."""
-    samples: dict[tuple[str, str], list[Sample]] = field(default_factory=dict)
-    gaps: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Why a fact could not be tested, although the check meant to."""
-    out_of_reach: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Facts that this kind of check cannot provoke, with the reason."""
-    evidence: dict[tuple[str, str], str] = field(default_factory=dict)
-    """What shows that a fact was provoked."""
-    largest: dict[tuple[str, str], int] = field(default_factory=dict)
-    """Requests in the largest batch in which a fact that is about company was tried."""
+    planned: list[CheckCase]
+    """The required cases."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """The engine and the machine, see :func:`..harness.worker_main.describe_engine`."""
+    samples: dict[CheckCase, list[Sample]] = field(default_factory=dict)
+    gaps: dict[CheckCase, str] = field(default_factory=dict)
+    """Why a required case was not tested."""
+    not_applicable: dict[CheckCase, str] = field(default_factory=dict)
+    """Cases that this kind of check cannot test, with the reason."""
+    proof: dict[CheckCase, str] = field(default_factory=dict)
+    """Proof of coverage: what shows that a case was provoked."""
+    largest: dict[CheckCase, int] = field(default_factory=dict)
+    """Requests in the largest batch, of the cases with concurrent requests."""
     certificates: list[Certificate] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
     latency: Latency | None = None
     shown: list[Shown] = field(default_factory=list)
     failed: str = ""
-    """Why the check ended early; empty where it did not."""
+    """Why the check ended early; empty if it did not."""
 
-    def add(self, rung: str, fact: str, label: str, expected: Answer, answer: Answer) -> None:
-        """Keep an answer that is compared with another one."""
-        self.samples.setdefault((rung, fact), []).append(Sample(label, expected, answer))
+    def add(self, guarantee: str, case: str, label: str, expected: Answer, answer: Answer) -> None:
+        """Keep an answer of a case, and the answer that it has to equal."""
+        self.samples.setdefault((guarantee, case), []).append(Sample(label, expected, answer))
 
-    def in_company(self, fact: tuple[str, str], largest: int, alone: str, varied: str = "") -> None:
-        """Note the largest batch of a try of a fact that is about company; ``alone`` says why there was none.
+    def note_batch(self, case: CheckCase, largest: int, alone: str, varied: str = "") -> None:
+        """Note the largest batch in which a case with concurrent requests ran.
 
         Args:
-            varied: what the other requests asked for, in words.
+            alone: why there was no batch of two, if there was none.
+            varied: sampling parameters of the concurrent requests, in words.
         """
-        self.largest[fact] = max(largest, self.largest.get(fact, 0))
-        if self.largest[fact] < 2:
-            self.gaps[fact] = alone
+        self.largest[case] = max(largest, self.largest.get(case, 0))
+        if self.largest[case] < 2:
+            self.gaps[case] = alone
         else:
-            self.gaps.pop(fact, None)
-            beside = f" beside requests with {varied}" if varied else ""
-            self.evidence[fact] = f"batches of up to {self.largest[fact]} requests{beside}"
+            self.gaps.pop(case, None)
+            others = f", concurrent requests with {varied}" if varied else ""
+            self.proof[case] = f"batches of up to {self.largest[case]} requests{others}"
 
     def show(self, label: str, answer: Answer) -> None:
-        """Put an answer on the map, the first one being what the others have to equal."""
+        """Put an answer on the map; the others have to equal the first one."""
         self.shown.append(Shown(label, answer))
 
     @property
-    def facts(self) -> tuple[Fact, ...]:
-        """Everything planned, as far as it is known, and what is out of reach."""
-        found = {(fact.rung, fact.name): fact for fact in facts_of(self.certificates)}
+    def cases(self) -> tuple[CaseResult, ...]:
+        """The results of all planned cases and of those that are not applicable."""
+        found = {(case.guarantee, case.name): case for case in certificate_results(self.certificates)}
         for key, samples in self.samples.items():
-            fact, evidence = fact_of(*key, samples), self.evidence.get(key)
-            found[key] = fact if evidence is None else fact.with_evidence(evidence)
-        # a gap outweighs answers that agree, which prove nothing then, and never hides one that differs
-        broken = {key for key, fact in found.items() if fact.outcome is Outcome.BREAKS}
-        found |= {key: Fact(*key, Outcome.NOT_TESTED, why) for key, why in self.gaps.items() if key not in broken}
-        found |= {key: Fact(*key, Outcome.NOT_TESTED, why, meant=False) for key, why in self.out_of_reach.items()}
+            case, proof = case_result(*key, samples), self.proof.get(key)
+            found[key] = case if proof is None else case.with_proof(proof)
+        # a gap outweighs equal answers, which prove nothing then, and never hides a difference
+        broken = {key for key, case in found.items() if case.outcome is Outcome.BREAKS}
+        found |= {key: CaseResult(*key, Outcome.NOT_TESTED, why) for key, why in self.gaps.items() if key not in broken}
+        for key, why in self.not_applicable.items():
+            found[key] = CaseResult(*key, Outcome.NOT_TESTED, why, required=False)
         for key in self.planned:
-            found.setdefault(key, Fact(*key, Outcome.NOT_TESTED, self.failed or "not reached"))
-        rungs = [rung.name for rung in RUNGS]
+            found.setdefault(key, CaseResult(*key, Outcome.NOT_TESTED, self.failed or "not reached"))
+        guarantees = [guarantee.name for guarantee in GUARANTEES]
         planned = {key: place for place, key in enumerate(self.planned)}
-        order = sorted(found, key=lambda key: (rungs.index(key[0]), planned.get(key, len(planned))))
+        order = sorted(found, key=lambda key: (guarantees.index(key[0]), planned.get(key, len(planned))))
         return tuple(found[key] for key in order)
 
     @property
-    def verdicts(self) -> tuple[Verdict, ...]:
-        """Every rung of the contract."""
-        return verdicts(self.facts)
+    def guarantees(self) -> tuple[GuaranteeResult, ...]:
+        """The results of every guarantee of the contract."""
+        return guarantee_results(self.cases)
 
     @property
     def status(self) -> Status:
-        """The exit status of a check that ends with this."""
-        return status_of(self.facts)
+        """The exit status of a check that ends with these results."""
+        return status_of(self.cases)

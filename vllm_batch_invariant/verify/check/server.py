@@ -1,11 +1,11 @@
-"""What a running server is put through over HTTP: one request alone, in company, and from its prefix cache."""
+"""A check that needs only HTTP access: a target request alone, with concurrent requests, and from a warm cache."""
 
 import asyncio
 import json
 import random
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -13,63 +13,60 @@ from typing import Any
 import httpx
 import openai
 
-from ..divergence import Answer
+from ..answers import Answer, RequestSpec, answer_from
 from ..harness.client import Connection, connect
-from ..harness.load import one_line
+from ..harness.load import filler
 from ..harness.metrics import BatchLog, parse_metrics, read_metrics, watch
-from ..harness.plan import filler
-from ..harness.requests import SAMPLING
-from ..mode import of_server
+from ..harness.mode import of_server
+from ..harness.requests import ANY_SERVER, SAMPLING, draw_concurrent, over_http, varied
 from ..outcome import NoTestError
-from ..request import Ask, answer_from
-from ..request_parameters import ANY_SERVER, draw_beside, over_http, varied
-from .facts import AGAIN, CHUNKS, COMPANY, NEIGHBOUR, OF_OPERATIONS, PREEMPTED, RESTARTED, SEEDED, WARM
-from .presets import Size
-from .results import Findings
+from ..printing import one_line
+from .guarantees import AGAIN, CHUNKS, CONCURRENT, CONCURRENT_LENGTHS, OF_OPERATIONS, PREEMPTED, RESTARTED, SEEDED, WARM
+from .presets import Preset
+from .results import CheckResults, OnProgress
 
 CACHE_HITS = "vllm:prefix_cache_hits_total"
-_OUT_OF_REACH = {
-    **dict.fromkeys(OF_OPERATIONS, "a client does not reach the server's device; run check MODEL on it"),
+_NOT_APPLICABLE = {
+    **dict.fromkeys(OF_OPERATIONS.items(), "a client does not reach the server's device; run check MODEL on it"),
     CHUNKS: "a client does not choose the server's chunks; run check MODEL with the server's arguments",
     PREEMPTED: "a client does not choose the server's KV cache; run check MODEL with the server's arguments",
     RESTARTED: "a client does not restart the server; compare two receipts, or run check MODEL",
 }
-_LOOK_EVERY = 0.05
-
-Say = Callable[[str], None]
+_READ_EVERY = 0.05
+"""Seconds between two readings of the metrics."""
 
 
 async def check_server(
     base_url: str,
     api_key: str | None,
     model: str | None,
-    size: Size,
+    preset: Preset,
     timeout: float,
-    findings: Findings,
-    say: Say,
+    results: CheckResults,
+    on_progress: OnProgress,
 ) -> None:
-    """Put a running server through what a client can provoke, and keep what is found as it comes.
+    """Check what a client can provoke on a running server, and keep the results as they come.
 
     Args:
         base_url: its address.
         api_key: its key; None for none.
         model: the name of the served model to ask; None for the first.
         timeout: seconds after which the check is given up.
-        findings: is filled.
-        say: is told what happens now.
+        results: is filled.
+        on_progress: is called with what happens now.
 
     Raises:
         NoTestError: the server does not answer, or returns no logprobs or no metrics.
     """
-    findings.out_of_reach |= _OUT_OF_REACH
+    results.not_applicable |= _NOT_APPLICABLE
     async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
-        findings.about = {"server": str(server), "model": served.name, "context": served.context}
-        findings.about |= {"versions": {"vllm": await _version(server)}, "mode": await of_server(server)}
-        run = _ServerRun(server, served.name, served.context, size, findings, say)
+        results.info = {"server": str(server), "model": served.name, "context": served.context}
+        results.info |= {"versions": {"vllm": await _version(server)}, "mode": await of_server(server)}
+        run = _ServerRun(server, served.name, served.context, preset, results, on_progress)
         log = BatchLog()
         try:
-            async with asyncio.timeout(timeout), watch(server.http, server.metrics, log, _LOOK_EVERY):
+            async with asyncio.timeout(timeout), watch(server.http, server.metrics, log, _READ_EVERY):
                 await run.all(log)
         except TimeoutError:
             raise NoTestError(f"the check was not done within --timeout {timeout:.0f} s") from None
@@ -86,93 +83,105 @@ async def _version(server: Connection) -> str:
 
 
 class _ServerRun:
-    def __init__(self, server: Connection, model: str, context: int, size: Size, findings: Findings, say: Say) -> None:
-        self._server, self._model, self._size, self._findings, self._say = server, model, size, findings, say
-        self._ask = Ask(max_tokens=size.tokens, ignore_eos=True)
-        self._others: list[dict[str, Any]] = []
+    def __init__(
+        self,
+        server: Connection,
+        model: str,
+        context: int,
+        preset: Preset,
+        results: CheckResults,
+        on_progress: OnProgress,
+    ) -> None:
+        self._server, self._model, self._preset = server, model, preset
+        self._results, self._on_progress = results, on_progress
+        self._spec = RequestSpec(max_tokens=preset.tokens, ignore_eos=True)
+        self._params: list[dict[str, Any]] = []
         self._refused: Counter[str] = Counter()
-        # characters, of which a token has at least one
-        self._room = max(16, context - size.tokens - 64)
+        # in characters, because a token has at least one
+        self._room = max(16, context - preset.tokens - 64)
 
     async def all(self, log: BatchLog) -> None:
-        """Every fact, one after the other."""
+        """Run every case, one after the other."""
         self._log = log
-        self._alone = await self._answer("alone", self._ask)
+        self._alone = await self._answer("alone", self._spec)
         try:
-            self._findings.show("alone", self._alone)
-            self._add(AGAIN, "again", await self._answer("again", self._ask))
-            await self._in_company()
-            await self._beside_neighbours()
+            self._results.show("alone", self._alone)
+            self._add(AGAIN, "again", await self._answer("again", self._spec))
+            await self._concurrent()
+            await self._concurrent_lengths()
             await self._sampling()
             await self._prefix_cache()
         finally:
-            self._findings.traces.append(log.over_time("server"))
+            self._results.traces.append(log.over_time("server"))
 
-    def _add(self, fact: tuple[str, str], label: str, answer: Answer) -> None:
-        self._findings.add(*fact, label, self._alone, answer)
-        self._findings.show(label, answer)
+    def _add(self, case: tuple[str, str], label: str, answer: Answer) -> None:
+        self._results.add(*case, label, self._alone, answer)
+        self._results.show(label, answer)
 
-    async def _in_company(self) -> None:
-        for count in self._size.company:
+    async def _concurrent(self) -> None:
+        for count in self._preset.concurrent:
             rng = random.Random(count)
             others = [filler(rng, min(self._room, rng.choice((8, 40, 200)))) for _ in range(count)]
             label = f"with {count} other{'s' * (count > 1)}"
-            answer, seen = await self._beside(label, others, self._ask)
-            self._add(COMPANY, label, answer)
-            self._in_batch(COMPANY, seen)
+            answer, seen = await self._answer_with(label, others, self._spec)
+            self._add(CONCURRENT, label, answer)
+            self._note_batch(CONCURRENT, seen)
 
-    async def _beside_neighbours(self) -> None:
-        for length in (length for length in self._size.neighbours if length <= self._room):
+    async def _concurrent_lengths(self) -> None:
+        for length in (length for length in self._preset.concurrent_lengths if length <= self._room):
             prompt = filler(random.Random(length), length)
-            label = f"beside a prompt of {length} characters"
-            answer, seen = await self._beside(label, [prompt], self._ask)
-            self._add(NEIGHBOUR, label, answer)
-            self._in_batch(NEIGHBOUR, seen)
+            label = f"with a prompt of {length} characters"
+            answer, seen = await self._answer_with(label, [prompt], self._spec)
+            self._add(CONCURRENT_LENGTHS, label, answer)
+            self._note_batch(CONCURRENT_LENGTHS, seen)
 
     async def _sampling(self) -> None:
-        for kind in self._size.sampling:
+        for kind in self._preset.sampling:
             params = SAMPLING[kind]
-            alone = await self._answer(f"{kind} alone", self._ask, params)
+            alone = await self._answer(f"{kind} alone", self._spec, params)
             rng = random.Random(kind)
             others = [filler(rng, min(self._room, 40)) for _ in range(16)]
-            answer, seen = await self._beside(f"{kind} in company", others, self._ask, params)
-            self._findings.add(*SEEDED, kind, alone, answer)
-            self._in_batch(SEEDED, seen)
+            answer, seen = await self._answer_with(f"{kind} with concurrent requests", others, self._spec, params)
+            self._results.add(*SEEDED, kind, alone, answer)
+            self._note_batch(SEEDED, seen)
 
     async def _prefix_cache(self) -> None:
         salt = uuid.uuid4().hex
         before = await self._cache_hits()
-        cold = await self._answer("cold", self._ask, salt=salt)
+        cold = await self._answer("cold", self._spec, salt=salt)
         between = await self._cache_hits()
-        warm = await self._answer("warm", self._ask, salt=salt)
+        warm = await self._answer("warm", self._spec, salt=salt)
         hits = await self._cache_hits() - between
         if between != before or not hits:
             why = "the server counted no hit of its prefix cache, or others used it meanwhile"
-            self._findings.out_of_reach[WARM] = why
+            self._results.not_applicable[WARM] = why
             return
         self._add(WARM, "from a cold cache", cold)
         self._add(WARM, "from a warm cache", warm)
-        self._findings.evidence[WARM] = f"{hits} tokens were found in the cache"
+        self._results.proof[WARM] = f"{hits} tokens were found in the cache"
 
-    def _in_batch(self, fact: tuple[str, str], largest: int) -> None:
+    def _note_batch(self, case: tuple[str, str], largest: int) -> None:
         refused = "; ".join(f"{times} of them refused: {why}" for why, times in self._refused.items())
-        beside = varied(self._others) + (f" ({refused})" if refused else "")
+        asked = varied(self._params) + (f" ({refused})" if refused else "")
         alone = "the server was never seen to run two requests at a time"
-        self._findings.in_company(fact, largest, alone, beside)
+        self._results.note_batch(case, largest, alone, asked)
 
-    async def _beside(
-        self, label: str, others: Sequence[str], ask: Ask, params: dict[str, Any] | None = None
+    async def _answer_with(
+        self, label: str, others: Sequence[str], spec: RequestSpec, params: dict[str, Any] | None = None
     ) -> tuple[Answer, int]:
-        """The answer in company, and how many requests ran in the largest batch."""
-        first = await self._look()
-        # the others stay as long as the one that is looked at
+        """The answer with concurrent requests, and the size of the largest batch."""
+        first = await self._read_metrics()
+        # the others run as long as the target
         chance = random.Random(label)
-        asked = [draw_beside(chance, ANY_SERVER, ask.max_tokens, len(prompt)) for prompt in others]
-        self._others += asked
-        bodies = [ask.body_beside(self._model, *one) for one in zip(others, asked, strict=True)]
+        asked = [draw_concurrent(chance, ANY_SERVER, spec.max_tokens, len(prompt)) for prompt in others]
+        self._params += asked
+        bodies = [
+            spec.prompt_body(self._model, prompt) | over_http(each, spec.chat)
+            for prompt, each in zip(others, asked, strict=True)
+        ]
         tasks = [asyncio.create_task(self._server.api.completions.create(**body)) for body in bodies]
         try:
-            answer = await self._answer(label, ask, params)
+            answer = await self._answer(label, spec, params)
             for came in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(came, openai.APIStatusError) and came.status_code < 500:
                     self._refused[one_line(came)] += 1
@@ -182,25 +191,25 @@ class _ServerRun:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        await self._look()
+        await self._read_metrics()
         return answer, self._log.largest_since(first)
 
-    async def _look(self) -> int:
-        """Read the metrics now; which reading of the log that is."""
+    async def _read_metrics(self) -> int:
+        """Read the metrics now; returns the number of the reading in the log."""
         self._log.add(await read_metrics(self._server.http, self._server.metrics))
         return len(self._log.readings) - 1
 
     async def _answer(
-        self, label: str, ask: Ask, params: dict[str, Any] | None = None, salt: str | None = None
+        self, label: str, spec: RequestSpec, params: dict[str, Any] | None = None, salt: str | None = None
     ) -> Answer:
-        """The answer to the request, from a prefix cache of its own unless one is named."""
-        self._say(label)
+        """The answer to the target request; without a salt of the prefix cache it finds nothing there."""
+        self._on_progress(label)
         params = params or {}
-        body = replace(ask, temperature=params.get("temperature", 0.0), seed=params.get("seed", 0)).body(self._model)
+        body = replace(spec, temperature=params.get("temperature", 0.0), seed=params.get("seed", 0)).body(self._model)
         sampling = over_http(params, chat=False)
         body["extra_body"] |= sampling.pop("extra_body") | {"cache_salt": salt or uuid.uuid4().hex}
         body |= sampling
-        # as in a run of samples, the bytes are read here: the client's parser would round nothing, but cost more
+        # parsed here because the client's own parser takes longer
         raw = await self._server.api.completions.with_raw_response.create(**body)
         return answer_from(json.loads(raw.http_response.content)["choices"], chat=False)
 

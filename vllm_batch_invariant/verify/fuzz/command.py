@@ -1,6 +1,5 @@
-"""``check MODEL --fuzz MINUTES``: random requests in engines of random settings, each compared with the request alone.
-
-``check --replay FILE`` runs again what was found.
+"""``check MODEL --fuzz MINUTES``: random requests in engines of random settings, each compared with the request alone;
+``check --replay FILE``: runs a finding again.
 """
 
 import argparse
@@ -25,24 +24,23 @@ from rich.markup import escape
 
 from ... import envs
 from ...envs import FLAG
-from ..console import complain, consoles
 from ..harness.worker import Engine, EngineFailed
 from ..outcome import NoTestError, Status
-from ..printable import printable
+from ..printing import complain, consoles, printable
 from .compare import difference
-from .finding import Finding, Row, append_rows
+from .finding import BROKE, CONCURRENT, SETTINGS, Finding, Row, append_rows
 from .report import print_fuzz
 from .schedule import CONTEXTS, Schedule, Settings, Target, alone, as_item, draw_schedule, draw_settings, draw_targets
 from .trial import Trial
 
 TARGETS = 40
-"""Requests that are looked at: two or more of every kind."""
+"""Number of target requests: two or more of every kind."""
 BISECT_SECONDS = 600
 LEAST_SCHEDULES = 5
 _ON_A_GPU = ("--kv-cache-memory-bytes", str(4 << 30), "--gpu-memory-utilization", "0.2")
-"""Several engines may share a GPU, whose memory vLLM would count as its own."""
+"""Several engines may share a GPU, of whose memory vLLM would take its share for each."""
 
-Say = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 def _quiet(_now: str) -> None:
@@ -50,21 +48,21 @@ def _quiet(_now: str) -> None:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a run of the fuzzer is told.
+class FuzzPlan:
+    """The plan of a run of the fuzzer.
 
     Attributes:
         model: its folder or name.
         serve_args: more arguments of ``vllm serve``.
         mode: the value of VLLM_BATCH_INVARIANT.
         seed: of everything that is drawn.
-        seconds: after which no schedule starts any more, but for the first of an engine.
-        engines: most engines; None for as many as there is time for.
-        schedules: schedules an engine; None for as long as its start took.
-        jobs: engines at a time.
+        seconds: after which no schedule starts, except the first of an engine.
+        engines: most engines; None for as many as fit in the time.
+        schedules: schedules per engine; None for as long as its start took.
+        jobs: engines that run at a time.
         folder: where findings are written.
         without: kinds of requests to leave out.
-        context: longest request that the model takes; None if that is not known.
+        context: longest request that the model accepts; None if unknown.
     """
 
     model: str
@@ -81,10 +79,10 @@ class Plan:
 
 
 class Fuzzer:
-    """One run of a plan; what it has found so far is in ``rows``, ``findings`` and ``refused``."""
+    """One run of a plan, with its results so far in ``rows``, ``findings`` and ``refused``."""
 
-    def __init__(self, plan: Plan, say: Say = _quiet) -> None:
-        self._plan, self._say = plan, say
+    def __init__(self, plan: FuzzPlan, on_progress: OnProgress = _quiet) -> None:
+        self._plan, self._on_progress = plan, on_progress
         self._device = "cuda" if _on_gpu() else "cpu"
         self._context = min(CONTEXTS[self._device], plan.context or CONTEXTS[self._device])
         self._began = time.monotonic()
@@ -95,7 +93,7 @@ class Fuzzer:
         self.refused: Counter[str] = Counter()
 
     def run(self) -> None:
-        """Start one engine after the other, several at a time if the plan says so."""
+        """Start one engine after the other, ``jobs`` at a time."""
         numbers = iter(range(10**6 if self._plan.engines is None else self._plan.engines))
 
         def work() -> None:
@@ -120,7 +118,7 @@ class Fuzzer:
 
     @property
     def status(self) -> Status:
-        """1 where anything differs or an engine broke, 2 where nothing ran in company or an engine did not start."""
+        """1 if anything differs or an engine broke; 2 if no target ran with others, or an engine did not start."""
         if any(row.differences or row.broke for row in self.rows):
             return Status.DIVERGED
         tested = any(row.in_company for row in self.rows) and not any(row.not_run for row in self.rows)
@@ -140,12 +138,12 @@ class Fuzzer:
         label = f"engine {number} ({settings.label})"
         running = Schedule(())
         try:
-            self._say(f"{label}: starting")
+            self._on_progress(f"{label}: starting")
             with started(plan.model, plan.serve_args, plan.mode, settings, self._running) as engine:
                 trial = Trial(engine, row, dict.fromkeys(plan.without, "left out by --without"))
                 took = time.monotonic() - began
                 targets: dict[int, Target] = {}
-                self._say(f"{label}: every target alone")
+                self._on_progress(f"{label}: every target alone")
                 for place, target in enumerate(draw_targets(plan.seed, TARGETS, trial.accepts, self._context)):
                     if targets and self._late:
                         break
@@ -160,12 +158,12 @@ class Fuzzer:
                 ):
                     if row.schedules and self._late:
                         break
-                    self._say(f"{label}: schedule {row.schedules}, {row.differences} differ")
+                    self._on_progress(f"{label}: schedule {row.schedules}, {row.differences} differ")
                     drawn = f"{plan.seed} {number} {row.schedules}"
                     running = draw_schedule(drawn, settings, targets, trial.accepts)
                     name, where = trial.fuzz(running)
                     if name and row.differences == 1:
-                        self._company(trial, settings, running, name, where, number)
+                        self._shrink(trial, settings, running, name, where, number)
                 with self._lock:
                     self.refused += trial.refused
         except EngineFailed as error:
@@ -173,7 +171,7 @@ class Fuzzer:
                 return
             if row.device:
                 row.broke = 1
-                self._keep("broke", str(error), self._seen(number, row), settings, running, number)
+                self._keep(BROKE, str(error), self._seen(number, row), settings, running, number)
             else:
                 row.not_run = str(error)
         finally:
@@ -182,31 +180,29 @@ class Fuzzer:
     def _compare_engines(
         self, trial: Trial, settings: Settings, place: int, schedule: Schedule, answer: dict[str, Any], number: int
     ) -> None:
-        """A request alone has the same bits in every engine with the same model runner."""
+        """Compare a request alone with the same request in the other engines that have the same model runner."""
         with self._lock:
             other, expected = self._alone.setdefault((trial.runner, place), (settings, answer))
         where = difference(expected, answer)
         if where:
             trial.row.differences += 1
-            if not any(one.kind == "settings" and one.settings == settings for _, one in self.findings):
+            if not any(one.kind == SETTINGS and one.settings == settings for _, one in self.findings):
                 answers = {"other_settings": other, "expected": expected, "got": answer, "versions": trial.versions}
                 self._keep(
                     "settings", where, self._seen(number, trial.row), settings, schedule, number, "target", **answers
                 )
 
-    def _company(
-        self, trial: Trial, settings: Settings, schedule: Schedule, name: str, where: str, number: int
-    ) -> None:
-        """Make a schedule small in which a target differs, and keep it."""
-        self._say(f"engine {number} ({settings.label}): making a difference small: {where}")
+    def _shrink(self, trial: Trial, settings: Settings, schedule: Schedule, name: str, where: str, number: int) -> None:
+        """Shrink a schedule in which a target differs, and keep it."""
+        self._on_progress(f"engine {number} ({settings.label}): shrinking a difference: {where}")
         seen = self._seen(number, trial.row)
         small = trial.shrunk(schedule, name)
         found, expected, got = trial.look(small, name)
-        if not found:  # it is not the same every time: the whole schedule is what was seen
-            small, found = schedule, f"{where} (not every time)"
+        if not found:  # it does not repeat: keep the whole schedule
+            small, found = schedule, f"{where} (does not repeat)"
             _, expected, got = trial.look(small, name)
         answers = {"expected": expected, "got": got, "versions": trial.versions}
-        self._keep("company", found, seen, settings, small, number, name, **answers)
+        self._keep(CONCURRENT, found, seen, settings, small, number, name, **answers)
 
     def _seen(self, number: int, row: Row) -> str:
         seconds = time.monotonic() - self._began
@@ -235,7 +231,7 @@ class Fuzzer:
 def started(
     model: str, serve_args: Sequence[str], mode: str, settings: Settings, running: set[Engine] | None = None
 ) -> Iterator[Engine]:
-    """An engine of these settings, which is in ``running`` as long as it is up."""
+    """An engine of these settings, which is in ``running`` while it runs."""
     ours = list(settings.arguments)
     if _on_gpu() and not {"--kv-cache-memory-bytes", "--gpu-memory-utilization"} & set(serve_args):
         ours += _ON_A_GPU
@@ -260,7 +256,7 @@ def _on_gpu() -> bool:
 
 
 def context_of(model: str, serve_args: Sequence[str]) -> int | None:
-    """The longest request that a model takes, by the arguments or its folder; None where neither says so."""
+    """The longest request that a model accepts, from the arguments or its folder; None if neither has it."""
     for place, argument in enumerate(serve_args):
         name, _, value = argument.partition("=")
         if name == "--max-model-len":
@@ -273,21 +269,21 @@ def context_of(model: str, serve_args: Sequence[str]) -> int | None:
         return None
 
 
-def replay(finding: Finding, say: Say = _quiet) -> tuple[Status, str]:
+def replay(finding: Finding, on_progress: OnProgress = _quiet) -> tuple[Status, str]:
     """Run a finding again.
 
     Returns:
-        1 if it differs or breaks again and 0 if not, and what was seen in words.
+        1 if it differs or breaks again and 0 if not, and the result in words.
 
     Raises:
         EngineFailed: an engine did not start.
     """
     name = finding.target
-    say(f"starting an engine ({finding.settings.label})")
+    on_progress(f"starting an engine ({finding.settings.label})")
     with started(finding.model, finding.serve_args, finding.mode, finding.settings) as engine:
         trial = Trial(engine, Row(finding.model, finding.mode, finding.settings.label, 0))
-        say("running the schedule")
-        if finding.kind == "broke":
+        on_progress("running the schedule")
+        if finding.kind == BROKE:
             try:
                 trial.run(finding.schedule)
             except EngineFailed as error:
@@ -295,7 +291,7 @@ def replay(finding: Finding, say: Say = _quiet) -> tuple[Status, str]:
             return Status.REPRODUCIBLE, "the engine does not break"
         where, expected, got = trial.look(finding.schedule, name)
     if finding.other_settings is not None:
-        say(f"starting the other engine ({finding.other_settings.label})")
+        on_progress(f"starting the other engine ({finding.other_settings.label})")
         with started(finding.model, finding.serve_args, finding.mode, finding.other_settings) as engine:
             trial = Trial(engine, Row(finding.model, finding.mode, finding.other_settings.label, 0))
             expected = trial.look(finding.schedule, name)[1]
@@ -307,7 +303,7 @@ def replay(finding: Finding, say: Say = _quiet) -> tuple[Status, str]:
 
 
 def bisect_first(fuzzer: Fuzzer) -> str:
-    """What ``bisect`` says of the first finding that it can run as it was; empty if there is none."""
+    """The output of ``bisect`` for the first finding that it can run; empty if there is none."""
     for path, finding in fuzzer.findings:
         if finding.for_bisect:
             command = [sys.executable, "-m", "vllm_batch_invariant.cli", *finding.bisect_arguments(path)]
@@ -327,11 +323,11 @@ def main(options: argparse.Namespace) -> int:
     out, notes = consoles()
     with notes.status("", spinner="line") as status:
 
-        def say(now: str) -> None:
+        def on_progress(now: str) -> None:
             status.update(escape(now))
 
         try:
-            return _replay(options, out, say) if options.replay else _fuzz(options, out, say)
+            return _replay(options, out, on_progress) if options.replay else _fuzz(options, out, on_progress)
         except NoTestError as error:
             complain(notes, "check", str(error))
             return Status.NO_TEST
@@ -340,17 +336,17 @@ def main(options: argparse.Namespace) -> int:
             return 128 + signal.SIGINT
 
 
-def _replay(options: argparse.Namespace, out: Console, say: Say) -> int:
+def _replay(options: argparse.Namespace, out: Console, on_progress: OnProgress) -> int:
     finding = Finding.read(options.replay)
     finding = replace(finding, model=options.model) if options.model else finding
-    status, seen = replay(finding, say)
+    status, seen = replay(finding, on_progress)
     for line in (f"{FLAG}={finding.mode} {finding.settings.label}", *finding.describe(), seen):
         out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
     return status
 
 
-def _fuzz(options: argparse.Namespace, out: Console, say: Say) -> int:
-    plan = Plan(
+def _fuzz(options: argparse.Namespace, out: Console, on_progress: OnProgress) -> int:
+    plan = FuzzPlan(
         model=options.model,
         serve_args=tuple(options.serve_args),
         mode=str(int(envs.enabled())),
@@ -363,12 +359,12 @@ def _fuzz(options: argparse.Namespace, out: Console, say: Say) -> int:
         without=tuple(options.without),
         context=context_of(options.model, options.serve_args),
     )
-    fuzzer = Fuzzer(plan, say)
+    fuzzer = Fuzzer(plan, on_progress)
     try:
         fuzzer.run()
-        say("bisecting the first difference")
+        on_progress("bisecting the first difference")
         bisected = bisect_first(fuzzer)
-    finally:  # also what was found until an interrupt
+    finally:  # also after an interrupt
         if fuzzer.rows:
             print_fuzz(out, fuzzer.rows, fuzzer.refused, fuzzer.findings)
             if options.csv:

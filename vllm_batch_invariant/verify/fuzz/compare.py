@@ -1,15 +1,15 @@
-"""Two answers to one request, as ``fuzz_engine`` describes them, compared in everything that a client can see."""
+"""Two answers to one request, as :mod:`.engine` describes them, compared in everything that a client sees."""
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 DIGEST = "sha256:"
-"""Begins what stands in the place of a logprob where a list is longer than is sent: a digest of all of it."""
+"""Prefix of the digest of a list that is too long to send, in the place of a logprob."""
 
 
 def difference(expected: Mapping[str, Any], got: Mapping[str, Any]) -> str:
-    """Where two answers part first, in words; empty where they are equal in every bit."""
+    """The first difference of two answers in words; empty if they are equal in every bit."""
     if expected == got:
         return ""
     sides = expected["completions"], got["completions"]
@@ -18,7 +18,7 @@ def difference(expected: Mapping[str, Any], got: Mapping[str, Any]) -> str:
     found = [of_positions("prompt logprobs", expected["prompt_logprobs"], got["prompt_logprobs"], "the prompt's token")]
     for number, (one, other) in enumerate(zip(*sides, strict=True)):
         sample = f" of sample {number}" if len(sides[0]) > 1 else ""
-        # what is listed is what a token is chosen from, so it parts first
+        # a token is chosen from the listed logprobs, so those differ first
         found.append(of_positions("logprobs", one["logprobs"], other["logprobs"], f"token{sample}"))
         at = _first(one["tokens"], other["tokens"])
         if at is not None:

@@ -1,4 +1,4 @@
-"""Runs a schedule through an engine in this process, step by step, and counts what the schedule provoked.
+"""Runs a schedule in an engine of this process, step by step, and counts what the schedule provoked.
 
 The functions are called in the engine's process by ``Engine.call``; arguments and results are plain data.
 """
@@ -11,20 +11,21 @@ from typing import Any
 
 import torch
 
-from ..harness.load import one_line
+from ..harness.engine import sampling_params
+from ..harness.requests import KINDS, OF_TEXT
 from ..harness.worker_main import bits, preemptions
-from ..request_parameters import KINDS, OF_TEXT, sampling_params
+from ..printing import one_line
 from .compare import DIGEST
 
 SHOWN = 24
-"""Listed candidates of a position that are sent one by one; of a longer list the rest is a digest."""
+"""Listed candidates of a position that are sent; a longer list ends in a digest."""
 MOST_STEPS = 20_000
-"""Engine steps after which a schedule is given up: more than any can need."""
+"""Engine steps after which a schedule is given up; none needs as many."""
 _graphs_replayed = 0
 
 
-def about(llm: Any) -> dict[str, Any]:
-    """What the fuzzer must know of an engine beside :func:`.engine_driver.describe_engine`."""
+def info(llm: Any) -> dict[str, Any]:
+    """Settings that the fuzzer needs in addition to :func:`..harness.worker_main.describe_engine`."""
     config = llm.llm_engine.vllm_config
     left_out = {}
     if config.model_config.skip_tokenizer_init:
@@ -54,7 +55,7 @@ def run_schedule(llm: Any, schedule: dict[str, Any]) -> dict[str, Any]:
     with _watched(engine, {name for name, item in items.items() if item["target"]}) as watch:
         step = 0
         while arrivals or there:
-            if not there and arrivals:  # nothing happens until somebody comes
+            if not there and arrivals:  # the engine is idle until the next request
                 step = max(step, arrivals[0]["at"])
             while resets and resets[0]["at"] <= step:
                 counts["resets"] += bool(llm.reset_prefix_cache(reset_running_requests=resets.pop(0)["running"]))
@@ -64,7 +65,7 @@ def run_schedule(llm: Any, schedule: dict[str, Any]) -> dict[str, Any]:
                     prompt = {"prompt_token_ids": list(item["prompt"])}
                     engine.add_request(item["name"], prompt, sampling_params(item["params"]))
                     there.add(item["name"])
-                except Exception as error:  # whatever vLLM raises for what it does not take
+                except Exception as error:  # vLLM refuses a request by any exception
                     refused[item["name"]] = one_line(error)
             leaving = [name for name in there if items[name]["leaves"] is not None and items[name]["leaves"] <= step]
             if leaving:
@@ -92,7 +93,7 @@ def run_schedule(llm: Any, schedule: dict[str, Any]) -> dict[str, Any]:
 
 
 def _drain(engine: Any) -> None:
-    """Run what is left of requests whose clients went away."""
+    """Run what is left of aborted requests."""
     core = engine.engine_core.engine_core
     for _ in range(MOST_STEPS):
         if not (core.scheduler.has_requests() or getattr(core, "batch_queue", None)):
@@ -102,7 +103,7 @@ def _drain(engine: Any) -> None:
 
 
 def _gather(answer: dict[str, Any], output: Any, delta: bool) -> None:
-    """Put what came of a request to what came before: new tokens if ``delta``, else all of a completion that ends."""
+    """Add an output to the answer: new tokens if ``delta``, otherwise a completion that has ended."""
     for completion in output.outputs:
         if not delta and completion.finish_reason is None:
             continue
@@ -128,9 +129,7 @@ def _finished(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _listed(entry: list[tuple[int, str, int]] | None) -> list[list[Any]] | None:
-    """One position's candidates in their order; beyond ``SHOWN`` their number, and a digest of all in place of the
-    logprob.
-    """
+    """The candidates of a position in order; beyond ``SHOWN`` their number, with a digest of all as the logprob."""
     if entry is None or len(entry) <= SHOWN:
         return None if entry is None else [list(candidate) for candidate in entry]
     digest = hashlib.sha256(repr(entry).encode()).hexdigest()
@@ -139,7 +138,7 @@ def _listed(entry: list[tuple[int, str, int]] | None) -> list[list[Any]] | None:
 
 @contextmanager
 def _watched(engine: Any, targets: set[str]) -> Iterator[dict[str, Any]]:
-    """Counts of what vLLM's scheduler does: steps, those in which a prompt was cut, and those of targets in company."""
+    """Count the scheduler's steps and those in which a prompt was cut, and collect targets that ran with others."""
     _watch_graphs()
     scheduler = engine.engine_core.engine_core.scheduler
     schedule = scheduler.schedule
@@ -166,7 +165,7 @@ def _watched(engine: Any, targets: set[str]) -> Iterator[dict[str, Any]]:
 
 
 def _name(request: str) -> str:
-    """The item's name in vLLM's own, which has a sample's number before it and random characters behind."""
+    """The item's name from vLLM's, which has a sample number in front and random characters at the end."""
     return re.sub(r"^\d+_|-[0-9a-f]+$", "", request)
 
 

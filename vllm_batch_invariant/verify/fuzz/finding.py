@@ -1,4 +1,4 @@
-"""What a fuzzer keeps: a row for each engine, and a file for each difference, from which it can be run again."""
+"""The files of the fuzzer: a row for each engine, and for each difference a file from which it can be run again."""
 
 import csv
 import json
@@ -8,18 +8,20 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ..harness.requests import in_words
 from ..outcome import NoTestError
-from ..request_parameters import in_words
 from .schedule import Schedule, Settings
 
 FORMAT = "vllm-batch-invariant fuzz 1"
+CONCURRENT, SETTINGS, BROKE = "company", "settings", "broke"
+"""Kinds of findings, as the format spells them."""
 _ALONE_SAYS = frozenset(("logprobs", "ignore_eos", "max_tokens", "output_kind"))
-"""Parameters that a bisection has too, or that no computation follows."""
+"""Parameters that a bisection has too, or on which no computation depends."""
 
 
 @dataclass
 class Row:
-    """What one engine was put through: a row of the report and of the CSV file."""
+    """One engine: a row of the report and of the CSV file, whose columns are these fields."""
 
     model: str
     mode: str
@@ -34,11 +36,11 @@ class Row:
     graph_replays: int = 0
     preemptions: int = 0
     prefix_hits: int = 0
-    """Targets that found tokens in the prefix cache."""
+    """Targets with tokens found in the prefix cache."""
     aborts: int = 0
     resets: int = 0
     differences: int = 0
-    """Schedules in which an answer differs, and targets that answer otherwise alone than in another engine."""
+    """Schedules in which an answer differs, and targets whose answer alone differs from another engine's."""
     broke: int = 0
     """1 if the engine failed."""
     seconds: float = 0.0
@@ -52,7 +54,7 @@ class Row:
 
 
 def append_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Write rows behind those that the file has; a new file begins with the names of the columns.
+    """Append rows to a CSV file; a new file begins with the names of the columns.
 
     Raises:
         NoTestError: it cannot be written.
@@ -70,23 +72,23 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
 
 @dataclass(frozen=True)
 class Finding:
-    """An answer that differs, or a schedule at which an engine broke: what ``--replay`` reads.
+    """An answer that differs, or a schedule that broke an engine: the file of ``--replay``.
 
     Attributes:
-        kind: "company" (it differs from the request alone in the same engine), "settings" (from the request alone in
-            another engine) or "broke" (the engine failed).
-        text: what was found, in words.
-        seen: when, in words: the schedule's number, and the time since the run began.
+        kind: ``CONCURRENT`` (it differs from the request alone in the same engine), ``SETTINGS`` (it differs from the
+            request alone in another engine) or ``BROKE`` (the engine failed).
+        text: the difference in words.
+        seen: the number of the schedule and the time since the run began, in words.
         model: its folder or name.
         serve_args: arguments that were added to those of the settings.
         mode: the value of VLLM_BATCH_INVARIANT.
         settings: of the engine.
         schedule: what it ran.
         target: name of the item whose answer differs.
-        other_settings: of the engine whose answer is the expected one, if that is another.
+        other_settings: of the engine that gave the expected answer, if it is another.
         expected: answer to the request alone.
         got: answer that differs.
-        versions: of what computed it.
+        versions: of the software that computed it.
     """
 
     kind: str
@@ -140,10 +142,10 @@ class Finding:
             raise NoTestError(f"{path} is no finding of a fuzzer: {type(error).__name__}: {error}") from error
 
     def describe(self) -> list[str]:
-        """The requests and resets that it takes, a line each."""
+        """The requests and resets, a line each."""
         lines = []
         for item in self.schedule.items:
-            leaves = "" if item.leaves is None else f", gone at step {item.leaves}"
+            leaves = "" if item.leaves is None else f", aborted at step {item.leaves}"
             mark = "the target " if item.name == self.target else ""
             asks = in_words(item.params)
             lines.append(f"{mark}{item.name} at step {item.at}{leaves}: {len(item.prompt)} tokens, {asks}")
@@ -153,7 +155,7 @@ class Finding:
 
     @property
     def for_bisect(self) -> bool:
-        """Whether a bisection, which runs greedy requests that start together, runs the very same."""
+        """Whether a bisection, which runs greedy requests that start together, runs the same requests."""
         greedy = all(
             item.at == 0
             and item.leaves is None
@@ -161,7 +163,7 @@ class Finding:
             and not item.params.keys() - _ALONE_SAYS - {"temperature"}
             for item in self.schedule.items
         )
-        return self.kind == "company" and len(self.schedule.items) > 1 and greedy and not self.schedule.resets
+        return self.kind == CONCURRENT and len(self.schedule.items) > 1 and greedy and not self.schedule.resets
 
     def bisect_arguments(self, path: Path) -> list[str]:
         """The command line of ``bisect`` for the requests of the file."""

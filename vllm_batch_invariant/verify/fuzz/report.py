@@ -1,4 +1,4 @@
-"""What the fuzzer prints: each engine, what was not tried, and every finding with the commands that go on."""
+"""The report of the fuzzer: each engine, what was left out, and every finding with commands to continue."""
 
 import shlex
 from collections import Counter
@@ -7,13 +7,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..printable import printable
-from .finding import Finding, Row
+from ..printing import printable
+from .finding import BROKE, CONCURRENT, SETTINGS, Finding, Row
 
 _WORDS = {
-    "company": "differs from the request alone",
-    "settings": "the request alone differs between two engines",
-    "broke": "the engine broke",
+    CONCURRENT: "differs from the request alone",
+    SETTINGS: "the request alone differs between two engines",
+    BROKE: "the engine broke",
 }
 
 
@@ -34,7 +34,7 @@ def print_fuzz(
     for left_out in sorted({row.left_out for row in rows if row.left_out}):
         line(f"left out: {left_out}")
     for why, times in refused.most_common():
-        line(f"refused beside targets, {times} times: {why}")
+        line(f"concurrent requests refused, {times} times: {why}")
     for path, finding in findings:
         other = f" instead of {finding.other_settings.label}" if finding.other_settings else ""
         out.print()
@@ -43,15 +43,18 @@ def print_fuzz(
         for text in finding.describe():
             line(text, indent=6)
         line(f"again: vllm-batch-invariant check --replay {shlex.quote(str(path))}", indent=3)
-        if finding.kind == "company":
+        if finding.kind == CONCURRENT:
             command = shlex.join(["vllm-batch-invariant", *finding.bisect_arguments(path)])
             line(f"which operation: {command}", indent=3)
             if not finding.for_bisect:
-                line("(a bisection runs greedy requests that start together: this one may not show there)", indent=3)
+                line(
+                    "(a bisection runs greedy requests that start together, so it may not find this difference)",
+                    indent=3,
+                )
 
 
 def _figures(row: Row) -> str:
-    figures = [f"{row.schedules} schedules, {row.in_company} of them in company"]
+    figures = [f"{row.schedules} schedules, {row.in_company} of them with concurrent requests"]
     figures += [f"{row.steps} steps ({row.chunked_steps} with a prompt cut, {row.graph_replays} graph replays)"]
     figures += [f"{row.preemptions} preemptions", f"{row.prefix_hits} prefix hits", f"{row.aborts} aborts"]
     return f"{', '.join([*figures, f'{row.resets} resets'])}: {row.differences} differ{', and it broke' * row.broke}"

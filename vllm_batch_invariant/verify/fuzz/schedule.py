@@ -1,6 +1,6 @@
-"""What the fuzzer tries, drawn from a seed: settings of engines, target requests, and schedules of requests.
+"""The inputs of the fuzzer, drawn from a seed: settings of engines, target requests, and schedules of requests.
 
-Pure: the same seed draws the same, on any machine, and everything turns into JSON and back.
+The same seed draws the same on any machine, and everything turns into JSON and back.
 """
 
 import random
@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..request_parameters import KINDS, OUTPUT_KINDS, Accepts, draw, draw_beside
+from ..harness.requests import KINDS, OUTPUT_KINDS, Accepts, draw, draw_concurrent
 
 BORDERS = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 """Prompt lengths around pages, small chunks and splits of attention."""
 CONTEXTS = {"cpu": 1024, "cuda": 2560}
-"""Longest request: on a GPU beyond the key at which splits of attention grow."""
+"""Longest request: on a GPU longer than the context at which splits of attention grow."""
 PAGES = {"cpu": (32, 64, 128), "cuda": (16, 32, 64, 128)}
 _MANY = range(97, 105)
-"""Numbers of requests around a size of CUDA graphs that is no multiple of the others."""
+"""Numbers of requests around a CUDA graph size that is no multiple of the others."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Settings:
         step_tokens: --max-num-batched-tokens.
         page: --block-size.
         eager: no CUDA graphs.
-        asynchronous: the next step is scheduled while this one runs.
-        prefix_cache: whether prompts that begin alike are computed once.
+        asynchronous: async scheduling.
+        prefix_cache: prefix caching.
         small_cache: a KV cache that holds little more than one request of the longest length.
         runner: VLLM_USE_V2_MODEL_RUNNER; empty for vLLM's choice.
         context: --max-model-len.
@@ -48,7 +48,7 @@ class Settings:
     @property
     def arguments(self) -> list[str]:
         """For ``vllm serve``."""
-        steps = max(self.step_tokens, self.requests)  # vLLM wants a token a request
+        steps = max(self.step_tokens, self.requests)  # vLLM requires a token a request
         made = ["--max-num-seqs", str(self.requests), "--max-num-batched-tokens", str(steps)]
         made += ["--block-size", str(self.page), "--max-model-len", str(self.context), "--max-logprobs", "-1"]
         made += ["--enable-chunked-prefill", f"--{'' if self.asynchronous else 'no-'}async-scheduling"]
@@ -66,7 +66,7 @@ class Settings:
 
     @property
     def label(self) -> str:
-        """In a form that a table has room for."""
+        """The settings in a few words, for tables."""
         words = [f"seqs={self.requests}", f"step={self.step_tokens}", f"page={self.page}"]
         words += ["eager" if self.eager else "graphs", "async" if self.asynchronous else "sync"]
         words += ["prefix" if self.prefix_cache else "no-prefix", "small-kv" if self.small_cache else "ample-kv"]
@@ -74,7 +74,7 @@ class Settings:
 
 
 def draw_settings(seed: int, number: int, device: str, context: int) -> Settings:
-    """Settings ``number`` of a run: of any few that follow each other, every value of every option occurs.
+    """Settings ``number`` of a run. Consecutive numbers soon have every value of every option.
 
     Args:
         device: "cpu" or "cuda".
@@ -85,7 +85,7 @@ def draw_settings(seed: int, number: int, device: str, context: int) -> Settings
     def take(option: str, values: Sequence[Any]) -> Any:
         cycle, place = divmod(number, len(values))
         order = random.Random(f"{seed} {option} {cycle}").sample(values, len(values))
-        # one request at a time is nothing to begin with
+        # the first engine must run requests concurrently
         return (order[::-1] if option == "requests" and order[0] == 1 and cycle == 0 else order)[place]
 
     many = random.Random(f"{seed} many {number}").choice(_MANY)
@@ -104,7 +104,7 @@ def draw_settings(seed: int, number: int, device: str, context: int) -> Settings
 
 @dataclass(frozen=True)
 class Target:
-    """A request that is looked at; it gives the same bits again by its parameters."""
+    """A target request; its parameters repeat its tokens."""
 
     kind: str
     prompt: tuple[int, ...]
@@ -117,11 +117,11 @@ class Item:
 
     Attributes:
         name: unique in the schedule.
-        at: engine step before which it arrives.
+        at: the engine step before which it arrives.
         prompt: token ids.
-        params: those of vLLM's SamplingParams, as JSON has them.
-        target: whether its answer is compared with that to the request alone.
-        leaves: engine step before which its client goes away; None if it stays.
+        params: of vLLM's ``SamplingParams``, as plain data.
+        target: whether its answer is compared with the answer to the request alone.
+        leaves: the engine step before which it is aborted; None if it is not.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Reset:
-    """The prefix cache is emptied before an engine step; if ``running``, requests that run are preempted for it."""
+    """The prefix cache is reset before an engine step; if ``running``, running requests are preempted for it."""
 
     at: int
     running: bool
@@ -149,28 +149,28 @@ class Schedule:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "Schedule":
-        """Of what :meth:`plain` made, also through JSON."""
+        """The inverse of :meth:`plain`, also through JSON."""
         items = [Item(**item | {"prompt": tuple(item["prompt"])}) for item in plain["items"]]
         return cls(tuple(items), tuple(Reset(**reset) for reset in plain["resets"]))
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The schedule as plain data."""
         return {"items": [asdict(item) for item in self.items], "resets": [asdict(reset) for reset in self.resets]}
 
 
 def alone(item: Item) -> Schedule:
-    """The request of an item with nobody beside it, its answer in one piece."""
+    """The request of an item alone, with its answer in one piece."""
     params = {name: value for name, value in item.params.items() if name != "output_kind"}
     return Schedule((replace(item, at=0, target=True, leaves=None, params=params),))
 
 
 def as_item(target: Target, name: str) -> Item:
-    """The target as an item of a schedule that begins with it."""
+    """The target as the first item of a schedule."""
     return Item(name, 0, target.prompt, target.params, target=True)
 
 
 def draw_targets(seed: int, count: int, accepts: Accepts, context: int) -> list[Target]:
-    """Target requests of every kind, of many lengths, half of them with a beginning that others have too."""
+    """Target requests of every kind and of many lengths, half of them with a common prefix."""
     chance = random.Random(f"{seed} targets")
     kinds: list[str] = []
     while len(kinds) < count:
@@ -179,7 +179,7 @@ def draw_targets(seed: int, count: int, accepts: Accepts, context: int) -> list[
     targets = []
     for number, kind in enumerate(kinds[:count]):
         max_tokens = chance.choice((1, 2, 4, 8, 8, 16, 24, 48))
-        # of every eight, one near the context and one of very few rows, which kernels take for decode or not
+        # of every eight, one nearly fills the context, and one has so few rows that kernels may treat it as decode
         long, tiny = number % 8 == 7, number % 8 == 3
         length = chance.randint(1, 10) if tiny else _length(chance, context - max_tokens, long)
         prompt = _tokens(chance, accepts, length)
@@ -198,17 +198,17 @@ def draw_schedule(
 
     Args:
         seed: what it is drawn from.
-        targets: those that the engine takes, by number.
-        accepts: what those beside them may ask for.
-        most: requests, where the schedule does not fill the engine.
+        targets: those that the engine accepts, by number.
+        accepts: what concurrent requests may have.
+        most: requests of a schedule that does not fill the engine.
     """
     chance = random.Random(seed)
-    # all that the engine can run at once, and no other; a step or two with everybody; a few at a time
+    # as many as the engine runs at once; all within a step or two; a few at a time
     style = chance.choices(("full", "bursts", "trickle"), (1, 2, 3))[0]
     count = settings.requests if style == "full" else chance.randint(4, most)
-    looked_at = max(1, min(6, count // 2))
+    target_count = max(1, min(6, count // 2))
     numbers = [number for number in targets if style != "full" or targets[number].params.get("n", 1) == 1]
-    chosen = [chance.choice(numbers) for _ in range(looked_at)]
+    chosen = [chance.choice(numbers) for _ in range(target_count)]
     span = {"full": 1, "bursts": chance.choice((1, 12)), "trickle": 40}[style]
     instants = [0, chance.randrange(span)] if style == "bursts" else range(span)
     items = []
@@ -216,14 +216,14 @@ def draw_schedule(
         params = targets[number].params | {"output_kind": chance.choice(OUTPUT_KINDS)}
         item = Item(f"t{place}", chance.choice(instants), targets[number].prompt, params, target=True)
         items.append(item)
-    for place in range(count - looked_at):
-        items.append(_beside(chance, accepts, settings, targets, f"n{place}", chance.choice(instants), style))
+    for place in range(count - target_count):
+        items.append(_concurrent_item(chance, accepts, settings, targets, f"n{place}", chance.choice(instants), style))
     chance.shuffle(items)
     resets = [Reset(chance.randrange(1, 30), chance.random() < 0.5) for _ in range(chance.choice((0, 0, 1, 2)))]
     return Schedule(tuple(items), tuple(resets) if settings.prefix_cache else ())
 
 
-def _beside(
+def _concurrent_item(
     chance: random.Random,
     accepts: Accepts,
     settings: Settings,
@@ -240,7 +240,7 @@ def _beside(
     if chance.random() < 0.3:
         begin = targets[chance.choice(list(targets))].prompt
         prompt = (begin[: chance.randint(1, len(begin))] + prompt[:40])[: 40 if full else room]
-    params = draw_beside(chance, accepts, max_tokens, len(prompt))
+    params = draw_concurrent(chance, accepts, max_tokens, len(prompt))
     if full:
         params.pop("n", None)
     params["output_kind"] = chance.choice(OUTPUT_KINDS)

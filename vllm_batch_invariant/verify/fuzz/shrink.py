@@ -1,4 +1,4 @@
-"""Makes a schedule in which an answer differs small: fewer requests, plainer parameters, shorter prompts."""
+"""Shrinks a schedule in which an answer differs: fewer requests, plainer parameters, shorter prompts."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +19,13 @@ def shrink(
     until: float,
     now: Callable[[], float] = time.monotonic,
 ) -> Schedule:
-    """The smallest schedule that was found in which the answer to the item ``name`` still differs.
+    """The smallest schedule found in which the answer to the item ``name`` still differs.
 
     Args:
         schedule: one in which it differs.
-        name: the target whose answer is looked at; other targets become company.
-        differs: runs a schedule and says whether that answer differs from the one to the request alone.
-        until: time at which the search ends with what it has.
+        name: the target; other targets become concurrent requests.
+        differs: runs a schedule; returns whether the answer differs from the one to the request alone.
+        until: time at which the search ends.
         now: the clock.
     """
 
@@ -36,7 +36,7 @@ def shrink(
     best = schedule
     if holds(replace(schedule, items=items)):
         best = replace(schedule, items=items)
-    # plain requests take a fraction of the time of those that list a vocabulary, and so does all that follows
+    # first, because plain requests run in a fraction of the time of those that list a vocabulary
     plain = tuple(item if item.name == name else replace(item, params=_plain(item)) for item in best.items)
     best = replace(best, items=plain) if holds(replace(best, items=plain)) else best
     best = replace(best, resets=_fewest(best.resets, lambda kept: holds(replace(best, resets=kept))))
@@ -79,7 +79,7 @@ def _fewest(parts: tuple[_Part, ...], holds: Callable[[tuple[_Part, ...]], bool]
 
 
 def _simpler(schedule: Schedule, place: int) -> Iterator[Schedule]:
-    """Schedules in which an item has one thing less, the largest steps first."""
+    """Schedules with one simplification of an item, the largest first."""
     for simpler in _simpler_items(schedule.items[place]):
         yield replace(schedule, items=(*schedule.items[:place], simpler, *schedule.items[place + 1 :]))
 
@@ -97,7 +97,7 @@ def _simpler_items(item: Item) -> Iterator[Item]:
         yield replace(item, params=_plain(item))
     for name in extra:
         fewer = {other: value for other, value in item.params.items() if other != name}
-        # without its seed a sample would be another one every time
+        # a sample without its seed is another one each time
         yield replace(item, params=fewer | ({"temperature": 0.0} if name == "seed" else {}))
     if item.params.get("temperature"):
         yield replace(item, params=dict(item.params) | {"temperature": 0.0})

@@ -1,4 +1,4 @@
-"""One engine of a fuzzer: runs schedules in it, and compares every target with its request alone."""
+"""One engine of the fuzzer: runs schedules, and compares every target with its request alone."""
 
 import json
 import time
@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from ..harness.requests import ordinary
-from ..request_parameters import KINDS, Accepts
+from ..harness.requests import KINDS, Accepts, ordinary
 from .compare import difference
 from .finding import Row
 from .schedule import Item, Schedule, Target, alone, as_item
@@ -15,46 +14,46 @@ from .shrink import shrink
 
 SHRINK_SECONDS = 20.0
 RUN = "vllm_batch_invariant.verify.fuzz.engine:run_schedule"
-ABOUT = "vllm_batch_invariant.verify.fuzz.engine:about"
+INFO = "vllm_batch_invariant.verify.fuzz.engine:info"
 _COUNTED = ("steps", "chunked_steps", "graph_replays", "preemptions", "prefix_hits", "aborts", "resets")
 
 
 class Callee(Protocol):
-    """As much of an ``Engine`` as schedules need."""
+    """The part of ``Engine`` that schedules need."""
 
-    about: dict[str, Any]
+    info: dict[str, Any]
 
     def call(self, function: str, *arguments: object) -> Any:
         """Call a function of the name "module:function" in its process."""
 
 
 class Trial:
-    """An engine that is up.
+    """A running engine.
 
     Args:
-        engine: it.
+        engine: that runs.
         row: is filled.
         without: kinds of requests to leave out.
 
     Attributes:
-        accepts: what the engine takes.
-        runner: which of vLLM's model runners it has, "v1" or "v2": the two draw other noise of a seed.
-        left_out: kinds that are not tried, and why.
-        refused: why the engine did not take requests beside the targets, and how often.
+        accepts: what the engine accepts.
+        runner: vLLM's model runner, "v1" or "v2": the two draw different noise from a seed.
+        left_out: kinds of requests that are left out, and why.
+        refused: why the engine refused concurrent requests, and how often.
     """
 
     def __init__(self, engine: Callee, row: Row, without: Mapping[str, str] | None = None) -> None:
         self._engine, self.row = engine, row
         self._alone: dict[str, dict[str, Any]] = {}
         self.refused: Counter[str] = Counter()
-        about = engine.about | engine.call(ABOUT)
-        self.runner: str = about["runner"]
+        info = engine.info | engine.call(INFO)
+        self.runner: str = info["runner"]
         self.left_out: dict[str, str] = {}
-        self._leave_out(about["left_out"] | dict(without or {}))
-        device, self.versions = about.get("device", {}), about.get("versions", {})
+        self._leave_out(info["left_out"] | dict(without or {}))
+        device, self.versions = info.get("device", {}), info.get("versions", {})
         row.device = str(device.get("name") or device.get("type") or "unknown")
         row.versions = " ".join(f"{name}={version}" for name, version in self.versions.items() if version)
-        self._accepts = Accepts(ordinary(about["vocabulary"]), about["vocabulary"], -1)
+        self._accepts = Accepts(ordinary(info["vocabulary"]), info["vocabulary"], -1)
 
     def _leave_out(self, kinds: Mapping[str, str]) -> None:
         self.left_out |= kinds
@@ -62,16 +61,16 @@ class Trial:
 
     @property
     def accepts(self) -> Accepts:
-        """What the engine takes, as far as it is known."""
+        """What the engine accepts, as far as it is known."""
         kinds = tuple(kind for kind in KINDS if kind not in self.left_out)
         return Accepts(self._accepts.vocabulary, self._accepts.size, self._accepts.most_listed, kinds)
 
     def run(self, schedule: Schedule) -> dict[str, Any]:
-        """Run a schedule; returns what ``fuzz_engine.run_schedule`` does."""
+        """Run a schedule; returns what :func:`.engine.run_schedule` does."""
         return self._engine.call(RUN, schedule.plain())
 
     def take(self, target: Target) -> dict[str, Any] | None:
-        """A target's answer alone; None if its kind is left out, which it is once the engine refuses it."""
+        """A target's answer alone; None if its kind is left out, as are kinds that the engine has refused."""
         if target.kind in self.left_out:
             return None
         item = as_item(target, "target")
@@ -83,7 +82,7 @@ class Trial:
         return self._alone[_key(item)]
 
     def alone(self, item: Item) -> dict[str, Any] | None:
-        """The answer to an item's request with nobody beside it, computed once; None if the engine refuses it."""
+        """The answer to an item's request alone, computed once; None if the engine refuses it."""
         if _key(item) not in self._alone:
             answers = self.run(alone(item))["answers"]
             if item.name not in answers:
@@ -92,7 +91,7 @@ class Trial:
         return self._alone[_key(item)]
 
     def fuzz(self, schedule: Schedule) -> tuple[str, str]:
-        """Run a schedule and count it; returns the first target that differs and where, both empty if none does."""
+        """Run a schedule and count it; returns the first target that differs and how, or two empty strings."""
         result = self.run(schedule)
         self.row.schedules += 1
         self.row.in_company += bool(result["counts"]["in_company"])
@@ -105,7 +104,7 @@ class Trial:
         return name, where
 
     def look(self, schedule: Schedule, name: str) -> tuple[str, dict[str, Any] | None, dict[str, Any] | None]:
-        """Run a schedule for one target: where it differs, its answer alone and that in the schedule."""
+        """Run a schedule for one target; returns the difference, its answer alone and its answer in the schedule."""
         item = next(item for item in schedule.items if item.name == name)
         result = self.run(schedule)
         return self._differs(item, result), self.alone(item), result["answers"].get(name)

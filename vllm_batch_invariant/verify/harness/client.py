@@ -11,12 +11,12 @@ import openai
 
 from ..arguments import is_here
 from ..outcome import NoTestError
-from .load import one_line
+from ..printing import one_line
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model that a server offers."""
+    """A model that a server serves."""
 
     name: str
     context: int
@@ -25,11 +25,11 @@ class Served:
 
 @dataclass(frozen=True)
 class Connection:
-    """An open connection. As text it is the server's address without the password that an URL may hold."""
+    """An open connection. Its text is the server's address without the password that a URL may hold."""
 
     api: openai.AsyncOpenAI
     http: httpx.AsyncClient
-    """For pages that are not of OpenAI's API. It is not the client's own, which is of another library from 3.0 on."""
+    """For pages outside OpenAI's API. From openai 3.0 on, its client is of another library than httpx."""
     root: str
     """The server's address without ``/v1``."""
 
@@ -48,8 +48,8 @@ class Connection:
             served = (await self.api.models.list()).data
         except openai.AuthenticationError as error:
             how = "name the environment variable with its key: --api-key-env NAME"
-            raise NoTestError(f"{self} wants another key or one at all; {how}") from error
-        except (openai.OpenAIError, AttributeError) as error:  # the latter where it sends something else than JSON
+            raise NoTestError(f"{self} refuses the API key or needs one; {how}") from error
+        except (openai.OpenAIError, AttributeError) as error:  # the latter if the answer is not JSON
             raise NoTestError(f"no OpenAI-compatible server answers at {self}: {one_line(error)}") from error
         for model in served:
             if wanted in (None, model.id):
@@ -65,14 +65,14 @@ class Connection:
 
 @asynccontextmanager
 async def connect(base_url: str, api_key: str | None) -> AsyncIterator[Connection]:
-    """Connect to a server, whether its address ends in ``/v1`` or not. It gets this API key and, whatever the
-    environment holds for OpenAI's, nothing else.
+    """Connect to a server, whether its address ends in ``/v1`` or not. It gets this API key, and nothing that the
+    environment holds for OpenAI.
     """
     url = urlsplit(base_url)
     root = f"{url.scheme}://{url.netloc}{url.path.rstrip('/').removesuffix('/v1')}"
-    # no proxy from the environment between this machine and itself, and no certificates to load
+    # on this machine: no proxy of the environment, and no certificates to load
     elsewhere = not is_here(root)
-    # shorter than the server's five seconds: a connection it is about to close must not be used again
+    # shorter than the server's five seconds: a connection that it is about to close must not be reused
     limits = {"max_connections": None, "keepalive_expiry": 2}
     transport = openai.DefaultAsyncHttpxClient(
         trust_env=elsewhere, verify=elsewhere, limits=type(openai.DEFAULT_CONNECTION_LIMITS)(**limits)
@@ -90,7 +90,7 @@ async def connect(base_url: str, api_key: str | None) -> AsyncIterator[Connectio
 
 @contextmanager
 def _nothing_for_openai() -> Iterator[None]:
-    """An environment without what OpenAI's client would add to requests: organisation, project, headers, other keys."""
+    """Hide the variables from which OpenAI's client adds organisation, project, headers and other keys to requests."""
     hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("OPENAI_")}
     try:
         yield

@@ -1,25 +1,46 @@
-"""The same run through `vllm.LLM`, without a server: the plan's arrivals go straight into the engine's steps."""
+"""An engine in this process (``vllm.LLM``): its start, why it does not start, and a load without a server."""
 
+import os
+import re
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from prometheus_client import REGISTRY
 
-from ..divergence import Answer, Step
+from ..answers import Answer, GeneratedToken, RequestSpec
 from ..outcome import NoTestError
-from ..request import Ask
-from ..request_parameters import sampling_params, varied
-from .load import Run, one_line
+from ..printing import one_line, shortened
+from .load import Arrival, Kind, Run
 from .metrics import BatchLog, Reading
-from .plan import Arrival, Kind
+from .requests import varied
+
+_ERROR = re.compile(r"(?:^|[\])] )(?:\S+: error|[\w.]*(?:Error|Exception|NotCovered|BadSetting)): (.+)$", re.MULTILINE)
+"""The last line of a traceback or of a usage message, behind the prefix of a line of vLLM's log."""
+_FOLLOWS = " initialization failed"
+"""A process of vLLM logs this about another process, which has logged the reason itself."""
+
+
+def reason_in(log: Path) -> str:
+    """The last error in a log that is not the consequence of another, after a colon; empty if there is none."""
+    found = [text for text in _ERROR.findall(log.read_text(errors="replace")) if _FOLLOWS not in text]
+    return f": {shortened(found[-1])}" if found else ""
+
+
+def root_cause(error: str, log: Path) -> str:
+    """The error of an engine; if it only says that another process failed, the error of that process."""
+    return f"the engine did not start{reason_in(log)}" if _FOLLOWS in error else error
 
 
 def start_engine(model: str, arguments: Sequence[str]) -> Any:
-    """A `vllm.LLM` that keeps statistics, with the same arguments that `vllm serve` takes for its engine.
+    """A ``vllm.LLM`` that keeps statistics, made of the engine arguments of ``vllm serve``.
 
     Raises:
-        NoTestError: there is no vLLM, an argument is not one of its, or the engine does not start.
+        NoTestError: vLLM is missing, refuses an argument, or does not start.
     """
     try:
         from vllm import LLM
@@ -39,62 +60,116 @@ def start_engine(model: str, arguments: Sequence[str]) -> Any:
         return LLM.from_engine_args(chosen)
     except NoTestError:
         raise
-    except Exception as error:  # what a file that is cut short or a model's own code raises may be anything
+    except Exception as error:  # a truncated file or a model's own code may raise anything
         raise NoTestError(f"the engine did not start: {one_line(error)}") from error
 
 
+def start_quiet_engine(model: str, arguments: Sequence[str]) -> Any:
+    """:func:`start_engine` that prints nothing while the engine starts; later vLLM logs errors only. The log goes to a
+    file, which stays only if the engine does not start.
+
+    Raises:
+        NoTestError: as :func:`start_engine`, with the root cause from the log and the path of the log.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    handle, name = tempfile.mkstemp(prefix="vllm-engine-", suffix=".log")
+    log = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file, _printed_to(file.fileno()):
+            llm = start_engine(model, arguments)
+    except NoTestError as error:
+        raise NoTestError(f"{root_cause(str(error), log)} (the engine's log is {log})") from error
+    except BaseException:
+        log.unlink()
+        raise
+    log.unlink()
+    return llm
+
+
+@contextmanager
+def _printed_to(file: int) -> Iterator[None]:
+    """Redirect stdout and stderr of this process and of its children to a file descriptor."""
+    streams = sys.stdout, sys.stderr
+    kept = [os.dup(descriptor) for descriptor in (1, 2)]
+    try:
+        for stream, descriptor in zip(streams, (1, 2), strict=True):
+            stream.flush()
+            os.dup2(file, descriptor)
+        yield
+    finally:
+        for stream, descriptor, before in zip(streams, (1, 2), kept, strict=True):
+            stream.flush()
+            os.dup2(before, descriptor)
+            os.close(before)
+
+
+def sampling_params(params: Mapping[str, Any]) -> Any:
+    """vLLM's ``SamplingParams`` from plain data."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    made = dict(params)
+    if "logit_bias" in made:  # JSON has no whole numbers for keys
+        made["logit_bias"] = {int(token): bias for token, bias in made["logit_bias"].items()}
+    if "structured_outputs" in made:
+        made["structured_outputs"] = StructuredOutputsParams(**made["structured_outputs"])
+    if "output_kind" in made:
+        made["output_kind"] = RequestOutputKind[made["output_kind"]]
+    return SamplingParams(**made)
+
+
 def run_offline(
-    llm: Any, ask: Ask, plan: Sequence[Arrival], log: BatchLog, on_sample: Callable[[], None] = lambda: None
+    llm: Any, spec: RequestSpec, plan: Sequence[Arrival], log: BatchLog, on_sample: Callable[[], None] = lambda: None
 ) -> Run:
-    """Run the plan through the engine; the arrivals' pauses are left out, since engine steps are the clock."""
-    return _OfflineLoad(llm, ask, log, on_sample).run(plan)
+    """Run the arrivals of a plan through the engine. Engine steps are the clock, so pauses are left out."""
+    return _OfflineLoad(llm, spec, log, on_sample).run(plan)
 
 
 class _OfflineLoad:
-    def __init__(self, llm: Any, ask: Ask, log: BatchLog, on_sample: Callable[[], None]) -> None:
-        self._llm, self._engine, self._ask, self._log, self._on_sample = llm, llm.llm_engine, ask, log, on_sample
+    def __init__(self, llm: Any, spec: RequestSpec, log: BatchLog, on_sample: Callable[[], None]) -> None:
+        self._llm, self._engine, self._spec, self._log, self._on_sample = llm, llm.llm_engine, spec, log, on_sample
         self._answers: list[Answer] = []
-        self._flying: dict[str, Arrival | None] = {}
+        self._in_flight: dict[str, Arrival | None] = {}
         self._ids = iter(range(10**9))
-        self._others = self._left = self._failed = 0
+        self._others = self._aborted = self._failed = 0
         self._failure = ""
 
     def run(self, plan: Sequence[Arrival]) -> Run:
         begin = time.perf_counter()
         self._read_metrics()
         self._add(None)
-        while self._flying:
+        while self._in_flight:
             self._step()
         for arrival in plan:
-            while len(self._flying) >= arrival.beside:
+            while len(self._in_flight) >= arrival.concurrency:
                 self._step()
             self._add(arrival)
-        while self._flying:
+        while self._in_flight:
             self._step()
         self._read_metrics()
-        beside = varied(arrival.params for arrival in plan if arrival.kind is not Kind.SAMPLE)
+        asked = varied(arrival.params for arrival in plan if arrival.kind is not Kind.SAMPLE)
         took = time.perf_counter() - begin
-        return Run(tuple(self._answers), took, self._others, self._left, self._failed, self._failure, beside)
+        return Run(tuple(self._answers), took, self._others, self._aborted, self._failed, self._failure, asked)
 
     def _add(self, arrival: Arrival | None) -> None:
         name = f"reproduce-{next(self._ids)}"
-        ask = self._ask
+        spec = self._spec
         if arrival is None or arrival.kind is Kind.SAMPLE:
-            params = {"temperature": ask.temperature, "seed": ask.seed, "max_tokens": ask.max_tokens}
-            params |= {"logprobs": ask.logprobs, "ignore_eos": ask.ignore_eos}
-            self._engine.add_request(name, self._prompt(ask.prompt), sampling_params(params))
+            params = {"temperature": spec.temperature, "seed": spec.seed, "max_tokens": spec.max_tokens}
+            params |= {"logprobs": spec.logprobs, "ignore_eos": spec.ignore_eos}
+            self._engine.add_request(name, self._prompt(spec.prompt), sampling_params(params))
         else:
             self._others += 1
             try:
                 self._engine.add_request(name, self._prompt(arrival.prompt), sampling_params(arrival.params))
-            except Exception as error:  # whatever vLLM raises for what it does not take
+            except Exception as error:  # vLLM refuses a request by any exception
                 self._failed += 1
                 self._failure = self._failure or one_line(error)
                 return
-        self._flying[name] = arrival
+        self._in_flight[name] = arrival
 
     def _prompt(self, text: str) -> str:
-        if not self._ask.chat:
+        if not self._spec.chat:
             return text
         messages = [{"role": "user", "content": text}]
         return self._llm.get_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -104,21 +179,21 @@ class _OfflineLoad:
         if outputs:
             self._read_metrics()
         for output in outputs:
-            arrival = self._flying.get(output.request_id)
+            arrival = self._in_flight.get(output.request_id)
             generated = output.outputs[0]
             if output.finished:
-                self._flying.pop(output.request_id, None)
+                self._in_flight.pop(output.request_id, None)
                 if arrival is None or arrival.kind is Kind.SAMPLE:
-                    self._answers.append(answer_of(generated))
+                    self._answers.append(answer_of_output(generated))
                     self._on_sample()
             elif (
                 arrival is not None
-                and arrival.kind is Kind.LEAVER
-                and len(generated.token_ids) >= arrival.leaves_after
-                and self._flying.pop(output.request_id, None)
+                and arrival.kind is Kind.ABORTED
+                and len(generated.token_ids) >= arrival.abort_after
+                and self._in_flight.pop(output.request_id, None)
             ):
                 self._engine.abort_request([output.request_id])
-                self._left += 1
+                self._aborted += 1
 
     def _read_metrics(self) -> None:
         reading = Reading.of(REGISTRY.collect())
@@ -126,19 +201,23 @@ class _OfflineLoad:
             self._log.add(reading)
 
 
-def answer_of(generated: Any) -> Answer:
-    """The tokens and logprobs of one completion of vLLM's."""
-    if not generated.logprobs:
+def answer_of_output(output: Any) -> Answer:
+    """The tokens and logprobs of vLLM's ``CompletionOutput``.
+
+    Raises:
+        NoTestError: it has no logprobs.
+    """
+    if not output.logprobs:
         raise NoTestError(
             "the engine returned no logprobs, so bits cannot be compared; use a model that gives logprobs"
         )
-    steps = [
-        Step(
+    generated = [
+        GeneratedToken(
             str(token),
             listed[token].logprob,
             tuple((str(other), item.logprob) for other, item in listed.items()),
             tuple(item.rank or 0 for item in listed.values()),
         )
-        for token, listed in zip(generated.token_ids, generated.logprobs, strict=True)
+        for token, listed in zip(output.token_ids, output.logprobs, strict=True)
     ]
-    return Answer.of(generated.text, steps)
+    return Answer.of(output.text, generated)

@@ -1,11 +1,13 @@
-"""What the engine's batches were during a run, from vLLM's Prometheus metrics."""
+"""Batch sizes during a run, read from vLLM's Prometheus metrics, and latencies."""
 
 import asyncio
 import math
+import statistics
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import httpx
 from prometheus_client.metrics_core import Metric
@@ -19,18 +21,18 @@ GENERATED, ACCEPTED = "vllm:generation_tokens_total", "vllm:spec_decode_num_acce
 
 @dataclass(frozen=True)
 class Reading:
-    """The metrics at one moment: requests running, and engine steps so far by the most tokens they held."""
+    """The metrics at one moment: running requests, and engine steps so far by their most tokens."""
 
     running: int
     steps: dict[float, int]
     tokens: int = 0
-    """Tokens generated so far, without drafts that were accepted: a step gives a request one at most."""
+    """Tokens generated so far without accepted drafts, so that a step gives a request one at most."""
     when: float = field(default_factory=time.monotonic, compare=False)
-    """Seconds, of a clock that starts anywhere."""
+    """Seconds of a monotonic clock."""
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> "Reading | None":
-        """Sum over engines; None where the metrics are not those of vLLM."""
+        """The sum over engines; None if the metrics are not vLLM's."""
         running, tokens, cumulative = None, 0, {}
         for sample in (sample for family in families for sample in family.samples):
             if sample.name == RUNNING:
@@ -50,14 +52,14 @@ class Reading:
         return cls(running, steps, tokens)
 
     def together_since(self, before: "Reading") -> int:
-        """Requests that some engine step since an earlier reading gave a token at least: tokens a step, rounded up."""
+        """A lower bound of the largest batch since an earlier reading: tokens a step, rounded up."""
         steps = sum(self.steps.values()) - sum(before.steps.values())
         return math.ceil((self.tokens - before.tokens) / steps) if steps > 0 else 0
 
 
 @dataclass(frozen=True)
-class Batches:
-    """The batch sizes that were seen: `running` as often as observed, `steps` as (most tokens in a step, steps)."""
+class BatchSizes:
+    """Observed batch sizes: ``running`` has one entry a reading, ``steps`` has (most tokens in a step, steps)."""
 
     running: tuple[int, ...]
     steps: tuple[tuple[float, int], ...]
@@ -68,16 +70,14 @@ class Batches:
         return max(self.running, default=0)
 
     def require_variation(self) -> None:
-        """Raise unless requests really ran beside each other, in numbers that changed."""
+        """Raise ``NoTestError`` unless requests ran concurrently, in numbers that changed."""
         if self.largest < 2:
             raise NoTestError(
                 f"not a test: the engine never ran more than {self.largest} request at a time; "
                 "raise --concurrency, --samples or --max-tokens, or the server's --max-num-seqs"
             )
         if len(set(self.running)) < 2:
-            raise NoTestError(
-                f"not a test: the engine ran {self.largest} requests whenever it was looked at; raise --samples"
-            )
+            raise NoTestError(f"not a test: the engine ran {self.largest} requests at every reading; raise --samples")
 
 
 @dataclass(frozen=True)
@@ -106,33 +106,31 @@ class BatchLog:
         return self.readings[-1].running if self.readings else 0
 
     def largest_since(self, first: int) -> int:
-        """Requests in the largest batch from a reading on: the most seen running, or what was counted if that is more,
-        because a batch may be gone before anybody looks.
+        """The largest batch from a reading on: the most running requests of a reading, or the bound from counted tokens
+        if that is more, because a batch may come and go between two readings.
         """
         readings = self.readings[first:]
         counted = readings[-1].together_since(readings[0])
         return max(counted, *(reading.running for reading in readings))
 
     def over_time(self, name: str) -> Trace:
-        """Requests running at every look, in seconds from the first."""
+        """Running requests at every reading, with seconds since the first."""
         begin = self.readings[0].when if self.readings else 0.0
         seconds = tuple(reading.when - begin for reading in self.readings)
         return Trace(name, seconds, tuple(reading.running for reading in self.readings))
 
-    def batches(self) -> Batches:
-        """What was seen between the first and the last reading."""
+    def batches(self) -> BatchSizes:
+        """Batch sizes between the first and the last reading."""
         if not self.readings:
-            return Batches((), ())
+            return BatchSizes((), ())
         first, last = self.readings[0].steps, self.readings[-1].steps
         steps = tuple((bound, count - first.get(bound, 0)) for bound, count in sorted(last.items()))
         running = tuple(reading.running for reading in self.readings if reading.running)
-        return Batches(running, tuple((bound, count) for bound, count in steps if count))
+        return BatchSizes(running, tuple((bound, count) for bound, count in steps if count))
 
 
 def parse_metrics(page: str, *names: str) -> Iterable[Metric]:
-    """What a metrics page says of the metrics whose names begin so: it has hundreds of others, which would only cost
-    time to parse.
-    """
+    """The metrics of a page whose names begin so; parsing the hundreds of others would only cost time."""
     lines = [line for line in page.splitlines() if line.startswith(names)]
     return text_string_to_metric_families("\n".join(lines) + "\n")
 
@@ -143,20 +141,19 @@ async def read_metrics(client: httpx.AsyncClient, url: str) -> Reading:
     reading = Reading.of(parse_metrics(response.text, RUNNING, STEP_TOKENS, GENERATED, ACCEPTED))
     if response.status_code != 200 or reading is None:
         raise NoTestError(
-            f"{url} does not have {RUNNING}, without which nobody knows what was tested; "
-            "serve with vLLM and without --disable-log-stats"
+            f"{url} lacks {RUNNING}, so batch sizes are unknown; serve with vLLM and without --disable-log-stats"
         )
     return reading
 
 
 @asynccontextmanager
 async def watch(client: httpx.AsyncClient, url: str, log: BatchLog, every: float = 0.25) -> AsyncIterator[None]:
-    """Add a reading to `log` at the start, every so many seconds, and at the end."""
+    """Add a reading to ``log`` at the start, every ``every`` seconds, and at the end."""
 
     async def poll() -> None:
         while True:
             await asyncio.sleep(every)
-            # a page that is late under load only leaves a gap
+            # under load a page may be late, which only leaves a gap
             with suppress(httpx.HTTPError, NoTestError):
                 log.add(await read_metrics(client, url))
 
@@ -170,3 +167,41 @@ async def watch(client: httpx.AsyncClient, url: str, log: BatchLog, every: float
             await task
     with suppress(httpx.HTTPError, NoTestError):
         log.add(await read_metrics(client, url))
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Latencies of the requests of one load."""
+
+    requests: int
+    tokens: int
+    seconds: float
+    first_token: tuple[float, ...]
+    """Seconds to the first token of each request."""
+    between_tokens: tuple[float, ...]
+    """Seconds between two tokens, of all requests."""
+
+    @classmethod
+    def of(cls, token_seconds: Sequence[Sequence[float]]) -> "Latency":
+        """From the times of each request's tokens, in seconds."""
+        return cls(
+            requests=len(token_seconds),
+            tokens=sum(map(len, token_seconds)),
+            seconds=max(times[-1] for times in token_seconds),
+            first_token=tuple(times[0] for times in token_seconds),
+            between_tokens=tuple(after - before for times in token_seconds for before, after in pairwise(times)),
+        )
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Medians and a percentile in milliseconds, and tokens a second."""
+        return {
+            "first token, median (ms)": 1e3 * statistics.median(self.first_token),
+            "between tokens, median (ms)": 1e3 * statistics.median(self.between_tokens),
+            "between tokens, 99 of 100 (ms)": 1e3 * _p99(self.between_tokens),
+            "tokens a second": self.tokens / self.seconds,
+        }
+
+
+def _p99(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[98] if len(values) > 1 else values[0]

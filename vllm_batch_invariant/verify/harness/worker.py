@@ -1,4 +1,4 @@
-"""An engine in a process of its own, asked step by step."""
+"""An engine in a process of its own, which takes commands one by one."""
 
 import json
 import os
@@ -17,17 +17,17 @@ from typing import Any, Self
 
 from ...envs import FLAG
 from ..outcome import NoTestError
-from .logs import root_cause
+from .engine import root_cause
 
 DRIVER = "vllm_batch_invariant.verify.harness.worker_main"
-"""The program that holds the engine."""
+"""The module that runs in the engine's process."""
 _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
 }
-"""The engine lives in the process that is asked: it starts in a third of the time, and the first step holds every
-request that was added before it. Its workers are asked to run functions of ours.
+"""Without multiprocessing an engine starts in a third of the time, and its first step holds every request that was
+added before. Functions of this project are sent to its workers, which vLLM calls insecure serialization.
 """
 
 
@@ -35,7 +35,7 @@ class EngineFailed(NoTestError):
     """The engine did not come up, or broke.
 
     Attributes:
-        log: what its process printed.
+        log: the output of its process.
     """
 
     def __init__(self, message: str, log: str = "") -> None:
@@ -45,7 +45,7 @@ class EngineFailed(NoTestError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one engine did with the requests of a step."""
+    """What an engine did with requests that were sent together."""
 
     requests: list[dict[str, Any]]
     """Of each request: ``completions`` (``text``, ``tokens``, ``logprobs``), ``prompt_logprobs``, ``cached`` (tokens
@@ -84,15 +84,15 @@ class Engine:
         inherited = {name: value for name, value in os.environ.items() if name != FLAG}
         self._environment = inherited | _SETTINGS | dict(environment or {}) | ({} if flag is None else {FLAG: flag})
         self._process: subprocess.Popen[bytes] | None = None
-        self.about: dict[str, Any] = {}
-        """What the engine is: see ``describe_engine``."""
+        self.info: dict[str, Any] = {}
+        """Description of the engine, see :func:`.worker_main.describe_engine`."""
 
     def __enter__(self) -> Self:
         handle, name = tempfile.mkstemp(prefix="vllm-engine-", suffix=".log")
         self._log = Path(name)
         mine, theirs = os.pipe()
         with os.fdopen(handle, "wb") as log:
-            # a session of its own, so that stopping it reaches the engine's workers and Ctrl-C reaches only us
+            # a session of its own: a signal to its group reaches the workers, and Ctrl-C reaches only this process
             self._process = subprocess.Popen(
                 [sys.executable, "-m", DRIVER, str(theirs)],
                 stdin=subprocess.PIPE,
@@ -105,7 +105,7 @@ class Engine:
         os.close(theirs)
         self._answers, self._unread = mine, b""
         try:
-            self.about = self.ask("start", self._arguments)
+            self.info = self.ask("start", self._arguments)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -120,11 +120,11 @@ class Engine:
 
     @property
     def log(self) -> str:
-        """What the engine's process has printed so far."""
+        """The output of the engine's process so far."""
         return self._log.read_text(errors="replace")
 
     def step(self, name: str, requests: list[dict[str, Any]], reset_prefix_cache: bool = False) -> StepResult:
-        """Send the requests of :mod:`.engine_requests` together and wait for all of them.
+        """Send the requests of :mod:`.requests` together and wait for all of them.
 
         Raises:
             EngineFailed: the engine refused one of them or broke.
@@ -135,13 +135,13 @@ class Engine:
         return StepResult(answer["requests"], batches, answer["preemptions"])
 
     def kill(self) -> None:
-        """End the engine's processes at once, from any thread: whoever waits for its answer gets ``EngineFailed``."""
+        """Kill the engine's processes, from any thread; a call that waits for an answer raises ``EngineFailed``."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def call(self, function: str, *arguments: object) -> Any:
-        """Call a function of the name "module:function" there, with the ``vllm.LLM`` before the arguments.
+        """Call the function "module:function" in the engine's process, with its ``vllm.LLM`` as the first argument.
 
         Arguments and result are plain data.
 
@@ -151,10 +151,10 @@ class Engine:
         return self.ask("call", {"function": function, "arguments": arguments})
 
     def ask(self, command: str, argument: object) -> Any:
-        """Have the driver do something; returns its answer.
+        """Send a command to the driver; returns its answer.
 
         Raises:
-            EngineFailed: it could not.
+            EngineFailed: the command failed.
         """
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps({command: argument}).encode() + b"\n")
@@ -189,5 +189,5 @@ class Engine:
         except subprocess.TimeoutExpired:
             pass
         finally:
-            self.kill()  # whatever of its processes is left, workers that outlived the engine included
+            self.kill()  # also workers that outlived the engine
             self._process.wait()

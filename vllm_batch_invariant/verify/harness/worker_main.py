@@ -1,8 +1,7 @@
-"""A program that holds one real engine and does what it is told through its standard input, a line of JSON at a time.
+"""The driver: a program that holds one engine, and takes commands from standard input, a line of JSON each.
 
-It is a process of its own, because the mode holds for a whole process. Each command is one object with one key, and so
-is each answer, on the file descriptor that is the program's argument: {"start": [...]}, {"step": {...}},
-{"call": {...}}.
+The mode holds for a whole process, so an engine gets one of its own. A command is an object with one key, {"start":
+[...]}, {"step": {...}} or {"call": {...}}; so is its answer, on the file descriptor that is the program's argument.
 """
 
 import json
@@ -14,12 +13,11 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from ..request_parameters import sampling_params
-from .load import one_line
+from ..printing import one_line
 
 
 def main(descriptor: int) -> None:
-    """Obey until standard input ends."""
+    """Execute commands until standard input ends."""
     driver = Driver()
     commands: dict[str, Callable[[Any], Any]] = {
         "start": driver.start,
@@ -44,7 +42,7 @@ class Driver:
     llm: Any = None
 
     def start(self, arguments: list[str]) -> dict[str, Any]:
-        """Start the engine with the arguments of `vllm serve`, the model first; returns what it is."""
+        """Start the engine with the arguments of ``vllm serve``, the model first; returns its description."""
         from .engine import start_engine
 
         begin = time.perf_counter()
@@ -52,8 +50,10 @@ class Driver:
         return describe_engine(self.llm) | {"startup_seconds": time.perf_counter() - begin}
 
     def step(self, step: dict[str, Any]) -> dict[str, Any]:
-        """Send a step's requests together, and say what came back, when, and in which batches."""
+        """Send requests together; returns their answers, the times of tokens, and the batches."""
         from vllm.sampling_params import RequestOutputKind
+
+        from .engine import sampling_params
 
         if step.get("reset_prefix_cache") and not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache")
@@ -63,10 +63,10 @@ class Driver:
         for name, request in zip(names, step["requests"], strict=True):
             try:
                 params = sampling_params(request["params"])
-                if params.n > 1:  # else its samples come one by one
+                if params.n > 1:  # otherwise its samples come one by one
                     params.output_kind = RequestOutputKind.FINAL_ONLY
                 engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
-            except Exception as error:  # whatever vLLM raises for what it does not take
+            except Exception as error:  # vLLM refuses a request by any exception
                 if not request.get("may_be_refused"):
                     raise
                 done[name] = {"refused": one_line(error)}
@@ -89,7 +89,7 @@ class Driver:
         }
 
     def call(self, what: dict[str, Any]) -> Any:
-        """Call a function, named as in an entry point, with the engine before its own arguments."""
+        """Call a function, named as in an entry point, with the engine as its first argument."""
         module, _, function = what["function"].partition(":")
         return getattr(import_module(module), function)(self.llm, *what["arguments"])
 
@@ -100,14 +100,14 @@ def preemptions(llm: Any) -> int:
 
 
 def bits(entry: dict[int, Any] | None) -> list[tuple[int, str, int]] | None:
-    """One position's logprobs as (token, exact value, rank) in the order that vLLM lists them, which begins with the
-    token itself; None for a prompt's first position.
+    """The logprobs of one position as (token, exact value, rank) in vLLM's order, which begins with the token itself;
+    None for the first position of a prompt.
     """
     return None if entry is None else [(token, item.logprob.hex(), item.rank) for token, item in entry.items()]
 
 
 def describe(output: Any) -> dict[str, Any]:
-    """One request's completions: their tokens and, where asked for, the logprobs, and those of the prompt."""
+    """The completions of a request: their tokens and, if they were requested, logprobs, and those of the prompt."""
     return {
         "completions": [
             {
@@ -125,12 +125,12 @@ def describe(output: Any) -> dict[str, Any]:
 
 
 def describe_engine(llm: Any) -> dict[str, Any]:
-    """What decides how the engine schedules and computes."""
+    """The settings that decide how the engine schedules and computes, its kernels, versions and device."""
     from vllm.platforms import current_platform
 
     from ...integration import devices, patch_points
     from ...provenance import versions
-    from ..mode import of_engine
+    from .mode import of_engine
 
     config = llm.llm_engine.vllm_config
     device_type, found = current_platform.device_type, versions(patch_points.installed_version())
@@ -158,7 +158,7 @@ def describe_engine(llm: Any) -> dict[str, Any]:
 
 
 def kernels(model: Any) -> dict[str, list[str]]:
-    """Which classes and functions serve the model's layers; runs in the engine's worker."""
+    """Classes and functions that serve the model's layers; runs in the engine's worker."""
     found: dict[str, set[str]] = {}
     for module in model.modules():
         found.setdefault("modules", set()).add(f"{type(module).__module__}.{type(module).__qualname__}")
@@ -171,5 +171,5 @@ def kernels(model: Any) -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    # by its name, so that an engine in another process finds the functions of this module that it is told to run
+    # imported by name, so that workers in other processes find the functions of this module
     import_module("vllm_batch_invariant.verify.harness.worker_main").main(int(sys.argv[1]))

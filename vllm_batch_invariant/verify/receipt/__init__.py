@@ -1,32 +1,32 @@
-"""Receipts: small records of one completion, by which somebody else can compute it again and compare every bit.
+"""Receipts: a receipt records one completion, so that somebody else can compute it again and compare every bit.
 
 For an audit, keep the receipt of an answer. For reinforcement learning, make one of a rollout, and compare the
 trainer's logprobs with it::
 
     from vllm_batch_invariant.verify import receipt
 
-    declared = receipt.declared_by(llm)
+    info = receipt.engine_info(llm)
     [output] = llm.generate([prompt], sampling)
-    made = receipt.make(output, sampling, declared)
+    made = receipt.make(output, sampling, info)
     made.save("answer.json")
 
     receipt.difference_of_logprobs(made, trainers_logprobs)  # None: the same bits
     print(receipt.verify(receipt.Receipt.load("answer.json"), another_llm))
 
-:func:`make_on_server` and :func:`verify_on_server` are the same over HTTP, ``vllm-batch-invariant receipt`` the same on
-a command line.
+:func:`make_on_server` and :func:`verify_on_server` do the same over HTTP, and ``vllm-batch-invariant receipt`` on the
+command line.
 """
 
 from .comparison import Difference, Note, Verdict, compare, difference_of_logprobs, first_difference_of
-from .engine import declared_by, make, verify
-from .record import BadReceipt, Completion, Declared, Environment, Model, Prompt, Receipt, Sampling
+from .engine import engine_info, make, verify
+from .record import BadReceipt, Completion, EngineInfo, Environment, Model, Prompt, Receipt, Sampling
 from .server import Text, make_on_server, verify_on_server
 
 __all__ = [
     "BadReceipt",
     "Completion",
-    "Declared",
     "Difference",
+    "EngineInfo",
     "Environment",
     "Model",
     "Note",
@@ -36,8 +36,8 @@ __all__ = [
     "Text",
     "Verdict",
     "compare",
-    "declared_by",
     "difference_of_logprobs",
+    "engine_info",
     "first_difference_of",
     "make",
     "make_on_server",

@@ -8,15 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..answers import PROMPT
 from ..arguments import OneLineParser, add_base_url, at_least, check_base_url, check_model, not_negative
-from ..harness.load import one_line
-from ..mode import THEIRS, of_engine
+from ..harness.mode import THEIRS, of_engine
 from ..outcome import NoTestError, Status
-from ..printable import printable
+from ..printing import one_line, printable
 from ..report.files import why_not_writable
-from ..request import PROMPT
-from .comparison import HOW_TO_DECLARE, Note, compare, declaration_of, extent
-from .engine import complete, declared_by, verify
+from .comparison import HOW_TO_REPORT, Note, compare, describe_notes, extent
+from .engine import complete, engine_info, verify
 from .record import Receipt, Sampling
 from .server import Text, make_on_server, verify_on_server
 
@@ -37,7 +36,7 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("receipt: interrupted; nothing was decided", file=sys.stderr)
         return 128 + signal.SIGINT
-    except Exception as error:  # whatever it is, it must not end with the status 1, which says that bits differ
+    except Exception as error:  # a traceback would end with status 1, which means that bits differ
         print(f"receipt: the run failed: {type(error).__name__}: {one_line(error)}", file=sys.stderr)
         return Status.NO_TEST
 
@@ -66,7 +65,7 @@ def _make(options: argparse.Namespace) -> int:
         llm = _engine(options)
         token_ids = tuple(_token_ids(llm, prompt))
         completion, _ = complete(llm, token_ids, sampling)
-        receipt = Receipt.of(declared_by(llm), token_ids, sampling, completion, options.private)
+        receipt = Receipt.of(engine_info(llm), token_ids, sampling, completion, options.private)
     receipt.save(options.receipt)
     made = f"{options.receipt}: {extent(receipt.completion)} of {receipt.model.name}, sha256 {receipt.sha256}"
     print(printable(made))
@@ -74,7 +73,7 @@ def _make(options: argparse.Namespace) -> int:
         how = "; name it with --model-files" if options.base_url else ""
         print(f"the receipt has no digest of the model, because {printable(receipt.model.why_no_digest)}{how}")
     if receipt.environment.is_silent:
-        print(f"the receipt does not say what computed it; {HOW_TO_DECLARE}")
+        print(f"the receipt does not describe the engine that computed it; {HOW_TO_REPORT}")
     return 0
 
 
@@ -86,26 +85,26 @@ def _verify(options: argparse.Namespace) -> int:
             verify_on_server(
                 receipt,
                 options.base_url,
-                company=options.company,
+                concurrent=options.concurrent,
                 prompt=prompt,
                 api_key=options.api_key,
                 model=options.model,
                 files=options.model_files,
-                before=_print_declaration,
+                before=_print_notes,
             )
         )
     else:
         if receipt.prompt.token_ids is None and prompt is None:
-            receipt.prompt.ids()  # refuses, before an engine is started for nothing
+            receipt.prompt.ids()  # refuses before an engine is started in vain
         llm = _engine(options)
         token_ids = None if prompt is None else _token_ids(llm, prompt)
-        verdict = verify(receipt, llm, company=options.company, prompt_token_ids=token_ids, before=_print_declaration)
+        verdict = verify(receipt, llm, concurrent=options.concurrent, prompt_token_ids=token_ids, before=_print_notes)
     print(verdict.result)
     return verdict.status
 
 
-def _print_declaration(notes: tuple[Note, ...]) -> None:
-    print(declaration_of(notes), flush=True)
+def _print_notes(notes: tuple[Note, ...]) -> None:
+    print(describe_notes(notes), flush=True)
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -128,7 +127,7 @@ def _prompt(options: argparse.Namespace) -> Text | None:
 
 
 def _engine(options: argparse.Namespace) -> Any:
-    from ..harness.quiet_engine import start_quiet_engine
+    from ..harness.engine import start_quiet_engine
 
     llm = start_quiet_engine(options.model, shlex.split(options.serve_args))
     if of_engine() == THEIRS:
@@ -146,41 +145,48 @@ def _token_ids(llm: Any, prompt: Text) -> list[int]:
 
 
 def _parser() -> OneLineParser:
-    parser = OneLineParser(prog="vllm-batch-invariant receipt", description=__doc__)
+    parser = OneLineParser(
+        prog="vllm-batch-invariant receipt",
+        description="Make the receipt of a completion, compute the completion again elsewhere, or compare two "
+        "receipts, bit for bit. Exit status: 0 equal, or made; 1 different; 2 it could not be tested; 130 it was "
+        "interrupted.",
+    )
     commands = parser.add_subparsers(required=True, metavar="make, verify or compare")
     making = commands.add_parser("make", help="complete a prompt and write the receipt")
     making.set_defaults(run=_make)
     making.add_argument("receipt", type=Path, help="the file to write")
     _add_target(making)
     _add_prompt(making, "the prompt (default: one about floating-point sums)")
-    making.add_argument("--private", action="store_true", help="keep a sha256 of the prompt's tokens instead of them")
+    making.add_argument("--private", action="store_true", help="keep only the sha256 of the prompt's tokens")
     usual, value = Sampling(), "default: %(default)s"
-    making.add_argument("--max-tokens", type=at_least(1), default=usual.max_tokens, help=value)
-    making.add_argument("--temperature", type=not_negative, default=usual.temperature, help=f"{value}, greedy")
+    making.add_argument("--max-tokens", type=at_least(1), default=usual.max_tokens, help=f"tokens to generate, {value}")
+    making.add_argument("--temperature", type=not_negative, default=usual.temperature, help=f"0 is greedy, {value}")
     making.add_argument("--top-p", type=not_negative, default=usual.top_p, help=value)
-    making.add_argument("--top-k", type=at_least(0), default=usual.top_k, help=f"{value}, all")
+    making.add_argument("--top-k", type=at_least(0), default=usual.top_k, help=f"0 is all, {value}")
     making.add_argument("--min-p", type=not_negative, default=usual.min_p, help=value)
-    making.add_argument("--seed", type=int, default=0, help=value)
-    making.add_argument("--logprobs", type=at_least(0), default=usual.logprobs, help=f"candidates kept, {value}")
+    making.add_argument("--seed", type=int, default=0, help=f"seed of the request, {value}")
+    making.add_argument("--logprobs", type=at_least(0), default=usual.logprobs, help=f"candidates a token, {value}")
     making.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens")
 
-    verifying = commands.add_parser("verify", help="compute a receipt's completion again and compare")
+    verifying = commands.add_parser("verify", help="compute a completion again, with concurrent requests")
     verifying.set_defaults(run=_verify)
-    verifying.add_argument("receipt", type=Path, help="the file")
+    verifying.add_argument("receipt", type=Path, help="the receipt's file")
     _add_target(verifying)
     _add_prompt(verifying, "the prompt of a private receipt")
-    verifying.add_argument("--company", type=at_least(0), default=8, help="others beside it, default: %(default)s")
+    verifying.add_argument(
+        "--concurrent", type=at_least(0), default=8, metavar="N", help="concurrent requests, default: %(default)s"
+    )
 
     comparing = commands.add_parser("compare", help="compare two receipts, without a model")
     comparing.set_defaults(run=_compare)
-    comparing.add_argument("first", type=Path)
-    comparing.add_argument("second", type=Path)
+    comparing.add_argument("first", type=Path, help="a receipt")
+    comparing.add_argument("second", type=Path, help="another receipt of the same request")
     return parser
 
 
 def _check_target(parser: OneLineParser, options: argparse.Namespace) -> None:
     if not options.base_url and not options.model:
-        parser.error("who is to compute it? Give --base-url of a server, or --model to load here")
+        parser.error("nothing to compute it: give --base-url of a server, or --model to load here")
     if options.base_url and options.serve_args:
         parser.error("--base-url is a server that already runs: leave out --serve-args")
     if options.model_files and not options.base_url:
@@ -192,15 +198,15 @@ def _check_target(parser: OneLineParser, options: argparse.Namespace) -> None:
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
-    target = parser.add_argument_group("who computes")
+    target = parser.add_argument_group("engine")
     add_base_url(target)
-    target.add_argument("--model", help="a model to load here; with --base-url, the name of the served model to ask")
-    target.add_argument("--serve-args", default="", help="for a model loaded here: more arguments of `vllm serve`")
-    target.add_argument("--model-files", type=Path, help="with --base-url, the folder here of what it serves")
+    target.add_argument("--model", help="a model to load here; with --base-url, the name of the served model")
+    target.add_argument("--serve-args", default="", help="with a model loaded here: more arguments of `vllm serve`")
+    target.add_argument("--model-files", type=Path, help="with --base-url: a folder here with the served files")
 
 
 def _add_prompt(parser: argparse.ArgumentParser, help: str) -> None:
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", help=help)
-    prompt.add_argument("--prompt-file", type=Path, help="a text file with it")
+    prompt.add_argument("--prompt-file", type=Path, help="a text file with the prompt")
     parser.add_argument("--chat", action="store_true", help="the prompt is the message of a chat")

@@ -1,24 +1,24 @@
-"""Compares two completions bit for bit, and before that what is declared about the engines that computed them."""
+"""Compares two completions bit for bit, and the engines that computed them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..divergence import first_difference
+from ..answers import first_difference
 from ..outcome import NoTestError, Status
-from ..printable import printable
-from .record import Completion, Declared, Model, Receipt, bits_of, number_of
+from ..printing import printable
+from .record import Completion, EngineInfo, Model, Receipt, bits_of, number_of
 
-HOW_TO_DECLARE = "a server with the mode on declares itself if it is started with VLLM_PLUGINS=batch_invariant"
+HOW_TO_REPORT = "a server with the mode on describes itself if it is started with VLLM_PLUGINS=batch_invariant"
 
 
 @dataclass(frozen=True)
 class Note:
-    """One thing in which two engines differ, or that nobody knows of one of them; one printable line as a string."""
+    """One difference between two engines, or one thing that is unknown of an engine; one printable line as a string."""
 
     text: str
     promised: bool
-    """Whether bits may be expected equal in spite of it (docs/contract.md)."""
+    """Whether the contract (docs/contract.md) promises equal bits in spite of it."""
 
     def __str__(self) -> str:
         said = "bits may be expected equal" if self.promised else "equal bits are not promised"
@@ -27,10 +27,10 @@ class Note:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a completion first leaves another; one printable line as a string."""
+    """The first difference between two completions; one printable line as a string."""
 
     position: int
-    """Of the output token, from 0; their number where only the reason to finish differs."""
+    """Of the output token, from 0; the number of tokens if only the finish reason differs."""
     text: str
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether two completions are equal, and whether they had to be. It is true when they are equal."""
+    """Whether two completions are equal, and whether the contract promises it. It is true if they are equal."""
 
     notes: tuple[Note, ...]
     difference: Difference | None
@@ -51,7 +51,7 @@ class Verdict:
 
     @property
     def promised(self) -> bool:
-        """Whether equal bits were to be expected."""
+        """Whether the contract promises equal bits."""
         return all(note.promised for note in self.notes)
 
     @property
@@ -61,30 +61,30 @@ class Verdict:
 
     @property
     def result(self) -> str:
-        """The last line, which says whether the bits are equal."""
+        """The last line: whether the bits are equal."""
         return f"equal: {self.compared}" if self else f"differs: {self.difference}"
 
     def __str__(self) -> str:
-        return f"{declaration_of(self.notes)}\n{self.result}"
+        return f"{describe_notes(self.notes)}\n{self.result}"
 
 
-def declaration_of(notes: tuple[Note, ...]) -> str:
-    """The lines that say in what two engines differ."""
-    return "\n".join(map(str, notes)) or "declared: nothing that decides bits differs: bits may be expected equal"
+def describe_notes(notes: tuple[Note, ...]) -> str:
+    """The differences between two engines, a line each."""
+    return "\n".join(map(str, notes)) or "engines: nothing that decides bits differs: bits may be expected equal"
 
 
 def compare(left: Receipt, right: Receipt, names: tuple[str, str] = ("the first", "the second")) -> Verdict:
-    """Compare two receipts of one request to one model, without computing anything.
+    """Compare two receipts of one request to one model. Nothing is computed.
 
     Args:
-        names: what messages call the two.
+        names: of the two, in messages.
 
     Raises:
         NoTestError: receipts of different models or requests.
     """
     if _different_models(left.model, right.model):
-        about = _models(left.model, right.model, names).text
-        raise NoTestError(f"receipts of different models: {about.removeprefix('model: ')}")
+        note = _models(left.model, right.model, names).text
+        raise NoTestError(f"receipts of different models: {note.removeprefix('model: ')}")
     if (left.prompt.tokens, left.prompt.sha256) != (right.prompt.tokens, right.prompt.sha256):
         raise NoTestError(f"receipts of different prompts, of {left.prompt.tokens} and {right.prompt.tokens} tokens")
     other = _differing(vars(left.sampling), vars(right.sampling), names, vars(left.sampling))
@@ -93,30 +93,30 @@ def compare(left: Receipt, right: Receipt, names: tuple[str, str] = ("the first"
     difference = first_difference_of(left.completion, right.completion)
     if difference is not None:
         difference = replace(difference, text=f"{difference}; that is {names[1]} against {names[0]}")
-    return Verdict(notes_on(left.declared, right.declared, names), difference, extent(left.completion))
+    return Verdict(notes_on(left.info, right.info, names), difference, extent(left.completion))
 
 
-def verdict_on(receipt: Receipt, got: Completion, notes: tuple[Note, ...], beside: int) -> Verdict:
-    """The verdict on a completion that was computed again, beside so many other requests."""
-    company = f"beside {beside} other request{'s' * (beside != 1)}" if beside else "alone"
+def verdict_on(receipt: Receipt, got: Completion, notes: tuple[Note, ...], ran: int) -> Verdict:
+    """The verdict on a completion that was computed again, with ``ran`` concurrent requests."""
+    concurrent = f"with {ran} concurrent request{'s' * (ran != 1)}" if ran else "alone"
     difference = first_difference_of(receipt.completion, got)
-    return Verdict(notes, difference, f"{extent(receipt.completion)}, computed again {company}")
+    return Verdict(notes, difference, f"{extent(receipt.completion)}, computed again {concurrent}")
 
 
-def notes_on(left: Declared, right: Declared, names: tuple[str, str]) -> tuple[Note, ...]:
+def notes_on(left: EngineInfo, right: EngineInfo, names: tuple[str, str]) -> tuple[Note, ...]:
     """One note for each of model, mode, device, versions, settings and reductions in which two engines differ."""
     notes = [_models(left.model, right.model, names)]
     both = left.environment, right.environment
     silent = [name for name, environment in zip(names, both, strict=True) if environment.is_silent]
     if silent:
-        notes.append(Note(f"undeclared: {' and '.join(silent)} ({HOW_TO_DECLARE})", promised=False))
+        notes.append(Note(f"unknown engine: {' and '.join(silent)} ({HOW_TO_REPORT})", promised=False))
     off = [name for name, environment in zip(names, both, strict=True) if environment.mode is False]
     if off:
         notes.append(Note(f"mode: off in {' and '.join(off)}, whose bits follow the batch", promised=False))
     for section in ("device", "versions", "engine", "reductions"):
         left_side, right_side = (_flat(getattr(environment, section)) for environment in both)
         if not (left_side or right_side or silent or off):
-            notes.append(Note(f"{section}: undeclared in both", promised=False))
+            notes.append(Note(f"{section}: unknown in both", promised=False))
         known = left_side.keys() & right_side.keys() if silent or off else left_side.keys() | right_side.keys()
         differing = _differing(left_side, right_side, names, known)
         notes.append(Note(f"{section}: {differing}", promised=False) if differing else None)
@@ -124,7 +124,7 @@ def notes_on(left: Declared, right: Declared, names: tuple[str, str]) -> tuple[N
 
 
 def first_difference_of(expected: Completion, got: Completion) -> Difference | None:
-    """Where ``got`` first leaves ``expected``: a token, or a bit of a logprob; None where they are equal."""
+    """The first difference of ``got`` from ``expected``, a token or a bit of a logprob; None if they are equal."""
     tokens = first_difference(expected.token_ids, got.token_ids)
     position = first_difference(_positions(expected), _positions(got))
     if position is None:
@@ -136,13 +136,13 @@ def first_difference_of(expected: Completion, got: Completion) -> Difference | N
         return Difference(
             position, f"token {position} is {_token(got, position)} instead of {_token(expected, position)}"
         )
-    where = "all tokens are the same" if tokens is None else f"tokens part at {tokens}"
+    where = "all tokens are the same" if tokens is None else f"tokens differ from {tokens} on"
     return Difference(position, f"at token {position} {_logprob_that_differs(expected, got, position)}; {where}")
 
 
 def difference_of_logprobs(receipt: Receipt, logprobs: Iterable[float]) -> Difference | None:
-    """Where the logprobs of the completion's tokens, computed elsewhere, first leave the receipt's: for a trainer that
-    must have the bits of its rollout.
+    """The first difference between logprobs that were computed elsewhere and the receipt's; None if they are equal. For
+    a trainer that must have the bits of its rollout.
 
     Args:
         logprobs: fp32, one for each output token: a 1-dimensional tensor or any sequence of numbers.
@@ -163,7 +163,7 @@ def difference_of_logprobs(receipt: Receipt, logprobs: Iterable[float]) -> Diffe
 
 
 def extent(completion: Completion) -> str:
-    """How much there is to compare."""
+    """How much is compared, in words."""
     logprobs = len(completion.logprobs) + sum(map(len, completion.top_logprobs))
     return f"{len(completion.token_ids)} tokens and the bits of {logprobs} logprobs"
 
@@ -229,7 +229,7 @@ def _flat(section: dict[str, Any]) -> dict[str, Any]:
 
 def _differing(left: dict[str, Any], right: dict[str, Any], names: tuple[str, str], keys: Iterable[str]) -> str:
     return ", ".join(
-        f"{name} {left.get(name, 'undeclared')} in {names[0]} and {right.get(name, 'undeclared')} in {names[1]}"
+        f"{name} {left.get(name, 'unknown')} in {names[0]} and {right.get(name, 'unknown')} in {names[1]}"
         for name in sorted(keys)
         if left.get(name) != right.get(name)
     )

@@ -1,54 +1,103 @@
-"""Receipts of an engine in this process, ``vllm.LLM``: made of its outputs, and computed again on it."""
+"""Receipts on an engine in this process (``vllm.LLM``): made of its outputs, and computed again."""
 
 import itertools
+import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ...provenance import versions
+from ..answers import NO_LOGPROBS
 from ..outcome import NoTestError
-from ..request import NO_LOGPROBS
-from .company import Company
 from .comparison import Note, Verdict, notes_on, verdict_on
 from .model_files import local_folder, model_at
-from .record import Completion, Declared, Environment, Receipt, Sampling, environment_from_json
+from .record import Completion, EngineInfo, Environment, Receipt, Sampling, environment_from_json
 
-_SAY_NOTHING = {
+_LONGEST = 400
+"""Most tokens in the prompt of a concurrent request: prefill must overlap the completion without delaying it much."""
+
+
+@dataclass(frozen=True)
+class ConcurrentRequest:
+    """A request that runs while the completion is computed again."""
+
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+
+
+class ConcurrentRequests:
+    """Requests of many lengths, made of the receipt's own tokens, which every engine that serves it knows.
+
+    Attributes:
+        size: how many run at a time.
+    """
+
+    def __init__(self, receipt: Receipt, prompt: tuple[int, ...], context: int, size: int) -> None:
+        self.size = size
+        self._random = random.Random(receipt.sha256)
+        self._tokens = (*prompt, *receipt.completion.token_ids)
+        self._room = context - 1
+        self._output = len(receipt.completion.token_ids)
+
+    def next(self) -> ConcurrentRequest:
+        """The next request."""
+        length = self._random.randint(1, max(1, min(_LONGEST, self._room // 2)))
+        output = self._random.randint(2, max(2, min(self._output + 16, self._room - length)))
+        sampling = Sampling(max_tokens=output, ignore_eos=True, logprobs=0)
+        return ConcurrentRequest(tuple(self._random.choices(self._tokens, k=length)), sampling)
+
+    def require(self, ran: int) -> None:
+        """Refuse a run that was no test.
+
+        Args:
+            ran: how many of these requests ran at the same time as the completion.
+
+        Raises:
+            NoTestError: requests were sent, and none ran at the same time.
+        """
+        if self.size and not ran:
+            raise NoTestError(
+                f"not a test: none of the {self.size} concurrent requests ran at the same time; does the engine run "
+                "one request at a time? --concurrent 0 computes the completion alone"
+            )
+
+
+_NOT_RECORDED = {
     *("detokenize", "flat_logprobs", "include_stop_str_in_output", "output_kind", "output_text_buffer_length"),
     *("prompt_logprobs", "prompt_logprob_start", "prompt_logprob_token_ids", "routed_experts_prompt_start"),
     *("skip_clone", "skip_reading_prefix_cache", "skip_special_tokens", "spaces_between_special_tokens"),
     "stream_interval",
 }
-"""Fields of vLLM's ``SamplingParams`` that decide no output token and none of its logprobs."""
+"""Fields of vLLM's ``SamplingParams`` that decide no output token and no logprob of one."""
 _numbers = itertools.count()
 
 
-def make(output: Any, sampling: Any, declared: Declared, *, private: bool = False) -> Receipt:
+def make(output: Any, sampling: Any, info: EngineInfo, *, private: bool = False) -> Receipt:
     """The receipt of one finished completion.
 
     Args:
         output: vLLM's ``RequestOutput``, of a request with n = 1 and logprobs.
         sampling: vLLM's ``SamplingParams`` of the request.
-        declared: what engine it was: of :func:`declared_by`. Where weights do not come from files, as in training,
-            with a ``Model`` of your own.
+        info: :func:`engine_info` of the engine. If its weights do not come from files, as in training, with a ``Model``
+            of your own.
         private: keep the sha256 of the prompt's token ids instead of the ids. The completion itself is kept.
 
     Raises:
-        NoTestError: a request that nobody could repeat (no seed, no logprobs), or one with parameters that a receipt
-            does not hold.
+        NoTestError: the request cannot be repeated (no seed, no logprobs), or has parameters that a receipt does not
+            hold.
     """
     if output.prompt_token_ids is None or not output.finished or len(output.outputs) != 1:
         raise NoTestError("a receipt is of one finished completion of a prompt of tokens")
     token_ids = tuple(map(int, output.prompt_token_ids))
-    return Receipt.of(declared, token_ids, sampling_of(sampling), completion_of(output.outputs[0]), private)
+    return Receipt.of(info, token_ids, sampling_of(sampling), completion_of(output.outputs[0]), private)
 
 
-def declared_by(llm: Any) -> Declared:
-    """What an engine is.
+def engine_info(llm: Any) -> EngineInfo:
+    """Model and environment of an engine.
 
-    The sha256 of a model's files takes a while at first (a gigabyte a second or so), and is kept by path, size and time
-    of last change. It is of the files: weights that were changed in memory since are not seen.
+    The sha256 of a model's files takes a while at first, about a second a gigabyte. It is cached by path, size and time
+    of last change. It is of the files: changes of weights in memory are not seen.
 
     Args:
         llm: ``vllm.LLM``.
@@ -62,37 +111,37 @@ def declared_by(llm: Any) -> Declared:
     else:
         model = model_at(local_folder(config.model, config.revision), name)
     if patch_points.INIT_BATCH_INVARIANCE.get() is not install.install_worker:
-        return Declared(model, Environment(mode=False, versions=versions(patch_points.installed_version())))
-    return Declared(model, environment_from_json(llm.collective_rpc(endpoint.METHOD)[0]))
+        return EngineInfo(model, Environment(mode=False, versions=versions(patch_points.installed_version())))
+    return EngineInfo(model, environment_from_json(llm.collective_rpc(endpoint.METHOD)[0]))
 
 
 def verify(
     receipt: Receipt,
     llm: Any,
     *,
-    company: int = 8,
+    concurrent: int = 8,
     prompt_token_ids: Sequence[int] | None = None,
     before: Callable[[tuple[Note, ...]], None] = lambda _: None,
 ) -> Verdict:
-    """Compute a receipt's completion again, among other requests, and compare it bit for bit.
+    """Compute a receipt's completion again with concurrent requests, and compare it bit for bit.
 
     Args:
-        llm: ``vllm.LLM`` with nothing to do: its steps are taken here.
-        company: how many other requests run beside it. They come and go.
+        llm: an idle ``vllm.LLM``, which is stepped here.
+        concurrent: number of concurrent requests. They come and go.
         prompt_token_ids: the prompt of a private receipt.
-        before: is told in what the engine differs from the receipt's, before anything is computed.
+        before: is called first, with the differences between this engine and the receipt's.
 
     Raises:
-        NoTestError: the prompt is missing or another one, the engine is busy or refuses the request, or no other
-            request ran in a step with it.
+        NoTestError: the prompt is missing or another one, the engine is busy or refuses the request, or no concurrent
+            request ran in the same step.
     """
     prompt = receipt.prompt.ids(prompt_token_ids)
-    notes = notes_on(receipt.declared, declared_by(llm), ("the receipt", "this engine"))
+    notes = notes_on(receipt.info, engine_info(llm), ("the receipt", "this engine"))
     before(notes)
-    guests = Company(receipt, prompt, llm.llm_engine.model_config.max_model_len, company)
-    got, beside = complete(llm, prompt, receipt.sampling, guests)
-    guests.require(beside)
-    return verdict_on(receipt, got, notes, beside)
+    others = ConcurrentRequests(receipt, prompt, llm.llm_engine.model_config.max_model_len, concurrent)
+    got, ran = complete(llm, prompt, receipt.sampling, others)
+    others.require(ran)
+    return verdict_on(receipt, got, notes, ran)
 
 
 def sampling_of(params: Any) -> Sampling:
@@ -106,7 +155,7 @@ def sampling_of(params: Any) -> Sampling:
     held = {field.name for field in fields(Sampling)}
     usual = type(params)()
     for name in type(params).__struct_fields__:
-        if name in held or name in _SAY_NOTHING or name.startswith("_"):
+        if name in held or name in _NOT_RECORDED or name.startswith("_"):
             continue
         if getattr(params, name) != getattr(usual, name):
             raise NoTestError(f"a receipt does not hold the sampling parameter {name}={getattr(params, name)!r}")
@@ -142,27 +191,27 @@ def _vllm_sampling(sampling: Sampling) -> Any:
 
 
 def complete(
-    llm: Any, prompt: tuple[int, ...], sampling: Sampling, company: Company | None = None
+    llm: Any, prompt: tuple[int, ...], sampling: Sampling, others: ConcurrentRequests | None = None
 ) -> tuple[Completion, int]:
-    """Take the engine's steps until a prompt is completed.
+    """Step the engine until a prompt is completed.
 
     Returns:
-        The completion, and how many other requests got a token in a step in which it got one.
+        The completion, and how many concurrent requests got a token in a step in which it got one.
 
     Raises:
         NoTestError: the engine is busy, or refuses a request.
     """
-    install = llm.llm_engine
-    if install.has_unfinished_requests():
-        raise NoTestError("the engine is busy: use one that has nothing to do")
-    guests: set[str] = set()
-    beside: set[str] = set()
-    ours = ""
+    engine = llm.llm_engine
+    if engine.has_unfinished_requests():
+        raise NoTestError("the engine is busy: use an idle one")
+    running: set[str] = set()
+    concurrent: set[str] = set()
+    target = ""
 
     def add(token_ids: Sequence[int], sampling: Sampling) -> str:
         name = f"receipt-{next(_numbers)}"
         try:
-            install.add_request(name, {"prompt_token_ids": list(token_ids)}, _vllm_sampling(sampling))
+            engine.add_request(name, {"prompt_token_ids": list(token_ids)}, _vllm_sampling(sampling))
         except ValueError as error:
             raise NoTestError(f"the engine refuses the request: {' '.join(str(error).split())}") from error
         return name
@@ -170,16 +219,16 @@ def complete(
     try:
         outputs: dict[str, Any] = {}
         while True:
-            while company and len(guests) < company.size:
-                guest = company.guest()
-                guests.add(add(guest.token_ids, guest.sampling))
-            if not ours and (outputs or not guests):
-                ours = add(prompt, sampling)
-            outputs = {output.request_id: output for output in install.step()}
-            if ours in outputs:
-                beside |= outputs.keys() - {ours}
-                if outputs[ours].finished:
-                    return completion_of(outputs[ours].outputs[0]), len(beside)
-            guests -= {name for name, output in outputs.items() if output.finished}
+            while others and len(running) < others.size:
+                one = others.next()
+                running.add(add(one.token_ids, one.sampling))
+            if not target and (outputs or not running):
+                target = add(prompt, sampling)
+            outputs = {output.request_id: output for output in engine.step()}
+            if target in outputs:
+                concurrent |= outputs.keys() - {target}
+                if outputs[target].finished:
+                    return completion_of(outputs[target].outputs[0]), len(concurrent)
+            running -= {name for name, output in outputs.items() if output.finished}
     finally:
-        install.abort_request([name for name in (*guests, ours) if name])
+        engine.abort_request([name for name in (*running, target) if name])

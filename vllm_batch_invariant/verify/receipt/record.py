@@ -1,7 +1,7 @@
-"""A receipt: what was asked, what came, bit for bit, and everything that these bits depend on, closed by a sha256.
+"""The receipt: a request, its completion bit for bit, and everything that these bits depend on, closed by a sha256.
 
 The hash finds damage and careless edits. It is no signature: whoever changes a receipt can hash it again, and only a
-recomputation finds that. To say who made a receipt, sign its sha256 with a key of your own.
+recomputation finds that. To prove who made a receipt, sign its sha256 with a key of your own.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _CONFIG = ConfigDict(extra="forbid", strict=True)
 
 
 class BadReceipt(NoTestError):
-    """A file or value that is no receipt, or not one that can be trusted; the text is one line."""
+    """A file or value that is no receipt, or an inconsistent one; the text is one line."""
 
 
 def canonical(data: Any) -> bytes:
@@ -53,12 +53,12 @@ def bits_of(logprob: float) -> str:
     """The bits of an fp32 number as 8 hexadecimal digits, clamped as vLLM's server clamps.
 
     Raises:
-        NoTestError: a number that fp32 does not have, so somebody rounded.
+        NoTestError: fp32 does not have the number, so it was rounded on the way.
     """
     clamped = max(logprob, LOWEST_LOGPROB)
     packed = struct.pack(">f", clamped)
     if not math.isnan(clamped) and struct.unpack(">f", packed)[0] != clamped:
-        raise NoTestError(f"the logprob {logprob!r} is no fp32 number: somebody on the way rounds, and bits are lost")
+        raise NoTestError(f"the logprob {logprob!r} is no fp32 number: it was rounded on the way, and bits are lost")
     return packed.hex()
 
 
@@ -69,7 +69,7 @@ def number_of(bits: str) -> float:
 
 @dataclass(frozen=True)
 class Model:
-    """Which model it was: its name, and the sha256 of every file that decides what it computes."""
+    """A model: its name, and the sha256 of every file that decides what it computes."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
 
@@ -89,7 +89,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompt's token ids, or where it is private, only their number and their sha256.
+    """The prompt's token ids; if it is private, only their number and their sha256.
 
     A short prompt can be found again from its sha256 by trying.
     """
@@ -115,10 +115,10 @@ class Prompt:
         return (len(token_ids), sha256_of(list(token_ids))) == (self.tokens, self.sha256)
 
     def ids(self, given: Sequence[int] | None = None) -> tuple[int, ...]:
-        """The token ids, from the receipt or, where it is private, as given.
+        """The token ids: the receipt's or, if it is private, the given ones.
 
         Raises:
-            NoTestError: none are given for a private one, or those of another prompt.
+            NoTestError: none are given for a private prompt, or those of another prompt.
         """
         token_ids = self.token_ids if given is None else tuple(map(int, given))
         if token_ids is None:
@@ -132,10 +132,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens were chosen, under vLLM's names; nothing is left to a server's defaults.
+    """How tokens are chosen, under vLLM's names; nothing is left to a server's defaults.
 
     Raises:
-        NoTestError: sampling without a seed, which nobody can repeat.
+        NoTestError: sampling without a seed cannot be repeated.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
@@ -154,7 +154,7 @@ class Sampling:
     stop_token_ids: tuple[Token, ...] = ()
     ignore_eos: bool = False
     logprobs: Annotated[int, Field(ge=0)] = 5
-    """Candidates listed at each position, beside the chosen token."""
+    """Candidates listed at each position, in addition to the chosen token."""
 
     def __post_init__(self) -> None:
         for number in fields(self):
@@ -166,7 +166,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens that came, and the exact bits of their logprobs and of the candidates' beside them."""
+    """The output tokens, and the exact bits of their logprobs and of the listed candidates' logprobs."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
 
@@ -198,20 +198,20 @@ class Completion:
 
 
 def environment_from_json(data: Any) -> Environment:
-    """What an engine sent.
+    """The environment that an engine sent.
 
     Raises:
-        NoTestError: something else.
+        NoTestError: it is none.
     """
     try:
         return TypeAdapter(Environment).validate_json(canonical(data))
     except (ValidationError, TypeError, ValueError) as error:
-        raise NoTestError(f"the engine's declaration is not understood: {_first_line(error)}") from error
+        raise NoTestError(f"the engine's description is not understood: {_first_line(error)}") from error
 
 
 @dataclass(frozen=True)
-class Declared:
-    """What an engine is: the model that it serves, and its environment."""
+class EngineInfo:
+    """An engine: the model that it serves, and its environment."""
 
     model: Model
     environment: Environment
@@ -233,16 +233,16 @@ class Receipt:
 
     @classmethod
     def of(
-        cls, declared: Declared, token_ids: tuple[int, ...], sampling: Sampling, completion: Completion, private: bool
+        cls, info: EngineInfo, token_ids: tuple[int, ...], sampling: Sampling, completion: Completion, private: bool
     ) -> Self:
         """The receipt of a completion, as it would be read from a file; ``private`` leaves out the prompt's ids."""
         prompt = Prompt.of(token_ids, private)
-        return cls.from_json(cls(declared.model, prompt, sampling, completion, declared.environment).to_json())
+        return cls.from_json(cls(info.model, prompt, sampling, completion, info.environment).to_json())
 
     @property
-    def declared(self) -> Declared:
-        """What the engine was that computed it."""
-        return Declared(self.model, self.environment)
+    def info(self) -> EngineInfo:
+        """The engine that computed it."""
+        return EngineInfo(self.model, self.environment)
 
     def _body(self) -> dict[str, Any]:
         return {"format": FORMAT, "version": VERSION} | asdict(self)
@@ -316,7 +316,7 @@ class Receipt:
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Of a field that is there twice some readers take the first and others the last."""
+    """An object of JSON. If a field is there twice, some readers take the first and others the last."""
     held = dict(pairs)
     if len(held) < len(pairs):
         raise BadReceipt("the receipt was tampered with: a field is in it twice")

@@ -1,4 +1,4 @@
-"""Receipts over HTTP: of what a server answers, and computed again on a server."""
+"""Receipts over HTTP: made of a server's answer, and computed again on a server."""
 
 import asyncio
 import json
@@ -13,29 +13,29 @@ import httpx
 import openai
 
 from ...integration.endpoint import PATH
+from ..answers import NO_LOGPROBS, generated_tokens_from
 from ..harness.client import Connection, Served, connect
-from ..harness.load import one_line
 from ..harness.metrics import Reading, read_metrics
 from ..outcome import NoTestError
-from ..request import NO_LOGPROBS, steps_from
-from .company import Company
+from ..printing import one_line
 from .comparison import Note, Verdict, notes_on, verdict_on
+from .engine import ConcurrentRequests
 from .model_files import model_at
-from .record import Completion, Declared, Environment, Receipt, Sampling, environment_from_json
+from .record import Completion, EngineInfo, Environment, Receipt, Sampling, environment_from_json
 
 _TOKEN = "token_id:"
 _NO_COMPLETION = "the server's answer is no completion of vLLM's API"
 _LAST_CHUNK = 10.0
-"""Seconds in which each of the company must get one more token, to count as present until the end."""
+"""Seconds in which a concurrent request must get one more token, to count as running until the end."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt that a server turns into tokens."""
+    """A prompt that the server tokenizes."""
 
     text: str
     chat: bool = False
-    """Whether it is the message of a chat, to be put into the model's template."""
+    """Whether it is the message of a chat, to which the server applies the model's template."""
 
 
 async def make_on_server(
@@ -54,8 +54,8 @@ async def make_on_server(
         base_url: of vLLM's OpenAI API.
         api_key: the server's key; None sends none, whatever the environment holds.
         model: the served model's name; the first if None.
-        files: folder on this machine of the files that the server has loaded, by the caller's word: the server is not
-            asked, since what answers at localhost may be far away and name any folder.
+        files: folder on this machine with the files that the server has loaded. The caller guarantees it: a server at
+            localhost may be a tunnel to another machine, and the folder that it names one of that machine.
         private: keep the sha256 of the prompt's token ids instead of the ids.
 
     Raises:
@@ -63,80 +63,80 @@ async def make_on_server(
     """
     async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
-        declared = await declared_by_server(server, served, files)
+        info = await server_info(server, served, files)
         token_ids, completion = await complete(server, served.name, prompt, sampling)
-    return Receipt.of(declared, token_ids, sampling, completion, private)
+    return Receipt.of(info, token_ids, sampling, completion, private)
 
 
 async def verify_on_server(
     receipt: Receipt,
     base_url: str,
     *,
-    company: int = 8,
+    concurrent: int = 8,
     prompt: Text | None = None,
     api_key: str | None = None,
     model: str | None = None,
     files: Path | None = None,
     before: Callable[[tuple[Note, ...]], None] = lambda _: None,
 ) -> Verdict:
-    """Compute a receipt's completion again on a server, among other requests, and compare it bit for bit.
+    """Compute a receipt's completion again on a server with concurrent requests, and compare it bit for bit.
 
     Args:
-        company: how many other requests are kept in flight meanwhile.
+        concurrent: number of concurrent requests that are kept in flight.
         prompt: of a private receipt.
         base_url, api_key, model, files: as for :func:`make_on_server`.
-        before: is told in what the server differs from the receipt's engine, before anything is computed.
+        before: is called first, with the differences between the server and the receipt's engine.
 
     Raises:
-        NoTestError: as :func:`make_on_server`; and the prompt is missing or another one, or no other request ran at
-            the same time.
+        NoTestError: as :func:`make_on_server`; and the prompt is missing or another one, or no concurrent request ran
+            at the same time.
     """
     async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
-        declared = await declared_by_server(server, served, files)
-        notes = notes_on(receipt.declared, declared, ("the receipt", "the server"))
+        info = await server_info(server, served, files)
+        notes = notes_on(receipt.info, info, ("the receipt", "the server"))
         before(notes)
         given = None
         if prompt is not None:
             given, _ = await complete(server, served.name, prompt, Sampling(max_tokens=1, logprobs=0))
         token_ids = receipt.prompt.ids(given)
-        guests = Company(receipt, token_ids, served.context, company)
-        looked = await _look(server)
-        async with _beside(server, served.name, guests) as presence:
+        others = ConcurrentRequests(receipt, token_ids, served.context, concurrent)
+        before_it = await _reading(server)
+        async with _running(server, served.name, others) as spans:
             begin = time.perf_counter()
             answered, got = await complete(server, served.name, token_ids, receipt.sampling)
             end = time.perf_counter()
-        beside, looked_again = presence.between(begin, end), await _look(server)
+        ran, after_it = spans.between(begin, end), await _reading(server)
     if answered != token_ids:
         raise NoTestError("the server completed other tokens than those of the prompt that it was sent")
-    # requests that waited for each other were in flight together, and never in one step
-    together = looked_again.together_since(looked) if looked and looked_again else None
-    guests.require(0 if together == 1 else beside)
-    return verdict_on(receipt, got, notes, beside)
+    # requests that wait for each other are in flight together and never in one step
+    together = after_it.together_since(before_it) if before_it and after_it else None
+    others.require(0 if together == 1 else ran)
+    return verdict_on(receipt, got, notes, ran)
 
 
-async def _look(server: Connection) -> Reading | None:
-    """The server's metrics; None where it has none that can be read."""
+async def _reading(server: Connection) -> Reading | None:
+    """A reading of the server's metrics; None if they cannot be read."""
     try:
         return await read_metrics(server.http, server.metrics)
     except (NoTestError, httpx.HTTPError):
         return None
 
 
-async def declared_by_server(server: Connection, served: Served, files: Path | None = None) -> Declared:
-    """What a server says of itself, and the digest of its model's files where the caller has them.
+async def server_info(server: Connection, served: Served, files: Path | None = None) -> EngineInfo:
+    """Environment of a server as it reports it, and the digest of its model's files if the caller has them.
 
     Raises:
-        NoTestError: it answers something that is no declaration.
+        NoTestError: its answer is not an environment.
     """
     model = model_at(files, served.name, "nobody named the folder of the server's files")
     try:
         data = await server.api.get(PATH.removeprefix("/v1"), cast_to=object)
     except openai.NotFoundError:
-        return Declared(model, Environment(versions=await _version(server)))
+        return EngineInfo(model, Environment(versions=await _version(server)))
     except openai.OpenAIError as error:
         raise NoTestError(f"{server}{PATH} does not answer: {one_line(error)}") from error
-    return Declared(model, environment_from_json(data))
+    return EngineInfo(model, environment_from_json(data))
 
 
 async def _version(server: Connection) -> dict[str, str]:
@@ -149,9 +149,9 @@ async def _version(server: Connection) -> dict[str, str]:
 async def complete(
     server: Connection, name: str, prompt: Text | tuple[int, ...], sampling: Sampling
 ) -> tuple[tuple[int, ...], Completion]:
-    """Ask for a completion; returns the prompt's token ids, and what came.
+    """Request a completion; returns the token ids of the prompt, and the completion.
 
-    A chat is asked for by the token ids that its template makes of it: /v1/chat/completions lists fewer candidates.
+    A chat is sent as the token ids of its template, because /v1/chat/completions lists fewer candidates.
 
     Raises:
         NoTestError: the server refuses, or its answer has no token ids or no logprobs.
@@ -167,23 +167,23 @@ async def complete(
 
 def _completion(choice: dict[str, Any]) -> Completion:
     try:
-        steps = steps_from(choice, chat=False)
-        if not steps:
+        generated = generated_tokens_from(choice, chat=False)
+        if not generated:
             raise NoTestError(NO_LOGPROBS)
         tokens = _ids(choice.get("token_ids"))
-        if [step.token for step in steps] != [f"{_TOKEN}{token}" for token in tokens]:
+        if [one.token for one in generated] != [f"{_TOKEN}{token}" for token in tokens]:
             raise NoTestError("the server's tokens and logprobs do not belong together")
-        candidates = ([(int(token.removeprefix(_TOKEN)), logprob) for token, logprob in step.top] for step in steps)
-        positions = zip(tokens, (step.logprob for step in steps), candidates, strict=True)
+        candidates = ([(int(token.removeprefix(_TOKEN)), logprob) for token, logprob in one.top] for one in generated)
+        positions = zip(tokens, (one.logprob for one in generated), candidates, strict=True)
         return Completion.of(positions, str(choice.get("finish_reason")))
     except (ValueError, TypeError, AttributeError) as error:
         raise NoTestError(_NO_COMPLETION) from error
 
 
 async def _answer(endpoint: Any, asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the server sends, and its only choice."""
+    """The server's answer, and its only choice."""
     try:
-        # the client's own parsing of every logprob would cost more than the rest
+        # the client's own parsing of every logprob would take longer than all else
         raw = await endpoint.with_raw_response.create(**asked)
         answer = json.loads(raw.http_response.content)
         return answer, answer["choices"][0]
@@ -202,7 +202,7 @@ def _ids(token_ids: Any) -> tuple[int, ...]:
 
 
 def _body(name: str, prompt: Text | tuple[int, ...], sampling: Sampling) -> dict[str, Any]:
-    """The arguments of the OpenAI client's `create`. Every parameter is there: servers have defaults of their own."""
+    """The arguments of the OpenAI client's ``create``, with every parameter, because servers have defaults."""
     openais = ("max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "logprobs")
     vllms = ("min_tokens", "top_k", "min_p", "repetition_penalty", "ignore_eos")
     extra = {parameter: getattr(sampling, parameter) for parameter in vllms}
@@ -214,61 +214,61 @@ def _body(name: str, prompt: Text | tuple[int, ...], sampling: Sampling) -> dict
 
 
 @dataclass
-class _Presence:
-    """When each request of the company had its first and its latest token."""
+class _Spans:
+    """When each concurrent request got its first and its latest token."""
 
     spans: list[list[float]] = field(default_factory=list)
     first: asyncio.Event = field(default_factory=asyncio.Event)
-    leaving: bool = False
+    ending: bool = False
     error: str = ""
 
     def between(self, begin: float, end: float) -> int:
-        """How many were being served at some moment of this time."""
+        """How many requests ran at some moment of this time."""
         return sum(first <= end and last >= begin for first, last in self.spans)
 
 
 @asynccontextmanager
-async def _beside(server: Connection, name: str, guests: Company) -> AsyncIterator[_Presence]:
-    """Keep so many requests in flight; when the block ends, each stays for one more token and leaves."""
-    presence = _Presence()
-    members = [asyncio.create_task(_member(server, name, guests, presence)) for _ in range(guests.size)]
-    arrival = asyncio.create_task(presence.first.wait())
+async def _running(server: Connection, name: str, others: ConcurrentRequests) -> AsyncIterator[_Spans]:
+    """Keep the concurrent requests in flight; at the end of the block each gets one more token and is aborted."""
+    spans = _Spans()
+    clients = [asyncio.create_task(_client(server, name, others, spans)) for _ in range(others.size)]
+    arrival = asyncio.create_task(spans.first.wait())
     try:
-        waiting = set(members)
+        waiting = set(clients)
         while waiting and not arrival.done():
             await asyncio.wait({arrival, *waiting}, return_when=asyncio.FIRST_COMPLETED)
-            waiting = {member for member in waiting if not member.done()}
-        if members and not arrival.done():
-            raise NoTestError(f"the other requests get no answer: {presence.error}")
-        yield presence
-        presence.leaving = True
-        if members:
-            await asyncio.wait(members, timeout=_LAST_CHUNK)
+            waiting = {client for client in waiting if not client.done()}
+        if clients and not arrival.done():
+            raise NoTestError(f"the concurrent requests get no answer: {spans.error}")
+        yield spans
+        spans.ending = True
+        if clients:
+            await asyncio.wait(clients, timeout=_LAST_CHUNK)
     finally:
-        for task in (arrival, *members):
+        for task in (arrival, *clients):
             task.cancel()
-        await asyncio.gather(arrival, *members, return_exceptions=True)
+        await asyncio.gather(arrival, *clients, return_exceptions=True)
 
 
-async def _member(server: Connection, name: str, guests: Company, presence: _Presence) -> None:
-    while not presence.leaving:
-        guest = guests.guest()
+async def _client(server: Connection, name: str, others: ConcurrentRequests, spans: _Spans) -> None:
+    while not spans.ending:
+        one = others.next()
         try:
-            stream = await server.api.completions.create(**_body(name, guest.token_ids, guest.sampling), stream=True)
+            stream = await server.api.completions.create(**_body(name, one.token_ids, one.sampling), stream=True)
             span: list[float] = []
             async for _ in stream:
                 now = time.perf_counter()
                 if not span:
                     span += [now, now]
-                    presence.spans.append(span)
-                    presence.first.set()
+                    spans.spans.append(span)
+                    spans.first.set()
                 span[1] = now
-                if presence.leaving:
+                if spans.ending:
                     break
             await stream.close()
         except openai.OpenAIError as error:
-            presence.error = one_line(error)
+            spans.error = one_line(error)
             return
         if not span:
-            presence.error = "the server does not stream"
+            spans.error = "the server does not stream"
             return

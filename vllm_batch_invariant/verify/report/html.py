@@ -5,7 +5,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from ..check.guarantees import Outcome
+from ..outcome import Outcome
 from .files import write
 
 _MARKS = {Outcome.HOLDS: "✓", Outcome.BREAKS: "✗", Outcome.NOT_TESTED: "–"}
@@ -76,7 +76,7 @@ class Page:
     """
 
     title: str
-    about: str
+    info: str
     outcome: Outcome
     summary: tuple[Cell, ...]
     partial: str

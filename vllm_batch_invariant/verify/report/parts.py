@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
-from ..divergence import Answer
+from ..answers import Answer
 from ..harness.metrics import Trace
 from . import plots
 from .html import Cell, Figure, Table

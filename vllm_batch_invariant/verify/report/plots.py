@@ -9,8 +9,7 @@ from .svg import svg
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ..check.results import Latency
-    from ..harness.metrics import Trace
+    from ..harness.metrics import Latency, Trace
 
 _COLOURS = ("#cfe3f1", "#f6c48c", "#a9dcc7", "#f3e68f", "#e6bcd6", "#b9c9f2", "#f2b0a6")
 """Light enough for black letters, which say the same."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ..divergence import Answer, compare
+from ..answers import Answer, compare_answers
 
 MOST_ROWS = 60
 """With more samples than that, those with the same bits share a row."""
@@ -110,7 +110,7 @@ def _row(
     reference: Answer, samples: Sequence[tuple[str, Answer]], follows: list[tuple[int, ...]], numbers: list[int]
 ) -> Row:
     label, answer = samples[numbers[0]]
-    found = compare([reference, answer])
+    found = compare_answers([reference, answer])
     token, logprob = found.earliest_token, found.earliest_logprob
     label += f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
     return Row(

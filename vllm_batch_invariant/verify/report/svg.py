@@ -23,7 +23,7 @@ _STYLE = {
 
 
 def require_matplotlib() -> None:
-    """Raises `NoTestError` in one line where there is no matplotlib."""
+    """Raises ``NoTestError`` in one line where there is no matplotlib."""
     try:
         import matplotlib  # noqa: ICN001, F401
     except ImportError:
@@ -31,7 +31,7 @@ def require_matplotlib() -> None:
 
 
 def svg(draw: Callable[["Figure"], None], height: float, name: str, description: str, links: Mapping[str, str]) -> str:
-    """Draw a figure of `height` inches.
+    """Draw a figure of ``height`` inches.
 
     Args:
         name: of the figure, unique in its page; the ids in it begin with it.

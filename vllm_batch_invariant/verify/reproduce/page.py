@@ -1,15 +1,15 @@
-"""The page of a reproducibility run."""
+"""The HTML page of a reproducibility run."""
 
 from collections.abc import Sequence
 
-from ..check.guarantees import Outcome
+from ..answers import RequestSpec
+from ..outcome import Outcome
 from ..report.html import Cell, Page, Section, Table
 from ..report.parts import batch_parts, map_parts
-from ..request import Ask
-from .report import Result, rows_of
+from .report import ReproduceResult, rows_of
 
 
-def page_of(target: str, ask: Ask, results: Sequence[Result]) -> Page:
+def page_of(target: str, spec: RequestSpec, results: Sequence[ReproduceResult]) -> Page:
     """The results, at least one, as a page."""
     columns = [rows_of(result) for result in results]
     rows = tuple((Cell(name), *(Cell(column[name]) for column in columns)) for name in columns[0])
@@ -24,11 +24,11 @@ def page_of(target: str, ask: Ask, results: Sequence[Result]) -> Page:
     request = Table(
         "The request",
         ("what", "value"),
-        tuple((Cell(name.replace("_", " ")), Cell(str(value))) for name, value in vars(ask).items()),
+        tuple((Cell(name.replace("_", " ")), Cell(str(value))) for name, value in vars(spec).items()),
     )
     return Page(
         title=f"One request, many times: {target}",
-        about="vllm-batch-invariant reproduce",
+        info="vllm-batch-invariant reproduce",
         outcome=_outcome(results[-1]),
         summary=tuple(Cell(result.verdict, _outcome(result)) for result in results),
         partial="",
@@ -36,10 +36,10 @@ def page_of(target: str, ask: Ask, results: Sequence[Result]) -> Page:
             Section("verdict", "Verdict", (verdict,)),
             Section("map", "Map of samples", tuple(samples)),
             Section("batches", "Batch size over time", tuple(batches)),
-            Section("request", "What was asked", (request,)),
+            Section("request", "The request", (request,)),
         ),
     )
 
 
-def _outcome(result: Result) -> Outcome:
+def _outcome(result: ReproduceResult) -> Outcome:
     return Outcome.HOLDS if result.comparison.identical else Outcome.BREAKS

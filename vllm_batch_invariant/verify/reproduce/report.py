@@ -1,4 +1,4 @@
-"""What a reproducibility run found, as a table for people and as JSON for machines."""
+"""The report of a reproducibility run, as a table on a console and as JSON."""
 
 import json
 import statistics
@@ -12,49 +12,55 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..divergence import Answer, Comparison, Parting, binned, compare
+from ..answers import Answer, AnswerComparison, Divergence, RequestSpec, binned, compare_answers
 from ..harness.load import Run
-from ..harness.metrics import Batches, BatchLog, Trace
+from ..harness.metrics import BatchLog, BatchSizes, Trace
 from ..outcome import Status
 from ..report.files import write
-from ..request import Ask
+
+_PUBLISHED = {"aborted": "left_early"}
+"""Fields that have another name in the format of the JSON report."""
 
 
 @dataclass(frozen=True)
-class Result:
+class ReproduceResult:
     """One column of the report."""
 
     label: str
-    comparison: Comparison
+    comparison: AnswerComparison
     length: int
     seconds: float
     completions_per_second: float
     tokens_per_second: float
     others: int
-    left_early: int
+    aborted: int
     failed_others: int
     failure: str
     varied: str
-    batches: Batches
+    batches: BatchSizes
     trace: Trace = field(repr=False)
     answers: tuple[Answer, ...] = field(repr=False)
     mode: str
-    """Which mode answered, see ``mode``."""
+    """Which mode served, see :mod:`..harness.mode`."""
 
     @classmethod
-    def of(cls, label: str, run: Run, log: BatchLog, mode: str) -> "Result":
-        """Raises `NoTestError` where the batch never varied: then agreement would prove nothing."""
+    def of(cls, label: str, run: Run, log: BatchLog, mode: str) -> "ReproduceResult":
+        """The result of a run.
+
+        Raises:
+            NoTestError: the batch never varied, so equal answers prove nothing.
+        """
         batches = log.batches()
         batches.require_variation()
         return cls(
             label=label,
-            comparison=compare(run.answers),
+            comparison=compare_answers(run.answers),
             length=max(len(answer.tokens) for answer in run.answers),
             seconds=run.seconds,
             completions_per_second=run.completions_per_second,
             tokens_per_second=run.tokens_per_second,
             others=run.others,
-            left_early=run.left_early,
+            aborted=run.aborted,
             failed_others=run.failed_others,
             failure=run.failure,
             varied=run.varied,
@@ -71,7 +77,7 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """One line for people."""
+        """The result in one line."""
         found = self.comparison
         if found.identical:
             return f"{self.label}: {found.samples} of {found.samples} samples are bitwise identical"
@@ -81,8 +87,10 @@ class Result:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data; batch sizes as how often each was seen."""
-        data = asdict(replace(self, answers=(), trace=None))
+        """The result as plain data; of each batch size how often it was seen."""
+        data = {
+            _PUBLISHED.get(name, name): value for name, value in asdict(replace(self, answers=(), trace=None)).items()
+        }
         del data["answers"], data["trace"]
         data["batches"] = {
             "running": dict(sorted(Counter(self.batches.running).items())),
@@ -91,18 +99,18 @@ class Result:
         return data | {"status": int(self.status)}
 
 
-def write_json(path: Path, ask: Ask, results: Sequence[Result]) -> None:
-    """Write the request, every result, and the exit status, which is the last result's."""
+def write_json(path: Path, spec: RequestSpec, results: Sequence[ReproduceResult]) -> None:
+    """Write the request, every result, and the exit status, which is that of the last result."""
     data = {
-        "request": asdict(ask),
+        "request": asdict(spec),
         "results": [result.as_json() for result in results],
         "status": int(results[-1].status),
     }
     write(path, json.dumps(data, indent=1) + "\n")
 
 
-def print_report(console: Console, results: Sequence[Result]) -> None:
-    """Print a table with a column for each result, and each result's verdict."""
+def print_report(console: Console, results: Sequence[ReproduceResult]) -> None:
+    """Print a table with a column a result, and the verdict of each."""
     table = Table(title="The same request, under a load that varies the batch", title_justify="left")
     table.add_column("")
     for result in results:
@@ -121,8 +129,8 @@ def print_report(console: Console, results: Sequence[Result]) -> None:
         )
 
 
-def rows_of(result: Result) -> dict[str, str]:
-    """What was found, by name, in words."""
+def rows_of(result: ReproduceResult) -> dict[str, str]:
+    """The rows of the table: name and text."""
     found = result.comparison
     running = result.batches.running
     return {
@@ -130,18 +138,18 @@ def rows_of(result: Result) -> dict[str, str]:
         "samples": str(found.samples),
         "unique completions": str(found.completions),
         "unique logprob sequences": str(found.logprob_sequences),
-        "first token to differ": _parting(found.earliest_token),
+        "first token that differs": _divergence(found.earliest_token),
         "samples whose tokens differ, by position": _histogram(found.token_positions, result.length),
-        "first logprob to differ": _position(found.earliest_logprob),
+        "first logprob that differs": _position(found.earliest_logprob),
         "samples whose logprobs differ, by position": _histogram(found.logprob_positions, result.length),
         "requests in the batch": (
             f"{min(running)} to {max(running)}, median {statistics.median(running):.0f} "
-            f"({_count(len(set(running)), 'size')} seen in {_count(len(running), 'look')})"
+            f"({_count(len(set(running)), 'size')} seen in {_count(len(running), 'reading')})"
         ),
         "engine steps by tokens": _steps(result.batches),
-        "other requests": f"{result.others}, {result.left_early} left early, {result.failed_others} failed"
+        "concurrent requests": f"{result.others}, {result.aborted} aborted, {result.failed_others} failed"
         + (f" ({result.failure})" if result.failure else ""),
-        "what they asked for": result.varied,
+        "their parameters": result.varied,
         "time": f"{result.seconds:.1f} s",
         "throughput": f"{result.completions_per_second:.2f} completions/s, {result.tokens_per_second:.0f} tokens/s",
     }
@@ -151,15 +159,15 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _position(parting: Parting | None) -> str:
-    return "none" if parting is None else f"position {parting.position}, sample {parting.sample}"
+def _position(divergence: Divergence | None) -> str:
+    return "none" if divergence is None else f"position {divergence.position}, sample {divergence.sample}"
 
 
-def _parting(parting: Parting | None) -> str:
-    if parting is None:
+def _divergence(divergence: Divergence | None) -> str:
+    if divergence is None:
         return "none"
-    got, expected = parting.texts
-    return f"{_position(parting)}\n{parting.tokens}\n{got}\ninstead of {expected}"
+    got, expected = divergence.texts
+    return f"{_position(divergence)}\n{divergence.tokens}\n{got}\ninstead of {expected}"
 
 
 def _histogram(positions: dict[int, int], length: int) -> str:
@@ -173,7 +181,7 @@ def _histogram(positions: dict[int, int], length: int) -> str:
     )
 
 
-def _steps(batches: Batches) -> str:
+def _steps(batches: BatchSizes) -> str:
     if not batches.steps:
         return "not measured"
     return ", ".join(f"{'more' if bound == float('inf') else f'≤{bound:.0f}'}: {n}" for bound, n in batches.steps)

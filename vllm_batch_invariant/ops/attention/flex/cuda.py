@@ -182,7 +182,7 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
     )  # fmt: skip
     slopes = call.alibi_slopes
     if slopes is not None:
-        slopes = slopes.to(call.query.device, torch.float32).view(shape.kv_heads, shape.group)
+        slopes = slopes.to(call.query.device, torch.float32).view(shape.kv_heads, shape.queries_per_kv)
     with torch.cuda.device_of(call.query):
         _in_waves(call, out, plan, plan.masks[call.sliding_window], _compiled(scores), slopes)
 
@@ -203,9 +203,9 @@ def _in_waves(
     parts = min(_MERGED_AT_ONCE, tile.rows)
     sizes = {
         "kv_heads": shape.kv_heads,
-        "group": shape.group,
+        "group": shape.queries_per_kv,
         "head_size": shape.head_size,
-        "padded_size": shape.padded_size,
+        "padded_size": shape.padded_head_size,
         "block_rows": tile.rows,
     }
     for number, first in enumerate(range(0, entries if blocks else 0, wave)):

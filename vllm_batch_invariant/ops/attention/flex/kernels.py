@@ -8,8 +8,7 @@ block and one split of keys that it sees: a query block of FlexAttention.
 import triton
 import triton.language as tl
 
-from ..plan_kernels import split_of, start_of
-from ..triton_kernels import _finished, _merge_splits
+from ..splits import merge_splits, normalize, split_of, start_of
 
 BLOCK = 8
 """Numbers in the description of a block: request, first row, first split, splits, rows of the request, its first row in
@@ -290,11 +289,11 @@ def merge_entries(
                 partial + at[:, None] * stride_p_row + kv_head * stride_p_head + dims[None, :], mask=live_row, other=0.0
             ).to(tl.float32)
             one = tl.full((rows_at_once,), 1.0, tl.float32)
-            top, weight, acc = _merge_splits(top, weight, acc, lse * _LOG2_E, one, result)
+            top, weight, acc = merge_splits(top, weight, acc, lse * _LOG2_E, one, result)
         if high == end:
             head = kv_head * group + row % group
             at = (start + row // group).to(tl.int64) * stride_o_token + head * stride_o_head
-            result = _finished(top, weight, acc, top, False)
+            result = normalize(top, weight, acc, top, False)
             tl.store(out + at[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=live_row)
         else:
             kept = ((1 - wave) * kv_heads + kv_head) * block_rows + place

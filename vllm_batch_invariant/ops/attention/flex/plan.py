@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from ....errors import NotCovered
-from ..cuda import Shape
 from ..params import PagedAttention
+from ..plan import AttentionShape
 from ..reduction import AttentionReduction
 from .kernels import BLOCK, ENTRY, list_blocks, list_entries
 
@@ -153,7 +153,7 @@ class Planner:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: AttentionShape,
         layout: KeyLayout,
         device: torch.device,
         most_requests: int,
@@ -170,7 +170,7 @@ class Planner:
         self.shape, self.layout, self.device = shape, layout, device
         self.longest, self.most_keys, self.windows = longest, most_keys, tuple(dict.fromkeys(windows))
         self.tile = tile_of(shape.head_size, shape.dtype)
-        sizes = [size for _, size, _ in shape.reduction.levels]
+        sizes = [size for _, size, _ in shape.reduction.split_segments]
         if any(size % self.tile.keys for size in sizes):
             raise ValueError(f"splits must be multiples of {self.tile.keys} keys, got {shape.reduction}")
         self.most_tiles = max(sizes) // self.tile.keys
@@ -178,13 +178,13 @@ class Planner:
         self.first_keys = torch.zeros(tiles, dtype=torch.int32, device=device)
         """[tiles of the cache] int32, the position of the first key of each that a plan lists."""
         rows = 2, shape.kv_heads, self.tile.rows
-        self.kept = [torch.empty(size, device=device) for size in (rows, rows, (*rows, shape.padded_size))]
+        self.kept = [torch.empty(size, device=device) for size in (rows, rows, (*rows, shape.padded_head_size))]
         """Running results of a block of rows, twice: read from one, written to the other."""
         self._masks = {window: self._empty(self.tile, window, most_requests) for window in self.windows}
 
     @cached_property
     def _blocks_of_a_token(self) -> int:
-        return -(-self.shape.group // self.tile.rows)
+        return -(-self.shape.queries_per_kv // self.tile.rows)
 
     def _empty(self, tile: Tile, window: int | None, requests: int) -> Masks:
         blocks = requests * self._blocks_of_a_token
@@ -197,7 +197,7 @@ class Planner:
         most = requests * min(_splits_of_a_window(reduction, window, 1), reduction.split_of(self.longest - 1) + 1)
         if self.most_keys is not None:
             # Those of the last size, and all before them.
-            early = reduction.levels[-1][2]
+            early = reduction.split_segments[-1][2]
             most = min(most, requests * (1 + early) + self.most_keys // reduction.split_size)
         return _even(most * self._blocks_of_a_token)
 
@@ -234,7 +234,7 @@ class Planner:
                 masks[window] = Masks.none(blocks, entries, tile, self.most_tiles, self.device)
             if blocks:
                 self._write(masks[window], query_start_loc, seq_lens, block_table, tile, window)
-        rows = self.shape.group if decode else tile.rows
+        rows = self.shape.queries_per_kv if decode else tile.rows
         return Plan(self, tile, masks, min(rows, tile.rows))
 
     def _write(
@@ -248,9 +248,9 @@ class Planner:
     ) -> None:
         reduction, blocks = self.shape.reduction, len(masks.blocks)
         common: dict[str, Any] = {
-            "group": self.shape.group,
+            "group": self.shape.queries_per_kv,
             "block_rows": tile.rows,
-            "levels": reduction.levels,
+            "levels": reduction.split_segments,
             "window": window or 0,
         }
         with torch.cuda.device(self.device):
@@ -285,7 +285,7 @@ def plan_alone(call: PagedAttention) -> Plan:
     """
     device = call.query.device
     heads, head_size = call.query.shape[1:]
-    shape = Shape(heads, call.key_cache.shape[1], head_size, call.query.dtype, call.reduction)
+    shape = AttentionShape(heads, call.key_cache.shape[1], head_size, call.query.dtype, call.reduction)
     layout = KeyLayout.of(call.key_cache, tile_of(head_size, call.query.dtype).keys)
     _check_shared_pages(call)
     planner = Planner(shape, layout, device, len(call.seq_lens), int(call.lengths.max()), (call.sliding_window,))
@@ -322,20 +322,24 @@ def _splits_of_a_window(reduction: AttentionReduction, window: int | None, token
 def _split_of(positions: np.ndarray, reduction: AttentionReduction) -> np.ndarray:
     """``AttentionReduction.split_of`` of many."""
     numbers = np.zeros_like(positions)
-    for start, size, first in reduction.levels:
+    for start, size, first in reduction.split_segments:
         numbers = np.where(positions < start, numbers, first + (positions - start) // size)
     return numbers
 
 
-def _count(starts: np.ndarray, lengths: np.ndarray, shape: Shape, tile: Tile, window: int | None) -> tuple[int, int]:
+def _count(
+    starts: np.ndarray, lengths: np.ndarray, shape: AttentionShape, tile: Tile, window: int | None
+) -> tuple[int, int]:
     """Blocks and entries of a step."""
     tokens = np.diff(starts).astype(np.int64)
-    rows = tokens * shape.group
+    rows = tokens * shape.queries_per_kv
     counts = -(-rows // tile.rows)
     request = np.repeat(np.arange(len(tokens)), counts)
     first_row = (np.arange(len(request)) - np.repeat(counts.cumsum() - counts, counts)) * tile.rows
     past = lengths.astype(np.int64)[request] - tokens[request]
-    last = past + (np.minimum(first_row + tile.rows, rows[request]) - 1) // shape.group
-    first = np.zeros_like(last) if window is None else np.maximum(past + first_row // shape.group - window + 1, 0)
+    last = past + (np.minimum(first_row + tile.rows, rows[request]) - 1) // shape.queries_per_kv
+    first = (
+        np.zeros_like(last) if window is None else np.maximum(past + first_row // shape.queries_per_kv - window + 1, 0)
+    )
     splits = _split_of(last, shape.reduction) - _split_of(first, shape.reduction) + 1
     return len(request), _even(int(splits.sum()))

@@ -19,7 +19,7 @@ from .shapes import ACCOUNTS, ROWS, TILE
 if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from ..cuda import Shape
+    from ..plan import AttentionShape
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -57,7 +57,7 @@ def covers(head_size: int, dtype: torch.dtype, tile: int, block_rows: int, devic
 
 
 @cache
-def compiles(shape: "Shape", few_rows: int, device: torch.device) -> bool:
+def compiles(shape: "AttentionShape", decode_rows: int, device: torch.device) -> bool:
     """Whether the kernels can be compiled and loaded for layers of such a shape there; tried once in a process, by
     launching them with nothing to do. If not, a warning says why.
 
@@ -65,14 +65,14 @@ def compiles(shape: "Shape", few_rows: int, device: torch.device) -> bool:
 
     Args:
         shape: one that :func:`covers`.
-        few_rows: rows up to which a request gets a small block.
+        decode_rows: rows up to which a request gets a small block.
         device: the GPU.
 
     Raises:
         torch.OutOfMemoryError: no memory for some KB of tensors; nothing is known then.
     """
     try:
-        _launch_without_work(shape, few_rows, device)
+        _launch_without_work(shape, decode_rows, device)
     except Exception as error:
         if not is_of_a_compiler(error):
             raise
@@ -89,7 +89,7 @@ def compiles(shape: "Shape", few_rows: int, device: torch.device) -> bool:
     return True
 
 
-def _launch_without_work(shape: "Shape", few_rows: int, device: torch.device) -> None:
+def _launch_without_work(shape: "AttentionShape", decode_rows: int, device: torch.device) -> None:
     """Launch each variant that an engine's plans need."""
 
     def zeros(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -101,7 +101,7 @@ def _launch_without_work(shape: "Shape", few_rows: int, device: torch.device) ->
     work, accounts, partials = zeros(8), zeros(ACCOUNTS), [zeros(4, dtype=torch.float32) for _ in range(3)]
     with torch.cuda.device_of(query):
         launch_prefill(call, query, zeros(1), work, partials[0], accounts, 1)
-        for kept_rows in {min(shape.group, few_rows), few_rows}:
+        for kept_rows in {min(shape.queries_per_kv, decode_rows), decode_rows}:
             launch_decode(call, query, zeros(2), work, tuple(partials), accounts, kept_rows)
 
 
@@ -171,7 +171,7 @@ def launch_prefill(
         group=call.query.shape[1] // kv_heads,
         head_size=head_size,
         page_size=call.page_size,
-        levels=reduction.levels,
+        levels=reduction.split_segments,
         stages=PREFILL_STAGES[head_size],
         most_waits=MOST_WAITS,
         consumer_registers=240,
@@ -214,7 +214,7 @@ def launch_decode(
         group=call.query.shape[1] // kv_heads,
         head_size=head_size,
         page_size=call.page_size,
-        levels=reduction.levels,
+        levels=reduction.split_segments,
         kept_rows=kept_rows,
         kept_block=triton.next_power_of_2(kept_rows),
         stages=DECODING[head_size].stages,

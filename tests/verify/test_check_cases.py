@@ -1,4 +1,4 @@
-"""What single answers say about the rungs of the contract, and with which exit status a check ends."""
+"""What single answers say about the guarantees of the contract, and with which exit status a check ends."""
 
 import math
 import re
@@ -9,25 +9,25 @@ import pytest
 import torch
 
 from vllm_batch_invariant.ops.linear.autotune import TunedSchedule
-from vllm_batch_invariant.verify.check.certificates import Certificate
-from vllm_batch_invariant.verify.check.guarantees import RUNGS, Outcome, Sample, fact_of
+from vllm_batch_invariant.verify.answers import Answer, GeneratedToken
+from vllm_batch_invariant.verify.check.guarantees import GUARANTEES, Certificate, Sample, case_result
 from vllm_batch_invariant.verify.check.operations import compare_rows, describe_entries
 from vllm_batch_invariant.verify.check.report import INTERRUPTED, Report, as_json, summary
-from vllm_batch_invariant.verify.check.results import Findings, Latency
-from vllm_batch_invariant.verify.divergence import Answer, Step
-from vllm_batch_invariant.verify.outcome import Status
+from vllm_batch_invariant.verify.check.results import CheckResults
+from vllm_batch_invariant.verify.harness.metrics import Latency
+from vllm_batch_invariant.verify.outcome import Outcome, Status
 
-FACT, OTHER = ("batch", "in any company"), ("schedule", "preemption")
+CASE, OTHER = ("batch", "with concurrent requests"), ("schedule", "preemption")
 
 
 def answer(*tokens: int, ulp_at: int | None = None, text: str = "") -> Answer:
     """Tokens with a logprob each, of which one may be a bit larger."""
     logprobs = [-0.5 if place != ulp_at else math.nextafter(-0.5, 0) for place in range(len(tokens))]
-    return Answer.of(text, [Step(str(token), value) for token, value in zip(tokens, logprobs, strict=True)])
+    return Answer.of(text, [GeneratedToken(str(token), value) for token, value in zip(tokens, logprobs, strict=True)])
 
 
-def findings(*planned: tuple[str, str]) -> Findings:
-    return Findings("VLLM_BATCH_INVARIANT=1", list(planned))
+def results(*planned: tuple[str, str]) -> CheckResults:
+    return CheckResults("VLLM_BATCH_INVARIANT=1", list(planned))
 
 
 def certificate(**changes: object) -> Certificate:
@@ -36,123 +36,123 @@ def certificate(**changes: object) -> Certificate:
 
 def test_equal_answers_hold_and_one_bit_of_a_logprob_breaks() -> None:
     expected = answer(1, 2, 3)
-    assert fact_of(*FACT, [Sample("a", expected, answer(1, 2, 3))]).outcome is Outcome.HOLDS
-    fact = fact_of(*FACT, [Sample("a", expected, expected), Sample("b", expected, answer(1, 2, 3, ulp_at=1))])
-    assert fact.outcome is Outcome.BREAKS
-    assert fact.difference == "no token; logprobs from token 1 on, b"
+    assert case_result(*CASE, [Sample("a", expected, answer(1, 2, 3))]).outcome is Outcome.HOLDS
+    case = case_result(*CASE, [Sample("a", expected, expected), Sample("b", expected, answer(1, 2, 3, ulp_at=1))])
+    assert case.outcome is Outcome.BREAKS
+    assert case.difference == "no token; logprobs from token 1 on, b"
 
 
 def test_the_earliest_token_to_differ_is_named_with_its_sample_and_both_tokens() -> None:
     expected, elsewhere = answer(1, 2, 3, text="abc"), answer(7, 8)
-    fact = fact_of(
-        *FACT,
+    case = case_result(
+        *CASE,
         [
             Sample("late", expected, answer(1, 2, 9, text="abd")),
             Sample("other request", elsewhere, answer(7, 8, ulp_at=0)),
             Sample("early", expected, answer(1, 5, 3, text="axc")),
         ],
     )
-    assert fact.difference == "token 1, early: 5 instead of 2 ('xc' instead of 'bc'); logprobs from token 1 on"
-    assert fact.detail.startswith("3 answers of 8 tokens in all, 3 of them with other bits")
+    assert case.difference == "token 1, early: 5 instead of 2 ('xc' instead of 'bc'); logprobs from token 1 on"
+    assert case.detail.startswith("3 answers of 8 tokens in all, 3 of them with other bits")
 
 
 def test_a_text_that_differs_alone_is_a_difference() -> None:
-    fact = fact_of(*FACT, [Sample("a", answer(1, text="x"), answer(1, text="y"))])
-    assert fact.outcome is Outcome.BREAKS
-    assert "only the text" in fact.difference
+    case = case_result(*CASE, [Sample("a", answer(1, text="x"), answer(1, text="y"))])
+    assert case.outcome is Outcome.BREAKS
+    assert "only the text" in case.difference
 
 
 def test_a_check_holds_when_everything_planned_was_tested_and_holds() -> None:
-    found = findings(FACT, OTHER)
-    for key in (FACT, OTHER):
+    found = results(CASE, OTHER)
+    for key in (CASE, OTHER):
         found.add(*key, "a", answer(1), answer(1))
     assert found.status is Status.REPRODUCIBLE
     assert summary(found) == "VLLM_BATCH_INVARIANT=1: holds batch, schedule; could not test run"
 
 
-def test_one_broken_fact_breaks_the_check_whatever_else_is_not_tested() -> None:
-    found = findings(FACT, OTHER)
-    found.add(*FACT, "a", answer(1, 2), answer(1, 3))
+def test_one_broken_case_breaks_the_check_whatever_else_is_not_tested() -> None:
+    found = results(CASE, OTHER)
+    found.add(*CASE, "a", answer(1, 2), answer(1, 3))
     assert found.status is Status.DIVERGED
     assert "breaks batch (from token 1 on)" in summary(found)
 
 
-def test_a_fact_that_was_planned_and_not_provoked_is_no_test() -> None:
-    found = findings(FACT, OTHER)
-    found.add(*FACT, "a", answer(1), answer(1))
+def test_a_case_that_was_planned_and_not_provoked_is_no_test() -> None:
+    found = results(CASE, OTHER)
+    found.add(*CASE, "a", answer(1), answer(1))
     assert found.status is Status.NO_TEST
-    assert {fact.detail for fact in found.facts if fact.outcome is Outcome.NOT_TESTED} == {"not reached"}
+    assert {case.detail for case in found.cases if case.outcome is Outcome.NOT_TESTED} == {"not reached"}
     found.gaps[OTHER] = "the engine did not preempt"
     assert found.status is Status.NO_TEST
 
 
 def test_a_gap_outweighs_answers_that_prove_nothing() -> None:
-    found = findings(FACT)
-    found.add(*FACT, "a", answer(1), answer(1))
-    found.gaps[FACT] = "no two requests ran at a time"
-    assert [fact.detail for fact in found.facts] == ["no two requests ran at a time"]
+    found = results(CASE)
+    found.add(*CASE, "a", answer(1), answer(1))
+    found.gaps[CASE] = "no two requests ran at a time"
+    assert [case.detail for case in found.cases] == ["no two requests ran at a time"]
     assert found.status is Status.NO_TEST
-    found.add(*FACT, "b", answer(1), answer(2))
+    found.add(*CASE, "b", answer(1), answer(2))
     assert found.status is Status.DIVERGED
 
 
-def test_a_fact_about_company_holds_only_once_there_was_some() -> None:
-    found = findings(FACT)
-    found.add(*FACT, "a", answer(1), answer(1))
+def test_a_case_with_concurrent_requests_holds_only_once_there_were_some() -> None:
+    found = results(CASE)
+    found.add(*CASE, "a", answer(1), answer(1))
     outcomes = []
     for largest in (1, 3, 1):
-        found.in_company(FACT, largest, alone="it ran alone")
-        outcomes.append((found.status, found.facts[0].detail.rpartition("; ")[2]))
+        found.note_batch(CASE, largest, alone="it ran alone")
+        outcomes.append((found.status, found.cases[0].detail.rpartition("; ")[2]))
     held = Status.REPRODUCIBLE, "batches of up to 3 requests"
     assert outcomes == [(Status.NO_TEST, "it ran alone"), held, held]
 
 
-def test_what_is_out_of_reach_is_said_and_decides_nothing() -> None:
-    found = findings(FACT, OTHER)
-    found.add(*FACT, "a", answer(1), answer(1))
-    found.out_of_reach[OTHER] = "a client does not choose the KV cache"
+def test_what_is_not_applicable_is_said_and_decides_nothing() -> None:
+    found = results(CASE, OTHER)
+    found.add(*CASE, "a", answer(1), answer(1))
+    found.not_applicable[OTHER] = "a client does not choose the KV cache"
     assert found.status is Status.REPRODUCIBLE
     assert summary(found).endswith("holds batch; could not test run, schedule")
-    found.out_of_reach["batch", "operations"] = "a client does not reach the device"
-    assert "holds batch (1 of 2 facts tested)" in summary(found)
-    by_rung = {verdict.rung.name: verdict for verdict in found.verdicts}
-    assert by_rung["schedule"].outcome is Outcome.NOT_TESTED
-    assert by_rung["hardware"].outcome is Outcome.NOT_TESTED
+    found.not_applicable["batch", "operations"] = "a client does not reach the device"
+    assert "holds batch (1 of 2 cases tested)" in summary(found)
+    by_guarantee = {of_guarantee.guarantee.name: of_guarantee for of_guarantee in found.guarantees}
+    assert by_guarantee["schedule"].outcome is Outcome.NOT_TESTED
+    assert by_guarantee["hardware"].outcome is Outcome.NOT_TESTED
 
 
 def test_nothing_tested_is_no_test() -> None:
-    assert findings().status is Status.NO_TEST
+    assert results().status is Status.NO_TEST
 
 
-def test_certificates_break_a_rung_and_one_that_could_not_be_made_is_no_test() -> None:
-    found = findings()
-    found.certificates = [certificate(), certificate(rung="schedule", operation="attention")]
+def test_certificates_break_a_guarantee_and_one_that_could_not_be_made_is_no_test() -> None:
+    found = results()
+    found.certificates = [certificate(), certificate(guarantee="schedule", operation="attention")]
     assert found.status is Status.REPRODUCIBLE
     found.certificates.append(certificate(operation="softmax", untested="out of memory"))
     assert found.status is Status.NO_TEST
-    found.certificates[-1] = certificate(operation="softmax", untested="a kernel of vLLM's", out_of_reach=True)
+    found.certificates[-1] = certificate(operation="softmax", untested="a kernel of vLLM's", not_applicable=True)
     assert found.status is Status.REPRODUCIBLE
     found.certificates.append(certificate(difference="in a batch of 2 rows: ..."))
     assert found.status is Status.DIVERGED
 
 
 def test_an_interrupted_check_has_a_status_of_its_own_and_says_so_in_its_json() -> None:
-    found = findings(FACT, OTHER)
-    found.add(*FACT, "a", answer(1), answer(1))
+    found = results(CASE, OTHER)
+    found.add(*CASE, "a", answer(1), answer(1))
     found.failed = "interrupted"
     report = Report("model", "quick", (), "now", 1.0, (found,), "It was interrupted.")
     data = as_json(report)
     assert report.status == data["status"] == INTERRUPTED
     assert data["partial"] == "It was interrupted."
-    facts = {fact["name"]: fact for rung in data["runs"][0]["rungs"] for fact in rung["facts"]}
-    assert facts["preemption"]["detail"] == "interrupted"
-    assert facts["in any company"]["outcome"] == "holds"
+    cases = {case["name"]: case for guarantee in data["runs"][0]["rungs"] for case in guarantee["facts"]}
+    assert cases["preemption"]["detail"] == "interrupted"
+    assert cases["with concurrent requests"]["outcome"] == "holds"
 
 
-def test_the_rungs_are_those_of_the_contract() -> None:
+def test_the_guarantees_are_those_of_the_contract() -> None:
     contract = (Path(__file__).parents[2] / "docs" / "contract.md").read_text()
     rows = re.findall(r"^\| (\w+) \| (.+?) \| ", contract, re.MULTILINE)
-    assert [(rung.name, rung.promise) for rung in RUNGS] == rows[1 : 1 + len(RUNGS)]
+    assert [(guarantee.name, guarantee.promise) for guarantee in GUARANTEES] == rows[1 : 1 + len(GUARANTEES)]
 
 
 def test_rows_have_the_same_bits_in_any_batch_where_they_are_computed_one_by_one() -> None:

@@ -1,4 +1,4 @@
-"""Requests that only wait for each other are no company, whatever their times look like."""
+"""Requests that only wait for each other are not concurrent, whatever their times are."""
 
 import json
 import threading
@@ -31,7 +31,7 @@ CHOICE = {
         ],
     },
 }
-ANSWER = {"id": "1", "object": "text_completion", "created": 0, "model": "stub"}
+ANSWER = {"id": "1", "object": "text_completion", "created": 0, "model": "fake"}
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def engine(at_once: int, metrics: bool = True, choice: dict[str, Any] = CHOICE) 
 def verify(capsys: pytest.CaptureFixture[str], path: Path, **how: Any) -> tuple[int, str, str]:
     receipt().save(path)
     with engine(**how) as url:
-        status = main(["receipt", "verify", str(path), "--base-url", url, "--company", "4"])
+        status = main(["receipt", "verify", str(path), "--base-url", url, "--concurrent", "4"])
     said = capsys.readouterr()
     return status, said.out, said.err
 
@@ -107,14 +107,14 @@ def verify(capsys: pytest.CaptureFixture[str], path: Path, **how: Any) -> tuple[
 def test_requests_that_ran_one_by_one_are_no_test(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status, out, err = verify(capsys, tmp_path / "receipt.json", at_once=1)
     assert status == 2
-    assert "not a test: none of the 4 other requests ran at the same time" in err
+    assert "not a test: none of the 4 concurrent requests ran at the same time" in err
     assert "equal:" not in out
 
 
-def test_requests_that_ran_together_are_company(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_requests_that_ran_together_are_concurrent(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status, out, err = verify(capsys, tmp_path / "receipt.json", at_once=2)
     assert (status, err) == (0, "")
-    assert "equal: 3 tokens and the bits of 9 logprobs, computed again beside " in out
+    assert "equal: 3 tokens and the bits of 9 logprobs, computed again with " in out
 
 
 def test_without_metrics_the_times_decide(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""Every compile-time constant of the kernels of attention in Triton is in the reduction or a schedule, or is a part of
+the problem.
+"""
+
+from dataclasses import fields
+
+import pytest
+
+from vllm_batch_invariant.ops.attention import AttentionReduction
+
+pytest.importorskip("triton")
+
+from triton.runtime.jit import JITFunction
+
+from vllm_batch_invariant.ops.attention import plan, plan_kernels, triton_kernels
+
+REDUCTION = {"SPLIT_SEGMENTS", "KEY_TILE"}
+SCHEDULE = {"BLOCK_M", "DECODE_ROWS"}
+"""Of ``Schedule``, and of ``Kernels``."""
+PROBLEM = {
+    "attention_kernel": {
+        "NUM_KV_HEADS", "QUERIES_PER_KV", "HEAD_DIM", "PADDED_HEAD_DIM", "PAGE_SIZE", "USE_TMA", "USE_SOFT_CAP",
+        "USE_ALIBI", "USE_WINDOW", "USE_SINKS", "PREFILL_LIKE", "MAY_SHARE", "PARTIAL_ROWS", "PARTIAL_BLOCK",
+    },
+    "plan_kernel": {"NUM_KV_HEADS", "PADDED_KV_HEADS", "QUERIES_PER_KV"},
+}  # fmt: skip
+"""Shapes, options and layouts of a call, and which of a plan's lists is worked on."""
+
+
+@pytest.mark.parametrize(
+    "kernel", [triton_kernels.attention_kernel, plan_kernels.plan_kernel], ids=lambda one: one.__name__
+)
+def test_every_constexpr_is_in_the_reduction_a_schedule_or_the_problem(kernel):
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter's functions do not list their parameters")
+    constants = {one.name for one in kernel.params if one.is_constexpr}
+    assert constants == PROBLEM[kernel.__name__] | REDUCTION | (constants & SCHEDULE)
+
+
+def test_what_is_named_is_a_field():
+    of_reduction = {one.name for one in fields(AttentionReduction)} | {"split_segments"}
+    of_schedules = {one.name for kind in (plan.Schedule, plan.Kernels) for one in fields(kind)}
+    assert {name.lower() for name in REDUCTION} <= of_reduction
+    assert {name.lower() for name in SCHEDULE} <= of_schedules
+
+
+@pytest.mark.parametrize(("itemsize", "expected"), [(2, 64), (4, 32)])
+def test_fp32_takes_half_of_the_key_tile_and_no_tile_exceeds_a_split(itemsize, expected):
+    assert AttentionReduction.of_device("cuda").key_tile_of(itemsize) == expected
+    assert AttentionReduction(16).key_tile_of(itemsize) == 16
+
+
+@pytest.mark.parametrize("key_tile", [0, 16, 48])
+def test_a_key_tile_is_a_power_of_two_of_at_least_32(key_tile):
+    with pytest.raises(ValueError, match="key_tile must be a power of two of at least 32"):
+        AttentionReduction(key_tile=key_tile)

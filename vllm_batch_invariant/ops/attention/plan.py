@@ -1,0 +1,263 @@
+"""The plan of a step of paged attention: its memory on the GPU, and which kernels serve.
+
+A decode-like request, of few rows, and a prefill-like one, of many, get blocks of other sizes, and a CTA may walk all
+splits of its rows or share them with others: a matter of speed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from ...errors import NotCovered
+from . import sm90
+from .plan_kernels import plan_kernel
+from .reduction import AttentionReduction
+from .shared_memory import fitted
+from .sm90.shapes import ACCOUNTS
+from .work import WORK_SIZE
+
+_LARGEST_HEAD = 256
+DECODE_ROWS = 16
+"""Rows, (token, query head of the KV head) pairs, up to which a request is decode-like: its rows are one block."""
+PARTIAL_BYTES = 128 << 20
+"""For partial results; with less than a step wants, CTAs walk all splits of their rows."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a CTA of the Triton kernel holds its query rows: speed only."""
+
+    block_m: int
+    """Query rows."""
+    num_warps: int
+    num_stages: int
+    ctas_per_sm: int = 1
+    """CTAs that fit on a multiprocessor."""
+    maxnreg: int | None = None
+    """Limit of a thread's registers, to make them fit."""
+
+
+def decode_schedule(head_size: int, dtype: torch.dtype) -> Schedule:
+    """For requests of up to :data:`DECODE_ROWS` rows."""
+    if dtype == torch.float32:
+        # A dot in fp32 holds whole rows of both operands in registers.
+        return Schedule(16, num_warps=8, num_stages=1)
+    return Schedule(16, num_warps=4, num_stages=3 if head_size <= 128 else 2, ctas_per_sm=2)
+
+
+def prefill_schedule(head_size: int, dtype: torch.dtype) -> Schedule:
+    """For requests of more rows."""
+    if dtype == torch.float32:
+        return Schedule(16, num_warps=8, num_stages=1)
+    if head_size > 128:
+        return Schedule(64, num_warps=8, num_stages=1)
+    return Schedule(128, num_warps=8, num_stages=3 if head_size <= 64 else 2)
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What a plan depends on, apart from the batch."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    reduction: AttentionReduction
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.heads} query heads over {self.kv_heads} KV heads of size {self.head_size} in {dtype}"
+
+    @property
+    def queries_per_kv(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def padded_head_size(self) -> int:
+        return triton.next_power_of_2(self.head_size)
+
+    @property
+    def key_tile(self) -> int:
+        return self.reduction.key_tile_of(self.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which kernels serve attention: speed only, where :mod:`.certificate` has compared them."""
+
+    sm90: bool
+    """The Gluon kernels for Hopper, where they know a layer's options and layout; else the Triton kernel."""
+    decode_rows: int = DECODE_ROWS
+    """Rows up to which a request is decode-like; with 0 one block size serves all."""
+
+    @classmethod
+    def candidates(cls, shape: AttentionShape, device: torch.device, plain: bool = True) -> Iterator["Kernels"]:
+        """What could serve such layers, the fastest first; ``plain`` as in :class:`Planner`."""
+        block_m = prefill_schedule(shape.head_size, shape.dtype).block_m
+        if plain and sm90.covers(shape.head_size, shape.dtype, shape.key_tile, block_m, device):
+            yield cls(sm90=True)
+        yield cls(sm90=False)
+        yield cls(sm90=False, decode_rows=0)
+
+    @classmethod
+    def fastest(cls, shape: AttentionShape, device: torch.device, plain: bool = True) -> "Kernels":
+        """The first of them that can be compiled; their bits are not compared."""
+        found = cls.candidates(shape, device, plain)
+        return next(one for one in found if not one.sm90 or sm90.compiles(shape, DECODE_ROWS, device))
+
+    def __str__(self) -> str:
+        if self.sm90:
+            return "the Gluon kernels"
+        return "the Triton kernel" if self.decode_rows else "the Triton kernel with large blocks alone"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step's work, on the GPU: what every layer of the step does."""
+
+    planner: "Planner"
+    has_decode: bool
+    """Whether a request can be decode-like."""
+    prefill_ctas: int
+    """CTAs for prefill-like requests; 0 if there can be none."""
+    may_share_prefill: bool
+    """Whether CTAs may share the splits of prefill-like blocks: if there are few of them on the GPU."""
+    partial_rows: int
+    """Rows of a decode-like block in its partial results."""
+
+    @property
+    def reduction(self) -> AttentionReduction:
+        return self.planner.shape.reduction
+
+
+class Planner:
+    """The memory of plans, made once so that its addresses can be part of a CUDA graph; a plan replaces the last.
+
+    Args:
+        shape: of the layers.
+        device: the GPU.
+        max_requests: in a step.
+        max_tokens: in a step.
+        max_keys: of all requests of a step together.
+        plain: a layer may have none of the options that :mod:`.sm90` does not know.
+        kernels: what serves; by default :meth:`Kernels.fastest`.
+
+    Raises:
+        NotCovered: a head size above 256.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        device: torch.device,
+        max_requests: int,
+        max_tokens: int,
+        max_keys: int,
+        plain: bool = True,
+        kernels: Kernels | None = None,
+    ) -> None:
+        if shape.head_size > _LARGEST_HEAD:
+            raise NotCovered(
+                f"attention heads of size {shape.head_size}",
+                f"the kernel has sizes up to {_LARGEST_HEAD}",
+                "serve another model",
+            )
+        self.shape, self.device = shape, device
+        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.decode_schedule = fitted(decode_schedule(shape.head_size, shape.dtype), shape, device)
+        self.prefill_schedule = prefill_schedule(shape.head_size, shape.dtype)
+        kernels = kernels or Kernels.fastest(shape, device, plain)
+        self.sm90, self.decode_rows = kernels.sm90, kernels.decode_rows
+        block_m, kv_heads = self.prefill_schedule.block_m, shape.kv_heads
+        # Prefill-like blocks are shared only while they are few.
+        self._prefill_ctas = self.num_sms if self.sm90 else 4 * self.num_sms
+        ctas_per_sm = sm90.DECODING[shape.head_size].resident if self.sm90 else self.decode_schedule.ctas_per_sm
+        self.cta_shares = ctas_per_sm * self.num_sms
+
+        self.work_indptr = torch.zeros(self.cta_shares + 1, dtype=torch.int32, device=device)
+        """[cta_shares + 1] int32, the first item of ``decode_work`` of each CTA, and the end."""
+        self.decode_work = self._list_of_work(max_requests * kv_heads + self.cta_shares)
+        """[items, WORK_SIZE] int32."""
+        self.prefill_count = torch.zeros(1, dtype=torch.int32, device=device)
+        """[1] int32, items of ``prefill_work``."""
+        blocks = self._max_prefill_blocks(max_tokens, max_requests)
+        self.prefill_work = self._list_of_work(max(blocks, self._prefill_ctas // kv_heads))
+        """[items, WORK_SIZE] int32, each for all KV heads."""
+
+        self._max_splits = max_keys // shape.reduction.smallest + max_requests
+        self._max_partial_rows = PARTIAL_BYTES // (4 * (shape.padded_head_size + 2))
+        max_shared = self._prefill_ctas // 2 // kv_heads
+        self._prefill_workspace = min(max_shared * self._max_splits, self._max_partial_rows // (kv_heads * block_m))
+        rows = kv_heads * max(self._max_splits * DECODE_ROWS, self._prefill_workspace * block_m)
+        # A multiple of 4, for copies of 16 bytes.
+        rows = -(-min(self._max_partial_rows, rows) // 4) * 4
+        self.workspace = torch.empty(rows * (shape.padded_head_size + 2), device=device)
+        self.partial_m, self.partial_l, acc = self.workspace.split([rows, rows, rows * shape.padded_head_size])
+        self.partial_acc = acc.view(rows, shape.padded_head_size)
+        semaphores = max(self._decode_workspace(1), ACCOUNTS * self._prefill_workspace) * kv_heads
+        self.semaphores = torch.zeros(semaphores, dtype=torch.int32, device=device)
+        """[semaphores] int32, finished splits of what CTAs share; 0 between the layers of a step."""
+
+    def _list_of_work(self, items: int) -> torch.Tensor:
+        return torch.empty(items, WORK_SIZE.value, dtype=torch.int32, device=self.device)
+
+    def _max_prefill_blocks(self, tokens: int, requests: int) -> int:
+        """Blocks that prefill-like requests of so many tokens together may have: the last of each may be partly
+        empty.
+        """
+        rows = tokens * self.shape.queries_per_kv
+        return rows // self.prefill_schedule.block_m + min(requests, rows // (self.decode_rows + 1))
+
+    def _decode_workspace(self, partial_rows: int) -> int:
+        """Partial results of all KV heads that there is room for."""
+        return min(self._max_splits, self._max_partial_rows // (self.shape.kv_heads * partial_rows))
+
+    def plan(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, tokens: int, decode: bool) -> Plan:
+        """Plan a step; launches one kernel and reads nothing back.
+
+        What it decides on the host depends on ``tokens``, the number of requests and ``decode``, which a CUDA graph
+        fixes: calls that were captured with one plan serve every other step with these three.
+
+        Args:
+            query_start_loc: [requests + 1] on the GPU.
+            seq_lens: [requests] on the GPU.
+            tokens: rows of the query, or more. A request may have all of them, whatever the number of requests.
+            decode: no request has more than one token.
+        """
+        requests, shape = len(seq_lens), self.shape
+        has_decode = shape.queries_per_kv <= self.decode_rows
+        has_prefill = (1 if decode else tokens) * shape.queries_per_kv > self.decode_rows
+        partial_rows = shape.queries_per_kv if decode and has_decode else DECODE_ROWS
+        blocks = self._max_prefill_blocks(tokens, requests) if has_prefill else 0
+        # With the kernels for Hopper it costs nothing that they may.
+        may_share = self.sm90 or 0 < blocks * shape.kv_heads <= self._prefill_ctas // 2
+        if requests:
+            with torch.cuda.device(self.device):
+                plan_kernel[(requests,)](
+                    query_start_loc,
+                    seq_lens,
+                    self.work_indptr,
+                    self.decode_work,
+                    self.prefill_count,
+                    self.prefill_work,
+                    self.semaphores,
+                    requests,
+                    len(self.semaphores),
+                    self._decode_workspace(partial_rows),
+                    self._prefill_workspace if may_share else -1,
+                    self.cta_shares,
+                    self._prefill_ctas,
+                    NUM_KV_HEADS=shape.kv_heads,
+                    PADDED_KV_HEADS=triton.next_power_of_2(shape.kv_heads),
+                    QUERIES_PER_KV=shape.queries_per_kv,
+                    SPLIT_SEGMENTS=shape.reduction.split_segments,
+                    KEY_TILE=shape.key_tile,
+                    DECODE_ROWS=self.decode_rows,
+                    BLOCK_M=self.prefill_schedule.block_m,
+                )
+        prefill_ctas = blocks * shape.kv_heads
+        if prefill_ctas and may_share:
+            prefill_ctas = max(prefill_ctas, 2 * self.num_sms)
+        return Plan(self, has_decode, prefill_ctas, may_share, partial_rows)

@@ -1,0 +1,25 @@
+"""What Triton names otherwise, or has not, in some version from 3.6 on."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.core import _aggregate, base_value
+
+value = base_value
+"""Annotates a field that is a tensor, a descriptor or, where Triton specialises an argument for 1, a constexpr."""
+
+
+def aggregate(cls: type) -> Any:
+    """Several values as one in a kernel: ``cls(*values)`` of the annotated fields, in their order.
+
+    Triton has made the initialiser itself only since 3.9. A field that is no value of Triton's becomes a constexpr.
+    """
+    fields = tl.constexpr(tuple(cls.__annotations__))  # as a constexpr, a part of the key of what is compiled
+
+    def init(self, *values) -> None:  # noqa: ANN002
+        for name, one in zip(fields.value, values, strict=True):
+            setattr(self, name, one if isinstance(one, base_value) else tl.constexpr(one))
+
+    cls.__init__ = triton.constexpr_function(init)
+    return _aggregate(cls)

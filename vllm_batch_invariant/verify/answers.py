@@ -1,0 +1,233 @@
+"""A request, its answer, and a comparison of answers bit for bit."""
+
+import struct
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from .outcome import NoTestError
+from .printing import printable
+
+
+@dataclass(frozen=True)
+class GeneratedToken:
+    """One generated token, its logprob, and the candidates that the server lists with it."""
+
+    token: str
+    logprob: float
+    top: tuple[tuple[str, float], ...] = ()
+    ranks: tuple[int, ...] = ()
+    """Of the candidates, in the same order; empty where the server sends none."""
+
+    def bits(self) -> bytes:
+        """The token and every candidate in the listed order, with the exact bits of the logprobs and the ranks."""
+        listed = b"".join(
+            token.encode() + b"\0" + struct.pack("<d", logprob)
+            for token, logprob in ((self.token, self.logprob), *self.top)
+        )
+        return listed + struct.pack(f"<{len(self.ranks)}q", *self.ranks)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer: its text, its tokens and the bits of the logprobs at each position."""
+
+    text: str
+    tokens: tuple[str, ...]
+    bits: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, text: str, generated: Sequence[GeneratedToken]) -> "Answer":
+        """The answer of these generated tokens."""
+        return cls(text, tuple(one.token for one in generated), tuple(one.bits() for one in generated))
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The position at which an answer first differs from sample 0, with both tokens and both continuations."""
+
+    sample: int
+    position: int
+    expected: str
+    got: str
+    expected_text: str
+    got_text: str
+
+    @property
+    def tokens(self) -> str:
+        """Both tokens, in one printable line."""
+        return printable(f"{self.got} instead of {self.expected}")
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """The next characters of both texts, got and expected, quoted."""
+        return printable(repr(self.got_text)), printable(repr(self.expected_text))
+
+    def __str__(self) -> str:
+        texts = " ({} instead of {})".format(*self.texts) if self.got_text or self.expected_text else ""
+        return f"{self.tokens}{texts}"
+
+
+@dataclass(frozen=True)
+class AnswerComparison:
+    """All answers compared with sample 0: counts, the earliest divergence and the divergences by position, for tokens
+    and for logprobs.
+    """
+
+    samples: int
+    completions: int
+    logprob_sequences: int
+    earliest_token: Divergence | None
+    earliest_logprob: Divergence | None
+    token_positions: dict[int, int]
+    logprob_positions: dict[int, int]
+
+    @property
+    def identical(self) -> bool:
+        """Whether there is one completion and one logprob sequence."""
+        return self.completions == 1 and self.logprob_sequences == 1
+
+
+def first_difference(left: Sequence[object], right: Sequence[object]) -> int | None:
+    """The first position at which two sequences differ, the end of the shorter one included; None if they are equal."""
+    missing = object()
+    for position, (a, b) in enumerate(zip_longest(left, right, fillvalue=missing)):
+        if a != b:
+            return position
+    return None
+
+
+def compare_answers(answers: Sequence[Answer]) -> AnswerComparison:
+    """Compare every answer with the first."""
+    reference = answers[0]
+    token_divergences, logprob_divergences = [], []
+    for sample, answer in enumerate(answers):
+        for divergences, left, right in (
+            (token_divergences, reference.tokens, answer.tokens),
+            (logprob_divergences, reference.bits, answer.bits),
+        ):
+            position = first_difference(left, right)
+            if position is not None:
+                divergences.append((position, sample))
+
+    def earliest(divergences: list[tuple[int, int]]) -> Divergence | None:
+        if not divergences:
+            return None
+        position, sample = min(divergences)
+        return _divergence(reference, answers[sample], sample, position)
+
+    return AnswerComparison(
+        samples=len(answers),
+        completions=len({(answer.text, answer.tokens) for answer in answers}),
+        logprob_sequences=len({answer.bits for answer in answers}),
+        earliest_token=earliest(token_divergences),
+        earliest_logprob=earliest(logprob_divergences),
+        token_positions=dict(sorted(Counter(position for position, _ in token_divergences).items())),
+        logprob_positions=dict(sorted(Counter(position for position, _ in logprob_divergences).items())),
+    )
+
+
+def _divergence(reference: Answer, answer: Answer, sample: int, position: int) -> Divergence:
+    def token(side: Answer) -> str:
+        return side.tokens[position] if position < len(side.tokens) else "<end>"
+
+    shared = first_difference(reference.text, answer.text)
+
+    def continuation(side: Answer) -> str:
+        return "" if shared is None else side.text[shared : shared + 24]
+
+    return Divergence(sample, position, token(reference), token(answer), continuation(reference), continuation(answer))
+
+
+def binned(positions: dict[int, int], length: int, bins: int = 8) -> list[tuple[int, int, int]]:
+    """Counts by position, summed over at most ``bins`` ranges (first, last, count) of ``length`` positions."""
+    length = max(length, *positions, 1) if positions else max(length, 1)
+    width = -(-length // bins)
+    return [
+        (start, min(start + width, length) - 1, sum(n for p, n in positions.items() if start <= p < start + width))
+        for start in range(0, length, width)
+    ]
+
+
+# long enough to fill a block of the prefix cache
+PROMPT = (
+    "Explain in detail why the sum of many floating-point numbers depends on the order in which they are added, "
+    "what that means for a server that answers many people at once, and how it shows in what each of them reads. "
+    "Begin with two numbers of very different size and a third that is nearly the first with its sign turned. "
+    "Then say which parts of a transformer add up long rows of numbers, who chooses the order in each of them, "
+    "and why that choice may look at how many requests happen to be in the batch. "
+    "End with what an engineer can do about it, what it costs, and how one would prove that it worked."
+)
+NO_LOGPROBS = "the server returned no logprobs, so bits cannot be compared; serve a model that gives logprobs"
+
+
+@dataclass(frozen=True)
+class RequestSpec:
+    """The target request, the same for every sample."""
+
+    prompt: str = PROMPT
+    chat: bool = False
+    max_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    logprobs: int = 5
+    ignore_eos: bool = False
+
+    def body(self, model: str) -> dict[str, Any]:
+        """The arguments of the OpenAI client's ``create``."""
+        logprobs = {"logprobs": True, "top_logprobs": self.logprobs} if self.chat else {"logprobs": self.logprobs}
+        # token ids, because two tokens can have the same text
+        extra = {"return_tokens_as_token_ids": True, "ignore_eos": self.ignore_eos}
+        asked = {"temperature": self.temperature, "seed": self.seed, "max_tokens": self.max_tokens}
+        return self.prompt_body(model, self.prompt) | logprobs | asked | {"extra_body": extra}
+
+    def prompt_body(self, model: str, prompt: str) -> dict[str, Any]:
+        """The arguments that hold the model and a prompt, for the target request and for a concurrent one."""
+        text = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+        return text | {"model": model}
+
+
+def answer_from(choices: Iterable[dict[str, Any]], chat: bool) -> Answer:
+    """The answer of a request: of one choice, or of one choice a chunk if it was streamed.
+
+    Raises:
+        NoTestError: it has no logprobs.
+    """
+    text, generated = [], []
+    for choice in choices:
+        text.append((choice.get("message") or choice.get("delta") or {}).get("content") if chat else choice.get("text"))
+        generated += generated_tokens_from(choice, chat)
+    if not generated:
+        raise NoTestError(NO_LOGPROBS)
+    return Answer.of("".join(part or "" for part in text), generated)
+
+
+def generated_tokens_from(choice: dict[str, Any], chat: bool) -> Sequence[GeneratedToken]:
+    """The tokens of a choice with their logprobs; none if it has no logprobs."""
+    return _chat_tokens(choice.get("logprobs")) if chat else _completion_tokens(choice.get("logprobs"))
+
+
+def _chat_tokens(logprobs: dict[str, Any] | None) -> Sequence[GeneratedToken]:
+    return [
+        GeneratedToken(
+            item["token"],
+            item["logprob"],
+            tuple((top["token"], top["logprob"]) for top in item.get("top_logprobs") or ()),
+        )
+        for item in (logprobs or {}).get("content") or ()
+    ]
+
+
+def _completion_tokens(logprobs: dict[str, Any] | None) -> Sequence[GeneratedToken]:
+    if not logprobs:
+        return []
+    tokens, values = logprobs.get("tokens") or (), logprobs.get("token_logprobs") or ()
+    tops = logprobs.get("top_logprobs") or [None] * len(tokens)
+    if None in values:
+        raise NoTestError("the server returned a token without its logprob, so its bits cannot be compared")
+    return [
+        GeneratedToken(token, value, tuple((top or {}).items()))
+        for token, value, top in zip(tokens, values, tops, strict=True)
+    ]

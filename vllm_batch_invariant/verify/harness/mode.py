@@ -1,0 +1,47 @@
+"""Which mode served a request: this project's, vLLM's own with the same flag, or none.
+
+Without this plugin, which ``VLLM_PLUGINS`` may leave out, ``VLLM_BATCH_INVARIANT=1`` switches vLLM's own mode on: a
+report of that mode must not pass for one of this project's.
+"""
+
+import os
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+
+import openai
+
+from ...envs import FLAG
+from ...integration.endpoint import PATH, PLUGINS, Endpoint
+from .client import Connection
+
+OURS = "vllm-batch-invariant"
+THEIRS = f"vLLM's own invariant mode: {PLUGINS} leaves vllm-batch-invariant out"
+NONE = f"none: {FLAG} is not 1"
+UNKNOWN = f"unknown: a server describes itself if it is started with {PLUGINS}={Endpoint.name}"
+
+
+def of_engine() -> str:
+    """The mode of the engine that runs in this process or was started by it."""
+    if os.environ.get(FLAG) != "1":
+        return NONE
+    from ...integration import install, patch_points
+
+    return OURS if patch_points.INIT_BATCH_INVARIANCE.get() is install.install_worker else THEIRS
+
+
+def of_started(environment: Mapping[str, str]) -> str:
+    """The mode of a server that this Python starts with an environment."""
+    if environment.get(FLAG) != "1":
+        return NONE
+    listed = environment.get(PLUGINS)
+    found = {point.name for point in entry_points(group="vllm.general_plugins")}
+    return OURS if Endpoint.name in (found if listed is None else found & set(listed.split(","))) else THEIRS
+
+
+async def of_server(server: Connection) -> str:
+    """The mode that a running server reports."""
+    try:
+        reported = await server.api.get(PATH.removeprefix("/v1"), cast_to=object)
+    except openai.OpenAIError:
+        return UNKNOWN
+    return OURS if isinstance(reported, dict) and reported.get("mode") is True else UNKNOWN

@@ -1,0 +1,59 @@
+"""How commands print: results on stdout, notes on stderr, foreign text (a receipt, a server, a file name) escaped."""
+
+import unicodedata
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_UNSEEN = "\u115f\u1160\u2800\u3164\uffa0"
+"""Letters and signs without ink, which Unicode and Python call printable."""
+
+
+def printable(text: str) -> str:
+    """The text on one line; characters that would not show as they are get escaped, as ``repr`` does it.
+
+    Escaped are control characters, line breaks, characters that turn the direction of writing or have no width, marks
+    that are drawn over another character, and a space after a space: enough spaces reach the next line of a terminal.
+    Printable text, a backslash included, does not change, so escaping twice is escaping once.
+    """
+    if text.isascii() and text.isprintable() and "  " not in text:
+        return text
+    return "".join(
+        character if _shows(character, before) else _escaped(character)
+        for before, character in zip("\0" + text, text, strict=False)
+    )
+
+
+def _shows(character: str, before: str) -> bool:
+    if character == " ":
+        return before != " "
+    drawn_over = unicodedata.category(character) in ("Mn", "Me")
+    return character.isprintable() and not drawn_over and character not in _UNSEEN
+
+
+def _escaped(character: str) -> str:
+    return r"\x20" if character == " " else character.encode("unicode_escape").decode("ascii")
+
+
+def consoles() -> tuple["Console", "Console"]:
+    """The console of results and that of notes. Neither turns ``:name:`` into an emoji."""
+    from rich.console import Console
+
+    return Console(emoji=False), Console(emoji=False, stderr=True)
+
+
+def complain(notes: "Console", command: str, line: str) -> None:
+    """Print in one line why a command ends."""
+    notes.print(f"{command}: {printable(line)}", style="red", highlight=False, markup=False, soft_wrap=True)
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an error on one line, shortened, and its notes, which name a log file."""
+    text = shortened(printable(" ".join(str(error).split())) or type(error).__name__)
+    return printable("; ".join((text, *getattr(error, "__notes__", ()))))
+
+
+def shortened(text: str) -> str:
+    """The first 300 characters of a text."""
+    return text if len(text) <= 300 else text[:297] + "..."
