@@ -1,0 +1,104 @@
+"""A device is a record in three rooms, found by its name and imported when it is needed."""
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_batch_invariant.envs import ATTENTION
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.integration import devices, patch_points
+from vllm_batch_invariant.ops.devices import DEVICES
+from vllm_batch_invariant.ops.dispatch import MODULES, module_for
+
+
+@pytest.mark.parametrize("device_type", DEVICES)
+def test_every_device_has_a_record_for_vllm_and_one_for_pytorch(device_type: str) -> None:
+    assert devices.get(device_type).ops is DEVICES[device_type]
+    assert import_module(f"vllm_batch_invariant.aten.{device_type}").DEVICE.operators
+
+
+def test_a_backend_is_found_by_its_name() -> None:
+    assert devices.get("cpu").backend.supports_batch_invariance()
+
+
+def test_every_operation_is_for_devices_that_there_are() -> None:
+    assert {device_type for _, device_type in MODULES} == set(DEVICES)
+
+
+def test_an_operation_that_a_device_lacks_refuses_by_name() -> None:
+    with pytest.raises(NotCovered, match="norm_rotary on device 'cpu': this version implements it for cuda only"):
+        module_for("norm_rotary", "cpu")
+    with pytest.raises(NotCovered, match="ranking on device 'npu': this version implements it for cpu, cuda only"):
+        module_for("ranking", "npu")
+
+
+def test_installing_the_plugin_imports_no_device_that_is_not_there() -> None:
+    code = (
+        "import sys; from vllm_batch_invariant.integration import install, devices; devices.get('cpu')\n"
+        "print(sorted(name for name in sys.modules if name.startswith('vllm_batch_invariant.')\n"
+        "             and name.endswith(('.cuda', '.npu', 'ascend.install', 'attention_cuda'))))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"
+
+
+def config(device_type: str, mode: str, second_runner: bool = True, page: int | None = None) -> SimpleNamespace:
+    """What a record reads and writes of a configuration of vLLM's, for 32 requests and 2048 tokens a step."""
+    mode = patch_points.CUDAGRAPH_MODE.get()[mode]
+    return SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device_type),
+        attention_config=SimpleNamespace(backend=None),
+        compilation_config=SimpleNamespace(
+            mode=None, cudagraph_mode=mode, cudagraph_capture_sizes=[1, 2, 64], custom_ops=["none", "-silu", "+norm"]
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=32, max_num_batched_tokens=2048),
+        cache_config=SimpleNamespace(block_size=page, user_specified_block_size=page is not None),
+        use_v2_model_runner=second_runner,
+    )
+
+
+@pytest.mark.parametrize(
+    ("device_type", "asked", "second_runner", "attention", "graphs"),
+    [
+        ("cuda", "FULL", True, "auto", "FULL"),
+        ("cuda", "FULL", False, "auto", "FULL_DECODE_ONLY"),
+        ("cuda", "FULL", True, "flex", "FULL_DECODE_ONLY"),
+        ("cuda", "NONE", True, "auto", "NONE"),
+        ("cpu", "FULL", False, "auto", "NONE"),
+        ("npu", "FULL", False, "auto", "NONE"),
+    ],
+)
+def test_a_device_decides_which_steps_are_cuda_graphs(
+    device_type: str, asked: str, second_runner: bool, attention: str, graphs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ATTENTION.name, attention)
+    made = config(device_type, asked, second_runner)
+    devices.of_config(made).update_config(made)
+    compilation = made.compilation_config
+    assert compilation.cudagraph_mode.name == graphs
+    assert compilation.mode.name == "NONE"
+    assert compilation.custom_ops == ["all", "+norm"]
+    assert made.attention_config.backend.name == devices.of_config(made).attention_choices[0]
+    assert (2048 in compilation.cudagraph_capture_sizes) == (graphs == "FULL")
+
+
+def test_pages_that_flexattention_cannot_read_are_refused_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ATTENTION.name, "flex")
+    with pytest.raises(NotCovered, match="FlexAttention over pages of 16 keys on a GPU"):
+        devices.get("cuda").update_config(config("cuda", "FULL", page=16))
+    devices.get("cuda").update_config(config("cuda", "FULL", page=128))
+    devices.get("cpu").update_config(config("cpu", "FULL", page=16))
+
+
+def test_flashinfers_sampler_is_left_out_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "VLLM_USE_FLASHINFER_SAMPLER"
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(NotCovered, match=f"set {name}=0"):
+        devices.get("cuda").install(object)
+    monkeypatch.delenv(name)
+    devices.get("cuda").install(object)
+    assert os.environ[name] == "0"
