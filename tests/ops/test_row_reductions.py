@@ -53,6 +53,8 @@ def printed(monkeypatch):
     def of_device(device_type: str, hidden: int = 4096, vocabulary: int = 151_936) -> dict[str, dict[str, str | int]]:
         return environment_here(
             device_type,
+            versions={},
+            device={},
             hidden=hidden,
             vocabulary=vocabulary,
             dtype=torch.bfloat16,
