@@ -1,7 +1,7 @@
 """Attention layers of vLLM: the KV cache is written first, then one path serves prefill and decode, in fixed splits."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
@@ -21,6 +21,13 @@ class Metadata:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
+
+
+@dataclass
+class PlannedMetadata(Metadata):
+    """One batch with its plan."""
+
+    plan: Any = None
 
 
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):

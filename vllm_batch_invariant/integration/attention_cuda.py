@@ -1,7 +1,6 @@
 """The attention backend on CUDA: a step is planned once on the GPU, and small steps are CUDA graphs."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
@@ -9,7 +8,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 from .. import envs
 from ..ops.attention import AttentionReduction
 from . import patch_points
-from .attention import FixedSplitAttention, FixedSplits, Metadata, MetadataBuilder, split_cache
+from .attention import FixedSplitAttention, FixedSplits, MetadataBuilder, PlannedMetadata, split_cache
 from .cuda_graphs import is_decode
 
 PAGE_SIZE = 64
@@ -19,13 +18,6 @@ PAGE_SIZE = 64
 def by_triton() -> bool:
     """Whether the Triton kernel serves attention, rather than FlexAttention."""
     return envs.ATTENTION.read() in ("auto", "triton")
-
-
-@dataclass
-class PlannedMetadata(Metadata):
-    """One batch with its plan."""
-
-    plan: Any = None
 
 
 class PlannedMetadataBuilder(MetadataBuilder):

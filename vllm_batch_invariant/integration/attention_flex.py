@@ -6,8 +6,7 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from ..ops.attention import AttentionReduction
-from .attention import MetadataBuilder, key_cache_of
-from .attention_cuda import PlannedMetadata
+from .attention import MetadataBuilder, PlannedMetadata, key_cache_of
 from .cuda_graphs import is_decode
 
 
