@@ -15,7 +15,7 @@ _MOST_SPLITS_IN_A_GRAPH = 32
 """vLLM's default of ``flash_attn_max_num_splits_for_cuda_graph``."""
 _MOST_TOKENS_IN_A_GRAPH = 512
 """vLLM's default of ``max_cudagraph_capture_size``."""
-_KEYS_OF_A_FLEX_TILE = 64
+_KEYS_OF_A_FLEX_TILE = AttentionReduction.of_device("cuda", "flex").key_tile
 _NO_WINDOW = -1, -1
 
 

@@ -101,7 +101,7 @@ def one_thread_beside_others() -> None:
 
 
 @pytest.fixture
-def hopper() -> None:
+def sm90() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
 

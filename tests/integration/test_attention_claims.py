@@ -3,21 +3,21 @@
 import pytest
 
 from vllm_batch_invariant.integration import patch_points
-from vllm_batch_invariant.integration.attention import FixedSplits
+from vllm_batch_invariant.integration.attention import FixedSplitBackendMixin
 from vllm_batch_invariant.integration.attention_cpu import Backend
 from vllm_batch_invariant.integration.reviewed import CLAIMS, DENIED
 
-INHERITED = ("supports_sink", "supports_mm_prefix", "supports_alibi_sqrt", "supports_rswa", "supports_non_causal")
+INHERITED = ("supports_mm_prefix", "supports_alibi_sqrt", "supports_rswa", "supports_non_causal")
 
 
-class BackendLikeTheOneForGpus(FixedSplits, patch_points.CUDA_BACKEND.get()):
+class BackendLikeTheOneForGpus(FixedSplitBackendMixin, patch_points.CUDA_BACKEND.get()):
     """vLLM's Triton backend claims more than its backend for CPUs."""
 
 
 @pytest.mark.parametrize("backend", [Backend, BackendLikeTheOneForGpus])
 def test_every_claim_that_is_not_listed_is_denied(backend: type) -> None:
     claims = {name for name in dir(backend) if name.startswith("supports_")} - CLAIMS
-    assert {"supports_sink", "supports_mm_prefix", "supports_kv_connector"} <= claims
+    assert {"supports_mm_prefix", "supports_kv_connector"} <= claims
     assert {name for name in claims if callable(claim := getattr(backend, name)) and claim()} == set()
 
 
@@ -30,6 +30,7 @@ def test_what_the_parent_claims_is_what_would_have_been_inherited() -> None:
 def test_what_is_proven_is_still_claimed() -> None:
     assert Backend.supports_batch_invariance()
     assert Backend.supports_sliding_window()
+    assert Backend.supports_sink()
     assert Backend.supports_head_size(128)
     assert not Backend.supports_head_size(80 + 1)
 
@@ -42,7 +43,7 @@ def test_a_claim_that_a_later_vllm_makes_is_denied_as_a_method_or_as_an_attribut
         def supports_thinking(cls, how: str) -> bool:
             return True
 
-    class Ours(FixedSplits, Later):
+    class Ours(FixedSplitBackendMixin, Later):
         pass
 
     assert Ours.supports_guessing is False

@@ -114,6 +114,18 @@ def test_a_class_of_a_model_that_puts_known_layers_together_is_known() -> None:
     layers.check(block)
 
 
+def test_a_class_of_a_model_may_keep_the_sinks_that_its_attention_reads_and_no_others() -> None:
+    sinks, ours = torch.nn.Parameter(torch.ones(2)), object.__new__(FixedSplitAttention)
+    ours.sinks = sinks
+    block = bare(of_a_model("LaterAttention"))
+    block.add_module("attn", bare(named(f"{LAYERS}.attention.Attention"), impl=ours, head_size=64, head_size_v=64))
+    block.sinks = sinks
+    layers.check(block)
+    block.sinks = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(NotCovered, match=r"LaterAttention\): it keeps weights of its own \(sinks\)"):
+        layers.check(block)
+
+
 def test_a_class_of_a_model_with_weights_of_its_own_is_refused() -> None:
     block = bare(of_a_model("LaterMixer"))
     block.decay = torch.nn.Parameter(torch.ones(2))

@@ -203,7 +203,7 @@ def launch_on(gpu: int, launch: Callable[..., None], *args: object, **options: o
     return compiled[before:]
 
 
-def hopper_attention(heads: Heads, page: int) -> None:
+def sm90_attention(heads: Heads, page: int) -> None:
     """Tensors are on no GPU, so that what looks whether it is a Hopper would say no."""
     sm90._TRIED_PAGE = page
     sm90.compiles.cache_clear()
@@ -229,17 +229,17 @@ def check_all(what: str, found: list[Compiled], verbose: bool) -> None:
     check(f"{what}: {', '.join(sorted({one.name for one in found}))}", bool(found))
 
 
-def check_hopper_attention(heads: Heads, page: int, verbose: bool) -> None:
+def check_sm90_attention(heads: Heads, page: int, verbose: bool) -> None:
     what = f"attention on a Hopper, {heads}, pages of {page}"
-    found = launch_on(90, hopper_attention, heads, page)
+    found = launch_on(90, sm90_attention, heads, page)
     names = [one.name for one in found if one.name != "plan_kernel"]
     kept = {min(heads.query // heads.kv, planning.DECODE_ROWS), planning.DECODE_ROWS}
     if sorted(names) != ["decode_kernel"] * len(kept) + ["prefill_kernel"]:
         check(f"{what}: what is tried is what is launched, got {names}", False)
-    resident = sm90.DECODING[heads.size].resident
+    ctas = sm90.DECODE_SCHEDULES[heads.size].ctas_per_sm
     for one in found:
-        if one.name == "decode_kernel" and resident * (one.shared + RESERVED) > SHARED_MEMORY[90] + RESERVED:
-            check(f"{what}: {resident} programs of {one.shared} bytes on a multiprocessor", False)
+        if one.name == "decode_kernel" and ctas * (one.shared + RESERVED) > SHARED_MEMORY[90] + RESERVED:
+            check(f"{what}: {ctas} CTAs of {one.shared} bytes on a multiprocessor", False)
     check_all(what, found, verbose)
 
 
@@ -259,19 +259,19 @@ def check_attention(gpu: int, heads: Heads, page: int, verbose: bool, **options:
 
 def check_some() -> None:
     """One variant of each kind, and those that take the most shared memory where there is the least."""
-    check_hopper_attention(Heads(32, 8, 128, torch.bfloat16), 64, False)
-    check_hopper_attention(Heads(4, 4, 64, torch.float16), 16, False)
+    check_sm90_attention(Heads(32, 8, 128, torch.bfloat16), 64, False)
+    check_sm90_attention(Heads(4, 4, 64, torch.float16), 16, False)
     check_all("narrow GEMMs", launch_on(90, narrow_gemms, HALVES[:1], (False,)), False)
     check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64, False)
 
 
 def check_every_gluon_kernel() -> None:
     """Every variant that a launcher may ask for."""
-    for size, dtype in itertools.product(sm90.PREFILL_STAGES, HALVES):
+    for size, dtype in itertools.product(sm90.PREFILL_SCHEDULES, HALVES):
         for page in (16, 32, 64, 128):
-            check_hopper_attention(Heads(8, 2, size, dtype), page, True)
+            check_sm90_attention(Heads(8, 2, size, dtype), page, True)
         for group in (1, 2, 3, 7, 8, 16, 32):
-            check_hopper_attention(Heads(2 * group, 2, size, dtype), 64, True)
+            check_sm90_attention(Heads(2 * group, 2, size, dtype), 64, True)
     check_all("narrow GEMMs", launch_on(90, narrow_gemms, HALVES, (False, True)), True)
 
 
@@ -330,11 +330,11 @@ def flex(heads: Heads, page: int, **options: object) -> None:
 
 
 def sm90_attention_variants() -> None:
-    for size, dtype in itertools.product(sm90.PREFILL_STAGES, HALVES):
+    for size, dtype in itertools.product(sm90.PREFILL_SCHEDULES, HALVES):
         for page in (16, 64, 128):
-            launch_on(90, hopper_attention, Heads(8, 2, size, dtype), page)
+            launch_on(90, sm90_attention, Heads(8, 2, size, dtype), page)
     for group in (1, 3, 8, 32):
-        launch_on(90, hopper_attention, Heads(2 * group, 2, 128, torch.bfloat16), 64)
+        launch_on(90, sm90_attention, Heads(2 * group, 2, 128, torch.bfloat16), 64)
 
 
 def triton_attention_variants() -> None:
@@ -352,6 +352,7 @@ def triton_attention_variants() -> None:
 def flex_variants() -> None:
     launch_on(90, flex, Heads(8, 2, 128, torch.bfloat16), 64)
     launch_on(90, flex, Heads(6, 2, 64, torch.bfloat16), 128, sliding_window=100)
+    launch_on(90, flex, Heads(8, 2, 128, torch.bfloat16), 64, sinks=torch.zeros(8))
 
 
 def linear_variants() -> None:

@@ -111,7 +111,7 @@ def test_the_tma_kernel_is_compiled_once_a_tile(turn_x, turn_weight, dtype, has_
     assert not variants["gemm_ptr_kernel"]
 
 
-@pytest.mark.usefixtures("hopper")
+@pytest.mark.usefixtures("sm90")
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_narrow_kernel_is_compiled_once_a_tile(dtype, has_bias, variants):

@@ -21,13 +21,8 @@ class Metadata:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
-
-
-@dataclass
-class PlannedMetadata(Metadata):
-    """One batch with its plan."""
-
     plan: Any = None
+    """The step's plan, of the planner of the kernels that serve; None where a call needs none."""
 
 
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
@@ -84,8 +79,6 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             raise NotCovered(
                 f"{attn_type} attention", "only causal decoder attention has a reduction", "serve a decoder-only model"
             )
-        if sinks is not None:
-            raise NotCovered("attention sinks", "they are not in the reduction", "serve a model without them")
         if kv_sharing_target_layer_name is not None:
             raise NotCovered("layers that share a KV cache", "they have not been proven", "serve a model without them")
         if head_size not in HEAD_SIZES:
@@ -105,7 +98,7 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         self.logits_soft_cap = logits_soft_cap or None
         self._slopes = alibi_slopes
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        self.sinks = sinks
+        self.sinks = sinks  # a parameter of the model, whose values come later
         self.implementation = envs.ATTENTION.read()
 
     def restore_after_sleep(self) -> None:
@@ -127,9 +120,9 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         real = slot_mapping >= 0
         if not bool(real.all()):
             slot_mapping, key, value = slot_mapping[real], key[real], value[real]
-        page, place = slot_mapping // keys.shape[2], slot_mapping % keys.shape[2]
-        keys[page, :, place] = key.to(keys.dtype)
-        values[page, :, place] = value.to(values.dtype)
+        page, slot = slot_mapping // keys.shape[2], slot_mapping % keys.shape[2]
+        keys[page, :, slot] = key.to(keys.dtype)
+        values[page, :, slot] = value.to(values.dtype)
 
     def forward(
         self,
@@ -166,9 +159,10 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             sliding_window=self.sliding_window,
             logits_soft_cap=self.logits_soft_cap,
             alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
             implementation=self.implementation,
             out=output[:rows],
-            plan=getattr(attn_metadata, "plan", None),
+            plan=attn_metadata.plan,
         )
         return output
 
@@ -177,7 +171,7 @@ def _not_supported(cls: type, *args: object, **named: object) -> bool:  # noqa: 
     return False
 
 
-class FixedSplits:
+class FixedSplitBackendMixin:
     """What a backend of ours says of itself; cache layout and page sizes it takes from vLLM's for its device."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
@@ -195,6 +189,10 @@ class FixedSplits:
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
         return True
 
     @classmethod

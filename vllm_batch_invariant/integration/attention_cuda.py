@@ -1,5 +1,6 @@
 """The attention backend on CUDA: a step is planned once on the GPU, and small steps are CUDA graphs."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -8,14 +9,14 @@ from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 from .. import envs
 from ..ops.attention import AttentionReduction
 from . import patch_points
-from .attention import FixedSplitAttention, FixedSplits, MetadataBuilder, PlannedMetadata, split_cache
+from .attention import FixedSplitAttention, FixedSplitBackendMixin, Metadata, MetadataBuilder, split_cache
 from .cuda_graphs import is_decode
 
-PAGE_SIZE = 64
-"""Keys in a page unless the user says otherwise."""
+PAGE_SIZE = AttentionReduction.of_device("cuda").key_tile
+"""Keys in a page unless the user says otherwise: a tile of them."""
 
 
-def by_triton() -> bool:
+def uses_triton() -> bool:
     """Whether the Triton kernel serves attention, rather than FlexAttention."""
     return envs.ATTENTION.read() in ("auto", "triton")
 
@@ -55,11 +56,11 @@ class PlannedMetadataBuilder(MetadataBuilder):
             certificate.kernels,
         )
 
-    def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> PlannedMetadata:  # noqa: ANN001
+    def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> Metadata:  # noqa: ANN001
         batch = super().build(common_prefix_len, common_attn_metadata, fast_build)
         decode = is_decode(len(batch.seq_lens), batch.num_actual_tokens, common_attn_metadata.max_query_len)
         plan = self._planner.plan(batch.query_start_loc, batch.seq_lens, batch.num_actual_tokens, decode)
-        return PlannedMetadata(**vars(batch), plan=plan)
+        return replace(batch, plan=plan)
 
 
 class CudaFixedSplitAttention(FixedSplitAttention):
@@ -81,18 +82,18 @@ class CudaFixedSplitAttention(FixedSplitAttention):
         patch_points.WRITE_CACHE.get()(key, value, *caches, slot_mapping, self.kv_cache_dtype, *scales)
 
 
-class Backend(FixedSplits, patch_points.CUDA_BACKEND.get()):
+class Backend(FixedSplitBackendMixin, patch_points.CUDA_BACKEND.get()):
     """A backend of its own, with the cache of vLLM's Triton backend."""
 
     @staticmethod
     def get_supported_kernel_block_sizes(*spec: object) -> list[int | MultipleOf]:
         """Those of vLLM's Triton backend; FlexAttention takes whole tiles of keys from a page."""
         theirs = patch_points.CUDA_BACKEND.get().get_supported_kernel_block_sizes(*spec)
-        return theirs if by_triton() else [MultipleOf(PAGE_SIZE)]
+        return theirs if uses_triton() else [MultipleOf(PAGE_SIZE)]
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        return super().supports_block_size(block_size) and (by_triton() or (block_size or 0) % PAGE_SIZE == 0)
+        return super().supports_block_size(block_size) and (uses_triton() or (block_size or 0) % PAGE_SIZE == 0)
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
@@ -109,7 +110,7 @@ class Backend(FixedSplits, patch_points.CUDA_BACKEND.get()):
 
     @staticmethod
     def get_builder_cls() -> type[MetadataBuilder]:
-        if by_triton():
+        if uses_triton():
             return PlannedMetadataBuilder
         from .attention_flex import FlexMetadataBuilder
 

@@ -1,12 +1,13 @@
 """FlexAttention on CUDA: a step's block masks are written on the GPU, and steps of decode are CUDA graphs."""
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from ..ops.attention import AttentionReduction
-from .attention import MetadataBuilder, PlannedMetadata, key_cache_of
+from .attention import Metadata, MetadataBuilder, key_cache_of
 from .cuda_graphs import is_decode
 
 
@@ -22,14 +23,14 @@ class FlexMetadataBuilder(MetadataBuilder):
         self._spec, self._layer_names, self._config, self._device = kv_cache_spec, layer_names, vllm_config, device
         self._planners: dict[int, Any] = {}
 
-    def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> PlannedMetadata:  # noqa: ANN001
+    def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> Metadata:  # noqa: ANN001
         batch = super().build(common_prefix_len, common_attn_metadata, fast_build)
         lengths = common_attn_metadata.seq_lens_cpu_upper_bound
         # Exact without speculative decoding, which is refused.
         on_host = None if lengths is None else (common_attn_metadata.query_start_loc_cpu.numpy(), lengths.numpy())
         decode = is_decode(len(batch.seq_lens), batch.num_actual_tokens, common_attn_metadata.max_query_len)
         plan = self._planner().plan(batch.query_start_loc, batch.seq_lens, batch.block_table, decode, on_host)
-        return PlannedMetadata(**vars(batch), plan=plan)
+        return replace(batch, plan=plan)
 
     def _planner(self) -> Any:
         """Made when the cache is there; another for another cache, such as one with which memory is measured."""
@@ -47,7 +48,7 @@ class FlexMetadataBuilder(MetadataBuilder):
                 self._spec.dtype,
                 AttentionReduction.of_device("cuda", "flex"),
             )
-            layout = KeyLayout.of(cache, tile_of(shape.head_size, shape.dtype).keys)
+            layout = KeyLayout.of(cache, tile_of(shape).block_n)
             shared = self._config.cache_config.enable_prefix_caching
             self._planners[cache.data_ptr()] = Planner(
                 shape,

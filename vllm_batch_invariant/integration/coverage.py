@@ -134,7 +134,8 @@ COVERED = (
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
-        "Attention", "MHA, GQA, MQA; head sizes 64 to 256 in steps of 16; causal, sliding window, logit soft-cap, ALiBi"
+        "Attention",
+        "MHA, GQA, MQA; head sizes 64 to 256 in steps of 16; causal, sliding window, logit soft-cap, ALiBi, sinks",
     ),
     Feature(
         "Scheduling",
@@ -243,7 +244,7 @@ REFUSED = (
         ("cpu", "cuda"),
     ),
     Feature(
-        "Other kinds of attention (sinks, shared KV caches, chunks)",
+        "Other kinds of attention (shared KV caches, chunks)",
         "it is not in the reduction",
         "serve a model without it",
         _kind_of_attention,

@@ -7,8 +7,9 @@ A configuration says what it says about a model; what computes is its modules. T
   been replaced by ours. Classes of this project are known.
 - A class of a model's own file (vLLM's or Hugging Face's: decoder layers, blocks, whole models) only calls other layers
   and PyTorch, whose operations the mode replaces. It passes if it inherits from such classes alone, keeps no weights of
-  its own, and none of its methods names a kernel: Triton's, a compiled one, a function of vLLM's kernel packages, or an
-  operation of PyTorch's that the mode leaves alone. Exceptions that were reviewed are listed.
+  its own but the sinks of its attention, and none of its methods names a kernel: Triton's, a compiled one, a function
+  of vLLM's kernel packages, or an operation of PyTorch's that the mode leaves alone. Exceptions that were reviewed are
+  listed.
 - Anything else is refused: experts, convolutions, state spaces, quantised layers, encoders, models to come.
 """
 
@@ -144,9 +145,12 @@ def of_model_class(kind: type) -> str | None:
 
 
 def _of_tensors(module: torch.nn.Module) -> str | None:
-    """Of a layer of a model's own class."""
+    """Of a layer of a model's own class; the sinks that it gives its attention are read by ours."""
     own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-    strange = [name for name in own if name not in OWN_TENSORS]
+    sinks = [getattr(getattr(child, "impl", None), "sinks", None) for child in module.children()]
+    strange = [
+        name for name, tensor in own.items() if name not in OWN_TENSORS and not any(tensor is sink for sink in sinks)
+    ]
     return f"it keeps weights of its own ({strange[0]})" if strange else None
 
 

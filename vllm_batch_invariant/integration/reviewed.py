@@ -297,6 +297,7 @@ CLAIMS = frozenset(
         "supports_dtype",
         "supports_head_size",
         "supports_kv_cache_dtype",
+        "supports_sink",
         "supports_sliding_window",
     }
 )
@@ -316,7 +317,6 @@ DENIED = frozenset(
         "supports_pcp",
         "supports_per_head_quant_scales",
         "supports_rswa",
-        "supports_sink",
     }
 )
 """Those that vLLM 0.26 to 0.33 have and that are denied after a look at what they mean."""

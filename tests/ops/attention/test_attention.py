@@ -17,7 +17,13 @@ FEATURES = {
     "sliding window": {"sliding_window": 37},
     "soft-cap": {"logits_soft_cap": 1.5},
     "ALiBi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
-    "all": {"sliding_window": 100, "logits_soft_cap": 2.0, "alibi_slopes": torch.tensor([0.5, 0.0, 0.125, -0.25])},
+    "sinks": {"sinks": torch.tensor([-1.0, 0.5, 3.0, 6.0])},
+    "all": {
+        "sliding_window": 100,
+        "logits_soft_cap": 2.0,
+        "alibi_slopes": torch.tensor([0.5, 0.0, 0.125, -0.25]),
+        "sinks": torch.tensor([-0.5, 0.0, 2.0, 4.0]),
+    },
 }
 TOLERANCE = {torch.float32: (2e-6, 4e-6), torch.bfloat16: (2**-8, 1e-4), torch.float16: (2**-11, 1e-5)}
 """Relative and absolute: one rounding to the dtype, and fp32 sums of a few hundred terms of size one."""
@@ -108,6 +114,54 @@ def test_decode_equals_prefill_around_page_and_split_borders(split_size):
         for length in (border - 1, border, border + 1):
             decode = attend([Chunk(request, length - 1, length)], split_size=split_size)[0]
             assert torch.equal(decode[0], prefill[length - 1]), length
+
+
+@both
+def test_a_sink_is_added_once_however_many_splits_a_row_has(implementation):
+    """Its weight in closed form: equal scores, so a row that sees n keys keeps n / (n + exp(sink)) of the value."""
+    request = Request(Heads(1, 1, 16), 600, 1)
+    request.query[:], request.value[:] = 0.0, 1.0
+    for rows in (Chunk(request, 590, 600), Chunk(request, 0, 7)):
+        (got,) = attend([rows], implementation, sinks=torch.tensor([3.0]))
+        seen = torch.arange(rows.start + 1, rows.stop + 1, dtype=torch.float64)
+        torch.testing.assert_close(got[:, 0, 0].double(), seen / (seen + math.exp(3.0)), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("size", [1, 7, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_with_sinks_has_the_same_bits_by_prefill_by_chunks_and_among_others(size, dtype):
+    heads = Heads(4, 2, 64, dtype)
+    for implementation, options in (("numba", {}), ("flex", {"split_size": 32, "sliding_window": 40})):
+        options = {"implementation": implementation, "sinks": torch.tensor([-1.0, 0.5, 3.0, 6.0])} | options
+        request, other = Request(heads, 70, 1), Request(heads, 90, 2)
+        prefill = attend([whole(request)], **options)[0]
+        assert torch.equal(in_chunks(request, size, start=29, **options), prefill[29:])
+        beside = attend([Chunk(other, 80, 90), Chunk(request, 70 - size, 70), newest(other)], **options)[1]
+        assert torch.equal(beside, prefill[70 - size :])
+
+
+@both
+def test_sinks_reach_every_row_and_those_of_no_weight_change_no_bit_of_it(implementation):
+    chunks = [Chunk(Request(SMALL, 300, 1), 250, 300), newest(Request(SMALL, 520, 2)), whole(Request(SMALL, 20, 3))]
+    plain = torch.cat(attend(chunks, implementation))
+    with_sinks = torch.cat(attend(chunks, implementation, sinks=torch.full((4,), 2.0)))
+    assert (plain != with_sinks).any(-1).all()
+    assert torch.equal(torch.cat(attend(chunks, implementation, sinks=torch.full((4,), -math.inf))), plain)
+
+
+def test_a_sink_in_each_split_does_move_bits():
+    """What these tests look for exists: a sink that is one of the first split's scores gives a row other bits."""
+    request = Request(Heads(1, 1, 64), 600, 1)
+    got = attend([whole(request)], sinks=torch.tensor([1.0]))[0]
+    with_sink_first = Request(Heads(1, 1, 64), 601, 1)
+    with_sink_first.query[1:], with_sink_first.key[1:] = request.query, request.key
+    with_sink_first.value[1:], with_sink_first.value[0] = request.value, 0.0
+    # The key of a score of 1 for the newest row.
+    newest_query = request.query[-1, 0]
+    with_sink_first.key[0, 0] = newest_query * 8 / newest_query.square().sum()
+    other = attend([newest(with_sink_first)])[0]
+    torch.testing.assert_close(other[0], got[-1], rtol=1e-5, atol=1e-5)
+    assert not torch.equal(other[0], got[-1])
 
 
 @both
@@ -243,8 +297,8 @@ def test_tiles_are_only_a_schedule(monkeypatch):
     chunks = [Chunk(Request(SMALL, 400, 1), 300, 400), newest(Request(SMALL, 300, 2))]
     first = torch.cat(attend(chunks, sliding_window=77))
     for rows, keys in ((1, 4), (7, 16), (200, 256)):
-        monkeypatch.setattr(schedule, "TILE_ROWS", rows)
-        monkeypatch.setattr(schedule, "TILE_KEYS", keys)
+        monkeypatch.setattr(schedule, "BLOCK_M", rows)
+        monkeypatch.setattr(schedule, "BLOCK_N", keys)
         assert torch.equal(torch.cat(attend(chunks, sliding_window=77)), first)
 
 
@@ -382,6 +436,7 @@ def test_bad_tensors_are_refused_in_one_line(implementation, place, change, mess
         ({"sliding_window": 0}, "sliding_window"),
         ({"logits_soft_cap": 0.0}, "logits_soft_cap"),
         ({"alibi_slopes": torch.ones(3)}, "alibi_slopes"),
+        ({"sinks": torch.ones(3)}, "sinks"),
         ({"implementation": "fast"}, "implementation"),
         ({"out": torch.empty(1, 4, 16)}, "out must be"),
     ],

@@ -1,6 +1,7 @@
 """Attention on a GPU: a token has the same bits by prefill, by a chunk of any size and by decode, in any batch."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,13 @@ FEATURES = {
     "sliding window": {"sliding_window": 37},
     "soft-cap": {"logits_soft_cap": 1.5},
     "ALiBi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
-    "all": {"sliding_window": 100, "logits_soft_cap": 2.0, "alibi_slopes": torch.tensor([0.5, 0.0, 0.125, -0.25])},
+    "sinks": {"sinks": torch.tensor([-1.0, 0.5, 3.0, 6.0])},
+    "all": {
+        "sliding_window": 100,
+        "logits_soft_cap": 2.0,
+        "alibi_slopes": torch.tensor([0.5, 0.0, 0.125, -0.25]),
+        "sinks": torch.tensor([-0.5, 0.0, 2.0, 4.0]),
+    },
 }
 TOLERANCE = {torch.float32: (2e-6, 8e-6), torch.bfloat16: (2**-7, 8e-3), torch.float16: (2**-10, 1e-3)}
 """Relative and absolute: one rounding of each weight and one of the result, fp32 sums of terms of size one."""
@@ -167,7 +174,7 @@ def test_a_few_new_tokens_behind_many_have_the_bits_of_a_prefill(heads, length):
     request = Request(heads, length, 1)
     prefill = attend([whole(request)])[0]
     for count in (20, 60, 300):
-        for _ in range(2):  # accounts of the first time are cleared
+        for _ in range(2):  # semaphores of the first time are cleared
             assert torch.equal(attend([newest(request, count)])[0], prefill[-count:]), count
 
 
@@ -177,7 +184,8 @@ def test_programs_that_do_not_wait_for_each_other_merge_the_same_bits(monkeypatc
 
     chunk = newest(Request(GROUP_OF_FOUR, 9_000, 1), 100)
     together = attend([chunk])[0]
-    monkeypatch.setattr(sm90, "MOST_WAITS", 0)
+    size = GROUP_OF_FOUR.size
+    monkeypatch.setitem(sm90.PREFILL_SCHEDULES, size, replace(sm90.PREFILL_SCHEDULES[size], max_spins=0))
     for _ in range(2):
         assert torch.equal(attend([chunk])[0], together)
 

@@ -70,7 +70,7 @@ def test_a_decode_of_other_splits_is_found_in_most_elements(operands, split, mon
         certify(shape, device(), 64, (PLAIN,))
 
 
-def test_gluon_kernels_that_do_not_compile_leave_attention_to_triton(hopper, monkeypatch, caplog):
+def test_gluon_kernels_that_do_not_compile_leave_attention_to_triton(sm90, monkeypatch, caplog):
     from vllm_batch_invariant.ops.attention import sm90 as gluon
 
     def broken(*arguments: object) -> None:

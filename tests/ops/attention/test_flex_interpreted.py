@@ -16,7 +16,8 @@ from vllm_batch_invariant.ops import attention
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
 from vllm_batch_invariant.ops.attention.flex import plan as flex_plan
-from vllm_batch_invariant.ops.attention.flex.plan import KeyLayout, Planner, Tile
+from vllm_batch_invariant.ops.attention.flex.kernels import FLEX_BLOCK_NUM_SPLITS
+from vllm_batch_invariant.ops.attention.flex.plan import FlexTile, KeyLayout, Planner
 from vllm_batch_invariant.ops.attention.plan import AttentionShape
 from vllm_batch_invariant.ops.devices import DEVICES
 
@@ -34,8 +35,8 @@ def attend_to_listed_tiles(query, key, value, *, score_mod, block_mask, scale, r
     assert (rows, keys) == (kernel_options["BLOCK_M"], kernel_options["BLOCK_N"])
     counts, tiles = block_mask.kv_num_blocks[0, 0], block_mask.kv_indices[0, 0]
     listed = torch.zeros(len(counts), -(-key.shape[2] // keys), dtype=torch.bool)
-    for entry, count in enumerate(counts.tolist()):
-        listed[entry, tiles[entry, :count].long()] = True
+    for item, count in enumerate(counts.tolist()):
+        listed[item, tiles[item, :count].long()] = True
     unread = ~listed.any(0).repeat_interleave(keys)[: key.shape[2]]
     value = value.masked_fill(unread[:, None], 0)
     mask_mod = block_mask.mask_mod
@@ -58,7 +59,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(attention._MODULES, "flex_cuda", ".flex.cuda")
     monkeypatch.setattr(flex_cuda, "flex_attention", attend_to_listed_tiles)
     monkeypatch.setattr(flex_cuda, "_compiled", lambda scores: scores.attend)
-    monkeypatch.setattr(flex_plan, "tile_of", lambda head_size, dtype: Tile(32, 32, 4, 1))
+    monkeypatch.setattr(flex_plan, "tile_of", lambda shape: FlexTile(32, 32, 4, 1))
 
 
 def newest(length: int, count: int, seed: int = 1, heads: Heads = HEADS) -> Chunk:
@@ -120,20 +121,20 @@ def test_a_wave_at_a_time_is_only_a_schedule(monkeypatch):
 
 @pytest.mark.parametrize("window", [None, 1, 100])
 @pytest.mark.parametrize("chunks", [MIXED, MIXED[2:3], [newest(300, 70)]], ids=["mixed", "decode", "chunk"])
-def test_the_lists_have_room_for_all_entries_and_little_more_and_the_tiles_of_each_ascend(chunks, window):
+def test_the_lists_have_room_for_all_items_and_little_more_and_the_tiles_of_each_ascend(chunks, window):
     query, keys, _, table, lengths, starts = lay_out(chunks)
     shape = AttentionShape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION)
     planner = Planner(shape, KeyLayout.of(keys, 32), query.device, len(chunks), int(lengths.max()), (window,))
     plan = planner.plan(starts, lengths, table, decode=int(starts.diff().max()) == 1)
     masks = plan.masks[window]
-    used = int(masks.blocks[:, 3].sum())
-    room = len(masks.key_blocks)
+    used = int(masks.blocks[:, FLEX_BLOCK_NUM_SPLITS.value].sum())
+    room = len(masks.kv_num_blocks)
     assert used <= room
     assert room <= used + 2 or len(chunks) == 1
-    assert (masks.key_blocks[:used] > 0).all()
-    assert (masks.key_blocks[used:] == 0).all()
-    counts = masks.key_blocks[:used].tolist()
-    firsts = [planner.first_keys[masks.key_tiles[i, :count].long()] for i, count in enumerate(counts)]
+    assert (masks.kv_num_blocks[:used] > 0).all()
+    assert (masks.kv_num_blocks[used:] == 0).all()
+    counts = masks.kv_num_blocks[:used].tolist()
+    firsts = [planner.first_keys[masks.kv_indices[i, :count].long()] for i, count in enumerate(counts)]
     assert all((first.diff() == 32).all() for first in firsts)
 
 
@@ -186,3 +187,28 @@ def test_a_page_at_two_places_is_refused():
         paged_attention(
             query, keys, values, table, lengths, starts, scale=1, reduction=REDUCTION, implementation="flex_cuda"
         )
+
+
+SINKS = torch.tensor([-1.0, 2.0, 5.0])
+WITH_SINKS = pytest.mark.parametrize("options", [{}, ALL], ids=["alone", "with every option"])
+
+
+@WITH_SINKS
+def test_sinks_are_near_float64_and_change_every_row(options):
+    chunks = [newest(300, 20, 2), newest(261, 1, 3), newest(20, 20, 4)]
+    got = attend(chunks, sinks=SINKS, **options)
+    assert (got.double() - exact(chunks, sinks=SINKS, **options)).abs().max().item() < ATOL
+    assert (got != attend(chunks, **options)).flatten(1).any(1).all()
+    assert (attend(chunks[:1], sinks=SINKS, **options) - got[:20]).abs().max().item() < ATOL
+
+
+@WITH_SINKS
+def test_a_sink_is_added_once_however_many_waves_a_block_has(monkeypatch, options):
+    chunks = [newest(700, 8), newest(300, 20, 2)]
+    whole = attend(chunks, sinks=SINKS, **options)
+    monkeypatch.setattr(flex_cuda, "PARTIAL_BYTES", 1)
+    assert_same_bits(attend(chunks, sinks=SINKS, **options), whole)
+
+
+def test_a_sink_without_weight_changes_no_bit():
+    assert_same_bits(attend(MIXED, sinks=torch.full((3,), -math.inf)), attend(MIXED))

@@ -16,7 +16,7 @@ LENGTHS = {
     "as long as each other": (9000,) * 20,
 }
 
-pytestmark = pytest.mark.usefixtures("hopper")
+pytestmark = pytest.mark.usefixtures("sm90")
 
 
 @pytest.mark.parametrize("tokens", [1, 2])

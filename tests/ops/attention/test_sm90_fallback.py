@@ -25,7 +25,7 @@ SHAPE = plan.AttentionShape(32, 8, 128, torch.bfloat16, AttentionReduction.of_de
 
 
 @pytest.fixture(autouse=True)
-def a_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def an_sm90(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine that would have such a GPU, where nothing has been tried yet."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
@@ -77,7 +77,7 @@ FAILURES = {
     ),
     "an attribute": (lambda: AttributeError("no 'warpgroup_mma'"), "AttributeError: no 'warpgroup_mma'"),
     "the compiler's passes": (lambda: RuntimeError("PassManager::run failed\nmuch"), "RuntimeError: PassManager"),
-    "a module of Gluon": (lambda: ImportError("no hopper", name="triton.experimental.gluon"), "ImportError: no hopper"),
+    "a module of Gluon": (lambda: ImportError("no module", name="triton.experimental.gluon"), "ImportError: no module"),
 }
 
 
@@ -102,11 +102,11 @@ def test_a_trial_has_the_variants_of_an_engine_and_no_work_and_is_made_once(laun
     assert planner().sm90
     [prefill, *decodes] = launches
     assert [name for name, _ in launches] == ["launch_prefill", "launch_decode", "launch_decode"]
-    count, _, _, _, programs = prefill[1]
-    assert (count.item(), programs) == (0, 1)
-    assert {rest[-1] for _, rest in decodes} == {SHAPE.queries_per_kv, plan.DECODE_ROWS}
-    for _, (first_entries, *_) in decodes:
-        assert first_entries.tolist() == [0, 0]
+    work, *_ = prefill[1]
+    assert (work.count.item(), work.ctas) == (0, 1)
+    assert {work.partial_rows for _, (work, *_) in decodes} == {SHAPE.queries_per_kv, plan.DECODE_ROWS}
+    for _, (work, *_) in decodes:
+        assert work.indptr.tolist() == [0, 0]
     assert not log.records
 
 

@@ -117,7 +117,7 @@ def test_the_edge_of_a_descriptor_reads_as_zero(dtype):
             assert_same_bits(launch(triton_gemm.gemm_sm90_swap_ab, tile, x, weight.t()), whole[:, :72], f"{k} {tile}")
 
 
-@pytest.mark.usefixtures("hopper")
+@pytest.mark.usefixtures("sm90")
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("tile", NARROW_TILES, ids=lambda tile: tile.about)
@@ -137,7 +137,7 @@ def test_a_narrow_tile_has_the_bits_of_sequential_k(tile, biased, dtype):
             assert memory[m * n :].isnan().all(), what
 
 
-@pytest.mark.usefixtures("hopper")
+@pytest.mark.usefixtures("sm90")
 @pytest.mark.parametrize("tile", NARROW_TILES, ids=lambda tile: tile.about)
 def test_a_narrow_tile_takes_operands_among_other_columns_and_splits_nothing(tile):
     x, weight, bias = operands("cancelling", 100, 200, 328, torch.bfloat16)

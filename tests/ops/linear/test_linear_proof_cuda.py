@@ -208,7 +208,7 @@ def test_only_split_schedules_leave_a_gemm_to_triton(untuned, cublaslt, monkeypa
     algorithms, run = cublaslt.Matmul.algorithms, cublaslt.Matmul.run
     asked = []
 
-    def splitting(self, m, max_m, workspace=0):
+    def splitting(self, m, most, workspace=0):
         found = [one for one in algorithms(self, m, 8, WORKSPACE) if one.split > 1]
         asked.extend(one.about for one in found)
         return found
@@ -242,7 +242,7 @@ def test_the_fastest_schedule_that_agrees_is_used(untuned, monkeypatch, cublaslt
         assert_same_bits(linear(x[:m], weight), whole[:m], f"{m} rows")
 
 
-@pytest.mark.usefixtures("hopper")
+@pytest.mark.usefixtures("sm90")
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_every_narrow_tile_agrees(bias, dtype):
@@ -254,7 +254,7 @@ def test_every_narrow_tile_agrees(bias, dtype):
             )
 
 
-@pytest.mark.usefixtures("hopper")
+@pytest.mark.usefixtures("sm90")
 @pytest.mark.parametrize("tile", NARROW_TILES, ids=lambda tile: tile.about)
 def test_a_narrow_tile_that_won_serves_also_in_a_graph(tile, untuned, cublaslt, monkeypatch):
     x, weight, bias = operands("cancelling", 40, 384, 1024, torch.bfloat16)

@@ -57,13 +57,14 @@ def paged_attention(
         sliding_window: a query at position p sees p - sliding_window + 1 to p; pages before that are never read.
         logits_soft_cap: scores become ``cap * tanh(score / cap)``.
         alibi_slopes: [query_heads], ``slope * (key position - query position)`` is added to the capped score.
-        sinks: [query_heads], a score to which every query gives weight and which has no value.
+        sinks: [query_heads], a score for each row's softmax that has no value: it is added to the row's sum of weights
+            once, after all splits. Neither scaled nor capped.
         implementation: "auto" picks one by device; or one of :data:`IMPLEMENTATIONS`.
         out: [tokens, query_heads, head_size] of query's dtype, any strides; rows beyond ``query_start_loc[-1]`` are
             left alone.
-        plan: of the ``Planner`` of Triton or, on a GPU, of FlexAttention, for this ``seq_lens`` and
-            ``query_start_loc``. With one nothing is read back to the host, so lengths and pages are not checked: the
-            caller guarantees them.
+        plan: on a GPU, a step's plan by ``attention.plan.Planner`` or ``attention.flex.plan.Planner``, for this
+            ``seq_lens`` and ``query_start_loc``. With one nothing is read back to the host, so lengths and pages are
+            not checked: the caller guarantees them.
 
     Returns:
         ``out``, or a new tensor whose rows beyond ``query_start_loc[-1]`` are 0.
@@ -72,22 +73,20 @@ def paged_attention(
         ValueError: arguments that do not fit, or a page outside the cache among those needed.
         NotCovered: no implementation for the device, or its package is missing.
     """
-    call = PagedAttention(
+    params = PagedAttention(
         query, key_cache, value_cache, block_table, seq_lens, query_start_loc,
         float(scale), reduction, sliding_window, logits_soft_cap, alibi_slopes, sinks,
     )  # fmt: skip
-    call.check(values=plan is None)
+    params.check(values=plan is None)
     if out is None:
         out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     elif out.shape != query.shape or out.dtype != query.dtype:
         raise ValueError(f"out must be {list(query.shape)} {query.dtype}, got {list(out.shape)} {out.dtype}")
     module = _implementation(implementation, query.device.type)
-    if sinks is not None and module.__name__.removeprefix(__name__) in (".cpu", ".flex.cpu", ".flex.cuda"):
-        raise NotCovered("attention sinks", "only the Triton kernel has them", "use a CUDA device, without flex")
     if plan is not None:
-        module.paged_attention(call, out, plan)
-    elif call.tokens:
-        module.paged_attention(call, out)
+        module.paged_attention(params, out, plan)
+    elif params.tokens:
+        module.paged_attention(params, out)
     return out
 
 

@@ -58,17 +58,20 @@ class Options:
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
+    sinks: bool = False
+    """Their values are the model's weights; what is compared has sinks of its own."""
 
     @classmethod
     def of(cls, layer: Any) -> "Options":
         """Of an attention layer of an engine."""
         slopes = None if layer.alibi_slopes is None else tuple(layer.alibi_slopes.tolist())
-        return cls(layer.sliding_window, layer.logits_soft_cap, slopes)
+        return cls(layer.sliding_window, layer.logits_soft_cap, slopes, layer.sinks is not None)
 
     def __str__(self) -> str:
         parts = [f"window {self.sliding_window}"] if self.sliding_window else []
         parts += [f"soft-cap {self.logits_soft_cap:g}"] if self.logits_soft_cap else []
         parts += ["ALiBi"] if self.alibi_slopes else []
+        parts += ["sinks"] if self.sinks else []
         return ", ".join(parts) or "plain"
 
 
@@ -271,9 +274,10 @@ def _attend(planner: Planner, operands: Operands, chunks: Sequence[Chunk], optio
     starts = list(accumulate((one.query_len for one in chunks), initial=0))
     starts = torch.tensor(starts, dtype=torch.int32, device=device)
     slopes = None if options.alibi_slopes is None else torch.tensor(options.alibi_slopes, device=device)
+    sinks = torch.linspace(-2.0, 4.0, query.shape[1], device=device) if options.sinks else None
     call = PagedAttention(
         query, operands.key_cache, operands.value_cache, operands.table.repeat(len(chunks), 1), lengths, starts,
-        operands.scale, planner.shape.reduction, options.sliding_window, options.logits_soft_cap, slopes,
+        operands.scale, planner.shape.reduction, options.sliding_window, options.logits_soft_cap, slopes, sinks,
     )  # fmt: skip
     out = torch.full_like(query, math.nan)
     plan = planner.plan(starts, lengths, len(query), decode=all(one.query_len == 1 for one in chunks))

@@ -8,9 +8,9 @@ from ..common.numba_rows import threads
 from . import cpu_kernel
 from .params import PagedAttention
 
-TILE_ROWS = 64
-"""Query rows of a work item, (token, head of the group) pairs."""
-TILE_KEYS = 32
+BLOCK_M = 64
+"""Query rows of a work item, (token, query head of the KV head) pairs."""
+BLOCK_N = 32
 """Keys held in fp32 at a time, a power of two."""
 SERIAL_BELOW = 1 << 12
 """(query token, key, KV head) triples under which waking threads costs more than they save."""
@@ -25,30 +25,37 @@ def _cache(cache: torch.Tensor) -> tuple:
     return cpu_kernel.Cache(data, np.array(strides[:3]), cache.element_size(), cache.dtype == torch.float16)
 
 
-def paged_attention(call: PagedAttention, out: torch.Tensor) -> None:
-    """Write the attention of ``call`` to ``out``; see the operation's package for the contract."""
-    query_heads, kv_heads = call.query.shape[1], call.key_cache.shape[1]
-    group = query_heads // kv_heads
-    tile_tokens = max(1, TILE_ROWS // group)
-    window = call.sliding_window or 0
-    items, shares = cpu_kernel.deal(call.starts, call.lengths, kv_heads, tile_tokens, window, threads(), SERIAL_BELOW)
-    slopes = torch.zeros(query_heads) if call.alibi_slopes is None else call.alibi_slopes.float().contiguous()
-    query = call.query[: call.tokens].float().contiguous()
+def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
+    """Write the attention of ``params`` to ``out``; see the operation's package for the contract."""
+    heads, kv_heads = params.query.shape[1], params.key_cache.shape[1]
+    queries_per_kv, split_size = heads // kv_heads, params.equal_splits()
+    tile_tokens = max(1, BLOCK_M // queries_per_kv)
+    window = params.sliding_window or 0
+    work = cpu_kernel.deal(params.starts, params.lengths, kv_heads, tile_tokens, window, threads(), SERIAL_BELOW)
+    alibi_slopes = torch.zeros(heads) if params.alibi_slopes is None else params.alibi_slopes.float().contiguous()
+    sinks = torch.empty(0) if params.sinks is None else params.sinks.detach().float().contiguous()
+    score_mod = cpu_kernel.ScoreMod(
+        np.float32(params.scale),
+        np.float32(params.logits_soft_cap or 0.0),
+        alibi_slopes.numpy(),
+        window,
+        sinks.numpy(),
+    )
+    query = params.query[: params.tokens].float().contiguous()
     result = torch.empty_like(query)
-    numba.set_num_threads(len(shares) - 1)
+    numba.set_num_threads(len(work.indptr) - 1)
     cpu_kernel.attend(
         query.numpy(),
         result.numpy(),
-        _cache(call.key_cache),
-        _cache(call.value_cache),
-        np.ascontiguousarray(call.table),
-        call.page_size,
-        cpu_kernel.Scoring(np.float32(call.scale), np.float32(call.logits_soft_cap or 0.0), slopes.numpy(), window),
-        call.equal_splits(),
-        group,
-        (tile_tokens * group + 1) // 2 * 2,
-        min(TILE_KEYS, call.equal_splits()),
-        items,
-        shares,
+        _cache(params.key_cache),
+        _cache(params.value_cache),
+        np.ascontiguousarray(params.table),
+        params.page_size,
+        score_mod,
+        split_size,
+        queries_per_kv,
+        block_m=(tile_tokens * queries_per_kv + 1) // 2 * 2,
+        block_n=min(BLOCK_N, split_size),
+        work=work,
     )
-    out[: call.tokens] = result
+    out[: params.tokens] = result

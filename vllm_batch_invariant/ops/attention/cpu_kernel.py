@@ -1,6 +1,15 @@
-"""The compiled kernel of paged attention on the CPU.
+"""The numba kernel of paged attention on the CPU.
 
-The order of every sum is written out (see :mod:`.lanes`), so tiles, rows that share a tile, threads and vector width
+A row, a token and one of its query heads, sees keys k. Over the splits of keys at fixed positions, ascending:
+
+    s = qk_scale * q . k, then soft cap and ALiBi
+    m_split = max(s),  p = exp(s - m_split),  l_split = sum(p),  acc_split = sum(p * v)
+    m' = max(m, m_split),  alpha = exp(m - m'),  alpha_split = exp(m_split - m')
+    l' = l alpha + l_split alpha_split,  acc' = acc alpha + acc_split alpha_split
+
+and at the end ``out = acc / l``. A sink is one more split: ``m_split = sink``, ``l_split = 1``, ``acc_split = 0``.
+
+The order of every sum is written out (see :mod:`.cpu_simd`), so tiles, rows that share a tile, threads and vector width
 move no bit. A row walks exactly the keys it sees: nothing is masked by a zero weight, so what other rows see cannot
 reach it.
 """
@@ -42,36 +51,48 @@ class Cache(NamedTuple):
     """fp16, when the element size is 2; else bf16."""
 
 
-class Scoring(NamedTuple):
-    """What a score is."""
+class ScoreMod(NamedTuple):
+    """What makes a score of the dot of a query and a key, and which scores a row has."""
 
-    scale: np.float32
+    qk_scale: np.float32
     soft_cap: np.float32
     """0 for none."""
-    slopes: np.ndarray
+    alibi_slopes: np.ndarray
     """[query_heads] fp32, 0 for none."""
     window: int
     """0 for none."""
+    sinks: np.ndarray
+    """[query_heads] fp32, empty for none."""
+
+
+class Work(NamedTuple):
+    """The work items of a call, dealt out to threads."""
+
+    items: np.ndarray
+    """[items, 5] int64: request, first token in the query, tokens, position of the first of them, KV head."""
+    indptr: np.ndarray
+    """[threads + 1] int64, the first item of each thread."""
 
 
 class _Scratch(NamedTuple):
-    """A thread's memory: rows of ``width`` elements, which is the head size padded to pairs of lane vectors."""
+    """A thread's memory, fp32: rows of ``width`` elements, which is the head size padded to pairs of vectors."""
 
     width: int
     tile: np.ndarray
-    """[keys, width] fp32 keys or values."""
-    queries: np.ndarray
-    scores: np.ndarray
-    """[rows, split_size]."""
-    partial: np.ndarray
-    """Weighted values of the split."""
-    total: np.ndarray
-    """Of all splits so far."""
+    """[BLOCK_N, width], keys or values."""
+    q: np.ndarray
+    """[rows, width]"""
+    p: np.ndarray
+    """[rows, split_size], scores, then weights."""
+    split_acc: np.ndarray
+    """[rows, width], weighted values of the split."""
+    acc: np.ndarray
+    """[rows, width], of all splits so far."""
     visible: np.ndarray
     """[rows, 2] int64: first and last + 1 key that a row sees of the split."""
-    split: np.ndarray
-    """[rows, 2]: maximum and sum of weights of the split."""
-    running: np.ndarray
+    split_ml: np.ndarray
+    """[rows, 2]: maximum of the scores and sum of the weights of the split."""
+    ml: np.ndarray
     """[rows, 2]: of all splits so far."""
 
 
@@ -100,14 +121,14 @@ def _load_rows(cache, head, pages, page_size, begin, end, head_size, scratch, fi
 
 
 @njit
-def _score_pair(query, row, width, head_size, tile, keys, scores, into, row_stride):
+def _score_pair(q, row, width, head_size, tile, keys, s, idx, stride_row):
     """Dots of two rows with the keys of a tile: lane i sums d = i, i + 16, ... in order, then lanes by halving."""
     zero = splat(np.float32(0.0))
     for key in range(0, keys, 4):
         a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = zero
         for d in range(0, head_size, 16):
-            qa = load(query, row * width + d)
-            qb = load(query, (row + 1) * width + d)
+            qa = load(q, row * width + d)
+            qb = load(q, (row + 1) * width + d)
             k0 = load(tile, key * width + d)
             k1 = load(tile, (key + 1) * width + d)
             k2 = load(tile, (key + 2) * width + d)
@@ -120,95 +141,107 @@ def _score_pair(query, row, width, head_size, tile, keys, scores, into, row_stri
             b1 = add_product(b1, qb, k1)
             b2 = add_product(b2, qb, k2)
             b3 = add_product(b3, qb, k3)
-        store_four_sums(a0, a1, a2, a3, scores, into + key)
-        store_four_sums(b0, b1, b2, b3, scores, into + row_stride + key)
+        store_four_sums(a0, a1, a2, a3, s, idx + key)
+        store_four_sums(b0, b1, b2, b3, s, idx + stride_row + key)
 
 
 @njit
-def _softmax(row, low, high, scoring, slope, distance):
-    """Turn the dots ``row`` [split_size] into weights exp(score - max) in place; returns (max, sum of the weights).
+def _softmax(p, low, high, score_mod, alibi_slope, distance):
+    """Turn the dots ``p`` [split_size] into weights exp(s - m) in place; returns (m, l).
 
     Keys low to high - 1 are visible. Key k counts in lane k % 16, then the lanes are summed by halving. ``distance`` is
     the position of key 0 minus that of the query.
     """
-    seen = row[low:high]
+    seen = p[low:high]
     for key in range(seen.size):
-        seen[key] *= scoring.scale
-    soft_cap = scoring.soft_cap
+        seen[key] *= score_mod.qk_scale
+    soft_cap = score_mod.soft_cap
     if soft_cap > np.float32(0.0):
         for key in range(seen.size):
             twice = np.float32(2.0) * (seen[key] / soft_cap)
             seen[key] = soft_cap * (np.float32(1.0) - np.float32(2.0) / (exp32(twice) + np.float32(1.0)))
-    if slope != np.float32(0.0):
+    if alibi_slope != np.float32(0.0):
         for key in range(seen.size):
-            seen[key] += slope * np.float32(distance + low + key)
-    # Whole lane vectors from here on: a hidden key is -inf, then exactly 0.
+            seen[key] += alibi_slope * np.float32(distance + low + key)
+    # Whole vectors from here on: a hidden key is -inf, then exactly 0.
     begin = low - low % 16
     end = high + (-high) % 16
-    row[begin:low] = _MINUS_INFINITY
-    row[high:end] = _MINUS_INFINITY
+    p[begin:low] = _MINUS_INFINITY
+    p[high:end] = _MINUS_INFINITY
     lanes = splat(_MINUS_INFINITY)
     for key in range(begin, end, 16):
-        lanes = larger(lanes, load(row, key))
-    top = largest_lane(lanes)
-    shift = np.float32(0.0) if top == _MINUS_INFINITY else top
-    weights = row[begin:end]
+        lanes = larger(lanes, load(p, key))
+    m = largest_lane(lanes)
+    shift = np.float32(0.0) if m == _MINUS_INFINITY else m
+    weights = p[begin:end]
     for key in range(weights.size):
         weights[key] = exp32(weights[key] - shift)
     lanes = splat(np.float32(0.0))
     for key in range(begin, end, 16):
-        lanes = add(lanes, load(row, key))
-    return top, sum_lanes(lanes)
+        lanes = add(lanes, load(p, key))
+    return m, sum_lanes(lanes)
 
 
 @njit
-def _add_values(weights, at, tile, low, high, width, partial, row):
-    """partial[row] += weight * value for keys low to high - 1 of the tile, ascending."""
+def _add_values(p, idx, tile, low, high, width, acc, row):
+    """acc[row] += p * v for keys low to high - 1 of the tile, ascending."""
     for d in range(0, width, 32):
-        a0 = load(partial, row * width + d)
-        a1 = load(partial, row * width + d + 16)
+        a0 = load(acc, row * width + d)
+        a1 = load(acc, row * width + d + 16)
         for key in range(low, high):
-            weight = splat(weights[at + key])
-            a0 = add_product(a0, weight, load(tile, key * width + d))
-            a1 = add_product(a1, weight, load(tile, key * width + d + 16))
-        store(a0, partial, row * width + d)
-        store(a1, partial, row * width + d + 16)
+            p_key = splat(p[idx + key])
+            a0 = add_product(a0, p_key, load(tile, key * width + d))
+            a1 = add_product(a1, p_key, load(tile, key * width + d + 16))
+        store(a0, acc, row * width + d)
+        store(a1, acc, row * width + d + 16)
 
 
 @njit
-def _add_values_pair(weights, at, row_stride, tile, low, high, width, partial, row):
+def _add_values_pair(p, idx, stride_row, tile, low, high, width, acc, row):
     """:func:`_add_values` for two rows that see the same keys, operation by operation the same."""
     for d in range(0, width, 32):
-        a0 = load(partial, row * width + d)
-        a1 = load(partial, row * width + d + 16)
-        b0 = load(partial, (row + 1) * width + d)
-        b1 = load(partial, (row + 1) * width + d + 16)
+        a0 = load(acc, row * width + d)
+        a1 = load(acc, row * width + d + 16)
+        b0 = load(acc, (row + 1) * width + d)
+        b1 = load(acc, (row + 1) * width + d + 16)
         for key in range(low, high):
             v0 = load(tile, key * width + d)
             v1 = load(tile, key * width + d + 16)
-            weight_a = splat(weights[at + key])
-            weight_b = splat(weights[at + row_stride + key])
-            a0 = add_product(a0, weight_a, v0)
-            a1 = add_product(a1, weight_a, v1)
-            b0 = add_product(b0, weight_b, v0)
-            b1 = add_product(b1, weight_b, v1)
-        store(a0, partial, row * width + d)
-        store(a1, partial, row * width + d + 16)
-        store(b0, partial, (row + 1) * width + d)
-        store(b1, partial, (row + 1) * width + d + 16)
+            p_a = splat(p[idx + key])
+            p_b = splat(p[idx + stride_row + key])
+            a0 = add_product(a0, p_a, v0)
+            a1 = add_product(a1, p_a, v1)
+            b0 = add_product(b0, p_b, v0)
+            b1 = add_product(b1, p_b, v1)
+        store(a0, acc, row * width + d)
+        store(a1, acc, row * width + d + 16)
+        store(b0, acc, (row + 1) * width + d)
+        store(b1, acc, (row + 1) * width + d + 16)
 
 
 @njit
-def _merge(total, partial, row, width, running, split):
-    """Add a row's split to what it has so far, as in online softmax."""
-    top = max(running[0], split[0])
-    shift = np.float32(0.0) if top == _MINUS_INFINITY else top
-    keep = exp32(running[0] - shift)
-    take = exp32(split[0] - shift)
+def _merge_splits(acc, split_acc, row, width, ml, split_ml):
+    """Add a row's split to what it has so far."""
+    new_m = max(ml[0], split_ml[0])
+    shift = np.float32(0.0) if new_m == _MINUS_INFINITY else new_m
+    alpha = exp32(ml[0] - shift)
+    split_alpha = exp32(split_ml[0] - shift)
     for d in range(row * width, (row + 1) * width):
-        total[d] = total[d] * keep + partial[d] * take
-    running[0] = top
-    running[1] = running[1] * keep + split[1] * take
+        acc[d] = acc[d] * alpha + split_acc[d] * split_alpha
+    ml[0] = new_m
+    ml[1] = ml[1] * alpha + split_ml[1] * split_alpha
+
+
+@njit
+def _merge_sink(acc, row, width, ml, sink):
+    """Add a score that has no value to all splits of a row."""
+    new_m = max(ml[0], sink)
+    shift = np.float32(0.0) if new_m == _MINUS_INFINITY else new_m
+    alpha = exp32(ml[0] - shift)
+    for d in range(row * width, (row + 1) * width):
+        acc[d] = acc[d] * alpha
+    ml[0] = new_m
+    ml[1] = ml[1] * alpha + exp32(sink - shift)
 
 
 @njit
@@ -222,139 +255,131 @@ def _score_rows(scratch, head_size, first, keys, rows, split_size):
     visible = scratch.visible
     for row in range(0, rows, 2):
         if first < visible[row + 1, 1] and visible[row, 0] < first + keys:
-            into = row * split_size + first
-            _score_pair(
-                scratch.queries, row, scratch.width, head_size, scratch.tile, keys, scratch.scores, into, split_size
-            )
+            idx = row * split_size + first
+            _score_pair(scratch.q, row, scratch.width, head_size, scratch.tile, keys, scratch.p, idx, split_size)
 
 
 @njit
 def _add_values_rows(scratch, first, keys, rows, split_size):
     """:func:`_add_values` for all rows, over a tile that begins at key ``first`` of the split."""
-    tile, width, weights, partial = scratch.tile, scratch.width, scratch.scores, scratch.partial
+    tile, width, p, acc = scratch.tile, scratch.width, scratch.p, scratch.split_acc
     for row in range(0, rows, 2):
-        at = row * split_size + first
+        idx = row * split_size + first
         low_a = _clip(scratch.visible[row, 0] - first, 0, keys)
         high_a = _clip(scratch.visible[row, 1] - first, 0, keys)
         low_b = _clip(scratch.visible[row + 1, 0] - first, 0, keys)
         high_b = _clip(scratch.visible[row + 1, 1] - first, 0, keys)
         # What a row sees begins and ends no earlier than for the row before: first alone, together, second alone.
         both = min(low_b, high_a)
-        _add_values(weights, at, tile, low_a, both, width, partial, row)
-        _add_values_pair(weights, at, split_size, tile, both, high_a, width, partial, row)
-        _add_values(weights, at + split_size, tile, max(high_a, low_b), high_b, width, partial, row + 1)
+        _add_values(p, idx, tile, low_a, both, width, acc, row)
+        _add_values_pair(p, idx, split_size, tile, both, high_a, width, acc, row)
+        _add_values(p, idx + split_size, tile, max(high_a, low_b), high_b, width, acc, row + 1)
 
 
 @njit
-def _attend_item(
-    query,
-    out,
-    keys,
-    values,
-    pages,
-    page_size,
-    scoring,
-    split_size,
-    first_row,
-    tokens,
-    position,
-    kv_head,
-    group,
-    scratch,
-):
-    """Rows are ``tokens`` query tokens from ``position`` on, each with the ``group`` query heads of one KV head."""
+def _attend_item(query, out, keys, values, pages, page_size, score_mod, split_size, item, queries_per_kv, scratch):
+    """Rows are the item's query tokens, each with the ``queries_per_kv`` query heads of its KV head."""
+    query_start, query_len, q_pos, kv_head = item
     head_size, width = query.shape[2], scratch.width
-    visible, split, running = scratch.visible, scratch.split, scratch.running
-    rows = tokens * group
+    visible, split_ml, ml = scratch.visible, scratch.split_ml, scratch.ml
+    rows = query_len * queries_per_kv
     even_rows = rows + rows % 2
-    stop = position + tokens
-    window = scoring.window
-    first_key = max(0, position - window + 1) if window > 0 else 0
-    tile_keys = scratch.tile.size // width
+    kv_end = q_pos + query_len
+    window = score_mod.window
+    first_key = max(0, q_pos - window + 1) if window > 0 else 0
+    block_n = scratch.tile.size // width
     for row in range(rows):
         for d in range(head_size):
-            scratch.queries[row * width + d] = query[first_row + row // group, kv_head * group + row % group, d]
-    scratch.total[: even_rows * width] = np.float32(0.0)
-    running[:, 0] = _MINUS_INFINITY
-    running[:, 1] = np.float32(0.0)
+            scratch.q[row * width + d] = query[
+                query_start + row // queries_per_kv, kv_head * queries_per_kv + row % queries_per_kv, d
+            ]
+    scratch.acc[: even_rows * width] = np.float32(0.0)
+    ml[:, 0] = _MINUS_INFINITY
+    ml[:, 1] = np.float32(0.0)
 
-    for start in range(first_key - first_key % split_size, stop, split_size):
-        split_stop = min(start + split_size, stop)
+    for start in range(first_key - first_key % split_size, kv_end, split_size):
+        split_end = min(start + split_size, kv_end)
         for row in range(even_rows):
             # An odd last row is paired with a copy of its own range, whose result nobody reads.
-            row_position = position + min(row, rows - 1) // group
-            visible[row, 0] = _clip(row_position - window + 1 - start, 0, split_stop - start) if window > 0 else 0
-            visible[row, 1] = _clip(row_position + 1 - start, 0, split_stop - start)
-        first_tile = start + max(0, first_key - start) // tile_keys * tile_keys
+            row_pos = q_pos + min(row, rows - 1) // queries_per_kv
+            visible[row, 0] = _clip(row_pos - window + 1 - start, 0, split_end - start) if window > 0 else 0
+            visible[row, 1] = _clip(row_pos + 1 - start, 0, split_end - start)
+        first_tile = start + max(0, first_key - start) // block_n * block_n
 
-        for tile_start in range(first_tile, split_stop, tile_keys):
+        for tile_start in range(first_tile, split_end, block_n):
             # Pages before the first visible key may be gone.
             begin = max(tile_start, first_key)
-            end = min(tile_start + tile_keys, split_stop)
+            end = min(tile_start + block_n, split_end)
             _load_rows(keys, kv_head, pages, page_size, begin, end, head_size, scratch, begin - tile_start)
             _score_rows(scratch, head_size, tile_start - start, end - tile_start, even_rows, split_size)
 
         for row in range(rows):
             low, high = visible[row]
             if low < high:
-                scores = scratch.scores[row * split_size : (row + 1) * split_size]
-                slope = scoring.slopes[kv_head * group + row % group]
-                distance = start - (position + row // group)
-                split[row, 0], split[row, 1] = _softmax(scores, low, high, scoring, slope, distance)
+                p = scratch.p[row * split_size : (row + 1) * split_size]
+                alibi_slope = score_mod.alibi_slopes[kv_head * queries_per_kv + row % queries_per_kv]
+                distance = start - (q_pos + row // queries_per_kv)
+                split_ml[row, 0], split_ml[row, 1] = _softmax(p, low, high, score_mod, alibi_slope, distance)
 
-        scratch.partial[: even_rows * width] = np.float32(0.0)
-        for tile_start in range(first_tile, split_stop, tile_keys):
+        scratch.split_acc[: even_rows * width] = np.float32(0.0)
+        for tile_start in range(first_tile, split_end, block_n):
             begin = max(tile_start, first_key)
-            end = min(tile_start + tile_keys, split_stop)
+            end = min(tile_start + block_n, split_end)
             _load_rows(values, kv_head, pages, page_size, begin, end, head_size, scratch, begin - tile_start)
             _add_values_rows(scratch, tile_start - start, end - tile_start, even_rows, split_size)
 
         for row in range(rows):
             if visible[row, 0] < visible[row, 1]:
-                _merge(scratch.total, scratch.partial, row, width, running[row], split[row])
+                _merge_splits(scratch.acc, scratch.split_acc, row, width, ml[row], split_ml[row])
+
+    if score_mod.sinks.size > 0:
+        for row in range(rows):
+            _merge_sink(
+                scratch.acc, row, width, ml[row], score_mod.sinks[kv_head * queries_per_kv + row % queries_per_kv]
+            )
 
     for row in range(rows):
-        into = out[first_row + row // group, kv_head * group + row % group]
+        out_row = out[query_start + row // queries_per_kv, kv_head * queries_per_kv + row % queries_per_kv]
         for d in range(head_size):
-            into[d] = scratch.total[row * width + d] / running[row, 1]
+            out_row[d] = scratch.acc[row * width + d] / ml[row, 1]
 
 
 @njit
-def _new_scratch(rows, head_size, tile_keys, split_size):
+def _new_scratch(block_m, head_size, block_n, split_size):
     width = (head_size + 31) // 32 * 32
     return _Scratch(
         width,
-        np.zeros(tile_keys * width, dtype=np.float32),
-        np.zeros(rows * width, dtype=np.float32),
-        np.zeros(rows * split_size, dtype=np.float32),
-        np.zeros(rows * width, dtype=np.float32),
-        np.zeros(rows * width, dtype=np.float32),
-        np.zeros((rows, 2), dtype=np.int64),
-        np.zeros((rows, 2), dtype=np.float32),
-        np.zeros((rows, 2), dtype=np.float32),
+        np.zeros(block_n * width, dtype=np.float32),
+        np.zeros(block_m * width, dtype=np.float32),
+        np.zeros(block_m * split_size, dtype=np.float32),
+        np.zeros(block_m * width, dtype=np.float32),
+        np.zeros(block_m * width, dtype=np.float32),
+        np.zeros((block_m, 2), dtype=np.int64),
+        np.zeros((block_m, 2), dtype=np.float32),
+        np.zeros((block_m, 2), dtype=np.float32),
     )
 
 
 def _attend(
-    query, out, keys, values, block_table, page_size, scoring, split_size, group, tile_rows, tile_keys, items, shares
+    query, out, keys, values, block_table, page_size, score_mod, split_size, queries_per_kv, block_m, block_n, work
 ):
-    """Each thread works through its share of the items with scratch of its own.
+    """Each thread works through its share of the work items with scratch of its own.
 
-    query and out: [tokens, query_heads, head_size] fp32; items and shares from :func:`deal`; ``tile_rows`` is even.
+    query and out: [tokens, query_heads, head_size] fp32; work from :func:`deal`; ``block_m`` is even.
     """
-    for thread in prange(shares.size - 1):
-        scratch = _new_scratch(tile_rows, query.shape[2], tile_keys, split_size)
-        for item in range(shares[thread], shares[thread + 1]):
-            request, first_row, tokens, position, kv_head = items[item]
+    for thread in prange(work.indptr.size - 1):
+        scratch = _new_scratch(block_m, query.shape[2], block_n, split_size)
+        for i in range(work.indptr[thread], work.indptr[thread + 1]):
+            request, query_start, query_len, q_pos, kv_head = work.items[i]
             pages = block_table[request]
+            item = query_start, query_len, q_pos, kv_head
             _attend_item(
-                query, out, keys, values, pages, page_size, scoring, split_size,
-                first_row, tokens, position, kv_head, group, scratch,
-            )  # fmt: skip
+                query, out, keys, values, pages, page_size, score_mod, split_size, item, queries_per_kv, scratch
+            )
 
 
 def _deal(starts, lengths, kv_heads, tile_tokens, window, threads, serial_below):
-    """The work, [items, 5] of (request, first row, tokens, first position, KV head), and where threads begin in it.
+    """The :class:`Work` of a call.
 
     The items are dealt out from the longest to the shortest, there and back, so that shares are about equal; all to one
     thread if there are fewer than ``serial_below`` (query token, key, KV head) triples.
@@ -366,35 +391,35 @@ def _deal(starts, lengths, kv_heads, tile_tokens, window, threads, serial_below)
     cost = np.empty(count, dtype=np.int64)
     i = 0
     for request in range(lengths.size):
-        stop = starts[request + 1]
-        for row in range(starts[request], stop, tile_tokens):
-            tokens = min(tile_tokens, stop - row)
-            position = lengths[request] - (stop - row)
-            keys = position + tokens
+        end = starts[request + 1]
+        for query_start in range(starts[request], end, tile_tokens):
+            query_len = min(tile_tokens, end - query_start)
+            q_pos = lengths[request] - (end - query_start)
+            kv_len = q_pos + query_len
             if window > 0:
-                keys = min(keys, window + tokens - 1)
+                kv_len = min(kv_len, window + query_len - 1)
             for kv_head in range(kv_heads):
                 items[i, 0] = request
-                items[i, 1] = row
-                items[i, 2] = tokens
-                items[i, 3] = position
+                items[i, 1] = query_start
+                items[i, 2] = query_len
+                items[i, 3] = q_pos
                 items[i, 4] = kv_head
-                cost[i] = -keys * tokens
+                cost[i] = -kv_len * query_len
                 i += 1
     if -cost.sum() < serial_below:
         threads = 1
     order = np.argsort(cost, kind="mergesort")
-    shares = np.zeros(threads + 1, dtype=np.int64)
+    indptr = np.zeros(threads + 1, dtype=np.int64)
     dealt = np.empty_like(items)
-    into = 0
+    num_dealt = 0
     for thread in range(threads):
-        for place in range(count):
-            turn = place % (2 * threads)
+        for idx in range(count):
+            turn = idx % (2 * threads)
             if min(turn, 2 * threads - 1 - turn) == thread:
-                dealt[into] = items[order[place]]
-                into += 1
-        shares[thread + 1] = into
-    return dealt, shares
+                dealt[num_dealt] = items[order[idx]]
+                num_dealt += 1
+        indptr[thread + 1] = num_dealt
+    return Work(dealt, indptr)
 
 
 attend = compiled(_attend, parallel=True)

@@ -15,18 +15,18 @@ _WORDS = ir.VectorType(ir.IntType(32), WIDTH)
 _HALVES = ir.VectorType(ir.IntType(16), WIDTH)
 
 
-class Lanes(types.Type):
+class Simd16(types.Type):
     """The numba type of sixteen fp32 lanes."""
 
     def __init__(self) -> None:
         super().__init__(name="Float32x16")
 
 
-LANES = Lanes()
+SIMD16 = Simd16()
 
 
-@register_model(Lanes)
-class _LanesModel(models.PrimitiveModel):
+@register_model(Simd16)
+class _Simd16Model(models.PrimitiveModel):
     def __init__(self, manager, lanes_type):
         super().__init__(manager, lanes_type, _VECTOR)
 
@@ -36,8 +36,8 @@ def _pointer(context, builder, array_type, array, offset, vector):
     return builder.bitcast(builder.gep(data, [offset]), vector.as_pointer())
 
 
-def _shuffle(builder, a, b, places):
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INDEX, len(places)), places))
+def _shuffle(builder, a, b, indices):
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INDEX, len(indices)), indices))
 
 
 def _halve(builder, op, lanes):
@@ -80,7 +80,7 @@ def splat(typing_context, x):
         one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), arguments[0], _INDEX(0))
         return _shuffle(builder, one, one, [0] * WIDTH)
 
-    return LANES(types.float32), codegen
+    return SIMD16(types.float32), codegen
 
 
 @intrinsic
@@ -90,7 +90,7 @@ def load(typing_context, array, offset):
     def codegen(context, builder, signature, arguments):
         return builder.load(_pointer(context, builder, signature.args[0], *arguments, _VECTOR), align=4)
 
-    return LANES(array, types.intp), codegen
+    return SIMD16(array, types.intp), codegen
 
 
 @intrinsic
@@ -100,7 +100,7 @@ def load_fp32(typing_context, data, offset):
     def codegen(context, builder, signature, arguments):
         return builder.load(_pointer(context, builder, signature.args[0], *arguments, _VECTOR), align=4)
 
-    return LANES(data, types.intp), codegen
+    return SIMD16(data, types.intp), codegen
 
 
 @intrinsic
@@ -111,7 +111,7 @@ def load_bf16(typing_context, data, offset):
         bits = builder.load(_pointer(context, builder, signature.args[0], *arguments, _HALVES), align=2)
         return _float_of_bfloat(builder, builder.zext(bits, _WORDS))
 
-    return LANES(data, types.intp), codegen
+    return SIMD16(data, types.intp), codegen
 
 
 @intrinsic
@@ -122,7 +122,7 @@ def load_fp16(typing_context, data, offset):
         bits = builder.load(_pointer(context, builder, signature.args[0], *arguments, _HALVES), align=2)
         return _float_of_half(builder, builder.zext(bits, _WORDS))
 
-    return LANES(data, types.intp), codegen
+    return SIMD16(data, types.intp), codegen
 
 
 @intrinsic
@@ -134,7 +134,7 @@ def store(typing_context, lanes, array, offset):
         builder.store(lanes, _pointer(context, builder, signature.args[1], array, offset, _VECTOR), align=4)
         return context.get_dummy_value()
 
-    return types.void(LANES, array, types.intp), codegen
+    return types.void(SIMD16, array, types.intp), codegen
 
 
 @intrinsic
@@ -144,7 +144,7 @@ def add(typing_context, a, b):
     def codegen(context, builder, signature, arguments):
         return builder.fadd(*arguments)
 
-    return LANES(LANES, LANES), codegen
+    return SIMD16(SIMD16, SIMD16), codegen
 
 
 @intrinsic
@@ -154,7 +154,7 @@ def add_product(typing_context, total, a, b):
     def codegen(context, builder, signature, arguments):
         return builder.fadd(arguments[0], builder.fmul(arguments[1], arguments[2]))
 
-    return LANES(LANES, LANES, LANES), codegen
+    return SIMD16(SIMD16, SIMD16, SIMD16), codegen
 
 
 @intrinsic
@@ -164,7 +164,7 @@ def larger(typing_context, a, b):
     def codegen(context, builder, signature, arguments):
         return _largest(builder)(*arguments)
 
-    return LANES(LANES, LANES), codegen
+    return SIMD16(SIMD16, SIMD16), codegen
 
 
 @intrinsic
@@ -177,7 +177,7 @@ def largest_lane(typing_context, lanes):
             lanes = _halve(builder, _largest(builder), lanes)
         return builder.extract_element(lanes, _INDEX(0))
 
-    return types.float32(LANES), codegen
+    return types.float32(SIMD16), codegen
 
 
 @intrinsic
@@ -190,7 +190,7 @@ def sum_lanes(typing_context, lanes):
             lanes = _halve(builder, builder.fadd, lanes)
         return builder.extract_element(lanes, _INDEX(0))
 
-    return types.float32(LANES), codegen
+    return types.float32(SIMD16), codegen
 
 
 @intrinsic
@@ -215,4 +215,4 @@ def store_four_sums(typing_context, a, b, c, d, array, offset):
         builder.store(four, _pointer(context, builder, signature.args[4], array, offset, four.type), align=4)
         return context.get_dummy_value()
 
-    return types.void(LANES, LANES, LANES, LANES, array, types.intp), codegen
+    return types.void(SIMD16, SIMD16, SIMD16, SIMD16, array, types.intp), codegen

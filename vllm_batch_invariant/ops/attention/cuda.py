@@ -34,17 +34,22 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
     by_sm90 = planner.sm90 and sm90.takes(call, out)
     with torch.cuda.device_of(call.query):
         if plan.prefill_ctas and by_sm90:
-            ctas = min(plan.prefill_ctas, planner.num_sms)
-            sm90.launch_prefill(
-                call, out, planner.prefill_count, planner.prefill_work, planner.workspace, planner.semaphores, ctas
+            work = sm90.PrefillWork(
+                planner.prefill_count,
+                planner.prefill_work,
+                planner.workspace,
+                planner.semaphores,
+                ctas=min(plan.prefill_ctas, planner.num_sms),
             )
+            sm90.launch_prefill(call, out, work, plan.reduction, sm90.PREFILL_SCHEDULES[planner.shape.head_size])
         elif plan.prefill_ctas:
             _launch(call, out, plan, prefill_like=True)
         if plan.has_decode and by_sm90:
             partials = planner.partial_m, planner.partial_l, planner.partial_acc
-            sm90.launch_decode(
-                call, out, planner.work_indptr, planner.decode_work, partials, planner.semaphores, plan.partial_rows
+            work = sm90.DecodeWork(
+                planner.work_indptr, planner.decode_work, partials, planner.semaphores, plan.partial_rows
             )
+            sm90.launch_decode(call, out, work, plan.reduction, sm90.DECODE_SCHEDULES[planner.shape.head_size])
         elif plan.has_decode:
             _launch(call, out, plan, prefill_like=False)
 

@@ -15,7 +15,7 @@ from . import sm90
 from .plan_kernels import plan_kernel
 from .reduction import AttentionReduction
 from .shared_memory import fitted
-from .sm90.shapes import ACCOUNTS
+from .sm90.shapes import SEMAPHORE_INTS
 from .work import WORK_SIZE
 
 _LARGEST_HEAD = 256
@@ -173,8 +173,8 @@ class Planner:
         block_m, kv_heads = self.prefill_schedule.block_m, shape.kv_heads
         # Prefill-like blocks are shared only while they are few.
         self._prefill_ctas = self.num_sms if self.sm90 else 4 * self.num_sms
-        ctas_per_sm = sm90.DECODING[shape.head_size].resident if self.sm90 else self.decode_schedule.ctas_per_sm
-        self.cta_shares = ctas_per_sm * self.num_sms
+        own_schedule = sm90.DECODE_SCHEDULES[shape.head_size] if self.sm90 else self.decode_schedule
+        self.cta_shares = own_schedule.ctas_per_sm * self.num_sms
 
         self.work_indptr = torch.zeros(self.cta_shares + 1, dtype=torch.int32, device=device)
         """[cta_shares + 1] int32, the first item of ``decode_work`` of each CTA, and the end."""
@@ -196,7 +196,7 @@ class Planner:
         self.workspace = torch.empty(rows * (shape.padded_head_size + 2), device=device)
         self.partial_m, self.partial_l, acc = self.workspace.split([rows, rows, rows * shape.padded_head_size])
         self.partial_acc = acc.view(rows, shape.padded_head_size)
-        semaphores = max(self._decode_workspace(1), ACCOUNTS * self._prefill_workspace) * kv_heads
+        semaphores = max(self._decode_workspace(1), SEMAPHORE_INTS * self._prefill_workspace) * kv_heads
         self.semaphores = torch.zeros(semaphores, dtype=torch.int32, device=device)
         """[semaphores] int32, finished splits of what CTAs share; 0 between the layers of a step."""
 

@@ -16,8 +16,9 @@ class AttentionReduction:
     Within a split, everything in fp32: ``score = scale * dot(query, key)`` with an order of the dot that the head size
     alone decides, ``weight = exp(score - max)``, the weights and the weighted values are summed by ascending position
     in an order that the split size alone decides. Splits are merged in ascending order, a split without a visible key
-    has no part in it, and the result is rounded once to the query's dtype. On a GPU the weights are rounded to the
-    values' dtype before they weigh them, and the maximum and the sums go on from tile to tile of the keys.
+    has no part in it, a sink is added once after the last, and the result is rounded once to the query's dtype. On a
+    GPU the weights are rounded to the values' dtype before they weigh them, and the maximum and the sums go on from
+    tile to tile of the keys.
 
     Attributes:
         split_size: keys in a split, a power of two; pages of any size fit it, because a split is a range of positions.

@@ -75,9 +75,9 @@ def merge_splits(m, l, acc, split_m, split_l, split_acc):
 
 
 @triton.jit
-def normalize(m, l, acc, sink, HAS_SINKS: tl.constexpr):
+def normalize(m, l, acc, sink, USE_SINKS: tl.constexpr):
     """The result of each row, ``acc / l``; a sink adds a weight to ``l`` and no value, ``sink`` in units of log2(e)."""
-    if HAS_SINKS:
+    if USE_SINKS:
         new_m = tl.maximum(m, sink)
         alpha = tl.exp2(m - new_m)
         l = tl.fma(l, alpha, tl.exp2(sink - new_m))

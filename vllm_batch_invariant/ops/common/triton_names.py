@@ -10,6 +10,16 @@ value = base_value
 """Annotates a field that is a tensor, a descriptor or, where Triton specialises an argument for 1, a constexpr."""
 
 
+def _as_value(one: Any) -> Any:
+    """What a ``constexpr_function`` has unwrapped, wrapped again."""
+    if isinstance(one, tl.tuple):
+        return tl.tuple([_as_value(part) for part in one])
+    return one if isinstance(one, base_value) else tl.constexpr(one)
+
+
+_as_value.__triton_builtin__ = True  # or Triton refuses a plain function in what a kernel calls
+
+
 def aggregate(cls: type) -> Any:
     """Several values as one in a kernel: ``cls(*values)`` of the annotated fields, in their order.
 
@@ -19,7 +29,7 @@ def aggregate(cls: type) -> Any:
 
     def init(self, *values) -> None:  # noqa: ANN002
         for name, one in zip(fields.value, values, strict=True):
-            setattr(self, name, one if isinstance(one, base_value) else tl.constexpr(one))
+            setattr(self, name, _as_value(one))
 
     cls.__init__ = triton.constexpr_function(init)
     return _aggregate(cls)

@@ -14,6 +14,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,8 +49,9 @@ _uncompiled: set[tuple[NarrowTile, torch.dtype, bool]] = set()
 """Narrow tiles that could not be run, with the dtype and whether there was a bias: not tried again."""
 
 
+@lru_cache(maxsize=1 << 16)
 def m_bucket(m: int) -> int:
-    """The end of the range that M is in."""
+    """The end of the range that M is in; kept, because every call of a GEMM asks."""
     return M_BUCKETS[bisect_left(M_BUCKETS, m)]
 
 

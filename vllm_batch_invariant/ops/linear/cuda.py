@@ -84,7 +84,7 @@ class MatmulDispatcher:
         if bias is not None:
             addresses |= bias.data_ptr()
         key = (
-            a.stride(1) if m == 1 else a.stride(),
+            a.stride()[1] if m == 1 else a.stride(),
             0 < m <= LARGEST_SIDE,
             b.shape,
             b.stride(),

@@ -92,11 +92,11 @@ def ptr_tile(m: int, n: int, dtype: torch.dtype, device: Gpu) -> Tile:
     return _fitted(_FEW_ROWS if programs(_FEW_ROWS) >= device.num_sms else _FEW_ROWS_NARROW, device)
 
 
-@cache
 def _fitted(tile: Tile, device: Gpu) -> Tile:
     """The tile with no more stages than shared memory holds."""
     step = 2 * (tile.block_m + tile.block_n) * tile.block_k
-    return replace(tile, num_stages=max(2, min(tile.num_stages, device.shared_memory // step)))
+    most = device.shared_memory // step
+    return tile if tile.num_stages <= most else replace(tile, num_stages=max(2, most))
 
 
 _TMA_SHAPES = (

@@ -57,14 +57,15 @@ def _mm(
     if not (gpu.has_tma and supports_tma(a, b, dtype)):
         return _bmm(a[None], b[None], bias, dtype, None if out is None else out[None])[0]
     out = torch.empty(m, n, dtype=dtype, device=a.device) if out is None else out
-    return gemm_tma(a, b, bias, out, _reduction(a, b), schedule.tma_tile(m, n, k, dtype.itemsize, gpu))
+    reduction = LinearReduction.of_device("cuda", n, k, a.dtype)
+    return gemm_tma(a, b, bias, out, reduction, schedule.tma_tile(m, n, k, dtype.itemsize, gpu))
 
 
 def _bmm(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    (batch, m, _), n = a.shape, b.shape[2]
-    reduction = _reduction(a, b)
+    (batch, m, k), n = a.shape, b.shape[2]
+    reduction = LinearReduction.of_device("cuda", n, k, a.dtype)
     out = torch.empty(batch, m, n, dtype=dtype, device=a.device) if out is None else out
     if out.numel() == 0:
         return out
@@ -148,7 +149,7 @@ def gemm_tma(
     tiles_m *= schedule.redundancy(tiles_m * tiles_n, gpu)
     a_desc, a_k_major = _describe(a, tile.block_m, tile.block_k)
     b_desc, b_k_major = _describe(b.t(), tile.block_n, tile.block_k)
-    out_desc, _ = _describe(out, tile.block_m, tile.block_n)
+    out_desc = TensorDescriptor(out, [m, n], [n, 1], [tile.block_m, tile.block_n])
     with torch.cuda.device_of(a):
         gemm_tma_kernel[(min(tiles_m * tiles_n, gpu.num_sms),)](
             a_desc,

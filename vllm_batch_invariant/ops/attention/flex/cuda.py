@@ -19,14 +19,15 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ..params import PagedAttention
-from .kernels import gather_rows, merge_entries
-from .plan import KeyLayout, Masks, Plan, Tile, plan_alone
+from .kernels import LOG2_E, gather_rows, merge_items
+from .plan import FlexTile, KeyLayout, Masks, Plan, plan_alone
 
 PARTIAL_BYTES = 256 << 20
-"""For the query rows and the results of entries that are computed at a time."""
+"""For the query rows and the results of items that are computed at a time."""
 _RECOMPILATIONS = 1 << 12
 """PyTorch counts those of all models, head shapes and options together."""
-_MERGED_AT_ONCE = 16
+_MERGE_M = 16
+"""Rows that a program merges."""
 _Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -34,11 +35,11 @@ _Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 class Scores:
     """What FlexAttention is compiled for: the tile, the strides of the cache, and how scores are made."""
 
-    tile: Tile
+    tile: FlexTile
     kv_heads: int
     head_size: int
-    slot_stride: int
-    head_stride: int
+    stride_slot: int
+    stride_head: int
     scale: float
     window: int | None
     soft_cap: float | None
@@ -48,38 +49,38 @@ class Scores:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        key_blocks: torch.Tensor,
-        key_tiles: torch.Tensor,
-        positions: torch.Tensor,
+        kv_num_blocks: torch.Tensor,
+        kv_indices: torch.Tensor,
+        q_pos: torch.Tensor,
         first_keys: torch.Tensor,
-        slopes: torch.Tensor | None,
-        members: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
+        head_in_group: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One pass of FlexAttention.
 
         Args:
-            query: [entries, rows, kv_heads, head_size].
+            query: [items, rows, kv_heads, head_size].
             keys: [elements], the memory of the cache from its first key on. Of a tensor with as many pages as may be,
                 the compiler would not know the strides.
             values: as ``keys``.
-            key_blocks: [entries]
-            key_tiles: [entries, tiles of a split]
-            positions: [entries * rows], -1 for rows that are padding.
+            kv_num_blocks: [items] int32
+            kv_indices: [items, max_tiles] int32
+            q_pos: [items * rows], -1 for rows that are padding.
             first_keys: [tiles], the position of the first key of a physical tile.
-            slopes: [kv_heads, group] fp32.
-            members: [entries * rows], with slopes.
+            alibi_slopes: [kv_heads, queries_per_kv] fp32.
+            head_in_group: [items * rows], with alibi_slopes.
 
         Returns:
-            Results [1, kv_heads, entries * rows, head_size] and their LSE [1, kv_heads, entries * rows] fp32.
+            Results [1, kv_heads, items * rows, head_size] and their LSE [1, kv_heads, items * rows] fp32.
         """
-        tile, stride = self.tile, self.slot_stride
+        tile, stride = self.tile, self.stride_slot
         query = query.flatten(0, 1).transpose(0, 1).unsqueeze(0)
-        slots = (keys.shape[0] - (self.kv_heads - 1) * self.head_stride - self.head_size) // stride + 1
-        sizes, strides = (1, self.kv_heads, slots, self.head_size), (0, self.head_stride, stride, 1)
-        log_tile, in_tile = tile.keys.bit_length() - 1, tile.keys - 1
+        slots = (keys.shape[0] - (self.kv_heads - 1) * self.stride_head - self.head_size) // stride + 1
+        sizes, strides = (1, self.kv_heads, slots, self.head_size), (0, self.stride_head, stride, 1)
+        log_tile, in_tile = tile.block_n.bit_length() - 1, tile.block_n - 1
 
         def distance(row: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-            return positions[row] - (first_keys[slot >> log_tile] + (slot & in_tile))
+            return q_pos[row] - (first_keys[slot >> log_tile] + (slot & in_tile))
 
         def mask_mod(
             batch: torch.Tensor,  # noqa: ARG001 - FlexAttention's signature
@@ -99,37 +100,37 @@ class Scores:
         ) -> torch.Tensor:
             if self.soft_cap is not None:
                 score = self.soft_cap * torch.tanh(score / self.soft_cap)
-            if slopes is not None:
-                score = score - slopes[head, members[row]] * distance(row, slot)
+            if alibi_slopes is not None:
+                score = score - alibi_slopes[head, head_in_group[row]] * distance(row, slot)
             return score
 
         mask = BlockMask(
             seq_lengths=(query.shape[2], slots),
-            kv_num_blocks=key_blocks[None, None],
-            kv_indices=key_tiles[None, None],
+            kv_num_blocks=kv_num_blocks[None, None],
+            kv_indices=kv_indices[None, None],
             full_kv_num_blocks=None,  # they would be walked after the others, out of order
             full_kv_indices=None,
             q_num_blocks=None,
             q_indices=None,
             full_q_num_blocks=None,
             full_q_indices=None,
-            BLOCK_SIZE=(tile.rows, tile.keys),
+            BLOCK_SIZE=(tile.block_m, tile.block_n),
             mask_mod=mask_mod,
         )
         output, aux = flex_attention(
             query,
             keys.as_strided(sizes, strides),
             values.as_strided(sizes, strides),
-            score_mod=None if self.soft_cap is None and slopes is None else score_mod,
+            score_mod=None if self.soft_cap is None and alibi_slopes is None else score_mod,
             block_mask=mask,
             scale=self.scale,
             return_aux=AuxRequest(lse=True),
             kernel_options={
                 "BACKEND": "TRITON",
-                "BLOCK_M": tile.rows,
-                "BLOCK_N": tile.keys,
-                "num_warps": tile.warps,
-                "num_stages": tile.stages,
+                "BLOCK_M": tile.block_m,
+                "BLOCK_N": tile.block_n,
+                "num_warps": tile.num_warps,
+                "num_stages": tile.num_stages,
                 "FLOAT32_PRECISION": "'ieee'",
                 "IS_DIVISIBLE": True,  # of rows by BLOCK_M and of listed keys by BLOCK_N, always
             },
@@ -139,7 +140,7 @@ class Scores:
 
 @lru_cache
 def _compiled(scores: Scores) -> _Attend:
-    """FlexAttention compiled for any number of entries, pages and tiles, and nothing else."""
+    """FlexAttention compiled for any number of items, pages and tiles, and nothing else."""
     compiled = torch.compile(scores.attend, fullgraph=True, dynamic=False)
 
     def attend(*arguments: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,8 +155,8 @@ def _compiled(scores: Scores) -> _Attend:
     return attend
 
 
-def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None = None) -> None:
-    """Write the attention of ``call`` to ``out``; see the operation's package for the contract.
+def paged_attention(params: PagedAttention, out: torch.Tensor, plan: Plan | None = None) -> None:
+    """Write the attention of ``params`` to ``out``; see the operation's package for the contract.
 
     A request's own keys and values must be finite: a row weighs the later ones of its tiles by 0. Of slots that nobody
     wrote, those in the last tile of a request may be written here: 0 where the value is not finite. A page that several
@@ -166,94 +167,103 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
             read as one axis of keys.
         ValueError: a plan for other layers.
     """
-    plan = plan or plan_alone(call)
+    plan = plan or plan_alone(params)
     shape = plan.planner.shape
-    layout = KeyLayout.of(call.key_cache, plan.tile.keys)
-    same = call.key_cache.stride() == call.value_cache.stride()
-    if not same or layout != plan.planner.layout or call.sliding_window not in plan.masks:
+    layout = KeyLayout.of(params.key_cache, plan.tile.block_n)
+    same = params.key_cache.stride() == params.value_cache.stride()
+    if not same or layout != plan.planner.layout or params.sliding_window not in plan.masks:
         raise ValueError(
             f"a plan for {plan.planner.layout} and windows {list(plan.masks)} does not fit {layout} and window "
-            f"{call.sliding_window}"
+            f"{params.sliding_window}"
         )
-    _, head_stride, slot_stride, _ = call.key_cache.stride()
+    _, stride_head, stride_slot, _ = params.key_cache.stride()
     scores = Scores(
-        plan.tile, shape.kv_heads, shape.head_size, slot_stride, head_stride, call.scale, call.sliding_window,
-        call.logits_soft_cap,
+        plan.tile, shape.kv_heads, shape.head_size, stride_slot, stride_head, params.scale, params.sliding_window,
+        params.logits_soft_cap,
     )  # fmt: skip
-    slopes = call.alibi_slopes
-    if slopes is not None:
-        slopes = slopes.to(call.query.device, torch.float32).view(shape.kv_heads, shape.queries_per_kv)
-    with torch.cuda.device_of(call.query):
-        _in_waves(call, out, plan, plan.masks[call.sliding_window], _compiled(scores), slopes)
+    alibi_slopes = params.alibi_slopes
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.to(params.query.device, torch.float32).view(shape.kv_heads, shape.queries_per_kv)
+    sinks = None if params.sinks is None else params.sinks.to(params.query.device, torch.float32) * LOG2_E
+    with torch.cuda.device_of(params.query):
+        _in_waves(params, out, plan, plan.masks[params.sliding_window], _compiled(scores), alibi_slopes, sinks)
 
 
 def _in_waves(
-    call: PagedAttention, out: torch.Tensor, plan: Plan, masks: Masks, attend: _Attend, slopes: torch.Tensor | None
+    params: PagedAttention,
+    out: torch.Tensor,
+    plan: Plan,
+    masks: Masks,
+    attend: _Attend,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
 ) -> None:
-    """Attends with as many entries at a time as there is memory for; all but the first and the last block of a wave
+    """Attends with as many items at a time as there is memory for; all but the first and the last block of a wave
     begin and end in it.
     """
-    shape, tile, device = plan.planner.shape, plan.tile, call.query.device
-    query = call.query if call.query.stride(-1) == 1 else call.query.contiguous()
+    shape, tile, device = plan.planner.shape, plan.tile, params.query.device
+    query = params.query if params.query.stride(-1) == 1 else params.query.contiguous()
     written = out if out.stride(-1) == 1 else out.contiguous()
-    keys, values = (_memory(cache) for cache in (call.key_cache, call.value_cache))
-    entries, blocks = len(masks.key_blocks), len(masks.blocks)
-    entry_bytes = 2 * shape.kv_heads * tile.rows * shape.head_size * query.element_size()
-    wave = max(PARTIAL_BYTES // entry_bytes // 4, 1) * 4  # so that slices of the lists stay aligned
-    parts = min(_MERGED_AT_ONCE, tile.rows)
+    keys, values = (_memory(cache) for cache in (params.key_cache, params.value_cache))
+    items, blocks = len(masks.kv_num_blocks), len(masks.blocks)
+    item_bytes = 2 * shape.kv_heads * tile.block_m * shape.head_size * query.element_size()
+    wave = max(PARTIAL_BYTES // item_bytes // 4, 1) * 4  # so that slices of the lists stay aligned
+    merge_m = min(_MERGE_M, tile.block_m)
     sizes = {
-        "kv_heads": shape.kv_heads,
-        "group": shape.queries_per_kv,
-        "head_size": shape.head_size,
-        "padded_size": shape.padded_head_size,
-        "block_rows": tile.rows,
+        "NUM_KV_HEADS": shape.kv_heads,
+        "QUERIES_PER_KV": shape.queries_per_kv,
+        "HEAD_DIM": shape.head_size,
+        "PADDED_HEAD_DIM": shape.padded_head_size,
+        "BLOCK_M": tile.block_m,
     }
-    for number, first in enumerate(range(0, entries if blocks else 0, wave)):
-        here = slice(first, min(first + wave, entries))
+    for number, first in enumerate(range(0, items if blocks else 0, wave)):
+        here = slice(first, min(first + wave, items))
         count = here.stop - first
-        rows = slice(first * tile.rows, here.stop * tile.rows)
-        packed = torch.empty(count, tile.rows, shape.kv_heads, shape.head_size, dtype=query.dtype, device=device)
+        rows = slice(first * tile.block_m, here.stop * tile.block_m)
+        packed = torch.empty(count, tile.block_m, shape.kv_heads, shape.head_size, dtype=query.dtype, device=device)
         gather_rows[(count, shape.kv_heads)](
             query,
-            call.value_cache,
+            params.value_cache,
             packed,
             masks.blocks,
-            masks.entries,
-            masks.key_blocks,
+            masks.items,
+            masks.kv_num_blocks,
             first,
             *query.stride()[:2],
-            call.value_cache.stride(2),
-            call.value_cache.stride(1),
+            params.value_cache.stride(2),
+            params.value_cache.stride(1),
             **sizes,
-            tile=tile.keys,
+            BLOCK_N=tile.block_n,
         )
-        partial, lses = attend(
+        partial, lse = attend(
             packed,
             keys,
             values,
-            _alone(masks.key_blocks[here]),
-            _alone(masks.key_tiles[here]),
-            _alone(masks.positions[rows]),
+            _alone(masks.kv_num_blocks[here]),
+            _alone(masks.kv_indices[here]),
+            _alone(masks.q_pos[rows]),
             plan.planner.first_keys,
-            slopes,
-            None if slopes is None else _alone(masks.members[rows]),
+            alibi_slopes,
+            None if alibi_slopes is None else _alone(masks.head_in_group[rows]),
         )
-        merge_entries[(blocks, shape.kv_heads, -(-plan.most_rows // parts))](
+        merge_items[(blocks, shape.kv_heads, -(-plan.max_rows // merge_m))](
             written,
             partial,
-            lses,
-            *plan.planner.kept,
+            lse,
+            sinks,
+            *plan.planner.running,
             masks.blocks,
-            masks.first_entries,
+            masks.item_indptr,
             first,
             count,
             *written.stride()[:2],
             partial.stride(2),
             partial.stride(1),
-            lses.stride(1),
-            wave=number % 2,
+            lse.stride(1),
+            WAVE=number % 2,
+            USE_SINKS=sinks is not None,
             **sizes,
-            rows_at_once=parts,
+            MERGE_M=merge_m,
         )
     if written is not out:
         out.copy_(written)

@@ -12,7 +12,7 @@ from ....errors import NotCovered
 from ..params import PagedAttention
 from ..plan import AttentionShape
 from ..reduction import AttentionReduction
-from .kernels import BLOCK, ENTRY, list_blocks, list_entries
+from .kernels import FLEX_BLOCK_SIZE, FLEX_ITEM_SIZE, list_blocks, list_items
 
 _LARGEST_HEAD = 256
 _ALIGNMENT = 16
@@ -21,20 +21,22 @@ OnHost = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Tile:
+class FlexTile:
     """How FlexAttention's kernel is compiled: a part of the reduction."""
 
-    rows: int
-    keys: int
-    warps: int
-    stages: int
+    block_m: int
+    """Query rows."""
+    block_n: int
+    """Keys."""
+    num_warps: int
+    num_stages: int
 
 
-def tile_of(head_size: int, dtype: torch.dtype) -> Tile:
+def tile_of(shape: AttentionShape) -> FlexTile:
     """The tile of every step: one of 16 rows is faster for decode, but gives rows other bits than one of 64."""
-    if dtype == torch.float32:
-        return Tile(16, 32, warps=8, stages=1)
-    return Tile(64, 64, warps=4, stages=3 if head_size <= 128 else 2)
+    if shape.dtype == torch.float32:
+        return FlexTile(16, shape.key_tile, num_warps=8, num_stages=1)
+    return FlexTile(64, shape.key_tile, num_warps=4, num_stages=3 if shape.head_size <= 128 else 2)
 
 
 @dataclass(frozen=True)
@@ -44,29 +46,29 @@ class KeyLayout:
     Attributes:
         page_size: slots of a page.
         page_stride: slots from one page to the next: more than a page where other heads lie between them.
-        pages: of the cache.
+        num_pages: of the cache.
     """
 
     page_size: int
     page_stride: int
-    pages: int
+    num_pages: int
 
     @classmethod
-    def of(cls, cache: torch.Tensor, tile: int) -> "KeyLayout":
-        """The layout of a cache [pages, kv_heads, page_size, head_size].
+    def of(cls, cache: torch.Tensor, block_n: int) -> "KeyLayout":
+        """The layout of a cache [pages, kv_heads, page_size, head_size], read in tiles of ``block_n`` keys.
 
         Raises:
             NotCovered: pages that hold no whole tiles, or a cache that cannot be read as one axis.
         """
-        pages, _, page_size, _ = cache.shape
-        page, _, slot, dim = cache.stride()
-        if page_size % tile:
+        num_pages, _, page_size, _ = cache.shape
+        stride_page, _, stride_slot, stride_dim = cache.stride()
+        if page_size % block_n:
             raise NotCovered(
                 f"FlexAttention over pages of {page_size} keys on a GPU",
-                f"its kernel takes {tile} keys at once, from one page",
-                f"pass a --block-size that is a multiple of {tile}, or leave VLLM_BATCH_INVARIANT_ATTENTION out",
+                f"its kernel takes {block_n} keys at once, from one page",
+                f"pass a --block-size that is a multiple of {block_n}, or leave VLLM_BATCH_INVARIANT_ATTENTION out",
             )
-        if dim != 1 or slot == 0 or page % (slot * tile):
+        if stride_dim != 1 or stride_slot == 0 or stride_page % (stride_slot * block_n):
             raise NotCovered(
                 f"FlexAttention over a cache with strides {list(cache.stride())}",
                 "its keys do not lie on one axis",
@@ -78,13 +80,13 @@ class KeyLayout:
                 f"its rows do not begin at multiples of {_ALIGNMENT} bytes",
                 "use heads of a size that is a multiple of 16",
             )
-        if pages * page > torch.iinfo(torch.int32).max:
+        if num_pages * stride_page > torch.iinfo(torch.int32).max:
             raise NotCovered(
-                f"FlexAttention over a layer's cache of {pages * page} elements",
+                f"FlexAttention over a layer's cache of {num_pages * stride_page} elements",
                 "its kernel counts them in 32 bits",
                 "lower --gpu-memory-utilization, or leave VLLM_BATCH_INVARIANT_ATTENTION out",
             )
-        return cls(page_size, page // slot, pages)
+        return cls(page_size, stride_page // stride_slot, num_pages)
 
 
 @dataclass(frozen=True)
@@ -92,32 +94,32 @@ class Masks:
     """What FlexAttention and the kernels around it read, for layers of one sliding window."""
 
     blocks: torch.Tensor
-    """[blocks, BLOCK] int32"""
-    first_entries: torch.Tensor
-    """[blocks] int32"""
-    entries: torch.Tensor
-    """[entries, ENTRY] int32"""
-    key_blocks: torch.Tensor
-    """[entries] int32, tiles of keys"""
-    key_tiles: torch.Tensor
-    """[entries, tiles of a split] int32"""
-    positions: torch.Tensor
-    """[entries * rows] int32, of the query rows"""
-    members: torch.Tensor
-    """[entries * rows] int32, heads in the group"""
+    """[blocks, FLEX_BLOCK_SIZE] int32"""
+    item_indptr: torch.Tensor
+    """[blocks] int32, the first item of each"""
+    items: torch.Tensor
+    """[items, FLEX_ITEM_SIZE] int32"""
+    kv_num_blocks: torch.Tensor
+    """[items] int32, tiles of keys of each"""
+    kv_indices: torch.Tensor
+    """[items, max_tiles] int32, physical tiles"""
+    q_pos: torch.Tensor
+    """[items * block_m] int32, positions of the query rows; -1 where there is none"""
+    head_in_group: torch.Tensor
+    """[items * block_m] int32, the query head of each row among those of its KV head"""
 
     @classmethod
-    def none(cls, blocks: int, entries: int, tile: Tile, most_tiles: int, device: torch.device) -> "Masks":
-        sizes = (blocks, BLOCK), (blocks,), (entries, ENTRY), (entries,), (entries, most_tiles)
-        rows = (entries * tile.rows,), (entries * tile.rows,)
+    def zeros(cls, blocks: int, items: int, tile: FlexTile, max_tiles: int, device: torch.device) -> "Masks":
+        sizes = (blocks, FLEX_BLOCK_SIZE.value), (blocks,), (items, FLEX_ITEM_SIZE.value), (items,), (items, max_tiles)
+        rows = (items * tile.block_m,), (items * tile.block_m,)
         return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in (*sizes, *rows)))
 
-    def start(self, blocks: int, entries: int, tile: Tile) -> "Masks":
-        """The memory of the first blocks and entries."""
-        rows = entries * tile.rows
+    def first(self, blocks: int, items: int, tile: FlexTile) -> "Masks":
+        """The memory of the first blocks and items."""
+        rows = items * tile.block_m
         return Masks(
-            self.blocks[:blocks], self.first_entries[:blocks], self.entries[:entries], self.key_blocks[:entries],
-            self.key_tiles[:entries], self.positions[:rows], self.members[:rows],
+            self.blocks[:blocks], self.item_indptr[:blocks], self.items[:items], self.kv_num_blocks[:items],
+            self.kv_indices[:items], self.q_pos[:rows], self.head_in_group[:rows],
         )  # fmt: skip
 
 
@@ -126,10 +128,10 @@ class Plan:
     """One step's work, on the GPU: what every layer of the step does."""
 
     planner: "Planner"
-    tile: Tile
+    tile: FlexTile
     masks: Mapping[int | None, Masks]
     """By sliding window."""
-    most_rows: int
+    max_rows: int
     """Rows of the largest block."""
 
 
@@ -141,10 +143,10 @@ class Planner:
         shape: of the layers.
         layout: of their caches.
         device: the GPU.
-        most_requests: in a step of decode.
-        longest: keys of a request at most.
+        max_requests: in a step of decode.
+        max_len: keys of a request at most.
         windows: sliding windows of the layers.
-        most_keys: of all requests of a step together, if they share no pages.
+        max_keys: of all requests of a step together, if they share no pages.
 
     Raises:
         NotCovered: a head size above 256.
@@ -156,10 +158,10 @@ class Planner:
         shape: AttentionShape,
         layout: KeyLayout,
         device: torch.device,
-        most_requests: int,
-        longest: int,
+        max_requests: int,
+        max_len: int,
         windows: Sequence[int | None] = (None,),
-        most_keys: int | None = None,
+        max_keys: int | None = None,
     ) -> None:
         if shape.head_size > _LARGEST_HEAD:
             raise NotCovered(
@@ -168,38 +170,38 @@ class Planner:
                 "serve another model",
             )
         self.shape, self.layout, self.device = shape, layout, device
-        self.longest, self.most_keys, self.windows = longest, most_keys, tuple(dict.fromkeys(windows))
-        self.tile = tile_of(shape.head_size, shape.dtype)
+        self.max_len, self.max_keys, self.windows = max_len, max_keys, tuple(dict.fromkeys(windows))
+        self.tile = tile_of(shape)
         sizes = [size for _, size, _ in shape.reduction.split_segments]
-        if any(size % self.tile.keys for size in sizes):
-            raise ValueError(f"splits must be multiples of {self.tile.keys} keys, got {shape.reduction}")
-        self.most_tiles = max(sizes) // self.tile.keys
-        tiles = layout.pages * layout.page_stride // self.tile.keys
+        if any(size % self.tile.block_n for size in sizes):
+            raise ValueError(f"splits must be multiples of {self.tile.block_n} keys, got {shape.reduction}")
+        self.max_tiles = max(sizes) // self.tile.block_n
+        tiles = layout.num_pages * layout.page_stride // self.tile.block_n
         self.first_keys = torch.zeros(tiles, dtype=torch.int32, device=device)
         """[tiles of the cache] int32, the position of the first key of each that a plan lists."""
-        rows = 2, shape.kv_heads, self.tile.rows
-        self.kept = [torch.empty(size, device=device) for size in (rows, rows, (*rows, shape.padded_head_size))]
+        rows = 2, shape.kv_heads, self.tile.block_m
+        self.running = [torch.empty(size, device=device) for size in (rows, rows, (*rows, shape.padded_head_size))]
         """Running results of a block of rows, twice: read from one, written to the other."""
-        self._masks = {window: self._empty(self.tile, window, most_requests) for window in self.windows}
+        self._masks = {window: self._empty(self.tile, window, max_requests) for window in self.windows}
 
     @cached_property
-    def _blocks_of_a_token(self) -> int:
-        return -(-self.shape.queries_per_kv // self.tile.rows)
+    def _blocks_per_token(self) -> int:
+        return -(-self.shape.queries_per_kv // self.tile.block_m)
 
-    def _empty(self, tile: Tile, window: int | None, requests: int) -> Masks:
-        blocks = requests * self._blocks_of_a_token
-        entries = self._entries_of_decode(requests, window)
-        return Masks.none(max(blocks, 1), entries, tile, self.most_tiles, self.device)
+    def _empty(self, tile: FlexTile, window: int | None, requests: int) -> Masks:
+        blocks = requests * self._blocks_per_token
+        items = self._decode_items(requests, window)
+        return Masks.zeros(max(blocks, 1), items, tile, self.max_tiles, self.device)
 
-    def _entries_of_decode(self, requests: int, window: int | None) -> int:
+    def _decode_items(self, requests: int, window: int | None) -> int:
         """No step of decode with so many requests has more, however long they are."""
         reduction = self.shape.reduction
-        most = requests * min(_splits_of_a_window(reduction, window, 1), reduction.split_of(self.longest - 1) + 1)
-        if self.most_keys is not None:
+        most = requests * min(_splits_of_a_window(reduction, window, 1), reduction.split_of(self.max_len - 1) + 1)
+        if self.max_keys is not None:
             # Those of the last size, and all before them.
             early = reduction.split_segments[-1][2]
-            most = min(most, requests * (1 + early) + self.most_keys // reduction.split_size)
-        return _even(most * self._blocks_of_a_token)
+            most = min(most, requests * (1 + early) + self.max_keys // reduction.split_size)
+        return _round_up_even(most * self._blocks_per_token)
 
     def plan(
         self,
@@ -227,15 +229,15 @@ class Planner:
         masks = {}
         for window in self.windows:
             if decode:
-                blocks, entries = requests * self._blocks_of_a_token, self._entries_of_decode(requests, window)
-                masks[window] = self._masks[window].start(blocks, entries, tile)
+                blocks, items = requests * self._blocks_per_token, self._decode_items(requests, window)
+                masks[window] = self._masks[window].first(blocks, items, tile)
             else:
-                blocks, entries = _count(*on_host, self.shape, tile, window)
-                masks[window] = Masks.none(blocks, entries, tile, self.most_tiles, self.device)
+                blocks, items = _count(*on_host, self.shape, tile, window)
+                masks[window] = Masks.zeros(blocks, items, tile, self.max_tiles, self.device)
             if blocks:
                 self._write(masks[window], query_start_loc, seq_lens, block_table, tile, window)
-        rows = self.shape.queries_per_kv if decode else tile.rows
-        return Plan(self, tile, masks, min(rows, tile.rows))
+        rows = self.shape.queries_per_kv if decode else tile.block_m
+        return Plan(self, tile, masks, min(rows, tile.block_m))
 
     def _write(
         self,
@@ -243,71 +245,71 @@ class Planner:
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
-        tile: Tile,
+        tile: FlexTile,
         window: int | None,
     ) -> None:
         reduction, blocks = self.shape.reduction, len(masks.blocks)
         common: dict[str, Any] = {
-            "group": self.shape.queries_per_kv,
-            "block_rows": tile.rows,
-            "levels": reduction.split_segments,
-            "window": window or 0,
+            "QUERIES_PER_KV": self.shape.queries_per_kv,
+            "BLOCK_M": tile.block_m,
+            "SPLIT_SEGMENTS": reduction.split_segments,
+            "WINDOW": window or 0,
         }
         with torch.cuda.device(self.device):
             list_blocks[(len(seq_lens),)](query_start_loc, seq_lens, masks.blocks, len(seq_lens), blocks, **common)
-            list_entries[(blocks,)](
+            list_items[(blocks,)](
                 block_table,
                 masks.blocks,
-                masks.first_entries,
-                masks.entries,
-                masks.key_blocks,
-                masks.key_tiles,
-                masks.positions,
-                masks.members,
+                masks.item_indptr,
+                masks.items,
+                masks.kv_num_blocks,
+                masks.kv_indices,
+                masks.q_pos,
+                masks.head_in_group,
                 self.first_keys,
                 blocks,
-                len(masks.key_blocks),
-                self.layout.page_size // tile.keys,
-                self.layout.page_stride // tile.keys,
+                len(masks.kv_num_blocks),
+                self.layout.page_size // tile.block_n,
+                self.layout.page_stride // tile.block_n,
                 len(self.first_keys),
                 block_table.stride(0),
                 **common,
-                tile=tile.keys,
-                most_tiles=self.most_tiles,
+                BLOCK_N=tile.block_n,
+                MAX_TILES=self.max_tiles,
             )
 
 
-def plan_alone(call: PagedAttention) -> Plan:
+def plan_alone(params: PagedAttention) -> Plan:
     """A plan for one call, with memory of its own.
 
     Raises:
         ValueError: requests have a page in common, but at different places.
     """
-    device = call.query.device
-    heads, head_size = call.query.shape[1:]
-    shape = AttentionShape(heads, call.key_cache.shape[1], head_size, call.query.dtype, call.reduction)
-    layout = KeyLayout.of(call.key_cache, tile_of(head_size, call.query.dtype).keys)
-    _check_shared_pages(call)
-    planner = Planner(shape, layout, device, len(call.seq_lens), int(call.lengths.max()), (call.sliding_window,))
-    starts, lengths, table = (t.to(device) for t in (call.query_start_loc, call.seq_lens, call.block_table))
-    decode = int(np.diff(call.starts).max()) <= 1
-    return planner.plan(starts, lengths, table.contiguous(), decode, (call.starts, call.lengths))
+    device = params.query.device
+    heads, head_size = params.query.shape[1:]
+    shape = AttentionShape(heads, params.key_cache.shape[1], head_size, params.query.dtype, params.reduction)
+    layout = KeyLayout.of(params.key_cache, tile_of(shape).block_n)
+    _check_shared_pages(params)
+    planner = Planner(shape, layout, device, len(params.seq_lens), int(params.lengths.max()), (params.sliding_window,))
+    starts, lengths, table = (t.to(device) for t in (params.query_start_loc, params.seq_lens, params.block_table))
+    decode = int(np.diff(params.starts).max()) <= 1
+    return planner.plan(starts, lengths, table.contiguous(), decode, (params.starts, params.lengths))
 
 
-def _check_shared_pages(call: PagedAttention) -> None:
-    """A page has one place in every request, as in a prefix cache: the mask finds a key's position by its page."""
-    places = np.broadcast_to(np.arange(call.table.shape[1]), call.table.shape)
-    oldest = call.lengths - np.diff(call.starts)
-    first = np.array([call.first_key(int(position)) for position in oldest]) // call.page_size
-    needed = (np.diff(call.starts) > 0)[:, None] & (places >= first[:, None])
-    needed &= places < -(-call.lengths // call.page_size)[:, None]
-    pairs = np.unique(np.stack([call.table[needed], places[needed]]), axis=1)
+def _check_shared_pages(params: PagedAttention) -> None:
+    """A page has one column in every request, as in a prefix cache: the mask finds a key's position by its page."""
+    columns = np.broadcast_to(np.arange(params.table.shape[1]), params.table.shape)
+    oldest = params.lengths - np.diff(params.starts)
+    first = np.array([params.first_key(int(position)) for position in oldest]) // params.page_size
+    needed = (np.diff(params.starts) > 0)[:, None] & (columns >= first[:, None])
+    needed &= columns < -(-params.lengths // params.page_size)[:, None]
+    pairs = np.unique(np.stack([params.table[needed], columns[needed]]), axis=1)
     pages, counts = np.unique(pairs[0], return_counts=True)
     if (counts > 1).any():
         raise ValueError(f"page {pages[counts > 1][0]} is at several places of block_table, FlexAttention allows one")
 
 
-def _even(count: int) -> int:
+def _round_up_even(count: int) -> int:
     """At least 2, and even: PyTorch compiles sizes of 1 apart."""
     return max(count + count % 2, 2)
 
@@ -321,25 +323,27 @@ def _splits_of_a_window(reduction: AttentionReduction, window: int | None, token
 
 def _split_of(positions: np.ndarray, reduction: AttentionReduction) -> np.ndarray:
     """``AttentionReduction.split_of`` of many."""
-    numbers = np.zeros_like(positions)
+    splits = np.zeros_like(positions)
     for start, size, first in reduction.split_segments:
-        numbers = np.where(positions < start, numbers, first + (positions - start) // size)
-    return numbers
+        splits = np.where(positions < start, splits, first + (positions - start) // size)
+    return splits
 
 
 def _count(
-    starts: np.ndarray, lengths: np.ndarray, shape: AttentionShape, tile: Tile, window: int | None
+    starts: np.ndarray, lengths: np.ndarray, shape: AttentionShape, tile: FlexTile, window: int | None
 ) -> tuple[int, int]:
-    """Blocks and entries of a step."""
-    tokens = np.diff(starts).astype(np.int64)
-    rows = tokens * shape.queries_per_kv
-    counts = -(-rows // tile.rows)
-    request = np.repeat(np.arange(len(tokens)), counts)
-    first_row = (np.arange(len(request)) - np.repeat(counts.cumsum() - counts, counts)) * tile.rows
-    past = lengths.astype(np.int64)[request] - tokens[request]
-    last = past + (np.minimum(first_row + tile.rows, rows[request]) - 1) // shape.queries_per_kv
+    """Blocks and items of a step."""
+    query_lens = np.diff(starts).astype(np.int64)
+    rows = query_lens * shape.queries_per_kv
+    counts = -(-rows // tile.block_m)
+    request = np.repeat(np.arange(len(query_lens)), counts)
+    first_row = (np.arange(len(request)) - np.repeat(counts.cumsum() - counts, counts)) * tile.block_m
+    context_len = lengths.astype(np.int64)[request] - query_lens[request]
+    last = context_len + (np.minimum(first_row + tile.block_m, rows[request]) - 1) // shape.queries_per_kv
     first = (
-        np.zeros_like(last) if window is None else np.maximum(past + first_row // shape.queries_per_kv - window + 1, 0)
+        np.zeros_like(last)
+        if window is None
+        else np.maximum(context_len + first_row // shape.queries_per_kv - window + 1, 0)
     )
     splits = _split_of(last, shape.reduction) - _split_of(first, shape.reduction) + 1
-    return len(request), _even(int(splits.sum()))
+    return len(request), _round_up_even(int(splits.sum()))

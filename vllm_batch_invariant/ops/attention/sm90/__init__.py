@@ -1,4 +1,4 @@
-"""Attention on Hopper GPUs: the kernels of :mod:`.hopper_prefill` and :mod:`.hopper_decode` for a plan's two lists.
+"""Attention on Hopper GPUs: the kernels of :mod:`.prefill` and :mod:`.decode` for a plan's two lists.
 
 Gluon is imported when a kernel is first tried, so that a Triton without it, or with another one, serves all the same.
 """
@@ -14,7 +14,8 @@ import triton
 
 from ...common.compile_errors import is_of_a_compiler, reason
 from ..params import PagedAttention
-from .shapes import ACCOUNTS, ROWS, TILE
+from ..reduction import AttentionReduction
+from .shapes import BLOCK_M, BLOCK_N, SEMAPHORE_INTS
 
 if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -27,33 +28,78 @@ _LOG2_E = math.log2(math.e)
 _TRIED_PAGE = 64
 """Keys in a page of an engine's cache unless its user says otherwise: what is tried is what it will launch."""
 
-PREFILL_STAGES = {64: 6, 128: 4}
-"""Tiles in each ring of the prefill kernel by head size; what fits in shared memory."""
-MOST_WAITS = 4096
-"""Looks of a program that shares a block for the others, about 0.5 us each: far more than they need if they run."""
+
+@dataclass(frozen=True)
+class PrefillSchedule:
+    """How the prefill kernel shares a multiprocessor: speed only."""
+
+    num_stages: int
+    """Tiles in each ring."""
+    max_spins: int = 4096
+    """Looks of a CTA that shares a block for the others, about 0.5 us each: far more than they need if they run."""
+    maxnreg: int = 168
+    """Limit of a thread's registers, before the warps that copy give up theirs."""
+    consumer_maxnreg: int = 240
+    """Of a thread of the second warpgroup; what is left goes to the first."""
 
 
 @dataclass(frozen=True)
-class Decoding:
+class DecodeSchedule:
     """How the decode kernel shares a multiprocessor: speed only."""
 
-    resident: int
-    """Programs on a multiprocessor."""
-    stages: int
+    ctas_per_sm: int
+    """CTAs on a multiprocessor."""
+    num_stages: int
     """Tiles in the ring."""
-    registers: int
-    """Limit for a thread, before the warps that copy give up theirs."""
+    maxnreg: int
+    """Limit of a thread's registers, before the warps that copy give up theirs."""
 
 
-DECODING = {64: Decoding(resident=3, stages=4, registers=80), 128: Decoding(resident=2, stages=3, registers=128)}
+PREFILL_SCHEDULES = {64: PrefillSchedule(num_stages=6), 128: PrefillSchedule(num_stages=4)}
+"""By head size; what fits in shared memory."""
+DECODE_SCHEDULES = {
+    64: DecodeSchedule(ctas_per_sm=3, num_stages=4, maxnreg=80),
+    128: DecodeSchedule(ctas_per_sm=2, num_stages=3, maxnreg=128),
+}
 """By head size."""
 
 
-def covers(head_size: int, dtype: torch.dtype, tile: int, block_rows: int, device: torch.device) -> bool:
+@dataclass(frozen=True)
+class PrefillWork:
+    """A plan's prefill-like work, on the GPU."""
+
+    count: torch.Tensor
+    """[1] int32, work items, each for all KV heads."""
+    items: torch.Tensor
+    """[items, WORK_SIZE] int32."""
+    workspace: torch.Tensor
+    """[...] fp32, room for partial results."""
+    semaphores: torch.Tensor
+    """[...] int32, ``SEMAPHORE_INTS`` for each index of the workspace and KV head; 0 before and after."""
+    ctas: int
+
+
+@dataclass(frozen=True)
+class DecodeWork:
+    """A plan's decode-like work, on the GPU."""
+
+    indptr: torch.Tensor
+    """[CTAs + 1] int32, the first work item of each CTA, and the end."""
+    items: torch.Tensor
+    """[items, WORK_SIZE] int32."""
+    partials: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    """Row maxima [rows], row sums [rows] and values [rows, head_size], fp32: room for partial results."""
+    semaphores: torch.Tensor
+    """[...] int32, one for each index of the workspace and KV head; 0 before and after."""
+    partial_rows: int
+    """Rows of a block in its partial results."""
+
+
+def covers(head_size: int, dtype: torch.dtype, key_tile: int, block_m: int, device: torch.device) -> bool:
     """Whether the kernel can serve attention of such a shape there, with the bits of the Triton kernel."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    return head_size in PREFILL_STAGES and dtype.itemsize == 2 and (tile, block_rows) == (TILE, ROWS)
+    return head_size in PREFILL_SCHEDULES and dtype.itemsize == 2 and (key_tile, block_m) == (BLOCK_N, BLOCK_M)
 
 
 @cache
@@ -65,7 +111,7 @@ def compiles(shape: "AttentionShape", decode_rows: int, device: torch.device) ->
 
     Args:
         shape: one that :func:`covers`.
-        decode_rows: rows up to which a request gets a small block.
+        decode_rows: rows up to which a request is decode-like.
         device: the GPU.
 
     Raises:
@@ -98,11 +144,13 @@ def _launch_without_work(shape: "AttentionShape", decode_rows: int, device: torc
     query = zeros(1, shape.heads, shape.head_size, dtype=shape.dtype)
     caches = [zeros(1, shape.kv_heads, _TRIED_PAGE, shape.head_size, dtype=shape.dtype) for _ in range(2)]
     call = PagedAttention(query, *caches, zeros(1, 1), zeros(1), zeros(2), 1.0, shape.reduction, None, None, None)
-    work, accounts, partials = zeros(8), zeros(ACCOUNTS), [zeros(4, dtype=torch.float32) for _ in range(3)]
+    items, semaphores, [m, l, acc] = zeros(8), zeros(SEMAPHORE_INTS), [zeros(4, dtype=torch.float32) for _ in range(3)]
+    prefill_schedule, decode_schedule = PREFILL_SCHEDULES[shape.head_size], DECODE_SCHEDULES[shape.head_size]
     with torch.cuda.device_of(query):
-        launch_prefill(call, query, zeros(1), work, partials[0], accounts, 1)
-        for kept_rows in {min(shape.queries_per_kv, decode_rows), decode_rows}:
-            launch_decode(call, query, zeros(2), work, tuple(partials), accounts, kept_rows)
+        launch_prefill(call, query, PrefillWork(zeros(1), items, m, semaphores, 1), shape.reduction, prefill_schedule)
+        for partial_rows in {min(shape.queries_per_kv, decode_rows), decode_rows}:
+            work = DecodeWork(zeros(2), items, (m, l, acc), semaphores, partial_rows)
+            launch_decode(call, query, work, shape.reduction, decode_schedule)
 
 
 def is_plain(attention: Any) -> bool:
@@ -131,52 +179,55 @@ def takes(call: PagedAttention, out: torch.Tensor) -> bool:
 def _describe(cache: torch.Tensor) -> "TensorDescriptor":
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from .common import cache_layout, page_part
+    from .common import get_cache_layout, keys_per_copy
 
-    part, head_size = page_part(cache.shape[2]), cache.shape[3]
-    block = [1, 1, part, head_size]
-    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), block, cache_layout(head_size))
+    head_size = cache.shape[3]
+    block = [1, 1, keys_per_copy(cache.shape[2]), head_size]
+    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), block, get_cache_layout(head_size))
+
+
+def _layer_constexprs(call: PagedAttention, reduction: AttentionReduction) -> dict[str, Any]:
+    kv_heads = call.key_cache.shape[1]
+    return {
+        "NUM_KV_HEADS": kv_heads,
+        "QUERIES_PER_KV": call.query.shape[1] // kv_heads,
+        "HEAD_DIM": call.query.shape[2],
+        "PAGE_SIZE": call.page_size,
+        "SPLIT_SEGMENTS": reduction.split_segments,
+    }
 
 
 def launch_prefill(
     call: PagedAttention,
     out: torch.Tensor,
-    count: torch.Tensor,
-    work: torch.Tensor,
-    partials: torch.Tensor,
-    accounts: torch.Tensor,
-    programs: int,
+    work: PrefillWork,
+    reduction: AttentionReduction,
+    schedule: PrefillSchedule,
 ) -> None:
-    """Write the attention of the blocks in ``work`` to ``out``."""
+    """Write the attention of the blocks in ``work`` to ``out``, by splits of ``reduction``, that of the plan."""
     from .prefill import prefill_kernel
 
-    table = call.block_table
-    head_size, kv_heads = call.query.shape[2], call.key_cache.shape[1]
-    reduction = call.reduction
-    prefill_kernel[(programs,)](
+    block_table = call.block_table
+    prefill_kernel[(work.ctas,)](
         call.query,
         _describe(call.key_cache),
         _describe(call.value_cache),
         out,
-        table,
-        count,
-        work,
-        partials,
-        accounts,
+        block_table,
+        work.count,
+        work.items,
+        work.workspace,
+        work.semaphores,
         call.scale * _LOG2_E,
-        table.stride(0),
+        block_table.stride(0),
         *call.query.stride()[:2],
         *out.stride()[:2],
-        kv_heads=kv_heads,
-        group=call.query.shape[1] // kv_heads,
-        head_size=head_size,
-        page_size=call.page_size,
-        levels=reduction.split_segments,
-        stages=PREFILL_STAGES[head_size],
-        most_waits=MOST_WAITS,
-        consumer_registers=240,
+        **_layer_constexprs(call, reduction),
+        NUM_STAGES=schedule.num_stages,
+        MAX_SPINS=schedule.max_spins,
+        CONSUMER_MAXNREG=schedule.consumer_maxnreg,
         num_warps=4,
-        maxnreg=168,
+        maxnreg=schedule.maxnreg,
         enable_fp_fusion=False,
     )
 
@@ -184,41 +235,33 @@ def launch_prefill(
 def launch_decode(
     call: PagedAttention,
     out: torch.Tensor,
-    first_entries: torch.Tensor,
-    work: torch.Tensor,
-    partials: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    accounts: torch.Tensor,
-    kept_rows: int,
+    work: DecodeWork,
+    reduction: AttentionReduction,
+    schedule: DecodeSchedule,
 ) -> None:
-    """Write the attention of the parts in ``work`` to ``out``."""
+    """Write the attention of the parts in ``work`` to ``out``, by splits of ``reduction``, that of the plan."""
     from .decode import decode_kernel
 
-    table = call.block_table
-    head_size, kv_heads = call.query.shape[2], call.key_cache.shape[1]
-    reduction = call.reduction
-    decode_kernel[(len(first_entries) - 1,)](
+    block_table = call.block_table
+    decode_kernel[(len(work.indptr) - 1,)](
         call.query,
         _describe(call.key_cache),
         _describe(call.value_cache),
         out,
-        table,
-        first_entries,
-        work,
-        *partials,
-        accounts,
+        block_table,
+        work.indptr,
+        work.items,
+        *work.partials,
+        work.semaphores,
         call.scale * _LOG2_E,
-        table.stride(0),
+        block_table.stride(0),
         *call.query.stride()[:2],
         *out.stride()[:2],
-        kv_heads=kv_heads,
-        group=call.query.shape[1] // kv_heads,
-        head_size=head_size,
-        page_size=call.page_size,
-        levels=reduction.split_segments,
-        kept_rows=kept_rows,
-        kept_block=triton.next_power_of_2(kept_rows),
-        stages=DECODING[head_size].stages,
+        **_layer_constexprs(call, reduction),
+        PARTIAL_ROWS=work.partial_rows,
+        PARTIAL_BLOCK=triton.next_power_of_2(work.partial_rows),
+        NUM_STAGES=schedule.num_stages,
         num_warps=4,
-        maxnreg=DECODING[head_size].registers,
+        maxnreg=schedule.maxnreg,
         enable_fp_fusion=False,
     )

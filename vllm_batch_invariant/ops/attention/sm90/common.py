@@ -1,4 +1,4 @@
-"""What the Hopper kernels of attention do with a tile of keys, in Gluon: the bits of ``triton_kernels._tile_of_keys``.
+"""What the Hopper kernels of attention do with a tile of keys, in Gluon: the bits of the Triton kernel's step.
 
 Every row goes through the same fp32 operations in the same order as there: a step of the online softmax for each 64
 keys, weights summed by the tensor cores against ones, splits merged ascending with explicit fma.
@@ -6,172 +6,179 @@ keys, weights summed by the tensor cores against ones, splits merged ascending w
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...common.gluon_names import copy_block
-from .shapes import TILE, WARPGROUP_ROWS
+from ...common.triton_names import aggregate
+from .. import splits, work
+from . import shapes
 
-_TILE = gl.constexpr(TILE)
-_ROWS = gl.constexpr(WARPGROUP_ROWS)
+BLOCK_N = gl.constexpr(shapes.BLOCK_N)
+WARPGROUP_M = gl.constexpr(shapes.WARPGROUP_M)
+
+# Triton's functions as Gluon's, with the same body, as Triton makes its own library's.
+split_of = gluon.jit(splits.split_of.fn)
+start_of = gluon.jit(splits.start_of.fn)
+is_end_of_split = gluon.jit(splits.is_end_of_split.fn)
+finite_max = gluon.jit(splits.finite_max.fn)
+merge_sums = gluon.jit(splits.merge_sums.fn)
+merge_acc = gluon.jit(splits.merge_acc.fn)
+load_work = gluon.jit(work.load_work.fn)
+
+
+@aggregate
+class Config:
+    """What a kernel is compiled for."""
+
+    NUM_KV_HEADS: gl.constexpr
+    QUERIES_PER_KV: gl.constexpr
+    HEAD_DIM: gl.constexpr
+    PAGE_SIZE: gl.constexpr
+    SPLIT_SEGMENTS: gl.constexpr | gl.tuple
+    """``AttentionReduction.split_segments``"""
+    NUM_STAGES: gl.constexpr
+
+
+@aggregate
+class Rows:
+    """The query or the output in global memory, [tokens, heads, HEAD_DIM]."""
+
+    ptr: gl.tensor
+    stride_token: gl.tensor
+    stride_head: gl.tensor
+
+
+@aggregate
+class Ring:
+    """Tiles in shared memory. A tile's keys and its values may arrive at one barrier."""
+
+    k_smem: gl.shared_memory_descriptor
+    """[NUM_STAGES, 1, 1, BLOCK_N, HEAD_DIM]"""
+    v_smem: gl.shared_memory_descriptor
+    """The same."""
+    k_full_bar: gl.shared_memory_descriptor
+    """[NUM_STAGES, 1]"""
+    v_full_bar: gl.shared_memory_descriptor
+    empty_bar: gl.shared_memory_descriptor
+
+
+@aggregate
+class RingPosition:
+    """The stage of a ring that is next, and the parity of its use."""
+
+    stage: gl.tensor
+    phase: gl.tensor
+
+
+@aggregate
+class TileAddress:
+    """Where a tile of keys or values is in the cache."""
+
+    kv_head: gl.tensor
+    page_offset: gl.tensor
+    """Of the tile in its page, for pages larger than a tile."""
+    pages: gl.tuple
+    """One for each copy."""
+
+
+@aggregate
+class SoftmaxState:
+    """Row maximum in units of log2(e), row sum and weighted values: of a split so far, or of merged splits."""
+
+    m: gl.tensor
+    l: gl.tensor
+    acc: gl.tensor
 
 
 @gluon.constexpr_function
-def page_part(page_size):
+def keys_per_copy(PAGE_SIZE):
     """Keys that one copy brings."""
-    return min(page_size, TILE)
+    return min(PAGE_SIZE, shapes.BLOCK_N)
 
 
-def cache_layout(head_size: int, bits: int = 16) -> gl.NVMMASharedLayout:
+def get_cache_layout(head_dim: int, bits: int = 16) -> gl.NVMMASharedLayout:
     """How a tile of keys or values lies in shared memory."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, head_size * bits // 8), element_bitwidth=bits, rank=4)
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, head_dim * bits // 8), element_bitwidth=bits, rank=4)
 
 
 @gluon.constexpr_function
-def layout_of_scores():
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 16])
+def get_qk_layout():
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, shapes.BLOCK_N, 16])
 
 
 @gluon.constexpr_function
-def layout_of_acc(head_size):
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, head_size, 16])
+def get_acc_layout(HEAD_DIM):
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_DIM, 16])
 
 
 @gluon.constexpr_function
-def layout_of_sums():
+def get_l_layout():
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16])
 
 
 @gluon.constexpr_function
-def layout_of_rows(head_size):
+def get_row_layout(HEAD_DIM):
     """Whole rows in pieces of 16 bytes, for global memory."""
-    return gl.BlockedLayout([1, 8], [256 // head_size, head_size // 8], [4, 1], [1, 0])
+    return gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def layout_of_kept(head_size):
-    """The running result in shared memory: every thread gets its own back, 16 bytes at a time, without conflicts."""
-    columns = [[0, 1 << bit] for bit in range(4, head_size.bit_length() - 1)]
+def get_acc_smem_layout(HEAD_DIM):
+    """The merged result in shared memory: every thread gets its own back, 16 bytes at a time, without conflicts."""
+    columns = [[0, 1 << bit] for bit in range(4, HEAD_DIM.bit_length() - 1)]
     return gl.SharedLinearLayout(
         [[0, 1], [0, 8], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [8, 0], *columns, [16, 0], [32, 0]]
     )
 
 
 @gluon.jit
-def finite(top):
-    """The number to subtract before exp2: 0 where nothing was visible, so that -inf gives a weight of 0 and not NaN."""
-    return gl.where(top == -float("inf"), 0.0, top)
+def row_offsets(rows, work, offs_m, token, QUERIES_PER_KV: gl.constexpr):
+    """Of the rows ``offs_m`` of a work item's request and KV head, which belong to the request's tokens ``token``."""
+    offs = (work.query_start + token).to(gl.int64) * rows.stride_token
+    return offs + (work.kv_head * QUERIES_PER_KV + offs_m % QUERIES_PER_KV) * rows.stride_head
 
 
 @gluon.jit
-def next_stage(stage, phase, stages: gl.constexpr):
-    """The next place in a ring, and the parity of its use."""
-    phase = gl.where(stage == stages - 1, phase ^ 1, phase)
-    return gl.where(stage == stages - 1, 0, stage + 1), phase
+def next_position(position, NUM_STAGES: gl.constexpr):
+    is_last = position.stage == NUM_STAGES - 1
+    phase = gl.where(is_last, position.phase ^ 1, position.phase)
+    return RingPosition(gl.where(is_last, 0, position.stage + 1), phase)
 
 
 @gluon.jit
-def start_of(number, levels: gl.constexpr):
-    """The first key of a split: ``AttentionReduction.start_of``."""
-    key = number * levels[0][1]
-    for level in gl.static_range(1, len(levels)):
-        start, size, first = levels[level]
-        key = gl.where(number < first, key, start + (number - first) * size)
-    return key
-
-
-@gluon.jit
-def split_of(key, levels: gl.constexpr):
-    """The split that a key is in: ``AttentionReduction.split_of``."""
-    number = key // levels[0][1]
-    for level in gl.static_range(1, len(levels)):
-        start, size, first = levels[level]
-        number = gl.where(key < start, number, first + (key - start) // size)
-    return number
-
-
-@gluon.jit
-def is_end_of_split(key, levels: gl.constexpr):
-    """Whether a split ends before the key; ``levels`` as in ``AttentionReduction``."""
-    ends = key % levels[0][1] == 0
-    for level in gl.static_range(1, len(levels)):
-        start, size, _ = levels[level]
-        ends = gl.where(key <= start, ends, (key - start) % size == 0)
-    return ends
-
-
-@gluon.jit
-def copy_tile(
-    cache, ring, ready, stage, pages, kv_head, slot, wanted, page_size: gl.constexpr, head_size: gl.constexpr
-):  # fmt: skip
+def copy_tile(desc, smem, full_bar, stage, tile, pred, PAGE_SIZE: gl.constexpr):
     """Starts the copy of a tile, a page or a part of one at a time."""
-    part: gl.constexpr = page_part(page_size)
-    mbarrier.expect(ready.index(stage), _TILE * head_size * 2, pred=wanted)
-    place = ring.index(stage)
-    for number in gl.static_range(_TILE // part):
+    HEAD_DIM: gl.constexpr = smem.shape[4]
+    KEYS: gl.constexpr = keys_per_copy(PAGE_SIZE)
+    mbarrier.expect(full_bar.index(stage), BLOCK_N * HEAD_DIM * 2, pred=pred)
+    tile_smem = smem.index(stage)
+    for i in gl.static_range(BLOCK_N // KEYS):
         copy_block(
-            cache,
-            [pages[number], kv_head, slot, 0],
-            ready.index(stage),
-            place.slice(number * part, part, dim=2),
-            pred=wanted,
+            desc,
+            [tile.pages[i], tile.kv_head, tile.page_offset, 0],
+            full_bar.index(stage),
+            tile_smem.slice(i * KEYS, KEYS, dim=2),
+            pred=pred,
         )
 
 
 @gluon.jit
-def masked(score, position, at):
-    """The scores of a tile, -inf for keys after a row's position."""
-    keys = at + gl.arange(0, _TILE, gl.SliceLayout(0, score.type.layout))
-    return gl.where(position[:, None] >= keys[None, :], score, -float("inf"))
+def expand_rows(x, ROW_DIM: gl.constexpr):
+    """A value of each row as a column (``ROW_DIM`` 0) or as a row (1)."""
+    return x[:, None] if ROW_DIM == 0 else x[None, :]
 
 
 @gluon.jit
-def weights_of(score, top, factor, dtype: gl.constexpr):
-    """A step of the online softmax: the new maximum, the weights, and what the weights before them shrink by."""
-    layout: gl.constexpr = score.type.layout
-    # In two steps, because one is a chain of as many operations as a thread has scores of a row.
-    largest = gl.max(gl.max(gl.reshape(score, [_ROWS, _TILE // 8, 8]), 1), 1)
-    new_top = gl.maximum(top, gl.convert_layout(largest, gl.SliceLayout(1, layout)) * factor)
-    zero = finite(new_top)
-    score, negative = gl.broadcast(score, (-zero)[:, None])
-    p = gl.exp2(gl.fma(score, gl.full([_ROWS, _TILE], factor, gl.float32, layout), negative))
-    return new_top, p.to(dtype), gl.exp2(top - zero)
+def softmax_weights(qk, m, new_m, qk_scale_log2, dtype: gl.constexpr, ROW_DIM: gl.constexpr):
+    """``p = exp2(qk * qk_scale_log2 - new_m)``, and ``alpha = exp2(m - new_m)``, by which ``l`` and ``acc`` shrink."""
+    subtracted = finite_max(new_m)
+    qk, negative = gl.broadcast(qk, expand_rows(-subtracted, ROW_DIM))
+    p = gl.exp2(gl.fma(qk, gl.full(qk.shape, qk_scale_log2, gl.float32, qk.type.layout), negative))
+    return p.to(dtype), gl.exp2(m - subtracted)
 
 
 @gluon.jit
-def start_sums(p, old, weight, ones):
-    """Starts to add a tile's weights to those so far, as products with 1: every column is the sum. By asynchronous
-    products, because others would wait for all that are under way.
-    """
-    layout: gl.constexpr = layout_of_sums()
-    p = gl.convert_layout(p, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
-    weight = weight * gl.convert_layout(old, gl.SliceLayout(1, layout))[:, None]
-    return warpgroup_mma(p, ones, weight, is_async=True)
-
-
-@gluon.jit
-def merge_weights(top, weight, split_top, split_weight):
-    """Maxima and weights of the running result and one more split, and the factors of their values."""
-    new_top = gl.maximum(top, split_top)
-    zero = finite(new_top)
-    old, new = gl.exp2(top - zero), gl.exp2(split_top - zero)
-    return new_top, gl.fma(weight, old, split_weight * new), old, new
-
-
-@gluon.jit
-def merge_values(acc, old, split_acc, new):
-    split_acc, old = gl.broadcast(split_acc, old[:, None])
-    return gl.fma(acc, old, split_acc * new[:, None])
-
-
-@gluon.jit
-def row_sum(weight, layout: gl.constexpr):
-    """All columns are equal, so the largest is any of them."""
-    return gl.convert_layout(gl.max(weight, 1), layout)
-
-
-@gluon.jit
-def start_scores(q, key_ring, stage, head_size: gl.constexpr):
-    """Starts the product of the rows with a tile of keys."""
-    keys = key_ring.index(stage).reshape([_TILE, head_size]).permute([1, 0])
-    nothing = gl.full([_ROWS, _TILE], 0.0, gl.float32, layout_of_scores())
-    return warpgroup_mma(q, keys, nothing, use_acc=False, is_async=True)
+def merge_split(state, split_m, split_l, split_acc):
+    """The splits so far and one more split."""
+    m, l, alpha, split_alpha = merge_sums(state.m, state.l, split_m, split_l)
+    return SoftmaxState(m, l, merge_acc(state.acc, alpha, split_acc, split_alpha))

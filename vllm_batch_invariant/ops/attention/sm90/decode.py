@@ -1,15 +1,23 @@
 """Decode attention for Hopper in Gluon: requests of few rows, with the bits of ``triton_kernels.attention_kernel``.
 
-A program has a part of the line of work that ``plan_kernels`` describes. One warp copies tiles of keys and values into
-a ring in shared memory by the tensor memory accelerator, across the ends of splits and heads, so that memory stays
-busy while a head ends and the next one begins; a warpgroup takes the tiles from there. It multiplies them with keys and
+A tile of 64 keys is a step of the online softmax of its split, with ``qk = k @ q.T`` and ``scale`` in units of
+log2(e); rows are columns here::
+
+    m' = max(m, max(qk) * scale)    p = exp2(qk * scale - m')    alpha = exp2(m - m')
+    l' = l * alpha + sum(p)    acc' = acc * alpha + v.T @ p
+
+Splits merge as in :mod:`.merge`, and ``out = acc / l``.
+
+A CTA has a share of the line of work that ``plan_kernels`` describes. One warp copies tiles of keys and values into a
+ring in shared memory by the tensor memory accelerator, across the ends of splits and heads, so that memory stays busy
+while a head ends and the next one begins; a warpgroup takes the tiles from there. It multiplies them with keys and
 dimensions on the long side of the tensor cores' instruction and the few rows on the short one.
 
-Splits merge in ascending order, whoever merges them. Programs that share a head keep an account of it: how many of its
-splits are done, and how many from split 0 on are merged into one result. Who has the first splits merges them, and who
-finds all splits before its own merged goes on from there. As a program begins with the end of its part and a head's
-beginning is there, this is what mostly happens. Otherwise a program leaves its splits among the partial results, and
-the last one to arrive merges them before it ends.
+Splits merge in ascending order, whichever CTA merges them. CTAs that share a head keep a semaphore of it: how many of
+its splits are done, and how many from split 0 on are merged into one result. The CTA that owns split 0 merges, and one
+that finds all splits before its own merged goes on from there. As a CTA begins with the end of its share and a head's
+beginning is there, this is what mostly happens. Otherwise a CTA leaves its splits among the partial results, and the
+last one to arrive merges them before it ends.
 """
 
 import triton.experimental.gluon.language as gl
@@ -22,363 +30,435 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...common.gluon_names import barrier
+from ...common.triton_names import aggregate
+from ..work import Work
 from .common import (
+    BLOCK_N,
+    Config,
+    Ring,
+    RingPosition,
+    Rows,
+    SoftmaxState,
+    TileAddress,
     copy_tile,
-    finite,
+    get_row_layout,
     is_end_of_split,
-    layout_of_rows,
-    merge_weights,
-    next_stage,
-    page_part,
+    keys_per_copy,
+    load_work,
+    merge_sums,
+    next_position,
+    row_offsets,
+    softmax_weights,
     split_of,
     start_of,
 )
-from .merge import layout_of_partials, memory_for_merging, merge_kept
-from .shapes import TILE
+from .merge import Head, Partials, allocate_ml, get_partial_layout, merge_partials
 
-_TILE = gl.constexpr(TILE)
+
+@aggregate
+class Warpgroup:
+    """What the warpgroup that multiplies works with."""
+
+    q: Rows
+    out: Rows
+    work_indptr_ptr: gl.tensor
+    work_ptr: gl.tensor
+    partials: Partials
+    semaphores_ptr: gl.tensor
+    qk_scale_log2: gl.tensor
+    q_smem: gl.shared_memory_descriptor
+    """[BLOCK_M, HEAD_DIM]"""
+    p_smem: gl.shared_memory_descriptor
+    """[BLOCK_M, BLOCK_N]"""
+    ml_smem: gl.shared_memory_descriptor
+    """Of ``allocate_ml``."""
+    ring: Ring
+    cfg: Config
+
+
+@aggregate
+class Block:
+    """The rows of a work item."""
+
+    work: Work
+    q_pos: gl.tensor
+    """[BLOCK_M]"""
+    hi: gl.tensor
+    """The end of the item's keys."""
+    kv_end: gl.tensor
+    """The end of the request's keys."""
+    semaphore_ptr: gl.tensor
+    offs_partial: gl.tensor
+    """[BLOCK_M] int64, of split 0 in the room for partial results."""
+    mask: gl.tensor
+    """[BLOCK_M], the rows that have partial results."""
+    offs_d: gl.tensor
+    """[HEAD_DIM]"""
 
 
 @gluon.constexpr_function
-def _layout(rows):
+def _get_layout(BLOCK_M):
     """Of scores, weights and values alike: keys or dimensions along a warpgroup, and the rows of a block across it."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, rows, 16])
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
 
 
 @gluon.constexpr_function
-def rows_of(kept_block):
+def get_block_m(PARTIAL_BLOCK):
     """Rows that are multiplied: the tensor cores take 8 and more."""
-    return max(kept_block, 8)
+    return max(PARTIAL_BLOCK, 8)
 
 
 @gluon.jit
-def _keys(entry, levels: gl.constexpr):
-    """Of an entry: the first of its keys, their end, and the end of its request's keys."""
-    number = gl.load(entry + 2)
-    run = gl.load(entry + 3)
-    stop = gl.load(entry + 6) + gl.load(entry + 7)
-    first = start_of(number, levels)
-    end = gl.minimum(start_of(number + run, levels), stop)
-    return first, gl.where(run > 0, end, first), stop
+def _key_range(work, SPLIT_SEGMENTS: gl.constexpr):
+    """Of a work item: the first of its keys, their end, and the end of its request's keys."""
+    kv_end = work.query_len + work.context_len
+    lo = start_of(work.first_split, SPLIT_SEGMENTS)
+    hi = gl.minimum(start_of(work.first_split + work.num_splits, SPLIT_SEGMENTS), kv_end)
+    return lo, gl.where(work.num_splits > 0, hi, lo), kv_end
 
 
 @gluon.jit
-def _pages(own_table, at, stop, page_size: gl.constexpr):
-    """The pages of a tile's parts. Asked for a tile ahead, as they decide what is copied."""
-    part: gl.constexpr = page_part(page_size)
+def _load_pages(table_ptr, kv_start, hi, PAGE_SIZE: gl.constexpr):
+    """The pages of a tile's copies. Asked for a tile ahead, as they decide what is copied."""
+    KEYS: gl.constexpr = keys_per_copy(PAGE_SIZE)
     pages = ()
-    for number in gl.static_range(_TILE // part):
-        key = at + number * part
-        pages = pages + (gl.load(own_table + key // page_size, mask=key < stop, other=0),)  # noqa: RUF005
+    for i in gl.static_range(BLOCK_N // KEYS):
+        key = kv_start + i * KEYS
+        pages = pages + (gl.load(table_ptr + key // PAGE_SIZE, mask=key < hi, other=0),)  # noqa: RUF005
     return pages
 
 
 @gluon.jit
-def _producer(
-    keys_at, values_at, table, first_entries, work, table_stride, key_ring, value_ring, ready, empty,
-    head_size: gl.constexpr, page_size: gl.constexpr, levels: gl.constexpr, stages: gl.constexpr,
-):  # fmt: skip
-    """Keeps the ring full. The last entry comes first."""
+def _producer(k_desc, v_desc, block_table_ptr, stride_table, work_indptr_ptr, work_ptr, ring, cfg):
+    """Keeps the ring full. The last work item comes first."""
+    PAGE_SIZE: gl.constexpr = cfg.PAGE_SIZE
     program = gl.program_id(0)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(1)
-    begin = gl.load(first_entries + program)
-    items = gl.load(first_entries + program + 1) - begin
-    for item in range(items):
-        entry = work + (begin + items - 1 - item) * 8
-        own_table = table + gl.load(entry).to(gl.int64) * table_stride
-        kv_head = gl.load(entry + 1)
-        first, end, _ = _keys(entry, levels)
-        pages = _pages(own_table, first, end, page_size)
-        for at in range(first, end, _TILE):
-            next_pages = _pages(own_table, at + _TILE, end, page_size)
-            slot = at % page_size if page_size > _TILE else at * 0
-            mbarrier.wait(empty.index(stage), phase)
-            copy_tile(keys_at, key_ring, ready, stage, pages, kv_head, slot, True, page_size, head_size)
-            copy_tile(values_at, value_ring, ready, stage, pages, kv_head, slot, True, page_size, head_size)
-            stage, phase = next_stage(stage, phase, stages)
+    position = RingPosition(gl.to_tensor(0), gl.to_tensor(1))
+    first_idx = gl.load(work_indptr_ptr + program)
+    num_items = gl.load(work_indptr_ptr + program + 1) - first_idx
+    for i in range(num_items):
+        work = load_work(work_ptr, first_idx + num_items - 1 - i, cfg.NUM_KV_HEADS, False)
+        table_ptr = block_table_ptr + work.request * stride_table
+        lo, hi, _ = _key_range(work, cfg.SPLIT_SEGMENTS)
+        pages = _load_pages(table_ptr, lo, hi, PAGE_SIZE)
+        for kv_start in range(lo, hi, BLOCK_N):
+            next_pages = _load_pages(table_ptr, kv_start + BLOCK_N, hi, PAGE_SIZE)
+            page_offset = kv_start % PAGE_SIZE if PAGE_SIZE > BLOCK_N else kv_start * 0
+            tile = TileAddress(work.kv_head, page_offset, pages)
+            stage = position.stage
+            mbarrier.wait(ring.empty_bar.index(stage), position.phase)
+            copy_tile(k_desc, ring.k_smem, ring.k_full_bar, stage, tile, True, PAGE_SIZE)
+            copy_tile(v_desc, ring.v_smem, ring.v_full_bar, stage, tile, True, PAGE_SIZE)
+            position = next_position(position, cfg.NUM_STAGES)
             pages = next_pages
 
 
 @gluon.jit
-def _query(query, entry, stride_token, stride_head, group: gl.constexpr, head_size: gl.constexpr, block: gl.constexpr):
-    """[block, head_size], 0 where there are fewer rows."""
-    layout: gl.constexpr = layout_of_rows(head_size)
-    rows = gl.arange(0, block, gl.SliceLayout(1, layout))
-    dims = gl.arange(0, head_size, gl.SliceLayout(0, layout))
-    token = rows // group
-    at_row = (gl.load(entry + 5) + token).to(gl.int64) * stride_token
-    at = (at_row + (gl.load(entry + 1) * group + rows % group) * stride_head)[:, None] + dims[None, :]
-    exists = token < gl.load(entry + 6)
-    return gl.load(query + at, mask=exists[:, None], other=0.0)
+def _load_query(wg, idx):
+    """[BLOCK_M, HEAD_DIM], 0 where there are fewer rows."""
+    HEAD_DIM: gl.constexpr = wg.cfg.HEAD_DIM
+    QUERIES_PER_KV: gl.constexpr = wg.cfg.QUERIES_PER_KV
+    layout: gl.constexpr = get_row_layout(HEAD_DIM)
+    work = load_work(wg.work_ptr, idx, wg.cfg.NUM_KV_HEADS, False)
+    offs_m = gl.arange(0, wg.q_smem.shape[0], gl.SliceLayout(1, layout))
+    offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
+    token = offs_m // QUERIES_PER_KV
+    offs = row_offsets(wg.q, work, offs_m, token, QUERIES_PER_KV)[:, None] + offs_d[None, :]
+    return gl.load(wg.q.ptr + offs, mask=(token < work.query_len)[:, None], other=0.0)
 
 
 @gluon.jit
-def _start_scores(key_ring, stage, rows_shared, head_size: gl.constexpr):
-    """Starts the product of a tile of keys with the rows, [keys, rows]."""
-    block: gl.constexpr = rows_shared.shape[0]
-    keys = key_ring.index(stage).reshape([_TILE, head_size])
-    nothing = gl.full([_TILE, block], 0.0, gl.float32, _layout(block))
-    return warpgroup_mma(keys, rows_shared.permute([1, 0]), nothing, use_acc=False, is_async=True)
+def _start_qk(k_smem, stage, q_smem):
+    """Starts the product of a tile of keys with the rows, [BLOCK_N, BLOCK_M]."""
+    BLOCK_M: gl.constexpr = q_smem.shape[0]
+    k = k_smem.index(stage).reshape([BLOCK_N, q_smem.shape[1]])  # [BLOCK_N, HEAD_DIM]
+    zeros = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, _get_layout(BLOCK_M))
+    return warpgroup_mma(k, q_smem.permute([1, 0]), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _weights_of(score, top, position, at, factor):
-    """A step of the online softmax: the new maximum, the weights, and what the weights before them shrink by."""
-    layout: gl.constexpr = score.type.layout
-    keys = at + gl.arange(0, _TILE, gl.SliceLayout(1, layout))
-    score = gl.where(keys[:, None] <= position[None, :], score, -float("inf"))
-    new_top = gl.maximum(top, gl.max(score, 0) * factor)
-    zero = finite(new_top)
-    score, negative = gl.broadcast(score, (-zero)[None, :])
-    p = gl.exp2(gl.fma(score, gl.full(score.shape, factor, gl.float32, layout), negative))
-    return new_top, p, gl.exp2(top - zero)
+def _softmax_step(qk, m, q_pos, kv_start, qk_scale_log2):
+    """A step of the online softmax: the new ``m``, ``p`` in fp32, and ``alpha``."""
+    kv_pos = kv_start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, qk.type.layout))
+    qk = gl.where(kv_pos[:, None] <= q_pos[None, :], qk, -float("inf"))
+    new_m = gl.maximum(m, gl.max(qk, 0) * qk_scale_log2)
+    p, alpha = softmax_weights(qk, m, new_m, qk_scale_log2, gl.float32, 1)
+    return new_m, p, alpha
 
 
 @gluon.jit
-def _merge_values(acc, old, split_acc, new):
-    split_acc, old = gl.broadcast(split_acc, old[None, :])
-    return gl.fma(acc, old, split_acc * new[None, :])
+def _merge_split(state, split_m, split_l, split_acc):
+    """The splits so far and one more split; ``acc`` is [HEAD_DIM, BLOCK_M]."""
+    m, l, alpha, split_alpha = merge_sums(state.m, state.l, split_m, split_l)
+    split_acc, alpha = gl.broadcast(split_acc, alpha[None, :])
+    return SoftmaxState(m, l, gl.fma(state.acc, alpha, split_acc * split_alpha[None, :]))
 
 
 @gluon.jit
-def _store_kept(partial_top, partial_weight, partial_acc, place, top, weight, acc, keep, dims):
-    """Leaves a result among the partial ones."""
-    gl.store(partial_top + place, top, mask=keep)
-    gl.store(partial_weight + place, weight, mask=keep)
-    gl.store(partial_acc + place[None, :] * acc.shape[0] + dims[:, None], acc, mask=keep[None, :])
+def _store_partial(wg, block, split, m, l, acc):
+    """Leaves a result at the place of a split among the partial ones."""
+    partials = wg.partials
+    offs = block.offs_partial + split * (wg.cfg.NUM_KV_HEADS * partials.ROWS)
+    gl.store(partials.m_ptr + offs, m, mask=block.mask)
+    gl.store(partials.l_ptr + offs, l, mask=block.mask)
+    acc_ptrs = partials.acc_ptr + offs[None, :] * wg.cfg.HEAD_DIM + block.offs_d[:, None]
+    gl.store(acc_ptrs, acc, mask=block.mask[None, :])
 
 
 @gluon.jit
-def _consumer(
-    query, out, first_entries, work, partial_top, partial_weight, partial_acc, accounts, factor, stride_q_token,
-    stride_q_head, stride_o_token, stride_o_head, rows_shared, weights_shared, sums, key_ring, value_ring, ready, empty,
-    kv_heads: gl.constexpr, group: gl.constexpr, head_size: gl.constexpr, levels: gl.constexpr,
-    kept_rows: gl.constexpr, kept_block: gl.constexpr, stages: gl.constexpr,
-):  # fmt: skip
-    """Attends, splits in ascending order, the last entry first."""
-    dtype: gl.constexpr = rows_shared.dtype
-    block: gl.constexpr = rows_of(kept_block)
-    layout: gl.constexpr = _layout(block)
-    of_row: gl.constexpr = gl.SliceLayout(0, layout)
-    query_layout: gl.constexpr = layout_of_rows(head_size)
-    ones = gl.full([_TILE, _TILE], 1.0, dtype, gl.DotOperandLayout(0, layout, 2))
-    rows = gl.arange(0, block, of_row)
-    token = rows // group
-    dims = gl.arange(0, head_size, gl.SliceLayout(1, layout))
-    no_top = gl.full([block], -float("inf"), gl.float32, of_row)
-    no_weight = gl.full([_TILE, block], 0.0, gl.float32, layout)
-    no_acc = gl.full([head_size, block], 0.0, gl.float32, layout)
-    out_layout: gl.constexpr = layout_of_partials(head_size)
-    out_rows = gl.arange(0, block, gl.SliceLayout(1, out_layout))
-    out_dims = gl.arange(0, head_size, gl.SliceLayout(0, out_layout))
+def _load_partial(wg, block, split):
+    partials = wg.partials
+    mask = block.mask
+    offs = block.offs_partial + split * (wg.cfg.NUM_KV_HEADS * partials.ROWS)
+    offs_acc = offs[None, :] * wg.cfg.HEAD_DIM + block.offs_d[:, None]
+    m = gl.load(partials.m_ptr + offs, mask, -float("inf"), cache_modifier=".cg")  # [BLOCK_M]
+    l = gl.load(partials.l_ptr + offs, mask, 0.0, cache_modifier=".cg")  # [BLOCK_M]
+    acc = gl.load(partials.acc_ptr + offs_acc, mask[None, :], 0.0, cache_modifier=".cg")  # [HEAD_DIM, BLOCK_M]
+    return SoftmaxState(m, l, acc)
+
+
+@gluon.jit
+def _merged_before(wg, block, merged):
+    """Whether all splits before the item's are merged, and their result, which is else ``merged``."""
+    split = block.work.first_split
+    merges = gl.atomic_add(block.semaphore_ptr, 0, sem="acquire") >> 16 == split
+    if merges:
+        barrier()
+        merged = _load_partial(wg, block, split - 1)
+    return merges, merged
+
+
+@gluon.jit
+def _leave(wg, block, split, merges, merged):
+    """Leaves the item, whose splits are done up to ``split``, to the others of its head.
+
+    Returns:
+        what the semaphore was before, and how many splits more are merged.
+    """
+    num_splits = block.work.num_splits
+    if merges:
+        _store_partial(wg, block, split - 1, merged.m, merged.l, merged.acc)
+    barrier()
+    more_merged = gl.where(merges, num_splits, 0)
+    return gl.atomic_add(block.semaphore_ptr, num_splits + (more_merged << 16), sem="acq_rel"), more_merged
+
+
+@gluon.jit
+def _step(wg, block, position, kv_start, qk, state, ones):
+    """The split so far and the tile at ``kv_start``, whose scores are ``qk``, and the next tile's scores."""
+    ring = wg.ring
+    HEAD_DIM: gl.constexpr = wg.cfg.HEAD_DIM
+    row_layout: gl.constexpr = get_row_layout(HEAD_DIM)
+    stage = position.stage
+    # The next tile's scores while this tile's weights are computed; after the last tile its own again.
+    after = next_position(position, wg.cfg.NUM_STAGES)
+    is_last = kv_start + BLOCK_N >= block.hi
+    next_stage, next_phase = gl.where(is_last, stage, after.stage), gl.where(is_last, position.phase, after.phase)
+    mbarrier.wait(ring.k_full_bar.index(next_stage), next_phase)
+    next_qk = _start_qk(ring.k_smem, next_stage, wg.q_smem)
+    m, p, alpha = _softmax_step(qk, state.m, block.q_pos, kv_start, wg.qk_scale_log2)
+    wg.p_smem.store(gl.permute(p.to(wg.p_smem.dtype), (1, 0)))
+    v = ring.v_smem.index(stage).reshape([BLOCK_N, HEAD_DIM])  # [BLOCK_N, HEAD_DIM]
+    if kv_start + BLOCK_N > block.kv_end:
+        # Unwritten slots may hold anything, NaN included.
+        written = kv_start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, row_layout)) < block.kv_end
+        v.store(gl.where(written[:, None], v.load(row_layout), 0.0))
+    fence_async_shared()
+    barrier()
+    l = warpgroup_mma(ones, wg.p_smem.permute([1, 0]), state.l * alpha[None, :], is_async=True)
+    acc = warpgroup_mma(v.permute([1, 0]), wg.p_smem.permute([1, 0]), state.acc * alpha[None, :], is_async=True)
+    l, acc, qk = warpgroup_mma_wait(0, deps=(l, acc, next_qk))
+    mbarrier.arrive(ring.empty_bar.index(stage))
+    return after, SoftmaxState(m, l, acc), qk
+
+
+@gluon.jit
+def _write_out(wg, work, merged, offs_m, offs_d, layout: gl.constexpr):
+    """Writes the result of a head whose splits are all merged; the offsets are for ``layout``."""
+    QUERIES_PER_KV: gl.constexpr = wg.cfg.QUERIES_PER_KV
+    result = (merged.acc / gl.where(merged.l == 0.0, 1.0, merged.l)[None, :]).to(wg.q_smem.dtype)
+    result = gl.convert_layout(gl.permute(result, (1, 0)), layout)
+    token = offs_m // QUERIES_PER_KV
+    offs = row_offsets(wg.out, work, offs_m, token, QUERIES_PER_KV)
+    mask = (offs_m < wg.partials.ROWS) & (token < work.query_len)
+    gl.store(wg.out.ptr + offs[:, None] + offs_d[None, :], result, mask=mask[:, None])
+
+
+@gluon.jit
+def _merge_pending(wg, idx, merged_splits):
+    """Merges the splits of the head of work item ``idx``, all of which are done."""
+    work = load_work(wg.work_ptr, idx, wg.cfg.NUM_KV_HEADS, False)
+    _, _, kv_end = _key_range(work, wg.cfg.SPLIT_SEGMENTS)
+    kv_splits = split_of(kv_end - 1, wg.cfg.SPLIT_SEGMENTS) + 1
+    offs = (work.workspace_idx.to(gl.int64) * wg.cfg.NUM_KV_HEADS + work.kv_head) * wg.partials.ROWS
+    merge_partials(wg.out, wg.partials, wg.ring, wg.ml_smem, Head(work, kv_splits, offs), merged_splits, wg.cfg)
+
+
+@gluon.jit
+def _consumer(wg):
+    """Attends, splits in ascending order, the last work item first."""
+    ring = wg.ring
+    dtype: gl.constexpr = wg.q_smem.dtype
+    NUM_KV_HEADS: gl.constexpr = wg.cfg.NUM_KV_HEADS
+    HEAD_DIM: gl.constexpr = wg.cfg.HEAD_DIM
+    SPLIT_SEGMENTS: gl.constexpr = wg.cfg.SPLIT_SEGMENTS
+    PARTIAL_ROWS: gl.constexpr = wg.partials.ROWS
+    BLOCK_M: gl.constexpr = get_block_m(wg.partials.BLOCK)
+    layout: gl.constexpr = _get_layout(BLOCK_M)
+    row: gl.constexpr = gl.SliceLayout(0, layout)
+    ones = gl.full([BLOCK_N, BLOCK_N], 1.0, dtype, gl.DotOperandLayout(0, layout, 2))
+    offs_m = gl.arange(0, BLOCK_M, row)
+    token = offs_m // wg.cfg.QUERIES_PER_KV
+    offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(1, layout))
+    no_m = gl.full([BLOCK_M], -float("inf"), gl.float32, row)
+    no_l = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, layout)
+    no_acc = gl.full([HEAD_DIM, BLOCK_M], 0.0, gl.float32, layout)
+    out_layout: gl.constexpr = get_partial_layout(HEAD_DIM)
+    out_offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, out_layout))
+    out_offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, out_layout))
 
     program = gl.program_id(0)
-    begin = gl.load(first_entries + program)
-    items = gl.load(first_entries + program + 1) - begin
-    next_query = gl.full([block, head_size], 0.0, dtype, query_layout)
-    if items > 0:
-        entry = work + (begin + items - 1) * 8
-        next_query = _query(query, entry, stride_q_token, stride_q_head, group, head_size, block)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    # Entries whose heads are left to merge, at most the first and the last of a part, and what is merged of them.
-    left, left_merged = gl.to_tensor(-1), gl.to_tensor(0)
-    left_before, left_before_merged = gl.to_tensor(-1), gl.to_tensor(0)
-    for item in range(items):
-        place_in_list = begin + items - 1 - item
-        entry = work + place_in_list * 8
-        kv_head = gl.load(entry + 1)
-        number = gl.load(entry + 2)
-        run = gl.load(entry + 3)
-        slot = gl.load(entry + 4)
-        start = gl.load(entry + 5)
-        tokens = gl.load(entry + 6)
-        position = gl.load(entry + 7) + token
-        first, end, stop = _keys(entry, levels)
-        rows_shared.store(next_query)
+    first_idx = gl.load(wg.work_indptr_ptr + program)
+    num_items = gl.load(wg.work_indptr_ptr + program + 1) - first_idx
+    next_q = gl.full([BLOCK_M, HEAD_DIM], 0.0, dtype, get_row_layout(HEAD_DIM))
+    if num_items > 0:
+        next_q = _load_query(wg, first_idx + num_items - 1)
+    position = RingPosition(gl.to_tensor(0), gl.to_tensor(0))
+    # Work items whose heads are left to merge, at most the first and the last of a share, and what is merged of them.
+    pending, pending_merged = gl.to_tensor(-1), gl.to_tensor(0)
+    pending_before, pending_before_merged = gl.to_tensor(-1), gl.to_tensor(0)
+    for i in range(num_items):
+        idx = first_idx + num_items - 1 - i
+        work = load_work(wg.work_ptr, idx, NUM_KV_HEADS, False)
+        split = work.first_split
+        q_pos = work.context_len + token
+        lo, hi, kv_end = _key_range(work, SPLIT_SEGMENTS)
+        wg.q_smem.store(next_q)
         fence_async_shared()
         barrier()
-        later = work + gl.maximum(place_in_list - 1, begin) * 8
-        next_query = _query(query, later, stride_q_token, stride_q_head, group, head_size, block)
+        next_q = _load_query(wg, gl.maximum(idx - 1, first_idx))
 
-        top = no_top
-        weight = no_weight
-        acc = no_acc
-        merged_top = no_top
-        merged_weight = gl.full([block], 0.0, gl.float32, of_row)
-        merged = no_acc
-        keep = (rows < kept_rows) & (token < tokens)
-        first_place = (gl.maximum(slot, 0).to(gl.int64) * kv_heads + kv_head) * kept_rows + rows
-        account = accounts + gl.maximum(slot, 0) * kv_heads + kv_head
-        merges = number == 0
-        # All programs begin at the same time, so nothing can be merged before their first entries.
-        if (item > 0) & (slot >= 0) & (number > 0) & (run > 0):
-            merges = gl.atomic_add(account, 0, sem="acquire") >> 16 == number
-            if merges:
-                barrier()
-                place = first_place + (number - 1) * (kv_heads * kept_rows)
-                at = place[None, :] * head_size + dims[:, None]
-                merged_top = gl.load(partial_top + place, keep, -float("inf"), cache_modifier=".cg")
-                merged_weight = gl.load(partial_weight + place, keep, 0.0, cache_modifier=".cg")
-                merged = gl.load(partial_acc + at, keep[None, :], 0.0, cache_modifier=".cg")
-        score = no_weight
-        if first < end:
-            mbarrier.wait(ready.index(stage), phase)
-            score = warpgroup_mma_wait(0, deps=(_start_scores(key_ring, stage, rows_shared, head_size),))
-        for at in range(first, end, _TILE):
-            # The next tile's scores while this tile's weights are computed; after the last tile its own again.
-            after, after_phase = next_stage(stage, phase, stages)
-            is_last = at + _TILE >= end
-            next_place, next_phase = gl.where(is_last, stage, after), gl.where(is_last, phase, after_phase)
-            mbarrier.wait(ready.index(next_place), next_phase)
-            next_score = _start_scores(key_ring, next_place, rows_shared, head_size)
-            top, weights, old = _weights_of(score, top, position, at, factor)
-            weights_shared.store(gl.permute(weights.to(dtype), (1, 0)))
-            values = value_ring.index(stage).reshape([_TILE, head_size])
-            if at + _TILE > stop:
-                # Unwritten slots may hold anything, NaN included.
-                written = at + gl.arange(0, _TILE, gl.SliceLayout(1, query_layout)) < stop
-                values.store(gl.where(written[:, None], values.load(query_layout), 0.0))
-            fence_async_shared()
-            barrier()
-            weight = warpgroup_mma(ones, weights_shared.permute([1, 0]), weight * old[None, :], is_async=True)
-            acc = warpgroup_mma(
-                values.permute([1, 0]), weights_shared.permute([1, 0]), acc * old[None, :], is_async=True
-            )
-            weight, acc, score = warpgroup_mma_wait(0, deps=(weight, acc, next_score))
-            mbarrier.arrive(empty.index(stage))
-            stage = after
-            phase = after_phase
-
-            if is_end_of_split(at + _TILE, levels) | (at + _TILE >= end):
+        state = SoftmaxState(no_m, no_l, no_acc)
+        merged = SoftmaxState(no_m, gl.full([BLOCK_M], 0.0, gl.float32, row), no_acc)
+        mask = (offs_m < PARTIAL_ROWS) & (token < work.query_len)
+        workspace_idx = gl.maximum(work.workspace_idx, 0)
+        offs_partial = (workspace_idx.to(gl.int64) * NUM_KV_HEADS + work.kv_head) * PARTIAL_ROWS + offs_m
+        semaphore_ptr = wg.semaphores_ptr + workspace_idx * NUM_KV_HEADS + work.kv_head
+        block = Block(work, q_pos, hi, kv_end, semaphore_ptr, offs_partial, mask, offs_d)
+        merges = split == 0
+        # All CTAs begin at the same time, so nothing can be merged before their first items.
+        if (i > 0) & (work.workspace_idx >= 0) & (split > 0) & (work.num_splits > 0):
+            merges, merged = _merged_before(wg, block, merged)
+        qk = no_l
+        if lo < hi:
+            mbarrier.wait(ring.k_full_bar.index(position.stage), position.phase)
+            qk = warpgroup_mma_wait(0, deps=(_start_qk(ring.k_smem, position.stage, wg.q_smem),))
+        for kv_start in range(lo, hi, BLOCK_N):
+            position, state, qk = _step(wg, block, position, kv_start, qk, state, ones)
+            if is_end_of_split(kv_start + BLOCK_N, SPLIT_SEGMENTS) | (kv_start + BLOCK_N >= hi):
                 # All are equal, so the largest is any of them.
-                weight_sum = gl.max(weight, 0)
+                row_l = gl.max(state.l, 0)
                 if merges:
-                    merged_top, merged_weight, shrink, new = merge_weights(merged_top, merged_weight, top, weight_sum)
-                    merged = _merge_values(merged, shrink, acc, new)
+                    merged = _merge_split(merged, state.m, row_l, state.acc)
                 else:
-                    place = first_place + number * (kv_heads * kept_rows)
-                    _store_kept(partial_top, partial_weight, partial_acc, place, top, weight_sum, acc, keep, dims)
-                number += 1
-                top = no_top
-                weight = no_weight
-                acc = no_acc
+                    _store_partial(wg, block, split, state.m, row_l, state.acc)
+                split += 1
+                state = SoftmaxState(no_m, no_l, no_acc)
 
-        if run > 0:
-            splits = split_of(stop - 1, levels) + 1
-            if merges & (number == splits):
-                result = (merged / gl.where(merged_weight == 0.0, 1.0, merged_weight)[None, :]).to(dtype)
-                result = gl.convert_layout(gl.permute(result, (1, 0)), out_layout)
-                at_row = (start + out_rows // group).to(gl.int64) * stride_o_token
-                at_row += (kv_head * group + out_rows % group) * stride_o_head
-                written = (out_rows < kept_rows) & (out_rows // group < tokens)
-                gl.store(out + at_row[:, None] + out_dims[None, :], result, mask=written[:, None])
-                if slot >= 0:
-                    gl.store(account, 0)
+        if work.num_splits > 0:
+            kv_splits = split_of(kv_end - 1, SPLIT_SEGMENTS) + 1
+            if merges & (split == kv_splits):
+                _write_out(wg, work, merged, out_offs_m, out_offs_d, out_layout)
+                if work.workspace_idx >= 0:
+                    gl.store(semaphore_ptr, 0)
             else:
-                if merges:
-                    place = first_place + (number - 1) * (kv_heads * kept_rows)
-                    _store_kept(
-                        partial_top, partial_weight, partial_acc, place, merged_top, merged_weight, merged, keep, dims
-                    )
-                barrier()
-                more_merged = gl.where(merges, run, 0)
-                before = gl.atomic_add(account, run + (more_merged << 16), sem="acq_rel")
-                if (before & 0xFFFF) == splits - run:
-                    gl.store(account, 0)
-                    left_before, left_before_merged = left, left_merged
-                    left, left_merged = place_in_list, (before >> 16) + more_merged
+                before, more_merged = _leave(wg, block, split, merges, merged)
+                if (before & 0xFFFF) == kv_splits - work.num_splits:
+                    gl.store(semaphore_ptr, 0)
+                    pending_before, pending_before_merged = pending, pending_merged
+                    pending, pending_merged = idx, (before >> 16) + more_merged
     for _ in range(2):
-        if left >= 0:
-            entry = work + left * 8
-            kv_head = gl.load(entry + 1)
-            slot = gl.load(entry + 4)
-            _, _, stop = _keys(entry, levels)
-            splits = split_of(stop - 1, levels) + 1
-            merge_kept(
-                out, partial_top, partial_weight, partial_acc, key_ring, value_ring, sums,
-                (slot.to(gl.int64) * kv_heads + kv_head) * kept_rows, left_merged, splits, gl.load(entry + 5),
-                gl.load(entry + 6), kv_head, stride_o_token, stride_o_head, kv_heads, group, head_size, kept_rows,
-                kept_block, stages,
-            )  # fmt: skip
-        left, left_merged = left_before, left_before_merged
-        left_before = gl.to_tensor(-1)
+        if pending >= 0:
+            _merge_pending(wg, pending, pending_merged)
+        pending, pending_merged = pending_before, pending_before_merged
+        pending_before = gl.to_tensor(-1)
 
 
-@gluon.jit(do_not_specialize=["table_stride"])
+@gluon.jit(do_not_specialize=["stride_table"])
 def decode_kernel(
-    query,
-    keys_at,
-    values_at,
-    out,
-    table,
-    first_entries,
-    work,
-    partial_top,
-    partial_weight,
-    partial_acc,
-    accounts,
-    factor,
-    table_stride,
+    q_ptr,
+    k_desc,
+    v_desc,
+    out_ptr,
+    block_table_ptr,
+    work_indptr_ptr,
+    work_ptr,
+    partial_m_ptr,
+    partial_l_ptr,
+    partial_acc_ptr,
+    semaphores_ptr,
+    qk_scale_log2,
+    stride_table,
     stride_q_token,
     stride_q_head,
     stride_o_token,
     stride_o_head,
-    kv_heads: gl.constexpr,
-    group: gl.constexpr,
-    head_size: gl.constexpr,
-    page_size: gl.constexpr,
-    levels: gl.constexpr,
-    kept_rows: gl.constexpr,
-    kept_block: gl.constexpr,
-    stages: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr,
+    QUERIES_PER_KV: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    SPLIT_SEGMENTS: gl.constexpr,
+    PARTIAL_ROWS: gl.constexpr,
+    PARTIAL_BLOCK: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
 ):
-    """Works on the entries of its part of ``work``.
+    """Works on the items of its CTA's share of ``work_ptr``.
 
     Args:
-        accounts: of each head that is shared: the number of its splits that are done, and that of those merged into
-            one result in the upper 16 bits; 0 between launches.
-        factor: of the scores, times log2(e).
-        kept_rows: rows of a block whose partial results are kept; ``kept_block`` is the next power of two.
-        stages: tiles in the ring.
+        semaphores_ptr: of each head that is shared: the number of its splits that are done, and that of those merged
+            into one result in the upper 16 bits; 0 between launches.
+        qk_scale_log2: of the scores, times log2(e).
+        PARTIAL_ROWS: rows of a block that have partial results; ``PARTIAL_BLOCK`` is the next power of two.
+        NUM_STAGES: tiles in the ring.
     """
-    dtype: gl.constexpr = keys_at.dtype
-    tile_layout: gl.constexpr = keys_at.layout
-    block: gl.constexpr = rows_of(kept_block)
-    key_ring = gl.allocate_shared_memory(dtype, [stages, 1, 1, _TILE, head_size], tile_layout)
-    value_ring = gl.allocate_shared_memory(dtype, [stages, 1, 1, _TILE, head_size], tile_layout)
-    rows_layout: gl.constexpr = gl.NVMMASharedLayout(tile_layout.swizzle_byte_width, 16, 2)
-    rows_shared = gl.allocate_shared_memory(dtype, [block, head_size], rows_layout)
-    weights_shared = gl.allocate_shared_memory(dtype, [block, _TILE], gl.NVMMASharedLayout(128, 16, 2))
-    sums = memory_for_merging(kept_block, stages)
+    dtype: gl.constexpr = k_desc.dtype
+    tile_layout: gl.constexpr = k_desc.layout
+    BLOCK_M: gl.constexpr = get_block_m(PARTIAL_BLOCK)
+    k_smem = gl.allocate_shared_memory(dtype, [NUM_STAGES, 1, 1, BLOCK_N, HEAD_DIM], tile_layout)
+    v_smem = gl.allocate_shared_memory(dtype, [NUM_STAGES, 1, 1, BLOCK_N, HEAD_DIM], tile_layout)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout(tile_layout.swizzle_byte_width, 16, 2)
+    q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, HEAD_DIM], q_layout)
+    p_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], gl.NVMMASharedLayout(128, 16, 2))
+    ml_smem = allocate_ml(PARTIAL_BLOCK, NUM_STAGES)
     bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
-    ready = gl.allocate_shared_memory(gl.int64, [stages, 1], bar_layout)
-    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], bar_layout)
-    for stage in gl.static_range(stages):
-        mbarrier.init(ready.index(stage), count=2)
-        mbarrier.init(empty.index(stage), count=1)
+    full_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], bar_layout)
+    empty_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], bar_layout)
+    for stage in gl.static_range(NUM_STAGES):
+        mbarrier.init(full_bar.index(stage), count=2)
+        mbarrier.init(empty_bar.index(stage), count=1)
     fence_async_shared()
     barrier()
+    cfg = Config(NUM_KV_HEADS, QUERIES_PER_KV, HEAD_DIM, PAGE_SIZE, SPLIT_SEGMENTS, NUM_STAGES)
+    ring = Ring(k_smem, v_smem, full_bar, full_bar, empty_bar)
+    warpgroup = Warpgroup(
+        Rows(q_ptr, gl.to_tensor(stride_q_token), gl.to_tensor(stride_q_head)),
+        Rows(out_ptr, gl.to_tensor(stride_o_token), gl.to_tensor(stride_o_head)),
+        work_indptr_ptr,
+        work_ptr,
+        Partials(partial_m_ptr, partial_l_ptr, partial_acc_ptr, PARTIAL_ROWS, PARTIAL_BLOCK),
+        semaphores_ptr,
+        qk_scale_log2,
+        q_smem,
+        p_smem,
+        ml_smem,
+        ring,
+        cfg,
+    )
     gl.warp_specialize(
         [
-            (
-                _consumer,
-                (
-                    query, out, first_entries, work, partial_top, partial_weight, partial_acc, accounts, factor,
-                    stride_q_token, stride_q_head, stride_o_token, stride_o_head, rows_shared, weights_shared, sums,
-                    key_ring, value_ring, ready, empty, kv_heads, group, head_size, levels, kept_rows, kept_block,
-                    stages,
-                ),
-            ),
-            (
-                _producer,
-                (
-                    keys_at, values_at, table, first_entries, work, table_stride, key_ring, value_ring, ready, empty,
-                    head_size, page_size, levels, stages,
-                ),
-            ),
+            (_consumer, (warpgroup,)),
+            (_producer, (k_desc, v_desc, block_table_ptr, stride_table, work_indptr_ptr, work_ptr, ring, cfg)),
         ],
         [1],
         [24],
-    )  # fmt: skip
+    )

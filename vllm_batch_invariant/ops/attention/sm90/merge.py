@@ -1,6 +1,11 @@
 """Merging a head's partial results on Hopper, in Gluon: the whole ring of tiles holds copies that are on their way.
 
-One program reads all partial results of a head, in ascending order, and a program alone is fast only if it has asked
+Splits are merged in ascending order, each with its row maximum ``m_i``, row sum ``l_i`` and weighted values ``acc_i``::
+
+    m' = max(m, m_i)    alpha = exp2(m - m')    beta = exp2(m_i - m')
+    l' = l * alpha + l_i * beta    acc' = acc * alpha + acc_i * beta    out = acc / l
+
+One CTA reads all partial results of a head, in ascending order, and a CTA alone is fast only if it has asked
 for many of them before the first one arrives: a multiprocessor reads about 64 bytes a cycle, after hundreds of cycles.
 """
 
@@ -9,41 +14,84 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ...common.gluon_names import barrier, copy_elements, reinterpret
-from .common import merge_values, merge_weights
-from .shapes import TILE
+from ...common.triton_names import aggregate
+from ..work import Work
+from . import shapes
+from .common import SoftmaxState, merge_split, row_offsets
 
-_MOST_AT_ONCE = 8
+_MAX_HALF_BATCH = 8
 """Splits in half a batch, whose merging is unrolled."""
 
 
+@aggregate
+class Partials:
+    """Room for partial results, each of ROWS rows; BLOCK is the next power of two."""
+
+    m_ptr: gl.tensor
+    """[workspace, NUM_KV_HEADS, ROWS]"""
+    l_ptr: gl.tensor
+    """The same."""
+    acc_ptr: gl.tensor
+    """[workspace, NUM_KV_HEADS, ROWS, HEAD_DIM]"""
+    ROWS: gl.constexpr
+    BLOCK: gl.constexpr
+
+
+@aggregate
+class Head:
+    """A request's rows of a KV head, whose splits are shared."""
+
+    work: Work
+    kv_splits: gl.tensor
+    """Splits of all its keys."""
+    offs_partial: gl.tensor
+    """Of the first row of split 0 in the room for partial results, int64."""
+
+
+@aggregate
+class HalfBatch:
+    """Shared memory for half of each batch of splits, seen as batches and as splits."""
+
+    acc_batches: gl.shared_memory_descriptor
+    """[batches, splits of a half, BLOCK, HEAD_DIM]"""
+    acc_splits: gl.shared_memory_descriptor
+    """[batches * splits of a half, BLOCK, HEAD_DIM]"""
+    ml_batches: gl.shared_memory_descriptor
+    """[NUM_STAGES * 4, splits of a half, BLOCK]: as of ``allocate_ml``."""
+    ml_splits: gl.shared_memory_descriptor
+    """[NUM_STAGES * 4 * splits of a half, BLOCK]"""
+    HALF: gl.constexpr
+    """0 for the earlier splits of a batch, 1 for the later ones."""
+
+
 @gluon.constexpr_function
-def layout_of_partials(head_size):
+def get_partial_layout(HEAD_DIM):
     """Whole rows of fp32 for each warp, so that what a row has one of is in a register of each thread."""
-    return gl.BlockedLayout([1, head_size // 32], [1, 32], [4, 1], [1, 0])
+    return gl.BlockedLayout([1, HEAD_DIM // 32], [1, 32], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def _layout_of_copies(head_size):
+def _get_copy_layout(HEAD_DIM):
     """The same for several splits at once."""
-    return gl.BlockedLayout([1, 1, head_size // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0])
+    return gl.BlockedLayout([1, 1, HEAD_DIM // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
-def _layout_of_weights(kept_block):
-    """Of the maxima and weights of some splits: every warp has all."""
-    return gl.BlockedLayout([1, 1], [32 // kept_block, kept_block], [4, 1], [1, 0])
+def _get_ml_layout(BLOCK):
+    """Of the maxima and sums of some splits: every warp has all."""
+    return gl.BlockedLayout([1, 1], [32 // BLOCK, BLOCK], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def _half_batch(kept_block):
+def _half_batch(BLOCK):
     """Splits whose partial results are put where a tile of keys was; a power of two."""
-    return min(TILE // 2 // kept_block, _MOST_AT_ONCE)
+    return min(shapes.BLOCK_N // 2 // BLOCK, _MAX_HALF_BATCH)
 
 
 @gluon.constexpr_function
-def _half_batches(kept_block):
-    """How many half batches have room where a tile of keys was; only the first place is used."""
-    return TILE // 2 // kept_block // _half_batch(kept_block)
+def _half_batches(BLOCK):
+    """How many half batches have room where a tile of keys was; only the first of these rooms is used."""
+    return shapes.BLOCK_N // 2 // BLOCK // _half_batch(BLOCK)
 
 
 @gluon.constexpr_function
@@ -53,140 +101,133 @@ def _plain(rank):
 
 
 @gluon.jit
-def memory_for_merging(kept_block: gl.constexpr, stages: gl.constexpr):
-    """Maxima and weights of what the rings hold, fp32: of every batch those maxima and those weights of its early half,
-    then those of its late half.
+def allocate_ml(BLOCK: gl.constexpr, NUM_STAGES: gl.constexpr):
+    """Maxima and sums of what the rings hold, fp32: of every batch those maxima and those sums of its early half, then
+    those of its late half.
     """
-    return gl.allocate_shared_memory(gl.float32, [stages * 4 * _half_batch(kept_block), kept_block], _plain(1))
+    return gl.allocate_shared_memory(gl.float32, [NUM_STAGES * 4 * _half_batch(BLOCK), BLOCK], _plain(1))
 
 
 @gluon.jit
-def _start_copies(
-    accs, sums, into, half: gl.constexpr, partial_top, partial_weight, partial_acc, first_place, first, splits, tokens,
-    stride: gl.constexpr, group: gl.constexpr, head_size: gl.constexpr, kept_rows: gl.constexpr,
-    kept_block: gl.constexpr,
-):  # fmt: skip
-    """Starts the copies of half a batch to place ``into``, from split ``first`` on; nothing is read for splits that
+def _start_copies(to, stage, partials, head, first_split, cfg):
+    """Starts the copies of half a batch to its room ``stage``, from ``first_split`` on; nothing is read for splits that
     there are not.
     """
-    at_once: gl.constexpr = _half_batch(kept_block)
-    if first < splits:
-        layout: gl.constexpr = _layout_of_copies(head_size)
-        of_split: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
-        of_row: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
-        of_dim: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, layout))
-        split = gl.arange(0, at_once, of_split)
-        row = gl.arange(0, kept_block, of_row)
-        dim = gl.arange(0, head_size, of_dim)
-        at = ((split * stride)[:, None, None] + row[None, :, None]) * head_size + dim[None, None, :]
-        exists = (first + split < splits)[:, None] & ((row < kept_rows) & (row // group < tokens))[None, :]
-        from_acc = partial_acc + (first_place + first * stride) * head_size
-        copy_elements(accs.index(into * _half_batches(kept_block)), from_acc + at, mask=exists[:, :, None])
-        weight_layout: gl.constexpr = _layout_of_weights(kept_block)
-        split = first + gl.arange(0, at_once, gl.SliceLayout(1, weight_layout))
-        row = gl.arange(0, kept_block, gl.SliceLayout(0, weight_layout))
-        exists = (split < splits)[:, None] & ((row < kept_rows) & (row // group < tokens))[None, :]
-        place = first_place + (split * stride)[:, None] + row[None, :]
-        copy_elements(sums.index(into * 4 + 2 * half), partial_top + place, mask=exists)
-        copy_elements(sums.index(into * 4 + 2 * half + 1), partial_weight + place, mask=exists)
+    ROWS: gl.constexpr = partials.ROWS
+    BLOCK: gl.constexpr = partials.BLOCK
+    HEAD_DIM: gl.constexpr = cfg.HEAD_DIM
+    SPLITS: gl.constexpr = _half_batch(BLOCK)
+    stride_split: gl.constexpr = cfg.NUM_KV_HEADS * ROWS
+    if first_split < head.kv_splits:
+        layout: gl.constexpr = _get_copy_layout(HEAD_DIM)
+        split_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
+        m_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
+        d_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, layout))
+        split = gl.arange(0, SPLITS, split_layout)
+        offs_m = gl.arange(0, BLOCK, m_layout)
+        offs_d = gl.arange(0, HEAD_DIM, d_layout)
+        offs = ((split * stride_split)[:, None, None] + offs_m[None, :, None]) * HEAD_DIM + offs_d[None, None, :]
+        split_mask = (first_split + split < head.kv_splits)[:, None]
+        mask = split_mask & ((offs_m < ROWS) & (offs_m // cfg.QUERIES_PER_KV < head.work.query_len))[None, :]
+        acc_ptr = partials.acc_ptr + (head.offs_partial + first_split * stride_split) * HEAD_DIM
+        copy_elements(to.acc_batches.index(stage * _half_batches(BLOCK)), acc_ptr + offs, mask=mask[:, :, None])
+        ml_layout: gl.constexpr = _get_ml_layout(BLOCK)
+        split = first_split + gl.arange(0, SPLITS, gl.SliceLayout(1, ml_layout))
+        offs_m = gl.arange(0, BLOCK, gl.SliceLayout(0, ml_layout))
+        split_mask = (split < head.kv_splits)[:, None]
+        mask = split_mask & ((offs_m < ROWS) & (offs_m // cfg.QUERIES_PER_KV < head.work.query_len))[None, :]
+        offs = head.offs_partial + (split * stride_split)[:, None] + offs_m[None, :]
+        copy_elements(to.ml_batches.index(stage * 4 + 2 * to.HALF), partials.m_ptr + offs, mask=mask)
+        copy_elements(to.ml_batches.index(stage * 4 + 2 * to.HALF + 1), partials.l_ptr + offs, mask=mask)
 
 
 @gluon.jit
-def _merge_one(
-    top, weight, acc, accs, sums, of, half: gl.constexpr, number: gl.constexpr, head_size: gl.constexpr,
-    kept_block: gl.constexpr,
-):  # fmt: skip
-    """The running result and split ``number`` of half a batch, which is at place ``of``."""
-    layout: gl.constexpr = layout_of_partials(head_size)
-    at_once: gl.constexpr = _half_batch(kept_block)
-    split_top = sums.index((of * 4 + 2 * half) * at_once + number).load(gl.SliceLayout(1, layout))
-    split_weight = sums.index((of * 4 + 2 * half + 1) * at_once + number).load(gl.SliceLayout(1, layout))
-    split_acc = accs.index(of * _half_batches(kept_block) * at_once + number).load(layout)
-    top, weight, old, new = merge_weights(top, weight, split_top, split_weight)
-    return top, weight, merge_values(acc, old, split_acc, new)
+def _merge_one(state, of, stage, i: gl.constexpr, BLOCK: gl.constexpr):
+    """The splits so far and split ``i`` of half a batch, which is in its room ``stage``."""
+    layout: gl.constexpr = get_partial_layout(of.acc_splits.shape[2])
+    SPLITS: gl.constexpr = _half_batch(BLOCK)
+    m = of.ml_splits.index((stage * 4 + 2 * of.HALF) * SPLITS + i).load(gl.SliceLayout(1, layout))  # [BLOCK]
+    l = of.ml_splits.index((stage * 4 + 2 * of.HALF + 1) * SPLITS + i).load(gl.SliceLayout(1, layout))  # [BLOCK]
+    acc = of.acc_splits.index(stage * _half_batches(BLOCK) * SPLITS + i).load(layout)  # [BLOCK, HEAD_DIM]
+    return merge_split(state, m, l, acc)
 
 
 @gluon.jit
-def _merge_half(
-    top, weight, acc, accs, sums, of, half: gl.constexpr, first, splits, head_size: gl.constexpr,
-    kept_block: gl.constexpr,
-):  # fmt: skip
-    """The running result and half a batch of splits, which is at place ``of``."""
-    at_once: gl.constexpr = _half_batch(kept_block)
-    if first + at_once <= splits:
+def _merge_half(state, of, stage, first_split, kv_splits, BLOCK: gl.constexpr):
+    """The splits so far and half a batch, which is in its room ``stage``."""
+    SPLITS: gl.constexpr = _half_batch(BLOCK)
+    if first_split + SPLITS <= kv_splits:
         # Without conditions, so that the loads of all are on their way together.
-        for number in gl.static_range(at_once):
-            top, weight, acc = _merge_one(top, weight, acc, accs, sums, of, half, number, head_size, kept_block)
+        for i in gl.static_range(SPLITS):
+            state = _merge_one(state, of, stage, i, BLOCK)
     else:
-        for number in gl.static_range(at_once - 1):
-            if first + number < splits:
-                top, weight, acc = _merge_one(top, weight, acc, accs, sums, of, half, number, head_size, kept_block)
-    return top, weight, acc
+        for i in gl.static_range(SPLITS - 1):
+            if first_split + i < kv_splits:
+                state = _merge_one(state, of, stage, i, BLOCK)
+    return state
 
 
 @gluon.jit
-def merge_kept(
-    out, partial_top, partial_weight, partial_acc, key_ring, value_ring, sums, first_place, merged, splits,
-    start, tokens, kv_head, stride_o_token, stride_o_head, kv_heads: gl.constexpr, group: gl.constexpr,
-    head_size: gl.constexpr, kept_rows: gl.constexpr, kept_block: gl.constexpr, stages: gl.constexpr,
-):  # fmt: skip
-    """Merges the partial results of a head, in ascending order, and writes the result. Nothing else may use the rings,
-    which are overwritten.
+def _half_of(smem, ml_smem, HALF: gl.constexpr, BLOCK: gl.constexpr, cfg):
+    SPLITS: gl.constexpr = _half_batch(BLOCK)
+    BATCHES: gl.constexpr = cfg.NUM_STAGES * _half_batches(BLOCK)
+    return HalfBatch(
+        reinterpret(smem, gl.float32, [BATCHES, SPLITS, BLOCK, cfg.HEAD_DIM], _plain(3)),
+        reinterpret(smem, gl.float32, [BATCHES * SPLITS, BLOCK, cfg.HEAD_DIM], _plain(2)),
+        reinterpret(ml_smem, gl.float32, [cfg.NUM_STAGES * 4, SPLITS, BLOCK], _plain(2)),
+        ml_smem,
+        HALF,
+    )
+
+
+@gluon.jit
+def merge_partials(out, partials, ring, ml_smem, head, merged_splits, cfg):
+    """Merges the partial results of a head, in ascending order, and writes the result. Nothing else may use the ring,
+    which is overwritten.
 
     Args:
-        sums: of ``memory_for_merging``.
-        first_place: of the partial result of split 0.
-        merged: splits that are merged already; the result of all of them is where the last one's would be.
+        ml_smem: of ``allocate_ml``.
+        merged_splits: splits that are merged already; the result of all of them is where the last one's would be.
     """
-    layout: gl.constexpr = layout_of_partials(head_size)
-    at_once: gl.constexpr = _half_batch(kept_block)
-    stride: gl.constexpr = kv_heads * kept_rows
-    places: gl.constexpr = stages * _half_batches(kept_block)
-    batch_shape: gl.constexpr = [places, at_once, kept_block, head_size]
-    split_shape: gl.constexpr = [places * at_once, kept_block, head_size]
-    early_batches = reinterpret(key_ring, gl.float32, batch_shape, _plain(3))
-    late_batches = reinterpret(value_ring, gl.float32, batch_shape, _plain(3))
-    early_accs = reinterpret(key_ring, gl.float32, split_shape, _plain(2))
-    late_accs = reinterpret(value_ring, gl.float32, split_shape, _plain(2))
-    sums_of_batches = reinterpret(sums, gl.float32, [stages * 4, at_once, kept_block], _plain(2))
-    kept = gl.arange(0, kept_block, gl.SliceLayout(1, layout))
-    dims = gl.arange(0, head_size, gl.SliceLayout(0, layout))
-    keep = (kept < kept_rows) & (kept // group < tokens)
-    last = first_place + ((merged - 1) * stride).to(gl.int64) + kept
-    known = keep & (merged > 0)
-    top = gl.load(partial_top + last, known, -float("inf"), cache_modifier=".cg")
-    weight = gl.load(partial_weight + last, known, 0.0, cache_modifier=".cg")
-    acc = gl.load(partial_acc + last[:, None] * head_size + dims[None, :], known[:, None], 0.0, cache_modifier=".cg")
-    batches = gl.cdiv(splits - merged, 2 * at_once)
-    for batch in range(1 - stages, batches):
+    ROWS: gl.constexpr = partials.ROWS
+    BLOCK: gl.constexpr = partials.BLOCK
+    HEAD_DIM: gl.constexpr = cfg.HEAD_DIM
+    NUM_STAGES: gl.constexpr = cfg.NUM_STAGES
+    layout: gl.constexpr = get_partial_layout(HEAD_DIM)
+    SPLITS: gl.constexpr = _half_batch(BLOCK)
+    early = _half_of(ring.k_smem, ml_smem, 0, BLOCK, cfg)
+    late = _half_of(ring.v_smem, ml_smem, 1, BLOCK, cfg)
+    offs_m = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+    offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
+    mask = (offs_m < ROWS) & (offs_m // cfg.QUERIES_PER_KV < head.work.query_len)
+    offs = head.offs_partial + ((merged_splits - 1) * (cfg.NUM_KV_HEADS * ROWS)).to(gl.int64) + offs_m
+    known = mask & (merged_splits > 0)
+    m = gl.load(partials.m_ptr + offs, known, -float("inf"), cache_modifier=".cg")  # [BLOCK]
+    l = gl.load(partials.l_ptr + offs, known, 0.0, cache_modifier=".cg")  # [BLOCK]
+    acc_ptrs = partials.acc_ptr + offs[:, None] * HEAD_DIM + offs_d[None, :]
+    acc = gl.load(acc_ptrs, known[:, None], 0.0, cache_modifier=".cg")  # [BLOCK, HEAD_DIM]
+    state = SoftmaxState(m, l, acc)
+    batches = gl.cdiv(head.kv_splits - merged_splits, 2 * SPLITS)
+    for batch in range(1 - NUM_STAGES, batches):
         # What the next copies overwrite has been read by every thread, and what is read next is there for all.
         barrier()
-        ahead = batch + stages - 1
-        into = ahead % stages
-        first = merged + ahead * (2 * at_once)
-        _start_copies(
-            early_batches, sums_of_batches, into, 0, partial_top, partial_weight, partial_acc, first_place, first,
-            splits, tokens, stride, group, head_size, kept_rows, kept_block,
-        )  # fmt: skip
-        _start_copies(
-            late_batches, sums_of_batches, into, 1, partial_top, partial_weight, partial_acc, first_place,
-            first + at_once, splits, tokens, stride, group, head_size, kept_rows, kept_block,
-        )  # fmt: skip
+        ahead = batch + NUM_STAGES - 1
+        stage = ahead % NUM_STAGES
+        first_split = merged_splits + ahead * (2 * SPLITS)
+        _start_copies(early, stage, partials, head, first_split, cfg)
+        _start_copies(late, stage, partials, head, first_split + SPLITS, cfg)
         async_copy.commit_group()
         if batch >= 0:
-            async_copy.wait_group(stages - 1)
+            async_copy.wait_group(NUM_STAGES - 1)
             barrier()
-            of = batch % stages
-            first = merged + batch * (2 * at_once)
-            top, weight, acc = _merge_half(
-                top, weight, acc, early_accs, sums, of, 0, first, splits, head_size, kept_block
-            )  # fmt: skip
-            top, weight, acc = _merge_half(
-                top, weight, acc, late_accs, sums, of, 1, first + at_once, splits, head_size, kept_block
-            )  # fmt: skip
+            stage = batch % NUM_STAGES
+            first_split = merged_splits + batch * (2 * SPLITS)
+            state = _merge_half(state, early, stage, first_split, head.kv_splits, BLOCK)
+            state = _merge_half(state, late, stage, first_split + SPLITS, head.kv_splits, BLOCK)
     async_copy.wait_group(0)
     barrier()
-    divisor = gl.where(weight == 0.0, 1.0, weight)
-    at_row = (start + kept // group).to(gl.int64) * stride_o_token + (kv_head * group + kept % group) * stride_o_head
-    result = (acc / divisor[:, None]).to(out.dtype.element_ty)
-    gl.store(out + at_row[:, None] + dims[None, :], result, mask=keep[:, None])
+    l = gl.where(state.l == 0.0, 1.0, state.l)
+    token = offs_m // cfg.QUERIES_PER_KV
+    offs = row_offsets(out, head.work, offs_m, token, cfg.QUERIES_PER_KV)
+    result = (state.acc / l[:, None]).to(out.ptr.dtype.element_ty)
+    gl.store(out.ptr + offs[:, None] + offs_d[None, :], result, mask=mask[:, None])

@@ -1,5 +1,12 @@
 """Prefill attention for Hopper in Gluon, with the bits of ``triton_kernels.attention_kernel``.
 
+A tile of 64 keys is a step of the online softmax of its split, with ``qk = q @ k`` and ``scale`` in units of log2(e)::
+
+    m' = max(m, max(qk) * scale)    p = exp2(qk * scale - m')    alpha = exp2(m - m')
+    l' = l * alpha + sum(p)    acc' = acc * alpha + p @ v
+
+Splits merge as in :mod:`.merge`, and ``out = acc / l``.
+
 Every row goes through the same fp32 operations in the same order as there: a step of the online softmax for each 64
 keys, weights summed by the tensor cores against ones, splits merged ascending with explicit fma. What differs is who
 waits for whom. One warp copies tiles of keys and values into rings in shared memory by the tensor memory accelerator,
@@ -7,8 +14,8 @@ a page smaller than a tile by several copies; two warpgroups of 64 rows each tak
 one tile's weights with its values while they compute the next tile's weights. That schedule is the one of
 FlashAttention-3, Shah et al. 2024, arXiv:2407.08608.
 
-The splits of a block may be shared by programs. The one that has the first splits merges them, the others leave each of
-theirs among the partial results, and when all are there every program merges some of the rows.
+The splits of a block may be shared by CTAs. The one that owns split 0 merges its own, the others leave each of theirs
+among the partial results, and when all are there every CTA merges some of the rows.
 """
 
 import triton.experimental.gluon.language as gl
@@ -22,476 +29,573 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...common.gluon_names import barrier, copy_elements, reinterpret
+from ...common.triton_names import aggregate
+from . import shapes
 from .common import (
+    BLOCK_N,
+    WARPGROUP_M,
+    Config,
+    Ring,
+    RingPosition,
+    Rows,
+    TileAddress,
     copy_tile,
+    get_acc_layout,
+    get_acc_smem_layout,
+    get_l_layout,
+    get_qk_layout,
+    get_row_layout,
     is_end_of_split,
-    layout_of_acc,
-    layout_of_kept,
-    layout_of_rows,
-    layout_of_scores,
-    layout_of_sums,
-    masked,
-    merge_values,
-    merge_weights,
-    next_stage,
-    page_part,
-    row_sum,
+    keys_per_copy,
+    load_work,
+    merge_acc,
+    merge_sums,
+    next_position,
+    row_offsets,
+    softmax_weights,
     split_of,
     start_of,
-    start_scores,
-    start_sums,
-    weights_of,
 )
-from .merge import layout_of_partials
-from .shapes import ACCOUNTS, ROWS, TILE, WARPGROUP_ROWS
+from .merge import get_partial_layout
 
-_TILE = gl.constexpr(TILE)
-_HALF = gl.constexpr(WARPGROUP_ROWS)
-_ROWS = gl.constexpr(ROWS)
-_MERGED_ROWS = gl.constexpr(4)
+BLOCK_M = gl.constexpr(shapes.BLOCK_M)
+_SEMAPHORE_INTS = gl.constexpr(shapes.SEMAPHORE_INTS)
+_MERGE_M = gl.constexpr(4)
 """Rows whose shared splits a warpgroup merges at once."""
-_AT_ONCE = gl.constexpr(16)
+_SPLITS_IN_FLIGHT = gl.constexpr(16)
 """Splits that are on their way at the same time."""
-_ACCOUNTS = gl.constexpr(ACCOUNTS)
+
+
+@aggregate
+class Warpgroup:
+    """What a warpgroup that multiplies works with; ``q_smem`` and ``acc_smem`` are its own."""
+
+    q: Rows
+    out: Rows
+    work_count_ptr: gl.tensor
+    work_ptr: gl.tensor
+    partials_ptr: gl.tensor
+    semaphores_ptr: gl.tensor
+    qk_scale_log2: gl.tensor
+    q_smem: gl.shared_memory_descriptor
+    """[WARPGROUP_M, HEAD_DIM]"""
+    acc_smem: gl.shared_memory_descriptor
+    """[WARPGROUP_M, HEAD_DIM] fp32: of the merged splits."""
+    ones_smem: gl.shared_memory_descriptor
+    """[8, BLOCK_N]"""
+    ring: Ring
+    order_fence: gl.shared_memory_descriptor
+    """A barrier in memory that nobody waits for."""
+    cfg: Config
+    MAX_SPINS: gl.constexpr
+    HALF: gl.constexpr
+    """Which rows of a block: 0 the first ``WARPGROUP_M``, 1 the others."""
+
+
+@aggregate
+class Block:
+    """A warpgroup's rows of a work item."""
+
+    q: gl.tensor
+    """[WARPGROUP_M, HEAD_DIM]"""
+    ones: gl.shared_memory_descriptor
+    """[BLOCK_N, 8]"""
+    q_pos: gl.tensor
+    """[WARPGROUP_M]"""
+    unmasked_end: gl.tensor
+    """Tiles before it are seen by every row."""
+    kv_head: gl.tensor
+    workspace_idx: gl.tensor
+    writes_partial: gl.tensor
+    """Whether it leaves each split among the partial results."""
+
+
+@aggregate
+class SplitState:
+    """A split so far. Its last tile is in ``m``, but not yet in ``l`` and ``acc``, which lack ``alpha`` and ``p``."""
+
+    acc: gl.tensor
+    m: gl.tensor
+    alpha: gl.tensor
+    l: gl.tensor
+    """[WARPGROUP_M, 8], every column the sum."""
+    p: gl.tensor
+
+
+@aggregate
+class Merged:
+    """Row maxima and row sums of merged splits."""
+
+    m: gl.tensor
+    l: gl.tensor
 
 
 @gluon.jit
-def _place(round_, programs):
-    """The item of work of a program: there and back again, as items of a request get shorter."""
+def _work_idx(turn, num_programs):
+    """The work item of a CTA's turn: there and back again, as items of a request get shorter."""
     program = gl.program_id(0)
-    return round_ * programs + gl.where(round_ % 2 == 0, program, programs - 1 - program)
+    return turn * num_programs + gl.where(turn % 2 == 0, program, num_programs - 1 - program)
 
 
 @gluon.jit
-def _rounds(total, programs):
-    """Items of this program."""
-    whole = total // programs
-    return whole + gl.where(_place(whole, programs) < total, 1, 0)
+def _num_turns(num_items, num_programs):
+    """Items of this CTA."""
+    whole = num_items // num_programs
+    return whole + gl.where(_work_idx(whole, num_programs) < num_items, 1, 0)
 
 
 @gluon.jit
-def _keys(entry, group: gl.constexpr, levels: gl.constexpr):
-    """Of an entry: the first of its keys, their end, and the end of its block's keys."""
-    stop = gl.load(entry + 7) + gl.minimum((gl.load(entry + 1) + _ROWS - 1) // group, gl.load(entry + 6) - 1) + 1
-    number = gl.load(entry + 2)
-    end = start_of(number + gl.load(entry + 3), levels)
-    return start_of(number, levels), gl.minimum(end, stop), stop
+def _key_range(work, cfg):
+    """Of a work item: the first of its keys, their end, and the end of its block's keys."""
+    last_token = gl.minimum((work.first_row + BLOCK_M - 1) // cfg.QUERIES_PER_KV, work.query_len - 1)
+    kv_end = work.context_len + last_token + 1
+    hi = start_of(work.first_split + work.num_splits, cfg.SPLIT_SEGMENTS)
+    return start_of(work.first_split, cfg.SPLIT_SEGMENTS), gl.minimum(hi, kv_end), kv_end
 
 
 @gluon.jit
-def _producer(
-    keys_at, values_at, table, count, work, table_stride, key_ring, value_ring, keys_ready, values_ready, empty,
-    kv_heads: gl.constexpr, group: gl.constexpr, head_size: gl.constexpr, page_size: gl.constexpr, levels: gl.constexpr,
-    stages: gl.constexpr,
-):  # fmt: skip
-    """Keeps the rings full: a place holds a tile's keys and the values of the tile before, used together."""
-    part: gl.constexpr = page_part(page_size)
-    parts: gl.constexpr = _TILE // part
-    total = gl.load(count) * kv_heads
-    programs = gl.num_programs(0)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(1)
-    before = gl.to_tensor(False)
-    old_head = gl.to_tensor(0)
-    old_slot = gl.to_tensor(0)
-    old_pages = (old_head,) * parts
-    for round_ in range(_rounds(total, programs)):
-        place = _place(round_, programs)
-        kv_head = place % kv_heads
-        entry = work + place // kv_heads * 8
-        own_table = table + gl.load(entry).to(gl.int64) * table_stride
-        begin, end, _ = _keys(entry, group, levels)
-        for at in range(begin, end, _TILE):
+def _producer(k_desc, v_desc, block_table_ptr, stride_table, work_count_ptr, work_ptr, ring, cfg):
+    """Keeps the rings full: a stage holds a tile's keys and the values of the tile before, used together."""
+    PAGE_SIZE: gl.constexpr = cfg.PAGE_SIZE
+    KEYS: gl.constexpr = keys_per_copy(PAGE_SIZE)
+    COPIES: gl.constexpr = BLOCK_N // KEYS
+    num_items = gl.load(work_count_ptr) * cfg.NUM_KV_HEADS
+    num_programs = gl.num_programs(0)
+    position = RingPosition(gl.to_tensor(0), gl.to_tensor(1))
+    has_previous = gl.to_tensor(False)
+    zero = gl.to_tensor(0)
+    previous = TileAddress(zero, zero, (zero,) * COPIES)
+    for turn in range(_num_turns(num_items, num_programs)):
+        work = load_work(work_ptr, _work_idx(turn, num_programs), cfg.NUM_KV_HEADS, True)
+        table_ptr = block_table_ptr + work.request * stride_table
+        lo, hi, _ = _key_range(work, cfg)
+        for kv_start in range(lo, hi, BLOCK_N):
             pages = ()
-            for number in gl.static_range(parts):
-                key = at + number * part
-                pages = pages + (gl.load(own_table + key // page_size, mask=key < end, other=0),)  # noqa: RUF005
-            slot = at % page_size if page_size > _TILE else at * 0
-            mbarrier.wait(empty.index(stage), phase)
-            copy_tile(keys_at, key_ring, keys_ready, stage, pages, kv_head, slot, True, page_size, head_size)
-            copy_tile(
-                values_at, value_ring, values_ready, stage, old_pages, old_head, old_slot, before, page_size, head_size
-            )
-            stage, phase = next_stage(stage, phase, stages)
-            old_pages = pages
-            old_head = kv_head
-            old_slot = slot
-            before = gl.to_tensor(True)
-    if before:
-        mbarrier.wait(empty.index(stage), phase)
-        copy_tile(values_at, value_ring, values_ready, stage, old_pages, old_head, old_slot, True, page_size, head_size)
+            for i in gl.static_range(COPIES):
+                key = kv_start + i * KEYS
+                pages = pages + (gl.load(table_ptr + key // PAGE_SIZE, mask=key < hi, other=0),)  # noqa: RUF005
+            page_offset = kv_start % PAGE_SIZE if PAGE_SIZE > BLOCK_N else kv_start * 0
+            tile = TileAddress(work.kv_head, page_offset, pages)
+            stage = position.stage
+            mbarrier.wait(ring.empty_bar.index(stage), position.phase)
+            copy_tile(k_desc, ring.k_smem, ring.k_full_bar, stage, tile, True, PAGE_SIZE)
+            copy_tile(v_desc, ring.v_smem, ring.v_full_bar, stage, previous, has_previous, PAGE_SIZE)
+            position = next_position(position, cfg.NUM_STAGES)
+            previous = tile
+            has_previous = gl.to_tensor(True)
+    if has_previous:
+        stage = position.stage
+        mbarrier.wait(ring.empty_bar.index(stage), position.phase)
+        copy_tile(v_desc, ring.v_smem, ring.v_full_bar, stage, previous, True, PAGE_SIZE)
 
 
 @gluon.jit
-def _record(partials, slot, number, kv_head, kv_heads: gl.constexpr, head_size: gl.constexpr):
-    """Where a split's result is among the partial ones: the values of a block's rows, their maxima, their weights."""
-    return partials + ((slot + number).to(gl.int64) * kv_heads + kv_head) * (_ROWS * (head_size + 2))
+def _partial_ptr(partials_ptr, workspace_idx, split, kv_head, cfg):
+    """A split's partial result: the ``acc`` of a block's rows, their ``m``, their ``l``."""
+    idx = (workspace_idx + split).to(gl.int64) * cfg.NUM_KV_HEADS + kv_head
+    return partials_ptr + idx * (BLOCK_M * (cfg.HEAD_DIM + 2))
 
 
 @gluon.jit
-def _store_split(record, top, weight, acc, half: gl.constexpr):
-    head_size: gl.constexpr = acc.shape[1]
-    acc_layout: gl.constexpr = layout_of_acc(head_size)
-    rows = half * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, acc_layout))
-    dims = gl.arange(0, head_size, gl.SliceLayout(0, acc_layout))
-    gl.store(record + rows[:, None] * head_size + dims[None, :], acc)
-    at_row = record + _ROWS * head_size + half * _HALF + gl.arange(0, _HALF, top.type.layout)
-    gl.store(at_row, top)
-    gl.store(at_row + _ROWS, weight)
+def _store_partial(partial_ptr, m, l, acc, HALF: gl.constexpr):
+    HEAD_DIM: gl.constexpr = acc.shape[1]
+    acc_layout: gl.constexpr = get_acc_layout(HEAD_DIM)
+    offs_m = HALF * WARPGROUP_M + gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, acc_layout))
+    offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, acc_layout))
+    gl.store(partial_ptr + offs_m[:, None] * HEAD_DIM + offs_d[None, :], acc)
+    m_ptrs = partial_ptr + BLOCK_M * HEAD_DIM + HALF * WARPGROUP_M + gl.arange(0, WARPGROUP_M, m.type.layout)
+    gl.store(m_ptrs, m)
+    gl.store(m_ptrs + BLOCK_M, l)
 
 
 @gluon.jit
-def _merge_rows(
-    out, partials, slot, folded, splits, share, first_row, start, tokens, kv_head, stride_o_token, stride_o_head,
-    kv_heads: gl.constexpr, group: gl.constexpr, head_size: gl.constexpr,
-):  # fmt: skip
-    """Merges all splits of the rows ``share`` * 4 to ``share`` * 4 + 3 of a block, in ascending order, and writes them.
+def _merge_rows(wg, work, merged_splits, kv_splits, row_tile):
+    """Merges all splits of the rows ``row_tile`` * 4 to ``row_tile`` * 4 + 3 of a block, in ascending order, and writes
+    them.
 
     Args:
-        folded: the first splits whose merged result is where the last one's would be.
+        merged_splits: the first splits whose merged result is where the last one's would be.
     """
-    layout: gl.constexpr = layout_of_partials(head_size)
+    cfg = wg.cfg
+    HEAD_DIM: gl.constexpr = cfg.HEAD_DIM
+    layout: gl.constexpr = get_partial_layout(HEAD_DIM)
     row: gl.constexpr = gl.SliceLayout(1, layout)
-    rows = share * _MERGED_ROWS + gl.arange(0, _MERGED_ROWS, row)
-    dims = gl.arange(0, head_size, gl.SliceLayout(0, layout))
-    top = gl.full([_MERGED_ROWS], -float("inf"), gl.float32, row)
-    weight = gl.full([_MERGED_ROWS], 0.0, gl.float32, row)
-    acc = gl.full([_MERGED_ROWS, head_size], 0.0, gl.float32, layout)
-    for first in range(folded - 1, splits, _AT_ONCE):
-        tops = ()
-        weights = ()
+    offs_m = row_tile * _MERGE_M + gl.arange(0, _MERGE_M, row)
+    offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
+    m = gl.full([_MERGE_M], -float("inf"), gl.float32, row)
+    l = gl.full([_MERGE_M], 0.0, gl.float32, row)
+    acc = gl.full([_MERGE_M, HEAD_DIM], 0.0, gl.float32, layout)
+    for first in range(merged_splits - 1, kv_splits, _SPLITS_IN_FLIGHT):
+        ms = ()
+        ls = ()
         accs = ()
-        for number in gl.static_range(_AT_ONCE):
-            record = _record(partials, slot, gl.minimum(first + number, splits - 1), kv_head, kv_heads, head_size)
-            at_row = record + _ROWS * head_size + rows
-            tops = tops + (gl.load(at_row, cache_modifier=".cg"),)  # noqa: RUF005
-            weights = weights + (gl.load(at_row + _ROWS, cache_modifier=".cg"),)  # noqa: RUF005
-            at = record + rows[:, None] * head_size + dims[None, :]
-            accs = accs + (gl.load(at, cache_modifier=".cg"),)  # noqa: RUF005
+        for i in gl.static_range(_SPLITS_IN_FLIGHT):
+            split = gl.minimum(first + i, kv_splits - 1)
+            partial_ptr = _partial_ptr(wg.partials_ptr, work.workspace_idx, split, work.kv_head, cfg)
+            m_ptrs = partial_ptr + BLOCK_M * HEAD_DIM + offs_m
+            ms = ms + (gl.load(m_ptrs, cache_modifier=".cg"),)  # noqa: RUF005 [_MERGE_M]
+            ls = ls + (gl.load(m_ptrs + BLOCK_M, cache_modifier=".cg"),)  # noqa: RUF005 [_MERGE_M]
+            acc_ptrs = partial_ptr + offs_m[:, None] * HEAD_DIM + offs_d[None, :]
+            accs = accs + (gl.load(acc_ptrs, cache_modifier=".cg"),)  # noqa: RUF005 [_MERGE_M, HEAD_DIM]
         # Or the compiler moves every load to where it is used, and one waits for the other.
         barrier()
-        for number in gl.static_range(_AT_ONCE):
-            exists = first + number < splits
-            new_top, new_weight, old, new = merge_weights(top, weight, tops[number], weights[number])
-            acc = gl.where(exists, merge_values(acc, old, accs[number], new), acc)
-            top = gl.where(exists, new_top, top)
-            weight = gl.where(exists, new_weight, weight)
-    token = (first_row + rows) // group
-    at_row = (start + token).to(gl.int64) * stride_o_token
-    at_row += (kv_head * group + (first_row + rows) % group) * stride_o_head
-    result = (acc / gl.where(weight == 0.0, 1.0, weight)[:, None]).to(out.dtype.element_ty)
-    gl.store(out + at_row[:, None] + dims[None, :], result, mask=(token < tokens)[:, None])
+        for i in gl.static_range(_SPLITS_IN_FLIGHT):
+            exists = first + i < kv_splits
+            new_m, new_l, alpha, split_alpha = merge_sums(m, l, ms[i], ls[i])
+            acc = gl.where(exists, merge_acc(acc, alpha, accs[i], split_alpha), acc)
+            m = gl.where(exists, new_m, m)
+            l = gl.where(exists, new_l, l)
+    token = (work.first_row + offs_m) // cfg.QUERIES_PER_KV
+    offs = row_offsets(wg.out, work, work.first_row + offs_m, token, cfg.QUERIES_PER_KV)
+    result = (acc / gl.where(l == 0.0, 1.0, l)[:, None]).to(wg.out.ptr.dtype.element_ty)
+    gl.store(wg.out.ptr + offs[:, None] + offs_d[None, :], result, mask=(token < work.query_len)[:, None])
 
 
 @gluon.jit
-def _merge_shared(
-    out, partials, account, slot, number, run, splits, first_row, start, tokens, kv_head, stride_o_token,
-    stride_o_head, half: gl.constexpr, kv_heads: gl.constexpr, group: gl.constexpr, head_size: gl.constexpr,
-    most_waits: gl.constexpr,
-):  # fmt: skip
-    """A warpgroup has left ``run`` splits of a block from ``number`` on, and takes part in merging when all are there.
+def _merge_shared(wg, work, semaphore_ptr, num_splits, kv_splits):
+    """A warpgroup has left ``num_splits`` splits of a block from ``work.first_split`` on, and takes part in merging
+    when all ``kv_splits`` are there.
 
     It waits for the others, as they end at the same time, but not for long: they may be waiting for a multiprocessor.
     The last one finds all splits, so that every row is merged.
 
     Args:
-        account: counts the splits that are there, of each warpgroup's rows, and in its upper half those that the first
-            program merged. The next number counts shares of the rows that are taken, and in its upper half the splits
-            of those who do not come back.
+        semaphore_ptr: counts the splits that are there, of each warpgroup's rows, and in its upper half those that the
+            first CTA merged. The next number counts shares of the rows that are taken, and in its upper half the
+            splits of those who do not come back.
     """
     barrier()
-    merged = gl.where(number + half == 0, run << 16, 0)
-    gl.atomic_add(account, run + merged, sem="release")
-    seen = gl.load(account, volatile=True)
-    waits = gl.to_tensor(0)
-    while ((seen & 0xFFFF) < 2 * splits) & (waits < most_waits):
-        seen = gl.load(account, volatile=True)
-        waits += 1
+    merged_splits = gl.where(work.first_split + wg.HALF == 0, num_splits << 16, 0)
+    gl.atomic_add(semaphore_ptr, num_splits + merged_splits, sem="release")
+    arrived = gl.load(semaphore_ptr, volatile=True)
+    spins = gl.to_tensor(0)
+    while ((arrived & 0xFFFF) < 2 * kv_splits) & (spins < wg.MAX_SPINS):
+        arrived = gl.load(semaphore_ptr, volatile=True)
+        spins += 1
     # The same for all threads.
-    seen = gl.atomic_add(account, 0, sem="acquire")
+    arrived = gl.atomic_add(semaphore_ptr, 0, sem="acquire")
     barrier()
-    if (seen & 0xFFFF) == 2 * splits:
-        shares = (gl.minimum(tokens * group - first_row, _ROWS) + _MERGED_ROWS - 1) // _MERGED_ROWS
-        share = gl.atomic_add(account + 1, 1) & 0xFFFF
-        while share < shares:
-            _merge_rows(
-                out, partials, slot, seen >> 16, splits, share, first_row, start, tokens, kv_head, stride_o_token,
-                stride_o_head, kv_heads, group, head_size,
-            )  # fmt: skip
-            share = gl.atomic_add(account + 1, 1) & 0xFFFF
-    if (gl.atomic_add(account + 1, run << 16) >> 16) + run == 2 * splits:
-        gl.store(account, 0)
-        gl.store(account + 1, 0)
+    if (arrived & 0xFFFF) == 2 * kv_splits:
+        rows = gl.minimum(work.query_len * wg.cfg.QUERIES_PER_KV - work.first_row, BLOCK_M)
+        row_tiles = (rows + _MERGE_M - 1) // _MERGE_M
+        row_tile = gl.atomic_add(semaphore_ptr + 1, 1) & 0xFFFF
+        while row_tile < row_tiles:
+            _merge_rows(wg, work, arrived >> 16, kv_splits, row_tile)
+            row_tile = gl.atomic_add(semaphore_ptr + 1, 1) & 0xFFFF
+    if (gl.atomic_add(semaphore_ptr + 1, num_splits << 16) >> 16) + num_splits == 2 * kv_splits:
+        gl.store(semaphore_ptr, 0)
+        gl.store(semaphore_ptr + 1, 0)
 
 
 @gluon.jit
-def _start_query(
-    rows_shared, query, work, place, stride_token, stride_head, half: gl.constexpr, kv_heads: gl.constexpr,
-    group: gl.constexpr, head_size: gl.constexpr,
-):  # fmt: skip
-    """Starts the copy of a warpgroup's rows of an item. What rows that do not exist hold is never written."""
-    layout: gl.constexpr = layout_of_rows(head_size)
-    entry = work + place // kv_heads * 8
-    rows = gl.load(entry + 1) + half * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, layout))
-    dims = gl.arange(0, head_size, gl.SliceLayout(0, layout))
-    token = rows // group
-    at_row = (gl.load(entry + 5) + token).to(gl.int64) * stride_token
-    at_row += (place % kv_heads * group + rows % group) * stride_head
-    exists = (token < gl.load(entry + 6))[:, None]
-    copy_elements(rows_shared, query + at_row[:, None] + dims[None, :], mask=exists)
+def _start_query(wg, idx):
+    """Starts the copy of a warpgroup's rows of a work item. What rows that do not exist hold is never written."""
+    HEAD_DIM: gl.constexpr = wg.cfg.HEAD_DIM
+    QUERIES_PER_KV: gl.constexpr = wg.cfg.QUERIES_PER_KV
+    layout: gl.constexpr = get_row_layout(HEAD_DIM)
+    work = load_work(wg.work_ptr, idx, wg.cfg.NUM_KV_HEADS, True)
+    offs_m = work.first_row + wg.HALF * WARPGROUP_M + gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, layout))
+    offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
+    token = offs_m // QUERIES_PER_KV
+    offs = row_offsets(wg.q, work, offs_m, token, QUERIES_PER_KV)
+    mask = (token < work.query_len)[:, None]
+    copy_elements(wg.q_smem, wg.q.ptr + offs[:, None] + offs_d[None, :], mask=mask)  # [WARPGROUP_M, HEAD_DIM]
     async_copy.commit_group()
 
 
 @gluon.jit
-def _step(
-    q, key_ring, value_ring, keys_ready, values_ready, empty, passed, stage, phase, at, position, factor, p, old, ones,
-    top, weight, acc, kept_top, kept_weight, kept, partials, slot, kv_head, leaves, bare_stop,
-    half: gl.constexpr, kv_heads: gl.constexpr, levels: gl.constexpr, head_size: gl.constexpr, stages: gl.constexpr,
-):  # fmt: skip
-    """The values of the tile before ``at``, and the weights of the tile at ``at``, which has masks if ``bare_stop`` is
-    not after it.
-
-    The waits for ``passed`` never wait: they keep the compiler from moving what comes before or after them.
-    """
-    row: gl.constexpr = gl.SliceLayout(1, layout_of_scores())
-    acc_layout: gl.constexpr = layout_of_acc(head_size)
-    acc_row: gl.constexpr = gl.SliceLayout(1, acc_layout)
-    mbarrier.wait(keys_ready.index(stage), phase)
-    score = start_scores(q, key_ring, stage, head_size)
-    mbarrier.wait(values_ready.index(stage), phase)
-    # Not where the factor became known: now the tensor cores are busy.
-    acc = acc * gl.convert_layout(old, acc_row)[:, None]
-    acc = warpgroup_mma(p, value_ring.index(stage).reshape([_TILE, head_size]), acc, is_async=True)
-    weight = start_sums(p, old, weight, ones)
-    score = warpgroup_mma_wait(2, deps=(score,))
-
-    if at >= bare_stop:
-        score = masked(score, position, at)
-    begins = is_end_of_split(at, levels)
-    before = gl.where(begins, -float("inf"), top)
-    new_top, weights, old = weights_of(score, before, factor, p.dtype)
-    mbarrier.wait(passed, 1)
-    acc, weight = warpgroup_mma_wait(0, deps=(acc, weight))
-    mbarrier.arrive(empty.index(stage))
-    if begins:
-        weight_sum = row_sum(weight, row)
-        if leaves:
-            number = split_of(at - 1, levels)
-            _store_split(_record(partials, slot, number, kv_head, kv_heads, head_size), top, weight_sum, acc, half)
-        else:
-            kept_top, kept_weight, shrink, new = merge_weights(kept_top, kept_weight, top, weight_sum)
-            shrink, new = gl.convert_layout(shrink, acc_row), gl.convert_layout(new, acc_row)
-            kept.store(merge_values(kept.load(acc_layout), shrink, acc, new))
-        acc = gl.full([_HALF, head_size], 0.0, gl.float32, acc_layout)
-        weight = gl.full([_HALF, 8], 0.0, gl.float32, layout_of_sums())
-    p = gl.convert_layout(weights, gl.DotOperandLayout(0, acc_layout, 2), assert_trivial=True)
-    stage, phase = next_stage(stage, phase, stages)
-    return p, old, new_top, weight, acc, kept_top, kept_weight, stage, phase
+def _start_qk(q, k_smem, stage):
+    """Starts the product of the rows with a tile of keys, [WARPGROUP_M, BLOCK_N]."""
+    k = k_smem.index(stage).reshape([BLOCK_N, k_smem.shape[4]]).permute([1, 0])  # [HEAD_DIM, BLOCK_N]
+    zeros = gl.full([WARPGROUP_M, BLOCK_N], 0.0, gl.float32, get_qk_layout())
+    return warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _consumer(
-    query, out, count, work, partials, accounts, factor, stride_q_token, stride_q_head, stride_o_token, stride_o_head,
-    rows_shared, kept, ones_shared, key_ring, value_ring, keys_ready, values_ready, empty, passed,
-    half: gl.constexpr, kv_heads: gl.constexpr, group: gl.constexpr, head_size: gl.constexpr, levels: gl.constexpr,
-    stages: gl.constexpr, most_waits: gl.constexpr,
-):  # fmt: skip
+def _start_l(p, alpha, l, ones):
+    """Starts to add a tile's weights to those so far, as products with 1: every column is the sum. By asynchronous
+    products, because others would wait for all that are under way.
+    """
+    layout: gl.constexpr = get_l_layout()
+    p = gl.convert_layout(p, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
+    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, layout))[:, None]
+    return warpgroup_mma(p, ones, l, is_async=True)
+
+
+@gluon.jit
+def _row_sum(l):
+    """All columns are equal, so the largest is any of them."""
+    return gl.convert_layout(gl.max(l, 1), gl.SliceLayout(1, get_qk_layout()))
+
+
+@gluon.jit
+def _masked(qk, q_pos, kv_start):
+    """The scores of a tile, -inf for keys after a row's position."""
+    kv_pos = kv_start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, qk.type.layout))
+    return gl.where(q_pos[:, None] >= kv_pos[None, :], qk, -float("inf"))
+
+
+@gluon.jit
+def _softmax_step(qk, m, qk_scale_log2, dtype: gl.constexpr):
+    """A step of the online softmax: the new ``m``, ``p`` and ``alpha``."""
+    # In two steps, because one is a chain of as many operations as a thread has scores of a row.
+    largest = gl.max(gl.max(gl.reshape(qk, [WARPGROUP_M, BLOCK_N // 8, 8]), 1), 1)
+    new_m = gl.maximum(m, gl.convert_layout(largest, gl.SliceLayout(1, qk.type.layout)) * qk_scale_log2)
+    p, alpha = softmax_weights(qk, m, new_m, qk_scale_log2, dtype, 0)
+    return new_m, p, alpha
+
+
+@gluon.jit
+def _merge_with_smem(acc_smem, alpha, acc, split_alpha):
+    """``acc`` of the merged splits, which are in shared memory, and one more."""
+    layout: gl.constexpr = acc.type.layout
+    row: gl.constexpr = gl.SliceLayout(1, layout)
+    alpha, split_alpha = gl.convert_layout(alpha, row), gl.convert_layout(split_alpha, row)
+    return merge_acc(acc_smem.load(layout), alpha, acc, split_alpha)
+
+
+@gluon.jit
+def _step(wg, block, position, kv_start, merged, state):
+    """The values of the tile before ``kv_start``, and the weights of the tile there, which has masks if
+    ``unmasked_end`` is not after it.
+
+    The waits for ``order_fence`` never wait: they keep the compiler from moving what comes before or after them.
+    """
+    ring = wg.ring
+    stage = position.stage
+    phase = position.phase
+    SPLIT_SEGMENTS: gl.constexpr = wg.cfg.SPLIT_SEGMENTS
+    HEAD_DIM: gl.constexpr = wg.cfg.HEAD_DIM
+    acc_layout: gl.constexpr = get_acc_layout(HEAD_DIM)
+    m, l, acc = state.m, state.l, state.acc
+    merged_m, merged_l = merged.m, merged.l
+    mbarrier.wait(ring.k_full_bar.index(stage), phase)
+    qk = _start_qk(block.q, ring.k_smem, stage)
+    mbarrier.wait(ring.v_full_bar.index(stage), phase)
+    # Not where alpha became known: now the tensor cores are busy.
+    acc = acc * gl.convert_layout(state.alpha, gl.SliceLayout(1, acc_layout))[:, None]
+    acc = warpgroup_mma(state.p, ring.v_smem.index(stage).reshape([BLOCK_N, HEAD_DIM]), acc, is_async=True)
+    l = _start_l(state.p, state.alpha, l, block.ones)
+    qk = warpgroup_mma_wait(2, deps=(qk,))
+
+    if kv_start >= block.unmasked_end:
+        qk = _masked(qk, block.q_pos, kv_start)
+    begins = is_end_of_split(kv_start, SPLIT_SEGMENTS)
+    new_m, p, alpha = _softmax_step(qk, gl.where(begins, -float("inf"), m), wg.qk_scale_log2, state.p.dtype)
+    mbarrier.wait(wg.order_fence, 1)
+    acc, l = warpgroup_mma_wait(0, deps=(acc, l))
+    mbarrier.arrive(ring.empty_bar.index(stage))
+    if begins:
+        row_l = _row_sum(l)
+        if block.writes_partial:
+            split = split_of(kv_start - 1, SPLIT_SEGMENTS)
+            partial_ptr = _partial_ptr(wg.partials_ptr, block.workspace_idx, split, block.kv_head, wg.cfg)
+            _store_partial(partial_ptr, m, row_l, acc, wg.HALF)
+        else:
+            merged_m, merged_l, old_alpha, split_alpha = merge_sums(merged_m, merged_l, m, row_l)
+            wg.acc_smem.store(_merge_with_smem(wg.acc_smem, old_alpha, acc, split_alpha))
+        acc = gl.full([WARPGROUP_M, HEAD_DIM], 0.0, gl.float32, acc_layout)
+        l = gl.full([WARPGROUP_M, 8], 0.0, gl.float32, get_l_layout())
+    p = gl.convert_layout(p, gl.DotOperandLayout(0, acc_layout, 2), assert_trivial=True)
+    position = next_position(position, wg.cfg.NUM_STAGES)
+    return position, Merged(merged_m, merged_l), SplitState(acc, new_m, alpha, l, p)
+
+
+@gluon.jit
+def _last_values(wg, block, stage, hi, state):
+    """The values of the last tile of an item whose keys end at ``hi``: ``acc`` and row sums of its last split."""
+    HEAD_DIM: gl.constexpr = wg.cfg.HEAD_DIM
+    row_layout: gl.constexpr = get_row_layout(HEAD_DIM)
+    v = wg.ring.v_smem.index(stage).reshape([BLOCK_N, HEAD_DIM])  # [BLOCK_N, HEAD_DIM]
+    kv_start = (hi - 1) // BLOCK_N * BLOCK_N
+    if kv_start + BLOCK_N > hi:
+        # Unwritten slots may hold anything, NaN included. Both warpgroups write the same.
+        written = kv_start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, row_layout)) < hi
+        v.store(gl.where(written[:, None], v.load(row_layout), 0.0))
+        fence_async_shared()
+        barrier()
+    alpha = gl.convert_layout(state.alpha, gl.SliceLayout(1, get_acc_layout(HEAD_DIM)))
+    acc = warpgroup_mma(state.p, v, state.acc * alpha[:, None], is_async=True)
+    l = _start_l(state.p, state.alpha, state.l, block.ones)
+    acc, l = warpgroup_mma_wait(0, deps=(acc, l))
+    return acc, _row_sum(l)
+
+
+@gluon.jit
+def _write_out(wg, work, out_smem, l, acc):
+    """Writes the result of a block that no other CTA shares."""
+    HEAD_DIM: gl.constexpr = wg.cfg.HEAD_DIM
+    row_layout: gl.constexpr = get_row_layout(HEAD_DIM)
+    l = gl.convert_layout(gl.where(l == 0.0, 1.0, l), gl.SliceLayout(1, acc.type.layout))
+    barrier()
+    out_smem.store((acc / l[:, None]).to(out_smem.dtype))
+    barrier()
+    offs_m = work.first_row + wg.HALF * WARPGROUP_M + gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, row_layout))
+    offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, row_layout))
+    token = offs_m // wg.cfg.QUERIES_PER_KV
+    offs = row_offsets(wg.out, work, offs_m, token, wg.cfg.QUERIES_PER_KV)
+    result = out_smem.load(row_layout)  # [WARPGROUP_M, HEAD_DIM]
+    gl.store(wg.out.ptr + offs[:, None] + offs_d[None, :], result, mask=(token < work.query_len)[:, None])
+    barrier()
+
+
+@gluon.jit
+def _consumer(wg):
     """A warpgroup: half of the rows of every block."""
-    dtype: gl.constexpr = rows_shared.dtype
-    score_layout: gl.constexpr = layout_of_scores()
-    acc_layout: gl.constexpr = layout_of_acc(head_size)
-    row_layout: gl.constexpr = layout_of_rows(head_size)
-    row: gl.constexpr = gl.SliceLayout(1, score_layout)
-    acc_row: gl.constexpr = gl.SliceLayout(1, acc_layout)
-    ones = ones_shared.permute([1, 0])
-    # The first half of its memory.
-    result_shared = reinterpret(kept, dtype, [2, _HALF, head_size], rows_shared.layout).index(0)
-    total = gl.load(count) * kv_heads
-    programs = gl.num_programs(0)
-    rounds = _rounds(total, programs)
-    if rounds > 0:
-        _start_query(
-            rows_shared, query, work, _place(0, programs), stride_q_token, stride_q_head, half, kv_heads, group,
-            head_size,
-        )  # fmt: skip
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    for round_ in range(rounds):
-        place = _place(round_, programs)
-        kv_head = place % kv_heads
-        entry = work + place // kv_heads * 8
-        first_row = gl.load(entry + 1)
-        number = gl.load(entry + 2)
-        slot = gl.load(entry + 4)
-        start = gl.load(entry + 5)
-        tokens = gl.load(entry + 6)
-        past = gl.load(entry + 7)
-        begin, end, stop = _keys(entry, group, levels)
-        # Who has the first splits merges them, and leaves the result.
-        leaves = (slot >= 0) & (number > 0)
-        position = past + (first_row + half * _HALF + gl.arange(0, _HALF, row)) // group
-        kept_top = gl.full([_HALF], -float("inf"), gl.float32, row)
-        kept_weight = gl.full([_HALF], 0.0, gl.float32, row)
-        acc = gl.full([_HALF, head_size], 0.0, gl.float32, acc_layout)
-        kept.store(acc)
+    ring = wg.ring
+    cfg = wg.cfg
+    dtype: gl.constexpr = wg.q_smem.dtype
+    HALF: gl.constexpr = wg.HALF
+    HEAD_DIM: gl.constexpr = cfg.HEAD_DIM
+    QUERIES_PER_KV: gl.constexpr = cfg.QUERIES_PER_KV
+    SPLIT_SEGMENTS: gl.constexpr = cfg.SPLIT_SEGMENTS
+    qk_layout: gl.constexpr = get_qk_layout()
+    acc_layout: gl.constexpr = get_acc_layout(HEAD_DIM)
+    row: gl.constexpr = gl.SliceLayout(1, qk_layout)
+    ones = wg.ones_smem.permute([1, 0])
+    # The first half of the memory of merged splits.
+    out_smem = reinterpret(wg.acc_smem, dtype, [2, WARPGROUP_M, HEAD_DIM], wg.q_smem.layout).index(0)
+    num_items = gl.load(wg.work_count_ptr) * cfg.NUM_KV_HEADS
+    num_programs = gl.num_programs(0)
+    num_turns = _num_turns(num_items, num_programs)
+    if num_turns > 0:
+        _start_query(wg, _work_idx(0, num_programs))
+    position = RingPosition(gl.to_tensor(0), gl.to_tensor(0))
+    for turn in range(num_turns):
+        work = load_work(wg.work_ptr, _work_idx(turn, num_programs), cfg.NUM_KV_HEADS, True)
+        lo, hi, kv_end = _key_range(work, cfg)
+        # The CTA that owns split 0 merges its splits, and leaves the result.
+        writes_partial = (work.workspace_idx >= 0) & (work.first_split > 0)
+        offs_m = work.first_row + HALF * WARPGROUP_M + gl.arange(0, WARPGROUP_M, row)
+        q_pos = work.context_len + offs_m // QUERIES_PER_KV
+        m = gl.full([WARPGROUP_M], -float("inf"), gl.float32, row)
+        merged = Merged(m, gl.full([WARPGROUP_M], 0.0, gl.float32, row))
+        acc = gl.full([WARPGROUP_M, HEAD_DIM], 0.0, gl.float32, acc_layout)
+        wg.acc_smem.store(acc)
         async_copy.wait_group(0)
         barrier()
-        q = rows_shared.load(gl.DotOperandLayout(0, score_layout, 2))
+        q = wg.q_smem.load(gl.DotOperandLayout(0, qk_layout, 2))  # [WARPGROUP_M, HEAD_DIM]
 
-        mbarrier.wait(keys_ready.index(stage), phase)
-        score = start_scores(q, key_ring, stage, head_size)
+        mbarrier.wait(ring.k_full_bar.index(position.stage), position.phase)
+        qk = _start_qk(q, ring.k_smem, position.stage)
         # Every thread has its rows, so those of the next item may come.
         barrier()
-        if round_ + 1 < rounds:
-            _start_query(
-                rows_shared, query, work, _place(round_ + 1, programs), stride_q_token, stride_q_head, half, kv_heads,
-                group, head_size,
-            )  # fmt: skip
-        score = warpgroup_mma_wait(0, deps=(score,))
+        if turn + 1 < num_turns:
+            _start_query(wg, _work_idx(turn + 1, num_programs))
+        qk = warpgroup_mma_wait(0, deps=(qk,))
         # The values beside these keys were the last ones of the block before.
-        mbarrier.arrive(empty.index(stage))
-        stage, phase = next_stage(stage, phase, stages)
+        mbarrier.arrive(ring.empty_bar.index(position.stage))
+        position = next_position(position, cfg.NUM_STAGES)
         # Masks change no bit of a tile that every row sees, so the first may have them in any case.
-        top, weights, old = weights_of(masked(score, position, begin), kept_top, factor, dtype)
-        weight = gl.full([_HALF, 8], 0.0, gl.float32, layout_of_sums())
-        p = gl.convert_layout(weights, gl.DotOperandLayout(0, acc_layout, 2), assert_trivial=True)
+        m, p, alpha = _softmax_step(_masked(qk, q_pos, lo), m, wg.qk_scale_log2, dtype)
+        l = gl.full([WARPGROUP_M, 8], 0.0, gl.float32, get_l_layout())
+        p = gl.convert_layout(p, gl.DotOperandLayout(0, acc_layout, 2), assert_trivial=True)
+        state = SplitState(acc, m, alpha, l, p)
 
-        bare_stop = (past + first_row // group + 1) // _TILE * _TILE
-        for at in range(begin + _TILE, end, _TILE):
-            p, old, top, weight, acc, kept_top, kept_weight, stage, phase = _step(
-                q, key_ring, value_ring, keys_ready, values_ready, empty, passed, stage, phase, at, position, factor,
-                p, old, ones, top, weight, acc, kept_top, kept_weight, kept, partials, slot, kv_head, leaves,
-                bare_stop, half, kv_heads, levels, head_size, stages,
-            )  # fmt: skip
+        unmasked_end = (work.context_len + work.first_row // QUERIES_PER_KV + 1) // BLOCK_N * BLOCK_N
+        block = Block(q, ones, q_pos, unmasked_end, work.kv_head, work.workspace_idx, writes_partial)
+        for kv_start in range(lo + BLOCK_N, hi, BLOCK_N):
+            position, merged, state = _step(wg, block, position, kv_start, merged, state)
 
-        mbarrier.wait(values_ready.index(stage), phase)
-        values = value_ring.index(stage).reshape([_TILE, head_size])
-        last = (end - 1) // _TILE * _TILE
-        if last + _TILE > end:
-            # Unwritten slots may hold anything, NaN included. Both warpgroups write the same.
-            written = last + gl.arange(0, _TILE, gl.SliceLayout(1, row_layout)) < end
-            values.store(gl.where(written[:, None], values.load(row_layout), 0.0))
-            fence_async_shared()
-            barrier()
-        acc = warpgroup_mma(p, values, acc * gl.convert_layout(old, acc_row)[:, None], is_async=True)
-        acc, weight = warpgroup_mma_wait(0, deps=(acc, start_sums(p, old, weight, ones)))
-
-        weight_sum = row_sum(weight, row)
-        if leaves == 0:
-            top, weight_sum, shrink, new = merge_weights(kept_top, kept_weight, top, weight_sum)
-            shrink, new = gl.convert_layout(shrink, acc_row), gl.convert_layout(new, acc_row)
-            acc = merge_values(kept.load(acc_layout), shrink, acc, new)
-        if slot < 0:
-            divisor = gl.convert_layout(gl.where(weight_sum == 0.0, 1.0, weight_sum), acc_row)
-            barrier()
-            result_shared.store((acc / divisor[:, None]).to(dtype))
-            barrier()
-            rows = first_row + half * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, row_layout))
-            dims = gl.arange(0, head_size, gl.SliceLayout(0, row_layout))
-            token = rows // group
-            at_row = (start + token).to(gl.int64) * stride_o_token + (kv_head * group + rows % group) * stride_o_head
-            result = result_shared.load(row_layout)
-            gl.store(out + at_row[:, None] + dims[None, :], result, mask=(token < tokens)[:, None])
-            barrier()
+        mbarrier.wait(ring.v_full_bar.index(position.stage), position.phase)
+        acc, l = _last_values(wg, block, position.stage, hi, state)
+        m = state.m
+        if writes_partial == 0:
+            m, l, alpha, split_alpha = merge_sums(merged.m, merged.l, m, l)
+            acc = _merge_with_smem(wg.acc_smem, alpha, acc, split_alpha)
+        if work.workspace_idx < 0:
+            _write_out(wg, work, out_smem, l, acc)
         else:
-            last_split = split_of(end - 1, levels)
-            _store_split(_record(partials, slot, last_split, kv_head, kv_heads, head_size), top, weight_sum, acc, half)
-            account = accounts + (slot * kv_heads + kv_head) * _ACCOUNTS
-            _merge_shared(
-                out, partials, account, slot, number, last_split + 1 - number, split_of(stop - 1, levels) + 1,
-                first_row, start, tokens, kv_head, stride_o_token, stride_o_head, half, kv_heads, group, head_size,
-                most_waits,
-            )  # fmt: skip
+            last_split = split_of(hi - 1, SPLIT_SEGMENTS)
+            partial_ptr = _partial_ptr(wg.partials_ptr, work.workspace_idx, last_split, work.kv_head, cfg)
+            _store_partial(partial_ptr, m, l, acc, HALF)
+            semaphore_ptr = wg.semaphores_ptr
+            semaphore_ptr += (work.workspace_idx * cfg.NUM_KV_HEADS + work.kv_head) * _SEMAPHORE_INTS
+            num_splits = last_split + 1 - work.first_split
+            kv_splits = split_of(kv_end - 1, SPLIT_SEGMENTS) + 1
+            _merge_shared(wg, work, semaphore_ptr, num_splits, kv_splits)
 
 
-@gluon.jit(do_not_specialize=["table_stride"])
+@gluon.jit(do_not_specialize=["stride_table"])
 def prefill_kernel(
-    query,
-    keys_at,
-    values_at,
-    out,
-    table,
-    count,
-    work,
-    partials,
-    accounts,
-    factor,
-    table_stride,
+    q_ptr,
+    k_desc,
+    v_desc,
+    out_ptr,
+    block_table_ptr,
+    work_count_ptr,
+    work_ptr,
+    partials_ptr,
+    semaphores_ptr,
+    qk_scale_log2,
+    stride_table,
     stride_q_token,
     stride_q_head,
     stride_o_token,
     stride_o_head,
-    kv_heads: gl.constexpr,
-    group: gl.constexpr,
-    head_size: gl.constexpr,
-    page_size: gl.constexpr,
-    levels: gl.constexpr,
-    stages: gl.constexpr,
-    most_waits: gl.constexpr,
-    consumer_registers: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr,
+    QUERIES_PER_KV: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    SPLIT_SEGMENTS: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    MAX_SPINS: gl.constexpr,
+    CONSUMER_MAXNREG: gl.constexpr,
 ):
-    """Works on every entry of ``work`` and every KV head.
+    """Works on every item of ``work_ptr`` and every KV head.
 
     Args:
-        partials: room for the splits of shared blocks.
-        accounts: for each slot and KV head, as in ``_merge_shared``; 0 before and after.
-        factor: of the scores, times log2(e).
-        stages: tiles in each ring.
-        most_waits: how often a program looks whether the others are there before it leaves the merging to them.
-        consumer_registers: of a thread of the second warpgroup; what is left goes to the first.
+        partials_ptr: room for the splits of shared blocks.
+        semaphores_ptr: for each index of the workspace and KV head, as in ``_merge_shared``; 0 before and after.
+        qk_scale_log2: of the scores, times log2(e).
+        NUM_STAGES: tiles in each ring.
+        MAX_SPINS: how often a CTA looks whether the others are there before it leaves the merging to them.
+        CONSUMER_MAXNREG: of a thread of the second warpgroup; what is left goes to the first.
     """
-    dtype: gl.constexpr = keys_at.dtype
-    tile_layout: gl.constexpr = keys_at.layout
-    rows_layout: gl.constexpr = gl.NVMMASharedLayout(tile_layout.swizzle_byte_width, 16, 2)
-    key_ring = gl.allocate_shared_memory(dtype, [stages, 1, 1, _TILE, head_size], tile_layout)
-    value_ring = gl.allocate_shared_memory(dtype, [stages, 1, 1, _TILE, head_size], tile_layout)
-    rows_shared = gl.allocate_shared_memory(dtype, [_HALF, head_size], rows_layout)
-    rows_other = gl.allocate_shared_memory(dtype, [_HALF, head_size], rows_layout)
-    kept = gl.allocate_shared_memory(gl.float32, [_HALF, head_size], layout_of_kept(head_size))
-    kept_other = gl.allocate_shared_memory(gl.float32, [_HALF, head_size], layout_of_kept(head_size))
-    ones = gl.full([8, _TILE], 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-    ones_shared = gl.allocate_shared_memory(dtype, [8, _TILE], gl.NVMMASharedLayout(128, 16, 2), ones)
+    dtype: gl.constexpr = k_desc.dtype
+    tile_layout: gl.constexpr = k_desc.layout
+    q_layout: gl.constexpr = gl.NVMMASharedLayout(tile_layout.swizzle_byte_width, 16, 2)
+    k_smem = gl.allocate_shared_memory(dtype, [NUM_STAGES, 1, 1, BLOCK_N, HEAD_DIM], tile_layout)
+    v_smem = gl.allocate_shared_memory(dtype, [NUM_STAGES, 1, 1, BLOCK_N, HEAD_DIM], tile_layout)
+    q_smem = gl.allocate_shared_memory(dtype, [WARPGROUP_M, HEAD_DIM], q_layout)
+    other_q_smem = gl.allocate_shared_memory(dtype, [WARPGROUP_M, HEAD_DIM], q_layout)
+    acc_smem = gl.allocate_shared_memory(gl.float32, [WARPGROUP_M, HEAD_DIM], get_acc_smem_layout(HEAD_DIM))
+    other_acc_smem = gl.allocate_shared_memory(gl.float32, [WARPGROUP_M, HEAD_DIM], get_acc_smem_layout(HEAD_DIM))
+    ones = gl.full([8, BLOCK_N], 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+    ones_smem = gl.allocate_shared_memory(dtype, [8, BLOCK_N], gl.NVMMASharedLayout(128, 16, 2), ones)
     bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
-    keys_ready = gl.allocate_shared_memory(gl.int64, [stages, 1], bar_layout)
-    values_ready = gl.allocate_shared_memory(gl.int64, [stages, 1], bar_layout)
-    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], bar_layout)
-    passed = gl.allocate_shared_memory(gl.int64, [1], bar_layout)
-    for stage in gl.static_range(stages):
-        mbarrier.init(keys_ready.index(stage), count=1)
-        mbarrier.init(values_ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    mbarrier.init(passed, count=1)
+    k_full_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], bar_layout)
+    v_full_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], bar_layout)
+    empty_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], bar_layout)
+    order_fence = gl.allocate_shared_memory(gl.int64, [1], bar_layout)
+    for stage in gl.static_range(NUM_STAGES):
+        mbarrier.init(k_full_bar.index(stage), count=1)
+        mbarrier.init(v_full_bar.index(stage), count=1)
+        mbarrier.init(empty_bar.index(stage), count=2)
+    mbarrier.init(order_fence, count=1)
     fence_async_shared()
     barrier()
     # No values come with the first keys.
-    mbarrier.arrive(values_ready.index(0))
+    mbarrier.arrive(v_full_bar.index(0))
 
+    cfg = Config(NUM_KV_HEADS, QUERIES_PER_KV, HEAD_DIM, PAGE_SIZE, SPLIT_SEGMENTS, NUM_STAGES)
+    ring = Ring(k_smem, v_smem, k_full_bar, v_full_bar, empty_bar)
+    q = Rows(q_ptr, gl.to_tensor(stride_q_token), gl.to_tensor(stride_q_head))
+    out = Rows(out_ptr, gl.to_tensor(stride_o_token), gl.to_tensor(stride_o_head))
+    first = Warpgroup(
+        q, out, work_count_ptr, work_ptr, partials_ptr, semaphores_ptr, qk_scale_log2, q_smem, acc_smem, ones_smem,
+        ring, order_fence, cfg, MAX_SPINS, 0,
+    )  # fmt: skip
+    second = Warpgroup(
+        q, out, work_count_ptr, work_ptr, partials_ptr, semaphores_ptr, qk_scale_log2, other_q_smem, other_acc_smem,
+        ones_smem, ring, order_fence, cfg, MAX_SPINS, 1,
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (
-                _consumer,
-                (
-                    query, out, count, work, partials, accounts, factor, stride_q_token, stride_q_head, stride_o_token,
-                    stride_o_head, rows_shared, kept, ones_shared, key_ring, value_ring, keys_ready, values_ready,
-                    empty, passed, 0, kv_heads, group, head_size, levels, stages, most_waits,
-                ),
-            ),
-            (
-                _consumer,
-                (
-                    query, out, count, work, partials, accounts, factor, stride_q_token, stride_q_head, stride_o_token,
-                    stride_o_head, rows_other, kept_other, ones_shared, key_ring, value_ring, keys_ready, values_ready,
-                    empty, passed, 1, kv_heads, group, head_size, levels, stages, most_waits,
-                ),
-            ),
-            (
-                _producer,
-                (
-                    keys_at, values_at, table, count, work, table_stride, key_ring, value_ring, keys_ready,
-                    values_ready, empty, kv_heads, group, head_size, page_size, levels, stages,
-                ),
-            ),
+            (_consumer, (first,)),
+            (_consumer, (second,)),
+            (_producer, (k_desc, v_desc, block_table_ptr, stride_table, work_count_ptr, work_ptr, ring, cfg)),
         ],
         [4, 1],
-        [consumer_registers, 24],
-    )  # fmt: skip
+        [CONSUMER_MAXNREG, 24],
+    )

@@ -1,10 +1,10 @@
 """Sizes that the Hopper kernels of attention and their plans share; needs no Gluon."""
 
-TILE = 64
-"""Keys in a step of the online softmax; a part of the reduction."""
-WARPGROUP_ROWS = 64
+BLOCK_N = 64
+"""Keys in a step of the online softmax: the only ``key_tile`` of a reduction that the kernels serve."""
+WARPGROUP_M = 64
 """Rows that a warpgroup multiplies at once."""
-ROWS = 2 * WARPGROUP_ROWS
-"""Rows of a large block: half of them for each of two warpgroups."""
-ACCOUNTS = 2
-"""Numbers in the account of a shared large block."""
+BLOCK_M = 2 * WARPGROUP_M
+"""Rows of a prefill-like block: half of them for each of two warpgroups."""
+SEMAPHORE_INTS = 2
+"""Numbers in the semaphore of a prefill-like block whose splits are shared."""

@@ -1,0 +1,36 @@
+"""Every compile-time constant of the Hopper kernels is in the reduction or a schedule, or is a part of the problem."""
+
+from dataclasses import fields
+
+import pytest
+
+from vllm_batch_invariant.ops.attention import AttentionReduction
+
+pytest.importorskip("triton")
+
+from triton.runtime.jit import JITFunction
+
+from vllm_batch_invariant.ops.attention.sm90 import DecodeSchedule, DecodeWork, PrefillSchedule, shapes
+from vllm_batch_invariant.ops.attention.sm90.decode import decode_kernel
+from vllm_batch_invariant.ops.attention.sm90.prefill import prefill_kernel
+
+REDUCTION = {"SPLIT_SEGMENTS"}
+PROBLEM = {"NUM_KV_HEADS", "QUERIES_PER_KV", "HEAD_DIM", "PAGE_SIZE"}
+KERNELS = [
+    (prefill_kernel, PrefillSchedule, {"NUM_STAGES", "MAX_SPINS", "CONSUMER_MAXNREG"}, set()),
+    (decode_kernel, DecodeSchedule, {"NUM_STAGES"}, {"PARTIAL_ROWS", "PARTIAL_BLOCK"}),
+]
+"""Each with its schedule, the constants that are in it, and those that a plan decides."""
+
+
+@pytest.mark.parametrize(("kernel", "schedule", "scheduled", "planned"), KERNELS, ids=["prefill", "decode"])
+def test_every_constexpr_is_in_the_reduction_a_schedule_or_the_problem(kernel, schedule, scheduled, planned):
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter's functions do not list their parameters")
+    assert {one.name for one in kernel.params if one.is_constexpr} == REDUCTION | PROBLEM | scheduled | planned
+    assert {name.lower() for name in scheduled} <= {one.name for one in fields(schedule)}
+    assert {name.lower() for name in planned} - {"partial_block"} <= {one.name for one in fields(DecodeWork)}
+
+
+def test_a_step_has_the_keys_that_the_reduction_says():
+    assert AttentionReduction.of_device("cuda").key_tile == shapes.BLOCK_N
