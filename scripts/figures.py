@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 _BLUE, _ORANGE, _PALE = "#0072B2", "#D55E00", "#9ecae1"
-SMALL_FILES = ("envs", "errors", "compare", "kept_file")
+SMALL_FILES = ("envs", "errors", "compare", "kept_file", "version")
 """Of the package, beside the rooms: everybody may import them."""
 _FLOAT16, _FLOAT32 = torch.float16, torch.float32
 
