@@ -15,6 +15,7 @@ from vllm_batch_invariant.verify.check.operations import compare_rows, describe_
 from vllm_batch_invariant.verify.check.report import INTERRUPTED, Report, as_json, summary
 from vllm_batch_invariant.verify.check.results import CheckResults
 from vllm_batch_invariant.verify.harness.metrics import Latency
+from vllm_batch_invariant.verify.harness.requests import without_values
 from vllm_batch_invariant.verify.outcome import Outcome, Status
 
 CASE, OTHER = ("batch", "with concurrent requests"), ("schedule", "preemption")
@@ -199,3 +200,13 @@ def test_latencies_are_of_the_times_at_which_tokens_came() -> None:
     assert latency.first_token == (0.5, 1.0)
     assert latency.between_tokens == pytest.approx((0.1, 0.2, 0.1))
     assert latency.figures["tokens a second"] == pytest.approx(5 / 1.1)
+
+
+def test_refusals_of_one_kind_are_counted_together() -> None:
+    refusals = [
+        f"allowed_token_ids contains out-of-vocab token id! (parameter=allowed_token_ids, value=[{first}, 29])"
+        for first in (1, 2)
+    ]
+    [reason] = {without_values(one) for one in refusals}
+    assert reason == "allowed_token_ids contains out-of-vocab token id! (allowed_token_ids)"
+    assert without_values("list index out of range") == "list index out of range"

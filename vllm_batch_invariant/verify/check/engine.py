@@ -18,6 +18,7 @@ from ..harness.requests import (
     tokens,
     varied,
     varied_requests,
+    without_values,
 )
 from ..harness.worker import Engine, StepResult
 from ..outcome import NoTestError
@@ -332,7 +333,7 @@ class EngineRun:
         self._on_progress(f"{self._name}: {name}")
         reset = reset_prefix_cache and self._engine.info["prefix_caching"]
         step = self._engine.step(name, requests, reset)
-        self._refused.update(one["refused"] for one in step.requests if "refused" in one)
+        self._refused.update(without_values(one["refused"]) for one in step.requests if "refused" in one)
         self._trace += [(self._clock + seconds, size) for seconds, size in step.batches]
         self._clock = self._trace[-1][0] if self._trace else 0.0
         seconds, sizes = zip(*self._trace, strict=True)

@@ -18,7 +18,7 @@ from ..harness.client import Connection, connect
 from ..harness.load import filler
 from ..harness.metrics import BatchLog, parse_metrics, read_metrics, watch
 from ..harness.mode import of_server
-from ..harness.requests import ANY_SERVER, SAMPLING, draw_concurrent, over_http, varied
+from ..harness.requests import ANY_SERVER, SAMPLING, draw_concurrent, over_http, varied, without_values
 from ..outcome import NoTestError
 from ..printing import one_line
 from .guarantees import AGAIN, CHUNKS, CONCURRENT, CONCURRENT_LENGTHS, OF_OPERATIONS, PREEMPTED, RESTARTED, SEEDED, WARM
@@ -184,7 +184,7 @@ class _ServerRun:
             answer = await self._answer(label, spec, params)
             for came in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(came, openai.APIStatusError) and came.status_code < 500:
-                    self._refused[one_line(came)] += 1
+                    self._refused[without_values(one_line(came))] += 1
                 elif isinstance(came, BaseException):
                     raise came
         finally:

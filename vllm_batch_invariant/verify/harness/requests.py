@@ -4,6 +4,7 @@ They are plain data, as in JSON; :func:`.engine.sampling_params` makes vLLM's ``
 """
 
 import random
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -165,6 +166,11 @@ def over_http(params: Mapping[str, Any], chat: bool) -> dict[str, Any]:
     elif listed is not None:
         body["logprobs"] = listed
     return body
+
+
+def without_values(refusal: str) -> str:
+    """Why vLLM refused a request, without the values at which requests of one kind differ."""
+    return re.sub(r"\s*\(parameter=(\w+), value=.*\)", r" (\1)", refusal)
 
 
 def varied(requests: Iterable[Mapping[str, Any]]) -> str:
