@@ -1,4 +1,4 @@
-"""Inputs of matrix products to time."""
+"""Inputs of matmuls to time."""
 
 import torch
 

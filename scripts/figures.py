@@ -30,7 +30,7 @@ _FLOAT16, _FLOAT32 = torch.float16, torch.float32
 
 
 def order() -> str:
-    """What moves the bits of a sum and of a product: error of the sum by block, elements moved by tile and split-K."""
+    """What changes the bits of a sum and of a matmul: error of the sum by block, elements moved by tile and split-K."""
     found = {dtype: blocks.sums(dtype) for dtype in (_FLOAT16, _FLOAT32)}
     exact = {dtype: math.fsum(_summed(dtype).tolist()) for dtype in found}
     by_tile, by_splits = blocks.moved(_FLOAT32)
@@ -38,7 +38,7 @@ def order() -> str:
     bars |= {f"split-K {count}": moved for count, moved in by_splits.items()}
 
     def draw(figure: "Figure") -> None:
-        half, single, products = figure.subplots(1, 3, width_ratios=(1, 1, 1.2))
+        half, single, matmuls = figure.subplots(1, 3, width_ratios=(1, 1, 1.2))
         for place, (dtype, sums) in zip((half, single), found.items(), strict=True):
             place.plot(range(len(sums)), [value - exact[dtype] for value in sums.values()], "o", color=_ORANGE)
             place.axhline(0, color="black", linewidth=0.8)
@@ -47,21 +47,19 @@ def order() -> str:
             place.set_xlabel("block")
         half.set_ylabel(f"error of a sum of {blocks.ELEMENTS} numbers")
         colours = [_ORANGE if moved else _BLUE for moved in bars.values()]
-        drawn = products.barh(list(bars), list(bars.values()), color=colours)
-        products.bar_label(drawn, padding=2)
-        products.set_xlim(0, 1.5 * blocks.SIDE**2)
-        products.set_xticks([0, blocks.SIDE**2])
-        products.invert_yaxis()
-        products.set_title("product, float32")
-        products.set_xlabel("elements that move")
+        drawn = matmuls.barh(list(bars), list(bars.values()), color=colours)
+        matmuls.bar_label(drawn, padding=2)
+        matmuls.set_xlim(0, 1.5 * blocks.SIDE**2)
+        matmuls.set_xticks([0, blocks.SIDE**2])
+        matmuls.invert_yaxis()
+        matmuls.set_title("matmul, float32")
+        matmuls.set_xlabel("elements that move")
 
     words = [
         f"Sums of {_name(dtype)}: " + ", ".join(f"block {block}: {value:.9g}" for block, value in sums.items())
         for dtype, sums in found.items()
     ]
-    words.append(
-        "elements of a product with other bits: " + ", ".join(f"{bar}: {moved}" for bar, moved in bars.items())
-    )
+    words.append("elements of a matmul with other bits: " + ", ".join(f"{bar}: {moved}" for bar, moved in bars.items()))
     return _page(draw, 2.9, "order", "; ".join(words))
 
 
@@ -103,19 +101,19 @@ def attention() -> str:
 
 
 def time() -> str:
-    """Time against what plain vLLM uses: products by their rows, and attention of decode by the context."""
-    products = [found for found in read(DATA / "linear.csv") if found.provider in ("ours", "native")]
+    """Time against what plain vLLM uses: matmuls by M, and attention of decode by the context."""
+    matmuls = [found for found in read(DATA / "linear.csv") if found.provider in ("ours", "native")]
     decode = [found for found in read(DATA / "attention.csv") if found.keys["phase"] == "decode"]
     decode = [found for found in decode if found.metric == "time" and found.provider != "stock"]
-    products = [found for found in products if found.metric == "time"]
+    matmuls = [found for found in matmuls if found.metric == "time"]
 
     def draw(figure: "Figure") -> None:
         left, right = figure.subplots(1, 2, sharey=True)
-        _panel(left, products, "M", f"products, rows M\n(stock: torch.mm, {products[0].gpu})")
+        _panel(left, matmuls, "M", f"matmuls, rows M\n(stock: torch.mm, {matmuls[0].gpu})")
         _panel(right, decode, "context", "attention of decode, keys\n(stock: FlashAttention 3)")
         left.set_ylabel("time / stock (below 1: faster)")
 
-    words = [_means(products, "M", "rows"), _means(decode, "context", "keys")]
+    words = [_means(matmuls, "M", "rows"), _means(decode, "context", "keys")]
     return _page(draw, 3.2, "time", f"Time against stock, geometric means. {'; '.join(words)}")
 
 

@@ -208,17 +208,17 @@ def test_no_two_modules_need_each_other() -> None:
     ],
 )
 def test_a_wrong_import_is_found(module: str, line: str, check: object, tmp_path: Path) -> None:
-    planted = copied(tmp_path)
-    path = planted / module
+    copy = copied(tmp_path)
+    path = copy / module
     path.write_text(f"{path.read_text()}\n{line}\n")
-    assert len(check(read(planted)[0])) > len(check(INSIDE))
+    assert len(check(read(copy)[0])) > len(check(INSIDE))
 
 
 @pytest.mark.parametrize("line", ["import vllm", "from vllm.config import VllmConfig", "def late():\n    import vllm"])
 def test_a_wrong_import_of_vllm_is_found(line: str, tmp_path: Path) -> None:
-    planted = copied(tmp_path)
-    (planted / "ops" / "dispatch.py").write_text(line)
-    assert vllm_where_it_must_not_be(read(planted)[1]) == [*vllm_where_it_must_not_be(OUTSIDE), "ops.dispatch"]
+    copy = copied(tmp_path)
+    (copy / "ops" / "dispatch.py").write_text(line)
+    assert vllm_where_it_must_not_be(read(copy)[1]) == [*vllm_where_it_must_not_be(OUTSIDE), "ops.dispatch"]
 
 
 def test_an_import_for_type_checkers_does_not_count() -> None:

@@ -57,7 +57,7 @@ ATTENTION = Variable(
 LINEAR = Variable(
     f"{FLAG}_LINEAR",
     ("auto", "triton"),
-    "Matmuls on a GPU: cuBLASLt where it is certified to have the bits of the Triton chain, or the chain alone.",
+    "Matmuls on a GPU: cuBLASLt where a certificate says that it has the bits of Triton, or Triton alone.",
 )
 SEED = IntegerVariable(
     f"{FLAG}_SEED",

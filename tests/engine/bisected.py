@@ -7,7 +7,7 @@ import torch
 from tests.faults.adding import nudge
 from vllm_batch_invariant.verify.bisect.engine import Case, bisect
 from vllm_batch_invariant.verify.bisect.report import plain
-from vllm_batch_invariant.verify.harness.requests import concurrent, tokens
+from vllm_batch_invariant.verify.harness.requests import concurrent_requests, tokens
 
 CASE = Case(tuple(tokens(45, 1)), tuple(tuple(tokens(5 + i, 2)) for i in range(7)), 3, max_tokens=2)
 """8 requests of 45 + 56 tokens; two steps."""
@@ -75,7 +75,7 @@ def injected(llm: Any) -> dict[str, dict[str, Any]]:
 def first_divergence_among(llm: Any, counts: list[int]) -> dict[str, Any]:
     """The result with the first number of concurrent requests with which anything differs."""
     for count in counts:
-        others = [request["prompt"] for request in concurrent(count, count)]
+        others = [request["prompt"] for request in concurrent_requests(count, count)]
         case = Case(tuple(tokens(45, 1)), tuple(map(tuple, others)), place=0, max_tokens=4)
         result = bisect(llm, case)
         if result.found is not None:

@@ -33,7 +33,7 @@ import triton.language as tl
 
 
 @triton.jit
-def planted_kernel(x_ptr, BLOCK: tl.constexpr, LOG: tl.constexpr, ROWS_AT_ONCE: tl.constexpr):
+def injected_kernel(x_ptr, BLOCK: tl.constexpr, LOG: tl.constexpr, ROWS_AT_ONCE: tl.constexpr):
     tl.store(x_ptr + tl.arange(0, BLOCK), 0.0)
 """
 
@@ -91,11 +91,11 @@ def test_every_operation_with_row_kernels_is_looked_at():
     }
 
 
-def test_a_planted_constexpr_is_found(tmp_path: Path):
-    path = tmp_path / "planted.py"
+def test_a_injected_constexpr_is_found(tmp_path: Path):
+    path = tmp_path / "injected.py"
     path.write_text(PLANTED)
-    spec = spec_from_file_location("planted", path)
+    spec = spec_from_file_location("injected", path)
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     known = declared_by("softmax") | PROBLEM["softmax"]
-    assert undeclared(module, known) == {"planted_kernel": {"ROWS_AT_ONCE"}}
+    assert undeclared(module, known) == {"injected_kernel": {"ROWS_AT_ONCE"}}

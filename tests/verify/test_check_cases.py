@@ -190,7 +190,7 @@ def test_a_row_that_depends_on_its_place_is_found_out() -> None:
 def test_the_certificate_of_a_gpus_products_is_one_line() -> None:
     entries = {8: TunedSchedule(None, (1, 8), (), {}), 16: TunedSchedule(None, (9, 16), ("x",), {})}
     said = describe_entries(entries)
-    assert said.startswith("certified at 4 numbers of rows up to 16 against Triton's chain; cuBLASLt serves 0 of 2")
+    assert said.startswith("compared at 4 values of M up to 16 against Triton; cuBLASLt serves 0 of 2")
     assert said.endswith("1 of its algorithms refused")
     assert describe_entries({}).startswith("no certificate")
 

@@ -7,8 +7,9 @@ from itertools import pairwise
 import torch
 
 from ..errors import NotCovered
+from ..ops.attention import AttentionReduction
 
-PAGE_SIZE = 64
+PAGE_SIZE = AttentionReduction.of_device("cuda").key_tile
 """Tokens in a page of keys, which moves no bit: what every implementation of attention takes."""
 
 

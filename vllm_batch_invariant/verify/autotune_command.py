@@ -1,4 +1,4 @@
-"""``vllm-batch-invariant certificate``: how products and attention are computed on this GPU, and what was compared."""
+"""``vllm-batch-invariant certificate``: how matmuls and attention are computed on this GPU, and what was compared."""
 
 import argparse
 import json
@@ -28,9 +28,9 @@ def _shape(text: str) -> tuple[int, int]:
 def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="vllm-batch-invariant certificate",
-        description="Print how products are computed on this GPU and at which numbers of rows their bits were compared "
+        description="Print how matmuls are computed on this GPU and at which M their bits were compared "
         "with those of the reference, and which kernels serve attention. vLLM makes certificates when it loads a "
-        "model; with --shape those of products are made here.",
+        "model; with --shape those of matmuls are made here.",
     )
     parser.add_argument("--shape", nargs="+", type=_shape, default=[], metavar="NxK", help="weights to certify now")
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the weights of --shape (default: bf16)")
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
     if not torch.cuda.is_available():
         raise NotCovered(
             "a certificate without a GPU",
-            "products on a CPU are checked when a model is loaded and not kept",
+            "matmuls on a CPU are checked when a model is loaded and not kept",
             "run this on a machine with an NVIDIA GPU",
         )
     if options.device >= torch.cuda.device_count():

@@ -7,6 +7,7 @@ import torch
 
 from ... import envs
 from ...errors import NotCovered
+from ...ops.attention import AttentionReduction
 from ...ops.devices import DEVICES
 from ...ops.linear import schedule
 from .. import cuda_graphs, linear, norm_rotary, patch_points, sampling
@@ -15,7 +16,7 @@ from .record import VllmDevice
 
 FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 
-_FLEX_TILE = 64
+_FLEX_TILE = AttentionReduction.of_device("cuda", "flex").key_tile
 
 
 class Cuda(VllmDevice):
@@ -102,6 +103,6 @@ DEVICE = Cuda(
     DEVICES["cuda"],
     attention_backend="vllm_batch_invariant.integration.attention_cuda.Backend",
     attention_choices=("CUSTOM",),
-    serving="Matmuls: one chain over K in cuBLASLt and Triton. Norms, softmax, sums: Triton, in a fixed order.",
+    serving="Matmuls: K in ascending order, by cuBLASLt and Triton. Norms, softmax, sums: Triton, in a fixed order.",
     execution="Layers are not compiled; steps run in CUDA graphs.",
 )

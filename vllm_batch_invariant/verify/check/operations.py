@@ -352,7 +352,7 @@ def _gpu_certificate(like: torch.Tensor, layer: torch.nn.Module, bias: torch.Ten
 
     weight = layer.weight
     problem = problem_of(like.new_empty(1, weight.shape[1]), weight.t(), bias)
-    return describe_entries(cuda.tuned_schedules(problem)) if problem is not None else "by Triton's chain alone"
+    return describe_entries(cuda.tuned_schedules(problem)) if problem is not None else "by Triton alone"
 
 
 def describe_entries(entries: "Mapping[int, TunedSchedule]") -> str:
@@ -362,11 +362,11 @@ def describe_entries(entries: "Mapping[int, TunedSchedule]") -> str:
         entries: by the last M of each bucket.
     """
     if not entries:
-        return "no certificate: by Triton's chain alone"
+        return "no certificate: by Triton alone"
     library = sum(entry.algorithm is not None for entry in entries.values())
     checked = {rows for entry in entries.values() for rows in entry.checked}
     refused = sum(len(entry.refused) for entry in entries.values())
     return (
-        f"certified at {len(checked)} numbers of rows up to {max(checked, default=0)} against Triton's chain; cuBLASLt "
-        f"serves {library} of {len(entries)} ranges of rows, {refused} of its algorithms refused"
+        f"compared at {len(checked)} values of M up to {max(checked, default=0)} against Triton; cuBLASLt "
+        f"serves {library} of {len(entries)} buckets of M, {refused} of its algorithms refused"
     )

@@ -165,10 +165,12 @@ def paged_attention(params: PagedAttention, out: torch.Tensor, plan: Plan | None
     Raises:
         NotCovered: a head size above 256, pages that are no multiple of 64 keys (32 in fp32), or a cache that cannot be
             read as one axis of keys.
-        ValueError: a plan for other layers.
+        ValueError: a plan for other layers, or of another reduction than the call's.
     """
     plan = plan or plan_alone(params)
     shape = plan.planner.shape
+    if params.reduction != shape.reduction:
+        raise ValueError(f"a plan for {shape.reduction!r} does not fit a call with {params.reduction!r}")
     layout = KeyLayout.of(params.key_cache, plan.tile.block_n)
     same = params.key_cache.stride() == params.value_cache.stride()
     if not same or layout != plan.planner.layout or params.sliding_window not in plan.masks:
