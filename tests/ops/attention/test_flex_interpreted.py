@@ -138,6 +138,18 @@ def test_the_lists_have_room_for_all_items_and_little_more_and_the_tiles_of_each
     assert all((first.diff() == 32).all() for first in firsts)
 
 
+def test_a_plan_of_another_reduction_than_the_calls_is_refused():
+    query, keys, values, table, seq_lens, starts = lay_out([newest(300, 1)])
+    shape = AttentionShape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, AttentionReduction(256, key_tile=32))
+    planner = Planner(shape, KeyLayout.of(keys, 32), query.device, 8, 1000, (None,))
+    plan = planner.plan(starts, seq_lens, table, decode=True)
+    with pytest.raises(ValueError, match="does not fit a call"):
+        paged_attention(
+            query, keys, values, table, seq_lens, starts, plan=plan, scale=0.1, reduction=REDUCTION,
+            implementation="flex_cuda",
+        )  # fmt: skip
+
+
 def test_one_plan_serves_every_step_of_decode():
     """What a CUDA graph does: calls made with one plan serve other steps with as many requests, planned later."""
     lengths = [1, 65, 257, 300]
