@@ -2,9 +2,10 @@
 the problem.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
+import torch
 
 from vllm_batch_invariant.ops.attention import AttentionReduction
 
@@ -13,6 +14,8 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
 from vllm_batch_invariant.ops.attention import plan, plan_kernels, triton_kernels
+from vllm_batch_invariant.ops.attention.flex import kernels as flex_kernels
+from vllm_batch_invariant.ops.attention.flex import plan as flex_plan
 
 REDUCTION = {"SPLIT_SEGMENTS", "KEY_TILE"}
 SCHEDULE = {"BLOCK_M", "DECODE_ROWS"}
@@ -35,6 +38,33 @@ def test_every_constexpr_is_in_the_reduction_a_schedule_or_the_problem(kernel):
         pytest.skip("the interpreter's functions do not list their parameters")
     constants = {one.name for one in kernel.params if one.is_constexpr}
     assert constants == PROBLEM[kernel.__name__] | REDUCTION | (constants & SCHEDULE)
+
+
+FLEX_REDUCTION = {"SPLIT_SEGMENTS", "BLOCK_M", "BLOCK_N"}
+"""``BLOCK_N`` is the key tile."""
+FLEX_SCHEDULE = {"MAX_TILES", "WAVE", "MERGE_M"}
+"""Room for a list, which half of a buffer is written, and rows that a program merges: no arithmetic follows them."""
+FLEX_PROBLEM = {"NUM_KV_HEADS", "QUERIES_PER_KV", "HEAD_DIM", "PADDED_HEAD_DIM", "WINDOW", "USE_SINKS"}
+
+
+@pytest.mark.parametrize("name", ["list_blocks", "list_items", "gather_rows", "merge_items"])
+def test_every_constexpr_around_flex_attention_is_in_the_reduction_a_schedule_or_the_problem(name):
+    kernel = getattr(flex_kernels, name)
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter's functions do not list their parameters")
+    constants = {one.name for one in kernel.params if one.is_constexpr}
+    assert constants <= FLEX_REDUCTION | FLEX_SCHEDULE | FLEX_PROBLEM
+    assert constants & FLEX_REDUCTION
+
+
+@pytest.mark.parametrize(("dtype", "block_m", "num_warps"), [(torch.bfloat16, 64, 4), (torch.float32, 16, 8)])
+def test_the_block_of_flex_attention_is_the_reductions(dtype, block_m, num_warps):
+    reduction = AttentionReduction.of_device("cuda", "flex")
+    tile = flex_plan.tile_of(plan.AttentionShape(8, 2, 128, dtype, reduction))
+    assert (tile.block_m, tile.num_warps) == (block_m, num_warps)
+    other = replace(reduction, block_m=2 * reduction.block_m)
+    assert flex_plan.tile_of(plan.AttentionShape(8, 2, 128, dtype, other)).block_m == 2 * block_m
+    assert flex_plan.tile_of(plan.AttentionShape(8, 2, 128, dtype, AttentionReduction())) == tile
 
 
 def test_what_is_named_is_a_field():

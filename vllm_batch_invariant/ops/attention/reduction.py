@@ -26,6 +26,9 @@ class AttentionReduction:
             short has only its splits to spread over a GPU, and one that is long has more of them than that takes.
         key_tile: keys in a step of the online softmax over 16-bit keys, a power of two; half of it in fp32, and never
             more than the smallest splits have. On a CPU a split is one step.
+        block_m: query rows of a block over 16-bit keys, a quarter of it in fp32. Only FlexAttention on a GPU gives a
+            row other bits in a block of other rows; None elsewhere.
+        num_warps: of such a block, twice as many in fp32.
 
     Raises:
         ValueError: a split size that is no power of two or is below 16, a tile that is none or is below 32, or
@@ -36,6 +39,8 @@ class AttentionReduction:
     split_size: int = 256
     early: tuple[tuple[int, int], ...] = ()
     key_tile: int = 64
+    block_m: int | None = None
+    num_warps: int | None = None
 
     def __post_init__(self) -> None:
         sizes = [*(size for size, _ in self.early), self.split_size]
@@ -99,7 +104,9 @@ class AttentionReduction:
 _FASTEST = {
     "cuda": {
         "auto": AttentionReduction(1024, ((256, 2048), (512, 32768))),
-        "flex": AttentionReduction(1024, ((512, 2048),)),  # which gives each split a query block of its own
+        "flex": AttentionReduction(
+            1024, ((512, 2048),), block_m=64, num_warps=4
+        ),  # which gives each split a query block of its own
     }
 }
 """By device type and implementation. On the others a split is one step of the online softmax."""

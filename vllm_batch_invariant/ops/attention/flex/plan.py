@@ -22,7 +22,7 @@ OnHost = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class FlexTile:
-    """How FlexAttention's kernel is compiled: a part of the reduction."""
+    """How FlexAttention's kernel is compiled: all but the stages is the reduction's."""
 
     block_m: int
     """Query rows."""
@@ -33,10 +33,14 @@ class FlexTile:
 
 
 def tile_of(shape: AttentionShape) -> FlexTile:
-    """The tile of every step: one of 16 rows is faster for decode, but gives rows other bits than one of 64."""
+    """The tile of every step: one of 16 rows is faster for decode, but gives rows other bits than one of 64.
+
+    A reduction that names no block has that of :meth:`AttentionReduction.of_device`.
+    """
+    named = shape.reduction if shape.reduction.block_m else AttentionReduction.of_device("cuda", "flex")
     if shape.dtype == torch.float32:
-        return FlexTile(16, shape.key_tile, num_warps=8, num_stages=1)
-    return FlexTile(64, shape.key_tile, num_warps=4, num_stages=3 if shape.head_size <= 128 else 2)
+        return FlexTile(named.block_m // 4, shape.key_tile, 2 * named.num_warps, num_stages=1)
+    return FlexTile(named.block_m, shape.key_tile, named.num_warps, num_stages=3 if shape.head_size <= 128 else 2)
 
 
 @dataclass(frozen=True)
