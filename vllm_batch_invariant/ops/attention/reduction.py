@@ -104,9 +104,8 @@ class AttentionReduction:
 _FASTEST = {
     "cuda": {
         "auto": AttentionReduction(1024, ((256, 2048), (512, 32768))),
-        "flex": AttentionReduction(
-            1024, ((512, 2048),), block_m=64, num_warps=4
-        ),  # which gives each split a query block of its own
+        # Each split has a query block of its own.
+        "flex": AttentionReduction(1024, ((512, 2048),), block_m=64, num_warps=4),
     }
 }
 """By device type and implementation. On the others a split is one step of the online softmax."""
