@@ -163,7 +163,7 @@ def test_samples_of_one_request_differ_from_each_other_and_not_from_run_to_run(m
 
 def test_the_log_says_what_serves_each_operation(main: Result) -> None:
     assert main.log.count("Batch-invariant mode is on") == 1
-    assert "Products" in main.log
+    assert "Matmuls" in main.log
     assert "sampling without a seed" in main.log
     kind = "_cuda.CudaFixedSplitAttention" if torch.cuda.is_available() else ".FixedSplitAttention"
     assert main.kernels["impl"] == [f"vllm_batch_invariant.integration.attention{kind}"]
