@@ -29,19 +29,20 @@ def __getattr__(name: str) -> object:
 
 
 def register() -> None:
-    """Entry point of the vLLM plugin, called in every process of the engine; does nothing unless the flag is 1.
+    """Entry point of the vLLM plugin, called in every process of the engine; does nothing unless the flag is 1, but
+    look for a misspelt flag.
 
     Raises:
-        BadSetting: a wrong value of the flag, or a variable with a wrong name or value.
+        BadSetting: a wrong value of the flag, a misspelt one, or a variable with a wrong name or value.
         NotCovered: a vLLM that this version does not know.
     """
     from . import envs, errors
 
     try:
+        envs.check_names()
         if not envs.enabled():
             return
         errors.print_as_one_line()
-        envs.check_names()
         from .integration.install import install
 
         install()
