@@ -4,28 +4,43 @@ As a vLLM plugin it is found by itself (entry point group ``vllm.general_plugins
 ``VLLM_BATCH_INVARIANT=1``. Without vLLM, :func:`batch_invariant_mode` does the same for plain PyTorch.
 """
 
+from typing import TYPE_CHECKING
+
 from .version import __version__
 
-_FROM_ATEN = (
+if TYPE_CHECKING:
+    from .aten import (
+        batch_invariant_mode,
+        disable_batch_invariant_mode,
+        enable_batch_invariant_mode,
+        is_batch_invariant_mode_enabled,
+        set_batch_invariant_mode,
+    )
+
+__all__ = [
+    "__version__",
     "batch_invariant_mode",
     "disable_batch_invariant_mode",
     "enable_batch_invariant_mode",
     "is_batch_invariant_mode_enabled",
+    "register",
     "set_batch_invariant_mode",
-)
-
-__all__ = ["__version__", "register", *_FROM_ATEN]
+]
 
 
 def __getattr__(name: str) -> object:
     """The functions of ``aten`` on first use, so that importing the package imports neither PyTorch nor a device
     library.
     """
-    if name in _FROM_ATEN:
+    if name in __all__:
         from . import aten
 
         return getattr(aten, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def register() -> None:

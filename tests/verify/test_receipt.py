@@ -330,10 +330,7 @@ def test_settings_that_decide_bits_are_reported(change: dict[str, Any], info: di
 def test_a_silent_engine_is_noted_once_with_what_to_do() -> None:
     verdict = compare(receipt(), receipt(environment=Environment(versions={"vllm": "0.26.0"})))
     said = str(verdict)
-    assert (
-        "unknown engine: the second (a server with the mode on describes itself at /v1/batch_invariant): "
-        in said
-    )
+    assert "unknown engine: the second (a server with the mode on describes itself at /v1/batch_invariant): " in said
     assert "versions: vllm 0.32.0 in the first and 0.26.0 in the second" in said
     assert "device:" not in said
 
