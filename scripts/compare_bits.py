@@ -27,7 +27,11 @@ GEMMS = ((6144, 4096), (4096, 12288), (1000, 896), (151_936, 256))
 """N and K of weights."""
 ROWS = (1, 8, 64, 300, 1025)
 LENGTHS = (64, 128, 896, 4096, 5120, 20_000, 151_936)
-HEADS = ((32, 8), (14, 2), (8, 8))
+HEADS = ((16, 4), (14, 2), (4, 4))
+"""Query and KV heads."""
+SIZES = (64, 80, 128, 192, 256)
+REQUESTS = (37, 530, 1500)
+"""Tokens of the requests of one call."""
 OPTIONS = {"sliding_window": 100, "logits_soft_cap": 30.0, "alibi_slopes": "heads", "sinks": "heads"}
 
 
@@ -69,20 +73,21 @@ def rows(device: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def attention(device: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Prefill, chunks and decode of requests of 37, 530 and 3000 tokens, by each implementation of the device."""
+    """Prefill, chunks and decode of requests of some lengths, by each implementation of the device."""
     kernel = DEVICES[device].attention
-    plain = product((kernel,), HEADS, (64, 80, 128, 192, 256), DTYPES[:2], ({},))
-    special = product(
-        (kernel, "flex"), HEADS[:1], (128,), DTYPES[:1], ({}, *({name: value} for name, value in OPTIONS.items()))
-    )
-    for by, (query_heads, kv_heads), size, dtype, options in (*plain, *special):
+    cases = [
+        *product((kernel,), HEADS[:1], SIZES, DTYPES[:2], ({},)),
+        *product((kernel, "flex"), HEADS, (128,), DTYPES[:1], ({},)),
+        *product((kernel,), HEADS[:1], (128,), DTYPES[:1], ({name: value} for name, value in OPTIONS.items())),
+    ]
+    for by, (query_heads, kv_heads), size, dtype, options in cases:
         heads = Heads(query_heads, kv_heads, size, dtype)
         taken = {
             name: draw(query_heads, dtype=torch.float32, seed=4).to(device) if value == "heads" else value
             for name, value in options.items()
         }
-        requests = [Request(heads, length, length) for length in (37, 530, 3000)]
-        for kind, tokens in (("decode", 1), ("chunk", 33), ("prefill", 3000)):
+        requests = [Request(heads, length, length) for length in REQUESTS]
+        for kind, tokens in (("decode", 1), ("chunk", 33), ("prefill", REQUESTS[-1])):
             chunks = [Chunk(one, max(0, one.length - tokens), one.length) for one in requests]
             operands = (tensor.to(device) for tensor in paged(chunks, 64))
             out = paged_attention(
@@ -93,14 +98,14 @@ def attention(device: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def write(path: Path, device: str) -> None:
-    """Compute everything, and write a digest by case."""
+    """Compute everything, and write a digest by case; what is there is written after each kind of operation."""
     digests = {}
     with torch.no_grad():
         for make in (rows, gemms, attention):
             for name, out in make(device):
                 digests[name] = hashlib.sha256(out.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+            path.write_text(json.dumps({"versions": Setting.here().versions, "digests": digests}, indent=1))
             print(f"{make.__name__}: {len(digests)} digests so far", flush=True)
-    path.write_text(json.dumps({"versions": Setting.here().versions, "digests": digests}, indent=1))
 
 
 def compare(before: Path, after: Path) -> int:
