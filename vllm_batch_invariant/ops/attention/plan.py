@@ -256,6 +256,7 @@ class Planner:
                     KEY_TILE=shape.key_tile,
                     DECODE_ROWS=self.decode_rows,
                     BLOCK_M=self.prefill_schedule.block_m,
+                    enable_fp_fusion=False,
                 )
         prefill_ctas = blocks * shape.kv_heads
         if prefill_ctas and may_share:
