@@ -37,7 +37,7 @@ from vllm_batch_invariant.ops.attention.shared_memory import decode_bytes
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
-from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, Gpu
+from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES
 from vllm_batch_invariant.ops.norm import cuda as norm
 from vllm_batch_invariant.ops.norm_rotary import cuda as norm_rotary
 from vllm_batch_invariant.ops.ranking.cuda import top_and_ranks
@@ -45,9 +45,11 @@ from vllm_batch_invariant.ops.reduce import cuda as reduce
 from vllm_batch_invariant.ops.softmax import cuda as softmax
 from vllm_batch_invariant.ops.top_k_top_p.cuda import top_k_top_p
 
-SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-"""Bytes that a program may have by compute capability times ten, from the CUDA C++ programming guide's table of
-technical specifications: those of a multiprocessor less 1024.
+SHARED_MEMORY = {
+    80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376
+}  # fmt: skip
+"""Bytes that a program may have by compute capability times ten: "maximum amount of shared memory per thread block" in
+the table of technical specifications of the CUDA C++ programming guide (section "Compute Capabilities").
 """
 RESERVED = 1024
 """Bytes of a multiprocessor's shared memory that a program takes beside its own."""
@@ -168,21 +170,20 @@ def pretend_a_gpu() -> None:
 
     def properties(device: object) -> SimpleNamespace:
         return SimpleNamespace(
+            name=f"sm_{NO_DRIVER.capability}",
             multi_processor_count=PROCESSORS,
             shared_memory_per_block_optin=SHARED_MEMORY[NO_DRIVER.capability],
+            L2_cache_size=50 << 20,
             major=NO_DRIVER.capability // 10,
+            minor=NO_DRIVER.capability % 10,
         )
-
-    def gpu(index: object) -> Gpu:
-        capability = NO_DRIVER.capability
-        return Gpu(str(capability), PROCESSORS, SHARED_MEMORY[capability], capability >= 90, 50 << 20, capability == 90)
 
     driver.set_active(NO_DRIVER)
     torch.cuda.device = torch.cuda.device_of = lambda device: nullcontext()
     torch.cuda.get_device_properties = properties
     torch.cuda.get_device_capability = lambda device: divmod(NO_DRIVER.capability, 10)
     DEVICES["cpu"] = replace(DEVICES["cpu"], attention="triton")
-    schedule.gpu = gpu
+    schedule.gpu = schedule.gpu.__wrapped__  # it remembers the GPUs of a machine
 
 
 def attend(heads: Heads, page: int, length: int, tokens: int, count: int = 1, **options: object) -> None:
