@@ -11,13 +11,13 @@ from importlib.metadata import entry_points
 import openai
 
 from ...envs import FLAG
-from ...integration.endpoint import PATH, PLUGINS, Endpoint
+from ...integration.endpoint import NAME, PATH, PLUGINS
 from .client import Connection
 
 OURS = "vllm-batch-invariant"
 THEIRS = f"vLLM's own invariant mode: {PLUGINS} leaves vllm-batch-invariant out"
 NONE = f"none: {FLAG} is not 1"
-UNKNOWN = f"unknown: a server describes itself if it is started with {PLUGINS}={Endpoint.name}"
+UNKNOWN = f"unknown: a server with the mode on describes itself at {PATH}, and this one does not"
 
 
 def of_engine() -> str:
@@ -35,7 +35,7 @@ def of_started(environment: Mapping[str, str]) -> str:
         return NONE
     listed = environment.get(PLUGINS)
     found = {point.name for point in entry_points(group="vllm.general_plugins")}
-    return OURS if Endpoint.name in (found if listed is None else found & set(listed.split(","))) else THEIRS
+    return OURS if NAME in (found if listed is None else found & set(listed.split(","))) else THEIRS
 
 
 async def of_server(server: Connection) -> str:
