@@ -53,7 +53,10 @@ def kv_cache_space(model: str, arguments: Sequence[str]) -> dict[str, str]:
         config = config.get("text_config", config)
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        needed = 2 * 4 * config["num_hidden_layers"] * heads * size * (context_of(model, arguments) or 0)
+        wide = "float32" in (config.get("torch_dtype"), config.get("dtype")) or "float32" in " ".join(arguments)
+        needed = (
+            2 * (4 if wide else 2) * config["num_hidden_layers"] * heads * size * (context_of(model, arguments) or 0)
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
         return {_SPACE: "4"}  # a name on a hub: as much as vLLM gave before
     return {_SPACE: str(1 + needed // (1 << 30))}
