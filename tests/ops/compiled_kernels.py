@@ -5,6 +5,7 @@ usage: python -m tests.ops.compiled_kernels                  one variant of each
        python -m tests.ops.compiled_kernels --gluon          every variant in Gluon, and what each takes: 4 minutes
        python -m tests.ops.compiled_kernels --launches       compiles nothing, looks at the options of launches and at
                                                              what is compiled anew for another batch
+       python -m tests.ops.compiled_kernels --names GPU      what there is to compile for it
        python -m tests.ops.compiled_kernels --cells [GPU] [CELL ...]    a line of JSON for each cell: with no GPU every
                                                              GPU, with no cell every cell; scripts.check_triton reads it
 """
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -40,7 +42,7 @@ from vllm_batch_invariant.ops.attention import plan as planning
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
 from vllm_batch_invariant.ops.attention.shared_memory import decode_bytes
 from vllm_batch_invariant.ops.common.compile_errors import reason
-from vllm_batch_invariant.ops.common.nvidia_gpus import COMPILED_FOR, has_tcgen05
+from vllm_batch_invariant.ops.common.nvidia_gpus import COMPILED_FOR, attends_by_tma, has_tcgen05
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
@@ -327,8 +329,9 @@ def problems_of_attention(gpu: int, heads: Heads, page: int, found: list[Compile
         made = one.kernel.metadata
         if small.block_m == 16 and made.num_warps == small.num_warps < 8 and made.num_stages > 1:
             padded = triton.next_power_of_2(heads.size)
-            expected = decode_bytes(small.block_m, made.num_stages, 64, padded, gpu >= 90)
-            if not 0 <= expected - one.shared <= (4096 if page == 64 or gpu < 90 else expected):
+            by_tma = attends_by_tma(gpu // 10)
+            expected = decode_bytes(small.block_m, made.num_stages, 64, padded, by_tma)
+            if not 0 <= expected - one.shared <= (4096 if page == 64 or not by_tma else expected):
                 problems.append(f"{one.shared} bytes where {expected} are reckoned with")
     return problems
 
@@ -339,6 +342,7 @@ def check_some() -> None:
     check_sm90_attention(Heads(4, 4, 64, torch.float16), 16, False)
     check_all("narrow GEMMs", launch_on(90, narrow_gemms, HALVES[:1], (False,)), False)
     check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64)
+    CUDABackend.make_cubin = lambda *_: b""  # its instructions are in PTX, and the assembler takes most of the time
     check_attention(100, Heads(8, 2, 64, torch.bfloat16), 64)
 
 
@@ -512,21 +516,6 @@ def is_of_halves(one: Compiled) -> bool:
     return any("16" in str(kind) for kind in one.kernel.src.signature.values())
 
 
-def problems_of(one: Compiled, known: dict[str, Any]) -> list[str]:
-    """What a GPU cannot load, and registers that the assembler did not have."""
-    problems, limit = [], SHARED_MEMORY[one.gpu]
-    if one.shared > limit:
-        problems.append(f"{one.name} takes {one.shared} bytes of shared memory of {limit}")
-    if known["stack"] > most_spilled(one):
-        problems.append(f"{one.name} has {known['stack']} bytes of stack")
-    return problems
-
-
-def most_spilled(one: Compiled) -> int:
-    """Bytes of a thread's stack that a kernel may have."""
-    return MOST_SPILLED
-
-
 def compile_cell(gpu: int, name: str) -> Cell:
     """Compile what a cell names for a GPU, and look for problems."""
     problems: list[str] = []
@@ -542,7 +531,8 @@ def compile_cell(gpu: int, name: str) -> Cell:
         return compiled[before:]
 
     if heads := ATTENTION.get(name):
-        for page in (16, 64) if gpu >= 90 and heads.dtype.itemsize == 2 else (16,):  # else all pages are read alike
+        by_tma = attends_by_tma(gpu // 10) and heads.dtype.itemsize == 2  # else pages of all sizes are read alike
+        for page in (16, 64) if by_tma else (16,):
             problems += problems_of_attention(gpu, heads, page, launch(decode_and_prefill, heads, page))
     elif heads := OPTIONS.get(name):
         every_option = {
@@ -558,7 +548,8 @@ def compile_cell(gpu: int, name: str) -> Cell:
         for function in OTHERS[name]:
             launch(function)
     kernels = [describe(one) for one in found]
-    problems += [problem for one, known in zip(found, kernels, strict=True) for problem in problems_of(one, known)]
+    limit = SHARED_MEMORY[gpu]
+    problems += [f"{one.name} takes {one.shared} bytes of shared memory" for one in found if one.shared > limit]
     if name == "matmuls" and has_tcgen05(gpu // 10):
         halves = {kind for one in found if is_of_halves(one) for kind in one.instructions}
         if len(halves) > 1:
@@ -581,7 +572,11 @@ def main() -> None:
     group.add_argument("--gluon", action="store_true", help="every variant in Gluon, and what each takes")
     group.add_argument("--launches", action="store_true", help="compile nothing, look at the options of launches")
     group.add_argument("--cells", nargs="*", metavar="GPU CELL", help="what cells take, a line of JSON each")
+    group.add_argument("--names", type=int, metavar="GPU", help="names of the cells of a GPU")
     parsed = parser.parse_args()
+    if parsed.names:
+        print(*cells_of(parsed.names), sep="\n")
+        return
     if parsed.cells is not None:
         compile_instead_of_running()
         for gpu in map(int, parsed.cells[:1] or SHARED_MEMORY):

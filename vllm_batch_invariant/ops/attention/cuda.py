@@ -10,6 +10,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..common.nvidia_gpus import attends_by_tma
 from . import sm90
 from .params import PagedAttention, is_aligned
 from .plan import AttentionShape, Plan, Planner
@@ -69,7 +70,7 @@ def _tensor_descriptor(cache: torch.Tensor, key_tile: int, padded_head_size: int
     """The cache for the tensor memory accelerator, if it can read a tile of keys at once."""
     if cache.shape[2] % key_tile or not is_aligned(cache) or cache.dtype == torch.float32:
         return None
-    if torch.cuda.get_device_capability(cache.device) < (9, 0):
+    if not attends_by_tma(torch.cuda.get_device_capability(cache.device)[0]):
         return None
     return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, 1, key_tile, padded_head_size])
 
