@@ -16,7 +16,7 @@ import yaml
 from tests.docs.documents import PROJECT, ROOT, of_command
 from vllm_batch_invariant import envs
 from vllm_batch_invariant.integration import patch_points
-from vllm_batch_invariant.integration.server import METRIC
+from vllm_batch_invariant.integration.endpoint import METRIC
 
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]["vllm"]

@@ -183,7 +183,7 @@ def test_a_reproducibility_run_has_the_same_map_and_batches(tmp_path: Path) -> N
     path = tmp_path / "report.html"
     answers = tuple(answer(1, 2, 3) if number % 4 else answer(1, 2, 9) for number in range(1, 90))
     log = BatchLog([Reading(1, {}), Reading(5, {}), Reading(2, {})])
-    result = ReproduceResult.of("VLLM_BATCH_INVARIANT=0", Run(answers, 2.0, 3, 1, 0), log, "none")
+    result = ReproduceResult.of("VLLM_BATCH_INVARIANT=0", Run(answers, 2.0, 3, 1, 0), log, {"mode": "none"})
     assert "answers" not in result.as_json()
     write_html(path, reproduce_page("http://here", RequestSpec(), [result]))
     found = Reader(path.read_text(encoding="utf-8"))
@@ -224,10 +224,13 @@ def test_completions_have_letters_beyond_the_alphabet() -> None:
 def test_a_page_without_matplotlib_is_refused_in_one_line_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from vllm_batch_invariant.verify.check.command import main
+    from vllm_batch_invariant.cli import main
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["some/model", "--html", str(tmp_path / "report.html")]) == 2
+    assert main(["check", "some/model", "--html", str(tmp_path / "report.html")]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.strip() == "check: --html needs matplotlib: pip install 'vllm-batch-invariant[report]'"
+    assert (
+        said.err.strip()
+        == "vllm-batch-invariant check: --html needs matplotlib: pip install 'vllm-batch-invariant[report]'"
+    )
