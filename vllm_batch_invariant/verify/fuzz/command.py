@@ -30,7 +30,18 @@ from ..printing import complain, consoles, printable
 from .compare import difference
 from .finding import BROKE, CONCURRENT, SETTINGS, Finding, Row, append_rows
 from .report import print_fuzz
-from .schedule import CONTEXTS, Schedule, Settings, Target, alone, as_item, draw_schedule, draw_settings, draw_targets
+from .schedule import (
+    CONTEXTS,
+    TEXT_ONLY,
+    Schedule,
+    Settings,
+    Target,
+    alone,
+    as_item,
+    draw_schedule,
+    draw_settings,
+    draw_targets,
+)
 from .trial import Trial
 
 TARGETS = 40
@@ -84,6 +95,7 @@ class Fuzzer:
     def __init__(self, plan: FuzzPlan, on_progress: OnProgress = _quiet) -> None:
         self._plan, self._on_progress = plan, on_progress
         self._device = "cuda" if _on_gpu() else "cpu"
+        self._multimodal = is_multimodal(plan.model, plan.serve_args)
         self._context = min(CONTEXTS[self._device], plan.context or CONTEXTS[self._device])
         self._began = time.monotonic()
         self._lock, self._running, self._stopped = threading.Lock(), set[Engine](), False
@@ -129,7 +141,8 @@ class Fuzzer:
         return self._stopped or time.monotonic() > self._began + self._plan.seconds
 
     def _engine(self, number: int) -> None:
-        plan, settings = self._plan, draw_settings(self._plan.seed, number, self._device, self._context)
+        plan = self._plan
+        settings = draw_settings(plan.seed, number, self._device, self._context, self._multimodal)
         row = Row(Path(plan.model).name, plan.mode, settings.label, plan.seed)
         row.date = datetime.now(UTC).date().isoformat()
         with self._lock:
@@ -262,11 +275,26 @@ def context_of(model: str, serve_args: Sequence[str]) -> int | None:
         if name == "--max-model-len":
             value = value or "".join(serve_args[place + 1 : place + 2])
             return int(value) if value.isdigit() else None
+    config = _config_of(model)
+    text = config.get("text_config")
+    length = (text if isinstance(text, dict) else config).get("max_position_embeddings")
+    return length if isinstance(length, int) else None
+
+
+def is_multimodal(model: str, serve_args: Sequence[str]) -> bool:
+    """Whether a model's folder describes an encoder, and the arguments leave open which inputs it takes."""
+    choices = tuple(arguments[0] for arguments in TEXT_ONLY.values())
+    chosen = any(argument.startswith(choices) for argument in serve_args)
+    return not chosen and bool({"vision_config", "audio_config"} & set(_config_of(model)))
+
+
+def _config_of(model: str) -> dict[str, Any]:
+    """The configuration in a model's folder; empty if there is none."""
     try:
         config = json.loads((Path(model).expanduser() / "config.json").read_text())
-        return int(config["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def replay(finding: Finding, on_progress: OnProgress = _quiet) -> tuple[Status, str]:
