@@ -20,8 +20,8 @@ def test_the_newest_entry_is_of_this_version() -> None:
 
 def test_sources_that_decide_bits_do_not_change_without_a_word() -> None:
     assert recorded(CHANGELOG.read_text()) == table(), (
-        "a reduction or a kernel changed: say in CHANGELOG.md, under Bits, whether bits changed against the last release, "
-        "and record the digests by: python -m scripts.bit_sources --record"
+        "a reduction or a kernel changed: say in CHANGELOG.md, under Bits, whether bits changed against the last "
+        "release, and record the digests by: python -m scripts.bit_sources --record"
     )
 
 
