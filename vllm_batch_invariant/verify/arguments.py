@@ -84,7 +84,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     load.add_argument("--timeout", type=not_negative, default=3600, help="seconds after which a run ends as no test")
     parser.add_argument("--json", type=Path, help="also write the report to this file")
-    parser.add_argument("--html", type=Path, help="also write an HTML page to this file; needs matplotlib")
+    parser.add_argument("--html", type=Path, help="also write an HTML page to this file")
     options = parser.parse_args(argv)
     _check(parser, options)
     options.serve_args = shlex.split(options.serve_args)

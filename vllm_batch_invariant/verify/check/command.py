@@ -57,7 +57,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--timeout", type=not_negative, default=3600, help="seconds for the check of a server (default: 3600)"
     )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
-    parser.add_argument("--html", type=Path, help="also write an HTML page to this file; needs matplotlib")
+    parser.add_argument("--html", type=Path, help="also write an HTML page to this file")
     fuzz = parser.add_argument_group("random requests in engines with random settings")
     fuzz.add_argument(
         "--fuzz", type=above_zero, metavar="MINUTES", help="instead, draw engines and requests for this long"
@@ -159,10 +159,6 @@ def _run(options: argparse.Namespace, out: Console, notes: Console) -> int:
     runs: list[CheckResults] = []
     began, clock, partial = datetime.now().astimezone().isoformat(timespec="seconds"), time.monotonic(), ""
     try:
-        if options.html:
-            from ..report.svg import require_matplotlib
-
-            require_matplotlib()
         with notes.status("", spinner="line") as status:
             for flag in _flags(options):
                 label = "server" if options.base_url else f"{envs.FLAG}={flag}"

@@ -34,10 +34,6 @@ def main(argv: list[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, _end_in_order)
     results: list[ReproduceResult] = []
     try:
-        if options.html:
-            from ..report.svg import require_matplotlib
-
-            require_matplotlib()
         try:
             for result in _results(options, notes):
                 results.append(result)
