@@ -3,7 +3,7 @@
 usage: python -m scripts.model_families [--only NAME ...] [--json FILE] [--control]
 
 The result is a Markdown table, which docs/models.md shows. A family passes if 30 samples of one request, in batches
-that vary, have one completion and one logprob sequence. ``--control`` serves plain vLLM, for which several are expected.
+that vary, have one completion and one logprob sequence. ``--control`` serves plain vLLM, which should have several.
 """
 
 import argparse

@@ -57,7 +57,8 @@ class Chart:
 
     def polyline(self, line: Line) -> str:
         """The points of a line for SVG, from the upper left corner of ``SIDE`` times ``SIDE`` units."""
-        scaled = [(round(SIDE * x / self.width), round(SIDE * (1 - y / self.height))) for x, y in line.points]
+        width, height = self.width, self.height
+        scaled = [(round(SIDE * x / width), round(SIDE * (1 - y / height))) for x, y in line.points]
         return " ".join(f"{x},{y}" for x, y in _thinned(scaled))
 
 
