@@ -11,15 +11,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.verify import receipts
+from tests.verify.test_bisect import differing
 from tests.verify.test_check_cases import answer, certificate
 from vllm_batch_invariant.verify.answers import RequestSpec
+from vllm_batch_invariant.verify.bisect.engine import Case, Setting
+from vllm_batch_invariant.verify.bisect.page import page_of as bisect_page
 from vllm_batch_invariant.verify.check.page import page_of
 from vllm_batch_invariant.verify.check.report import Report
 from vllm_batch_invariant.verify.check.results import CheckResults
 from vllm_batch_invariant.verify.harness.load import Run
 from vllm_batch_invariant.verify.harness.metrics import BatchLog, Latency, Reading, Trace
+from vllm_batch_invariant.verify.receipt.comparison import compare
+from vllm_batch_invariant.verify.receipt.page import page_of as receipt_page
 from vllm_batch_invariant.verify.report.chart import Chart, Line, distribution, steps
-from vllm_batch_invariant.verify.report.html import write_html
+from vllm_batch_invariant.verify.report.html import Page, write_html
 from vllm_batch_invariant.verify.report.sample_map import letter, map_of
 from vllm_batch_invariant.verify.reproduce.page import page_of as reproduce_page
 from vllm_batch_invariant.verify.reproduce.report import ReproduceResult
@@ -320,3 +326,57 @@ def test_axes_have_round_numbers(end: float, numbers: str) -> None:
     ticks = Chart("", "", "", (Line("", ((0.0, 0.0), (end, 1.0))),)).x_ticks
     assert [number for _, number in ticks] == numbers.split()
     assert all(share == pytest.approx(float(number) / end) for share, number in ticks)
+
+
+def read(page: Page, folder: Path) -> Reader:
+    """A page as it is written."""
+    write_html(folder / "page.html", page)
+    return Reader((folder / "page.html").read_text(encoding="utf-8"))
+
+
+SETTING = Setting(f"model {HOSTILE}", "0.32.0", "cpu", "bfloat16", "0", "plain vLLM")
+
+
+def test_the_page_of_a_bisection_names_the_operation_and_every_run(tmp_path: Path) -> None:
+    found = differing()
+    equal = replace(found, found=None, first_token=None, first_logprob=None)
+    case = Case((1, 2, 3), ((4,), (5,)), 1, 4)
+    page = read(bisect_page(SETTING, [(case, equal), (case, found)]), tmp_path)
+    assert "✗ Bits first differ in model.layers.3.mlp.down_proj: aten.mm, with 2 concurrent requests." in page.text
+    assert page.text.count("✓ holds") == page.text.count("✗ breaks") == 1
+    assert HOSTILE in page.text
+    page = read(bisect_page(SETTING, [(case, equal)]), tmp_path)
+    assert "✓ Nothing differs." in page.text
+    assert "breaks" not in page.text
+
+
+def test_the_page_of_a_receipt_marks_the_token_at_which_another_computation_differs(tmp_path: Path) -> None:
+    made, other = receipts.receipt(), receipts.receipt(completion=receipts.completion(logprobs=(-0.5, -1.5, -0.75)))
+    page = read(receipt_page(made, compare(made, other), "compare"), tmp_path)
+    assert "✗ Different from token 1 on." in page.text
+    cells = [attributes for attributes in page.all("span") if attributes.get("class") == "outcome breaks"]
+    assert len(cells) == 1
+    page = read(receipt_page(made, compare(made, made), "compare"), tmp_path)
+    assert "✓ Equal. Every token and logprob has the same bits." in page.text
+    assert "Equal bits were not promised" in page.text  # nobody knows the model's files
+
+
+@pytest.mark.parametrize(
+    ("mode", "headline"),
+    [(True, "✓ Anybody with the same engine"), (False, "– The mode was off"), (None, "– The engine did not say")],
+)
+def test_the_page_of_a_receipt_says_whether_its_bits_can_be_computed_again(
+    mode: bool | None, headline: str, tmp_path: Path
+) -> None:
+    made = receipts.receipt(environment=replace(receipts.CPU, mode=mode))
+    page = read(receipt_page(made), tmp_path)
+    assert headline in page.text
+    assert "0xbf000000" in page.text  # the bits of -0.5
+    assert ("What the bits depend on" in page.text) == (mode is not None)
+
+
+def test_a_private_receipt_has_no_prompt_on_its_page(tmp_path: Path) -> None:
+    made = receipts.receipt()
+    private = replace(made, prompt=replace(made.prompt, token_ids=None))
+    assert "11 12 13" in read(receipt_page(made), tmp_path).text
+    assert "11 12 13" not in read(receipt_page(private), tmp_path).text
