@@ -339,7 +339,7 @@ SETTING = Setting(f"model {HOSTILE}", "0.32.0", "cpu", "bfloat16", "0", "plain v
 
 def test_the_page_of_a_bisection_names_the_operation_and_every_run(tmp_path: Path) -> None:
     found = differing()
-    equal = replace(found, found=None, first_token=None, first_logprob=None)
+    equal = replace(found, found=None, first_token=None, first_logprob=None, unrecorded_differ=False)
     case = Case((1, 2, 3), ((4,), (5,)), 1, 4)
     page = read(bisect_page(SETTING, [(case, equal), (case, found)]), tmp_path)
     assert "✗ Bits first differ in model.layers.3.mlp.down_proj: aten.mm, with 2 concurrent requests." in page.text
