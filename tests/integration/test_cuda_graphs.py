@@ -95,7 +95,8 @@ def mixes(slots: int) -> Iterator[list[int]]:
 def planners(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, int], object]:
     """Those of attention, for 132 multiprocessors, whose kernel does nothing."""
     plan = pytest.importorskip("vllm_batch_invariant.ops.attention.plan")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    properties = SimpleNamespace(multi_processor_count=132, major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.device("cpu"))
     kernel = type("Kernel", (), {"__getitem__": lambda self, grid: lambda *_, **__: None})()
     monkeypatch.setattr(plan, "plan_kernel", kernel)

@@ -3,14 +3,17 @@ what they take against what those GPUs have; a program of its own, because it ta
 
 usage: python -m tests.ops.compiled_kernels [--all | --gluon]     every variant, and what each kernel takes: 4 minutes
 for those in Gluon, 10 for all
+       python -m tests.ops.compiled_kernels --launches            compiles nothing, looks at the options of launches
 """
 
 import argparse
+import ast
 import itertools
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -26,6 +29,7 @@ from triton.runtime.jit import JITFunction
 
 import vllm_batch_invariant.ops.attention as attention_package
 from tests.ops.attention.cases import Chunk, Heads, Request, paged
+from vllm_batch_invariant import ops
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention, sm90
 from vllm_batch_invariant.ops.attention import plan as planning
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
@@ -33,7 +37,7 @@ from vllm_batch_invariant.ops.attention.shared_memory import decode_bytes
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
-from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, Gpu
+from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES
 from vllm_batch_invariant.ops.norm import cuda as norm
 from vllm_batch_invariant.ops.norm_rotary import cuda as norm_rotary
 from vllm_batch_invariant.ops.ranking.cuda import top_and_ranks
@@ -41,9 +45,11 @@ from vllm_batch_invariant.ops.reduce import cuda as reduce
 from vllm_batch_invariant.ops.softmax import cuda as softmax
 from vllm_batch_invariant.ops.top_k_top_p.cuda import top_k_top_p
 
-SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-"""Bytes that a program may have by compute capability times ten, from the CUDA C++ programming guide's table of
-technical specifications: those of a multiprocessor less 1024.
+SHARED_MEMORY = {
+    80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376
+}  # fmt: skip
+"""Bytes that a program may have by compute capability times ten: "maximum amount of shared memory per thread block" in
+the table of technical specifications of the CUDA C++ programming guide (section "Compute Capabilities").
 """
 RESERVED = 1024
 """Bytes of a multiprocessor's shared memory that a program takes beside its own."""
@@ -111,30 +117,73 @@ def compile_instead_of_running() -> None:
     known = set()
 
     def note(kernel: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> Any:
+        check_options(kernel.__name__, options)
         made = run(kernel, *args, grid=grid, warmup=True, **options)
         if id(made) not in known:
             known.add(id(made))
             compiled.append(Compiled(kernel.__name__, NO_DRIVER.capability, made))
         return made
 
+    pretend_a_gpu()
+    JITFunction.run = note
+
+
+def check_options(kernel: str, options: dict[str, object]) -> None:
+    """Without the option a version of Triton fuses products with additions or not, as it likes."""
+    if not isinstance(options.get("enable_fp_fusion"), bool):
+        check(f"{kernel}: its launch does not say whether products are fused with additions", False)
+
+
+def launched_in_sources() -> set[str]:
+    """Names of the kernels that some module for NVIDIA GPUs launches, from the sources."""
+    compiled, launched = set(), set()
+    for path in Path(ops.__file__).parent.rglob("*.py"):
+        if path.stem == "npu":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(one) for one in node.decorator_list):
+                compiled.add(node.name)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                launched.add(ast.unparse(node.func.value).rpartition(".")[2])
+    return compiled & launched
+
+
+def check_every_launch() -> None:
+    """Launch every kernel, compile none, and look at the options."""
+    launched = Counter()
+
+    def note(kernel: JITFunction, *_: object, grid: object, warmup: bool, **options: object) -> None:
+        check_options(kernel.__name__, options)
+        launched[kernel.__name__] += 1
+
+    pretend_a_gpu()
+    JITFunction.run = note
+    for launch in VARIANTS.values():
+        launch()
+    missing = launched_in_sources() - launched.keys()
+    check(f"every kernel of the sources is launched here{': not ' * bool(missing)}{', '.join(missing)}", not missing)
+    check(f"{launched.total()} launches of {len(launched)} kernels say whether products are fused", len(launched) > 20)
+
+
+def pretend_a_gpu() -> None:
+    """Tensors on the CPU are taken for tensors on the GPU of :data:`NO_DRIVER`."""
+
     def properties(device: object) -> SimpleNamespace:
         return SimpleNamespace(
+            name=f"sm_{NO_DRIVER.capability}",
             multi_processor_count=PROCESSORS,
             shared_memory_per_block_optin=SHARED_MEMORY[NO_DRIVER.capability],
+            L2_cache_size=50 << 20,
             major=NO_DRIVER.capability // 10,
+            minor=NO_DRIVER.capability % 10,
         )
 
-    def gpu(index: object) -> Gpu:
-        capability = NO_DRIVER.capability
-        return Gpu(str(capability), PROCESSORS, SHARED_MEMORY[capability], capability >= 90, 50 << 20, capability == 90)
-
     driver.set_active(NO_DRIVER)
-    JITFunction.run = note
     torch.cuda.device = torch.cuda.device_of = lambda device: nullcontext()
     torch.cuda.get_device_properties = properties
     torch.cuda.get_device_capability = lambda device: divmod(NO_DRIVER.capability, 10)
     DEVICES["cpu"] = replace(DEVICES["cpu"], attention="triton")
-    schedule.gpu = gpu
+    schedule.gpu = schedule.gpu.__wrapped__  # it remembers the GPUs of a machine
 
 
 def attend(heads: Heads, page: int, length: int, tokens: int, count: int = 1, **options: object) -> None:
@@ -380,8 +429,12 @@ def main() -> None:
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--all", action="store_true", help="every variant of every kernel, and what it takes")
     group.add_argument("--gluon", action="store_true", help="the same of the kernels in Gluon alone")
+    group.add_argument("--launches", action="store_true", help="compile nothing, look at the options of launches")
     parsed = parser.parse_args()
     print("Triton", triton.__version__)
+    if parsed.launches:
+        check_every_launch()
+        return
     compile_instead_of_running()
     if not parsed.all and not parsed.gluon:
         check_some()

@@ -10,10 +10,10 @@ import pytest
 pytestmark = pytest.mark.interpreted
 
 
-def test_the_kernels_compile_with_the_installed_triton_and_fit_in_shared_memory() -> None:
-    pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.ops.compiled_kernels"],
+def program(*options: str) -> subprocess.CompletedProcess[str]:
+    """``tests.ops.compiled_kernels`` with the installed Triton."""
+    return subprocess.run(
+        [sys.executable, "-m", "tests.ops.compiled_kernels", *options],
         cwd=Path(__file__).parents[2],
         env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
         capture_output=True,
@@ -21,4 +21,15 @@ def test_the_kernels_compile_with_the_installed_triton_and_fit_in_shared_memory(
         timeout=600,
         check=False,
     )
+
+
+def test_the_kernels_compile_with_the_installed_triton_and_fit_in_shared_memory() -> None:
+    pytest.importorskip("triton")
+    run = program()
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_every_launch_says_whether_products_are_fused_with_additions() -> None:
+    pytest.importorskip("triton")
+    run = program("--launches")
     assert run.returncode == 0, run.stdout + run.stderr

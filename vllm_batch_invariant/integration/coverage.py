@@ -127,7 +127,11 @@ def _prefix_caching(config: Config) -> str | None:
 
 
 COVERED = (
-    Feature("Devices", "CPU. NVIDIA GPUs from compute capability 8.0 on: CUDA graphs, layers not compiled"),
+    Feature(
+        "Devices",
+        "CPU. NVIDIA GPUs of compute capability 9.0 (run on an H200), 8.0, 8.6, 8.9, 10.0, 10.3 and 12.0 (kernels "
+        "compiled, never run): CUDA graphs, layers not compiled",
+    ),
     Feature("Ascend NPU", "compiled and simulated, never run on hardware"),
     Feature(
         "Models", "decoder-only text models with dense attention: Llama, Qwen2, Qwen3, Mistral, Gemma, Phi and the like"

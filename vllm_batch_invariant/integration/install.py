@@ -87,7 +87,7 @@ def install_worker() -> None:
     """Install the operations in a worker; stands for vLLM's ``init_batch_invariance``, before the model is built.
 
     Raises:
-        NotCovered: a GPU below compute capability 8.0.
+        NotCovered: a GPU of a compute capability that the kernels are not compiled for.
     """
     from vllm.platforms import current_platform
 

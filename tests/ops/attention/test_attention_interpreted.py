@@ -24,14 +24,15 @@ ATOL = 2e-3
 
 
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU passes for an A100."""
-    properties = SimpleNamespace(multi_processor_count=PROCESSORS)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The CPU passes for an A100; returns what it says of itself."""
+    properties = SimpleNamespace(multi_processor_count=PROCESSORS, major=8)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     for name in ("device", "device_of"):
         monkeypatch.setattr(torch.cuda, name, lambda device: nullcontext())
     monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], attention="triton"))
+    return properties
 
 
 def newest(length: int, count: int, seed: int = 1) -> Chunk:
@@ -163,6 +164,15 @@ MIXED = [newest(150, 150), newest(777, 7, 2), newest(2600, 1, 3)]
 )
 def test_every_way_to_spread_work_and_every_option_is_near_float64(chunks, options):
     assert (attend(chunks, **options).double() - exact(chunks, **options)).abs().max().item() < ATOL
+
+
+def test_decode_in_blocks_of_64_rows_as_on_a_datacenter_blackwell_is_near_float64(gpu):
+    """Whether a request is alone, so that its splits are shared, or among others."""
+    gpu.major = 10
+    shape = AttentionShape(HEADS.query, HEADS.kv, HEADS.size, HEADS.dtype, REDUCTION)
+    assert Planner(shape, torch.device("cpu"), 1, 1, 1000).decode_schedule.block_m == 64
+    for chunks in (MIXED, MIXED[2:], [newest(length, 1, length) for length in (1, 257, 2049)]):
+        assert (attend(chunks).double() - exact(chunks)).abs().max().item() < ATOL
 
 
 @pytest.mark.parametrize(("name", "reached"), [("key", False), ("value", True)])

@@ -15,7 +15,8 @@ from vllm_batch_invariant.ops.attention import plan as planning
 @pytest.fixture
 def planner(monkeypatch: pytest.MonkeyPatch) -> planning.Planner:
     """One for 132 multiprocessors, whose kernel does nothing."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    properties = SimpleNamespace(multi_processor_count=132, major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.device("cpu"))
     monkeypatch.setattr(planning, "plan_kernel", {(count,): lambda *_, **__: None for count in range(1, 600)})
     shape = planning.AttentionShape(32, 8, 128, torch.bfloat16, AttentionReduction.of_device("cuda"))

@@ -27,7 +27,8 @@ SHAPE = plan.AttentionShape(32, 8, 128, torch.bfloat16, AttentionReduction.of_de
 @pytest.fixture(autouse=True)
 def an_sm90(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine that would have such a GPU, where nothing has been tried yet."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    properties = SimpleNamespace(multi_processor_count=132, major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
     monkeypatch.setattr(sm90, "covers", lambda *_: True)
     sm90.compiles.cache_clear()
@@ -151,7 +152,7 @@ sys.meta_path.insert(0, Absent())
 import torch
 from types import SimpleNamespace
 from vllm_batch_invariant.ops.attention import AttentionReduction, cuda, plan, sm90
-torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=108)
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=108, major=8)
 shape = plan.AttentionShape(32, 8, 128, torch.bfloat16, AttentionReduction.of_device("cuda"))
 assert not plan.Planner(shape, torch.device("cpu"), 8, 512, 8192).sm90
 assert not [name for name in sys.modules if name.startswith("triton.experimental")]

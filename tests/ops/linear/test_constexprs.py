@@ -70,9 +70,10 @@ def test_a_reduction_names_what_is_in_force_on_each_device() -> None:
         return {name: value for name, value in found.items() if value is not None}
 
     fp32 = {"accumulate": torch.float32}
-    assert said("cuda", torch.bfloat16) == fp32 | {"precision": "ieee", "k_step": 16}
-    assert said("cuda", torch.float32) == fp32 | {"precision": "ieee", "k_step": 1}
-    assert said("cuda", torch.float64) == {"accumulate": torch.float64, "precision": "ieee"}
+    alone, fused = {"precision": "ieee", "enable_fp_fusion": False}, {"precision": "ieee", "enable_fp_fusion": True}
+    assert said("cuda", torch.bfloat16) == fp32 | alone | {"k_step": 16}
+    assert said("cuda", torch.float32) == fp32 | fused | {"k_step": 1}
+    assert said("cuda", torch.float64) == {"accumulate": torch.float64} | fused
     assert said("cpu", torch.float16) == fp32 | {"block_m": 32, "alignment": 64, "threads": torch.get_num_threads()}
     npu_tile = {"precision": "ieee", "k_step": 128, "block_m": 128}
     assert said("npu", torch.bfloat16) == fp32 | npu_tile | {"block_n": 128}

@@ -8,18 +8,20 @@ import torch
 
 from tests.assertions import DTYPES, ROW_COUNTS
 from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops.common.nvidia_gpus import COMPILED_FOR
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear.schedule import Gpu
 
 HOPPER = Gpu("Hopper", 132, 232_448, True, 60 << 20, True)
 AMPERE = Gpu("Ampere", 108, 166_912, False, 40 << 20, False)
 DESKTOP = Gpu("desktop Blackwell", 170, 101_376, True, 96 << 20, False)
+BLACKWELL = Gpu("Blackwell", 148, 232_448, True, 126 << 20, False, True)
 SHAPES = ((896, 4864), (6144, 4096), (151_936, 1024), (8, 16), (1, 1), (100, 300))
 ROWS = (*ROW_COUNTS, 4096, 8192, 1 << 20, 2**31 - 1)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("gpu", [HOPPER, AMPERE, DESKTOP], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("gpu", [HOPPER, AMPERE, DESKTOP, BLACKWELL], ids=lambda gpu: gpu.name)
 def test_a_ptr_tile_is_one_of_those_that_tests_compare(gpu: Gpu, dtype: torch.dtype) -> None:
     known = {(tile.block_m, tile.block_n, tile.block_k, tile.num_warps): tile for tile in schedule.ptr_tiles(dtype)}
     for m, (n, _) in product(ROWS, SHAPES):
@@ -54,7 +56,7 @@ def test_every_tma_tile_has_its_use() -> None:
     assert used == set(schedule.tma_tiles(2, HOPPER))
 
 
-@pytest.mark.parametrize("gpu", [HOPPER, AMPERE, DESKTOP], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("gpu", [HOPPER, AMPERE, DESKTOP, BLACKWELL], ids=lambda gpu: gpu.name)
 def test_a_narrow_tile_is_proposed_where_each_has_a_hopper_multiprocessor_of_its_own(gpu: Gpu) -> None:
     for m, n in product((*ROWS, 129), (8, 896, 1280, 2048, 4096, 4224, 4232, 151_936)):
         proposed = schedule.narrow_tiles(m, n, gpu)
@@ -131,6 +133,35 @@ def test_tma_exists_from_9_0_on(machine) -> None:
     machine((8, 0), (8, 9), (9, 0), (12, 0))
     assert [schedule.gpu(index).has_tma for index in range(4)] == [False, False, True, True]
     assert schedule.gpu(2) == Gpu("GPU 9.0", 132, 232_448, True, 60 << 20, True)
+
+
+@pytest.mark.parametrize("capability", [(8, 7), (8, 8), (10, 1), (11, 0), (12, 1), (13, 0)], ids=str)
+def test_a_gpu_that_the_kernels_were_not_compiled_for_is_refused_by_name(capability, machine) -> None:
+    machine(capability)
+    major, minor = capability
+    line = (
+        f"batch-invariant mode does not cover GPU {major}.{minor} (compute capability {major}.{minor}): nobody has "
+        "compiled and checked the kernels for it; use a GPU of compute capability 8.0, 8.6, 8.9, 9.0, 10.0, 10.3, 12.0."
+    )
+    with pytest.raises(NotCovered) as refused:
+        schedule.gpu(0)
+    assert str(refused.value) == line
+
+
+def test_the_gpus_that_the_kernels_were_compiled_for_are_covered(machine) -> None:
+    machine(*COMPILED_FOR)
+    assert [schedule.gpu(index).name for index in range(len(COMPILED_FOR))] == [
+        f"GPU {major}.{minor}" for major, minor in COMPILED_FOR
+    ]
+
+
+def test_a_gpu_with_two_kinds_of_tensor_core_instructions_has_tiles_for_one_of_them(machine) -> None:
+    machine((9, 0), (10, 0), (10, 3), (12, 0))
+    assert [schedule.gpu(index).has_tcgen05 for index in range(4)] == [False, True, True, False]
+    for dtype, m, (n, _) in product((torch.bfloat16, torch.float16), ROWS, SHAPES):
+        assert schedule.ptr_tile(m, n, dtype, BLACKWELL).block_m >= 64
+    # A tile of fewer rows is computed transposed.
+    assert all(max(tile.block_m, tile.block_n) >= 64 for tile in schedule.tma_tiles(2, BLACKWELL))
 
 
 def test_only_9_0_has_wgmma(machine) -> None:

@@ -59,7 +59,7 @@ class Cuda(VllmDevice):
         compilation.max_cudagraph_capture_size = max(captured, default=0)
 
     def install_worker(self) -> frozenset[str]:
-        """As on every device; a GPU below compute capability 8.0 is refused."""
+        """As on every device; a GPU that the kernels are not compiled for is refused."""
         schedule.gpu(torch.cuda.current_device())
         cuda_graphs.install()
         norm_rotary.install()

@@ -11,6 +11,7 @@ import torch
 import triton
 
 from ...errors import NotCovered
+from ..common.nvidia_gpus import has_tcgen05
 from . import sm90
 from .plan_kernels import plan_kernel
 from .reduction import AttentionReduction
@@ -39,11 +40,22 @@ class Schedule:
     """Limit of a thread's registers, to make them fit."""
 
 
-def decode_schedule(head_size: int, dtype: torch.dtype) -> Schedule:
-    """For requests of up to :data:`DECODE_ROWS` rows."""
+def decode_schedule(head_size: int, dtype: torch.dtype, wide: bool = False) -> Schedule:
+    """For requests of up to :data:`DECODE_ROWS` rows.
+
+    Args:
+        head_size: of the layers.
+        dtype: of queries, keys and values.
+        wide: whether a block of 16-bit operands has at least 64 rows, most of them empty, so that decode has the
+            instruction of prefill: see :func:`.nvidia_gpus.has_tcgen05`.
+    """
     if dtype == torch.float32:
         # A dot in fp32 holds whole rows of both operands in registers.
         return Schedule(16, num_warps=8, num_stages=1)
+    if wide:  # with as many CTAs as shared memory and tensor memory have room for
+        if head_size <= 128:
+            return Schedule(64, num_warps=4, num_stages=3 if head_size <= 64 else 2, ctas_per_sm=2)
+        return Schedule(64, num_warps=4, num_stages=2)
     return Schedule(16, num_warps=4, num_stages=3 if head_size <= 128 else 2, ctas_per_sm=2)
 
 
@@ -165,8 +177,10 @@ class Planner:
                 "serve another model",
             )
         self.shape, self.device = shape, device
-        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self.decode_schedule = fitted(decode_schedule(shape.head_size, shape.dtype), shape, device)
+        gpu = torch.cuda.get_device_properties(device)
+        self.num_sms = gpu.multi_processor_count
+        schedule = decode_schedule(shape.head_size, shape.dtype, has_tcgen05(gpu.major))
+        self.decode_schedule = fitted(schedule, shape, device)
         self.prefill_schedule = prefill_schedule(shape.head_size, shape.dtype)
         kernels = kernels or Kernels.fastest(shape, device, plain)
         self.sm90, self.decode_rows = kernels.sm90, kernels.decode_rows
@@ -256,6 +270,7 @@ class Planner:
                     KEY_TILE=shape.key_tile,
                     DECODE_ROWS=self.decode_rows,
                     BLOCK_M=self.prefill_schedule.block_m,
+                    enable_fp_fusion=False,
                 )
         prefill_ctas = blocks * shape.kv_heads
         if prefill_ctas and may_share:

@@ -39,6 +39,8 @@ class RowReduction:
         block: on a GPU and an NPU, elements that a program holds at a time.
         num_warps: on a GPU, warps that share a block.
         chunk: elements of the row that one program adds, counted from the row's start; None where it adds them all.
+        enable_fp_fusion: on a GPU, whether the compiler may fuse a product with an addition, and round once. It would
+            do so for some elements only, and what it does unasked follows its version.
     """
 
     length: int
@@ -48,6 +50,7 @@ class RowReduction:
     block: int | None = None
     num_warps: int | None = None
     chunk: int | None = None
+    enable_fp_fusion: bool | None = None
 
     @property
     def num_chunks(self) -> int:

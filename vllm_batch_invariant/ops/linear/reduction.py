@@ -51,6 +51,10 @@ class LinearReduction:
     """Elements of K that are added at once: on a CUDA GPU by one instruction, in every tile. None for fp64 there, where
     the compiler chooses it, and has one tile to do so for.
     """
+    enable_fp_fusion: bool | None = None
+    """Whether a product is added to the accumulator with one rounding: on a CUDA GPU of fp32 and fp64, which have no
+    instruction that adds several at once. What tensor cores do is theirs, and nothing else here is a product.
+    """
     block_m: int | None = None
     block_n: int | None = None
     alignment: int | None = None
@@ -73,7 +77,9 @@ class LinearReduction:
 @lru_cache(maxsize=4096)
 def _on_cuda(n: int, k: int, dtype: torch.dtype, precision: str) -> LinearReduction:
     k_step = _CUDA_K_STEP_IN_TF32 if precision == "tf32" else _CUDA_K_STEP.get(dtype)
-    return LinearReduction(n, k, dtype, _accumulate(dtype), precision=precision, k_step=k_step)
+    fuses = precision == "ieee" and dtype.itemsize >= 4
+    accumulate = _accumulate(dtype)
+    return LinearReduction(n, k, dtype, accumulate, precision=precision, k_step=k_step, enable_fp_fusion=fuses)
 
 
 @lru_cache(maxsize=4096)

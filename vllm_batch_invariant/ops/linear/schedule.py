@@ -6,6 +6,7 @@ from functools import cache
 import torch
 
 from ...errors import NotCovered
+from ..common.nvidia_gpus import COMPILED_FOR, has_tcgen05
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Gpu:
     l2_bytes: int
     has_wgmma: bool
     """Whether it is a Hopper: no later GPU has this instruction."""
+    has_tcgen05: bool = False
+    """Whether tiles have 64 rows or more, so that they have one instruction: see :func:`.nvidia_gpus.has_tcgen05`."""
 
 
 @cache
@@ -28,20 +31,29 @@ def gpu(index: int) -> Gpu:
     """The GPU of an index.
 
     Raises:
-        NotCovered: compute capability below 8.0, or a GPU that is not NVIDIA's.
+        NotCovered: a compute capability that the kernels are not compiled for, or a GPU that is not NVIDIA's.
     """
     found = torch.cuda.get_device_properties(index)
     if torch.version.hip is not None:
         raise NotCovered(found.name, "its kernels were made for NVIDIA GPUs only", "use an NVIDIA GPU or a CPU")
     if found.major < 8:
         raise NotCovered(found.name, "its tensor cores have no bf16", "use a GPU of compute capability 8.0 or above")
+    capability = found.major, found.minor
+    if capability not in COMPILED_FOR:
+        listed = ", ".join(f"{major}.{minor}" for major, minor in COMPILED_FOR)
+        raise NotCovered(
+            f"{found.name} (compute capability {found.major}.{found.minor})",
+            "nobody has compiled and checked the kernels for it",
+            f"use a GPU of compute capability {listed}",
+        )
     return Gpu(
         found.name,
         found.multi_processor_count,
         found.shared_memory_per_block_optin,
         found.major >= 9,
         found.L2_cache_size,
-        (found.major, found.minor) == (9, 0),
+        capability == (9, 0),
+        has_tcgen05(found.major),
     )
 
 
@@ -87,7 +99,7 @@ def ptr_tile(m: int, n: int, dtype: torch.dtype, device: Gpu) -> Tile:
         return _FP32_FEW_ROWS if m <= 16 else _FP32
     if m > 64 and 3 * programs(_MANY_ROWS) >= 2 * device.num_sms:
         return _fitted(_MANY_ROWS, device)
-    if m > 16 and 2 * programs(_SOME_ROWS) >= device.num_sms:
+    if device.has_tcgen05 or (m > 16 and 2 * programs(_SOME_ROWS) >= device.num_sms):
         return _fitted(_SOME_ROWS, device)
     return _fitted(_FEW_ROWS if programs(_FEW_ROWS) >= device.num_sms else _FEW_ROWS_NARROW, device)
 

@@ -208,5 +208,6 @@ def gemm_sm90_swap_ab(
             ACCUMULATE=TL_DTYPES[reduction.accumulate],
             num_warps=4,
             maxnreg=128,
+            enable_fp_fusion=reduction.enable_fp_fusion,
         )
     return out

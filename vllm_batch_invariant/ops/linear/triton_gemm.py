@@ -118,6 +118,7 @@ def gemm_ptr(
             PRECISION=reduction.precision,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            enable_fp_fusion=reduction.enable_fp_fusion,
         )
     return out
 
@@ -168,6 +169,7 @@ def gemm_tma(
             ACCUMULATE=TL_DTYPES[reduction.accumulate],
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            enable_fp_fusion=reduction.enable_fp_fusion,
         )
     return out
 

@@ -35,14 +35,11 @@ class NormReduction(RowReduction):
         stride_unit: on a GPU, elements by which every stride must be divisible, and in which it is given to the kernel:
             Triton then knows the alignment of every row, which decides where its elements lie, without looking at the
             strides of a call.
-        enable_fp_fusion: on a GPU, whether the compiler may fuse a product with an addition. It would do so for some
-            rows only.
     """
 
     rows_per_program: int | None = None
     halves_first: bool | None = None
     stride_unit: int | None = None
-    enable_fp_fusion: bool | None = None
 
     @classmethod
     @lru_cache(REDUCTIONS_KEPT)

@@ -123,7 +123,7 @@ def top_and_ranks(values: torch.Tensor, count: int, chosen: torch.Tensor) -> tup
     if listed:
         best, ids = torch.topk(values, count)
         enough = torch.zeros(rows, dtype=torch.int32, device=values.device)
-    tile = {"PADDED_COUNT": schedule.padded_count, "BLOCK": schedule.block}
+    tile = {"PADDED_COUNT": schedule.padded_count, "BLOCK": schedule.block, "enable_fp_fusion": False}
     with on_device_of(values):
         _count_kernel[(rows * schedule.num_blocks,)](
             values, values.stride(0), chosen, ranks, best, enough, length, count, schedule.num_blocks, **tile

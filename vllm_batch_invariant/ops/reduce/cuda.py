@@ -55,6 +55,7 @@ def _row_sums(rows: torch.Tensor, divisor: int | None, reduction: SumReduction) 
                 DIVIDE=divisor is not None and num_chunks == 1,
                 BLOCK=reduction.block,
                 num_warps=reduction.num_warps,
+                enable_fp_fusion=reduction.enable_fp_fusion,
             )
     if num_chunks == 1:
         return sums[:, 0]

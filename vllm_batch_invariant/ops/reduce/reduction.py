@@ -45,4 +45,5 @@ class SumReduction(RowReduction):
         if device_type == "npu":
             return cls(**row, block=npu_block(length, "sum"), chunk=_CHUNK)
         block = gpu_block(length, _LARGEST_GPU_BLOCK)
-        return cls(**row, block=block, num_warps=gpu_warps(block, 1, _MOST_WARPS), chunk=_CHUNK)
+        num_warps = gpu_warps(block, 1, _MOST_WARPS)
+        return cls(**row, block=block, num_warps=num_warps, chunk=_CHUNK, enable_fp_fusion=False)

@@ -125,10 +125,19 @@ def _merged_backward_kernel(
     tl.store(out_ptr + row * length + offs, y.to(out_ptr.dtype.element_ty), mask=offs < length)
 
 
+def _tile(reduction: SoftmaxReduction) -> dict[str, int]:
+    """What a kernel is compiled with, of a row's reduction."""
+    return {
+        "BLOCK": reduction.block,
+        "num_warps": reduction.num_warps,
+        "enable_fp_fusion": reduction.enable_fp_fusion,
+    }
+
+
 def _launch_forward(x: torch.Tensor, out: torch.Tensor, log: bool, reduction: SoftmaxReduction) -> None:
     """Write the rows of ``out`` from those of ``x``."""
     num_rows, length = out.shape
-    tile = {"BLOCK": reduction.block, "num_warps": reduction.num_warps}
+    tile = _tile(reduction)
     if reduction.chunk is None:
         _softmax_kernel[(num_rows,)](x, out, length, LOG=log, **tile)
         return
@@ -144,7 +153,7 @@ def _launch_backward(
 ) -> None:
     """Write the rows of ``out``, the gradient of the input."""
     num_rows, length = out.shape
-    tile = {"BLOCK": reduction.block, "num_warps": reduction.num_warps}
+    tile = _tile(reduction)
     if reduction.chunk is None:
         _backward_kernel[(num_rows,)](grad, output, out, length, LOG=log, **tile)
         return

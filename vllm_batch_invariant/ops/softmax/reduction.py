@@ -59,4 +59,5 @@ class SoftmaxReduction(RowReduction):
             block, chunk = gpu_block(length, LONGEST_WHOLE), None
         else:
             block = chunk = max(gpu_block(-(-length // _MANY_CHUNKS), LONGEST_WHOLE), SHORTEST_CHUNK)
-        return cls(**row, block=block, num_warps=gpu_warps(block, 1, _MOST_WARPS), chunk=chunk)
+        num_warps = gpu_warps(block, 1, _MOST_WARPS)
+        return cls(**row, block=block, num_warps=num_warps, chunk=chunk, enable_fp_fusion=False)

@@ -289,7 +289,8 @@ def top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | 
     last_keys, last_ids = torch.empty(rows, **numbers), torch.empty(rows, **numbers)
     row, sizes = (logits, logits.stride(0), k, p), (length, num_blocks)
     padded, listed = {"PADDED_BLOCKS": schedule.padded_blocks}, {"LONGEST_LIST": longest_list}
-    every_block, tile = (rows * num_blocks,), {"BLOCK": schedule.block, "num_warps": schedule.num_warps}
+    every_block = (rows * num_blocks,)
+    tile = {"BLOCK": schedule.block, "num_warps": schedule.num_warps, "enable_fp_fusion": False}
     with on_device_of(logits):
         _max_kernel[every_block](*row, max_keys, *sizes, **tile)
         _weigh_kernel[every_block](*row, max_keys, counts, weights, *sizes, **padded, **tile)

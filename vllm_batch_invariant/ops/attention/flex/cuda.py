@@ -217,6 +217,7 @@ def _in_waves(
         "HEAD_DIM": shape.head_size,
         "PADDED_HEAD_DIM": shape.padded_head_size,
         "BLOCK_M": tile.block_m,
+        "enable_fp_fusion": False,
     }
     for number, first in enumerate(range(0, items if blocks else 0, wave)):
         here = slice(first, min(first + wave, items))

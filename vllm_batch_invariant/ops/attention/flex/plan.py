@@ -258,6 +258,7 @@ class Planner:
             "BLOCK_M": tile.block_m,
             "SPLIT_SEGMENTS": reduction.split_segments,
             "WINDOW": window or 0,
+            "enable_fp_fusion": False,
         }
         with torch.cuda.device(self.device):
             list_blocks[(len(seq_lens),)](query_start_loc, seq_lens, masks.blocks, len(seq_lens), blocks, **common)

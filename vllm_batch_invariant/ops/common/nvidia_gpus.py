@@ -1,0 +1,16 @@
+"""NVIDIA GPUs by compute capability."""
+
+COMPILED_FOR = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0))
+"""Compute capabilities that every kernel has been compiled for (docs/gpus.md); the mode refuses all others."""
+
+
+def has_tcgen05(major: int) -> bool:
+    """Whether tensor cores have two kinds of instruction: tcgen05.mma, which takes 64 rows or more, and mma.sync.
+
+    That they give a row the same bits is known of no GPU. Triton takes the former where a tile has 64 rows, so that
+    schedules for such a GPU have no smaller ones for operands of 16 bits.
+
+    Args:
+        major: of the compute capability; 12 has mma.sync alone.
+    """
+    return major == 10
