@@ -86,6 +86,6 @@ def test_a_command_that_needs_nothing_works_without_the_extra(command: str) -> N
 
 
 def test_the_line_that_gives_the_speed_of_the_readme_brings_what_it_takes() -> None:
-    line = "pip install 'vllm-batch-invariant[cuda]'"
+    line = "pip install '.[cuda]'"
     assert line in Path(ROOT.parent / "README.md").read_text()
     assert requirements("cuda") == {"vllm", "nvmath_python"}

@@ -1,6 +1,4 @@
-"""``scripts/install.sh`` asks PyTorch's index for a CPU build unless one lies on this machine. pip and uv are fakes that
-print what they are asked.
-"""
+"""``scripts/install.sh`` asks PyTorch's index for a CPU build unless one lies on this machine. pip and uv are fakes."""
 
 import os
 import subprocess
