@@ -70,11 +70,17 @@ def test_an_import_of_the_extra_would_be_seen() -> None:
 
 @pytest.mark.parametrize("command", ["reproduce", "check", "bisect", "receipt", "make-checkpoint"])
 def test_a_command_without_the_extra_is_one_line_that_says_what_to_install(command: str) -> None:
-    status, text = run(command, "--help")
+    status, text = run(command, *{"receipt": ("compare", "a", "b"), "reproduce": ()}.get(command, ("MODEL",)))
     assert status == "2"
     assert re.fullmatch(
-        rf"vllm-batch-invariant: {command} needs \w+: pip install 'vllm-batch-invariant\[verify\]'\n", text
+        rf"vllm-batch-invariant {command}: \w+ is not installed: pip install 'vllm-batch-invariant\[verify\]'\n", text
     )
+
+
+@pytest.mark.parametrize("command", ["reproduce", "certificate", "coverage", "settings", "make-checkpoint"])
+def test_help_needs_nothing(command: str) -> None:
+    status, text = run(command, "--help")
+    assert (status, text.startswith(f"usage: vllm-batch-invariant {command} ")) == ("0", True)
 
 
 @pytest.mark.parametrize("command", WITHOUT)

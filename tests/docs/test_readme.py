@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vllm_batch_invariant import cli, envs
 from vllm_batch_invariant.integration import coverage, patch_points
+from vllm_batch_invariant.verify import tables
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -49,14 +50,15 @@ def test_a_wrong_setting_is_one_line_and_status_2(monkeypatch) -> None:
         [sys.executable, "-m", "vllm_batch_invariant.cli", "settings"], capture_output=True, text=True
     )
     assert process.returncode == 2
-    assert process.stderr.startswith("vllm-batch-invariant: unknown environment variable")
+    assert process.stderr.startswith("vllm-batch-invariant settings: unknown environment variable")
     assert process.stderr.count("\n") == 1
 
 
 def test_a_command_that_fails_as_nobody_foresaw_does_not_end_as_if_bits_differed(monkeypatch, capsys) -> None:
-    def fail(arguments: list[str]) -> int:
+    def fail(*_: object) -> int:
         raise OSError("no such device\x1b[8m")
 
-    monkeypatch.setitem(cli.COMMANDS, "certificate", fail)
-    assert cli.main(["certificate"]) == 2
-    assert capsys.readouterr().err == "vllm-batch-invariant: certificate failed: OSError: no such device\\x1b[8m\n"
+    monkeypatch.setattr(tables, "_settings", fail)
+    assert cli.main(["settings"]) == 2
+    said = "vllm-batch-invariant settings: the run failed: OSError: no such device\\x1b[8m\n"
+    assert capsys.readouterr().err == said

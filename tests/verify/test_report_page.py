@@ -233,7 +233,7 @@ def test_a_reproducibility_run_has_the_same_map_and_batches(tmp_path: Path) -> N
     path = tmp_path / "report.html"
     answers = tuple(answer(1, 2, 3) if number % 4 else answer(1, 2, 9) for number in range(1, 90))
     log = BatchLog([Reading(1, {}), Reading(5, {}), Reading(2, {})])
-    result = ReproduceResult.of("VLLM_BATCH_INVARIANT=0", Run(answers, 2.0, 3, 1, 0), log, "none")
+    result = ReproduceResult.of("VLLM_BATCH_INVARIANT=0", Run(answers, 2.0, 3, 1, 0), log, {"mode": "none"})
     assert "answers" not in result.as_json()
     write_html(path, reproduce_page("http://here", RequestSpec(), [result]))
     found = Reader(path.read_text(encoding="utf-8"))
@@ -288,7 +288,9 @@ write_html(Path(sys.argv[1]), page_of(report()))
 
 def test_a_page_of_equal_answers_shows_one_sentence_and_no_map(tmp_path: Path) -> None:
     log = BatchLog([Reading(1, {}), Reading(5, {}), Reading(2, {})])
-    result = ReproduceResult.of("VLLM_BATCH_INVARIANT=1", Run((answer(1, 2, 3),) * 50, 2.0, 3, 1, 0), log, "on")
+    result = ReproduceResult.of(
+        "VLLM_BATCH_INVARIANT=1", Run((answer(1, 2, 3),) * 50, 2.0, 3, 1, 0), log, {"mode": "on"}
+    )
     write_html(tmp_path / "page.html", reproduce_page("http://here", RequestSpec(), [result]))
     found = Reader((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert "Reproducible. All 50 answers are equal, bit for bit." in found.text
@@ -352,11 +354,11 @@ def test_the_page_of_a_bisection_names_the_operation_and_every_run(tmp_path: Pat
 
 def test_the_page_of_a_receipt_marks_the_token_at_which_another_computation_differs(tmp_path: Path) -> None:
     made, other = receipts.receipt(), receipts.receipt(completion=receipts.completion(logprobs=(-0.5, -1.5, -0.75)))
-    page = read(receipt_page(made, compare(made, other), "compare"), tmp_path)
+    page = read(receipt_page(made, compare(made, other)), tmp_path)
     assert "✗ Different from token 1 on." in page.text
     cells = [attributes for attributes in page.all("span") if attributes.get("class") == "outcome breaks"]
     assert len(cells) == 1
-    page = read(receipt_page(made, compare(made, made), "compare"), tmp_path)
+    page = read(receipt_page(made, compare(made, made)), tmp_path)
     assert "✓ Equal. Every token and logprob has the same bits." in page.text
     assert "Equal bits were not promised" in page.text  # nobody knows the model's files
 

@@ -1,12 +1,9 @@
 """The HTML page of a check."""
 
-from typing import Any
-
 from ..outcome import Outcome
-from ..printing import printable
 from ..report.chart import Chart, Line, distribution
 from ..report.html import Cell, Figure, Page, Part, Section, Table, Verdict
-from ..report.parts import batch_parts, map_parts, pairs
+from ..report.parts import batch_parts, map_parts, pairs, words
 from .guarantees import GUARANTEES, Certificate, GuaranteeResult
 from .report import Report, outcome_of, summary
 from .results import CheckResults
@@ -149,13 +146,5 @@ def _sizes(rows: tuple[int, ...]) -> str:
 
 def _setting(report: Report, run: CheckResults) -> Table:
     rows = {"target": report.target, "arguments": " ".join(report.arguments) or "none"}
-    rows |= {name.replace("_", " "): _words(value) for name, value in run.info.items()}
+    rows |= {name.replace("_", " "): words(value) for name, value in run.info.items()}
     return pairs(f"{run.label}: engine, machine and versions", rows)
-
-
-def _words(value: Any) -> str:
-    if isinstance(value, dict):
-        return "\n".join(f"{name}: {_words(item)}" for name, item in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(_words, value))
-    return f"{value:.1f}" if isinstance(value, float) else printable(str(value))

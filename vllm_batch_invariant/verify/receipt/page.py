@@ -1,24 +1,19 @@
 """The HTML page of a receipt: what it holds, and whether another computation has its bits."""
 
 from itertools import islice
-from typing import Any
 
 from ..outcome import Outcome
 from ..printing import printable
 from ..report.html import Cell, Page, Part, Section, Table, Verdict
-from ..report.parts import pairs
+from ..report.parts import pairs, words
 from .comparison import Verdict as Compared
 from .record import Receipt, number_of
 
 _CANDIDATES = 5
 
 
-def page_of(receipt: Receipt, compared: Compared | None = None, how: str = "make") -> Page:
-    """The receipt as a page, and the comparison with another computation of it, if there is one.
-
-    Args:
-        how: the subcommand: "make", "verify" or "compare".
-    """
+def page_of(receipt: Receipt, compared: Compared | None = None) -> Page:
+    """The receipt as a page, and the comparison with another computation of it, if there is one."""
     sections: list[Section] = []
     if compared is not None:
         sections.append(Section("engines", "The two engines", (_notes(compared),)))
@@ -29,7 +24,7 @@ def page_of(receipt: Receipt, compared: Compared | None = None, how: str = "make
     ]
     return Page(
         title=f"Receipt of a completion of {receipt.model.name}",
-        info=f"vllm-batch-invariant receipt {how}, sha256 {receipt.sha256}",
+        info=f"sha256 {receipt.sha256}",
         verdicts=(_made(receipt) if compared is None else _verdict(receipt, compared),),
         partial="",
         sections=tuple(sections),
@@ -100,7 +95,7 @@ def _request(receipt: Receipt) -> Table:
     prompt = receipt.prompt
     kept = "only their sha256 is kept" if prompt.token_ids is None else " ".join(map(str, prompt.token_ids))
     rows = {"tokens of the prompt": str(prompt.tokens), "their ids": kept, "sha256": prompt.sha256}
-    rows |= {name.replace("_", " "): _words(value) for name, value in vars(receipt.sampling).items()}
+    rows |= {name.replace("_", " "): words(value) for name, value in vars(receipt.sampling).items()}
     return pairs("The prompt, and how tokens were chosen", rows)
 
 
@@ -112,11 +107,5 @@ def _engine(receipt: Receipt) -> tuple[Part, ...]:
         return (*parts, "The receipt does not describe the engine that computed it.")
     rows = {"mode": "on" if environment.mode else "off"}
     for section in ("device", "versions", "engine", "reductions"):
-        rows |= {f"{section}, {name}": _words(value) for name, value in getattr(environment, section).items()}
+        rows |= {f"{section}, {name}": words(value) for name, value in getattr(environment, section).items()}
     return (*parts, pairs("What the bits depend on", rows))
-
-
-def _words(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_words(item)}" for name, item in value.items())
-    return printable(str(value))

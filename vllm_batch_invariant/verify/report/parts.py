@@ -1,12 +1,17 @@
 """Parts that several pages have: the map of samples, and batch sizes over time."""
 
+import argparse
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from ..answers import Answer
 from ..harness.metrics import Trace
+from ..json_file import run
+from ..printing import printable
 from .chart import Chart, Line, steps
-from .html import Cell, Figure, MapFigure, Part, Table
+from .html import Cell, Figure, MapFigure, Page, Part, Section, Table, write_html
 from .sample_map import Row, letter, map_of
 
 _MOST_LABELS = 8
@@ -20,6 +25,28 @@ def count(number: int, noun: str) -> str:
 def pairs(caption: str, rows: dict[str, str]) -> Table:
     """A table of names and values."""
     return Table(caption, ("what", "value"), tuple((Cell(name), Cell(value)) for name, value in rows.items()))
+
+
+def words(value: Any) -> str:
+    """Plain data in a cell: a line for each item of a dictionary."""
+    if isinstance(value, dict):
+        return "\n".join(f"{name}: {words(item)}" for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(words, value))
+    return f"{value:.1f}" if isinstance(value, float) else printable(str(value))
+
+
+def write_page(options: argparse.Namespace, page: Page) -> None:
+    """Write a command's page to ``options.html``, with when, where and in which environment the command ran.
+
+    Raises:
+        NoTestError: the file cannot be written.
+    """
+    rows = {"command": f"vllm-batch-invariant {options.command}"} | run(options.began)
+    table = pairs(
+        "When and where it ran", {name.replace("_", " "): words(value) for name, value in rows.items() if value}
+    )
+    write_html(options.html, replace(page, sections=(*page.sections, Section("command", "The command", (table,)))))
 
 
 def map_parts(label: str, name: str, samples: Sequence[tuple[str, Answer]]) -> tuple[Part, ...]:

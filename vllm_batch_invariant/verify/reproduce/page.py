@@ -1,11 +1,12 @@
 """The HTML page of a reproducibility run."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..answers import RequestSpec, binned
 from ..outcome import Outcome
 from ..report.html import Cell, Page, Part, Section, Table, Verdict
-from ..report.parts import batch_parts, count, map_parts, pairs
+from ..report.parts import batch_parts, count, map_parts, pairs, words
 from .report import ReproduceResult, rows_of
 
 _TABULATED = ("samples whose tokens differ, by position", "samples whose logprobs differ, by position")
@@ -35,13 +36,18 @@ def page_of(target: str, spec: RequestSpec, results: Sequence[ReproduceResult]) 
             Section("run", "The run", (run,)),
             Section("map", "Map of samples", tuple(samples)),
             Section("batches", "Batch size over time", tuple(batches)),
-            Section("request", "The request", (pairs("The request", _words(spec)),)),
+            Section("request", "The request", (pairs("The request", _rows(vars(spec))),)),
+            Section("tested", "What was tested", tuple(_tested(result) for result in results)),
         ),
     )
 
 
-def _words(spec: RequestSpec) -> dict[str, str]:
-    return {name.replace("_", " "): str(value) for name, value in vars(spec).items()}
+def _rows(data: dict[str, Any]) -> dict[str, str]:
+    return {name.replace("_", " "): words(value) for name, value in data.items()}
+
+
+def _tested(result: ReproduceResult) -> Table:
+    return pairs(f"{result.label}: engine or server", _rows(result.info))
 
 
 def _verdict(result: ReproduceResult) -> Verdict:
@@ -53,7 +59,7 @@ def _verdict(result: ReproduceResult) -> Verdict:
         (f"{min(running)} to {max(running)}", "requests in the batch"),
     )
     outcome = Outcome.HOLDS if found.identical else Outcome.BREAKS
-    return Verdict(result.label, outcome, _headline(result), numbers, f"mode: {result.mode}")
+    return Verdict(result.label, outcome, _headline(result), numbers, f"mode: {result.info['mode']}")
 
 
 def _headline(result: ReproduceResult) -> str:
