@@ -12,6 +12,10 @@ METHOD = "batch_invariant_declaration"
 """For ``collective_rpc`` of an engine whose mode is on."""
 PATH = "/v1/batch_invariant"
 """Of the route by which a server tells it: under /v1, so that an API key guards it."""
+METRIC = "vllm:batch_invariant_info"
+"""Is 1 on the metrics page of a server with the mode on."""
+PLUGIN = "batch_invariant"
+"""This plugin's name, by which ``VLLM_PLUGINS`` lists it."""
 
 
 def install() -> None:

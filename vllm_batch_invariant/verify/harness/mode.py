@@ -11,8 +11,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from ...envs import FLAG
-from ...integration.endpoint import PATH
-from ...integration.server import METRIC, Endpoint
+from ...integration.endpoint import METRIC, PATH, PLUGIN
 
 if TYPE_CHECKING:
     from .client import Connection
@@ -40,7 +39,7 @@ def of_started(environment: Mapping[str, str]) -> str:
         return NONE
     listed = environment.get(PLUGINS)
     found = {point.name for point in entry_points(group="vllm.general_plugins")}
-    return OURS if Endpoint.name in (found if listed is None else found & set(listed.split(","))) else THEIRS
+    return OURS if PLUGIN in (found if listed is None else found & set(listed.split(","))) else THEIRS
 
 
 async def of_server(server: "Connection") -> str:
