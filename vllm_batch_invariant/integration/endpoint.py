@@ -13,9 +13,11 @@ METHOD = "batch_invariant_declaration"
 PATH = "/v1/batch_invariant"
 """Of the route by which a server tells it: under /v1, so that an API key guards it."""
 METRIC = "vllm:batch_invariant_info"
-"""Is 1 on the metrics page of a server with the mode on."""
-PLUGIN = "batch_invariant"
-"""This plugin's name, by which ``VLLM_PLUGINS`` lists it."""
+"""A gauge of a server, which is 1."""
+NAME = "batch_invariant"
+"""Of this plugin, in vLLM's lists of plugins."""
+PLUGINS = "VLLM_PLUGINS"
+"""vLLM's list of the plugins that it loads; all of them if it is not set."""
 
 
 def install() -> None:

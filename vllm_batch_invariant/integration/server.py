@@ -50,7 +50,7 @@ def offer() -> None:
 class Endpoint:
     """``GET /v1/batch_invariant``, in the form of vLLM's endpoint plugins, which also meet the server's state."""
 
-    name = endpoint.PLUGIN
+    name = endpoint.NAME
     required_tasks = ("generate",)
 
     def attach_router(self, app: Any) -> None:
@@ -144,19 +144,15 @@ class Metric:
 
 @cache
 def _made_gauge() -> Any:
-    from prometheus_client import Gauge
-
     text = "Batch-invariant mode: what the server promises, and the system_fingerprint of its answers."
-    return Gauge(endpoint.METRIC, text, LABELS, multiprocess_mode="mostrecent")
+    return patch_points.GAUGE.get()(endpoint.METRIC, text, LABELS, multiprocess_mode="mostrecent")
 
 
 def _gauge() -> Any:
     """The gauge, registered, also after vLLM has taken all metrics of its name away for another engine."""
-    from prometheus_client import REGISTRY
-
     gauge = _made_gauge()
     with suppress(ValueError):  # it is there
-        REGISTRY.register(gauge)
+        patch_points.METRICS.get().register(gauge)
     return gauge
 
 
