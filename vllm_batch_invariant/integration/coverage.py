@@ -16,6 +16,12 @@ HEAD_SIZES = tuple(range(64, 257, 16))
 """Elements of an attention head that the kernels for CPUs and NVIDIA GPUs have."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Of weights, activations and the KV cache, as vLLM calls them."""
+TEXT_OF = {
+    "Gemma3ForConditionalGeneration": ("image",),
+    "Qwen2_5_VLForConditionalGeneration": ("image", "video"),
+    "Qwen3VLForConditionalGeneration": ("image", "video"),
+}
+"""Multimodal models that are served as text, by vLLM's name of their class, with what else they take."""
 LOGITS_PROCESSORS = "vllm.logits_processors"
 """The group of entry points whose logits processors vLLM loads without being told to."""
 
@@ -114,6 +120,42 @@ def _kind_of_attention(config: Config) -> str | None:
     return _when(getattr(text, "dual_chunk_attention_config", None), "dual chunk attention")
 
 
+def _unknown_multimodal(config: Config) -> str | None:
+    model = config.model_config
+    return _when(model.is_multimodal_model and model.architecture not in TEXT_OF, f"the model {model.architecture}")
+
+
+def _multimodal_inputs(config: Config) -> str | None:
+    model = config.model_config
+    if not model.is_multimodal_model:
+        return None
+    kinds = TEXT_OF.get(model.architecture, ())
+    taken = [kind for kind in kinds if model.multimodal_config.get_limit_per_prompt(kind)]
+    if getattr(model, "supports_multimodal_inputs", False) and not taken:
+        taken = ["multimodal"]
+    return _when(taken, f"{' and '.join(taken)} inputs")
+
+
+def _embeddings(config: Config) -> str | None:
+    model = config.model_config
+    if not model.is_multimodal_model:
+        return None
+    if model.multimodal_config.enable_mm_embeds:
+        return "embeddings of images"
+    return _when(model.enable_prompt_embeds, "embeddings as prompts of a multimodal model")
+
+
+def _both_directions(config: Config) -> str | None:
+    model = config.model_config
+    return _when(
+        model.is_multimodal_model and model.is_mm_prefix_lm, "attention of an image's tokens in both directions"
+    )
+
+
+def _multimodal_on_an_npu(config: Config) -> str | None:
+    return _when(config.model_config.is_multimodal_model, "multimodal models on an NPU")
+
+
 def _npu_attention(config: Config) -> str | None:  # noqa: ARG001 - of every feature
     return _when(attention_library() is None, "attention on an NPU as it is installed here")
 
@@ -135,6 +177,10 @@ COVERED = (
     Feature("Ascend NPU", "compiled and simulated, never run on hardware"),
     Feature(
         "Models", "decoder-only text models with dense attention: Llama, Qwen2, Qwen3, Mistral, Gemma, Phi and the like"
+    ),
+    Feature(
+        "Multimodal models, as text",
+        "Qwen2.5-VL, Qwen3-VL and Gemma 3 with --language-model-only, or with every --limit-mm-per-prompt at 0",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -204,10 +250,28 @@ REFUSED = (
         lambda config: _when(config.model_config.is_moe, "mixture of experts"),
     ),
     Feature(
-        "Multimodal models",
+        "Other multimodal models, also as text",
+        "only Qwen2.5-VL, Qwen3-VL and Gemma 3 have been proven to be text models without their encoders",
+        "serve one of these, or a text model",
+        _unknown_multimodal,
+    ),
+    Feature(
+        "Images, videos, audio",
         "their encoders run kernels that are not ours",
-        "serve the text model",
-        lambda config: _when(config.model_config.is_multimodal_model, "multimodal encoders"),
+        "serve text only, with --language-model-only",
+        _multimodal_inputs,
+    ),
+    Feature(
+        "Embeddings as inputs of multimodal models",
+        "they pass by the embedding layer, and nobody has proven what they stand for",
+        "leave --enable-mm-embeds and --enable-prompt-embeds out",
+        _embeddings,
+    ),
+    Feature(
+        "Attention in both directions (Gemma 3 on a vLLM that keeps it for text)",
+        "the mode's attention is causal",
+        """pass --hf-overrides '{"is_mm_prefix_lm": false}'""",
+        _both_directions,
     ),
     Feature(
         "Mamba, linear attention, hybrids",
@@ -289,6 +353,13 @@ REFUSED = (
         "flash_attn_npu_v3 is installed",
         "install one of them",
         _npu_attention,
+        ("npu",),
+    ),
+    Feature(
+        "Ascend: multimodal models, also as text",
+        "their rotary embedding has not been proven there",
+        "serve a text model",
+        _multimodal_on_an_npu,
         ("npu",),
     ),
     Feature(
