@@ -198,7 +198,9 @@ def test_nothing_that_differs_is_status_0(engine_of: Any, tmp_path: Path, capsys
     prompts = tmp_path / "prompts"
     prompts.write_text("one\n\nthe other\n")
     cases = engine_of(EQUAL)
-    assert main(["bisect", "x/y", "--prompt", "a", "--prompts", str(prompts), "--place", "9"]) == Status.REPRODUCIBLE
+    words = ["--prompt", "a", "--prompts", str(prompts), "--place", "9", "--html", str(tmp_path / "page.html")]
+    assert main(["bisect", "x/y", *words]) == Status.REPRODUCIBLE
+    assert "Nothing differs." in (tmp_path / "page.html").read_text()
     assert [len(prompt) for prompt in cases[0].concurrent] == [3, 9]
     assert cases[0].place == 2
     assert "with 2 concurrent requests: nothing differs" in capsys.readouterr().out

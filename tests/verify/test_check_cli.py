@@ -248,7 +248,6 @@ def test_a_context_that_is_too_short_is_one_line_and_status_2(capsys, monkeypatc
 def test_an_interrupted_check_keeps_a_report_that_is_marked_partial_and_leaves_no_engine(
     tmp_path: Path, interruption: signal.Signals
 ) -> None:
-    pytest.importorskip("matplotlib")
     pid, report, page = tmp_path / "pid", tmp_path / "report.json", tmp_path / "report.html"
     start = (
         "import sys; from vllm_batch_invariant.cli import main; "

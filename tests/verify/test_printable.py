@@ -220,7 +220,6 @@ def test_a_receipt_of_a_hostile_server_is_made_and_verified_in_printable_lines(
 def test_the_page_and_the_report_of_a_hostile_server_are_printable(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    pytest.importorskip("matplotlib")
     page, report = tmp_path / "page.html", tmp_path / "report.json"
     with hostile_server(answer(SENT), metrics=METRICS) as url:
         status, lines = said_by(capsys, "check", "--quick", "--base-url", url, "--html", page, "--json", report)

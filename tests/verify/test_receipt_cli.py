@@ -289,8 +289,11 @@ def test_two_receipts_are_compared_without_a_server(capsys: pytest.CaptureFixtur
     paths[2].write_text(rewritten(receipt(), lambda data: data["completion"]["logprobs"].__setitem__(0, "bf000001")))
     paths[3].write_text(rewritten(receipt(), lambda data: data["model"].update(name="another")))
     assert run(capsys, "compare", paths[0], paths[1])[0] == 0
-    status, out, _ = run(capsys, "compare", paths[0], paths[2])
+    page = tmp_path / "page.html"
+    status, out, _ = run(capsys, "compare", paths[0], paths[2], "--html", page)
     assert status == 1
+    assert "Different from token 0 on." in page.read_text()
+    assert "vllm-batch-invariant receipt compare" in page.read_text()
     assert "differs: at token 0 the logprob of 5 is 0xbf000001" in out
     status, out, err = run(capsys, "compare", paths[0], paths[3])
     assert (status, out) == (2, "")

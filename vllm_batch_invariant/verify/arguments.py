@@ -76,6 +76,11 @@ def add_json(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_html(parser: argparse._ActionsContainer) -> None:
+    """Add the option of every command that has a page for its result."""
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the result as an HTML page")
+
+
 def add_model(parser: argparse._ActionsContainer) -> None:
     """Add the model, as a word and as an option, and the arguments of its engine; see :func:`check_model`."""
     what = "a model's folder or name; with --base-url, the name of the served model"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..answers import PROMPT
-from ..arguments import OneLineParser, add_json, add_model, at_least, check_model, check_reports, choose_mode
+from ..arguments import OneLineParser, add_html, add_json, add_model, at_least, check_model, check_reports, choose_mode
 from ..fuzz.finding import Finding
 from ..harness.engine import start_quiet_engine
 from ..harness.load import filler
@@ -72,6 +72,7 @@ def add_arguments(parser: OneLineParser) -> None:
     )
     concurrent.add_argument("--seed", type=int, default=0, metavar="N", help="seed of their prompts")
     add_json(parser)
+    add_html(parser)
 
 
 def _check(parser: OneLineParser, options: argparse.Namespace) -> None:
@@ -125,6 +126,11 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
     try:  # the file first, because stdout may be closed
         if options.json:
             options.json.write(options, runs[-1][1].status, as_json(setting, runs))
+        if options.html:
+            from ..report.parts import write_page
+            from .page import page_of
+
+            write_page(options, page_of(setting, runs))
     finally:
         print_results(out, setting, runs)
     return runs[-1][1].status

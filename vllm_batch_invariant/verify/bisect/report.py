@@ -55,7 +55,7 @@ def print_results(console: Console, setting: Setting, runs: Sequence[tuple[Case,
     case, result = runs[-1]
     title = f"{setting.model}: {_prompt(case)} alone and with {_count(len(case.concurrent), 'concurrent request')}"
     table = Table(title=escape(printable(title)), title_justify="left", show_header=False)
-    for name, text in _rows(setting, case, result).items():
+    for name, text in rows_of(setting, case, result).items():
         table.add_row(name, escape(text))
     console.print(table)
     console.print(EAGER, highlight=False)
@@ -78,7 +78,8 @@ def plain(case: Case, result: BisectResult) -> dict[str, Any]:
     return data
 
 
-def _rows(setting: Setting, case: Case, result: BisectResult) -> dict[str, str]:
+def rows_of(setting: Setting, case: Case, result: BisectResult) -> dict[str, str]:
+    """The rows of the table: name and text."""
     coverage = result.coverage
     rows = {"engine": f"vLLM {setting.vllm}, {setting.device}, {setting.dtype}, {FLAG}={setting.flag}"}
     rows["mode"] = setting.mode

@@ -13,6 +13,7 @@ from ..arguments import (
     OneLineParser,
     above_zero,
     add_base_url,
+    add_html,
     add_json,
     add_model,
     address,
@@ -55,7 +56,7 @@ def add_arguments(parser: OneLineParser) -> None:
         "--timeout", type=not_negative, default=3600, metavar="SECONDS", help="seconds for the check of a server"
     )
     add_json(parser)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write an HTML page; needs the extra [report]")
+    add_html(parser)
     fuzz = parser.add_argument_group("random requests in engines with random settings")
     fuzz.add_argument(
         "--fuzz", type=above_zero, metavar="MINUTES", help="instead, draw engines and requests for this long"
@@ -133,10 +134,6 @@ def _check(parser: OneLineParser, options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace, parser: OneLineParser) -> int:
     """Run the command; returns its exit status."""
     _check(parser, options)
-    if options.html:
-        from ..report.svg import require_matplotlib
-
-        require_matplotlib()
     if options.replay is not None:
         from ..fuzz.command import replay_finding
 
@@ -210,10 +207,10 @@ def _write(report: Report, options: argparse.Namespace, out: "Console") -> str:
         if options.json:
             options.json.write(options, report.status, as_json(report))
         if options.html:
-            from ..report.html import write_html
+            from ..report.parts import write_page
             from .page import page_of
 
-            write_html(options.html, page_of(report))
+            write_page(options, page_of(report))
     finally:
         print_report(out, report)
     files = " and ".join(str(path) for path in (options.json, options.html) if path)

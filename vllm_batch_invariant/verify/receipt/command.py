@@ -14,6 +14,7 @@ from ..answers import PROMPT
 from ..arguments import (
     OneLineParser,
     add_base_url,
+    add_html,
     add_json,
     add_model,
     at_least,
@@ -31,6 +32,8 @@ from .text import Text
 
 if TYPE_CHECKING:
     from ..harness.worker import Engine
+    from .comparison import Verdict
+    from .record import Receipt
 
 IN_ENGINE = f"{__package__}.in_engine"
 """The module whose functions the engine's process calls."""
@@ -80,6 +83,7 @@ def _make(options: argparse.Namespace, parser: OneLineParser) -> int:
         about = {"receipt": str(options.receipt), "sha256": receipt.sha256, "model": receipt.model.name}
         about |= {"digest": receipt.model.digest, "tokens": len(receipt.completion.token_ids)}
         options.json.write(options, Status.REPRODUCIBLE, about | {"mode": receipt.environment.mode})
+    _write_page(options, receipt)
     return Status.REPRODUCIBLE
 
 
@@ -120,6 +124,7 @@ def _verify(options: argparse.Namespace, parser: OneLineParser) -> int:
     print(verdict.result)
     if options.json:
         options.json.write(options, verdict.status, {"receipt": str(options.receipt)} | as_json(verdict))
+    _write_page(options, receipt, verdict)
     return verdict.status
 
 
@@ -127,7 +132,8 @@ def _print_notes(notes: tuple[Note, ...]) -> None:
     print(describe_notes(notes), flush=True)
 
 
-def _compare(options: argparse.Namespace, _parser: OneLineParser) -> int:
+def _compare(options: argparse.Namespace, parser: OneLineParser) -> int:
+    check_reports(parser, options)
     from .record import Receipt
 
     left, right = (Receipt.load(path) for path in (options.first, options.second))
@@ -135,8 +141,17 @@ def _compare(options: argparse.Namespace, _parser: OneLineParser) -> int:
     if options.json:
         files = {"first": str(options.first), "second": str(options.second)}
         options.json.write(options, verdict.status, files | as_json(verdict))
+    _write_page(options, left, verdict)
     print(verdict)
     return verdict.status
+
+
+def _write_page(options: argparse.Namespace, receipt: "Receipt", verdict: "Verdict | None" = None) -> None:
+    if options.html:
+        from ..report.parts import write_page
+        from .page import page_of
+
+        write_page(options, page_of(receipt, verdict))
 
 
 def _prompt(options: argparse.Namespace) -> Text | None:
@@ -190,6 +205,7 @@ def add_arguments(parser: OneLineParser) -> None:
     making.add_argument("--logprobs", type=at_least(0), default=5, metavar="N", help="candidates at each position")
     making.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens")
     add_json(making)
+    add_html(making)
 
     verifying = commands.add_parser("verify", help="compute a completion again, with concurrent requests")
     verifying.set_defaults(run=_verify, command="receipt verify")
@@ -200,12 +216,14 @@ def add_arguments(parser: OneLineParser) -> None:
         "--concurrent", type=at_least(0), default=8, metavar="N", help="concurrent requests at a time"
     )
     add_json(verifying)
+    add_html(verifying)
 
     comparing = commands.add_parser("compare", help="compare two receipts, without a model")
     comparing.set_defaults(run=_compare, command="receipt compare")
     comparing.add_argument("first", type=Path, help="a receipt")
     comparing.add_argument("second", type=Path, help="another receipt of the same request")
     add_json(comparing)
+    add_html(comparing)
 
 
 def _check_target(parser: OneLineParser, options: argparse.Namespace) -> None:

@@ -7,7 +7,6 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...envs import FLAG
@@ -15,6 +14,7 @@ from ..answers import PROMPT, RequestSpec
 from ..arguments import (
     OneLineParser,
     add_base_url,
+    add_html,
     add_json,
     add_model,
     address,
@@ -82,7 +82,7 @@ def add_arguments(parser: OneLineParser) -> None:
     )
     reports = parser.add_argument_group("reports")
     add_json(reports)
-    reports.add_argument("--html", type=Path, metavar="FILE", help="also write an HTML page; needs the extra [report]")
+    add_html(reports)
 
 
 def _check(parser: OneLineParser, options: argparse.Namespace) -> None:
@@ -102,10 +102,6 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
     _check(parser, options)
     from .report import print_report
 
-    if options.html:
-        from ..report.svg import require_matplotlib
-
-        require_matplotlib()
     flags = choose_mode(parser, options)
     out, notes = consoles()
     results: list[ReproduceResult] = []
@@ -139,10 +135,10 @@ def _write(options: argparse.Namespace, results: Sequence["ReproduceResult"]) ->
     if options.json:
         options.json.write(options, results[-1].status, as_json(target, options.serve_args, spec, results))
     if options.html:
-        from ..report.html import write_html
+        from ..report.parts import write_page
         from .page import page_of
 
-        write_html(options.html, page_of(target, spec, results))
+        write_page(options, page_of(target, spec, results))
 
 
 def _results(options: argparse.Namespace, flags: Sequence[str], notes: "Console") -> Iterator["ReproduceResult"]:
