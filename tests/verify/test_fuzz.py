@@ -16,7 +16,7 @@ from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.verify.bisect.command import _case_of
 from vllm_batch_invariant.verify.fuzz import command as fuzz_command
-from vllm_batch_invariant.verify.fuzz.command import Fuzzer, FuzzPlan, replay
+from vllm_batch_invariant.verify.fuzz.command import Fuzzer, FuzzPlan, is_multimodal, replay
 from vllm_batch_invariant.verify.fuzz.compare import difference
 from vllm_batch_invariant.verify.fuzz.finding import CONCURRENT, Finding, Row
 from vllm_batch_invariant.verify.fuzz.schedule import Item, Reset, Schedule, draw_schedule, draw_settings, draw_targets
@@ -329,6 +329,16 @@ def test_the_context_is_the_models_or_the_one_asked_for(tmp_path: Path) -> None:
     assert context_of(str(tmp_path), ("--max-model-len", "512")) == 512
     assert context_of(str(tmp_path), ("--max-model-len=300",)) == 300
     assert context_of("some/model", ()) is None
+    assert not is_multimodal(str(tmp_path), ())
+
+
+def test_a_multimodal_model_is_served_as_text_by_arguments_that_are_drawn_or_given(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 500}, "vision_config": {}}')
+    assert context_of(str(tmp_path), ()) == 500
+    assert is_multimodal(str(tmp_path), ("--max-model-len", "512"))
+    assert not is_multimodal(str(tmp_path), ("--language-model-only",))
+    assert not is_multimodal(str(tmp_path), ('--limit-mm-per-prompt={"image": 0}',))
+    assert not is_multimodal("some/model", ())
 
 
 def test_the_mode_of_a_row_is_the_flags(engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

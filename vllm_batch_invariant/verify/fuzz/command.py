@@ -18,14 +18,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...envs import FLAG
-from ..harness.engine import context_of
+from ..harness.engine import context_of, model_config
 from ..harness.worker import Engine, EngineFailed
 from ..outcome import Status
 from ..printing import consoles, printable, waiting
 from .compare import difference
 from .finding import BROKE, CONCURRENT, SETTINGS, Finding, Row, append_rows
 from .report import print_fuzz
-from .schedule import CONTEXTS, Schedule, Settings, Target, alone, as_item, draw_schedule, draw_settings, draw_targets
+from .schedule import (
+    CONTEXTS,
+    TEXT_ONLY,
+    Schedule,
+    Settings,
+    Target,
+    alone,
+    as_item,
+    draw_schedule,
+    draw_settings,
+    draw_targets,
+)
 from .trial import Trial
 
 if TYPE_CHECKING:
@@ -82,6 +93,7 @@ class Fuzzer:
     def __init__(self, plan: FuzzPlan, on_progress: OnProgress = _quiet) -> None:
         self._plan, self._on_progress = plan, on_progress
         self._device = "cuda" if _on_gpu() else "cpu"
+        self._multimodal = is_multimodal(plan.model, plan.serve_args)
         self._context = min(CONTEXTS[self._device], plan.context or CONTEXTS[self._device])
         self._began = time.monotonic()
         self._lock, self._running, self._stopped = threading.Lock(), set[Engine](), False
@@ -127,7 +139,8 @@ class Fuzzer:
         return self._stopped or time.monotonic() > self._began + self._plan.seconds
 
     def _engine(self, number: int) -> None:
-        plan, settings = self._plan, draw_settings(self._plan.seed, number, self._device, self._context)
+        plan = self._plan
+        settings = draw_settings(plan.seed, number, self._device, self._context, self._multimodal)
         row = Row(Path(plan.model).name, plan.mode, settings.label, plan.seed)
         row.date = datetime.now(UTC).date().isoformat()
         with self._lock:
@@ -248,6 +261,13 @@ def _on_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def is_multimodal(model: str, serve_args: Sequence[str]) -> bool:
+    """Whether a model's folder describes an encoder, and the arguments leave open which inputs it takes."""
+    choices = tuple(arguments[0] for arguments in TEXT_ONLY.values())
+    chosen = any(argument.startswith(choices) for argument in serve_args)
+    return not chosen and bool({"vision_config", "audio_config"} & set(model_config(model)))
 
 
 def replay(finding: Finding, on_progress: OnProgress = _quiet) -> tuple[Status, str]:

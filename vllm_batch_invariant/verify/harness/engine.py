@@ -49,12 +49,14 @@ def kv_cache_space(model: str, arguments: Sequence[str]) -> dict[str, str]:
     if chosen or _SPACE in os.environ:
         return {}
     try:
-        config = json.loads((Path(model).expanduser() / "config.json").read_text())
-        config = config.get("text_config", config)
+        config = _text_config(model)
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        needed = 2 * 4 * config["num_hidden_layers"] * heads * size * (context_of(model, arguments) or 0)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+        wide = "float32" in (config.get("torch_dtype"), config.get("dtype")) or "float32" in " ".join(arguments)
+        needed = (
+            2 * (4 if wide else 2) * config["num_hidden_layers"] * heads * size * (context_of(model, arguments) or 0)
+        )
+    except (KeyError, TypeError, ZeroDivisionError):
         return {_SPACE: "4"}  # a name on a hub: as much as vLLM gave before
     return {_SPACE: str(1 + needed // (1 << 30))}
 
@@ -68,11 +70,24 @@ def context_of(model: str, arguments: Sequence[str]) -> int | None:
         if name == "--max-model-len":
             value = value or "".join(arguments[place + 1 : place + 2])
             return int(value) if value.isdigit() else None
+    length = _text_config(model).get("max_position_embeddings")
+    return length if isinstance(length, int) else None
+
+
+def _text_config(model: str) -> dict[str, Any]:
+    """The part of the configuration that describes the language model."""
+    config = model_config(model)
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def model_config(model: str) -> dict[str, Any]:
+    """The configuration in a model's folder; empty if there is none."""
     try:
         config = json.loads((Path(model).expanduser() / "config.json").read_text())
-        return int(config["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def start_engine(model: str, arguments: Sequence[str]) -> Any:

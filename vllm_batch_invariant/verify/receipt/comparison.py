@@ -9,7 +9,7 @@ from ..outcome import NoTestError, Status
 from ..printing import printable
 from .record import Completion, EngineInfo, Model, Receipt, bits_of, number_of
 
-HOW_TO_REPORT = "a server with the mode on describes itself if it is started with VLLM_PLUGINS=batch_invariant"
+HOW_TO_REPORT = "a server with the mode on describes itself at /v1/batch_invariant"
 
 
 @dataclass(frozen=True)
