@@ -56,6 +56,8 @@ REFUSED = {
     "settings for somebody else": ({"additional_config": {"size": 1}}, "additional_config={'size': 1}"),
 }
 
+TWO = {"enable_lora": True, "hf_overrides": {"head_dim": 32}}
+
 ACCEPTED = {
     "plain": {},
     "how requests are scheduled": {"max_num_seqs": 3, "async_scheduling": False, "scheduling_policy": "priority"},
@@ -116,7 +118,7 @@ def processors(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lines(checkpoint: Path, processors: Path) -> dict[str, str]:
-    arguments = {name: arguments for name, (arguments, _) in REFUSED.items()} | ACCEPTED
+    arguments = {name: arguments for name, (arguments, _) in REFUSED.items()} | ACCEPTED | {"two at once": TWO}
     return json.loads(build(checkpoint, arguments, "1", processors).stdout.strip().splitlines()[-1])
 
 
@@ -126,6 +128,12 @@ def test_a_feature_that_is_not_covered_is_refused_by_name(lines: dict[str, str],
     assert lines[feature].startswith(f"NotCovered: batch-invariant mode does not cover {found}: "), lines[feature]
     assert "; " in lines[feature]
     assert "\n" not in lines[feature]
+
+
+def test_of_two_features_the_first_is_refused_and_the_other_named(lines: dict[str, str]) -> None:
+    said = lines["two at once"]
+    assert said.startswith("NotCovered: batch-invariant mode does not cover LoRA adapters: ")
+    assert said.endswith("merge the adapter into the weights. Nor does it cover attention heads of size 32.")
 
 
 @pytest.mark.parametrize("settings", ACCEPTED)
