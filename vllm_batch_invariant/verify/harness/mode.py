@@ -11,17 +11,18 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from ...envs import FLAG
-from ...integration.endpoint import PATH, PLUGINS, Endpoint
+from ...integration.endpoint import PATH
+from ...integration.server import METRIC, Endpoint
 
 if TYPE_CHECKING:
     from .client import Connection
 
-METRIC = "vllm:batch_invariant_info"
-"""Is 1 on the metrics page of a server with the mode on."""
+PLUGINS = "VLLM_PLUGINS"
+"""vLLM's list of the plugins that it loads; all of them if it is not set."""
 OURS = "vllm-batch-invariant"
 THEIRS = f"vLLM's own invariant mode: {PLUGINS} leaves vllm-batch-invariant out"
 NONE = f"none: {FLAG} is not 1"
-UNKNOWN = f"unknown: a server describes itself if it is started with {PLUGINS}={Endpoint.name}"
+UNKNOWN = "unknown: the server does not say, as one with vllm-batch-invariant does"
 
 
 def of_engine() -> str:
