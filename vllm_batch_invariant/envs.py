@@ -89,21 +89,30 @@ def enabled() -> bool:
     return VARIABLES[0].read() == "1"
 
 
+def check_flag() -> None:
+    """Refuse a misspelt flag: who sets one believes that the mode is on.
+
+    Raises:
+        BadSetting: a variable whose name is almost that of the flag.
+    """
+    _check([FLAG])
+
+
 def check_names() -> None:
     """Refuse variables that look like this project's and are not, so that a typing error changes nothing silently.
 
-    While the mode is not asked for, only a misspelt flag is refused: who sets one believes that the mode is on.
-
     Raises:
-        BadSetting: an unknown variable, with the nearest known one, or a wrong value of the flag.
+        BadSetting: an unknown variable, with the nearest known one.
     """
+    _check([variable.name for variable in VARIABLES], ours=f"{FLAG}_")
+
+
+def _check(meant: list[str], ours: str | None = None) -> None:
+    """Refuse a variable whose name is almost one of those that may be meant, or begins with ``ours`` and is unknown."""
     known = [variable.name for variable in VARIABLES]
-    on = enabled()
     for name in sorted(os.environ):
         if name in known or not name.upper().startswith("V") or _OF_A_SERVICE.search(name):
             continue
-        near = difflib.get_close_matches(name.upper(), known if on else [FLAG], n=1, cutoff=_RESEMBLANCE)
-        if on and name.startswith(f"{FLAG}_"):
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0)
-        if near:
+        cutoff = 0 if ours and name.startswith(ours) else _RESEMBLANCE
+        if near := difflib.get_close_matches(name.upper(), meant, n=1, cutoff=cutoff):
             raise BadSetting(f"unknown environment variable {name}; did you mean {near[0]}? Known: {', '.join(known)}.")

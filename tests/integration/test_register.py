@@ -43,8 +43,8 @@ def test_an_unknown_variable_is_refused_with_the_nearest_known_one(monkeypatch: 
     [
         "VLLM_BATCH_INVARIENT",
         "VLLM_BATCH_INVARIANCE",
-        "VLLM_USE_BATCH_INVARIANT",
-        "BATCH_INVARIANT",
+        "VLLM_ENABLE_BATCH_INVARIANT",
+        "VLLM_BATCH_INVARIANT_MODE",
         "vllm_batch_invariant",
     ],
 )
@@ -73,6 +73,7 @@ def test_no_variable_of_vllms_or_of_a_service_of_kubernetes_is_taken_for_a_missp
     ):
         if name != "VLLM_BATCH_INVARIANT":
             monkeypatch.setenv(name, "")
+    envs.check_flag()
     envs.check_names()
 
 

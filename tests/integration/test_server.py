@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from vllm_batch_invariant.integration import patch_points, server, weights
+from vllm_batch_invariant.integration import endpoint, patch_points, server, weights
 from vllm_batch_invariant.integration.server import Endpoint, Fingerprint, Metric, stamp
 
 ENVIRONMENT = {
@@ -183,7 +183,7 @@ def test_the_metric_is_one_for_what_is_served_and_zero_for_what_was(nothing_publ
     second = str(found)
     REGISTRY.unregister(server._made_gauge())  # as vLLM does for the next engine of a process
     found.tell(Metric(given.environment, config).show)
-    samples = [sample for family in REGISTRY.collect() if family.name == server.METRIC for sample in family.samples]
+    samples = [sample for family in REGISTRY.collect() if family.name == endpoint.METRIC for sample in family.samples]
     values = {
         sample.labels["fingerprint"]: sample.value
         for sample in samples

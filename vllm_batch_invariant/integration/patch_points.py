@@ -120,6 +120,9 @@ MODEL_RUNNER = PatchPoint(("vllm.v1.worker.gpu_model_runner",), "GPUModelRunner"
 """The first model runner, of CPUs as well."""
 ENDPOINT_PLUGINS = PatchPoint(("vllm.plugins",), "load_endpoint_plugins")
 """Called by a server for the routes that plugins add."""
+GAUGE = PatchPoint(("vllm.v1.metrics.loggers",), "Gauge")
+"""prometheus_client's, as vLLM has it."""
+METRICS = PatchPoint(("vllm.v1.metrics.prometheus",), "REGISTRY")
 ENVIRONMENT = PatchPoint(("vllm.envs",), "environment_variables")
 CUDAGRAPH_MODE = PatchPoint(("vllm.config", "vllm.config.compilation"), "CUDAGraphMode")
 GRAPH_MANAGER = PatchPoint(("vllm.v1.worker.gpu.cudagraph_utils",), "CudaGraphManager")
