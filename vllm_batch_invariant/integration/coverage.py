@@ -215,7 +215,7 @@ REFUSED = (
     ),
     Feature(
         "Quantised weights",
-        "their kernels choose tiles and scales by the batch",
+        "kernels for them choose tiles and scales by the batch",
         "serve the unquantised model",
         _quantisation,
     ),
@@ -307,7 +307,7 @@ REFUSED = (
     Feature(
         "Other head sizes",
         f"the kernels have sizes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} in steps of 16",
-        "serve another model",
+        "serve another model, no setting helps",
         _head_size,
         ("cpu", "cuda"),
     ),
@@ -395,15 +395,26 @@ def check(config: Config) -> None:
     """Refuse a configuration that the mode does not cover.
 
     Raises:
-        NotCovered: the first feature in use that is not covered, in one line.
+        NotCovered: every feature in use that is not covered, in one line: the first with what to do.
     """
     check_device(config.device_config.device_type)
     if config.model_config is None:
         return
+    refusal: tuple[str, str, str] | None = None
+    others: list[str] = []
     for feature in REFUSED:
-        found = feature.found(config)
-        if found:
-            raise NotCovered(found, feature.note, feature.remedy or "")
+        try:
+            found = feature.found(config)
+        except Exception:  # a model that is refused anyway may lack what is asked of it, such as the size of a head
+            if refusal is None:
+                raise
+            continue
+        if found and refusal:
+            others.append(found)
+        elif found:
+            refusal = (found, feature.note, feature.remedy or "")
+    if refusal:
+        raise NotCovered(*refusal, others)
 
 
 def markdown() -> str:

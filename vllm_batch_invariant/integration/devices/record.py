@@ -26,6 +26,7 @@ class VllmDevice:
         execution: how layers run, for the log.
         has_reviewed_config: whether somebody has read every field of the configurations that vLLM has on it.
         copies_weights: whether matmuls read copies of the weights, which go before the weights are written.
+        guarantees: of docs/contract.md, that are kept on it.
     """
 
     ops: Device
@@ -35,6 +36,7 @@ class VllmDevice:
     execution: str = "Layers are not compiled."
     has_reviewed_config: bool = True
     copies_weights: bool = False
+    guarantees: tuple[str, ...] = ("run", "batch", "schedule")
 
     def check_build(self) -> None:
         """Refuse a PyTorch that is built for another device of that name.
