@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.engine import listed
+from tests.engine.bisected import OTHER_COUNTS
 from tests.engine.engines import OF_DEVICE, Result, run, tokens
 from tests.engine.plans import CONCURRENT, CONCURRENT_LENGTHS, OTHER_SAMPLING, RESTARTED, UNSEEDED, again, plan
 from vllm_batch_invariant.envs import ATTENTION, FLAG, SEED
@@ -341,6 +342,16 @@ def test_a_bisection_of_the_mode_finds_nothing(bisected: dict[str, Any], name: s
     assert result["answers_recorded"]
     assert result["coverage"]["compared"] > 100
     assert set(result["requests"]) == {8}
+
+
+@pytest.mark.parametrize("count", OTHER_COUNTS)
+def test_a_bisection_of_the_mode_finds_nothing_with_any_number_of_requests(
+    bisected: dict[str, Any], count: int
+) -> None:
+    result = bisected[f"no fault with {count}"]
+    assert result["found"] is None, result["verdict"]
+    assert result["first_logprob"] is None
+    assert set(result["requests"]) == {count + 1}
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def offer() -> None:
 class Endpoint:
     """``GET /v1/batch_invariant``, in the form of vLLM's endpoint plugins, which also meet the server's state."""
 
-    name = endpoint.PLUGIN
+    name = endpoint.NAME
     required_tasks = ("generate",)
 
     def attach_router(self, app: Any) -> None:
