@@ -99,6 +99,8 @@ INPUT_PROCESSOR = PatchPoint(("vllm.v1.engine.input_processor",), "InputProcesso
 """Makes what the engine gets of what a client asks."""
 TOP_K_TOP_P = PatchPoint(("vllm.v1.sample.ops.topk_topp_sampler",), "apply_top_k_top_p")
 """Filters logits for vLLM's first model runner."""
+TOP_K_TOP_P_SAMPLER = PatchPoint(("vllm.v1.sample.ops.topk_topp_sampler",), "TopKTopPSampler")
+"""Filters, and draws a token with the generators of seeded rows, for the first model runner."""
 TOP_K_TOP_P_OF_STATES = PatchPoint(("vllm.v1.worker.gpu.sample.states",), "apply_top_k_top_p")
 """The same for the second one, under the two names that it has there."""
 TOP_K_TOP_P_OF_SAMPLER = PatchPoint(("vllm.v1.worker.gpu.sample.sampler",), "apply_top_k_top_p")
@@ -132,6 +134,7 @@ MEMBERS = {
     ),
     "INPUT_PROCESSOR": ("process_inputs",),
     "INPUT_BATCH": ("swap_states", "condense"),
+    "TOP_K_TOP_P_SAMPLER": ("forward_cpu", "forward_native"),
     "SAMPLER": ("forward", "gather_logprobs", "gather_specific_token_logprobs"),
     "SECOND_SAMPLER": ("apply_sampling_params",),
     "MODEL_RUNNER": ("_sample", "_bookkeeping_sync"),
