@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.engines import ROOT
+from vllm_batch_invariant.envs import UNTESTED_VLLM
 
 pytestmark = pytest.mark.engine
 
@@ -56,6 +57,9 @@ REFUSED = {
     "settings for somebody else": ({"additional_config": {"size": 1}}, "additional_config={'size': 1}"),
 }
 
+CORE = ("quantisation", "tensor parallelism", "LoRA", "another attention backend", "weights on the host")
+"""Those that every version of vLLM has."""
+
 ACCEPTED = {
     "plain": {},
     "how requests are scheduled": {"max_num_seqs": 3, "async_scheduling": False, "scheduling_policy": "priority"},
@@ -86,12 +90,17 @@ SERVER = (
 )  # fmt: skip
 
 
+def inherited() -> dict[str, str]:
+    """The environment without vLLM's variables, but for the one that lets an untested vLLM start."""
+    kept = UNTESTED_VLLM.name
+    return {name: value for name, value in os.environ.items() if name == kept or not name.startswith("VLLM_")}
+
+
 def build(checkpoint: Path, arguments: dict[str, dict], flag: str, installed: Path) -> subprocess.CompletedProcess[str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     return subprocess.run(
         [sys.executable, "-c", BUILD_CONFIGURATIONS, str(checkpoint), json.dumps(arguments), str(installed)],
         cwd=ROOT,
-        env=inherited | {"HF_HUB_OFFLINE": "1", "VLLM_BATCH_INVARIANT": flag},
+        env=inherited() | {"HF_HUB_OFFLINE": "1", "VLLM_BATCH_INVARIANT": flag},
         capture_output=True,
         text=True,
         timeout=200,
@@ -120,7 +129,9 @@ def lines(checkpoint: Path, processors: Path) -> dict[str, str]:
     return json.loads(build(checkpoint, arguments, "1", processors).stdout.strip().splitlines()[-1])
 
 
-@pytest.mark.parametrize("feature", REFUSED)
+@pytest.mark.parametrize(
+    "feature", [pytest.param(name, marks=[pytest.mark.core] if name in CORE else []) for name in REFUSED]
+)
 def test_a_feature_that_is_not_covered_is_refused_by_name(lines: dict[str, str], feature: str) -> None:
     found = REFUSED[feature][1]
     assert lines[feature].startswith(f"NotCovered: batch-invariant mode does not cover {found}: "), lines[feature]
@@ -144,11 +155,10 @@ def injected(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_layer_that_only_the_worker_sees_stops_a_server_with_one_line(checkpoint: Path, injected: Path) -> None:
     paths = os.pathsep.join(filter(None, (str(ROOT), str(injected), os.environ.get("PYTHONPATH"))))
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     process = subprocess.run(
         [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), *SERVER],
         cwd=ROOT,
-        env=inherited | {"HF_HUB_OFFLINE": "1", "VLLM_BATCH_INVARIANT": "1", "PYTHONPATH": paths},
+        env=inherited() | {"HF_HUB_OFFLINE": "1", "VLLM_BATCH_INVARIANT": "1", "PYTHONPATH": paths},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
