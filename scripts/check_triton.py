@@ -1,45 +1,215 @@
-"""Compiles every variant of the GPU's kernels with other versions of Triton than the installed one; needs no GPU.
+"""Compiles the GPU's kernels with other versions of Triton than the installed one, for every GPU; needs no GPU.
 
-usage: python -m scripts.check_triton TRITON...     such as triton==3.8.0, or triton for the newest: 250 MB each
+usage: python -m scripts.check_triton TRITON...        such as triton==3.8.0, or triton for the newest: 250 MB each
+       python -m scripts.check_triton TRITON... --write     and write docs/gpus.csv and the table of docs/gpus.md
+
+A cell is a Triton, a GPU and some kernels. What is known of it is kept in .cache/triton until a source changes, so that
+a second run is quick and one that was interrupted goes on. All cells of a version take hours of one core.
 """
 
 import argparse
+import csv
+import hashlib
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+from vllm_batch_invariant.ops.common.nvidia_gpus import COMPILED_FOR
 
 ROOT = Path(__file__).parents[1]
+CACHE = ROOT / ".cache" / "triton"
+PROGRAM = "tests.ops.compiled_kernels"
+SOURCES = ("vllm_batch_invariant/ops/**/*.py", "tests/ops/compiled_kernels.py", "tests/ops/attention/cases.py")
+"""What decides what is compiled."""
+MOST_STACK = {"attention_kernel": 320, "prefill_kernel": 256, "decode_kernel": 256, "gemm_sm90_swap_ab_kernel": 256}
+"""Bytes of a thread's stack that are no matter. Where a block of prefill has 64 registers of running results in each
+thread, these 256 bytes wait in memory while a split is computed: on an H200, where kernels were timed, it is like that.
+"""
+MOST_STACK_ELSEWHERE = 64
+GPUS = tuple(10 * major + minor for major, minor in COMPILED_FOR)
+TABLE = ROOT / "docs" / "gpus.csv"
+PAGE = ROOT / "docs" / "gpus.md"
+BEGIN, END = "<!-- written by python -m scripts.check_triton --write -->", "<!-- end -->"
 
 
-def compiles_with(requirement: str, which: str) -> bool:
-    """Whether ``tests.ops.compiled_kernels`` passes with that Triton, which is unpacked for it alone."""
-    with tempfile.TemporaryDirectory() as folder:
-        wanted = ["--no-deps", "--only-binary=:all:", "--dest", folder, requirement]
-        subprocess.run([sys.executable, "-m", "pip", "download", "-q", *wanted], check=True)
-        [wheel] = Path(folder).glob("*.whl")
-        with zipfile.ZipFile(wheel) as packed:
-            for member in packed.infolist():
-                path = Path(packed.extract(member, folder))
-                path.chmod(path.stat().st_mode | member.external_attr >> 16 & 0o111)  # compilers are programs
-        places = {"PYTHONPATH": f"{folder}:{ROOT}", "TRITON_CACHE_DIR": f"{folder}/cache"}
-        program = [sys.executable, "-m", "tests.ops.compiled_kernels", which]
-        return subprocess.run(program, cwd=ROOT, env=os.environ | places).returncode == 0
+def digest() -> str:
+    """Of the sources that decide what is compiled."""
+    found = hashlib.sha256()
+    for path in sorted(path for pattern in SOURCES for path in ROOT.glob(pattern)):
+        found.update(f"{path.relative_to(ROOT).as_posix()}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def unpacked(requirement: str) -> tuple[str, Path]:
+    """The version of a Triton and the folder that it is unpacked in, downloaded where it is not there."""
+    wheels = CACHE / "wheels"
+    pinned = CACHE / requirement.replace("triton==", "triton-")
+    if "==" not in requirement or not pinned.exists():
+        wheels.mkdir(parents=True, exist_ok=True)
+        wanted = ["--no-deps", "--only-binary=:all:", "--dest", str(wheels), requirement]
+        said = subprocess.run(
+            [sys.executable, "-m", "pip", "download", *wanted], check=True, capture_output=True, text=True
+        ).stdout
+        wheel = next(wheel for wheel in sorted(wheels.glob("*.whl"), reverse=True) if wheel.name in said)
+        pinned = CACHE / f"triton-{wheel.name.split('-')[1]}"
+        if not pinned.exists():
+            unpack(wheel, pinned)
+    return pinned.name.removeprefix("triton-"), pinned
+
+
+def unpack(wheel: Path, folder: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=CACHE) as temporary, zipfile.ZipFile(wheel) as packed:
+        for member in packed.infolist():
+            path = Path(packed.extract(member, f"{temporary}/wheel"))
+            path.chmod(path.stat().st_mode | member.external_attr >> 16 & 0o111)  # compilers are programs
+        Path(temporary, "wheel").rename(folder)
+
+
+def cells_of(gpu: int) -> list[str]:
+    """Names of what there is to compile for a GPU."""
+    run = subprocess.run(
+        [sys.executable, "-m", PROGRAM, "--names", str(gpu)], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    return run.stdout.splitlines()
+
+
+def kept_at(version: str, gpu: int, sources: str) -> Path:
+    """Where the cells of a Triton and a GPU are kept, a line each."""
+    return CACHE / "cells" / f"{version}-sm_{gpu}-{sources}.jsonl"
+
+
+def kept(version: str, gpu: int, sources: str) -> dict[str, dict[str, Any]]:
+    """The finished cells, by name; a line that was interrupted is none."""
+    path, found = kept_at(version, gpu, sources), {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            cell = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        found[cell["name"]] = cell
+    return found
+
+
+def compile_missing(version: str, folder: Path, gpu: int, names: Sequence[str], sources: str) -> str | None:
+    """Compile the cells that are not finished, in a process of its own; what went wrong with it, if anything did."""
+    missing = [name for name in names if name not in kept(version, gpu, sources)]
+    if not missing:
+        return None
+    path = kept_at(version, gpu, sources)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as cache, path.open("a") as lines:
+        places = {"PYTHONPATH": f"{folder}:{ROOT}", "TRITON_CACHE_DIR": cache, "TRITON_DISABLE_LINE_INFO": "1"}
+        run = subprocess.run(
+            [sys.executable, "-m", PROGRAM, "--cells", str(gpu), *missing],
+            cwd=ROOT, env=os.environ | places, stdout=lines, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    return None if run.returncode == 0 else f"Triton {version}, sm_{gpu}: {run.stderr[-2000:]}"
+
+
+def summarised(cells: Sequence[dict[str, Any]]) -> Iterator[dict[str, str | int]]:
+    """A row of the table for each cell: the worst of its variants."""
+    for cell in cells:
+        variants = cell["kernels"]
+        spilled = Counter()
+        for one in variants:
+            if one["stack"] > MOST_STACK.get(one["kernel"], MOST_STACK_ELSEWHERE):
+                spilled[one["kernel"]] = max(spilled[one["kernel"]], one["stack"])
+        problems = cell["problems"] + [f"{kernel} has {stack} bytes of stack" for kernel, stack in spilled.items()]
+        yield {
+            "triton": cell["triton"],
+            "gpu": f"sm_{cell['gpu']}",
+            "kernels": cell["name"],
+            "outcome": "; ".join(problems) or "compiled",
+            "variants": len(variants),
+            "shared": max((one["shared"] for one in variants), default=0),
+            "registers": max((one["registers"] for one in variants), default=0),
+            "stack": max((one["stack"] for one in variants), default=0),
+            "instructions": " ".join(sorted({kind for one in variants for kind in one["instructions"].split()})),
+        }
+
+
+def read_table() -> list[dict[str, str]]:
+    with TABLE.open() as lines:
+        return list(csv.DictReader(lines))
+
+
+def page_table(rows: Sequence[dict[str, str]]) -> str:
+    """The page's table: for each Triton and GPU, how much was compiled and the worst of it."""
+    lines = [
+        "| Triton | GPU | compiled | problems | shared memory | registers | stack | tensor cores get, for 16 bits |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for version, gpu in dict.fromkeys((row["triton"], row["gpu"]) for row in rows):
+        own = [row for row in rows if (row["triton"], row["gpu"]) == (version, gpu)]
+        bad = [row["kernels"] for row in own if row["outcome"] != "compiled"]
+        worst = [max(int(row[column]) for row in own) for column in ("shared", "registers", "stack")]
+        halves = [row for row in own if row["kernels"].startswith("attention") and "float32" not in row["kernels"]]
+        kinds = sorted({kind for row in halves for kind in row["instructions"].split()})
+        variants = sum(int(row["variants"]) for row in own)
+        lines.append(
+            f"| {version} | {gpu} | {variants} variants in {len(own)} cells | {', '.join(bad) or 'none'} | "
+            f"{worst[0]} | {worst[1]} | {worst[2]} | {', '.join(kinds)} |"
+        )
+    return "\n".join(lines)
+
+
+def write(rows: Sequence[dict[str, str | int]]) -> None:
+    """The CSV file, and the table in the page."""
+    with TABLE.open("w", newline="") as lines:
+        table = csv.DictWriter(lines, list(rows[0]), lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{page_table(read_table())}\n{END}{rest.partition(END)[2]}")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check each version; the exit status is the number of those with which a kernel does not compile or fit."""
+    """Check each version; the exit status is 1 if a kernel does not compile or fit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("requirements", nargs="+", metavar="TRITON")
-    parser.add_argument("--gluon", action="store_true", help="only the kernels in Gluon")
+    parser.add_argument("--gpus", nargs="*", type=int, default=GPUS, metavar="SM", help="such as 86 120")
+    parser.add_argument("--cells", nargs="*", metavar="NAME", help="only these; named in docs/gpus.csv")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
+    parser.add_argument("--write", action="store_true", help="write docs/gpus.csv and the table of docs/gpus.md")
+    parser.add_argument("--known", action="store_true", help="compile nothing more, report what is known")
     parsed = parser.parse_args(arguments)
-    which = "--gluon" if parsed.gluon else "--all"
-    wrong = [one for one in parsed.requirements if not compiles_with(one, which)]
-    for one in parsed.requirements:
-        print(f"{one}: {'some kernel does not compile or fit' if one in wrong else 'every kernel compiles and fits'}")
-    return len(wrong)
+    sources, tritons = digest(), [unpacked(one) for one in dict.fromkeys(parsed.requirements)]
+    names = {gpu: [one for one in cells_of(gpu) if parsed.cells is None or one in parsed.cells] for gpu in parsed.gpus}
+    failed = []
+    if not parsed.known:
+        with ThreadPoolExecutor(parsed.jobs) as pool:
+            jobs = [
+                pool.submit(compile_missing, version, folder, gpu, names[gpu], sources)
+                for version, folder in tritons
+                for gpu in parsed.gpus
+            ]
+            failed = [said for job in jobs if (said := job.result())]
+    found = [
+        known[name]
+        for version, _ in tritons
+        for gpu in parsed.gpus
+        for known in [kept(version, gpu, sources)]
+        for name in names[gpu]
+        if name in known
+    ]
+    rows = list(summarised(found))
+    wrong = [row for row in rows if row["outcome"] != "compiled"]
+    for row in wrong:
+        print(f"Triton {row['triton']}, {row['gpu']}, {row['kernels']}: {row['outcome']}")
+    print(*failed, sep="\n")
+    every = sum(map(len, names.values())) * len(tritons)
+    print(f"{len(rows)} of {every} cells, {sum(int(row['variants']) for row in rows)} variants, {len(wrong)} wrong")
+    if parsed.write and rows:
+        write(rows)
+    return 1 if wrong or failed or len(rows) < every else 0
 
 
 if __name__ == "__main__":

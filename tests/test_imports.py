@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "integration": {"ops", "aten", "provenance", "envs", "errors", "version"},
     "hf": {"ops", "aten", "integration", "provenance", "envs", "errors"},
     "verify": {"ops", "aten", "integration", "provenance", "envs", "errors", "compare", "kept_file", "version"},
-    "cli": {"verify", "integration", "envs", "errors"},
+    "cli": {"verify", "integration", "envs", "errors", "version"},
     "envs": {"errors"},
     "errors": set(),
     "compare": set(),

@@ -1,14 +1,20 @@
 """Compiles the GPU's kernels for GPUs that are not here, with the arguments that the launchers give them, and holds
 what they take against what those GPUs have; a program of its own, because it takes the place of Triton's driver.
 
-usage: python -m tests.ops.compiled_kernels [--all | --gluon]     every variant, and what each kernel takes: 4 minutes
-for those in Gluon, 10 for all
-       python -m tests.ops.compiled_kernels --launches            compiles nothing, looks at the options of launches
+usage: python -m tests.ops.compiled_kernels                  one variant of each kind: a minute
+       python -m tests.ops.compiled_kernels --gluon          every variant in Gluon, and what each takes: 4 minutes
+       python -m tests.ops.compiled_kernels --launches       compiles nothing, looks at the options of launches and at
+                                                             what is compiled anew for another batch
+       python -m tests.ops.compiled_kernels --names GPU      what there is to compile for it
+       python -m tests.ops.compiled_kernels --cells [GPU] [CELL ...]    a line of JSON for each cell: with no GPU every
+                                                             GPU, with no cell every cell; scripts.check_triton reads it
 """
 
 import argparse
 import ast
 import itertools
+import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +30,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -34,6 +41,8 @@ from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attenti
 from vllm_batch_invariant.ops.attention import plan as planning
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
 from vllm_batch_invariant.ops.attention.shared_memory import decode_bytes
+from vllm_batch_invariant.ops.common.compile_errors import reason
+from vllm_batch_invariant.ops.common.nvidia_gpus import COMPILED_FOR, attends_by_tma, has_tcgen05
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
@@ -55,6 +64,7 @@ RESERVED = 1024
 """Bytes of a multiprocessor's shared memory that a program takes beside its own."""
 MOST_SPILLED = 256
 """Bytes of a thread's stack. With Triton 3.6 to 3.9 a Gluon kernel has up to 104."""
+GLUON = ("prefill_kernel", "decode_kernel", "gemm_sm90_swap_ab_kernel")
 PROCESSORS = 132
 HALVES = (torch.bfloat16, torch.float16)
 REDUCTION = AttentionReduction.of_device("cuda")
@@ -105,6 +115,11 @@ class Compiled:
         [line] = [line for line in said.splitlines() if "REG:" in line]
         found = dict(item.split(":") for item in line.split())
         return int(found["REG"]), int(found["STACK"])
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        """Kinds of the tensor cores' instructions; fp32 has none."""
+        return tuple(sorted(set(re.findall(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", self.kernel.asm["ptx"]))))
 
 
 compiled: list[Compiled] = []
@@ -162,6 +177,8 @@ def check_every_launch() -> None:
         launch()
     missing = launched_in_sources() - launched.keys()
     check(f"every kernel of the sources is launched here{': not ' * bool(missing)}{', '.join(missing)}", not missing)
+    known = {10 * major + minor for major, minor in COMPILED_FOR}
+    check("every GPU that is covered is compiled for", known == SHARED_MEMORY.keys())
     check(f"{launched.total()} launches of {len(launched)} kernels say whether products are fused", len(launched) > 20)
 
 
@@ -267,7 +284,7 @@ def check_all(what: str, found: list[Compiled], verbose: bool) -> None:
     """Check that each kernel can be loaded, that the assembler had registers enough, and how many there were."""
     for one in found:
         limit = SHARED_MEMORY[one.gpu]
-        gluon = one.name in ("prefill_kernel", "decode_kernel", "gemm_sm90_swap_ab_kernel")
+        gluon = one.name in GLUON
         registers, stack = one.resources() if gluon or verbose else (0, 0)
         if verbose:
             print(f"{what}: {one.name}, {one.shared} bytes shared, {registers} registers, {stack} bytes of stack")
@@ -292,18 +309,31 @@ def check_sm90_attention(heads: Heads, page: int, verbose: bool) -> None:
     check_all(what, found, verbose)
 
 
-def check_attention(gpu: int, heads: Heads, page: int, verbose: bool, **options: object) -> None:
+def check_attention(gpu: int, heads: Heads, page: int, **options: object) -> None:
     what = f"attention on sm_{gpu}, {heads}, pages of {page}{', with ' * bool(options)}{', '.join(options)}"
     found = launch_on(gpu, decode_and_prefill, heads, page, **options)
-    check_all(what, found, verbose)
-    small = planning.decode_schedule(heads.size, heads.dtype)
-    for one in found:
+    check_all(what, found, False)
+    for problem in problems_of_attention(gpu, heads, page, found):
+        check(f"{what}: {problem}", False)
+
+
+def problems_of_attention(gpu: int, heads: Heads, page: int, found: list[Compiled]) -> list[str]:
+    """Where decode takes another instruction than prefill, and where it takes more memory than it is reckoned with."""
+    problems = []
+    attention = [one for one in found if one.name == "attention_kernel"]
+    kinds = sorted({kind for one in attention for kind in one.instructions})
+    if len(kinds) > 1 and gpu != 90:  # on a Hopper an H200 has shown that they agree
+        problems.append(f"tensor cores get {' and '.join(kinds)}, whose bits may differ")
+    small = planning.decode_schedule(heads.size, heads.dtype, has_tcgen05(gpu // 10))
+    for one in attention:
         made = one.kernel.metadata
-        if one.name == "attention_kernel" and made.num_warps == small.num_warps < 8 and made.num_stages > 1:
+        if small.block_m == 16 and made.num_warps == small.num_warps < 8 and made.num_stages > 1:
             padded = triton.next_power_of_2(heads.size)
-            expected = decode_bytes(small.block_m, made.num_stages, 64, padded, gpu >= 90)
-            if not 0 <= expected - one.shared <= (4096 if page == 64 or gpu < 90 else expected):
-                check(f"{what}: {one.shared} bytes where {expected} are reckoned with", False)
+            by_tma = attends_by_tma(gpu // 10)
+            expected = decode_bytes(small.block_m, made.num_stages, 64, padded, by_tma)
+            if not 0 <= expected - one.shared <= (4096 if page == 64 or not by_tma else expected):
+                problems.append(f"{one.shared} bytes where {expected} are reckoned with")
+    return problems
 
 
 def check_some() -> None:
@@ -311,7 +341,9 @@ def check_some() -> None:
     check_sm90_attention(Heads(32, 8, 128, torch.bfloat16), 64, False)
     check_sm90_attention(Heads(4, 4, 64, torch.float16), 16, False)
     check_all("narrow GEMMs", launch_on(90, narrow_gemms, HALVES[:1], (False,)), False)
-    check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64, False)
+    check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64)
+    CUDABackend.make_cubin = lambda *_: b""  # its instructions are in PTX, and the assembler takes most of the time
+    check_attention(100, Heads(8, 2, 64, torch.bfloat16), 64)
 
 
 def check_every_gluon_kernel() -> None:
@@ -322,21 +354,6 @@ def check_every_gluon_kernel() -> None:
         for group in (1, 2, 3, 7, 8, 16, 32):
             check_sm90_attention(Heads(2 * group, 2, size, dtype), 64, True)
     check_all("narrow GEMMs", launch_on(90, narrow_gemms, HALVES, (False, True)), True)
-
-
-def check_every_triton_kernel() -> None:
-    """On every GPU that a launcher may find, each size of blocks, and of the options all at once."""
-    every_option = {
-        "sliding_window": 100, "logits_soft_cap": 30.0, "alibi_slopes": torch.zeros(8), "sinks": torch.zeros(8)
-    }  # fmt: skip
-    for gpu in SHARED_MEMORY:
-        for page, size in itertools.product((16, 64), (64, 128, 256)):
-            if page == 16 or gpu >= 90:  # without descriptors, pages of every size are read alike
-                check_attention(gpu, Heads(8, 2, size, torch.bfloat16), page, True)
-        check_attention(gpu, Heads(8, 2, 256, torch.bfloat16), 16, True, **every_option)
-        check_attention(gpu, Heads(8, 2, 256, torch.float32), 16, True)
-        check_all(f"GEMMs on sm_{gpu}", launch_on(gpu, gemms), True)
-        check_all(f"rows on sm_{gpu}", launch_on(gpu, rows), True)
 
 
 def sampling() -> None:
@@ -424,24 +441,158 @@ VARIANTS = {
 """By operation, what launches its kernels with all that they are specialised for, on a Hopper."""
 
 
+@dataclass(frozen=True)
+class Cell:
+    """What some launches have compiled for a GPU, and what is wrong with it."""
+
+    triton: str
+    gpu: int
+    name: str
+    kernels: list[dict[str, Any]]
+    """Of each variant its name, bytes of shared memory, registers and bytes of stack of a thread, and instructions."""
+    problems: list[str]
+
+
+def every_size(dtype: torch.dtype) -> dict[str, Heads]:
+    name = str(dtype).removeprefix("torch.")
+    return {f"attention {name} {size}": Heads(8, 2, size, dtype) for size in range(64, 257, 16)}
+
+
+ATTENTION = {
+    name: heads for dtype in (torch.bfloat16, torch.float16, torch.float32) for name, heads in every_size(dtype).items()
+}
+OPTIONS = {f"attention options {size}": Heads(8, 2, size, torch.bfloat16) for size in (64, 128, 256)}
+HOPPER = {
+    f"Hopper's attention {str(dtype).removeprefix('torch.')} {size}": Heads(8, 2, size, dtype)
+    for size in sm90.PREFILL_SCHEDULES
+    for dtype in HALVES
+}
+
+
+def cells_of(gpu: int) -> list[str]:
+    """Names of all that there is to compile for a GPU; what is compiled the soonest and says the most comes first."""
+    first = [f"attention bfloat16 {size}" for size in (64, 128, 256)]
+    names = [
+        *first,
+        "matmuls",
+        "rows",
+        "sampling",
+        "around FlexAttention",
+        *OPTIONS,
+        "attention float32 256",
+        *ATTENTION,
+    ]
+    if gpu == 90:
+        names += ["Hopper's narrow matmuls", *HOPPER]
+    return list(dict.fromkeys(names))
+
+
+def more_gemms() -> None:
+    """What :func:`gemms` has not: fp16, biases, operands turned, TF32."""
+    gpu = schedule.gpu(0)
+    a, weight = (torch.zeros(size, 512, dtype=torch.float16) for size in (200, 896))
+    reduction = LinearReduction.of_device("cuda", 896, 512, torch.float16)
+    out, bias = torch.empty(200, 896, dtype=torch.float16), torch.zeros(896, dtype=torch.float16)
+    for tile in schedule.tma_tiles(2, gpu) if gpu.has_tma else ():
+        linear.gemm_tma(a, weight.t(), bias, out, reduction, tile)
+    for tile in {schedule.ptr_tile(m, n, torch.float16, gpu) for m, n in itertools.product((1, 64, 8192), (64, 8192))}:
+        linear.gemm_ptr(a[None], weight.t()[None], bias, out[None], reduction, tile)
+    if gpu.has_tma:
+        turned = [torch.zeros(512, size, dtype=torch.float16).t() for size in (200, 896)]
+        linear.gemm_tma(turned[0], turned[1].t(), None, out, reduction, schedule.tma_tile(200, 896, 512, 2, gpu))
+    reduction = replace(LinearReduction.of_device("cuda", 896, 512, torch.float32), precision="tf32")
+    for tile in schedule.ptr_tiles(torch.float32):
+        linear.gemm_ptr(a.float()[None], weight.float().t()[None], None, out.float()[None], reduction, tile)
+
+
+def describe(one: Compiled) -> dict[str, Any]:
+    registers, stack = one.resources()
+    kinds = " ".join(one.instructions)
+    return {"kernel": one.name, "shared": one.shared, "registers": registers, "stack": stack, "instructions": kinds}
+
+
+def is_of_halves(one: Compiled) -> bool:
+    """Whether a matmul's operands have 16 bits."""
+    return any("16" in str(kind) for kind in one.kernel.src.signature.values())
+
+
+def compile_cell(gpu: int, name: str) -> Cell:
+    """Compile what a cell names for a GPU, and look for problems."""
+    problems: list[str] = []
+    found: list[Compiled] = []
+
+    def launch(function: Callable[..., None], *args: object, **options: object) -> list[Compiled]:
+        before = len(compiled)
+        try:
+            launch_on(gpu, function, *args, **options)
+        except Exception as error:  # whatever a compiler makes of a kernel
+            problems.append(f"does not compile: {reason(error)}")
+        found.extend(compiled[before:])
+        return compiled[before:]
+
+    if heads := ATTENTION.get(name):
+        by_tma = attends_by_tma(gpu // 10) and heads.dtype.itemsize == 2  # else pages of all sizes are read alike
+        for page in (16, 64) if by_tma else (16,):
+            problems += problems_of_attention(gpu, heads, page, launch(decode_and_prefill, heads, page))
+    elif heads := OPTIONS.get(name):
+        every_option = {
+            "sliding_window": 100, "logits_soft_cap": 30.0, "alibi_slopes": torch.zeros(8), "sinks": torch.zeros(8)
+        }  # fmt: skip
+        problems += problems_of_attention(gpu, heads, 16, launch(decode_and_prefill, heads, 16, **every_option))
+    elif heads := HOPPER.get(name):
+        for page in (16, 32, 64, 128):
+            launch(sm90_attention, heads, page)
+        for group in (1, 3, 8, 32):
+            launch(sm90_attention, replace(heads, query=2 * group), 64)
+    else:
+        for function in OTHERS[name]:
+            launch(function)
+    kernels = [describe(one) for one in found]
+    limit = SHARED_MEMORY[gpu]
+    problems += [f"{one.name} takes {one.shared} bytes of shared memory" for one in found if one.shared > limit]
+    if name == "matmuls" and has_tcgen05(gpu // 10):
+        halves = {kind for one in found if is_of_halves(one) for kind in one.instructions}
+        if len(halves) > 1:
+            problems.append(f"16-bit tiles get {' and '.join(sorted(halves))}, whose bits may differ")
+    return Cell(triton.__version__, gpu, name, kernels, list(dict.fromkeys(problems)))
+
+
+OTHERS = {
+    "matmuls": (gemms, more_gemms),
+    "rows": (rows, more_rows),
+    "sampling": (sampling,),
+    "around FlexAttention": (lambda: flex(Heads(8, 2, 128, torch.bfloat16), 64),),
+    "Hopper's narrow matmuls": (lambda: narrow_gemms(HALVES, (False, True)),),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--all", action="store_true", help="every variant of every kernel, and what it takes")
-    group.add_argument("--gluon", action="store_true", help="the same of the kernels in Gluon alone")
+    group.add_argument("--gluon", action="store_true", help="every variant in Gluon, and what each takes")
     group.add_argument("--launches", action="store_true", help="compile nothing, look at the options of launches")
+    group.add_argument("--cells", nargs="*", metavar="GPU CELL", help="what cells take, a line of JSON each")
+    group.add_argument("--names", type=int, metavar="GPU", help="names of the cells of a GPU")
     parsed = parser.parse_args()
+    if parsed.names:
+        print(*cells_of(parsed.names), sep="\n")
+        return
+    if parsed.cells is not None:
+        compile_instead_of_running()
+        for gpu in map(int, parsed.cells[:1] or SHARED_MEMORY):
+            for name in parsed.cells[1:] or cells_of(gpu):
+                print(json.dumps(asdict(compile_cell(gpu, name))), flush=True)
+                compiled.clear()
+        return
     print("Triton", triton.__version__)
     if parsed.launches:
         check_every_launch()
         return
     compile_instead_of_running()
-    if not parsed.all and not parsed.gluon:
+    if parsed.gluon:
+        check_every_gluon_kernel()
+    else:
         check_some()
-        return
-    check_every_gluon_kernel()
-    if parsed.all:
-        check_every_triton_kernel()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
@@ -9,7 +10,23 @@ from vllm_batch_invariant.ops.attention.params import PagedAttention
 from vllm_batch_invariant.ops.attention.reference import paged_attention as reference_attention
 from vllm_batch_invariant.verify.check.operations import Chunk, Heads, Request, paged
 
-__all__ = ["Chunk", "Heads", "Request", "attend", "exact", "in_chunks", "paged"]
+__all__ = ["Chunk", "Heads", "Request", "attend", "exact", "features", "in_chunks", "paged"]
+
+FEATURES = {
+    "plain": {},
+    "sliding window": {"sliding_window": 37},
+    "soft-cap": {"logits_soft_cap": 1.5},
+    "ALiBi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
+    "sinks": {"sinks": torch.tensor([-1.0, 0.5, 3.0, 6.0])},
+    "all": {
+        "sliding_window": 100,
+        "logits_soft_cap": 2.0,
+        "alibi_slopes": torch.tensor([0.5, 0.0, 0.125, -0.25]),
+        "sinks": torch.tensor([-0.5, 0.0, 2.0, 4.0]),
+    },
+}
+"""Options of layers with four query heads."""
+features = pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES.keys())
 
 
 def attend(

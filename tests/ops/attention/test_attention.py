@@ -6,30 +6,16 @@ import sys
 import pytest
 import torch
 
-from tests.ops.attention.cases import Chunk, Heads, Request, attend, exact, in_chunks, paged
+from tests.ops.attention.cases import Chunk, Heads, Request, attend, exact, features, in_chunks, paged
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
 from vllm_batch_invariant.ops.attention.merge import merge_splits
 
 SMALL = Heads(query=4, kv=2, size=16)
 GROUP_OF_SEVEN = Heads(query=14, kv=2, size=64, dtype=torch.bfloat16)
-FEATURES = {
-    "plain": {},
-    "sliding window": {"sliding_window": 37},
-    "soft-cap": {"logits_soft_cap": 1.5},
-    "ALiBi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
-    "sinks": {"sinks": torch.tensor([-1.0, 0.5, 3.0, 6.0])},
-    "all": {
-        "sliding_window": 100,
-        "logits_soft_cap": 2.0,
-        "alibi_slopes": torch.tensor([0.5, 0.0, 0.125, -0.25]),
-        "sinks": torch.tensor([-0.5, 0.0, 2.0, 4.0]),
-    },
-}
 TOLERANCE = {torch.float32: (2e-6, 4e-6), torch.bfloat16: (2**-8, 1e-4), torch.float16: (2**-11, 1e-5)}
 """Relative and absolute: one rounding to the dtype, and fp32 sums of a few hundred terms of size one."""
 
 both = pytest.mark.parametrize("implementation", ["numba", "flex"])
-features = pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES.keys())
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,33 +6,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.ops.attention.cases import Chunk, Heads, Request, exact, paged
+from tests.ops.attention.cases import Chunk, Heads, Request, exact, features, paged
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
 
 SMALL = Heads(4, 2, 64, torch.bfloat16)
 GROUP_OF_SEVEN = Heads(14, 2, 64, torch.bfloat16)
 GROUP_OF_FOUR = Heads(32, 8, 128, torch.bfloat16)
-FEATURES = {
-    "plain": {},
-    "sliding window": {"sliding_window": 37},
-    "soft-cap": {"logits_soft_cap": 1.5},
-    "ALiBi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
-    "sinks": {"sinks": torch.tensor([-1.0, 0.5, 3.0, 6.0])},
-    "all": {
-        "sliding_window": 100,
-        "logits_soft_cap": 2.0,
-        "alibi_slopes": torch.tensor([0.5, 0.0, 0.125, -0.25]),
-        "sinks": torch.tensor([-0.5, 0.0, 2.0, 4.0]),
-    },
-}
 TOLERANCE = {torch.float32: (2e-6, 8e-6), torch.bfloat16: (2**-7, 8e-3), torch.float16: (2**-10, 1e-3)}
 """Relative and absolute: one rounding of each weight and one of the result, fp32 sums of terms of size one."""
 
 PAGE_SIZES = {"triton": (16, 1, 7, 64, 512), "flex": (64, 128, 512)}
 """Keys in a page, the usual number first."""
 
-features = pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES.keys())
 by_both = pytest.mark.parametrize("implementation", PAGE_SIZES)
 
 

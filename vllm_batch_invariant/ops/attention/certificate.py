@@ -167,7 +167,7 @@ def _certify(shape: AttentionShape, device: torch.device, page_size: int, layers
 @cache
 def _environment(device: int) -> dict[str, str]:
     folder = Path(__file__).parent
-    return gpu_environment(device, [*sorted(folder.rglob("*.py")), folder.parent / "common" / "gluon_names.py"])
+    return gpu_environment(device, sorted([*folder.rglob("*.py"), *(folder.parent / "common").glob("*.py")]))
 
 
 def _path(environment: dict[str, str]) -> Path | None:

@@ -10,8 +10,9 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..common.nvidia_gpus import attends_by_tma
 from . import sm90
-from .params import PagedAttention
+from .params import PagedAttention, is_aligned
 from .plan import AttentionShape, Plan, Planner
 from .triton_kernels import attention_kernel
 
@@ -65,14 +66,11 @@ def _plan_alone(call: PagedAttention) -> Plan:
     return planner.plan(starts, lengths, tokens, decode=tokens <= 1)
 
 
-def _describe(cache: torch.Tensor, key_tile: int, padded_head_size: int) -> TensorDescriptor | None:
+def _tensor_descriptor(cache: torch.Tensor, key_tile: int, padded_head_size: int) -> TensorDescriptor | None:
     """The cache for the tensor memory accelerator, if it can read a tile of keys at once."""
-    aligned = cache.data_ptr() % 16 == 0 and all(
-        stride * cache.element_size() % 16 == 0 for stride in cache.stride()[:3]
-    )
-    if cache.shape[2] % key_tile or not aligned or cache.dtype == torch.float32:
+    if cache.shape[2] % key_tile or not is_aligned(cache) or cache.dtype == torch.float32:
         return None
-    if torch.cuda.get_device_capability(cache.device) < (9, 0):
+    if not attends_by_tma(torch.cuda.get_device_capability(cache.device)[0]):
         return None
     return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, 1, key_tile, padded_head_size])
 
@@ -92,7 +90,9 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
         work_indptr, work = planner.work_indptr, planner.decode_work
     block_table, query = _packed(call.block_table.to(device)), _packed(call.query)
     key_cache, value_cache = _packed(call.key_cache), _packed(call.value_cache)
-    descriptors = [_describe(cache, shape.key_tile, shape.padded_head_size) for cache in (key_cache, value_cache)]
+    descriptors = [
+        _tensor_descriptor(cache, shape.key_tile, shape.padded_head_size) for cache in (key_cache, value_cache)
+    ]
     use_tma = None not in descriptors
     alibi_slopes = None if call.alibi_slopes is None else call.alibi_slopes.to(device, torch.float32) * _LOG2_E
     sinks = None if call.sinks is None else call.sinks.to(device, torch.float32) * _LOG2_E

@@ -174,3 +174,11 @@ class PagedAttention:
             raise ValueError(
                 f"block_table[{request}, {place}] is {self.table[request, place]}, but the cache has {pages} pages"
             )
+
+
+def is_aligned(cache: torch.Tensor) -> bool:
+    """Whether the tensor memory accelerator can read keys or values [pages, kv_heads, page_size, head_size]: addresses
+    of all heads are multiples of 16 bytes.
+    """
+    strides = [stride * cache.element_size() for stride in cache.stride()[:3]]
+    return all(number % 16 == 0 for number in (cache.data_ptr(), *strides))

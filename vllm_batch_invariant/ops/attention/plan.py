@@ -55,7 +55,7 @@ def decode_schedule(head_size: int, dtype: torch.dtype, wide: bool = False) -> S
     if wide:  # with as many CTAs as shared memory and tensor memory have room for
         if head_size <= 128:
             return Schedule(64, num_warps=4, num_stages=3 if head_size <= 64 else 2, ctas_per_sm=2)
-        return Schedule(64, num_warps=4, num_stages=2)
+        return Schedule(64, num_warps=8, num_stages=2)
     return Schedule(16, num_warps=4, num_stages=3 if head_size <= 128 else 2, ctas_per_sm=2)
 
 

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..common.nvidia_gpus import attends_by_tma
+
 if TYPE_CHECKING:
     from .plan import AttentionShape, Schedule
 
@@ -45,6 +47,6 @@ def fitted(schedule: "Schedule", shape: "AttentionShape", device: torch.device) 
         return schedule
     gpu = torch.cuda.get_device_properties(device)
     num_stages = schedule.num_stages
-    while num_stages > 1 and needed(num_stages, gpu.major >= 9) > gpu.shared_memory_per_block_optin:
+    while num_stages > 1 and needed(num_stages, attends_by_tma(gpu.major)) > gpu.shared_memory_per_block_optin:
         num_stages -= 1
     return replace(schedule, num_stages=num_stages)

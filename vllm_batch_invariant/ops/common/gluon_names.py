@@ -6,18 +6,16 @@
 | copy_block    | tma.async_copy_...   | tma.async_copy_...   | tma.async_load      | tma.async_load     |
 | copy_elements | async_copy_...       | async_copy_...       | async_load          | async_load         |
 | reinterpret   | memory._reinterpret  | memory._reinterpret  | memory._reinterpret | memory.reinterpret |
-| aggregate     | core._aggregate      | triton.aggregate     | triton.aggregate    | triton.aggregate   |
 
 ``async_copy_...`` is ``async_copy_global_to_shared``, which 3.8 has too; in 3.9 it is there and raises. All other names
-that the kernels use are the same in all. From 3.8 on ``aggregate`` writes the constructor of a class that has none,
-here it always does. A kernel takes these for the functions of Triton that they are. Triton's version is a part of the
-key of all that it compiles: what one version's names have made is not found by another's.
+that the kernels use are the same in all, or in :mod:`.triton_names`. A kernel takes these for the functions of Triton
+that they are. Triton's version is a part of the key of all that it compiles: what one version's names have made is not
+found by another's.
 """
 
 import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
-from triton.language.core import _aggregate
 
 _memory = gl.shared_memory_descriptor
 
@@ -29,20 +27,3 @@ copy_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy
 """Starts a copy of what pointers point to, which ``async_copy.wait_group`` waits for."""
 reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 """Shared memory with another dtype, shape and layout, of the same size: from 3.8 on the compiler insists on that."""
-
-
-def aggregate(cls: type) -> type:
-    """Makes of a class with annotations a record of a kernel's values, constructed from them by place or by name.
-
-    Constructing one and reading a field cost nothing: the compiler sees the fields alone.
-    """
-    names = tuple(cls.__annotations__)
-
-    def init(self, *values: object, **named: object) -> None:
-        named.update(zip(names, values, strict=False))
-        for name in names:
-            setattr(self, name, named[name])
-
-    init.__triton_builtin__ = True
-    cls.__init__ = init
-    return _aggregate(cls)

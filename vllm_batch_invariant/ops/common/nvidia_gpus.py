@@ -14,3 +14,15 @@ def has_tcgen05(major: int) -> bool:
         major: of the compute capability; 12 has mma.sync alone.
     """
     return major == 10
+
+
+def attends_by_tma(major: int) -> bool:
+    """Whether attention in Triton reads keys and values by the tensor memory accelerator: speed only.
+
+    A 12.x has one, too, but half the shared memory: there the assembler is short of registers for prefill (552 bytes of
+    a thread's stack with heads of 128 and Triton 3.9, and 248 where pointers are read).
+
+    Args:
+        major: of the compute capability.
+    """
+    return major in (9, 10)

@@ -17,7 +17,7 @@ def environment(device: int, library: str) -> dict[str, str]:
         library: version of cuBLASLt, or why there is none.
     """
     folder = Path(__file__).parent
-    sources = [*sorted(folder.glob("*.py")), folder.parent / "common" / "gluon_names.py"]
+    sources = sorted([*folder.glob("*.py"), *(folder.parent / "common").glob("*.py")])
     return gpu_environment(device, sources) | {"cublaslt": library}
 
 

@@ -29,7 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..common.gluon_names import aggregate, copy_block
+from ..common.gluon_names import copy_block
+from ..common.triton_names import aggregate
 from .problem import leading_dim
 from .reduction import LinearReduction
 from .schedule import NarrowTile

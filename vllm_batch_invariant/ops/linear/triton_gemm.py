@@ -1,5 +1,7 @@
 """GEMMs in Triton, on every GPU and for all strides, dtypes and batches."""
 
+from typing import Any
+
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -22,27 +24,29 @@ def mm(
         bias: [N], or None.
         out: [M, N] of a's dtype, packed, to be written instead of a new tensor.
     """
-    return _mm(a, b, bias, a.dtype, out)
+    return _mm(a, b, bias, _reduction(a, b), a.dtype, out)
 
 
 def mm_ptr(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """:func:`mm` by :func:`gemm_ptr` alone, which every other schedule is compared with."""
-    return _bmm(a[None], b[None], bias, a.dtype)[0]
+    return _bmm(a[None], b[None], bias, _reduction(a, b), a.dtype)[0]
 
 
 def accumulate(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """[M, K] @ [K, N], not yet rounded: the result is in the reduction's accumulator dtype."""
-    return _mm(a, b, None, _reduction(a, b).accumulate)
+    reduction = _reduction(a, b)
+    return _mm(a, b, None, reduction, reduction.accumulate)
 
 
 def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """[B, M, K] @ [B, K, N]; an entry has the bits of :func:`mm`."""
-    return _bmm(a, b, None, a.dtype)
+    return _bmm(a, b, None, _reduction(a, b), a.dtype)
 
 
 def accumulate_batch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """[B, M, K] @ [B, K, N], not yet rounded."""
-    return _bmm(a, b, None, _reduction(a, b).accumulate)
+    reduction = _reduction(a, b)
+    return _bmm(a, b, None, reduction, reduction.accumulate)
 
 
 def _reduction(a: torch.Tensor, b: torch.Tensor) -> LinearReduction:
@@ -50,26 +54,48 @@ def _reduction(a: torch.Tensor, b: torch.Tensor) -> LinearReduction:
 
 
 def _mm(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, out: torch.Tensor | None = None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    reduction: LinearReduction,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     (m, k), n = a.shape, b.shape[1]
     gpu = schedule.gpu(a.device.index)
     if not (gpu.has_tma and supports_tma(a, b, dtype)):
-        return _bmm(a[None], b[None], bias, dtype, None if out is None else out[None])[0]
+        return _bmm(a[None], b[None], bias, reduction, dtype, None if out is None else out[None])[0]
     out = torch.empty(m, n, dtype=dtype, device=a.device) if out is None else out
-    reduction = LinearReduction.of_device("cuda", n, k, a.dtype)
     return gemm_tma(a, b, bias, out, reduction, schedule.tma_tile(m, n, k, dtype.itemsize, gpu))
 
 
 def _bmm(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, out: torch.Tensor | None = None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    reduction: LinearReduction,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    (batch, m, k), n = a.shape, b.shape[2]
-    reduction = LinearReduction.of_device("cuda", n, k, a.dtype)
+    (batch, m, _), n = a.shape, b.shape[2]
     out = torch.empty(batch, m, n, dtype=dtype, device=a.device) if out is None else out
     if out.numel() == 0:
         return out
     return gemm_ptr(a, b, bias, out, reduction, schedule.ptr_tile(m, n, a.dtype, schedule.gpu(a.device.index)))
+
+
+def _compiled_with(bias: torch.Tensor | None, reduction: LinearReduction, tile: Tile) -> dict[str, Any]:
+    """What both kernels are compiled with."""
+    return {
+        "HAS_BIAS": bias is not None,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "ACCUMULATE": TL_DTYPES[reduction.accumulate],
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "enable_fp_fusion": reduction.enable_fp_fusion,
+    }
 
 
 def gemm_ptr(
@@ -109,16 +135,9 @@ def gemm_ptr(
             *batch_strides,
             *a.stride()[1:],
             *b.stride()[1:],
-            HAS_BIAS=bias is not None,
             EVEN_K=k % tile.block_k == 0,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k,
-            ACCUMULATE=TL_DTYPES[reduction.accumulate],
             PRECISION=reduction.precision,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            enable_fp_fusion=reduction.enable_fp_fusion,
+            **_compiled_with(bias, reduction, tile),
         )
     return out
 
@@ -162,14 +181,7 @@ def gemm_tma(
             tiles_m,
             A_K_MAJOR=a_k_major,
             B_K_MAJOR=b_k_major,
-            HAS_BIAS=bias is not None,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k,
-            ACCUMULATE=TL_DTYPES[reduction.accumulate],
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            enable_fp_fusion=reduction.enable_fp_fusion,
+            **_compiled_with(bias, reduction, tile),
         )
     return out
 

@@ -14,8 +14,8 @@ import math
 
 import triton
 import triton.language as tl
-from triton.language.core import _aggregate as aggregate
 
+from ...common.triton_names import aggregate
 from ..splits import merge_splits, normalize, split_of, start_of
 
 LOG2_E = math.log2(math.e)
@@ -60,16 +60,6 @@ class FlexBlock:
     query_start: tl.tensor
     context_len: tl.tensor
     kv_len: tl.tensor
-
-    @triton.constexpr_function
-    def __init__(self, request, first_row, first_split, num_rows, query_start, context_len, kv_len) -> None:
-        self.request = request
-        self.first_row = first_row
-        self.first_split = first_split
-        self.num_rows = num_rows
-        self.query_start = query_start
-        self.context_len = context_len
-        self.kv_len = kv_len
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from ...common.compile_errors import is_of_a_compiler, reason
-from ..params import PagedAttention
+from ..params import PagedAttention, is_aligned
 from ..reduction import AttentionReduction
 from .shapes import BLOCK_M, BLOCK_N, SEMAPHORE_INTS
 
@@ -168,15 +168,14 @@ def takes(call: PagedAttention, out: torch.Tensor) -> bool:
         and call.page_size & (call.page_size - 1) == 0
         and call.block_table.device == call.query.device
         and all(tensor.stride(-1) == 1 for tensor in (call.query, call.block_table, out))
-        and all(cache.stride(-1) == 1 and cache.data_ptr() % 16 == 0 for cache in caches)
-        and all(stride * cache.element_size() % 16 == 0 for cache in caches for stride in cache.stride()[:3])
+        and all(cache.stride(-1) == 1 and is_aligned(cache) for cache in caches)
         # Triton knows of 16 elements that they are a multiple of as many bytes, and copies 16 bytes at once.
         and call.query.data_ptr() % 16 == 0
         and all(stride % 16 == 0 for stride in call.query.stride()[:2])
     )
 
 
-def _describe(cache: torch.Tensor) -> "TensorDescriptor":
+def _gluon_descriptor(cache: torch.Tensor) -> "TensorDescriptor":
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .common import get_cache_layout, keys_per_copy
@@ -210,8 +209,8 @@ def launch_prefill(
     block_table = call.block_table
     prefill_kernel[(work.ctas,)](
         call.query,
-        _describe(call.key_cache),
-        _describe(call.value_cache),
+        _gluon_descriptor(call.key_cache),
+        _gluon_descriptor(call.value_cache),
         out,
         block_table,
         work.count,
@@ -245,8 +244,8 @@ def launch_decode(
     block_table = call.block_table
     decode_kernel[(len(work.indptr) - 1,)](
         call.query,
-        _describe(call.key_cache),
-        _describe(call.value_cache),
+        _gluon_descriptor(call.key_cache),
+        _gluon_descriptor(call.value_cache),
         out,
         block_table,
         work.indptr,
