@@ -20,7 +20,7 @@ from rich.table import Table
 from benchmarks import engine_online
 from benchmarks.engine_online import LOADS
 from benchmarks.engine_workloads import WORKLOADS
-from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, write
+from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, update
 from benchmarks.spread import Spread
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.verify.outcome import NoTestError
@@ -132,7 +132,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("model", help="a checkpoint")
-    parser.add_argument("--out", type=Path, default=DATA / "engine.csv", help="CSV file to replace")
+    parser.add_argument(
+        "--out", type=Path, default=DATA / "engine.csv", help="CSV file; rows of other cases, versions and GPUs stay"
+    )
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS), help="who takes part")
     parser.add_argument("--workloads", choices=WORKLOADS, default="full", help="what they do")
     parser.add_argument("--samples", type=int, default=3, help="how often each workload is timed")
@@ -165,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 result["online"] = measure_online(provider, options)
         # After each provider, so that a run that is cut short has what it measured.
         rows = measurements(results, options.workloads, Setting.here())
-        write(options.out, rows)
+        update(options.out, rows)
     print_summary(rows, Console())
     failed = len(results) < len(options.providers)
     failed |= not options.offline and any(result["online"] is None for result in results.values())

@@ -94,12 +94,28 @@ def _draw_attention(measurements: Sequence[Measurement]) -> Figure:
 
 
 def _draw_engine(measurements: Sequence[Measurement]) -> Figure:
-    """Cost against stock: a bar for each provider and case; rates are turned over, so that longer is always slower."""
+    """Cost against stock: a panel for each set of versions, in it a bar for each provider and case; rates are turned
+    over, so that longer is always slower.
+    """
     compared = [found for found in measurements if found.provider != "stock" and found.ratio]
+    panels: dict[str, list[Measurement]] = defaultdict(list)
+    for found in compared:
+        panels[found.versions].append(found)
+    heights = [1 + len(own) / 4 for own in panels.values()]
+    figure = Figure(figsize=(9, sum(heights) + 0.5), layout="constrained")
+    axes = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    for place, (versions, own) in zip(axes, panels.items(), strict=True):
+        _draw_costs(place, own)
+        place.set_title(", ".join(pair.replace("=", " ") for pair in versions.split()), fontsize="small")
+    axes[-1].set_xlabel("cost / stock (below 1: faster, or less)")
+    figure.suptitle(f"Engines. {_setting(compared)}")
+    return figure
+
+
+def _draw_costs(place: Axes, compared: Sequence[Measurement]) -> None:
+    """Ratios to stock of one set of versions."""
     cases = list(dict.fromkeys((found.case, found.metric) for found in compared))
     providers = list(dict.fromkeys(found.provider for found in compared))
-    figure = Figure(figsize=(9, 0.5 * len(cases) * len(providers) / 2 + 1.5), layout="constrained")
-    place = figure.subplots()
     height = 0.8 / max(len(providers), 1)
     for number, provider in enumerate(providers):
         bars = {}
@@ -117,10 +133,7 @@ def _draw_engine(measurements: Sequence[Measurement]) -> Figure:
         [f"{case.removeprefix('workload=')}{'' if metric in case else ', ' + metric}" for case, metric in cases],
     )
     place.invert_yaxis()
-    place.set_xlabel("cost / stock (below 1: faster, or less)")
     place.legend()
-    figure.suptitle(f"Engines. {_setting(compared)}")
-    return figure
 
 
 def _draw_mean(measurements: Sequence[Measurement]) -> Figure:

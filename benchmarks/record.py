@@ -96,6 +96,16 @@ def write(path: Path, measurements: Iterable[Measurement]) -> None:
             writer.writerow({name: _text(value) for name, value in asdict(measurement).items()})
 
 
+def update(path: Path, measurements: Sequence[Measurement]) -> None:
+    """Replace what a file has of the same cases on the same GPU with the same versions, and leave the rest below."""
+
+    def case(row: Measurement) -> tuple[str, ...]:
+        return row.gpu, row.versions, row.provider, row.case, row.metric
+
+    own = {case(row) for row in measurements}
+    write(path, [*measurements, *(row for row in (read(path) if path.is_file() else []) if case(row) not in own)])
+
+
 def _text(value: str | float | None) -> str:
     if value is None:
         return ""

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,8 +58,10 @@ def test_the_summary_has_a_line_for_every_case_and_the_bits(capsys: pytest.Captu
 
 def test_the_rows_can_be_drawn(tmp_path: Path) -> None:
     rows = engine.measurements({"stock": result(1.0), "ours": result(0.5)}, "small", SETTING)
-    record.write(tmp_path / "engine.csv", rows)
-    assert "ours" in plot.draw(tmp_path / "engine.csv").read_text()
+    record.write(tmp_path / "engine.csv", rows + [replace(row, versions="vllm=9.9") for row in rows])
+    drawn = plot.draw(tmp_path / "engine.csv").read_text()
+    assert "ours" in drawn
+    assert drawn.count("vllm 9.9") == 1, "a panel for each set of versions"
 
 
 @pytest.fixture

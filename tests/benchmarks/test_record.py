@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.record import Measurement, case_text, geometric_means, read, versions, write
+from benchmarks.record import Measurement, case_text, geometric_means, read, update, versions, write
 
 
 def test_the_columns_are_those_of_every_benchmark(csv_file: Path) -> None:
@@ -23,6 +23,13 @@ def test_what_is_written_is_read(measurements: list[Measurement], tmp_path: Path
 def test_the_newest_run_replaces_the_file(csv_file: Path, measurements: list[Measurement]) -> None:
     write(csv_file, measurements[:3])
     assert read(csv_file) == measurements[:3]
+
+
+def test_an_update_leaves_what_other_versions_measured(csv_file: Path, measurements: list[Measurement]) -> None:
+    before = read(csv_file)
+    newer = [replace(measurements[0], versions="vllm=9.9", p50=1.0), replace(measurements[1], p50=2.0)]
+    update(csv_file, newer)
+    assert read(csv_file) == newer + [row for row in before if row != measurements[1]]
 
 
 def test_a_case_is_a_dictionary(measurements: list[Measurement]) -> None:

@@ -27,8 +27,9 @@ class RowReduction:
 
     - CPU: element i is added to lane i % ``lanes``, ascending. The lanes are added by halving: lane i takes lane
       i + 32, then i + 16, and so on.
-    - GPU: element i is added to accumulator i % ``block``, ascending. The accumulators are added by one tree, which
-      follows from where they lie in registers, lanes and warps: so ``num_warps`` and ``dtype`` decide bits, too.
+    - GPU: element i is added to accumulator i % ``block``, ascending. Of the accumulators 8 adjacent ones are added by
+      a tree, then those half a block apart until each thread has one, then those of a warp's lanes, then those of
+      warps: so ``num_warps`` decides bits, too, and ``dtype``, which decides the lane that an element lies in.
     - NPU: as on a GPU, without warps.
 
     Attributes:

@@ -1,8 +1,8 @@
-"""What the row kernels on a GPU share: rows whose alignment no kernel has to ask for, and the order of values as
-integers.
+"""What the row kernels on a GPU share: rows whose alignment no kernel has to ask for, sums whose order the source says,
+and the order of values as integers.
 
-Triton compiles a kernel anew for pointers that are not aligned to 16 bytes, with another layout and so another order of
-additions; hence the rows a kernel gets are always aligned.
+Triton compiles a kernel anew for pointers that are not aligned to 16 bytes, with another layout; hence the rows a
+kernel gets are always aligned.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -36,6 +36,30 @@ def on_device_of(tensor: torch.Tensor) -> AbstractContextManager:
     """
     index = tensor.get_device()
     return _HERE if index < 0 or index == torch.cuda.current_device() else torch.cuda.device(index)
+
+
+@triton.jit
+def row_sums(x, NUM_THREADS: tl.constexpr):
+    """[M, N] -> [M]: 8 adjacent elements by a tree, then elements half a row apart until each of the program's
+    threads has one, then those of lanes and warps.
+
+    Each ``tl.sum`` but the last adds two elements, and the last has one a thread. In which order Triton adds the
+    elements of one thread follows its version: 3.6 one after the other, 3.8 by a tree.
+    """
+    M: tl.constexpr = x.shape[0]
+    for _ in tl.static_range(3):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, (M, x.shape[1] // 2, 2)), 2)
+    for _ in tl.static_range(16):
+        if x.shape[1] > NUM_THREADS:
+            x = tl.sum(tl.reshape(x, (M, 2, x.shape[1] // 2)), 1)
+    return tl.sum(x, 1)
+
+
+@triton.jit
+def row_sum(x, NUM_THREADS: tl.constexpr):
+    """:func:`row_sums` of one row: [N] -> []."""
+    return tl.sum(row_sums(x[None, :], NUM_THREADS))
 
 
 @triton.jit

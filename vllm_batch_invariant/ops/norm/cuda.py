@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from ...errors import NotCovered
-from ..common.triton_rows import ALIGNMENT, aligned, on_device_of
+from ..common.triton_rows import ALIGNMENT, aligned, on_device_of, row_sums
 from .reduction import NormReduction
-from .triton_kernels import rstd_of, sum_halves_first, weighted
+from .triton_kernels import halves_added, rstd_of, weighted
 
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _MOST_ROWS = 2**31 - 1 - 2048
@@ -74,6 +74,7 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     HALVES_FIRST: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM)
     row_mask = row[:, None] < num_rows  # [ROWS_PER_PROGRAM, 1]
@@ -95,8 +96,9 @@ def _rms_norm_kernel(
         squares = x * x
         if VARIANCE_SIZE < LENGTH:
             squares = tl.where((offs < VARIANCE_SIZE)[None, :], squares, 0.0)
-        sum_of_squares = sum_halves_first(squares) if HALVES_FIRST else tl.sum(squares, 1)
-        x *= rstd_of(sum_of_squares, VARIANCE_SIZE, eps)[:, None]
+        if HALVES_FIRST:
+            squares = halves_added(squares)
+        x *= rstd_of(row_sums(squares, 32 * NUM_WARPS), VARIANCE_SIZE, eps)[:, None]
         if HAS_WEIGHT:
             x = weighted(x, weight)
         tl.store(out_ptr + out_starts + offs[None, :], x.to(out_ptr.dtype.element_ty), mask=mask)
@@ -107,7 +109,7 @@ def _rms_norm_kernel(
             mask = row_mask & (offs < VARIANCE_SIZE)[None, :]
             x = _load_rows(x_ptr, residual_ptr, x_starts, residual_starts, offs, mask, HAS_RESIDUAL)
             acc += x * x
-        rstd = rstd_of(tl.sum(acc, 1), VARIANCE_SIZE, eps)[:, None]
+        rstd = rstd_of(row_sums(acc, 32 * NUM_WARPS), VARIANCE_SIZE, eps)[:, None]
         for start in range(0, LENGTH, BLOCK):
             offs = start + tl.arange(0, BLOCK)
             mask = row_mask & (offs < LENGTH)[None, :]
@@ -174,6 +176,7 @@ def rms_norm(
                 BLOCK=reduction.block,
                 STRIDE_UNIT=reduction.stride_unit,
                 HALVES_FIRST=reduction.halves_first,
+                NUM_WARPS=reduction.num_warps,
                 num_warps=reduction.num_warps,
                 enable_fp_fusion=reduction.enable_fp_fusion,
             )

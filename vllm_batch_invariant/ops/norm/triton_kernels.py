@@ -2,9 +2,8 @@
 
     y = x * rsqrt(mean(x**2) + eps) * weight
 
-A row's squares are added along the tile's second axis only. Which element lies in which register, lane and warp along
-that axis, and so the order of additions, follows the tile's shape and the dtype as long as one binary serves all calls
-with them. Launch with ``enable_fp_fusion=False``: a compiler might fuse a product with an addition for some rows only.
+A row's squares are added along the tile's second axis only, as ``common.triton_rows.row_sums`` says. Launch with
+``enable_fp_fusion=False``: a compiler might fuse a product with an addition for some rows only.
 """
 
 import triton
@@ -12,11 +11,9 @@ import triton.language as tl
 
 
 @triton.jit
-def sum_halves_first(squares):
-    """[BLOCK_M, BLOCK_N] -> [BLOCK_M]: elements i and i + BLOCK_N / 2 are added first."""
-    BLOCK_M: tl.constexpr = squares.shape[0]
-    HALF_N: tl.constexpr = squares.shape[1] // 2
-    return tl.sum(tl.sum(tl.reshape(squares, (BLOCK_M, 2, HALF_N)), 1), 1)
+def halves_added(squares):
+    """[BLOCK_M, BLOCK_N] -> [BLOCK_M, BLOCK_N / 2]: elements i and i + BLOCK_N / 2."""
+    return tl.sum(tl.reshape(squares, (squares.shape[0], 2, squares.shape[1] // 2)), 1)
 
 
 @triton.jit

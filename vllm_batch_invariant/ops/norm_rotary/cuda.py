@@ -8,12 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.triton_rows import ALIGNMENT, aligned, on_device_of
+from ..common.triton_rows import ALIGNMENT, aligned, on_device_of, row_sums
 from ..norm.triton_kernels import rstd_of, weighted
 from .reduction import NormRotaryReduction
 
 
-# 14 parameters: a kernel takes no structure of pointers.
+# 15 parameters: a kernel takes no structure of pointers.
 @triton.jit(do_not_specialize=["stride_token"])
 def _norm_rotary_kernel(
     qkv_ptr,
@@ -31,6 +31,7 @@ def _norm_rotary_kernel(
     ROWS_PER_PROGRAM: tl.constexpr,
     BLOCK: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):
     QUERY_GROUPS: tl.constexpr = (NUM_HEADS + ROWS_PER_PROGRAM - 1) // ROWS_PER_PROGRAM
     GROUPS: tl.constexpr = QUERY_GROUPS + (NUM_KV_HEADS + ROWS_PER_PROGRAM - 1) // ROWS_PER_PROGRAM
@@ -56,7 +57,7 @@ def _norm_rotary_kernel(
     second_weight = tl.load(weight_ptr + head_offs + BLOCK, mask=mask, other=0.0)
     cos = tl.load(cos_sin_ptr + head_offs, mask=mask, other=0.0).to(tl.float32)
     sin = tl.load(cos_sin_ptr + head_offs + BLOCK, mask=mask, other=0.0).to(tl.float32)
-    rstd = rstd_of(tl.sum(first * first + second * second, 1), LENGTH, eps)[:, None]
+    rstd = rstd_of(row_sums(first * first + second * second, 32 * NUM_WARPS), LENGTH, eps)[:, None]
     first = weighted(first * rstd, first_weight).to(tl.float32)
     second = weighted(second * rstd, second_weight).to(tl.float32)
     tl.store(out_ptr + offs, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=mask)
@@ -101,6 +102,7 @@ def norm_rotary(
                 ROWS_PER_PROGRAM=reduction.rows_per_program,
                 BLOCK=reduction.block,
                 STRIDE_UNIT=reduction.stride_unit,
+                NUM_WARPS=reduction.num_warps,
                 num_warps=reduction.num_warps,
                 enable_fp_fusion=reduction.enable_fp_fusion,
             )

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..common.rows import from_rows, normalise_dims, row_length
-from ..common.triton_rows import aligned_rows, on_device_of
+from ..common.triton_rows import aligned_rows, on_device_of, row_sum
 from .reduction import SumReduction
 
 
@@ -22,6 +22,7 @@ def _sum_kernel(
     NUM_CHUNKS: tl.constexpr,
     DIVIDE: tl.constexpr,
     BLOCK: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     start = program % NUM_CHUNKS * CHUNK
@@ -31,7 +32,7 @@ def _sum_kernel(
     for first in range(0, length, BLOCK):
         offs = first + tl.arange(0, BLOCK)
         acc += tl.load(x_ptr + offs, mask=offs < length, other=0.0).to(acc.dtype)  # [BLOCK]
-    total = tl.sum(acc)
+    total = row_sum(acc, 32 * NUM_WARPS)
     if DIVIDE:
         # A plain fp32 division is approximate on a GPU.
         total = tl.div_rn(total, divisor.to(tl.float32)) if acc.dtype == tl.float32 else total / divisor
@@ -54,6 +55,7 @@ def _row_sums(rows: torch.Tensor, divisor: int | None, reduction: SumReduction) 
                 NUM_CHUNKS=num_chunks,
                 DIVIDE=divisor is not None and num_chunks == 1,
                 BLOCK=reduction.block,
+                NUM_WARPS=reduction.num_warps,
                 num_warps=reduction.num_warps,
                 enable_fp_fusion=reduction.enable_fp_fusion,
             )

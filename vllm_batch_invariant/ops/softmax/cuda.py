@@ -15,24 +15,24 @@ import triton.language as tl
 
 from ...errors import NotCovered
 from ..common.rows import normalise_dims, rows_back
-from ..common.triton_rows import aligned_rows, on_device_of
+from ..common.triton_rows import aligned_rows, on_device_of, row_sum
 from .reduction import SoftmaxReduction
 
 
 @triton.jit
-def _softmax_kernel(x_ptr, out_ptr, length, LOG: tl.constexpr, BLOCK: tl.constexpr):
+def _softmax_kernel(x_ptr, out_ptr, length, LOG: tl.constexpr, BLOCK: tl.constexpr, NUM_WARPS: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * length
     offs = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + start + offs, mask=offs < length, other=-float("inf")).to(tl.float32)  # [BLOCK]
     m = tl.max(x)
     p = tl.exp(x - m)
-    l = tl.sum(p)
+    l = row_sum(p, 32 * NUM_WARPS)
     y = (x - m) - tl.log(l) if LOG else p / l
     tl.store(out_ptr + start + offs, y.to(out_ptr.dtype.element_ty), mask=offs < length)
 
 
 @triton.jit
-def _chunk_kernel(x_ptr, m_ptr, l_ptr, length, NUM_CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+def _chunk_kernel(x_ptr, m_ptr, l_ptr, length, NUM_CHUNKS: tl.constexpr, BLOCK: tl.constexpr, NUM_WARPS: tl.constexpr):
     """Write a chunk's maximum and the sum of its exponentials: [rows, NUM_CHUNKS] each."""
     program = tl.program_id(0).to(tl.int64)
     offs = program % NUM_CHUNKS * BLOCK + tl.arange(0, BLOCK)
@@ -41,7 +41,7 @@ def _chunk_kernel(x_ptr, m_ptr, l_ptr, length, NUM_CHUNKS: tl.constexpr, BLOCK: 
     m = tl.max(x)
     tl.store(m_ptr + program, m)
     # A chunk of nothing but -inf has no exponentials; NaN would be its own and not the row's.
-    tl.store(l_ptr + program, tl.sum(tl.exp(x - tl.where(m == -float("inf"), 0.0, m))))
+    tl.store(l_ptr + program, row_sum(tl.exp(x - tl.where(m == -float("inf"), 0.0, m)), 32 * NUM_WARPS))
 
 
 @triton.jit
@@ -55,6 +55,7 @@ def _merged_softmax_kernel(
     NUM_CHUNKS: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     row = program // NUM_CHUNKS
@@ -64,7 +65,7 @@ def _merged_softmax_kernel(
     chunk_m = tl.load(m_ptr + row * NUM_CHUNKS + chunk, mask=chunk < NUM_CHUNKS, other=-float("inf"))  # [PADDED_CHUNKS]
     chunk_l = tl.load(l_ptr + row * NUM_CHUNKS + chunk, mask=chunk < NUM_CHUNKS, other=0.0)  # [PADDED_CHUNKS]
     m = tl.max(chunk_m)
-    l = tl.sum(chunk_l * tl.exp(chunk_m - m))
+    l = row_sum(chunk_l * tl.exp(chunk_m - m), 32 * NUM_WARPS)
     y = (x - m) - tl.log(l) if LOG else tl.exp(x - m) / l
     tl.store(out_ptr + row * length + offs, y.to(out_ptr.dtype.element_ty), mask=offs < length)
 
@@ -83,24 +84,33 @@ def _input_gradient(grad, output, total, LOG: tl.constexpr):
 
 
 @triton.jit
-def _backward_kernel(grad_ptr, output_ptr, out_ptr, length, LOG: tl.constexpr, BLOCK: tl.constexpr):
+def _backward_kernel(
+    grad_ptr, output_ptr, out_ptr, length, LOG: tl.constexpr, BLOCK: tl.constexpr, NUM_WARPS: tl.constexpr
+):
     start = tl.program_id(0).to(tl.int64) * length
     offs = tl.arange(0, BLOCK)
     grad, output, terms = _load_terms(grad_ptr + start, output_ptr + start, offs, length, LOG)
-    y = _input_gradient(grad, output, tl.sum(terms), LOG)
+    y = _input_gradient(grad, output, row_sum(terms, 32 * NUM_WARPS), LOG)
     tl.store(out_ptr + start + offs, y.to(out_ptr.dtype.element_ty), mask=offs < length)
 
 
 @triton.jit
 def _chunk_backward_kernel(
-    grad_ptr, output_ptr, totals_ptr, length, LOG: tl.constexpr, NUM_CHUNKS: tl.constexpr, BLOCK: tl.constexpr
+    grad_ptr,
+    output_ptr,
+    totals_ptr,
+    length,
+    LOG: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):
     """Write the sum of a chunk's terms: [rows, NUM_CHUNKS]."""
     program = tl.program_id(0).to(tl.int64)
     start = program // NUM_CHUNKS * length
     offs = program % NUM_CHUNKS * BLOCK + tl.arange(0, BLOCK)
     _, _, terms = _load_terms(grad_ptr + start, output_ptr + start, offs, length, LOG)
-    tl.store(totals_ptr + program, tl.sum(terms))
+    tl.store(totals_ptr + program, row_sum(terms, 32 * NUM_WARPS))
 
 
 @triton.jit
@@ -114,13 +124,14 @@ def _merged_backward_kernel(
     NUM_CHUNKS: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     row = program // NUM_CHUNKS
     offs = program % NUM_CHUNKS * BLOCK + tl.arange(0, BLOCK)
     grad, output, _ = _load_terms(grad_ptr + row * length, output_ptr + row * length, offs, length, LOG)
     chunk = tl.arange(0, PADDED_CHUNKS)
-    total = tl.sum(tl.load(totals_ptr + row * NUM_CHUNKS + chunk, mask=chunk < NUM_CHUNKS, other=0.0))
+    total = row_sum(tl.load(totals_ptr + row * NUM_CHUNKS + chunk, mask=chunk < NUM_CHUNKS, other=0.0), 32 * NUM_WARPS)
     y = _input_gradient(grad, output, total, LOG)
     tl.store(out_ptr + row * length + offs, y.to(out_ptr.dtype.element_ty), mask=offs < length)
 
@@ -129,6 +140,7 @@ def _tile(reduction: SoftmaxReduction) -> dict[str, int]:
     """What a kernel is compiled with, of a row's reduction."""
     return {
         "BLOCK": reduction.block,
+        "NUM_WARPS": reduction.num_warps,
         "num_warps": reduction.num_warps,
         "enable_fp_fusion": reduction.enable_fp_fusion,
     }
