@@ -48,7 +48,8 @@ test-npu: $(NPU_VENV)/installed
 test-patch-points: install
 	$(RUN) scripts.check_patch_points vllm==0.26.0 vllm==0.33.0 vllm-ascend==0.26.0rc1
 
-# Every variant of the kernels for NVIDIA GPUs, compiled: needs no GPU, and about ten minutes a version.
+# Every variant of the kernels for NVIDIA GPUs, compiled for each GPU and kept in .cache/triton: needs no GPU, and hours the
+# first time.
 test-triton: install
 	$(RUN) scripts.check_triton triton==3.6.0 triton==3.7.1 triton==3.8.0 triton
 
