@@ -1,11 +1,15 @@
-"""The imports inside the package: between modules, and between rooms."""
+"""The imports inside the package: between modules, and between rooms. Read from the sources, so that imports inside
+functions count, which say as much about who depends on whom; those for type checkers do not.
+"""
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = "vllm_batch_invariant"
 FOLDER = Path(__file__).parents[1] / PACKAGE
+Graph = dict[str, set[str]]
 
 
 def modules(folder: Path = FOLDER) -> dict[str, Path]:
@@ -17,12 +21,20 @@ def modules(folder: Path = FOLDER) -> dict[str, Path]:
     return found
 
 
-def imports(folder: Path = FOLDER) -> dict[str, set[str]]:
-    """What each module imports, inside functions too, but not for type checkers alone: modules of the package by their
-    names, of others by their first name.
-    """
+def imports(folder: Path = FOLDER) -> Graph:
+    """What each module imports: modules of the package by their names, of others by their first name."""
     known = modules(folder)
     return {name: set(_imports_of(name, path, known)) - {name} for name, path in known.items()}
+
+
+def inside(found: Graph) -> Graph:
+    """Of what each module imports, the modules of the package."""
+    return {name: {other for other in others if _is_ours(other)} for name, others in found.items()}
+
+
+def outside(found: Graph) -> Graph:
+    """Of what each module imports, the other packages."""
+    return {name: {other for other in others if not _is_ours(other)} for name, others in found.items()}
 
 
 def room_of(module: str) -> str:
@@ -30,37 +42,46 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else module
 
 
-def between_rooms(found: dict[str, set[str]]) -> dict[tuple[str, str], int]:
-    """How many pairs of modules import each other across each pair of rooms."""
-    counts: dict[tuple[str, str], int] = {}
-    for module, imported in found.items():
-        for other in imported:
-            pair = room_of(module), room_of(other)
-            if other.startswith(PACKAGE) and pair[0] != pair[1]:
-                counts[pair] = counts.get(pair, 0) + 1
-    return counts
+def between_rooms(found: Graph) -> set[tuple[str, str]]:
+    """Pairs of rooms of which the first imports the second."""
+    pairs = {(room_of(name), room_of(other)) for name, others in inside(found).items() for other in others}
+    return {(above, below) for above, below in pairs if above != below}
+
+
+def at_run_time(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Every import of a module, but those under ``if TYPE_CHECKING``."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        yield from at_run_time(node)
+
+
+@cache
+def _read(source: str) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    return tuple(at_run_time(ast.parse(source)))
 
 
 def _imports_of(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in _at_run_time(ast.parse(path.read_text())):
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in _read(path.read_text()):
         if isinstance(node, ast.Import):
-            yield from (_of_package(one.name, known) for one in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            yield from (_nearest(one.name, known) for one in node.names)
+        else:
+            above = package[: len(package) - node.level + 1] if node.level else []
             origin = ".".join((*above, node.module) if node.module else above)
-            for one in node.names:
-                yield _of_package(f"{origin}.{one.name}" if f"{origin}.{one.name}" in known else origin, known)
+            yield from (_nearest(f"{origin}.{one.name}", known) for one in node.names)
 
 
-def _of_package(module: str, known: dict[str, Path]) -> str:
-    return module if module in known else module.partition(".")[0]
+def _nearest(name: str, known: dict[str, Path]) -> str:
+    """The module of the package that a name is, or that it is in; the first name of another package."""
+    if not _is_ours(name):
+        return name.partition(".")[0]
+    while name not in known:
+        name = name.rpartition(".")[0]
+    return name
 
 
-def _at_run_time(node: ast.AST) -> Iterator[ast.AST]:
-    """Every node but those that only a type checker reads."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
-            continue
-        yield child
-        yield from _at_run_time(child)
+def _is_ours(name: str) -> bool:
+    return name.partition(".")[0] == PACKAGE

@@ -12,13 +12,17 @@ esac
 set -- --python "$venv/bin/python" -e ".[$device,dev]"
 if [ "$device" = cpu ]; then
     set -- --override requirements/overrides-cpu.txt "$@"
-    # uv does not read pip's configuration: where that names wheels on this machine, they come first; else PyTorch's CPU builds.
-    local_wheels=$("$venv/bin/python" -m pip config get global.find-links 2>/dev/null | tr -s ' \n' ',' || true)
-    if [ -n "${local_wheels%,}" ]; then
-        export UV_FIND_LINKS="${local_wheels%,}"
-    else
-        set -- --torch-backend cpu "$@"
-    fi
+    # uv does not read pip's configuration: wheels on this machine that it names are found too. PyTorch's index of CPU builds is
+    # left out only where these hold PyTorch for a CPU and this Python, because a machine with such wheels may not reach it.
+    local_wheels=$("$venv/bin/python" -m pip config get global.find-links 2>/dev/null | tr '\n' ' ' || true)
+    pytorch="torch-*+cpu-cp$(echo "$version" | tr -d .)-*.whl"
+    found=
+    for place in $local_wheels; do
+        UV_FIND_LINKS=${UV_FIND_LINKS:+$UV_FIND_LINKS,}$place
+        for wheel in "${place#file://}"/$pytorch; do [ ! -e "$wheel" ] || found=$wheel; done
+    done
+    [ -z "$local_wheels" ] || export UV_FIND_LINKS
+    [ -n "$found" ] || set -- --torch-backend cpu "$@"
 fi
 # Compiled once here: three processes of an engine import vLLM, and not every environment lets them keep what they compile.
 exec "$venv/bin/uv" pip install -q --compile-bytecode "$@"

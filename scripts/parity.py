@@ -215,7 +215,7 @@ def _compare(options: argparse.Namespace) -> int:
             info = engine.info
         if device == "cpu":
             torch.set_num_threads(info["device"]["threads"])
-        found = gaps(path, DTYPES[options.dtype], device, samples)
+        found = gaps(path, getattr(torch, options.dtype), device, samples)
     columns = [f"{what}{place}" for place in ("", ", in the mode") for what in ("differ", "largest", "KL")]
     table = Table("trainer", *columns, box=box.MARKDOWN)
     for name, pair in found.items():

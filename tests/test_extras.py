@@ -5,16 +5,25 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.test_imports import OUTSIDE, ROOT, imported, room
+from scripts.import_graph import at_run_time, imports, outside, room_of
+from tests.fakes.server import MODELS, fake_server
+from tests.verify.receipts import receipt
+from tests.verify.test_receipt_cli import ENVIRONMENT, answer
 from vllm_batch_invariant.cli import COMMANDS, OF_VERIFY
 
-PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+ROOT = Path(__file__).parents[1]
+OUTSIDE = outside(imports())
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WITHOUT = ("coverage", "settings")
 """Commands that work without the extra."""
+
+OF_ENGINES = ("torch", "vllm", "numba", "triton")
+"""Modules that a laptop lacks which verifies a server elsewhere."""
 
 IN_A_PROCESS = """
 import contextlib, io, sys
@@ -31,9 +40,9 @@ print(status, out.getvalue() + err.getvalue(), sep="|", end="")
 """
 
 
-def run(*arguments: str) -> tuple[str, str]:
+def run(*arguments: str, without: Sequence[str] = OF_VERIFY) -> tuple[str, str]:
     """The status and the output of a command in a process that has none of the packages."""
-    code = IN_A_PROCESS.format(packages=OF_VERIFY, arguments=list(arguments))
+    code = IN_A_PROCESS.format(packages=without, arguments=list(arguments))
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     status, _, text = printed.partition("|")
     return status, text
@@ -54,27 +63,67 @@ def test_the_plugin_itself_needs_one_package() -> None:
 
 
 def test_only_the_commands_import_the_extra() -> None:
-    known = {*OF_VERIFY, "matplotlib"}
+    known = set(OF_VERIFY)
     assert {module: packages & known for module, packages in OUTSIDE.items() if packages & known} == {
         module: packages & known
         for module, packages in OUTSIDE.items()
-        if packages & known and room(module) == "verify"
+        if packages & known and room_of(module) == "verify"
     }
 
 
 def test_an_import_of_the_extra_would_be_seen() -> None:
-    [node] = imported(ast.parse("def late():\n    from rich.table import Table"))
+    [node] = at_run_time(ast.parse("def late():\n    from rich.table import Table"))
     assert node.module == "rich.table"
     assert "openai" in set().union(*OUTSIDE.values())
 
 
 @pytest.mark.parametrize("command", ["reproduce", "check", "bisect", "receipt", "make-checkpoint"])
 def test_a_command_without_the_extra_is_one_line_that_says_what_to_install(command: str) -> None:
-    status, text = run(command, "--help")
+    status, text = run(command, *{"receipt": ("compare", "a", "b"), "reproduce": ()}.get(command, ("MODEL",)))
     assert status == "2"
     assert re.fullmatch(
-        rf"vllm-batch-invariant: {command} needs \w+: pip install 'vllm-batch-invariant\[verify\]'\n", text
+        rf"vllm-batch-invariant {command}: \w+ is not installed: pip install 'vllm-batch-invariant\[verify\]'\n", text
     )
+
+
+@pytest.mark.parametrize("command", ["reproduce", "certificate", "coverage", "settings", "make-checkpoint"])
+def test_help_needs_nothing(command: str) -> None:
+    status, text = run(command, "--help")
+    assert (status, text.startswith(f"usage: vllm-batch-invariant {command} ")) == ("0", True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "line"),
+    [
+        (("coverage",), "0", "| Devices | "),
+        (("reproduce", "--base-url", "URL", "--samples", "2"), "2", "lacks vllm:num_requests_running"),
+        (("check", "--base-url", "URL", "--quick"), "2", "lacks vllm:num_requests_running"),
+        (
+            ("receipt", "make", "NEW", "--base-url", "URL", "--prompt", "a prompt"),
+            "0",
+            "the bits of 6 logprobs of fake",
+        ),
+        (("receipt", "verify", "KEPT", "--base-url", "URL", "--concurrent", "0"), "1", "differs: at token "),
+        (("receipt", "compare", "KEPT", "KEPT"), "0", "equal: 3 tokens"),
+        (("bisect", "x/y"), "2", "bisect: PyTorch is not installed in this Python"),
+        (("certificate",), "2", "certificate: PyTorch is not installed in this Python"),
+        (("make-checkpoint", "NEW"), "2", "make-checkpoint: PyTorch is not installed in this Python"),
+        (("check", "x/y"), "2", "an engine needs vLLM in this Python; give --base-url of a server"),
+        (("reproduce", "x/y"), "2", "a server needs vLLM in this Python; give --base-url of one that runs elsewhere"),
+        (("reproduce", "x/y", "--offline"), "2", "an engine needs vLLM in this Python"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_on_a_laptop_without_pytorch_a_command_works_or_is_one_line(
+    tmp_path: Path, arguments: tuple[str, ...], status: str, line: str
+) -> None:
+    kept = tmp_path / "kept.json"
+    receipt().save(kept)
+    with fake_server(models=MODELS, batch_invariant=ENVIRONMENT, completions=answer()) as url:
+        words = {"URL": url, "KEPT": str(kept), "NEW": str(tmp_path / "new.json")}
+        got, text = run(*(words.get(word, word) for word in arguments), without=OF_ENGINES)
+    assert (got, "Traceback" in text) == (status, False), text
+    assert line in text
 
 
 @pytest.mark.parametrize("command", WITHOUT)
@@ -86,6 +135,6 @@ def test_a_command_that_needs_nothing_works_without_the_extra(command: str) -> N
 
 
 def test_the_line_that_gives_the_speed_of_the_readme_brings_what_it_takes() -> None:
-    line = "pip install 'vllm-batch-invariant[cuda]'"
-    assert line in Path(ROOT.parent / "README.md").read_text()
+    line = "pip install '.[cuda]'"
+    assert line in Path(ROOT / "README.md").read_text()
     assert requirements("cuda") == {"vllm", "nvmath_python"}

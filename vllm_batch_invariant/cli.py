@@ -1,73 +1,21 @@
-"""The command ``vllm-batch-invariant``."""
+"""The command ``vllm-batch-invariant``: one parser, and how every command ends."""
 
 import argparse
+import difflib
 import signal
 import sys
-import textwrap
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass
+from datetime import datetime
+from importlib import import_module
+from importlib.util import find_spec
+from types import FrameType, ModuleType
 
+from .verify.arguments import OneLineParser
+from .version import __version__
 
-def _coverage(arguments: list[str]) -> int:
-    """what the mode covers and what it refuses, as Markdown"""
-    _parser("coverage", _coverage).parse_args(arguments)
-    from .integration.coverage import markdown
-
-    print(markdown())
-    return 0
-
-
-def _settings(arguments: list[str]) -> int:
-    """every environment variable, its values and the one in force"""
-    _parser("settings", _settings).parse_args(arguments)
-    from . import envs
-
-    envs.check_names()
-    for variable in envs.VARIABLES:
-        print(f"{variable.name}={variable.read()}    of {', '.join(variable.values)}")
-        print(textwrap.indent(textwrap.fill(variable.meaning), "    "))
-    return 0
-
-
-def _reproduce(arguments: list[str]) -> int:
-    """send one request many times under a load that varies the batch, and compare the answers"""
-    from .verify.reproduce.command import main as reproduce
-
-    return reproduce(arguments)
-
-
-def _certificate(arguments: list[str]) -> int:
-    """how GEMMs and attention are computed on this GPU, and whose bits were compared"""
-    from .verify.autotune_command import main as certificate
-
-    return certificate(arguments)
-
-
-def _bisect(arguments: list[str]) -> int:
-    """find the first layer and operation whose bits depend on concurrent requests"""
-    from .verify.bisect.command import main as bisect
-
-    return bisect(arguments)
-
-
-def _receipt(arguments: list[str]) -> int:
-    """make the receipt of a completion, compute it again elsewhere, compare two receipts"""
-    from .verify.receipt.command import main as receipt
-
-    return receipt(arguments)
-
-
-def _make_checkpoint(arguments: list[str]) -> int:
-    """write a small Qwen3 model with random weights and a tokenizer, to try things on"""
-    from .verify.demo_model import main as make_checkpoint
-
-    return make_checkpoint(arguments) or 0
-
-
-def _check(arguments: list[str]) -> int:
-    """check which guarantees of the contract hold on this machine, or on a server"""
-    from .verify.check.command import main as check
-
-    return check(arguments)
+PROGRAM = "vllm-batch-invariant"
 
 
 OF_VERIFY = (
@@ -75,60 +23,196 @@ OF_VERIFY = (
     *("tokenizers", "safetensors", "jinja2"),
 )
 """Modules of the packages in the extra [verify], which no other part of this project imports."""
+_OF_ENGINES = {"torch": "PyTorch", "vllm": "vLLM", "numba": "numba"}
+"""Packages that an engine needs and a client does not, by module."""
+_PACKAGES = (*OF_VERIFY, *_OF_ENGINES)
+_OF_CLIENTS = ("rich", "pydantic", "httpx", "openai", "prometheus_client")
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "check": _check,
-    "reproduce": _reproduce,
-    "bisect": _bisect,
-    "receipt": _receipt,
-    "certificate": _certificate,
-    "coverage": _coverage,
-    "settings": _settings,
-    "make-checkpoint": _make_checkpoint,
+
+@dataclass(frozen=True)
+class Command:
+    """A command, whose module is imported only for it.
+
+    Attributes:
+        module: under ``verify``; has ``add_arguments(parser)``, which sets ``run(options, parser)``: it returns the
+            exit status.
+        about: what it does, in a line.
+        needs: modules of packages without which it does nothing.
+    """
+
+    module: str
+    about: str
+    needs: tuple[str, ...] = ()
+
+    def load(self) -> ModuleType:
+        """Import the module."""
+        return import_module(f".verify.{self.module}", __package__)
+
+
+COMMANDS = {
+    "check": Command(
+        "check.command",
+        "check which guarantees of the contract hold on this machine and model, or on a server",
+        _OF_CLIENTS,
+    ),
+    "reproduce": Command(
+        "reproduce.command",
+        "send one request many times under a load that varies the batch, and compare the answers",
+        _OF_CLIENTS,
+    ),
+    "bisect": Command(
+        "bisect.command",
+        "find the first layer and operation whose bits depend on concurrent requests",
+        ("rich", "prometheus_client", "torch", "vllm"),
+    ),
+    "receipt": Command(
+        "receipt.command",
+        "make the receipt of a completion, compute it again elsewhere, compare two receipts",
+        _OF_CLIENTS,
+    ),
+    "certificate": Command(
+        "autotune_command",
+        "print how matmuls and attention are computed on this GPU, and whose bits were compared",
+        ("rich", "torch"),
+    ),
+    "coverage": Command("tables", "print what the mode covers and what it refuses, as Markdown"),
+    "settings": Command("tables", "print every environment variable, its values and the one in force"),
+    "make-checkpoint": Command(
+        "demo_model",
+        "write a small Qwen3 model with random weights and a tokenizer, to try things on",
+        ("tokenizers", "safetensors", "torch"),
+    ),
 }
 
 
-def _parser(name: str, command: Callable[[list[str]], int]) -> argparse.ArgumentParser:
-    from .verify.arguments import OneLineParser
+class Interrupted(KeyboardInterrupt):
+    """A signal that ends the command in order: engines and servers that it started are stopped first."""
 
-    return OneLineParser(prog=f"vllm-batch-invariant {name}", description=command.__doc__)
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run one command. A bad setting or a refusal is one line and status 2."""
-    from .errors import BadSetting, NotCovered
-    from .verify.arguments import OneLineParser
-    from .verify.printing import printable
-
-    listing = "\n".join(f"  {name:<17}{command.__doc__}" for name, command in COMMANDS.items())
-    parser = OneLineParser(
-        prog="vllm-batch-invariant",
-        description="Batch-invariant inference for vLLM.",
-        epilog=f"commands:\n{listing}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("command", choices=COMMANDS, metavar="command")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see: vllm-batch-invariant COMMAND --help")
-    parsed = parser.parse_args(arguments)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status: 0 equal, 1 different, 2 it could not be tested (also a bad argument, a
+    bad setting or a refusal, in one line), 128 and the signal's number if it was interrupted.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name = next((word for word in words if not word.startswith("-")), "")
+    began, before, loaded = datetime.now().astimezone(), _catch_signals(), None
     try:
-        return COMMANDS[parsed.command](parsed.arguments)
-    except (BadSetting, NotCovered) as error:
-        print(f"vllm-batch-invariant: {printable(str(error))}", file=sys.stderr)
-        return 2
-    except Exception as error:  # a traceback ends with status 1, which means that bits differ
-        missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-        if missing in OF_VERIFY:
-            why = f"{parsed.command} needs {missing}: pip install 'vllm-batch-invariant[verify]'"
-            print(f"vllm-batch-invariant: {why}", file=sys.stderr)
+        loaded = COMMANDS[name].load() if name in COMMANDS else None
+        parser, chosen = _parsers(name, loaded)
+        options = parser.parse_args(words)
+        if "run" not in options:
+            (chosen or parser).print_help()
             return 2
-        from .verify.printing import one_line
+        if missing := next((needed for needed in COMMANDS[name].needs if find_spec(needed) is None), None):
+            return _end(name, _install(missing))
+        _check_settings()
+        options.began = began
+        with redirect_stdout(sys.stderr) if _prints_json(options) else nullcontext():
+            return int(options.run(options, chosen))
+    except KeyboardInterrupt as error:
+        number = getattr(error, "number", signal.SIGINT)
+        return _end(name, "interrupted; nothing was decided", 128 + number)
+    except Exception as error:  # a traceback ends with status 1, which means that bits differ
+        return _end(name, _reason(error))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
-        why = f"{type(error).__name__}: {one_line(error)}"
-        print(f"vllm-batch-invariant: {parsed.command} failed: {why}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # while Python imports, before the command begins
-        print("vllm-batch-invariant: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+
+def _parsers(name: str, module: ModuleType | None) -> tuple[OneLineParser, OneLineParser | None]:
+    """The parser, and that of the command of this name, which alone gets its arguments."""
+    parser = OneLineParser(
+        prog=PROGRAM,
+        description="Batch-invariant inference for vLLM: what it covers, and commands that verify it.",
+        epilog="Exit status: 0 equal, 1 different, 2 it could not be tested, 128 + N ended by the signal N.",
+    )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    chosen = None
+    for each, command in COMMANDS.items():
+        of_command = commands.add_parser(each, help=command.about, description=f"{_capital(command.about)}.")
+        if each == name:
+            chosen = of_command
+            chosen.set_defaults(command=name)
+            module.add_arguments(chosen)
+            parser.error = chosen.error  # of what is left over, too
+    if name and chosen is None:
+        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(COMMANDS)}"
+        parser.error(f"there is no command {name!r}; {hint}")
+    return parser, chosen
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def _check_settings() -> None:
+    """Refuse variables with a wrong name or value before a command spends time."""
+    from . import envs
+
+    envs.check_names()
+    for variable in envs.VARIABLES:
+        variable.read()
+
+
+def _prints_json(options: argparse.Namespace) -> bool:
+    """Whether stdout is for JSON alone; tables then go to stderr."""
+    json = getattr(options, "json", None)
+    return json is not None and json.path is None
+
+
+def _reason(error: Exception) -> str:
+    """Why a command ends without a result, in a line."""
+    from .errors import BadSetting, NotCovered
+    from .verify.outcome import NoTestError
+    from .verify.printing import one_line
+
+    if isinstance(error, NoTestError | BadSetting | NotCovered):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError) and (missing := (error.name or "").partition(".")[0]) in _PACKAGES:
+        return _install(missing)
+    return f"the run failed: {type(error).__name__}: {one_line(error)}"
+
+
+def _install(missing: str) -> str:
+    """What to do about a package that is not installed."""
+    if missing in OF_VERIFY:
+        return f"{missing} is not installed: pip install 'vllm-batch-invariant[verify]'"
+    return (
+        f"{_OF_ENGINES[missing]} is not installed in this Python: run this where vLLM is, or "
+        "pip install 'vllm-batch-invariant[cuda,verify]' or '[cpu,verify]'"
+    )
+
+
+def _end(name: str, line: str, status: int = 2) -> int:
+    from .verify.printing import complain
+
+    complain(name, line)
+    return status
+
+
+def _catch_signals() -> dict[int, object]:
+    """Have signals raise, so that what was started is stopped; returns the handlers before. Ctrl-C is also caught where
+    a shell's background jobs ignore it; a hangup that ``nohup`` has made ignored stays so.
+    """
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        raise Interrupted(number)
+
+    caught = [signal.SIGTERM, signal.SIGHUP]
+    before = {number: signal.getsignal(number) for number in caught}
+    caught = [number for number in caught if before[number] is not signal.SIG_IGN]
+    try:
+        handlers = {number: signal.signal(number, interrupt) for number in caught}
+        # asyncio knows Python's own handler, and cancels what runs
+        return handlers | {signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    except ValueError:  # in a thread nobody gets signals
+        return {}
 
 
 if __name__ == "__main__":

@@ -9,6 +9,19 @@ from dataclasses import dataclass
 
 import torch
 
+__all__ = [
+    "EXACT",
+    "TOLERANCES",
+    "Comparison",
+    "Mismatch",
+    "Pair",
+    "Tolerance",
+    "accuracy_comparison",
+    "assert_accuracy",
+    "assert_same_bits",
+    "bitwise_comparison",
+]
+
 
 @dataclass(frozen=True)
 class Tolerance:

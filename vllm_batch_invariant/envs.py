@@ -11,6 +11,10 @@ from pathlib import Path
 from .errors import BadSetting
 
 FLAG = "VLLM_BATCH_INVARIANT"
+_RESEMBLANCE = 0.85
+"""Of ``difflib``: from here on a name is a misspelt one. None of vLLM's own variables comes above 0.65."""
+_OF_A_SERVICE = re.compile(r"_(SERVICE_HOST|(SERVICE_)?PORT)(_\w+)?$")
+"""What Kubernetes puts into every container for a service: one named vllm-batch-invariant begins like the flag."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +92,18 @@ def enabled() -> bool:
 def check_names() -> None:
     """Refuse variables that look like this project's and are not, so that a typing error changes nothing silently.
 
+    While the mode is not asked for, only a misspelt flag is refused: who sets one believes that the mode is on.
+
     Raises:
-        BadSetting: an unknown variable, with the nearest known one.
+        BadSetting: an unknown variable, with the nearest known one, or a wrong value of the flag.
     """
     known = [variable.name for variable in VARIABLES]
+    on = enabled()
     for name in sorted(os.environ):
-        if name.startswith(f"{FLAG}_") and name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
-            raise BadSetting(f"unknown environment variable {name}; did you mean {nearest}? Known: {', '.join(known)}.")
+        if name in known or not name.upper().startswith("V") or _OF_A_SERVICE.search(name):
+            continue
+        near = difflib.get_close_matches(name.upper(), known if on else [FLAG], n=1, cutoff=_RESEMBLANCE)
+        if on and name.startswith(f"{FLAG}_"):
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0)
+        if near:
+            raise BadSetting(f"unknown environment variable {name}; did you mean {near[0]}? Known: {', '.join(known)}.")

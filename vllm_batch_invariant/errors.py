@@ -1,6 +1,7 @@
 """The errors a user meets: each is one line that says what, why and what to do."""
 
 import sys
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,8 +12,9 @@ class NotCovered(RuntimeError):
     It is no ``ValueError`` on purpose: pydantic would wrap that into a report of many lines.
     """
 
-    def __init__(self, what: str, why: str, what_to_do: str) -> None:
-        super().__init__(f"batch-invariant mode does not cover {what}: {why}; {what_to_do}.")
+    def __init__(self, what: str, why: str, what_to_do: str, neither: Sequence[str] = ()) -> None:
+        also = f" Nor does it cover {', '.join(neither)}." if neither else ""
+        super().__init__(f"batch-invariant mode does not cover {what}: {why}; {what_to_do}.{also}")
 
     @classmethod
     def again(cls, line: str) -> Self:

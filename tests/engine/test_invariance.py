@@ -355,7 +355,7 @@ def test_a_bisection_names_an_injected_fault(
     bisected: dict[str, Any], fault: str, module: str, operation: str, token: int
 ) -> None:
     found = bisected[fault]["found"]
-    key, comparison = found["parting"]["key"], found["comparison"]
+    key, comparison = found["divergence"]["key"], found["comparison"]
     assert (key["module"], key["operation"], found["output_token"]) == (module, operation, token)
     assert found["repeats"]
     assert comparison["different"] == found["rows"]

@@ -74,6 +74,7 @@ def test_the_classes_of_a_dense_model_are_known(model: str) -> None:
         f"{LAYERS}.layernorm.GemmaRMSNorm",
         f"{LAYERS}.layernorm.RMSNormGated",
         f"{LAYERS}.activation.GeluAndMulSparse",
+        f"{LAYERS}.rotary_embedding.MRotaryEmbedding",
         f"{MODELS}.dbrx.DbrxExperts",
         f"{MODELS}.dbrx.DbrxMoE",
         f"{MODELS}.mixtral.MixtralMoE",
@@ -167,6 +168,16 @@ def test_a_class_of_a_model_that_changes_a_layer_is_refused() -> None:
     kind = of_a_model("LaterLinear", named(f"{LAYERS}.linear.RowParallelLinear"))
     with pytest.raises(NotCovered, match="it is a RowParallelLinear of its own"):
         layers.check(bare(kind))
+
+
+def test_an_encoder_is_refused_unless_vllm_has_not_built_it() -> None:
+    model = bare(of_a_model("LaterForConditionalGeneration", _tower_model_names=["vision.tower"]))
+    model.vision, model.text = torch.nn.ModuleDict({"tower": torch.nn.Identity()}), torch.nn.Identity()
+    with pytest.raises(NotCovered, match=r"the encoder vision\.tower: .*--language-model-only"):
+        layers.check(model)
+    model.vision["tower"] = patch_points.MISSING_STAGE.get()("image_tower", torch.nn.Conv2d(1, 1, 1, device="meta"))
+    layers.check(model)
+    assert list(model.parameters()) == []
 
 
 def test_a_model_from_elsewhere_is_refused() -> None:

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm_batch_invariant.integration import norm_rotary, patch_points
+from vllm_batch_invariant.integration import mrope, norm_rotary, patch_points
 
 
 class _Norm(torch.nn.Module):
@@ -17,6 +17,10 @@ class _Norm(torch.nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = torch.ones(128, dtype=dtype)
+
+
+class _Rotary(torch.nn.Module):
+    cos_sin_cache = None
 
 
 def cache_of(dtype: torch.dtype) -> SimpleNamespace:
@@ -63,6 +67,36 @@ def test_a_layer_that_differs_keeps_vllms_method(change: str, monkeypatch: pytes
     assert norm_rotary._as_expected(layer({}), torch.bfloat16)
     assert not norm_rotary._as_expected(layer({}), torch.float32)
     assert not norm_rotary._as_expected(layer(CHANGES[change]), torch.bfloat16)
+
+
+def test_the_rotary_embedding_of_a_multimodal_model_fits_when_it_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points.CUSTOM_OP.module(), "op_registry_oot", {"RMSNorm": _Norm})
+    theirs, ours = layer({}), layer({})
+    vllms = patch_points.M_ROPE.get()
+    mrope.install()
+    for made, kind in ((theirs, vllms), (ours, patch_points.CUSTOM_OP.module().op_registry_oot[vllms.__name__])):
+        made.rotary_emb.__class__ = kind
+        made.rotary_emb._forward_method = made.rotary_emb.forward_cuda
+    assert norm_rotary._as_expected(ours, torch.bfloat16)
+    assert not norm_rotary._as_expected(theirs, torch.bfloat16)
+    ours.rotary_emb._forward_method = theirs.rotary_emb.forward_cuda
+    assert not norm_rotary._as_expected(ours, torch.bfloat16)
+
+
+def test_text_is_turned_by_the_first_of_three_equal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, apart = [], []
+    monkeypatch.setattr(patch_points.CUSTOM_OP.module(), "op_registry_oot", {"MRotaryEmbedding": _Rotary})
+    monkeypatch.setattr(
+        norm_rotary, "norm_rotary", lambda qkv, positions, *rest: given.append(positions) or (qkv[:, :4], qkv[:, 4:8])
+    )
+    positions, hidden = torch.arange(2).expand(3, 2), torch.zeros(2, 12)
+    for rotary in (_Rotary(), torch.nn.Identity()):
+        made = SimpleNamespace(q_norm=_Norm(torch.bfloat16), k_norm=_Norm(torch.bfloat16), rotary_emb=rotary)
+        made.num_heads, made.num_kv_heads, made.kv_size, made._norm_and_rotary_are_one = 1, 1, 4, True
+        made.qkv_proj, made.attn, made.o_proj = lambda x: (x, None), lambda q, k, v: v, lambda x: (x, None)
+        norm_rotary.fused(lambda *arguments: apart.append(arguments))(made, positions, hidden)
+    assert [rows.tolist() for rows in given] == [[0, 1]]
+    assert len(apart) == 1
 
 
 def test_the_forward_method_of_this_vllm_is_the_one_known() -> None:

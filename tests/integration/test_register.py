@@ -5,6 +5,8 @@ from importlib.metadata import entry_points
 import pytest
 
 import vllm_batch_invariant
+from vllm_batch_invariant import envs
+from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.errors import BadSetting, NotCovered
 from vllm_batch_invariant.integration import coverage, patch_points
 
@@ -33,6 +35,54 @@ def test_an_unknown_variable_is_refused_with_the_nearest_known_one(monkeypatch: 
     monkeypatch.setenv("VLLM_BATCH_INVARIANT_ATENTION", "flex")
     with pytest.raises(BadSetting, match="ATENTION; did you mean VLLM_BATCH_INVARIANT_ATTENTION"):
         vllm_batch_invariant.register()
+
+
+@pytest.mark.parametrize("flag", [None, "0", "1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "VLLM_BATCH_INVARIENT",
+        "VLLM_BATCH_INVARIANCE",
+        "VLLM_USE_BATCH_INVARIANT",
+        "BATCH_INVARIANT",
+        "vllm_batch_invariant",
+    ],
+)
+def test_a_misspelt_flag_is_refused_with_the_mode_and_without(
+    name: str, flag: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if flag is None:
+        monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", flag)
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(BadSetting, match=f"unknown environment variable {name}; did you mean VLLM_BATCH_INVARIANT\\?"):
+        vllm_batch_invariant.register()
+
+
+@pytest.mark.parametrize("flag", ["0", "1"])
+def test_no_variable_of_vllms_or_of_a_service_of_kubernetes_is_taken_for_a_misspelt_one(
+    flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", flag)
+    service = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_8000_TCP", "PORT_8000_TCP_ADDR")
+    for name in (
+        "BATCH_INVARIANT",
+        *patch_points.ENVIRONMENT.get(),
+        *(f"VLLM_BATCH_INVARIANT_{end}" for end in service),
+    ):
+        if name != "VLLM_BATCH_INVARIANT":
+            monkeypatch.setenv(name, "")
+    envs.check_names()
+
+
+def test_settings_shows_a_misspelt_flag(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    monkeypatch.setenv("VLLM_BATCH_INVARIENT", "1")
+    assert main(["settings"]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert "VLLM_BATCH_INVARIENT; did you mean VLLM_BATCH_INVARIANT?" in said.err
 
 
 def test_a_wrong_implementation_of_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

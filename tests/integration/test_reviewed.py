@@ -3,6 +3,7 @@
 import dataclasses
 import zipfile
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,14 @@ def test_every_field_of_the_installed_vllm_was_reviewed() -> None:
         for name, part in seen.items()
     }
     assert {name: fields for name, fields in unknown.items() if fields} == {}
+
+
+def test_every_field_of_the_configuration_of_multimodal_models_was_reviewed() -> None:
+    """A text model has none."""
+    kind = import_module("vllm.config.multimodal").MultiModalConfig
+    fields = {field.name for field in dataclasses.fields(kind)}
+    assert {"language_model_only", "mm_encoder_only"} <= fields
+    assert reviewed.unreviewed("MultiModalConfig", fields) == set()
 
 
 def test_defaults_are_accepted_and_what_is_free_may_have_any_value() -> None:

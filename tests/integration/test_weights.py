@@ -1,5 +1,6 @@
 """What is made of weights when they are loaded is made again, and what was made of the old ones is let go."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from vllm_batch_invariant.integration import linear, patch_points, weights
+from vllm_batch_invariant.integration import linear, patch_points, refusals, weights
 from vllm_batch_invariant.integration.linear import dispatch, restore_weights
 
 
@@ -152,6 +153,17 @@ def test_a_changed_bit_of_any_tensor_changes_the_fingerprint(name: str) -> None:
     assert weights.fingerprint(worker) == before
 
 
+def test_a_fingerprint_can_be_taken_without_giving_the_layers_their_weights_back() -> None:
+    model = Model()
+    worker, lost = worker_of(model), draw(96, 48)
+    model.layer.weight.data = lost.clone()
+    dispatch(model.layer, remove_weight=True)
+    found = weights.fingerprint(worker, restore=False)
+    assert model.layer.weight.numel() == 0
+    assert weights.fingerprint(worker) == found
+    assert_same_bits(model.layer.weight.data, lost)
+
+
 @pytest.mark.parametrize("shape", [(100, 97), (4096, 48), (5,), ()])
 def test_sums_tell_every_changed_bit_and_words_that_changed_places(shape: tuple[int, ...]) -> None:
     weight = draw(*shape)
@@ -280,6 +292,35 @@ def test_what_an_engine_is_asked_to_declare_is_no_reason_to_look(core_class: typ
     core.collective_rpc("batch_invariant_declaration")
     core.step()
     assert core.asked == []
+
+
+def test_a_client_that_asks_for_the_weights_gets_those_of_the_last_step(core_class: type[Core]) -> None:
+    core = core_class()
+    core.weights = "0 A"
+    for _ in range(2):
+        assert core.collective_rpc(weights.METHOD) == ["A"]
+    assert core.asked == [{"restore": False}]
+    core.collective_rpc("load", args=("0 B",))
+    assert core.collective_rpc(weights.METHOD) == ["A"]
+    core.step()
+    assert core.collective_rpc(weights.METHOD) == ["B"]
+
+
+def test_other_weights_are_told_to_every_process_before_the_step_that_uses_them(
+    core_class: type[Core], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(refusals.LEFT_AT, str(tmp_path / "engine"))
+    core = core_class()
+    core.weights = "0 A"
+    core.collective_rpc("load", args=("0 A",))
+    core.step()
+    assert weights.published() is None
+    core.collective_rpc("load", args=("1 B",))
+    assert weights.published() is None
+    core.step()
+    assert weights.published() == "B"
+    monkeypatch.delenv(refusals.LEFT_AT)
+    assert weights.published() is None
 
 
 @pytest.mark.parametrize("idle", ["asleep", "paused", "without requests"])

@@ -9,17 +9,19 @@ import pytest
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.harness.server import Server, serve
 
+SHAPE = Shape(hidden=512, intermediate=1024, layers=2, heads=8, kv_heads=4, head_size=64, dtype="bfloat16")
+"""Of the model that is served."""
+
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model of this project."""
-    shape = Shape(hidden=512, intermediate=1024, layers=2, heads=8, kv_heads=4, head_size=64, dtype="bfloat16")
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), SHAPE)
 
 
 @pytest.fixture(scope="session")
 def server(model: Path) -> Iterator[Server]:
     """``vllm serve`` as a user starts it."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    with serve(str(model), [], {"VLLM_BATCH_INVARIANT": "1", "VLLM_PLUGINS": "batch_invariant"}) as running:
+    with serve(str(model), [], {"VLLM_BATCH_INVARIANT": "1"}) as running:
         yield running

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.verify.harness.server import Server
 from vllm_batch_invariant.verify.outcome import Status
-from vllm_batch_invariant.verify.reproduce.command import main
 
 pytestmark = pytest.mark.server
 
@@ -18,7 +18,7 @@ def test_samples_under_load_are_identical_and_the_report_says_what_was_tested(
 ) -> None:
     report = tmp_path / "report.json"
     options = ["--samples", "80", "--concurrency", "32", "--max-tokens", "16", "--json", str(report)]
-    assert main(["--base-url", server.base_url, endpoint, *options]) == Status.REPRODUCIBLE
+    assert main(["reproduce", "--base-url", server.base_url, endpoint, *options]) == Status.REPRODUCIBLE
     assert "80 of 80 samples are bitwise identical" in capsys.readouterr().out
     result = json.loads(report.read_text())["results"][0]
     assert result["comparison"]["completions"] == result["comparison"]["logprob_sequences"] == 1
@@ -28,5 +28,5 @@ def test_samples_under_load_are_identical_and_the_report_says_what_was_tested(
 
 
 def test_a_run_that_never_batches_is_not_called_a_pass(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--base-url", server.base_url, "--samples", "2", "--max-tokens", "1"]) == Status.NO_TEST
+    assert main(["reproduce", "--base-url", server.base_url, "--samples", "2", "--max-tokens", "1"]) == Status.NO_TEST
     assert "not a test" in capsys.readouterr().err

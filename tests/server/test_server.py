@@ -4,13 +4,17 @@ it.
 
 import asyncio
 import random
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from tests.docs.documents import blocks
 from vllm_batch_invariant.verify.harness.server import Server
 
 pytestmark = pytest.mark.server
@@ -141,3 +145,18 @@ def test_several_seeded_samples_differ_from_each_other_and_repeat_with_others(se
 
 def test_the_servers_log_says_that_the_mode_is_on(server: Server) -> None:
     assert server.log.read_text(errors="replace").count("Batch-invariant mode is on") == 1
+
+
+def test_the_client_of_the_readme_gets_the_same_sample_twice(server: Server, model: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    [code] = [text for language, text in blocks(readme) if language == "python" and "OpenAI(" in text]
+    code = code.replace("http://127.0.0.1:8000/v1", server.base_url).replace("MODEL", str(model))
+
+    def printed(seed: int) -> str:
+        words = [sys.executable, "-c", code.replace("seed=7", f"seed={seed}")]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+    first = printed(7)
+    assert first
+    assert printed(7) == first
+    assert printed(8) != first

@@ -7,7 +7,7 @@ import pytest
 
 from tests.fakes.server import MODELS, Page, fake_server
 from vllm_batch_invariant.cli import main
-from vllm_batch_invariant.verify.arguments import parse_arguments
+from vllm_batch_invariant.verify.arguments import OneLineParser, add_base_url, check_base_url
 
 OPENAIS = {
     "OPENAI_API_KEY": "sk-openai",
@@ -139,10 +139,17 @@ def test_a_key_without_a_server_is_refused(capsys: pytest.CaptureFixture[str], c
 def test_a_key_that_leaves_this_machine_unencrypted_is_said_before_it_does(
     capsys: pytest.CaptureFixture[str], address: str, warned: bool
 ) -> None:
-    options = parse_arguments(["--base-url", address, "--api-key-env", "SERVER_KEY"])
-    assert options.api_key == "sk-server"
+    parser = OneLineParser()
+    add_base_url(parser)
+
+    def key(*arguments: str) -> str | None:
+        options = parser.parse_args(["--base-url", address, *arguments])
+        check_base_url(parser, options)
+        return options.api_key
+
+    assert key("--api-key-env", "SERVER_KEY") == "sk-server"
     err = capsys.readouterr().err
     assert err.endswith(" unencrypted\n") == warned
     assert err.count("\n") == warned
-    assert parse_arguments(["--base-url", address]).api_key is None
+    assert key() is None
     assert capsys.readouterr().err == ""

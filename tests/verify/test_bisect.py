@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.compare import bitwise_comparison
 from vllm_batch_invariant.verify.bisect import command
-from vllm_batch_invariant.verify.bisect.command import main
 from vllm_batch_invariant.verify.bisect.engine import BisectResult, Case, Found, Setting, bisect
 from vllm_batch_invariant.verify.bisect.recording import MODULE_OUTPUT, Coverage, Key, OutputDivergence
 from vllm_batch_invariant.verify.outcome import NoTestError, Status
@@ -20,7 +20,7 @@ from vllm_batch_invariant.verify.outcome import NoTestError, Status
 def ends(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     """The exit status and what the command says on stderr, one line."""
     with pytest.raises(SystemExit) as end:
-        main(list(arguments))
+        main(["bisect", *arguments])
     said = capsys.readouterr()
     assert said.out == ""
     assert len(said.err.splitlines()) == 1
@@ -30,7 +30,7 @@ def ends(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ((), "required: model"),
+        ((), "nothing to bisect: give a model"),
         (("./nowhere",), "model ./nowhere: no model there"),
         (("x/y", "--concurrent", "0"), "'0' is not a whole number of at least 1"),
         (("x/y", "--concurrent", "16", "none"), "'none' is not a whole number"),
@@ -52,7 +52,7 @@ def test_a_bad_argument_is_one_line_and_status_2(
 ) -> None:
     status, said = ends(capsys, *arguments)
     assert status == Status.NO_TEST
-    assert said.startswith("bisect: ")
+    assert said.startswith("vllm-batch-invariant bisect: ")
     assert line in said
 
 
@@ -152,7 +152,10 @@ def test_two_numbers_of_concurrent_requests_are_tried_until_something_differs(
 ) -> None:
     report = tmp_path / "report.json"
     cases = engine_of(EQUAL, differing())
-    assert main(["x/y", "--prompt", "abc", "--concurrent-tokens", "20", "--json", str(report)]) == Status.DIVERGED
+    assert (
+        main(["bisect", "x/y", "--prompt", "abc", "--concurrent-tokens", "20", "--json", str(report)])
+        == Status.DIVERGED
+    )
     assert [(len(case.concurrent), case.place) for case in cases] == [(16, 8), (7, 3)]
     assert cases[0].prompt == (97, 98, 99)
     assert {len(prompt) for prompt in cases[0].concurrent} == {20}
@@ -174,7 +177,7 @@ def test_two_numbers_of_concurrent_requests_are_tried_until_something_differs(
     data = json.loads(report.read_text())
     assert data["status"] == Status.DIVERGED
     assert [run["found"] is None for run in data["runs"]] == [True, False]
-    assert data["runs"][1]["found"]["parting"]["key"]["operation"] == "aten.mm"
+    assert data["runs"][1]["found"]["divergence"]["key"]["operation"] == "aten.mm"
     assert data["runs"][1]["found"]["comparison"]["first"]["bits"] == ["0x80000000", "0x00000000"]
 
 
@@ -183,7 +186,7 @@ def test_without_a_prompt_several_lengths_are_tried(
 ) -> None:
     monkeypatch.setattr(command, "PROMPT", "Explain in detail why sums vary.")
     cases = engine_of(*[EQUAL] * 6)
-    assert main(["x/y", "--max-tokens", "9"]) == Status.REPRODUCIBLE
+    assert main(["bisect", "x/y", "--max-tokens", "9"]) == Status.REPRODUCIBLE
     usual, short, long = "Explain in detail why sums vary.", "Explain in detail why", 1200 - 9
     assert [len(case.prompt) for case in cases] == [
         length for length in (len(usual), len(short), long) for _ in (16, 7)
@@ -195,7 +198,9 @@ def test_nothing_that_differs_is_status_0(engine_of: Any, tmp_path: Path, capsys
     prompts = tmp_path / "prompts"
     prompts.write_text("one\n\nthe other\n")
     cases = engine_of(EQUAL)
-    assert main(["x/y", "--prompt", "a", "--prompts", str(prompts), "--place", "9"]) == Status.REPRODUCIBLE
+    words = ["--prompt", "a", "--prompts", str(prompts), "--place", "9", "--html", str(tmp_path / "page.html")]
+    assert main(["bisect", "x/y", *words]) == Status.REPRODUCIBLE
+    assert "Nothing differs." in (tmp_path / "page.html").read_text()
     assert [len(prompt) for prompt in cases[0].concurrent] == [3, 9]
     assert cases[0].place == 2
     assert "with 2 concurrent requests: nothing differs" in capsys.readouterr().out
@@ -204,7 +209,10 @@ def test_nothing_that_differs_is_status_0(engine_of: Any, tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("result", "line"),
     [
-        (differing(MODULE_OUTPUT, operands_differ=None), "a kernel wrote this that is launched without the dispatcher"),
+        (
+            differing(MODULE_OUTPUT, operands_differ=None),
+            "written by an operation of the mode, or by a kernel",
+        ),
         (differing(operands_differ=("0.0",)), "0.0 differ already"),
         (differing(repeats=False), "gave other bits when it was repeated"),
         (differing(output_token=0, position=0, rows=62), "step 5 (prefill, positions 0 to 61)"),
@@ -214,27 +222,27 @@ def test_what_is_not_certain_is_said(
     engine_of: Any, capsys: pytest.CaptureFixture[str], result: BisectResult, line: str
 ) -> None:
     engine_of(result)
-    assert main(["x/y", "--concurrent", "7"]) == Status.DIVERGED
+    assert main(["bisect", "x/y", "--concurrent", "7"]) == Status.DIVERGED
     assert line in " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
 def test_an_interrupted_run_is_one_line_and_status_130(engine_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
     engine_of(KeyboardInterrupt())
-    assert main(["x/y"]) == 130
-    assert capsys.readouterr().err == "bisect: interrupted; nothing was decided\n"
+    assert main(["bisect", "x/y"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "vllm-batch-invariant bisect: interrupted; nothing was decided"
 
 
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (NoTestError("the prompt has 9 tokens"), "bisect: the prompt has 9 tokens"),
-        (KeyError("layer"), "bisect: a run failed: KeyError: 'layer'"),
+        (NoTestError("the prompt has 9 tokens"), "vllm-batch-invariant bisect: the prompt has 9 tokens"),
+        (KeyError("layer"), "vllm-batch-invariant bisect: the run failed: KeyError: 'layer'"),
     ],
 )
 def test_a_run_that_fails_is_one_line_and_status_2(
     engine_of: Any, capsys: pytest.CaptureFixture[str], error: Exception, line: str
 ) -> None:
     engine_of(error)
-    assert main(["x/y"]) == Status.NO_TEST
+    assert main(["bisect", "x/y"]) == Status.NO_TEST
     said = capsys.readouterr()
-    assert (said.out, said.err.strip()) == ("", line)
+    assert (said.out, said.err.splitlines()[-1]) == ("", line)

@@ -145,7 +145,7 @@ def test_an_interrupted_check_has_a_status_of_its_own_and_says_so_in_its_json() 
     data = as_json(report)
     assert report.status == data["status"] == INTERRUPTED
     assert data["partial"] == "It was interrupted."
-    cases = {case["name"]: case for guarantee in data["runs"][0]["rungs"] for case in guarantee["facts"]}
+    cases = {case["name"]: case for guarantee in data["runs"][0]["guarantees"] for case in guarantee["cases"]}
     assert cases["preemption"]["detail"] == "interrupted"
     assert cases["with concurrent requests"]["outcome"] == "holds"
 

@@ -14,9 +14,9 @@ import pytest
 
 from tests.fakes.server import HANGS_UP, MODELS, Page, fake_server
 from tests.verify.fake_driver import INFO
+from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.verify.check import command as check_command
-from vllm_batch_invariant.verify.check.command import main
 from vllm_batch_invariant.verify.check.report import INTERRUPTED
 from vllm_batch_invariant.verify.harness import worker
 from vllm_batch_invariant.verify.harness.server import free_port
@@ -37,17 +37,18 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def ends(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, list[str]]:
     """The exit status, what is on stdout, and the lines on stderr."""
     try:
-        status = main(list(arguments))
+        status = main(["check", *arguments])
     except SystemExit as end:
         status = end.code
     said = capsys.readouterr()
     assert "Traceback" not in said.err
-    return status, said.out, said.err.strip().splitlines()
+    lines = said.err.strip().splitlines()
+    return status, said.out, [line for line in lines if not line.startswith("testing ")]
 
 
 def cases(path: Path, run: int = 0) -> dict[str, dict]:
     data = json.loads(path.read_text())
-    return {case["name"]: case for guarantee in data["runs"][run]["rungs"] for case in guarantee["facts"]}
+    return {case["name"]: case for guarantee in data["runs"][run]["guarantees"] for case in guarantee["cases"]}
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,9 @@ def cases(path: Path, run: int = 0) -> dict[str, dict]:
         (("x/y", "--html", "no/such/folder/report.html"), "no such folder"),
         (("x/y", "--json", "tests"), "--json tests: Is a directory"),
         (("x/y", "--quick", "--thorough"), "not allowed with"),
+        (("x/y", "--plain", "--compare"), "--plain goes without --compare"),
+        (("--base-url", "http://127.0.0.1:1", "--plain"), "--plain goes without --base-url"),
+        (("x/y", "--model", "y/z"), "two models: x/y and --model y/z"),
         (("tests",), "no model there"),
         (("--no-such-option",), "unrecognized"),
     ],
@@ -71,7 +75,7 @@ def cases(path: Path, run: int = 0) -> dict[str, dict]:
 def test_a_bad_argument_is_one_line_and_status_2(capsys, arguments: tuple[str, ...], line: str) -> None:
     status, out, [said] = ends(capsys, *arguments)
     assert (status, out) == (2, "")
-    assert said.startswith("check: ")
+    assert said.startswith("vllm-batch-invariant check: ")
     assert line in said
 
 
@@ -103,7 +107,7 @@ def test_a_check_that_holds_is_status_0_and_says_so_of_every_guarantee(capsys, t
     assert {case["outcome"] for case in found.values()} == {"holds"}
     names = {"with concurrent requests", "preemption", "from a warm prefix cache", "prefill in small chunks"}
     assert names <= set(found)
-    info = json.loads(report.read_text())["runs"][0]["about"]
+    info = json.loads(report.read_text())["runs"][0]["info"]
     assert info["flag"] == "1"
     assert info["arguments"] == ["x/y", "--seed", "3"]
 
@@ -140,18 +144,35 @@ def test_what_was_not_provoked_is_not_called_a_pass(
     assert reason in cases(report)[case]["detail"]
 
 
-def test_without_the_flag_plain_vllm_is_checked(capsys, monkeypatch) -> None:
-    monkeypatch.delenv(FLAG)
-    status, out, _ = ends(capsys, "x/y", "--quick")
-    assert status == 0
-    assert "VLLM_BATCH_INVARIANT=0: holds" in out
+@pytest.mark.parametrize(
+    ("flag", "arguments", "tested", "said"),
+    [
+        (None, (), "1", "testing the mode (VLLM_BATCH_INVARIANT=1); --plain tests plain vLLM"),
+        ("1", (), "1", "testing the mode (VLLM_BATCH_INVARIANT=1); --plain tests plain vLLM"),
+        (None, ("--plain",), "0", "testing plain vLLM, because of --plain"),
+        ("1", ("--plain",), "0", "testing plain vLLM, because of --plain"),
+        ("0", (), "0", "testing plain vLLM, because of VLLM_BATCH_INVARIANT=0 in the environment"),
+    ],
+)
+def test_the_mode_is_tested_unless_plain_vllm_is_chosen_and_the_first_line_says_so(
+    capsys, monkeypatch, flag: str | None, arguments: tuple[str, ...], tested: str, said: str
+) -> None:
+    monkeypatch.setenv(FLAG, "1")  # what the command sets goes with the test
+    if flag is None:
+        monkeypatch.delenv(FLAG)
+    elif flag == "0":
+        monkeypatch.setenv(FLAG, flag)
+    assert main(["check", "x/y", "--quick", *arguments]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.splitlines()[0].startswith(said)
+    assert f"VLLM_BATCH_INVARIANT={tested}: holds" in printed.out
 
 
 def test_both_settings_are_compared_and_the_status_is_the_modes(capsys, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     assert ends(capsys, "x/y", "--quick", "--compare", "--json", str(report))[0] == 0
     runs = json.loads(report.read_text())["runs"]
-    assert [run["about"]["flag"] for run in runs] == ["0", "1"]
+    assert [run["info"]["flag"] for run in runs] == ["0", "1"]
     assert all(run["latency"]["tokens a second"] > 0 for run in runs)
 
 
@@ -160,7 +181,9 @@ def test_a_model_that_does_not_load_is_one_line_and_status_2(capsys, monkeypatch
     report = tmp_path / "report.json"
     status, out, [said] = ends(capsys, "x/y", "--quick", "--json", str(report))
     assert (status, out) == (2, "")
-    assert said.startswith("check: VLLM_BATCH_INVARIANT=1: the engine did not start: no such model")
+    assert said.startswith(
+        "vllm-batch-invariant check: VLLM_BATCH_INVARIANT=1: the engine did not start: no such model"
+    )
     assert not report.exists()
 
 
@@ -193,7 +216,7 @@ def test_an_answer_that_nobody_foresaw_is_one_line_and_status_2_and_not_1(capsys
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
 def test_a_report_that_cannot_be_written_is_one_line_and_status_2_and_printed_all_the_same(capsys) -> None:
     status, out, [said] = ends(capsys, "x/y", "--quick", "--json", "/dev/full")
-    assert (status, said) == (2, "check: /dev/full cannot be written: No space left on device")
+    assert (status, said) == (2, "vllm-batch-invariant check: /dev/full cannot be written: No space left on device")
     assert "VLLM_BATCH_INVARIANT=1: holds run, batch, schedule" in out
 
 
@@ -205,7 +228,10 @@ def test_a_report_that_cannot_be_shown_is_not_taken_for_a_break(capsys, monkeypa
 
     monkeypatch.setattr(check_command, "print_report", refuse)
     status, _, [said] = ends(capsys, "x/y", "--quick")
-    assert (status, said) == (2, "check: the report failed: BrokenPipeError: [Errno 32] Broken pipe")
+    assert (status, said) == (
+        2,
+        "vllm-batch-invariant check: the report failed: BrokenPipeError: [Errno 32] Broken pipe",
+    )
     monkeypatch.setenv("FAKE_ENGINE", "breaks")
     assert ends(capsys, "x/y", "--quick")[0] == 1
 
@@ -222,12 +248,11 @@ def test_a_context_that_is_too_short_is_one_line_and_status_2(capsys, monkeypatc
 def test_an_interrupted_check_keeps_a_report_that_is_marked_partial_and_leaves_no_engine(
     tmp_path: Path, interruption: signal.Signals
 ) -> None:
-    pytest.importorskip("matplotlib")
     pid, report, page = tmp_path / "pid", tmp_path / "report.json", tmp_path / "report.html"
     start = (
-        "import sys; from vllm_batch_invariant.verify.check import command; "
+        "import sys; from vllm_batch_invariant.cli import main; "
         "from vllm_batch_invariant.verify.harness import worker; "
-        f"worker.DRIVER = {DRIVER!r}; sys.exit(command.main(sys.argv[1:]))"
+        f"worker.DRIVER = {DRIVER!r}; sys.exit(main(['check', *sys.argv[1:]]))"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", start, "x/y", "--quick", "--json", str(report), "--html", str(page)],
@@ -243,8 +268,8 @@ def test_an_interrupted_check_keeps_a_report_that_is_marked_partial_and_leaves_n
     process.send_signal(interruption)
     _, err = process.communicate(timeout=60)
     assert process.returncode == INTERRUPTED
-    [said] = err.strip().splitlines()
-    assert said == f"check: interrupted; the results so far are in {report} and {page}, marked partial"
+    [_, said] = err.strip().splitlines()
+    assert said.endswith(f"check: interrupted; the results so far are in {report} and {page}, marked partial")
     assert json.loads(report.read_text())["partial"] == "It was interrupted while VLLM_BATCH_INVARIANT=1 was checked."
     assert cases(report)["the same request again"]["outcome"] == "holds"
     assert cases(report)["preemption"]["detail"] == "interrupted"
@@ -272,7 +297,7 @@ def test_a_server_that_hangs_up_is_one_line_and_status_2(capsys) -> None:
     with fake_server(models=MODELS, metrics=HANGS_UP, version=HANGS_UP, completions=completion(ONE)) as url:
         status, out, [said] = ends(capsys, "--base-url", url, "--quick")
     assert (status, out) == (2, "")
-    assert said.startswith(f"check: server: {url}/metrics does not answer: ")
+    assert said.startswith(f"vllm-batch-invariant check: server: {url}/metrics does not answer: ")
 
 
 def test_a_server_that_answers_anything_else_is_one_line_and_status_2(capsys) -> None:

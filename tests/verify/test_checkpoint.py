@@ -8,7 +8,8 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from vllm_batch_invariant.verify.demo_model import Shape, main, make_checkpoint
+from vllm_batch_invariant.cli import main
+from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 
 SMALL = Shape(hidden=64, intermediate=128, layers=2, heads=2, kv_heads=1, head_size=32, vocab=1024)
 
@@ -76,5 +77,5 @@ def test_a_shape_that_cannot_be_is_refused():
 
 
 def test_the_command_writes_the_dtype_it_was_asked_for(tmp_path: Path):
-    assert main([str(tmp_path / "new" / "model"), "--dtype", "float32", "--layers", "1"]) == 0
+    assert main(["make-checkpoint", str(tmp_path / "new" / "model"), "--dtype", "float32", "--layers", "1"]) == 0
     assert json.loads((tmp_path / "new" / "model" / "config.json").read_text())["torch_dtype"] == "float32"

@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 
 from tests.verify.fake_fuzz import FakeFuzzedEngine
+from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.verify.bisect.command import _case_of
-from vllm_batch_invariant.verify.check.command import main
 from vllm_batch_invariant.verify.fuzz import command as fuzz_command
-from vllm_batch_invariant.verify.fuzz.command import Fuzzer, FuzzPlan, context_of, replay
+from vllm_batch_invariant.verify.fuzz.command import Fuzzer, FuzzPlan, is_multimodal, replay
 from vllm_batch_invariant.verify.fuzz.compare import difference
 from vllm_batch_invariant.verify.fuzz.finding import CONCURRENT, Finding, Row
 from vllm_batch_invariant.verify.fuzz.schedule import Item, Reset, Schedule, draw_schedule, draw_settings, draw_targets
 from vllm_batch_invariant.verify.fuzz.shrink import shrink
 from vllm_batch_invariant.verify.fuzz.trial import Trial
+from vllm_batch_invariant.verify.harness.engine import context_of
 from vllm_batch_invariant.verify.harness.worker import EngineFailed
 from vllm_batch_invariant.verify.outcome import NoTestError, Status
 
@@ -183,7 +184,7 @@ def run(tmp_path: Path, *arguments: str) -> int:
     model = tmp_path / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text('{"max_position_embeddings": 700}')
-    return main([str(model), "--fuzz", "1", "--found", str(tmp_path), *arguments])
+    return main(["check", str(model), "--fuzz", "1", "--found", str(tmp_path), *arguments])
 
 
 def test_a_run_without_a_difference_is_status_0_and_has_a_row_an_engine(engines, tmp_path: Path, capsys) -> None:
@@ -211,10 +212,10 @@ def test_a_difference_is_status_1_and_a_file_that_runs_again(engines, tmp_path: 
     finding = Finding.read(path)
     assert len(finding.schedule.items) == 2
     assert any(one.params.get("logprobs") == 20 for one in finding.schedule.items)
-    assert main(["--replay", str(path)]) == Status.DIVERGED
+    assert main(["check", "--replay", str(path)]) == Status.DIVERGED
     assert "differs again" in capsys.readouterr().out
     go_wrong()
-    assert main(["--replay", str(path)]) == Status.REPRODUCIBLE
+    assert main(["check", "--replay", str(path)]) == Status.REPRODUCIBLE
     assert "equal in every bit" in capsys.readouterr().out
 
 
@@ -282,7 +283,7 @@ def test_time_ends_a_run(engines, tmp_path: Path) -> None:
 )
 def test_a_bad_argument_is_one_line_and_status_2(capsys, arguments: tuple[str, ...], line: str) -> None:
     with pytest.raises(SystemExit) as end:
-        main(list(arguments))
+        main(["check", *arguments])
     assert end.value.code == 2
     [said] = capsys.readouterr().err.splitlines()
     assert line in said
@@ -292,7 +293,7 @@ def test_a_bad_argument_is_one_line_and_status_2(capsys, arguments: tuple[str, .
 def test_a_file_that_is_no_finding_is_status_2(tmp_path: Path, capsys, text: str) -> None:
     path = tmp_path / "finding.json"
     path.write_text(text)
-    assert main(["--replay", str(path)]) == Status.NO_TEST
+    assert main(["check", "--replay", str(path)]) == Status.NO_TEST
     assert f"{path} is no finding of a fuzzer" in capsys.readouterr().err
 
 
@@ -328,6 +329,16 @@ def test_the_context_is_the_models_or_the_one_asked_for(tmp_path: Path) -> None:
     assert context_of(str(tmp_path), ("--max-model-len", "512")) == 512
     assert context_of(str(tmp_path), ("--max-model-len=300",)) == 300
     assert context_of("some/model", ()) is None
+    assert not is_multimodal(str(tmp_path), ())
+
+
+def test_a_multimodal_model_is_served_as_text_by_arguments_that_are_drawn_or_given(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 500}, "vision_config": {}}')
+    assert context_of(str(tmp_path), ()) == 500
+    assert is_multimodal(str(tmp_path), ("--max-model-len", "512"))
+    assert not is_multimodal(str(tmp_path), ("--language-model-only",))
+    assert not is_multimodal(str(tmp_path), ('--limit-mm-per-prompt={"image": 0}',))
+    assert not is_multimodal("some/model", ())
 
 
 def test_the_mode_of_a_row_is_the_flags(engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

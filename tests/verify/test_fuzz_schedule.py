@@ -6,6 +6,7 @@ import random
 import pytest
 
 from vllm_batch_invariant.verify.fuzz.schedule import (
+    TEXT_ONLY,
     Schedule,
     alone,
     as_item,
@@ -102,6 +103,8 @@ def test_twelve_engines_have_every_value_of_every_setting(device: str) -> None:
         assert {one.eager for one in twelve} == both
         assert {one.asynchronous for one in twelve} == (both if device == "cuda" else {False})
         assert {one.runner for one in twelve} == ({"0", "1"} if device == "cuda" else {""})
+        assert {one.text for one in twelve} == {""}
+    assert {draw_settings(0, number, device, CONTEXT, multimodal=True).text for number in range(2)} == set(TEXT_ONLY)
 
 
 def test_arguments_are_what_vllm_takes() -> None:
@@ -117,6 +120,10 @@ def test_arguments_are_what_vllm_takes() -> None:
         assert parsed.async_scheduling == settings.asynchronous
         assert parsed.enable_prefix_caching == settings.prefix_cache
         assert parsed.num_gpu_blocks_override is None or parsed.num_gpu_blocks_override * settings.page > CONTEXT
+    for settings in (draw_settings(0, number, "cpu", CONTEXT, multimodal=True) for number in range(2)):
+        parsed = EngineArgs.from_cli_args(parser.parse_args(settings.arguments))
+        assert parsed.language_model_only == (settings.text == "only")
+        assert parsed.language_model_only or set(parsed.limit_mm_per_prompt.values()) == {0}
 
 
 def test_every_drawn_parameter_is_one_of_vllms() -> None:

@@ -44,6 +44,9 @@ def test_of_an_engine_it_is_what_its_worker_calls(monkeypatch: pytest.MonkeyPatc
         ({}, mode.UNKNOWN),
         ({"batch_invariant": Page({"mode": True})}, mode.OURS),
         ({"batch_invariant": Page({"mode": None})}, mode.UNKNOWN),
+        ({"metrics": Page(f'# TYPE {mode.METRIC} gauge\n{mode.METRIC}{{version="0.1.0"}} 1.0\n')}, mode.OURS),
+        ({"metrics": Page(f'# TYPE {mode.METRIC} gauge\n{mode.METRIC}{{version="0.1.0"}} 0.0\n')}, mode.UNKNOWN),
+        ({"metrics": Page("<html>")}, mode.UNKNOWN),
     ],
 )
 def test_of_a_server_that_runs_it_is_what_it_reports(pages: dict[str, Page], answered: str) -> None:

@@ -220,13 +220,12 @@ def test_a_receipt_of_a_hostile_server_is_made_and_verified_in_printable_lines(
 def test_the_page_and_the_report_of_a_hostile_server_are_printable(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    pytest.importorskip("matplotlib")
     page, report = tmp_path / "page.html", tmp_path / "report.json"
     with hostile_server(answer(SENT), metrics=METRICS) as url:
         status, lines = said_by(capsys, "check", "--quick", "--base-url", url, "--html", page, "--json", report)
     assert status == 0
     assert [line for line in lines if not line.isprintable()] == []
-    assert json.loads(report.read_text())["runs"][0]["about"]["model"] == SENT, "for machines"
+    assert json.loads(report.read_text())["runs"][0]["info"]["model"] == SENT, "for machines"
     shown = page.read_text()
     assert [line for line in shown.split("\n") if not line.isprintable()] == []
     assert f">{FALSE_LINE}" not in shown
@@ -239,14 +238,14 @@ def differing(token: str) -> ReproduceResult:
     steps = [[GeneratedToken(text, -0.5, ((text, -0.5),))] for text in ("token_id:1", token)]
     answers = tuple(Answer.of(name, step) for name, step in zip(("plain", token), steps, strict=True))
     numbers = {"seconds": 1.0, "completions_per_second": 1.0, "tokens_per_second": 1.0}
-    counts = {"length": 1, "others": 0, "aborted": 0, "failed_others": 0, "failure": "", "varied": "", "mode": "off"}
+    counts = {"length": 1, "others": 0, "aborted": 0, "failed_others": 0, "failure": "", "varied": ""}
     found = {
         "comparison": compare_answers(answers),
         "batches": BatchSizes((1, 2), ()),
         "trace": None,
         "answers": answers,
     }
-    return ReproduceResult(label="server", **found, **numbers, **counts)
+    return ReproduceResult(label="server", info={"mode": "off"}, **found, **numbers, **counts)
 
 
 def test_tokens_that_differ_are_shown_as_they_are_and_on_their_own_lines(

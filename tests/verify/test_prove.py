@@ -25,7 +25,7 @@ def test_a_proof_tests_every_guarantee_in_every_engine(tmp_path: Path, capsys: p
     assert main(["x/y", "--small", "--json", str(report)]) == 0
     assert "y, VLLM_BATCH_INVARIANT=1: holds run, batch, schedule" in capsys.readouterr().out
     [found] = json.loads(report.read_text())
-    names = {case["name"] for guarantee in found["runs"][0]["rungs"] for case in guarantee["facts"]}
+    names = {case["name"] for guarantee in found["runs"][0]["guarantees"] for case in guarantee["cases"]}
     assert names >= {
         "with concurrent requests",
         "restarted",

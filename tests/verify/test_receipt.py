@@ -330,10 +330,7 @@ def test_settings_that_decide_bits_are_reported(change: dict[str, Any], info: di
 def test_a_silent_engine_is_noted_once_with_what_to_do() -> None:
     verdict = compare(receipt(), receipt(environment=Environment(versions={"vllm": "0.26.0"})))
     said = str(verdict)
-    assert (
-        "unknown engine: the second (a server with the mode on describes itself if it is started with VLLM_PLUGINS"
-        in said
-    )
+    assert "unknown engine: the second (a server with the mode on describes itself at /v1/batch_invariant): " in said
     assert "versions: vllm 0.32.0 in the first and 0.26.0 in the second" in said
     assert "device:" not in said
 
@@ -433,15 +430,3 @@ def test_a_gpu_reports_its_architecture_and_how_it_multiplies_fp32(monkeypatch: 
         "key_tile": 64,
     }
     assert environment_from_json(asdict(found)) == found
-
-
-@pytest.mark.parametrize(("plugins", "offered"), [("batch_invariant", 1), ("other,batch_invariant", 1), ("other", 0)])
-def test_a_server_gets_the_route_only_if_it_is_told_to(
-    plugins: str, offered: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    vllm_plugins = pytest.importorskip("vllm.plugins")
-    monkeypatch.setenv("VLLM_PLUGINS", plugins)
-    monkeypatch.setattr(vllm_plugins, "load_endpoint_plugins", lambda tasks=None: [])
-    endpoint.offer_endpoint()
-    found = vllm_plugins.load_endpoint_plugins(("generate",))
-    assert [plugin.name for plugin in found] == ["batch_invariant"] * offered

@@ -45,7 +45,8 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
         status = end.code
     said = capsys.readouterr()
     assert "Traceback" not in said.err
-    return status, said.out, said.err.strip()
+    lines = [line for line in said.err.strip().splitlines() if not line.startswith("testing ")]
+    return status, said.out, "\n".join(lines)
 
 
 def make(capsys: pytest.CaptureFixture[str], path: Path, *arguments: object, **pages: Page) -> tuple[int, str, str]:
@@ -143,7 +144,7 @@ def test_a_server_that_gives_no_such_answer_is_one_line_and_status_2(
         assert status == 2
         assert line in err
         assert "equal:" not in out
-        assert err.startswith("receipt: ")
+        assert err.startswith("vllm-batch-invariant receipt: ")
         assert "\n" not in err
     assert not (tmp_path / "new").exists()
 
@@ -162,14 +163,16 @@ def test_another_model_is_said_even_where_it_refuses_the_request(
 def test_concurrent_requests_that_get_no_answer_are_no_test(capsys: pytest.CaptureFixture[str], made: Path) -> None:
     status, _, err = verify(capsys, made, "--concurrent", "3")
     assert status == 2
-    assert err == "receipt: the concurrent requests get no answer: the server does not stream"
+    assert err == "vllm-batch-invariant receipt: the concurrent requests get no answer: the server does not stream"
 
 
 def test_a_tampered_receipt_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], made: Path) -> None:
     made.write_text(made.read_text().replace("bf000000", "bf000001", 1))
     status, _, err = verify(capsys, made)
     assert status == 2
-    assert err.startswith(f"receipt: {made}: the receipt was tampered with or damaged: its sha256 is ")
+    assert err.startswith(
+        f"vllm-batch-invariant receipt: {made}: the receipt was tampered with or damaged: its sha256 is "
+    )
     assert "\n" not in err
 
 
@@ -248,8 +251,8 @@ def test_an_address_is_told_without_its_password(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ((), "required"),
-        (("make",), "required"),
+        (("make",), "required: FILE"),
+        (("mak", "new.json"), "invalid choice"),
         (("make", "new.json"), "nothing to compute it"),
         (("verify", "new.json"), "nothing to compute it"),
         (("make", "new.json", "--base-url", "http://x", "--serve-args=--a"), "already runs"),
@@ -262,7 +265,7 @@ def test_an_address_is_told_without_its_password(capsys: pytest.CaptureFixture[s
         (("make", "new.json", "--model", "x/y", "--temperature", "-1"), "from 0 on"),
         (("make", "new.json", "--model", "x/y", "--temperature", "warm"), "from 0 on"),
         (("make", "new.json", "--model", "x/y", "--logprobs", "-1"), "at least 0"),
-        (("make", "new.json", "--model", "x/y", "--prompt", ""), "the prompt is empty"),
+        (("make", "new.json", "--model", "x/y", "--prompt", ""), "--prompt is empty"),
         (("make", "new.json", "--model", "x/y", "--prompt", "a", "--prompt-file", "b"), "not allowed with"),
         (("verify", "nowhere.json", "--model", "x/y"), "cannot be read"),
         (("compare", "nowhere.json", "nowhere.json"), "cannot be read"),
@@ -286,8 +289,11 @@ def test_two_receipts_are_compared_without_a_server(capsys: pytest.CaptureFixtur
     paths[2].write_text(rewritten(receipt(), lambda data: data["completion"]["logprobs"].__setitem__(0, "bf000001")))
     paths[3].write_text(rewritten(receipt(), lambda data: data["model"].update(name="another")))
     assert run(capsys, "compare", paths[0], paths[1])[0] == 0
-    status, out, _ = run(capsys, "compare", paths[0], paths[2])
+    page = tmp_path / "page.html"
+    status, out, _ = run(capsys, "compare", paths[0], paths[2], "--html", page)
     assert status == 1
+    assert "Different from token 0 on." in page.read_text()
+    assert "vllm-batch-invariant receipt compare" in page.read_text()
     assert "differs: at token 0 the logprob of 5 is 0xbf000001" in out
     status, out, err = run(capsys, "compare", paths[0], paths[3])
     assert (status, out) == (2, "")

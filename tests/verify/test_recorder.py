@@ -1,5 +1,6 @@
 """The recorder names the operation that is variant, and no other, in either kind of model runner."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 import torch
 
 from tests.faults.adding import nudge
+from vllm_batch_invariant.ops.linear import cpu
+from vllm_batch_invariant.verify.bisect import recorder, recording
 from vllm_batch_invariant.verify.bisect.recorder import WorkerExtension
 from vllm_batch_invariant.verify.bisect.recording import MODULE_OUTPUT, OutputDivergence, RecordedStep, first_divergence
 from vllm_batch_invariant.verify.outcome import NoTestError
@@ -237,3 +240,43 @@ def test_steps_cut_elsewhere_are_no_test(worker: WorkerExtension) -> None:
     concurrent = steps(worker.bisect_end())
     with pytest.raises(NoTestError, match="positions 0 to 2 alone and 0 to 1 with concurrent requests"):
         first_divergence(steps(record(worker, alone=True)), concurrent, last=0)
+
+
+class Tiled(torch.nn.Module):
+    """The mode's own matmul on a CPU, in tiles of 16 rows: alone one that is padded, with the others a whole one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("prepared", cpu.prepare_weight(torch.randn(SIZE, SIZE)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cpu.prepared_linear(x, self.prepared, None)
+
+
+@pytest.fixture
+def tiled(worker: WorkerExtension, monkeypatch: pytest.MonkeyPatch) -> WorkerExtension:
+    worker.model_runner.model.layers[0].product = Tiled()
+    monkeypatch.setattr(cpu, "verified_block_ms", lambda reduction: (16,))
+    return worker
+
+
+def test_tiles_inside_an_operation_of_the_mode_are_not_compared(tiled: WorkerExtension) -> None:
+    divergence, alone = part(tiled)
+    assert divergence is None
+    assert alone[0].left_out["inside an operation of the mode"] > 3
+
+
+def test_compared_they_would_be_a_false_alarm(tiled: WorkerExtension, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_inside_an_operation", lambda: False)
+    monkeypatch.setattr(recording, "_times", lambda records: Counter())
+    divergence, _ = part(tiled)
+    assert (divergence.key.module, divergence.key.operation) == ("layers.0.product", "aten.copy_")
+
+
+def test_a_fault_in_an_operation_of_the_mode_shows_in_its_modules_output(
+    tiled: WorkerExtension, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product = cpu.prepared_linear
+    monkeypatch.setattr(cpu, "prepared_linear", lambda x, *rest: product(x, *rest) * (1 + 1e-6 * (len(x) > MOST)))
+    divergence, _ = part(tiled)
+    assert divergence.key.module == "layers.0.product"

@@ -51,6 +51,18 @@ def test_what_has_no_rows_or_no_counterpart_is_counted_and_not_compared() -> Non
     assert coverage.one_sided == {"mv": 1, "gemm": 1}
 
 
+def test_an_operator_that_ran_another_number_of_times_is_not_compared_by_its_number() -> None:
+    def copies(*digests: bytes) -> list[Record]:
+        return [
+            Record(Key("x", 0, "copy_", place, 0), "float32", (Slice((2, 8), d),)) for place, d in enumerate(digests)
+        ]
+
+    alone = [step(*copies(b"in", b"out"), record("x:mm", A))]
+    divergence, coverage = first_divergence(alone, [step(*copies(b"out"), record("x:mm", A))], last=0)
+    assert (divergence, coverage.compared, coverage.one_sided["copy_"]) == (None, 1, 2)
+    assert first_divergence(alone, [step(*copies(b"in", b"other"), record("x:mm", A))], last=0)[0].key.occurrence == 1
+
+
 def test_operations_without_a_counterpart_just_before_the_divergence_are_named() -> None:
     alone = [step(record("x:early", A), record("x:mm", A), record("w:mv", A), record("x:mv", A), record("x:out", A))]
     concurrent = [step(record("x:mm", A), record("x:gemm", A), record("x:sum", A), record("x:out", B))]

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.server import MODELS, Page, fake_server
+from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.verify.harness.server import free_port
-from vllm_batch_invariant.verify.reproduce.command import main
 
 RUNNING = 'vllm:num_requests_running{engine="0"}'
 
@@ -23,7 +23,7 @@ def completion(logprobs: object) -> Page:
 def ends(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     """The exit status and the last line of what the command says on stderr; there is no traceback and no table."""
     try:
-        status = main(list(arguments))
+        status = main(["reproduce", *arguments])
     except SystemExit as end:
         status = end.code
     said = capsys.readouterr()
@@ -58,7 +58,7 @@ def test_a_bad_argument_is_one_line_and_status_2(capsys, arguments: tuple[str, .
     status, said = ends(capsys, *arguments)
     assert status == 2
     assert line in said
-    assert said.startswith("reproduce: ")
+    assert said.startswith("vllm-batch-invariant reproduce: ")
 
 
 def test_an_address_where_nobody_listens_is_status_2(capsys):
@@ -100,7 +100,7 @@ def test_a_server_that_answers_anything_else_is_status_2_and_not_1(capsys):
     with fake_server(models=MODELS, metrics=METRICS, completions=Page("hello")) as url:
         status, said = ends(capsys, "--base-url", url, "--samples", "4")
     assert status == 2
-    assert said.startswith("reproduce: the run failed: JSONDecodeError: ")
+    assert said.startswith("vllm-batch-invariant reproduce: the run failed: JSONDecodeError: ")
 
 
 def test_a_request_that_the_server_refuses_is_status_2_with_its_reason(capsys):

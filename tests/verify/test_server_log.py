@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.verify.harness import server
 from vllm_batch_invariant.verify.outcome import NoTestError
 from vllm_batch_invariant.verify.printing import one_line
-from vllm_batch_invariant.verify.reproduce.command import main as reproduce
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,16 +82,18 @@ def test_a_server_that_does_not_start_leaves_the_log_that_its_line_names(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FAKE_SERVER", "no-start")
-    assert reproduce(["--model", "x/y"]) == 2
+    assert main(["reproduce", "--model", "x/y"]) == 2
     [log] = folder.iterdir()
-    said = f"reproduce: the server did not start (status 1): there is no such model; its log is {log}"
+    said = (
+        f"vllm-batch-invariant reproduce: the server did not start (status 1): there is no such model; its log is {log}"
+    )
     assert capsys.readouterr().err.splitlines()[-1] == said
 
 
 def test_a_command_that_fails_against_its_own_server_names_the_log(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert reproduce(["--model", "x/y"]) == 2
+    assert main(["reproduce", "--model", "x/y"]) == 2
     [log] = folder.iterdir()
     said = capsys.readouterr().err.splitlines()[-1]
     assert "no OpenAI-compatible server answers" in said

@@ -7,7 +7,7 @@ operators.
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -108,8 +108,20 @@ def set_batch_invariant_mode(enabled: bool = True) -> Iterator[None]:
         (enable_batch_invariant_mode if before else disable_batch_invariant_mode)()
 
 
-def batch_invariant_mode() -> Iterator[None]:
-    """The mode for one block: ``with batch_invariant_mode(): ...``."""
+def batch_invariant_mode() -> AbstractContextManager[None]:
+    """The mode for one block: ``with batch_invariant_mode(): ...``. Nested blocks are one.
+
+    It is the whole process's: other threads compute in the mode, too, while the block runs.
+
+    Forward and backward, these have the same bits in every batch: matmuls and linear layers, softmax, layer and RMS
+    norms, sums and means, elementwise functions, and attention by ``scaled_dot_product_attention``, which is computed
+    by matmuls and softmax. Compiled functions run eagerly.
+
+    Left out, and PyTorch's own without a word: convolutions, recurrent layers (LSTM, GRU), pooling, Fourier transforms,
+    decompositions (``torch.linalg.svd``, ``qr``, ``eigh``), ``torch.add`` with ``alpha``, fp64 softmax, and operators
+    of other libraries. docs/contract.md says on what each promise rests, and where it ends: with other numbers of
+    threads, machines and versions.
+    """
     return set_batch_invariant_mode(True)
 
 

@@ -16,6 +16,12 @@ HEAD_SIZES = tuple(range(64, 257, 16))
 """Elements of an attention head that the kernels for CPUs and NVIDIA GPUs have."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Of weights, activations and the KV cache, as vLLM calls them."""
+TEXT_OF = {
+    "Gemma3ForConditionalGeneration": ("image",),
+    "Qwen2_5_VLForConditionalGeneration": ("image", "video"),
+    "Qwen3VLForConditionalGeneration": ("image", "video"),
+}
+"""Multimodal models that are served as text, by vLLM's name of their class, with what else they take."""
 LOGITS_PROCESSORS = "vllm.logits_processors"
 """The group of entry points whose logits processors vLLM loads without being told to."""
 
@@ -114,6 +120,42 @@ def _kind_of_attention(config: Config) -> str | None:
     return _when(getattr(text, "dual_chunk_attention_config", None), "dual chunk attention")
 
 
+def _unknown_multimodal(config: Config) -> str | None:
+    model = config.model_config
+    return _when(model.is_multimodal_model and model.architecture not in TEXT_OF, f"the model {model.architecture}")
+
+
+def _multimodal_inputs(config: Config) -> str | None:
+    model = config.model_config
+    if not model.is_multimodal_model:
+        return None
+    kinds = TEXT_OF.get(model.architecture, ())
+    taken = [kind for kind in kinds if model.multimodal_config.get_limit_per_prompt(kind)]
+    if getattr(model, "supports_multimodal_inputs", False) and not taken:
+        taken = ["multimodal"]
+    return _when(taken, f"{' and '.join(taken)} inputs")
+
+
+def _embeddings(config: Config) -> str | None:
+    model = config.model_config
+    if not model.is_multimodal_model:
+        return None
+    if model.multimodal_config.enable_mm_embeds:
+        return "embeddings of images"
+    return _when(model.enable_prompt_embeds, "embeddings as prompts of a multimodal model")
+
+
+def _both_directions(config: Config) -> str | None:
+    model = config.model_config
+    return _when(
+        model.is_multimodal_model and model.is_mm_prefix_lm, "attention of an image's tokens in both directions"
+    )
+
+
+def _multimodal_on_an_npu(config: Config) -> str | None:
+    return _when(config.model_config.is_multimodal_model, "multimodal models on an NPU")
+
+
 def _npu_attention(config: Config) -> str | None:  # noqa: ARG001 - of every feature
     return _when(attention_library() is None, "attention on an NPU as it is installed here")
 
@@ -135,6 +177,10 @@ COVERED = (
     Feature("Ascend NPU", "compiled and simulated, never run on hardware"),
     Feature(
         "Models", "decoder-only text models with dense attention: Llama, Qwen2, Qwen3, Mistral, Gemma, Phi and the like"
+    ),
+    Feature(
+        "Multimodal models, as text",
+        "Qwen2.5-VL, Qwen3-VL and Gemma 3 with --language-model-only, or with every --limit-mm-per-prompt at 0",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -169,7 +215,7 @@ REFUSED = (
     ),
     Feature(
         "Quantised weights",
-        "their kernels choose tiles and scales by the batch",
+        "kernels for them choose tiles and scales by the batch",
         "serve the unquantised model",
         _quantisation,
     ),
@@ -204,10 +250,28 @@ REFUSED = (
         lambda config: _when(config.model_config.is_moe, "mixture of experts"),
     ),
     Feature(
-        "Multimodal models",
+        "Other multimodal models, also as text",
+        "only Qwen2.5-VL, Qwen3-VL and Gemma 3 have been proven to be text models without their encoders",
+        "serve one of these, or a text model",
+        _unknown_multimodal,
+    ),
+    Feature(
+        "Images, videos, audio",
         "their encoders run kernels that are not ours",
-        "serve the text model",
-        lambda config: _when(config.model_config.is_multimodal_model, "multimodal encoders"),
+        "serve text only, with --language-model-only",
+        _multimodal_inputs,
+    ),
+    Feature(
+        "Embeddings as inputs of multimodal models",
+        "they pass by the embedding layer, and nobody has proven what they stand for",
+        "leave --enable-mm-embeds and --enable-prompt-embeds out",
+        _embeddings,
+    ),
+    Feature(
+        "Attention in both directions (Gemma 3 on a vLLM that keeps it for text)",
+        "the mode's attention is causal",
+        """pass --hf-overrides '{"is_mm_prefix_lm": false}'""",
+        _both_directions,
     ),
     Feature(
         "Mamba, linear attention, hybrids",
@@ -243,7 +307,7 @@ REFUSED = (
     Feature(
         "Other head sizes",
         f"the kernels have sizes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} in steps of 16",
-        "serve another model",
+        "serve another model, no setting helps",
         _head_size,
         ("cpu", "cuda"),
     ),
@@ -292,6 +356,13 @@ REFUSED = (
         ("npu",),
     ),
     Feature(
+        "Ascend: multimodal models, also as text",
+        "their rotary embedding has not been proven there",
+        "serve a text model",
+        _multimodal_on_an_npu,
+        ("npu",),
+    ),
+    Feature(
         "Ascend: chunked prefill",
         "it has not been proven there that a chunk of any size gives the same bits",
         "pass --no-enable-chunked-prefill",
@@ -324,15 +395,26 @@ def check(config: Config) -> None:
     """Refuse a configuration that the mode does not cover.
 
     Raises:
-        NotCovered: the first feature in use that is not covered, in one line.
+        NotCovered: every feature in use that is not covered, in one line: the first with what to do.
     """
     check_device(config.device_config.device_type)
     if config.model_config is None:
         return
+    refusal: tuple[str, str, str] | None = None
+    others: list[str] = []
     for feature in REFUSED:
-        found = feature.found(config)
-        if found:
-            raise NotCovered(found, feature.note, feature.remedy or "")
+        try:
+            found = feature.found(config)
+        except Exception:  # a model that is refused anyway may lack what is asked of it, such as the size of a head
+            if refusal is None:
+                raise
+            continue
+        if found and refusal:
+            others.append(found)
+        elif found:
+            refusal = (found, feature.note, feature.remedy or "")
+    if refusal:
+        raise NotCovered(*refusal, others)
 
 
 def markdown() -> str:

@@ -1,7 +1,6 @@
-"""The engine's provenance: the answer of its worker to a call, and of its server over HTTP by an endpoint plugin."""
+"""The engine's provenance: the answer of its worker to a call."""
 
 import json
-import os
 from dataclasses import asdict
 from typing import Any
 
@@ -12,23 +11,7 @@ from . import devices, patch_points
 METHOD = "batch_invariant_declaration"
 """For ``collective_rpc`` of an engine whose mode is on."""
 PATH = "/v1/batch_invariant"
-"""Under /v1, so that an API key guards it."""
-PLUGINS = "VLLM_PLUGINS"
-"""vLLM's list of the plugins that it loads; all of them if it is not set."""
-
-
-def offer_endpoint() -> None:
-    """Have a server add the route if ``VLLM_PLUGINS`` names this plugin: vLLM adds none that it is not told to.
-
-    An entry point would do the same, and have plain vLLM warn of it at every start.
-    """
-    load = patch_points.ENDPOINT_PLUGINS.get()
-
-    def load_endpoint_plugins(*tasks: Any, **named: Any) -> list[Any]:
-        asked_for = Endpoint.name in os.environ.get(PLUGINS, "").split(",")
-        return load(*tasks, **named) + ([Endpoint()] if asked_for else [])
-
-    patch_points.ENDPOINT_PLUGINS.put(load_endpoint_plugins)
+"""Of the route by which a server tells it: under /v1, so that an API key guards it."""
 
 
 def install() -> None:
@@ -74,22 +57,3 @@ def settings(config: Any) -> dict[str, str]:
     if "longrope" in (rope.get("rope_type"), rope.get("type")):  # it has other factors for a long context
         found["max_model_len"] = str(model.max_model_len)
     return found
-
-
-class Endpoint:
-    """``GET /v1/batch_invariant``, in the form of vLLM's endpoint plugins."""
-
-    name = "batch_invariant"
-    required_tasks = ("generate",)
-
-    def attach_router(self, app: Any) -> None:
-        """Called by vLLM before the engine is there."""
-        app.add_api_route(PATH, self.engine_info, methods=["GET"])
-
-    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:  # noqa: ARG002 - vLLM's signature
-        """Called by vLLM with the engine."""
-        self._engine = engine_client
-
-    async def engine_info(self) -> dict[str, Any]:
-        """The fields of ``provenance.Environment``."""
-        return (await self._engine.collective_rpc(METHOD))[0]

@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 from .. import envs
-from . import coverage, devices, endpoint, patch_points, refusals, reviewed, seeds, weights
+from . import coverage, devices, endpoint, patch_points, refusals, reviewed, seeds, server, weights
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -36,7 +36,7 @@ def install() -> None:
     device.install(platform)
     patch_points.REGISTER_BACKEND.get()(device.vllm_backend, device.attention_backend)
     patch_points.INIT_BATCH_INVARIANCE.put(install_worker)
-    endpoint.offer_endpoint()
+    server.offer()
     seeds.install()
     weights.install()
     _installed = True

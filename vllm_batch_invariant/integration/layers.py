@@ -79,11 +79,16 @@ def look_after_loading(worker: type) -> None:
 
 
 def check(model: torch.nn.Module) -> None:
-    """Refuse a model that has a layer of an unknown kind.
+    """Refuse a model that has a layer of an unknown kind, or an encoder.
 
     Raises:
         NotCovered: the first such layer.
     """
+    for name in getattr(model, "_tower_model_names", ()):  # vLLM notes there what it builds of a multimodal model
+        if type(model.get_submodule(name)) is not patch_points.MISSING_STAGE.get():
+            raise NotCovered(
+                f"the encoder {name}", "its kernels are not ours", "serve text only, with --language-model-only"
+            )
     for name, module in model.named_modules():
         problem = _problem(module)
         if problem:

@@ -53,11 +53,19 @@ class PreparedLinear:
         if self._copy is None:
             return
         if self._emptied is not None:
-            with torch.inference_mode(False), torch.no_grad():
-                weight = torch.empty(self._copy.shape[::-1], dtype=self._emptied.dtype)
-                self._emptied.data = weight.copy_(self._copy.t())
+            self._emptied.data = self.as_loaded()
             self._emptied = None
         self._copy = None
+
+    def let_go(self, weight: torch.Tensor) -> bool:
+        """Whether it has the only copy of a weight."""
+        return self._emptied is weight
+
+    def as_loaded(self) -> torch.Tensor:
+        """[N, K] the weight that was let go, made of the copy, with its bits and dtype."""
+        with torch.inference_mode(False), torch.no_grad():
+            weight = torch.empty(self._copy.shape[::-1], dtype=self._emptied.dtype)
+            return weight.copy_(self._copy.t())
 
     def weight_was_loaded(self) -> None:
         """Called when vLLM has loaded the layer again: into its own weight, or into another that it copies there."""
@@ -69,6 +77,12 @@ def restore_weights() -> None:
     """Give every layer of this process on a CPU its weight back, so that it can be read and written."""
     for prepared in list(_prepared):
         prepared.restore()
+
+
+def as_loaded(weight: torch.Tensor) -> torch.Tensor:
+    """A weight of this process as it was loaded, also where its layer has only the copy, which stays."""
+    holder = next((prepared for prepared in list(_prepared) if weight.numel() == 0 and prepared.let_go(weight)), None)
+    return weight if holder is None else holder.as_loaded()
 
 
 def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..ops.norm_rotary import DTYPES, HEAD_SIZES, norm_rotary
-from . import patch_points
+from . import mrope, patch_points
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -40,12 +40,13 @@ def fused(apart: Forward) -> Forward:
 
     def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         q_norm, k_norm, rotary = self.q_norm, self.k_norm, self.rotary_emb
-        if positions.dim() != 1 or not _fits(self, hidden_states) or _is_watched(q_norm, k_norm, rotary):
+        rows_differ = positions.dim() != 1 and not mrope.serves(rotary)
+        if rows_differ or not _fits(self, hidden_states) or _is_watched(q_norm, k_norm, rotary):
             return apart(self, positions, hidden_states)
         qkv, _ = self.qkv_proj(hidden_states)
         q, k = norm_rotary(
             qkv,
-            positions,
+            mrope.of_text(positions),
             q_norm.weight.data,
             k_norm.weight.data,
             rotary.cos_sin_cache,
@@ -75,19 +76,14 @@ def _is_watched(*modules: torch.nn.Module) -> bool:
 
 def _as_expected(layer: Any, dtype: torch.dtype) -> bool:
     rotary, norms = layer.rotary_emb, (layer.q_norm, layer.k_norm)
-    plain, norm_class = (
-        patch_points.ROTARY_EMBEDDING.get(),
-        patch_points.CUSTOM_OP.module().op_registry_oot.get("RMSNorm"),
-    )
+    norm_class = patch_points.CUSTOM_OP.module().op_registry_oot.get("RMSNorm")
     size = layer.head_dim
     return (
         dtype in DTYPES
         and size in HEAD_SIZES
         and layer.q_size == layer.num_heads * size
         and layer.kv_size == layer.num_kv_heads * size
-        and isinstance(rotary, plain)
-        and all(getattr(type(rotary), name) is getattr(plain, name) for name in _ROTATING)
-        and getattr(rotary._forward_method, "__func__", None) is plain.forward_cuda
+        and _rotates(rotary)
         and rotary.head_size == rotary.rotary_dim == size
         and rotary.is_neox_style
         and not rotary.use_flashinfer
@@ -96,4 +92,15 @@ def _as_expected(layer: Any, dtype: torch.dtype) -> bool:
         and all(type(norm) is norm_class and norm.has_weight and not norm.variance_size_override for norm in norms)
         and norms[0].variance_epsilon == norms[1].variance_epsilon
         and all(tensor.dtype == dtype for tensor in (rotary.cos_sin_cache, *(norm.weight for norm in norms)))
+    )
+
+
+def _rotates(rotary: Any) -> bool:
+    """Whether vLLM's plain CUDA kernel would turn the queries and keys."""
+    plain = patch_points.ROTARY_EMBEDDING.get()
+    kind = type(rotary) if mrope.serves(rotary) else plain
+    return (
+        isinstance(rotary, kind)
+        and all(getattr(type(rotary), name) is getattr(kind, name) for name in _ROTATING)
+        and getattr(rotary._forward_method, "__func__", None) is kind.forward_cuda
     )

@@ -79,6 +79,10 @@ ROTARY = PatchPoint(("vllm._custom_ops",), "rotary_embedding")
 """Turns queries and keys in place."""
 ROTARY_EMBEDDING = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "RotaryEmbedding")
 """The layer that calls it, and the base of those that only scale the angles."""
+M_ROPE = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "MRotaryEmbedding")
+"""The layer of multimodal models, whose positions have three rows."""
+MISSING_STAGE = PatchPoint(("vllm.model_executor.models.utils",), "StageMissingLayer")
+"""Stands in a model for a part that vLLM has not built: for encoders where no request may carry what they encode."""
 QWEN3_ATTENTION = PatchPoint(("vllm.model_executor.models.qwen3",), "Qwen3Attention")
 TOKEN_LOGPROBS = PatchPoint(("vllm.v1.worker.gpu.sample.logprob",), "compute_token_logprobs")
 """Logprobs of given tokens in vLLM's second model runner, which serves dense models on GPUs."""

@@ -24,8 +24,8 @@ logger = logging.getLogger("vllm.batch_invariant")
 
 LEFT_AT = "_VLLM_BATCH_INVARIANT_REFUSAL"
 """The variable that names the file; there is a file only after a refusal, until the front end has read it."""
-_ENGINE, _WORKER = "EngineCore", "VllmWorker"
-"""How the names of the processes begin that vLLM starts for an engine."""
+_ENGINE, _WORKER, _SERVER = "EngineCore", "VllmWorker", "ApiServer"
+"""How the names of the processes begin that vLLM starts for an engine, and for several servers of one."""
 
 _relaying: set[type] = set()
 
@@ -34,11 +34,17 @@ def install() -> None:
     """Hook into a process that starts others; the user's chooses the file, which those that it starts inherit."""
     if _process().startswith(_WORKER):
         return
-    if not _process().startswith(_ENGINE):
+    if is_users_process():
         os.environ[LEFT_AT] = f"{tempfile.gettempdir()}/vllm-batch-invariant-{uuid.uuid4().hex}"
+    if not _process().startswith(_ENGINE):
         patch_points.WAIT_FOR_ENGINE.put(relayed(patch_points.WAIT_FOR_ENGINE.get()))
     for point, method in ((patch_points.EXECUTOR, "__init__"), (patch_points.ENGINE_CORE, "_initialize_kv_caches")):
         setattr(point.get(), method, relayed(getattr(point.get(), method)))
+
+
+def is_users_process() -> bool:
+    """Whether vLLM has not started this process: it names the files by which the others talk to each other."""
+    return not _process().startswith((_ENGINE, _WORKER, _SERVER))
 
 
 def install_in_worker(worker: type) -> None:

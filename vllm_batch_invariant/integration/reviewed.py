@@ -176,6 +176,16 @@ FIELDS = {
             "enable_bf16x3_router_gemm": (),
         },
     ),
+    # Of a model that is served as text: no encoder is built, and no input is processed.
+    "MultiModalConfig": Fields(
+        free="""media_io_kwargs mm_processor_kwargs mm_device_do_normalize mm_processor_cache_gb mm_processor_cache_type
+        mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_tp_mode mm_encoder_attn_backend
+        mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin
+        interleave_mm_strings skip_mm_profiling video_pruning_rate video_pruning_method mm_tensor_ipc
+        mm_ipc_gpu_memory_gb""",
+        elsewhere="language_model_only limit_per_prompt enable_mm_embeds",
+        fixed={"mm_encoder_only": (), "allow_missing_mm_embeddings": ()},
+    ),
     # A weight that is moved while it is used has not been proven.
     "OffloadConfig": Fields(fixed={"offload_backend": (), "uva": (), "prefetch": ()}),
     "UVAOffloadConfig": Fields(fixed={"cpu_offload_gb": (), "cpu_offload_params": ()}),
@@ -229,7 +239,6 @@ BELONG_TO_A_FIELD = frozenset(
         "LoRAConfig",
         "SpeculativeConfig",
         "PoolerConfig",
-        "MultiModalConfig",
         "QuantizationConfigArgs",
     }
 )

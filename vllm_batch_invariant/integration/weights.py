@@ -7,24 +7,30 @@ before the next step, if a weight differs. What a GPU computes with is read wher
 copies, for which see :mod:`.linear`.
 """
 
+import atexit
 import logging
+import os
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import wraps
 from hashlib import sha256
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import devices, linear, patch_points
+from . import devices, linear, patch_points, refusals
 from .endpoint import METHOD as ENGINE_INFO
 
 logger = logging.getLogger("vllm.batch_invariant")
 
 METHOD = "batch_invariant_weights"
-"""Of a worker: gives layers their weights back, and tells one set of weights from another."""
+"""Of a worker: gives layers their weights back, and tells one set of weights from another. To an engine's client the
+engine answers it, with what it knows of the weights that it serves.
+"""
 _WATCH = "_batch_invariant_watch"
 _SLEEPS = "_batch_invariant_sleeps"
 _ARRIVED = "_batch_invariant_arrived"
@@ -55,7 +61,9 @@ def install() -> None:
 
     @wraps(call)
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        if method not in (METHOD, ENGINE_INFO):
+        if method == METHOD:
+            return [digest_in(_served(self))]
+        if method != ENGINE_INFO:
             _before_call(self)
         return call(self, method, *args, **kwargs)
 
@@ -63,6 +71,38 @@ def install() -> None:
     core.reset_prefix_cache = _after_arrivals(core.reset_prefix_cache, core.step_with_batch_queue)
     for name in ("step", "step_with_batch_queue"):
         setattr(core, name, _looking(getattr(core, name)))
+    if refusals.is_users_process() and (at := _published_at()):
+        atexit.register(at.unlink, missing_ok=True)
+
+
+def digest_in(found: str) -> str:
+    """The part of a :func:`fingerprint` that follows from weights and buffers alone."""
+    return found.partition(" ")[2]
+
+
+def published() -> str | None:
+    """The digest of the weights that the last step was computed with, in any process of the engine's or its servers;
+    None if they are those that the engine was started with.
+    """
+    at = _published_at()
+    try:
+        return at and at.read_text()
+    except OSError:
+        return None
+
+
+def _publish(digest: str) -> None:
+    """Tell the servers, before they get anything that was computed with these weights."""
+    if at := _published_at():
+        written = at.with_suffix(f".{os.getpid()}")
+        written.write_text(digest)
+        written.replace(at)
+
+
+def _published_at() -> Path | None:
+    """Beside the file of refusals, which every process finds by a variable; None where nobody has set that."""
+    beside = os.environ.get(refusals.LEFT_AT)
+    return Path(f"{beside}.weights") if beside else None
 
 
 def install_in_worker() -> None:
@@ -93,26 +133,41 @@ def watch(worker: type) -> None:
             setattr(worker, name, _counted(getattr(worker, name)))
 
 
-def fingerprint(worker: Any, compare: bool = True) -> str:
-    """What tells the weights and buffers of a worker's model, and what is left of its KV cache, from others.
+def fingerprint(worker: Any, compare: bool = True, restore: bool = True) -> str:
+    """What tells the weights and buffers of a worker's model, and what is left of its KV cache, from others: how often
+    its memory was taken, and a digest of the weights and buffers.
 
-    On a CPU it is of all bytes. On a GPU it is of the exact sums over each side of a tensor, because those are made
-    where the weights are, at the speed of memory.
+    On a CPU the digest is of all bytes. On a GPU it is of the exact sums over each side of a tensor, because those are
+    made where the weights are, at the speed of memory.
 
     Args:
         worker: of vLLM.
         compare: whether it is wanted; if not, only the layers get their weights back.
+        restore: whether layers get their weights back, so that they can be written.
     """
-    linear.restore_weights()
+    if restore:
+        linear.restore_weights()
     if not compare:
         return ""
     model = worker.model_runner.get_model()
-    parts = [_bytes(tensor) for tensor in chain(model.parameters(), model.buffers())]
-    parts = [part for raw in parts for part in ([raw] if raw.is_cpu else _sums(raw))]
-    digest = sha256(str(getattr(worker, _SLEEPS, 0)).encode())
-    for part in parts:  # all are made before the first is waited for
+    tensors = [*chain(model.parameters(), model.buffers())]
+    digest = sha256()
+    for part in _digests([tensor for tensor in tensors if tensor.is_cpu]):
+        digest.update(part)
+    sums = [part for tensor in tensors if not tensor.is_cpu for part in _sums(_bytes(tensor))]
+    for part in sums:  # all are made before the first is waited for
         digest.update(part.cpu().numpy())
-    return digest.hexdigest()
+    return f"{getattr(worker, _SLEEPS, 0)} {digest.hexdigest()}"
+
+
+def _digests(tensors: list[torch.Tensor]) -> list[bytes]:
+    """sha256 of the bytes of each tensor in the memory of a CPU, as many at a time as PyTorch has threads."""
+
+    def digest(tensor: torch.Tensor) -> bytes:
+        return sha256(_bytes(linear.as_loaded(tensor)).numpy()).digest()
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        return list(pool.map(digest, tensors))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -176,6 +231,14 @@ def _before_call(core: Any) -> None:
     watch.called = True
 
 
+def _served(core: Any) -> str:
+    """The fingerprint of the weights that the last step was computed with, taken if it is not known."""
+    watch = _watch_of(core)
+    if watch.fingerprint is None:
+        [watch.fingerprint, *_] = core.model_executor.collective_rpc(METHOD, kwargs={"restore": False})
+    return watch.fingerprint
+
+
 def _looking(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step of an engine that first lets go of what was made of other weights."""
 
@@ -235,4 +298,5 @@ def _look(core: Any, watch: Watch) -> None:
         logger.info(
             "The weights were replaced: the prefix cache is empty, and %d running requests are computed again.", running
         )
+        _publish(digest_in(found))
     watch.fingerprint, watch.written, watch.called = found, _written, False

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-
 
 @dataclass(frozen=True)
 class Device:
@@ -24,6 +22,8 @@ class Device:
     @property
     def is_present(self) -> bool:
         """Whether tensors can be on such a device in this process; imports no device library to find out."""
+        import torch  # here, because the table of what is covered is printed where there is no PyTorch
+
         module = getattr(torch, self.type, None)
         return module is not None and module.is_available()
 

@@ -1,6 +1,4 @@
-"""Command lines: the parser of all commands, types of arguments, checks that commands share, and the arguments of
-``reproduce``.
-"""
+"""Command lines: the parser of all commands, types of arguments, and arguments and checks that commands share."""
 
 import argparse
 import os
@@ -12,13 +10,27 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
-from .answers import PROMPT, RequestSpec
-from .printing import printable
+from .. import envs
+from .json_file import JsonFile
+from .printing import note, printable
 from .report.files import why_not_writable
+
+
+class _Help(argparse.HelpFormatter):
+    """Says the default of an option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, default = action.help, action.default
+        if not text or "default" in text or action.nargs == 0 or default in (None, "", argparse.SUPPRESS, []):
+            return text
+        return f"{text} (default: %(default)s)"
 
 
 class OneLineParser(argparse.ArgumentParser):
     """Ends with status 2 and one line if an argument is bad."""
+
+    def __init__(self, *args: object, **named: object) -> None:
+        super().__init__(*args, **{"formatter_class": _Help, "allow_abbrev": False} | named)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {printable(message)}; see --help\n")
@@ -52,65 +64,70 @@ def above_zero(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse and check; a bad argument ends the process with status 2 and one line."""
-    parser = OneLineParser(
-        prog="reproduce",
-        description="Send one request many times, with concurrent requests that vary the batch, and compare the "
-        "answers bit for bit. Exit status: 0 all are identical, 1 they differ, 2 the run was no test, 130 or 143 it "
-        "was interrupted.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+def json_file(text: str) -> JsonFile:
+    """The type of ``--json``."""
+    return JsonFile(None if text == "-" else Path(text), sys.stdout)
+
+
+def add_json(parser: argparse._ActionsContainer) -> None:
+    """Add the option of every command that prints a result."""
+    parser.add_argument(
+        "--json", type=json_file, metavar="FILE", help="also write the result as JSON; - for stdout, tables to stderr"
     )
-    target = parser.add_argument_group("server or engine")
-    add_base_url(target)
-    target.add_argument("--model", help="a model to serve here; with --base-url, the name of the served model")
-    target.add_argument("--serve-args", default="", help="more arguments for `vllm serve`, in one string")
-    target.add_argument("--compare", action="store_true", help="serve with VLLM_BATCH_INVARIANT=0, then with 1")
-    target.add_argument("--offline", action="store_true", help="run the model through vllm.LLM, without a server")
-    request = parser.add_argument_group("request")
-    request.add_argument("--prompt", default=PROMPT, help="the prompt")
-    kind = request.add_mutually_exclusive_group()
-    kind.add_argument("--chat", action="store_true", default=False, help="send it to /v1/chat/completions")
-    kind.add_argument("--completions", dest="chat", action="store_false", help="send it to /v1/completions")
-    request.add_argument("--max-tokens", type=at_least(1), default=64, help="tokens to generate")
-    request.add_argument("--temperature", type=not_negative, default=0.0, help="0 is greedy")
-    request.add_argument("--seed", type=int, default=0, help="seed of the request and of the load")
-    request.add_argument("--logprobs", type=at_least(1), default=5, help="candidates to compare at each position")
-    request.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens")
-    load = parser.add_argument_group("load")
-    load.add_argument("--samples", type=at_least(2), default=1000, help="number of times the request is sent")
-    load.add_argument(
-        "--concurrency", type=at_least(2), default=128, help="most requests in flight, samples and others"
+
+
+def add_html(parser: argparse._ActionsContainer) -> None:
+    """Add the option of every command that has a page for its result."""
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the result as an HTML page")
+
+
+def add_model(parser: argparse._ActionsContainer) -> None:
+    """Add the model, as a word and as an option, and the arguments of its engine; see :func:`check_model`."""
+    what = "a model's folder or name; with --base-url, the name of the served model"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=what)
+    parser.add_argument("--model", dest="named_model", metavar="MODEL", help="the same as an option")
+    parser.add_argument("--serve-args", default="", metavar="ARGS", help="more arguments of vllm serve, in one string")
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help=f"plain vLLM, as {envs.FLAG}=0 (default: the mode, unless the variable is set)",
     )
-    load.add_argument("--timeout", type=not_negative, default=3600, help="seconds after which a run ends as no test")
-    parser.add_argument("--json", type=Path, help="also write the report to this file")
-    parser.add_argument("--html", type=Path, help="also write an HTML page to this file; needs matplotlib")
-    options = parser.parse_args(argv)
-    _check(parser, options)
-    options.serve_args = shlex.split(options.serve_args)
-    return options
 
 
-def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    if not options.base_url and not options.model:
-        parser.error("nothing to test: give --base-url of a server or --model to serve")
-    if options.base_url and (options.offline or options.compare or options.serve_args):
-        parser.error("--base-url is a server that already runs: leave out --offline, --compare and --serve-args")
-    check_base_url(parser, options)
-    if options.compare and options.offline:
-        parser.error("--compare starts two servers: leave out --offline, or run --offline once with each setting")
-    check_common(parser, options, "--model")
-
-
-def check_common(parser: OneLineParser, options: argparse.Namespace, model: str) -> None:
-    """Check the model (named ``model`` in the message), engine arguments, report files and prompt of any command."""
-    check_model(parser, options, model)
-    for report in ("json", "html"):
-        path = getattr(options, report, None)
-        if path and (why := why_not_writable(path)):
-            parser.error(f"--{report} {path}: {why}")
+def check_reports(parser: OneLineParser, options: argparse.Namespace) -> None:
+    """Check the files to write, and the prompt."""
+    if options.json and options.json.path and (why := why_not_writable(options.json.path)):
+        parser.error(f"--json {options.json}: {why}")
+    page = getattr(options, "html", None)
+    if page and (why := why_not_writable(page)):
+        parser.error(f"--html {page}: {why}")
     if getattr(options, "prompt", None) == "":
         parser.error("--prompt is empty")
+
+
+def choose_mode(parser: OneLineParser, options: argparse.Namespace) -> tuple[str, ...]:
+    """The values of VLLM_BATCH_INVARIANT that a command tests, one after the other, after a line that says so; an
+    empty one for a server that runs. A single one is set for what this process starts.
+    """
+    compare = getattr(options, "compare", False)
+    if options.plain and (options.base_url or compare):
+        other = "--base-url: the server runs in its own mode" if options.base_url else "--compare, which tests both"
+        parser.error(f"--plain goes without {other}")
+    if options.base_url:
+        note(f"testing the server at {address(options.base_url)} as it runs")
+        return ("",)
+    if compare:
+        note(f"testing plain vLLM ({envs.FLAG}=0), then the mode ({envs.FLAG}=1)")
+        return ("0", "1")
+    given = os.environ.get(envs.FLAG)
+    flag = "0" if options.plain else given or "1"
+    os.environ[envs.FLAG] = flag
+    if flag == "1":
+        note(f"testing the mode ({envs.FLAG}=1); --plain tests plain vLLM")
+    else:
+        why = "--plain" if options.plain else f"{envs.FLAG}=0 in the environment; leave it out to test the mode"
+        note(f"testing plain vLLM, because of {why}")
+    return (flag,)
 
 
 def add_base_url(parser: argparse._ActionsContainer) -> None:
@@ -141,7 +158,7 @@ def check_base_url(parser: OneLineParser, options: argparse.Namespace) -> None:
         options.api_key = _key(parser, options.api_key_env)
         if url.scheme == "http" and not is_here(options.base_url):
             to = printable(url.hostname)
-            print(f"{parser.prog}: the key of {options.api_key_env} goes to {to} unencrypted", file=sys.stderr)
+            note(f"the key of {options.api_key_env} goes to {to} unencrypted")
 
 
 def _key(parser: OneLineParser, name: str) -> str:
@@ -158,15 +175,19 @@ def is_here(url: str) -> bool:
     return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
 
 
-def check_model(parser: OneLineParser, options: argparse.Namespace, model: str) -> None:
-    """Check a model to load (named ``model`` in the message), and the engine arguments."""
+def check_model(parser: OneLineParser, options: argparse.Namespace) -> None:
+    """Check the model to load and the engine's arguments, which become a list in ``options.serve_args``."""
+    if options.named_model is not None:
+        if options.model is not None:
+            parser.error(f"two models: {options.model} and --model {options.named_model}")
+        options.model = options.named_model
     if options.model and not getattr(options, "base_url", None):
         path = Path(options.model).expanduser()
         is_path = options.model.startswith(("/", ".", "~")) or path.is_dir()
         if is_path and not any(file.is_file() for file in (path, path / "config.json", path / "params.json")):
-            parser.error(f"{model} {options.model}: no model there (no config.json)")
+            parser.error(f"model {options.model}: no model there (no config.json)")
     try:
-        shlex.split(options.serve_args)
+        options.serve_args = shlex.split(options.serve_args)
     except ValueError as error:
         parser.error(f"--serve-args: {error}")
 
@@ -175,16 +196,3 @@ def address(base_url: str) -> str:
     """The address of a server for a report, without a password."""
     url = urlsplit(base_url)
     return url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()
-
-
-def spec_from(options: argparse.Namespace) -> RequestSpec:
-    """The request of the options."""
-    return RequestSpec(
-        prompt=options.prompt,
-        chat=options.chat,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-        logprobs=options.logprobs,
-        ignore_eos=options.ignore_eos,
-    )

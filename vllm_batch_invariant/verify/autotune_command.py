@@ -1,21 +1,19 @@
 """``vllm-batch-invariant certificate``: how matmuls and attention are computed on this GPU, and what was compared."""
 
 import argparse
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-import torch
-
-from ..errors import BadSetting, NotCovered
-from .arguments import OneLineParser, at_least
+from ..errors import BadSetting
+from .arguments import OneLineParser, add_json, at_least, check_reports
+from .outcome import NoTestError
 from .printing import printable
 
 if TYPE_CHECKING:
     from ..ops.attention.certificate import Certificate
     from ..ops.linear.autotune import TunedSchedule
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -25,37 +23,36 @@ def _shape(text: str) -> tuple[int, int]:
     return int(n), int(k)
 
 
-def _parser() -> OneLineParser:
-    parser = OneLineParser(
-        prog="vllm-batch-invariant certificate",
-        description="Print how matmuls are computed on this GPU and at which M their bits were compared "
-        "with those of the reference, and which kernels serve attention. vLLM makes certificates when it loads a "
-        "model; with --shape those of matmuls are made here.",
+def add_arguments(parser: OneLineParser) -> None:
+    """Add the command's arguments."""
+    parser.set_defaults(run=run)
+    parser.description = (
+        "Print how matmuls are computed on this GPU and at which M their bits were compared with those of the "
+        "reference, and which kernels serve attention. vLLM makes certificates when it loads a model; with --shape "
+        "those of matmuls are made here."
     )
     parser.add_argument("--shape", nargs="+", type=_shape, default=[], metavar="NxK", help="weights to certify now")
-    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the weights of --shape (default: bf16)")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the weights of --shape")
     parser.add_argument("--bias", action="store_true", help="certify with a bias")
-    parser.add_argument(
-        "--rows", type=at_least(1), default=8192, metavar="M", help="certify up to M rows (default: 8192)"
-    )
-    parser.add_argument("--device", type=at_least(0), default=0, help="index of the GPU (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    return parser
+    parser.add_argument("--rows", type=at_least(1), default=8192, metavar="M", help="certify up to M rows")
+    parser.add_argument("--device", type=at_least(0), default=0, metavar="N", help="index of the GPU")
+    add_json(parser)
 
 
-def main(arguments: list[str]) -> int:
+def run(options: argparse.Namespace, parser: OneLineParser) -> int:
     """Run the command; returns the exit status.
 
     Raises:
-        NotCovered: no GPU.
+        NoTestError: no GPU.
         BadSetting: a GPU that is not there.
     """
-    options = _parser().parse_args(arguments)
+    check_reports(parser, options)
+    import torch
+
     if not torch.cuda.is_available():
-        raise NotCovered(
-            "a certificate without a GPU",
-            "matmuls on a CPU are checked when a model is loaded and not kept",
-            "run this on a machine with an NVIDIA GPU",
+        raise NoTestError(
+            "certificates are of NVIDIA GPUs, and PyTorch sees none here; on a CPU the matmuls of a model are verified "
+            "whenever it is loaded, and nothing is kept to print"
         )
     if options.device >= torch.cuda.device_count():
         raise BadSetting(f"--device {options.device}: this machine has {torch.cuda.device_count()} GPUs.")
@@ -63,16 +60,16 @@ def main(arguments: list[str]) -> int:
     from ..ops.linear import cuda, prepare
 
     for n, k in options.shape:
-        weight = torch.empty(n, k, dtype=_DTYPES[options.dtype], device=f"cuda:{options.device}")
+        weight = torch.empty(n, k, dtype=getattr(torch, _DTYPES[options.dtype]), device=f"cuda:{options.device}")
         prepare(weight, options.rows, options.bias)
     environment, gemms = cuda.known(options.device)
+    of_attention = attention.known(options.device)
     if options.json:
-        products = {name: {bucket: tuned.to_json() for bucket, tuned in found.items()} for name, found in gemms.items()}
-        of_attention = {name: asdict(found) for name, found in attention.known(options.device).items()}
-        found = {"environment": environment, "products": products, "attention": of_attention}
-        print(json.dumps(found, indent=1))
-    else:
-        _print(environment, gemms, attention.known(options.device))
+        matmuls = {name: {bucket: tuned.to_json() for bucket, tuned in found.items()} for name, found in gemms.items()}
+        found = {"gpu": environment, "matmuls": matmuls}
+        found["attention"] = {name: asdict(certificate) for name, certificate in of_attention.items()}
+        options.json.write(options, 0, found)
+    _print(environment, gemms, of_attention)
     return 0
 
 
@@ -97,7 +94,7 @@ def _print(
             "us in Triton",
             "bits equal at",
             "refused",
-            title=escape(printable(f"Product {name}")),
+            title=escape(printable(f"Matmul {name}")),
         )
         for bucket, tuned in sorted(found.items()):
             schedule = tuned.algorithm or tuned.tile

@@ -6,17 +6,18 @@ changes a token.
 
 import argparse
 import json
+import shlex
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from .arguments import OneLineParser, at_least
+from .arguments import OneLineParser, add_json, at_least, check_reports
 from .printing import printable
+
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
 
 PAD, EOS, TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 SPECIAL_TOKENS = (PAD, EOS, TURN)
@@ -44,8 +45,10 @@ def training_text(max_bytes: int) -> list[str]:
     return texts
 
 
-def train_tokenizer(vocab_size: int, max_bytes: int = 2_000_000) -> Tokenizer:
+def train_tokenizer(vocab_size: int, max_bytes: int = 2_000_000) -> "Tokenizer":
     """A tokenizer of at most ``vocab_size`` tokens that maps any UTF-8 text to ids and back."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -59,7 +62,7 @@ def train_tokenizer(vocab_size: int, max_bytes: int = 2_000_000) -> Tokenizer:
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
+def save_tokenizer(tokenizer: "Tokenizer", folder: Path, max_length: int) -> None:
     """Write the files from which transformers and vLLM load the tokenizer and its chat template."""
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
@@ -74,7 +77,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -102,15 +105,17 @@ class Shape:
             raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} KV heads evenly")
 
 
-def random_weights(shape: Shape, tokens: int, seed: int) -> dict[str, torch.Tensor]:
+def random_weights(shape: Shape, tokens: int, seed: int) -> "dict[str, torch.Tensor]":
     """Weights under Qwen3's names; special tokens and ids from ``tokens`` on get a logit of 0, too low to be chosen."""
-    generator = torch.Generator().manual_seed(seed)
-    dtype = DTYPES[shape.dtype]
+    import torch
 
-    def normal(rows: int, cols: int, gain: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, shape.dtype)
+
+    def normal(rows: int, cols: int, gain: float = 1.0) -> "torch.Tensor":
         return torch.randn(rows, cols, generator=generator) * (gain * cols**-0.5)
 
-    def near(center: float, n: int) -> torch.Tensor:
+    def near(center: float, n: int) -> "torch.Tensor":
         return center * (1 + 0.1 * torch.randn(n, generator=generator))
 
     head = normal(shape.vocab, shape.hidden, shape.head_gain)
@@ -142,6 +147,8 @@ def random_weights(shape: Shape, tokens: int, seed: int) -> dict[str, torch.Tens
 
 def make_checkpoint(folder: Path, shape: Shape = Shape(), seed: int = 0) -> Path:
     """Write the checkpoint and its tokenizer into ``folder``; the same shape and seed give the same files."""
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(shape.vocab)
     save_tokenizer(tokenizer, folder, shape.max_length)
@@ -178,21 +185,37 @@ def make_checkpoint(folder: Path, shape: Shape = Shape(), seed: int = 0) -> Path
     return folder
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Parse the command line and write a checkpoint."""
-    parser = OneLineParser(
-        prog="make-checkpoint", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+def add_arguments(parser: OneLineParser) -> None:
+    """Add the command's arguments."""
+    parser.set_defaults(run=run)
+    parser.description = (
+        "Write a small Qwen3 checkpoint with random weights and a tokenizer, in seconds, for machines that reach no "
+        "model hub. The same arguments give the same files."
     )
-    parser.add_argument("folder", type=Path, help="the folder to write")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder to write")
     parser.add_argument("--dtype", choices=DTYPES, default=Shape.dtype, help="dtype of the weights")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
-    parser.add_argument("--layers", type=at_least(1), default=Shape.layers, help="number of decoder layers")
-    parser.add_argument("--hidden", type=at_least(1), default=Shape.hidden, help="hidden size")
-    options = parser.parse_args(argv)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the weights")
+    parser.add_argument("--layers", type=at_least(1), default=Shape.layers, metavar="N", help="decoder layers")
+    parser.add_argument("--hidden", type=at_least(1), default=Shape.hidden, metavar="N", help="hidden size")
+    add_json(parser)
+
+
+def run(options: argparse.Namespace, parser: OneLineParser) -> int:
+    """Write a checkpoint; returns the exit status."""
+    check_reports(parser, options)
+    import torch  # noqa: F401 - refused in one line, before anything is written
+    from safetensors import SafetensorError
+
     shape = Shape(dtype=options.dtype, layers=options.layers, hidden=options.hidden)
     try:
         make_checkpoint(options.folder, shape, options.seed)
     except (OSError, SafetensorError) as error:
         parser.error(f"{options.folder} cannot be written: {error}")
-    print(printable(f"{options.folder}: {shape}, seed {options.seed}"))
+    size = sum(path.stat().st_size for path in options.folder.iterdir())
+    made = f"wrote {options.folder}: Qwen3, {shape.layers} layers, hidden size {shape.hidden}, {shape.dtype}, seed "
+    print(printable(f"{made}{options.seed}, {size / 1e6:.0f} MB"))
+    print(printable(f"try: vllm-batch-invariant check --quick {shlex.quote(str(options.folder))}"))
+    if options.json:
+        about = {"folder": str(options.folder), "bytes": size, "seed": options.seed, "shape": asdict(shape)}
+        options.json.write(options, 0, about)
     return 0

@@ -1,6 +1,9 @@
 """How commands print: results on stdout, notes on stderr, foreign text (a receipt, a server, a file name) escaped."""
 
+import sys
 import unicodedata
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -43,9 +46,38 @@ def consoles() -> tuple["Console", "Console"]:
     return Console(emoji=False), Console(emoji=False, stderr=True)
 
 
-def complain(notes: "Console", command: str, line: str) -> None:
-    """Print in one line why a command ends."""
-    notes.print(f"{command}: {printable(line)}", style="red", highlight=False, markup=False, soft_wrap=True)
+def complain(command: str, line: str, notes: "Console | None" = None) -> None:
+    """Print in one line why a command ends; on the console of notes where something is drawn there."""
+    text = " ".join(filter(None, ("vllm-batch-invariant", command))) + f": {printable(line)}"
+    if notes is None:
+        print(text, file=sys.stderr)
+    else:
+        notes.print(text, style="red", highlight=False, markup=False, soft_wrap=True)
+
+
+def note(line: str) -> None:
+    """Print a line about a run that is no result of it."""
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def waiting(notes: "Console", line: str, told: bool = True) -> Iterator[Callable[[str], None]]:
+    """Show for what the command waits, and for how long, on a terminal; elsewhere print the line, if it is to be told.
+    What is yielded replaces the line.
+    """
+    from rich.markup import escape
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    if not notes.is_terminal:
+        if told:
+            note(line)
+        yield lambda _: None
+        return
+    with Progress(
+        SpinnerColumn("line"), TextColumn("{task.description}"), TimeElapsedColumn(), console=notes, transient=True
+    ) as progress:
+        task = progress.add_task(escape(printable(line)), total=None)
+        yield lambda now: progress.update(task, description=escape(printable(now)))
 
 
 def one_line(error: BaseException) -> str:

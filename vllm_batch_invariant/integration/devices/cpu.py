@@ -1,5 +1,6 @@
 """vLLM on a CPU."""
 
+import os
 import platform
 import re
 from pathlib import Path
@@ -44,13 +45,14 @@ class Cpu(VllmDevice):
         return f"machine with {torch.get_num_threads()} threads"
 
     def info(self) -> dict[str, str | int]:
-        """The kind of CPU with its number of threads."""
+        """The kind of CPU with its number of threads, and with what the user tells MKL to do."""
+        told = {name.lower(): value for name, value in sorted(os.environ.items()) if name.startswith("MKL_")}
         return {
             "type": self.ops.type,
             "name": _name(),
             "capability": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
-        }
+        } | told
 
     def versions(self) -> dict[str, str]:
         blas = re.search(r"Math Kernel Library Version (\S+)", torch.__config__.show())

@@ -42,4 +42,5 @@ DEVICE = Npu(
     attention_backend=ascend.BACKEND,
     attention_choices=("CUSTOM", "FLASH_ATTN"),
     has_reviewed_config=False,
+    guarantees=(),
 )

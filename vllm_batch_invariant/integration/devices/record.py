@@ -9,7 +9,7 @@ from ... import envs
 from ...ops.attention import AttentionReduction
 from ...ops.devices import Device
 from ...version import __version__
-from .. import norm, patch_points, refusals, sampling, sampling_seeds, weights
+from .. import mrope, norm, patch_points, refusals, sampling, sampling_seeds, weights
 
 MODE_IS_ON = f"Batch-invariant mode is on (vllm-batch-invariant {__version__}); "
 
@@ -26,6 +26,7 @@ class VllmDevice:
         execution: how layers run, for the log.
         has_reviewed_config: whether somebody has read every field of the configurations that vLLM has on it.
         copies_weights: whether matmuls read copies of the weights, which go before the weights are written.
+        guarantees: of docs/contract.md, that are kept on it.
     """
 
     ops: Device
@@ -35,6 +36,7 @@ class VllmDevice:
     execution: str = "Layers are not compiled."
     has_reviewed_config: bool = True
     copies_weights: bool = False
+    guarantees: tuple[str, ...] = ("run", "batch", "schedule")
 
     def check_build(self) -> None:
         """Refuse a PyTorch that is built for another device of that name.
@@ -82,6 +84,7 @@ class VllmDevice:
         sampling_seeds.install()
         self.install_linear()
         norm.install()
+        mrope.install()
         worker = patch_points.DEVICE_WORKER.get()
         refusals.install_in_worker(worker)
         weights.watch(worker)

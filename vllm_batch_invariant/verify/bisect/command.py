@@ -3,23 +3,19 @@
 import argparse
 import os
 import random
-import shlex
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from ..answers import PROMPT
-from ..arguments import OneLineParser, at_least, check_common
+from ..arguments import OneLineParser, add_html, add_json, add_model, at_least, check_model, check_reports, choose_mode
 from ..fuzz.finding import Finding
 from ..harness.engine import start_quiet_engine
 from ..harness.load import filler
 from ..outcome import NoTestError, Status
-from ..printing import complain, consoles, one_line
+from ..printing import consoles, waiting
 from .engine import ENGINE_ARGUMENTS, BisectResult, Case, bisect, setting_of
-from .report import print_results, write_json
+from .report import about, as_json, print_results
 
 CONCURRENT, CONCURRENT_TOKENS = (16, 7), 32
 """Two numbers, because a kernel may differ between 1 row and 8 and agree on 1 and 17."""
@@ -29,21 +25,23 @@ LONG_PROMPT_TOKENS = 1500
 """So many keys that attention may split them for one request and not for many."""
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse and check; a bad argument ends the process with status 2 and one line."""
-    parser = OneLineParser(
-        prog="bisect",
-        description="Run a prompt alone and with concurrent requests, and find the first layer and operation whose "
-        "output bits differ. Layers run eagerly, because recording does not see inside compiled graphs. Exit status: "
-        "0 nothing differs, 1 a difference was found, 2 it could not be tested, 130 it was interrupted.",
+def add_arguments(parser: OneLineParser) -> None:
+    """Add the command's arguments."""
+    parser.set_defaults(run=run, base_url=None)
+    parser.description = (
+        "Run a prompt alone and with concurrent requests, and find the first layer and operation whose output bits "
+        "differ. Layers run eagerly, because recording does not see inside compiled graphs. Exit status: 0 nothing "
+        "differs, 1 a difference was found, 2 it could not be tested, 128 + N it was ended by the signal N."
     )
-    parser.add_argument("model", help="a model's folder or name")
+    add_model(parser)
     parser.add_argument(
         "--prompt",
         help=f"the target prompt (default: one of 120 words, then of 4 words, then of {LONG_PROMPT_TOKENS} tokens)",
     )
-    parser.add_argument("--max-tokens", type=at_least(1), default=32, help="tokens to generate (default: 32)")
-    parser.add_argument("--logprobs", type=at_least(1), default=5, help="candidates to compare per token (default: 5)")
+    parser.add_argument("--max-tokens", type=at_least(1), default=32, metavar="N", help="tokens to generate")
+    parser.add_argument(
+        "--logprobs", type=at_least(1), default=5, metavar="N", help="candidates to compare at each position"
+    )
     concurrent = parser.add_argument_group("concurrent requests")
     concurrent.add_argument(
         "--concurrent",
@@ -72,12 +70,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="a file of check --fuzz with the target and the concurrent requests, which start together and are greedy",
     )
-    concurrent.add_argument("--seed", type=int, default=0, help="seed of their prompts (default: 0)")
-    parser.add_argument("--serve-args", default="", help="more arguments of `vllm serve`, in one string")
-    parser.add_argument("--json", type=Path, help="also write the report to this file")
-    options = parser.parse_args(argv)
-    check_common(parser, options, "model")
-    options.serve_args = shlex.split(options.serve_args)
+    concurrent.add_argument("--seed", type=int, default=0, metavar="N", help="seed of their prompts")
+    add_json(parser)
+    add_html(parser)
+
+
+def _check(parser: OneLineParser, options: argparse.Namespace) -> None:
+    check_model(parser, options)
+    if not options.model:
+        parser.error("nothing to bisect: give a model")
+    check_reports(parser, options)
     if any(argument.startswith("--worker-extension-cls") for argument in options.serve_args):
         parser.error("--serve-args: --worker-extension-cls is taken by the recording")
     options.concurrent_prompts = _concurrent_prompts(parser, options)
@@ -87,7 +89,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             "--case has the prompt and all concurrent requests: leave out --prompt, --prompts and --concurrent"
         )
-    return options
 
 
 def _concurrent_prompts(parser: OneLineParser, options: argparse.Namespace) -> list[str]:
@@ -105,38 +106,34 @@ def _concurrent_prompts(parser: OneLineParser, options: argparse.Namespace) -> l
     return prompts
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
-    options = parse_arguments(argv)
+def run(options: argparse.Namespace, parser: OneLineParser) -> int:
+    """Run the command; returns its exit status."""
+    _check(parser, options)
+    choose_mode(parser, options)
     out, notes = consoles()
     # in one process the first step of an engine holds every request that was added before
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     runs: list[tuple[Case, BisectResult]] = []
-    try:
+    with waiting(notes, "starting an engine"):
         llm = start_quiet_engine(options.model, [*options.serve_args, *ENGINE_ARGUMENTS])
-        setting = setting_of(llm, options.model)
+    setting = setting_of(llm, options.model)
+    with waiting(notes, "bisecting", told=False) as now:
         for case in _cases(llm, options):
+            now(about(case))
             runs.append((case, bisect(llm, case)))
             if runs[-1][1].status == Status.DIVERGED:
                 break
-        try:  # the file first, because stdout may be closed
-            if options.json:
-                write_json(options.json, setting, runs)
-        finally:
-            print_results(out, setting, runs)
-    except NoTestError as error:
-        return _no_test(notes, str(error))
-    except KeyboardInterrupt:
-        _no_test(notes, "interrupted; nothing was decided")
-        return 128 + signal.SIGINT
-    except Exception as error:  # a model's code may raise anything; a traceback would end with status 1
-        return _no_test(notes, f"a run failed: {type(error).__name__}: {one_line(error)}")
+    try:  # the file first, because stdout may be closed
+        if options.json:
+            options.json.write(options, runs[-1][1].status, as_json(setting, runs))
+        if options.html:
+            from ..report.parts import write_page
+            from .page import page_of
+
+            write_page(options, page_of(setting, runs))
+    finally:
+        print_results(out, setting, runs)
     return runs[-1][1].status
-
-
-def _no_test(notes: Console, why: str) -> int:
-    complain(notes, "bisect", why)
-    return Status.NO_TEST
 
 
 def _cases(llm: Any, options: argparse.Namespace) -> Iterator[Case]:

@@ -3,17 +3,19 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ...compare import Comparison, bitwise_comparison
 from ...envs import FLAG
 from ..answers import Answer, first_difference
 from ..harness.engine import answer_of_output
 from ..harness.mode import of_engine
 from ..outcome import NoTestError, Status
 from .recording import Coverage, OutputDivergence, RecordedStep, Slice, first_divergence
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...compare import Comparison
 
 REQUEST = "bisect"
 WORKER_EXTENSION = "vllm_batch_invariant.verify.bisect.recorder.WorkerExtension"
@@ -48,7 +50,7 @@ class Found:
     """Tokens of the request in that step."""
     output_token: int | None
     """The token that the step computes; None in a part of a prefill that computes none."""
-    comparison: Comparison
+    comparison: "Comparison"
     """Of the run with concurrent requests with the run alone, which is the expected one."""
     operands_differ: tuple[str, ...] | None
     """Operands whose bits differ already; None if they are unknown, as for the output of a module."""
@@ -200,6 +202,10 @@ def _fetch(
     concurrent: Sequence[RecordedStep],
 ) -> Found:
     """Run both again to fetch the whole output, which digests do not show."""
+    import torch
+
+    from ...compare import bitwise_comparison
+
     target = (divergence.step, divergence.key)
     right = _recorded(llm, case, True, target)[1][rank]["fetched"]
     left = _recorded(llm, case, False, target)[1][rank]["fetched"]
@@ -237,7 +243,7 @@ def _operands_that_differ(alone: list | None, concurrent: list | None) -> tuple[
     )
 
 
-def _repeats(divergence: OutputDivergence, steps: Sequence[RecordedStep], tensor: torch.Tensor) -> bool:
+def _repeats(divergence: OutputDivergence, steps: Sequence[RecordedStep], tensor: "torch.Tensor") -> bool:
     from .recorder import digest
 
     record = next(record for record in steps[divergence.step].records if record.key == divergence.key)

@@ -6,6 +6,7 @@ that is launched without the dispatcher (Triton, numba, a library's own binding)
 """
 
 import hashlib
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -95,6 +96,8 @@ _UNWRITTEN = {
 """Operators whose output is uninitialised."""
 _BYTES = (torch.int8, torch.uint8)
 """Integer dtypes that hold quantised activations."""
+_OPERATIONS = f"{__name__.partition('.')[0]}.ops."
+"""Where the names of the modules begin that hold the mode's operations."""
 
 
 @dataclass(frozen=True)
@@ -257,6 +260,9 @@ class Recorder:
 
     def operation(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an operator of the dispatcher and record its outputs."""
+        if _inside_an_operation():
+            self._left_out["inside an operation of the mode"] += 1
+            return operator(*args, **kwargs)
         name = str(operator).removesuffix(".default")
         effects = _effects(operator)
         operands = self._operands(name, effects, args, kwargs)
@@ -359,6 +365,18 @@ class _Mode(TorchDispatchMode):
         if self._paused:
             return func(*args, **(kwargs or {}))
         return self._recorder.operation(func, args, kwargs or {})
+
+
+def _inside_an_operation() -> bool:
+    """Whether an operation of the mode runs. Its own steps are its schedule: tiles and padding follow the batch, so
+    they have no counterparts in another run, and what it returns is recorded with the module that called it.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(_OPERATIONS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @cache

@@ -127,10 +127,14 @@ def first_divergence(
             continue
         left_out.update(left.left_out)
         others = {record.key: record for record in right.records}
+        times_alone, times_concurrent = _times(left.records), _times(right.records)
         one_sided.update(key.operation for key in {record.key for record in left.records} ^ others.keys())
         for index, record in enumerate(left.records):
-            other = others.get(record.key)
+            other, which = others.get(record.key), record.key[:3]
             if other is None:
+                continue
+            if times_alone[which] != times_concurrent[which]:
+                one_sided[record.key.operation] += 1
                 continue
             pair = _same_shape(record, other)
             if pair is None:
@@ -189,6 +193,13 @@ def _same_shape(record: Record, other: Record) -> tuple[Slice, Slice] | None:
                 if left.shape == right.shape:
                     return left, right
     return None
+
+
+def _times(records: Iterable[Record]) -> Counter[tuple]:
+    """How often each call of a module ran each operator. If that differs between two runs, the same occurrence of it is
+    not the same computation in both.
+    """
+    return Counter(record.key[:3] for record in records if not record.key.output)
 
 
 def _unmatched_before(records: Iterable[Record], key: Key, known: Iterable[Key]) -> tuple[str, ...]:

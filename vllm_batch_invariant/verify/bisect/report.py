@@ -1,34 +1,36 @@
 """The report of a bisection, as a table on a console and as JSON."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ...compare import Pair
 from ...envs import FLAG
 from ..outcome import Status
 from ..printing import printable
-from ..report.files import write
 from .engine import BisectResult, Case, Found, Setting
 from .recording import MODULE_OUTPUT
+
+if TYPE_CHECKING:
+    from ...compare import Pair
 
 EAGER = (
     "Layers ran eagerly, without compiled graphs and CUDA graphs, because recording does not see inside them: "
     "differences that only compiled layers have are not found."
 )
-_PUBLISHED = {"concurrent": "company", "divergence": "parting", "only_concurrent": "only_in_company"}
-"""Fields that have another name in the format of the JSON report."""
+
+
+def about(case: Case) -> str:
+    """The requests of a case, in words."""
+    return f"{_prompt(case)} with {_count(len(case.concurrent), 'concurrent request')}"
 
 
 def verdict(case: Case, result: BisectResult) -> str:
     """The result in one line."""
-    requests, found = f"{_prompt(case)} with {_count(len(case.concurrent), 'concurrent request')}:", result.found
+    requests, found = f"{about(case)}:", result.found
     if found is not None:
         return f"{requests} the bits diverge at {where(found)}, {_step(found)}"
     if result.first_logprob is not None:
@@ -53,7 +55,7 @@ def print_results(console: Console, setting: Setting, runs: Sequence[tuple[Case,
     case, result = runs[-1]
     title = f"{setting.model}: {_prompt(case)} alone and with {_count(len(case.concurrent), 'concurrent request')}"
     table = Table(title=escape(printable(title)), title_justify="left", show_header=False)
-    for name, text in _rows(setting, case, result).items():
+    for name, text in rows_of(setting, case, result).items():
         table.add_row(name, escape(text))
     console.print(table)
     console.print(EAGER, highlight=False)
@@ -62,10 +64,9 @@ def print_results(console: Console, setting: Setting, runs: Sequence[tuple[Case,
         console.print(verdict(case, result), style=style, highlight=False, markup=False, soft_wrap=True)
 
 
-def write_json(path: Path, setting: Setting, runs: Sequence[tuple[Case, BisectResult]]) -> None:
-    """Write the report as JSON, with the exit status."""
-    data: dict[str, Any] = {"setting": asdict(setting), "eager": EAGER, "runs": [plain(*run) for run in runs]}
-    write(path, json.dumps(data | {"status": int(runs[-1][1].status)}, indent=1) + "\n")
+def as_json(setting: Setting, runs: Sequence[tuple[Case, BisectResult]]) -> dict[str, Any]:
+    """The engine and every run as plain data."""
+    return {"engine": asdict(setting), "eager": EAGER, "runs": [plain(*run) for run in runs]}
 
 
 def plain(case: Case, result: BisectResult) -> dict[str, Any]:
@@ -74,16 +75,11 @@ def plain(case: Case, result: BisectResult) -> dict[str, Any]:
     if result.found is not None:
         data["found"]["divergence"]["key"] = result.found.divergence.key._asdict()
         data["found"]["comparison"]["dtype"] = result.found.divergence.dtype
-    return _published(data)
+    return data
 
 
-def _published(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {_PUBLISHED.get(name, name): _published(item) for name, item in value.items()}
-    return value
-
-
-def _rows(setting: Setting, case: Case, result: BisectResult) -> dict[str, str]:
+def rows_of(setting: Setting, case: Case, result: BisectResult) -> dict[str, str]:
+    """The rows of the table: name and text."""
     coverage = result.coverage
     rows = {"engine": f"vLLM {setting.vllm}, {setting.device}, {setting.dtype}, {FLAG}={setting.flag}"}
     rows["mode"] = setting.mode
@@ -141,7 +137,7 @@ def _step(found: Found) -> str:
     return f"step {found.divergence.step} (prefill, positions {found.position} to {last})"
 
 
-def _first(pair: Pair) -> str:
+def _first(pair: "Pair") -> str:
     concurrent, alone = pair.bits or ("", "")
     expected, actual = f"{pair.expected!r} ({alone})", f"{pair.actual!r} ({concurrent})"
     return f"{list(pair.where)}: {expected} alone, {actual} with concurrent requests"
@@ -150,8 +146,9 @@ def _first(pair: Pair) -> str:
 def _operands(found: Found) -> str:
     if found.divergence.key.operation == MODULE_OUTPUT:
         return (
-            "unknown: no operation of PyTorch's dispatcher inside the module differs, so a kernel wrote this that is "
-            "launched without the dispatcher (Triton, numba, a library's binding)"
+            "unknown: no operation of PyTorch's dispatcher inside the module differs, so this was written by an "
+            "operation of the mode, or by a kernel that is launched without the dispatcher (Triton, numba, a library's "
+            "binding)"
         )
     if found.operands_differ:
         return (

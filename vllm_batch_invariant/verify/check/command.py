@@ -2,67 +2,66 @@
 
 import argparse
 import asyncio
-import shlex
 import signal
-import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-
-from rich.console import Console
-from rich.markup import escape
+from typing import TYPE_CHECKING
 
 from ... import envs
 from ..arguments import (
     OneLineParser,
     above_zero,
     add_base_url,
+    add_html,
+    add_json,
+    add_model,
     address,
     at_least,
     check_base_url,
-    check_common,
+    check_model,
+    check_reports,
+    choose_mode,
     not_negative,
 )
 from ..harness.requests import KINDS
 from ..outcome import NoTestError, Status
-from ..printing import complain, consoles, one_line
+from ..printing import complain, consoles, one_line, waiting
 from ..report.files import why_not_writable
 from .guarantees import cases_of_a_server, cases_of_engines
 from .presets import PRESETS, QUICK, STANDARD, THOROUGH
-from .report import Report, print_report, write_json
+from .report import Report, as_json, print_report
 from .results import CheckResults
 
+if TYPE_CHECKING:
+    from rich.console import Console
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse and check; a bad argument ends the process with status 2 and one line."""
-    parser = OneLineParser(
-        prog="check",
-        description="Check which guarantees of the contract hold. Every operation is computed alone and in batches on "
-        "this device; then engines compute a target request alone, with concurrent requests and under other schedules. "
-        "Tokens and logprobs are compared bit for bit. With VLLM_BATCH_INVARIANT=1 the mode is checked, otherwise "
-        "plain vLLM. Exit status: 0 all that was tested holds, 1 something breaks, 2 it could not be tested, 130 it "
-        "was interrupted (the results so far are reported).",
+
+def add_arguments(parser: OneLineParser) -> None:
+    """Add the command's arguments."""
+    parser.set_defaults(run=run)
+    parser.description = (
+        "Check which guarantees of the contract hold. Every operation is computed alone and in batches on this device; "
+        "then engines compute a target request alone, with concurrent requests and under other schedules. Tokens and "
+        "logprobs are compared bit for bit: two NaN are equal if their bits are. Exit status: 0 all that was tested "
+        "holds, 1 something breaks, 2 it could not be tested, 130 it was interrupted (the results so far are reported)."
     )
-    parser.add_argument(
-        "model", nargs="?", help="a model's folder or name; with --base-url, the name of the served model"
-    )
+    add_model(parser)
     add_base_url(parser)
-    parser.add_argument("--compare", action="store_true", help="check VLLM_BATCH_INVARIANT=0, then 1")
+    parser.add_argument("--compare", action="store_true", help=f"check {envs.FLAG}=0, then 1")
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument("--quick", dest="preset", action="store_const", const=QUICK.name, help="about a minute on a CPU")
     depth.add_argument("--thorough", dest="preset", action="store_const", const=THOROUGH.name, help="many more batches")
-    parser.add_argument("--serve-args", default="", help="more arguments of `vllm serve`, in one string")
     parser.add_argument(
-        "--timeout", type=not_negative, default=3600, help="seconds for the check of a server (default: 3600)"
+        "--timeout", type=not_negative, default=3600, metavar="SECONDS", help="seconds for the check of a server"
     )
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
-    parser.add_argument("--html", type=Path, help="also write an HTML page to this file; needs matplotlib")
+    add_json(parser)
+    add_html(parser)
     fuzz = parser.add_argument_group("random requests in engines with random settings")
     fuzz.add_argument(
         "--fuzz", type=above_zero, metavar="MINUTES", help="instead, draw engines and requests for this long"
     )
-    fuzz.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all draws (default: 0)")
+    fuzz.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all draws")
     fuzz.add_argument("--settings", type=at_least(1), metavar="N", help="most engines (default: as time allows)")
     fuzz.add_argument(
         "--schedules",
@@ -70,9 +69,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="schedules per engine (default: for as long as the engine took to start)",
     )
-    fuzz.add_argument(
-        "--jobs", type=at_least(1), default=1, metavar="N", help="engines that run at a time (default: 1)"
-    )
+    fuzz.add_argument("--jobs", type=at_least(1), default=1, metavar="N", help="engines that run at a time")
     fuzz.add_argument(
         "--without",
         action="append",
@@ -81,20 +78,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="KIND",
         help=f"leave out a kind of requests: {', '.join(KINDS)}; may be repeated",
     )
-    fuzz.add_argument("--csv", type=Path, help="also append a row per engine to this file")
-    fuzz.add_argument(
-        "--found", type=Path, default=Path("."), metavar="FOLDER", help="folder for files of differences (default: .)"
-    )
+    fuzz.add_argument("--csv", type=Path, metavar="FILE", help="also append a row per engine to this file")
+    fuzz.add_argument("--found", type=Path, default=Path("."), metavar="FOLDER", help="folder for files of differences")
     fuzz.add_argument("--replay", type=Path, metavar="FILE", help="run the difference in a file of --fuzz again")
-    options = parser.parse_args(argv)
-    if options.fuzz is not None or options.replay is not None:
-        _check_fuzz(parser, options)
-    elif given := _fuzz_options(parser, options):
-        parser.error(f"{', '.join(given)}: only with --fuzz")
-    options.preset = PRESETS[options.preset or STANDARD.name]
-    _check(parser, options)
-    options.serve_args = shlex.split(options.serve_args)
-    return options
 
 
 _DRAWN = (
@@ -112,10 +98,11 @@ def _fuzz_options(parser: OneLineParser, options: argparse.Namespace) -> list[st
 
 def _check_fuzz(parser: OneLineParser, options: argparse.Namespace) -> None:
     mode = "--fuzz" if options.replay is None else "--replay"
-    others = {"--base-url": options.base_url, "--compare": options.compare, "--json": options.json}
-    others |= {"--html": options.html, "--quick or --thorough": options.preset}
-    others |= {"--fuzz": options.fuzz, "--serve-args": options.serve_args} if options.replay else {}
-    others |= dict.fromkeys(_fuzz_options(parser, options), True) if options.replay else {}
+    others = {"--base-url": options.base_url, "--compare": options.compare, "--html": options.html}
+    others |= {"--quick or --thorough": options.preset}
+    if options.replay:
+        others |= {"--fuzz": options.fuzz, "--serve-args": options.serve_args, "--plain": options.plain}
+        others |= dict.fromkeys(_fuzz_options(parser, options), True)
     if given := [name for name, value in others.items() if value]:
         parser.error(f"{mode} goes without {', '.join(given)}")
     if options.replay is None and not options.model:
@@ -124,83 +111,73 @@ def _check_fuzz(parser: OneLineParser, options: argparse.Namespace) -> None:
         parser.error(f"--csv {options.csv}: {why}")
     if not options.found.is_dir():
         parser.error(f"--found {options.found}: no such folder")
-    with suppress(ValueError):  # a lone quote is refused later
-        taken = [word for word in shlex.split(options.serve_args) if word.partition("=")[0] in _DRAWN]
-        if taken:
-            parser.error(f"--serve-args: {taken[0]} is drawn by --fuzz")
+    taken = [word for word in options.serve_args if word.partition("=")[0] in _DRAWN]
+    if taken:
+        parser.error(f"--serve-args: {taken[0]} is drawn by --fuzz")
 
 
 def _check(parser: OneLineParser, options: argparse.Namespace) -> None:
+    check_model(parser, options)
+    if options.fuzz is not None or options.replay is not None:
+        _check_fuzz(parser, options)
+    elif given := _fuzz_options(parser, options):
+        parser.error(f"{', '.join(given)}: only with --fuzz")
+    options.preset = PRESETS[options.preset or STANDARD.name]
     if not options.model and not options.base_url and not options.replay:
         parser.error("nothing to check: give a model, or --base-url of a server")
     if options.base_url and (options.compare or options.serve_args):
         parser.error("--base-url is a server that already runs: leave out --compare and --serve-args")
     check_base_url(parser, options)
-    check_common(parser, options, "model")
+    check_reports(parser, options)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
-    options = parse_arguments(argv)
-    # signals become exceptions, which stop engines and keep the results; a shell's background jobs ignore SIGINT
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        if options.fuzz is not None or options.replay is not None:
-            from ..fuzz.command import main as fuzz
+def run(options: argparse.Namespace, parser: OneLineParser) -> int:
+    """Run the command; returns its exit status."""
+    _check(parser, options)
+    if options.replay is not None:
+        from ..fuzz.command import replay_finding
 
-            return fuzz(options)
-        return _run(options, *consoles())
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        return replay_finding(options)
+    flags = choose_mode(parser, options)
+    if options.fuzz is not None:
+        from ..fuzz.command import fuzz
+
+        return fuzz(options, flags[0])
+    return _run(options, flags, *consoles())
 
 
-def _run(options: argparse.Namespace, out: Console, notes: Console) -> int:
+def _run(options: argparse.Namespace, flags: Sequence[str], out: "Console", notes: "Console") -> int:
     runs: list[CheckResults] = []
-    began, clock, partial = datetime.now().astimezone().isoformat(timespec="seconds"), time.monotonic(), ""
+    partial = ""
     try:
-        if options.html:
-            from ..report.svg import require_matplotlib
-
-            require_matplotlib()
-        with notes.status("", spinner="line") as status:
-            for flag in _flags(options):
+        with waiting(notes, "beginning", told=False) as now:
+            for flag in flags:
                 label = "server" if options.base_url else f"{envs.FLAG}={flag}"
                 runs.append(
                     CheckResults(label, cases_of_a_server() if options.base_url else cases_of_engines(options.preset))
                 )
-                _fill(runs[-1], flag, options, lambda now, label=label: status.update(escape(f"{label}: {now}")))
+                _fill(runs[-1], flag, options, lambda line, label=label: now(f"{label}: {line}"))
                 if runs[-1].failed:
-                    complain(notes, "check", f"{label}: {runs[-1].failed}")
-    except NoTestError as error:
-        complain(notes, "check", str(error))
-        return Status.NO_TEST
+                    complain("check", f"{label}: {runs[-1].failed}", notes)
     except KeyboardInterrupt:
-        for number in (signal.SIGINT, signal.SIGTERM):  # a second signal must not lose the report
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a second signal must not lose the report
             signal.signal(number, signal.SIG_IGN)
         partial = f"It was interrupted while {runs[-1].label} was checked." if runs else "It was interrupted."
     target = address(options.base_url) if options.base_url else options.model
-    took = time.monotonic() - clock
-    report = Report(target, options.preset.name, tuple(options.serve_args), began, took, tuple(runs), partial)
+    began, took = options.began.isoformat(timespec="seconds"), datetime.now().astimezone() - options.began
+    arguments = tuple(options.serve_args)
+    report = Report(target, options.preset.name, arguments, began, took.total_seconds(), tuple(runs), partial)
     try:
         written = _write(report, options, out)
     except NoTestError as error:
-        complain(notes, "check", str(error))
+        complain("check", str(error))
         return report.status or Status.NO_TEST
     except Exception as error:  # a closed pipe, a plot: a traceback would end with status 1, which means a difference
-        complain(notes, "check", f"the report failed: {type(error).__name__}: {one_line(error)}")
+        complain("check", f"the report failed: {type(error).__name__}: {one_line(error)}")
         return report.status or Status.NO_TEST
     if partial:
-        complain(notes, "check", f"interrupted; {written or 'there are no results yet'}")
+        complain("check", f"interrupted; {written or 'there are no results yet'}")
     return report.status
-
-
-def _flags(options: argparse.Namespace) -> tuple[str, ...]:
-    """The values of VLLM_BATCH_INVARIANT to check; a server has its own."""
-    envs.check_names()
-    if options.base_url:
-        return ("",)
-    return ("0", "1") if options.compare else (str(int(envs.enabled())),)
 
 
 def _fill(results: CheckResults, flag: str, options: argparse.Namespace, on_progress: Callable[[str], None]) -> None:
@@ -222,18 +199,18 @@ def _fill(results: CheckResults, flag: str, options: argparse.Namespace, on_prog
         results.failed = f"the check failed: {type(error).__name__}: {one_line(error)}"
 
 
-def _write(report: Report, options: argparse.Namespace, out: Console) -> str:
+def _write(report: Report, options: argparse.Namespace, out: "Console") -> str:
     """Print and write the results; returns where they are, in words, or nothing if there are none."""
     if not any(run.samples or run.certificates for run in report.runs):
         return ""
     try:  # the files first, because stdout may be closed
         if options.json:
-            write_json(options.json, report)
+            options.json.write(options, report.status, as_json(report))
         if options.html:
-            from ..report.html import write_html
+            from ..report.parts import write_page
             from .page import page_of
 
-            write_html(options.html, page_of(report))
+            write_page(options, page_of(report))
     finally:
         print_report(out, report)
     files = " and ".join(str(path) for path in (options.json, options.html) if path)

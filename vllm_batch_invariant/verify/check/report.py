@@ -1,18 +1,14 @@
 """The report of a check, as tables on a console and as JSON."""
 
-import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from ..outcome import Outcome, Status
-from ..report.files import write
 from .guarantees import GUARANTEES, GuaranteeResult
 from .results import CheckResults
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 INTERRUPTED = 130
 """The exit status of an interrupted check, as in a shell."""
@@ -94,8 +90,11 @@ def _how_much(result: GuaranteeResult) -> str:
     return f" ({total - len(result.untested)} of {total} cases tested)"
 
 
-def print_report(console: Console, report: Report) -> None:
+def print_report(console: "Console", report: Report) -> None:
     """Print the guarantees, every case, and a sentence for each setting."""
+    from rich.markup import escape
+    from rich.table import Table
+
     table = Table(title="The contract: same bits ...", title_justify="left")
     for heading in ("guarantee", "...", *(escape(run.label) for run in report.runs)):
         table.add_column(heading, overflow="fold")
@@ -118,20 +117,17 @@ def print_report(console: Console, report: Report) -> None:
 
 
 def _styled(outcome: Outcome, text: str = "") -> str:
+    from rich.markup import escape
+
     ending = f": {escape(text)}" if text else ""
     return f"[{_STYLES[outcome]}]{outcome.value}[/]{ending}"
-
-
-def write_json(path: Path, report: Report) -> None:
-    """Write the report as JSON."""
-    write(path, json.dumps(as_json(report), indent=1) + "\n")
 
 
 def as_json(report: Report) -> dict[str, Any]:
     """The report as plain data."""
     return {
         "target": report.target,
-        "size": report.preset,
+        "preset": report.preset,
         "arguments": report.arguments,
         "began": report.began,
         "seconds": report.seconds,
@@ -141,34 +137,26 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-_PUBLISHED = {"guarantee": "rung", "required": "meant", "not_applicable": "out_of_reach"}
-"""Fields that have another name in the format of the JSON report."""
-
-
-def _plain(value: Any) -> dict[str, Any]:
-    return {_PUBLISHED.get(name, name): item for name, item in asdict(value).items()}
-
-
 def _run_as_json(run: CheckResults) -> dict[str, Any]:
     return {
         "label": run.label,
         "status": int(run.status),
         "failed": run.failed,
-        "about": run.info,
-        "rungs": [
+        "info": run.info,
+        "guarantees": [
             {
                 "name": result.guarantee.name,
                 "promise": result.guarantee.promise,
                 "outcome": result.outcome.value,
                 "detail": result.detail,
-                "facts": [
-                    _plain(case) | {"outcome": case.outcome.value, "difference": case.difference}
+                "cases": [
+                    asdict(case) | {"outcome": case.outcome.value, "difference": case.difference}
                     for case in result.cases
                 ],
             }
             for result in run.guarantees
         ],
-        "certificates": [_plain(certificate) for certificate in run.certificates],
+        "certificates": [asdict(certificate) for certificate in run.certificates],
         "samples": [
             {"label": shown.label, "tokens": shown.answer.tokens, "bits": [bits.hex() for bits in shown.answer.bits]}
             for shown in run.shown

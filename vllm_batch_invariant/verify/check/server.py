@@ -6,7 +6,6 @@ import random
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -62,7 +61,7 @@ async def check_server(
     async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
         results.info = {"server": str(server), "model": served.name, "context": served.context}
-        results.info |= {"versions": {"vllm": await _version(server)}, "mode": await of_server(server)}
+        results.info |= {"versions": await server.versions(), "mode": await of_server(server)}
         run = _ServerRun(server, served.name, served.context, preset, results, on_progress)
         log = BatchLog()
         try:
@@ -74,12 +73,6 @@ async def check_server(
             raise NoTestError(f"{server}/metrics does not answer: {one_line(error)}") from error
         except openai.OpenAIError as error:
             raise NoTestError(f"a request got no answer: {one_line(error)}") from error
-
-
-async def _version(server: Connection) -> str:
-    with suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
-        return str((await server.http.get(server.root + "/version")).json()["version"])
-    return "unknown"
 
 
 class _ServerRun:

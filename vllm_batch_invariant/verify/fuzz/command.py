@@ -3,9 +3,7 @@
 """
 
 import argparse
-import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -17,21 +15,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.markup import escape
-
-from ... import envs
 from ...envs import FLAG
+from ..harness.engine import context_of, model_config
 from ..harness.worker import Engine, EngineFailed
-from ..outcome import NoTestError, Status
-from ..printing import complain, consoles, printable
+from ..outcome import Status
+from ..printing import consoles, printable, waiting
 from .compare import difference
 from .finding import BROKE, CONCURRENT, SETTINGS, Finding, Row, append_rows
 from .report import print_fuzz
-from .schedule import CONTEXTS, Schedule, Settings, Target, alone, as_item, draw_schedule, draw_settings, draw_targets
+from .schedule import (
+    CONTEXTS,
+    TEXT_ONLY,
+    Schedule,
+    Settings,
+    Target,
+    alone,
+    as_item,
+    draw_schedule,
+    draw_settings,
+    draw_targets,
+)
 from .trial import Trial
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 TARGETS = 40
 """Number of target requests: two or more of every kind."""
@@ -84,6 +93,7 @@ class Fuzzer:
     def __init__(self, plan: FuzzPlan, on_progress: OnProgress = _quiet) -> None:
         self._plan, self._on_progress = plan, on_progress
         self._device = "cuda" if _on_gpu() else "cpu"
+        self._multimodal = is_multimodal(plan.model, plan.serve_args)
         self._context = min(CONTEXTS[self._device], plan.context or CONTEXTS[self._device])
         self._began = time.monotonic()
         self._lock, self._running, self._stopped = threading.Lock(), set[Engine](), False
@@ -129,7 +139,8 @@ class Fuzzer:
         return self._stopped or time.monotonic() > self._began + self._plan.seconds
 
     def _engine(self, number: int) -> None:
-        plan, settings = self._plan, draw_settings(self._plan.seed, number, self._device, self._context)
+        plan = self._plan
+        settings = draw_settings(plan.seed, number, self._device, self._context, self._multimodal)
         row = Row(Path(plan.model).name, plan.mode, settings.label, plan.seed)
         row.date = datetime.now(UTC).date().isoformat()
         with self._lock:
@@ -236,10 +247,7 @@ def started(
     if _on_gpu() and not {"--kv-cache-memory-bytes", "--gpu-memory-utilization"} & set(serve_args):
         ours += _ON_A_GPU
     ours = [*ours, *serve_args]
-    environment = settings.environment | (
-        {} if _on_gpu() else {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
-    )
-    engine = Engine(model, ours, mode, environment)
+    engine = Engine(model, ours, mode, settings.environment)
     running = set() if running is None else running
     running.add(engine)
     try:
@@ -255,18 +263,11 @@ def _on_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def context_of(model: str, serve_args: Sequence[str]) -> int | None:
-    """The longest request that a model accepts, from the arguments or its folder; None if neither has it."""
-    for place, argument in enumerate(serve_args):
-        name, _, value = argument.partition("=")
-        if name == "--max-model-len":
-            value = value or "".join(serve_args[place + 1 : place + 2])
-            return int(value) if value.isdigit() else None
-    try:
-        config = json.loads((Path(model).expanduser() / "config.json").read_text())
-        return int(config["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def is_multimodal(model: str, serve_args: Sequence[str]) -> bool:
+    """Whether a model's folder describes an encoder, and the arguments leave open which inputs it takes."""
+    choices = tuple(arguments[0] for arguments in TEXT_ONLY.values())
+    chosen = any(argument.startswith(choices) for argument in serve_args)
+    return not chosen and bool({"vision_config", "audio_config"} & set(model_config(model)))
 
 
 def replay(finding: Finding, on_progress: OnProgress = _quiet) -> tuple[Status, str]:
@@ -318,38 +319,34 @@ def bisect_first(fuzzer: Fuzzer) -> str:
     return ""
 
 
-def main(options: argparse.Namespace) -> int:
-    """Run ``check`` with --fuzz or --replay; returns the exit status."""
+def replay_finding(options: argparse.Namespace) -> int:
+    """Run ``check --replay``; returns the exit status."""
     out, notes = consoles()
-    with notes.status("", spinner="line") as status:
-
-        def on_progress(now: str) -> None:
-            status.update(escape(now))
-
-        try:
-            return _replay(options, out, on_progress) if options.replay else _fuzz(options, out, on_progress)
-        except NoTestError as error:
-            complain(notes, "check", str(error))
-            return Status.NO_TEST
-        except KeyboardInterrupt:
-            notes.print("check: interrupted", style="red")
-            return 128 + signal.SIGINT
-
-
-def _replay(options: argparse.Namespace, out: Console, on_progress: OnProgress) -> int:
+    options.command = "check --replay"
     finding = Finding.read(options.replay)
     finding = replace(finding, model=options.model) if options.model else finding
-    status, seen = replay(finding, on_progress)
+    with waiting(notes, f"running a difference of {FLAG}={finding.mode} again", told=False) as on_progress:
+        status, seen = replay(finding, on_progress)
+    if options.json:
+        options.json.write(options, status, {"replayed": str(options.replay), "kind": finding.kind, "result": seen})
     for line in (f"{FLAG}={finding.mode} {finding.settings.label}", *finding.describe(), seen):
         out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
     return status
 
 
-def _fuzz(options: argparse.Namespace, out: Console, on_progress: OnProgress) -> int:
+def fuzz(options: argparse.Namespace, flag: str) -> int:
+    """Run ``check --fuzz`` with a value of VLLM_BATCH_INVARIANT; returns the exit status."""
+    out, notes = consoles()
+    options.command = "check --fuzz"
+    with waiting(notes, "drawing", told=False) as on_progress:
+        return _fuzz(options, flag, out, on_progress)
+
+
+def _fuzz(options: argparse.Namespace, flag: str, out: "Console", on_progress: OnProgress) -> int:
     plan = FuzzPlan(
         model=options.model,
         serve_args=tuple(options.serve_args),
-        mode=str(int(envs.enabled())),
+        mode=flag,
         seed=options.seed,
         seconds=60 * options.fuzz,
         engines=options.settings,
@@ -369,6 +366,8 @@ def _fuzz(options: argparse.Namespace, out: Console, on_progress: OnProgress) ->
             print_fuzz(out, fuzzer.rows, fuzzer.refused, fuzzer.findings)
             if options.csv:
                 append_rows(options.csv, fuzzer.rows)
+            if options.json:
+                options.json.write(options, fuzzer.status, _as_json(options, flag, fuzzer))
     if bisected:
         out.print(f"\n{bisected}", highlight=False, markup=False, soft_wrap=True)
     words = {
@@ -379,3 +378,10 @@ def _fuzz(options: argparse.Namespace, out: Console, on_progress: OnProgress) ->
     done = sum(row.schedules for row in fuzzer.rows)
     out.print(f"seed {plan.seed}: {done} schedules in {len(fuzzer.rows)} engines: {words[fuzzer.status]}", markup=False)
     return fuzzer.status
+
+
+def _as_json(options: argparse.Namespace, flag: str, fuzzer: Fuzzer) -> dict[str, Any]:
+    """What ran so far: the engines, what vLLM refused, and the files of what differs."""
+    found = [{"file": str(path), "kind": finding.kind, "text": finding.text} for path, finding in fuzzer.findings]
+    about = {"target": options.model, "arguments": options.serve_args, "flag": flag, "seed": options.seed}
+    return about | {"engines": [vars(row) for row in fuzzer.rows], "refused": fuzzer.refused, "findings": found}

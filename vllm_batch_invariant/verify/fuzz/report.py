@@ -4,11 +4,13 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from ..printing import printable
 from .finding import BROKE, CONCURRENT, SETTINGS, Finding, Row
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _WORDS = {
     CONCURRENT: "differs from the request alone",
@@ -18,7 +20,7 @@ _WORDS = {
 
 
 def print_fuzz(
-    out: Console, rows: Sequence[Row], refused: Counter[str], findings: Sequence[tuple[Path, Finding]]
+    out: "Console", rows: Sequence[Row], refused: Counter[str], findings: Sequence[tuple[Path, Finding]]
 ) -> None:
     """Print everything."""
 

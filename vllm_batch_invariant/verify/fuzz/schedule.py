@@ -17,6 +17,11 @@ CONTEXTS = {"cpu": 1024, "cuda": 2560}
 PAGES = {"cpu": (32, 64, 128), "cuda": (16, 32, 64, 128)}
 _MANY = range(97, 105)
 """Numbers of requests around a CUDA graph size that is no multiple of the others."""
+TEXT_ONLY = {
+    "only": ["--language-model-only"],
+    "limits": ["--limit-mm-per-prompt", '{"image": 0, "video": 0, "audio": 0}'],
+}
+"""Arguments by which vLLM takes nothing but text, by a name."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Settings:
         small_cache: a KV cache that holds little more than one request of the longest length.
         runner: VLLM_USE_V2_MODEL_RUNNER; empty for vLLM's choice.
         context: --max-model-len.
+        text: the arguments by which a multimodal model is served as text: a key of ``TEXT_ONLY``; empty for none.
     """
 
     requests: int
@@ -44,6 +50,7 @@ class Settings:
     small_cache: bool
     runner: str
     context: int
+    text: str = ""
 
     @property
     def arguments(self) -> list[str]:
@@ -54,6 +61,7 @@ class Settings:
         made += ["--enable-chunked-prefill", f"--{'' if self.asynchronous else 'no-'}async-scheduling"]
         made += [f"--{'' if self.prefix_cache else 'no-'}enable-prefix-caching"]
         made += ["--enforce-eager"] if self.eager else []
+        made += TEXT_ONLY[self.text] if self.text else []
         # one page is vLLM's own
         return made + (
             ["--num-gpu-blocks-override", str(-(-self.context // self.page) + 2)] if self.small_cache else []
@@ -70,15 +78,17 @@ class Settings:
         words = [f"seqs={self.requests}", f"step={self.step_tokens}", f"page={self.page}"]
         words += ["eager" if self.eager else "graphs", "async" if self.asynchronous else "sync"]
         words += ["prefix" if self.prefix_cache else "no-prefix", "small-kv" if self.small_cache else "ample-kv"]
+        words += [f"text={self.text}"] if self.text else []
         return " ".join([*words, {"": "", "0": "runner=v1", "1": "runner=v2"}[self.runner]]).rstrip()
 
 
-def draw_settings(seed: int, number: int, device: str, context: int) -> Settings:
+def draw_settings(seed: int, number: int, device: str, context: int, multimodal: bool = False) -> Settings:
     """Settings ``number`` of a run. Consecutive numbers soon have every value of every option.
 
     Args:
         device: "cpu" or "cuda".
         context: longest request in tokens.
+        multimodal: the model is one, and must be served as text.
     """
     gpu = device == "cuda"
 
@@ -99,6 +109,7 @@ def draw_settings(seed: int, number: int, device: str, context: int) -> Settings
         small_cache=take("cache", (True, False)),
         runner=take("runner", ("0", "1", "1")) if gpu else "",
         context=context,
+        text=take("text", tuple(TEXT_ONLY)) if multimodal else "",
     )
 
 

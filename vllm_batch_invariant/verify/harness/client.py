@@ -1,6 +1,8 @@
 """A connection to a server with vLLM's OpenAI API."""
 
+import json
 import os
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -45,22 +47,46 @@ class Connection:
             NoTestError: no server answers, or it has no such model.
         """
         try:
-            served = (await self.api.models.list()).data
+            raw = await self.api.models.with_raw_response.list()
+            listed = json.loads(raw.http_response.content)["data"]
+            served = [(str(model["id"]), model.get("max_model_len")) for model in listed]
         except openai.AuthenticationError as error:
             how = "name the environment variable with its key: --api-key-env NAME"
             raise NoTestError(f"{self} refuses the API key or needs one; {how}") from error
-        except (openai.OpenAIError, AttributeError) as error:  # the latter if the answer is not JSON
+        except openai.APIConnectionError as error:
+            raise NoTestError(f"no OpenAI-compatible server answers at {self}: {_cause(error)}") from error
+        except openai.OpenAIError as error:
             raise NoTestError(f"no OpenAI-compatible server answers at {self}: {one_line(error)}") from error
-        for model in served:
-            if wanted in (None, model.id):
-                context = getattr(model, "max_model_len", None) or 2048
-                return Served(model.id, context)
-        names = ", ".join(model.id for model in served) or "nothing"
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            what = "its answer at /v1/models is no list of models in JSON; is it a web page or a proxy?"
+            raise NoTestError(f"no OpenAI-compatible server answers at {self}: {what}") from error
+        for name, context in served:
+            if wanted in (None, name):
+                return Served(name, context or 2048)
+        names = ", ".join(name for name, _ in served) or "nothing"
         raise NoTestError(f"{self} does not serve the model {wanted!r}; it serves {names}")
+
+    async def versions(self) -> dict[str, str]:
+        """The version of the server's vLLM; empty if it does not say."""
+        try:
+            return {"vllm": str((await self.http.get(self.root + "/version")).json()["version"])}
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return {}
 
     def __str__(self) -> str:
         url = urlsplit(self.root)
         return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
+
+
+def _cause(error: BaseException) -> str:
+    """Why there is no connection: what the innermost error says, which knows a refusal from an unknown name."""
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__
+    if isinstance(error, socket.gaierror):
+        return f"the name of the host is not known ({one_line(error)})"
+    if isinstance(error, ConnectionRefusedError):
+        return "nobody listens at this port (connection refused)"
+    return one_line(error)
 
 
 @asynccontextmanager

@@ -1,5 +1,6 @@
 """An engine in this process (``vllm.LLM``): its start, why it does not start, and a load without a server."""
 
+import json
 import os
 import re
 import sys
@@ -21,6 +22,9 @@ from .requests import varied
 
 _ERROR = re.compile(r"(?:^|[\])] )(?:\S+: error|[\w.]*(?:Error|Exception|NotCovered|BadSetting)): (.+)$", re.MULTILINE)
 """The last line of a traceback or of a usage message, behind the prefix of a line of vLLM's log."""
+_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+_SIZES_OF_A_CACHE = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
+"""Arguments of ``vllm serve`` that choose the size of the KV cache."""
 _FOLLOWS = " initialization failed"
 """A process of vLLM logs this about another process, which has logged the reason itself."""
 
@@ -34,6 +38,56 @@ def reason_in(log: Path) -> str:
 def root_cause(error: str, log: Path) -> str:
     """The error of an engine; if it only says that another process failed, the error of that process."""
     return f"the engine did not start{reason_in(log)}" if _FOLLOWS in error else error
+
+
+def kv_cache_space(model: str, arguments: Sequence[str]) -> dict[str, str]:
+    """``VLLM_CPU_KVCACHE_SPACE`` in GiB, for an engine that a command starts where nobody chose a size: enough for one
+    request of the whole context. vLLM would take nearly all memory of the machine, and not start where some is in use.
+    Only a CPU's vLLM reads it.
+    """
+    chosen = any(argument.partition("=")[0] in _SIZES_OF_A_CACHE for argument in arguments)
+    if chosen or _SPACE in os.environ:
+        return {}
+    try:
+        config = _text_config(model)
+        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+        size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        wide = "float32" in (config.get("torch_dtype"), config.get("dtype")) or "float32" in " ".join(arguments)
+        needed = (
+            2 * (4 if wide else 2) * config["num_hidden_layers"] * heads * size * (context_of(model, arguments) or 0)
+        )
+    except (KeyError, TypeError, ZeroDivisionError):
+        return {_SPACE: "4"}  # a name on a hub: as much as vLLM gave before
+    return {_SPACE: str(1 + needed // (1 << 30))}
+
+
+def context_of(model: str, arguments: Sequence[str]) -> int | None:
+    """The longest request that a model accepts, from the arguments of ``vllm serve`` or its folder; None if neither has
+    it.
+    """
+    for place, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        if name == "--max-model-len":
+            value = value or "".join(arguments[place + 1 : place + 2])
+            return int(value) if value.isdigit() else None
+    length = _text_config(model).get("max_position_embeddings")
+    return length if isinstance(length, int) else None
+
+
+def _text_config(model: str) -> dict[str, Any]:
+    """The part of the configuration that describes the language model."""
+    config = model_config(model)
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def model_config(model: str) -> dict[str, Any]:
+    """The configuration in a model's folder; empty if there is none."""
+    try:
+        config = json.loads((Path(model).expanduser() / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def start_engine(model: str, arguments: Sequence[str]) -> Any:
@@ -72,6 +126,7 @@ def start_quiet_engine(model: str, arguments: Sequence[str]) -> Any:
         NoTestError: as :func:`start_engine`, with the root cause from the log and the path of the log.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.update(kv_cache_space(model, arguments))
     handle, name = tempfile.mkstemp(prefix="vllm-engine-", suffix=".log")
     log = Path(name)
     try:

@@ -4,7 +4,7 @@ import asyncio
 import math
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -95,10 +95,18 @@ class BatchLog:
     """Collects readings during a run."""
 
     readings: list[Reading] = field(default_factory=list)
+    on_reading: Callable[[Reading], None] = lambda _: None
+    """Is called with each."""
 
     def add(self, reading: Reading) -> None:
         """Keep a reading."""
         self.readings.append(reading)
+        self.on_reading(reading)
+
+    @property
+    def largest(self) -> int:
+        """The most requests seen running together."""
+        return max((reading.running for reading in self.readings), default=0)
 
     @property
     def running_now(self) -> int:

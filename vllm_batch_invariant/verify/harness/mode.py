@@ -6,18 +6,23 @@ report of that mode must not pass for one of this project's.
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import entry_points
-
-import openai
+from typing import TYPE_CHECKING
 
 from ...envs import FLAG
-from ...integration.endpoint import PATH, PLUGINS, Endpoint
-from .client import Connection
+from ...integration.endpoint import PATH
+from ...integration.server import METRIC, Endpoint
 
+if TYPE_CHECKING:
+    from .client import Connection
+
+PLUGINS = "VLLM_PLUGINS"
+"""vLLM's list of the plugins that it loads; all of them if it is not set."""
 OURS = "vllm-batch-invariant"
 THEIRS = f"vLLM's own invariant mode: {PLUGINS} leaves vllm-batch-invariant out"
 NONE = f"none: {FLAG} is not 1"
-UNKNOWN = f"unknown: a server describes itself if it is started with {PLUGINS}={Endpoint.name}"
+UNKNOWN = "unknown: the server does not say, as one with vllm-batch-invariant does"
 
 
 def of_engine() -> str:
@@ -38,10 +43,20 @@ def of_started(environment: Mapping[str, str]) -> str:
     return OURS if Endpoint.name in (found if listed is None else found & set(listed.split(","))) else THEIRS
 
 
-async def of_server(server: Connection) -> str:
-    """The mode that a running server reports."""
-    try:
+async def of_server(server: "Connection") -> str:
+    """The mode that a running server reports, in its own page or else in its metrics."""
+    import httpx
+    import openai
+
+    from .metrics import parse_metrics
+
+    with suppress(openai.OpenAIError):
         reported = await server.api.get(PATH.removeprefix("/v1"), cast_to=object)
-    except openai.OpenAIError:
-        return UNKNOWN
-    return OURS if isinstance(reported, dict) and reported.get("mode") is True else UNKNOWN
+        if isinstance(reported, dict) and reported.get("mode") is True:
+            return OURS
+    with suppress(httpx.HTTPError, ValueError):
+        page = (await server.http.get(server.metrics)).text
+        samples = (sample for family in parse_metrics(page, METRIC) for sample in family.samples)
+        if any(sample.name == METRIC and sample.value == 1 for sample in samples):
+            return OURS
+    return UNKNOWN

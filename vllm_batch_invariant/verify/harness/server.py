@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
 
 from ..outcome import NoTestError
-from .engine import reason_in
+from .engine import kv_cache_space, reason_in
 
 HOST = "127.0.0.1"
 
@@ -49,6 +50,8 @@ def serve(
     Raises:
         NoTestError: the server does not start, or ends by itself.
     """
+    if find_spec("vllm") is None:
+        raise NoTestError("a server needs vLLM in this Python; give --base-url of one that runs elsewhere")
     port = free_port()
     handle, name = tempfile.mkstemp(prefix="vllm-serve-", suffix=".log")
     log = Path(name)
@@ -61,7 +64,7 @@ def serve(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, **kv_cache_space(model, arguments), **(environment or {})},
             start_new_session=True,
         )
     try:

@@ -8,16 +8,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from ...envs import FLAG
 from ..outcome import NoTestError
-from .engine import root_cause
+from .engine import kv_cache_space, root_cause
 
 DRIVER = "vllm_batch_invariant.verify.harness.worker_main"
 """The module that runs in the engine's process."""
@@ -82,12 +83,15 @@ class Engine:
     ) -> None:
         self._arguments, self._patience = [model, *arguments], patience
         inherited = {name: value for name, value in os.environ.items() if name != FLAG}
-        self._environment = inherited | _SETTINGS | dict(environment or {}) | ({} if flag is None else {FLAG: flag})
+        self._environment = inherited | kv_cache_space(model, arguments) | _SETTINGS | dict(environment or {})
+        self._environment |= {} if flag is None else {FLAG: flag}
         self._process: subprocess.Popen[bytes] | None = None
         self.info: dict[str, Any] = {}
         """Description of the engine, see :func:`.worker_main.describe_engine`."""
 
     def __enter__(self) -> Self:
+        if find_spec("vllm") is None:
+            raise EngineFailed("an engine needs vLLM in this Python; give --base-url of a server that runs elsewhere")
         handle, name = tempfile.mkstemp(prefix="vllm-engine-", suffix=".log")
         self._log = Path(name)
         mine, theirs = os.pipe()
@@ -140,17 +144,33 @@ class Engine:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    def call(self, function: str, *arguments: object) -> Any:
+    def call(
+        self,
+        function: str,
+        *arguments: object,
+        on_progress: Callable[[Any], None] | None = None,
+        patience: float | None = None,
+    ) -> Any:
         """Call the function "module:function" in the engine's process, with its ``vllm.LLM`` as the first argument.
 
-        Arguments and result are plain data.
+        Arguments, progress and result are plain data.
+
+        Args:
+            on_progress: is called with what the function tells (:func:`.worker_main.tell`).
+            patience: seconds for the whole call; the engine's own if None.
 
         Raises:
-            EngineFailed: it failed.
+            EngineFailed: it failed, or took longer.
         """
-        return self.ask("call", {"function": function, "arguments": arguments})
+        return self.ask("call", {"function": function, "arguments": arguments}, on_progress, patience)
 
-    def ask(self, command: str, argument: object) -> Any:
+    def ask(
+        self,
+        command: str,
+        argument: object,
+        on_progress: Callable[[Any], None] | None = None,
+        patience: float | None = None,
+    ) -> Any:
         """Send a command to the driver; returns its answer.
 
         Raises:
@@ -159,18 +179,22 @@ class Engine:
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps({command: argument}).encode() + b"\n")
             self._process.stdin.flush()
-        answer = json.loads(self._line(time.monotonic() + self._patience))
+        seconds = self._patience if patience is None else patience
+        deadline = time.monotonic() + seconds
+        while "progress" in (answer := json.loads(self._line(deadline, seconds))):
+            if on_progress is not None:
+                on_progress(answer["progress"])
         if "failed" in answer:
             why = root_cause(answer["failed"], self._log)
             raise EngineFailed(f"{why} (the engine's log is {self._log})", self.log)
         return answer[command]
 
-    def _line(self, deadline: float) -> bytes:
+    def _line(self, deadline: float, patience: float) -> bytes:
         with selectors.DefaultSelector() as selector:
             selector.register(self._answers, selectors.EVENT_READ)
             while b"\n" not in self._unread:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
-                    raise EngineFailed(f"the engine gave no answer in {self._patience:.0f} s; its log is {self._log}")
+                    raise EngineFailed(f"the engine gave no answer in {patience:.0f} s; its log is {self._log}")
                 read = os.read(self._answers, 1 << 20)
                 if not read:
                     raise EngineFailed(

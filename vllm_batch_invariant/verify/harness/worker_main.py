@@ -1,7 +1,8 @@
 """The driver: a program that holds one engine, and takes commands from standard input, a line of JSON each.
 
 The mode holds for a whole process, so an engine gets one of its own. A command is an object with one key, {"start":
-[...]}, {"step": {...}} or {"call": {...}}; so is its answer, on the file descriptor that is the program's argument.
+[...]}, {"step": {...}} or {"call": {...}}; so is its answer, on the file descriptor that is the program's argument. A
+call may send {"progress": ...} before it.
 """
 
 import json
@@ -11,20 +12,34 @@ import time
 import traceback
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, TextIO
 
 from ..printing import one_line
+
+_answers: TextIO | None = None
+
+
+def tell(progress: Any) -> None:
+    """Send plain data about a call that still runs to the process that waits for its answer."""
+    if _answers is not None:
+        _send({"progress": progress})
+
+
+def _send(message: dict[str, Any]) -> None:
+    _answers.write(json.dumps(message) + "\n")
+    _answers.flush()
 
 
 def main(descriptor: int) -> None:
     """Execute commands until standard input ends."""
+    global _answers
     driver = Driver()
     commands: dict[str, Callable[[Any], Any]] = {
         "start": driver.start,
         "step": driver.step,
         "call": driver.call,
     }
-    with os.fdopen(descriptor, "w") as answers:
+    with os.fdopen(descriptor, "w") as _answers:
         for line in sys.stdin:
             [(command, argument)] = json.loads(line).items()
             try:
@@ -32,8 +47,7 @@ def main(descriptor: int) -> None:
             except (Exception, SystemExit) as error:
                 traceback.print_exc()
                 answer = {"failed": one_line(error)}
-            answers.write(json.dumps(answer) + "\n")
-            answers.flush()
+            _send(answer)
 
 
 class Driver:

@@ -20,7 +20,8 @@ command line.
 from .comparison import Difference, Note, Verdict, compare, difference_of_logprobs, first_difference_of
 from .engine import engine_info, make, verify
 from .record import BadReceipt, Completion, EngineInfo, Environment, Model, Prompt, Receipt, Sampling
-from .server import Text, make_on_server, verify_on_server
+from .server import make_on_server, verify_on_server
+from .text import Text
 
 __all__ = [
     "BadReceipt",

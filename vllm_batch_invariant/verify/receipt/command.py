@@ -2,54 +2,58 @@
 
 import argparse
 import asyncio
-import shlex
-import signal
-import sys
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from ...envs import FLAG
 from ..answers import PROMPT
-from ..arguments import OneLineParser, add_base_url, at_least, check_base_url, check_model, not_negative
-from ..harness.mode import THEIRS, of_engine
+from ..arguments import (
+    OneLineParser,
+    add_base_url,
+    add_html,
+    add_json,
+    add_model,
+    at_least,
+    check_base_url,
+    check_model,
+    check_reports,
+    choose_mode,
+    not_negative,
+)
 from ..outcome import NoTestError, Status
-from ..printing import one_line, printable
+from ..printing import consoles, note, printable, waiting
 from ..report.files import why_not_writable
-from .comparison import HOW_TO_REPORT, Note, compare, describe_notes, extent
-from .engine import complete, engine_info, verify
-from .record import Receipt, Sampling
-from .server import Text, make_on_server, verify_on_server
+from .comparison import HOW_TO_REPORT, Note, as_json, compare, describe_notes, extent, verdict_of
+from .text import Text
+
+if TYPE_CHECKING:
+    from ..harness.worker import Engine
+    from .comparison import Verdict
+    from .record import Receipt
+
+IN_ENGINE = f"{__package__}.in_engine"
+"""The module whose functions the engine's process calls."""
 
 
-def main(arguments: list[str]) -> int:
-    """Run the command; returns the exit status: 0 equal, or made; 1 different; 2 it could not be tested; 130 it was
-    interrupted.
-    """
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if "model_files" in options:
-        _check_target(parser, options)
-    try:
-        return options.run(options)
-    except NoTestError as error:
-        print(f"receipt: {error}", file=sys.stderr)
-        return Status.NO_TEST
-    except KeyboardInterrupt:
-        print("receipt: interrupted; nothing was decided", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except Exception as error:  # a traceback would end with status 1, which means that bits differ
-        print(f"receipt: the run failed: {type(error).__name__}: {one_line(error)}", file=sys.stderr)
-        return Status.NO_TEST
-
-
-def _make(options: argparse.Namespace) -> int:
+def _make(options: argparse.Namespace, parser: OneLineParser) -> int:
+    _check_target(parser, options)
     if options.receipt.exists():
         raise NoTestError(f"{options.receipt} exists, and a receipt overwrites nothing")
     if why := why_not_writable(options.receipt):
         raise NoTestError(f"{options.receipt} cannot be written: {why}")
+    from .record import Receipt, Sampling
+
     held = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "ignore_eos")
     sampling = Sampling(**{name: getattr(options, name) for name in held})
     prompt = _prompt(options) or Text(PROMPT, options.chat)
+    choose_mode(parser, options)
     if options.base_url:
+        from .server import make_on_server
+
         receipt = asyncio.run(
             make_on_server(
                 options.base_url,
@@ -62,10 +66,9 @@ def _make(options: argparse.Namespace) -> int:
             )
         )
     else:
-        llm = _engine(options)
-        token_ids = tuple(_token_ids(llm, prompt))
-        completion, _ = complete(llm, token_ids, sampling)
-        receipt = Receipt.of(engine_info(llm), token_ids, sampling, completion, options.private)
+        with _engine(options) as engine:
+            asked = {"prompt": asdict(prompt), "sampling": asdict(sampling), "private": options.private}
+            receipt = Receipt.from_json(engine.call(f"{IN_ENGINE}:make", asked))
     receipt.save(options.receipt)
     made = f"{options.receipt}: {extent(receipt.completion)} of {receipt.model.name}, sha256 {receipt.sha256}"
     print(printable(made))
@@ -74,13 +77,26 @@ def _make(options: argparse.Namespace) -> int:
         print(f"the receipt has no digest of the model, because {printable(receipt.model.why_no_digest)}{how}")
     if receipt.environment.is_silent:
         print(f"the receipt does not describe the engine that computed it; {HOW_TO_REPORT}")
-    return 0
+    elif receipt.environment.mode is False:
+        print("the mode is off: nobody can promise that these bits can be computed again")
+    if options.json:
+        about = {"receipt": str(options.receipt), "sha256": receipt.sha256, "model": receipt.model.name}
+        about |= {"digest": receipt.model.digest, "tokens": len(receipt.completion.token_ids)}
+        options.json.write(options, Status.REPRODUCIBLE, about | {"mode": receipt.environment.mode})
+    _write_page(options, receipt)
+    return Status.REPRODUCIBLE
 
 
-def _verify(options: argparse.Namespace) -> int:
+def _verify(options: argparse.Namespace, parser: OneLineParser) -> int:
+    _check_target(parser, options)
+    from .record import Receipt
+
     receipt = Receipt.load(options.receipt)
     prompt = _prompt(options)
     if options.base_url:
+        from .server import verify_on_server
+
+        choose_mode(parser, options)
         verdict = asyncio.run(
             verify_on_server(
                 receipt,
@@ -96,10 +112,19 @@ def _verify(options: argparse.Namespace) -> int:
     else:
         if receipt.prompt.token_ids is None and prompt is None:
             receipt.prompt.ids()  # refuses before an engine is started in vain
-        llm = _engine(options)
-        token_ids = None if prompt is None else _token_ids(llm, prompt)
-        verdict = verify(receipt, llm, concurrent=options.concurrent, prompt_token_ids=token_ids, before=_print_notes)
+        choose_mode(parser, options)
+        with _engine(options) as engine:
+            asked = {"receipt": receipt.to_json(), "prompt": prompt and asdict(prompt)}
+            found = engine.call(
+                f"{IN_ENGINE}:verify",
+                asked | {"concurrent": options.concurrent},
+                on_progress=lambda notes: _print_notes(tuple(Note(**one) for one in notes)),
+            )
+        verdict = verdict_of(found)
     print(verdict.result)
+    if options.json:
+        options.json.write(options, verdict.status, {"receipt": str(options.receipt)} | as_json(verdict))
+    _write_page(options, receipt, verdict)
     return verdict.status
 
 
@@ -107,11 +132,26 @@ def _print_notes(notes: tuple[Note, ...]) -> None:
     print(describe_notes(notes), flush=True)
 
 
-def _compare(options: argparse.Namespace) -> int:
+def _compare(options: argparse.Namespace, parser: OneLineParser) -> int:
+    check_reports(parser, options)
+    from .record import Receipt
+
     left, right = (Receipt.load(path) for path in (options.first, options.second))
     verdict = compare(left, right, (options.first.name, options.second.name))
+    if options.json:
+        files = {"first": str(options.first), "second": str(options.second)}
+        options.json.write(options, verdict.status, files | as_json(verdict))
+    _write_page(options, left, verdict)
     print(verdict)
     return verdict.status
+
+
+def _write_page(options: argparse.Namespace, receipt: "Receipt", verdict: "Verdict | None" = None) -> None:
+    if options.html:
+        from ..report.parts import write_page
+        from .page import page_of
+
+        write_page(options, page_of(receipt, verdict))
 
 
 def _prompt(options: argparse.Namespace) -> Text | None:
@@ -126,87 +166,91 @@ def _prompt(options: argparse.Namespace) -> Text | None:
     return None if text is None else Text(text, options.chat)
 
 
-def _engine(options: argparse.Namespace) -> Any:
-    from ..harness.engine import start_quiet_engine
+@contextmanager
+def _engine(options: argparse.Namespace) -> Iterator["Engine"]:
+    """An engine in a process of its own, which an interruption ends at any moment."""
+    from ..harness.mode import THEIRS
+    from ..harness.worker import Engine
 
-    llm = start_quiet_engine(options.model, shlex.split(options.serve_args))
-    if of_engine() == THEIRS:
-        print(f"receipt: mode: {THEIRS}", file=sys.stderr)
-    return llm
-
-
-def _token_ids(llm: Any, prompt: Text) -> list[int]:
-    tokenizer = llm.get_tokenizer()
-    if not prompt.chat:
-        return tokenizer.encode(prompt.text)
-    messages = [{"role": "user", "content": prompt.text}]
-    templated = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer.encode(templated, add_special_tokens=False)
+    with ExitStack() as stack:
+        with waiting(consoles()[1], "starting an engine"):
+            engine = stack.enter_context(Engine(options.model, options.serve_args, os.environ.get(FLAG)))
+        if engine.info["mode"] == THEIRS:
+            note(f"mode: {THEIRS}")
+        yield engine
 
 
-def _parser() -> OneLineParser:
-    parser = OneLineParser(
-        prog="vllm-batch-invariant receipt",
-        description="Make the receipt of a completion, compute the completion again elsewhere, or compare two "
-        "receipts, bit for bit. Exit status: 0 equal, or made; 1 different; 2 it could not be tested; 130 it was "
-        "interrupted.",
+def add_arguments(parser: OneLineParser) -> None:
+    """Add the subcommands."""
+    parser.description = (
+        "Make the receipt of a completion, compute the completion again elsewhere, or compare two receipts, bit for "
+        "bit. Exit status: 0 equal, or made; 1 different; 2 it could not be tested; 128 + N it was ended by the signal "
+        "N."
     )
-    commands = parser.add_subparsers(required=True, metavar="make, verify or compare")
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
     making = commands.add_parser("make", help="complete a prompt and write the receipt")
-    making.set_defaults(run=_make)
-    making.add_argument("receipt", type=Path, help="the file to write")
+    making.set_defaults(run=_make, command="receipt make")
+    making.add_argument("receipt", type=Path, help="the file to write", metavar="FILE")
     _add_target(making)
     _add_prompt(making, "the prompt (default: one about floating-point sums)")
     making.add_argument("--private", action="store_true", help="keep only the sha256 of the prompt's tokens")
-    usual, value = Sampling(), "default: %(default)s"
-    making.add_argument("--max-tokens", type=at_least(1), default=usual.max_tokens, help=f"tokens to generate, {value}")
-    making.add_argument("--temperature", type=not_negative, default=usual.temperature, help=f"0 is greedy, {value}")
-    making.add_argument("--top-p", type=not_negative, default=usual.top_p, help=value)
-    making.add_argument("--top-k", type=at_least(0), default=usual.top_k, help=f"0 is all, {value}")
-    making.add_argument("--min-p", type=not_negative, default=usual.min_p, help=value)
-    making.add_argument("--seed", type=int, default=0, help=f"seed of the request, {value}")
-    making.add_argument("--logprobs", type=at_least(0), default=usual.logprobs, help=f"candidates a token, {value}")
+    making.add_argument("--max-tokens", type=at_least(1), default=64, metavar="N", help="tokens to generate")
+    making.add_argument("--temperature", type=not_negative, default=0.0, metavar="T", help="0 is greedy")
+    making.add_argument("--top-p", type=not_negative, default=1.0, metavar="P", help="most probability to sample from")
+    making.add_argument("--top-k", type=at_least(0), default=0, metavar="K", help="candidates to sample from; 0 is all")
+    making.add_argument(
+        "--min-p", type=not_negative, default=0.0, metavar="P", help="least share of the largest probability"
+    )
+    making.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the request")
+    making.add_argument("--logprobs", type=at_least(0), default=5, metavar="N", help="candidates at each position")
     making.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens")
+    add_json(making)
+    add_html(making)
 
     verifying = commands.add_parser("verify", help="compute a completion again, with concurrent requests")
-    verifying.set_defaults(run=_verify)
-    verifying.add_argument("receipt", type=Path, help="the receipt's file")
+    verifying.set_defaults(run=_verify, command="receipt verify")
+    verifying.add_argument("receipt", type=Path, help="the receipt's file", metavar="FILE")
     _add_target(verifying)
     _add_prompt(verifying, "the prompt of a private receipt")
     verifying.add_argument(
-        "--concurrent", type=at_least(0), default=8, metavar="N", help="concurrent requests, default: %(default)s"
+        "--concurrent", type=at_least(0), default=8, metavar="N", help="concurrent requests at a time"
     )
+    add_json(verifying)
+    add_html(verifying)
 
     comparing = commands.add_parser("compare", help="compare two receipts, without a model")
-    comparing.set_defaults(run=_compare)
+    comparing.set_defaults(run=_compare, command="receipt compare")
     comparing.add_argument("first", type=Path, help="a receipt")
     comparing.add_argument("second", type=Path, help="another receipt of the same request")
-    return parser
+    add_json(comparing)
+    add_html(comparing)
 
 
 def _check_target(parser: OneLineParser, options: argparse.Namespace) -> None:
+    check_model(parser, options)
     if not options.base_url and not options.model:
-        parser.error("nothing to compute it: give --base-url of a server, or --model to load here")
+        parser.error("nothing to compute it: give --base-url of a server, or a model to load here")
     if options.base_url and options.serve_args:
         parser.error("--base-url is a server that already runs: leave out --serve-args")
     if options.model_files and not options.base_url:
-        parser.error("--model-files is for a server: the files of --model are known")
+        parser.error("--model-files is for a server: the files of a model that is loaded here are known")
     if options.model_files and not options.model_files.is_dir():
         parser.error(f"--model-files {options.model_files}: no such folder")
     check_base_url(parser, options)
-    check_model(parser, options, "--model")
+    check_reports(parser, options)
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     target = parser.add_argument_group("engine")
+    add_model(target)
     add_base_url(target)
-    target.add_argument("--model", help="a model to load here; with --base-url, the name of the served model")
-    target.add_argument("--serve-args", default="", help="with a model loaded here: more arguments of `vllm serve`")
-    target.add_argument("--model-files", type=Path, help="with --base-url: a folder here with the served files")
+    target.add_argument(
+        "--model-files", type=Path, metavar="FOLDER", help="with --base-url: a folder here with the served files"
+    )
 
 
 def _add_prompt(parser: argparse.ArgumentParser, help: str) -> None:
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", help=help)
-    prompt.add_argument("--prompt-file", type=Path, help="a text file with the prompt")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a text file with the prompt")
     parser.add_argument("--chat", action="store_true", help="the prompt is the message of a chat")

@@ -1,7 +1,7 @@
 """Compares two completions bit for bit, and the engines that computed them."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..answers import first_difference
@@ -9,7 +9,7 @@ from ..outcome import NoTestError, Status
 from ..printing import printable
 from .record import Completion, EngineInfo, Model, Receipt, bits_of, number_of
 
-HOW_TO_REPORT = "a server with the mode on describes itself if it is started with VLLM_PLUGINS=batch_invariant"
+HOW_TO_REPORT = "a server with the mode on describes itself at /v1/batch_invariant"
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,17 @@ class Verdict:
         return f"{describe_notes(self.notes)}\n{self.result}"
 
 
+def as_json(verdict: Verdict) -> dict[str, Any]:
+    """A verdict as plain data."""
+    return {"equal": bool(verdict), "promised": verdict.promised} | asdict(verdict)
+
+
+def verdict_of(data: dict[str, Any]) -> Verdict:
+    """The verdict that ``asdict`` made plain."""
+    difference = data["difference"] and Difference(**data["difference"])
+    return Verdict(tuple(Note(**note) for note in data["notes"]), difference, data["compared"])
+
+
 def describe_notes(notes: tuple[Note, ...]) -> str:
     """The differences between two engines, a line each."""
     return "\n".join(map(str, notes)) or "engines: nothing that decides bits differs: bits may be expected equal"
@@ -96,9 +107,10 @@ def compare(left: Receipt, right: Receipt, names: tuple[str, str] = ("the first"
     return Verdict(notes_on(left.info, right.info, names), difference, extent(left.completion))
 
 
-def verdict_on(receipt: Receipt, got: Completion, notes: tuple[Note, ...], ran: int) -> Verdict:
-    """The verdict on a completion that was computed again, with ``ran`` concurrent requests."""
-    concurrent = f"with {ran} concurrent request{'s' * (ran != 1)}" if ran else "alone"
+def verdict_on(receipt: Receipt, got: Completion, notes: tuple[Note, ...], ran: int, at_a_time: int) -> Verdict:
+    """The verdict on a completion that was computed again, with ``ran`` concurrent requests, so many at a time."""
+    many = f", {at_a_time} at a time" if ran > at_a_time else ""
+    concurrent = f"with {ran} concurrent request{'s' * (ran != 1)}{many}" if ran else "alone"
     difference = first_difference_of(receipt.completion, got)
     return Verdict(notes, difference, f"{extent(receipt.completion)}, computed again {concurrent}")
 

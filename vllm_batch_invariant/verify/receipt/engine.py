@@ -141,7 +141,7 @@ def verify(
     others = ConcurrentRequests(receipt, prompt, llm.llm_engine.model_config.max_model_len, concurrent)
     got, ran = complete(llm, prompt, receipt.sampling, others)
     others.require(ran)
-    return verdict_on(receipt, got, notes, ran)
+    return verdict_on(receipt, got, notes, ran, concurrent)
 
 
 def sampling_of(params: Any) -> Sampling:

@@ -22,20 +22,12 @@ from .comparison import Note, Verdict, notes_on, verdict_on
 from .engine import ConcurrentRequests
 from .model_files import model_at
 from .record import Completion, EngineInfo, Environment, Receipt, Sampling, environment_from_json
+from .text import Text
 
 _TOKEN = "token_id:"
 _NO_COMPLETION = "the server's answer is no completion of vLLM's API"
 _LAST_CHUNK = 10.0
 """Seconds in which a concurrent request must get one more token, to count as running until the end."""
-
-
-@dataclass(frozen=True)
-class Text:
-    """A prompt that the server tokenizes."""
-
-    text: str
-    chat: bool = False
-    """Whether it is the message of a chat, to which the server applies the model's template."""
 
 
 async def make_on_server(
@@ -112,7 +104,7 @@ async def verify_on_server(
     # requests that wait for each other are in flight together and never in one step
     together = after_it.together_since(before_it) if before_it and after_it else None
     others.require(0 if together == 1 else ran)
-    return verdict_on(receipt, got, notes, ran)
+    return verdict_on(receipt, got, notes, ran, concurrent)
 
 
 async def _reading(server: Connection) -> Reading | None:
@@ -133,17 +125,12 @@ async def server_info(server: Connection, served: Served, files: Path | None = N
     try:
         data = await server.api.get(PATH.removeprefix("/v1"), cast_to=object)
     except openai.NotFoundError:
-        return EngineInfo(model, Environment(versions=await _version(server)))
+        return EngineInfo(model, Environment(versions=await server.versions()))
     except openai.OpenAIError as error:
         raise NoTestError(f"{server}{PATH} does not answer: {one_line(error)}") from error
+    if isinstance(data, dict):
+        data.pop("fingerprint", None)  # a digest of what is in the receipt
     return EngineInfo(model, environment_from_json(data))
-
-
-async def _version(server: Connection) -> dict[str, str]:
-    try:
-        return {"vllm": str((await server.http.get(server.root + "/version")).json()["version"])}
-    except (httpx.HTTPError, ValueError, KeyError, TypeError):
-        return {}
 
 
 async def complete(

@@ -1,12 +1,12 @@
 """A report as a single HTML page without scripts, which loads no other file and needs no network."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from markupsafe import Markup
-
 from ..outcome import Outcome
+from .chart import Chart
 from .files import write
+from .sample_map import SampleMap, letter
 
 _MARKS = {Outcome.HOLDS: "✓", Outcome.BREAKS: "✗", Outcome.NOT_TESTED: "–"}
 
@@ -39,18 +39,41 @@ class Table:
     header: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
 
+    def without_empty_columns(self) -> "Table":
+        """The same table without columns in which nobody says anything."""
+        kept = [
+            place
+            for place in range(len(self.header))
+            if any(row[place].text or row[place].outcome for row in self.rows)
+        ]
+        rows = tuple(tuple(row[place] for place in kept) for row in self.rows)
+        return replace(self, header=tuple(self.header[place] for place in kept), rows=rows)
+
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot, and a caption that says what it shows."""
+    """A drawing, and a caption that says what it shows."""
 
     caption: str
-    svg: str
+    chart: Chart
 
-    @property
-    def markup(self) -> Markup:
-        """The plot, which needs no escaping because it was drawn here."""
-        return Markup(self.svg)
+
+@dataclass(frozen=True)
+class MapFigure:
+    """A map of samples, and a caption that says what it shows.
+
+    Attributes:
+        description: for screen readers.
+        anchors: ids of the table's rows to which the marks of a row lead, by its number.
+    """
+
+    caption: str
+    found: SampleMap
+    description: str
+    anchors: dict[int, str]
+
+
+Part = Table | Figure | MapFigure | str
 
 
 @dataclass(frozen=True)
@@ -59,7 +82,31 @@ class Section:
 
     anchor: str
     heading: str
-    parts: tuple[Table | Figure | str, ...]
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of one setting, for somebody who reads nothing else.
+
+    Attributes:
+        label: whose result it is; empty if there is one.
+        outcome: decides sign and colour.
+        headline: the result in plain words.
+        numbers: (number, what it counts), shown large.
+        detail: a sentence for those who know the words of the contract.
+    """
+
+    label: str
+    outcome: Outcome
+    headline: str
+    numbers: tuple[tuple[str, str], ...] = ()
+    detail: str = ""
+
+    @property
+    def mark(self) -> str:
+        """A sign for the outcome."""
+        return _MARKS[self.outcome]
 
 
 @dataclass(frozen=True)
@@ -68,17 +115,15 @@ class Page:
 
     Attributes:
         title: of the page.
-        about: one line: what was checked, where and when.
-        outcome: of everything.
-        summary: a sentence for each setting.
+        info: one line: what was run, where and when.
+        verdicts: one for each setting.
         partial: why the report is incomplete; empty if it is complete.
         sections: its parts, in order.
     """
 
     title: str
     info: str
-    outcome: Outcome
-    summary: tuple[Cell, ...]
+    verdicts: tuple[Verdict, ...]
     partial: str
     sections: tuple[Section, ...]
 
@@ -91,6 +136,7 @@ def write_html(path: Path, page: Page) -> None:
         loader=PackageLoader(__package__, "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    environment.tests["table"] = lambda part: isinstance(part, Table)
-    environment.tests["figure"] = lambda part: isinstance(part, Figure)
+    for name, kind in (("table", Table), ("figure", Figure), ("map", MapFigure)):
+        environment.tests[name] = lambda part, kind=kind: isinstance(part, kind)
+    environment.filters |= {"percent": lambda share: f"{100 * share:.4g}%", "letter": letter}
     write(path, environment.get_template("report.html").render(page=page))

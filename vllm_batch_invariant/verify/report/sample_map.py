@@ -7,28 +7,39 @@ from itertools import groupby
 from ..answers import Answer, compare_answers
 
 MOST_ROWS = 60
-"""With more samples, those with the same bits share a row."""
+COLOURS = 7
+"""Completions that have a colour of their own."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One sample, or several with the same bits.
+    """Samples with the same bits.
 
     Attributes:
-        label: how it was requested.
-        samples: how many there are.
+        labels: how each was requested.
         follows: number of the completion that it follows at each token: the first one with the same tokens up to there.
         token: position of the first token that differs from the first row's; None for none.
         logprob: the same for logprobs, a token's included.
         difference: both tokens there, and how both texts go on.
     """
 
-    label: str
-    samples: int
+    labels: tuple[str, ...]
     follows: tuple[int, ...]
     token: int | None
     logprob: int | None
     difference: str
+
+    @property
+    def label(self) -> str:
+        """The first sample, and how many there are beside it."""
+        return self.labels[0] + (f" and {len(self.labels) - 1} more" if len(self.labels) > 1 else "")
+
+    @property
+    def only_logprobs(self) -> int:
+        """The tokens from the first other logprob on that are the same as the first row's."""
+        if self.logprob is None:
+            return 0
+        return (len(self.follows) if self.token is None else self.token) - self.logprob
 
     @property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
@@ -76,14 +87,14 @@ def map_of(samples: Sequence[tuple[str, Answer]], most_rows: int = MOST_ROWS) ->
     """The map of (label, answer) of at least one sample."""
     follows = _followed([answer.tokens for _, answer in samples])
     reference = samples[0][1]
-    grouped: dict[object, list[int]] = {}
+    grouped: dict[Answer, list[int]] = {}
     for number, (_, answer) in enumerate(samples):
-        grouped.setdefault(number if len(samples) <= most_rows else answer, []).append(number)
+        grouped.setdefault(answer, []).append(number)
     rows = [_row(reference, samples, follows, numbers) for numbers in grouped.values()]
     return SampleMap(
         tuple(rows[:most_rows]),
         len({answer.tokens for _, answer in samples}),
-        sum(row.samples for row in rows[most_rows:]),
+        sum(len(row.labels) for row in rows[most_rows:]),
     )
 
 
@@ -109,13 +120,10 @@ def _followed(sequences: Iterable[tuple[str, ...]]) -> list[tuple[int, ...]]:
 def _row(
     reference: Answer, samples: Sequence[tuple[str, Answer]], follows: list[tuple[int, ...]], numbers: list[int]
 ) -> Row:
-    label, answer = samples[numbers[0]]
-    found = compare_answers([reference, answer])
+    found = compare_answers([reference, samples[numbers[0]][1]])
     token, logprob = found.earliest_token, found.earliest_logprob
-    label += f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
     return Row(
-        label,
-        len(numbers),
+        tuple(samples[number][0] for number in numbers),
         follows[numbers[0]],
         token and token.position,
         logprob and logprob.position,

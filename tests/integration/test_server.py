@@ -1,0 +1,203 @@
+"""The fingerprint of a server: what is in it, and where it is put."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from vllm_batch_invariant.integration import patch_points, server, weights
+from vllm_batch_invariant.integration.server import Endpoint, Fingerprint, Metric, stamp
+
+ENVIRONMENT = {
+    "mode": True,
+    "versions": {"vllm": "0.32.0", "torch": "2.13.0"},
+    "device": {"type": "cpu", "name": "Xeon", "threads": 2},
+    "engine": {"dtype": "bfloat16"},
+    "reductions": {"attention": {"implementation": "numba", "split_size": 256}},
+}
+
+
+@dataclass
+class StructuredOutputs:
+    backend: str = "auto"
+
+
+def tokenizer() -> Any:
+    rust = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    return SimpleNamespace(
+        backend_tokenizer=rust, chat_template="{{ messages }}", special_tokens_map={"eos_token": "b"}
+    )
+
+
+class Configuration:
+    def __init__(self) -> None:
+        self.values = {"rope_theta": 1e4, "_name_or_path": "/one/folder", "transformers_version": "5.5"}
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.values
+
+
+@dataclass
+class Given:
+    """What a fingerprint is made of, to be changed by a test."""
+
+    environment: dict[str, Any]
+    engine: Any
+    args: Any
+    weights: str = "w"
+
+    @classmethod
+    def usual(cls) -> "Given":
+        held, defaults = tokenizer(), {"temperature": 0.6}
+        model = SimpleNamespace(
+            hf_config=Configuration(), architecture="Qwen3ForCausalLM", get_diff_sampling_param=lambda: defaults
+        )
+        engine = SimpleNamespace(
+            model_config=model,
+            vllm_config=SimpleNamespace(structured_outputs_config=StructuredOutputs()),
+            get_tokenizer=lambda: held,
+            defaults=defaults,
+        )
+        args = SimpleNamespace(chat_template=None, tool_call_parser=None, max_num_seqs=64, port=8000)
+        return cls(
+            {name: dict(part) if isinstance(part, dict) else part for name, part in ENVIRONMENT.items()}, engine, args
+        )
+
+    def __str__(self) -> str:
+        return str(Fingerprint.of(self.environment, self.engine, self.args, self.weights))
+
+
+Change = Callable[[Given], Any]
+DECIDING: dict[str, Change] = {
+    "weights": lambda given: setattr(given, "weights", "v"),
+    "version": lambda given: given.environment["versions"].update(torch="2.13.1"),
+    "threads": lambda given: given.environment["device"].update(threads=4),
+    "kind of machine": lambda given: given.environment["device"].update(name="EPYC"),
+    "dtype": lambda given: given.environment["engine"].update(dtype="float16"),
+    "reduction": lambda given: given.environment["reductions"].update(norm={"lanes": 64}),
+    "configuration": lambda given: given.engine.model_config.hf_config.values.update(rope_theta=1e6),
+    "class": lambda given: setattr(given.engine.model_config, "architecture", "TransformersForCausalLM"),
+    "vocabulary": lambda given: given.engine.get_tokenizer().backend_tokenizer.add_tokens(["c"]),
+    "template of the tokenizer": lambda given: setattr(given.engine.get_tokenizer(), "chat_template", "{{ other }}"),
+    "template of the server": lambda given: setattr(given.args, "chat_template", "{{ another }}"),
+    "default sampling": lambda given: given.engine.defaults.update(top_p=0.9),
+    "tools": lambda given: setattr(given.args, "tool_call_parser", "hermes"),
+    "grammars": lambda given: setattr(given.engine.vllm_config.structured_outputs_config, "backend", "guidance"),
+    "no tokenizer": lambda given: setattr(given.engine, "get_tokenizer", absent),
+}
+FREE: dict[str, Change] = {
+    "nothing": lambda given: None,
+    "requests of a step": lambda given: setattr(given.args, "max_num_seqs", 7),
+    "port": lambda given: setattr(given.args, "port", 8001),
+    "folder": lambda given: given.engine.model_config.hf_config.values.update(_name_or_path="/another"),
+    "what a request cut": lambda given: given.engine.get_tokenizer().backend_tokenizer.enable_truncation(9),
+}
+
+
+def absent() -> None:
+    raise ValueError("no tokenizer")
+
+
+@pytest.fixture(autouse=True)
+def nothing_published(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Digests of weights that an engine has published; none yet."""
+    found: list[str] = []
+    monkeypatch.setattr(weights, "published", lambda: found[-1] if found else None)
+    return found
+
+
+@pytest.mark.parametrize("name", DECIDING)
+def test_what_decides_bits_or_tokens_changes_the_fingerprint(name: str) -> None:
+    given = Given.usual()
+    DECIDING[name](given)
+    assert str(given) != str(Given.usual())
+
+
+def test_the_seed_of_requests_without_one_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT_SEED", "5")
+    five = str(Given.usual())
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT_SEED", "6")
+    assert str(Given.usual()) != five
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_what_decides_neither_leaves_it(name: str) -> None:
+    given = Given.usual()
+    FREE[name](given)
+    assert str(given) == str(Given.usual())
+
+
+def test_a_chat_template_is_the_same_in_a_file_and_in_the_argument(tmp_path: Any) -> None:
+    said = set()
+    (tmp_path / "template.jinja").write_text("{{ x }}")
+    for template in ("{{ x }}", str(tmp_path / "template.jinja")):
+        given = Given.usual()
+        given.args.chat_template = template
+        said.add(str(given))
+    assert len(said) == 1
+
+
+def test_an_engine_that_says_little_of_itself_promises_nothing() -> None:
+    given = Given.usual()
+    given.environment["reductions"] = {}
+    assert str(given) == ""
+
+
+class Serving:
+    """As vLLM's objects that answer: it is given a fingerprint when it is made."""
+
+    def __init__(self, said: str | None) -> None:
+        self.system_fingerprint = said
+
+
+def test_answers_have_the_fingerprint_of_the_weights_that_computed_them(nothing_published: list[str]) -> None:
+    given, kind = Given.usual(), type("Serving", (Serving,), {})
+    found = Fingerprint.of(given.environment, given.engine, given.args, "w")
+    chat, silent = kind("vllm-0.32.0-12345678"), kind(None)
+    stamp(SimpleNamespace(_state={"chat": chat, "silent": silent, "number": 1, "nothing": None}), found)
+    assert chat.system_fingerprint == str(Given.usual())
+    assert silent.system_fingerprint is None  # --fingerprint-mode none
+    assert kind("another server's").system_fingerprint == "another server's"
+    nothing_published.append("v")
+    given.weights = "v"
+    assert chat.system_fingerprint == str(given)
+    nothing_published.append("w")
+    assert chat.system_fingerprint == str(Given.usual())
+
+
+def test_the_metric_is_one_for_what_is_served_and_zero_for_what_was(nothing_published: list[str]) -> None:
+    given = Given.usual()
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(served_model_name="of this test"),
+        device_config=SimpleNamespace(device_type="cpu"),
+    )
+    found = Fingerprint.of(given.environment, given.engine, given.args, "w")
+    found.tell(Metric(given.environment, config).show)
+    first = str(found)
+    nothing_published.append("v")
+    second = str(found)
+    REGISTRY.unregister(server._made_gauge())  # as vLLM does for the next engine of a process
+    found.tell(Metric(given.environment, config).show)
+    samples = [sample for family in REGISTRY.collect() if family.name == server.METRIC for sample in family.samples]
+    values = {
+        sample.labels["fingerprint"]: sample.value
+        for sample in samples
+        if sample.labels["model_name"] == "of this test"
+    }
+    assert values == {first: 0, second: 1}
+    assert samples[0].labels["device"] == "Xeon"
+
+
+@pytest.mark.parametrize(("tasks", "offered"), [(("generate",), 1), (("render",), 0), (("embed",), 0), (None, 0)])
+def test_every_server_that_generates_gets_the_route(
+    tasks: tuple[str, ...] | None, offered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patch_points.ENDPOINT_PLUGINS.module(), "load_endpoint_plugins", lambda tasks=None: ["another"])
+    server.offer()
+    found = patch_points.ENDPOINT_PLUGINS.get()(tasks)
+    assert [getattr(plugin, "name", plugin) for plugin in found] == ["another", *[Endpoint.name] * offered]

@@ -1,0 +1,39 @@
+"""What ``receipt make`` and ``verify`` do in the process of their engine; arguments and results are plain data."""
+
+from dataclasses import asdict
+from typing import Any
+
+from ..harness import worker_main
+from . import engine
+from .comparison import Note
+from .record import Receipt, Sampling
+from .text import Text
+
+
+def make(llm: Any, asked: dict[str, Any]) -> str:
+    """Complete the prompt; returns the receipt's text."""
+    sampling = Sampling(**asked["sampling"])
+    token_ids = tuple(_token_ids(llm, Text(**asked["prompt"])))
+    completion, _ = engine.complete(llm, token_ids, sampling)
+    return Receipt.of(engine.engine_info(llm), token_ids, sampling, completion, asked["private"]).to_json()
+
+
+def verify(llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """Compute the receipt's completion again. The notes on both engines are told first, then the verdict returned."""
+
+    def before(notes: tuple[Note, ...]) -> None:
+        worker_main.tell([asdict(note) for note in notes])
+
+    receipt = Receipt.from_json(asked["receipt"])
+    token_ids = None if asked["prompt"] is None else _token_ids(llm, Text(**asked["prompt"]))
+    concurrent = asked["concurrent"]
+    return asdict(engine.verify(receipt, llm, concurrent=concurrent, prompt_token_ids=token_ids, before=before))
+
+
+def _token_ids(llm: Any, prompt: Text) -> list[int]:
+    tokenizer = llm.get_tokenizer()
+    if not prompt.chat:
+        return tokenizer.encode(prompt.text)
+    messages = [{"role": "user", "content": prompt.text}]
+    templated = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer.encode(templated, add_special_tokens=False)
