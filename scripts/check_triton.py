@@ -29,7 +29,12 @@ CACHE = ROOT / ".cache" / "triton"
 PROGRAM = "tests.ops.compiled_kernels"
 SOURCES = {
     "attention": ("attention/**/*.py", "common/*_names.py", "common/nvidia_gpus.py"),
-    "matmuls": ("linear/*.py", "common/*_names.py", "common/nvidia_gpus.py"),
+    "matmuls": (
+        *(f"linear/{name}.py" for name in ("problem", "reduction", "schedule", "sm90_kernel", "triton_gemm")),
+        "linear/triton_kernels.py",
+        "common/*_names.py",
+        "common/nvidia_gpus.py",
+    ),
     "others": ("**/*.py",),
 }
 """What decides what is compiled, by the kind of cells: sources of vllm_batch_invariant/ops."""
