@@ -53,7 +53,8 @@ test-patch-points: install
 test-versions: install
 	$(RUN) scripts.check_versions --write
 
-# Every variant of the kernels for NVIDIA GPUs, compiled: needs no GPU, and about ten minutes a version.
+# Every variant of the kernels for NVIDIA GPUs, compiled for each GPU and kept in .cache/triton: needs no GPU, and hours the
+# first time.
 test-triton: install
 	$(RUN) scripts.check_triton triton==3.6.0 triton==3.7.1 triton==3.8.0 triton
 
