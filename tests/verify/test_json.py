@@ -83,3 +83,13 @@ def test_a_server_that_is_checked_is_told_in_json_on_stdout(capsys: pytest.Captu
     said = capsys.readouterr()
     assert json.loads(said.out)["target"] == url
     assert "server: holds run" in said.err
+
+
+@pytest.mark.parametrize("command", ["receipt make", "receipt verify", "receipt compare", "check"])
+def test_a_page_is_written_beside_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    receipt().save("kept.json")
+    run(capsys, (*CASES[command][0], "--html", "page.html"))
+    assert f"vllm-batch-invariant {command}" in Path("page.html").read_text()

@@ -215,7 +215,7 @@ REFUSED = (
     ),
     Feature(
         "Quantised weights",
-        "kernels for them choose tiles and scales by the batch",
+        "kernels for quantised weights choose tiles and scales by the batch",
         "serve the unquantised model",
         _quantisation,
     ),

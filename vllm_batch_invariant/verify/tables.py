@@ -5,7 +5,7 @@ import textwrap
 from dataclasses import asdict
 
 from .. import envs
-from .arguments import OneLineParser, add_json
+from .arguments import OneLineParser, add_json, check_reports
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -14,7 +14,8 @@ def add_arguments(parser: OneLineParser) -> None:
     add_json(parser)
 
 
-def _coverage(options: argparse.Namespace, _parser: OneLineParser) -> int:
+def _coverage(options: argparse.Namespace, parser: OneLineParser) -> int:
+    check_reports(parser, options)
     from ..integration.coverage import COVERED, REFUSED, markdown
 
     if options.json:
@@ -27,7 +28,8 @@ def _coverage(options: argparse.Namespace, _parser: OneLineParser) -> int:
     return 0
 
 
-def _settings(options: argparse.Namespace, _parser: OneLineParser) -> int:
+def _settings(options: argparse.Namespace, parser: OneLineParser) -> int:
+    check_reports(parser, options)
     if options.json:
         found = [asdict(variable) | {"in_force": variable.read()} for variable in envs.VARIABLES]
         options.json.write(options, 0, {"settings": found})
