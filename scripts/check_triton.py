@@ -27,9 +27,25 @@ from vllm_batch_invariant.ops.common.nvidia_gpus import COMPILED_FOR
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".cache" / "triton"
 PROGRAM = "tests.ops.compiled_kernels"
-SOURCES = ("vllm_batch_invariant/ops/**/*.py", "tests/ops/compiled_kernels.py", "tests/ops/attention/cases.py")
-"""What decides what is compiled."""
-MOST_STACK = {"attention_kernel": 320, "prefill_kernel": 256, "decode_kernel": 256, "gemm_sm90_swap_ab_kernel": 256}
+SOURCES = {
+    "attention": ("attention/**/*.py", "common/*_names.py", "common/nvidia_gpus.py"),
+    "matmuls": (
+        *(f"linear/{name}.py" for name in ("problem", "reduction", "schedule", "sm90_kernel", "triton_gemm")),
+        "linear/triton_kernels.py",
+        "common/*_names.py",
+        "common/nvidia_gpus.py",
+    ),
+    "others": ("**/*.py",),
+}
+"""What decides what is compiled, by the kind of cells: sources of vllm_batch_invariant/ops."""
+PROGRAM_SOURCES = ("tests/ops/compiled_kernels.py", "tests/ops/attention/cases.py")
+MOST_STACK = {
+    "attention_kernel": 320,
+    "gemm_ptr_kernel": 128,
+    "prefill_kernel": 256,
+    "decode_kernel": 256,
+    "gemm_sm90_swap_ab_kernel": 256,
+}
 """Bytes of a thread's stack that are no matter. Where a block of prefill has 64 registers of running results in each
 thread, these 256 bytes wait in memory while a split is computed: on an H200, where kernels were timed, it is like that.
 """
@@ -40,10 +56,16 @@ PAGE = ROOT / "docs" / "gpus.md"
 BEGIN, END = "<!-- written by python -m scripts.check_triton --write -->", "<!-- end -->"
 
 
-def digest() -> str:
-    """Of the sources that decide what is compiled."""
+def kind_of(name: str) -> str:
+    """The kind of a cell."""
+    return next((kind for kind in SOURCES if kind in name and "around" not in name), "others")
+
+
+def digest(kind: str) -> str:
+    """Of the sources that decide what is compiled in cells of a kind."""
     found = hashlib.sha256()
-    for path in sorted(path for pattern in SOURCES for path in ROOT.glob(pattern)):
+    patterns = [*(f"vllm_batch_invariant/ops/{pattern}" for pattern in SOURCES[kind]), *PROGRAM_SOURCES]
+    for path in sorted({path for pattern in patterns for path in ROOT.glob(pattern)}):
         found.update(f"{path.relative_to(ROOT).as_posix()}\0".encode() + path.read_bytes())
     return found.hexdigest()[:12]
 
@@ -81,14 +103,14 @@ def cells_of(gpu: int) -> list[str]:
     return run.stdout.splitlines()
 
 
-def kept_at(version: str, gpu: int, sources: str) -> Path:
-    """Where the cells of a Triton and a GPU are kept, a line each."""
-    return CACHE / "cells" / f"{version}-sm_{gpu}-{sources}.jsonl"
+def kept_at(version: str, gpu: int, kind: str) -> Path:
+    """Where the cells of a Triton, a GPU and a kind are kept, a line each."""
+    return CACHE / "cells" / f"{version}-sm_{gpu}-{kind}-{digest(kind)}.jsonl"
 
 
-def kept(version: str, gpu: int, sources: str) -> dict[str, dict[str, Any]]:
+def kept(version: str, gpu: int, kind: str) -> dict[str, dict[str, Any]]:
     """The finished cells, by name; a line that was interrupted is none."""
-    path, found = kept_at(version, gpu, sources), {}
+    path, found = kept_at(version, gpu, kind), {}
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             cell = json.loads(line)
@@ -98,12 +120,15 @@ def kept(version: str, gpu: int, sources: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def compile_missing(version: str, folder: Path, gpu: int, names: Sequence[str], sources: str) -> str | None:
-    """Compile the cells that are not finished, in a process of its own; what went wrong with it, if anything did."""
-    missing = [name for name in names if name not in kept(version, gpu, sources)]
+def compile_missing(version: str, folder: Path, gpu: int, kind: str, names: Sequence[str]) -> str | None:
+    """Compile the cells of a kind that are not finished, in a process of its own; what went wrong with it, if anything
+    did.
+    """
+    known = kept(version, gpu, kind)
+    missing = [name for name in names if kind_of(name) == kind and name not in known]
     if not missing:
         return None
-    path = kept_at(version, gpu, sources)
+    path = kept_at(version, gpu, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as cache, path.open("a") as lines:
         places = {"PYTHONPATH": f"{folder}:{ROOT}", "TRITON_CACHE_DIR": cache, "TRITON_DISABLE_LINE_INFO": "1"}
@@ -181,22 +206,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write docs/gpus.csv and the table of docs/gpus.md")
     parser.add_argument("--known", action="store_true", help="compile nothing more, report what is known")
     parsed = parser.parse_args(arguments)
-    sources, tritons = digest(), [unpacked(one) for one in dict.fromkeys(parsed.requirements)]
+    tritons = [unpacked(one) for one in dict.fromkeys(parsed.requirements)]
     names = {gpu: [one for one in cells_of(gpu) if parsed.cells is None or one in parsed.cells] for gpu in parsed.gpus}
     failed = []
     if not parsed.known:
         with ThreadPoolExecutor(parsed.jobs) as pool:
             jobs = [
-                pool.submit(compile_missing, version, folder, gpu, names[gpu], sources)
+                pool.submit(compile_missing, version, folder, gpu, kind, names[gpu])
                 for version, folder in tritons
                 for gpu in parsed.gpus
+                for kind in SOURCES
             ]
             failed = [said for job in jobs if (said := job.result())]
     found = [
         known[name]
         for version, _ in tritons
         for gpu in parsed.gpus
-        for known in [kept(version, gpu, sources)]
+        for known in [{name: cell for kind in SOURCES for name, cell in kept(version, gpu, kind).items()}]
         for name in names[gpu]
         if name in known
     ]

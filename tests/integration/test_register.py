@@ -94,19 +94,6 @@ def test_a_wrong_implementation_of_attention_is_refused(monkeypatch: pytest.Monk
         ATTENTION.read()
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "dev"])
-def test_an_unknown_vllm_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patch_points, "installed_version", lambda: version)
-    with pytest.raises(NotCovered, match=f"vLLM {version}: .*install vLLM 0.26 to 0.33"):
-        patch_points.check_version()
-
-
-@pytest.mark.parametrize("version", ["0.26.0", "0.32.0", "0.33.1rc1+cpu"])
-def test_known_versions_are_accepted(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patch_points, "installed_version", lambda: version)
-    patch_points.check_version()
-
-
 @pytest.mark.parametrize("device", ["xpu", "tpu"])
 def test_a_device_without_implementation_is_refused(device: str) -> None:
     with pytest.raises(NotCovered, match=f"device '{device}'.*unset VLLM_BATCH_INVARIANT"):

@@ -3,15 +3,12 @@ what they take against what those GPUs have; a program of its own, because it ta
 
 usage: python -m tests.ops.compiled_kernels                  one variant of each kind: a minute
        python -m tests.ops.compiled_kernels --gluon          every variant in Gluon, and what each takes: 4 minutes
-       python -m tests.ops.compiled_kernels --launches       compiles nothing, looks at the options of launches and at
-                                                             what is compiled anew for another batch
        python -m tests.ops.compiled_kernels --names GPU      what there is to compile for it
        python -m tests.ops.compiled_kernels --cells [GPU] [CELL ...]    a line of JSON for each cell: with no GPU every
                                                              GPU, with no cell every cell; scripts.check_triton reads it
 """
 
 import argparse
-import ast
 import itertools
 import json
 import re
@@ -19,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -36,13 +32,12 @@ from triton.runtime.jit import JITFunction
 
 import vllm_batch_invariant.ops.attention as attention_package
 from tests.ops.attention.cases import Chunk, Heads, Request, paged
-from vllm_batch_invariant import ops
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention, sm90
 from vllm_batch_invariant.ops.attention import plan as planning
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
 from vllm_batch_invariant.ops.attention.shared_memory import decode_bytes
 from vllm_batch_invariant.ops.common.compile_errors import reason
-from vllm_batch_invariant.ops.common.nvidia_gpus import COMPILED_FOR, attends_by_tma, has_tcgen05
+from vllm_batch_invariant.ops.common.nvidia_gpus import attends_by_tma, has_tcgen05
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
@@ -147,39 +142,6 @@ def check_options(kernel: str, options: dict[str, object]) -> None:
     """Without the option a version of Triton fuses products with additions or not, as it likes."""
     if not isinstance(options.get("enable_fp_fusion"), bool):
         check(f"{kernel}: its launch does not say whether products are fused with additions", False)
-
-
-def launched_in_sources() -> set[str]:
-    """Names of the kernels that some module for NVIDIA GPUs launches, from the sources."""
-    compiled, launched = set(), set()
-    for path in Path(ops.__file__).parent.rglob("*.py"):
-        if path.stem == "npu":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(one) for one in node.decorator_list):
-                compiled.add(node.name)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
-                launched.add(ast.unparse(node.func.value).rpartition(".")[2])
-    return compiled & launched
-
-
-def check_every_launch() -> None:
-    """Launch every kernel, compile none, and look at the options."""
-    launched = Counter()
-
-    def note(kernel: JITFunction, *_: object, grid: object, warmup: bool, **options: object) -> None:
-        check_options(kernel.__name__, options)
-        launched[kernel.__name__] += 1
-
-    pretend_a_gpu()
-    JITFunction.run = note
-    for launch in VARIANTS.values():
-        launch()
-    missing = launched_in_sources() - launched.keys()
-    check(f"every kernel of the sources is launched here{': not ' * bool(missing)}{', '.join(missing)}", not missing)
-    known = {10 * major + minor for major, minor in COMPILED_FOR}
-    check("every GPU that is covered is compiled for", known == SHARED_MEMORY.keys())
-    check(f"{launched.total()} launches of {len(launched)} kernels say whether products are fused", len(launched) > 20)
 
 
 def pretend_a_gpu() -> None:
@@ -382,10 +344,10 @@ def more_rows() -> None:
                 softmax.log_softmax_backward(x, x, -1, dtype)
 
 
-def flex(heads: Heads, page: int, **options: object) -> None:
+def flex(heads: Heads, page: int, count: int = 9, **options: object) -> None:
     """The kernels around FlexAttention, which itself is not compiled."""
     flex_cuda._compiled = lambda scores: lambda query, *_: (query, query[..., 0].float())
-    chunks = [Chunk(Request(heads, length, 1), max(0, length - 9), length) for length in (300, 20)]
+    chunks = [Chunk(Request(heads, length, 1), max(0, length - count), length) for length in (300, 20)]
     query, keys, values, *rest = paged(chunks, page)
     cache = torch.cat([keys, values], -1).transpose(1, 2).contiguous().transpose(1, 2)
     attention_package.IMPLEMENTATIONS = (*attention_package.IMPLEMENTATIONS, "flex_cuda")
@@ -570,7 +532,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--gluon", action="store_true", help="every variant in Gluon, and what each takes")
-    group.add_argument("--launches", action="store_true", help="compile nothing, look at the options of launches")
     group.add_argument("--cells", nargs="*", metavar="GPU CELL", help="what cells take, a line of JSON each")
     group.add_argument("--names", type=int, metavar="GPU", help="names of the cells of a GPU")
     parsed = parser.parse_args()
@@ -585,9 +546,6 @@ def main() -> None:
                 compiled.clear()
         return
     print("Triton", triton.__version__)
-    if parsed.launches:
-        check_every_launch()
-        return
     compile_instead_of_running()
     if parsed.gluon:
         check_every_gluon_kernel()

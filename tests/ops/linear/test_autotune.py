@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -209,6 +210,19 @@ def test_a_reference_that_follows_the_number_of_rows_is_an_error(autotuner, monk
     with pytest.raises(Inconsistent, match=r"N=40 K=96 bfloat16 bias has other bits at one of \(9, 13, 16\) rows"):
         autotuner(one("right")).tune(16, (), None)
     autotuner(one("right")).tune(24, (), None)
+
+
+def test_a_gpu_that_a_tile_does_not_fit_into_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    def make(*_: object) -> None:
+        raise OutOfResources(required=101_384, limit=101_376, name="shared memory")
+
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(autotune, "gpu", lambda index: SimpleNamespace(name="A10"))
+    monkeypatch.setattr(autotune, "Autotuner", make)
+    with pytest.raises(NotCovered, match=r"does not cover the GEMM N=40 K=96 bfloat16 bias on A10: .*101384.*; use"):
+        autotune.tune(PROBLEM, None, [16])
 
 
 class Clock:

@@ -18,7 +18,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+import triton
+from triton.errors import TritonError
 
+from ...errors import NotCovered
 from ..common.compile_errors import reason
 from ..common.graph_timer import GraphTimer, copies_beyond_cache
 from . import triton_gemm
@@ -332,8 +335,26 @@ def tune(
 
     Raises:
         Inconsistent: see :meth:`Autotuner.tune`.
+        NotCovered: Triton's own kernels cannot be compiled for this GPU, or do not fit into it.
         torch.OutOfMemoryError: the operands do not fit beside what is on the GPU.
     """
+    try:
+        return _tune(problem, matmul, buckets, sizes, tuning_seconds)
+    except TritonError as error:
+        raise NotCovered(
+            f"the GEMM {problem} on {gpu(problem.device).name}",
+            f"Triton {triton.__version__} makes no kernel of it for this GPU: {reason(error)}",
+            "use another GPU or another version of Triton",
+        ) from error
+
+
+def _tune(
+    problem: GemmProblem,
+    matmul: "Matmul | None",
+    buckets: Sequence[int],
+    sizes: Iterable[int],
+    tuning_seconds: float,
+) -> dict[int, TunedSchedule]:
     with torch.cuda.device(problem.device), torch.no_grad():
         started = time.monotonic()
         autotuner = Autotuner(problem, matmul, max(buckets))

@@ -1,0 +1,165 @@
+"""Launches every kernel for GPUs that are not here and compiles none: every launch must say what the compiler may fuse,
+and no batch may have Triton compile a kernel anew; a program of its own, as :mod:`.compiled_kernels` is.
+
+usage: python -m tests.ops.launched_kernels
+"""
+
+import ast
+import itertools
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from tests.ops.attention.cases import Heads
+from tests.ops.compiled_kernels import (
+    NO_DRIVER,
+    SHARED_MEMORY,
+    VARIANTS,
+    attend,
+    check,
+    check_options,
+    flex,
+    pretend_a_gpu,
+)
+from vllm_batch_invariant import ops
+from vllm_batch_invariant.ops.attention import sm90
+from vllm_batch_invariant.ops.common.nvidia_gpus import COMPILED_FOR
+from vllm_batch_invariant.ops.linear import LinearReduction
+from vllm_batch_invariant.ops.linear import triton_gemm as linear
+from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES
+from vllm_batch_invariant.ops.norm import cuda as norm
+from vllm_batch_invariant.ops.norm_rotary import cuda as norm_rotary
+from vllm_batch_invariant.ops.ranking.cuda import top_and_ranks
+from vllm_batch_invariant.ops.reduce import cuda as reduce
+from vllm_batch_invariant.ops.softmax import cuda as softmax
+from vllm_batch_invariant.ops.top_k_top_p.cuda import top_k_top_p
+
+
+def launched_in_sources() -> set[str]:
+    """Names of the kernels that some module for NVIDIA GPUs launches, from the sources."""
+    compiled, launched = set(), set()
+    for path in Path(ops.__file__).parent.rglob("*.py"):
+        if path.stem == "npu":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(one) for one in node.decorator_list):
+                compiled.add(node.name)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                launched.add(ast.unparse(node.func.value).rpartition(".")[2])
+    return compiled & launched
+
+
+def row_batch(count: int) -> None:
+    for length in (100, 896, 20_000, 152_000):
+        x = torch.zeros(count, length, dtype=torch.bfloat16)
+        norm.rms_norm(x, x[0], 1e-6, x, None)
+        reduce.mean(x, -1)
+        softmax.log_softmax_backward(x, softmax.log_softmax(x, -1, dtype=torch.float32).bfloat16(), -1, x.dtype)
+    heads = torch.zeros(count, 48 * 128, dtype=torch.bfloat16)
+    weight, cache = torch.zeros(128, dtype=torch.bfloat16), torch.zeros(9, 128)
+    norm_rotary.norm_rotary(heads, torch.zeros(count, dtype=torch.int64), weight, weight, cache, 1e-6, 32, 8)
+
+
+def linear_batch(count: int) -> None:
+    """Of operands for each of the kernels."""
+    linear.mm(*(torch.zeros(size, 96, dtype=torch.bfloat16) for size in (count, 96)))
+    for dtype, n, k in ((torch.float16, 99, 77), (torch.float32, 96, 512), (torch.float64, 1, 30)):
+        linear.mm(torch.zeros(count, k, dtype=dtype), torch.zeros(n, k, dtype=dtype).t())
+    if NO_DRIVER.capability == 90:
+        for tile in NARROW_TILES:
+            x, weight = (torch.zeros(size, 512, dtype=torch.bfloat16) for size in (count, 896))
+            reduction = LinearReduction.of_device("cuda", 896, 512, torch.bfloat16)
+            linear.gemm_sm90_swap_ab(x, weight.t(), None, torch.empty(count, 896, dtype=x.dtype), reduction, tile)
+
+
+def attention_batch(count: int) -> None:
+    """So many keys, so many new tokens, and up to 8 requests."""
+    for heads in (Heads(6, 2, 80, torch.bfloat16), Heads(8, 2, 128, torch.float32)):
+        attend(heads, 16, count, 1, min(count, 8))
+        attend(heads, 64, 300 + count, count)
+    if NO_DRIVER.capability == 90:
+        sm90.compiles.cache_clear()
+        covers, sm90.covers = sm90.covers, lambda *_: True
+        attend(Heads(8, 2, 128, torch.bfloat16), 64, 300 + count, 1, min(count, 8))
+        attend(Heads(8, 2, 128, torch.bfloat16), 64, 300 + count, count)
+        sm90.covers = covers
+
+
+def sampling_batch(count: int) -> None:
+    logits = torch.zeros(count, 9_000)
+    top_and_ranks(logits, 20, torch.zeros(count, dtype=torch.int64))
+    top_k_top_p(logits, torch.full((count,), 50), torch.full((count,), 0.5))
+
+
+BATCHES = {
+    "rows": row_batch,
+    "matmuls": linear_batch,
+    "attention": attention_batch,
+    "sampling": sampling_batch,
+    "around FlexAttention": lambda count: flex(Heads(8, 2, 128, torch.bfloat16), 64, count),
+}
+"""What launches kernels for a batch of a size, by operation; all but the batch stays."""
+
+
+def check_what_follows_the_batch() -> None:
+    """Launch every kernel for batches of many sizes, compile none, and look whether Triton would compile one anew."""
+    asked: dict[tuple, set[tuple]] = defaultdict(set)
+
+    def note(**call: Any) -> bool:
+        kernel, made = call["fn"].jit_function, call["compile"]
+        parameters = list(enumerate(kernel.params))
+        constants = [str(made["constants"].get((index,))) for index, one in parameters if one.is_constexpr]
+        kinds = [kind for kind in made["signature"].values() if not kind.startswith(("i", "u", "fp", "constexpr"))]
+        meaning = (kernel.__name__, *constants, *kinds, made["num_warps"], made["num_stages"])
+        asked[meaning].add(tuple(map(str, (made["signature"], made["constants"], made["configs"]))))
+        return True
+
+    triton.knobs.runtime.jit_cache_hook = note
+    kernels = set()
+    for gpu, (name, launch) in itertools.product((80, 90, 100), BATCHES.items()):
+        NO_DRIVER.capability = gpu
+        asked.clear()
+        for size in (1, 2, 3, 15, 16, 17, 32, 64, 65, 300):
+            launch(size)
+        for (kernel, *_), variants in asked.items():
+            kernels.add(kernel)
+            if len(variants) > 1:
+                check(
+                    f"{name} on sm_{gpu}: another batch is another {kernel}:\n" + "\n".join(map(str, variants)), False
+                )
+    missing = launched_in_sources() - kernels
+    check(
+        f"no batch is another variant of {len(kernels)} kernels{': not ' * bool(missing)}{missing or ''}", not missing
+    )
+
+
+def check_every_launch() -> None:
+    """Launch every kernel, compile none, and look at the options."""
+    launched = Counter()
+
+    def note(kernel: JITFunction, *_: object, grid: object, warmup: bool, **options: object) -> None:
+        check_options(kernel.__name__, options)
+        launched[kernel.__name__] += 1
+
+    JITFunction.run = note
+    for launch in VARIANTS.values():
+        launch()
+    missing = launched_in_sources() - launched.keys()
+    check(f"every kernel of the sources is launched here{': not ' * bool(missing)}{', '.join(missing)}", not missing)
+    known = {10 * major + minor for major, minor in COMPILED_FOR}
+    check("every GPU that is covered is compiled for", known == SHARED_MEMORY.keys())
+    check(f"{launched.total()} launches of {len(launched)} kernels say whether products are fused", len(launched) > 20)
+
+
+def main() -> None:
+    pretend_a_gpu()
+    check_what_follows_the_batch()
+    check_every_launch()
+
+
+if __name__ == "__main__":
+    main()
