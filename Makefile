@@ -6,7 +6,7 @@ SAMPLES ?= 1000
 RUN = $(VENV)/bin/python -m
 CHECKPOINT = .cache/demo-model
 
-.PHONY: demo test lint install clean test-npu test-patch-points test-triton test-npu-fake-cann
+.PHONY: demo test lint install clean test-npu test-patch-points test-versions test-triton test-npu-fake-cann
 install: $(VENV)/installed-$(DEVICE)
 
 $(VENV)/installed-%: pyproject.toml requirements/overrides-cpu.txt scripts/install.sh
@@ -45,8 +45,13 @@ $(NPU_VENV)/installed: requirements/overrides-npu.txt scripts/install_npu.sh
 test-npu: $(NPU_VENV)/installed
 	$(NPU_VENV)/bin/python -m pytest tests/npu/offline
 
+# Every release of vLLM for GPUs, read: downloads each wheel once, and keeps its sources.
 test-patch-points: install
-	$(RUN) scripts.check_patch_points vllm==0.26.0 vllm==0.33.0 vllm-ascend==0.26.0rc1
+	$(RUN) scripts.check_patch_points --write
+
+# The core of the engine tests with every release of vLLM for CPUs: an environment of 1 GB and some minutes each.
+test-versions: install
+	$(RUN) scripts.check_versions --write
 
 # Every variant of the kernels for NVIDIA GPUs, compiled for each GPU and kept in .cache/triton: needs no GPU, and hours the
 # first time.

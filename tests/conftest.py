@@ -46,10 +46,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
         if item.get_closest_marker("interpreted") and not INTERPRETED:
             item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1, and a process of its own"))
+    if config.option.markexpr != "core":
+        _deselect(config, items, [item for item in items if item.path.stem == "test_core"])
     if INTERPRETED:
-        others = [item for item in items if not item.get_closest_marker("interpreted")]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item.get_closest_marker("interpreted")]
+        _deselect(config, items, [item for item in items if not item.get_closest_marker("interpreted")])
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], others: list[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=others)
+    left_out = set(others)
+    items[:] = [item for item in items if item not in left_out]
 
 
 def _poisoned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

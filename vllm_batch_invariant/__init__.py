@@ -54,10 +54,11 @@ def register() -> None:
     from . import envs, errors
 
     try:
-        envs.check_names()
+        envs.check_flag()
         if not envs.enabled():
             return
         errors.print_as_one_line()
+        envs.check_names()
         from .integration.install import install
 
         install()

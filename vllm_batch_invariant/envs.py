@@ -38,18 +38,20 @@ class Variable:
 
 
 @dataclass(frozen=True)
-class IntegerVariable(Variable):
-    """A variable that is an integer or has its default, the first of ``values``; the others tell people of it."""
+class PatternVariable(Variable):
+    """A variable that matches a pattern or has its default, the first of ``values``; the second tells people of it."""
+
+    pattern: str
 
     def read(self) -> str:
         """The value in force.
 
         Raises:
-            BadSetting: a value that is no integer.
+            BadSetting: a value that does not match.
         """
         value = os.environ.get(self.name, "") or self.values[0]
-        if value != self.values[0] and not re.fullmatch(r"-?[0-9]+", value):
-            raise BadSetting(f"{self.name}={value!r} is not a value it can have; use {self.values[0]} or an integer.")
+        if value != self.values[0] and not re.fullmatch(self.pattern, value):
+            raise BadSetting(f"{self.name}={value!r} is not a value it can have; use {' or '.join(self.values)}.")
         return value
 
 
@@ -63,12 +65,19 @@ LINEAR = Variable(
     ("auto", "triton"),
     "Matmuls on a GPU: cuBLASLt where a certificate says that it has the bits of Triton, or Triton alone.",
 )
-SEED = IntegerVariable(
+SEED = PatternVariable(
     f"{FLAG}_SEED",
-    ("none", "integer"),
+    ("none", "an integer"),
     "Gives every request that samples without a seed one made of its prompt, its sampling parameters and this number.",
+    r"-?[0-9]+",
 )
-VARIABLES = (Variable(FLAG, ("0", "1"), "The mode, for vLLM and this plugin."), ATTENTION, LINEAR, SEED)
+UNTESTED_VLLM = PatternVariable(
+    f"{FLAG}_UNTESTED_VLLM",
+    ("none", "a version"),
+    "Starts a vLLM of exactly this version that was not tested. It names one, so that the next one is refused again.",
+    r"[0-9][0-9A-Za-z.+_-]*|dev",
+)
+VARIABLES = (Variable(FLAG, ("0", "1"), "The mode, for vLLM and this plugin."), ATTENTION, LINEAR, SEED, UNTESTED_VLLM)
 
 
 def cache_folder() -> Path:
@@ -89,21 +98,30 @@ def enabled() -> bool:
     return VARIABLES[0].read() == "1"
 
 
+def check_flag() -> None:
+    """Refuse a misspelt flag: who sets one believes that the mode is on.
+
+    Raises:
+        BadSetting: a variable whose name is almost that of the flag.
+    """
+    _check([FLAG])
+
+
 def check_names() -> None:
     """Refuse variables that look like this project's and are not, so that a typing error changes nothing silently.
 
-    While the mode is not asked for, only a misspelt flag is refused: who sets one believes that the mode is on.
-
     Raises:
-        BadSetting: an unknown variable, with the nearest known one, or a wrong value of the flag.
+        BadSetting: an unknown variable, with the nearest known one.
     """
+    _check([variable.name for variable in VARIABLES], ours=f"{FLAG}_")
+
+
+def _check(meant: list[str], ours: str | None = None) -> None:
+    """Refuse a variable whose name is almost one of those that may be meant, or begins with ``ours`` and is unknown."""
     known = [variable.name for variable in VARIABLES]
-    on = enabled()
     for name in sorted(os.environ):
         if name in known or not name.upper().startswith("V") or _OF_A_SERVICE.search(name):
             continue
-        near = difflib.get_close_matches(name.upper(), known if on else [FLAG], n=1, cutoff=_RESEMBLANCE)
-        if on and name.startswith(f"{FLAG}_"):
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0)
-        if near:
+        cutoff = 0 if ours and name.startswith(ours) else _RESEMBLANCE
+        if near := difflib.get_close_matches(name.upper(), meant, n=1, cutoff=cutoff):
             raise BadSetting(f"unknown environment variable {name}; did you mean {near[0]}? Known: {', '.join(known)}.")

@@ -3,6 +3,7 @@
 import re
 import shutil
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,13 +31,18 @@ def copy(tmp_path: Path) -> Path:
     return Path(shutil.copytree(OPS, tmp_path / "ops"))
 
 
+@cache
+def _as_they_are() -> dict[str, dict[str, str]]:
+    return digests()
+
+
 def changed(copy: Path, file: str, before: str, after: str) -> dict[str, set[str]]:
     """The devices on which each operation's digest changed with one source."""
     path = copy / file
     text = path.read_text()
     assert before in text, f"{file} has no {before!r}"
     path.write_text(text.replace(before, after, 1))
-    was, now = digests(), digests(copy)
+    was, now = _as_they_are(), digests(copy)
     found = {name: {device for device in now[name] if now[name][device] != was[name][device]} for name in now}
     return {name: devices for name, devices in found.items() if devices}
 

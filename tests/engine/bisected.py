@@ -11,6 +11,8 @@ from vllm_batch_invariant.verify.harness.requests import concurrent_requests, to
 
 CASE = Case(tuple(tokens(45, 1)), tuple(tuple(tokens(5 + i, 2)) for i in range(7)), 3, max_tokens=2)
 """8 requests of 45 + 56 tokens; two steps."""
+OTHER_COUNTS = (1, 3, 15, 16)
+"""Numbers of concurrent requests with which tiles of matmuls are padded, whole, or several."""
 PREFILL, DECODE = 45, 1
 """Rows of the request alone: a fault of more is variant in the prefill, or only while it decodes."""
 
@@ -63,6 +65,9 @@ FAULTS = {
 def injected(llm: Any) -> dict[str, dict[str, Any]]:
     """What is found without a fault, and with one here or there."""
     found = {"no fault": plain(CASE, bisect(llm, CASE))}
+    for count in OTHER_COUNTS:
+        case = Case(CASE.prompt, tuple(tuple(tokens(3, 5 + i)) for i in range(count)), count // 2, max_tokens=3)
+        found[f"no fault with {count}"] = plain(case, bisect(llm, case))
     [model] = llm.apply_model(lambda model: model)
     for name, (path, fault) in FAULTS.items():
         module = model.get_submodule(path)

@@ -8,17 +8,26 @@ from typing import Any
 
 import torch
 
+from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.verify.bisect.engine import WORKER_EXTENSION
+from vllm_batch_invariant.verify.check.engine import EngineRun
+from vllm_batch_invariant.verify.check.guarantees import cases_of_engines
+from vllm_batch_invariant.verify.check.presets import Preset
+from vllm_batch_invariant.verify.check.results import CheckResults
 from vllm_batch_invariant.verify.harness.requests import concurrent_requests, request, tokens
 from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 
-__all__ = ["OF_DEVICE", "ROOT", "EngineFailed", "Result", "concurrent_requests", "request", "run", "tokens"]
+__all__ = [
+    "CHECK", "OF_DEVICE", "ROOT", "EngineFailed", "Result",
+    "check_of", "concurrent_requests", "request", "run", "tokens",
+]  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
 _PATHS = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 _SETTINGS = {"PYTHONPATH": _PATHS, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 OF_DEVICE = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30} if torch.cuda.is_available() else {}
 """A GPU may be shared with other engines, whose memory vLLM would count as its own."""
+CHECK = Preset("tests", 8, (16, 43), (64,), ("top_p",), (4, 8), (2, 16, 45), 1)
 
 
 @dataclass
@@ -91,3 +100,9 @@ def _as_arguments(settings: dict[str, Any]) -> list[str]:
         else:
             arguments += [f"--{option}", str(value)]
     return arguments
+
+
+def check_of(running: Engine, flag: str) -> EngineRun:
+    """What the command ``check`` puts an engine through, in a small size."""
+    results = CheckResults(f"{FLAG}={flag}", cases_of_engines(CHECK))
+    return EngineRun(running, "as served", CHECK, results, lambda now: None)

@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from tests.engine import listed
-from tests.engine.engines import OF_DEVICE, Result, run, tokens
+from tests.engine.bisected import OTHER_COUNTS
+from tests.engine.engines import CHECK, OF_DEVICE, Result, check_of, run, tokens
 from tests.engine.plans import CONCURRENT, CONCURRENT_LENGTHS, OTHER_SAMPLING, RESTARTED, UNSEEDED, again, plan
-from vllm_batch_invariant.envs import ATTENTION, FLAG, SEED
+from vllm_batch_invariant.envs import ATTENTION, SEED
 from vllm_batch_invariant.verify.bisect.recording import MODULE_OUTPUT
 from vllm_batch_invariant.verify.check.engine import EngineRun
 from vllm_batch_invariant.verify.check.guarantees import CONCURRENT as CONCURRENT_CASE
-from vllm_batch_invariant.verify.check.guarantees import OPERATIONS, cases_of_engines
-from vllm_batch_invariant.verify.check.presets import Preset
-from vllm_batch_invariant.verify.check.results import CheckResults
+from vllm_batch_invariant.verify.check.guarantees import OPERATIONS
 from vllm_batch_invariant.verify.fuzz.finding import Row
 from vllm_batch_invariant.verify.fuzz.schedule import draw_schedule, draw_settings, draw_targets
 from vllm_batch_invariant.verify.fuzz.trial import Trial
@@ -31,13 +30,6 @@ pytestmark = pytest.mark.engine
 ON_GPU = torch.cuda.is_available()
 PAGE = 16 if ON_GPU else 128
 """Keys in a page of the KV cache, as vLLM chooses it."""
-CHECK = Preset("tests", 8, (16, 43), (64,), ("top_p",), (4, 8), (2, 16, 45), 1)
-
-
-def check_of(running: Engine, flag: str) -> EngineRun:
-    """What the command ``check`` puts an engine through, in a small size."""
-    results = CheckResults(f"{FLAG}={flag}", cases_of_engines(CHECK))
-    return EngineRun(running, "as served", CHECK, results, lambda now: None)
 
 
 @pytest.fixture(scope="module")
@@ -341,6 +333,16 @@ def test_a_bisection_of_the_mode_finds_nothing(bisected: dict[str, Any], name: s
     assert result["answers_recorded"]
     assert result["coverage"]["compared"] > 100
     assert set(result["requests"]) == {8}
+
+
+@pytest.mark.parametrize("count", OTHER_COUNTS)
+def test_a_bisection_of_the_mode_finds_nothing_with_any_number_of_requests(
+    bisected: dict[str, Any], count: int
+) -> None:
+    result = bisected[f"no fault with {count}"]
+    assert result["found"] is None, result["verdict"]
+    assert result["first_logprob"] is None
+    assert set(result["requests"]) == {count + 1}
 
 
 @pytest.mark.parametrize(

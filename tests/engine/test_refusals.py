@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine import multimodal
 from tests.engine.engines import ROOT
+from vllm_batch_invariant.envs import UNTESTED_VLLM
 
 pytestmark = pytest.mark.engine
 
@@ -19,7 +21,7 @@ lines = {}
 for name, arguments in json.loads(sys.argv[2]).items():
     sys.path[:] = [path for path in sys.path if path != sys.argv[3]] + [sys.argv[3]] * arguments.pop("installed", False)
     try:
-        EngineArgs(model=sys.argv[1], max_model_len=256, **arguments).create_engine_config()
+        EngineArgs(**{"model": sys.argv[1], "max_model_len": 256} | arguments).create_engine_config()
         lines[name] = "accepted"
     except Exception as error:
         lines[name] = f"{type(error).__name__}: {error}"
@@ -56,6 +58,11 @@ REFUSED = {
     "settings for somebody else": ({"additional_config": {"size": 1}}, "additional_config={'size': 1}"),
 }
 
+TWO = {"enable_lora": True, "hf_overrides": {"head_dim": 32}}
+TEXT_ONLY = {"language_model_only": True, "skip_tokenizer_init": True}
+CORE = ("quantisation", "tensor parallelism", "LoRA", "another attention backend", "weights on the host")
+"""Those that every version of vLLM has."""
+
 ACCEPTED = {
     "plain": {},
     "how requests are scheduled": {"max_num_seqs": 3, "async_scheduling": False, "scheduling_policy": "priority"},
@@ -86,12 +93,46 @@ SERVER = (
 )  # fmt: skip
 
 
-def build(checkpoint: Path, arguments: dict[str, dict], flag: str, installed: Path) -> subprocess.CompletedProcess[str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+MULTIMODAL = {
+    "pictures and films": ("qwen3_vl", {}, "image and video inputs"),
+    "films": ("qwen3_vl", {"limit_mm_per_prompt": {"image": 0}}, "video inputs"),
+    "pictures": ("gemma3", {"limit_mm_per_prompt": {"image": 1, "video": 0}}, "image inputs"),
+    "embeddings of pictures": ("gemma3", TEXT_ONLY | {"enable_mm_embeds": True}, "embeddings of images"),
+    "embeddings of text": (
+        "qwen3_vl",
+        TEXT_ONLY | {"enable_prompt_embeds": True},
+        "embeddings as prompts of a multimodal model",
+    ),
+    "the encoder alone": (
+        "gemma3",
+        TEXT_ONLY | {"mm_encoder_only": True},
+        "model_config.multimodal_config.mm_encoder_only=True",
+    ),
+}
+"""What is refused of a multimodal model: which model, arguments, and what the line names."""
+
+TEXT = {
+    "text": ("qwen3_vl", TEXT_ONLY | {"mm_processor_cache_gb": 0, "skip_mm_profiling": True}),
+    "neither pictures nor films": ("qwen3_vl", {"limit_mm_per_prompt": {"image": 0, "video": 0}}),
+    "no pictures": ("gemma3", {"limit_mm_per_prompt": {"image": 0}}),
+}
+"""What of it is accepted."""
+
+
+def inherited() -> dict[str, str]:
+    """The environment without vLLM's variables, but for the one that lets an untested vLLM start."""
+    kept = UNTESTED_VLLM.name
+    return {name: value for name, value in os.environ.items() if name == kept or not name.startswith("VLLM_")}
+
+
+def build(
+    checkpoint: Path, arguments: dict[str, dict], flag: str, processors: Path, *more: str
+) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join(filter(None, (*more, os.environ.get("PYTHONPATH"))))
     return subprocess.run(
-        [sys.executable, "-c", BUILD_CONFIGURATIONS, str(checkpoint), json.dumps(arguments), str(installed)],
+        [sys.executable, "-c", BUILD_CONFIGURATIONS, str(checkpoint), json.dumps(arguments), str(processors)],
         cwd=ROOT,
-        env=inherited | {"HF_HUB_OFFLINE": "1", "VLLM_BATCH_INVARIANT": flag},
+        env=inherited() | {"HF_HUB_OFFLINE": "1", "VLLM_BATCH_INVARIANT": flag, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
         timeout=200,
@@ -115,20 +156,34 @@ def processors(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def lines(checkpoint: Path, processors: Path) -> dict[str, str]:
-    arguments = {name: arguments for name, (arguments, _) in REFUSED.items()} | ACCEPTED
-    return json.loads(build(checkpoint, arguments, "1", processors).stdout.strip().splitlines()[-1])
+def lines(checkpoint: Path, processors: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    arguments = {name: arguments for name, (arguments, _) in REFUSED.items()} | ACCEPTED | {"two at once": TWO}
+    folder = tmp_path_factory.mktemp("multimodal")
+    for name, (model, settings, *_) in (MULTIMODAL | TEXT).items():
+        getattr(multimodal, model)().save_pretrained(folder / model)
+        arguments[name] = {"model": str(folder / model)} | settings
+    built = build(checkpoint, arguments, "1", processors, *multimodal.python_path(folder / "path"))
+    return json.loads(built.stdout.strip().splitlines()[-1])
 
 
-@pytest.mark.parametrize("feature", REFUSED)
+@pytest.mark.parametrize(
+    "feature",
+    [pytest.param(name, marks=[pytest.mark.core] if name in CORE else []) for name in REFUSED | MULTIMODAL],
+)
 def test_a_feature_that_is_not_covered_is_refused_by_name(lines: dict[str, str], feature: str) -> None:
-    found = REFUSED[feature][1]
+    *_, found = (REFUSED | MULTIMODAL)[feature]
     assert lines[feature].startswith(f"NotCovered: batch-invariant mode does not cover {found}: "), lines[feature]
     assert "; " in lines[feature]
     assert "\n" not in lines[feature]
 
 
-@pytest.mark.parametrize("settings", ACCEPTED)
+def test_of_two_features_the_first_is_refused_and_the_other_named(lines: dict[str, str]) -> None:
+    said = lines["two at once"]
+    assert said.startswith("NotCovered: batch-invariant mode does not cover LoRA adapters: ")
+    assert said.endswith("merge the adapter into the weights. Nor does it cover attention heads of size 32.")
+
+
+@pytest.mark.parametrize("settings", ACCEPTED | TEXT)
 def test_settings_that_leave_arithmetic_alone_are_accepted(lines: dict[str, str], settings: str) -> None:
     assert lines[settings] == "accepted"
 
@@ -144,11 +199,10 @@ def injected(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_layer_that_only_the_worker_sees_stops_a_server_with_one_line(checkpoint: Path, injected: Path) -> None:
     paths = os.pathsep.join(filter(None, (str(ROOT), str(injected), os.environ.get("PYTHONPATH"))))
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     process = subprocess.run(
         [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), *SERVER],
         cwd=ROOT,
-        env=inherited | {"HF_HUB_OFFLINE": "1", "VLLM_BATCH_INVARIANT": "1", "PYTHONPATH": paths},
+        env=inherited() | {"HF_HUB_OFFLINE": "1", "VLLM_BATCH_INVARIANT": "1", "PYTHONPATH": paths},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -9,6 +9,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from tests.hf.models import DEVICE, model
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.hf import patch, support
+from vllm_batch_invariant.integration import patch_points
 
 TOKENS = torch.ones(2, 6, dtype=torch.int64, device=DEVICE)
 
@@ -40,6 +41,11 @@ def test_another_architecture_is_refused() -> None:
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
     other = Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_hidden_layers=1, **shape))
     refuses(lambda: patch(other), "Qwen2ForCausalLM")
+
+
+def test_an_untested_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "9.0.1")
+    refuses(lambda: patch(model()), f"vLLM 9.0.1 on {torch.device(DEVICE).type}: it is newer than")
 
 
 class Adapter(torch.nn.Linear):

@@ -250,3 +250,38 @@ def test_the_installed_batch_has_what_is_wrapped():
     batch = patch_points.INPUT_BATCH.get()
     source = inspect.getsource(batch)
     assert all(name in source for name in ("self.allowed_token_ids_mask_cpu_tensor", "self._req_ids", "def num_reqs"))
+
+
+class Forgets:
+    """How vLLM 0.26 to 0.28 sample on a CPU, as far as it matters here."""
+
+    def forward_cpu(self, logits, generators, k, p):
+        if len(generators) != logits.shape[0]:
+            return torch.empty_like(logits).exponential_(), None
+        return self.forward_native(logits, generators, k, p)
+
+    def forward_native(self, logits, generators, k, p):
+        noise = torch.empty_like(logits).exponential_()
+        for row, generator in generators.items():
+            noise[row].exponential_(generator=generator)
+        return noise, None
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_a_seeded_row_keeps_its_seed_beside_rows_without_one(logits, mended):
+    sampler = type("Sampler", (Forgets,), {})
+    if mended:
+        sampling.seeds_stay(sampler)
+
+    def noise(rows: int) -> torch.Tensor:
+        return sampler().forward_cpu(logits[:rows], {0: torch.Generator().manual_seed(5)}, None, None)[0][0]
+
+    assert torch.equal(noise(1), noise(3)) is mended
+
+
+def test_a_sampler_that_keeps_seeds_stays_as_it_is():
+    sampler = patch_points.TOP_K_TOP_P_SAMPLER.get()
+    before = sampler.forward_cpu
+    assert "compiled_random_sample" not in inspect.getsource(before) or "not generators" in inspect.getsource(before)
+    sampling.seeds_stay(sampler)
+    assert sampler.forward_cpu is before

@@ -1,5 +1,6 @@
 """The fingerprint of a server: what is in it, and where it is put."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from prometheus_client import REGISTRY
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from vllm_batch_invariant.integration import patch_points, server, weights
+from vllm_batch_invariant.integration import endpoint, patch_points, server, weights
 from vllm_batch_invariant.integration.server import Endpoint, Fingerprint, Metric, stamp
 
 ENVIRONMENT = {
@@ -183,7 +184,7 @@ def test_the_metric_is_one_for_what_is_served_and_zero_for_what_was(nothing_publ
     second = str(found)
     REGISTRY.unregister(server._made_gauge())  # as vLLM does for the next engine of a process
     found.tell(Metric(given.environment, config).show)
-    samples = [sample for family in REGISTRY.collect() if family.name == server.METRIC for sample in family.samples]
+    samples = [sample for family in REGISTRY.collect() if family.name == endpoint.METRIC for sample in family.samples]
     values = {
         sample.labels["fingerprint"]: sample.value
         for sample in samples
@@ -191,6 +192,30 @@ def test_the_metric_is_one_for_what_is_served_and_zero_for_what_was(nothing_publ
     }
     assert values == {first: 0, second: 1}
     assert samples[0].labels["device"] == "Xeon"
+
+
+@pytest.mark.parametrize("mode", ["full", "hash", "custom", "none"])
+def test_a_user_who_chose_the_field_keeps_it_and_the_route_has_the_fingerprint(mode: str) -> None:
+    given, kind = Given.usual(), type("Serving", (Serving,), {})
+
+    async def collective_rpc(method: str) -> list[Any]:
+        return [{endpoint.METHOD: given.environment, weights.METHOD: "w"}[method]]
+
+    given.args.fingerprint_mode = mode
+    given.engine.collective_rpc = collective_rpc
+    given.engine.model_config.served_model_name = "of another test"
+    given.engine.vllm_config.model_config = given.engine.model_config
+    given.engine.vllm_config.device_config = SimpleNamespace(device_type="cpu")
+    theirs = None if mode == "none" else "theirs"
+    serving, plugin = kind(theirs), Endpoint()
+
+    async def session() -> dict[str, Any]:
+        await plugin.init_state(given.engine, SimpleNamespace(_state={"chat": serving}), given.args)
+        return await plugin.engine_info()
+
+    found = asyncio.run(session())
+    assert found == given.environment | {"fingerprint": str(given)}
+    assert serving.system_fingerprint == (theirs if mode in ("custom", "none") else str(given))
 
 
 @pytest.mark.parametrize(("tasks", "offered"), [(("generate",), 1), (("render",), 0), (("embed",), 0), (None, 0)])

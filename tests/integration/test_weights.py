@@ -164,6 +164,13 @@ def test_a_fingerprint_can_be_taken_without_giving_the_layers_their_weights_back
     assert_same_bits(model.layer.weight.data, lost)
 
 
+def test_a_tensor_without_memory_is_left_out_of_the_fingerprint() -> None:
+    model = Model()
+    before = weights.fingerprint(worker_of(model))
+    model.left_out = torch.nn.Parameter(torch.empty(3, device="meta"))
+    assert weights.fingerprint(worker_of(model)) == before
+
+
 @pytest.mark.parametrize("shape", [(100, 97), (4096, 48), (5,), ()])
 def test_sums_tell_every_changed_bit_and_words_that_changed_places(shape: tuple[int, ...]) -> None:
     weight = draw(*shape)

@@ -53,8 +53,8 @@ def test_the_help_of_a_command_says_its_whole_name_and_no_empty_default(
 
 
 def test_what_is_left_over_is_refused_under_the_name_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    said = "vllm-batch-invariant settings: unrecognized arguments: --made-up; see --help\n"
-    assert ends(capsys, "settings", "--made-up") == (2, "", said)
+    said = "vllm-batch-invariant settings: unrecognized arguments: --unheard-of; see --help\n"
+    assert ends(capsys, "settings", "--unheard-of") == (2, "", said)
 
 
 @pytest.mark.parametrize("command", [("coverage",), ("make-checkpoint", "new"), ("receipt", "compare", "a", "b")])

@@ -2,11 +2,20 @@
 
 import itertools
 import math
+import struct
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from vllm_batch_invariant.verify.answers import Answer, GeneratedToken, binned, compare_answers, first_difference
+from vllm_batch_invariant.verify.answers import (
+    Answer,
+    GeneratedToken,
+    binned,
+    compare_answers,
+    first_difference,
+    number_of,
+    spelled,
+)
 from vllm_batch_invariant.verify.harness.load import Kind, plan_load, ramp, samples_by_level
 from vllm_batch_invariant.verify.harness.metrics import (
     ACCEPTED,
@@ -50,6 +59,14 @@ def test_one_ulp_of_a_candidate_that_was_not_chosen_is_a_difference():
 
 def test_negative_zero_differs_from_zero():
     assert compare_answers([answer(GeneratedToken("1", 0.0)), answer(GeneratedToken("1", -0.0))]).logprob_sequences == 2
+
+
+def test_nan_equals_nan_of_the_same_bits_and_no_other():
+    nan, other = (struct.unpack(">d", bytes.fromhex(bits))[0] for bits in ("7ff8000000000000", "fff8000000000001"))
+    kept = [GeneratedToken("1", number_of(spelled(value))) for value in (nan, nan, other)]
+    assert compare_answers([answer(kept[0]), answer(kept[1])]).identical
+    assert compare_answers([answer(kept[0]), answer(kept[2])]).logprob_sequences == 2
+    assert [number_of(spelled(value)) for value in (-0.5, float("-inf"), 1e-300)] == [-0.5, float("-inf"), 1e-300]
 
 
 def test_the_order_in_which_candidates_are_listed_is_a_difference_and_so_are_their_ranks():

@@ -15,7 +15,7 @@ _HARMLESS = ("num_items_in_batch", "return_dict")
 
 
 def check_packages() -> None:
-    """Whether transformers and a vLLM that the patch points know are installed.
+    """Whether transformers and a vLLM are installed.
 
     Raises:
         NotCovered: one of them is not.
@@ -32,14 +32,13 @@ def check_packages() -> None:
             "the trainer calls its kernels for the rotary embedding and, on a GPU, for SiLU and logprobs",
             "install the vLLM that serves the rollout",
         )
-    patch_points.check_version()
 
 
 def check(model: torch.nn.Module) -> None:
-    """Whether the engine's operations can stand for all of a model's.
+    """Whether the engine's operations can stand for all of a model's, and come from a vLLM that was tested.
 
     Raises:
-        NotCovered: the first thing for which they cannot.
+        NotCovered: the first thing for which they cannot; another vLLM.
     """
     from transformers.models.qwen3 import modeling_qwen3 as hf
 
@@ -61,7 +60,9 @@ def check(model: torch.nn.Module) -> None:
                 "vLLM's Qwen3 has no such layer",
                 "patch a model without adapters or quantised layers",
             )
-    _check_weights(list(model.parameters()))
+    weights = list(model.parameters())
+    _check_weights(weights)
+    patch_points.check_version(weights[0].device.type)
 
 
 def _check_weights(weights: list[torch.nn.Parameter]) -> None:

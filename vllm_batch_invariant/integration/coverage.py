@@ -256,16 +256,16 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
-        "Images, videos, audio",
-        "their encoders run kernels that are not ours",
-        "serve text only, with --language-model-only",
-        _multimodal_inputs,
-    ),
-    Feature(
         "Embeddings as inputs of multimodal models",
         "they pass by the embedding layer, and nobody has proven what they stand for",
         "leave --enable-mm-embeds and --enable-prompt-embeds out",
         _embeddings,
+    ),
+    Feature(
+        "Images, videos, audio",
+        "their encoders run kernels that are not ours",
+        "serve text only, with --language-model-only",
+        _multimodal_inputs,
     ),
     Feature(
         "Attention in both directions (Gemma 3 on a vLLM that keeps it for text)",

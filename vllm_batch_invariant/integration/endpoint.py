@@ -12,6 +12,12 @@ METHOD = "batch_invariant_declaration"
 """For ``collective_rpc`` of an engine whose mode is on."""
 PATH = "/v1/batch_invariant"
 """Of the route by which a server tells it: under /v1, so that an API key guards it."""
+METRIC = "vllm:batch_invariant_info"
+"""A gauge of a server, which is 1."""
+NAME = "batch_invariant"
+"""Of this plugin, in vLLM's lists of plugins."""
+PLUGINS = "VLLM_PLUGINS"
+"""vLLM's list of the plugins that it loads; all of them if it is not set."""
 
 
 def install() -> None:

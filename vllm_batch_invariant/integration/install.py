@@ -16,7 +16,7 @@ def install() -> None:
     device.
 
     Raises:
-        NotCovered: a vLLM version or device that the plugin does not know.
+        NotCovered: a vLLM that nobody has tested, or a device that the plugin does not know.
         BadSetting: a variable with a wrong value.
     """
     global _installed
@@ -24,9 +24,10 @@ def install() -> None:
         return
     from vllm.platforms import current_platform
 
-    patch_points.check_version()
+    device_type = devices.type_of(current_platform)
+    coverage.check_device(device_type)
+    patch_points.check_version(device_type)
     refusals.install()
-    coverage.check_device(devices.type_of(current_platform))
     reviewed.check_variables()
     for variable in envs.VARIABLES:
         variable.read()
@@ -99,5 +100,7 @@ def install_worker() -> None:
     weights.install_in_worker()
     enable_batch_invariant_mode(external_ops)
     device.compile_kernels()
+    if untested := patch_points.untested(current_platform.device_type):
+        logger.warning(untested)
     for line in device.summary(external_ops):
         logger.info(line)

@@ -4,10 +4,9 @@ import importlib
 from dataclasses import dataclass
 from types import ModuleType
 
+from .. import envs
 from ..errors import NotCovered
-
-OLDEST = (0, 26)
-NEWEST = (0, 33)
+from . import versions
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class PatchPoint:
         raise NotCovered(
             f"vLLM {installed_version()}",
             f"it has no {self.attribute} in {' or '.join(self.modules)}",
-            f"install vLLM {version_range()}",
+            f"install vLLM {versions.version_range('cuda')}",
         )
 
     def get(self) -> object:
@@ -103,6 +102,8 @@ INPUT_PROCESSOR = PatchPoint(("vllm.v1.engine.input_processor",), "InputProcesso
 """Makes what the engine gets of what a client asks."""
 TOP_K_TOP_P = PatchPoint(("vllm.v1.sample.ops.topk_topp_sampler",), "apply_top_k_top_p")
 """Filters logits for vLLM's first model runner."""
+TOP_K_TOP_P_SAMPLER = PatchPoint(("vllm.v1.sample.ops.topk_topp_sampler",), "TopKTopPSampler")
+"""Filters, and draws a token with the generators of seeded rows, for the first model runner."""
 TOP_K_TOP_P_OF_STATES = PatchPoint(("vllm.v1.worker.gpu.sample.states",), "apply_top_k_top_p")
 """The same for the second one, under the two names that it has there."""
 TOP_K_TOP_P_OF_SAMPLER = PatchPoint(("vllm.v1.worker.gpu.sample.sampler",), "apply_top_k_top_p")
@@ -120,6 +121,9 @@ MODEL_RUNNER = PatchPoint(("vllm.v1.worker.gpu_model_runner",), "GPUModelRunner"
 """The first model runner, of CPUs as well."""
 ENDPOINT_PLUGINS = PatchPoint(("vllm.plugins",), "load_endpoint_plugins")
 """Called by a server for the routes that plugins add."""
+GAUGE = PatchPoint(("vllm.v1.metrics.loggers",), "Gauge")
+"""prometheus_client's, as vLLM has it."""
+METRICS = PatchPoint(("vllm.v1.metrics.prometheus",), "REGISTRY")
 ENVIRONMENT = PatchPoint(("vllm.envs",), "environment_variables")
 CUDAGRAPH_MODE = PatchPoint(("vllm.config", "vllm.config.compilation"), "CUDAGraphMode")
 GRAPH_MANAGER = PatchPoint(("vllm.v1.worker.gpu.cudagraph_utils",), "CudaGraphManager")
@@ -136,6 +140,7 @@ MEMBERS = {
     ),
     "INPUT_PROCESSOR": ("process_inputs",),
     "INPUT_BATCH": ("swap_states", "condense"),
+    "TOP_K_TOP_P_SAMPLER": ("forward_cpu", "forward_native"),
     "SAMPLER": ("forward", "gather_logprobs", "gather_specific_token_logprobs"),
     "SECOND_SAMPLER": ("apply_sampling_params",),
     "MODEL_RUNNER": ("_sample", "_bookkeeping_sync"),
@@ -158,25 +163,29 @@ def installed_version() -> str:
     return vllm.__version__
 
 
-def version_range() -> str:
-    """The versions that the plugin knows, for people."""
-    return f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-
-
-def check_version() -> None:
-    """Refuse a vLLM outside the known range.
+def check_version(device_type: str) -> None:
+    """Refuse a vLLM that nobody has tested on a device, unless :data:`~.envs.UNTESTED_VLLM` names it.
 
     Raises:
-        NotCovered: an older or newer one.
+        NotCovered: it is newer or older than those that were, or between them and in no list, or failed.
     """
     version = installed_version()
-    try:
-        release = tuple(int(part) for part in version.split(".")[:2])
-    except ValueError:
-        release = (0, 0)
-    if not OLDEST <= release <= NEWEST:
+    objection = versions.objection(version, device_type)
+    if objection and version != envs.UNTESTED_VLLM.read():
         raise NotCovered(
-            f"vLLM {version}",
-            "its insides are not known to this version of the plugin",
-            f"install vLLM {version_range()}",
+            f"vLLM {version} on {device_type}",
+            objection,
+            f"install vLLM {versions.version_range(device_type)}, or set {envs.UNTESTED_VLLM.name}={version} "
+            "to start it untested",
         )
+
+
+def untested(device_type: str) -> str:
+    """The warning about a vLLM that only :data:`~.envs.UNTESTED_VLLM` lets start; empty about any other."""
+    objection = versions.objection(installed_version(), device_type)
+    if not objection:
+        return ""
+    return (
+        f"vLLM {installed_version()} was not tested with batch-invariant mode ({objection}), and starts because "
+        f"{envs.UNTESTED_VLLM.name} names it; run vllm-batch-invariant check before relying on its bits."
+    )

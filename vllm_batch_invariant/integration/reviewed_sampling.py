@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import NotCovered
-from . import patch_points
+from . import patch_points, versions
 from .reviewed_sources import REVIEWED
 
 _ONLY_ON = {
@@ -38,7 +38,7 @@ def check(device_type: str) -> None:
         raise NotCovered(
             f"sampling in vLLM {patch_points.installed_version()}",
             f"nobody has reviewed its {', '.join(names[:3])}{' and others' * (len(names) > 3)}",
-            f"install a release of vLLM {patch_points.version_range()} as published",
+            f"install a release of vLLM {versions.version_range(device_type)} as published",
         )
 
 

@@ -24,6 +24,8 @@ def install(device_type: str) -> None:
     """
     reviewed_sampling.check(device_type)
     patch_points.TOP_K_TOP_P.put(_top_k_top_p)
+    if device_type == "cpu":
+        seeds_stay(patch_points.TOP_K_TOP_P_SAMPLER.get())
     sampler = patch_points.SAMPLER.get()
     forward = sampler.forward
 
@@ -36,6 +38,14 @@ def install(device_type: str) -> None:
     sampler.forward = remember_and_forward
     sampler.gather_logprobs = staticmethod(gather_logprobs)
     sampler.gather_specific_token_logprobs = gather_specific_token_logprobs
+
+
+def seeds_stay(sampler: type) -> None:
+    """Have a seeded row keep its generator beside rows without a seed: vLLM 0.26 to 0.28 on a CPU then sample the
+    whole batch without one. The method for other devices has the same arithmetic.
+    """
+    if "len(generators) != logits.shape[0]" in inspect.getsource(sampler.forward_cpu):
+        sampler.forward_cpu = sampler.forward_native
 
 
 def masks_follow_their_rows(batch: type) -> None:

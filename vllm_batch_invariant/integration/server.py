@@ -17,7 +17,6 @@ from . import devices, endpoint, patch_points, weights
 
 logger = logging.getLogger("vllm.batch_invariant")
 
-METRIC = "vllm:batch_invariant_info"
 LABELS = ("model_name", "version", "device", "attention", "guarantees", "fingerprint")
 FIELD = "system_fingerprint"
 """Of answers of the OpenAI API, and of vLLM's objects that make them."""
@@ -51,7 +50,7 @@ def offer() -> None:
 class Endpoint:
     """``GET /v1/batch_invariant``, in the form of vLLM's endpoint plugins, which also meet the server's state."""
 
-    name = "batch_invariant"
+    name = endpoint.NAME
     required_tasks = ("generate",)
 
     def attach_router(self, app: Any) -> None:
@@ -119,7 +118,7 @@ class Fingerprint:
 
 
 class Metric:
-    """The gauge :data:`METRIC`: 1 for what the server is, 0 for what it was before its weights were replaced.
+    """The gauge :data:`.endpoint.METRIC`: 1 for what the server is, 0 for what it was before its weights were replaced.
 
     A gauge, because prometheus_client has no information metric for several processes; vLLM does the same.
     """
@@ -145,19 +144,15 @@ class Metric:
 
 @cache
 def _made_gauge() -> Any:
-    from prometheus_client import Gauge
-
     text = "Batch-invariant mode: what the server promises, and the system_fingerprint of its answers."
-    return Gauge(METRIC, text, LABELS, multiprocess_mode="mostrecent")
+    return patch_points.GAUGE.get()(endpoint.METRIC, text, LABELS, multiprocess_mode="mostrecent")
 
 
 def _gauge() -> Any:
     """The gauge, registered, also after vLLM has taken all metrics of its name away for another engine."""
-    from prometheus_client import REGISTRY
-
     gauge = _made_gauge()
     with suppress(ValueError):  # it is there
-        REGISTRY.register(gauge)
+        patch_points.METRICS.get().register(gauge)
     return gauge
 
 

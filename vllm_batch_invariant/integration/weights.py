@@ -150,7 +150,7 @@ def fingerprint(worker: Any, compare: bool = True, restore: bool = True) -> str:
     if not compare:
         return ""
     model = worker.model_runner.get_model()
-    tensors = [*chain(model.parameters(), model.buffers())]
+    tensors = [tensor for tensor in chain(model.parameters(), model.buffers()) if not tensor.is_meta]
     digest = sha256()
     for part in _digests([tensor for tensor in tensors if tensor.is_cpu]):
         digest.update(part)

@@ -30,6 +30,17 @@ class GeneratedToken:
         return listed + struct.pack(f"<{len(self.ranks)}q", *self.ranks)
 
 
+def spelled(value: float) -> str:
+    """A number in words that have all its bits, those of a NaN included, which ``float.hex`` loses."""
+    return f"nan {struct.pack('>d', value).hex()}" if value != value else value.hex()
+
+
+def number_of(text: str) -> float:
+    """The number that :func:`spelled` was given."""
+    kind, _, bits = text.partition(" ")
+    return struct.unpack(">d", bytes.fromhex(bits))[0] if bits else float.fromhex(kind)
+
+
 @dataclass(frozen=True)
 class Answer:
     """One answer: its text, its tokens and the bits of the logprobs at each position."""

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ..answers import Answer, GeneratedToken
+from ..answers import Answer, GeneratedToken, number_of
 from ..harness.metrics import Latency, Trace
 from ..harness.requests import (
     KINDS,
@@ -115,7 +115,7 @@ def generated_tokens(ids: Sequence[int], logprobs: Sequence[list[tuple[int, str,
     """Tokens from the driver: their ids, and (id, hexadecimal logprob, rank) of every candidate in the listed order."""
     found = []
     for token, listed in zip(ids, logprobs, strict=True):
-        values = {str(other): float.fromhex(text) for other, text, _ in listed}
+        values = {str(other): number_of(text) for other, text, _ in listed}
         ranks = tuple(rank for *_, rank in listed)
         found.append(GeneratedToken(str(token), values[str(token)], tuple(values.items()), ranks))
     return found

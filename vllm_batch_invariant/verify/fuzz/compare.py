@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from ..answers import number_of
+
 DIGEST = "sha256:"
 """Prefix of the digest of a list that is too long to send, in the place of a logprob."""
 
@@ -59,7 +61,7 @@ def _candidate(candidate: Any) -> str:
     token, value, rank = candidate
     if value.startswith(DIGEST):
         return f"{token} candidates with the digest {value[:16]}"
-    return f"token {token} with {float.fromhex(value)!r} at rank {rank}"
+    return f"token {token} with {number_of(value)!r} at rank {rank}"
 
 
 def _first(one: Sequence[Any], other: Sequence[Any]) -> int | None:

@@ -11,18 +11,15 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from ...envs import FLAG
-from ...integration.endpoint import PATH
-from ...integration.server import METRIC, Endpoint
+from ...integration.endpoint import METRIC, NAME, PATH, PLUGINS
 
 if TYPE_CHECKING:
     from .client import Connection
 
-PLUGINS = "VLLM_PLUGINS"
-"""vLLM's list of the plugins that it loads; all of them if it is not set."""
 OURS = "vllm-batch-invariant"
 THEIRS = f"vLLM's own invariant mode: {PLUGINS} leaves vllm-batch-invariant out"
 NONE = f"none: {FLAG} is not 1"
-UNKNOWN = "unknown: the server does not say, as one with vllm-batch-invariant does"
+UNKNOWN = f"unknown: a server with the mode on describes itself at {PATH}, and this one does not"
 
 
 def of_engine() -> str:
@@ -40,7 +37,7 @@ def of_started(environment: Mapping[str, str]) -> str:
         return NONE
     listed = environment.get(PLUGINS)
     found = {point.name for point in entry_points(group="vllm.general_plugins")}
-    return OURS if Endpoint.name in (found if listed is None else found & set(listed.split(","))) else THEIRS
+    return OURS if NAME in (found if listed is None else found & set(listed.split(","))) else THEIRS
 
 
 async def of_server(server: "Connection") -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, TextIO
 
+from ..answers import spelled
 from ..printing import one_line
 
 _answers: TextIO | None = None
@@ -117,7 +118,7 @@ def bits(entry: dict[int, Any] | None) -> list[tuple[int, str, int]] | None:
     """The logprobs of one position as (token, exact value, rank) in vLLM's order, which begins with the token itself;
     None for the first position of a prompt.
     """
-    return None if entry is None else [(token, item.logprob.hex(), item.rank) for token, item in entry.items()]
+    return None if entry is None else [(token, spelled(item.logprob), item.rank) for token, item in entry.items()]
 
 
 def describe(output: Any) -> dict[str, Any]:

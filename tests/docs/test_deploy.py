@@ -1,0 +1,134 @@
+"""What is in deploy/ fits the project: versions, variables, options, files, and the program of the readiness probe."""
+
+import http.server
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.docs.documents import PROJECT, ROOT, of_command
+from vllm_batch_invariant import envs
+from vllm_batch_invariant.integration import patch_points
+from vllm_batch_invariant.integration.endpoint import METRIC
+
+DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
+COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]["vllm"]
+CLAIM, DEPLOYMENT, SERVICE = yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text())
+POD = DEPLOYMENT["spec"]["template"]
+[CONTAINER] = POD["spec"]["containers"]
+OF_OTHERS = {
+    "TRITON_CACHE_DIR": "triton.knobs",
+    "HF_TOKEN": "huggingface_hub.constants",
+    "PIP_BREAK_SYSTEM_PACKAGES": "",
+}
+"""Variables with the modules that read them; pip makes names of its options."""
+METRICS = f'{METRIC}{{attention="triton",guarantees="run,batch,schedule",version="0.1.0"}}'
+
+
+def test_the_images_have_this_version_and_a_vllm_that_is_known() -> None:
+    tag = f"vllm-batch-invariant:{PROJECT['project']['version']}"
+    assert re.findall(r"-t (\S+)", DOCKERFILE) == [tag]
+    assert COMPOSE["image"] == CONTAINER["image"] == tag
+    [version] = re.findall(r"^FROM vllm/vllm-openai:v(.*)$", DOCKERFILE, re.MULTILINE)
+    assert tuple(map(int, version.split(".")))[:2] == patch_points.NEWEST
+
+
+def test_every_variable_is_read_by_somebody_and_the_mode_is_on() -> None:
+    set_in_image = dict(re.findall(r"^(?:ENV|   ) (\w+)=(\S+)", DOCKERFILE, re.MULTILINE))
+    assert set_in_image[envs.FLAG] == "1"
+    assert {"name": envs.FLAG, "value": "1"} in CONTAINER["env"]
+    names = {*re.findall(r"\b([A-Z]+_[A-Z_]+)=", DOCKERFILE), *COMPOSE["environment"]}
+    names |= {variable["name"] for variable in CONTAINER["env"]}
+    assert set_in_image.keys() < names
+    for name in names - {variable.name for variable in envs.VARIABLES}:
+        if name in OF_OTHERS:
+            assert not (module := OF_OTHERS[name]) or name in inspect.getsource(importlib.import_module(module))
+        else:
+            assert name in patch_points.ENVIRONMENT.get()
+
+
+@pytest.mark.parametrize("arguments", [COMPOSE["command"], CONTAINER["args"]])
+def test_the_arguments_are_vllms(arguments: list[str]) -> None:
+    assert 'ENTRYPOINT ["vllm", "serve"]' in DOCKERFILE
+    assert [*of_command(f"vllm serve {' '.join(arguments)}")] == []
+
+
+def test_the_image_copies_what_there_is_and_what_the_build_may_see() -> None:
+    copied = re.findall(r"^COPY (.*) \S+$", DOCKERFILE, re.MULTILINE)
+    files = {name for line in copied for name in line.split()}
+    assert all((ROOT / name).exists() for name in files)
+    assert {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] == "!"} == files
+    assert {PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]} <= files
+    assert (ROOT / "deploy" / COMPOSE["build"]["context"] / COMPOSE["build"]["dockerfile"]).samefile(
+        ROOT / "deploy" / "Dockerfile"
+    )
+
+
+def test_the_cache_is_where_the_libraries_and_the_volumes_have_it() -> None:
+    cache = re.findall(r"^VOLUME (\S+)$", DOCKERFILE, re.MULTILINE)
+    assert cache == ["/root/.cache"]
+    assert f"TRITON_CACHE_DIR={cache[0]}/" in DOCKERFILE
+    assert COMPOSE["volumes"] == [f"cache:{cache[0]}"]
+    assert cache[0] in [mount["mountPath"] for mount in CONTAINER["volumeMounts"]]
+    [claim] = [volume for volume in POD["spec"]["volumes"] if "persistentVolumeClaim" in volume]
+    assert claim["persistentVolumeClaim"]["claimName"] == CLAIM["metadata"]["name"]
+
+
+def test_the_service_finds_the_pods_of_one_kind_of_gpu_and_sets_no_variables_in_them() -> None:
+    assert SERVICE["spec"]["selector"] == POD["metadata"]["labels"] == DEPLOYMENT["spec"]["selector"]["matchLabels"]
+    assert list(POD["spec"]["nodeSelector"]) == ["nvidia.com/gpu.product"]
+    assert POD["spec"]["enableServiceLinks"] is False
+
+
+@pytest.fixture
+def page() -> Iterator[dict[str, Any]]:
+    """What a server on the port of the probe answers at /metrics; the port is free to choose here."""
+    answer: dict[str, Any] = {}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer["page"].encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        answer["port"] = server.server_port
+        yield answer
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "status"),
+    [
+        (f"# HELP x\n{METRICS} 1.0\nvllm:other 0.0\n", 0),
+        (f"{METRICS} 0.0\n{METRICS} 1.0\n", 0),
+        (f"{METRICS} 0.0\nvllm:other 1.0\n", 1),
+        (f"# HELP {METRIC} 1\nvllm:other 1.0\n", 1),
+    ],
+)
+def test_the_readiness_probe_passes_only_a_server_whose_mode_is_on(
+    page: dict[str, Any], metrics: str, status: int
+) -> None:
+    page["page"] = metrics
+    interpreter, flag, program = CONTAINER["readinessProbe"]["exec"]["command"]
+    assert (interpreter, flag) == ("python3", "-c")
+    program = program.replace("127.0.0.1:8000", f"127.0.0.1:{page['port']}")
+    assert subprocess.run([sys.executable, flag, program], check=False).returncode == status
+
+
+def test_health_is_asked_for_on_the_port_that_is_served() -> None:
+    assert "http://127.0.0.1:8000/health" in DOCKERFILE
+    assert [port["containerPort"] for port in CONTAINER["ports"]] == [8000]
+    for probe in ("startupProbe", "livenessProbe"):
+        assert CONTAINER[probe]["httpGet"] == {"path": "/health", "port": "http"}

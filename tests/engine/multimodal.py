@@ -1,0 +1,137 @@
+"""Tiny multimodal models of random weights."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.fakes import torchvision
+
+TEXT = {
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 512}
+_SIGLIP = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+_QWEN_TOKENS = {"image_token_id": 4000, "video_token_id": 4001, "vision_start_token_id": 4002}
+
+
+def qwen2_5_vl() -> transformers.PretrainedConfig:
+    """With biases of queries, keys and values, and sections of frequencies one after the other."""
+    return transformers.Qwen2_5_VLConfig(
+        architectures=["Qwen2_5_VLForConditionalGeneration"],
+        text_config=TEXT | {"rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}},
+        vision_config=_QWEN_VISION | {"fullatt_block_indexes": [0]},
+        vision_end_token_id=4003,
+        **_QWEN_TOKENS,
+    )
+
+
+def qwen3_vl() -> transformers.PretrainedConfig:
+    """With norms of heads, interleaved sections, and an encoder that would add to hidden states (deepstack)."""
+    rope = {"rope_type": "default", "mrope_section": [12, 10, 10], "mrope_interleaved": True}
+    return transformers.Qwen3VLConfig(
+        architectures=["Qwen3VLForConditionalGeneration"],
+        text_config=TEXT | {"head_dim": 64, "rope_scaling": rope},
+        vision_config=_QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        vision_end_token_id=4003,
+        **_QWEN_TOKENS,
+    )
+
+
+def gemma3() -> transformers.PretrainedConfig:
+    """With heads of 256 and a sliding window on every other layer."""
+    kinds = {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"]}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "query_pre_attn_scalar": 256}
+    return transformers.Gemma3Config(
+        architectures=["Gemma3ForConditionalGeneration"],
+        text_config=TEXT | kinds | heads,
+        vision_config=_SIGLIP | {"hidden_size": 32, "intermediate_size": 32},
+        mm_tokens_per_image=1,
+        image_token_index=4000,
+        boi_token_index=4002,
+        eoi_token_index=4003,
+    )
+
+
+def model(config: transformers.PretrainedConfig, dtype: torch.dtype) -> torch.nn.Module:
+    """Random weights, of the encoder too; Hugging Face's biases would be 0."""
+    torch.manual_seed(0)
+    made = transformers.AutoModelForImageTextToText.from_config(config)
+    for name, weight in made.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight)
+    return made.to(dtype)
+
+
+def text_of(made: torch.nn.Module) -> torch.nn.Module:
+    """The text model that has the weights of a Qwen2.5-VL."""
+    text, weights = made.config.text_config, made.state_dict()
+    rope = {"rope_type": "default", "rope_theta": text.rope_parameters["rope_theta"]}
+    twin = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**TEXT, rope_parameters=rope)).to(made.dtype)
+    twin.load_state_dict(
+        {name.replace("language_model.", ""): weights[name] for name in weights if "visual" not in name}
+    )
+    return twin
+
+
+def python_path(folder: Path) -> list[str]:
+    """Folders that a process needs on its path for vLLM to know these models."""
+    return torchvision.where_missing(folder)
+
+
+def weights(llm: Any) -> dict[str, Any]:
+    """What an engine has built of a multimodal model; run by the driver."""
+    return llm.apply_model(_weights)[0]
+
+
+def _weights(built: torch.nn.Module) -> dict[str, Any]:
+    encoders = {name: built.get_submodule(name) for name in built._tower_model_names}
+    return {
+        "parameters": [name for name, _ in built.named_parameters()],
+        "encoders": {name: type(module).__name__ for name, module in encoders.items()},
+        "on": sorted({tensor.device.type for module in encoders.values() for tensor in module.module.parameters()}),
+    }
+
+
+def answers(llm: Any, prompts: list[list[int]], with_picture: list[int] | None = None) -> dict[str, Any]:
+    """What prompts get, and what vLLM says to a request with a picture that comes among them; run by the driver."""
+    from PIL import Image
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=5, ignore_eos=True)
+    engine, said, done = llm.llm_engine, "", {}
+    for number, prompt in enumerate(prompts):
+        engine.add_request(f"{number}", {"prompt_token_ids": prompt}, params)
+    done |= _finished(engine)
+    if with_picture is not None:
+        picture = {"image": Image.new("RGB", (28, 28))}
+        try:
+            engine.add_request("picture", {"prompt_token_ids": with_picture, "multi_modal_data": picture}, params)
+        except ValueError as error:
+            said = str(error)
+    while engine.has_unfinished_requests():
+        done |= _finished(engine)
+    return {"said": said, "answers": [done[f"{number}"] for number in range(len(prompts))]}
+
+
+def _finished(engine: Any) -> dict[str, Any]:
+    """The answers that a step of an engine has finished, with exact logprobs."""
+    return {
+        output.request_id: [
+            list(output.outputs[0].token_ids),
+            [{str(token): entry.logprob.hex() for token, entry in row.items()} for row in output.outputs[0].logprobs],
+        ]
+        for output in engine.step()
+        if output.finished
+    }
