@@ -32,8 +32,9 @@ def test_of_an_engine_it_is_what_its_worker_calls(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
     assert mode.of_engine() == mode.NONE
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert mode.of_engine() == mode.THEIRS  # no plugin was loaded in this process
     point = patch_points.INIT_BATCH_INVARIANCE
+    monkeypatch.setattr(point.module(), point.attribute, lambda: None)
+    assert mode.of_engine() == mode.THEIRS
     monkeypatch.setattr(point.module(), point.attribute, install.install_worker)
     assert mode.of_engine() == mode.OURS
 

@@ -122,7 +122,8 @@ def _kind_of_attention(config: Config) -> str | None:
 
 def _unknown_multimodal(config: Config) -> str | None:
     model = config.model_config
-    return _when(model.is_multimodal_model and model.architecture not in TEXT_OF, f"the model {model.architecture}")
+    known = not model.is_multimodal_model or model.architecture in TEXT_OF
+    return None if known else f"the model {model.architecture}"
 
 
 def _multimodal_inputs(config: Config) -> str | None:
