@@ -29,7 +29,6 @@ GQA = {"num_key_value_heads": 2, "head_dim": 64}
 MODELS = {
     "llama in fp16": (transformers.LlamaConfig(**SIZES, **GQA), torch.float16),
     "mistral with a sliding window": (transformers.MistralConfig(**SIZES, **GQA, sliding_window=48), torch.bfloat16),
-    "qwen2 with biases in fp32": (transformers.Qwen2Config(**SIZES, num_key_value_heads=1), torch.float32),
     "gemma2 with soft-caps": (
         transformers.Gemma2Config(**SIZES, **GQA, sliding_window=32, query_pre_attn_scalar=64),
         torch.bfloat16,
