@@ -105,6 +105,7 @@ def run(family: str, flag: str) -> dict[str, Any]:
             return {"family": family, "status": 2, "why": f"{type(error).__name__}: {error}"}
         command = [sys.executable, "-m", "vllm_batch_invariant.cli", "reproduce", "--model", str(path / "model")]
         command += [*ARGUMENTS, "--json", str(path / "result.json")]
+        command.append(f"--serve-args=--dtype {FAMILIES[family][1]}")  # vLLM would serve weights of fp32 in bf16
         settings = {FLAG: flag, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True)
         found: dict[str, Any] = {"family": family, "status": done.returncode}

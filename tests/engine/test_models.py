@@ -77,7 +77,9 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future
         for name, (config, dtype) in MODELS.items():
             path = tmp_path_factory.mktemp("model")
             checkpoint(config, dtype).save_pretrained(path)
-            engines[name] = pool.submit(run, {"model": str(path)} | limits | OF_DEVICE, steps, "1")
+            # vLLM would serve weights of fp32 in bf16
+            engine = {"model": str(path), "dtype": str(dtype).removeprefix("torch.")} | limits | OF_DEVICE
+            engines[name] = pool.submit(run, engine, steps, "1")
         yield engines
         pool.shutdown(wait=True, cancel_futures=True)
 
