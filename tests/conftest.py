@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from vllm_batch_invariant import envs
+
 _ON_AN_NPU = Path(__file__).parent / "npu" / "hardware"
 
 
@@ -73,6 +75,18 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
     yield
+
+
+@pytest.fixture(autouse=True)
+def flag() -> Iterator[None]:
+    """The flag is what it was: commands that a test calls in this process set it, and a later test that makes engine
+    arguments would load the plugin with the mode on.
+    """
+    before = os.environ.get(envs.FLAG)
+    yield
+    os.environ.pop(envs.FLAG, None)
+    if before is not None:
+        os.environ[envs.FLAG] = before
 
 
 @pytest.fixture(scope="session", autouse=True)
