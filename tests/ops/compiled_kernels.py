@@ -32,6 +32,7 @@ from triton.runtime.jit import JITFunction
 
 import vllm_batch_invariant.ops.attention as attention_package
 from tests.ops.attention.cases import Chunk, Heads, Request, paged
+from vllm_batch_invariant.ops.acceptance.cuda import accept
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention, sm90
 from vllm_batch_invariant.ops.attention import plan as planning
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
@@ -320,6 +321,9 @@ def check_every_gluon_kernel() -> None:
 
 def sampling() -> None:
     logits = torch.zeros(3, 152_000)
+    rows = torch.zeros(24, dtype=torch.int64)
+    for width in (2, 4, 8, 16):
+        accept(rows, rows, torch.tensor([0, 1, 3], dtype=torch.int32), width)
     top_and_ranks(logits, 20, torch.zeros(3, dtype=torch.int64))
     k, p = torch.full((3,), 50), torch.full((3,), 0.5)
     for filters in ((k, p), (k, None), (None, p)):

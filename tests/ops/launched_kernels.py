@@ -26,6 +26,7 @@ from tests.ops.compiled_kernels import (
     pretend_a_gpu,
 )
 from vllm_batch_invariant import ops
+from vllm_batch_invariant.ops.acceptance.cuda import accept
 from vllm_batch_invariant.ops.attention import sm90
 from vllm_batch_invariant.ops.common.nvidia_gpus import COMPILED_FOR
 from vllm_batch_invariant.ops.linear import LinearReduction
@@ -91,6 +92,8 @@ def attention_batch(count: int) -> None:
 
 def sampling_batch(count: int) -> None:
     logits = torch.zeros(count, 9_000)
+    rows = torch.arange(2 * count)
+    accept(rows, rows, torch.arange(0, 2 * count + 1, 2, dtype=torch.int32), 2)
     top_and_ranks(logits, 20, torch.zeros(count, dtype=torch.int64))
     top_k_top_p(logits, torch.full((count,), 50), torch.full((count,), 0.5))
 

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from vllm_batch_invariant.verify.fuzz.schedule import (
+    DRAFTS,
     TEXT_ONLY,
     Schedule,
     alone,
@@ -104,6 +105,7 @@ def test_twelve_engines_have_every_value_of_every_setting(device: str) -> None:
         assert {one.asynchronous for one in twelve} == (both if device == "cuda" else {False})
         assert {one.runner for one in twelve} == ({"0", "1"} if device == "cuda" else {""})
         assert {one.text for one in twelve} == {""}
+        assert {one.drafts for one in twelve} == (set(DRAFTS) if device == "cpu" else {0})
     assert {draw_settings(0, number, device, CONTEXT, multimodal=True).text for number in range(2)} == set(TEXT_ONLY)
 
 

@@ -22,6 +22,8 @@ TEXT_OF = {
     "Qwen3VLForConditionalGeneration": ("image", "video"),
 }
 """Multimodal models that are served as text, by vLLM's name of their class, with what else they take."""
+DRAFTERS = ("ngram", "custom_class")
+"""Methods of speculative decoding that are covered, as vLLM calls them."""
 LOGITS_PROCESSORS = "vllm.logits_processors"
 """The group of entry points whose logits processors vLLM loads without being told to."""
 
@@ -157,6 +159,22 @@ def _multimodal_on_an_npu(config: Config) -> str | None:
     return _when(config.model_config.is_multimodal_model, "multimodal models on an NPU")
 
 
+def _speculation_elsewhere(config: Config) -> str | None:
+    return _when(config.speculative_config, "speculative decoding")
+
+
+def _drafter(config: Config) -> str | None:
+    method = getattr(config.speculative_config, "method", None)
+    return _when(config.speculative_config and method not in DRAFTERS, f"speculative decoding with {method}")
+
+
+def _thinking_budgets(config: Config) -> str | None:
+    return _when(
+        config.speculative_config and getattr(config, "reasoning_config", None),
+        "a reasoning configuration beside speculative decoding",
+    )
+
+
 def _npu_attention(config: Config) -> str | None:  # noqa: ARG001 - of every feature
     return _when(attention_library() is None, "attention on an NPU as it is installed here")
 
@@ -195,6 +213,10 @@ COVERED = (
     Feature(
         "Sampling",
         "greedy; temperature, top-k, top-p, min-p, penalties, n > 1, with a seed; logprobs, prompt logprobs",
+    ),
+    Feature(
+        "Speculative decoding",
+        "n-grams on a CPU; the answers and their logprobs are those without it, greedy and with a seed",
     ),
     Feature("APIs", "vllm serve (completions, chat), offline LLM()"),
 )
@@ -239,10 +261,23 @@ REFUSED = (
         lambda config: _when(config.lora_config, "LoRA adapters"),
     ),
     Feature(
-        "Speculative decoding",
-        "the drafts accepted decide how many rows a step has, and its kernels are not proven",
+        "Speculative decoding on a GPU or an NPU",
+        "steps of 1 + k tokens a request have not been run there",
         "leave --speculative-config out",
-        lambda config: _when(config.speculative_config, "speculative decoding"),
+        _speculation_elsewhere,
+        ("cuda", "npu"),
+    ),
+    Feature(
+        "Speculative decoding with another drafter than n-grams",
+        "its layers have not been run beside the mode's",
+        """pass --speculative-config '{"method": "ngram", ...}', or leave it out""",
+        _drafter,
+    ),
+    Feature(
+        "Thinking budgets beside speculative decoding",
+        "where an answer must stop thinking is counted with the drafts",
+        "leave --reasoning-config out",
+        _thinking_budgets,
     ),
     Feature(
         "Mixture of experts",

@@ -111,6 +111,11 @@ INPUT_BATCH = PatchPoint(("vllm.v1.worker.gpu_input_batch",), "InputBatch")
 """What the first model runner knows of the requests of a step, a row each."""
 SAMPLER = PatchPoint(("vllm.v1.sample.sampler",), "Sampler")
 """Samples, and lists logprobs, in the first model runner."""
+REJECTION_SAMPLER = PatchPoint(("vllm.v1.sample.rejection_sampler",), "RejectionSampler")
+"""Verifies drafts, in the first model runner."""
+SECOND_REJECTION_SAMPLER = PatchPoint(("vllm.v1.worker.gpu.spec_decode.rejection_sampler",), "RejectionSampler")
+"""The same in the second one, and the function by which it counts tokens of prompts that are not complete."""
+SAMPLED_AND_REJECTED = PatchPoint(("vllm.v1.worker.gpu.input_batch",), "get_num_sampled_and_rejected")
 SECOND_SAMPLER = PatchPoint(("vllm.v1.worker.gpu.sample.sampler",), "Sampler")
 TOPK_SCORES = PatchPoint(("vllm.v1.worker.gpu.sample.logprob",), "compute_topk_scores")
 """Lists logprobs in the second model runner, under the names that it has there."""
@@ -142,6 +147,8 @@ MEMBERS = {
     "INPUT_BATCH": ("swap_states", "condense"),
     "TOP_K_TOP_P_SAMPLER": ("forward_cpu", "forward_native"),
     "SAMPLER": ("forward", "gather_logprobs", "gather_specific_token_logprobs"),
+    "REJECTION_SAMPLER": ("forward",),
+    "SECOND_REJECTION_SAMPLER": ("__call__",),
     "SECOND_SAMPLER": ("apply_sampling_params",),
     "MODEL_RUNNER": ("_sample", "_bookkeeping_sync"),
     "GRAPH_MANAGER": ("_init_candidates",),

@@ -211,6 +211,27 @@ FIELDS = {
         _reasoning_end_token_ids _natural_reasoning_end_token_ids _enabled"""
     ),
     "WeightTransferConfig": Fields(free="backend"),
+    "SpeculativeConfig": Fields(
+        # What makes drafts: they decide how long an answer takes.
+        free="""num_speculative_tokens num_speculative_tokens_per_batch_size model revision code_revision quantization
+        draft_lm_head_quantization kv_cache_dtype moe_backend attention_backend enforce_eager draft_load_config
+        draft_model_config draft_parallel_config draft_tensor_parallel_size tensor_parallel_size max_model_len
+        prompt_lookup_min prompt_lookup_max suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests
+        suffix_decoding_max_spec_factor suffix_decoding_min_token_prob parallel_drafting draft_sample_method
+        dspark_draft_topk xpress_topc use_heterogeneous_vocab use_local_argmax_reduction index_share_for_mtp_iteration
+        disable_padded_drafter_batch disable_eagle_block_drop disable_lookahead_block_hashes"""
+        # Of verifications that are refused.
+        """ fly_entropy_threshold fly_entropy_top_k""",
+        elsewhere="method target_model_config target_parallel_config",
+        # Which drafts are accepted, by another rule than that they are what is sampled.
+        fixed={
+            "rejection_sample_method": (),
+            "synthetic_acceptance_rates": (),
+            "synthetic_acceptance_length": (),
+            "fly_window_size": (),
+            "enable_adaptive_verification": (),
+        },
+    ),
 }
 """By the name of the class. Every name that vLLM 0.26 to 0.33 has."""
 
@@ -237,7 +258,6 @@ BELONG_TO_A_FIELD = frozenset(
     | {
         "KVTransferConfig",
         "LoRAConfig",
-        "SpeculativeConfig",
         "PoolerConfig",
         "QuantizationConfigArgs",
     }

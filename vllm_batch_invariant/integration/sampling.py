@@ -13,7 +13,7 @@ import torch
 from ..ops.ranking import top_and_ranks
 from ..ops.softmax import log_softmax_at
 from ..ops.top_k_top_p import top_k_top_p
-from . import patch_points, reviewed_sampling
+from . import patch_points, reviewed_sampling, speculation
 
 
 def install(device_type: str) -> None:
@@ -38,6 +38,7 @@ def install(device_type: str) -> None:
     sampler.forward = remember_and_forward
     sampler.gather_logprobs = staticmethod(gather_logprobs)
     sampler.gather_specific_token_logprobs = gather_specific_token_logprobs
+    speculation.install()
 
 
 def seeds_stay(sampler: type) -> None:
@@ -82,6 +83,7 @@ def install_second_runner() -> None:
         setattr(prompt, patch_points.TOKEN_LOGPROBS.attribute, log_softmax_at)
     sampler = patch_points.SECOND_SAMPLER.get()
     sampler.apply_sampling_params = widened(sampler.apply_sampling_params)
+    speculation.install_second_runner()
 
 
 def widened(apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

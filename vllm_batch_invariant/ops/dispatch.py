@@ -11,6 +11,7 @@ from ..errors import NotCovered
 MODULES = {
     (operation, device_type): f".{operation}.{device_type}"
     for operation, device_types in {
+        "acceptance": ("cpu", "cuda"),
         "linear": ("cpu", "cuda", "npu"),
         "norm": ("cpu", "cuda", "npu"),
         "norm_rotary": ("cuda",),

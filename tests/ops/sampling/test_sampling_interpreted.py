@@ -1,11 +1,14 @@
-"""The GPU's kernels for candidates, top-k and top-p in Triton's interpreter, on the CPU."""
+"""The GPU's kernels for candidates, top-k, top-p and accepted drafts in Triton's interpreter, on the CPU."""
 
 import pytest
 import torch
 
 from tests.assertions import assert_same_bits
+from tests.ops.sampling.test_acceptance import WIDTHS, steps
 from tests.ops.sampling.test_ranking import chosen_of, tied_rows
 from tests.ops.sampling.test_top_k_top_p import assert_within_rounding, some_ks, some_ps
+from vllm_batch_invariant.ops.acceptance import cuda as acceptance
+from vllm_batch_invariant.ops.acceptance import reference as exact_acceptance
 from vllm_batch_invariant.ops.ranking import cuda as ranking
 from vllm_batch_invariant.ops.ranking import reference as exact_ranking
 from vllm_batch_invariant.ops.top_k_top_p import cuda as filters
@@ -80,3 +83,12 @@ def test_fp16_is_filtered_in_place_as_fp32_is():
     expected = filters.top_k_top_p(x.float(), k, p)
     assert filters.top_k_top_p(x, k, p) is x
     assert_same_bits(x.float(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_accepted_drafts_are_those_of_the_reference(width, dtype):
+    sampled, inputs, starts = steps(width, requests=12)
+    ours = acceptance.accept(sampled.to(dtype), inputs.to(dtype), starts, width)
+    for one, exact in zip(ours, exact_acceptance.accept(sampled, inputs, starts, width), strict=True):
+        assert_same_bits(one, exact)

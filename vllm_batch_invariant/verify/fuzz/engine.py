@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..harness.engine import sampling_params
-from ..harness.requests import KINDS, OF_TEXT
+from ..harness.requests import KINDS, NOT_BESIDE_DRAFTS, OF_TEXT
 from ..harness.worker_main import bits, preemptions
 from ..printing import one_line
 from .compare import DIGEST
@@ -30,6 +30,8 @@ def info(llm: Any) -> dict[str, Any]:
     left_out = {}
     if config.model_config.skip_tokenizer_init:
         left_out = dict.fromkeys((kind for kind in KINDS if kind in OF_TEXT), "the engine has no tokenizer")
+    if config.speculative_config is not None:
+        left_out |= dict.fromkeys(NOT_BESIDE_DRAFTS, "vLLM does not take it beside speculative decoding")
     second = bool(getattr(config, "use_v2_model_runner", False)) and torch.cuda.is_available()
     return {"left_out": left_out, "runner": "v2" if second else "v1"}
 

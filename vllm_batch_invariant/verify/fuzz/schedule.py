@@ -3,6 +3,7 @@
 The same seed draws the same on any machine, and everything turns into JSON and back.
 """
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +18,7 @@ CONTEXTS = {"cpu": 1024, "cuda": 2560}
 PAGES = {"cpu": (32, 64, 128), "cuda": (16, 32, 64, 128)}
 _MANY = range(97, 105)
 """Numbers of requests around a CUDA graph size that is no multiple of the others."""
+DRAFTS = (0, 3, 0, 1, 7)
 TEXT_ONLY = {
     "only": ["--language-model-only"],
     "limits": ["--limit-mm-per-prompt", '{"image": 0, "video": 0, "audio": 0}'],
@@ -39,6 +41,7 @@ class Settings:
         runner: VLLM_USE_V2_MODEL_RUNNER; empty for vLLM's choice.
         context: --max-model-len.
         text: the arguments by which a multimodal model is served as text: a key of ``TEXT_ONLY``; empty for none.
+        drafts: tokens that n-grams propose in a step; 0 without speculative decoding.
     """
 
     requests: int
@@ -51,6 +54,7 @@ class Settings:
     runner: str
     context: int
     text: str = ""
+    drafts: int = 0
 
     @property
     def arguments(self) -> list[str]:
@@ -62,6 +66,9 @@ class Settings:
         made += [f"--{'' if self.prefix_cache else 'no-'}enable-prefix-caching"]
         made += ["--enforce-eager"] if self.eager else []
         made += TEXT_ONLY[self.text] if self.text else []
+        if self.drafts:
+            ngrams = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+            made += ["--speculative-config", json.dumps(ngrams | {"num_speculative_tokens": self.drafts})]
         # one page is vLLM's own
         return made + (
             ["--num-gpu-blocks-override", str(-(-self.context // self.page) + 2)] if self.small_cache else []
@@ -79,6 +86,7 @@ class Settings:
         words += ["eager" if self.eager else "graphs", "async" if self.asynchronous else "sync"]
         words += ["prefix" if self.prefix_cache else "no-prefix", "small-kv" if self.small_cache else "ample-kv"]
         words += [f"text={self.text}"] if self.text else []
+        words += [f"drafts={self.drafts}"] if self.drafts else []
         return " ".join([*words, {"": "", "0": "runner=v1", "1": "runner=v2"}[self.runner]]).rstrip()
 
 
@@ -110,6 +118,7 @@ def draw_settings(seed: int, number: int, device: str, context: int, multimodal:
         runner=take("runner", ("0", "1", "1")) if gpu else "",
         context=context,
         text=take("text", tuple(TEXT_ONLY)) if multimodal else "",
+        drafts=0 if gpu else take("drafts", DRAFTS),
     )
 
 

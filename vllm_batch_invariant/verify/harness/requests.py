@@ -28,6 +28,8 @@ KINDS = (
 """Ways to choose tokens that choose the same tokens again."""
 OF_TEXT = frozenset(("bad_words", "stop", "json", "regex", "choice"))
 """Kinds for which the engine needs a tokenizer."""
+NOT_BESIDE_DRAFTS = ("min_p", "filters", "logit_bias")
+"""Kinds that vLLM refuses where it decodes speculatively."""
 LISTED = (None, 0, 1, 5, 20, -1)
 """Values of ``logprobs``: none, the token's own, so many candidates, the whole vocabulary."""
 MOST_LISTED = 160_000

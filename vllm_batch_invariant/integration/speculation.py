@@ -1,0 +1,183 @@
+"""Speculative decoding with the answers of plain decoding: a drafter decides how long they take and nothing else.
+
+    sampled[j] = what plain decoding samples of row j    j = 0..k, the rows of a verify step
+    accepted   = the largest a with drafts[:a] == sampled[:a]; the answer grows by sampled[: a + 1]
+
+Row j of a verify step has the bits of the step of plain decoding that it stands for, since prefill and decode have one
+reduction. So it is enough to sample each row as plain decoding would: with the same processed logits, and with the same
+noise. vLLM's own rule accepts a draft with the probability that it has, and so lets the drafter decide a seeded answer.
+Sampling first and comparing afterwards is drafter-invariant speculation (Daliri et al., arXiv 2408.07978).
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from ..ops.acceptance import NO_TOKEN, accept
+from . import patch_points
+
+
+class SeededDraws(dict[int, torch.Generator]):
+    """The generators of rows, of which the rows of one request share one; remembers the state after each row's draw.
+
+    A sampler of vLLM's draws for one row after the other, in the order of :meth:`items`.
+    """
+
+    def __init__(self, generators: dict[int, torch.Generator]) -> None:
+        super().__init__(generators)
+        self.after: dict[int, torch.Tensor] = {}
+
+    def items(self) -> Iterator[tuple[int, torch.Generator]]:  # type: ignore[override]
+        """Rows and generators; a row has drawn when the next one is asked for."""
+        for row, generator in super().items():
+            yield row, generator
+            self.after[row] = generator.get_state()
+
+
+class RowProcessors:
+    """vLLM's processors of logits, for a verify step: a request has several rows, each with its own number of tokens
+    before it. What a request may not ask for beside speculation (min-p, a bias) has nothing to process.
+    """
+
+    def __init__(self, processors: Any, counts: list[int]) -> None:
+        self.argmax_invariant = processors.argmax_invariant
+        self.non_argmax_invariant = [_OfRows(one, counts) for one in processors.non_argmax_invariant]
+
+
+class _OfRows:
+    def __init__(self, processor: Any, counts: list[int]) -> None:
+        self._processor, self._counts = processor, counts
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        by_row = getattr(self._processor, "apply_with_spec_decode", None)
+        return self._processor.apply(logits) if by_row is None else by_row(logits, self._counts)
+
+
+def install() -> None:
+    """Replace how the first model runner verifies drafts."""
+    patch_points.REJECTION_SAMPLER.get().forward = verify
+
+
+def install_second_runner() -> None:
+    """The same for the second one; only GPUs have one."""
+    patch_points.SECOND_REJECTION_SAMPLER.get().__call__ = verify_in_second_runner
+
+
+def verify_in_second_runner(
+    self: Any,
+    logits: torch.Tensor,
+    input_batch: Any,
+    draft_logits: object = None,  # noqa: ARG001 - a drafter decides no token
+    invalid_drafts: torch.Tensor | None = None,
+) -> Any:
+    """The second model runner's method ``RejectionSampler.__call__``. Its sampler knows rows from requests, and takes
+    the noise of a row from the seed and the position.
+
+    Args:
+        self: vLLM's ``RejectionSampler``, whose ``sampler`` is that of plain decoding.
+        logits: [rows, vocabulary], the rows of a request after each other.
+        input_batch: vLLM's, of the step.
+        invalid_drafts: [rows] bool, rows whose input a grammar does not allow.
+
+    Returns:
+        vLLM's ``SamplerOutput`` with ``sampled_token_ids`` [requests, 1 + most drafts] int64.
+    """
+    output = self.sampler(logits, input_batch)
+    inputs = input_batch.input_ids[input_batch.logits_indices]
+    if invalid_drafts is not None:
+        inputs = inputs.masked_fill(invalid_drafts, NO_TOKEN)
+    tokens, counts = accept(
+        output.sampled_token_ids.view(-1), inputs, input_batch.cu_num_logits, self.num_speculative_steps + 1
+    )
+    num_sampled, num_rejected = patch_points.SAMPLED_AND_REJECTED.get()(
+        counts,
+        input_batch.seq_lens,
+        input_batch.cu_num_logits,
+        input_batch.idx_mapping,
+        self.sampler.req_states.prefill_len.gpu,
+    )
+    return replace(output, sampled_token_ids=tokens, num_sampled=num_sampled, num_rejected=num_rejected)
+
+
+def verify(self: Any, metadata: Any, draft_probs: object, logits: torch.Tensor, sampling_metadata: Any) -> Any:  # noqa: ARG001
+    """The first model runner's method ``RejectionSampler.forward``.
+
+    Args:
+        self: vLLM's ``RejectionSampler``, whose ``sampler`` is that of plain decoding.
+        metadata: vLLM's ``SpecDecodeMetadata``: request i has ``num_draft_tokens[i]`` drafts and a row more.
+        draft_probs: not used: a drafter decides no token.
+        logits: [rows, vocabulary], the rows of a request after each other.
+        sampling_metadata: vLLM's, of the step's requests.
+
+    Returns:
+        vLLM's ``SamplerOutput`` with ``sampled_token_ids`` [requests, 1 + most drafts] int32, -1 behind the accepted
+        ones, and the logprobs of as many tokens.
+    """
+    counts = [drafts + 1 for drafts in metadata.num_draft_tokens]
+    starts = [0, *accumulate(counts)]
+    inputs = torch.full((starts[-1],), NO_TOKEN, dtype=torch.int64, device=logits.device)
+    inputs[metadata.target_logits_indices.to(torch.int64) + 1] = metadata.draft_token_ids.to(torch.int64)
+    of_rows = rows_of(sampling_metadata, counts, starts, inputs)
+    output = self.sampler(logits=logits[: starts[-1]], sampling_metadata=of_rows)
+    ends = torch.tensor(starts, dtype=torch.int32, device=logits.device)
+    tokens, accepted = accept(output.sampled_token_ids.view(-1), inputs, ends, max(counts))
+    if of_rows.generators:
+        number = accepted.tolist()
+        for request, generator in sampling_metadata.generators.items():
+            generator.set_state(of_rows.generators.after[starts[request] + number[request] - 1])
+    logprobs = output.logprobs_tensors
+    if logprobs is not None:  # vLLM reads as many of each request, and leaves out those without a token
+        offs = torch.arange(max(counts), device=logits.device)
+        rows = (ends[:-1, None] + offs).clamp(max=starts[-1] - 1).flatten()
+        logprobs = patch_points.LOGPROBS_TENSORS.get()(
+            logprobs.logprob_token_ids[rows], logprobs.logprobs[rows], logprobs.selected_token_ranks[rows]
+        )
+    return replace(output, sampled_token_ids=tokens.to(torch.int32), logprobs_tensors=logprobs)
+
+
+def rows_of(metadata: Any, counts: list[int], starts: list[int], inputs: torch.Tensor) -> Any:
+    """vLLM's ``SamplingMetadata`` of a verify step's rows, as plain decoding would have it when it samples each.
+
+    Args:
+        metadata: of the requests.
+        counts: rows of each request.
+        starts: the first row of each request, and the number of rows.
+        inputs: [rows] int64, the draft that each row was fed; anything for the first of a request.
+    """
+    request_of = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(inputs.device)
+
+    def each(of_requests: torch.Tensor | None) -> torch.Tensor | None:
+        return None if of_requests is None else of_requests[request_of]
+
+    def by_row(of_requests: dict[int, Any] | None) -> dict[int, Any]:
+        there = of_requests or {}
+        return {starts[request] + j: there[request] for request in sorted(there) for j in range(counts[request])}
+
+    outputs = metadata.output_token_ids
+    if outputs and not (metadata.no_penalties and not metadata.bad_words_token_ids):
+        drafts = inputs.tolist()
+        outputs = [
+            [*outputs[request], *drafts[start + 1 : start + 1 + j]]
+            for request, (start, count) in enumerate(zip(starts[:-1], counts, strict=True))
+            for j in range(count)
+        ]
+    return replace(
+        metadata,
+        temperature=each(metadata.temperature),
+        top_p=each(metadata.top_p),
+        top_k=each(metadata.top_k),
+        generators=SeededDraws(by_row(metadata.generators)),
+        prompt_token_ids=each(metadata.prompt_token_ids),
+        frequency_penalties=each(metadata.frequency_penalties),
+        presence_penalties=each(metadata.presence_penalties),
+        repetition_penalties=each(metadata.repetition_penalties),
+        output_token_ids=outputs,
+        allowed_token_ids_mask=each(metadata.allowed_token_ids_mask),
+        bad_words_token_ids=by_row(metadata.bad_words_token_ids),
+        logitsprocs=RowProcessors(metadata.logitsprocs, counts),
+        logprob_token_ids=by_row(metadata.logprob_token_ids),
+        spec_token_ids=None,
+    )
