@@ -16,6 +16,11 @@ REVIEWED: dict[str, dict[str, tuple[str, ...]]] = {
         "Sampler.apply_logits_processors": ("da75ceae9754359c",),
         "Sampler.apply_penalties": ("36b1a50a6288ad2d",),
     },
+    "vllm.v1.sample.rejection_sampler": {"RejectionSampler.parse_output": ("0460b953fad642f5", "dfb27be0216d56d4")},
+    "vllm.v1.worker.gpu.input_batch": {
+        "get_num_sampled_and_rejected": ("8782d5374a54ad87",),
+        "_get_num_sampled_and_rejected_kernel": ("ac236f93ce119cd9",),
+    },
     "vllm.v1.sample.ops.topk_topp_sampler": {
         "TopKTopPSampler.__init__": (
             "eceafeb998f3514f",
@@ -50,6 +55,7 @@ REVIEWED: dict[str, dict[str, tuple[str, ...]]] = {
         "LogitBiasLogitsProcessor.apply": ("28d679f9ce828d3a",),
         "MinTokensLogitsProcessor.apply": ("2683b19309bf798b", "bc85c20c6f5dd2cd"),
         "MinTokensLogitsProcessor._mask_stop_token_logits": ("", "8f63a4392ed55885"),
+        "MinTokensLogitsProcessor.apply_with_spec_decode": ("380757e409e07c20", "74c1c8058352e4e9"),
     },
     "vllm.model_executor.layers.utils": {
         "get_token_bin_counts_and_mask": ("43dc200f576d3d81",),

@@ -1,0 +1,169 @@
+"""A verify step of vLLM's first model runner gives each request what its steps of plain decoding give it."""
+
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.assertions import assert_same_bits
+from vllm_batch_invariant.integration import patch_points, speculation
+from vllm_batch_invariant.ops.acceptance import NO_TOKEN
+
+pytest.importorskip("vllm")
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+VOCABULARY = 64
+REQUESTS = 6
+DRAFTS = [3, 0, 5, 1, 2, 5]
+PER_REQUEST = {"temperature", "top_p", "top_k", "frequency_penalties", "presence_penalties", "repetition_penalties"}
+PER_REQUEST |= {"prompt_token_ids", "output_token_ids", "allowed_token_ids_mask"}
+BY_REQUEST = {"generators", "bad_words_token_ids", "logprob_token_ids"}
+OF_THE_STEP = {"all_greedy", "all_random", "max_num_logprobs", "no_penalties", "logitsprocs"}
+NOT_NEEDED = {"spec_token_ids", "thinking_budget_state_holder"}
+"""Drafts, which are among the tokens of a row, and what is refused at start-up."""
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's compiled kernels, and as in a worker a sampler that lists candidates by the mode's order."""
+    from vllm_batch_invariant.integration import sampling
+
+    patch_points.load_kernels()
+    monkeypatch.setattr(Sampler, "gather_logprobs", staticmethod(sampling.gather_logprobs))
+
+
+def metadata_of(requests: list[int], outputs: list[list[int]], generators: dict[int, torch.Generator]) -> Any:
+    """Of some of six requests: greedy and seeded, with penalties, bad words, a filter, and a mask."""
+    rows = torch.tensor(requests)
+    seeded = torch.tensor([0.0, 0.8, 1.0, 0.0, 1.3, 0.7])
+    prompts = torch.arange(REQUESTS * 4).view(REQUESTS, 4) % VOCABULARY
+    mask = torch.zeros(REQUESTS, VOCABULARY, dtype=torch.bool)
+    mask[2, 20:] = True
+    penalty = torch.tensor([0.0, 0.4, 0.3, 0.5, 0.0, 0.2])
+    bad = {3: [[5], [7, 9]], 5: [[1]]}
+    return SamplingMetadata(
+        temperature=seeded[rows],
+        all_greedy=False,
+        all_random=False,
+        top_p=torch.tensor([1.0, 0.9, 1.0, 1.0, 0.5, 1.0])[rows],
+        top_k=torch.tensor([VOCABULARY, 20, VOCABULARY, VOCABULARY, 9, 3], dtype=torch.int32)[rows],
+        generators={place: generators[one] for place, one in enumerate(requests) if one in generators},
+        max_num_logprobs=3,
+        no_penalties=False,
+        prompt_token_ids=prompts[rows],
+        frequency_penalties=penalty[rows],
+        presence_penalties=penalty[rows],
+        repetition_penalties=1 + penalty[rows],
+        output_token_ids=outputs,
+        allowed_token_ids_mask=mask[rows],
+        bad_words_token_ids={place: bad[one] for place, one in enumerate(requests) if one in bad},
+        logitsprocs=LogitsProcessors(),
+    )
+
+
+def seeds() -> dict[int, torch.Generator]:
+    return {one: torch.Generator().manual_seed(one) for one in (1, 2, 4, 5)}
+
+
+def decoded(
+    logits: list[torch.Tensor], tokens: int
+) -> tuple[list[list[int]], list[list[LogprobsTensors]], dict[int, list[torch.Tensor]]]:
+    """Tokens and logprobs by plain decoding, a step a token, and the generators' states after each."""
+    sampler, generators = Sampler(), seeds()
+    outputs: list[list[int]] = [[] for _ in range(REQUESTS)]
+    listed: list[list[LogprobsTensors]] = [[] for _ in range(REQUESTS)]
+    states: dict[int, list[torch.Tensor]] = {one: [] for one in generators}
+    for step in range(tokens):
+        metadata = metadata_of(list(range(REQUESTS)), outputs, generators)
+        done = sampler(torch.stack([rows[step] for rows in logits]), metadata)
+        for one in range(REQUESTS):
+            listed[one].append(LogprobsTensors(*(tensor[one : one + 1] for tensor in done.logprobs_tensors[:3])))
+            outputs[one].append(int(done.sampled_token_ids[one, 0]))
+        for one, generator in generators.items():
+            states[one].append(generator.get_state())
+    return outputs, listed, states
+
+
+def spec_metadata(drafts: list[list[int]]) -> SpecDecodeMetadata:
+    """vLLM's, for requests with these drafts: their rows lie after each other."""
+    made = SpecDecodeMetadata.make_dummy(drafts, torch.device("cpu"))
+    counts = torch.tensor([len(one) + 1 for one in drafts])
+    ends = counts.cumsum(0) - 1
+    made.bonus_logits_indices = ends.to(torch.int32)
+    rows = torch.arange(int(counts.sum()))
+    made.target_logits_indices = rows[~torch.isin(rows, ends)].to(torch.int32)
+    return made
+
+
+@pytest.mark.parametrize("right", [0, 1, 2, 5])
+def test_a_verify_step_gives_tokens_logprobs_and_generators_of_plain_decoding(right: int) -> None:
+    chance = torch.Generator().manual_seed(right)
+    logits = [torch.randn(6, VOCABULARY, generator=chance) * 3 for _ in range(REQUESTS)]
+    outputs, listed, states = decoded(logits, 6)
+    drafts = [outputs[one][:number] for one, number in enumerate(DRAFTS)]
+    for one in drafts:
+        one[right:] = [(token + 1) % VOCABULARY for token in one[right:]]
+    generators = seeds()
+    rejection_sampler = RejectionSampler(Sampler())
+    metadata = metadata_of(list(range(REQUESTS)), [[] for _ in range(REQUESTS)], generators)
+    rows = torch.cat([one[: number + 1] for one, number in zip(logits, DRAFTS, strict=True)])
+    done = speculation.verify(rejection_sampler, spec_metadata(drafts), None, rows, metadata)
+    width = max(DRAFTS) + 1
+    for one, number in enumerate(DRAFTS):
+        count = min(right, number) + 1
+        assert done.sampled_token_ids[one].tolist() == outputs[one][:count] + [NO_TOKEN] * (width - count)
+        for j in range(count):
+            for ours, plain in zip(done.logprobs_tensors[:3], listed[one][j][:3], strict=True):
+                assert_same_bits(ours[one * width + j], plain[0])
+        if one in generators:
+            assert_same_bits(generators[one].get_state(), states[one][count - 1])
+
+
+def test_every_field_of_vllms_metadata_is_known() -> None:
+    assert {field.name for field in fields(SamplingMetadata)} == PER_REQUEST | BY_REQUEST | OF_THE_STEP | NOT_NEEDED
+
+
+@dataclass
+class SecondOutput:
+    """The part of the second runner's ``SamplerOutput`` that verification reads or writes."""
+
+    sampled_token_ids: torch.Tensor
+    num_sampled: Any = None
+    num_rejected: Any = None
+
+
+def test_the_second_runners_step_samples_every_row_and_keeps_what_equals_the_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a fake of vLLM's sampler, and of the kernel that counts tokens of prompts."""
+    point = patch_points.SAMPLED_AND_REJECTED
+    monkeypatch.setattr(point.module(), point.attribute, lambda counts, *_: (counts, None), raising=False)
+    sampled = torch.tensor([[5], [6], [7], [8], [9], [3]])
+
+    def sampler(logits: torch.Tensor, batch: Any) -> Any:
+        assert len(logits) == len(batch.logits_indices)
+        return SecondOutput(sampled)
+
+    sampler.req_states = SimpleNamespace(prefill_len=SimpleNamespace(gpu=None))  # type: ignore[attr-defined]
+    batch = SimpleNamespace(
+        input_ids=torch.tensor([0, 1, 5, 6, 0, 2, 9, 4]),
+        logits_indices=torch.tensor([1, 2, 3, 4, 5, 7]),
+        cu_num_logits=torch.tensor([0, 4, 6], dtype=torch.int32),
+        seq_lens=None,
+        idx_mapping=None,
+    )
+    rejection_sampler = SimpleNamespace(sampler=sampler, num_speculative_steps=3)
+    logits = torch.zeros(6, VOCABULARY)
+    done = speculation.verify_in_second_runner(rejection_sampler, logits, batch)
+    assert done.sampled_token_ids.tolist() == [[5, 6, 7, NO_TOKEN], [9, NO_TOKEN, NO_TOKEN, NO_TOKEN]]
+    assert done.num_sampled.tolist() == [3, 1]
+    invalid = torch.tensor([False, False, True, False, False, False])
+    done = speculation.verify_in_second_runner(rejection_sampler, logits, batch, invalid_drafts=invalid)
+    assert done.num_sampled.tolist() == [2, 1]
