@@ -1,4 +1,4 @@
-"""A drafter for vLLM's method ``custom_class`` that knows the answers: it proposes them, something else, or nothing."""
+"""Drafters: one for vLLM's method ``custom_class`` that knows the answers, and a draft head."""
 
 import json
 import os
@@ -9,6 +9,8 @@ from types import FunctionType
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
 
 ANSWERS = "DRAFTED_ANSWERS"
 """The variable that names a file: a list of prompts with their answers, in token ids, as JSON."""
@@ -59,6 +61,49 @@ class Drafter:
 
     def load_model(self, target: object) -> None:
         """There is none."""
+
+
+def make_eagle3_head(target: Path, folder: Path) -> Path:
+    """Write a draft head of EAGLE-3's shape with random weights, for the target in a folder."""
+    of_target = json.loads((target / "config.json").read_text())
+    hidden, vocabulary, heads, kv_heads, size = of_target["hidden_size"], of_target["vocab_size"], 8, 2, 64
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": hidden,
+        "intermediate_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": size,
+        "vocab_size": vocabulary,
+        "draft_vocab_size": vocabulary,
+        "max_position_embeddings": of_target["max_position_embeddings"],
+        "torch_dtype": "bfloat16",
+    }
+    shapes = {
+        "fc": (hidden, 3 * hidden),
+        "midlayer.hidden_norm": (hidden,),
+        "midlayer.input_layernorm": (hidden,),
+        "midlayer.self_attn.q_proj": (heads * size, 2 * hidden),
+        "midlayer.self_attn.k_proj": (kv_heads * size, 2 * hidden),
+        "midlayer.self_attn.v_proj": (kv_heads * size, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, heads * size),
+        "midlayer.post_attention_layernorm": (hidden,),
+        "midlayer.mlp.gate_proj": (hidden, hidden),
+        "midlayer.mlp.up_proj": (hidden, hidden),
+        "midlayer.mlp.down_proj": (hidden, hidden),
+        "norm": (hidden,),
+        "lm_head": (vocabulary, hidden),
+    }
+    chance = torch.Generator().manual_seed(5)
+    weights = {
+        f"{name}.weight": torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=chance) / hidden**0.5
+        for name, shape in shapes.items()
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: weight.bfloat16() for name, weight in weights.items()}, folder / "model.safetensors")
+    return folder
 
 
 def counts(llm: Any) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """Multimodal models served as text: encoders are not built, requests with pictures are refused, bits stay."""
 
 import os
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -72,25 +72,30 @@ def afterwards(running: Engine) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Result]]]:
-    """Every model in an engine of its own, two at a time: most of an engine's start takes one core."""
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
+    """Every model in an engine of its own, one after the other: side by side, their threads wait for each other."""
     path = os.pathsep.join([*multimodal.python_path(tmp_path_factory.mktemp("path")), PATHS])
-    folders = {name: str(tmp_path_factory.mktemp("model")) for name in (*MODELS, TEXT_MODEL)}
-    twin = multimodal.model(*MODELS["qwen2.5-vl in fp32"][:2])
-    multimodal.text_of(twin).save_pretrained(folders[TEXT_MODEL])
-    with ThreadPoolExecutor(2) as pool:
-        engines = {}
-        for name, (config, dtype, settings) in MODELS.items():
-            multimodal.model(config, dtype).save_pretrained(folders[name])
-            engine = {"model": folders[name]} | LIMITS | FEW_PAGES | OF_DEVICE | settings
-            listed = {"listed_for": LISTED, "afterwards": afterwards, "PYTHONPATH": path}
-            engines[name] = pool.submit(run, engine, plan(), "1", **listed)
-        twin_engine = {"model": folders[TEXT_MODEL]} | LIMITS | FEW_PAGES | OF_DEVICE | FP32
-        engines[TEXT_MODEL] = pool.submit(run, twin_engine, plan(), "1")
-        plain = {"model": folders["qwen3-vl"], "enforce_eager": True} | LIMITS | OF_DEVICE | TEXT_ONLY
-        engines[PLAIN] = pool.submit(run, plain, plan(), None, PYTHONPATH=path)
-        yield engines
-        pool.shutdown(wait=True, cancel_futures=True)
+
+    @cache
+    def folder(name: str) -> str:
+        made = str(tmp_path_factory.mktemp("model"))
+        if name == TEXT_MODEL:
+            multimodal.text_of(multimodal.model(*MODELS["qwen2.5-vl in fp32"][:2])).save_pretrained(made)
+        else:
+            multimodal.model(*MODELS[name][:2]).save_pretrained(made)
+        return made
+
+    @cache
+    def answers(name: str) -> Result:
+        if name == PLAIN:
+            plain = {"model": folder("qwen3-vl"), "enforce_eager": True} | LIMITS | OF_DEVICE | TEXT_ONLY
+            return run(plain, plan(), None, PYTHONPATH=path)
+        engine = {"model": folder(name)} | LIMITS | FEW_PAGES | OF_DEVICE
+        if name == TEXT_MODEL:
+            return run(engine | FP32, plan(), "1")
+        return run(engine | MODELS[name][2], plan(), "1", listed_for=LISTED, afterwards=afterwards, PYTHONPATH=path)
+
+    return answers
 
 
 def moved(result: Result) -> list[str]:
@@ -106,35 +111,35 @@ def moved(result: Result) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [*MODELS, TEXT_MODEL])
-def test_a_model_served_as_text_gives_the_same_bits_under_any_load(name: str, asked: dict[str, Future[Result]]) -> None:
-    result = asked[name].result()
+def test_a_model_served_as_text_gives_the_same_bits_under_any_load(name: str, asked: Callable[[str], Result]) -> None:
+    result = asked(name)
     assert moved(result) == []
     assert result.steps["warm"][0]["cached"] >= 128
     assert result.preemptions > 0 or torch.cuda.is_available()
 
 
-def test_plain_vllm_does_not(asked: dict[str, Future[Result]]) -> None:
+def test_plain_vllm_does_not(asked: Callable[[str], Result]) -> None:
     """The negative control."""
-    assert moved(asked[PLAIN].result())
+    assert moved(asked(PLAIN))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_listed_candidates_do_not_follow_what_others_ask_for(name: str, asked: dict[str, Future[Result]]) -> None:
-    listed = asked[name].result().listed
+def test_listed_candidates_do_not_follow_what_others_ask_for(name: str, asked: Callable[[str], Result]) -> None:
+    listed = asked(name).listed
     assert listed is not None
     assert [others for others in listed if listed[others] != listed["alone"]] == []
 
 
-def test_the_text_of_a_multimodal_model_has_the_bits_of_the_text_model(asked: dict[str, Future[Result]]) -> None:
+def test_the_text_of_a_multimodal_model_has_the_bits_of_the_text_model(asked: Callable[[str], Result]) -> None:
     """M-RoPE of text is the plain rotation: a Qwen2 with the same weights answers the same."""
-    ours, theirs = (asked[name].result() for name in ("qwen2.5-vl in fp32", TEXT_MODEL))
+    ours, theirs = (asked(name) for name in ("qwen2.5-vl in fp32", TEXT_MODEL))
     asked_for = [(step["name"], i) for step in plan() for i in range(len(step["requests"]))]
     assert [where for where in asked_for if ours.completions(*where) != theirs.completions(*where)] == []
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_no_encoder_is_built(name: str, asked: dict[str, Future[Result]]) -> None:
-    result = asked[name].result()
+def test_no_encoder_is_built(name: str, asked: Callable[[str], Result]) -> None:
+    result = asked(name)
     built = result.afterwards["built"]
     assert built["encoders"] == dict.fromkeys(ENCODERS[name], "StageMissingLayer")
     assert built["on"] == ["meta"]
@@ -148,9 +153,9 @@ def test_no_encoder_is_built(name: str, asked: dict[str, Future[Result]]) -> Non
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_request_with_a_picture_is_refused_and_its_neighbours_keep_their_bits(
-    name: str, asked: dict[str, Future[Result]]
+    name: str, asked: Callable[[str], Result]
 ) -> None:
-    told = asked[name].result().afterwards
+    told = asked(name).afterwards
     said = told["picture"]["said"]
     assert said
     assert "\n" not in said

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.drafters import ANSWERS, KINDS
+from tests.engine.drafters import ANSWERS, KINDS, make_eagle3_head
 from tests.engine.engines import OF_DEVICE, Result, run, tokens
 from vllm_batch_invariant.verify.harness.requests import KINDS as ASKED
 from vllm_batch_invariant.verify.harness.requests import NOT_BESIDE_DRAFTS, Accepts, draw
@@ -24,7 +24,7 @@ LENGTHS = (1, 20, 119, 125, 250, 255, 300)
 """Of prompts whose answers cross the ends of pages (128) and of splits (256) within a verify step, or cross none."""
 MOST_TOKENS = 24
 PLAIN_SEEDED = {"temperature", "max_tokens", "ignore_eos", "seed", "logprobs"}
-NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+NGRAMS = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 SMALL = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 12, "max_num_seqs": 17}
 """Prompts come in chunks beside verify steps, and requests are preempted between them."""
 
@@ -67,12 +67,14 @@ def plain(engine: Callable[..., Result]) -> list[dict[str, Any]]:
     return [answer for step in IN_PARTS for answer in done.steps[step["name"]]]
 
 
-def differing(answers: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def differing(
+    answers: list[dict[str, Any]], others: list[dict[str, Any]], which: slice = slice(None)
+) -> list[dict[str, Any]]:
     """The parameters of requests whose tokens, logprobs, listed candidates or prompt logprobs are not the others'."""
     compared = ("completions", "prompt_logprobs")
     return [
         asked["params"]
-        for asked, one, other in zip(requests(), answers, others, strict=True)
+        for asked, one, other in zip(requests()[which], answers, others[which], strict=True)
         if [one[key] for key in compared] != [other[key] for key in compared]
     ]
 
@@ -124,7 +126,20 @@ def test_vllms_rule_of_acceptance_fails_the_same_comparison(drafted: Result) -> 
     assert different
 
 
-def test_n_grams_give_the_answers_of_plain_decoding(engine: Callable[..., Result], plain: list[dict[str, Any]]) -> None:
-    done = engine([TOGETHER], counts, speculative_config=json.dumps(NGRAMS))
-    assert differing(done.steps["together"], plain) == []
-    assert 0 < done.afterwards["accepted"] < done.afterwards["drafts"]
+DRAFTERS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
+    "n-grams": lambda target, folder: NGRAMS,
+    "the model itself": lambda target, folder: {"method": "draft_model", "model": str(target)},
+    "a head": lambda target, folder: {"method": "eagle3", "model": str(make_eagle3_head(target, folder))},
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafters_of_vllms_leave_answers_alone(
+    engine: Callable[..., Result], plain: list[dict[str, Any]], checkpoint: Path, tmp_path: Path, name: str
+) -> None:
+    speculation = {"num_speculative_tokens": 3} | DRAFTERS[name](checkpoint, tmp_path)
+    few = slice(None) if name == "n-grams" else slice(0, None, 3)
+    done = engine([TOGETHER | {"requests": requests()[few]}], counts, speculative_config=json.dumps(speculation))
+    assert differing(done.steps["together"], plain, few) == []
+    assert done.afterwards["drafts"] > 0
+    assert (done.afterwards["accepted"] > 0) == (name != "a head"), "a head of random weights is never right"

@@ -22,7 +22,7 @@ TEXT_OF = {
     "Qwen3VLForConditionalGeneration": ("image", "video"),
 }
 """Multimodal models that are served as text, by vLLM's name of their class, with what else they take."""
-DRAFTERS = ("ngram", "custom_class")
+DRAFTERS = ("ngram", "custom_class", "draft_model", "eagle3")
 """Methods of speculative decoding that are covered, as vLLM calls them."""
 LOGITS_PROCESSORS = "vllm.logits_processors"
 """The group of entry points whose logits processors vLLM loads without being told to."""
@@ -216,7 +216,8 @@ COVERED = (
     ),
     Feature(
         "Speculative decoding",
-        "n-grams on a CPU; the answers and their logprobs are those without it, greedy and with a seed",
+        "on a CPU with n-grams, a draft model, EAGLE-3 and drafters of your own: the answers and logprobs are those "
+        "without it, greedy and with a seed",
     ),
     Feature("APIs", "vllm serve (completions, chat), offline LLM()"),
 )
@@ -268,9 +269,9 @@ REFUSED = (
         ("cuda", "npu"),
     ),
     Feature(
-        "Speculative decoding with another drafter than n-grams",
+        "Speculative decoding with another drafter",
         "its layers have not been run beside the mode's",
-        """pass --speculative-config '{"method": "ngram", ...}', or leave it out""",
+        "choose a method among ngram, draft_model, eagle3 and custom_class, or leave --speculative-config out",
         _drafter,
     ),
     Feature(
