@@ -16,6 +16,7 @@ from vllm_batch_invariant.verify.harness.requests import NOT_BESIDE_DRAFTS, Acce
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.core,
     pytest.mark.skipif(torch.cuda.is_available(), reason="speculative decoding is refused on a GPU"),
 ]
 
@@ -25,7 +26,7 @@ LENGTHS = (1, 20, 119, 125, 250, 255, 300)
 MOST_TOKENS = 24
 PLAIN_SEEDED = {"temperature", "max_tokens", "ignore_eos", "seed", "logprobs"}
 NGRAMS = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-SMALL = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 12, "max_num_seqs": 17}
+SMALL = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 8, "max_num_seqs": 17}
 """Prompts come in chunks beside verify steps, and requests are preempted between them."""
 
 
