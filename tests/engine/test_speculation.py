@@ -31,7 +31,9 @@ SMALL = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 8, "max_num_se
 
 
 def requests() -> list[dict[str, Any]]:
-    """Two of every kind, the first with drafts of which any number are right; and greedy ones that repeat."""
+    """Two of every kind, the first with drafts of which any number are right; some with drafts that are right and go
+    beyond a stop string; and greedy ones that repeat.
+    """
     chance = random.Random(17)
     made = []
     for number, kind in enumerate(ACCEPTS.kinds):
@@ -40,6 +42,10 @@ def requests() -> list[dict[str, Any]]:
             prompt[0] = len(KINDS) * (10 + number) + drafts
             params = draw(chance, ACCEPTS, kind, MOST_TOKENS, len(prompt), (None, 0, 3))
             made.append({"prompt": prompt, "params": params})
+    for number, word in enumerate(("x", "ing", "=", "ll")):
+        stop = {"stop": [word], "include_stop_str_in_output": number % 2 == 0, "logprobs": 3, "ignore_eos": True}
+        prompt = [len(KINDS) * (60 + number) + KINDS.index("right"), *tokens(40, 60 + number)]
+        made.append({"prompt": prompt, "params": stop | {"temperature": 1.0, "seed": number, "max_tokens": 64}})
     for number in range(2):
         params = {"temperature": 0.0, "max_tokens": 48, "logprobs": 2, "ignore_eos": True}
         made.append({"prompt": [len(KINDS) * (40 + number), *tokens(8, 40 + number) * 6], "params": params})

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ from vllm_batch_invariant.integration import patch_points, speculation
 from vllm_batch_invariant.ops.acceptance import NO_TOKEN
 
 pytest.importorskip("vllm")
-from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
@@ -167,3 +168,23 @@ def test_the_second_runners_step_samples_every_row_and_keeps_what_equals_the_dra
     invalid = torch.tensor([False, False, True, False, False, False])
     done = speculation.verify_in_second_runner(rejection_sampler, logits, batch, invalid_drafts=invalid)
     assert done.num_sampled.tolist() == [2, 1]
+
+
+def test_tokens_behind_a_stop_string_and_their_logprobs_are_dropped() -> None:
+    """As vLLM before 0.32 needs it; with fakes of its detokenizer and of its processor of logprobs."""
+    seen: list[tuple[list[int], bool]] = []
+
+    def update(_: object, tokens: list[int], stop_terminated: bool) -> str | None:
+        seen.append((tokens, stop_terminated))
+        return "stop" if 7 in tokens else None
+
+    tokens = [5, 6, 7, 8, 9]
+    assert speculation.token_by_token(update)(None, tokens, True) == "stop"
+    assert (tokens, seen) == ([5, 6, 7], [([5], False), ([6], False), ([7], False)])
+    taken: list[Any] = []
+    rows = np.arange(10).reshape(5, 2)
+    output = SimpleNamespace(new_token_ids=tokens, new_logprobs=LogprobsLists(rows, rows / 2, rows[:, 0]))
+    speculation.of_kept_tokens(lambda _, output: taken.append(output.new_logprobs))(None, output)
+    assert [part.tolist() for part in taken[0][:3]] == [rows[:3].tolist(), (rows[:3] / 2).tolist(), [0, 2, 4]]
+    assert speculation.token_by_token(update)(None, [5, 6], True) is None
+    assert seen[3:] == [([5], False), ([6], True)]

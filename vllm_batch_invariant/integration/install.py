@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 from .. import envs
-from . import coverage, devices, endpoint, patch_points, refusals, reviewed, seeds, server, weights
+from . import coverage, devices, endpoint, patch_points, refusals, reviewed, seeds, server, speculation, weights
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -39,6 +39,7 @@ def install() -> None:
     patch_points.INIT_BATCH_INVARIANCE.put(install_worker)
     server.offer()
     seeds.install()
+    speculation.install_front_end()
     weights.install()
     _installed = True
 

@@ -124,6 +124,10 @@ TOPK_SCORES_OF_PROMPT = PatchPoint(("vllm.v1.worker.gpu.sample.prompt_logprob",)
 LOGPROBS_TENSORS = PatchPoint(("vllm.v1.outputs",), "LogprobsTensors")
 MODEL_RUNNER = PatchPoint(("vllm.v1.worker.gpu_model_runner",), "GPUModelRunner")
 """The first model runner, of CPUs as well."""
+OUTPUT_PROCESSOR = PatchPoint(("vllm.v1.engine.output_processor",), "OutputProcessor")
+"""Makes what a client gets of what the engine gives, by the two below."""
+DETOKENIZER = PatchPoint(("vllm.v1.engine.detokenizer",), "BaseIncrementalDetokenizer")
+LOGPROBS_PROCESSOR = PatchPoint(("vllm.v1.engine.logprobs",), "LogprobsProcessor")
 ENDPOINT_PLUGINS = PatchPoint(("vllm.plugins",), "load_endpoint_plugins")
 """Called by a server for the routes that plugins add."""
 GAUGE = PatchPoint(("vllm.v1.metrics.loggers",), "Gauge")
@@ -144,6 +148,8 @@ MEMBERS = {
         *("_initialize_kv_caches", "collective_rpc", "step", "step_with_batch_queue", "reset_prefix_cache"),
     ),
     "INPUT_PROCESSOR": ("process_inputs",),
+    "DETOKENIZER": ("update",),
+    "LOGPROBS_PROCESSOR": ("update_from_output",),
     "INPUT_BATCH": ("swap_states", "condense"),
     "TOP_K_TOP_P_SAMPLER": ("forward_cpu", "forward_native"),
     "SAMPLER": ("forward", "gather_logprobs", "gather_specific_token_logprobs"),

@@ -9,7 +9,7 @@ noise. vLLM's own rule accepts a draft with the probability that it has, and so 
 Sampling first and comparing afterwards is drafter-invariant speculation (Daliri et al., arXiv 2408.07978).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -59,6 +59,47 @@ class _OfRows:
 def install() -> None:
     """Replace how the first model runner verifies drafts."""
     patch_points.REJECTION_SAMPLER.get().forward = verify
+
+
+def install_front_end() -> None:
+    """Have an answer end with the token that completes a stop string, as in plain decoding. Before 0.32 vLLM returns
+    what a verify step gave behind it, too.
+    """
+    if hasattr(patch_points.OUTPUT_PROCESSOR.get(), "_trim_surplus_tokens"):
+        return
+    for point, method, wrapper in (
+        (patch_points.DETOKENIZER, "update", token_by_token),
+        (patch_points.LOGPROBS_PROCESSOR, "update_from_output", of_kept_tokens),
+    ):
+        setattr(point.get(), method, wrapper(getattr(point.get(), method)))
+
+
+def token_by_token(update: Callable[..., str | None]) -> Callable[..., str | None]:
+    """vLLM's method ``update`` of a detokenizer, which looks for stop strings after each token and takes the tokens
+    behind one out of the caller's list.
+    """
+
+    def update_one_by_one(self: Any, new_token_ids: list[int], stop_terminated: bool) -> str | None:
+        last = len(new_token_ids) - 1
+        for place, token in enumerate(new_token_ids):
+            found = update(self, [token], stop_terminated and place == last)
+            if found:
+                del new_token_ids[place + 1 :]
+                return found
+        return None
+
+    return update_one_by_one
+
+
+def of_kept_tokens(update_from_output: Callable[..., None]) -> Callable[..., None]:
+    """vLLM's method ``update_from_output`` of a processor of logprobs, with those of the tokens that are left."""
+
+    def update_from_kept(self: Any, output: Any) -> None:
+        if output.new_logprobs is not None:
+            output.new_logprobs = output.new_logprobs.slice_request(0, len(output.new_token_ids))
+        update_from_output(self, output)
+
+    return update_from_kept
 
 
 def install_second_runner() -> None:
