@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from tests.engine.drafters import ANSWERS, KINDS, make_eagle3_head
 from tests.engine.engines import OF_DEVICE, Result, run, tokens
+from vllm_batch_invariant.integration.patch_points import installed_version
 from vllm_batch_invariant.verify.harness.requests import KINDS as ASKED
 from vllm_batch_invariant.verify.harness.requests import NOT_BESIDE_DRAFTS, Accepts, draw
 
@@ -24,6 +26,10 @@ ACCEPTS = Accepts(range(16, 1000), 4096, 20, tuple(kind for kind in ASKED if kin
 LENGTHS = (1, 20, 119, 125, 250, 255, 300)
 """Of prompts whose answers cross the ends of pages (128) and of splits (256) within a verify step, or cross none."""
 MOST_TOKENS = 24
+NO_KERNELS = find_spec("vllm") is not None and installed_version().startswith("0.30.")
+"""vLLM 0.30 breaks off on a CPU, with the mode and without, where a draft model runs or its own rule accepts: it
+launches kernels in Triton.
+"""
 PLAIN_SEEDED = {"temperature", "max_tokens", "ignore_eos", "seed", "logprobs"}
 NGRAMS = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 SMALL = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 8, "max_num_seqs": 17}
@@ -103,6 +109,8 @@ def drafted(
 
     def afterwards(running: Any) -> tuple[dict[str, int], int]:
         counted = counts(running)
+        if NO_KERNELS:
+            return counted, 0
         running.call("tests.engine.drafters:accept_as_vllm_does")
         # vLLM's rule breaks off where requests with top-k and without are together, on a CPU.
         seeded = [(asked, answer["completions"]) for asked, answer in pairs if asked["params"].keys() == PLAIN_SEEDED]
@@ -128,6 +136,7 @@ def test_drafts_are_accepted_and_rejected_and_requests_preempted(drafted: Result
     assert counted["preemptions"]
 
 
+@pytest.mark.skipif(NO_KERNELS, reason="vLLM 0.30 has no kernels for it on a CPU")
 def test_vllms_rule_of_acceptance_fails_the_same_comparison(drafted: Result) -> None:
     _, different = drafted.afterwards
     assert different
@@ -140,7 +149,7 @@ DRAFTERS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", ["n-grams"] if NO_KERNELS else DRAFTERS)
 def test_drafters_of_vllms_leave_answers_alone(
     engine: Callable[..., Result], plain: list[dict[str, Any]], checkpoint: Path, tmp_path: Path, name: str
 ) -> None:
