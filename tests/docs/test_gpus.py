@@ -12,9 +12,14 @@ def test_the_table_is_that_of_the_file() -> None:
     assert written == page_table(read_table())
 
 
-def test_no_cell_of_the_file_has_a_problem_and_every_gpu_has_attention_and_matmuls() -> None:
+SPILLED = {("sm_80", "attention bfloat16 256"), ("sm_90", "attention bfloat16 256")}
+"""Cells with a kernel that keeps more of its registers in memory than others do; the page says so."""
+
+
+def test_no_cell_of_the_file_has_another_problem_and_every_gpu_has_attention_and_matmuls() -> None:
     rows = read_table()
-    assert [row for row in rows if row["outcome"] != "compiled"] == []
+    assert {(row["gpu"], row["kernels"]) for row in rows if row["outcome"] != "compiled"} <= SPILLED
+    assert all(row["outcome"] == "compiled" or "bytes of stack" in row["outcome"] for row in rows)
     for gpu in GPUS:
         assert {"matmuls", "attention bfloat16 128"} <= {row["kernels"] for row in rows if row["gpu"] == f"sm_{gpu}"}
 
