@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.engine import multimodal
 from tests.engine.engines import ROOT
@@ -28,15 +29,21 @@ for name, arguments in json.loads(sys.argv[2]).items():
 print(json.dumps(lines))
 """
 
+ON_GPU = torch.cuda.is_available()
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.1]}
 REFUSED = {
     "quantisation": ({"quantization": "fp8"}, "quantisation fp8"),
     "an fp8 KV cache": ({"kv_cache_dtype": "fp8"}, "a KV cache in fp8"),
     "tensor parallelism": ({"tensor_parallel_size": 2}, "tensor parallelism 2"),
     "LoRA": ({"enable_lora": True}, "LoRA adapters"),
     "another attention backend": ({"attention_backend": "FLASH_ATTN"}, "attention backend FLASH_ATTN"),
-    "speculative decoding": (
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
-        "speculative decoding",
+    "another rule of acceptance": (
+        {
+            "speculative_config": NGRAMS
+            | {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0]}
+        },
+        "speculative decoding" if ON_GPU else "speculative_config.rejection_sample_method='synthetic'",
     ),
     "pooling": ({"runner": "pooling", "convert": "embed"}, "the pooling runner"),
     "logits processors": ({"logits_processors": ["package.module:Processor"]}, "custom logits processors"),
@@ -72,7 +79,7 @@ ACCEPTED = {
     "what is served": {"served_model_name": "name", "generation_config": "vllm", "reasoning_parser": "qwen3"},
     "one executor or the other": {"distributed_executor_backend": "mp"},
     "the model's dtype by its name": {"kv_cache_dtype": "bfloat16"},
-}
+} | ({} if ON_GPU else {"drafts": {"speculative_config": NGRAMS}})
 
 PLUGIN = """
 def register():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from vllm_batch_invariant.integration import patch_points, speculation
+from vllm_batch_invariant.integration import coverage, patch_points, speculation
 from vllm_batch_invariant.ops.acceptance import NO_TOKEN
 
 pytest.importorskip("vllm")
@@ -188,3 +188,24 @@ def test_tokens_behind_a_stop_string_and_their_logprobs_are_dropped() -> None:
     assert [part.tolist() for part in taken[0][:3]] == [rows[:3].tolist(), (rows[:3] / 2).tolist(), [0, 2, 4]]
     assert speculation.token_by_token(update)(None, [5, 6], True) is None
     assert seen[3:] == [([5], False), ([6], True)]
+
+
+@pytest.mark.parametrize(
+    ("method", "device", "found"),
+    [
+        ("ngram", "cpu", []),
+        ("eagle3", "cpu", []),
+        ("medusa", "cpu", ["speculative decoding with medusa"]),
+        ("ngram", "cuda", ["speculative decoding"]),
+    ],
+)
+def test_drafters_that_have_not_run_are_refused_by_name(method: str, device: str, found: list[str]) -> None:
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(method=method),
+        device_config=SimpleNamespace(device_type=device),
+        reasoning_config=None,
+    )
+    rows = [feature for feature in coverage.REFUSED if "peculative" in feature.name]
+    assert [name for name in (feature.found(config) for feature in rows) if name] == found
+    config.reasoning_config = object()
+    assert "a reasoning configuration beside speculative decoding" in [feature.found(config) for feature in rows]
