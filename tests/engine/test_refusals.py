@@ -31,7 +31,7 @@ print(json.dumps(lines))
 
 ON_GPU = torch.cuda.is_available()
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.1]}
+SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0]}
 REFUSED = {
     "quantisation": ({"quantization": "fp8"}, "quantisation fp8"),
     "an fp8 KV cache": ({"kv_cache_dtype": "fp8"}, "a KV cache in fp8"),
@@ -39,10 +39,7 @@ REFUSED = {
     "LoRA": ({"enable_lora": True}, "LoRA adapters"),
     "another attention backend": ({"attention_backend": "FLASH_ATTN"}, "attention backend FLASH_ATTN"),
     "another rule of acceptance": (
-        {
-            "speculative_config": NGRAMS
-            | {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0]}
-        },
+        {"speculative_config": NGRAMS | SYNTHETIC},
         "speculative decoding" if ON_GPU else "speculative_config.rejection_sample_method='synthetic'",
     ),
     "pooling": ({"runner": "pooling", "convert": "embed"}, "the pooling runner"),

@@ -114,8 +114,9 @@ SAMPLER = PatchPoint(("vllm.v1.sample.sampler",), "Sampler")
 REJECTION_SAMPLER = PatchPoint(("vllm.v1.sample.rejection_sampler",), "RejectionSampler")
 """Verifies drafts, in the first model runner."""
 SECOND_REJECTION_SAMPLER = PatchPoint(("vllm.v1.worker.gpu.spec_decode.rejection_sampler",), "RejectionSampler")
-"""The same in the second one, and the function by which it counts tokens of prompts that are not complete."""
+"""The same in the second one."""
 SAMPLED_AND_REJECTED = PatchPoint(("vllm.v1.worker.gpu.input_batch",), "get_num_sampled_and_rejected")
+"""Corrects both numbers there for a request whose prompt is not complete."""
 SECOND_SAMPLER = PatchPoint(("vllm.v1.worker.gpu.sample.sampler",), "Sampler")
 TOPK_SCORES = PatchPoint(("vllm.v1.worker.gpu.sample.logprob",), "compute_topk_scores")
 """Lists logprobs in the second model runner, under the names that it has there."""

@@ -61,6 +61,11 @@ def install() -> None:
     patch_points.REJECTION_SAMPLER.get().forward = verify
 
 
+def install_second_runner() -> None:
+    """The same for the second one; only GPUs have one."""
+    patch_points.SECOND_REJECTION_SAMPLER.get().__call__ = verify_in_second_runner
+
+
 def install_front_end() -> None:
     """Have an answer end with the token that completes a stop string, as in plain decoding. Before 0.32 vLLM returns
     what a verify step gave behind it, too.
@@ -100,11 +105,6 @@ def of_kept_tokens(update_from_output: Callable[..., None]) -> Callable[..., Non
         update_from_output(self, output)
 
     return update_from_kept
-
-
-def install_second_runner() -> None:
-    """The same for the second one; only GPUs have one."""
-    patch_points.SECOND_REJECTION_SAMPLER.get().__call__ = verify_in_second_runner
 
 
 def verify_in_second_runner(
@@ -163,8 +163,8 @@ def verify(self: Any, metadata: Any, draft_probs: object, logits: torch.Tensor, 
     inputs[metadata.target_logits_indices.to(torch.int64) + 1] = metadata.draft_token_ids.to(torch.int64)
     of_rows = rows_of(sampling_metadata, counts, starts, inputs)
     output = self.sampler(logits=logits[: starts[-1]], sampling_metadata=of_rows)
-    ends = torch.tensor(starts, dtype=torch.int32, device=logits.device)
-    tokens, accepted = accept(output.sampled_token_ids.view(-1), inputs, ends, max(counts))
+    row_starts = torch.tensor(starts, dtype=torch.int32, device=logits.device)
+    tokens, accepted = accept(output.sampled_token_ids.view(-1), inputs, row_starts, max(counts))
     if of_rows.generators:
         number = accepted.tolist()
         for request, generator in sampling_metadata.generators.items():
@@ -172,7 +172,7 @@ def verify(self: Any, metadata: Any, draft_probs: object, logits: torch.Tensor, 
     logprobs = output.logprobs_tensors
     if logprobs is not None:  # vLLM reads as many of each request, and leaves out those without a token
         offs = torch.arange(max(counts), device=logits.device)
-        rows = (ends[:-1, None] + offs).clamp(max=starts[-1] - 1).flatten()
+        rows = (row_starts[:-1, None] + offs).clamp(max=starts[-1] - 1).flatten()
         logprobs = patch_points.LOGPROBS_TENSORS.get()(
             logprobs.logprob_token_ids[rows], logprobs.logprobs[rows], logprobs.selected_token_ranks[rows]
         )
@@ -198,7 +198,7 @@ def rows_of(metadata: Any, counts: list[int], starts: list[int], inputs: torch.T
         return {starts[request] + j: there[request] for request in sorted(there) for j in range(counts[request])}
 
     outputs = metadata.output_token_ids
-    if outputs and not (metadata.no_penalties and not metadata.bad_words_token_ids):
+    if outputs and (metadata.bad_words_token_ids or not metadata.no_penalties):
         drafts = inputs.tolist()
         outputs = [
             [*outputs[request], *drafts[start + 1 : start + 1 + j]]
