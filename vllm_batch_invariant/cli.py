@@ -2,6 +2,8 @@
 
 import argparse
 import difflib
+import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -112,10 +114,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_settings()
         options.began = began
         with redirect_stdout(sys.stderr) if _prints_json(options) else nullcontext():
-            return int(options.run(options, chosen))
+            status = int(options.run(options, chosen))
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt as error:
         number = getattr(error, "number", signal.SIGINT)
         return _end(name, "interrupted; nothing was decided", 128 + number)
+    except BrokenPipeError as error:
+        return 128 + signal.SIGPIPE if _nobody_reads() else _end(name, _reason(error))
     except Exception as error:  # a traceback ends with status 1, which means that bits differ
         return _end(name, _reason(error))
     finally:
@@ -158,6 +164,16 @@ def _check_settings() -> None:
     envs.check_names()
     for variable in envs.VARIABLES:
         variable.read()
+
+
+def _nobody_reads() -> bool:
+    """Whether the reader of stdout has gone, such as ``head``; what is left is then dropped."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    gone = any(events & select.POLLERR for _, events in poll.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return gone
 
 
 def _prints_json(options: argparse.Namespace) -> bool:

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.engine import multimodal
 from tests.engine.engines import ROOT
@@ -29,18 +28,17 @@ for name, arguments in json.loads(sys.argv[2]).items():
 print(json.dumps(lines))
 """
 
-ON_GPU = torch.cuda.is_available()
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0]}
 REFUSED = {
     "quantisation": ({"quantization": "fp8"}, "quantisation fp8"),
     "an fp8 KV cache": ({"kv_cache_dtype": "fp8"}, "a KV cache in fp8"),
-    "tensor parallelism": ({"tensor_parallel_size": 2}, "tensor parallelism 2"),
+    "pipeline parallelism": ({"pipeline_parallel_size": 2}, "pipeline parallelism 2"),
     "LoRA": ({"enable_lora": True}, "LoRA adapters"),
     "another attention backend": ({"attention_backend": "FLASH_ATTN"}, "attention backend FLASH_ATTN"),
     "another rule of acceptance": (
         {"speculative_config": NGRAMS | SYNTHETIC},
-        "speculative decoding" if ON_GPU else "speculative_config.rejection_sample_method='synthetic'",
+        "speculative_config.rejection_sample_method='synthetic'",
     ),
     "pooling": ({"runner": "pooling", "convert": "embed"}, "the pooling runner"),
     "logits processors": ({"logits_processors": ["package.module:Processor"]}, "custom logits processors"),
@@ -64,7 +62,7 @@ REFUSED = {
 
 TWO = {"enable_lora": True, "hf_overrides": {"head_dim": 32}}
 TEXT_ONLY = {"language_model_only": True, "skip_tokenizer_init": True}
-CORE = ("quantisation", "tensor parallelism", "LoRA", "another attention backend", "weights on the host")
+CORE = ("quantisation", "pipeline parallelism", "LoRA", "another attention backend", "weights on the host")
 """Those that every version of vLLM has."""
 
 ACCEPTED = {
@@ -76,7 +74,8 @@ ACCEPTED = {
     "what is served": {"served_model_name": "name", "generation_config": "vllm", "reasoning_parser": "qwen3"},
     "one executor or the other": {"distributed_executor_backend": "mp"},
     "the model's dtype by its name": {"kv_cache_dtype": "bfloat16"},
-} | ({} if ON_GPU else {"drafts": {"speculative_config": NGRAMS}})
+    "drafts": {"speculative_config": NGRAMS},
+}
 
 PLUGIN = """
 def register():

@@ -58,6 +58,8 @@ def config(device_type: str, mode: str, second_runner: bool = True, page: int | 
         scheduler_config=SimpleNamespace(max_num_seqs=32, max_num_batched_tokens=2048),
         cache_config=SimpleNamespace(block_size=page, user_specified_block_size=page is not None),
         use_v2_model_runner=second_runner,
+        speculative_config=None,
+        num_speculative_tokens=0,
     )
 
 

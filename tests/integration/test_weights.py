@@ -113,6 +113,8 @@ def test_a_weight_on_a_gpu_is_prepared_again_without_vllms_configuration(monkeyp
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=300, max_num_seqs=5),
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4]),
+        speculative_config=None,
+        num_speculative_tokens=0,
     )
     configs, prepared = [config], []
     monkeypatch.setattr(patch_points.CURRENT_CONFIG.module(), "get_current_vllm_config", lambda: configs.pop())

@@ -58,13 +58,15 @@ def test_a_bad_argument_is_one_line_and_status_2(
 
 def engine(**changed: Any) -> SimpleNamespace:
     """As much of a vLLM engine as is looked at before a run."""
-    setting = {"mode": "NONE", "graphs": "NONE", "context": 64, "requests": 8, "speculative": None} | changed
+    setting = {"mode": "NONE", "graphs": "NONE", "context": 64, "requests": 8, "speculative": None, "workers": 1}
+    setting |= changed
     modes = {"mode": setting["mode"], "cudagraph_mode": setting["graphs"]}
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(**{name: SimpleNamespace(name=value) for name, value in modes.items()}),
         model_config=SimpleNamespace(max_model_len=setting["context"]),
         scheduler_config=SimpleNamespace(max_num_seqs=setting["requests"]),
         speculative_config=setting["speculative"],
+        parallel_config=SimpleNamespace(tensor_parallel_size=setting["workers"]),
     )
     return SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
 
@@ -77,6 +79,7 @@ def engine(**changed: Any) -> SimpleNamespace:
         ({"context": 12}, "the prompt has 9 tokens, and with --max-tokens 4 that is more than .* 12"),
         ({"requests": 2}, "--max-num-seqs 3"),
         ({"speculative": object()}, "speculative decoding"),
+        ({"workers": 2}, "2 workers share each layer"),
     ],
 )
 def test_an_engine_that_cannot_be_tested_is_refused_in_one_line(changed: dict[str, Any], line: str) -> None:

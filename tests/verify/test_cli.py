@@ -52,6 +52,19 @@ def test_the_help_of_a_command_says_its_whole_name_and_no_empty_default(
     assert [text for text in ("default: None", "default: )", "``", "default: []") if text in out] == []
 
 
+@pytest.mark.parametrize("command", ["coverage", "settings"])
+def test_a_reader_that_has_read_enough_is_no_failure(command: str) -> None:
+    """As `| head` is."""
+    running = subprocess.Popen(
+        [sys.executable, "-m", "vllm_batch_invariant.cli", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert running.stdout
+    running.stdout.close()
+    assert running.stderr
+    said = running.stderr.read()
+    assert (running.wait(), said) == (128 + signal.SIGPIPE, b"")
+
+
 def test_what_is_left_over_is_refused_under_the_name_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     said = "vllm-batch-invariant settings: unrecognized arguments: --unheard-of; see --help\n"
     assert ends(capsys, "settings", "--unheard-of") == (2, "", said)
@@ -98,8 +111,8 @@ def test_why_there_is_no_connection_is_said(capsys: pytest.CaptureFixture[str], 
 def test_a_signal_stops_the_server_that_was_started(tmp_path: Path, number: signal.Signals) -> None:
     pid = tmp_path / "pid"
     start = (
-        "import sys; from vllm_batch_invariant.cli import main; "
-        "from vllm_batch_invariant.verify.harness import server; "
+        "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "  # whatever ran the tests has ignored
+        "from vllm_batch_invariant.cli import main; from vllm_batch_invariant.verify.harness import server; "
         "server._module = lambda model: ['tests.verify.fake_server']; sys.exit(main(['reproduce', 'x/y']))"
     )
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.verify.bisect.command import _case_of
 from vllm_batch_invariant.verify.fuzz import command as fuzz_command
-from vllm_batch_invariant.verify.fuzz.command import Fuzzer, FuzzPlan, is_multimodal, replay
+from vllm_batch_invariant.verify.fuzz.command import Fuzzer, FuzzPlan, is_divisible, is_multimodal, replay
 from vllm_batch_invariant.verify.fuzz.compare import difference
 from vllm_batch_invariant.verify.fuzz.finding import CONCURRENT, Finding, Row
 from vllm_batch_invariant.verify.fuzz.schedule import Item, Reset, Schedule, draw_schedule, draw_settings, draw_targets
@@ -339,6 +340,16 @@ def test_a_multimodal_model_is_served_as_text_by_arguments_that_are_drawn_or_giv
     assert not is_multimodal(str(tmp_path), ("--language-model-only",))
     assert not is_multimodal(str(tmp_path), ('--limit-mm-per-prompt={"image": 0}',))
     assert not is_multimodal("some/model", ())
+
+
+def test_two_workers_are_drawn_for_a_model_that_they_can_share(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"num_attention_heads": 14}')
+    assert is_divisible(str(tmp_path), ()) == ((os.cpu_count() or 1) > 1)
+    assert not is_divisible(str(tmp_path), ("--tensor-parallel-size", "4"))
+    config.write_text('{"num_attention_heads": 71}')
+    assert not is_divisible(str(tmp_path), ())
+    assert not is_divisible("some/model", ())
 
 
 def test_the_mode_of_a_row_is_the_flags(engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

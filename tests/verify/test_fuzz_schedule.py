@@ -91,7 +91,8 @@ def test_schedules_fill_an_engine_exactly_and_reset_its_cache_while_requests_run
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_twelve_engines_have_every_value_of_every_setting(device: str) -> None:
-    settings = [draw_settings(seed, number, device, CONTEXT) for seed in (0, 1) for number in range(12)]
+    drawn = [(seed, number) for seed in (0, 1) for number in range(12)]
+    settings = [draw_settings(seed, number, device, CONTEXT, divisible=True) for seed, number in drawn]
     for twelve in (settings[:12], settings[12:]):
         requests = {one.requests for one in twelve}
         assert requests >= {1, 2, 5, 64}
@@ -105,7 +106,9 @@ def test_twelve_engines_have_every_value_of_every_setting(device: str) -> None:
         assert {one.asynchronous for one in twelve} == (both if device == "cuda" else {False})
         assert {one.runner for one in twelve} == ({"0", "1"} if device == "cuda" else {""})
         assert {one.text for one in twelve} == {""}
-        assert {one.drafts for one in twelve} == (set(DRAFTS) if device == "cpu" else {0})
+        assert {one.drafts for one in twelve} == set(DRAFTS)
+        assert {one.workers for one in twelve} == ({1, 2} if device == "cpu" else {1})
+    assert {draw_settings(0, number, device, CONTEXT).workers for number in range(12)} == {1}
     assert {draw_settings(0, number, device, CONTEXT, multimodal=True).text for number in range(2)} == set(TEXT_ONLY)
 
 
@@ -119,7 +122,8 @@ def test_arguments_are_what_vllm_takes() -> None:
         parsed = parser.parse_args(settings.arguments)
         assert parsed.max_num_seqs == settings.requests
         assert parsed.max_num_batched_tokens >= settings.requests
-        assert parsed.async_scheduling == settings.asynchronous
+        assert parsed.async_scheduling == (None if settings.drafts else settings.asynchronous)
+        assert parsed.tensor_parallel_size == settings.workers
         assert parsed.enable_prefix_caching == settings.prefix_cache
         assert parsed.num_gpu_blocks_override is None or parsed.num_gpu_blocks_override * settings.page > CONTEXT
     for settings in (draw_settings(0, number, "cpu", CONTEXT, multimodal=True) for number in range(2)):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
+from .. import envs
 from ..errors import NotCovered
 from . import devices
 from .ascend.library import attention_library
@@ -22,7 +23,7 @@ TEXT_OF = {
     "Qwen3VLForConditionalGeneration": ("image", "video"),
 }
 """Multimodal models that are served as text, by vLLM's name of their class, with what else they take."""
-DRAFTERS = ("ngram", "custom_class", "draft_model", "eagle3")
+DRAFTERS = ("ngram", "custom_class", "draft_model", "eagle", "eagle3", "mtp")
 """Methods of speculative decoding that are covered, as vLLM calls them."""
 LOGITS_PROCESSORS = "vllm.logits_processors"
 """The group of entry points whose logits processors vLLM loads without being told to."""
@@ -71,10 +72,14 @@ def _attention_backend(config: Config) -> str | None:
     return f"attention backend {other[0]}" if other else None
 
 
+def _tensor_parallelism(config: Config) -> str | None:
+    size = config.parallel_config.tensor_parallel_size
+    return _when(size not in (1, *devices.of_config(config).tensor_parallel_sizes), f"tensor parallelism {size}")
+
+
 def _parallelism(config: Config) -> str | None:
     parallel = config.parallel_config
     kinds = {
-        "tensor": parallel.tensor_parallel_size,
         "pipeline": parallel.pipeline_parallel_size,
         "data": parallel.data_parallel_size,
         "decode context": getattr(parallel, "decode_context_parallel_size", 1),
@@ -159,8 +164,14 @@ def _multimodal_on_an_npu(config: Config) -> str | None:
     return _when(config.model_config.is_multimodal_model, "multimodal models on an NPU")
 
 
-def _speculation_elsewhere(config: Config) -> str | None:
+def _speculation(config: Config) -> str | None:
     return _when(config.speculative_config, "speculative decoding")
+
+
+def _speculation_by_flex(config: Config) -> str | None:
+    return _when(
+        config.speculative_config and envs.ATTENTION.read() == "flex", "speculative decoding beside FlexAttention"
+    )
 
 
 def _drafter(config: Config) -> str | None:
@@ -216,9 +227,10 @@ COVERED = (
     ),
     Feature(
         "Speculative decoding",
-        "on a CPU with n-grams, a draft model, EAGLE-3 and drafters of your own: the answers and logprobs are those "
-        "without it, greedy and with a seed",
+        "n-grams, a draft model, EAGLE-3 and drafters of your own: the answers and logprobs are those without it, "
+        "greedy and with a seed",
     ),
+    Feature("Tensor parallelism", "2, 4 and 8 workers on a CPU; another number of workers gives other bits"),
     Feature("APIs", "vllm serve (completions, chat), offline LLM()"),
 )
 """What is covered, for the table."""
@@ -232,9 +244,15 @@ REFUSED = (
         _attention_backend,
     ),
     Feature(
-        "Parallelism",
+        "Tensor parallelism on a GPU or an NPU, and of other sizes on a CPU",
         "the all-reduce would add in an order that follows the message size",
         "serve with one worker",
+        _tensor_parallelism,
+    ),
+    Feature(
+        "Pipeline, data and context parallelism",
+        "it has not been run with the mode",
+        "serve with one worker, or on a CPU with --tensor-parallel-size",
         _parallelism,
     ),
     Feature(
@@ -262,11 +280,18 @@ REFUSED = (
         lambda config: _when(config.lora_config, "LoRA adapters"),
     ),
     Feature(
-        "Speculative decoding on a GPU or an NPU",
+        "Speculative decoding on an NPU",
         "steps of 1 + k tokens a request have not been run there",
         "leave --speculative-config out",
-        _speculation_elsewhere,
-        ("cuda", "npu"),
+        _speculation,
+        ("npu",),
+    ),
+    Feature(
+        "Speculative decoding beside FlexAttention",
+        "its masks are planned on the host, which does not know how many drafts were accepted",
+        "leave --speculative-config or VLLM_BATCH_INVARIANT_ATTENTION=flex out",
+        _speculation_by_flex,
+        ("cuda",),
     ),
     Feature(
         "Speculative decoding with another drafter",

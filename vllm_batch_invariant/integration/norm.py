@@ -1,9 +1,14 @@
 """vLLM's norm layers, with the operation in their place."""
 
+from collections.abc import Callable
+
 import torch
 
 from ..ops.norm import rms_norm
 from . import patch_points
+
+OF_TRANSFORMERS = "vllm.model_executor.models.transformers.fusers.rms_norm"
+"""vLLM's module of norms for models of Transformers: its classes gather what workers share, and call vLLM's layers."""
 
 
 def install() -> None:
@@ -12,27 +17,37 @@ def install() -> None:
     registry = patch_points.CUSTOM_OP.module().op_registry_oot
     if rms_norm_layer.__name__ in registry:
         return
+    _register(rms_norm_layer, _rms_norm)
+    _register(gemma_layer, _gemma_rms_norm)
 
-    class BatchInvariantRMSNorm(rms_norm_layer):
-        """x / sqrt(mean(x**2) + eps) * weight, of x or of x + residual."""
 
-        def forward_native(
-            self, x: torch.Tensor, residual: torch.Tensor | None = None
-        ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-            weight = self.weight.data if self.has_weight else None
-            return rms_norm(x, weight, self.variance_epsilon, residual, self.variance_size_override)
+def _rms_norm(
+    self: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """x / sqrt(mean(x**2) + eps) * weight, of x or of x + residual."""
+    weight = self.weight.data if self.has_weight else None
+    return rms_norm(x, weight, self.variance_epsilon, residual, self.variance_size_override)
 
-        forward_cpu = forward_cuda = forward_oot = forward_native
 
-    class BatchInvariantGemmaRMSNorm(gemma_layer):
-        """The same with 1 + weight, multiplied in fp32."""
+def _gemma_rms_norm(
+    self: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The same with 1 + weight, multiplied in fp32."""
+    return rms_norm(x, self.weight.data.float() + 1.0, self.variance_epsilon, residual)
 
-        def forward_native(
-            self, x: torch.Tensor, residual: torch.Tensor | None = None
-        ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-            return rms_norm(x, self.weight.data.float() + 1.0, self.variance_epsilon, residual)
 
-        forward_cpu = forward_cuda = forward_oot = forward_native
+def _register(layer: type, forward: Callable[..., object]) -> None:
+    """Register ``layer`` with ``forward``, and its forms for models of Transformers when vLLM imports them."""
+    methods = dict.fromkeys(("forward_native", "forward_cpu", "forward_cuda", "forward_oot"), forward)
 
-    rms_norm_layer.register_oot(BatchInvariantRMSNorm, name=rms_norm_layer.__name__)
-    gemma_layer.register_oot(BatchInvariantGemmaRMSNorm, name=gemma_layer.__name__)
+    def register(kind: type) -> None:
+        made = type(f"BatchInvariant{kind.__name__}", (kind,), {"__module__": __name__, **methods})
+        layer.register_oot(made, name=kind.__name__)
+
+    def __init_subclass__(cls: type, **named: object) -> None:  # noqa: N807 - Python's
+        super(layer, cls).__init_subclass__(**named)
+        if cls.__module__ == OF_TRANSFORMERS:
+            register(cls)
+
+    register(layer)
+    layer.__init_subclass__ = classmethod(__init_subclass__)

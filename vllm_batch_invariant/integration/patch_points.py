@@ -71,6 +71,10 @@ GEMMA_RMS_NORM = PatchPoint(("vllm.model_executor.layers.layernorm",), "GemmaRMS
 REGISTER_BACKEND = PatchPoint(("vllm.v1.attention.backends.registry",), "register_backend")
 BACKENDS = PatchPoint(("vllm.v1.attention.backends.registry",), "AttentionBackendEnum")
 CPU_BACKEND = PatchPoint(("vllm.v1.attention.backends.cpu_attn",), "CPUAttentionBackend")
+CPU_COMMUNICATOR = PatchPoint(("vllm.distributed.device_communicators.cpu_communicator",), "CpuCommunicator")
+"""Moves tensors between workers on CPUs, and adds them."""
+TENSOR_PARALLEL = PatchPoint(("vllm.distributed.parallel_state",), "_TP")
+"""The group of workers that share each layer; None before there is one."""
 CUDA_BACKEND = PatchPoint(("vllm.v1.attention.backends.triton_attn",), "TritonAttentionBackend")
 WRITE_CACHE = PatchPoint(("vllm.v1.attention.ops.triton_reshape_and_cache_flash",), "triton_reshape_and_cache_flash")
 """Copies a step's keys and values to their pages on CUDA."""
@@ -115,6 +119,8 @@ REJECTION_SAMPLER = PatchPoint(("vllm.v1.sample.rejection_sampler",), "Rejection
 """Verifies drafts, in the first model runner."""
 SECOND_REJECTION_SAMPLER = PatchPoint(("vllm.v1.worker.gpu.spec_decode.rejection_sampler",), "RejectionSampler")
 """The same in the second one."""
+DRAFT_NOISE = PatchPoint(("vllm.v1.worker.gpu.spec_decode.speculator",), "gumbel_sample")
+"""Draws drafts there with a drafter's probabilities."""
 SAMPLED_AND_REJECTED = PatchPoint(("vllm.v1.worker.gpu.input_batch",), "get_num_sampled_and_rejected")
 """Corrects both numbers there for a request whose prompt is not complete."""
 SECOND_SAMPLER = PatchPoint(("vllm.v1.worker.gpu.sample.sampler",), "Sampler")
@@ -144,6 +150,7 @@ ALL = {name: value for name, value in list(globals().items()) if isinstance(valu
 
 MEMBERS = {
     "CONFIG": ("__post_init__",),
+    "CPU_COMMUNICATOR": ("all_reduce", "all_gather"),
     "DEVICE_WORKER": ("load_model", "get_model", "sleep", "wake_up"),
     "ENGINE_CORE": (
         *("_initialize_kv_caches", "collective_rpc", "step", "step_with_batch_queue", "reset_prefix_cache"),

@@ -12,6 +12,7 @@ MODULES = {
     (operation, device_type): f".{operation}.{device_type}"
     for operation, device_types in {
         "acceptance": ("cpu", "cuda"),
+        "all_reduce": ("cpu",),
         "linear": ("cpu", "cuda", "npu"),
         "norm": ("cpu", "cuda", "npu"),
         "norm_rotary": ("cuda",),

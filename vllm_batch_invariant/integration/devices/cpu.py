@@ -11,7 +11,7 @@ from ... import envs
 from ...ops.attention import AttentionReduction, paged_attention
 from ...ops.devices import DEVICES
 from ...provenance import installed
-from .. import linear
+from .. import collectives, linear
 from .record import VllmDevice
 
 
@@ -20,6 +20,9 @@ class Cpu(VllmDevice):
 
     def install_linear(self) -> None:
         linear.install_cpu()
+
+    def install_collectives(self) -> None:
+        collectives.install_cpu()
 
     def compile_kernels(self) -> None:
         """Run each compiled kernel once on next to nothing, so that no request waits for the compiler: 30 s when
@@ -78,4 +81,5 @@ DEVICE = Cpu(
     attention_choices=("CPU_ATTN", "CUSTOM"),
     serving="Matmuls: BLAS in fp32 on row tiles of fixed heights. Norms, softmax, sums: numba, in a fixed order.",
     copies_weights=True,
+    tensor_parallel_sizes=(2, 4, 8),
 )

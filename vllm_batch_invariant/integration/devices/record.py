@@ -9,7 +9,7 @@ from ... import envs
 from ...ops.attention import AttentionReduction
 from ...ops.devices import Device
 from ...version import __version__
-from .. import mrope, norm, patch_points, refusals, sampling, sampling_seeds, weights
+from .. import collectives, mrope, norm, patch_points, refusals, sampling, sampling_seeds, weights
 
 MODE_IS_ON = f"Batch-invariant mode is on (vllm-batch-invariant {__version__}); "
 
@@ -27,6 +27,7 @@ class VllmDevice:
         has_reviewed_config: whether somebody has read every field of the configurations that vLLM has on it.
         copies_weights: whether matmuls read copies of the weights, which go before the weights are written.
         guarantees: of docs/contract.md, that are kept on it.
+        tensor_parallel_sizes: numbers of workers above 1 that may share each layer.
     """
 
     ops: Device
@@ -37,6 +38,7 @@ class VllmDevice:
     has_reviewed_config: bool = True
     copies_weights: bool = False
     guarantees: tuple[str, ...] = ("run", "batch", "schedule")
+    tensor_parallel_sizes: tuple[int, ...] = ()
 
     def check_build(self) -> None:
         """Refuse a PyTorch that is built for another device of that name.
@@ -83,6 +85,8 @@ class VllmDevice:
         sampling.install(self.ops.type)
         sampling_seeds.install()
         self.install_linear()
+        self.install_collectives()
+        collectives.refuse_other_sums()
         norm.install()
         mrope.install()
         worker = patch_points.DEVICE_WORKER.get()
@@ -92,6 +96,9 @@ class VllmDevice:
 
     def install_linear(self) -> None:
         """Put the matmul where vLLM's linear layers and embeddings call it."""
+
+    def install_collectives(self) -> None:
+        """Put the all-reduce where vLLM's layers call it."""
 
     def compile_kernels(self) -> None:
         """Compile what would have the first requests wait, with the mode on."""
@@ -129,9 +136,10 @@ class VllmDevice:
         """Versions of libraries that only this device uses, as far as bits depend on them."""
         return {}
 
-    def engine_settings(self, vllm_config: Any) -> dict[str, str]:  # noqa: ARG002 - of a device that has some
-        """Settings of vLLM's that decide bits on this device only."""
-        return {}
+    def engine_settings(self, vllm_config: Any) -> dict[str, str]:
+        """Settings of vLLM's that decide bits, some on this device only."""
+        size = vllm_config.parallel_config.tensor_parallel_size
+        return {"tensor_parallel_size": str(size)} if size > 1 else {}
 
     @property
     def backend(self) -> type:

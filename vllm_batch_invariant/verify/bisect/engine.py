@@ -274,5 +274,10 @@ def _require_room(llm: Any, case: Case) -> None:
             f"{len(case.concurrent)} concurrent requests and the target are more than the engine runs at once, {most}; "
             f"pass --serve-args '--max-num-seqs {len(case.concurrent) + 1}'"
         )
+    if (workers := config.parallel_config.tensor_parallel_size) > 1:
+        raise NoTestError(
+            f"{workers} workers share each layer, and what they exchange has other rows than the requests; "
+            "leave --tensor-parallel-size out"
+        )
     if config.speculative_config is not None:
         raise NoTestError("with speculative decoding the rows of a step depend on the drafts; leave it out")

@@ -94,6 +94,7 @@ class Fuzzer:
         self._plan, self._on_progress = plan, on_progress
         self._device = "cuda" if _on_gpu() else "cpu"
         self._multimodal = is_multimodal(plan.model, plan.serve_args)
+        self._divisible = is_divisible(plan.model, plan.serve_args)
         self._context = min(CONTEXTS[self._device], plan.context or CONTEXTS[self._device])
         self._began = time.monotonic()
         self._lock, self._running, self._stopped = threading.Lock(), set[Engine](), False
@@ -140,7 +141,7 @@ class Fuzzer:
 
     def _engine(self, number: int) -> None:
         plan = self._plan
-        settings = draw_settings(plan.seed, number, self._device, self._context, self._multimodal)
+        settings = draw_settings(plan.seed, number, self._device, self._context, self._multimodal, self._divisible)
         row = Row(Path(plan.model).name, plan.mode, settings.label, plan.seed)
         row.date = datetime.now(UTC).date().isoformat()
         with self._lock:
@@ -268,6 +269,13 @@ def is_multimodal(model: str, serve_args: Sequence[str]) -> bool:
     choices = tuple(arguments[0] for arguments in TEXT_ONLY.values())
     chosen = any(argument.startswith(choices) for argument in serve_args)
     return not chosen and bool({"vision_config", "audio_config"} & set(model_config(model)))
+
+
+def is_divisible(model: str, serve_args: Sequence[str]) -> bool:
+    """Whether two workers can share a model's heads and this machine's cores, and the arguments leave it open."""
+    heads = model_config(model).get("num_attention_heads")
+    chosen = any(argument.startswith("--tensor-parallel-size") for argument in serve_args)
+    return bool(heads) and heads % 2 == 0 and (os.cpu_count() or 1) >= 2 and not chosen
 
 
 def replay(finding: Finding, on_progress: OnProgress = _quiet) -> tuple[Status, str]:

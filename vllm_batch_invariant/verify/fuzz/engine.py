@@ -33,7 +33,8 @@ def info(llm: Any) -> dict[str, Any]:
     if config.speculative_config is not None:
         left_out |= dict.fromkeys(NOT_BESIDE_DRAFTS, "vLLM does not take it beside speculative decoding")
     second = bool(getattr(config, "use_v2_model_runner", False)) and torch.cuda.is_available()
-    return {"left_out": left_out, "runner": "v2" if second else "v1"}
+    workers = config.parallel_config.tensor_parallel_size  # whose number decides bits
+    return {"left_out": left_out, "runner": f"v{1 + second}" + f" of {workers} workers" * (workers > 1)}
 
 
 def run_schedule(llm: Any, schedule: dict[str, Any]) -> dict[str, Any]:

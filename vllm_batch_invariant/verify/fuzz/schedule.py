@@ -4,11 +4,13 @@ The same seed draws the same on any machine, and everything turns into JSON and 
 """
 
 import json
+import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ...envs import ATTENTION
 from ..harness.requests import KINDS, OUTPUT_KINDS, Accepts, draw, draw_concurrent
 
 BORDERS = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
@@ -42,6 +44,7 @@ class Settings:
         context: --max-model-len.
         text: the arguments by which a multimodal model is served as text: a key of ``TEXT_ONLY``; empty for none.
         drafts: tokens that n-grams propose in a step; 0 without speculative decoding.
+        workers: --tensor-parallel-size, with as many equal parts of a CPU's cores.
     """
 
     requests: int
@@ -55,6 +58,7 @@ class Settings:
     context: int
     text: str = ""
     drafts: int = 0
+    workers: int = 1
 
     @property
     def arguments(self) -> list[str]:
@@ -62,10 +66,14 @@ class Settings:
         steps = max(self.step_tokens, self.requests)  # vLLM requires a token a request
         made = ["--max-num-seqs", str(self.requests), "--max-num-batched-tokens", str(steps)]
         made += ["--block-size", str(self.page), "--max-model-len", str(self.context), "--max-logprobs", "-1"]
-        made += ["--enable-chunked-prefill", f"--{'' if self.asynchronous else 'no-'}async-scheduling"]
+        made += ["--enable-chunked-prefill"]
+        # vLLM knows which drafters can be beside async scheduling, and which model runner has them.
+        made += [] if self.drafts else [f"--{'' if self.asynchronous else 'no-'}async-scheduling"]
         made += [f"--{'' if self.prefix_cache else 'no-'}enable-prefix-caching"]
         made += ["--enforce-eager"] if self.eager else []
         made += TEXT_ONLY[self.text] if self.text else []
+        if self.workers > 1:
+            made += ["--tensor-parallel-size", str(self.workers)]
         if self.drafts:
             ngrams = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
             made += ["--speculative-config", json.dumps(ngrams | {"num_speculative_tokens": self.drafts})]
@@ -77,26 +85,39 @@ class Settings:
     @property
     def environment(self) -> dict[str, str]:
         """Variables for the engine's process."""
-        return {"VLLM_USE_V2_MODEL_RUNNER": self.runner} if self.runner else {}
+        made = {}
+        if self.runner == "0" or (self.runner and not self.drafts):
+            made["VLLM_USE_V2_MODEL_RUNNER"] = self.runner
+        if self.workers > 1:
+            each = (os.cpu_count() or self.workers) // self.workers
+            parts = [f"{worker * each}-{(worker + 1) * each - 1}" for worker in range(self.workers)]
+            made["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(parts)
+        return made
 
     @property
     def label(self) -> str:
         """The settings in a few words, for tables."""
         words = [f"seqs={self.requests}", f"step={self.step_tokens}", f"page={self.page}"]
-        words += ["eager" if self.eager else "graphs", "async" if self.asynchronous else "sync"]
+        words += ["eager" if self.eager else "graphs"]
+        words += [] if self.drafts else ["async" if self.asynchronous else "sync"]
         words += ["prefix" if self.prefix_cache else "no-prefix", "small-kv" if self.small_cache else "ample-kv"]
         words += [f"text={self.text}"] if self.text else []
         words += [f"drafts={self.drafts}"] if self.drafts else []
-        return " ".join([*words, {"": "", "0": "runner=v1", "1": "runner=v2"}[self.runner]]).rstrip()
+        words += [f"workers={self.workers}"] if self.workers > 1 else []
+        runner = self.environment.get("VLLM_USE_V2_MODEL_RUNNER", "")
+        return " ".join([*words, {"": "", "0": "runner=v1", "1": "runner=v2"}[runner]]).rstrip()
 
 
-def draw_settings(seed: int, number: int, device: str, context: int, multimodal: bool = False) -> Settings:
+def draw_settings(
+    seed: int, number: int, device: str, context: int, multimodal: bool = False, divisible: bool = False
+) -> Settings:
     """Settings ``number`` of a run. Consecutive numbers soon have every value of every option.
 
     Args:
         device: "cpu" or "cuda".
         context: longest request in tokens.
         multimodal: the model is one, and must be served as text.
+        divisible: two workers can share the model's layers, and a CPU's cores.
     """
     gpu = device == "cuda"
 
@@ -118,7 +139,8 @@ def draw_settings(seed: int, number: int, device: str, context: int, multimodal:
         runner=take("runner", ("0", "1", "1")) if gpu else "",
         context=context,
         text=take("text", tuple(TEXT_ONLY)) if multimodal else "",
-        drafts=0 if gpu else take("drafts", DRAFTS),
+        drafts=0 if gpu and ATTENTION.read() == "flex" else take("drafts", DRAFTS),
+        workers=take("workers", (1, 2, 1)) if divisible and not gpu else 1,
     )
 
 

@@ -1,0 +1,79 @@
+"""Two workers share each layer: a request has the same bits in any company, and every worker the same tokens."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.engines import Result, concurrent_requests, only_in_the_core, request, run, tokens
+from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.core,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="several workers are refused on a GPU"),
+]
+
+OTHERS = (1, 3, 17, 40)
+PROMPTS = (1, 45, 300)
+SETTINGS = {"max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 512, "tensor_parallel_size": 2}
+
+
+def targets() -> list[dict[str, Any]]:
+    """Greedy and with a seed, with listed logprobs and those of the prompt."""
+    greedy = [request(tokens(length, length), max_tokens=12, logprobs=5, ignore_eos=True) for length in PROMPTS]
+    seeded = {"temperature": 1.0, "seed": 7, "max_tokens": 12, "logprobs": 3, "prompt_logprobs": 2, "ignore_eos": True}
+    return [*greedy, request(tokens(60, 9), **seeded)]
+
+
+ALONE = [{"name": f"alone {i}", "reset_prefix_cache": True, "requests": [one]} for i, one in enumerate(targets())]
+AMONG = [
+    {"name": f"among {count}", "reset_prefix_cache": True, "requests": [*targets(), *concurrent_requests(count, count)]}
+    for count in OTHERS
+]
+WARM = {"name": "warm", "requests": targets()}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
+    """An engine whose model has heads and columns for several workers."""
+    shape = Shape(hidden=512, intermediate=1536, layers=3, heads=8, kv_heads=2, head_size=64, max_length=1024)
+    path = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
+
+    def engine(flag: str, steps: list[dict[str, Any]], **others: Any) -> Result:
+        settings = {"model": str(path)} | SETTINGS | others
+        workers = settings["tensor_parallel_size"]
+        cores = "|".join(str(rank % 2) for rank in range(workers))
+        return run(settings, steps, flag, VLLM_CPU_OMP_THREADS_BIND=cores)
+
+    return engine
+
+
+def differing(done: Result) -> list[str]:
+    """Steps in which a target has other tokens, logprobs, candidates or prompt logprobs than alone."""
+    compared = ("completions", "prompt_logprobs")
+    alone = [done.steps[step["name"]][0] for step in ALONE]
+    return [
+        f"{step['name']}: target {number}"
+        for step in [*AMONG, WARM]
+        for number, expected in enumerate(alone)
+        if any(done.steps[step["name"]][number][key] != expected[key] for key in compared)
+    ]
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_request_has_the_same_bits_alone_and_among_others(
+    request: pytest.FixtureRequest, start: Callable[..., Result], workers: int
+) -> None:
+    """Four workers share two KV heads: each of these is there twice."""
+    if workers > 2:
+        only_in_the_core(request)
+    chunks = {"max_num_batched_tokens": 128} if workers > 2 else {}
+    done = start("1", [*ALONE, *AMONG, WARM], tensor_parallel_size=workers, **chunks)
+    assert differing(done) == []
+
+
+def test_plain_vllm_fails_the_same_comparison(request: pytest.FixtureRequest, start: Callable[..., Result]) -> None:
+    only_in_the_core(request)
+    assert differing(start("0", [*ALONE, *AMONG, WARM]))

@@ -1,0 +1,89 @@
+"""What workers exchange: floating-point numbers are added in the order of ranks, and by nobody else."""
+
+import multiprocessing
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+
+from tests.assertions import assert_same_bits
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.integration import collectives, patch_points
+from vllm_batch_invariant.ops.all_reduce import add_ranks
+from vllm_batch_invariant.verify.harness.server import free_port
+
+pytest.importorskip("vllm")
+
+
+class Communicator:
+    """Of three ranks; gathers what each rank would send. ``theirs`` counts calls of vLLM's own sum."""
+
+    def __init__(self, others: list[torch.Tensor]) -> None:
+        self.others, self.theirs = others, 0
+
+    def all_gather(self, input_: torch.Tensor, dim: int) -> torch.Tensor:
+        assert (input_.shape[0], dim) == (1, 0)
+        return torch.cat([input_, *(other.unsqueeze(0) for other in self.others)])
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        self.theirs += 1
+        return input_
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64], ids=str)
+def test_a_workers_all_reduce_adds_rank_after_rank_in_place(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = patch_points.CPU_COMMUNICATOR
+    monkeypatch.setattr(point.module(), point.attribute, Communicator)
+    monkeypatch.setattr(Communicator, "all_reduce", Communicator.all_reduce)
+    collectives.install_cpu()
+    ranks = (1000 * torch.randn(3, 7, 5, generator=torch.Generator().manual_seed(0))).to(dtype)
+    communicator, own = Communicator([ranks[1], ranks[2]]), ranks[0].clone()
+    result = communicator.all_reduce(own)
+    assert result.data_ptr() == own.data_ptr()
+    if dtype.is_floating_point:
+        assert_same_bits(own, add_ranks(ranks))
+    assert communicator.theirs == (not dtype.is_floating_point)
+
+
+def _two_ranks(rank: int, port: int, said: Any) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    collectives.refuse_other_sums()
+    group = torch.distributed.new_group([0, 1])
+    shared = SimpleNamespace(device_group=group, cpu_group=group, world_size=2)
+    setattr(patch_points.TENSOR_PARALLEL.module(), patch_points.TENSOR_PARALLEL.attribute, shared)
+    kinds, x = torch.distributed.ReduceOp, torch.ones(4)
+    torch.distributed.all_reduce(x, op=kinds.MAX, group=group)
+    torch.distributed.all_reduce(torch.ones(4, dtype=torch.int64), group=group)
+    torch.distributed.all_reduce(x)  # a trainer's, in a group of its own
+    lines = []
+    for call in (
+        lambda: torch.distributed.all_reduce(x, group=group),
+        lambda: torch.distributed.all_reduce(x, kinds.SUM, group),
+        lambda: torch.distributed.reduce(x, 0, group=group),
+        lambda: torch.distributed.reduce_scatter_tensor(torch.ones(2), x, group=group),
+    ):
+        try:
+            call()
+        except NotCovered as error:
+            lines.append(str(error))
+    said.put(lines)
+    torch.distributed.barrier()
+
+
+def test_pytorch_adds_no_floating_point_numbers_of_several_workers() -> None:
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    said = context.Queue()
+    workers = [context.Process(target=_two_ranks, args=(rank, port, said)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    lines = [said.get(timeout=120) for _ in workers]
+    for worker in workers:
+        worker.join(30)
+    assert [len(of_rank) for of_rank in lines] == [4, 4]
+    assert "all_reduce of float32 by PyTorch" in lines[0][0]
