@@ -75,7 +75,7 @@ def _ours_triton() -> Provider:
         shape = planning.AttentionShape(batch.heads, batch.kv_heads, batch.head_size, batch.query.dtype, reduction)
         tokens, keys = len(batch.query), sum(request.context for request in batch.requests)
         planner = planning.Planner(shape, batch.query.device, len(batch.requests), tokens, keys)
-        return {"plan": planner.plan(batch.query_start_loc, batch.seq_lens, tokens, batch.most_tokens == 1)}
+        return {"plan": planner.plan(batch.query_start_loc, batch.seq_lens, tokens, batch.most_tokens)}
 
     return _ours("triton", reduction, plan=plan)
 

@@ -136,7 +136,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--out", type=Path, default=DATA / "engine.csv", help="CSV file; rows of other cases, versions and GPUs stay"
     )
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS), help="who takes part")
-    parser.add_argument("--workloads", choices=WORKLOADS, default="full", help="what they do")
+    parser.add_argument("--workloads", choices=LOADS, default="full", help="what they do")
     parser.add_argument("--samples", type=int, default=3, help="how often each workload is timed")
     parser.add_argument("--max-model-len", type=int, default=40_000, help="of the engine")
     parser.add_argument("--kv-cache-gib", type=float, default=48, help="KV cache, the same for all")
@@ -158,17 +158,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "disable_log_stats": True,
     }
     plan = {"engine": engine, "concurrent": CONCURRENT, "workloads": options.workloads, "samples": options.samples}
-    results = {}
+    results: dict[str, dict[str, Any]] = {}
+
+    def keep() -> list[Measurement]:
+        """After each part, so that a run that is cut short has what it measured."""
+        rows = measurements(results, options.workloads, Setting.here())
+        update(options.out, rows)
+        return rows
+
     for provider in options.providers:
         result = {} if options.online else measure(provider, plan, options.timeout)
         if result is not None:
             results[provider] = result
+            keep()
             if not options.offline:
                 result["online"] = measure_online(provider, options)
-        # After each provider, so that a run that is cut short has what it measured.
-        rows = measurements(results, options.workloads, Setting.here())
-        update(options.out, rows)
-    print_summary(rows, Console())
+    print_summary(keep(), Console())
     failed = len(results) < len(options.providers)
     failed |= not options.offline and any(result["online"] is None for result in results.values())
     return 1 if failed or not results.get("ours", {}).get("same_bits", True) else 0

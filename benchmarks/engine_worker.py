@@ -22,6 +22,13 @@ def memory_used() -> int:
         return 0
 
 
+def accepted_length(llm: Any) -> float:
+    """Tokens that a verify step has given a request on average."""
+    counted = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    steps = counted["vllm:spec_decode_num_drafts"]
+    return 1 + counted["vllm:spec_decode_num_accepted_tokens"] / steps if steps else 1.0
+
+
 def run(plan: dict[str, Any]) -> dict[str, Any]:
     """Start the engine, check the bits, and time every workload."""
     from vllm import LLM
@@ -36,7 +43,14 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
         workload.sample(llm)  # whatever happens once
         samples.append([workload.sample(llm) for _ in range(plan["samples"])])
         print(f"  {workload.case}: {min(samples[-1]):.4g} to {max(samples[-1]):.4g} {workload.unit}", flush=True)
-    return {"startup": startup, "memory": memory_used() - before, "same_bits": alone == among, "samples": samples}
+    return {
+        "startup": startup,
+        "memory": memory_used() - before,
+        "same_bits": alone == among,
+        "alone": alone,
+        "accepted": accepted_length(llm) if plan["engine"].get("speculative_config") else 1.0,
+        "samples": samples,
+    }
 
 
 if __name__ == "__main__":

@@ -138,9 +138,12 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
         Prefill(16, 4096),
         Turn(32_000, 64),
     ),
+    "speculation": tuple(TokenTime(batch, 64, 256) for batch in (1, 8, 32)),
+    "speculation-small": (TokenTime(1, 32, 8), TokenTime(3, 32, 8)),
+    "none": (),
     "small": (Throughput(8, 16, 4, 6), TokenTime(1, 32, 4), TokenTime(4, 64, 4), Prefill(2, 128), Turn(256, 16)),
 }
-"""By name: for a model of 8 B weights on a large GPU, and to try the benchmark anywhere."""
+"""By name: for a model of 8 B weights on a large GPU, and, small, to try the benchmark anywhere."""
 
 
 def target_bits(llm: "LLM", concurrent: int) -> list[str]:

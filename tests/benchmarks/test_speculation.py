@@ -1,0 +1,54 @@
+"""The rows of the benchmark of speculative decoding; engines themselves are made up here."""
+
+import pytest
+
+from benchmarks import speculation
+from benchmarks.engine_workloads import WORKLOADS
+from benchmarks.record import Setting
+
+SETTING = Setting("NVIDIA H200", "vllm=0.33.0", "2026-01-31")
+NAME = "speculation-small"
+
+
+def result(factor: float, accepted: float, alone: str = "bits") -> dict:
+    """What a worker writes: every sample is ``factor``, give or take."""
+    samples = [[factor * part for part in (0.9, 1.0, 1.2)] for _ in WORKLOADS[NAME]]
+    return {"same_bits": True, "alone": alone, "accepted": accepted, "samples": samples}
+
+
+def test_ratios_are_to_plain_vllm_with_the_same_drafter_and_bits_are_those_without_one() -> None:
+    results = {
+        ("stock", "ngram", 3): result(2.0, 1.25),
+        ("ours", "ngram", 3): result(1.0, 1.0),
+        ("stock", "itself", 3): result(4.0, 4.0),
+        ("ours", "itself", 3): result(1.0, 4.0, alone="others"),
+    }
+    rows = speculation.measurements(results, NAME, "bits", SETTING)
+    assert len(rows) == 4 * (len(WORKLOADS[NAME]) + 1)
+    assert len({(row.provider, row.case, row.metric) for row in rows}) == len(rows)
+    found = {(row.provider, row.keys["spec"], row.metric): (row.ratio, row.bits) for row in rows}
+    assert found == {
+        ("stock", "ngram", "tpot"): (1.0, "-"),
+        ("stock", "ngram", "length"): (1.0, "-"),
+        ("ours", "ngram", "tpot"): (0.5, "equal"),
+        ("ours", "ngram", "length"): (0.8, "equal"),
+        ("stock", "itself", "tpot"): (1.0, "-"),
+        ("stock", "itself", "length"): (1.0, "-"),
+        ("ours", "itself", "tpot"): (0.25, "differ"),
+        ("ours", "itself", "length"): (1.0, "differ"),
+    }
+    assert {row.keys["k"] for row in rows} == {"3"}
+
+
+def test_an_engine_that_fails_fails_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    plans = []
+
+    def measure(provider: str, plan: dict, timeout: float) -> dict | None:
+        plans.append((provider, plan["workloads"], plan["engine"].get("speculative_config", {}).get("method")))
+        return result(1.0, 2.0) if provider == "ours" or len(plans) < 5 else None
+
+    monkeypatch.setattr(speculation, "measure", measure)
+    arguments = ["model", "--workloads", NAME, "--drafts", "3", "--out", str(tmp_path / "engine.csv")]
+    assert speculation.main([*arguments, "--drafters", "ngram"]) == 0
+    assert plans == [("ours", "none", None), ("stock", NAME, "ngram"), ("ours", NAME, "ngram")]
+    assert speculation.main([*arguments, "--drafters", "itself"]) == 1
