@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from importlib import import_module
 from importlib.util import module_from_spec
 from pathlib import Path
 from types import FunctionType
@@ -10,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+
+from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 
 ANSWERS = "DRAFTED_ANSWERS"
 """The variable that names a file: a list of prompts with their answers, in token ids, as JSON."""
@@ -63,12 +66,12 @@ class Drafter:
         """There is none."""
 
 
-def make_eagle3_head(target: Path, folder: Path) -> Path:
-    """Write a draft head of EAGLE-3's shape with random weights, for the target in a folder."""
+def make_head(target: Path, folder: Path, method: str) -> Path:
+    """Write a draft head of EAGLE's or EAGLE-3's shape with random weights, for the target in a folder."""
     of_target = json.loads((target / "config.json").read_text())
     hidden, vocabulary, heads, kv_heads, size = of_target["hidden_size"], of_target["vocab_size"], 8, 2, 64
     config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": ["LlamaForCausalLMEagle3" if method == "eagle3" else "LlamaForCausalLM"],
         "model_type": "llama",
         "num_hidden_layers": 1,
         "hidden_size": hidden,
@@ -77,32 +80,69 @@ def make_eagle3_head(target: Path, folder: Path) -> Path:
         "num_key_value_heads": kv_heads,
         "head_dim": size,
         "vocab_size": vocabulary,
-        "draft_vocab_size": vocabulary,
         "max_position_embeddings": of_target["max_position_embeddings"],
         "torch_dtype": "bfloat16",
     }
+    if method == "eagle3":
+        config["draft_vocab_size"] = vocabulary
+        layer, inputs, states = "midlayer.", 2 * hidden, 3 * hidden
+        own = {"midlayer.hidden_norm": (hidden,), "midlayer.input_layernorm": (hidden,), "norm": (hidden,)}
+        own["lm_head"] = (vocabulary, hidden)
+    else:
+        layer, inputs, states, own = "layers.0.", hidden, 2 * hidden, {}
+    shapes = own | {"fc": (hidden, states)} | layer_shapes(layer, hidden, inputs, heads, kv_heads, size)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(random_weights(shapes), folder / "model.safetensors")
+    return folder
+
+
+def layer_shapes(
+    name: str, hidden: int, inputs: int, heads: int, kv_heads: int, size: int
+) -> dict[str, tuple[int, ...]]:
+    """The weights of a decoder layer behind its first norm."""
     shapes = {
-        "fc": (hidden, 3 * hidden),
-        "midlayer.hidden_norm": (hidden,),
-        "midlayer.input_layernorm": (hidden,),
-        "midlayer.self_attn.q_proj": (heads * size, 2 * hidden),
-        "midlayer.self_attn.k_proj": (kv_heads * size, 2 * hidden),
-        "midlayer.self_attn.v_proj": (kv_heads * size, 2 * hidden),
-        "midlayer.self_attn.o_proj": (hidden, heads * size),
-        "midlayer.post_attention_layernorm": (hidden,),
-        "midlayer.mlp.gate_proj": (hidden, hidden),
-        "midlayer.mlp.up_proj": (hidden, hidden),
-        "midlayer.mlp.down_proj": (hidden, hidden),
-        "norm": (hidden,),
-        "lm_head": (vocabulary, hidden),
+        "self_attn.q_proj": (heads * size, inputs),
+        "self_attn.k_proj": (kv_heads * size, inputs),
+        "self_attn.v_proj": (kv_heads * size, inputs),
+        "self_attn.o_proj": (hidden, heads * size),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (hidden, hidden),
+        "mlp.up_proj": (hidden, hidden),
+        "mlp.down_proj": (hidden, hidden),
     }
+    return {name + weight: shape for weight, shape in shapes.items()}
+
+
+def random_weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     chance = torch.Generator().manual_seed(5)
     weights = {
-        f"{name}.weight": torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=chance) / hidden**0.5
+        f"{name}.weight": torch.ones(shape)
+        if len(shape) == 1
+        else torch.randn(shape, generator=chance) / shape[1] ** 0.5
         for name, shape in shapes.items()
     }
+    return {name: weight.bfloat16() for name, weight in weights.items()}
+
+
+def make_mtp_model(folder: Path) -> Path:
+    """Write a small MiMo with random weights, which predicts a second token by a layer of its own."""
+    hidden, heads, kv_heads, size = 512, 8, 2, 64
+    shape = Shape(
+        hidden=hidden, intermediate=hidden, layers=2, heads=heads, kv_heads=kv_heads, head_size=size, dtype="bfloat16"
+    )
+    make_checkpoint(folder, shape)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: weight.bfloat16() for name, weight in weights.items()}, folder / "model.safetensors")
+    weights = load_file(folder / "model.safetensors")
+    weights = {name: weight for name, weight in weights.items() if ".q_norm." not in name and ".k_norm." not in name}
+    layer = "model.mtp_layers.0."
+    shapes = layer_shapes(layer, hidden, hidden, heads, kv_heads, size) | {layer + "input_proj": (hidden, 2 * hidden)}
+    norms = ("token_layernorm", "hidden_layernorm", "input_layernorm", "final_layernorm")
+    weights |= random_weights(shapes | {layer + norm: (hidden,) for norm in norms})
+    for name in [name for name in weights if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]:
+        weights[name.removesuffix("weight") + "bias"] = torch.zeros(len(weights[name]), dtype=torch.bfloat16)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -116,14 +156,19 @@ def counts(llm: Any) -> dict[str, int]:
     return {names[metric.name]: int(metric.value) for metric in llm.get_metrics() if metric.name in names}
 
 
-def accept_as_vllm_does(_llm: Any) -> None:
-    """Put back vLLM's own rule, by which a draft is accepted with its probability."""
-    from vllm.v1.sample import rejection_sampler
+RULES = {"first": ("vllm.v1.sample", "forward"), "second": ("vllm.v1.worker.gpu.spec_decode", "__call__")}
+"""Of each model runner, the package whose module ``rejection_sampler`` has vLLM's rule, and its method."""
 
-    assert rejection_sampler.__spec__
-    assert rejection_sampler.__spec__.loader
-    fresh = module_from_spec(rejection_sampler.__spec__)
-    rejection_sampler.__spec__.loader.exec_module(fresh)
-    theirs = fresh.RejectionSampler.forward.__code__
+
+def accept_as_vllm_does(_llm: Any, runner: str) -> None:
+    """Put back vLLM's own rule, by which a draft is accepted with its probability."""
+    package, method = RULES[runner]
+    module = import_module(f"{package}.rejection_sampler")
+    assert module.__spec__
+    assert module.__spec__.loader
+    fresh = module_from_spec(module.__spec__)
+    module.__spec__.loader.exec_module(fresh)
+    theirs = getattr(fresh.RejectionSampler, method)
     # With the module's own names, among which vLLM has put functions for this device.
-    rejection_sampler.RejectionSampler.forward = FunctionType(theirs, vars(rejection_sampler), theirs.co_name)
+    own = FunctionType(theirs.__code__, vars(module), theirs.__name__, theirs.__defaults__)
+    setattr(module.RejectionSampler, method, own)

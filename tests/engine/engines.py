@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from vllm_batch_invariant.envs import FLAG
@@ -19,7 +20,7 @@ from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 
 __all__ = [
     "CHECK", "OF_DEVICE", "PATHS", "ROOT", "EngineFailed", "Result",
-    "check_of", "concurrent_requests", "request", "run", "tokens",
+    "check_of", "concurrent_requests", "only_in_the_core", "request", "run", "tokens",
 ]  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
@@ -88,6 +89,12 @@ def run(
             bisected=running.call(f"tests.engine.bisected:{bisection[0]}", *bisection[1:]) if bisection else None,
             log=running.log,
         )
+
+
+def only_in_the_core(request: pytest.FixtureRequest) -> None:
+    """Skip a test that takes engines of its own where each minute counts: on a CPU it runs with ``-m core`` alone."""
+    if not torch.cuda.is_available() and request.config.option.markexpr != "core":
+        pytest.skip("takes engines of its own: runs with every version of vLLM, by -m core")
 
 
 def _as_arguments(settings: dict[str, Any]) -> list[str]:

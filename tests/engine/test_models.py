@@ -27,8 +27,6 @@ SIZES = {
 GQA = {"num_key_value_heads": 2, "head_dim": 64}
 
 MODELS = {
-    "llama in fp16": (transformers.LlamaConfig(**SIZES, **GQA), torch.float16),
-    "mistral with a sliding window": (transformers.MistralConfig(**SIZES, **GQA, sliding_window=48), torch.bfloat16),
     "gemma2 with soft-caps": (
         transformers.Gemma2Config(**SIZES, **GQA, sliding_window=32, query_pre_attn_scalar=64),
         torch.bfloat16,
@@ -37,7 +35,7 @@ MODELS = {
         transformers.BloomConfig(vocab_size=4096, hidden_size=256, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2),
         torch.float32,
     ),
-    "phi with layer norm and gelu": (transformers.PhiConfig(**SIZES), torch.float32),
+    "phi with layer norm and gelu": (transformers.PhiConfig(**SIZES), torch.float16),
     "granite with sinks and a sliding window": (
         transformers.GraniteConfig(
             **SIZES,

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,29 +11,28 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.drafters import ANSWERS, KINDS, make_eagle3_head
-from tests.engine.engines import OF_DEVICE, Result, run, tokens
+from tests.engine.drafters import ANSWERS, KINDS, make_head, make_mtp_model
+from tests.engine.engines import OF_DEVICE, Result, only_in_the_core, run, tokens
 from vllm_batch_invariant.integration.patch_points import installed_version
 from vllm_batch_invariant.verify.harness.requests import KINDS as ASKED
 from vllm_batch_invariant.verify.harness.requests import NOT_BESIDE_DRAFTS, Accepts, draw
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.core,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="speculative decoding is refused on a GPU"),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.core]
 
 ACCEPTS = Accepts(range(16, 1000), 4096, 20, tuple(kind for kind in ASKED if kind not in NOT_BESIDE_DRAFTS))
 LENGTHS = (1, 20, 119, 125, 250, 255, 300)
 """Of prompts whose answers cross the ends of pages (128) and of splits (256) within a verify step, or cross none."""
 MOST_TOKENS = 24
-NO_KERNELS = find_spec("vllm") is not None and installed_version().startswith("0.30.")
+ON_GPU = torch.cuda.is_available()
+RUNNERS = ("0", "1") if ON_GPU else ("",)
+"""Values of VLLM_USE_V2_MODEL_RUNNER: the two draw other noise of a seed."""
+NO_KERNELS = not ON_GPU and find_spec("vllm") is not None and installed_version().startswith("0.30.")
 """vLLM 0.30 breaks off on a CPU, with the mode and without, where a draft model runs or its own rule accepts: it
 launches kernels in Triton.
 """
 PLAIN_SEEDED = {"temperature", "max_tokens", "ignore_eos", "seed", "logprobs"}
 NGRAMS = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-SMALL = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 8, "max_num_seqs": 17}
+SMALL = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 16 if ON_GPU else 8, "max_num_seqs": 17}
 """Prompts come in chunks beside verify steps, and requests are preempted between them."""
 
 
@@ -67,6 +67,8 @@ IN_PARTS = [{"name": str(start), "requests": requests()[start : start + 11]} for
 def engine(checkpoint: Path) -> Callable[..., Result]:
     def start(steps: list[dict], afterwards: Callable[[Any], Any] = lambda _: None, **others: Any) -> Result:
         environment = others.pop("environment", {})
+        if runner := others.pop("runner", RUNNERS[0]):
+            environment = environment | {"VLLM_USE_V2_MODEL_RUNNER": runner}
         settings = {"max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 512, **OF_DEVICE} | others
         return run({"model": str(checkpoint)} | settings, steps, "1", afterwards=afterwards, **environment)
 
@@ -74,20 +76,33 @@ def engine(checkpoint: Path) -> Callable[..., Result]:
 
 
 @pytest.fixture(scope="module")
-def plain(engine: Callable[..., Result]) -> list[dict[str, Any]]:
-    """The answers without speculation."""
-    done = engine(IN_PARTS)
-    return [answer for step in IN_PARTS for answer in done.steps[step["name"]]]
+def plain_of(engine: Callable[..., Result]) -> Callable[[str], list[dict[str, Any]]]:
+    """The answers of a model runner without speculation."""
+
+    @cache
+    def answers(runner: str) -> list[dict[str, Any]]:
+        done = engine(IN_PARTS, runner=runner)
+        return [answer for step in IN_PARTS for answer in done.steps[step["name"]]]
+
+    return answers
+
+
+@pytest.fixture(scope="module")
+def plain(plain_of: Callable[[str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Those of the first runner, which alone has drafters of one's own."""
+    return plain_of(RUNNERS[0])
 
 
 def differing(
     answers: list[dict[str, Any]], others: list[dict[str, Any]], which: slice = slice(None)
 ) -> list[dict[str, Any]]:
-    """The parameters of requests whose tokens, logprobs, listed candidates or prompt logprobs are not the others'."""
+    """The parameters of some requests whose tokens, logprobs, listed candidates or prompt logprobs are not the
+    others'.
+    """
     compared = ("completions", "prompt_logprobs")
     return [
         asked["params"]
-        for asked, one, other in zip(requests()[which], answers, others[which], strict=True)
+        for asked, one, other in zip(requests()[which], answers, others, strict=True)
         if [one[key] for key in compared] != [other[key] for key in compared]
     ]
 
@@ -111,7 +126,7 @@ def drafted(
         counted = counts(running)
         if NO_KERNELS:
             return counted, 0
-        running.call("tests.engine.drafters:accept_as_vllm_does")
+        running.call("tests.engine.drafters:accept_as_vllm_does", "first")
         # vLLM's rule breaks off where requests with top-k and without are together, on a CPU.
         seeded = [(asked, answer["completions"]) for asked, answer in pairs if asked["params"].keys() == PLAIN_SEEDED]
         by_their_rule = running.step("their rule", [asked for asked, _ in seeded]).requests
@@ -145,24 +160,65 @@ def test_vllms_rule_of_acceptance_fails_the_same_comparison(drafted: Result) -> 
 DRAFTERS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "n-grams": lambda target, folder: NGRAMS,
     "the model itself": lambda target, folder: {"method": "draft_model", "model": str(target)},
-    "a head": lambda target, folder: {"method": "eagle3", "model": str(make_eagle3_head(target, folder))},
+    "EAGLE": lambda target, folder: {"method": "eagle", "model": str(make_head(target, folder, "eagle"))},
+    "EAGLE-3": lambda target, folder: {"method": "eagle3", "model": str(make_head(target, folder, "eagle3"))},
 }
+HEADS = ("EAGLE", "EAGLE-3")
+"""Of random weights, so they are never right."""
+FEW = slice(0, None, 3)
 
 
+IN_THE_SECOND_RUNNER = {
+    "n-grams": "ngram", "the model itself": "standalone_ar", "EAGLE": "eagle", "EAGLE-3": "eagle"
+}  # fmt: skip
+"""vLLM's package of each drafter."""
+
+
+@pytest.mark.parametrize("runner", RUNNERS, ids="runner_{}".format)
 @pytest.mark.parametrize("name", ["n-grams"] if NO_KERNELS else DRAFTERS)
 def test_drafters_of_vllms_leave_answers_alone(
     request: pytest.FixtureRequest,
     engine: Callable[..., Result],
-    plain: list[dict[str, Any]],
+    plain_of: Callable[[str], list[dict[str, Any]]],
     checkpoint: Path,
     tmp_path: Path,
     name: str,
+    runner: str,
 ) -> None:
-    if name == "a head" and request.config.option.markexpr != "core":
-        pytest.skip("takes an engine of its own: runs with every version of vLLM, in the core")
+    if name != "n-grams":
+        only_in_the_core(request)
+    if runner == "1" and find_spec(f"vllm.v1.worker.gpu.spec_decode.{IN_THE_SECOND_RUNNER[name]}") is None:
+        pytest.skip("this vLLM has the drafter in its first model runner alone")
+    plain = plain_of(runner)
     speculation = {"num_speculative_tokens": 3} | DRAFTERS[name](checkpoint, tmp_path)
-    few = slice(None) if name == "n-grams" else slice(0, None, 3)
-    done = engine([TOGETHER | {"requests": requests()[few]}], counts, speculative_config=json.dumps(speculation))
-    assert differing(done.steps["together"], plain, few) == []
+    few = slice(None) if name == "n-grams" else FEW
+    step = TOGETHER | {"requests": requests()[few]}
+
+    def afterwards(running: Any) -> tuple[dict[str, int], list[dict[str, Any]]]:
+        counted = counts(running)
+        if runner != "1":
+            return counted, []
+        running.call("tests.engine.drafters:accept_as_vllm_does", "second")
+        return counted, running.step(**step).requests
+
+    done = engine([step], afterwards, speculative_config=json.dumps(speculation), runner=runner)
+    assert differing(done.steps["together"], plain[few], few) == []
+    counted, by_their_rule = done.afterwards
+    assert counted["drafts"] > 0
+    assert (counted["accepted"] > 0) == (name not in HEADS)
+    assert not by_their_rule or differing(by_their_rule, plain[few], few), "vLLM's rule gives other answers"
+
+
+@pytest.mark.parametrize("runner", RUNNERS, ids="runner_{}".format)
+def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(
+    request: pytest.FixtureRequest, engine: Callable[..., Result], tmp_path: Path, runner: str
+) -> None:
+    """A MiMo of random weights, with its own layer for a second token."""
+    only_in_the_core(request)
+    step = TOGETHER | {"requests": requests()[FEW]}
+    settings = {"model": str(make_mtp_model(tmp_path)), "runner": runner}
+    plain = engine([step], **settings).steps["together"]
+    speculation = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
+    done = engine([step], counts, speculative_config=speculation, **settings)
+    assert differing(done.steps["together"], plain, FEW) == []
     assert done.afterwards["drafts"] > 0
-    assert (done.afterwards["accepted"] > 0) == (name != "a head"), "a head of random weights is never right"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm_batch_invariant.envs import ATTENTION
-from vllm_batch_invariant.verify.demo_model import DTYPES, Shape, make_checkpoint
+from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.harness.requests import concurrent_requests, request, tokens
 from vllm_batch_invariant.verify.harness.worker import Engine
 
@@ -76,7 +76,7 @@ def _roll_out(path: Path, dtype: str) -> Rollout:
         group = engine.step("group", [*concurrent_requests(9, 3, vocabulary=WORDS), asked]).requests[-1]
         asked = request(tokens(45, 2, WORDS), temperature=1.0, seed=1, logprobs=-1, max_tokens=2)
         [distribution] = engine.step("distribution", [asked]).requests[0]["completions"]
-    return Rollout(path, DTYPES[dtype], samples, group["completions"], group["cached"], distribution)
+    return Rollout(path, getattr(torch, dtype), samples, group["completions"], group["cached"], distribution)
 
 
 def load(rolled: Rollout) -> torch.nn.Module:

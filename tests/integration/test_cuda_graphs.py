@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_batch_invariant.integration import cuda_graphs
-from vllm_batch_invariant.integration.cuda_graphs import is_decode, sizes
+from vllm_batch_invariant.integration.cuda_graphs import most_tokens, sizes, verify_lengths
 from vllm_batch_invariant.ops.attention import AttentionReduction
 
 
@@ -37,7 +37,7 @@ SLOTS = (*range(1, 10), 63, 64, 65, *range(97, 105), 300, 1000)
 """Values of --max-num-seqs."""
 GAPS = ([1, 2, 256], [8], [1, 64, 65, 2000], [3, 5, 7, 110])
 """Sizes that a user may choose."""
-Rule = Callable[[int, int, int], bool]
+Rule = Callable[[int, int, int, tuple[int, ...]], int]
 
 
 def default_sizes(slots: int) -> list[int]:
@@ -47,8 +47,8 @@ def default_sizes(slots: int) -> list[int]:
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[int], int], SimpleNamespace]:
-    """Managers of CUDA graphs: vLLM's, with the graphs of the mode, for sizes and a number of requests."""
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
+    """Managers of CUDA graphs: vLLM's, with the graphs of the mode, for sizes, a number of requests and of drafts."""
     module = pytest.importorskip("vllm.v1.worker.gpu.cudagraph_utils")
     from vllm.platforms import current_platform
 
@@ -56,23 +56,35 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[int], int], Simple
     monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda self: None)
     monkeypatch.setattr(module.CudaGraphManager, "_init_candidates", module.CudaGraphManager._init_candidates)
     cuda_graphs.install()
-    return lambda captured, slots: manager_of(module.CudaGraphManager, captured, slots)
+    return lambda *of_engine: manager_of(module.CudaGraphManager, *of_engine)
 
 
-def manager_of(kind: type, captured: list[int], slots: int) -> SimpleNamespace:
-    from vllm.config import CUDAGraphMode
-
-    config = SimpleNamespace(
+def config_of(captured: list[int], slots: int, drafts: int, fewer_drafts: int | None) -> SimpleNamespace:
+    by_batch_size = fewer_drafts is not None and [(1, 4, drafts), (5, max(slots, 5), fewer_drafts)]
+    return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=slots),
         compilation_config=SimpleNamespace(
             cudagraph_capture_sizes=captured, max_cudagraph_capture_size=max(captured, default=0)
         ),
         parallel_config=SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
-        speculative_config=None,
-        num_speculative_tokens=0,
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens_per_batch_size=by_batch_size or None,
+            uses_dynamic_speculative_decoding=lambda: bool(by_batch_size),
+        )
+        if drafts
+        else None,
+        num_speculative_tokens=drafts,
     )
-    manager = kind(config, torch.device("cpu"), CUDAGraphMode.FULL, 1)
+
+
+def manager_of(
+    kind: type, captured: list[int], slots: int, drafts: int = 0, fewer_drafts: int | None = None
+) -> SimpleNamespace:
+    from vllm.config import CUDAGraphMode
+
+    config = config_of(captured, slots, drafts, fewer_drafts)
+    manager = kind(config, torch.device("cpu"), CUDAGraphMode.FULL, 1 + drafts)
     manager._graphs_captured = True
     return manager
 
@@ -110,26 +122,26 @@ def planners(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, int], objec
     return planner
 
 
-def plan_of(planner: object, rule: Rule, requests: int, tokens: int, most: int) -> object:
+def plan_of(planner: object, rule: Rule, requests: int, tokens: int, most: int, verify: tuple[int, ...]) -> object:
     numbers = torch.zeros(requests + 1, dtype=torch.int32)
-    return planner.plan(numbers, numbers[1:], tokens, rule(requests, tokens, most))
+    return planner.plan(numbers, numbers[1:], tokens, rule(requests, tokens, most, verify))
 
 
 def misfits(manager: SimpleNamespace, planner: object, rule: Rule) -> Iterator[str]:
     """Steps whose plan is not the one that their graph was captured with, or leaves a request out."""
-    group, slots = planner.shape.queries_per_kv, manager.max_num_reqs
+    group, slots, verify = planner.shape.queries_per_kv, manager.max_num_reqs, verify_lengths(manager.vllm_config)
     captured = {}
     for graph in (one for descriptions in manager._capture_descs.values() for one in descriptions):
         # vLLM's dummy step: the same number of tokens for all requests, and what is left for the last.
         each, left = divmod(graph.num_tokens, graph.num_reqs)
-        captured[graph] = plan_of(planner, rule, graph.num_reqs, graph.num_tokens, each + left)
+        captured[graph] = plan_of(planner, rule, graph.num_reqs, graph.num_tokens, each + left, verify)
     for mix in mixes(slots):
         tokens, requests, most = sum(mix), len(mix), max(mix)
         for uniform in {None, most if min(mix) == most else None}:
             graph = manager.dispatch(requests, tokens, uniform, 0)
             replays = graph in captured
             requests_then, tokens_then = (graph.num_reqs, graph.num_tokens) if replays else (requests, tokens)
-            plan = plan_of(planner, rule, requests_then, tokens_then, most)
+            plan = plan_of(planner, rule, requests_then, tokens_then, most, verify)
             if replays and plan != captured[graph]:
                 yield f"{mix}: planned as {plan}, captured as {captured[graph]}"
             launched = captured.get(graph, plan)
@@ -149,11 +161,36 @@ def test_every_step_is_planned_as_its_graph_was_captured(model, captured, planne
     for slots in SLOTS if captured is None else (1, 5, 100, 300):
         of_graphs = captured or sizes(default_sizes(slots), slots, STEP)
         manager = graphs(of_graphs, slots)
-        assert next(misfits(manager, planners(model, slots), is_decode), None) is None, slots
+        assert next(misfits(manager, planners(model, slots), most_tokens), None) is None, slots
 
 
-def by_the_longest_query(requests: int, tokens: int, most: int) -> bool:
-    return most <= 1
+@pytest.mark.parametrize("model", ["8b", "0.5b", "MHA"])
+@pytest.mark.parametrize(
+    ("drafts", "fewer"), [(1, None), (2, None), (3, None), (7, None), (7, 0), (7, 2)], ids=lambda number: f"k={number}"
+)
+def test_every_verify_step_is_planned_as_its_graph_was_captured(model, drafts, fewer, planners, graphs):
+    for slots in (1, 2, 5, 64, 100, 300):
+        longest = 1 + drafts
+        captured = sizes(default_sizes(slots * longest), slots, STEP, longest)
+        manager = graphs(captured, slots, drafts, fewer)
+        assert next(misfits(manager, planners(model, slots), most_tokens), None) is None, slots
+        for length in verify_lengths(manager.vllm_config):
+            for requests in {1, slots} & set(range(max(captured) // length + 1)):
+                graph = manager.dispatch(requests, requests * length, length, 0)
+                assert (graph.num_reqs, graph.uniform_token_count) == (requests, length)
+
+
+def by_the_longest_query(requests: int, tokens: int, most: int, verify: tuple[int, ...]) -> int:
+    return most
+
+
+def test_a_mix_in_a_graph_of_as_many_requests_and_tokens_as_a_verify_step_has_does_not_fit(
+    planners, graphs, monkeypatch
+):
+    """The most requests, with some tokens more: vLLM's graph of that size."""
+    monkeypatch.setattr(cuda_graphs, "_is_verify", lambda *_: False)
+    manager = graphs([1, 2, 4, 8, 16, 20, 40], 5, 3)
+    assert next(misfits(manager, planners("8b", 5), most_tokens), None) is not None
 
 
 @pytest.mark.parametrize(("slots", "captured"), [(100, default_sizes(100)), (5, default_sizes(5)), (300, [1, 2, 512])])
@@ -164,7 +201,14 @@ def test_a_plan_that_follows_the_longest_query_does_not_fit_its_graph(slots, cap
 
 
 def test_a_request_with_several_tokens_in_a_step_with_no_more_tokens_than_requests_is_an_error():
-    assert is_decode(4, 4, 1)
-    assert not is_decode(4, 5, 1)
+    assert most_tokens(4, 4, 1) == 1
+    assert most_tokens(4, 5, 1) == 5
     with pytest.raises(RuntimeError, match="2 of them of one"):
-        is_decode(4, 4, 2)
+        most_tokens(4, 4, 2)
+
+
+def test_a_step_of_as_many_tokens_as_a_verify_step_has_the_most_that_its_requests_have():
+    assert most_tokens(4, 16, 4, (4,)) == 4
+    assert most_tokens(4, 16, 13, (4,)) == 16
+    assert most_tokens(4, 12, 3, (2, 4)) == 12
+    assert most_tokens(4, 8, 2, (2, 4)) == 2

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
+from vllm_batch_invariant.envs import ATTENTION
 from vllm_batch_invariant.integration import coverage, patch_points, speculation
 from vllm_batch_invariant.ops.acceptance import NO_TOKEN
 
@@ -170,6 +171,98 @@ def test_the_second_runners_step_samples_every_row_and_keeps_what_equals_the_dra
     assert done.num_sampled.tolist() == [2, 1]
 
 
+@dataclass
+class Sampled:
+    """The part of the second runner's ``SamplerOutput`` that its sampler gives."""
+
+    sampled_token_ids: torch.Tensor
+    logprobs_tensors: Any
+    num_nans: torch.Tensor | None = None
+
+
+@dataclass
+class Batch:
+    """The part of the second runner's ``InputBatch`` that its sampler reads."""
+
+    num_reqs: int
+    idx_mapping: torch.Tensor
+    idx_mapping_np: np.ndarray
+    seq_lens: torch.Tensor
+    seq_lens_cpu_upper_bound: torch.Tensor
+    cu_num_logits: torch.Tensor
+    cu_num_logits_np: np.ndarray
+    expanded_idx_mapping: torch.Tensor
+    expanded_local_pos: torch.Tensor
+    logits_indices: torch.Tensor
+    positions: torch.Tensor
+
+    @classmethod
+    def of(cls, counts: list[int]) -> "Batch":
+        starts = np.cumsum([0, *counts]).astype(np.int32)
+        requests, rows = np.arange(len(counts))[::-1].copy(), int(starts[-1])
+        return cls(
+            len(counts), torch.from_numpy(requests), requests, torch.arange(len(counts)) + 50,
+            torch.arange(len(counts)) + 60, torch.from_numpy(starts), starts,
+            torch.from_numpy(requests).repeat_interleave(torch.tensor(counts)),
+            torch.cat([torch.arange(count) for count in counts]), torch.arange(rows) * 2, torch.arange(2 * rows),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("most_rows", [1, 2, 5, 7, 8, 100])
+def test_the_second_runner_samples_as_many_rows_at_once_as_there_is_memory_for(
+    most_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a fake of vLLM's sampler: requests with an even index want logprobs, the last most of them."""
+    counts = [1, 4, 4, 2, 1, 3]
+    batch, logits = Batch.of(counts), torch.randn(sum(counts), VOCABULARY)
+    seen: list[int] = []
+
+    def sampler(logits: torch.Tensor, part: Batch) -> Sampled:
+        seen.append(len(logits))
+        assert len(logits) == len(part.logits_indices) == part.cu_num_logits_np[-1] == part.cu_num_logits[-1]
+        assert part.num_reqs == len(part.idx_mapping) == len(part.idx_mapping_np) == len(part.cu_num_logits) - 1
+        assert torch.equal(part.seq_lens + 10, part.seq_lens_cpu_upper_bound)
+        of_rows = part.idx_mapping.repeat_interleave(part.cu_num_logits.diff())
+        assert torch.equal(of_rows, part.expanded_idx_mapping)
+        tokens = part.positions[part.logits_indices] + 100 * part.expanded_local_pos
+        wanted = [int(request) + 1 for request in part.idx_mapping_np if request % 2 == 0]
+        listed = LogprobsTensors(*logits.sort(-1, descending=True)[::-1], tokens) if wanted else None
+        if listed:
+            width = max(wanted)
+            listed = LogprobsTensors(listed[0][:, :width], listed[1][:, :width], tokens)
+        return Sampled(tokens.view(-1, 1), listed, tokens)
+
+    monkeypatch.setattr(speculation, "_MOST_BYTES", most_rows * 4 * VOCABULARY)
+    done = speculation._sampled_in_parts(sampler, logits, batch)
+    assert max(seen) <= max(most_rows, *counts)
+    assert sum(seen) == sum(counts)
+    assert (len(seen) == 1) == (most_rows == 100)
+    whole = sampler(logits, batch)
+    assert torch.equal(done.sampled_token_ids, whole.sampled_token_ids)
+    assert torch.equal(done.num_nans, whole.num_nans)
+    assert done.logprobs_tensors.logprobs.shape == whole.logprobs_tensors.logprobs.shape
+    if len(seen) > 2:
+        assert done.logprobs_tensors.cu_num_generated_tokens == batch.cu_num_logits_np.tolist()
+    for request, row in zip(batch.expanded_idx_mapping.tolist(), range(len(logits)), strict=True):
+        width = request + 1 if request % 2 == 0 else 0
+        for name in ("logprob_token_ids", "logprobs"):
+            one, other = (getattr(all_of.logprobs_tensors, name)[row, :width] for all_of in (done, whole))
+            assert torch.equal(one, other)
+        if width:
+            assert done.logprobs_tensors.selected_token_ranks[row] == whole.logprobs_tensors.selected_token_ranks[row]
+
+
+def test_drafts_are_drawn_with_the_models_noise() -> None:
+    def newer(logits: int, *, is_drafting: bool, use_fp64: bool) -> tuple[int, bool, bool]:
+        return logits, is_drafting, use_fp64
+
+    def older(logits: int, *, use_fp64: bool) -> tuple[int, bool]:
+        return logits, use_fp64
+
+    assert speculation.with_the_models_noise(newer)(3, is_drafting=True, use_fp64=False) == (3, False, False)
+    assert speculation.with_the_models_noise(older) is older
+
+
 def test_tokens_behind_a_stop_string_and_their_logprobs_are_dropped() -> None:
     """As vLLM before 0.32 needs it; with fakes of its detokenizer and of its processor of logprobs."""
     seen: list[tuple[list[int], bool]] = []
@@ -191,15 +284,20 @@ def test_tokens_behind_a_stop_string_and_their_logprobs_are_dropped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "device", "found"),
+    ("method", "device", "attention", "found"),
     [
-        ("ngram", "cpu", []),
-        ("eagle3", "cpu", []),
-        ("medusa", "cpu", ["speculative decoding with medusa"]),
-        ("ngram", "cuda", ["speculative decoding"]),
+        ("ngram", "cpu", "auto", []),
+        ("eagle3", "cpu", "auto", []),
+        ("medusa", "cpu", "auto", ["speculative decoding with medusa"]),
+        ("ngram", "npu", "auto", ["speculative decoding"]),
+        ("ngram", "cuda", "auto", []),
+        ("ngram", "cuda", "flex", ["speculative decoding beside FlexAttention"]),
     ],
 )
-def test_drafters_that_have_not_run_are_refused_by_name(method: str, device: str, found: list[str]) -> None:
+def test_drafters_that_have_not_run_are_refused_by_name(
+    method: str, device: str, attention: str, found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ATTENTION.name, attention)
     config = SimpleNamespace(
         speculative_config=SimpleNamespace(method=method),
         device_config=SimpleNamespace(device_type=device),

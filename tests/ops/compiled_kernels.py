@@ -172,7 +172,7 @@ def attend(heads: Heads, page: int, length: int, tokens: int, count: int = 1, **
     query, keys, values, table, seq_lens, starts = paged([Chunk(request, length - tokens, length)] * count, page)
     shape = planning.AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, REDUCTION)
     planner = planning.Planner(shape, query.device, 8, 1000, 8000, not options)
-    plan = planner.plan(starts, seq_lens, len(query), tokens == 1)
+    plan = planner.plan(starts, seq_lens, len(query), tokens)
     paged_attention(
         query, keys, values, table, seq_lens, starts, scale=0.1, reduction=REDUCTION, implementation="triton",
         plan=plan, **options,

@@ -1,6 +1,6 @@
 """Attention layers of vLLM: the KV cache is written first, then one path serves prefill and decode, in fixed splits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -21,8 +21,10 @@ class Metadata:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
-    plan: Any = None
-    """The step's plan, of the planner of the kernels that serve; None where a call needs none."""
+    plans: dict[int, Any] = field(default_factory=dict)
+    """The step's plan, by the query heads of the layers: a drafter's may have others than the model's. None where
+    calls need no plan.
+    """
 
 
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
@@ -162,7 +164,7 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             sinks=self.sinks,
             implementation=self.implementation,
             out=output[:rows],
-            plan=attn_metadata.plan,
+            plan=attn_metadata.plans.get(self.num_heads),
         )
         return output
 

@@ -1,7 +1,7 @@
 """The attention backend on CUDA: a step is planned once on the GPU, and small steps are CUDA graphs."""
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
@@ -10,7 +10,7 @@ from .. import envs
 from ..ops.attention import AttentionReduction
 from . import patch_points
 from .attention import FixedSplitAttention, FixedSplitBackendMixin, Metadata, MetadataBuilder, split_cache
-from .cuda_graphs import is_decode
+from .cuda_graphs import most_tokens, verify_lengths
 
 PAGE_SIZE = AttentionReduction.of_device("cuda").key_tile
 """Keys in a page unless the user says otherwise: a tile of them."""
@@ -28,29 +28,40 @@ class PlannedMetadataBuilder(MetadataBuilder):
 
     def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config, device: torch.device) -> None:  # noqa: ANN001
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._spec, self._config, self._device = kv_cache_spec, vllm_config, device
+        self._verify = verify_lengths(vllm_config)
+        layers = [vllm_config.compilation_config.static_forward_context[name].impl for name in layer_names]
+        self._planners = {
+            heads: self._planner([layer for layer in layers if layer.num_heads == heads])
+            for heads in dict.fromkeys(layer.num_heads for layer in layers)
+        }
+
+    def _planner(self, layers: list[Any]) -> Any:
+        """For layers with as many query heads."""
         from ..ops.attention.certificate import Options, certify
         from ..ops.attention.plan import AttentionShape, Planner
         from ..ops.attention.sm90 import is_plain
 
-        layers = [vllm_config.compilation_config.static_forward_context[name].impl for name in layer_names]
-        model, scheduler, cache = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.cache_config
+        spec, model, scheduler = self._spec, self._config.model_config, self._config.scheduler_config
         shape = AttentionShape(
-            model.get_num_attention_heads(vllm_config.parallel_config),
-            kv_cache_spec.num_kv_heads,
-            kv_cache_spec.head_size,
-            kv_cache_spec.dtype,
+            layers[0].num_heads,
+            spec.num_kv_heads,
+            spec.head_size,
+            spec.dtype,
             AttentionReduction.of_device("cuda"),
         )
         keys = scheduler.max_num_seqs * model.max_model_len
-        if cache.num_gpu_blocks:
-            keys = min(keys, cache.num_gpu_blocks * kv_cache_spec.block_size)
+        if blocks := self._config.cache_config.num_gpu_blocks:
+            keys = min(keys, blocks * spec.block_size)
         kinds = tuple(dict.fromkeys(map(Options.of, layers)))
-        certificate = certify(shape, device, kv_cache_spec.block_size, kinds)
-        self._planner = Planner(
+        certificate = certify(shape, self._device, spec.block_size, kinds)
+        # A draft model reads what was sampled beside the tokens of a step.
+        of_drafts = scheduler.max_num_seqs * max(self._verify, default=0)
+        return Planner(
             shape,
-            device,
+            self._device,
             scheduler.max_num_seqs,
-            scheduler.max_num_batched_tokens,
+            scheduler.max_num_batched_tokens + of_drafts,
             keys,
             any(is_plain(layer) for layer in layers),
             certificate.kernels,
@@ -58,9 +69,13 @@ class PlannedMetadataBuilder(MetadataBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> Metadata:  # noqa: ANN001
         batch = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        decode = is_decode(len(batch.seq_lens), batch.num_actual_tokens, common_attn_metadata.max_query_len)
-        plan = self._planner.plan(batch.query_start_loc, batch.seq_lens, batch.num_actual_tokens, decode)
-        return replace(batch, plan=plan)
+        requests, tokens = len(batch.seq_lens), batch.num_actual_tokens
+        most = most_tokens(requests, tokens, common_attn_metadata.max_query_len, self._verify)
+        plans = {
+            heads: planner.plan(batch.query_start_loc, batch.seq_lens, tokens, most)
+            for heads, planner in self._planners.items()
+        }
+        return replace(batch, plans=plans)
 
 
 class CudaFixedSplitAttention(FixedSplitAttention):

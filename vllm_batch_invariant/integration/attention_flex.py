@@ -8,7 +8,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from ..ops.attention import AttentionReduction
 from .attention import Metadata, MetadataBuilder, key_cache_of
-from .cuda_graphs import is_decode
+from .cuda_graphs import most_tokens
 
 
 class FlexMetadataBuilder(MetadataBuilder):
@@ -26,11 +26,12 @@ class FlexMetadataBuilder(MetadataBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> Metadata:  # noqa: ANN001
         batch = super().build(common_prefix_len, common_attn_metadata, fast_build)
         lengths = common_attn_metadata.seq_lens_cpu_upper_bound
-        # Exact without speculative decoding, which is refused.
+        # Exact without speculative decoding, which is refused beside FlexAttention.
         on_host = None if lengths is None else (common_attn_metadata.query_start_loc_cpu.numpy(), lengths.numpy())
-        decode = is_decode(len(batch.seq_lens), batch.num_actual_tokens, common_attn_metadata.max_query_len)
-        plan = self._planner().plan(batch.query_start_loc, batch.seq_lens, batch.block_table, decode, on_host)
-        return replace(batch, plan=plan)
+        decode = most_tokens(len(batch.seq_lens), batch.num_actual_tokens, common_attn_metadata.max_query_len) == 1
+        planner = self._planner()
+        plan = planner.plan(batch.query_start_loc, batch.seq_lens, batch.block_table, decode, on_host)
+        return replace(batch, plans={planner.shape.heads: plan})
 
     def _planner(self) -> Any:
         """Made when the cache is there; another for another cache, such as one with which memory is measured."""

@@ -8,6 +8,7 @@ import torch
 from ..ops.dispatch import module_for
 from ..ops.linear import prepare, torch_op
 from . import patch_points
+from .cuda_graphs import verify_lengths
 
 _EXPECTED = "_batch_invariant_expected"
 """Attribute of a layer on a GPU: what to prepare its weight for."""
@@ -134,14 +135,16 @@ def _expected(layer: torch.nn.Module, config: Any) -> tuple[int, bool, tuple[int
     """The most rows of a step, whether a bias is added, and the sizes of CUDA graphs."""
     adds_bias = getattr(layer, "bias", None) is not None and not getattr(layer, "skip_bias_add", False)
     return (
-        _max_m(layer, config.scheduler_config),
+        _max_m(layer, config),
         adds_bias,
         tuple(config.compilation_config.cudagraph_capture_sizes or ()),
     )
 
 
-def _max_m(layer: torch.nn.Module, scheduler: Any) -> int:
-    """The most rows that a layer multiplies in a step: tokens, or for an output embedding requests."""
+def _max_m(layer: torch.nn.Module, config: Any) -> int:
+    """The most rows that a layer multiplies in a step: tokens, or for an output embedding those that are sampled."""
+    scheduler = config.scheduler_config
     if isinstance(layer, patch_points.VOCABULARY_LAYER.get()):
-        return min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        longest = max(verify_lengths(config), default=1)
+        return min(scheduler.max_num_seqs * longest, scheduler.max_num_batched_tokens)
     return scheduler.max_num_batched_tokens

@@ -9,15 +9,20 @@ noise. vLLM's own rule accepts a draft with the probability that it has, and so 
 Sampling first and comparing afterwards is drafter-invariant speculation (Daliri et al., arXiv 2408.07978).
 """
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from ..ops.acceptance import NO_TOKEN, accept
 from . import patch_points
+
+_MOST_BYTES = 1 << 30
+"""Of logits in fp32 that are sampled at once in the second model runner: a step has 1 + k rows of them a request."""
 
 
 class SeededDraws(dict[int, torch.Generator]):
@@ -64,6 +69,21 @@ def install() -> None:
 def install_second_runner() -> None:
     """The same for the second one; only GPUs have one."""
     patch_points.SECOND_REJECTION_SAMPLER.get().__call__ = verify_in_second_runner
+    noise = patch_points.DRAFT_NOISE
+    noise.put(with_the_models_noise(noise.get()))
+
+
+def with_the_models_noise(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """vLLM's function that draws drafts, with the noise that the model's token at that place is sampled with: the two
+    then agree more often. From 0.29 on vLLM gives drafts noise of their own, because its rule compares probabilities.
+    """
+    if "is_drafting" not in inspect.signature(draw).parameters:
+        return draw
+
+    def draw_with_the_models_noise(*args: Any, is_drafting: bool = False, **named: Any) -> torch.Tensor:  # noqa: ARG001
+        return draw(*args, is_drafting=False, **named)
+
+    return draw_with_the_models_noise
 
 
 def install_front_end() -> None:
@@ -126,7 +146,7 @@ def verify_in_second_runner(
     Returns:
         vLLM's ``SamplerOutput`` with ``sampled_token_ids`` [requests, 1 + most drafts] int64.
     """
-    output = self.sampler(logits, input_batch)
+    output = _sampled_in_parts(self.sampler, logits, input_batch)
     inputs = input_batch.input_ids[input_batch.logits_indices]
     if invalid_drafts is not None:
         inputs = inputs.masked_fill(invalid_drafts, NO_TOKEN)
@@ -141,6 +161,74 @@ def verify_in_second_runner(
         self.sampler.req_states.prefill_len.gpu,
     )
     return replace(output, sampled_token_ids=tokens, num_sampled=num_sampled, num_rejected=num_rejected)
+
+
+def _sampled_in_parts(sampler: Any, logits: torch.Tensor, input_batch: Any) -> Any:
+    """What the second model runner's sampler gives, some requests after the others where all take much memory."""
+    most_rows = _MOST_BYTES // (4 * logits.shape[1])
+    if len(logits) <= most_rows:
+        return sampler(logits, input_batch)
+    starts = input_batch.cu_num_logits_np.tolist()
+    borders = [0]
+    for request, end in enumerate(starts[1:]):
+        if end - starts[borders[-1]] > most_rows and request > borders[-1]:
+            borders.append(request)
+    parts = list(pairwise([*borders, len(starts) - 1]))
+    outputs = [
+        sampler(logits[starts[first] : starts[end]], _requests_of(input_batch, first, end)) for first, end in parts
+    ]
+    listed = [one.logprobs_tensors for one in outputs]
+    return replace(
+        outputs[0],
+        sampled_token_ids=torch.cat([one.sampled_token_ids for one in outputs]),
+        logprobs_tensors=_joined(listed, [starts[end] - starts[first] for first, end in parts], starts),
+        num_nans=None if outputs[0].num_nans is None else torch.cat([one.num_nans for one in outputs]),
+    )
+
+
+def _requests_of(input_batch: Any, first: int, end: int) -> Any:
+    """Some requests of a step, as the sampler reads them."""
+    requests, starts = slice(first, end), slice(first, end + 1)
+    rows = slice(*input_batch.cu_num_logits_np[[first, end]].tolist())
+    of_rows = ("expanded_idx_mapping", "expanded_local_pos", "logits_indices")
+    of_requests = ("idx_mapping", "idx_mapping_np", "seq_lens", "seq_lens_cpu_upper_bound")
+    return replace(
+        input_batch,
+        num_reqs=end - first,
+        cu_num_logits=input_batch.cu_num_logits[starts] - rows.start,
+        cu_num_logits_np=input_batch.cu_num_logits_np[starts] - rows.start,
+        **{name: getattr(input_batch, name)[rows] for name in of_rows},
+        **{name: getattr(input_batch, name)[requests] for name in of_requests},
+    )
+
+
+def _joined(parts: Sequence[Any], rows: Sequence[int], starts: list[int]) -> Any:
+    """vLLM's ``LogprobsTensors`` of all parts, as wide as the widest; None if no request wants any.
+
+    Args:
+        parts: those of each part, or None.
+        rows: of each part.
+        starts: the first row of each request, and the number of rows.
+    """
+    there = [part for part in parts if part is not None]
+    if not there:
+        return None
+    width, like = max(part.logprobs.shape[1] for part in there), there[0]
+
+    def column(name: str) -> torch.Tensor:
+        found = []
+        for part, count in zip(parts, rows, strict=True):
+            value = getattr(like, name)
+            if part is None:
+                found.append(value.new_zeros(count, *[width] * (value.ndim - 1)))
+            else:
+                value = getattr(part, name)
+                found.append(pad(value, (0, width - value.shape[1])) if value.ndim > 1 else value)
+        return torch.cat(found)
+
+    return patch_points.LOGPROBS_TENSORS.get()(
+        column("logprob_token_ids"), column("logprobs"), column("selected_token_ranks"), starts
+    )
 
 
 def verify(self: Any, metadata: Any, draft_probs: object, logits: torch.Tensor, sampling_metadata: Any) -> Any:  # noqa: ARG001

@@ -189,9 +189,7 @@ def test_two_streams_that_share_blocks_at_the_same_time_end_with_the_same_bits()
     alone = paged_attention(*tensors, **options)
     streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1)]
     outs, graphs = [torch.empty_like(query) for _ in streams], [torch.cuda.CUDAGraph() for _ in streams]
-    plans = [
-        Planner(shape, query.device, 1, tokens, length).plan(starts, lengths, tokens, decode=False) for _ in streams
-    ]
+    plans = [Planner(shape, query.device, 1, tokens, length).plan(starts, lengths, tokens, tokens) for _ in streams]
     for out, graph, plan in zip(outs, graphs, plans, strict=True):
         with torch.cuda.graph(graph):
             for _ in range(50):
@@ -212,7 +210,7 @@ def test_pages_read_by_descriptor_have_the_bits_of_pages_read_by_pointer(heads, 
 
     chunks = [whole(Request(heads, 1500, 1)), newest(Request(heads, 777, 2), 70), newest(Request(heads, 3_000, 3))]
     described = torch.cat(attend(chunks, page_size=page_size, filler=math.nan))
-    monkeypatch.setattr(cuda, "_describe", lambda *_: None)
+    monkeypatch.setattr(cuda, "_tensor_descriptor", lambda *_: None)
     assert torch.equal(torch.cat(attend(chunks, page_size=page_size, filler=math.nan)), described)
 
 
@@ -228,14 +226,14 @@ def test_a_graph_of_decode_follows_the_lengths_and_has_the_bits_of_eager_calls(h
     planner = Planner(shape, query.device, 16, 64, 20_000)
     options = {"scale": 0.1, "reduction": reduction}
     out = torch.empty_like(query)
-    plan = planner.plan(starts, seq_lens, len(query), decode=True)
+    plan = planner.plan(starts, seq_lens, len(query), 1)
     paged_attention(query, key, value, table, seq_lens, starts, plan=plan, out=out, **options)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         paged_attention(query, key, value, table, seq_lens, starts, plan=plan, out=out, **options)
     for shorter in (0, 1, 300, 0):
         now = (seq_lens - shorter).clamp(min=1)
-        planner.plan(starts, now, len(query), decode=True)
+        planner.plan(starts, now, len(query), 1)
         out.fill_(math.nan)
         graph.replay()
         assert torch.equal(out, paged_attention(query, key, value, table, now, starts, **options)), shorter
@@ -299,7 +297,7 @@ def test_a_graph_serves_every_mix_of_requests_with_its_padded_sizes(heads):
     padded_table = table.new_zeros(most, table.shape[1])
     lengths, begins = seq_lens.new_ones(most), torch.arange(most + 1, dtype=starts.dtype, device="cuda")
     begins[-1], lengths[-1] = tokens, 2
-    plan = planner.plan(begins, lengths, tokens, decode=False)
+    plan = planner.plan(begins, lengths, tokens, tokens)
     call = padded_query, key, value, padded_table, lengths, begins
     paged_attention(*call, plan=plan, out=out, **options)  # compiles
     graph = torch.cuda.CUDAGraph()
@@ -315,7 +313,7 @@ def test_a_graph_serves_every_mix_of_requests_with_its_padded_sizes(heads):
         begins.fill_(len(rows))
         begins[0] = 0
         begins[1 : len(mix) + 1] = counts.cumsum(0)
-        planner.plan(begins, lengths, tokens, decode=False)
+        planner.plan(begins, lengths, tokens, tokens)
         out.fill_(math.nan)
         graph.replay()
         expected = paged_attention(query, key, value, table, seq_lens, starts, **options)[rows]
@@ -335,7 +333,7 @@ def test_a_padded_step_leaves_the_rows_of_no_request_alone():
     table, seq_lens = table.repeat(4, 1), torch.cat([seq_lens, seq_lens.new_zeros(3)])
     starts = torch.cat([starts, starts[-1:].repeat(3)])
     out = torch.full_like(padded, 5.0)
-    plan = planner.plan(starts, seq_lens, 4, decode=True)
+    plan = planner.plan(starts, seq_lens, 4, 1)
     paged_attention(padded, key, value, table, seq_lens, starts, plan=plan, out=out, **options)
     assert torch.equal(out[:1], alone)
     assert (out[1:] == 5.0).all()

@@ -59,7 +59,7 @@ def test_every_split_of_every_head_is_in_one_part_and_no_part_is_much_longer_tha
     shape = AttentionShape(4 * kv_heads, kv_heads, 64, torch.float16, REDUCTION)
     planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), sum(lengths) + 64 * len(lengths))
     starts = torch.tensor([0, *tokens]).cumsum(0).int()
-    planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens) == 1)
+    planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens))
     found, keys, whole = [], [], True
     for begin, end in pairwise(planner.work_indptr.tolist()):
         entries = [entry for entry in planner.decode_work[begin:end].tolist() if entry[3]]
@@ -89,7 +89,7 @@ def test_every_block_of_requests_of_many_rows_is_listed_once_those_with_the_most
     shape = AttentionShape(14, 2, 64, torch.float16, REDUCTION)
     planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), 2 * sum(lengths))
     starts = torch.tensor([0, *tokens]).cumsum(0).int()
-    plan = planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens) == 1)
+    plan = planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens))
     entries = planner.prefill_work[: int(planner.prefill_count)].tolist()
     rows, group = planner.prefill_schedule.block_m, shape.queries_per_kv
     expected = [
@@ -121,7 +121,7 @@ def test_the_splits_of_few_blocks_are_in_parts_and_the_parts_of_a_block_are_abou
     planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), sum(lengths) + 64 * len(lengths))
     planner._prefill_ctas = 16
     starts = torch.tensor([0, *tokens]).cumsum(0).int()
-    planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens) == 1)
+    planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens))
     entries = planner.prefill_work[: int(planner.prefill_count)].tolist()
     assert len(entries) * kv_heads <= planner._prefill_ctas
     slots = []
@@ -204,7 +204,7 @@ def test_one_plan_serves_every_mix_of_requests():
     planner = Planner(
         AttentionShape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION), query.device, most, tokens, 9000
     )
-    plan = planner.plan(torch.arange(most + 1), torch.ones(most), tokens, decode=False)
+    plan = planner.plan(torch.arange(most + 1), torch.ones(most), tokens, tokens)
     for mix in ([2, 0, 1, 3], [5, 4]):
         rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in mix])
         counts = torch.tensor([starts[i + 1] - starts[i] for i in mix])
@@ -216,7 +216,7 @@ def test_one_plan_serves_every_mix_of_requests():
         begins[1 : len(mix) + 1] = counts.cumsum(0)
         padded_table = table.new_zeros(most, table.shape[1])
         padded_table[: len(mix)] = table[mix]
-        planner.plan(begins, lengths, tokens, decode=False)
+        planner.plan(begins, lengths, tokens, tokens)
         out = out.to(query.dtype)
         paged_attention(padded_query, key, value, padded_table, lengths, begins, plan=plan, out=out, **options)
         assert_same_bits(out[: len(rows)], expected[rows], f"requests {mix}")
@@ -228,7 +228,7 @@ def test_a_plan_of_another_reduction_is_refused():
     query, key, value, table, seq_lens, starts = paged([newest(300, 1)])
     shape = AttentionShape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION)
     planner = Planner(shape, query.device, 1, 1, 1000)
-    plan = planner.plan(starts, seq_lens, 1, decode=True)
+    plan = planner.plan(starts, seq_lens, 1, 1)
     options = {"scale": 0.1, "implementation": "triton", "plan": plan}
     for other in (AttentionReduction(), replace(REDUCTION, key_tile=32)):
         with pytest.raises(ValueError, match="does not fit a call"):
@@ -241,7 +241,7 @@ def test_a_plan_zeroes_the_counters_whatever_a_sleeping_engines_memory_came_back
     for starts, lengths in (([0, 60], [16_384]), ([0, 1, 2, 3], [900, 3, 5000])):
         planner.semaphores.fill_(7)
         begins, lengths = torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
-        planner.plan(begins, lengths, starts[-1], decode=len(lengths) == 3)
+        planner.plan(begins, lengths, starts[-1], starts[1])
         assert len(planner.semaphores) > 0
         assert not planner.semaphores.any()
 
@@ -279,7 +279,7 @@ def test_a_decode_of_other_splits_is_not_certified(small_certificate, monkeypatc
 
     def with_other_splits(call: PagedAttention, out: torch.Tensor, plan: Plan) -> None:
         if call.tokens == len(certificate._BORDERS):
-            plan = other.plan(call.query_start_loc, call.seq_lens, call.tokens, decode=True)
+            plan = other.plan(call.query_start_loc, call.seq_lens, call.tokens, 1)
             call = replace(call, reduction=other.shape.reduction)
         computed(call, out, plan)
 

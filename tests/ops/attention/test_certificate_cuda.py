@@ -59,7 +59,7 @@ def test_a_decode_of_other_splits_is_found_in_most_elements(operands, split, mon
 
     def with_other_splits(call: PagedAttention, out: torch.Tensor, plan: Plan) -> None:
         if call.tokens == len(call.seq_lens):
-            plan = other.plan(call.query_start_loc, call.seq_lens, call.tokens, decode=True)
+            plan = other.plan(call.query_start_loc, call.seq_lens, call.tokens, 1)
             call = replace(call, reduction=other.shape.reduction)
         computed(call, out, plan)
 

@@ -23,26 +23,34 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> planning.Planner:
     return planning.Planner(shape, torch.device("cpu"), 512, 8192, 100_000)
 
 
-def plan(planner: planning.Planner, requests: int, tokens: int, decode: bool) -> planning.Plan:
+def plan(planner: planning.Planner, requests: int, tokens: int, most_tokens: int) -> planning.Plan:
     numbers = torch.zeros(requests + 1, dtype=torch.int32)
-    return planner.plan(numbers, numbers[1:], tokens, decode)
+    return planner.plan(numbers, numbers[1:], tokens, most_tokens)
 
 
 @pytest.mark.parametrize("requests", [1, 2, 64, 512])
 def test_a_step_of_decode_launches_for_small_blocks_only(requests: int, planner: planning.Planner) -> None:
-    decode = plan(planner, requests, requests, decode=True)
+    decode = plan(planner, requests, requests, 1)
     assert (decode.has_decode, decode.prefill_ctas, decode.partial_rows) == (True, 0, 4)
 
 
 def test_a_request_alone_may_have_few_rows_or_many(planner: planning.Planner) -> None:
     """A CUDA graph of 64 tokens serves a prompt of 3 tokens as well as one of 64."""
-    alone = plan(planner, 1, 64, decode=False)
+    alone = plan(planner, 1, 64, 64)
     assert (alone.has_decode, alone.prefill_ctas > 0, alone.partial_rows) == (True, True, 16)
 
 
 def test_no_large_block_is_launched_for_tokens_that_are_few_rows_together(planner: planning.Planner) -> None:
-    assert plan(planner, 3, 4, decode=False).prefill_ctas == 0
-    assert plan(planner, 3, 5, decode=False).prefill_ctas > 0
+    assert plan(planner, 3, 4, 4).prefill_ctas == 0
+    assert plan(planner, 3, 5, 5).prefill_ctas > 0
+
+
+@pytest.mark.parametrize(("most", "launches"), [(2, False), (4, False), (5, True), (8, True)])
+def test_a_verify_step_launches_for_large_blocks_only_if_its_requests_have_many_rows(
+    most: int, launches: bool, planner: planning.Planner
+) -> None:
+    verify = plan(planner, 64, 64 * most, most)
+    assert (verify.has_decode, verify.prefill_ctas > 0, verify.partial_rows) == (True, launches, 16)
 
 
 def test_the_lists_hold_the_blocks_of_any_step(planner: planning.Planner) -> None:

@@ -43,7 +43,7 @@ def test_it_has_the_bits_of_the_triton_kernel_at_every_launch(heads, lengths, to
     assert planner.sm90
 
     def attend() -> torch.Tensor:
-        plan = planner.plan(starts, seq_lens, len(query), tokens == 1)
+        plan = planner.plan(starts, seq_lens, len(query), tokens)
         options = {"scale": 0.1, "reduction": shape.reduction, "implementation": "triton", "plan": plan}
         out = torch.full_like(query, torch.nan)
         return paged_attention(query, keys, values, table, seq_lens, starts, out=out, **options)

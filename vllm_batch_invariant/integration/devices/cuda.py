@@ -52,7 +52,10 @@ class Cuda(VllmDevice):
             return
         scheduler = vllm_config.scheduler_config
         captured = cuda_graphs.sizes(
-            compilation.cudagraph_capture_sizes or [], scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+            compilation.cudagraph_capture_sizes or [],
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            max(cuda_graphs.verify_lengths(vllm_config), default=1),
         )
         compilation.cudagraph_mode = modes.FULL
         compilation.cudagraph_capture_sizes = captured
@@ -83,7 +86,8 @@ class Cuda(VllmDevice):
 
     def engine_settings(self, vllm_config: Any) -> dict[str, str]:
         """The model runner: the two draw other noise of a seed."""
-        return {"model_runner": "second" if vllm_config.use_v2_model_runner else "first"}
+        runner = "second" if vllm_config.use_v2_model_runner else "first"
+        return super().engine_settings(vllm_config) | {"model_runner": runner}
 
 
 def _check_pages(vllm_config: Any) -> None:

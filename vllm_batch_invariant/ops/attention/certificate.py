@@ -280,7 +280,7 @@ def _attend(planner: Planner, operands: Operands, chunks: Sequence[Chunk], optio
         operands.scale, planner.shape.reduction, options.sliding_window, options.logits_soft_cap, slopes, sinks,
     )  # fmt: skip
     out = torch.full_like(query, math.nan)
-    plan = planner.plan(starts, lengths, len(query), decode=all(one.query_len == 1 for one in chunks))
+    plan = planner.plan(starts, lengths, len(query), max(one.query_len for one in chunks))
     paged_attention(call, out, plan)
     return out
 

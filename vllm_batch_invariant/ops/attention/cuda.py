@@ -63,7 +63,7 @@ def _plan_alone(call: PagedAttention) -> Plan:
     keys = requests * call.block_table.shape[1] * call.page_size
     planner = Planner(shape, call.query.device, requests, tokens, keys, sm90.is_plain(call))
     starts, lengths = (tensor.to(call.query.device) for tensor in (call.query_start_loc, call.seq_lens))
-    return planner.plan(starts, lengths, tokens, decode=tokens <= 1)
+    return planner.plan(starts, lengths, tokens, most_tokens=tokens)
 
 
 def _tensor_descriptor(cache: torch.Tensor, key_tile: int, padded_head_size: int) -> TensorDescriptor | None:

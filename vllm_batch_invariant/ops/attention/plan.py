@@ -228,22 +228,22 @@ class Planner:
         """Partial results of all KV heads that there is room for."""
         return min(self._max_splits, self._max_partial_rows // (self.shape.kv_heads * partial_rows))
 
-    def plan(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, tokens: int, decode: bool) -> Plan:
+    def plan(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, tokens: int, most_tokens: int) -> Plan:
         """Plan a step; launches one kernel and reads nothing back.
 
-        What it decides on the host depends on ``tokens``, the number of requests and ``decode``, which a CUDA graph
-        fixes: calls that were captured with one plan serve every other step with these three.
+        What it decides on the host depends on ``tokens``, the number of requests and ``most_tokens``, which a CUDA
+        graph fixes: calls that were captured with one plan serve every other step with these three.
 
         Args:
             query_start_loc: [requests + 1] on the GPU.
             seq_lens: [requests] on the GPU.
             tokens: rows of the query, or more. A request may have all of them, whatever the number of requests.
-            decode: no request has more than one token.
+            most_tokens: of a request, or more: 1 in a step of decode, ``tokens`` where nothing is known.
         """
         requests, shape = len(seq_lens), self.shape
         has_decode = shape.queries_per_kv <= self.decode_rows
-        has_prefill = (1 if decode else tokens) * shape.queries_per_kv > self.decode_rows
-        partial_rows = shape.queries_per_kv if decode and has_decode else DECODE_ROWS
+        has_prefill = most_tokens * shape.queries_per_kv > self.decode_rows
+        partial_rows = shape.queries_per_kv if most_tokens == 1 and has_decode else DECODE_ROWS
         blocks = self._max_prefill_blocks(tokens, requests) if has_prefill else 0
         # With the kernels for Hopper it costs nothing that they may.
         may_share = self.sm90 or 0 < blocks * shape.kv_heads <= self._prefill_ctas // 2
