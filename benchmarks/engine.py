@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,34 +74,58 @@ def measure_online(provider: str, options: argparse.Namespace) -> dict[str, list
         return None
 
 
-def measurements(results: dict[str, dict[str, Any]], workloads: str, setting: Setting) -> list[Measurement]:
-    """The rows for the data: every workload, start-up and memory, of every provider."""
-    found = []
+class Rows:
+    """The rows for the data, of one setting."""
 
-    def add(provider: str, case: str, metric: str, unit: str, samples: list[float], stock: list[float] | None) -> None:
+    def __init__(self, setting: Setting) -> None:
+        self.found: list[Measurement] = []
+        self._setting = asdict(setting)
+
+    def add(
+        self,
+        provider: str,
+        case: str,
+        metric: str,
+        unit: str,
+        samples: list[float],
+        stock: list[float] | None,
+        *,
+        same_bits: bool | None,
+    ) -> None:
+        """One more: a median, and its ratio to that of plain vLLM.
+
+        Args:
+            provider: whose samples.
+            case: of :func:`case_text`.
+            metric: what is measured.
+            unit: of the samples.
+            samples: one or more.
+            stock: those of plain vLLM, if there are any.
+            same_bits: whether a request had the bits that it should; None where that was not looked at.
+        """
         spread = Spread.of(samples if len(samples) > 1 else samples * 2)
         other = None if not stock else Spread.of(stock if len(stock) > 1 else stock * 2)
         ratio = spread.p50 / other.p50 if other and other.p50 else None
-        same = None if provider == "stock" else results[provider].get("same_bits")
-        bits: Bits = "-" if same is None else "equal" if same else "differ"
-        found.append(
-            Measurement(
-                "engine", provider, case, metric, unit, **asdict(spread), ratio=ratio, bits=bits, **asdict(setting)
-            )
-        )
+        bits: Bits = "-" if provider == "stock" or same_bits is None else "equal" if same_bits else "differ"
+        spreads = asdict(spread) | self._setting
+        self.found.append(Measurement("engine", provider, case, metric, unit, **spreads, ratio=ratio, bits=bits))
 
-    stock = results.get("stock")
+
+def measurements(results: dict[str, dict[str, Any]], workloads: str, setting: Setting) -> list[Measurement]:
+    """The rows for the data: every workload, start-up and memory, of every provider."""
+    rows, stock = Rows(setting), results.get("stock")
     for provider, result in results.items():
+        add = partial(rows.add, provider, same_bits=result.get("same_bits"))
         for place, workload in enumerate(WORKLOADS[workloads] if "samples" in result else ()):
             other = stock and stock["samples"][place]
-            add(provider, workload.case, workload.metric, workload.unit, result["samples"][place], other)
+            add(workload.case, workload.metric, workload.unit, result["samples"][place], other)
         for metric, unit in (("startup", "s"), ("memory", "MiB")) if "samples" in result else ():
-            add(provider, case_text(workload=metric), metric, unit, [result[metric]], stock and [stock[metric]])
+            add(case_text(workload=metric), metric, unit, [result[metric]], stock and [stock[metric]])
         for metric, samples in (result.get("online") or {}).items():
             case, other = LOADS[workloads].case, ((stock or {}).get("online") or {}).get(metric)
-            add(provider, case, metric, "ms", samples, other)
-            add(provider, case, f"{metric}-p99", "ms", [_p99(samples)], other and [_p99(other)])
-    return found
+            add(case, metric, "ms", samples, other)
+            add(case, f"{metric}-p99", "ms", [_p99(samples)], other and [_p99(other)])
+    return rows.found
 
 
 def _p99(samples: list[float]) -> float:
@@ -119,45 +144,74 @@ def print_summary(rows: Sequence[Measurement], console: Console) -> None:
             ratio = f", {own[0].ratio:.3f}" if own and own[0].ratio is not None else ""
             cells.append(f"{own[0].p50:.4g} {unit}{ratio}" if own else "")
         table.add_row(case if case == case_text(workload=metric) else f"{case}: {metric}", *cells)
-    bits = {row.provider: row.bits for row in rows}
-    table.add_row("bits alone and with concurrent requests", *(bits[provider] for provider in providers))
+    bits = {provider: {row.bits for row in rows if row.provider == provider} for provider in providers}
+    table.add_row(
+        "bits alone and with concurrent requests",
+        *(next(bit for bit in ("differ", "equal", "-") if bit in bits[provider]) for provider in providers),
+    )
     console.print(table)
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def options_of(
+    program: str, does: str, providers: Sequence[str], workloads: Sequence[str], max_model_len: int, kv_cache_gib: float
+) -> argparse.ArgumentParser:
+    """What every benchmark of engines is told: the checkpoint, who takes part, what they do, and room. The first of the
+    workloads is the default.
+    """
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.engine",
-        description="Check that a request has the same bits alone and with concurrent requests, then time engines. "
-        "Exit status: 0 all well, 1 our bits differ or an engine failed.",
+        prog=f"python -m {program}",
+        description=f"{does} Exit status: 0 all well, 1 our bits differ or an engine failed.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("model", help="a checkpoint")
     parser.add_argument(
         "--out", type=Path, default=DATA / "engine.csv", help="CSV file; rows of other cases, versions and GPUs stay"
     )
-    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS), help="who takes part")
-    parser.add_argument("--workloads", choices=LOADS, default="full", help="what they do")
+    parser.add_argument("--providers", nargs="+", choices=providers, default=list(providers), help="who takes part")
+    parser.add_argument("--workloads", choices=workloads, default=workloads[0], help="what they do")
     parser.add_argument("--samples", type=int, default=3, help="how often each workload is timed")
-    parser.add_argument("--max-model-len", type=int, default=40_000, help="of the engine")
-    parser.add_argument("--kv-cache-gib", type=float, default=48, help="KV cache, the same for all")
-    part = parser.add_mutually_exclusive_group()
-    part.add_argument("--offline", action="store_true", help="leave out the server under an online load")
-    part.add_argument("--online", action="store_true", help="only that server, whose bits are not looked at")
+    parser.add_argument("--max-model-len", type=int, default=max_model_len, help="of the engine")
+    parser.add_argument("--kv-cache-gib", type=float, default=kv_cache_gib, help="KV cache, the same for all")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one engine")
-    return parser.parse_args(arguments)
+    return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    options = _parse(arguments)
-    engine = {
+def plan_of(options: argparse.Namespace, **engine: Any) -> dict[str, Any]:
+    """What :mod:`benchmarks.engine_worker` reads: the workloads, and an engine with some more arguments."""
+    arguments = {
         "model": options.model,
         "max_model_len": options.max_model_len,
         "kv_cache_memory_bytes": int(options.kv_cache_gib * 2**30),
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
     }
-    plan = {"engine": engine, "concurrent": CONCURRENT, "workloads": options.workloads, "samples": options.samples}
+    return {
+        "engine": arguments | engine,
+        "concurrent": CONCURRENT,
+        "workloads": options.workloads,
+        "samples": options.samples,
+    }
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = options_of(
+        "benchmarks.engine",
+        "Check that a request has the same bits alone and with concurrent requests, then time engines.",
+        list(PROVIDERS),
+        list(LOADS),
+        max_model_len=40_000,
+        kv_cache_gib=48,
+    )
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--offline", action="store_true", help="leave out the server under an online load")
+    part.add_argument("--online", action="store_true", help="only that server, whose bits are not looked at")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    options = _parse(arguments)
+    plan = plan_of(options)
     results: dict[str, dict[str, Any]] = {}
 
     def keep() -> list[Measurement]:

@@ -20,7 +20,7 @@ from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 
 __all__ = [
     "CHECK", "OF_DEVICE", "PATHS", "ROOT", "EngineFailed", "Result",
-    "check_of", "concurrent_requests", "only_in_the_core", "request", "run", "tokens",
+    "check_of", "concurrent_requests", "differing_answers", "only_in_the_core", "request", "run", "tokens",
 ]  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +89,13 @@ def run(
             bisected=running.call(f"tests.engine.bisected:{bisection[0]}", *bisection[1:]) if bisection else None,
             log=running.log,
         )
+
+
+def differing_answers(answers: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> list[int]:
+    """Numbers of the requests whose tokens, logprobs, listed candidates or prompt logprobs are not the others'."""
+    compared = ("completions", "prompt_logprobs")
+    pairs = enumerate(zip(answers, others, strict=True))
+    return [number for number, (one, other) in pairs if any(one[key] != other[key] for key in compared)]
 
 
 def only_in_the_core(request: pytest.FixtureRequest) -> None:

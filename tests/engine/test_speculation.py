@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tests.engine.drafters import ANSWERS, KINDS, make_head, make_mtp_model
-from tests.engine.engines import OF_DEVICE, Result, only_in_the_core, run, tokens
+from tests.engine.engines import OF_DEVICE, Result, differing_answers, only_in_the_core, run, tokens
 from vllm_batch_invariant.integration.patch_points import installed_version
 from vllm_batch_invariant.verify.harness.requests import KINDS as ASKED
-from vllm_batch_invariant.verify.harness.requests import NOT_BESIDE_DRAFTS, Accepts, draw
+from vllm_batch_invariant.verify.harness.requests import NGRAMS, NOT_BESIDE_DRAFTS, Accepts, draw
 
 pytestmark = [pytest.mark.engine, pytest.mark.core]
 
@@ -31,7 +31,6 @@ NO_KERNELS = not ON_GPU and find_spec("vllm") is not None and installed_version(
 launches kernels in Triton.
 """
 PLAIN_SEEDED = {"temperature", "max_tokens", "ignore_eos", "seed", "logprobs"}
-NGRAMS = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 SMALL = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 16 if ON_GPU else 8, "max_num_seqs": 17}
 """Prompts come in chunks beside verify steps, and requests are preempted between them."""
 
@@ -99,12 +98,8 @@ def differing(
     """The parameters of some requests whose tokens, logprobs, listed candidates or prompt logprobs are not the
     others'.
     """
-    compared = ("completions", "prompt_logprobs")
-    return [
-        asked["params"]
-        for asked, one, other in zip(requests()[which], answers, others, strict=True)
-        if [one[key] for key in compared] != [other[key] for key in compared]
-    ]
+    asked = requests()[which]
+    return [asked[number]["params"] for number in differing_answers(answers, others)]
 
 
 def counts(running: Any) -> dict[str, int]:

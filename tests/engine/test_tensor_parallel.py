@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.engines import Result, concurrent_requests, only_in_the_core, request, run, tokens
+from tests.engine.engines import (
+    Result,
+    concurrent_requests,
+    differing_answers,
+    only_in_the_core,
+    request,
+    run,
+    tokens,
+)
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 
 pytestmark = [
@@ -22,9 +30,9 @@ SETTINGS = {"max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 
 
 def targets() -> list[dict[str, Any]]:
     """Greedy and with a seed, with listed logprobs and those of the prompt."""
-    greedy = [request(tokens(length, length), max_tokens=12, logprobs=5, ignore_eos=True) for length in PROMPTS]
-    seeded = {"temperature": 1.0, "seed": 7, "max_tokens": 12, "logprobs": 3, "prompt_logprobs": 2, "ignore_eos": True}
-    return [*greedy, request(tokens(60, 9), **seeded)]
+    greedy = [request(tokens(length, length), max_tokens=12) for length in PROMPTS]
+    seeded = request(tokens(60, 9), temperature=1.0, seed=7, max_tokens=12, logprobs=3, prompt_logprobs=2)
+    return [*greedy, seeded]
 
 
 ALONE = [{"name": f"alone {i}", "reset_prefix_cache": True, "requests": [one]} for i, one in enumerate(targets())]
@@ -52,13 +60,11 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
 
 def differing(done: Result) -> list[str]:
     """Steps in which a target has other tokens, logprobs, candidates or prompt logprobs than alone."""
-    compared = ("completions", "prompt_logprobs")
     alone = [done.steps[step["name"]][0] for step in ALONE]
     return [
         f"{step['name']}: target {number}"
         for step in [*AMONG, WARM]
-        for number, expected in enumerate(alone)
-        if any(done.steps[step["name"]][number][key] != expected[key] for key in compared)
+        for number in differing_answers(done.steps[step["name"]][: len(alone)], alone)
     ]
 
 

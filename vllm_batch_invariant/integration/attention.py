@@ -22,7 +22,7 @@ class Metadata:
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     plans: dict[int, Any] = field(default_factory=dict)
-    """The step's plan, by the query heads of the layers: a drafter's may have others than the model's. None where
+    """The step's plan, by the query heads of the layers: a drafter's may have others than the model's. Empty where
     calls need no plan.
     """
 

@@ -53,7 +53,6 @@ def without_sums(collective: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         NotCovered: by the function, in vLLM's tensor-parallel group of several workers.
     """
-
     signature = inspect.signature(collective)
 
     @wraps(collective)

@@ -9,6 +9,7 @@ as the most requests have in a verify step. A step of decode that is padded to m
 runs in the graph of any other mix, and is planned as one.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -86,13 +87,19 @@ def install() -> None:
             sorted((one for one in graphs if one.uniform_token_count == kind), key=lambda one: one.num_tokens)
             for kind in dict.fromkeys(one.uniform_token_count for one in graphs)
         ]
-        # Of each kind the next two: as many requests as tokens, not of decode, have too many for the first mix.
         self._candidates = {
-            (tokens, 0): [one for kind in kinds for one in [one for one in kind if one.num_tokens >= tokens][:2]]
-            for tokens in range(most + 1)
+            (tokens, 0): [graph for kind in kinds for graph in _next_two(kind, tokens)] for tokens in range(most + 1)
         }
 
     manager._init_candidates = _init_candidates
+
+
+def _next_two(kind: list[Any], tokens: int) -> list[Any]:
+    """Of a kind in ascending order the smallest that have room for so many tokens: as many requests as tokens, not of
+    decode, are too many for the first of any other mix.
+    """
+    first = bisect_left(kind, tokens, key=lambda graph: graph.num_tokens)
+    return kind[first : first + 2]
 
 
 def _graphs(descriptions: Iterable[Any], most_requests: int, verify: tuple[int, ...]) -> list[Any]:

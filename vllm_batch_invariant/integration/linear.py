@@ -8,7 +8,6 @@ import torch
 from ..ops.dispatch import module_for
 from ..ops.linear import prepare, torch_op
 from . import patch_points
-from .cuda_graphs import verify_lengths
 
 _EXPECTED = "_batch_invariant_expected"
 """Attribute of a layer on a GPU: what to prepare its weight for."""
@@ -145,6 +144,6 @@ def _max_m(layer: torch.nn.Module, config: Any) -> int:
     """The most rows that a layer multiplies in a step: tokens, or for an output embedding those that are sampled."""
     scheduler = config.scheduler_config
     if isinstance(layer, patch_points.VOCABULARY_LAYER.get()):
-        longest = max(verify_lengths(config), default=1)
-        return min(scheduler.max_num_seqs * longest, scheduler.max_num_batched_tokens)
+        rows = scheduler.max_num_seqs * (1 + config.num_speculative_tokens)
+        return min(rows, scheduler.max_num_batched_tokens)
     return scheduler.max_num_batched_tokens

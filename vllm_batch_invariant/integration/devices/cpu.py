@@ -23,6 +23,7 @@ class Cpu(VllmDevice):
 
     def install_collectives(self) -> None:
         collectives.install_cpu()
+        collectives.refuse_other_sums()
 
     def compile_kernels(self) -> None:
         """Run each compiled kernel once on next to nothing, so that no request waits for the compiler: 30 s when

@@ -55,7 +55,7 @@ class Cuda(VllmDevice):
             compilation.cudagraph_capture_sizes or [],
             scheduler.max_num_seqs,
             scheduler.max_num_batched_tokens,
-            max(cuda_graphs.verify_lengths(vllm_config), default=1),
+            1 + vllm_config.num_speculative_tokens,
         )
         compilation.cudagraph_mode = modes.FULL
         compilation.cudagraph_capture_sizes = captured

@@ -9,7 +9,7 @@ from ... import envs
 from ...ops.attention import AttentionReduction
 from ...ops.devices import Device
 from ...version import __version__
-from .. import collectives, mrope, norm, patch_points, refusals, sampling, sampling_seeds, weights
+from .. import mrope, norm, patch_points, refusals, sampling, sampling_seeds, weights
 
 MODE_IS_ON = f"Batch-invariant mode is on (vllm-batch-invariant {__version__}); "
 
@@ -86,7 +86,6 @@ class VllmDevice:
         sampling_seeds.install()
         self.install_linear()
         self.install_collectives()
-        collectives.refuse_other_sums()
         norm.install()
         mrope.install()
         worker = patch_points.DEVICE_WORKER.get()

@@ -5,14 +5,7 @@ from typing import Self
 
 import torch
 
-from ...errors import NotCovered
-
-_ACCUMULATE = {
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-    torch.float64: torch.float64,
-}
+from ..common.dtypes import accumulate
 
 
 @dataclass(frozen=True)
@@ -37,8 +30,4 @@ class AllReduceReduction:
         Raises:
             NotCovered: a dtype that is not fp32, bf16, fp16 or fp64.
         """
-        if dtype not in _ACCUMULATE:
-            raise NotCovered(
-                f"an all-reduce in {dtype}", "no order of additions is defined for it", "use fp32, bf16, fp16 or fp64"
-            )
-        return cls(ranks, dtype, _ACCUMULATE[dtype])
+        return cls(ranks, dtype, accumulate(dtype, "an all-reduce"))

@@ -1,18 +1,13 @@
 """What decides the bits of a GEMM."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
-from ...errors import NotCovered
+from ..common.dtypes import accumulate
 
-_ACCUMULATE = {
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-    torch.float64: torch.float64,
-}
+_accumulate = partial(accumulate, operation="a matmul")
 _CUDA_K_STEP = {torch.bfloat16: 16, torch.float16: 16, torch.float32: 1}
 _CUDA_K_STEP_IN_TF32 = 8
 _CPU_BLOCK_M = 32
@@ -78,8 +73,8 @@ class LinearReduction:
 def _on_cuda(n: int, k: int, dtype: torch.dtype, precision: str) -> LinearReduction:
     k_step = _CUDA_K_STEP_IN_TF32 if precision == "tf32" else _CUDA_K_STEP.get(dtype)
     fuses = precision == "ieee" and dtype.itemsize >= 4
-    accumulate = _accumulate(dtype)
-    return LinearReduction(n, k, dtype, accumulate, precision=precision, k_step=k_step, enable_fp_fusion=fuses)
+    acc = _accumulate(dtype)
+    return LinearReduction(n, k, dtype, acc, precision=precision, k_step=k_step, enable_fp_fusion=fuses)
 
 
 @lru_cache(maxsize=4096)
@@ -99,9 +94,3 @@ def _on_npu(n: int, k: int, dtype: torch.dtype) -> LinearReduction:
     return LinearReduction(
         n, k, dtype, _accumulate(dtype), precision="ieee", k_step=_NPU_BLOCK, block_m=_NPU_BLOCK, block_n=block_n
     )
-
-
-def _accumulate(dtype: torch.dtype) -> torch.dtype:
-    if dtype not in _ACCUMULATE:
-        raise NotCovered(f"a matmul in {dtype}", "no reduction is defined for it", "use fp32, bf16, fp16 or fp64")
-    return _ACCUMULATE[dtype]

@@ -6,15 +6,9 @@ from typing import Self
 
 import torch
 
-from ...errors import NotCovered
+from ..common.dtypes import accumulate
 from ..common.row_reduction import LANES, REDUCTIONS_KEPT, RowReduction, gpu_block, gpu_warps, npu_block
 
-_ACCUMULATE = {
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-    torch.float64: torch.float64,
-}
 _CHUNK = 1 << 16
 _LARGEST_GPU_BLOCK = 8192
 _MOST_WARPS = 8
@@ -35,11 +29,7 @@ class SumReduction(RowReduction):
         Raises:
             NotCovered: a dtype that is not fp32, bf16, fp16 or fp64.
         """
-        if dtype not in _ACCUMULATE:
-            raise NotCovered(
-                f"a reduction in {dtype}", "no order of additions is defined for it", "use fp32, bf16, fp16 or fp64"
-            )
-        row = {"length": length, "dtype": dtype, "accumulate": _ACCUMULATE[dtype]}
+        row = {"length": length, "dtype": dtype, "accumulate": accumulate(dtype, "a reduction")}
         if device_type == "cpu":
             return cls(**row, lanes=LANES)
         if device_type == "npu":

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...envs import ATTENTION
-from ..harness.requests import KINDS, OUTPUT_KINDS, Accepts, draw, draw_concurrent
+from ..harness.requests import KINDS, NGRAMS, OUTPUT_KINDS, Accepts, draw, draw_concurrent
 
 BORDERS = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 """Prompt lengths around pages, small chunks and splits of attention."""
@@ -75,8 +75,7 @@ class Settings:
         if self.workers > 1:
             made += ["--tensor-parallel-size", str(self.workers)]
         if self.drafts:
-            ngrams = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-            made += ["--speculative-config", json.dumps(ngrams | {"num_speculative_tokens": self.drafts})]
+            made += ["--speculative-config", json.dumps(NGRAMS | {"num_speculative_tokens": self.drafts})]
         # one page is vLLM's own
         return made + (
             ["--num-gpu-blocks-override", str(-(-self.context // self.page) + 2)] if self.small_cache else []

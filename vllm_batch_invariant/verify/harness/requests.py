@@ -30,6 +30,8 @@ OF_TEXT = frozenset(("bad_words", "stop", "json", "regex", "choice"))
 """Kinds for which the engine needs a tokenizer."""
 NOT_BESIDE_DRAFTS = ("min_p", "filters", "logit_bias")
 """Kinds that vLLM refuses where it decodes speculatively."""
+NGRAMS = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+"""A drafter that every device and model has: vLLM's --speculative-config but for the number of drafts."""
 LISTED = (None, 0, 1, 5, 20, -1)
 """Values of ``logprobs``: none, the token's own, so many candidates, the whole vocabulary."""
 MOST_LISTED = 160_000

@@ -1,0 +1,25 @@
+"""The dtype of additions, by that of what is added."""
+
+import torch
+
+from ...errors import NotCovered
+
+_ACCUMULATE = {
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+    torch.float64: torch.float64,
+}
+
+
+def accumulate(dtype: torch.dtype, operation: str) -> torch.dtype:
+    """In which dtype an operation adds numbers of ``dtype``.
+
+    Raises:
+        NotCovered: a dtype that is not fp32, bf16, fp16 or fp64.
+    """
+    if dtype not in _ACCUMULATE:
+        raise NotCovered(
+            f"{operation} in {dtype}", "no order of additions is defined for it", "use fp32, bf16, fp16 or fp64"
+        )
+    return _ACCUMULATE[dtype]
