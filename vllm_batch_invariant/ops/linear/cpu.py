@@ -30,11 +30,23 @@ def _reduction(a: torch.Tensor, b: torch.Tensor) -> LinearReduction:
 
 
 def _operand(tensor: torch.Tensor, reduction: LinearReduction) -> torch.Tensor:
-    """The matrix in the accumulator's dtype, packed by rows and aligned: BLAS kernels may differ on anything else, and
-    packed by columns few sizes of tiles agree.
+    """The matrix [K, N] in the accumulator's dtype, packed by aligned rows, with zeros behind N: BLAS kernels may differ
+    on anything else, and packed by columns few sizes of tiles agree.
     """
-    tensor = tensor.contiguous().to(reduction.accumulate)  # in this order half the bytes are turned
-    return tensor if tensor.data_ptr() % reduction.alignment == 0 else tensor.clone()
+    (k, n), width, dtype = tensor.shape, reduction.columns, reduction.accumulate
+    packed = tensor.stride() == (width, 1) and len(_storage(tensor)) >= k * width
+    if packed and tensor.dtype == dtype and tensor.data_ptr() % reduction.alignment == 0:
+        return tensor
+    tensor = tensor.contiguous().to(dtype)  # in this order half the bytes are turned
+    if n == width and tensor.data_ptr() % reduction.alignment == 0:
+        return tensor
+    out = tensor.new_zeros(k, width)[:, :n]
+    return out.copy_(tensor)
+
+
+def _storage(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies in memory from a tensor's first element on."""
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize - tensor.storage_offset(),), (1,))
 
 
 def _tiles(m: int, block_ms: tuple[int, ...]) -> list[int]:
@@ -53,6 +65,7 @@ def _gemm(a: torch.Tensor, b: torch.Tensor, reduction: LinearReduction) -> torch
     (m, k), n = a.shape, b.shape[1]
     if 0 in (m, k, n):
         return a.new_zeros(m, n)
+    b = _storage(b)[: k * reduction.columns].view(k, reduction.columns)
     out = a.new_empty(m, n)
     start = 0
     for block_m in _tiles(m, verified_block_ms(reduction)):
@@ -61,7 +74,7 @@ def _gemm(a: torch.Tensor, b: torch.Tensor, reduction: LinearReduction) -> torch
         if stop - start < block_m or not tile.is_contiguous() or tile.data_ptr() % reduction.alignment:
             tile = a.new_zeros(block_m, k)
             tile[: stop - start] = a[start:stop]
-        out[start:stop] = _blas(tile, b)[: stop - start]
+        out[start:stop] = _blas(tile, b)[: stop - start, :n]
         start = stop
     return out
 
@@ -77,7 +90,7 @@ def verified_block_ms(reduction: LinearReduction) -> tuple[int, ...]:
     Raises:
         RuntimeError: not even the reduction's tile is independent of a row's place, so this BLAS cannot be used.
     """
-    base, k, n, dtype = reduction.block_m, reduction.k, reduction.n, reduction.accumulate
+    base, k, n, dtype = reduction.block_m, reduction.k, reduction.columns, reduction.accumulate
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2 * base, k, generator=generator, dtype=dtype)
     operand = torch.randn(k, n, generator=generator, dtype=dtype)

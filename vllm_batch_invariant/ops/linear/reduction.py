@@ -28,8 +28,8 @@ class LinearReduction:
       multiplied in ``precision``. That this has the same bits for every tile and instruction is a measurement
       (docs/contract.md) which agrees with models of the tensor core: Khattak and Mikaitis, "Accurate models of NVIDIA
       tensor cores" (arXiv:2512.07004).
-    - On a CPU the order is what the BLAS does, running on ``threads``, for ``block_m`` rows at addresses that are
-      multiples of ``alignment``.
+    - On a CPU the order is what the BLAS does, running on ``threads``, for ``block_m`` rows and ``columns``, at
+      addresses that are multiples of ``alignment``.
     - On an NPU one accumulator an element adds K upwards in steps of ``k_step``. That tiles of other sizes give a row
       the same bits is not known of the cube cores, so [``block_m``, ``block_n``] belongs here, too.
     """
@@ -55,6 +55,15 @@ class LinearReduction:
     alignment: int | None = None
     """Bytes."""
     threads: int | None = None
+
+    @property
+    def columns(self) -> int:
+        """Of the matrix [K, columns] that a CPU multiplies by, each row of which is aligned: N, and zeros. For other
+        numbers MKL gives a row other bits at other places of a tile on a Zen 4 (N of 5, 6, 7 and 9 to 11 in fp32, most
+        odd N in fp64).
+        """
+        each = self.alignment // self.accumulate.itemsize
+        return -(-self.n // each) * each
 
     @classmethod
     def of_device(cls, device_type: str, n: int, k: int, dtype: torch.dtype) -> "LinearReduction":
