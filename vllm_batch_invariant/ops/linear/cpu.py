@@ -30,8 +30,8 @@ def _reduction(a: torch.Tensor, b: torch.Tensor) -> LinearReduction:
 
 
 def _operand(tensor: torch.Tensor, reduction: LinearReduction) -> torch.Tensor:
-    """The matrix [K, N] in the accumulator's dtype, packed by aligned rows, with zeros behind N: BLAS kernels may differ
-    on anything else, and packed by columns few sizes of tiles agree.
+    """The matrix [K, N] in the accumulator's dtype, packed by rows that are aligned, with zeros behind N: BLAS kernels
+    may differ on anything else, and packed by columns few sizes of tiles agree.
     """
     (k, n), width, dtype = tensor.shape, reduction.columns, reduction.accumulate
     packed = tensor.stride() == (width, 1) and len(_storage(tensor)) >= k * width
