@@ -1,0 +1,164 @@
+"""The sum over ranks on NVIDIA GPUs of one host: memory that all of them see, and which kernel adds a message."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..common.triton_rows import aligned, on_device_of
+from .reduction import AllReduceReduction
+from .triton_kernels import all_reduce_kernel
+
+_FLAG_ALIGNMENT = 256
+"""Bytes."""
+_TIMEOUT = 600 * 10**9
+"""Nanoseconds that a rank waits for another, which may be compiling, before it ends with an error."""
+_UNIT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class AllReduceSchedule:
+    """How messages are added: speed only.
+
+    Attributes:
+        two_shot: whether each rank adds the blocks that it owns, and the others read their sums; else each adds all.
+        largest: bytes of a message. A longer one is added in parts by the last schedule.
+        ctas: of each rank. All must run at the same time.
+        block: elements that a CTA reads of a rank at once.
+        num_warps: of a CTA.
+    """
+
+    two_shot: bool
+    largest: int
+    ctas: int
+    block: int = 2048
+    num_warps: int = 8
+
+
+SCHEDULES = {
+    2: (AllReduceSchedule(False, 1 << 20, 64), AllReduceSchedule(True, 1 << 25, 64)),
+    4: (AllReduceSchedule(False, 1 << 19, 64), AllReduceSchedule(True, 1 << 25, 64)),
+    8: (AllReduceSchedule(False, 1 << 18, 64), AllReduceSchedule(True, 1 << 25, 64)),
+}
+"""By the number of ranks; the first whose messages are long enough serves. Not measured yet."""
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Memory of every rank that all ranks read and write.
+
+    Attributes:
+        rank: this process's.
+        memory: [bytes] uint8, its own.
+        addresses: [ranks] int64 on the device, where this process sees each rank's memory.
+        handle: kept as long as the memory is used.
+    """
+
+    rank: int
+    memory: torch.Tensor
+    addresses: torch.Tensor
+    handle: Any = None
+
+
+def symmetric_peers(group: torch.distributed.ProcessGroup, device: torch.device) -> Callable[[int], Peers]:
+    """Allocates, together with the other ranks of a group, memory of so many bytes; by PyTorch's symmetric memory,
+    without multicast.
+
+    Args:
+        group: of processes with a GPU each, on one host.
+        device: this process's GPU.
+    """
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    def allocate(size: int) -> Peers:
+        memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        memory.zero_()
+        handle = symmetric_memory.rendezvous(memory, group)
+        addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+        torch.cuda.synchronize(device)
+        torch.distributed.barrier(group)  # no rank signals before every rank's flags are 0
+        return Peers(handle.rank, memory, addresses, handle)
+
+    return allocate
+
+
+class AllReduce:
+    """Adds what the ranks of a group have computed. All ranks call it alike, on one stream or in the order of streams;
+    a call may be captured in a CUDA graph, which keeps this object's memory in use.
+
+    Args:
+        ranks: of the group: 2, 4 or 8.
+        allocate: of :func:`symmetric_peers`, called once for each schedule.
+        schedules: in ascending order of ``largest``; by default those of :data:`SCHEDULES`.
+        timeout: nanoseconds that a rank waits for another; 0: for ever.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        allocate: Callable[[int], Peers],
+        schedules: Sequence[AllReduceSchedule] | None = None,
+        timeout: int = _TIMEOUT,
+    ) -> None:
+        self._ranks, self._timeout = ranks, timeout
+        self._channels = [_Channel(schedule, ranks, allocate) for schedule in schedules or SCHEDULES[ranks]]
+
+    def __call__(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, as :func:`.add_ranks` defines it.
+
+        Args:
+            partial: [...] fp32, bf16, fp16 or fp64, this rank's; the same shape and dtype on every rank.
+
+        Returns:
+            a new tensor of that shape and dtype; on every rank the same bits.
+
+        Raises:
+            NotCovered: another dtype.
+        """
+        reduction = AllReduceReduction.of_ranks(self._ranks, partial.dtype)
+        partial = aligned(partial)
+        out = torch.empty_like(partial)
+        size = partial.numel() * partial.itemsize
+        channel = next((one for one in self._channels if size <= one.schedule.largest), self._channels[-1])
+        longest = channel.schedule.largest // partial.itemsize
+        parts = zip(partial.view(-1).split(longest), out.view(-1).split(longest), strict=True)
+        with on_device_of(partial):
+            for part, sums in parts if size else ():
+                channel.launch(part, sums, reduction, self._timeout)
+        return out
+
+
+class _Channel:
+    """The memory of one schedule."""
+
+    def __init__(self, schedule: AllReduceSchedule, ranks: int, allocate: Callable[[int], Peers]) -> None:
+        self.schedule, self._ranks = schedule, ranks
+        self._flag_bytes = -(-schedule.ctas * ranks * 4 // _FLAG_ALIGNMENT) * _FLAG_ALIGNMENT
+        self._peers = allocate(self._flag_bytes + 2 * schedule.largest)
+        self._epochs = torch.zeros(schedule.ctas, dtype=torch.int32, device=self._peers.memory.device)
+
+    def launch(self, partial: torch.Tensor, out: torch.Tensor, reduction: AllReduceReduction, timeout: int) -> None:
+        """Add one message, [elements], of at most ``schedule.largest`` bytes."""
+        from triton.language import float32, float64
+
+        unit = _UNIT_BYTES // partial.itemsize
+        unit = unit if partial.numel() % unit == 0 else 1
+        all_reduce_kernel[(self.schedule.ctas,)](
+            partial,
+            out,
+            self._peers.addresses,
+            self._epochs,
+            self._peers.rank,
+            partial.numel() // unit,
+            UNIT=unit,
+            RANKS=self._ranks,
+            CAPACITY=self.schedule.largest,
+            FLAG_BYTES=self._flag_bytes,
+            TWO_SHOT=self.schedule.two_shot,
+            BLOCK=self.schedule.block,
+            ACC=float64 if reduction.accumulate == torch.float64 else float32,
+            TIMEOUT=timeout,
+            num_warps=self.schedule.num_warps,
+            enable_fp_fusion=False,
+        )
