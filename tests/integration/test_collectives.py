@@ -50,6 +50,68 @@ def test_a_workers_all_reduce_adds_rank_after_rank_in_place(
     assert communicator.theirs == (not dtype.is_floating_point)
 
 
+class CudaCommunicator:
+    """As vLLM makes it, of a group whose other ranks add a zero."""
+
+    def __init__(self, unique_name: str, world_size: int) -> None:
+        self.unique_name, self.world_size, self.theirs = unique_name, world_size, 0
+        self.device_group, self.device = "group", torch.device("cpu")
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        self.theirs += 1
+        return input_
+
+
+class Nccl:
+    """As vLLM makes it: it adds a zero at the end."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.all_reduce(torch.zeros(1))
+
+    def all_reduce(self, in_tensor: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> torch.Tensor:
+        return in_tensor
+
+    def reduce_scatter(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM
+    ) -> None: ...
+
+
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from vllm_batch_invariant.ops.all_reduce import cuda
+
+    for point, fake in ((patch_points.CUDA_COMMUNICATOR, CudaCommunicator), (patch_points.NCCL, Nccl)):
+        monkeypatch.setattr(point.module(), point.attribute, type(fake.__name__, (fake,), dict(vars(fake))))
+    monkeypatch.setattr(cuda, "symmetric_peers", lambda *of: of)
+    monkeypatch.setattr(cuda, "AllReduce", lambda ranks, peers: lambda x: (ranks, *peers, x))
+    collectives.install_cuda()
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_the_workers_of_a_layer_on_gpus_add_floating_point_numbers_by_ours() -> None:
+    communicator = patch_points.CUDA_COMMUNICATOR.get()
+    for name, ranks in (("tp:0", 4), ("tp", 2)):
+        layers, x = communicator(name, ranks), torch.ones(3)
+        assert layers.all_reduce(x) == (ranks, "group", torch.device("cpu"), x)
+        layers.all_reduce(torch.ones(3, dtype=torch.int32))
+        assert layers.theirs == 1
+    for name, ranks in (("tp:0", 1), ("pp:0", 2), ("etp:0", 2)):
+        assert communicator(name, ranks).batch_invariant_all_reduce is None
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_nccl_adds_no_floating_point_numbers_once_it_is_made() -> None:
+    nccl, x = patch_points.NCCL.get()(2), torch.ones(4)
+    nccl.all_reduce(x, op=torch.distributed.ReduceOp.MAX)
+    nccl.all_reduce(torch.ones(4, dtype=torch.int64))
+    with pytest.raises(NotCovered, match="all_reduce of float32 by PyTorch or NCCL"):
+        nccl.all_reduce(x)
+    with pytest.raises(NotCovered, match="reduce_scatter of bfloat16"):
+        nccl.reduce_scatter(torch.ones(2, dtype=torch.bfloat16), x)
+
+
 def _two_ranks(rank: int, port: int, said: Any) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2)

@@ -57,6 +57,7 @@ def config(device_type: str, mode: str, second_runner: bool = True, page: int | 
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=32, max_num_batched_tokens=2048),
         cache_config=SimpleNamespace(block_size=page, user_specified_block_size=page is not None),
+        parallel_config=SimpleNamespace(disable_custom_all_reduce=False),
         use_v2_model_runner=second_runner,
         speculative_config=None,
         num_speculative_tokens=0,

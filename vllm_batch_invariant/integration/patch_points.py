@@ -73,6 +73,10 @@ BACKENDS = PatchPoint(("vllm.v1.attention.backends.registry",), "AttentionBacken
 CPU_BACKEND = PatchPoint(("vllm.v1.attention.backends.cpu_attn",), "CPUAttentionBackend")
 CPU_COMMUNICATOR = PatchPoint(("vllm.distributed.device_communicators.cpu_communicator",), "CpuCommunicator")
 """Moves tensors between workers on CPUs, and adds them."""
+CUDA_COMMUNICATOR = PatchPoint(("vllm.distributed.device_communicators.cuda_communicator",), "CudaCommunicator")
+"""The same for workers on GPUs: one object a group."""
+NCCL = PatchPoint(("vllm.distributed.device_communicators.pynccl",), "PyNcclCommunicator")
+"""What it leaves to NCCL."""
 TENSOR_PARALLEL = PatchPoint(("vllm.distributed.parallel_state",), "_TP")
 """The group of workers that share each layer; None before there is one."""
 CUDA_BACKEND = PatchPoint(("vllm.v1.attention.backends.triton_attn",), "TritonAttentionBackend")
@@ -151,6 +155,8 @@ ALL = {name: value for name, value in list(globals().items()) if isinstance(valu
 MEMBERS = {
     "CONFIG": ("__post_init__",),
     "CPU_COMMUNICATOR": ("all_reduce", "all_gather"),
+    "CUDA_COMMUNICATOR": ("__init__", "all_reduce"),
+    "NCCL": ("__init__", "all_reduce", "reduce_scatter", "reduce_scatterv"),
     "DEVICE_WORKER": ("load_model", "get_model", "sleep", "wake_up"),
     "ENGINE_CORE": (
         *("_initialize_kv_caches", "collective_rpc", "step", "step_with_batch_queue", "reset_prefix_cache"),

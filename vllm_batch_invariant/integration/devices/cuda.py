@@ -10,11 +10,13 @@ from ...errors import NotCovered
 from ...ops.attention import AttentionReduction
 from ...ops.devices import DEVICES
 from ...ops.linear import schedule
-from .. import cuda_graphs, linear, norm_rotary, patch_points, sampling
+from .. import collectives, cuda_graphs, linear, norm_rotary, patch_points, sampling
 from . import not_covered
 from .record import VllmDevice
 
 FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
+_COLLECTIVES = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+"""No memory for an all-reduce of vLLM's that ours replaces, and no sums in the switch."""
 
 _FLEX_TILE = AttentionReduction.of_device("cuda", "flex").key_tile
 
@@ -33,6 +35,7 @@ class Cuda(VllmDevice):
         Raises:
             NotCovered: the user asks for FlashInfer's.
         """
+        os.environ |= _COLLECTIVES
         if os.environ.setdefault(FLASHINFER_SAMPLER, "0") != "0":
             raise NotCovered(
                 "FlashInfer's sampler", "it serves some batches and not others", f"set {FLASHINFER_SAMPLER}=0"
@@ -41,6 +44,7 @@ class Cuda(VllmDevice):
     def update_config(self, vllm_config: Any) -> None:
         _check_pages(vllm_config)
         super().update_config(vllm_config)
+        vllm_config.parallel_config.disable_custom_all_reduce = True  # and no memory for it
 
     def update_graphs(self, vllm_config: Any) -> None:
         """A step stays one CUDA graph: of decode, and in vLLM's second model runner any other that fits one, if
@@ -72,6 +76,10 @@ class Cuda(VllmDevice):
 
     def install_linear(self) -> None:
         linear.install_cuda()
+
+    def install_collectives(self) -> None:
+        collectives.install_cuda()
+        collectives.refuse_other_sums()
 
     def machine(self) -> str:
         return "kind of GPU"

@@ -74,7 +74,7 @@ def symmetric_peers(group: torch.distributed.ProcessGroup, device: torch.device)
     def allocate(size: int) -> Peers:
         memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         memory.zero_()
-        handle = symmetric_memory.rendezvous(memory, group)
+        handle = symmetric_memory.rendezvous(memory, group.group_name)
         addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
         torch.cuda.synchronize(device)
         torch.distributed.barrier(group)  # no rank signals before every rank's flags are 0
