@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed
+import triton
+import triton.language as tl
 
 from vllm_batch_invariant.ops.all_reduce import cuda, triton_kernels
 from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce, AllReduceSchedule, Peers
@@ -42,35 +44,50 @@ def through_files(folder: Path, rank: int, ranks: int) -> Callable[[int], Peers]
     return allocate
 
 
-class _OneHalf:
-    """The kernel, every message of which lies at the same place."""
+@triton.jit
+def _no_wait(flag_ptr, epoch, TIMEOUT: tl.constexpr):  # noqa: N803
+    pass
+
+
+@triton.jit
+def _last_rank_first(partials, offs, mask, RANKS: tl.constexpr, ACC: tl.constexpr):  # noqa: N803
+    acc = tl.load(partials[RANKS - 1] + offs, mask=mask, other=0.0).to(ACC)
+    for peer in tl.static_range(1, RANKS):
+        acc += tl.load(partials[RANKS - 1 - peer] + offs, mask=mask, other=0.0).to(ACC)
+    return acc
+
+
+class _Kernel:
+    """The kernel, with other arguments."""
+
+    def __init__(self, **others: Any) -> None:
+        self.others = others
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*args: Any, **named: Any) -> None:
-            triton_kernels.all_reduce_kernel[grid](*args, **named | {"CAPACITY": 0})
-
-        return launch
+        return lambda *args, **named: triton_kernels.all_reduce_kernel[grid](*args, **named | self.others)
 
 
-def plant(fault: str | None, rank: int) -> None:
-    """Put a fault into the kernel."""
+def plant(fault: str | None) -> None:
+    """Put a fault into the kernel: what it calls, or its arguments."""
+    if fault == "no wait":
+        triton_kernels._wait = _no_wait
+    elif fault == "last rank first":
+        triton_kernels._add = _last_rank_first
+    elif fault == "rounded each time":
+        cuda.all_reduce_kernel = _Kernel(ACC=tl.float16)
+    elif fault == "one half":
+        cuda.all_reduce_kernel = _Kernel(CAPACITY=0)
+
+
+def be_late_to_read() -> None:
+    """In the interpreter: this rank reads when the others are done."""
     theirs = triton_kernels._add
-
-    def own_rank_first(partials, offs, mask, *constexprs):
-        return theirs((*partials[rank:], *partials[:rank]), offs, mask, *constexprs)
 
     def late(*args: Any) -> Any:
         time.sleep(0.05)
         return theirs(*args)
 
-    if fault == "no wait":
-        triton_kernels._wait = lambda *args: None
-    elif fault == "own rank first":
-        triton_kernels._add = own_rank_first
-    elif fault == "one half":
-        cuda.all_reduce_kernel = _OneHalf()
-        if rank == 0:
-            triton_kernels._add = late
+    triton_kernels._add = late
 
 
 def add_messages(rank: int, ranks: int, folder: Path, messages: list[tuple[int, str]], fault: str | None) -> None:
@@ -79,10 +96,12 @@ def add_messages(rank: int, ranks: int, folder: Path, messages: list[tuple[int, 
     store = f"file://{folder / 'store'}"
     timeout = timedelta(seconds=60)
     torch.distributed.init_process_group("gloo", store, rank=rank, world_size=ranks, timeout=timeout)
-    plant(fault, rank)
+    plant(fault)
     schedules = SCHEDULES
     if fault == "one half":  # the interpreter runs one CTA after the other, each of which would wait for a late rank
         schedules = [replace(one, ctas=1) for one in SCHEDULES]
+        if rank == 0:
+            be_late_to_read()
     add = AllReduce(ranks, through_files(folder, rank, ranks), schedules, timeout=0)
     chance, sums = random.Random(rank), []
     for call, (size, dtype) in enumerate(messages):

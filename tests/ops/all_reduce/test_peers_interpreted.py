@@ -48,7 +48,9 @@ def test_every_rank_has_the_sum_of_all_in_their_order(tmp_path: Path, ranks: int
             assert_same_bits(own, one, f"{size} of {dtype} on rank {rank}")
 
 
-@pytest.mark.parametrize(("fault", "ranks"), [("no wait", 2), ("one half", 2), ("own rank first", 3)])
+@pytest.mark.parametrize(
+    ("fault", "ranks"), [("no wait", 2), ("one half", 2), ("last rank first", 4), ("rounded each time", 4)]
+)
 def test_a_planted_fault_is_found(tmp_path: Path, fault: str, ranks: int) -> None:
     messages = [(size, "float32") for size in (200, 200, 600, 600)] * 2
     wanted = expected(ranks, messages)

@@ -1,0 +1,158 @@
+"""Ranks of an all-reduce, a process and a GPU each: what they find is written to a file."""
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+from tests.ops.all_reduce.ranks import plant
+from vllm_batch_invariant.ops.all_reduce import add_ranks
+from vllm_batch_invariant.ops.all_reduce.cuda import SCHEDULES, AllReduce, symmetric_peers
+
+HIDDEN = 4096
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ROUNDS, _REPLAYS, _DELAY_CYCLES = 200, 500, 200_000
+
+
+class Rank:
+    """One process."""
+
+    def __init__(self, rank: int, ranks: int, port: int) -> None:
+        os.environ |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+            "NCCL_NVLS_ENABLE": "0",
+        }
+        torch.cuda.set_device(rank)
+        self.rank, self.ranks, self.device = rank, ranks, torch.device("cuda", rank)
+        torch.distributed.init_process_group("nccl", rank=rank, world_size=ranks, device_id=self.device)
+        self.group = torch.distributed.group.WORLD
+        self.late = random.Random(f"late {rank}")
+
+    def all_reduce(self) -> AllReduce:
+        return AllReduce(self.ranks, symmetric_peers(self.group, self.device))
+
+    def partial(self, number: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's; ranks nearly cancel, so that another order gives other bits."""
+        generator = torch.Generator(self.device).manual_seed(1000 * number + self.rank)
+        made = torch.randn(size, generator=generator, device=self.device)
+        return (made + (-1) ** self.rank * 3000).to(dtype)
+
+    def expected(self, partial: torch.Tensor) -> torch.Tensor:
+        """The ranks in their order, one after the other, of what NCCL brings from each."""
+        gathered = [torch.empty_like(partial) for _ in range(self.ranks)]
+        torch.distributed.all_gather(gathered, partial)
+        return chain(gathered)
+
+    def be_late(self) -> None:
+        """Now and then this rank's GPU waits."""
+        if self.late.random() < 0.3:
+            torch.cuda._sleep(self.late.randrange(_DELAY_CYCLES))
+
+
+def chain(partials: list[torch.Tensor]) -> torch.Tensor:
+    """See the operation's package; on the CPU, whose tests hold it against float64."""
+    return add_ranks(torch.stack([one.cpu() for one in partials])).to(partials[0].device)
+
+
+def sizes(ranks: int) -> Iterator[int]:
+    """Elements of 2 bytes, around every border, and of 1 to 8192 tokens."""
+    yield from (1, 7, 8, 2047, 2048, 2049, 100_003)
+    for schedule in SCHEDULES[ranks]:
+        for size in (schedule.largest // 2, schedule.largest // 2 + 1):
+            yield from (size - 8, size)
+    yield from (tokens * HIDDEN for tokens in (1, 2, 3, 8, 17, 64, 100, 257, 1000, 8192))
+
+
+def sums_of_every_size(rank: Rank) -> list[str]:
+    """Every size and dtype, with ranks that are late."""
+    add, problems = rank.all_reduce(), []
+    for number, (size, dtype) in enumerate((size, dtype) for size in sizes(rank.ranks) for dtype in DTYPES):
+        partial = rank.partial(number, size, dtype)
+        wanted = rank.expected(partial)
+        for _ in range(3):
+            rank.be_late()
+            if not torch.equal(add(partial), wanted):
+                problems.append(f"{size} of {dtype}")
+    return problems
+
+
+def rounds_of_several_sizes(rank: Rank) -> list[str]:
+    """Many calls back to back, whose sums are looked at afterwards."""
+    add, chance, problems = rank.all_reduce(), random.Random(0), []
+    choices = [(number, chance.choice([64, HIDDEN, 3 * HIDDEN, 300 * HIDDEN])) for number in range(20)]
+    partials = {choice: rank.partial(*choice, torch.bfloat16) for choice in choices}
+    wanted = {choice: rank.expected(partial) for choice, partial in partials.items()}
+    for _ in range(_ROUNDS // 20):
+        order = chance.sample(choices, 20)
+        found = []
+        for choice in order:
+            rank.be_late()
+            found.append(add(partials[choice]))
+        problems += [
+            str(choice) for choice, one in zip(order, found, strict=True) if not torch.equal(one, wanted[choice])
+        ]
+    return problems
+
+
+def replays_of_graphs(rank: Rank) -> list[str]:
+    """Two graphs, replayed in turn with other values, and calls between them."""
+    add, problems = rank.all_reduce(), []
+    graphs = []
+    for tokens in (1, 200):
+        inputs = [torch.zeros(tokens * HIDDEN, dtype=torch.bfloat16, device=rank.device) for _ in range(5)]
+        add(inputs[0])
+        torch.cuda.synchronize()
+        torch.distributed.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = [add(one) for one in inputs]
+        graphs.append((graph, inputs, outputs))
+    between = rank.partial(7, HIDDEN, torch.bfloat16)
+    wanted_between = rank.expected(between)
+    for number in range(_REPLAYS // 20):
+        for graph, inputs, outputs in graphs:
+            values = [rank.partial(100 * number + i, one.numel(), one.dtype) for i, one in enumerate(inputs)]
+            wanted = [rank.expected(one) for one in values]
+            for one, value in zip(inputs, values, strict=True):
+                one.copy_(value)
+            for _ in range(20):
+                rank.be_late()
+                graph.replay()
+            if not all(torch.equal(one, other) for one, other in zip(outputs, wanted, strict=True)):
+                problems.append(f"replay {number}")
+        if not torch.equal(add(between), wanted_between):
+            problems.append(f"between replays {number}")
+    return problems
+
+
+def sums_by_nccl(rank: Rank) -> list[str]:
+    """What NCCL gives a token among others, the stock path of long messages."""
+    rows = torch.stack([rank.partial(row, HIDDEN, torch.bfloat16) for row in range(4096)])
+    whole = rows.clone()
+    torch.distributed.all_reduce(whole)
+    problems = []
+    for count in (1, 16, 64, 1024):
+        part = rows[:count].clone()
+        torch.distributed.all_reduce(part)
+        if not torch.equal(part, whole[:count]):
+            problems.append(f"{count} rows")
+    return problems
+
+
+def run(rank: int, ranks: int, port: int, check: Callable[[Rank], list[str]], fault: str | None, folder: str) -> None:
+    """A rank's process."""
+    torch.cuda.set_device(rank)
+    process = Rank(rank, ranks, port)
+    plant(fault)
+    found: Any = check(process)
+    torch.cuda.synchronize()
+    Path(folder, f"found by {rank}").write_text(json.dumps(found))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,44 @@
+"""Ranks on several GPUs of one host add as the reduction says, in messages of every size and in graphs."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing
+
+from tests.ops.all_reduce import on_gpus
+from vllm_batch_invariant.verify.harness.server import free_port
+
+RANKS = [ranks for ranks in (2, 4, 8) if ranks <= torch.cuda.device_count()]
+pytestmark = pytest.mark.skipif(not RANKS, reason="needs two GPUs")
+
+
+def found(tmp_path: Path, ranks: int, check: Callable[..., list[str]], fault: str | None = None) -> list[list[str]]:
+    """By each rank."""
+    arguments = (ranks, free_port(), check, fault, str(tmp_path))
+    torch.multiprocessing.spawn(on_gpus.run, arguments, nprocs=ranks)
+    return [json.loads((tmp_path / f"found by {rank}").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    "check", [on_gpus.sums_of_every_size, on_gpus.rounds_of_several_sizes, on_gpus.replays_of_graphs]
+)
+def test_every_rank_has_the_sum_of_all_in_their_order(tmp_path: Path, ranks: int, check: Callable) -> None:
+    assert found(tmp_path, ranks, check) == [[]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [ranks for ranks in RANKS if ranks > 2])
+def test_nccl_fails_the_same_comparison(tmp_path: Path, ranks: int) -> None:
+    """Of two ranks it has the same bits: an addition of two numbers has one order."""
+    assert any(found(tmp_path, ranks, on_gpus.sums_by_nccl))
+
+
+@pytest.mark.parametrize("fault", ["no wait", "rounded each time"])
+def test_a_planted_fault_is_found(tmp_path: Path, fault: str) -> None:
+    ranks = max(RANKS)
+    if fault == "rounded each time" and ranks == 2:
+        pytest.skip("a sum of two numbers is rounded once")
+    assert any(found(tmp_path, ranks, on_gpus.sums_of_every_size, fault))
