@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from tests.ops.all_reduce.ranks import plant
+from tests.ops.all_reduce.ranks import message, plant
 from vllm_batch_invariant.ops.all_reduce import add_ranks
 from vllm_batch_invariant.ops.all_reduce.cuda import SCHEDULES, AllReduce, symmetric_peers
 
@@ -39,10 +39,8 @@ class Rank:
         return AllReduce(self.ranks, symmetric_peers(self.group, self.device))
 
     def partial(self, number: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's; ranks nearly cancel, so that another order gives other bits."""
-        generator = torch.Generator(self.device).manual_seed(1000 * number + self.rank)
-        made = torch.randn(size, generator=generator, device=self.device)
-        return (made + (-1) ** self.rank * 3000).to(dtype)
+        """This rank's."""
+        return message(number, self.rank, self.ranks, size, dtype, str(self.device))
 
     def expected(self, partial: torch.Tensor) -> torch.Tensor:
         """The ranks in their order, one after the other, of what NCCL brings from each."""

@@ -22,10 +22,12 @@ SCHEDULES = (
 )
 
 
-def message(call: int, rank: int, size: int, dtype: str) -> torch.Tensor:
-    """What a rank adds; ranks nearly cancel, so that another order gives other bits."""
-    made = torch.randn(size, generator=torch.Generator().manual_seed(100 * call + rank))
-    return (made + (-1) ** rank * 3000).to(getattr(torch, dtype))
+def message(call: int, rank: int, ranks: int, size: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    """What a rank adds, [size]. The first and the last rank's nearly cancel, so that another order gives other bits."""
+    generator = torch.Generator(device).manual_seed(100 * call + rank)
+    large = 30_000 if dtype == torch.float16 else 2.0**24
+    sign = {0: 1, ranks - 1: -1}.get(rank, 0)
+    return (torch.randn(size, generator=generator, device=device) + sign * large).to(dtype)
 
 
 def through_files(folder: Path, rank: int, ranks: int) -> Callable[[int], Peers]:
@@ -107,6 +109,6 @@ def add_messages(rank: int, ranks: int, folder: Path, messages: list[tuple[int, 
     for call, (size, dtype) in enumerate(messages):
         if chance.random() < 0.3:
             time.sleep(0.01)
-        sums.append(add(message(call, rank, size, dtype)))
+        sums.append(add(message(call, rank, ranks, size, getattr(torch, dtype))))
     torch.save(sums, folder / f"sums of {rank}")
     torch.distributed.barrier()

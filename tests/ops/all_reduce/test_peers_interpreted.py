@@ -32,7 +32,7 @@ def sums(
 
 def expected(ranks: int, messages: list[tuple[int, str]]) -> list[torch.Tensor]:
     return [
-        add_ranks(torch.stack([message(call, rank, size, dtype) for rank in range(ranks)]))
+        add_ranks(torch.stack([message(call, rank, ranks, size, getattr(torch, dtype)) for rank in range(ranks)]))
         for call, (size, dtype) in enumerate(messages)
     ]
 
