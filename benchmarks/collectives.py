@@ -1,0 +1,210 @@
+"""Benchmark of the all-reduce on the GPUs of this machine: `python -m benchmarks.collectives --gpus 2`. Bits first, then
+time, of vLLM's tensor-parallel group and of ours, in CUDA graphs of calls back to back.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+import torch.multiprocessing
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, update
+from benchmarks.spread import Spread
+from vllm_batch_invariant.envs import FLAG
+from vllm_batch_invariant.ops.all_reduce import add_ranks
+from vllm_batch_invariant.verify.harness.server import free_port
+
+HIDDEN = 4096
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+OPERATIONS = ("all_reduce", "all_reduce+norm")
+"""The second adds a residual and normalises rows, as a layer does next."""
+_EPS = 1e-6
+_MOST_CALLS, _MOST_BYTES = 20, 1 << 28
+_WARM_UPS = 3
+
+Call = Callable[[torch.Tensor], object]
+
+
+def _stock_group(rank: int, ranks: int, port: int) -> Any:
+    """vLLM's tensor-parallel group of all GPUs, as a server without the mode has it."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(ranks, rank, f"tcp://127.0.0.1:{port}", rank, "nccl")
+        parallel_state.initialize_model_parallel(ranks)
+    return parallel_state.get_tp_group()
+
+
+def _calls(group: Any, operation: str) -> dict[str, Call]:
+    """What each provider does with a partial result, by its name."""
+    from vllm import _custom_ops
+
+    from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce, symmetric_peers
+    from vllm_batch_invariant.ops.norm import rms_norm
+
+    ours = AllReduce(group.world_size, symmetric_peers(group.device_group, group.device))
+    if operation == OPERATIONS[0]:
+        return {"stock": group.all_reduce, "ours": ours}
+    weight = torch.ones(HIDDEN, dtype=torch.bfloat16, device=group.device)
+    residual = torch.zeros(max(TOKENS), HIDDEN, dtype=torch.bfloat16, device=group.device)
+
+    def stock_norm(x: torch.Tensor) -> None:
+        _custom_ops.fused_add_rms_norm(group.all_reduce(x), residual[: len(x)], weight, _EPS)
+
+    def our_norm(x: torch.Tensor) -> object:
+        return rms_norm(ours(x), weight, _EPS, residual[: len(x)])
+
+    return {"stock": stock_norm, "ours": our_norm}
+
+
+def _same_bits(group: Any, ours: Call, x: torch.Tensor) -> bool:
+    """Whether ours adds rank after rank, and a token alone as among all."""
+    gathered = [torch.empty_like(x) for _ in range(group.world_size)]
+    torch.distributed.all_gather(gathered, x, group=group.device_group)
+    wanted = add_ranks(torch.stack([one.cpu() for one in gathered])).to(x.device)
+    return torch.equal(ours(x), wanted) and torch.equal(ours(x[-1:]), wanted[-1:])
+
+
+def _captured(call: Call, inputs: Sequence[torch.Tensor], context: AbstractContextManager) -> torch.cuda.CUDAGraph:
+    """A graph of a call on each of the inputs, on every rank at once."""
+    for x in inputs:
+        call(x)
+    torch.cuda.synchronize()
+    torch.distributed.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with context as captures, torch.cuda.graph(graph, stream=captures.stream):
+        for x in inputs:
+            call(x)
+    return graph
+
+
+def _times(graphs: Sequence[torch.cuda.CUDAGraph], calls: int, samples: int) -> Iterator[list[float]]:
+    """Microseconds of one call, for each graph; they take turns, and every rank begins at the same time."""
+    found: list[list[float]] = [[] for _ in graphs]
+    for sample in range(_WARM_UPS + samples):
+        for graph, times in zip(graphs, found, strict=True):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.distributed.barrier()
+            torch.cuda.synchronize()
+            start.record()
+            graph.replay()
+            stop.record()
+            torch.cuda.synchronize()
+            if sample >= _WARM_UPS:
+                times.append(1e3 * start.elapsed_time(stop) / calls)
+    yield from found
+
+
+def _measure(rank: int, ranks: int, port: int, tokens: Sequence[int], samples: int, path: str) -> None:
+    """A rank's process. Rank 0 writes what was found: by operation and tokens the bits, and each provider's times."""
+    os.environ |= {FLAG: "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+    torch.cuda.set_device(rank)
+    group = _stock_group(rank, ranks, port)
+    from vllm.distributed.parallel_state import graph_capture
+
+    found: dict[tuple[str, int], tuple[bool | None, dict[str, list[float]]]] = {}
+    for operation in OPERATIONS:
+        calls = _calls(group, operation)
+        for count in tokens:
+            generator = torch.Generator(group.device).manual_seed(rank)
+            numbers = torch.randn(count, HIDDEN, generator=generator, device=group.device) * 1000**rank
+            x = numbers.to(torch.bfloat16)
+            copies = max(1, min(_MOST_CALLS, _MOST_BYTES // (2 * x.numel())))
+            same = _same_bits(group, calls["ours"], x) if operation == OPERATIONS[0] else None
+            inputs = [x.clone() for _ in range(copies)]
+            graphs = [_captured(call, inputs, graph_capture(group.device)) for call in calls.values()]
+            own = dict(zip(calls, _times(graphs, copies, samples), strict=True))
+            of_ranks: list[Any] = [None] * ranks
+            torch.distributed.all_gather_object(of_ranks, (same, own))
+            slowest = {
+                name: [max(one) for one in zip(*(times[name] for _, times in of_ranks), strict=True)] for name in own
+            }
+            found[operation, count] = None if same is None else all(one for one, _ in of_ranks), slowest
+    if rank == 0:
+        torch.save(found, path)
+    torch.distributed.barrier()
+
+
+def measurements(
+    found: dict[tuple[str, int], tuple[bool | None, dict[str, list[float]]]], gpus: int, setting: Setting
+) -> list[Measurement]:
+    """The rows for the data.
+
+    Args:
+        found: by operation and tokens whether our bits are right, and each provider's times in microseconds; the bits of
+            an operation that adds nothing more between GPUs are those of the first.
+        gpus: ranks.
+        setting: of the run.
+    """
+    rows = []
+    for (operation, tokens), (same, times) in found.items():
+        same = found[OPERATIONS[0], tokens][0] if same is None else same
+        stock = Spread.of(times["stock"])
+        case = case_text(gpus=gpus, bytes=2 * HIDDEN * tokens, op=operation)
+        for provider, samples in times.items():
+            spread = Spread.of(samples)
+            bits: Bits = "-" if provider == "stock" else "equal" if same else "differ"
+            ratio = spread.p50 / stock.p50
+            rows.append(
+                Measurement(
+                    "collectives",
+                    provider,
+                    case,
+                    "time",
+                    "us",
+                    **asdict(spread),
+                    ratio=ratio,
+                    bits=bits,
+                    **asdict(setting),
+                )
+            )
+    return rows
+
+
+def print_summary(rows: Sequence[Measurement], console: Console) -> None:
+    """Print a line for each case."""
+    table = Table("case", "stock us", "ours us", "ratio", "bits", title="All-reduce: median", title_justify="left")
+    stock = {row.case: row for row in rows if row.provider == "stock"}
+    for row in rows:
+        if row.provider == "ours":
+            table.add_row(row.case, f"{stock[row.case].p50:.1f}", f"{row.p50:.1f}", f"{row.ratio:.3f}", row.bits)
+    console.print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.collectives",
+        description="Check the bits of our all-reduce between GPUs, and time it against vLLM's. Exit status: 0 all well, "
+        "1 bits differ.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--gpus", type=int, default=2, choices=(2, 4, 8), help="how many")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help=f"rows of {HIDDEN} numbers in bf16")
+    parser.add_argument("--samples", type=int, default=11, help="how often each graph is timed")
+    parser.add_argument("--out", type=Path, default=DATA / "collectives.csv", help="CSV file; rows of other cases stay")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "found")
+        of_ranks = (options.gpus, free_port(), tuple(options.tokens), options.samples, str(path))
+        torch.multiprocessing.spawn(_measure, of_ranks, nprocs=options.gpus)
+        found = torch.load(path)
+    rows = measurements(found, options.gpus, Setting.here())
+    update(options.out, rows)
+    print_summary(rows, Console())
+    return int(any(row.bits == "differ" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
