@@ -1,5 +1,5 @@
-"""Benchmark of the all-reduce on the GPUs of this machine: `python -m benchmarks.collectives --gpus 2`. Bits first, then
-time, of vLLM's tensor-parallel group and of ours, in CUDA graphs of calls back to back.
+"""Benchmark of the all-reduce on the GPUs of this machine: `python -m benchmarks.collectives --gpus 2`. Bits first,
+then time, of vLLM's tensor-parallel group and of ours, in CUDA graphs of calls back to back.
 """
 
 import argparse
@@ -127,9 +127,7 @@ def _measure(rank: int, ranks: int, port: int, tokens: Sequence[int], samples: i
             own = dict(zip(calls, _times(graphs, copies, samples), strict=True))
             of_ranks: list[Any] = [None] * ranks
             torch.distributed.all_gather_object(of_ranks, (same, own))
-            slowest = {
-                name: [max(one) for one in zip(*(times[name] for _, times in of_ranks), strict=True)] for name in own
-            }
+            slowest = {name: list(map(max, *(times[name] for _, times in of_ranks))) for name in own}
             found[operation, count] = None if same is None else all(one for one, _ in of_ranks), slowest
     if rank == 0:
         torch.save(found, path)
@@ -142,8 +140,8 @@ def measurements(
     """The rows for the data.
 
     Args:
-        found: by operation and tokens whether our bits are right, and each provider's times in microseconds; the bits of
-            an operation that adds nothing more between GPUs are those of the first.
+        found: by operation and tokens whether our bits are right, and each provider's times in microseconds; the bits
+            of an operation that adds nothing more between GPUs are those of the first.
         gpus: ranks.
         setting: of the run.
     """
@@ -155,20 +153,8 @@ def measurements(
         for provider, samples in times.items():
             spread = Spread.of(samples)
             bits: Bits = "-" if provider == "stock" else "equal" if same else "differ"
-            ratio = spread.p50 / stock.p50
-            rows.append(
-                Measurement(
-                    "collectives",
-                    provider,
-                    case,
-                    "time",
-                    "us",
-                    **asdict(spread),
-                    ratio=ratio,
-                    bits=bits,
-                    **asdict(setting),
-                )
-            )
+            spreads, ratio = asdict(spread) | asdict(setting), spread.p50 / stock.p50
+            rows.append(Measurement("collectives", provider, case, "time", "us", **spreads, ratio=ratio, bits=bits))
     return rows
 
 
@@ -186,8 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.collectives",
-        description="Check the bits of our all-reduce between GPUs, and time it against vLLM's. Exit status: 0 all well, "
-        "1 bits differ.",
+        description="Check the bits of our all-reduce between GPUs, and time it against vLLM's. Exit status: 0 all "
+        "well, 1 bits differ.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--gpus", type=int, default=2, choices=(2, 4, 8), help="how many")
