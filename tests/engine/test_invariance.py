@@ -32,6 +32,10 @@ PAGE = 16 if ON_GPU else 128
 """Keys in a page of the KV cache, as vLLM chooses it."""
 
 
+STOCK = {"enforce_eager": True, "dtype": "float32"}
+"""Plain vLLM's engine: in fp32 it varies on every CPU, in bf16 on some."""
+
+
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path) -> Callable[..., Result]:
     def start(
@@ -258,7 +262,7 @@ def stock(engine: Callable[..., Result]) -> Result:
 
     steps = again("alone 45", *(f"with {count}" for count in CONCURRENT[:12]))
     bisection = () if ON_GPU else ("first_divergence_among", CONCURRENT[:12])
-    return engine(steps, flag="0", enforce_eager=True, bisection=bisection, afterwards=check)
+    return engine(steps, flag="0", **STOCK, bisection=bisection, afterwards=check)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this model is too small for plain vLLM to vary")
@@ -282,7 +286,7 @@ def test_a_fuzzer_finds_that_plain_vllm_differs_within_its_first_schedules(stock
 
 
 def test_without_the_flag_the_plugin_does_nothing(stock: Result, engine: Callable[..., Result]) -> None:
-    absent = engine(again("alone 45", "with 17"), flag=None, environment={"VLLM_PLUGINS": ""}, enforce_eager=True)
+    absent = engine(again("alone 45", "with 17"), flag=None, environment={"VLLM_PLUGINS": ""}, **STOCK)
     assert stock.kernels == absent.kernels
     assert not any("vllm_batch_invariant" in name for names in stock.kernels.values() for name in names)
     assert "atch-invariant" not in stock.log
