@@ -77,7 +77,19 @@ UNTESTED_VLLM = PatternVariable(
     "Starts a vLLM of exactly this version that was not tested. It names one, so that the next one is refused again.",
     r"[0-9][0-9A-Za-z.+_-]*|dev",
 )
-VARIABLES = (Variable(FLAG, ("0", "1"), "The mode, for vLLM and this plugin."), ATTENTION, LINEAR, SEED, UNTESTED_VLLM)
+TP_TREE = Variable(
+    f"{FLAG}_TP_TREE",
+    ("1", "2", "4", "8"),
+    "Up to how many tensor-parallel workers have the same bits: what they share is added as a tree of so many leaves.",
+)
+VARIABLES = (
+    Variable(FLAG, ("0", "1"), "The mode, for vLLM and this plugin."),
+    ATTENTION,
+    LINEAR,
+    SEED,
+    TP_TREE,
+    UNTESTED_VLLM,
+)
 
 
 def cache_folder() -> Path:

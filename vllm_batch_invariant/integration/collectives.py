@@ -12,7 +12,7 @@ import torch.distributed
 
 from ..errors import NotCovered
 from ..ops.all_reduce import add_ranks
-from . import patch_points
+from . import patch_points, tensor_tree
 
 _ADDING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 """Functions of torch.distributed that may add."""
@@ -32,7 +32,7 @@ def install_cpu() -> None:
         if not input_.is_floating_point():
             return theirs(self, input_)
         partials = self.all_gather(input_.contiguous().unsqueeze(0), 0)  # [ranks, ...]
-        return input_.copy_(add_ranks(partials))
+        return input_.copy_(add_ranks(partials, tree=tensor_tree.leaves() > 1))
 
     communicator.all_reduce = all_reduce
 

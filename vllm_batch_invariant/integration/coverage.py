@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import envs
 from ..errors import NotCovered
-from . import devices
+from . import devices, tensor_tree
 from .ascend.library import attention_library
 
 Config = Any
@@ -75,6 +75,15 @@ def _attention_backend(config: Config) -> str | None:
 def _tensor_parallelism(config: Config) -> str | None:
     size = config.parallel_config.tensor_parallel_size
     return _when(size not in (1, *devices.of_config(config).tensor_parallel_sizes), f"tensor parallelism {size}")
+
+
+def _tree(config: Config) -> str | None:  # noqa: ARG001 - of a check
+    return _when(tensor_tree.leaves() > 1, f"{envs.TP_TREE.name}={tensor_tree.leaves()}")
+
+
+def _tree_of_fewer_leaves(config: Config) -> str | None:
+    size, leaves = config.parallel_config.tensor_parallel_size, tensor_tree.leaves()
+    return _when(leaves > 1 and size > leaves, f"tensor parallelism {size} with {envs.TP_TREE.name}={leaves}")
 
 
 def _parallelism(config: Config) -> str | None:
@@ -230,7 +239,11 @@ COVERED = (
         "n-grams, a draft model, EAGLE-3 and drafters of your own: the answers and logprobs are those without it, "
         "greedy and with a seed",
     ),
-    Feature("Tensor parallelism", "2, 4 and 8 workers on a CPU; another number of workers gives other bits"),
+    Feature(
+        "Tensor parallelism",
+        "2, 4 and 8 workers on a CPU; another number of workers gives other bits, unless "
+        "`VLLM_BATCH_INVARIANT_TP_TREE` says up to how many shall have the same",
+    ),
     Feature("APIs", "vllm serve (completions, chat), offline LLM()"),
 )
 """What is covered, for the table."""
@@ -248,6 +261,19 @@ REFUSED = (
         "the all-reduce would add in an order that follows the message size",
         "serve with one worker",
         _tensor_parallelism,
+    ),
+    Feature(
+        "`VLLM_BATCH_INVARIANT_TP_TREE` on a GPU or an NPU",
+        "K has not been added in leaves there",
+        "leave it out",
+        _tree,
+        ("cuda", "npu"),
+    ),
+    Feature(
+        "More tensor-parallel workers than leaves of the tree",
+        "a leaf is the least that a worker adds",
+        "set VLLM_BATCH_INVARIANT_TP_TREE to the number of workers, or leave it out",
+        _tree_of_fewer_leaves,
     ),
     Feature(
         "Pipeline, data and context parallelism",

@@ -7,7 +7,7 @@ import torch
 
 from ..ops.dispatch import module_for
 from ..ops.linear import prepare, torch_op
-from . import patch_points
+from . import patch_points, tensor_tree
 
 _EXPECTED = "_batch_invariant_expected"
 """Attribute of a layer on a GPU: what to prepare its weight for."""
@@ -30,21 +30,22 @@ class PreparedLinear:
         self._layer, self._remove_weight = layer, remove_weight
         self._emptied: torch.nn.Parameter | None = None
         """The layer's weight, if it was let go."""
-        self._copy: torch.Tensor | None = None
-        """[K, N], None until it is prepared."""
+        self._copy: list[torch.Tensor] | None = None
+        """[K, N], or its columns in parts; None until it is prepared."""
+        self._tree = tensor_tree.of_layer(layer)
         _prepared.add(self)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002 - vLLM's signature
         if self._copy is None:
             self.prepare()
-        return module_for("linear", "cpu").prepared_linear(x, self._copy, bias)
+        return module_for("linear", "cpu").prepared_linear(x, self._copy, bias, self._tree.leaves)
 
     def prepare(self) -> None:
         """Take the weight as it is now."""
         weight = self._layer.weight
         with torch.inference_mode(False), torch.no_grad():  # what is made in a step must be writable outside of it
-            self._copy = module_for("linear", "cpu").prepare_weight(weight)
-            if self._remove_weight and self._copy.data_ptr() != weight.data_ptr():
+            self._copy = module_for("linear", "cpu").prepare_weight(weight, self._tree.block_n)
+            if self._remove_weight and self._copy[0].data_ptr() != weight.data_ptr():
                 self._emptied = weight
                 weight.data = torch.empty(0, dtype=weight.dtype)
 
@@ -64,8 +65,8 @@ class PreparedLinear:
     def as_loaded(self) -> torch.Tensor:
         """[N, K] the weight that was let go, made of the copy, with its bits and dtype."""
         with torch.inference_mode(False), torch.no_grad():
-            weight = torch.empty(self._copy.shape[::-1], dtype=self._emptied.dtype)
-            return weight.copy_(self._copy.t())
+            copy = torch.cat([part.t() for part in self._copy])
+            return torch.empty(copy.shape, dtype=self._emptied.dtype).copy_(copy)
 
     def weight_was_loaded(self) -> None:
         """Called when vLLM has loaded the layer again: into its own weight, or into another that it copies there."""

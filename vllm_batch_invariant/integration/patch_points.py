@@ -57,6 +57,12 @@ CUDA_LINEAR = PatchPoint(("vllm.model_executor.layers.linear",), "linear_batch_i
 """Called on CUDA by every unquantised linear layer while the flag is 1."""
 CUDA_EMBEDDING = PatchPoint(("vllm.model_executor.layers.vocab_parallel_embedding",), "linear_batch_invariant")
 """The same for output embeddings."""
+ROW_PARALLEL = PatchPoint(("vllm.model_executor.layers.linear",), "RowParallelLinear")
+"""The layer whose K tensor-parallel workers share."""
+QKV_PARALLEL = PatchPoint(("vllm.model_executor.layers.linear",), "QKVParallelLinear")
+"""A layer whose N they share, by heads."""
+REPLICATED = PatchPoint(("vllm.model_executor.layers.linear",), "ReplicatedLinear")
+"""A layer that each of them has all of."""
 LINEAR_METHOD = PatchPoint(("vllm.model_executor.layers.linear",), "UnquantizedLinearMethod")
 """Told of every unquantised linear layer once its weight is loaded."""
 EMBEDDING_METHOD = PatchPoint(("vllm.model_executor.layers.vocab_parallel_embedding",), "UnquantizedEmbeddingMethod")

@@ -62,6 +62,23 @@ def test_the_ranks_are_added_in_ascending_order_and_rounded_once(ranks: int, dty
         assert not torch.equal(other, add_ranks(held)), name
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tree_has_the_same_bits_whoever_adds_its_parts(dtype: torch.dtype) -> None:
+    leaves = partials(8, 50, dtype)
+    whole = add_ranks(leaves, tree=True)
+    for ranks in (1, 2, 4, 8):
+        parts = [add_ranks(part, tree=True) for part in leaves.split(8 // ranks)]
+        assert_same_bits(add_ranks(torch.stack(parts), tree=True), whole, f"{ranks} ranks")
+    if dtype.itemsize == 2:
+        assert_near(whole, reference(leaves), 3)
+        assert not torch.equal(add_ranks(leaves), whole), "a chain is rounded once"
+
+
+def test_a_tree_of_three_is_refused() -> None:
+    with pytest.raises(ValueError, match="a power of two of ranks, got 3"):
+        add_ranks(torch.zeros(3, 2), tree=True)
+
+
 def test_integers_are_refused() -> None:
     with pytest.raises(NotCovered, match=r"an all-reduce in torch\.int32"):
         add_ranks(torch.zeros(2, 3, dtype=torch.int32))

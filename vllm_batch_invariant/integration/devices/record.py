@@ -9,7 +9,7 @@ from ... import envs
 from ...ops.attention import AttentionReduction
 from ...ops.devices import Device
 from ...version import __version__
-from .. import mrope, norm, patch_points, refusals, sampling, sampling_seeds, weights
+from .. import mrope, norm, patch_points, refusals, sampling, sampling_seeds, tensor_tree, weights
 
 MODE_IS_ON = f"Batch-invariant mode is on (vllm-batch-invariant {__version__}); "
 
@@ -86,6 +86,7 @@ class VllmDevice:
         sampling_seeds.install()
         self.install_linear()
         self.install_collectives()
+        tensor_tree.install()
         norm.install()
         mrope.install()
         worker = patch_points.DEVICE_WORKER.get()
@@ -137,6 +138,8 @@ class VllmDevice:
 
     def engine_settings(self, vllm_config: Any) -> dict[str, str]:
         """Settings of vLLM's that decide bits, some on this device only."""
+        if tensor_tree.leaves() > 1:  # bits then follow from it, and not from the number of workers
+            return {"tensor_parallel_tree": str(tensor_tree.leaves())}
         size = vllm_config.parallel_config.tensor_parallel_size
         return {"tensor_parallel_size": str(size)} if size > 1 else {}
 

@@ -7,11 +7,12 @@ machine, and a size that disagrees is not used for that shape.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import torch
 
+from ..all_reduce.cpu import add_ranks
 from ..common.native_kernels import kernel
 from .reduction import LinearReduction
 
@@ -143,19 +144,58 @@ def prepare(weight: torch.Tensor, max_m: int, bias: bool, sizes: Iterable[int]) 
     verified_block_ms(_reduction(weight, weight.t()))
 
 
-def prepare_weight(weight: torch.Tensor) -> torch.Tensor:
+def prepare_weight(weight: torch.Tensor, block_n: int | None = None) -> list[torch.Tensor]:
     """A weight [N, K] as GEMMs want it, [K, N] and in the accumulator's dtype, converted once instead of at every call
     (fp32 for bf16 and fp16: twice the memory).
+
+    Args:
+        weight: it.
+        block_n: columns, a divisor of N: a column shall have the bits that it has in a matrix of so many. If it has not
+            in the whole matrix on this machine, matrices of so many columns are returned.
     """
     reduction = _reduction(weight, weight.t())
-    verified_block_ms(reduction)
-    return _operand(weight.detach().t(), reduction)
+    columns = weight.detach().t()
+    parts = [columns] if block_n is None or columns_agree(reduction, block_n) else columns.split(block_n, 1)
+    for part in parts:
+        verified_block_ms(_reduction(weight, part))
+    return [_operand(part, _reduction(weight, part)) for part in parts]
 
 
-def prepared_linear(x: torch.Tensor, prepared: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``linear`` with a weight from :func:`prepare_weight`: same bits, without the conversion."""
-    a = x.reshape(x.shape[:-1].numel(), x.shape[-1]).to(prepared.dtype)
-    out = _gemm(a, prepared, _reduction(x, prepared))
+@cache
+def columns_agree(reduction: LinearReduction, block_n: int) -> bool:
+    """Whether a GEMM gives a column the bits that it has in a matrix of ``block_n`` columns; measured once a process.
+
+    Args:
+        reduction: of the whole matrix.
+        block_n: a divisor of its N.
+    """
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(reduction.block_m, reduction.k, generator=generator, dtype=reduction.accumulate)
+    b = torch.randn(reduction.k, reduction.n, generator=generator, dtype=reduction.accumulate)
+    return torch.equal(accumulate(a, b), torch.cat([accumulate(a, part) for part in b.split(block_n, 1)], 1))
+
+
+def prepared_linear(
+    x: torch.Tensor, prepared: Sequence[torch.Tensor], bias: torch.Tensor | None, leaves: int = 1
+) -> torch.Tensor:
+    """``linear`` with a weight from :func:`prepare_weight`: same bits, without the conversion.
+
+    Args:
+        x: [..., K].
+        prepared: [K, N], or its columns in parts.
+        bias: [N], or None.
+        leaves: parts of equal length that K is added in, each rounded, and their sums as a tree of
+            :func:`~vllm_batch_invariant.ops.all_reduce.add_ranks`; the bias is added last.
+    """
+    a = x.reshape(x.shape[:-1].numel(), x.shape[-1]).to(prepared[0].dtype)
+    if leaves == 1:
+        found = [_gemm(a, part, _reduction(x, part)) for part in prepared]
+        out = found[0] if len(found) == 1 else torch.cat(found, 1)
+    else:
+        [whole] = prepared
+        pairs = zip(a.chunk(leaves, 1), whole.chunk(leaves), strict=True)
+        sums = [_gemm(of_a, of_b, _reduction(x, of_b)).to(x.dtype) for of_a, of_b in pairs]
+        out = add_ranks(torch.stack(sums), tree=True)
     if bias is not None:
-        out += bias.to(prepared.dtype)
-    return out.to(x.dtype).reshape(*x.shape[:-1], prepared.shape[1])
+        out = out + bias.to(prepared[0].dtype)
+    return out.to(x.dtype).reshape(*x.shape[:-1], out.shape[1])

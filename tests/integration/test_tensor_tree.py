@@ -1,0 +1,100 @@
+"""How layers compute so that the number of workers decides no bit."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_batch_invariant.envs import TP_TREE
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.integration import patch_points, tensor_tree
+from vllm_batch_invariant.integration.coverage import REFUSED
+from vllm_batch_invariant.integration.tensor_tree import LayerTree
+
+pytest.importorskip("vllm")
+
+
+def layer(kind: str, **values: Any) -> torch.nn.Module:
+    """A layer of vLLM's class with a worker's sizes, without weights."""
+    point = getattr(patch_points, kind) if hasattr(patch_points, kind) else None
+    kind = point.get() if point else getattr(patch_points.ROW_PARALLEL.module(), kind)
+    made = kind.__new__(kind)
+    torch.nn.Module.__init__(made)
+    for name, value in ({"prefix": "layers.0.x", "tp_size": 1} | values).items():
+        setattr(made, name, value)
+    return made
+
+
+def test_without_a_tree_layers_compute_as_ever() -> None:
+    assert tensor_tree.of_layer(layer("ROW_PARALLEL", input_size=30)) == LayerTree(1, None)
+
+
+@pytest.mark.parametrize(("workers", "leaves"), [(1, 4), (2, 2), (4, 1)])
+def test_the_workers_leaves_are_those_of_the_tree(workers: int, leaves: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TP_TREE.name, "4")
+    assert tensor_tree.of_layer(layer("ROW_PARALLEL", input_size=256, tp_size=workers)) == LayerTree(leaves)
+    heads, kv_heads, size = 8 // workers, max(2 // workers, 1), 48
+    qkv = layer(
+        "QKV_PARALLEL",
+        tp_size=workers,
+        head_size=size,
+        output_partition_sizes=[heads * size, kv_heads * size, kv_heads * size],
+    )
+    assert tensor_tree.of_layer(qkv) == LayerTree(block_n=size), "two KV heads are there twice with four workers"
+    merged = layer("MergedColumnParallelLinear", tp_size=workers, output_partition_sizes=[96 // workers, 64 // workers])
+    assert tensor_tree.of_layer(merged) == LayerTree(block_n=8)
+    head = layer("VOCABULARY_LAYER", tp_size=workers, num_embeddings_per_partition=1024 // workers)
+    assert tensor_tree.of_layer(head) == LayerTree(block_n=256)
+    assert tensor_tree.of_layer(layer("REPLICATED", tp_size=1)) == LayerTree()
+
+
+def test_sizes_that_leaves_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TP_TREE.name, "8")
+    with pytest.raises(NotCovered, match=r"TP_TREE=8 for the 192 inputs of layers\.0\.x"):
+        tensor_tree.of_layer(layer("ROW_PARALLEL", input_size=192))
+    with pytest.raises(NotCovered, match=r"TP_TREE=8 for 100 outputs of layers\.0\.x"):
+        tensor_tree.of_layer(layer("ColumnParallelLinear", tp_size=2, output_partition_sizes=[50]))
+
+
+class RowParallel(torch.nn.Module):
+    """As vLLM's computes: rank 0 adds the bias to its partial result, 1.0."""
+
+    prefix, reduce_results = "layers.0.x", True
+
+    def __init__(self, rank: int, bias: float | None, skip_bias_add: bool, return_bias: bool) -> None:
+        super().__init__()
+        self.bias = None if bias is None else torch.tensor(bias)
+        self.rank, self.skip_bias_add, self.return_bias = rank, skip_bias_add, return_bias
+
+    def forward(self, input_: torch.Tensor) -> Any:
+        output = input_ + (self.bias if self.bias is not None and not (self.rank or self.skip_bias_add) else 0)
+        return (output, self.bias if self.skip_bias_add else None) if self.return_bias else output
+
+
+def test_every_worker_adds_the_bias_to_the_whole_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TP_TREE.name, "2")
+    point = patch_points.ROW_PARALLEL
+    monkeypatch.setattr(point.module(), point.attribute, type("Row", (RowParallel,), {"forward": RowParallel.forward}))
+    tensor_tree.install()
+    kind, x = point.get(), torch.tensor(1.0)
+    for rank in (0, 1):
+        assert kind(rank, 0.5, False, True)(x) == (1.5, None)
+        assert kind(rank, 0.5, False, False)(x) == 1.5
+        assert kind(rank, 0.5, True, True)(x) == (1.0, 0.5)
+        assert kind(rank, None, False, True)(x) == (1.0, None)
+    unreduced = kind(0, None, False, True)
+    unreduced.reduce_results = False
+    with pytest.raises(NotCovered, match="before the workers add theirs"):
+        unreduced(x)
+
+
+@pytest.mark.parametrize(("leaves", "workers", "is_found"), [("1", 2, False), ("4", 4, False), ("2", 4, True)])
+def test_more_workers_than_leaves_are_found(
+    leaves: str, workers: int, is_found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TP_TREE.name, leaves)
+    [feature] = [one for one in REFUSED if one.name.startswith("More tensor-parallel workers")]
+    assert (
+        bool(feature.found(SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=workers)))) == is_found
+    )

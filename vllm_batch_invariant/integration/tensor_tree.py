@@ -1,0 +1,99 @@
+"""The same bits with 1, 2, 4 or 8 tensor-parallel workers: what one worker adds alone, and several together, is one
+tree. :data:`~vllm_batch_invariant.envs.TP_TREE` says of how many leaves.
+
+Layers whose K workers share add it in that many leaves, and a worker's partial result is the sum of a subtree. A column
+of the other layers has the bits that it has in the narrowest part of its layer that a worker may have.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import envs
+from ..errors import NotCovered
+from . import patch_points
+
+_LEAF_STEP = 16
+"""A leaf of K has a multiple of so many elements, as many as a tensor core adds at once."""
+
+
+@dataclass(frozen=True)
+class LayerTree:
+    """How a layer computes.
+
+    Attributes:
+        leaves: parts that this worker's K is added in.
+        block_n: columns of the narrowest part of the layer that a worker may have; None where every worker has all.
+    """
+
+    leaves: int = 1
+    block_n: int | None = None
+
+
+def leaves() -> int:
+    """Of the tree; 1: there is none."""
+    return int(envs.TP_TREE.read())
+
+
+def of_layer(layer: torch.nn.Module) -> LayerTree:
+    """How a linear layer or an output embedding computes.
+
+    Raises:
+        NotCovered: its sizes cannot be cut into the leaves of the tree.
+    """
+    most, workers = leaves(), getattr(layer, "tp_size", 1)
+    if most == 1 or isinstance(layer, patch_points.REPLICATED.get()):
+        return LayerTree()
+    if isinstance(layer, patch_points.ROW_PARALLEL.get()):
+        if layer.input_size % (_LEAF_STEP * most):
+            raise _not_divisible(f"the {layer.input_size} inputs of {layer.prefix}", most)
+        return LayerTree(leaves=most // workers)
+    return LayerTree(block_n=_narrowest(layer, most))
+
+
+def _narrowest(layer: torch.nn.Module, most: int) -> int:
+    """Columns that divide every part of the layer that a worker may have, of each of the layers it is merged of."""
+    sizes = getattr(layer, "output_partition_sizes", None) or [layer.num_embeddings_per_partition]
+    least = layer.head_size if isinstance(layer, patch_points.QKV_PARALLEL.get()) else 1  # a KV head may be there twice
+    for size in sizes:
+        if size * layer.tp_size % most:
+            raise _not_divisible(f"{size * layer.tp_size} outputs of {getattr(layer, 'prefix', 'the embedding')}", most)
+    return math.gcd(*(max(size * layer.tp_size // most, least) for size in sizes))
+
+
+def _not_divisible(what: str, most: int) -> NotCovered:
+    return NotCovered(
+        f"{envs.TP_TREE.name}={most} for {what}",
+        "they cannot be cut into so many equal parts",
+        "take a smaller tree, or leave it out",
+    )
+
+
+def install() -> None:
+    """Have row-parallel layers add their bias to the whole sum, as no one worker does it."""
+    if leaves() == 1:
+        return
+    layer = patch_points.ROW_PARALLEL.get()
+    theirs = layer.forward
+
+    def forward(self: Any, input_: torch.Tensor) -> Any:
+        """vLLM's method."""
+        if not self.reduce_results:
+            raise NotCovered(
+                f"{envs.TP_TREE.name} with {self.prefix}",
+                "its partial results are added to others before the workers add theirs",
+                "leave it out",
+            )
+        if self.bias is None or self.skip_bias_add:
+            return theirs(self, input_)
+        self.skip_bias_add = True
+        try:
+            found = theirs(self, input_)
+        finally:
+            self.skip_bias_add = False
+        output = (found[0] if self.return_bias else found) + self.bias
+        return (output, None) if self.return_bias else output
+
+    layer.forward = forward
