@@ -15,6 +15,7 @@ from tests.engine.engines import (
     run,
     tokens,
 )
+from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 
 pytestmark = [
@@ -49,11 +50,11 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
     shape = Shape(hidden=512, intermediate=1536, layers=3, heads=8, kv_heads=2, head_size=64, max_length=1024)
     path = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
 
-    def engine(flag: str, steps: list[dict[str, Any]], **others: Any) -> Result:
+    def engine(flag: str, steps: list[dict[str, Any]], tree: str = "1", **others: Any) -> Result:
         settings = {"model": str(path)} | SETTINGS | others
         workers = settings["tensor_parallel_size"]
         cores = "|".join(str(rank % 2) for rank in range(workers))
-        return run(settings, steps, flag, VLLM_CPU_OMP_THREADS_BIND=cores)
+        return run(settings, steps, flag, VLLM_CPU_OMP_THREADS_BIND=cores, **{TP_TREE.name: tree})
 
     return engine
 
@@ -83,3 +84,20 @@ def test_a_request_has_the_same_bits_alone_and_among_others(
 def test_plain_vllm_fails_the_same_comparison(request: pytest.FixtureRequest, start: Callable[..., Result]) -> None:
     only_in_the_core(request)
     assert differing(start("0", [*ALONE, *AMONG, WARM]))
+
+
+def test_a_tree_gives_every_number_of_workers_the_same_bits(
+    request: pytest.FixtureRequest, start: Callable[..., Result]
+) -> None:
+    only_in_the_core(request)
+    steps = [*ALONE, AMONG[2]]
+    with_tree = [start("1", steps, tensor_parallel_size=workers, tree="4") for workers in (1, 2, 4)]
+    without = [start("1", steps, tensor_parallel_size=workers) for workers in (1, 2)]
+
+    def answers(done: Result) -> list[dict[str, Any]]:
+        return [answer for step in steps for answer in done.steps[step["name"]][: len(ALONE)]]
+
+    for done in with_tree[1:]:
+        assert differing_answers(answers(done), answers(with_tree[0])) == []
+    assert differing_answers(answers(without[0]), answers(without[1]))
+    assert differing_answers(answers(without[0]), answers(with_tree[0]))
