@@ -5,6 +5,7 @@ The functions are called in the engine's process by ``Engine.call``; arguments a
 
 import hashlib
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,8 @@ SHOWN = 24
 """Listed candidates of a position that are sent; a longer list ends in a digest."""
 MOST_STEPS = 20_000
 """Engine steps after which a schedule is given up; none needs as many."""
+_PAUSE = 0.002
+"""Seconds."""
 _graphs_replayed = 0
 
 
@@ -75,7 +78,7 @@ def run_schedule(llm: Any, schedule: dict[str, Any]) -> dict[str, Any]:
                 engine.abort_request(leaving)
                 there -= set(leaving)
                 counts["aborts"] += len(leaving)
-            for output in engine.step():
+            for output in _step(engine):
                 name = output.request_id
                 if name in there and items[name]["target"]:
                     delta = items[name]["params"].get("output_kind") == "DELTA"
@@ -101,8 +104,16 @@ def _drain(engine: Any) -> None:
     for _ in range(MOST_STEPS):
         if not (core.scheduler.has_requests() or getattr(core, "batch_queue", None)):
             return
-        engine.step()
+        _step(engine)
     raise RuntimeError("the engine does not come to rest")
+
+
+def _step(engine: Any) -> list[Any]:
+    """A step's outputs. While every request waits for its grammar, the thread that compiles it gets the time."""
+    outputs = engine.step()
+    if not (outputs or engine.engine_core.engine_core.scheduler.running):
+        time.sleep(_PAUSE)
+    return outputs
 
 
 def _gather(answer: dict[str, Any], output: Any, delta: bool) -> None:
