@@ -52,10 +52,10 @@ def _no_wait(flag_ptr, epoch, TIMEOUT: tl.constexpr):  # noqa: N803
 
 
 @triton.jit
-def _last_rank_first(partials, offs, mask, RANKS: tl.constexpr, ACC: tl.constexpr):  # noqa: N803
-    acc = tl.load(partials[RANKS - 1] + offs, mask=mask, other=0.0).to(ACC)
+def _last_rank_first(partials, offs, mask, RANKS: tl.constexpr, ACCUMULATE: tl.constexpr):  # noqa: N803
+    acc = tl.load(partials[RANKS - 1] + offs, mask=mask, other=0.0).to(ACCUMULATE)
     for peer in tl.static_range(1, RANKS):
-        acc += tl.load(partials[RANKS - 1 - peer] + offs, mask=mask, other=0.0).to(ACC)
+        acc += tl.load(partials[RANKS - 1 - peer] + offs, mask=mask, other=0.0).to(ACCUMULATE)
     return acc
 
 
@@ -76,9 +76,9 @@ def plant(fault: str | None) -> None:
     elif fault == "last rank first":
         triton_kernels._add = _last_rank_first
     elif fault == "rounded each time":
-        cuda.all_reduce_kernel = _Kernel(ACC=tl.float16)
+        cuda.all_reduce_kernel = _Kernel(ACCUMULATE=tl.float16)
     elif fault == "one half":
-        cuda.all_reduce_kernel = _Kernel(CAPACITY=0)
+        cuda.all_reduce_kernel = _Kernel(LARGEST=0)
 
 
 def be_late_to_read() -> None:

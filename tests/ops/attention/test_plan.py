@@ -53,6 +53,15 @@ def test_a_verify_step_launches_for_large_blocks_only_if_its_requests_have_many_
     assert (verify.has_decode, verify.prefill_ctas > 0, verify.partial_rows) == (True, launches, 16)
 
 
+def test_a_verify_step_of_32_rows_a_request_is_decode_like_where_blocks_are_wide(planner: planning.Planner) -> None:
+    kernels = planning.Kernels(sm90=False, decode_rows=planning.WIDE_DECODE_ROWS)
+    wide = planning.Planner(planner.shape, planner.device, 512, 8192, 100_000, kernels=kernels)
+    assert wide.decode_schedule.block_m == 32
+    found = {most: plan(wide, 8, 8 * most, most) for most in (1, 2, 4, 5, 8, 9)}
+    assert {most: one.partial_rows for most, one in found.items()} == {1: 4, 2: 16, 4: 16, 5: 32, 8: 32, 9: 32}
+    assert [most for most, one in found.items() if one.prefill_ctas] == [9]
+
+
 def test_the_lists_hold_the_blocks_of_any_step(planner: planning.Planner) -> None:
     """Requests of 17 rows and more are large: the most blocks there can be are those of many requests just above."""
     for tokens in (5, 40, 512, 8192):

@@ -5,7 +5,7 @@ import torch
 
 from tests.ops.attention.cases import Chunk, Heads, Request, paged
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
-from vllm_batch_invariant.ops.attention.plan import AttentionShape, Planner
+from vllm_batch_invariant.ops.attention.plan import DECODE_ROWS, WIDE_DECODE_ROWS, AttentionShape, Kernels, Planner
 
 GROUP_OF_EIGHT = Heads(8, 1, 128, torch.bfloat16)
 LENGTHS = {
@@ -19,7 +19,7 @@ LENGTHS = {
 pytestmark = pytest.mark.usefixtures("sm90")
 
 
-@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize(("tokens", "rows"), [(1, DECODE_ROWS), (2, DECODE_ROWS), (4, WIDE_DECODE_ROWS)])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize(
     "heads",
@@ -32,15 +32,15 @@ pytestmark = pytest.mark.usefixtures("sm90")
     ],
     ids=str,
 )
-def test_it_has_the_bits_of_the_triton_kernel_at_every_launch(heads, lengths, tokens):
+def test_it_has_the_bits_of_the_triton_kernel_at_every_launch(heads, lengths, tokens, rows):
     known = {length: Request(heads, length, length) for length in set(lengths)}
     chunks = [Chunk(known[length], max(length - tokens, 0), length) for length in lengths]
     query, keys, values, table, seq_lens, starts = (tensor.cuda() for tensor in paged(chunks, 64))
     shape = AttentionShape(
         heads.query, heads.kv, heads.size, heads.dtype, AttentionReduction.of_device("cuda", "triton")
     )
-    planner = Planner(shape, query.device, len(lengths), len(query), sum(lengths))
-    assert planner.sm90
+    kernels = Kernels(sm90=True, decode_rows=rows)
+    planner = Planner(shape, query.device, len(lengths), len(query), sum(lengths), kernels=kernels)
 
     def attend() -> torch.Tensor:
         plan = planner.plan(starts, seq_lens, len(query), tokens)

@@ -51,11 +51,11 @@ def _block(block, numel, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _add(partials, offs, mask, RANKS: tl.constexpr, ACC: tl.constexpr):
+def _add(partials, offs, mask, RANKS: tl.constexpr, ACCUMULATE: tl.constexpr):
     """[BLOCK], not yet rounded: rank 0 first."""
-    acc = tl.load(partials[0] + offs, mask=mask, other=0.0, cache_modifier=".cg").to(ACC)
+    acc = tl.load(partials[0] + offs, mask=mask, other=0.0, cache_modifier=".cg").to(ACCUMULATE)
     for peer in tl.static_range(1, RANKS):
-        acc += tl.load(partials[peer] + offs, mask=mask, other=0.0, cache_modifier=".cg").to(ACC)
+        acc += tl.load(partials[peer] + offs, mask=mask, other=0.0, cache_modifier=".cg").to(ACCUMULATE)
     return acc
 
 
@@ -69,11 +69,11 @@ def all_reduce_kernel(
     units,
     UNIT: tl.constexpr,
     RANKS: tl.constexpr,
-    CAPACITY: tl.constexpr,
+    LARGEST: tl.constexpr,
     FLAG_BYTES: tl.constexpr,
     TWO_SHOT: tl.constexpr,
     BLOCK: tl.constexpr,
-    ACC: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
     TIMEOUT: tl.constexpr,
 ):
     """Adds one message.
@@ -81,7 +81,7 @@ def all_reduce_kernel(
     Args:
         x_ptr, out_ptr: [units * UNIT], the rank's partial result, and the sum.
         addresses_ptr: [RANKS] int64: of each rank the address of FLAG_BYTES of flags and, behind them, of two halves of
-            CAPACITY bytes.
+            LARGEST bytes.
         epochs_ptr: [CTAs] int32, barriers that each CTA has passed. All ranks have the same CTAs, and call alike.
         rank: this one.
         UNIT: elements that are loaded at once.
@@ -98,11 +98,11 @@ def all_reduce_kernel(
     for peer in tl.static_range(RANKS):
         address = tl.load(addresses_ptr + peer)
         flags = flags + (address.to(tl.pointer_type(tl.int32)) + cta * RANKS,)  # noqa: RUF005
-        partial_ptr = (address + FLAG_BYTES + half * CAPACITY).to(tl.pointer_type(dtype))
+        partial_ptr = (address + FLAG_BYTES + half * LARGEST).to(tl.pointer_type(dtype))
         partials = partials + (tl.multiple_of(partial_ptr, 16),)  # noqa: RUF005
     address = tl.load(addresses_ptr + rank)
     own_flags_ptr = address.to(tl.pointer_type(tl.int32)) + cta * RANKS
-    own_ptr = tl.multiple_of((address + FLAG_BYTES + half * CAPACITY).to(tl.pointer_type(dtype)), 16)
+    own_ptr = tl.multiple_of((address + FLAG_BYTES + half * LARGEST).to(tl.pointer_type(dtype)), 16)
 
     turns = tl.cdiv(tl.cdiv(numel, BLOCK), OWNERS)
     for turn in range(cta, turns, ctas):
@@ -113,7 +113,7 @@ def all_reduce_kernel(
     if TWO_SHOT:
         for turn in range(cta, turns, ctas):
             offs, mask = _block(turn * OWNERS + rank, numel, BLOCK)
-            tl.store(own_ptr + offs, _add(partials, offs, mask, RANKS, ACC).to(dtype), mask=mask)
+            tl.store(own_ptr + offs, _add(partials, offs, mask, RANKS, ACCUMULATE).to(dtype), mask=mask)
         _signal_and_wait(flags, own_flags_ptr, rank, epoch + 2, RANKS, TIMEOUT)
         for turn in range(cta, turns, ctas):
             for owner in tl.static_range(OWNERS):
@@ -122,5 +122,5 @@ def all_reduce_kernel(
     else:
         for turn in range(cta, turns, ctas):
             offs, mask = _block(turn, numel, BLOCK)
-            tl.store(out_ptr + offs, _add(partials, offs, mask, RANKS, ACC).to(dtype), mask=mask)
+            tl.store(out_ptr + offs, _add(partials, offs, mask, RANKS, ACCUMULATE).to(dtype), mask=mask)
     tl.store(epochs_ptr + cta, epoch + BARRIERS)

@@ -229,7 +229,7 @@ def _compare_ways(planner: Planner, operands: Operands, options: Options) -> int
     for chunk in (Chunk(_PREFILL, _PREFILL), Chunk(_LENGTH, _PREFILL)):
         known[chunk.kv_len - chunk.query_len : chunk.kv_len] = _attend(planner, operands, [chunk], options)
     elements = 0
-    for name, chunks in ways(planner.shape.queries_per_kv):
+    for name, chunks in ways(planner.shape.queries_per_kv, planner.decode_rows):
         rows = torch.cat([torch.arange(one.kv_len - one.query_len, one.kv_len) for one in chunks])
         kept = ((rows < _PREFILL) | (rows >= _LENGTH - _PREFILL)).nonzero()[:, 0]
         found = bitwise_comparison(_attend(planner, operands, chunks, options)[kept], known[rows[kept]])
@@ -240,13 +240,14 @@ def _compare_ways(planner: Planner, operands: Operands, options: Options) -> int
     return elements
 
 
-def ways(queries_per_kv: int) -> Iterator[tuple[str, list[Chunk]]]:
+def ways(queries_per_kv: int, decode_rows: int = DECODE_ROWS) -> Iterator[tuple[str, list[Chunk]]]:
     """How the rows of a prefill are computed otherwise, in words and as a batch of chunks.
 
     Args:
         queries_per_kv: query heads of a KV head.
+        decode_rows: rows up to which a request is decode-like.
     """
-    decode_len = max(DECODE_ROWS // queries_per_kv, 1)
+    decode_len = max(max(decode_rows, DECODE_ROWS) // queries_per_kv, 1)
     decode = [Chunk(kv_len, 1) for kv_len in _BORDERS]
     yield "by decode", decode
     yield "by decode alone", decode[-1:]
@@ -260,7 +261,7 @@ def ways(queries_per_kv: int) -> Iterator[tuple[str, list[Chunk]]]:
 
 
 def _planner(kernels: Kernels, shape: AttentionShape, operands: Operands) -> Planner:
-    batches = [chunks for _, chunks in ways(shape.queries_per_kv)]
+    batches = [chunks for _, chunks in ways(shape.queries_per_kv, kernels.decode_rows)]
     requests = max(map(len, batches))
     tokens = max(_PREFILL, *(sum(chunk.query_len for chunk in chunks) for chunks in batches))
     return Planner(shape, operands.query.device, requests, tokens, requests * _LENGTH, kernels=kernels)

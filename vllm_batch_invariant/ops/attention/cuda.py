@@ -50,7 +50,8 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
             work = sm90.DecodeWork(
                 planner.work_indptr, planner.decode_work, partials, planner.semaphores, plan.partial_rows
             )
-            sm90.launch_decode(call, out, work, plan.reduction, sm90.DECODE_SCHEDULES[planner.shape.head_size])
+            schedule = sm90.decode_schedule(planner.shape.head_size, planner.decode_rows)
+            sm90.launch_decode(call, out, work, plan.reduction, schedule)
         elif plan.has_decode:
             _launch(call, out, plan, prefill_like=False)
 

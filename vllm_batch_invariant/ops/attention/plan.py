@@ -22,6 +22,8 @@ from .work import WORK_SIZE
 _LARGEST_HEAD = 256
 DECODE_ROWS = 16
 """Rows, (token, query head of the KV head) pairs, up to which a request is decode-like: its rows are one block."""
+WIDE_DECODE_ROWS = 32
+"""The same for verify steps of many drafts, by the Gluon kernels. No GPU has run it yet, so it is no candidate."""
 PARTIAL_BYTES = 128 << 20
 """For partial results; with less than a step wants, CTAs walk all splits of their rows."""
 
@@ -40,14 +42,15 @@ class Schedule:
     """Limit of a thread's registers, to make them fit."""
 
 
-def decode_schedule(head_size: int, dtype: torch.dtype, wide: bool = False) -> Schedule:
-    """For requests of up to :data:`DECODE_ROWS` rows.
+def decode_schedule(head_size: int, dtype: torch.dtype, wide: bool = False, rows: int = DECODE_ROWS) -> Schedule:
+    """For decode-like requests.
 
     Args:
         head_size: of the layers.
         dtype: of queries, keys and values.
         wide: whether a block of 16-bit operands has at least 64 rows, most of them empty, so that decode has the
             instruction of prefill: see :func:`.nvidia_gpus.has_tcgen05`.
+        rows: up to which a request is decode-like; more than :data:`DECODE_ROWS` for 16-bit operands only.
     """
     if dtype == torch.float32:
         # A dot in fp32 holds whole rows of both operands in registers.
@@ -56,7 +59,7 @@ def decode_schedule(head_size: int, dtype: torch.dtype, wide: bool = False) -> S
         if head_size <= 128:
             return Schedule(64, num_warps=4, num_stages=3 if head_size <= 64 else 2, ctas_per_sm=2)
         return Schedule(64, num_warps=8, num_stages=2)
-    return Schedule(16, num_warps=4, num_stages=3 if head_size <= 128 else 2, ctas_per_sm=2)
+    return Schedule(max(rows, 16), num_warps=4, num_stages=3 if head_size <= 128 else 2, ctas_per_sm=2)
 
 
 def prefill_schedule(head_size: int, dtype: torch.dtype) -> Schedule:
@@ -117,7 +120,18 @@ class Kernels:
     def fastest(cls, shape: AttentionShape, device: torch.device, plain: bool = True) -> "Kernels":
         """The first of them that can be compiled; their bits are not compared."""
         found = cls.candidates(shape, device, plain)
-        return next(one for one in found if not one.sm90 or sm90.compiles(shape, DECODE_ROWS, device))
+        return next(one for one in found if not one.sm90 or sm90.compiles(shape, one.variants(shape), device))
+
+    def partial_rows(self, shape: AttentionShape, most_tokens: int) -> int:
+        """Rows of a decode-like block in its partial results, for requests of up to so many tokens."""
+        rows = min(most_tokens * shape.queries_per_kv, self.decode_rows or DECODE_ROWS)
+        if most_tokens == 1:
+            return rows
+        return DECODE_ROWS if rows <= DECODE_ROWS else self.decode_rows
+
+    def variants(self, shape: AttentionShape) -> frozenset[int]:
+        """All that :meth:`partial_rows` gives, each a variant of the kernel."""
+        return frozenset(self.partial_rows(shape, tokens) for tokens in (1, 2, DECODE_ROWS, WIDE_DECODE_ROWS))
 
     def __str__(self) -> str:
         if self.sm90:
@@ -179,15 +193,15 @@ class Planner:
         self.shape, self.device = shape, device
         gpu = torch.cuda.get_device_properties(device)
         self.num_sms = gpu.multi_processor_count
-        schedule = decode_schedule(shape.head_size, shape.dtype, has_tcgen05(gpu.major))
-        self.decode_schedule = fitted(schedule, shape, device)
         self.prefill_schedule = prefill_schedule(shape.head_size, shape.dtype)
         kernels = kernels or Kernels.fastest(shape, device, plain)
-        self.sm90, self.decode_rows = kernels.sm90, kernels.decode_rows
+        self.sm90, self.decode_rows, self._kernels = kernels.sm90, kernels.decode_rows, kernels
+        schedule = decode_schedule(shape.head_size, shape.dtype, has_tcgen05(gpu.major), self.decode_rows)
+        self.decode_schedule = fitted(schedule, shape, device)
         block_m, kv_heads = self.prefill_schedule.block_m, shape.kv_heads
         # Prefill-like blocks are shared only while they are few.
         self._prefill_ctas = self.num_sms if self.sm90 else 4 * self.num_sms
-        own_schedule = sm90.DECODE_SCHEDULES[shape.head_size] if self.sm90 else self.decode_schedule
+        own_schedule = sm90.decode_schedule(shape.head_size, self.decode_rows) if self.sm90 else self.decode_schedule
         self.cta_shares = own_schedule.ctas_per_sm * self.num_sms
 
         self.work_indptr = torch.zeros(self.cta_shares + 1, dtype=torch.int32, device=device)
@@ -204,7 +218,7 @@ class Planner:
         self._max_partial_rows = PARTIAL_BYTES // (4 * (shape.padded_head_size + 2))
         max_shared = self._prefill_ctas // 2 // kv_heads
         self._prefill_workspace = min(max_shared * self._max_splits, self._max_partial_rows // (kv_heads * block_m))
-        rows = kv_heads * max(self._max_splits * DECODE_ROWS, self._prefill_workspace * block_m)
+        rows = kv_heads * max(self._max_splits * max(kernels.variants(shape)), self._prefill_workspace * block_m)
         # A multiple of 4, for copies of 16 bytes.
         rows = -(-min(self._max_partial_rows, rows) // 4) * 4
         self.workspace = torch.empty(rows * (shape.padded_head_size + 2), device=device)
@@ -243,7 +257,7 @@ class Planner:
         requests, shape = len(seq_lens), self.shape
         has_decode = shape.queries_per_kv <= self.decode_rows
         has_prefill = most_tokens * shape.queries_per_kv > self.decode_rows
-        partial_rows = shape.queries_per_kv if most_tokens == 1 and has_decode else DECODE_ROWS
+        partial_rows = self._kernels.partial_rows(shape, most_tokens)
         blocks = self._max_prefill_blocks(tokens, requests) if has_prefill else 0
         # With the kernels for Hopper it costs nothing that they may.
         may_share = self.sm90 or 0 < blocks * shape.kv_heads <= self._prefill_ctas // 2

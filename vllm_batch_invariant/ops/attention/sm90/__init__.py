@@ -61,7 +61,17 @@ DECODE_SCHEDULES = {
     64: DecodeSchedule(ctas_per_sm=3, num_stages=4, maxnreg=80),
     128: DecodeSchedule(ctas_per_sm=2, num_stages=3, maxnreg=128),
 }
-"""By head size."""
+"""By head size, for blocks of up to 16 rows."""
+_WIDE_DECODE_SCHEDULES = {
+    64: DecodeSchedule(ctas_per_sm=2, num_stages=4, maxnreg=128),
+    128: DecodeSchedule(ctas_per_sm=1, num_stages=6, maxnreg=200),
+}
+"""The same for 32 rows, whose running results take more registers. Not timed yet."""
+
+
+def decode_schedule(head_size: int, decode_rows: int) -> DecodeSchedule:
+    """For decode-like requests of up to so many rows."""
+    return (DECODE_SCHEDULES if decode_rows <= 16 else _WIDE_DECODE_SCHEDULES)[head_size]
 
 
 @dataclass(frozen=True)
@@ -103,7 +113,7 @@ def covers(head_size: int, dtype: torch.dtype, key_tile: int, block_m: int, devi
 
 
 @cache
-def compiles(shape: "AttentionShape", decode_rows: int, device: torch.device) -> bool:
+def compiles(shape: "AttentionShape", partial_rows: frozenset[int], device: torch.device) -> bool:
     """Whether the kernels can be compiled and loaded for layers of such a shape there; tried once in a process, by
     launching them with nothing to do. If not, a warning says why.
 
@@ -111,14 +121,14 @@ def compiles(shape: "AttentionShape", decode_rows: int, device: torch.device) ->
 
     Args:
         shape: one that :func:`covers`.
-        decode_rows: rows up to which a request is decode-like.
+        partial_rows: of decode-like blocks in their partial results, all that there may be.
         device: the GPU.
 
     Raises:
         torch.OutOfMemoryError: no memory for some KB of tensors; nothing is known then.
     """
     try:
-        _launch_without_work(shape, decode_rows, device)
+        _launch_without_work(shape, partial_rows, device)
     except Exception as error:
         if not is_of_a_compiler(error):
             raise
@@ -135,7 +145,7 @@ def compiles(shape: "AttentionShape", decode_rows: int, device: torch.device) ->
     return True
 
 
-def _launch_without_work(shape: "AttentionShape", decode_rows: int, device: torch.device) -> None:
+def _launch_without_work(shape: "AttentionShape", partial_rows: frozenset[int], device: torch.device) -> None:
     """Launch each variant that an engine's plans need."""
 
     def zeros(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -145,12 +155,13 @@ def _launch_without_work(shape: "AttentionShape", decode_rows: int, device: torc
     caches = [zeros(1, shape.kv_heads, _TRIED_PAGE, shape.head_size, dtype=shape.dtype) for _ in range(2)]
     call = PagedAttention(query, *caches, zeros(1, 1), zeros(1), zeros(2), 1.0, shape.reduction, None, None, None)
     items, semaphores, [m, l, acc] = zeros(8), zeros(SEMAPHORE_INTS), [zeros(4, dtype=torch.float32) for _ in range(3)]
-    prefill_schedule, decode_schedule = PREFILL_SCHEDULES[shape.head_size], DECODE_SCHEDULES[shape.head_size]
+    prefill_schedule = PREFILL_SCHEDULES[shape.head_size]
+    schedule = decode_schedule(shape.head_size, max(partial_rows))
     with torch.cuda.device_of(query):
         launch_prefill(call, query, PrefillWork(zeros(1), items, m, semaphores, 1), shape.reduction, prefill_schedule)
-        for partial_rows in {min(shape.queries_per_kv, decode_rows), decode_rows}:
-            work = DecodeWork(zeros(2), items, (m, l, acc), semaphores, partial_rows)
-            launch_decode(call, query, work, shape.reduction, decode_schedule)
+        for rows in sorted(partial_rows):
+            work = DecodeWork(zeros(2), items, (m, l, acc), semaphores, rows)
+            launch_decode(call, query, work, shape.reduction, schedule)
 
 
 def is_plain(attention: Any) -> bool:
