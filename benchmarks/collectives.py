@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -89,7 +89,7 @@ def _captured(call: Call, inputs: Sequence[torch.Tensor], context: AbstractConte
     return graph
 
 
-def _times(graphs: Sequence[torch.cuda.CUDAGraph], calls: int, samples: int) -> Iterator[list[float]]:
+def _times(graphs: Sequence[torch.cuda.CUDAGraph], calls: int, samples: int) -> list[list[float]]:
     """Microseconds of one call, for each graph; they take turns, and every rank begins at the same time."""
     found: list[list[float]] = [[] for _ in graphs]
     for sample in range(_WARM_UPS + samples):
@@ -103,7 +103,7 @@ def _times(graphs: Sequence[torch.cuda.CUDAGraph], calls: int, samples: int) -> 
             torch.cuda.synchronize()
             if sample >= _WARM_UPS:
                 times.append(1e3 * start.elapsed_time(stop) / calls)
-    yield from found
+    return found
 
 
 def _measure(rank: int, ranks: int, port: int, tokens: Sequence[int], samples: int, path: str) -> None:

@@ -255,7 +255,7 @@ def small_certificate(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     shape = AttentionShape(HEADS.query, HEADS.kv, HEADS.size, HEADS.dtype, REDUCTION)
     data = [certificate.by_scores(shape, torch.device("cpu"), 16)]
 
-    def ways(queries_per_kv: int) -> list[tuple[str, list[certificate.Chunk]]]:
+    def ways(queries_per_kv: int, decode_rows: int) -> list[tuple[str, list[certificate.Chunk]]]:
         return [
             ("by decode", [certificate.Chunk(stop, 1) for stop in certificate._BORDERS]),
             ("in a chunk", [certificate.Chunk(700, 20)]),
