@@ -51,7 +51,7 @@ def _on_site(target: str, folder: str) -> str:
     return os.path.relpath(place, folder or ".").replace(os.sep, "/")
 
 
-def on_page_content(html: str, page: Any, **_: Any) -> str:
+def on_page_content(html: str, **_: Any) -> str:
     """The script, on pages that have something to move."""
     if "data-see=" not in html:
         return html

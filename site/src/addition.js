@@ -6,7 +6,7 @@ import { mersenneTwister } from "./numbers.js";
 import { bitsOf, button, choice, drawn, element, figure, plural, small, table, whenResized, written } from "./page.js";
 
 const EXAMPLES = {
-  pairs: { name: "eight numbers whose sum is 0", terms: [1, -1, 1e-2, -1e-2, 1e-5, -1e-5, 1e-10, -1e-10] },
+  pairs: { name: "eight numbers whose sum is 0", terms: [1, 1e-2, 1e-5, 1e-10, -1, -1e-2, -1e-5, -1e-10] },
   decimals: { name: "0.1, 0.2 and 0.3", terms: [0.1, 0.2, 0.3] },
   swallowed: { name: "a large number and small ones", terms: [2048, 1, 1, 1, 1, -2048] },
   growing: { name: "1, 1/2, 1/3 up to 1/8", terms: [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 6, 1 / 7, 1 / 8] },
@@ -164,7 +164,7 @@ export function addition(root) {
       const away = distance(total, exact);
       return `${format.name} ${written(total)}, ${away === 0 ? "exact" : `${small(away)} from the exact sum`}`;
     });
-    say(`${terms.map(written).join(", then ")}: ${heard.join("; ")}.`);
+    say(`${terms.map(String).join(", ")}: ${heard.join("; ")}.`);
   }
 
   whenResized(root, show);

@@ -144,7 +144,7 @@ export function splits(root) {
     const moved = others(byNumberRows);
     say(
       `${plural(seen, "key")}, ${plural(requests.value, "request")}: by number, ` +
-        `${number.map(({ name, cut }) => `${name} ${cut.length}`).join(", ")} splits; ` +
+        `${number.map(({ name, cut }) => `${name} in ${plural(cut.length, "split")}`).join(", ")}; ` +
         `${moved.length ? `other bits than in decode alone in ${moved.join(", ")}` : "the bits of decode alone in all"}. ` +
         `By size, ${plural(size[0].cut.length, "split")} in all three; ` +
         `${others(bySizeRows).length ? "other bits" : "the bits of decode alone in all"}.`,
@@ -179,7 +179,7 @@ export function measured(root) {
       return;
     }
     const [{ gpu, versions, date }] = rows;
-    const bits = { equal: "the same in every batch tried", differ: "differ between batches", "-": "not compared" };
+    const bits = { equal: "the same in all batches tried", differ: "not the same in all batches", "-": "not compared" };
     const { stock, ours } = { stock: found[0][1], ours: found.at(-1)[1] };
     body.replaceChildren(
       table(
@@ -189,8 +189,8 @@ export function measured(root) {
       ),
     );
     say(
-      `${here}: FlashAttention 3 takes ${stock.p50.toFixed(1)} microseconds and its bits ${bits[stock.bits]}; ` +
-        `the mode takes ${ours.p50.toFixed(1)}, and its bits are ${bits[ours.bits]}.`,
+      `${here}: FlashAttention 3 takes ${stock.p50.toFixed(1)} microseconds, and a request's bits are ${bits[stock.bits]}; ` +
+        `the mode takes ${ours.p50.toFixed(1)}, and they are ${bits[ours.bits]}.`,
     );
   }
 

@@ -69,6 +69,7 @@ export function tiles(root) {
         Plot.text(way.splits <= 8 ? parts : [], {
           x: (part) => ((part + 0.5) * k) / way.splits,
           text: (part) => (way.splits === 1 ? "one sum, from the first term to the last" : `sum ${part + 1}`),
+          fill: "var(--see-on-colour)",
         }),
       ],
     }));

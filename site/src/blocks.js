@@ -100,7 +100,7 @@ export function sums(root) {
       drawn(body, words, `${words} ${points.map(({ size, error }) => `${size}: ${small(error)}`).join(", ")}.`, () => ({
         height: 190,
         marginLeft: 70,
-        x: { type: "band", label: "numbers in a block" },
+        x: { type: "band", label: "numbers in a block", labelAnchor: "right", domain: BLOCKS.map(String) },
         y: { label: "↑ error", grid: true, ticks: 5, tickFormat: (y) => small(y) },
         marks: [
           Plot.ruleY([0]),
@@ -143,6 +143,7 @@ export function product(root) {
     ],
     start,
   );
+  cut.value = "64x128/1";
   const go = button(controls, "Compute and compare", compute);
   const canvas = element("canvas", { width: SIDE, height: SIDE, className: "see-matrix", role: "img" });
   const results = element("div");

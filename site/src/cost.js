@@ -2,7 +2,7 @@
 
 import * as Plot from "@observablehq/plot";
 import engine from "../../benchmarks/data/engine.csv";
-import { choice, drawn, element, figure, table, whenResized } from "./page.js";
+import { choice, drawn, element, figure, plural, table, whenResized } from "./page.js";
 
 const PROVIDERS = { ours: "the mode", native: "vLLM's own mode" };
 
@@ -69,7 +69,7 @@ export function cost(root) {
         fy: { label: null, axis: narrow ? null : "left", domain: bars.filter(({ who }) => who === known[0]).map((bar) => bar.words), padding: narrow ? 0.45 : 0.2 },
         marks: [
           Plot.barX(bars, { x: "ratio", y: "who", fy: "words", fill: ({ who }) => (who === PROVIDERS.ours ? "var(--see-ours)" : "var(--see-other)") }),
-          Plot.text(bars, { x: (bar) => Math.min(bar.ratio, 5), y: "who", fy: "words", text: (bar) => bar.ratio.toFixed(2), dx: 4, textAnchor: "start" }),
+          Plot.text(bars, { x: (bar) => Math.min(bar.ratio, 5), y: "who", fy: "words", text: (bar) => bar.ratio.toFixed(2), dx: -4, textAnchor: "end", fill: "var(--see-on-colour)" }),
           Plot.ruleX([1], { strokeWidth: 1.5 }),
           ...(narrow
             ? [
@@ -102,9 +102,12 @@ export function cost(root) {
       element("p", { className: "see-note" }, `${stock[0].gpu}, ${stock[0].versions}, ${stock[0].date}; benchmarks/data/engine.csv.`),
     );
     const ours = bars.filter(({ provider }) => provider === "ours");
-    const better = ours.filter((bar) => (moreIsBetter(bar) ? bar.ratio > 1 : bar.ratio < 1)).length;
+    const gains = ours.map((bar) => (moreIsBetter(bar) ? bar.ratio - 1 : 1 - bar.ratio));
+    const count = (holds) => gains.filter(holds).length;
     say(
-      `vLLM ${version.value}: of ${ours.length} figures the mode is better than plain vLLM in ${better}; its ratios go ` +
+      `vLLM ${version.value}, ${plural(ours.length, "figure")}: the mode is better than plain vLLM in ` +
+        `${count((gain) => gain > 0.01)}, within 1 % of it in ${count((gain) => Math.abs(gain) <= 0.01)}, and worse in ` +
+        `${count((gain) => gain < -0.01)}. Its ratios go ` +
         `from ${Math.min(...ours.map(({ ratio }) => ratio)).toFixed(2)} to ${Math.max(...ours.map(({ ratio }) => ratio)).toFixed(2)}.`,
     );
   }

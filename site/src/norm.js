@@ -7,6 +7,7 @@ import { bitsOf, choice, drawn, element, figure, plural, slider, table, whenResi
 
 const EPSILON = 1e-6;
 export const LANES = 64;
+const ROWS = 32;
 
 /** Threads that share a row in vLLM's fused_add_rms_norm. */
 export function threadsOf(tokens, length) {
@@ -23,14 +24,9 @@ export function normalised(row, partialSums) {
 }
 
 export function norm(root) {
-  const { controls, body, say } = figure(root, "The squares of one row, added in partial sums");
-  const tokens = slider(
-    controls,
-    "Tokens in the step",
-    [1, 2, 4, 8, 16, 32, 64, 128, 192, 255, 256, 320, 512, 1024, 4096],
-    1,
-    show,
-  );
+  const { controls, body, say } = figure(root, "The squares of a row, added in partial sums");
+  const counts = [1, 2, 4, 8, 16, 32, 64, 128, 192, 255, 256, 320, 512, 1024, 4096];
+  const tokens = slider(controls, "Tokens in the step", counts, 1, show);
   const length = choice(
     controls,
     "Length of the row",
@@ -38,21 +34,28 @@ export function norm(root) {
     show,
   );
   length.value = "4096";
+  const rows = new Map();
+
+  function rowsOf(size) {
+    if (!rows.has(size)) rows.set(size, Array.from({ length: ROWS }, (_, seed) => bellShaped(size, seed)));
+    return rows.get(size);
+  }
 
   function picture(title, size, sums) {
     const each = size / sums;
+    const columns = Math.min(sums, 128);
     const words = `${title}: ${sums.toLocaleString("en")} partial sums of ${plural(each, "square")} each`;
     return drawn(body, words, words, () => ({
-      height: 150,
-      marginLeft: 50,
-      x: { label: "partial sum →", domain: [0, sums] },
-      y: { label: "↑ squares in it", domain: [0, 8192 / LANES], ticks: 4 },
+      height: 130,
+      marginLeft: 44,
+      x: { label: "partial sums →", domain: [0, 1024], ticks: 5 },
+      y: { label: "↑ squares in each", domain: [0, size / LANES], ticks: 3 },
       marks: [
-        Plot.rectY(Array.from({ length: Math.min(sums, 128) }), {
-          x1: (_, i) => (i * sums) / Math.min(sums, 128),
-          x2: (_, i) => ((i + 1) * sums) / Math.min(sums, 128),
+        Plot.rectY(Array.from({ length: columns }), {
+          x1: (_, i) => (i * sums) / columns,
+          x2: (_, i) => ((i + 1) * sums) / columns,
           y: each,
-          inset: 0.5,
+          fillOpacity: (_, i) => (i % 2 ? 0.65 : 1),
           fill: sums === LANES ? "var(--see-ours)" : "var(--see-other)",
         }),
       ],
@@ -61,16 +64,16 @@ export function norm(root) {
 
   function show() {
     const size = Number(length.value);
-    const row = bellShaped(size, 7);
     const threads = threadsOf(tokens.value, size);
-    const [plain, alone, ours] = [threads, threadsOf(1, size), LANES].map((sums) => normalised(row, sums));
-    const moved = plain.elements.reduce((count, x, i) => count + (x !== alone.elements[i]), 0);
-    const inBf16 = plain.elements.reduce(
-      (count, x, i) =>
-        count +
-        (encoded(rounded(x, FORMATS.bf16), FORMATS.bf16) !== encoded(rounded(alone.elements[i], FORMATS.bf16), FORMATS.bf16)),
-      0,
+    const [now, alone, ours] = [threads, threadsOf(1, size), LANES].map((sums) =>
+      rowsOf(size).map((row) => normalised(row, sums)),
     );
+    const moved = now.flatMap(({ sum }, row) => (sum === alone[row].sum ? [] : [row]));
+    const shown = moved[0] ?? 0;
+    const changed = (format) => {
+      const bits = (x) => encoded(rounded(x, format), format);
+      return now[shown].elements.filter((x, i) => bits(x) !== bits(alone[shown].elements[i])).length.toLocaleString("en");
+    };
     const cells = ({ sum }) => {
       const hex = hexadecimal(sum, FORMATS.fp32);
       return [String(sum), bitsOf(fields(sum, FORMATS.fp32), hex), hex];
@@ -79,26 +82,27 @@ export function norm(root) {
       picture(`By tokens, ${tokens.value} of them`, size, threads),
       picture("By the row's length", size, LANES),
       table(
-        "The sum of squares",
+        `The sum of the squares of row ${shown}`,
         ["", "sum", "bits", "in hexadecimal"],
         [
-          ["by tokens, with 1", ...cells(alone)],
-          [`by tokens, with ${tokens.value}`, ...cells(plain)],
-          ["by the row's length, any number", ...cells(ours)],
+          ["by tokens, 1 of them", ...cells(alone[shown])],
+          [`by tokens, ${tokens.value} of them`, ...cells(now[shown])],
+          ["by the row's length, any number", ...cells(ours[shown])],
         ],
       ),
       element(
         "p",
         { className: "see-note" },
-        "The row is made up in the browser, and added in single additions of fp32 as drawn: partial sum i takes the " +
-          "squares i, i + n, i + 2n, and so on, and the partial sums are added by halving.",
+        `The ${ROWS} rows are made up in the browser, and added in single additions of fp32 as drawn: of n partial sums, ` +
+          "number i takes the squares i, i + n, i + 2n and so on, and the partial sums are added by halving. The table " +
+          "shows the first row whose sum changes.",
       ),
     );
     say(
-      `${plural(tokens.value, "token")}: ${plural(threads, "partial sum")}, and ` +
-        `${plain.sum === alone.sum ? "the sum of one token alone" : "another sum than for one token alone"}; ` +
-        `${moved.toLocaleString("en")} of ${size.toLocaleString("en")} results change in fp32, ` +
-        `${inBf16.toLocaleString("en")} in bf16. By the length: ${LANES} partial sums, and no result changes.`,
+      `${plural(tokens.value, "token")}: ${plural(threads, "partial sum")}. Against one token alone the sum changes in ` +
+        `${moved.length} of ${ROWS} rows; in row ${shown}, ${changed(FORMATS.fp32)} of ${size.toLocaleString("en")} ` +
+        `results change in fp32 and ${changed(FORMATS.bf16)} in bf16. By the row's length: ${LANES} partial sums, ` +
+        "and no row changes.",
     );
   }
 

@@ -147,8 +147,9 @@ export function whenResized(root, draw) {
 
 /** A number with so many digits that no other number of the format is written alike. */
 export function written(x) {
-  if (Object.is(x, -0)) return "-0";
-  return Number.isFinite(x) ? String(Number(x.toPrecision(9))) : String(x);
+  if (x === 0 || !Number.isFinite(x)) return Object.is(x, -0) ? "-0" : String(x);
+  const digits = Number(x.toPrecision(9));
+  return Math.abs(digits) < 1e-4 ? digits.toExponential() : String(digits);
 }
 
 /** A difference in few digits. */

@@ -5,9 +5,9 @@ import recorded from "../data/samples.json";
 import { button, choice, element, figure, plural, table, whenResized } from "./page.js";
 
 const STATES = [
-  ["the bits of sample 0", "var(--see-ours)"],
-  ["the same tokens, other logprobs before here", "var(--see-part-1)"],
-  ["other tokens before here", "var(--see-other)"],
+  ["equal to sample 0 so far", "var(--see-ours)"],
+  ["a logprob has changed", "var(--see-part-1)"],
+  ["a token has changed", "var(--see-other)"],
 ];
 
 /** Stretches of an answer's tokens: [first token, behind the last one, state]. */
@@ -29,7 +29,6 @@ export function samples(root) {
   const { controls, body, say } = figure(root, `${count.toLocaleString("en")} answers to one request`);
   const names = recorded.results.map((result, place) => [String(place), result.mode.startsWith("none") ? "plain vLLM" : "the mode"]);
   const which = choice(controls, "Run", names, () => {
-    chosen = 0;
     view = zoomIdentity;
     fill();
     show();
@@ -77,19 +76,21 @@ export function samples(root) {
         return element("option", { value: place }, `${where}, given ${plural(given(place), "time")}`);
       }),
     );
+    // The answer that differs and was given most often has most to tell.
+    chosen = order[1] ?? 0;
     answer.value = String(chosen);
   }
 
   function draw() {
     const result = resultNow();
     const width = Math.max(280, map.clientWidth);
-    const [left, bottom, height] = [34, 34, 230];
+    const [left, right, bottom, height] = [34, 18, 34, 238];
     const tokens = Math.max(...result.different.map(({ length }) => length));
-    const across = scaleLinear([0, count], [left, width]);
-    const down = scaleLinear([0, tokens], [0, height]);
+    const across = scaleLinear([0, count], [left, width - right]);
+    const down = scaleLinear([0, tokens], [8, height]);
     const svg = select(map).html("").append("svg").attr("viewBox", `0 0 ${width} ${height + bottom}`).attr("role", "img");
     svg.attr("aria-label", mapInWords(result));
-    svg.append("clipPath").attr("id", "see-clip").append("rect").attr("x", left).attr("width", width - left).attr("height", height);
+    svg.append("clipPath").attr("id", "see-clip").append("rect").attr("x", left).attr("width", width - right - left).attr("height", height);
     const cells = runsOf(result).flatMap(([from, to, place]) =>
       stretches(result.different[place]).map(([top, end, state]) => ({ from, to, place, top, end, state })),
     );
@@ -110,13 +111,13 @@ export function samples(root) {
       marks
         .attr("x", ({ from }) => now(from))
         .attr("width", ({ from, to }) => Math.max(now(to) - now(from) - (view.k > 8 ? 0.5 : 0), 0))
-        .attr("opacity", (cell) => (chosen === 0 || cell.place === chosen ? 1 : 0.35));
+        .attr("opacity", (cell) => (cell.place === chosen || cell.place === 0 ? 1 : 0.4));
       axis.call(axisBottom(now).ticks(width / 90));
     };
     behaviour = zoom()
       .scaleExtent([1, 60])
-      .extent([[left, 0], [width, height]])
-      .translateExtent([[left, 0], [width, height]])
+      .extent([[left, 0], [width - right, height]])
+      .translateExtent([[left, 0], [width - right, height]])
       .filter((event) => event.type !== "wheel" || event.ctrlKey || event.shiftKey)
       .on("zoom", ({ transform }) => {
         view = transform;
