@@ -74,8 +74,8 @@ export function cost(root) {
           ...(narrow
             ? [
                 Plot.text(bars.filter(({ who }) => who === known[0]), {
-                  x: 0,
-                  y: known[0],
+                  x: () => 0,
+                  y: () => known[0],
                   fy: "words",
                   text: "words",
                   textAnchor: "start",

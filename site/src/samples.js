@@ -6,7 +6,7 @@ import { button, choice, element, figure, plural, table, whenResized } from "./p
 
 const STATES = [
   ["equal to sample 0 so far", "var(--see-ours)"],
-  ["a logprob has changed", "var(--see-part-1)"],
+  ["logprobs or candidates have changed", "var(--see-part-1)"],
   ["a token has changed", "var(--see-other)"],
 ];
 
@@ -22,6 +22,11 @@ export function stretches({ length, first_logprob, first_token }) {
 export function runsOf(result) {
   let start = 0;
   return result.runs.map(([answer, count]) => [start, (start += count), answer]);
+}
+
+/** Whether a logprob is another number, and not only another of several candidates with the same logprob. */
+export function aNumberChanged({ expected, got }) {
+  return expected.length !== got.length || expected.some(([, logprob], place) => logprob !== got[place][1]);
 }
 
 export function samples(root) {
@@ -76,8 +81,8 @@ export function samples(root) {
         return element("option", { value: place }, `${where}, given ${plural(given(place), "time")}`);
       }),
     );
-    // The answer that differs and was given most often has most to tell.
-    chosen = order[1] ?? 0;
+    // An answer in which a number has changed tells more than one that lists another of two equal candidates.
+    chosen = order.find((place) => different[place].candidates.some(aNumberChanged)) ?? order[1] ?? 0;
     answer.value = String(chosen);
   }
 
@@ -185,7 +190,7 @@ export function samples(root) {
     context =
       here.first_logprob === null
         ? `The chosen answer is that of sample 0, given ${plural(given(chosen), "time")}.`
-        : `The chosen answer was given ${plural(given(chosen), "time")} and has other logprobs from token ${here.first_logprob} on` +
+        : `The chosen answer was given ${plural(given(chosen), "time")} and has other logprobs or candidates from token ${here.first_logprob} on` +
           `${here.first_token === null ? ", and the same tokens." : `, and other tokens from token ${here.first_token} on.`}`;
     tell();
   }
