@@ -73,7 +73,9 @@ export function addition(root) {
     if (to < 0 || to >= terms.length) return;
     terms.splice(to, 0, ...terms.splice(from, 1));
     show();
-    list.children[to].querySelector(focus)?.focus();
+    // At an end the button of that direction is off: the other one takes the focus.
+    const { children } = list;
+    (children[to].querySelector(`${focus}:enabled`) ?? children[to].querySelector("button:enabled"))?.focus();
   }
 
   function item(term, place) {

@@ -142,12 +142,18 @@ export function splits(root) {
     );
     const others = (rows) => rows.filter((row) => row.at(-1) === "other bits").map(([name]) => name);
     const moved = others(byNumberRows);
+    const equal = (rows, cut) => {
+      const [known, all] = [new Set(cut.map(String)), rows.flatMap((row) => row.cut)];
+      return `${all.filter((split) => known.has(String(split))).length} of ${all.length}`;
+    };
     say(
       `${plural(seen, "key")}, ${plural(requests.value, "request")}: by number, ` +
         `${number.map(({ name, cut }) => `${name} in ${plural(cut.length, "split")}`).join(", ")}; ` +
         `${moved.length ? `other bits than in decode alone in ${moved.join(", ")}` : "the bits of decode alone in all"}. ` +
         `By size, ${plural(size[0].cut.length, "split")} in all three; ` +
-        `${others(bySizeRows).length ? "other bits" : "the bits of decode alone in all"}.`,
+        `${others(bySizeRows).length ? "other bits" : "the bits of decode alone in all"}. Of the partial results, ` +
+        `${equal(number, reference[0])} by number and ${equal(size, reference[1])} by size are those of ` +
+        `${compared.selectedOptions[0].textContent}.`,
     );
   }
 

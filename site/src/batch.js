@@ -108,7 +108,7 @@ export function tiles(root) {
       measuredTimes(n, k),
     );
     say(
-      `${plural(rows.value, "row")}: the rule of thumb adds K in ${plural(thumb.splits, "piece")} ` +
+      `${plural(rows.value, "row")} and a weight of ${n} × ${k}: the rule of thumb adds K in ${plural(thumb.splits, "piece")} ` +
         `with tiles of ${thumb.tile.join(" by ")}, the mode in 1 piece with tiles of ${ours.tile.join(" by ")}.`,
     );
   }

@@ -53,7 +53,8 @@ export function slider(controls, label, values, start, onChange) {
     step: 1,
     value: values.indexOf(start),
   });
-  const shown = element("output", { htmlFor: id });
+  // A screen reader has this from aria-valuetext.
+  const shown = element("span", { className: "see-value", "aria-hidden": "true" });
   const update = () => {
     shown.textContent = values[input.value];
     input.setAttribute("aria-valuetext", String(values[input.value]));
@@ -129,6 +130,8 @@ export function drawn(figureBody, title, description, options) {
     style: { background: "none", fontSize: "12px", overflow: "visible" },
   });
   const picture = svg.matches("svg") ? svg : svg.querySelector("svg");
+  // The whole is one picture to a screen reader; Plot's names of its parts say nothing more.
+  for (const part of picture.querySelectorAll("[aria-label]")) part.removeAttribute("aria-label");
   picture.setAttribute("role", "img");
   picture.setAttribute("aria-label", description);
   return element("figure", { className: "see-figure" }, element("figcaption", {}, title), svg);

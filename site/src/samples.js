@@ -59,7 +59,7 @@ export function samples(root) {
 
   const scaled = (factor) => () => picture.call(behaviour.scaleBy, factor);
   const moved = (share) => () => picture.call(behaviour.translateBy, (share * map.clientWidth) / view.k, 0);
-  button(buttons, "+", scaled(2), "Zoom in");
+  button(buttons, "+", scaled(3), "Zoom in");
   button(buttons, "−", scaled(0.5), "Zoom out");
   button(buttons, "←", moved(0.4), "Earlier samples");
   button(buttons, "→", moved(-0.4), "Later samples");
