@@ -39,6 +39,8 @@ class Handler(SimpleHTTPRequestHandler):
     """Serves the site, and the sources of its scripts under /src."""
 
     def translate_path(self, path: str) -> str:
+        if path == "/favicon.ico":  # a browser asks for it by itself where a page names none
+            path = "/assets/favicon.svg"
         if path.startswith("/src/"):
             return str(SOURCES / path.removeprefix("/src/"))
         return super().translate_path(path)
@@ -79,6 +81,7 @@ def opened(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
 
     def opened(path: str, origin: str = address, **options: Any) -> Any:
         page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"} | options)
+        page.set_default_timeout(10_000)
         page.on("request", lambda request: asked.append(request.url))
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))

@@ -51,7 +51,8 @@ def patterns(name: str, count: int) -> np.ndarray:
     keep = (1 << fraction) - 1 | 1 << (8 * dtype.itemsize - 1)
     found[::3] &= unsigned.type(keep)
     numbers = found.view(dtype)
-    return numbers[np.isfinite(numbers.astype(np.float64))]
+    with np.errstate(invalid="ignore"):  # of NaN that signal
+        return numbers[np.isfinite(numbers.astype(np.float64))]
 
 
 def doubles(name: str) -> np.ndarray:
