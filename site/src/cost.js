@@ -63,6 +63,7 @@ export function cost(root) {
       drawn(body, words, `${words} ${bars.map((bar) => `${bar.who}, ${bar.words}: ${bar.ratio.toFixed(2)}`).join("; ")}.`, () => ({
         height: 40 + bars.length * 17 + stock.length * 14,
         marginLeft: narrow ? 4 : 230,
+        marginTop: narrow ? 30 : 10,
         marginRight: 40,
         x: { label: "ratio →", domain: [0, Math.max(1.15, ...bars.map(({ ratio }) => Math.min(ratio, 5)))], grid: true, clamp: true },
         y: { axis: null, domain: known },

@@ -26,7 +26,7 @@ export function normalised(row, partialSums) {
 export function norm(root) {
   const { controls, body, say } = figure(root, "The squares of a row, added in partial sums");
   const counts = [1, 2, 4, 8, 16, 32, 64, 128, 192, 255, 256, 320, 512, 1024, 4096];
-  const tokens = slider(controls, "Tokens in the step", counts, 1, show);
+  const tokens = slider(controls, "Tokens in the step", counts, 256, show);
   const length = choice(
     controls,
     "Length of the row",

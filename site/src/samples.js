@@ -6,14 +6,15 @@ import { button, choice, element, figure, plural, table, whenResized } from "./p
 
 const STATES = [
   ["equal to sample 0 so far", "var(--see-ours)"],
-  ["logprobs or candidates have changed", "var(--see-part-1)"],
+  ["another of two equal candidates was listed", "var(--see-part-4)"],
+  ["a logprob has changed", "var(--see-part-1)"],
   ["a token has changed", "var(--see-other)"],
 ];
 
 /** Stretches of an answer's tokens: [first token, behind the last one, state]. */
-export function stretches({ length, first_logprob, first_token }) {
-  const borders = [0, first_logprob ?? length, first_token ?? length, length];
-  return [0, 1, 2]
+export function stretches({ length, first_logprob, first_number, first_token }) {
+  const borders = [0, first_logprob ?? length, first_number ?? length, first_token ?? length, length];
+  return [0, 1, 2, 3]
     .map((state) => [Math.min(borders[state], borders[state + 1]), borders[state + 1], state])
     .filter(([from, to]) => to > from);
 }
@@ -24,15 +25,21 @@ export function runsOf(result) {
   return result.runs.map(([answer, count]) => [start, (start += count), answer]);
 }
 
+function samplesOf({ runs }) {
+  return runs.reduce((total, [, some]) => total + some, 0);
+}
+
 /** Whether a logprob is another number, and not only another of several candidates with the same logprob. */
 export function aNumberChanged({ expected, got }) {
   return expected.length !== got.length || expected.some(([, logprob], place) => logprob !== got[place][1]);
 }
 
 export function samples(root) {
-  const count = recorded.results[0].runs.reduce((total, [, some]) => total + some, 0);
-  const { controls, body, say } = figure(root, `${count.toLocaleString("en")} answers to one request`);
-  const names = recorded.results.map((result, place) => [String(place), result.mode.startsWith("none") ? "plain vLLM" : "the mode"]);
+  const { controls, body, say } = figure(root, "Many answers to one request");
+  const names = recorded.results.map((result, place) => {
+    const who = result.mode.startsWith("none") ? "plain vLLM" : "the mode";
+    return [String(place), `${who}, ${plural(samplesOf(result), "answer")}`];
+  });
   const which = choice(controls, "Run", names, () => {
     view = zoomIdentity;
     fill();
@@ -88,6 +95,7 @@ export function samples(root) {
 
   function draw() {
     const result = resultNow();
+    const count = samplesOf(result);
     const width = Math.max(280, map.clientWidth);
     const [left, right, bottom, height] = [34, 18, 34, 238];
     const tokens = Math.max(...result.different.map(({ length }) => length));
@@ -143,10 +151,11 @@ export function samples(root) {
     place();
   }
 
-  function mapInWords({ different, completions, logprob_sequences }) {
+  function mapInWords(result) {
+    const { different, completions, logprob_sequences } = result;
     const first = Math.min(...different.map(({ first_logprob }) => first_logprob ?? Infinity));
     return (
-      `${plural(count, "sample")}, ${plural(completions, "completion")}, ${plural(logprob_sequences, "sequence")} of logprobs. ` +
+      `${plural(samplesOf(result), "sample")}, ${plural(completions, "completion")}, ${plural(logprob_sequences, "sequence")} of logprobs. ` +
       (Number.isFinite(first) ? `The first logprob to differ is that of token ${first}.` : "Nothing differs.")
     );
   }
@@ -190,8 +199,10 @@ export function samples(root) {
     context =
       here.first_logprob === null
         ? `The chosen answer is that of sample 0, given ${plural(given(chosen), "time")}.`
-        : `The chosen answer was given ${plural(given(chosen), "time")} and has other logprobs or candidates from token ${here.first_logprob} on` +
-          `${here.first_token === null ? ", and the same tokens." : `, and other tokens from token ${here.first_token} on.`}`;
+        : `The chosen answer was given ${plural(given(chosen), "time")}. It lists other candidates or logprobs from token ` +
+          `${here.first_logprob} on; ` +
+          (here.first_number === null ? "no logprob is another number" : `the first other number is at token ${here.first_number}`) +
+          `, ${here.first_token === null ? "and all tokens are the same." : `and other tokens follow from ${here.first_token} on.`}`;
     tell();
   }
 

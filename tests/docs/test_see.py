@@ -58,15 +58,27 @@ def answer(*logprobs: float) -> Answer:
     return Answer.of("text", [GeneratedToken(str(place), value) for place, value in enumerate(logprobs)])
 
 
+def test_another_candidate_of_the_same_logprob_is_no_other_number() -> None:
+    reference = {"tokens": ["1", "2"], "logprobs": [-1.0, -2.0], "candidates": []}
+    listed = {"position": 0, "expected": [["1", -1.0], ["7", -3.0]], "got": [["1", -1.0], ["8", -3.0]]}
+    assert samples.first_number(reference, reference | {"candidates": [listed]}) is None
+    assert samples.first_number(reference, reference | {"candidates": [listed], "logprobs": [-1.0, -2.5]}) == 1
+    other = listed | {"got": [["1", -1.0], ["8", -3.5]]}
+    assert samples.first_number(reference, reference | {"candidates": [other], "logprobs": [-1.0, -2.5]}) == 0
+
+
 def test_a_recorded_run_becomes_the_data_of_its_map() -> None:
     log = BatchLog([Reading(1, {}), Reading(5, {}), Reading(2, {})])
     answers = (answer(-0.5, -1.0), answer(-0.5, -1.0), answer(-0.5, -1.5), answer(-0.5, -1.0))
     info = {"mode": "none", "versions": {"vllm": "0.32.0"}}
     result = ReproduceResult.of("plain", Run(answers, 2.0, 3, 1, 0), log, info)
     run = as_json("model", (), RequestSpec(), [result]) | {"written_by": "0.1.0", "began": "2026-01-02T03:04:05"}
-    found = samples.of_run(json.loads(json.dumps(run)), "a machine", "2.0")
+    found = samples.of_runs([json.loads(json.dumps(run))], "a machine", "2.0")
     [shown] = found["results"]
     assert shown["runs"] == [[0, 2], [1, 1], [0, 1]]
     assert shown["batch"] == [1, 5]
     assert [one["first_logprob"] for one in shown["different"]] == [None, 1]
+    assert [one["first_number"] for one in shown["different"]] == [None, 1]
     assert found["where"]["date"] == "2026-01-02"
+    with pytest.raises(ValueError, match="differ in request"):
+        samples.of_runs([run, run | {"request": {}}], "a machine", "2.0")
