@@ -124,7 +124,7 @@ export function samples(root) {
       marks
         .attr("x", ({ from }) => now(from))
         .attr("width", ({ from, to }) => Math.max(now(to) - now(from) - (view.k > 8 ? 0.5 : 0), 0))
-        .attr("opacity", (cell) => (cell.place === chosen || cell.place === 0 ? 1 : 0.4));
+        .attr("opacity", (cell) => (cell.place === chosen || cell.place === 0 ? 1 : 0.55));
       axis.call(axisBottom(now).ticks(width / 90));
     };
     behaviour = zoom()
@@ -156,7 +156,7 @@ export function samples(root) {
     const first = Math.min(...different.map(({ first_logprob }) => first_logprob ?? Infinity));
     return (
       `${plural(samplesOf(result), "sample")}, ${plural(completions, "completion")}, ${plural(logprob_sequences, "sequence")} of logprobs. ` +
-      (Number.isFinite(first) ? `The first logprob to differ is that of token ${first}.` : "Nothing differs.")
+      (Number.isFinite(first) ? `The first difference is at token ${first}.` : "Nothing differs.")
     );
   }
 
