@@ -15,6 +15,7 @@ from scripts import site
 
 SOURCES = site.ROOT / "site" / "src"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DESK = {"width": 1280, "height": 900}
 _PACKAGES = ("playwright", "axe_core_python", "material", "ml_dtypes")
 
 
@@ -65,23 +66,26 @@ def address(built: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
+def context() -> Iterator[Any]:
+    """One for all pages, because a new one reads every script again."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
         running = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield running
+        context = running.new_context(reduced_motion="reduce")
+        context.set_default_timeout(10_000)
+        yield context
         running.close()
 
 
 @pytest.fixture
-def opened(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
-    """Opens a page of the site with options of a browser's page; in the end nothing may have gone wrong."""
+def opened(context: Any, address: str) -> Iterator[Callable[..., Any]]:
+    """Opens a page of the site as wide as a desk, or as is asked for; in the end nothing may have gone wrong."""
     pages, asked, said = [], [], []
 
-    def opened(path: str, origin: str = address, **options: Any) -> Any:
-        page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"} | options)
-        page.set_default_timeout(10_000)
+    def opened(path: str, origin: str = address, viewport: dict[str, int] = DESK) -> Any:
+        page = context.new_page()
+        page.set_viewport_size(viewport)
         page.on("request", lambda request: asked.append(request.url))
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
@@ -91,6 +95,7 @@ def opened(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
 
     yield opened
     for page, _ in pages:
+        page.evaluate("localStorage.clear()")  # the colours that a reader chose
         page.close()
     origins = tuple({origin for _, origin in pages})
     assert [url for url in asked if not url.startswith((*origins, "data:", "blob:"))] == []

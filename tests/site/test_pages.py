@@ -135,7 +135,7 @@ def test_a_recording_that_has_not_been_made_is_said_to_be_missing(opened: Callab
 
 @pytest.mark.parametrize("name", SEE)
 def test_a_screen_reader_stumbles_over_nothing_and_a_phone_shows_all(name: str, opened: Callable[..., Any]) -> None:
-    page = opened(f"see/{name}.html", viewport=PHONE, color_scheme="light")
+    page = opened(f"see/{name}.html", viewport=PHONE)
     assert violations(page) == []
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     page.get_by_title("Dark colours").click()
