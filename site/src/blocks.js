@@ -75,12 +75,13 @@ const onGpu = measured.where
 
 export function sums(root) {
   const { controls, body, say } = figure(root, `The sum of ${ELEMENTS.toLocaleString("en")} numbers`);
-  const known = new Map(FORMATS_HERE.map((format) => [format, sumsByBlock(format)]));
+  const known = new Map();
   const format = choice(controls, "Format", FORMATS_HERE.map(({ name }) => [name, name]), show);
   const block = slider(controls, "Numbers in a block", BLOCKS, 256, show);
 
   function show() {
     const here = FORMATS[format.value];
+    if (!known.has(here)) known.set(here, sumsByBlock(here));
     const { sums, exact } = known.get(here);
     const points = BLOCKS.map((size) => ({ size: String(size), error: distance(sums.get(size), exact) }));
     const chosen = sums.get(block.value);

@@ -73,7 +73,7 @@ def context() -> Iterator[Any]:
     with sync_playwright() as driver:
         running = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         context = running.new_context(reduced_motion="reduce")
-        context.set_default_timeout(10_000)
+        context.set_default_timeout(30_000)
         yield context
         running.close()
 

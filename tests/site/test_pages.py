@@ -83,7 +83,9 @@ def table_of_how_it_works(title: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
 
 
-def test_sums_by_block_are_those_that_pytorch_printed(opened: Callable[..., Any]) -> None:
+def test_sums_by_block_are_those_that_pytorch_printed_and_a_missing_recording_is_named(
+    opened: Callable[..., Any],
+) -> None:
     page = opened("see/blocks.html")
     found = {}
     for name in ("fp32", "fp16"):
@@ -125,9 +127,7 @@ def test_the_map_shows_the_recorded_run(opened: Callable[..., Any]) -> None:
     figure.locator(".see-map svg").click(position={"x": 200, "y": 100})
     assert "The chosen answer" in says(figure)
 
-
-def test_a_recording_that_has_not_been_made_is_said_to_be_missing(opened: Callable[..., Any]) -> None:
-    text = opened("see/blocks.html").locator("[data-see=sums]").inner_text()
+    text = page.locator("[data-see=sums]").inner_text()
     made = (ROOT / "site" / "data" / "gpu_blocks.json").exists()
     assert ("The GPU's numbers" in text) == made
     assert ("No GPU has measured this yet" in text) != made
