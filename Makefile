@@ -6,7 +6,7 @@ SAMPLES ?= 1000
 RUN = $(VENV)/bin/python -m
 CHECKPOINT = .cache/demo-model
 
-.PHONY: demo test lint install clean test-npu test-patch-points test-versions test-triton test-npu-fake-cann
+.PHONY: demo test lint install clean site test-site test-npu test-patch-points test-versions test-triton test-npu-fake-cann
 install: $(VENV)/installed-$(DEVICE)
 
 $(VENV)/installed-%: pyproject.toml requirements/overrides-cpu.txt scripts/install.sh
@@ -68,5 +68,19 @@ test-npu-fake-cann: $(NPU_FAKE_CANN)/installed
 	NPU_FAKE_CANN=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH=$(NPU_FAKE_CANN)/cann PYTHONPATH=. \
 		$(NPU_FAKE_CANN)/bin/python -m pytest tests/npu/fake_cann
 
+# The documents and the pages with things to move, as files that can be opened or served: .cache/site/index.html.
+SITE_VENV ?= .venv-site
+$(SITE_VENV)/installed: pyproject.toml site/package-lock.json scripts/install_site.sh
+	sh scripts/install_site.sh $(SITE_VENV) $(PYTHON)
+	touch $@
+
+site: $(SITE_VENV)/installed
+	$(SITE_VENV)/bin/python -m scripts.site
+
+# tests/conftest.py is left out, because it imports PyTorch, which these tests do without.
+test-site:
+	BROWSER=install sh scripts/install_site.sh $(SITE_VENV) $(PYTHON)
+	$(SITE_VENV)/bin/python -m pytest --confcutdir=tests/site tests/site
+
 clean:
-	rm -rf $(VENV) $(NPU_VENV) .cache
+	rm -rf $(VENV) $(NPU_VENV) $(SITE_VENV) site/node_modules .cache

@@ -1,4 +1,4 @@
-"""Draws the figures of the documents from the demonstrations, the benchmark data and the imports. Needs matplotlib.
+"""Draws the figures of the documents from demonstrations, benchmark data, a recording and imports. Needs matplotlib.
 
 usage: python -m scripts.figures [--out FOLDER]
 """
@@ -18,6 +18,7 @@ from benchmarks.plot import ratio_lines
 from benchmarks.record import DATA, Measurement, geometric_means, read
 from scripts.demos import blocks, splits
 from scripts.import_graph import PACKAGE, between_rooms, imports
+from scripts.see import animation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -185,6 +186,13 @@ def _height(room: str, below: dict[str, set[str]], above: tuple[str, ...] = ()) 
     return max((1 + _height(other, below, (*above, room)) for other in below[room]), default=0)
 
 
+def batch() -> str:
+    """One dot product in batches of several sizes: the only figure that moves."""
+    dot = animation.recorded()
+    page = _page(animation.drawing(dot, _ORANGE, _BLUE), 2.6, "batch", animation.described(dot))
+    return animation.moving(page, len(dot["stock"]))
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -225,7 +233,13 @@ def _svg(draw: Callable[["Figure"], None], height: float, name: str, description
     return ET.tostring(root, encoding="unicode")
 
 
-DRAWINGS: dict[str, Callable[[], str]] = {"order": order, "attention": attention, "time": time, "rooms": rooms}
+DRAWINGS: dict[str, Callable[[], str]] = {
+    "order": order,
+    "attention": attention,
+    "time": time,
+    "rooms": rooms,
+    "batch": batch,
+}
 """How each figure is drawn, by the name of its file."""
 
 

@@ -57,6 +57,18 @@ def test_one_ulp_of_a_candidate_that_was_not_chosen_is_a_difference():
     assert compare_answers([answer(A), answer(other)]).logprob_sequences == 2
 
 
+def test_what_is_listed_can_be_read_from_its_bits():
+    nan = math.nan
+    for one in (
+        A,
+        GeneratedToken("", -0.0),
+        GeneratedToken("\0é", -math.inf, (("\0", nan), ("x", 5e-324)), (1, 1 << 40)),
+    ):
+        again = GeneratedToken.of_bits(one.bits())
+        assert again.bits() == one.bits()
+        assert (again.token, again.ranks, len(again.top)) == (one.token, one.ranks, len(one.top))
+
+
 def test_negative_zero_differs_from_zero():
     assert compare_answers([answer(GeneratedToken("1", 0.0)), answer(GeneratedToken("1", -0.0))]).logprob_sequences == 2
 

@@ -1,5 +1,7 @@
 """The page of a check: what it shows, that it needs nothing else, and that it can be read without seeing it."""
 
+import json
+import math
 import re
 import sys
 from dataclasses import replace
@@ -12,7 +14,7 @@ import pytest
 from tests.verify import receipts
 from tests.verify.test_bisect import differing
 from tests.verify.test_check_cases import answer, certificate
-from vllm_batch_invariant.verify.answers import RequestSpec
+from vllm_batch_invariant.verify.answers import Answer, GeneratedToken, RequestSpec, number_of
 from vllm_batch_invariant.verify.bisect.engine import Case, Setting
 from vllm_batch_invariant.verify.bisect.page import page_of as bisect_page
 from vllm_batch_invariant.verify.check.page import page_of
@@ -239,6 +241,33 @@ def test_a_reproducibility_run_has_the_same_map_and_batches(tmp_path: Path) -> N
     assert "sample 3 and 21 more" in found.text
     assert "█" not in found.text
     assert [attributes["class"] for attributes in found.all("svg") if "class" in attributes][:2] == ["strip", "strip"]
+
+
+def test_json_has_each_different_answer_once_and_its_candidates_where_it_first_differs() -> None:
+    log = BatchLog([Reading(1, {}), Reading(5, {}), Reading(2, {})])
+    answers = (answer(1, 2, 3), answer(1, 2, 3, ulp_at=1), answer(1, 2, 9), answer(1, 2, 3), answer(1, 2))
+    result = ReproduceResult.of("VLLM_BATCH_INVARIANT=0", Run(answers, 2.0, 3, 1, 0), log, {"mode": "none"})
+    samples = json.loads(json.dumps(result.as_json()))["samples"]
+    assert samples["which"] == [0, 1, 2, 0, 3]
+    same, close, other, short = samples["different"]
+    assert (same["first_token"], same["first_logprob"], same["candidates"]) == (None, None, [])
+    assert (close["first_token"], close["first_logprob"]) == (None, 1)
+    [there] = close["candidates"]
+    assert there["expected"][0] == ["2", same["logprobs"][1]]
+    assert there["got"][0] == ["2", close["logprobs"][1]]
+    assert math.nextafter(same["logprobs"][1], 0) in (close["logprobs"][1], there["expected"][0][1])
+    assert (other["first_token"], other["tokens"]) == (2, ["1", "2", "9"])
+    assert short["candidates"] == [{"position": 2, "expected": other["candidates"][0]["expected"], "got": []}]
+
+
+def test_json_says_numbers_that_it_has_no_word_for() -> None:
+    values = [GeneratedToken("1", value) for value in (math.nan, -math.inf, -0.0)]
+    log = BatchLog([Reading(1, {}), Reading(5, {}), Reading(2, {})])
+    answers = (Answer.of("x", values), Answer.of("x", values))
+    result = ReproduceResult.of("plain", Run(answers, 2.0, 3, 1, 0), log, {"mode": "none"})
+    [found] = json.loads(json.dumps(result.as_json(), allow_nan=False))["samples"]["different"]
+    assert [number_of(one) if isinstance(one, str) else one for one in found["logprobs"][1:]] == [-math.inf, -0.0]
+    assert found["logprobs"][0].startswith("nan ")
 
 
 def test_a_sample_follows_the_first_completion_that_began_as_it_does() -> None:

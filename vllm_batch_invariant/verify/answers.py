@@ -21,13 +21,31 @@ class GeneratedToken:
     ranks: tuple[int, ...] = ()
     """Of the candidates, in the same order; empty where the server sends none."""
 
+    @property
+    def listed(self) -> tuple[tuple[str, float], ...]:
+        """The token and every candidate in the listed order, with their logprobs."""
+        return (self.token, self.logprob), *self.top
+
     def bits(self) -> bytes:
-        """The token and every candidate in the listed order, with the exact bits of the logprobs and the ranks."""
-        listed = b"".join(
-            token.encode() + b"\0" + struct.pack("<d", logprob)
-            for token, logprob in ((self.token, self.logprob), *self.top)
-        )
-        return listed + struct.pack(f"<{len(self.ranks)}q", *self.ranks)
+        """What is listed, with the exact bits of the logprobs, and the ranks; :meth:`of_bits` reads it."""
+        parts = [struct.pack("<I", len(self.listed))]
+        for token, logprob in self.listed:
+            name = token.encode()
+            parts.append(struct.pack("<I", len(name)) + name + struct.pack("<d", logprob))
+        return b"".join(parts) + struct.pack(f"<{len(self.ranks)}q", *self.ranks)
+
+    @classmethod
+    def of_bits(cls, bits: bytes) -> "GeneratedToken":
+        """The token whose :meth:`bits` these are."""
+        [count], place, listed = struct.unpack_from("<I", bits), 4, []
+        for _ in range(count):
+            [length] = struct.unpack_from("<I", bits, place)
+            name = bits[place + 4 : place + 4 + length].decode()
+            [logprob] = struct.unpack_from("<d", bits, place + 4 + length)
+            listed.append((name, logprob))
+            place += 12 + length
+        ranks = struct.unpack_from(f"<{(len(bits) - place) // 8}q", bits, place)
+        return cls(*listed[0], tuple(listed[1:]), ranks)
 
 
 def spelled(value: float) -> str:

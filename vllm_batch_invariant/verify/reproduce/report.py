@@ -1,5 +1,6 @@
 """The report of a reproducibility run, as a table on a console and as JSON."""
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +11,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..answers import Answer, AnswerComparison, Divergence, RequestSpec, binned, compare_answers
+from ..answers import (
+    Answer,
+    AnswerComparison,
+    Divergence,
+    GeneratedToken,
+    RequestSpec,
+    binned,
+    compare_answers,
+    first_difference,
+    spelled,
+)
 from ..harness.load import Run
 from ..harness.metrics import BatchLog, BatchSizes, Trace
 from ..outcome import Status
@@ -81,14 +92,50 @@ class ReproduceResult:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The result as plain data; of each batch size how often it was seen."""
+        """The result as plain data; of each batch size how often it was seen, and each different answer once."""
         data = asdict(replace(self, answers=(), trace=None))
         del data["answers"], data["trace"]
         data["batches"] = {
             "running": dict(sorted(Counter(self.batches.running).items())),
             "steps_by_most_tokens": {str(bound): count for bound, count in self.batches.steps},
         }
-        return data | {"status": int(self.status)}
+        return data | {"status": int(self.status), "samples": _samples(self.answers)}
+
+
+def _samples(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Every different answer, and which of them each sample gave: what a map of samples needs."""
+    numbers: dict[Answer, int] = {}
+    which = [numbers.setdefault(answer, len(numbers)) for answer in answers]
+    return {"which": which, "different": [_different(answers[0], answer) for answer in numbers]}
+
+
+def _different(reference: Answer, answer: Answer) -> dict[str, Any]:
+    """One answer, and the candidates that it and sample 0 list where its logprobs and its tokens first differ."""
+    logprob = first_difference(reference.bits, answer.bits)
+    token = first_difference(reference.tokens, answer.tokens)
+    return {
+        "text": answer.text,
+        "tokens": list(answer.tokens),
+        "logprobs": [_number(GeneratedToken.of_bits(bits).logprob) for bits in answer.bits],
+        "first_logprob": logprob,
+        "first_token": token,
+        "candidates": [
+            {"position": position, "expected": _listed(reference, position), "got": _listed(answer, position)}
+            for position in sorted({logprob, token} - {None})
+        ],
+    }
+
+
+def _listed(answer: Answer, position: int) -> list[list[Any]]:
+    """Token and logprob of the generated token, then of every candidate; none behind the end of an answer."""
+    if position >= len(answer.bits):
+        return []
+    return [[token, _number(logprob)] for token, logprob in GeneratedToken.of_bits(answer.bits[position]).listed]
+
+
+def _number(value: float) -> float | str:
+    """A number that JSON can say with all its bits, or else the words for it."""
+    return value if math.isfinite(value) else spelled(value)
 
 
 def as_json(
