@@ -20,7 +20,8 @@ from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 
 __all__ = [
     "CHECK", "OF_DEVICE", "PATHS", "ROOT", "EngineFailed", "Result",
-    "check_of", "concurrent_requests", "differing_answers", "only_in_the_core", "request", "run", "tokens",
+    "check_of", "concurrent_requests", "differing_answers", "only_in_the_core",
+    "only_where_asked_for", "request", "run", "tokens",
 ]  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
@@ -102,6 +103,12 @@ def only_in_the_core(request: pytest.FixtureRequest) -> None:
     """Skip a test that takes engines of its own where each minute counts: on a CPU it runs with ``-m core`` alone."""
     if not torch.cuda.is_available() and request.config.option.markexpr != "core":
         pytest.skip("takes engines of its own: runs with every version of vLLM, by -m core")
+
+
+def only_where_asked_for(config: pytest.Config) -> None:
+    """The same for a test that need not run with every version: on a CPU it runs with ``-m engine``."""
+    if not torch.cuda.is_available() and config.option.markexpr != "engine":
+        pytest.skip("takes an engine of its own: runs by -m engine")
 
 
 def _as_arguments(settings: dict[str, Any]) -> list[str]:

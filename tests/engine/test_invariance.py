@@ -10,7 +10,7 @@ import torch
 
 from tests.engine import listed
 from tests.engine.bisected import OTHER_COUNTS
-from tests.engine.engines import CHECK, OF_DEVICE, Result, check_of, run, tokens
+from tests.engine.engines import CHECK, OF_DEVICE, Result, check_of, only_where_asked_for, run, tokens
 from tests.engine.plans import CONCURRENT, CONCURRENT_LENGTHS, OTHER_SAMPLING, RESTARTED, UNSEEDED, again, plan
 from vllm_batch_invariant.envs import ATTENTION, SEED
 from vllm_batch_invariant.verify.bisect.recording import MODULE_OUTPUT
@@ -234,8 +234,9 @@ def test_a_request_without_a_seed_gets_the_same_sample_again_if_seeds_are_made_f
 
 
 def test_flex_attention_gives_a_request_the_same_bits_with_any_concurrent_requests(
-    engine: Callable[..., Result],
+    pytestconfig: pytest.Config, engine: Callable[..., Result]
 ) -> None:
+    only_where_asked_for(pytestconfig)
     result = engine(
         again("alone 300", "with a prompt of 10", "with a prompt of 64"), environment={ATTENTION.name: "flex"}
     )

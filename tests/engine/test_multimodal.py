@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from tests.engine import multimodal
-from tests.engine.engines import OF_DEVICE, PATHS, Result, concurrent_requests, request, run, tokens
+from tests.engine.engines import (
+    OF_DEVICE,
+    PATHS,
+    Result,
+    concurrent_requests,
+    only_where_asked_for,
+    request,
+    run,
+    tokens,
+)
 from vllm_batch_invariant.verify.harness.worker import Engine
 
 pytestmark = pytest.mark.engine
@@ -30,6 +39,8 @@ ENCODERS = {
 }
 TEXT_MODEL = "qwen2 with the weights of qwen2.5-vl"
 PLAIN = "qwen3-vl without the mode"
+ALWAYS = ("qwen3-vl", "gemma3")
+"""Those that are run also where each minute counts."""
 
 CONCURRENT = (1, 3, 17, 40)
 LENGTHS = (1, 2, 7, 8, 9, 16, 17, 40)
@@ -72,7 +83,7 @@ def afterwards(running: Engine) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
+def asked(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Callable[[str], Result]:
     """Every model in an engine of its own, one after the other: side by side, their threads wait for each other."""
     path = os.pathsep.join([*multimodal.python_path(tmp_path_factory.mktemp("path")), PATHS])
 
@@ -87,8 +98,10 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
 
     @cache
     def answers(name: str) -> Result:
+        if name not in ALWAYS:
+            only_where_asked_for(pytestconfig)
         if name == PLAIN:
-            plain = {"model": folder("qwen3-vl"), "enforce_eager": True} | LIMITS | OF_DEVICE | TEXT_ONLY
+            plain = {"model": folder("qwen3-vl"), "enforce_eager": True} | LIMITS | OF_DEVICE | TEXT_ONLY | FP32
             return run(plain, plan(), None, PYTHONPATH=path)
         engine = {"model": folder(name)} | LIMITS | FEW_PAGES | OF_DEVICE
         if name == TEXT_MODEL:
