@@ -141,8 +141,13 @@ def prepare_weight(weight: torch.Tensor) -> torch.Tensor:
 
 def prepared_linear(x: torch.Tensor, prepared: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``linear`` with a weight from :func:`prepare_weight`: same bits, without the conversion."""
+    return prepared_accumulate(x, prepared, bias).to(x.dtype)
+
+
+def prepared_accumulate(x: torch.Tensor, prepared: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The same, not yet rounded: in the accumulator's dtype."""
     a = x.reshape(x.shape[:-1].numel(), x.shape[-1]).to(prepared.dtype)
     out = _gemm(a, prepared, _reduction(x, prepared))
     if bias is not None:
         out += bias.to(prepared.dtype)
-    return out.to(x.dtype).reshape(*x.shape[:-1], prepared.shape[1])
+    return out.reshape(*x.shape[:-1], prepared.shape[1])
