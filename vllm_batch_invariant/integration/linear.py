@@ -12,39 +12,50 @@ from . import patch_points
 _EXPECTED = "_batch_invariant_expected"
 """Attribute of a layer on a GPU: what to prepare its weight for."""
 
-_prepared: WeakSet["PreparedLinear"] = WeakSet()
+_prepared: WeakSet["PreparedWeight"] = WeakSet()
 
 
-class PreparedLinear:
-    """A layer's GEMM on a CPU, with a copy of its weight that was prepared once (bf16 and fp16 become fp32).
+class PreparedWeight:
+    """A layer's weight on a CPU, with a copy that was prepared once for GEMMs (bf16 and fp16 become fp32).
 
     A layer has either its weight or the copy: the weight is let go when it is prepared, and comes back, with the same
     bits, before anybody may write it. Then the next GEMM prepares it again.
 
     Args:
-        layer: with ``weight`` [N, K]. Stands as its ``cpu_linear``.
+        layer: that has the weight.
+        name: of the weight.
         remove_weight: whether nothing else reads the weight, so that it need not stay.
     """
 
-    def __init__(self, layer: torch.nn.Module, remove_weight: bool) -> None:
-        self._layer, self._remove_weight = layer, remove_weight
+    def __init__(self, layer: torch.nn.Module, name: str = "weight", remove_weight: bool = True) -> None:
+        self._layer, self._name, self._remove_weight = layer, name, remove_weight
         self._emptied: torch.nn.Parameter | None = None
         """The layer's weight, if it was let go."""
-        self._copy: torch.Tensor | None = None
-        """[K, N], None until it is prepared."""
+        self._copy: Any = None
+        """None until it is prepared."""
         _prepared.add(self)
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002 - vLLM's signature
+    @property
+    def copy(self) -> Any:
+        """What :meth:`_make_copy` makes of the weight."""
         if self._copy is None:
             self.prepare()
-        return module_for("linear", "cpu").prepared_linear(x, self._copy, bias)
+        return self._copy
+
+    def _make_copy(self, weight: torch.Tensor) -> Any:
+        """[K, N] of a weight [N, K]."""
+        return module_for("linear", "cpu").prepare_weight(weight)
+
+    def _make_weight(self, copy: Any, dtype: torch.dtype) -> torch.Tensor:
+        """The weight of which a copy was made."""
+        return torch.empty(copy.shape[::-1], dtype=dtype).copy_(copy.t())
 
     def prepare(self) -> None:
         """Take the weight as it is now."""
-        weight = self._layer.weight
+        weight = getattr(self._layer, self._name)
         with torch.inference_mode(False), torch.no_grad():  # what is made in a step must be writable outside of it
-            self._copy = module_for("linear", "cpu").prepare_weight(weight)
-            if self._remove_weight and self._copy.data_ptr() != weight.data_ptr():
+            self._copy = self._make_copy(weight)
+            if self._remove_weight and not _shares_memory(self._copy, weight):
                 self._emptied = weight
                 weight.data = torch.empty(0, dtype=weight.dtype)
 
@@ -62,15 +73,27 @@ class PreparedLinear:
         return self._emptied is weight
 
     def as_loaded(self) -> torch.Tensor:
-        """[N, K] the weight that was let go, made of the copy, with its bits and dtype."""
+        """The weight that was let go, made of the copy, with its bits and dtype."""
         with torch.inference_mode(False), torch.no_grad():
-            weight = torch.empty(self._copy.shape[::-1], dtype=self._emptied.dtype)
-            return weight.copy_(self._copy.t())
+            return self._make_weight(self._copy, self._emptied.dtype)
 
     def weight_was_loaded(self) -> None:
         """Called when vLLM has loaded the layer again: into its own weight, or into another that it copies there."""
-        if self._layer.weight is not self._emptied:
+        if getattr(self._layer, self._name) is not self._emptied:
             self.restore()
+
+
+def _shares_memory(copy: Any, weight: torch.Tensor) -> bool:
+    """Whether a copy, or a part of it, is the weight's own memory."""
+    storages = {part.untyped_storage().data_ptr() for part in ((copy,) if torch.is_tensor(copy) else copy)}
+    return weight.untyped_storage().data_ptr() in storages
+
+
+class PreparedLinear(PreparedWeight):
+    """A layer's GEMM with its weight [N, K]; stands as its ``cpu_linear``."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002 - vLLM's signature
+        return module_for("linear", "cpu").prepared_linear(x, self.copy, bias)
 
 
 def restore_weights() -> None:
@@ -96,7 +119,7 @@ def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
     elif layer.weight.is_meta or layer.weight.ndim != 2:
         layer.cpu_linear = torch.nn.functional.linear
     else:
-        layer.cpu_linear = PreparedLinear(layer, remove_weight)
+        layer.cpu_linear = PreparedLinear(layer, remove_weight=remove_weight)
         layer.cpu_linear.prepare()
 
 

@@ -94,7 +94,7 @@ class VllmDevice:
         return frozenset()
 
     def install_linear(self) -> None:
-        """Put the matmul where vLLM's linear layers and embeddings call it."""
+        """Put the matmul where vLLM's linear layers, embeddings and experts call it."""
 
     def install_collectives(self) -> None:
         """Put the all-reduce where vLLM's layers call it."""
