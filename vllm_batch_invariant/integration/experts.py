@@ -40,62 +40,57 @@ class Router(torch.nn.Module):
         return route(logits, self._reduction, bias)
 
 
+class BatchInvariantExperts:
+    """What ours has in the place of vLLM's method: its first base."""
+
+    is_monolithic = True
+    supports_pre_processed_weights = False
+
+    def __init__(self, moe: Any) -> None:
+        super(patch_points.EXPERTS_METHOD.get(), self).__init__(moe)  # vLLM's own would choose a kernel of vLLM's
+        self.unquantized_backend = self.experts_cls = None
+        self.prepared: tuple[PreparedExperts, ...] = ()
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Prepare the GEMMs of the experts; called again when a trainer has written new weights."""
+        if layer.w13_weight.is_meta:
+            return
+        for weight in self.prepared:
+            weight.weight_was_loaded()
+        if not self.prepared:
+            self.reduction = reduction_of(layer)
+            self.router = Router(self.reduction)
+            self.prepared = PreparedExperts(layer, "w13_weight"), PreparedExperts(layer, "w2_weight")
+            for weight in self.prepared:
+                weight.prepare()
+
+    def apply_monolithic(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,  # noqa: ARG002 - vLLM's signature
+    ) -> torch.Tensor:
+        """What the experts of this worker make of each token: [tokens, hidden]."""
+        return self(layer, x, *self.router(router_logits, layer.e_score_correction_bias))
+
+    def forward(
+        self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """See :func:`..ops.moe.moe`."""
+        gate_up, down = (weight.copy for weight in self.prepared)
+        biases = getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
+        return module_for("moe", "cpu").prepared_moe(
+            x, weights, ids, gate_up, down, self.reduction, *biases, layer.expert_map
+        )
+
+
 def install_cpu() -> None:
     """Register the method as the out-of-tree form of vLLM's, so that every layer of experts is given it instead."""
     method = patch_points.EXPERTS_METHOD.get()
-    if method.__name__ in patch_points.CUSTOM_OP.module().op_registry_oot:
-        return
-
-    def __init__(self: Any, moe: Any) -> None:  # noqa: N807 - Python's
-        super(method, self).__init__(moe)  # vLLM's own would look for a kernel of its own
-        self.unquantized_backend = self.experts_cls = None
-        self.supports_pre_processed_weights = False
-
-    members = {
-        "__module__": __name__,
-        "__init__": __init__,
-        "is_monolithic": property(lambda self: True),
-        "process_weights_after_loading": _process_weights_after_loading,
-        "apply_monolithic": _apply_monolithic,
-        "forward": _forward,
-    }
-    method.register_oot(type(f"BatchInvariant{method.__name__}", (method,), members), name=method.__name__)
-
-
-def _process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
-    """Prepare the GEMMs of the experts; called again when a trainer has written new weights."""
-    if layer.w13_weight.is_meta:
-        return
-    if hasattr(self, "prepared"):
-        for weight in self.prepared:
-            weight.weight_was_loaded()
-        return
-    self.reduction = reduction_of(layer)
-    self.router = Router(self.reduction)
-    self.prepared = [PreparedExperts(layer, name) for name in ("w13_weight", "w2_weight")]
-    for weight in self.prepared:
-        weight.prepare()
-
-
-def _apply_monolithic(
-    self: Any,
-    layer: torch.nn.Module,
-    x: torch.Tensor,
-    router_logits: torch.Tensor,
-    input_ids: torch.Tensor | None = None,  # noqa: ARG001 - vLLM's signature
-) -> torch.Tensor:
-    """What the experts make of each token: [tokens, hidden]."""
-    return self(layer, x, *self.router(router_logits, layer.e_score_correction_bias))
-
-
-def _forward(
-    self: Any, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
-) -> torch.Tensor:
-    gate_up, down = (weight.copy for weight in self.prepared)
-    biases = getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
-    return module_for("moe", "cpu").prepared_moe(
-        x, weights, ids, gate_up, down, self.reduction, *biases, layer.expert_map
-    )
+    if method.__name__ not in patch_points.CUSTOM_OP.module().op_registry_oot:
+        ours = type(f"BatchInvariant{method.__name__}", (BatchInvariantExperts, method), {"__module__": __name__})
+        method.register_oot(ours, name=method.__name__)
 
 
 def reduction_of(layer: Any) -> MoeReduction:

@@ -1,5 +1,5 @@
-"""A small checkpoint of Qwen3 or Qwen3-MoE with random weights and a tokenizer, made in seconds, for machines that reach
-no model hub.
+"""A small checkpoint of Qwen3 or Qwen3-MoE with random weights and a tokenizer, made in seconds, for machines that
+reach no model hub.
 
 A random model is a harsher test than a trained one: its logits sit close together, so that one changed bit soon
 changes a token.
