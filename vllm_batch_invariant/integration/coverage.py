@@ -172,7 +172,7 @@ def _moving_experts(config: Config) -> str | None:
     parallel = config.parallel_config
     if getattr(parallel, "enable_eplb", False):
         return "load balancing of experts"
-    return _when(getattr(parallel.eplb_config, "num_redundant_experts", 0), "redundant experts")
+    return _when(getattr(getattr(parallel, "eplb_config", None), "num_redundant_experts", 0), "redundant experts")
 
 
 def _speculation(config: Config) -> str | None:

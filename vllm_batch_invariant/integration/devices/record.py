@@ -137,8 +137,11 @@ class VllmDevice:
 
     def engine_settings(self, vllm_config: Any) -> dict[str, str]:
         """Settings of vLLM's that decide bits, some on this device only."""
-        size = vllm_config.parallel_config.tensor_parallel_size
-        return {"tensor_parallel_size": str(size)} if size > 1 else {}
+        parallel = vllm_config.parallel_config
+        if parallel.tensor_parallel_size == 1:
+            return {}
+        whole = {"expert_parallel": "on"} if getattr(parallel, "enable_expert_parallel", False) else {}
+        return {"tensor_parallel_size": str(parallel.tensor_parallel_size)} | whole
 
     @property
     def backend(self) -> type:
