@@ -10,6 +10,7 @@ import transformers
 
 from tests.engine.engines import (
     Result,
+    check_of,
     concurrent_requests,
     differing_answers,
     only_in_the_core,
@@ -18,7 +19,11 @@ from tests.engine.engines import (
     tokens,
 )
 from tests.engine.test_models import GQA, SIZES, checkpoint
+from tests.faults.experts import FAULTS
+from vllm_batch_invariant.verify.check.engine import EngineRun
+from vllm_batch_invariant.verify.check.guarantees import OPERATIONS
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
+from vllm_batch_invariant.verify.harness.worker import Engine
 
 pytestmark = [
     pytest.mark.engine,
@@ -27,7 +32,7 @@ pytestmark = [
 ]
 
 SHAPE = Shape(layers=3, intermediate=512, experts=8, max_length=1024)
-LIMITS = {"max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 128, "skip_tokenizer_init": True}
+LIMITS = {"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 128, "skip_tokenizer_init": True}
 OTHERS = (1, 3, 17, 40)
 PROMPTS = (1, 45, 300)
 """Tokens of the target requests; the last one is cut into chunks."""
@@ -101,15 +106,56 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
     """An engine of the small Qwen3-MoE."""
     path = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), SHAPE)
 
-    def engine(flag: str, targets: Sequence[dict[str, Any]] = (*GREEDY, SEEDED), **others: Any) -> Result:
+    def engine(
+        flag: str,
+        targets: Sequence[dict[str, Any]] = (*GREEDY, SEEDED),
+        bisection: Sequence[Any] = (),
+        afterwards: Callable[[Engine], Any] = lambda engine: None,
+        **others: Any,
+    ) -> Result:
         cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if "tensor_parallel_size" in others else {}
-        return run({"model": str(path)} | LIMITS | others, plan(targets), flag, **cores)
+        settings = {"model": str(path)} | LIMITS | others
+        return run(settings, plan(targets), flag, bisection=bisection, afterwards=afterwards, **cores)
 
     return engine
 
 
-def test_a_request_has_the_same_bits_alone_and_among_others(start: Callable[..., Result]) -> None:
-    assert differing(start("1")) == []
+@pytest.fixture(scope="module")
+def kept(start: Callable[..., Result]) -> Result:
+    """An engine with the mode on, which is then certified, and bisected without a fault and with some."""
+
+    def certify(running: Engine) -> EngineRun:
+        checked = check_of(running, "1")
+        checked.certify()
+        return checked
+
+    return start("1", bisection=("experts",), afterwards=certify)
+
+
+def test_a_request_has_the_same_bits_alone_and_among_others(kept: Result) -> None:
+    assert differing(kept) == []
+
+
+def test_a_check_certifies_the_experts(kept: Result) -> None:
+    certificates = kept.afterwards.results.certificates
+    assert {certificate.operation for certificate in certificates} == set(OPERATIONS)
+    assert all(certificate.compared and not certificate.difference for certificate in certificates)
+    assert all("vllm_batch_invariant" in certificate.served_by for certificate in certificates)
+
+
+def test_a_bisection_without_a_fault_finds_nothing(kept: Result) -> None:
+    found = kept.bisected["no fault"]
+    assert found["found"] is None
+    assert found["first_logprob"] is None
+    assert found["coverage"]["compared"] > 100
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_and_its_layer_named(kept: Result, fault: str) -> None:
+    module = kept.bisected[fault]["found"]["divergence"]["key"]["module"]
+    layer, _, part = module.partition(".mlp.experts.routed_experts.quant_method")
+    assert layer in ("model.layers.1", "model.layers.2")
+    assert part == (".router" if fault == "another router kernel" else "")
 
 
 def test_plain_vllm_fails_the_same_comparison(request: pytest.FixtureRequest, start: Callable[..., Result]) -> None:

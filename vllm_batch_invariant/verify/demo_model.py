@@ -95,7 +95,7 @@ class Shape:
     hidden: int = 256
     intermediate: int = 2048
     experts: int = 0
-    top_k: int = 2
+    top_k: int = 4
     expert_intermediate: int = 256
     dense_layers: int = 1
     layers: int = 6
@@ -247,10 +247,8 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
     import torch  # noqa: F401 - refused in one line, before anything is written
     from safetensors import SafetensorError
 
-    try:
-        shape = Shape(dtype=options.dtype, layers=options.layers, hidden=options.hidden, experts=options.experts)
-    except ValueError as error:
-        parser.error(str(error))
+    experts = {"experts": options.experts, "top_k": min(Shape.top_k, options.experts or Shape.top_k)}
+    shape = Shape(dtype=options.dtype, layers=options.layers, hidden=options.hidden, **experts)
     try:
         make_checkpoint(options.folder, shape, options.seed)
     except (OSError, SafetensorError) as error:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.assertions import DTYPES, assert_near, assert_same_bits
+from tests.faults.experts import FAULTS, planted
 from tests.ops.moe.layers import EXPERTS, HIDDEN, INTERMEDIATE, ROUTINGS, Layer, layer, tied, tokens, uniform
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.linear import linear
@@ -174,20 +175,15 @@ def test_no_tokens_give_no_rows() -> None:
     assert of(tokens(0), torch.zeros(0, EXPERTS, dtype=torch.bfloat16)).shape == (0, HIDDEN)
 
 
-def stock(x: torch.Tensor, logits: torch.Tensor, of: Layer, split_k_above: float = torch.inf) -> torch.Tensor:
+def stock(x: torch.Tensor, logits: torch.Tensor, of: Layer) -> torch.Tensor:
     """PyTorch's GEMMs on the rows of each expert, as vLLM computes on a CPU without a kernel of its own."""
     weights, ids = route(logits, of.reduction)
     out = torch.zeros(x.shape)
     for expert in ids.unique().tolist():
         row, slot = (ids == expert).nonzero(as_tuple=True)
         gate, up = torch.nn.functional.linear(x[row], of.gate_up[expert]).chunk(2, dim=1)
-        hidden, down = torch.nn.functional.silu(gate) * up, of.down[expert].float()
-        if len(x) > split_k_above:
-            half = INTERMEDIATE // 2
-            made = linear(hidden[:, :half].float(), down[:, :half]) + linear(hidden[:, half:].float(), down[:, half:])
-        else:
-            made = linear(hidden.float(), down)
-        out[row] += made * weights[row, slot, None]
+        made = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, of.down[expert])
+        out[row] += made.float() * weights[row, slot, None]
     return out.to(x.dtype)
 
 
@@ -195,72 +191,15 @@ def test_stock_gemms_fail_the_same_sweep() -> None:
     assert differing(stock, "uniform", layer(torch.float32))
 
 
-def split_k(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = cpu.linear.prepared_accumulate
-
-    def halves(x: torch.Tensor, prepared: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if len(x) <= 16:
-            return right(x, prepared, bias)
-        half = len(prepared) // 2
-        return right(x[:, :half], prepared[:half], bias) + right(x[:, half:], prepared[half:], None)
-
-    monkeypatch.setattr(cpu.linear, "prepared_accumulate", halves)
-
-
-def atomics(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = cpu._chain
-    generator = torch.Generator().manual_seed(0)
-
-    def any_order(terms: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return right([terms[i] for i in torch.randperm(len(terms), generator=generator).tolist()])
-
-    monkeypatch.setattr(cpu, "_chain", any_order)
-
-
-def arrival_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts with the most tokens are done last."""
-    right = cpu._weighted
-
-    def by_load(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, *of: object) -> torch.Tensor:
-        load = experts.reshape(-1).bincount(minlength=EXPERTS)
-        order = load[experts].argsort(dim=1, stable=True)
-        return right(x, weights.gather(1, order), experts.gather(1, order), *of)
-
-    monkeypatch.setattr(cpu, "_weighted", by_load)
-
-
-def another_tie_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The highest of equal experts comes first where there are many tokens."""
-    right = cpu._best
-
-    def by_size(scores: torch.Tensor, count: int) -> torch.Tensor:
-        return right(scores, count) if len(scores) <= 16 else scores.shape[1] - 1 - right(scores.flip(1), count)
-
-    monkeypatch.setattr(cpu, "_best", by_size)
-
-
-def another_router_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores from 17 tokens on are computed in another way, and are as good."""
-    right = cpu.softmax
-    monkeypatch.setattr(cpu, "softmax", lambda x: right(x) if len(x) <= 16 else (x - x.logsumexp(1, True)).exp())
-
-
-FAULTS = {
-    "split_k": (split_k, "uniform"),
-    "atomics": (atomics, "uniform"),
-    "arrival_order": (arrival_order, "skewed"),
-    "another_tie_rule": (another_tie_rule, "tied"),
-    "another_router_kernel": (another_router_kernel, "uniform"),
-}
+ROUTING_OF = {"arrival order": "skewed", "another tie rule": "tied"}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_fails_the_same_sweep(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant, routing = FAULTS[fault]
-    of = layer(torch.float32)
+def test_a_planted_fault_fails_the_same_sweep(fault: str) -> None:
+    routing, of = ROUTING_OF.get(fault, "uniform"), layer(torch.float32)
     assert differing(ours, routing, of) == []
-    plant(monkeypatch)
-    assert differing(ours, routing, of)
+    with planted(fault):
+        assert differing(ours, routing, of)
 
 
 @pytest.mark.parametrize(

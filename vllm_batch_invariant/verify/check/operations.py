@@ -157,7 +157,9 @@ def _linear(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate
             continue
         depth = layer.embedding_dim if is_head else getattr(layer, "input_size_per_partition", layer.input_size)
         bias = None if is_head or getattr(layer, "skip_bias_add", False) else layer.bias
-        columns = layer.num_embeddings_per_partition if is_head else layer.output_size_per_partition
+        # a layer that every worker has whole says only its size
+        columns = getattr(layer, "num_embeddings_per_partition" if is_head else "output_size_per_partition", None)
+        columns = columns or layer.output_size
         kind = (columns, depth, bias is not None)
         if kind in seen:
             continue
