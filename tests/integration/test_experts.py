@@ -80,6 +80,16 @@ def test_a_layer_has_the_bits_of_the_operation(method: Any) -> None:
     assert_same_bits(method.apply_monolithic(made, x, logits), of(x, logits))
 
 
+def test_a_model_tells_the_reductions_of_its_layers_each_once(method: Any) -> None:
+    model = torch.nn.ModuleList([torch.nn.Identity()])
+    assert experts.reductions(model) == []
+    made = routed()
+    method.process_weights_after_loading(made)
+    made.quant_method = method
+    model.extend([made, torch.nn.ModuleList([made])])
+    assert experts.reductions(model) == [method.reduction]
+
+
 def test_workers_with_some_of_the_experts_add_up_to_all(method: Any) -> None:
     of, x = layer(torch.float32), tokens(40, torch.float32)
     logits, whole = uniform(x, of), 0

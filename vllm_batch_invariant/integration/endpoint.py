@@ -6,7 +6,7 @@ from typing import Any
 
 from .. import envs
 from ..provenance import Environment, environment_here, versions
-from . import devices, patch_points
+from . import devices, experts, patch_points
 
 METHOD = "batch_invariant_declaration"
 """For ``collective_rpc`` of an engine whose mode is on."""
@@ -43,6 +43,7 @@ def _engine_info(worker: Any) -> dict[str, Any]:
             attention=device.backend.get_impl_cls().reduction,
             attention_by=device.ops.attention if chosen == "auto" else chosen,
             engine=settings(config),
+            experts=experts.reductions(worker.model_runner.get_model()) if model.is_moe else (),
         )
     )
 

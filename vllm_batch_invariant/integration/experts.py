@@ -93,6 +93,12 @@ def install_cpu() -> None:
         method.register_oot(ours, name=method.__name__)
 
 
+def reductions(model: torch.nn.Module) -> list[MoeReduction]:
+    """Those of a model's layers of experts, each once."""
+    found = [part.reduction for part in model.modules() if isinstance(part, BatchInvariantExperts)]
+    return list(dict.fromkeys(found))
+
+
 def reduction_of(layer: Any) -> MoeReduction:
     """The reduction of a layer of vLLM's, of the class ``RoutedExperts``.
 
