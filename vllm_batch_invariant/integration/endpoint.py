@@ -6,7 +6,7 @@ from typing import Any
 
 from .. import envs
 from ..provenance import Environment, environment_here, versions
-from . import devices, experts, patch_points
+from . import devices, patch_points
 
 METHOD = "batch_invariant_declaration"
 """For ``collective_rpc`` of an engine whose mode is on."""
@@ -26,6 +26,8 @@ def install() -> None:
 
 
 def _engine_info(worker: Any) -> dict[str, Any]:
+    from . import experts  # PyTorch is not there where answers of a server are compared
+
     config = worker.vllm_config
     device, model = devices.of_config(config), config.model_config
     found = versions(patch_points.installed_version())
