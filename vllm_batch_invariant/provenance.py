@@ -4,6 +4,7 @@ PyTorch is imported there and not with the module: receipts are compared where t
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from .ops.attention import AttentionReduction
+    from .ops.moe import MoeReduction
 
 _DECIDING = ("ops/**/*.py", "integration/**/*.py", "aten/**/*.py")
 """This project's sources that can move a bit."""
@@ -51,6 +53,7 @@ def environment_here(
     attention: "AttentionReduction",
     attention_by: str,
     engine: dict[str, str],
+    experts: Sequence["MoeReduction"] = (),
 ) -> Environment:
     """What this process is, with the mode on.
 
@@ -64,6 +67,7 @@ def environment_here(
         attention: the reduction in force.
         attention_by: its implementation: bits of two are not comparable.
         engine: settings of vLLM's that decide bits.
+        experts: the reductions of mixtures of experts, one of each kind.
     """
     import torch
 
@@ -83,6 +87,7 @@ def environment_here(
             "norm": _plain(NormReduction.of_device(device_type, hidden, dtype)),
             "softmax (logprobs)": _plain(SoftmaxReduction.of_device(device_type, vocabulary, torch.float32)),
             "top-p": _plain(TopKTopPReduction.of_device(device_type)),
+            **{f"experts {number}": _plain(reduction) for number, reduction in enumerate(experts, 1)},
         },
     )
 

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 
 from tests.faults.adding import nudge
+from tests.faults.experts import FAULTS as OF_EXPERTS
+from tests.faults.experts import planted
 from vllm_batch_invariant.verify.bisect.engine import Case, bisect
 from vllm_batch_invariant.verify.bisect.report import plain
 from vllm_batch_invariant.verify.harness.requests import concurrent_requests, tokens
@@ -74,6 +76,19 @@ def injected(llm: Any) -> dict[str, dict[str, Any]]:
         module.forward = fault(module)
         found[name] = plain(CASE, bisect(llm, CASE))
         del module.forward
+    return found
+
+
+def experts(llm: Any) -> dict[str, dict[str, Any]]:
+    """What is found of a mixture of experts whose router often has ties, without a fault, and with each."""
+    [model] = llm.apply_model(lambda model: model)
+    for name, layer in model.named_modules():
+        if name.endswith("mlp.gate"):
+            layer.cpu_linear.copy[:, 1::2] = layer.cpu_linear.copy[:, ::2]
+    found = {"no fault": plain(CASE, bisect(llm, CASE))}
+    for fault in OF_EXPERTS:
+        with planted(fault):
+            found[fault] = plain(CASE, bisect(llm, CASE))
     return found
 
 

@@ -199,7 +199,7 @@ def test_a_check_of_the_mode_holds_for_every_guarantee(main: Result, small: Resu
     found = main.afterwards.results
     assert [case for case in found.cases if case.outcome is not Outcome.HOLDS] == []
     assert found.status is Status.REPRODUCIBLE
-    assert {certificate.operation for certificate in found.certificates} == set(OPERATIONS)
+    assert {certificate.operation for certificate in found.certificates} == set(OPERATIONS) - {"experts"}
     assert all("vllm_batch_invariant" in certificate.served_by for certificate in found.certificates)
     assert found.latency.tokens == 4 * 8
 

@@ -1,4 +1,4 @@
-"""Which kinds of layers are known: what dense models are made of is, and nothing else."""
+"""Which kinds of layers are known: what dense models and mixtures of experts are made of is, and nothing else."""
 
 import inspect
 from collections.abc import Callable
@@ -20,6 +20,7 @@ DENSE = """
     internlm2 llama mimo mistral nemotron nemotron_nas opt orion phi3 plamo3 qwen2 qwen3 rnj1 solar stablelm
     step1 telechat2 teleflm
 """
+EXPERTS = "glm4_moe gpt_oss granitemoe mixtral olmoe qwen2_moe qwen3_moe"
 
 
 def named(name: str) -> type:
@@ -48,8 +49,8 @@ def written_in_a_model(source: str, name: str, **known: Any) -> Callable[..., An
     return namespace[name]
 
 
-@pytest.mark.parametrize("model", DENSE.split())
-def test_the_classes_of_a_dense_model_are_known(model: str) -> None:
+@pytest.mark.parametrize("model", [*DENSE.split(), *EXPERTS.split()])
+def test_the_classes_of_a_model_are_known(model: str) -> None:
     file = import_module(f"{MODELS}.{model}")
     kinds = [kind for kind in vars(file).values() if inspect.isclass(kind) and issubclass(kind, torch.nn.Module)]
     own = [kind for kind in kinds if kind.__module__ == file.__name__ and not layers._is_known(kind)]
@@ -76,8 +77,7 @@ def test_the_classes_of_a_dense_model_are_known(model: str) -> None:
         f"{LAYERS}.activation.GeluAndMulSparse",
         f"{LAYERS}.rotary_embedding.MRotaryEmbedding",
         f"{MODELS}.dbrx.DbrxExperts",
-        f"{MODELS}.dbrx.DbrxMoE",
-        f"{MODELS}.mixtral.MixtralMoE",
+        f"{MODELS}.qwen3_next.Qwen3NextSparseMoeBlock",
         f"{MODELS}.deepseek_v2.Indexer",
     ],
 )

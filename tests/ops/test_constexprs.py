@@ -84,7 +84,7 @@ def test_every_operation_with_row_kernels_is_looked_at():
         operation: [name for module in modules_of(operation) for name in kernels_of(module)] for operation in OPERATIONS
     }
     assert found.keys() >= {"norm", "norm_rotary", "reduce", "softmax", "ranking", "top_k_top_p"}
-    assert {operation for operation, kernels in found.items() if not kernels} == {"pointwise"}
+    assert {operation for operation, kernels in found.items() if not kernels} == {"moe", "pointwise"}
     assert {"_rms_norm_kernel", "_load_rows"} <= set(found["norm"])
     shared = kernels_of(importlib.import_module(f"{ops.__name__}.common.triton_rows"))
     assert set().union(*shared.values()) <= {"NUM_THREADS"}, "of the warps that every row reduction has"

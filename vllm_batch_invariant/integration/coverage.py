@@ -173,6 +173,17 @@ def _multimodal_on_an_npu(config: Config) -> str | None:
     return _when(config.model_config.is_multimodal_model, "multimodal models on an NPU")
 
 
+def _experts(config: Config) -> str | None:
+    return _when(config.model_config.is_moe, "mixture of experts")
+
+
+def _moving_experts(config: Config) -> str | None:
+    parallel = config.parallel_config
+    if getattr(parallel, "enable_eplb", False):
+        return "load balancing of experts"
+    return _when(getattr(getattr(parallel, "eplb_config", None), "num_redundant_experts", 0), "redundant experts")
+
+
 def _speculation(config: Config) -> str | None:
     return _when(config.speculative_config, "speculative decoding")
 
@@ -218,6 +229,11 @@ COVERED = (
         "Models", "decoder-only text models with dense attention: Llama, Qwen2, Qwen3, Mistral, Gemma, Phi and the like"
     ),
     Feature(
+        "Mixture of experts",
+        "on a CPU, in fp32, bf16 and fp16: Qwen2-MoE, Qwen3-MoE, Mixtral, GraniteMoe, OLMoE, GLM-4.5, gpt-oss in bf16 "
+        "and the like; with shared experts; routers by softmax or sigmoid, with a bias, in groups",
+    ),
+    Feature(
         "Multimodal models, as text",
         "Qwen2.5-VL, Qwen3-VL and Gemma 3 with --language-model-only, or with every --limit-mm-per-prompt at 0",
     ),
@@ -241,8 +257,9 @@ COVERED = (
     ),
     Feature(
         "Tensor parallelism",
-        "2, 4 and 8 workers on a CPU; another number of workers gives other bits, unless "
-        "`VLLM_BATCH_INVARIANT_TP_TREE` says up to how many shall have the same",
+        "2, 4 and 8 workers on a CPU, which share every layer, or with --enable-expert-parallel have whole experts; "
+        "another number of workers, or the other way to share experts, gives other bits, unless "
+        "`VLLM_BATCH_INVARIANT_TP_TREE` says up to how many workers of a dense model shall have the same",
     ),
     Feature("APIs", "vllm serve (completions, chat), offline LLM()"),
 )
@@ -332,10 +349,17 @@ REFUSED = (
         _thinking_budgets,
     ),
     Feature(
-        "Mixture of experts",
+        "Mixture of experts on a GPU or an NPU",
         "tokens are grouped by expert, so a matmul's rows follow the batch in kernels that are not ours",
-        "serve a dense model",
-        lambda config: _when(config.model_config.is_moe, "mixture of experts"),
+        "serve a dense model, or serve on a CPU",
+        _experts,
+        ("cuda", "npu"),
+    ),
+    Feature(
+        "Experts that move between workers (EPLB), or that several have",
+        "which worker adds what an expert gives follows the load",
+        "leave --enable-eplb and --eplb-config out",
+        _moving_experts,
     ),
     Feature(
         "Other multimodal models, also as text",

@@ -26,6 +26,8 @@ def install() -> None:
 
 
 def _engine_info(worker: Any) -> dict[str, Any]:
+    from . import experts  # PyTorch is not there where answers of a server are compared
+
     config = worker.vllm_config
     device, model = devices.of_config(config), config.model_config
     found = versions(patch_points.installed_version())
@@ -43,6 +45,7 @@ def _engine_info(worker: Any) -> dict[str, Any]:
             attention=device.backend.get_impl_cls().reduction,
             attention_by=device.ops.attention if chosen == "auto" else chosen,
             engine=settings(config),
+            experts=experts.reductions(worker.model_runner.get_model()) if model.is_moe else (),
         )
     )
 

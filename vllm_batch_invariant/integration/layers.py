@@ -3,14 +3,14 @@
 A configuration says what it says about a model; what computes is its modules. The rule for each of them:
 
 - A layer of vLLM's or PyTorch's must be on a list here, by its exact class: a subclass may compute something else.
-  Linear layers and embeddings must not be quantised, attention must be served by ours, and a norm of vLLM's must have
-  been replaced by ours. Classes of this project are known.
+  Linear layers, embeddings and experts must not be quantised, attention and experts must be served by ours, and a norm
+  of vLLM's must have been replaced by ours. Classes of this project are known.
 - A class of a model's own file (vLLM's or Hugging Face's: decoder layers, blocks, whole models) only calls other layers
   and PyTorch, whose operations the mode replaces. It passes if it inherits from such classes alone, keeps no weights of
   its own but the sinks of its attention, and none of its methods names a kernel: Triton's, a compiled one, a function
   of vLLM's kernel packages, or an operation of PyTorch's that the mode leaves alone. Exceptions that were reviewed are
   listed.
-- Anything else is refused: experts, convolutions, state spaces, quantised layers, encoders, models to come.
+- Anything else is refused: convolutions, state spaces, quantised layers, encoders, models to come.
 """
 
 import functools
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..errors import NotCovered
-from . import patch_points
+from . import experts, patch_points
 
 KNOWN = {
     "torch.nn.modules": """ModuleList ModuleDict Sequential Identity Dropout Linear Embedding LayerNorm
@@ -42,6 +42,11 @@ KNOWN = {
         Llama3RotaryEmbedding NTKScalingRotaryEmbedding DynamicNTKScalingRotaryEmbedding
         DynamicNTKAlphaRotaryEmbedding YaRNScalingRotaryEmbedding Phi3LongRoPEScaledRotaryEmbedding""",
     "vllm.model_executor.layers.attention": "Attention",
+    # A linear layer whose other GEMMs are for GPUs; experts, which ours must serve, and what calls them
+    "vllm.model_executor.layers.fused_moe.router.gate_linear": "GateLinear",
+    "vllm.model_executor.layers.fused_moe": "RoutedExperts MoERunner SharedExperts",
+    # Loads weights in an order of its own
+    "vllm.model_executor.models.gpt_oss": "GptOssRoutedExperts",
     # Layers of one model: norms in plain PyTorch, and an embedding that adds to its positions
     "vllm.model_executor.models.commandr": "LayerNorm RMSNorm",
     "vllm.model_executor.models.nemotron": "NemotronLayerNorm1P",
@@ -59,6 +64,11 @@ KERNELS = re.compile(
     r"(^|\.)(_\w*ops|ops|fla|flashinfer|fused_moe|kda|kernels|lightning_attn|mamba|mhc|quantization|triton\w*)(\.|$)"
 )
 """Modules whose functions launch kernels."""
+BUILDERS = frozenset(
+    {"FusedMoE", "FusedMoEFactory", "fused_moe_make_expert_params_mapping", "resolve_layer_fused_shared_expert"}
+)
+"""Functions of such modules that make layers, which are looked at, and tell which there are and how weights are called.
+"""
 OPERATIONS = """conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d lstm gru rnn_tanh rnn_relu
     fft rfft irfft ifft stft istft associative_scan scaled_dot_product_attention multi_head_attention_forward"""
 """Names of PyTorch's operations that the mode does not replace."""
@@ -129,6 +139,10 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
             return "its kernels are not ours"
         if getattr(layer, "head_size_v", layer.head_size) != layer.head_size:
             return "its values have another size than its keys"
+    elif isinstance(layer, patch_points.MOE_RUNNER.get()):
+        return experts.problem_of(layer)
+    elif isinstance(layer, patch_points.ROUTED_EXPERTS.get()):
+        return None if _is_ours(type(method)) else f"its experts are computed by {type(method).__name__}"
     elif method is not None and type(method) not in (
         patch_points.LINEAR_METHOD.get(),
         patch_points.EMBEDDING_METHOD.get(),
@@ -181,7 +195,8 @@ def _kernels_named(function: FunctionType) -> Iterator[str]:
     for name in sorted(names & set(function.__globals__)):
         value = function.__globals__[name]
         function_of = getattr(value, "__module__", None) if callable(value) and not isinstance(value, type) else None
-        if type(value).__module__.startswith("triton") or KERNELS.search(function_of or ""):
+        of_kernels = KERNELS.search(function_of or "") and name not in BUILDERS
+        if type(value).__module__.startswith("triton") or of_kernels:
             yield name
 
 

@@ -1,5 +1,6 @@
 """vLLM's unquantised linear layers and output embeddings, with the operation in their place."""
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -12,40 +13,50 @@ from . import patch_points, tensor_tree
 _EXPECTED = "_batch_invariant_expected"
 """Attribute of a layer on a GPU: what to prepare its weight for."""
 
-_prepared: WeakSet["PreparedLinear"] = WeakSet()
+_prepared: WeakSet["PreparedWeight"] = WeakSet()
 
 
-class PreparedLinear:
-    """A layer's GEMM on a CPU, with a copy of its weight that was prepared once (bf16 and fp16 become fp32).
+class PreparedWeight:
+    """A layer's weight on a CPU, with a copy that was prepared once for GEMMs (bf16 and fp16 become fp32).
 
     A layer has either its weight or the copy: the weight is let go when it is prepared, and comes back, with the same
     bits, before anybody may write it. Then the next GEMM prepares it again.
 
     Args:
-        layer: with ``weight`` [N, K]. Stands as its ``cpu_linear``.
+        layer: that has the weight.
+        name: of the weight.
         remove_weight: whether nothing else reads the weight, so that it need not stay.
     """
 
-    def __init__(self, layer: torch.nn.Module, remove_weight: bool) -> None:
-        self._layer, self._remove_weight = layer, remove_weight
+    def __init__(self, layer: torch.nn.Module, name: str = "weight", remove_weight: bool = True) -> None:
+        self._layer, self._name, self._remove_weight = layer, name, remove_weight
         self._emptied: torch.nn.Parameter | None = None
         """The layer's weight, if it was let go."""
-        self._copy: list[torch.Tensor] | None = None
-        """[K, N], or its columns in parts; None until it is prepared."""
-        self._tree = tensor_tree.of_layer(layer)
+        self._copy: Sequence[torch.Tensor] | None = None
+        """None until it is prepared."""
         _prepared.add(self)
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002 - vLLM's signature
+    @property
+    def copy(self) -> Sequence[torch.Tensor]:
+        """What :meth:`_make_copy` makes of the weight."""
         if self._copy is None:
             self.prepare()
-        return module_for("linear", "cpu").prepared_linear(x, self._copy, bias, self._tree.leaves)
+        return self._copy
+
+    def _make_copy(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Matrices [K, N] of the weight."""
+        raise NotImplementedError
+
+    def _make_weight(self, copy: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """The weight of which a copy was made."""
+        raise NotImplementedError
 
     def prepare(self) -> None:
         """Take the weight as it is now."""
-        weight = self._layer.weight
+        weight = getattr(self._layer, self._name)
         with torch.inference_mode(False), torch.no_grad():  # what is made in a step must be writable outside of it
-            self._copy = module_for("linear", "cpu").prepare_weight(weight, self._tree.block_n)
-            if self._remove_weight and self._copy[0].data_ptr() != weight.data_ptr():
+            self._copy = self._make_copy(weight)
+            if self._remove_weight and not _shares_memory(self._copy, weight):
                 self._emptied = weight
                 weight.data = torch.empty(0, dtype=weight.dtype)
 
@@ -63,15 +74,37 @@ class PreparedLinear:
         return self._emptied is weight
 
     def as_loaded(self) -> torch.Tensor:
-        """[N, K] the weight that was let go, made of the copy, with its bits and dtype."""
+        """The weight that was let go, made of the copy, with its bits and dtype."""
         with torch.inference_mode(False), torch.no_grad():
-            copy = torch.cat([part.t() for part in self._copy])
-            return torch.empty(copy.shape, dtype=self._emptied.dtype).copy_(copy)
+            return self._make_weight(self._copy, self._emptied.dtype)
 
     def weight_was_loaded(self) -> None:
         """Called when vLLM has loaded the layer again: into its own weight, or into another that it copies there."""
-        if self._layer.weight is not self._emptied:
+        if getattr(self._layer, self._name) is not self._emptied:
             self.restore()
+
+
+def _shares_memory(copy: Sequence[torch.Tensor], weight: torch.Tensor) -> bool:
+    """Whether a part of a copy is the weight's own memory."""
+    storages = {part.untyped_storage().data_ptr() for part in copy}
+    return weight.untyped_storage().data_ptr() in storages
+
+
+class PreparedLinear(PreparedWeight):
+    """A layer's GEMM with its weight [N, K], whose columns may lie in parts; stands as its ``cpu_linear``."""
+
+    def __init__(self, layer: torch.nn.Module, remove_weight: bool) -> None:
+        super().__init__(layer, remove_weight=remove_weight)
+        self._tree = tensor_tree.of_layer(layer)
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002 - vLLM's signature
+        return module_for("linear", "cpu").prepared_linear_of_parts(x, self.copy, bias, self._tree.leaves)
+
+    def _make_copy(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
+        return module_for("linear", "cpu").prepare_parts(weight, self._tree.block_n)
+
+    def _make_weight(self, copy: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        return torch.cat([part.t().to(dtype) for part in copy])
 
 
 def restore_weights() -> None:

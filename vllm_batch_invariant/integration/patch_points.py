@@ -67,6 +67,14 @@ LINEAR_METHOD = PatchPoint(("vllm.model_executor.layers.linear",), "UnquantizedL
 """Told of every unquantised linear layer once its weight is loaded."""
 EMBEDDING_METHOD = PatchPoint(("vllm.model_executor.layers.vocab_parallel_embedding",), "UnquantizedEmbeddingMethod")
 """The same for embeddings."""
+EXPERTS_METHOD = PatchPoint(
+    ("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",), "UnquantizedFusedMoEMethod"
+)
+"""Computes every unquantised layer of experts, and is told of it once its weights are loaded."""
+ROUTED_EXPERTS = PatchPoint(("vllm.model_executor.layers.fused_moe.routed_experts",), "RoutedExperts")
+"""The layer that has their weights, and whose method that is."""
+MOE_RUNNER = PatchPoint(("vllm.model_executor.layers.fused_moe.runner.moe_runner",), "MoERunner")
+"""The layer that models call: adds what routed experts, shared experts and other workers give."""
 VOCABULARY_LAYER = PatchPoint(("vllm.model_executor.layers.vocab_parallel_embedding",), "VocabParallelEmbedding")
 CONFIG = PatchPoint(("vllm.config.vllm",), "VllmConfig")
 """Completed by its ``__post_init__``, which also calls the platform."""
@@ -180,6 +188,7 @@ MEMBERS = {
     "GRAPH_MANAGER": ("_init_candidates",),
     "LINEAR_METHOD": ("process_weights_after_loading",),
     "EMBEDDING_METHOD": ("process_weights_after_loading",),
+    "EXPERTS_METHOD": ("process_weights_after_loading", "apply_monolithic"),
 }
 """Methods of those classes that are overridden."""
 

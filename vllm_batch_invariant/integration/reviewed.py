@@ -102,16 +102,17 @@ FIELDS = {
         ray_runtime_env placement_group _api_process_count _api_process_rank enable_fault_tolerance
         fault_tolerance_config dcp_kv_cache_interleave_size dcp_comm_backend dcp_q_replicate
         cp_kv_cache_interleave_size _allow_auto_resolve_cp_interleave_size"""
-        # Of experts, which are refused.
-        """ is_moe_model enable_expert_parallel enable_ep_weight_filter enable_eplb eplb_config
-        expert_placement_strategy all2all_backend elastic_ep_max_dp_size"""
+        # Of experts: whether workers share each or have some whole, which weights they read, and how they send tokens
+        # to each other under data parallelism, which is refused.
+        """ is_moe_model enable_expert_parallel enable_ep_weight_filter all2all_backend elastic_ep_max_dp_size"""
         # Batches cut in two, which ubatch_size and enable_dbo switch on.
         """ dbo_decode_token_threshold dbo_prefill_token_threshold"""
         # Methods that a trainer adds to a worker.
         """ worker_extension_cls""",
         elsewhere="""pipeline_parallel_size tensor_parallel_size prefill_context_parallel_size data_parallel_size
-        decode_context_parallel_size""",
+        decode_context_parallel_size enable_eplb eplb_config""",
         fixed={
+            "expert_placement_strategy": (),
             "enable_hc_sp": (),
             "enable_batch_sharded_sampling": (False,),
             "enable_elastic_ep": (),
@@ -166,7 +167,7 @@ FIELDS = {
         fixed={"use_non_causal": (), "hisparse_config": ()},
     ),
     "KernelConfig": Fields(
-        # Norms are the mode's own whatever their priority; no kernel of FlashInfer's and no expert is used; warm-ups.
+        # Norms and experts are the mode's own whatever their priority; no kernel of FlashInfer's is used; warm-ups.
         free="""ir_op_priority enable_flashinfer_autotune enable_rocm_segmented_attn_autotune enable_cutedsl_warmup
         enable_jit_warmup moe_backend sparse_indexer_topk_backend""",
         fixed={
@@ -248,8 +249,8 @@ UNREAD = frozenset(
         "WatchdogConfig",
     }
 )
-"""Classes that as a whole decide no arithmetic of a covered model: logs, metrics, profiles, watchdogs, events; experts,
-state spaces and encoders, which are refused.
+"""Classes that as a whole decide no arithmetic of a covered model: logs, metrics, profiles, watchdogs, events; experts
+that move, state spaces and encoders, which are refused.
 """
 
 BELONG_TO_A_FIELD = frozenset(
@@ -360,11 +361,12 @@ VARIABLES = {
     "VLLM_MLA_DISABLE": ("0", "latent attention that is computed as plain attention has not been proven"),
     "VLLM_CPU_SGL_KERNEL": ("0", "its matmuls are not ours"),
     "VLLM_ENABLE_GEMM_RS": ("0", "its matmuls are not ours"),
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": ("", "experts would be chosen by something else than the model's router"),
 }
 """Environment variables of vLLM's that could put other kernels in the place of ours: the value that is covered, and why
-no other. The others choose among kernels of what is refused (quantised weights, experts, latent attention, several
-workers, LoRA, other devices), among compilers, which are not used, or have nothing to do with arithmetic; which sampler
-and which model runner serve is covered.
+no other. The others choose among kernels of what is refused (quantised weights, experts on GPUs, latent attention,
+several workers, LoRA, other devices), among compilers, which are not used, or have nothing to do with arithmetic; which
+sampler and which model runner serve is covered.
 """
 
 

@@ -14,6 +14,7 @@ MODULES = {
         "acceptance": ("cpu", "cuda"),
         "all_reduce": ("cpu",),
         "linear": ("cpu", "cuda", "npu"),
+        "moe": ("cpu",),
         "norm": ("cpu", "cuda", "npu"),
         "norm_rotary": ("cuda",),
         "ranking": ("cpu", "cuda"),

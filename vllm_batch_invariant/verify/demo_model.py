@@ -1,4 +1,5 @@
-"""A small Qwen3 checkpoint with random weights and a tokenizer, made in seconds, for machines that reach no model hub.
+"""A small checkpoint of Qwen3 or Qwen3-MoE with random weights and a tokenizer, made in seconds, for machines that
+reach no model hub.
 
 A random model is a harsher test than a trained one: its logits sit close together, so that one changed bit soon
 changes a token.
@@ -82,10 +83,21 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides a checkpoint, apart from its seed."""
+    """What decides a checkpoint, apart from its seed.
+
+    Attributes:
+        experts: of each layer but the first ``dense_layers``; 0 for a dense model.
+        top_k: experts of a token.
+        expert_intermediate: intermediate size of one expert.
+        dense_layers: layers without experts, before the others.
+    """
 
     hidden: int = 256
     intermediate: int = 2048
+    experts: int = 0
+    top_k: int = 4
+    expert_intermediate: int = 256
+    dense_layers: int = 1
     layers: int = 6
     heads: int = 4
     kv_heads: int = 2
@@ -103,6 +115,12 @@ class Shape:
             raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} KV heads evenly")
+        if self.experts and self.top_k > self.experts:
+            raise ValueError(f"a token cannot have {self.top_k} of {self.experts} experts")
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the layer of that number is a mixture of experts."""
+        return self.experts > 0 and layer >= self.dense_layers
 
 
 def random_weights(shape: Shape, tokens: int, seed: int) -> "dict[str, torch.Tensor]":
@@ -136,9 +154,18 @@ def random_weights(shape: Shape, tokens: int, seed: int) -> "dict[str, torch.Ten
             layer + "self_attn.o_proj.weight": normal(shape.hidden, shape.heads * shape.head_size, shape.residual_gain),
             layer + "self_attn.q_norm.weight": near(shape.qk_gain, shape.head_size),
             layer + "self_attn.k_norm.weight": near(shape.qk_gain, shape.head_size),
-            layer + "mlp.gate_proj.weight": normal(shape.intermediate, shape.hidden),
-            layer + "mlp.up_proj.weight": normal(shape.intermediate, shape.hidden),
-            layer + "mlp.down_proj.weight": normal(shape.hidden, shape.intermediate, shape.residual_gain),
+        }
+        mlps = {layer + "mlp.": shape.intermediate}
+        if shape.has_experts(i):
+            weights[layer + "mlp.gate.weight"] = normal(shape.experts, shape.hidden)
+            mlps = {f"{layer}mlp.experts.{expert}.": shape.expert_intermediate for expert in range(shape.experts)}
+        for mlp, intermediate in mlps.items():
+            weights |= {
+                mlp + "gate_proj.weight": normal(intermediate, shape.hidden),
+                mlp + "up_proj.weight": normal(intermediate, shape.hidden),
+                mlp + "down_proj.weight": normal(shape.hidden, intermediate, shape.residual_gain),
+            }
+        weights |= {
             layer + "input_layernorm.weight": near(1, shape.hidden),
             layer + "post_attention_layernorm.weight": near(1, shape.hidden),
         }
@@ -179,6 +206,17 @@ def make_checkpoint(folder: Path, shape: Shape = Shape(), seed: int = 0) -> Path
         "eos_token_id": eos,
         "pad_token_id": pad,
     }
+    if shape.experts:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": shape.experts,
+            "num_experts_per_tok": shape.top_k,
+            "moe_intermediate_size": shape.expert_intermediate,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(range(min(shape.dense_layers, shape.layers))),
+        }
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     generation = {"do_sample": False, "eos_token_id": eos, "pad_token_id": pad}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
@@ -189,14 +227,17 @@ def add_arguments(parser: OneLineParser) -> None:
     """Add the command's arguments."""
     parser.set_defaults(run=run)
     parser.description = (
-        "Write a small Qwen3 checkpoint with random weights and a tokenizer, in seconds, for machines that reach no "
-        "model hub. The same arguments give the same files."
+        "Write a small checkpoint of Qwen3 or Qwen3-MoE with random weights and a tokenizer, in seconds, for machines "
+        "that reach no model hub. The same arguments give the same files."
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder to write")
     parser.add_argument("--dtype", choices=DTYPES, default=Shape.dtype, help="dtype of the weights")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the weights")
     parser.add_argument("--layers", type=at_least(1), default=Shape.layers, metavar="N", help="decoder layers")
     parser.add_argument("--hidden", type=at_least(1), default=Shape.hidden, metavar="N", help="hidden size")
+    parser.add_argument(
+        "--experts", type=at_least(0), default=Shape.experts, metavar="N", help="experts of each layer but the first"
+    )
     add_json(parser)
 
 
@@ -206,13 +247,15 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
     import torch  # noqa: F401 - refused in one line, before anything is written
     from safetensors import SafetensorError
 
-    shape = Shape(dtype=options.dtype, layers=options.layers, hidden=options.hidden)
+    experts = {"experts": options.experts, "top_k": min(Shape.top_k, options.experts or Shape.top_k)}
+    shape = Shape(dtype=options.dtype, layers=options.layers, hidden=options.hidden, **experts)
     try:
         make_checkpoint(options.folder, shape, options.seed)
     except (OSError, SafetensorError) as error:
         parser.error(f"{options.folder} cannot be written: {error}")
     size = sum(path.stat().st_size for path in options.folder.iterdir())
-    made = f"wrote {options.folder}: Qwen3, {shape.layers} layers, hidden size {shape.hidden}, {shape.dtype}, seed "
+    name = f"Qwen3-MoE with {shape.experts} experts" if shape.experts else "Qwen3"
+    made = f"wrote {options.folder}: {name}, {shape.layers} layers, hidden size {shape.hidden}, {shape.dtype}, seed "
     print(printable(f"{made}{options.seed}, {size / 1e6:.0f} MB"))
     print(printable(f"try: vllm-batch-invariant check --quick {shlex.quote(str(options.folder))}"))
     if options.json:

@@ -119,18 +119,19 @@ def test_a_prepared_weight_gives_the_bits_of_the_weight() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_k_in_leaves_has_the_same_bits_on_any_number_of_workers(dtype: torch.dtype) -> None:
     x, weight, bias = operands(19, 96, 256, dtype)
-    whole = cpu.prepared_linear(x, cpu.prepare_weight(weight), None, leaves=8)
+    prepared = cpu.prepare_parts(weight, None)
+    whole = cpu.prepared_linear_of_parts(x, prepared, None, leaves=8)
     for workers in (2, 4, 8):
         shares = zip(x.chunk(workers, 1), weight.chunk(workers, 1), strict=True)
         sums = [
-            cpu.prepared_linear(of_x, cpu.prepare_weight(of_weight), None, leaves=8 // workers)
+            cpu.prepared_linear_of_parts(of_x, cpu.prepare_parts(of_weight, None), None, leaves=8 // workers)
             for of_x, of_weight in shares
         ]
         assert_same_bits(add_ranks(torch.stack(sums), tree=True), whole, f"{workers} workers")
     assert not torch.equal(linear(x, weight), whole)
     for m in (1, 2, 17):
-        assert_same_bits(cpu.prepared_linear(x[:m], cpu.prepare_weight(weight), None, leaves=8), whole[:m])
-    assert_near(cpu.prepared_linear(x, cpu.prepare_weight(weight), bias, 8), reference.linear(x, weight, bias))
+        assert_same_bits(cpu.prepared_linear_of_parts(x[:m], prepared, None, leaves=8), whole[:m])
+    assert_near(cpu.prepared_linear_of_parts(x, prepared, bias, 8), reference.linear(x, weight, bias))
 
 
 @pytest.mark.parametrize("agree", [True, False])
@@ -139,10 +140,10 @@ def test_columns_have_the_bits_of_the_narrowest_part(agree: bool, monkeypatch: p
     x, weight, bias = operands(19, 96, 200)
     if not agree:
         monkeypatch.setattr(cpu, "columns_agree", lambda reduction, block_n: False)
-    prepared = cpu.prepare_weight(weight, 24)
+    prepared = cpu.prepare_parts(weight, 24)
     assert len(prepared) == (1 if cpu.columns_agree(cpu.LinearReduction.of_device("cpu", 96, 200, x.dtype), 24) else 4)
     parts = [linear(x, part, of_bias) for part, of_bias in zip(weight.split(24), bias.split(24), strict=True)]
-    assert_same_bits(cpu.prepared_linear(x, prepared, bias), torch.cat(parts, 1))
+    assert_same_bits(cpu.prepared_linear_of_parts(x, prepared, bias), torch.cat(parts, 1))
 
 
 def test_a_size_of_tiles_that_moves_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from ... import envs
 from ...ops.attention import AttentionReduction, paged_attention
 from ...ops.devices import DEVICES
 from ...provenance import installed
-from .. import collectives, linear
+from .. import collectives, experts, linear
 from .record import VllmDevice
 
 
@@ -20,6 +20,7 @@ class Cpu(VllmDevice):
 
     def install_linear(self) -> None:
         linear.install_cpu()
+        experts.install_cpu()
 
     def install_collectives(self) -> None:
         collectives.install_cpu()

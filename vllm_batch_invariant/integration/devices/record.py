@@ -95,7 +95,7 @@ class VllmDevice:
         return frozenset()
 
     def install_linear(self) -> None:
-        """Put the matmul where vLLM's linear layers and embeddings call it."""
+        """Put the matmul where vLLM's linear layers, embeddings and experts call it."""
 
     def install_collectives(self) -> None:
         """Put the all-reduce where vLLM's layers call it."""
@@ -140,8 +140,11 @@ class VllmDevice:
         """Settings of vLLM's that decide bits, some on this device only."""
         if tensor_tree.leaves() > 1:  # bits then follow from it, and not from the number of workers
             return {"tensor_parallel_tree": str(tensor_tree.leaves())}
-        size = vllm_config.parallel_config.tensor_parallel_size
-        return {"tensor_parallel_size": str(size)} if size > 1 else {}
+        parallel = vllm_config.parallel_config
+        if parallel.tensor_parallel_size == 1:
+            return {}
+        whole = {"expert_parallel": "on"} if getattr(parallel, "enable_expert_parallel", False) else {}
+        return {"tensor_parallel_size": str(parallel.tensor_parallel_size)} | whole
 
     @property
     def backend(self) -> type:

@@ -144,21 +144,22 @@ def prepare(weight: torch.Tensor, max_m: int, bias: bool, sizes: Iterable[int]) 
     verified_block_ms(_reduction(weight, weight.t()))
 
 
-def prepare_weight(weight: torch.Tensor, block_n: int | None = None) -> list[torch.Tensor]:
+def prepare_weight(weight: torch.Tensor) -> torch.Tensor:
     """A weight [N, K] as GEMMs want it, [K, N] and in the accumulator's dtype, converted once instead of at every call
     (fp32 for bf16 and fp16: twice the memory).
-
-    Args:
-        weight: it.
-        block_n: columns, a divisor of N: a column shall have the bits that it has in a matrix of so many. If it has not
-            in the whole matrix on this machine, matrices of so many columns are returned.
     """
     reduction = _reduction(weight, weight.t())
-    columns = weight.detach().t()
-    parts = [columns] if block_n is None or columns_agree(reduction, block_n) else columns.split(block_n, 1)
-    for part in parts:
-        verified_block_ms(_reduction(weight, part))
-    return [_operand(part, _reduction(weight, part)) for part in parts]
+    verified_block_ms(reduction)
+    return _operand(weight.detach().t(), reduction)
+
+
+def prepare_parts(weight: torch.Tensor, block_n: int | None) -> list[torch.Tensor]:
+    """The same where a column shall have the bits that it has in a matrix of ``block_n`` columns, a divisor of N: the
+    whole weight if that is so on this machine, else so many columns of it each. None: the whole weight.
+    """
+    if block_n is None or columns_agree(_reduction(weight, weight.t()), block_n):
+        return [prepare_weight(weight)]
+    return [prepare_weight(part) for part in weight.split(block_n)]
 
 
 @cache
@@ -175,27 +176,38 @@ def columns_agree(reduction: LinearReduction, block_n: int) -> bool:
     return torch.equal(accumulate(a, b), torch.cat([accumulate(a, part) for part in b.split(block_n, 1)], 1))
 
 
-def prepared_linear(
-    x: torch.Tensor, prepared: Sequence[torch.Tensor], bias: torch.Tensor | None, leaves: int = 1
+def prepared_linear(x: torch.Tensor, prepared: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``linear`` with a weight from :func:`prepare_weight`: same bits, without the conversion."""
+    return prepared_accumulate(x, prepared, bias).to(x.dtype)
+
+
+def prepared_accumulate(x: torch.Tensor, prepared: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The same, not yet rounded: in the accumulator's dtype."""
+    a = x.reshape(x.shape[:-1].numel(), x.shape[-1]).to(prepared.dtype)
+    out = _gemm(a, prepared, _reduction(x, prepared))
+    if bias is not None:
+        out += bias.to(prepared.dtype)
+    return out.reshape(*x.shape[:-1], prepared.shape[1])
+
+
+def prepared_linear_of_parts(
+    x: torch.Tensor, parts: Sequence[torch.Tensor], bias: torch.Tensor | None, leaves: int = 1
 ) -> torch.Tensor:
-    """``linear`` with a weight from :func:`prepare_weight`: same bits, without the conversion.
+    """``linear`` with a weight from :func:`prepare_parts`.
 
     Args:
         x: [..., K].
-        prepared: [K, N], or its columns in parts.
+        parts: [K, N], or its columns in several.
         bias: [N], or None.
         leaves: parts of equal length that K is added in, each rounded, and their sums as a tree of
-            :func:`~vllm_batch_invariant.ops.all_reduce.add_ranks`; the bias is added last.
+            :func:`~vllm_batch_invariant.ops.all_reduce.add_ranks`; the bias is added last. Above 1 of one part.
     """
-    a = x.reshape(x.shape[:-1].numel(), x.shape[-1]).to(prepared[0].dtype)
+    if leaves == len(parts) == 1:
+        return prepared_linear(x, parts[0], bias)
     if leaves == 1:
-        found = [_gemm(a, part, _reduction(x, part)) for part in prepared]
-        out = found[0] if len(found) == 1 else torch.cat(found, 1)
+        out = torch.cat([prepared_accumulate(x, part, None) for part in parts], -1)
     else:
-        [whole] = prepared
-        pairs = zip(a.chunk(leaves, 1), whole.chunk(leaves), strict=True)
-        sums = [_gemm(of_a, of_b, _reduction(x, of_b)).to(x.dtype) for of_a, of_b in pairs]
-        out = add_ranks(torch.stack(sums), tree=True)
-    if bias is not None:
-        out = out + bias.to(prepared[0].dtype)
-    return out.to(x.dtype).reshape(*x.shape[:-1], out.shape[1])
+        [whole] = parts
+        pairs = zip(x.chunk(leaves, -1), whole.chunk(leaves), strict=True)
+        out = add_ranks(torch.stack([prepared_linear(of_x, of_whole, None) for of_x, of_whole in pairs]), tree=True)
+    return out.to(x.dtype) if bias is None else (out + bias.to(parts[0].dtype)).to(x.dtype)

@@ -39,7 +39,7 @@ GUARANTEES = (
     ),
 )
 
-OPERATIONS = ("linear", "rms_norm", "softmax", "log_softmax", "sum", "mean", "attention")
+OPERATIONS = ("linear", "experts", "rms_norm", "softmax", "log_softmax", "sum", "mean", "attention")
 OF_OPERATIONS: dict[str, str] = {
     "batch": "operations alone and in batches",
     "schedule": "attention in prefill, chunks and decode",

@@ -110,7 +110,7 @@ def certify(model: torch.nn.Module, operation: str, rows: Sequence[int]) -> list
         operation: one of ``guarantees.OPERATIONS``.
         rows: sizes of the batches, each at least 2.
     """
-    make = {"linear": _linear, "rms_norm": _norms, "attention": _attention}.get(operation)
+    make = {"linear": _linear, "experts": _experts, "rms_norm": _norms, "attention": _attention}.get(operation)
     with torch.inference_mode():
         return list(make(model, rows) if make else _of_rows(model, operation, rows))
 
@@ -157,7 +157,9 @@ def _linear(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate
             continue
         depth = layer.embedding_dim if is_head else getattr(layer, "input_size_per_partition", layer.input_size)
         bias = None if is_head or getattr(layer, "skip_bias_add", False) else layer.bias
-        columns = layer.num_embeddings_per_partition if is_head else layer.output_size_per_partition
+        # a layer that every worker has whole says only its size
+        columns = getattr(layer, "num_embeddings_per_partition" if is_head else "output_size_per_partition", None)
+        columns = columns or layer.output_size
         kind = (columns, depth, bias is not None)
         if kind in seen:
             continue
@@ -170,6 +172,33 @@ def _linear(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate
             (depth, like),
         )
         yield replace(certificate, note=_gpu_certificate(like, layer, bias)) if like.is_cuda else certificate
+
+
+def _experts(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate]:
+    """Layers of experts with the router's choice. vLLM's kernels are tested in the engine only."""
+    from ...integration.experts import BatchInvariantExperts
+
+    seen = set()
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if not (hasattr(layer, "w13_weight") and hasattr(method, "apply_monolithic")):
+            continue
+        like, experts = _parameter(model), layer.global_num_experts
+        shape = f"{layer.top_k} of {experts} experts, K={layer.hidden_size}, {_name(like.dtype)}"
+        if shape in seen:
+            continue
+        seen.add(shape)
+        certificate = Certificate("experts", shape, "batch", _qualified(type(method)), tuple(rows), 0, "")
+        if not isinstance(method, BatchInvariantExperts):
+            why = "a kernel of vLLM, which the cases of the engine test"
+            yield replace(certificate, untested=why, not_applicable=True)
+            continue
+
+        def apply(x: torch.Tensor, layer: Any = layer, split: tuple[int, int] = (layer.hidden_size, experts)) -> Any:
+            tokens, logits = x.split(split, dim=1)
+            return layer.quant_method.apply_monolithic(layer, tokens, logits)
+
+        yield _tested(certificate, apply, (layer.hidden_size + experts, like))
 
 
 def _tested(

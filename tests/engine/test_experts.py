@@ -1,0 +1,182 @@
+"""Mixtures of experts: a request has the same bits in any company, in every family that is said to be covered."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.engine.engines import (
+    Result,
+    check_of,
+    concurrent_requests,
+    differing_answers,
+    only_in_the_core,
+    request,
+    run,
+    tokens,
+)
+from tests.engine.test_models import GQA, SIZES, checkpoint
+from tests.faults.experts import FAULTS
+from vllm_batch_invariant.verify.check.engine import EngineRun
+from vllm_batch_invariant.verify.check.guarantees import OPERATIONS
+from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
+from vllm_batch_invariant.verify.harness.worker import Engine
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.core,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="mixtures of experts are refused on a GPU"),
+]
+
+SHAPE = Shape(layers=3, intermediate=512, experts=8, max_length=1024)
+WIDE = Shape(hidden=512, intermediate=2048, layers=3, heads=8, experts=8, expert_intermediate=512, max_length=1024)
+"""Wide enough for plain vLLM to vary."""
+LIMITS = {"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 128, "skip_tokenizer_init": True}
+OTHERS = (1, 3, 17, 40)
+PROMPTS = (1, 45, 300)
+"""Tokens of the target requests; the last one is cut into chunks."""
+
+SOFTMAX = SIZES | GQA | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+FAMILIES = {
+    "Qwen2-MoE with a shared expert": transformers.Qwen2MoeConfig(
+        **SOFTMAX, shared_expert_intermediate_size=256, mlp_only_layers=[1]
+    ),
+    "Mixtral": transformers.MixtralConfig(**SIZES, **GQA, num_local_experts=8),
+    "GraniteMoe with multipliers": transformers.GraniteMoeConfig(
+        **SIZES,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.125,
+        logits_scaling=6.0,
+    ),
+    "OLMoE without renormalised weights": transformers.OlmoeConfig(
+        **SIZES, num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, norm_topk_prob=False
+    ),
+    "GLM-4.5 with groups, a bias and a dense layer": transformers.Glm4MoeConfig(
+        **SIZES,
+        **GQA,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=1,
+        use_qk_norm=True,
+    ),
+    "gpt-oss with sinks and biases": transformers.GptOssConfig(
+        **SIZES,
+        **GQA,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+}
+
+
+GREEDY = [request(tokens(length, length), max_tokens=12) for length in PROMPTS]
+SEEDED = request(tokens(60, 9), temperature=1.0, seed=7, max_tokens=12, logprobs=3, prompt_logprobs=2)
+
+
+def plan(targets: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each target alone, all of them among others, and from a warm prefix cache."""
+    requests = {f"alone {number}": [one] for number, one in enumerate(targets)}
+    requests |= {f"among {count}": [*targets, *concurrent_requests(count, count)] for count in OTHERS}
+    steps = [{"name": name, "reset_prefix_cache": True, "requests": asked} for name, asked in requests.items()]
+    return [*steps, {"name": "warm", "requests": targets}]
+
+
+def differing(done: Result) -> list[str]:
+    """Steps in which a target has other tokens, logprobs, candidates or prompt logprobs than alone."""
+    alone = [answers[0] for name, answers in done.steps.items() if name.startswith("alone")]
+    return [
+        f"{name}: target {number}"
+        for name, answers in done.steps.items()
+        if not name.startswith("alone")
+        for number in differing_answers(answers[: len(alone)], alone)
+    ]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
+    """An engine of a small Qwen3-MoE."""
+
+    def engine(
+        flag: str,
+        targets: Sequence[dict[str, Any]] = (*GREEDY, SEEDED),
+        shape: Shape = SHAPE,
+        bisection: Sequence[Any] = (),
+        afterwards: Callable[[Engine], Any] = lambda engine: None,
+        **others: Any,
+    ) -> Result:
+        cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if "tensor_parallel_size" in others else {}
+        path = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
+        settings = {"model": str(path)} | LIMITS | others
+        return run(settings, plan(targets), flag, bisection=bisection, afterwards=afterwards, **cores)
+
+    return engine
+
+
+@pytest.fixture(scope="module")
+def kept(start: Callable[..., Result]) -> Result:
+    """An engine with the mode on, which is then certified, and bisected without a fault and with some."""
+
+    def certify(running: Engine) -> EngineRun:
+        checked = check_of(running, "1")
+        checked.certify()
+        return checked
+
+    return start("1", bisection=("experts",), afterwards=certify)
+
+
+def test_a_request_has_the_same_bits_alone_and_among_others(kept: Result) -> None:
+    assert differing(kept) == []
+
+
+def test_a_check_certifies_the_experts(kept: Result) -> None:
+    certificates = kept.afterwards.results.certificates
+    assert {certificate.operation for certificate in certificates} == set(OPERATIONS)
+    assert all(certificate.compared and not certificate.difference for certificate in certificates)
+    assert all("vllm_batch_invariant" in certificate.served_by for certificate in certificates)
+
+
+def test_a_bisection_without_a_fault_finds_nothing(kept: Result) -> None:
+    found = kept.bisected["no fault"]
+    assert found["found"] is None
+    assert found["first_logprob"] is None
+    assert found["coverage"]["compared"] > 100
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_and_its_layer_named(kept: Result, fault: str) -> None:
+    module = kept.bisected[fault]["found"]["divergence"]["key"]["module"]
+    layer, _, part = module.partition(".mlp.experts.routed_experts.quant_method")
+    assert layer in ("model.layers.1", "model.layers.2")
+    assert part == (".router" if fault == "another router kernel" else "")
+
+
+def test_plain_vllm_fails_the_same_comparison(request: pytest.FixtureRequest, start: Callable[..., Result]) -> None:
+    only_in_the_core(request)
+    assert differing(start("0", GREEDY, WIDE, enforce_eager=True, max_num_batched_tokens=512))
+
+
+@pytest.mark.parametrize("shared", ["by columns", "whole"])
+def test_workers_that_share_experts_keep_the_bits(
+    request: pytest.FixtureRequest, start: Callable[..., Result], shared: str
+) -> None:
+    only_in_the_core(request)
+    assert differing(start("1", tensor_parallel_size=2, enable_expert_parallel=shared == "whole")) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_keeps_the_bits(request: pytest.FixtureRequest, family: str, tmp_path: Path) -> None:
+    only_in_the_core(request)
+    checkpoint(FAMILIES[family], torch.bfloat16).save_pretrained(tmp_path)
+    engine = {"model": str(tmp_path), "dtype": "bfloat16"} | LIMITS
+    assert differing(run(engine, plan([*GREEDY, SEEDED]), "1")) == []

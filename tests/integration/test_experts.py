@@ -1,0 +1,211 @@
+"""vLLM's layers of experts: which are known, what is read of them, and what becomes of their weights."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.assertions import assert_same_bits
+from tests.integration.test_layers import LAYERS, bare, named
+from tests.ops.moe.layers import EXPERTS, Layer, layer, tokens, uniform
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.integration import coverage, experts, layers, patch_points
+from vllm_batch_invariant.integration.linear import as_loaded, restore_weights
+from vllm_batch_invariant.ops.moe import MoeReduction
+
+pytest.importorskip("vllm")
+
+MOE = f"{LAYERS}.fused_moe"
+
+
+def routed(of: Layer | None = None, **changes: Any) -> Any:
+    """A layer of vLLM's, as far as ours reads it."""
+    of = of or layer()
+    settings = {
+        "layer_name": "model.layers.1.mlp.experts",
+        "custom_routing_function": None,
+        "apply_router_weight_on_input": False,
+        "e_score_correction_bias": of.score_bias,
+        "routed_scaling_factor": 1.0,
+        "use_grouped_topk": False,
+        "num_expert_group": None,
+        "topk_group": None,
+        "global_num_experts": EXPERTS,
+        "top_k": 3,
+        "scoring_func": "softmax",
+        "renormalize": True,
+        "activation": SimpleNamespace(value="silu"),
+        "expert_map": None,
+    }
+    made = torch.nn.Module()
+    for name, value in (settings | changes).items():
+        setattr(made, name, value)
+    made.w13_weight = torch.nn.Parameter(of.gate_up.clone(), requires_grad=False)
+    made.w2_weight = torch.nn.Parameter(of.down.clone(), requires_grad=False)
+    return made
+
+
+@pytest.fixture
+def method(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Ours, as vLLM makes it for a layer."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    registered: dict[str, type] = {}
+    monkeypatch.setattr(patch_points.CUSTOM_OP.module(), "op_registry_oot", registered)
+    experts.install_cpu()
+    experts.install_cpu()
+    assert len(registered) == 1
+    with set_current_vllm_config(VllmConfig()):
+        yield patch_points.EXPERTS_METHOD.get()(SimpleNamespace())
+
+
+def test_vllm_is_given_our_method_for_whole_layers(method: Any) -> None:
+    assert isinstance(method, experts.BatchInvariantExperts)
+    assert isinstance(method, patch_points.EXPERTS_METHOD.get())
+    assert method.is_monolithic
+    assert method.moe_kernel is None
+    assert layers._is_ours(type(method))
+
+
+def test_a_layer_has_the_bits_of_the_operation(method: Any) -> None:
+    of, x = layer(biased=True, scoring="sigmoid", groups=4, top_groups=2), tokens(40)
+    grouped = {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2, "scoring_func": "sigmoid"}
+    made = routed(of, **grouped)
+    made.w13_bias, made.w2_bias = of.gate_up_bias, of.down_bias
+    method.process_weights_after_loading(made)
+    assert method.reduction == of.reduction
+    logits = uniform(x, of)
+    assert_same_bits(method.apply_monolithic(made, x, logits), of(x, logits))
+
+
+def test_a_model_tells_the_reductions_of_its_layers_each_once(method: Any) -> None:
+    model = torch.nn.ModuleList([torch.nn.Identity()])
+    assert experts.reductions(model) == []
+    made = routed()
+    method.process_weights_after_loading(made)
+    made.quant_method = method
+    model.extend([made, torch.nn.ModuleList([made])])
+    assert experts.reductions(model) == [method.reduction]
+
+
+def test_workers_with_some_of_the_experts_add_up_to_all(method: Any) -> None:
+    of, x = layer(torch.float32), tokens(40, torch.float32)
+    logits, whole = uniform(x, of), 0
+    for first in (0, EXPERTS // 2):
+        here = slice(first, first + EXPERTS // 2)
+        places = torch.full((EXPERTS,), -1, dtype=torch.int32)
+        places[here] = torch.arange(EXPERTS // 2, dtype=torch.int32)
+        made = routed(of, expert_map=places)
+        made.w13_weight.data, made.w2_weight.data = of.gate_up[here].clone(), of.down[here].clone()
+        method.prepared = ()
+        method.process_weights_after_loading(made)
+        whole = whole + method.apply_monolithic(made, x, logits)
+    torch.testing.assert_close(whole, of(x, logits))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_weights_that_were_let_go_come_back_with_their_bits(method: Any, dtype: torch.dtype) -> None:
+    of, x = layer(dtype), tokens(5, dtype)
+    made, logits = routed(of), uniform(x, of)
+    method.process_weights_after_loading(made)
+    parameters = made.w13_weight, made.w2_weight
+    assert [weight.numel() for weight in parameters] == [0, 0]
+    before = method.apply_monolithic(made, x, logits)
+    for weight, loaded in zip(parameters, (of.gate_up, of.down), strict=True):
+        assert_same_bits(as_loaded(weight), loaded)
+    restore_weights()
+    assert (made.w13_weight, made.w2_weight) == parameters
+    assert_same_bits(made.w13_weight.data, of.gate_up)
+    assert_same_bits(made.w2_weight.data, of.down)
+    assert_same_bits(method.apply_monolithic(made, x, logits), before)
+
+
+def test_weights_that_a_trainer_writes_serve_the_next_step(method: Any) -> None:
+    old, x = layer(), tokens(5)
+    made, logits = routed(old), uniform(x, old)
+    method.process_weights_after_loading(made)
+    before = method.apply_monolithic(made, x, logits)
+    restore_weights()
+    made.w2_weight.data.mul_(2)
+    method.process_weights_after_loading(made)
+    assert_same_bits(method.apply_monolithic(made, x, logits), before * 2)
+
+
+def chosen_by_the_model() -> None:
+    """Stands for a model's own function."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"custom_routing_function": chosen_by_the_model}, "chosen by chosen_by_the_model: a model's own function"),
+        ({"apply_router_weight_on_input": True}, "weights are applied to their input"),
+        ({"swiglu_limit": 7.0}, "swiglu_limit=7.0: the activation is defined without it"),
+        ({"routed_scaling_factor": 2.5}, "a factor of 2.5: vLLM applies none"),
+        ({"scoring_func": "sqrtsoftplus"}, "experts chosen by sqrtsoftplus"),
+        ({"activation": SimpleNamespace(value="relu2_no_mul")}, "experts with the activation relu2_no_mul"),
+    ],
+)
+def test_a_layer_that_is_not_in_the_reduction_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(NotCovered, match=said) as refused:
+        experts.reduction_of(routed(**changes))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_factor_of_a_router_with_groups_is_read() -> None:
+    made = routed(routed_scaling_factor=2.5, use_grouped_topk=True, num_expert_group=2, topk_group=1)
+    expected = MoeReduction(EXPERTS, 3, torch.bfloat16, groups=2, top_groups=1, scale=2.5)
+    assert experts.reduction_of(made) == expected
+
+
+def runner(**changes: Any) -> torch.nn.Module:
+    router = type("CPURouter", (), {"eplb_state": None})()
+    parts = {"router": router, "gate": None, "shared_expert_gate": None}
+    return bare(named(f"{MOE}.runner.moe_runner.MoERunner"), **parts | changes)
+
+
+def test_layers_of_experts_are_known_where_ours_serves_them(method: Any) -> None:
+    layers.check(runner())
+    routed_experts = named(f"{MOE}.routed_experts.RoutedExperts")
+    layers.check(bare(routed_experts, quant_method=method))
+    with pytest.raises(NotCovered, match="its experts are computed by Fp8MoEMethod"):
+        layers.check(bare(routed_experts, quant_method=type("Fp8MoEMethod", (), {})()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"router": type("ZeroExpertRouter", (), {})()}, "its experts are chosen by ZeroExpertRouter"),
+        ({"router": type("CPURouter", (), {"eplb_state": object()})()}, "its experts move between workers"),
+        ({"gate": torch.nn.Identity(), "shared_expert_gate": torch.nn.Identity()}, "are one matmul"),
+        ({"routed_input_transform": torch.nn.Identity()}, "it has a routed_input_transform"),
+    ],
+)
+def test_a_layer_that_calls_experts_in_another_way_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(NotCovered, match=said):
+        layers.check(runner(**changes))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
+def test_mixtures_of_experts_are_covered_on_a_cpu_only(device: str) -> None:
+    row = next(feature for feature in coverage.REFUSED if feature.name.startswith("Mixture of experts"))
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(is_moe=True), device_config=SimpleNamespace(device_type=device)
+    )
+    assert row.found(config) == (None if device == "cpu" else "mixture of experts")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"enable_eplb": True}, "load balancing of experts"),
+        ({"eplb_config": SimpleNamespace(num_redundant_experts=2)}, "redundant experts"),
+    ],
+)
+def test_experts_that_move_are_refused(changes: dict[str, Any], said: str | None) -> None:
+    row = next(feature for feature in coverage.REFUSED if "EPLB" in feature.name)
+    parallel = {"enable_eplb": False, "eplb_config": SimpleNamespace(num_redundant_experts=0)} | changes
+    assert row.found(SimpleNamespace(parallel_config=SimpleNamespace(**parallel))) == said

@@ -1,0 +1,160 @@
+"""vLLM's unquantised mixtures of experts on a CPU, with the operation in their place.
+
+vLLM asks a layer's method either for whole layers, with the logits of the router, or for the experts alone, with routes
+that were found elsewhere. Ours takes whole layers in every version, so that what chooses experts is ours, too.
+"""
+
+from typing import Any
+
+import torch
+
+from .. import envs
+from ..errors import NotCovered
+from ..ops.dispatch import module_for
+from ..ops.moe import MoeReduction, route
+from . import patch_points, tensor_tree
+from .linear import PreparedWeight
+
+ROUTERS = ("CPURouter", "FusedTopKRouter", "FusedTopKBiasRouter", "GroupedTopKRouter")
+"""vLLM's classes that choose experts by the settings of the layer, which our own router reads."""
+
+
+class PreparedExperts(PreparedWeight):
+    """Weights [experts, N, K] of a layer's experts, and a copy [K, N] of each."""
+
+    def _make_copy(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return module_for("moe", "cpu").prepare_experts(weight)
+
+    def _make_weight(self, copy: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.stack([of_expert.t().to(dtype) for of_expert in copy])
+
+
+class Router(torch.nn.Module):
+    """Chooses the experts of each token: a module, so that whoever looks at modules sees what it gives."""
+
+    def __init__(self, reduction: MoeReduction) -> None:
+        super().__init__()
+        self._reduction = reduction
+
+    def forward(self, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :func:`..ops.moe.route`."""
+        return route(logits, self._reduction, bias)
+
+
+class BatchInvariantExperts:
+    """What ours has in the place of vLLM's method: its first base."""
+
+    is_monolithic = True
+    supports_pre_processed_weights = False
+
+    def __init__(self, moe: Any) -> None:
+        super(patch_points.EXPERTS_METHOD.get(), self).__init__(moe)  # vLLM's own would choose a kernel of vLLM's
+        self.unquantized_backend = self.experts_cls = None
+        self.prepared: tuple[PreparedExperts, ...] = ()
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Prepare the GEMMs of the experts; called again when a trainer has written new weights."""
+        if layer.w13_weight.is_meta:
+            return
+        for weight in self.prepared:
+            weight.weight_was_loaded()
+        if not self.prepared:
+            self.reduction = reduction_of(layer)
+            self.router = Router(self.reduction)
+            self.prepared = PreparedExperts(layer, "w13_weight"), PreparedExperts(layer, "w2_weight")
+            for weight in self.prepared:
+                weight.prepare()
+
+    def apply_monolithic(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,  # noqa: ARG002 - vLLM's signature
+    ) -> torch.Tensor:
+        """What the experts of this worker make of each token: [tokens, hidden]."""
+        return self(layer, x, *self.router(router_logits, layer.e_score_correction_bias))
+
+    def forward(
+        self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """See :func:`..ops.moe.moe`."""
+        gate_up, down = (weight.copy for weight in self.prepared)
+        biases = getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
+        return module_for("moe", "cpu").prepared_moe(
+            x, weights, ids, gate_up, down, self.reduction, *biases, layer.expert_map
+        )
+
+
+def install_cpu() -> None:
+    """Register the method as the out-of-tree form of vLLM's, so that every layer of experts is given it instead."""
+    method = patch_points.EXPERTS_METHOD.get()
+    if method.__name__ not in patch_points.CUSTOM_OP.module().op_registry_oot:
+        ours = type(f"BatchInvariant{method.__name__}", (BatchInvariantExperts, method), {"__module__": __name__})
+        method.register_oot(ours, name=method.__name__)
+
+
+def reductions(model: torch.nn.Module) -> list[MoeReduction]:
+    """Those of a model's layers of experts, each once."""
+    found = [part.reduction for part in model.modules() if isinstance(part, BatchInvariantExperts)]
+    return list(dict.fromkeys(found))
+
+
+def reduction_of(layer: Any) -> MoeReduction:
+    """The reduction of a layer of vLLM's, of the class ``RoutedExperts``.
+
+    Raises:
+        NotCovered: a router, a scale, an activation or a dtype that is not in the reduction.
+    """
+    if tensor_tree.leaves() > 1:
+        raise NotCovered(
+            f"{envs.TP_TREE.name} with experts of {layer.layer_name}",
+            "what a worker's experts make of a token is no subtree of what all make",
+            "leave it out",
+        )
+    objection = _objection(layer)
+    if objection:
+        raise NotCovered(f"experts of {layer.layer_name}: {objection[0]}", objection[1], "serve another model")
+    groups, top_groups = (layer.num_expert_group, layer.topk_group) if layer.use_grouped_topk else (1, 1)
+    return MoeReduction(
+        num_experts=layer.global_num_experts,
+        top_k=layer.top_k,
+        dtype=layer.w13_weight.dtype,
+        scoring=layer.scoring_func,
+        renormalise=layer.renormalize,
+        groups=groups,
+        top_groups=top_groups,
+        scale=layer.routed_scaling_factor,
+        activation=layer.activation.value,
+    )
+
+
+def _objection(layer: Any) -> tuple[str, str] | None:
+    """What of a layer is not in the reduction, and why."""
+    if layer.custom_routing_function is not None:
+        name = getattr(layer.custom_routing_function, "__qualname__", "a function of the model")
+        return f"chosen by {name}", "a model's own function may compute anything"
+    if layer.apply_router_weight_on_input:
+        return "weights are applied to their input", "that is not in the reduction"
+    settings = {name: getattr(layer, name, None) for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta")}
+    for name, value in settings.items():
+        if value is not None:
+            return f"{name}={value}", "the activation is defined without it"
+    biased = layer.e_score_correction_bias is not None
+    if layer.routed_scaling_factor != 1 and not (layer.use_grouped_topk or biased):
+        return f"a factor of {layer.routed_scaling_factor}", "vLLM applies none to this kind of router on a CPU"
+    return None
+
+
+def problem_of(runner: Any) -> str | None:
+    """Why a layer of vLLM's class ``MoERunner`` is refused; None if its router and its sums are known."""
+    if type(runner.router).__name__ not in ROUTERS:
+        return f"its experts are chosen by {type(runner.router).__name__}"
+    if getattr(runner.router, "eplb_state", None) is not None:
+        return "its experts move between workers"
+    if runner.gate is not None and runner.shared_expert_gate is not None:
+        return "its router and the gate of its shared expert are one matmul"
+    for name in ("routed_input_transform", "routed_output_transform"):
+        if getattr(runner, name, None) is not None:
+            return f"it has a {name}"
+    return None

@@ -1,0 +1,101 @@
+"""Mixtures of experts whose tokens have the same bits whatever other tokens there are, and wherever those are routed.
+
+    s = softmax(logits) or sigmoid(logits)                          for each token
+    i[0], ..., i[k-1] = the k experts with the highest s, of equal ones the lowest first
+    g[j] = s[i[j]], divided by their sum if they are renormalised, times a factor
+    y = round(((g[0] e[0] + g[1] e[1]) + g[2] e[2]) + ...)          e[j]: what expert i[j] makes of the token
+
+An expert is a gated layer: ``down(activation(gate(x)) * up(x))``, with the GEMMs and the rounding of a dense one. The
+order of the sum follows the scores of the token alone. Kernels that add with atomics follow the order in which blocks
+of other tokens are done, and libraries leave open which of two equal scores comes first.
+"""
+
+import torch
+
+from ..dispatch import implementation
+from .reduction import MoeReduction
+
+__all__ = ["MoeReduction", "moe", "route"]
+
+
+def route(
+    logits: torch.Tensor, reduction: MoeReduction, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the experts of each token.
+
+    Args:
+        logits: [tokens, num_experts] fp32, bf16 or fp16.
+        bias: [num_experts] fp32, added to scores where they are compared, but not in the weights.
+
+    Returns:
+        weights [tokens, top_k] fp32 and ids [tokens, top_k] int64, both by descending (biased) score. The ids of a
+        token are valid and distinct, also if its logits are NaN.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        NotCovered: a dtype or device without an implementation.
+    """
+    shapes = [tuple(logits.shape[-1:]), *([tuple(bias.shape)] if bias is not None else [])]
+    if logits.dim() != 2 or set(shapes) != {(reduction.num_experts,)}:
+        raise ValueError(
+            f"route takes logits [tokens, {reduction.num_experts}] and a bias of [{reduction.num_experts}], got "
+            f"{list(logits.shape)}" + (f" and {list(bias.shape)}" if bias is not None else "")
+        )
+    return implementation("moe", logits, bias).route(logits, reduction, bias)
+
+
+def moe(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    reduction: MoeReduction,
+    *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The weighted sum of what its experts make of each token.
+
+    Args:
+        x: [tokens, hidden] of the reduction's dtype.
+        weights: [tokens, top_k] fp32, as :func:`route` gives them.
+        ids: [tokens, top_k] integers.
+        gate_up: [experts, 2 * intermediate, hidden]; the halves or, for "swigluoai", the even and odd rows are those of
+            gate and up.
+        down: [experts, hidden, intermediate].
+        gate_up_bias: [experts, 2 * intermediate], or None.
+        down_bias: [experts, hidden], or None.
+        places: [num_experts] integers: where in ``gate_up`` and ``down`` an expert lies; -1 for one that is not there,
+            which is left out of the sum. None if all are there, in order.
+
+    Returns:
+        [tokens, hidden] of x's dtype. A token's bits depend on that token, its weights and ids, and the experts.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+        NotCovered: a device without an implementation.
+    """
+    hidden, intermediate = down.shape[1:]
+    expected = {
+        "x": (x, (len(x), hidden)),
+        "weights": (weights, (len(x), reduction.top_k)),
+        "ids": (ids, (len(x), reduction.top_k)),
+        "gate_up": (gate_up, (len(down), 2 * intermediate, hidden)),
+        "gate_up_bias": (gate_up_bias, (len(down), 2 * intermediate)),
+        "down_bias": (down_bias, (len(down), hidden)),
+        "places": (places, (reduction.num_experts,)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"moe takes {name} {list(shape)} beside down {list(down.shape)}, got {list(tensor.shape)}")
+    if places is None and len(down) != reduction.num_experts:
+        raise ValueError(f"moe needs places for {len(down)} of {reduction.num_experts} experts")
+    if {tensor.dtype for tensor in (x, gate_up, down)} != {reduction.dtype} or weights.dtype != reduction.accumulate:
+        raise ValueError(
+            f"moe takes tokens and experts in {reduction.dtype} and weights in {reduction.accumulate}, got {x.dtype}, "
+            f"{gate_up.dtype}, {down.dtype} and {weights.dtype}"
+        )
+    of_device = implementation("moe", x, weights, ids, gate_up, down, gate_up_bias, down_bias, places)
+    return of_device.moe(x, weights, ids, gate_up, down, reduction, gate_up_bias, down_bias, places)

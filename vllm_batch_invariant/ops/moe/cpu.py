@@ -1,0 +1,146 @@
+"""Mixtures of experts on the CPU: tokens are grouped by expert, and each expert's rows go through the tiles of
+``ops/linear/cpu.py``, where a row's bits do not depend on how many there are or in which order.
+
+The additions and multiplications beside the GEMMs are PyTorch's of single elements, which IEEE 754 defines.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..linear import cpu as linear
+from ..pointwise import elementwise
+from ..softmax import softmax
+from .reduction import MoeReduction
+
+_TOKENS_AT_ONCE = 2048
+"""Whose products are held in memory, top_k rows each in fp32, until they are added."""
+_SWIGLUOAI_ALPHA, _SWIGLUOAI_LIMIT = 1.702, 7.0
+
+
+def route(
+    logits: torch.Tensor, reduction: MoeReduction, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the operation's package."""
+    logits = logits.to(reduction.accumulate)
+    scores = softmax(logits) if reduction.scoring == "softmax" else elementwise("sigmoid", logits)
+    compared = scores if bias is None else scores + bias.to(scores.dtype)
+    if reduction.groups > 1:
+        compared = _in_best_groups(compared, reduction, bias is not None)
+    ids = _best(compared, reduction.top_k)
+    weights = scores.gather(1, ids)
+    if reduction.renormalise:
+        weights = weights / _chain(weights.unbind(1)).unsqueeze(1)
+    if reduction.scale != 1:
+        weights = weights * reduction.scale
+    return weights, ids
+
+
+def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """[rows, count] the places of the highest scores of each row, of equal ones the lowest first: ``torch.topk`` leaves
+    open which.
+    """
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()
+
+
+def _in_best_groups(scores: torch.Tensor, reduction: MoeReduction, biased: bool) -> torch.Tensor:
+    """[rows, num_experts] with -inf for the experts of groups that are not among the best."""
+    grouped = scores.view(len(scores), reduction.groups, -1)
+    of_group = _chain(grouped.topk(min(2 if biased else 1, grouped.shape[2]), dim=2).values.unbind(2))
+    others = torch.ones_like(of_group, dtype=torch.bool).scatter_(1, _best(of_group, reduction.top_groups), False)
+    return grouped.masked_fill(others.unsqueeze(2), -torch.inf).view(scores.shape)
+
+
+def _chain(terms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """0 + terms[0] + terms[1] + ..., one after the other. Where a term is 0, it might as well not be there."""
+    acc = torch.zeros_like(terms[0])
+    for term in terms:
+        acc += term
+    return acc
+
+
+def _activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
+    """[rows, intermediate] of [rows, 2 * intermediate]."""
+    if activation == "swigluoai":
+        gate = hidden[:, ::2].float().clamp(max=_SWIGLUOAI_LIMIT)
+        up = hidden[:, 1::2].float().clamp(-_SWIGLUOAI_LIMIT, _SWIGLUOAI_LIMIT)
+        return ((up + 1) * (gate * elementwise("sigmoid", gate * _SWIGLUOAI_ALPHA))).to(hidden.dtype)
+    gate, up = hidden.chunk(2, dim=1)
+    if activation == "silu":
+        return elementwise("silu", gate) * up
+    return elementwise("gelu", gate, options={"approximate": "tanh" if activation == "gelu_tanh" else "none"}) * up
+
+
+def moe(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    reduction: MoeReduction,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    places: torch.Tensor | None,
+) -> torch.Tensor:
+    """See the operation's package."""
+    used = set((ids if places is None else places[ids]).unique().tolist())
+    prepared = (
+        [linear.prepare_weight(one) if expert in used else one for expert, one in enumerate(weight)]
+        for weight in (gate_up, down)
+    )
+    return prepared_moe(x, weights, ids, *prepared, reduction, gate_up_bias, down_bias, places)
+
+
+def prepare_experts(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The weights [experts, N, K] of one GEMM as they are wanted: [K, N] of each, in the accumulator's dtype."""
+    return tuple(linear.prepare_weight(of_expert) for of_expert in weight)
+
+
+def prepared_moe(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: Sequence[torch.Tensor],
+    down: Sequence[torch.Tensor],
+    reduction: MoeReduction,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    places: torch.Tensor | None,
+) -> torch.Tensor:
+    """``moe`` with weights from :func:`prepare_experts`: same bits, without the conversion."""
+    out = torch.empty_like(x)
+    for start in range(0, len(x), _TOKENS_AT_ONCE):
+        part = slice(start, start + _TOKENS_AT_ONCE)
+        experts = ids[part] if places is None else places[ids[part]]
+        terms = _weighted(x[part], weights[part], experts, gate_up, down, reduction, gate_up_bias, down_bias)
+        out[part] = _chain(terms.unbind(1)).to(out.dtype)
+    return out
+
+
+def _weighted(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: Sequence[torch.Tensor],
+    down: Sequence[torch.Tensor],
+    reduction: MoeReduction,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """[tokens, top_k, hidden] fp32: what each expert makes of its tokens, times the weight; 0 where it is not there."""
+    tokens, top_k = experts.shape
+    terms = torch.zeros(tokens * top_k, x.shape[1], dtype=reduction.accumulate)
+    weights, experts = weights.reshape(-1, 1), experts.reshape(-1)
+    by_expert = experts.argsort(stable=True)
+    absent, *counts = (experts + 1).bincount(minlength=len(down) + 1).tolist()
+    for expert, slots in enumerate(by_expert[absent:].split(counts)):
+        if len(slots):
+            hidden = linear.prepared_linear(x[slots // top_k], gate_up[expert], _of(gate_up_bias, expert))
+            activated = _activated(hidden, reduction.activation)
+            made = linear.prepared_accumulate(activated, down[expert], _of(down_bias, expert))
+            terms[slots] = made * weights[slots]
+    return terms.view(tokens, top_k, -1)
+
+
+def _of(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
+    return None if bias is None else bias[expert]

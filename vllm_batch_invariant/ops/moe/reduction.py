@@ -1,0 +1,79 @@
+"""What decides the bits of a mixture of experts."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ...errors import NotCovered
+
+SCORING = ("softmax", "sigmoid")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class MoeReduction:
+    """The reduction of one layer: a function of the model alone.
+
+    Scores are computed in fp32 from logits that are converted exactly, softmax as the operation of that name says.
+    Experts are compared by score plus bias, and of equal ones the lowest comes first; with groups only those of the
+    best groups are, where a group stands for its best expert, or with a bias for the sum of its best two. Weights are
+    added from the best expert on to renormalise them.
+
+    The GEMMs are those of the operation ``linear``. What gate and up give is rounded to ``dtype``, and so is what the
+    activation gives. What down gives is not: it is multiplied by the weight in ``accumulate``, the products are added
+    from the best expert on, starting with 0, and the sum is rounded once. With a part of the experts the sum is that of
+    theirs.
+
+    Attributes:
+        num_experts: of the layer, wherever they are.
+        top_k: experts of a token.
+        dtype: of tokens and experts.
+        scoring: "softmax" or "sigmoid".
+        renormalise: whether the weights of a token are divided by their sum.
+        groups: in which experts are, each of as many neighbours.
+        top_groups: whose experts are compared.
+        scale: a factor of all weights.
+        activation: of the gate, with its product by up: "silu" and "gelu" (exact, or by tanh) are rounded to ``dtype``
+            before that product, "swigluoai" (clamped, gpt-oss's) is rounded after it.
+
+    Raises:
+        NotCovered: by the constructor: a dtype, scores or an activation without a definition.
+        ValueError: by the constructor: numbers that do not fit.
+    """
+
+    num_experts: int
+    top_k: int
+    dtype: torch.dtype
+    scoring: str = "softmax"
+    renormalise: bool = True
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    activation: str = "silu"
+
+    def __post_init__(self) -> None:
+        for what, value, known in (
+            ("a mixture of experts in", self.dtype, _DTYPES),
+            ("experts chosen by", self.scoring, SCORING),
+            ("experts with the activation", self.activation, ACTIVATIONS),
+        ):
+            if value not in known:
+                names = ", ".join(str(name).removeprefix("torch.") for name in known)
+                raise NotCovered(
+                    f"{what} {str(value).removeprefix('torch.')}",
+                    f"it is defined for {names}",
+                    "serve another model, no setting helps",
+                )
+        if not 0 < self.top_groups <= self.groups or self.num_experts % self.groups:
+            raise ValueError(f"{self.top_groups} of {self.groups} groups of {self.num_experts} experts")
+        if not 0 < self.top_k <= self.num_experts // self.groups * self.top_groups:
+            raise ValueError(
+                f"a token cannot have {self.top_k} of {self.num_experts} experts in {self.top_groups} of "
+                f"{self.groups} groups"
+            )
+
+    @property
+    def accumulate(self) -> torch.dtype:
+        """The dtype of scores, weights and sums."""
+        return torch.float32

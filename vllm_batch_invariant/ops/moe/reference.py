@@ -1,0 +1,64 @@
+"""The definition of a mixture of experts, token by token in float64."""
+
+import torch
+from torch.nn import functional
+
+from .reduction import MoeReduction
+
+
+def route(
+    logits: torch.Tensor, reduction: MoeReduction, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the operation's package; weights are float64."""
+    scores = logits.double().softmax(-1) if reduction.scoring == "softmax" else logits.double().sigmoid()
+    weights, ids = [], []
+    for own in scores:
+        compared = (own if bias is None else own + bias.double()).view(reduction.groups, -1)
+        best = compared.topk(min(1 if bias is None else 2, compared.shape[1]), 1).values.sum(1)
+        groups = sorted(range(reduction.groups), key=lambda group: (-best[group].item(), group))
+        allowed = set(groups[: reduction.top_groups])
+        size = compared.shape[1]
+        experts = [expert for expert in range(len(own)) if expert // size in allowed]
+        chosen = sorted(experts, key=lambda expert: (-compared.view(-1)[expert].item(), expert))[: reduction.top_k]
+        found = own[chosen]
+        weights.append((found / found.sum() if reduction.renormalise else found) * reduction.scale)
+        ids.append(torch.tensor(chosen))
+    return torch.stack(weights), torch.stack(ids)
+
+
+def moe(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    reduction: MoeReduction,
+    *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See the operation's package; [tokens, hidden] float64, and nothing is rounded on the way."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token, slot in torch.cartesian_prod(torch.arange(len(x)), torch.arange(reduction.top_k)).tolist():
+        expert = int(ids[token, slot] if places is None else places[ids[token, slot]])
+        if expert < 0:
+            continue
+        hidden = gate_up[expert].double() @ x[token].double()
+        if gate_up_bias is not None:
+            hidden += gate_up_bias[expert].double()
+        made = down[expert].double() @ _activated(hidden, reduction.activation)
+        if down_bias is not None:
+            made += down_bias[expert].double()
+        out[token] += weights[token, slot].double() * made
+    return out
+
+
+def _activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
+    if activation == "swigluoai":
+        gate, up = hidden[::2].clamp(max=7.0), hidden[1::2].clamp(-7.0, 7.0)
+        return gate * (1.702 * gate).sigmoid() * (up + 1)
+    gate, up = hidden.chunk(2)
+    if activation == "silu":
+        return functional.silu(gate) * up
+    return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
