@@ -7,13 +7,14 @@ of the other layers has the bits that it has in the narrowest part of its layer 
 
 import math
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from .. import envs
 from ..errors import NotCovered
 from . import patch_points
+
+if TYPE_CHECKING:
+    import torch
 
 _LEAF_STEP = 16
 """A leaf of K has a multiple of so many elements, as many as a tensor core adds at once."""
@@ -37,7 +38,7 @@ def leaves() -> int:
     return int(envs.TP_TREE.read())
 
 
-def of_layer(layer: torch.nn.Module) -> LayerTree:
+def of_layer(layer: "torch.nn.Module") -> LayerTree:
     """How a linear layer or an output embedding computes.
 
     Raises:
@@ -53,7 +54,7 @@ def of_layer(layer: torch.nn.Module) -> LayerTree:
     return LayerTree(block_n=_narrowest(layer, most))
 
 
-def _narrowest(layer: torch.nn.Module, most: int) -> int:
+def _narrowest(layer: "torch.nn.Module", most: int) -> int:
     """Columns that divide every part of the layer that a worker may have, of each of the layers it is merged of."""
     sizes = getattr(layer, "output_partition_sizes", None) or [layer.num_embeddings_per_partition]
     least = layer.head_size if isinstance(layer, patch_points.QKV_PARALLEL.get()) else 1  # a KV head may be there twice
@@ -78,7 +79,7 @@ def install() -> None:
     layer = patch_points.ROW_PARALLEL.get()
     theirs = layer.forward
 
-    def forward(self: Any, input_: torch.Tensor) -> Any:
+    def forward(self: Any, input_: "torch.Tensor") -> Any:
         """vLLM's method."""
         if not self.reduce_results:
             raise NotCovered(
