@@ -17,7 +17,7 @@ from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.verify.bisect.command import _case_of
 from vllm_batch_invariant.verify.fuzz import command as fuzz_command
-from vllm_batch_invariant.verify.fuzz.command import Fuzzer, FuzzPlan, is_divisible, is_multimodal, replay
+from vllm_batch_invariant.verify.fuzz.command import Fuzzer, FuzzPlan, has_leaves, is_divisible, is_multimodal, replay
 from vllm_batch_invariant.verify.fuzz.compare import difference
 from vllm_batch_invariant.verify.fuzz.finding import CONCURRENT, Finding, Row
 from vllm_batch_invariant.verify.fuzz.schedule import Item, Reset, Schedule, draw_schedule, draw_settings, draw_targets
@@ -347,6 +347,12 @@ def test_two_workers_are_drawn_for_a_model_that_they_can_share(tmp_path: Path) -
     config.write_text('{"num_attention_heads": 14}')
     assert is_divisible(str(tmp_path), ()) == ((os.cpu_count() or 1) > 1)
     assert not is_divisible(str(tmp_path), ("--tensor-parallel-size", "4"))
+    config.write_text('{"num_attention_heads": 71}')
+    assert not has_leaves(str(tmp_path))
+    config.write_text('{"hidden_size": 64, "intermediate_size": 96}')
+    assert has_leaves(str(tmp_path))
+    config.write_text('{"hidden_size": 64, "intermediate_size": 96, "num_experts": 8}')
+    assert not has_leaves(str(tmp_path))
     config.write_text('{"num_attention_heads": 71}')
     assert not is_divisible(str(tmp_path), ())
     assert not is_divisible("some/model", ())

@@ -2,9 +2,11 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
+from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.verify.fuzz.schedule import (
     DRAFTS,
     TEXT_ONLY,
@@ -92,7 +94,7 @@ def test_schedules_fill_an_engine_exactly_and_reset_its_cache_while_requests_run
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_twelve_engines_have_every_value_of_every_setting(device: str) -> None:
     drawn = [(seed, number) for seed in (0, 1) for number in range(12)]
-    settings = [draw_settings(seed, number, device, CONTEXT, divisible=True) for seed, number in drawn]
+    settings = [draw_settings(seed, number, device, CONTEXT, divisible=True, has_leaves=True) for seed, number in drawn]
     for twelve in (settings[:12], settings[12:]):
         requests = {one.requests for one in twelve}
         assert requests >= {1, 2, 5, 64}
@@ -107,9 +109,25 @@ def test_twelve_engines_have_every_value_of_every_setting(device: str) -> None:
         assert {one.runner for one in twelve} == ({"0", "1"} if device == "cuda" else {""})
         assert {one.text for one in twelve} == {""}
         assert {one.drafts for one in twelve} == set(DRAFTS)
-        assert {one.workers for one in twelve} == ({1, 2} if device == "cpu" else {1})
-    assert {draw_settings(0, number, device, CONTEXT).workers for number in range(12)} == {1}
+        shared = {1, 2} if device == "cpu" else {1}
+        assert {one.workers for one in twelve} == {one.tree for one in twelve} == shared
+        assert {(one.workers, one.tree) for one in twelve} >= {(workers, 2) for workers in shared if device == "cpu"}
+    alone = [draw_settings(0, number, device, CONTEXT, has_leaves=True) for number in range(12)]
+    assert {(one.workers, one.tree) for one in alone} == {(1, 1)}
     assert {draw_settings(0, number, device, CONTEXT, multimodal=True).text for number in range(2)} == set(TEXT_ONLY)
+
+
+def test_with_a_tree_a_worker_alone_has_as_many_cores_as_one_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    made = {
+        (workers, tree): replace(SETTINGS[0], workers=workers, tree=tree).environment
+        for workers, tree in ((1, 1), (1, 2), (2, 1), (2, 2))
+    }
+    cores = {key: one.get("VLLM_CPU_OMP_THREADS_BIND") for key, one in made.items()}
+    assert cores == {(1, 1): None, (1, 2): "0-3", (2, 1): "0-3|4-7", (2, 2): "0-3|4-7"}
+    assert {key: one.get(TP_TREE.name) for key, one in made.items()} == {
+        (1, 1): None, (1, 2): "2", (2, 1): None, (2, 2): "2"
+    }  # fmt: skip
 
 
 def test_arguments_are_what_vllm_takes() -> None:

@@ -94,7 +94,7 @@ class Fuzzer:
         self._plan, self._on_progress = plan, on_progress
         self._device = "cuda" if _on_gpu() else "cpu"
         self._multimodal = is_multimodal(plan.model, plan.serve_args)
-        self._divisible = is_divisible(plan.model, plan.serve_args)
+        self._shared = is_divisible(plan.model, plan.serve_args), has_leaves(plan.model)
         self._context = min(CONTEXTS[self._device], plan.context or CONTEXTS[self._device])
         self._began = time.monotonic()
         self._lock, self._running, self._stopped = threading.Lock(), set[Engine](), False
@@ -141,7 +141,7 @@ class Fuzzer:
 
     def _engine(self, number: int) -> None:
         plan = self._plan
-        settings = draw_settings(plan.seed, number, self._device, self._context, self._multimodal, self._divisible)
+        settings = draw_settings(plan.seed, number, self._device, self._context, self._multimodal, *self._shared)
         row = Row(Path(plan.model).name, plan.mode, settings.label, plan.seed)
         row.date = datetime.now(UTC).date().isoformat()
         with self._lock:
@@ -276,6 +276,14 @@ def is_divisible(model: str, serve_args: Sequence[str]) -> bool:
     heads = model_config(model).get("num_attention_heads")
     chosen = any(argument.startswith("--tensor-parallel-size") for argument in serve_args)
     return bool(heads) and heads % 2 == 0 and (os.cpu_count() or 1) >= 2 and not chosen
+
+
+def has_leaves(model: str) -> bool:
+    """Whether two workers may add what they share of a model's layers as a tree: not of experts, and no odd leaves."""
+    config = model_config(model)
+    sizes = config.get("hidden_size"), config.get("intermediate_size")
+    experts = any("expert" in name for name in config)
+    return not experts and all(isinstance(size, int) and size % 32 == 0 for size in sizes)
 
 
 def replay(finding: Finding, on_progress: OnProgress = _quiet) -> tuple[Status, str]:

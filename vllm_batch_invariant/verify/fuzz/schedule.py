@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ...envs import ATTENTION
+from ...envs import ATTENTION, TP_TREE
 from ..harness.requests import KINDS, NGRAMS, OUTPUT_KINDS, Accepts, draw, draw_concurrent
 
 BORDERS = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
@@ -45,6 +45,7 @@ class Settings:
         text: the arguments by which a multimodal model is served as text: a key of ``TEXT_ONLY``; empty for none.
         drafts: tokens that n-grams propose in a step; 0 without speculative decoding.
         workers: --tensor-parallel-size, with as many equal parts of a CPU's cores.
+        tree: VLLM_BATCH_INVARIANT_TP_TREE; the parts of the cores are those of so many workers.
     """
 
     requests: int
@@ -59,6 +60,7 @@ class Settings:
     text: str = ""
     drafts: int = 0
     workers: int = 1
+    tree: int = 1
 
     @property
     def arguments(self) -> list[str]:
@@ -87,10 +89,12 @@ class Settings:
         made = {}
         if self.runner == "0" or (self.runner and not self.drafts):
             made["VLLM_USE_V2_MODEL_RUNNER"] = self.runner
-        if self.workers > 1:
-            each = (os.cpu_count() or self.workers) // self.workers
+        if (most := max(self.workers, self.tree)) > 1:
+            each = (os.cpu_count() or most) // most
             parts = [f"{worker * each}-{(worker + 1) * each - 1}" for worker in range(self.workers)]
             made["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(parts)
+        if self.tree > 1:
+            made[TP_TREE.name] = str(self.tree)
         return made
 
     @property
@@ -103,12 +107,19 @@ class Settings:
         words += [f"text={self.text}"] if self.text else []
         words += [f"drafts={self.drafts}"] if self.drafts else []
         words += [f"workers={self.workers}"] if self.workers > 1 else []
+        words += [f"tree={self.tree}"] if self.tree > 1 else []
         runner = self.environment.get("VLLM_USE_V2_MODEL_RUNNER", "")
         return " ".join([*words, {"": "", "0": "runner=v1", "1": "runner=v2"}[runner]]).rstrip()
 
 
 def draw_settings(
-    seed: int, number: int, device: str, context: int, multimodal: bool = False, divisible: bool = False
+    seed: int,
+    number: int,
+    device: str,
+    context: int,
+    multimodal: bool = False,
+    divisible: bool = False,
+    has_leaves: bool = False,
 ) -> Settings:
     """Settings ``number`` of a run. Consecutive numbers soon have every value of every option.
 
@@ -117,6 +128,7 @@ def draw_settings(
         context: longest request in tokens.
         multimodal: the model is one, and must be served as text.
         divisible: two workers can share the model's layers, and a CPU's cores.
+        has_leaves: and what they share can be added as a tree.
     """
     gpu = device == "cuda"
 
@@ -140,6 +152,7 @@ def draw_settings(
         text=take("text", tuple(TEXT_ONLY)) if multimodal else "",
         drafts=0 if gpu and ATTENTION.read() == "flex" else take("drafts", DRAFTS),
         workers=take("workers", (1, 2, 1)) if divisible and not gpu else 1,
+        tree=take("tree", (1, 2)) if divisible and has_leaves and not gpu else 1,
     )
 
 
