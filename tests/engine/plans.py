@@ -1,5 +1,9 @@
 """The requests of the main engine test: one target with concurrent requests, and what else may move its bits."""
 
+from collections.abc import Sequence
+from typing import Any
+
+from tests.engine.engines import Result, differing_answers
 from vllm_batch_invariant.verify.harness.requests import (
     SAMPLING,
     concurrent_requests,
@@ -83,3 +87,26 @@ def plan() -> list[dict]:
 def again(*names: str) -> list[dict]:
     """Some of the plan's steps, for another engine."""
     return [step for step in plan() if step["name"] in names]
+
+
+GREEDY = [request(tokens(length, length), max_tokens=12) for length in TARGETS]
+SEEDED = request(tokens(60, 9), temperature=1.0, seed=7, max_tokens=12, logprobs=3, prompt_logprobs=2)
+
+
+def alone_and_among(targets: Sequence[dict[str, Any]] = (*GREEDY, SEEDED)) -> list[dict[str, Any]]:
+    """Each target alone, all of them among others, and from a warm prefix cache."""
+    requests = {f"alone {number}": [one] for number, one in enumerate(targets)}
+    requests |= {f"among {count}": [*targets, *concurrent_requests(count, count)] for count in (1, 3, 17, 40)}
+    steps = [{"name": name, "reset_prefix_cache": True, "requests": asked} for name, asked in requests.items()]
+    return [*steps, {"name": "warm", "requests": targets}]
+
+
+def moved(done: Result) -> list[str]:
+    """Steps of such a plan in which a target has other tokens, logprobs, candidates or prompt logprobs than alone."""
+    alone = [answers[0] for name, answers in done.steps.items() if name.startswith("alone")]
+    return [
+        f"{name}: target {number}"
+        for name, answers in done.steps.items()
+        if not name.startswith("alone")
+        for number in differing_answers(answers[: len(alone)], alone)
+    ]

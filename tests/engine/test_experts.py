@@ -8,16 +8,8 @@ import pytest
 import torch
 import transformers
 
-from tests.engine.engines import (
-    Result,
-    check_of,
-    concurrent_requests,
-    differing_answers,
-    only_in_the_core,
-    request,
-    run,
-    tokens,
-)
+from tests.engine.engines import Result, check_of, only_in_the_core, run
+from tests.engine.plans import GREEDY, SEEDED, alone_and_among, moved
 from tests.engine.test_models import GQA, SIZES, checkpoint
 from tests.faults.experts import FAULTS
 from vllm_batch_invariant.verify.check.engine import EngineRun
@@ -35,10 +27,6 @@ SHAPE = Shape(layers=3, intermediate=512, experts=8, max_length=1024)
 WIDE = Shape(hidden=512, intermediate=2048, layers=3, heads=8, experts=8, expert_intermediate=512, max_length=1024)
 """Wide enough for plain vLLM to vary."""
 LIMITS = {"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 128, "skip_tokenizer_init": True}
-OTHERS = (1, 3, 17, 40)
-PROMPTS = (1, 45, 300)
-"""Tokens of the target requests; the last one is cut into chunks."""
-
 SOFTMAX = SIZES | GQA | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 FAMILIES = {
     "Qwen2-MoE with a shared expert": transformers.Qwen2MoeConfig(
@@ -80,29 +68,6 @@ FAMILIES = {
 }
 
 
-GREEDY = [request(tokens(length, length), max_tokens=12) for length in PROMPTS]
-SEEDED = request(tokens(60, 9), temperature=1.0, seed=7, max_tokens=12, logprobs=3, prompt_logprobs=2)
-
-
-def plan(targets: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each target alone, all of them among others, and from a warm prefix cache."""
-    requests = {f"alone {number}": [one] for number, one in enumerate(targets)}
-    requests |= {f"among {count}": [*targets, *concurrent_requests(count, count)] for count in OTHERS}
-    steps = [{"name": name, "reset_prefix_cache": True, "requests": asked} for name, asked in requests.items()]
-    return [*steps, {"name": "warm", "requests": targets}]
-
-
-def differing(done: Result) -> list[str]:
-    """Steps in which a target has other tokens, logprobs, candidates or prompt logprobs than alone."""
-    alone = [answers[0] for name, answers in done.steps.items() if name.startswith("alone")]
-    return [
-        f"{name}: target {number}"
-        for name, answers in done.steps.items()
-        if not name.startswith("alone")
-        for number in differing_answers(answers[: len(alone)], alone)
-    ]
-
-
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
     """An engine of a small Qwen3-MoE."""
@@ -118,7 +83,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
         cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if "tensor_parallel_size" in others else {}
         path = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
         settings = {"model": str(path)} | LIMITS | others
-        return run(settings, plan(targets), flag, bisection=bisection, afterwards=afterwards, **cores)
+        return run(settings, alone_and_among(targets), flag, bisection=bisection, afterwards=afterwards, **cores)
 
     return engine
 
@@ -136,7 +101,7 @@ def kept(start: Callable[..., Result]) -> Result:
 
 
 def test_a_request_has_the_same_bits_alone_and_among_others(kept: Result) -> None:
-    assert differing(kept) == []
+    assert moved(kept) == []
 
 
 def test_a_check_certifies_the_experts(kept: Result) -> None:
@@ -163,7 +128,7 @@ def test_a_planted_fault_is_found_and_its_layer_named(kept: Result, fault: str) 
 
 def test_plain_vllm_fails_the_same_comparison(request: pytest.FixtureRequest, start: Callable[..., Result]) -> None:
     only_in_the_core(request)
-    assert differing(start("0", GREEDY, WIDE, enforce_eager=True, max_num_batched_tokens=512))
+    assert moved(start("0", GREEDY, WIDE, enforce_eager=True, max_num_batched_tokens=512))
 
 
 @pytest.mark.parametrize("shared", ["by columns", "whole"])
@@ -171,7 +136,7 @@ def test_workers_that_share_experts_keep_the_bits(
     request: pytest.FixtureRequest, start: Callable[..., Result], shared: str
 ) -> None:
     only_in_the_core(request)
-    assert differing(start("1", tensor_parallel_size=2, enable_expert_parallel=shared == "whole")) == []
+    assert moved(start("1", tensor_parallel_size=2, enable_expert_parallel=shared == "whole")) == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -179,4 +144,4 @@ def test_a_family_keeps_the_bits(request: pytest.FixtureRequest, family: str, tm
     only_in_the_core(request)
     checkpoint(FAMILIES[family], torch.bfloat16).save_pretrained(tmp_path)
     engine = {"model": str(tmp_path), "dtype": "bfloat16"} | LIMITS
-    assert differing(run(engine, plan([*GREEDY, SEEDED]), "1")) == []
+    assert moved(run(engine, alone_and_among(), "1")) == []

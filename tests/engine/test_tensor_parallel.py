@@ -6,15 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.engines import (
-    Result,
-    concurrent_requests,
-    differing_answers,
-    only_in_the_core,
-    request,
-    run,
-    tokens,
-)
+from tests.engine.engines import Result, differing_answers, only_in_the_core, run
+from tests.engine.plans import GREEDY, alone_and_among, moved
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 
@@ -24,24 +17,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="several workers are refused on a GPU"),
 ]
 
-OTHERS = (1, 3, 17, 40)
-PROMPTS = (1, 45, 300)
 SETTINGS = {"max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 512, "tensor_parallel_size": 2}
-
-
-def targets() -> list[dict[str, Any]]:
-    """Greedy and with a seed, with listed logprobs and those of the prompt."""
-    greedy = [request(tokens(length, length), max_tokens=12) for length in PROMPTS]
-    seeded = request(tokens(60, 9), temperature=1.0, seed=7, max_tokens=12, logprobs=3, prompt_logprobs=2)
-    return [*greedy, seeded]
-
-
-ALONE = [{"name": f"alone {i}", "reset_prefix_cache": True, "requests": [one]} for i, one in enumerate(targets())]
-AMONG = [
-    {"name": f"among {count}", "reset_prefix_cache": True, "requests": [*targets(), *concurrent_requests(count, count)]}
-    for count in OTHERS
-]
-WARM = {"name": "warm", "requests": targets()}
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +35,6 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
     return engine
 
 
-def differing(done: Result) -> list[str]:
-    """Steps in which a target has other tokens, logprobs, candidates or prompt logprobs than alone."""
-    alone = [done.steps[step["name"]][0] for step in ALONE]
-    return [
-        f"{step['name']}: target {number}"
-        for step in [*AMONG, WARM]
-        for number in differing_answers(done.steps[step["name"]][: len(alone)], alone)
-    ]
-
-
 @pytest.mark.parametrize("workers", [2, 4])
 def test_a_request_has_the_same_bits_alone_and_among_others(
     request: pytest.FixtureRequest, start: Callable[..., Result], workers: int
@@ -77,25 +43,24 @@ def test_a_request_has_the_same_bits_alone_and_among_others(
     if workers > 2:
         only_in_the_core(request)
     chunks = {"max_num_batched_tokens": 128} if workers > 2 else {}
-    done = start("1", [*ALONE, *AMONG, WARM], tensor_parallel_size=workers, **chunks)
-    assert differing(done) == []
+    assert moved(start("1", alone_and_among(), tensor_parallel_size=workers, **chunks)) == []
 
 
 def test_plain_vllm_fails_the_same_comparison(request: pytest.FixtureRequest, start: Callable[..., Result]) -> None:
     only_in_the_core(request)
-    assert differing(start("0", [*ALONE, *AMONG, WARM]))
+    assert moved(start("0", alone_and_among(), dtype="float32"))
 
 
 def test_a_tree_gives_every_number_of_workers_the_same_bits(
     request: pytest.FixtureRequest, start: Callable[..., Result]
 ) -> None:
     only_in_the_core(request)
-    steps = [*ALONE, AMONG[2]]
+    steps = [step for step in alone_and_among() if step["name"].startswith(("alone", "among 17"))]
     with_tree = [start("1", steps, tensor_parallel_size=workers, tree="4") for workers in (1, 2, 4)]
     without = [start("1", steps, tensor_parallel_size=workers) for workers in (1, 2)]
 
     def answers(done: Result) -> list[dict[str, Any]]:
-        return [answer for step in steps for answer in done.steps[step["name"]][: len(ALONE)]]
+        return [answer for answers in done.steps.values() for answer in answers[: len(GREEDY) + 1]]
 
     for done in with_tree[1:]:
         assert differing_answers(answers(done), answers(with_tree[0])) == []
