@@ -84,7 +84,7 @@ def experts(llm: Any) -> dict[str, dict[str, Any]]:
     [model] = llm.apply_model(lambda model: model)
     for name, layer in model.named_modules():
         if name.endswith("mlp.gate"):
-            layer.cpu_linear.copy[:, 1::2] = layer.cpu_linear.copy[:, ::2]
+            layer.cpu_linear.copy[0][:, 1::2] = layer.cpu_linear.copy[0][:, ::2]
     found = {"no fault": plain(CASE, bisect(llm, CASE))}
     for fault in OF_EXPERTS:
         with planted(fault):

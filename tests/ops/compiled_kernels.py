@@ -33,6 +33,7 @@ from triton.runtime.jit import JITFunction
 import vllm_batch_invariant.ops.attention as attention_package
 from tests.ops.attention.cases import Chunk, Heads, Request, paged
 from vllm_batch_invariant.ops.acceptance.cuda import accept
+from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce, Peers
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention, sm90
 from vllm_batch_invariant.ops.attention import plan as planning
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
@@ -392,6 +393,17 @@ def linear_variants() -> None:
     launch_on(90, gemms)
 
 
+def all_reduces(count: int, hidden: int, dtype: torch.dtype) -> None:
+    """The sum over 2 ranks of a partial result of so many tokens; the other rank is not there."""
+    memory, addresses = torch.zeros(16, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+    AllReduce(2, lambda size: Peers(1, memory, addresses))(torch.zeros(count, hidden, dtype=dtype))
+
+
+def all_reduce_variants() -> None:
+    for count, hidden, dtype in itertools.product((1, 300), (77, 4096), (torch.bfloat16, torch.float32)):
+        launch_on(90, all_reduces, count, hidden, dtype)
+
+
 def row_variants() -> None:
     for launch in (rows, more_rows, sampling):
         launch_on(90, launch)
@@ -403,6 +415,7 @@ VARIANTS = {
     "flex": flex_variants,
     "linear": linear_variants,
     "rows": row_variants,
+    "all_reduce": all_reduce_variants,
 }
 """By operation, what launches its kernels with all that they are specialised for, on a Hopper."""
 

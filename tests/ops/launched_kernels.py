@@ -19,6 +19,7 @@ from tests.ops.compiled_kernels import (
     NO_DRIVER,
     SHARED_MEMORY,
     VARIANTS,
+    all_reduces,
     attend,
     check,
     check_options,
@@ -98,11 +99,17 @@ def sampling_batch(count: int) -> None:
     top_k_top_p(logits, torch.full((count,), 50), torch.full((count,), 0.5))
 
 
+def all_reduce_batch(count: int) -> None:
+    for hidden, dtype in ((4096, torch.bfloat16), (77, torch.float32)):
+        all_reduces(count, hidden, dtype)
+
+
 BATCHES = {
     "rows": row_batch,
     "matmuls": linear_batch,
     "attention": attention_batch,
     "sampling": sampling_batch,
+    "all-reduce": all_reduce_batch,
     "around FlexAttention": lambda count: flex(Heads(8, 2, 128, torch.bfloat16), 64, count),
 }
 """What launches kernels for a batch of a size, by operation; all but the batch stays."""
