@@ -148,7 +148,6 @@ def test_columns_have_the_bits_of_the_narrowest_part(agree: bool, monkeypatch: p
 
 def test_a_size_of_tiles_that_moves_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     stock, usual = cpu._blas, cpu.verified_block_ms(REDUCTION)
-    assert max(usual) >= 64
 
     def varies_from_64_rows(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         halves = stock(a[:, ::2].contiguous(), b[::2].contiguous()) + stock(
