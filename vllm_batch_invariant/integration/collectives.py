@@ -24,7 +24,7 @@ _LAYERS = "tp"
 
 def install_cpu() -> None:
     """Have workers on CPUs add what each has computed, in the order of their ranks."""
-    communicator = patch_points.CPU_COMMUNICATOR.get()
+    communicator, tree = patch_points.CPU_COMMUNICATOR.get(), tensor_tree.leaves() > 1
     theirs = communicator.all_reduce
 
     def all_reduce(self: Any, input_: torch.Tensor) -> torch.Tensor:
@@ -32,7 +32,7 @@ def install_cpu() -> None:
         if not input_.is_floating_point():
             return theirs(self, input_)
         partials = self.all_gather(input_.contiguous().unsqueeze(0), 0)  # [ranks, ...]
-        return input_.copy_(add_ranks(partials, tree=tensor_tree.leaves() > 1))
+        return input_.copy_(add_ranks(partials, tree))
 
     communicator.all_reduce = all_reduce
 

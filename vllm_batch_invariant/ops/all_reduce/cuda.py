@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from ..common.triton_rows import aligned, on_device_of
 from .reduction import AllReduceReduction
@@ -140,8 +141,6 @@ class _Channel:
 
     def launch(self, partial: torch.Tensor, out: torch.Tensor, reduction: AllReduceReduction, timeout: int) -> None:
         """Add one message, [elements], of at most ``schedule.largest`` bytes."""
-        from triton.language import float32, float64
-
         unit = _UNIT_BYTES // partial.itemsize
         unit = unit if partial.numel() % unit == 0 else 1
         all_reduce_kernel[(self.schedule.ctas,)](
@@ -157,7 +156,7 @@ class _Channel:
             FLAG_BYTES=self._flag_bytes,
             TWO_SHOT=self.schedule.two_shot,
             BLOCK=self.schedule.block,
-            ACCUMULATE=float64 if reduction.accumulate == torch.float64 else float32,
+            ACCUMULATE=tl.float64 if reduction.accumulate == torch.float64 else tl.float32,
             TIMEOUT=timeout,
             num_warps=self.schedule.num_warps,
             enable_fp_fusion=False,

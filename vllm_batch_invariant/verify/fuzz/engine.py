@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...envs import TP_TREE
+from ...integration.tensor_tree import leaves
 from ..harness.engine import sampling_params
 from ..harness.requests import KINDS, NOT_BESIDE_DRAFTS, OF_TEXT
 from ..harness.worker_main import bits, preemptions
@@ -37,10 +37,10 @@ def info(llm: Any) -> dict[str, Any]:
     if config.speculative_config is not None:
         left_out |= dict.fromkeys(NOT_BESIDE_DRAFTS, "vLLM does not take it beside speculative decoding")
     second = bool(getattr(config, "use_v2_model_runner", False)) and torch.cuda.is_available()
-    workers, leaves = config.parallel_config.tensor_parallel_size, int(TP_TREE.read())
+    workers, tree = config.parallel_config.tensor_parallel_size, leaves()
     of = f" of {workers} workers" * (workers > 1)  # whose number decides bits
-    if leaves > 1:  # or does not
-        of = f" with a tree of {leaves}"
+    if tree > 1:  # or does not
+        of = f" with a tree of {tree}"
     return {"left_out": left_out, "runner": f"v{1 + second}{of}"}
 
 
