@@ -186,7 +186,7 @@ def linear(x: Floats, weight: Rows, bias: Floats | None = None) -> Floats:
         weight: integers [N, segments, K / segments] of :func:`two_digits`, scale [N, segments].
         bias: [N] bf16 values.
     """
-    n, parts, _ = weight.integers.shape
+    parts = weight.integers.shape[1]
     rows = activations(in_segments(x, parts))
     sums = []
     for part in range(parts):
@@ -216,7 +216,10 @@ def silu_and_mul(x: Floats) -> Floats:
 
 def turns(head_size: int, base: float, scaling: dict[str, float] | None = None) -> NDArray[np.uint64]:
     """[head_size / 2], by how many 2**-64 of a turn each pair of elements is turned a position: base**(-2 i / head_size)
-    radians, in decimal arithmetic of 50 digits. ``scaling``: Llama 3's factors, by their names in a configuration.
+    radians, in decimal arithmetic of 50 digits.
+
+    Args:
+        scaling: Llama 3's factors, by their names in a configuration.
     """
     with localcontext() as context:
         context.prec = 50
@@ -262,19 +265,20 @@ def rotate(x: Floats, table: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Partial:
-    """Attention of query rows over some keys: their weights add up to l * 2**m, the weighted values to acc * 2**e. m and
-    e are integers held in fp32, -inf for a row that sees none of the keys.
+    """Attention of query rows over some keys: their weights add up to l * 2**m, the weighted values to acc * 2**e, in
+    units of 1 / :data:`WEIGHT_ONE`, and of 2**8 of them. m and e are integers held in fp32, -inf for a row that sees
+    none of the keys.
     """
 
     m: Floats
-    l: Floats  # noqa: E741 - as in the literature
+    l: Floats
     e: Floats
     acc: Floats
 
     def merge(self, later: "Partial") -> "Partial":
         """Both, the one with earlier keys first."""
         m, e = np.maximum(self.m, later.m), np.maximum(self.e, later.e)
-        l = self.l * _factor(self.m, m) + later.l * _factor(later.m, m)  # noqa: E741
+        l = self.l * _factor(self.m, m) + later.l * _factor(later.m, m)
         acc = self.acc * _factor(self.e, e)[:, None] + later.acc * _factor(later.e, e)[:, None]
         return Partial(m, l, e, acc)
 
@@ -309,7 +313,7 @@ def attention_tile(q: Rows, k: Rows, v: Rows, visible: NDArray[np.bool_], scale:
     m, e = above.max(-1), np.where(visible, above + i, fp32(-np.inf)).max(-1)
     seen = ~np.isneginf(m)
     w = np.where(visible, exp2(s - np.where(seen, m, fp32(0))[:, None]), fp32(0))
-    l = np.rint(np.nan_to_num(w) * fp32(WEIGHT_ONE)).astype(np.int64).sum(-1)  # noqa: E741
+    l = np.rint(np.nan_to_num(w) * fp32(WEIGHT_ONE)).astype(np.int64).sum(-1)
     shift = (np.where(seen, m, fp32(0)) - np.where(seen, e, fp32(0)))[:, None] + i
     w = w * power_of_two(np.clip(np.nan_to_num(shift), -127, 126))
     u = np.rint(np.nan_to_num(w) * fp32(WEIGHT_ONE)).astype(np.float64)
@@ -318,8 +322,8 @@ def attention_tile(q: Rows, k: Rows, v: Rows, visible: NDArray[np.bool_], scale:
 
 
 def attention(q: Floats, k: Floats, v: Floats, scale: float, window: int | None = None) -> Floats:
-    """Causal attention of a sequence's last rows over its keys, in bf16. Tiles of a split, and then splits, are merged in
-    ascending order; rows do not see tiles without a visible key.
+    """Causal attention of a sequence's last rows over its keys: the tiles of each split, and then the splits, merged in
+    ascending order; acc / l * 2**(e - m), in bf16.
 
     Args:
         q: [rows, heads, head_size], at the last positions.
@@ -383,8 +387,8 @@ def log_softmax(logits: Floats) -> Floats:
 
 
 def top_k_top_p(logits: Floats, k: int, p: float) -> Floats:
-    """Logits with -inf for all but the k largest (k = 0: all), and of these all but those that reach p of their weight:
-    the largest first, of equal ones the lowest token.
+    """Logits with -inf for all but the k largest (k = 0: all), and of these for all but the first whose weights add up
+    to p of their sum, rounded up to an integer: the largest first, of equal ones the lowest token.
     """
     order = np.argsort(-logits, kind="stable", axis=-1)
     kept = np.take_along_axis(logits, order, -1)
@@ -392,8 +396,9 @@ def top_k_top_p(logits: Floats, k: int, p: float) -> Floats:
         kept = np.where(np.arange(kept.shape[-1]) < k, kept, fp32(-np.inf))
     if p < 1:
         mass = weights(kept)
-        before = mass.cumsum(-1) - mass
-        kept = np.where(before < np.rint(mass.sum(-1, keepdims=True) * np.float64(fp32(p))), kept, fp32(-np.inf))
+        total = mass.sum(-1, keepdims=True)
+        wanted = np.clip(np.ceil(np.float64(fp32(p)) * total.astype(np.float64)).astype(np.int64), 1, total)
+        kept = np.where(mass.cumsum(-1) - mass < wanted, kept, fp32(-np.inf))
     out = np.empty_like(kept)
     np.put_along_axis(out, order, kept, -1)
     return out

@@ -1,0 +1,163 @@
+"""Exact arithmetic on a CPU: rows become integers in numba, and a product is numba's loop or one call of the BLAS."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..attention.params import PagedAttention
+from ..common.native_kernels import kernel
+from . import cpu_kernels
+from .definition import LOG2_E, SPLITS, TWO_DIGITS, segments
+
+BLAS_FROM = 8
+"""Rows of x from which a product is the BLAS's: a weight is then worth being widened to fp64."""
+BLOCK_N = 1024
+"""Rows of a weight that are widened at a time."""
+BLOCK_ROWS = 32
+"""Query rows of a work item of attention, whose keys are put on their grids once."""
+
+
+@dataclass(frozen=True)
+class ExactWeight:
+    """A weight on its rows' grids.
+
+    Attributes:
+        integers: [N, segments, K / segments] int16.
+        scale: [N, segments] fp32, powers of two.
+    """
+
+    integers: torch.Tensor
+    scale: torch.Tensor
+
+
+def prepare(weight: torch.Tensor, shared: bool) -> ExactWeight:
+    """Put a weight [N, K] bf16 on its rows' grids; ``shared``: see :func:`.definition.segments`."""
+    n, k = weight.shape
+    parts = segments(k, shared)
+    integers = torch.empty(n * parts, k // parts, dtype=torch.int16)
+    scale = torch.empty(n * parts)
+    for rows in torch.arange(n).split(BLOCK_N):
+        of = slice(int(rows[0]) * parts, (int(rows[-1]) + 1) * parts)
+        held = weight[rows].float().reshape(-1, k // parts)
+        cpu_kernels.to_weights(held.numel(), held, integers[of], scale[of])
+    return ExactWeight(integers.view(n, parts, -1), scale.view(n, parts))
+
+
+def linear(x: torch.Tensor, weight: ExactWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weight.T + bias as :func:`.definition.linear`: [..., K] bf16 to [..., N] bf16; bias [N] bf16."""
+    n, parts, length = weight.integers.shape
+    rows = x.float().reshape(-1, length)
+    m = len(rows) // parts
+    integers, scale = torch.empty(rows.shape, dtype=torch.int32), torch.empty(len(rows))
+    cpu_kernels.to_activations(rows.numel(), rows, integers, scale)
+    integers, scale = integers.view(m, parts, length), scale.view(m, parts)
+    sums = []
+    for part in range(parts):
+        t = _products(integers[:, part], weight.integers[:, part])
+        sums.append(t.to(torch.float32).mul_(weight.scale[:, part]).mul_(scale[:, part, None]))
+    while len(sums) > 1:
+        sums = [left.add_(right) for left, right in zip(sums[::2], sums[1::2], strict=True)]
+    out = sums[0] if bias is None else sums[0].add_(bias.float())
+    return out.to(torch.bfloat16).view(*x.shape[:-1], n)
+
+
+def _products(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [M, K] int32 @ weight [N, K] int16 transposed, exact: int64, or integers in fp64."""
+    m, n = len(x), len(weight)
+    if m < BLAS_FROM:
+        out = torch.empty(m, n, dtype=torch.int64)
+        cpu_kernels.products(m * n * x.shape[1], x.contiguous(), weight, out)
+        return out
+    out, wide = torch.empty(m, n, dtype=torch.float64), x.to(torch.float64)
+    for block, into in zip(weight.split(BLOCK_N), out.split(BLOCK_N, dim=1), strict=True):
+        into.copy_(kernel("mm", wide)(wide, block.to(torch.float64).t()))
+    return out
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`.definition.rms_norm`, of [..., N] bf16; with a residual, also x + residual in bf16."""
+    z = x.float() if residual is None else x.float() + residual.float()
+    rows = z.reshape(-1, z.shape[-1])
+    out = torch.empty_like(rows)
+    cpu_kernels.normalise(rows.numel(), rows, out, eps)
+    if weight is not None:
+        out *= weight.float()
+    normalised = out.to(torch.bfloat16).view(x.shape)
+    return normalised if residual is None else (normalised, z.to(torch.bfloat16))
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """As :func:`.definition.silu_and_mul`: [..., 2 N] bf16 to [..., N] bf16."""
+    rows = x.float().reshape(-1, x.shape[-1])
+    out = rows.new_empty(len(rows), x.shape[-1] // 2)
+    cpu_kernels.silu_and_mul(out.numel(), rows, out)
+    return out.to(torch.bfloat16).view(*x.shape[:-1], -1)
+
+
+def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """As :func:`.definition.rotate`: x [tokens, heads, head_size] bf16, table [tokens, head_size] bf16."""
+    (a, b), (cosine, sine) = x.float().chunk(2, dim=-1), table.float().unsqueeze(1).chunk(2, dim=-1)
+    return torch.cat((a * cosine - b * sine, b * cosine + a * sine), dim=-1).to(torch.bfloat16)
+
+
+def softmax(x: torch.Tensor) -> torch.Tensor:
+    """As :func:`.definition.softmax`, of [..., vocabulary] in fp32."""
+    return _over_rows(cpu_kernels.softmax, x)
+
+
+def log_softmax(x: torch.Tensor) -> torch.Tensor:
+    """As :func:`.definition.log_softmax`, of [..., vocabulary] in fp32."""
+    return _over_rows(cpu_kernels.log_softmax, x)
+
+
+def _over_rows(row_kernel: cpu_kernels.RowKernel, x: torch.Tensor) -> torch.Tensor:
+    rows = x.float().reshape(-1, x.shape[-1]).contiguous()
+    out = torch.empty_like(rows)
+    row_kernel(rows.numel(), rows, out)
+    return out.view(x.shape)
+
+
+def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
+    """Write the attention of ``params`` to ``out``, as :func:`.definition.attention` for each request."""
+    heads, kv_heads, head_size = params.query.shape[1], params.key_cache.shape[1], params.query.shape[2]
+    group = heads // kv_heads
+    query = params.query[: params.tokens].float().reshape(-1, head_size)
+    integers, scale = torch.empty(query.shape, dtype=torch.int32), torch.empty(len(query))
+    cpu_kernels.to_weights(query.numel(), query, integers, scale)
+    result = torch.empty(params.tokens, heads, head_size)
+    tokens = max(1, BLOCK_ROWS // group)
+    work = np.array(
+        [
+            (request, kv_head, first, min(first + tokens, rows.stop), positions[0] + first - rows.start, positions.stop)
+            for request, rows, positions in params.requests()
+            for first in range(rows.start, rows.stop, tokens)
+            for kv_head in range(kv_heads)
+        ]
+    )
+    cpu_kernels.attend(
+        int((work[:, 3] - work[:, 2]) @ work[:, 5]) * group * head_size,
+        integers.view(result.shape), scale.view(result.shape[:2]), result,
+        params.key_cache.view(torch.int16), params.value_cache.view(torch.int16), torch.from_numpy(params.table),
+        params.page_size, torch.from_numpy(work), np.float32(params.scale) * LOG2_E, params.sliding_window or 0, group,
+        torch.tensor(SPLITS),
+    )  # fmt: skip
+    out[: params.tokens] = result
+
+
+def certify() -> None:
+    """Compare the products of this machine with Python's integers, at their bounds.
+
+    Raises:
+        ArithmeticError: the BLAS or the compiled loop has another integer: it is no engine of exact arithmetic.
+    """
+    k = 4096
+    signs = torch.where(torch.arange(k) % 3 == 0, -1, 1)
+    x = torch.stack([torch.full((k,), 127 * 65_793), 8_355_711 * signs, torch.arange(k) - 17] * 3).to(torch.int32)
+    w = torch.stack([torch.full((k,), -TWO_DIGITS), TWO_DIGITS * signs, torch.arange(k) - 4000]).to(torch.int16)
+    right = [[sum(a * b for a, b in zip(left, row, strict=True)) for row in w.tolist()] for left in x.tolist()]
+    for rows in (1, len(x)):
+        if _products(x[:rows], w).tolist() != right[:rows]:
+            raise ArithmeticError(f"products of {rows} rows of integers are not exact on this machine")

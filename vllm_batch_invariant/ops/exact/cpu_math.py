@@ -1,0 +1,166 @@
+"""The functions of :mod:`.definition` for numba, with the same operations in the same order."""
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from ..common.numba_math import float_of_bits
+from . import definition
+from .definition import LOWEST_EXPONENT, MEAN_BITS, THREE_DIGITS, TWO_DIGITS
+
+_C = definition.EXP2
+_A = definition.ATANH
+_A64 = definition.ATANH_FP64
+_LN_2, _SQRT_2 = definition.LN_2, definition.SQRT_2
+_LN_2_FP64, _SQRT_2_FP64 = definition.LN_2_FP64, definition.SQRT_2_FP64
+_LOWEST, _HIGHEST = np.float32(-126), np.float32(127)
+_NAN = np.float32(np.nan)
+
+
+def _bit_cast(name: str, source: types.Type, target: types.Type, code: ir.Type):  # noqa: ANN202 - numba's
+    @intrinsic
+    def cast(typing_context, value):
+        def codegen(context, builder, signature, arguments):
+            return builder.bitcast(arguments[0], code)
+
+        return target(source), codegen
+
+    cast.__name__ = name
+    return cast
+
+
+bits_of_float = _bit_cast("bits_of_float", types.float32, types.int32, ir.IntType(32))
+bits_of_double = _bit_cast("bits_of_double", types.float64, types.int64, ir.IntType(64))
+double_of_bits = _bit_cast("double_of_bits", types.int64, types.float64, ir.DoubleType())
+
+
+@njit(inline="always")
+def exponent(x):
+    return max((bits_of_float(x) >> types.int32(23) & types.int32(255)) - types.int32(127), types.int32(LOWEST_EXPONENT))
+
+
+@njit(inline="always")
+def power_of_two(n):
+    """2**n of an integer n up to 127, 0 below -126."""
+    n = types.int32(n)
+    power = float_of_bits(types.int32((max(n, types.int32(-126)) + types.int32(127)) << types.int32(23)))
+    return np.float32(0.0) if n < -126 else power
+
+
+@njit(inline="always")
+def exp2(x):
+    inside = min(max(x, _LOWEST), _HIGHEST)
+    n = np.rint(inside)
+    f = inside - n
+    p = _C[6]
+    p = p * f + _C[5]
+    p = p * f + _C[4]
+    p = p * f + _C[3]
+    p = p * f + _C[2]
+    p = p * f + _C[1]
+    p = p * f + _C[0]
+    found = p * power_of_two(types.int32(n))
+    found = np.float32(0.0) if x < _LOWEST else found
+    return x if x != x else found
+
+
+@njit(inline="always")
+def ln(x):
+    bits = bits_of_float(x)
+    k = (bits >> types.int32(23)) - types.int32(127)
+    m = float_of_bits(types.int32(bits & types.int32(0x7FFFFF) | types.int32(0x3F800000)))
+    if m > _SQRT_2:
+        k, m = types.int32(k + 1), m * np.float32(0.5)
+    t = (m - np.float32(1.0)) / (m + np.float32(1.0))
+    return np.float32(k) * _LN_2 + (t + t) * atanh_over(t * t)
+
+
+@njit(inline="always")
+def atanh_over(square):
+    """atanh(t) / t of t**2."""
+    p = _A[4]
+    p = p * square + _A[3]
+    p = p * square + _A[2]
+    p = p * square + _A[1]
+    return p * square + _A[0]
+
+
+@njit(inline="always")
+def ln_of_integer(s):
+    bits = bits_of_double(np.float64(s))
+    k = (bits >> np.int64(52)) - np.int64(1023)
+    m = double_of_bits(bits & np.int64((1 << 52) - 1) | np.int64(1023 << 52))
+    if m > _SQRT_2_FP64:
+        k, m = k + np.int64(1), m * 0.5
+    t = (m - 1.0) / (m + 1.0)
+    square = t * t
+    p = _A64[10]
+    for i in range(9, -1, -1):
+        p = p * square + _A64[i]
+    return np.float64(k) * _LN_2_FP64 + (t + t) * p
+
+
+@njit(inline="always")
+def finest(top, bits, limit):
+    """The exponent of the finest grid on which a row's largest magnitude is an integer of at most ``limit``."""
+    e = exponent(top)
+    fits = np.rint(top * power_of_two(types.int32(bits - 1) - e)) <= limit
+    return (e if fits else e + types.int32(1)) - types.int32(bits - 1)
+
+
+@njit(inline="always")
+def largest_magnitude(row):
+    """NaN if the row is not finite."""
+    top = np.float32(0.0)
+    finite = True
+    for k in range(row.size):
+        magnitude = abs(row[k])
+        finite &= magnitude < np.inf
+        top = max(top, magnitude)
+    return top if finite else _NAN
+
+
+@njit(inline="always")
+def to_integers(row, integers, e):
+    """Write a finite row's integers on the grid 2**e; returns its scale."""
+    factor = power_of_two(-e)
+    for k in range(row.size):
+        integers[k] = np.rint(row[k] * factor)
+    return power_of_two(e)
+
+
+@njit(inline="always")
+def two_digits(row, integers):
+    top = largest_magnitude(row)
+    if top != top:
+        integers[:] = 0
+        return _NAN
+    return to_integers(row, integers, max(finest(top, 15, TWO_DIGITS), types.int32(LOWEST_EXPONENT)))
+
+
+@njit(inline="always")
+def three_digits(row, integers):
+    top = largest_magnitude(row)
+    if top != top:
+        integers[:] = 0
+        return _NAN
+    return to_integers(row, integers, max(finest(top, 23, THREE_DIGITS), types.int32(LOWEST_EXPONENT)))
+
+
+@njit(inline="always")
+def activations(row, integers):
+    top = largest_magnitude(row)
+    if top != top:
+        integers[:] = 0
+        return _NAN
+    e = exponent(top)
+    factor = power_of_two(types.int32(22) - e)
+    total = np.int64(0)
+    for k in range(row.size):
+        total += np.int64(np.rint(abs(row[k]) * factor))
+    mean = max(total // row.size, np.int64(1))
+    exponent_of_mean = (bits_of_double(np.float64(mean)) >> np.int64(52)) - np.int64(1023)
+    by_mean = types.int32(exponent_of_mean) + e - types.int32(22 + MEAN_BITS)
+    grid = max(min(finest(top, 15, TWO_DIGITS), by_mean), finest(top, 23, THREE_DIGITS))
+    return to_integers(row, integers, max(grid, types.int32(LOWEST_EXPONENT)))
