@@ -5,11 +5,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...errors import NotCovered
 from ..attention.params import PagedAttention
 from ..common.native_kernels import kernel
+from ..common.numba_rows import RowKernel
+from ..top_k_top_p.cpu import top_k_top_p as top_k_top_p_of_floats
 from . import cpu_kernels
 from .definition import LOG2_E, SPLITS, TWO_DIGITS, segments
 
+LEAVE_IT = "leave VLLM_BATCH_INVARIANT_ARITHMETIC out"
 BLAS_FROM = 8
 """Rows of x from which a product is the BLAS's: a weight is then worth being widened to fp64."""
 BLOCK_N = 1024
@@ -76,9 +80,19 @@ def _products(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    variance_size: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`.definition.rms_norm`, of [..., N] bf16; with a residual, also x + residual in bf16."""
+    """As :func:`.definition.rms_norm`, of [..., N] bf16; with a residual, also x + residual in bf16.
+
+    Raises:
+        NotCovered: another ``variance_size`` than N.
+    """
+    if variance_size not in (None, x.shape[-1]):
+        raise NotCovered("the mean of squares of a part of a row", "it has no definition in exact arithmetic", LEAVE_IT)
     z = x.float() if residual is None else x.float() + residual.float()
     rows = z.reshape(-1, z.shape[-1])
     out = torch.empty_like(rows)
@@ -103,21 +117,40 @@ def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return torch.cat((a * cosine - b * sine, b * cosine + a * sine), dim=-1).to(torch.bfloat16)
 
 
-def softmax(x: torch.Tensor) -> torch.Tensor:
-    """As :func:`.definition.softmax`, of [..., vocabulary] in fp32."""
-    return _over_rows(cpu_kernels.softmax, x)
+def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """As :func:`.definition.softmax`, computed in fp32 and rounded to ``dtype`` or x's own."""
+    return _over_rows(cpu_kernels.softmax, x, dim, dtype)
 
 
-def log_softmax(x: torch.Tensor) -> torch.Tensor:
-    """As :func:`.definition.log_softmax`, of [..., vocabulary] in fp32."""
-    return _over_rows(cpu_kernels.log_softmax, x)
+def log_softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """As :func:`.definition.log_softmax`; arguments as for :func:`softmax`."""
+    return _over_rows(cpu_kernels.log_softmax, x, dim, dtype)
 
 
-def _over_rows(row_kernel: cpu_kernels.RowKernel, x: torch.Tensor) -> torch.Tensor:
-    rows = x.float().reshape(-1, x.shape[-1]).contiguous()
+def _over_rows(row_kernel: RowKernel, x: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
+    turned = x.float().movedim(dim, -1)
+    rows = turned.reshape(-1, turned.shape[-1]).contiguous()
     out = torch.empty_like(rows)
     row_kernel(rows.numel(), rows, out)
-    return out.view(x.shape)
+    return out.view(turned.shape).movedim(-1, dim).to(dtype or x.dtype)
+
+
+def top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
+    """As :func:`.definition.top_k_top_p`, in place: logits [rows, vocabulary] fp32, k and p [rows] or None."""
+    return top_k_top_p_of_floats(logits, k, p, exact=True)
+
+
+def draw(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[rows] int64, the tokens with the largest logit and noise of :func:`.definition.gumbel`.
+
+    Args:
+        logits: [rows, vocabulary] fp32, -inf for tokens that cannot be drawn.
+        seeds: [rows] int64, the seeds modulo 2**64.
+        positions: [rows] int64, of the tokens among their requests' output.
+    """
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    cpu_kernels.draw(logits.numel(), logits.contiguous(), seeds, positions, tokens)
+    return tokens
 
 
 def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:

@@ -5,11 +5,10 @@ from numba import njit, prange
 
 from ..common.numba_math import float_of_bits
 from ..common.numba_rows import RowKernel, compiled
-from .cpu_math import activations, exp2, exponent, ln_of_integer, power_of_two, three_digits, two_digits
+from .cpu_math import activations, exp2, exponent, gumbel, ln_of_integer, mass, power_of_two, three_digits, two_digits
 from .definition import KEY_TILE, LN_2_FP64, LOG2_E, MASS_BITS, WEIGHT_ONE
 
 _ONE = np.float32(1.0)
-_MASS_ONE = np.float32(2.0**MASS_BITS)
 _LN_MASS_ONE = MASS_BITS * LN_2_FP64
 _WEIGHT_ONE = np.float32(WEIGHT_ONE)
 _MINUS_INFINITY = np.float32(-np.inf)
@@ -59,12 +58,6 @@ def _silu_and_mul_kernel(rows, out):
 
 
 @njit(inline="always")
-def mass(difference):
-    """The weight of a token whose logit is that much above the largest, as an integer."""
-    return np.int64(np.rint(exp2(difference * LOG2_E) * _MASS_ONE))
-
-
-@njit(inline="always")
 def _top_and_mass(x):
     top, is_nan = x[0], False
     for i in range(x.size):
@@ -95,6 +88,17 @@ def _log_softmax_kernel(rows, out):
             y[i] = (x[i] - top) - log
 
 
+def _draw_kernel(rows, seeds, positions, tokens):
+    for row in prange(rows.shape[0]):
+        x, best, chosen = rows[row], _MINUS_INFINITY, 0
+        for token in range(x.size):
+            if x[token] > _MINUS_INFINITY:
+                score = x[token] + gumbel(seeds[row], positions[row], token)
+                if score > best:
+                    best, chosen = score, token
+        tokens[row] = chosen
+
+
 to_activations = RowKernel(_activations_kernel)
 to_weights = RowKernel(_weights_kernel)
 products = RowKernel(_products_kernel)
@@ -102,6 +106,7 @@ normalise = RowKernel(_rms_norm_kernel)
 silu_and_mul = RowKernel(_silu_and_mul_kernel)
 softmax = RowKernel(_softmax_kernel)
 log_softmax = RowKernel(_log_softmax_kernel)
+draw = RowKernel(_draw_kernel)
 
 
 @njit(inline="always")

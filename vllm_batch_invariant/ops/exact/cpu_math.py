@@ -7,7 +7,7 @@ from numba.extending import intrinsic
 
 from ..common.numba_math import float_of_bits
 from . import definition
-from .definition import LOWEST_EXPONENT, MEAN_BITS, THREE_DIGITS, TWO_DIGITS
+from .definition import LOG2_E, LOWEST_EXPONENT, MASS_BITS, MEAN_BITS, THREE_DIGITS, TWO_DIGITS
 
 _C = definition.EXP2
 _A = definition.ATANH
@@ -16,6 +16,8 @@ _LN_2, _SQRT_2 = definition.LN_2, definition.SQRT_2
 _LN_2_FP64, _SQRT_2_FP64 = definition.LN_2_FP64, definition.SQRT_2_FP64
 _LOWEST, _HIGHEST = np.float32(-126), np.float32(127)
 _NAN = np.float32(np.nan)
+_MASS_ONE = np.float32(2.0**MASS_BITS)
+_UNIT, _HALF_UNIT, _BELOW_ONE = np.float32(2.0**-62), np.float32(2.0**-63), np.float32(1 - 2.0**-24)
 
 
 def _bit_cast(name: str, source: types.Type, target: types.Type, code: ir.Type):  # noqa: ANN202 - numba's
@@ -164,3 +166,27 @@ def activations(row, integers):
     by_mean = types.int32(exponent_of_mean) + e - types.int32(22 + MEAN_BITS)
     grid = max(min(finest(top, 15, TWO_DIGITS), by_mean), finest(top, 23, THREE_DIGITS))
     return to_integers(row, integers, max(grid, types.int32(LOWEST_EXPONENT)))
+
+
+@njit(inline="always")
+def mass(difference):
+    """The weight of a token whose logit is that much above the largest, as an integer."""
+    return np.int64(np.rint(exp2(difference * LOG2_E) * _MASS_ONE))
+
+
+@njit(inline="always")
+def _hashed(held, number):
+    held = held + number + np.uint64(0x9E3779B97F4A7C15)
+    held = (held ^ (held >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    held = (held ^ (held >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return held ^ (held >> np.uint64(31))
+
+
+@njit(inline="always")
+def gumbel(seed, position, token):
+    held = _hashed(_hashed(_hashed(np.uint64(0), np.uint64(seed)), np.uint64(position)), np.uint64(token))
+    u = np.float32(np.int64(held >> np.uint64(2))) * _UNIT + _HALF_UNIT
+    u = min(u, _BELOW_ONE)
+    t = u / (np.float32(2.0) - u)
+    exponential = (t + t) * atanh_over(t * t) if u < np.float32(0.25) else -ln(np.float32(1.0) - u)
+    return -ln(exponential)

@@ -6,6 +6,7 @@ from numba import njit, prange
 
 from ..common.numba_math import exp32, order_key, value_of
 from ..common.numba_rows import RowKernel
+from ..exact.cpu_math import mass
 from .reduction import TopKTopPReduction
 
 _REDUCTION = TopKTopPReduction.of_device("cpu")
@@ -20,8 +21,10 @@ _WEIGHTLESS = np.float32(_REDUCTION.weightless)
 
 
 @njit(inline="always")
-def _weight(key, largest):
+def _weight(key, largest, exact):
     difference = value_of(key) - value_of(largest)
+    if exact:
+        return mass(difference)
     weight = np.int64(exp32(difference) * _SCALE) if difference > _WEIGHTLESS else np.int64(0)
     return _ONE if key == largest else weight
 
@@ -31,7 +34,7 @@ def _wanted(p, total):
     return min(max(np.int64(np.ceil(np.float64(p) * np.float64(total))), np.int64(1)), total)
 
 
-def _filter_kernel(rows, ks, ps):
+def _filter_kernel(rows, ks, ps, exact):
     for row in prange(rows.shape[0]):
         bits = rows[row]
         k = ks[row] if 0 < ks[row] < bits.size else 0
@@ -44,7 +47,7 @@ def _filter_kernel(rows, ks, ps):
         total = np.int64(0)
         if k == 0:
             for i in range(bits.size):
-                total += _weight(order_key(bits[i]), largest)
+                total += _weight(order_key(bits[i]), largest, exact)
         candidates = np.empty(bits.size, np.int64)
         depth, held, enough = _FIRST_DEPTH, 0, False
         while not enough and held < bits.size:
@@ -55,7 +58,7 @@ def _filter_kernel(rows, ks, ps):
                 if not value_of(key) < lowest:
                     candidates[held] = (np.int64(~key) << 32) | i
                     held += 1
-                    weight += _weight(key, largest) if k == 0 else np.int64(0)
+                    weight += _weight(key, largest, exact) if k == 0 else np.int64(0)
             enough = held >= k if k > 0 else weight >= _wanted(p, total)
             depth = depth * np.float32(2.0) if depth < _DEEPEST else np.float32(np.inf)
         first = candidates[:held]
@@ -64,10 +67,10 @@ def _filter_kernel(rows, ks, ps):
         if p < 1:
             if k > 0:
                 for i in range(k):
-                    total += _weight(np.int32(~(first[i] >> 32)), largest)
+                    total += _weight(np.int32(~(first[i] >> 32)), largest, exact)
             wanted, weight, kept = _wanted(p, total), np.int64(0), 0
             while weight < wanted:
-                weight += _weight(np.int32(~(first[kept] >> 32)), largest)
+                weight += _weight(np.int32(~(first[kept] >> 32)), largest, exact)
                 kept += 1
         last = first[kept - 1]
         for i in range(bits.size):
@@ -78,11 +81,14 @@ def _filter_kernel(rows, ks, ps):
 _filter = RowKernel(_filter_kernel)
 
 
-def top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
-    """See the operation's package."""
+def top_k_top_p(
+    logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None, exact: bool = False
+) -> torch.Tensor:
+    """See the operation's package; ``exact``: weigh by :mod:`..exact.definition`."""
     count, length = logits.shape
     k = torch.full((count,), length) if k is None else k
     p = torch.ones(count) if p is None else p
     rows = logits.to(torch.float32).contiguous()
-    _filter(rows.numel(), rows.view(torch.int32), k.to(torch.int64).contiguous(), p.to(torch.float32).contiguous())
+    ks, ps = k.to(torch.int64).contiguous(), p.to(torch.float32).contiguous()
+    _filter(rows.numel(), rows.view(torch.int32), ks, ps, exact)
     return logits if rows is logits else logits.copy_(rows)
