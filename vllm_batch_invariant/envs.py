@@ -77,6 +77,11 @@ UNTESTED_VLLM = PatternVariable(
     "Starts a vLLM of exactly this version that was not tested. It names one, so that the next one is refused again.",
     r"[0-9][0-9A-Za-z.+_-]*|dev",
 )
+ARITHMETIC = Variable(
+    f"{FLAG}_ARITHMETIC",
+    ("float", "exact"),
+    "Sums of floats in a fixed order, or exact arithmetic: sums of integers, which every machine gives the same bits.",
+)
 TP_TREE = Variable(
     f"{FLAG}_TP_TREE",
     ("1", "2", "4", "8"),
@@ -84,6 +89,7 @@ TP_TREE = Variable(
 )
 VARIABLES = (
     Variable(FLAG, ("0", "1"), "The mode, for vLLM and this plugin."),
+    ARITHMETIC,
     ATTENTION,
     LINEAR,
     SEED,
@@ -108,6 +114,15 @@ def enabled() -> bool:
         BadSetting: the flag has a value other than 0, 1 or nothing.
     """
     return VARIABLES[0].read() == "1"
+
+
+def is_exact() -> bool:
+    """Whether exact arithmetic is asked for.
+
+    Raises:
+        BadSetting: :data:`ARITHMETIC` has another value than it can have.
+    """
+    return ARITHMETIC.read() == "exact"
 
 
 def check_flag() -> None:

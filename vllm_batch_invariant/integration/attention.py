@@ -102,6 +102,14 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.sinks = sinks  # a parameter of the model, whose values come later
         self.implementation = envs.ATTENTION.read()
+        if envs.is_exact():
+            self.implementation, self.reduction = "exact", AttentionReduction.of_device("cpu", "exact")
+            if self.logits_soft_cap is not None or alibi_slopes is not None or sinks is not None:
+                raise NotCovered(
+                    "attention with a soft cap, ALiBi or sinks in exact arithmetic",
+                    "it has no definition there",
+                    f"serve another model, or leave {envs.ARITHMETIC.name} out",
+                )
 
     def restore_after_sleep(self) -> None:
         """Write again what lies beside the weights and vLLM does not know: sleep of level 2 lets it go."""

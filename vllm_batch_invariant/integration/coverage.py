@@ -23,6 +23,10 @@ TEXT_OF = {
     "Qwen3VLForConditionalGeneration": ("image", "video"),
 }
 """Multimodal models that are served as text, by vLLM's name of their class, with what else they take."""
+EXACT_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Models all of whose operations exact arithmetic defines, by vLLM's name of their class."""
+EXACT_ROTARY_EMBEDDINGS = ("default", "llama3")
+"""Types of rotary embeddings that it defines, as configurations call them."""
 DRAFTERS = ("ngram", "custom_class", "draft_model", "eagle", "eagle3", "mtp")
 """Methods of speculative decoding that are covered, as vLLM calls them."""
 LOGITS_PROCESSORS = "vllm.logits_processors"
@@ -206,6 +210,35 @@ def _thinking_budgets(config: Config) -> str | None:
     )
 
 
+def _inexact(config: Config) -> str | None:
+    """What exact arithmetic has no definition of."""
+    if not envs.is_exact():
+        return None
+    model, parallel = config.model_config, config.parallel_config
+    text = model.hf_text_config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    dtype = str(model.dtype).removeprefix("torch.")
+    attention = envs.ATTENTION.read()
+    found = {
+        f"the model {model.architecture}": model.architecture not in EXACT_MODELS,
+        f"the activation {getattr(text, 'hidden_act', 'silu')}": getattr(text, "hidden_act", "silu") != "silu",
+        f"a rotary embedding of type {kind}": kind not in EXACT_ROTARY_EMBEDDINGS,
+        "a rotary embedding of a part of a head": rope.get("partial_rotary_factor", 1.0) != 1.0,
+        f"dtype {dtype}": dtype != "bfloat16",
+        f"tensor parallelism {parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
+        f"{envs.TP_TREE.name}={envs.TP_TREE.read()}": tensor_tree.leaves() > 1,
+        f"{envs.ATTENTION.name}={attention}": attention != envs.ATTENTION.values[0],
+        "speculative decoding": config.speculative_config is not None,
+    }
+    named = [what for what, is_used in found.items() if is_used]
+    return f"{named[0]} in exact arithmetic" if named else None
+
+
+def _exact_elsewhere(config: Config) -> str | None:  # noqa: ARG001 - of a check
+    return _when(envs.is_exact(), f"{envs.ARITHMETIC.name}=exact")
+
+
 def _npu_attention(config: Config) -> str | None:  # noqa: ARG001 - of every feature
     return _when(attention_library() is None, "attention on an NPU as it is installed here")
 
@@ -261,6 +294,11 @@ COVERED = (
         "another number of workers, or the other way to share experts, gives other bits, unless "
         "`VLLM_BATCH_INVARIANT_TP_TREE` says up to how many workers of a dense model shall have the same",
     ),
+    Feature(
+        "Exact arithmetic",
+        "`VLLM_BATCH_INVARIANT_ARITHMETIC=exact` on a CPU, in bf16: Llama, Mistral, Qwen2 and Qwen3 have the same bits "
+        "on every machine, and a receipt is computed again without an engine",
+    ),
     Feature("APIs", "vllm serve (completions, chat), offline LLM()"),
 )
 """What is covered, for the table."""
@@ -291,6 +329,19 @@ REFUSED = (
         "a leaf is the least that a worker adds",
         "set VLLM_BATCH_INVARIANT_TP_TREE to the number of workers, or leave it out",
         _tree_of_fewer_leaves,
+    ),
+    Feature(
+        "Exact arithmetic on a GPU or an NPU",
+        "its kernels have not been run there",
+        "leave VLLM_BATCH_INVARIANT_ARITHMETIC out",
+        _exact_elsewhere,
+        ("cuda", "npu"),
+    ),
+    Feature(
+        "Other models, dtypes, rotary embeddings, tensor parallelism and speculative decoding in exact arithmetic",
+        "no definition says what their bits are",
+        "serve Llama, Mistral, Qwen2 or Qwen3 in bf16 with one worker, or leave VLLM_BATCH_INVARIANT_ARITHMETIC out",
+        _inexact,
     ),
     Feature(
         "Pipeline, data and context parallelism",

@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
+from .. import envs
 from ..errors import NotCovered
-from . import experts, patch_points
+from . import exact, experts, patch_points
 
 KNOWN = {
     "torch.nn.modules": """ModuleList ModuleDict Sequential Identity Dropout Linear Embedding LayerNorm
@@ -115,19 +116,28 @@ def _problem(module: torch.nn.Module) -> str | None:
     kind = type(module)
     if _is_ours(kind):
         return None
+    if envs.is_exact() and (undefined := _undefined(module)):
+        return undefined
     if _is_known(kind):
         return _of_layer(module)
     return of_model_class(kind) or _of_tensors(module)
+
+
+def _undefined(module: torch.nn.Module) -> str | None:
+    """Why exact arithmetic has no definition of a layer; None if it has."""
+    defined = _is_known(type(module), exact.LAYERS) or type(module).__module__.startswith(MODELS)
+    changes_logits = getattr(module, "soft_cap", None) is not None
+    return None if defined and not changes_logits else "it has no definition in exact arithmetic"
 
 
 def _is_ours(kind: type) -> bool:
     return kind.__module__.startswith(f"{__package__.partition('.')[0]}.")
 
 
-def _is_known(kind: type) -> bool:
+def _is_known(kind: type, known: dict[str, str] = KNOWN) -> bool:
     return any(
         f"{kind.__module__}.".startswith(f"{place}.") and kind.__name__ in names.split()
-        for place, names in KNOWN.items()
+        for place, names in known.items()
     )
 
 

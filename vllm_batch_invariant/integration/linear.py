@@ -6,6 +6,8 @@ from weakref import WeakSet
 
 import torch
 
+from .. import envs
+from ..errors import NotCovered
 from ..ops.dispatch import module_for
 from ..ops.linear import prepare, torch_op
 from . import patch_points, tensor_tree
@@ -107,6 +109,31 @@ class PreparedLinear(PreparedWeight):
         return torch.cat([part.t().to(dtype) for part in copy])
 
 
+class ExactLinear(PreparedWeight):
+    """A layer's product in exact arithmetic; stands as its ``cpu_linear``. The copy has not all bits of the weight."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__(layer, remove_weight=False)
+        self._shared = isinstance(layer, patch_points.ROW_PARALLEL.get())
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002 - vLLM's signature
+        from ..ops.exact.cpu import ExactWeight, linear
+
+        return linear(x, ExactWeight(*self.copy), bias)
+
+    def _make_copy(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
+        from ..ops.exact.cpu import prepare
+
+        made = prepare(weight, self._shared)
+        if not bool(torch.isfinite(made.scale).all()):
+            raise NotCovered(
+                f"weights of {getattr(self._layer, 'prefix', 'the output head')} that are not finite",
+                "exact arithmetic has no integers for them",
+                "serve a checkpoint without infinities and NaN",
+            )
+        return made.integers, made.scale
+
+
 def restore_weights() -> None:
     """Give every layer of this process on a CPU its weight back, so that it can be read and written."""
     for prepared in list(_prepared):
@@ -130,7 +157,7 @@ def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
     elif layer.weight.is_meta or layer.weight.ndim != 2:
         layer.cpu_linear = torch.nn.functional.linear
     else:
-        layer.cpu_linear = PreparedLinear(layer, remove_weight)
+        layer.cpu_linear = ExactLinear(layer) if envs.is_exact() else PreparedLinear(layer, remove_weight)
         layer.cpu_linear.prepare()
 
 

@@ -100,6 +100,8 @@ ROTARY = PatchPoint(("vllm._custom_ops",), "rotary_embedding")
 """Turns queries and keys in place."""
 ROTARY_EMBEDDING = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "RotaryEmbedding")
 """The layer that calls it, and the base of those that only scale the angles."""
+LLAMA_3_ROTARY_EMBEDDING = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "Llama3RotaryEmbedding")
+SILU_AND_MUL = PatchPoint(("vllm.model_executor.layers.activation",), "SiluAndMul")
 M_ROPE = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "MRotaryEmbedding")
 """The layer of multimodal models, whose positions have three rows."""
 MISSING_STAGE = PatchPoint(("vllm.model_executor.models.utils",), "StageMissingLayer")

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from ... import envs
-from ...ops.attention import AttentionReduction, paged_attention
+from ...ops.attention import paged_attention
 from ...ops.devices import DEVICES
 from ...provenance import installed
-from .. import collectives, experts, linear
+from .. import collectives, exact, experts, linear
 from .record import VllmDevice
 
 
@@ -21,6 +21,8 @@ class Cpu(VllmDevice):
     def install_linear(self) -> None:
         linear.install_cpu()
         experts.install_cpu()
+        if envs.is_exact():
+            exact.install_cpu()
 
     def install_collectives(self) -> None:
         collectives.install_cpu()
@@ -36,15 +38,19 @@ class Cpu(VllmDevice):
             x = torch.zeros(rows, 64)
             norm.rms_norm(x, None, 1e-6)
             softmax.log_softmax(softmax.softmax(x))
-            torch.sum(x, -1)
+            if not envs.is_exact():
+                torch.sum(x, -1)
             ranking.top_and_ranks(x, 1, torch.zeros(rows, dtype=torch.int64))
             top_k_top_p.top_k_top_p(x, torch.full((rows,), 2), torch.full((rows,), 0.5))
         page = torch.zeros(1, 1, 16, 64)
         one = torch.ones(1, dtype=torch.int32)
         starts = torch.tensor([0, 1], dtype=torch.int32)
         table = torch.zeros(1, 1, dtype=torch.int32)
-        choice = {"scale": 1.0, "reduction": AttentionReduction(), "implementation": envs.ATTENTION.read()}
-        paged_attention(torch.zeros(1, 1, 64), page, page, table, one, starts, **choice)
+        choice = {"scale": 1.0, "reduction": self.attention_reduction(), "implementation": envs.ATTENTION.read()}
+        if envs.is_exact():
+            exact.compile_cpu()
+            choice["implementation"], page = "exact", page.to(torch.bfloat16)
+        paged_attention(page.new_zeros(1, 1, 64), page, page, table, one, starts, **choice)
 
     def machine(self) -> str:
         return f"machine with {torch.get_num_threads()} threads"

@@ -105,7 +105,7 @@ class VllmDevice:
 
     def attention_reduction(self) -> AttentionReduction:
         """The reduction of attention that is in force."""
-        return AttentionReduction.of_device(self.ops.type, envs.ATTENTION.read())
+        return AttentionReduction.of_device(self.ops.type, "exact" if envs.is_exact() else envs.ATTENTION.read())
 
     def summary(self, external_ops: Iterable[str]) -> list[str]:  # noqa: ARG002 - of a device that leaves some
         """What serves each operation, and what may be relied on; for the log.

@@ -13,8 +13,8 @@ from .reduction import AttentionReduction
 
 __all__ = ["IMPLEMENTATIONS", "AttentionReduction", "paged_attention"]
 
-IMPLEMENTATIONS = ("numba", "triton", "flex", "reference")
-_MODULES = {"numba": ".cpu", "triton": ".cuda", "reference": ".reference"}
+IMPLEMENTATIONS = ("numba", "triton", "flex", "reference", "exact")
+_MODULES = {"numba": ".cpu", "triton": ".cuda", "reference": ".reference", "exact": "..exact.cpu"}
 
 
 @torch.no_grad()

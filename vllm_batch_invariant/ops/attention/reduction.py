@@ -101,11 +101,13 @@ class AttentionReduction:
         return f"splits of {early}{', then ' if early else ''}{self.split_size} keys"
 
 
+_ON_GPUS = AttentionReduction(1024, ((256, 2048), (512, 32768)))
 _FASTEST = {
+    "cpu": {"exact": _ON_GPUS},
     "cuda": {
-        "auto": AttentionReduction(1024, ((256, 2048), (512, 32768))),
+        "auto": _ON_GPUS,
         # Each split has a query block of its own.
         "flex": AttentionReduction(1024, ((512, 2048),), block_m=64, num_warps=4),
-    }
+    },
 }
 """By device type and implementation. On the others a split is one step of the online softmax."""

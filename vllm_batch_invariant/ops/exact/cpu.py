@@ -40,7 +40,7 @@ def prepare(weight: torch.Tensor, shared: bool) -> ExactWeight:
     n, k = weight.shape
     parts = segments(k, shared)
     integers = torch.empty(n * parts, k // parts, dtype=torch.int16)
-    scale = torch.empty(n * parts)
+    scale = torch.empty(n * parts, dtype=torch.float32)
     for rows in torch.arange(n).split(BLOCK_N):
         of = slice(int(rows[0]) * parts, (int(rows[-1]) + 1) * parts)
         held = weight[rows].float().reshape(-1, k // parts)
@@ -53,7 +53,7 @@ def linear(x: torch.Tensor, weight: ExactWeight, bias: torch.Tensor | None = Non
     n, parts, length = weight.integers.shape
     rows = x.float().reshape(-1, length)
     m = len(rows) // parts
-    integers, scale = torch.empty(rows.shape, dtype=torch.int32), torch.empty(len(rows))
+    integers, scale = torch.empty(rows.shape, dtype=torch.int32), torch.empty(len(rows), dtype=torch.float32)
     cpu_kernels.to_activations(rows.numel(), rows, integers, scale)
     integers, scale = integers.view(m, parts, length), scale.view(m, parts)
     sums = []
@@ -158,9 +158,9 @@ def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
     heads, kv_heads, head_size = params.query.shape[1], params.key_cache.shape[1], params.query.shape[2]
     group = heads // kv_heads
     query = params.query[: params.tokens].float().reshape(-1, head_size)
-    integers, scale = torch.empty(query.shape, dtype=torch.int32), torch.empty(len(query))
+    integers, scale = torch.empty(query.shape, dtype=torch.int32), torch.empty(len(query), dtype=torch.float32)
     cpu_kernels.to_weights(query.numel(), query, integers, scale)
-    result = torch.empty(params.tokens, heads, head_size)
+    result = torch.empty(params.tokens, heads, head_size, dtype=torch.float32)
     tokens = max(1, BLOCK_ROWS // group)
     work = np.array(
         [

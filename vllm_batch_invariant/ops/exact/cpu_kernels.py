@@ -4,7 +4,7 @@ import numpy as np
 from numba import njit, prange
 
 from ..common.numba_math import float_of_bits
-from ..common.numba_rows import RowKernel, compiled
+from ..common.numba_rows import RowKernel
 from .cpu_math import activations, exp2, exponent, gumbel, ln_of_integer, mass, power_of_two, three_digits, two_digits
 from .definition import KEY_TILE, LN_2_FP64, LOG2_E, MASS_BITS, WEIGHT_ONE
 
@@ -190,7 +190,8 @@ def _attend(query, q_scale, out, keys, values, table, page_size, work, factor, w
         k, v = np.empty((KEY_TILE, head_size), np.int32), np.empty((KEY_TILE, head_size), np.int32)
         k_scale, v_scale = np.empty(KEY_TILE, np.float32), np.empty(KEY_TILE, np.float32)
         total = np.empty(head_size, np.int64)
-        ml, part_ml, tile_ml = np.empty((rows, 2), np.float32), np.empty((rows, 2), np.float32), np.empty((rows, 2), np.float32)
+        ml = np.empty((rows, 2), np.float32)
+        part_ml, tile_ml = np.empty_like(ml), np.empty_like(ml)
         acc = np.empty((rows, head_size + 1), np.float32)
         part_acc, tile_acc = np.empty_like(acc), np.empty_like(acc)
         lowest = max(0, position - window + 1) if window > 0 else 0
@@ -230,8 +231,10 @@ def _attend(query, q_scale, out, keys, values, table, page_size, work, factor, w
         for row in range(rows):
             y = out[first_row + row // group, kv_head * group + row % group]
             difference = acc[row, 0] - ml[row, 0]
-            shift = difference if difference != difference else power_of_two(
-                np.int32(min(max(difference, np.float32(-127.0)), np.float32(119.0))) + np.int32(8)
+            shift = (
+                difference
+                if difference != difference
+                else power_of_two(np.int32(min(max(difference, np.float32(-127.0)), np.float32(119.0))) + np.int32(8))
             )
             for d in range(head_size):
                 y[d] = acc[row, d + 1] / ml[row, 1] * shift

@@ -20,7 +20,7 @@ _MASS_ONE = np.float32(2.0**MASS_BITS)
 _UNIT, _HALF_UNIT, _BELOW_ONE = np.float32(2.0**-62), np.float32(2.0**-63), np.float32(1 - 2.0**-24)
 
 
-def _bit_cast(name: str, source: types.Type, target: types.Type, code: ir.Type):  # noqa: ANN202 - numba's
+def _bit_cast(name: str, source: types.Type, target: types.Type, code: ir.Type):
     @intrinsic
     def cast(typing_context, value):
         def codegen(context, builder, signature, arguments):
@@ -39,7 +39,9 @@ double_of_bits = _bit_cast("double_of_bits", types.int64, types.float64, ir.Doub
 
 @njit(inline="always")
 def exponent(x):
-    return max((bits_of_float(x) >> types.int32(23) & types.int32(255)) - types.int32(127), types.int32(LOWEST_EXPONENT))
+    return max(
+        (bits_of_float(x) >> types.int32(23) & types.int32(255)) - types.int32(127), types.int32(LOWEST_EXPONENT)
+    )
 
 
 @njit(inline="always")

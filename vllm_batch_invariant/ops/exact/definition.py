@@ -215,8 +215,8 @@ def silu_and_mul(x: Floats) -> Floats:
 
 
 def turns(head_size: int, base: float, scaling: dict[str, float] | None = None) -> NDArray[np.uint64]:
-    """[head_size / 2], by how many 2**-64 of a turn each pair of elements is turned a position: base**(-2 i / head_size)
-    radians, in decimal arithmetic of 50 digits.
+    """[head_size / 2], by how many 2**-64 of a turn each pair of elements is turned a position. In radians that is
+    base**(-2 i / head_size), computed in decimal arithmetic of 50 digits.
 
     Args:
         scaling: Llama 3's factors, by their names in a configuration.

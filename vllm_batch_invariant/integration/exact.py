@@ -1,0 +1,137 @@
+"""Exact arithmetic (``VLLM_BATCH_INVARIANT_ARITHMETIC=exact``) in vLLM: its layers, samplers and attention.
+
+What a layer computes is :mod:`..ops.exact.definition`; operations that are not defined there are refused, when a model
+is loaded if they are a layer's, and else when they are called.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from .. import envs
+from ..errors import NotCovered
+from ..ops import dispatch
+from ..ops.dispatch import module_for
+from . import patch_points
+
+LAYERS = {
+    "torch.nn.modules": "ModuleList",
+    "vllm.model_executor.layers.linear": """ReplicatedLinear ColumnParallelLinear MergedColumnParallelLinear
+        QKVParallelLinear RowParallelLinear""",
+    "vllm.model_executor.layers.vocab_parallel_embedding": "VocabParallelEmbedding ParallelLMHead",
+    "vllm.model_executor.layers.logits_processor": "LogitsProcessor",
+    "vllm.model_executor.layers.attention": "Attention",
+    "vllm.model_executor.layers.rotary_embedding": "ApplyRotaryEmb",
+}
+"""Layers of vLLM's and PyTorch's that compute what is defined, as :data:`.layers.KNOWN` names them."""
+_OPERATIONS = {
+    "norm": ".exact.cpu",
+    "softmax": ".exact.cpu",
+    "top_k_top_p": ".exact.cpu",
+    "linear": ".exact.undefined",
+    "reduce": ".exact.undefined",
+    "moe": ".exact.undefined",
+}
+"""The modules, relative to the operations' package, that have an operation's place on a CPU."""
+
+_LEAVE = f"serve another model, or leave {envs.ARITHMETIC.name} out"
+_drawn: WeakKeyDictionary[torch.Generator, int] = WeakKeyDictionary()
+"""How many tokens were drawn with a request's generator."""
+
+
+def install_cpu() -> None:
+    """Put its operations, layers and draws where a worker on a CPU calls others."""
+    _cpu().certify()
+    for operation, module in _OPERATIONS.items():
+        dispatch.MODULES[operation, "cpu"] = module
+    module_for.cache_clear()
+    _register(patch_points.SILU_AND_MUL.get(), forward=_silu_and_mul)
+    for point in (patch_points.ROTARY_EMBEDDING, patch_points.LLAMA_3_ROTARY_EMBEDDING):
+        _register(point.get(), forward=_rotate, _compute_cos_sin_cache=_rotary_table)
+    sampler = patch_points.TOP_K_TOP_P_SAMPLER.get()
+    sampler.forward_cpu = sampler.forward_native = _draw
+
+
+def compile_cpu() -> None:
+    """Run the kernels once on next to nothing, for one thread and for many."""
+    ops = _cpu()
+    for rows in (1, 1024):
+        x = torch.zeros(rows, 64, dtype=torch.bfloat16)
+        ops.linear(x[:1].expand(min(rows, 4), 64), ops.prepare(x, shared=False))
+        ops.silu_and_mul(x)
+        ops.draw(x.float(), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
+
+
+def _cpu() -> Any:
+    """The operations of a CPU: a module that needs numba."""
+    from ..ops.exact import cpu
+
+    return cpu
+
+
+def _register(layer: type, forward: Callable[..., object], **methods: Callable[..., object]) -> None:
+    """Register a class as the out-of-tree form of one of vLLM's layers, so that every model builds it instead."""
+    if layer.__name__ in patch_points.CUSTOM_OP.module().op_registry_oot:
+        return
+    methods |= dict.fromkeys(("forward_native", "forward_cpu", "forward_oot"), forward)
+    made = type(f"Exact{layer.__name__}", (layer,), {"__module__": __name__, **methods})
+    layer.register_oot(made, name=layer.__name__)
+
+
+def _silu_and_mul(_: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return _cpu().silu_and_mul(x)
+
+
+def _rotary_table(self: Any) -> torch.Tensor:
+    """[positions, head size], the cosines and sines that vLLM keeps."""
+    from ..ops.exact.definition import rotary_table, turns
+
+    if self.rotary_dim != self.head_size or not self.is_neox_style:
+        raise NotCovered("a rotary embedding of a part of a head, or of pairs", "it has no definition", _LEAVE)
+    scaling = None
+    if hasattr(self, "low_freq_factor"):
+        scaling = {
+            "factor": self.scaling_factor,
+            "low_freq_factor": self.low_freq_factor,
+            "high_freq_factor": self.high_freq_factor,
+            "original_max_position_embeddings": self.orig_max_position,
+        }
+    return torch.from_numpy(rotary_table(self.max_position_embeddings, turns(self.head_size, self.base, scaling)))
+
+
+def _rotate(
+    self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    table = self.cos_sin_cache[positions.flatten()]
+    turned = [
+        x if x is None else _cpu().rotate(x.unflatten(-1, (-1, self.head_size)), table).view(x.shape)
+        for x in (query, key)
+    ]
+    return turned[0], turned[1]
+
+
+def _draw(
+    self: Any,
+    logits: torch.Tensor,
+    generators: dict[int, torch.Generator],
+    k: torch.Tensor | None,
+    p: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """vLLM's method: tokens drawn of filtered logits, and what it reports of these. A request with a seed has noise of
+    the seed and of how many tokens it has drawn; others have noise of a number that PyTorch draws.
+    """
+    logits = patch_points.TOP_K_TOP_P.get()(logits, k, p)
+    reported = None
+    if self.logprobs_mode == "processed_logits":
+        reported = logits
+    elif self.logprobs_mode == "processed_logprobs":
+        reported = logits.log_softmax(dim=-1, dtype=torch.float32)
+    seeds, positions = torch.randint(0, 2**62, (len(logits),)), torch.zeros(len(logits), dtype=torch.int64)
+    for row, generator in generators.items():
+        seeds[row] = torch.tensor(generator.initial_seed(), dtype=torch.uint64).view(torch.int64)
+        positions[row] = _drawn.get(generator, 0)
+        _drawn[generator] = int(positions[row]) + 1
+    tokens = _cpu().draw(logits.to(torch.float32), seeds, positions)
+    return tokens, reported
