@@ -23,6 +23,10 @@ _DECIDING = ("ops/**/*.py", "integration/**/*.py", "aten/**/*.py")
 """This project's sources that can move a bit."""
 
 
+EXACT = "exact arithmetic"
+"""The name of its reductions."""
+
+
 @dataclass(frozen=True)
 class Environment:
     """What the engine says of itself, as far as bits depend on it (docs/contract.md). Empty where it says nothing."""
@@ -35,6 +39,11 @@ class Environment:
     device: dict[str, str | int] = field(default_factory=dict)
     engine: dict[str, str] = field(default_factory=dict)
     reductions: dict[str, dict[str, str | int]] = field(default_factory=dict)
+
+    @property
+    def exact_format(self) -> str | None:
+        """The format of its exact arithmetic; None if its arithmetic is another."""
+        return str(self.reductions[EXACT]["format"]) if EXACT in self.reductions else None
 
     @property
     def is_silent(self) -> bool:
@@ -54,6 +63,7 @@ def environment_here(
     attention_by: str,
     engine: dict[str, str],
     experts: Sequence["MoeReduction"] = (),
+    exact: bool = False,
 ) -> Environment:
     """What this process is, with the mode on.
 
@@ -68,7 +78,12 @@ def environment_here(
         attention_by: its implementation: bits of two are not comparable.
         engine: settings of vLLM's that decide bits.
         experts: the reductions of mixtures of experts, one of each kind.
+        exact: whether its arithmetic is exact. Then the name of the format says all about its reductions.
     """
+    if exact:
+        from .ops.exact import FORMAT
+
+        return Environment(True, versions, device, engine, {EXACT: {"format": FORMAT}})
     import torch
 
     from .ops.linear import LinearReduction

@@ -404,6 +404,30 @@ def top_k_top_p(logits: Floats, k: int, p: float) -> Floats:
     return out
 
 
+def penalised(
+    logits: Floats, in_prompt: NDArray[np.bool_], counts: Integers, repetition: float, frequency: float, presence: float
+) -> Floats:
+    """Logits after a request's penalties, in vLLM's order.
+
+    Args:
+        in_prompt: [vocabulary], whether the prompt has a token.
+        counts: [vocabulary], how often the output has it.
+        repetition: logits of tokens in either are divided by it (times its reciprocal) above 0, and multiplied below.
+        frequency: is subtracted, times the count.
+        presence: is subtracted from those of tokens in the output.
+    """
+    factor = np.where(in_prompt | (counts > 0), fp32(repetition), fp32(1))
+    logits = logits * np.where(logits > 0, fp32(1) / factor, factor)
+    logits = logits - fp32(frequency) * counts.astype(fp32)
+    return logits - fp32(presence) * (counts > 0).astype(fp32)
+
+
+def min_p(logits: Floats, p: float) -> Floats:
+    """Logits with -inf for tokens whose probability is below the largest one's times p."""
+    probability = softmax(logits)
+    return np.where(probability < probability.max(-1, keepdims=True) * fp32(p), fp32(-np.inf), logits)
+
+
 def uniform(seed: int, position: int, tokens: NDArray[np.uint64]) -> Floats:
     """A number above 0 and below 1 for each token: 64 bits of a hash, rounded to fp32.
 
@@ -429,7 +453,9 @@ def gumbel(seed: int, position: int, tokens: NDArray[np.uint64]) -> Floats:
     return -ln(exponential)
 
 
-def draw(logits: Floats, temperature: float, k: int, p: float, seed: int, position: int) -> int:
+def draw(
+    logits: Floats, temperature: float, k: int, p: float, seed: int, position: int, smallest_p: float = 0.0
+) -> int:
     """The token that a request with a seed takes, given its row of logits.
 
     Args:
@@ -439,8 +465,10 @@ def draw(logits: Floats, temperature: float, k: int, p: float, seed: int, positi
         p: see :func:`top_k_top_p`.
         seed: of the request.
         position: of the token among the request's output.
+        smallest_p: see :func:`min_p`.
     """
     if temperature == 0:
         return int(logits.argmax())
-    kept = top_k_top_p(logits / fp32(temperature), k, p)
+    heated = logits / fp32(temperature)
+    kept = top_k_top_p(min_p(heated, smallest_p) if smallest_p > 0 else heated, k, p)
     return int((kept + gumbel(seed, position, np.arange(len(logits), dtype=np.uint64))).argmax())

@@ -89,6 +89,8 @@ def _make(options: argparse.Namespace, parser: OneLineParser) -> int:
 
 def _verify(options: argparse.Namespace, parser: OneLineParser) -> int:
     _check_target(parser, options)
+    if options.without_engine and (options.base_url or options.serve_args):
+        parser.error("--without-engine computes it here: leave out --base-url and --serve-args")
     from .record import Receipt
 
     receipt = Receipt.load(options.receipt)
@@ -109,6 +111,13 @@ def _verify(options: argparse.Namespace, parser: OneLineParser) -> int:
                 before=_print_notes,
             )
         )
+    elif options.without_engine:
+        from .recompute import recompute
+
+        if prompt is not None:
+            raise NoTestError("--without-engine has no tokenizer for a prompt in words: verify a receipt that holds it")
+        with waiting(consoles()[1], "computing it by the definition"):
+            verdict = recompute(receipt, options.model, before=_print_notes)
     else:
         if receipt.prompt.token_ids is None and prompt is None:
             receipt.prompt.ids()  # refuses before an engine is started in vain
@@ -212,6 +221,11 @@ def add_arguments(parser: OneLineParser) -> None:
     verifying.add_argument("receipt", type=Path, help="the receipt's file", metavar="FILE")
     _add_target(verifying)
     _add_prompt(verifying, "the prompt of a private receipt")
+    verifying.add_argument(
+        "--without-engine",
+        action="store_true",
+        help="of a receipt in exact arithmetic: compute it from the model's files by the definition, on any CPU",
+    )
     verifying.add_argument(
         "--concurrent", type=at_least(0), default=8, metavar="N", help="concurrent requests at a time"
     )

@@ -129,9 +129,11 @@ def notes_on(left: EngineInfo, right: EngineInfo, names: tuple[str, str]) -> tup
         left_side, right_side = (_flat(getattr(environment, section)) for environment in both)
         if not (left_side or right_side or silent or off):
             notes.append(Note(f"{section}: unknown in both", promised=False))
+        whole = both[0].exact_format and both[0].exact_format == both[1].exact_format
         known = left_side.keys() & right_side.keys() if silent or off else left_side.keys() | right_side.keys()
         differing = _differing(left_side, right_side, names, known)
-        notes.append(Note(f"{section}: {differing}", promised=False) if differing else None)
+        promised = bool(whole) and section in ("device", "versions")  # the format alone decides the bits
+        notes.append(Note(f"{section}: {differing}", promised) if differing else None)
     return tuple(note for note in notes if note is not None)
 
 

@@ -1,0 +1,86 @@
+"""A receipt of exact arithmetic computed again without an engine: by the definition, from the model's files."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from ...ops.exact import FORMAT, definition
+from ...ops.exact.decoder import Decoder
+from ...ops.exact.definition import Floats
+from ..outcome import NoTestError
+from .comparison import Note, Verdict, extent, first_difference_of, notes_on
+from .model_files import local_folder, model_at
+from .record import Completion, EngineInfo, Receipt, Sampling
+
+_ROWS = 64
+"""Of logits that are held at a time."""
+
+
+def recompute(
+    receipt: Receipt,
+    model: str,
+    *,
+    prompt_token_ids: Sequence[int] | None = None,
+    before: Callable[[tuple[Note, ...]], None] = lambda _: None,
+) -> Verdict:
+    """Compute a receipt's completion again, as one prefill of its prompt and completion, and compare it bit for bit.
+
+    What ended the completion (a stop string, the end of the text) is taken from the receipt.
+
+    Args:
+        model: a folder with the checkpoint, or a name in the cache of Hugging Face's hub.
+        prompt_token_ids: the prompt of a private receipt.
+        before: is called first, with the differences between this model and the receipt's.
+
+    Raises:
+        NoTestError: the receipt is not of exact arithmetic in this format, its request has what is not computed here,
+            or the prompt or the model's files are missing.
+        NotCovered: a model without a definition.
+    """
+    prompt, sampling = receipt.prompt.ids(prompt_token_ids), receipt.sampling
+    _check(receipt)
+    folder = local_folder(model)
+    if folder is None:
+        raise NoTestError(f"the files of {model} are not on this machine, and without an engine they are needed")
+    here = EngineInfo(model_at(folder, model), receipt.environment)
+    notes = notes_on(receipt.info, here, ("the receipt", "the definition"))
+    before(notes)
+    ids = receipt.completion.token_ids
+    logits = Decoder(folder).logits([*prompt, *ids[:-1]], slice(len(prompt) - 1, None))
+    got = Completion.of(_positions(logits, prompt, ids, sampling), receipt.completion.finish_reason)
+    compared = f"{extent(receipt.completion)}, computed again by the definition {FORMAT}"
+    return Verdict(notes, first_difference_of(receipt.completion, got), compared)
+
+
+def _check(receipt: Receipt) -> None:
+    environment = receipt.environment
+    if environment.exact_format != FORMAT:
+        found = environment.exact_format or "another arithmetic"
+        raise NoTestError(f"without an engine only receipts in exact arithmetic {FORMAT} are verified, not in {found}")
+    mode = environment.engine.get("logprobs_mode", "raw_logprobs")
+    if mode != "raw_logprobs":
+        raise NoTestError(f"without an engine only raw logprobs are computed, and the receipt has {mode}")
+    if receipt.sampling.min_tokens:
+        raise NoTestError("without an engine min_tokens is not known: which tokens end a text follows the tokenizer")
+
+
+def _positions(
+    logits: Floats, prompt: Sequence[int], ids: Sequence[int], sampling: Sampling
+) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
+    """Each position's token, its logprob, and the candidates that are listed beside it with theirs."""
+    vocabulary = logits.shape[-1]
+    in_prompt, counts = np.zeros(vocabulary, bool), np.zeros(vocabulary, np.int64)
+    in_prompt[list(prompt)] = True
+    penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+    for start in range(0, len(ids), _ROWS):
+        rows = logits[start : start + _ROWS]
+        for position, (row, logprobs) in enumerate(zip(rows, definition.log_softmax(rows), strict=True), start):
+            if penalties != (1, 0, 0):
+                row = definition.penalised(row, in_prompt, counts, *penalties)
+            token = definition.draw(
+                row, sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed or 0, position, sampling.min_p
+            )
+            first = np.argsort(-logprobs, kind="stable")[: sampling.logprobs]
+            listed = {int(one): float(logprobs[one]) for one in (*first, token)}
+            yield token, listed[token], sorted(listed.items())
+            counts[ids[position]] += 1
