@@ -229,7 +229,6 @@ def _inexact(config: Config) -> str | None:
         f"tensor parallelism {parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
         f"{envs.TP_TREE.name}={envs.TP_TREE.read()}": tensor_tree.leaves() > 1,
         f"{envs.ATTENTION.name}={attention}": attention != envs.ATTENTION.values[0],
-        "speculative decoding": config.speculative_config is not None,
     }
     named = [what for what, is_used in found.items() if is_used]
     return f"{named[0]} in exact arithmetic" if named else None

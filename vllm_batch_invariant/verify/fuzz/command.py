@@ -17,7 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...envs import FLAG
+from ...envs import FLAG, is_exact
+from ...integration.coverage import EXACT_MODELS
 from ..harness.engine import context_of, model_config
 from ..harness.worker import Engine, EngineFailed
 from ..outcome import Status
@@ -93,8 +94,12 @@ class Fuzzer:
     def __init__(self, plan: FuzzPlan, on_progress: OnProgress = _quiet) -> None:
         self._plan, self._on_progress = plan, on_progress
         self._device = "cuda" if _on_gpu() else "cpu"
-        self._multimodal = is_multimodal(plan.model, plan.serve_args)
-        self._shared = is_divisible(plan.model, plan.serve_args), has_leaves(plan.model)
+        self._layers = {
+            "multimodal": is_multimodal(plan.model, plan.serve_args),
+            "divisible": not is_exact() and is_divisible(plan.model, plan.serve_args),
+            "has_leaves": has_leaves(plan.model),
+            "defined": is_defined(plan.model, plan.serve_args),
+        }
         self._context = min(CONTEXTS[self._device], plan.context or CONTEXTS[self._device])
         self._began = time.monotonic()
         self._lock, self._running, self._stopped = threading.Lock(), set[Engine](), False
@@ -141,7 +146,7 @@ class Fuzzer:
 
     def _engine(self, number: int) -> None:
         plan = self._plan
-        settings = draw_settings(plan.seed, number, self._device, self._context, self._multimodal, *self._shared)
+        settings = draw_settings(plan.seed, number, self._device, self._context, **self._layers)
         row = Row(Path(plan.model).name, plan.mode, settings.label, plan.seed)
         row.date = datetime.now(UTC).date().isoformat()
         with self._lock:
@@ -284,6 +289,16 @@ def has_leaves(model: str) -> bool:
     sizes = config.get("hidden_size"), config.get("intermediate_size")
     experts = any("expert" in name for name in config)
     return not experts and all(isinstance(size, int) and size % 32 == 0 for size in sizes)
+
+
+def is_defined(model: str, serve_args: Sequence[str]) -> bool:
+    """Whether exact arithmetic defines a model: a known one in bf16, of which the arguments change nothing."""
+    config = model_config(model)
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    changed = any(
+        argument.startswith(("--dtype", "--hf-overrides", "--tensor-parallel-size")) for argument in serve_args
+    )
+    return config.get("architectures", [""])[0] in EXACT_MODELS and dtype == "bfloat16" and not changed
 
 
 def replay(finding: Finding, on_progress: OnProgress = _quiet) -> tuple[Status, str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...envs import is_exact
 from ...integration.tensor_tree import leaves
 from ..harness.engine import sampling_params
 from ..harness.requests import KINDS, NOT_BESIDE_DRAFTS, OF_TEXT
@@ -41,6 +42,8 @@ def info(llm: Any) -> dict[str, Any]:
     of = f" of {workers} workers" * (workers > 1)  # whose number decides bits
     if tree > 1:  # or does not
         of = f" with a tree of {tree}"
+    if is_exact():
+        of = " in exact arithmetic"
     return {"left_out": left_out, "runner": f"v{1 + second}{of}"}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ...envs import ATTENTION, TP_TREE
+from ...envs import ARITHMETIC, ATTENTION, TP_TREE
 from ..harness.requests import KINDS, NGRAMS, OUTPUT_KINDS, Accepts, draw, draw_concurrent
 
 BORDERS = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
@@ -46,6 +46,7 @@ class Settings:
         drafts: tokens that n-grams propose in a step; 0 without speculative decoding.
         workers: --tensor-parallel-size, with as many equal parts of a CPU's cores.
         tree: VLLM_BATCH_INVARIANT_TP_TREE; the parts of the cores are those of so many workers.
+        exact: exact arithmetic.
     """
 
     requests: int
@@ -61,6 +62,7 @@ class Settings:
     drafts: int = 0
     workers: int = 1
     tree: int = 1
+    exact: bool = False
 
     @property
     def arguments(self) -> list[str]:
@@ -95,6 +97,8 @@ class Settings:
             made["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(parts)
         if self.tree > 1:
             made[TP_TREE.name] = str(self.tree)
+        if self.exact:
+            made[ARITHMETIC.name] = "exact"
         return made
 
     @property
@@ -108,6 +112,7 @@ class Settings:
         words += [f"drafts={self.drafts}"] if self.drafts else []
         words += [f"workers={self.workers}"] if self.workers > 1 else []
         words += [f"tree={self.tree}"] if self.tree > 1 else []
+        words += ["exact"] if self.exact else []
         runner = self.environment.get("VLLM_USE_V2_MODEL_RUNNER", "")
         return " ".join([*words, {"": "", "0": "runner=v1", "1": "runner=v2"}[runner]]).rstrip()
 
@@ -120,6 +125,7 @@ def draw_settings(
     multimodal: bool = False,
     divisible: bool = False,
     has_leaves: bool = False,
+    defined: bool = False,
 ) -> Settings:
     """Settings ``number`` of a run. Consecutive numbers soon have every value of every option.
 
@@ -129,6 +135,7 @@ def draw_settings(
         multimodal: the model is one, and must be served as text.
         divisible: two workers can share the model's layers, and a CPU's cores.
         has_leaves: and what they share can be added as a tree.
+        defined: exact arithmetic defines the model.
     """
     gpu = device == "cuda"
 
@@ -139,6 +146,8 @@ def draw_settings(
         return (order[::-1] if option == "requests" and order[0] == 1 and cycle == 0 else order)[place]
 
     many = random.Random(f"{seed} many {number}").choice(_MANY)
+    workers = take("workers", (1, 2, 1)) if divisible and not gpu else 1
+    tree = take("tree", (1, 2)) if divisible and has_leaves and not gpu else 1
     return Settings(
         requests=take("requests", (1, 2, 5, 64, many)),
         step_tokens=take("step", (64, 300, 2048, 8192)),
@@ -151,8 +160,9 @@ def draw_settings(
         context=context,
         text=take("text", tuple(TEXT_ONLY)) if multimodal else "",
         drafts=0 if gpu and ATTENTION.read() == "flex" else take("drafts", DRAFTS),
-        workers=take("workers", (1, 2, 1)) if divisible and not gpu else 1,
-        tree=take("tree", (1, 2)) if divisible and has_leaves and not gpu else 1,
+        workers=workers,
+        tree=tree,
+        exact=defined and not gpu and workers == tree == 1 and take("arithmetic", (True, False)),
     )
 
 
