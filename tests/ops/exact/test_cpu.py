@@ -1,0 +1,159 @@
+"""Exact arithmetic on a CPU has the definition's bits, and a fault in a product is found."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ops.exact.numbers import normal, with_outliers
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
+from vllm_batch_invariant.ops.exact import cpu, definition, undefined
+from vllm_batch_invariant.ops.exact.definition import Floats, fp32
+
+THREADS = torch.get_num_threads()
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(THREADS)
+
+
+def tensor(array: Floats) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(torch.bfloat16)
+
+
+def assert_equal(got: torch.Tensor, right: Floats) -> None:
+    assert np.array_equal(got.float().numpy(), right, equal_nan=True)
+
+
+@pytest.mark.parametrize(("m", "n", "k", "shared"), [(1, 130, 512, True), (10, 1100, 96, True), (33, 65, 768, False)])
+def test_a_product_has_the_definitions_bits(threads: int, m: int, n: int, k: int, shared: bool) -> None:
+    x, w, bias = with_outliers(1, m, k), normal(2, n, k), normal(3, n)
+    weight = definition.two_digits(definition.in_segments(w, definition.segments(k, shared)))
+    right = definition.linear(x, weight, bias)
+    assert_equal(cpu.linear(tensor(x), cpu.prepare(tensor(w), shared), tensor(bias)), right)
+
+
+def test_the_loop_and_the_blas_have_the_same_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = tensor(with_outliers(4, 11, 300)), cpu.prepare(tensor(normal(5, 77, 300)), shared=False)
+    monkeypatch.setattr(cpu, "BLAS_FROM", 1)
+    by_blas = cpu.linear(x, weight)
+    monkeypatch.setattr(cpu, "BLAS_FROM", 1000)
+    assert torch.equal(cpu.linear(x, weight).nan_to_num(), by_blas.nan_to_num())
+
+
+def in_fp32(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x.float() @ w.float().t()).double()
+
+
+def without_the_low_digits(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x >> 8 << 8).double() @ w.double().t()
+
+
+def saturated(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-(2**15), 2**15 - 1).double() @ w.double().t()
+
+
+@pytest.mark.parametrize("fault", [in_fp32, without_the_low_digits, saturated])
+def test_an_engine_with_other_integers_is_not_certified(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> None:
+    cpu.certify()
+    monkeypatch.setattr(cpu, "_products", fault)
+    with pytest.raises(ArithmeticError, match="not exact on this machine"):
+        cpu.certify()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+def test_norm_activation_and_rotation_have_the_definitions_bits(threads: int) -> None:
+    x, weight, residual = with_outliers(6, 12, 1024), normal(7, 1024), normal(8, 12, 1024)
+    for got, right in zip(
+        cpu.rms_norm(tensor(x), tensor(weight), 1e-6, tensor(residual)),
+        definition.rms_norm(x, weight, 1e-6, residual),
+        strict=True,
+    ):
+        assert_equal(got, right)
+    assert_equal(cpu.rms_norm(tensor(x), None, 1e-5), definition.rms_norm(x, None, 1e-5)[0])
+    gate = definition.bf16(normal(9, 5, 2000) * fp32(60))
+    assert_equal(cpu.silu_and_mul(tensor(gate)), definition.silu_and_mul(gate))
+    table, q = definition.rotary_table(40, definition.turns(64, 10_000.0)), normal(10, 40, 3, 64)
+    assert_equal(cpu.rotate(tensor(q), tensor(table)), definition.rotate(q, table))
+
+
+def test_what_is_done_with_logits_has_the_definitions_bits(threads: int) -> None:
+    logits = normal(11, 5, 4000) * fp32(3)
+    logits[1, :200], logits[2] = -np.inf, definition.bf16(logits[2])
+    assert np.array_equal(cpu.softmax(torch.from_numpy(logits)).numpy(), definition.softmax(logits))
+    assert np.array_equal(cpu.log_softmax(torch.from_numpy(logits)).numpy(), definition.log_softmax(logits))
+    for k, p in ((0, 0.9), (50, 0.5), (7, 1.0), (0, 1e-9)):
+        limits = torch.full((5,), k), torch.full((5,), p)
+        kept = cpu.top_k_top_p(torch.from_numpy(logits.copy()), *limits)
+        assert np.array_equal(kept.numpy(), definition.top_k_top_p(logits, k, p))
+    seeds, positions = torch.tensor([0, 5, -3, 2**63 - 1, 7]), torch.tensor([0, 1, 7, 9, 10**6])
+    drawn = cpu.draw(torch.from_numpy(logits), seeds, positions).tolist()
+    rows = zip(logits, seeds.tolist(), positions.tolist(), strict=True)
+    assert drawn == [definition.draw(row, 1.0, 0, 1.0, seed, position) for row, seed, position in rows]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "news", "window"),
+    [([300, 1, 65, 130], [200, 1, 2, 130], None), ([300, 90, 600], [30, 1, 2], 100), ([2700], [2], None)],
+)
+def test_paged_attention_has_the_definitions_bits(
+    threads: int, lengths: list[int], news: list[int], window: int | None
+) -> None:
+    heads, kv_heads, size, page = 4, 2, 64, 16
+    queries = [normal(12 + i, new, heads, size) for i, new in enumerate(news)]
+    keys = [normal(20 + i, length, kv_heads, size) for i, length in enumerate(lengths)]
+    values = [normal(30 + i, length, kv_heads, size) for i, length in enumerate(lengths)]
+    for value in values:
+        value *= np.exp2(np.arange(len(value)) * 7 % 13 - 6).astype(fp32)[:, None, None]
+    counts = [-(-length // page) for length in lengths]
+    pages = np.random.default_rng(0).permutation(sum(counts)) + 1
+    cache = torch.full((sum(counts) + 1, kv_heads, page, 2 * size), torch.nan, dtype=torch.bfloat16)
+    table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    first = np.cumsum([0, *counts])
+    for request, (key, value) in enumerate(zip(keys, values, strict=True)):
+        mine = pages[first[request] : first[request + 1]]
+        table[request, : len(mine)] = torch.from_numpy(mine)
+        for at, (k, v) in enumerate(zip(key, value, strict=True)):
+            cache[int(mine[at // page]), :, at % page] = tensor(np.concatenate((k, v), -1))
+    right = [definition.attention(*one, 0.125, window) for one in zip(queries, keys, values, strict=True)]
+    got = paged_attention(
+        tensor(np.concatenate(queries)), *cache.split(size, dim=-1), table, torch.tensor(lengths),
+        torch.tensor([0, *np.cumsum(news)]), scale=0.125, sliding_window=window, implementation="exact",
+        reduction=AttentionReduction.of_device("cpu", "exact"),
+    )  # fmt: skip
+    assert_equal(got, np.concatenate(right))
+
+
+def test_attention_has_the_splits_and_tiles_of_its_reduction() -> None:
+    reduction = AttentionReduction.of_device("cpu", "exact")
+    assert [(start, size) for start, size, _ in reduction.split_segments] == list(definition.SPLITS)
+    assert reduction.key_tile == definition.KEY_TILE
+
+
+def test_a_contraction_or_a_second_rounding_would_be_seen() -> None:
+    """The operands of these tests tell a fused multiply-add, and a sum that is rounded to fp64 first, from the
+    definition's operations.
+    """
+    x = normal(40, 4000)
+    n = np.rint(x * definition.LOG2_E)
+    f = (x * definition.LOG2_E - n).astype(fp32)
+    fused = np.full(f.shape, float(definition.EXP2[-1]))
+    for c in reversed(definition.EXP2[:-1]):
+        fused = (fused * f.astype(float) + float(c)).astype(fp32).astype(float)
+    assert (fused.astype(fp32) != definition.polynomial(f, definition.EXP2)).any()
+    half_way = np.array([2**60 + 2**36 + 1, (1 << 55) + (1 << 31) + 1], np.int64)
+    assert (half_way.astype(np.float64).astype(fp32) != half_way.astype(fp32)).all()
+
+
+def test_operations_without_a_definition_refuse() -> None:
+    with pytest.raises(NotCovered, match="mm of floats in exact arithmetic"):
+        undefined.mm(torch.ones(2, 2), torch.ones(2, 2))
+    with pytest.raises(NotCovered, match="a part of a row"):
+        cpu.rms_norm(torch.ones(2, 8, dtype=torch.bfloat16), None, 1e-6, variance_size=4)
