@@ -6,7 +6,6 @@ is loaded if they are a layer's, and else when they are called.
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -14,6 +13,7 @@ from .. import envs
 from ..errors import NotCovered
 from ..ops import dispatch
 from ..ops.dispatch import module_for
+from ..ops.exact.definition import NEXT_KEY
 from . import patch_points
 
 LAYERS = {
@@ -37,8 +37,6 @@ _OPERATIONS = {
 """The modules, relative to the operations' package, that have an operation's place on a CPU."""
 
 _LEAVE = f"serve another model, or leave {envs.ARITHMETIC.name} out"
-_drawn: WeakKeyDictionary[torch.Generator, int] = WeakKeyDictionary()
-"""How many tokens were drawn with a request's generator."""
 
 
 def install_cpu() -> None:
@@ -61,7 +59,7 @@ def compile_cpu() -> None:
         x = torch.zeros(rows, 64, dtype=torch.bfloat16)
         ops.linear(x[:1].expand(min(rows, 4), 64), ops.prepare(x, shared=False))
         ops.silu_and_mul(x)
-        ops.draw(x.float(), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
+        ops.draw(x.float(), torch.zeros(rows, dtype=torch.int64))
 
 
 def _cpu() -> Any:
@@ -119,8 +117,8 @@ def _draw(
     k: torch.Tensor | None,
     p: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """vLLM's method: tokens drawn of filtered logits, and what it reports of these. A request with a seed has noise of
-    the seed and of how many tokens it has drawn; others have noise of a number that PyTorch draws.
+    """vLLM's method: tokens drawn of filtered logits, and what it reports of these. A request without a seed has noise
+    of a number that PyTorch draws.
     """
     logits = patch_points.TOP_K_TOP_P.get()(logits, k, p)
     reported = None
@@ -128,10 +126,10 @@ def _draw(
         reported = logits
     elif self.logprobs_mode == "processed_logprobs":
         reported = logits.log_softmax(dim=-1, dtype=torch.float32)
-    seeds, positions = torch.randint(0, 2**62, (len(logits),)), torch.zeros(len(logits), dtype=torch.int64)
+    keys = torch.randint(0, 2**62, (len(logits),))
     for row, generator in generators.items():
-        seeds[row] = torch.tensor(generator.initial_seed(), dtype=torch.uint64).view(torch.int64)
-        positions[row] = _drawn.get(generator, 0)
-        _drawn[generator] = int(positions[row]) + 1
-    tokens = _cpu().draw(logits.to(torch.float32), seeds, positions)
+        key = generator.initial_seed()
+        keys[row] = torch.tensor(key, dtype=torch.uint64).view(torch.int64)
+        generator.manual_seed((key + NEXT_KEY) % 2**64)  # in its state, so that a draw can be taken back
+    tokens = _cpu().draw(logits.to(torch.float32), keys)
     return tokens, reported

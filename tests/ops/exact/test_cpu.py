@@ -94,7 +94,8 @@ def test_what_is_done_with_logits_has_the_definitions_bits(threads: int) -> None
         kept = cpu.top_k_top_p(torch.from_numpy(logits.copy()), *limits)
         assert np.array_equal(kept.numpy(), definition.top_k_top_p(logits, k, p))
     seeds, positions = torch.tensor([0, 5, -3, 2**63 - 1, 7]), torch.tensor([0, 1, 7, 9, 10**6])
-    drawn = cpu.draw(torch.from_numpy(logits), seeds, positions).tolist()
+    keys = [definition.key_of(*one) for one in zip(seeds.tolist(), positions.tolist(), strict=True)]
+    drawn = cpu.draw(torch.from_numpy(logits), torch.tensor(keys, dtype=torch.uint64).view(torch.int64)).tolist()
     rows = zip(logits, seeds.tolist(), positions.tolist(), strict=True)
     assert drawn == [definition.draw(row, 1.0, 0, 1.0, seed, position) for row, seed, position in rows]
 

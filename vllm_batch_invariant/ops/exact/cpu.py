@@ -140,16 +140,15 @@ def top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | 
     return top_k_top_p_of_floats(logits, k, p, exact=True)
 
 
-def draw(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def draw(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """[rows] int64, the tokens with the largest logit and noise of :func:`.definition.gumbel`.
 
     Args:
         logits: [rows, vocabulary] fp32, -inf for tokens that cannot be drawn.
-        seeds: [rows] int64, the seeds modulo 2**64.
-        positions: [rows] int64, of the tokens among their requests' output.
+        keys: [rows] int64, the bits of :func:`.definition.key_of`.
     """
     tokens = torch.empty(len(logits), dtype=torch.int64)
-    cpu_kernels.draw(logits.numel(), logits.contiguous(), seeds, positions, tokens)
+    cpu_kernels.draw(logits.numel(), logits.contiguous(), keys, tokens)
     return tokens
 
 

@@ -88,12 +88,12 @@ def _log_softmax_kernel(rows, out):
             y[i] = (x[i] - top) - log
 
 
-def _draw_kernel(rows, seeds, positions, tokens):
+def _draw_kernel(rows, keys, tokens):
     for row in prange(rows.shape[0]):
         x, best, chosen = rows[row], _MINUS_INFINITY, 0
         for token in range(x.size):
             if x[token] > _MINUS_INFINITY:
-                score = x[token] + gumbel(seeds[row], positions[row], token)
+                score = x[token] + gumbel(keys[row], token)
                 if score > best:
                     best, chosen = score, token
         tokens[row] = chosen

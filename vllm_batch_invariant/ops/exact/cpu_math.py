@@ -185,8 +185,8 @@ def _hashed(held, number):
 
 
 @njit(inline="always")
-def gumbel(seed, position, token):
-    held = _hashed(_hashed(_hashed(np.uint64(0), np.uint64(seed)), np.uint64(position)), np.uint64(token))
+def gumbel(key, token):
+    held = _hashed(_hashed(np.uint64(key), np.uint64(0)), np.uint64(token))
     u = np.float32(np.int64(held >> np.uint64(2))) * _UNIT + _HALF_UNIT
     u = min(u, _BELOW_ONE)
     t = u / (np.float32(2.0) - u)

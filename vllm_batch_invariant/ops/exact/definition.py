@@ -38,6 +38,8 @@ SPLITS = ((0, 256), (2048, 512), (32_768, 1024))
 """(first position, keys) of the splits of attention, ascending: each is a number of tiles."""
 WEIGHT_ONE = 127 * 256
 """The integer of a weight of 1 in attention, of two digits."""
+NEXT_KEY = 0xD1B54A32D192ED03
+"""How far apart the keys of the noise of two positions are: no seeds that people choose are multiples of it apart."""
 MASS_BITS = 40
 """Fraction bits of a token's weight in a softmax over the vocabulary."""
 
@@ -428,15 +430,20 @@ def min_p(logits: Floats, p: float) -> Floats:
     return np.where(probability < probability.max(-1, keepdims=True) * fp32(p), fp32(-np.inf), logits)
 
 
-def uniform(seed: int, position: int, tokens: NDArray[np.uint64]) -> Floats:
-    """A number above 0 and below 1 for each token: 64 bits of a hash, rounded to fp32.
+def key_of(seed: int, position: int) -> int:
+    """What a token's noise is made of: that of the next position is this plus :data:`NEXT_KEY`, modulo 2**64."""
+    return (seed + position * NEXT_KEY) % 2**64
 
-    The hash: three rounds of Stafford's finaliser 13 ("Better bit mixing", 2011) over seed, position and token.
+
+def uniform(seed: int, position: int, tokens: NDArray[np.uint64]) -> Floats:
+    """A number above 0 and below 1 for each token: 64 bits of a hash of seed, position and token, rounded to fp32.
+
+    The hash is SplitMix64's (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), first of
+    :func:`key_of`, then of that and the token.
     """
-    golden = np.uint64(0x9E3779B97F4A7C15)
-    held = np.zeros(1, np.uint64)
-    for number in (np.uint64(seed & (1 << 64) - 1), np.uint64(position), tokens):
-        held = held + number + golden
+    held = np.full(1, key_of(seed, position), np.uint64)
+    for number in (np.uint64(0), tokens):
+        held = held + number + np.uint64(0x9E3779B97F4A7C15)
         held = (held ^ held >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
         held = (held ^ held >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
         held = held ^ held >> np.uint64(31)
