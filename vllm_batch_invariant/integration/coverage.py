@@ -7,6 +7,7 @@ from typing import Any
 
 from .. import envs
 from ..errors import NotCovered
+from ..ops import exact
 from . import devices, tensor_tree
 from .ascend.library import attention_library
 
@@ -23,10 +24,6 @@ TEXT_OF = {
     "Qwen3VLForConditionalGeneration": ("image", "video"),
 }
 """Multimodal models that are served as text, by vLLM's name of their class, with what else they take."""
-EXACT_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Models all of whose operations exact arithmetic defines, by vLLM's name of their class."""
-EXACT_ROTARY_EMBEDDINGS = ("default", "llama3")
-"""Types of rotary embeddings that it defines, as configurations call them."""
 DRAFTERS = ("ngram", "custom_class", "draft_model", "eagle", "eagle3", "mtp")
 """Methods of speculative decoding that are covered, as vLLM calls them."""
 LOGITS_PROCESSORS = "vllm.logits_processors"
@@ -221,9 +218,9 @@ def _inexact(config: Config) -> str | None:
     dtype = str(model.dtype).removeprefix("torch.")
     attention = envs.ATTENTION.read()
     found = {
-        f"the model {model.architecture}": model.architecture not in EXACT_MODELS,
+        f"the model {model.architecture}": model.architecture not in exact.MODELS,
         f"the activation {getattr(text, 'hidden_act', 'silu')}": getattr(text, "hidden_act", "silu") != "silu",
-        f"a rotary embedding of type {kind}": kind not in EXACT_ROTARY_EMBEDDINGS,
+        f"a rotary embedding of type {kind}": kind not in exact.ROTARY_EMBEDDINGS,
         "a rotary embedding of a part of a head": rope.get("partial_rotary_factor", 1.0) != 1.0,
         f"dtype {dtype}": dtype != "bfloat16",
         f"tensor parallelism {parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,

@@ -41,7 +41,7 @@ _LEAVE = f"serve another model, or leave {envs.ARITHMETIC.name} out"
 
 def install_cpu() -> None:
     """Put its operations, layers and draws where a worker on a CPU calls others."""
-    _cpu().certify()
+    operations().certify()
     for operation, module in _OPERATIONS.items():
         dispatch.MODULES[operation, "cpu"] = module
     module_for.cache_clear()
@@ -54,7 +54,7 @@ def install_cpu() -> None:
 
 def compile_cpu() -> None:
     """Run the kernels once on next to nothing, for one thread and for many."""
-    ops = _cpu()
+    ops = operations()
     for rows in (1, 1024):
         x = torch.zeros(rows, 64, dtype=torch.bfloat16)
         ops.linear(x[:1].expand(min(rows, 4), 64), ops.prepare(x, shared=False))
@@ -62,7 +62,7 @@ def compile_cpu() -> None:
         ops.draw(x.float(), torch.zeros(rows, dtype=torch.int64))
 
 
-def _cpu() -> Any:
+def operations() -> Any:
     """The operations of a CPU: a module that needs numba."""
     from ..ops.exact import cpu
 
@@ -79,7 +79,7 @@ def _register(layer: type, forward: Callable[..., object], **methods: Callable[.
 
 
 def _silu_and_mul(_: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return _cpu().silu_and_mul(x)
+    return operations().silu_and_mul(x)
 
 
 def _rotary_table(self: Any) -> torch.Tensor:
@@ -104,7 +104,7 @@ def _rotate(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     table = self.cos_sin_cache[positions.flatten()]
     turned = [
-        x if x is None else _cpu().rotate(x.unflatten(-1, (-1, self.head_size)), table).view(x.shape)
+        x if x is None else operations().rotate(x.unflatten(-1, (-1, self.head_size)), table).view(x.shape)
         for x in (query, key)
     ]
     return turned[0], turned[1]
@@ -131,5 +131,5 @@ def _draw(
         key = generator.initial_seed()
         keys[row] = torch.tensor(key, dtype=torch.uint64).view(torch.int64)
         generator.manual_seed((key + NEXT_KEY) % 2**64)  # in its state, so that a draw can be taken back
-    tokens = _cpu().draw(logits.to(torch.float32), keys)
+    tokens = operations().draw(logits.to(torch.float32), keys)
     return tokens, reported

@@ -130,7 +130,7 @@ class Metric:
             "version": __version__,
             "device": str(environment["device"].get("name", config.device_config.device_type)),
             "attention": str(attention.get("implementation", "")),
-            "guarantees": ",".join(devices.of_config(config).guarantees),
+            "guarantees": ",".join(devices.of_config(config).promised),
         }
         self._before: Any = None
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ops.exact.numbers import normal, with_outliers
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
 from vllm_batch_invariant.ops.exact import cpu, definition, undefined
 from vllm_batch_invariant.ops.exact.definition import Floats, fp32
+from vllm_batch_invariant.ops.exact.known_answers import normal, with_outliers
 
 THREADS = torch.get_num_threads()
 

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ops.exact.numbers import normal, with_outliers
 from vllm_batch_invariant.ops.exact import FORMAT, definition
 from vllm_batch_invariant.ops.exact.definition import Floats, fp32
+from vllm_batch_invariant.ops.exact.known_answers import normal, with_outliers
 
 BF16 = 2.0**-8
 """Half a unit in the last place of bf16, relative."""

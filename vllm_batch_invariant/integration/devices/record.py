@@ -8,6 +8,7 @@ from typing import Any
 from ... import envs
 from ...ops.attention import AttentionReduction
 from ...ops.devices import Device
+from ...ops.exact import FORMAT
 from ...version import __version__
 from .. import mrope, norm, patch_points, refusals, sampling, sampling_seeds, tensor_tree, weights
 
@@ -117,11 +118,16 @@ class VllmDevice:
         unseeded = ", sampling without a seed."
         if seed != envs.SEED.values[0]:
             unseeded = f". A request without a seed gets one made of itself and {envs.SEED.name}={seed}."
+        where = f"on this {self.machine()}. Not covered: other hardware, other thread counts"
+        serving = f"{self.serving} Attention: {envs.ATTENTION.read()}, {self.attention_reduction()}."
+        if envs.is_exact():
+            where = "on every machine. Not covered: infinities, NaN"
+            serving = f"Exact arithmetic {FORMAT}: sums of integers, by numba and the BLAS."
         return [
             f"{MODE_IS_ON}vLLM's own mode of that name is not used.",
-            f"{self.serving} Attention: {envs.ATTENTION.read()}, {self.attention_reduction()}. {self.execution}",
+            f"{serving} {self.execution}",
             "Same bits for a request run again, in any batch, under any schedule (chunks, prefix cache, preemption, "
-            f"restart) on this {self.machine()}. Not covered: other hardware, other thread counts{unseeded}",
+            f"restart) {where}{unseeded}",
         ]
 
     def machine(self) -> str:
@@ -135,6 +141,11 @@ class VllmDevice:
     def versions(self) -> dict[str, str]:
         """Versions of libraries that only this device uses, as far as bits depend on them."""
         return {}
+
+    @property
+    def promised(self) -> tuple[str, ...]:
+        """The guarantees that this process keeps: exact arithmetic adds one."""
+        return self.guarantees + ("hardware",) * envs.is_exact()
 
     def engine_settings(self, vllm_config: Any) -> dict[str, str]:
         """Settings of vLLM's that decide bits, some on this device only."""

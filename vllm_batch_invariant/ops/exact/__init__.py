@@ -3,4 +3,9 @@
 FORMAT = "X16.1"
 """The name of what :mod:`.definition` says. Another definition has another name."""
 
-__all__ = ["FORMAT"]
+MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Models all of whose operations are defined, by the name of their class."""
+ROTARY_EMBEDDINGS = ("default", "llama3")
+"""Types of rotary embeddings that are defined, as configurations call them."""
+
+__all__ = ["FORMAT", "MODELS", "ROTARY_EMBEDDINGS"]

@@ -6,41 +6,50 @@ arithmetic.
 
 import json
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...errors import NotCovered
-from . import definition
+from . import MODELS, ROTARY_EMBEDDINGS, definition
 from .definition import Floats, fp32
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _COLUMNS = 8192
 """Rows of a weight that are integers at a time."""
 _REMEDY = "verify with an engine that serves it"
 
 
 class Decoder:
-    """A checkpoint of one of :data:`ARCHITECTURES` in bf16.
+    """A model of one of :data:`~vllm_batch_invariant.ops.exact.MODELS` in bf16.
 
     Args:
-        folder: with config.json and weights in safetensors.
+        config: as in its checkpoint's config.json.
+        weights: the bits of each weight, uint16, by its name in the checkpoint.
 
     Raises:
         NotCovered: a model without a definition.
-        OSError: a file is missing.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.config = json.loads((folder / "config.json").read_text())
+    def __init__(self, config: dict[str, Any], weights: dict[str, NDArray[np.uint16]]) -> None:
+        self.config, self._weights = config, weights
         architecture = (self.config.get("architectures") or ["unknown"])[0]
-        if architecture not in ARCHITECTURES:
+        if architecture not in MODELS:
             raise NotCovered(f"the model {architecture}", "it has no definition in exact arithmetic", _REMEDY)
         heads = self.config["num_attention_heads"]
         self.head_size = self.config.get("head_dim") or self.config["hidden_size"] // heads
-        self._weights = _weights(folder)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> "Decoder":
+        """The model of a checkpoint: config.json and weights in safetensors.
+
+        Raises:
+            NotCovered: a model or a file without a definition.
+            OSError: a file is missing.
+        """
+        return cls(json.loads((folder / "config.json").read_text()), _weights(folder))
 
     def _floats(self, name: str) -> Floats | None:
         """A weight as fp32; None if the model has none of that name."""
@@ -68,7 +77,7 @@ class Decoder:
     def _turns(self) -> np.ndarray:
         rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind not in ("default", "llama3"):
+        if kind not in ROTARY_EMBEDDINGS:
             raise NotCovered(f"a rotary embedding of type {kind}", "it has no definition in exact arithmetic", _REMEDY)
         base = rope.get("rope_theta") or self.config.get("rope_theta", 10_000.0)
         return definition.turns(self.head_size, base, rope if kind == "llama3" else None)
@@ -111,7 +120,7 @@ class Decoder:
         return self._linear(out.reshape(len(x), -1), f"{name}.o_proj", shared=True)
 
 
-def _weights(folder: Path) -> dict[str, Any]:
+def _weights(folder: Path) -> dict[str, NDArray[np.uint16]]:
     """The bits of every weight of a checkpoint, uint16 by name.
 
     Raises:
@@ -131,9 +140,3 @@ def _weights(folder: Path) -> dict[str, Any]:
                 )
             found[name] = np.frombuffer(tensor["data"], np.uint16).reshape(tensor["shape"])
     return found
-
-
-@cache
-def decoder_of(folder: Path) -> Decoder:
-    """The decoder of a checkpoint, read once."""
-    return Decoder(folder)

@@ -18,7 +18,7 @@ class Guarantee:
     name: str
     promise: str
     not_applicable: str = ""
-    """Why no check can test it; empty if a check can."""
+    """Why a check without a case of it cannot test it; empty if every check can."""
 
 
 GUARANTEES = (
@@ -35,16 +35,19 @@ GUARANTEES = (
     ),
     Guarantee("parallel", "with another number of tensor-parallel workers", "a check has one engine, of one size"),
     Guarantee(
-        "hardware", "on another kind of machine, or with another number of CPU threads", "a check has one machine"
+        "hardware",
+        "on another kind of machine, or with another number of CPU threads",
+        "a check has one machine, and only exact arithmetic has known answers",
     ),
 )
 
-OPERATIONS = ("linear", "experts", "rms_norm", "softmax", "log_softmax", "sum", "mean", "attention")
+OPERATIONS = ("linear", "experts", "rms_norm", "softmax", "log_softmax", "sum", "mean", "attention", "known answers")
 OF_OPERATIONS: dict[str, str] = {
     "batch": "operations alone and in batches",
     "schedule": "attention in prefill, chunks and decode",
 }
 """The case that certificates of operations test, by guarantee."""
+KNOWN_ANSWERS: CheckCase = ("hardware", "known answers of exact arithmetic")
 AGAIN: CheckCase = ("run", "the same request again")
 SAME_BATCH: CheckCase = ("run", "the same batch again")
 CONCURRENT: CheckCase = ("batch", "with concurrent requests")
@@ -140,10 +143,15 @@ class GuaranteeResult:
         return tuple(case.name for case in self.cases if case.outcome is Outcome.NOT_TESTED)
 
     @property
+    def not_applicable(self) -> str:
+        """Why no check can test it; empty if this one has cases of it."""
+        return "" if self.cases else self.guarantee.not_applicable
+
+    @property
     def detail(self) -> str:
         """The cases in one line."""
-        if self.guarantee.not_applicable:
-            return self.guarantee.not_applicable
+        if self.not_applicable:
+            return self.not_applicable
         tested = [case for case in self.cases if case.outcome is not Outcome.NOT_TESTED]
         broken = [case.name for case in tested if case.outcome is Outcome.BREAKS]
         parts = [", ".join(broken)] if broken else []
@@ -231,7 +239,7 @@ class Certificate:
 def certificate_results(certificates: Sequence[Certificate]) -> list[CaseResult]:
     """The results of certificates: one a guarantee, and one for each certificate that could not be made."""
     found = []
-    for guarantee, name in OF_OPERATIONS.items():
+    for guarantee, name in (*OF_OPERATIONS.items(), KNOWN_ANSWERS):
         own = [certificate for certificate in certificates if certificate.guarantee == guarantee]
         tested = [certificate for certificate in own if not certificate.untested]
         excluded = [certificate for certificate in own if certificate.not_applicable]

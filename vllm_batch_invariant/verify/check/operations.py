@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...compare import Comparison, bitwise_comparison
+from ...envs import is_exact
 from ..printing import one_line
 from .guarantees import Certificate
 
@@ -110,7 +111,13 @@ def certify(model: torch.nn.Module, operation: str, rows: Sequence[int]) -> list
         operation: one of ``guarantees.OPERATIONS``.
         rows: sizes of the batches, each at least 2.
     """
-    make = {"linear": _linear, "experts": _experts, "rms_norm": _norms, "attention": _attention}.get(operation)
+    make = {
+        "linear": _linear,
+        "experts": _experts,
+        "rms_norm": _norms,
+        "attention": _attention,
+        "known answers": _known_answers,
+    }.get(operation)
     with torch.inference_mode():
         return list(make(model, rows) if make else _of_rows(model, operation, rows))
 
@@ -248,7 +255,31 @@ def _of_rows(model: torch.nn.Module, name: str, rows: Sequence[int]) -> Iterator
         columns = getattr(model.config, "hidden_size", None) or like.shape[-1]
     server = "vllm_batch_invariant" if is_batch_invariant_mode_enabled() else "PyTorch"
     certificate = Certificate(name, f"N={columns}, {_name(like.dtype)}", "batch", server, tuple(rows), 0, "")
+    if is_exact() and name in ("sum", "mean"):
+        yield replace(certificate, untested="exact arithmetic has none of floats", not_applicable=True)
+        return
     yield _tested(certificate, partial(getattr(torch, name), dim=-1), (columns, like))
+
+
+def _known_answers(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate]:  # noqa: ARG001 - of every maker
+    """Of exact arithmetic: what the operations here, and numpy, make of operands that every machine has."""
+    if not is_exact():
+        return
+    import numpy as np
+
+    from ...integration.exact import operations
+    from ...ops.exact import FORMAT, known_answers
+
+    certificate = Certificate("a small model by numpy", FORMAT, "hardware", "numpy", (), 0, "")
+    digest = known_answers.digest()
+    differs = "" if digest == known_answers.DIGEST else f"has the digest {digest[:12]}, not {known_answers.DIGEST[:12]}"
+    yield replace(certificate, compared=1, difference=differs)
+    ops = operations()
+    for operation, found, right in known_answers.comparisons(ops, lambda x: torch.from_numpy(x).to(torch.bfloat16)):
+        different = int((~((found == right) | (np.isnan(found) & np.isnan(right)))).sum())
+        words = f"{different} of {right.size} elements are not the known ones" if different else ""
+        shape = f"{FORMAT}, {' x '.join(map(str, right.shape))}"
+        yield Certificate(operation, shape, "hardware", ops.__name__, (), right.size, words)
 
 
 def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate]:

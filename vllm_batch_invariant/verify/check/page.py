@@ -66,7 +66,7 @@ def _guarantees(runs: tuple[CheckResults, ...]) -> Table:
 
 
 def _of_guarantee(result: GuaranteeResult) -> Cell:
-    if result.guarantee.not_applicable:
+    if result.not_applicable:
         return Cell(f"no check can test it: {result.detail}")
     return Cell(result.detail, result.outcome)
 

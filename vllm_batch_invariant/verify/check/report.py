@@ -62,7 +62,7 @@ def summary(results: CheckResults) -> str:
     """One sentence: which guarantees break and where, which hold, and which could not be tested."""
     groups: dict[Outcome, list[str]] = {outcome: [] for outcome in Outcome}
     for result in results.guarantees:
-        if not result.guarantee.not_applicable:
+        if not result.not_applicable:
             groups[result.outcome].append(result.guarantee.name + _where(result) + _how_much(result))
     words = ((Outcome.BREAKS, "breaks"), (Outcome.HOLDS, "holds"), (Outcome.NOT_TESTED, "could not test"))
     said = "; ".join(f"{word} {', '.join(groups[outcome])}" for outcome, word in words if groups[outcome])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...envs import FLAG, is_exact
-from ...integration.coverage import EXACT_MODELS
+from ...ops.exact import MODELS as DEFINED
 from ..harness.engine import context_of, model_config
 from ..harness.worker import Engine, EngineFailed
 from ..outcome import Status
@@ -298,7 +298,7 @@ def is_defined(model: str, serve_args: Sequence[str]) -> bool:
     changed = any(
         argument.startswith(("--dtype", "--hf-overrides", "--tensor-parallel-size")) for argument in serve_args
     )
-    return config.get("architectures", [""])[0] in EXACT_MODELS and dtype == "bfloat16" and not changed
+    return config.get("architectures", [""])[0] in DEFINED and dtype == "bfloat16" and not changed
 
 
 def replay(finding: Finding, on_progress: OnProgress = _quiet) -> tuple[Status, str]:

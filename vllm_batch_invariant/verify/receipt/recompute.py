@@ -46,7 +46,7 @@ def recompute(
     notes = notes_on(receipt.info, here, ("the receipt", "the definition"))
     before(notes)
     ids = receipt.completion.token_ids
-    logits = Decoder(folder).logits([*prompt, *ids[:-1]], slice(len(prompt) - 1, None))
+    logits = Decoder.of_folder(folder).logits([*prompt, *ids[:-1]], slice(len(prompt) - 1, None))
     got = Completion.of(_positions(logits, prompt, ids, sampling), receipt.completion.finish_reason)
     compared = f"{extent(receipt.completion)}, computed again by the definition {FORMAT}"
     return Verdict(notes, first_difference_of(receipt.completion, got), compared)

@@ -1,0 +1,106 @@
+"""Exact arithmetic in a real engine: the bits of the definition, in any company, on any instructions and threads."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.engine.engines import Result, check_of, only_where_asked_for, run, tokens
+from tests.engine.plans import alone_and_among, moved
+from vllm_batch_invariant.envs import ARITHMETIC
+from vllm_batch_invariant.ops.exact import FORMAT, known_answers
+from vllm_batch_invariant.verify.check.engine import EngineRun
+from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
+from vllm_batch_invariant.verify.outcome import NoTestError, Outcome
+from vllm_batch_invariant.verify.receipt import Receipt
+from vllm_batch_invariant.verify.receipt.recompute import recompute
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.core,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="exact arithmetic has not been run on a GPU"),
+]
+
+EXACT = {ARITHMETIC.name: "exact"}
+OLD = {
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "ATEN_CPU_CAPABILITY": "default",
+    "NUMBA_CPU_NAME": "haswell",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "VLLM_CPU_OMP_THREADS_BIND": "0",
+}
+"""Variables by which libraries behave as on an older CPU, with one thread."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model of the known answers, which is made of integers, as a checkpoint."""
+    folder = tmp_path_factory.mktemp("known")
+    config, weights = known_answers.checkpoint()
+    (folder / "config.json").write_text(json.dumps(config))
+    bf16 = {name: torch.from_numpy(floats).to(torch.bfloat16) for name, floats in weights.items()}
+    save_file(bf16, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def started(model: Path, environment: dict[str, str], **options: object) -> Result:
+    settings = {"model": str(model), "max_model_len": 1024, "max_num_seqs": 48, "max_num_batched_tokens": 128}
+    steps = alone_and_among()
+    return run(settings | {"skip_tokenizer_init": True}, steps, "1", **options, **environment)
+
+
+@pytest.fixture(scope="module")
+def exact(model: Path) -> Result:
+    def check(running: Engine) -> EngineRun:
+        checked = check_of(running, "1")
+        checked.certify()
+        return checked
+
+    return started(model, EXACT, receipts_of=tokens(90, 1), afterwards=check)
+
+
+def test_a_request_has_the_same_bits_alone_among_others_in_chunks_and_from_a_warm_cache(exact: Result) -> None:
+    assert moved(exact) == []
+
+
+def test_a_receipt_is_computed_again_without_an_engine(exact: Result, model: Path) -> None:
+    receipt = Receipt.from_json(exact.receipts["receipt"])
+    assert receipt.environment.exact_format == FORMAT
+    verdict = recompute(receipt, str(model))
+    assert verdict, verdict
+    assert verdict.promised
+    ids = receipt.completion.token_ids
+    changed = replace(receipt.completion, token_ids=(*ids[:5], 7, *ids[6:]))
+    assert recompute(replace(receipt, completion=changed), str(model)).difference.position == 5
+    with pytest.raises(NoTestError, match="not in another arithmetic"):
+        recompute(replace(receipt, environment=replace(receipt.environment, reductions={})), str(model))
+
+
+def test_a_check_finds_the_known_answers(exact: Result) -> None:
+    results = exact.afterwards.results
+    [known] = [case for case in results.cases if case.guarantee == "hardware"]
+    assert known.outcome is Outcome.HOLDS
+    assert [case for case in results.cases if case.outcome is Outcome.BREAKS] == []
+    assert f"Exact arithmetic {FORMAT}" in exact.log
+
+
+def test_older_instructions_and_fewer_threads_move_no_bit_and_would_those_of_the_other_arithmetic(
+    exact: Result, model: Path, request: pytest.FixtureRequest
+) -> None:
+    only_where_asked_for(request.config)
+    assert started(model, EXACT | OLD).steps == exact.steps
+    others = started(model, {}), started(model, OLD)
+    assert others[0].steps != others[1].steps
+
+
+def test_what_has_no_definition_is_refused_by_name(checkpoint: Path, request: pytest.FixtureRequest) -> None:
+    only_where_asked_for(request.config)
+    for arguments, said in (
+        (["--dtype", "float32"], "dtype float32"),
+        (["--tensor-parallel-size", "2"], "tensor parallelism 2"),
+    ):
+        with pytest.raises(EngineFailed, match=f"{said} in exact arithmetic"):
+            Engine(str(checkpoint), arguments, "1", EXACT).__enter__()

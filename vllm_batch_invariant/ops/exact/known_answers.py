@@ -1,0 +1,137 @@
+"""What every machine must compute: operands made of integers, and a digest of what a small model makes of them.
+
+:func:`digest` says whether numpy is right here, and :func:`comparisons` whether an implementation is.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from . import FORMAT, definition
+from .decoder import Decoder
+from .definition import Floats, fp32
+
+DIGEST = "2e5b02377d4c666eeb2545060cf559c4fac9f0a025bd04d8e583bd782a12ae99"
+"""Of the logprobs of :func:`model`."""
+_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 4096,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 1,
+}
+_TOKENS = 300
+"""More than a split of attention."""
+
+
+def normal(seed: int, *shape: int) -> Floats:
+    """About standard normal numbers in bf16: sums of four of the definition's uniform numbers."""
+    tokens = np.arange(int(np.prod(shape)), dtype=np.uint64)
+    a, b, c, d = (definition.uniform(seed, part, tokens) for part in range(4))
+    return definition.bf16(((a + b) + (c + d) - fp32(2)) * fp32(1.7320508)).reshape(shape)
+
+
+def with_outliers(seed: int, rows: int, k: int) -> Floats:
+    """Rows [rows, k] of activations as models have them, and such that are hard: a spike, large channels, zeros,
+    subnormal and very small and very large numbers, an infinity, NaN, and equal magnitudes.
+    """
+    x = normal(seed, rows, k)
+    x[1 % rows, k // 2] = 1500
+    x[2 % rows, :: max(k // 4, 1)] *= 100
+    x[3 % rows] = 0
+    x[4 % rows] *= fp32(2.0**-130)
+    x[5 % rows] *= fp32(2.0**-60)
+    x[6 % rows] *= fp32(2.0**100)
+    x[7 % rows, 0], x[8 % rows, -1] = np.inf, np.nan
+    x[9 % rows] = np.where(x[9 % rows] > 0, fp32(1), fp32(-1))
+    return definition.bf16(x)
+
+
+def checkpoint() -> tuple[dict[str, Any], dict[str, Floats]]:
+    """The small model: its configuration, and its weights by name, bf16 values in fp32."""
+    hidden, inner, heads = _CONFIG["hidden_size"], _CONFIG["intermediate_size"], _CONFIG["num_attention_heads"]
+    size, kv_heads, vocabulary = _CONFIG["head_dim"], _CONFIG["num_key_value_heads"], _CONFIG["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for layer in range(_CONFIG["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        shapes |= {
+            f"{at}.input_layernorm.weight": (hidden,),
+            f"{at}.self_attn.q_proj.weight": (heads * size, hidden),
+            f"{at}.self_attn.k_proj.weight": (kv_heads * size, hidden),
+            f"{at}.self_attn.v_proj.weight": (kv_heads * size, hidden),
+            f"{at}.self_attn.q_norm.weight": (size,),
+            f"{at}.self_attn.k_norm.weight": (size,),
+            f"{at}.self_attn.o_proj.weight": (hidden, heads * size),
+            f"{at}.post_attention_layernorm.weight": (hidden,),
+            f"{at}.mlp.gate_proj.weight": (inner, hidden),
+            f"{at}.mlp.up_proj.weight": (inner, hidden),
+            f"{at}.mlp.down_proj.weight": (hidden, inner),
+        }
+    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+    weights = {}
+    for seed, (name, shape) in enumerate(shapes.items()):
+        drawn = normal(seed, *shape)
+        scaled = drawn / fp32(math.sqrt(shape[-1])) if len(shape) == 2 else fp32(1) + drawn * fp32(0.125)
+        weights[name] = definition.bf16(scaled)
+    return _CONFIG, weights
+
+
+def model() -> Decoder:
+    """The small model's decoder."""
+    config, weights = checkpoint()
+    return Decoder(config, {name: (floats.view(np.uint32) >> 16).astype(np.uint16) for name, floats in weights.items()})
+
+
+def digest() -> str:
+    """Of the logprobs that the small model gives each token after each of some."""
+    tokens = definition.uniform(100, 0, np.arange(_TOKENS, dtype=np.uint64)) * fp32(_CONFIG["vocab_size"])
+    logprobs = definition.log_softmax(model().logits(tokens.astype(np.int64).tolist()))
+    return hashlib.sha256(FORMAT.encode() + logprobs.astype("<f4").tobytes()).hexdigest()
+
+
+def comparisons(ops: ModuleType, tensor: Callable[[Floats], Any]) -> Iterator[tuple[str, Floats, Floats]]:
+    """(operation, what an implementation has, what the definition has) of known operands.
+
+    Args:
+        ops: the implementation, such as :mod:`.cpu`.
+        tensor: gives a bf16 tensor on its device of an array.
+    """
+
+    def floats(found: Any) -> Floats:
+        return found.float().cpu().numpy()
+
+    x, weight, bias = with_outliers(1, 40, 512), normal(2, 72, 512), normal(3, 72)
+    for shared in (False, True):
+        rows = definition.two_digits(definition.in_segments(weight, definition.segments(512, shared)))
+        right, prepared = definition.linear(x, rows, bias), ops.prepare(tensor(weight), shared)
+        for m in (1, 40):
+            yield "linear", floats(ops.linear(tensor(x[:m]), prepared, tensor(bias))), right[:m]
+    residual, g = normal(4, 40, 512), normal(5, 512)
+    with np.errstate(invalid="ignore", over="ignore"):
+        right, kept = definition.rms_norm(x, g, 1e-6, residual)
+    found = ops.rms_norm(tensor(x), tensor(g), 1e-6, tensor(residual))
+    yield "rms_norm", floats(found[0]), right
+    yield "rms_norm", floats(found[1]), kept
+    gate = definition.bf16(normal(6, 9, 512) * fp32(50))
+    yield "silu_and_mul", floats(ops.silu_and_mul(tensor(gate))), definition.silu_and_mul(gate)
+    q, table = normal(7, 64, 4, 64), definition.rotary_table(64, definition.turns(64, 10_000.0))
+    yield "rotate", floats(ops.rotate(tensor(q), tensor(table))), definition.rotate(q, table)
+    logits = definition.bf16(normal(8, 3, 5000) * fp32(4))
+    yield "softmax", floats(ops.softmax(tensor(logits).float())), definition.softmax(logits)
+    yield "log_softmax", floats(ops.log_softmax(tensor(logits).float())), definition.log_softmax(logits)
