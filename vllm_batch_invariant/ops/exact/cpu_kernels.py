@@ -57,7 +57,7 @@ def _silu_and_mul_kernel(rows, out):
             y[k] = gate / (_ONE + exp2(-gate * LOG2_E)) * x[k + y.size]
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def _top_and_mass(x):
     top, is_nan = x[0], False
     for i in range(x.size):
@@ -109,7 +109,7 @@ log_softmax = RowKernel(_log_softmax_kernel)
 draw = RowKernel(_draw_kernel)
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def _factor(exponent, common):
     """2**(exponent - common) of a part that has a visible key, or -inf."""
     if exponent == _MINUS_INFINITY:
@@ -118,13 +118,13 @@ def _factor(exponent, common):
     return difference if difference != difference else power_of_two(np.int32(max(difference, np.float32(-127.0))))
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def _larger(a, b):
     """The larger one, NaN if one is NaN."""
     return a if a != a or a > b else b
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def _merge(ml, e_acc, later_ml, later_e_acc, row):
     """Merge one row's partial result with that of later keys, in place: (m, l), and e followed by acc."""
     m, e = _larger(ml[row, 0], later_ml[row, 0]), _larger(e_acc[row, 0], later_e_acc[row, 0])
@@ -135,7 +135,7 @@ def _merge(ml, e_acc, later_ml, later_e_acc, row):
     ml[row, 0], e_acc[row, 0] = m, e
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def _key_rows(cache, pages, head, start, stop, page_size, held, integers, scale):
     """The integers and scales of the positions from ``start`` to ``stop`` of a cache of bf16 bits."""
     for position in range(start, stop):
@@ -145,7 +145,7 @@ def _key_rows(cache, pages, head, start, stop, page_size, held, integers, scale)
         scale[position - start] = two_digits(held, integers[position - start])
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def _tile(q, q_scale, k, k_scale, v, v_scale, first, last, factor, s, u, total, ml, e_acc, row):
     """One row's attention over the keys from ``first`` to ``last`` of a tile."""
     m, e = _MINUS_INFINITY, _MINUS_INFINITY

@@ -37,14 +37,14 @@ bits_of_double = _bit_cast("bits_of_double", types.float64, types.int64, ir.IntT
 double_of_bits = _bit_cast("double_of_bits", types.int64, types.float64, ir.DoubleType())
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def exponent(x):
     return max(
         (bits_of_float(x) >> types.int32(23) & types.int32(255)) - types.int32(127), types.int32(LOWEST_EXPONENT)
     )
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def power_of_two(n):
     """2**n of an integer n up to 127, 0 below -126."""
     n = types.int32(n)
@@ -52,7 +52,7 @@ def power_of_two(n):
     return np.float32(0.0) if n < -126 else power
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def exp2(x):
     inside = min(max(x, _LOWEST), _HIGHEST)
     n = np.rint(inside)
@@ -69,7 +69,7 @@ def exp2(x):
     return x if x != x else found
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def ln(x):
     bits = bits_of_float(x)
     k = (bits >> types.int32(23)) - types.int32(127)
@@ -80,7 +80,7 @@ def ln(x):
     return np.float32(k) * _LN_2 + (t + t) * atanh_over(t * t)
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def atanh_over(square):
     """atanh(t) / t of t**2."""
     p = _A[4]
@@ -90,7 +90,7 @@ def atanh_over(square):
     return p * square + _A[0]
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def ln_of_integer(s):
     bits = bits_of_double(np.float64(s))
     k = (bits >> np.int64(52)) - np.int64(1023)
@@ -105,7 +105,7 @@ def ln_of_integer(s):
     return np.float64(k) * _LN_2_FP64 + (t + t) * p
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def finest(top, bits, limit):
     """The exponent of the finest grid on which a row's largest magnitude is an integer of at most ``limit``."""
     e = exponent(top)
@@ -113,7 +113,7 @@ def finest(top, bits, limit):
     return (e if fits else e + types.int32(1)) - types.int32(bits - 1)
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def largest_magnitude(row):
     """NaN if the row is not finite."""
     top = np.float32(0.0)
@@ -125,7 +125,7 @@ def largest_magnitude(row):
     return top if finite else _NAN
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def to_integers(row, integers, e):
     """Write a finite row's integers on the grid 2**e; returns its scale."""
     factor = power_of_two(-e)
@@ -134,7 +134,7 @@ def to_integers(row, integers, e):
     return power_of_two(e)
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def two_digits(row, integers):
     top = largest_magnitude(row)
     if top != top:
@@ -143,7 +143,7 @@ def two_digits(row, integers):
     return to_integers(row, integers, max(finest(top, 15, TWO_DIGITS), types.int32(LOWEST_EXPONENT)))
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def three_digits(row, integers):
     top = largest_magnitude(row)
     if top != top:
@@ -152,7 +152,7 @@ def three_digits(row, integers):
     return to_integers(row, integers, max(finest(top, 23, THREE_DIGITS), types.int32(LOWEST_EXPONENT)))
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def activations(row, integers):
     top = largest_magnitude(row)
     if top != top:
@@ -170,13 +170,13 @@ def activations(row, integers):
     return to_integers(row, integers, max(grid, types.int32(LOWEST_EXPONENT)))
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def mass(difference):
     """The weight of a token whose logit is that much above the largest, as an integer."""
     return np.int64(np.rint(exp2(difference * LOG2_E) * _MASS_ONE))
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def _hashed(held, number):
     held = held + number + np.uint64(0x9E3779B97F4A7C15)
     held = (held ^ (held >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -184,7 +184,7 @@ def _hashed(held, number):
     return held ^ (held >> np.uint64(31))
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def gumbel(key, token):
     held = _hashed(_hashed(np.uint64(key), np.uint64(0)), np.uint64(token))
     u = np.float32(np.int64(held >> np.uint64(2))) * _UNIT + _HALF_UNIT
