@@ -37,7 +37,7 @@ CONTEXT = 256
 SMALL = "small"
 """The name of the script's own model in the data."""
 _SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
-_ENDS = 10
+ENDS = 10
 """Steps whose mean is the first and the last reward."""
 
 
@@ -292,8 +292,8 @@ def table(results: Mapping[str, Result]) -> Table:
         found.add_row(
             name,
             str(len(steps)),
-            f"{fmean(step.reward for step in steps[:_ENDS]):.3f}",
-            f"{fmean(step.reward for step in steps[-_ENDS:]):.3f}",
+            f"{fmean(step.reward for step in steps[:ENDS]):.3f}",
+            f"{fmean(step.reward for step in steps[-ENDS:]):.3f}",
             f"{different} of {tokens}",
             f"{max(step.largest for step in steps):.2g}",
             f"{fmean(step.kl for step in steps):.2g}",

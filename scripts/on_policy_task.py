@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from vllm_batch_invariant.verify.demo_model import EOS, Shape, make_checkpoint
 
@@ -82,12 +83,14 @@ def warmed_up(folder: Path, steps: int, seed: int = 0) -> Path:
     for _ in range(steps):
         chosen = [chance.randrange(len(_TASKS)) for _ in range(_BATCH)]
         prompts = tokenizer([asked[number] for number in chosen]).input_ids
-        shown = [_written(_counted(*_TASKS[number], chance)) + EOS for number in chosen]
-        rows = torch.tensor([one + other for one, other in zip(prompts, tokenizer(shown).input_ids, strict=True)])
-        labels = rows.clone()
-        labels[:, : len(prompts[0])] = -100
+        shown = tokenizer([_written(_counted(*_TASKS[number], chance)) + EOS for number in chosen]).input_ids
+        rows, answers = (
+            torch.tensor([one + other for one, other in zip(prompts, shown, strict=True)]),
+            torch.tensor(shown),
+        )
+        logits = model(rows, logits_to_keep=answers.shape[1] + 1).logits[:, :-1]
         optimizer.zero_grad()
-        model(rows, labels=labels).loss.backward()
+        F.cross_entropy(logits.flatten(0, 1), answers.flatten()).backward()
         optimizer.step()
         rate.step()
     model.to(torch.bfloat16).save_pretrained(folder)
