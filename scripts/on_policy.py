@@ -66,14 +66,15 @@ class Run:
         mode: whether the engine has the mode.
         patched: whether the trainer is patched.
         corrected: whether TRL multiplies the loss by the importance ratio trainer / rollout, which is its default.
-        other_batch: whether rollouts have another schedule.
+        rollouts: all completions of a step "together"; a "few" at a time, in another order, beside requests of others;
+            or "one by one".
         fault: "stale cache" (nobody empties the prefix cache), "one layer" (one layer is not sent), or None.
     """
 
     mode: bool
     patched: bool
     corrected: bool = True
-    other_batch: bool = False
+    rollouts: str = "together"
     fault: str | None = None
 
     @property
@@ -86,18 +87,20 @@ RUNS = {
     "stock": Run(mode=False, patched=False, corrected=False),
     "stock-corrected": Run(mode=False, patched=False),
     "ours": Run(mode=True, patched=True),
-    "ours-other-batch": Run(mode=True, patched=True, other_batch=True),
+    "ours-other-batch": Run(mode=True, patched=True, rollouts="few"),
 }
-CONTROLS = {
+SHORT = {
+    "ours-one-by-one": Run(mode=True, patched=True, rollouts="one by one"),
     "unpatched-trainer": Run(mode=True, patched=False),
     "plain-engine": Run(mode=False, patched=True),
     "stale-cache": Run(mode=True, patched=True, fault="stale cache"),
     "one-layer": Run(mode=True, patched=True, fault="one layer"),
-    "stock-other-batch": Run(mode=False, patched=False, other_batch=True),
+    "stock-one-by-one": Run(mode=False, patched=False, rollouts="one by one"),
 }
-"""Runs of a few steps in which something is as it must not be: each has to be seen."""
-SAME_WEIGHTS = {"ours-other-batch": "ours", "stock-other-batch": "stock-corrected"}
-"""Runs that are compared with one of another schedule: the first ends with its weights, the second does not."""
+"""Runs of a few steps. In all but the first something is as it must not be, which has to be seen."""
+ALL = RUNS | SHORT
+SAME_WEIGHTS = {"ours-other-batch": "ours", "ours-one-by-one": "ours", "stock-one-by-one": "stock-corrected"}
+"""Runs whose weights are compared with those of one with other rollouts: ours has the same, plain vLLM has not."""
 
 
 @dataclass(frozen=True)
@@ -187,13 +190,15 @@ METRICS = {
 
 
 def schedule(run: Run, completions: int) -> Schedule:
-    """All completions of a step together; or few at a time, in another order, beside others.
+    """How the rollouts of a run with so many completions a step are served.
 
-    Prompts are cut where the mode is on: plain vLLM ends with an error on a CPU where a seeded request's is.
+    Few at a time cuts prompts, too. Plain vLLM ends with an error on a CPU where a seeded request's is cut.
     """
-    if not run.other_batch:
-        return Schedule(completions)
-    return Schedule(5, 64 if run.mode else Schedule.max_num_batched_tokens, shuffled=True, others=6)
+    return {
+        "together": Schedule(completions),
+        "few": Schedule(5, max_num_batched_tokens=64, shuffled=True, others=6),
+        "one by one": Schedule(1),
+    }[run.rollouts]
 
 
 def train(specification: Specification, folder: Path) -> Result:
@@ -220,10 +225,10 @@ def train(specification: Specification, folder: Path) -> Result:
 def problems(results: Mapping[str, Result]) -> Iterator[str]:
     """What the runs promise and did not keep, and controls that nothing was seen of."""
     for name, result in results.items():
-        run, steps = (RUNS | CONTROLS)[name], result.steps
+        run, steps = ALL[name], result.steps
         if run.exact and any(step.different or step.kl or step.largest for step in steps):
             yield f"{name}: rollout and trainer differ"
-        if name in CONTROLS and not steps[-1].kl > 0:
+        if not run.exact and not steps[-1].kl > 0:
             yield f"{name}: nothing was seen of it"
         other = SAME_WEIGHTS.get(name)
         if other in results:
@@ -233,7 +238,7 @@ def problems(results: Mapping[str, Result]) -> Iterator[str]:
             if run.exact and equal < len(steps):
                 yield f"{name}: from step {equal + 1} on its weights are not those of {other}"
             if not run.exact and equal == len(steps):
-                yield f"{name}: its weights are those of {other}"
+                yield f"{name}: its weights are those of {other}, so equal weights show nothing on this machine"
 
 
 def equal_steps(steps: Sequence[Step], others: Sequence[Step]) -> int:
@@ -250,7 +255,7 @@ def measurements(results: Mapping[str, Result], model: str, setting: Setting) ->
         return Measurement("on_policy", name, where, metric, unit, *[value] * 3, None, bits, **asdict(setting))
 
     for name, result in results.items():
-        exact = (RUNS | CONTROLS)[name].exact
+        exact = ALL[name].exact
         for number, step in enumerate(result.steps, 1):
             bits = ("differ" if step.different else "equal") if exact else "-"
             for metric, (unit, field) in METRICS.items():
@@ -308,12 +313,11 @@ def table(results: Mapping[str, Result]) -> Table:
 
 def main() -> int:
     """Train, compare, print, write. The exit status is 1 if a promise was not kept, 2 if nothing was compared."""
-    every = [*RUNS, *CONTROLS]
     parser = OneLineParser(prog="on_policy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a Qwen3 model's folder or name (default: a small one that is warmed up first)")
-    parser.add_argument("--only", nargs="+", choices=every, default=every, metavar="RUN", help=f"of {', '.join(every)}")
+    parser.add_argument("--only", nargs="+", choices=ALL, default=list(ALL), metavar="RUN", help=f"of {', '.join(ALL)}")
     parser.add_argument("--steps", type=at_least(1), default=60, help="of the optimizer (default: 60)")
-    parser.add_argument("--control-steps", type=at_least(2), default=4, help="those of controls (default: 4)")
+    parser.add_argument("--short", type=at_least(2), default=4, help="steps of the runs for a check (default: 4)")
     parser.add_argument("--prompts", type=at_least(1), default=4, help="different ones in a step (default: 4)")
     parser.add_argument("--group", type=at_least(2), default=8, help="completions of a prompt (default: 8)")
     parser.add_argument("--max-tokens", type=at_least(1), default=14, help="of a completion (default: 14)")
@@ -346,11 +350,11 @@ def _compare(options: argparse.Namespace) -> int:
             field: getattr(options, field) for field in ("prompts", "group", "max_tokens", "learning_rate", "seed")
         }
         for run_name in options.only:
-            run = (RUNS | CONTROLS)[run_name]
+            run = ALL[run_name]
             place = folder / run_name
             place.mkdir()
             planned = schedule(run, options.prompts * options.group)
-            steps = options.steps if run_name in RUNS else options.control_steps
+            steps = options.steps if run_name in RUNS else options.short
             out = str(place / "steps.json")
             results[run_name] = train(Specification(model, out, run, planned, steps, **sizes), place)
             console.print(f"{run_name}: {results[run_name].seconds:.0f} s")

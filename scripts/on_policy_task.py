@@ -14,7 +14,8 @@ from vllm_batch_invariant.verify.demo_model import EOS, Shape, make_checkpoint
 
 DIGITS = 12
 """Of an answer."""
-SHAPE = Shape(hidden=128, intermediate=384, layers=3, heads=2, kv_heads=1, max_length=512, head_gain=1.0)
+SHAPE = Shape(hidden=128, intermediate=2048, layers=3, heads=2, kv_heads=1, max_length=512, head_gain=1.0)
+"""With a smaller intermediate size plain vLLM's bits do not follow the batch on every CPU: sums are too short."""
 _RULES = (
     "Write the last digits of the numbers that one counts, as many of them as there are months in a year, with one "
     "space before each of them, and nothing else after the last of them. "

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.record import DATA, Setting, read
 from scripts import on_policy
-from scripts.on_policy import CONTROLS, RUNS, Result, Step, keep, measurements, problems, schedule
+from scripts.on_policy import ALL, Result, Step, keep, measurements, problems, schedule
 from scripts.on_policy_task import DIGITS, questions, reward
 from tests.engine.engines import only_where_asked_for
 
@@ -20,11 +20,10 @@ APART = replace(EXACT, different=90, largest=0.1, kl=1e-4, weights="b")
 
 def kept_promises() -> dict[str, Result]:
     """Three steps of every run, as they should be."""
-    few = {"ours-other-batch": 5, "stock-other-batch": 5}
     results = {}
-    for name, run in (RUNS | CONTROLS).items():
+    for name, run in ALL.items():
         step = EXACT if run.exact else replace(APART, weights=name)
-        results[name] = Result([replace(step, batch=few.get(name, 32))] * 3, 1.0)
+        results[name] = Result([replace(step, batch=32 if run.rollouts == "together" else 5)] * 3, 1.0)
     return results
 
 
@@ -67,16 +66,16 @@ def test_a_last_step_that_breaks_a_promise_is_named(name: str, step: Step, probl
 
 def test_plain_vllm_with_the_weights_of_another_batch_is_named() -> None:
     results = kept_promises()
-    results["stock-other-batch"] = Result([replace(APART, batch=5, weights="stock-corrected")] * 3, 1.0)
-    assert list(problems(results)) == ["stock-other-batch: its weights are those of stock-corrected"]
+    results["stock-one-by-one"] = Result([replace(APART, batch=1, weights="stock-corrected")] * 3, 1.0)
+    [found] = problems(results)
+    assert "stock-one-by-one: its weights are those of stock-corrected" in found
 
 
-def test_a_rollout_of_another_batch_cuts_prompts_only_where_the_mode_is_on() -> None:
+def test_prompts_are_cut_only_where_the_mode_is_on() -> None:
     """Plain vLLM ends with an error where a seeded request's is cut."""
-    asked = {name: schedule(run, 32) for name, run in (RUNS | CONTROLS).items()}
-    assert {asked[name].max_num_seqs for name in asked if "other" not in name} == {32}
-    assert asked["ours-other-batch"].max_num_seqs < 32
-    assert asked["ours-other-batch"].max_num_batched_tokens < asked["stock-other-batch"].max_num_batched_tokens == 4096
+    asked = {run: schedule(run, 32) for run in ALL.values()}
+    assert {run.mode for run, planned in asked.items() if planned.max_num_batched_tokens < 32 * 64} == {True}
+    assert {planned.max_num_seqs for planned in asked.values()} == {32, 5, 1}
 
 
 def test_new_rows_replace_those_of_the_same_run_alone(tmp_path: Path) -> None:
@@ -92,28 +91,30 @@ def test_new_rows_replace_those_of_the_same_run_alone(tmp_path: Path) -> None:
 
 def test_the_kept_data_are_exact_where_the_mode_is_on_and_nowhere_else() -> None:
     rows = read(DATA / "on_policy.csv")
-    gaps = {name: [row for row in rows if (row.provider, row.metric) == (name, "kl")] for name in RUNS | CONTROLS}
+    gaps = {name: [row for row in rows if (row.provider, row.metric) == (name, "kl")] for name in ALL}
     for name, found in gaps.items():
-        exact = (RUNS | CONTROLS)[name].exact
+        exact = ALL[name].exact
         assert {row.bits for row in found} == ({"equal"} if exact else {"-"})
         assert max(row.p50 for row in found) == 0.0 if exact else found[-1].p50 > 0
-    [same] = [row for row in rows if (row.provider, row.metric) == ("ours-other-batch", "same-weights")]
-    assert (same.p50, same.bits) == (len(gaps["ours"]), "equal")
+    same = {row.provider: row for row in rows if row.metric == "same-weights"}
+    for name in ("ours-other-batch", "ours-one-by-one"):
+        assert (same[name].p50, same[name].bits) == (len(gaps[name]), "equal")
+    assert same["stock-one-by-one"].p50 < len(gaps["stock-one-by-one"])
 
 
 @pytest.mark.engine
-def test_short_runs_are_exact_and_every_control_is_seen(
+def test_short_runs_are_exact_and_every_fault_is_seen(
     pytestconfig: pytest.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     only_where_asked_for(pytestconfig)
     if find_spec("trl") is None:
         pytest.skip("needs TRL: pip install 'vllm-batch-invariant[on-policy]'")
     out = tmp_path / "on_policy.csv"
-    sizes = ["--steps", "3", "--control-steps", "3", "--warm-up", "25"]
+    sizes = ["--steps", "3", "--short", "3", "--warm-up", "25"]
     monkeypatch.setattr(sys, "argv", ["on_policy", *sizes, "--out", str(out)])
     assert on_policy.main() == 0, capsys.readouterr().out
     rows = read(out)
-    assert {row.provider for row in rows} == {*RUNS, *CONTROLS}
-    exact = [row for row in rows if (RUNS | CONTROLS)[row.provider].exact]
+    assert {row.provider for row in rows} == set(ALL)
+    exact = [row for row in rows if ALL[row.provider].exact]
     assert {row.p50 for row in exact if row.metric in ("kl", "logprob-difference")} == {0.0}
-    assert [row.p50 for row in exact if row.metric == "same-weights"] == [3.0]
+    assert [row.p50 for row in exact if row.metric == "same-weights"] == [3.0, 3.0]
