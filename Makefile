@@ -6,7 +6,7 @@ SAMPLES ?= 1000
 RUN = $(VENV)/bin/python -m
 CHECKPOINT = .cache/demo-model
 
-.PHONY: demo test lint install clean site test-site test-npu test-patch-points test-versions test-triton test-npu-fake-cann
+.PHONY: demo on-policy test lint install clean site test-site test-npu test-patch-points test-versions test-triton test-npu-fake-cann
 install: $(VENV)/installed-$(DEVICE)
 
 $(VENV)/installed-%: pyproject.toml requirements/overrides-cpu.txt scripts/install.sh
@@ -21,6 +21,14 @@ demo: $(CHECKPOINT)/config.json
 	@command -v g++ >/dev/null || { echo "make demo: plain vLLM compiles CPU kernels and needs g++; install it (the mode itself needs none)"; exit 2; }
 	VLLM_CPU_KVCACHE_SPACE=2 $(RUN) vllm_batch_invariant.cli reproduce --model $(CHECKPOINT) --compare --samples $(SAMPLES) \
 		--max-tokens 24 --serve-args="--enforce-eager --max-num-batched-tokens=16384"
+
+# GRPO by TRL with plain vLLM and with the mode, and controls: a quarter of an hour on two cores.
+$(VENV)/installed-on-policy: $(VENV)/installed-$(DEVICE)
+	$(VENV)/bin/uv pip install -q --python $(VENV)/bin/python --override requirements/overrides-cpu.txt -e ".[on-policy]"
+	touch $@
+
+on-policy: $(VENV)/installed-on-policy
+	$(RUN) scripts.on_policy
 
 lint: install
 	$(RUN) ruff check .

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
@@ -18,6 +19,7 @@ from benchmarks.plot import ratio_lines
 from benchmarks.record import DATA, Measurement, geometric_means, read
 from scripts.demos import blocks, splits
 from scripts.import_graph import PACKAGE, between_rooms, imports
+from scripts.on_policy import ENDS, RUNS, SMALL
 from scripts.see import animation
 
 if TYPE_CHECKING:
@@ -28,6 +30,13 @@ FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 _BLUE, _ORANGE, _PALE = "#0072B2", "#D55E00", "#9ecae1"
 SMALL_FILES = ("envs", "errors", "compare", "kept_file", "version")
 """Of the package, beside the rooms: everybody may import them."""
+_OF_RUNS = {
+    "stock": {"color": _ORANGE},
+    "stock-corrected": {"color": "#E69F00"},
+    "ours": {"color": _PALE, "linewidth": 3.5},
+    "ours-other-batch": {"color": _BLUE, "linestyle": "--"},
+}
+"""How lines are drawn: the last lies on the one before."""
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 _WIDTH = 6.0
 _STYLE = {
@@ -140,6 +149,36 @@ def _means(measurements: Sequence[Measurement], key: str, unit: str) -> str:
     return ", ".join(f"{provider} at {number} {unit}: {mean:.2f}" for (provider, number), mean in means)
 
 
+def training() -> str:
+    """Reward, KL between rollout and trainer, and gradient norm of each step of the training runs."""
+    found = [row for row in read(DATA / "on_policy.csv") if row.provider in RUNS and row.keys["model"] == SMALL]
+    lines = {(row.provider, row.metric): [] for row in found if "step" in row.keys}
+    for row in found:
+        if "step" in row.keys:
+            lines[row.provider, row.metric].append(row.p50)
+    panels = {"reward": "reward", "kl": "KL(rollout || trainer)", "gradient-norm": "gradient norm"}
+
+    def draw(figure: "Figure") -> None:
+        places = figure.subplots(1, len(panels))
+        for place, (metric, title) in zip(places, panels.items(), strict=True):
+            for name, style in _OF_RUNS.items():
+                values = lines[name, metric]
+                place.plot(range(1, len(values) + 1), values, label=name, **{"linewidth": 1.0} | style)
+            place.set_title(title)
+            place.set_xlabel("step")
+        places[1].set_yscale("symlog", linthresh=1e-6)
+        figure.legend(*places[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+
+    words = [_trained(name, lines[name, "reward"], lines[name, "kl"]) for name in _OF_RUNS]
+    return _page(draw, 2.9, "training", f"Training runs. {'; '.join(words)}")
+
+
+def _trained(name: str, rewards: Sequence[float], gaps: Sequence[float]) -> str:
+    """A training run in words."""
+    first, last = fmean(rewards[:ENDS]), fmean(rewards[-ENDS:])
+    return f"{name}: reward {first:.2f} to {last:.2f} in {len(rewards)} steps, KL {min(gaps):.2g} to {max(gaps):.2g}"
+
+
 def rooms() -> str:
     """Which room imports which: every arrow is an import that is there, and all point downwards."""
     below = rooms_below()
@@ -237,6 +276,7 @@ DRAWINGS: dict[str, Callable[[], str]] = {
     "order": order,
     "attention": attention,
     "time": time,
+    "training": training,
     "rooms": rooms,
     "batch": batch,
 }

@@ -1,0 +1,98 @@
+"""The task of ``scripts.on_policy``: to count by steps, which a program verifies; and a small model that half can.
+
+A model of random weights gets no reward, and so nothing to learn from. The warm-up shows it demonstrations with errors.
+"""
+
+import random
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from vllm_batch_invariant.verify.demo_model import EOS, Shape, make_checkpoint
+
+DIGITS = 12
+"""Of an answer."""
+SHAPE = Shape(hidden=128, intermediate=2048, layers=3, heads=2, kv_heads=1, max_length=512, head_gain=1.0)
+"""With a smaller intermediate size plain vLLM's bits do not follow the batch on every CPU: sums are too short."""
+_RULES = (
+    "Write the last digits of the numbers that one counts, as many of them as there are months in a year, with one "
+    "space before each of them, and nothing else after the last of them. "
+)
+"""More than a page of keys, which all prompts share: so rollouts find it in the prefix cache."""
+_TASKS = list(product(range(10), range(1, 10)))
+"""(start, step) of every question."""
+_BATCH = 32
+_LEARNING_RATE = 2e-3
+_WARM_STEPS = 20
+_ERRORS = 0.3
+"""Share of a demonstration's digits that are random."""
+
+
+def questions() -> list[dict[str, str]]:
+    """Every ``prompt`` with the ``expected`` answer."""
+    return [
+        {"prompt": f"{_RULES}Count up by {step} from {start}:", "expected": _written(_counted(start, step))}
+        for start, step in _TASKS
+    ]
+
+
+def reward(completions: list[str], expected: list[str], **_: object) -> list[float]:
+    """The share of digits that are right, each in its place; what comes after them counts as wrong."""
+    return [_share(answer.split(), right.split()) for answer, right in zip(completions, expected, strict=True)]
+
+
+def _share(answer: list[str], right: list[str]) -> float:
+    found = sum(one == other for one, other in zip(answer, right, strict=False))
+    return found / max(len(answer), len(right))
+
+
+def _written(digits: list[int]) -> str:
+    return "".join(f" {digit}" for digit in digits)
+
+
+def _counted(start: int, step: int, chance: random.Random | None = None) -> list[int]:
+    """Right digits; with ``chance`` some are random, and the next ones count on from them."""
+    digits, digit = [], start
+    for _ in range(DIGITS):
+        if chance is not None and chance.random() < _ERRORS:
+            digit = chance.randrange(10)
+        digits.append(digit)
+        digit = (digit + step) % 10
+    return digits
+
+
+def warmed_up(folder: Path, steps: int, seed: int = 0) -> Path:
+    """Write a small Qwen3 in bf16 and its tokenizer into ``folder``, trained in fp32 on demonstrations.
+
+    Args:
+        folder: is made.
+        steps: of AdamW, with 32 demonstrations each.
+        seed: of weights and demonstrations.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    make_checkpoint(folder, SHAPE, seed)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=0.0)
+    rate = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / _WARM_STEPS) * (1 - step / steps)
+    )
+    chance, asked = random.Random(seed), [question["prompt"] for question in questions()]
+    for _ in range(steps):
+        chosen = [chance.randrange(len(_TASKS)) for _ in range(_BATCH)]
+        prompts = tokenizer([asked[number] for number in chosen]).input_ids
+        shown = tokenizer([_written(_counted(*_TASKS[number], chance)) + EOS for number in chosen]).input_ids
+        rows, answers = (
+            torch.tensor([one + other for one, other in zip(prompts, shown, strict=True)]),
+            torch.tensor(shown),
+        )
+        logits = model(rows, logits_to_keep=answers.shape[1] + 1).logits[:, :-1]
+        optimizer.zero_grad()
+        F.cross_entropy(logits.flatten(0, 1), answers.flatten()).backward()
+        optimizer.step()
+        rate.step()
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
