@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+import transformers
+from transformers import LlamaConfig, LlamaForSequenceClassification, MistralForCausalLM, Qwen3MoeConfig
 
-from tests.hf.models import DEVICE, model
+from tests.hf.models import DEVICE, EXPERTS, model
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.hf import patch, support
 from vllm_batch_invariant.integration import patch_points
@@ -25,7 +26,7 @@ def refuses(action: Callable[[], object], what: str) -> None:
     {
         "sliding window layers": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
         "dropout of attention": {"attention_dropout": 0.1},
-        "biases of attention": {"attention_bias": True},
+        r"a bias at model\.layers\.0\.self_attn\.q_proj": {"attention_bias": True},
         "activation gelu": {"hidden_act": "gelu"},
         "rotary embedding of type linear": {
             "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
@@ -37,10 +38,30 @@ def test_a_configuration_without_a_proof_is_refused(what: str, changed: dict) ->
     refuses(lambda: patch(model(**changed)), what)
 
 
-def test_another_architecture_is_refused() -> None:
-    shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
-    other = Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_hidden_layers=1, **shape))
-    refuses(lambda: patch(other), "Qwen2ForCausalLM")
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize("kind", [MistralForCausalLM, LlamaForSequenceClassification])
+def test_another_architecture_is_refused(kind: type) -> None:
+    other = kind(kind.config_class(vocab_size=64, num_hidden_layers=1, pad_token_id=0, **SMALL))
+    refuses(lambda: patch(other), kind.__name__)
+
+
+def test_a_class_derived_from_one_with_a_patch_is_refused() -> None:
+    class LlamaForCausalLM(transformers.LlamaForCausalLM):
+        """One that may compute anything, by the same name."""
+
+    other = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **SMALL))
+    refuses(lambda: patch(other), "a trainer's LlamaForCausalLM")
+
+
+def test_experts_are_refused_where_the_engine_does_not_serve_them() -> None:
+    refuses(lambda: patch(model(of=Qwen3MoeConfig, **EXPERTS).to("meta")), "meta|a GPU")
+
+
+def test_logits_of_a_router_are_refused() -> None:
+    asking = model(of=Qwen3MoeConfig, output_router_logits=True, **EXPERTS)
+    refuses(lambda: patch(asking), "logits of the router")
 
 
 def test_an_untested_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

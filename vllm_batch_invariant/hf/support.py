@@ -8,6 +8,7 @@ import torch
 from ..errors import NotCovered
 from ..integration import patch_points
 from ..ops.attention.params import DTYPES
+from .families import FAMILIES, Family, family_of
 
 _DEVICES = ("cpu", "cuda")
 _HARMLESS = ("num_items_in_batch", "return_dict")
@@ -34,35 +35,52 @@ def check_packages() -> None:
         )
 
 
-def check(model: torch.nn.Module) -> None:
+def check(model: torch.nn.Module) -> Family:
     """Whether the engine's operations can stand for all of a model's, and come from a vLLM that was tested.
+
+    Returns:
+        What the model is.
 
     Raises:
         NotCovered: the first thing for which they cannot; another vLLM.
     """
-    from transformers.models.qwen3 import modeling_qwen3 as hf
-
-    if type(model) is not hf.Qwen3ForCausalLM:
+    family = family_of(model)
+    if family is None:
         raise NotCovered(
             f"a trainer's {type(model).__name__}",
             "the order of its operations in vLLM is not known here",
-            "use a Qwen3ForCausalLM",
+            f"use a {', '.join(family.prefix for family in FAMILIES)} model for causal language modelling",
         )
     _check_config(model.config)
-    known = {
-        hf.Qwen3ForCausalLM, hf.Qwen3Model, hf.Qwen3DecoderLayer, hf.Qwen3Attention, hf.Qwen3MLP, hf.Qwen3RMSNorm,
-        hf.Qwen3RotaryEmbedding, hf.ACT2FN["silu"].__class__, torch.nn.ModuleList, torch.nn.Embedding, torch.nn.Linear,
-    }  # fmt: skip
+    _check_modules(model, family)
+    weights = list(model.parameters())
+    _check_weights(weights)
+    if family.has_experts and weights[0].device.type != "cpu":
+        raise NotCovered(
+            "experts of a trainer on a GPU", "the engine serves them on a CPU only", "use a model without experts"
+        )
+    patch_points.check_version(weights[0].device.type)
+    return family
+
+
+def _check_modules(model: torch.nn.Module, family: Family) -> None:
+    from transformers.activations import ACT2FN
+
+    names = ["ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding"]
+    names += ["SparseMoeBlock", "Experts", "TopKRouter"] if family.has_experts else []
+    known = {family.of_name(name) for name in names}
+    known |= {type(ACT2FN["silu"]), torch.nn.ModuleList, torch.nn.Embedding, torch.nn.Linear}
     for name, module in model.named_modules():
         if type(module) not in known:
             raise NotCovered(
                 f"a trainer's {type(module).__name__} at {name}",
-                "vLLM's Qwen3 has no such layer",
-                "patch a model without adapters or quantised layers",
+                f"vLLM's {family.prefix} has no such layer",
+                "patch a model without adapters or quantised layers, and shard it after that",
             )
-    weights = list(model.parameters())
-    _check_weights(weights)
-    patch_points.check_version(weights[0].device.type)
+        if getattr(module, "bias", None) is not None and name.rpartition(".")[2] not in family.biased:
+            raise NotCovered(
+                f"a bias at {name} in a trainer", f"vLLM's {family.prefix} adds none there", "use a model without it"
+            )
 
 
 def _check_weights(weights: list[torch.nn.Parameter]) -> None:
@@ -83,16 +101,17 @@ def _check_weights(weights: list[torch.nn.Parameter]) -> None:
 
 def _check_config(config: Any) -> None:
     rope = config.rope_parameters
+    windows = {*(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)}
     found = {
         f"the activation {config.hidden_act}": config.hidden_act != "silu",
-        "biases of attention": config.attention_bias,
         "dropout of attention": config.attention_dropout,
-        "sliding window layers": set(config.layer_types) != {"full_attention"},
-        f"a rotary embedding of type {rope['rope_type']}": rope["rope_type"] != "default",
+        "sliding window layers": windows - {"full_attention", None},
+        f"a rotary embedding of type {rope['rope_type']}": rope["rope_type"] not in ("default", "llama3"),
         "a partial rotary embedding": rope.get("partial_rotary_factor", 1.0) != 1.0,
         "quantised weights": getattr(config, "quantization_config", None) is not None,
         "hidden states as a result": config.output_hidden_states,
         "attention weights as a result": getattr(config, "output_attentions", False),
+        "logits of the router as a result": getattr(config, "output_router_logits", False),
     }
     for what, is_found in found.items():
         if is_found:
