@@ -104,12 +104,21 @@ def test_the_gradient_at_a_sequences_tokens_does_not_depend_on_the_others(dtype:
         assert_same_bits(at_the_first(*batch), expected, way)
 
 
-def test_checkpointed_layers_have_the_same_gradients() -> None:
-    trainer, batch = patch(model()).train(), ways_to_pad(PARTS)["right"]
-    expected = gradients(trainer, *batch)
-    trainer.gradient_checkpointing_enable({"use_reentrant": False})
-    for name, gradient in gradients(trainer, *batch).items():
-        assert_same_bits(gradient, expected[name], name)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3-MoE"])
+def test_layers_that_are_computed_again_have_the_same_logits_and_gradients(name: str, reentrant: bool) -> None:
+    kind, changed = FAMILIES[name]
+    trainer = patch(model(torch.bfloat16, of_device(name, kind), **changed)).train()
+    tokens, mask = ways_to_pad(PARTS)["right"]
+    expected, logits = gradients(trainer, tokens, mask), trainer(tokens, attention_mask=mask).logits
+    trainer.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    forward, calls = trainer.model.layers[0].self_attn.forward, []
+    trainer.model.layers[0].self_attn.forward = lambda *args: calls.append(0) or forward(*args)
+    assert_same_bits(trainer(tokens, attention_mask=mask).logits, logits)
+    calls.clear()
+    for weight, gradient in gradients(trainer, tokens, mask).items():
+        assert_same_bits(gradient, expected[weight], weight)
+    assert len(calls) == 2
 
 
 def test_a_frozen_weight_gets_no_gradient_and_changes_no_other() -> None:

@@ -44,6 +44,7 @@ def check(model: torch.nn.Module) -> Family:
     Raises:
         NotCovered: the first thing for which they cannot; another vLLM.
     """
+    _check_is_not_wrapped(model)
     family = family_of(model)
     if family is None:
         raise NotCovered(
@@ -63,6 +64,17 @@ def check(model: torch.nn.Module) -> Family:
     return family
 
 
+def _check_is_not_wrapped(model: torch.nn.Module) -> None:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    for name, module in model.named_modules():
+        if isinstance(module, (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)):
+            raise NotCovered(
+                f"a model that is sharded already, at '{name}'", "its layers are not found", "patch it, then shard it"
+            )
+
+
 def _check_modules(model: torch.nn.Module, family: Family) -> None:
     from transformers.activations import ACT2FN
 
@@ -75,7 +87,7 @@ def _check_modules(model: torch.nn.Module, family: Family) -> None:
             raise NotCovered(
                 f"a trainer's {type(module).__name__} at {name}",
                 f"vLLM's {family.prefix} has no such layer",
-                "patch a model without adapters or quantised layers, and shard it after that",
+                "patch a model without adapters or quantised layers",
             )
         if getattr(module, "bias", None) is not None and name.rpartition(".")[2] not in family.biased:
             raise NotCovered(
