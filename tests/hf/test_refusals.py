@@ -8,8 +8,10 @@ import transformers
 from transformers import LlamaConfig, LlamaForSequenceClassification, MistralForCausalLM, Qwen3MoeConfig
 
 from tests.hf.models import DEVICE, EXPERTS, model
+from vllm_batch_invariant import envs
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.hf import patch, support
+from vllm_batch_invariant.hf.families import FAMILIES
 from vllm_batch_invariant.integration import patch_points
 
 TOKENS = torch.ones(2, 6, dtype=torch.int64, device=DEVICE)
@@ -55,8 +57,17 @@ def test_a_class_derived_from_one_with_a_patch_is_refused() -> None:
     refuses(lambda: patch(other), "a trainer's LlamaForCausalLM")
 
 
-def test_experts_are_refused_where_the_engine_does_not_serve_them() -> None:
-    refuses(lambda: patch(model(of=Qwen3MoeConfig, **EXPERTS).to("meta")), "meta|a GPU")
+def test_what_was_not_compared_with_an_engine_on_a_device_is_refused() -> None:
+    by_name = {family.prefix: family for family in FAMILIES}
+    support.check_compared(by_name["Qwen3"], "default", "cuda")
+    for name, rope in (("Llama", "default"), ("Qwen2", "default"), ("Qwen3Moe", "default"), ("Qwen3", "llama3")):
+        support.check_compared(by_name[name], rope, "cpu")
+        refuses(lambda name=name, rope=rope: support.check_compared(by_name[name], rope, "cuda"), f"{name}.*'cuda'")
+
+
+def test_a_tree_of_tensor_parallel_workers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(envs.TP_TREE.name, "2")
+    refuses(lambda: patch(model()), "VLLM_BATCH_INVARIANT_TP_TREE=2 in a trainer")
 
 
 def test_logits_of_a_router_are_refused() -> None:

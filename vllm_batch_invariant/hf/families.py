@@ -19,12 +19,14 @@ class Family:
         prefix: that the names of its classes begin with.
         biased: linear layers that vLLM adds a bias in if the checkpoint has one.
         has_experts: whether layers may be mixtures of experts.
+        devices: on which the bits have been compared with an engine's.
     """
 
     package: str
     prefix: str
     biased: tuple[str, ...] = ()
     has_experts: bool = False
+    devices: tuple[str, ...] = ("cpu",)
 
     @property
     def module(self) -> ModuleType:
@@ -39,7 +41,7 @@ class Family:
 FAMILIES = (
     Family("llama", "Llama", biased=(*_QKV, "o_proj", *_MLP)),
     Family("qwen2", "Qwen2", biased=_QKV),
-    Family("qwen3", "Qwen3"),
+    Family("qwen3", "Qwen3", devices=("cpu", "cuda")),
     Family("qwen3_moe", "Qwen3Moe", has_experts=True),
 )
 

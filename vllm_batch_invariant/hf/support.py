@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from .. import envs
 from ..errors import NotCovered
 from ..integration import patch_points
 from ..ops.attention.params import DTYPES
@@ -56,12 +57,30 @@ def check(model: torch.nn.Module) -> Family:
     _check_modules(model, family)
     weights = list(model.parameters())
     _check_weights(weights)
-    if family.has_experts and weights[0].device.type != "cpu":
-        raise NotCovered(
-            "experts of a trainer on a GPU", "the engine serves them on a CPU only", "use a model without experts"
-        )
+    check_compared(family, model.config.rope_parameters["rope_type"], weights[0].device.type)
     patch_points.check_version(weights[0].device.type)
     return family
+
+
+def check_compared(family: Family, rope_type: str, device_type: str) -> None:
+    """Whether a family with such a rotary embedding has been compared with an engine on a device.
+
+    Raises:
+        NotCovered: it has not; or a tree of tensor-parallel workers is asked for.
+    """
+    devices = family.devices if rope_type == "default" else ("cpu",)
+    if device_type not in devices:
+        raise NotCovered(
+            f"a trainer's {family.prefix} with a rotary embedding of type {rope_type} on device '{device_type}'",
+            f"the bits have been compared with an engine's on {' and '.join(devices)} only",
+            "train there, or use a Qwen3",
+        )
+    if envs.TP_TREE.read() != "1":
+        raise NotCovered(
+            f"{envs.TP_TREE.name}={envs.TP_TREE.read()} in a trainer",
+            "its matmuls are not added in that tree",
+            "leave it out, and roll out with --tensor-parallel-size 1",
+        )
 
 
 def _check_is_not_wrapped(model: torch.nn.Module) -> None:
