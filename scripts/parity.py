@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -115,8 +115,11 @@ def plain_logprobs(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logits.float(), -1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
 
 
-def _separate_matmuls(x: torch.Tensor, *weights: torch.Tensor, **_: Any) -> torch.Tensor:
-    return torch.cat([F.linear(x, weight) for weight in weights], dim=-1)
+def _separate_matmuls(
+    x: torch.Tensor, *weights: torch.Tensor, biases: Sequence[torch.Tensor | None] = (), **_: Any
+) -> torch.Tensor:
+    pairs = zip_longest(weights, biases)
+    return torch.cat([F.linear(x, weight, bias) for weight, bias in pairs], dim=-1)
 
 
 def _norm_of_the_rounded_sum(
@@ -161,7 +164,7 @@ OPERATIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "PyTorch's SiLU": {"silu_and_mul": _silu_and_mul},
     "PyTorch's log_softmax": {},
 }
-"""Operations as Hugging Face computes them: functions that replace those of ``hf.qwen3``; the last replaces
+"""Operations as Hugging Face computes them: functions that replace those of ``hf.decoder``; the last replaces
 ``token_logprobs`` by :func:`plain_logprobs`.
 """
 
@@ -170,7 +173,7 @@ def gaps(path: str, dtype: torch.dtype, device: str, samples: Sequence[Sample]) 
     """Every trainer's distance from the samples, outside ``batch_invariant_mode()`` and inside."""
     from transformers import AutoModelForCausalLM
 
-    from vllm_batch_invariant.hf import qwen3
+    from vllm_batch_invariant.hf import decoder
 
     def load() -> torch.nn.Module:
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
@@ -186,7 +189,7 @@ def gaps(path: str, dtype: torch.dtype, device: str, samples: Sequence[Sample]) 
     for name, functions in OPERATIONS.items():
         with ExitStack() as stack:
             for attribute, function in functions.items():
-                stack.enter_context(mock.patch.object(qwen3, attribute, function))
+                stack.enter_context(mock.patch.object(decoder, attribute, function))
             found[f"{PATCHED}, but {name}"] = measure(ours, token_logprobs if functions else plain_logprobs)
     return found
 
@@ -194,7 +197,7 @@ def gaps(path: str, dtype: torch.dtype, device: str, samples: Sequence[Sample]) 
 def main() -> int:
     """Roll out, compare, print. The exit status is 1 if the patched trainer is not equal, 2 if nothing was compared."""
     parser = OneLineParser(prog="parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a Qwen3 model's folder or name (default: a small one with random weights)")
+    parser.add_argument("--model", help="a model's folder or name (default: a small one with random weights)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the engine and the trainer")
     parser.add_argument("--max-tokens", type=at_least(1), default=32, help="tokens to sample for each prompt")
     options = parser.parse_args()

@@ -13,6 +13,7 @@ from scripts.import_graph import FOLDER, PACKAGE, Graph, at_run_time, imports, i
 MAY_IMPORT = {
     "ops": {"errors", "envs", "kept_file", "compare", "version"},
     "aten": {"ops", "errors"},
+    "batch_invariant_ops": {"aten", "ops"},
     "provenance": {"ops", "version"},
     "integration": {"ops", "aten", "provenance", "envs", "errors", "version"},
     "hf": {"ops", "aten", "integration", "provenance", "envs", "errors"},

@@ -1,9 +1,18 @@
-"""A Qwen3 of two layers, and batches for it."""
+"""Decoders of two layers, and batches for them."""
 
 from typing import Any
 
+import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCABULARY = 300
@@ -12,7 +21,45 @@ LENGTHS = (45, 1, 300, 7)
 """Of sequences: one of them longer than a split of attention's."""
 
 
-def config(**changed: Any) -> Qwen3Config:
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [0],
+    "norm_topk_prob": True,
+}
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "Llama, untied, without biases": (LlamaConfig, {}),
+    "Llama with biases and its rotary scaling, tied": (
+        LlamaConfig,
+        {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3, "tie_word_embeddings": True},
+    ),
+    "Qwen2, tied": (Qwen2Config, {"hidden_size": 384, "tie_word_embeddings": True}),
+    "Qwen2, untied": (Qwen2Config, {"hidden_size": 384}),
+    "Qwen3, tied": (Qwen3Config, {"tie_word_embeddings": True}),
+    "Qwen3-MoE": (Qwen3MoeConfig, EXPERTS),
+    "Qwen3-MoE without renormalised weights": (Qwen3MoeConfig, EXPERTS | {"norm_topk_prob": False}),
+}
+"""What the trainer has patches for; Qwen2's heads are its hidden size together."""
+
+
+def of_device(name: str, kind: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """A family's configuration; skips the test if the family is refused on this device."""
+    if kind is not Qwen3Config and DEVICE == "cuda":
+        pytest.skip(f"{name} has been compared with an engine on a CPU only")
+    return kind
+
+
+def config(of: type[PreTrainedConfig] = Qwen3Config, **changed: Any) -> PreTrainedConfig:
     """Six heads of 64 over a hidden size that is not theirs together."""
     shape = {
         "vocab_size": VOCABULARY,
@@ -25,15 +72,18 @@ def config(**changed: Any) -> Qwen3Config:
         "max_position_embeddings": 512,
         "initializer_range": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "tie_word_embeddings": False,
     }
-    return Qwen3Config(**shape | changed)
+    return of(**shape | changed)
 
 
-def model(dtype: torch.dtype = torch.bfloat16, **changed: Any) -> Qwen3ForCausalLM:
-    """The same weights at every call with one configuration; those of norms are not all 1."""
+def model(
+    dtype: torch.dtype = torch.bfloat16, of: type[PreTrainedConfig] = Qwen3Config, **changed: Any
+) -> PreTrainedModel:
+    """The same weights at every call with one configuration; those of norms are not all 1, and biases not 0."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = Qwen3ForCausalLM(config(**changed))
+        made = AutoModelForCausalLM.from_config(config(of, **changed))
         for weight in made.parameters():
             if weight.dim() == 1:
                 weight.data += 0.1 * torch.randn_like(weight)

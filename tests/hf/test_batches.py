@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.assertions import DTYPES, assert_same_bits
-from tests.hf.models import DEVICE, model, packed, sequences, ways_to_pad
+from tests.hf.models import DEVICE, FAMILIES, model, of_device, packed, sequences, ways_to_pad
 from vllm_batch_invariant import batch_invariant_mode
 from vllm_batch_invariant.hf import patch
 
@@ -29,6 +29,17 @@ def test_a_token_has_the_same_logits_alone_and_in_any_batch(dtype: torch.dtype) 
                 assert_same_bits(logits[row][mask[row].bool()], expected, f"{way}, sequence {row}")
         tokens, positions = packed(parts)
         assert_same_bits(trainer(tokens, position_ids=positions).logits[0], torch.cat(alone), "packed")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_token_of_every_family_has_the_same_logits_alone_and_in_a_batch(name: str) -> None:
+    kind, changed = FAMILIES[name]
+    trainer, parts = patch(model(torch.bfloat16, of_device(name, kind), **changed)), sequences()
+    tokens, mask = ways_to_pad(parts)["left"]
+    with torch.no_grad():
+        logits = trainer(tokens, attention_mask=mask).logits
+    for row, expected in enumerate(logits_alone(trainer, parts)):
+        assert_same_bits(logits[row][mask[row].bool()], expected, f"sequence {row}")
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU so small a model need not vary")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.assertions import DTYPES, assert_same_bits
-from tests.hf.models import model, packed, sequences, ways_to_pad
+from tests.hf.models import FAMILIES, model, of_device, packed, sequences, ways_to_pad
 from vllm_batch_invariant.hf import patch, token_logprobs
 
 RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.06, torch.float16: 0.006}
@@ -37,19 +37,30 @@ def gradients(trainer: torch.nn.Module, tokens: torch.Tensor, mask: torch.Tensor
     return {name: weight.grad.clone() for name, weight in trainer.named_parameters()}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_are_as_near_to_the_exact_ones_as_hugging_faces(dtype: torch.dtype) -> None:
+def compare_with_exact_ones(dtype: torch.dtype, *kind: type, **changed: object) -> None:
     tokens, mask = ways_to_pad(PARTS)["right"]
-    stock = model(dtype)
-    exact = model(dtype).double()
+    stock = model(dtype, *kind, **changed)
+    exact = model(dtype, *kind, **changed).double()
+    exact.set_experts_implementation("eager")  # the other ones have no float64
     expected = gradients(exact, tokens, mask, plain)
     theirs = gradients(stock, tokens, mask, plain)
-    ours = gradients(patch(model(dtype)), tokens, mask)
+    ours = gradients(patch(model(dtype, *kind, **changed)), tokens, mask)
     for name, reference in expected.items():
         error, of_stock = (
             float((found[name].double() - reference).norm() / reference.norm()) for found in (ours, theirs)
         )
         assert error <= min(RELATIVE_ERROR[dtype], OF_STOCK * of_stock), (name, error, of_stock)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_are_as_near_to_the_exact_ones_as_hugging_faces(dtype: torch.dtype) -> None:
+    compare_with_exact_ones(dtype)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_of_every_family_are_as_near_to_the_exact_ones(name: str) -> None:
+    kind, changed = FAMILIES[name]
+    compare_with_exact_ones(torch.float32, of_device(name, kind), **changed)
 
 
 def test_padding_moves_no_bit_of_any_gradient() -> None:
@@ -75,9 +86,11 @@ def test_a_packed_row_has_the_gradients_of_a_padded_batch() -> None:
         assert_same_bits(weight.grad, expected[name], name)
 
 
+@pytest.mark.parametrize("name", ["Qwen3, tied", "Llama with biases and its rotary scaling, tied", "Qwen3-MoE"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_gradient_at_a_sequences_tokens_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
-    trainer = patch(model(dtype))
+def test_the_gradient_at_a_sequences_tokens_does_not_depend_on_the_others(dtype: torch.dtype, name: str) -> None:
+    kind, changed = FAMILIES[name]
+    trainer = patch(model(dtype, of_device(name, kind), **changed))
 
     def at_the_first(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         embeddings = trainer.model.embed_tokens(tokens).detach().requires_grad_()
@@ -91,12 +104,21 @@ def test_the_gradient_at_a_sequences_tokens_does_not_depend_on_the_others(dtype:
         assert_same_bits(at_the_first(*batch), expected, way)
 
 
-def test_checkpointed_layers_have_the_same_gradients() -> None:
-    trainer, batch = patch(model()).train(), ways_to_pad(PARTS)["right"]
-    expected = gradients(trainer, *batch)
-    trainer.gradient_checkpointing_enable({"use_reentrant": False})
-    for name, gradient in gradients(trainer, *batch).items():
-        assert_same_bits(gradient, expected[name], name)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3-MoE"])
+def test_layers_that_are_computed_again_have_the_same_logits_and_gradients(name: str, reentrant: bool) -> None:
+    kind, changed = FAMILIES[name]
+    trainer = patch(model(torch.bfloat16, of_device(name, kind), **changed)).train()
+    tokens, mask = ways_to_pad(PARTS)["right"]
+    expected, logits = gradients(trainer, tokens, mask), trainer(tokens, attention_mask=mask).logits
+    trainer.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    forward, calls = trainer.model.layers[0].self_attn.forward, []
+    trainer.model.layers[0].self_attn.forward = lambda *args: calls.append(0) or forward(*args)
+    assert_same_bits(trainer(tokens, attention_mask=mask).logits, logits)
+    calls.clear()
+    for weight, gradient in gradients(trainer, tokens, mask).items():
+        assert_same_bits(gradient, expected[weight], weight)
+    assert len(calls) == 2
 
 
 def test_a_frozen_weight_gets_no_gradient_and_changes_no_other() -> None:

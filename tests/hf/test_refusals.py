@@ -4,11 +4,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+import transformers
+from transformers import LlamaConfig, LlamaForSequenceClassification, MistralForCausalLM, Qwen3MoeConfig
 
-from tests.hf.models import DEVICE, model
+from tests.hf.models import DEVICE, EXPERTS, model
+from vllm_batch_invariant import envs
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.hf import patch, support
+from vllm_batch_invariant.hf.families import FAMILIES
 from vllm_batch_invariant.integration import patch_points
 
 TOKENS = torch.ones(2, 6, dtype=torch.int64, device=DEVICE)
@@ -25,7 +28,7 @@ def refuses(action: Callable[[], object], what: str) -> None:
     {
         "sliding window layers": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
         "dropout of attention": {"attention_dropout": 0.1},
-        "biases of attention": {"attention_bias": True},
+        r"a bias at model\.layers\.0\.self_attn\.q_proj": {"attention_bias": True},
         "activation gelu": {"hidden_act": "gelu"},
         "rotary embedding of type linear": {
             "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
@@ -37,10 +40,39 @@ def test_a_configuration_without_a_proof_is_refused(what: str, changed: dict) ->
     refuses(lambda: patch(model(**changed)), what)
 
 
-def test_another_architecture_is_refused() -> None:
-    shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
-    other = Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_hidden_layers=1, **shape))
-    refuses(lambda: patch(other), "Qwen2ForCausalLM")
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize("kind", [MistralForCausalLM, LlamaForSequenceClassification])
+def test_another_architecture_is_refused(kind: type) -> None:
+    other = kind(kind.config_class(vocab_size=64, num_hidden_layers=1, pad_token_id=0, **SMALL))
+    refuses(lambda: patch(other), kind.__name__)
+
+
+def test_a_class_derived_from_one_with_a_patch_is_refused() -> None:
+    class LlamaForCausalLM(transformers.LlamaForCausalLM):
+        """One that may compute anything, by the same name."""
+
+    other = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **SMALL))
+    refuses(lambda: patch(other), "a trainer's LlamaForCausalLM")
+
+
+def test_what_was_not_compared_with_an_engine_on_a_device_is_refused() -> None:
+    by_name = {family.prefix: family for family in FAMILIES}
+    support.check_compared(by_name["Qwen3"], "default", "cuda")
+    for name, rope in (("Llama", "default"), ("Qwen2", "default"), ("Qwen3Moe", "default"), ("Qwen3", "llama3")):
+        support.check_compared(by_name[name], rope, "cpu")
+        refuses(lambda name=name, rope=rope: support.check_compared(by_name[name], rope, "cuda"), f"{name}.*'cuda'")
+
+
+def test_a_tree_of_tensor_parallel_workers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(envs.TP_TREE.name, "2")
+    refuses(lambda: patch(model()), "VLLM_BATCH_INVARIANT_TP_TREE=2 in a trainer")
+
+
+def test_logits_of_a_router_are_refused() -> None:
+    asking = model(of=Qwen3MoeConfig, output_router_logits=True, **EXPERTS)
+    refuses(lambda: patch(asking), "logits of the router")
 
 
 def test_an_untested_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

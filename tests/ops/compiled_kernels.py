@@ -38,6 +38,7 @@ from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attenti
 from vllm_batch_invariant.ops.attention import plan as planning
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
 from vllm_batch_invariant.ops.attention.shared_memory import decode_bytes
+from vllm_batch_invariant.ops.attention_backward import cuda as attention_gradients
 from vllm_batch_invariant.ops.common.compile_errors import reason
 from vllm_batch_invariant.ops.common.nvidia_gpus import attends_by_tma, has_tcgen05
 from vllm_batch_invariant.ops.devices import DEVICES
@@ -187,6 +188,12 @@ def decode_and_prefill(heads: Heads, page: int, **options: object) -> None:
     attend(heads, page, 300, 200, **options)
 
 
+def gradients_of_attention(heads: Heads, count: int) -> None:
+    """Those of two sequences of so many tokens each."""
+    query, key = (torch.zeros(2 * count, number, heads.size, dtype=heads.dtype) for number in (heads.query, heads.kv))
+    attention_gradients.attention_backward(query, query, key, key, [0, count, 2 * count], 0.1)
+
+
 def narrow_gemms(dtypes: Sequence[torch.dtype], biases: Sequence[bool]) -> None:
     for tile, dtype, has_bias in itertools.product(NARROW_TILES, dtypes, biases):
         a, weight = (torch.zeros(size, 512, dtype=dtype) for size in (33, 896))
@@ -306,6 +313,9 @@ def check_some() -> None:
     check_sm90_attention(Heads(4, 4, 64, torch.float16), 16, False)
     check_all("narrow GEMMs", launch_on(90, narrow_gemms, HALVES[:1], (False,)), False)
     check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64)
+    for gpu in (90, 120):
+        found = launch_on(gpu, gradients_of_attention, Heads(8, 2, 128, torch.bfloat16), 100)
+        check_all(f"gradients of attention on sm_{gpu}", found, False)
     CUDABackend.make_cubin = lambda *_: b""  # its instructions are in PTX, and the assembler takes most of the time
     check_attention(100, Heads(8, 2, 64, torch.bfloat16), 64)
 
@@ -404,6 +414,11 @@ def all_reduce_variants() -> None:
         launch_on(90, all_reduces, count, hidden, dtype)
 
 
+def attention_backward_variants() -> None:
+    for size, dtype in itertools.product((64, 80, 128, 256), (*HALVES, torch.float32)):
+        launch_on(90, gradients_of_attention, Heads(8, 2, size, dtype), 100)
+
+
 def row_variants() -> None:
     for launch in (rows, more_rows, sampling):
         launch_on(90, launch)
@@ -416,6 +431,7 @@ VARIANTS = {
     "linear": linear_variants,
     "rows": row_variants,
     "all_reduce": all_reduce_variants,
+    "attention_backward": attention_backward_variants,
 }
 """By operation, what launches its kernels with all that they are specialised for, on a Hopper."""
 

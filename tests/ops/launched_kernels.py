@@ -24,6 +24,7 @@ from tests.ops.compiled_kernels import (
     check,
     check_options,
     flex,
+    gradients_of_attention,
     pretend_a_gpu,
 )
 from vllm_batch_invariant import ops
@@ -104,12 +105,18 @@ def all_reduce_batch(count: int) -> None:
         all_reduces(count, hidden, dtype)
 
 
+def attention_backward_batch(count: int) -> None:
+    for heads in (Heads(6, 2, 80, torch.bfloat16), Heads(8, 2, 128, torch.float32)):
+        gradients_of_attention(heads, count)
+
+
 BATCHES = {
     "rows": row_batch,
     "matmuls": linear_batch,
     "attention": attention_batch,
     "sampling": sampling_batch,
     "all-reduce": all_reduce_batch,
+    "gradients of attention": attention_backward_batch,
     "around FlexAttention": lambda count: flex(Heads(8, 2, 128, torch.bfloat16), 64, count),
 }
 """What launches kernels for a batch of a size, by operation; all but the batch stays."""

@@ -4,10 +4,10 @@
     logits = model(tokens, attention_mask=mask).logits
     logprobs = token_logprobs(logits[:, :-1], tokens[:, 1:])
 
-Each module but the last three is one operation, as the engine computes it in the forward pass, with its gradient.
+Most modules are one operation each, as the engine computes it in the forward pass, with its gradient.
 """
 
-from .logprobs import token_logprobs
+from .logprobs import Sampling, token_logprobs
 from .patching import patch
 
-__all__ = ["patch", "token_logprobs"]
+__all__ = ["Sampling", "patch", "token_logprobs"]

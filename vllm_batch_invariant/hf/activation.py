@@ -18,6 +18,16 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return _SiluAndMul.apply(x)
 
 
+def silu_and_mul_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient [tokens, 2 * N] of x, of x's dtype; ``grad`` [tokens, N] is the result's."""
+    gate, up = x.float().chunk(2, dim=-1)
+    grad = grad.float()
+    sigmoid = _SIGMOID[x.device.type](gate)
+    silu = gate * sigmoid
+    of_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
+    return torch.cat((of_gate, grad * silu), dim=-1).to(x.dtype)
+
+
 def _of_cpu(x: torch.Tensor) -> torch.Tensor:
     gate, up = x.chunk(2, dim=-1)
     return elementwise("silu", gate) * up
@@ -44,9 +54,4 @@ class _SiluAndMul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
-        gate, up = x.float().chunk(2, dim=-1)
-        grad = grad.float()
-        sigmoid = _SIGMOID[x.device.type](gate)
-        silu = gate * sigmoid
-        of_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
-        return torch.cat((of_gate, grad * silu), dim=-1).to(x.dtype)
+        return silu_and_mul_backward(x, grad)

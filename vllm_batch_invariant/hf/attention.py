@@ -7,6 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import envs
 from ..ops.attention import AttentionReduction, paged_attention
+from ..ops.attention_backward import attention_backward
 from .packing import Packed
 
 
@@ -14,9 +15,9 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: P
     """Each token's attention to the tokens of its sequence up to itself.
 
     The forward pass is the engine's operation, which has the same bits by prefill and by decode; keys and values are
-    copied into pages for it. The backward pass recomputes one sequence after the other in fp32, by PyTorch's
-    scaled_dot_product_attention as plain matmuls, with memory for heads * length**2 scores. So a gradient does not
-    depend on the other sequences, and is that of the exact function, not of the rounded one.
+    copied into pages for it. The backward pass recomputes one sequence after the other in fp32, so a gradient does not
+    depend on the other sequences, and is that of the exact function, not of the rounded one. On a CPU its memory grows
+    with a sequence's length, on a GPU with the square.
 
     Args:
         query: [tokens, heads, head_size] fp32, bf16 or fp16.
@@ -59,13 +60,33 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        tensors = ctx.saved_tensors
-        grads = [torch.zeros_like(tensor) for tensor in tensors]
-        for rows in ctx.batch.sequences:
-            inputs = [tensor[rows].float().transpose(0, 1)[None].requires_grad_() for tensor in tensors]
-            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-                out = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=ctx.scale, enable_gqa=True)
-                parts = torch.autograd.grad(out, inputs, grad[rows].float().transpose(0, 1)[None])
-            for whole, part in zip(grads, parts, strict=True):
-                whole[rows] = part[0].transpose(0, 1).to(whole.dtype)
-        return *grads, None, None
+        return *_BACKWARD[grad.device.type](grad, *ctx.saved_tensors, ctx.batch, ctx.scale), None, None
+
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _by_operation(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: Packed, scale: float
+) -> Gradients:
+    return attention_backward(grad, query, key, value, batch.cu_seqlens.tolist(), scale=scale)
+
+
+def _by_pytorch(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: Packed, scale: float
+) -> Gradients:
+    """By scaled_dot_product_attention as plain matmuls, with memory for heads * length**2 scores."""
+    tensors = (query, key, value)
+    grads = tuple(torch.zeros_like(tensor) for tensor in tensors)
+    for rows in batch.sequences:
+        inputs = [tensor[rows].float().transpose(0, 1)[None].requires_grad_() for tensor in tensors]
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            out = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=scale, enable_gqa=True)
+            parts = torch.autograd.grad(out, inputs, grad[rows].float().transpose(0, 1)[None])
+        for whole, part in zip(grads, parts, strict=True):
+            whole[rows] = part[0].transpose(0, 1).to(whole.dtype)
+    return grads
+
+
+# The operation's kernels for a GPU are interpreted and compiled by tests, and have not run on one.
+_BACKWARD = {"cpu": _by_operation, "cuda": _by_pytorch}

@@ -1,32 +1,47 @@
 """The matmul of the engine's linear layers, with gradients."""
 
+from collections.abc import Sequence
+
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..ops import linear as linear_op
+from ..ops import reduce
 
 _ALIGNMENT = 64
 """Bytes: at another address the BLAS gets the weight in another layout, which may have other bits."""
 
 
 def linear(
-    x: torch.Tensor, *weights: torch.Tensor, columns: int | None = None, skip_zeros: bool = False
+    x: torch.Tensor,
+    *weights: torch.Tensor,
+    biases: Sequence[torch.Tensor | None] = (),
+    columns: int | None = None,
+    skip_zeros: bool = False,
 ) -> torch.Tensor:
-    """``x @ cat(weights).T``: one matmul, as in the engine, because on a CPU its bits follow the weight's shape.
+    """``x @ cat(weights).T + cat(biases)``: one matmul, as in the engine, because on a CPU its bits follow the weight's
+    shape.
 
     The gradient of x is computed row by row like the output, that of the weights as one matmul over all rows.
 
     Args:
         x: [..., K] fp32, bf16 or fp16.
         weights: each [N, K] of x's dtype.
+        biases: [N] for each weight; none, or None for each, where nothing is added. Not with ``columns``.
         columns: the weights are extended with rows of zeros to this many; None for as they are.
         skip_zeros: leave rows whose gradient is zero, such as padding, out of the weights' gradient, whose bits follow
             the number of rows.
 
     Returns:
         [..., columns] of x's dtype.
+
+    Raises:
+        ValueError: biases for some of the weights only.
     """
-    return _Linear.apply(x, columns, skip_zeros, *weights)
+    added = [bias for bias in biases if bias is not None]
+    if added and (len(added) != len(weights) or columns is not None):
+        raise ValueError(f"linear takes a bias for each of its {len(weights)} weights, and no columns then")
+    return _Linear.apply(x, columns, skip_zeros, len(weights), *weights, *added)
 
 
 def _stacked(weights: tuple[torch.Tensor, ...], columns: int | None) -> torch.Tensor:
@@ -44,27 +59,37 @@ class _Linear(torch.autograd.Function):
         x: torch.Tensor,
         columns: int | None,
         skip_zeros: bool,
-        *weights: torch.Tensor,
+        count: int,
+        *weights_and_biases: torch.Tensor,
     ) -> torch.Tensor:
+        weights, biases = weights_and_biases[:count], weights_and_biases[count:]
         ctx.save_for_backward(x, *weights)
         ctx.columns, ctx.skip_zeros = columns, skip_zeros
-        return linear_op.linear(x, _stacked(weights, columns))
+        return linear_op.linear(x, _stacked(weights, columns), torch.cat(biases) if biases else None)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[3:]
+        wanted, biases_wanted = ctx.needs_input_grad[4 : 4 + len(weights)], ctx.needs_input_grad[4 + len(weights) :]
         rows, grads = x.flatten(0, -2), grad.flatten(0, -2)
         of_x: torch.Tensor | None = None
         of_weights: list[torch.Tensor | None] = [None] * len(weights)
+        of_biases: list[torch.Tensor | None] = [None] * len(biases_wanted)
+        sizes = [len(weight) for weight in weights]
         if ctx.needs_input_grad[0]:
             of_x = linear_op.mm(grads, _stacked(weights, ctx.columns)).reshape(x.shape)
+        if any(biases_wanted):
+            of_bias = reduce.sum(grads, 0)
+            of_biases = _where(of_bias.split(sizes), biases_wanted)
         if any(wanted):
             if ctx.skip_zeros:
                 used = grads.any(1)
                 rows, grads = rows[used], grads[used]
-            sizes = [len(weight) for weight in weights]
             whole = linear_op.mm(grads[:, : sum(sizes)].t(), rows)
-            of_weights = [part if wants else None for part, wants in zip(whole.split(sizes), wanted, strict=True)]
-        return of_x, None, None, *of_weights
+            of_weights = _where(whole.split(sizes), wanted)
+        return of_x, None, None, None, *of_weights, *of_biases
+
+
+def _where(parts: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
+    return [part if wants else None for part, wants in zip(parts, wanted, strict=True)]

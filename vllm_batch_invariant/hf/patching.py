@@ -6,7 +6,8 @@ from . import support
 
 
 def patch(model: torch.nn.Module) -> torch.nn.Module:
-    """Give a Qwen3ForCausalLM the forward pass of vLLM under ``VLLM_BATCH_INVARIANT=1``, bit for bit, with gradients.
+    """Give a Llama, Qwen2, Qwen3 or Qwen3-MoE the forward pass of vLLM under ``VLLM_BATCH_INVARIANT=1``, bit for bit,
+    with gradients.
 
     The model keeps its parameters and its call: ``model(input_ids, attention_mask=...)`` takes batches that are padded
     on either side, or packed by position_ids, and a token's logits depend on the tokens of its sequence up to itself.
@@ -17,11 +18,12 @@ def patch(model: torch.nn.Module) -> torch.nn.Module:
         The same model.
 
     Raises:
-        NotCovered: another architecture, or something of Qwen3's that the engine's operations do not reproduce.
+        NotCovered: another architecture, or something of its configuration or its modules that the engine's operations
+            do not reproduce.
     """
     support.check_packages()
-    support.check(model)
-    from . import qwen3
+    family = support.check(model)
+    from . import decoder
 
-    qwen3.install(model)
+    decoder.install(model, family)
     return model

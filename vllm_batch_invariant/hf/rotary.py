@@ -4,7 +4,11 @@ The kernel is called, not written again, because its rounding follows how it was
 it truncates to bf16, and its compiler may or may not fuse the multiplications with the additions.
 """
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -27,17 +31,54 @@ def rotate(
     return _Rotation.apply(query, key, positions, cache)
 
 
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """How Llama 3.1 stretches a rotary embedding, by the names of its configuration: frequencies that turn less than
+    ``low_freq_factor`` times in the original context are divided by ``factor``, those that turn more than
+    ``high_freq_factor`` times stay, and between them both are mixed.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __call__(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """[N] fp32 of [N] fp32, in the order of vLLM's operations."""
+        context, low, high = self.original_max_position_embeddings, self.low_freq_factor, self.high_freq_factor
+        wavelengths = 2 * math.pi / frequencies
+        share = (context / wavelengths - low) / (high - low)
+        mixed = (1 - share) * frequencies / self.factor + share * frequencies
+        stretched = torch.where(wavelengths > context / low, frequencies / self.factor, mixed)
+        return torch.where(wavelengths < context / high, frequencies, stretched)
+
+
+def scaling_of(rope: Mapping[str, Any]) -> Llama3Scaling | None:
+    """What ``rope_parameters`` of a configuration ask for, which is of type "default" or "llama3"."""
+    if rope["rope_type"] == "default":
+        return None
+    return Llama3Scaling(**{field.name: rope[field.name] for field in fields(Llama3Scaling)})
+
+
 @lru_cache(maxsize=8)
 def cos_sin_cache(
-    head_size: int, positions: int, base: float, dtype: torch.dtype, device: torch.device
+    head_size: int,
+    positions: int,
+    base: float,
+    scaling: Llama3Scaling | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor:
     """[positions, head_size] cosines, then sines, of position / base ** (2i / head_size), rounded to ``dtype``: what
     vLLM's worker makes of these numbers with the mode on.
     """
     with batch_invariant_mode(), torch.no_grad():
         exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device=device) / head_size
+        frequencies = 1.0 / base**exponents
+        if scaling is not None:
+            frequencies = scaling(frequencies)
         indices = torch.arange(positions, dtype=torch.float32, device=device)
-        angles = torch.einsum("i,j->ij", indices, 1.0 / base**exponents)
+        angles = torch.einsum("i,j->ij", indices, frequencies)
         return torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
 
 

@@ -5,9 +5,11 @@ from typing import Any
 
 import torch
 
+from .. import envs
 from ..errors import NotCovered
 from ..integration import patch_points
 from ..ops.attention.params import DTYPES
+from .families import FAMILIES, Family, family_of
 
 _DEVICES = ("cpu", "cuda")
 _HARMLESS = ("num_items_in_batch", "return_dict")
@@ -34,35 +36,82 @@ def check_packages() -> None:
         )
 
 
-def check(model: torch.nn.Module) -> None:
+def check(model: torch.nn.Module) -> Family:
     """Whether the engine's operations can stand for all of a model's, and come from a vLLM that was tested.
+
+    Returns:
+        What the model is.
 
     Raises:
         NotCovered: the first thing for which they cannot; another vLLM.
     """
-    from transformers.models.qwen3 import modeling_qwen3 as hf
-
-    if type(model) is not hf.Qwen3ForCausalLM:
+    _check_is_not_wrapped(model)
+    family = family_of(model)
+    if family is None:
         raise NotCovered(
             f"a trainer's {type(model).__name__}",
             "the order of its operations in vLLM is not known here",
-            "use a Qwen3ForCausalLM",
+            f"use a {', '.join(family.prefix for family in FAMILIES)} model for causal language modelling",
         )
     _check_config(model.config)
-    known = {
-        hf.Qwen3ForCausalLM, hf.Qwen3Model, hf.Qwen3DecoderLayer, hf.Qwen3Attention, hf.Qwen3MLP, hf.Qwen3RMSNorm,
-        hf.Qwen3RotaryEmbedding, hf.ACT2FN["silu"].__class__, torch.nn.ModuleList, torch.nn.Embedding, torch.nn.Linear,
-    }  # fmt: skip
+    _check_modules(model, family)
+    weights = list(model.parameters())
+    _check_weights(weights)
+    check_compared(family, model.config.rope_parameters["rope_type"], weights[0].device.type)
+    patch_points.check_version(weights[0].device.type)
+    return family
+
+
+def check_compared(family: Family, rope_type: str, device_type: str) -> None:
+    """Whether a family with such a rotary embedding has been compared with an engine on a device.
+
+    Raises:
+        NotCovered: it has not; or a tree of tensor-parallel workers is asked for.
+    """
+    devices = family.devices if rope_type == "default" else ("cpu",)
+    if device_type not in devices:
+        raise NotCovered(
+            f"a trainer's {family.prefix} with a rotary embedding of type {rope_type} on device '{device_type}'",
+            f"the bits have been compared with an engine's on {' and '.join(devices)} only",
+            "train there, or use a Qwen3",
+        )
+    if envs.TP_TREE.read() != "1":
+        raise NotCovered(
+            f"{envs.TP_TREE.name}={envs.TP_TREE.read()} in a trainer",
+            "its matmuls are not added in that tree",
+            "leave it out, and roll out with --tensor-parallel-size 1",
+        )
+
+
+def _check_is_not_wrapped(model: torch.nn.Module) -> None:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    for name, module in model.named_modules():
+        if isinstance(module, (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)):
+            raise NotCovered(
+                f"a model that is sharded already, at '{name}'", "its layers are not found", "patch it, then shard it"
+            )
+
+
+def _check_modules(model: torch.nn.Module, family: Family) -> None:
+    from transformers.activations import ACT2FN
+
+    names = ["ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding"]
+    names += ["SparseMoeBlock", "Experts", "TopKRouter"] if family.has_experts else []
+    known = {family.of_name(name) for name in names}
+    known |= {type(ACT2FN["silu"]), torch.nn.ModuleList, torch.nn.Embedding, torch.nn.Linear}
     for name, module in model.named_modules():
         if type(module) not in known:
             raise NotCovered(
                 f"a trainer's {type(module).__name__} at {name}",
-                "vLLM's Qwen3 has no such layer",
+                f"vLLM's {family.prefix} has no such layer",
                 "patch a model without adapters or quantised layers",
             )
-    weights = list(model.parameters())
-    _check_weights(weights)
-    patch_points.check_version(weights[0].device.type)
+        if getattr(module, "bias", None) is not None and name.rpartition(".")[2] not in family.biased:
+            raise NotCovered(
+                f"a bias at {name} in a trainer", f"vLLM's {family.prefix} adds none there", "use a model without it"
+            )
 
 
 def _check_weights(weights: list[torch.nn.Parameter]) -> None:
@@ -83,16 +132,17 @@ def _check_weights(weights: list[torch.nn.Parameter]) -> None:
 
 def _check_config(config: Any) -> None:
     rope = config.rope_parameters
+    windows = {*(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)}
     found = {
         f"the activation {config.hidden_act}": config.hidden_act != "silu",
-        "biases of attention": config.attention_bias,
         "dropout of attention": config.attention_dropout,
-        "sliding window layers": set(config.layer_types) != {"full_attention"},
-        f"a rotary embedding of type {rope['rope_type']}": rope["rope_type"] != "default",
+        "sliding window layers": windows - {"full_attention", None},
+        f"a rotary embedding of type {rope['rope_type']}": rope["rope_type"] not in ("default", "llama3"),
         "a partial rotary embedding": rope.get("partial_rotary_factor", 1.0) != 1.0,
         "quantised weights": getattr(config, "quantization_config", None) is not None,
         "hidden states as a result": config.output_hidden_states,
         "attention weights as a result": getattr(config, "output_attentions", False),
+        "logits of the router as a result": getattr(config, "output_router_logits", False),
     }
     for what, is_found in found.items():
         if is_found:

@@ -13,6 +13,7 @@ MODULES = {
     for operation, device_types in {
         "acceptance": ("cpu", "cuda"),
         "all_reduce": ("cpu",),
+        "attention_backward": ("cpu", "cuda"),
         "linear": ("cpu", "cuda", "npu"),
         "moe": ("cpu",),
         "norm": ("cpu", "cuda", "npu"),

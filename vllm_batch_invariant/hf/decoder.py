@@ -1,29 +1,32 @@
-"""The forward methods of a patched Qwen3: the engine's operations, on packed tokens, in the engine's order.
+"""The forward methods of a patched decoder: the engine's operations, on packed tokens, in the engine's order.
 
 A decoder layer hands on its output and the residual apart, because the engine adds them unrounded in the next norm.
+What families differ in lies in their modules: norms of heads, biases, and experts in the place of an MLP.
 """
 
 from types import MethodType
 from typing import Any
 
 import torch
-from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.models.qwen3 import modeling_qwen3 as hf
+from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
 
+from ..ops.moe import MoeReduction
 from . import support
 from .activation import silu_and_mul
 from .attention import attend
+from .experts import experts
+from .families import Family
 from .linear import linear
 from .norm import rms_norm
 from .packing import Packed
-from .rotary import cos_sin_cache, rotate
+from .rotary import cos_sin_cache, rotate, scaling_of
 
 _VOCABULARY_MULTIPLE = 64
 """vLLM pads the rows of an output embedding to a multiple of this."""
 
 
 def model_forward(
-    self: hf.Qwen3Model,
+    self: torch.nn.Module,
     input_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
@@ -41,10 +44,12 @@ def model_forward(
     batch = Packed.of(mask.to(given.device), position_ids)
     hidden = batch.pack(inputs_embeds) if input_ids is None else self.embed_tokens(batch.pack(input_ids))
     support.check_length(batch.positions, self.config.max_position_embeddings)
+    rope = self.config.rope_parameters
     cache = cos_sin_cache(
-        self.config.head_dim,
+        self.layers[0].self_attn.head_dim,
         self.config.max_position_embeddings,
-        self.config.rope_parameters["rope_theta"],
+        rope["rope_theta"],
+        scaling_of(rope),
         hidden.dtype,
         hidden.device,
     )
@@ -52,11 +57,12 @@ def model_forward(
     for layer in self.layers:
         hidden, residual = layer(hidden, residual, batch, cache)
     hidden, _ = self.norm(hidden, residual)
-    return BaseModelOutputWithPast(last_hidden_state=batch.pad(hidden))
+    output = MoeModelOutputWithPast if hasattr(self.config, "num_experts") else BaseModelOutputWithPast
+    return output(last_hidden_state=batch.pad(hidden))
 
 
 def layer_forward(
-    self: hf.Qwen3DecoderLayer, hidden: torch.Tensor, residual: torch.Tensor | None, batch: Packed, cache: torch.Tensor
+    self: torch.nn.Module, hidden: torch.Tensor, residual: torch.Tensor | None, batch: Packed, cache: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if residual is None:
         hidden, residual = self.input_layernorm(hidden), hidden
@@ -66,23 +72,33 @@ def layer_forward(
     return self.mlp(hidden), residual
 
 
-def attention_forward(
-    self: hf.Qwen3Attention, hidden: torch.Tensor, batch: Packed, cache: torch.Tensor
-) -> torch.Tensor:
-    weights = [projection.weight for projection in (self.q_proj, self.k_proj, self.v_proj)]
-    parts = linear(hidden, *weights).split([len(weight) for weight in weights], dim=-1)
+def _project(x: torch.Tensor, *layers: torch.nn.Linear) -> torch.Tensor:
+    return linear(x, *(layer.weight for layer in layers), biases=[layer.bias for layer in layers])
+
+
+def attention_forward(self: torch.nn.Module, hidden: torch.Tensor, batch: Packed, cache: torch.Tensor) -> torch.Tensor:
+    projections = self.q_proj, self.k_proj, self.v_proj
+    parts = _project(hidden, *projections).split([len(layer.weight) for layer in projections], dim=-1)
     query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-    query, key = rotate(self.q_norm(query), self.k_norm(key), batch.positions, cache)
+    if hasattr(self, "q_norm"):
+        query, key = self.q_norm(query), self.k_norm(key)
+    query, key = rotate(query, key, batch.positions, cache)
     out = attend(query, key, value, batch, self.scaling)
-    return linear(out.flatten(1), self.o_proj.weight)
+    return _project(out.flatten(1), self.o_proj)
 
 
-def mlp_forward(self: hf.Qwen3MLP, x: torch.Tensor) -> torch.Tensor:
-    return linear(silu_and_mul(linear(x, self.gate_proj.weight, self.up_proj.weight)), self.down_proj.weight)
+def mlp_forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return _project(silu_and_mul(_project(x, self.gate_proj, self.up_proj)), self.down_proj)
+
+
+def experts_forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    router, weights = self.gate, self.experts
+    reduction = MoeReduction(router.num_experts, router.top_k, x.dtype, renormalise=router.norm_topk_prob)
+    return experts(x, linear(x, router.weight), weights.gate_up_proj, weights.down_proj, reduction)
 
 
 def norm_forward(
-    self: hf.Qwen3RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None
+    self: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     return rms_norm(x, self.weight, self.variance_epsilon, residual)
 
@@ -94,17 +110,22 @@ def head_forward(self: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
 
 
 FORWARDS = {
-    hf.Qwen3Model: model_forward,
-    hf.Qwen3DecoderLayer: layer_forward,
-    hf.Qwen3Attention: attention_forward,
-    hf.Qwen3MLP: mlp_forward,
-    hf.Qwen3RMSNorm: norm_forward,
+    "Model": model_forward,
+    "DecoderLayer": layer_forward,
+    "Attention": attention_forward,
+    "MLP": mlp_forward,
+    "RMSNorm": norm_forward,
 }
+"""By the names of their classes, without the family's prefix."""
+EXPERTS_FORWARDS = {"SparseMoeBlock": experts_forward}
+"""Those of a family with experts, besides."""
 
 
-def install(model: hf.Qwen3ForCausalLM) -> None:
+def install(model: torch.nn.Module, family: Family) -> None:
     """Give every module of this model its forward method."""
+    names = FORWARDS | EXPERTS_FORWARDS if family.has_experts else FORWARDS
+    forwards = {family.of_name(name): forward for name, forward in names.items()}
     for module in model.modules():
-        if type(module) in FORWARDS:
-            module.forward = MethodType(FORWARDS[type(module)], module)
+        if type(module) in forwards:
+            module.forward = MethodType(forwards[type(module)], module)
     model.lm_head.forward = MethodType(head_forward, model.lm_head)

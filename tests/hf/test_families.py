@@ -1,0 +1,68 @@
+"""Every family with a patch has the logprobs of a real rollout, bit for bit; Hugging Face has others."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from scripts.parity import Gap, Sample, of_trainer, plain_logprobs, rollout
+from tests.assertions import assert_same_bits
+from tests.engine.engines import only_where_asked_for
+from tests.hf.models import DEVICE, FAMILIES, VOCABULARY, model
+from vllm_batch_invariant.hf import patch
+from vllm_batch_invariant.verify.harness.requests import tokens
+from vllm_batch_invariant.verify.harness.worker import Engine
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(DEVICE == "cuda", reason="test_parity_cuda.py runs engines on a GPU"),
+]
+
+PROMPTS = (1, 45, 257)
+QUICK = ("Llama with biases and its rotary scaling, tied", "Qwen3-MoE")
+"""What CI has time for: between them they have all that Qwen3, of test_parity.py, has not."""
+ARGUMENTS = ["--dtype", "bfloat16", "--max-model-len", "512", "--skip-tokenizer-init"]
+
+
+def _roll_out(path: Path) -> tuple[list[Sample], int]:
+    """Samples of one engine, and the number of its threads."""
+    with Engine(str(path), ARGUMENTS, flag="1", environment={"VLLM_CPU_KVCACHE_SPACE": "1"}) as engine:
+        prompts = (tokens(length, 1, range(16, VOCABULARY)) for length in PROMPTS)
+        return rollout(engine, prompts, max_tokens=12), engine.info["device"]["threads"]
+
+
+@pytest.fixture(scope="module")
+def rolled(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[dict[str, tuple[Path, Future]]]:
+    """Every family's checkpoint in an engine of its own, two at a time: most of a start takes one core."""
+    names = FAMILIES if pytestconfig.option.markexpr == "engine" else QUICK
+    with ThreadPoolExecutor(2) as pool:
+        found = {}
+        for name in names:
+            kind, changed = FAMILIES[name]
+            path = tmp_path_factory.mktemp("checkpoint")
+            model(torch.bfloat16, kind, **changed).save_pretrained(path)
+            found[name] = path, pool.submit(_roll_out, path)
+        yield found
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_has_the_logprobs_of_its_rollout_and_hugging_face_has_others(
+    name: str, rolled: dict[str, tuple[Path, Future]], threads, pytestconfig: pytest.Config
+) -> None:
+    if name not in rolled:
+        only_where_asked_for(pytestconfig)
+    path, running = rolled[name]
+    samples, engine_threads = running.result()
+    threads(engine_threads)
+    trainer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    stock = Gap.of(samples, of_trainer(trainer, samples, plain_logprobs))
+    assert stock.different > stock.tokens / 2
+    assert stock.kl > 0.0
+    for ours, sample in zip(of_trainer(patch(trainer), samples), samples, strict=True):
+        assert_same_bits(ours, sample.logprobs, f"prompt of {sample.prompt}")

@@ -1,0 +1,53 @@
+"""The architectures that have a patch, as data: what Hugging Face calls their classes, and which layers add a bias."""
+
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    Attributes:
+        package: of transformers, below ``transformers.models``.
+        prefix: that the names of its classes begin with.
+        biased: linear layers that vLLM adds a bias in if the checkpoint has one.
+        has_experts: whether layers may be mixtures of experts.
+        devices: on which the bits have been compared with an engine's.
+    """
+
+    package: str
+    prefix: str
+    biased: tuple[str, ...] = ()
+    has_experts: bool = False
+    devices: tuple[str, ...] = ("cpu",)
+
+    @property
+    def module(self) -> ModuleType:
+        """Hugging Face's module of its classes."""
+        return import_module(f"transformers.models.{self.package}.modeling_{self.package}")
+
+    def of_name(self, name: str) -> type[torch.nn.Module]:
+        """Its class of a name without the prefix, such as "DecoderLayer"."""
+        return getattr(self.module, f"{self.prefix}{name}")
+
+
+FAMILIES = (
+    Family("llama", "Llama", biased=(*_QKV, "o_proj", *_MLP)),
+    Family("qwen2", "Qwen2", biased=_QKV),
+    Family("qwen3", "Qwen3", devices=("cpu", "cuda")),
+    Family("qwen3_moe", "Qwen3Moe", has_experts=True),
+)
+
+
+def family_of(model: torch.nn.Module) -> Family | None:
+    """The family whose causal language model this is, not one derived from it; None for any other."""
+    name = type(model).__name__
+    found = next((family for family in FAMILIES if name == f"{family.prefix}ForCausalLM"), None)
+    return found if found is not None and type(model) is found.of_name("ForCausalLM") else None
