@@ -94,7 +94,8 @@ class Fuzzer:
         self._plan, self._on_progress = plan, on_progress
         self._device = "cuda" if _on_gpu() else "cpu"
         self._multimodal = is_multimodal(plan.model, plan.serve_args)
-        self._shared = is_divisible(plan.model, plan.serve_args), has_leaves(plan.model)
+        divisible, stages = is_divisible(plan.model, plan.serve_args), has_stages(plan.model, plan.serve_args)
+        self._shared = divisible, has_leaves(plan.model), stages
         self._context = min(CONTEXTS[self._device], plan.context or CONTEXTS[self._device])
         self._began = time.monotonic()
         self._lock, self._running, self._stopped = threading.Lock(), set[Engine](), False
@@ -284,6 +285,15 @@ def has_leaves(model: str) -> bool:
     sizes = config.get("hidden_size"), config.get("intermediate_size")
     experts = any("expert" in name for name in config)
     return not experts and all(isinstance(size, int) and size % 32 == 0 for size in sizes)
+
+
+def has_stages(model: str, serve_args: Sequence[str]) -> bool:
+    """Whether two workers can have half of a model's layers and of this machine's cores, and the arguments leave it
+    open.
+    """
+    layers = model_config(model).get("num_hidden_layers", 1)
+    chosen = any(argument.startswith(("--pipeline", "--tensor", "--speculative")) for argument in serve_args)
+    return layers > 1 and (os.cpu_count() or 1) >= 2 and not chosen
 
 
 def replay(finding: Finding, on_progress: OnProgress = _quiet) -> tuple[Status, str]:

@@ -41,6 +41,8 @@ def info(llm: Any) -> dict[str, Any]:
     of = f" of {workers} workers" * (workers > 1)  # whose number decides bits
     if tree > 1:  # or does not
         of = f" with a tree of {tree}"
+    if (stages := config.parallel_config.pipeline_parallel_size) > 1:  # each has a part of the cores
+        of += f" in {stages} stages"
     return {"left_out": left_out, "runner": f"v{1 + second}{of}"}
 
 
