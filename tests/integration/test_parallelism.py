@@ -44,6 +44,14 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"pipeline_parallel_size": 3}, ["pipeline parallelism 3"]),
         ({"pipeline_parallel_size": 2, "device": "cuda"}, ["pipeline parallelism 2"]),
         ({"pipeline_parallel_size": 2, "drafts": True}, ["speculative decoding beside pipeline parallelism 2"]),
+        (
+            {"pipeline_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
+            ["pipeline parallelism 2 by external_launcher"],
+        ),
+        (
+            TWO_ENGINES | {"distributed_executor_backend": "external_launcher"},
+            ["data parallelism of engines that are started one by one"],
+        ),
         (TWO_ENGINES, []),
         (TWO_ENGINES | {"device": "cuda"}, ["data parallelism 2"]),
         (TWO_ENGINES | {"is_moe": True}, ["data parallelism 2 of a mixture of experts"]),

@@ -26,6 +26,8 @@ TEXT_OF = {
 """Multimodal models that are served as text, by vLLM's name of their class, with what else they take."""
 DRAFTERS = ("ngram", "custom_class", "draft_model", "eagle", "eagle3", "mtp")
 """Methods of speculative decoding that are covered, as vLLM calls them."""
+TORCHRUN = "external_launcher"
+"""vLLM's executor of workers that torchrun has started, and that a trainer may share."""
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
 """vLLM's variable of the cores that each worker on a CPU has."""
 LOGITS_PROCESSORS = "vllm.logits_processors"
@@ -90,7 +92,9 @@ def _tree_of_fewer_leaves(config: Config) -> str | None:
 
 
 def _pipeline_parallelism(config: Config) -> str | None:
-    size = config.parallel_config.pipeline_parallel_size
+    size, by = config.parallel_config.pipeline_parallel_size, config.parallel_config.distributed_executor_backend
+    if size > 1 and by == TORCHRUN:
+        return f"pipeline parallelism {size} by {by}"
     return _when(size not in (1, *devices.of_config(config).pipeline_parallel_sizes), f"pipeline parallelism {size}")
 
 
@@ -118,7 +122,7 @@ def _other_data_parallelism(config: Config) -> str | None:
         return "data parallelism with an external or hybrid load balancer"
     if parallel.data_parallel_backend != "mp":
         return f"data parallelism by {parallel.data_parallel_backend}"
-    if parallel.data_parallel_rank_local is not None:
+    if parallel.data_parallel_rank_local is not None or parallel.distributed_executor_backend == TORCHRUN:
         return "data parallelism of engines that are started one by one"
     return _when(parallel.data_parallel_size_local != parallel.data_parallel_size, "data parallelism on several nodes")
 
@@ -366,7 +370,7 @@ REFUSED = (
         _tree_of_fewer_leaves,
     ),
     Feature(
-        "Pipeline parallelism on a GPU or an NPU, and of other sizes on a CPU",
+        "Pipeline parallelism on a GPU or an NPU, of other sizes on a CPU, and by an external launcher",
         "it has not been run with the mode",
         "leave --pipeline-parallel-size out, or on a CPU pass 2 or 4",
         _pipeline_parallelism,
