@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _DECIDING = ("ops/**/*.py", "integration/**/*.py", "aten/**/*.py")
 """This project's sources that can move a bit."""
+OF_EXPERTS = "experts "
+"""How the names of the reductions of experts begin; a number follows."""
 
 
 EXACT = "exact arithmetic"
@@ -102,7 +104,7 @@ def environment_here(
             "norm": _plain(NormReduction.of_device(device_type, hidden, dtype)),
             "softmax (logprobs)": _plain(SoftmaxReduction.of_device(device_type, vocabulary, torch.float32)),
             "top-p": _plain(TopKTopPReduction.of_device(device_type)),
-            **{f"experts {number}": _plain(reduction) for number, reduction in enumerate(experts, 1)},
+            **{f"{OF_EXPERTS}{number}": _plain(reduction) for number, reduction in enumerate(experts, 1)},
         },
     )
 

@@ -1,5 +1,7 @@
 """Bisections of an engine in this process: run by the driver, since the mode holds for a whole process."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,6 +79,36 @@ def injected(llm: Any) -> dict[str, dict[str, Any]]:
         found[name] = plain(CASE, bisect(llm, CASE))
         del module.forward
     return found
+
+
+def in_a_worker(llm: Any, rank: int, path: str) -> dict[str, dict[str, Any]]:
+    """What is found of several workers without a fault, with one in a layer of one of them, and with another before."""
+    found = {"no fault": plain(CASE, bisect(llm, CASE))}
+    for name, places in {
+        "a fault": [(rank, path, down_proj)],
+        "a fault in the worker before": [
+            (rank, path, down_proj),
+            (rank - 1, "model.layers.1.mlp.down_proj", down_proj),
+        ],
+    }.items():
+        for place in places:
+            llm.apply_model(partial(_plant, *place))
+        found[name] = plain(CASE, bisect(llm, CASE))
+        for place in places:
+            llm.apply_model(partial(_take_back, *place))
+    return found
+
+
+def _plant(rank: int, path: str, fault: Callable[..., Any], model: torch.nn.Module) -> None:
+    """Put a fault into a layer, in the worker of that rank."""
+    if torch.distributed.get_rank() == rank:
+        module = model.get_submodule(path)
+        module.forward = fault(module)
+
+
+def _take_back(rank: int, path: str, fault: Callable[..., Any], model: torch.nn.Module) -> None:
+    if torch.distributed.get_rank() == rank:
+        del model.get_submodule(path).forward
 
 
 def experts(llm: Any) -> dict[str, dict[str, Any]]:

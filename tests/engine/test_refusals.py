@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.engine import multimodal
 from tests.engine.engines import ROOT
@@ -33,7 +34,8 @@ SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates
 REFUSED = {
     "quantisation": ({"quantization": "fp8"}, "quantisation fp8"),
     "an fp8 KV cache": ({"kv_cache_dtype": "fp8"}, "a KV cache in fp8"),
-    "pipeline parallelism": ({"pipeline_parallel_size": 2}, "pipeline parallelism 2"),
+    "pipeline parallelism": ({"pipeline_parallel_size": 3}, "pipeline parallelism 3"),
+    "context parallelism": ({"prefill_context_parallel_size": 2}, "prefill context parallelism 2"),
     "LoRA": ({"enable_lora": True}, "LoRA adapters"),
     "another attention backend": ({"attention_backend": "FLASH_ATTN"}, "attention backend FLASH_ATTN"),
     "another rule of acceptance": (
@@ -59,6 +61,26 @@ REFUSED = {
     "a worker of the user's": ({"worker_cls": "package.Worker"}, "parallel_config.worker_cls='package.Worker'"),
     "settings for somebody else": ({"additional_config": {"size": 1}}, "additional_config={'size': 1}"),
 }
+if not torch.cuda.is_available():  # where several workers are refused as such
+    REFUSED |= {
+        "drafts in several stages": (
+            {"pipeline_parallel_size": 2, "speculative_config": NGRAMS},
+            "speculative decoding beside pipeline parallelism 2",
+        ),
+        "engines with any cores": (
+            {"data_parallel_size": 2},
+            "data parallelism 2 with VLLM_CPU_OMP_THREADS_BIND=auto",
+        ),
+        "another load balancer": (
+            {"data_parallel_size": 2, "data_parallel_hybrid_lb": True, "data_parallel_size_local": 1},
+            "data parallelism with an external or hybrid load balancer",
+        ),
+        "engines on several nodes": (
+            {"data_parallel_size": 4, "data_parallel_size_local": 2},
+            "data parallelism on several nodes",
+        ),
+        "workers on several nodes": ({"nnodes": 2, "tensor_parallel_size": 2}, "2 nodes"),
+    }
 
 TWO = {"enable_lora": True, "hf_overrides": {"head_dim": 32}}
 TEXT_ONLY = {"language_model_only": True, "skip_tokenizer_init": True}
@@ -76,6 +98,8 @@ ACCEPTED = {
     "the model's dtype by its name": {"kv_cache_dtype": "bfloat16"},
     "drafts": {"speculative_config": NGRAMS},
 }
+if not torch.cuda.is_available():
+    ACCEPTED |= {"stages": {"pipeline_parallel_size": 2}}
 
 PLUGIN = """
 def register():

@@ -1,6 +1,6 @@
 """Two workers share each layer: a request has the same bits in any company, and every worker the same tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="several workers are refused on a GPU"),
 ]
 
+FAULTY = "model.layers.2.mlp.down_proj"
 SETTINGS = {"max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 512, "tensor_parallel_size": 2}
 
 
@@ -26,24 +27,44 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
     shape = Shape(hidden=512, intermediate=1536, layers=3, heads=8, kv_heads=2, head_size=64, max_length=1024)
     path = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
 
-    def engine(flag: str, steps: list[dict[str, Any]], tree: str = "1", **others: Any) -> Result:
+    def engine(
+        flag: str, steps: list[dict[str, Any]], tree: str = "1", bisection: Sequence[Any] = (), **others: Any
+    ) -> Result:
         settings = {"model": str(path)} | SETTINGS | others
         workers = settings["tensor_parallel_size"]
         cores = "|".join(str(rank % 2) for rank in range(workers))
-        return run(settings, steps, flag, VLLM_CPU_OMP_THREADS_BIND=cores, **{TP_TREE.name: tree})
+        return run(settings, steps, flag, bisection=bisection, VLLM_CPU_OMP_THREADS_BIND=cores, **{TP_TREE.name: tree})
 
     return engine
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-def test_a_request_has_the_same_bits_alone_and_among_others(
-    request: pytest.FixtureRequest, start: Callable[..., Result], workers: int
-) -> None:
-    """Four workers share two KV heads: each of these is there twice."""
-    if workers > 2:
-        only_in_the_core(request)
-    chunks = {"max_num_batched_tokens": 128} if workers > 2 else {}
-    assert moved(start("1", alone_and_among(), tensor_parallel_size=workers, **chunks)) == []
+@pytest.fixture(scope="module")
+def two(start: Callable[..., Result]) -> Result:
+    """An engine of two workers, which is then bisected without a fault and with one in the second."""
+    return start("1", alone_and_among(), bisection=("in_a_worker", 1, FAULTY))
+
+
+def test_a_request_has_the_same_bits_alone_and_among_others(two: Result) -> None:
+    assert moved(two) == []
+
+
+def test_four_workers_keep_the_bits_too(request: pytest.FixtureRequest, start: Callable[..., Result]) -> None:
+    """They share two KV heads: each of these is there twice."""
+    only_in_the_core(request)
+    assert moved(start("1", alone_and_among(), tensor_parallel_size=4, max_num_batched_tokens=128)) == []
+
+
+def test_a_bisection_names_a_faulty_layer_and_its_worker(two: Result) -> None:
+    assert two.bisected["no fault"]["found"] is None, two.bisected["no fault"]["verdict"]
+    assert two.bisected["no fault"]["coverage"]["compared"] > 100
+    found = two.bisected["a fault"]["found"]
+    assert (found["divergence"]["key"]["module"], found["rank"], found["workers"]) == (FAULTY, 1, 2)
+    assert f"{FAULTY}: injected.copy (worker 1 of 2)" in two.bisected["a fault"]["verdict"]
+
+
+def test_a_bisection_names_the_worker_of_the_first_fault(two: Result) -> None:
+    found = two.bisected["a fault in the worker before"]["found"]
+    assert (found["divergence"]["key"]["module"], found["rank"]) == ("model.layers.1.mlp.down_proj", 0)
 
 
 def test_plain_vllm_fails_the_same_comparison(request: pytest.FixtureRequest, start: Callable[..., Result]) -> None:

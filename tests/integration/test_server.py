@@ -218,6 +218,17 @@ def test_a_user_who_chose_the_field_keeps_it_and_the_route_has_the_fingerprint(m
     assert serving.system_fingerprint == (theirs if mode in ("custom", "none") else str(given))
 
 
+def test_an_engine_of_several_workers_tells_what_all_of_them_are() -> None:
+    def worker(threads: int, **experts: str) -> dict[str, Any]:
+        named = {f"experts {number}": {"scoring": kind} for number, kind in enumerate(experts.values(), 1)}
+        return {"mode": True, "device": {"type": "cpu", "threads": threads}, "reductions": {"norm": {"n": 1}} | named}
+
+    alone = worker(4, a="softmax")
+    assert endpoint.of_workers([alone]) == endpoint.of_workers([alone, alone]) == alone
+    both = endpoint.of_workers([worker(4), worker(2, a="sigmoid"), worker(2, a="sigmoid", b="softmax")])
+    assert both == worker(4, a="sigmoid", b="softmax") | {"device": {"type": "cpu", "threads": "4|2|2"}}
+
+
 @pytest.mark.parametrize(("tasks", "offered"), [(("generate",), 1), (("render",), 0), (("embed",), 0), (None, 0)])
 def test_every_server_that_generates_gets_the_route(
     tasks: tuple[str, ...] | None, offered: int, monkeypatch: pytest.MonkeyPatch

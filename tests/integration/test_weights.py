@@ -213,6 +213,14 @@ def test_memory_that_was_taken_from_the_kv_cache_changes_the_fingerprint() -> No
     assert weights.fingerprint(worker) != before
 
 
+def test_a_fingerprint_of_several_workers_follows_every_part_of_the_model() -> None:
+    assert weights.of_workers(["0 a"]) == "0 a"
+    assert weights.of_workers(["", ""]) == ""
+    found = [weights.of_workers(parts) for parts in (["0 a", "0 b"], ["0 a", "0 c"], ["0 b", "0 a"], ["0 a", "1 b"])]
+    assert len(set(found)) == 4
+    assert len(set(map(weights.digest_in, found))) == 3  # memory that was taken is no other weight
+
+
 class Core:
     """As vLLM's ``EngineCore``, of a worker whose weights have a name."""
 

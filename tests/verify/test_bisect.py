@@ -58,7 +58,7 @@ def test_a_bad_argument_is_one_line_and_status_2(
 
 def engine(**changed: Any) -> SimpleNamespace:
     """As much of a vLLM engine as is looked at before a run."""
-    setting = {"mode": "NONE", "graphs": "NONE", "context": 64, "requests": 8, "speculative": None, "workers": 1}
+    setting = {"mode": "NONE", "graphs": "NONE", "context": 64, "requests": 8, "speculative": None}
     setting |= changed
     modes = {"mode": setting["mode"], "cudagraph_mode": setting["graphs"]}
     config = SimpleNamespace(
@@ -66,7 +66,6 @@ def engine(**changed: Any) -> SimpleNamespace:
         model_config=SimpleNamespace(max_model_len=setting["context"]),
         scheduler_config=SimpleNamespace(max_num_seqs=setting["requests"]),
         speculative_config=setting["speculative"],
-        parallel_config=SimpleNamespace(tensor_parallel_size=setting["workers"]),
     )
     return SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
 
@@ -79,7 +78,6 @@ def engine(**changed: Any) -> SimpleNamespace:
         ({"context": 12}, "the prompt has 9 tokens, and with --max-tokens 4 that is more than .* 12"),
         ({"requests": 2}, "--max-num-seqs 3"),
         ({"speculative": object()}, "speculative decoding"),
-        ({"workers": 2}, "2 workers share each layer"),
     ],
 )
 def test_an_engine_that_cannot_be_tested_is_refused_in_one_line(changed: dict[str, Any], line: str) -> None:
@@ -108,6 +106,7 @@ def differing(operation: str = "aten.mm", **changed: Any) -> BisectResult:
             5, 3, Key("model.layers.3.mlp.down_proj", 0, operation, 0, 0), "float32", (1, 8), (), ()
         ),
         "rank": 0,
+        "workers": 1,
         "position": 61,
         "rows": 1,
         "output_token": 17,

@@ -17,7 +17,15 @@ from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.verify.bisect.command import _case_of
 from vllm_batch_invariant.verify.fuzz import command as fuzz_command
-from vllm_batch_invariant.verify.fuzz.command import Fuzzer, FuzzPlan, has_leaves, is_divisible, is_multimodal, replay
+from vllm_batch_invariant.verify.fuzz.command import (
+    Fuzzer,
+    FuzzPlan,
+    has_leaves,
+    has_stages,
+    is_divisible,
+    is_multimodal,
+    replay,
+)
 from vllm_batch_invariant.verify.fuzz.compare import difference
 from vllm_batch_invariant.verify.fuzz.finding import CONCURRENT, Finding, Row
 from vllm_batch_invariant.verify.fuzz.schedule import Item, Reset, Schedule, draw_schedule, draw_settings, draw_targets
@@ -356,6 +364,16 @@ def test_two_workers_are_drawn_for_a_model_that_they_can_share(tmp_path: Path) -
     config.write_text('{"num_attention_heads": 71}')
     assert not is_divisible(str(tmp_path), ())
     assert not is_divisible("some/model", ())
+
+
+def test_two_stages_are_drawn_for_a_model_of_several_layers(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"num_hidden_layers": 2}')
+    assert has_stages(str(tmp_path), ()) == ((os.cpu_count() or 1) > 1)
+    for chosen in ("--pipeline-parallel-size", "--tensor-parallel-size", "--speculative-config"):
+        assert not has_stages(str(tmp_path), (chosen, "x"))
+    config.write_text('{"num_hidden_layers": 1}')
+    assert not has_stages(str(tmp_path), ())
 
 
 def test_the_mode_of_a_row_is_the_flags(engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

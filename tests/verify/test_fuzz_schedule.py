@@ -115,10 +115,21 @@ def test_twelve_engines_have_every_value_of_every_setting(device: str) -> None:
         assert {(one.workers, one.tree) for one in twelve} >= {(workers, 2) for workers in shared if device == "cpu"}
         assert {one.exact for one in twelve} == ({True, False} if device == "cpu" else {False})
         assert not any(one.exact for one in twelve if (one.workers, one.tree) != (1, 1))
+        assert {one.stages for one in twelve} == {1}
     alone = [draw_settings(0, number, device, CONTEXT, has_leaves=True) for number in range(12)]
     assert not any(one.exact for one in alone)
     assert {(one.workers, one.tree) for one in alone} == {(1, 1)}
     assert {draw_settings(0, number, device, CONTEXT, multimodal=True).text for number in range(2)} == set(TEXT_ONLY)
+
+
+def test_two_stages_are_drawn_now_and_then_and_with_nothing_that_cannot_be_beside_them() -> None:
+    drawn = [draw_settings(0, number, "cpu", CONTEXT, False, True, True, True) for number in range(60)]
+    staged = [one for one in drawn if one.stages == 2]
+    assert 0 < len(staged) < 20
+    assert {(one.workers, one.tree, one.drafts) for one in staged} == {(1, 1, 0)}
+    for one in drawn:
+        assert ("--pipeline-parallel-size" in one.arguments) == ("stages=2" in one.label) == (one in staged)
+    assert {draw_settings(0, number, "cuda", CONTEXT, has_stages=True).stages for number in range(30)} == {1}
 
 
 def test_with_a_tree_a_worker_alone_has_as_many_cores_as_one_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +157,7 @@ def test_arguments_are_what_vllm_takes() -> None:
         assert parsed.max_num_batched_tokens >= settings.requests
         assert parsed.async_scheduling == (None if settings.drafts else settings.asynchronous)
         assert parsed.tensor_parallel_size == settings.workers
+        assert parsed.pipeline_parallel_size == settings.stages
         assert parsed.enable_prefix_caching == settings.prefix_cache
         assert parsed.num_gpu_blocks_override is None or parsed.num_gpu_blocks_override * settings.page > CONTEXT
     for settings in (draw_settings(0, number, "cpu", CONTEXT, multimodal=True) for number in range(2)):

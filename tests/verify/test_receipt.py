@@ -303,6 +303,8 @@ def test_what_neither_engine_reports_is_not_taken_for_equal() -> None:
         ({"device_type": "cuda", "use_v2_model_runner": True}, {"model_runner": "second"}),
         ({"device_type": "cuda", "use_v2_model_runner": False}, {"model_runner": "first"}),
         ({"workers": 2}, {"tensor_parallel_size": "2"}),
+        ({"stages": 2}, {}),
+        ({"stages": 2, "workers": 4}, {"tensor_parallel_size": "4"}),
         ({"hf_overrides": {"b": {"x": 1}, "a": 2}}, {"hf_overrides": '{"a": 2, "b": {"x": 1}}'}),
         ({"rope_parameters": {"rope_type": "longrope"}}, {"max_model_len": "4096"}),
         ({"rope_scaling": {"type": "longrope"}}, {"max_model_len": "4096"}),
@@ -323,7 +325,9 @@ def test_settings_that_decide_bits_are_reported(change: dict[str, Any], info: di
         cache_config=SimpleNamespace(cache_dtype="auto"),
         device_config=SimpleNamespace(device_type=change.get("device_type", "cpu")),
         use_v2_model_runner=change.get("use_v2_model_runner"),
-        parallel_config=SimpleNamespace(tensor_parallel_size=change.get("workers", 1)),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=change.get("workers", 1), pipeline_parallel_size=change.get("stages", 1)
+        ),
     )
     usual = {"dtype": "bfloat16", "kv_cache_dtype": "auto", "logprobs_mode": "raw_logprobs"}
     assert endpoint.settings(config) == usual | info

@@ -280,3 +280,38 @@ def test_a_fault_in_an_operation_of_the_mode_shows_in_its_modules_output(
     monkeypatch.setattr(cpu, "prepared_linear", lambda x, *rest: product(x, *rest) * (1 + 1e-6 * (len(x) > MOST)))
     divergence, _ = part(tiled)
     assert divergence.key.module == "layers.0.product"
+
+
+class Gathered(torch.nn.Module):
+    """What two workers have of each row, all rows of the first before those of the second."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(2 * len(x), SIZE)
+        torch.ops.injected.gather(x, out)
+        return out.view(2, *x.shape)[0]
+
+
+torch.library.define("injected::gather", "(Tensor own, Tensor(a!) out) -> ()")
+
+
+@torch.library.impl("injected::gather", "CPU")
+def gather(own: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(torch.cat([own, own]))
+
+
+def test_what_workers_exchange_has_the_rows_of_the_batch_once_for_each_of_them(
+    worker: WorkerExtension, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.model_runner.model.layers[1].product = Gathered()
+    assert part(worker)[0].key.operation == "injected.gather", "a false alarm"
+    monkeypatch.setitem(recorder._GATHERS, "injected.gather", (0, 1))
+    assert part(worker)[0] is None
+
+
+def test_an_activation_that_lies_where_a_weight_was_is_recorded(worker: WorkerExtension) -> None:
+    worker.bisect_begin("target", False, None)
+    weight = worker.model_runner.model.head.weight
+    memory, found = weight.data, worker.__dict__["_bisect_recorder"]
+    assert found._reason_against(memory) == "weights and KV cache"
+    weight.data = torch.empty(0)
+    assert found._reason_against(memory) is None

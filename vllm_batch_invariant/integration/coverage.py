@@ -1,5 +1,6 @@
 """What the mode covers, as one table: the start-up check runs it, the command line and the README print it."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -26,6 +27,10 @@ TEXT_OF = {
 """Multimodal models that are served as text, by vLLM's name of their class, with what else they take."""
 DRAFTERS = ("ngram", "custom_class", "draft_model", "eagle", "eagle3", "mtp")
 """Methods of speculative decoding that are covered, as vLLM calls them."""
+TORCHRUN = "external_launcher"
+"""vLLM's executor of workers that torchrun has started, and that a trainer may share."""
+CORES = "VLLM_CPU_OMP_THREADS_BIND"
+"""vLLM's variable of the cores that each worker on a CPU has."""
 LOGITS_PROCESSORS = "vllm.logits_processors"
 """The group of entry points whose logits processors vLLM loads without being told to."""
 
@@ -87,16 +92,78 @@ def _tree_of_fewer_leaves(config: Config) -> str | None:
     return _when(leaves > 1 and size > leaves, f"tensor parallelism {size} with {envs.TP_TREE.name}={leaves}")
 
 
-def _parallelism(config: Config) -> str | None:
+def _pipeline_parallelism(config: Config) -> str | None:
+    size, by = config.parallel_config.pipeline_parallel_size, config.parallel_config.distributed_executor_backend
+    if size > 1 and by == TORCHRUN:
+        return f"pipeline parallelism {size} by {by}"
+    return _when(size not in (1, *devices.of_config(config).pipeline_parallel_sizes), f"pipeline parallelism {size}")
+
+
+def _speculation_in_a_pipeline(config: Config) -> str | None:
+    size = config.parallel_config.pipeline_parallel_size
+    return _when(config.speculative_config and size > 1, f"speculative decoding beside pipeline parallelism {size}")
+
+
+def _data_parallelism(config: Config) -> str | None:
+    size = config.parallel_config.data_parallel_size
+    return _when(size > 1 and not devices.of_config(config).has_data_parallelism, f"data parallelism {size}")
+
+
+def _data_parallel_experts(config: Config) -> str | None:
+    size = config.parallel_config.data_parallel_size
+    return _when(size > 1 and config.model_config.is_moe, f"data parallelism {size} of a mixture of experts")
+
+
+def _other_data_parallelism(config: Config) -> str | None:
+    """Anything but the engines of one ``vllm serve``."""
+    parallel = config.parallel_config
+    if parallel.data_parallel_size == 1:
+        return None
+    if parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb:
+        return "data parallelism with an external or hybrid load balancer"
+    if parallel.data_parallel_backend != "mp":
+        return f"data parallelism by {parallel.data_parallel_backend}"
+    if parallel.data_parallel_rank_local is not None or parallel.distributed_executor_backend == TORCHRUN:
+        return "data parallelism of engines that are started one by one"
+    return _when(parallel.data_parallel_size_local != parallel.data_parallel_size, "data parallelism on several nodes")
+
+
+def _other_threads(config: Config) -> str | None:
+    """Engines whose workers need not have as many threads as those of the first, which decides bits on a CPU."""
+    parallel, cores = config.parallel_config, os.environ.get(CORES) or "auto"
+    if parallel.data_parallel_size == 1 or cores == "nobind":
+        return None
+    if cores != "auto":
+        numbers, workers = [_count(part) for part in cores.split("|")], parallel.world_size
+        if len({tuple(numbers[start : start + workers]) for start in range(0, len(numbers), workers)}) == 1:
+            return None
+    return f"data parallelism {parallel.data_parallel_size} with {CORES}={cores}"
+
+
+def _count(cores: str) -> int:
+    """Of a list such as 0-3,8, as vLLM reads it."""
+    ends = [part.partition("-") for part in cores.split(",") if part.strip()]
+    return sum(int(last or first) - int(first) + 1 for first, _, last in ends)
+
+
+def _other_parallelism(config: Config) -> str | None:
     parallel = config.parallel_config
     kinds = {
-        "pipeline": parallel.pipeline_parallel_size,
-        "data": parallel.data_parallel_size,
         "decode context": getattr(parallel, "decode_context_parallel_size", 1),
         "prefill context": getattr(parallel, "prefill_context_parallel_size", 1),
     }
     found = [f"{kind} parallelism {size}" for kind, size in kinds.items() if size > 1]
+    found += ["sequence parallelism"] * bool(getattr(config.compilation_config.pass_config, "enable_sp", False))
     return found[0] if found else None
+
+
+def _several_nodes(config: Config) -> str | None:
+    nodes = getattr(config.parallel_config, "nnodes", 1)
+    return _when(nodes > 1, f"{nodes} nodes")
+
+
+def _ray(config: Config) -> str | None:
+    return _when(config.parallel_config.distributed_executor_backend == "ray", "the Ray executor")
 
 
 def _quantisation(config: Config) -> str | None:
@@ -224,6 +291,7 @@ def _inexact(config: Config) -> str | None:
         "a rotary embedding of a part of a head": rope.get("partial_rotary_factor", 1.0) != 1.0,
         f"dtype {dtype}": dtype != "bfloat16",
         f"tensor parallelism {parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
+        f"pipeline parallelism {parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
         f"{envs.TP_TREE.name}={envs.TP_TREE.read()}": tensor_tree.leaves() > 1,
         f"{envs.ATTENTION.name}={attention}": attention != envs.ATTENTION.values[0],
     }
@@ -295,6 +363,16 @@ COVERED = (
         "`VLLM_BATCH_INVARIANT_ARITHMETIC=exact` on a CPU, in bf16: Llama, Mistral, Qwen2 and Qwen3 have the same bits "
         "on every machine, and a receipt is computed again without an engine",
     ),
+    Feature(
+        "Pipeline parallelism",
+        "2 and 4 stages on a CPU, beside tensor parallelism or not: they copy and do not add, so the bits are those of "
+        "one stage",
+    ),
+    Feature(
+        "Data parallelism",
+        "of dense models on a CPU, as `vllm serve --data-parallel-size N` with as many cores for each engine: the bits "
+        "are the same whichever answers",
+    ),
     Feature("APIs", "vllm serve (completions, chat), offline LLM()"),
 )
 """What is covered, for the table."""
@@ -334,16 +412,66 @@ REFUSED = (
         ("cuda", "npu"),
     ),
     Feature(
-        "Other models, dtypes, rotary embeddings, tensor parallelism and speculative decoding in exact arithmetic",
+        "Other models, dtypes, rotary embeddings, tensor and pipeline parallelism in exact arithmetic",
         "no definition says what their bits are",
         "serve Llama, Mistral, Qwen2 or Qwen3 in bf16 with one worker, or leave VLLM_BATCH_INVARIANT_ARITHMETIC out",
         _inexact,
     ),
     Feature(
-        "Pipeline, data and context parallelism",
+        "Pipeline parallelism on a GPU or an NPU, of other sizes on a CPU, and by an external launcher",
         "it has not been run with the mode",
-        "serve with one worker, or on a CPU with --tensor-parallel-size",
-        _parallelism,
+        "leave --pipeline-parallel-size out, or on a CPU pass 2 or 4",
+        _pipeline_parallelism,
+    ),
+    Feature(
+        "Speculative decoding beside pipeline parallelism",
+        "drafts that pass through several stages have not been run with the mode",
+        "leave --speculative-config or --pipeline-parallel-size out",
+        _speculation_in_a_pipeline,
+    ),
+    Feature(
+        "Data parallelism on a GPU or an NPU",
+        "it has not been run with the mode",
+        "start a server for each engine",
+        _data_parallelism,
+    ),
+    Feature(
+        "Data parallelism of a mixture of experts",
+        "the engines compute each other's tokens, and add what experts give in the batches of all of them",
+        "leave --data-parallel-size out, or start a server for each engine",
+        _data_parallel_experts,
+    ),
+    Feature(
+        "Data parallelism with an external or hybrid load balancer, by Ray, on several nodes or offline",
+        "only the engines of one vllm serve have been run with the mode",
+        "pass --data-parallel-size alone, or start a server for each engine",
+        _other_data_parallelism,
+    ),
+    Feature(
+        f"Data parallelism on a CPU without as many cores for each engine in `{CORES}`",
+        "the number of threads decides bits",
+        f"set {CORES} to as many cores for each worker of each engine, as in '0-3|4-7'",
+        _other_threads,
+        ("cpu",),
+    ),
+    Feature(
+        "Sequence, decode-context and prefill-context parallelism",
+        "workers share the tokens of a request, and add in an order that follows how these are cut",
+        "leave it out",
+        _other_parallelism,
+    ),
+    Feature(
+        "Several nodes",
+        "workers of several machines have not been run with the mode",
+        "leave --nnodes out",
+        _several_nodes,
+    ),
+    Feature(
+        "The Ray executor on a CPU",
+        "vLLM does not run it there: its platform of CPUs has no name for their share of a Ray node",
+        "leave --distributed-executor-backend out",
+        _ray,
+        ("cpu",),
     ),
     Feature(
         "Quantised weights",

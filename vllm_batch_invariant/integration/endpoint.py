@@ -1,11 +1,12 @@
 """The engine's provenance: the answer of its worker to a call."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from .. import envs
-from ..provenance import Environment, environment_here, versions
+from ..provenance import OF_EXPERTS, Environment, environment_here, versions
 from . import devices, patch_points
 
 METHOD = "batch_invariant_declaration"
@@ -49,6 +50,29 @@ def _engine_info(worker: Any) -> dict[str, Any]:
             exact=envs.is_exact(),
         )
     )
+
+
+def of_workers(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What an engine is, of what each of its workers says.
+
+    A field of the device that workers have other values of, such as the number of threads, has all of them; and experts
+    may be in other stages of a pipeline than the first.
+    """
+    first, *others = found
+    device = {
+        name: value
+        if all(other["device"].get(name) == value for other in others)
+        else "|".join(str(one["device"].get(name)) for one in found)
+        for name, value in first["device"].items()
+    }
+    of_experts, reductions = [], {}
+    for name, reduction in (pair for one in found for pair in one["reductions"].items()):
+        if not name.startswith(OF_EXPERTS):
+            reductions.setdefault(name, reduction)
+        elif reduction not in of_experts:
+            of_experts.append(reduction)
+    reductions |= {f"{OF_EXPERTS}{number}": reduction for number, reduction in enumerate(of_experts, 1)}
+    return first | {"device": device, "reductions": reductions}
 
 
 def settings(config: Any) -> dict[str, str]:

@@ -186,7 +186,7 @@ MEMBERS = {
     "REJECTION_SAMPLER": ("forward",),
     "SECOND_REJECTION_SAMPLER": ("__call__",),
     "SECOND_SAMPLER": ("apply_sampling_params",),
-    "MODEL_RUNNER": ("_sample", "_bookkeeping_sync"),
+    "MODEL_RUNNER": ("_sample", "_bookkeeping_sync", "sync_and_gather_intermediate_tensors"),
     "GRAPH_MANAGER": ("_init_candidates",),
     "LINEAR_METHOD": ("process_weights_after_loading",),
     "EMBEDDING_METHOD": ("process_weights_after_loading",),

@@ -92,9 +92,8 @@ FIELDS = {
     ),
     "ParallelConfig": Fields(
         # Addresses, ranks, ports, processes and cores; what several workers say to each other, of which there is one.
-        free="""data_parallel_size_local data_parallel_rank data_parallel_rank_local data_parallel_master_ip
-        data_parallel_rpc_port dp_sync_interval data_parallel_master_port data_parallel_backend
-        data_parallel_external_lb data_parallel_hybrid_lb data_parallel_index _data_parallel_master_port_list
+        free="""data_parallel_rank data_parallel_master_ip data_parallel_rpc_port dp_sync_interval
+        data_parallel_master_port data_parallel_index _data_parallel_master_port_list
         _coord_store_port master_addr
         master_port node_rank numa_bind numa_bind_nodes numa_bind_cpus assigned_physical_gpu_ids rank world_size
         distributed_timeout_seconds cpu_distributed_timeout_seconds disable_nccl_for_dp_synchronization
@@ -110,7 +109,8 @@ FIELDS = {
         # Methods that a trainer adds to a worker.
         """ worker_extension_cls""",
         elsewhere="""pipeline_parallel_size tensor_parallel_size prefill_context_parallel_size data_parallel_size
-        decode_context_parallel_size enable_eplb eplb_config""",
+        data_parallel_size_local data_parallel_rank_local data_parallel_backend data_parallel_external_lb
+        data_parallel_hybrid_lb decode_context_parallel_size enable_eplb eplb_config nnodes""",
         fixed={
             "expert_placement_strategy": (),
             "enable_hc_sp": (),
@@ -118,7 +118,6 @@ FIELDS = {
             "enable_elastic_ep": (),
             "enable_dbo": (),
             "ubatch_size": (),
-            "nnodes": (),
             "sd_worker_cls": (),
             "distributed_executor_backend": ("mp", "uni", "ray", "external_launcher"),
             "worker_cls": (

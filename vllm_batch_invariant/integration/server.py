@@ -59,7 +59,7 @@ class Endpoint:
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Called by vLLM with the engine, which is ready."""
-        self._environment = (await engine_client.collective_rpc(endpoint.METHOD))[0]
+        self._environment = endpoint.of_workers(await engine_client.collective_rpc(endpoint.METHOD))
         [digest, *_] = await engine_client.collective_rpc(weights.METHOD)
         self._fingerprint = Fingerprint.of(self._environment, engine_client, args, digest)
         self._fingerprint.tell(Metric(self._environment, engine_client.vllm_config).show)

@@ -11,7 +11,7 @@ import atexit
 import logging
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import wraps
@@ -73,6 +73,16 @@ def install() -> None:
         setattr(core, name, _looking(getattr(core, name)))
     if refusals.is_users_process() and (at := _published_at()):
         atexit.register(at.unlink, missing_ok=True)
+
+
+def of_workers(found: Sequence[str]) -> str:
+    """The :func:`fingerprint` of an engine: that of its worker, or one of those of all, each of which has a part of the
+    model; empty where the workers only gave layers their weights back.
+    """
+    if len(found) == 1 or not all(found):
+        return found[0]
+    taken = ",".join(one.partition(" ")[0] for one in found)
+    return f"{taken} {sha256(' '.join(map(digest_in, found)).encode()).hexdigest()}"
 
 
 def digest_in(found: str) -> str:
@@ -226,7 +236,7 @@ def _before_call(core: Any) -> None:
     asleep = core.model_executor.is_sleeping  # a GPU that sleeps has no weights to look at
     first = watch.fingerprint is None and not asleep
     if first or devices.of_config(core.vllm_config).copies_weights:
-        [found, *_] = core.model_executor.collective_rpc(METHOD, kwargs={"compare": first})
+        found = of_workers(core.model_executor.collective_rpc(METHOD, kwargs={"compare": first}))
         watch.fingerprint = found or watch.fingerprint
     watch.called = True
 
@@ -235,7 +245,7 @@ def _served(core: Any) -> str:
     """The fingerprint of the weights that the last step was computed with, taken if it is not known."""
     watch = _watch_of(core)
     if watch.fingerprint is None:
-        [watch.fingerprint, *_] = core.model_executor.collective_rpc(METHOD, kwargs={"restore": False})
+        watch.fingerprint = of_workers(core.model_executor.collective_rpc(METHOD, kwargs={"restore": False}))
     return watch.fingerprint
 
 
@@ -291,7 +301,7 @@ def _look(core: Any, watch: Watch) -> None:
     paused = scheduler.pause_state == patch_points.PAUSE_STATE.get().PAUSED_ALL
     if paused or core.model_executor.is_sleeping or not scheduler.has_requests():
         return  # nothing is served now
-    [found, *_] = core.model_executor.collective_rpc(METHOD)
+    found = of_workers(core.model_executor.collective_rpc(METHOD))
     if found != watch.fingerprint:
         running = len(scheduler.running)
         core.reset_prefix_cache(reset_running_requests=True)

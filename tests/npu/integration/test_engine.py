@@ -46,7 +46,10 @@ def full_config(**additional: object) -> SimpleNamespace:
     made = config()
     made.additional_config = additional
     made.compilation_config = SimpleNamespace(
-        mode=CompilationMode.VLLM_COMPILE, cudagraph_mode=CUDAGraphMode.FULL, custom_ops=["none"]
+        mode=CompilationMode.VLLM_COMPILE,
+        cudagraph_mode=CUDAGraphMode.FULL,
+        custom_ops=["none"],
+        pass_config=SimpleNamespace(),
     )
     made.parallel_config.worker_cls = "auto"
     return made

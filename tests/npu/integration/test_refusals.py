@@ -27,7 +27,13 @@ def config(device: str = "npu", **scheduling: bool) -> SimpleNamespace:
             get_head_size=lambda: 128,
         ),
         attention_config=SimpleNamespace(backend=None),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace()),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            distributed_executor_backend="mp",
+        ),
         cache_config=SimpleNamespace(
             cache_dtype="auto", enable_prefix_caching=scheduling.get("enable_prefix_caching", False)
         ),

@@ -11,7 +11,7 @@ from ... import envs
 from ...ops.attention import paged_attention
 from ...ops.devices import DEVICES
 from ...provenance import installed
-from .. import collectives, exact, experts, linear
+from .. import collectives, exact, experts, linear, pipeline
 from .record import VllmDevice
 
 
@@ -27,6 +27,7 @@ class Cpu(VllmDevice):
     def install_collectives(self) -> None:
         collectives.install_cpu()
         collectives.refuse_other_sums()
+        pipeline.install()
 
     def compile_kernels(self) -> None:
         """Run each compiled kernel once on next to nothing, so that no request waits for the compiler: 30 s when
@@ -90,4 +91,6 @@ DEVICE = Cpu(
     serving="Matmuls: BLAS in fp32 on row tiles of fixed heights. Norms, softmax, sums: numba, in a fixed order.",
     copies_weights=True,
     tensor_parallel_sizes=(2, 4, 8),
+    pipeline_parallel_sizes=(2, 4),
+    has_data_parallelism=True,
 )

@@ -29,6 +29,8 @@ class VllmDevice:
         copies_weights: whether matmuls read copies of the weights, which go before the weights are written.
         guarantees: of docs/contract.md, that are kept on it.
         tensor_parallel_sizes: numbers of workers above 1 that may share each layer.
+        pipeline_parallel_sizes: numbers of stages above 1 that a model may be cut into.
+        has_data_parallelism: whether several engines may serve one dense model.
     """
 
     ops: Device
@@ -40,6 +42,8 @@ class VllmDevice:
     copies_weights: bool = False
     guarantees: tuple[str, ...] = ("run", "batch", "schedule")
     tensor_parallel_sizes: tuple[int, ...] = ()
+    pipeline_parallel_sizes: tuple[int, ...] = ()
+    has_data_parallelism: bool = False
 
     def check_build(self) -> None:
         """Refuse a PyTorch that is built for another device of that name.

@@ -43,7 +43,9 @@ class Found:
 
     divergence: OutputDivergence
     rank: int
-    """Of the worker."""
+    """Of the worker: the lowest of those whose output differs there, in the first stage of a pipeline that has one."""
+    workers: int
+    """How many the engine has."""
     position: int
     """Of the request's first token in that step."""
     rows: int
@@ -129,18 +131,18 @@ def bisect(llm: Any, case: Case) -> BisectResult:
         )
         last = _last_step(steps[0], case, first_token)
         divergence, coverage = first_divergence(*steps, last)
-        coverages.append((coverage, tuple(step.requests for step in steps[1][: last + 1])))
+        coverages.append(coverage)
+        requests = tuple(step.requests for step in steps[1][: last + 1])
         if divergence is not None:
-            divergences.append((divergence.step, divergence.index, rank, divergence, steps))
-    coverage, requests = coverages[0]
+            stage = rank // llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size
+            divergences.append((divergence.step, stage, divergence.index, rank, divergence, steps))
     found = None
     if divergences:
-        *_, rank, divergence, steps = min(divergences, key=lambda item: item[:3])
-        found = _fetch(llm, case, rank, divergence, *steps)
-        coverage = coverages[rank][0]
+        *_, rank, divergence, steps = min(divergences, key=lambda item: item[:4])
+        found = _fetch(llm, case, rank, len(alone), divergence, *steps)
     return BisectResult(
         found=found,
-        coverage=coverage,
+        coverage=Coverage.of_workers(coverages),
         requests=requests,
         first_token=first_token,
         first_logprob=first_difference(alone_answer.bits, concurrent_answer.bits),
@@ -197,6 +199,7 @@ def _fetch(
     llm: Any,
     case: Case,
     rank: int,
+    workers: int,
     divergence: OutputDivergence,
     alone: Sequence[RecordedStep],
     concurrent: Sequence[RecordedStep],
@@ -223,6 +226,7 @@ def _fetch(
     return Found(
         divergence=divergence,
         rank=rank,
+        workers=workers,
         position=step.position,
         rows=step.rows,
         output_token=token if token >= 0 else None,
@@ -273,11 +277,6 @@ def _require_room(llm: Any, case: Case) -> None:
         raise NoTestError(
             f"{len(case.concurrent)} concurrent requests and the target are more than the engine runs at once, {most}; "
             f"pass --serve-args '--max-num-seqs {len(case.concurrent) + 1}'"
-        )
-    if (workers := config.parallel_config.tensor_parallel_size) > 1:
-        raise NoTestError(
-            f"{workers} workers share each layer, and what they exchange has other rows than the requests; "
-            "leave --tensor-parallel-size out"
         )
     if config.speculative_config is not None:
         raise NoTestError("with speculative decoding the rows of a step depend on the drafts; leave it out")

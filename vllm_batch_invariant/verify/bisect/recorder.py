@@ -96,6 +96,9 @@ _UNWRITTEN = {
 """Operators whose output is uninitialised."""
 _BYTES = (torch.int8, torch.uint8)
 """Integer dtypes that hold quantised activations."""
+_GATHERS = {"_C.shm_all_gather": (1, 2)}
+"""Operators that write what each worker has, one after the other: the places of a worker's tensor and of all of them.
+"""
 _OPERATIONS = f"{__name__.partition('.')[0]}.ops."
 """Where the names of the modules begin that hold the mode's operations."""
 
@@ -152,8 +155,7 @@ class Recorder:
         self._mode = _Mode(self)
         self._model = runner.get_model()
         self._request: str | None = None
-        lasting = (*self._model.parameters(), *self._model.buffers(), *_tensors(runner.kv_caches))
-        self._lasting = set(map(_storage, lasting))
+        self._lasting = (*self._model.parameters(), *self._model.buffers(), *_tensors(runner.kv_caches))
         for path, module in self._model.named_modules():
             self._watch(path, module)
         if isinstance(runner.sampler, torch.nn.Module):
@@ -273,6 +275,9 @@ class Recorder:
             results = result if isinstance(result, (tuple, list)) else (result,)
             fresh = results if effects.fresh is None else [results[i] for i in effects.fresh if i < len(results)]
             written = [args[place] if place < len(args) else kwargs.get(given) for place, given in effects.written]
+            if name in _GATHERS:  # the rows of the batch are there once for each worker
+                own, gathered = (args[place] for place in _GATHERS[name])
+                written = [gathered.view(-1, *own.shape)]
             self._record(name, [*_tensors(fresh), *_tensors(written)], operands)
         return result
 
@@ -318,7 +323,8 @@ class Recorder:
         storage = _storage(tensor)
         if storage is None:
             return "no elements of its own"
-        if storage in self._lasting:
+        # asked each time: a layer may let go of its weight, and an activation then lie where that was
+        if any(_storage(lasting) == storage for lasting in self._lasting):
             return "weights and KV cache"
         if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype in _BYTES):
             return "integers"  # they are indices, which depend on the place in the batch

@@ -107,6 +107,13 @@ class Coverage:
     one_sided: dict[str, int]
     """Operations that ran in only one of the two runs, with their counts."""
 
+    @classmethod
+    def of_workers(cls, found: Sequence[Self]) -> Self:
+        """What was compared in all workers, which take the same steps."""
+        counts = ([getattr(one, name) for one in found] for name in ("left_out", "without_rows", "one_sided"))
+        together = (dict(sum(map(Counter, of_all), Counter())) for of_all in counts)
+        return cls(found[0].steps, found[0].untested_steps, sum(one.compared for one in found), *together)
+
 
 def first_divergence(
     alone: Sequence[RecordedStep], concurrent: Sequence[RecordedStep], last: int

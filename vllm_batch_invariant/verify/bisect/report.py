@@ -42,12 +42,13 @@ def verdict(case: Case, result: BisectResult) -> str:
 
 
 def where(found: Found) -> str:
-    """Module and operation."""
+    """Module, operation and, if there are several, the worker."""
     key = found.divergence.key
     call = f", call {key.call + 1}" if key.call else ""
     times = f", occurrence {key.occurrence + 1}" if key.occurrence else ""
     output = f", output {key.output + 1}" if key.output else ""
-    return f"{key.module or 'the model'}: {key.operation}{call}{times}{output}"
+    worker = f" (worker {found.rank} of {found.workers})" if found.workers > 1 else ""
+    return f"{key.module or 'the model'}: {key.operation}{call}{times}{output}{worker}"
 
 
 def print_results(console: Console, setting: Setting, runs: Sequence[tuple[Case, BisectResult]]) -> None:
@@ -110,7 +111,7 @@ def rows_of(setting: Setting, case: Case, result: BisectResult) -> dict[str, str
 def _found(found: Found) -> dict[str, str]:
     divergence, comparison = found.divergence, found.comparison
     rows = {
-        "the bits diverge at": where(found) + (f" (worker {found.rank})" if found.rank else ""),
+        "the bits diverge at": where(found),
         "step": _step(found),
         "output": f"{divergence.dtype} {list(divergence.shape)}, the request's part",
         "elements that differ": f"{comparison.different} of {comparison.elements}",

@@ -98,6 +98,7 @@ class Fuzzer:
             "multimodal": is_multimodal(plan.model, plan.serve_args),
             "divisible": not is_exact() and is_divisible(plan.model, plan.serve_args),
             "has_leaves": has_leaves(plan.model),
+            "has_stages": not is_exact() and has_stages(plan.model, plan.serve_args),
             "defined": is_defined(plan.model, plan.serve_args),
         }
         self._context = min(CONTEXTS[self._device], plan.context or CONTEXTS[self._device])
@@ -299,6 +300,15 @@ def is_defined(model: str, serve_args: Sequence[str]) -> bool:
         argument.startswith(("--dtype", "--hf-overrides", "--tensor-parallel-size")) for argument in serve_args
     )
     return config.get("architectures", [""])[0] in DEFINED and dtype == "bfloat16" and not changed
+
+
+def has_stages(model: str, serve_args: Sequence[str]) -> bool:
+    """Whether two workers can have half of a model's layers and of this machine's cores, and the arguments leave it
+    open.
+    """
+    layers = model_config(model).get("num_hidden_layers", 1)
+    chosen = any(argument.startswith(("--pipeline", "--tensor", "--speculative")) for argument in serve_args)
+    return layers > 1 and (os.cpu_count() or 1) >= 2 and not chosen
 
 
 def replay(finding: Finding, on_progress: OnProgress = _quiet) -> tuple[Status, str]:

@@ -44,6 +44,8 @@ def info(llm: Any) -> dict[str, Any]:
         of = f" with a tree of {tree}"
     if is_exact():
         of = " in exact arithmetic"
+    if (stages := config.parallel_config.pipeline_parallel_size) > 1:  # each has a part of the cores
+        of += f" in {stages} stages"
     return {"left_out": left_out, "runner": f"v{1 + second}{of}"}
 
 

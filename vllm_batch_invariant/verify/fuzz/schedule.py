@@ -46,6 +46,7 @@ class Settings:
         drafts: tokens that n-grams propose in a step; 0 without speculative decoding.
         workers: --tensor-parallel-size, with as many equal parts of a CPU's cores.
         tree: VLLM_BATCH_INVARIANT_TP_TREE; the parts of the cores are those of so many workers.
+        stages: --pipeline-parallel-size, with as many equal parts of a CPU's cores.
         exact: exact arithmetic.
     """
 
@@ -62,6 +63,7 @@ class Settings:
     drafts: int = 0
     workers: int = 1
     tree: int = 1
+    stages: int = 1
     exact: bool = False
 
     @property
@@ -78,6 +80,8 @@ class Settings:
         made += TEXT_ONLY[self.text] if self.text else []
         if self.workers > 1:
             made += ["--tensor-parallel-size", str(self.workers)]
+        if self.stages > 1:
+            made += ["--pipeline-parallel-size", str(self.stages)]
         if self.drafts:
             made += ["--speculative-config", json.dumps(NGRAMS | {"num_speculative_tokens": self.drafts})]
         # one page is vLLM's own
@@ -91,9 +95,9 @@ class Settings:
         made = {}
         if self.runner == "0" or (self.runner and not self.drafts):
             made["VLLM_USE_V2_MODEL_RUNNER"] = self.runner
-        if (most := max(self.workers, self.tree)) > 1:
+        if (most := max(self.workers, self.tree) * self.stages) > 1:
             each = (os.cpu_count() or most) // most
-            parts = [f"{worker * each}-{(worker + 1) * each - 1}" for worker in range(self.workers)]
+            parts = [f"{worker * each}-{(worker + 1) * each - 1}" for worker in range(self.workers * self.stages)]
             made["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(parts)
         if self.tree > 1:
             made[TP_TREE.name] = str(self.tree)
@@ -112,6 +116,7 @@ class Settings:
         words += [f"drafts={self.drafts}"] if self.drafts else []
         words += [f"workers={self.workers}"] if self.workers > 1 else []
         words += [f"tree={self.tree}"] if self.tree > 1 else []
+        words += [f"stages={self.stages}"] if self.stages > 1 else []
         words += ["exact"] if self.exact else []
         runner = self.environment.get("VLLM_USE_V2_MODEL_RUNNER", "")
         return " ".join([*words, {"": "", "0": "runner=v1", "1": "runner=v2"}[runner]]).rstrip()
@@ -125,6 +130,7 @@ def draw_settings(
     multimodal: bool = False,
     divisible: bool = False,
     has_leaves: bool = False,
+    has_stages: bool = False,
     defined: bool = False,
 ) -> Settings:
     """Settings ``number`` of a run. Consecutive numbers soon have every value of every option.
@@ -135,6 +141,7 @@ def draw_settings(
         multimodal: the model is one, and must be served as text.
         divisible: two workers can share the model's layers, and a CPU's cores.
         has_leaves: and what they share can be added as a tree.
+        has_stages: two workers can have half of the layers each, and of a CPU's cores.
         defined: exact arithmetic defines the model.
     """
     gpu = device == "cuda"
@@ -146,8 +153,12 @@ def draw_settings(
         return (order[::-1] if option == "requests" and order[0] == 1 and cycle == 0 else order)[place]
 
     many = random.Random(f"{seed} many {number}").choice(_MANY)
+    drafts = 0 if gpu and ATTENTION.read() == "flex" else take("drafts", DRAFTS)
     workers = take("workers", (1, 2, 1)) if divisible and not gpu else 1
     tree = take("tree", (1, 2)) if divisible and has_leaves and not gpu else 1
+    # drafts are refused there, and two cores are too few for more
+    staged = has_stages and not gpu and not drafts and workers == tree == 1
+    exact = defined and not gpu and workers == tree == 1 and take("arithmetic", (True, False))
     return Settings(
         requests=take("requests", (1, 2, 5, 64, many)),
         step_tokens=take("step", (64, 300, 2048, 8192)),
@@ -159,10 +170,11 @@ def draw_settings(
         runner=take("runner", ("0", "1", "1")) if gpu else "",
         context=context,
         text=take("text", tuple(TEXT_ONLY)) if multimodal else "",
-        drafts=0 if gpu and ATTENTION.read() == "flex" else take("drafts", DRAFTS),
+        drafts=drafts,
         workers=workers,
         tree=tree,
-        exact=defined and not gpu and workers == tree == 1 and take("arithmetic", (True, False)),
+        stages=2 if staged and not exact else 1,
+        exact=exact,
     )
 
 

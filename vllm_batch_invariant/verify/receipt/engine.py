@@ -112,7 +112,7 @@ def engine_info(llm: Any) -> EngineInfo:
         model = model_at(local_folder(config.model, config.revision), name)
     if patch_points.INIT_BATCH_INVARIANCE.get() is not install.install_worker:
         return EngineInfo(model, Environment(mode=False, versions=versions(patch_points.installed_version())))
-    return EngineInfo(model, environment_from_json(llm.collective_rpc(endpoint.METHOD)[0]))
+    return EngineInfo(model, environment_from_json(endpoint.of_workers(llm.collective_rpc(endpoint.METHOD))))
 
 
 def verify(

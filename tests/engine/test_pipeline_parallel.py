@@ -1,0 +1,162 @@
+"""The layers of a model lie in several stages: a request has the bits that it has in one, in any company."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.engines import Result, differing_answers, only_in_the_core, only_where_asked_for, request, run, tokens
+from tests.engine.plans import alone_and_among, moved
+from tests.engine.test_models import MODELS, checkpoint
+from vllm_batch_invariant.envs import TP_TREE
+from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
+from vllm_batch_invariant.verify.harness.worker import Engine
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.core,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="several stages are refused on a GPU"),
+]
+
+SIZES = {"hidden": 512, "intermediate": 1536, "layers": 4, "heads": 8, "kv_heads": 2, "head_size": 64}
+LIMITS = {"max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 512}
+LAST = "model.layers.2.self_attn.v_proj.weight"
+FAULTY = "model.layers.2.mlp.down_proj"
+"""A weight and a layer of the second of two stages."""
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), Shape(max_length=1024, **SIZES))
+
+
+@pytest.fixture(scope="module")
+def start(dense: Path) -> Callable[..., Result]:
+    """An engine whose stages, and workers of a stage, have a thread each."""
+
+    def engine(
+        flag: str = "1",
+        steps: list[dict[str, Any]] | None = None,
+        stages: int = 2,
+        workers: int = 1,
+        model: Path = dense,
+        bisection: Sequence[Any] = (),
+        tree: int = 1,
+        afterwards: Callable[[Engine], Any] = lambda engine: None,
+        **others: Any,
+    ) -> Result:
+        parallel = {"pipeline_parallel_size": stages, "tensor_parallel_size": workers}
+        cores = "|".join(str(rank % 2) for rank in range(stages * workers))
+        settings = {"model": str(model)} | LIMITS | parallel | others
+        variables = {"VLLM_CPU_OMP_THREADS_BIND": cores, TP_TREE.name: str(tree)}
+        return run(settings, steps or FEW, flag, bisection=bisection, afterwards=afterwards, **variables)
+
+    return engine
+
+
+FEW = [step for step in alone_and_among() if step["name"].startswith(("alone", "among 17"))]
+"""Steps of the plan that other engines run as well."""
+
+
+def differing(one: Result, other: Result) -> dict[str, list[int]]:
+    """Requests of those steps, by their step, whose tokens, logprobs, candidates or prompt logprobs are not equal."""
+    pairs = {step["name"]: (one.steps[step["name"]], other.steps[step["name"]]) for step in FEW}
+    found = {name: differing_answers(*pair) for name, pair in pairs.items()}
+    return {name: requests for name, requests in found.items() if requests}
+
+
+@pytest.fixture(scope="module")
+def two(start: Callable[..., Result], dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """An engine of two stages: the second is given other weights, and it is bisected without a fault and with some."""
+    other = tmp_path_factory.mktemp("other")
+    shutil.copytree(dense, other, dirs_exist_ok=True)
+    weights = load_file(dense / "model.safetensors")
+    save_file(weights | {LAST: -weights[LAST]}, other / "model.safetensors", metadata={"format": "pt"})
+
+    def replaced(running: Engine) -> list[dict[str, Any]]:
+        asked = {"name": "asked", "requests": [request(tokens(300, 1), max_tokens=8)]}
+        before = [running.step(**asked).requests[0] for _ in range(2)]
+        running.call("tests.engine.reloads:by_reload_weights", str(other))
+        after = [running.step(**asked, reset_prefix_cache=cold).requests[0] for cold in (False, False, True)]
+        return [*before, *after]
+
+    return start(steps=alone_and_among(), bisection=("in_a_worker", 1, FAULTY), afterwards=replaced)
+
+
+def test_a_request_has_the_same_bits_alone_and_among_others(two: Result) -> None:
+    assert moved(two) == []
+
+
+def test_a_bisection_names_a_fault_and_the_worker_that_has_its_stage(two: Result) -> None:
+    assert two.bisected["no fault"]["found"] is None, two.bisected["no fault"]["verdict"]
+    found = two.bisected["a fault"]["found"]
+    assert (found["divergence"]["key"]["module"], found["rank"], found["workers"]) == (FAULTY, 1, 2)
+
+
+def test_a_bisection_names_the_first_stage_that_differs(two: Result) -> None:
+    found = two.bisected["a fault in the worker before"]["found"]
+    assert (found["divergence"]["key"]["module"], found["rank"]) == ("model.layers.1.mlp.down_proj", 0)
+
+
+def test_other_weights_of_the_second_stage_empty_the_prefix_cache(two: Result) -> None:
+    cold, warm, replaced, warm_again, cold_again = two.afterwards
+    assert [answer["cached"] > 0 for answer in two.afterwards] == [False, True, False, True, False]
+    assert warm["completions"] == cold["completions"] != replaced["completions"]
+    assert replaced["completions"] == warm_again["completions"] == cold_again["completions"]
+
+
+def test_plain_vllm_fails_the_same_comparison(request: pytest.FixtureRequest, start: Callable[..., Result]) -> None:
+    only_in_the_core(request)
+    assert moved(start("0", dtype="float32"))
+
+
+@pytest.mark.parametrize(("stages", "dtype"), [(2, "bfloat16"), (2, "float16"), (4, "float32")])
+def test_stages_give_the_bits_of_one(
+    request: pytest.FixtureRequest, two: Result, start: Callable[..., Result], stages: int, dtype: str
+) -> None:
+    only_in_the_core(request)
+    several = two if dtype == "bfloat16" else start(stages=stages, dtype=dtype)
+    assert differing(several, start(stages=1, dtype=dtype)) == {}
+
+
+def test_stages_of_two_workers_give_the_bits_of_two_workers(
+    request: pytest.FixtureRequest, two: Result, start: Callable[..., Result]
+) -> None:
+    """Other bits than those of one worker, so the comparison can fail."""
+    only_in_the_core(request)
+    both = start(stages=2, workers=2)
+    assert differing(both, start(stages=1, workers=2)) == {}
+    assert differing(both, two)
+
+
+def test_stages_whose_workers_add_a_tree_give_the_bits_of_one_worker(
+    request: pytest.FixtureRequest, start: Callable[..., Result]
+) -> None:
+    only_in_the_core(request)
+    assert differing(start(stages=2, workers=2, tree=2), start(stages=1, workers=1, tree=2)) == {}
+
+
+def test_experts_in_two_stages_give_the_bits_of_one(
+    request: pytest.FixtureRequest, start: Callable[..., Result], tmp_path: Path
+) -> None:
+    only_in_the_core(request)
+    model = make_checkpoint(tmp_path, Shape(max_length=1024, experts=8, **SIZES))
+    several = start(steps=alone_and_among(), model=model)
+    assert moved(several) == []
+    assert differing(several, start(stages=1, model=model)) == {}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_stages_of_other_architectures_give_the_bits_of_one(
+    pytestconfig: pytest.Config, start: Callable[..., Result], family: str, tmp_path: Path
+) -> None:
+    """Some hand on one tensor, and no residual."""
+    only_where_asked_for(pytestconfig)
+    config, dtype = MODELS[family]
+    checkpoint(config, dtype).save_pretrained(tmp_path)
+    settings = {"model": tmp_path, "skip_tokenizer_init": True}
+    assert differing(start(**settings), start(stages=1, **settings)) == {}

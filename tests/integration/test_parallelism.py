@@ -1,0 +1,96 @@
+"""Which kinds of parallelism start, and which are refused by name."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_batch_invariant.integration.coverage import CORES, REFUSED
+
+PARALLEL = {
+    "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "data_parallel_size_local": 1,
+    "data_parallel_rank_local": None, "data_parallel_backend": "mp", "data_parallel_external_lb": False,
+    "data_parallel_hybrid_lb": False, "nnodes": 1, "distributed_executor_backend": "mp", "world_size": 1,
+}  # fmt: skip
+TWO_ENGINES = {"data_parallel_size": 2, "data_parallel_size_local": 2}
+KINDS = ("Pipeline", "Speculative decoding beside pipeline", "Data", "Sequence", "Several nodes", "The Ray executor")
+
+
+def refused(
+    device: str = "cpu", is_moe: bool = False, drafts: bool = False, sp: bool = False, **sizes: Any
+) -> list[str]:
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        parallel_config=SimpleNamespace(**PARALLEL | sizes),
+        model_config=SimpleNamespace(is_moe=is_moe),
+        speculative_config=object() if drafts else None,
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=sp)),
+    )
+    found = [feature.found(config) for feature in REFUSED if feature.name.startswith(KINDS)]
+    return [what for what in found if what]
+
+
+@pytest.fixture(autouse=True)
+def cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CORES, "0|1")
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({}, []),
+        ({"pipeline_parallel_size": 2}, []),
+        ({"pipeline_parallel_size": 4, "is_moe": True}, []),
+        ({"pipeline_parallel_size": 3}, ["pipeline parallelism 3"]),
+        ({"pipeline_parallel_size": 2, "device": "cuda"}, ["pipeline parallelism 2"]),
+        ({"pipeline_parallel_size": 2, "drafts": True}, ["speculative decoding beside pipeline parallelism 2"]),
+        (
+            {"pipeline_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
+            ["pipeline parallelism 2 by external_launcher"],
+        ),
+        (
+            TWO_ENGINES | {"distributed_executor_backend": "external_launcher"},
+            ["data parallelism of engines that are started one by one"],
+        ),
+        (TWO_ENGINES, []),
+        (TWO_ENGINES | {"device": "cuda"}, ["data parallelism 2"]),
+        (TWO_ENGINES | {"is_moe": True}, ["data parallelism 2 of a mixture of experts"]),
+        (TWO_ENGINES | {"data_parallel_backend": "ray"}, ["data parallelism by ray"]),
+        (TWO_ENGINES | {"data_parallel_rank_local": 0}, ["data parallelism of engines that are started one by one"]),
+        (TWO_ENGINES | {"data_parallel_size": 4}, ["data parallelism on several nodes"]),
+        (
+            TWO_ENGINES | {"data_parallel_external_lb": True},
+            ["data parallelism with an external or hybrid load balancer"],
+        ),
+        ({"decode_context_parallel_size": 2}, ["decode context parallelism 2"]),
+        ({"prefill_context_parallel_size": 2}, ["prefill context parallelism 2"]),
+        ({"sp": True}, ["sequence parallelism"]),
+        ({"nnodes": 2}, ["2 nodes"]),
+        ({"distributed_executor_backend": "ray"}, ["the Ray executor"]),
+        ({"distributed_executor_backend": "ray", "device": "cuda"}, []),
+    ],
+)
+def test_what_is_refused_is_named(asked: dict[str, Any], named: list[str]) -> None:
+    assert refused(**asked) == named
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "is_refused"),
+    [
+        ("0|1", 1, False),
+        ("0-2,8|3-6", 1, False),
+        ("0-1|2|3-4|5", 2, False),
+        ("nobind", 1, False),
+        ("0-1|2", 1, True),
+        ("0|1|2|3-4", 2, True),
+        ("auto", 1, True),
+        ("", 1, True),
+    ],
+)
+def test_engines_need_as_many_cores_as_each_other(
+    monkeypatch: pytest.MonkeyPatch, cores: str, workers: int, is_refused: bool
+) -> None:
+    monkeypatch.setenv(CORES, cores)
+    named = [f"data parallelism 2 with {CORES}={cores or 'auto'}"] if is_refused else []
+    assert refused(**TWO_ENGINES, world_size=workers) == named
+    assert refused(world_size=workers) == []
