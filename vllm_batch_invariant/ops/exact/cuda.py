@@ -73,14 +73,20 @@ class LinearSchedule:
     int8: bool = True
 
 
-FEW_ROWS = LinearSchedule(16, 32, 128, 4, 4)
-SOME_ROWS = LinearSchedule(64, 64, 64, 4, 3)
-MANY_ROWS = LinearSchedule(128, 64, 64, 8, 3)
+_FEW_ROWS = LinearSchedule(16, 32, 128, 4, 4)
+_SOME_ROWS = LinearSchedule(64, 64, 64, 8, 3)
+_MANY_ROWS = LinearSchedule(128, 64, 64, 8, 3)
 
 
-def linear_schedule(m: int) -> LinearSchedule:
+def linear_schedules(parts: int) -> tuple[LinearSchedule, ...]:
+    """The tiles for a weight of so many segments, of ascending size: the tree of segments takes registers."""
+    return (_FEW_ROWS, _SOME_ROWS, _MANY_ROWS) if parts == 1 else (_FEW_ROWS, _SOME_ROWS)
+
+
+def linear_schedule(m: int, parts: int) -> LinearSchedule:
     """The tile for so many rows of x."""
-    return FEW_ROWS if m <= 32 else SOME_ROWS if m <= 512 else MANY_ROWS
+    schedules = linear_schedules(parts)
+    return schedules[0] if m <= 32 else schedules[1] if m <= 512 else schedules[-1]
 
 
 @dataclass(frozen=True)
@@ -208,12 +214,10 @@ def linear(x: torch.Tensor, weight: ExactWeight, bias: torch.Tensor | None = Non
     """x @ weight.T + bias as :func:`.definition.linear`: [..., K] bf16 to [..., N] bf16; bias [N] bf16."""
     (_, n, _), parts = weight.digits.shape, weight.scale.shape[1]
     rows = _quantize(_packed_rows(x), parts, activations=True)
-    return product(rows, weight, bias, linear_schedule(rows.scale.shape[0])).view(*x.shape[:-1], n)
+    return product(rows, weight, bias, linear_schedule(len(rows.scale), parts)).view(*x.shape[:-1], n)
 
 
-def product(
-    x: Activations, weight: ExactWeight, bias: torch.Tensor | None, schedule: LinearSchedule
-) -> torch.Tensor:
+def product(x: Activations, weight: ExactWeight, bias: torch.Tensor | None, schedule: LinearSchedule) -> torch.Tensor:
     """:func:`linear` of activations on their grids, [M, N] bf16."""
     (_, n, k), (m, parts) = weight.digits.shape, x.scale.shape
     out = torch.empty(m, n, dtype=torch.bfloat16, device=x.digits.device)
@@ -365,9 +369,7 @@ def _over_rows(x: torch.Tensor, dim: int, dtype: torch.dtype | None, log: bool) 
         tile, padded, grid = _tile(schedule), {"PADDED_CHUNKS": schedule.padded_chunks}, (keys.numel(),)
         with on_device_of(out):
             triton_kernels.chunk_top_kernel[grid](rows, keys, length, **tile, enable_fp_fusion=False)
-            triton_kernels.chunk_mass_kernel[grid](
-                rows, keys, masses, length, **tile, **padded, enable_fp_fusion=False
-            )
+            triton_kernels.chunk_mass_kernel[grid](rows, keys, masses, length, **tile, **padded, enable_fp_fusion=False)
             triton_kernels.softmax_kernel[grid](
                 rows, keys, masses, out, length, LOG=log, **tile, **padded, enable_fp_fusion=False
             )
@@ -425,7 +427,8 @@ class ExactPlanner(Planner):
         self, shape: AttentionShape, device: torch.device, max_requests: int, max_tokens: int, max_keys: int,
         int8: bool = True,
     ) -> None:  # fmt: skip
-        schedules = Schedule(16, num_warps=4, num_stages=2, ctas_per_sm=2), Schedule(64, num_warps=8, num_stages=1)
+        large = shape.head_size > 128
+        schedules = Schedule(16, 8, num_stages=1 if large else 2), Schedule(32 if large else 64, 8, num_stages=1)
         super().__init__(
             shape, device, max_requests, max_tokens, max_keys, kernels=Kernels(sm90=False), schedules=schedules
         )
@@ -546,7 +549,7 @@ def certify(n: int, k: int, shared: bool, device: torch.device, int8: bool = Tru
     x, w = _certificate_rows(k // parts)
     right = torch.from_numpy(x @ w.T).to(torch.float32).to(torch.bfloat16)
     columns = torch.arange(n) % len(w)
-    for number, schedule in enumerate((FEW_ROWS, SOME_ROWS, MANY_ROWS)):
+    for number, schedule in enumerate(linear_schedules(parts)):
         rows = torch.arange(schedule.block_m + len(x)) % len(x)
         part = number % parts  # the other segments are 0
         held = _held(x, rows, part, parts, device), _held(w, columns, part, parts, device)
@@ -564,22 +567,25 @@ def _certificate_rows(length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]
     signs = np.where(np.arange(length) % 2 == 0, 1, -1)
     two, three = np.full(length, TWO_DIGITS), np.full(length, THREE_DIGITS)
     x, w = [two, -two, signs * two, three, -three, signs * three], [two, -two, signs * two]
-    for only in (3, 3 << 8, 3 << 16):
-        limit = TWO_DIGITS if only < TWO_DIGITS else THREE_DIGITS
-        a = draw.integers(-limit, limit + 1, half)
-        a[half // 2] = only
-        x.append(np.concatenate((a, a, np.zeros(length - 2 * half, np.int64))))
-    for only in (1, 1 << 8):
-        b = draw.integers(-TWO_DIGITS, TWO_DIGITS + 1, half)
+    rest = np.zeros(length - 2 * half, np.int64)
+
+    def large(digits: int) -> NDArray[np.int64]:
+        """Of digits whose sums of products grow fast; in another order they grow by other steps."""
+        return draw.integers(120, 128, (digits, half)).T @ (256 ** np.arange(digits))
+
+    for place in range(3):
+        a = large(max(2, place + 1))
+        a[half // 2] = 3 * 256**place
+        x.append(np.concatenate((a, a[::-1], rest)))
+    for place in range(2):
+        b = large(2)
         b[half // 2] = 0
-        w.append(np.concatenate((b, -b, np.zeros(length - 2 * half, np.int64))))
-        w[-1][half // 2] = only
+        w.append(np.concatenate((b, -b[::-1], rest)))
+        w[-1][half // 2] = 256**place
     return np.stack(x).astype(np.int64), np.stack(w).astype(np.int64)
 
 
-def _held(
-    integers: NDArray[np.int64], rows: torch.Tensor, part: int, parts: int, device: torch.device
-) -> Activations:
+def _held(integers: NDArray[np.int64], rows: torch.Tensor, part: int, parts: int, device: torch.device) -> Activations:
     """Rows of integers as one segment of activations whose scales are 1; the other segments are 0."""
     length = integers.shape[1]
     schedule = QuantizeSchedule.of(length)

@@ -26,8 +26,8 @@ from .triton_linear import dot_digits
 from .triton_math import (
     ceil,
     exp2,
-    exponent,
     finest_of_two_digits,
+    from_bf16,
     is_finite,
     last_digit,
     power_of_two,
@@ -151,8 +151,8 @@ def product_8(a1, a0, b1, b0, INT8: tl.constexpr):
 def attend_tile(state, rows, kv, options, page, tile_start):
     """The state after a tile of keys."""
     k, v = load_kv_tile(kv, page, tile_start, True)
-    k1, k0, k_e, k_finite = on_grids(k.to(tl.float32), 0)
-    v1, v0, v_e, v_finite = on_grids(v.to(tl.float32), 1)
+    k1, k0, k_e, k_finite = on_grids(from_bf16(k), 0)
+    v1, v0, v_e, v_finite = on_grids(from_bf16(v), 1)
     s = product_8(rows.q1, rows.q0, k1, k0, options.INT8).to(tl.float32) * options.qk_scale
     s = s * (power_of_two(k_e) * 256.0)[None, :] * rows.scale[:, None]  # [BLOCK_M, KEY_TILE]
     distance = rows.q_pos[:, None] - (tile_start + tl.arange(0, kv.KEY_TILE))[None, :]
@@ -327,7 +327,7 @@ def exact_attention_kernel(
         row = (work.query_start + token).to(tl.int64)
         mask = exists[:, None] & (offs_d < HEAD_DIM)[None, :]
         q_ptrs = q_ptr + row[:, None] * stride_q_token + head[:, None] * stride_q_head + offs_d[None, :]
-        q1, q0, q_e, finite = on_grids(tl.load(q_ptrs, mask=mask, other=0.0).to(tl.float32), 1)
+        q1, q0, q_e, finite = on_grids(from_bf16(tl.load(q_ptrs, mask=mask, other=0.0)), 1)
         stored = exists & (tl.arange(0, BLOCK_M) < PARTIAL_ROWS)
         rows = Rows(q1, q0, power_of_two(q_e), finite, work.context_len + token, stored)
         kv = KVCache(

@@ -11,11 +11,15 @@ from ..common.triton_rows import order_key, value_of
 from . import definition
 from .triton_math import (
     LOG2_E,
+    LOWEST_EXPONENT,
+    THREE_DIGITS,
+    TWO_DIGITS,
     exp2,
     exponent,
     finest,
     finest_of_three_digits,
     finest_of_two_digits,
+    from_bf16,
     gumbel,
     is_finite,
     last_digit,
@@ -25,10 +29,8 @@ from .triton_math import (
     rint_24,
     scale_of,
     to_bf16,
+    to_fp32,
     top_of,
-    TWO_DIGITS,
-    THREE_DIGITS,
-    LOWEST_EXPONENT,
 )
 
 _MEAN_BITS = tl.constexpr(definition.MEAN_BITS)
@@ -38,7 +40,7 @@ _LAST_TOKEN = tl.constexpr((1 << 32) - 1)
 
 @triton.jit
 def _load(ptr, offs, mask):
-    return tl.load(ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    return from_bf16(tl.load(ptr + offs, mask=mask, other=0.0))
 
 
 @triton.jit
@@ -156,7 +158,7 @@ def rms_norm_kernel(
     e = finest_of_three_digits(top)
     integers = rint_24(tl.where(is_finite(top)[:, None], z, 0.0) * power_of_two(-e)[:, None]).to(tl.int64)
     scale = scale_of(top, e)
-    mean = tl.div_rn(tl.sum(integers * integers, 1).to(tl.float32) * scale * scale, LENGTH * 1.0)
+    mean = tl.div_rn(to_fp32(tl.sum(integers * integers, 1)) * scale * scale, LENGTH * 1.0)
     y = z * tl.div_rn(1.0, tl.sqrt_rn(mean + eps))[:, None]
     if HAS_WEIGHT:
         y = y * _load(weight_ptr, tl.broadcast_to(offs[None, :], mask.shape), mask)
@@ -208,7 +210,7 @@ def _chunk(x_ptr, length, NUM_CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
     """A program's row, its elements, which of them exist, and their values."""
     row = (tl.program_id(0) // NUM_CHUNKS).to(tl.int64)
     offs = tl.program_id(0) % NUM_CHUNKS * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * length + offs, mask=offs < length, other=-float("inf")).to(tl.float32)
+    x = tl.load(x_ptr + row * length + offs, mask=offs < length, other=-float("inf"))
     return row, offs, offs < length, x
 
 
@@ -258,14 +260,12 @@ def softmax_kernel(
     if LOG:
         y = (x - top) - (ln_of_masses(tl.where(nothing == 0.0, total, 1)) + nothing)
     else:
-        y = tl.div_rn(mass(x - top).to(tl.float32), total.to(tl.float32)) + nothing
+        y = tl.div_rn(to_fp32(mass(x - top)), to_fp32(total)) + nothing
     tl.store(out_ptr + row * length + offs, y, mask=mask)
 
 
 @triton.jit
-def chunk_draw_kernel(
-    x_ptr, seeds_ptr, positions_ptr, best_ptr, length, NUM_CHUNKS: tl.constexpr, BLOCK: tl.constexpr
-):
+def chunk_draw_kernel(x_ptr, seeds_ptr, positions_ptr, best_ptr, length, NUM_CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
     """Of each chunk the largest sum of logit and noise and, of equal ones, the lowest token: int64 [rows, NUM_CHUNKS],
     the sum's key * 2**32 + (2**32 - 1 - token).
     """

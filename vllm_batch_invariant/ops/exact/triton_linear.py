@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..linear.triton_kernels import swizzle_pid
-from .triton_math import to_bf16
+from .triton_math import from_bf16, to_bf16, to_fp32
 
 FP16_CHUNK = tl.constexpr(512)
 """Elements of K that an fp32 accumulator takes: two products of digits each, of up to 2**14."""
@@ -153,7 +153,7 @@ def linear_kernel(
                         t += dot_digits(x2, w0, zero, INT8).to(tl.int64) << 16
         w_scale = tl.load(w_scale_ptr + offs_n * PARTS + part, mask=mask_n, other=0.0)
         x_scale = tl.load(x_scale_ptr + offs_m * PARTS + part, mask=mask_m, other=0.0)
-        one = t.to(tl.float32) * w_scale[None, :] * x_scale[:, None]
+        one = to_fp32(t) * w_scale[None, :] * x_scale[:, None]
         if PARTS == 1:
             total = one
         else:
@@ -164,6 +164,6 @@ def linear_kernel(
             twos = tl.where(part % 4 == 1, two, twos)
             fours = tl.where(part % 8 == 3, four, fours)
     if HAS_BIAS:
-        total += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+        total += from_bf16(tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0))[None, :]
     out_ptrs = out_ptr + offs_m[:, None] * N + offs_n[None, :]
     tl.store(out_ptrs, to_bf16(total), mask=mask_m[:, None] & mask_n[None, :])

@@ -56,6 +56,12 @@ def ceil(x):
 
 
 @triton.jit
+def to_fp32(integers):
+    """int64 as fp32, rounded once: by way of fp64 it would be twice."""
+    return integers.to(tl.float32)
+
+
+@triton.jit
 def power_of_two(n):
     """2**n as fp32 of an int32 of at most 127; 0 below -126."""
     power = ((tl.maximum(n, -126) + 127) << 23).to(tl.float32, bitcast=True)
@@ -118,6 +124,14 @@ def to_bf16(x):
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     return tl.where(x != x, 0x7FC0, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def from_bf16(x):
+    """x as fp32, where it is bf16: the interpreter's conversion of subnormal numbers is another."""
+    if x.dtype == tl.bfloat16:
+        x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
 
 
 @triton.jit
