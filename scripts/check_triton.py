@@ -38,7 +38,7 @@ SOURCES = {
     "others": ("**/*.py",),
 }
 """What decides what is compiled, by the kind of cells: sources of vllm_batch_invariant/ops."""
-PROGRAM_SOURCES = ("tests/ops/compiled_kernels.py", "tests/ops/attention/cases.py")
+PROGRAM_SOURCES = ("tests/ops/compiled_kernels.py", "tests/ops/attention/cases.py", "tests/ops/exact/*.py")
 MOST_STACK = {
     "attention_kernel": 320,
     "gemm_ptr_kernel": 128,

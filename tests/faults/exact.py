@@ -38,8 +38,8 @@ def saturated(a, b, acc, INT8: tl.constexpr):
 
 @triton.jit
 def without_the_last_product(
-    x_ptr, w_ptr, x_plane, w_plane, x_rows, w_rows, mask_m, mask_n, begin, end, INT8: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, w_ptr, x_plane, w_plane, x_rows, w_rows, mask_m, mask_n, begin, end, INT8: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     hi, mid, lo = two_digits(
         x_ptr, w_ptr, x_plane, w_plane, x_rows, w_rows, mask_m, mask_n, begin, end, INT8, EVEN_K, BLOCK_M, BLOCK_N,
@@ -49,7 +49,7 @@ def without_the_last_product(
 
 
 @triton.jit
-def without_a_third_digit(integers):
+def of_two_digits(integers):
     """Clamped to what two digits hold."""
     return last_digit(tl.minimum(tl.maximum(integers, -_LIMIT), _LIMIT - 128))
 

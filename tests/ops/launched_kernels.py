@@ -26,6 +26,7 @@ from tests.ops.compiled_kernels import (
     flex,
     pretend_a_gpu,
 )
+from tests.ops.exact.launches import batch as exact_batch
 from vllm_batch_invariant import ops
 from vllm_batch_invariant.ops.acceptance.cuda import accept
 from vllm_batch_invariant.ops.attention import sm90
@@ -110,6 +111,7 @@ BATCHES = {
     "attention": attention_batch,
     "sampling": sampling_batch,
     "all-reduce": all_reduce_batch,
+    "exact arithmetic": exact_batch,
     "around FlexAttention": lambda count: flex(Heads(8, 2, 128, torch.bfloat16), 64, count),
 }
 """What launches kernels for a batch of a size, by operation; all but the batch stays."""

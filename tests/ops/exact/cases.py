@@ -31,7 +31,9 @@ def numbers(x: torch.Tensor) -> np.ndarray:
 
 
 def rows_of_all_kinds(length: int) -> np.ndarray:
-    """Rows of bf16 numbers: outliers, spikes, zeros, subnormal numbers, the largest and smallest, infinities and NaN."""
+    """[18, length] fp32: outliers, spikes, zeros, subnormal numbers, the largest and smallest, infinities and NaN; bf16
+    numbers where the length is odd.
+    """
     x = DRAW.standard_normal((18, length)).astype(fp32)
     x[1, DRAW.integers(0, length, 3)] *= 1000
     x[2] *= np.exp(3 * DRAW.standard_normal(length))
@@ -50,4 +52,4 @@ def rows_of_all_kinds(length: int) -> np.ndarray:
     x[14] = 1e-45
     x[15] = 32639 * 2.0**-14  # the largest integer of two digits, and then what is rounded to one more
     x[16] = 32639.5 * 2.0**-14
-    return definition.bf16(x) if length % 2 else x  # weights and residual sums may be any fp32
+    return definition.bf16(x) if length % 2 else x

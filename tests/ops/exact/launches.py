@@ -45,7 +45,8 @@ def vocabulary(count: int) -> None:
     logits, numbers = torch.zeros(count, 20_000), torch.zeros(count, dtype=torch.int64)
     cuda.softmax(logits)
     cuda.log_softmax(logits)
-    cuda.draw(logits, numbers, numbers)
+    cuda.draw(logits, numbers)
+    cuda.top_k_top_p(logits, numbers + 50, torch.full((count,), 0.5))
 
 
 def attention(

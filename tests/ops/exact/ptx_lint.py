@@ -2,12 +2,11 @@
 on floating-point numbers must be one that IEEE 754 defines. A program of its own, as :mod:`..compiled_kernels` is.
 
 usage: python -m tests.ops.exact.ptx_lint          one variant of each kernel, for a Hopper
-       python -m tests.ops.exact.ptx_lint --all    every variant, for every GPU
+       python -m tests.ops.exact.ptx_lint --all    every variant, for every GPU: minutes
 """
 
 import argparse
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import triton
@@ -16,28 +15,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 
 from tests.ops.compiled_kernels import SHARED_MEMORY, Compiled, check, compile_instead_of_running, launch_on
 from tests.ops.exact.launches import EVERY_KIND, KINDS
-
-INSTRUCTION = re.compile(r"^\s*(?:\{\s*)?(?:@!?%\w+\s+)?([a-z][a-z0-9_]*(?:(?:\.|::)\w+)+)", re.MULTILINE)
-FORBIDDEN = re.compile(
-    r"\.approx|\.ftz|^div\.full|^(?:ex2|lg2|rsqrt|tanh|sin|cos|fma|copysign|testp)\.|^mad\.\S*f\d|^(?:atom|red)\.\S*f\d"
-)
-"""Approximations, flushes of subnormal numbers, fused operations, and sums in the order in which programs end."""
-ROUNDED = re.compile(r"^(?:add|sub|mul|div|sqrt|rcp)\.(?!\w+\.(?:u|s|b)\d)\S*f(?:16|32|64)")
-"""Operations that round: without ``.rn`` the assembler may fuse a product with an addition."""
-NARROWING = re.compile(r"^cvt\.\S*f32\.f64")
-"""Rounds a second time what was rounded to fp64, but for the one logarithm that the definition has in fp64."""
-MAY_NARROW = "softmax_kernel"
-
-
-def forbidden(ptx: str, kernel: str) -> Iterator[str]:
-    """The instructions of a kernel that exact arithmetic must not have."""
-    for instruction in dict.fromkeys(INSTRUCTION.findall(ptx)):
-        if (
-            FORBIDDEN.search(instruction)
-            or (ROUNDED.search(instruction) and ".rn" not in instruction)
-            or (NARROWING.search(instruction) and kernel != MAY_NARROW)
-        ):
-            yield instruction
+from tests.ops.exact.ptx import forbidden
 
 
 def found_in(kernels: list[Compiled]) -> list[str]:
@@ -50,7 +28,7 @@ def found_in(kernels: list[Compiled]) -> list[str]:
 
 
 @triton.jit
-def _injected_kernel(x_ptr, FAULT: tl.constexpr):
+def _injected_kernel(x_ptr, FAULT: tl.constexpr):  # noqa: N803
     """What a kernel may easily be written with."""
     x = tl.load(x_ptr + tl.arange(0, 32))
     if FAULT == "exp2":

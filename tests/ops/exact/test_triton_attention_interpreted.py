@@ -79,6 +79,7 @@ def of_all_kinds(length: int, count: int, heads: Heads = HEADS) -> Chunk:
     return chunk
 
 
+THREE_QUERIES_A_KEY = Heads(3, 1, 48, torch.bfloat16)
 MIXED = [newest(90, 40), newest(600, 5, 2), newest(300, 1, 3)]
 
 
@@ -87,11 +88,13 @@ MIXED = [newest(90, 40), newest(600, 5, 2), newest(300, 1, 3)]
     [
         pytest.param(MIXED, None, id="mixed"),
         pytest.param(MIXED, 100, id="in a window"),
-        pytest.param([newest(length, 1, length, Heads(3, 1, 48, torch.bfloat16)) for length in (1, 64, 65, 2049)], None, id="borders"),
+        pytest.param(
+            [newest(length, 1, length, THREE_QUERIES_A_KEY) for length in (1, 64, 65, 2049)], None, id="borders"
+        ),
         pytest.param([of_all_kinds(300, 20), of_all_kinds(520, 2)], None, id="of all kinds"),
         pytest.param([newest(90, 20, 6, Heads(1, 1, 256, torch.bfloat16))], None, id="large heads"),
     ],
-)  # fmt: skip
+)
 def test_attention_has_the_bits_of_the_definition(chunks, window):
     check(chunks, window)
 
@@ -110,9 +113,8 @@ def test_the_newest_tokens_have_the_bits_of_a_prefill():
 def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(name):
     for length, count in ((40, 14), (280, 14)):
         clean, chunk = attend([newest(length, count)])[0], newest(length, count)
-        getattr(chunk.request, name)[length - 10, :, 5] = torch.tensor([math.inf, math.nan]).repeat(2)[
-            : 4 if name == "query" else 2
-        ]
+        held = getattr(chunk.request, name)
+        held[length - 10, :, 5] = torch.tensor([math.inf, math.nan]).repeat(2)[: held.shape[1]]
         [dirty] = attend([chunk])
         seen = slice(count - 10, count - 9 if name == "query" else None)
         assert dirty[seen].isnan().all()

@@ -1,8 +1,6 @@
-"""The GPU's kernels of exact arithmetic but for products and attention, in Triton's interpreter: each has the bits of the
-definition in numpy.
+"""The GPU's kernels of exact arithmetic but for products and attention, in Triton's interpreter: each has the bits of
+the definition in numpy.
 """
-
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -37,7 +35,7 @@ NOT_FINITE = np.array([np.inf, -np.inf, np.nan], fp32)
 
 
 @triton.jit
-def _apply_kernel(x_ptr, out_ptr, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
+def _apply_kernel(x_ptr, out_ptr, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
     offs = tl.arange(0, BLOCK)
     tl.store(out_ptr + offs, FUNCTION(tl.load(x_ptr + offs)).to(out_ptr.dtype.element_ty))
 
@@ -83,34 +81,6 @@ TWICE = (1 << 54) + (1 << 30) + 1 + (np.arange(64) << 31)
 def test_an_integer_is_rounded_once():
     for integers in (TWICE, -TWICE, DRAW.integers(-(2**62), 2**62, 500)):
         assert_same(apply(triton_math.to_fp32, integers), integers.astype(fp32))
-
-
-@pytest.fixture
-def fault(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """One function of the kernels is another."""
-    name, planted = request.param
-    for module in (triton_math, triton_kernels):
-        if hasattr(module, name):
-            monkeypatch.setattr(module, name, planted)
-    yield
-
-
-FAULTS = {
-    "contraction": (("polynomial", faults.contracted), lambda: test_functions_of_numbers_have_the_bits_of_the_definition()),
-    "truncation": (
-        ("rint_24", faults.truncated), lambda: test_grids_of_activations_are_those_of_the_definition(300, 1)
-    ),
-    "two roundings": (("to_fp32", faults.rounded_twice), lambda: test_an_integer_is_rounded_once()),
-    "no third digit": (
-        ("last_digit", faults.without_a_third_digit), lambda: test_grids_of_activations_are_those_of_the_definition(300, 1)
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("fault", "check"), FAULTS.values(), ids=FAULTS, indirect=["fault"])
-def test_an_injected_fault_is_found(fault, check):
-    with pytest.raises(AssertionError):
-        check()
 
 
 @pytest.mark.parametrize(("length", "parts"), [(1, 1), (33, 1), (300, 1), (256, 8), (4096 + 200, 1), (10_240, 8)])
@@ -202,22 +172,34 @@ def test_rows_without_a_finite_maximum_have_no_probabilities():
         assert not found[3].isnan().any()
 
 
+def keys_of(seeds: list[int], positions: list[int]) -> torch.Tensor:
+    """What each row's noise is made of beside the token."""
+    keys = []
+    for seed, position in zip(seeds, positions, strict=True):
+        held = (seed + 0x9E3779B97F4A7C15) % 2**64
+        held = (held ^ held >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        held = (held ^ held >> 27) * 0x94D049BB133111EB % 2**64
+        keys.append(((held ^ held >> 31) + position) % 2**64)
+    return torch.tensor(keys, dtype=torch.uint64).view(torch.int64)
+
+
 def test_the_drawn_token_is_that_of_the_definition():
-    length = 8192 + 77
-    x = logits(5, length)
+    x = logits(5, 8192 + 77)
     x[4] = 0
     seeds, positions = [0, 5, -3, 2**62, 7], [0, 1, 100, 3, 70_000]
-    found = cuda.draw(torch.from_numpy(x), torch.tensor(seeds), torch.tensor(positions))
+    found = cuda.draw(torch.from_numpy(x), keys_of(seeds, positions))
     exact = [definition.draw(row, 1.0, 0, 1.0, *of) for row, *of in zip(x, seeds, positions, strict=True)]
     assert found.tolist() == exact
-    tokens = np.arange(4096, dtype=np.uint64)
-    assert_same(apply(_noise, tokens.view(np.int64)), definition.gumbel(3, 9, tokens))
+    tokens = torch.arange(4096)
+    noise = torch.empty(4096)
+    _noise_kernel[(1,)](keys_of([3], [9]), tokens, noise, BLOCK=4096, enable_fp_fusion=False)
+    assert_same(noise, definition.gumbel(3, 9, tokens.numpy().astype(np.uint64)))
 
 
 @triton.jit
-def _noise(tokens):
-    three = tl.full((), 3, tl.uint64)
-    return gumbel(three, three * 3, tokens.to(tl.uint64))
+def _noise_kernel(key_ptr, tokens_ptr, out_ptr, BLOCK: tl.constexpr):  # noqa: N803
+    offs = tl.arange(0, BLOCK)
+    tl.store(out_ptr + offs, gumbel(tl.load(key_ptr).to(tl.uint64), tl.load(tokens_ptr + offs).to(tl.uint64)))
 
 
 def test_of_equal_sums_of_logit_and_noise_the_lowest_token_is_drawn(monkeypatch):
@@ -225,10 +207,37 @@ def test_of_equal_sums_of_logit_and_noise_the_lowest_token_is_drawn(monkeypatch)
     x = torch.zeros(3, 20_000)
     x[1, [7, 9000, 19_000]] = 3
     x[2] = -torch.inf
-    numbers = torch.zeros(3, dtype=torch.int64)
-    assert cuda.draw(x, numbers, numbers).tolist() == [0, 7, 0]
+    assert cuda.draw(x, torch.zeros(3, dtype=torch.int64)).tolist() == [0, 7, 0]
 
 
 @triton.jit
-def _no_noise(seed, position, tokens):
+def _no_noise(key, tokens):
     return tl.where(tokens < 0, 1.0, -0.0)
+
+
+def test_top_k_and_top_p_keep_what_the_definition_keeps():
+    x = logits(7, 700)
+    x[5], x[6] = 0, np.round(x[6] * 4)
+    k, p = torch.tensor([5, 700, 1, 40, 300, 33, 699]), torch.tensor([0.5, 0.9, 0.3, 1.0, 0.999, 0.5, 1e-6])
+    for ks, ps in ((k, p), (k, None), (None, p)):
+        found = cuda.top_k_top_p(torch.from_numpy(x.copy()), ks, ps)
+        for row, kept in enumerate(found):
+            asked = 0 if ks is None else int(ks[row]), 1.0 if ps is None else float(ps[row])
+            assert_same(kept, definition.top_k_top_p(x[row], *asked), f"row {row}, {asked}")
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "check"),
+    [
+        ("polynomial", faults.contracted, test_functions_of_numbers_have_the_bits_of_the_definition),
+        ("to_fp32", faults.rounded_twice, test_an_integer_is_rounded_once),
+        ("rint_24", faults.truncated, lambda: test_grids_of_activations_are_those_of_the_definition(300, 1)),
+        ("last_digit", faults.of_two_digits, lambda: test_grids_of_activations_are_those_of_the_definition(300, 1)),
+    ],
+)
+def test_an_injected_fault_is_found(name, fault, check, monkeypatch):
+    for module in (triton_math, triton_kernels):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, fault)
+    with pytest.raises(AssertionError):
+        check()

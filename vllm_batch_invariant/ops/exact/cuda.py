@@ -1,8 +1,9 @@
-"""Exact arithmetic on a GPU, in Triton. No GPU has run it, so no engine is offered it: its kernels have the definition's
-bits in Triton's interpreter, and compile to instructions that IEEE 754 and integer arithmetic define.
+"""Exact arithmetic on a GPU, in Triton. No GPU has run it, so no engine is offered it: in Triton's interpreter its
+kernels have the definition's bits, and they compile to instructions that IEEE 754 and integer arithmetic define.
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from ..attention.plan import AttentionShape, Kernels, Plan, Planner, Schedule
 from ..attention.reduction import AttentionReduction
 from ..common.rows import normalise_dims, rows_back
 from ..common.triton_rows import ALIGNMENT, aligned, aligned_rows, on_device_of
+from ..top_k_top_p.cuda import top_k_top_p as top_k_top_p_of_floats
 from . import triton_kernels
 from .definition import KEY_TILE, LARGEST_K, LOG2_E, SPLITS, THREE_DIGITS, TWO_DIGITS, segments
 from .triton_attention import exact_attention_kernel
@@ -114,7 +116,7 @@ class RotateSchedule:
 
 @dataclass(frozen=True)
 class VocabularySchedule:
-    """How a row of logits is shared out: chunks of ``block`` logits, and the power of two that holds as many numbers."""
+    """How a row of logits is shared out: chunks of ``block`` logits, and the power of two that holds their number."""
 
     num_chunks: int
     padded_chunks: int
@@ -380,13 +382,17 @@ def _tile(schedule: VocabularySchedule) -> dict[str, int]:
     return {"NUM_CHUNKS": schedule.num_chunks, "BLOCK": schedule.block, "num_warps": schedule.num_warps}
 
 
-def draw(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
+    """As :func:`.definition.top_k_top_p`, in place: logits [rows, vocabulary] fp32, k and p [rows] or None."""
+    return top_k_top_p_of_floats(logits, k, p, exact=True)
+
+
+def draw(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """[rows] int64, the tokens with the largest logit and noise of :func:`.definition.gumbel`.
 
     Args:
         logits: [rows, vocabulary] fp32, -inf for tokens that cannot be drawn.
-        seeds: [rows] int64, the seeds modulo 2**64.
-        positions: [rows] int64, of the tokens among their requests' output.
+        keys: [rows] int64, what each row's noise is made of beside the token.
     """
     rows, length = logits.shape
     schedule = VocabularySchedule.of(length)
@@ -395,7 +401,7 @@ def draw(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> 
     if rows:
         with on_device_of(logits):
             triton_kernels.chunk_draw_kernel[(best.numel(),)](
-                aligned(logits), aligned(seeds), aligned(positions), best, length, **_tile(schedule),
+                aligned(logits), aligned(keys), best, length, **_tile(schedule),
                 enable_fp_fusion=False,
             )  # fmt: skip
             triton_kernels.draw_kernel[(rows,)](
@@ -405,9 +411,7 @@ def draw(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> 
     return tokens
 
 
-REDUCTION = AttentionReduction(
-    SPLITS[-1][1], tuple((size, end) for (_, size), (end, _) in zip(SPLITS, SPLITS[1:], strict=False)), KEY_TILE
-)
+REDUCTION = AttentionReduction(SPLITS[-1][1], tuple((size, end) for (_, size), (end, _) in pairwise(SPLITS)), KEY_TILE)
 """The splits and tiles of the definition."""
 
 

@@ -6,9 +6,10 @@ Of a row with query ``q`` over a tile of keys ``k`` and values ``v``, all intege
     m = max(ceil(s)),  w = 2^(s - m),                   l = sum(rint(w 32512))
     e = max(ceil(s) + i),  u = rint(w 2^(m + i - e) 32512),  acc = (u v + 128) >> 8
 
-over the keys that the row sees. Tiles of a split, and then splits, merge in ascending order: l and acc, fp32 from here
-on, times 2^(m - max m) and 2^(e - max e), powers of two of integers. The result is acc / l * 2^(e - m + 8). Products are
-sums of products of int8 digits and exact, so blocks, warps and which program has which splits are schedules.
+over the keys that the row sees. Tiles of a split, and then splits, merge in ascending order: l and acc, from here on
+in fp32, times 2^(m - max m) and 2^(e - max e), powers of two of integers. The result is acc / l * 2^(e - m + 8).
+Products are sums of products of int8 digits and exact, so blocks, warps and which program has which splits are
+schedules.
 
 A key or value that is not finite has i = +inf, which makes e = +inf of the rows that see it; their results are NaN.
 What a work item is, and pages: as in :mod:`..attention.triton_kernels`.
@@ -64,7 +65,7 @@ class Rows:
 
 @aggregate
 class Partials:
-    """The workspace for results of single splits: [idx, NUM_KV_HEADS, ROWS] of ``m``, ``l``, ``e`` and rows of ``acc``."""
+    """The workspace for results of single splits: [idx, NUM_KV_HEADS, ROWS] of m, l, e and rows of acc."""
 
     m_ptr: tl.tensor
     l_ptr: tl.tensor

@@ -1,5 +1,5 @@
-"""Triton kernels of exact arithmetic but for products and attention: rows on their grids, norms, SiLU, rotation, softmax
-and the draw of tokens. No GPU has run the kernels of this folder: Triton's interpreter has, and they compile.
+"""Triton kernels of exact arithmetic but for products and attention: rows on their grids, norms, SiLU, rotation,
+softmax and the draw of tokens.
 
 Sums are of int32 and int64, so no tile, program or order can move a bit, and what is tuned is in ``cuda.py``.
 """
@@ -45,7 +45,7 @@ def _load(ptr, offs, mask):
 
 @triton.jit
 def _grid_of_activations(top, total, LENGTH: tl.constexpr):
-    """The exponent of a row's grid, given the bits of its largest magnitude and the sum of its magnitudes as integers."""
+    """The exponent of a row's grid, given the bits of its largest magnitude and the sum of its magnitudes' integers."""
     mean = tl.maximum(total // LENGTH, 1).to(tl.float32)
     by_mean = (mean.to(tl.int32, bitcast=True) >> 23) - 127 + exponent(top) - 22 - _MEAN_BITS
     coarsest = tl.minimum(finest(top, 15, TWO_DIGITS), by_mean)
@@ -251,7 +251,7 @@ def softmax_kernel(
     PADDED_CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """weight / sum of weights, or (x - max) - ln(sum of weights), of a chunk; NaN where the row has no finite maximum."""
+    """weight / sum of weights, or (x - max) - ln(sum of weights), of a chunk; NaN if the row has no finite maximum."""
     row, offs, mask, x = _chunk(x_ptr, length, NUM_CHUNKS, BLOCK)
     top = _top_of_row(keys_ptr, row, NUM_CHUNKS, PADDED_CHUNKS)
     chunk = tl.arange(0, PADDED_CHUNKS)
@@ -265,13 +265,13 @@ def softmax_kernel(
 
 
 @triton.jit
-def chunk_draw_kernel(x_ptr, seeds_ptr, positions_ptr, best_ptr, length, NUM_CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+def chunk_draw_kernel(x_ptr, row_keys_ptr, best_ptr, length, NUM_CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
     """Of each chunk the largest sum of logit and noise and, of equal ones, the lowest token: int64 [rows, NUM_CHUNKS],
     the sum's key * 2**32 + (2**32 - 1 - token).
     """
     row, offs, mask, x = _chunk(x_ptr, length, NUM_CHUNKS, BLOCK)
-    seed, position = tl.load(seeds_ptr + row).to(tl.uint64), tl.load(positions_ptr + row).to(tl.uint64)
-    key = order_key(x + gumbel(seed, position, offs.to(tl.uint64)))
+    noise = gumbel(tl.load(row_keys_ptr + row).to(tl.uint64), offs.to(tl.uint64))
+    key = order_key(x + noise)
     packed = (key.to(tl.int64) << 32) + (offs.to(tl.int64) ^ _LAST_TOKEN)
     tl.store(best_ptr + tl.program_id(0), tl.max(tl.where(mask, packed, -(1 << 63))))
 

@@ -25,11 +25,7 @@ FP16_CHUNK = tl.constexpr(512)
 @triton.jit
 def dot_digits(a, b, acc, INT8: tl.constexpr):
     """acc + a @ b of digits: int8 tensor cores and an int32 accumulator, or fp16 and fp32."""
-    if INT8:
-        acc = tl.dot(a, b, acc, out_dtype=tl.int32)
-    else:
-        acc = tl.dot(a.to(tl.float16), b.to(tl.float16), acc)
-    return acc
+    return tl.dot(a, b, acc, out_dtype=tl.int32) if INT8 else tl.dot(a.to(tl.float16), b.to(tl.float16), acc)
 
 
 @triton.jit
@@ -41,8 +37,8 @@ def _load_digits(ptr, row_offs, k, mask_rows, end, EVEN_K: tl.constexpr):
 
 @triton.jit
 def _two_digits(
-    x_ptr, w_ptr, x_plane, w_plane, x_rows, w_rows, mask_m, mask_n, begin, end, INT8: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, w_ptr, x_plane, w_plane, x_rows, w_rows, mask_m, mask_n, begin, end, INT8: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """hi, mid and lo over the elements ``begin`` to ``end - 1``, [BLOCK_M, BLOCK_N] int32."""
     dtype: tl.constexpr = tl.int32 if INT8 else tl.float32

@@ -1,8 +1,8 @@
 """The functions of :mod:`.definition` for Triton, with the same operations in the same order.
 
-Every operation is one of IEEE 754 or of integers: Triton's own exp2, log, sigmoid and rsqrt are approximations, its floor
-and its fp32 division are not IEEE's, and its conversion to bf16 is not its interpreter's. Launch with
-``enable_fp_fusion=False``: here is no fused multiply-add.
+Every operation is one of IEEE 754 or of integers: Triton's own exp2, log, sigmoid and rsqrt are approximations, its
+floor and its fp32 division are not IEEE's, and its conversions of bf16 are not its interpreter's. Launch with
+``enable_fp_fusion=False``: there is no fused multiply-add.
 """
 
 import triton
@@ -208,17 +208,17 @@ def _hashed(held, number):
 
 
 @triton.jit
-def uniform(seed, position, tokens):
-    """A number above 0 and below 1 for each token; all are uint64."""
-    held = _hashed(_hashed(_hashed(tokens * 0, seed), position), tokens)
+def uniform(key, tokens):
+    """A number above 0 and below 1 for each token; the key of a row's noise and tokens are uint64."""
+    held = _hashed(_hashed(key, key * 0), tokens)
     u = (held >> 2).to(tl.int64).to(tl.float32) * 2.0**-62 + 2.0**-63
     return tl.minimum(u, _LARGEST_BELOW_1)
 
 
 @triton.jit
-def gumbel(seed, position, tokens):
+def gumbel(key, tokens):
     """Noise of each token, from :func:`uniform`."""
-    u = uniform(seed, position, tokens)
+    u = uniform(key, tokens)
     t = tl.div_rn(u, 2.0 - u)
     exponential = tl.where(u < 0.25, (t + t) * polynomial(t * t, _ATANH), -ln(1.0 - u))
     return -ln(exponential)
