@@ -20,8 +20,8 @@ NOT_ROWS = {"attention", "linear", "common"}
 PROBLEM = {
     "all_reduce": {"UNIT", "FLAG_BYTES", "TIMEOUT"},
     "exact": {
-        *("PARTS", "LENGTH", "ACTIVATIONS", "HAS_RESIDUAL", "HAS_WEIGHT", "HAS_BIAS", "NUM_HEADS", "HALF", "LOG"),
-        *("BITS", "LIMIT", "COEFFICIENTS", "AXIS"),  # of functions of numbers and rows
+        *("PARTS", "LENGTH", "ACTIVATIONS", "HAS_RESIDUAL", "HAS_WEIGHT", "HAS_BIAS", "EVEN_K", "NUM_HEADS", "HALF"),
+        *("LOG", "BITS", "LIMIT", "COEFFICIENTS", "AXIS"),  # of functions of numbers and rows
         *("USE_WINDOW", "PREFILL_LIKE", "NUM_KV_HEADS", "QUERIES_PER_KV", "HEAD_DIM", "PADDED_HEAD_DIM", "PAGE_SIZE"),
         *("SPLIT_SEGMENTS", "MAY_SHARE", "PARTIAL_ROWS", "PARTIAL_BLOCK"),  # of attention's reduction and plans
     },

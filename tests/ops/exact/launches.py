@@ -72,18 +72,17 @@ def batch(count: int) -> None:
     attention(count)
 
 
-KINDS: dict[str, Callable[[], None]] = {
+KINDS: dict[str, Callable[[], object]] = {
     "grids": lambda: grids(3),
     "glue": lambda: (rows(3), vocabulary(3)),
     "products of few rows": lambda: products(3),
     "decode": lambda: attention(1, 2),
 }
 """One variant of every kernel."""
-MORE_KINDS: dict[str, Callable[[], None]] = {
+MORE_KINDS: dict[str, Callable[[], object]] = {
     "products of some rows": lambda: products(64),
-    "products of many rows": lambda: products(600),
-    "products in one segment": lambda: (products(3, False, False), products(600, False, False)),
-    "products in fp16": lambda: (products(3, int8=False), products(600, int8=False), products(600, False, int8=False)),
+    "products in one segment": lambda: [products(count, False, False) for count in (3, 64, 600)],
+    "products in fp16": lambda: [products(count, shared, int8=False) for count in (3, 600) for shared in (True, False)],
     "prefill": lambda: (attention(200), attention(200, 8)),
     "attention in a window": lambda: (attention(1, 2, window=100), attention(200, window=100)),
     "attention in fp16": lambda: (attention(1, 2, int8=False), attention(200, int8=False)),

@@ -78,3 +78,8 @@ def test_a_product_whose_sums_may_overflow_is_refused():
         cuda.prepare(torch.zeros(1, 65_536), False)
     with pytest.raises(NotCovered, match="65536 elements"):
         cuda.certify(1, 65_536, False, CPU)
+
+
+def test_rows_of_another_length_are_refused():
+    with pytest.raises(ValueError, match="rows of 32 in 1 segments do not fit a weight of 64 in 1"):
+        cuda.linear(bf16(2, 32), cuda.prepare(bf16(3, 64), False))

@@ -220,8 +220,16 @@ def linear(x: torch.Tensor, weight: ExactWeight, bias: torch.Tensor | None = Non
 
 
 def product(x: Activations, weight: ExactWeight, bias: torch.Tensor | None, schedule: LinearSchedule) -> torch.Tensor:
-    """:func:`linear` of activations on their grids, [M, N] bf16."""
+    """:func:`linear` of activations on their grids, [M, N] bf16.
+
+    Raises:
+        ValueError: rows of another length, or in other segments, than the weight's.
+    """
     (_, n, k), (m, parts) = weight.digits.shape, x.scale.shape
+    if (x.digits.shape[2], parts) != (k, weight.scale.shape[1]):
+        raise ValueError(
+            f"rows of {x.digits.shape[2]} in {parts} segments do not fit a weight of {k} in {weight.scale.shape[1]}"
+        )
     out = torch.empty(m, n, dtype=torch.bfloat16, device=x.digits.device)
     if out.numel():
         with on_device_of(out):
