@@ -52,4 +52,5 @@ def rows_of_all_kinds(length: int) -> np.ndarray:
     x[14] = 1e-45
     x[15] = 32639 * 2.0**-14  # the largest integer of two digits, and then what is rounded to one more
     x[16] = 32639.5 * 2.0**-14
+    x[17, -1] = 3000
     return definition.bf16(x) if length % 2 else x

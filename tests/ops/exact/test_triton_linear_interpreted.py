@@ -45,6 +45,13 @@ def test_every_tile_and_both_kinds_of_tensor_cores_have_the_same_bits():
             assert_same(cuda.product(rows, held, bias, replace(schedule, int8=int8)), expected, f"{schedule} {int8}")
 
 
+def test_third_digits_in_the_last_of_64_marks_count():
+    x, weight = bf16(1, 8192), bf16(2, 8192)
+    x[0, -1] = 3000
+    assert cuda._quantize(x, 1, activations=True).marks.tolist() == [[-(1 << 63)]]
+    assert_same(cuda.linear(x, cuda.prepare(weight, False)), exact(x, weight, False))
+
+
 def test_a_row_has_the_same_bits_alone_and_with_leading_dimensions():
     x, weight = bf16(2, 20, 64), cuda.prepare(bf16(9, 64), False)
     whole = cuda.linear(x, weight)
