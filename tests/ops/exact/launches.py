@@ -19,7 +19,7 @@ def zeros(*shape: int) -> torch.Tensor:
 
 def grids(count: int, k: int = 512) -> None:
     """Rows of activations and of a weight on their grids."""
-    cuda._quantize(zeros(count, k), 8, activations=True)
+    cuda.quantize(zeros(count, k), 8, activations=True)
     cuda.prepare(zeros(40, k), shared=True)
 
 
@@ -27,7 +27,7 @@ def products(count: int, shared: bool = True, bias: bool = True, int8: bool = Tr
     """Of so many rows, by the tile that they get."""
     weight = cuda.prepare(zeros(96, 512), shared)
     parts = weight.scale.shape[1]
-    rows = cuda._quantize(zeros(count, 512), parts, activations=True)
+    rows = cuda.quantize(zeros(count, 512), parts, activations=True)
     cuda.product(rows, weight, zeros(96) if bias else None, replace(cuda.linear_schedule(count, parts), int8=int8))
 
 

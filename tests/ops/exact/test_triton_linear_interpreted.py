@@ -37,7 +37,7 @@ def test_every_tile_and_both_kinds_of_tensor_cores_have_the_same_bits():
     """Of a K of more than one chunk of fp16's, and with third digits."""
     x, weight, bias = bf16(20, 600), bf16(20, 600), bf16(20)
     x[3, [7, 599]] = 3000
-    rows, held = cuda._quantize(x, 1, activations=True), cuda.prepare(weight, False)
+    rows, held = cuda.quantize(x, 1, activations=True), cuda.prepare(weight, False)
     expected = exact(x, weight, False, bias)
     assert rows.marks[:, 0].tolist() == [0, 0, 0, 0b10001] + [0] * 16
     for schedule in cuda.linear_schedules(1):
@@ -48,7 +48,7 @@ def test_every_tile_and_both_kinds_of_tensor_cores_have_the_same_bits():
 def test_third_digits_in_the_last_of_64_marks_count():
     x, weight = bf16(1, 8192), bf16(2, 8192)
     x[0, -1] = 3000
-    assert cuda._quantize(x, 1, activations=True).marks.tolist() == [[-(1 << 63)]]
+    assert cuda.quantize(x, 1, activations=True).marks.tolist() == [[-(1 << 63)]]
     assert_same(cuda.linear(x, cuda.prepare(weight, False)), exact(x, weight, False))
 
 

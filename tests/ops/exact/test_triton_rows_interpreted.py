@@ -89,7 +89,7 @@ def test_an_integer_is_rounded_once():
 def test_grids_of_activations_are_those_of_the_definition(length, parts):
     x = rows_of_all_kinds(length)[2 :: 3 if length > 4096 or parts > 1 else 1]
     exact = definition.activations(definition.in_segments(x, parts))
-    found = cuda._quantize(torch.from_numpy(x), parts, activations=True)
+    found = cuda.quantize(torch.from_numpy(x), parts, activations=True)
     digits, third = found.digits.view(2, len(x), parts, -1).int(), found.third.view(len(x), parts, -1).int()
     step = cuda.QuantizeSchedule.of(length // parts).mark_step
     bits = torch.arange(length // parts) // step

@@ -149,14 +149,14 @@ class Activations:
 
     Attributes:
         digits: [2, M, K] int8, x1 and x0.
-        third: [M, K] int8, x2; defined for the elements of a mark.
-        marks: [M, segments] int64, bit b for an x2 among the elements b * mark_step and on of the segment.
+        third: [M, K] int8, x2; defined for the elements of a mark. None where two digits are all.
+        marks: [M, segments] int64, bit b for an x2 among the elements b * mark_step and on of the segment; or None.
         scale: [M, segments] fp32.
     """
 
     digits: torch.Tensor
-    third: torch.Tensor
-    marks: torch.Tensor
+    third: torch.Tensor | None
+    marks: torch.Tensor | None
     scale: torch.Tensor
 
 
@@ -173,7 +173,10 @@ def _packed_rows(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(-1) == 1 and rows.data_ptr() % ALIGNMENT == 0 else aligned(rows)
 
 
-def _quantize(x: torch.Tensor, parts: int, activations: bool) -> Activations:
+def quantize(x: torch.Tensor, parts: int, activations: bool) -> Activations:
+    """Put rows [M, K], packed along K, in segments on grids as :func:`.definition.activations` or, without third digits
+    and marks, as :func:`.definition.two_digits`.
+    """
     rows, k = x.shape
     schedule = QuantizeSchedule.of(k // parts)
     digits = torch.empty(2, rows, k, dtype=torch.int8, device=x.device)
@@ -208,14 +211,14 @@ def prepare(weight: torch.Tensor, shared: bool) -> ExactWeight:
         NotCovered: K above 65535.
     """
     _check_k(weight.shape[1])
-    rows = _quantize(_packed_rows(weight), segments(weight.shape[1], shared), activations=False)
+    rows = quantize(_packed_rows(weight), segments(weight.shape[1], shared), activations=False)
     return ExactWeight(rows.digits, rows.scale)
 
 
 def linear(x: torch.Tensor, weight: ExactWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x @ weight.T + bias as :func:`.definition.linear`: [..., K] bf16 to [..., N] bf16; bias [N] bf16."""
     (_, n, _), parts = weight.digits.shape, weight.scale.shape[1]
-    rows = _quantize(_packed_rows(x), parts, activations=True)
+    rows = quantize(_packed_rows(x), parts, activations=True)
     return product(rows, weight, bias, linear_schedule(len(rows.scale), parts)).view(*x.shape[:-1], n)
 
 
