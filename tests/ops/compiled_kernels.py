@@ -32,6 +32,8 @@ from triton.runtime.jit import JITFunction
 
 import vllm_batch_invariant.ops.attention as attention_package
 from tests.ops.attention.cases import Chunk, Heads, Request, paged
+from tests.ops.exact.launches import EVERY_KIND
+from tests.ops.exact.ptx import forbidden
 from vllm_batch_invariant.ops.acceptance.cuda import accept
 from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce, Peers
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention, sm90
@@ -424,6 +426,11 @@ def row_variants() -> None:
         launch_on(90, launch)
 
 
+def exact_variants() -> None:
+    for launch in EVERY_KIND.values():
+        launch_on(90, launch)
+
+
 VARIANTS = {
     "sm90": sm90_attention_variants,
     "triton": triton_attention_variants,
@@ -432,6 +439,7 @@ VARIANTS = {
     "rows": row_variants,
     "all_reduce": all_reduce_variants,
     "attention_backward": attention_backward_variants,
+    "exact": exact_variants,
 }
 """By operation, what launches its kernels with all that they are specialised for, on a Hopper."""
 
@@ -464,6 +472,9 @@ HOPPER = {
 }
 
 
+EXACT = "exact arithmetic"
+
+
 def cells_of(gpu: int) -> list[str]:
     """Names of all that there is to compile for a GPU; what is compiled the soonest and says the most comes first."""
     first = [f"attention bfloat16 {size}" for size in (64, 128, 256)]
@@ -473,6 +484,7 @@ def cells_of(gpu: int) -> list[str]:
         "rows",
         "sampling",
         "around FlexAttention",
+        EXACT,
         *OPTIONS,
         "attention float32 256",
         *ATTENTION,
@@ -549,6 +561,8 @@ def compile_cell(gpu: int, name: str) -> Cell:
         halves = {kind for one in found if is_of_halves(one) for kind in one.instructions}
         if len(halves) > 1:
             problems.append(f"16-bit tiles get {' and '.join(sorted(halves))}, whose bits may differ")
+    if name == EXACT:
+        problems += [f"{one.name} has {what}" for one in found for what in forbidden(one.kernel.asm["ptx"], one.name)]
     return Cell(triton.__version__, gpu, name, kernels, list(dict.fromkeys(problems)))
 
 
@@ -558,6 +572,7 @@ OTHERS = {
     "sampling": (sampling,),
     "around FlexAttention": (lambda: flex(Heads(8, 2, 128, torch.bfloat16), 64),),
     "Hopper's narrow matmuls": (lambda: narrow_gemms(HALVES, (False, True)),),
+    EXACT: tuple(EVERY_KIND.values()),
 }
 
 

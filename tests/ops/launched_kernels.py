@@ -27,6 +27,7 @@ from tests.ops.compiled_kernels import (
     gradients_of_attention,
     pretend_a_gpu,
 )
+from tests.ops.exact.launches import batch as exact_batch
 from vllm_batch_invariant import ops
 from vllm_batch_invariant.ops.acceptance.cuda import accept
 from vllm_batch_invariant.ops.attention import sm90
@@ -117,6 +118,7 @@ BATCHES = {
     "sampling": sampling_batch,
     "all-reduce": all_reduce_batch,
     "gradients of attention": attention_backward_batch,
+    "exact arithmetic": exact_batch,
     "around FlexAttention": lambda count: flex(Heads(8, 2, 128, torch.bfloat16), 64, count),
 }
 """What launches kernels for a batch of a size, by operation; all but the batch stays."""

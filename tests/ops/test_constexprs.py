@@ -20,11 +20,17 @@ NOT_ROWS = {"attention", "linear", "common"}
 PROBLEM = {
     "all_reduce": {"UNIT", "FLAG_BYTES", "TIMEOUT"},
     "attention_backward": {"NUM_HEADS", "NUM_KV_HEADS", "HEAD_DIM", "PADDED_HEAD_DIM"},
+    "exact": {
+        *("PARTS", "LENGTH", "ACTIVATIONS", "HAS_RESIDUAL", "HAS_WEIGHT", "HAS_BIAS", "EVEN_K", "NUM_HEADS", "HALF"),
+        *("LOG", "BITS", "LIMIT", "COEFFICIENTS", "AXIS"),  # of functions of numbers and rows
+        *("USE_WINDOW", "PREFILL_LIKE", "NUM_KV_HEADS", "QUERIES_PER_KV", "HEAD_DIM", "PADDED_HEAD_DIM", "PAGE_SIZE"),
+        *("SPLIT_SEGMENTS", "MAY_SHARE", "PARTIAL_ROWS", "PARTIAL_BLOCK"),  # of attention's reduction and plans
+    },
     "norm": {"VARIANCE_SIZE", "HAS_RESIDUAL", "HAS_WEIGHT"},
     "norm_rotary": {"NUM_HEADS", "NUM_KV_HEADS"},
     "reduce": {"DIVIDE"},
     "softmax": {"LOG"},
-    "top_k_top_p": {"WEIGH"},
+    "top_k_top_p": {"WEIGH", "EXACT"},
 }
 """By operation, what a call asks for."""
 OPERATIONS = [one.name for one in pkgutil.iter_modules(ops.__path__) if one.ispkg and one.name not in NOT_ROWS]

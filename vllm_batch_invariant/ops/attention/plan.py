@@ -169,6 +169,7 @@ class Planner:
         max_keys: of all requests of a step together.
         plain: a layer may have none of the options that :mod:`.sm90` does not know.
         kernels: what serves; by default :meth:`Kernels.fastest`.
+        schedules: of decode-like and of prefill-like work, for a kernel that is not of this package.
 
     Raises:
         NotCovered: a head size above 256.
@@ -183,6 +184,7 @@ class Planner:
         max_keys: int,
         plain: bool = True,
         kernels: Kernels | None = None,
+        schedules: tuple[Schedule, Schedule] | None = None,
     ) -> None:
         if shape.head_size > _LARGEST_HEAD:
             raise NotCovered(
@@ -193,11 +195,14 @@ class Planner:
         self.shape, self.device = shape, device
         gpu = torch.cuda.get_device_properties(device)
         self.num_sms = gpu.multi_processor_count
-        self.prefill_schedule = prefill_schedule(shape.head_size, shape.dtype)
+        self.prefill_schedule = schedules[1] if schedules else prefill_schedule(shape.head_size, shape.dtype)
         kernels = kernels or Kernels.fastest(shape, device, plain)
         self.sm90, self.decode_rows, self._kernels = kernels.sm90, kernels.decode_rows, kernels
-        schedule = decode_schedule(shape.head_size, shape.dtype, has_tcgen05(gpu.major), self.decode_rows)
-        self.decode_schedule = fitted(schedule, shape, device)
+        if schedules:
+            self.decode_schedule = schedules[0]
+        else:
+            schedule = decode_schedule(shape.head_size, shape.dtype, has_tcgen05(gpu.major), self.decode_rows)
+            self.decode_schedule = fitted(schedule, shape, device)
         block_m, kv_heads = self.prefill_schedule.block_m, shape.kv_heads
         # Prefill-like blocks are shared only while they are few.
         self._prefill_ctas = self.num_sms if self.sm90 else 4 * self.num_sms

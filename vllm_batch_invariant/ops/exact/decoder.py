@@ -1,13 +1,11 @@
-"""A whole model by :mod:`.definition`, in numpy: logits of Llama, Mistral, Qwen2 and Qwen3 from a checkpoint's files.
+"""A whole model by :mod:`.definition`, in numpy: logits of Llama, Mistral, Qwen2 and Qwen3 from their weights.
 
 It needs no engine, no PyTorch and no kernel, and has the bits of every engine that serves the checkpoint in exact
 arithmetic.
 """
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,16 +38,6 @@ class Decoder:
             raise NotCovered(f"the model {architecture}", "it has no definition in exact arithmetic", _REMEDY)
         heads = self.config["num_attention_heads"]
         self.head_size = self.config.get("head_dim") or self.config["hidden_size"] // heads
-
-    @classmethod
-    def of_folder(cls, folder: Path) -> "Decoder":
-        """The model of a checkpoint: config.json and weights in safetensors.
-
-        Raises:
-            NotCovered: a model or a file without a definition.
-            OSError: a file is missing.
-        """
-        return cls(json.loads((folder / "config.json").read_text()), _weights(folder))
 
     def _floats(self, name: str) -> Floats | None:
         """A weight as fp32; None if the model has none of that name."""
@@ -118,25 +106,3 @@ class Decoder:
         query, key = definition.rotate(query, table), definition.rotate(key, table)
         out = definition.attention(query, key, value, self.head_size**-0.5, window)
         return self._linear(out.reshape(len(x), -1), f"{name}.o_proj", shared=True)
-
-
-def _weights(folder: Path) -> dict[str, NDArray[np.uint16]]:
-    """The bits of every weight of a checkpoint, uint16 by name.
-
-    Raises:
-        NotCovered: there is none in safetensors, or one in another dtype than bf16.
-    """
-    from safetensors import deserialize
-
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise NotCovered("a checkpoint without safetensors", "its weights are read from these alone", "convert it")
-    found = {}
-    for file in files:
-        for name, tensor in deserialize(file.read_bytes()):
-            if tensor["dtype"] != "BF16":
-                raise NotCovered(
-                    f"the weight {name} in {tensor['dtype']}", "exact arithmetic is defined for bf16", "convert it"
-                )
-            found[name] = np.frombuffer(tensor["data"], np.uint16).reshape(tensor["shape"])
-    return found

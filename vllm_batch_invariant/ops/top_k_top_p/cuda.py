@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ..common.triton_rows import on_device_of, order_key, value_of
+from ..exact.triton_math import mass
 from .reduction import TopKTopPReduction
 
 _BLOCK = 4096
@@ -57,10 +58,15 @@ def schedule_for(length: int) -> FilterSchedule:
 
 
 @triton.jit
-def _weight(keys, largest):
-    """Weights, in units, of logits with those keys in a row whose largest has the key ``largest``."""
+def _weight(keys, largest, EXACT: tl.constexpr):
+    """Weights, in units, of logits with those keys in a row whose largest has the key ``largest``; ``EXACT``: those of
+    exact arithmetic.
+    """
     difference = value_of(keys) - value_of(largest)
-    weight = tl.where(difference > _WEIGHTLESS, tl.exp(difference) * _SCALE, 0.0).to(tl.int64)
+    if EXACT:
+        weight = mass(difference)
+    else:
+        weight = tl.where(difference > _WEIGHTLESS, tl.exp(difference) * _SCALE, 0.0).to(tl.int64)
     return tl.where(keys == largest, _ONE, weight)
 
 
@@ -107,7 +113,7 @@ def _max_kernel(logits_ptr, stride_row, ks_ptr, ps_ptr, max_keys_ptr, length, nu
 @triton.jit
 def _weigh_kernel(
     logits_ptr, stride_row, ks_ptr, ps_ptr, max_keys_ptr, counts_ptr, weights_ptr, length, num_blocks,
-    PADDED_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    EXACT: tl.constexpr, PADDED_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Count and weigh what a block has down to each depth, and all of it."""
     row, block_id = (tl.program_id(0) // num_blocks).to(tl.int64), tl.program_id(0) % num_blocks
@@ -115,7 +121,7 @@ def _weigh_kernel(
     if filters:
         _offs, mask, keys = _block_of_row(logits_ptr, stride_row, row, block_id, length, BLOCK)
         largest = _row_max(max_keys_ptr, row, num_blocks, PADDED_BLOCKS)
-        weights = tl.where(mask, _weight(keys, largest), 0)
+        weights = tl.where(mask, _weight(keys, largest, EXACT), 0)
         out = (row * num_blocks + block_id) * _LEVELS
         for level in tl.static_range(_LEVELS - 1):
             close = mask & (keys >= order_key(value_of(largest) - _DEPTHS[level]))
@@ -179,7 +185,8 @@ def _candidates(logits_ptr, keys_ptr, ids_ptr, start, held, listed, BLOCK: tl.co
 
 @triton.jit
 def _last_key(
-    logits_ptr, keys_ptr, ids_ptr, held, listed, largest, wanted, WEIGH: tl.constexpr, BLOCK: tl.constexpr
+    logits_ptr, keys_ptr, ids_ptr, held, listed, largest, wanted, WEIGH: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The largest key such that candidates with it or a larger one are ``wanted`` many, or weigh that much."""
     low, high = tl.cast(_SMALLEST, tl.int64), largest.to(tl.int64) + 1
@@ -189,7 +196,7 @@ def _last_key(
         for start in range(0, held, BLOCK):
             keys, _ids, exists = _candidates(logits_ptr, keys_ptr, ids_ptr, start, held, listed, BLOCK)
             over = exists & (keys >= middle)
-            measure = _weight(keys, largest) if WEIGH else tl.full((BLOCK,), 1, tl.int64)
+            measure = _weight(keys, largest, EXACT) if WEIGH else tl.full((BLOCK,), 1, tl.int64)
             reached += tl.sum(tl.where(over, measure, 0))
             above = tl.minimum(above, tl.min(tl.where(over, keys, _LARGEST)))
             below = tl.maximum(below, tl.max(tl.where(exists & (keys < middle), keys, _SMALLEST)))
@@ -202,14 +209,14 @@ def _last_key(
 
 
 @triton.jit
-def _above(logits_ptr, keys_ptr, ids_ptr, held, listed, largest, last, BLOCK: tl.constexpr):
+def _above(logits_ptr, keys_ptr, ids_ptr, held, listed, largest, last, EXACT: tl.constexpr, BLOCK: tl.constexpr):
     """How many candidates have a larger key than ``last``, what they weigh, and how many have that key."""
     count, weight, equal = tl.cast(0, tl.int64), tl.cast(0, tl.int64), tl.cast(0, tl.int64)
     for start in range(0, held, BLOCK):
         keys, _ids, exists = _candidates(logits_ptr, keys_ptr, ids_ptr, start, held, listed, BLOCK)
         over = exists & (keys > last)
         count += tl.sum(over.to(tl.int64))
-        weight += tl.sum(tl.where(over, _weight(keys, largest), 0))
+        weight += tl.sum(tl.where(over, _weight(keys, largest, EXACT), 0))
         equal += tl.sum((exists & (keys == last)).to(tl.int64))
     return count, weight, equal
 
@@ -217,7 +224,8 @@ def _above(logits_ptr, keys_ptr, ids_ptr, held, listed, largest, last, BLOCK: tl
 @triton.jit
 def _cut_kernel(
     logits_ptr, stride_row, ks_ptr, ps_ptr, max_keys_ptr, counts_ptr, weights_ptr, keys_ptr, ids_ptr, last_keys_ptr,
-    last_ids_ptr, length, num_blocks, PADDED_BLOCKS: tl.constexpr, LONGEST_LIST: tl.constexpr, BLOCK: tl.constexpr,
+    last_ids_ptr, length, num_blocks, EXACT: tl.constexpr, PADDED_BLOCKS: tl.constexpr, LONGEST_LIST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the last candidate of a row that stays."""
     row = tl.program_id(0).to(tl.int64)
@@ -232,15 +240,15 @@ def _cut_kernel(
         ids_ptr += row * LONGEST_LIST
         last, staying, equal = tl.cast(0, tl.int32), tl.cast(0, tl.int64), tl.cast(0, tl.int64)
         if k > 0:
-            last = _last_key(logits_ptr, keys_ptr, ids_ptr, held, listed, largest, k, False, BLOCK)
-            count, weight, equal = _above(logits_ptr, keys_ptr, ids_ptr, held, listed, largest, last, BLOCK)
+            last = _last_key(logits_ptr, keys_ptr, ids_ptr, held, listed, largest, k, False, EXACT, BLOCK)
+            count, weight, equal = _above(logits_ptr, keys_ptr, ids_ptr, held, listed, largest, last, EXACT, BLOCK)
             staying = k - count
-            total = weight + staying * _weight(last, largest)
+            total = weight + staying * _weight(last, largest, EXACT)
         if p < 1.0:
             wanted = _wanted(p, total)
-            last = _last_key(logits_ptr, keys_ptr, ids_ptr, held, listed, largest, wanted, True, BLOCK)
-            count, weight, equal = _above(logits_ptr, keys_ptr, ids_ptr, held, listed, largest, last, BLOCK)
-            staying = tl.cdiv(wanted - weight, _weight(last, largest))
+            last = _last_key(logits_ptr, keys_ptr, ids_ptr, held, listed, largest, wanted, True, EXACT, BLOCK)
+            count, weight, equal = _above(logits_ptr, keys_ptr, ids_ptr, held, listed, largest, last, EXACT, BLOCK)
+            staying = tl.cdiv(wanted - weight, _weight(last, largest, EXACT))
         # Of the candidates with the last key, the first ones stay.
         before, after = tl.cast(-1, tl.int32), length - 1
         if staying < equal:
@@ -271,8 +279,10 @@ def _mask_kernel(
         tl.store(logits_ptr + row * stride_row + offs, -float("inf"), mask=masked)
 
 
-def top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
-    """See the operation's package."""
+def top_k_top_p(
+    logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None, exact: bool = False
+) -> torch.Tensor:
+    """See the operation's package; ``exact``: candidates weigh what they weigh in exact arithmetic."""
     rows, length = logits.shape
     device = logits.device
     if logits.stride(1) != 1:
@@ -293,9 +303,9 @@ def top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | 
     tile = {"BLOCK": schedule.block, "num_warps": schedule.num_warps, "enable_fp_fusion": False}
     with on_device_of(logits):
         _max_kernel[every_block](*row, max_keys, *sizes, **tile)
-        _weigh_kernel[every_block](*row, max_keys, counts, weights, *sizes, **padded, **tile)
+        _weigh_kernel[every_block](*row, max_keys, counts, weights, *sizes, EXACT=exact, **padded, **tile)
         found = (*row, max_keys, counts, weights, keys, ids)
         _gather_kernel[every_block](*found, *sizes, **padded, **listed, **tile)
-        _cut_kernel[(rows,)](*found, last_keys, last_ids, *sizes, **padded, **listed, **tile)
+        _cut_kernel[(rows,)](*found, last_keys, last_ids, *sizes, EXACT=exact, **padded, **listed, **tile)
         _mask_kernel[every_block](*row, last_keys, last_ids, *sizes, **tile)
     return logits

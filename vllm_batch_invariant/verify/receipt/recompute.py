@@ -1,9 +1,14 @@
 """A receipt of exact arithmetic computed again without an engine: by the definition, from the model's files."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
+from safetensors import deserialize
 
+from ...errors import NotCovered
 from ...ops.exact import FORMAT, definition
 from ...ops.exact.decoder import Decoder
 from ...ops.exact.definition import Floats
@@ -46,7 +51,7 @@ def recompute(
     notes = notes_on(receipt.info, here, ("the receipt", "the definition"))
     before(notes)
     ids = receipt.completion.token_ids
-    logits = Decoder.of_folder(folder).logits([*prompt, *ids[:-1]], slice(len(prompt) - 1, None))
+    logits = decoder_of(folder).logits([*prompt, *ids[:-1]], slice(len(prompt) - 1, None))
     got = Completion.of(_positions(logits, prompt, ids, sampling), receipt.completion.finish_reason)
     compared = f"{extent(receipt.completion)}, computed again by the definition {FORMAT}"
     return Verdict(notes, first_difference_of(receipt.completion, got), compared)
@@ -84,3 +89,32 @@ def _positions(
             listed = {int(one): float(logprobs[one]) for one in (*first, token)}
             yield token, listed[token], sorted(listed.items())
             counts[ids[position]] += 1
+
+
+def decoder_of(folder: Path) -> Decoder:
+    """The decoder of a checkpoint's files: config.json, and weights in safetensors.
+
+    Raises:
+        NotCovered: a model or a file without a definition.
+    """
+    return Decoder(json.loads((folder / "config.json").read_text()), _weights(folder))
+
+
+def _weights(folder: Path) -> dict[str, NDArray[np.uint16]]:
+    """The bits of every weight of a checkpoint, uint16 by name.
+
+    Raises:
+        NotCovered: there is none in safetensors, or one in another dtype than bf16.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise NotCovered("a checkpoint without safetensors", "its weights are read from these alone", "convert it")
+    found = {}
+    for file in files:
+        for name, tensor in deserialize(file.read_bytes()):
+            if tensor["dtype"] != "BF16":
+                raise NotCovered(
+                    f"the weight {name} in {tensor['dtype']}", "exact arithmetic is defined for bf16", "convert it"
+                )
+            found[name] = np.frombuffer(tensor["data"], np.uint16).reshape(tensor["shape"])
+    return found

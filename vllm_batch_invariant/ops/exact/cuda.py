@@ -1,0 +1,616 @@
+"""Exact arithmetic on a GPU, in Triton. No GPU has run it, so no engine is offered it: in Triton's interpreter its
+kernels have the definition's bits, and they compile to instructions that IEEE 754 and integer arithmetic define.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+
+from ...errors import NotCovered
+from ..attention.params import PagedAttention
+from ..attention.plan import AttentionShape, Kernels, Plan, Planner, Schedule
+from ..attention.reduction import AttentionReduction
+from ..common.rows import normalise_dims, rows_back
+from ..common.triton_rows import ALIGNMENT, aligned, aligned_rows, on_device_of
+from ..top_k_top_p.cuda import top_k_top_p as top_k_top_p_of_floats
+from . import triton_kernels
+from .definition import KEY_TILE, LARGEST_K, LOG2_E, SPLITS, THREE_DIGITS, TWO_DIGITS, segments
+from .triton_attention import exact_attention_kernel
+from .triton_linear import linear_kernel
+
+LEAVE_IT = "leave VLLM_BATCH_INVARIANT_ARITHMETIC out"
+LONGEST_ROW = 16_384
+"""Elements of a row whose squares one program adds."""
+MARKS = 64
+"""Bits that say where a segment has third digits."""
+_NORM_TILE = 2048
+_CHUNK = 8192
+"""Logits of a program."""
+
+
+@dataclass(frozen=True)
+class QuantizeSchedule:
+    """How a program puts a part of a row on its grid.
+
+    Attributes:
+        block: elements at a time.
+        mark_step: elements of a mark, a power of two; marks of a part are no more than 64.
+        num_warps: of the program.
+    """
+
+    block: int
+    mark_step: int
+    num_warps: int
+
+    @classmethod
+    def of(cls, length: int) -> "QuantizeSchedule":
+        """For parts of ``length`` elements."""
+        block = min(triton.next_power_of_2(length), 4096)
+        mark_step = max(128, triton.next_power_of_2(-(-length // MARKS)))
+        return cls(block, min(mark_step, block), 4 if block <= 2048 else 8)
+
+
+@dataclass(frozen=True)
+class LinearSchedule:
+    """A tile of a product.
+
+    Attributes:
+        block_m: rows of x.
+        block_n: rows of the weight.
+        block_k: elements of K in one step, a power of two of at most 128.
+        num_warps: of a program.
+        num_stages: of the loop over K.
+        int8: digits are multiplied by the tensor cores' int8 instructions; else by those of fp16, where int8 is slow.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    int8: bool = True
+
+
+_FEW_ROWS = LinearSchedule(16, 32, 128, 4, 4)
+_SOME_ROWS = LinearSchedule(64, 64, 64, 8, 3)
+_MANY_ROWS = LinearSchedule(128, 64, 64, 8, 3)
+
+
+def linear_schedules(parts: int) -> tuple[LinearSchedule, ...]:
+    """The tiles for a weight of so many segments, of ascending size: the tree of segments takes registers."""
+    return (_FEW_ROWS, _SOME_ROWS, _MANY_ROWS) if parts == 1 else (_FEW_ROWS, _SOME_ROWS)
+
+
+def linear_schedule(m: int, parts: int) -> LinearSchedule:
+    """The tile for so many rows of x."""
+    schedules = linear_schedules(parts)
+    return schedules[0] if m <= 32 else schedules[1] if m <= 512 else schedules[-1]
+
+
+@dataclass(frozen=True)
+class RowSchedule:
+    """How many rows a program has, of how many elements each; powers of two."""
+
+    rows_per_program: int
+    block: int
+    num_warps: int
+
+    @classmethod
+    def of(cls, length: int) -> "RowSchedule":
+        """For rows of ``length`` elements."""
+        block = triton.next_power_of_2(length)
+        return cls(max(1, _NORM_TILE // block), block, 4 if block <= 2048 else 8)
+
+
+@dataclass(frozen=True)
+class RotateSchedule:
+    """Heads of a token that a program turns, and elements of half a head; powers of two."""
+
+    heads_per_program: int
+    block: int
+
+
+@dataclass(frozen=True)
+class VocabularySchedule:
+    """How a row of logits is shared out: chunks of ``block`` logits, and the power of two that holds their number."""
+
+    num_chunks: int
+    padded_chunks: int
+    block: int
+    num_warps: int = 8
+
+    @classmethod
+    def of(cls, length: int) -> "VocabularySchedule":
+        """For rows of ``length`` logits."""
+        chunks = -(-length // _CHUNK)
+        return cls(chunks, triton.next_power_of_2(chunks), min(_CHUNK, triton.next_power_of_2(length)))
+
+
+@dataclass(frozen=True)
+class ExactWeight:
+    """A weight on its rows' grids: integers w1 * 2**8 + w0.
+
+    Attributes:
+        digits: [2, N, K] int8, w1 and w0; K in segments one after the other.
+        scale: [N, segments] fp32, powers of two.
+    """
+
+    digits: torch.Tensor
+    scale: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Rows of activations on their grids: integers x2 * 2**16 + x1 * 2**8 + x0.
+
+    Attributes:
+        digits: [2, M, K] int8, x1 and x0.
+        third: [M, K] int8, x2; defined for the elements of a mark. None where two digits are all.
+        marks: [M, segments] int64, bit b for an x2 among the elements b * mark_step and on of the segment; or None.
+        scale: [M, segments] fp32.
+    """
+
+    digits: torch.Tensor
+    third: torch.Tensor | None
+    marks: torch.Tensor | None
+    scale: torch.Tensor
+
+
+def _check_k(k: int) -> None:
+    if k > LARGEST_K:
+        raise NotCovered(
+            f"a product over {k} elements in exact arithmetic", f"the sums of {LARGEST_K} fit an int32", LEAVE_IT
+        )
+
+
+def _packed_rows(x: torch.Tensor) -> torch.Tensor:
+    """[rows, N], each packed, the first aligned."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 and rows.data_ptr() % ALIGNMENT == 0 else aligned(rows)
+
+
+def quantize(x: torch.Tensor, parts: int, activations: bool) -> Activations:
+    """Put rows [M, K], packed along K, in segments on grids as :func:`.definition.activations` or, without third digits
+    and marks, as :func:`.definition.two_digits`.
+    """
+    rows, k = x.shape
+    schedule = QuantizeSchedule.of(k // parts)
+    digits = torch.empty(2, rows, k, dtype=torch.int8, device=x.device)
+    third = torch.empty(rows, k, dtype=torch.int8, device=x.device) if activations else None
+    marks = torch.empty(rows, parts, dtype=torch.int64, device=x.device) if activations else None
+    scale = torch.empty(rows, parts, dtype=torch.float32, device=x.device)
+    if rows:
+        with on_device_of(x):
+            triton_kernels.quantize_kernel[(rows * parts,)](
+                x,
+                digits,
+                third,
+                marks,
+                scale,
+                rows,
+                x.stride(0),
+                PARTS=parts,
+                LENGTH=k // parts,
+                ACTIVATIONS=activations,
+                BLOCK=schedule.block,
+                MARK_STEP=schedule.mark_step,
+                num_warps=schedule.num_warps,
+                enable_fp_fusion=False,
+            )
+    return Activations(digits, third, marks, scale)
+
+
+def prepare(weight: torch.Tensor, shared: bool) -> ExactWeight:
+    """Put a weight [N, K] on its rows' grids; ``shared``: see :func:`.definition.segments`.
+
+    Raises:
+        NotCovered: K above 65535.
+    """
+    _check_k(weight.shape[1])
+    rows = quantize(_packed_rows(weight), segments(weight.shape[1], shared), activations=False)
+    return ExactWeight(rows.digits, rows.scale)
+
+
+def linear(x: torch.Tensor, weight: ExactWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weight.T + bias as :func:`.definition.linear`: [..., K] bf16 to [..., N] bf16; bias [N] bf16."""
+    (_, n, _), parts = weight.digits.shape, weight.scale.shape[1]
+    rows = quantize(_packed_rows(x), parts, activations=True)
+    return product(rows, weight, bias, linear_schedule(len(rows.scale), parts)).view(*x.shape[:-1], n)
+
+
+def product(x: Activations, weight: ExactWeight, bias: torch.Tensor | None, schedule: LinearSchedule) -> torch.Tensor:
+    """:func:`linear` of activations on their grids, [M, N] bf16.
+
+    Raises:
+        ValueError: rows of another length, or in other segments, than the weight's.
+    """
+    (_, n, k), (m, parts) = weight.digits.shape, x.scale.shape
+    if (x.digits.shape[2], parts) != (k, weight.scale.shape[1]):
+        raise ValueError(
+            f"rows of {x.digits.shape[2]} in {parts} segments do not fit a weight of {k} in {weight.scale.shape[1]}"
+        )
+    out = torch.empty(m, n, dtype=torch.bfloat16, device=x.digits.device)
+    if out.numel():
+        with on_device_of(out):
+            linear_kernel[(-(-m // schedule.block_m) * -(-n // schedule.block_n),)](
+                x.digits,
+                x.third,
+                x.marks,
+                x.scale,
+                weight.digits,
+                weight.scale,
+                None if bias is None else aligned(bias),
+                out,
+                m,
+                n,
+                k,
+                PARTS=parts,
+                LENGTH=k // parts,
+                HAS_BIAS=bias is not None,
+                EVEN_K=k // parts % schedule.block_k == 0,
+                MARK_STEP=QuantizeSchedule.of(k // parts).mark_step,
+                INT8=schedule.int8,
+                BLOCK_M=schedule.block_m,
+                BLOCK_N=schedule.block_n,
+                BLOCK_K=schedule.block_k,
+                num_warps=schedule.num_warps,
+                num_stages=schedule.num_stages,
+                enable_fp_fusion=False,
+            )
+    return out
+
+
+def _strided(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
+    """The tensor, or an aligned copy, and how its rows are reached: the size of the inner row index, both strides."""
+    if x.stride(-1) == 1 and x.dim() in (2, 3) and x.data_ptr() % ALIGNMENT == 0:
+        return (x, 1, x.stride(0), 0) if x.dim() == 2 else (x, x.shape[1], *x.stride()[:2])
+    return aligned(x), 1, x.shape[-1], 0
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    variance_size: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`.definition.rms_norm`, of [..., N] bf16; with a residual, also x + residual in bf16. No copy is made of
+    [rows, N] or [rows, heads, N] that are packed along N.
+
+    Raises:
+        NotCovered: another ``variance_size`` than N, or a longer row than :data:`LONGEST_ROW`.
+    """
+    length = x.shape[-1]
+    if variance_size not in (None, length):
+        raise NotCovered("the mean of squares of a part of a row", "it has no definition in exact arithmetic", LEAVE_IT)
+    if length > LONGEST_ROW:
+        raise NotCovered(f"the norm of rows of {length}", f"the kernel has rows up to {LONGEST_ROW}", LEAVE_IT)
+    out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    residual_out = None if residual is None else torch.empty_like(out)
+    rows, schedule = x.numel() // length, RowSchedule.of(length)
+    if rows:
+        x, *x_rows = _strided(x)
+        residual, *residual_rows = (None, 1, 0, 0) if residual is None else _strided(residual)
+        with on_device_of(out):
+            triton_kernels.rms_norm_kernel[(-(-rows // schedule.rows_per_program),)](
+                x,
+                residual,
+                None if weight is None else aligned(weight),
+                out,
+                residual_out,
+                rows,
+                *x_rows,
+                *residual_rows,
+                eps,
+                LENGTH=length,
+                HAS_RESIDUAL=residual is not None,
+                HAS_WEIGHT=weight is not None,
+                ROWS_PER_PROGRAM=schedule.rows_per_program,
+                BLOCK=schedule.block,
+                num_warps=schedule.num_warps,
+                enable_fp_fusion=False,
+            )
+    return out if residual_out is None else (out, residual_out)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """As :func:`.definition.silu_and_mul`: [..., 2 N] bf16 to [..., N] bf16."""
+    rows, length = _packed_rows(x), x.shape[-1] // 2
+    out = torch.empty(*x.shape[:-1], length, dtype=torch.bfloat16, device=x.device)
+    schedule = RowSchedule(1, min(triton.next_power_of_2(length), 1024), 4)
+    if out.numel():
+        with on_device_of(out):
+            triton_kernels.silu_and_mul_kernel[(len(rows) * -(-length // schedule.block),)](
+                rows,
+                out,
+                rows.stride(0),
+                LENGTH=length,
+                BLOCK=schedule.block,
+                num_warps=schedule.num_warps,
+                enable_fp_fusion=False,
+            )
+    return out
+
+
+def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """As :func:`.definition.rotate`: x [tokens, heads, head_size] bf16, table [tokens, head_size] bf16."""
+    (tokens, heads, size), block = x.shape, triton.next_power_of_2(x.shape[-1] // 2)
+    x, table = (one if one.stride(-1) == 1 and one.data_ptr() % ALIGNMENT == 0 else aligned(one) for one in (x, table))
+    schedule = RotateSchedule(min(triton.next_power_of_2(heads), max(1, _NORM_TILE // block)), block)
+    out = torch.empty(tokens, heads, size, dtype=torch.bfloat16, device=x.device)
+    if out.numel():
+        with on_device_of(out):
+            triton_kernels.rotate_kernel[(tokens * -(-heads // schedule.heads_per_program),)](
+                x,
+                table,
+                out,
+                *x.stride()[:2],
+                table.stride(0),
+                NUM_HEADS=heads,
+                HALF=size // 2,
+                HEADS_PER_PROGRAM=schedule.heads_per_program,
+                BLOCK=schedule.block,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
+    return out
+
+
+def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """As :func:`.definition.softmax`, computed in fp32 and rounded to ``dtype`` or x's own."""
+    return _over_rows(x, dim, dtype, log=False)
+
+
+def log_softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """As :func:`.definition.log_softmax`; arguments as for :func:`softmax`."""
+    return _over_rows(x, dim, dtype, log=True)
+
+
+def _over_rows(x: torch.Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> torch.Tensor:
+    dims = normalise_dims(dim, x.dim())
+    rows = aligned_rows(x, dims, torch.float32)
+    out = torch.empty_like(rows)
+    if out.numel():
+        num_rows, length = out.shape
+        schedule = VocabularySchedule.of(length)
+        keys = torch.empty(num_rows, schedule.num_chunks, dtype=torch.int32, device=x.device)
+        masses = torch.empty(num_rows, schedule.num_chunks, dtype=torch.int64, device=x.device)
+        tile, padded, grid = _tile(schedule), {"PADDED_CHUNKS": schedule.padded_chunks}, (keys.numel(),)
+        with on_device_of(out):
+            triton_kernels.chunk_top_kernel[grid](rows, keys, length, **tile, enable_fp_fusion=False)
+            triton_kernels.chunk_mass_kernel[grid](rows, keys, masses, length, **tile, **padded, enable_fp_fusion=False)
+            triton_kernels.softmax_kernel[grid](
+                rows, keys, masses, out, length, LOG=log, **tile, **padded, enable_fp_fusion=False
+            )
+    return rows_back(out, x, dims).to(dtype or x.dtype)
+
+
+def _tile(schedule: VocabularySchedule) -> dict[str, int]:
+    return {"NUM_CHUNKS": schedule.num_chunks, "BLOCK": schedule.block, "num_warps": schedule.num_warps}
+
+
+def top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
+    """As :func:`.definition.top_k_top_p`, in place: logits [rows, vocabulary] fp32, k and p [rows] or None."""
+    return top_k_top_p_of_floats(logits, k, p, exact=True)
+
+
+def draw(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """[rows] int64, the tokens with the largest logit and noise of :func:`.definition.gumbel`.
+
+    Args:
+        logits: [rows, vocabulary] fp32, -inf for tokens that cannot be drawn.
+        keys: [rows] int64, what each row's noise is made of beside the token.
+    """
+    rows, length = logits.shape
+    schedule = VocabularySchedule.of(length)
+    best = torch.empty(rows, schedule.num_chunks, dtype=torch.int64, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        with on_device_of(logits):
+            triton_kernels.chunk_draw_kernel[(best.numel(),)](
+                aligned(logits), aligned(keys), best, length, **_tile(schedule),
+                enable_fp_fusion=False,
+            )  # fmt: skip
+            triton_kernels.draw_kernel[(rows,)](
+                best, tokens, NUM_CHUNKS=schedule.num_chunks, PADDED_CHUNKS=schedule.padded_chunks, num_warps=1,
+                enable_fp_fusion=False,
+            )  # fmt: skip
+    return tokens
+
+
+REDUCTION = AttentionReduction(SPLITS[-1][1], tuple((size, end) for (_, size), (end, _) in pairwise(SPLITS)), KEY_TILE)
+"""The splits and tiles of the definition."""
+
+
+class ExactPlanner(Planner):
+    """A :class:`.Planner` with memory for partial results of exact attention, which have a second exponent.
+
+    Args:
+        shape: of the layers, in bf16, with :data:`REDUCTION`.
+        device: the GPU.
+        max_requests: in a step.
+        max_tokens: in a step.
+        max_keys: of all requests of a step together.
+        int8: see :class:`LinearSchedule`.
+    """
+
+    def __init__(
+        self, shape: AttentionShape, device: torch.device, max_requests: int, max_tokens: int, max_keys: int,
+        int8: bool = True,
+    ) -> None:  # fmt: skip
+        large = shape.head_size > 128
+        schedules = Schedule(16, 8, num_stages=1 if large else 2), Schedule(32 if large else 64, 8, num_stages=1)
+        super().__init__(
+            shape, device, max_requests, max_tokens, max_keys, kernels=Kernels(sm90=False), schedules=schedules
+        )
+        self.int8 = int8
+        self.partial_e = torch.empty_like(self.partial_m)
+
+
+def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None = None) -> None:
+    """Write the attention of ``call`` to ``out``, as :func:`.definition.attention` for each request.
+
+    Args:
+        call: in bf16; its reduction must be :data:`REDUCTION`.
+        out: [tokens, heads, head_size] bf16, packed along the last.
+        plan: of an :class:`ExactPlanner`; by default one is made.
+
+    Raises:
+        NotCovered: another dtype, or an option of a layer that has no definition in exact arithmetic.
+        ValueError: another reduction than the definition's.
+    """
+    options = {"soft-caps": call.logits_soft_cap, "ALiBi": call.alibi_slopes, "attention sinks": call.sinks}
+    for name, option in options.items():
+        if option is not None:
+            raise NotCovered(name, "they have no definition in exact arithmetic", LEAVE_IT)
+    if call.query.dtype != torch.bfloat16:
+        raise NotCovered(f"attention in {call.query.dtype}", "exact arithmetic is of bf16", LEAVE_IT)
+    if call.reduction != REDUCTION:
+        raise ValueError(f"exact attention has {REDUCTION}, got {call.reduction}")
+    plan = plan or _plan_alone(call)
+    with torch.cuda.device_of(call.query):
+        if plan.prefill_ctas:
+            _attend(call, out, plan, prefill_like=True)
+        if plan.has_decode:
+            _attend(call, out, plan, prefill_like=False)
+
+
+def _plan_alone(call: PagedAttention) -> Plan:
+    """A plan for one call, with memory of its own."""
+    (tokens, heads, size), kv_heads = call.query.shape, call.key_cache.shape[1]
+    shape, requests = AttentionShape(heads, kv_heads, size, call.query.dtype, call.reduction), len(call.seq_lens)
+    planner = ExactPlanner(shape, call.query.device, requests, tokens, call.block_table.numel() * call.page_size)
+    starts, lengths = (tensor.to(call.query.device) for tensor in (call.query_start_loc, call.seq_lens))
+    return planner.plan(starts, lengths, tokens, most_tokens=tokens)
+
+
+def _attend(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: bool) -> None:
+    """Write the attention of one of a plan's two lists of work."""
+    planner, shape = plan.planner, plan.planner.shape
+    if prefill_like:
+        schedule, ctas, partial_rows = planner.prefill_schedule, plan.prefill_ctas, planner.prefill_schedule.block_m
+        work_indptr, work = planner.prefill_count, planner.prefill_work
+    else:
+        schedule, ctas, partial_rows = planner.decode_schedule, planner.cta_shares, plan.partial_rows
+        work_indptr, work = planner.work_indptr, planner.decode_work
+    query, keys, values, table = (
+        one if one.stride(-1) == 1 else one.contiguous()
+        for one in (call.query, call.key_cache, call.value_cache, call.block_table.to(call.query.device))
+    )
+    exact_attention_kernel[(ctas,)](
+        query,
+        keys,
+        values,
+        out,
+        table,
+        work_indptr,
+        work,
+        planner.partial_m,
+        planner.partial_l,
+        planner.partial_e,
+        planner.partial_acc,
+        planner.semaphores,
+        float(np.float32(call.scale) * LOG2_E),
+        call.sliding_window or 0,
+        table.stride(0),
+        *query.stride()[:2],
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        *out.stride()[:2],
+        USE_WINDOW=call.sliding_window is not None,
+        INT8=planner.int8,
+        PREFILL_LIKE=prefill_like,
+        MAY_SHARE=not prefill_like or plan.may_share_prefill,
+        NUM_KV_HEADS=shape.kv_heads,
+        QUERIES_PER_KV=shape.queries_per_kv,
+        HEAD_DIM=shape.head_size,
+        PADDED_HEAD_DIM=max(32, shape.padded_head_size),
+        PAGE_SIZE=call.page_size,
+        SPLIT_SEGMENTS=REDUCTION.split_segments,
+        KEY_TILE=KEY_TILE,
+        BLOCK_M=schedule.block_m,
+        PARTIAL_ROWS=partial_rows,
+        PARTIAL_BLOCK=triton.next_power_of_2(partial_rows),
+        num_warps=schedule.num_warps,
+        num_stages=schedule.num_stages,
+        enable_fp_fusion=False,
+    )
+
+
+def certify(n: int, k: int, shared: bool, device: torch.device, int8: bool = True) -> int:
+    """Compare products for a weight [N, K] with integers, in every tile: of operands at their bounds, and of ones whose
+    large products cancel but for one element, which shows each product of digits. There is only one right answer.
+
+    Args:
+        n: of the weight.
+        k: of the weight.
+        shared: as for :func:`prepare`.
+        device: the GPU.
+        int8: see :class:`LinearSchedule`.
+
+    Returns:
+        How many results were compared.
+
+    Raises:
+        ArithmeticError: a result differs; this GPU or compiler is no engine of exact arithmetic.
+        NotCovered: K above 65535.
+    """
+    _check_k(k)
+    parts, compared = segments(k, shared), 0
+    x, w = _certificate_rows(k // parts)
+    right = torch.from_numpy(x @ w.T).to(torch.float32).to(torch.bfloat16)
+    columns = torch.arange(n) % len(w)
+    for number, schedule in enumerate(linear_schedules(parts)):
+        rows = torch.arange(schedule.block_m + len(x)) % len(x)
+        part = number % parts  # the other segments are 0
+        held = _held(x, rows, part, parts, device), _held(w, columns, part, parts, device)
+        weight = ExactWeight(held[1].digits, held[1].scale)
+        found = product(held[0], weight, None, replace(schedule, int8=int8))
+        if not torch.equal(found, right[rows][:, columns].to(device)):
+            raise ArithmeticError(f"products of {k} elements in {schedule} are not exact on {device}")
+        compared += found.numel()
+    return compared
+
+
+def _certificate_rows(length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Integers of activations and of weights, [rows, length] each."""
+    draw, half = np.random.default_rng(length), length // 2
+    signs = np.where(np.arange(length) % 2 == 0, 1, -1)
+    two, three = np.full(length, TWO_DIGITS), np.full(length, THREE_DIGITS)
+    x, w = [two, -two, signs * two, three, -three, signs * three], [two, -two, signs * two]
+    rest = np.zeros(length - 2 * half, np.int64)
+
+    def large(digits: int) -> NDArray[np.int64]:
+        """Of digits whose sums of products grow fast; in another order they grow by other steps."""
+        return draw.integers(120, 128, (digits, half)).T @ (256 ** np.arange(digits))
+
+    for place in range(3):
+        a = large(max(2, place + 1))
+        a[half // 2] = 3 * 256**place
+        x.append(np.concatenate((a, a[::-1], rest)))
+    for place in range(2):
+        b = large(2)
+        b[half // 2] = 0
+        w.append(np.concatenate((b, -b[::-1], rest)))
+        w[-1][half // 2] = 256**place
+    return np.stack(x).astype(np.int64), np.stack(w).astype(np.int64)
+
+
+def _held(integers: NDArray[np.int64], rows: torch.Tensor, part: int, parts: int, device: torch.device) -> Activations:
+    """Rows of integers as one segment of activations whose scales are 1; the other segments are 0."""
+    length = integers.shape[1]
+    schedule = QuantizeSchedule.of(length)
+    digits, third = np.zeros((3, len(integers), parts, length), np.int8), integers
+    for place in (2, 1, 0):
+        digits[place, :, part] = (third + 128) % 256 - 128
+        third = (third - digits[place, :, part]) // 256
+    marks = np.zeros((len(integers), parts), np.int64)
+    for row, element in np.argwhere(digits[0, :, part]):
+        marks[row, part] |= np.int64(1) << np.int64(element // schedule.mark_step)
+    planes = torch.from_numpy(digits).flatten(2)[:, rows].to(device)
+    held = torch.from_numpy(marks)[rows].to(device)
+    return Activations(planes[1:].contiguous(), planes[0].contiguous(), held, torch.ones(held.shape, device=device))

@@ -1,0 +1,357 @@
+"""The Triton kernel of exact attention over a paged bf16 cache, for prefill and decode.
+
+Of a row with query ``q`` over a tile of keys ``k`` and values ``v``, all integers on grids of their own, ``v`` 2^i:
+
+    s = fp32((q k^T + 128) >> 8) * qk_scale * scale_k * scale_q
+    m = max(ceil(s)),  w = 2^(s - m),                   l = sum(rint(w 32512))
+    e = max(ceil(s) + i),  u = rint(w 2^(m + i - e) 32512),  acc = (u v + 128) >> 8
+
+over the keys that the row sees. Tiles of a split, and then splits, merge in ascending order: l and acc, from here on
+in fp32, times 2^(m - max m) and 2^(e - max e), powers of two of integers. The result is acc / l * 2^(e - m + 8).
+Products are sums of products of int8 digits and exact, so blocks, warps and which program has which splits are
+schedules.
+
+A key or value that is not finite has i = +inf, which makes e = +inf of the rows that see it; their results are NaN.
+What a work item is, and pages: as in :mod:`..attention.triton_kernels`.
+"""
+
+import triton
+import triton.language as tl
+
+from ..attention.splits import is_end_of_split, split_of, start_of
+from ..attention.triton_kernels import KVCache, load_kv_tile, load_pages
+from ..attention.work import load_work
+from ..common.triton_names import aggregate, value
+from . import definition
+from .triton_linear import dot_digits
+from .triton_math import (
+    ceil,
+    exp2,
+    finest_of_two_digits,
+    from_bf16,
+    is_finite,
+    last_digit,
+    power_of_two,
+    rint,
+    to_bf16,
+    top_of,
+)
+
+_WEIGHT_ONE = tl.constexpr(float(definition.WEIGHT_ONE))
+_INFINITY = tl.constexpr(float("inf"))
+
+
+@aggregate
+class State:
+    """The running result of a block of rows: weights add up to l * 2**m, weighted values to acc * 2**e."""
+
+    m: tl.tensor  # [rows], integers in fp32; -inf before the first key
+    l: tl.tensor  # [rows]
+    e: tl.tensor  # [rows], as m; +inf for a row whose result is NaN
+    acc: tl.tensor  # [rows, PADDED_HEAD_DIM]
+
+
+@aggregate
+class Rows:
+    """The query rows of a block, (token, query head of the KV head) pairs."""
+
+    q1: tl.tensor  # [BLOCK_M, PADDED_HEAD_DIM] int8 digits
+    q0: tl.tensor
+    scale: tl.tensor  # [BLOCK_M], of the grids; 1 where a row is not finite
+    finite: tl.tensor  # [BLOCK_M]
+    q_pos: tl.tensor  # [BLOCK_M]
+    stored: tl.tensor  # [BLOCK_M], whether a row exists and is one of those in a partial result
+
+
+@aggregate
+class Partials:
+    """The workspace for results of single splits: [idx, NUM_KV_HEADS, ROWS] of m, l, e and rows of acc."""
+
+    m_ptr: tl.tensor
+    l_ptr: tl.tensor
+    e_ptr: tl.tensor
+    acc_ptr: tl.tensor
+    NUM_KV_HEADS: tl.constexpr
+    ROWS: tl.constexpr
+    HEAD_DIM: tl.constexpr
+    PADDED_HEAD_DIM: tl.constexpr
+
+
+@aggregate
+class Output:
+    """Where the result goes."""
+
+    ptr: tl.tensor
+    stride_token: value
+    stride_head: value
+    QUERIES_PER_KV: tl.constexpr
+    HEAD_DIM: tl.constexpr
+    PADDED_HEAD_DIM: tl.constexpr
+
+
+@aggregate
+class Options:
+    """How a product of integers becomes a score, and what a row sees."""
+
+    qk_scale: value
+    window: value
+    USE_WINDOW: tl.constexpr
+    INT8: tl.constexpr
+
+
+@triton.jit
+def no_keys(BLOCK: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr):
+    """The state before the first key."""
+    nothing = tl.full((BLOCK,), -_INFINITY, tl.float32)
+    l = tl.zeros((BLOCK,), tl.float32)
+    acc = tl.zeros((BLOCK, PADDED_HEAD_DIM), tl.float32)
+    return State(nothing, l, nothing, acc)
+
+
+@triton.jit
+def _factor(exponents, common):
+    """2**(exponents - common); 0 for rows without a key."""
+    none = exponents == -_INFINITY
+    difference = tl.where(none, -127.0, exponents - tl.where(none, 0.0, common))
+    return power_of_two(tl.maximum(difference, -127.0).to(tl.int32))
+
+
+@triton.jit
+def merge(state, later):
+    """The state of both, the one with the earlier keys first."""
+    m, e = tl.maximum(state.m, later.m), tl.maximum(state.e, later.e)
+    l = state.l * _factor(state.m, m) + later.l * _factor(later.m, m)
+    acc = state.acc * _factor(state.e, e)[:, None] + later.acc * _factor(later.e, e)[:, None]
+    return State(m, l, e, acc)
+
+
+@triton.jit
+def on_grids(a, AXIS: tl.constexpr):
+    """Rows along an axis of ``a`` fp32 as digits, int8 of its shape; the exponents of their grids; which are finite."""
+    top = top_of(a, AXIS)
+    finite, e = is_finite(top), finest_of_two_digits(top)
+    integers = rint(tl.where(tl.expand_dims(finite, AXIS), a, 0.0) * tl.expand_dims(power_of_two(-e), AXIS))
+    low, high = last_digit(integers)
+    return high.to(tl.int8), low.to(tl.int8), tl.where(finite, e, 0), finite
+
+
+@triton.jit
+def product_8(a1, a0, b1, b0, INT8: tl.constexpr):
+    """(a @ b + 128) >> 8 of integers of two digits each, over at most 256 elements: int32."""
+    zero = tl.zeros((a1.shape[0], b1.shape[1]), tl.int32 if INT8 else tl.float32)
+    y = dot_digits(a1, b1, zero, INT8).to(tl.int32) << 8
+    if INT8:
+        y = dot_digits(a1, b0, y, INT8)
+        y = dot_digits(a0, b1, y, INT8)
+    else:
+        y += dot_digits(a0, b1, dot_digits(a1, b0, zero, INT8), INT8).to(tl.int32)
+    return y + ((dot_digits(a0, b0, zero, INT8).to(tl.int32) + 128) >> 8)
+
+
+@triton.jit
+def attend_tile(state, rows, kv, options, page, tile_start):
+    """The state after a tile of keys."""
+    k, v = load_kv_tile(kv, page, tile_start, True)
+    k1, k0, k_e, k_finite = on_grids(from_bf16(k), 0)
+    v1, v0, v_e, v_finite = on_grids(from_bf16(v), 1)
+    s = product_8(rows.q1, rows.q0, k1, k0, options.INT8).to(tl.float32) * options.qk_scale
+    s = s * (power_of_two(k_e) * 256.0)[None, :] * rows.scale[:, None]  # [BLOCK_M, KEY_TILE]
+    distance = rows.q_pos[:, None] - (tile_start + tl.arange(0, kv.KEY_TILE))[None, :]
+    visible = distance >= 0
+    if options.USE_WINDOW:
+        visible &= distance < options.window
+    above = tl.where(visible, ceil(s), -_INFINITY)
+    # The exponent of a value's scale, as the definition has it of the scale.
+    i = tl.where(k_finite & v_finite, v_e.to(tl.float32), _INFINITY)
+    m, e = tl.max(above, 1), tl.max(tl.where(visible, above + i[None, :], -_INFINITY), 1)
+    seen = m != -_INFINITY
+    m_0, e_0 = tl.where(seen, m, 0.0), tl.where(seen, e, 0.0)
+    w = exp2(tl.where(visible, s - m_0[:, None], -_INFINITY))
+    l = tl.sum(rint(w * _WEIGHT_ONE), 1).to(tl.float32)
+    shift = tl.minimum(tl.maximum(m_0 - e_0, -1000.0), 1000.0).to(tl.int32)[:, None] + v_e[None, :]
+    w = w * power_of_two(tl.minimum(shift, 126))
+    u0, u1 = last_digit(rint(w * _WEIGHT_ONE))
+    acc = product_8(u1.to(tl.int8), u0.to(tl.int8), v1, v0, options.INT8)
+    e = tl.where(rows.finite | (m == -_INFINITY), e, _INFINITY)
+    return merge(state, State(m, l, e, acc.to(tl.float32)))
+
+
+@triton.jit
+def end_split(state, split_state, split, rows, work, partials, MAY_SHARE: tl.constexpr):
+    """A finished split goes among the partial results, or straight into the state of its rows."""
+    m, l, e, acc = state.m, state.l, state.e, state.acc
+    if MAY_SHARE:
+        if work.workspace_idx >= 0:
+            offs_r = tl.arange(0, rows.q1.shape[0])
+            idx = (work.workspace_idx + split).to(tl.int64) * partials.NUM_KV_HEADS + work.kv_head
+            idx = idx * partials.ROWS + offs_r
+            tl.store(partials.m_ptr + idx, split_state.m, mask=rows.stored)
+            tl.store(partials.l_ptr + idx, split_state.l, mask=rows.stored)
+            tl.store(partials.e_ptr + idx, split_state.e, mask=rows.stored)
+            offs_d = tl.arange(0, partials.PADDED_HEAD_DIM)
+            mask = rows.stored[:, None] & (offs_d < partials.HEAD_DIM)[None, :]
+            acc_ptrs = partials.acc_ptr + idx[:, None] * partials.PADDED_HEAD_DIM + offs_d[None, :]
+            tl.store(acc_ptrs, split_state.acc, mask=mask)
+        else:
+            merged = merge(state, split_state)
+            m, l, e, acc = merged.m, merged.l, merged.e, merged.acc
+    else:
+        merged = merge(state, split_state)
+        m, l, e, acc = merged.m, merged.l, merged.e, merged.acc
+    return State(m, l, e, acc)
+
+
+@triton.jit
+def store_result(state, out, work, token, head, mask):
+    """Write the result of rows, (token of the request, query head) pairs."""
+    shift = tl.minimum(tl.maximum(state.e - state.m, -127.0), 119.0).to(tl.int32) + 8
+    y = tl.div_rn(state.acc, tl.broadcast_to(state.l[:, None], state.acc.shape)) * power_of_two(shift)[:, None]
+    y = tl.where((state.e == _INFINITY)[:, None], float("nan"), y)
+    offs_d = tl.arange(0, out.PADDED_HEAD_DIM)
+    row = (work.query_start + token).to(tl.int64)
+    out_ptrs = out.ptr + row[:, None] * out.stride_token + head[:, None] * out.stride_head + offs_d[None, :]
+    tl.store(out_ptrs, to_bf16(y), mask=mask)
+
+
+@triton.jit
+def merge_partials(out, partials, work, first_split, splits, BLOCK: tl.constexpr):
+    """Merges the partial results of a block of rows, in ascending order, and writes the result."""
+    offs_r, offs_d = tl.arange(0, BLOCK), tl.arange(0, out.PADDED_HEAD_DIM)
+    token = (work.first_row + offs_r) // out.QUERIES_PER_KV
+    mask = (offs_r < partials.ROWS) & (token < work.query_len)
+    head = work.kv_head * out.QUERIES_PER_KV + (work.first_row + offs_r) % out.QUERIES_PER_KV
+    mask_d = mask[:, None] & (offs_d < out.HEAD_DIM)[None, :]
+    state = no_keys(BLOCK, out.PADDED_HEAD_DIM)
+    idx = (work.workspace_idx + first_split).to(tl.int64) * partials.NUM_KV_HEADS + work.kv_head
+    idx = idx * partials.ROWS + offs_r
+    for _ in range(splits):
+        m = tl.load(partials.m_ptr + idx, mask=mask, other=-_INFINITY, cache_modifier=".cg")
+        l = tl.load(partials.l_ptr + idx, mask=mask, other=0.0, cache_modifier=".cg")
+        e = tl.load(partials.e_ptr + idx, mask=mask, other=-_INFINITY, cache_modifier=".cg")
+        acc_ptrs = partials.acc_ptr + idx[:, None] * partials.PADDED_HEAD_DIM + offs_d[None, :]
+        acc = tl.load(acc_ptrs, mask=mask_d, other=0.0, cache_modifier=".cg")
+        state = merge(state, State(m, l, e, acc))
+        idx += partials.NUM_KV_HEADS * partials.ROWS
+    store_result(state, out, work, token, head, mask_d)
+
+
+@triton.jit
+def share_partials(out, partials, work, semaphores_ptr, begin, end, first_split, splits, BLOCK: tl.constexpr):
+    """Counts the partial results of the splits ``begin`` to ``end - 1`` of a block; the CTA that brings the last of all
+    ``splits`` merges them.
+    """
+    semaphore_ptr = semaphores_ptr + work.workspace_idx * partials.NUM_KV_HEADS + work.kv_head
+    tl.debug_barrier()
+    if tl.atomic_add(semaphore_ptr, end - begin, sem="acq_rel") == splits - (end - begin):
+        tl.debug_barrier()
+        tl.store(semaphore_ptr, 0)
+        merge_partials(out, partials, work, first_split, splits, BLOCK)
+
+
+@triton.jit(do_not_specialize=["stride_table", "window"])
+def exact_attention_kernel(
+    q_ptr,
+    k_cache,
+    v_cache,
+    out_ptr,
+    block_table_ptr,
+    work_indptr,
+    work_ptr,
+    partial_m_ptr,
+    partial_l_ptr,
+    partial_e_ptr,
+    partial_acc_ptr,
+    semaphores_ptr,
+    qk_scale,
+    window,
+    stride_table,
+    stride_q_token,
+    stride_q_head,
+    stride_k_page,
+    stride_k_head,
+    stride_k_slot,
+    stride_v_page,
+    stride_v_head,
+    stride_v_slot,
+    stride_o_token,
+    stride_o_head,
+    USE_WINDOW: tl.constexpr,
+    INT8: tl.constexpr,
+    PREFILL_LIKE: tl.constexpr,
+    MAY_SHARE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    QUERIES_PER_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SPLIT_SEGMENTS: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PARTIAL_ROWS: tl.constexpr,
+    PARTIAL_BLOCK: tl.constexpr,
+):
+    """Works on every item of ``work_ptr``; arguments as of :func:`..attention.triton_kernels.attention_kernel`.
+
+    Args:
+        qk_scale: of the scores, times log2 e, in fp32.
+        INT8: digits are multiplied by int8 tensor cores, else by those of fp16.
+    """
+    options = Options(qk_scale, window, USE_WINDOW, INT8)
+    partials = Partials(
+        partial_m_ptr, partial_l_ptr, partial_e_ptr, partial_acc_ptr, NUM_KV_HEADS, PARTIAL_ROWS, HEAD_DIM,
+        PADDED_HEAD_DIM,
+    )  # fmt: skip
+    out = Output(out_ptr, stride_o_token, stride_o_head, QUERIES_PER_KV, HEAD_DIM, PADDED_HEAD_DIM)
+    first_item, end_item, step = tl.program_id(0), 0, 1
+    if PREFILL_LIKE:
+        end_item, step = tl.load(work_indptr) * NUM_KV_HEADS, tl.num_programs(0)
+    else:
+        end_item = tl.load(work_indptr + first_item + 1)
+        first_item = tl.load(work_indptr + first_item)
+    for item in tl.range(first_item, end_item, step):
+        work = load_work(work_ptr, item, NUM_KV_HEADS, PREFILL_LIKE)
+        last_token = min((work.first_row + BLOCK_M - 1) // QUERIES_PER_KV, work.query_len - 1)
+
+        # Keys that some row of the block sees.
+        kv_end, first_key = work.context_len + last_token + 1, 0
+        if USE_WINDOW:
+            first_key = max(work.context_len + work.first_row // QUERIES_PER_KV - window + 1, 0)
+        begin = max(work.first_split, split_of(first_key, SPLIT_SEGMENTS))
+        end = min(work.first_split + work.num_splits, split_of(kv_end - 1, SPLIT_SEGMENTS) + 1)
+        tile_start = max(start_of(begin, SPLIT_SEGMENTS), first_key // KEY_TILE * KEY_TILE)
+        tile_end = min(start_of(end, SPLIT_SEGMENTS), kv_end)
+
+        offs_m, offs_d = work.first_row + tl.arange(0, BLOCK_M), tl.arange(0, PADDED_HEAD_DIM)
+        token = offs_m // QUERIES_PER_KV
+        head = work.kv_head * QUERIES_PER_KV + offs_m % QUERIES_PER_KV
+        exists = token < work.query_len
+        row = (work.query_start + token).to(tl.int64)
+        mask = exists[:, None] & (offs_d < HEAD_DIM)[None, :]
+        q_ptrs = q_ptr + row[:, None] * stride_q_token + head[:, None] * stride_q_head + offs_d[None, :]
+        q1, q0, q_e, finite = on_grids(from_bf16(tl.load(q_ptrs, mask=mask, other=0.0)), 1)
+        stored = exists & (tl.arange(0, BLOCK_M) < PARTIAL_ROWS)
+        rows = Rows(q1, q0, power_of_two(q_e), finite, work.context_len + token, stored)
+        kv = KVCache(
+            k_cache, v_cache, block_table_ptr + work.request * stride_table, stride_k_page, stride_k_head,
+            stride_k_slot, stride_v_page, stride_v_head, stride_v_slot, work.kv_head, first_key, kv_end, False,
+            KEY_TILE, PAGE_SIZE, HEAD_DIM, PADDED_HEAD_DIM,
+        )  # fmt: skip
+
+        state, split_state = no_keys(BLOCK_M, PADDED_HEAD_DIM), no_keys(BLOCK_M, PADDED_HEAD_DIM)
+        page = load_pages(kv, tile_start)
+        for start in range(tile_start, tile_end, KEY_TILE):
+            next_page = load_pages(kv, start + KEY_TILE)
+            split_state = attend_tile(split_state, rows, kv, options, page, start)
+            page = next_page
+            if is_end_of_split(start + KEY_TILE, SPLIT_SEGMENTS) | (start + KEY_TILE >= tile_end):
+                split = split_of(start, SPLIT_SEGMENTS)
+                state = end_split(state, split_state, split, rows, work, partials, MAY_SHARE)
+                split_state = no_keys(BLOCK_M, PADDED_HEAD_DIM)
+
+        if MAY_SHARE:  # noqa: SIM102 - known when it is compiled
+            if (work.workspace_idx >= 0) & (begin < end):
+                first_split = split_of(first_key, SPLIT_SEGMENTS)
+                splits = split_of(kv_end - 1, SPLIT_SEGMENTS) + 1 - first_split
+                share_partials(out, partials, work, semaphores_ptr, begin, end, first_split, splits, PARTIAL_BLOCK)
+        if work.workspace_idx < 0:
+            store_result(state, out, work, token, head, mask)
