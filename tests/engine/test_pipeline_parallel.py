@@ -50,6 +50,7 @@ def start(dense: Path) -> Callable[..., Result]:
         **others: Any,
     ) -> Result:
         parallel = {"pipeline_parallel_size": stages, "tensor_parallel_size": workers}
+        parallel["distributed_executor_backend"] = "mp"  # in the driver's process one worker would have all cores
         cores = "|".join(str(rank % 2) for rank in range(stages * workers))
         settings = {"model": str(model)} | LIMITS | parallel | others
         variables = {"VLLM_CPU_OMP_THREADS_BIND": cores, TP_TREE.name: str(tree)}
