@@ -144,3 +144,8 @@ def test_a_package_that_is_not_installed_is_named(package: str, monkeypatch: pyt
     found = support.find_spec
     monkeypatch.setattr(support, "find_spec", lambda name: None if name == package else found(name))
     refuses(lambda: patch(torch.nn.Linear(1, 1)), "transformers|vLLM")
+
+
+def test_exact_arithmetic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(envs.ARITHMETIC.name, "exact")
+    refuses(lambda: patch(model()), "VLLM_BATCH_INVARIANT_ARITHMETIC=exact in a trainer")

@@ -81,6 +81,10 @@ def check_compared(family: Family, rope_type: str, device_type: str) -> None:
             "its matmuls are not added in that tree",
             "leave it out, and roll out with --tensor-parallel-size 1",
         )
+    if envs.is_exact():
+        raise NotCovered(
+            f"{envs.ARITHMETIC.name}=exact in a trainer", "its operations have no gradients there", "leave it out"
+        )
 
 
 def _check_is_not_wrapped(model: torch.nn.Module) -> None:
