@@ -156,5 +156,7 @@ def test_a_contraction_or_a_second_rounding_would_be_seen() -> None:
 def test_operations_without_a_definition_refuse() -> None:
     with pytest.raises(NotCovered, match="mm of floats in exact arithmetic"):
         undefined.mm(torch.ones(2, 2), torch.ones(2, 2))
+    with pytest.raises(NotCovered, match="over 65536 elements"):
+        cpu.prepare(torch.ones(2, 65_536, dtype=torch.bfloat16), shared=False)
     with pytest.raises(NotCovered, match="a part of a row"):
         cpu.rms_norm(torch.ones(2, 8, dtype=torch.bfloat16), None, 1e-6, variance_size=4)

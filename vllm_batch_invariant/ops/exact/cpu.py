@@ -11,7 +11,7 @@ from ..common.native_kernels import kernel
 from ..common.numba_rows import RowKernel
 from ..top_k_top_p.cpu import top_k_top_p as top_k_top_p_of_floats
 from . import cpu_kernels
-from .definition import LOG2_E, SPLITS, TWO_DIGITS, segments
+from .definition import LARGEST_K, LOG2_E, SPLITS, TWO_DIGITS, segments
 
 LEAVE_IT = "leave VLLM_BATCH_INVARIANT_ARITHMETIC out"
 BLAS_FROM = 8
@@ -36,8 +36,16 @@ class ExactWeight:
 
 
 def prepare(weight: torch.Tensor, shared: bool) -> ExactWeight:
-    """Put a weight [N, K] bf16 on its rows' grids; ``shared``: see :func:`.definition.segments`."""
+    """Put a weight [N, K] bf16 on its rows' grids; ``shared``: see :func:`.definition.segments`.
+
+    Raises:
+        NotCovered: K above :data:`.definition.LARGEST_K`.
+    """
     n, k = weight.shape
+    if k > LARGEST_K:
+        raise NotCovered(
+            f"a product over {k} elements in exact arithmetic", f"it is defined up to {LARGEST_K}", LEAVE_IT
+        )
     parts = segments(k, shared)
     integers = torch.empty(n * parts, k // parts, dtype=torch.int16)
     scale = torch.empty(n * parts, dtype=torch.float32)
