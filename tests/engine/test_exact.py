@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from tests.engine.engines import Result, check_of, only_where_asked_for, run, tokens
 from tests.engine.plans import alone_and_among, moved
+from tests.engine.test_models import GQA, SIZES
+from tests.engine.test_models import checkpoint as checkpoint_of
 from vllm_batch_invariant.envs import ARITHMETIC
 from vllm_batch_invariant.ops.exact import FORMAT, known_answers
 from vllm_batch_invariant.verify.check.engine import EngineRun
@@ -33,6 +36,27 @@ OLD = {
     "VLLM_CPU_OMP_THREADS_BIND": "0",
 }
 """Variables by which libraries behave as on an older CPU, with one thread."""
+
+
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+FAMILIES = {
+    "Llama with scaled angles and tied embeddings": transformers.LlamaConfig(
+        **SIZES, **GQA, rope_parameters=LLAMA_3, tie_word_embeddings=True
+    ),
+    "Llama with biases": transformers.LlamaConfig(**SIZES, **GQA, attention_bias=True, mlp_bias=True),
+    "Mistral with a window": transformers.MistralConfig(**SIZES, **GQA, sliding_window=48),
+    "Qwen2 with biases and a window that it does not use": transformers.Qwen2Config(
+        **SIZES, num_key_value_heads=2, sliding_window=48
+    ),
+}
+"""Others than the small model's: Qwen3."""
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +128,16 @@ def test_what_has_no_definition_is_refused_by_name(checkpoint: Path, request: py
     ):
         with pytest.raises(EngineFailed, match=f"{said} in exact arithmetic"):
             Engine(str(checkpoint), arguments, "1", EXACT).__enter__()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_the_bits_of_its_decoder(family: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    only_where_asked_for(request.config)
+    made = checkpoint_of(FAMILIES[family], torch.bfloat16)
+    for weight in made.parameters():  # biases of Hugging Face's random models are 0
+        weight.data = torch.where(weight == 0, torch.linspace(-1, 1, weight.numel()).view(weight.shape), weight)
+    made.to(torch.bfloat16).save_pretrained(tmp_path)
+    done = started(tmp_path, EXACT, receipts_of=tokens(150, 1))
+    assert moved(done) == []
+    verdict = recompute(Receipt.from_json(done.receipts["receipt"]), str(tmp_path))
+    assert verdict, verdict

@@ -288,6 +288,7 @@ def _inexact(config: Config) -> str | None:
         f"the model {model.architecture}": model.architecture not in exact.MODELS,
         f"the activation {getattr(text, 'hidden_act', 'silu')}": getattr(text, "hidden_act", "silu") != "silu",
         f"a rotary embedding of type {kind}": kind not in exact.ROTARY_EMBEDDINGS,
+        "sliding windows of a Qwen": getattr(text, "use_sliding_window", False),
         "a rotary embedding of a part of a head": rope.get("partial_rotary_factor", 1.0) != 1.0,
         f"dtype {dtype}": dtype != "bfloat16",
         f"tensor parallelism {parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,

@@ -87,6 +87,13 @@ def test_norm_activation_and_rotation_have_the_definitions_bits(threads: int) ->
 def test_what_is_done_with_logits_has_the_definitions_bits(threads: int) -> None:
     logits = normal(11, 5, 4000) * fp32(3)
     logits[1, :200], logits[2] = -np.inf, definition.bf16(logits[2])
+    broken = logits[:3].copy()
+    broken[0, 7], broken[1, 9], broken[2] = np.nan, np.inf, -np.inf
+    for mine, theirs in ((cpu.softmax, definition.softmax), (cpu.log_softmax, definition.log_softmax)):
+        with np.errstate(invalid="ignore"):
+            right = theirs(broken)
+        assert np.isnan(right).all()
+        assert np.isnan(mine(torch.from_numpy(broken)).numpy()).all()
     assert np.array_equal(cpu.softmax(torch.from_numpy(logits)).numpy(), definition.softmax(logits))
     assert np.array_equal(cpu.log_softmax(torch.from_numpy(logits)).numpy(), definition.log_softmax(logits))
     for k, p in ((0, 0.9), (50, 0.5), (7, 1.0), (0, 1e-9)):
@@ -130,6 +137,22 @@ def test_paged_attention_has_the_definitions_bits(
         reduction=AttentionReduction.of_device("cpu", "exact"),
     )  # fmt: skip
     assert_equal(got, np.concatenate(right))
+
+
+@pytest.mark.parametrize("keys", [10, 300])
+def test_a_value_that_is_not_finite_gives_nan_to_the_rows_that_see_it(keys: int) -> None:
+    q, k, v = normal(41, keys, 1, 64), normal(42, keys, 1, 64), normal(43, keys, 1, 64)
+    v[4, 0, 5], v[7, 0, 5] = np.inf, np.nan
+    right = definition.attention(q, k, v, 0.125)
+    assert np.isnan(right[4:]).all()
+    assert not np.isnan(right[:4]).any()
+    page = torch.stack((tensor(k), tensor(v)), 1).view(1, keys, 2, 64).transpose(1, 2)
+    got = paged_attention(
+        tensor(q), page[:, :1], page[:, 1:], torch.zeros(1, 1, dtype=torch.int32), torch.tensor([keys]),
+        torch.tensor([0, keys]), scale=0.125, implementation="exact",
+        reduction=AttentionReduction.of_device("cpu", "exact"),
+    )  # fmt: skip
+    assert_equal(got, right)
 
 
 def test_attention_has_the_splits_and_tiles_of_its_reduction() -> None:

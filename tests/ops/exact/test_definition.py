@@ -12,7 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_batch_invariant.ops.exact import FORMAT, definition
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops.exact import FORMAT, definition, known_answers
+from vllm_batch_invariant.ops.exact.decoder import Decoder
 from vllm_batch_invariant.ops.exact.definition import Floats, fp32
 from vllm_batch_invariant.ops.exact.known_answers import normal, with_outliers
 
@@ -243,3 +245,15 @@ def digest() -> str:
 def test_the_format_has_its_bits_on_this_machine_too() -> None:
     """Seen equal on an AMD EPYC (Zen 4) with OpenBLAS for it, for Haswell and for Nehalem."""
     assert digest() == KNOWN
+
+
+def test_a_small_model_has_its_known_answers_and_what_has_none_is_refused() -> None:
+    assert known_answers.digest() == known_answers.DIGEST
+    config, _ = known_answers.checkpoint()
+    for changed, said in (
+        ({"architectures": ["GPT2LMHeadModel"]}, "the model GPT2LMHeadModel"),
+        ({"use_sliding_window": True}, "sliding windows"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "type yarn"),
+    ):
+        with pytest.raises(NotCovered, match=said):
+            Decoder(config | changed, known_answers.model()._weights).logits([1, 2])

@@ -5,7 +5,9 @@ FORMAT = "X16.1"
 
 MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Models all of whose operations are defined, by the name of their class."""
+WITH_WINDOWS = ("LlamaForCausalLM", "MistralForCausalLM")
+"""Those of them all of whose layers have the window that a configuration names."""
 ROTARY_EMBEDDINGS = ("default", "llama3")
 """Types of rotary embeddings that are defined, as configurations call them."""
 
-__all__ = ["FORMAT", "MODELS", "ROTARY_EMBEDDINGS"]
+__all__ = ["FORMAT", "MODELS", "ROTARY_EMBEDDINGS", "WITH_WINDOWS"]

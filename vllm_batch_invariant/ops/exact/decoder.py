@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import NotCovered
-from . import MODELS, ROTARY_EMBEDDINGS, definition
+from . import MODELS, ROTARY_EMBEDDINGS, WITH_WINDOWS, definition
 from .definition import Floats, fp32
 
 _COLUMNS = 8192
@@ -70,12 +70,12 @@ class Decoder:
         base = rope.get("rope_theta") or self.config.get("rope_theta", 10_000.0)
         return definition.turns(self.head_size, base, rope if kind == "llama3" else None)
 
-    def _window(self, layer: int) -> int | None:
-        """Keys that a layer's rows see; None for all."""
-        kinds = self.config.get("layer_types")
-        if kinds is not None:
-            return self.config["sliding_window"] if kinds[layer] == "sliding_attention" else None
-        return self.config.get("sliding_window") if self.config.get("use_sliding_window", True) else None
+    @cached_property
+    def _window(self) -> int | None:
+        """Keys that a row sees; None for all."""
+        if self.config.get("use_sliding_window"):
+            raise NotCovered("sliding windows of a Qwen", "in which layers they are follows its server", _REMEDY)
+        return self.config.get("sliding_window") if self.config["architectures"][0] in WITH_WINDOWS else None
 
     def logits(self, token_ids: Sequence[int], rows: slice = slice(None)) -> Floats:
         """[rows, vocabulary] bf16 values, of what follows each of the ``rows`` of the tokens."""
@@ -84,7 +84,7 @@ class Decoder:
         for layer in range(self.config["num_hidden_layers"]):
             at = f"model.layers.{layer}"
             hidden, residual = self._norm(hidden, f"{at}.input_layernorm", residual)
-            attended = self._attention(hidden, f"{at}.self_attn", table, self._window(layer))
+            attended = self._attention(hidden, f"{at}.self_attn", table)
             hidden, residual = self._norm(attended, f"{at}.post_attention_layernorm", residual)
             gate_up = [self._linear(hidden, f"{at}.mlp.{name}_proj") for name in ("gate", "up")]
             hidden = definition.silu_and_mul(np.concatenate(gate_up, axis=-1))
@@ -96,7 +96,7 @@ class Decoder:
         bits = self._weights["model.embed_tokens.weight"][np.asarray(token_ids)]
         return (bits.astype(np.uint32) << 16).view(fp32)
 
-    def _attention(self, x: Floats, name: str, table: Floats, window: int | None) -> Floats:
+    def _attention(self, x: Floats, name: str, table: Floats) -> Floats:
         query, key, value = (
             self._linear(x, f"{name}.{part}_proj").reshape(len(x), -1, self.head_size) for part in "qkv"
         )
@@ -104,5 +104,5 @@ class Decoder:
             query, _ = self._norm(query, f"{name}.q_norm")
             key, _ = self._norm(key, f"{name}.k_norm")
         query, key = definition.rotate(query, table), definition.rotate(key, table)
-        out = definition.attention(query, key, value, self.head_size**-0.5, window)
+        out = definition.attention(query, key, value, self.head_size**-0.5, self._window)
         return self._linear(out.reshape(len(x), -1), f"{name}.o_proj", shared=True)

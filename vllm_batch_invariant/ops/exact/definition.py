@@ -354,7 +354,9 @@ def attention(q: Floats, k: Floats, v: Floats, scale: float, window: int | None 
                 one = attention_tile(mine, *tile, visible.repeat(group, 0), factor)
                 part = one if part is None else part.merge(one)
             whole = part if whole is None else whole.merge(part)
-        found = whole.acc / whole.l[:, None] * power_of_two(np.clip(whole.e - whole.m, -127, 119) + 8)[:, None]
+        shift = whole.e - whole.m
+        power = power_of_two(np.nan_to_num(np.clip(shift, -127, 119)) + 8)
+        found = whole.acc / whole.l[:, None] * np.where(np.isnan(shift), fp32(np.nan), power)[:, None]
         out[:, heads] = bf16(found).reshape(rows, group, -1)
     return out
 
@@ -370,22 +372,29 @@ def splits(keys: int) -> list[slice]:
 
 
 def weights(logits: Floats) -> Integers:
-    """Softmax weights of a row as integers: 2**((x - max) * log2 e) * 2**:data:`MASS_BITS`, int64."""
+    """Softmax weights of a row as integers: 2**((x - max) * log2 e) * 2**:data:`MASS_BITS`, int64. A row whose largest
+    logit is not finite has none.
+    """
     top = logits.max(-1, keepdims=True)
+    logits = np.where(np.isfinite(top), logits, fp32(-np.inf))
+    top = np.where(np.isfinite(top), top, fp32(0))
     return np.rint(exp2((logits - top) * LOG2_E) * fp32(2.0**MASS_BITS)).astype(np.int64)
 
 
 def softmax(logits: Floats) -> Floats:
     """Each weight / the sum of weights, both rounded to fp32."""
     mass = weights(logits)
-    return mass.astype(fp32) / mass.sum(-1, keepdims=True).astype(fp32)
+    total = mass.sum(-1, keepdims=True)
+    return np.where(total > 0, mass.astype(fp32) / np.maximum(total, 1).astype(fp32), fp32(np.nan))
 
 
 def log_softmax(logits: Floats) -> Floats:
     """(x - max) - ln(sum of weights): the logarithm in fp64, rounded once to fp32."""
     top = logits.max(-1, keepdims=True)
-    log = ln_of_integer(weights(logits).sum(-1, keepdims=True)) - MASS_BITS * LN_2_FP64
-    return (logits - top) - log.astype(fp32)
+    total = weights(logits).sum(-1, keepdims=True)
+    log = ln_of_integer(np.maximum(total, 1)) - MASS_BITS * LN_2_FP64
+    finite = np.where(total > 0, top, fp32(0))
+    return np.where(total > 0, (logits - finite) - log.astype(fp32), fp32(np.nan))
 
 
 def top_k_top_p(logits: Floats, k: int, p: float) -> Floats:
