@@ -174,12 +174,7 @@ def test_rows_without_a_finite_maximum_have_no_probabilities():
 
 def keys_of(seeds: list[int], positions: list[int]) -> torch.Tensor:
     """What each row's noise is made of beside the token."""
-    keys = []
-    for seed, position in zip(seeds, positions, strict=True):
-        held = (seed + 0x9E3779B97F4A7C15) % 2**64
-        held = (held ^ held >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        held = (held ^ held >> 27) * 0x94D049BB133111EB % 2**64
-        keys.append(((held ^ held >> 31) + position) % 2**64)
+    keys = [definition.key_of(*of) for of in zip(seeds, positions, strict=True)]
     return torch.tensor(keys, dtype=torch.uint64).view(torch.int64)
 
 
