@@ -7,6 +7,7 @@ import argparse
 import io
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -151,10 +152,11 @@ def _means(measurements: Sequence[Measurement], key: str, unit: str) -> str:
 
 def training() -> str:
     """Reward, KL between rollout and trainer, and gradient norm of each step of the training runs."""
-    found = [row for row in read(DATA / "on_policy.csv") if row.provider in RUNS and row.keys["model"] == SMALL]
-    lines = {(row.provider, row.metric): [] for row in found if "step" in row.keys}
-    for row in found:
-        if "step" in row.keys:
+    rows = read(DATA / "on_policy.csv")
+    newest = rows[0].gpu, rows[0].versions
+    lines: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for row in rows:
+        if (row.gpu, row.versions) == newest and row.keys["model"] == SMALL and row.provider in RUNS:
             lines[row.provider, row.metric].append(row.p50)
     panels = {"reward": "reward", "kl": "KL(rollout || trainer)", "gradient-norm": "gradient norm"}
 
