@@ -4,7 +4,7 @@ It needs no engine, no PyTorch and no kernel, and has the bits of every engine t
 arithmetic.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,11 @@ from .definition import Floats, fp32
 _COLUMNS = 8192
 """Rows of a weight that are integers at a time."""
 _REMEDY = "verify with an engine that serves it"
+Seen = Callable[[str, Floats], None]
+
+
+def _unseen(layer: str, made: Floats) -> None:
+    """Of nobody who looks."""
 
 
 class Decoder:
@@ -77,18 +82,28 @@ class Decoder:
             raise NotCovered("sliding windows of a Qwen", "in which layers they are follows its server", _REMEDY)
         return self.config.get("sliding_window") if self.config["architectures"][0] in WITH_WINDOWS else None
 
-    def logits(self, token_ids: Sequence[int], rows: slice = slice(None)) -> Floats:
-        """[rows, vocabulary] bf16 values, of what follows each of the ``rows`` of the tokens."""
+    def logits(self, token_ids: Sequence[int], rows: slice = slice(None), seen: Seen = _unseen) -> Floats:
+        """[rows, vocabulary] bf16 values, of what follows each of the ``rows`` of the tokens.
+
+        Args:
+            seen: is given what each layer of vLLM's makes of all tokens, by the layer's path.
+        """
         hidden, residual = self._floats_of(token_ids), None
+        seen("model.embed_tokens", hidden)
         table = definition.rotary_table(len(token_ids), self._turns)
         for layer in range(self.config["num_hidden_layers"]):
             at = f"model.layers.{layer}"
             hidden, residual = self._norm(hidden, f"{at}.input_layernorm", residual)
-            attended = self._attention(hidden, f"{at}.self_attn", table)
+            seen(f"{at}.input_layernorm", hidden)
+            attended = self._attention(hidden, f"{at}.self_attn", table, seen)
             hidden, residual = self._norm(attended, f"{at}.post_attention_layernorm", residual)
-            gate_up = [self._linear(hidden, f"{at}.mlp.{name}_proj") for name in ("gate", "up")]
-            hidden = definition.silu_and_mul(np.concatenate(gate_up, axis=-1))
+            seen(f"{at}.post_attention_layernorm", hidden)
+            gate_up = np.concatenate([self._linear(hidden, f"{at}.mlp.{name}_proj") for name in ("gate", "up")], -1)
+            seen(f"{at}.mlp.gate_up_proj", gate_up)
+            hidden = definition.silu_and_mul(gate_up)
+            seen(f"{at}.mlp.act_fn", hidden)
             hidden = self._linear(hidden, f"{at}.mlp.down_proj", shared=True)
+            seen(f"{at}.mlp.down_proj", hidden)
         hidden, _ = self._norm(hidden[rows], "model.norm", residual[rows])
         return self._linear(hidden, "model.embed_tokens" if self.config.get("tie_word_embeddings") else "lm_head")
 
@@ -96,13 +111,19 @@ class Decoder:
         bits = self._weights["model.embed_tokens.weight"][np.asarray(token_ids)]
         return (bits.astype(np.uint32) << 16).view(fp32)
 
-    def _attention(self, x: Floats, name: str, table: Floats) -> Floats:
-        query, key, value = (
-            self._linear(x, f"{name}.{part}_proj").reshape(len(x), -1, self.head_size) for part in "qkv"
-        )
+    def _attention(self, x: Floats, name: str, table: Floats, seen: Seen) -> Floats:
+        parts = [self._linear(x, f"{name}.{part}_proj") for part in "qkv"]
+        seen(f"{name}.qkv_proj", np.concatenate(parts, -1))
+        query, key, value = (part.reshape(len(x), -1, self.head_size) for part in parts)
         if f"{name}.q_norm.weight" in self._weights:
             query, _ = self._norm(query, f"{name}.q_norm")
             key, _ = self._norm(key, f"{name}.k_norm")
+            seen(f"{name}.q_norm", query)
+            seen(f"{name}.k_norm", key)
         query, key = definition.rotate(query, table), definition.rotate(key, table)
-        out = definition.attention(query, key, value, self.head_size**-0.5, self._window)
-        return self._linear(out.reshape(len(x), -1), f"{name}.o_proj", shared=True)
+        seen(f"{name}.rotary_emb", query)
+        out = definition.attention(query, key, value, self.head_size**-0.5, self._window).reshape(len(x), -1)
+        seen(f"{name}.attn", out)
+        projected = self._linear(out, f"{name}.o_proj", shared=True)
+        seen(f"{name}.o_proj", projected)
+        return projected

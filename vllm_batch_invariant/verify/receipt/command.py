@@ -24,6 +24,7 @@ from ..arguments import (
     choose_mode,
     not_negative,
 )
+from ..bisect.engine import WORKER_EXTENSION
 from ..outcome import NoTestError, Status
 from ..printing import consoles, note, printable, waiting
 from ..report.files import why_not_writable
@@ -41,6 +42,8 @@ IN_ENGINE = f"{__package__}.in_engine"
 
 def _make(options: argparse.Namespace, parser: OneLineParser) -> int:
     _check_target(parser, options)
+    if options.trace and options.base_url:
+        parser.error("--trace looks into an engine that is started here: leave out --base-url")
     if options.receipt.exists():
         raise NoTestError(f"{options.receipt} exists, and a receipt overwrites nothing")
     if why := why_not_writable(options.receipt):
@@ -67,7 +70,8 @@ def _make(options: argparse.Namespace, parser: OneLineParser) -> int:
         )
     else:
         with _engine(options) as engine:
-            asked = {"prompt": asdict(prompt), "sampling": asdict(sampling), "private": options.private}
+            asked = {"prompt": asdict(prompt), "sampling": asdict(sampling)}
+            asked |= {"private": options.private, "trace": options.trace}
             receipt = Receipt.from_json(engine.call(f"{IN_ENGINE}:make", asked))
     receipt.save(options.receipt)
     made = f"{options.receipt}: {extent(receipt.completion)} of {receipt.model.name}, sha256 {receipt.sha256}"
@@ -183,7 +187,8 @@ def _engine(options: argparse.Namespace) -> Iterator["Engine"]:
 
     with ExitStack() as stack:
         with waiting(consoles()[1], "starting an engine"):
-            engine = stack.enter_context(Engine(options.model, options.serve_args, os.environ.get(FLAG)))
+            traced = ("--worker-extension-cls", WORKER_EXTENSION) * getattr(options, "trace", False)
+            engine = stack.enter_context(Engine(options.model, [*options.serve_args, *traced], os.environ.get(FLAG)))
         if engine.info["mode"] == THEIRS:
             note(f"mode: {THEIRS}")
         yield engine
@@ -213,6 +218,11 @@ def add_arguments(parser: OneLineParser) -> None:
     making.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the request")
     making.add_argument("--logprobs", type=at_least(0), default=5, metavar="N", help="candidates at each position")
     making.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens")
+    making.add_argument(
+        "--trace",
+        action="store_true",
+        help="with an engine here: keep digests of what layers make, so that a difference is found in its operation",
+    )
     add_json(making)
     add_html(making)
 

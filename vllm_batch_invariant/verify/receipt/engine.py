@@ -12,7 +12,7 @@ from ..answers import NO_LOGPROBS
 from ..outcome import NoTestError
 from .comparison import Note, Verdict, notes_on, verdict_on
 from .model_files import local_folder, model_at
-from .record import Completion, EngineInfo, Environment, Receipt, Sampling, environment_from_json
+from .record import Completion, EngineInfo, Environment, Receipt, Sampling, TracedStep, environment_from_json
 
 _LONGEST = 400
 """Most tokens in the prompt of a concurrent request: prefill must overlap the completion without delaying it much."""
@@ -188,6 +188,35 @@ def _vllm_sampling(sampling: Sampling) -> Any:
 
     lists = {"stop": list(sampling.stop), "stop_token_ids": list(sampling.stop_token_ids)}
     return SamplingParams(**asdict(sampling) | lists, detokenize=bool(sampling.stop))
+
+
+def traced(llm: Any, prompt: tuple[int, ...], sampling: Sampling) -> tuple[Completion, tuple[TracedStep, ...]]:
+    """A completion alone, and what every layer made of it. The engine has the worker extension of ``bisect``.
+
+    Raises:
+        NoTestError: as for :func:`complete`, or several workers share the model.
+    """
+    from ..bisect.recording import MODULE_OUTPUT, RecordedStep
+
+    llm.collective_rpc("bisect_begin", args=("receipt", False, None))
+    completion, _ = complete(llm, prompt, sampling)
+    workers = llm.collective_rpc("bisect_end")
+    problem = next((worker["problem"] for worker in workers if worker["problem"]), None)
+    if problem or len(workers) > 1:
+        raise NoTestError(problem or "a trace is of one worker, and several share this model")
+    steps = map(RecordedStep.from_plain, workers[0]["steps"])
+    return completion, tuple(
+        TracedStep(
+            step.position,
+            step.rows,
+            {
+                record.key.module: record.slices[0].digest.hex()[:16]
+                for record in step.records
+                if record.key.operation == MODULE_OUTPUT and not record.key.output + record.key.call and record.slices
+            },
+        )
+        for step in steps
+    )
 
 
 def complete(

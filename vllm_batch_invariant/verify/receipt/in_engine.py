@@ -14,8 +14,15 @@ def make(llm: Any, asked: dict[str, Any]) -> str:
     """Complete the prompt; returns the receipt's text."""
     sampling = Sampling(**asked["sampling"])
     token_ids = tuple(_token_ids(llm, Text(**asked["prompt"])))
-    completion, _ = engine.complete(llm, token_ids, sampling)
-    return Receipt.of(engine.engine_info(llm), token_ids, sampling, completion, asked["private"]).to_json()
+    completion, trace = (
+        engine.traced(llm, token_ids, sampling)
+        if asked["trace"]
+        else (
+            engine.complete(llm, token_ids, sampling)[0],
+            (),
+        )
+    )
+    return Receipt.of(engine.engine_info(llm), token_ids, sampling, completion, asked["private"], trace).to_json()
 
 
 def verify(llm: Any, asked: dict[str, Any]) -> dict[str, Any]:

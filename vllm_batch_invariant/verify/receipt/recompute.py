@@ -1,5 +1,6 @@
 """A receipt of exact arithmetic computed again without an engine: by the definition, from the model's files."""
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,9 +14,9 @@ from ...ops.exact import FORMAT, definition
 from ...ops.exact.decoder import Decoder
 from ...ops.exact.definition import Floats
 from ..outcome import NoTestError
-from .comparison import Note, Verdict, extent, first_difference_of, notes_on
+from .comparison import Difference, Note, Verdict, extent, first_difference_of, notes_on
 from .model_files import local_folder, model_at
-from .record import Completion, EngineInfo, Receipt, Sampling
+from .record import Completion, EngineInfo, Receipt, Sampling, TracedStep
 
 _ROWS = 64
 """Of logits that are held at a time."""
@@ -51,10 +52,51 @@ def recompute(
     notes = notes_on(receipt.info, here, ("the receipt", "the definition"))
     before(notes)
     ids = receipt.completion.token_ids
-    logits = decoder_of(folder).logits([*prompt, *ids[:-1]], slice(len(prompt) - 1, None))
+    trace = _Trace(receipt.trace)
+    logits = decoder_of(folder).logits([*prompt, *ids[:-1]], slice(len(prompt) - 1, None), trace.compare)
     got = Completion.of(_positions(logits, prompt, ids, sampling), receipt.completion.finish_reason)
     compared = f"{extent(receipt.completion)}, computed again by the definition {FORMAT}"
-    return Verdict(notes, first_difference_of(receipt.completion, got), compared)
+    if trace.compared:
+        compared += f"; {trace.compared} outputs of layers"
+    difference = first_difference_of(receipt.completion, got)
+    if first := trace.first:
+        text = difference.text if difference else "all tokens and logprobs are the same"
+        difference = Difference(difference.position if difference else len(ids), f"{text}; {first}")
+    return Verdict(notes, difference, compared)
+
+
+class _Trace:
+    """The layers of a traced receipt beside those of the definition."""
+
+    def __init__(self, steps: tuple[TracedStep, ...]) -> None:
+        self._steps = steps
+        self._first: list[str | None] = [None] * len(steps)
+        self.compared = 0
+
+    def compare(self, layer: str, made: Floats) -> None:
+        """Compare what a layer makes of each step's rows; layers come in the order in which they compute."""
+        for number, step in enumerate(self._steps):
+            known = step.digests.get(layer)
+            if known is None:
+                continue
+            self.compared += 1
+            rows = made[step.position : step.position + step.rows]
+            if self._first[number] is None and _digest(rows) != known:
+                self._first[number] = layer
+
+    @property
+    def first(self) -> str:
+        """The first operation that differs, in words; empty if none does."""
+        for step, layer in zip(self._steps, self._first, strict=True):
+            if layer is not None:
+                last = step.position + step.rows - 1
+                where = f"position {last}" if step.rows == 1 else f"positions {step.position} to {last}"
+                return f"the first operation that differs is {layer} at {where}"
+        return ""
+
+
+def _digest(made: Floats) -> str:
+    return hashlib.sha256((made.view(np.uint32) >> 16).astype("<u2").tobytes()).hexdigest()[:16]
 
 
 def _check(receipt: Receipt) -> None:

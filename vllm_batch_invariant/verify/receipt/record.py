@@ -210,6 +210,19 @@ def environment_from_json(data: Any) -> Environment:
 
 
 @dataclass(frozen=True)
+class TracedStep:
+    """What an engine's layers made of a request's rows in one step."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    position: int
+    """Of the first row."""
+    rows: int
+    digests: dict[str, Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]]
+    """By a layer's path: the first digits of the sha256 of the bytes of its first output."""
+
+
+@dataclass(frozen=True)
 class EngineInfo:
     """An engine: the model that it serves, and its environment."""
 
@@ -230,14 +243,22 @@ class Receipt:
     sampling: Sampling
     completion: Completion
     environment: Environment
+    trace: tuple[TracedStep, ...] = ()
+    """What the layers made, if it was asked for: with it a difference is found in its operation."""
 
     @classmethod
     def of(
-        cls, info: EngineInfo, token_ids: tuple[int, ...], sampling: Sampling, completion: Completion, private: bool
+        cls,
+        info: EngineInfo,
+        token_ids: tuple[int, ...],
+        sampling: Sampling,
+        completion: Completion,
+        private: bool,
+        trace: tuple[TracedStep, ...] = (),
     ) -> Self:
         """The receipt of a completion, as it would be read from a file; ``private`` leaves out the prompt's ids."""
         prompt = Prompt.of(token_ids, private)
-        return cls.from_json(cls(info.model, prompt, sampling, completion, info.environment).to_json())
+        return cls.from_json(cls(info.model, prompt, sampling, completion, info.environment, trace).to_json())
 
     @property
     def info(self) -> EngineInfo:
@@ -245,7 +266,10 @@ class Receipt:
         return EngineInfo(self.model, self.environment)
 
     def _body(self) -> dict[str, Any]:
-        return {"format": FORMAT, "version": VERSION} | asdict(self)
+        body = {"format": FORMAT, "version": VERSION} | asdict(self)
+        if not self.trace:
+            del body["trace"]
+        return body
 
     @property
     def sha256(self) -> str:

@@ -1,0 +1,131 @@
+"""A receipt of exact arithmetic is computed again without an engine, and a difference is found in its operation."""
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from vllm_batch_invariant.ops.exact import FORMAT, definition, known_answers
+from vllm_batch_invariant.provenance import EXACT, Environment
+from vllm_batch_invariant.verify.outcome import NoTestError
+from vllm_batch_invariant.verify.receipt.model_files import model_at
+from vllm_batch_invariant.verify.receipt.recompute import recompute
+from vllm_batch_invariant.verify.receipt.record import Completion, Prompt, Receipt, Sampling, TracedStep
+
+PROMPT = (5, 77, 1234, 9, 8, 7, 6, 5, 4, 3)
+SAMPLINGS = {
+    "greedy": Sampling(max_tokens=4, logprobs=3),
+    "seeded": Sampling(max_tokens=4, logprobs=2, temperature=0.8, seed=11, top_p=0.9, top_k=40),
+    "penalties and min-p": Sampling(
+        max_tokens=4, logprobs=0, temperature=1.2, seed=-3, min_p=0.001, repetition_penalty=1.3, frequency_penalty=0.5,
+        presence_penalty=-0.2,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("known")
+    config, weights = known_answers.checkpoint()
+    (made / "config.json").write_text(json.dumps(config))
+    bf16 = {name: torch.from_numpy(floats).to(torch.bfloat16) for name, floats in weights.items()}
+    save_file(bf16, made / "model.safetensors")
+    return made
+
+
+def receipt_of(folder: Path, sampling: Sampling) -> Receipt:
+    """Of tokens that are drawn one after the other, as an engine does, with the trace of a prefill and of decode."""
+    model, tokens, positions, steps = known_answers.model(), [*PROMPT], [], []
+    for position in range(sampling.max_tokens):
+        digests = {}
+        first = 0 if position == 0 else len(tokens) - 1
+
+        def seen(layer: str, made: np.ndarray, digests: dict = digests, first: int = first) -> None:
+            bits = (np.ascontiguousarray(made[first:]).view(np.uint32) >> 16).astype("<u2")
+            digests[layer] = hashlib.sha256(bits.tobytes()).hexdigest()[:16]
+
+        [row] = model.logits(tokens, slice(len(tokens) - 1, None), seen)
+        logprobs = definition.log_softmax(row)
+        counts = np.bincount(tokens[len(PROMPT) :], minlength=len(row))
+        changed = definition.penalised(
+            row, np.isin(np.arange(len(row)), PROMPT), counts,
+            sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty,
+        )  # fmt: skip
+        chosen = sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed or 0, position, sampling.min_p
+        token = definition.draw(changed, *chosen)
+        listed = {*np.argsort(-logprobs, kind="stable")[: sampling.logprobs].tolist(), token}
+        positions.append((token, float(logprobs[token]), [(one, float(logprobs[one])) for one in listed]))
+        steps.append(TracedStep(first, len(tokens) - first, digests))
+        tokens.append(token)
+    engine = {"logprobs_mode": "raw_logprobs"}
+    environment = Environment(True, {"vllm": "1"}, {"type": "cuda"}, engine, {EXACT: {"format": FORMAT}})
+    completion = Completion.of(positions, "length")
+    made = Receipt(model_at(folder, "known"), Prompt.of(PROMPT), sampling, completion, environment, tuple(steps))
+    return Receipt.from_json(made.to_json())
+
+
+@pytest.fixture(scope="module")
+def greedy(folder: Path) -> Receipt:
+    return receipt_of(folder, SAMPLINGS["greedy"])
+
+
+@pytest.mark.parametrize("how", SAMPLINGS)
+def test_a_receipt_is_equal_whatever_its_sampling(folder: Path, how: str) -> None:
+    verdict = recompute(receipt_of(folder, SAMPLINGS[how]), str(folder))
+    assert verdict, verdict
+    assert verdict.promised
+    assert "outputs of layers" in verdict.compared
+
+
+def test_a_changed_bit_and_a_changed_token_are_found(folder: Path, greedy: Receipt) -> None:
+    completion = greedy.completion
+    bits = (*completion.logprobs[:2], f"{int(completion.logprobs[2], 16) ^ 1:08x}", *completion.logprobs[3:])
+    ids = (*completion.token_ids[:1], 7, *completion.token_ids[2:])
+    for changed, position in ((replace(completion, logprobs=bits), 2), (replace(completion, token_ids=ids), 1)):
+        assert recompute(replace(greedy, completion=changed, trace=()), str(folder)).difference.position == position
+
+
+def test_the_first_operation_that_differs_is_named(folder: Path, greedy: Receipt) -> None:
+    step = greedy.trace[2]
+    layers = ("model.layers.1.mlp.act_fn", "model.layers.1.mlp.down_proj")
+    digests = step.digests | dict.fromkeys(layers, "0" * 16)
+    changed = replace(greedy, trace=(*greedy.trace[:2], replace(step, digests=digests), *greedy.trace[3:]))
+    verdict = recompute(changed, str(folder))
+    assert not verdict
+    assert verdict.difference.text.endswith(f"first operation that differs is {layers[0]} at position {step.position}")
+
+
+def test_a_receipt_without_a_trace_has_the_hash_that_it_had_before_there_were_any(greedy: Receipt) -> None:
+    plain = replace(greedy, trace=())
+    assert "trace" not in plain.to_json()
+    assert Receipt.from_json(plain.to_json()) == plain
+    assert plain.sha256 != greedy.sha256
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"environment": {"reductions": {}}}, "not in another arithmetic"),
+        ({"environment": {"reductions": {EXACT: {"format": "X17"}}}}, "not in X17"),
+        ({"environment": {"engine": {"logprobs_mode": "processed_logprobs"}}}, "only raw logprobs"),
+        ({"sampling": {"min_tokens": 2}}, "min_tokens is not known"),
+    ],
+)
+def test_what_is_not_computed_here_refuses(folder: Path, greedy: Receipt, changes: dict, said: str) -> None:
+    [(part, fields)] = changes.items()
+    with pytest.raises(NoTestError, match=said):
+        recompute(replace(greedy, **{part: replace(getattr(greedy, part), **fields)}), str(folder))
+
+
+def test_missing_files_and_prompts_refuse(greedy: Receipt, folder: Path) -> None:
+    with pytest.raises(NoTestError, match="are not on this machine"):
+        recompute(greedy, "nobody/nothing")
+    private = replace(greedy, prompt=Prompt.of(PROMPT, private=True))
+    with pytest.raises(NoTestError, match="give the prompt"):
+        recompute(private, str(folder))
+    assert recompute(private, str(folder), prompt_token_ids=PROMPT)
