@@ -27,6 +27,7 @@ from .guarantees import (
     CHUNKS,
     CONCURRENT,
     CONCURRENT_LENGTHS,
+    KNOWN,
     OPERATIONS,
     OTHER_CHUNKS,
     PLACE,
@@ -155,7 +156,7 @@ class EngineRun:
 
     def certify(self) -> None:
         """Make the certificates of every operation."""
-        for operation in OPERATIONS:
+        for operation in (*OPERATIONS, KNOWN):
             self._on_progress(f"certificates of {operation}")
             for certificate in self._engine.call(CERTIFY, operation, self._preset.rows):
                 certificate["rows"] = tuple(certificate["rows"])

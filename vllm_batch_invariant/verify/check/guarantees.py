@@ -41,7 +41,9 @@ GUARANTEES = (
     ),
 )
 
-OPERATIONS = ("linear", "experts", "rms_norm", "softmax", "log_softmax", "sum", "mean", "attention", "known answers")
+OPERATIONS = ("linear", "experts", "rms_norm", "softmax", "log_softmax", "sum", "mean", "attention")
+KNOWN = "known answers"
+"""What exact arithmetic has beside certificates of operations."""
 OF_OPERATIONS: dict[str, str] = {
     "batch": "operations alone and in batches",
     "schedule": "attention in prefill, chunks and decode",

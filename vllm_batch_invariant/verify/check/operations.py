@@ -14,7 +14,7 @@ import torch
 from ...compare import Comparison, bitwise_comparison
 from ...envs import is_exact
 from ..printing import one_line
-from .guarantees import Certificate
+from .guarantees import KNOWN, Certificate
 
 if TYPE_CHECKING:
     from ...ops.linear.autotune import TunedSchedule
@@ -108,7 +108,7 @@ def certify(model: torch.nn.Module, operation: str, rows: Sequence[int]) -> list
     """Certificates of one operation on the shapes that a vLLM model has.
 
     Args:
-        operation: one of ``guarantees.OPERATIONS``.
+        operation: one of ``guarantees.OPERATIONS``, or ``guarantees.KNOWN``.
         rows: sizes of the batches, each at least 2.
     """
     make = {
@@ -116,7 +116,7 @@ def certify(model: torch.nn.Module, operation: str, rows: Sequence[int]) -> list
         "experts": _experts,
         "rms_norm": _norms,
         "attention": _attention,
-        "known answers": _known_answers,
+        KNOWN: _known_answers,
     }.get(operation)
     with torch.inference_mode():
         return list(make(model, rows) if make else _of_rows(model, operation, rows))
