@@ -72,7 +72,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def started(model: Path, environment: dict[str, str], **options: object) -> Result:
     settings = {"model": str(model), "max_model_len": 1024, "max_num_seqs": 48, "max_num_batched_tokens": 128}
-    steps = alone_and_among()
+    steps = [step for step in alone_and_among() if step["name"] != "among 40"]
     return run(settings | {"skip_tokenizer_init": True}, steps, "1", **options, **environment)
 
 

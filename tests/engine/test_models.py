@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from tests.engine.engines import OF_DEVICE, Result, concurrent_requests, request, run, tokens
+from tests.engine.engines import OF_DEVICE, Result, concurrent_requests, only_where_asked_for, request, run, tokens
 
 pytestmark = pytest.mark.engine
 
@@ -50,6 +50,8 @@ MODELS = {
 }
 
 
+QUICK = ("gemma2 with soft-caps", "granite with sinks and a sliding window")
+"""Those that run also where each minute counts."""
 CONCURRENT = (1, 3, 17, 40)
 
 
@@ -64,7 +66,7 @@ def checkpoint(config: transformers.PretrainedConfig, dtype: torch.dtype) -> tor
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Result]]]:
+def asked(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[dict[str, Future[Result]]]:
     """Every model in an engine of its own, two at a time: most of an engine's start takes one core."""
     target = request(tokens(150, 1), max_tokens=12)
     steps = [{"name": "alone", "requests": [target]}]
@@ -72,7 +74,10 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future
     limits = {"max_model_len": 1024, "skip_tokenizer_init": True, "max_num_batched_tokens": 128, "max_num_seqs": 64}
     with ThreadPoolExecutor(2) as pool:
         engines = {}
+        all_of_them = torch.cuda.is_available() or pytestconfig.option.markexpr == "engine"
         for name, (config, dtype) in MODELS.items():
+            if not all_of_them and name not in QUICK:
+                continue
             path = tmp_path_factory.mktemp("model")
             checkpoint(config, dtype).save_pretrained(path)
             # vLLM would serve weights of fp32 in bf16
@@ -84,8 +89,10 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future
 
 @pytest.mark.parametrize("name", MODELS)
 def test_an_architecture_gives_the_same_bits_with_any_concurrent_requests(
-    name: str, asked: dict[str, Future[Result]]
+    name: str, asked: dict[str, Future[Result]], pytestconfig: pytest.Config
 ) -> None:
+    if name not in asked:
+        only_where_asked_for(pytestconfig)
     if "sinks" in name and "sinks" not in inspect.getsource(import_module("vllm.model_executor.models.granite")):
         pytest.skip("this vLLM's Granite has no sinks")
     result = asked[name].result()

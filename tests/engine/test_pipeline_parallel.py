@@ -59,6 +59,7 @@ def start(dense: Path) -> Callable[..., Result]:
     return engine
 
 
+ASKED = request(tokens(300, 1), max_tokens=8)
 FEW = [step for step in alone_and_among() if step["name"].startswith(("alone", "among 17"))]
 """Steps of the plan that other engines run as well."""
 
@@ -71,16 +72,25 @@ def differing(one: Result, other: Result) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def two(start: Callable[..., Result], dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+def two(start: Callable[..., Result]) -> Result:
+    """An engine of two stages."""
+    return start(steps=FEW)
+
+
+@pytest.fixture(scope="module")
+def changed(
+    start: Callable[..., Result], dense: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Result:
     """An engine of two stages: the second is given other weights, and it is bisected without a fault and with some."""
+    only_in_the_core(request)
     other = tmp_path_factory.mktemp("other")
     shutil.copytree(dense, other, dirs_exist_ok=True)
     weights = load_file(dense / "model.safetensors")
     save_file(weights | {LAST: -weights[LAST]}, other / "model.safetensors", metadata={"format": "pt"})
 
     def replaced(running: Engine) -> list[dict[str, Any]]:
-        asked = {"name": "asked", "requests": [request(tokens(300, 1), max_tokens=8)]}
-        before = [running.step(**asked).requests[0] for _ in range(2)]
+        asked = {"name": "asked", "requests": [ASKED]}
+        before = [running.step(**asked, reset_prefix_cache=cold).requests[0] for cold in (True, False)]
         running.call("tests.engine.reloads:by_reload_weights", str(other))
         after = [running.step(**asked, reset_prefix_cache=cold).requests[0] for cold in (False, False, True)]
         return [*before, *after]
@@ -92,20 +102,20 @@ def test_a_request_has_the_same_bits_alone_and_among_others(two: Result) -> None
     assert moved(two) == []
 
 
-def test_a_bisection_names_a_fault_and_the_worker_that_has_its_stage(two: Result) -> None:
-    assert two.bisected["no fault"]["found"] is None, two.bisected["no fault"]["verdict"]
-    found = two.bisected["a fault"]["found"]
+def test_a_bisection_names_a_fault_and_the_worker_that_has_its_stage(changed: Result) -> None:
+    assert changed.bisected["no fault"]["found"] is None, changed.bisected["no fault"]["verdict"]
+    found = changed.bisected["a fault"]["found"]
     assert (found["divergence"]["key"]["module"], found["rank"], found["workers"]) == (FAULTY, 1, 2)
 
 
-def test_a_bisection_names_the_first_stage_that_differs(two: Result) -> None:
-    found = two.bisected["a fault in the worker before"]["found"]
+def test_a_bisection_names_the_first_stage_that_differs(changed: Result) -> None:
+    found = changed.bisected["a fault in the worker before"]["found"]
     assert (found["divergence"]["key"]["module"], found["rank"]) == ("model.layers.1.mlp.down_proj", 0)
 
 
-def test_other_weights_of_the_second_stage_empty_the_prefix_cache(two: Result) -> None:
-    cold, warm, replaced, warm_again, cold_again = two.afterwards
-    assert [answer["cached"] > 0 for answer in two.afterwards] == [False, True, False, True, False]
+def test_other_weights_of_the_second_stage_empty_the_prefix_cache(changed: Result) -> None:
+    cold, warm, replaced, warm_again, cold_again = changed.afterwards
+    assert [answer["cached"] > 0 for answer in changed.afterwards] == [False, True, False, True, False]
     assert warm["completions"] == cold["completions"] != replaced["completions"]
     assert replaced["completions"] == warm_again["completions"] == cold_again["completions"]
 

@@ -20,8 +20,6 @@ from vllm_batch_invariant.verify.harness.worker import Engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(DEVICE == "cuda", reason="processed ones are a CPU's")]
 
-QUICK = ("processed_logprobs",)
-"""What CI has time for: test_parity.py has raw logprobs."""
 WORDS = range(16, VOCABULARY)
 SAMPLINGS = (
     Sampling(),
@@ -64,7 +62,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def answered(path: Path, pytestconfig: pytest.Config) -> Iterator[dict[str, Future]]:
     """An engine for each setting, two at a time: most of a start takes one core."""
-    modes = MODES if pytestconfig.option.markexpr == "engine" else QUICK
+    modes = MODES if pytestconfig.option.markexpr == "engine" else ()
     with ThreadPoolExecutor(2) as pool:
         yield {mode: pool.submit(_answer, path, mode) for mode in modes}
         pool.shutdown(wait=True, cancel_futures=True)
