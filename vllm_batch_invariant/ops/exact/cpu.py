@@ -11,7 +11,7 @@ from ..common.native_kernels import kernel
 from ..common.numba_rows import RowKernel
 from ..top_k_top_p.cpu import top_k_top_p as top_k_top_p_of_floats
 from . import cpu_kernels
-from .definition import LARGEST_K, LOG2_E, SPLITS, TWO_DIGITS, segments
+from .definition import LARGEST_K, LOG2_E, SPLITS, THREE_DIGITS, TWO_DIGITS, segments
 
 LEAVE_IT = "leave VLLM_BATCH_INVARIANT_ARITHMETIC out"
 BLAS_FROM = 8
@@ -195,7 +195,7 @@ def certify() -> None:
     """
     k = 4096
     signs = torch.where(torch.arange(k) % 3 == 0, -1, 1)
-    x = torch.stack([torch.full((k,), 127 * 65_793), 8_355_711 * signs, torch.arange(k) - 17] * 3).to(torch.int32)
+    x = torch.stack([torch.full((k,), THREE_DIGITS), THREE_DIGITS * signs, torch.arange(k) - 17] * 3).to(torch.int32)
     w = torch.stack([torch.full((k,), -TWO_DIGITS), TWO_DIGITS * signs, torch.arange(k) - 4000]).to(torch.int16)
     right = [[sum(a * b for a, b in zip(left, row, strict=True)) for row in w.tolist()] for left in x.tolist()]
     for rows in (1, len(x)):
