@@ -101,6 +101,11 @@ def alone_and_among(targets: Sequence[dict[str, Any]] = (*GREEDY, SEEDED)) -> li
     return [*steps, {"name": "warm", "requests": targets}]
 
 
+def targets(done: Result) -> list[dict[str, Any]]:
+    """What the targets of all steps of such a plan were answered."""
+    return [answer for answers in done.steps.values() for answer in answers[: len(GREEDY) + 1]]
+
+
 def moved(done: Result) -> list[str]:
     """Steps of such a plan in which a target has other tokens, logprobs, candidates or prompt logprobs than alone."""
     alone = [answers[0] for name, answers in done.steps.items() if name.startswith("alone")]

@@ -1,21 +1,20 @@
 """Exact arithmetic in a real engine: the bits of the definition, in any company, on any instructions and threads."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
 
 from tests.engine.engines import Result, check_of, differing_answers, only_where_asked_for, run, tokens
-from tests.engine.plans import GREEDY, alone_and_among, moved
+from tests.engine.plans import alone_and_among, moved, targets
 from tests.engine.test_models import GQA, SIZES
 from tests.engine.test_models import checkpoint as checkpoint_of
+from tests.hf.models import LLAMA3
+from tests.known_model import save_known_model
 from vllm_batch_invariant.envs import ARITHMETIC
-from vllm_batch_invariant.ops.exact import FORMAT, known_answers
+from vllm_batch_invariant.ops.exact import FORMAT
 from vllm_batch_invariant.verify.check.engine import EngineRun
 from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 from vllm_batch_invariant.verify.outcome import NoTestError, Outcome
@@ -39,17 +38,9 @@ OLD = {
 """Variables by which libraries behave as on an older CPU, with one thread."""
 
 
-LLAMA_3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 128,
-}
 FAMILIES = {
     "Llama with scaled angles and tied embeddings": transformers.LlamaConfig(
-        **SIZES, **GQA, rope_parameters=LLAMA_3, tie_word_embeddings=True
+        **SIZES, **GQA, rope_parameters=LLAMA3, tie_word_embeddings=True
     ),
     "Llama with biases": transformers.LlamaConfig(**SIZES, **GQA, attention_bias=True, mlp_bias=True),
     "Mistral with a window": transformers.MistralConfig(**SIZES, **GQA, sliding_window=48),
@@ -63,23 +54,13 @@ FAMILIES = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model of the known answers, which is made of integers, as a checkpoint."""
-    folder = tmp_path_factory.mktemp("known")
-    config, weights = known_answers.checkpoint()
-    (folder / "config.json").write_text(json.dumps(config))
-    bf16 = {name: torch.from_numpy(floats).to(torch.bfloat16) for name, floats in weights.items()}
-    save_file(bf16, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return save_known_model(tmp_path_factory.mktemp("known"))
 
 
 def started(model: Path, environment: dict[str, str], **options: object) -> Result:
     settings = {"model": str(model), "max_model_len": 1024, "max_num_seqs": 48, "max_num_batched_tokens": 128}
     steps = [step for step in alone_and_among() if step["name"] != "among 40"]
     return run(settings | {"skip_tokenizer_init": True}, steps, "1", **options, **environment)
-
-
-def targets(done: Result) -> list[dict[str, Any]]:
-    """What the target requests of all steps were answered."""
-    return [answer for answers in done.steps.values() for answer in answers[: len(GREEDY) + 1]]
 
 
 @pytest.fixture(scope="module")

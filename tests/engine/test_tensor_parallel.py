@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.engine.engines import Result, differing_answers, only_in_the_core, run
-from tests.engine.plans import GREEDY, alone_and_among, moved
+from tests.engine.plans import alone_and_among, moved, targets
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 
@@ -80,10 +80,7 @@ def test_a_tree_gives_every_number_of_workers_the_same_bits(
     with_tree = [start("1", steps, tensor_parallel_size=workers, tree="4") for workers in (1, 2, 4)]
     without = [start("1", steps, tensor_parallel_size=workers) for workers in (1, 2)]
 
-    def answers(done: Result) -> list[dict[str, Any]]:
-        return [answer for answers in done.steps.values() for answer in answers[: len(GREEDY) + 1]]
-
     for done in with_tree[1:]:
-        assert differing_answers(answers(done), answers(with_tree[0])) == []
-    assert differing_answers(answers(without[0]), answers(without[1]))
-    assert differing_answers(answers(without[0]), answers(with_tree[0]))
+        assert differing_answers(targets(done), targets(with_tree[0])) == []
+    assert differing_answers(targets(without[0]), targets(without[1]))
+    assert differing_answers(targets(without[0]), targets(with_tree[0]))

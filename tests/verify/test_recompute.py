@@ -1,15 +1,13 @@
 """A receipt of exact arithmetic is computed again without an engine, and a difference is found in its operation."""
 
 import hashlib
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
 
+from tests.known_model import save_known_model
 from vllm_batch_invariant.ops.exact import FORMAT, definition, known_answers
 from vllm_batch_invariant.provenance import EXACT, Environment
 from vllm_batch_invariant.verify.outcome import NoTestError
@@ -30,12 +28,7 @@ SAMPLINGS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("known")
-    config, weights = known_answers.checkpoint()
-    (made / "config.json").write_text(json.dumps(config))
-    bf16 = {name: torch.from_numpy(floats).to(torch.bfloat16) for name, floats in weights.items()}
-    save_file(bf16, made / "model.safetensors")
-    return made
+    return save_known_model(tmp_path_factory.mktemp("known"))
 
 
 def receipt_of(folder: Path, sampling: Sampling) -> Receipt:
@@ -46,7 +39,7 @@ def receipt_of(folder: Path, sampling: Sampling) -> Receipt:
         first = 0 if position == 0 else len(tokens) - 1
 
         def seen(layer: str, made: np.ndarray, digests: dict = digests, first: int = first) -> None:
-            bits = (np.ascontiguousarray(made[first:]).view(np.uint32) >> 16).astype("<u2")
+            bits = definition.to_bits(made[first:]).astype("<u2")
             digests[layer] = hashlib.sha256(bits.tobytes()).hexdigest()[:16]
 
         [row] = model.logits(tokens, slice(len(tokens) - 1, None), seen)

@@ -5,15 +5,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...errors import NotCovered
 from ..attention.params import PagedAttention
 from ..common.native_kernels import kernel
 from ..common.numba_rows import RowKernel
 from ..top_k_top_p.cpu import top_k_top_p as top_k_top_p_of_floats
 from . import cpu_kernels
-from .definition import LARGEST_K, LOG2_E, SPLITS, THREE_DIGITS, TWO_DIGITS, segments
+from .definition import LOG2_E, SPLITS, THREE_DIGITS, TWO_DIGITS, segments
+from .limits import check_k, check_whole_rows
 
-LEAVE_IT = "leave VLLM_BATCH_INVARIANT_ARITHMETIC out"
 BLAS_FROM = 8
 """Rows of x from which a product is the BLAS's: a weight is then worth being widened to fp64."""
 BLOCK_N = 1024
@@ -42,10 +41,7 @@ def prepare(weight: torch.Tensor, shared: bool) -> ExactWeight:
         NotCovered: K above :data:`.definition.LARGEST_K`.
     """
     n, k = weight.shape
-    if k > LARGEST_K:
-        raise NotCovered(
-            f"a product over {k} elements in exact arithmetic", f"it is defined up to {LARGEST_K}", LEAVE_IT
-        )
+    check_k(k)
     parts = segments(k, shared)
     integers = torch.empty(n * parts, k // parts, dtype=torch.int16)
     scale = torch.empty(n * parts, dtype=torch.float32)
@@ -99,8 +95,7 @@ def rms_norm(
     Raises:
         NotCovered: another ``variance_size`` than N.
     """
-    if variance_size not in (None, x.shape[-1]):
-        raise NotCovered("the mean of squares of a part of a row", "it has no definition in exact arithmetic", LEAVE_IT)
+    check_whole_rows(variance_size, x.shape[-1])
     z = x.float() if residual is None else x.float() + residual.float()
     rows = z.reshape(-1, z.shape[-1])
     out = torch.empty_like(rows)

@@ -127,7 +127,8 @@ def largest_magnitude(row):
 
 @njit(error_model="numpy")
 def to_integers(row, integers, e):
-    """Write a finite row's integers on the grid 2**e; returns its scale."""
+    """Write a finite row's integers on the grid 2**e, or on the lowest one; returns its scale."""
+    e = max(e, types.int32(LOWEST_EXPONENT))
     factor = power_of_two(-e)
     for k in range(row.size):
         integers[k] = np.rint(row[k] * factor)
@@ -135,29 +136,33 @@ def to_integers(row, integers, e):
 
 
 @njit(error_model="numpy")
-def two_digits(row, integers):
+def not_finite(integers):
+    """What stands for the integers of a row that is not finite, and its scale."""
+    integers[:] = 0
+    return _NAN
+
+
+@njit(error_model="numpy")
+def _on_finest(row, integers, bits, limit):
     top = largest_magnitude(row)
-    if top != top:
-        integers[:] = 0
-        return _NAN
-    return to_integers(row, integers, max(finest(top, 15, TWO_DIGITS), types.int32(LOWEST_EXPONENT)))
+    return not_finite(integers) if top != top else to_integers(row, integers, finest(top, bits, limit))
+
+
+@njit(error_model="numpy")
+def two_digits(row, integers):
+    return _on_finest(row, integers, 15, TWO_DIGITS)
 
 
 @njit(error_model="numpy")
 def three_digits(row, integers):
-    top = largest_magnitude(row)
-    if top != top:
-        integers[:] = 0
-        return _NAN
-    return to_integers(row, integers, max(finest(top, 23, THREE_DIGITS), types.int32(LOWEST_EXPONENT)))
+    return _on_finest(row, integers, 23, THREE_DIGITS)
 
 
 @njit(error_model="numpy")
 def activations(row, integers):
     top = largest_magnitude(row)
     if top != top:
-        integers[:] = 0
-        return _NAN
+        return not_finite(integers)
     e = exponent(top)
     factor = power_of_two(types.int32(22) - e)
     total = np.int64(0)
@@ -167,7 +172,7 @@ def activations(row, integers):
     exponent_of_mean = (bits_of_double(np.float64(mean)) >> np.int64(52)) - np.int64(1023)
     by_mean = types.int32(exponent_of_mean) + e - types.int32(22 + MEAN_BITS)
     grid = max(min(finest(top, 15, TWO_DIGITS), by_mean), finest(top, 23, THREE_DIGITS))
-    return to_integers(row, integers, max(grid, types.int32(LOWEST_EXPONENT)))
+    return to_integers(row, integers, grid)
 
 
 @njit(error_model="numpy")

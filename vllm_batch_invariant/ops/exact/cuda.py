@@ -18,11 +18,11 @@ from ..common.rows import normalise_dims, rows_back
 from ..common.triton_rows import ALIGNMENT, aligned, aligned_rows, on_device_of
 from ..top_k_top_p.cuda import top_k_top_p as top_k_top_p_of_floats
 from . import triton_kernels
-from .definition import KEY_TILE, LARGEST_K, LOG2_E, SPLITS, THREE_DIGITS, TWO_DIGITS, segments
+from .definition import KEY_TILE, LOG2_E, SPLITS, THREE_DIGITS, TWO_DIGITS, segments
+from .limits import LEAVE_IT, check_k, check_whole_rows
 from .triton_attention import exact_attention_kernel
 from .triton_linear import linear_kernel
 
-LEAVE_IT = "leave VLLM_BATCH_INVARIANT_ARITHMETIC out"
 LONGEST_ROW = 16_384
 """Elements of a row whose squares one program adds."""
 MARKS = 64
@@ -160,13 +160,6 @@ class Activations:
     scale: torch.Tensor
 
 
-def _check_k(k: int) -> None:
-    if k > LARGEST_K:
-        raise NotCovered(
-            f"a product over {k} elements in exact arithmetic", f"the sums of {LARGEST_K} fit an int32", LEAVE_IT
-        )
-
-
 def _packed_rows(x: torch.Tensor) -> torch.Tensor:
     """[rows, N], each packed, the first aligned."""
     rows = x.reshape(-1, x.shape[-1])
@@ -210,7 +203,7 @@ def prepare(weight: torch.Tensor, shared: bool) -> ExactWeight:
     Raises:
         NotCovered: K above 65535.
     """
-    _check_k(weight.shape[1])
+    check_k(weight.shape[1])
     rows = quantize(_packed_rows(weight), segments(weight.shape[1], shared), activations=False)
     return ExactWeight(rows.digits, rows.scale)
 
@@ -285,8 +278,7 @@ def rms_norm(
         NotCovered: another ``variance_size`` than N, or a longer row than :data:`LONGEST_ROW`.
     """
     length = x.shape[-1]
-    if variance_size not in (None, length):
-        raise NotCovered("the mean of squares of a part of a row", "it has no definition in exact arithmetic", LEAVE_IT)
+    check_whole_rows(variance_size, length)
     if length > LONGEST_ROW:
         raise NotCovered(f"the norm of rows of {length}", f"the kernel has rows up to {LONGEST_ROW}", LEAVE_IT)
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
@@ -559,7 +551,7 @@ def certify(n: int, k: int, shared: bool, device: torch.device, int8: bool = Tru
         ArithmeticError: a result differs; this GPU or compiler is no engine of exact arithmetic.
         NotCovered: K above 65535.
     """
-    _check_k(k)
+    check_k(k)
     parts, compared = segments(k, shared), 0
     x, w = _certificate_rows(k // parts)
     right = torch.from_numpy(x @ w.T).to(torch.float32).to(torch.bfloat16)

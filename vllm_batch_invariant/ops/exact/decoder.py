@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ...errors import NotCovered
 from . import MODELS, ROTARY_EMBEDDINGS, WITH_WINDOWS, definition
-from .definition import Floats, fp32
+from .definition import Floats
 
 _COLUMNS = 8192
 """Rows of a weight that are integers at a time."""
@@ -47,7 +47,7 @@ class Decoder:
     def _floats(self, name: str) -> Floats | None:
         """A weight as fp32; None if the model has none of that name."""
         bits = self._weights.get(name)
-        return None if bits is None else (bits.astype(np.uint32) << 16).view(fp32)
+        return None if bits is None else definition.from_bits(bits)
 
     def _linear(self, x: Floats, name: str, shared: bool = False) -> Floats:
         """A linear layer; ``shared``: whether tensor-parallel workers share its K."""
@@ -56,8 +56,7 @@ class Decoder:
         out = []
         for start in range(0, len(bits), _COLUMNS):
             rows = slice(start, start + _COLUMNS)
-            floats = (bits[rows].astype(np.uint32) << 16).view(fp32)
-            weight = definition.two_digits(definition.in_segments(floats, parts))
+            weight = definition.two_digits(definition.in_segments(definition.from_bits(bits[rows]), parts))
             if np.isnan(weight.scale).any():
                 raise NotCovered(f"weights of {name} that are not finite", "they have no integers", _REMEDY)
             out.append(definition.linear(x, weight, None if bias is None else bias[rows]))
@@ -108,8 +107,7 @@ class Decoder:
         return self._linear(hidden, "model.embed_tokens" if self.config.get("tie_word_embeddings") else "lm_head")
 
     def _floats_of(self, token_ids: Sequence[int]) -> Floats:
-        bits = self._weights["model.embed_tokens.weight"][np.asarray(token_ids)]
-        return (bits.astype(np.uint32) << 16).view(fp32)
+        return definition.from_bits(self._weights["model.embed_tokens.weight"][np.asarray(token_ids)])
 
     def _attention(self, x: Floats, name: str, table: Floats, seen: Seen) -> Floats:
         parts = [self._linear(x, f"{name}.{part}_proj") for part in "qkv"]

@@ -79,6 +79,16 @@ def bf16(x: Floats) -> Floats:
     return np.where(np.isnan(x), fp32(np.nan), rounded.view(fp32))
 
 
+def from_bits(bits: NDArray[np.uint16]) -> Floats:
+    """The bf16 values that have the bits."""
+    return (bits.astype(np.uint32) << 16).view(fp32)
+
+
+def to_bits(x: Floats) -> NDArray[np.uint16]:
+    """The bits of bf16 values."""
+    return (np.ascontiguousarray(x).view(np.uint32) >> 16).astype(np.uint16)
+
+
 def exponent(x: Floats) -> Integers:
     """The e of |x| = m * 2**e with 1 <= m < 2, and no less than :data:`LOWEST_EXPONENT`."""
     bits = np.ascontiguousarray(x, fp32).view(np.int32)

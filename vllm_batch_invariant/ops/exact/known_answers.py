@@ -95,7 +95,7 @@ def checkpoint() -> tuple[dict[str, Any], dict[str, Floats]]:
 def model() -> Decoder:
     """The small model's decoder."""
     config, weights = checkpoint()
-    return Decoder(config, {name: (floats.view(np.uint32) >> 16).astype(np.uint16) for name, floats in weights.items()})
+    return Decoder(config, {name: definition.to_bits(floats) for name, floats in weights.items()})
 
 
 def digest() -> str:

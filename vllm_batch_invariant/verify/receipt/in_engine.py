@@ -14,14 +14,10 @@ def make(llm: Any, asked: dict[str, Any]) -> str:
     """Complete the prompt; returns the receipt's text."""
     sampling = Sampling(**asked["sampling"])
     token_ids = tuple(_token_ids(llm, Text(**asked["prompt"])))
-    completion, trace = (
-        engine.traced(llm, token_ids, sampling)
-        if asked["trace"]
-        else (
-            engine.complete(llm, token_ids, sampling)[0],
-            (),
-        )
-    )
+    if asked["trace"]:
+        completion, trace = engine.traced(llm, token_ids, sampling)
+    else:
+        (completion, _), trace = engine.complete(llm, token_ids, sampling), ()
     return Receipt.of(engine.engine_info(llm), token_ids, sampling, completion, asked["private"], trace).to_json()
 
 

@@ -19,7 +19,7 @@ from .model_files import local_folder, model_at
 from .record import Completion, EngineInfo, Receipt, Sampling, TracedStep
 
 _ROWS = 64
-"""Of logits that are held at a time."""
+"""Of logits whose logprobs are held at a time."""
 
 
 def recompute(
@@ -96,7 +96,7 @@ class _Trace:
 
 
 def _digest(made: Floats) -> str:
-    return hashlib.sha256((made.view(np.uint32) >> 16).astype("<u2").tobytes()).hexdigest()[:16]
+    return hashlib.sha256(definition.to_bits(made).astype("<u2").tobytes()).hexdigest()[:16]
 
 
 def _check(receipt: Receipt) -> None:
