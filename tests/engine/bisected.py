@@ -116,7 +116,8 @@ def experts(llm: Any) -> dict[str, dict[str, Any]]:
     [model] = llm.apply_model(lambda model: model)
     for name, layer in model.named_modules():
         if name.endswith("mlp.gate"):
-            layer.cpu_linear.copy[0][:, 1::2] = layer.cpu_linear.copy[0][:, ::2]
+            columns = layer.cpu_linear.copy[0]
+            columns.copy_(columns[:, torch.arange(columns.shape[1]) // 3 * 3])  # a tie decides which four a token has
     found = {"no fault": plain(CASE, bisect(llm, CASE))}
     for fault in OF_EXPERTS:
         with planted(fault):
