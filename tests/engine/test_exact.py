@@ -7,13 +7,21 @@ import pytest
 import torch
 import transformers
 
-from tests.engine.engines import Result, check_of, differing_answers, only_where_asked_for, run, tokens
+from tests.engine.engines import (
+    Result,
+    check_of,
+    differing_answers,
+    only_in_the_core,
+    only_where_asked_for,
+    run,
+    tokens,
+)
 from tests.engine.plans import alone_and_among, moved, targets
 from tests.engine.test_models import GQA, SIZES
 from tests.engine.test_models import checkpoint as checkpoint_of
 from tests.hf.models import LLAMA3
 from tests.known_model import save_known_model
-from vllm_batch_invariant.envs import ARITHMETIC
+from vllm_batch_invariant.envs import ARITHMETIC, TP_TREE
 from vllm_batch_invariant.ops.exact import FORMAT
 from vllm_batch_invariant.verify.check.engine import EngineRun
 from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
@@ -57,10 +65,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_known_model(tmp_path_factory.mktemp("known"))
 
 
-def started(model: Path, environment: dict[str, str], **options: object) -> Result:
-    settings = {"model": str(model), "max_model_len": 1024, "max_num_seqs": 48, "max_num_batched_tokens": 128}
+def started(
+    model: Path, environment: dict[str, str], settings: dict[str, int] | None = None, **options: object
+) -> Result:
+    limits = {"model": str(model), "max_model_len": 1024, "max_num_seqs": 48, "max_num_batched_tokens": 128}
     steps = [step for step in alone_and_among() if step["name"] != "among 40"]
-    return run(settings | {"skip_tokenizer_init": True}, steps, "1", **options, **environment)
+    return run(limits | {"skip_tokenizer_init": True} | (settings or {}), steps, "1", **options, **environment)
 
 
 @pytest.fixture(scope="module")
@@ -108,12 +118,22 @@ def test_older_instructions_and_fewer_threads_move_no_bit_and_would_those_of_the
 
 def test_what_has_no_definition_is_refused_by_name(checkpoint: Path, request: pytest.FixtureRequest) -> None:
     only_where_asked_for(request.config)
-    for arguments, said in (
-        (["--dtype", "float32"], "dtype float32"),
-        (["--tensor-parallel-size", "2"], "tensor parallelism 2"),
+    for arguments, environment, said in (
+        (["--dtype", "float32"], {}, "dtype float32"),
+        ([], {TP_TREE.name: "2"}, f"{TP_TREE.name}=2"),
     ):
         with pytest.raises(EngineFailed, match=f"{said} in exact arithmetic"):
-            Engine(str(checkpoint), arguments, "1", EXACT).__enter__()
+            Engine(str(checkpoint), arguments, "1", EXACT | environment).__enter__()
+
+
+@pytest.mark.parametrize(("workers", "stages"), [(2, 1), (4, 1), (1, 2), (2, 2)])
+def test_workers_and_stages_move_no_bit(
+    workers: int, stages: int, exact: Result, model: Path, request: pytest.FixtureRequest
+) -> None:
+    only_in_the_core(request)
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(worker % 2) for worker in range(workers * stages))}
+    options = {"tensor_parallel_size": workers, "pipeline_parallel_size": stages}
+    assert differing_answers(targets(started(model, EXACT | cores, settings=options)), targets(exact)) == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_batch_invariant.envs import TP_TREE
+from vllm_batch_invariant.envs import ARITHMETIC, TP_TREE
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration import patch_points, tensor_tree
 from vllm_batch_invariant.integration.coverage import REFUSED
+from vllm_batch_invariant.integration.linear import ExactLinear
 from vllm_batch_invariant.integration.tensor_tree import LayerTree
+from vllm_batch_invariant.ops.all_reduce import add_ranks
+from vllm_batch_invariant.ops.exact import cpu as exact
 
 pytest.importorskip("vllm")
 
@@ -73,10 +76,9 @@ class RowParallel(torch.nn.Module):
 
 
 def test_every_worker_adds_the_bias_to_the_whole_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TP_TREE.name, "2")
     point = patch_points.ROW_PARALLEL
     monkeypatch.setattr(point.module(), point.attribute, type("Row", (RowParallel,), {"forward": RowParallel.forward}))
-    tensor_tree.install()
+    tensor_tree.install(tensor_tree.with_bias)
     kind, x = point.get(), torch.tensor(1.0)
     for rank in (0, 1):
         assert kind(rank, 0.5, False, True)(x) == (1.5, None)
@@ -87,6 +89,33 @@ def test_every_worker_adds_the_bias_to_the_whole_sum(monkeypatch: pytest.MonkeyP
     unreduced.reduce_results = False
     with pytest.raises(NotCovered, match="before the workers add theirs"):
         unreduced(x)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 8])
+def test_in_exact_arithmetic_workers_add_the_segments_that_one_adds_alone(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ARITHMETIC.name, "exact")
+    m, n, k = 5, 70, 512
+    draw = torch.Generator().manual_seed(workers)
+    x, weight, bias = (torch.randn(shape, generator=draw).bfloat16() for shape in ((m, k), (n, k), (n,)))
+    partials = []
+    for xs, ws in zip(x.chunk(workers, -1), weight.chunk(workers, -1), strict=True):
+        row = layer("ROW_PARALLEL", input_size=k, tp_size=workers)
+        row.weight = torch.nn.Parameter(ws.contiguous())
+        partials.append(ExactLinear(row)(xs, row.weight, None))
+    right = exact.linear(x, exact.prepare(weight, 8), bias)
+    assert torch.equal(exact.finish(add_ranks(torch.stack(partials), tree=True), bias), right)
+    if workers > 2:
+        rounded = add_ranks(torch.stack(partials).bfloat16(), tree=True)
+        assert not torch.equal(exact.finish(rounded.float(), bias), right), "nodes are not rounded"
+
+
+def test_workers_without_whole_segments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ARITHMETIC.name, "exact")
+    ExactLinear(layer("ROW_PARALLEL", input_size=96))
+    with pytest.raises(NotCovered, match=r"2 workers for the 96 inputs of layers\.0\.x in exact arithmetic"):
+        ExactLinear(layer("ROW_PARALLEL", input_size=96, tp_size=2))
 
 
 @pytest.mark.parametrize(("leaves", "workers", "is_found"), [("1", 2, False), ("4", 4, False), ("2", 4, True)])

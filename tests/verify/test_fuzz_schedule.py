@@ -94,7 +94,7 @@ def test_schedules_fill_an_engine_exactly_and_reset_its_cache_while_requests_run
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_twelve_engines_have_every_value_of_every_setting(device: str) -> None:
     drawn = [(seed, number) for seed in (0, 1) for number in range(12)]
-    shares = {"divisible": True, "has_leaves": True, "defined": True}
+    shares = {"divisible": True, "has_leaves": True, "defined": True, "has_segments": True}
     settings = [draw_settings(seed, number, device, CONTEXT, **shares) for seed, number in drawn]
     for twelve in (settings[:12], settings[12:]):
         requests = {one.requests for one in twelve}
@@ -114,7 +114,8 @@ def test_twelve_engines_have_every_value_of_every_setting(device: str) -> None:
         assert {one.workers for one in twelve} == {one.tree for one in twelve} == shared
         assert {(one.workers, one.tree) for one in twelve} >= {(workers, 2) for workers in shared if device == "cpu"}
         assert {one.exact for one in twelve} == ({True, False} if device == "cpu" else {False})
-        assert not any(one.exact for one in twelve if (one.workers, one.tree) != (1, 1))
+        shares_of_exact = {(one.workers, one.tree) for one in twelve if one.exact}
+        assert shares_of_exact == ({(1, 1), (2, 1)} if device == "cpu" else set())
         assert {one.stages for one in twelve} == {1}
     alone = [draw_settings(0, number, device, CONTEXT, has_leaves=True) for number in range(12)]
     assert not any(one.exact for one in alone)

@@ -24,7 +24,7 @@ _LAYERS = "tp"
 
 def install_cpu() -> None:
     """Have workers on CPUs add what each has computed, in the order of their ranks."""
-    communicator, tree = patch_points.CPU_COMMUNICATOR.get(), tensor_tree.leaves() > 1
+    communicator, tree = patch_points.CPU_COMMUNICATOR.get(), tensor_tree.is_used()
     theirs = communicator.all_reduce
 
     def all_reduce(self: Any, input_: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from ..errors import NotCovered
 from ..ops import dispatch
 from ..ops.dispatch import module_for
 from ..ops.exact.definition import NEXT_KEY
-from . import patch_points
+from . import patch_points, tensor_tree
 
 LAYERS = {
     "torch.nn.modules": "ModuleList",
@@ -48,6 +48,7 @@ def install_cpu() -> None:
     _register(patch_points.SILU_AND_MUL.get(), forward=_silu_and_mul)
     for point in (patch_points.ROTARY_EMBEDDING, patch_points.LLAMA_3_ROTARY_EMBEDDING):
         _register(point.get(), forward=_rotate, _compute_cos_sin_cache=_rotary_table)
+    tensor_tree.install(operations().finish)
     sampler = patch_points.TOP_K_TOP_P_SAMPLER.get()
     sampler.forward_cpu = sampler.forward_native = _draw
 
@@ -57,7 +58,7 @@ def compile_cpu() -> None:
     ops = operations()
     for rows in (1, 1024):
         x = torch.zeros(rows, 64, dtype=torch.bfloat16)
-        ops.linear(x[:1].expand(min(rows, 4), 64), ops.prepare(x, shared=False))
+        ops.linear(x[:1].expand(min(rows, 4), 64), ops.prepare(x))
         ops.silu_and_mul(x)
         ops.draw(x.float(), torch.zeros(rows, dtype=torch.int64))
 

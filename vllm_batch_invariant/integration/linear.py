@@ -9,6 +9,7 @@ import torch
 from .. import envs
 from ..errors import NotCovered
 from ..ops.dispatch import module_for
+from ..ops.exact.definition import segments
 from ..ops.linear import prepare, torch_op
 from . import patch_points, tensor_tree
 
@@ -110,21 +111,37 @@ class PreparedLinear(PreparedWeight):
 
 
 class ExactLinear(PreparedWeight):
-    """A layer's product in exact arithmetic; stands as its ``cpu_linear``. The copy has not all bits of the weight."""
+    """A layer's product in exact arithmetic; stands as its ``cpu_linear``. The copy has not all bits of the weight. A
+    row-parallel layer gets a partial sum, which it finishes.
+
+    Raises:
+        NotCovered: the workers have no whole segments of K.
+    """
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__(layer, remove_weight=False)
-        self._shared = isinstance(layer, patch_points.ROW_PARALLEL.get())
+        self._shared, workers = isinstance(layer, patch_points.ROW_PARALLEL.get()), getattr(layer, "tp_size", 1)
+        self._parts = 1
+        if self._shared:
+            parts = segments(layer.input_size, shared=True)
+            if parts % workers:
+                raise NotCovered(
+                    f"{workers} workers for the {layer.input_size} inputs of {layer.prefix} in exact arithmetic",
+                    f"they are added as {parts} segments",
+                    "serve it with one worker",
+                )
+            self._parts = parts // workers
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002 - vLLM's signature
-        from ..ops.exact.cpu import ExactWeight, linear
+        from ..ops.exact.cpu import ExactWeight, linear, partial_linear
 
-        return linear(x, ExactWeight(*self.copy), bias)
+        mine = ExactWeight(*self.copy)
+        return partial_linear(x, mine) if self._shared else linear(x, mine, bias)
 
     def _make_copy(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
         from ..ops.exact.cpu import prepare
 
-        made = prepare(weight, self._shared)
+        made = prepare(weight, self._parts)
         if not bool(torch.isfinite(made.scale).all()):
             raise NotCovered(
                 f"weights of {getattr(self._layer, 'prefix', 'the output head')} that are not finite",

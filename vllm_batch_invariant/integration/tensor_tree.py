@@ -1,11 +1,13 @@
 """The same bits with 1, 2, 4 or 8 tensor-parallel workers: what one worker adds alone, and several together, is one
-tree. :data:`~vllm_batch_invariant.envs.TP_TREE` says of how many leaves.
+tree. :data:`~vllm_batch_invariant.envs.TP_TREE` says of how many leaves; exact arithmetic always has one, of sums that
+are rounded once, at its root.
 
 Layers whose K workers share add it in that many leaves, and a worker's partial result is the sum of a subtree. A column
 of the other layers has the bits that it has in the narrowest part of its layer that a worker may have.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +36,13 @@ class LayerTree:
 
 
 def leaves() -> int:
-    """Of the tree; 1: there is none."""
+    """Of the tree; 1: there is none, or only that of exact arithmetic."""
     return int(envs.TP_TREE.read())
+
+
+def is_used() -> bool:
+    """Whether what workers share is added as a tree."""
+    return leaves() > 1 or envs.is_exact()
 
 
 def of_layer(layer: "torch.nn.Module") -> LayerTree:
@@ -72,10 +79,12 @@ def _not_divisible(what: str, most: int) -> NotCovered:
     )
 
 
-def install() -> None:
-    """Have row-parallel layers add their bias to the whole sum, as no one worker does it."""
-    if leaves() == 1:
-        return
+def install(finish: "Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]") -> None:
+    """Have row-parallel layers finish the whole sum, as no one worker does it.
+
+    Args:
+        finish: makes a layer's output of the sum over all workers, and of its bias, if it adds one.
+    """
     layer = patch_points.ROW_PARALLEL.get()
     theirs = layer.forward
 
@@ -83,18 +92,22 @@ def install() -> None:
         """vLLM's method."""
         if not self.reduce_results:
             raise NotCovered(
-                f"{envs.TP_TREE.name} with {self.prefix}",
+                f"a tree of partial results in {self.prefix}",
                 "its partial results are added to others before the workers add theirs",
-                "leave it out",
+                f"leave out {envs.TP_TREE.name}, and {envs.ARITHMETIC.name}",
             )
-        if self.bias is None or self.skip_bias_add:
-            return theirs(self, input_)
-        self.skip_bias_add = True
+        bias_is_returned, self.skip_bias_add = self.skip_bias_add, True
         try:
             found = theirs(self, input_)
         finally:
-            self.skip_bias_add = False
-        output = (found[0] if self.return_bias else found) + self.bias
-        return (output, None) if self.return_bias else output
+            self.skip_bias_add = bias_is_returned
+        total, bias = found if self.return_bias else (found, self.bias)
+        output = finish(total, None if bias_is_returned else bias)
+        return (output, bias if bias_is_returned else None) if self.return_bias else output
 
     layer.forward = forward
+
+
+def with_bias(total: "torch.Tensor", bias: "torch.Tensor | None") -> "torch.Tensor":
+    """A layer's output under :data:`~vllm_batch_invariant.envs.TP_TREE`, whose nodes are rounded."""
+    return total if bias is None else total + bias

@@ -9,6 +9,7 @@ from tests.ops.attention.cases import Chunk, Heads, Request, paged
 from vllm_batch_invariant.ops.attention.params import PagedAttention
 from vllm_batch_invariant.ops.attention.plan import AttentionShape
 from vllm_batch_invariant.ops.exact import cuda
+from vllm_batch_invariant.ops.exact.definition import segments
 
 MODEL = Heads(8, 2, 128, torch.bfloat16)
 
@@ -20,12 +21,12 @@ def zeros(*shape: int) -> torch.Tensor:
 def grids(count: int, k: int = 512) -> None:
     """Rows of activations and of a weight on their grids."""
     cuda.quantize(zeros(count, k), 8, activations=True)
-    cuda.prepare(zeros(40, k), shared=True)
+    cuda.prepare(zeros(40, k), segments(k, shared=True))
 
 
 def products(count: int, shared: bool = True, bias: bool = True, int8: bool = True) -> None:
     """Of so many rows, by the tile that they get."""
-    weight = cuda.prepare(zeros(96, 512), shared)
+    weight = cuda.prepare(zeros(96, 512), segments(512, shared))
     parts = weight.scale.shape[1]
     rows = cuda.quantize(zeros(count, 512), parts, activations=True)
     cuda.product(rows, weight, zeros(96) if bias else None, replace(cuda.linear_schedule(count, parts), int8=int8))

@@ -33,13 +33,14 @@ def assert_equal(got: torch.Tensor, right: Floats) -> None:
 @pytest.mark.parametrize(("m", "n", "k", "shared"), [(1, 130, 512, True), (10, 1100, 96, True), (33, 65, 768, False)])
 def test_a_product_has_the_definitions_bits(threads: int, m: int, n: int, k: int, shared: bool) -> None:
     x, w, bias = with_outliers(1, m, k), normal(2, n, k), normal(3, n)
-    weight = definition.two_digits(definition.in_segments(w, definition.segments(k, shared)))
+    parts = definition.segments(k, shared)
+    weight = definition.two_digits(definition.in_segments(w, parts))
     right = definition.linear(x, weight, bias)
-    assert_equal(cpu.linear(tensor(x), cpu.prepare(tensor(w), shared), tensor(bias)), right)
+    assert_equal(cpu.linear(tensor(x), cpu.prepare(tensor(w), parts), tensor(bias)), right)
 
 
 def test_the_loop_and_the_blas_have_the_same_integers(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = tensor(with_outliers(4, 11, 300)), cpu.prepare(tensor(normal(5, 77, 300)), shared=False)
+    x, weight = tensor(with_outliers(4, 11, 300)), cpu.prepare(tensor(normal(5, 77, 300)))
     monkeypatch.setattr(cpu, "BLAS_FROM", 1)
     by_blas = cpu.linear(x, weight)
     monkeypatch.setattr(cpu, "BLAS_FROM", 1000)
@@ -180,6 +181,6 @@ def test_operations_without_a_definition_refuse() -> None:
     with pytest.raises(NotCovered, match="mm of floats in exact arithmetic"):
         undefined.mm(torch.ones(2, 2), torch.ones(2, 2))
     with pytest.raises(NotCovered, match="over 65536 elements"):
-        cpu.prepare(torch.ones(2, 65_536, dtype=torch.bfloat16), shared=False)
+        cpu.prepare(torch.ones(2, 65_536, dtype=torch.bfloat16))
     with pytest.raises(NotCovered, match="a part of a row"):
         cpu.rms_norm(torch.ones(2, 8, dtype=torch.bfloat16), None, 1e-6, variance_size=4)

@@ -30,14 +30,15 @@ def test_products_have_the_bits_of_the_definition(n, k, shared, has_bias):
     x = torch.from_numpy(definition.bf16(rows_of_all_kinds(k)[:: 3 if shared else 1])).bfloat16()
     weight, bias = bf16(n, k), bf16(n) if has_bias else None
     weight[0], weight[1], weight[2, -1] = 0, 1e-39, torch.nan
-    assert_same(cuda.linear(x, cuda.prepare(weight, shared), bias), exact(x, weight, shared, bias))
+    prepared = cuda.prepare(weight, definition.segments(k, shared))
+    assert_same(cuda.linear(x, prepared, bias), exact(x, weight, shared, bias))
 
 
 def test_every_tile_and_both_kinds_of_tensor_cores_have_the_same_bits():
     """Of a K of more than one chunk of fp16's, and with third digits."""
     x, weight, bias = bf16(20, 600), bf16(20, 600), bf16(20)
     x[3, [7, 599]] = 3000
-    rows, held = cuda.quantize(x, 1, activations=True), cuda.prepare(weight, False)
+    rows, held = cuda.quantize(x, 1, activations=True), cuda.prepare(weight)
     expected = exact(x, weight, False, bias)
     assert rows.marks[:, 0].tolist() == [0, 0, 0, 0b10001] + [0] * 16
     for schedule in cuda.linear_schedules(1):
@@ -49,11 +50,11 @@ def test_third_digits_in_the_last_of_64_marks_count():
     x, weight = bf16(1, 8192), bf16(2, 8192)
     x[0, -1] = 3000
     assert cuda.quantize(x, 1, activations=True).marks.tolist() == [[-(1 << 63)]]
-    assert_same(cuda.linear(x, cuda.prepare(weight, False)), exact(x, weight, False))
+    assert_same(cuda.linear(x, cuda.prepare(weight)), exact(x, weight, False))
 
 
 def test_a_row_has_the_same_bits_alone_and_with_leading_dimensions():
-    x, weight = bf16(2, 20, 64), cuda.prepare(bf16(9, 64), False)
+    x, weight = bf16(2, 20, 64), cuda.prepare(bf16(9, 64))
     whole = cuda.linear(x, weight)
     assert whole.shape == (2, 20, 9)
     assert torch.equal(cuda.linear(x[1, 7:8], weight), whole[1, 7:8])
@@ -82,11 +83,11 @@ def test_an_engine_with_an_injected_fault_is_not_certified(name, fault, int8, mo
 
 def test_a_product_whose_sums_may_overflow_is_refused():
     with pytest.raises(NotCovered, match="65536 elements"):
-        cuda.prepare(torch.zeros(1, 65_536), False)
+        cuda.prepare(torch.zeros(1, 65_536))
     with pytest.raises(NotCovered, match="65536 elements"):
         cuda.certify(1, 65_536, False, CPU)
 
 
 def test_rows_of_another_length_are_refused():
     with pytest.raises(ValueError, match="rows of 32 in 1 segments do not fit a weight of 64 in 1"):
-        cuda.linear(bf16(2, 32), cuda.prepare(bf16(3, 64), False))
+        cuda.linear(bf16(2, 32), cuda.prepare(bf16(3, 64)))

@@ -106,7 +106,7 @@ def test_grids_of_activations_are_those_of_the_definition(length, parts):
 def test_grids_of_weights_are_those_of_the_definition(length, shared):
     x, parts = rows_of_all_kinds(length)[:: 3 if shared else 1], definition.segments(length, shared)
     exact = definition.two_digits(definition.in_segments(x, parts))
-    found = cuda.prepare(torch.from_numpy(x), shared)
+    found = cuda.prepare(torch.from_numpy(x), parts)
     digits = found.digits.view(2, len(x), parts, -1).int()
     assert_same((digits[0] << 8) + digits[1], exact.integers, "integers")
     assert_same(found.scale, exact.scale, "scale")

@@ -91,7 +91,8 @@ class VllmDevice:
         sampling_seeds.install()
         self.install_linear()
         self.install_collectives()
-        tensor_tree.install()
+        if tensor_tree.leaves() > 1:
+            tensor_tree.install(tensor_tree.with_bias)
         norm.install()
         mrope.install()
         worker = patch_points.DEVICE_WORKER.get()
@@ -153,6 +154,8 @@ class VllmDevice:
 
     def engine_settings(self, vllm_config: Any) -> dict[str, str]:
         """Settings of vLLM's that decide bits, some on this device only."""
+        if envs.is_exact():  # the format decides all
+            return {}
         if tensor_tree.leaves() > 1:  # bits then follow from it, and not from the number of workers
             return {"tensor_parallel_tree": str(tensor_tree.leaves())}
         parallel = vllm_config.parallel_config

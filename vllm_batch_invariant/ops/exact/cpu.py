@@ -10,7 +10,7 @@ from ..common.native_kernels import kernel
 from ..common.numba_rows import RowKernel
 from ..top_k_top_p.cpu import top_k_top_p as top_k_top_p_of_floats
 from . import cpu_kernels
-from .definition import LOG2_E, SPLITS, THREE_DIGITS, TWO_DIGITS, segments
+from .definition import LOG2_E, SPLITS, THREE_DIGITS, TWO_DIGITS
 from .limits import check_k, check_whole_rows
 
 BLAS_FROM = 8
@@ -34,15 +34,14 @@ class ExactWeight:
     scale: torch.Tensor
 
 
-def prepare(weight: torch.Tensor, shared: bool) -> ExactWeight:
-    """Put a weight [N, K] bf16 on its rows' grids; ``shared``: see :func:`.definition.segments`.
+def prepare(weight: torch.Tensor, parts: int = 1) -> ExactWeight:
+    """Put a weight [N, K] bf16 on its rows' grids, in ``parts`` equal segments of K (:func:`.definition.segments`).
 
     Raises:
-        NotCovered: K above :data:`.definition.LARGEST_K`.
+        NotCovered: a segment of more than :data:`.definition.LARGEST_K`.
     """
     n, k = weight.shape
-    check_k(k)
-    parts = segments(k, shared)
+    check_k(k // parts)
     integers = torch.empty(n * parts, k // parts, dtype=torch.int16)
     scale = torch.empty(n * parts, dtype=torch.float32)
     for rows in torch.arange(n).split(BLOCK_N):
@@ -54,6 +53,13 @@ def prepare(weight: torch.Tensor, shared: bool) -> ExactWeight:
 
 def linear(x: torch.Tensor, weight: ExactWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x @ weight.T + bias as :func:`.definition.linear`: [..., K] bf16 to [..., N] bf16; bias [N] bf16."""
+    return finish(partial_linear(x, weight), bias)
+
+
+def partial_linear(x: torch.Tensor, weight: ExactWeight) -> torch.Tensor:
+    """[..., N] fp32, the sum of those segments of K that this worker has, a power of two: a subtree of
+    :func:`.definition.linear`'s tree. Arguments as for :func:`linear`.
+    """
     n, parts, length = weight.integers.shape
     rows = x.float().reshape(-1, length)
     m = len(rows) // parts
@@ -66,8 +72,12 @@ def linear(x: torch.Tensor, weight: ExactWeight, bias: torch.Tensor | None = Non
         sums.append(t.to(torch.float32).mul_(weight.scale[:, part]).mul_(scale[:, part, None]))
     while len(sums) > 1:
         sums = [left.add_(right) for left, right in zip(sums[::2], sums[1::2], strict=True)]
-    out = sums[0] if bias is None else sums[0].add_(bias.float())
-    return out.to(torch.bfloat16).view(*x.shape[:-1], n)
+    return sums[0].view(*x.shape[:-1], n)
+
+
+def finish(total: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The whole sum [..., N] fp32, which may be overwritten, plus the bias [N] bf16, in bf16."""
+    return (total if bias is None else total.add_(bias.float())).to(torch.bfloat16)
 
 
 def _products(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

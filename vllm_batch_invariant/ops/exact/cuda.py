@@ -197,14 +197,14 @@ def quantize(x: torch.Tensor, parts: int, activations: bool) -> Activations:
     return Activations(digits, third, marks, scale)
 
 
-def prepare(weight: torch.Tensor, shared: bool) -> ExactWeight:
-    """Put a weight [N, K] on its rows' grids; ``shared``: see :func:`.definition.segments`.
+def prepare(weight: torch.Tensor, parts: int = 1) -> ExactWeight:
+    """Put a weight [N, K] on its rows' grids, in ``parts`` equal segments of K (:func:`.definition.segments`).
 
     Raises:
-        NotCovered: K above 65535.
+        NotCovered: a segment of more than :data:`.definition.LARGEST_K`.
     """
-    check_k(weight.shape[1])
-    rows = quantize(_packed_rows(weight), segments(weight.shape[1], shared), activations=False)
+    check_k(weight.shape[1] // parts)
+    rows = quantize(_packed_rows(weight), parts, activations=False)
     return ExactWeight(rows.digits, rows.scale)
 
 
@@ -540,7 +540,7 @@ def certify(n: int, k: int, shared: bool, device: torch.device, int8: bool = Tru
     Args:
         n: of the weight.
         k: of the weight.
-        shared: as for :func:`prepare`.
+        shared: as for :func:`.definition.segments`.
         device: the GPU.
         int8: see :class:`LinearSchedule`.
 
@@ -549,10 +549,10 @@ def certify(n: int, k: int, shared: bool, device: torch.device, int8: bool = Tru
 
     Raises:
         ArithmeticError: a result differs; this GPU or compiler is no engine of exact arithmetic.
-        NotCovered: K above 65535.
+        NotCovered: a segment of more than :data:`.definition.LARGEST_K`.
     """
-    check_k(k)
     parts, compared = segments(k, shared), 0
+    check_k(k // parts)
     x, w = _certificate_rows(k // parts)
     right = torch.from_numpy(x @ w.T).to(torch.float32).to(torch.bfloat16)
     columns = torch.arange(n) % len(w)

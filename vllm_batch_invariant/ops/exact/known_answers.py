@@ -118,8 +118,9 @@ def comparisons(ops: ModuleType, tensor: Callable[[Floats], Any]) -> Iterator[tu
 
     x, weight, bias = with_outliers(1, 40, 512), normal(2, 72, 512), normal(3, 72)
     for shared in (False, True):
-        rows = definition.two_digits(definition.in_segments(weight, definition.segments(512, shared)))
-        right, prepared = definition.linear(x, rows, bias), ops.prepare(tensor(weight), shared)
+        parts = definition.segments(512, shared)
+        rows = definition.two_digits(definition.in_segments(weight, parts))
+        right, prepared = definition.linear(x, rows, bias), ops.prepare(tensor(weight), parts)
         for m in (1, 40):
             yield "linear", floats(ops.linear(tensor(x[:m]), prepared, tensor(bias))), right[:m]
     residual, g = normal(4, 40, 512), normal(5, 512)

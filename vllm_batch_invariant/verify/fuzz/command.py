@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...envs import FLAG, is_exact
 from ...ops.exact import MODELS as DEFINED
+from ...ops.exact.definition import segments
 from ..harness.engine import context_of, model_config
 from ..harness.worker import Engine, EngineFailed
 from ..outcome import Status
@@ -96,10 +97,11 @@ class Fuzzer:
         self._device = "cuda" if _on_gpu() else "cpu"
         self._layers = {
             "multimodal": is_multimodal(plan.model, plan.serve_args),
-            "divisible": not is_exact() and is_divisible(plan.model, plan.serve_args),
-            "has_leaves": has_leaves(plan.model),
-            "has_stages": not is_exact() and has_stages(plan.model, plan.serve_args),
+            "divisible": is_divisible(plan.model, plan.serve_args) and (not is_exact() or has_segments(plan.model)),
+            "has_leaves": not is_exact() and has_leaves(plan.model),
+            "has_stages": has_stages(plan.model, plan.serve_args),
             "defined": is_defined(plan.model, plan.serve_args),
+            "has_segments": has_segments(plan.model),
         }
         self._context = min(CONTEXTS[self._device], plan.context or CONTEXTS[self._device])
         self._began = time.monotonic()
@@ -290,6 +292,14 @@ def has_leaves(model: str) -> bool:
     sizes = config.get("hidden_size"), config.get("intermediate_size")
     experts = any("expert" in name for name in config)
     return not experts and all(isinstance(size, int) and size % 32 == 0 for size in sizes)
+
+
+def has_segments(model: str) -> bool:
+    """Whether exact arithmetic adds all that workers may share of a model's layers in segments."""
+    config = model_config(model)
+    heads, hidden = config.get("num_attention_heads") or 1, config.get("hidden_size") or 0
+    inputs = heads * (config.get("head_dim") or hidden // heads), config.get("intermediate_size") or 0
+    return all(segments(k, shared=True) > 1 for k in inputs)
 
 
 def is_defined(model: str, serve_args: Sequence[str]) -> bool:

@@ -42,10 +42,10 @@ def info(llm: Any) -> dict[str, Any]:
     of = f" of {workers} workers" * (workers > 1)  # whose number decides bits
     if tree > 1:  # or does not
         of = f" with a tree of {tree}"
-    if is_exact():
-        of = " in exact arithmetic"
     if (stages := config.parallel_config.pipeline_parallel_size) > 1:  # each has a part of the cores
         of += f" in {stages} stages"
+    if is_exact():  # where nothing of these decides bits
+        of = " in exact arithmetic"
     return {"left_out": left_out, "runner": f"v{1 + second}{of}"}
 
 

@@ -132,6 +132,7 @@ def draw_settings(
     has_leaves: bool = False,
     has_stages: bool = False,
     defined: bool = False,
+    has_segments: bool = False,
 ) -> Settings:
     """Settings ``number`` of a run. Consecutive numbers soon have every value of every option.
 
@@ -143,6 +144,7 @@ def draw_settings(
         has_leaves: and what they share can be added as a tree.
         has_stages: two workers can have half of the layers each, and of a CPU's cores.
         defined: exact arithmetic defines the model.
+        has_segments: and two workers can share its segments.
     """
     gpu = device == "cuda"
 
@@ -158,7 +160,8 @@ def draw_settings(
     tree = take("tree", (1, 2)) if divisible and has_leaves and not gpu else 1
     # drafts are refused there, and two cores are too few for more
     staged = has_stages and not gpu and not drafts and workers == tree == 1
-    exact = defined and not gpu and workers == tree == 1 and take("arithmetic", (True, False))
+    shareable = tree == 1 and (workers == 1 or has_segments)
+    exact = defined and not gpu and shareable and take("arithmetic", (True, False))
     return Settings(
         requests=take("requests", (1, 2, 5, 64, many)),
         step_tokens=take("step", (64, 300, 2048, 8192)),
@@ -173,7 +176,7 @@ def draw_settings(
         drafts=drafts,
         workers=workers,
         tree=tree,
-        stages=2 if staged and not exact else 1,
+        stages=2 if staged else 1,
         exact=exact,
     )
 
