@@ -12,6 +12,7 @@ from scripts.parity import Gap, Sample, of_trainer, plain_logprobs, rollout
 from tests.assertions import assert_same_bits
 from tests.engine.engines import only_where_asked_for
 from tests.hf.models import DEVICE, FAMILIES, VOCABULARY, model
+from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.hf import patch
 from vllm_batch_invariant.verify.harness.requests import tokens
 from vllm_batch_invariant.verify.harness.worker import Engine
@@ -27,9 +28,10 @@ QUICK = ("Llama with biases and its rotary scaling, tied", "Qwen3-MoE")
 ARGUMENTS = ["--dtype", "bfloat16", "--max-model-len", "512", "--skip-tokenizer-init"]
 
 
-def _roll_out(path: Path) -> tuple[list[Sample], int]:
+def _roll_out(path: Path, *arguments: str, **environment: str) -> tuple[list[Sample], int]:
     """Samples of one engine, and the number of its threads."""
-    with Engine(str(path), ARGUMENTS, flag="1", environment={"VLLM_CPU_KVCACHE_SPACE": "1"}) as engine:
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1"} | environment
+    with Engine(str(path), [*ARGUMENTS, *arguments], flag="1", environment=environment) as engine:
         prompts = (tokens(length, 1, range(16, VOCABULARY)) for length in PROMPTS)
         return rollout(engine, prompts, max_tokens=12), engine.info["device"]["threads"]
 
@@ -64,5 +66,25 @@ def test_a_family_has_the_logprobs_of_its_rollout_and_hugging_face_has_others(
     stock = Gap.of(samples, of_trainer(trainer, samples, plain_logprobs))
     assert stock.different > stock.tokens / 2
     assert stock.kl > 0.0
-    for ours, sample in zip(of_trainer(patch(trainer), samples), samples, strict=True):
+    assert_equal(of_trainer(patch(trainer), samples), samples)
+
+
+def assert_equal(logprobs: list[torch.Tensor], samples: list[Sample]) -> None:
+    for ours, sample in zip(logprobs, samples, strict=True):
         assert_same_bits(ours, sample.logprobs, f"prompt of {sample.prompt}")
+
+
+def test_with_a_tree_an_unsharded_trainer_has_the_logprobs_of_two_workers(
+    tmp_path: Path, threads, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_where_asked_for(pytestconfig)
+    kind, changed = FAMILIES[QUICK[0]]
+    model(torch.bfloat16, kind, **changed).save_pretrained(tmp_path)
+    tree, cores = {TP_TREE.name: "2"}, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    samples, engine_threads = _roll_out(tmp_path, "--tensor-parallel-size=2", **tree, **cores)
+    threads(engine_threads)
+    without = of_trainer(patch(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)), samples)
+    assert Gap.of(samples, without).different > 0
+    monkeypatch.setenv(TP_TREE.name, "2")
+    trainer = patch(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
+    assert_equal(of_trainer(trainer, samples), samples)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.assertions import DTYPES, assert_same_bits
-from tests.hf.models import FAMILIES, model, of_device, packed, sequences, ways_to_pad
+from tests.hf.models import DEVICE, FAMILIES, model, of_device, packed, sequences, ways_to_pad
+from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.hf import patch, token_logprobs
 
 RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.06, torch.float16: 0.006}
@@ -55,6 +56,15 @@ def compare_with_exact_ones(dtype: torch.dtype, *kind: type, **changed: object) 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_are_as_near_to_the_exact_ones_as_hugging_faces(dtype: torch.dtype) -> None:
     compare_with_exact_ones(dtype)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a tree is refused on a GPU")
+def test_a_tree_of_workers_has_other_bits_and_gradients_as_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, mask = ways_to_pad(PARTS)["right"]
+    without = patch(model(torch.bfloat16))(tokens, attention_mask=mask).logits
+    monkeypatch.setenv(TP_TREE.name, "2")
+    compare_with_exact_ones(torch.bfloat16)
+    assert not torch.equal(patch(model(torch.bfloat16))(tokens, attention_mask=mask).logits, without)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -65,9 +65,21 @@ def test_what_was_not_compared_with_an_engine_on_a_device_is_refused() -> None:
         refuses(lambda name=name, rope=rope: support.check_compared(by_name[name], rope, "cuda"), f"{name}.*'cuda'")
 
 
-def test_a_tree_of_tensor_parallel_workers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(envs.TP_TREE.name, "2")
-    refuses(lambda: patch(model()), "VLLM_BATCH_INVARIANT_TP_TREE=2 in a trainer")
+def test_a_tree_of_tensor_parallel_workers_is_refused_where_the_engine_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(envs.TP_TREE.name, "4")
+    by_name = {family.prefix: family for family in FAMILIES}
+    for name, device in (("Qwen3", "cuda"), ("Qwen3Moe", "cpu")):
+        said = f"VLLM_BATCH_INVARIANT_TP_TREE=4 in a trainer's {name} on device '{device}'"
+        refuses(lambda name=name, device=device: support.check_compared(by_name[name], "default", device), said)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a tree is refused on a GPU")
+def test_a_tree_whose_leaves_do_not_divide_a_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(envs.TP_TREE.name, "8")
+    said = r"TP_TREE=8 for the 192 inputs of model\.layers\.0\.mlp\.down_proj"
+    refuses(lambda: patch(model(intermediate_size=192, num_attention_heads=4)), said)
 
 
 def test_logits_of_a_router_are_refused() -> None:

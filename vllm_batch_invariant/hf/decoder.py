@@ -4,19 +4,22 @@ A decoder layer hands on its output and the residual apart, because the engine a
 What families differ in lies in their modules: norms of heads, biases, and experts in the place of an MLP.
 """
 
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
 
+from ..integration import tensor_tree
+from ..integration.tensor_tree import LayerTree
 from ..ops.moe import MoeReduction
 from . import support
 from .activation import silu_and_mul
 from .attention import attend
 from .experts import experts
 from .families import Family
-from .linear import linear
+from .linear import WHOLE, linear
 from .norm import rms_norm
 from .packing import Packed
 from .rotary import cos_sin_cache, rotate, scaling_of
@@ -72,23 +75,26 @@ def layer_forward(
     return self.mlp(hidden), residual
 
 
-def _project(x: torch.Tensor, *layers: torch.nn.Linear) -> torch.Tensor:
-    return linear(x, *(layer.weight for layer in layers), biases=[layer.bias for layer in layers])
+def _project(x: torch.Tensor, tree: LayerTree, *layers: torch.nn.Linear) -> torch.Tensor:
+    return linear(x, *(layer.weight for layer in layers), biases=[layer.bias for layer in layers], tree=tree)
 
 
 def attention_forward(self: torch.nn.Module, hidden: torch.Tensor, batch: Packed, cache: torch.Tensor) -> torch.Tensor:
     projections = self.q_proj, self.k_proj, self.v_proj
-    parts = _project(hidden, *projections).split([len(layer.weight) for layer in projections], dim=-1)
+    parts = _project(hidden, self.trees.outputs, *projections).split(
+        [len(layer.weight) for layer in projections], dim=-1
+    )
     query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
     if hasattr(self, "q_norm"):
         query, key = self.q_norm(query), self.k_norm(key)
     query, key = rotate(query, key, batch.positions, cache)
     out = attend(query, key, value, batch, self.scaling)
-    return _project(out.flatten(1), self.o_proj)
+    return _project(out.flatten(1), self.trees.inputs, self.o_proj)
 
 
 def mlp_forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return _project(silu_and_mul(_project(x, self.gate_proj, self.up_proj)), self.down_proj)
+    gate_up = _project(x, self.trees.outputs, self.gate_proj, self.up_proj)
+    return _project(silu_and_mul(gate_up), self.trees.inputs, self.down_proj)
 
 
 def experts_forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -105,8 +111,42 @@ def norm_forward(
 
 def head_forward(self: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     vocabulary = len(self.weight)
-    columns = -(-vocabulary // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
-    return linear(hidden, self.weight, columns=columns, skip_zeros=True)[..., :vocabulary]
+    logits = linear(hidden, self.weight, columns=_columns(self), skip_zeros=True, tree=self.trees.outputs)
+    return logits[..., :vocabulary]
+
+
+def _columns(head: torch.nn.Linear) -> int:
+    return -(-len(head.weight) // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+
+
+@dataclass(frozen=True)
+class Trees:
+    """How the layers of a module compute that tensor-parallel workers of an engine share.
+
+    Attributes:
+        outputs: of the layer whose outputs they share.
+        inputs: of the layer whose inputs they share.
+    """
+
+    outputs: LayerTree
+    inputs: LayerTree = WHOLE
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, name: str) -> "Trees | None":
+        """Of an attention, an MLP or the output head; None of others.
+
+        Raises:
+            NotCovered: a tree whose leaves cannot be equal parts of it.
+        """
+        if hasattr(module, "o_proj"):
+            sizes = [len(layer.weight) for layer in (module.q_proj, module.k_proj, module.v_proj)]
+            outputs = tensor_tree.of_outputs(sizes, f"{name}.qkv_proj", least=module.head_dim)
+            return cls(outputs, tensor_tree.of_inputs(sizes[0], f"{name}.o_proj"))
+        if hasattr(module, "down_proj") and hasattr(module, "gate_proj"):
+            sizes = [len(layer.weight) for layer in (module.gate_proj, module.up_proj)]
+            outputs = tensor_tree.of_outputs(sizes, f"{name}.gate_up_proj")
+            return cls(outputs, tensor_tree.of_inputs(sizes[0], f"{name}.down_proj"))
+        return cls(tensor_tree.of_outputs([_columns(module)], name)) if name == "lm_head" else None
 
 
 FORWARDS = {
@@ -125,7 +165,9 @@ def install(model: torch.nn.Module, family: Family) -> None:
     """Give every module of this model its forward method."""
     names = FORWARDS | EXPERTS_FORWARDS if family.has_experts else FORWARDS
     forwards = {family.of_name(name): forward for name, forward in names.items()}
-    for module in model.modules():
+    for name, module in model.named_modules():
         if type(module) in forwards:
             module.forward = MethodType(forwards[type(module)], module)
+        if trees := Trees.of(module, name):
+            module.trees = trees
     model.lm_head.forward = MethodType(head_forward, model.lm_head)

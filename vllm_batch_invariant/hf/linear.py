@@ -5,9 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..integration.tensor_tree import LayerTree
 from ..ops import linear as linear_op
 from ..ops import reduce
+from ..ops.dispatch import module_for
 
+WHOLE = LayerTree()
+"""Of a layer that no workers share, or of which no number of workers shall have the same bits."""
 _ALIGNMENT = 64
 """Bytes: at another address the BLAS gets the weight in another layout, which may have other bits."""
 
@@ -18,6 +22,7 @@ def linear(
     biases: Sequence[torch.Tensor | None] = (),
     columns: int | None = None,
     skip_zeros: bool = False,
+    tree: LayerTree = WHOLE,
 ) -> torch.Tensor:
     """``x @ cat(weights).T + cat(biases)``: one matmul, as in the engine, because on a CPU its bits follow the weight's
     shape.
@@ -31,6 +36,7 @@ def linear(
         columns: the weights are extended with rows of zeros to this many; None for as they are.
         skip_zeros: leave rows whose gradient is zero, such as padding, out of the weights' gradient, whose bits follow
             the number of rows.
+        tree: how the engine's layer adds, where tensor-parallel workers may share it; on a CPU.
 
     Returns:
         [..., columns] of x's dtype.
@@ -41,7 +47,7 @@ def linear(
     added = [bias for bias in biases if bias is not None]
     if added and (len(added) != len(weights) or columns is not None):
         raise ValueError(f"linear takes a bias for each of its {len(weights)} weights, and no columns then")
-    return _Linear.apply(x, columns, skip_zeros, len(weights), *weights, *added)
+    return _Linear.apply(x, columns, skip_zeros, tree, len(weights), *weights, *added)
 
 
 def _stacked(weights: tuple[torch.Tensor, ...], columns: int | None) -> torch.Tensor:
@@ -59,19 +65,24 @@ class _Linear(torch.autograd.Function):
         x: torch.Tensor,
         columns: int | None,
         skip_zeros: bool,
+        tree: LayerTree,
         count: int,
         *weights_and_biases: torch.Tensor,
     ) -> torch.Tensor:
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]
         ctx.save_for_backward(x, *weights)
         ctx.columns, ctx.skip_zeros = columns, skip_zeros
-        return linear_op.linear(x, _stacked(weights, columns), torch.cat(biases) if biases else None)
+        weight, bias = _stacked(weights, columns), torch.cat(biases) if biases else None
+        if tree == WHOLE:
+            return linear_op.linear(x, weight, bias)
+        module = module_for("linear", x.device.type)
+        return module.prepared_linear_of_parts(x, module.prepare_parts(weight, tree.block_n), bias, tree.leaves)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        wanted, biases_wanted = ctx.needs_input_grad[4 : 4 + len(weights)], ctx.needs_input_grad[4 + len(weights) :]
+        wanted, biases_wanted = ctx.needs_input_grad[5 : 5 + len(weights)], ctx.needs_input_grad[5 + len(weights) :]
         rows, grads = x.flatten(0, -2), grad.flatten(0, -2)
         of_x: torch.Tensor | None = None
         of_weights: list[torch.Tensor | None] = [None] * len(weights)
@@ -88,7 +99,7 @@ class _Linear(torch.autograd.Function):
                 rows, grads = rows[used], grads[used]
             whole = linear_op.mm(grads[:, : sum(sizes)].t(), rows)
             of_weights = _where(whole.split(sizes), wanted)
-        return of_x, None, None, None, *of_weights, *of_biases
+        return of_x, None, None, None, None, *of_weights, *of_biases
 
 
 def _where(parts: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:

@@ -8,6 +8,7 @@ import torch
 from .. import envs
 from ..errors import NotCovered
 from ..integration import patch_points
+from ..integration.tensor_tree import leaves
 from ..ops.attention.params import DTYPES
 from .families import FAMILIES, Family, family_of
 
@@ -66,7 +67,7 @@ def check_compared(family: Family, rope_type: str, device_type: str) -> None:
     """Whether a family with such a rotary embedding has been compared with an engine on a device.
 
     Raises:
-        NotCovered: it has not; or a tree of tensor-parallel workers is asked for.
+        NotCovered: it has not; or a tree of tensor-parallel workers is asked for where there is none.
     """
     devices = family.devices if rope_type == "default" else ("cpu",)
     if device_type not in devices:
@@ -75,10 +76,10 @@ def check_compared(family: Family, rope_type: str, device_type: str) -> None:
             f"the bits have been compared with an engine's on {' and '.join(devices)} only",
             "train there, or use a Qwen3",
         )
-    if envs.TP_TREE.read() != "1":
+    if leaves() > 1 and (device_type != "cpu" or family.has_experts):
         raise NotCovered(
-            f"{envs.TP_TREE.name}={envs.TP_TREE.read()} in a trainer",
-            "its matmuls are not added in that tree",
+            f"{envs.TP_TREE.name}={leaves()} in a trainer's {family.prefix} on device '{device_type}'",
+            "the engine has such a tree on a CPU only, and none of experts",
             "leave it out, and roll out with --tensor-parallel-size 1",
         )
     if envs.is_exact():

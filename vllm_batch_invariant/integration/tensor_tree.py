@@ -7,7 +7,7 @@ of the other layers has the bits that it has in the narrowest part of its layer 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,24 +51,50 @@ def of_layer(layer: "torch.nn.Module") -> LayerTree:
     Raises:
         NotCovered: its sizes cannot be cut into the leaves of the tree.
     """
-    most, workers = leaves(), getattr(layer, "tp_size", 1)
-    if most == 1 or isinstance(layer, patch_points.REPLICATED.get()):
+    workers = getattr(layer, "tp_size", 1)
+    if isinstance(layer, patch_points.REPLICATED.get()):
         return LayerTree()
     if isinstance(layer, patch_points.ROW_PARALLEL.get()):
-        if layer.input_size % (_LEAF_STEP * most):
-            raise _not_divisible(f"the {layer.input_size} inputs of {layer.prefix}", most)
-        return LayerTree(leaves=most // workers)
-    return LayerTree(block_n=_narrowest(layer, most))
-
-
-def _narrowest(layer: "torch.nn.Module", most: int) -> int:
-    """Columns that divide every part of the layer that a worker may have, of each of the layers it is merged of."""
+        return of_inputs(layer.input_size, layer.prefix, workers)
     sizes = getattr(layer, "output_partition_sizes", None) or [layer.num_embeddings_per_partition]
     least = layer.head_size if isinstance(layer, patch_points.QKV_PARALLEL.get()) else 1  # a KV head may be there twice
+    return of_outputs([size * workers for size in sizes], getattr(layer, "prefix", "the embedding"), least)
+
+
+def of_inputs(k: int, name: str, workers: int = 1) -> LayerTree:
+    """How a layer computes whose K inputs the workers share.
+
+    Args:
+        name: of the layer, in messages.
+        workers: that there are.
+
+    Raises:
+        NotCovered: they cannot be cut into the leaves of the tree.
+    """
+    most = leaves()
+    if k % (_LEAF_STEP * most) and most > 1:
+        raise _not_divisible(f"the {k} inputs of {name}", most)
+    return LayerTree(leaves=max(most // workers, 1))
+
+
+def of_outputs(sizes: Sequence[int], name: str, least: int = 1) -> LayerTree:
+    """How a layer computes whose outputs the workers share.
+
+    Args:
+        sizes: outputs of each of the layers that it is merged of, of all workers.
+        name: of the layer, in messages.
+        least: outputs that a worker has in any case, of each.
+
+    Raises:
+        NotCovered: a tree, and they cannot be cut into as many equal parts.
+    """
+    most = leaves()
+    if most == 1:
+        return LayerTree()
     for size in sizes:
-        if size * layer.tp_size % most:
-            raise _not_divisible(f"{size * layer.tp_size} outputs of {getattr(layer, 'prefix', 'the embedding')}", most)
-    return math.gcd(*(max(size * layer.tp_size // most, least) for size in sizes))
+        if size % most:
+            raise _not_divisible(f"{size} outputs of {name}", most)
+    return LayerTree(block_n=math.gcd(*(max(size // most, least) for size in sizes)))
 
 
 def _not_divisible(what: str, most: int) -> NotCovered:
