@@ -24,7 +24,7 @@ from trl.generation import vllm_generation
 from scripts.on_policy import CONTEXT, Schedule, Specification, Step
 from scripts.on_policy_task import questions, reward
 from scripts.parity import Gap, Sample
-from vllm_batch_invariant.hf import patch, token_logprobs
+from vllm_batch_invariant.hf import check_engine, patch, token_logprobs
 from vllm_batch_invariant.verify.harness.requests import request, sampling_requests
 from vllm_batch_invariant.verify.harness.worker_main import Driver
 
@@ -208,6 +208,8 @@ def train(specification: Specification) -> list[Step]:
             callbacks=[digests],
         )
     generation = trainer.vllm_generation
+    if specification.run.patched and specification.run.mode:
+        check_engine(model, generation.llm.collective_rpc("batch_invariant_declaration"))
     _with_fault(generation, specification.run.fault)
     if on_cpu and not specification.run.mode:
         generation.sync_weights = partial(reload_weights, generation)

@@ -109,6 +109,16 @@ def environment_here(
     )
 
 
+def flat(section: dict[str, Any]) -> dict[str, Any]:
+    """A section of an environment with nested names joined into one."""
+    found = {}
+    for name, value in section.items():
+        found |= (
+            {f"{name} {inner}": each for inner, each in value.items()} if isinstance(value, dict) else {name: value}
+        )
+    return found
+
+
 def versions(vllm: str) -> dict[str, str]:
     """Of what is between a model and its bits on every device: vLLM, PyTorch, the kernels' compiler, and this project
     with the first digits of the sha256 of its sources.

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vllm_batch_invariant.envs import FLAG
+from vllm_batch_invariant.integration.endpoint import METHOD
 from vllm_batch_invariant.verify.bisect.engine import WORKER_EXTENSION
 from vllm_batch_invariant.verify.check.engine import EngineRun
 from vllm_batch_invariant.verify.check.guarantees import cases_of_engines
@@ -121,6 +122,11 @@ def _as_arguments(settings: dict[str, Any]) -> list[str]:
         else:
             arguments += [f"--{option}", str(value)]
     return arguments
+
+
+def declared(llm: Any) -> list[dict[str, Any]]:
+    """What the engine's workers say of themselves; runs in the engine's process."""
+    return llm.collective_rpc(METHOD)
 
 
 def check_of(running: Engine, flag: str) -> EngineRun:

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from tests.assertions import assert_same_bits
 from tests.engine.engines import only_where_asked_for
 from tests.hf.models import DEVICE, FAMILIES, VOCABULARY, model
 from vllm_batch_invariant.envs import TP_TREE
-from vllm_batch_invariant.hf import patch
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.hf import check_engine, patch
 from vllm_batch_invariant.verify.harness.requests import tokens
 from vllm_batch_invariant.verify.harness.worker import Engine
 
@@ -28,12 +31,26 @@ QUICK = ("Llama with biases and its rotary scaling, tied", "Qwen3-MoE")
 ARGUMENTS = ["--dtype", "bfloat16", "--max-model-len", "512", "--skip-tokenizer-init"]
 
 
-def _roll_out(path: Path, *arguments: str, **environment: str) -> tuple[list[Sample], int]:
-    """Samples of one engine, and the number of its threads."""
+@dataclass(frozen=True)
+class Rollout:
+    """Samples of one engine.
+
+    Attributes:
+        declared: what the engine said of itself.
+        threads: that it computed with.
+    """
+
+    samples: list[Sample]
+    declared: list[dict[str, Any]]
+    threads: int
+
+
+def _roll_out(path: Path, *arguments: str, **environment: str) -> Rollout:
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1"} | environment
     with Engine(str(path), [*ARGUMENTS, *arguments], flag="1", environment=environment) as engine:
         prompts = (tokens(length, 1, range(16, VOCABULARY)) for length in PROMPTS)
-        return rollout(engine, prompts, max_tokens=12), engine.info["device"]["threads"]
+        samples = rollout(engine, prompts, max_tokens=12)
+        return Rollout(samples, engine.call("tests.engine.engines:declared"), engine.info["device"]["threads"])
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +77,16 @@ def test_a_family_has_the_logprobs_of_its_rollout_and_hugging_face_has_others(
     if name not in rolled:
         only_where_asked_for(pytestconfig)
     path, running = rolled[name]
-    samples, engine_threads = running.result()
-    threads(engine_threads)
+    rolled_out = running.result()
+    samples = rolled_out.samples
+    threads(rolled_out.threads)
     trainer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
     stock = Gap.of(samples, of_trainer(trainer, samples, plain_logprobs))
     assert stock.different > stock.tokens / 2
     assert stock.kl > 0.0
-    assert_equal(of_trainer(patch(trainer), samples), samples)
+    patched = patch(trainer)
+    check_engine(patched, rolled_out.declared)
+    assert_equal(of_trainer(patched, samples), samples)
 
 
 def assert_equal(logprobs: list[torch.Tensor], samples: list[Sample]) -> None:
@@ -81,10 +101,13 @@ def test_with_a_tree_an_unsharded_trainer_has_the_logprobs_of_two_workers(
     kind, changed = FAMILIES[QUICK[0]]
     model(torch.bfloat16, kind, **changed).save_pretrained(tmp_path)
     tree, cores = {TP_TREE.name: "2"}, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    samples, engine_threads = _roll_out(tmp_path, "--tensor-parallel-size=2", **tree, **cores)
-    threads(engine_threads)
-    without = of_trainer(patch(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)), samples)
-    assert Gap.of(samples, without).different > 0
+    rolled_out = _roll_out(tmp_path, "--tensor-parallel-size=2", **tree, **cores)
+    threads(rolled_out.threads)
+    without = patch(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
+    assert Gap.of(rolled_out.samples, of_trainer(without, rolled_out.samples)).different > 0
+    with pytest.raises(NotCovered, match="tensor_parallel_tree 2 beside a trainer with tensor_parallel_tree unset"):
+        check_engine(without, rolled_out.declared)
     monkeypatch.setenv(TP_TREE.name, "2")
     trainer = patch(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
-    assert_equal(of_trainer(trainer, samples), samples)
+    check_engine(trainer, rolled_out.declared)
+    assert_equal(of_trainer(trainer, rolled_out.samples), rolled_out.samples)

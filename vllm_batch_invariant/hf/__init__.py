@@ -1,6 +1,7 @@
 """A Hugging Face model whose logprobs have the bits of the engine's, with gradients: rollout and trainer agree exactly.
 
     model = patch(AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16))
+    check_engine(model, llm.collective_rpc("batch_invariant_declaration"))
     logits = model(tokens, attention_mask=mask).logits
     logprobs = token_logprobs(logits[:, :-1], tokens[:, 1:])
 
@@ -9,5 +10,6 @@ Most modules are one operation each, as the engine computes it in the forward pa
 
 from .logprobs import Sampling, token_logprobs
 from .patching import patch
+from .rollout import check_engine
 
-__all__ = ["Sampling", "patch", "token_logprobs"]
+__all__ = ["Sampling", "check_engine", "patch", "token_logprobs"]

@@ -40,6 +40,11 @@ def leaves() -> int:
     return int(envs.TP_TREE.read())
 
 
+def setting() -> dict[str, str]:
+    """What of it decides bits, as an engine or a trainer describes itself."""
+    return {"tensor_parallel_tree": str(leaves())} if leaves() > 1 else {}
+
+
 def is_used() -> bool:
     """Whether what workers share is added as a tree."""
     return leaves() > 1 or envs.is_exact()

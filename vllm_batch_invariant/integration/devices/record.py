@@ -156,8 +156,8 @@ class VllmDevice:
         """Settings of vLLM's that decide bits, some on this device only."""
         if envs.is_exact():  # the format decides all
             return {}
-        if tensor_tree.leaves() > 1:  # bits then follow from it, and not from the number of workers
-            return {"tensor_parallel_tree": str(tensor_tree.leaves())}
+        if tree := tensor_tree.setting():  # bits then follow from it, and not from the number of workers
+            return tree
         parallel = vllm_config.parallel_config
         if parallel.tensor_parallel_size == 1:
             return {}

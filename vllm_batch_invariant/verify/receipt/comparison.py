@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ...provenance import flat
 from ..answers import first_difference
 from ..outcome import NoTestError, Status
 from ..printing import printable
@@ -126,7 +127,7 @@ def notes_on(left: EngineInfo, right: EngineInfo, names: tuple[str, str]) -> tup
     if off:
         notes.append(Note(f"mode: off in {' and '.join(off)}, whose bits follow the batch", promised=False))
     for section in ("device", "versions", "engine", "reductions"):
-        left_side, right_side = (_flat(getattr(environment, section)) for environment in both)
+        left_side, right_side = (flat(getattr(environment, section)) for environment in both)
         if not (left_side or right_side or silent or off):
             notes.append(Note(f"{section}: unknown in both", promised=False))
         whole = both[0].exact_format and both[0].exact_format == both[1].exact_format
@@ -231,14 +232,6 @@ def _models(left: Model, right: Model, names: tuple[str, str]) -> Note | None:
         if not model.digest
     )
     return Note(f"model: {named}, compared by name only ({why})", promised=False)
-
-
-def _flat(section: dict[str, Any]) -> dict[str, Any]:
-    """Nested names joined into one."""
-    flat = {}
-    for name, value in section.items():
-        flat |= {f"{name} {inner}": each for inner, each in value.items()} if isinstance(value, dict) else {name: value}
-    return flat
 
 
 def _differing(left: dict[str, Any], right: dict[str, Any], names: tuple[str, str], keys: Iterable[str]) -> str:

@@ -1,0 +1,76 @@
+"""Whether an engine's rollouts are promised to have a patched model's logprobs: what decides bits in both, compared."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from .. import envs
+from ..errors import NotCovered
+from ..integration import devices, endpoint, patch_points, tensor_tree
+from ..provenance import EXACT, OF_EXPERTS, Environment, environment_here, flat, versions
+
+_OF_NO_LOGPROB = ("logprobs_mode",)
+"""Settings of an engine that :func:`..hf.token_logprobs` is told of."""
+_REMEDIES = {
+    "device": "run both on one kind of device and, on a CPU, with as many threads (torch.set_num_threads)",
+    "versions": "install the same versions for both",
+    "engine": "start the engine with the trainer's setting, without --hf-overrides",
+    "reductions": f"give both the same {envs.ATTENTION.name}",
+}
+_WORKERS = f"start both with {envs.TP_TREE.name} of so many workers or more, or the engine with one"
+
+
+def check_engine(
+    model: torch.nn.Module, declared: Mapping[str, Any] | Sequence[Mapping[str, Any]], dtype: torch.dtype | None = None
+) -> None:
+    """Refuse an engine whose logprobs are not promised to be this model's. The weights are not compared.
+
+    Args:
+        model: that :func:`..hf.patch` has patched.
+        declared: what the engine says of itself: ``llm.collective_rpc("batch_invariant_declaration")``, or a server's
+            answer to ``GET /v1/batch_invariant``.
+        dtype: that the model computes in; None for that of its weights.
+
+    Raises:
+        NotCovered: the first thing that decides bits and is another here.
+    """
+    said = declared if isinstance(declared, Mapping) else endpoint.of_workers(declared)
+    if not said.get("mode"):
+        raise _refusal("VLLM_BATCH_INVARIANT off", "it on", "start the engine with VLLM_BATCH_INVARIANT=1")
+    if EXACT in said["reductions"]:
+        raise _refusal(EXACT, "another", f"start the engine without {envs.ARITHMETIC.name}")
+    here = _environment(model, dtype or next(model.parameters()).dtype)
+    for section, remedy in _REMEDIES.items():
+        theirs, ours = (flat(found) for found in (said[section], getattr(here, section)))
+        if theirs.get("kv_cache_dtype") == "auto":
+            theirs["kv_cache_dtype"] = theirs["dtype"]
+        for name in dict.fromkeys(chain(ours, theirs)):
+            if theirs.get(name) != ours.get(name) and name not in _OF_NO_LOGPROB and not name.startswith(OF_EXPERTS):
+                of_workers = name.startswith("tensor_parallel")
+                found = (f"{name} {values.get(name, 'unset')}" for values in (theirs, ours))
+                raise _refusal(*found, _WORKERS if of_workers else remedy)
+
+
+def _refusal(theirs: str, ours: str, remedy: str) -> NotCovered:
+    return NotCovered(
+        f"an engine with {theirs} beside a trainer with {ours}", "their bits are not promised to be equal", remedy
+    )
+
+
+def _environment(model: torch.nn.Module, dtype: torch.dtype) -> Environment:
+    """Of this process, as an engine describes its own."""
+    device, config = devices.get(next(model.parameters()).device.type), model.config
+    chosen, name = envs.ATTENTION.read(), str(dtype).removeprefix("torch.")
+    return environment_here(
+        device.ops.type,
+        versions=versions(patch_points.installed_version()) | device.versions(),
+        device=device.info(),
+        hidden=config.hidden_size,
+        vocabulary=config.vocab_size,
+        dtype=dtype,
+        attention=device.attention_reduction(),
+        attention_by=device.ops.attention if chosen == "auto" else chosen,
+        engine={"dtype": name, "kv_cache_dtype": name} | tensor_tree.setting(),
+    )
