@@ -55,6 +55,9 @@ FAMILIES = {
     "Qwen2 with biases and a window that it does not use": transformers.Qwen2Config(
         **SIZES, num_key_value_heads=2, sliding_window=48
     ),
+    "Qwen3-MoE with a dense layer": transformers.Qwen3MoeConfig(
+        **SIZES, **GQA, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=96, mlp_only_layers=[0]
+    ),
 }
 """Others than the small model's: Qwen3."""
 

@@ -24,6 +24,8 @@ LAYERS = {
     "vllm.model_executor.layers.logits_processor": "LogitsProcessor",
     "vllm.model_executor.layers.attention": "Attention",
     "vllm.model_executor.layers.rotary_embedding": "ApplyRotaryEmb",
+    "vllm.model_executor.layers.fused_moe.router.gate_linear": "GateLinear",
+    "vllm.model_executor.layers.fused_moe": "RoutedExperts MoERunner",
 }
 """Layers of vLLM's and PyTorch's that compute what is defined, as :data:`.layers.KNOWN` names them."""
 _OPERATIONS = {
@@ -32,7 +34,7 @@ _OPERATIONS = {
     "top_k_top_p": ".exact.cpu",
     "linear": ".exact.undefined",
     "reduce": ".exact.undefined",
-    "moe": ".exact.undefined",
+    "moe": ".exact.cpu_experts",
 }
 """The modules, relative to the operations' package, that have an operation's place on a CPU."""
 

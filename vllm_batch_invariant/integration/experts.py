@@ -20,7 +20,12 @@ ROUTERS = ("CPURouter", "FusedTopKRouter", "FusedTopKBiasRouter", "GroupedTopKRo
 
 
 class PreparedExperts(PreparedWeight):
-    """Weights [experts, N, K] of a layer's experts, and a copy [K, N] of each."""
+    """Weights [experts, N, K] of a layer's experts, and what the operation makes of them. In exact arithmetic that has
+    not all bits of the weights, which stay.
+    """
+
+    def __init__(self, layer: torch.nn.Module, name: str) -> None:
+        super().__init__(layer, name, remove_weight=not envs.is_exact())
 
     def _make_copy(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return module_for("moe", "cpu").prepare_experts(weight)

@@ -8,9 +8,10 @@ import torch
 
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
-from vllm_batch_invariant.ops.exact import cpu, definition, undefined
+from vllm_batch_invariant.ops.exact import cpu, cpu_experts, definition, undefined
 from vllm_batch_invariant.ops.exact.definition import Floats, fp32
 from vllm_batch_invariant.ops.exact.known_answers import normal, with_outliers
+from vllm_batch_invariant.ops.moe import MoeReduction
 
 THREADS = torch.get_num_threads()
 
@@ -45,6 +46,45 @@ def test_the_loop_and_the_blas_have_the_same_integers(monkeypatch: pytest.Monkey
     by_blas = cpu.linear(x, weight)
     monkeypatch.setattr(cpu, "BLAS_FROM", 1000)
     assert torch.equal(cpu.linear(x, weight).nan_to_num(), by_blas.nan_to_num())
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_experts_have_the_definitions_bits_and_a_token_alone_those_among_others(
+    threads: int, renormalise: bool
+) -> None:
+    tokens, hidden, intermediate, count, top_k = 45, 64, 96, 6, 3
+    x, logits = with_outliers(1, tokens, hidden), normal(2, tokens, count)
+    logits[:, 1::2] = logits[:, ::2]  # ties
+    gate_up, down = normal(3, count, 2 * intermediate, hidden), normal(4, count, hidden, intermediate)
+    reduction = MoeReduction(count, top_k, torch.bfloat16, renormalise=renormalise)
+
+    weights, experts = definition.route(logits, top_k, renormalise)
+    made = np.empty((tokens, top_k, hidden), np.float32)
+    for token, slot in np.ndindex(tokens, top_k):
+        of_gate_up, of_down = (one[experts[token, slot]][:, None] for one in (gate_up, down))
+        row = definition.linear(x[token : token + 1], definition.two_digits(of_gate_up))
+        with np.errstate(over="ignore"):
+            activated = definition.silu_and_mul(row)
+        made[token, slot] = definition.unrounded_linear(activated, definition.two_digits(of_down))[0]
+    right = definition.expert_sum(made, weights)
+
+    found = cpu_experts.route(tensor(logits), reduction, None)
+    assert np.array_equal(found[0].numpy(), weights)
+    assert np.array_equal(found[1].numpy(), experts)
+    others = cpu_experts.moe(tensor(x), *found, tensor(gate_up), tensor(down), reduction, None, None, None)
+    assert_equal(others, right)
+    for token in (0, tokens - 1):
+        one = slice(token, token + 1)
+        alone = cpu_experts.route(tensor(logits[one]), reduction, None)
+        got = cpu_experts.moe(tensor(x[one]), *alone, tensor(gate_up), tensor(down), reduction, None, None, None)
+        assert torch.equal(got, others[one])
+
+
+@pytest.mark.parametrize("changed", [{"scoring": "sigmoid"}, {"scale": 2.0}, {"groups": 2}, {"activation": "gelu"}])
+def test_experts_without_a_definition_are_refused(changed: dict[str, object]) -> None:
+    [name] = changed
+    with pytest.raises(NotCovered, match=f"a mixture of experts with {name} "):
+        cpu_experts.check(MoeReduction(8, 2, torch.bfloat16, **changed))
 
 
 def in_fp32(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 FORMAT = "X16.1"
 """The name of what :mod:`.definition` says. Another definition has another name."""
 
-MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Models all of whose operations are defined, by the name of their class."""
 WITH_WINDOWS = ("LlamaForCausalLM", "MistralForCausalLM")
 """Those of them all of whose layers have the window that a configuration names."""

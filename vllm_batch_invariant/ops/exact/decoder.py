@@ -1,4 +1,4 @@
-"""A whole model by :mod:`.definition`, in numpy: logits of Llama, Mistral, Qwen2 and Qwen3 from their weights.
+"""A whole model by :mod:`.definition`, in numpy: logits of Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE.
 
 It needs no engine, no PyTorch and no kernel, and has the bits of every engine that serves the checkpoint in exact
 arithmetic.
@@ -51,15 +51,18 @@ class Decoder:
 
     def _linear(self, x: Floats, name: str, shared: bool = False) -> Floats:
         """A linear layer; ``shared``: whether tensor-parallel workers share its K."""
-        bits, bias = self._weights[f"{name}.weight"], self._floats(f"{name}.bias")
-        parts = definition.segments(x.shape[-1], shared)
+        total, bias = self._unrounded(x, name, shared), self._floats(f"{name}.bias")
+        return definition.bf16(total if bias is None else total + bias)
+
+    def _unrounded(self, x: Floats, name: str, shared: bool = False) -> Floats:
+        bits, parts = self._weights[f"{name}.weight"], definition.segments(x.shape[-1], shared)
         out = []
         for start in range(0, len(bits), _COLUMNS):
-            rows = slice(start, start + _COLUMNS)
-            weight = definition.two_digits(definition.in_segments(definition.from_bits(bits[rows]), parts))
+            held = definition.from_bits(bits[start : start + _COLUMNS])
+            weight = definition.two_digits(definition.in_segments(held, parts))
             if np.isnan(weight.scale).any():
                 raise NotCovered(f"weights of {name} that are not finite", "they have no integers", _REMEDY)
-            out.append(definition.linear(x, weight, None if bias is None else bias[rows]))
+            out.append(definition.unrounded_linear(x, weight))
         return np.concatenate(out, axis=-1)
 
     def _norm(self, x: Floats, name: str, residual: Floats | None = None) -> tuple[Floats, Floats]:
@@ -97,17 +100,39 @@ class Decoder:
             attended = self._attention(hidden, f"{at}.self_attn", table, seen)
             hidden, residual = self._norm(attended, f"{at}.post_attention_layernorm", residual)
             seen(f"{at}.post_attention_layernorm", hidden)
-            gate_up = np.concatenate([self._linear(hidden, f"{at}.mlp.{name}_proj") for name in ("gate", "up")], -1)
-            seen(f"{at}.mlp.gate_up_proj", gate_up)
-            hidden = definition.silu_and_mul(gate_up)
-            seen(f"{at}.mlp.act_fn", hidden)
-            hidden = self._linear(hidden, f"{at}.mlp.down_proj", shared=True)
-            seen(f"{at}.mlp.down_proj", hidden)
+            has_experts = f"{at}.mlp.gate.weight" in self._weights
+            hidden = (self._experts if has_experts else self._mlp)(hidden, f"{at}.mlp", seen)
         hidden, _ = self._norm(hidden[rows], "model.norm", residual[rows])
         return self._linear(hidden, "model.embed_tokens" if self.config.get("tie_word_embeddings") else "lm_head")
 
     def _floats_of(self, token_ids: Sequence[int]) -> Floats:
         return definition.from_bits(self._weights["model.embed_tokens.weight"][np.asarray(token_ids)])
+
+    def _mlp(self, x: Floats, name: str, seen: Seen) -> Floats:
+        gate_up = self._gate_up(x, name)
+        seen(f"{name}.gate_up_proj", gate_up)
+        activated = definition.silu_and_mul(gate_up)
+        seen(f"{name}.act_fn", activated)
+        out = self._linear(activated, f"{name}.down_proj", shared=True)
+        seen(f"{name}.down_proj", out)
+        return out
+
+    def _gate_up(self, x: Floats, name: str) -> Floats:
+        return np.concatenate([self._linear(x, f"{name}.{part}_proj") for part in ("gate", "up")], -1)
+
+    def _experts(self, x: Floats, name: str, seen: Seen) -> Floats:
+        logits = self._linear(x, f"{name}.gate")
+        seen(f"{name}.gate", logits)
+        top_k = self.config["num_experts_per_tok"]
+        weights, experts = definition.route(logits, top_k, self.config.get("norm_topk_prob", False))
+        made = np.empty((len(x), top_k, x.shape[-1]), np.float32)
+        for expert in np.unique(experts):
+            tokens, slots = np.nonzero(experts == expert)
+            hidden = definition.silu_and_mul(self._gate_up(x[tokens], f"{name}.experts.{expert}"))
+            made[tokens, slots] = self._unrounded(hidden, f"{name}.experts.{expert}.down_proj")
+        out = definition.expert_sum(made, weights)
+        seen(f"{name}.experts", out)
+        return out
 
     def _attention(self, x: Floats, name: str, table: Floats, seen: Seen) -> Floats:
         parts = [self._linear(x, f"{name}.{part}_proj") for part in "qkv"]

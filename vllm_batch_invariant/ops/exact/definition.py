@@ -190,13 +190,18 @@ def in_segments(a: Floats, parts: int) -> Floats:
 
 
 def linear(x: Floats, weight: Rows, bias: Floats | None = None) -> Floats:
-    """x @ weight.T + bias in bf16: each segment's product T of integers as fp32(T) * weight's scale * x's scale; the
-    segments by a tree of neighbours; the bias; one rounding to bf16.
+    """x @ weight.T + bias, in fp32 and rounded once to bf16; bias [N] bf16 values."""
+    total = unrounded_linear(x, weight)
+    return bf16(total if bias is None else total + bias)
+
+
+def unrounded_linear(x: Floats, weight: Rows) -> Floats:
+    """x @ weight.T in fp32: each segment's product T of integers as fp32(T) * weight's scale * x's scale; the segments
+    by a tree of neighbours.
 
     Args:
         x: [M, K] bf16 values.
         weight: integers [N, segments, K / segments] of :func:`two_digits`, scale [N, segments].
-        bias: [N] bf16 values.
     """
     parts = weight.integers.shape[1]
     rows = activations(in_segments(x, parts))
@@ -207,7 +212,7 @@ def linear(x: Floats, weight: Rows, bias: Floats | None = None) -> Floats:
         sums.append(t.astype(fp32) * weight.scale[:, part] * rows.scale[:, part, None])
     while len(sums) > 1:
         sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
-    return bf16(sums[0] if bias is None else sums[0] + bias)
+    return sums[0]
 
 
 def rms_norm(x: Floats, weight: Floats | None, eps: float, residual: Floats | None = None) -> tuple[Floats, Floats]:
@@ -224,6 +229,34 @@ def silu_and_mul(x: Floats) -> Floats:
     """g / (1 + 2**(-g * log2 e)) * u in bf16, of the halves g and u of each row."""
     gate, up = np.split(x, 2, axis=-1)
     return bf16(gate / (fp32(1) + exp2(-gate * LOG2_E)) * up)
+
+
+def route(logits: Floats, top_k: int, renormalise: bool) -> tuple[Floats, Integers]:
+    """([tokens, top_k] weights, [tokens, top_k] experts) by :func:`softmax` of a router's logits [tokens, experts]: the
+    highest first, of equal ones the lowest expert. Renormalised ones are divided by their sum from the first on.
+    """
+    scores = softmax(logits)
+    experts = np.argsort(-scores, kind="stable", axis=-1)[:, :top_k]
+    chosen = np.take_along_axis(scores, experts, -1)
+    return (chosen / in_order(chosen.T)[:, None] if renormalise else chosen), experts
+
+
+def in_order(terms: Floats) -> Floats:
+    """0 + terms[0] + terms[1] + ..., each sum rounded to fp32."""
+    total = np.zeros_like(terms[0])
+    for term in terms:
+        total = total + term
+    return total
+
+
+def expert_sum(made: Floats, weights: Floats) -> Floats:
+    """What a token's experts make of it, in the order of :func:`route`, times their weights, in bf16.
+
+    Args:
+        made: [tokens, top_k, hidden], each of :func:`unrounded_linear`.
+        weights: [tokens, top_k].
+    """
+    return bf16(in_order((made * weights[..., None]).swapaxes(0, 1)))
 
 
 def turns(head_size: int, base: float, scaling: dict[str, float] | None = None) -> NDArray[np.uint64]:

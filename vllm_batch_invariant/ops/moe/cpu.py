@@ -4,7 +4,7 @@
 The additions and multiplications beside the GEMMs are PyTorch's of single elements, which IEEE 754 defines.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,6 +24,13 @@ def route(
     """See the operation's package."""
     logits = logits.to(reduction.accumulate)
     scores = softmax(logits) if reduction.scoring == "softmax" else elementwise("sigmoid", logits)
+    return route_by(scores, reduction, bias)
+
+
+def route_by(
+    scores: torch.Tensor, reduction: MoeReduction, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``route`` of scores [tokens, num_experts] in fp32."""
     compared = scores if bias is None else scores + bias.to(scores.dtype)
     if reduction.groups > 1:
         compared = _in_best_groups(compared, reduction, bias is not None)
@@ -108,37 +115,51 @@ def prepared_moe(
     places: torch.Tensor | None,
 ) -> torch.Tensor:
     """``moe`` with weights from :func:`prepare_experts`: same bits, without the conversion."""
+
+    def expert(number: int, rows: torch.Tensor) -> torch.Tensor:
+        hidden = linear.prepared_linear(rows, gate_up[number], _of(gate_up_bias, number))
+        activated = _activated(hidden, reduction.activation)
+        return linear.prepared_accumulate(activated, down[number], _of(down_bias, number))
+
+    return sum_of_experts(x, weights, ids if places is None else places[ids], len(down), expert)
+
+
+Expert = Callable[[int, torch.Tensor], torch.Tensor]
+"""Gives what the expert of a number makes of rows [tokens, hidden], in fp32."""
+
+
+def sum_of_experts(
+    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, count: int, expert: Expert
+) -> torch.Tensor:
+    """Each token's weighted sum over its experts, from the first on, rounded once: [tokens, hidden] of x's dtype.
+
+    Args:
+        x: [tokens, hidden].
+        weights: [tokens, top_k] fp32.
+        experts: [tokens, top_k], which of the ``count`` experts that are there; -1 for one that is not.
+        count: of experts.
+        expert: what is called for each of them that has tokens.
+    """
     out = torch.empty_like(x)
     for start in range(0, len(x), _TOKENS_AT_ONCE):
         part = slice(start, start + _TOKENS_AT_ONCE)
-        experts = ids[part] if places is None else places[ids[part]]
-        terms = _weighted(x[part], weights[part], experts, gate_up, down, reduction, gate_up_bias, down_bias)
+        terms = _weighted(x[part], weights[part], experts[part], count, expert)
         out[part] = _chain(terms.unbind(1)).to(out.dtype)
     return out
 
 
 def _weighted(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    experts: torch.Tensor,
-    gate_up: Sequence[torch.Tensor],
-    down: Sequence[torch.Tensor],
-    reduction: MoeReduction,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
+    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, count: int, expert: Expert
 ) -> torch.Tensor:
     """[tokens, top_k, hidden] fp32: what each expert makes of its tokens, times the weight; 0 where it is not there."""
     tokens, top_k = experts.shape
-    terms = torch.zeros(tokens * top_k, x.shape[1], dtype=reduction.accumulate)
+    terms = torch.zeros(tokens * top_k, x.shape[1], dtype=weights.dtype)
     weights, experts = weights.reshape(-1, 1), experts.reshape(-1)
     by_expert = experts.argsort(stable=True)
-    absent, *counts = (experts + 1).bincount(minlength=len(down) + 1).tolist()
-    for expert, slots in enumerate(by_expert[absent:].split(counts)):
+    absent, *counts = (experts + 1).bincount(minlength=count + 1).tolist()
+    for number, slots in enumerate(by_expert[absent:].split(counts)):
         if len(slots):
-            hidden = linear.prepared_linear(x[slots // top_k], gate_up[expert], _of(gate_up_bias, expert))
-            activated = _activated(hidden, reduction.activation)
-            made = linear.prepared_accumulate(activated, down[expert], _of(down_bias, expert))
-            terms[slots] = made * weights[slots]
+            terms[slots] = expert(number, x[slots // top_k]) * weights[slots]
     return terms.view(tokens, top_k, -1)
 
 
