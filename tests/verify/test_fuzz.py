@@ -21,6 +21,7 @@ from vllm_batch_invariant.verify.fuzz.command import (
     Fuzzer,
     FuzzPlan,
     has_leaves,
+    has_segments,
     has_stages,
     is_divisible,
     is_multimodal,
@@ -348,6 +349,14 @@ def test_a_multimodal_model_is_served_as_text_by_arguments_that_are_drawn_or_giv
     assert not is_multimodal(str(tmp_path), ("--language-model-only",))
     assert not is_multimodal(str(tmp_path), ('--limit-mm-per-prompt={"image": 0}',))
     assert not is_multimodal("some/model", ())
+
+
+def test_workers_are_drawn_in_exact_arithmetic_where_layers_have_segments(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    sizes = '"num_attention_heads": 4, "hidden_size": 256, "intermediate_size": '
+    for end, has in (("512", True), ("96", False), ('512, "head_dim": 40', False), ('512, "num_experts": 8', False)):
+        config.write_text(f"{{{sizes}{end}}}")
+        assert has_segments(str(tmp_path)) == has
 
 
 def test_two_workers_are_drawn_for_a_model_that_they_can_share(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -290,13 +290,18 @@ def has_leaves(model: str) -> bool:
     """Whether two workers may add what they share of a model's layers as a tree: not of experts, and no odd leaves."""
     config = model_config(model)
     sizes = config.get("hidden_size"), config.get("intermediate_size")
-    experts = any("expert" in name for name in config)
-    return not experts and all(isinstance(size, int) and size % 32 == 0 for size in sizes)
+    return not _has_experts(config) and all(isinstance(size, int) and size % 32 == 0 for size in sizes)
+
+
+def _has_experts(config: Mapping[str, Any]) -> bool:
+    return any("expert" in name for name in config)
 
 
 def has_segments(model: str) -> bool:
-    """Whether exact arithmetic adds all that workers may share of a model's layers in segments."""
+    """Whether exact arithmetic adds all that workers may share of a model's layers in segments: not of experts."""
     config = model_config(model)
+    if _has_experts(config):
+        return False
     heads, hidden = config.get("num_attention_heads") or 1, config.get("hidden_size") or 0
     inputs = heads * (config.get("head_dim") or hidden // heads), config.get("intermediate_size") or 0
     return all(segments(k, shared=True) > 1 for k in inputs)
