@@ -1,5 +1,5 @@
-"""Benchmark of whole engines: `python -m benchmarks.engine MODEL`. Plain vLLM, vLLM's own invariant mode and ours take
-turns on one GPU. Bits first, then time.
+"""Benchmark of whole engines: `python -m benchmarks.engine MODEL`. Plain vLLM, vLLM's own invariant mode and ours, in
+its usual arithmetic or in exact arithmetic, take turns on one GPU. Bits first, then time.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from benchmarks.engine_online import LOADS
 from benchmarks.engine_workloads import WORKLOADS
 from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, update
 from benchmarks.spread import Spread
-from vllm_batch_invariant.envs import FLAG
+from vllm_batch_invariant.envs import ARITHMETIC, FLAG
 from vllm_batch_invariant.verify.outcome import NoTestError
 from vllm_batch_invariant.verify.printing import one_line
 
@@ -31,8 +31,13 @@ PROVIDERS: dict[str, dict[str, str]] = {
     "stock": {FLAG: "0"},
     "ours": {FLAG: "1"},
     "native": {FLAG: "1", "VLLM_PLUGINS": ""},
+    "exact": {FLAG: "1", ARITHMETIC.name: "exact"},
 }
 """What decides who computes, by provider; the first is what the others are compared with."""
+USUAL = ("stock", "ours", "native")
+"""Who takes part unless told otherwise: not every machine is offered exact arithmetic."""
+_EXACT = case_text(arithmetic="exact")
+"""What the case of its rows says, which are ours."""
 CONCURRENT = 63
 """Concurrent requests of the target request whose bits are checked."""
 
@@ -112,17 +117,20 @@ class Rows:
 
 
 def measurements(results: dict[str, dict[str, Any]], workloads: str, setting: Setting) -> list[Measurement]:
-    """The rows for the data: every workload, start-up and memory, of every provider."""
+    """The rows for the data: every workload, start-up and memory, of every provider. Exact arithmetic's are ours, and
+    their case says so.
+    """
     rows, stock = Rows(setting), results.get("stock")
     for provider, result in results.items():
-        add = partial(rows.add, provider, same_bits=result.get("same_bits"))
+        recorded, differs = ("ours", f" {_EXACT}") if provider == "exact" else (provider, "")
+        add = partial(rows.add, recorded, same_bits=result.get("same_bits"))
         for place, workload in enumerate(WORKLOADS[workloads] if "samples" in result else ()):
             other = stock and stock["samples"][place]
-            add(workload.case, workload.metric, workload.unit, result["samples"][place], other)
+            add(workload.case + differs, workload.metric, workload.unit, result["samples"][place], other)
         for metric, unit in (("startup", "s"), ("memory", "MiB")) if "samples" in result else ():
-            add(case_text(workload=metric), metric, unit, [result[metric]], stock and [stock[metric]])
+            add(case_text(workload=metric) + differs, metric, unit, [result[metric]], stock and [stock[metric]])
         for metric, samples in (result.get("online") or {}).items():
-            case, other = LOADS[workloads].case, ((stock or {}).get("online") or {}).get(metric)
+            case, other = LOADS[workloads].case + differs, ((stock or {}).get("online") or {}).get(metric)
             add(case, metric, "ms", samples, other)
             add(case, f"{metric}-p99", "ms", [_p99(samples)], other and [_p99(other)])
     return rows.found
@@ -133,7 +141,10 @@ def _p99(samples: list[float]) -> float:
 
 
 def print_summary(rows: Sequence[Measurement], console: Console) -> None:
-    """Print a line for each case: each provider's median, and its ratio to stock."""
+    """Print a line for each case: each provider's median, and its ratio to stock; in exact arithmetic also the ratio to
+    the usual one.
+    """
+    medians = {(row.case, row.metric, row.provider): row.p50 for row in rows}
     providers = list(dict.fromkeys(row.provider for row in rows))
     table = Table("case", *providers, title="Engines: median, and ratio to stock", title_justify="left")
     cases = dict.fromkeys((row.case, row.metric, row.unit) for row in rows)
@@ -142,6 +153,9 @@ def print_summary(rows: Sequence[Measurement], console: Console) -> None:
         for provider in providers:
             own = [row for row in rows if (row.case, row.metric, row.provider) == (case, metric, provider)]
             ratio = f", {own[0].ratio:.3f}" if own and own[0].ratio is not None else ""
+            usual = medians.get((case.removesuffix(f" {_EXACT}"), metric, provider))
+            if own and usual and case.endswith(_EXACT):
+                ratio += f", {own[0].p50 / usual:.3f} of the usual arithmetic's"
             cells.append(f"{own[0].p50:.4g} {unit}{ratio}" if own else "")
         table.add_row(case if case == case_text(workload=metric) else f"{case}: {metric}", *cells)
     bits = {provider: {row.bits for row in rows if row.provider == provider} for provider in providers}
@@ -167,7 +181,8 @@ def options_of(
     parser.add_argument(
         "--out", type=Path, default=DATA / "engine.csv", help="CSV file; rows of other cases, versions and GPUs stay"
     )
-    parser.add_argument("--providers", nargs="+", choices=providers, default=list(providers), help="who takes part")
+    usual = [provider for provider in providers if provider in USUAL]
+    parser.add_argument("--providers", nargs="+", choices=providers, default=usual, help="who takes part")
     parser.add_argument("--workloads", choices=workloads, default=workloads[0], help="what they do")
     parser.add_argument("--samples", type=int, default=3, help="how often each workload is timed")
     parser.add_argument("--max-model-len", type=int, default=max_model_len, help="of the engine")
@@ -230,7 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_summary(keep(), Console())
     failed = len(results) < len(options.providers)
     failed |= not options.offline and any(result["online"] is None for result in results.values())
-    return 1 if failed or not results.get("ours", {}).get("same_bits", True) else 0
+    kept = all(results.get(provider, {}).get("same_bits", True) for provider in ("ours", "exact"))
+    return 1 if failed or not kept else 0
 
 
 if __name__ == "__main__":

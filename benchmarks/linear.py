@@ -180,7 +180,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--providers",
         nargs="+",
         choices=linear_providers.NAMES,
-        default=linear_providers.NAMES,
+        default=linear_providers.USUAL,
         help="whom to measure beside stock, which always is",
     )
     options = parser.parse_args(arguments)

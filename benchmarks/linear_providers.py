@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from benchmarks.shapes import WEIGHT_SHAPES
 from vllm_batch_invariant.errors import NotCovered
 
 
@@ -40,6 +42,28 @@ def _ours_triton() -> Provider:
     return Provider("ours-triton", lambda x, weight: mm(x, weight.t()))
 
 
+def _ours_exact() -> Provider:
+    """Exact arithmetic. A weight is made integers once, in the way of o_proj and down_proj if it is of their shape."""
+    name = f"vllm_batch_invariant.ops.exact.{'cuda' if torch.cuda.is_available() else 'cpu'}"
+    try:
+        exact = import_module(name)
+    except ImportError as error:
+        raise Absent(f"exact arithmetic: {error}") from error
+    shared = {
+        (shape.out_features, shape.in_features)
+        for shape in WEIGHT_SHAPES
+        if any(origin.projection in ("o", "down") for origin in shape.origins)
+    }
+    integers = WeakTensorKeyDictionary()
+
+    def call(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if weight not in integers:
+            integers[weight] = exact.prepare(weight, shared=tuple(weight.shape) in shared)
+        return exact.linear(x, integers[weight])
+
+    return Provider("ours-exact", call)
+
+
 def _native() -> Provider:
     from vllm_batch_invariant.integration import patch_points
 
@@ -54,8 +78,11 @@ _LOADERS: dict[str, Callable[[], Provider]] = {
     "ours": _ours,
     "ours-triton": _ours_triton,
     "native": _native,
+    "ours-exact": _ours_exact,
 }
 NAMES = tuple(_LOADERS)
+USUAL = tuple(name for name in NAMES if name != "ours-exact")
+"""Who takes part unless told otherwise: no engine on a GPU is offered exact arithmetic."""
 
 
 def load(name: str) -> Provider:

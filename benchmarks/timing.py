@@ -27,13 +27,13 @@ class Timer:
         self.device = device
         self.graphs = GraphTimer() if device == "cuda" else None
 
-    def time(self, ways: Mapping[str, Calls], expected_microseconds: float, samples: int) -> dict[str, Timing]:
+    def time(self, ways: Mapping[str, Calls], expectedmicroseconds: float, samples: int) -> dict[str, Timing]:
         """Time each way; those that can be captured take turns. Every way must have been called before."""
         alone = {name for name, calls in ways.items() if self.graphs is None or waits_for_the_gpu(calls[0])}
         together = [name for name in ways if name not in alone]
         timings = {}
         if together:
-            found = self.graphs.time([ways[name] for name in together], expected_microseconds, samples)
+            found = self.graphs.time([ways[name] for name in together], expectedmicroseconds, samples)
             timings = {name: Timing(times, in_graph=True) for name, times in zip(together, found, strict=True)}
         return {
             name: timings.get(name) or Timing(self._time_single_calls(calls, samples), in_graph=False)
@@ -43,7 +43,7 @@ class Timer:
     def _time_single_calls(self, calls: Calls, samples: int) -> list[float]:
         for call in calls:  # after a whole round, no call finds its inputs in the cache
             call()
-        return [_microseconds(calls[turn % len(calls)], self.device) for turn in range(samples)]
+        return [microseconds(calls[turn % len(calls)], self.device) for turn in range(samples)]
 
 
 def waits_for_the_gpu(call: Callable[[], object]) -> bool:
@@ -60,7 +60,7 @@ def waits_for_the_gpu(call: Callable[[], object]) -> bool:
     return False
 
 
-def _microseconds(call: Callable[[], object], device: str) -> float:
+def microseconds(call: Callable[[], object], device: str) -> float:
     if device == "cpu":
         begin = time.perf_counter()
         call()

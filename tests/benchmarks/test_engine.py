@@ -70,11 +70,9 @@ def worker(monkeypatch: pytest.MonkeyPatch):
     answers, environments = {}, {}
 
     def run(command, env, stderr, timeout):
-        provider = next(
-            name
-            for name, values in engine.PROVIDERS.items()
-            if values.items() <= env.items() and len(values) == (1 + ("VLLM_PLUGINS" in env))
-        )
+        deciding = {name for values in engine.PROVIDERS.values() for name in values}
+        decided = {name: value for name, value in env.items() if name in deciding}
+        provider = next(name for name, values in engine.PROVIDERS.items() if values == decided)
         environments[provider] = env
         if answers[provider] is None:
             stderr.write("something went wrong\n")
@@ -100,3 +98,26 @@ def test_the_exit_status_says_whether_ours_held(ours, status, worker, tmp_path, 
     assert worker.environments["stock"]["VLLM_BATCH_INVARIANT"] == "0"
     assert worker.environments["native"]["VLLM_PLUGINS"] == ""
     assert all("VLLM_BATCH_INVARIANT_LINEAR" not in env for env in worker.environments.values()), "left of the caller"
+
+
+def test_exact_arithmetic_is_a_case_of_ours_with_ratios_to_plain_vllm_and_to_the_usual_one(
+    worker, tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT_ARITHMETIC", "exact")  # of the caller, whom the others do not follow
+    monkeypatch.setenv("COLUMNS", "200")
+    worker.answers |= {"stock": result(2.0), "ours": result(3.0), "exact": result(6.0)}
+    out, providers = tmp_path / "engine.csv", ("stock", "ours", "exact")
+    command = ["MODEL", "--workloads", "small", "--offline", "--out", str(out), "--providers", *providers]
+    assert engine.main(command) == 0
+    rows = [row for row in record.read(out) if row.metric == "tpot"]
+    found = {(row.provider, row.keys.get("arithmetic", "usual")): row.ratio for row in rows}
+    assert found == {("stock", "usual"): 1, ("ours", "usual"): 1.5, ("ours", "exact"): 3}
+    assert "3.000, 2.000 of the usual arithmetic's" in capsys.readouterr().out
+    environments = {name: env.get("VLLM_BATCH_INVARIANT_ARITHMETIC") for name, env in worker.environments.items()}
+    assert environments == {"stock": None, "ours": None, "exact": "exact"}
+    worker.answers["exact"] = result(6.0, same_bits=False)
+    assert engine.main(command) == 1
+
+
+def test_exact_arithmetic_is_measured_where_it_is_asked_for() -> None:
+    assert "exact" not in engine._parse(["MODEL"]).providers

@@ -7,12 +7,14 @@ import pytest
 import torch
 from rich.console import Console
 
+from benchmarks import linear, linear_providers
 from benchmarks.linear import Sweep
 from benchmarks.linear_providers import Provider
 from benchmarks.linear_summary import print_summary
 from benchmarks.record import Setting
 from benchmarks.roofline import Ceilings, Work
 from benchmarks.shapes import Origin, WeightShape
+from vllm_batch_invariant.ops.exact import definition
 
 SHAPE = WeightShape(48, 64, (Origin("small", 1, "lm_head"),))
 
@@ -122,3 +124,32 @@ def test_the_summary_counts_and_ranks() -> None:
     assert "M=2 N=48 K=64 dtype=bf16" in text
     [row] = [line.split("│")[1:-1] for line in text.splitlines() if line.startswith("│ ours") and "dtype" not in line]
     assert [cell.strip() for cell in row] == ["ours", "1.633", "", "1.200", "2", "1", "3"]
+
+
+def test_exact_arithmetic_has_the_definitions_bits_and_makes_a_weight_integers_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu = pytest.importorskip("vllm_batch_invariant.ops.exact.cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    prepared: list[bool] = []
+    prepare = cpu.prepare
+    monkeypatch.setattr(
+        cpu, "prepare", lambda weight, shared: prepared.append(shared) or prepare(weight, shared=shared)
+    )
+    provider = linear_providers.load("ours-exact")
+    x, weight = torch.randn(5, 64).bfloat16(), torch.randn(48, 64).bfloat16()
+    rows = definition.two_digits(definition.in_segments(weight.float().numpy(), 1))
+    expected = torch.from_numpy(definition.linear(x.float().numpy(), rows)).bfloat16()
+    assert torch.equal(provider.call(x, weight), expected)
+    assert torch.equal(provider.call(x[:2], weight), expected[:2])
+    assert prepared == [False]
+    provider.call(torch.zeros(1, 3072).bfloat16(), torch.zeros(1024, 3072).bfloat16())  # Qwen3-0.6B's down_proj
+    assert prepared == [False, True]
+    run = sweep(provider)
+    assert run.problems == 0
+    assert verdicts(run, "ours-exact") == {"2": "equal", "8": "equal", "512": "equal"}
+
+
+def test_exact_arithmetic_is_measured_where_it_is_asked_for() -> None:
+    assert "ours-exact" in linear_providers.NAMES
+    assert "ours-exact" not in linear._parse([]).providers
