@@ -5,15 +5,17 @@ its usual arithmetic or in exact arithmetic, take turns on one GPU. Bits first, 
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -49,21 +51,36 @@ def measure(provider: str, plan: dict[str, Any], timeout: float) -> dict[str, An
         plan_path, result_path, log = (Path(folder, name) for name in ("plan.json", "result.json", "log"))
         plan_path.write_text(json.dumps(plan))
         inherited = {name: value for name, value in os.environ.items() if not name.startswith((FLAG, "VLLM_PLUGINS"))}
+        command = [sys.executable, "-m", "benchmarks.engine_worker", plan_path, result_path]
+        environment = {"VLLM_LOGGING_LEVEL": "WARNING"} | inherited | PROVIDERS[provider]
         with log.open("w") as errors:
-            try:
-                status = subprocess.run(
-                    [sys.executable, "-m", "benchmarks.engine_worker", plan_path, result_path],
-                    env={"VLLM_LOGGING_LEVEL": "WARNING"} | inherited | PROVIDERS[provider],
-                    stderr=errors,
-                    timeout=timeout,
-                ).returncode
-            except subprocess.TimeoutExpired:
-                status = f"none after {timeout:.0f} s"
+            status = run_whole(command, environment, errors, timeout)
         if status:
             tail = "\n".join(log.read_text().splitlines()[-30:])
             print(f"FAILED: {provider}, exit status {status}; the end of its log:\n{tail}", file=sys.stderr)
             return None
         return json.loads(result_path.read_text())
+
+
+def run_whole(command: Sequence[str | Path], environment: dict[str, str], errors: IO[str], timeout: float) -> int | str:
+    """Run a command and end whatever it has started.
+
+    Args:
+        errors: where it writes them.
+        timeout: seconds that it has.
+
+    Returns:
+        Its exit status, or that it has none.
+    """
+    process = subprocess.Popen(command, env=environment, stderr=errors, start_new_session=True)
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return f"none after {timeout:.0f} s"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def measure_online(provider: str, options: argparse.Namespace) -> dict[str, list[float]] | None:

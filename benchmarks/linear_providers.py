@@ -9,6 +9,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from benchmarks.shapes import WEIGHT_SHAPES
 from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops.exact.definition import segments
 
 
 class Absent(Exception):
@@ -58,7 +59,8 @@ def _ours_exact() -> Provider:
 
     def call(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if weight not in integers:
-            integers[weight] = exact.prepare(weight, shared=tuple(weight.shape) in shared)
+            parts = segments(weight.shape[1], tuple(weight.shape) in shared)
+            integers[weight] = exact.prepare(weight, parts)
         return exact.linear(x, integers[weight])
 
     return Provider("ours-exact", call)

@@ -1,7 +1,8 @@
 """The engine benchmark's rows, summary and failures; engines themselves are made up here."""
 
 import json
-import subprocess
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,19 +70,31 @@ def worker(monkeypatch: pytest.MonkeyPatch):
     """Runs no engine: writes this result, by provider, or has it fail."""
     answers, environments = {}, {}
 
-    def run(command, env, stderr, timeout):
+    def run(command, env, stderr, timeout) -> int:
         deciding = {name for values in engine.PROVIDERS.values() for name in values}
         decided = {name: value for name, value in env.items() if name in deciding}
         provider = next(name for name, values in engine.PROVIDERS.items() if values == decided)
         environments[provider] = env
         if answers[provider] is None:
             stderr.write("something went wrong\n")
-            return SimpleNamespace(returncode=1)
+            return 1
         Path(command[-1]).write_text(json.dumps(answers[provider]))
-        return SimpleNamespace(returncode=0)
+        return 0
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(engine, "run_whole", run)
     return SimpleNamespace(answers=answers, environments=environments)
+
+
+@pytest.mark.parametrize(("ends", "status"), [("wait", "none after 1 s"), ("exit 3", 3)])
+def test_an_engine_that_hangs_or_fails_leaves_no_process(ends: str, status: int | str, tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    command = ["sh", "-c", f"sleep 300 & echo $! > {child}; {ends}"]
+    with (tmp_path / "log").open("w") as errors:
+        assert engine.run_whole(command, dict(os.environ), errors, 1) == status
+    state, deadline = Path("/proc", child.read_text().strip(), "stat"), time.monotonic() + 10
+    while state.exists() and state.read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

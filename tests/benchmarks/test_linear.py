@@ -131,20 +131,18 @@ def test_exact_arithmetic_has_the_definitions_bits_and_makes_a_weight_integers_o
 ) -> None:
     cpu = pytest.importorskip("vllm_batch_invariant.ops.exact.cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    prepared: list[bool] = []
+    prepared: list[int] = []
     prepare = cpu.prepare
-    monkeypatch.setattr(
-        cpu, "prepare", lambda weight, shared: prepared.append(shared) or prepare(weight, shared=shared)
-    )
+    monkeypatch.setattr(cpu, "prepare", lambda weight, parts: prepared.append(parts) or prepare(weight, parts))
     provider = linear_providers.load("ours-exact")
     x, weight = torch.randn(5, 64).bfloat16(), torch.randn(48, 64).bfloat16()
     rows = definition.two_digits(definition.in_segments(weight.float().numpy(), 1))
     expected = torch.from_numpy(definition.linear(x.float().numpy(), rows)).bfloat16()
     assert torch.equal(provider.call(x, weight), expected)
     assert torch.equal(provider.call(x[:2], weight), expected[:2])
-    assert prepared == [False]
+    assert prepared == [1]
     provider.call(torch.zeros(1, 3072).bfloat16(), torch.zeros(1024, 3072).bfloat16())  # Qwen3-0.6B's down_proj
-    assert prepared == [False, True]
+    assert prepared == [1, 8]
     run = sweep(provider)
     assert run.problems == 0
     assert verdicts(run, "ours-exact") == {"2": "equal", "8": "equal", "512": "equal"}
