@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ...envs import ARITHMETIC, ATTENTION, TP_TREE
+from ...envs import ARITHMETIC, ATTENTION, TP_TREE, is_exact
 from ..harness.requests import KINDS, NGRAMS, OUTPUT_KINDS, Accepts, draw, draw_concurrent
 
 BORDERS = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
@@ -161,7 +161,7 @@ def draw_settings(
     # drafts are refused there, and two cores are too few for more
     staged = has_stages and not gpu and not drafts and workers == tree == 1
     shareable = tree == 1 and (workers == 1 or has_segments)
-    exact = defined and not gpu and shareable and take("arithmetic", (True, False))
+    exact = is_exact() or (defined and not gpu and shareable and take("arithmetic", (True, False)))
     return Settings(
         requests=take("requests", (1, 2, 5, 64, many)),
         step_tokens=take("step", (64, 300, 2048, 8192)),
