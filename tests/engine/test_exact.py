@@ -1,25 +1,24 @@
 """Exact arithmetic in a real engine: the bits of the definition, in any company, on any instructions and threads."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from tests.engine.engines import Result, check_of, differing_answers, only_where_asked_for, run, tokens
 from tests.engine.plans import alone_and_among, moved, targets
-from tests.engine.test_models import GQA, SIZES
-from tests.engine.test_models import checkpoint as checkpoint_of
-from tests.hf.models import LLAMA3
 from tests.known_model import save_known_model
+from tests.ops.exact.families import FAMILIES, save
 from vllm_batch_invariant.envs import ARITHMETIC
 from vllm_batch_invariant.ops.exact import FORMAT
+from vllm_batch_invariant.verify.bisect.engine import WORKER_EXTENSION
 from vllm_batch_invariant.verify.check.engine import EngineRun
 from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 from vllm_batch_invariant.verify.outcome import NoTestError, Outcome
 from vllm_batch_invariant.verify.receipt import Receipt
-from vllm_batch_invariant.verify.receipt.recompute import recompute
+from vllm_batch_invariant.verify.receipt.recompute import decoder_of, recompute
 
 pytestmark = [
     pytest.mark.engine,
@@ -38,17 +37,8 @@ OLD = {
 """Variables by which libraries behave as on an older CPU, with one thread."""
 
 
-FAMILIES = {
-    "Llama with scaled angles and tied embeddings": transformers.LlamaConfig(
-        **SIZES, **GQA, rope_parameters=LLAMA3, tie_word_embeddings=True
-    ),
-    "Llama with biases": transformers.LlamaConfig(**SIZES, **GQA, attention_bias=True, mlp_bias=True),
-    "Mistral with a window": transformers.MistralConfig(**SIZES, **GQA, sliding_window=48),
-    "Qwen2 with biases and a window that it does not use": transformers.Qwen2Config(
-        **SIZES, num_key_value_heads=2, sliding_window=48
-    ),
-}
-"""Others than the small model's: Qwen3."""
+LAYER = re.compile(r"\.(embed_tokens|\w+_(proj|emb|fn|layernorm|norm)|attn)$")
+"""Paths of layers that compute; others put these together."""
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +47,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_known_model(tmp_path_factory.mktemp("known"))
 
 
-def started(model: Path, environment: dict[str, str], **options: object) -> Result:
+def started(model: Path, environment: dict[str, str], extension: str | None = None, **options: object) -> Result:
     settings = {"model": str(model), "max_model_len": 1024, "max_num_seqs": 48, "max_num_batched_tokens": 128}
+    settings |= {"worker_extension_cls": extension} if extension else {}
     steps = [step for step in alone_and_among() if step["name"] != "among 40"]
     return run(settings | {"skip_tokenizer_init": True}, steps, "1", **options, **environment)
 
@@ -119,11 +110,18 @@ def test_what_has_no_definition_is_refused_by_name(checkpoint: Path, request: py
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_the_bits_of_its_decoder(family: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     only_where_asked_for(request.config)
-    made = checkpoint_of(FAMILIES[family], torch.bfloat16)
-    for weight in made.parameters():  # biases of Hugging Face's random models are 0
-        weight.data = torch.where(weight == 0, torch.linspace(-1, 1, weight.numel()).view(weight.shape), weight)
-    made.to(torch.bfloat16).save_pretrained(tmp_path)
-    done = started(tmp_path, EXACT, receipts_of=tokens(150, 1))
+    save(FAMILIES[family], tmp_path)
+    done = started(
+        tmp_path, EXACT, WORKER_EXTENSION, receipts_of=tokens(150, 1),
+        afterwards=lambda running: running.call("tests.engine.receipts:traced", tokens(60, 2)),
+    )  # fmt: skip
     assert moved(done) == []
-    verdict = recompute(Receipt.from_json(done.receipts["receipt"]), str(tmp_path))
-    assert verdict, verdict
+    traced = Receipt.from_json(done.afterwards)
+    for receipt in (Receipt.from_json(done.receipts["receipt"]), traced):
+        verdict = recompute(receipt, str(tmp_path))
+        assert verdict, verdict
+    names = set()
+    decoder_of(tmp_path).logits([1, 2, 3], seen=lambda name, made: names.add(name))
+    layers = {name for name in traced.trace[0].digests if LAYER.search(name)}
+    assert {name.rpartition(".")[2] for name in layers} >= {"embed_tokens", "qkv_proj", "act_fn", "attn", "o_proj"}
+    assert layers <= names

@@ -280,16 +280,11 @@ def _inexact(config: Config) -> str | None:
         return None
     model, parallel = config.model_config, config.parallel_config
     text = model.hf_text_config
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    problem = exact.problem_of(model.architecture, lambda name, default: getattr(text, name, default))
     dtype = str(model.dtype).removeprefix("torch.")
     attention = envs.ATTENTION.read()
     found = {
-        f"the model {model.architecture}": model.architecture not in exact.MODELS,
-        f"the activation {getattr(text, 'hidden_act', 'silu')}": getattr(text, "hidden_act", "silu") != "silu",
-        f"a rotary embedding of type {kind}": kind not in exact.ROTARY_EMBEDDINGS,
-        "sliding windows of a Qwen": getattr(text, "use_sliding_window", False),
-        "a rotary embedding of a part of a head": rope.get("partial_rotary_factor", 1.0) != 1.0,
+        str(problem): problem is not None,
         f"dtype {dtype}": dtype != "bfloat16",
         f"tensor parallelism {parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
         f"pipeline parallelism {parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
@@ -361,8 +356,8 @@ COVERED = (
     ),
     Feature(
         "Exact arithmetic",
-        "`VLLM_BATCH_INVARIANT_ARITHMETIC=exact` on a CPU, in bf16: Llama, Mistral, Qwen2 and Qwen3 have the same bits "
-        "on every machine, and a receipt is computed again without an engine",
+        "`VLLM_BATCH_INVARIANT_ARITHMETIC=exact` on a CPU, in bf16: Llama, Mistral, Qwen2, Qwen3, Gemma 1 to 3, "
+        "Granite and Phi-3 have the same bits on every machine, and a receipt is computed again without an engine",
     ),
     Feature(
         "Pipeline parallelism",
@@ -415,7 +410,8 @@ REFUSED = (
     Feature(
         "Other models, dtypes, rotary embeddings, tensor and pipeline parallelism in exact arithmetic",
         "no definition says what their bits are",
-        "serve Llama, Mistral, Qwen2 or Qwen3 in bf16 with one worker, or leave VLLM_BATCH_INVARIANT_ARITHMETIC out",
+        "serve Llama, Mistral, Qwen2, Qwen3, Gemma, Granite or Phi-3 in bf16 with one worker, or leave "
+        "VLLM_BATCH_INVARIANT_ARITHMETIC out",
         _inexact,
     ),
     Feature(
