@@ -149,6 +149,16 @@ def test_tanh_is_near_that_of_fp64_and_never_falls_and_a_soft_cap_reorders_no_bf
         assert len(np.unique(between)) > 0.995 * len(between)
 
 
+def test_soft_caps_of_logits_are_nearer_to_those_of_fp64_than_vllms_of_three_roundings() -> None:
+    x = definition.from_bits(np.arange(65_536, dtype=np.uint16))
+    x = x[np.isfinite(x) & (np.abs(x) > 1e-30)]
+    right = 30 * np.tanh(x.astype(float) / 30)
+    tensor = torch.from_numpy(x).bfloat16()
+    theirs = (torch.tanh(tensor / 30.0) * 30.0).float().numpy()
+    assert np.abs(definition.bf16(definition.capped(x, 30.0)) / right - 1).max() < BF16
+    assert np.abs(theirs / right - 1).max() > 2 * BF16
+
+
 def test_bf16_rounds_as_pytorch_does() -> None:
     bits = np.arange(0, 1 << 32, 65_521, dtype=np.uint64).astype(np.uint32)
     x = bits.view(fp32)
