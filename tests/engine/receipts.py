@@ -5,6 +5,14 @@ from typing import Any
 
 from vllm_batch_invariant.verify import receipt
 from vllm_batch_invariant.verify.outcome import NoTestError
+from vllm_batch_invariant.verify.receipt import engine, record
+
+
+def traced(llm: Any, prompt: list[int]) -> str:
+    """The text of a receipt with what each layer made; the engine has the worker extension of ``bisect``."""
+    sampling = record.Sampling(max_tokens=5, logprobs=3)
+    completion, trace = engine.traced(llm, tuple(prompt), sampling)
+    return record.Receipt.of(engine.engine_info(llm), prompt, sampling, completion, False, trace).to_json()
 
 
 def receipts(llm: Any, prompt: list[int]) -> dict[str, Any]:

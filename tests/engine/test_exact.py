@@ -1,11 +1,12 @@
 """Exact arithmetic in a real engine: the bits of the definition, in any company, on any instructions and threads."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from tests.engine.engines import (
     Result,
@@ -17,17 +18,16 @@ from tests.engine.engines import (
     tokens,
 )
 from tests.engine.plans import alone_and_among, moved, targets
-from tests.engine.test_models import GQA, SIZES
-from tests.engine.test_models import checkpoint as checkpoint_of
-from tests.hf.models import LLAMA3
 from tests.known_model import save_known_model
+from tests.ops.exact.families import FAMILIES, save
 from vllm_batch_invariant.envs import ARITHMETIC, TP_TREE
 from vllm_batch_invariant.ops.exact import FORMAT
+from vllm_batch_invariant.verify.bisect.engine import WORKER_EXTENSION
 from vllm_batch_invariant.verify.check.engine import EngineRun
 from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 from vllm_batch_invariant.verify.outcome import NoTestError, Outcome
 from vllm_batch_invariant.verify.receipt import Receipt
-from vllm_batch_invariant.verify.receipt.recompute import recompute
+from vllm_batch_invariant.verify.receipt.recompute import decoder_of, recompute
 
 pytestmark = [
     pytest.mark.engine,
@@ -46,20 +46,8 @@ OLD = {
 """Variables by which libraries behave as on an older CPU, with one thread."""
 
 
-FAMILIES = {
-    "Llama with scaled angles and tied embeddings": transformers.LlamaConfig(
-        **SIZES, **GQA, rope_parameters=LLAMA3, tie_word_embeddings=True
-    ),
-    "Llama with biases": transformers.LlamaConfig(**SIZES, **GQA, attention_bias=True, mlp_bias=True),
-    "Mistral with a window": transformers.MistralConfig(**SIZES, **GQA, sliding_window=48),
-    "Qwen2 with biases and a window that it does not use": transformers.Qwen2Config(
-        **SIZES, num_key_value_heads=2, sliding_window=48
-    ),
-    "Qwen3-MoE with a dense layer": transformers.Qwen3MoeConfig(
-        **SIZES, **GQA, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=96, mlp_only_layers=[0]
-    ),
-}
-"""Others than the small model's: Qwen3."""
+LAYER = re.compile(r"\.(embed_tokens|\w+_(proj|emb|fn|layernorm|norm)|attn)$")
+"""Paths of layers that compute; others put these together."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def started(
-    model: Path, environment: dict[str, str], settings: dict[str, int] | None = None, **options: object
+    model: Path, environment: dict[str, str], settings: dict[str, Any] | None = None, **options: object
 ) -> Result:
     limits = {"model": str(model), "max_model_len": 1024, "max_num_seqs": 48, "max_num_batched_tokens": 128}
     steps = [step for step in alone_and_among() if step["name"] != "among 40"]
@@ -142,11 +130,18 @@ def test_workers_and_stages_move_no_bit(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_the_bits_of_its_decoder(family: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     only_where_asked_for(request.config)
-    made = checkpoint_of(FAMILIES[family], torch.bfloat16)
-    for weight in made.parameters():  # biases of Hugging Face's random models are 0
-        weight.data = torch.where(weight == 0, torch.linspace(-1, 1, weight.numel()).view(weight.shape), weight)
-    made.to(torch.bfloat16).save_pretrained(tmp_path)
-    done = started(tmp_path, EXACT, receipts_of=tokens(150, 1))
+    save(FAMILIES[family], tmp_path)
+    done = started(
+        tmp_path, EXACT, {"worker_extension_cls": WORKER_EXTENSION}, receipts_of=tokens(150, 1),
+        afterwards=lambda running: running.call("tests.engine.receipts:traced", tokens(60, 2)),
+    )  # fmt: skip
     assert moved(done) == []
-    verdict = recompute(Receipt.from_json(done.receipts["receipt"]), str(tmp_path))
-    assert verdict, verdict
+    traced = Receipt.from_json(done.afterwards)
+    for receipt in (Receipt.from_json(done.receipts["receipt"]), traced):
+        verdict = recompute(receipt, str(tmp_path))
+        assert verdict, verdict
+    names = set()
+    decoder_of(tmp_path).logits([1, 2, 3], seen=lambda name, made: names.add(name))
+    layers = {name for name in traced.trace[0].digests if LAYER.search(name)}
+    assert {name.rpartition(".")[2] for name in layers} >= {"embed_tokens", "qkv_proj", "act_fn", "attn", "o_proj"}
+    assert layers <= names

@@ -280,16 +280,11 @@ def _inexact(config: Config) -> str | None:
         return None
     model, workers = config.model_config, config.parallel_config.tensor_parallel_size
     text = model.hf_text_config
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    problem = exact.problem_of(model.architecture, lambda name, default: getattr(text, name, default))
     dtype = str(model.dtype).removeprefix("torch.")
     attention = envs.ATTENTION.read()
     found = {
-        f"the model {model.architecture}": model.architecture not in exact.MODELS,
-        f"the activation {getattr(text, 'hidden_act', 'silu')}": getattr(text, "hidden_act", "silu") != "silu",
-        f"a rotary embedding of type {kind}": kind not in exact.ROTARY_EMBEDDINGS,
-        "sliding windows of a Qwen": getattr(text, "use_sliding_window", False),
-        "a rotary embedding of a part of a head": rope.get("partial_rotary_factor", 1.0) != 1.0,
+        str(problem): problem is not None,
         f"dtype {dtype}": dtype != "bfloat16",
         f"a mixture of experts with {workers} workers": getattr(model, "is_moe", False) and workers > 1,
         f"{envs.TP_TREE.name}={envs.TP_TREE.read()}": tensor_tree.leaves() > 1,
@@ -360,9 +355,9 @@ COVERED = (
     ),
     Feature(
         "Exact arithmetic",
-        "`VLLM_BATCH_INVARIANT_ARITHMETIC=exact` on a CPU, in bf16: Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE have "
-        "the same bits on every machine, dense ones with 1, 2, 4 or 8 workers, and a receipt is computed again "
-        "without an engine",
+        "`VLLM_BATCH_INVARIANT_ARITHMETIC=exact` on a CPU, in bf16: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 1 "
+        "to 3, Granite and Phi-3 have the same bits on every machine, dense ones with 1, 2, 4 or 8 workers, and a "
+        "receipt is computed again without an engine",
     ),
     Feature(
         "Pipeline parallelism",
@@ -415,7 +410,8 @@ REFUSED = (
     Feature(
         "Other models, dtypes and rotary embeddings in exact arithmetic",
         "no definition says what their bits are",
-        "serve Llama, Mistral, Qwen2, Qwen3 or Qwen3-MoE in bf16, or leave VLLM_BATCH_INVARIANT_ARITHMETIC out",
+        "serve Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma, Granite or Phi-3 in bf16, or leave "
+        "VLLM_BATCH_INVARIANT_ARITHMETIC out",
         _inexact,
     ),
     Feature(

@@ -38,6 +38,8 @@ _OPERATIONS = {
 }
 """The modules, relative to the operations' package, that have an operation's place on a CPU."""
 
+_POSITIONS = 8192
+"""Of a rotary embedding, whose angles are held at a time."""
 _LEAVE = f"serve another model, or leave {envs.ARITHMETIC.name} out"
 
 
@@ -48,9 +50,15 @@ def install_cpu() -> None:
         dispatch.MODULES[operation, "cpu"] = module
     module_for.cache_clear()
     _register(patch_points.SILU_AND_MUL.get(), forward=_silu_and_mul)
-    for point in (patch_points.ROTARY_EMBEDDING, patch_points.LLAMA_3_ROTARY_EMBEDDING):
+    _register(patch_points.GELU_AND_MUL.get(), forward=_gelu_and_mul)
+    for point in (
+        patch_points.ROTARY_EMBEDDING,
+        patch_points.LLAMA_3_ROTARY_EMBEDDING,
+        patch_points.LINEAR_ROTARY_EMBEDDING,
+    ):
         _register(point.get(), forward=_rotate, _compute_cos_sin_cache=_rotary_table)
     tensor_tree.install(operations().finish)
+    patch_points.LOGITS_PROCESSOR.get().forward = _logits
     sampler = patch_points.TOP_K_TOP_P_SAMPLER.get()
     sampler.forward_cpu = sampler.forward_native = _draw
 
@@ -62,6 +70,8 @@ def compile_cpu() -> None:
         x = torch.zeros(rows, 64, dtype=torch.bfloat16)
         ops.linear(x[:1].expand(min(rows, 4), 64), ops.prepare(x))
         ops.silu_and_mul(x)
+        ops.gelu_and_mul(x)
+        ops.capped(x, 1.0)
         ops.draw(x.float(), torch.zeros(rows, dtype=torch.int64))
 
 
@@ -85,13 +95,43 @@ def _silu_and_mul(_: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return operations().silu_and_mul(x)
 
 
+def _gelu_and_mul(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if self.approximate != "tanh":
+        raise NotCovered("GELU by the error function", "it has no definition in exact arithmetic", _LEAVE)
+    return operations().gelu_and_mul(x)
+
+
+def _logits(
+    self: Any,
+    lm_head: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    embedding_bias: torch.Tensor | None = None,
+    *options: Any,
+    **named: Any,
+) -> torch.Tensor | None:
+    """vLLM's method, with a soft cap of one rounding."""
+    logits = hidden_states
+    if not self.logits_as_input:
+        logits = self._get_logits(hidden_states, lm_head, embedding_bias, *options, **named)
+    if logits is None:
+        return None
+    if self.soft_cap is not None:
+        logits = operations().capped(logits, self.soft_cap)
+    return logits if self.scale == 1.0 else logits * self.scale
+
+
 def _rotary_table(self: Any) -> torch.Tensor:
-    """[positions, head size], the cosines and sines that vLLM keeps."""
+    """[positions, head size] bf16, the cosines and sines that vLLM keeps."""
     from ..ops.exact.definition import rotary_table, turns
 
     if self.rotary_dim != self.head_size or not self.is_neox_style:
         raise NotCovered("a rotary embedding of a part of a head, or of pairs", "it has no definition", _LEAVE)
-    scaling = None
+    scaling, positions = None, self.max_position_embeddings
+    if hasattr(self, "scaling_factors"):
+        factors = self.scaling_factors if isinstance(self.scaling_factors, list) else [self.scaling_factors]
+        if len(factors) > 1:
+            raise NotCovered("several linear scalings of a rotary embedding", "it has no definition", _LEAVE)
+        scaling, positions = {"factor": factors[0]}, int(positions * factors[0])
     if hasattr(self, "low_freq_factor"):
         scaling = {
             "factor": self.scaling_factor,
@@ -99,7 +139,12 @@ def _rotary_table(self: Any) -> torch.Tensor:
             "high_freq_factor": self.high_freq_factor,
             "original_max_position_embeddings": self.orig_max_position,
         }
-    return torch.from_numpy(rotary_table(self.max_position_embeddings, turns(self.head_size, self.base, scaling)))
+    per_position = turns(self.head_size, self.base, scaling)
+    table = torch.empty(positions, self.head_size, dtype=torch.bfloat16)
+    for first in range(0, positions, _POSITIONS):
+        part = table[first : first + _POSITIONS]
+        part.copy_(torch.from_numpy(rotary_table(len(part), per_position, first)))
+    return table
 
 
 def _rotate(

@@ -101,7 +101,11 @@ ROTARY = PatchPoint(("vllm._custom_ops",), "rotary_embedding")
 ROTARY_EMBEDDING = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "RotaryEmbedding")
 """The layer that calls it, and the base of those that only scale the angles."""
 LLAMA_3_ROTARY_EMBEDDING = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "Llama3RotaryEmbedding")
+LINEAR_ROTARY_EMBEDDING = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "LinearScalingRotaryEmbedding")
 SILU_AND_MUL = PatchPoint(("vllm.model_executor.layers.activation",), "SiluAndMul")
+GELU_AND_MUL = PatchPoint(("vllm.model_executor.layers.activation",), "GeluAndMul")
+LOGITS_PROCESSOR = PatchPoint(("vllm.model_executor.layers.logits_processor",), "LogitsProcessor")
+"""The layer that multiplies with the output embedding, and then caps or scales the logits."""
 M_ROPE = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "MRotaryEmbedding")
 """The layer of multimodal models, whose positions have three rows."""
 MISSING_STAGE = PatchPoint(("vllm.model_executor.models.utils",), "StageMissingLayer")
@@ -182,6 +186,7 @@ MEMBERS = {
     "LOGPROBS_PROCESSOR": ("update_from_output",),
     "INPUT_BATCH": ("swap_states", "condense"),
     "TOP_K_TOP_P_SAMPLER": ("forward_cpu", "forward_native"),
+    "LOGITS_PROCESSOR": ("forward", "_get_logits"),
     "SAMPLER": ("forward", "gather_logprobs", "gather_specific_token_logprobs"),
     "REJECTION_SAMPLER": ("forward",),
     "SECOND_REJECTION_SAMPLER": ("__call__",),

@@ -57,7 +57,7 @@ def of_layer(layer: "torch.nn.Module") -> LayerTree:
         NotCovered: its sizes cannot be cut into the leaves of the tree.
     """
     workers = getattr(layer, "tp_size", 1)
-    if isinstance(layer, patch_points.REPLICATED.get()):
+    if leaves() == 1 or isinstance(layer, patch_points.REPLICATED.get()):
         return LayerTree()
     if isinstance(layer, patch_points.ROW_PARALLEL.get()):
         return of_inputs(layer.input_size, layer.prefix, workers)
@@ -77,9 +77,11 @@ def of_inputs(k: int, name: str, workers: int = 1) -> LayerTree:
         NotCovered: they cannot be cut into the leaves of the tree.
     """
     most = leaves()
-    if k % (_LEAF_STEP * most) and most > 1:
+    if most == 1:
+        return LayerTree()
+    if k % (_LEAF_STEP * most):
         raise _not_divisible(f"the {k} inputs of {name}", most)
-    return LayerTree(leaves=max(most // workers, 1))
+    return LayerTree(leaves=most // workers)
 
 
 def of_outputs(sizes: Sequence[int], name: str, least: int = 1) -> LayerTree:

@@ -33,30 +33,33 @@ def products(count: int, shared: bool = True, bias: bool = True, int8: bool = Tr
 
 
 def rows(count: int) -> None:
-    """Norms of hidden states and of heads, SiLU and rotation."""
+    """Norms of hidden states and of heads, SiLU, GELU and rotation."""
     x, heads = zeros(count, 896), zeros(count, 12 * 128)[:, : 8 * 128].view(count, 8, 128)
     cuda.rms_norm(x, x[0], 1e-6, x)
     cuda.rms_norm(heads, zeros(128), 1e-6)
     cuda.silu_and_mul(zeros(count, 2 * 1216))
+    cuda.gelu_and_mul(zeros(count, 2 * 1216))
     cuda.rotate(heads, zeros(count, 128))
 
 
 def vocabulary(count: int) -> None:
-    """Logprobs, probabilities and the draw over a row of logits."""
+    """Logprobs, probabilities, a soft cap and the draw over a row of logits."""
     logits, numbers = torch.zeros(count, 20_000), torch.zeros(count, dtype=torch.int64)
     cuda.softmax(logits)
     cuda.log_softmax(logits)
     cuda.draw(logits, numbers)
+    cuda.capped(zeros(count, 20_000), 30.0)
     cuda.top_k_top_p(logits, numbers + 50, torch.full((count,), 0.5))
 
 
 def attention(
-    tokens: int, requests: int = 1, heads: Heads = MODEL, window: int | None = None, int8: bool = True
-) -> None:
+    tokens: int, requests: int = 1, heads: Heads = MODEL, window: int | None = None, int8: bool = True,
+    soft_cap: float | None = None,
+) -> None:  # fmt: skip
     """Of so many new tokens a request, of 300 more keys each."""
     request = Request(heads, 300 + tokens, 1)
     query, *rest = paged([Chunk(request, 300, 300 + tokens)] * requests)
-    call = PagedAttention(query, *rest, 0.1, cuda.REDUCTION, window, None, None)
+    call = PagedAttention(query, *rest, 0.1, cuda.REDUCTION, window, soft_cap, None)
     shape = AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, cuda.REDUCTION)
     planner = cuda.ExactPlanner(shape, query.device, 8, 1000, 8000, int8=int8)
     plan = planner.plan(call.query_start_loc, call.seq_lens, len(query), tokens)
@@ -86,6 +89,7 @@ MORE_KINDS: dict[str, Callable[[], object]] = {
     "products in fp16": lambda: [products(count, shared, int8=False) for count in (3, 600) for shared in (True, False)],
     "prefill": lambda: (attention(200), attention(200, 8)),
     "attention in a window": lambda: (attention(1, 2, window=100), attention(200, window=100)),
+    "attention with a soft cap": lambda: (attention(1, 2, soft_cap=50.0), attention(200, window=100, soft_cap=50.0)),
     "attention in fp16": lambda: (attention(1, 2, int8=False), attention(200, int8=False)),
     "attention of other heads": lambda: [
         attention(tokens, heads=Heads(query, kv, size, torch.bfloat16))

@@ -121,6 +121,10 @@ def test_norm_activation_and_rotation_have_the_definitions_bits(threads: int) ->
     assert_equal(cpu.rms_norm(tensor(x), None, 1e-5), definition.rms_norm(x, None, 1e-5)[0])
     gate = definition.bf16(normal(9, 5, 2000) * fp32(60))
     assert_equal(cpu.silu_and_mul(tensor(gate)), definition.silu_and_mul(gate))
+    every = definition.from_bits(np.arange(65_536, dtype=np.uint16)).reshape(32, -1)
+    for numbers in (gate, np.concatenate((every, normal(44, 32, 2048)), -1)):
+        assert_equal(cpu.gelu_and_mul(tensor(numbers)), definition.gelu_and_mul(numbers))
+        assert_equal(cpu.capped(tensor(numbers), 30.0), definition.bf16(definition.capped(numbers, 30.0)))
     table, q = definition.rotary_table(40, definition.turns(64, 10_000.0)), normal(10, 40, 3, 64)
     assert_equal(cpu.rotate(tensor(q), tensor(table)), definition.rotate(q, table))
 
@@ -149,11 +153,17 @@ def test_what_is_done_with_logits_has_the_definitions_bits(threads: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("lengths", "news", "window"),
-    [([300, 1, 65, 130], [200, 1, 2, 130], None), ([300, 90, 600], [30, 1, 2], 100), ([2700], [2], None)],
+    ("lengths", "news", "window", "soft_cap"),
+    [
+        ([300, 1, 65, 130], [200, 1, 2, 130], None, None),
+        ([300, 90, 600], [30, 1, 2], 100, None),
+        ([2700], [2], None, None),
+        ([300, 1, 65], [100, 1, 2], None, 2.0),
+        ([300, 90, 600], [30, 1, 2], 100, 50.0),
+    ],
 )
 def test_paged_attention_has_the_definitions_bits(
-    threads: int, lengths: list[int], news: list[int], window: int | None
+    threads: int, lengths: list[int], news: list[int], window: int | None, soft_cap: float | None
 ) -> None:
     heads, kv_heads, size, page = 4, 2, 64, 16
     queries = [normal(12 + i, new, heads, size) for i, new in enumerate(news)]
@@ -171,26 +181,27 @@ def test_paged_attention_has_the_definitions_bits(
         table[request, : len(mine)] = torch.from_numpy(mine)
         for at, (k, v) in enumerate(zip(key, value, strict=True)):
             cache[int(mine[at // page]), :, at % page] = tensor(np.concatenate((k, v), -1))
-    right = [definition.attention(*one, 0.125, window) for one in zip(queries, keys, values, strict=True)]
+    right = [definition.attention(*one, 0.125, window, soft_cap) for one in zip(queries, keys, values, strict=True)]
     got = paged_attention(
         tensor(np.concatenate(queries)), *cache.split(size, dim=-1), table, torch.tensor(lengths),
-        torch.tensor([0, *np.cumsum(news)]), scale=0.125, sliding_window=window, implementation="exact",
+        torch.tensor([0, *np.cumsum(news)]), scale=0.125, sliding_window=window, logits_soft_cap=soft_cap,
+        implementation="exact",
         reduction=AttentionReduction.of_device("cpu", "exact"),
     )  # fmt: skip
     assert_equal(got, np.concatenate(right))
 
 
-@pytest.mark.parametrize("keys", [10, 300])
-def test_a_value_that_is_not_finite_gives_nan_to_the_rows_that_see_it(keys: int) -> None:
+@pytest.mark.parametrize(("keys", "soft_cap"), [(10, None), (300, None), (300, 5.0)])
+def test_a_value_that_is_not_finite_gives_nan_to_the_rows_that_see_it(keys: int, soft_cap: float | None) -> None:
     q, k, v = normal(41, keys, 1, 64), normal(42, keys, 1, 64), normal(43, keys, 1, 64)
     v[4, 0, 5], v[7, 0, 5] = np.inf, np.nan
-    right = definition.attention(q, k, v, 0.125)
+    right = definition.attention(q, k, v, 0.125, soft_cap=soft_cap)
     assert np.isnan(right[4:]).all()
     assert not np.isnan(right[:4]).any()
     page = torch.stack((tensor(k), tensor(v)), 1).view(1, keys, 2, 64).transpose(1, 2)
     got = paged_attention(
         tensor(q), page[:, :1], page[:, 1:], torch.zeros(1, 1, dtype=torch.int32), torch.tensor([keys]),
-        torch.tensor([0, keys]), scale=0.125, implementation="exact",
+        torch.tensor([0, keys]), scale=0.125, implementation="exact", logits_soft_cap=soft_cap,
         reduction=AttentionReduction.of_device("cpu", "exact"),
     )  # fmt: skip
     assert_equal(got, right)

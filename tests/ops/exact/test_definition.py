@@ -131,6 +131,34 @@ def test_the_functions_are_near_those_of_fp64() -> None:
     assert np.abs(definition.ln_of_integer(s) - np.log(s.astype(float))).max() < 2e-14
 
 
+def test_tanh_is_near_that_of_fp64_and_never_falls_and_a_soft_cap_reorders_no_bf16_numbers() -> None:
+    x = np.concatenate([np.linspace(-12, 12, 400_001), np.geomspace(1e-30, 12, 100_001)]).astype(fp32)
+    x.sort()
+    got, right = definition.tanh(x), np.tanh(x.astype(float))
+    assert np.abs(got - right).max() < 1e-7
+    assert (np.abs(got - right) <= 1.7e-7 * np.abs(right)).all()
+    assert (np.diff(got) >= 0).all()
+    edges = definition.tanh(np.array([0, -0.0, 1e-45, 50, -1e30, np.inf, -np.inf, np.nan], fp32))
+    assert np.array_equal(edges, np.array([0, -0.0, 1e-45, 1, -1, 1, -1, np.nan], fp32), equal_nan=True)
+    assert np.signbit(edges[1])
+    numbers = definition.from_bits(np.arange(65_536, dtype=np.uint16))
+    numbers = np.sort(numbers[np.isfinite(numbers)])
+    for soft_cap in (30.0, 50.0):
+        assert (np.diff(definition.capped(numbers, soft_cap)) >= 0).all()
+        between = definition.capped(numbers[np.abs(numbers) < 2 * soft_cap], soft_cap)
+        assert len(np.unique(between)) > 0.995 * len(between)
+
+
+def test_soft_caps_of_logits_are_nearer_to_those_of_fp64_than_vllms_of_three_roundings() -> None:
+    x = definition.from_bits(np.arange(65_536, dtype=np.uint16))
+    x = x[np.isfinite(x) & (np.abs(x) > 1e-30)]
+    right = 30 * np.tanh(x.astype(float) / 30)
+    tensor = torch.from_numpy(x).bfloat16()
+    theirs = (torch.tanh(tensor / 30.0) * 30.0).float().numpy()
+    assert np.abs(definition.bf16(definition.capped(x, 30.0)) / right - 1).max() < BF16
+    assert np.abs(theirs / right - 1).max() > 2 * BF16
+
+
 def test_bf16_rounds_as_pytorch_does() -> None:
     bits = np.arange(0, 1 << 32, 65_521, dtype=np.uint64).astype(np.uint32)
     x = bits.view(fp32)
@@ -147,6 +175,32 @@ def test_norm_and_activation_are_near_those_of_fp64() -> None:
     assert distance(definition.silu_and_mul(x * fp32(4)), gate / (1 + np.exp(-gate)) * up) < BF16
 
 
+def test_gelu_is_nearer_to_that_of_fp64_than_pytorchs() -> None:
+    x = definition.from_bits(np.arange(65_536, dtype=np.uint16))
+    x = x[np.isfinite(x) & (np.abs(x) < 1e4) & (np.abs(x) > 1e-30)]
+    wide = x.astype(float)
+    inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
+    right = wide * np.exp(np.minimum(2 * inner, 0)) / (1 + np.exp(-2 * np.abs(inner)))
+    got = definition.gelu_and_mul(np.stack((x, np.ones_like(x)), -1))[:, 0]
+    there = np.abs(right) > 1e-30
+    assert np.abs(got / np.where(there, right, 1) - 1)[there].max() < BF16
+    theirs = torch.nn.functional.gelu(torch.from_numpy(x).bfloat16(), approximate="tanh").float().numpy()
+    assert np.abs(theirs / np.where(there, right, 1) - 1)[there].max() > BF16
+    assert np.abs(got - right).max() <= np.abs(right * BF16).max()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+def test_a_number_times_a_factor_is_rounded_once_as_pytorch_does() -> None:
+    x = definition.from_bits(np.arange(65_536, dtype=np.uint16))
+    tensor = torch.from_numpy(x).bfloat16()
+    for factor in (12.0, 0.22, 1 / 0.7):
+        got = definition.scaled(x, factor)
+        assert np.array_equal(got, (tensor * factor).float().numpy(), equal_nan=True)
+        assert np.array_equal(got, tensor.clone().mul_(factor).float().numpy(), equal_nan=True)
+    buffer = torch.tensor(2304**0.5 + 0.1, dtype=torch.bfloat16)
+    assert np.array_equal(definition.scaled(x, float(buffer)), (tensor * buffer).float().numpy(), equal_nan=True)
+
+
 def test_softmax_and_its_logarithm_are_near_those_of_fp64_and_have_no_order() -> None:
     logits = normal(13, 3, 20_000) * fp32(4)
     logits[1, :500] = -np.inf
@@ -159,8 +213,10 @@ def test_softmax_and_its_logarithm_are_near_those_of_fp64_and_have_no_order() ->
     assert np.array_equal(definition.log_softmax(logits[:, order]), got[:, order])
 
 
-@pytest.mark.parametrize("window", [None, 100])
-def test_attention_is_near_that_of_fp64_whatever_the_scales_of_its_values(window: int | None) -> None:
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (100, None), (None, 2.0), (100, 30.0)])
+def test_attention_is_near_that_of_fp64_whatever_the_scales_of_its_values(
+    window: int | None, soft_cap: float | None
+) -> None:
     q, k, v = normal(14, 40, 4, 64), normal(15, 700, 2, 64), normal(16, 700, 2, 64)
     k[0] *= 3  # a sink
     v *= np.exp2(np.arange(700) % 11 - 5).astype(fp32)[:, None, None]
@@ -169,9 +225,13 @@ def test_attention_is_near_that_of_fp64_whatever_the_scales_of_its_values(window
     if window:
         visible &= at > np.arange(660, 700)[:, None] - window
     s = np.einsum("qhd,khd->hqk", q.astype(float), np.repeat(k, 2, 1)) / 8
+    if soft_cap:
+        s = soft_cap * np.tanh(s / soft_cap)
     p = np.exp(np.where(visible, s, -np.inf))
     right = np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), np.repeat(v, 2, 1).astype(float))
-    assert distance(definition.attention(q, k, v, 0.125, window), right) < BF16
+    assert distance(definition.attention(q, k, v, 0.125, window, soft_cap), right) < BF16
+    if soft_cap == 2:
+        assert distance(definition.attention(q, k, v, 0.125, window), right) > 10 * BF16, "the negative control"
 
 
 def test_a_row_of_attention_is_the_same_in_any_chunk_and_later_tokens_change_nothing() -> None:
@@ -182,10 +242,11 @@ def test_a_row_of_attention_is_the_same_in_any_chunk_and_later_tokens_change_not
         assert np.array_equal(part, whole[start:stop])
 
 
-@pytest.mark.parametrize("scaling", [None, SCALING])
+@pytest.mark.parametrize("scaling", [None, SCALING, {"factor": 8.0}])
 def test_the_rotary_table_is_the_cosine_and_sine_of_each_angle(scaling: dict[str, float] | None) -> None:
     turns = definition.turns(64, 500_000.0, scaling)
     table = definition.rotary_table(3000, turns)
+    assert np.array_equal(definition.rotary_table(7, turns, 1234), table[1234:1241])
     for position, pair in ((0, 0), (1, 0), (2999, 0), (2048, 7), (777, 20), (2999, 31)):
         with localcontext() as context:
             context.prec = 40
@@ -194,7 +255,9 @@ def test_the_rotary_table_is_the_cosine_and_sine_of_each_angle(scaling: dict[str
         assert table[position, pair] == pytest.approx(math.cos(angle), rel=BF16, abs=1e-12)
         assert table[position, pair + 32] == pytest.approx(math.sin(angle), rel=BF16, abs=1e-12)
     frequencies = 500_000.0 ** (-2 * np.arange(32) / 64)
-    if scaling:  # as vLLM computes them
+    if scaling == {"factor": 8.0}:
+        frequencies = frequencies / 8
+    elif scaling:  # as vLLM computes them
         waves = 2 * math.pi / frequencies
         smooth = (8192 / waves - 1) / 3
         middle = (1 - smooth) * frequencies / 8 + smooth * frequencies
@@ -242,9 +305,29 @@ def digest() -> str:
     return found.hexdigest()[:16]
 
 
+KNOWN_OF_GEMMA = "50f4aeae13b65045"
+
+
+def digest_of_gemma() -> str:
+    """The same of what other families have."""
+    x, q, k, v = normal(30, 9, 200) * fp32(3), normal(31, 90, 4, 64), normal(32, 300, 2, 64), normal(33, 300, 2, 64)
+    found = hashlib.sha256(FORMAT.encode())
+    for array in (
+        definition.gelu_and_mul(x),
+        definition.capped(x * fp32(20), 30.0),
+        definition.scaled(x, 0.22),
+        definition.rotary_table(90, definition.turns(64, 1e6, {"factor": 8.0})),
+        definition.attention(q, k, v, 0.125, 77, 2.0),
+        definition.attention(q, k, v, 0.5, None, 50.0),
+    ):
+        found.update((array + fp32(0)).astype("<f4").tobytes())
+    return found.hexdigest()[:16]
+
+
 def test_the_format_has_its_bits_on_this_machine_too() -> None:
     """Seen equal on an AMD EPYC (Zen 4) with OpenBLAS for it, for Haswell and for Nehalem."""
     assert digest() == KNOWN
+    assert digest_of_gemma() == KNOWN_OF_GEMMA
 
 
 def test_a_small_model_has_its_known_answers_and_what_has_none_is_refused() -> None:
@@ -254,6 +337,16 @@ def test_a_small_model_has_its_known_answers_and_what_has_none_is_refused() -> N
         ({"architectures": ["GPT2LMHeadModel"]}, "the model GPT2LMHeadModel"),
         ({"use_sliding_window": True}, "sliding windows"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "type yarn"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "a part of a head"),
+        ({"hidden_act": "gelu"}, "the activation gelu"),
+        ({"architectures": ["GemmaForCausalLM"], "hidden_activation": "gelu"}, "the activation gelu"),
+        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "both directions"),
+        ({"architectures": ["GraniteForCausalLM"], "layer_types": ["full_attention"]}, "of a Granite"),
+        ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope"}}, "type longrope"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            "yarn",
+        ),
     ):
         with pytest.raises(NotCovered, match=said):
             Decoder(config | changed, known_answers.model()._weights).logits([1, 2])

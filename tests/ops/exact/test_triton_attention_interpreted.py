@@ -35,13 +35,15 @@ def newest(length: int, count: int, seed: int = 1, heads: Heads = HEADS) -> Chun
     return Chunk(Request(heads, length, seed), length - count, length)
 
 
-def call_of(chunks: list[Chunk], window: int | None = None) -> PagedAttention:
+def call_of(chunks: list[Chunk], window: int | None = None, soft_cap: float | None = None) -> PagedAttention:
     scale = chunks[0].request.heads.size ** -0.5
-    return PagedAttention(*paged(chunks, 16, 0, math.nan), scale, cuda.REDUCTION, window, None, None)
+    return PagedAttention(*paged(chunks, 16, 0, math.nan), scale, cuda.REDUCTION, window, soft_cap, None)
 
 
-def attend(chunks: list[Chunk], window: int | None = None, int8: bool = True) -> list[torch.Tensor]:
-    call = call_of(chunks, window)
+def attend(
+    chunks: list[Chunk], window: int | None = None, int8: bool = True, soft_cap: float | None = None
+) -> list[torch.Tensor]:
+    call = call_of(chunks, window, soft_cap)
     out = torch.full_like(call.query, math.nan)
     (tokens, heads, size), kv_heads = call.query.shape, call.key_cache.shape[1]
     shape = AttentionShape(heads, kv_heads, size, torch.bfloat16, cuda.REDUCTION)
@@ -51,17 +53,17 @@ def attend(chunks: list[Chunk], window: int | None = None, int8: bool = True) ->
     return list(out.split([chunk.stop - chunk.start for chunk in chunks]))
 
 
-def exact(chunk: Chunk, window: int | None = None) -> np.ndarray:
+def exact(chunk: Chunk, window: int | None = None, soft_cap: float | None = None) -> np.ndarray:
     request, stop = chunk.request, chunk.stop
     key, value = numbers(request.key[:stop]), numbers(request.value[:stop])
     return definition.attention(
-        numbers(request.query[chunk.start : stop]), key, value, request.heads.size**-0.5, window
+        numbers(request.query[chunk.start : stop]), key, value, request.heads.size**-0.5, window, soft_cap
     )
 
 
-def check(chunks: list[Chunk], window: int | None = None, int8: bool = True) -> None:
-    for found, chunk in zip(attend(chunks, window, int8), chunks, strict=True):
-        assert_same(found, exact(chunk, window), f"{chunk.stop - chunk.start} of {chunk.stop}")
+def check(chunks: list[Chunk], window: int | None = None, int8: bool = True, soft_cap: float | None = None) -> None:
+    for found, chunk in zip(attend(chunks, window, int8, soft_cap), chunks, strict=True):
+        assert_same(found, exact(chunk, window, soft_cap), f"{chunk.stop - chunk.start} of {chunk.stop}")
 
 
 def of_all_kinds(length: int, count: int, heads: Heads = HEADS) -> Chunk:
@@ -99,6 +101,11 @@ def test_attention_has_the_bits_of_the_definition(chunks, window):
     check(chunks, window)
 
 
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, 2.0), (100, 50.0)])
+def test_attention_with_a_soft_cap_has_the_bits_of_the_definition(window, soft_cap):
+    check([newest(90, 40), newest(300, 1, 3), of_all_kinds(300, 20)], window, soft_cap=soft_cap)
+
+
 def test_digits_in_fp16_have_the_bits_of_the_definition():
     check([of_all_kinds(100, 20), newest(300, 1)], int8=False)
 
@@ -134,7 +141,6 @@ def test_options_without_a_definition_are_refused():
     call = call_of([newest(20, 2)])
     out = torch.empty_like(call.query)
     for options, what in (
-        ({"logits_soft_cap": 3.0}, "soft-caps"),
         ({"alibi_slopes": torch.zeros(4)}, "ALiBi"),
         ({"sinks": torch.zeros(4)}, "attention sinks"),
         ({"query": call.query.float()}, "float32"),

@@ -21,6 +21,7 @@ from vllm_batch_invariant.ops.exact.triton_math import (
     mass,
     rint,
     rint_24,
+    tanh,
     to_bf16,
 )  # fmt: skip
 
@@ -54,6 +55,9 @@ def test_functions_of_numbers_have_the_bits_of_the_definition():
     x = np.concatenate((DRAW.uniform(-131, 131, 4000).astype(fp32), near.ravel().astype(fp32), SPECIAL, NOT_FINITE))
     assert_same(apply(exp2, x), definition.exp2(x), "exp2")
     assert_same(apply(ceil, x) + 0.0, np.ceil(x) + fp32(0), "ceil")  # its zeros have no sign
+    assert_same(apply(tanh, x), definition.tanh(x), "tanh")
+    near = DRAW.uniform(-0.7, 0.7, 4000).astype(fp32)
+    assert_same(apply(tanh, near), definition.tanh(near), "tanh")
     bits = DRAW.integers(-(2**31), 2**31, 6000).astype(np.int32)
     ties = (bits & ~0xFFFF | 0x8000).view(fp32)
     values = np.concatenate((bits.view(fp32), ties, SPECIAL, NOT_FINITE))
@@ -134,10 +138,18 @@ def test_heads_are_normed_where_they_lie():
 
 
 @pytest.mark.parametrize("length", [1, 100, 1500])
-def test_silu_has_the_bits_of_the_definition(length):
+def test_silu_and_gelu_have_the_bits_of_the_definition(length):
     x = bf16(6, 2 * length, scale=8)
     x[1, 0], x[2, 0], x[3, -1], x[4, 0] = torch.inf, -torch.inf, torch.nan, -300
     assert_same(cuda.silu_and_mul(x), definition.silu_and_mul(numbers(x)))
+    assert_same(cuda.gelu_and_mul(x), definition.gelu_and_mul(numbers(x)))
+
+
+@pytest.mark.parametrize("length", [1, 100, 1500])
+def test_a_soft_cap_has_the_bits_of_the_definition(length):
+    x = bf16(6, length, scale=8)
+    x[1, 0], x[2, 0], x[3, -1], x[4, 0] = torch.inf, -torch.inf, torch.nan, -300
+    assert_same(cuda.capped(x, 3.7), definition.bf16(definition.capped(numbers(x), 3.7)))
 
 
 @pytest.mark.parametrize(("heads", "size"), [(5, 64), (17, 128), (1, 80)])

@@ -118,10 +118,27 @@ def rms_norm(
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """As :func:`.definition.silu_and_mul`: [..., 2 N] bf16 to [..., N] bf16."""
+    return _gated(cpu_kernels.silu_and_mul, x)
+
+
+def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """As :func:`.definition.gelu_and_mul`: [..., 2 N] bf16 to [..., N] bf16."""
+    return _gated(cpu_kernels.gelu_and_mul, x)
+
+
+def _gated(row_kernel: RowKernel, x: torch.Tensor) -> torch.Tensor:
     rows = x.float().reshape(-1, x.shape[-1])
     out = rows.new_empty(len(rows), x.shape[-1] // 2)
-    cpu_kernels.silu_and_mul(out.numel(), rows, out)
+    row_kernel(out.numel(), rows, out)
     return out.to(torch.bfloat16).view(*x.shape[:-1], -1)
+
+
+def capped(x: torch.Tensor, soft_cap: float) -> torch.Tensor:
+    """As :func:`.definition.capped`, of [..., N] bf16 and rounded to bf16."""
+    rows = x.float().reshape(-1, x.shape[-1])
+    out = torch.empty_like(rows)
+    cpu_kernels.cap(rows.numel(), rows, out, soft_cap)
+    return out.to(torch.bfloat16).view(x.shape)
 
 
 def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -172,6 +189,8 @@ def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
     query = params.query[: params.tokens].float().reshape(-1, head_size)
     integers, scale = torch.empty(query.shape, dtype=torch.int32), torch.empty(len(query), dtype=torch.float32)
     cpu_kernels.to_weights(query.numel(), query, integers, scale)
+    soft_cap = params.logits_soft_cap or 0.0
+    factor = np.float32(params.scale) if soft_cap else np.float32(params.scale) * LOG2_E
     result = torch.empty(params.tokens, heads, head_size, dtype=torch.float32)
     tokens = max(1, BLOCK_ROWS // group)
     work = np.array(
@@ -186,7 +205,7 @@ def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
         int((work[:, 3] - work[:, 2]) @ work[:, 5]) * group * head_size,
         integers.view(result.shape), scale.view(result.shape[:2]), result,
         params.key_cache.view(torch.int16), params.value_cache.view(torch.int16), torch.from_numpy(params.table),
-        params.page_size, torch.from_numpy(work), np.float32(params.scale) * LOG2_E, params.sliding_window or 0, group,
+        params.page_size, torch.from_numpy(work), factor, np.float32(soft_cap), params.sliding_window or 0, group,
         torch.tensor(SPLITS),
     )  # fmt: skip
     out[: params.tokens] = result

@@ -5,13 +5,25 @@ from numba import njit, prange
 
 from ..common.numba_math import float_of_bits
 from ..common.numba_rows import RowKernel
-from .cpu_math import activations, exp2, exponent, gumbel, ln_of_integer, mass, power_of_two, three_digits, two_digits
-from .definition import KEY_TILE, LN_2_FP64, LOG2_E, MASS_BITS, WEIGHT_ONE
+from .cpu_math import (
+    activations,
+    capped,
+    exp2,
+    exponent,
+    gumbel,
+    ln_of_integer,
+    mass,
+    power_of_two,
+    three_digits,
+    two_digits,
+)
+from .definition import GELU, KEY_TILE, LN_2_FP64, LOG2_E, MASS_BITS, WEIGHT_ONE
 
-_ONE = np.float32(1.0)
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _LN_MASS_ONE = MASS_BITS * LN_2_FP64
 _WEIGHT_ONE = np.float32(WEIGHT_ONE)
 _MINUS_INFINITY = np.float32(-np.inf)
+_GELU_1, _GELU_3 = GELU
 
 
 def _activations_kernel(rows, integers, scale):
@@ -55,6 +67,21 @@ def _silu_and_mul_kernel(rows, out):
         for k in range(y.size):
             gate = x[k]
             y[k] = gate / (_ONE + exp2(-gate * LOG2_E)) * x[k + y.size]
+
+
+def _gelu_and_mul_kernel(rows, out):
+    for row in prange(rows.shape[0]):
+        x, y = rows[row], out[row]
+        for k in range(y.size):
+            gate = x[k]
+            y[k] = gate / (_ONE + exp2(gate * (_GELU_1 + _GELU_3 * (gate * gate)))) * x[k + y.size]
+
+
+def _capped_kernel(rows, out, soft_cap):
+    for row in prange(rows.shape[0]):
+        x, y = rows[row], out[row]
+        for k in range(y.size):
+            y[k] = capped(x[k], np.float32(soft_cap))
 
 
 @njit(error_model="numpy")
@@ -104,6 +131,8 @@ to_weights = RowKernel(_weights_kernel)
 products = RowKernel(_products_kernel)
 normalise = RowKernel(_rms_norm_kernel)
 silu_and_mul = RowKernel(_silu_and_mul_kernel)
+gelu_and_mul = RowKernel(_gelu_and_mul_kernel)
+cap = RowKernel(_capped_kernel)
 softmax = RowKernel(_softmax_kernel)
 log_softmax = RowKernel(_log_softmax_kernel)
 draw = RowKernel(_draw_kernel)
@@ -146,7 +175,7 @@ def _key_rows(cache, pages, head, start, stop, page_size, held, integers, scale)
 
 
 @njit(error_model="numpy")
-def _tile(q, q_scale, k, k_scale, v, v_scale, first, last, factor, s, u, total, ml, e_acc, row):
+def _tile(q, q_scale, k, k_scale, v, v_scale, first, last, factor, soft_cap, s, u, total, ml, e_acc, row):
     """One row's attention over the keys from ``first`` to ``last`` of a tile."""
     m, e = _MINUS_INFINITY, _MINUS_INFINITY
     for j in range(first, last):
@@ -154,6 +183,8 @@ def _tile(q, q_scale, k, k_scale, v, v_scale, first, last, factor, s, u, total, 
         for d in range(q.size):
             t += np.int64(q[d]) * np.int64(k[j, d])
         s[j] = np.float32((t + 128) >> 8) * factor * (k_scale[j] * np.float32(256.0)) * q_scale
+        if soft_cap > _ZERO:
+            s[j] = capped(s[j], soft_cap) * LOG2_E
         above = np.ceil(s[j])
         m = _larger(m, above)
         e = _larger(e, above + (v_scale[j] if v_scale[j] != v_scale[j] else np.float32(exponent(v_scale[j]))))
@@ -176,11 +207,12 @@ def _tile(q, q_scale, k, k_scale, v, v_scale, first, last, factor, s, u, total, 
         e_acc[row, d + 1] = np.float32((total[d] + 128) >> 8)
 
 
-def _attend(query, q_scale, out, keys, values, table, page_size, work, factor, window, group, segments):
+def _attend(query, q_scale, out, keys, values, table, page_size, work, factor, soft_cap, window, group, segments):
     """Attention of work items (request, KV head, first row, last row, position of the first row, keys).
 
     query [tokens, heads, head_size] int32, q_scale [tokens, heads], out as query in fp32, keys and values [pages,
-    kv_heads, page_size, head_size] bits of bf16, segments [n, 2] (first position, keys) of splits.
+    kv_heads, page_size, head_size] bits of bf16, segments [n, 2] (first position, keys) of splits; soft_cap and
+    window are 0 where there is none.
     """
     head_size = query.shape[2]
     for item in prange(work.shape[0]):
@@ -221,7 +253,7 @@ def _attend(query, q_scale, out, keys, values, table, page_size, work, factor, w
                             if first < last:
                                 _tile(
                                     query[token, head], q_scale[token, head], k, k_scale, v, v_scale,
-                                    first - low, last - low, factor, s, u, total, tile_ml, tile_acc, row,
+                                    first - low, last - low, factor, soft_cap, s, u, total, tile_ml, tile_acc, row,
                                 )  # fmt: skip
                                 _merge(part_ml, part_acc, tile_ml, tile_acc, row)
                     for row in range(rows):

@@ -10,6 +10,9 @@ from . import definition
 from .definition import LOG2_E, LOWEST_EXPONENT, MASS_BITS, MEAN_BITS, THREE_DIGITS, TWO_DIGITS
 
 _C = definition.EXP2
+_T = definition.TANH
+_TANH_BY_EXP2 = definition.TANH_BY_EXP2
+_TWICE_LOG2_E = LOG2_E + LOG2_E
 _A = definition.ATANH
 _A64 = definition.ATANH_FP64
 _LN_2, _SQRT_2 = definition.LN_2, definition.SQRT_2
@@ -67,6 +70,27 @@ def exp2(x):
     found = p * power_of_two(types.int32(n))
     found = np.float32(0.0) if x < _LOWEST else found
     return x if x != x else found
+
+
+@njit(error_model="numpy")
+def tanh(x):
+    magnitude = abs(x)
+    if magnitude < _TANH_BY_EXP2:
+        square = x * x
+        p = _T[5]
+        p = p * square + _T[4]
+        p = p * square + _T[3]
+        p = p * square + _T[2]
+        p = p * square + _T[1]
+        p = p * square + _T[0]
+        return x * p
+    large = np.float32(1.0) - np.float32(2.0) / (np.float32(1.0) + exp2(magnitude * _TWICE_LOG2_E))
+    return -large if x < np.float32(0.0) else large
+
+
+@njit(error_model="numpy")
+def capped(x, soft_cap):
+    return tanh(x / soft_cap) * soft_cap
 
 
 @njit(error_model="numpy")

@@ -311,19 +311,41 @@ def rms_norm(
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """As :func:`.definition.silu_and_mul`: [..., 2 N] bf16 to [..., N] bf16."""
+    return _gate_and_mul(x, gelu=False)
+
+
+def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """As :func:`.definition.gelu_and_mul`: [..., 2 N] bf16 to [..., N] bf16."""
+    return _gate_and_mul(x, gelu=True)
+
+
+def _gate_and_mul(x: torch.Tensor, gelu: bool) -> torch.Tensor:
     rows, length = _packed_rows(x), x.shape[-1] // 2
     out = torch.empty(*x.shape[:-1], length, dtype=torch.bfloat16, device=x.device)
     schedule = RowSchedule(1, min(triton.next_power_of_2(length), 1024), 4)
     if out.numel():
         with on_device_of(out):
-            triton_kernels.silu_and_mul_kernel[(len(rows) * -(-length // schedule.block),)](
+            triton_kernels.gate_and_mul_kernel[(len(rows) * -(-length // schedule.block),)](
                 rows,
                 out,
                 rows.stride(0),
+                GELU=gelu,
                 LENGTH=length,
                 BLOCK=schedule.block,
                 num_warps=schedule.num_warps,
                 enable_fp_fusion=False,
+            )
+    return out
+
+
+def capped(x: torch.Tensor, soft_cap: float) -> torch.Tensor:
+    """As :func:`.definition.capped`, of [..., N] bf16 and rounded to bf16."""
+    x, block = aligned(x), 1024
+    out = torch.empty_like(x)
+    if out.numel():
+        with on_device_of(out):
+            triton_kernels.capped_kernel[(-(-x.numel() // block),)](
+                x, out, float(np.float32(soft_cap)), x.numel(), BLOCK=block, num_warps=4, enable_fp_fusion=False
             )
     return out
 
@@ -455,7 +477,7 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
         NotCovered: another dtype, or an option of a layer that has no definition in exact arithmetic.
         ValueError: another reduction than the definition's.
     """
-    options = {"soft-caps": call.logits_soft_cap, "ALiBi": call.alibi_slopes, "attention sinks": call.sinks}
+    options = {"ALiBi": call.alibi_slopes, "attention sinks": call.sinks}
     for name, option in options.items():
         if option is not None:
             raise NotCovered(name, "they have no definition in exact arithmetic", LEAVE_IT)
@@ -506,13 +528,15 @@ def _attend(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
         planner.partial_e,
         planner.partial_acc,
         planner.semaphores,
-        float(np.float32(call.scale) * LOG2_E),
+        float(np.float32(call.scale) * (LOG2_E if call.logits_soft_cap is None else np.float32(1))),
+        float(np.float32(call.logits_soft_cap or 0)),
         call.sliding_window or 0,
         table.stride(0),
         *query.stride()[:2],
         *keys.stride()[:3],
         *values.stride()[:3],
         *out.stride()[:2],
+        USE_SOFT_CAP=call.logits_soft_cap is not None,
         USE_WINDOW=call.sliding_window is not None,
         INT8=planner.int8,
         PREFILL_LIKE=prefill_like,

@@ -1,4 +1,4 @@
-"""A whole model by :mod:`.definition`, in numpy: logits of Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE.
+"""A whole model by :mod:`.definition`, in numpy: the logits of a model of one of :mod:`.families` from its weights.
 
 It needs no engine, no PyTorch and no kernel, and has the bits of every engine that serves the checkpoint in exact
 arithmetic.
@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import NotCovered
-from . import MODELS, ROTARY_EMBEDDINGS, WITH_WINDOWS, definition
-from .definition import Floats
+from . import definition
+from .definition import Floats, fp32
+from .families import FULL, MODELS, SLIDING, layer_types, problem_of, rope_type, rotary_embedding
 
 _COLUMNS = 8192
 """Rows of a weight that are integers at a time."""
@@ -38,11 +39,18 @@ class Decoder:
 
     def __init__(self, config: dict[str, Any], weights: dict[str, NDArray[np.uint16]]) -> None:
         self.config, self._weights = config, weights
-        architecture = (self.config.get("architectures") or ["unknown"])[0]
-        if architecture not in MODELS:
-            raise NotCovered(f"the model {architecture}", "it has no definition in exact arithmetic", _REMEDY)
-        heads = self.config["num_attention_heads"]
-        self.head_size = self.config.get("head_dim") or self.config["hidden_size"] // heads
+        architecture = (config.get("architectures") or ["unknown"])[0]
+        problem = problem_of(architecture, config.get)
+        if problem:
+            raise NotCovered(problem, "it has no definition in exact arithmetic", _REMEDY)
+        self._family = MODELS[architecture]
+        self.heads = config["num_attention_heads"]
+        self.kv_heads = self._get("num_key_value_heads") or self.heads
+        self.head_size = self._get("head_dim") or config["hidden_size"] // self.heads
+
+    def _get(self, name: str, default: Any = None) -> Any:
+        """What the configuration has by a name, or means by leaving it out."""
+        return self.config.get(name, self._family.usual.get(name, default))
 
     def _floats(self, name: str) -> Floats | None:
         """A weight as fp32; None if the model has none of that name."""
@@ -66,23 +74,35 @@ class Decoder:
         return np.concatenate(out, axis=-1)
 
     def _norm(self, x: Floats, name: str, residual: Floats | None = None) -> tuple[Floats, Floats]:
-        return definition.rms_norm(x, self._floats(f"{name}.weight"), self.config["rms_norm_eps"], residual)
+        weight = self._floats(f"{name}.weight")
+        weight = weight + fp32(1) if self._family.is_gemma else weight
+        return definition.rms_norm(x, weight, self._get("rms_norm_eps", 1e-6), residual)
+
+    def _tables(self, positions: int) -> dict[str, Floats]:
+        """Cosines and sines of the positions, for each type of layers."""
+        tables = {}
+        for layer_type in set(self._layer_types):
+            base, rope = rotary_embedding(self._get, layer_type)
+            turns = definition.turns(self.head_size, base, None if rope_type(rope) == "default" else dict(rope))
+            tables[layer_type] = definition.rotary_table(positions, turns)
+        return tables
 
     @cached_property
-    def _turns(self) -> np.ndarray:
-        rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind not in ROTARY_EMBEDDINGS:
-            raise NotCovered(f"a rotary embedding of type {kind}", "it has no definition in exact arithmetic", _REMEDY)
-        base = rope.get("rope_theta") or self.config.get("rope_theta", 10_000.0)
-        return definition.turns(self.head_size, base, rope if kind == "llama3" else None)
+    def _layer_types(self) -> list[str]:
+        every = SLIDING if self._family.windows and self._get("sliding_window") else FULL
+        named = layer_types(self._family, self._get) if self._family.windows else None
+        return named or [every] * self.config["num_hidden_layers"]
 
     @cached_property
-    def _window(self) -> int | None:
-        """Keys that a row sees; None for all."""
-        if self.config.get("use_sliding_window"):
-            raise NotCovered("sliding windows of a Qwen", "in which layers they are follows its server", _REMEDY)
-        return self.config.get("sliding_window") if self.config["architectures"][0] in WITH_WINDOWS else None
+    def _scale(self) -> float:
+        """Of the scores of attention."""
+        if self._family.multiplies:
+            return self._get("attention_multiplier", 1.0)
+        return (self._own("query_pre_attn_scalar") or self.head_size) ** -0.5
+
+    def _own(self, name: str) -> Any:
+        """What the configuration has by a name that means something in this family alone."""
+        return self._get(name) if name in self._family.usual else None
 
     def logits(self, token_ids: Sequence[int], rows: slice = slice(None), seen: Seen = _unseen) -> Floats:
         """[rows, vocabulary] bf16 values, of what follows each of the ``rows`` of the tokens.
@@ -90,42 +110,66 @@ class Decoder:
         Args:
             seen: is given what each layer of vLLM's makes of all tokens, by the layer's path.
         """
-        hidden, residual = self._floats_of(token_ids), None
-        seen("model.embed_tokens", hidden)
-        table = definition.rotary_table(len(token_ids), self._turns)
-        for layer in range(self.config["num_hidden_layers"]):
-            at = f"model.layers.{layer}"
-            hidden, residual = self._norm(hidden, f"{at}.input_layernorm", residual)
-            seen(f"{at}.input_layernorm", hidden)
-            attended = self._attention(hidden, f"{at}.self_attn", table, seen)
-            hidden, residual = self._norm(attended, f"{at}.post_attention_layernorm", residual)
-            seen(f"{at}.post_attention_layernorm", hidden)
-            has_experts = f"{at}.mlp.gate.weight" in self._weights
-            hidden = (self._experts if has_experts else self._mlp)(hidden, f"{at}.mlp", seen)
-        hidden, _ = self._norm(hidden[rows], "model.norm", residual[rows])
-        return self._linear(hidden, "model.embed_tokens" if self.config.get("tie_word_embeddings") else "lm_head")
+        embedded = self._floats_of(token_ids)
+        seen("model.embed_tokens", embedded)
+        hidden, residual = definition.scaled(embedded, self._embedding_factor), None
+        tables = self._tables(len(token_ids))
+        for layer, layer_type in enumerate(self._layer_types):
+            hidden, residual = self._layer(f"model.layers.{layer}", hidden, residual, layer_type, tables, seen)
+        hidden, _ = self._norm(hidden[rows], "model.norm", None if residual is None else residual[rows])
+        tied = self._get("tie_word_embeddings", False)
+        logits = self._linear(hidden, "model.embed_tokens" if tied else "lm_head")
+        if soft_cap := self._own("final_logit_softcapping"):
+            logits = definition.bf16(definition.capped(logits, soft_cap))
+        return definition.scaled(logits, self._multiplier("logit_scale") / self._multiplier("logits_scaling"))
 
     def _floats_of(self, token_ids: Sequence[int]) -> Floats:
         return definition.from_bits(self._weights["model.embed_tokens.weight"][np.asarray(token_ids)])
 
-    def _mlp(self, x: Floats, name: str, seen: Seen) -> Floats:
-        gate_up = self._gate_up(x, name)
-        seen(f"{name}.gate_up_proj", gate_up)
-        activated = definition.silu_and_mul(gate_up)
-        seen(f"{name}.act_fn", activated)
-        out = self._linear(activated, f"{name}.down_proj", shared=True)
-        seen(f"{name}.down_proj", out)
-        return out
+    def _multiplier(self, name: str) -> float:
+        return self._get(name, 1.0) if self._family.multiplies else 1.0
 
-    def _gate_up(self, x: Floats, name: str) -> Floats:
-        return np.concatenate([self._linear(x, f"{name}.{part}_proj") for part in ("gate", "up")], -1)
+    @property
+    def _embedding_factor(self) -> float:
+        if self._family.is_gemma:
+            return float(definition.bf16(np.array([self.config["hidden_size"] ** 0.5], fp32))[0])
+        return self._multiplier("embedding_multiplier")
+
+    def _layer(
+        self, name: str, x: Floats, residual: Floats | None, layer_type: str, tables: dict[str, Floats], seen: Seen
+    ) -> tuple[Floats, Floats | None]:
+        """What a layer gives, and the residual that is still to be added to it."""
+        after = self._family.norms_after
+
+        def norm(x: Floats, of: str, residual: Floats | None = None) -> tuple[Floats, Floats]:
+            made = self._norm(x, f"{name}.{of}", residual)
+            seen(f"{name}.{of}", made[0])
+            return made
+
+        hidden, residual = norm(x, "input_layernorm", residual)
+        hidden = self._attention(hidden, f"{name}.self_attn", layer_type, tables[layer_type], seen)
+        if after:
+            hidden, _ = norm(hidden, "post_attention_layernorm")
+        hidden, residual = self._add(hidden, residual)
+        hidden, residual = norm(hidden, "pre_feedforward_layernorm" if after else "post_attention_layernorm", residual)
+        has_experts = f"{name}.mlp.gate.weight" in self._weights
+        hidden = (self._experts if has_experts else self._mlp)(hidden, f"{name}.mlp", seen)
+        if after:
+            hidden, _ = norm(hidden, "post_feedforward_layernorm")
+        return self._add(hidden, residual)
+
+    def _add(self, made: Floats, residual: Floats) -> tuple[Floats, Floats | None]:
+        """The result of attention or an MLP, and the residual, which Granite adds at once and others in their norms."""
+        if not self._family.multiplies:
+            return made, residual
+        return definition.bf16(residual + definition.scaled(made, self._multiplier("residual_multiplier"))), None
 
     def _experts(self, x: Floats, name: str, seen: Seen) -> Floats:
         logits = self._linear(x, f"{name}.gate")
         seen(f"{name}.gate", logits)
         top_k = self.config["num_experts_per_tok"]
-        weights, experts = definition.route(logits, top_k, self.config.get("norm_topk_prob", False))
-        made = np.empty((len(x), top_k, x.shape[-1]), np.float32)
+        weights, experts = definition.route(logits, top_k, self._get("norm_topk_prob", False))
+        made = np.empty((len(x), top_k, x.shape[-1]), fp32)
         for expert in np.unique(experts):
             tokens, slots = np.nonzero(experts == expert)
             hidden = definition.silu_and_mul(self._gate_up(x[tokens], f"{name}.experts.{expert}"))
@@ -134,10 +178,29 @@ class Decoder:
         seen(f"{name}.experts", out)
         return out
 
-    def _attention(self, x: Floats, name: str, table: Floats, seen: Seen) -> Floats:
-        parts = [self._linear(x, f"{name}.{part}_proj") for part in "qkv"]
-        seen(f"{name}.qkv_proj", np.concatenate(parts, -1))
-        query, key, value = (part.reshape(len(x), -1, self.head_size) for part in parts)
+    def _gate_up(self, x: Floats, name: str) -> Floats:
+        return self._stacked(x, name, "gate_up_proj", ("gate_proj", "up_proj"))
+
+    def _mlp(self, x: Floats, name: str, seen: Seen) -> Floats:
+        gate_up = self._gate_up(x, name)
+        seen(f"{name}.gate_up_proj", gate_up)
+        gated = definition.gelu_and_mul(gate_up) if self._family.is_gemma else definition.silu_and_mul(gate_up)
+        seen(f"{name}.act_fn", gated)
+        made = self._linear(gated, f"{name}.down_proj", shared=True)
+        seen(f"{name}.down_proj", made)
+        return made
+
+    def _stacked(self, x: Floats, name: str, together: str, parts: Sequence[str]) -> Floats:
+        """Linear layers of one input, which some checkpoints have as one."""
+        if f"{name}.{together}.weight" in self._weights:
+            return self._linear(x, f"{name}.{together}")
+        return np.concatenate([self._linear(x, f"{name}.{part}") for part in parts], -1)
+
+    def _attention(self, x: Floats, name: str, layer_type: str, table: Floats, seen: Seen) -> Floats:
+        qkv = self._stacked(x, name, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
+        seen(f"{name}.qkv_proj", qkv)
+        heads = qkv.reshape(len(x), -1, self.head_size)
+        query, key, value = np.split(heads, (self.heads, self.heads + self.kv_heads), axis=1)
         if f"{name}.q_norm.weight" in self._weights:
             query, _ = self._norm(query, f"{name}.q_norm")
             key, _ = self._norm(key, f"{name}.k_norm")
@@ -145,7 +208,9 @@ class Decoder:
             seen(f"{name}.k_norm", key)
         query, key = definition.rotate(query, table), definition.rotate(key, table)
         seen(f"{name}.rotary_emb", query)
-        out = definition.attention(query, key, value, self.head_size**-0.5, self._window).reshape(len(x), -1)
+        window = (self._get("sliding_window") or None) if layer_type == SLIDING else None
+        out = definition.attention(query, key, value, self._scale, window, self._own("attn_logit_softcapping"))
+        out = out.reshape(len(x), -1)
         seen(f"{name}.attn", out)
         projected = self._linear(out, f"{name}.o_proj", shared=True)
         seen(f"{name}.o_proj", projected)

@@ -60,6 +60,18 @@ ATANH = tuple(
 """Of t**0, t**2, ... of atanh(t) / t, for t from -0.1716 to 0.1716."""
 ATANH_FP64 = tuple(1.0 / k for k in range(1, 22, 2))
 """The same, each quotient rounded once."""
+TANH = tuple(
+    fp32(float.fromhex(c))
+    for c in (
+        *("0x1p+0", "-0x1.555532p-2", "0x1.110726p-3"),
+        *("-0x1.b83c5ap-5", "0x1.52269ap-6", "-0x1.75e1c4p-8"),
+    )
+)
+"""Of x**0, x**2, ... of tanh(x) / x, for x from -:data:`TANH_BY_EXP2` to that."""
+TANH_BY_EXP2 = fp32(0.625)
+"""From here on tanh is 1 - 2 / (1 + 2**(2 x log2 e)), whose rounding is no more than that of the polynomial."""
+GELU = fp32(float.fromhex("-0x1.26aec2p+1")), fp32(float.fromhex("-0x1.a5a7dp-4"))
+"""-2 sqrt(2 / pi) log2 e, and that times 0.044715: of x and x**3 in the power of two of GELU."""
 SQRT_2 = fp32(float.fromhex("0x1.6a09e6p+0"))
 SQRT_2_FP64 = float.fromhex("0x1.6a09e667f3bcdp+0")
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
@@ -115,6 +127,19 @@ def exp2(x: Floats) -> Floats:
     n = np.rint(inside)
     power = power_of_two(np.where(np.isnan(n), fp32(0), n).astype(np.int32))
     return np.where(x < fp32(-126), fp32(0), polynomial(inside - n, EXP2) * power)
+
+
+def tanh(x: Floats) -> Floats:
+    """tanh(x): a polynomial of x**2 times x below :data:`TANH_BY_EXP2`, and from there on of 2**x, with x's sign."""
+    large = fp32(1) - fp32(2) / (fp32(1) + exp2(np.abs(x) * (LOG2_E + LOG2_E)))
+    is_small = np.abs(x) < TANH_BY_EXP2
+    small = np.where(is_small, x, fp32(0))
+    return np.where(is_small, small * polynomial(small * small, TANH), np.where(x < 0, -large, large))
+
+
+def capped(x: Floats, soft_cap: float) -> Floats:
+    """tanh(x / soft_cap) * soft_cap."""
+    return tanh(x / fp32(soft_cap)) * fp32(soft_cap)
 
 
 def ln(x: Floats) -> Floats:
@@ -231,6 +256,19 @@ def silu_and_mul(x: Floats) -> Floats:
     return bf16(gate / (fp32(1) + exp2(-gate * LOG2_E)) * up)
 
 
+def gelu_and_mul(x: Floats) -> Floats:
+    """g / (1 + 2**(g * (:data:`GELU`[0] + :data:`GELU`[1] * (g * g)))) * u in bf16, of the halves g and u of each row:
+    GELU by its approximation with tanh.
+    """
+    gate, up = np.split(x, 2, axis=-1)
+    return bf16(gate / (fp32(1) + exp2(gate * (GELU[0] + GELU[1] * (gate * gate)))) * up)
+
+
+def scaled(x: Floats, factor: float) -> Floats:
+    """x * factor in bf16, the factor rounded to fp32: embeddings, and what a model multiplies besides."""
+    return bf16(x * fp32(factor))
+
+
 def route(logits: Floats, top_k: int, renormalise: bool) -> tuple[Floats, Integers]:
     """([tokens, top_k] weights, [tokens, top_k] experts) by :func:`softmax` of a router's logits [tokens, experts]: the
     highest first, of equal ones the lowest expert. Renormalised ones are divided by their sum from the first on.
@@ -264,14 +302,20 @@ def turns(head_size: int, base: float, scaling: dict[str, float] | None = None) 
     base**(-2 i / head_size), computed in decimal arithmetic of 50 digits.
 
     Args:
-        scaling: Llama 3's factors, by their names in a configuration.
+        scaling: by their names in a configuration, the factors of Llama 3, or the one factor by which every angle is
+            divided.
     """
     with localcontext() as context:
         context.prec = 50
         frequencies = [(-Decimal(2 * i) / head_size * Decimal(base).ln()).exp() for i in range(head_size // 2)]
         if scaling is not None:
-            frequencies = [_llama_3(frequency, scaling) for frequency in frequencies]
+            scale = _llama_3 if "low_freq_factor" in scaling else _linear
+            frequencies = [scale(frequency, scaling) for frequency in frequencies]
         return np.array([int((f / (2 * PI) * 2**64).to_integral_value()) for f in frequencies], np.uint64)
+
+
+def _linear(frequency: Decimal, scaling: dict[str, float]) -> Decimal:
+    return frequency / Decimal(scaling["factor"])
 
 
 def _llama_3(frequency: Decimal, scaling: dict[str, float]) -> Decimal:
@@ -286,9 +330,9 @@ def _llama_3(frequency: Decimal, scaling: dict[str, float]) -> Decimal:
     return (1 - smooth) * frequency / factor + smooth * frequency
 
 
-def rotary_table(positions: int, per_position: NDArray[np.uint64]) -> Floats:
-    """[positions, head_size] in bf16: the cosines of a position's angles, then the sines."""
-    angles = np.arange(positions, dtype=np.uint64)[:, None] * per_position  # modulo a turn
+def rotary_table(positions: int, per_position: NDArray[np.uint64], first: int = 0) -> Floats:
+    """[positions, head_size] in bf16, from position ``first`` on: the cosines of its angles, then the sines."""
+    angles = np.arange(first, first + positions, dtype=np.uint64)[:, None] * per_position  # modulo a turn
     quarter = angles + np.uint64(1 << 61) >> np.uint64(62)
     x = (angles - (quarter << np.uint64(62))).view(np.int64).astype(np.float64) * RADIANS
     sine, cosine = x * polynomial(x * x, SIN), polynomial(x * x, COS)
@@ -336,10 +380,13 @@ def _factor(exponent: Floats, common: Floats) -> Floats:
     return np.where(np.isnan(difference), fp32(np.nan), power)
 
 
-def attention_tile(q: Rows, k: Rows, v: Rows, visible: NDArray[np.bool_], scale: np.float32) -> Partial:
+def attention_tile(
+    q: Rows, k: Rows, v: Rows, visible: NDArray[np.bool_], scale: np.float32, soft_cap: float | None = None
+) -> Partial:
     """Attention over one tile of keys of a KV head.
 
-    The score s of a query and a key is their product of integers, 8 bits rounded off, times ``scale`` and theirs.
+    The score s of a query and a key is their product of integers, 8 bits rounded off, times ``scale`` and theirs; with
+    a soft cap, of that :func:`capped`, times log2 e.
     m is the largest of ceil(s), and a weight is w = 2**(s - m). Weights add up as integers w * :data:`WEIGHT_ONE`. A
     value with the scale 2**i has the weight w * 2**(m + i - e), where e is the largest of ceil(s) + i; as an integer,
     times the value's integers, 8 bits of the sum rounded off.
@@ -349,10 +396,13 @@ def attention_tile(q: Rows, k: Rows, v: Rows, visible: NDArray[np.bool_], scale:
         k: [keys, head_size].
         v: as k.
         visible: [rows, keys].
-        scale: of the scores, times log2 e.
+        scale: of the scores; without a soft cap, times log2 e.
+        soft_cap: of the scores.
     """
     t = q.integers.astype(np.float64) @ k.integers.astype(np.float64).T
     s = np.floor((t + 128) / 256).astype(fp32) * scale * (k.scale * fp32(256)) * q.scale[:, None]
+    if soft_cap is not None:
+        s = capped(s, soft_cap) * LOG2_E
     i = np.where(np.isnan(v.scale), fp32(np.nan), exponent(v.scale).astype(fp32))
     above = np.where(visible, np.ceil(s), fp32(-np.inf))
     m, e = above.max(-1), np.where(visible, above + i, fp32(-np.inf)).max(-1)
@@ -366,7 +416,9 @@ def attention_tile(q: Rows, k: Rows, v: Rows, visible: NDArray[np.bool_], scale:
     return Partial(m, l.astype(fp32), e, acc.astype(fp32))
 
 
-def attention(q: Floats, k: Floats, v: Floats, scale: float, window: int | None = None) -> Floats:
+def attention(
+    q: Floats, k: Floats, v: Floats, scale: float, window: int | None = None, soft_cap: float | None = None
+) -> Floats:
     """Causal attention of a sequence's last rows over its keys: the tiles of each split, and then the splits, merged in
     ascending order; acc / l * 2**(e - m), in bf16.
 
@@ -376,10 +428,11 @@ def attention(q: Floats, k: Floats, v: Floats, scale: float, window: int | None 
         v: as k.
         scale: of the scores.
         window: how many keys a row sees, up to its own; None for all.
+        soft_cap: of the scores; None for none.
     """
     rows, keys, group = len(q), len(k), q.shape[1] // k.shape[1]
     position = np.arange(keys - rows, keys)
-    factor = fp32(scale) * LOG2_E
+    factor = fp32(scale) * LOG2_E if soft_cap is None else fp32(scale)
     out = np.empty_like(q)
     for kv_head in range(k.shape[1]):
         heads = slice(kv_head * group, (kv_head + 1) * group)
@@ -394,7 +447,7 @@ def attention(q: Floats, k: Floats, v: Floats, scale: float, window: int | None 
                 if window is not None:
                     visible &= at > position[:, None] - window
                 tile = [Rows(held.integers[at], held.scale[at]) for held in theirs]
-                one = attention_tile(mine, *tile, visible.repeat(group, 0), factor)
+                one = attention_tile(mine, *tile, visible.repeat(group, 0), factor, soft_cap)
                 part = one if part is None else part.merge(one)
             whole = part if whole is None else whole.merge(part)
         shift = whole.e - whole.m

@@ -131,6 +131,8 @@ def comparisons(ops: ModuleType, tensor: Callable[[Floats], Any]) -> Iterator[tu
     yield "rms_norm", floats(found[1]), kept
     gate = definition.bf16(normal(6, 9, 512) * fp32(50))
     yield "silu_and_mul", floats(ops.silu_and_mul(tensor(gate))), definition.silu_and_mul(gate)
+    yield "gelu_and_mul", floats(ops.gelu_and_mul(tensor(gate))), definition.gelu_and_mul(gate)
+    yield "capped", floats(ops.capped(tensor(gate), 30.0)), definition.bf16(definition.capped(gate, 30.0))
     q, table = normal(7, 64, 4, 64), definition.rotary_table(64, definition.turns(64, 10_000.0))
     yield "rotate", floats(ops.rotate(tensor(q), tensor(table))), definition.rotate(q, table)
     logits = definition.bf16(normal(8, 3, 5000) * fp32(4))

@@ -6,10 +6,10 @@ Of a row with query ``q`` over a tile of keys ``k`` and values ``v``, all intege
     m = max(ceil(s)),  w = 2^(s - m),                   l = sum(rint(w 32512))
     e = max(ceil(s) + i),  u = rint(w 2^(m + i - e) 32512),  acc = (u v + 128) >> 8
 
-over the keys that the row sees. Tiles of a split, and then splits, merge in ascending order: l and acc, from here on
-in fp32, times 2^(m - max m) and 2^(e - max e), powers of two of integers. The result is acc / l * 2^(e - m + 8).
-Products are sums of products of int8 digits and exact, so blocks, warps and which program has which splits are
-schedules.
+over the keys that the row sees; with a soft cap, s is capped and then multiplied by log2 e. Tiles of a split, and then
+splits, merge in ascending order: l and acc, from here on in fp32, times 2^(m - max m) and 2^(e - max e), powers of two
+of integers. The result is acc / l * 2^(e - m + 8). Products are sums of products of int8 digits and exact, so blocks,
+warps and which program has which splits are schedules.
 
 A key or value that is not finite has i = +inf, which makes e = +inf of the rows that see it; their results are NaN.
 What a work item is, and pages: as in :mod:`..attention.triton_kernels`.
@@ -25,6 +25,8 @@ from ..common.triton_names import aggregate, value
 from . import definition
 from .triton_linear import dot_digits
 from .triton_math import (
+    LOG2_E,
+    capped,
     ceil,
     exp2,
     finest_of_two_digits,
@@ -94,7 +96,9 @@ class Options:
     """How a product of integers becomes a score, and what a row sees."""
 
     qk_scale: value
+    soft_cap: value
     window: value
+    USE_SOFT_CAP: tl.constexpr
     USE_WINDOW: tl.constexpr
     INT8: tl.constexpr
 
@@ -156,6 +160,8 @@ def attend_tile(state, rows, kv, options, page, tile_start):
     v1, v0, v_e, v_finite = on_grids(from_bf16(v), 1)
     s = product_8(rows.q1, rows.q0, k1, k0, options.INT8).to(tl.float32) * options.qk_scale
     s = s * (power_of_two(k_e) * 256.0)[None, :] * rows.scale[:, None]  # [BLOCK_M, KEY_TILE]
+    if options.USE_SOFT_CAP:
+        s = capped(s, options.soft_cap) * LOG2_E
     distance = rows.q_pos[:, None] - (tile_start + tl.arange(0, kv.KEY_TILE))[None, :]
     visible = distance >= 0
     if options.USE_WINDOW:
@@ -263,6 +269,7 @@ def exact_attention_kernel(
     partial_acc_ptr,
     semaphores_ptr,
     qk_scale,
+    soft_cap,
     window,
     stride_table,
     stride_q_token,
@@ -275,6 +282,7 @@ def exact_attention_kernel(
     stride_v_slot,
     stride_o_token,
     stride_o_head,
+    USE_SOFT_CAP: tl.constexpr,
     USE_WINDOW: tl.constexpr,
     INT8: tl.constexpr,
     PREFILL_LIKE: tl.constexpr,
@@ -293,10 +301,10 @@ def exact_attention_kernel(
     """Works on every item of ``work_ptr``; arguments as of :func:`..attention.triton_kernels.attention_kernel`.
 
     Args:
-        qk_scale: of the scores, times log2 e, in fp32.
+        qk_scale: of the scores, without a soft cap times log2 e, in fp32.
         INT8: digits are multiplied by int8 tensor cores, else by those of fp16.
     """
-    options = Options(qk_scale, window, USE_WINDOW, INT8)
+    options = Options(qk_scale, soft_cap, window, USE_SOFT_CAP, USE_WINDOW, INT8)
     partials = Partials(
         partial_m_ptr, partial_l_ptr, partial_e_ptr, partial_acc_ptr, NUM_KV_HEADS, PARTIAL_ROWS, HEAD_DIM,
         PADDED_HEAD_DIM,

@@ -1,5 +1,5 @@
-"""Triton kernels of exact arithmetic but for products and attention: rows on their grids, norms, SiLU, rotation,
-softmax and the draw of tokens.
+"""Triton kernels of exact arithmetic but for products and attention: rows on their grids, norms, SiLU, GELU,
+soft caps, rotation, softmax and the draw of tokens.
 
 Sums are of int32 and int64, so no tile, program or order can move a bit, and what is tuned is in ``cuda.py``.
 """
@@ -10,16 +10,16 @@ import triton.language as tl
 from ..common.triton_rows import order_key, value_of
 from . import definition
 from .triton_math import (
-    LOG2_E,
     LOWEST_EXPONENT,
     THREE_DIGITS,
     TWO_DIGITS,
-    exp2,
+    capped,
     exponent,
     finest,
     finest_of_three_digits,
     finest_of_two_digits,
     from_bf16,
+    gelu,
     gumbel,
     is_finite,
     last_digit,
@@ -28,6 +28,7 @@ from .triton_math import (
     power_of_two,
     rint_24,
     scale_of,
+    silu,
     to_bf16,
     to_fp32,
     top_of,
@@ -166,15 +167,25 @@ def rms_norm_kernel(
 
 
 @triton.jit
-def silu_and_mul_kernel(x_ptr, out_ptr, stride_row, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
-    """g / (1 + 2**(-g log2 e)) * u of a block of a row's halves g and u, of LENGTH each."""
+def gate_and_mul_kernel(
+    x_ptr, out_ptr, stride_row, GELU: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """SiLU or GELU of g, times u, of a block of a row's halves g and u, of LENGTH each."""
     blocks = tl.cdiv(LENGTH, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     offs = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     mask = offs < LENGTH
     gate, up = _load(x_ptr + row * stride_row, offs, mask), _load(x_ptr + row * stride_row + LENGTH, offs, mask)
-    y = tl.div_rn(gate, 1.0 + exp2(-gate * LOG2_E)) * up
+    y = (gelu(gate) if GELU else silu(gate)) * up
     tl.store(out_ptr + row * LENGTH + offs, to_bf16(y), mask=mask)
+
+
+@triton.jit
+def capped_kernel(x_ptr, out_ptr, soft_cap, numel, BLOCK: tl.constexpr):
+    """A soft cap of a block of bf16 numbers."""
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < numel
+    tl.store(out_ptr + offs, to_bf16(capped(_load(x_ptr, offs, mask), soft_cap)), mask=mask)
 
 
 @triton.jit

@@ -11,11 +11,14 @@ import triton.language as tl
 from . import definition
 
 _EXP2 = tl.constexpr(tuple(map(float, definition.EXP2)))
+_TANH, _TANH_BY_EXP2 = tl.constexpr(tuple(map(float, definition.TANH))), tl.constexpr(float(definition.TANH_BY_EXP2))
+_GELU_1, _GELU_3 = tl.constexpr(float(definition.GELU[0])), tl.constexpr(float(definition.GELU[1]))
 _ATANH = tl.constexpr(tuple(map(float, definition.ATANH)))
 _ATANH_FP64 = tl.constexpr(definition.ATANH_FP64)
 _LN_2, _LN_2_FP64 = tl.constexpr(float(definition.LN_2)), tl.constexpr(definition.LN_2_FP64)
 _SQRT_2, _SQRT_2_FP64 = tl.constexpr(float(definition.SQRT_2)), tl.constexpr(definition.SQRT_2_FP64)
 LOG2_E = tl.constexpr(float(definition.LOG2_E))
+_TWICE_LOG2_E = tl.constexpr(2 * float(definition.LOG2_E))
 TWO_DIGITS, THREE_DIGITS = tl.constexpr(definition.TWO_DIGITS), tl.constexpr(definition.THREE_DIGITS)
 LOWEST_EXPONENT = tl.constexpr(definition.LOWEST_EXPONENT)
 _MASS_ONE = tl.constexpr(2.0**definition.MASS_BITS)
@@ -92,6 +95,34 @@ def exp2(x):
     power = power_of_two(shifted.to(tl.int32, bitcast=True) - _ITS_BITS)
     y = polynomial(inside - (shifted - _ROUNDS_TO_1), _EXP2) * power
     return tl.where(x < -126.0, 0.0, y)
+
+
+@triton.jit
+def tanh(x):
+    """tanh(x)."""
+    magnitude = tl.abs(x)
+    is_small = magnitude < _TANH_BY_EXP2
+    small = tl.where(is_small, x, 0.0)
+    large = 1.0 - tl.div_rn(tl.full(x.shape, 2.0, tl.float32), 1.0 + exp2(magnitude * _TWICE_LOG2_E))
+    return tl.where(is_small, small * polynomial(small * small, _TANH), tl.where(x < 0, -large, large))
+
+
+@triton.jit
+def capped(x, soft_cap):
+    """tanh(x / soft_cap) * soft_cap."""
+    return tanh(tl.div_rn(x, tl.full(x.shape, soft_cap, tl.float32))) * soft_cap
+
+
+@triton.jit
+def silu(x):
+    """x / (1 + 2**(-x log2 e))."""
+    return tl.div_rn(x, 1.0 + exp2(-x * LOG2_E))
+
+
+@triton.jit
+def gelu(x):
+    """GELU by its approximation with tanh."""
+    return tl.div_rn(x, 1.0 + exp2(x * (_GELU_1 + _GELU_3 * (x * x))))
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...envs import FLAG, is_exact
-from ...ops.exact import MODELS as DEFINED
+from ...ops.exact import problem_of
 from ...ops.exact.definition import segments
 from ..harness.engine import context_of, model_config
 from ..harness.worker import Engine, EngineFailed
@@ -314,7 +314,8 @@ def is_defined(model: str, serve_args: Sequence[str]) -> bool:
     changed = any(
         argument.startswith(("--dtype", "--hf-overrides", "--tensor-parallel-size")) for argument in serve_args
     )
-    return config.get("architectures", [""])[0] in DEFINED and dtype == "bfloat16" and not changed
+    problem = problem_of(config.get("architectures", [""])[0], config.get)
+    return problem is None and dtype == "bfloat16" and not changed
 
 
 def has_stages(model: str, serve_args: Sequence[str]) -> bool:
