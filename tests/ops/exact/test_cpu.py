@@ -5,10 +5,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from numba import njit
 
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
+from vllm_batch_invariant.ops.common.numba_math import float_of_bits
 from vllm_batch_invariant.ops.exact import cpu, cpu_experts, definition, undefined
+from vllm_batch_invariant.ops.exact.cpu_math import tanh
 from vllm_batch_invariant.ops.exact.definition import Floats, fp32
 from vllm_batch_invariant.ops.exact.known_answers import normal, with_outliers
 from vllm_batch_invariant.ops.moe import MoeReduction
@@ -150,6 +153,22 @@ def test_what_is_done_with_logits_has_the_definitions_bits(threads: int) -> None
     drawn = cpu.draw(torch.from_numpy(logits), torch.tensor(keys, dtype=torch.uint64).view(torch.int64)).tolist()
     rows = zip(logits, seeds.tolist(), positions.tolist(), strict=True)
     assert drawn == [definition.draw(row, 1.0, 0, 1.0, seed, position) for row, seed, position in rows]
+
+
+@njit(error_model="numpy")
+def largest_fall(first: int, last: int) -> float:
+    """Of tanh, from one of the numbers with these bits to any later one."""
+    fall, top = 0.0, 0.0
+    for bits in range(first, last):
+        y = np.float64(tanh(float_of_bits(np.int32(bits))))
+        fall, top = max(fall, top - y), max(top, y)
+    return fall
+
+
+def test_tanh_falls_nowhere_by_more_than_a_unit_in_the_last_place() -> None:
+    """Of all fp32 numbers from 1e-6 to 20; a soft cap of bf16 numbers does not fall at all."""
+    first, last = np.array([1e-6, 20], fp32).view(np.int32).tolist()
+    assert largest_fall(first, last) <= 2.0**-25
 
 
 @pytest.mark.parametrize(
