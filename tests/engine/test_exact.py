@@ -64,6 +64,13 @@ def started(
     return run(limits | {"skip_tokenizer_init": True} | (settings or {}), steps, "1", **options, **environment)
 
 
+def shared(model: Path, workers: int, stages: int, **options: object) -> Result:
+    """By tensor-parallel workers in stages, on two cores."""
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(worker % 2) for worker in range(workers * stages))}
+    settings = {"tensor_parallel_size": workers, "pipeline_parallel_size": stages}
+    return started(model, EXACT | cores, settings, **options)
+
+
 @pytest.fixture(scope="module")
 def exact(model: Path) -> Result:
     def check(running: Engine) -> EngineRun:
@@ -122,9 +129,19 @@ def test_workers_and_stages_move_no_bit(
     workers: int, stages: int, exact: Result, model: Path, request: pytest.FixtureRequest
 ) -> None:
     only_in_the_core(request)
-    cores = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(worker % 2) for worker in range(workers * stages))}
-    options = {"tensor_parallel_size": workers, "pipeline_parallel_size": stages}
-    assert differing_answers(targets(started(model, EXACT | cores, settings=options)), targets(exact)) == []
+    done = shared(model, workers, stages)
+    assert differing_answers(targets(done), targets(exact)) == []
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith(("Gemma", "Granite", "Phi"))])
+def test_workers_and_stages_of_a_family_have_the_bits_of_its_decoder(
+    family: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    only_where_asked_for(request.config)
+    save(FAMILIES[family], tmp_path)
+    done = shared(tmp_path, 2, 2, receipts_of=tokens(150, 1))
+    verdict = recompute(Receipt.from_json(done.receipts["receipt"]), str(tmp_path))
+    assert verdict, verdict
 
 
 @pytest.mark.parametrize("family", FAMILIES)
