@@ -21,12 +21,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import engine_online
-from benchmarks.engine_online import LOADS
+from benchmarks.engine_online import LOADS, Latencies
 from benchmarks.engine_workloads import WORKLOADS
 from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, update
 from benchmarks.spread import Spread
 from vllm_batch_invariant.envs import ARITHMETIC, FLAG
-from vllm_batch_invariant.verify.outcome import NoTestError
 from vllm_batch_invariant.verify.printing import one_line
 
 PROVIDERS: dict[str, dict[str, str]] = {
@@ -42,6 +41,8 @@ _EXACT = case_text(arithmetic="exact")
 """What the case of its rows says, which are ours."""
 CONCURRENT = 63
 """Concurrent requests of the target request whose bits are checked."""
+_TURNS = 2
+"""Loads of each server."""
 
 
 def measure(provider: str, plan: dict[str, Any], timeout: float) -> dict[str, Any] | None:
@@ -83,17 +84,23 @@ def run_whole(command: Sequence[str | Path], environment: dict[str, str], errors
         process.wait()
 
 
-def measure_online(provider: str, options: argparse.Namespace) -> dict[str, list[float]] | None:
-    """Latencies of a provider's server under the online load; None if it failed, which is said on stderr."""
-    print(f"\n{provider}, online", flush=True)
+def measure_online(options: argparse.Namespace, providers: Sequence[str]) -> dict[str, Latencies | None]:
+    """Latencies of each provider's server under the online load; None if it failed, which is said on stderr. The
+    servers are on one GPU at the same time, and share the room for KV caches.
+    """
+    print("\nonline", flush=True)
+    count = len(providers)
     arguments = ["--max-model-len", str(options.max_model_len)]
     if options.kv_cache_gib:
-        arguments += ["--kv-cache-memory-bytes", str(int(options.kv_cache_gib * 2**30))]
-    try:
-        return engine_online.run(options.model, arguments, LOADS[options.workloads], PROVIDERS[provider])
-    except (subprocess.CalledProcessError, NoTestError) as error:
-        print(f"FAILED: {provider}, online: {one_line(error)}\n{getattr(error, 'stderr', '') or ''}", file=sys.stderr)
-        return None
+        arguments += ["--kv-cache-memory-bytes", str(int(options.kv_cache_gib * 2**30 / count))]
+        arguments += ["--gpu-memory-utilization", f"{0.9 / count:.3f}"]
+    environments = {provider: PROVIDERS[provider] for provider in providers}
+    found = engine_online.run(options.model, arguments, LOADS[options.workloads], environments, _TURNS)
+    for provider, error in found.items():
+        if isinstance(error, Exception):
+            text = f"{one_line(error)}\n{getattr(error, 'stderr', '') or ''}"
+            print(f"FAILED: {provider}, online: {text}", file=sys.stderr)
+    return {provider: None if isinstance(seen, Exception) else seen for provider, seen in found.items()}
 
 
 class Rows:
@@ -257,8 +264,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if result is not None:
             results[provider] = result
             keep()
-            if not options.offline:
-                result["online"] = measure_online(provider, options)
+    if not options.offline and results:
+        for provider, latencies in measure_online(options, list(results)).items():
+            results[provider]["online"] = latencies
     print_summary(keep(), Console())
     failed = len(results) < len(options.providers)
     failed |= not options.offline and any(result["online"] is None for result in results.values())
