@@ -26,6 +26,7 @@ from benchmarks.engine_workloads import WORKLOADS
 from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, update
 from benchmarks.spread import Spread
 from vllm_batch_invariant.envs import ARITHMETIC, FLAG
+from vllm_batch_invariant.verify.harness.mode import OURS, of_started
 from vllm_batch_invariant.verify.printing import one_line
 
 PROVIDERS: dict[str, dict[str, str]] = {
@@ -37,6 +38,7 @@ PROVIDERS: dict[str, dict[str, str]] = {
 """What decides who computes, by provider; the first is what the others are compared with."""
 USUAL = ("stock", "ours", "native")
 """Who takes part unless told otherwise: not every machine is offered exact arithmetic."""
+_OURS = ("ours", "exact")
 _EXACT = case_text(arithmetic="exact")
 """What the case of its rows says, which are ours."""
 CONCURRENT = 63
@@ -60,7 +62,11 @@ def measure(provider: str, plan: dict[str, Any], timeout: float) -> dict[str, An
             tail = "\n".join(log.read_text().splitlines()[-30:])
             print(f"FAILED: {provider}, exit status {status}; the end of its log:\n{tail}", file=sys.stderr)
             return None
-        return json.loads(result_path.read_text())
+        result = json.loads(result_path.read_text())
+        if provider in _OURS and result["mode"] != OURS:
+            print(f"FAILED: {provider}: {result['mode']}", file=sys.stderr)
+            return None
+        return result
 
 
 def run_whole(command: Sequence[str | Path], environment: dict[str, str], errors: IO[str], timeout: float) -> int | str:
@@ -89,6 +95,10 @@ def measure_online(options: argparse.Namespace, providers: Sequence[str]) -> dic
     servers are on one GPU at the same time, and share the room for KV caches.
     """
     print("\nonline", flush=True)
+    modes = {provider: of_started(os.environ | PROVIDERS[provider]) for provider in providers}
+    if others := [provider for provider in providers if provider in _OURS and modes[provider] != OURS]:
+        print(f"FAILED: {', '.join(others)}, online: {modes[others[0]]}", file=sys.stderr)
+        return dict.fromkeys(providers)
     count = len(providers)
     arguments = ["--max-model-len", str(options.max_model_len)]
     if options.kv_cache_gib:
@@ -270,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_summary(keep(), Console())
     failed = len(results) < len(options.providers)
     failed |= not options.offline and any(result["online"] is None for result in results.values())
-    kept = all(results.get(provider, {}).get("same_bits", True) for provider in ("ours", "exact"))
+    kept = all(results.get(provider, {}).get("same_bits", True) for provider in _OURS)
     return 1 if failed or not kept else 0
 
 

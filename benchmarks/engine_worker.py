@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_workloads import WORKLOADS, target_bits
+from vllm_batch_invariant.verify.harness.mode import of_engine
 
 
 def memory_used() -> int:
@@ -46,6 +47,7 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
     return {
         "startup": startup,
         "memory": memory_used() - before,
+        "mode": of_engine(),
         "same_bits": alone == among,
         "alone": alone,
         "accepted": accepted_length(llm) if plan["engine"].get("speculative_config") else 1.0,

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from vllm_batch_invariant import envs
+from vllm_batch_invariant.verify.harness import mode
 
 _ON_AN_NPU = Path(__file__).parent / "npu" / "hardware"
 
@@ -19,6 +20,12 @@ _ON_AN_NPU = Path(__file__).parent / "npu" / "hardware"
 _OPS = Path(__file__).parent / "ops"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton interprets every kernel of this process, on the CPU: it reads the variable when it is imported."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """An engine of a Python without the plugin would have vLLM's own mode, which has other bits."""
+    if find_spec("vllm") and (found := mode.of_started({envs.FLAG: "1"})) != mode.OURS:
+        raise pytest.UsageError(f"engines would run {found}")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

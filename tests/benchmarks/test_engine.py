@@ -14,6 +14,7 @@ from benchmarks import engine, plot, record
 from benchmarks.engine_online import LOADS
 from benchmarks.engine_workloads import WORKLOADS
 from benchmarks.record import Setting
+from vllm_batch_invariant.verify.harness import mode
 
 SETTING = Setting("NVIDIA H200", "vllm=0.26.0", "2026-01-31")
 
@@ -22,7 +23,19 @@ def result(factor: float, same_bits: bool = True) -> dict:
     """What a worker writes: every sample is ``factor``, give or take."""
     samples = [[factor * part for part in (0.9, 1.0, 1.2)] for _ in WORKLOADS["small"]]
     online = {"ttft": [factor * number for number in range(1, 101)], "tpot": [factor] * 5}
-    return {"startup": 10 * factor, "memory": 100, "same_bits": same_bits, "samples": samples, "online": online}
+    of_engine = {"startup": 10 * factor, "memory": 100, "same_bits": same_bits, "mode": mode.OURS}
+    return of_engine | {"samples": samples, "online": online}
+
+
+def test_an_engine_without_the_plugin_is_not_taken_for_ours(worker, tmp_path, capfd, monkeypatch) -> None:
+    worker.answers["ours"] = result(1.0) | {"mode": mode.THEIRS}
+    command = ["MODEL", "--workloads", "small", "--offline", "--providers", "ours", "--out", str(tmp_path / "rows.csv")]
+    assert engine.main(command) == 1
+    assert record.read(tmp_path / "rows.csv") == []
+    assert f"FAILED: ours: {mode.THEIRS}" in capfd.readouterr().err
+    monkeypatch.setenv(mode.PLUGINS, "others")
+    assert engine.measure_online(engine._parse(["MODEL"]), ["stock", "ours"]) == {"stock": None, "ours": None}
+    assert f"FAILED: ours, online: {mode.THEIRS}" in capfd.readouterr().err
 
 
 def test_every_case_has_a_name_of_its_own() -> None:

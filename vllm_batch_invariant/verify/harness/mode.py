@@ -1,7 +1,7 @@
 """Which mode served a request: this project's, vLLM's own with the same flag, or none.
 
-Without this plugin, which ``VLLM_PLUGINS`` may leave out, ``VLLM_BATCH_INVARIANT=1`` switches vLLM's own mode on: a
-report of that mode must not pass for one of this project's.
+Without this plugin, which ``VLLM_PLUGINS`` may leave out or nobody installed, ``VLLM_BATCH_INVARIANT=1`` switches
+vLLM's own mode on: a report of that mode must not pass for one of this project's.
 """
 
 import os
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .client import Connection
 
 OURS = "vllm-batch-invariant"
-THEIRS = f"vLLM's own invariant mode: {PLUGINS} leaves vllm-batch-invariant out"
+THEIRS = f"vLLM's own invariant mode: vllm-batch-invariant is not installed beside it, or {PLUGINS} leaves it out"
 NONE = f"none: {FLAG} is not 1"
 UNKNOWN = f"unknown: a server with the mode on describes itself at {PATH}, and this one does not"
 
