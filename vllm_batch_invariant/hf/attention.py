@@ -14,7 +14,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: P
 
     The forward pass is the engine's operation, which has the same bits by prefill and by decode; keys and values are
     copied into pages for it. The backward pass recomputes each sequence in fp32, so a gradient does not depend on the
-    other sequences, and is that of the exact function, not of the rounded one. Its memory grows with a sequence's length.
+    other sequences, and is that of the exact function, not of the rounded one. Its memory grows with the length.
 
     Args:
         query: [tokens, heads, head_size] fp32, bf16 or fp16.
