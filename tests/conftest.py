@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import fork_server
 from vllm_batch_invariant import envs
-from vllm_batch_invariant.verify.harness import mode
+from vllm_batch_invariant.verify.harness import mode, worker
 
 _ON_AN_NPU = Path(__file__).parent / "npu" / "hardware"
 
@@ -23,9 +24,15 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """An engine of a Python without the plugin would have vLLM's own mode, which has other bits."""
-    if find_spec("vllm") and (found := mode.of_started({envs.FLAG: "1"})) != mode.OURS:
+    """An engine of a Python without the plugin would have vLLM's own mode, which has other bits. On a CPU engines are
+    forked from a process that has imported vLLM; on a GPU nobody may fork who has looked at it.
+    """
+    if find_spec("vllm") is None:
+        return
+    if (found := mode.of_started({envs.FLAG: "1"})) != mode.OURS:
         raise pytest.UsageError(f"engines would run {found}")
+    if not torch.cuda.is_available():
+        worker.start_process = fork_server.start
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

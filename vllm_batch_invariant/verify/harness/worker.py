@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from ...envs import FLAG
 from ..outcome import NoTestError
@@ -62,6 +62,27 @@ class StepResult:
         return max((size for _, size in self.batches), default=0)
 
 
+def start_process(module: str, answers: int, log: IO[bytes], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start ``python -m module ANSWERS`` in a session of its own: a signal to its group reaches the workers, and Ctrl-C
+    reaches only this process.
+
+    Args:
+        module: the driver.
+        answers: a descriptor that it inherits.
+        log: takes what it prints.
+        environment: all of it.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", module, str(answers)],
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=dict(environment),
+        pass_fds=[answers],
+        start_new_session=True,
+    )
+
+
 class Engine:
     """A ``vllm.LLM`` with the arguments of ``vllm serve``, for the length of a ``with`` block.
 
@@ -96,16 +117,7 @@ class Engine:
         self._log = Path(name)
         mine, theirs = os.pipe()
         with os.fdopen(handle, "wb") as log:
-            # a session of its own: a signal to its group reaches the workers, and Ctrl-C reaches only this process
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", DRIVER, str(theirs)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._environment,
-                pass_fds=[theirs],
-                start_new_session=True,
-            )
+            self._process = start_process(DRIVER, theirs, log, self._environment)
         os.close(theirs)
         self._answers, self._unread = mine, b""
         try:
