@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vllm_batch_invariant.ops.moe import cpu
+from vllm_batch_invariant.ops.moe import cpu, routes
 
 MOST_ROWS = 35
 """Of an expert, up to which a GEMM is right."""
@@ -72,9 +72,9 @@ def _another_router_kernel(softmax: Callable[..., torch.Tensor]) -> Callable[...
 
 FAULTS = {
     "split-K 2": (cpu.linear, "prepared_accumulate", _split_k),
-    "an atomic combine": (cpu, "_chain", _atomics),
+    "an atomic combine": (cpu, "chain", _atomics),
     "arrival order": (cpu, "_weighted", _arrival_order),
-    "another tie rule": (cpu, "_best", _another_tie_rule),
+    "another tie rule": (routes, "best", _another_tie_rule),
     "another router kernel": (cpu, "softmax", _another_router_kernel),
 }
 """The module that has the function in whose place it is planted, that function's name, and what it makes of it."""

@@ -242,7 +242,8 @@ def _multimodal_on_an_npu(config: Config) -> str | None:
 
 
 def _experts(config: Config) -> str | None:
-    return _when(config.model_config.is_moe, "mixture of experts")
+    missing = config.model_config.is_moe and not devices.of_config(config).has_experts
+    return _when(missing, "mixture of experts")
 
 
 def _moving_experts(config: Config) -> str | None:

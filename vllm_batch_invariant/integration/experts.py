@@ -1,9 +1,10 @@
-"""vLLM's unquantised mixtures of experts on a CPU, with the operation in their place.
+"""vLLM's unquantised mixtures of experts, with the operation in their place.
 
 vLLM asks a layer's method either for whole layers, with the logits of the router, or for the experts alone, with routes
 that were found elsewhere. Ours takes whole layers in every version, so that what chooses experts is ours, too.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,24 +52,25 @@ class BatchInvariantExperts:
 
     is_monolithic = True
     supports_pre_processed_weights = False
+    reduction: MoeReduction | None = None
+    """None until the weights are loaded."""
 
     def __init__(self, moe: Any) -> None:
         super(patch_points.EXPERTS_METHOD.get(), self).__init__(moe)  # vLLM's own would choose a kernel of vLLM's
         self.unquantized_backend = self.experts_cls = None
-        self.prepared: tuple[PreparedExperts, ...] = ()
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Prepare the GEMMs of the experts; called again when a trainer has written new weights."""
         if layer.w13_weight.is_meta:
             return
-        for weight in self.prepared:
-            weight.weight_was_loaded()
-        if not self.prepared:
+        if self.reduction is None:
             self.reduction = reduction_of(layer)
             self.router = Router(self.reduction)
-            self.prepared = PreparedExperts(layer, "w13_weight"), PreparedExperts(layer, "w2_weight")
-            for weight in self.prepared:
-                weight.prepare()
+        self.weights_are_loaded(layer)
+
+    def weights_are_loaded(self, layer: torch.nn.Module) -> None:
+        """Called whenever they are."""
+        raise NotImplementedError
 
     def apply_monolithic(
         self,
@@ -84,18 +86,71 @@ class BatchInvariantExperts:
         self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
         """See :func:`..ops.moe.moe`."""
+        raise NotImplementedError
+
+
+class CpuExperts(BatchInvariantExperts):
+    """On a CPU, with copies of the weights that are prepared once."""
+
+    prepared: tuple[PreparedExperts, ...] = ()
+
+    def weights_are_loaded(self, layer: torch.nn.Module) -> None:
+        for weight in self.prepared:
+            weight.weight_was_loaded()
+        if not self.prepared:
+            self.prepared = PreparedExperts(layer, "w13_weight"), PreparedExperts(layer, "w2_weight")
+            for weight in self.prepared:
+                weight.prepare()
+
+    def forward(
+        self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
         gate_up, down = (weight.copy for weight in self.prepared)
-        biases = getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
         return module_for("moe", "cpu").prepared_moe(
-            x, weights, ids, gate_up, down, self.reduction, *biases, layer.expert_map
+            x, weights, ids, gate_up, down, self.reduction, *_biases(layer), layer.expert_map
         )
 
 
+class CudaExperts(BatchInvariantExperts):
+    """On a GPU, with the weights as vLLM has loaded them."""
+
+    def weights_are_loaded(self, layer: torch.nn.Module) -> None:
+        for weight in (layer.w13_weight, layer.w2_weight):
+            certify(*weight.shape[1:], weight.dtype, weight.device)
+
+    def forward(
+        self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        return module_for("moe", "cuda").moe(
+            x, weights, ids, layer.w13_weight, layer.w2_weight, self.reduction, *_biases(layer), layer.expert_map
+        )
+
+
+def _biases(layer: torch.nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
+
+
+@cache
+def certify(n: int, k: int, dtype: torch.dtype, device: torch.device) -> int:
+    """:func:`..ops.moe.cuda.certify`, once for layers of one shape."""
+    return module_for("moe", "cuda").certify(n, k, dtype, device)
+
+
 def install_cpu() -> None:
+    """Have every layer of experts computed by ours."""
+    _install(CpuExperts)
+
+
+def install_cuda() -> None:
+    """Have every layer of experts computed by ours."""
+    _install(CudaExperts)
+
+
+def _install(kind: type[BatchInvariantExperts]) -> None:
     """Register the method as the out-of-tree form of vLLM's, so that every layer of experts is given it instead."""
     method = patch_points.EXPERTS_METHOD.get()
     if method.__name__ not in patch_points.CUSTOM_OP.module().op_registry_oot:
-        ours = type(f"BatchInvariant{method.__name__}", (BatchInvariantExperts, method), {"__module__": __name__})
+        ours = type(f"BatchInvariant{method.__name__}", (kind, method), {"__module__": __name__})
         method.register_oot(ours, name=method.__name__)
 
 
@@ -149,6 +204,12 @@ def _objection(layer: Any) -> tuple[str, str] | None:
     if layer.routed_scaling_factor != 1 and not (layer.use_grouped_topk or biased):
         return f"a factor of {layer.routed_scaling_factor}", "vLLM applies none to this kind of router on a CPU"
     return None
+
+
+def problem_of_gate(gate: Any) -> str | None:
+    """Why a router's layer of vLLM's class ``GateLinear`` is refused; None if it is a matmul like any other."""
+    allowed = [name for name, value in vars(gate).items() if name.startswith("allow_") and value is True]
+    return f"its matmul follows the number of tokens ({allowed[0]})" if allowed else None
 
 
 def problem_of(runner: Any) -> str | None:

@@ -152,6 +152,8 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
         return experts.problem_of(layer)
     elif isinstance(layer, patch_points.ROUTED_EXPERTS.get()):
         return None if _is_ours(type(method)) else f"its experts are computed by {type(method).__name__}"
+    elif type(layer).__name__ == "GateLinear" and (problem := experts.problem_of_gate(layer)):
+        return problem
     elif method is not None and type(method) not in (
         patch_points.LINEAR_METHOD.get(),
         patch_points.EMBEDDING_METHOD.get(),

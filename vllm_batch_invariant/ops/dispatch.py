@@ -15,7 +15,7 @@ MODULES = {
         "all_reduce": ("cpu",),
         "attention_backward": ("cpu", "cuda"),
         "linear": ("cpu", "cuda", "npu"),
-        "moe": ("cpu",),
+        "moe": ("cpu", "cuda"),
         "norm": ("cpu", "cuda", "npu"),
         "norm_rotary": ("cuda",),
         "ranking": ("cpu", "cuda"),

@@ -93,4 +93,5 @@ DEVICE = Cpu(
     tensor_parallel_sizes=(2, 4, 8),
     pipeline_parallel_sizes=(2, 4),
     has_data_parallelism=True,
+    has_experts=True,
 )

@@ -10,7 +10,7 @@ from ...errors import NotCovered
 from ...ops.attention import AttentionReduction
 from ...ops.devices import DEVICES
 from ...ops.linear import schedule
-from .. import collectives, cuda_graphs, linear, norm_rotary, patch_points, sampling
+from .. import collectives, cuda_graphs, experts, linear, norm_rotary, patch_points, sampling
 from . import not_covered
 from .record import VllmDevice
 
@@ -76,6 +76,7 @@ class Cuda(VllmDevice):
 
     def install_linear(self) -> None:
         linear.install_cuda()
+        experts.install_cuda()
 
     def install_collectives(self) -> None:
         collectives.install_cuda()
@@ -117,4 +118,5 @@ DEVICE = Cuda(
     attention_choices=("CUSTOM",),
     serving="Matmuls: K in ascending order, by cuBLASLt and Triton. Norms, softmax, sums: Triton, in a fixed order.",
     execution="Layers are not compiled; steps run in CUDA graphs.",
+    has_experts=True,
 )

@@ -31,6 +31,7 @@ class VllmDevice:
         tensor_parallel_sizes: numbers of workers above 1 that may share each layer.
         pipeline_parallel_sizes: numbers of stages above 1 that a model may be cut into.
         has_data_parallelism: whether several engines may serve one dense model.
+        has_experts: whether mixtures of experts are served.
     """
 
     ops: Device
@@ -44,6 +45,7 @@ class VllmDevice:
     tensor_parallel_sizes: tuple[int, ...] = ()
     pipeline_parallel_sizes: tuple[int, ...] = ()
     has_data_parallelism: bool = False
+    has_experts: bool = False
 
     def check_build(self) -> None:
         """Refuse a PyTorch that is built for another device of that name.

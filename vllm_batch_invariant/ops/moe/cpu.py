@@ -12,6 +12,7 @@ from ..linear import cpu as linear
 from ..pointwise import elementwise
 from ..softmax import softmax
 from .reduction import MoeReduction
+from .routes import chain, route_by
 
 _TOKENS_AT_ONCE = 2048
 """Whose products are held in memory, top_k rows each in fp32, until they are added."""
@@ -25,45 +26,6 @@ def route(
     logits = logits.to(reduction.accumulate)
     scores = softmax(logits) if reduction.scoring == "softmax" else elementwise("sigmoid", logits)
     return route_by(scores, reduction, bias)
-
-
-def route_by(
-    scores: torch.Tensor, reduction: MoeReduction, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``route`` of scores [tokens, num_experts] in fp32."""
-    compared = scores if bias is None else scores + bias.to(scores.dtype)
-    if reduction.groups > 1:
-        compared = _in_best_groups(compared, reduction, bias is not None)
-    ids = _best(compared, reduction.top_k)
-    weights = scores.gather(1, ids)
-    if reduction.renormalise:
-        weights = weights / _chain(weights.unbind(1)).unsqueeze(1)
-    if reduction.scale != 1:
-        weights = weights * reduction.scale
-    return weights, ids
-
-
-def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """[rows, count] the places of the highest scores of each row, of equal ones the lowest first: ``torch.topk`` leaves
-    open which.
-    """
-    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()
-
-
-def _in_best_groups(scores: torch.Tensor, reduction: MoeReduction, biased: bool) -> torch.Tensor:
-    """[rows, num_experts] with -inf for the experts of groups that are not among the best."""
-    grouped = scores.view(len(scores), reduction.groups, -1)
-    of_group = _chain(grouped.topk(min(2 if biased else 1, grouped.shape[2]), dim=2).values.unbind(2))
-    others = torch.ones_like(of_group, dtype=torch.bool).scatter_(1, _best(of_group, reduction.top_groups), False)
-    return grouped.masked_fill(others.unsqueeze(2), -torch.inf).view(scores.shape)
-
-
-def _chain(terms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """0 + terms[0] + terms[1] + ..., one after the other. Where a term is 0, it might as well not be there."""
-    acc = torch.zeros_like(terms[0])
-    for term in terms:
-        acc += term
-    return acc
 
 
 def _activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
@@ -144,7 +106,7 @@ def sum_of_experts(
     for start in range(0, len(x), _TOKENS_AT_ONCE):
         part = slice(start, start + _TOKENS_AT_ONCE)
         terms = _weighted(x[part], weights[part], experts[part], count, expert)
-        out[part] = _chain(terms.unbind(1)).to(out.dtype)
+        out[part] = chain(terms.unbind(1)).to(out.dtype)
     return out
 
 
