@@ -93,4 +93,6 @@ DEVICE = Cpu(
     tensor_parallel_sizes=(2, 4, 8),
     pipeline_parallel_sizes=(2, 4),
     has_data_parallelism=True,
+    has_exact_arithmetic=True,
+    exact_serving="by numba and the BLAS",
 )

@@ -10,7 +10,7 @@ from ...errors import NotCovered
 from ...ops.attention import AttentionReduction
 from ...ops.devices import DEVICES
 from ...ops.linear import schedule
-from .. import collectives, cuda_graphs, linear, norm_rotary, patch_points, sampling
+from .. import collectives, cuda_graphs, exact, exact_sampling, linear, norm_rotary, patch_points, sampling
 from . import not_covered
 from .record import VllmDevice
 
@@ -69,13 +69,20 @@ class Cuda(VllmDevice):
         """As on every device; a GPU that the kernels are not compiled for is refused."""
         schedule.gpu(torch.cuda.current_device())
         cuda_graphs.install()
-        norm_rotary.install()
+        if not envs.is_exact():
+            norm_rotary.install()
         external_ops = super().install_worker()
         sampling.install_second_runner()
+        if envs.is_exact():
+            exact_sampling.install()
         return external_ops
 
     def install_linear(self) -> None:
-        linear.install_cuda()
+        if envs.is_exact():
+            exact.install_layers("cuda")
+            linear.install_exact_cuda()
+        else:
+            linear.install_cuda()
 
     def install_collectives(self) -> None:
         collectives.install_cuda()
@@ -117,4 +124,6 @@ DEVICE = Cuda(
     attention_choices=("CUSTOM",),
     serving="Matmuls: K in ascending order, by cuBLASLt and Triton. Norms, softmax, sums: Triton, in a fixed order.",
     execution="Layers are not compiled; steps run in CUDA graphs.",
+    has_exact_arithmetic=False,
+    exact_serving="by Triton",
 )
