@@ -162,7 +162,7 @@ def test_digits_on_a_gpu_are_made_again_where_they_lie(monkeypatch: pytest.Monke
     assert certified == [(96, 48, False)]
     assert set(segments) == {1}
     layer.weight = torch.nn.Parameter(torch.full((96, 48), torch.nan), requires_grad=False)
-    with pytest.raises(NotCovered, match="weights of .* that are not finite"):
+    with pytest.raises(NotCovered, match=r"weights of .* that are not finite"):
         Method().process_weights_after_loading(layer)
 
 

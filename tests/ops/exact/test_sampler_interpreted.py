@@ -1,6 +1,6 @@
 """The sampler of vLLM's second model runner with exact arithmetic in its place, by the GPU's kernels in Triton's
-interpreter: tokens and logprobs have the bits of the definition. vLLM's own sampler runs here, on the CPU's memory; what
-its kernels leave for it, the counts of tokens, is put there.
+interpreter: tokens and logprobs have the bits of the definition. vLLM's own sampler runs here, on the CPU's memory;
+what its kernels leave for it, the counts of tokens, is put there.
 """
 
 from types import SimpleNamespace
