@@ -35,7 +35,7 @@ def engine(model: str, arguments: Sequence[str], **environment: str) -> worker.E
     """
     paths = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
     settings = {"PYTHONPATH": paths, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", ARITHMETIC.name: "exact"}
-    return worker.Engine(model, arguments, "1", settings | environment, patience=400)
+    return worker.Engine(model, arguments, "1", settings | environment, patience=240)
 
 
 def driven() -> AbstractContextManager[Any]:

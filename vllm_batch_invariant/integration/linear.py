@@ -16,7 +16,7 @@ from . import patch_points, tensor_tree
 _CERTIFIED = 1024
 """Rows of a weight, or less than twice as many, whose products a certificate compares: a tile has at most 64 of them.
 """
-_EXACT = "_batch_invariant_exact"
+EXACT = "_batch_invariant_exact"
 """Attribute of a layer on a GPU: its product in exact arithmetic."""
 _EXPECTED = "_batch_invariant_expected"
 """Attribute of a layer on a GPU: what to prepare its weight for."""
@@ -243,12 +243,12 @@ def _multiply_exactly(method: type) -> None:
         process(self, layer)
         if layer.weight.is_meta or layer.weight.ndim != 2:
             return
-        if not hasattr(layer, _EXACT):
-            setattr(layer, _EXACT, ExactCudaLinear(layer))
-        getattr(layer, _EXACT).prepare()
+        if not hasattr(layer, EXACT):
+            setattr(layer, EXACT, ExactCudaLinear(layer))
+        getattr(layer, EXACT).prepare()
 
     def apply(self: object, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG001 - vLLM's signature
-        return getattr(layer, _EXACT)(x, layer.weight, bias)
+        return getattr(layer, EXACT)(x, layer.weight, bias)
 
     method.process_weights_after_loading, method.apply = process_weights_after_loading, apply
 

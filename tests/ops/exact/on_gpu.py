@@ -186,7 +186,7 @@ def newest(heads: Heads, length: int, count: int, seed: int) -> Chunk:
 
 
 def attentions(heads: Heads) -> Iterator[Found]:
-    """Of steps of decode, of prefill and of both, with pages of 16 and of 64 keys."""
+    """Of steps of decode, of prefill and of both, with pages of 16 and, for layers without options, of 64 keys."""
     reduction = AttentionReduction.of_device("cpu", "exact")
     steps = {
         "one token": [newest(heads, 1, 1, 1)],
@@ -198,7 +198,7 @@ def attentions(heads: Heads) -> Iterator[Found]:
     }
     options = {"": {}, ", window": {"sliding_window": 100}, ", soft cap": {"logits_soft_cap": 50.0}}
     for (name, chunks), (kind, option) in ((step, one) for step in steps.items() for one in options.items()):
-        for page in (16, 64):
+        for page in (16, 64)[: 1 + (not option)]:
             tensors = paged(chunks, page, 0, 7.0)
             call = {"scale": heads.size**-0.5, "reduction": reduction, "implementation": "exact"} | option
             right = paged_attention(*tensors, **call)
