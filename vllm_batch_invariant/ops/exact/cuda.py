@@ -628,9 +628,9 @@ def certify(n: int, k: int, shared: bool, device: torch.device, int8: bool = Tru
     check_k(k // parts)
     x, w = _certificate_rows(k // parts)
     right = torch.from_numpy(x @ w.T).to(torch.float32).to(torch.bfloat16)
-    columns = torch.arange(n) % len(w)
+    columns = torch.arange(n, device="cpu") % len(w)
     for number, schedule in enumerate(linear_schedules(parts)):
-        rows = torch.arange(schedule.block_m + len(x)) % len(x)
+        rows = torch.arange(schedule.block_m + len(x), device="cpu") % len(x)
         part = number % parts  # the other segments are 0
         held = _held(x, rows, part, parts, device), _held(w, columns, part, parts, device)
         weight = ExactWeight(held[1].digits, held[1].scale)
@@ -678,4 +678,5 @@ def _held(integers: NDArray[np.int64], rows: torch.Tensor, part: int, parts: int
         marks[row, part] |= np.int64(1) << np.int64(element // schedule.mark_step)
     planes = torch.from_numpy(digits).flatten(2)[:, rows].to(device)
     held = torch.from_numpy(marks)[rows].to(device)
-    return Activations(planes[1:].contiguous(), planes[0].contiguous(), held, torch.ones(held.shape, device=device))
+    scale = torch.ones(held.shape, dtype=torch.float32, device=device)  # where a model is loaded, bf16 is the default
+    return Activations(planes[1:].contiguous(), planes[0].contiguous(), held, scale)
