@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -144,6 +145,8 @@ def test_digits_on_a_gpu_are_made_again_where_they_lie(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(cuda, "prepare", prepare)
     monkeypatch.setattr(cuda, "certify", lambda *arguments: certified.append(arguments[:3]))
+    monkeypatch.setattr(linear, "_prepared", WeakSet())  # no other test has these layers' kernels
+    linear._certify.cache_clear()
     monkeypatch.setattr(cuda, "linear", lambda x, weight, bias: x @ weight.digits[0].T)
     linear._multiply_exactly(Method)
     layer, x = Layer(draw(96, 48)), draw(3, 48)
@@ -159,7 +162,9 @@ def test_digits_on_a_gpu_are_made_again_where_they_lie(monkeypatch: pytest.Monke
     Method().process_weights_after_loading(layer)
     assert torch.equal(Method().apply(layer, x), x @ layer.weight.T)
     assert [part.data_ptr() for part in layer._batch_invariant_exact.copy] == before
-    assert certified == [(96, 48, False)]
+    Method().process_weights_after_loading(Layer(draw(96, 48)))
+    Method().process_weights_after_loading(Layer(draw(3001, 48)))
+    assert certified == [(96, 48, False), (1024 + 953, 48, False)], "once a shape, of a part of many rows"
     assert set(segments) == {1}
     layer.weight = torch.nn.Parameter(torch.full((96, 48), torch.nan), requires_grad=False)
     with pytest.raises(NotCovered, match=r"weights of .* that are not finite"):

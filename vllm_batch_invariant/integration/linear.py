@@ -1,6 +1,7 @@
 """vLLM's unquantised linear layers and output embeddings, with the operation in their place."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 from weakref import WeakSet
 
@@ -170,13 +171,12 @@ class ExactCudaLinear(ExactLinear):
         return linear(x, ExactWeight(*self.copy), bias)
 
     def _make_copy(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
-        from ..ops.exact.cuda import certify, prepare
+        from ..ops.exact.cuda import prepare
 
         made = prepare(weight, self._parts)
         self._check_scale(made.scale)
         if self._copy is None:
-            n, k = weight.shape
-            certify(_CERTIFIED + n % _CERTIFIED if n > _CERTIFIED else n, k, self._shared, weight.device)
+            _certify(*weight.shape, self._shared, weight.device)
             return made.digits, made.scale
         for held, new in zip(self._copy, (made.digits, made.scale), strict=True):
             held.copy_(new)
@@ -186,6 +186,14 @@ class ExactCudaLinear(ExactLinear):
         """Make the copy again of the weight as it is now, if it has a memory now."""
         if self._copy is not None and not getattr(self._layer, self._name).is_meta:
             self.prepare()
+
+
+@cache
+def _certify(n: int, k: int, shared: bool, device: torch.device) -> None:
+    """Compare products for a weight [N, K] on a GPU with integers, once for all layers of that shape."""
+    from ..ops.exact.cuda import certify
+
+    certify(_CERTIFIED + n % _CERTIFIED if n > _CERTIFIED else n, k, shared, device)
 
 
 def restore_weights() -> None:
