@@ -103,6 +103,14 @@ def test_a_gpus_layers_multiply_in_the_arithmetic_that_is_asked_for(
     assert seen == (["cuda", installed] if exact else [installed])
 
 
+def test_the_model_runner_of_a_gpu_decides_no_bits_in_exact_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = config("cuda", "NONE")
+    made.parallel_config.tensor_parallel_size = 1
+    assert devices.get("cuda").engine_settings(made) == {"model_runner": "second"}
+    monkeypatch.setenv(ARITHMETIC.name, "exact")
+    assert devices.get("cuda").engine_settings(made) == {}
+
+
 def test_pages_that_flexattention_cannot_read_are_refused_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ATTENTION.name, "flex")
     with pytest.raises(NotCovered, match="FlexAttention over pages of 16 keys on a GPU"):

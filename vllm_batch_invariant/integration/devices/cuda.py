@@ -100,9 +100,11 @@ class Cuda(VllmDevice):
         return {"cuda": str(torch.version.cuda)}
 
     def engine_settings(self, vllm_config: Any) -> dict[str, str]:
-        """The model runner: the two draw other noise of a seed."""
-        runner = "second" if vllm_config.use_v2_model_runner else "first"
-        return super().engine_settings(vllm_config) | {"model_runner": runner}
+        """The model runner: the two draw other noise of a seed, but in exact arithmetic."""
+        found = super().engine_settings(vllm_config)
+        if envs.is_exact():
+            return found
+        return found | {"model_runner": "second" if vllm_config.use_v2_model_runner else "first"}
 
 
 def _check_pages(vllm_config: Any) -> None:
