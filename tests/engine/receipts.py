@@ -15,6 +15,16 @@ def traced(llm: Any, prompt: list[int]) -> str:
     return record.Receipt.of(engine.engine_info(llm), prompt, sampling, completion, False, trace).to_json()
 
 
+def made(llm: Any, prompt: list[int], samplings: list[dict[str, Any]]) -> list[str]:
+    """The texts of receipts of a prompt's completions with those parameters, computed together."""
+    from vllm import SamplingParams
+
+    asked = [SamplingParams(max_tokens=12, logprobs=3, ignore_eos=True, **one) for one in samplings]
+    outputs = llm.generate([{"prompt_token_ids": prompt}] * len(asked), asked, use_tqdm=False)
+    info = receipt.engine_info(llm)
+    return [receipt.make(*both, info).to_json() for both in zip(outputs, asked, strict=True)]
+
+
 def receipts(llm: Any, prompt: list[int]) -> dict[str, Any]:
     """Make a receipt of a seeded sample, and compute it again as it is and with a bit changed."""
     from vllm import SamplingParams

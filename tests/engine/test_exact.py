@@ -24,6 +24,8 @@ from vllm_batch_invariant.envs import ARITHMETIC, TP_TREE
 from vllm_batch_invariant.ops.exact import FORMAT
 from vllm_batch_invariant.verify.bisect.engine import WORKER_EXTENSION
 from vllm_batch_invariant.verify.check.engine import EngineRun
+from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
+from vllm_batch_invariant.verify.harness import worker
 from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 from vllm_batch_invariant.verify.outcome import NoTestError, Outcome
 from vllm_batch_invariant.verify.receipt import Receipt
@@ -122,6 +124,28 @@ def test_what_has_no_definition_is_refused_by_name(checkpoint: Path, request: py
     ):
         with pytest.raises(EngineFailed, match=f"{said} in exact arithmetic"):
             Engine(str(checkpoint), arguments, "1", EXACT | environment).__enter__()
+
+
+def test_the_gpus_kernels_in_tritons_interpreter_move_no_bit_of_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    only_where_asked_for(request.config)
+    pytest.importorskip("triton")
+    shape = Shape(hidden=64, intermediate=96, layers=1, heads=2, kv_heads=1, head_size=64, vocab=300, max_length=64)
+    settings = {"model": str(make_checkpoint(tmp_path, shape)), "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    asked = [
+        {"prompt": [3, 7, 50, 21, 9], "params": {"temperature": 0.0, "max_tokens": 3, "logprobs": 2}},
+        {"prompt": [*range(40, 80)], "params": {"temperature": 0.0, "max_tokens": 2, "prompt_logprobs": 2}},
+        {"prompt": [1, 2, 99], "params": {"temperature": 1.0, "seed": 7, "top_k": 20, "top_p": 0.9, "max_tokens": 4}},
+    ]
+    steps = [{"name": "all", "requests": asked}]
+    settings |= {"max_model_len": 64, "skip_tokenizer_init": True}
+    by_cpu = run(settings, steps, "1", **EXACT)
+    monkeypatch.setattr(worker, "DRIVER", "tests.engine.exact_interpreted")
+    by_gpu = run(settings, steps, "1", TRITON_INTERPRET="1", **EXACT)
+    assert [name.rpartition(".")[2] for name in by_gpu.kernels["cpu_linear"]] == ["ExactCudaLinear"]
+    assert differing_answers(by_gpu.steps["all"], by_cpu.steps["all"]) == []
+    assert differing_answers(by_gpu.steps["all"], run(settings, steps, "1").steps["all"]) != []
 
 
 @pytest.mark.parametrize(("workers", "stages"), [(2, 1), (4, 1), (1, 2), (2, 2)])

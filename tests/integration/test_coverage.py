@@ -1,11 +1,14 @@
 """Which multimodal models the start-up check lets pass, by what vLLM's configuration says about them."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from vllm_batch_invariant.envs import ARITHMETIC
 from vllm_batch_invariant.integration import coverage
+from vllm_batch_invariant.integration.devices import cuda
 
 ROWS = {feature.name: feature for feature in coverage.REFUSED}
 
@@ -50,3 +53,29 @@ def test_what_is_not_text_of_a_known_model_is_found(changes: dict[str, Any], sai
 
 def test_a_text_model_is_not_asked_for_what_only_multimodal_ones_have() -> None:
     assert found(is_multimodal_model=False, enable_prompt_embeds=True, multimodal_config=None) == []
+
+
+def refusals_of_exact_arithmetic(second_runner: bool = True, speculation: object = None) -> list[str]:
+    """On a GPU."""
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cuda"),
+        use_v2_model_runner=second_runner,
+        speculative_config=speculation,
+    )
+    rows = [feature for name, feature in ROWS.items() if name.startswith("Exact arithmetic on a GPU")]
+    assert len(rows) == 2
+    return [what for feature in rows if (what := feature.found(config))]
+
+
+def test_exact_arithmetic_is_refused_on_a_gpu_until_its_record_says_that_it_was_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert refusals_of_exact_arithmetic(second_runner=False, speculation=object()) == []
+    monkeypatch.setenv(ARITHMETIC.name, "exact")
+    assert refusals_of_exact_arithmetic() == [f"{ARITHMETIC.name}=exact"]
+    monkeypatch.setattr(cuda, "DEVICE", replace(cuda.DEVICE, has_exact_arithmetic=True))
+    assert refusals_of_exact_arithmetic() == []
+    [said] = refusals_of_exact_arithmetic(second_runner=False)
+    assert said == "exact arithmetic by vLLM's first model runner"
+    [said] = refusals_of_exact_arithmetic(speculation=object())
+    assert said == "speculative decoding in exact arithmetic"

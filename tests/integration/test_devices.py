@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_batch_invariant.envs import ATTENTION
+from vllm_batch_invariant.envs import ARITHMETIC, ATTENTION
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import devices, patch_points
+from vllm_batch_invariant.integration import devices, linear, patch_points
+from vllm_batch_invariant.integration import exact as exact_layers
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.dispatch import MODULES, module_for
 
@@ -87,6 +88,27 @@ def test_a_device_decides_which_steps_are_cuda_graphs(
     assert compilation.custom_ops == ["all", "+norm"]
     assert made.attention_config.backend.name == devices.of_config(made).attention_choices[0]
     assert (2048 in compilation.cudagraph_capture_sizes) == (graphs == "FULL")
+
+
+@pytest.mark.parametrize(("exact", "installed"), [(True, "exact"), (False, "usual")])
+def test_a_gpus_layers_multiply_in_the_arithmetic_that_is_asked_for(
+    exact: bool, installed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setenv(ARITHMETIC.name, "exact" if exact else "float")
+    monkeypatch.setattr(linear, "install_cuda", lambda: seen.append("usual"))
+    monkeypatch.setattr(linear, "install_exact_cuda", lambda: seen.append("exact"))
+    monkeypatch.setattr(exact_layers, "install_layers", lambda device_type: seen.append(device_type))
+    devices.get("cuda").install_linear()
+    assert seen == (["cuda", installed] if exact else [installed])
+
+
+def test_the_model_runner_of_a_gpu_decides_no_bits_in_exact_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = config("cuda", "NONE")
+    made.parallel_config.tensor_parallel_size = 1
+    assert devices.get("cuda").engine_settings(made) == {"model_runner": "second"}
+    monkeypatch.setenv(ARITHMETIC.name, "exact")
+    assert devices.get("cuda").engine_settings(made) == {}
 
 
 def test_pages_that_flexattention_cannot_read_are_refused_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:

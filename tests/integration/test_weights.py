@@ -3,11 +3,13 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 
 from tests.assertions import assert_same_bits
+from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration import linear, patch_points, refusals, weights
 from vllm_batch_invariant.integration.linear import dispatch, restore_weights
 
@@ -125,6 +127,48 @@ def test_a_weight_on_a_gpu_is_prepared_again_without_vllms_configuration(monkeyp
         Method().process_weights_after_loading(layer)
     assert prepared == [(layer.weight, 300, False, (1, 2, 4))] * 2
     assert layer.processed == 2
+
+
+def test_digits_on_a_gpu_are_made_again_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By stand-ins for the kernels: what is looked at is when they are called, and which memory has the result."""
+    from vllm_batch_invariant.ops.exact import cuda
+
+    class Method:
+        def process_weights_after_loading(self, layer: Any) -> None:
+            pass
+
+    certified, segments = [], []
+
+    def prepare(weight: torch.Tensor, parts: int) -> cuda.ExactWeight:
+        segments.append(parts)
+        return cuda.ExactWeight(torch.stack((weight, weight)), weight.float()[:, :1] * 0 + weight.float().sum())
+
+    monkeypatch.setattr(cuda, "prepare", prepare)
+    monkeypatch.setattr(cuda, "certify", lambda *arguments: certified.append(arguments[:3]))
+    monkeypatch.setattr(linear, "_prepared", WeakSet())  # no other test has these layers' kernels
+    linear._certify.cache_clear()
+    monkeypatch.setattr(cuda, "linear", lambda x, weight, bias: x @ weight.digits[0].T)
+    linear._multiply_exactly(Method)
+    layer, x = Layer(draw(96, 48)), draw(3, 48)
+    Method().process_weights_after_loading(layer)
+    before = [part.data_ptr() for part in layer._batch_invariant_exact.copy]
+    assert torch.equal(Method().apply(layer, x, bias=None), x @ layer.weight.T)
+    with torch.no_grad():
+        layer.weight.copy_(draw(96, 48) * 3)
+    assert not torch.equal(Method().apply(layer, x), x @ layer.weight.T), "nobody has looked at the weights"
+    restore_weights()
+    assert torch.equal(Method().apply(layer, x), x @ layer.weight.T)
+    layer.weight = torch.nn.Parameter(draw(96, 48) * 7, requires_grad=False)  # as vLLM loads a layer elsewhere
+    Method().process_weights_after_loading(layer)
+    assert torch.equal(Method().apply(layer, x), x @ layer.weight.T)
+    assert [part.data_ptr() for part in layer._batch_invariant_exact.copy] == before
+    Method().process_weights_after_loading(Layer(draw(96, 48)))
+    Method().process_weights_after_loading(Layer(draw(3001, 48)))
+    assert certified == [(96, 48, False), (1024 + 953, 48, False)], "once a shape, of a part of many rows"
+    assert set(segments) == {1}
+    layer.weight = torch.nn.Parameter(torch.full((96, 48), torch.nan), requires_grad=False)
+    with pytest.raises(NotCovered, match=r"weights of .* that are not finite"):
+        Method().process_weights_after_loading(layer)
 
 
 class Model(torch.nn.Module):

@@ -53,15 +53,19 @@ class PlannedMetadataBuilder(MetadataBuilder):
         keys = scheduler.max_num_seqs * model.max_model_len
         if blocks := self._config.cache_config.num_gpu_blocks:
             keys = min(keys, blocks * spec.block_size)
+        # A draft model reads what was sampled beside the tokens of a step.
+        tokens = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * max(self._verify, default=0)
+        if envs.is_exact():
+            from ..ops.exact.cuda import ExactPlanner
+
+            return ExactPlanner(shape, self._device, scheduler.max_num_seqs, tokens, keys)
         kinds = tuple(dict.fromkeys(map(Options.of, layers)))
         certificate = certify(shape, self._device, spec.block_size, kinds)
-        # A draft model reads what was sampled beside the tokens of a step.
-        of_drafts = scheduler.max_num_seqs * max(self._verify, default=0)
         return Planner(
             shape,
             self._device,
             scheduler.max_num_seqs,
-            scheduler.max_num_batched_tokens + of_drafts,
+            tokens,
             keys,
             any(is_plain(layer) for layer in layers),
             certificate.kernels,

@@ -295,8 +295,18 @@ def _inexact(config: Config) -> str | None:
     return f"{named[0]} in exact arithmetic" if named else None
 
 
-def _exact_elsewhere(config: Config) -> str | None:  # noqa: ARG001 - of a check
-    return _when(envs.is_exact(), f"{envs.ARITHMETIC.name}=exact")
+def _exact_elsewhere(config: Config) -> str | None:
+    ran = devices.of_config(config).has_exact_arithmetic
+    return _when(envs.is_exact() and not ran, f"{envs.ARITHMETIC.name}=exact")
+
+
+def _exact_by_other_samplers(config: Config) -> str | None:
+    """What samples on a GPU by other functions than those that exact arithmetic replaces there."""
+    if not envs.is_exact():
+        return None
+    if not config.use_v2_model_runner:
+        return "exact arithmetic by vLLM's first model runner"
+    return _when(config.speculative_config, "speculative decoding in exact arithmetic")
 
 
 def _npu_attention(config: Config) -> str | None:  # noqa: ARG001 - of every feature
@@ -407,6 +417,13 @@ REFUSED = (
         "leave VLLM_BATCH_INVARIANT_ARITHMETIC out",
         _exact_elsewhere,
         ("cuda", "npu"),
+    ),
+    Feature(
+        "Exact arithmetic on a GPU with vLLM's first model runner or speculative decoding",
+        "what samples there draws another noise",
+        "leave VLLM_USE_V2_MODEL_RUNNER and --speculative-config out",
+        _exact_by_other_samplers,
+        ("cuda",),
     ),
     Feature(
         "Other models, dtypes and rotary embeddings in exact arithmetic",

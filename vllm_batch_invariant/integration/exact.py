@@ -5,11 +5,12 @@ is loaded if they are a layer's, and else when they are called.
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 
-from .. import envs
+from .. import envs, ops
 from ..errors import NotCovered
 from ..ops import dispatch
 from ..ops.dispatch import module_for
@@ -29,14 +30,13 @@ LAYERS = {
 }
 """Layers of vLLM's and PyTorch's that compute what is defined, as :data:`.layers.KNOWN` names them."""
 _OPERATIONS = {
-    "norm": ".exact.cpu",
-    "softmax": ".exact.cpu",
-    "top_k_top_p": ".exact.cpu",
+    "norm": ".exact.{device}",
+    "softmax": ".exact.{device}",
+    "top_k_top_p": ".exact.{device}",
     "linear": ".exact.undefined",
     "reduce": ".exact.undefined",
-    "moe": ".exact.cpu_experts",
 }
-"""The modules, relative to the operations' package, that have an operation's place on a CPU."""
+"""The modules, relative to the operations' package, that have an operation's place on a device."""
 
 _POSITIONS = 8192
 """Of a rotary embedding, whose angles are held at a time."""
@@ -46,8 +46,17 @@ _LEAVE = f"serve another model, or leave {envs.ARITHMETIC.name} out"
 def install_cpu() -> None:
     """Put its operations, layers and draws where a worker on a CPU calls others."""
     operations().certify()
+    dispatch.MODULES["moe", "cpu"] = ".exact.cpu_experts"
+    install_layers("cpu")
+    tensor_tree.install(operations().finish)
+    sampler = patch_points.TOP_K_TOP_P_SAMPLER.get()
+    sampler.forward_cpu = sampler.forward_native = _draw
+
+
+def install_layers(device_type: str) -> None:
+    """Put its operations and layers where a worker on a device calls others."""
     for operation, module in _OPERATIONS.items():
-        dispatch.MODULES[operation, "cpu"] = module
+        dispatch.MODULES[operation, device_type] = module.format(device=device_type)
     module_for.cache_clear()
     _register(patch_points.SILU_AND_MUL.get(), forward=_silu_and_mul)
     _register(patch_points.GELU_AND_MUL.get(), forward=_gelu_and_mul)
@@ -57,48 +66,43 @@ def install_cpu() -> None:
         patch_points.LINEAR_ROTARY_EMBEDDING,
     ):
         _register(point.get(), forward=_rotate, _compute_cos_sin_cache=_rotary_table)
-    tensor_tree.install(operations().finish)
     patch_points.LOGITS_PROCESSOR.get().forward = _logits
-    sampler = patch_points.TOP_K_TOP_P_SAMPLER.get()
-    sampler.forward_cpu = sampler.forward_native = _draw
 
 
 def compile_cpu() -> None:
     """Run the kernels once on next to nothing, for one thread and for many."""
-    ops = operations()
+    cpu = operations()
     for rows in (1, 1024):
         x = torch.zeros(rows, 64, dtype=torch.bfloat16)
-        ops.linear(x[:1].expand(min(rows, 4), 64), ops.prepare(x))
-        ops.silu_and_mul(x)
-        ops.gelu_and_mul(x)
-        ops.capped(x, 1.0)
-        ops.draw(x.float(), torch.zeros(rows, dtype=torch.int64))
+        cpu.linear(x[:1].expand(min(rows, 4), 64), cpu.prepare(x))
+        cpu.silu_and_mul(x)
+        cpu.gelu_and_mul(x)
+        cpu.capped(x, 1.0)
+        cpu.draw(x.float(), torch.zeros(rows, dtype=torch.int64))
 
 
-def operations() -> Any:
-    """The operations of a CPU: a module that needs numba."""
-    from ..ops.exact import cpu
-
-    return cpu
+def operations(device_type: str = "cpu") -> Any:
+    """The operations of a device: a module that needs numba on a CPU, and Triton on a GPU."""
+    return import_module(f".exact.{device_type}", ops.__name__)
 
 
 def _register(layer: type, forward: Callable[..., object], **methods: Callable[..., object]) -> None:
     """Register a class as the out-of-tree form of one of vLLM's layers, so that every model builds it instead."""
     if layer.__name__ in patch_points.CUSTOM_OP.module().op_registry_oot:
         return
-    methods |= dict.fromkeys(("forward_native", "forward_cpu", "forward_oot"), forward)
+    methods |= dict.fromkeys(("forward_native", "forward_cpu", "forward_cuda", "forward_oot"), forward)
     made = type(f"Exact{layer.__name__}", (layer,), {"__module__": __name__, **methods})
     layer.register_oot(made, name=layer.__name__)
 
 
 def _silu_and_mul(_: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return operations().silu_and_mul(x)
+    return operations(x.device.type).silu_and_mul(x)
 
 
 def _gelu_and_mul(self: Any, x: torch.Tensor) -> torch.Tensor:
     if self.approximate != "tanh":
         raise NotCovered("GELU by the error function", "it has no definition in exact arithmetic", _LEAVE)
-    return operations().gelu_and_mul(x)
+    return operations(x.device.type).gelu_and_mul(x)
 
 
 def _logits(
@@ -116,7 +120,7 @@ def _logits(
     if logits is None:
         return None
     if self.soft_cap is not None:
-        logits = operations().capped(logits, self.soft_cap)
+        logits = operations(logits.device.type).capped(logits, self.soft_cap)
     return logits if self.scale == 1.0 else logits * self.scale
 
 
@@ -150,10 +154,9 @@ def _rotary_table(self: Any) -> torch.Tensor:
 def _rotate(
     self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    table = self.cos_sin_cache[positions.flatten()]
+    table, rotate = self.cos_sin_cache[positions.flatten()], operations(query.device.type).rotate
     turned = [
-        x if x is None else operations().rotate(x.unflatten(-1, (-1, self.head_size)), table).view(x.shape)
-        for x in (query, key)
+        x if x is None else rotate(x.unflatten(-1, (-1, self.head_size)), table).view(x.shape) for x in (query, key)
     ]
     return turned[0], turned[1]
 

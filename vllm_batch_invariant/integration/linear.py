@@ -1,6 +1,7 @@
 """vLLM's unquantised linear layers and output embeddings, with the operation in their place."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 from weakref import WeakSet
 
@@ -13,6 +14,11 @@ from ..ops.exact.definition import segments
 from ..ops.linear import prepare, torch_op
 from . import patch_points, tensor_tree
 
+_CERTIFIED = 1024
+"""Rows of a weight, or less than twice as many, whose products a certificate compares: a tile has at most 64 of them.
+"""
+EXACT = "_batch_invariant_exact"
+"""Attribute of a layer on a GPU: its product in exact arithmetic."""
 _EXPECTED = "_batch_invariant_expected"
 """Attribute of a layer on a GPU: what to prepare its weight for."""
 
@@ -20,7 +26,7 @@ _prepared: WeakSet["PreparedWeight"] = WeakSet()
 
 
 class PreparedWeight:
-    """A layer's weight on a CPU, with a copy that was prepared once for GEMMs (bf16 and fp16 become fp32).
+    """A layer's weight, with a copy that was prepared once for GEMMs (on a CPU bf16 and fp16 become fp32).
 
     A layer has either its weight or the copy: the weight is let go when it is prepared, and comes back, with the same
     bits, before anybody may write it. Then the next GEMM prepares it again.
@@ -142,17 +148,58 @@ class ExactLinear(PreparedWeight):
         from ..ops.exact.cpu import prepare
 
         made = prepare(weight, self._parts)
-        if not bool(torch.isfinite(made.scale).all()):
+        self._check_scale(made.scale)
+        return made.integers, made.scale
+
+    def _check_scale(self, scale: torch.Tensor) -> None:
+        if not bool(torch.isfinite(scale).all()):
             raise NotCovered(
                 f"weights of {getattr(self._layer, 'prefix', 'the output head')} that are not finite",
                 "exact arithmetic has no integers for them",
                 "serve a checkpoint without infinities and NaN",
             )
-        return made.integers, made.scale
+
+
+class ExactCudaLinear(ExactLinear):
+    """The same on a GPU, by one worker, for a whole sum with its bias. CUDA graphs read the copy, so it stays where it
+    is: what would let it go makes it again, in its place.
+    """
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002 - as on a CPU
+        from ..ops.exact.cuda import ExactWeight, linear
+
+        return linear(x, ExactWeight(*self.copy), bias)
+
+    def _make_copy(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
+        from ..ops.exact.cuda import prepare
+
+        made = prepare(weight, self._parts)
+        self._check_scale(made.scale)
+        if self._copy is None:
+            _certify(*weight.shape, self._shared, weight.device)
+            return made.digits, made.scale
+        for held, new in zip(self._copy, (made.digits, made.scale), strict=True):
+            held.copy_(new)
+        return self._copy
+
+    def restore(self) -> None:
+        """Make the copy again of the weight as it is now, if it has a memory now."""
+        if self._copy is not None and not getattr(self._layer, self._name).is_meta:
+            self.prepare()
+
+
+@cache
+def _certify(n: int, k: int, shared: bool, device: torch.device) -> None:
+    """Compare products for a weight [N, K] on a GPU with integers, once for all layers of that shape."""
+    from ..ops.exact.cuda import certify
+
+    certify(_CERTIFIED + n % _CERTIFIED if n > _CERTIFIED else n, k, shared, device)
 
 
 def restore_weights() -> None:
-    """Give every layer of this process on a CPU its weight back, so that it can be read and written."""
+    """Give every layer of this process its weight back, so that it can be read and written; and on a GPU, where layers
+    have it, take it as it is now.
+    """
     for prepared in list(_prepared):
         prepared.restore()
 
@@ -189,6 +236,29 @@ def install_cuda() -> None:
     patch_points.CUDA_EMBEDDING.put(torch_op.linear)
     for method in (patch_points.LINEAR_METHOD.get(), patch_points.EMBEDDING_METHOD.get()):
         _prepare_after_loading(method)
+
+
+def install_exact_cuda() -> None:
+    """Have layers on a GPU multiply in exact arithmetic."""
+    for method in (patch_points.LINEAR_METHOD.get(), patch_points.EMBEDDING_METHOD.get()):
+        _multiply_exactly(method)
+
+
+def _multiply_exactly(method: type) -> None:
+    process = method.process_weights_after_loading
+
+    def process_weights_after_loading(self: object, layer: torch.nn.Module) -> None:
+        process(self, layer)
+        if layer.weight.is_meta or layer.weight.ndim != 2:
+            return
+        if not hasattr(layer, EXACT):
+            setattr(layer, EXACT, ExactCudaLinear(layer))
+        getattr(layer, EXACT).prepare()
+
+    def apply(self: object, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG001 - vLLM's signature
+        return getattr(layer, EXACT)(x, layer.weight, bias)
+
+    method.process_weights_after_loading, method.apply = process_weights_after_loading, apply
 
 
 def _prepare_after_loading(method: type) -> None:

@@ -148,6 +148,11 @@ DRAFT_NOISE = PatchPoint(("vllm.v1.worker.gpu.spec_decode.speculator",), "gumbel
 SAMPLED_AND_REJECTED = PatchPoint(("vllm.v1.worker.gpu.input_batch",), "get_num_sampled_and_rejected")
 """Corrects both numbers there for a request whose prompt is not complete."""
 SECOND_SAMPLER = PatchPoint(("vllm.v1.worker.gpu.sample.sampler",), "Sampler")
+GUMBEL_SAMPLE = PatchPoint(("vllm.v1.worker.gpu.sample.sampler",), "gumbel_sample")
+"""Draws a token of each row there, or takes the largest at temperature 0."""
+TEMPERATURE_OF_STATES = PatchPoint(("vllm.v1.worker.gpu.sample.states",), "apply_temperature")
+MIN_P_OF_STATES = PatchPoint(("vllm.v1.worker.gpu.sample.states",), "apply_min_p")
+PENALTIES = PatchPoint(("vllm.v1.worker.gpu.sample.penalties",), "apply_penalties")
 TOPK_SCORES = PatchPoint(("vllm.v1.worker.gpu.sample.logprob",), "compute_topk_scores")
 """Lists logprobs in the second model runner, under the names that it has there."""
 TOPK_SCORES_OF_SAMPLER = PatchPoint(("vllm.v1.worker.gpu.sample.sampler",), "compute_topk_scores")
@@ -190,11 +195,11 @@ MEMBERS = {
     "SAMPLER": ("forward", "gather_logprobs", "gather_specific_token_logprobs"),
     "REJECTION_SAMPLER": ("forward",),
     "SECOND_REJECTION_SAMPLER": ("__call__",),
-    "SECOND_SAMPLER": ("apply_sampling_params",),
+    "SECOND_SAMPLER": ("apply_sampling_params", "add_request"),
     "MODEL_RUNNER": ("_sample", "_bookkeeping_sync", "sync_and_gather_intermediate_tensors"),
     "GRAPH_MANAGER": ("_init_candidates",),
-    "LINEAR_METHOD": ("process_weights_after_loading",),
-    "EMBEDDING_METHOD": ("process_weights_after_loading",),
+    "LINEAR_METHOD": ("process_weights_after_loading", "apply"),
+    "EMBEDDING_METHOD": ("process_weights_after_loading", "apply"),
     "EXPERTS_METHOD": ("process_weights_after_loading", "apply_monolithic"),
 }
 """Methods of those classes that are overridden."""

@@ -48,6 +48,7 @@ def vocabulary(count: int) -> None:
     cuda.softmax(logits)
     cuda.log_softmax(logits)
     cuda.draw(logits, numbers)
+    cuda.draw(logits, numbers, torch.zeros(count))
     cuda.capped(zeros(count, 20_000), 30.0)
     cuda.top_k_top_p(logits, numbers + 50, torch.full((count,), 0.5))
 

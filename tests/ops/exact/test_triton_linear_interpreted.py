@@ -91,3 +91,21 @@ def test_a_product_whose_sums_may_overflow_is_refused():
 def test_rows_of_another_length_are_refused():
     with pytest.raises(ValueError, match="rows of 32 in 1 segments do not fit a weight of 64 in 1"):
         cuda.linear(bf16(2, 32), cuda.prepare(bf16(3, 64)))
+
+
+def test_a_certificate_has_scales_in_fp32_where_a_model_is_loaded(monkeypatch):
+    """vLLM loads a model with bf16 as PyTorch's default."""
+    seen, product = [], cuda.product
+
+    def noted(x, weight, *others):
+        seen.extend((x.scale.dtype, weight.scale.dtype))
+        return product(x, weight, *others)
+
+    monkeypatch.setattr(cuda, "product", noted)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert cuda.certify(5, 96, False, CPU) > 0
+    finally:
+        torch.set_default_dtype(before)
+    assert set(seen) == {torch.float32}

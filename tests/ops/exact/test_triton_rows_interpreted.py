@@ -217,6 +217,37 @@ def test_of_equal_sums_of_logit_and_noise_the_lowest_token_is_drawn(monkeypatch)
     assert cuda.draw(x, torch.zeros(3, dtype=torch.int64)).tolist() == [0, 7, 0]
 
 
+def test_a_row_whose_temperature_is_0_takes_its_first_largest_logit_beside_rows_that_draw():
+    x = logits(5, 9000)
+    x[3, [5, 8500]] = 100
+    seeds, temperatures = [0, 5, -3, 9, 7], torch.tensor([0.0, 0.7, 1.0, 0.0, 2.0])
+    found = cuda.draw(torch.from_numpy(x), keys_of(seeds, [4] * 5), temperatures).tolist()
+    exact = [definition.draw(row, float(t > 0), 0, 1.0, s, 4) for row, t, s in zip(x, temperatures, seeds, strict=True)]
+    assert found == exact
+    assert found[3] == 5
+    without = cuda.draw(torch.from_numpy(x), keys_of(seeds, [4] * 5)).tolist()
+    assert [ours == others for ours, others in zip(found, without, strict=True)] == [False, True, True, True, True]
+
+
+def test_logits_are_divided_cut_and_penalised_as_in_the_definition():
+    x, p = logits(5, 3000), np.array([0, 0.1, 1, 0.5, 0.02], fp32)
+    x[3, ::2], x[4, 7] = -np.inf, -0.0
+    temperatures = np.array([0, 0.7, 1, 1.3, 1e-3], fp32)
+    heated = cuda.heat(torch.from_numpy(x.copy()), torch.from_numpy(temperatures))
+    assert_same(heated, x / np.where(temperatures == 0, fp32(1), temperatures)[:, None], "temperature")
+    cut = cuda.min_p(torch.from_numpy(x.copy()), torch.from_numpy(p))
+    for row, found in enumerate(cut):
+        assert_same(found, definition.min_p(x[row], p[row]), f"min-p {p[row]}")
+    in_prompt, counts = DRAW.random(x.shape) < 0.2, DRAW.integers(-9, 4, x.shape).clip(0)
+    penalties = np.array([[1, 0, 0], [1.3, 0, 0], [1, 0.7, 0], [0.8, -0.3, 0.9], [1.1, 0.1, 1.7]], fp32)
+    found = cuda.penalise(
+        *(torch.from_numpy(one) for one in (x.copy(), in_prompt, counts)), *torch.from_numpy(penalties).unbind(1)
+    )
+    for row, ours in enumerate(found):
+        exact = definition.penalised(x[row], in_prompt[row], counts[row], *map(float, penalties[row]))
+        assert_same(ours, exact, f"penalties {penalties[row]}")
+
+
 @triton.jit
 def _no_noise(key, tokens):
     return tl.where(tokens < 0, 1.0, -0.0)

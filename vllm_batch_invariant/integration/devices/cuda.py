@@ -10,7 +10,7 @@ from ...errors import NotCovered
 from ...ops.attention import AttentionReduction
 from ...ops.devices import DEVICES
 from ...ops.linear import schedule
-from .. import collectives, cuda_graphs, experts, linear, norm_rotary, patch_points, sampling
+from .. import collectives, cuda_graphs, exact, exact_sampling, experts, linear, norm_rotary, patch_points, sampling
 from . import not_covered
 from .record import VllmDevice
 
@@ -69,14 +69,21 @@ class Cuda(VllmDevice):
         """As on every device; a GPU that the kernels are not compiled for is refused."""
         schedule.gpu(torch.cuda.current_device())
         cuda_graphs.install()
-        norm_rotary.install()
+        if not envs.is_exact():
+            norm_rotary.install()
         external_ops = super().install_worker()
         sampling.install_second_runner()
+        if envs.is_exact():
+            exact_sampling.install()
         return external_ops
 
     def install_linear(self) -> None:
-        linear.install_cuda()
         experts.install_cuda()
+        if envs.is_exact():
+            exact.install_layers("cuda")
+            linear.install_exact_cuda()
+        else:
+            linear.install_cuda()
 
     def install_collectives(self) -> None:
         collectives.install_cuda()
@@ -94,9 +101,11 @@ class Cuda(VllmDevice):
         return {"cuda": str(torch.version.cuda)}
 
     def engine_settings(self, vllm_config: Any) -> dict[str, str]:
-        """The model runner: the two draw other noise of a seed."""
-        runner = "second" if vllm_config.use_v2_model_runner else "first"
-        return super().engine_settings(vllm_config) | {"model_runner": runner}
+        """The model runner: the two draw other noise of a seed, but in exact arithmetic."""
+        found = super().engine_settings(vllm_config)
+        if envs.is_exact():
+            return found
+        return found | {"model_runner": "second" if vllm_config.use_v2_model_runner else "first"}
 
 
 def _check_pages(vllm_config: Any) -> None:
@@ -119,4 +128,6 @@ DEVICE = Cuda(
     serving="Matmuls: K in ascending order, by cuBLASLt and Triton. Norms, softmax, sums: Triton, in a fixed order.",
     execution="Layers are not compiled; steps run in CUDA graphs.",
     has_experts=True,
+    has_exact_arithmetic=False,
+    exact_serving="by Triton",
 )

@@ -25,6 +25,7 @@ class VllmDevice:
         attention_choices: names of vLLM's attention backends that lead to ours, first its own; others are refused.
         serving: what serves the operations but attention, for the log.
         execution: how layers run, for the log.
+        exact_serving: by what sums of integers are computed, for the log.
         has_reviewed_config: whether somebody has read every field of the configurations that vLLM has on it.
         copies_weights: whether matmuls read copies of the weights, which go before the weights are written.
         guarantees: of docs/contract.md, that are kept on it.
@@ -32,6 +33,7 @@ class VllmDevice:
         pipeline_parallel_sizes: numbers of stages above 1 that a model may be cut into.
         has_data_parallelism: whether several engines may serve one dense model.
         has_experts: whether mixtures of experts are served.
+        has_exact_arithmetic: whether exact arithmetic has been run on it; elsewhere it is refused.
     """
 
     ops: Device
@@ -39,6 +41,7 @@ class VllmDevice:
     attention_choices: tuple[str, ...]
     serving: str = ""
     execution: str = "Layers are not compiled."
+    exact_serving: str = ""
     has_reviewed_config: bool = True
     copies_weights: bool = False
     guarantees: tuple[str, ...] = ("run", "batch", "schedule")
@@ -46,6 +49,7 @@ class VllmDevice:
     pipeline_parallel_sizes: tuple[int, ...] = ()
     has_data_parallelism: bool = False
     has_experts: bool = False
+    has_exact_arithmetic: bool = False
 
     def check_build(self) -> None:
         """Refuse a PyTorch that is built for another device of that name.
@@ -129,7 +133,7 @@ class VllmDevice:
         serving = f"{self.serving} Attention: {envs.ATTENTION.read()}, {self.attention_reduction()}."
         if envs.is_exact():
             where = "on every machine. Not covered: infinities, NaN"
-            serving = f"Exact arithmetic {FORMAT}: sums of integers, by numba and the BLAS."
+            serving = f"Exact arithmetic {FORMAT}: sums of integers, {self.exact_serving}."
         return [
             f"{MODE_IS_ON}vLLM's own mode of that name is not used.",
             f"{serving} {self.execution}",

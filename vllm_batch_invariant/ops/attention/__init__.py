@@ -14,7 +14,13 @@ from .reduction import AttentionReduction
 __all__ = ["IMPLEMENTATIONS", "AttentionReduction", "paged_attention"]
 
 IMPLEMENTATIONS = ("numba", "triton", "flex", "reference", "exact")
-_MODULES = {"numba": ".cpu", "triton": ".cuda", "reference": ".reference", "exact": "..exact.cpu"}
+_MODULES = {
+    "numba": ".cpu",
+    "triton": ".cuda",
+    "flex": ".flex.{device}",
+    "reference": ".reference",
+    "exact": "..exact.{device}",
+}
 
 
 @torch.no_grad()
@@ -102,7 +108,7 @@ def _implementation(name: str, device: str) -> ModuleType:
             "use a CPU or CUDA device, or leave the mode off",
         )
     try:
-        return import_module(_MODULES.get(chosen, f".{chosen}.{device}"), __package__)
+        return import_module(_MODULES[chosen].format(device=device), __package__)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in ("numba", "llvmlite", "triton"):
             raise

@@ -1,4 +1,4 @@
-"""Exact arithmetic on a GPU, in Triton. No GPU has run it, so no engine is offered it: in Triton's interpreter its
+"""Exact arithmetic on a GPU, in Triton. No GPU has run it, so engines are refused it: in Triton's interpreter its
 kernels have the definition's bits, and they compile to instructions that IEEE 754 and integer arithmetic define.
 """
 
@@ -412,12 +412,13 @@ def top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | 
     return top_k_top_p_of_floats(logits, k, p, exact=True)
 
 
-def draw(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def draw(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor | None = None) -> torch.Tensor:
     """[rows] int64, the tokens with the largest logit and noise of :func:`.definition.gumbel`.
 
     Args:
         logits: [rows, vocabulary] fp32, -inf for tokens that cannot be drawn.
         keys: [rows] int64, what each row's noise is made of beside the token.
+        temperatures: [rows] fp32; a row whose temperature is 0 has no noise. None: all have.
     """
     rows, length = logits.shape
     schedule = VocabularySchedule.of(length)
@@ -426,14 +427,62 @@ def draw(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     if rows:
         with on_device_of(logits):
             triton_kernels.chunk_draw_kernel[(best.numel(),)](
-                aligned(logits), aligned(keys), best, length, **_tile(schedule),
+                aligned(logits),
+                aligned(keys),
+                None if temperatures is None else aligned(temperatures),
+                best,
+                length,
+                MAY_BE_GREEDY=temperatures is not None,
+                **_tile(schedule),
                 enable_fp_fusion=False,
-            )  # fmt: skip
+            )
             triton_kernels.draw_kernel[(rows,)](
                 best, tokens, NUM_CHUNKS=schedule.num_chunks, PADDED_CHUNKS=schedule.padded_chunks, num_warps=1,
                 enable_fp_fusion=False,
             )  # fmt: skip
     return tokens
+
+
+def heat(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """Divide logits [rows, vocabulary] fp32 by each row's temperature [rows] fp32, in place; 0 leaves a row alone.
+
+    PyTorch divides two tensors as IEEE 754 says; vLLM's kernel, in Triton, does not.
+    """
+    return logits.div_(torch.where(temperatures == 0, 1, temperatures).unsqueeze(1))
+
+
+def min_p(logits: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """As :func:`.definition.min_p`, in place: logits [rows, vocabulary] fp32, p [rows] fp32; 0 takes nothing away.
+
+    A largest element, one product and a comparison: no order and no second rounding.
+    """
+    probability = softmax(logits)
+    least = probability.amax(-1, keepdim=True) * p.unsqueeze(1)
+    return logits.masked_fill_(probability < least, -torch.inf)
+
+
+def penalise(
+    logits: torch.Tensor,
+    in_prompt: torch.Tensor,
+    counts: torch.Tensor,
+    repetition: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+) -> torch.Tensor:
+    """As :func:`.definition.penalised`, in place, each operation by a kernel of PyTorch's of its own: together, a
+    compiler would fuse products with sums.
+
+    Args:
+        logits: [rows, vocabulary] fp32.
+        in_prompt: [rows, vocabulary] bool.
+        counts: [rows, vocabulary] integers.
+        repetition: [rows] fp32, as the other two.
+    """
+    repetition, frequency, presence = (one.unsqueeze(1) for one in (repetition, frequency, presence))
+    factor = torch.where(in_prompt | (counts > 0), repetition, torch.ones_like(repetition))
+    logits.mul_(torch.where(logits > 0, torch.ones_like(factor) / factor, factor))
+    logits.sub_(frequency * counts.to(torch.float32))
+    return logits.sub_(presence * (counts > 0).to(torch.float32))
 
 
 REDUCTION = AttentionReduction(SPLITS[-1][1], tuple((size, end) for (_, size), (end, _) in pairwise(SPLITS)), KEY_TILE)
@@ -579,9 +628,9 @@ def certify(n: int, k: int, shared: bool, device: torch.device, int8: bool = Tru
     check_k(k // parts)
     x, w = _certificate_rows(k // parts)
     right = torch.from_numpy(x @ w.T).to(torch.float32).to(torch.bfloat16)
-    columns = torch.arange(n) % len(w)
+    columns = torch.arange(n, device="cpu") % len(w)
     for number, schedule in enumerate(linear_schedules(parts)):
-        rows = torch.arange(schedule.block_m + len(x)) % len(x)
+        rows = torch.arange(schedule.block_m + len(x), device="cpu") % len(x)
         part = number % parts  # the other segments are 0
         held = _held(x, rows, part, parts, device), _held(w, columns, part, parts, device)
         weight = ExactWeight(held[1].digits, held[1].scale)
@@ -629,4 +678,5 @@ def _held(integers: NDArray[np.int64], rows: torch.Tensor, part: int, parts: int
         marks[row, part] |= np.int64(1) << np.int64(element // schedule.mark_step)
     planes = torch.from_numpy(digits).flatten(2)[:, rows].to(device)
     held = torch.from_numpy(marks)[rows].to(device)
-    return Activations(planes[1:].contiguous(), planes[0].contiguous(), held, torch.ones(held.shape, device=device))
+    scale = torch.ones(held.shape, dtype=torch.float32, device=device)  # where a model is loaded, bf16 is the default
+    return Activations(planes[1:].contiguous(), planes[0].contiguous(), held, scale)

@@ -276,12 +276,23 @@ def softmax_kernel(
 
 
 @triton.jit
-def chunk_draw_kernel(x_ptr, row_keys_ptr, best_ptr, length, NUM_CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+def chunk_draw_kernel(
+    x_ptr,
+    row_keys_ptr,
+    temperatures_ptr,
+    best_ptr,
+    length,
+    MAY_BE_GREEDY: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Of each chunk the largest sum of logit and noise and, of equal ones, the lowest token: int64 [rows, NUM_CHUNKS],
-    the sum's key * 2**32 + (2**32 - 1 - token).
+    the sum's key * 2**32 + (2**32 - 1 - token). A row whose temperature is 0 has no noise.
     """
     row, offs, mask, x = _chunk(x_ptr, length, NUM_CHUNKS, BLOCK)
     noise = gumbel(tl.load(row_keys_ptr + row).to(tl.uint64), offs.to(tl.uint64))
+    if MAY_BE_GREEDY:
+        noise = tl.where(tl.load(temperatures_ptr + row) == 0.0, 0.0, noise)
     key = order_key(x + noise)
     packed = (key.to(tl.int64) << 32) + (offs.to(tl.int64) ^ _LAST_TOKEN)
     tl.store(best_ptr + tl.program_id(0), tl.max(tl.where(mask, packed, -(1 << 63))))

@@ -178,7 +178,8 @@ def _linear(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate
             lambda x, layer=layer, bias=bias, apply=apply: apply(layer, x, bias),
             (depth, like),
         )
-        yield replace(certificate, note=_gpu_certificate(like, layer, bias)) if like.is_cuda else certificate
+        by_float = like.is_cuda and not is_exact()
+        yield replace(certificate, note=_gpu_certificate(like, layer, bias)) if by_float else certificate
 
 
 def _experts(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate]:
@@ -274,8 +275,9 @@ def _known_answers(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Cert
     digest = known_answers.digest()
     differs = "" if digest == known_answers.DIGEST else f"has the digest {digest[:12]}, not {known_answers.DIGEST[:12]}"
     yield replace(certificate, compared=1, difference=differs)
-    ops = operations()
-    for operation, found, right in known_answers.comparisons(ops, lambda x: torch.from_numpy(x).to(torch.bfloat16)):
+    device = _parameter(model).device
+    ops = operations(device.type)
+    for operation, found, right in known_answers.comparisons(ops, lambda x: torch.from_numpy(x).to(device).bfloat16()):
         different = int((~((found == right) | (np.isnan(found) & np.isnan(right)))).sum())
         words = f"{different} of {right.size} elements are not the known ones" if different else ""
         shape = f"{FORMAT}, {' x '.join(map(str, right.shape))}"
@@ -395,7 +397,9 @@ def _qualified(thing: Any) -> str:
 
 def _server(layer: torch.nn.Module) -> str:
     """The function that computes a layer's GEMM."""
-    function = getattr(layer, "cpu_linear", None)
+    from ...integration.linear import EXACT
+
+    function = getattr(layer, "cpu_linear", None) or getattr(layer, EXACT, None)
     if function is not None:
         return _qualified(function if hasattr(function, "__qualname__") else type(function)).partition(".<locals>")[0]
     return _qualified(type(layer.quant_method))
