@@ -283,11 +283,12 @@ def _inexact(config: Config) -> str | None:
     text = model.hf_text_config
     problem = exact.problem_of(model.architecture, lambda name, default: getattr(text, name, default))
     dtype = str(model.dtype).removeprefix("torch.")
-    attention = envs.ATTENTION.read()
+    attention, has_experts = envs.ATTENTION.read(), getattr(model, "is_moe", False)
     found = {
         str(problem): problem is not None,
         f"dtype {dtype}": dtype != "bfloat16",
-        f"a mixture of experts with {workers} workers": getattr(model, "is_moe", False) and workers > 1,
+        f"a mixture of experts with {workers} workers": has_experts and workers > 1,
+        "a mixture of experts on a GPU": has_experts and devices.of_config(config).ops.type == "cuda",
         f"{envs.TP_TREE.name}={envs.TP_TREE.read()}": tensor_tree.leaves() > 1,
         f"{envs.ATTENTION.name}={attention}": attention != envs.ATTENTION.values[0],
     }

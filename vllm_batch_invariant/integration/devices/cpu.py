@@ -93,10 +93,7 @@ DEVICE = Cpu(
     tensor_parallel_sizes=(2, 4, 8),
     pipeline_parallel_sizes=(2, 4),
     has_data_parallelism=True,
-<<<<<<< HEAD
     has_experts=True,
-=======
     has_exact_arithmetic=True,
     exact_serving="by numba and the BLAS",
->>>>>>> exactgpu
 )
