@@ -4,7 +4,8 @@ What a layer computes is :mod:`..ops.exact.definition`; operations that are not 
 is loaded if they are a layer's, and else when they are called.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -33,10 +34,10 @@ _OPERATIONS = {
     "norm": ".exact.{device}",
     "softmax": ".exact.{device}",
     "top_k_top_p": ".exact.{device}",
-    "linear": ".exact.undefined",
-    "reduce": ".exact.undefined",
 }
 """The modules, relative to the operations' package, that have an operation's place on a device."""
+_UNDEFINED = dict.fromkeys(("linear", "reduce"), ".exact.undefined")
+"""The same of operations that no model may call."""
 
 _POSITIONS = 8192
 """Of a rotary embedding, whose angles are held at a time."""
@@ -55,9 +56,8 @@ def install_cpu() -> None:
 
 def install_layers(device_type: str) -> None:
     """Put its operations and layers where a worker on a device calls others."""
-    for operation, module in _OPERATIONS.items():
-        dispatch.MODULES[operation, device_type] = module.format(device=device_type)
-    module_for.cache_clear()
+    _put(_OPERATIONS, device_type)
+    _when_a_model_is_loaded(lambda: _put(_UNDEFINED, device_type))
     _register(patch_points.SILU_AND_MUL.get(), forward=_silu_and_mul)
     _register(patch_points.GELU_AND_MUL.get(), forward=_gelu_and_mul)
     for point in (
@@ -67,6 +67,25 @@ def install_layers(device_type: str) -> None:
     ):
         _register(point.get(), forward=_rotate, _compute_cos_sin_cache=_rotary_table)
     patch_points.LOGITS_PROCESSOR.get().forward = _logits
+
+
+def _put(modules: Mapping[str, str], device_type: str) -> None:
+    for operation, module in modules.items():
+        dispatch.MODULES[operation, device_type] = module.format(device=device_type)
+    module_for.cache_clear()
+
+
+def _when_a_model_is_loaded(act: Callable[[], None]) -> None:
+    """Act before: while it starts, a worker on a GPU multiplies ones, to have the libraries take their memory."""
+    worker = patch_points.DEVICE_WORKER.get()
+    load = worker.load_model
+
+    @wraps(load)
+    def load_model(self: Any, *options: Any, **named: Any) -> Any:
+        act()
+        return load(self, *options, **named)
+
+    worker.load_model = load_model
 
 
 def compile_cpu() -> None:
