@@ -7,6 +7,17 @@ from vllm_batch_invariant.verify import receipt
 from vllm_batch_invariant.verify.outcome import NoTestError
 from vllm_batch_invariant.verify.receipt import engine, record
 
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 7},
+    {"temperature": 0.7, "seed": -3, "top_k": 40},
+    {"temperature": 1.3, "seed": 2**62, "top_p": 0.8},
+    {"temperature": 1.0, "seed": 11, "top_k": 100, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 0.9, "seed": 5, "repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": 0.2},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "presence_penalty": -0.3},
+)
+"""One of each operation of the sampler."""
+
 
 def traced(llm: Any, prompt: list[int]) -> str:
     """The text of a receipt with what each layer made; the engine has the worker extension of ``bisect``."""

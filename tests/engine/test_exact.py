@@ -34,7 +34,7 @@ from vllm_batch_invariant.verify.receipt.recompute import decoder_of, recompute
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.core,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="exact arithmetic has not been run on a GPU"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="test_exact_cuda.py runs engines on a GPU"),
 ]
 
 EXACT = {ARITHMETIC.name: "exact"}

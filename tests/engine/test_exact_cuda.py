@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from tests.engine.engines import OF_DEVICE, Result, differing_answers, run, tokens
-from tests.engine.exact_on_gpu import SAMPLINGS, driven
 from tests.engine.plans import alone_and_among, moved, targets
+from tests.engine.receipts import SAMPLINGS
 from tests.known_model import save_known_model
 from vllm_batch_invariant.envs import ARITHMETIC
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
-from vllm_batch_invariant.verify.harness.worker import EngineFailed
 from vllm_batch_invariant.verify.receipt import Receipt
 from vllm_batch_invariant.verify.receipt.recompute import recompute
 
@@ -27,11 +26,10 @@ LARGE = Shape(hidden=1024, intermediate=3072, layers=3, heads=16, kv_heads=8, he
 
 def served(model: Path, **settings: Any) -> Result:
     arguments = {"model": str(model)} | LIMITS | OF_DEVICE | settings
-    with driven():
-        return run(
-            arguments, alone_and_among(), "1", **{ARITHMETIC.name: "exact"},
-            afterwards=lambda running: running.call("tests.engine.receipts:made", tokens(90, 1), SAMPLINGS),
-        )  # fmt: skip
+    return run(
+        arguments, alone_and_among(), "1", **{ARITHMETIC.name: "exact"},
+        afterwards=lambda running: running.call("tests.engine.receipts:made", tokens(90, 1), SAMPLINGS),
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +69,3 @@ def test_larger_layers_have_the_bits_of_the_definition(tmp_path: Path) -> None:
     for text in done.afterwards:
         verdict = recompute(Receipt.from_json(text), str(made))
         assert verdict, verdict
-
-
-def test_it_is_refused_while_the_record_of_a_gpu_says_that_none_has_run_it(model: Path) -> None:
-    with pytest.raises(EngineFailed, match=f"{ARITHMETIC.name}=exact"):
-        run({"model": str(model)} | LIMITS | OF_DEVICE, [], "1", **{ARITHMETIC.name: "exact"})

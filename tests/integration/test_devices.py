@@ -7,10 +7,11 @@ from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from vllm_batch_invariant.envs import ARITHMETIC, ATTENTION
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import devices, linear, patch_points
+from vllm_batch_invariant.integration import devices, experts, linear, patch_points
 from vllm_batch_invariant.integration import exact as exact_layers
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.dispatch import MODULES, module_for
@@ -96,11 +97,22 @@ def test_a_gpus_layers_multiply_in_the_arithmetic_that_is_asked_for(
 ) -> None:
     seen = []
     monkeypatch.setenv(ARITHMETIC.name, "exact" if exact else "float")
+    monkeypatch.setattr(experts, "install_cuda", lambda: None)
     monkeypatch.setattr(linear, "install_cuda", lambda: seen.append("usual"))
     monkeypatch.setattr(linear, "install_exact_cuda", lambda: seen.append("exact"))
     monkeypatch.setattr(exact_layers, "install_layers", lambda device_type: seen.append(device_type))
     devices.get("cuda").install_linear()
     assert seen == (["cuda", installed] if exact else [installed])
+
+
+def test_exact_arithmetic_is_refused_on_a_gpu_that_has_not_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_batch_invariant.integration.devices import cuda
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    cuda._check_gpu_of_exact_arithmetic()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    with pytest.raises(NotCovered, match=r"exact arithmetic on a GPU of compute capability 8.9: its kernels have run"):
+        cuda._check_gpu_of_exact_arithmetic()
 
 
 def test_the_model_runner_of_a_gpu_decides_no_bits_in_exact_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:

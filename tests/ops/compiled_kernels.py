@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +48,8 @@ from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
 from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES
+from vllm_batch_invariant.ops.moe import MoeReduction
+from vllm_batch_invariant.ops.moe import cuda as moe
 from vllm_batch_invariant.ops.norm import cuda as norm
 from vllm_batch_invariant.ops.norm_rotary import cuda as norm_rotary
 from vllm_batch_invariant.ops.ranking.cuda import top_and_ranks
@@ -194,6 +197,32 @@ def gradients_of_attention(heads: Heads, count: int) -> None:
     """Those of two sequences of so many tokens each."""
     query, key = (torch.zeros(2 * count, number, heads.size, dtype=heads.dtype) for number in (heads.query, heads.kv))
     attention_gradients.attention_backward(query, query, key, key, [0, count, 2 * count], 0.1)
+
+
+def experts(count: int, dtype: torch.dtype = torch.bfloat16, **fields: object) -> None:
+    """So many tokens of a small layer of experts."""
+    biases = (torch.zeros(16, 192, dtype=dtype), torch.zeros(16, 200, dtype=dtype)) if fields else (None, None)
+    reduction, bias = MoeReduction(16, 3, dtype, **fields), torch.zeros(16) if fields else None
+    weights, ids = moe.route(torch.zeros(count, 16, dtype=dtype), reduction, bias)
+    gate_up, down = torch.zeros(16, 192, 200, dtype=dtype), torch.zeros(16, 200, 96, dtype=dtype)
+    moe.moe(torch.zeros(count, 200, dtype=dtype), weights, ids, gate_up, down, reduction, *biases, None)
+
+
+def expert_variants() -> None:
+    for count, dtype in itertools.product((1, 150, 300, 600), (*HALVES, torch.float32)):
+        launch_on(90, experts, count, dtype)
+    launch_on(90, partial(experts, scale=2.5, scoring="sigmoid"), 1)
+    launch_on(90, large_experts)
+
+
+def large_experts() -> None:
+    """The products of layers of published models, by every tile."""
+    for schedule_, (n, k) in itertools.product(
+        moe._SCHEDULES[2], ((1536, 2048), (2048, 768), (5760, 2880), (2880, 2880))
+    ):
+        x, weight = torch.zeros(8, k, dtype=torch.bfloat16), torch.zeros(4, n, k, dtype=torch.bfloat16)
+        groups = moe.group(torch.zeros(8, 1, dtype=torch.int64), 4, schedule_.block_m)
+        moe.grouped_gemm(x, weight, None, groups, 8, torch.float32, schedule_)
 
 
 def narrow_gemms(dtypes: Sequence[torch.dtype], biases: Sequence[bool]) -> None:
@@ -439,6 +468,7 @@ VARIANTS = {
     "rows": row_variants,
     "all_reduce": all_reduce_variants,
     "attention_backward": attention_backward_variants,
+    "moe": expert_variants,
     "exact": exact_variants,
 }
 """By operation, what launches its kernels with all that they are specialised for, on a Hopper."""

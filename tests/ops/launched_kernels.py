@@ -23,6 +23,7 @@ from tests.ops.compiled_kernels import (
     attend,
     check,
     check_options,
+    experts,
     flex,
     gradients_of_attention,
     pretend_a_gpu,
@@ -118,6 +119,7 @@ BATCHES = {
     "sampling": sampling_batch,
     "all-reduce": all_reduce_batch,
     "gradients of attention": attention_backward_batch,
+    "experts": experts,
     "exact arithmetic": exact_batch,
     "around FlexAttention": lambda count: flex(Heads(8, 2, 128, torch.bfloat16), 64, count),
 }

@@ -23,10 +23,11 @@ PROBLEM = {
     "exact": {
         *("PARTS", "LENGTH", "ACTIVATIONS", "HAS_RESIDUAL", "HAS_WEIGHT", "HAS_BIAS", "EVEN_K", "NUM_HEADS", "HALF"),
         *("LOG", "BITS", "LIMIT", "COEFFICIENTS", "AXIS"),  # of functions of numbers and rows
-        *("GELU", "USE_SOFT_CAP"),
+        *("GELU", "USE_SOFT_CAP", "MAY_BE_GREEDY"),
         *("USE_WINDOW", "PREFILL_LIKE", "NUM_KV_HEADS", "QUERIES_PER_KV", "HEAD_DIM", "PADDED_HEAD_DIM", "PAGE_SIZE"),
         *("SPLIT_SEGMENTS", "MAY_SHARE", "PARTIAL_ROWS", "PARTIAL_BLOCK"),  # of attention's reduction and plans
     },
+    "moe": {"PADDED_EXPERTS", "PADDED_TOP_K", "HAS_BIAS", "HAS_SCALE", "EVEN_K", "PAIRS_OF_A_ROW", "LENGTH"},
     "norm": {"VARIANCE_SIZE", "HAS_RESIDUAL", "HAS_WEIGHT"},
     "norm_rotary": {"NUM_HEADS", "NUM_KV_HEADS"},
     "reduce": {"DIVIDE"},
@@ -92,7 +93,7 @@ def test_every_operation_with_row_kernels_is_looked_at():
         operation: [name for module in modules_of(operation) for name in kernels_of(module)] for operation in OPERATIONS
     }
     assert found.keys() >= {"attention_backward", "norm", "norm_rotary", "reduce", "softmax", "ranking", "top_k_top_p"}
-    assert {operation for operation, kernels in found.items() if not kernels} == {"moe", "pointwise"}
+    assert {operation for operation, kernels in found.items() if not kernels} == {"pointwise"}
     assert {"_rms_norm_kernel", "_load_rows"} <= set(found["norm"])
     shared = kernels_of(importlib.import_module(f"{ops.__name__}.common.triton_rows"))
     assert set().union(*shared.values()) <= {"NUM_THREADS"}, "of the warps that every row reduction has"

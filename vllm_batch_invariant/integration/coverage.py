@@ -9,7 +9,7 @@ from typing import Any
 from .. import envs
 from ..errors import NotCovered
 from ..ops import exact
-from . import devices, tensor_tree
+from . import devices, patch_points, tensor_tree
 from .ascend.library import attention_library
 
 Config = Any
@@ -31,6 +31,10 @@ TORCHRUN = "external_launcher"
 """vLLM's executor of workers that torchrun has started, and that a trainer may share."""
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
 """vLLM's variable of the cores that each worker on a CPU has."""
+EXACT_ON_GPUS = "0.33."
+"""The beginning of the versions of vLLM whose engines have had a CPU's bits on a GPU, in exact arithmetic."""
+EXACT_MODELS_ON_GPUS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Those that are made of the layers of an engine that has."""
 LOGITS_PROCESSORS = "vllm.logits_processors"
 """The group of entry points whose logits processors vLLM loads without being told to."""
 
@@ -284,11 +288,12 @@ def _inexact(config: Config) -> str | None:
     problem = exact.problem_of(model.architecture, lambda name, default: getattr(text, name, default))
     dtype = str(model.dtype).removeprefix("torch.")
     attention, has_experts = envs.ATTENTION.read(), getattr(model, "is_moe", False)
+    on_a_gpu = devices.of_config(config).ops.type == "cuda"
     found = {
         str(problem): problem is not None,
+        f"{model.architecture} on a GPU": on_a_gpu and model.architecture not in EXACT_MODELS_ON_GPUS,
         f"dtype {dtype}": dtype != "bfloat16",
         f"a mixture of experts with {workers} workers": has_experts and workers > 1,
-        "a mixture of experts on a GPU": has_experts and devices.of_config(config).ops.type == "cuda",
         f"{envs.TP_TREE.name}={envs.TP_TREE.read()}": tensor_tree.leaves() > 1,
         f"{envs.ATTENTION.name}={attention}": attention != envs.ATTENTION.values[0],
     }
@@ -307,7 +312,10 @@ def _exact_by_other_samplers(config: Config) -> str | None:
         return None
     if not config.use_v2_model_runner:
         return "exact arithmetic by vLLM's first model runner"
-    return _when(config.speculative_config, "speculative decoding in exact arithmetic")
+    if config.speculative_config:
+        return "speculative decoding in exact arithmetic"
+    version = patch_points.installed_version()
+    return _when(not version.startswith(EXACT_ON_GPUS), f"exact arithmetic with vLLM {version}")
 
 
 def _npu_attention(config: Config) -> str | None:  # noqa: ARG001 - of every feature
@@ -367,9 +375,10 @@ COVERED = (
     ),
     Feature(
         "Exact arithmetic",
-        "`VLLM_BATCH_INVARIANT_ARITHMETIC=exact` on a CPU, in bf16: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 1 "
+        "`VLLM_BATCH_INVARIANT_ARITHMETIC=exact`, in bf16. On a CPU: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 1 "
         "to 3, Granite and Phi-3 have the same bits on every machine, dense ones with 1, 2, 4 or 8 workers, and a "
-        "receipt is computed again without an engine",
+        "receipt is computed again without an engine. On a Hopper GPU with vLLM 0.33, one worker and vLLM's second "
+        "model runner: Llama, Mistral, Qwen2 and Qwen3 have the same bits as there",
     ),
     Feature(
         "Pipeline parallelism",
@@ -413,16 +422,16 @@ REFUSED = (
         _tree_of_fewer_leaves,
     ),
     Feature(
-        "Exact arithmetic on a GPU or an NPU",
-        "its kernels have not been run there",
+        "Exact arithmetic on an NPU",
+        "it has no kernels there",
         "leave VLLM_BATCH_INVARIANT_ARITHMETIC out",
         _exact_elsewhere,
-        ("cuda", "npu"),
+        ("npu",),
     ),
     Feature(
-        "Exact arithmetic on a GPU with vLLM's first model runner or speculative decoding",
-        "what samples there draws another noise",
-        "leave VLLM_USE_V2_MODEL_RUNNER and --speculative-config out",
+        "Exact arithmetic on a GPU with vLLM's first model runner, with speculative decoding, or before vLLM 0.33",
+        "only the sampler of the second model runner of 0.33 has been replaced, and compared with a CPU's",
+        "leave VLLM_USE_V2_MODEL_RUNNER and --speculative-config out, or install vLLM 0.33",
         _exact_by_other_samplers,
         ("cuda",),
     ),
@@ -541,7 +550,7 @@ REFUSED = (
     ),
     Feature(
         "Mixture of experts on a GPU or an NPU",
-        "tokens are grouped by expert, so a matmul's rows follow the batch in kernels that are not ours",
+        "kernels for it have run on an H200, but no engine with them has been compared",
         "serve a dense model, or serve on a CPU",
         _experts,
         ("cuda", "npu"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.exact_on_gpu import SAMPLINGS
+from tests.engine.receipts import SAMPLINGS
 from tests.ops.exact.cases import assert_same
 from vllm_batch_invariant.integration import exact_sampling, patch_points
 from vllm_batch_invariant.ops import dispatch

@@ -18,6 +18,8 @@ FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 _COLLECTIVES = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """No memory for an all-reduce of vLLM's that ours replaces, and no sums in the switch."""
 
+_RAN_EXACTLY = (9, 0)
+"""The compute capability on which engines of exact arithmetic had a CPU's bits."""
 _FLEX_TILE = AttentionReduction.of_device("cuda", "flex").key_tile
 
 
@@ -68,6 +70,8 @@ class Cuda(VllmDevice):
     def install_worker(self) -> frozenset[str]:
         """As on every device; a GPU that the kernels are not compiled for is refused."""
         schedule.gpu(torch.cuda.current_device())
+        if envs.is_exact():
+            _check_gpu_of_exact_arithmetic()
         cuda_graphs.install()
         if not envs.is_exact():
             norm_rotary.install()
@@ -108,6 +112,17 @@ class Cuda(VllmDevice):
         return found | {"model_runner": "second" if vllm_config.use_v2_model_runner else "first"}
 
 
+def _check_gpu_of_exact_arithmetic() -> None:
+    """Refuse a GPU of a generation on which nobody has compared exact arithmetic with a CPU's."""
+    found = torch.cuda.get_device_capability()
+    if found != _RAN_EXACTLY:
+        raise NotCovered(
+            f"exact arithmetic on a GPU of compute capability {found[0]}.{found[1]}",
+            f"its kernels have run on {_RAN_EXACTLY[0]}.{_RAN_EXACTLY[1]} alone",
+            f"leave {envs.ARITHMETIC.name} out, or serve on a CPU",
+        )
+
+
 def _check_pages(vllm_config: Any) -> None:
     """Refuse pages that FlexAttention cannot read, if the user chose them."""
     if envs.ATTENTION.read() != "flex":
@@ -127,7 +142,6 @@ DEVICE = Cuda(
     attention_choices=("CUSTOM",),
     serving="Matmuls: K in ascending order, by cuBLASLt and Triton. Norms, softmax, sums: Triton, in a fixed order.",
     execution="Layers are not compiled; steps run in CUDA graphs.",
-    has_experts=True,
-    has_exact_arithmetic=False,
+    has_exact_arithmetic=True,
     exact_serving="by Triton",
 )

