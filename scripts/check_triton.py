@@ -35,6 +35,7 @@ SOURCES = {
         "common/*_names.py",
         "common/nvidia_gpus.py",
     ),
+    "exact": ("exact/**/*.py", "attention/*.py", "common/*.py"),
     "others": ("**/*.py",),
 }
 """What decides what is compiled, by the kind of cells: sources of vllm_batch_invariant/ops."""

@@ -110,19 +110,44 @@ class Compiled:
 
     def resources(self) -> tuple[int, int]:
         """Registers and bytes of stack of a thread, as the assembler says."""
+        [line] = [line for line in self._dumped("-res-usage").splitlines() if "REG:" in line]
+        found = dict(item.split(":") for item in line.split())
+        return int(found["REG"]), int(found["STACK"])
+
+    def spills_in_loops(self) -> int:
+        """Instructions that move registers to and from memory in loops that have no other loop inside."""
+        return spills_in_loops(self._dumped("-sass"))
+
+    def _dumped(self, option: str) -> str:
+        """What the disassembler that Triton brings says."""
         tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(self.kernel.asm["cubin"])
             file.flush()
-            said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-        [line] = [line for line in said.splitlines() if "REG:" in line]
-        found = dict(item.split(":") for item in line.split())
-        return int(found["REG"]), int(found["STACK"])
+            return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
     @property
     def instructions(self) -> tuple[str, ...]:
         """Kinds of the tensor cores' instructions; fp32 has none."""
         return tuple(sorted(set(re.findall(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", self.kernel.asm["ptx"]))))
+
+
+def spills_in_loops(sass: str) -> int:
+    """As :meth:`Compiled.spills_in_loops`, of assembly: LDL and STL between the target of a branch backwards and the
+    branch, where no other such pair lies between.
+    """
+    lines = [
+        (int(line[1], 16), line[2]) for line in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+([^;/]*);", sass)
+    ]  # fmt: skip
+    branches = ((at, re.search(r"\bBRA\b.*\b0x([0-9a-f]+)", text)) for at, text in lines)
+    loops = {(int(to[1], 16), at) for at, to in branches if to and int(to[1], 16) <= at}
+    innermost = [
+        (first, last)
+        for first, last in loops
+        if not any((first, last) != other and first <= other[0] and other[1] <= last for other in loops)
+    ]
+    moves = [at for at, text in lines if re.search(r"\b(LDL|STL)\b", text)]
+    return sum(any(first <= at <= last for first, last in innermost) for at in moves)
 
 
 compiled: list[Compiled] = []
@@ -173,12 +198,20 @@ def pretend_a_gpu() -> None:
     schedule.gpu = schedule.gpu.__wrapped__  # it remembers the GPUs of a machine
 
 
-def attend(heads: Heads, page: int, length: int, tokens: int, count: int = 1, **options: object) -> None:
+def attend(
+    heads: Heads,
+    page: int,
+    length: int,
+    tokens: int,
+    count: int = 1,
+    kernels: planning.Kernels | None = None,
+    **options: object,
+) -> None:
     """Launch what ``count`` requests of so many keys and so many new tokens each need."""
     request = Request(heads, length, 1)
     query, keys, values, table, seq_lens, starts = paged([Chunk(request, length - tokens, length)] * count, page)
     shape = planning.AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, REDUCTION)
-    planner = planning.Planner(shape, query.device, 8, 1000, 8000, not options)
+    planner = planning.Planner(shape, query.device, 8, 1000, 8000, not options, kernels)
     plan = planner.plan(starts, seq_lens, len(query), tokens)
     paged_attention(
         query, keys, values, table, seq_lens, starts, scale=0.1, reduction=REDUCTION, implementation="triton",
@@ -282,6 +315,13 @@ def sm90_attention(heads: Heads, page: int) -> None:
         sm90.covers = covers
 
 
+def sm90_verify_steps(heads: Heads, page: int) -> None:
+    """Decode and verify steps of an engine whose longest has more rows a request than decode's blocks."""
+    kernels = planning.Kernels(sm90=True, decode_rows=planning.WIDE_DECODE_ROWS)
+    for tokens in (1, 2, planning.WIDE_DECODE_ROWS * heads.kv // heads.query):
+        attend(heads, page, 300, tokens, 2, kernels)
+
+
 def check_all(what: str, found: list[Compiled], verbose: bool) -> None:
     """Check that each kernel can be loaded, that the assembler had registers enough, and how many there were."""
     for one in found:
@@ -342,6 +382,8 @@ def check_some() -> None:
     """One variant of each kind, and those that take the most shared memory where there is the least."""
     check_sm90_attention(Heads(32, 8, 128, torch.bfloat16), 64, False)
     check_sm90_attention(Heads(4, 4, 64, torch.float16), 16, False)
+    found = launch_on(90, sm90_verify_steps, Heads(8, 2, 128, torch.bfloat16), 64)
+    check_all("verify steps on a Hopper", found, False)
     check_all("narrow GEMMs", launch_on(90, narrow_gemms, HALVES[:1], (False,)), False)
     check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64)
     for gpu in (90, 120):
@@ -409,6 +451,8 @@ def sm90_attention_variants() -> None:
             launch_on(90, sm90_attention, Heads(8, 2, size, dtype), page)
     for group in (1, 3, 8, 32):
         launch_on(90, sm90_attention, Heads(2 * group, 2, 128, torch.bfloat16), 64)
+    for size, group in itertools.product(sm90.PREFILL_SCHEDULES, (4, 7)):
+        launch_on(90, sm90_verify_steps, Heads(2 * group, 2, size, torch.bfloat16), 64)
 
 
 def triton_attention_variants() -> None:
@@ -544,8 +588,11 @@ def more_gemms() -> None:
 
 def describe(one: Compiled) -> dict[str, Any]:
     registers, stack = one.resources()
-    kinds = " ".join(one.instructions)
-    return {"kernel": one.name, "shared": one.shared, "registers": registers, "stack": stack, "instructions": kinds}
+    spills = one.spills_in_loops() if stack else 0
+    return {
+        "kernel": one.name, "shared": one.shared, "registers": registers, "stack": stack, "spills_in_loops": spills,
+        "instructions": " ".join(one.instructions),
+    }  # fmt: skip
 
 
 def is_of_halves(one: Compiled) -> bool:
@@ -581,6 +628,8 @@ def compile_cell(gpu: int, name: str) -> Cell:
             launch(sm90_attention, heads, page)
         for group in (1, 3, 8, 32):
             launch(sm90_attention, replace(heads, query=2 * group), 64)
+        for group in (4, 7):
+            launch(sm90_verify_steps, replace(heads, query=2 * group), 64)
     else:
         for function in OTHERS[name]:
             launch(function)

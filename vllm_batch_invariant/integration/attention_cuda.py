@@ -60,7 +60,7 @@ class PlannedMetadataBuilder(MetadataBuilder):
 
             return ExactPlanner(shape, self._device, scheduler.max_num_seqs, tokens, keys)
         kinds = tuple(dict.fromkeys(map(Options.of, layers)))
-        certificate = certify(shape, self._device, spec.block_size, kinds)
+        certificate = certify(shape, self._device, spec.block_size, kinds, max(self._verify, default=1))
         return Planner(
             shape,
             self._device,

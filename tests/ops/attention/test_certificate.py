@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from vllm_batch_invariant.ops.attention import certificate
 from vllm_batch_invariant.ops.attention.certificate import Chunk, Options, certify, ways
-from vllm_batch_invariant.ops.attention.plan import DECODE_ROWS, AttentionShape, Kernels
+from vllm_batch_invariant.ops.attention.plan import DECODE_ROWS, WIDE_DECODE_ROWS, AttentionShape, Kernels
 
 GLUON, TRITON, ONE = Kernels(sm90=True), Kernels(sm90=False), Kernels(sm90=False, decode_rows=0)
 SHAPE = AttentionShape(4, 2, 64, torch.bfloat16, AttentionReduction.of_device("cuda"))
@@ -122,6 +122,26 @@ def test_kernels_that_were_refused_are_compared_at_every_start(attending):
     assert certified().kernels == TRITON
     certify.cache_clear()
     attending(right)
+    assert certified().kernels == GLUON
+
+
+def test_wide_blocks_whose_bits_differ_do_not_serve_and_others_are_compared_for_verify_steps_alone(
+    attending, caplog, monkeypatch
+):
+    wide = Kernels(sm90=True, decode_rows=WIDE_DECODE_ROWS)
+    candidates = {1: (GLUON, TRITON), 8: (wide, GLUON, TRITON)}
+    monkeypatch.setattr(Kernels, "candidates", classmethod(lambda cls, *given: iter(candidates[given[-1]])))
+    attending(right)
+    assert certified().kernels == GLUON
+    attending(differs_where(lambda kernels, _, chunks: kernels.decode_rows == WIDE_DECODE_ROWS and is_decode(chunks)))
+    assert certify(SHAPE, torch.device("cpu"), 16, (Options(),), 8).kernels == GLUON
+    assert (
+        "Attention is not served by the Gluon kernels with wide blocks: plain attention has other bits" in caplog.text
+    )
+    assert "verify steps of more are prefills" in caplog.text
+    certify.cache_clear()
+    attending(right)
+    assert certify(SHAPE, torch.device("cpu"), 16, (Options(),), 8).kernels == wide
     assert certified().kernels == GLUON
 
 

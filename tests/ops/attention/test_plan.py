@@ -62,6 +62,19 @@ def test_a_verify_step_of_32_rows_a_request_is_decode_like_where_blocks_are_wide
     assert [most for most, one in found.items() if one.prefill_ctas] == [9]
 
 
+@pytest.mark.parametrize(
+    ("verify_len", "wide"), [(1, False), (4, False), (5, True), (8, True), (9, False)], ids="{} tokens".format
+)
+def test_wide_blocks_are_tried_first_where_the_longest_verify_step_needs_and_fits_them(
+    verify_len: int, wide: bool, planner: planning.Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert planner.shape.queries_per_kv == 4
+    monkeypatch.setattr(planning.sm90, "covers", lambda *_: True)
+    found = list(planning.Kernels.candidates(planner.shape, planner.device, verify_len=verify_len))
+    usual = [planning.Kernels(True), planning.Kernels(False), planning.Kernels(False, decode_rows=0)]
+    assert found == [planning.Kernels(True, planning.WIDE_DECODE_ROWS)] * wide + usual
+
+
 def test_the_lists_hold_the_blocks_of_any_step(planner: planning.Planner) -> None:
     """Requests of 17 rows and more are large: the most blocks there can be are those of many requests just above."""
     for tokens in (5, 40, 512, 8192):

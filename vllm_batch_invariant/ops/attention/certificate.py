@@ -27,7 +27,7 @@ from ..common.gpu_environment import gpu_environment, kept_path
 from ..linear.cancelling import cancelling
 from .cuda import paged_attention
 from .params import PagedAttention
-from .plan import DECODE_ROWS, AttentionShape, Kernels, Planner
+from .plan import DECODE_ROWS, WIDE_DECODE_ROWS, AttentionShape, Kernels, Planner
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -44,6 +44,7 @@ _NOISE = 2.0**20
 
 
 _COSTS = {
+    Kernels(sm90=True, decode_rows=WIDE_DECODE_ROWS): "Blocks of 16 rows serve; verify steps of more are prefills.",
     Kernels(sm90=True): "Triton's serves: decode has the same speed, long prefills take up to twice as long.",
     Kernels(sm90=False): "One size of blocks serves all: decode computes a whole block of rows for each request.",
     Kernels(sm90=False, decode_rows=0): "",
@@ -109,7 +110,9 @@ class Operands:
 
 
 @cache
-def certify(shape: AttentionShape, device: torch.device, page_size: int, layers: tuple[Options, ...]) -> Certificate:
+def certify(
+    shape: AttentionShape, device: torch.device, page_size: int, layers: tuple[Options, ...], verify_len: int = 1
+) -> Certificate:
     """The fastest kernels that give every row of such layers the same bits; compared once for a GPU, a driver, a
     PyTorch, a Triton and a version of this code.
 
@@ -118,20 +121,24 @@ def certify(shape: AttentionShape, device: torch.device, page_size: int, layers:
         device: the GPU.
         page_size: keys in a page.
         layers: the options of each kind of layer.
+        verify_len: tokens of a request in the longest verify step, 1 without speculative decoding.
 
     Raises:
         NotCovered: no kernel gives a row the same bits by prefill, by chunks and by decode; or it cannot be compared.
     """
     environment = _environment(device.index or 0)
+    plain = any(options == Options() for options in layers)
+    candidates = tuple(Kernels.candidates(shape, device, plain, verify_len))
     key = (
         f"{shape}; {shape.reduction} in steps of {shape.key_tile}; pages of {page_size}; {'; '.join(map(str, layers))}"
+        f"{'; verify steps with wide blocks' * (candidates[0].decode_rows > DECODE_ROWS)}"
     )
     kept = _load(environment).get(key)
     if kept is not None:
         logger.info("Attention is served by %s, which an earlier start compared on this GPU.", kept.kernels)
         return kept
     try:
-        found = _certify(shape, device, page_size, layers)
+        found = _certify(shape, device, page_size, layers, candidates)
     except torch.OutOfMemoryError as error:
         raise NotCovered(
             f"attention of {shape} that cannot be compared",
@@ -143,11 +150,17 @@ def certify(shape: AttentionShape, device: torch.device, page_size: int, layers:
     return found
 
 
-def _certify(shape: AttentionShape, device: torch.device, page_size: int, layers: tuple[Options, ...]) -> Certificate:
+def _certify(
+    shape: AttentionShape,
+    device: torch.device,
+    page_size: int,
+    layers: tuple[Options, ...],
+    candidates: tuple[Kernels, ...],
+) -> Certificate:
     refused, started = [], time.perf_counter()
     with torch.cuda.device(device):
         data = [by_scores(shape, device, page_size), by_values(shape, device, page_size)]
-        for kernels in Kernels.candidates(shape, device, any(options == Options() for options in layers)):
+        for kernels in candidates:
             found = compare(kernels, shape, data, layers)
             if isinstance(found, int):
                 logger.info(

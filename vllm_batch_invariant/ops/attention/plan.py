@@ -23,7 +23,7 @@ _LARGEST_HEAD = 256
 DECODE_ROWS = 16
 """Rows, (token, query head of the KV head) pairs, up to which a request is decode-like: its rows are one block."""
 WIDE_DECODE_ROWS = 32
-"""The same for verify steps of many drafts, by the Gluon kernels. No engine has run it yet, so it is no candidate."""
+"""The same for verify steps that have more rows a request than that and at most so many, by the Gluon kernels."""
 PARTIAL_BYTES = 128 << 20
 """For partial results; with less than a step wants, CTAs walk all splits of their rows."""
 
@@ -108,10 +108,21 @@ class Kernels:
     """Rows up to which a request is decode-like; with 0 one block size serves all."""
 
     @classmethod
-    def candidates(cls, shape: AttentionShape, device: torch.device, plain: bool = True) -> Iterator["Kernels"]:
-        """What could serve such layers, the fastest first; ``plain`` as in :class:`Planner`."""
+    def candidates(
+        cls, shape: AttentionShape, device: torch.device, plain: bool = True, verify_len: int = 1
+    ) -> Iterator["Kernels"]:
+        """What could serve such layers, the fastest first.
+
+        Args:
+            shape: of the layers.
+            device: the GPU.
+            plain: as in :class:`Planner`.
+            verify_len: tokens of a request in the longest verify step.
+        """
         block_m = prefill_schedule(shape.head_size, shape.dtype).block_m
         if plain and sm90.covers(shape.head_size, shape.dtype, shape.key_tile, block_m, device):
+            if DECODE_ROWS < verify_len * shape.queries_per_kv <= WIDE_DECODE_ROWS:
+                yield cls(sm90=True, decode_rows=WIDE_DECODE_ROWS)
             yield cls(sm90=True)
         yield cls(sm90=False)
         yield cls(sm90=False, decode_rows=0)
@@ -135,7 +146,7 @@ class Kernels:
 
     def __str__(self) -> str:
         if self.sm90:
-            return "the Gluon kernels"
+            return "the Gluon kernels" if self.decode_rows <= DECODE_ROWS else "the Gluon kernels with wide blocks"
         return "the Triton kernel" if self.decode_rows else "the Triton kernel with large blocks alone"
 
 

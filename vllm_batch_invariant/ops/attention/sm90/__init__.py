@@ -66,7 +66,7 @@ _WIDE_DECODE_SCHEDULES = {
     64: DecodeSchedule(ctas_per_sm=2, num_stages=4, maxnreg=128),
     128: DecodeSchedule(ctas_per_sm=1, num_stages=6, maxnreg=200),
 }
-"""The same for 32 rows, whose running results take more registers. Not timed yet."""
+"""The same for 32 rows, whose running results take more registers."""
 
 
 def decode_schedule(head_size: int, decode_rows: int) -> DecodeSchedule:
