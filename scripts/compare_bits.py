@@ -1,7 +1,7 @@
 """Shows whether two environments compute the same bits, such as two versions of Triton on one GPU: writes a digest of
 every operation's output on fixed operands, and compares two such files.
 
-usage: python -m scripts.compare_bits write FILE [--device cpu | cuda]
+usage: python -m scripts.compare_bits write FILE [--device cpu | cuda] [--attention I/N]
        python -m scripts.compare_bits compare BEFORE AFTER
 """
 
@@ -72,15 +72,15 @@ def rows(device: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"top_k_top_p {what}", filtered.top_k_top_p(x.clone(), k.int(), p.float())
 
 
-def attention(device: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Prefill, chunks and decode of requests of some lengths, by each implementation of the device."""
+def attention(device: str, part: slice = slice(None)) -> Iterator[tuple[str, torch.Tensor]]:
+    """Prefill, chunks and decode of requests of some lengths, by each implementation of the device; a part of them."""
     kernel = DEVICES[device].attention
     cases = [
         *product((kernel,), HEADS[:1], SIZES, DTYPES[:2], ({},)),
         *product((kernel, "flex"), HEADS, (128,), DTYPES[:1], ({},)),
         *product((kernel,), HEADS[:1], (128,), DTYPES[:1], ({name: value} for name, value in OPTIONS.items())),
     ]
-    for by, (query_heads, kv_heads), size, dtype, options in cases:
+    for by, (query_heads, kv_heads), size, dtype, options in cases[part]:
         heads = Heads(query_heads, kv_heads, size, dtype)
         taken = {
             name: draw(query_heads, dtype=torch.float32, seed=4).to(device) if value == "heads" else value
@@ -97,15 +97,20 @@ def attention(device: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"attention {by} {kind} {query_heads}/{kv_heads}/{size} {dtype} {', '.join(options)}".strip(), out
 
 
-def write(path: Path, device: str) -> None:
-    """Compute everything, and write a digest by case; what is there is written after each kind of operation."""
+def write(path: Path, device: str, part: slice | None = None) -> None:
+    """Compute everything, or a part of attention alone, and write a digest by case; what is there is written after each
+    kind of operation.
+    """
     digests = {}
+    made = {"attention": attention(device, part)} if part else {
+        "rows": rows(device), "gemms": gemms(device), "attention": attention(device)
+    }  # fmt: skip
     with torch.no_grad():
-        for make in (rows, gemms, attention):
-            for name, out in make(device):
+        for kind, cases in made.items():
+            for name, out in cases:
                 digests[name] = hashlib.sha256(out.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
             path.write_text(json.dumps({"versions": Setting.here().versions, "digests": digests}, indent=1))
-            print(f"{make.__name__}: {len(digests)} digests so far", flush=True)
+            print(f"{kind}: {len(digests)} digests so far", flush=True)
 
 
 def compare(before: Path, after: Path) -> int:
@@ -125,12 +130,14 @@ def main() -> None:
     writing = commands.add_parser("write")
     writing.add_argument("file", type=Path)
     writing.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    writing.add_argument("--attention", metavar="I/N", help="every Nth case of attention from I on, and nothing else")
     comparing = commands.add_parser("compare")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
     parsed = parser.parse_args()
     if parsed.command == "write":
-        write(parsed.file, parsed.device)
+        first, _, step = (parsed.attention or "").partition("/")
+        write(parsed.file, parsed.device, slice(int(first), None, int(step)) if step else None)
     else:
         sys.exit(1 if compare(parsed.before, parsed.after) else 0)
 
