@@ -67,7 +67,7 @@ test-versions: install
 # Every variant of the kernels for NVIDIA GPUs, compiled for each GPU and kept in .cache/triton: needs no GPU, and hours the
 # first time.
 test-triton: install
-	$(RUN) scripts.check_triton triton==3.6.0 triton==3.7.1 triton==3.8.0 triton
+	$(RUN) scripts.check_triton triton==3.6.0 triton
 
 # The real torch_npu over fakes of CANN: which calls reach a kernel of CANN, with the mode and without.
 NPU_FAKE_CANN = .cache/npu-fake-cann

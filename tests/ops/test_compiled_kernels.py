@@ -23,6 +23,35 @@ def program(name: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+ASSEMBLY = """
+        /*0000*/                   LDL R1, [R1] ;          /* 0x000 */
+        /*0010*/                   STL [R1], R2 ;          /* 0x000 */
+        /*0020*/                   HMMA.16816.F32.BF16 R4, R8, R2, R4 ;
+        /*0030*/                   {operation} ;
+        /*0040*/              @P0  BRA {inner} ;
+        /*0050*/                   LDL R3, [R1+0x8] ;
+        /*0060*/                   BRA 0x10 ;
+        /*0070*/                   BRA 0x70 ;
+"""
+"""Of a loop from 10 to 60 with another inside."""
+
+
+@pytest.mark.parametrize(
+    ("operation", "inner", "spills"),
+    [
+        ("NOP", "0x20", 0),
+        ("STL [R1], R2", "0x20", 1),
+        ("LDL.64 R2, [R1]", "`(.L_x) 0x20", 1),
+        ("LDL R2, [R1]", "0x50", 3),
+    ],
+)
+def test_registers_that_are_moved_in_an_innermost_loop_are_counted(operation: str, inner: str, spills: int) -> None:
+    pytest.importorskip("triton")
+    from tests.ops.compiled_kernels import spills_in_loops
+
+    assert spills_in_loops(ASSEMBLY.format(operation=operation, inner=inner)) == spills
+
+
 def test_the_kernels_compile_with_the_installed_triton_and_fit_in_shared_memory() -> None:
     pytest.importorskip("triton")
     run = program("compiled_kernels")
