@@ -94,8 +94,8 @@ def _draw_attention(measurements: Sequence[Measurement]) -> Figure:
 
 
 def _draw_engine(measurements: Sequence[Measurement]) -> Figure:
-    """Cost against stock: a panel for each set of versions, in it a bar for each provider and case; rates are turned
-    over, so that longer is always slower.
+    """Cost against stock: a panel for each set of versions, in it a bar for each provider and case; rates and
+    accepted lengths are turned over, so that longer is always slower.
     """
     compared = [found for found in measurements if found.provider != "stock" and found.ratio]
     panels: dict[str, list[Measurement]] = defaultdict(list)
@@ -121,7 +121,8 @@ def _draw_costs(place: Axes, compared: Sequence[Measurement]) -> None:
         bars = {}
         for found in compared:
             if found.provider == provider:
-                slower = 1 / found.ratio if found.unit.endswith("/s") else found.ratio
+                more_is_better = found.unit.endswith("/s") or found.metric == "length"  # of what a verify step accepts
+                slower = 1 / found.ratio if more_is_better else found.ratio
                 bars[cases.index((found.case, found.metric)) + number * height] = slower
         drawn = place.barh(list(bars), list(bars.values()), height, label=provider, color=_style(provider)["color"])
         paper = {"facecolor": "white", "lw": 0, "pad": 0.5}

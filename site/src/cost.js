@@ -10,11 +10,14 @@ const PROVIDERS = { ours: "the mode", native: "vLLM's own mode" };
 export function inWords({ case: named, metric }) {
   const keys = Object.fromEntries(named.split(" ").map((pair) => pair.split("=")));
   const thousands = (number) => Number(number).toLocaleString("en");
+  const drafts = keys.spec ? `, ${keys.k} drafts by ${keys.spec === "itself" ? "the model itself" : keys.spec}` : "";
   switch (keys.workload) {
     case "throughput":
       return `${thousands(keys.prompts)} prompts, ${keys.output} tokens each`;
     case "tpot":
-      return `a token, batch ${keys.batch}${Number(keys.context) > 64 ? `, behind ${thousands(keys.context)}` : ""}`;
+      return `a token, batch ${keys.batch}${Number(keys.context) > 64 ? `, behind ${thousands(keys.context)}` : ""}${drafts}`;
+    case "accepted":
+      return `tokens of a verify step${drafts}`;
     case "prefill":
       return `prefill, ${keys.prompts} × ${thousands(keys.input)} (tokens/s)`;
     case "turn":
@@ -28,7 +31,7 @@ export function inWords({ case: named, metric }) {
 
 /** Whether a larger number of a metric is better. */
 export function moreIsBetter({ metric }) {
-  return metric === "throughput";
+  return metric === "throughput" || metric === "length";
 }
 
 function versionOf({ versions }) {
