@@ -4,14 +4,16 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from vllm_batch_invariant import aten
 from vllm_batch_invariant.ops.linear.autotune import TunedSchedule
 from vllm_batch_invariant.verify.answers import Answer, GeneratedToken
 from vllm_batch_invariant.verify.check.guarantees import GUARANTEES, Certificate, Sample, case_result
-from vllm_batch_invariant.verify.check.operations import compare_rows, describe_entries
+from vllm_batch_invariant.verify.check.operations import _server, compare_rows, describe_entries
 from vllm_batch_invariant.verify.check.report import INTERRUPTED, Report, as_json, summary
 from vllm_batch_invariant.verify.check.results import CheckResults
 from vllm_batch_invariant.verify.harness.metrics import Latency
@@ -210,3 +212,16 @@ def test_refusals_of_one_kind_are_counted_together() -> None:
     [reason] = {without_values(one) for one in refusals}
     assert reason == "allowed_token_ids contains out-of-vocab token id! (allowed_token_ids)"
     assert without_values("list index out of range") == "list index out of range"
+
+
+@pytest.mark.parametrize(
+    ("on", "cuda", "names_the_mode"), [(True, True, True), (False, True, False), (True, False, False)]
+)
+def test_a_product_on_a_gpu_is_named_after_the_mode_that_replaces_it(
+    on: bool, cuda: bool, names_the_mode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aten, "is_batch_invariant_mode_enabled", lambda: on)
+    weight = SimpleNamespace(is_cuda=cuda, dim=lambda: 2)
+    served_by = _server(SimpleNamespace(weight=weight, quant_method=object()))
+    assert served_by.endswith("builtins.object")
+    assert ("vllm_batch_invariant" in served_by) == names_the_mode

@@ -402,14 +402,21 @@ def _server(layer: torch.nn.Module) -> str:
     function = getattr(layer, "cpu_linear", None) or getattr(layer, EXACT, None)
     if function is not None:
         return _qualified(function if hasattr(function, "__qualname__") else type(function)).partition(".<locals>")[0]
-    return _qualified(type(layer.quant_method))
+    method = _qualified(type(layer.quant_method))
+    # On a GPU vLLM's method for weights that are not quantised calls PyTorch's product, which the mode replaces.
+    return f"vllm_batch_invariant by {method}" if _is_replaced(layer) else method
+
+
+def _is_replaced(layer: torch.nn.Module) -> bool:
+    """Whether the mode replaces the product of PyTorch that computes a layer on a GPU."""
+    from ...aten import is_batch_invariant_mode_enabled
+
+    return is_batch_invariant_mode_enabled() and layer.weight.is_cuda and layer.weight.dim() == 2
 
 
 def _gpu_certificate(like: torch.Tensor, layer: torch.nn.Module, bias: torch.Tensor | None) -> str:
     """What was compared when the weight was loaded; empty if the mode does not serve it."""
-    from ...aten import is_batch_invariant_mode_enabled
-
-    if not is_batch_invariant_mode_enabled() or layer.weight.dim() != 2:
+    if not _is_replaced(layer):
         return ""
     from ...ops.linear import cuda
     from ...ops.linear.problem import problem_of
