@@ -3,8 +3,9 @@
 usage: python -m scripts.check_triton TRITON...        such as triton==3.8.0, or triton for the newest: 250 MB each
        python -m scripts.check_triton TRITON... --write     and write docs/gpus.csv and the table of docs/gpus.md
 
-A cell is a Triton, a GPU and some kernels. What is known of it is kept in .cache/triton until a source changes, so that
-a second run is quick and one that was interrupted goes on. All cells of a version take hours of one core.
+A cell is a Triton, a GPU and some kernels. What is known of it is kept in .cache/triton, and with --write in
+docs/gpus.csv, until a source changes, so that a second run is quick and one that was interrupted goes on. All cells of
+a version take hours of one core.
 """
 
 import argparse
@@ -17,8 +18,9 @@ import sys
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,7 @@ def kind_of(name: str) -> str:
     return next((kind for kind in SOURCES if kind in name and "around" not in name), "others")
 
 
+@cache
 def digest(kind: str) -> str:
     """Of the sources that decide what is compiled in cells of a kind."""
     found = hashlib.sha256()
@@ -119,7 +122,7 @@ def compile_missing(version: str, folder: Path, gpu: int, kind: str, names: Sequ
     """Compile the cells of a kind that are not finished, in a process of its own; what went wrong with it, if anything
     did.
     """
-    known = kept(version, gpu, kind)
+    known = known_rows(version, gpu)
     missing = [name for name in names if kind_of(name) == kind and name not in known]
     if not missing:
         return None
@@ -134,7 +137,16 @@ def compile_missing(version: str, folder: Path, gpu: int, kind: str, names: Sequ
     return None if run.returncode == 0 else f"Triton {version}, sm_{gpu}: {run.stderr[-2000:]}"
 
 
-def summarised(cells: Sequence[dict[str, Any]]) -> Iterator[dict[str, str | int]]:
+def known_rows(version: str, gpu: int) -> dict[str, dict[str, str]]:
+    """Rows of the table by cell, of the sources as they are: those of the file, and of cells that are not in it yet."""
+    written = (row for row in read_table() if (row["triton"], row["gpu"]) == (version, f"sm_{gpu}"))
+    found = {row["kernels"]: row for row in written if row["sources"] == digest(kind_of(row["kernels"]))}
+    for kind in SOURCES:
+        found |= {row["kernels"]: row for row in summarised(kept(version, gpu, kind).values())}
+    return found
+
+
+def summarised(cells: Iterable[dict[str, Any]]) -> Iterator[dict[str, str]]:
     """A row of the table for each cell: the worst of its variants."""
     for cell in cells:
         variants = cell["kernels"]
@@ -146,13 +158,14 @@ def summarised(cells: Sequence[dict[str, Any]]) -> Iterator[dict[str, str | int]
         yield {
             "triton": cell["triton"],
             "gpu": f"sm_{cell['gpu']}",
+            "sources": digest(kind_of(cell["name"])),
             "kernels": cell["name"],
             "outcome": "; ".join(problems) or "compiled",
-            "variants": len(variants),
-            "shared": max((one["shared"] for one in variants), default=0),
-            "registers": max((one["registers"] for one in variants), default=0),
-            "stack": max((one["stack"] for one in variants), default=0),
-            "spills_in_loops": max((one["spills_in_loops"] for one in variants), default=0),
+            "variants": str(len(variants)),
+            **{
+                column: str(max((one[column] for one in variants), default=0))
+                for column in ("shared", "registers", "stack", "spills_in_loops")
+            },
             "instructions": " ".join(sorted({kind for one in variants for kind in one["instructions"].split()})),
         }
 
@@ -183,7 +196,7 @@ def page_table(rows: Sequence[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def write(rows: Sequence[dict[str, str | int]]) -> None:
+def write(rows: Sequence[dict[str, str]]) -> None:
     """The CSV file, and the table in the page."""
     with TABLE.open("w", newline="") as lines:
         table = csv.DictWriter(lines, list(rows[0]), lineterminator="\n")
@@ -215,15 +228,14 @@ def main(arguments: list[str] | None = None) -> int:
                 for kind in SOURCES
             ]
             failed = [said for job in jobs if (said := job.result())]
-    found = [
+    rows = [
         known[name]
         for version, _ in tritons
         for gpu in parsed.gpus
-        for known in [{name: cell for kind in SOURCES for name, cell in kept(version, gpu, kind).items()}]
+        for known in [known_rows(version, gpu)]
         for name in names[gpu]
         if name in known
     ]
-    rows = list(summarised(found))
     wrong = [row for row in rows if row["outcome"] != "compiled"]
     for row in wrong:
         print(f"Triton {row['triton']}, {row['gpu']}, {row['kernels']}: {row['outcome']}")
