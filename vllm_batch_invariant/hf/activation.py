@@ -1,12 +1,11 @@
 """SiLU times gate (SwiGLU, Shazeer 2020, arXiv:2002.05202) as the engine's layers compute it, with gradients."""
 
-from functools import partial
-
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..integration import patch_points
 from ..ops.pointwise import elementwise
+from ..ops.silu_backward import silu_and_mul_backward
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -16,16 +15,6 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     gradient is computed in fp32 and rounded once.
     """
     return _SiluAndMul.apply(x)
-
-
-def silu_and_mul_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """The gradient [tokens, 2 * N] of x, of x's dtype; ``grad`` [tokens, N] is the result's."""
-    gate, up = x.float().chunk(2, dim=-1)
-    grad = grad.float()
-    sigmoid = _SIGMOID[x.device.type](gate)
-    silu = gate * sigmoid
-    of_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
-    return torch.cat((of_gate, grad * silu), dim=-1).to(x.dtype)
 
 
 def _of_cpu(x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +30,6 @@ def _of_cuda(x: torch.Tensor) -> torch.Tensor:
 
 
 _SILU_AND_MUL = {"cpu": _of_cpu, "cuda": _of_cuda}
-_SIGMOID = {"cpu": partial(elementwise, "sigmoid"), "cuda": torch.sigmoid}
 
 
 class _SiluAndMul(torch.autograd.Function):

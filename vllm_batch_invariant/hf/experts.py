@@ -8,7 +8,8 @@ from ..ops import moe as moe_op
 from ..ops import reduce, softmax
 from ..ops.dispatch import module_for
 from ..ops.moe import MoeReduction
-from .activation import silu_and_mul, silu_and_mul_backward
+from ..ops.silu_backward import silu_and_mul_backward
+from .activation import silu_and_mul
 
 
 def experts(

@@ -17,9 +17,11 @@ MODULES = {
         "linear": ("cpu", "cuda", "npu"),
         "moe": ("cpu", "cuda"),
         "norm": ("cpu", "cuda", "npu"),
+        "norm_backward": ("cpu", "cuda"),
         "norm_rotary": ("cuda",),
         "ranking": ("cpu", "cuda"),
         "reduce": ("cpu", "cuda", "npu"),
+        "silu_backward": ("cpu", "cuda"),
         "softmax": ("cpu", "cuda", "npu"),
         "top_k_top_p": ("cpu", "cuda"),
     }.items()
