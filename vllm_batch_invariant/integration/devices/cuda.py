@@ -142,6 +142,7 @@ DEVICE = Cuda(
     attention_choices=("CUSTOM",),
     serving="Matmuls: K in ascending order, by cuBLASLt and Triton. Norms, softmax, sums: Triton, in a fixed order.",
     execution="Layers are not compiled; steps run in CUDA graphs.",
+    has_experts=True,
     has_exact_arithmetic=True,
     exact_serving="by Triton",
 )
