@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from tests.engine.engines import Result, check_of, only_in_the_core, run
+from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, Result, check_of, only_in_the_core, run
 from tests.engine.plans import GREEDY, SEEDED, alone_and_among, moved
 from tests.engine.test_models import GQA, SIZES, checkpoint
 from tests.faults.experts import FAULTS
@@ -78,7 +78,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
     ) -> Result:
         cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if "tensor_parallel_size" in others else {}
         path = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
-        settings = {"model": str(path)} | LIMITS | others
+        settings = {"model": str(path)} | LIMITS | OF_DEVICE | others
         return run(settings, alone_and_among(targets), flag, bisection=bisection, afterwards=afterwards, **cores)
 
     return engine
@@ -101,8 +101,7 @@ def bisected(start: Callable[..., Result], kept: Result) -> dict[str, Any]:
     """What is found without a fault and with some; on a GPU by an engine without CUDA graphs, which hide modules."""
     if not torch.cuda.is_available():
         return kept.bisected
-    eager = {"enforce_eager": True, "enable_prefix_caching": False}
-    return start("1", GREEDY[:1], bisection=("experts",), **eager).bisected
+    return start("1", GREEDY[:1], bisection=("experts",), enable_prefix_caching=False, **EAGER_ON_GPU).bisected
 
 
 def test_a_request_has_the_same_bits_alone_and_among_others(kept: Result) -> None:
@@ -136,12 +135,13 @@ def test_plain_vllm_fails_the_same_comparison(request: pytest.FixtureRequest, st
     assert moved(start("0", GREEDY, WIDE, enforce_eager=True, max_num_batched_tokens=512))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="several workers are refused on a GPU")
 @pytest.mark.parametrize("shared", ["by columns", "whole"])
 def test_workers_that_share_experts_keep_the_bits(
     request: pytest.FixtureRequest, start: Callable[..., Result], shared: str
 ) -> None:
     only_in_the_core(request)
+    if torch.cuda.is_available() and (shared == "whole" or torch.cuda.device_count() < 2):
+        pytest.skip("needs two GPUs, which share experts by columns alone")
     assert moved(start("1", tensor_parallel_size=2, enable_expert_parallel=shared == "whole")) == []
 
 
@@ -149,5 +149,5 @@ def test_workers_that_share_experts_keep_the_bits(
 def test_a_family_keeps_the_bits(request: pytest.FixtureRequest, family: str, tmp_path: Path) -> None:
     only_in_the_core(request)
     checkpoint(FAMILIES[family], torch.bfloat16).save_pretrained(tmp_path)
-    engine = {"model": str(tmp_path), "dtype": "bfloat16"} | LIMITS
+    engine = {"model": str(tmp_path), "dtype": "bfloat16"} | LIMITS | OF_DEVICE
     assert moved(run(engine, alone_and_among(), "1")) == []
