@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,11 +109,28 @@ def _atomic_kernel(combine: Any) -> Any:
 
 
 def _arrival_order_of_pairs(moe: Callable[..., None]) -> Callable[..., None]:
-    """The sum over experts in the order in which they are done: those with most tokens last."""
+    """Experts are added to the result, and rounded, when they are done: those with most tokens last."""
 
-    def by_load(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *of: Any) -> None:
+    def by_load(
+        x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: Any, down: Any, reduction: Any, *of: Any
+    ) -> None:
+        *biases, out = of
         order = ids.reshape(-1).bincount()[ids].argsort(dim=1, stable=True)
-        moe(x, weights.gather(1, order), ids.gather(1, order), *of)
+        weights, ids, acc = weights.gather(1, order), ids.gather(1, order), torch.zeros_like(out)
+        for place in range(ids.shape[1]):
+            one = slice(place, place + 1)
+            moe(
+                x,
+                weights[:, one].contiguous(),
+                ids[:, one].contiguous(),
+                gate_up,
+                down,
+                replace(reduction, top_k=1),
+                *biases,
+                out,
+            )
+            acc += out
+        out.copy_(acc)
 
     return by_load
 
