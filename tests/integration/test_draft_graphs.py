@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.test_cuda_graphs import HEADS, STEP, default_sizes, planners  # noqa: F401 - a fixture
+from tests.integration.test_cuda_graphs import HEADS, STEP, config_of, default_sizes, planners  # noqa: F401 - a fixture
 from vllm_batch_invariant.integration import draft_graphs, patch_points
+from vllm_batch_invariant.integration.attention import Metadata
 from vllm_batch_invariant.integration.cuda_graphs import most_tokens, put, sizes
 
 pytest.importorskip("vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator")
@@ -332,3 +333,53 @@ def test_drafts_by_graphs_that_see_a_key_less_are_others(
     monkeypatch.setattr(Cache, "run", short)
     ours, _ = drafts_of(drafter, True, scheduled)
     assert [one.tolist() for one in ours] != [one.tolist() for one in theirs]
+
+
+def test_graphs_are_captured_with_padding_alone(drafter: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    kind, modes, captured = patch_points.GRAPH_MANAGER.get(), patch_points.CUDAGRAPH_MODE.get(), []
+    worker = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    monkeypatch.setattr(patch_points.GRAPH_MANAGER.module(), "get_pp_group", lambda: worker)
+    monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda self: None)
+
+    def capture(manager: Any, create_forward_fn: Any, _: str) -> None:
+        for graph in manager._capture_descs[modes.FULL]:
+            for warmup in (True, False):
+                create_forward_fn(graph, warmup)(modes.NONE)
+            captured.append((graph.num_tokens, graph.num_reqs, graph.uniform_token_count))
+
+    monkeypatch.setattr(kind, "capture", capture)
+    self, builder = drafting(drafter, False, seed=3), SimpleNamespace(verify=())
+    model = self.vllm_config.model_config
+    self.vllm_config = config_of([1, 2, 4, 8, 16, 32], SLOTS, DRAFTS, None)
+    self.vllm_config.model_config = model
+    self.device, self.dp_size = torch.device("cpu"), 1
+    self.attn_groups = [[SimpleNamespace(metadata_builders=[builder])]]
+    self.init_cudagraph_manager(modes.NONE)
+    self.capture()
+    assert not captured
+    self.init_cudagraph_manager(modes.FULL)
+    keys = self._run_model.__self__.keys
+    before = keys.clone()
+    self.capture()
+    assert builder.verify == (2 + DRAFTS,)
+    assert torch.equal(keys, before)
+    assert captured == [
+        *((32, 9, None), (24, 9, None), (20, 4, 5), (16, 8, None), (10, 2, 5), (8, 4, None), (5, 1, 5)),
+        *((4, 2, None), (2, 1, None), (9, 9, 1), (8, 8, 1), (4, 4, 1), (2, 2, 1), (1, 1, 1)),
+    ]
+    assert self.planned == [(requests, tokens) for tokens, requests, _ in captured for _ in range(2)]
+
+
+def test_a_further_step_of_a_head_is_planned_by_what_its_graph_left_in_the_buffers() -> None:
+    """vLLM asks for it between the steps that one graph of an EAGLE head has."""
+    from vllm_batch_invariant.integration.attention_cuda import PlannedMetadataBuilder
+
+    planned = []
+    builder = PlannedMetadataBuilder.__new__(PlannedMetadataBuilder)
+    builder._planners = {8: SimpleNamespace(plan=lambda *of_step: planned.append(of_step))}
+    starts, lengths = torch.arange(4), torch.tensor([5, 6, 0])
+    builder.update_draft_decode_metadata(Metadata(3, starts, lengths, torch.zeros(3, 1)))
+    assert builder.supports_draft_decode_metadata_update
+    assert planned == [(starts, lengths, 3, 1)]
