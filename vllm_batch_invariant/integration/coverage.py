@@ -152,11 +152,11 @@ def _count(cores: str) -> int:
 
 def _beside_workers_on_gpus(config: Config) -> str | None:
     """What has not been run where several GPUs share a model."""
-    parallel, model = config.parallel_config, config.model_config
+    parallel = config.parallel_config
     workers, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     if workers * stages == 1:
         return None
-    version = patch_points.installed_version()
+    model, version = config.model_config, patch_points.installed_version()
     found = {
         "stages of several workers": workers > 1 < stages,
         "the first model runner": not config.use_v2_model_runner,
