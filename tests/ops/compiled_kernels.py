@@ -239,6 +239,8 @@ def experts(count: int, dtype: torch.dtype = torch.bfloat16, **fields: object) -
     weights, ids = moe.route(torch.zeros(count, 16, dtype=dtype), reduction, bias)
     gate_up, down = torch.zeros(16, 192, 200, dtype=dtype), torch.zeros(16, 200, 96, dtype=dtype)
     moe.moe(torch.zeros(count, 200, dtype=dtype), weights, ids, gate_up, down, reduction, *biases, None)
+    moe.group(ids.repeat(20, 1), 16, moe.layer_schedules(dtype, schedule.gpu(0))[-1])  # so many that others place them
+    moe._activated(torch.zeros(count, 192, dtype=dtype), "silu")  # only the certificate does
 
 
 def expert_variants() -> None:
