@@ -4,14 +4,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
+from unittest import mock
 
 import torch
 
-from benchmarks.moe_cases import Inputs, MoeLayer, Weights
+from benchmarks.moe_cases import Inputs, MoeLayer, Weights, ours
 from benchmarks.spread import Spread
 from vllm_batch_invariant.ops.common.graph_timer import GraphTimer
 from vllm_batch_invariant.ops.moe import cuda
-from vllm_batch_invariant.ops.moe.cuda import GroupedSchedule, LayerSchedule
+from vllm_batch_invariant.ops.moe.cuda import GroupedSchedule, LaunchSchedule, LayerSchedule
 
 GATE_UP = (
     *(GroupedSchedule(16, *rest) for rest in (
@@ -109,6 +110,13 @@ class Candidates:
         combining = [partial(cuda.combine, made, of, torch.empty_like(x[0])) for of, _ in routed]
         times = self.timer.time([routing, combining], 10.0, _REPLAYS)
         lines.append("  route {:.1f}, combine {:.1f}".format(*(Spread.of(one).p50 for one in times)))
+        layers = [partial(ours().call, layer, weights, one) for one in inputs]
+        for overlaps in (True, False):
+            with mock.patch.object(LaunchSchedule, "of", lambda _, how=LaunchSchedule(overlaps): how):
+                [times] = self.timer.time([layers], 50.0, _REPLAYS)
+            lines.append(
+                f"  layer as it is{'' if overlaps else ', launches do not overlap'} {Spread.of(times).p50:.1f}"
+            )
         return lines
 
     def _times(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import inf
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -151,6 +152,28 @@ _PLACING = WalkSchedule(256)
 
 
 @dataclass(frozen=True)
+class LaunchSchedule:
+    """How kernels follow one another.
+
+    Attributes:
+        overlaps: whether one is launched while the programs of the one before end, and waits for them itself.
+    """
+
+    overlaps: bool
+
+    @classmethod
+    def of(cls, gpu: Gpu) -> "LaunchSchedule":
+        """Programmatic dependent launch came with the tensor memory accelerator; the interpreter has none."""
+        return cls(gpu.has_tma and not triton.knobs.runtime.interpret)
+
+
+def _launched(device: torch.device) -> dict[str, Any]:
+    """What every launch on a device is given."""
+    overlaps = LaunchSchedule.of(of_linear.gpu(device.index)).overlaps
+    return {"OVERLAPS": overlaps, **({"launch_pdl": True} if overlaps else {})}
+
+
+@dataclass(frozen=True)
 class Groups:
     """Pairs grouped by expert, or for programs that do so themselves.
 
@@ -179,6 +202,7 @@ def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule) -> Groups:
     pairs, expert_of_block = torch.empty(num_blocks * block_m, **ints), torch.empty(num_blocks, **ints)
     stop = torch.empty(triton.next_power_of_2(experts), **ints)
     walk = _FEW if num_pairs <= _FEW.block else _SOME if num_pairs <= 2 * _SOME.block else _MANY
+    launched = _launched(ids.device)
     with on_device_of(ids):
         count_kernel[(1,)](
             ids,
@@ -192,12 +216,13 @@ def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule) -> Groups:
             BLOCK=walk.block,
             BLOCKS_AT_ONCE=walk.blocks_at_once,
             PLACES=walk.places,
+            **launched,
             num_warps=min(16, walk.block // 64),
             enable_fp_fusion=False,
         )
         if not walk.places:
             place_kernel[(triton.cdiv(num_pairs, _PLACING.block),)](
-                ids, stop, pairs, num_pairs, BLOCK=_PLACING.block, num_warps=4, enable_fp_fusion=False
+                ids, stop, pairs, num_pairs, BLOCK=_PLACING.block, **launched, num_warps=4, enable_fp_fusion=False
             )
     return Groups(num_blocks, pairs, stop, expert_of_block)
 
@@ -255,6 +280,7 @@ def grouped_gemm(
             BLOCK_K=schedule.block_k,
             SWAP_AB=schedule.swap_ab,
             PRECISION=reduction.precision,
+            **_launched(x.device),
             num_warps=schedule.num_warps,
             num_stages=schedule.num_stages,
             enable_fp_fusion=reduction.enable_fp_fusion,
@@ -303,6 +329,7 @@ def route(
                 PADDED_TOP_K=triton.next_power_of_2(top_k),
                 BLOCK=of_row.block,
                 NUM_WARPS=of_row.num_warps,
+                **_launched(logits.device),
                 num_warps=of_row.num_warps,
                 enable_fp_fusion=of_row.enable_fp_fusion,
             )
@@ -372,6 +399,7 @@ def combine(made: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> Non
             LENGTH=hidden,
             TOP_K=weights.shape[1],
             BLOCK=walk.block,
+            **_launched(out.device),
             num_warps=4,
             enable_fp_fusion=False,
         )

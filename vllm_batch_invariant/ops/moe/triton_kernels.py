@@ -20,6 +20,16 @@ _LOWEST = tl.constexpr(-(2**31))
 
 
 @triton.jit
+def _begin(OVERLAPS: tl.constexpr):
+    """With OVERLAPS the launch did not wait for the kernel before, whose results are there from here on; the next one
+    may be launched.
+    """
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def _order_of(scores):
     """int32 in the order of fp32 numbers, of which NaN is the highest and zeros are equal."""
     scores = tl.where(scores == 0.0, 0.0, scores)
@@ -44,10 +54,12 @@ def route_kernel(
     PADDED_TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_WARPS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """The TOP_K highest scores [num_experts] of a token, of equal ones the lowest expert first. ``logits`` has scores
     already unless they are a softmax, which is computed as :mod:`..softmax` does.
     """
+    _begin(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     experts, places = tl.arange(0, BLOCK), tl.arange(0, PADDED_TOP_K)
     mask = experts < num_experts
@@ -89,11 +101,12 @@ def _place_pairs(ids_ptr, next_ptr, pairs_ptr, first, num_pairs, BLOCK: tl.const
 def count_kernel(
     ids_ptr, next_ptr, expert_of_block_ptr, pairs_ptr, num_pairs, num_blocks,
     PADDED_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, BLOCKS_AT_ONCE: tl.constexpr,
-    PLACES: tl.constexpr,
+    PLACES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Where the first pair of each expert goes, and whose pairs are in each block; -1 for nobody's. With PLACES the
     pairs are placed, too.
     """
+    _begin(OVERLAPS)
     experts = tl.arange(0, PADDED_EXPERTS)
     counts = tl.zeros((PADDED_EXPERTS,), tl.int32)
     for start in range(0, num_pairs, BLOCK):
@@ -116,8 +129,9 @@ def count_kernel(
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def place_kernel(ids_ptr, next_ptr, pairs_ptr, num_pairs, BLOCK: tl.constexpr):
+def place_kernel(ids_ptr, next_ptr, pairs_ptr, num_pairs, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     """Places BLOCK pairs a program. Afterwards ``next`` is where the pairs of an expert end."""
+    _begin(OVERLAPS)
     _place_pairs(ids_ptr, next_ptr, pairs_ptr, tl.program_id(0) * BLOCK, num_pairs, BLOCK)
 
 
@@ -188,6 +202,7 @@ def grouped_gemm_kernel(
     BLOCK_K: tl.constexpr,
     SWAP_AB: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """x: [rows, K], weight: [experts, N, K], bias: [experts, N] or None, out: [pairs, N], all packed; the row of a pair
     is pair // PAIRS_OF_A_ROW.
@@ -196,6 +211,7 @@ def grouped_gemm_kernel(
     FEW_PAIRS ``pairs`` has each pair's expert, and a program looks for the pairs of its block. With BY_TMA ``weight``
     is a descriptor of [experts * N, K]: columns beyond N are another expert's, and are not written.
     """
+    _begin(OVERLAPS)
     tiles_n = tl.cdiv(N, BLOCK_N)
     block = tl.program_id(0) // tiles_n
     if FEW_PAIRS:
@@ -263,8 +279,12 @@ def silu_and_mul_kernel(hidden_ptr, out_ptr, LENGTH: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def combine_kernel(down_ptr, weights_ptr, out_ptr, LENGTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def combine_kernel(
+    down_ptr, weights_ptr, out_ptr,
+    LENGTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """down: [tokens, TOP_K, LENGTH] fp32, weights: [tokens, TOP_K] fp32, out: [tokens, LENGTH]."""
+    _begin(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < LENGTH
