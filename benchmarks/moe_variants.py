@@ -111,12 +111,10 @@ class Candidates:
         times = self.timer.time([routing, combining], 10.0, _REPLAYS)
         lines.append("  route {:.1f}, combine {:.1f}".format(*(Spread.of(one).p50 for one in times)))
         layers = [partial(ours().call, layer, weights, one) for one in inputs]
-        for overlaps in (True, False):
-            with mock.patch.object(LaunchSchedule, "of", lambda _, how=LaunchSchedule(overlaps): how):
+        for how, text in ((LaunchSchedule(True), ""), (LaunchSchedule(False), ", launches do not overlap")):
+            with mock.patch.object(LaunchSchedule, "of", partial(_always, how)):
                 [times] = self.timer.time([layers], 50.0, _REPLAYS)
-            lines.append(
-                f"  layer as it is{'' if overlaps else ', launches do not overlap'} {Spread.of(times).p50:.1f}"
-            )
+            lines.append(f"  layer as it is{text} {Spread.of(times).p50:.1f}")
         return lines
 
     def _times(
@@ -139,6 +137,10 @@ class Candidates:
     def _problem(self, line: str) -> None:
         self.problems += 1
         print(line, file=sys.stderr, flush=True)
+
+
+def _always(how: LaunchSchedule, _: object) -> LaunchSchedule:
+    return how
 
 
 def _short(tile: GroupedSchedule) -> str:
