@@ -239,10 +239,12 @@ def experts(count: int, dtype: torch.dtype = torch.bfloat16, **fields: object) -
     weights, ids = moe.route(torch.zeros(count, 16, dtype=dtype), reduction, bias)
     gate_up, down = torch.zeros(16, 192, 200, dtype=dtype), torch.zeros(16, 200, 96, dtype=dtype)
     moe.moe(torch.zeros(count, 200, dtype=dtype), weights, ids, gate_up, down, reduction, *biases, None)
+    moe.group(ids.repeat(20, 1), 16, moe.layer_schedules(dtype, schedule.gpu(0))[-1])  # so many that others place them
+    moe._activated(torch.zeros(count, 192, dtype=dtype), "silu")  # only the certificate does
 
 
 def expert_variants() -> None:
-    for count, dtype in itertools.product((1, 150, 300, 600), (*HALVES, torch.float32)):
+    for count, dtype in itertools.product((1, 20, 40, 100, 200, 600, 2000), (*HALVES, torch.float32)):
         launch_on(90, experts, count, dtype)
     launch_on(90, partial(experts, scale=2.5, scoring="sigmoid"), 1)
     launch_on(90, large_experts)
@@ -250,12 +252,15 @@ def expert_variants() -> None:
 
 def large_experts() -> None:
     """The products of layers of published models, by every tile."""
-    for schedule_, (n, k) in itertools.product(
-        moe._SCHEDULES[2], ((1536, 2048), (2048, 768), (5760, 2880), (2880, 2880))
-    ):
-        x, weight = torch.zeros(8, k, dtype=torch.bfloat16), torch.zeros(4, n, k, dtype=torch.bfloat16)
-        groups = moe.group(torch.zeros(8, 1, dtype=torch.int64), 4, schedule_.block_m)
-        moe.grouped_gemm(x, weight, None, groups, 8, torch.float32, schedule_)
+    schedules = moe.layer_schedules(torch.bfloat16, schedule.gpu(0))
+    for layer, (hidden, intermediate) in itertools.product(schedules, ((2048, 768), (2880, 2880))):
+        groups = moe.group(torch.zeros(8, 1, dtype=torch.int64), 4, layer)
+        x, a = (torch.zeros(8, size, dtype=torch.bfloat16) for size in (hidden, intermediate))
+        gate_up = torch.zeros(4, 2 * intermediate, hidden, dtype=torch.bfloat16)
+        down = torch.zeros(4, hidden, intermediate, dtype=torch.bfloat16)
+        moe.grouped_gemm(x, gate_up, None, groups, 8, torch.bfloat16, layer.gate_up, gated=True)
+        moe.grouped_gemm(x, gate_up, None, groups, 8, torch.bfloat16, layer.gate_up)
+        moe.grouped_gemm(a, down, None, groups, 8, torch.float32, layer.down)
 
 
 def narrow_gemms(dtypes: Sequence[torch.dtype], biases: Sequence[bool]) -> None:

@@ -4,17 +4,25 @@ multiplied by its expert's weights. Nothing waits for the host, so a step may be
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from math import inf
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import NotCovered
 from ..common.triton_rows import on_device_of
+from ..linear import schedule as of_linear
 from ..linear import triton_gemm
 from ..linear.cancelling import cancelling
+from ..linear.problem import ALIGNMENT, LARGEST_SIDE
 from ..linear.reduction import LinearReduction
+from ..linear.schedule import Gpu
 from ..softmax import softmax
+from ..softmax.reduction import LONGEST_WHOLE, SoftmaxReduction
 from .reduction import MoeReduction
 from .routes import route_by
 from .triton_kernels import (
@@ -37,10 +45,11 @@ class GroupedSchedule:
 
     Attributes:
         block_m: pairs of one expert.
-        block_n: rows of the weight.
+        block_n: columns of the result; where gate and up are activated in the tile, of each.
         block_k: elements of K in one step of the loop.
         num_warps: of a program.
         num_stages: of the loop.
+        by_tma: whether the tensor memory accelerator reads the weights, where it can.
     """
 
     block_m: int
@@ -48,18 +57,73 @@ class GroupedSchedule:
     block_k: int
     num_warps: int
     num_stages: int
+    by_tma: bool = True
+
+    @property
+    def swap_ab(self) -> bool:
+        """Whether a tile is computed transposed: the tensor core's long side takes columns where pairs are few."""
+        return self.block_m < 64
 
 
-_SCHEDULES = {
+@dataclass(frozen=True)
+class LayerSchedule:
+    """How a layer's two products are cut into tiles; no bits follow it.
+
+    Attributes:
+        gate_up: of the first product.
+        down: of the second, with as many pairs.
+        few_pairs: for no more pairs than this, a power of two; every program looks for those of its block. 0: a kernel
+            groups them first.
+        most: pairs of an expert, on average, up to which it serves.
+    """
+
+    gate_up: GroupedSchedule
+    down: GroupedSchedule
+    few_pairs: int = 0
+    most: float = inf
+
+    def __post_init__(self) -> None:
+        if self.gate_up.block_m != self.down.block_m:
+            raise ValueError("both products have the same blocks of pairs")
+
+    def serves(self, pairs: int, experts: int) -> bool:
+        """Whether it is for so many pairs."""
+        return pairs <= self.few_pairs if self.few_pairs else pairs <= self.most * experts
+
+
+_HOPPER = (
+    LayerSchedule(GroupedSchedule(16, 32, 128, 4, 5), GroupedSchedule(16, 64, 128, 4, 5), few_pairs=16),
+    LayerSchedule(GroupedSchedule(16, 64, 128, 4, 3), GroupedSchedule(16, 64, 128, 4, 5), few_pairs=64),
+    LayerSchedule(GroupedSchedule(16, 64, 128, 4, 3), GroupedSchedule(16, 128, 128, 4, 3), most=9),
+    LayerSchedule(GroupedSchedule(32, 64, 128, 4, 2), GroupedSchedule(32, 128, 128, 4, 2), most=22),
+    LayerSchedule(GroupedSchedule(64, 64, 64, 4, 4), GroupedSchedule(64, 128, 64, 4, 4), most=45),
+    LayerSchedule(GroupedSchedule(128, 128, 64, 8, 4), GroupedSchedule(128, 128, 64, 8, 3)),
+)
+_OTHERS = {
     2: (
-        GroupedSchedule(16, 64, 128, 4, 4),
-        GroupedSchedule(32, 128, 64, 4, 4),
-        GroupedSchedule(64, 128, 64, 4, 4),
-        GroupedSchedule(128, 128, 64, 8, 3),
+        LayerSchedule(GroupedSchedule(16, 64, 64, 4, 4), GroupedSchedule(16, 64, 128, 4, 4), most=9),
+        LayerSchedule(GroupedSchedule(32, 64, 64, 4, 4), GroupedSchedule(32, 128, 64, 4, 4), most=22),
+        LayerSchedule(GroupedSchedule(64, 64, 64, 4, 4), GroupedSchedule(64, 128, 64, 4, 4), most=45),
+        LayerSchedule(GroupedSchedule(128, 64, 64, 8, 3), GroupedSchedule(128, 128, 64, 8, 3)),
     ),
-    4: (GroupedSchedule(16, 32, 32, 4, 2), GroupedSchedule(64, 64, 32, 8, 2)),
+    4: (
+        LayerSchedule(*2 * (GroupedSchedule(16, 32, 32, 4, 2),), few_pairs=64),
+        LayerSchedule(*2 * (GroupedSchedule(16, 32, 32, 4, 2),), most=16),
+        LayerSchedule(GroupedSchedule(64, 32, 32, 8, 2), GroupedSchedule(64, 64, 32, 8, 2)),
+    ),
 }
-"""By bytes of an element, of ascending size."""
+"""By bytes of an element. The first that serves is taken."""
+
+
+@cache
+def layer_schedules(dtype: torch.dtype, gpu: Gpu) -> tuple[LayerSchedule, ...]:
+    """Those that may serve on a GPU."""
+    return _HOPPER if gpu.has_wgmma and dtype.itemsize == 2 else _OTHERS[dtype.itemsize]
+
+
+def layer_schedule(pairs: int, experts: int, dtype: torch.dtype, gpu: Gpu) -> LayerSchedule:
+    """The schedule for so many pairs."""
+    return next(one for one in layer_schedules(dtype, gpu) if one.serves(pairs, experts))
 
 
 @dataclass(frozen=True)
@@ -69,10 +133,12 @@ class WalkSchedule:
     Attributes:
         block: pairs, or elements of a row, at a time.
         blocks_at_once: blocks of pairs whose expert is looked for at a time.
+        places: whether the program that counts pairs places them, too.
     """
 
     block: int
     blocks_at_once: int = 64
+    places: bool = False
 
     @classmethod
     def of(cls, length: int) -> "WalkSchedule":
@@ -80,55 +146,85 @@ class WalkSchedule:
         return cls(min(1024, triton.next_power_of_2(length)))
 
 
-_COUNTING, _PLACING = WalkSchedule(1024), WalkSchedule(256)
+_FEW, _SOME, _MANY = WalkSchedule(512, places=True), WalkSchedule(2048, places=True), WalkSchedule(4096)
+"""Of grouping, for up to as many pairs as the block, up to twice as many, and more."""
+_PLACING = WalkSchedule(256)
 
 
-def grouped_schedule(pairs: int, experts: int, dtype: torch.dtype) -> GroupedSchedule:
-    """The tile for so many pairs: the smallest that would hold an expert's share of them, if all had the same."""
-    schedules = _SCHEDULES[dtype.itemsize]
-    return next((one for one in schedules if one.block_m * experts >= pairs), schedules[-1])
+@dataclass(frozen=True)
+class LaunchSchedule:
+    """How kernels follow one another.
+
+    Attributes:
+        overlaps: whether one is launched while the programs of the one before end, and waits for them itself.
+    """
+
+    overlaps: bool
+
+    @classmethod
+    def of(cls, gpu: Gpu) -> "LaunchSchedule":
+        """Programmatic dependent launch came with the tensor memory accelerator; the interpreter has none."""
+        return cls(gpu.has_tma and not triton.knobs.runtime.interpret)
+
+
+def _launched(device: torch.device) -> dict[str, Any]:
+    """What every launch on a device is given."""
+    overlaps = LaunchSchedule.of(of_linear.gpu(device.index)).overlaps
+    return {"OVERLAPS": overlaps, **({"launch_pdl": True} if overlaps else {})}
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Pairs grouped by expert.
+    """Pairs grouped by expert, or for programs that do so themselves.
 
     Attributes:
-        pairs: [blocks * block_m] int32, -1 where there is none.
-        expert_of_block: [blocks] int32, -1 for a block without pairs.
+        num_blocks: of pairs. It follows the shape of ids alone: some may be without pairs.
+        pairs: [num_blocks * block_m] int32; or, ungrouped, the expert of each pair.
+        stop: [experts or more] int32, where the pairs of each expert end, or None.
+        expert_of_block: [num_blocks] int32, -1 for a block without pairs; or None.
+        few_pairs: of the schedule.
     """
 
+    num_blocks: int
     pairs: torch.Tensor
-    expert_of_block: torch.Tensor
+    stop: torch.Tensor | None = None
+    expert_of_block: torch.Tensor | None = None
+    few_pairs: int = 0
 
 
-def group(ids: torch.Tensor, experts: int, block_m: int) -> Groups:
-    """Group the pairs of ids [tokens, top_k] into blocks of one expert each. Their number follows the shape alone: some
-    may be without pairs.
-    """
-    num_pairs = ids.numel()
+def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule) -> Groups:
+    """Group the pairs of ids [tokens, top_k], packed, into blocks of one expert each."""
+    num_pairs, block_m = ids.numel(), schedule.gate_up.block_m
+    if schedule.few_pairs:
+        return Groups(num_pairs, ids, few_pairs=schedule.few_pairs)
     num_blocks = min(num_pairs, experts) + num_pairs // block_m
     ints = {"dtype": torch.int32, "device": ids.device}
-    pairs, expert_of_block = torch.full((num_blocks * block_m,), -1, **ints), torch.empty(num_blocks, **ints)
-    following = torch.empty(triton.next_power_of_2(experts), **ints)
+    pairs, expert_of_block = torch.empty(num_blocks * block_m, **ints), torch.empty(num_blocks, **ints)
+    stop = torch.empty(triton.next_power_of_2(experts), **ints)
+    walk = _FEW if num_pairs <= _FEW.block else _SOME if num_pairs <= 2 * _SOME.block else _MANY
+    launched = _launched(ids.device)
     with on_device_of(ids):
         count_kernel[(1,)](
             ids,
-            following,
+            stop,
             expert_of_block,
+            pairs,
             num_pairs,
             num_blocks,
-            PADDED_EXPERTS=len(following),
+            PADDED_EXPERTS=len(stop),
             BLOCK_M=block_m,
-            BLOCK=_COUNTING.block,
-            BLOCKS_AT_ONCE=_COUNTING.blocks_at_once,
-            num_warps=8,
+            BLOCK=walk.block,
+            BLOCKS_AT_ONCE=walk.blocks_at_once,
+            PLACES=walk.places,
+            **launched,
+            num_warps=min(16, walk.block // 64),
             enable_fp_fusion=False,
         )
-        place_kernel[(triton.cdiv(num_pairs, _PLACING.block),)](
-            ids, following, pairs, num_pairs, BLOCK=_PLACING.block, num_warps=4, enable_fp_fusion=False
-        )
-    return Groups(pairs, expert_of_block)
+        if not walk.places:
+            place_kernel[(triton.cdiv(num_pairs, _PLACING.block),)](
+                ids, stop, pairs, num_pairs, BLOCK=_PLACING.block, **launched, num_warps=4, enable_fp_fusion=False
+            )
+    return Groups(num_blocks, pairs, stop, expert_of_block)
 
 
 def grouped_gemm(
@@ -139,38 +235,52 @@ def grouped_gemm(
     pairs: int,
     dtype: torch.dtype,
     schedule: GroupedSchedule,
+    *,
+    gated: bool = False,
 ) -> torch.Tensor:
     """Each pair's row of x times its expert's weight: [pairs, N].
 
     Args:
         x: [rows, K], packed; a row has pairs // rows pairs, one after the other.
-        weight: [experts, N, K], packed.
-        bias: [experts, N], or None.
+        weight: [experts, N, K], packed; of [experts, 2 * N, K] if ``gated``.
+        bias: [experts, N] or [experts, 2 * N], or None.
         groups: of the schedule's ``block_m``.
         pairs: how many there are.
         dtype: of the result.
         schedule: decides the speed.
+        gated: whether the result is ``silu(gate) * up`` of the weight's halves, each rounded as if it were written.
     """
-    _, n, k = weight.shape
-    reduction = LinearReduction.of_device("cuda", n, k, x.dtype)
+    experts, rows, k = weight.shape
+    n = rows // 2 if gated else rows
+    reduction = LinearReduction.of_device("cuda", rows, k, x.dtype)
     out = torch.empty(pairs, n, dtype=dtype, device=x.device)
+    by_tma = schedule.by_tma and _supports_tma(weight)
+    if by_tma:
+        weight = TensorDescriptor(weight, [experts * rows, k], [k, 1], [schedule.block_n, schedule.block_k])
     with on_device_of(x):
-        grouped_gemm_kernel[(len(groups.expert_of_block) * triton.cdiv(n, schedule.block_n),)](
+        grouped_gemm_kernel[(groups.num_blocks * triton.cdiv(n, schedule.block_n),)](
             x,
             weight,
             bias,
             out,
             groups.pairs,
+            groups.stop,
             groups.expert_of_block,
+            pairs,
             n,
             k,
             PAIRS_OF_A_ROW=pairs // len(x),
+            GATED=gated,
             HAS_BIAS=bias is not None,
             EVEN_K=k % schedule.block_k == 0,
+            FEW_PAIRS=groups.few_pairs,
+            BY_TMA=by_tma,
             BLOCK_M=schedule.block_m,
             BLOCK_N=schedule.block_n,
             BLOCK_K=schedule.block_k,
+            SWAP_AB=schedule.swap_ab,
             PRECISION=reduction.precision,
+            **_launched(x.device),
             num_warps=schedule.num_warps,
             num_stages=schedule.num_stages,
             enable_fp_fusion=reduction.enable_fp_fusion,
@@ -178,34 +288,50 @@ def grouped_gemm(
     return out
 
 
+def _supports_tma(weight: torch.Tensor) -> bool:
+    experts, rows, k = weight.shape
+    return (
+        weight.itemsize == 2
+        and k * weight.itemsize % ALIGNMENT == 0
+        and weight.data_ptr() % ALIGNMENT == 0
+        and experts * rows <= LARGEST_SIDE
+        and of_linear.gpu(weight.device.index).has_tma
+    )
+
+
 def route(
     logits: torch.Tensor, reduction: MoeReduction, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the operation's package."""
-    logits = logits.to(reduction.accumulate)
-    scores = softmax(logits) if reduction.scoring == "softmax" else torch.sigmoid(logits)
-    if reduction.groups > 1:
-        return route_by(scores, reduction, bias)
-    tokens, (top_k, experts) = len(scores), (reduction.top_k, reduction.num_experts)
-    weights = torch.empty(tokens, top_k, dtype=scores.dtype, device=scores.device)
-    ids = torch.empty(tokens, top_k, dtype=torch.int64, device=scores.device)
+    tokens, (top_k, experts), wide = len(logits), (reduction.top_k, reduction.num_experts), reduction.accumulate
+    scored = reduction.scoring != "softmax"
+    if scored:
+        logits = torch.sigmoid(logits.to(wide))
+    if reduction.groups > 1 or experts > LONGEST_WHOLE:
+        return route_by(logits if scored else softmax(logits.to(wide)), reduction, bias)
+    weights = torch.empty(tokens, top_k, dtype=wide, device=logits.device)
+    ids = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
+    of_row = SoftmaxReduction.of_device("cuda", experts, wide)
     if tokens:
-        with on_device_of(scores):
+        with on_device_of(logits):
             route_kernel[(tokens,)](
-                scores.contiguous(),
-                None if bias is None else bias.to(scores.dtype).contiguous(),
+                logits.contiguous(),
+                None if bias is None else bias.to(wide).contiguous(),
                 weights,
                 ids,
                 experts,
                 reduction.scale,
+                SCORING=reduction.scoring,
                 HAS_BIAS=bias is not None,
                 RENORMALISE=reduction.renormalise,
                 HAS_SCALE=reduction.scale != 1,
                 TOP_K=top_k,
                 PADDED_TOP_K=triton.next_power_of_2(top_k),
-                PADDED_EXPERTS=triton.next_power_of_2(experts),
-                num_warps=1,
-                enable_fp_fusion=False,
+                BLOCK=of_row.block,
+                NUM_WARPS=of_row.num_warps,
+                **_launched(logits.device),
+                num_warps=of_row.num_warps,
+                enable_fp_fusion=of_row.enable_fp_fusion,
             )
     return weights, ids
 
@@ -250,21 +376,30 @@ def _moe(
     down_bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    (count, hidden, _), pairs = down.shape, ids.numel()
-    schedule = grouped_schedule(pairs, count, x.dtype)
-    groups = group(ids, count, schedule.block_m)
-    projected = grouped_gemm(x, gate_up, gate_up_bias, groups, pairs, x.dtype, schedule)
-    activated = _activated(projected, reduction.activation)
-    made = grouped_gemm(activated, down, down_bias, groups, pairs, reduction.accumulate, schedule)
+    experts, pairs = len(down), ids.numel()
+    schedule = layer_schedule(pairs, experts, x.dtype, of_linear.gpu(x.device.index))
+    groups = group(ids, experts, schedule)
+    gated = reduction.activation == "silu"
+    activated = grouped_gemm(x, gate_up, gate_up_bias, groups, pairs, x.dtype, schedule.gate_up, gated=gated)
+    if not gated:
+        activated = _activated(activated, reduction.activation)
+    made = grouped_gemm(activated, down, down_bias, groups, pairs, reduction.accumulate, schedule.down)
+    combine(made, weights, out)
+
+
+def combine(made: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the weighted sums ``out`` [tokens, hidden] of what pairs have ``made`` [tokens * top_k, hidden]."""
+    tokens, hidden = out.shape
     walk = WalkSchedule.of(hidden)
-    with on_device_of(x):
-        combine_kernel[(len(x), triton.cdiv(hidden, walk.block))](
+    with on_device_of(out):
+        combine_kernel[(tokens, triton.cdiv(hidden, walk.block))](
             made,
             weights,
             out,
             LENGTH=hidden,
-            TOP_K=reduction.top_k,
+            TOP_K=weights.shape[1],
             BLOCK=walk.block,
+            **_launched(out.device),
             num_warps=4,
             enable_fp_fusion=False,
         )
@@ -295,7 +430,8 @@ def _activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def certify(n: int, k: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Compare every tile with the dense product of the same rows, of operands whose sums cancel.
+    """Compare every tile with the dense product of the same rows, of operands whose sums cancel: that of the first
+    product with and without the activation, that of the second in fp32.
 
     Args:
         n: rows of an expert's weight, of which some are enough.
@@ -310,31 +446,45 @@ def certify(n: int, k: int, dtype: torch.dtype, device: torch.device) -> int:
         NotCovered: a tile has other bits.
     """
     compared, n = 0, min(n, 512)
-    for number, schedule in enumerate(_SCHEDULES[dtype.itemsize]):
+    for number, schedule in enumerate(layer_schedules(dtype, of_linear.gpu(device.index))):
         for rows, ids, x, weight in _certificate_cases(schedule, n, k, dtype, device):
-            groups = group(ids, len(weight), schedule.block_m)
-            for out in (dtype, torch.float32):
-                found = grouped_gemm(x, weight, None, groups, ids.numel(), out, schedule)
-                for expert, of_expert in enumerate(weight):
+            groups = group(ids, len(weight), schedule)
+            for tile, out, gated in (
+                (schedule.gate_up, dtype, False),
+                (schedule.gate_up, dtype, True),
+                (schedule.down, torch.float32, False),
+            ):
+                used = weight[:, : n - n % 2].contiguous() if gated else weight
+                found = grouped_gemm(x, used, None, groups, ids.numel(), out, tile, gated=gated)
+                for expert, of_expert in enumerate(used):
                     pairs = (ids.flatten() == expert).nonzero().squeeze(1)
+                    if not len(pairs):
+                        continue
                     dense = triton_gemm.accumulate(x[pairs // ids.shape[1]], of_expert.t()).to(out)
+                    dense = _activated(dense, "silu") if gated else dense
                     if not torch.equal(found[pairs], dense):
                         raise NotCovered(
                             f"experts of {k} inputs in {dtype} on {torch.cuda.get_device_name(device)}",
-                            f"tile {number} of {rows} rows has other bits than a dense layer",
+                            f"schedule {number} ({tile}{', gated' * gated}) of {rows} rows has other bits than a dense "
+                            "layer",
                             "serve a dense model, or serve on a CPU",
                         )
                     compared += dense.numel()
     return compared
 
 
+_CERTIFICATE_SCALE = 64
+"""Of the certificate's operands: what is left of their sums is large enough that fp16 has its products, too."""
+
+
 def _certificate_cases(
-    schedule: GroupedSchedule, n: int, k: int, dtype: torch.dtype, device: torch.device
+    schedule: LayerSchedule, n: int, k: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(rows, ids, x, weight) of few and many tokens of three experts, of which one has none."""
-    for rows in (1, schedule.block_m + 3):
+    most = schedule.gate_up.block_m + 3
+    for rows in (1, min(most, schedule.few_pairs // 2) if schedule.few_pairs else most):
         x, weight = cancelling(rows, 2 * n, k - k % 2, dtype, device, seed=rows)
-        x, weight = (F.pad(one, (0, k % 2)) for one in (x, weight))
-        ids = torch.tensor([[0, 2], [2, 0]], device=device).repeat(-(-rows // 2), 1)[:rows]
+        x, weight = (F.pad(_CERTIFICATE_SCALE * one, (0, k % 2)) for one in (x, weight))
+        ids = torch.tensor([[0, 2], [2, 0]], device=device).repeat(-(-rows // 2), 1)[:rows].contiguous()
         weight = torch.stack((weight[:n], weight[:n], weight[n:]))
         yield rows, ids, x, weight

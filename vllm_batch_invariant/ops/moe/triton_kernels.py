@@ -6,14 +6,27 @@
     y[t] = round(((0 + g[t, 0] d[t, 0]) + g[t, 1] d[t, 1]) + ...)
 
 Pairs are grouped by expert into blocks of BLOCK_M. Where a pair lies follows the other tokens; what is computed of it
-is a row of its own, one accumulator an element that adds K upwards, as in :mod:`..linear.triton_kernels`.
+is a row of its own, one accumulator an element that adds K upwards, as in :mod:`..linear.triton_kernels`. A tile of the
+first product has the same columns of gate and up, so that h stays in registers.
 """
 
 import triton
 import triton.language as tl
 
+from ..common.triton_rows import row_sum
+
 _LOWEST = tl.constexpr(-(2**31))
 """Below the order of every score."""
+
+
+@triton.jit
+def _begin(OVERLAPS: tl.constexpr):
+    """With OVERLAPS the launch did not wait for the kernel before, whose results are there from here on; the next one
+    may be launched.
+    """
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -27,30 +40,41 @@ def _order_of(scores):
 
 @triton.jit
 def route_kernel(
-    scores_ptr,
+    logits_ptr,
     bias_ptr,
     weights_ptr,
     ids_ptr,
     num_experts,
     scale,
+    SCORING: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     RENORMALISE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     TOP_K: tl.constexpr,
     PADDED_TOP_K: tl.constexpr,
-    PADDED_EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    """The TOP_K highest scores [num_experts] of a token, of equal ones the lowest expert first."""
+    """The TOP_K highest scores [num_experts] of a token, of equal ones the lowest expert first. ``logits`` has scores
+    already unless they are a softmax, which is computed as :mod:`..softmax` does.
+    """
+    _begin(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
-    experts, places = tl.arange(0, PADDED_EXPERTS), tl.arange(0, PADDED_TOP_K)
+    experts, places = tl.arange(0, BLOCK), tl.arange(0, PADDED_TOP_K)
     mask = experts < num_experts
-    scores = tl.load(scores_ptr + token * num_experts + experts, mask=mask, other=0.0)  # [PADDED_EXPERTS]
+    x = tl.load(logits_ptr + token * num_experts + experts, mask=mask, other=-float("inf")).to(tl.float32)  # [BLOCK]
+    if SCORING == "softmax":
+        p = tl.exp(x - tl.max(x))
+        scores = p / row_sum(p, 32 * NUM_WARPS)
+    else:
+        scores = x
     compared = scores + tl.load(bias_ptr + experts, mask=mask, other=0.0) if HAS_BIAS else scores
     order = tl.where(mask, _order_of(compared), _LOWEST)
     chosen, ids = tl.zeros((PADDED_TOP_K,), tl.float32), tl.zeros((PADDED_TOP_K,), tl.int64)
     total = 0.0
     for place in tl.static_range(TOP_K):
-        expert = tl.min(tl.where(order == tl.max(order, 0), experts, PADDED_EXPERTS), 0)
+        expert = tl.min(tl.where(order == tl.max(order, 0), experts, BLOCK), 0)
         order = tl.where(experts == expert, _LOWEST, order)
         score = tl.sum(tl.where(experts == expert, scores, 0.0), 0)
         total += score
@@ -63,12 +87,26 @@ def route_kernel(
     tl.store(ids_ptr + token * TOP_K + places, ids, mask=places < TOP_K)
 
 
+@triton.jit
+def _place_pairs(ids_ptr, next_ptr, pairs_ptr, first, num_pairs, BLOCK: tl.constexpr):
+    """Writes pairs from ``first`` on into blocks of their experts; in what order decides nothing."""
+    pair = first + tl.arange(0, BLOCK)
+    mask = pair < num_pairs
+    expert = tl.load(ids_ptr + pair, mask=mask, other=0)
+    place = tl.atomic_add(next_ptr + expert, 1, mask=mask)
+    tl.store(pairs_ptr + place, pair, mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def count_kernel(
-    ids_ptr, next_ptr, expert_of_block_ptr, num_pairs, num_blocks,
+    ids_ptr, next_ptr, expert_of_block_ptr, pairs_ptr, num_pairs, num_blocks,
     PADDED_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, BLOCKS_AT_ONCE: tl.constexpr,
+    PLACES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Where the first pair of each expert goes, and whose pairs are in each block; -1 for nobody's."""
+    """Where the first pair of each expert goes, and whose pairs are in each block; -1 for nobody's. With PLACES the
+    pairs are placed, too.
+    """
+    _begin(OVERLAPS)
     experts = tl.arange(0, PADDED_EXPERTS)
     counts = tl.zeros((PADDED_EXPERTS,), tl.int32)
     for start in range(0, num_pairs, BLOCK):
@@ -84,90 +122,169 @@ def count_kernel(
         expert = tl.sum((stop[None, :] <= block[:, None]).to(tl.int32), 1)
         expert = tl.where(expert < PADDED_EXPERTS, expert, -1)
         tl.store(expert_of_block_ptr + block, expert, mask=block < num_blocks)
+    if PLACES:
+        tl.debug_barrier()  # other threads have written where an expert's pairs go
+        for start in range(0, num_pairs, BLOCK):
+            _place_pairs(ids_ptr, next_ptr, pairs_ptr, start, num_pairs, BLOCK)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def place_kernel(ids_ptr, next_ptr, pairs_ptr, num_pairs, BLOCK: tl.constexpr):
-    """Writes each pair into a block of its expert. Those of one expert come in any order: it decides no bits."""
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = pair < num_pairs
-    expert = tl.load(ids_ptr + pair, mask=mask, other=0)
-    place = tl.atomic_add(next_ptr + expert, 1, mask=mask)
-    tl.store(pairs_ptr + place, pair, mask=mask)
+def place_kernel(ids_ptr, next_ptr, pairs_ptr, num_pairs, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    """Places BLOCK pairs a program. Afterwards ``next`` is where the pairs of an expert end."""
+    _begin(OVERLAPS)
+    _place_pairs(ids_ptr, next_ptr, pairs_ptr, tl.program_id(0) * BLOCK, num_pairs, BLOCK)
 
 
 @triton.jit
+def _pairs_of_few(ids_ptr, block, num_pairs, FEW_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The expert of pair number ``block``, and the pairs [BLOCK_M] that begin with it: every BLOCK_M-th of an expert's
+    pairs begins a block. -1 where there is none.
+    """
+    offs = tl.arange(0, FEW_PAIRS)
+    expert = tl.load(ids_ptr + block).to(tl.int32)
+    same = (tl.load(ids_ptr + offs, mask=offs < num_pairs, other=-1).to(tl.int32) == expert).to(tl.int32)
+    rank = tl.cumsum(same, 0) - 1  # [FEW_PAIRS]
+    first = tl.sum(tl.where(offs < block, same, 0), 0)
+    ranks = first + tl.arange(0, BLOCK_M)
+    found = (rank[None, :] == ranks[:, None]) & (same[None, :] > 0)  # [BLOCK_M, FEW_PAIRS]
+    pairs = tl.max(tl.where(found, offs[None, :], -1), 1)
+    return tl.where(first % BLOCK_M == 0, expert, -1), pairs
+
+
+@triton.jit
+def _round(x, DTYPE: tl.constexpr):
+    """x as DTYPE has it, in fp32."""
+    return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _silu_and_mul(gate, up, DTYPE: tl.constexpr):
+    """Of fp32 that DTYPE has, too; SiLU is rounded to it before it is multiplied."""
+    return (_round(gate / (1.0 + tl.exp(-gate)), DTYPE) * up).to(DTYPE)
+
+
+@triton.jit
+def _dot(x, weight, acc, SWAP_AB: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + x @ weight.T, or its transpose: x [BLOCK_M, BLOCK_K], weight [BLOCK_N, BLOCK_K]."""
+    if SWAP_AB:
+        acc = tl.dot(weight, x.T, acc, input_precision=PRECISION)
+    else:
+        acc = tl.dot(x, weight.T, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _add_bias(acc, bias_ptr, offs_n, mask_n, SWAP_AB: tl.constexpr):
+    bias = tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)  # [BLOCK_N]
+    return acc + (bias[:, None] if SWAP_AB else bias[None, :])
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
 def grouped_gemm_kernel(
     x_ptr,
-    weight_ptr,
+    weight,
     bias_ptr,
     out_ptr,
     pairs_ptr,
+    next_ptr,
     expert_of_block_ptr,
+    num_pairs,
     N,
     K,
     PAIRS_OF_A_ROW: tl.constexpr,
+    GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
+    FEW_PAIRS: tl.constexpr,
+    BY_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SWAP_AB: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """x: [rows, K], weight: [experts, N, K], bias: [experts, N] or None, out: [pairs, N], all packed; the row of a pair
-    is pair // PAIRS_OF_A_ROW. A block of few pairs is computed transposed: the tensor core's long side takes N.
+    is pair // PAIRS_OF_A_ROW.
+
+    With GATED weight and bias have 2 N rows, those of the gate and those of up, and out is silu(gate) * up. With
+    FEW_PAIRS ``pairs`` has each pair's expert, and a program looks for the pairs of its block. With BY_TMA ``weight``
+    is a descriptor of [experts * N, K]: columns beyond N are another expert's, and are not written.
     """
-    SWAP_AB: tl.constexpr = BLOCK_M < 64
+    _begin(OVERLAPS)
     tiles_n = tl.cdiv(N, BLOCK_N)
     block = tl.program_id(0) // tiles_n
-    expert = tl.load(expert_of_block_ptr + block).to(tl.int64)
-    if expert < 0:
-        return
-    pairs = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)  # [BLOCK_M]
-    offs_n = (tl.program_id(0) % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if FEW_PAIRS:
+        expert, pairs = _pairs_of_few(pairs_ptr, block, num_pairs, FEW_PAIRS, BLOCK_M)
+        if expert < 0:
+            return
+        mask_m = pairs >= 0
+    else:
+        expert = tl.load(expert_of_block_ptr + block)
+        if expert < 0:
+            return
+        slots = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask_m = slots < tl.load(next_ptr + expert)
+        pairs = tl.load(pairs_ptr + slots, mask=mask_m, other=0)  # [BLOCK_M]
+    expert = expert.to(tl.int64)
+    pairs = tl.where(mask_m, pairs, 0).to(tl.int64)
+    first_n = (tl.program_id(0) % tiles_n) * BLOCK_N
+    offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
-    mask_m, mask_n = pairs >= 0, offs_n < N
-    rows = tl.where(mask_m, pairs, 0) // PAIRS_OF_A_ROW
-    x_ptrs = x_ptr + rows[:, None] * K + offs_k[None, :]
-    weight_ptrs = weight_ptr + expert * N * K + offs_n[:, None].to(tl.int64) * K + offs_k[None, :]
+    mask_n = offs_n < N
+    first = expert * (2 * N if GATED else N)  # of the expert's rows of the weight
+    x_ptrs = x_ptr + (pairs // PAIRS_OF_A_ROW)[:, None] * K + offs_k[None, :]
+    row = (first + first_n).to(tl.int32)
+    offs_weight = (first + offs_n)[:, None] * K + offs_k[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), tl.float32)
+    up = acc
     for start_k in range(0, K, BLOCK_K):
         if EVEN_K:
             x_mask, weight_mask = mask_m[:, None], mask_n[:, None]
         else:
             mask_k = offs_k[None, :] < K - start_k
             x_mask, weight_mask = mask_m[:, None] & mask_k, mask_n[:, None] & mask_k
-        x = tl.load(x_ptrs, mask=x_mask, other=0.0)  # [BLOCK_M, BLOCK_K]
-        weight = tl.load(weight_ptrs, mask=weight_mask, other=0.0)  # [BLOCK_N, BLOCK_K]
-        if SWAP_AB:
-            acc = tl.dot(weight, x.T, acc, input_precision=PRECISION)
+        x = tl.load(x_ptrs + start_k, mask=x_mask, other=0.0)  # [BLOCK_M, BLOCK_K]
+        if BY_TMA:
+            tile = weight.load([row, start_k])  # [BLOCK_N, BLOCK_K]
         else:
-            acc = tl.dot(x, weight.T, acc, input_precision=PRECISION)
-        x_ptrs += BLOCK_K
-        weight_ptrs += BLOCK_K
+            tile = tl.load(weight + offs_weight + start_k, mask=weight_mask, other=0.0)
+        acc = _dot(x, tile, acc, SWAP_AB, PRECISION)
+        if GATED:
+            if BY_TMA:
+                tile = weight.load([row + N, start_k])
+            else:
+                tile = tl.load(weight + offs_weight + (N * K + start_k), mask=weight_mask, other=0.0)
+            up = _dot(x, tile, up, SWAP_AB, PRECISION)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
     if HAS_BIAS:
-        bias = tl.load(bias_ptr + expert * N + offs_n, mask=mask_n, other=0.0).to(tl.float32)  # [BLOCK_N]
-        acc += bias[:, None] if SWAP_AB else bias[None, :]
-    out = (acc.T if SWAP_AB else acc).to(out_ptr.dtype.element_ty)
+        acc = _add_bias(acc, bias_ptr + first, offs_n, mask_n, SWAP_AB)
+        if GATED:
+            up = _add_bias(up, bias_ptr + first + N, offs_n, mask_n, SWAP_AB)
+    out = _silu_and_mul(_round(acc, dtype), _round(up, dtype), dtype) if GATED else acc.to(dtype)
+    if SWAP_AB:
+        out = out.T
     tl.store(out_ptr + pairs[:, None] * N + offs_n[None, :], out, mask=mask_m[:, None] & mask_n[None, :])
 
 
 @triton.jit
 def silu_and_mul_kernel(hidden_ptr, out_ptr, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
-    """hidden: [pairs, 2 * LENGTH], gate first; out: [pairs, LENGTH]. SiLU is rounded before it is multiplied."""
+    """hidden: [pairs, 2 * LENGTH], gate first; out: [pairs, LENGTH]."""
     pair = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < LENGTH
     gate = tl.load(hidden_ptr + pair * 2 * LENGTH + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(hidden_ptr + pair * 2 * LENGTH + LENGTH + offs, mask=mask, other=0.0).to(tl.float32)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out_ptr + pair * LENGTH + offs, (silu * up).to(dtype), mask=mask)
+    tl.store(out_ptr + pair * LENGTH + offs, _silu_and_mul(gate, up, out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def combine_kernel(down_ptr, weights_ptr, out_ptr, LENGTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def combine_kernel(
+    down_ptr, weights_ptr, out_ptr,
+    LENGTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """down: [tokens, TOP_K, LENGTH] fp32, weights: [tokens, TOP_K] fp32, out: [tokens, LENGTH]."""
+    _begin(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < LENGTH

@@ -1,0 +1,186 @@
+"""Benchmark of mixtures of experts on a GPU, from logits to output: `python -m benchmarks.moe`. Bits, then time."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks import moe_cases
+from benchmarks.moe_cases import LAYERS, TOKENS, Inputs, MoeLayer, Provider, Weights
+from benchmarks.moe_variants import Candidates
+from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, update
+from benchmarks.spread import Spread
+from vllm_batch_invariant.ops.common.graph_timer import GraphTimer, copies_beyond_cache
+
+_REPLAYS = 9
+_FEWEST_INPUTS, _MOST_INPUTS = 4, 16
+_FEW_TOKENS = 64
+"""Up to so many, several batches take turns: each chooses other experts."""
+_EXPECTED_BYTES_A_MICROSECOND = 3e6
+_LAUNCHES_MICROSECONDS = 20.0
+
+
+@dataclass
+class Sweep:
+    """A run over layers, and what it found."""
+
+    providers: Sequence[Provider]
+    """``stock`` first, if it is there: the others are compared with it."""
+    tokens: Sequence[int]
+    timer: GraphTimer
+    setting: Setting
+    cache: int
+    """Bytes of the L2 cache."""
+    device: str = "cuda"
+    candidates: Candidates | None = None
+    """Which times candidate schedules instead."""
+    measurements: list[Measurement] = field(default_factory=list)
+    problems: int = 0
+    """Bits that differ and calls that failed."""
+
+    def measure(self, layer: MoeLayer) -> None:
+        """Check and time every provider with every number of tokens."""
+        weights = Weights.random(layer, self.device)
+        most = Inputs.random(layer, max(self.tokens), 0, self.device)
+        bits = {} if self.candidates else self._bits(layer, weights, most)
+        for tokens in self.tokens:
+            case = _case(layer, tokens)
+            inputs = self._batches(layer, most.first(tokens))
+            if self.candidates:
+                print(case, *self.candidates.best(layer, weights, inputs), sep="\n", flush=True)
+            else:
+                self._time(layer, case, weights, inputs, bits)
+
+    def _batches(self, layer: MoeLayer, first: Inputs) -> list[Inputs]:
+        """Batches whose experts together are more than the cache holds."""
+        count, work = len(first.x), first.work(layer)
+        if count > _FEW_TOKENS:
+            return [first]
+        batches = min(max(_FEWEST_INPUTS, copies_beyond_cache(work.moved_bytes, self.cache)), _MOST_INPUTS)
+        return [first, *(Inputs.random(layer, count, seed, self.device) for seed in range(1, batches))]
+
+    def _bits(self, layer: MoeLayer, weights: Weights, most: Inputs) -> dict[tuple[str, str], Bits]:
+        """(provider, case): whether the case's tokens, all and the last alone, have the bits they have among most."""
+        found: dict[tuple[str, str], Bits] = {}
+        for provider in self.providers:
+            whole = provider.call(layer, weights, most) if provider.promises_bits else None
+            for tokens in self.tokens:
+                case = _case(layer, tokens)
+                if whole is None:
+                    found[provider.name, case] = "-"
+                    continue
+                last = Inputs(most.x[tokens - 1 : tokens], most.logits[tokens - 1 : tokens])
+                right = torch.equal(provider.call(layer, weights, most.first(tokens)), whole[:tokens])
+                right = right and torch.equal(provider.call(layer, weights, last), whole[tokens - 1 : tokens])
+                if not right:
+                    self._problem(f"BITS DIFFER: {provider.name} {case}")
+                found[provider.name, case] = "equal" if right else "differ"
+        return found
+
+    def _time(
+        self, layer: MoeLayer, case: str, weights: Weights, inputs: list[Inputs], bits: dict[tuple[str, str], Bits]
+    ) -> None:
+        work = [one.work(layer).moved_bytes for one in inputs]
+        moved = sum(work) / len(work)
+        ways = [[partial(one.call, layer, weights, batch) for batch in inputs] for one in self.providers]
+        expected = moved / _EXPECTED_BYTES_A_MICROSECOND + _LAUNCHES_MICROSECONDS
+        try:
+            samples = self.timer.time(ways, expected, _REPLAYS)
+        except Exception as error:
+            self._problem(f"FAILED: {case}: {type(error).__name__}: {error}")
+            return
+        spreads = {one.name: Spread.of(times) for one, times in zip(self.providers, samples, strict=True)}
+        print(case)
+        for provider in self.providers:
+            spread, stock = spreads[provider.name], spreads.get("stock")
+            verdict = bits[provider.name, case]
+            found = {("time", "us"): spread, ("bandwidth", "GB/s"): spread.rate(moved / 1e3)}
+            for (metric, unit), value in found.items():
+                ratio = None
+                if stock is not None:
+                    ratio = spread.p50 / stock.p50 if metric == "time" else stock.p50 / spread.p50
+                self.measurements.append(
+                    Measurement(
+                        "moe", provider.name, case, metric, unit, **asdict(value), ratio=ratio, bits=verdict,
+                        **asdict(self.setting),
+                    )
+                )  # fmt: skip
+            values = "  ".join(f"{value.p50:8.5g} {unit}" for (_, unit), value in found.items())
+            compared = f"{spread.p50 / stock.p50:6.3f} of stock" if stock else ""
+            about = provider.about(layer, weights, len(inputs[0].x))
+            print(f"  {provider.name:8}{values}  {compared}  {verdict}  {about}", flush=True)
+
+    def _problem(self, line: str) -> None:
+        self.problems += 1
+        print(line, file=sys.stderr, flush=True)
+
+
+def _case(layer: MoeLayer, tokens: int) -> str:
+    sizes = {"E": layer.experts, "top": layer.top_k, "H": layer.hidden, "I": layer.intermediate}
+    return case_text(layer=layer.name, M=tokens, **sizes, dtype=str(layer.dtype).removeprefix("torch."))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.moe",
+        description="Check the bits of layers of experts, a token alone and among others, then time them from the "
+        "router's logits to the output against vLLM's. Exit status: 0 all well, 1 bits differ or a call failed, 2 "
+        "nothing was measured.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, default=DATA / "moe.csv", help="CSV file to bring up to date")
+    parser.add_argument("--layers", nargs="+", metavar="NAME", help="only layers whose name contains one of these")
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, metavar="M", help="numbers of tokens")
+    parser.add_argument("--variants", action="store_true", help="time candidate schedules instead, and print the best")
+    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no new layer after this long")
+    options = parser.parse_args(arguments)
+    options.layers = [
+        one for one in LAYERS if not options.layers or any(part in one.name for part in options.layers)
+    ]  # fmt: skip
+    if not options.layers or min(options.tokens) < 1:
+        parser.error("no such layer, or no token")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    started, options = time.monotonic(), _parse(arguments)
+    if not torch.cuda.is_available():
+        print("the benchmark of mixtures of experts needs an NVIDIA GPU", file=sys.stderr)
+        return 2
+    timer, providers = GraphTimer(), [moe_cases.ours()]
+    if not options.variants:
+        try:
+            providers = [moe_cases.stock(), *providers]
+        except ImportError as error:
+            print(f"stock is left out: {error}", file=sys.stderr)
+    sweep = Sweep(
+        providers=providers,
+        tokens=sorted(set(options.tokens)),
+        timer=timer,
+        setting=Setting.here(),
+        cache=torch.cuda.get_device_properties().L2_cache_size,
+        candidates=Candidates(timer) if options.variants else None,
+    )
+    print(f"{sweep.setting.gpu}, {sweep.setting.versions}", flush=True)
+    for layer in options.layers:
+        if time.monotonic() - started > options.limit_seconds:
+            break
+        sweep.measure(layer)
+        torch.cuda.empty_cache()
+        if sweep.measurements:
+            update(options.out, sweep.measurements)  # what is measured is kept if the run is interrupted
+        print(f"{time.monotonic() - started:.0f} s", flush=True)
+    problems = sweep.problems + (sweep.candidates.problems if sweep.candidates else 0)
+    if problems:
+        print(f"{problems} problems, see the lines BITS DIFFER and FAILED above", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

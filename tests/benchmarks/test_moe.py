@@ -1,0 +1,106 @@
+"""What the benchmark of mixtures of experts makes of providers that keep their promise, break it, or fail."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks import moe, moe_variants
+from benchmarks.moe import Sweep
+from benchmarks.moe_cases import LAYERS, TOKENS, Inputs, MoeLayer, Provider, Weights
+from benchmarks.record import Setting
+from vllm_batch_invariant.ops.moe import reference, route
+
+LAYER = MoeLayer("small", 6, 2, 32, 16)
+CACHE = 1 << 14
+
+
+class SteadyTimer:
+    """Calls everything once; every way takes the next of 1, 2, 3, ... microseconds."""
+
+    def time(
+        self, ways: Sequence[Sequence[Callable[[], object]]], expected_microseconds: float, replays: int
+    ) -> list[list[float]]:
+        for calls in ways:
+            for call in calls:
+                call()
+        return [[way + 0.5, way + 1, way + 1.5] for way in range(len(ways))]
+
+
+def exact(layer: MoeLayer, weights: Weights, inputs: Inputs) -> torch.Tensor:
+    chosen = route(inputs.logits, layer.reduction)
+    return reference.moe(inputs.x, *chosen, weights.gate_up, weights.down, layer.reduction).bfloat16()
+
+
+def varying(layer: MoeLayer, weights: Weights, inputs: Inputs) -> torch.Tensor:
+    return exact(layer, weights, inputs) + (len(inputs.x) == 3)
+
+
+def sweep(call: Callable[[MoeLayer, Weights, Inputs], torch.Tensor]) -> Sweep:
+    run = Sweep(
+        providers=(Provider("stock", exact, promises_bits=False), Provider("ours", call, promises_bits=True)),
+        tokens=(1, 3, 5),
+        timer=SteadyTimer(),
+        setting=Setting("none", "torch=0", "2026-01-31"),
+        cache=CACHE,
+        device="cpu",
+    )
+    run.measure(LAYER)
+    return run
+
+
+def test_every_case_has_a_time_and_a_bandwidth_beside_stock() -> None:
+    run = sweep(exact)
+    assert run.problems == 0
+    times = [row for row in run.measurements if row.metric == "time"]
+    assert [(row.provider, row.keys["M"], row.bits) for row in times] == [
+        (provider, tokens, bits) for tokens in "135" for provider, bits in (("stock", "-"), ("ours", "equal"))
+    ]
+    assert {row.ratio for row in times if row.provider == "ours"} == {2.0}
+    assert {row.ratio for row in run.measurements if row.metric == "bandwidth" and row.provider == "ours"} == {0.5}
+
+
+def test_bits_that_follow_the_batch_are_loud(capsys: pytest.CaptureFixture[str]) -> None:
+    run = sweep(varying)
+    assert run.problems == 1
+    assert {row.keys["M"] for row in run.measurements if row.bits == "differ"} == {"3"}
+    assert "BITS DIFFER: ours layer=small M=3" in capsys.readouterr().err
+
+
+def test_the_work_is_that_of_the_experts_that_are_chosen() -> None:
+    logits = torch.zeros(2, LAYER.experts)
+    logits[0, :2], logits[1, 1:3] = 1, 1
+    work = Inputs(torch.zeros(2, LAYER.hidden, dtype=torch.bfloat16), logits).work(LAYER)
+    assert work.moved_bytes == 3 * LAYER.expert_bytes + 2 * 2 * 32 * 2
+    assert work.operations == 4 * 2 * 3 * 32 * 16
+
+
+def test_batches_together_are_more_than_the_cache_holds() -> None:
+    run = sweep(exact)
+    first = Inputs.random(LAYER, 1, 0, "cpu")
+    batches = run._batches(LAYER, first)
+    assert sum(one.work(LAYER).moved_bytes for one in batches) > CACHE
+    assert len(run._batches(LAYER, Inputs.random(LAYER, 100, 0, "cpu"))) == 1
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
+def test_every_case_has_candidates_for_both_products(layer: MoeLayer) -> None:
+    for tokens in TOKENS:
+        tried = moe_variants.blocks_tried(tokens * layer.top_k, layer.experts)
+        assert tried
+        for size in tried:
+            for tiles in (moe_variants.GATE_UP, moe_variants.DOWN):
+                assert any(tile.block_m == size for tile in tiles)
+
+
+def test_without_a_gpu_nothing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert moe.main(["--out", str(tmp_path / "moe.csv")]) == 2
+    assert "needs an NVIDIA GPU" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        moe.main(["--layers", "no such"])
