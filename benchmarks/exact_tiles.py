@@ -19,8 +19,8 @@ from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES, HopperSche
 
 SHAPES = {"qkv": (6144, 4096, 1), "gate_up": (24_576, 4096, 1), "o": (4096, 4096, 8), "down": (4096, 12_288, 8)}
 """(N, K, segments)"""
-TIMED = (1, 8, 16, 64, 256, 1024, 4096)
-COMPARED = (1, 8, 16, 64, 100, 256, 1000, 4096)
+TIMED = (1, 8, 16, 32, 64, 256, 1024, 4096)
+COMPARED = (1, 8, 16, 32, 64, 100, 256, 1000, 4096)
 CANDIDATES = tuple(
     dict.fromkeys(
         (

@@ -104,15 +104,6 @@ def _marks(problem, offs_m, part):
 
 
 @gluon.jit
-def _marks_of_all(problem, offs_m):
-    """The same of all segments together."""
-    marks = _marks(problem, offs_m, 0)
-    for part in gl.static_range(1, problem.PARTS):
-        marks = marks | _marks(problem, offs_m, part)
-    return marks
-
-
-@gluon.jit
 def _is_marked(problem, some, step):
     """Whether a step of K has third digits, of the marks of a tile's rows together."""
     return (some >> (step * _STEP_K // problem.mark_step)) & 1 != 0
@@ -128,8 +119,8 @@ def _copy_partition(x_desc, third_desc, w_desc, problem, ring):
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
     for tile in range(gl.program_id(0), problem.tiles_m * problem.tiles_n, gl.num_programs(0)):
         first_m, first_n = _first_of(problem, tile)
-        of_all = _marks_of_all(problem, first_m + in_tile_m)
         for part in range(problem.PARTS):
+            marks = _marks(problem, first_m + in_tile_m, part)  # on its way while the copies start
             for step in range(steps):
                 first_k = part * problem.length + step * _STEP_K
                 mbarrier.wait(ring.empty_bar.index(stage), phase)
@@ -141,8 +132,8 @@ def _copy_partition(x_desc, third_desc, w_desc, problem, ring):
                     x_smem = ring.x_smem.index(stage * 2 + plane)
                     copy_block(x_desc, [plane * problem.M + first_m, first_k], full, x_smem)
                 stage, phase = _next_stage(stage, phase, ring.NUM_STAGES)
-            if gl.reduce(of_all, 0, _or) != 0:
-                some = gl.reduce(_marks(problem, first_m + in_tile_m, part), 0, _or)
+            some = gl.reduce(marks, 0, _or)
+            if some != 0:
                 for plane in gl.static_range(2):
                     for step in range(steps):
                         if _is_marked(problem, some, step):
@@ -251,11 +242,11 @@ def _multiply_partition(
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     for tile in range(gl.program_id(0), problem.tiles_m * problem.tiles_n, gl.num_programs(0)):
         first_m, first_n = _first_of(problem, tile)
-        some_of_all = gl.reduce(_marks_of_all(problem, first_m + gl.arange(0, BLOCK_M, rows)), 0, _or)
         if PARTS > 1 and IN_REGISTERS:  # a segment's, the sum of two and of four; written before they are read
             ones = gl.full([ring.LONG_SIDE, BLOCK_M], 0.0, gl.float32, LAYOUT)
             twos, fours = ones, ones
         for part in range(PARTS):
+            marks = _marks(problem, first_m + gl.arange(0, BLOCK_M, rows), part)
             hi, mid, lo, stage, phase = _two_digits(ring, stage, phase, steps, LAYOUT, BLOCK_M)
             w_scale_ptrs = w_scale_ptr + first_n.to(gl.int64) * PARTS + in_tile_n * PARTS + part
             w_scale = gl.load(w_scale_ptrs, mask=in_tile_n < problem.N - first_n, other=0.0)
@@ -264,8 +255,8 @@ def _multiply_partition(
             low = lo + ((mid & 255) << 8)
             high = hi + (mid >> 8) + (low >> 16)
             low = low & 0xFFFF
-            if some_of_all != 0:
-                some = gl.reduce(_marks(problem, first_m + gl.arange(0, BLOCK_M, rows), part), 0, _or)
+            some = gl.reduce(marks, 0, _or)
+            if some != 0:
                 third, stage, phase = _third_digit(problem, ring, some, stage, phase, steps, LAYOUT)
                 high += third
             one = (high >> 8).to(gl.float32) * 16777216.0 + (((high & 255) << 16) | low).to(gl.float32)
