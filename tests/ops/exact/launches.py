@@ -10,6 +10,7 @@ from vllm_batch_invariant.ops.attention.params import PagedAttention
 from vllm_batch_invariant.ops.attention.plan import AttentionShape
 from vllm_batch_invariant.ops.exact import cuda
 from vllm_batch_invariant.ops.exact.definition import segments
+from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES
 
 MODEL = Heads(8, 2, 128, torch.bfloat16)
 
@@ -30,6 +31,16 @@ def products(count: int, shared: bool = True, bias: bool = True, int8: bool = Tr
     parts = weight.scale.shape[1]
     rows = cuda.quantize(zeros(count, 512), parts, activations=True)
     cuda.product(rows, weight, zeros(96) if bias else None, replace(cuda.linear_schedule(count, parts), int8=int8))
+
+
+def hopper_products(count: int, shared: bool = True, bias: bool = True) -> None:
+    """Of so many rows, by every tile of wgmma's; nothing for other GPUs."""
+    if torch.cuda.get_device_capability(0)[0] != 9:
+        return
+    weight = cuda.prepare(zeros(200, 1024), segments(1024, shared))
+    held = cuda.quantize(zeros(count, 1024), weight.scale.shape[1], activations=True)
+    for schedule in HOPPER_SCHEDULES:
+        cuda.product(held, weight, zeros(200) if bias else None, schedule)
 
 
 def rows(count: int) -> None:
@@ -71,6 +82,7 @@ def batch(count: int) -> None:
     """Everything that a batch of so many tokens launches."""
     grids(count)
     products(count)
+    hopper_products(count)
     rows(count)
     vocabulary(count)
     attention(1, min(count, 8))
@@ -86,6 +98,7 @@ KINDS: dict[str, Callable[[], object]] = {
 """One variant of every kernel."""
 MORE_KINDS: dict[str, Callable[[], object]] = {
     "products of some rows": lambda: products(64),
+    "products by wgmma": lambda: [hopper_products(200, shared, shared) for shared in (True, False)],
     "products in one segment": lambda: [products(count, False, False) for count in (3, 64, 600)],
     "products in fp16": lambda: [products(count, shared, int8=False) for count in (3, 600) for shared in (True, False)],
     "prefill": lambda: (attention(200), attention(200, 8)),

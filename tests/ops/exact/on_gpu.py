@@ -12,7 +12,8 @@ import torch
 
 from tests.ops.exact.cases import rows_of_all_kinds
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
-from vllm_batch_invariant.ops.exact import cpu, cuda, definition, known_answers
+from vllm_batch_invariant.ops.exact import cpu, cuda, definition, known_answers, sm90_linear
+from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES
 from vllm_batch_invariant.verify.check.operations import Chunk, Heads, Request, paged
 
 Found = tuple[str, torch.Tensor, torch.Tensor]
@@ -78,6 +79,9 @@ def products(n: int, k: int, shared: bool) -> Iterator[Found]:
         yield f"{m} rows in {parts} segments", cuda.linear(whole[:m].to(GPU), on_gpu, bias.to(GPU)), right[:m]
     yield "without a bias", cuda.linear(whole[:33].to(GPU), on_gpu), cpu.linear(whole[:33], on_cpu)
     rows = cuda.quantize(whole[:65].to(GPU), parts, activations=True)
+    for tile in HOPPER_SCHEDULES if sm90_linear.covers(k, parts) else ():
+        found = cuda.product(rows, on_gpu, bias.to(GPU), tile)
+        yield f"by {tile}", found, right[:65]
     for schedule in cuda.linear_schedules(parts):
         for int8 in (True, False)[: 1 + (k <= 1024)]:
             found = cuda.product(rows, on_gpu, bias.to(GPU), replace(schedule, int8=int8))

@@ -3,6 +3,7 @@ integer arithmetic define.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -18,8 +19,9 @@ from ..common.rows import normalise_dims, rows_back
 from ..common.triton_rows import ALIGNMENT, aligned, aligned_rows, on_device_of
 from ..top_k_top_p.cuda import top_k_top_p as top_k_top_p_of_floats
 from . import triton_kernels
-from .definition import KEY_TILE, LOG2_E, SPLITS, THREE_DIGITS, TWO_DIGITS, segments
+from .definition import KEY_TILE, LOG2_E, MEAN_BITS, SPLITS, THREE_DIGITS, TWO_DIGITS, segments
 from .limits import LEAVE_IT, check_k, check_whole_rows
+from .schedule import HOPPER_SCHEDULES, HopperSchedule, hopper_schedule
 from .triton_attention import exact_attention_kernel
 from .triton_linear import linear_kernel
 
@@ -56,7 +58,7 @@ class QuantizeSchedule:
 
 @dataclass(frozen=True)
 class LinearSchedule:
-    """A tile of a product.
+    """A tile of a product in Triton.
 
     Attributes:
         block_m: rows of x.
@@ -86,9 +88,23 @@ def linear_schedules(parts: int) -> tuple[LinearSchedule, ...]:
 
 
 def linear_schedule(m: int, parts: int) -> LinearSchedule:
-    """The tile for so many rows of x."""
+    """The tile in Triton for so many rows of x."""
     schedules = linear_schedules(parts)
     return schedules[0] if m <= 32 else schedules[1] if m <= 512 else schedules[-1]
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _by_wgmma(device: torch.device, k: int, parts: int) -> bool:
+    """Whether such products on a device are :mod:`.sm90_linear`'s."""
+    if not _is_hopper(device):
+        return False
+    from .sm90_linear import covers  # Gluon is of no use elsewhere
+
+    return covers(k, parts)
 
 
 @dataclass(frozen=True)
@@ -149,7 +165,7 @@ class Activations:
 
     Attributes:
         digits: [2, M, K] int8, x1 and x0.
-        third: [M, K] int8, x2; defined for the elements of a mark. None where two digits are all.
+        third: [M, K] int8, x2. None where two digits are all.
         marks: [M, segments] int64, bit b for an x2 among the elements b * mark_step and on of the segment; or None.
         scale: [M, segments] fp32.
     """
@@ -210,12 +226,16 @@ def prepare(weight: torch.Tensor, parts: int = 1) -> ExactWeight:
 
 def linear(x: torch.Tensor, weight: ExactWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x @ weight.T + bias as :func:`.definition.linear`: [..., K] bf16 to [..., N] bf16; bias [N] bf16."""
-    (_, n, _), parts = weight.digits.shape, weight.scale.shape[1]
+    (_, n, k), parts = weight.digits.shape, weight.scale.shape[1]
     rows = quantize(_packed_rows(x), parts, activations=True)
-    return product(rows, weight, bias, linear_schedule(len(rows.scale), parts)).view(*x.shape[:-1], n)
+    m = len(rows.scale)
+    schedule = hopper_schedule(m, n, parts) if _by_wgmma(x.device, k, parts) else linear_schedule(m, parts)
+    return product(rows, weight, bias, schedule).view(*x.shape[:-1], n)
 
 
-def product(x: Activations, weight: ExactWeight, bias: torch.Tensor | None, schedule: LinearSchedule) -> torch.Tensor:
+def product(
+    x: Activations, weight: ExactWeight, bias: torch.Tensor | None, schedule: LinearSchedule | HopperSchedule
+) -> torch.Tensor:
     """:func:`linear` of activations on their grids, [M, N] bf16.
 
     Raises:
@@ -227,7 +247,15 @@ def product(x: Activations, weight: ExactWeight, bias: torch.Tensor | None, sche
             f"rows of {x.digits.shape[2]} in {parts} segments do not fit a weight of {k} in {weight.scale.shape[1]}"
         )
     out = torch.empty(m, n, dtype=torch.bfloat16, device=x.digits.device)
-    if out.numel():
+    bias, mark_step = None if bias is None else aligned(bias), QuantizeSchedule.of(k // parts).mark_step
+    if out.numel() and isinstance(schedule, HopperSchedule):
+        from .sm90_linear import linear_sm90
+
+        with on_device_of(out):
+            linear_sm90(
+                x.digits, x.third, x.marks, x.scale, weight.digits, weight.scale, bias, out, mark_step, schedule
+            )
+    elif out.numel():
         with on_device_of(out):
             linear_kernel[(-(-m // schedule.block_m) * -(-n // schedule.block_n),)](
                 x.digits,
@@ -236,7 +264,7 @@ def product(x: Activations, weight: ExactWeight, bias: torch.Tensor | None, sche
                 x.scale,
                 weight.digits,
                 weight.scale,
-                None if bias is None else aligned(bias),
+                bias,
                 out,
                 m,
                 n,
@@ -245,7 +273,7 @@ def product(x: Activations, weight: ExactWeight, bias: torch.Tensor | None, sche
                 LENGTH=k // parts,
                 HAS_BIAS=bias is not None,
                 EVEN_K=k // parts % schedule.block_k == 0,
-                MARK_STEP=QuantizeSchedule.of(k // parts).mark_step,
+                MARK_STEP=mark_step,
                 INT8=schedule.int8,
                 BLOCK_M=schedule.block_m,
                 BLOCK_N=schedule.block_n,
@@ -629,12 +657,17 @@ def certify(n: int, k: int, shared: bool, device: torch.device, int8: bool = Tru
     x, w = _certificate_rows(k // parts)
     right = torch.from_numpy(x @ w.T).to(torch.float32).to(torch.bfloat16)
     columns = torch.arange(n, device="cpu") % len(w)
-    for number, schedule in enumerate(linear_schedules(parts)):
+    tiles = linear_schedules(parts)
+    if int8 and _by_wgmma(device, k, parts):
+        tiles = HOPPER_SCHEDULES
+    for number, schedule in enumerate(tiles):
         rows = torch.arange(schedule.block_m + len(x), device="cpu") % len(x)
         part = number % parts  # the other segments are 0
         held = _held(x, rows, part, parts, device), _held(w, columns, part, parts, device)
         weight = ExactWeight(held[1].digits, held[1].scale)
-        found = product(held[0], weight, None, replace(schedule, int8=int8))
+        if isinstance(schedule, LinearSchedule):
+            schedule = replace(schedule, int8=int8)
+        found = product(held[0], weight, None, schedule)
         if not torch.equal(found, right[rows][:, columns].to(device)):
             raise ArithmeticError(f"products of {k} elements in {schedule} are not exact on {device}")
         compared += found.numel()
@@ -642,10 +675,14 @@ def certify(n: int, k: int, shared: bool, device: torch.device, int8: bool = Tru
 
 
 def _certificate_rows(length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Integers of activations and of weights, [rows, length] each."""
+    """Integers of activations and of weights, [rows, length] each. A row with third digits has few large elements: the
+    definition leaves it no larger mean magnitude.
+    """
     draw, half = np.random.default_rng(length), length // 2
     signs = np.where(np.arange(length) % 2 == 0, 1, -1)
-    two, three = np.full(length, TWO_DIGITS), np.full(length, THREE_DIGITS)
+    two, three = np.full(length, TWO_DIGITS), np.zeros(length, np.int64)
+    count = max(1, (length << (MEAN_BITS + 1)) // THREE_DIGITS)
+    three[np.linspace(0, length - 1, count).astype(np.int64)] = THREE_DIGITS
     x, w = [two, -two, signs * two, three, -three, signs * three], [two, -two, signs * two]
     rest = np.zeros(length - 2 * half, np.int64)
 
@@ -654,7 +691,9 @@ def _certificate_rows(length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]
         return draw.integers(120, 128, (digits, half)).T @ (256 ** np.arange(digits))
 
     for place in range(3):
-        a = large(max(2, place + 1))
+        a = large(2 if place < 2 else 1)
+        if place == 2:
+            a[half // 3] += 125 * 256**2
         a[half // 2] = 3 * 256**place
         x.append(np.concatenate((a, a[::-1], rest)))
     for place in range(2):

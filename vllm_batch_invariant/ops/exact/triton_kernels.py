@@ -73,7 +73,7 @@ def quantize_kernel(
     Args:
         x_ptr: [rows, PARTS * LENGTH], rows ``stride_row`` apart.
         digits_ptr: int8 [2, rows, PARTS * LENGTH], x1 and x0.
-        third_ptr: int8 [rows, PARTS * LENGTH], x2; written only for the elements of a mark.
+        third_ptr: int8 [rows, PARTS * LENGTH], x2.
         marks_ptr: int64 [rows, PARTS]: bit b is set where one of the elements b * MARK_STEP to (b + 1) * MARK_STEP - 1
             has an x2.
         scale_ptr: fp32 [rows, PARTS].
@@ -107,8 +107,7 @@ def quantize_kernel(
             some = tl.max(tl.reshape((x2 != 0).to(tl.int64), (BLOCK // MARK_STEP, MARK_STEP)), 1)
             bit = start // MARK_STEP + tl.arange(0, BLOCK // MARK_STEP)
             marks |= tl.sum(some << bit)
-            marked = tl.reshape(tl.broadcast_to(some[:, None], (BLOCK // MARK_STEP, MARK_STEP)), (BLOCK,)) != 0
-            tl.store(third_ptr + out + start + offs, x2.to(tl.int8), mask=mask & marked)
+            tl.store(third_ptr + out + start + offs, x2.to(tl.int8), mask=mask)
         else:
             x1 = rest
         tl.store(digits_ptr + out + start + offs, x1.to(tl.int8), mask=mask)

@@ -92,7 +92,7 @@ def linear_kernel(
 
     Args:
         x_ptr: int8 [2, M, K], x1 and x0.
-        third_ptr: int8 [M, K], x2; defined for the elements of a mark.
+        third_ptr: int8 [M, K], x2.
         marks_ptr: int64 [M, PARTS], as in :func:`.triton_kernels.quantize_kernel`.
         x_scale_ptr: fp32 [M, PARTS].
         w_ptr: int8 [2, N, K], w1 and w0.
