@@ -29,8 +29,10 @@ PROBLEM = {
     },
     "moe": {"PADDED_EXPERTS", "PADDED_TOP_K", "HAS_BIAS", "HAS_SCALE", "EVEN_K", "PAIRS_OF_A_ROW", "LENGTH"},
     "norm": {"VARIANCE_SIZE", "HAS_RESIDUAL", "HAS_WEIGHT"},
+    "norm_backward": {"HAS_RESIDUAL", "HAS_GRAD_OF_SUM"},
     "norm_rotary": {"NUM_HEADS", "NUM_KV_HEADS"},
     "reduce": {"DIVIDE"},
+    "silu_backward": {"LENGTH"},
     "softmax": {"LOG"},
     "top_k_top_p": {"WEIGH", "EXACT"},
 }
