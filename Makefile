@@ -6,7 +6,7 @@ SAMPLES ?= 1000
 RUN = $(VENV)/bin/python -m
 CHECKPOINT = .cache/demo-model
 
-.PHONY: demo on-policy test lint install clean site test-site test-npu test-patch-points test-versions test-triton test-npu-fake-cann
+.PHONY: demo on-policy test test-engines test-others test-interpreted lint install clean site test-site test-npu test-patch-points test-versions test-triton test-npu-fake-cann
 install: $(VENV)/installed-$(DEVICE)
 
 $(VENV)/installed-%: pyproject.toml requirements/overrides-cpu.txt scripts/install.sh
@@ -34,17 +34,25 @@ lint: install
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 
-# Kernels for NVIDIA GPUs run in Triton's interpreter, in a process of its own beside the one that waits for engines.
+# Parts that need nothing of each other: two at a time, each of about one core, the longest first. A GPU is for one at a time.
+PARTS_AT_A_TIME ?= $(if $(filter cpu,$(DEVICE)),2,1)
 test: install lint
-	@if command -v npm >/dev/null; then $(MAKE) test-site; \
-	else echo "make test: no npm, so the site is not built and its pages are not tested"; fi
-	@if command -v $(NPU_PYTHON) >/dev/null; then $(MAKE) test-npu; \
-	else echo "make test: no $(NPU_PYTHON), so the kernels for an Ascend NPU are not compiled (make NPU_PYTHON=... test)"; fi
-	@log=$$(mktemp); TRITON_INTERPRET=1 $(RUN) pytest -m interpreted --durations=25 >$$log 2>&1 & interpreted=$$!; \
-	trap 'kill $$interpreted' INT TERM; \
-	$(RUN) pytest --durations=25; status=$$?; \
-	wait $$interpreted || status=1; \
-	echo "TRITON_INTERPRET=1 pytest -m interpreted:"; cat $$log; rm $$log; exit $$status
+	@parts="test-engines test-interpreted test-others"; \
+	if command -v npm >/dev/null; then parts="$$parts test-site"; \
+	else echo "make test: no npm, so the site is not built and its pages are not tested"; fi; \
+	if command -v $(NPU_PYTHON) >/dev/null; then parts="$$parts test-npu"; \
+	else echo "make test: no $(NPU_PYTHON), so the kernels for an Ascend NPU are not compiled (make NPU_PYTHON=... test)"; fi; \
+	$(MAKE) -j$(PARTS_AT_A_TIME) -k --output-sync=target $$parts
+
+test-engines: install
+	$(RUN) pytest -m "engine or server" --durations=25
+
+test-others: install
+	$(RUN) pytest -m "not engine and not server" --durations=25
+
+# Kernels for NVIDIA GPUs, in Triton's interpreter: it needs a process of its own.
+test-interpreted: install
+	TRITON_INTERPRET=1 $(RUN) pytest -m interpreted --durations=25
 
 # Kernels for an Ascend NPU, compiled and simulated: needs neither a device nor CANN.
 NPU_VENV ?= .venv-npu
