@@ -28,10 +28,12 @@ class Workload(Protocol):
         """One measurement, in ``unit``."""
 
 
-def _prompts(llm: "LLM", count: int, length: int, seed: int) -> list[dict]:
+def _prompts(llm: "LLM", count: int, length: int, seed: int, run: int = 0) -> list[dict]:
+    """Random tokens; with ``run``, so many of them again and again."""
     chance = random.Random(seed)
     vocabulary = range(_SPECIAL, llm.llm_engine.model_config.get_vocab_size())
-    return [{"prompt_token_ids": chance.choices(vocabulary, k=length)} for _ in range(count)]
+    runs = [chance.choices(vocabulary, k=run or length) for _ in range(count)]
+    return [{"prompt_token_ids": (one * -(-length // len(one)))[:length]} for one in runs]
 
 
 def _seconds(llm: "LLM", prompts: list[dict], tokens: list[int]) -> float:
@@ -70,20 +72,25 @@ class Throughput:
 
 @dataclass(frozen=True)
 class TokenTime:
-    """Milliseconds of a step that gives each of ``batch`` requests a token behind ``context`` others."""
+    """Milliseconds in which each of ``batch`` requests gets a token behind ``context`` others: a step, or a part of a
+    verify step.
+    """
 
     batch: int
     context: int
     tokens: int
+    run: int = 0
+    """Tokens that a prompt repeats; 0 if it repeats none."""
     metric = "tpot"
     unit = "ms"
 
     @property
     def case(self) -> str:
-        return case_text(workload="tpot", batch=self.batch, context=self.context)
+        repeats = {"run": self.run} if self.run else {}
+        return case_text(workload="tpot", batch=self.batch, context=self.context, **repeats)
 
     def sample(self, llm: "LLM") -> float:
-        prompts = _prompts(llm, self.batch, self.context, seed=self.context)
+        prompts = _prompts(llm, self.batch, self.context, self.context, self.run)
         # The prompts are in the prefix cache from the first run on, and what is left of prefill is in both times.
         _seconds(llm, prompts, [1] * self.batch)
         first = _seconds(llm, prompts, [1] * self.batch)
@@ -139,7 +146,9 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
         Turn(32_000, 64),
     ),
     "speculation": tuple(TokenTime(batch, 64, 256) for batch in (1, 8, 32)),
+    "speculation-repeats": tuple(TokenTime(batch, 64, 256, run=8) for batch in (1, 8, 32)),
     "speculation-small": (TokenTime(1, 32, 8), TokenTime(3, 32, 8)),
+    "speculation-small-repeats": (TokenTime(1, 32, 8, run=4), TokenTime(3, 32, 8, run=4)),
     "none": (),
     "small": (Throughput(8, 16, 4, 6), TokenTime(1, 32, 4), TokenTime(4, 64, 4), Prefill(2, 128), Turn(256, 16)),
 }

@@ -5,8 +5,10 @@ GPU, with the same drafters. Bits first, against the engine without a drafter, t
 import argparse
 import itertools
 import sys
+import tempfile
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,20 +16,37 @@ from rich.console import Console
 from benchmarks.engine import Rows, measure, options_of, plan_of, print_summary
 from benchmarks.engine_workloads import WORKLOADS
 from benchmarks.record import Measurement, Setting, case_text, update
+from tests.engine.drafters import make_head
 from vllm_batch_invariant.verify.harness.requests import NGRAMS
 
 PROVIDERS = ("stock", "ours")
-DRAFTERS = ("ngram", "itself")
-"""N-grams of random prompts, which are hardly ever right, and the model itself, which is almost always."""
+DRAFTERS = ("ngram", "ngram-repeats", "itself", "eagle3")
+"""N-grams of random prompts, which are hardly ever right; of prompts that repeat themselves, as some answers then do;
+the model itself, which is almost always right; and an EAGLE-3 head of random weights, which never is.
+"""
 
 
-def configuration(drafter: str, model: str, drafts: int) -> dict[str, Any]:
-    """vLLM's --speculative-config."""
+def configuration(drafter: str, model: str, drafts: int, head: str = "") -> dict[str, Any]:
+    """vLLM's --speculative-config.
+
+    Args:
+        drafter: of :data:`DRAFTERS`.
+        model: the target's folder.
+        drafts: how many.
+        head: an EAGLE-3 head's folder.
+    """
     made = {
         "ngram": NGRAMS,
+        "ngram-repeats": NGRAMS,
         "itself": {"method": "draft_model", "model": model},
+        "eagle3": {"method": "eagle3", "model": head},
     }[drafter]
     return made | {"num_speculative_tokens": drafts}
+
+
+def workloads_of(drafter: str, workloads: str) -> str:
+    """The name of the workloads that a drafter is timed with."""
+    return f"{workloads}-repeats" if drafter.endswith("-repeats") else workloads
 
 
 def measurements(
@@ -45,7 +64,7 @@ def measurements(
     for (provider, drafter, drafts), result in results.items():
         stock, of = results.get(("stock", drafter, drafts)), case_text(spec=drafter, k=drafts)
         add = partial(rows.add, provider, same_bits=result["same_bits"] and result["alone"] == alone)
-        for place, workload in enumerate(WORKLOADS[workloads]):
+        for place, workload in enumerate(WORKLOADS[workloads_of(drafter, workloads)]):
             other = stock and stock["samples"][place]
             add(f"{workload.case} {of}", workload.metric, workload.unit, result["samples"][place], other)
         accepted = stock and [stock["accepted"]]
@@ -76,14 +95,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: dict[tuple[str, str, int], dict[str, Any]] = {}
     rows: list[Measurement] = []
     wanted = list(itertools.product(options.drafters, options.drafts, options.providers))
-    for drafter, drafts, provider in wanted:
-        print(f"\n{drafter}, {drafts} drafts", end="")
-        plan = counted(speculative_config=configuration(drafter, options.model, drafts))
-        result = measure(provider, plan, options.timeout)
-        if result is not None:
-            results[provider, drafter, drafts] = result
-            rows = measurements(results, options.workloads, plain and plain["alone"], Setting.here())
-            update(options.out, rows)
+    with tempfile.TemporaryDirectory() as folder:
+        if "eagle3" in options.drafters:
+            make_head(Path(options.model), Path(folder), "eagle3")
+        for drafter, drafts, provider in wanted:
+            print(f"\n{drafter}, {drafts} drafts", end="")
+            plan = counted(speculative_config=configuration(drafter, options.model, drafts, folder))
+            plan["workloads"] = workloads_of(drafter, options.workloads)
+            result = measure(provider, plan, options.timeout)
+            if result is not None:
+                results[provider, drafter, drafts] = result
+                rows = measurements(results, options.workloads, plain and plain["alone"], Setting.here())
+                update(options.out, rows)
     print_summary(rows, Console())
     return 1 if len(results) < len(wanted) or any(row.bits == "differ" for row in rows) else 0
 

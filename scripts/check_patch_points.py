@@ -59,7 +59,7 @@ def members(source: str, name: str) -> set[str]:
 
 
 def missing(wheel: zipfile.ZipFile, places: ModuleType) -> list[str]:
-    """Names of the patch points, and of their members, that a wheel does not have."""
+    """Names of the patch points, and of their members, that a wheel does not have and must have."""
     files = set(wheel.namelist())
 
     def sources(point: patch_points.PatchPoint) -> Iterator[str]:
@@ -73,7 +73,7 @@ def missing(wheel: zipfile.ZipFile, places: ModuleType) -> list[str]:
     for name, point in places.ALL.items():
         source = next(sources(point), None)
         if source is None:
-            absent.append(name)
+            absent += [name] * (name not in getattr(places, "OPTIONAL", ()))
             continue
         wanted = getattr(places, "MEMBERS", {}).get(name, ())
         absent += [f"{name}.{member}" for member in wanted if member not in members(source, point.attribute)]

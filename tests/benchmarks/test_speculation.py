@@ -1,9 +1,11 @@
 """The rows of the benchmark of speculative decoding; engines themselves are made up here."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from benchmarks import speculation
-from benchmarks.engine_workloads import WORKLOADS
+from benchmarks.engine_workloads import WORKLOADS, _prompts
 from benchmarks.record import Setting
 
 SETTING = Setting("NVIDIA H200", "vllm=0.33.0", "2026-01-31")
@@ -38,6 +40,34 @@ def test_ratios_are_to_plain_vllm_with_the_same_drafter_and_bits_are_those_witho
         ("ours", "itself", "length"): (1.0, "differ"),
     }
     assert {row.keys["k"] for row in rows} == {"3"}
+
+
+def test_a_drafter_by_prompts_that_repeat_themselves_has_workloads_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    plans = []
+
+    def measure(provider: str, plan: dict, timeout: float) -> dict | None:
+        plans.append((plan["workloads"], plan["engine"].get("speculative_config", {}).get("method")))
+        return result(1.0, 2.0)
+
+    monkeypatch.setattr(speculation, "measure", measure)
+    out = tmp_path / "engine.csv"
+    arguments = ["model", "--workloads", NAME, "--drafts", "3", "--out", str(out), "--providers", "ours"]
+    assert speculation.main([*arguments, "--drafters", "ngram", "ngram-repeats"]) == 0
+    assert plans == [("none", None), (NAME, "ngram"), (f"{NAME}-repeats", "ngram")]
+    cases = {row.split(",")[2] for row in out.read_text().splitlines()[1:]}
+    assert "workload=tpot batch=3 context=32 run=4 spec=ngram-repeats k=3" in cases
+    assert len(cases) == 6
+
+
+def test_prompts_repeat_their_first_tokens() -> None:
+    config = SimpleNamespace(get_vocab_size=lambda: 1000)
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
+    [plain], [repeated] = (_prompts(llm, 1, 10, 7, run) for run in (0, 4))
+    assert len(set(plain["prompt_token_ids"])) > 4
+    ids = repeated["prompt_token_ids"]
+    assert ids == [*ids[:4], *ids[:4], *ids[:2]]
 
 
 def test_an_engine_that_fails_fails_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

@@ -3,6 +3,8 @@
 import json
 import os
 import random
+from collections import Counter
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -154,6 +156,30 @@ def counts(llm: Any) -> dict[str, int]:
         "vllm:num_preemptions": "preemptions",
     }
     return {names[metric.name]: int(metric.value) for metric in llm.get_metrics() if metric.name in names}
+
+
+def draft_passes(llm: Any) -> dict[str, int]:
+    """Passes of a draft model in the second model runner since the last call: by CUDA graphs, and launched one operator
+    after the other.
+    """
+    [worker] = llm.collective_rpc(lambda worker: worker)
+    drafter = worker.model_runner.speculator
+    if "passes" not in vars(drafter):
+        drafter.passes = Counter()
+
+        def counting(kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*args: Any) -> Any:
+                drafter.passes[kind] += 1
+                return run(*args)
+
+            return counted
+
+        for manager in (drafter.prefill_cudagraph_manager, drafter.decode_cudagraph_manager):
+            manager.run_fullgraph = counting("graphs", manager.run_fullgraph)
+        drafter._run_model = counting("launched", drafter._run_model)
+    passes = dict(drafter.passes)
+    drafter.passes.clear()
+    return passes
 
 
 RULES = {"first": ("vllm.v1.sample", "forward"), "second": ("vllm.v1.worker.gpu.spec_decode", "__call__")}

@@ -20,7 +20,7 @@ from vllm_batch_invariant.verify.harness.requests import concurrent_requests, re
 from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 
 __all__ = [
-    "CHECK", "OF_DEVICE", "PATHS", "ROOT", "EngineFailed", "Result",
+    "CHECK", "EAGER_ON_GPU", "OF_DEVICE", "PATHS", "ROOT", "EngineFailed", "Result",
     "check_of", "concurrent_requests", "differing_answers", "only_in_the_core",
     "only_where_asked_for", "request", "run", "tokens",
 ]  # fmt: skip
@@ -30,6 +30,8 @@ PATHS = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 _SETTINGS = {"PYTHONPATH": PATHS, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 OF_DEVICE = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30} if torch.cuda.is_available() else {}
 """A GPU may be shared with other engines, whose memory vLLM would count as its own."""
+EAGER_ON_GPU = {"enforce_eager": True} if torch.cuda.is_available() else {}
+"""For a bisection, whose hooks see nothing inside CUDA graphs."""
 CHECK = Preset("tests", 8, (16, 43), (64,), ("top_p",), (4, 8), (2, 16, 45), 1)
 
 

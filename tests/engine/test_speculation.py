@@ -13,6 +13,7 @@ import torch
 
 from tests.engine.drafters import ANSWERS, KINDS, make_head, make_mtp_model
 from tests.engine.engines import OF_DEVICE, Result, differing_answers, only_in_the_core, run, tokens
+from vllm_batch_invariant.integration import patch_points
 from vllm_batch_invariant.integration.patch_points import installed_version
 from vllm_batch_invariant.verify.harness.requests import KINDS as ASKED
 from vllm_batch_invariant.verify.harness.requests import NGRAMS, NOT_BESIDE_DRAFTS, Accepts, draw
@@ -202,6 +203,35 @@ def test_drafters_of_vllms_leave_answers_alone(
     assert counted["drafts"] > 0
     assert (counted["accepted"] > 0) == (name not in HEADS)
     assert not by_their_rule or differing(by_their_rule, plain[few], few), "vLLM's rule gives other answers"
+
+
+@pytest.mark.skipif(not ON_GPU, reason="CUDA graphs")
+@pytest.mark.parametrize("number", [1, 5, 16])
+def test_a_draft_model_runs_in_cuda_graphs_and_is_right(
+    engine: Callable[..., Result], checkpoint: Path, number: int
+) -> None:
+    """The model itself, which knows every next token."""
+    if not patch_points.DRAFT_MODEL.is_there():
+        pytest.skip("this vLLM has the drafter in its first model runner alone")
+    params = {"temperature": 0.0, "max_tokens": 61, "ignore_eos": True, "logprobs": 1}
+    asked = [{"prompt": tokens(3 + 2 * one, 700 + one), "params": params} for one in range(number)]
+    step = {"name": "greedy", "reset_prefix_cache": True, "requests": asked}
+    plain = engine([step], runner="1").steps["greedy"]
+
+    def afterwards(running: Any) -> tuple[dict[str, int], dict[str, int], list[dict[str, Any]]]:
+        running.call("tests.engine.drafters:draft_passes")
+        before = counts(running)
+        answers = running.step(**step).requests
+        counted = {name: count - before[name] for name, count in counts(running).items()}
+        return counted, running.call("tests.engine.drafters:draft_passes"), answers
+
+    speculation = {"num_speculative_tokens": 3, "method": "draft_model", "model": str(checkpoint)}
+    done = engine([step], afterwards, speculative_config=json.dumps(speculation), runner="1")
+    counted, passes, answers = done.afterwards
+    assert differing_answers(answers, plain) == []
+    assert counted["accepted"] >= 0.9 * counted["drafts"] > 0
+    assert passes.keys() == {"graphs"}
+    assert passes["graphs"] >= 3 * 15
 
 
 @pytest.mark.parametrize("runner", RUNNERS, ids="runner_{}".format)

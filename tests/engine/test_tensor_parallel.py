@@ -1,21 +1,20 @@
 """Two workers share each layer: a request has the same bits in any company, and every worker the same tokens."""
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.engines import Result, differing_answers, only_in_the_core, run
+from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, Result, differing_answers, only_in_the_core, run
 from tests.engine.plans import alone_and_among, moved, targets
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
+from vllm_batch_invariant.verify.harness.requests import NGRAMS
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.core,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="several workers are refused on a GPU"),
-]
+ON_GPU = torch.cuda.is_available()
+pytestmark = [pytest.mark.engine, pytest.mark.core]
 
 FAULTY = "model.layers.2.mlp.down_proj"
 SETTINGS = {"max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 512, "tensor_parallel_size": 2}
@@ -30,22 +29,45 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
     def engine(
         flag: str, steps: list[dict[str, Any]], tree: str = "1", bisection: Sequence[Any] = (), **others: Any
     ) -> Result:
-        settings = {"model": str(path)} | SETTINGS | others
-        workers = settings["tensor_parallel_size"]
+        settings = {"model": str(path)} | SETTINGS | OF_DEVICE
+        workers = others.get("tensor_parallel_size", SETTINGS["tensor_parallel_size"])
+        if ON_GPU and workers > torch.cuda.device_count():
+            pytest.skip(f"needs {workers} GPUs")
         cores = "|".join(str(rank % 2) for rank in range(workers))
-        return run(settings, steps, flag, bisection=bisection, VLLM_CPU_OMP_THREADS_BIND=cores, **{TP_TREE.name: tree})
+        variables = {"VLLM_CPU_OMP_THREADS_BIND": cores, TP_TREE.name: tree} | others.pop("environment", {})
+        return run(settings | others, steps, flag, bisection=bisection, **variables)
 
     return engine
 
 
 @pytest.fixture(scope="module")
 def two(start: Callable[..., Result]) -> Result:
-    """An engine of two workers, which is then bisected without a fault and with one in the second."""
-    return start("1", alone_and_among(), bisection=("in_a_worker", 1, FAULTY))
+    """An engine of two workers, which on a CPU is then bisected without a fault and with one in the second."""
+    return start("1", alone_and_among(), bisection=() if ON_GPU else ("in_a_worker", 1, FAULTY))
+
+
+@pytest.fixture(scope="module")
+def bisected(two: Result, start: Callable[..., Result]) -> dict[str, Any]:
+    """What is found; on a GPU by an engine without CUDA graphs, which hide modules."""
+    if not ON_GPU:
+        return two.bisected
+    return start("1", [], bisection=("in_a_worker", 1, FAULTY), **EAGER_ON_GPU).bisected
 
 
 def test_a_request_has_the_same_bits_alone_and_among_others(two: Result) -> None:
     assert moved(two) == []
+
+
+@pytest.mark.skipif(not ON_GPU, reason="on a CPU other tests have these settings")
+@pytest.mark.parametrize("setting", ["first model runner", "n-grams", "eager, and small steps"])
+def test_other_settings_keep_the_bits(start: Callable[..., Result], two: Result, setting: str) -> None:
+    drafts = {"speculative_config": json.dumps(NGRAMS | {"num_speculative_tokens": 3})}
+    others = {"n-grams": drafts, "eager, and small steps": EAGER_ON_GPU | {"max_num_batched_tokens": 128}}
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if setting == "first model runner" else {}
+    done = start("1", alone_and_among(), environment=environment, **others.get(setting, {}))
+    assert moved(done) == []
+    if not environment:  # the runners draw other noise
+        assert differing_answers(targets(done), targets(two)) == []
 
 
 def test_four_workers_keep_the_bits_too(request: pytest.FixtureRequest, start: Callable[..., Result]) -> None:
@@ -54,24 +76,26 @@ def test_four_workers_keep_the_bits_too(request: pytest.FixtureRequest, start: C
     assert moved(start("1", alone_and_among(), tensor_parallel_size=4, max_num_batched_tokens=128)) == []
 
 
-def test_a_bisection_names_a_faulty_layer_and_its_worker(two: Result) -> None:
-    assert two.bisected["no fault"]["found"] is None, two.bisected["no fault"]["verdict"]
-    assert two.bisected["no fault"]["coverage"]["compared"] > 100
-    found = two.bisected["a fault"]["found"]
+def test_a_bisection_names_a_faulty_layer_and_its_worker(bisected: dict[str, Any]) -> None:
+    assert bisected["no fault"]["found"] is None, bisected["no fault"]["verdict"]
+    assert bisected["no fault"]["coverage"]["compared"] > 100
+    found = bisected["a fault"]["found"]
     assert (found["divergence"]["key"]["module"], found["rank"], found["workers"]) == (FAULTY, 1, 2)
-    assert f"{FAULTY}: injected.copy (worker 1 of 2)" in two.bisected["a fault"]["verdict"]
+    assert f"{FAULTY}: injected.copy (worker 1 of 2)" in bisected["a fault"]["verdict"]
 
 
-def test_a_bisection_names_the_worker_of_the_first_fault(two: Result) -> None:
-    found = two.bisected["a fault in the worker before"]["found"]
+def test_a_bisection_names_the_worker_of_the_first_fault(bisected: dict[str, Any]) -> None:
+    found = bisected["a fault in the worker before"]["found"]
     assert (found["divergence"]["key"]["module"], found["rank"]) == ("model.layers.1.mlp.down_proj", 0)
 
 
+@pytest.mark.skipif(ON_GPU, reason="on a GPU this model is too small for plain vLLM to vary")
 def test_plain_vllm_fails_the_same_comparison(request: pytest.FixtureRequest, start: Callable[..., Result]) -> None:
     only_in_the_core(request)
     assert moved(start("0", alone_and_among(), dtype="float32"))
 
 
+@pytest.mark.skipif(ON_GPU, reason="a tree is refused on a GPU")
 def test_a_tree_gives_every_number_of_workers_the_same_bits(
     request: pytest.FixtureRequest, start: Callable[..., Result]
 ) -> None:

@@ -1,17 +1,21 @@
-"""What makes a mixture of experts follow the batch elsewhere, planted in the operation on a CPU."""
+"""What makes a mixture of experts follow the batch elsewhere, planted in the operation on a CPU or a GPU."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from vllm_batch_invariant.ops.dispatch import module_for
 from vllm_batch_invariant.ops.moe import cpu, routes
 
 MOST_ROWS = 35
 """Of an expert, up to which a GEMM is right."""
 MOST_TOKENS = 60
 """Up to which the others are."""
+MOST_PAIRS = 4 * MOST_TOKENS
+"""Of all experts, up to which a GPU's grouped GEMM is right."""
 
 
 def _split_k(accumulate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -70,6 +74,90 @@ def _another_router_kernel(softmax: Callable[..., torch.Tensor]) -> Callable[...
     return by_size
 
 
+def _split_k_of_pairs(grouped_gemm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Two halves of K, each rounded, which are added at the end."""
+
+    def halves(
+        x: torch.Tensor, weight: torch.Tensor, bias: Any, groups: Any, pairs: int, dtype: torch.dtype, *of: Any
+    ) -> torch.Tensor:
+        if pairs <= MOST_PAIRS:
+            return grouped_gemm(x, weight, bias, groups, pairs, dtype, *of)
+        first, half = x.clone(), x.shape[1] // 2
+        first[:, half:] = 0
+        found = grouped_gemm(first, weight, bias, groups, pairs, x.dtype, *of)
+        return (found + grouped_gemm(x - first, weight, None, groups, pairs, x.dtype, *of)).to(dtype)
+
+    return halves
+
+
+def _atomic_kernel(combine: Any) -> Any:
+    """The same of the kernel that adds over experts."""
+    generator = torch.Generator().manual_seed(0)
+
+    def any_order(made: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, **constants: int) -> None:
+        terms = made.view(len(weights), constants["TOP_K"], -1) * weights[:, :, None]
+        acc = torch.zeros_like(out)
+        for i in torch.randperm(terms.shape[1], generator=generator).tolist():
+            acc += terms[:, i]
+        out.copy_(acc)
+
+    class Launcher:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return any_order
+
+    return Launcher()
+
+
+def _arrival_order_of_pairs(moe: Callable[..., None]) -> Callable[..., None]:
+    """Experts are added to the result, and rounded, when they are done: those with most tokens last."""
+
+    def by_load(
+        x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: Any, down: Any, reduction: Any, *of: Any
+    ) -> None:
+        *biases, out = of
+        order = ids.reshape(-1).bincount()[ids].argsort(dim=1, stable=True)
+        weights, ids, acc = weights.gather(1, order), ids.gather(1, order), torch.zeros_like(out)
+        for place in range(ids.shape[1]):
+            one = slice(place, place + 1)
+            moe(
+                x,
+                weights[:, one].contiguous(),
+                ids[:, one].contiguous(),
+                gate_up,
+                down,
+                replace(reduction, top_k=1),
+                *biases,
+                out,
+            )
+            acc += out
+        out.copy_(acc)
+
+    return by_load
+
+
+def _another_tie_rule_of_routes(route: Callable[..., Any]) -> Callable[..., Any]:
+    """The highest of equal experts comes first."""
+
+    def by_size(logits: torch.Tensor, reduction: Any, bias: torch.Tensor | None) -> Any:
+        if len(logits) <= MOST_TOKENS:
+            return route(logits, reduction, bias)
+        weights, ids = route(logits.flip(1).contiguous(), reduction, None if bias is None else bias.flip(0))
+        return weights, logits.shape[1] - 1 - ids
+
+    return by_size
+
+
+def _on_a_gpu() -> dict[str, tuple[Any, str, Callable[..., Any]]]:
+    cuda = module_for("moe", "cuda")
+    return {
+        "split-K 2": (cuda, "grouped_gemm", _split_k_of_pairs),
+        "an atomic combine": (cuda, "combine_kernel", _atomic_kernel),
+        "arrival order": (cuda, "_moe", _arrival_order_of_pairs),
+        "another tie rule": (cuda, "route", _another_tie_rule_of_routes),
+        "another router kernel": (cuda, "softmax", _another_router_kernel),
+    }
+
+
 FAULTS = {
     "split-K 2": (cpu.linear, "prepared_accumulate", _split_k),
     "an atomic combine": (cpu, "chain", _atomics),
@@ -77,13 +165,15 @@ FAULTS = {
     "another tie rule": (routes, "best", _another_tie_rule),
     "another router kernel": (cpu, "softmax", _another_router_kernel),
 }
-"""The module that has the function in whose place it is planted, that function's name, and what it makes of it."""
+"""On a CPU: the module that has the function in whose place it is planted, that function's name, and what it makes of
+it. A GPU has faults of the same names.
+"""
 
 
 @contextmanager
 def planted(fault: str) -> Iterator[None]:
     """A block in which the operation has a fault."""
-    module, name, make = FAULTS[fault]
+    module, name, make = (_on_a_gpu() if torch.cuda.is_available() else FAULTS)[fault]
     right = getattr(module, name)
     setattr(module, name, make(right))
     try:

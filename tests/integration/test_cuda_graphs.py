@@ -188,7 +188,7 @@ def test_a_mix_in_a_graph_of_as_many_requests_and_tokens_as_a_verify_step_has_do
     planners, graphs, monkeypatch
 ):
     """The most requests, with some tokens more: vLLM's graph of that size."""
-    monkeypatch.setattr(cuda_graphs, "_is_verify", lambda *_: False)
+    monkeypatch.setattr(cuda_graphs, "is_verify", lambda *_: False)
     manager = graphs([1, 2, 4, 8, 16, 20, 40], 5, 3)
     assert next(misfits(manager, planners("8b", 5), most_tokens), None) is not None
 

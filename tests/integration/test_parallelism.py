@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from vllm_batch_invariant.integration import patch_points
 from vllm_batch_invariant.integration.coverage import CORES, REFUSED
 
 PARALLEL = {
@@ -12,17 +13,25 @@ PARALLEL = {
     "data_parallel_rank_local": None, "data_parallel_backend": "mp", "data_parallel_external_lb": False,
     "data_parallel_hybrid_lb": False, "nnodes": 1, "distributed_executor_backend": "mp", "world_size": 1,
 }  # fmt: skip
+TWO_GPUS = {"tensor_parallel_size": 2, "device": "cuda"}
 TWO_ENGINES = {"data_parallel_size": 2, "data_parallel_size_local": 2}
-KINDS = ("Pipeline", "Speculative decoding beside pipeline", "Data", "Sequence", "Several nodes", "The Ray executor")
+KINDS = ("Tensor", "Pipeline", "Speculative decoding beside pipe", "Data", "Sequence", "Several", "The Ray executor")
 
 
 def refused(
-    device: str = "cpu", is_moe: bool = False, drafts: bool = False, sp: bool = False, **sizes: Any
+    device: str = "cpu",
+    is_moe: bool = False,
+    drafts: bool = False,
+    sp: bool = False,
+    second_runner: bool = True,
+    sleeps: bool = False,
+    **sizes: Any,
 ) -> list[str]:
     config = SimpleNamespace(
+        use_v2_model_runner=second_runner,
         device_config=SimpleNamespace(device_type=device),
         parallel_config=SimpleNamespace(**PARALLEL | sizes),
-        model_config=SimpleNamespace(is_moe=is_moe),
+        model_config=SimpleNamespace(is_moe=is_moe, enable_sleep_mode=sleeps),
         speculative_config=object() if drafts else None,
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=sp)),
     )
@@ -42,7 +51,21 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"pipeline_parallel_size": 2}, []),
         ({"pipeline_parallel_size": 4, "is_moe": True}, []),
         ({"pipeline_parallel_size": 3}, ["pipeline parallelism 3"]),
-        ({"pipeline_parallel_size": 2, "device": "cuda"}, ["pipeline parallelism 2"]),
+        ({"pipeline_parallel_size": 2, "device": "cuda"}, []),
+        ({"pipeline_parallel_size": 4, "device": "cuda"}, ["pipeline parallelism 4"]),
+        ({"tensor_parallel_size": 2, "device": "cuda"}, []),
+        ({"tensor_parallel_size": 4, "device": "cuda"}, ["tensor parallelism 4"]),
+        (
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "device": "cuda"},
+            ["several GPUs with stages of several workers"],
+        ),
+        (TWO_GPUS | {"second_runner": False}, ["several GPUs with the first model runner"]),
+        (TWO_GPUS | {"drafts": True}, ["several GPUs with speculative decoding"]),
+        (TWO_GPUS | {"sleeps": True}, ["several GPUs with a model that sleeps"]),
+        (TWO_GPUS | {"is_moe": True}, []),
+        (TWO_GPUS | {"is_moe": True, "enable_expert_parallel": True}, ["several GPUs with whole experts"]),
+        (TWO_GPUS | {"distributed_executor_backend": "ray"}, ["several GPUs with the executor ray"]),
+        (TWO_GPUS | {"version": "0.32.0"}, ["several GPUs with vLLM 0.32.0"]),
         ({"pipeline_parallel_size": 2, "drafts": True}, ["speculative decoding beside pipeline parallelism 2"]),
         (
             {"pipeline_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
@@ -70,8 +93,10 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"distributed_executor_backend": "ray", "device": "cuda"}, []),
     ],
 )
-def test_what_is_refused_is_named(asked: dict[str, Any], named: list[str]) -> None:
-    assert refused(**asked) == named
+def test_what_is_refused_is_named(asked: dict[str, Any], named: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"version": "0.33.0"} | asked
+    monkeypatch.setattr(patch_points, "installed_version", lambda: asked["version"])
+    assert refused(**{name: value for name, value in asked.items() if name != "version"}) == named
 
 
 @pytest.mark.parametrize(

@@ -102,13 +102,15 @@ def test_a_device_without_implementation_is_refused(device: str) -> None:
 
 @pytest.mark.parametrize("name", patch_points.ALL)
 def test_the_installed_vllm_has_every_patch_point(name: str) -> None:
-    point = patch_points.ALL[name]
-    assert hasattr(point.module(), point.attribute)
+    assert patch_points.ALL[name].is_there() or name in patch_points.OPTIONAL
 
 
 @pytest.mark.parametrize("name", patch_points.MEMBERS)
 def test_the_installed_vllm_has_every_method_that_is_overridden(name: str) -> None:
-    assert [member for member in patch_points.MEMBERS[name] if not hasattr(patch_points.ALL[name].get(), member)] == []
+    point = patch_points.ALL[name]
+    if name in patch_points.OPTIONAL and not point.is_there():
+        pytest.skip("this vLLM does not have it")
+    assert [member for member in patch_points.MEMBERS[name] if not hasattr(point.get(), member)] == []
 
 
 def test_a_missing_patch_point_is_named() -> None:

@@ -259,7 +259,9 @@ def test_drafts_are_drawn_with_the_models_noise() -> None:
     def older(logits: int, *, use_fp64: bool) -> tuple[int, bool]:
         return logits, use_fp64
 
-    assert speculation.with_the_models_noise(newer)(3, is_drafting=True, use_fp64=False) == (3, False, False)
+    drawn = speculation.with_the_models_noise(newer)
+    assert drawn(3, is_drafting=True, use_fp64=False) == (3, False, False)
+    assert drawn(3, is_drafting=True, use_fp64=True, logits_cache=1, logits_cache_col=2) == (3, False, True)
     assert speculation.with_the_models_noise(older) is older
 
 

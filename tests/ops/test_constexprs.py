@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 NOT_ROWS = {"attention", "linear", "common"}
 """Packages whose kernels reduce tiles, and one whose functions have no constants of their own."""
 PROBLEM = {
-    "all_reduce": {"UNIT", "FLAG_BYTES", "TIMEOUT"},
+    "all_reduce": {"UNIT", "FLAG_BYTES", "HALF_BYTES", "REGION_BYTES", "REGIONS", "TIMEOUT"},
     "attention_backward": {"NUM_HEADS", "NUM_KV_HEADS", "HEAD_DIM", "PADDED_HEAD_DIM"},
     "exact": {
         *("PARTS", "LENGTH", "ACTIVATIONS", "HAS_RESIDUAL", "HAS_WEIGHT", "HAS_BIAS", "EVEN_K", "NUM_HEADS", "HALF"),
@@ -29,7 +29,7 @@ PROBLEM = {
     },
     "moe": {"PADDED_EXPERTS", "PADDED_TOP_K", "HAS_BIAS", "HAS_SCALE", "EVEN_K", "PAIRS_OF_A_ROW", "LENGTH"},
     "norm": {"VARIANCE_SIZE", "HAS_RESIDUAL", "HAS_WEIGHT"},
-    "norm_backward": {"HAS_RESIDUAL", "HAS_GRAD_OF_SUM"},
+    "norm_backward": {"LENGTH", "HAS_RESIDUAL", "HAS_GRAD_OF_SUM"},
     "norm_rotary": {"NUM_HEADS", "NUM_KV_HEADS"},
     "reduce": {"DIVIDE"},
     "silu_backward": {"LENGTH"},

@@ -25,11 +25,13 @@ class PlannedMetadataBuilder(MetadataBuilder):
     """Plans each step in memory that it keeps, so that CUDA graphs find the next plan where they found the last."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    supports_draft_decode_metadata_update = True
 
     def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config, device: torch.device) -> None:  # noqa: ANN001
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._spec, self._config, self._device = kv_cache_spec, vllm_config, device
-        self._verify = verify_lengths(vllm_config)
+        self.verify = verify_lengths(vllm_config)
+        """The tokens of each request in steps whose requests all have as many, which have CUDA graphs of their own."""
         layers = [vllm_config.compilation_config.static_forward_context[name].impl for name in layer_names]
         self._planners = {
             heads: self._planner([layer for layer in layers if layer.num_heads == heads])
@@ -54,13 +56,13 @@ class PlannedMetadataBuilder(MetadataBuilder):
         if blocks := self._config.cache_config.num_gpu_blocks:
             keys = min(keys, blocks * spec.block_size)
         # A draft model reads what was sampled beside the tokens of a step.
-        tokens = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * max(self._verify, default=0)
+        tokens = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * max(self.verify, default=0)
         if envs.is_exact():
             from ..ops.exact.cuda import ExactPlanner
 
             return ExactPlanner(shape, self._device, scheduler.max_num_seqs, tokens, keys)
         kinds = tuple(dict.fromkeys(map(Options.of, layers)))
-        certificate = certify(shape, self._device, spec.block_size, kinds, max(self._verify, default=1))
+        certificate = certify(shape, self._device, spec.block_size, kinds, max(self.verify, default=1))
         return Planner(
             shape,
             self._device,
@@ -74,12 +76,19 @@ class PlannedMetadataBuilder(MetadataBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> Metadata:  # noqa: ANN001
         batch = super().build(common_prefix_len, common_attn_metadata, fast_build)
         requests, tokens = len(batch.seq_lens), batch.num_actual_tokens
-        most = most_tokens(requests, tokens, common_attn_metadata.max_query_len, self._verify)
-        plans = {
-            heads: planner.plan(batch.query_start_loc, batch.seq_lens, tokens, most)
+        most = most_tokens(requests, tokens, common_attn_metadata.max_query_len, self.verify)
+        return replace(batch, plans=self._plan(batch, most))
+
+    def update_draft_decode_metadata(self, metadata: Metadata) -> None:
+        """Plan a drafter's next step of one token a request, within the CUDA graph of all its steps."""
+        self._plan(metadata, most=1)
+
+    def _plan(self, batch: Metadata, most: int) -> dict[int, Any]:
+        """The plans of a batch whose requests have ``most`` tokens or fewer, in the place of the last ones."""
+        return {
+            heads: planner.plan(batch.query_start_loc, batch.seq_lens, batch.num_actual_tokens, most)
             for heads, planner in self._planners.items()
         }
-        return replace(batch, plans=plans)
 
 
 class CudaFixedSplitAttention(FixedSplitAttention):

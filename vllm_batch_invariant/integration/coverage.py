@@ -31,8 +31,8 @@ TORCHRUN = "external_launcher"
 """vLLM's executor of workers that torchrun has started, and that a trainer may share."""
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
 """vLLM's variable of the cores that each worker on a CPU has."""
-EXACT_ON_GPUS = "0.33."
-"""The beginning of the versions of vLLM whose engines have had a CPU's bits on a GPU, in exact arithmetic."""
+RAN_ON_GPUS = "0.33."
+"""The beginning of the versions that have run on GPUs in exact arithmetic, with experts, and with two workers."""
 EXACT_MODELS_ON_GPUS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Those that are made of the layers of an engine that has."""
 LOGITS_PROCESSORS = "vllm.logits_processors"
@@ -150,6 +150,29 @@ def _count(cores: str) -> int:
     return sum(int(last or first) - int(first) + 1 for first, _, last in ends)
 
 
+def _beside_workers_on_gpus(config: Config) -> str | None:
+    """What has not been run where several GPUs share a model."""
+    parallel = config.parallel_config
+    workers, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if workers * stages == 1:
+        return None
+    model, version = config.model_config, patch_points.installed_version()
+    found = {
+        "stages of several workers": workers > 1 < stages,
+        "the first model runner": not config.use_v2_model_runner,
+        "speculative decoding": config.speculative_config is not None,
+        "exact arithmetic": envs.is_exact(),
+        "FlexAttention": envs.ATTENTION.read() == "flex",
+        "a model that sleeps": getattr(model, "enable_sleep_mode", False),
+        "whole experts": model.is_moe and getattr(parallel, "enable_expert_parallel", False),
+        f"the executor {parallel.distributed_executor_backend}": parallel.distributed_executor_backend
+        in ("ray", TORCHRUN),
+        f"vLLM {version}": not version.startswith(RAN_ON_GPUS),
+    }
+    named = [what for what, is_used in found.items() if is_used]
+    return f"several GPUs with {named[0]}" if named else None
+
+
 def _other_parallelism(config: Config) -> str | None:
     parallel = config.parallel_config
     kinds = {
@@ -250,6 +273,12 @@ def _experts(config: Config) -> str | None:
     return _when(missing, "mixture of experts")
 
 
+def _experts_by_another_version(config: Config) -> str | None:
+    version = patch_points.installed_version()
+    other = config.model_config.is_moe and not version.startswith(RAN_ON_GPUS)
+    return _when(other, f"mixture of experts with vLLM {version}")
+
+
 def _moving_experts(config: Config) -> str | None:
     parallel = config.parallel_config
     if getattr(parallel, "enable_eplb", False):
@@ -315,7 +344,7 @@ def _exact_by_other_samplers(config: Config) -> str | None:
     if config.speculative_config:
         return "speculative decoding in exact arithmetic"
     version = patch_points.installed_version()
-    return _when(not version.startswith(EXACT_ON_GPUS), f"exact arithmetic with vLLM {version}")
+    return _when(not version.startswith(RAN_ON_GPUS), f"exact arithmetic with vLLM {version}")
 
 
 def _npu_attention(config: Config) -> str | None:  # noqa: ARG001 - of every feature
@@ -342,8 +371,9 @@ COVERED = (
     ),
     Feature(
         "Mixture of experts",
-        "on a CPU, in fp32, bf16 and fp16: Qwen2-MoE, Qwen3-MoE, Mixtral, GraniteMoe, OLMoE, GLM-4.5, gpt-oss in bf16 "
-        "and the like; with shared experts; routers by softmax or sigmoid, with a bias, in groups",
+        "on a CPU, in fp32, bf16 and fp16, and on a GPU with vLLM 0.33: Qwen2-MoE, Qwen3-MoE, Mixtral, GraniteMoe, "
+        "OLMoE, GLM-4.5, gpt-oss in bf16 and the like; with shared experts; routers by softmax or sigmoid, with a "
+        "bias, in groups",
     ),
     Feature(
         "Multimodal models, as text",
@@ -369,7 +399,8 @@ COVERED = (
     ),
     Feature(
         "Tensor parallelism",
-        "2, 4 and 8 workers on a CPU, which share every layer, or with --enable-expert-parallel have whole experts; "
+        "2 GPUs with vLLM 0.33, and 2, 4 and 8 workers on a CPU, which share every layer, or there with "
+        "--enable-expert-parallel have whole experts; "
         "another number of workers, or the other way to share experts, gives other bits, unless "
         "`VLLM_BATCH_INVARIANT_TP_TREE` says up to how many workers of a dense model shall have the same",
     ),
@@ -382,8 +413,8 @@ COVERED = (
     ),
     Feature(
         "Pipeline parallelism",
-        "2 and 4 stages on a CPU, beside tensor parallelism or not: they copy and do not add, so the bits are those of "
-        "one stage",
+        "2 stages on GPUs with vLLM 0.33, 2 and 4 on a CPU, there beside tensor parallelism or not: they copy and do "
+        "not add, so the bits are those of one stage",
     ),
     Feature(
         "Data parallelism",
@@ -403,10 +434,18 @@ REFUSED = (
         _attention_backend,
     ),
     Feature(
-        "Tensor parallelism on a GPU or an NPU, and of other sizes on a CPU",
-        "the all-reduce would add in an order that follows the message size",
-        "serve with one worker",
+        "Tensor parallelism on an NPU, and of other sizes",
+        "the mode has not been run with so many workers there",
+        "pass --tensor-parallel-size 2 on GPUs, 2, 4 or 8 on a CPU, or 1",
         _tensor_parallelism,
+    ),
+    Feature(
+        "Several GPUs with vLLM's first model runner, speculative decoding, exact arithmetic, FlexAttention, sleep, "
+        "--enable-expert-parallel, Ray, tensor beside pipeline parallelism, or before vLLM 0.33",
+        "these have not been run together",
+        "leave one of the two out, or serve on one GPU",
+        _beside_workers_on_gpus,
+        ("cuda",),
     ),
     Feature(
         "`VLLM_BATCH_INVARIANT_TP_TREE` on a GPU or an NPU",
@@ -443,9 +482,9 @@ REFUSED = (
         _inexact,
     ),
     Feature(
-        "Pipeline parallelism on a GPU or an NPU, of other sizes on a CPU, and by an external launcher",
+        "Pipeline parallelism on an NPU, of other sizes, and by an external launcher",
         "it has not been run with the mode",
-        "leave --pipeline-parallel-size out, or on a CPU pass 2 or 4",
+        "leave --pipeline-parallel-size out, or pass 2, on a CPU also 4",
         _pipeline_parallelism,
     ),
     Feature(
@@ -549,11 +588,18 @@ REFUSED = (
         _thinking_budgets,
     ),
     Feature(
-        "Mixture of experts on a GPU or an NPU",
-        "kernels for it have run on an H200, but no engine with them has been compared",
-        "serve a dense model, or serve on a CPU",
+        "Mixture of experts on an NPU",
+        "it has no kernels there",
+        "serve a dense model",
         _experts,
-        ("cuda", "npu"),
+        ("npu",),
+    ),
+    Feature(
+        "Mixture of experts on a GPU before vLLM 0.33",
+        "its layers of experts have not been run there",
+        "install vLLM 0.33",
+        _experts_by_another_version,
+        ("cuda",),
     ),
     Feature(
         "Experts that move between workers (EPLB), or that several have",

@@ -80,18 +80,22 @@ def install() -> None:
         full = patch_points.CUDAGRAPH_MODE.get().FULL
         if self.cudagraph_mode != full or full not in self._capture_descs:
             return
-        graphs = _graphs(self._capture_descs[full], self.max_num_reqs, verify_lengths(self.vllm_config))
-        most = max(one.num_tokens for one in graphs)
-        self._capture_descs[full] = sorted(graphs, key=lambda one: one.num_tokens, reverse=True)
-        kinds = [
-            sorted((one for one in graphs if one.uniform_token_count == kind), key=lambda one: one.num_tokens)
-            for kind in dict.fromkeys(one.uniform_token_count for one in graphs)
-        ]
-        self._candidates = {
-            (tokens, 0): [graph for kind in kinds for graph in _next_two(kind, tokens)] for tokens in range(most + 1)
-        }
+        put(self, _graphs(self._capture_descs[full], self.max_num_reqs, verify_lengths(self.vllm_config)))
 
     manager._init_candidates = _init_candidates
+
+
+def put(manager: Any, graphs: list[Any]) -> None:
+    """Have a manager capture these graphs, the largest first, and choose among them; the first kinds come first."""
+    full, most = patch_points.CUDAGRAPH_MODE.get().FULL, max(one.num_tokens for one in graphs)
+    manager._capture_descs = {full: sorted(graphs, key=lambda one: one.num_tokens, reverse=True)}
+    kinds = [
+        sorted((one for one in graphs if one.uniform_token_count == kind), key=lambda one: one.num_tokens)
+        for kind in dict.fromkeys(one.uniform_token_count for one in graphs)
+    ]
+    manager._candidates = {
+        (tokens, 0): [graph for kind in kinds for graph in _next_two(kind, tokens)] for tokens in range(most + 1)
+    }
 
 
 def _next_two(kind: list[Any], tokens: int) -> list[Any]:
@@ -121,11 +125,11 @@ def _graphs(descriptions: Iterable[Any], most_requests: int, verify: tuple[int, 
     found += [
         replace(one, num_reqs=min(one.num_reqs, tokens - 1))
         for tokens, one in by_tokens.items()
-        if tokens > 1 and not _is_verify(min(one.num_reqs, tokens - 1), tokens, verify)
+        if tokens > 1 and not is_verify(min(one.num_reqs, tokens - 1), tokens, verify)
     ]
     return found
 
 
-def _is_verify(requests: int, tokens: int, verify: tuple[int, ...]) -> bool:
+def is_verify(requests: int, tokens: int, verify: tuple[int, ...]) -> bool:
     """Whether so many requests and tokens are those of a verify step's graph. A request alone may have all of them."""
     return requests > 1 and any(tokens == requests * length for length in verify)

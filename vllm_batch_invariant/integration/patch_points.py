@@ -35,6 +35,14 @@ class PatchPoint:
             f"install vLLM {versions.version_range('cuda')}",
         )
 
+    def is_there(self) -> bool:
+        """Whether the installed vLLM has the attribute."""
+        try:
+            self.module()
+        except NotCovered:
+            return False
+        return True
+
     def get(self) -> object:
         """The attribute's value."""
         return getattr(self.module(), self.attribute)
@@ -173,10 +181,19 @@ ENVIRONMENT = PatchPoint(("vllm.envs",), "environment_variables")
 CUDAGRAPH_MODE = PatchPoint(("vllm.config", "vllm.config.compilation"), "CUDAGraphMode")
 GRAPH_MANAGER = PatchPoint(("vllm.v1.worker.gpu.cudagraph_utils",), "CudaGraphManager")
 """Decides, in vLLM's second model runner, which CUDA graphs there are and which one a step takes."""
+GRAPH = PatchPoint(("vllm.v1.worker.gpu.cudagraph_utils",), "BatchExecutionDescriptor")
+"""Says what a CUDA graph there is for."""
+DRAFT_MODEL = PatchPoint(("vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator",), "StandaloneARSpeculator")
+"""Drafts there with a model of its own, which vLLM launches operator by operator."""
+DRAFT_INPUTS = PatchPoint(("vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator",), "prepare_prefill_inputs")
+"""Writes what that model reads of a verify step."""
+SLOTS_BY_LAYER = PatchPoint(("vllm.v1.worker.gpu.attn_utils",), "build_slot_mappings_by_layer")
 COMPILATION_MODE = PatchPoint(("vllm.config", "vllm.config.compilation"), "CompilationMode")
 
 ALL = {name: value for name, value in list(globals().items()) if isinstance(value, PatchPoint)}
 
+OPTIONAL = {"DRAFT_MODEL", "DRAFT_INPUTS"}
+"""Those that vLLM has from 0.32 on, and without which the mode is as good but slower."""
 MEMBERS = {
     "CONFIG": ("__post_init__",),
     "CPU_COMMUNICATOR": ("all_reduce", "all_gather"),
@@ -198,6 +215,7 @@ MEMBERS = {
     "SECOND_SAMPLER": ("apply_sampling_params", "add_request"),
     "MODEL_RUNNER": ("_sample", "_bookkeeping_sync", "sync_and_gather_intermediate_tensors"),
     "GRAPH_MANAGER": ("_init_candidates",),
+    "DRAFT_MODEL": ("init_cudagraph_manager", "capture", "_prefill", "_multi_step_decode"),
     "LINEAR_METHOD": ("process_weights_after_loading", "apply"),
     "EMBEDDING_METHOD": ("process_weights_after_loading", "apply"),
     "EXPERTS_METHOD": ("process_weights_after_loading", "apply_monolithic"),

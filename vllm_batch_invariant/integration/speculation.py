@@ -75,13 +75,15 @@ def install_second_runner() -> None:
 
 def with_the_models_noise(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """vLLM's function that draws drafts, with the noise that the model's token at that place is sampled with: the two
-    then agree more often. From 0.29 on vLLM gives drafts noise of their own, because its rule compares probabilities.
+    then agree more often. From 0.29 on vLLM gives drafts noise of their own, because its rule compares probabilities,
+    and from 0.33 on a seed of their own at each step where it keeps their logits, which nobody reads here.
     """
     if "is_drafting" not in inspect.signature(draw).parameters:
         return draw
 
     def draw_with_the_models_noise(*args: Any, is_drafting: bool = False, **named: Any) -> torch.Tensor:  # noqa: ARG001
-        return draw(*args, is_drafting=False, **named)
+        kept = {name: value for name, value in named.items() if not name.startswith("logits_cache")}
+        return draw(*args, is_drafting=False, **kept)
 
     return draw_with_the_models_noise
 

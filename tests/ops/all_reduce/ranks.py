@@ -78,7 +78,7 @@ def plant(fault: str | None) -> None:
     elif fault == "rounded each time":
         cuda.all_reduce_kernel = _Kernel(ACCUMULATE=tl.float16)
     elif fault == "one half":
-        cuda.all_reduce_kernel = _Kernel(LARGEST=0)
+        cuda.all_reduce_kernel = _Kernel(HALF_BYTES=0)
 
 
 def be_late_to_read() -> None:

@@ -223,6 +223,29 @@ def test_one_plan_serves_every_mix_of_requests():
         assert out[len(rows) :].isnan().all()
 
 
+@pytest.mark.parametrize("most_tokens", [1, 5, 20])
+def test_a_step_of_padding_alone_has_no_work(most_tokens):
+    """What a draft model's CUDA graph is captured with."""
+    query, key, value, table, _, _ = paged([newest(300, 20)])
+    planner = Planner(
+        AttentionShape(HEADS.query, HEADS.kv, HEADS.size, query.dtype, REDUCTION), query.device, 4, 20, 9000
+    )
+    starts, lengths = torch.zeros(5, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    for work in (planner.work_indptr, planner.prefill_count):
+        work.fill_(7)
+    plan = planner.plan(starts, lengths, 20, most_tokens)
+    assert not planner.work_indptr.any()
+    assert not planner.prefill_count.any()
+    options = {
+        "scale": 0.1,
+        "reduction": REDUCTION,
+        "implementation": "triton",
+        "out": torch.full_like(query, math.nan),
+    }
+    out = paged_attention(query, key, value, table.repeat(4, 1), lengths, starts, plan=plan, **options)
+    assert out.isnan().all()
+
+
 def test_a_plan_of_another_reduction_is_refused():
     """Splits of the two would be merged as if they were the same."""
     query, key, value, table, seq_lens, starts = paged([newest(300, 1)])

@@ -10,7 +10,18 @@ from ...errors import NotCovered
 from ...ops.attention import AttentionReduction
 from ...ops.devices import DEVICES
 from ...ops.linear import schedule
-from .. import collectives, cuda_graphs, exact, exact_sampling, experts, linear, norm_rotary, patch_points, sampling
+from .. import (
+    collectives,
+    cuda_graphs,
+    draft_graphs,
+    exact,
+    exact_sampling,
+    experts,
+    linear,
+    norm_rotary,
+    patch_points,
+    sampling,
+)
 from . import not_covered
 from .record import VllmDevice
 
@@ -73,6 +84,7 @@ class Cuda(VllmDevice):
         if envs.is_exact():
             _check_gpu_of_exact_arithmetic()
         cuda_graphs.install()
+        draft_graphs.install()
         if not envs.is_exact():
             norm_rotary.install()
         external_ops = super().install_worker()
@@ -142,6 +154,9 @@ DEVICE = Cuda(
     attention_choices=("CUSTOM",),
     serving="Matmuls: K in ascending order, by cuBLASLt and Triton. Norms, softmax, sums: Triton, in a fixed order.",
     execution="Layers are not compiled; steps run in CUDA graphs.",
+    tensor_parallel_sizes=(2,),
+    pipeline_parallel_sizes=(2,),
+    has_experts=True,
     has_exact_arithmetic=True,
     exact_serving="by Triton",
 )

@@ -1,14 +1,15 @@
-"""The sum over ranks on GPUs that read each other's memory, in Triton.
+"""The sum over ranks on GPUs that write into each other's memory, in Triton.
 
     out = round(((p[0] + p[1]) + p[2]) + ...)    p[r]: the partial result of rank r
 
-Every rank first copies its partial result to where the others see it. One-shot: each rank then reads all of them and
-adds everything. Two-shot: each adds the blocks that it owns, writes their sums where its partial results were, and
-reads the other blocks' sums from their owners. An element is added in the same order either way, whoever adds it.
+One-shot: each rank writes its partial result to all others, and adds everything. Two-shot: it writes each block to the
+rank that owns it, which adds the block and writes the sum to all. An element is added in the same order either way,
+whoever adds it. Writes need no answer from the other GPU, which reads would wait for.
 
-CTA i of a rank waits for CTA i of every other, and reads nothing but what those have written. A message lies in one of
-two halves of the memory, in turn: when a rank writes a half again, every rank has begun the message between, and so is
-done with the one before.
+CTA i of a rank waits for CTA i of every other, and reads nothing but what those have written: each has a region of the
+memory of its own, so that short messages may have fewer CTAs. A message lies in one of two halves of the memory, in
+turn: when a rank writes into a half again, every rank has begun the message between, and so is done with the one
+before.
 """
 
 import triton
@@ -37,9 +38,11 @@ def _signal_and_wait(flags, own_flags_ptr, rank, epoch, RANKS: tl.constexpr, TIM
     """
     tl.debug_barrier()
     for peer in tl.static_range(RANKS):
-        tl.atomic_xchg(flags[peer] + rank, epoch, sem="release", scope="sys")
+        if peer != rank:
+            tl.atomic_xchg(flags[peer] + rank, epoch, sem="release", scope="sys")
     for peer in tl.static_range(RANKS):
-        _wait(own_flags_ptr + peer, epoch, TIMEOUT)
+        if peer != rank:
+            _wait(own_flags_ptr + peer, epoch, TIMEOUT)
     tl.debug_barrier()
 
 
@@ -69,8 +72,10 @@ def all_reduce_kernel(
     units,
     UNIT: tl.constexpr,
     RANKS: tl.constexpr,
-    LARGEST: tl.constexpr,
     FLAG_BYTES: tl.constexpr,
+    HALF_BYTES: tl.constexpr,
+    REGION_BYTES: tl.constexpr,
+    REGIONS: tl.constexpr,
     TWO_SHOT: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCUMULATE: tl.constexpr,
@@ -81,8 +86,9 @@ def all_reduce_kernel(
     Args:
         x_ptr, out_ptr: [units * UNIT], the rank's partial result, and the sum.
         addresses_ptr: [RANKS] int64: of each rank the address of FLAG_BYTES of flags and, behind them, of two halves of
-            LARGEST bytes.
-        epochs_ptr: [CTAs] int32, barriers that each CTA has passed. All ranks have the same CTAs, and call alike.
+            HALF_BYTES: [RANKS, REGIONS] regions of REGION_BYTES, of what each rank has written there for each CTA, and
+            two-shot as many of sums.
+        epochs_ptr: [REGIONS] int32, barriers that each CTA has passed. All ranks have the same CTAs, and call alike.
         rank: this one.
         UNIT: elements that are loaded at once.
         TIMEOUT: nanoseconds after which a rank that waits ends with an error; 0: it waits for ever.
@@ -90,37 +96,51 @@ def all_reduce_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     BARRIERS: tl.constexpr = 2 if TWO_SHOT else 1
     OWNERS: tl.constexpr = RANKS if TWO_SHOT else 1
+    SOURCE: tl.constexpr = REGIONS * REGION_BYTES * 8 // dtype.primitive_bitwidth
     cta, ctas, numel = tl.program_id(0), tl.num_programs(0), units * UNIT
     epoch = tl.load(epochs_ptr + cta)
     half = (epoch >> (BARRIERS - 1)) & 1
+    start = FLAG_BYTES + half * HALF_BYTES + cta * REGION_BYTES
+    own_address = tl.load(addresses_ptr + rank)
+    own_flags_ptr = own_address.to(tl.pointer_type(tl.int32)) + cta * RANKS
+    own_ptr = tl.multiple_of((own_address + start).to(tl.pointer_type(dtype)), 16)
     flags = ()
-    partials = ()
+    written = ()
+    inboxes = ()
     for peer in tl.static_range(RANKS):
         address = tl.load(addresses_ptr + peer)
         flags = flags + (address.to(tl.pointer_type(tl.int32)) + cta * RANKS,)  # noqa: RUF005
-        partial_ptr = (address + FLAG_BYTES + half * LARGEST).to(tl.pointer_type(dtype))
-        partials = partials + (tl.multiple_of(partial_ptr, 16),)  # noqa: RUF005
-    address = tl.load(addresses_ptr + rank)
-    own_flags_ptr = address.to(tl.pointer_type(tl.int32)) + cta * RANKS
-    own_ptr = tl.multiple_of((address + FLAG_BYTES + half * LARGEST).to(tl.pointer_type(dtype)), 16)
+        peer_ptr = tl.multiple_of((address + start).to(tl.pointer_type(dtype)), 16)
+        written = written + (peer_ptr + rank * SOURCE,)  # noqa: RUF005
+        inboxes = inboxes + (own_ptr + peer * SOURCE,)  # noqa: RUF005
 
     turns = tl.cdiv(tl.cdiv(numel, BLOCK), OWNERS)
     for turn in range(cta, turns, ctas):
+        place, _ = _block(turn // ctas, numel, BLOCK)
         for owner in tl.static_range(OWNERS):
             offs, mask = _block(turn * OWNERS + owner, numel, BLOCK)
-            tl.store(own_ptr + offs, tl.load(x_ptr + offs, mask=mask), mask=mask)
+            x = tl.load(x_ptr + offs, mask=mask)
+            if TWO_SHOT:
+                tl.store(written[owner] + place, x, mask=mask)
+            else:
+                for peer in tl.static_range(RANKS):
+                    tl.store(written[peer] + place, x, mask=mask)
     _signal_and_wait(flags, own_flags_ptr, rank, epoch + 1, RANKS, TIMEOUT)
+    for turn in range(cta, turns, ctas):
+        place, _ = _block(turn // ctas, numel, BLOCK)
+        offs, mask = _block(turn * OWNERS + (rank if TWO_SHOT else 0), numel, BLOCK)
+        total = _add(inboxes, place, mask, RANKS, ACCUMULATE).to(dtype)
+        if TWO_SHOT:
+            for peer in tl.static_range(RANKS):
+                tl.store(written[peer] + RANKS * SOURCE + place, total, mask=mask)
+        else:
+            tl.store(out_ptr + offs, total, mask=mask)
     if TWO_SHOT:
-        for turn in range(cta, turns, ctas):
-            offs, mask = _block(turn * OWNERS + rank, numel, BLOCK)
-            tl.store(own_ptr + offs, _add(partials, offs, mask, RANKS, ACCUMULATE).to(dtype), mask=mask)
         _signal_and_wait(flags, own_flags_ptr, rank, epoch + 2, RANKS, TIMEOUT)
         for turn in range(cta, turns, ctas):
+            place, _ = _block(turn // ctas, numel, BLOCK)
             for owner in tl.static_range(OWNERS):
                 offs, mask = _block(turn * OWNERS + owner, numel, BLOCK)
-                tl.store(out_ptr + offs, tl.load(partials[owner] + offs, mask=mask, cache_modifier=".cg"), mask=mask)
-    else:
-        for turn in range(cta, turns, ctas):
-            offs, mask = _block(turn, numel, BLOCK)
-            tl.store(out_ptr + offs, _add(partials, offs, mask, RANKS, ACCUMULATE).to(dtype), mask=mask)
+                total = tl.load(inboxes[owner] + RANKS * SOURCE + place, mask=mask, cache_modifier=".cg")
+                tl.store(out_ptr + offs, total, mask=mask)
     tl.store(epochs_ptr + cta, epoch + BARRIERS)

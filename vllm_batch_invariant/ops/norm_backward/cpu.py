@@ -1,5 +1,5 @@
 """Gradients of RMSNorm on a CPU."""
 
-from .pytorch import rms_norm_backward
+from .composed import rms_norm_backward
 
 __all__ = ["rms_norm_backward"]

@@ -7,7 +7,7 @@ import triton.language as tl
 from .. import reduce
 from ..common.triton_rows import aligned, on_device_of, row_sums
 from ..norm.triton_kernels import rstd_of
-from . import pytorch
+from . import composed
 from .reduction import LARGEST_BLOCK, NormBackwardReduction
 
 
@@ -69,7 +69,7 @@ def rms_norm_backward(
     """
     length = x.shape[-1]
     if length > LARGEST_BLOCK:
-        return pytorch.rms_norm_backward(x, weight, eps, grad, residual, grad_of_sum)
+        return composed.rms_norm_backward(x, weight, eps, grad, residual, grad_of_sum)
     reduction = NormBackwardReduction.of_length(length)
     num_rows = x.numel() // length
     programs = triton.cdiv(num_rows, reduction.rows_per_program * reduction.tiles_per_program)

@@ -1,4 +1,4 @@
-"""Gradients of RMSNorm by PyTorch's operations, in fp32, with the sums of :mod:`..reduce`, on any device."""
+"""Gradients of RMSNorm by PyTorch's operations, in fp32: on a CPU, and of rows that are too long for a GPU's kernel."""
 
 import torch
 
