@@ -87,13 +87,13 @@ export function sums(root) {
     const chosen = sums.get(block.value);
     const rows = BLOCKS.map((size) => {
       const sum = sums.get(size);
-      const cells = [
+      return [
         size === block.value ? element("strong", {}, String(size)) : String(size),
         written(sum),
-        bitsOf(fields(sum, here), hexadecimal(sum, here)),
+        ...(measured.sums ? [written(measured.sums[here.name][size])] : []),
         small(distance(sum, exact)),
+        bitsOf(fields(sum, here), hexadecimal(sum, here)),
       ];
-      return measured.sums ? [...cells, written(measured.sums[here.name][size])] : cells;
     });
     const words = `Error of the sum in ${here.name} by the size of a block.`;
     body.replaceChildren(
@@ -115,7 +115,7 @@ export function sums(root) {
       })),
       table(
         `Sums in ${here.name}`,
-        ["numbers in a block", "sum", "bits", "error", ...(measured.sums ? ["on the GPU"] : [])],
+        ["numbers in a block", "sum", ...(measured.sums ? ["on the GPU"] : []), "error", "bits"],
         rows,
       ),
       element("p", { className: "see-note" }, onGpu),

@@ -34,6 +34,11 @@ export function moreIsBetter({ metric }) {
   return metric === "throughput" || metric === "length";
 }
 
+/** Whether tokens were drafted: such rows come last, because most servers draft none. */
+function drafts({ case: named }) {
+  return named.includes("spec=");
+}
+
 function versionOf({ versions }) {
   return versions.match(/vllm=(\S+)/)[1];
 }
@@ -55,7 +60,8 @@ export function cost(root) {
 
   function show() {
     const wanted = (row) => workload.value === "all" || (row.metric === "tpot") === (workload.value === "tpot");
-    const rows = engine.filter((row) => versionOf(row) === version.value && wanted(row));
+    const found = engine.filter((row) => versionOf(row) === version.value && wanted(row));
+    const rows = [...found.filter((row) => !drafts(row)), ...found.filter(drafts)];
     const stock = rows.filter(({ provider }) => provider === "stock");
     const others = rows.filter(({ provider }) => provider in PROVIDERS);
     const bars = others.map((row) => ({ ...row, words: inWords(row), who: PROVIDERS[row.provider] }));
@@ -65,7 +71,7 @@ export function cost(root) {
     body.replaceChildren(
       drawn(body, words, `${words} ${bars.map((bar) => `${bar.who}, ${bar.words}: ${bar.ratio.toFixed(2)}`).join("; ")}.`, () => ({
         height: 40 + bars.length * 17 + stock.length * 14,
-        marginLeft: narrow ? 4 : 230,
+        marginLeft: narrow ? 4 : 312,
         marginTop: narrow ? 30 : 10,
         marginRight: 40,
         x: { label: "ratio →", domain: [0, Math.max(1.15, ...bars.map(({ ratio }) => Math.min(ratio, 5)))], grid: true, clamp: true },
@@ -73,8 +79,8 @@ export function cost(root) {
         fy: { label: null, axis: narrow ? null : "left", domain: bars.filter(({ who }) => who === known[0]).map((bar) => bar.words), padding: narrow ? 0.45 : 0.2 },
         marks: [
           Plot.barX(bars, { x: "ratio", y: "who", fy: "words", fill: ({ who }) => (who === PROVIDERS.ours ? "var(--see-ours)" : "var(--see-other)") }),
-          Plot.text(bars, { x: (bar) => Math.min(bar.ratio, 5), y: "who", fy: "words", text: (bar) => bar.ratio.toFixed(2), dx: -4, textAnchor: "end", fill: "var(--see-on-colour)" }),
           Plot.ruleX([1], { strokeWidth: 1.5 }),
+          Plot.text(bars, { x: () => 0, y: "who", fy: "words", text: (bar) => bar.ratio.toFixed(2), dx: 6, textAnchor: "start", fill: "var(--see-on-colour)" }),
           ...(narrow
             ? [
                 Plot.text(bars.filter(({ who }) => who === known[0]), {

@@ -2,6 +2,9 @@
 
 import * as Plot from "@observablehq/plot";
 
+/** The name of an axis has a line of its own below the numbers. */
+const ROOM_FOR_LABEL = 12;
+const NUMBER = /^[-\d.,e]+$/;
 let named = 0;
 
 /** An element with properties, attributes (`aria-...`, `role` and the like) and children. */
@@ -98,12 +101,12 @@ export function button(parent, text, onClick, label = text) {
 export function table(caption, header, rows) {
   const head = header.map((name) => element("th", { scope: "col" }, name));
   const body = rows.map(([first, ...others]) =>
-    element("tr", {}, element("th", { scope: "row" }, first), ...others.map((cell) => element("td", {}, cell))),
+    element("tr", {}, element("th", { scope: "row" }, first), ...others.map((cell) => element("td", { className: NUMBER.test(cell) ? "see-number" : "" }, cell))),
   );
   const made = element(
     "table",
     { className: "see-table" },
-    element("caption", {}, caption),
+    element("caption", {}, element("span", {}, caption)),
     element("thead", {}, element("tr", {}, ...head)),
     element("tbody", {}, ...body),
   );
@@ -124,9 +127,12 @@ export function bitsOf([sign, exponent, fraction], hex) {
 /** A drawing with what it shows in words, as wide as its figure. */
 export function drawn(figureBody, title, description, options) {
   const width = Math.max(280, Math.min(figureBody.clientWidth || 640, 960));
+  const chosen = options(width);
   const svg = Plot.plot({
-    ...options(width),
+    marginBottom: 30 + ROOM_FOR_LABEL,
+    ...chosen,
     width,
+    height: chosen.height + (chosen.marginBottom ? 0 : ROOM_FOR_LABEL),
     style: { background: "none", fontSize: "12px", overflow: "visible" },
   });
   const picture = svg.matches("svg") ? svg : svg.querySelector("svg");

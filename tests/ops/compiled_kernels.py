@@ -51,9 +51,11 @@ from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES
 from vllm_batch_invariant.ops.moe import MoeReduction
 from vllm_batch_invariant.ops.moe import cuda as moe
 from vllm_batch_invariant.ops.norm import cuda as norm
+from vllm_batch_invariant.ops.norm_backward import cuda as norm_backward
 from vllm_batch_invariant.ops.norm_rotary import cuda as norm_rotary
 from vllm_batch_invariant.ops.ranking.cuda import top_and_ranks
 from vllm_batch_invariant.ops.reduce import cuda as reduce
+from vllm_batch_invariant.ops.silu_backward import cuda as silu_backward
 from vllm_batch_invariant.ops.softmax import cuda as softmax
 from vllm_batch_invariant.ops.top_k_top_p.cuda import top_k_top_p
 
@@ -287,8 +289,18 @@ def gemms() -> None:
             linear.gemm_ptr(a.to(dtype)[None], weight.to(dtype).t()[None], None, out, reduction, tile)
 
 
+def gradients_of_rows(count: int) -> None:
+    """Of norms, as short, as long and longer than one tile of a program, and of SiLU."""
+    for length, dtype in ((128, torch.bfloat16), (4096, torch.float32), (12_288, torch.bfloat16)):
+        x = torch.zeros(count, length, dtype=dtype)
+        norm_backward.rms_norm_backward(x, x[0], 1e-6, x, None, None)
+        norm_backward.rms_norm_backward(x, x[0], 1e-6, x, x, x)
+        silu_backward.silu_and_mul_backward(torch.zeros(count, 2 * length, dtype=dtype), x)
+
+
 def rows() -> None:
     """Norms, softmax and sums: what they take follows the row's length."""
+    gradients_of_rows(2)
     for length in (128, 5120, 20_000, 152_000):
         x = torch.zeros(2, length, dtype=torch.bfloat16)
         if length <= 20_000:

@@ -26,6 +26,7 @@ from tests.ops.compiled_kernels import (
     experts,
     flex,
     gradients_of_attention,
+    gradients_of_rows,
     pretend_a_gpu,
 )
 from tests.ops.exact.launches import batch as exact_batch
@@ -119,6 +120,7 @@ BATCHES = {
     "sampling": sampling_batch,
     "all-reduce": all_reduce_batch,
     "gradients of attention": attention_backward_batch,
+    "gradients of norms and SiLU": gradients_of_rows,
     "experts": experts,
     "exact arithmetic": exact_batch,
     "around FlexAttention": lambda count: flex(Heads(8, 2, 128, torch.bfloat16), 64, count),

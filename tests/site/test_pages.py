@@ -115,6 +115,7 @@ def test_the_engines_bars_are_those_of_the_file(opened: Callable[..., Any]) -> N
     page = opened("see/cost.html")
     with (ROOT / "benchmarks" / "data" / "engine.csv").open() as file:
         ours = [row for row in csv.DictReader(file) if row["provider"] == "ours" and "vllm=0.33.0" in row["versions"]]
+    ours.sort(key=lambda row: "spec=" in row["case"])
     shown = page.locator("[data-see=cost] tbody td:nth-of-type(2)").all_inner_texts()
     assert [re.search(r"\((.*)\)", cell)[1] for cell in shown] == [f"{float(row['ratio']):.2f}" for row in ours]
 

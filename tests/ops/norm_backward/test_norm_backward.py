@@ -4,11 +4,24 @@ import pytest
 import torch
 
 from tests.assertions import DTYPES, assert_near, assert_same_bits
+from vllm_batch_invariant.ops import reduce
 from vllm_batch_invariant.ops.norm_backward import rms_norm_backward
 
 LENGTHS = (7, 64, 128, 777, 4096)
 LONG = 17_000
 """Elements of a row that no program holds."""
+MOST_COLUMNS_INTERPRETED = 64
+
+
+@pytest.fixture(autouse=True)
+def sums_of_many_columns_are_the_cpus(device, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes milliseconds for each column of the weight's gradient. It adds those of short rows; what
+    adds them is the same for long ones, and tests/ops/reduce has its tests.
+    """
+    if device.is_interpreted and request.node.callspec.params.get("length", 0) > MOST_COLUMNS_INTERPRETED:
+        from vllm_batch_invariant.ops.reduce import cpu  # needs numba
+
+        monkeypatch.setattr(reduce, "sum", cpu.sum)
 
 
 def operands(device, rows: int, length: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
