@@ -75,37 +75,32 @@ def _another_router_kernel(softmax: Callable[..., torch.Tensor]) -> Callable[...
 
 
 def _split_k_of_pairs(grouped_gemm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Two halves of K, each rounded, which are added at the end."""
+    """Two halves of K of the second product, each rounded, which are added at the end."""
 
     def halves(
-        x: torch.Tensor, weight: torch.Tensor, bias: Any, groups: Any, pairs: int, dtype: torch.dtype, *of: Any
+        x: torch.Tensor, weight: torch.Tensor, bias: Any, groups: Any, pairs: int, *of: Any, **named: Any
     ) -> torch.Tensor:
-        if pairs <= MOST_PAIRS:
-            return grouped_gemm(x, weight, bias, groups, pairs, dtype, *of)
+        if pairs <= MOST_PAIRS or named.get("gated"):
+            return grouped_gemm(x, weight, bias, groups, pairs, *of, **named)
         first, half = x.clone(), x.shape[1] // 2
         first[:, half:] = 0
-        found = grouped_gemm(first, weight, bias, groups, pairs, x.dtype, *of)
-        return (found + grouped_gemm(x - first, weight, None, groups, pairs, x.dtype, *of)).to(dtype)
+        found = grouped_gemm(first, weight, bias, groups, pairs, *of, **named).to(x.dtype)
+        return found.float() + grouped_gemm(x - first, weight, None, groups, pairs, *of, **named).to(x.dtype)
 
     return halves
 
 
-def _atomic_kernel(combine: Any) -> Any:
-    """The same of the kernel that adds over experts."""
+def _atomics_of_pairs(combine: Callable[..., None]) -> Callable[..., None]:  # noqa: ARG001 - every fault is made of what is right
+    """The sum over experts in bf16 and in any order, another one each time."""
     generator = torch.Generator().manual_seed(0)
 
-    def any_order(made: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, **constants: int) -> None:
-        terms = made.view(len(weights), constants["TOP_K"], -1) * weights[:, :, None]
-        acc = torch.zeros_like(out)
+    def any_order(made: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+        terms = made.view(*weights.shape, -1) * weights[:, :, None]
+        out.zero_()
         for i in torch.randperm(terms.shape[1], generator=generator).tolist():
-            acc += terms[:, i]
-        out.copy_(acc)
+            out += terms[:, i]
 
-    class Launcher:
-        def __getitem__(self, grid: Any) -> Callable[..., None]:
-            return any_order
-
-    return Launcher()
+    return any_order
 
 
 def _arrival_order_of_pairs(moe: Callable[..., None]) -> Callable[..., None]:
@@ -147,14 +142,26 @@ def _another_tie_rule_of_routes(route: Callable[..., Any]) -> Callable[..., Any]
     return by_size
 
 
+def _another_router_kernel_of_routes(route: Callable[..., Any]) -> Callable[..., Any]:
+    """Scores that are computed in another way, and are as good."""
+
+    def by_size(logits: torch.Tensor, reduction: Any, bias: torch.Tensor | None) -> Any:
+        if len(logits) <= MOST_TOKENS:
+            return route(logits, reduction, bias)
+        wide = logits.float()
+        return routes.route_by((wide - wide.logsumexp(1, True)).exp(), reduction, bias)
+
+    return by_size
+
+
 def _on_a_gpu() -> dict[str, tuple[Any, str, Callable[..., Any]]]:
     cuda = module_for("moe", "cuda")
     return {
         "split-K 2": (cuda, "grouped_gemm", _split_k_of_pairs),
-        "an atomic combine": (cuda, "combine_kernel", _atomic_kernel),
+        "an atomic combine": (cuda, "combine", _atomics_of_pairs),
         "arrival order": (cuda, "_moe", _arrival_order_of_pairs),
         "another tie rule": (cuda, "route", _another_tie_rule_of_routes),
-        "another router kernel": (cuda, "softmax", _another_router_kernel),
+        "another router kernel": (cuda, "route", _another_router_kernel_of_routes),
     }
 
 
