@@ -90,7 +90,7 @@ def _split_k_of_pairs(grouped_gemm: Callable[..., torch.Tensor]) -> Callable[...
     return halves
 
 
-def _atomics_of_pairs(combine: Callable[..., None]) -> Callable[..., None]:  # noqa: ARG001 - every fault is made of what is right
+def _atomics_of_pairs(combine: Callable[..., None]) -> Callable[..., None]:
     """The sum over experts in bf16 and in any order, another one each time."""
     generator = torch.Generator().manual_seed(0)
 
