@@ -87,6 +87,11 @@ TP_TREE = Variable(
     ("1", "2", "4", "8"),
     "Up to how many tensor-parallel workers have the same bits: what they share is added as a tree of so many leaves.",
 )
+UNTRIED = Variable(
+    f"{FLAG}_UNTRIED",
+    ("0", "1"),
+    "Schedules that no GPU has run yet: CUDA graphs of a draft model, and wgmma for the products of exact arithmetic.",
+)
 VARIABLES = (
     Variable(FLAG, ("0", "1"), "The mode, for vLLM and this plugin."),
     ARITHMETIC,
@@ -95,6 +100,7 @@ VARIABLES = (
     SEED,
     TP_TREE,
     UNTESTED_VLLM,
+    UNTRIED,
 )
 
 

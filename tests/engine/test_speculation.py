@@ -13,6 +13,7 @@ import torch
 
 from tests.engine.drafters import ANSWERS, KINDS, make_head, make_mtp_model
 from tests.engine.engines import OF_DEVICE, Result, differing_answers, only_in_the_core, run, tokens
+from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration import patch_points
 from vllm_batch_invariant.integration.patch_points import installed_version
 from vllm_batch_invariant.verify.harness.requests import KINDS as ASKED
@@ -226,7 +227,8 @@ def test_a_draft_model_runs_in_cuda_graphs_and_is_right(
         return counted, running.call("tests.engine.drafters:draft_passes"), answers
 
     speculation = {"num_speculative_tokens": 3, "method": "draft_model", "model": str(checkpoint)}
-    done = engine([step], afterwards, speculative_config=json.dumps(speculation), runner="1")
+    untried = {UNTRIED.name: "1"}
+    done = engine([step], afterwards, speculative_config=json.dumps(speculation), runner="1", environment=untried)
     counted, passes, answers = done.afterwards
     assert differing_answers(answers, plain) == []
     assert counted["accepted"] >= 0.9 * counted["drafts"] > 0

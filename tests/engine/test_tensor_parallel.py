@@ -1,6 +1,5 @@
 """Two workers share each layer: a request has the same bits in any company, and every worker the same tokens."""
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, Result, differing_answ
 from tests.engine.plans import alone_and_among, moved, targets
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
-from vllm_batch_invariant.verify.harness.requests import NGRAMS
 
 ON_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.engine, pytest.mark.core]
@@ -34,7 +32,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
         if ON_GPU and workers > torch.cuda.device_count():
             pytest.skip(f"needs {workers} GPUs")
         cores = "|".join(str(rank % 2) for rank in range(workers))
-        variables = {"VLLM_CPU_OMP_THREADS_BIND": cores, TP_TREE.name: tree} | others.pop("environment", {})
+        variables = {"VLLM_CPU_OMP_THREADS_BIND": cores, TP_TREE.name: tree}
         return run(settings | others, steps, flag, bisection=bisection, **variables)
 
     return engine
@@ -56,18 +54,6 @@ def bisected(two: Result, start: Callable[..., Result]) -> dict[str, Any]:
 
 def test_a_request_has_the_same_bits_alone_and_among_others(two: Result) -> None:
     assert moved(two) == []
-
-
-@pytest.mark.skipif(not ON_GPU, reason="on a CPU other tests have these settings")
-@pytest.mark.parametrize("setting", ["first model runner", "n-grams", "eager, and small steps"])
-def test_other_settings_keep_the_bits(start: Callable[..., Result], two: Result, setting: str) -> None:
-    drafts = {"speculative_config": json.dumps(NGRAMS | {"num_speculative_tokens": 3})}
-    others = {"n-grams": drafts, "eager, and small steps": EAGER_ON_GPU | {"max_num_batched_tokens": 128}}
-    environment = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if setting == "first model runner" else {}
-    done = start("1", alone_and_among(), environment=environment, **others.get(setting, {}))
-    assert moved(done) == []
-    if not environment:  # the runners draw other noise
-        assert differing_answers(targets(done), targets(two)) == []
 
 
 def test_four_workers_keep_the_bits_too(request: pytest.FixtureRequest, start: Callable[..., Result]) -> None:

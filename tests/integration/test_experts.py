@@ -69,6 +69,30 @@ def test_vllm_is_given_our_method_for_whole_layers(method: Any) -> None:
     assert layers._is_ours(type(method))
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({}, None),
+        ({"scoring_func": "sigmoid"}, "a router by sigmoid"),
+        ({"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2}, "groups"),
+        ({"e_score_correction_bias": torch.zeros(EXPERTS)}, "a bias of the router"),
+        ({"activation": SimpleNamespace(value="gelu")}, "the activation gelu"),
+        ({"w2_bias": torch.zeros(1)}, "biases"),
+    ],
+)
+def test_what_no_gpu_has_run_is_refused_there(
+    changes: dict[str, Any], named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "certify", lambda *of: 1)
+    made, on_a_gpu = routed(**changes), experts.CudaExperts.__new__(experts.CudaExperts)
+    on_a_gpu.reduction = experts.reduction_of(made)
+    if named is None:
+        on_a_gpu.weights_are_loaded(made)
+        return
+    with pytest.raises(NotCovered, match=f"with {named} on a GPU"):
+        on_a_gpu.weights_are_loaded(made)
+
+
 def test_a_layer_has_the_bits_of_the_operation(method: Any) -> None:
     of, x = layer(biased=True, scoring="sigmoid", groups=4, top_groups=2), tokens(40)
     grouped = {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2, "scoring_func": "sigmoid"}
@@ -188,13 +212,24 @@ def test_a_layer_that_calls_experts_in_another_way_is_refused(changes: dict[str,
         layers.check(runner(**changes))
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
-def test_mixtures_of_experts_are_covered_on_a_cpu_only(device: str) -> None:
-    row = next(feature for feature in coverage.REFUSED if feature.name.startswith("Mixture of experts"))
+@pytest.mark.parametrize(
+    ("device", "version", "said"),
+    [
+        ("cpu", "0.32.0", []),
+        ("cuda", "0.33.0", []),
+        ("cuda", "0.32.0", ["mixture of experts with vLLM 0.32.0"]),
+        ("npu", "0.26.0", ["mixture of experts"]),
+    ],
+)
+def test_where_mixtures_of_experts_are_refused(
+    device: str, version: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: version)
+    rows = [feature for feature in coverage.REFUSED if feature.name.startswith("Mixture of experts")]
     config = SimpleNamespace(
         model_config=SimpleNamespace(is_moe=True), device_config=SimpleNamespace(device_type=device)
     )
-    assert row.found(config) == (None if device == "cpu" else "mixture of experts")
+    assert [what for row in rows if (what := row.found(config))] == said
 
 
 @pytest.mark.parametrize(

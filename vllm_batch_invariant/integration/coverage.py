@@ -164,7 +164,7 @@ def _beside_workers_on_gpus(config: Config) -> str | None:
         "exact arithmetic": envs.is_exact(),
         "FlexAttention": envs.ATTENTION.read() == "flex",
         "a model that sleeps": getattr(model, "enable_sleep_mode", False),
-        "whole experts": model.is_moe and getattr(parallel, "enable_expert_parallel", False),
+        "a mixture of experts": model.is_moe,
         f"the executor {parallel.distributed_executor_backend}": parallel.distributed_executor_backend
         in ("ray", TORCHRUN),
         f"vLLM {version}": not version.startswith(RAN_ON_GPUS),
@@ -371,9 +371,9 @@ COVERED = (
     ),
     Feature(
         "Mixture of experts",
-        "on a CPU, in fp32, bf16 and fp16, and on a GPU with vLLM 0.33: Qwen2-MoE, Qwen3-MoE, Mixtral, GraniteMoe, "
-        "OLMoE, GLM-4.5, gpt-oss in bf16 and the like; with shared experts; routers by softmax or sigmoid, with a "
-        "bias, in groups",
+        "on a CPU, in fp32, bf16 and fp16: Qwen2-MoE, Qwen3-MoE, Mixtral, GraniteMoe, OLMoE, GLM-4.5, gpt-oss in bf16 "
+        "and the like; with shared experts; routers by softmax or sigmoid, with a bias, in groups. On one GPU with "
+        "vLLM 0.33: those with a softmax router, SiLU and no biases, such as Qwen2-MoE, Qwen3-MoE and Mixtral",
     ),
     Feature(
         "Multimodal models, as text",
@@ -399,8 +399,8 @@ COVERED = (
     ),
     Feature(
         "Tensor parallelism",
-        "2 GPUs with vLLM 0.33, and 2, 4 and 8 workers on a CPU, which share every layer, or there with "
-        "--enable-expert-parallel have whole experts; "
+        "2 GPUs with vLLM 0.33 for a dense model, and 2, 4 and 8 workers on a CPU, which share every layer, or there "
+        "with --enable-expert-parallel have whole experts; "
         "another number of workers, or the other way to share experts, gives other bits, unless "
         "`VLLM_BATCH_INVARIANT_TP_TREE` says up to how many workers of a dense model shall have the same",
     ),
@@ -413,8 +413,8 @@ COVERED = (
     ),
     Feature(
         "Pipeline parallelism",
-        "2 stages on GPUs with vLLM 0.33, 2 and 4 on a CPU, there beside tensor parallelism or not: they copy and do "
-        "not add, so the bits are those of one stage",
+        "2 stages of a dense model on GPUs with vLLM 0.33, 2 and 4 on a CPU, there beside tensor parallelism or not: "
+        "they copy and do not add, so the bits are those of one stage",
     ),
     Feature(
         "Data parallelism",
@@ -440,8 +440,8 @@ REFUSED = (
         _tensor_parallelism,
     ),
     Feature(
-        "Several GPUs with vLLM's first model runner, speculative decoding, exact arithmetic, FlexAttention, sleep, "
-        "--enable-expert-parallel, Ray, tensor beside pipeline parallelism, or before vLLM 0.33",
+        "Several GPUs with vLLM's first model runner, speculative decoding, a mixture of experts, exact arithmetic, "
+        "FlexAttention, sleep, Ray, tensor beside pipeline parallelism, or before vLLM 0.33",
         "these have not been run together",
         "leave one of the two out, or serve on one GPU",
         _beside_workers_on_gpus,

@@ -34,7 +34,12 @@ _SIZES = (1, 2, 4, 8, *(size for power in range(4, 12) for size in (2**power, 3 
 
 
 def install() -> None:
-    """Give vLLM's drafter of that kind graphs, if there is one and it is as expected."""
+    """Give vLLM's drafter of that kind graphs, if there is one and it is as expected; an EAGLE head one graph for all
+    drafts but the first.
+    """
+    from .attention_cuda import PlannedMetadataBuilder
+
+    PlannedMetadataBuilder.supports_draft_decode_metadata_update = True
     if not patch_points.DRAFT_MODEL.is_there():
         return
     drafter = patch_points.DRAFT_MODEL.get()

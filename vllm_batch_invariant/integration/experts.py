@@ -115,6 +115,12 @@ class CudaExperts(BatchInvariantExperts):
     """On a GPU, with the weights as vLLM has loaded them."""
 
     def weights_are_loaded(self, layer: torch.nn.Module) -> None:
+        if not_run := _not_run_on_gpus(self.reduction, layer):
+            raise NotCovered(
+                f"experts of {layer.layer_name} with {not_run} on a GPU",
+                "they have not been run there",
+                "serve on a CPU",
+            )
         for weight in (layer.w13_weight, layer.w2_weight):
             certify(*weight.shape[1:], weight.dtype, weight.device)
 
@@ -128,6 +134,18 @@ class CudaExperts(BatchInvariantExperts):
 
 def _biases(layer: torch.nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
+
+
+def _not_run_on_gpus(reduction: MoeReduction, layer: Any) -> str | None:
+    """What of a layer no engine on a GPU has been compared with."""
+    found = {
+        f"a router by {reduction.scoring}": reduction.scoring != "softmax",
+        "groups": reduction.groups > 1,
+        "a bias of the router": layer.e_score_correction_bias is not None,
+        f"the activation {reduction.activation}": reduction.activation != "silu",
+        "biases": any(bias is not None for bias in _biases(layer)),
+    }
+    return next((what for what, is_used in found.items() if is_used), None)
 
 
 @cache

@@ -11,6 +11,7 @@ import torch
 import triton
 from numpy.typing import NDArray
 
+from ... import envs
 from ...errors import NotCovered
 from ..attention.params import PagedAttention
 from ..attention.plan import AttentionShape, Kernels, Plan, Planner, Schedule
@@ -94,13 +95,14 @@ def linear_schedule(m: int, parts: int) -> LinearSchedule:
 
 
 @cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+def _uses_wgmma(device: torch.device) -> bool:
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return is_hopper and envs.UNTRIED.read() == "1"
 
 
 def _by_wgmma(device: torch.device, k: int, parts: int) -> bool:
     """Whether such products on a device are :mod:`.sm90_linear`'s."""
-    if not _is_hopper(device):
+    if not _uses_wgmma(device):
         return False
     from .sm90_linear import covers  # Gluon is of no use elsewhere
 
