@@ -151,12 +151,35 @@ def violations(page: Any, rules: tuple[str, ...] = ("wcag2a", "wcag2aa", "best-p
     return [(rule["id"], node["html"][:200]) for rule in found["violations"] for node in rule["nodes"]]
 
 
-def test_a_page_prints_without_its_controls(opened: Callable[..., Any]) -> None:
-    page = opened("see/attention.html")
+@pytest.mark.parametrize("name", WITH_FIGURES)
+def test_a_page_prints_without_its_controls(name: str, opened: Callable[..., Any]) -> None:
+    page = opened(f"see/{name}.html")
     page.emulate_media(media="print")
-    assert not page.locator(".see-controls").first.is_visible()
+    assert not any(controls.is_visible() for controls in page.locator(".see-controls, .see-buttons").all())
     assert page.locator(".see-status").first.is_visible()
     assert page.pdf(format="A4").startswith(b"%PDF")
+
+
+@pytest.mark.parametrize("name", WITH_FIGURES)
+def test_the_mathematics_is_folded_until_it_is_asked_for(name: str, opened: Callable[..., Any]) -> None:
+    page = opened(f"see/{name}.html")
+    summary, text = page.get_by_text("The mathematics", exact=True), page.locator("details > p").first
+    assert not text.is_visible()
+    summary.press("Enter")
+    assert text.is_visible()
+
+
+MOVING = """() => [...document.querySelectorAll('*')].filter(one => {
+  const { transitionDuration, animationName } = getComputedStyle(one);
+  return animationName !== 'none' || transitionDuration.split(', ').some(time => parseFloat(time) > 0);
+}).length"""
+
+
+def test_nothing_moves_where_a_reader_wants_less_motion(opened: Callable[..., Any]) -> None:
+    page = opened("see/samples.html")
+    assert page.evaluate(MOVING) == 0
+    page.emulate_media(reduced_motion="no-preference")
+    assert page.evaluate(MOVING) > 0
 
 
 def test_pages_open_as_files_and_can_be_searched(built: Path, opened: Callable[..., Any]) -> None:
