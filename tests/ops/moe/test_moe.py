@@ -49,11 +49,13 @@ def test_a_token_has_the_same_bits_alone_and_among_others(routing: str) -> None:
     assert differing(ours, routing, layer(), COUNTS) == []
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize(
+    ("dtype", "scoring"),
+    [*zip(DTYPES, itertools.repeat(next(iter(SCORINGS)))), *zip(itertools.cycle(DTYPES), [*SCORINGS][1:])],
+)
 def test_every_token_has_the_same_bits_in_any_part_of_the_batch(dtype: torch.dtype, scoring: str) -> None:
     of = layer(dtype, **SCORINGS[scoring])
-    x = tokens(67, dtype)
+    x = tokens(41, dtype)
     for make in ROUTINGS.values():
         logits = make(x, of)
         whole = of(x, logits)

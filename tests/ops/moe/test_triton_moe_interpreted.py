@@ -34,12 +34,13 @@ def made(of: Layer, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     return cuda.moe(x, weights, ids, of.gate_up, of.down, of.reduction, of.gate_up_bias, of.down_bias, None)
 
 
-@pytest.mark.parametrize("top_k", [1, 3, 8])
-@pytest.mark.parametrize("fields", [{}, {"scoring": "sigmoid", "scale": 2.5}, {"renormalise": False}], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "top_k"), [({}, 8), ({"scoring": "sigmoid", "scale": 2.5}, 3), ({"renormalise": False}, 1)], ids=str
+)
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 def test_experts_are_chosen_as_on_a_cpu(routing, fields, top_k):
     of = layer(torch.float16, biased=True, **fields)
-    logits = routing(tokens(21, torch.float16), of)
+    logits = routing(tokens(13, torch.float16), of)
     logits[3], logits[4, 2], logits[5] = torch.nan, torch.nan, -torch.inf
     for bias in (None, of.score_bias, -torch.zeros(EXPERTS)):
         reduction = replace(of.reduction, top_k=top_k)
@@ -61,8 +62,10 @@ def test_groups_of_experts_are_chosen_as_on_a_cpu():
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swigluoai"])
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [("silu", torch.float16), *((one, torch.float32) for one in ("silu", "gelu", "gelu_tanh", "swigluoai"))],
+)
 def test_results_are_near_the_exact_ones(activation, dtype):
     of = layer(dtype, biased=True, activation=activation)
     x = tokens(4, dtype)
