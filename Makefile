@@ -34,26 +34,27 @@ lint: install
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 
-# Parts that need nothing of each other: two at a time, the longest first. Engines have threads that wait for each other, so
-# what runs beside them gives way. A GPU is for one at a time.
+# Engines have threads that wait for each other, and so both cores to themselves. Other parts run two at a time, the longest
+# first; a GPU is for one at a time.
 PARTS_AT_A_TIME ?= $(if $(filter cpu,$(DEVICE)),2,1)
 test: install lint
-	@parts="test-engines test-interpreted test-others"; \
+	@$(MAKE) test-engines; engines=$$?; \
+	parts="test-others test-interpreted"; \
 	if command -v npm >/dev/null; then parts="$$parts test-site"; \
 	else echo "make test: no npm, so the site is not built and its pages are not tested"; fi; \
 	if command -v $(NPU_PYTHON) >/dev/null; then parts="$$parts test-npu"; \
 	else echo "make test: no $(NPU_PYTHON), so the kernels for an Ascend NPU are not compiled (make NPU_PYTHON=... test)"; fi; \
-	$(MAKE) -j$(PARTS_AT_A_TIME) -k --output-sync=target GIVING_WAY="nice -n 5" $$parts
+	$(MAKE) -j$(PARTS_AT_A_TIME) -k --output-sync=target $$parts && exit $$engines
 
 test-engines: install
 	$(RUN) pytest -m "engine or server" --durations=25
 
 test-others: install
-	$(GIVING_WAY) $(RUN) pytest -m "not engine and not server" --durations=25
+	$(RUN) pytest -m "not engine and not server" --durations=25
 
 # Kernels for NVIDIA GPUs, in Triton's interpreter: it needs a process of its own.
 test-interpreted: install
-	TRITON_INTERPRET=1 $(GIVING_WAY) $(RUN) pytest -m interpreted --durations=25
+	TRITON_INTERPRET=1 $(RUN) pytest -m interpreted --durations=25
 
 # Kernels for an Ascend NPU, compiled and simulated: needs neither a device nor CANN.
 NPU_VENV ?= .venv-npu
@@ -63,7 +64,7 @@ $(NPU_VENV)/installed: requirements/overrides-npu.txt scripts/install_npu.sh
 	touch $@
 
 test-npu: $(NPU_VENV)/installed
-	$(GIVING_WAY) $(NPU_VENV)/bin/python -m pytest tests/npu/offline
+	$(NPU_VENV)/bin/python -m pytest tests/npu/offline
 
 # Every release of vLLM for GPUs, read: downloads each wheel once, and keeps its sources.
 test-patch-points: install
@@ -100,7 +101,7 @@ site: $(SITE_VENV)/installed
 # tests/conftest.py is left out, because it imports PyTorch, which these tests do without.
 test-site:
 	BROWSER=install sh scripts/install_site.sh $(SITE_VENV) $(PYTHON)
-	$(GIVING_WAY) $(SITE_VENV)/bin/python -m pytest --confcutdir=tests/site tests/site
+	$(SITE_VENV)/bin/python -m pytest --confcutdir=tests/site tests/site
 
 clean:
 	rm -rf $(VENV) $(NPU_VENV) $(SITE_VENV) site/node_modules .cache
