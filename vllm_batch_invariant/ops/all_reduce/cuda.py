@@ -38,11 +38,14 @@ class AllReduceSchedule:
     block: int = 2048
     num_warps: int = 8
 
+    def owners(self, ranks: int) -> int:
+        """Ranks that share the blocks of a message."""
+        return ranks if self.two_shot else 1
+
     def region_bytes(self, ranks: int) -> int:
         """What a rank writes for one CTA of another, at most, whatever the dtype."""
-        owners = ranks if self.two_shot else 1
         of_block = [itemsize * self.block for itemsize in _ITEM_SIZES]
-        return max(size * -(-self.largest // (size * owners * self.ctas)) for size in of_block)
+        return max(size * -(-self.largest // (size * self.owners(ranks) * self.ctas)) for size in of_block)
 
 
 _TWO_SHOT = AllReduceSchedule(True, 1 << 24, 128, 4096, 16)
@@ -145,7 +148,6 @@ class _Channel:
     def __init__(self, schedule: AllReduceSchedule, ranks: int, allocate: Callable[[int], Peers]) -> None:
         self.schedule, self._ranks = schedule, ranks
         self._flag_bytes = -(-schedule.ctas * ranks * 4 // _FLAG_ALIGNMENT) * _FLAG_ALIGNMENT
-        self._owners = ranks if schedule.two_shot else 1
         self._region_bytes = schedule.region_bytes(ranks)
         self._half_bytes = (2 if schedule.two_shot else 1) * ranks * schedule.ctas * self._region_bytes
         self._peers = allocate(self._flag_bytes + 2 * self._half_bytes)
@@ -155,7 +157,7 @@ class _Channel:
         """Add one message, [elements], of at most ``schedule.largest`` bytes."""
         unit = _UNIT_BYTES // partial.itemsize
         unit = unit if partial.numel() % unit == 0 else 1
-        turns = -(-partial.numel() // (self.schedule.block * self._owners))
+        turns = -(-partial.numel() // (self.schedule.block * self.schedule.owners(self._ranks)))
         all_reduce_kernel[(min(turns, self.schedule.ctas),)](
             partial,
             out,
