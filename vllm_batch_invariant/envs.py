@@ -90,7 +90,7 @@ TP_TREE = Variable(
 UNTRIED = Variable(
     f"{FLAG}_UNTRIED",
     ("0", "1"),
-    "What is written and no GPU has run yet starts: schedules, and settings that are refused because they were not run.",
+    "What no GPU has run yet starts: schedules, and settings that are refused because they were not run.",
 )
 VARIABLES = (
     Variable(FLAG, ("0", "1"), "The mode, for vLLM and this plugin."),
