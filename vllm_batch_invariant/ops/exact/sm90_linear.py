@@ -155,7 +155,7 @@ def _two_digits(ring, stage, phase, steps, LAYOUT: gl.constexpr, BLOCK_M: gl.con
     hi = gl.full([ring.LONG_SIDE, BLOCK_M], 0, gl.int32, LAYOUT)
     mid = gl.full([ring.LONG_SIDE, BLOCK_M], 0, gl.int32, LAYOUT)
     lo = gl.full([ring.LONG_SIDE, BLOCK_M], 0, gl.int32, LAYOUT)
-    before = stage
+    before = gl.to_tensor(0)  # not stage: Triton would take two names of one value for one that no step changes
     for step in range(steps):
         mbarrier.wait(ring.full_bar.index(stage), phase)
         w1, w0 = ring.w_smem.index(stage * 2), ring.w_smem.index(stage * 2 + 1)  # [LONG_SIDE, _STEP_K]
