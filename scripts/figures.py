@@ -152,11 +152,11 @@ def _means(measurements: Sequence[Measurement], key: str, unit: str) -> str:
 
 def training() -> str:
     """Reward, KL between rollout and trainer, and gradient norm of each step of the training runs."""
-    rows = read(DATA / "on_policy.csv")
+    rows = [row for row in read(DATA / "on_policy.csv") if row.keys["model"] == SMALL]
     newest = rows[0].gpu, rows[0].versions
     lines: dict[tuple[str, str], list[float]] = defaultdict(list)
     for row in rows:
-        if (row.gpu, row.versions) == newest and row.keys["model"] == SMALL and row.provider in RUNS:
+        if (row.gpu, row.versions) == newest and row.provider in RUNS:
             lines[row.provider, row.metric].append(row.p50)
     panels = {"reward": "reward", "kl": "KL(rollout || trainer)", "gradient-norm": "gradient norm"}
 

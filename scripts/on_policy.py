@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import DATA, Measurement, Setting, case_text, read, write
-from scripts.on_policy_task import warmed_up
+from scripts.on_policy_task import SHAPES, warmed_up
 from vllm_batch_invariant import __version__
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.verify.arguments import OneLineParser, above_zero, at_least
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 CONTEXT = 256
 """Tokens of a prompt and its completion."""
 SMALL = "small"
-"""The name of the script's own model in the data."""
+"""The size that a CPU trains, of :data:`.on_policy_task.SHAPES`."""
 _SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
 ENDS = 10
 """Steps whose mean is the first and the last reward."""
@@ -314,7 +314,8 @@ def table(results: Mapping[str, Result]) -> Table:
 def main() -> int:
     """Train, compare, print, write. The exit status is 1 if a promise was not kept, 2 if nothing was compared."""
     parser = OneLineParser(prog="on_policy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a Qwen3 model's folder or name (default: a small one that is warmed up first)")
+    parser.add_argument("--model", help="a Qwen3 model's folder or name (default: one that is warmed up first)")
+    parser.add_argument("--size", choices=SHAPES, default=SMALL, help="of the model that is warmed up")
     parser.add_argument("--only", nargs="+", choices=ALL, default=list(ALL), metavar="RUN", help=f"of {', '.join(ALL)}")
     parser.add_argument("--steps", type=at_least(1), default=60, help="of the optimizer (default: 60)")
     parser.add_argument("--short", type=at_least(2), default=4, help="steps of the runs for a check (default: 4)")
@@ -322,7 +323,7 @@ def main() -> int:
     parser.add_argument("--group", type=at_least(2), default=8, help="completions of a prompt (default: 8)")
     parser.add_argument("--max-tokens", type=at_least(1), default=14, help="of a completion (default: 14)")
     parser.add_argument("--learning-rate", type=above_zero, default=3e-4, help="of AdamW (default: 3e-4)")
-    parser.add_argument("--warm-up", type=at_least(1), default=400, help="steps of the small model's (default: 400)")
+    parser.add_argument("--warm-up", type=at_least(1), default=400, help="steps of the model's (default: 400)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts' order and of all requests (default: 0)")
     parser.add_argument("--out", type=Path, default=DATA / "on_policy.csv", help="the data (default: %(default)s)")
     options = parser.parse_args()
@@ -343,7 +344,7 @@ def _compare(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         begin = time.perf_counter()
-        model = options.model or str(warmed_up(folder / "model", options.warm_up, options.seed))
+        model = options.model or str(warmed_up(folder / "model", options.warm_up, options.seed, options.size))
         if options.model is None:
             console.print(f"warm-up: {options.warm_up} steps, {time.perf_counter() - begin:.0f} s")
         sizes = {
@@ -359,7 +360,7 @@ def _compare(options: argparse.Namespace) -> int:
             results[run_name] = train(Specification(model, out, run, planned, steps, **sizes), place)
             console.print(f"{run_name}: {results[run_name].seconds:.0f} s")
     setting = here()
-    keep(options.out, list(measurements(results, Path(options.model).name if options.model else SMALL, setting)))
+    keep(options.out, list(measurements(results, Path(options.model).name if options.model else options.size, setting)))
     console.print(table(results))
     console.print(f"{setting.gpu}, {setting.versions}", soft_wrap=True)
     found = list(problems(results))

@@ -161,7 +161,8 @@ def _with_fault(generation: Any, fault: str | None) -> None:
 
 def _engine(make: Callable[..., Any], schedule: Schedule, **arguments: Any) -> Any:
     """TRL's engine, with the settings that TRL has no option for."""
-    of_device = {} if torch.cuda.is_available() else {"enforce_eager": True, "block_size": 32}
+    on_gpu, on_cpu = {"kv_cache_memory_bytes": 2 << 30}, {"enforce_eager": True, "block_size": 32}
+    of_device = on_gpu if torch.cuda.is_available() else on_cpu
     chosen = {"max_num_seqs": schedule.max_num_seqs, "max_num_batched_tokens": schedule.max_num_batched_tokens}
     return make(**arguments | of_device | chosen | {"disable_log_stats": False})
 

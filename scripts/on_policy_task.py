@@ -14,8 +14,16 @@ from vllm_batch_invariant.verify.demo_model import EOS, Shape, make_checkpoint
 
 DIGITS = 12
 """Of an answer."""
-SHAPE = Shape(hidden=128, intermediate=2048, layers=3, heads=2, kv_heads=1, max_length=512, head_gain=1.0)
-"""With a smaller intermediate size plain vLLM's bits do not follow the batch on every CPU: sums are too short."""
+SHAPES = {
+    "small": Shape(hidden=128, intermediate=2048, layers=3, heads=2, kv_heads=1, max_length=512, head_gain=1.0),
+    "0.6b": Shape(
+        hidden=1024, intermediate=3072, layers=28, heads=16, kv_heads=8, head_size=128, vocab=151_936, max_length=512,
+        residual_gain=0.1, head_gain=1.0,
+    ),
+}  # fmt: skip
+"""The small one has a large intermediate size: with a smaller one plain vLLM's bits do not follow the batch on every
+CPU, since sums are too short. The other is Qwen3's of 0.6 billion parameters, for a GPU.
+"""
 _RULES = (
     "Write the last digits of the numbers that one counts, as many of them as there are months in a year, with one "
     "space before each of them, and nothing else after the last of them. "
@@ -24,7 +32,7 @@ _RULES = (
 _TASKS = list(product(range(10), range(1, 10)))
 """(start, step) of every question."""
 _BATCH = 32
-_LEARNING_RATE = 2e-3
+_LEARNING_RATES = {"small": 2e-3, "0.6b": 3e-4}
 _WARM_STEPS = 20
 _ERRORS = 0.3
 """Share of a demonstration's digits that are random."""
@@ -63,20 +71,23 @@ def _counted(start: int, step: int, chance: random.Random | None = None) -> list
     return digits
 
 
-def warmed_up(folder: Path, steps: int, seed: int = 0) -> Path:
-    """Write a small Qwen3 in bf16 and its tokenizer into ``folder``, trained in fp32 on demonstrations.
+def warmed_up(folder: Path, steps: int, seed: int = 0, size: str = "small") -> Path:
+    """Write a Qwen3 in bf16 and its tokenizer into ``folder``, trained in fp32 on demonstrations, on a GPU if there is
+    one.
 
     Args:
         folder: is made.
         steps: of AdamW, with 32 demonstrations each.
         seed: of weights and demonstrations.
+        size: of :data:`SHAPES`.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    make_checkpoint(folder, SHAPE, seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    make_checkpoint(folder, SHAPES[size], seed)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=0.0)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATES[size], weight_decay=0.0)
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / _WARM_STEPS) * (1 - step / steps)
     )
@@ -86,8 +97,8 @@ def warmed_up(folder: Path, steps: int, seed: int = 0) -> Path:
         prompts = tokenizer([asked[number] for number in chosen]).input_ids
         shown = tokenizer([_written(_counted(*_TASKS[number], chance)) + EOS for number in chosen]).input_ids
         rows, answers = (
-            torch.tensor([one + other for one, other in zip(prompts, shown, strict=True)]),
-            torch.tensor(shown),
+            torch.tensor([one + other for one, other in zip(prompts, shown, strict=True)], device=device),
+            torch.tensor(shown, device=device),
         )
         logits = model(rows, logits_to_keep=answers.shape[1] + 1).logits[:, :-1]
         optimizer.zero_grad()
