@@ -1,4 +1,6 @@
-"""What each of two ranks does with a patched model under DDP and FSDP2, over gloo on a CPU; a process a rank."""
+"""What each of two ranks does with a patched model under DDP and FSDP2, by gloo on a CPU and NCCL on GPUs; a process a
+rank.
+"""
 
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.assertions import assert_same_bits
-from tests.hf.models import model, sequences, ways_to_pad
+from tests.hf.models import DEVICE, model, sequences, ways_to_pad
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.hf import patch, token_logprobs
 
@@ -26,7 +28,7 @@ def logprobs_and_loss(trainer: torch.nn.Module, lengths: tuple[int, ...]) -> tup
     tokens, mask = ways_to_pad(sequences(lengths))["right"]
     every = token_logprobs(trainer(tokens, attention_mask=mask).logits[:, :-1], tokens[:, 1:])
     real = every[mask[:, 1:].bool()]
-    return real.detach(), (real * torch.linspace(-1, 1, len(real))).sum()
+    return real.detach(), (real * torch.linspace(-1, 1, len(real), device=real.device)).sum()
 
 
 def step(trainer: torch.nn.Module, lengths: tuple[int, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -57,7 +59,11 @@ def mean_of_ranks(grads: list[dict[str, torch.Tensor]], dtype: torch.dtype) -> d
 def check(rank: int, folder: str) -> None:
     """Compare a rank's logprobs with those of a model in one process, and gradients with the mean of both ranks'."""
     torch.set_num_threads(THREADS)
-    dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'meeting'}", rank=rank, world_size=RANKS)
+    backend = "gloo"
+    if DEVICE == "cuda":
+        backend = "nccl"
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{Path(folder) / 'meeting'}", rank=rank, world_size=RANKS)
     alone = [step(patch(model()), lengths) for lengths in LENGTHS]
     expected = alone[rank][0]
     mean = mean_of_ranks([grads for _, grads in alone], torch.bfloat16)
