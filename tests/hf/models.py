@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -15,6 +14,8 @@ from transformers import (
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ON_A_SHARED_GPU = ["--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", "4G"] if DEVICE == "cuda" else []
+"""Arguments of an engine: there may be others."""
 VOCABULARY = 300
 """No multiple of 64, to which vLLM pads an output embedding."""
 LENGTHS = (45, 1, 300, 7)
@@ -50,13 +51,6 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Qwen3-MoE without renormalised weights": (Qwen3MoeConfig, EXPERTS | {"norm_topk_prob": False}),
 }
 """What the trainer has patches for; Qwen2's heads are its hidden size together."""
-
-
-def of_device(name: str, kind: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """A family's configuration; skips the test if the family is refused on this device."""
-    if kind is not Qwen3Config and DEVICE == "cuda":
-        pytest.skip(f"{name} has been compared with an engine on a CPU only")
-    return kind
 
 
 def config(of: type[PreTrainedConfig] = Qwen3Config, **changed: Any) -> PreTrainedConfig:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.assertions import DTYPES, assert_same_bits
-from tests.hf.models import DEVICE, FAMILIES, model, of_device, packed, sequences, ways_to_pad
+from tests.hf.models import DEVICE, FAMILIES, model, packed, sequences, ways_to_pad
 from vllm_batch_invariant import batch_invariant_mode
 from vllm_batch_invariant.hf import patch
 
@@ -34,7 +34,7 @@ def test_a_token_has_the_same_logits_alone_and_in_any_batch(dtype: torch.dtype) 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_token_of_every_family_has_the_same_logits_alone_and_in_a_batch(name: str) -> None:
     kind, changed = FAMILIES[name]
-    trainer, parts = patch(model(torch.bfloat16, of_device(name, kind), **changed)), sequences()
+    trainer, parts = patch(model(torch.bfloat16, kind, **changed)), sequences()
     tokens, mask = ways_to_pad(parts)["left"]
     with torch.no_grad():
         logits = trainer(tokens, attention_mask=mask).logits

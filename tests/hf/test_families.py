@@ -13,22 +13,19 @@ from transformers import AutoModelForCausalLM
 from scripts.parity import Gap, Sample, of_trainer, plain_logprobs, rollout
 from tests.assertions import assert_same_bits
 from tests.engine.engines import only_where_asked_for
-from tests.hf.models import DEVICE, FAMILIES, VOCABULARY, model
+from tests.hf.models import DEVICE, FAMILIES, ON_A_SHARED_GPU, VOCABULARY, model
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.hf import check_engine, patch
 from vllm_batch_invariant.verify.harness.requests import tokens
 from vllm_batch_invariant.verify.harness.worker import Engine
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(DEVICE == "cuda", reason="test_parity_cuda.py runs engines on a GPU"),
-]
+pytestmark = pytest.mark.engine
 
 PROMPTS = (1, 45, 257)
 QUICK = ("Llama with biases and its rotary scaling, tied", "Qwen3-MoE")
 """What CI has time for: between them they have all that Qwen3, of test_parity.py, has not."""
-ARGUMENTS = ["--dtype", "bfloat16", "--max-model-len", "512", "--skip-tokenizer-init"]
+ARGUMENTS = ["--dtype", "bfloat16", "--max-model-len", "512", "--skip-tokenizer-init", *ON_A_SHARED_GPU]
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ def _roll_out(path: Path, *arguments: str, **environment: str) -> Rollout:
     with Engine(str(path), [*ARGUMENTS, *arguments], flag="1", environment=environment) as engine:
         prompts = (tokens(length, 1, range(16, VOCABULARY)) for length in PROMPTS)
         samples = rollout(engine, prompts, max_tokens=12)
-        return Rollout(samples, engine.call("tests.engine.engines:declared"), engine.info["device"]["threads"])
+        return Rollout(samples, engine.call("tests.engine.engines:declared"), engine.info["device"].get("threads", 1))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +77,7 @@ def test_a_family_has_the_logprobs_of_its_rollout_and_hugging_face_has_others(
     rolled_out = running.result()
     samples = rolled_out.samples
     threads(rolled_out.threads)
-    trainer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    trainer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(DEVICE).eval()
     stock = Gap.of(samples, of_trainer(trainer, samples, plain_logprobs))
     assert stock.different > stock.tokens / 2
     assert stock.kl > 0.0
@@ -94,6 +91,7 @@ def assert_equal(logprobs: list[torch.Tensor], samples: list[Sample]) -> None:
         assert_same_bits(ours, sample.logprobs, f"prompt of {sample.prompt}")
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="a trainer has a tree on a CPU only")
 def test_with_a_tree_an_unsharded_trainer_has_the_logprobs_of_two_workers(
     tmp_path: Path, threads, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

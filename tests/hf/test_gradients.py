@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.assertions import DTYPES, assert_same_bits
-from tests.hf.models import DEVICE, FAMILIES, model, of_device, packed, sequences, ways_to_pad
+from tests.hf.models import DEVICE, FAMILIES, model, packed, sequences, ways_to_pad
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.hf import patch, token_logprobs
 
@@ -70,7 +70,7 @@ def test_a_tree_of_workers_has_other_bits_and_gradients_as_near(monkeypatch: pyt
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients_of_every_family_are_as_near_to_the_exact_ones(name: str) -> None:
     kind, changed = FAMILIES[name]
-    compare_with_exact_ones(torch.float32, of_device(name, kind), **changed)
+    compare_with_exact_ones(torch.float32, kind, **changed)
 
 
 def test_padding_moves_no_bit_of_any_gradient() -> None:
@@ -100,7 +100,7 @@ def test_a_packed_row_has_the_gradients_of_a_padded_batch() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_gradient_at_a_sequences_tokens_does_not_depend_on_the_others(dtype: torch.dtype, name: str) -> None:
     kind, changed = FAMILIES[name]
-    trainer = patch(model(dtype, of_device(name, kind), **changed))
+    trainer = patch(model(dtype, kind, **changed))
 
     def at_the_first(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         embeddings = trainer.model.embed_tokens(tokens).detach().requires_grad_()
@@ -118,7 +118,7 @@ def test_the_gradient_at_a_sequences_tokens_does_not_depend_on_the_others(dtype:
 @pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3-MoE"])
 def test_layers_that_are_computed_again_have_the_same_logits_and_gradients(name: str, reentrant: bool) -> None:
     kind, changed = FAMILIES[name]
-    trainer = patch(model(torch.bfloat16, of_device(name, kind), **changed)).train()
+    trainer = patch(model(torch.bfloat16, kind, **changed)).train()
     tokens, mask = ways_to_pad(PARTS)["right"]
     expected, logits = gradients(trainer, tokens, mask), trainer(tokens, attention_mask=mask).logits
     trainer.gradient_checkpointing_enable({"use_reentrant": reentrant})

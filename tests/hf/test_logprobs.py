@@ -5,7 +5,6 @@ import torch
 
 from tests.assertions import DTYPES, assert_near, assert_same_bits
 from tests.hf.models import DEVICE
-from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.hf import Sampling, token_logprobs
 from vllm_batch_invariant.hf.logprobs import MODES
 from vllm_batch_invariant.ops import softmax
@@ -63,20 +62,18 @@ SAMPLINGS = (
     Sampling(temperature=1.1, top_k=20, top_p=0.9, min_p=0.02),
     Sampling(temperature=0.0, top_k=1),
 )
-ON_A_CPU = pytest.mark.skipif(DEVICE == "cuda", reason="refused on a GPU")
 
 
 def exactly_processed(exact: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """In float64, with the candidates that are kept taken from ours."""
     if sampling.temperature == 0:
         return exact
-    every = torch.arange(exact.shape[-1]).expand(exact.shape)
+    every = torch.arange(exact.shape[-1], device=DEVICE).expand(exact.shape)
     wide = exact.detach().float().unsqueeze(-2).expand(*every.shape, -1)
     kept = token_logprobs(wide, every, mode="processed_logits", sampling=sampling)
     return (exact / sampling.temperature).masked_fill(kept.isinf(), -torch.inf)
 
 
-@ON_A_CPU
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -85,7 +82,7 @@ def test_processed_ones_and_their_gradients_are_near_to_the_exact_ones(
 ) -> None:
     chosen = logits(dtype).argmax(-1)  # no filter takes it away
     ours, exact = logits(dtype).requires_grad_(), logits(dtype).double().requires_grad_()
-    weights = torch.arange(1.0, 7.0).view(2, 3)
+    weights = torch.arange(1.0, 7.0, device=DEVICE).view(2, 3)
     found = token_logprobs(ours, chosen, mode=mode, sampling=sampling)
     processed = exactly_processed(exact, sampling)
     scores = processed.log_softmax(-1) if mode == "processed_logprobs" else processed
@@ -96,7 +93,6 @@ def test_processed_ones_and_their_gradients_are_near_to_the_exact_ones(
     assert_near(ours.grad, exact.grad)
 
 
-@ON_A_CPU
 def test_a_token_that_a_filter_took_away_has_no_chance_and_no_gradient() -> None:
     given = logits(torch.float32).requires_grad_()
     least = given.argmin(-1)
@@ -109,11 +105,10 @@ def test_a_token_that_a_filter_took_away_has_no_chance_and_no_gradient() -> None
         assert not grad.any()
 
 
-@ON_A_CPU
 @pytest.mark.parametrize("mode", MODES)
 def test_rows_beside_move_no_bit_under_any_mode(mode: str) -> None:
     sampling = {"sampling": SAMPLINGS[5]} if mode.startswith("processed") else {}
-    many = torch.randn(130, 300, generator=torch.Generator().manual_seed(2)).bfloat16()
+    many = torch.randn(130, 300, generator=torch.Generator().manual_seed(2)).to(DEVICE, torch.bfloat16)
     chosen = many.argmax(-1)
     whole = token_logprobs(many, chosen, mode=mode, **sampling)
     for row in (0, 63, 64, 129):
@@ -137,9 +132,3 @@ def test_parameters_that_would_be_ignored_or_refused_by_vllm_are_refused() -> No
     for wrong in ({"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 2.0}, {"top_k": -2}, {"temperature": float("nan")}):
         with pytest.raises(ValueError, match="vLLM takes no such parameters"):
             Sampling(**wrong)
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has them")
-def test_processed_ones_are_refused_where_no_engine_was_compared() -> None:
-    with pytest.raises(NotCovered, match="processed_logprobs on device 'cuda'"):
-        token_logprobs(logits(torch.float32), TOKENS, mode="processed_logprobs")

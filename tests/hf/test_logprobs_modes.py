@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.assertions import assert_same_bits
 from tests.engine.engines import only_where_asked_for
-from tests.hf.models import DEVICE, VOCABULARY, model
+from tests.hf.models import DEVICE, ON_A_SHARED_GPU, VOCABULARY, model
 from vllm_batch_invariant.hf import Sampling, patch, token_logprobs
 from vllm_batch_invariant.hf.logprobs import MODES
 from vllm_batch_invariant.verify.harness.requests import concurrent_requests, request, tokens
 from vllm_batch_invariant.verify.harness.worker import Engine
 
-pytestmark = [pytest.mark.engine, pytest.mark.skipif(DEVICE == "cuda", reason="processed ones are a CPU's")]
+pytestmark = pytest.mark.engine
 
 WORDS = range(16, VOCABULARY)
 SAMPLINGS = (
@@ -38,6 +38,7 @@ Answers = list[dict[str, Any]]
 def _answer(path: Path, mode: str) -> tuple[Answers, int]:
     """Answers to a request of each sampling, with another beside them, and the number of the engine's threads."""
     arguments = ["--dtype", "bfloat16", "--max-model-len", "128", "--skip-tokenizer-init", "--logprobs-mode", mode]
+    arguments += ON_A_SHARED_GPU
     with Engine(str(path), arguments, flag="1", environment={"VLLM_CPU_KVCACHE_SPACE": "1"}) as engine:
         asked = [
             request(tokens(9 + seed, seed, WORDS), seed=seed, logprobs=0, prompt_logprobs=0, max_tokens=12)
@@ -48,7 +49,7 @@ def _answer(path: Path, mode: str) -> tuple[Answers, int]:
         others = concurrent_requests(3, 1, vocabulary=WORDS)
         answers = engine.step("sampled", [*asked, *others]).requests[: len(asked)]
         return [answer | {"prompt": one["prompt"]} for answer, one in zip(answers, asked, strict=True)], (
-            engine.info["device"]["threads"]
+            engine.info["device"].get("threads", 1)
         )
 
 
@@ -81,21 +82,21 @@ def test_tokens_have_the_engines_scores(
         only_where_asked_for(pytestconfig)
     answers, engine_threads = answered[mode].result()
     threads(engine_threads)
-    trainer = patch(AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16))
+    trainer = patch(AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(DEVICE))
     processed = mode.startswith("processed")
     for sampling, answer in zip(SAMPLINGS, answers, strict=True):
         prompt, [completion] = answer["prompt"], answer["completions"]
-        whole = torch.tensor(prompt + completion["tokens"])
+        whole = torch.tensor(prompt + completion["tokens"], device=DEVICE)
         with torch.no_grad():
             logits = trainer(whole[None]).logits[0]
         before, sampled = slice(0, len(prompt) - 1), slice(len(prompt) - 1, -1)
-        chosen = torch.tensor(completion["tokens"])
+        chosen = whole[len(prompt) :]
         theirs = _scores(completion["logprobs"], completion["tokens"])
         given = {"sampling": sampling} if processed else {}
-        assert_same_bits(token_logprobs(logits[sampled], chosen, mode=mode, **given), theirs, str(sampling))
+        assert_same_bits(token_logprobs(logits[sampled], chosen, mode=mode, **given).cpu(), theirs, str(sampling))
         raw = mode.replace("processed", "raw")
         of_prompt = _scores(answer["prompt_logprobs"][1:], prompt[1:])
-        assert_same_bits(token_logprobs(logits[before], whole[1 : len(prompt)], mode=raw), of_prompt, "prompt")
+        assert_same_bits(token_logprobs(logits[before], whole[1 : len(prompt)], mode=raw).cpu(), of_prompt, "prompt")
         if processed and sampling.temperature > 0.01:
             other = replace(sampling, temperature=sampling.temperature * 1.01)
-            assert not torch.equal(token_logprobs(logits[sampled], chosen, mode=mode, sampling=other), theirs)
+            assert not torch.equal(token_logprobs(logits[sampled], chosen, mode=mode, sampling=other).cpu(), theirs)

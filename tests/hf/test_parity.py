@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from scripts.parity import Gap, Sample, of_trainer, plain_logprobs, rollout
 from tests.assertions import assert_same_bits
-from tests.hf.models import DEVICE
+from tests.hf.models import DEVICE, ON_A_SHARED_GPU
 from vllm_batch_invariant.hf import patch, token_logprobs
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.harness.requests import concurrent_requests, request, tokens
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.engine
 VOCABULARY = 4000
 """No multiple of 64, to which vLLM pads an output embedding."""
 PROMPTS = (1, 45, 257, 300)
-OF_DEVICE = ["--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", "4G"] if DEVICE == "cuda" else []
 """A GPU may be shared with other tests, whose memory vLLM would count as its own."""
 
 
@@ -32,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path) -> Iterator[Engine]:
-    arguments = ["--max-model-len", "512", "--max-logprobs", "-1", "--skip-tokenizer-init", *OF_DEVICE]
+    arguments = ["--max-model-len", "512", "--max-logprobs", "-1", "--skip-tokenizer-init", *ON_A_SHARED_GPU]
     with Engine(str(checkpoint), arguments, flag="1", environment={"VLLM_CPU_KVCACHE_SPACE": "1"}) as started:
         yield started
 

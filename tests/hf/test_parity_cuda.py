@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers", minversion="5.5")
 
 from scripts.parity import Gap, Sample, of_trainer, plain_logprobs, rollout  # noqa: E402 - they need transformers
 from tests.assertions import assert_near, assert_same_bits  # noqa: E402
+from tests.hf.models import ON_A_SHARED_GPU  # noqa: E402
 from vllm_batch_invariant.hf import patch, token_logprobs  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -30,7 +31,6 @@ WORDS = range(16, 4000)
 PROMPTS = (1, 45, 257, 700)
 MOST_TOKENS = 24
 ARGUMENTS = ["--max-model-len", "1024", "--max-logprobs", "-1", "--skip-tokenizer-init"]
-ON_A_SHARED_GPU = ["--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", "4G"]
 RUNS: dict[str, tuple[str, dict[str, str]]] = {
     "bfloat16": ("bfloat16", {}),
     "float16, first model runner": ("float16", {"VLLM_USE_V2_MODEL_RUNNER": "0"}),

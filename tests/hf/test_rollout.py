@@ -53,6 +53,16 @@ def test_what_decides_bits_is_refused_by_name(
     refuses(lambda: check_engine(trainer, declared), said)
 
 
+def test_processed_logprobs_of_the_first_model_runner_of_a_gpu_are_refused(
+    trainer: torch.nn.Module, declared: dict[str, Any]
+) -> None:
+    first = declared | {"engine": declared["engine"] | {"model_runner": "first"}}
+    refuses(lambda: check_engine(trainer, first), "processed_logprobs by vLLM's first model runner")
+    first["engine"]["logprobs_mode"] = "raw_logprobs"
+    check_engine(trainer, first)
+    check_engine(trainer, declared | {"engine": declared["engine"] | {"model_runner": "second"}})
+
+
 def test_workers_with_unequal_threads_are_refused(trainer: torch.nn.Module, declared: dict[str, Any]) -> None:
     other = declared | {"device": declared["device"] | {"threads": 9}}
     refuses(lambda: check_engine(trainer, [declared, other]), r"threads \d+\|9 beside")

@@ -1,4 +1,4 @@
-"""A mixture of experts of the engine's layers, with gradients; on a CPU, which is where the engine serves them."""
+"""A mixture of experts of the engine's layers, with gradients."""
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -81,8 +81,8 @@ class _Experts(torch.autograd.Function):
         x, weights, ids, gate_up, down = ctx.saved_tensors
         tokens, top_k = ids.shape
         of_gate_up, of_down = torch.zeros_like(gate_up), torch.zeros_like(down)
-        of_weights = torch.zeros(tokens * top_k)
-        of_x = torch.zeros(tokens * top_k, x.shape[1])  # fp32, a row for each expert of a token
+        of_weights = torch.zeros(tokens * top_k, device=x.device)
+        of_x = torch.zeros(tokens * top_k, x.shape[1], device=x.device)  # fp32, a row for each expert of a token
         by_expert = ids.flatten().argsort(stable=True)
         counts = ids.flatten().bincount(minlength=len(down)).tolist()
         for expert, slots in enumerate(by_expert.split(counts)):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..errors import NotCovered
+from ..integration import patch_points
 from ..ops import softmax
 from ..ops.dispatch import module_for
 from ..ops.top_k_top_p import top_k_top_p
@@ -72,7 +72,7 @@ def token_logprobs(
 
     Raises:
         ValueError: shapes that do not fit, another mode, or parameters that a raw mode would ignore.
-        NotCovered: processed ones on a GPU.
+        NotCovered: processed ones on a GPU whose vLLM has no second model runner.
     """
     if logits.shape[:-1] != tokens.shape or tokens.dtype != torch.int64:
         raise ValueError(
@@ -84,12 +84,6 @@ def token_logprobs(
     processed = mode.startswith("processed")
     if sampling is not None and not processed:
         raise ValueError(f"{mode} come before {sampling}: leave it out, or ask for processed ones")
-    if processed and logits.device.type != "cpu":
-        raise NotCovered(
-            f"{mode} on device '{logits.device.type}'",
-            "their bits have been compared with a CPU's engine only",
-            "compare raw_logprobs, or move the logits to a CPU",
-        )
     sampling = (sampling or Sampling()) if processed else None
     if mode.endswith("logits"):
         return _TokenLogits.apply(logits, tokens, sampling)
@@ -98,18 +92,35 @@ def token_logprobs(
 
 def _processed(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Logits [rows, vocabulary] in fp32 as the engine samples from them: divided, then min-p, then top-k and top-p."""
+    if sampling.is_greedy:
+        return logits.to(torch.float32)
+    rows = (_divided_by_kernels if logits.is_cuda else _divided)(logits, sampling)
+    k = torch.full((len(rows),), sampling.top_k, device=rows.device) if sampling.top_k > 0 else None
+    p = torch.full((len(rows),), sampling.top_p, device=rows.device) if sampling.top_p < 1 else None
+    return top_k_top_p(rows, k, p)
+
+
+def _divided(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Divided by the temperature, without what min-p takes away: as a CPU's engine does it."""
     rows = logits.to(torch.float32)
     # By a tensor, as vLLM does: a number may be turned into a factor.
     rows = rows / torch.full((len(rows), 1), sampling.divisor, device=rows.device)
-    if sampling.is_greedy:
-        return rows
     if sampling.min_p > 0:
         probabilities = softmax.softmax(rows)
         least = probabilities.amax(-1, keepdim=True) * torch.full((len(rows), 1), sampling.min_p, device=rows.device)
         rows = rows.masked_fill(probabilities < least, -torch.inf)
-    k = torch.full((len(rows),), sampling.top_k, device=rows.device) if sampling.top_k > 0 else None
-    p = torch.full((len(rows),), sampling.top_p, device=rows.device) if sampling.top_p < 1 else None
-    return top_k_top_p(rows, k, p)
+    return rows
+
+
+def _divided_by_kernels(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The same by the kernels of vLLM's second model runner, whose division is not rounded as IEEE 754 asks for."""
+    rows = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    with torch.cuda.device_of(rows):
+        numbers = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        patch_points.TEMPERATURE_OF_STATES.get()(rows, numbers, torch.full_like(rows[:, 0], sampling.divisor))
+        if sampling.min_p > 0:
+            patch_points.MIN_P_OF_STATES.get()(rows, numbers, torch.full_like(rows[:, 0], sampling.min_p))
+    return rows
 
 
 def _parts(count: int) -> Iterator[slice]:

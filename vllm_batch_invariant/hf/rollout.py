@@ -11,8 +11,8 @@ from ..errors import NotCovered
 from ..integration import devices, endpoint, patch_points, tensor_tree
 from ..provenance import EXACT, OF_EXPERTS, Environment, environment_here, flat, versions
 
-_OF_NO_LOGPROB = ("logprobs_mode",)
-"""Settings of an engine that :func:`..hf.token_logprobs` is told of."""
+_OF_NO_LOGPROB = ("logprobs_mode", "model_runner")
+"""Settings of an engine that :func:`..hf.token_logprobs` is told of, or that decide none of its bits."""
 _REMEDIES = {
     "device": "run both on one kind of device and, on a CPU, with as many threads (torch.set_num_threads)",
     "versions": "install the same versions for both",
@@ -41,6 +41,13 @@ def check_engine(
         raise _refusal("VLLM_BATCH_INVARIANT off", "it on", "start the engine with VLLM_BATCH_INVARIANT=1")
     if EXACT in said["reductions"]:
         raise _refusal(EXACT, "another", f"start the engine without {envs.ARITHMETIC.name}")
+    settings = said["engine"] or {}
+    if settings.get("model_runner") == "first" and settings.get("logprobs_mode", "").startswith("processed"):
+        raise _refusal(
+            f"{settings['logprobs_mode']} by vLLM's first model runner",
+            "the second one's",
+            "leave VLLM_USE_V2_MODEL_RUNNER out, or take raw_logprobs",
+        )
     here = _environment(model, dtype or next(model.parameters()).dtype)
     for section, remedy in _REMEDIES.items():
         theirs, ours = (flat(found) for found in (said[section], getattr(here, section)))
