@@ -340,7 +340,8 @@ def _compare(options: argparse.Namespace) -> int:
             raise NoTestError(
                 f"{package} is not installed: pip install 'vllm-batch-invariant[on-policy]' beside a vLLM"
             )
-    console, results = Console(width=200), {}
+    console, results, setting = Console(width=200), {}, here()
+    name_of_model = Path(options.model).name if options.model else options.size
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         begin = time.perf_counter()
@@ -358,9 +359,8 @@ def _compare(options: argparse.Namespace) -> int:
             steps = options.steps if run_name in RUNS else options.short
             out = str(place / "steps.json")
             results[run_name] = train(Specification(model, out, run, planned, steps, **sizes), place)
+            keep(options.out, list(measurements(results, name_of_model, setting)))  # whatever becomes of the next one
             console.print(f"{run_name}: {results[run_name].seconds:.0f} s")
-    setting = here()
-    keep(options.out, list(measurements(results, Path(options.model).name if options.model else options.size, setting)))
     console.print(table(results))
     console.print(f"{setting.gpu}, {setting.versions}", soft_wrap=True)
     found = list(problems(results))

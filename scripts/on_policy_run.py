@@ -178,7 +178,6 @@ def train(specification: Specification) -> list[Step]:
         use_cpu=on_cpu,
         bf16=False,  # no autocast: the model's weights are in bf16
         gradient_checkpointing=not on_cpu,
-        full_determinism=not on_cpu,
         per_device_train_batch_size=specification.prompts * specification.group,
         num_generations=specification.group,
         max_completion_length=specification.max_tokens,
