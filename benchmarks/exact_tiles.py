@@ -25,11 +25,12 @@ CANDIDATES = tuple(
     dict.fromkeys(
         (
             *HOPPER_SCHEDULES,
-            *(HopperSchedule(8, n, 12) for n in (32, 64)),
-            *(HopperSchedule(8, 64, 6, 2), HopperSchedule(8, 16, 6, 2), HopperSchedule(8, 128, 6)),
-            *(HopperSchedule(16, 64, 11), HopperSchedule(16, 64, 5, 2), HopperSchedule(16, 128, 6)),
-            *(HopperSchedule(32, 64, 9), HopperSchedule(32, 32, 4, 2), HopperSchedule(32, 128, 5)),
-            *(HopperSchedule(64, 64, 6), HopperSchedule(64, 32, 3, 2)),
+            *(HopperSchedule(8, n, 6, 2, True) for n in (16, 32)),
+            *(HopperSchedule(8, n, 12, 1, True) for n in (32, 64)),
+            *(HopperSchedule(16, 64, 11, 1, True), HopperSchedule(16, 64, 5, 2, True)),
+            *(HopperSchedule(32, n, 4, 2, True) for n in (32, 64)),
+            *(HopperSchedule(64, 64, 3, 2, held) for held in (False, True)),
+            *(HopperSchedule(64, 64, 6, 1, True), HopperSchedule(64, 128, 4, 1, True)),
         )
     )
 )

@@ -11,7 +11,6 @@ import torch
 import triton
 from numpy.typing import NDArray
 
-from ... import envs
 from ...errors import NotCovered
 from ..attention.params import PagedAttention
 from ..attention.plan import AttentionShape, Kernels, Plan, Planner, Schedule
@@ -96,8 +95,7 @@ def linear_schedule(m: int, parts: int) -> LinearSchedule:
 
 @cache
 def _uses_wgmma(device: torch.device) -> bool:
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return is_hopper and envs.UNTRIED.read() == "1"
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _by_wgmma(device: torch.device, k: int, parts: int) -> bool:

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+_MULTIPROCESSORS = 132
+"""Of an H100 and an H200."""
+
 
 @dataclass(frozen=True)
 class HopperSchedule:
@@ -12,12 +15,14 @@ class HopperSchedule:
         block_n: rows of the weight, a power of two from 16 to 128.
         num_stages: steps of K in shared memory.
         ctas_per_sm: programs of a multiprocessor.
+        in_registers: unfinished sums of segments wait there, and else in memory.
     """
 
     block_m: int
     block_n: int
     num_stages: int
     ctas_per_sm: int = 1
+    in_registers: bool = False
 
     @property
     def long_side(self) -> int:
@@ -40,20 +45,21 @@ class HopperSchedule:
         return self.num_stages * 2 * 128 * (self.block_m + self.long_side)
 
 
-HOPPER_SCHEDULES = (
-    HopperSchedule(8, 32, 6, 2),
-    HopperSchedule(16, 32, 5, 2),
-    HopperSchedule(32, 64, 4, 2),
-    HopperSchedule(64, 64, 3, 2),
-    HopperSchedule(64, 128, 4),
-    HopperSchedule(128, 128, 3),
-)
+_EIGHT, _SIXTEEN = HopperSchedule(8, 64, 6, 2, True), HopperSchedule(16, 32, 5, 2, True)
+_SOME = HopperSchedule(32, 64, 9, 1, True)
+_SMALL, _IN_SEGMENTS, _LARGE = HopperSchedule(64, 64, 6), HopperSchedule(64, 128, 4), HopperSchedule(128, 128, 3)
+HOPPER_SCHEDULES = (_EIGHT, _SIXTEEN, _SOME, _SMALL, _IN_SEGMENTS, _LARGE)
 """Those that serve, of ascending size."""
 
 
-def hopper_schedule(m: int, n: int, parts: int) -> HopperSchedule:  # noqa: ARG001 - what a tile may be chosen by
-    """The tile for so many rows of x and of a weight."""
-    for tile in HOPPER_SCHEDULES[:4]:
+def hopper_schedule(m: int, n: int, parts: int) -> HopperSchedule:
+    """The tile for so many rows of x and of a weight in so many segments, as `benchmarks.exact_tiles` found them on an
+    H100. Segments leave a large tile no registers for sums that wait.
+    """
+    for tile in (_EIGHT, _SIXTEEN, _SOME, _SMALL):
         if m <= tile.block_m:
             return tile
-    return HOPPER_SCHEDULES[4] if m <= 128 else HOPPER_SCHEDULES[5]
+    if parts > 1:
+        return _IN_SEGMENTS
+    fills_the_gpu = m * n >= _MULTIPROCESSORS * _LARGE.block_m * _LARGE.block_n
+    return _LARGE if fills_the_gpu else _SMALL

@@ -36,10 +36,8 @@ _STEP_K = gl.constexpr(128)
 """Elements of K that are copied at once: rows of 128 bytes, the longest that wgmma reads without conflicts."""
 _GROUP_M = gl.constexpr(8)
 """Tiles of rows of x that share the columns of the weight in the L2 cache."""
-_IN_REGISTERS = gl.constexpr(32)
-"""Rows of the tiles whose unfinished sums of segments stay in registers."""
 _PENDING = gl.constexpr(4)
-"""Unfinished sums of the other tiles, by the number of their last segment modulo this."""
+"""Unfinished sums of segments that wait in memory, by the number of their last segment modulo this."""
 
 
 @aggregate
@@ -225,13 +223,13 @@ def _pending_ptrs(pending_ptr, last, in_tile_m, in_tile_n):
 
 @gluon.jit
 def _multiply_partition(
-    x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, pending_ptr, problem, ring, HAS_BIAS: gl.constexpr
+    x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, pending_ptr, problem, ring, HAS_BIAS: gl.constexpr,
+    IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One or two warpgroups: whole tiles. Segments are added as soon as two neighbours, or two sums, are there."""
     steps = (problem.length + _STEP_K - 1) // _STEP_K
     PARTS: gl.constexpr = problem.PARTS
     BLOCK_M: gl.constexpr = problem.BLOCK_M
-    IN_REGISTERS: gl.constexpr = BLOCK_M <= _IN_REGISTERS
     NUM_WARPS: gl.constexpr = ring.LONG_SIDE // 16
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, BLOCK_M, 32]
@@ -309,6 +307,7 @@ def linear_sm90_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     NUM_STAGES: gl.constexpr,
+    IN_REGISTERS: gl.constexpr,
 ):
     """Tiles of the result, in turns.
 
@@ -321,7 +320,8 @@ def linear_sm90_kernel(
         w_scale_ptr: fp32 [N, PARTS].
         bias_ptr: [N], or None.
         out_ptr: bf16 [M, N].
-        pending_ptr: fp32 [programs, _PENDING, long side * BLOCK_M], unfinished sums of segments; or None.
+        pending_ptr: fp32 [programs, _PENDING, long side * BLOCK_M], unfinished sums of segments; None where
+            they stay IN_REGISTERS.
         PARTS: 1 or 8 segments of ``length`` elements, in the latter case whole steps.
     """
     LONG_SIDE: gl.constexpr = 64 if BLOCK_N <= 64 else 128
@@ -339,7 +339,7 @@ def linear_sm90_kernel(
         [
             (
                 _multiply_partition,
-                (x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, pending_ptr, problem, ring, HAS_BIAS),
+                (x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, pending_ptr, problem, ring, HAS_BIAS, IN_REGISTERS),
             ),
             (_copy_partition, (x_desc, third_desc, w_desc, problem, ring)),
         ],
@@ -395,7 +395,7 @@ def linear_sm90(
     processors = torch.cuda.get_device_properties(out.device).multi_processor_count
     programs = min(tiles_m * tiles_n, processors * tile.ctas_per_sm)
     pending = None
-    if parts > 1 and tile.block_m > _IN_REGISTERS.value:
+    if parts > 1 and not tile.in_registers:
         size = programs, _PENDING.value, tile.long_side * tile.block_m
         pending = torch.empty(size, dtype=torch.float32, device=out.device)
     linear_sm90_kernel[(programs,)](
@@ -419,6 +419,7 @@ def linear_sm90(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         NUM_STAGES=tile.num_stages,
+        IN_REGISTERS=tile.in_registers,
         num_warps=tile.num_warps,
         maxnreg=tile.registers,
         enable_fp_fusion=False,
