@@ -261,6 +261,7 @@ def test_a_draft_model_runs_in_cuda_graphs_and_is_right(
 def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(
     request: pytest.FixtureRequest,
     engine: Callable[..., Result],
+    checkpoint: Path,
     tmp_path: Path,
     make: Callable[[Path], Path],
     runner: str,
@@ -270,7 +271,7 @@ def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(
     if ON_GPU and make is make_glm:
         pytest.skip("GLM-4.5 is refused on a GPU")
     step = TOGETHER | {"requests": requests()[FEW]}
-    settings = {"model": str(make(tmp_path)), "runner": runner}
+    settings = {"model": str(make(tmp_path)), "tokenizer": str(checkpoint), "runner": runner}
     plain = engine([step], **settings).steps["together"]
     speculation = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
     done = engine([step], counts, speculative_config=speculation, **settings)
