@@ -227,6 +227,27 @@ def draft_passes(llm: Any) -> dict[str, int]:
     return passes
 
 
+def proposals(llm: Any) -> list[list[int]]:
+    """What a drafter in the second model runner has proposed since the last call: of each request of a step the tokens
+    that it has, and the drafts; in ascending order.
+    """
+    [worker] = llm.collective_rpc(lambda worker: worker)
+    drafter = worker.model_runner.speculator
+    if "proposed" not in vars(drafter):
+        drafter.proposed, propose = [], drafter.propose
+
+        def recorded(input_batch: Any, *args: Any, **named: Any) -> torch.Tensor:
+            drafts = propose(input_batch, *args, **named)
+            lengths = input_batch.seq_lens[: input_batch.num_reqs, None]
+            drafter.proposed += torch.cat([lengths, drafts[: len(lengths)]], 1).tolist()
+            return drafts
+
+        drafter.propose = recorded
+    found = sorted(drafter.proposed)
+    drafter.proposed.clear()
+    return found
+
+
 RULES = {"first": ("vllm.v1.sample", "forward"), "second": ("vllm.v1.worker.gpu.spec_decode", "__call__")}
 """Of each model runner, the package whose module ``rejection_sampler`` has vLLM's rule, and its method."""
 

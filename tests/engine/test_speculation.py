@@ -256,6 +256,42 @@ def test_a_draft_model_runs_in_cuda_graphs_and_is_right(
     assert passes["graphs"] >= 3 * 15
 
 
+@pytest.mark.skipif(not ON_GPU, reason="CUDA graphs")
+@pytest.mark.parametrize("name", ["the model itself", "EAGLE-3", "MiMo"])
+def test_drafts_by_graphs_of_the_mode_are_those_without(
+    engine: Callable[..., Result], checkpoint: Path, tmp_path: Path, name: str
+) -> None:
+    """Layers have the same bits in any graph, so a draft that differs has read or written what it should not."""
+    if not patch_points.DRAFT_MODEL.is_there():
+        pytest.skip("this vLLM has the drafter in its first model runner alone")
+    settings: dict[str, Any] = {"runner": "1"}
+    if name == "MiMo":
+        drafts = {"method": "mtp"}
+        settings |= {"model": str(make_mtp_model(tmp_path)), "tokenizer": str(checkpoint)}
+    else:
+        drafts = DRAFTERS[name](checkpoint, tmp_path)
+    settings["speculative_config"] = json.dumps(drafts | {"num_speculative_tokens": 3})
+    greedy = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+    sampled = greedy | {"temperature": 1.0, "seed": 5}
+    asked = [
+        {"prompt": tokens(3 + 17 * one, 800 + one), "params": (greedy, sampled)[one % 2] | {"max_tokens": 40 + one}}
+        for one in range(7)
+    ]
+    step = {"name": "drafted", "reset_prefix_cache": True, "requests": asked}
+
+    def afterwards(running: Any) -> tuple[list[list[int]], list[dict[str, Any]]]:
+        running.call("tests.engine.drafters:proposals")
+        answers = running.step(**step).requests
+        return running.call("tests.engine.drafters:proposals"), answers
+
+    launched, by_graphs = (
+        engine([], afterwards, environment={UNTRIED.name: untried}, **settings).afterwards for untried in ("0", "1")
+    )
+    assert differing_answers(by_graphs[1], launched[1]) == []
+    assert len(launched[0]) > 7
+    assert by_graphs[0] == launched[0]
+
+
 @pytest.mark.parametrize("runner", RUNNERS, ids="runner_{}".format)
 @pytest.mark.parametrize("make", [make_mtp_model, make_glm], ids=["MiMo", "GLM-4.5"])
 def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(

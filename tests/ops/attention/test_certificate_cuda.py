@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.attention import AttentionReduction
 from vllm_batch_invariant.ops.attention import certificate as module
@@ -45,8 +44,7 @@ def test_the_fastest_kernels_of_this_gpu_agree(shape, page_size):
 
 
 @pytest.mark.parametrize("shape", [SHAPES["8b"], SHAPES["0.5b"]], ids=["8b", "0.5b"])
-def test_every_candidate_agrees_with_itself(shape, monkeypatch):
-    monkeypatch.setenv(UNTRIED.name, "1")
+def test_every_candidate_agrees_with_itself(shape):
     data = [operands(shape, device(), 64) for operands in (module.by_scores, module.by_values)]
     for kernels in Kernels.candidates(shape, device(), verify_len=WIDE_DECODE_ROWS // shape.queries_per_kv):
         assert isinstance(module.compare(kernels, shape, data, (PLAIN, WINDOW)), int), kernels

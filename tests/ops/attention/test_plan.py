@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.ops.attention import AttentionReduction
 
 pytest.importorskip("triton")
@@ -63,15 +62,12 @@ def test_a_verify_step_of_32_rows_a_request_is_decode_like_where_blocks_are_wide
     assert [most for most, one in found.items() if one.prefill_ctas] == [9]
 
 
-@pytest.mark.parametrize("untried", ["0", "1"])
 @pytest.mark.parametrize(
-    ("verify_len", "fits"), [(1, False), (4, False), (5, True), (8, True), (9, False)], ids="{} tokens".format
+    ("verify_len", "wide"), [(1, False), (4, False), (5, True), (8, True), (9, False)], ids="{} tokens".format
 )
-def test_wide_blocks_are_tried_first_where_the_longest_verify_step_needs_and_fits_them_and_someone_asks_for_them(
-    verify_len: int, fits: bool, untried: str, planner: planning.Planner, monkeypatch: pytest.MonkeyPatch
+def test_wide_blocks_are_tried_first_where_the_longest_verify_step_needs_and_fits_them(
+    verify_len: int, wide: bool, planner: planning.Planner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(UNTRIED.name, untried)
-    wide = fits and untried == "1"
     assert planner.shape.queries_per_kv == 4
     monkeypatch.setattr(planning.sm90, "covers", lambda *_: True)
     found = list(planning.Kernels.candidates(planner.shape, planner.device, verify_len=verify_len))

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from ... import envs
 from ...errors import NotCovered
 from ..common.nvidia_gpus import has_tcgen05
 from . import sm90
@@ -122,8 +121,7 @@ class Kernels:
         """
         block_m = prefill_schedule(shape.head_size, shape.dtype).block_m
         if plain and sm90.covers(shape.head_size, shape.dtype, shape.key_tile, block_m, device):
-            fits = DECODE_ROWS < verify_len * shape.queries_per_kv <= WIDE_DECODE_ROWS
-            if fits and envs.UNTRIED.read() == "1":  # no GPU has compared their time
+            if DECODE_ROWS < verify_len * shape.queries_per_kv <= WIDE_DECODE_ROWS:
                 yield cls(sm90=True, decode_rows=WIDE_DECODE_ROWS)
             yield cls(sm90=True)
         yield cls(sm90=False)
