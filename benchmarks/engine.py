@@ -28,7 +28,7 @@ from benchmarks.engine_worker import STARTED
 from benchmarks.engine_workloads import WORKLOADS
 from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, update
 from benchmarks.spread import Spread
-from vllm_batch_invariant.envs import ARITHMETIC, FLAG
+from vllm_batch_invariant.envs import ARITHMETIC, FLAG, UNTRIED
 from vllm_batch_invariant.verify.harness.mode import OURS, of_started
 from vllm_batch_invariant.verify.printing import one_line
 
@@ -86,7 +86,11 @@ def _measure(provider: str, plan: dict[str, Any], timeout: float) -> dict[str, A
     with tempfile.TemporaryDirectory() as folder:
         plan_path, result_path, log = (Path(folder, name) for name in ("plan.json", "result.json", "log"))
         plan_path.write_text(json.dumps(plan))
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith((FLAG, "VLLM_PLUGINS"))}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if name == UNTRIED.name or not name.startswith((FLAG, "VLLM_PLUGINS"))
+        }
         command = [sys.executable, "-m", "benchmarks.engine_worker", plan_path, result_path]
         environment = {"VLLM_LOGGING_LEVEL": "WARNING"} | inherited | PROVIDERS[provider]
         with log.open("w") as errors:
