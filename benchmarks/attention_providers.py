@@ -67,14 +67,19 @@ def _ours(implementation: str, reduction: AttentionReduction, **options: object)
     return Provider(f"ours-{implementation}", attend, promises_bits=True, **options)
 
 
-def _ours_triton() -> Provider:
+def ours_by(kernels: object = None) -> Provider:
+    """Our attention on a GPU.
+
+    Args:
+        kernels: what serves, of :class:`vllm_batch_invariant.ops.attention.plan.Kernels`; by default the fastest.
+    """
     reduction = AttentionReduction.of_device("cuda")
 
     def plan(batch: Batch) -> dict[str, object]:
         planning = import_module("vllm_batch_invariant.ops.attention.plan")
         shape = planning.AttentionShape(batch.heads, batch.kv_heads, batch.head_size, batch.query.dtype, reduction)
         tokens, keys = len(batch.query), sum(request.context for request in batch.requests)
-        planner = planning.Planner(shape, batch.query.device, len(batch.requests), tokens, keys)
+        planner = planning.Planner(shape, batch.query.device, len(batch.requests), tokens, keys, kernels=kernels)
         return {"plan": planner.plan(batch.query_start_loc, batch.seq_lens, tokens, batch.most_tokens)}
 
     return _ours("triton", reduction, plan=plan)
@@ -230,7 +235,7 @@ _LOADERS: dict[str, Callable[[], Provider]] = {
     "stock": _stock,
     "fa3-one-split": _one_split,
     "native-triton": _native_triton,
-    "ours-triton": _ours_triton,
+    "ours-triton": ours_by,
     "ours-flex": _ours_flex,
 }
 NAMES = tuple(_LOADERS)

@@ -10,7 +10,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -22,10 +24,11 @@ from rich.table import Table
 
 from benchmarks import engine_online
 from benchmarks.engine_online import LOADS, Latencies
+from benchmarks.engine_worker import STARTED
 from benchmarks.engine_workloads import WORKLOADS
 from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, update
 from benchmarks.spread import Spread
-from vllm_batch_invariant.envs import ARITHMETIC, FLAG
+from vllm_batch_invariant.envs import ARITHMETIC, FLAG, UNTRIED
 from vllm_batch_invariant.verify.harness.mode import OURS, of_started
 from vllm_batch_invariant.verify.printing import one_line
 
@@ -50,10 +53,44 @@ _TURNS = 2
 def measure(provider: str, plan: dict[str, Any], timeout: float) -> dict[str, Any] | None:
     """What an engine of a provider's did; None if it failed, with the end of its log on stderr."""
     print(f"\n{provider}", flush=True)
+    return _measure(provider, plan, timeout)
+
+
+def measure_in_turns(plans: Sequence[tuple[str, dict[str, Any]]], timeout: float) -> Iterator[dict[str, Any] | None]:
+    """The same of engines that start at the same time and share the GPU's memory; when all have started, each has the
+    GPU for itself until it ends.
+
+    Args:
+        plans: a provider and its plan, of each engine.
+        timeout: seconds for all of them to start, and then for each.
+    """
+    share = {"gpu_memory_utilization": 0.9 / len(plans)}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(plans)) as pool:
+        turns = [Path(folder, str(number)) for number in range(len(plans))]
+        running = []
+        for (provider, plan), turn in zip(plans, turns, strict=True):
+            waiting = plan | {"engine": plan["engine"] | share, "turn": str(turn)}
+            running.append(pool.submit(_measure, provider, waiting, timeout * (1 + len(plans))))
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and not all(
+            one.done() or turn.with_suffix(STARTED).exists() for one, turn in zip(running, turns, strict=True)
+        ):
+            time.sleep(0.1)
+        for (provider, _), turn, one in zip(plans, turns, running, strict=True):
+            print(f"\n{provider}", flush=True)
+            turn.touch()
+            yield one.result()
+
+
+def _measure(provider: str, plan: dict[str, Any], timeout: float) -> dict[str, Any] | None:
     with tempfile.TemporaryDirectory() as folder:
         plan_path, result_path, log = (Path(folder, name) for name in ("plan.json", "result.json", "log"))
         plan_path.write_text(json.dumps(plan))
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith((FLAG, "VLLM_PLUGINS"))}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if name == UNTRIED.name or not name.startswith((FLAG, "VLLM_PLUGINS"))
+        }
         command = [sys.executable, "-m", "benchmarks.engine_worker", plan_path, result_path]
         environment = {"VLLM_LOGGING_LEVEL": "WARNING"} | inherited | PROVIDERS[provider]
         with log.open("w") as errors:

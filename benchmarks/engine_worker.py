@@ -13,6 +13,9 @@ from typing import Any
 from benchmarks.engine_workloads import WORKLOADS, target_bits
 from vllm_batch_invariant.verify.harness.mode import of_engine
 
+STARTED = ".started"
+"""How the name of the file ends by which an engine says so."""
+
 
 def memory_used() -> int:
     """MiB taken on the first GPU by everybody; 0 without one."""
@@ -30,6 +33,15 @@ def accepted_length(llm: Any) -> float:
     return 1 + counted["vllm:spec_decode_num_accepted_tokens"] / steps if steps else 1.0
 
 
+def wait_for(turn: Path) -> None:
+    """Say that the engine has started, and wait until the file is there: engines that start at the same time are
+    measured one by one.
+    """
+    turn.with_suffix(STARTED).touch()
+    while not turn.exists():
+        time.sleep(0.05)
+
+
 def run(plan: dict[str, Any]) -> dict[str, Any]:
     """Start the engine, check the bits, and time every workload."""
     from vllm import LLM
@@ -38,6 +50,8 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
     started = time.perf_counter()
     llm = LLM(**plan["engine"])
     startup = time.perf_counter() - started
+    if "turn" in plan:
+        wait_for(Path(plan["turn"]))
     alone, among = target_bits(llm, plan["concurrent"])
     samples = []
     for workload in WORKLOADS[plan["workloads"]]:

@@ -6,14 +6,14 @@ import argparse
 import itertools
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.engine import Rows, measure, options_of, plan_of, print_summary
+from benchmarks.engine import Rows, measure, measure_in_turns, options_of, plan_of, print_summary
 from benchmarks.engine_workloads import WORKLOADS
 from benchmarks.record import Measurement, Setting, case_text, update
 from tests.engine.drafters import make_head
@@ -72,6 +72,13 @@ def measurements(
     return rows.found
 
 
+def measured(plans: list[tuple[str, dict[str, Any]]], timeout: float) -> Iterator[dict[str, Any] | None]:
+    """The results of engines, of which several start at the same time."""
+    if len(plans) > 1:
+        return measure_in_turns(plans, timeout)
+    return (measure(provider, plan, timeout) for provider, plan in plans)
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = options_of(
         "benchmarks.speculation",
@@ -84,7 +91,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS), help="which drafters")
     parser.add_argument("--drafts", nargs="+", type=int, default=[1, 3, 7], help="numbers of drafts")
-    return parser.parse_args(arguments)
+    together = "engines that start at the same time, where the GPU has memory for so many; they are timed one by one"
+    parser.add_argument("--together", type=int, default=1, help=together)
+    options = parser.parse_args(arguments)
+    if options.together < 1:
+        parser.error("--together is a number of engines")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,15 +110,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         if "eagle3" in options.drafters:
             make_head(Path(options.model), Path(folder), "eagle3")
-        for drafter, drafts, provider in wanted:
-            print(f"\n{drafter}, {drafts} drafts", end="")
-            plan = counted(speculative_config=configuration(drafter, options.model, drafts, folder))
-            plan["workloads"] = workloads_of(drafter, options.workloads)
-            result = measure(provider, plan, options.timeout)
-            if result is not None:
-                results[provider, drafter, drafts] = result
-                rows = measurements(results, options.workloads, plain and plain["alone"], Setting.here())
-                update(options.out, rows)
+        for start in range(0, len(wanted), options.together):
+            group, plans = wanted[start : start + options.together], []
+            for drafter, drafts, provider in group:
+                plan = counted(speculative_config=configuration(drafter, options.model, drafts, folder))
+                plans.append((provider, plan | {"workloads": workloads_of(drafter, options.workloads)}))
+            found = measured(plans, options.timeout)
+            for drafter, drafts, provider in group:
+                print(f"\n{drafter}, {drafts} drafts", end="")
+                if (result := next(found)) is not None:
+                    results[provider, drafter, drafts] = result
+                    rows = measurements(results, options.workloads, plain and plain["alone"], Setting.here())
+                    update(options.out, rows)
     print_summary(rows, Console())
     return 1 if len(results) < len(wanted) or any(row.bits == "differ" for row in rows) else 0
 

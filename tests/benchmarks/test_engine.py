@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from benchmarks import engine, plot, record
+from benchmarks import engine, engine_worker, plot, record
 from benchmarks.engine_online import LOADS
 from benchmarks.engine_workloads import WORKLOADS
 from benchmarks.record import Setting
+from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.verify.harness import mode
 
 SETTING = Setting("NVIDIA H200", "vllm=0.26.0", "2026-01-31")
@@ -116,6 +117,7 @@ def test_an_engine_that_hangs_or_fails_leaves_no_process(ends: str, status: int 
 def test_the_exit_status_says_whether_ours_held(ours, status, worker, tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     monkeypatch.setenv("VLLM_BATCH_INVARIANT_LINEAR", "triton")
+    monkeypatch.setenv(UNTRIED.name, "1")
     worker.answers |= {"stock": result(2.0, same_bits=False), "ours": ours, "native": result(4.0)}
     out = tmp_path / "engine.csv"
     assert engine.main(["MODEL", "--workloads", "small", "--offline", "--out", str(out)]) == status
@@ -124,6 +126,29 @@ def test_the_exit_status_says_whether_ours_held(ours, status, worker, tmp_path, 
     assert worker.environments["stock"]["VLLM_BATCH_INVARIANT"] == "0"
     assert worker.environments["native"]["VLLM_PLUGINS"] == ""
     assert all("VLLM_BATCH_INVARIANT_LINEAR" not in env for env in worker.environments.values()), "left of the caller"
+    assert worker.environments["ours"][UNTRIED.name] == "1", "so that what no GPU has run can be timed"
+
+
+def test_engines_that_start_together_are_measured_one_by_one_when_all_have_started(monkeypatch, capfd) -> None:
+    seen: list[str] = []
+
+    def run(provider: str, plan: dict, timeout: float) -> dict | None:
+        if plan["engine"]["model"] == "fails":
+            return None
+        seen.append("started")
+        engine_worker.wait_for(Path(plan["turn"]))
+        seen.append(f"{plan['engine']['model']} measures")
+        time.sleep(0.2)
+        seen.append(f"{plan['engine']['model']} ends")
+        return plan["engine"]
+
+    monkeypatch.setattr(engine, "_measure", run)
+    plans = [("stock", {"engine": {"model": name}}) for name in ("one", "fails", "another")]
+    found = list(engine.measure_in_turns(plans, timeout=10))
+    share = {"gpu_memory_utilization": 0.9 / 3}
+    assert found == [{"model": "one"} | share, None, {"model": "another"} | share]
+    assert seen == ["started"] * 2 + ["one measures", "one ends", "another measures", "another ends"]
+    assert capfd.readouterr().out.split() == ["stock"] * 3
 
 
 def test_exact_arithmetic_is_a_case_of_ours_with_ratios_to_plain_vllm_and_to_the_usual_one(

@@ -1,5 +1,6 @@
 """The rows of the benchmark of speculative decoding; engines themselves are made up here."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -68,6 +69,22 @@ def test_prompts_repeat_their_first_tokens() -> None:
     assert len(set(plain["prompt_token_ids"])) > 4
     ids = repeated["prompt_token_ids"]
     assert ids == [*ids[:4], *ids[:4], *ids[:2]]
+
+
+def test_engines_start_together_in_groups(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    groups = []
+
+    def in_turns(plans: list, timeout: float) -> Iterator[dict]:
+        groups.append([(who, plan["engine"]["speculative_config"]["num_speculative_tokens"]) for who, plan in plans])
+        return (result(1.0, 2.0) for _ in plans)
+
+    monkeypatch.setattr(speculation, "measure_in_turns", in_turns)
+    monkeypatch.setattr(speculation, "measure", lambda *_: result(1.0, 1.0))
+    out = tmp_path / "engine.csv"
+    arguments = ["model", "--workloads", NAME, "--out", str(out), "--drafters", "ngram", "--together", "4"]
+    assert speculation.main([*arguments, "--drafts", "1", "3", "7"]) == 0
+    assert groups == [[("stock", 1), ("ours", 1), ("stock", 3), ("ours", 3)], [("stock", 7), ("ours", 7)]]
+    assert len(out.read_text().splitlines()) == 1 + 6 * (len(WORKLOADS[NAME]) + 1)
 
 
 def test_an_engine_that_fails_fails_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
@@ -148,6 +149,50 @@ def make_mtp_model(folder: Path) -> Path:
     return folder
 
 
+def make_glm(folder: Path) -> Path:
+    """Write a small GLM-4.5 with random weights, whose last layer predicts a second token."""
+    torch.manual_seed(0)
+    config = transformers.Glm4MoeConfig(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=1024,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        first_k_dense_replace=1,
+        pad_token_id=0,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    layer = "model.layers.2."
+    shapes = {"enorm": (256,), "hnorm": (256,), "shared_head.norm": (256,), "eh_proj": (256, 512)}
+    weights |= random_weights({layer + name: shape for name, shape in shapes.items()})
+    weights[layer + "embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights[layer + "shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    own = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(own))
+    return folder
+
+
+def make_medusa(target: Path, folder: Path, drafts: int) -> Path:
+    """Write Medusa's heads with random weights, one a draft, for the target in a folder."""
+    of_target = json.loads((target / "config.json").read_text())
+    hidden, vocabulary = of_target["hidden_size"], of_target["vocab_size"]
+    shapes = {f"blocks.{head}.layers.0": (hidden, hidden) for head in range(drafts)}
+    shapes |= {f"lm_heads.{head}": (vocabulary, hidden) for head in range(drafts)}
+    sizes = {"hidden_size": hidden, "vocab_size": vocabulary, "num_heads": drafts, "num_hidden_layers": 1}
+    config = {"architectures": ["MedusaModel"], "model_type": "medusa", "torch_dtype": "bfloat16"} | sizes
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(random_weights(shapes), folder / "model.safetensors")
+    return folder
+
+
 def counts(llm: Any) -> dict[str, int]:
     """Drafts that an engine has verified and accepted, and how often it has preempted a request."""
     names = {
@@ -180,6 +225,27 @@ def draft_passes(llm: Any) -> dict[str, int]:
     passes = dict(drafter.passes)
     drafter.passes.clear()
     return passes
+
+
+def proposals(llm: Any) -> list[list[int]]:
+    """What a drafter in the second model runner has proposed since the last call: of each request of a step the tokens
+    that it has, and the drafts; in ascending order.
+    """
+    [worker] = llm.collective_rpc(lambda worker: worker)
+    drafter = worker.model_runner.speculator
+    if "proposed" not in vars(drafter):
+        drafter.proposed, propose = [], drafter.propose
+
+        def recorded(input_batch: Any, *args: Any, **named: Any) -> torch.Tensor:
+            drafts = propose(input_batch, *args, **named)
+            lengths = input_batch.seq_lens[: input_batch.num_reqs, None]
+            drafter.proposed += torch.cat([lengths, drafts[: len(lengths)]], 1).tolist()
+            return drafts
+
+        drafter.propose = recorded
+    found = sorted(drafter.proposed)
+    drafter.proposed.clear()
+    return found
 
 
 RULES = {"first": ("vllm.v1.sample", "forward"), "second": ("vllm.v1.worker.gpu.spec_decode", "__call__")}

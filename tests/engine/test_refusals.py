@@ -67,6 +67,10 @@ if not torch.cuda.is_available():  # where several workers are refused as such
             {"pipeline_parallel_size": 2, "speculative_config": NGRAMS},
             "speculative decoding beside pipeline parallelism 2",
         ),
+        "n-grams on a GPU": (
+            {"speculative_config": NGRAMS | {"method": "ngram_gpu"}},
+            "speculative decoding with ngram_gpu on a CPU",
+        ),
         "engines with any cores": (
             {"data_parallel_size": 2},
             "data parallelism 2 with VLLM_CPU_OMP_THREADS_BIND=auto",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.drafters import ANSWERS, KINDS, make_head, make_mtp_model
+from tests.engine.drafters import ANSWERS, KINDS, make_glm, make_head, make_medusa, make_mtp_model
 from tests.engine.engines import OF_DEVICE, Result, differing_answers, only_in_the_core, run, tokens
 from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration import patch_points
@@ -159,16 +159,35 @@ DRAFTERS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "the model itself": lambda target, folder: {"method": "draft_model", "model": str(target)},
     "EAGLE": lambda target, folder: {"method": "eagle", "model": str(make_head(target, folder, "eagle"))},
     "EAGLE-3": lambda target, folder: {"method": "eagle3", "model": str(make_head(target, folder, "eagle3"))},
+    "Medusa": lambda target, folder: {"method": "medusa", "model": str(make_medusa(target, folder, 3))},
+    "suffixes": lambda target, folder: {"method": "suffix"},
+    "n-grams on a GPU": lambda target, folder: NGRAMS | {"method": "ngram_gpu"},
 }
-HEADS = ("EAGLE", "EAGLE-3")
+NOT_ON_GPUS = ("Medusa", "suffixes", "n-grams on a GPU")
+"""Those that are refused there unless someone asks for what was not run."""
+HEADS = ("EAGLE", "EAGLE-3", "Medusa")
 """Of random weights, so they are never right."""
 FEW = slice(0, None, 3)
 
 
 IN_THE_SECOND_RUNNER = {
-    "n-grams": "ngram", "the model itself": "standalone_ar", "EAGLE": "eagle", "EAGLE-3": "eagle"
+    "n-grams": "ngram", "the model itself": "standalone_ar", "EAGLE": "eagle", "EAGLE-3": "eagle",
+    "n-grams on a GPU": "ngram",
 }  # fmt: skip
-"""vLLM's package of each drafter."""
+"""vLLM's package of each drafter that the second model runner has."""
+
+
+def skip_where_vllm_has_none(name: str, runner: str) -> None:
+    """Skip a drafter that the installed vLLM, the machine or the model runner does not have."""
+    package = IN_THE_SECOND_RUNNER.get(name)
+    if runner == "1" and (package is None or find_spec(f"vllm.v1.worker.gpu.spec_decode.{package}") is None):
+        pytest.skip("this vLLM has the drafter in its first model runner alone")
+    if name == "Medusa" and find_spec("vllm.v1.spec_decode.medusa") is None:
+        pytest.skip("vLLM has had no Medusa since 0.33")
+    if name == "suffixes" and find_spec("arctic_inference") is None:
+        pytest.skip("pip install --no-deps arctic-inference==0.1.1")
+    if name == "n-grams on a GPU" and not ON_GPU:
+        pytest.skip("needs a GPU")
 
 
 @pytest.mark.parametrize("runner", RUNNERS, ids="runner_{}".format)
@@ -184,11 +203,10 @@ def test_drafters_of_vllms_leave_answers_alone(
 ) -> None:
     if name != "n-grams":
         only_in_the_core(request)
-    if runner == "1" and find_spec(f"vllm.v1.worker.gpu.spec_decode.{IN_THE_SECOND_RUNNER[name]}") is None:
-        pytest.skip("this vLLM has the drafter in its first model runner alone")
+    skip_where_vllm_has_none(name, runner)
     plain = plain_of(runner)
     speculation = {"num_speculative_tokens": 3} | DRAFTERS[name](checkpoint, tmp_path)
-    few = slice(None) if name == "n-grams" else FEW
+    few = slice(None) if name.startswith("n-grams") else FEW
     step = TOGETHER | {"requests": requests()[few]}
 
     def afterwards(running: Any) -> tuple[dict[str, int], list[dict[str, Any]]]:
@@ -198,7 +216,9 @@ def test_drafters_of_vllms_leave_answers_alone(
         running.call("tests.engine.drafters:accept_as_vllm_does", "second")
         return counted, running.step(**step).requests
 
-    done = engine([step], afterwards, speculative_config=json.dumps(speculation), runner=runner)
+    environment = {UNTRIED.name: "1"} if ON_GPU and name in NOT_ON_GPUS else {}
+    settings = {"speculative_config": json.dumps(speculation), "runner": runner, "environment": environment}
+    done = engine([step], afterwards, **settings)
     assert differing(done.steps["together"], plain[few], few) == []
     counted, by_their_rule = done.afterwards
     assert counted["drafts"] > 0
@@ -236,16 +256,60 @@ def test_a_draft_model_runs_in_cuda_graphs_and_is_right(
     assert passes["graphs"] >= 3 * 15
 
 
-@pytest.mark.parametrize("runner", RUNNERS, ids="runner_{}".format)
-def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(
-    request: pytest.FixtureRequest, engine: Callable[..., Result], tmp_path: Path, runner: str
+@pytest.mark.skipif(not ON_GPU, reason="CUDA graphs")
+@pytest.mark.parametrize("name", ["the model itself", "EAGLE-3", "MiMo"])
+def test_drafts_by_graphs_of_the_mode_are_those_without(
+    engine: Callable[..., Result], checkpoint: Path, tmp_path: Path, name: str
 ) -> None:
-    """A MiMo of random weights, with its own layer for a second token."""
+    """Layers have the same bits in any graph, so a draft that differs has read or written what it should not."""
+    if not patch_points.DRAFT_MODEL.is_there():
+        pytest.skip("this vLLM has the drafter in its first model runner alone")
+    settings: dict[str, Any] = {"runner": "1"}
+    if name == "MiMo":
+        drafts = {"method": "mtp"}
+        settings |= {"model": str(make_mtp_model(tmp_path)), "tokenizer": str(checkpoint)}
+    else:
+        drafts = DRAFTERS[name](checkpoint, tmp_path)
+    settings["speculative_config"] = json.dumps(drafts | {"num_speculative_tokens": 3})
+    greedy = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+    sampled = greedy | {"temperature": 1.0, "seed": 5}
+    asked = [
+        {"prompt": tokens(3 + 17 * one, 800 + one), "params": (greedy, sampled)[one % 2] | {"max_tokens": 40 + one}}
+        for one in range(7)
+    ]
+    step = {"name": "drafted", "reset_prefix_cache": True, "requests": asked}
+
+    def afterwards(running: Any) -> tuple[list[list[int]], list[dict[str, Any]]]:
+        running.call("tests.engine.drafters:proposals")
+        answers = running.step(**step).requests
+        return running.call("tests.engine.drafters:proposals"), answers
+
+    launched, by_graphs = (
+        engine([], afterwards, environment={UNTRIED.name: untried}, **settings).afterwards for untried in ("0", "1")
+    )
+    assert differing_answers(by_graphs[1], launched[1]) == []
+    assert len(launched[0]) > 7
+    assert by_graphs[0] == launched[0]
+
+
+@pytest.mark.parametrize("runner", RUNNERS, ids="runner_{}".format)
+@pytest.mark.parametrize("make", [make_mtp_model, make_glm], ids=["MiMo", "GLM-4.5"])
+def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(
+    request: pytest.FixtureRequest,
+    engine: Callable[..., Result],
+    checkpoint: Path,
+    tmp_path: Path,
+    make: Callable[[Path], Path],
+    runner: str,
+) -> None:
+    """Of random weights, by the layer that a model has for a second token; three drafts run it three times."""
     only_in_the_core(request)
+    if ON_GPU and make is make_glm:
+        pytest.skip("GLM-4.5 is refused on a GPU")
     step = TOGETHER | {"requests": requests()[FEW]}
-    settings = {"model": str(make_mtp_model(tmp_path)), "runner": runner}
+    settings = {"model": str(make(tmp_path)), "tokenizer": str(checkpoint), "runner": runner}
     plain = engine([step], **settings).steps["together"]
-    speculation = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
+    speculation = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
     done = engine([step], counts, speculative_config=speculation, **settings)
     assert differing(done.steps["together"], plain, FEW) == []
     assert done.afterwards["drafts"] > 0

@@ -358,7 +358,11 @@ def test_graphs_are_captured_with_padding_alone(drafter: type, monkeypatch: pyte
     self.attn_groups = [[SimpleNamespace(metadata_builders=[builder])]]
     self.init_cudagraph_manager(modes.NONE)
     self.capture()
+    self.attn_groups.append([SimpleNamespace(metadata_builders=[SimpleNamespace()])])  # another backend's
+    self.init_cudagraph_manager(modes.FULL)
+    self.capture()
     assert not captured
+    self.attn_groups.pop()
     self.init_cudagraph_manager(modes.FULL)
     keys = self._run_model.__self__.keys
     before = keys.clone()

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from vllm_batch_invariant.envs import ATTENTION
+from vllm_batch_invariant.envs import ATTENTION, UNTRIED
 from vllm_batch_invariant.integration import coverage, patch_points, speculation
 from vllm_batch_invariant.ops.acceptance import NO_TOKEN
 
@@ -290,7 +290,15 @@ def test_tokens_behind_a_stop_string_and_their_logprobs_are_dropped() -> None:
     [
         ("ngram", "cpu", "auto", []),
         ("eagle3", "cpu", "auto", []),
-        ("medusa", "cpu", "auto", ["speculative decoding with medusa"]),
+        ("medusa", "cpu", "auto", []),
+        ("medusa", "cuda", "auto", ["speculative decoding with medusa on a GPU"]),
+        ("ngram_gpu", "cpu", "auto", ["speculative decoding with ngram_gpu on a CPU"]),
+        ("ngram_gpu", "cuda", "auto", ["speculative decoding with ngram_gpu on a GPU"]),
+        ("mlp_speculator", "cpu", "auto", ["speculative decoding with mlp_speculator"]),
+        ("dflash", "cuda", "auto", ["speculative decoding with dflash"]),
+        ("dspark", "cuda", "auto", ["speculative decoding with dspark"]),
+        ("extract_hidden_states", "cuda", "auto", ["speculative decoding with extract_hidden_states"]),
+        ("a later one", "cpu", "auto", ["speculative decoding with a later one"]),
         ("ngram", "npu", "auto", ["speculative decoding"]),
         ("ngram", "cuda", "auto", []),
         ("ngram", "cuda", "flex", ["speculative decoding beside FlexAttention"]),
@@ -310,3 +318,40 @@ def test_drafters_that_have_not_run_are_refused_by_name(
     assert [name for name in (feature.found(config) for feature in rows) if name] == found
     config.reasoning_config = object()
     assert "a reasoning configuration beside speculative decoding" in [feature.found(config) for feature in rows]
+
+
+def test_every_method_of_the_installed_vllm_is_covered_or_refused_by_name() -> None:
+    from vllm.config.speculative import MTPModelTypes, SpeculativeMethod
+
+    aliases = set(get_args(MTPModelTypes)) - {"mtp"}  # vLLM makes mtp of them before it asks
+    refused = {"dflash", "dspark", "extract_hidden_states", "mlp_speculator"}
+    assert set(get_args(SpeculativeMethod)) - aliases <= {*coverage.DRAFTERS, *coverage.UNTRIED_DRAFTERS, *refused}
+    assert {*coverage.MTP_MODELS} <= aliases
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"method": "mtp", "model": "mimo_mtp"}, None),
+        ({"method": "mtp", "model": "qwen3_next_mtp"}, "speculative decoding with mtp of qwen3_next_mtp"),
+        ({"method": "eagle3", "parallel_drafting": True}, "parallel drafts of eagle3"),
+        ({"method": "draft_model", "use_heterogeneous_vocab": True}, "a draft model with another vocabulary"),
+    ],
+)
+def test_what_a_covered_method_has_not_run_with_is_refused_by_name(options: dict[str, Any], found: str | None) -> None:
+    draft = SimpleNamespace(hf_config=SimpleNamespace(model_type=options.pop("model", "llama")))
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(draft_model_config=draft, **options),
+        device_config=SimpleNamespace(device_type="cpu"),
+    )
+    [row] = [feature for feature in coverage.REFUSED if feature.name == "Speculative decoding with another drafter"]
+    assert row.found(config) == found
+
+
+def test_a_drafter_that_no_gpu_has_run_starts_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(UNTRIED.name, "1")
+    for method, on in coverage.UNTRIED_DRAFTERS.items():
+        config = SimpleNamespace(
+            speculative_config=SimpleNamespace(method=method), device_config=SimpleNamespace(device_type=on)
+        )
+        assert coverage._drafter(config) is None

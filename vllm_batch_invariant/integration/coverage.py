@@ -25,8 +25,21 @@ TEXT_OF = {
     "Qwen3VLForConditionalGeneration": ("image", "video"),
 }
 """Multimodal models that are served as text, by vLLM's name of their class, with what else they take."""
-DRAFTERS = ("ngram", "custom_class", "draft_model", "eagle", "eagle3", "mtp")
-"""Methods of speculative decoding that are covered, as vLLM calls them."""
+DRAFTERS = {
+    "ngram": ("cpu", "cuda"),
+    "custom_class": ("cpu", "cuda"),
+    "draft_model": ("cpu", "cuda"),
+    "eagle": ("cpu", "cuda"),
+    "eagle3": ("cpu", "cuda"),
+    "mtp": ("cpu", "cuda"),
+    "medusa": ("cpu",),
+    "suffix": ("cpu",),
+}
+"""Methods of speculative decoding, as vLLM calls them, and the devices on which they have been run."""
+UNTRIED_DRAFTERS = {"ngram_gpu": "cuda", "medusa": "cuda", "suffix": "cuda"}
+"""Those that are refused on a device for no other reason than that they have not been run there."""
+MTP_MODELS = ("mimo_mtp", "glm4_moe_mtp")
+"""The models whose layers for more tokens have been run, by vLLM's name of their type."""
 TORCHRUN = "external_launcher"
 """vLLM's executor of workers that torchrun has started, and that a trainer may share."""
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
@@ -297,8 +310,21 @@ def _speculation_by_flex(config: Config) -> str | None:
 
 
 def _drafter(config: Config) -> str | None:
-    method = getattr(config.speculative_config, "method", None)
-    return _when(config.speculative_config and method not in DRAFTERS, f"speculative decoding with {method}")
+    speculation = config.speculative_config
+    on = devices.of_config(config).ops.type
+    if not speculation or on == "npu":  # where all are refused
+        return None
+    method = speculation.method
+    if on not in DRAFTERS.get(method, ()) and not (UNTRIED_DRAFTERS.get(method) == on and envs.UNTRIED.read() == "1"):
+        is_known = method in DRAFTERS or method in UNTRIED_DRAFTERS
+        where = f" on a {'GPU' if on == 'cuda' else 'CPU'}" if is_known else ""
+        return f"speculative decoding with {method}{where}"
+    if method == "mtp":
+        kind = speculation.draft_model_config.hf_config.model_type
+        return _when(kind not in MTP_MODELS, f"speculative decoding with mtp of {kind}")
+    if getattr(speculation, "parallel_drafting", False):
+        return f"parallel drafts of {method}"
+    return _when(getattr(speculation, "use_heterogeneous_vocab", False), "a draft model with another vocabulary")
 
 
 def _thinking_budgets(config: Config) -> str | None:
@@ -394,7 +420,8 @@ COVERED = (
     ),
     Feature(
         "Speculative decoding",
-        "n-grams, a draft model, EAGLE-3 and drafters of your own: the answers and logprobs are those without it, "
+        "n-grams, a draft model, EAGLE and EAGLE-3, MiMo's and on a CPU GLM-4.5's own layer for more tokens (MTP), "
+        "drafters of your own, and on a CPU suffixes and Medusa: the answers and logprobs are those without it, "
         "greedy and with a seed",
     ),
     Feature(
@@ -578,7 +605,8 @@ REFUSED = (
     Feature(
         "Speculative decoding with another drafter",
         "its layers have not been run beside the mode's",
-        "choose a method among ngram, draft_model, eagle3 and custom_class, or leave --speculative-config out",
+        f"choose a method among {', '.join(DRAFTERS)}, or leave --speculative-config out; mtp of "
+        f"{' or '.join(MTP_MODELS)}, {' and '.join(name for name in DRAFTERS if DRAFTERS[name] == ('cpu',))} on a CPU",
         _drafter,
     ),
     Feature(

@@ -101,10 +101,12 @@ def init_cudagraph_manager(self: Any, cudagraph_mode: Any) -> None:
     largest = max(config.compilation_config.cudagraph_capture_sizes or (), default=0)
     if cudagraph_mode != mode or largest < 2 or self.dp_size > 1:
         return
+    builders = [one for groups in self.attn_groups for group in groups for one in group.metadata_builders]
+    if not all(hasattr(one, "verify") for one in builders):
+        return  # another backend, of --speculative-config: it may plan on the host
     lengths = draft_lengths(config)
-    for group in (group for groups in self.attn_groups for group in groups):
-        for builder in group.metadata_builders:
-            builder.verify = lengths
+    for builder in builders:
+        builder.verify = lengths
     make = partial(patch_points.GRAPH_MANAGER.get(), config, self.device, mode, 1)
     self.prefill_cudagraph_manager = make()
     put(self.prefill_cudagraph_manager, first_graphs(largest, self.max_num_reqs, lengths))
