@@ -172,6 +172,7 @@ def train(specification: Specification) -> list[Step]:
     on_cpu = not torch.cuda.is_available()
     tokenizer = AutoTokenizer.from_pretrained(specification.model)
     model = AutoModelForCausalLM.from_pretrained(specification.model, dtype=torch.bfloat16)
+    model.to("cpu" if on_cpu else "cuda")  # before it is patched: what is covered depends on the device
     dataset = Dataset.from_list(questions())
     arguments = GRPOConfig(
         output_dir=str(Path(specification.out).parent / "trainer"),

@@ -10,7 +10,7 @@ from vllm_batch_invariant.hf import patch, token_logprobs
 
 RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.06, torch.float16: 0.006}
 """Largest |gradient - reference| / |reference| of any weight, in norms, against a float64 model."""
-OF_STOCK = 1.5
+OF_STOCK = 1.5 if DEVICE == "cpu" else 2.0
 """How much larger than Hugging Face's own that error may be."""
 PARTS = sequences((45, 70, 7))
 WEIGHTS = [torch.randn(len(part) - 1, generator=torch.Generator().manual_seed(len(part))) for part in PARTS]

@@ -1,6 +1,8 @@
 """What a patched model does not cover refuses, in one line."""
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -58,11 +60,12 @@ def test_a_class_derived_from_one_with_a_patch_is_refused() -> None:
 
 
 def test_what_was_not_compared_with_an_engine_on_a_device_is_refused() -> None:
-    by_name = {family.prefix: family for family in FAMILIES}
-    support.check_compared(by_name["Qwen3"], "default", "cuda")
-    for name, rope in (("Llama", "default"), ("Qwen2", "default"), ("Qwen3Moe", "default"), ("Qwen3", "llama3")):
-        support.check_compared(by_name[name], rope, "cpu")
-        refuses(lambda name=name, rope=rope: support.check_compared(by_name[name], rope, "cuda"), f"{name}.*'cuda'")
+    for family, device in itertools.product(FAMILIES, ("cpu", "cuda", "npu")):
+        check = partial(support.check_compared, family, device)
+        if device in family.devices:
+            check()
+        else:
+            refuses(check, f"{family.prefix} on device '{device}'")
 
 
 def test_a_tree_of_tensor_parallel_workers_is_refused_where_the_engine_has_none(
@@ -72,7 +75,7 @@ def test_a_tree_of_tensor_parallel_workers_is_refused_where_the_engine_has_none(
     by_name = {family.prefix: family for family in FAMILIES}
     for name, device in (("Qwen3", "cuda"), ("Qwen3Moe", "cpu")):
         said = f"VLLM_BATCH_INVARIANT_TP_TREE=4 in a trainer's {name} on device '{device}'"
-        refuses(lambda name=name, device=device: support.check_compared(by_name[name], "default", device), said)
+        refuses(lambda name=name, device=device: support.check_compared(by_name[name], device), said)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a tree is refused on a GPU")

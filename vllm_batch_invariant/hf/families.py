@@ -26,7 +26,7 @@ class Family:
     prefix: str
     biased: tuple[str, ...] = ()
     has_experts: bool = False
-    devices: tuple[str, ...] = ("cpu",)
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
     @property
     def module(self) -> ModuleType:
@@ -41,8 +41,8 @@ class Family:
 FAMILIES = (
     Family("llama", "Llama", biased=(*_QKV, "o_proj", *_MLP)),
     Family("qwen2", "Qwen2", biased=_QKV),
-    Family("qwen3", "Qwen3", devices=("cpu", "cuda")),
-    Family("qwen3_moe", "Qwen3Moe", has_experts=True),
+    Family("qwen3", "Qwen3"),
+    Family("qwen3_moe", "Qwen3Moe", has_experts=True, devices=("cpu",)),
 )
 
 

@@ -58,23 +58,22 @@ def check(model: torch.nn.Module) -> Family:
     _check_modules(model, family)
     weights = list(model.parameters())
     _check_weights(weights)
-    check_compared(family, model.config.rope_parameters["rope_type"], weights[0].device.type)
+    check_compared(family, weights[0].device.type)
     patch_points.check_version(weights[0].device.type)
     return family
 
 
-def check_compared(family: Family, rope_type: str, device_type: str) -> None:
-    """Whether a family with such a rotary embedding has been compared with an engine on a device.
+def check_compared(family: Family, device_type: str) -> None:
+    """Whether a family has been compared with an engine on a device.
 
     Raises:
         NotCovered: it has not; or a tree of tensor-parallel workers is asked for where there is none.
     """
-    devices = family.devices if rope_type == "default" else ("cpu",)
-    if device_type not in devices and envs.UNTRIED.read() != "1":
+    if device_type not in family.devices and envs.UNTRIED.read() != "1":
         raise NotCovered(
-            f"a trainer's {family.prefix} with a rotary embedding of type {rope_type} on device '{device_type}'",
-            f"the bits have been compared with an engine's on {' and '.join(devices)} only",
-            "train there, or use a Qwen3",
+            f"a trainer's {family.prefix} on device '{device_type}'",
+            f"the bits have been compared with an engine's on {' and '.join(family.devices)} only",
+            "train there, or use a dense model",
         )
     if leaves() > 1 and (device_type != "cpu" or family.has_experts):
         raise NotCovered(
