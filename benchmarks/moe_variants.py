@@ -85,7 +85,7 @@ class Candidates:
             hidden = [torch.randn(pairs, layer.intermediate, dtype=layer.dtype, device=one.device) for one in x]
             calls = {
                 "gate_up": lambda tile, of, into=groups: cuda.grouped_gemm(
-                    x[of], weights.gate_up, None, into[of], pairs, layer.dtype, tile, gated=True
+                    x[of], weights.gate_up, None, into[of], pairs, layer.dtype, tile, activation="silu"
                 ),
                 "down": lambda tile, of, into=groups, hidden=hidden: cuda.grouped_gemm(
                     hidden[of], weights.down, None, into[of], pairs, torch.float32, tile
@@ -107,7 +107,7 @@ class Candidates:
                 lines.append(f"  grouped {size:3} group   {Spread.of(grouping).p50:.1f}")
         made = torch.zeros(pairs, layer.hidden, device=x[0].device)
         routing = [partial(cuda.route, one.logits, layer.reduction, None) for one in inputs]
-        combining = [partial(cuda.combine, made, of, torch.empty_like(x[0])) for of, _ in routed]
+        combining = [partial(cuda.combine, made, of, ids, torch.empty_like(x[0])) for of, ids in routed]
         times = self.timer.time([routing, combining], 10.0, _REPLAYS)
         lines.append("  route {:.1f}, combine {:.1f}".format(*(Spread.of(one).p50 for one in times)))
         layers = [partial(ours().call, layer, weights, one) for one in inputs]

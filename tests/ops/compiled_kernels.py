@@ -234,13 +234,14 @@ def gradients_of_attention(heads: Heads, count: int) -> None:
     attention_gradients.attention_backward(query, query, key, key, [0, count, 2 * count], 0.1)
 
 
-def experts(count: int, dtype: torch.dtype = torch.bfloat16, **fields: object) -> None:
-    """So many tokens of a small layer of experts."""
+def experts(count: int, dtype: torch.dtype = torch.bfloat16, here: int = 16, **fields: object) -> None:
+    """So many tokens of a small layer of experts, of which so many are here."""
     biases = (torch.zeros(16, 192, dtype=dtype), torch.zeros(16, 200, dtype=dtype)) if fields else (None, None)
     reduction, bias = MoeReduction(16, 3, dtype, **fields), torch.zeros(16) if fields else None
     weights, ids = moe.route(torch.zeros(count, 16, dtype=dtype), reduction, bias)
-    gate_up, down = torch.zeros(16, 192, 200, dtype=dtype), torch.zeros(16, 200, 96, dtype=dtype)
-    moe.moe(torch.zeros(count, 200, dtype=dtype), weights, ids, gate_up, down, reduction, *biases, None)
+    gate_up, down = torch.zeros(here, 192, 200, dtype=dtype), torch.zeros(here, 200, 96, dtype=dtype)
+    places = None if here == 16 else torch.zeros(16, dtype=torch.int32)
+    moe.moe(torch.zeros(count, 200, dtype=dtype), weights, ids, gate_up, down, reduction, *biases, places)
     moe.group(ids.repeat(20, 1), 16, moe.layer_schedules(dtype, schedule.gpu(0))[-1])  # so many that others place them
     moe._activated(torch.zeros(count, 192, dtype=dtype), "silu")  # only the certificate does
 
@@ -249,6 +250,11 @@ def expert_variants() -> None:
     for count, dtype in itertools.product((1, 20, 40, 100, 200, 600, 2000), (*HALVES, torch.float32)):
         launch_on(90, experts, count, dtype)
     launch_on(90, partial(experts, scale=2.5, scoring="sigmoid"), 1)
+    launch_on(90, partial(experts, groups=4, top_groups=2, scoring="sigmoid"), 1)
+    for count, activation in itertools.product((1, 40, 600), ("swigluoai", "gelu", "gelu_tanh")):
+        launch_on(90, partial(experts, activation=activation), count)
+    for count in (1, 40, 2000):
+        launch_on(90, partial(experts, here=8), count)
     launch_on(90, large_experts)
 
 
@@ -260,7 +266,8 @@ def large_experts() -> None:
         x, a = (torch.zeros(8, size, dtype=torch.bfloat16) for size in (hidden, intermediate))
         gate_up = torch.zeros(4, 2 * intermediate, hidden, dtype=torch.bfloat16)
         down = torch.zeros(4, hidden, intermediate, dtype=torch.bfloat16)
-        moe.grouped_gemm(x, gate_up, None, groups, 8, torch.bfloat16, layer.gate_up, gated=True)
+        for activation in ("silu", "swigluoai"):
+            moe.grouped_gemm(x, gate_up, None, groups, 8, torch.bfloat16, layer.gate_up, activation=activation)
         moe.grouped_gemm(x, gate_up, None, groups, 8, torch.bfloat16, layer.gate_up)
         moe.grouped_gemm(a, down, None, groups, 8, torch.float32, layer.down)
 

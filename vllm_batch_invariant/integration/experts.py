@@ -122,7 +122,7 @@ class CudaExperts(BatchInvariantExperts):
                 "serve on a CPU",
             )
         for weight in (layer.w13_weight, layer.w2_weight):
-            certify(*weight.shape[1:], weight.dtype, weight.device)
+            certify(*weight.shape[1:], weight.dtype, weight.device, self.reduction.activation)
 
     def forward(
         self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
@@ -151,9 +151,9 @@ def _not_run_on_gpus(reduction: MoeReduction, layer: Any) -> str | None:
 
 
 @cache
-def certify(n: int, k: int, dtype: torch.dtype, device: torch.device) -> int:
+def certify(n: int, k: int, dtype: torch.dtype, device: torch.device, activation: str) -> int:
     """:func:`..ops.moe.cuda.certify`, once for layers of one shape."""
-    return module_for("moe", "cuda").certify(n, k, dtype, device)
+    return module_for("moe", "cuda").certify(n, k, dtype, device, activation)
 
 
 def install_cpu() -> None:

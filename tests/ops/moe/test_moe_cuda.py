@@ -9,9 +9,19 @@ from vllm_batch_invariant.ops.moe import MoeReduction, cuda, moe, reference, rou
 from vllm_batch_invariant.ops.moe.routes import route_by
 from vllm_batch_invariant.ops.softmax import softmax
 
-SHAPES = {"Qwen3-30B-A3B": (128, 8, 2048, 768), "gpt-oss": (32, 4, 2880, 2880), "odd": (6, 3, 200, 88)}
-"""Experts, those of a token, hidden and intermediate size."""
-COUNTS = (1, 2, 7, 8, 9, 16, 65, 140, 257, 600, 1000, 2049, 4096)
+FAMILIES: dict[str, tuple[tuple[int, int, int, int], dict[str, object], bool]] = {
+    "Qwen3-30B-A3B": ((128, 8, 2048, 768), {}, False),
+    "gpt-oss": ((32, 4, 2880, 2880), {"activation": "swigluoai"}, True),
+    "GLM-4.5-Air": ((128, 8, 4096, 1408), {"scoring": "sigmoid"}, True),
+    "groups": ((160, 6, 1024, 512), {"scoring": "sigmoid", "groups": 8, "top_groups": 3, "scale": 2.5}, True),
+    "groups by their best": ((64, 6, 512, 256), {"groups": 8, "top_groups": 3, "scale": 16.0}, False),
+    "odd": ((6, 3, 200, 88), {"renormalise": False}, False),
+    "odd, in turn": ((6, 3, 200, 88), {"activation": "swigluoai"}, True),
+}
+"""Experts, those of a token, hidden and intermediate size; of the reduction; and whether there are biases: of experts
+for "swigluoai", else of scores.
+"""
+COUNTS = (1, 2, 3, 7, 8, 9, 16, 65, 140, 257, 600, 1000, 2049, 4096, 8193)
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -20,16 +30,24 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 class Layer:
-    def __init__(self, shape: str) -> None:
-        experts, top_k, hidden, intermediate = SHAPES[shape]
-        self.reduction = MoeReduction(experts, top_k, torch.bfloat16)
+    def __init__(self, family: str) -> None:
+        (experts, top_k, hidden, intermediate), fields, biased = FAMILIES[family]
+        self.reduction = MoeReduction(experts, top_k, torch.bfloat16, **fields)
         self.gate_up, self.down = draw(experts, 2 * intermediate, hidden), draw(experts, hidden, intermediate, seed=1)
+        self.score_bias, self.biases = None, {}
+        if biased and self.reduction.activation == "swigluoai":
+            self.biases = {"gate_up_bias": 20 * draw(experts, 2 * intermediate), "down_bias": draw(experts, hidden)}
+        elif biased:
+            self.score_bias = draw(experts, seed=9).float()
+
+    def route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return route(logits, self.reduction, self.score_bias)
 
     def __call__(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return moe(x, *route(logits, self.reduction), self.gate_up, self.down, self.reduction)
+        return moe(x, *self.route(logits), self.gate_up, self.down, self.reduction, **self.biases)
 
 
-@pytest.fixture(params=SHAPES)
+@pytest.fixture(params=FAMILIES)
 def layer(request: pytest.FixtureRequest) -> Layer:
     return Layer(request.param)
 
@@ -62,23 +80,87 @@ def test_a_token_has_the_same_bits_among_any_others_in_any_order(layer: Layer) -
         assert torch.equal(layer(dirty, unclear)[:9], whole[:9]), name
 
 
+def by_library(of: Layer, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """The same layer with the library's GEMMs on the tokens of each expert."""
+    weights, ids = of.route(logits)
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for expert in ids.unique().tolist():
+        row, slot = (ids == expert).nonzero(as_tuple=True)
+        gate, up = torch.nn.functional.linear(x[row], of.gate_up[expert]).chunk(2, dim=1)
+        made = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, of.down[expert])
+        out[row] += made.float() * weights[row, slot, None]
+    return out.to(x.dtype)
+
+
+def test_gemms_of_the_library_fail_the_same_comparison() -> None:
+    layer, x = Layer("Qwen3-30B-A3B"), draw(4096, 2048, seed=3) * 30
+    logits = routings(4096, 128)["uniform"]
+    whole = by_library(layer, x, logits)
+    assert any(not torch.equal(by_library(layer, x[:count], logits[:count]), whole[:count]) for count in (1, 7, 65))
+
+
 def test_every_tile_has_the_bits_of_a_dense_layer(layer: Layer) -> None:
+    activation = layer.reduction.activation
     for weight in (layer.gate_up, layer.down):
-        assert cuda.certify(*weight.shape[1:], torch.bfloat16, weight.device) > 0
+        assert cuda.certify(*weight.shape[1:], torch.bfloat16, weight.device, activation) > 0
     experts, top_k = layer.reduction.num_experts, layer.reduction.top_k
     x = draw(300, layer.down.shape[1], seed=4)
-    _, ids = route(routings(300, experts)["skewed"], layer.reduction)
+    _, ids = layer.route(routings(300, experts)["skewed"])
     for schedule in cuda.layer_schedules(torch.bfloat16, of_linear.gpu(0)):
         for count in (2, schedule.few_pairs // top_k) if schedule.few_pairs else (2, 300):
             own, rows = ids[:count].contiguous(), x[:count]
-            groups, tile = cuda.group(own, experts, schedule), schedule.gate_up
-            plain = cuda.grouped_gemm(rows, layer.gate_up, None, groups, own.numel(), torch.bfloat16, tile)
-            gated = cuda.grouped_gemm(rows, layer.gate_up, None, groups, own.numel(), torch.bfloat16, tile, gated=True)
+            groups, asked = cuda.group(own, experts, schedule), (own.numel(), torch.bfloat16, schedule.gate_up)
+            bias = layer.biases.get("gate_up_bias")
+            plain = cuda.grouped_gemm(rows, layer.gate_up, bias, groups, *asked)
+            gated = cuda.grouped_gemm(rows, layer.gate_up, bias, groups, *asked, activation=activation)
             for expert in own.unique().tolist():
                 pairs = (own.flatten() == expert).nonzero().squeeze(1)
-                dense = triton_gemm.mm(rows[pairs // top_k], layer.gate_up[expert].t())
+                used = rows[pairs // top_k], layer.gate_up[expert].t()
+                dense = triton_gemm.mm(*used, None if bias is None else bias[expert])
                 assert torch.equal(plain[pairs], dense), schedule
-                assert torch.equal(gated[pairs], cuda._activated(dense, "silu")), schedule
+                assert torch.equal(gated[pairs], cuda._activated(dense, activation)), schedule
+
+
+@pytest.mark.parametrize("family", ["Qwen3-30B-A3B", "gpt-oss", "odd"])
+def test_experts_that_are_not_here_are_left_out(family: str) -> None:
+    """As if their weights were 0; what two workers give is added afterwards."""
+    layer, experts = Layer(family), FAMILIES[family][0][0]
+    x, logits = draw(600, layer.down.shape[1], seed=3) * 30, routings(600, experts)["skewed"]
+    weights, ids = layer.route(logits)
+    for here in (torch.arange(experts // 2), torch.arange(experts // 2, experts), torch.arange(0, experts, 3)):
+        places = torch.full((experts,), -1, dtype=torch.int32)
+        places[here] = torch.arange(len(here), dtype=torch.int32)
+        places, here = places.cuda(), here.cuda()
+        own = {name: bias[here] for name, bias in layer.biases.items()}
+        for count in (1, 2, 8, 65, 600):
+            chosen = weights[:count], ids[:count]
+            found = moe(
+                x[:count], *chosen, layer.gate_up[here], layer.down[here], layer.reduction, places=places, **own
+            )
+            without = chosen[0].masked_fill(~torch.isin(chosen[1], here), 0)
+            whole = moe(
+                x[:count], without, chosen[1], layer.gate_up, layer.down, layer.reduction, **layer.biases
+            )  # fmt: skip
+            assert torch.equal(found, whole), count
+
+
+@pytest.mark.parametrize("family", ["GLM-4.5-Air", "groups", "groups by their best"])
+def test_experts_are_chosen_as_by_stable_sorts(family: str) -> None:
+    """Also where logits are tied, infinite or NaN."""
+    layer = Layer(family)
+    reduction, bias = layer.reduction, layer.score_bias
+    for name, logits in routings(2000, reduction.num_experts).items():
+        logits = logits.clone()
+        logits[3], logits[4, 2], logits[5], logits[6, 1:4] = torch.nan, torch.nan, -torch.inf, torch.inf
+        single = MoeReduction(reduction.num_experts, reduction.num_experts, torch.bfloat16, reduction.scoring,
+                              renormalise=False)  # fmt: skip
+        by_score, order = route(logits, single)  # every score, by the kernel itself
+        scores = torch.empty_like(by_score).scatter_(1, order, by_score)
+        for biased in (bias, -torch.zeros_like(scores[0])):
+            weights, ids = route(logits, reduction, biased)
+            expected, chosen = route_by(scores, reduction, biased)
+            assert torch.equal(ids, chosen), name
+            assert torch.equal(weights.nan_to_num(7), expected.nan_to_num(7)), name
 
 
 @pytest.mark.parametrize("experts", [8, 32, 60, 64, 128, 256, 512, 2048])
@@ -113,12 +195,14 @@ def test_pairs_are_grouped_by_one_program_or_several() -> None:
 
 
 def test_results_are_near_the_exact_ones() -> None:
-    layer = Layer("odd")
-    x, logits = draw(20, 200, seed=5) * 14, routings(20, 6)["uniform"]
-    weights, ids = route(logits, layer.reduction)
-    exact = reference.moe(*(one.cpu() for one in (x, weights, ids, layer.gate_up, layer.down)), layer.reduction)
-    error = layer(x, logits).cpu().double() - exact
-    assert float(error.abs().max()) < 0.02 * float(exact.abs().max())
+    for family in ("odd", "odd, in turn"):
+        layer = Layer(family)
+        x, logits = draw(20, 200, seed=5) * 14, routings(20, 6)["uniform"]
+        operands = (x, *layer.route(logits), layer.gate_up, layer.down)
+        biases = {name: bias.cpu() for name, bias in layer.biases.items()}
+        exact = reference.moe(*(one.cpu() for one in operands), layer.reduction, **biases)
+        error = layer(x, logits).cpu().double() - exact
+        assert float(error.abs().max()) < 0.02 * float(exact.abs().max()), family
 
 
 def test_a_step_is_a_cuda_graph(layer: Layer) -> None:

@@ -4,6 +4,7 @@ are its own.
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +12,7 @@ from tests.ops.moe.layers import EXPERTS, ROUTINGS, Layer, layer, tied, tokens, 
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.linear import schedule as of_linear
 from vllm_batch_invariant.ops.linear.schedule import Gpu
-from vllm_batch_invariant.ops.moe import cpu, cuda, reference, triton_kernels
+from vllm_batch_invariant.ops.moe import MoeReduction, cpu, cuda, reference, triton_kernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 """Largest error in units of the largest result."""
@@ -34,32 +35,59 @@ def made(of: Layer, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     return cuda.moe(x, weights, ids, of.gate_up, of.down, of.reduction, of.gate_up_bias, of.down_bias, None)
 
 
-@pytest.mark.parametrize(
-    ("fields", "top_k"), [({}, 8), ({"scoring": "sigmoid", "scale": 2.5}, 3), ({"renormalise": False}, 1)], ids=str
-)
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """As the kernels compute it, by the interpreter's exponential function."""
+    return 1 / (1 + torch.from_numpy(np.exp(-x.numpy())))
+
+
+ROUTERS = {
+    "softmax": ({}, 8),
+    "softmax in groups": ({"groups": 2, "top_groups": 1}, 4),
+    "sigmoid": ({"scoring": "sigmoid", "scale": 2.5}, 3),
+    "sigmoid in groups": ({"scoring": "sigmoid", "groups": 4, "top_groups": 2, "scale": 2.5}, 3),
+    "sigmoid in groups of one": ({"scoring": "sigmoid", "groups": 8, "top_groups": 3, "renormalise": False}, 3),
+    "not renormalised": ({"renormalise": False}, 1),
+}
+
+
+@pytest.mark.parametrize(("fields", "top_k"), ROUTERS.values(), ids=ROUTERS)
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 def test_experts_are_chosen_as_on_a_cpu(routing, fields, top_k):
-    of = layer(torch.float16, biased=True, **fields)
+    of = layer(torch.float16, biased=True, top_k=top_k, **fields)
     logits = routing(tokens(13, torch.float16), of)
-    logits[3], logits[4, 2], logits[5] = torch.nan, torch.nan, -torch.inf
-    for bias in (None, of.score_bias, -torch.zeros(EXPERTS)):
-        reduction = replace(of.reduction, top_k=top_k)
-        scores = cpu.softmax(logits.float()) if reduction.scoring == "softmax" else logits.float().sigmoid()
-        with_scores = cuda.route(logits, reduction, bias)
-        weights, ids = cpu.route_by(scores, reduction, bias)
-        assert torch.equal(with_scores[1], ids)
-        torch.testing.assert_close(with_scores[0], weights, rtol=1e-5, atol=0, equal_nan=True)
+    logits[3], logits[4, 2], logits[5], logits[6, 1:4] = torch.nan, torch.nan, -torch.inf, torch.inf
+    by_softmax = of.reduction.scoring == "softmax"
+    scores = cpu.softmax(logits.float()) if by_softmax else sigmoid(logits.float())
+    low = of.score_bias.clone()
+    low[::3] = -torch.inf
+    for bias in (None, of.score_bias, -torch.zeros(EXPERTS), low):
+        found, ids = cuda.route(logits, of.reduction, bias)
+        expected, of_cpu = cpu.route_by(scores, of.reduction, bias)
+        assert torch.equal(ids, of_cpu)
+        torch.testing.assert_close(found, expected, rtol=1e-5 if by_softmax else 0, atol=0, equal_nan=True)
 
 
-def test_groups_of_experts_are_chosen_as_on_a_cpu():
-    of = layer(torch.float16, biased=True, scoring="sigmoid", groups=4, top_groups=2)
-    logits = uniform(tokens(21, torch.float16), of)
-    for found, expected in zip(
-        cuda.route(logits, of.reduction, of.score_bias),
-        cpu.route_by(logits.float().sigmoid(), of.reduction, of.score_bias),
-        strict=True,
-    ):
-        assert torch.equal(found, expected)
+def test_as_many_experts_as_models_have_are_chosen_as_on_a_cpu():
+    """160 in 8 groups are no power of two; of 2048 in 64 groups PyTorch's functions choose."""
+    for experts, groups, top_groups in ((160, 8, 3), (2048, 64, 4)):
+        reduction = MoeReduction(
+            experts, 8, torch.float16, scoring="sigmoid", groups=groups, top_groups=top_groups, renormalise=False
+        )
+        draw = torch.Generator().manual_seed(experts)
+        logits = torch.randint(-8, 9, (6, experts), generator=draw).half() / 4
+        bias = torch.randint(-2, 3, (experts,), generator=draw).float() / 8
+        for found, expected in zip(
+            cuda.route(logits, reduction, bias), cpu.route_by(sigmoid(logits.float()), reduction, bias), strict=True
+        ):
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def test_another_rule_for_ties_of_groups_is_found(monkeypatch):
+    reduction = MoeReduction(EXPERTS, 2, torch.float16, scoring="sigmoid", groups=4, top_groups=1)
+    logits = torch.zeros(1, EXPERTS, dtype=torch.float16)
+    assert cuda.route(logits, reduction, None)[1].tolist() == [[0, 1]]
+    monkeypatch.setattr(triton_kernels.tl, "min", triton_kernels.tl.max)
+    assert cuda.route(logits, reduction, None)[1].tolist() != [[0, 1]]
 
 
 @pytest.mark.parametrize(
@@ -141,21 +169,41 @@ def test_programs_that_look_for_their_pairs_find_all_of_them(tokens_):
     assert torch.equal(found, (16.0 * (ids.flatten() + 1))[:, None].expand(-1, 16))
 
 
+def activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
+    """The definition, by the interpreter's exponential function."""
+    if activation == "swigluoai":
+        gate, up = hidden[:, ::2].float().clamp(max=7.0), hidden[:, 1::2].float().clamp(-7.0, 7.0)
+        return ((up + 1) * (gate * sigmoid(gate * 1.702))).to(hidden.dtype)
+    gate, up = (half.float() for half in hidden.chunk(2, dim=1))
+    return ((gate / (1 + torch.from_numpy(np.exp(-gate.numpy())))).to(hidden.dtype).float() * up).to(hidden.dtype)
+
+
 @on_every_gpu
-@pytest.mark.parametrize("biased", [False, True])
-def test_an_activation_in_the_tile_rounds_as_one_of_a_written_product(gpu, biased):
+@pytest.mark.parametrize(
+    ("activation", "biased"), [("silu", False), ("silu", True), ("swigluoai", True), ("gelu_tanh", True)]
+)
+def test_an_activation_in_the_tile_rounds_as_one_of_a_written_product(gpu, activation, biased):
     """For numbers whose sums are exact: the interpreter's other sums follow the tile."""
     draw = torch.Generator().manual_seed(0)
     gate_up = torch.randint(-9, 10, (EXPERTS, 80, 48), generator=draw).half() / 32
     bias = torch.randint(-9, 10, (EXPERTS, 80), generator=draw).half() / 32 if biased else None
-    for count in (3, 20, 60, 100, 200):
+    for count in (3, 20, 60, 100, 200) if activation == "silu" else (3, 60):
         x = torch.randint(-9, 10, (count, 48), generator=draw).half() / 4
         ids = torch.arange(3 * count).view(count, 3) % EXPERTS
         schedule = cuda.layer_schedule(ids.numel(), EXPERTS, torch.float16, gpu)
         groups, tile = cuda.group(ids, EXPERTS, schedule), schedule.gate_up
         written = cuda.grouped_gemm(x, gate_up, bias, groups, ids.numel(), torch.float16, tile)
-        found = cuda.grouped_gemm(x, gate_up, bias, groups, ids.numel(), torch.float16, tile, gated=True)
-        assert torch.equal(found, cuda._activated(written, "silu"))
+        found = cuda.grouped_gemm(x, gate_up, bias, groups, ids.numel(), torch.float16, tile, activation=activation)
+        assert torch.equal(found, cuda._activated(written, activation))
+        if activation != "gelu_tanh":
+            assert torch.equal(found, activated(written, activation))
+
+
+def test_an_activation_keeps_nan_and_clamps():
+    gate, up = torch.tensor([torch.nan, 1.0, 100.0, -100.0]), torch.tensor([1.0, torch.nan, 100.0, -100.0])
+    found = cuda._activated(torch.stack((gate, up), dim=1).reshape(1, -1), "swigluoai")
+    assert found[0, :2].isnan().all()
+    assert torch.equal(found[0, 2:], activated(torch.tensor([[7.0, 7.0, -100.0, -7.0]]), "swigluoai")[0])
 
 
 @on_every_gpu
@@ -175,15 +223,30 @@ def test_tiles_are_certified_and_another_product_is_not(gpu, monkeypatch):
         cuda.certify(40, 96, torch.float16, torch.device("cpu"))
     monkeypatch.setattr(cuda.triton_gemm, "accumulate", lambda a, b: a.float() @ b.float())
     monkeypatch.setattr(cuda, "_activated", lambda hidden, _: hidden.chunk(2, 1)[0])
-    with pytest.raises(NotCovered, match="gated"):
+    with pytest.raises(NotCovered, match="silu"):
         cuda.certify(40, 96, torch.float16, torch.device("cpu"))
 
 
-def test_a_part_of_the_experts_is_refused():
-    of, x = layer(torch.float16), tokens(2, torch.float16)
-    weights, ids = cuda.route(uniform(x, of), of.reduction, None)
-    with pytest.raises(NotCovered, match="a part of the experts on a GPU"):
-        cuda.moe(x, weights, ids, of.gate_up, of.down, of.reduction, None, None, torch.arange(EXPERTS))
+@pytest.mark.parametrize("count", [2, 30])
+def test_experts_that_are_not_here_are_left_out(count):
+    """Weights of 0 leave them out, too. Integers: the interpreter's sums of other numbers follow the tile."""
+    draw, reduction = torch.Generator().manual_seed(count), MoeReduction(EXPERTS, 3, torch.float16)
+    x, gate_up, down = (
+        torch.randint(-3, 4, shape, generator=draw).half()
+        for shape in ((count, 48), (EXPERTS, 64, 48), (EXPERTS, 48, 32))
+    )
+    ids = torch.rand(count, EXPERTS, generator=draw).argsort(1)[:, :3].contiguous()
+    weights = torch.rand(count, 3, generator=draw)
+    whole = cuda.moe(x, weights, ids, gate_up, down, reduction, None, None, None)
+    for here in (torch.tensor([6, 1, 3]), torch.arange(EXPERTS)):
+        places = torch.full((EXPERTS,), -1, dtype=torch.int32)
+        places[here] = torch.arange(len(here), dtype=torch.int32)
+        absent = ~torch.isin(ids, here)
+        own = gate_up[here], down[here], reduction, None, None, places
+        found = cuda.moe(x, weights.masked_fill(absent, torch.nan), ids, *own)
+        without = weights.masked_fill(absent, 0)
+        assert torch.equal(found, cuda.moe(x, without, ids, gate_up, down, reduction, None, None, None))
+        assert absent.any() != torch.equal(found, whole)
 
 
 def test_another_tie_rule_is_found(monkeypatch):

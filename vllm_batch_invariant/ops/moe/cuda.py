@@ -26,17 +26,18 @@ from ..softmax.reduction import LONGEST_WHOLE, SoftmaxReduction
 from .reduction import MoeReduction
 from .routes import route_by
 from .triton_kernels import (
+    activation_kernel,
     combine_kernel,
     count_kernel,
     grouped_gemm_kernel,
     place_kernel,
     route_kernel,
-    silu_and_mul_kernel,
 )
 
 _PAIRS_AT_ONCE = 32_768
 """Whose products are held in memory until they are added; a power of two."""
-_SWIGLUOAI_ALPHA, _SWIGLUOAI_LIMIT = 1.702, 7.0
+_MOST_COMPARED = 16_384
+"""Experts times groups, both as powers of two, that the kernel of routes compares at once."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,7 @@ class Groups:
         stop: [experts or more] int32, where the pairs of each expert end, or None.
         expert_of_block: [num_blocks] int32, -1 for a block without pairs; or None.
         few_pairs: of the schedule.
+        places: where an expert lies, if they are not all here; for programs that group.
     """
 
     num_blocks: int
@@ -190,13 +192,21 @@ class Groups:
     stop: torch.Tensor | None = None
     expert_of_block: torch.Tensor | None = None
     few_pairs: int = 0
+    places: torch.Tensor | None = None
 
 
-def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule) -> Groups:
-    """Group the pairs of ids [tokens, top_k], packed, into blocks of one expert each."""
+def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule, places: torch.Tensor | None = None) -> Groups:
+    """Group the pairs of ids [tokens, top_k], packed, into blocks of one expert each.
+
+    Args:
+        ids: of experts.
+        experts: how many are here.
+        schedule: whose blocks they are.
+        places: where an expert lies, -1 for one whose pairs are left out; None if all are here, in order.
+    """
     num_pairs, block_m = ids.numel(), schedule.gate_up.block_m
     if schedule.few_pairs:
-        return Groups(num_pairs, ids, few_pairs=schedule.few_pairs)
+        return Groups(num_pairs, ids, few_pairs=schedule.few_pairs, places=places)
     num_blocks = min(num_pairs, experts) + num_pairs // block_m
     ints = {"dtype": torch.int32, "device": ids.device}
     pairs, expert_of_block = torch.empty(num_blocks * block_m, **ints), torch.empty(num_blocks, **ints)
@@ -206,12 +216,14 @@ def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule) -> Groups:
     with on_device_of(ids):
         count_kernel[(1,)](
             ids,
+            places,
             stop,
             expert_of_block,
             pairs,
             num_pairs,
             num_blocks,
             PADDED_EXPERTS=len(stop),
+            IS_PART=places is not None,
             BLOCK_M=block_m,
             BLOCK=walk.block,
             BLOCKS_AT_ONCE=walk.blocks_at_once,
@@ -222,7 +234,16 @@ def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule) -> Groups:
         )
         if not walk.places:
             place_kernel[(triton.cdiv(num_pairs, _PLACING.block),)](
-                ids, stop, pairs, num_pairs, BLOCK=_PLACING.block, **launched, num_warps=4, enable_fp_fusion=False
+                ids,
+                places,
+                stop,
+                pairs,
+                num_pairs,
+                IS_PART=places is not None,
+                BLOCK=_PLACING.block,
+                **launched,
+                num_warps=4,
+                enable_fp_fusion=False,
             )
     return Groups(num_blocks, pairs, stop, expert_of_block)
 
@@ -236,26 +257,30 @@ def grouped_gemm(
     dtype: torch.dtype,
     schedule: GroupedSchedule,
     *,
-    gated: bool = False,
+    activation: str = "",
 ) -> torch.Tensor:
-    """Each pair's row of x times its expert's weight: [pairs, N].
+    """Each pair's row of x times its expert's weight: [pairs, N]. Rows of pairs that are in no group are not written.
 
     Args:
         x: [rows, K], packed; a row has pairs // rows pairs, one after the other.
-        weight: [experts, N, K], packed; of [experts, 2 * N, K] if ``gated``.
+        weight: [experts, N, K], packed; or with an activation [experts, 2 * N, K].
         bias: [experts, N] or [experts, 2 * N], or None.
         groups: of the schedule's ``block_m``.
         pairs: how many there are.
         dtype: of the result.
         schedule: decides the speed.
-        gated: whether the result is ``silu(gate) * up`` of the weight's halves, each rounded as if it were written.
+        activation: of gate and up, each rounded as if it were written, whose rows are the weight's halves or, for
+            "swigluoai", are in it in turn; or "".
     """
     experts, rows, k = weight.shape
-    n = rows // 2 if gated else rows
+    n, in_turn = rows // 2 if activation else rows, activation == "swigluoai"
     reduction = LinearReduction.of_device("cuda", rows, k, x.dtype)
     out = torch.empty(pairs, n, dtype=dtype, device=x.device)
     by_tma = schedule.by_tma and _supports_tma(weight)
-    if by_tma:
+    if by_tma and in_turn:
+        box = [1, schedule.block_n, schedule.block_k]
+        weight = TensorDescriptor(weight, [2, experts * n, k], [k, 2 * k, 1], box)
+    elif by_tma:
         weight = TensorDescriptor(weight, [experts * rows, k], [k, 1], [schedule.block_n, schedule.block_k])
     with on_device_of(x):
         grouped_gemm_kernel[(groups.num_blocks * triton.cdiv(n, schedule.block_n),)](
@@ -264,13 +289,15 @@ def grouped_gemm(
             bias,
             out,
             groups.pairs,
+            groups.places,
             groups.stop,
             groups.expert_of_block,
             pairs,
             n,
             k,
             PAIRS_OF_A_ROW=pairs // len(x),
-            GATED=gated,
+            ACTIVATION=activation,
+            IS_PART=groups.places is not None,
             HAS_BIAS=bias is not None,
             EVEN_K=k % schedule.block_k == 0,
             FEW_PAIRS=groups.few_pairs,
@@ -304,11 +331,11 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the operation's package."""
     tokens, (top_k, experts), wide = len(logits), (reduction.top_k, reduction.num_experts), reduction.accumulate
-    scored = reduction.scoring != "softmax"
-    if scored:
-        logits = torch.sigmoid(logits.to(wide))
-    if reduction.groups > 1 or experts > LONGEST_WHOLE:
-        return route_by(logits if scored else softmax(logits.to(wide)), reduction, bias)
+    groups = triton.next_power_of_2(reduction.groups)
+    compared = groups * triton.next_power_of_2(experts) if groups > 1 else 0
+    if experts > LONGEST_WHOLE or compared > _MOST_COMPARED:
+        scores = softmax(logits.to(wide)) if reduction.scoring == "softmax" else torch.sigmoid(logits.to(wide))
+        return route_by(scores, reduction, bias)
     weights = torch.empty(tokens, top_k, dtype=wide, device=logits.device)
     ids = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
     of_row = SoftmaxReduction.of_device("cuda", experts, wide)
@@ -325,6 +352,10 @@ def route(
                 HAS_BIAS=bias is not None,
                 RENORMALISE=reduction.renormalise,
                 HAS_SCALE=reduction.scale != 1,
+                GROUPS=reduction.groups,
+                TOP_GROUPS=reduction.top_groups,
+                PADDED_GROUPS=groups,
+                SUMS_TWO=bias is not None and experts > reduction.groups,
                 TOP_K=top_k,
                 PADDED_TOP_K=triton.next_power_of_2(top_k),
                 BLOCK=of_row.block,
@@ -347,20 +378,12 @@ def moe(
     down_bias: torch.Tensor | None,
     places: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See the operation's package.
-
-    Raises:
-        NotCovered: a part of the experts.
-    """
-    if places is not None:
-        raise NotCovered(
-            "a part of the experts on a GPU", "it has not been written there", "give all experts to one worker"
-        )
+    """See the operation's package."""
     at_once = _PAIRS_AT_ONCE // reduction.top_k
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for start in range(0, len(x), at_once):
         part = slice(start, start + at_once)
-        experts = (gate_up, down, reduction, gate_up_bias, down_bias)
+        experts = (gate_up, down, reduction, gate_up_bias, down_bias, places)
         _moe(x[part].contiguous(), weights[part].contiguous(), ids[part].contiguous(), *experts, out[part])
     return out
 
@@ -374,30 +397,35 @@ def _moe(
     reduction: MoeReduction,
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
+    places: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    experts, pairs = len(down), ids.numel()
-    schedule = layer_schedule(pairs, experts, x.dtype, of_linear.gpu(x.device.index))
-    groups = group(ids, experts, schedule)
-    gated = reduction.activation == "silu"
-    activated = grouped_gemm(x, gate_up, gate_up_bias, groups, pairs, x.dtype, schedule.gate_up, gated=gated)
-    if not gated:
-        activated = _activated(activated, reduction.activation)
+    pairs, activation = ids.numel(), reduction.activation
+    schedule = layer_schedule(pairs, reduction.num_experts, x.dtype, of_linear.gpu(x.device.index))
+    groups = group(ids, len(down), schedule, places)
+    activated = grouped_gemm(x, gate_up, gate_up_bias, groups, pairs, x.dtype, schedule.gate_up, activation=activation)
     made = grouped_gemm(activated, down, down_bias, groups, pairs, reduction.accumulate, schedule.down)
-    combine(made, weights, out)
+    combine(made, weights, ids, out, places)
 
 
-def combine(made: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the weighted sums ``out`` [tokens, hidden] of what pairs have ``made`` [tokens * top_k, hidden]."""
+def combine(
+    made: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, places: torch.Tensor | None = None
+) -> None:
+    """Write the weighted sums ``out`` [tokens, hidden] of what pairs have ``made`` [tokens * top_k, hidden], without
+    those of ids [tokens, top_k] that have no place.
+    """
     tokens, hidden = out.shape
     walk = WalkSchedule.of(hidden)
     with on_device_of(out):
         combine_kernel[(tokens, triton.cdiv(hidden, walk.block))](
             made,
             weights,
+            ids,
+            places,
             out,
             LENGTH=hidden,
             TOP_K=weights.shape[1],
+            IS_PART=places is not None,
             BLOCK=walk.block,
             **_launched(out.device),
             num_warps=4,
@@ -407,29 +435,23 @@ def combine(made: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> Non
 
 def _activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
     """[pairs, intermediate] of [pairs, 2 * intermediate]."""
-    if activation == "swigluoai":
-        gate = hidden[:, ::2].float().clamp(max=_SWIGLUOAI_LIMIT)
-        up = hidden[:, 1::2].float().clamp(-_SWIGLUOAI_LIMIT, _SWIGLUOAI_LIMIT)
-        return ((up + 1) * (gate * torch.sigmoid(gate * _SWIGLUOAI_ALPHA))).to(hidden.dtype)
-    if activation != "silu":
-        gate, up = hidden.chunk(2, dim=1)
-        return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
     pairs, length = len(hidden), hidden.shape[1] // 2
-    walk = WalkSchedule.of(length)
+    walk, reduction = WalkSchedule.of(length), LinearReduction.of_device("cuda", 2 * length, length, hidden.dtype)
     out = torch.empty(pairs, length, dtype=hidden.dtype, device=hidden.device)
     with on_device_of(hidden):
-        silu_and_mul_kernel[(pairs, triton.cdiv(length, walk.block))](
+        activation_kernel[(pairs, triton.cdiv(length, walk.block))](
             hidden,
             out,
             LENGTH=length,
+            ACTIVATION=activation,
             BLOCK=walk.block,
             num_warps=4,
-            enable_fp_fusion=False,
+            enable_fp_fusion=reduction.enable_fp_fusion,
         )
     return out
 
 
-def certify(n: int, k: int, dtype: torch.dtype, device: torch.device) -> int:
+def certify(n: int, k: int, dtype: torch.dtype, device: torch.device, activation: str = "silu") -> int:
     """Compare every tile with the dense product of the same rows, of operands whose sums cancel: that of the first
     product with and without the activation, that of the second in fp32.
 
@@ -438,6 +460,7 @@ def certify(n: int, k: int, dtype: torch.dtype, device: torch.device) -> int:
         k: their length.
         dtype: of both.
         device: a GPU.
+        activation: of the layer.
 
     Returns:
         How many elements were compared.
@@ -449,24 +472,24 @@ def certify(n: int, k: int, dtype: torch.dtype, device: torch.device) -> int:
     for number, schedule in enumerate(layer_schedules(dtype, of_linear.gpu(device.index))):
         for rows, ids, x, weight in _certificate_cases(schedule, n, k, dtype, device):
             groups = group(ids, len(weight), schedule)
-            for tile, out, gated in (
-                (schedule.gate_up, dtype, False),
-                (schedule.gate_up, dtype, True),
-                (schedule.down, torch.float32, False),
+            for tile, out, gate in (
+                (schedule.gate_up, dtype, ""),
+                (schedule.gate_up, dtype, activation),
+                (schedule.down, torch.float32, ""),
             ):
-                used = weight[:, : n - n % 2].contiguous() if gated else weight
-                found = grouped_gemm(x, used, None, groups, ids.numel(), out, tile, gated=gated)
+                used = weight[:, : n - n % 2].contiguous() if gate else weight
+                found = grouped_gemm(x, used, None, groups, ids.numel(), out, tile, activation=gate)
                 for expert, of_expert in enumerate(used):
                     pairs = (ids.flatten() == expert).nonzero().squeeze(1)
                     if not len(pairs):
                         continue
                     dense = triton_gemm.accumulate(x[pairs // ids.shape[1]], of_expert.t()).to(out)
-                    dense = _activated(dense, "silu") if gated else dense
+                    dense = _activated(dense, gate) if gate else dense
                     if not torch.equal(found[pairs], dense):
                         raise NotCovered(
                             f"experts of {k} inputs in {dtype} on {torch.cuda.get_device_name(device)}",
-                            f"schedule {number} ({tile}{', gated' * gated}) of {rows} rows has other bits than a dense "
-                            "layer",
+                            f"schedule {number} ({tile}{', ' * bool(gate)}{gate}) of {rows} rows has other bits than a "
+                            "dense layer",
                             "serve a dense model, or serve on a CPU",
                         )
                     compared += dense.numel()

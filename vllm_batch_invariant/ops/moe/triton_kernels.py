@@ -1,9 +1,14 @@
 """Triton kernels of a mixture of experts. A pair p = token * TOP_K + place is a token and one of its experts::
 
     h[p] = round(gate_up[expert(p)] @ x[token(p)] + bias)
-    a[p] = round(round(silu(gate)) * up)                        gate, up: the halves of h[p]
+    a[p] = activation(gate, up)                                 the halves of h[p], or its even and odd elements
     d[p] = down[expert(p)] @ a[p] + bias                        in fp32
     y[t] = round(((0 + g[t, 0] d[t, 0]) + g[t, 1] d[t, 1]) + ...)
+
+where the activations are, with s(x) = 1 / (1 + exp(-x))::
+
+    silu, gelu      round(round(f(gate)) * up)                  gelu by erf; by tanh it is gate * s(1.6 (gate + ...))
+    swigluoai       round((up + 1) * (gate * s(1.702 gate)))    gate of at most 7, up of -7 to 7
 
 Pairs are grouped by expert into blocks of BLOCK_M. Where a pair lies follows the other tokens; what is computed of it
 is a row of its own, one accumulator an element that adds K upwards, as in :mod:`..linear.triton_kernels`. A tile of the
@@ -17,6 +22,12 @@ from ..common.triton_rows import row_sum
 
 _LOWEST = tl.constexpr(-(2**31))
 """Below the order of every score."""
+_LOWEST_SCORE = tl.constexpr(-(2**31) + 0x7FFFFF)
+"""The order of -inf."""
+_SWIGLUOAI_ALPHA, _SWIGLUOAI_LIMIT = tl.constexpr(1.702), tl.constexpr(7.0)
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_TWICE_SQRT_2_BY_PI, _GELU_CUBIC = tl.constexpr(1.5957691216057308), tl.constexpr(0.044715)
+"""tanh(z) is 2 s(2 z) - 1."""
 
 
 @triton.jit
@@ -39,6 +50,50 @@ def _order_of(scores):
 
 
 @triton.jit
+def _score_of(order):
+    """The score of an order."""
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _first_of(order, numbers, axis: tl.constexpr, BLOCK: tl.constexpr):
+    """The highest order along an axis, and the lowest number that has it."""
+    highest = tl.max(order, axis, keep_dims=True)
+    return highest, tl.min(tl.where(order == highest, numbers, BLOCK), axis, keep_dims=True)
+
+
+@triton.jit
+def _in_best_groups(
+    order, experts, num_experts, SUMS_TWO: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Whether each expert [BLOCK] is in one of the TOP_GROUPS best groups, of equal ones the lowest. A group stands for
+    the score of its best expert, or for the sum of its best two.
+    """
+    group_of = experts // (num_experts // GROUPS)  # [BLOCK]; beyond the experts it is no group
+    groups = tl.arange(0, PADDED_GROUPS)
+    own = tl.where(group_of[None, :] == groups[:, None], order[None, :], _LOWEST)  # [PADDED_GROUPS, BLOCK]
+    best, expert = _first_of(own, experts[None, :], 1, BLOCK)
+    total = 0.0 + _score_of(best)
+    if SUMS_TWO:
+        own = tl.where(experts[None, :] == expert, _LOWEST, own)
+        total += _score_of(tl.max(own, 1, keep_dims=True))
+    of_group = tl.where(groups < GROUPS, _order_of(tl.reshape(total, (PADDED_GROUPS,))), _LOWEST)
+    found = group_of < 0
+    for _ in tl.static_range(TOP_GROUPS):
+        _, group = _first_of(of_group, groups, 0, PADDED_GROUPS)
+        of_group = tl.where(groups == group, _LOWEST, of_group)
+        found = found | (group_of == group)
+    return found
+
+
+@triton.jit
+def _sigmoid(x):
+    """1 / (1 + exp(-x)), rounded after each operation."""
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp(-x))
+
+
+@triton.jit
 def route_kernel(
     logits_ptr,
     bias_ptr,
@@ -50,14 +105,18 @@ def route_kernel(
     HAS_BIAS: tl.constexpr,
     RENORMALISE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
+    SUMS_TWO: tl.constexpr,
     TOP_K: tl.constexpr,
     PADDED_TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_WARPS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """The TOP_K highest scores [num_experts] of a token, of equal ones the lowest expert first. ``logits`` has scores
-    already unless they are a softmax, which is computed as :mod:`..softmax` does.
+    """The TOP_K highest scores [num_experts] of a token, of equal ones the lowest expert first; with GROUPS those of
+    the best groups. A softmax is computed as :mod:`..softmax` does.
     """
     _begin(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
@@ -68,15 +127,19 @@ def route_kernel(
         p = tl.exp(x - tl.max(x))
         scores = p / row_sum(p, 32 * NUM_WARPS)
     else:
-        scores = x
+        scores = _sigmoid(x)
     compared = scores + tl.load(bias_ptr + experts, mask=mask, other=0.0) if HAS_BIAS else scores
     order = tl.where(mask, _order_of(compared), _LOWEST)
+    if GROUPS > 1:
+        found = _in_best_groups(order, experts, num_experts, SUMS_TWO, GROUPS, TOP_GROUPS, PADDED_GROUPS, BLOCK)
+        order = tl.where(mask, tl.where(found, order, _LOWEST_SCORE), _LOWEST)
+    bits = scores.to(tl.int32, bitcast=True)  # a warp adds integers in one instruction
     chosen, ids = tl.zeros((PADDED_TOP_K,), tl.float32), tl.zeros((PADDED_TOP_K,), tl.int64)
     total = 0.0
     for place in tl.static_range(TOP_K):
         expert = tl.min(tl.where(order == tl.max(order, 0), experts, BLOCK), 0)
         order = tl.where(experts == expert, _LOWEST, order)
-        score = tl.sum(tl.where(experts == expert, scores, 0.0), 0)
+        score = tl.sum(tl.where(experts == expert, bits, 0), 0).to(tl.float32, bitcast=True)
         total += score
         chosen, ids = tl.where(places == place, score, chosen), tl.where(places == place, expert, ids)
     if RENORMALISE:
@@ -88,20 +151,42 @@ def route_kernel(
 
 
 @triton.jit
-def _place_pairs(ids_ptr, next_ptr, pairs_ptr, first, num_pairs, BLOCK: tl.constexpr):
+def _experts_of(ids_ptr, places_ptr, pairs, mask, IS_PART: tl.constexpr):
+    """Where the weights of pairs' experts lie, int32; -1 without a pair or, if only a part of the experts is here, if
+    its own is not.
+    """
+    expert = tl.load(ids_ptr + pairs, mask=mask, other=-1).to(tl.int32)
+    if IS_PART:
+        expert = tl.load(places_ptr + expert, mask=expert >= 0, other=-1).to(tl.int32)
+    return expert
+
+
+@triton.jit
+def _expert_of(ids_ptr, places_ptr, pair, IS_PART: tl.constexpr):
+    """The same of one pair that there is."""
+    expert = tl.load(ids_ptr + pair).to(tl.int32)
+    if IS_PART:
+        expert = tl.load(places_ptr + expert).to(tl.int32)
+    return expert
+
+
+@triton.jit
+def _place_pairs(
+    ids_ptr, places_ptr, next_ptr, pairs_ptr, first, num_pairs, IS_PART: tl.constexpr, BLOCK: tl.constexpr
+):
     """Writes pairs from ``first`` on into blocks of their experts; in what order decides nothing."""
     pair = first + tl.arange(0, BLOCK)
-    mask = pair < num_pairs
-    expert = tl.load(ids_ptr + pair, mask=mask, other=0)
+    expert = _experts_of(ids_ptr, places_ptr, pair, pair < num_pairs, IS_PART)
+    mask = expert >= 0
     place = tl.atomic_add(next_ptr + expert, 1, mask=mask)
     tl.store(pairs_ptr + place, pair, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def count_kernel(
-    ids_ptr, next_ptr, expert_of_block_ptr, pairs_ptr, num_pairs, num_blocks,
-    PADDED_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, BLOCKS_AT_ONCE: tl.constexpr,
-    PLACES: tl.constexpr, OVERLAPS: tl.constexpr,
+    ids_ptr, places_ptr, next_ptr, expert_of_block_ptr, pairs_ptr, num_pairs, num_blocks,
+    PADDED_EXPERTS: tl.constexpr, IS_PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS_AT_ONCE: tl.constexpr, PLACES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Where the first pair of each expert goes, and whose pairs are in each block; -1 for nobody's. With PLACES the
     pairs are placed, too.
@@ -111,9 +196,8 @@ def count_kernel(
     counts = tl.zeros((PADDED_EXPERTS,), tl.int32)
     for start in range(0, num_pairs, BLOCK):
         offs = start + tl.arange(0, BLOCK)
-        mask = offs < num_pairs
-        ids = tl.load(ids_ptr + offs, mask=mask, other=0).to(tl.int32)
-        counts += tl.histogram(ids, PADDED_EXPERTS, mask=mask)
+        expert = _experts_of(ids_ptr, places_ptr, offs, offs < num_pairs, IS_PART)
+        counts += tl.histogram(tl.maximum(expert, 0), PADDED_EXPERTS, mask=expert >= 0)
     blocks = tl.cdiv(counts, BLOCK_M)
     stop = tl.cumsum(blocks, 0)
     tl.store(next_ptr + experts, (stop - blocks) * BLOCK_M)
@@ -125,24 +209,29 @@ def count_kernel(
     if PLACES:
         tl.debug_barrier()  # other threads have written where an expert's pairs go
         for start in range(0, num_pairs, BLOCK):
-            _place_pairs(ids_ptr, next_ptr, pairs_ptr, start, num_pairs, BLOCK)
+            _place_pairs(ids_ptr, places_ptr, next_ptr, pairs_ptr, start, num_pairs, IS_PART, BLOCK)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def place_kernel(ids_ptr, next_ptr, pairs_ptr, num_pairs, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+def place_kernel(
+    ids_ptr, places_ptr, next_ptr, pairs_ptr, num_pairs,
+    IS_PART: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """Places BLOCK pairs a program. Afterwards ``next`` is where the pairs of an expert end."""
     _begin(OVERLAPS)
-    _place_pairs(ids_ptr, next_ptr, pairs_ptr, tl.program_id(0) * BLOCK, num_pairs, BLOCK)
+    _place_pairs(ids_ptr, places_ptr, next_ptr, pairs_ptr, tl.program_id(0) * BLOCK, num_pairs, IS_PART, BLOCK)
 
 
 @triton.jit
-def _pairs_of_few(ids_ptr, block, num_pairs, FEW_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
+def _pairs_of_few(
+    ids_ptr, places_ptr, block, num_pairs, IS_PART: tl.constexpr, FEW_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr
+):
     """The expert of pair number ``block``, and the pairs [BLOCK_M] that begin with it: every BLOCK_M-th of an expert's
     pairs begins a block. -1 where there is none.
     """
     offs = tl.arange(0, FEW_PAIRS)
-    expert = tl.load(ids_ptr + block).to(tl.int32)
-    same = (tl.load(ids_ptr + offs, mask=offs < num_pairs, other=-1).to(tl.int32) == expert).to(tl.int32)
+    expert = _expert_of(ids_ptr, places_ptr, block, IS_PART)
+    same = (_experts_of(ids_ptr, places_ptr, offs, offs < num_pairs, IS_PART) == expert).to(tl.int32)
     rank = tl.cumsum(same, 0) - 1  # [FEW_PAIRS]
     first = tl.sum(tl.where(offs < block, same, 0), 0)
     ranks = first + tl.arange(0, BLOCK_M)
@@ -158,9 +247,20 @@ def _round(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _silu_and_mul(gate, up, DTYPE: tl.constexpr):
-    """Of fp32 that DTYPE has, too; SiLU is rounded to it before it is multiplied."""
-    return (_round(gate / (1.0 + tl.exp(-gate)), DTYPE) * up).to(DTYPE)
+def _activated(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
+    """Of fp32 that DTYPE has, too. NaN stays NaN."""
+    if ACTIVATION == "swigluoai":
+        gate = tl.where(gate > _SWIGLUOAI_LIMIT, _SWIGLUOAI_LIMIT, gate)
+        up = tl.where(up > _SWIGLUOAI_LIMIT, _SWIGLUOAI_LIMIT, tl.where(up < -_SWIGLUOAI_LIMIT, -_SWIGLUOAI_LIMIT, up))
+        out = (up + 1.0) * (gate * _sigmoid(gate * _SWIGLUOAI_ALPHA))
+    elif ACTIVATION == "silu":
+        out = _round(gate / (1.0 + tl.exp(-gate)), DTYPE) * up
+    elif ACTIVATION == "gelu":
+        out = _round(0.5 * gate * (1.0 + tl.erf(gate * _SQRT_HALF)), DTYPE) * up
+    else:
+        tl.static_assert(ACTIVATION == "gelu_tanh")
+        out = _round(gate * _sigmoid((gate + gate * gate * gate * _GELU_CUBIC) * _TWICE_SQRT_2_BY_PI), DTYPE) * up
+    return out.to(DTYPE)
 
 
 @triton.jit
@@ -186,13 +286,15 @@ def grouped_gemm_kernel(
     bias_ptr,
     out_ptr,
     pairs_ptr,
+    places_ptr,
     next_ptr,
     expert_of_block_ptr,
     num_pairs,
     N,
     K,
     PAIRS_OF_A_ROW: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    IS_PART: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
     FEW_PAIRS: tl.constexpr,
@@ -207,15 +309,18 @@ def grouped_gemm_kernel(
     """x: [rows, K], weight: [experts, N, K], bias: [experts, N] or None, out: [pairs, N], all packed; the row of a pair
     is pair // PAIRS_OF_A_ROW.
 
-    With GATED weight and bias have 2 N rows, those of the gate and those of up, and out is silu(gate) * up. With
-    FEW_PAIRS ``pairs`` has each pair's expert, and a program looks for the pairs of its block. With BY_TMA ``weight``
-    is a descriptor of [experts * N, K]: columns beyond N are another expert's, and are not written.
+    With ACTIVATION weight and bias have 2 N rows, those of the gate and those of up, or for "swigluoai" one of each in
+    turn, and out is the activation of both. With FEW_PAIRS ``pairs`` has each pair's expert, and a program looks for
+    the pairs of its block. With BY_TMA ``weight`` is a descriptor of [experts * N, K], or of rows in turn as
+    [2, experts * N, K]: columns beyond N are another expert's, and are not written.
     """
+    GATED: tl.constexpr = ACTIVATION != ""
+    IN_TURN: tl.constexpr = ACTIVATION == "swigluoai"
     _begin(OVERLAPS)
     tiles_n = tl.cdiv(N, BLOCK_N)
     block = tl.program_id(0) // tiles_n
     if FEW_PAIRS:
-        expert, pairs = _pairs_of_few(pairs_ptr, block, num_pairs, FEW_PAIRS, BLOCK_M)
+        expert, pairs = _pairs_of_few(pairs_ptr, places_ptr, block, num_pairs, IS_PART, FEW_PAIRS, BLOCK_M)
         if expert < 0:
             return
         mask_m = pairs >= 0
@@ -233,9 +338,10 @@ def grouped_gemm_kernel(
     offs_k = tl.arange(0, BLOCK_K)
     mask_n = offs_n < N
     first = expert * (2 * N if GATED else N)  # of the expert's rows of the weight
+    rows, up_row = (2 * offs_n, 1) if IN_TURN else (offs_n, N)  # of the gate, and how far behind those of up are
     x_ptrs = x_ptr + (pairs // PAIRS_OF_A_ROW)[:, None] * K + offs_k[None, :]
-    row = (first + first_n).to(tl.int32)
-    offs_weight = (first + offs_n)[:, None] * K + offs_k[None, :]
+    row = ((expert * N if IN_TURN else first) + first_n).to(tl.int32)
+    offs_weight = (first + rows)[:, None] * K + offs_k[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), tl.float32)
     up = acc
     for start_k in range(0, K, BLOCK_K):
@@ -245,45 +351,54 @@ def grouped_gemm_kernel(
             mask_k = offs_k[None, :] < K - start_k
             x_mask, weight_mask = mask_m[:, None] & mask_k, mask_n[:, None] & mask_k
         x = tl.load(x_ptrs + start_k, mask=x_mask, other=0.0)  # [BLOCK_M, BLOCK_K]
-        if BY_TMA:
+        if BY_TMA and IN_TURN:
+            tile = weight.load([0, row, start_k]).reshape(BLOCK_N, BLOCK_K)
+        elif BY_TMA:
             tile = weight.load([row, start_k])  # [BLOCK_N, BLOCK_K]
         else:
             tile = tl.load(weight + offs_weight + start_k, mask=weight_mask, other=0.0)
         acc = _dot(x, tile, acc, SWAP_AB, PRECISION)
         if GATED:
-            if BY_TMA:
+            if BY_TMA and IN_TURN:
+                tile = weight.load([1, row, start_k]).reshape(BLOCK_N, BLOCK_K)
+            elif BY_TMA:
                 tile = weight.load([row + N, start_k])
             else:
-                tile = tl.load(weight + offs_weight + (N * K + start_k), mask=weight_mask, other=0.0)
+                tile = tl.load(weight + offs_weight + (up_row * K + start_k), mask=weight_mask, other=0.0)
             up = _dot(x, tile, up, SWAP_AB, PRECISION)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if HAS_BIAS:
-        acc = _add_bias(acc, bias_ptr + first, offs_n, mask_n, SWAP_AB)
+        acc = _add_bias(acc, bias_ptr + first, rows, mask_n, SWAP_AB)
         if GATED:
-            up = _add_bias(up, bias_ptr + first + N, offs_n, mask_n, SWAP_AB)
-    out = _silu_and_mul(_round(acc, dtype), _round(up, dtype), dtype) if GATED else acc.to(dtype)
+            up = _add_bias(up, bias_ptr + first + up_row, rows, mask_n, SWAP_AB)
+    out = _activated(_round(acc, dtype), _round(up, dtype), ACTIVATION, dtype) if GATED else acc.to(dtype)
     if SWAP_AB:
         out = out.T
     tl.store(out_ptr + pairs[:, None] * N + offs_n[None, :], out, mask=mask_m[:, None] & mask_n[None, :])
 
 
 @triton.jit
-def silu_and_mul_kernel(hidden_ptr, out_ptr, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
-    """hidden: [pairs, 2 * LENGTH], gate first; out: [pairs, LENGTH]."""
+def activation_kernel(hidden_ptr, out_ptr, LENGTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """hidden: [pairs, 2 * LENGTH], gate first, or for "swigluoai" one of each in turn; out: [pairs, LENGTH]."""
     pair = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < LENGTH
-    gate = tl.load(hidden_ptr + pair * 2 * LENGTH + offs, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(hidden_ptr + pair * 2 * LENGTH + LENGTH + offs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + pair * LENGTH + offs, _silu_and_mul(gate, up, out_ptr.dtype.element_ty), mask=mask)
+    offs_gate, to_up = (2 * offs, 1) if ACTIVATION == "swigluoai" else (offs, LENGTH)
+    gate_ptrs = hidden_ptr + pair * 2 * LENGTH + offs_gate
+    gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptrs + to_up, mask=mask, other=0.0).to(tl.float32)
+    out = _activated(gate, up, ACTIVATION, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + pair * LENGTH + offs, out, mask=mask)
 
 
 @triton.jit
 def combine_kernel(
-    down_ptr, weights_ptr, out_ptr,
-    LENGTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    down_ptr, weights_ptr, ids_ptr, places_ptr, out_ptr,
+    LENGTH: tl.constexpr, TOP_K: tl.constexpr, IS_PART: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """down: [tokens, TOP_K, LENGTH] fp32, weights: [tokens, TOP_K] fp32, out: [tokens, LENGTH]."""
+    """down: [tokens, TOP_K, LENGTH] fp32, weights and ids: [tokens, TOP_K], out: [tokens, LENGTH]. What an expert gives
+    that is not here is 0.
+    """
     _begin(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -291,5 +406,9 @@ def combine_kernel(
     acc = tl.zeros((BLOCK,), tl.float32)
     for place in tl.static_range(TOP_K):
         pair = token * TOP_K + place
-        acc += tl.load(weights_ptr + pair) * tl.load(down_ptr + pair * LENGTH + offs, mask=mask, other=0.0)
+        weight, used = tl.load(weights_ptr + pair), mask
+        if IS_PART:
+            is_here = _expert_of(ids_ptr, places_ptr, pair, IS_PART) >= 0
+            weight, used = tl.where(is_here, weight, 0.0), mask & (tl.zeros_like(offs) < is_here.to(tl.int32))
+        acc += weight * tl.load(down_ptr + pair * LENGTH + offs, mask=used, other=0.0)
     tl.store(out_ptr + token * LENGTH + offs, acc.to(out_ptr.dtype.element_ty), mask=mask)
