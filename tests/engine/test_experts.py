@@ -12,6 +12,7 @@ from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, Result, check_of, only
 from tests.engine.plans import GREEDY, SEEDED, alone_and_among, moved
 from tests.engine.test_models import GQA, SIZES, checkpoint
 from tests.faults.experts import FAULTS
+from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.verify.check.engine import EngineRun
 from vllm_batch_invariant.verify.check.guarantees import OPERATIONS
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
@@ -24,7 +25,10 @@ WIDE = Shape(hidden=512, intermediate=2048, layers=3, heads=8, experts=8, expert
 """Wide enough for plain vLLM to vary."""
 LIMITS = {"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 128, "skip_tokenizer_init": True}
 SOFTMAX = SIZES | GQA | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-REFUSED_ON_GPUS = ("GLM", "gpt-oss")
+ON_GPU = torch.cuda.is_available()
+NOT_YET_RUN = {UNTRIED.name: "1"} if ON_GPU else {}
+"""For families, and workers that share experts, that start on a GPU only so that they can be run."""
+OF_TWO_WORKERS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} | NOT_YET_RUN
 FAMILIES = {
     "Qwen2-MoE with a shared expert": transformers.Qwen2MoeConfig(
         **SOFTMAX, shared_expert_intermediate_size=256, mlp_only_layers=[1]
@@ -54,6 +58,16 @@ FAMILIES = {
         first_k_dense_replace=1,
         use_qk_norm=True,
     ),
+    "GLM-4.5 with a bias and no groups": transformers.Glm4MoeConfig(
+        **SIZES,
+        **GQA,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=128,
+        n_shared_experts=2,
+        routed_scaling_factor=1.5,
+        first_k_dense_replace=0,
+    ),
     "gpt-oss with sinks and biases": transformers.GptOssConfig(
         **SIZES,
         **GQA,
@@ -77,10 +91,10 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
         afterwards: Callable[[Engine], Any] = lambda engine: None,
         **others: Any,
     ) -> Result:
-        cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if "tensor_parallel_size" in others else {}
         path = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
         settings = {"model": str(path)} | LIMITS | OF_DEVICE | others
-        return run(settings, alone_and_among(targets), flag, bisection=bisection, afterwards=afterwards, **cores)
+        variables = OF_TWO_WORKERS if "tensor_parallel_size" in others else {}
+        return run(settings, alone_and_among(targets), flag, bisection=bisection, afterwards=afterwards, **variables)
 
     return engine
 
@@ -136,7 +150,10 @@ def test_plain_vllm_fails_the_same_comparison(request: pytest.FixtureRequest, st
     assert moved(start("0", GREEDY, WIDE, enforce_eager=True, max_num_batched_tokens=512))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="several GPUs share no experts")
+by_two_workers = pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+
+
+@by_two_workers
 @pytest.mark.parametrize("shared", ["by columns", "whole"])
 def test_workers_that_share_experts_keep_the_bits(
     request: pytest.FixtureRequest, start: Callable[..., Result], shared: str
@@ -145,11 +162,26 @@ def test_workers_that_share_experts_keep_the_bits(
     assert moved(start("1", tensor_parallel_size=2, enable_expert_parallel=shared == "whole")) == []
 
 
+@by_two_workers
+@pytest.mark.skipif(not ON_GPU, reason="on a CPU the workers of every family call the same functions")
+@pytest.mark.parametrize("shared", ["by columns", "whole"])
+@pytest.mark.parametrize("family", ["GLM-4.5 with groups, a bias and a dense layer", "gpt-oss with sinks and biases"])
+def test_workers_that_share_experts_of_a_family_keep_the_bits(family: str, shared: str, tmp_path: Path) -> None:
+    parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": shared == "whole"}
+    assert moved(run(engine_of(family, tmp_path) | parallel, alone_and_among(), "1", **OF_TWO_WORKERS)) == []
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_keeps_the_bits(request: pytest.FixtureRequest, family: str, tmp_path: Path) -> None:
     only_in_the_core(request)
-    if torch.cuda.is_available() and family.startswith(REFUSED_ON_GPUS):
-        pytest.skip("refused on a GPU")
-    checkpoint(FAMILIES[family], torch.bfloat16).save_pretrained(tmp_path)
-    engine = {"model": str(tmp_path), "dtype": "bfloat16"} | LIMITS | OF_DEVICE
-    assert moved(run(engine, alone_and_among(), "1")) == []
+    assert moved(run(engine_of(family, tmp_path), alone_and_among(), "1", **NOT_YET_RUN)) == []
+
+
+def engine_of(family: str, path: Path) -> dict[str, Any]:
+    """Arguments of an engine of a family, with random weights and, unlike Hugging Face's, random biases."""
+    model = checkpoint(FAMILIES[family], torch.bfloat16)
+    for name, bias in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith(("_bias", "router.bias")):
+            bias.data.normal_(std=0.1)
+    model.save_pretrained(path)
+    return {"model": str(path), "dtype": "bfloat16"} | LIMITS | OF_DEVICE
