@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from unittest import mock
@@ -11,8 +12,9 @@ import torch
 from benchmarks.moe_cases import Inputs, MoeLayer, Weights, ours
 from benchmarks.spread import Spread
 from vllm_batch_invariant.ops.common.graph_timer import GraphTimer
+from vllm_batch_invariant.ops.linear import schedule as of_linear
 from vllm_batch_invariant.ops.moe import cuda
-from vllm_batch_invariant.ops.moe.cuda import GroupedSchedule, LaunchSchedule, LayerSchedule
+from vllm_batch_invariant.ops.moe.cuda import GroupedSchedule, LaunchSchedule, LayerSchedule, WalkSchedule
 
 GATE_UP = (
     *(GroupedSchedule(16, *rest) for rest in (
@@ -28,6 +30,7 @@ GATE_UP = (
     )),
     *(GroupedSchedule(128, *rest) for rest in (
         (64, 64, 4, 3), (64, 64, 8, 4), (128, 64, 8, 3), (128, 64, 8, 4), (64, 128, 8, 3), (128, 64, 8, 4, False),
+        (64, 64, 4, 3, True, True), (128, 64, 8, 3, True, True), (128, 64, 8, 4, True, True),
     )),
 )  # fmt: skip
 DOWN = (
@@ -44,9 +47,14 @@ DOWN = (
     )),
     *(GroupedSchedule(128, *rest) for rest in (
         (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 5), (128, 128, 8, 3), (256, 64, 8, 3), (256, 64, 8, 4),
+        (128, 64, 8, 3, True, True), (256, 64, 8, 3, True, True), (256, 64, 8, 4, True, True),
     )),
 )  # fmt: skip
-"""What is tried of the first and of the second product: ``block_m``, ``block_n``, ``block_k``, warps, stages, TMA."""
+"""What is tried of the first and of the second product: ``block_m``, ``block_n``, ``block_k``, warps, stages, TMA,
+halves.
+"""
+COMBINE = tuple(WalkSchedule(block) for block in (256, 512, 1024, 2048))
+"""What is tried of the sum."""
 FEW_PAIRS = 64
 """Up to this many, programs that look for their own pairs are tried."""
 _REPLAYS = 5
@@ -107,11 +115,17 @@ class Candidates:
                 lines.append(f"  grouped {size:3} group   {Spread.of(grouping).p50:.1f}")
         made = torch.zeros(pairs, layer.hidden, device=x[0].device)
         routing = [partial(cuda.route, one.logits, layer.reduction, None) for one in inputs]
-        combining = [partial(cuda.combine, made, of, ids, torch.empty_like(x[0])) for of, ids in routed]
-        times = self.timer.time([routing, combining], 10.0, _REPLAYS)
-        lines.append("  route {:.1f}, combine {:.1f}".format(*(Spread.of(one).p50 for one in times)))
+        out = torch.empty_like(x[0])
+        ways = [[partial(cuda.combine, made, of, ids, out, None, walk) for of, ids in routed] for walk in COMBINE]
+        [routes, *sums] = self.timer.time([routing, *ways], 10.0, _REPLAYS)
+        found = [f"{walk.block} {Spread.of(times).p50:.1f}" for walk, times in zip(COMBINE, sums, strict=True)]
+        lines.append(f"  route {Spread.of(routes).p50:.1f}, combine by {', '.join(found)}")
         layers = [partial(ours().call, layer, weights, one) for one in inputs]
-        for how, text in ((LaunchSchedule(True), ""), (LaunchSchedule(False), ", launches do not overlap")):
+        used = LaunchSchedule.of(of_linear.gpu(x[0].device.index))
+        for how, text in (
+            (used, ""), (replace(used, reads_ahead=0), ", nothing is read ahead"),
+            (LaunchSchedule(False), ", launches do not overlap"),
+        ):  # fmt: skip
             with mock.patch.object(LaunchSchedule, "of", partial(_always, how)):
                 [times] = self.timer.time([layers], 50.0, _REPLAYS)
             lines.append(f"  layer as it is{text} {Spread.of(times).p50:.1f}")
@@ -144,4 +158,5 @@ def _always(how: LaunchSchedule, _: object) -> LaunchSchedule:
 
 
 def _short(tile: GroupedSchedule) -> str:
-    return f"{tile.block_n}x{tile.block_k} w{tile.num_warps} s{tile.num_stages}{'' if tile.by_tma else ' pointers'}"
+    shape = f"{tile.block_n}x{tile.block_k} w{tile.num_warps} s{tile.num_stages}"
+    return f"{shape}{'' if tile.by_tma else ' pointers'}{' halves' * tile.halves}"

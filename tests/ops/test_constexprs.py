@@ -28,7 +28,10 @@ PROBLEM = {
         *("USE_WINDOW", "PREFILL_LIKE", "NUM_KV_HEADS", "QUERIES_PER_KV", "HEAD_DIM", "PADDED_HEAD_DIM", "PAGE_SIZE"),
         *("SPLIT_SEGMENTS", "MAY_SHARE", "PARTIAL_ROWS", "PARTIAL_BLOCK"),  # of attention's reduction and plans
     },
-    "moe": {"PADDED_EXPERTS", "PADDED_TOP_K", "GATED", "HAS_BIAS", "HAS_SCALE", "EVEN_K", "PAIRS_OF_A_ROW", "LENGTH"},
+    "moe": {
+        *("PADDED_EXPERTS", "PADDED_TOP_K", "PADDED_GROUPS", "SUMS_TWO", "HAS_BIAS", "HAS_SCALE", "EVEN_K"),
+        *("PAIRS_OF_A_ROW", "LENGTH", "IS_PART", "LINE", "AXIS"),
+    },
     "norm": {"VARIANCE_SIZE", "HAS_RESIDUAL", "HAS_WEIGHT"},
     "norm_backward": {"LENGTH", "HAS_RESIDUAL", "HAS_GRAD_OF_SUM"},
     "norm_rotary": {"NUM_HEADS", "NUM_KV_HEADS"},

@@ -36,6 +36,8 @@ from .triton_kernels import (
 
 _PAIRS_AT_ONCE = 32_768
 """Whose products are held in memory until they are added; a power of two."""
+_BYTES_AHEAD, _LINE_BYTES = 16 << 20, 128
+"""What the memory gives while routes are chosen and pairs are grouped, and a line of the L2 cache."""
 _MOST_COMPARED = 16_384
 """Experts times groups, both as powers of two, that the kernel of routes compares at once."""
 
@@ -51,6 +53,7 @@ class GroupedSchedule:
         num_warps: of a program.
         num_stages: of the loop.
         by_tma: whether the tensor memory accelerator reads the weights, where it can.
+        halves: whether a block of at most half as many pairs is a tile of half as many rows.
     """
 
     block_m: int
@@ -59,6 +62,7 @@ class GroupedSchedule:
     num_warps: int
     num_stages: int
     by_tma: bool = True
+    halves: bool = False
 
     @property
     def swap_ab(self) -> bool:
@@ -93,12 +97,11 @@ class LayerSchedule:
 
 
 _HOPPER = (
-    LayerSchedule(GroupedSchedule(16, 32, 128, 4, 5), GroupedSchedule(16, 64, 128, 4, 5), few_pairs=16),
     LayerSchedule(GroupedSchedule(16, 64, 128, 4, 3), GroupedSchedule(16, 64, 128, 4, 5), few_pairs=64),
-    LayerSchedule(GroupedSchedule(16, 64, 128, 4, 3), GroupedSchedule(16, 128, 128, 4, 3), most=9),
-    LayerSchedule(GroupedSchedule(32, 64, 128, 4, 2), GroupedSchedule(32, 128, 128, 4, 2), most=22),
-    LayerSchedule(GroupedSchedule(64, 64, 64, 4, 4), GroupedSchedule(64, 128, 64, 4, 4), most=45),
-    LayerSchedule(GroupedSchedule(128, 128, 64, 8, 4), GroupedSchedule(128, 128, 64, 8, 3)),
+    LayerSchedule(GroupedSchedule(16, 64, 128, 4, 5), GroupedSchedule(16, 64, 128, 4, 3), most=9),
+    LayerSchedule(GroupedSchedule(32, 64, 128, 4, 2), GroupedSchedule(32, 64, 128, 4, 4), most=22),
+    LayerSchedule(GroupedSchedule(64, 64, 64, 4, 4), GroupedSchedule(64, 128, 64, 4, 4), most=90),
+    LayerSchedule(GroupedSchedule(128, 128, 64, 8, 4, halves=True), GroupedSchedule(128, 256, 64, 8, 4, halves=True)),
 )
 _OTHERS = {
     2: (
@@ -133,12 +136,12 @@ class WalkSchedule:
 
     Attributes:
         block: pairs, or elements of a row, at a time.
-        blocks_at_once: blocks of pairs whose expert is looked for at a time.
+        blocks_at_once: blocks without pairs that are marked at a time.
         places: whether the program that counts pairs places them, too.
     """
 
     block: int
-    blocks_at_once: int = 64
+    blocks_at_once: int = 256
     places: bool = False
 
     @classmethod
@@ -150,6 +153,8 @@ class WalkSchedule:
 _FEW, _SOME, _MANY = WalkSchedule(512, places=True), WalkSchedule(2048, places=True), WalkSchedule(4096)
 """Of grouping, for up to as many pairs as the block, up to twice as many, and more."""
 _PLACING = WalkSchedule(256)
+_COMBINING = WalkSchedule(512)
+"""Four elements for each thread: a warp reads 512 bytes that lie side by side."""
 
 
 @dataclass(frozen=True)
@@ -158,20 +163,27 @@ class LaunchSchedule:
 
     Attributes:
         overlaps: whether one is launched while the programs of the one before end, and waits for them itself.
+        reads_ahead: programs that have weights read before they wait: about as many as can begin so early.
     """
 
     overlaps: bool
+    reads_ahead: int = 0
 
     @classmethod
     def of(cls, gpu: Gpu) -> "LaunchSchedule":
         """Programmatic dependent launch came with the tensor memory accelerator; the interpreter has none."""
-        return cls(gpu.has_tma and not triton.knobs.runtime.interpret)
+        overlaps = gpu.has_tma and not triton.knobs.runtime.interpret
+        return cls(overlaps, 2 * gpu.num_sms if overlaps else 0)
 
 
 def _launched(device: torch.device) -> dict[str, Any]:
     """What every launch on a device is given."""
     overlaps = LaunchSchedule.of(of_linear.gpu(device.index)).overlaps
     return {"OVERLAPS": overlaps, **({"launch_pdl": True} if overlaps else {})}
+
+
+def _reading_ahead(device: torch.device) -> int:
+    return LaunchSchedule.of(of_linear.gpu(device.index)).reads_ahead
 
 
 @dataclass(frozen=True)
@@ -195,7 +207,13 @@ class Groups:
     places: torch.Tensor | None = None
 
 
-def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule, places: torch.Tensor | None = None) -> Groups:
+def group(
+    ids: torch.Tensor,
+    experts: int,
+    schedule: LayerSchedule,
+    places: torch.Tensor | None = None,
+    ahead: torch.Tensor | None = None,
+) -> Groups:
     """Group the pairs of ids [tokens, top_k], packed, into blocks of one expert each.
 
     Args:
@@ -203,6 +221,7 @@ def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule, places: torc
         experts: how many are here.
         schedule: whose blocks they are.
         places: where an expert lies, -1 for one whose pairs are left out; None if all are here, in order.
+        ahead: weights whose beginning is read meanwhile, if any.
     """
     num_pairs, block_m = ids.numel(), schedule.gate_up.block_m
     if schedule.few_pairs:
@@ -213,8 +232,9 @@ def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule, places: torc
     stop = torch.empty(triton.next_power_of_2(experts), **ints)
     walk = _FEW if num_pairs <= _FEW.block else _SOME if num_pairs <= 2 * _SOME.block else _MANY
     launched = _launched(ids.device)
+    readers = 0 if ahead is None else _reading_ahead(ids.device)
     with on_device_of(ids):
-        count_kernel[(1,)](
+        count_kernel[(1 + readers,)](
             ids,
             places,
             stop,
@@ -222,12 +242,16 @@ def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule, places: torc
             pairs,
             num_pairs,
             num_blocks,
+            ahead if readers else None,
+            min(ahead.numel(), _BYTES_AHEAD // ahead.itemsize) if readers else 0,
             PADDED_EXPERTS=len(stop),
             IS_PART=places is not None,
             BLOCK_M=block_m,
             BLOCK=walk.block,
             BLOCKS_AT_ONCE=walk.blocks_at_once,
             PLACES=walk.places,
+            READS_AHEAD=readers,
+            LINE=_LINE_BYTES // ahead.itemsize if readers else 1,
             **launched,
             num_warps=min(16, walk.block // 64),
             enable_fp_fusion=False,
@@ -276,6 +300,7 @@ def grouped_gemm(
     n, in_turn = rows // 2 if activation else rows, activation == "swigluoai"
     reduction = LinearReduction.of_device("cuda", rows, k, x.dtype)
     out = torch.empty(pairs, n, dtype=dtype, device=x.device)
+    packed, ahead = weight, 0 if activation else _reading_ahead(x.device)
     by_tma = schedule.by_tma and _supports_tma(weight)
     if by_tma and in_turn:
         box = [1, schedule.block_n, schedule.block_k]
@@ -292,7 +317,9 @@ def grouped_gemm(
             groups.places,
             groups.stop,
             groups.expert_of_block,
+            packed if ahead else None,
             pairs,
+            experts,
             n,
             k,
             PAIRS_OF_A_ROW=pairs // len(x),
@@ -307,6 +334,8 @@ def grouped_gemm(
             BLOCK_K=schedule.block_k,
             SWAP_AB=schedule.swap_ab,
             PRECISION=reduction.precision,
+            HALVES=schedule.halves,
+            READS_AHEAD=ahead,
             **_launched(x.device),
             num_warps=schedule.num_warps,
             num_stages=schedule.num_stages,
@@ -402,22 +431,27 @@ def _moe(
 ) -> None:
     pairs, activation = ids.numel(), reduction.activation
     schedule = layer_schedule(pairs, reduction.num_experts, x.dtype, of_linear.gpu(x.device.index))
-    groups = group(ids, len(down), schedule, places)
+    groups = group(ids, len(down), schedule, places, gate_up)
     activated = grouped_gemm(x, gate_up, gate_up_bias, groups, pairs, x.dtype, schedule.gate_up, activation=activation)
     made = grouped_gemm(activated, down, down_bias, groups, pairs, reduction.accumulate, schedule.down)
     combine(made, weights, ids, out, places)
 
 
 def combine(
-    made: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, places: torch.Tensor | None = None
+    made: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    out: torch.Tensor,
+    places: torch.Tensor | None = None,
+    walk: WalkSchedule | None = None,
 ) -> None:
     """Write the weighted sums ``out`` [tokens, hidden] of what pairs have ``made`` [tokens * top_k, hidden], without
     those of ids [tokens, top_k] that have no place.
     """
     tokens, hidden = out.shape
-    walk = WalkSchedule.of(hidden)
+    walk = walk or _COMBINING
     with on_device_of(out):
-        combine_kernel[(tokens, triton.cdiv(hidden, walk.block))](
+        combine_kernel[(tokens * triton.cdiv(hidden, walk.block),)](
             made,
             weights,
             ids,

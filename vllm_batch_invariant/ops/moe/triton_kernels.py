@@ -41,6 +41,19 @@ def _begin(OVERLAPS: tl.constexpr):
 
 
 @triton.jit
+def _read_ahead(ptrs, mask):
+    """Have the L2 cache read the lines [...] where the mask is set."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [ptrs.to(tl.int64), mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def _order_of(scores):
     """int32 in the order of fp32 numbers, of which NaN is the highest and zeros are equal."""
     scores = tl.where(scores == 0.0, 0.0, scores)
@@ -56,10 +69,10 @@ def _score_of(order):
 
 
 @triton.jit
-def _first_of(order, numbers, axis: tl.constexpr, BLOCK: tl.constexpr):
+def _first_of(order, numbers, AXIS: tl.constexpr, BLOCK: tl.constexpr):
     """The highest order along an axis, and the lowest number that has it."""
-    highest = tl.max(order, axis, keep_dims=True)
-    return highest, tl.min(tl.where(order == highest, numbers, BLOCK), axis, keep_dims=True)
+    highest = tl.max(order, AXIS, keep_dims=True)
+    return highest, tl.min(tl.where(order == highest, numbers, BLOCK), AXIS, keep_dims=True)
 
 
 @triton.jit
@@ -184,28 +197,36 @@ def _place_pairs(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def count_kernel(
-    ids_ptr, places_ptr, next_ptr, expert_of_block_ptr, pairs_ptr, num_pairs, num_blocks,
+    ids_ptr, places_ptr, next_ptr, expert_of_block_ptr, pairs_ptr, num_pairs, num_blocks, ahead_ptr, ahead,
     PADDED_EXPERTS: tl.constexpr, IS_PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS_AT_ONCE: tl.constexpr, PLACES: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCKS_AT_ONCE: tl.constexpr, PLACES: tl.constexpr, OVERLAPS: tl.constexpr, READS_AHEAD: tl.constexpr,
+    LINE: tl.constexpr,
 ):  # fmt: skip
     """Where the first pair of each expert goes, and whose pairs are in each block; -1 for nobody's. With PLACES the
-    pairs are placed, too.
+    pairs are placed, too. One program counts. With READS_AHEAD so many others wait for nothing: the memory would be
+    idle, and the L2 cache reads the first ``ahead`` elements of the next kernel's weights.
     """
+    if READS_AHEAD:  # noqa: SIM102 - decided when the kernel is compiled
+        if tl.program_id(0) > 0:
+            for start in range((tl.program_id(0) - 1) * LINE * BLOCK, ahead, READS_AHEAD * LINE * BLOCK):
+                offs = start + tl.arange(0, BLOCK) * LINE
+                _read_ahead(ahead_ptr + offs, offs < ahead)
+            return
     _begin(OVERLAPS)
     experts = tl.arange(0, PADDED_EXPERTS)
     counts = tl.zeros((PADDED_EXPERTS,), tl.int32)
-    for start in range(0, num_pairs, BLOCK):
+    for start in tl.range(0, num_pairs, BLOCK, num_stages=3):
         offs = start + tl.arange(0, BLOCK)
         expert = _experts_of(ids_ptr, places_ptr, offs, offs < num_pairs, IS_PART)
         counts += tl.histogram(tl.maximum(expert, 0), PADDED_EXPERTS, mask=expert >= 0)
     blocks = tl.cdiv(counts, BLOCK_M)
     stop = tl.cumsum(blocks, 0)
     tl.store(next_ptr + experts, (stop - blocks) * BLOCK_M)
-    for start in range(0, num_blocks, BLOCKS_AT_ONCE):
+    for number in range(tl.max(blocks, 0)):
+        tl.store(expert_of_block_ptr + stop - blocks + number, experts, mask=number < blocks)
+    for start in range(tl.max(stop, 0), num_blocks, BLOCKS_AT_ONCE):
         block = start + tl.arange(0, BLOCKS_AT_ONCE)
-        expert = tl.sum((stop[None, :] <= block[:, None]).to(tl.int32), 1)
-        expert = tl.where(expert < PADDED_EXPERTS, expert, -1)
-        tl.store(expert_of_block_ptr + block, expert, mask=block < num_blocks)
+        tl.store(expert_of_block_ptr + block, tl.full((BLOCKS_AT_ONCE,), -1, tl.int32), mask=block < num_blocks)
     if PLACES:
         tl.debug_barrier()  # other threads have written where an expert's pairs go
         for start in range(0, num_pairs, BLOCK):
@@ -279,61 +300,26 @@ def _add_bias(acc, bias_ptr, offs_n, mask_n, SWAP_AB: tl.constexpr):
     return acc + (bias[:, None] if SWAP_AB else bias[None, :])
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
-def grouped_gemm_kernel(
-    x_ptr,
-    weight,
-    bias_ptr,
-    out_ptr,
-    pairs_ptr,
-    places_ptr,
-    next_ptr,
-    expert_of_block_ptr,
-    num_pairs,
-    N,
-    K,
-    PAIRS_OF_A_ROW: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    IS_PART: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    FEW_PAIRS: tl.constexpr,
-    BY_TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SWAP_AB: tl.constexpr,
-    PRECISION: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """x: [rows, K], weight: [experts, N, K], bias: [experts, N] or None, out: [pairs, N], all packed; the row of a pair
-    is pair // PAIRS_OF_A_ROW.
+@triton.jit
+def _read_tile_ahead(weight_ptr, first_n, N, K, BLOCK_N: tl.constexpr):
+    """The rows from ``first_n`` on of a packed matrix [N, K]."""
+    LINE: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    rows = first_n + tl.arange(0, BLOCK_N)[:, None]
+    for start_k in range(0, K, 16 * LINE):
+        offs_k = start_k + tl.arange(0, 16)[None, :] * LINE
+        _read_ahead(weight_ptr + rows * K + offs_k, (rows < N) & (offs_k < K))
 
-    With ACTIVATION weight and bias have 2 N rows, those of the gate and those of up, or for "swigluoai" one of each in
-    turn, and out is the activation of both. With FEW_PAIRS ``pairs`` has each pair's expert, and a program looks for
-    the pairs of its block. With BY_TMA ``weight`` is a descriptor of [experts * N, K], or of rows in turn as
-    [2, experts * N, K]: columns beyond N are another expert's, and are not written.
-    """
+
+@triton.jit
+def _tile(
+    x_ptr, weight, bias_ptr, out_ptr, pairs, mask_m, expert, first_n, N, K,
+    PAIRS_OF_A_ROW: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    BY_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP_AB: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of :func:`grouped_gemm_kernel`: pairs [BLOCK_M] of an expert, BLOCK_N columns from ``first_n`` on."""
     GATED: tl.constexpr = ACTIVATION != ""
     IN_TURN: tl.constexpr = ACTIVATION == "swigluoai"
-    _begin(OVERLAPS)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    block = tl.program_id(0) // tiles_n
-    if FEW_PAIRS:
-        expert, pairs = _pairs_of_few(pairs_ptr, places_ptr, block, num_pairs, IS_PART, FEW_PAIRS, BLOCK_M)
-        if expert < 0:
-            return
-        mask_m = pairs >= 0
-    else:
-        expert = tl.load(expert_of_block_ptr + block)
-        if expert < 0:
-            return
-        slots = block * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask_m = slots < tl.load(next_ptr + expert)
-        pairs = tl.load(pairs_ptr + slots, mask=mask_m, other=0)  # [BLOCK_M]
-    expert = expert.to(tl.int64)
-    pairs = tl.where(mask_m, pairs, 0).to(tl.int64)
-    first_n = (tl.program_id(0) % tiles_n) * BLOCK_N
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     mask_n = offs_n < N
@@ -377,6 +363,94 @@ def grouped_gemm_kernel(
     tl.store(out_ptr + pairs[:, None] * N + offs_n[None, :], out, mask=mask_m[:, None] & mask_n[None, :])
 
 
+@triton.jit(do_not_specialize=["num_pairs"])
+def grouped_gemm_kernel(
+    x_ptr,
+    weight,
+    bias_ptr,
+    out_ptr,
+    pairs_ptr,
+    places_ptr,
+    next_ptr,
+    expert_of_block_ptr,
+    weight_ptr,
+    num_pairs,
+    num_experts,
+    N,
+    K,
+    PAIRS_OF_A_ROW: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    IS_PART: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    FEW_PAIRS: tl.constexpr,
+    BY_TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP_AB: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HALVES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+    READS_AHEAD: tl.constexpr,
+):
+    """x: [rows, K], weight: [experts, N, K], bias: [experts, N] or None, out: [pairs, N], all packed; the row of a pair
+    is pair // PAIRS_OF_A_ROW.
+
+    With ACTIVATION weight and bias have 2 N rows, those of the gate and those of up, or for "swigluoai" one of each in
+    turn, and out is the activation of both. With FEW_PAIRS ``pairs`` has each pair's expert, and a program looks for
+    the pairs of its block. With BY_TMA ``weight`` is a descriptor of [experts * N, K], or of rows in turn as
+    [2, experts * N, K]: columns beyond N are another expert's, and are not written. With HALVES a block of at most half
+    as many pairs is a tile of half as many rows.
+
+    With READS_AHEAD the first programs, so many, have the L2 cache read their tile of a weight [experts, N, K] before
+    they wait: what is read of groups then was there before the kernel began that is waited for.
+    """
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    block = tl.program_id(0) // tiles_n
+    first_n = (tl.program_id(0) % tiles_n) * BLOCK_N
+    if READS_AHEAD:  # noqa: SIM102 - decided when the kernel is compiled
+        if tl.program_id(0) < READS_AHEAD:
+            if FEW_PAIRS:
+                early = tl.load(pairs_ptr + block, volatile=True).to(tl.int32)
+                if IS_PART:
+                    early = tl.load(places_ptr + early).to(tl.int32)
+            else:
+                early = tl.load(expert_of_block_ptr + block, volatile=True)
+            if (early >= 0) & (early < num_experts):
+                _read_tile_ahead(weight_ptr + early.to(tl.int64) * N * K, first_n, N, K, BLOCK_N)
+    _begin(OVERLAPS)
+    if FEW_PAIRS:
+        expert, pairs = _pairs_of_few(pairs_ptr, places_ptr, block, num_pairs, IS_PART, FEW_PAIRS, BLOCK_M)
+        if expert < 0:
+            return
+        mask_m = pairs >= 0
+    else:
+        expert = tl.load(expert_of_block_ptr + block)
+        if expert < 0:
+            return
+        slots = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask_m = slots < tl.load(next_ptr + expert)
+        pairs = tl.load(pairs_ptr + slots, mask=mask_m, other=0)  # [BLOCK_M]
+    expert = expert.to(tl.int64)
+    pairs = tl.where(mask_m, pairs, 0).to(tl.int64)
+    if HALVES:  # noqa: SIM102 - as above
+        if tl.sum(mask_m.to(tl.int32)) <= BLOCK_M // 2:
+            half = block * BLOCK_M + tl.arange(0, BLOCK_M // 2)
+            mask_half = half < tl.load(next_ptr + expert)
+            pairs_of_half = tl.load(pairs_ptr + half, mask=mask_half, other=0).to(tl.int64)
+            _tile(
+                x_ptr, weight, bias_ptr, out_ptr, pairs_of_half, mask_half, expert, first_n, N, K,
+                PAIRS_OF_A_ROW, ACTIVATION, HAS_BIAS, EVEN_K, BY_TMA, BLOCK_M // 2, BLOCK_N, BLOCK_K, SWAP_AB,
+                PRECISION,
+            )  # fmt: skip
+            return
+    _tile(
+        x_ptr, weight, bias_ptr, out_ptr, pairs, mask_m, expert, first_n, N, K,
+        PAIRS_OF_A_ROW, ACTIVATION, HAS_BIAS, EVEN_K, BY_TMA, BLOCK_M, BLOCK_N, BLOCK_K, SWAP_AB, PRECISION,
+    )  # fmt: skip
+
+
 @triton.jit
 def activation_kernel(hidden_ptr, out_ptr, LENGTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """hidden: [pairs, 2 * LENGTH], gate first, or for "swigluoai" one of each in turn; out: [pairs, LENGTH]."""
@@ -397,12 +471,13 @@ def combine_kernel(
     LENGTH: tl.constexpr, TOP_K: tl.constexpr, IS_PART: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """down: [tokens, TOP_K, LENGTH] fp32, weights and ids: [tokens, TOP_K], out: [tokens, LENGTH]. What an expert gives
-    that is not here is 0.
+    that is not here is 0. Programs one after the other read what lies side by side.
     """
     _begin(OVERLAPS)
-    token = tl.program_id(0).to(tl.int64)
-    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < LENGTH
+    PARTS: tl.constexpr = (LENGTH + BLOCK - 1) // BLOCK
+    token = (tl.program_id(0) // PARTS).to(tl.int64)
+    offs = (tl.program_id(0) % PARTS) * BLOCK + tl.arange(0, BLOCK)
+    mask = tl.full((BLOCK,), True, tl.int1) if LENGTH % BLOCK == 0 else offs < LENGTH
     acc = tl.zeros((BLOCK,), tl.float32)
     for place in tl.static_range(TOP_K):
         pair = token * TOP_K + place
@@ -410,5 +485,6 @@ def combine_kernel(
         if IS_PART:
             is_here = _expert_of(ids_ptr, places_ptr, pair, IS_PART) >= 0
             weight, used = tl.where(is_here, weight, 0.0), mask & (tl.zeros_like(offs) < is_here.to(tl.int32))
-        acc += weight * tl.load(down_ptr + pair * LENGTH + offs, mask=used, other=0.0)
+        made = tl.load(down_ptr + pair * LENGTH + offs, mask=used, other=0.0, eviction_policy="evict_first")
+        acc += weight * made
     tl.store(out_ptr + token * LENGTH + offs, acc.to(out_ptr.dtype.element_ty), mask=mask)
