@@ -80,7 +80,7 @@ def _split_k_of_pairs(grouped_gemm: Callable[..., torch.Tensor]) -> Callable[...
     def halves(
         x: torch.Tensor, weight: torch.Tensor, bias: Any, groups: Any, pairs: int, *of: Any, **named: Any
     ) -> torch.Tensor:
-        if pairs <= MOST_PAIRS or named.get("gated"):
+        if pairs <= MOST_PAIRS or named.get("activation"):
             return grouped_gemm(x, weight, bias, groups, pairs, *of, **named)
         first, half = x.clone(), x.shape[1] // 2
         first[:, half:] = 0
@@ -94,7 +94,7 @@ def _atomics_of_pairs(combine: Callable[..., None]) -> Callable[..., None]:
     """The sum over experts in bf16 and in any order, another one each time."""
     generator = torch.Generator().manual_seed(0)
 
-    def any_order(made: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    def any_order(made: torch.Tensor, weights: torch.Tensor, ids: Any, out: torch.Tensor, *of: Any) -> None:
         terms = made.view(*weights.shape, -1) * weights[:, :, None]
         out.zero_()
         for i in torch.randperm(terms.shape[1], generator=generator).tolist():
