@@ -282,6 +282,7 @@ def grouped_gemm(
     schedule: GroupedSchedule,
     *,
     activation: str = "",
+    is_second: bool = False,
 ) -> torch.Tensor:
     """Each pair's row of x times its expert's weight: [pairs, N]. Rows of pairs that are in no group are not written.
 
@@ -295,12 +296,13 @@ def grouped_gemm(
         schedule: decides the speed.
         activation: of gate and up, each rounded as if it were written, whose rows are the weight's halves or, for
             "swigluoai", are in it in turn; or "".
+        is_second: whether the kernel launched before has waited for the groups, too: then the weights are read ahead.
     """
     experts, rows, k = weight.shape
     n, in_turn = rows // 2 if activation else rows, activation == "swigluoai"
     reduction = LinearReduction.of_device("cuda", rows, k, x.dtype)
     out = torch.empty(pairs, n, dtype=dtype, device=x.device)
-    packed, ahead = weight, 0 if activation else _reading_ahead(x.device)
+    packed, ahead = weight, _reading_ahead(x.device) if is_second else 0
     by_tma = schedule.by_tma and _supports_tma(weight)
     if by_tma and in_turn:
         box = [1, schedule.block_n, schedule.block_k]
@@ -433,7 +435,7 @@ def _moe(
     schedule = layer_schedule(pairs, reduction.num_experts, x.dtype, of_linear.gpu(x.device.index))
     groups = group(ids, len(down), schedule, places, gate_up)
     activated = grouped_gemm(x, gate_up, gate_up_bias, groups, pairs, x.dtype, schedule.gate_up, activation=activation)
-    made = grouped_gemm(activated, down, down_bias, groups, pairs, reduction.accumulate, schedule.down)
+    made = grouped_gemm(activated, down, down_bias, groups, pairs, reduction.accumulate, schedule.down, is_second=True)
     combine(made, weights, ids, out, places)
 
 
