@@ -36,6 +36,7 @@ from tests.ops.attention.cases import Chunk, Heads, Request, paged
 from tests.ops.exact.launches import EVERY_KIND
 from tests.ops.exact.ptx import forbidden
 from vllm_batch_invariant.ops.acceptance.cuda import accept
+from vllm_batch_invariant.ops.all_reduce import cuda as all_reduce
 from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce, Peers
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention, sm90
 from vllm_batch_invariant.ops.attention import plan as planning
@@ -276,8 +277,9 @@ def narrow_gemms(dtypes: Sequence[torch.dtype], biases: Sequence[bool]) -> None:
     for tile, dtype, has_bias in itertools.product(NARROW_TILES, dtypes, biases):
         a, weight = (torch.zeros(size, 512, dtype=dtype) for size in (33, 896))
         bias, out = torch.zeros(896, dtype=dtype) if has_bias else None, torch.empty(33, 896, dtype=dtype)
-        reduction = LinearReduction.of_device("cuda", 896, 512, dtype)
-        linear.gemm_sm90_swap_ab(a, weight.t(), bias, out, reduction, tile)
+        for leaves in (1,) if has_bias else (1, 2):
+            reduction = LinearReduction.of_device("cuda", 896, 512, dtype, leaves)
+            linear.gemm_sm90_swap_ab(a, weight.t(), bias, out, reduction, tile)
 
 
 def gemms() -> None:
@@ -502,15 +504,17 @@ def linear_variants() -> None:
     launch_on(90, gemms)
 
 
-def all_reduces(count: int, hidden: int, dtype: torch.dtype) -> None:
-    """The sum over 2 ranks of a partial result of so many tokens; the other rank is not there."""
-    memory, addresses = torch.zeros(16, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
-    AllReduce(2, lambda size: Peers(1, memory, addresses))(torch.zeros(count, hidden, dtype=dtype))
+def all_reduces(count: int, hidden: int, dtype: torch.dtype, ranks: int = 2, tree: bool = False) -> None:
+    """The sum over ranks of a partial result of so many tokens; the other ranks are not there. And of leaves."""
+    memory, addresses = torch.zeros(16, dtype=torch.uint8), torch.zeros(ranks, dtype=torch.int64)
+    AllReduce(ranks, lambda size: Peers(1, memory, addresses), tree=tree)(torch.zeros(count, hidden, dtype=dtype))
+    all_reduce.add_ranks(torch.zeros(ranks, count, hidden, dtype=dtype), tree)
 
 
 def all_reduce_variants() -> None:
     for count, hidden, dtype in itertools.product((1, 300), (77, 4096), (torch.bfloat16, torch.float32)):
         launch_on(90, all_reduces, count, hidden, dtype)
+        launch_on(90, all_reduces, count, hidden, dtype, 4, True)
 
 
 def attention_backward_variants() -> None:

@@ -12,7 +12,7 @@ MODULES = {
     (operation, device_type): f".{operation}.{device_type}"
     for operation, device_types in {
         "acceptance": ("cpu", "cuda"),
-        "all_reduce": ("cpu",),
+        "all_reduce": ("cpu", "cuda"),
         "attention_backward": ("cpu", "cuda"),
         "linear": ("cpu", "cuda", "npu"),
         "moe": ("cpu", "cuda"),

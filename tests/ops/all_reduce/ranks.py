@@ -52,11 +52,11 @@ def _no_wait(flag_ptr, epoch, TIMEOUT: tl.constexpr):  # noqa: N803
 
 
 @triton.jit
-def _last_rank_first(partials, offs, mask, RANKS: tl.constexpr, ACCUMULATE: tl.constexpr):  # noqa: N803
+def _last_rank_first(partials, offs, mask, RANKS: tl.constexpr, ACCUMULATE: tl.constexpr, TREE: tl.constexpr):  # noqa: N803
     acc = tl.load(partials[RANKS - 1] + offs, mask=mask, other=0.0).to(ACCUMULATE)
     for peer in tl.static_range(1, RANKS):
         acc += tl.load(partials[RANKS - 1 - peer] + offs, mask=mask, other=0.0).to(ACCUMULATE)
-    return acc
+    return acc.to(partials[0].dtype.element_ty)
 
 
 class _Kernel:
@@ -77,6 +77,8 @@ def plant(fault: str | None) -> None:
         triton_kernels._add = _last_rank_first
     elif fault == "rounded each time":
         cuda.all_reduce_kernel = _Kernel(ACCUMULATE=tl.float16)
+    elif fault == "no tree":
+        cuda.all_reduce_kernel = _Kernel(TREE=False)
     elif fault == "one half":
         cuda.all_reduce_kernel = _Kernel(HALF_BYTES=0)
 
@@ -92,7 +94,9 @@ def be_late_to_read() -> None:
     triton_kernels._add = late
 
 
-def add_messages(rank: int, ranks: int, folder: Path, messages: list[tuple[int, str]], fault: str | None) -> None:
+def add_messages(
+    rank: int, ranks: int, folder: Path, messages: list[tuple[int, str]], fault: str | None, tree: bool
+) -> None:
     """A rank's process: writes the sums, with a rank late now and then."""
     torch.set_num_threads(1)
     store = f"file://{folder / 'store'}"
@@ -104,7 +108,7 @@ def add_messages(rank: int, ranks: int, folder: Path, messages: list[tuple[int, 
         schedules = [replace(one, ctas=1) for one in SCHEDULES]
         if rank == 0:
             be_late_to_read()
-    add = AllReduce(ranks, through_files(folder, rank, ranks), schedules, timeout=0)
+    add = AllReduce(ranks, through_files(folder, rank, ranks), schedules, timeout=0, tree=tree)
     chance, sums = random.Random(rank), []
     for call, (size, dtype) in enumerate(messages):
         if chance.random() < 0.3:

@@ -17,10 +17,10 @@ CONTEXT.set_forkserver_preload(["tests.ops.all_reduce.ranks"])
 
 
 def sums(
-    folder: Path, ranks: int, messages: list[tuple[int, str]], fault: str | None = None
+    folder: Path, ranks: int, messages: list[tuple[int, str]], fault: str | None = None, tree: bool = False
 ) -> list[list[torch.Tensor]]:
     """Of each rank, of each message."""
-    arguments = [(rank, ranks, folder, messages, fault) for rank in range(ranks)]
+    arguments = [(rank, ranks, folder, messages, fault, tree) for rank in range(ranks)]
     started = [CONTEXT.Process(target=add_messages, args=of_rank, daemon=True) for of_rank in arguments]
     for one in started:
         one.start()
@@ -30,9 +30,9 @@ def sums(
     return [torch.load(folder / f"sums of {rank}") for rank in range(ranks)]
 
 
-def expected(ranks: int, messages: list[tuple[int, str]]) -> list[torch.Tensor]:
+def expected(ranks: int, messages: list[tuple[int, str]], tree: bool = False) -> list[torch.Tensor]:
     return [
-        add_ranks(torch.stack([message(call, rank, ranks, size, getattr(torch, dtype)) for rank in range(ranks)]))
+        add_ranks(torch.stack([message(call, rank, ranks, size, getattr(torch, dtype)) for rank in range(ranks)]), tree)
         for call, (size, dtype) in enumerate(messages)
     ]
 
@@ -56,3 +56,12 @@ def test_a_planted_fault_is_found(tmp_path: Path, fault: str, ranks: int) -> Non
     wanted = expected(ranks, messages)
     done = sums(tmp_path, ranks, messages, fault)
     assert any(not torch.equal(own, one) for rank in done for own, one in zip(rank, wanted, strict=True))
+
+
+@pytest.mark.parametrize("fault", [None, "no tree"])
+def test_as_a_tree_neighbours_are_added_and_rounded(tmp_path: Path, fault: str | None) -> None:
+    messages = [(size, "float16") for size in (64, 130, 513, 3000)]  # one-shot and two-shot
+    wanted = expected(4, messages, tree=True)
+    for done in sums(tmp_path, 4, messages, fault, tree=True):
+        for (size, _), own, one in zip(messages, done, wanted, strict=True):
+            assert torch.equal(own, one) == (fault is None), size

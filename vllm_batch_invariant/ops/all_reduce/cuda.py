@@ -9,13 +9,15 @@ import triton.language as tl
 
 from ..common.triton_rows import aligned, on_device_of
 from .reduction import AllReduceReduction
-from .triton_kernels import all_reduce_kernel
+from .triton_kernels import add_ranks_kernel, all_reduce_kernel
 
 _FLAG_ALIGNMENT = 256
 """Bytes."""
 _TIMEOUT = 600 * 10**9
 """Nanoseconds that a rank waits for another, which may be compiling, before it ends with an error."""
 _UNIT_BYTES = 16
+_BLOCK, _NUM_WARPS = 1024, 4
+"""Elements that a CTA adds of partial results that lie on one GPU."""
 _ITEM_SIZES = (2, 4, 8)
 """Bytes of the elements of a message."""
 
@@ -55,6 +57,46 @@ SCHEDULES = {
     8: (AllReduceSchedule(False, 1 << 18, 64), _TWO_SHOT),
 }
 """By the number of ranks; the first whose messages are long enough serves. Those of 4 and 8 have not been measured."""
+
+
+def add_ranks(partials: torch.Tensor, tree: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
+    """See the operation's package.
+
+    Args:
+        partials: [ranks, ...]
+        tree: whether it is one.
+        out: [...] of their dtype, packed and aligned, to be written instead of a new tensor.
+    """
+    reduction = AllReduceReduction.of_ranks(len(partials), partials.dtype, tree)
+    partials = aligned(partials)
+    out = torch.empty_like(partials[0]) if out is None else out
+    if out.numel() == 0:
+        return out
+    unit = _unit(out)
+    with on_device_of(partials):
+        add_ranks_kernel[(-(-out.numel() // _BLOCK),)](
+            partials,
+            out,
+            out.numel() // unit,
+            UNIT=unit,
+            RANKS=reduction.ranks,
+            TREE=reduction.tree,
+            BLOCK=_BLOCK,
+            ACCUMULATE=_in_triton(reduction.accumulate),
+            num_warps=_NUM_WARPS,
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+def _unit(message: torch.Tensor) -> int:
+    """Elements of a message that are loaded at once."""
+    unit = _UNIT_BYTES // message.itemsize
+    return unit if message.numel() % unit == 0 else 1
+
+
+def _in_triton(accumulate: torch.dtype) -> tl.dtype:
+    return tl.float64 if accumulate == torch.float64 else tl.float32
 
 
 @dataclass(frozen=True)
@@ -105,6 +147,7 @@ class AllReduce:
         allocate: of :func:`symmetric_peers`, called once for each schedule.
         schedules: in ascending order of ``largest``; by default those of :data:`SCHEDULES`.
         timeout: nanoseconds that a rank waits for another; 0: for ever.
+        tree: whether partial results are added as a tree.
     """
 
     def __init__(
@@ -113,8 +156,9 @@ class AllReduce:
         allocate: Callable[[int], Peers],
         schedules: Sequence[AllReduceSchedule] | None = None,
         timeout: int = _TIMEOUT,
+        tree: bool = False,
     ) -> None:
-        self._ranks, self._timeout = ranks, timeout
+        self._ranks, self._timeout, self._tree = ranks, timeout, tree
         self._channels = [_Channel(schedule, ranks, allocate) for schedule in schedules or SCHEDULES[ranks]]
 
     def __call__(self, partial: torch.Tensor) -> torch.Tensor:
@@ -129,7 +173,7 @@ class AllReduce:
         Raises:
             NotCovered: another dtype.
         """
-        reduction = AllReduceReduction.of_ranks(self._ranks, partial.dtype)
+        reduction = AllReduceReduction.of_ranks(self._ranks, partial.dtype, self._tree)
         partial = aligned(partial)
         out = torch.empty_like(partial)
         size = partial.numel() * partial.itemsize
@@ -155,8 +199,7 @@ class _Channel:
 
     def launch(self, partial: torch.Tensor, out: torch.Tensor, reduction: AllReduceReduction, timeout: int) -> None:
         """Add one message, [elements], of at most ``schedule.largest`` bytes."""
-        unit = _UNIT_BYTES // partial.itemsize
-        unit = unit if partial.numel() % unit == 0 else 1
+        unit = _unit(partial)
         turns = -(-partial.numel() // (self.schedule.block * self.schedule.owners(self._ranks)))
         all_reduce_kernel[(min(turns, self.schedule.ctas),)](
             partial,
@@ -172,8 +215,9 @@ class _Channel:
             REGION_BYTES=self._region_bytes,
             REGIONS=self.schedule.ctas,
             TWO_SHOT=self.schedule.two_shot,
+            TREE=reduction.tree,
             BLOCK=self.schedule.block,
-            ACCUMULATE=tl.float64 if reduction.accumulate == torch.float64 else tl.float32,
+            ACCUMULATE=_in_triton(reduction.accumulate),
             TIMEOUT=timeout,
             num_warps=self.schedule.num_warps,
             enable_fp_fusion=False,

@@ -1,6 +1,7 @@
 """The sum over ranks on GPUs that write into each other's memory, in Triton.
 
-    out = round(((p[0] + p[1]) + p[2]) + ...)    p[r]: the partial result of rank r
+    out = round(((p[0] + p[1]) + p[2]) + ...)                p[r]: the partial result of rank r
+    out = round(round(p[0] + p[1]) + round(p[2] + p[3]))     as a tree
 
 One-shot: each rank writes its partial result to all others, and adds everything. Two-shot: it writes each block to the
 rank that owns it, which adds the block and writes the sum to all. An element is added in the same order either way,
@@ -54,12 +55,55 @@ def _block(block, numel, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _add(partials, offs, mask, RANKS: tl.constexpr, ACCUMULATE: tl.constexpr):
-    """[BLOCK], not yet rounded: rank 0 first."""
-    acc = tl.load(partials[0] + offs, mask=mask, other=0.0, cache_modifier=".cg").to(ACCUMULATE)
-    for peer in tl.static_range(1, RANKS):
-        acc += tl.load(partials[peer] + offs, mask=mask, other=0.0, cache_modifier=".cg").to(ACCUMULATE)
-    return acc
+def _add(partials, offs, mask, RANKS: tl.constexpr, ACCUMULATE: tl.constexpr, TREE: tl.constexpr):
+    """[BLOCK] in the dtype of the partials: rank 0 first, or as a tree."""
+    if TREE:
+        total = _add_subtree(partials, offs, mask, 0, RANKS, ACCUMULATE)
+    else:
+        acc = tl.load(partials[0] + offs, mask=mask, other=0.0, cache_modifier=".cg").to(ACCUMULATE)
+        for peer in tl.static_range(1, RANKS):
+            acc += tl.load(partials[peer] + offs, mask=mask, other=0.0, cache_modifier=".cg").to(ACCUMULATE)
+        total = acc.to(partials[0].dtype.element_ty)
+    return total
+
+
+@triton.jit
+def _add_subtree(partials, offs, mask, FIRST: tl.constexpr, RANKS: tl.constexpr, ACCUMULATE: tl.constexpr):
+    """[BLOCK] in the dtype of the partials: those of RANKS ranks from FIRST on, every sum rounded."""
+    if RANKS == 1:
+        total = tl.load(partials[FIRST] + offs, mask=mask, other=0.0, cache_modifier=".cg")
+    else:
+        left = _add_subtree(partials, offs, mask, FIRST, RANKS // 2, ACCUMULATE)
+        right = _add_subtree(partials, offs, mask, FIRST + RANKS // 2, RANKS // 2, ACCUMULATE)
+        total = (left.to(ACCUMULATE) + right.to(ACCUMULATE)).to(partials[0].dtype.element_ty)
+    return total
+
+
+@triton.jit(do_not_specialize=["units"])
+def add_ranks_kernel(
+    partials_ptr,
+    out_ptr,
+    units,
+    UNIT: tl.constexpr,
+    RANKS: tl.constexpr,
+    TREE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """Adds partial results that lie on one GPU.
+
+    Args:
+        partials_ptr: [RANKS, units * UNIT]
+        out_ptr: [units * UNIT]
+        UNIT: elements that are loaded at once.
+    """
+    numel = units.to(tl.int64) * UNIT
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < numel
+    partials = ()
+    for rank in tl.static_range(RANKS):
+        partials = partials + (partials_ptr + rank * numel,)  # noqa: RUF005
+    tl.store(out_ptr + offs, _add(partials, offs, mask, RANKS, ACCUMULATE, TREE), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rank", "units"])
@@ -77,6 +121,7 @@ def all_reduce_kernel(
     REGION_BYTES: tl.constexpr,
     REGIONS: tl.constexpr,
     TWO_SHOT: tl.constexpr,
+    TREE: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     TIMEOUT: tl.constexpr,
@@ -129,7 +174,7 @@ def all_reduce_kernel(
     for turn in range(cta, turns, ctas):
         place, _ = _block(turn // ctas, numel, BLOCK)
         offs, mask = _block(turn * OWNERS + (rank if TWO_SHOT else 0), numel, BLOCK)
-        total = _add(inboxes, place, mask, RANKS, ACCUMULATE).to(dtype)
+        total = _add(inboxes, place, mask, RANKS, ACCUMULATE, TREE)
         if TWO_SHOT:
             for peer in tl.static_range(RANKS):
                 tl.store(written[peer] + RANKS * SOURCE + place, total, mask=mask)

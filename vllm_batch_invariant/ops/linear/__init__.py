@@ -14,19 +14,23 @@ from .reduction import LinearReduction
 __all__ = ["LinearReduction", "bmm", "linear", "mm", "prepare"]
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T + bias``, rounded once.
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, leaves: int = 1
+) -> torch.Tensor:
+    """``x @ weight.T + bias``, rounded once; or with K in leaves, each rounded and added to its neighbour, and their
+    sums to their neighbours, until there is one, to which the bias is added.
 
     Args:
         x: [..., K] fp32, bf16, fp16 or fp64, any strides.
         weight: [N, K] of the same dtype, any strides.
         bias: [N], or None.
+        leaves: of K, of equal length: a power of two.
 
     Returns:
-        [..., N] of x's dtype. A row's bits depend on that row, the weight and the bias.
+        [..., N] of x's dtype. A row's bits depend on that row, the weight, the bias and the number of leaves.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: shapes or dtypes that do not fit, or K cannot be cut into the leaves.
         NotCovered: a dtype or device without an implementation.
     """
     if (
@@ -38,8 +42,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         shapes = [list(tensor.shape) for tensor in (x, weight, bias) if tensor is not None]
         raise ValueError(f"linear takes x [..., K], weight [N, K] and bias [N], got {shapes}")
     if x.dim() == 2:
-        return mm(x, weight.t(), bias)
-    out = mm(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight.t(), bias)
+        return _mm(x, weight.t(), bias, leaves)
+    out = _mm(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight.t(), bias, leaves)
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -49,8 +53,19 @@ def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> to
         raise ValueError(f"mm takes [M, K] and [K, N], got {list(a.shape)} and {list(b.shape)}")
     if bias is not None and bias.shape != b.shape[1:]:
         raise ValueError(f"mm takes a bias of [N], got {list(bias.shape)} for {list(b.shape)}")
+    return _mm(a, b, bias, 1)
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leaves: int) -> torch.Tensor:
     _same_dtype(a, b, bias)
-    return implementation("linear", a, b, bias).mm(a, b, bias)
+    served = implementation("linear", a, b, bias)
+    if leaves == 1:
+        return served.mm(a, b, bias)
+    if leaves & (leaves - 1) or b.shape[0] % leaves:
+        raise ValueError(f"a tree has a power of two of leaves of equal length, got {leaves} of K = {b.shape[0]}")
+    module_for("all_reduce", a.device.type)  # adds the leaves
+    out = served.mm_in_leaves(a, b, leaves)
+    return out if bias is None else out + bias
 
 
 def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -61,7 +76,9 @@ def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return implementation("linear", a, b).bmm(a, b)
 
 
-def prepare(weight: torch.Tensor, max_m: int, bias: bool = False, sizes: Iterable[int] = ()) -> None:
+def prepare(
+    weight: torch.Tensor, max_m: int, bias: bool = False, sizes: Iterable[int] = (), leaves: int = 1
+) -> None:
     """Measure now what :func:`linear` needs to know about such a weight, instead of at its first calls.
 
     Args:
@@ -69,11 +86,16 @@ def prepare(weight: torch.Tensor, max_m: int, bias: bool = False, sizes: Iterabl
         max_m: the most rows of x to expect.
         bias: whether a bias is added.
         sizes: values of M that will be common, such as those of CUDA graphs.
+        leaves: that K is added in; with several the bias is added afterwards.
 
     Raises:
         NotCovered: as in :func:`linear`.
     """
-    module_for("linear", weight.device.type).prepare(weight, max_m, bias, sizes)
+    served = module_for("linear", weight.device.type)
+    if leaves == 1:
+        served.prepare(weight, max_m, bias, sizes)
+    else:
+        served.prepare_in_leaves(weight, max_m, sizes, leaves)
 
 
 def _same_dtype(*operands: torch.Tensor | None) -> None:

@@ -26,6 +26,7 @@ from ..common.compile_errors import reason
 from ..common.graph_timer import GraphTimer, copies_beyond_cache
 from . import triton_gemm
 from .cancelling import cancelling
+from .leaves import Gemm, in_leaves
 from .problem import GemmProblem
 from .schedule import NARROW_TILES, NarrowTile, gpu, narrow_tiles
 
@@ -48,8 +49,8 @@ _TRITON_GAIN = 0.97
 Gluon's kernels are launched by Triton.
 """
 
-_uncompiled: set[tuple[NarrowTile, torch.dtype, bool]] = set()
-"""Narrow tiles that could not be run, with the dtype and whether there was a bias: not tried again."""
+_uncompiled: set[tuple[NarrowTile, torch.dtype, bool, int]] = set()
+"""Narrow tiles that could not be run, with the dtype, whether there was a bias, and the leaves: not tried again."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -158,17 +159,29 @@ class Autotuner:
     """cuBLASLt's; None where it is absent."""
     max_m: int
     """Rows of a."""
+    parts: torch.Tensor | None = None
+    """Memory for what leaves of K give, if there are several."""
 
     def __post_init__(self) -> None:
         p = self.problem
         device = torch.device("cuda", p.device)
-        a, weight = cancelling(self.max_m, p.n, p.k, p.dtype, device)
+        of_leaves = [cancelling(self.max_m, p.n, p.leaf.k, p.dtype, device, seed) for seed in range(p.leaves)]
+        a, weight = (torch.cat(operands, 1) for operands in zip(*of_leaves, strict=True))
         self.a = a if p.a_k_major else a.t().contiguous().t()
         self.b = weight.t() if p.b_k_major else weight.t().contiguous()
         # As small as the rounding error that it is added to, so that its own rounding shows.
         noise = torch.randn(p.n, generator=torch.Generator(device).manual_seed(1), device=device)
         self.bias = (noise * 2**-24 * p.k).to(p.dtype) if p.has_bias else None
-        self.expected = triton_gemm.mm_ptr(self.a, self.b, self.bias)
+        if p.leaves > 1:
+            self.parts = a.new_empty(p.leaves * self.max_m * p.n)
+
+        def by_pointers(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+            return triton_gemm.mm_ptr(a, b, self.bias, out)
+
+        self.expected = self._in_leaves(by_pointers)(self.a, self.b, None)
+
+    def _in_leaves(self, gemm: Gemm) -> Gemm:
+        return in_leaves(gemm, self.problem.leaves, self.parts)
 
     def ms_to_verify(self, bucket: int, sizes: Iterable[int]) -> tuple[int, ...]:
         """The values of M to verify for a bucket, ``sizes`` of the caller among them."""
@@ -187,8 +200,13 @@ class Autotuner:
             differs |= (out.view(torch.int16) != expected.view(torch.int16)).any()
         return not differs.item()
 
-    def run_triton(self, a: torch.Tensor) -> torch.Tensor:
-        return triton_gemm.mm(a, self.b, self.bias)
+    def run_triton(
+        self, a: torch.Tensor, b: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        def by_triton(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+            return triton_gemm.mm(a, b, self.bias, out)
+
+        return self._in_leaves(by_triton)(a, self.b if b is None else b, out)
 
     def runner(
         self, schedule: "Algorithm | NarrowTile", workspace: torch.Tensor | None = None
@@ -196,12 +214,15 @@ class Autotuner:
         """What runs a schedule on some rows of a."""
         reduction = self.problem.reduction
 
+        def by_cublaslt(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+            self.matmul.run(schedule, a, b, self.bias, out, workspace)
+            return out
+
         def run(a: torch.Tensor, b: torch.Tensor = self.b, out: torch.Tensor | None = None) -> torch.Tensor:
             out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device) if out is None else out
             if isinstance(schedule, NarrowTile):
                 return triton_gemm.gemm_sm90_swap_ab(a, b, self.bias, out, reduction, schedule)
-            self.matmul.run(schedule, a, b, self.bias, out, workspace)
-            return out
+            return self._in_leaves(by_cublaslt)(a, b, out)
 
         return run
 
@@ -273,9 +294,13 @@ class Autotuner:
             for fewer in (bucket for bucket in M_BUCKETS if m / 8 <= bucket < m):
                 found += self.matmul.algorithms(fewer, _ASKED_FOR_FEWER)
         if p.a_k_major and p.b_k_major:
-            tiles = narrow_tiles(m, p.n, gpu(p.device))
-            found += [tile for tile in tiles if (tile, p.dtype, p.has_bias) not in _uncompiled]
+            tiles = narrow_tiles(m, p.n, gpu(p.device), p.leaf.k if p.leaves > 1 else None)
+            found += [tile for tile in tiles if self._key(tile) not in _uncompiled]
         return list(dict.fromkeys(found))
+
+    def _key(self, tile: NarrowTile) -> tuple[NarrowTile, torch.dtype, bool, int]:
+        """What a kernel is compiled for."""
+        return tile, self.problem.dtype, self.problem.has_bias, self.problem.leaves
 
     def _times(self, m: int, schedules: Sequence["Algorithm | NarrowTile"], timer: GraphTimer) -> dict[Any, float]:
         """Median microseconds of those schedules that run, and under None of Triton."""
@@ -284,7 +309,7 @@ class Autotuner:
         # Nothing is allocated while a graph is captured: under vLLM's allocator settings for loading weights
         # that was an error.
         out = torch.empty(m, p.n, dtype=a.dtype, device=a.device)
-        ways = {None: [lambda b=b: triton_gemm.mm(a, b, self.bias, out) for b in weights]}
+        ways = {None: [lambda b=b: self.run_triton(a, b, out) for b in weights]}
         for schedule in schedules:
             if self._runs(schedule, a, out):
                 run = self.runner(schedule)
@@ -307,7 +332,7 @@ class Autotuner:
         except Exception as error:  # whatever a compiler makes of a kernel, or an API that moved
             if not isinstance(schedule, NarrowTile):
                 raise
-            _uncompiled.add((schedule, p.dtype, p.has_bias))
+            _uncompiled.add(self._key(schedule))
             logger.warning("Gluon's %s is left out, first for %s: %s", schedule.about, p, reason(error))
             return False
         return True

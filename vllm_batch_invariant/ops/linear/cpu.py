@@ -120,6 +120,12 @@ def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> to
     return out.to(a.dtype)
 
 
+def mm_in_leaves(a: torch.Tensor, b: torch.Tensor, leaves: int) -> torch.Tensor:
+    """[M, K] @ [K, N] with K in so many leaves, which are added as a tree."""
+    pairs = zip(a.chunk(leaves, 1), b.chunk(leaves), strict=True)
+    return add_ranks(torch.stack([mm(of_a, of_b) for of_a, of_b in pairs]), tree=True)
+
+
 def accumulate(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """[M, K] @ [K, N], not yet rounded: the result is in the reduction's accumulator dtype."""
     reduction = _reduction(a, b)
@@ -142,6 +148,11 @@ def accumulate_batch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def prepare(weight: torch.Tensor, max_m: int, bias: bool, sizes: Iterable[int]) -> None:  # noqa: ARG001
     """Measure the sizes of tiles for a weight [N, K]; they do not depend on the rest."""
     verified_block_ms(_reduction(weight, weight.t()))
+
+
+def prepare_in_leaves(weight: torch.Tensor, max_m: int, sizes: Iterable[int], leaves: int) -> None:
+    """The same where K is added in leaves."""
+    prepare(weight[:, : weight.shape[1] // leaves], max_m, False, sizes)
 
 
 def prepare_weight(weight: torch.Tensor) -> torch.Tensor:

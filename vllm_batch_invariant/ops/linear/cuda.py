@@ -14,6 +14,7 @@ import torch
 from ... import envs
 from . import autotune, autotune_cache, triton_gemm
 from .autotune import M_BUCKETS, TunedSchedule, m_bucket
+from .leaves import in_leaves
 from .problem import ALIGNMENT, LARGEST_SIDE, GemmProblem, leading_dim, problem_of
 from .reduction import LinearReduction
 from .triton_gemm import accumulate, accumulate_batch, bmm
@@ -25,7 +26,10 @@ except ModuleNotFoundError as error:
         raise
     cublaslt = None
 
-__all__ = ["accumulate", "accumulate_batch", "bmm", "known", "mm", "prepare", "tuned_schedules"]
+__all__ = [
+    "accumulate", "accumulate_batch", "bmm", "known", "mm", "mm_in_leaves", "prepare", "prepare_in_leaves",
+    "tuned_schedules",
+]  # fmt: skip
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -71,14 +75,21 @@ class MatmulDispatcher:
 
     def mm(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[M, K] @ [K, N] + bias; see the operation's package for the contract."""
+        return self._mm(a, b, bias, 1)
+
+    def mm_in_leaves(self, a: torch.Tensor, b: torch.Tensor, leaves: int) -> torch.Tensor:
+        """[M, K] @ [K, N] with K in so many leaves, which are added as a tree."""
+        return self._mm(a, b, None, leaves)
+
+    def _mm(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leaves: int) -> torch.Tensor:
         m = a.shape[0]
-        plan = self._look_up_plan(a, b, bias, m)
+        plan = self._look_up_plan(a, b, bias, m, leaves)
         tuned = None
         if plan.problem is not None:
             tuned = plan.tuned.get(m_bucket(m)) or self._tune_if_often_used(plan, m)
-        return triton_gemm.mm(a, b, bias) if tuned is None else self._launch(plan, tuned, a, b, bias, m)
+        return _by_triton(a, b, bias, leaves) if tuned is None else self._launch(plan, tuned, a, b, bias, m)
 
-    def _look_up_plan(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, m: int) -> _Plan:
+    def _look_up_plan(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, m: int, leaves: int) -> _Plan:
         """The plan of calls that look like this one."""
         addresses = a.data_ptr() | b.data_ptr()
         if bias is not None:
@@ -92,13 +103,16 @@ class MatmulDispatcher:
             a.dtype,
             addresses % ALIGNMENT,
             a.get_device(),
+            leaves,
         )
-        return self._plans.get(key) or self._make_plan(key, a, b, bias)
+        return self._plans.get(key) or self._make_plan(key, a, b, bias, leaves)
 
-    def _make_plan(self, key: tuple, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> _Plan:
+    def _make_plan(
+        self, key: tuple, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leaves: int
+    ) -> _Plan:
         if torch.cuda.is_current_stream_capturing():  # no time for disks and handles
             return _BY_TRITON
-        problem = problem_of(a, b, bias) if _uses_cublaslt(a.device) else None
+        problem = problem_of(a, b, bias, leaves) if _uses_cublaslt(a.device) else None
         plan = _BY_TRITON
         if problem is not None:
             plan = _Plan(
@@ -138,18 +152,21 @@ class MatmulDispatcher:
         m: int,
     ) -> torch.Tensor:
         """Run what the schedule names; Triton where it names nothing, or where cuBLASLt refuses this M."""
+        leaves = plan.problem.leaves
         if tuned.algorithm is not None:
-            out = a.new_empty((m, plan.problem.n))
-            try:
+
+            def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
                 plan.matmul.run(tuned.algorithm, a, b, bias, out, lda=plan.lda, ldb=plan.ldb)
+                return out
+
+            try:
+                return in_leaves(run, leaves)(a, b, a.new_empty((m, plan.problem.n)))
             except cublaslt.Error:
                 logger.debug("cuBLASLt refused %d rows of the GEMM %s", m, plan.problem)
-            else:
-                return out
         elif tuned.tile is not None:
             out = a.new_empty((m, plan.problem.n))
             return triton_gemm.gemm_sm90_swap_ab(a, b, bias, out, plan.reduction, tuned.tile)
-        return triton_gemm.mm(a, b, bias)
+        return _by_triton(a, b, bias, leaves)
 
     def prepare(self, weight: torch.Tensor, max_m: int, bias: bool = False, sizes: Iterable[int] = ()) -> None:
         """Choose and verify the schedules of ``linear`` with such a weight: at once from disk, or by measuring.
@@ -160,9 +177,16 @@ class MatmulDispatcher:
             bias: whether a bias is added.
             sizes: values of M that will be common, such as those of CUDA graphs: verified one by one.
         """
+        self._prepare(weight, max_m, bias, sizes, 1)
+
+    def prepare_in_leaves(self, weight: torch.Tensor, max_m: int, sizes: Iterable[int], leaves: int) -> None:
+        """The same where K is added in leaves."""
+        self._prepare(weight, max_m, False, sizes, leaves)
+
+    def _prepare(self, weight: torch.Tensor, max_m: int, bias: bool, sizes: Iterable[int], leaves: int) -> None:
         LinearReduction.of_device("cuda", *weight.shape, weight.dtype)
         sample = weight.new_empty(1, weight.shape[1])
-        problem = problem_of(sample, weight.t(), weight.new_empty(weight.shape[0]) if bias else None)
+        problem = problem_of(sample, weight.t(), weight.new_empty(weight.shape[0]) if bias else None, leaves)
         if problem is None or max_m < 1:
             return
         with self._lock:
@@ -211,8 +235,13 @@ class MatmulDispatcher:
         autotune_cache.save(_environment(problem.device), {str(problem): stored})
 
 
+def _by_triton(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leaves: int) -> torch.Tensor:
+    return triton_gemm.mm(a, b, bias) if leaves == 1 else in_leaves(triton_gemm.mm_into, leaves)(a, b, None)
+
+
 dispatcher = MatmulDispatcher()
 mm, prepare, tuned_schedules = dispatcher.mm, dispatcher.prepare, dispatcher.tuned_schedules
+mm_in_leaves, prepare_in_leaves = dispatcher.mm_in_leaves, dispatcher.prepare_in_leaves
 
 
 def known(device: int) -> tuple[dict[str, str], dict[str, dict[int, TunedSchedule]]]:

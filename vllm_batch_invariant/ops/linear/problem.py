@@ -1,6 +1,6 @@
 """What tells one kind of GEMM from another, apart from M, and which operands cuBLASLt and TMA take."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,10 +25,17 @@ class GemmProblem:
     """Whether K is the contiguous side of a, rather than M."""
     b_k_major: bool = True
     """Whether K is the contiguous side of b, as in a weight [N, K] transposed, rather than N."""
+    leaves: int = 1
+    """Parts of K that are added as a tree; with several there is no bias."""
 
     @property
     def reduction(self) -> LinearReduction:
-        return LinearReduction.of_device("cuda", self.n, self.k, self.dtype)
+        return LinearReduction.of_device("cuda", self.n, self.k, self.dtype, self.leaves)
+
+    @property
+    def leaf(self) -> "GemmProblem":
+        """The problem of one leaf."""
+        return self if self.leaves == 1 else replace(self, k=self.k // self.leaves, leaves=1)
 
     def a_layout(self, m: int, ld: int | None = None) -> tuple[int, int, int]:
         """Rows, columns and leading dimension of a as a column-major matrix, whose rows are columns of ours."""
@@ -42,10 +49,13 @@ class GemmProblem:
 
     def __str__(self) -> str:
         sides = "" if self.a_k_major and self.b_k_major else f" {'NT'[not self.a_k_major]}{'NT'[self.b_k_major]}"
-        return f"N={self.n} K={self.k} {str(self.dtype).removeprefix('torch.')}{sides}{' bias' * self.has_bias}"
+        name = f"N={self.n} K={self.k} {str(self.dtype).removeprefix('torch.')}{sides}{' bias' * self.has_bias}"
+        return name if self.leaves == 1 else f"{name} in {self.leaves} leaves"
 
 
-def problem_of(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> GemmProblem | None:
+def problem_of(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leaves: int = 1
+) -> GemmProblem | None:
     """The problem that ``a @ b + bias`` is a case of, or None if only Triton's kernel for any strides and dtypes takes
     it.
     """
@@ -61,8 +71,11 @@ def problem_of(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> G
         a.device.index,
         a_k_major=leading_dim(a)[1],
         b_k_major=not leading_dim(b)[1],
+        leaves=leaves,
     )
-    return problem if problem.k >= problem.reduction.k_step else None
+    k = problem.leaf.k
+    is_aligned = leaves == 1 or k * a.element_size() % ALIGNMENT == 0
+    return problem if is_aligned and k >= problem.reduction.k_step else None
 
 
 def leading_dim(matrix: torch.Tensor) -> tuple[int, bool] | None:

@@ -186,13 +186,17 @@ choice of :func:`tma_tile`, the fastest took 0.88 of the time at M=1 N=896 K=486
 """
 
 
-def narrow_tiles(m: int, n: int, device: Gpu) -> tuple[NarrowTile, ...]:
+def narrow_tiles(m: int, n: int, device: Gpu, leaf_k: int | None = None) -> tuple[NarrowTile, ...]:
     """The narrow tiles worth timing for 16-bit operands with K as the contiguous side: where each has a multiprocessor
-    of its own.
+    of its own, and a step ends where a leaf of ``leaf_k`` elements of K does, if there are several.
     """
     if not device.has_wgmma:
         return ()
-    return tuple(tile for tile in NARROW_TILES if -(-m // tile.block_m) * -(-n // tile.block_n) <= device.num_sms)
+    return tuple(
+        tile
+        for tile in NARROW_TILES
+        if -(-m // tile.block_m) * -(-n // tile.block_n) <= device.num_sms and (leaf_k or 0) % tile.block_k == 0
+    )
 
 
 def redundancy(tiles: int, device: Gpu) -> int:

@@ -83,15 +83,11 @@ def _load_partition(a_desc, b_desc, ring, first_m, first_n, K):
 
 
 @gluon.jit
-def _mma_partition(
-    bias_ptr, out_ptr, ring, first_m, first_n, M, N, K, HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr
-):  # fmt: skip
-    """A warpgroup: all of K for the whole tile. A step's place is free once the next step's wgmmas are queued."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ring.BLOCK_M, 16]
-    )
+def _mma_leaf(ring, stage, phase, before, K, IS_FIRST: gl.constexpr, ACCUMULATE: gl.constexpr, layout: gl.constexpr):
+    """The next K elements of K for the whole tile, in one accumulator. A step's place is free once the next step's
+    wgmmas are queued, of the next leaf where the leaf ends.
+    """
     acc = gl.full([_LONG_SIDE, ring.BLOCK_M], 0.0, ACCUMULATE, layout)
-    stage, phase, before = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     for start_k in range(0, K, _COPY_K * ring.COPIES):
         mbarrier.wait(ring.full_bar.index(stage), phase)
         for copy in gl.static_range(ring.COPIES):
@@ -99,10 +95,47 @@ def _mma_partition(
             a, b = ring.a_smem.index(index), ring.b_smem.index(index)  # [BLOCK_M, _COPY_K], [_LONG_SIDE, _COPY_K]
             acc = warpgroup_mma(b, a.permute([1, 0]), acc, is_async=True)  # [_LONG_SIDE, BLOCK_M]
         acc = warpgroup_mma_wait(ring.COPIES, deps=(acc,))
-        mbarrier.arrive(ring.empty_bar.index(before), pred=start_k > 0)
+        if IS_FIRST:
+            mbarrier.arrive(ring.empty_bar.index(before), pred=start_k > 0)
+        else:
+            mbarrier.arrive(ring.empty_bar.index(before))
         before = stage
         stage, phase = _next_stage(stage, phase, ring.NUM_STAGES)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
+    return warpgroup_mma_wait(0, deps=(acc,)), stage, phase, before
+
+
+@gluon.jit
+def _mma_tree(
+    ring, stage, phase, before, K, LEAVES: gl.constexpr, IS_FIRST: gl.constexpr, DTYPE: gl.constexpr,
+    ACCUMULATE: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """The next LEAVES leaves, of K elements each: their sum, not yet rounded; what is added to make it, is."""
+    if LEAVES == 1:
+        total, stage, phase, before = _mma_leaf(ring, stage, phase, before, K, IS_FIRST, ACCUMULATE, layout)
+    else:
+        left, stage, phase, before = _mma_tree(
+            ring, stage, phase, before, K, LEAVES // 2, IS_FIRST, DTYPE, ACCUMULATE, layout
+        )  # fmt: skip
+        left = left.to(DTYPE)
+        right, stage, phase, before = _mma_tree(
+            ring, stage, phase, before, K, LEAVES // 2, False, DTYPE, ACCUMULATE, layout
+        )  # fmt: skip
+        total = left.to(ACCUMULATE) + right.to(DTYPE).to(ACCUMULATE)
+    return total, stage, phase, before
+
+
+@gluon.jit
+def _mma_partition(
+    bias_ptr, out_ptr, ring, first_m, first_n, M, N, K, LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup: all of K for the whole tile."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ring.BLOCK_M, 16]
+    )
+    start = gl.to_tensor(0)
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    acc, _, _, _ = _mma_tree(ring, start, start, start, K // LEAVES, LEAVES, True, dtype, ACCUMULATE, layout)
 
     in_tile = gl.arange(0, _LONG_SIDE, gl.SliceLayout(1, layout))
     offs_n = first_n + in_tile
@@ -124,6 +157,7 @@ def gemm_sm90_swap_ab_kernel(
     N,
     K,
     tiles_m,
+    LEAVES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -132,7 +166,7 @@ def gemm_sm90_swap_ab_kernel(
     ACCUMULATE: gl.constexpr,
 ):
     """a: descriptor of [M, K], b: of [N, K], bias: [N] or None, out: [M, N]. Elements beyond an edge read as zero and
-    are not written.
+    are not written. Each of LEAVES parts of K is a multiple of BLOCK_K, or there is one.
     """
     COPIES: gl.constexpr = BLOCK_K // _COPY_K
     first_m = gl.program_id(0) % tiles_m * BLOCK_M
@@ -148,7 +182,7 @@ def gemm_sm90_swap_ab_kernel(
     ring = _Ring(a_smem, b_smem, full_bar, empty_bar, BLOCK_M, BLOCK_N, COPIES, NUM_STAGES)
     gl.warp_specialize(
         [
-            (_mma_partition, (bias_ptr, out_ptr, ring, first_m, first_n, M, N, K, HAS_BIAS, ACCUMULATE)),
+            (_mma_partition, (bias_ptr, out_ptr, ring, first_m, first_n, M, N, K, LEAVES, HAS_BIAS, ACCUMULATE)),
             (_load_partition, (a_desc, b_desc, ring, first_m, first_n, K)),
         ],
         [1],
@@ -201,6 +235,7 @@ def gemm_sm90_swap_ab(
             n,
             k,
             tiles_m,
+            LEAVES=reduction.leaves,
             HAS_BIAS=bias is not None,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,

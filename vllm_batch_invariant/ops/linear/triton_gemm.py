@@ -27,9 +27,16 @@ def mm(
     return _mm(a, b, bias, _reduction(a, b), a.dtype, out)
 
 
-def mm_ptr(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def mm_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """:func:`mm` without a bias."""
+    return mm(a, b, None, out)
+
+
+def mm_ptr(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """:func:`mm` by :func:`gemm_ptr` alone, which every other schedule is compared with."""
-    return _bmm(a[None], b[None], bias, _reduction(a, b), a.dtype)[0]
+    return _bmm(a[None], b[None], bias, _reduction(a, b), a.dtype, None if out is None else out[None])[0]
 
 
 def accumulate(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
