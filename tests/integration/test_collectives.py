@@ -85,7 +85,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for point, fake in ((patch_points.CUDA_COMMUNICATOR, CudaCommunicator), (patch_points.NCCL, Nccl)):
         monkeypatch.setattr(point.module(), point.attribute, type(fake.__name__, (fake,), dict(vars(fake))))
     monkeypatch.setattr(cuda, "symmetric_peers", lambda *of: of)
-    monkeypatch.setattr(cuda, "AllReduce", lambda ranks, peers: lambda x: (ranks, *peers, x))
+    monkeypatch.setattr(cuda, "AllReduce", lambda ranks, peers, tree: lambda x: (ranks, *peers, tree, x))
     collectives.install_cuda()
 
 
@@ -94,7 +94,7 @@ def test_the_workers_of_a_layer_on_gpus_add_floating_point_numbers_by_ours() -> 
     communicator = patch_points.CUDA_COMMUNICATOR.get()
     for name, ranks in (("tp:0", 4), ("tp", 2)):
         layers, x = communicator(name, ranks), torch.ones(3)
-        assert layers.all_reduce(x) == (ranks, "group", torch.device("cpu"), x)
+        assert layers.all_reduce(x) == (ranks, "group", torch.device("cpu"), False, x)
         layers.all_reduce(torch.ones(3, dtype=torch.int32))
         assert layers.theirs == 1
     for name, ranks in (("tp:0", 1), ("pp:0", 2), ("etp:0", 2)):

@@ -78,7 +78,7 @@ def check_compared(family: Family, device_type: str) -> None:
     if leaves() > 1 and (device_type != "cpu" or family.has_experts):
         raise NotCovered(
             f"{envs.TP_TREE.name}={leaves()} in a trainer's {family.prefix} on device '{device_type}'",
-            "the engine has such a tree on a CPU only, and none of experts",
+            "a trainer has such a tree on a CPU only, and none of experts",
             "leave it out, and roll out with --tensor-parallel-size 1",
         )
     if envs.is_exact():

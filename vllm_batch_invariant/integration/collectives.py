@@ -39,7 +39,7 @@ def install_cpu() -> None:
 
 def install_cuda() -> None:
     """Have workers on GPUs do so, through memory that all of them see; NCCL adds no floating-point numbers."""
-    communicator = patch_points.CUDA_COMMUNICATOR.get()
+    communicator, tree = patch_points.CUDA_COMMUNICATOR.get(), tensor_tree.is_used()
     make, theirs = communicator.__init__, communicator.all_reduce
 
     def __init__(self: Any, *args: Any, **named: Any) -> None:  # noqa: N807 - Python's
@@ -49,7 +49,7 @@ def install_cuda() -> None:
             from ..ops.all_reduce.cuda import AllReduce, symmetric_peers
 
             self.batch_invariant_all_reduce = AllReduce(
-                self.world_size, symmetric_peers(self.device_group, self.device)
+                self.world_size, symmetric_peers(self.device_group, self.device), tree=tree
             )
 
     def all_reduce(self: Any, input_: torch.Tensor) -> torch.Tensor:

@@ -100,8 +100,9 @@ def _tensor_parallelism(config: Config) -> str | None:
     return _when(size not in (1, *devices.of_config(config).tensor_parallel_sizes), f"tensor parallelism {size}")
 
 
-def _tree(config: Config) -> str | None:  # noqa: ARG001 - of a check
-    return _when(tensor_tree.leaves() > 1, f"{envs.TP_TREE.name}={tensor_tree.leaves()}")
+def _tree(config: Config) -> str | None:
+    tried = config.device_config.device_type == "cuda" and envs.UNTRIED.read() == "1"
+    return _when(tensor_tree.leaves() > 1 and not tried, f"{envs.TP_TREE.name}={tensor_tree.leaves()}")
 
 
 def _tree_of_fewer_leaves(config: Config) -> str | None:
@@ -476,7 +477,7 @@ REFUSED = (
     ),
     Feature(
         "`VLLM_BATCH_INVARIANT_TP_TREE` on a GPU or an NPU",
-        "K has not been added in leaves there",
+        "GPUs have not been run with it, and on an NPU no kernel adds K in leaves",
         "leave it out",
         _tree,
         ("cuda", "npu"),

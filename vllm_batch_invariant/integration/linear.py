@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -236,6 +236,8 @@ def install_cuda() -> None:
     patch_points.CUDA_EMBEDDING.put(torch_op.linear)
     for method in (patch_points.LINEAR_METHOD.get(), patch_points.EMBEDDING_METHOD.get()):
         _prepare_after_loading(method)
+    if tensor_tree.leaves() > 1:
+        _multiply_in_leaves(patch_points.LINEAR_METHOD.get())
 
 
 def install_exact_cuda() -> None:
@@ -278,14 +280,39 @@ def _prepare_after_loading(method: type) -> None:
     method.process_weights_after_loading = process_weights_after_loading
 
 
-def _expected(layer: torch.nn.Module, config: Any) -> tuple[int, bool, tuple[int, ...]]:
-    """The most rows of a step, whether a bias is added, and the sizes of CUDA graphs."""
+def _multiply_in_leaves(method: type) -> None:
+    """Have layers add K in the leaves that they were prepared for; those with one compute as ever."""
+    theirs = method.apply
+
+    def apply(self: object, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        leaves = getattr(layer, _EXPECTED).leaves if hasattr(layer, _EXPECTED) else 1
+        return theirs(self, layer, x, bias) if leaves == 1 else torch_op.linear(x, layer.weight, bias, leaves)
+
+    method.apply = apply
+
+
+class _Expected(NamedTuple):
+    """What the weight of a layer on a GPU is prepared for: arguments of :func:`..ops.linear.prepare`.
+
+    Attributes:
+        max_m: the most rows of a step.
+        bias: whether a bias is added.
+        sizes: of CUDA graphs.
+        leaves: that K is added in.
+    """
+
+    max_m: int
+    bias: bool
+    sizes: tuple[int, ...]
+    leaves: int
+
+
+def _expected(layer: torch.nn.Module, config: Any) -> _Expected:
     adds_bias = getattr(layer, "bias", None) is not None and not getattr(layer, "skip_bias_add", False)
-    return (
-        _max_m(layer, config),
-        adds_bias,
-        tuple(config.compilation_config.cudagraph_capture_sizes or ()),
-    )
+    if tensor_tree.leaves() > 1 and isinstance(layer, patch_points.ROW_PARALLEL.get()):
+        adds_bias = False  # it comes after the root
+    sizes = tuple(config.compilation_config.cudagraph_capture_sizes or ())
+    return _Expected(_max_m(layer, config), adds_bias, sizes, tensor_tree.of_layer(layer).leaves)
 
 
 def _max_m(layer: torch.nn.Module, config: Any) -> int:

@@ -28,7 +28,8 @@ class LayerTree:
 
     Attributes:
         leaves: parts that this worker's K is added in.
-        block_n: columns of the narrowest part of the layer that a worker may have; None where every worker has all.
+        block_n: columns of the narrowest part of the layer that a worker may have; None where every worker has all. On
+            a GPU a column has the same bits in every part.
     """
 
     leaves: int = 1

@@ -12,7 +12,7 @@ import torch.distributed
 
 from tests.ops.all_reduce.ranks import message, plant
 from vllm_batch_invariant.ops.all_reduce import add_ranks
-from vllm_batch_invariant.ops.all_reduce.cuda import SCHEDULES, AllReduce, symmetric_peers
+from vllm_batch_invariant.ops.all_reduce.cuda import SCHEDULES, TIMEOUT, AllReduce, symmetric_peers
 
 HIDDEN = 4096
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -35,28 +35,25 @@ class Rank:
         self.group = torch.distributed.group.WORLD
         self.late = random.Random(f"late {rank}")
 
-    def all_reduce(self) -> AllReduce:
-        return AllReduce(self.ranks, symmetric_peers(self.group, self.device))
+    def all_reduce(self, tree: bool = False, timeout: int = TIMEOUT) -> AllReduce:
+        return AllReduce(self.ranks, symmetric_peers(self.group, self.device), timeout=timeout, tree=tree)
 
     def partial(self, number: int, size: int, dtype: torch.dtype) -> torch.Tensor:
         """This rank's."""
         return message(number, self.rank, self.ranks, size, dtype, str(self.device))
 
-    def expected(self, partial: torch.Tensor) -> torch.Tensor:
-        """The ranks in their order, one after the other, of what NCCL brings from each."""
+    def expected(self, partial: torch.Tensor, tree: bool = False) -> torch.Tensor:
+        """The ranks in their order, one after the other or as a tree, of what NCCL brings from each: on the CPU, whose
+        tests hold it against float64.
+        """
         gathered = [torch.empty_like(partial) for _ in range(self.ranks)]
         torch.distributed.all_gather(gathered, partial)
-        return chain(gathered)
+        return add_ranks(torch.stack([one.cpu() for one in gathered]), tree).to(partial.device)
 
     def be_late(self) -> None:
         """Now and then this rank's GPU waits."""
         if self.late.random() < 0.3:
             torch.cuda._sleep(self.late.randrange(_DELAY_CYCLES))
-
-
-def chain(partials: list[torch.Tensor]) -> torch.Tensor:
-    """See the operation's package; on the CPU, whose tests hold it against float64."""
-    return add_ranks(torch.stack([one.cpu() for one in partials])).to(partials[0].device)
 
 
 def sizes(ranks: int) -> Iterator[int]:
@@ -68,17 +65,22 @@ def sizes(ranks: int) -> Iterator[int]:
     yield from (tokens * HIDDEN for tokens in (1, 2, 3, 8, 17, 64, 100, 257, 1000, 8192))
 
 
-def sums_of_every_size(rank: Rank) -> list[str]:
+def sums_of_every_size(rank: Rank, tree: bool = False) -> list[str]:
     """Every size and dtype, with ranks that are late."""
-    add, problems = rank.all_reduce(), []
+    add, problems = rank.all_reduce(tree), []
     for number, (size, dtype) in enumerate((size, dtype) for size in sizes(rank.ranks) for dtype in DTYPES):
         partial = rank.partial(number, size, dtype)
-        wanted = rank.expected(partial)
+        wanted = rank.expected(partial, tree)
         for _ in range(3):
             rank.be_late()
             if not torch.equal(add(partial), wanted):
                 problems.append(f"{size} of {dtype}")
     return problems
+
+
+def trees_of_every_size(rank: Rank) -> list[str]:
+    """The same, added as trees."""
+    return sums_of_every_size(rank, tree=True)
 
 
 def rounds_of_several_sizes(rank: Rank) -> list[str]:

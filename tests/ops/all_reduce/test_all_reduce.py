@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.assertions import assert_near, assert_same_bits
+from tests.ops.conftest import Device
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.ops.all_reduce import add_ranks
+from vllm_batch_invariant.ops.all_reduce import add_ranks, cpu
 from vllm_batch_invariant.ops.all_reduce.reference import add_ranks as reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -72,6 +73,16 @@ def test_a_tree_has_the_same_bits_whoever_adds_its_parts(dtype: torch.dtype) -> 
     if dtype.itemsize == 2:
         assert_near(whole, reference(leaves), 3)
         assert not torch.equal(add_ranks(leaves), whole), "a chain is rounded once"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("ranks", "tree"), [(1, True), (2, True), (3, False), (4, False), (4, True), (8, True)])
+def test_a_device_has_the_bits_of_whole_tensors(device: Device, ranks: int, tree: bool, dtype: torch.dtype) -> None:
+    for rows in (1, 3, 64):  # 64: rows are whole vectors together
+        held = partials(ranks, rows, dtype, 100.0)
+        assert_same_bits(add_ranks(held.to(device.type), tree).cpu(), cpu.add_ranks(held, tree), f"{rows} rows")
+    if dtype.itemsize == 2 and ranks == 4:
+        assert not torch.equal(add_ranks(held.to(device.type), tree).cpu(), cpu.add_ranks(held, not tree))
 
 
 def test_a_tree_of_three_is_refused() -> None:

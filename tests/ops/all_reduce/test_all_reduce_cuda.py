@@ -24,7 +24,13 @@ def found(tmp_path: Path, ranks: int, check: Callable[..., list[str]], fault: st
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(
-    "check", [on_gpus.sums_of_every_size, on_gpus.rounds_of_several_sizes, on_gpus.replays_of_graphs]
+    "check",
+    [
+        on_gpus.sums_of_every_size,
+        on_gpus.trees_of_every_size,
+        on_gpus.rounds_of_several_sizes,
+        on_gpus.replays_of_graphs,
+    ],
 )
 def test_every_rank_has_the_sum_of_all_in_their_order(tmp_path: Path, ranks: int, check: Callable) -> None:
     assert found(tmp_path, ranks, check) == [[]] * ranks

@@ -206,7 +206,7 @@ def test_without_algorithms_or_without_the_library_triton_serves(autotuner) -> N
 
 
 def test_a_reference_that_follows_the_number_of_rows_is_an_error(autotuner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_gemm, "mm", lambda a, b, bias: split_for_few_rows(a, b))
+    monkeypatch.setattr(triton_gemm, "mm", lambda a, b, bias, out: split_for_few_rows(a, b))
     with pytest.raises(Inconsistent, match=r"N=40 K=96 bfloat16 bias has other bits at one of \(9, 13, 16\) rows"):
         autotuner(one("right")).tune(16, (), None)
     autotuner(one("right")).tune(24, (), None)

@@ -66,7 +66,7 @@ def test_a_reduction_names_what_is_in_force_on_each_device() -> None:
     def said(device_type: str, dtype: torch.dtype, n: int = 40) -> dict[str, Any]:
         reduction = LinearReduction.of_device(device_type, n, 96, dtype)
         found = {field.name: getattr(reduction, field.name) for field in fields(reduction)}
-        assert (found.pop("n"), found.pop("k"), found.pop("dtype")) == (n, 96, dtype)
+        assert (found.pop("n"), found.pop("k"), found.pop("dtype"), found.pop("leaves")) == (n, 96, dtype, 1)
         return {name: value for name, value in found.items() if value is not None}
 
     fp32 = {"accumulate": torch.float32}

@@ -13,7 +13,7 @@ from .triton_kernels import add_ranks_kernel, all_reduce_kernel
 
 _FLAG_ALIGNMENT = 256
 """Bytes."""
-_TIMEOUT = 600 * 10**9
+TIMEOUT = 600 * 10**9
 """Nanoseconds that a rank waits for another, which may be compiling, before it ends with an error."""
 _UNIT_BYTES = 16
 _BLOCK, _NUM_WARPS = 1024, 4
@@ -155,7 +155,7 @@ class AllReduce:
         ranks: int,
         allocate: Callable[[int], Peers],
         schedules: Sequence[AllReduceSchedule] | None = None,
-        timeout: int = _TIMEOUT,
+        timeout: int = TIMEOUT,
         tree: bool = False,
     ) -> None:
         self._ranks, self._timeout, self._tree = ranks, timeout, tree

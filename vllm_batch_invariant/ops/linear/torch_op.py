@@ -5,12 +5,14 @@ import torch
 from . import linear as _linear
 
 _library = torch.library.Library("vllm_batch_invariant", "DEF")
-_library.define("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
+_library.define("linear(Tensor x, Tensor weight, Tensor? bias=None, int leaves=1) -> Tensor")
 _library.impl("linear", _linear, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("vllm_batch_invariant::linear", lib=_library)
-def _shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG001
+def _shape(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, leaves: int = 1  # noqa: ARG001
+) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
