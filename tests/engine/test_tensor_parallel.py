@@ -8,8 +8,9 @@ import torch
 
 from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, Result, differing_answers, only_in_the_core, run
 from tests.engine.plans import alone_and_among, moved, targets
-from vllm_batch_invariant.envs import TP_TREE
+from vllm_batch_invariant.envs import TP_TREE, UNTRIED
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
+from vllm_batch_invariant.verify.harness.worker import Engine
 
 ON_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.engine, pytest.mark.core]
@@ -25,7 +26,12 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
     path = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
 
     def engine(
-        flag: str, steps: list[dict[str, Any]], tree: str = "1", bisection: Sequence[Any] = (), **others: Any
+        flag: str,
+        steps: list[dict[str, Any]],
+        tree: str = "1",
+        bisection: Sequence[Any] = (),
+        afterwards: Callable[[Engine], Any] = lambda engine: None,
+        **others: Any,
     ) -> Result:
         settings = {"model": str(path)} | SETTINGS | OF_DEVICE
         workers = others.get("tensor_parallel_size", SETTINGS["tensor_parallel_size"])
@@ -33,7 +39,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
             pytest.skip(f"needs {workers} GPUs")
         cores = "|".join(str(rank % 2) for rank in range(workers))
         variables = {"VLLM_CPU_OMP_THREADS_BIND": cores, TP_TREE.name: tree}
-        return run(settings | others, steps, flag, bisection=bisection, **variables)
+        if ON_GPU and (tree != "1" or workers > 2):
+            variables[UNTRIED.name] = "1"
+        return run(settings | others, steps, flag, bisection=bisection, afterwards=afterwards, **variables)
 
     return engine
 
@@ -81,16 +89,35 @@ def test_plain_vllm_fails_the_same_comparison(request: pytest.FixtureRequest, st
     assert moved(start("0", alone_and_among(), dtype="float32"))
 
 
-@pytest.mark.skipif(ON_GPU, reason="a tree is refused on a GPU")
+@pytest.fixture(scope="module")
+def numbers_of_workers() -> list[int]:
+    """Up to the leaves of a tree of four, as many as there are GPUs."""
+    most = torch.cuda.device_count() if ON_GPU else 4
+    return [workers for workers in (1, 2, 4) if workers <= most]
+
+
 def test_a_tree_gives_every_number_of_workers_the_same_bits(
-    request: pytest.FixtureRequest, start: Callable[..., Result]
+    request: pytest.FixtureRequest, start: Callable[..., Result], numbers_of_workers: list[int]
 ) -> None:
     only_in_the_core(request)
+    if ON_GPU and len(numbers_of_workers) == 1:
+        pytest.skip("needs 2 GPUs")
     steps = [step for step in alone_and_among() if step["name"].startswith(("alone", "among 17"))]
-    with_tree = [start("1", steps, tensor_parallel_size=workers, tree="4") for workers in (1, 2, 4)]
+    with_tree = [start("1", steps, tensor_parallel_size=workers, tree="4") for workers in numbers_of_workers]
     without = [start("1", steps, tensor_parallel_size=workers) for workers in (1, 2)]
 
-    for done in with_tree[1:]:
+    for done in with_tree:
+        assert moved(done) == []
         assert differing_answers(targets(done), targets(with_tree[0])) == []
     assert differing_answers(targets(without[0]), targets(without[1]))
     assert differing_answers(targets(without[0]), targets(with_tree[0]))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="on a CPU workers wait in gloo, whose connections end with a worker")
+def test_a_worker_that_dies_ends_the_engine_and_the_other_worker(start: Callable[..., Result]) -> None:
+    done = start("1", [], afterwards=lambda engine: engine.call("tests.engine.deaths:a_worker_dies", 1))
+    found = done.afterwards
+    assert found["error"]
+    assert found["left"] == []
+    assert found["seconds"] < 60
+    assert "died unexpectedly" in done.log

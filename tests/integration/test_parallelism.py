@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration import patch_points
 from vllm_batch_invariant.integration.coverage import CORES, REFUSED
 
@@ -118,3 +119,11 @@ def test_engines_need_as_many_cores_as_each_other(
     named = [f"data parallelism 2 with {CORES}={cores or 'auto'}"] if is_refused else []
     assert refused(**TWO_ENGINES, world_size=workers) == named
     assert refused(world_size=workers) == []
+
+
+def test_what_no_gpu_has_run_starts_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert refused(tensor_parallel_size=4, device="cuda") == []
+    assert refused(tensor_parallel_size=3, device="cuda") == ["tensor parallelism 3"]
+    assert refused(tensor_parallel_size=4, device="npu") == ["tensor parallelism 4"]

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_batch_invariant.envs import ARITHMETIC, TP_TREE
+from vllm_batch_invariant.envs import ARITHMETIC, TP_TREE, UNTRIED
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import patch_points, tensor_tree
+from vllm_batch_invariant.integration import linear, patch_points, tensor_tree
 from vllm_batch_invariant.integration.coverage import REFUSED
 from vllm_batch_invariant.integration.linear import ExactLinear
 from vllm_batch_invariant.integration.tensor_tree import LayerTree
@@ -127,3 +127,59 @@ def test_more_workers_than_leaves_are_found(
     assert (
         bool(feature.found(SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=workers)))) == is_found
     )
+
+
+@pytest.mark.parametrize(
+    ("device", "untried", "is_found"),
+    [("cpu", "0", False), ("cuda", "0", True), ("cuda", "1", False), ("npu", "1", True)],
+)
+def test_a_tree_on_a_gpu_starts_for_who_tries_it(
+    device: str, untried: str, is_found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TP_TREE.name, "2")
+    monkeypatch.setenv(UNTRIED.name, untried)
+    [feature] = [one for one in REFUSED if one.name.startswith("`VLLM_BATCH_INVARIANT_TP_TREE`")]
+    assert bool(feature.found(SimpleNamespace(device_config=SimpleNamespace(device_type=device)))) == is_found
+
+
+class Method:
+    """As vLLM's, of layers on a GPU."""
+
+    def process_weights_after_loading(self, layer: Any) -> None: ...
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> str:
+        return "theirs"
+
+
+@pytest.mark.parametrize(("workers", "leaves"), [(1, 4), (2, 2), (4, 1)])
+def test_on_a_gpu_a_layer_is_prepared_for_and_multiplied_in_its_leaves(
+    workers: int, leaves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TP_TREE.name, "4")
+    for point in (patch_points.LINEAR_METHOD, patch_points.EMBEDDING_METHOD):
+        monkeypatch.setattr(point.module(), point.attribute, type("Method", (Method,), dict(vars(Method))))
+    for point in (patch_points.CUDA_LINEAR, patch_points.CUDA_EMBEDDING):
+        monkeypatch.setattr(point.module(), point.attribute, None)
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]),
+    )
+    monkeypatch.setattr(patch_points.CURRENT_CONFIG.module(), patch_points.CURRENT_CONFIG.attribute, lambda: config)
+    prepared: list[Any] = []
+    monkeypatch.setattr(linear, "prepare", lambda weight, *expected: prepared.append(expected))
+    linear.install_cuda()
+
+    k = 256 // workers
+    row = layer("ROW_PARALLEL", input_size=256, tp_size=workers)
+    row.weight = SimpleNamespace(is_cuda=True, ndim=2, values=torch.randn(32, k).bfloat16())
+    row.bias, row.skip_bias_add = torch.zeros(32), False
+    method = patch_points.LINEAR_METHOD.get()()
+    method.process_weights_after_loading(row)
+    assert prepared == [(64, False, (1, 2), leaves)], "its bias is added after the root"
+    row.weight, x = row.weight.values, torch.randn(3, k).bfloat16()
+    if leaves == 1:
+        assert method.apply(row, x) == "theirs"
+    else:
+        assert torch.equal(method.apply(row, x), linear.torch_op.linear(x, row.weight, None, leaves))
+        assert not torch.equal(method.apply(row, x), linear.torch_op.linear(x, row.weight))
+    assert method.apply(layer("REPLICATED"), x) == "theirs"

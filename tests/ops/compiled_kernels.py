@@ -415,6 +415,9 @@ def check_some() -> None:
     for gpu in (90, 120):
         found = launch_on(gpu, gradients_of_attention, Heads(8, 2, 128, torch.bfloat16), 100)
         check_all(f"gradients of attention on sm_{gpu}", found, False)
+    found = launch_on(90, all_reduces, 1, 4096, torch.bfloat16, 4, True)
+    ends = [one.name for one in found if "__assertfail" in one.kernel.asm["ptx"]]
+    check("the all-reduce's wait ends with an assertion", ends == ["all_reduce_kernel"])
     CUDABackend.make_cubin = lambda *_: b""  # its instructions are in PTX, and the assembler takes most of the time
     check_attention(100, Heads(8, 2, 64, torch.bfloat16), 64)
 

@@ -96,8 +96,9 @@ def _attention_backend(config: Config) -> str | None:
 
 
 def _tensor_parallelism(config: Config) -> str | None:
-    size = config.parallel_config.tensor_parallel_size
-    return _when(size not in (1, *devices.of_config(config).tensor_parallel_sizes), f"tensor parallelism {size}")
+    size, device = config.parallel_config.tensor_parallel_size, devices.of_config(config)
+    untried = device.untried_tensor_parallel_sizes if envs.UNTRIED.read() == "1" else ()
+    return _when(size not in (1, *device.tensor_parallel_sizes, *untried), f"tensor parallelism {size}")
 
 
 def _tree(config: Config) -> str | None:

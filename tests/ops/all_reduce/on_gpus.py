@@ -17,6 +17,8 @@ from vllm_batch_invariant.ops.all_reduce.cuda import SCHEDULES, TIMEOUT, AllRedu
 HIDDEN = 4096
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ROUNDS, _REPLAYS, _DELAY_CYCLES = 200, 500, 200_000
+_PATIENCE = 5 * 10**9
+"""Nanoseconds."""
 
 
 class Rank:
@@ -144,6 +146,24 @@ def sums_by_nccl(rank: Rank) -> list[str]:
         if not torch.equal(part, whole[:count]):
             problems.append(f"{count} rows")
     return problems
+
+
+def outlive(rank: int, ranks: int, port: int, folder: str) -> None:
+    """A rank's process, of which the last ends after the first sum; what the others then meet is written to a file."""
+    process = Rank(rank, ranks, port)
+    add = process.all_reduce(timeout=_PATIENCE)
+    partial = torch.ones(HIDDEN, dtype=torch.bfloat16, device=process.device)
+    add(partial)
+    torch.cuda.synchronize()
+    torch.distributed.barrier()
+    if rank < ranks - 1:
+        os.dup2(os.open(Path(folder, f"said by {rank}"), os.O_WRONLY | os.O_CREAT), 2)
+        try:
+            add(partial)
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            Path(folder, f"met by {rank}").write_text(str(error))
+    os._exit(rank)  # nothing of a GPU that has met an assertion can be freed
 
 
 def run(rank: int, ranks: int, port: int, check: Callable[[Rank], list[str]], fault: str | None, folder: str) -> None:

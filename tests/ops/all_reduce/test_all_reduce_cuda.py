@@ -48,3 +48,21 @@ def test_a_planted_fault_is_found(tmp_path: Path, fault: str) -> None:
     if fault == "rounded each time" and ranks == 2:
         pytest.skip("a sum of two numbers is rounded once")
     assert any(found(tmp_path, ranks, on_gpus.sums_of_every_size, fault))
+
+
+def test_a_rank_that_ends_ends_those_that_wait_for_it(tmp_path: Path) -> None:
+    ranks, port, context = 2, free_port(), torch.multiprocessing.get_context("spawn")
+    started = [
+        context.Process(target=on_gpus.outlive, args=(rank, ranks, port, str(tmp_path))) for rank in range(ranks)
+    ]
+    for one in started:
+        one.start()
+    try:
+        for one in started:
+            one.join(90)
+        assert [one.exitcode for one in started] == list(range(ranks))
+    finally:
+        for one in started:
+            one.kill()
+    assert "device-side assert" in (tmp_path / "met by 0").read_text()
+    assert "a tensor-parallel rank has ended, or does not come" in (tmp_path / "said by 0").read_text()

@@ -70,7 +70,7 @@ def test_what_cannot_be_cut_is_refused(count: int) -> None:
 
 
 def test_a_device_that_adds_no_leaves_is_refused() -> None:
-    with pytest.raises(NotCovered, match="all_reduce on device 'meta'|linear on device 'meta'"):
+    with pytest.raises(NotCovered, match="linear on device 'meta'"):
         linear(draw(2, 32).to("meta"), draw(8, 32).to("meta"), leaves=2)
 
 
@@ -107,9 +107,7 @@ class OnCpu(Autotuner):
 
 
 @pytest.fixture
-def autotuner(
-    on_cpu: None, cublaslt: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> OnCpu:
+def autotuner(on_cpu: None, cublaslt: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> OnCpu:
     monkeypatch.setattr(autotune, "cancelling", lambda m, n, k, dtype, _, seed: cancelling(m, n, k, dtype, "cpu", seed))
     monkeypatch.setattr(autotune, "gpu", schedule.gpu)
     problem = GemmProblem(N, 16 * K, torch.bfloat16, False, None, leaves=4)

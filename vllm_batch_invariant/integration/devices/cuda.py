@@ -156,6 +156,7 @@ DEVICE = Cuda(
     serving="Matmuls: K in ascending order, by cuBLASLt and Triton. Norms, softmax, sums: Triton, in a fixed order.",
     execution="Layers are not compiled; steps run in CUDA graphs.",
     tensor_parallel_sizes=(2,),
+    untried_tensor_parallel_sizes=(4, 8),
     pipeline_parallel_sizes=(2,),
     has_experts=True,
     has_exact_arithmetic=True,

@@ -30,6 +30,7 @@ class VllmDevice:
         copies_weights: whether matmuls read copies of the weights, which go before the weights are written.
         guarantees: of docs/contract.md, that are kept on it.
         tensor_parallel_sizes: numbers of workers above 1 that may share each layer.
+        untried_tensor_parallel_sizes: those that :data:`~.envs.UNTRIED` adds.
         pipeline_parallel_sizes: numbers of stages above 1 that a model may be cut into.
         has_data_parallelism: whether several engines may serve one dense model.
         has_experts: whether mixtures of experts are served.
@@ -46,6 +47,7 @@ class VllmDevice:
     copies_weights: bool = False
     guarantees: tuple[str, ...] = ("run", "batch", "schedule")
     tensor_parallel_sizes: tuple[int, ...] = ()
+    untried_tensor_parallel_sizes: tuple[int, ...] = ()
     pipeline_parallel_sizes: tuple[int, ...] = ()
     has_data_parallelism: bool = False
     has_experts: bool = False

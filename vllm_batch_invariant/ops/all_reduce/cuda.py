@@ -14,7 +14,10 @@ from .triton_kernels import add_ranks_kernel, all_reduce_kernel
 _FLAG_ALIGNMENT = 256
 """Bytes."""
 TIMEOUT = 600 * 10**9
-"""Nanoseconds that a rank waits for another, which may be compiling, before it ends with an error."""
+"""Nanoseconds that a rank waits for another, which may be compiling, before it ends with an error. vLLM's executor ends
+its workers within seconds when one has ended, and gives up on a step after 300 s
+(``VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS``).
+"""
 _UNIT_BYTES = 16
 _BLOCK, _NUM_WARPS = 1024, 4
 """Elements that a CTA adds of partial results that lie on one GPU."""
@@ -221,4 +224,6 @@ class _Channel:
             TIMEOUT=timeout,
             num_warps=self.schedule.num_warps,
             enable_fp_fusion=False,
+            debug=True,  # its assertion is there, which ends a rank that waits for one that has ended
+            sanitize_overflow=False,
         )

@@ -24,9 +24,8 @@ def _wait(flag_ptr, epoch, TIMEOUT: tl.constexpr):
     if TIMEOUT > 0:
         start = globaltimer()
     while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") - epoch < 0:
-        if TIMEOUT > 0:  # noqa: SIM102 - known when it is compiled
-            if globaltimer() - start > TIMEOUT:
-                tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        if TIMEOUT > 0:
+            tl.device_assert(globaltimer() - start <= TIMEOUT, "a tensor-parallel rank has ended, or does not come")
 
 
 @triton.jit

@@ -14,9 +14,7 @@ from .reduction import LinearReduction
 __all__ = ["LinearReduction", "bmm", "linear", "mm", "prepare"]
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, leaves: int = 1
-) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, leaves: int = 1) -> torch.Tensor:
     """``x @ weight.T + bias``, rounded once; or with K in leaves, each rounded and added to its neighbour, and their
     sums to their neighbours, until there is one, to which the bias is added.
 
@@ -76,9 +74,7 @@ def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return implementation("linear", a, b).bmm(a, b)
 
 
-def prepare(
-    weight: torch.Tensor, max_m: int, bias: bool = False, sizes: Iterable[int] = (), leaves: int = 1
-) -> None:
+def prepare(weight: torch.Tensor, max_m: int, bias: bool = False, sizes: Iterable[int] = (), leaves: int = 1) -> None:
     """Measure now what :func:`linear` needs to know about such a weight, instead of at its first calls.
 
     Args:

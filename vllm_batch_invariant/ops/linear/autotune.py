@@ -167,7 +167,9 @@ class Autotuner:
         device = torch.device("cuda", p.device)
         of_leaves = [cancelling(self.max_m, p.n, p.leaf.k, p.dtype, device, seed) for seed in range(p.leaves)]
         a, weight = (torch.cat(operands, 1) for operands in zip(*of_leaves, strict=True))
-        if p.leaves > 1:  # where leaves are rounding error, few of their sums are rounded: of half the columns they are not
+        if (
+            p.leaves > 1
+        ):  # where leaves are rounding error, few of their sums are rounded: of half the columns they are not
             weight[1::2] = weight[1::2].roll(1, 1)
         self.a = a if p.a_k_major else a.t().contiguous().t()
         self.b = weight.t() if p.b_k_major else weight.t().contiguous()

@@ -107,9 +107,7 @@ class MatmulDispatcher:
         )
         return self._plans.get(key) or self._make_plan(key, a, b, bias, leaves)
 
-    def _make_plan(
-        self, key: tuple, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leaves: int
-    ) -> _Plan:
+    def _make_plan(self, key: tuple, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leaves: int) -> _Plan:
         if torch.cuda.is_current_stream_capturing():  # no time for disks and handles
             return _BY_TRITON
         problem = problem_of(a, b, bias, leaves) if _uses_cublaslt(a.device) else None

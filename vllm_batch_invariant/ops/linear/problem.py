@@ -53,9 +53,7 @@ class GemmProblem:
         return name if self.leaves == 1 else f"{name} in {self.leaves} leaves"
 
 
-def problem_of(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leaves: int = 1
-) -> GemmProblem | None:
+def problem_of(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leaves: int = 1) -> GemmProblem | None:
     """The problem that ``a @ b + bias`` is a case of, or None if only Triton's kernel for any strides and dtypes takes
     it.
     """

@@ -26,9 +26,9 @@ class LinearReduction:
 
     - On a CUDA GPU one accumulator an element adds K upwards in steps of ``k_step``, and operands of fp32 are
       multiplied in ``precision``; or one for each of ``leaves`` equal parts of K, which are rounded to ``dtype`` and
-      added as a tree whose nodes are rounded, too. That this has the same bits for every tile and instruction is a measurement
-      (docs/contract.md) which agrees with models of the tensor core: Khattak and Mikaitis, "Accurate models of NVIDIA
-      tensor cores" (arXiv:2512.07004).
+      added as a tree whose nodes are rounded, too. That this has the same bits for every tile and instruction is a
+      measurement (docs/contract.md) which agrees with models of the tensor core: Khattak and Mikaitis, "Accurate models
+      of NVIDIA tensor cores" (arXiv:2512.07004).
     - On a CPU the order is what the BLAS does, running on ``threads``, for ``block_m`` rows and ``columns``, at
       addresses that are multiples of ``alignment``.
     - On an NPU one accumulator an element adds K upwards in steps of ``k_step``. That tiles of other sizes give a row
@@ -69,9 +69,7 @@ class LinearReduction:
         return -(-self.n // each) * each
 
     @classmethod
-    def of_device(
-        cls, device_type: str, n: int, k: int, dtype: torch.dtype, leaves: int = 1
-    ) -> "LinearReduction":
+    def of_device(cls, device_type: str, n: int, k: int, dtype: torch.dtype, leaves: int = 1) -> "LinearReduction":
         """The reduction in force on a device for a weight [N, K]; ``leaves`` on a CUDA GPU.
 
         Raises:
@@ -88,9 +86,7 @@ def _on_cuda(n: int, k: int, dtype: torch.dtype, precision: str, leaves: int) ->
     k_step = _CUDA_K_STEP_IN_TF32 if precision == "tf32" else _CUDA_K_STEP.get(dtype)
     fuses = precision == "ieee" and dtype.itemsize >= 4
     acc = _accumulate(dtype)
-    return LinearReduction(
-        n, k, dtype, acc, precision=precision, k_step=k_step, enable_fp_fusion=fuses, leaves=leaves
-    )
+    return LinearReduction(n, k, dtype, acc, precision=precision, k_step=k_step, enable_fp_fusion=fuses, leaves=leaves)
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,10 @@ _library.impl("linear", _linear, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("vllm_batch_invariant::linear", lib=_library)
 def _shape(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, leaves: int = 1  # noqa: ARG001
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,  # noqa: ARG001
+    leaves: int = 1,  # noqa: ARG001
 ) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
