@@ -28,7 +28,7 @@ from benchmarks.engine_worker import STARTED
 from benchmarks.engine_workloads import WORKLOADS
 from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, update
 from benchmarks.spread import Spread
-from vllm_batch_invariant.envs import ARITHMETIC, FLAG, UNTRIED
+from vllm_batch_invariant.envs import ARITHMETIC, FLAG, TP_TREE, UNTRIED
 from vllm_batch_invariant.verify.harness.mode import OURS, of_started
 from vllm_batch_invariant.verify.printing import one_line
 
@@ -37,13 +37,17 @@ PROVIDERS: dict[str, dict[str, str]] = {
     "ours": {FLAG: "1"},
     "native": {FLAG: "1", "VLLM_PLUGINS": ""},
     "exact": {FLAG: "1", ARITHMETIC.name: "exact"},
+    "tree": {FLAG: "1", TP_TREE.name: "2", UNTRIED.name: "1"},
 }
 """What decides who computes, by provider; the first is what the others are compared with."""
 USUAL = ("stock", "ours", "native")
-"""Who takes part unless told otherwise: not every machine is offered exact arithmetic."""
-_OURS = ("ours", "exact")
-_EXACT = case_text(arithmetic="exact")
-"""What the case of its rows says, which are ours."""
+"""Who takes part unless told otherwise: not every machine is offered exact arithmetic or a tree."""
+_FORMS = {
+    "exact": (f" {case_text(arithmetic='exact')}", "the usual arithmetic's"),
+    "tree": (f" {case_text(tree=2)}", "that without a tree"),
+}
+"""Ours in other forms: what the cases of their rows end with, and what they are compared with, too."""
+_OURS = ("ours", *_FORMS)
 CONCURRENT = 63
 """Concurrent requests of the target request whose bits are checked."""
 _TURNS = 2
@@ -188,12 +192,12 @@ class Rows:
 
 
 def measurements(results: dict[str, dict[str, Any]], workloads: str, setting: Setting) -> list[Measurement]:
-    """The rows for the data: every workload, start-up and memory, of every provider. Exact arithmetic's are ours, and
-    their case says so.
+    """The rows for the data: every workload, start-up and memory, of every provider. Those of exact arithmetic and of a
+    tree are ours, and their case says so.
     """
     rows, stock = Rows(setting), results.get("stock")
     for provider, result in results.items():
-        recorded, differs = ("ours", f" {_EXACT}") if provider == "exact" else (provider, "")
+        recorded, differs = ("ours", _FORMS[provider][0]) if provider in _FORMS else (provider, "")
         add = partial(rows.add, recorded, same_bits=result.get("same_bits"))
         for place, workload in enumerate(WORKLOADS[workloads] if "samples" in result else ()):
             other = stock and stock["samples"][place]
@@ -212,8 +216,8 @@ def _p99(samples: list[float]) -> float:
 
 
 def print_summary(rows: Sequence[Measurement], console: Console) -> None:
-    """Print a line for each case: each provider's median, and its ratio to stock; in exact arithmetic also the ratio to
-    the usual one.
+    """Print a line for each case: each provider's median, and its ratio to stock; of ours in another form also that
+    to the usual one.
     """
     medians = {(row.case, row.metric, row.provider): row.p50 for row in rows}
     providers = list(dict.fromkeys(row.provider for row in rows))
@@ -224,9 +228,10 @@ def print_summary(rows: Sequence[Measurement], console: Console) -> None:
         for provider in providers:
             own = [row for row in rows if (row.case, row.metric, row.provider) == (case, metric, provider)]
             ratio = f", {own[0].ratio:.3f}" if own and own[0].ratio is not None else ""
-            usual = medians.get((case.removesuffix(f" {_EXACT}"), metric, provider))
-            if own and usual and case.endswith(_EXACT):
-                ratio += f", {own[0].p50 / usual:.3f} of the usual arithmetic's"
+            for ending, of_what in _FORMS.values():
+                usual = medians.get((case.removesuffix(ending), metric, provider))
+                if own and usual and case.endswith(ending):
+                    ratio += f", {own[0].p50 / usual:.3f} of {of_what}"
             cells.append(f"{own[0].p50:.4g} {unit}{ratio}" if own else "")
         table.add_row(case if case == case_text(workload=metric) else f"{case}: {metric}", *cells)
     bits = {provider: {row.bits for row in rows if row.provider == provider} for provider in providers}

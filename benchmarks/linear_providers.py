@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 
 import torch
@@ -36,6 +37,16 @@ def _stock() -> Provider:
 def _ours() -> Provider:
     linear = import_module("vllm_batch_invariant.ops.linear")
     return Provider("ours", linear.linear, prepare=linear.prepare)
+
+
+def _ours_tree(leaves: int) -> Provider:
+    """K in leaves, which are added as a tree."""
+    linear = import_module("vllm_batch_invariant.ops.linear")
+    return Provider(
+        f"ours-tree-{leaves}",
+        lambda x, weight: linear.linear(x, weight, leaves=leaves),
+        prepare=lambda weight, rows: linear.prepare(weight, rows, leaves=leaves),
+    )
 
 
 def _ours_triton() -> Provider:
@@ -81,10 +92,12 @@ _LOADERS: dict[str, Callable[[], Provider]] = {
     "ours-triton": _ours_triton,
     "native": _native,
     "ours-exact": _ours_exact,
+    "ours-tree-2": partial(_ours_tree, 2),
+    "ours-tree-4": partial(_ours_tree, 4),
 }
 NAMES = tuple(_LOADERS)
-USUAL = tuple(name for name in NAMES if name != "ours-exact")
-"""Who takes part unless told otherwise: no engine on a GPU is offered exact arithmetic."""
+USUAL = tuple(name for name in NAMES if not name.startswith(("ours-exact", "ours-tree")))
+"""Who takes part unless told otherwise: exact arithmetic and trees are options of an engine."""
 
 
 def load(name: str) -> Provider:

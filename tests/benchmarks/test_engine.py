@@ -170,5 +170,20 @@ def test_exact_arithmetic_is_a_case_of_ours_with_ratios_to_plain_vllm_and_to_the
     assert engine.main(command) == 1
 
 
-def test_exact_arithmetic_is_measured_where_it_is_asked_for() -> None:
-    assert "exact" not in engine._parse(["MODEL"]).providers
+def test_a_tree_is_a_case_of_ours(worker, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    worker.answers |= {"ours": result(3.0), "tree": result(4.5)}
+    out = tmp_path / "engine.csv"
+    command = ["MODEL", "--workloads", "small", "--offline", "--out", str(out), "--providers", "ours", "tree"]
+    assert engine.main(command) == 0
+    rows = [row for row in record.read(out) if row.metric == "tpot"]
+    assert {(row.provider, row.keys.get("tree", "none")): row.p50 for row in rows}.keys() == {
+        ("ours", "none"),
+        ("ours", "2"),
+    }
+    assert "1.500 of that without a tree" in capsys.readouterr().out
+    assert worker.environments["tree"]["VLLM_BATCH_INVARIANT_TP_TREE"] == "2"
+
+
+def test_other_forms_of_ours_are_measured_where_they_are_asked_for() -> None:
+    assert not {"exact", "tree"} & set(engine._parse(["MODEL"]).providers)

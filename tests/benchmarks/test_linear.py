@@ -14,6 +14,7 @@ from benchmarks.linear_summary import print_summary
 from benchmarks.record import Setting
 from benchmarks.roofline import Ceilings, Work
 from benchmarks.shapes import Origin, WeightShape
+from vllm_batch_invariant.ops import linear as ours
 from vllm_batch_invariant.ops.exact import definition
 
 SHAPE = WeightShape(48, 64, (Origin("small", 1, "lm_head"),))
@@ -148,6 +149,9 @@ def test_exact_arithmetic_has_the_definitions_bits_and_makes_a_weight_integers_o
     assert verdicts(run, "ours-exact") == {"2": "equal", "8": "equal", "512": "equal"}
 
 
-def test_exact_arithmetic_is_measured_where_it_is_asked_for() -> None:
-    assert "ours-exact" in linear_providers.NAMES
-    assert "ours-exact" not in linear._parse([]).providers
+def test_exact_arithmetic_and_trees_are_measured_where_they_are_asked_for() -> None:
+    for name in ("ours-exact", "ours-tree-2", "ours-tree-4"):
+        assert name in linear_providers.NAMES
+        assert name not in linear._parse([]).providers
+    x, weight = torch.randn(5, 64), torch.randn(48, 64)
+    assert torch.equal(linear_providers.load("ours-tree-4").call(x, weight), ours.linear(x, weight, leaves=4))
