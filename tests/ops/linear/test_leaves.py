@@ -156,3 +156,5 @@ def test_a_narrow_tile_ends_a_step_where_a_leaf_ends() -> None:
     assert narrow_tiles(1, 896, HOPPER, 256) == narrow_tiles(1, 896, HOPPER)
     assert {tile.block_k for tile in narrow_tiles(1, 896, HOPPER, 384)} == {128}
     assert narrow_tiles(1, 896, HOPPER, 64) == ()
+    assert narrow_tiles(128, 4096, HOPPER) == ()
+    assert narrow_tiles(128, 4096, HOPPER, 2048) == NARROW_TILES[2:], "instead of three kernels"
