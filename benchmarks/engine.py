@@ -37,7 +37,7 @@ PROVIDERS: dict[str, dict[str, str]] = {
     "ours": {FLAG: "1"},
     "native": {FLAG: "1", "VLLM_PLUGINS": ""},
     "exact": {FLAG: "1", ARITHMETIC.name: "exact"},
-    "tree": {FLAG: "1", TP_TREE.name: "2", UNTRIED.name: "1"},
+    "tree": {FLAG: "1", TP_TREE.name: "2"},
 }
 """What decides who computes, by provider; the first is what the others are compared with."""
 USUAL = ("stock", "ours", "native")
