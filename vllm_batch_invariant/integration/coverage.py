@@ -401,7 +401,7 @@ COVERED = (
         "Mixture of experts",
         "on a CPU, in fp32, bf16 and fp16: Qwen2-MoE, Qwen3-MoE, Mixtral, GraniteMoe, OLMoE, GLM-4.5, gpt-oss in bf16 "
         "and the like; with shared experts; routers by softmax or sigmoid, with a bias, in groups. On one GPU with "
-        "vLLM 0.33: those with a softmax router, SiLU and no biases, such as Qwen2-MoE, Qwen3-MoE and Mixtral",
+        "vLLM 0.33 the same, but for experts with GELU",
     ),
     Feature(
         "Multimodal models, as text",
