@@ -12,7 +12,6 @@ from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, Result, check_of, only
 from tests.engine.plans import GREEDY, SEEDED, alone_and_among, moved
 from tests.engine.test_models import GQA, SIZES, checkpoint
 from tests.faults.experts import FAULTS
-from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.verify.check.engine import EngineRun
 from vllm_batch_invariant.verify.check.guarantees import OPERATIONS
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
@@ -26,9 +25,7 @@ WIDE = Shape(hidden=512, intermediate=2048, layers=3, heads=8, experts=8, expert
 LIMITS = {"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 128, "skip_tokenizer_init": True}
 SOFTMAX = SIZES | GQA | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 ON_GPU = torch.cuda.is_available()
-NOT_YET_RUN = {UNTRIED.name: "1"} if ON_GPU else {}
-"""For workers that share experts, which start on GPUs only so that they can be run."""
-OF_TWO_WORKERS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} | NOT_YET_RUN
+OF_TWO_WORKERS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 FAMILIES = {
     "Qwen2-MoE with a shared expert": transformers.Qwen2MoeConfig(
         **SOFTMAX, shared_expert_intermediate_size=256, mlp_only_layers=[1]

@@ -63,7 +63,11 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
         (TWO_GPUS | {"second_runner": False}, ["several GPUs with the first model runner"]),
         (TWO_GPUS | {"drafts": True}, ["several GPUs with speculative decoding"]),
         (TWO_GPUS | {"sleeps": True}, ["several GPUs with a model that sleeps"]),
-        (TWO_GPUS | {"is_moe": True}, ["several GPUs with a mixture of experts"]),
+        (TWO_GPUS | {"is_moe": True}, []),
+        (
+            {"pipeline_parallel_size": 2, "device": "cuda", "is_moe": True},
+            ["several GPUs with stages of a mixture of experts"],
+        ),
         (TWO_GPUS | {"distributed_executor_backend": "ray"}, ["several GPUs with the executor ray"]),
         (TWO_GPUS | {"version": "0.32.0"}, ["several GPUs with vLLM 0.32.0"]),
         ({"pipeline_parallel_size": 2, "drafts": True}, ["speculative decoding beside pipeline parallelism 2"]),

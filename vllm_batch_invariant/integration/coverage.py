@@ -179,7 +179,7 @@ def _beside_workers_on_gpus(config: Config) -> str | None:
         "exact arithmetic": envs.is_exact(),
         "FlexAttention": envs.ATTENTION.read() == "flex",
         "a model that sleeps": getattr(model, "enable_sleep_mode", False),
-        "a mixture of experts": model.is_moe,
+        "stages of a mixture of experts": model.is_moe and stages > 1,
         f"the executor {parallel.distributed_executor_backend}": parallel.distributed_executor_backend
         in ("ray", TORCHRUN),
         f"vLLM {version}": not version.startswith(RAN_ON_GPUS),
@@ -400,7 +400,7 @@ COVERED = (
     Feature(
         "Mixture of experts",
         "on a CPU, in fp32, bf16 and fp16: Qwen2-MoE, Qwen3-MoE, Mixtral, GraniteMoe, OLMoE, GLM-4.5, gpt-oss in bf16 "
-        "and the like; with shared experts; routers by softmax or sigmoid, with a bias, in groups. On one GPU with "
+        "and the like; with shared experts; routers by softmax or sigmoid, with a bias, in groups. On GPUs with "
         "vLLM 0.33 the same, but for experts with GELU",
     ),
     Feature(
@@ -428,8 +428,8 @@ COVERED = (
     ),
     Feature(
         "Tensor parallelism",
-        "2 GPUs with vLLM 0.33 for a dense model, and 2, 4 and 8 workers on a CPU, which share every layer, or there "
-        "with --enable-expert-parallel have whole experts; "
+        "2 GPUs with vLLM 0.33, and 2, 4 and 8 workers on a CPU, which share every layer, or with "
+        "--enable-expert-parallel have whole experts; "
         "another number of workers, or the other way to share experts, gives other bits, unless "
         "`VLLM_BATCH_INVARIANT_TP_TREE` says up to how many workers of a dense model shall have the same",
     ),
@@ -469,8 +469,8 @@ REFUSED = (
         _tensor_parallelism,
     ),
     Feature(
-        "Several GPUs with vLLM's first model runner, speculative decoding, a mixture of experts, exact arithmetic, "
-        "FlexAttention, sleep, Ray, tensor beside pipeline parallelism, or before vLLM 0.33",
+        "Several GPUs with vLLM's first model runner, speculative decoding, stages of a mixture of experts, exact "
+        "arithmetic, FlexAttention, sleep, Ray, tensor beside pipeline parallelism, or before vLLM 0.33",
         "these have not been run together",
         "leave one of the two out, or serve on one GPU",
         _beside_workers_on_gpus,
