@@ -455,7 +455,7 @@ COVERED = (
 """What is covered, for the table."""
 
 REFUSED = (
-    Feature("Other dtypes", "no reduction is defined for them", "pass --dtype bfloat16, float16 or float32", _dtype),
+    Feature("Other dtypes", "the mode has no kernels for them", "pass --dtype bfloat16, float16 or float32", _dtype),
     Feature(
         "Another attention backend",
         "its splits follow the batch",
@@ -574,7 +574,7 @@ REFUSED = (
     ),
     Feature(
         "Quantised KV cache",
-        "its scales have not been proven independent of the batch",
+        "nobody has tested whether its scales depend on the batch",
         "pass --kv-cache-dtype auto",
         _kv_cache,
     ),
@@ -719,7 +719,7 @@ REFUSED = (
     ),
     Feature(
         "KV offloading",
-        "keys and values that come back from elsewhere have not been proven to be this engine's",
+        "nobody has tested that keys and values come back with the bits that this engine wrote",
         "leave --kv-offloading-size out",
         _kv_offloading,
     ),
