@@ -5,7 +5,7 @@ usage: python -m scripts.check_triton TRITON...        such as triton==3.8.0, or
 
 A cell is a Triton, a GPU and some kernels. What is known of it is kept in .cache/triton, and with --write in
 docs/gpus.csv, until a source changes, so that a second run is quick and one that was interrupted goes on. All cells of
-a version take hours of one core.
+a version take hours of one core; of cells that a run leaves out the file keeps what an earlier one found.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -196,6 +196,23 @@ def page_table(rows: Sequence[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
+def with_older(rows: Sequence[dict[str, str]], names: Mapping[int, Sequence[str]]) -> list[dict[str, str]]:
+    """The rows in the order of the file, with its rows of all cells that are not among them: those of other runs, whose
+    sources may be older by now. Of a GPU in ``names``, cells that are not listed there are gone.
+    """
+
+    def cell(row: dict[str, str]) -> tuple[str, str, str]:
+        return row["triton"], row["gpu"], row["kernels"]
+
+    def place(row: dict[str, str]) -> tuple[list[int], int]:
+        return list(map(int, row["triton"].split("."))), GPUS.index(int(row["gpu"].removeprefix("sm_")))
+
+    there = {f"sm_{gpu}": set(of_gpu) for gpu, of_gpu in names.items()}
+    older = (row for row in read_table() if row["kernels"] in there.get(row["gpu"], {row["kernels"]}))
+    found = {cell(row): row for row in older} | {cell(row): row for row in rows}
+    return sorted(found.values(), key=place)
+
+
 def write(rows: Sequence[dict[str, str]]) -> None:
     """The CSV file, and the table in the page."""
     with TABLE.open("w", newline="") as lines:
@@ -217,7 +234,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--known", action="store_true", help="compile nothing more, report what is known")
     parsed = parser.parse_args(arguments)
     tritons = [unpacked(one) for one in dict.fromkeys(parsed.requirements)]
-    names = {gpu: [one for one in cells_of(gpu) if parsed.cells is None or one in parsed.cells] for gpu in parsed.gpus}
+    every_name = {gpu: cells_of(gpu) for gpu in parsed.gpus}
+    names = {gpu: [one for one in of if parsed.cells is None or one in parsed.cells] for gpu, of in every_name.items()}
     failed = []
     if not parsed.known:
         with ThreadPoolExecutor(parsed.jobs) as pool:
@@ -243,7 +261,10 @@ def main(arguments: list[str] | None = None) -> int:
     every = sum(map(len, names.values())) * len(tritons)
     print(f"{len(rows)} of {every} cells, {sum(int(row['variants']) for row in rows)} variants, {len(wrong)} wrong")
     if parsed.write and rows:
-        write(rows)
+        written = with_older(rows, every_name)
+        write(written)
+        old = sum(row["sources"] != digest(kind_of(row["kernels"])) for row in written)
+        print(f"{len(written)} rows in {TABLE.name}, {old} of them of older sources")
     return 1 if wrong or failed or len(rows) < every else 0
 
 
