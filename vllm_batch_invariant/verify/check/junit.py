@@ -32,14 +32,9 @@ def _suite(report: Report, run: CheckResults) -> ET.Element:
     cases = run.cases
     kinds = [_kind(case) for case in cases]
     counts = {"failures": "failure", "errors": "error", "skipped": "skipped"}
-    suite = ET.Element(
-        "testsuite",
-        name=printable(run.label),
-        tests=str(len(cases)),
-        **{name: str(kinds.count(kind)) for name, kind in counts.items()},
-        time=f"{report.seconds:.1f}",
-        timestamp=report.began,
-    )
+    attributes = {"name": printable(run.label), "tests": str(len(cases))}
+    attributes |= {name: str(kinds.count(kind)) for name, kind in counts.items()}
+    suite = ET.Element("testsuite", attributes, time=f"{report.seconds:.1f}", timestamp=report.began)
     about: dict[str, Any] = {}
     for name, value in run.info.items():
         about |= {f"{name}.{part}": of for part, of in value.items()} if isinstance(value, dict) else {name: value}
