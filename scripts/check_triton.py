@@ -9,6 +9,7 @@ a version take hours of one core; of cells that a run leaves out the file keeps 
 """
 
 import argparse
+import ast
 import csv
 import hashlib
 import json
@@ -28,7 +29,8 @@ from vllm_batch_invariant.ops.common.nvidia_gpus import COMPILED_FOR
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".cache" / "triton"
-PROGRAM = "tests.ops.compiled_kernels"
+PROGRAM, COMPILES = "tests.ops.compiled_kernels", ("compile_cell", "compile_instead_of_running")
+"""The module that compiles, and its functions that decide what is compiled of a cell, and how."""
 SOURCES = {
     "attention": ("attention/**/*.py", "common/*_names.py", "common/nvidia_gpus.py"),
     "matmuls": (
@@ -38,10 +40,16 @@ SOURCES = {
         "common/nvidia_gpus.py",
     ),
     "exact": ("exact/**/*.py", "attention/*.py", "common/*.py"),
+    "rows": ("norm*/*.py", "softmax/*.py", "reduce/*.py", "silu_backward/*.py", "common/*.py"),
     "others": ("**/*.py",),
 }
 """What decides what is compiled, by the kind of cells: sources of vllm_batch_invariant/ops."""
-PROGRAM_SOURCES = ("tests/ops/compiled_kernels.py", "tests/ops/attention/cases.py", "tests/ops/exact/*.py")
+CASES = {
+    "exact": "tests/ops/exact/*.py",
+    "attention": "tests/ops/attention/cases.py",
+    "others": "tests/ops/attention/cases.py",
+}
+"""What the program launches kernels with, where it does not say that itself."""
 MOST_SPILLS_IN_LOOPS = 24
 """Instructions that move a thread's registers to and from memory in a loop, and are no matter: Hopper's prefill kernel,
 as fast as it was measured, has 18. Where a block has more running results than registers, they wait in memory while a
@@ -61,11 +69,36 @@ def kind_of(name: str) -> str:
 @cache
 def digest(kind: str) -> str:
     """Of the sources that decide what is compiled in cells of a kind."""
-    found = hashlib.sha256()
-    patterns = [*(f"vllm_batch_invariant/ops/{pattern}" for pattern in SOURCES[kind]), *PROGRAM_SOURCES]
+    program = ROOT.joinpath(*PROGRAM.split(".")).with_suffix(".py")
+    found = hashlib.sha256(used_by(program.read_text(), COMPILES))
+    patterns = [f"vllm_batch_invariant/ops/{pattern}" for pattern in SOURCES[kind]]
+    patterns += [CASES[kind]] if kind in CASES else []
     for path in sorted({path for pattern in patterns for path in ROOT.glob(pattern)}):
         found.update(f"{path.relative_to(ROOT).as_posix()}\0".encode() + path.read_bytes())
     return found.hexdigest()[:12]
+
+
+def used_by(source: str, functions: Iterable[str]) -> bytes:
+    """Some functions of a module, with the definitions and imports of it that they use, themselves or by others: the
+    rest of it may change.
+    """
+    defined: dict[str, ast.stmt] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            defined |= {(name.asname or name.name).partition(".")[0]: node for name in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined[node.name] = node
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            defined |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+    used: set[str] = set()
+    left = [*functions]
+    while left:
+        name = left.pop()
+        if name in defined and name not in used:
+            used.add(name)
+            left += [inner.id for inner in ast.walk(defined[name]) if isinstance(inner, ast.Name)]
+    return "\n".join(f"{name}: {ast.get_source_segment(source, defined[name])}" for name in sorted(used)).encode()
 
 
 def unpacked(requirement: str) -> tuple[str, Path]:

@@ -2,7 +2,9 @@
 
 import re
 
-from scripts.check_triton import BEGIN, END, GPUS, PAGE, cells_of, page_table, read_table, with_older
+import pytest
+
+from scripts.check_triton import BEGIN, END, GPUS, PAGE, cells_of, page_table, read_table, used_by, with_older
 from vllm_batch_invariant.integration.coverage import COVERED
 from vllm_batch_invariant.ops.common.nvidia_gpus import COMPILED_FOR
 
@@ -44,3 +46,27 @@ def test_the_coverage_table_names_the_gpus_that_are_compiled_for() -> None:
     [devices] = [one.note for one in COVERED if one.name == "Devices"]
     named = {tuple(map(int, found)) for found in re.findall(r"(\d+)\.(\d)", devices)}
     assert named == set(COMPILED_FOR)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "same"),
+    [
+        ("SIZE = 3", "SIZE = 4", False),
+        ("import torch as t", "import numpy as t", False),
+        ("size, 'cell'", "size, 'a cell'", False),
+        ("'another'", "'one more'", True),
+        ("OTHER = 1", "OTHER = 2", True),
+    ],
+)
+def test_a_digest_follows_what_compiles_a_cell_and_nothing_else_of_the_program(
+    before: str, after: str, same: bool
+) -> None:
+    program = (
+        "import torch as t\nSIZE = 3\nOTHER = 1\n"
+        "def launch(size):\n    return t, size, 'cell'\n"
+        "def compile_cell():\n    return launch(SIZE)\n"
+        "def more():\n    return launch(OTHER), 'another'\n"
+    )
+    changed = program.replace(before, after)
+    assert changed != program
+    assert (used_by(changed, ["compile_cell"]) == used_by(program, ["compile_cell"])) == same
