@@ -9,6 +9,7 @@ from typing import Any
 from .. import envs
 from ..errors import NotCovered
 from ..ops import exact
+from ..ops.devices import DEVICES
 from . import devices, patch_points, tensor_tree
 from .ascend.library import attention_library
 
@@ -93,6 +94,12 @@ def _attention_backend(config: Config) -> str | None:
     allowed = devices.of_config(config).attention_choices
     other = [backend.name for backend in chosen if backend is not None and backend.name not in allowed]
     return f"attention backend {other[0]}" if other else None
+
+
+def _attention_of_another_device(config: Config) -> str | None:
+    chosen, own = envs.ATTENTION.read(), devices.of_config(config).ops.attention
+    others = {device.attention for device in DEVICES.values()} - {own}
+    return _when(chosen in others, f"{envs.ATTENTION.name}={chosen}")
 
 
 def _tensor_parallelism(config: Config) -> str | None:
@@ -461,6 +468,12 @@ REFUSED = (
         "its splits follow the batch",
         "leave --attention-backend out, the mode brings its own",
         _attention_backend,
+    ),
+    Feature(
+        f"`{envs.ATTENTION.name}` of another device",
+        "numba's kernels are for CPUs, and Triton's for GPUs",
+        f"leave {envs.ATTENTION.name} out, it picks the device's own",
+        _attention_of_another_device,
     ),
     Feature(
         "Tensor parallelism on an NPU, and of other sizes",
