@@ -19,7 +19,7 @@ import sys
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -29,6 +29,12 @@ from vllm_batch_invariant.ops.common.nvidia_gpus import COMPILED_FOR
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".cache" / "triton"
+LAUNCHES = {
+    "matmuls": ("gemms", "more_gemms", "narrow_gemms"),
+    "rows": ("rows", "more_rows"),
+    "others": ("sampling", "flex"),
+}
+"""The program's functions that launch the kernels of one kind of cells alone."""
 PROGRAM, COMPILES = "tests.ops.compiled_kernels", ("compile_cell", "compile_instead_of_running")
 """The module that compiles, and its functions that decide what is compiled of a cell, and how."""
 SOURCES = {
@@ -70,7 +76,8 @@ def kind_of(name: str) -> str:
 def digest(kind: str) -> str:
     """Of the sources that decide what is compiled in cells of a kind."""
     program = ROOT.joinpath(*PROGRAM.split(".")).with_suffix(".py")
-    found = hashlib.sha256(used_by(program.read_text(), COMPILES))
+    of_others = {name for other, names in LAUNCHES.items() if other != kind for name in names}
+    found = hashlib.sha256(used_by(program.read_text(), COMPILES, of_others))
     patterns = [f"vllm_batch_invariant/ops/{pattern}" for pattern in SOURCES[kind]]
     patterns += [CASES[kind]] if kind in CASES else []
     for path in sorted({path for pattern in patterns for path in ROOT.glob(pattern)}):
@@ -78,9 +85,9 @@ def digest(kind: str) -> str:
     return found.hexdigest()[:12]
 
 
-def used_by(source: str, functions: Iterable[str]) -> bytes:
-    """Some functions of a module, with the definitions and imports of it that they use, themselves or by others: the
-    rest of it may change.
+def used_by(source: str, functions: Iterable[str], but: Container[str] = ()) -> bytes:
+    """Some functions of a module, with the definitions and imports of it that they use, themselves or by others, but
+    for those named ``but``: the rest of it may change.
     """
     defined: dict[str, ast.stmt] = {}
     for node in ast.parse(source).body:
@@ -95,7 +102,7 @@ def used_by(source: str, functions: Iterable[str]) -> bytes:
     left = [*functions]
     while left:
         name = left.pop()
-        if name in defined and name not in used:
+        if name in defined and name not in used and name not in but:
             used.add(name)
             left += [inner.id for inner in ast.walk(defined[name]) if isinstance(inner, ast.Name)]
     return "\n".join(f"{name}: {ast.get_source_segment(source, defined[name])}" for name in sorted(used)).encode()

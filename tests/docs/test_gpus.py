@@ -56,6 +56,7 @@ def test_the_coverage_table_names_the_gpus_that_are_compiled_for() -> None:
         ("size, 'cell'", "size, 'a cell'", False),
         ("'another'", "'one more'", True),
         ("OTHER = 1", "OTHER = 2", True),
+        ("'of another'", "'of one more'", True),
     ],
 )
 def test_a_digest_follows_what_compiles_a_cell_and_nothing_else_of_the_program(
@@ -64,9 +65,10 @@ def test_a_digest_follows_what_compiles_a_cell_and_nothing_else_of_the_program(
     program = (
         "import torch as t\nSIZE = 3\nOTHER = 1\n"
         "def launch(size):\n    return t, size, 'cell'\n"
-        "def compile_cell():\n    return launch(SIZE)\n"
+        "def compile_cell():\n    return launch(SIZE), other()\n"
+        "def other():\n    return 'of another'\n"
         "def more():\n    return launch(OTHER), 'another'\n"
     )
     changed = program.replace(before, after)
     assert changed != program
-    assert (used_by(changed, ["compile_cell"]) == used_by(program, ["compile_cell"])) == same
+    assert (used_by(changed, ["compile_cell"], {"other"}) == used_by(program, ["compile_cell"], {"other"})) == same
