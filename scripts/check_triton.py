@@ -5,10 +5,11 @@ usage: python -m scripts.check_triton TRITON...        such as triton==3.8.0, or
 
 A cell is a Triton, a GPU and some kernels. What is known of it is kept in .cache/triton, and with --write in
 docs/gpus.csv, until a source changes, so that a second run is quick and one that was interrupted goes on. All cells of
-a version take hours of one core.
+a version take hours of one core; of cells that a run leaves out the file keeps what an earlier one found.
 """
 
 import argparse
+import ast
 import csv
 import hashlib
 import json
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -28,7 +29,14 @@ from vllm_batch_invariant.ops.common.nvidia_gpus import COMPILED_FOR
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".cache" / "triton"
-PROGRAM = "tests.ops.compiled_kernels"
+LAUNCHES = {
+    "matmuls": ("gemms", "more_gemms", "narrow_gemms"),
+    "rows": ("rows", "more_rows"),
+    "others": ("sampling", "flex"),
+}
+"""The program's functions that launch the kernels of one kind of cells alone."""
+PROGRAM, COMPILES = "tests.ops.compiled_kernels", ("compile_cell", "compile_instead_of_running")
+"""The module that compiles, and its functions that decide what is compiled of a cell, and how."""
 SOURCES = {
     "attention": ("attention/**/*.py", "common/*_names.py", "common/nvidia_gpus.py"),
     "matmuls": (
@@ -38,10 +46,16 @@ SOURCES = {
         "common/nvidia_gpus.py",
     ),
     "exact": ("exact/**/*.py", "attention/*.py", "common/*.py"),
+    "rows": ("norm*/*.py", "softmax/*.py", "reduce/*.py", "silu_backward/*.py", "common/*.py"),
     "others": ("**/*.py",),
 }
 """What decides what is compiled, by the kind of cells: sources of vllm_batch_invariant/ops."""
-PROGRAM_SOURCES = ("tests/ops/compiled_kernels.py", "tests/ops/attention/cases.py", "tests/ops/exact/*.py")
+CASES = {
+    "exact": "tests/ops/exact/*.py",
+    "attention": "tests/ops/attention/cases.py",
+    "others": "tests/ops/attention/cases.py",
+}
+"""What the program launches kernels with, where it does not say that itself."""
 MOST_SPILLS_IN_LOOPS = 24
 """Instructions that move a thread's registers to and from memory in a loop, and are no matter: Hopper's prefill kernel,
 as fast as it was measured, has 18. Where a block has more running results than registers, they wait in memory while a
@@ -61,11 +75,37 @@ def kind_of(name: str) -> str:
 @cache
 def digest(kind: str) -> str:
     """Of the sources that decide what is compiled in cells of a kind."""
-    found = hashlib.sha256()
-    patterns = [*(f"vllm_batch_invariant/ops/{pattern}" for pattern in SOURCES[kind]), *PROGRAM_SOURCES]
+    program = ROOT.joinpath(*PROGRAM.split(".")).with_suffix(".py")
+    of_others = {name for other, names in LAUNCHES.items() if other != kind for name in names}
+    found = hashlib.sha256(used_by(program.read_text(), COMPILES, of_others))
+    patterns = [f"vllm_batch_invariant/ops/{pattern}" for pattern in SOURCES[kind]]
+    patterns += [CASES[kind]] if kind in CASES else []
     for path in sorted({path for pattern in patterns for path in ROOT.glob(pattern)}):
         found.update(f"{path.relative_to(ROOT).as_posix()}\0".encode() + path.read_bytes())
     return found.hexdigest()[:12]
+
+
+def used_by(source: str, functions: Iterable[str], but: Container[str] = ()) -> bytes:
+    """Some functions of a module, with the definitions and imports of it that they use, themselves or by others, but
+    for those named ``but``: the rest of it may change.
+    """
+    defined: dict[str, ast.stmt] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            defined |= {(name.asname or name.name).partition(".")[0]: node for name in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined[node.name] = node
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            defined |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+    used: set[str] = set()
+    left = [*functions]
+    while left:
+        name = left.pop()
+        if name in defined and name not in used and name not in but:
+            used.add(name)
+            left += [inner.id for inner in ast.walk(defined[name]) if isinstance(inner, ast.Name)]
+    return "\n".join(f"{name}: {ast.get_source_segment(source, defined[name])}" for name in sorted(used)).encode()
 
 
 def unpacked(requirement: str) -> tuple[str, Path]:
@@ -196,6 +236,23 @@ def page_table(rows: Sequence[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
+def with_older(rows: Sequence[dict[str, str]], names: Mapping[int, Sequence[str]]) -> list[dict[str, str]]:
+    """The rows in the order of the file, with its rows of all cells that are not among them: those of other runs, whose
+    sources may be older by now. Of a GPU in ``names``, cells that are not listed there are gone.
+    """
+
+    def cell(row: dict[str, str]) -> tuple[str, str, str]:
+        return row["triton"], row["gpu"], row["kernels"]
+
+    def place(row: dict[str, str]) -> tuple[list[int], int]:
+        return list(map(int, row["triton"].split("."))), GPUS.index(int(row["gpu"].removeprefix("sm_")))
+
+    there = {f"sm_{gpu}": set(of_gpu) for gpu, of_gpu in names.items()}
+    older = (row for row in read_table() if row["kernels"] in there.get(row["gpu"], {row["kernels"]}))
+    found = {cell(row): row for row in older} | {cell(row): row for row in rows}
+    return sorted(found.values(), key=place)
+
+
 def write(rows: Sequence[dict[str, str]]) -> None:
     """The CSV file, and the table in the page."""
     with TABLE.open("w", newline="") as lines:
@@ -217,7 +274,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--known", action="store_true", help="compile nothing more, report what is known")
     parsed = parser.parse_args(arguments)
     tritons = [unpacked(one) for one in dict.fromkeys(parsed.requirements)]
-    names = {gpu: [one for one in cells_of(gpu) if parsed.cells is None or one in parsed.cells] for gpu in parsed.gpus}
+    every_name = {gpu: cells_of(gpu) for gpu in parsed.gpus}
+    names = {gpu: [one for one in of if parsed.cells is None or one in parsed.cells] for gpu, of in every_name.items()}
     failed = []
     if not parsed.known:
         with ThreadPoolExecutor(parsed.jobs) as pool:
@@ -243,7 +301,10 @@ def main(arguments: list[str] | None = None) -> int:
     every = sum(map(len, names.values())) * len(tritons)
     print(f"{len(rows)} of {every} cells, {sum(int(row['variants']) for row in rows)} variants, {len(wrong)} wrong")
     if parsed.write and rows:
-        write(rows)
+        written = with_older(rows, every_name)
+        write(written)
+        old = sum(row["sources"] != digest(kind_of(row["kernels"])) for row in written)
+        print(f"{len(written)} rows in {TABLE.name}, {old} of them of older sources")
     return 1 if wrong or failed or len(rows) < every else 0
 
 

@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "hf": {"ops", "aten", "integration", "provenance", "envs", "errors"},
     "verify": {"ops", "aten", "integration", "provenance", "envs", "errors", "compare", "kept_file", "version"},
     "cli": {"verify", "integration", "envs", "errors", "version"},
+    "testing": {"verify", "compare"},
     "envs": {"errors"},
     "errors": set(),
     "compare": set(),

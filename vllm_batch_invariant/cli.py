@@ -6,7 +6,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from datetime import datetime
@@ -99,12 +99,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status: 0 equal, 1 different, 2 it could not be tested (also a bad argument, a
     bad setting or a refusal, in one line), 128 and the signal's number if it was interrupted.
     """
+    if "_ARGCOMPLETE" in os.environ:
+        return _complete()
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = next((word for word in words if not word.startswith("-")), "")
-    began, before, loaded = datetime.now().astimezone(), _catch_signals(), None
+    began, before = datetime.now().astimezone(), _catch_signals()
     try:
-        loaded = COMMANDS[name].load() if name in COMMANDS else None
-        parser, chosen = _parsers(name, loaded)
+        parser, chosen = _parsers(name, {name: COMMANDS[name].load()} if name in COMMANDS else {})
         options = parser.parse_args(words)
         if "run" not in options:
             (chosen or parser).print_help()
@@ -129,8 +130,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             signal.signal(number, handler)
 
 
-def _parsers(name: str, module: ModuleType | None) -> tuple[OneLineParser, OneLineParser | None]:
-    """The parser, and that of the command of this name, which alone gets its arguments."""
+def _complete() -> int:
+    """Answer a shell that completes a command line, by the extra [completion]: argcomplete ends the process."""
+    import argcomplete
+
+    argcomplete.autocomplete(_parsers("", {name: command.load() for name, command in COMMANDS.items()})[0])
+    return 2
+
+
+def _parsers(name: str, modules: Mapping[str, ModuleType]) -> tuple[OneLineParser, OneLineParser | None]:
+    """The parser, and that of the command of this name. Commands whose modules are given get their arguments."""
     parser = OneLineParser(
         prog=PROGRAM,
         description="Batch-invariant inference for vLLM: what it covers, and commands that verify it.",
@@ -141,10 +150,11 @@ def _parsers(name: str, module: ModuleType | None) -> tuple[OneLineParser, OneLi
     chosen = None
     for each, command in COMMANDS.items():
         of_command = commands.add_parser(each, help=command.about, description=f"{_capital(command.about)}.")
+        if each in modules:
+            of_command.set_defaults(command=each)
+            modules[each].add_arguments(of_command)
         if each == name:
             chosen = of_command
-            chosen.set_defaults(command=name)
-            module.add_arguments(chosen)
             parser.error = chosen.error  # of what is left over, too
     if name and chosen is None:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1)

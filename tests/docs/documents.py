@@ -50,10 +50,12 @@ def blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def commands(text: str) -> Iterator[str]:
-    """Every command of fenced blocks without a language, and of the text where it has arguments."""
+    """Every command of fenced blocks without a language, of workflows, and of the text where it has arguments."""
     for language, block in blocks(text):
         if not language:
             yield from filter(None, block.splitlines())
+        if language == "yaml":
+            yield from re.findall(r"^ *- run: (.+)$", block, re.MULTILINE)
     yield from (code for code in _inline(text) if len(_words(code)) > 1 and _words(code)[0] in _PROGRAMS)
 
 

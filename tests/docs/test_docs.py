@@ -44,6 +44,7 @@ MADE_UP_TEXT = {
     "```python\nfrom vllm_batch_invariant.compare import made_up\n```\n": "has no made_up",
     "```\nmake made-up\n```\n": "the Makefile has no made-up",
     "run `make made-up`": "the Makefile has no made-up",
+    "```yaml\nsteps:\n  - run: make made-up\n```\n": "the Makefile has no made-up",
 }
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm_batch_invariant.envs import ARITHMETIC
+from vllm_batch_invariant.envs import ARITHMETIC, ATTENTION
 from vllm_batch_invariant.integration import coverage, patch_points
 
 ROWS = {feature.name: feature for feature in coverage.REFUSED}
@@ -51,6 +51,23 @@ def test_what_is_not_text_of_a_known_model_is_found(changes: dict[str, Any], sai
 
 def test_a_text_model_is_not_asked_for_what_only_multimodal_ones_have() -> None:
     assert found(is_multimodal_model=False, enable_prompt_embeds=True, multimodal_config=None) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "chosen", "is_refused"),
+    [
+        *(("cpu", "triton", True), ("cuda", "numba", True), ("npu", "triton", True)),
+        *((device, chosen, False) for device in ("cpu", "cuda", "npu") for chosen in ("auto", "flex")),
+        *(("cpu", "numba", False), ("cuda", "triton", False)),
+    ],
+)
+def test_attention_of_another_device_is_refused_before_an_engine_starts(
+    monkeypatch: pytest.MonkeyPatch, device: str, chosen: str, is_refused: bool
+) -> None:
+    monkeypatch.setenv(ATTENTION.name, chosen)
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type=device))
+    found = ROWS[f"`{ATTENTION.name}` of another device"].found(config)
+    assert found == (f"{ATTENTION.name}={chosen}" if is_refused else None)
 
 
 def refusals_of_exact_arithmetic(second_runner: bool = True, speculation: object = None) -> list[str]:

@@ -38,6 +38,14 @@ def test_an_operation_that_a_device_lacks_refuses_by_name() -> None:
         module_for("ranking", "npu")
 
 
+def test_a_cpu_without_numba_is_told_to_install_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra for a CPU brings a vLLM, and another PyTorch with it."""
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.delitem(sys.modules, "vllm_batch_invariant.ops.softmax.cpu", raising=False)
+    with pytest.raises(NotCovered, match=r"the package 'numba' is not installed; pip install numba\.$"):
+        module_for.__wrapped__("softmax", "cpu")
+
+
 def test_installing_the_plugin_imports_no_device_that_is_not_there() -> None:
     code = (
         "import sys; from vllm_batch_invariant.integration import install, devices; devices.get('cpu')\n"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from vllm_batch_invariant.cli import main
+from vllm_batch_invariant.testing import assert_batch_invariant
 from vllm_batch_invariant.verify.harness.server import Server
 from vllm_batch_invariant.verify.outcome import Status
 
@@ -30,3 +31,8 @@ def test_samples_under_load_are_identical_and_the_report_says_what_was_tested(
 def test_a_run_that_never_batches_is_not_called_a_pass(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "--base-url", server.base_url, "--samples", "2", "--max-tokens", "1"]) == Status.NO_TEST
     assert "not a test" in capsys.readouterr().err
+
+
+def test_a_users_own_assertion_passes(server: Server) -> None:
+    found = assert_batch_invariant(server.base_url, "Call me", temperature=0.8, samples=24, concurrency=8)
+    assert found.info["mode"] == "vllm-batch-invariant"

@@ -24,6 +24,11 @@ def start(_driver: Any, _arguments: list[str]) -> dict[str, Any]:
     return {"mode": "none"}
 
 
-if __name__ == "__main__":
+def main(descriptor: int) -> None:
+    """The real driver's loop."""
     worker_main.Driver.start = start
-    worker_main.main(int(sys.argv[1]))
+    worker_main.main(descriptor)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

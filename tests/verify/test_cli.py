@@ -65,6 +65,27 @@ def test_a_reader_that_has_read_enough_is_no_failure(command: str) -> None:
     assert (running.wait(), said) == (128 + signal.SIGPIPE, b"")
 
 
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("vllm-batch-invariant re", {"reproduce", "receipt"}),
+        ("vllm-batch-invariant check MODEL --j", {"--json", "--junit", "--jobs"}),
+        ("vllm-batch-invariant receipt ver", {"verify"}),
+        ("vllm-batch-invariant check MODEL --fuzz 1 --without js", {"json"}),
+    ],
+)
+def test_a_shell_completes_commands_options_and_choices(tmp_path: Path, line: str, completed: set[str]) -> None:
+    pytest.importorskip("argcomplete")
+    told = tmp_path / "told"
+    of_shell = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    subprocess.run(
+        [sys.executable, "-m", "vllm_batch_invariant.cli"],
+        env=os.environ | of_shell | {"_ARGCOMPLETE_STDOUT_FILENAME": str(told)},
+        check=True,
+    )
+    assert {word.strip() for word in told.read_text().split("\n")} == completed
+
+
 def test_what_is_left_over_is_refused_under_the_name_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     said = "vllm-batch-invariant settings: unrecognized arguments: --unheard-of; see --help\n"
     assert ends(capsys, "settings", "--unheard-of") == (2, "", said)

@@ -82,7 +82,9 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
                 f"{attn_type} attention", "only causal decoder attention has a reduction", "serve a decoder-only model"
             )
         if kv_sharing_target_layer_name is not None:
-            raise NotCovered("layers that share a KV cache", "they have not been proven", "serve a model without them")
+            raise NotCovered(
+                "layers that share a KV cache", "the mode has not been run with them", "serve a model without them"
+            )
         if head_size not in HEAD_SIZES:
             sizes = f"{HEAD_SIZES[0]} to {HEAD_SIZES[-1]} in steps of 16"
             raise NotCovered(

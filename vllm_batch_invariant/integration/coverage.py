@@ -9,6 +9,7 @@ from typing import Any
 from .. import envs
 from ..errors import NotCovered
 from ..ops import exact
+from ..ops.devices import DEVICES
 from . import devices, patch_points, tensor_tree
 from .ascend.library import attention_library
 
@@ -93,6 +94,12 @@ def _attention_backend(config: Config) -> str | None:
     allowed = devices.of_config(config).attention_choices
     other = [backend.name for backend in chosen if backend is not None and backend.name not in allowed]
     return f"attention backend {other[0]}" if other else None
+
+
+def _attention_of_another_device(config: Config) -> str | None:
+    chosen, own = envs.ATTENTION.read(), devices.of_config(config).ops.attention
+    others = {device.attention for device in DEVICES.values()} - {own}
+    return _when(chosen in others, f"{envs.ATTENTION.name}={chosen}")
 
 
 def _tensor_parallelism(config: Config) -> str | None:
@@ -455,12 +462,18 @@ COVERED = (
 """What is covered, for the table."""
 
 REFUSED = (
-    Feature("Other dtypes", "no reduction is defined for them", "pass --dtype bfloat16, float16 or float32", _dtype),
+    Feature("Other dtypes", "the mode has no kernels for them", "pass --dtype bfloat16, float16 or float32", _dtype),
     Feature(
         "Another attention backend",
         "its splits follow the batch",
         "leave --attention-backend out, the mode brings its own",
         _attention_backend,
+    ),
+    Feature(
+        f"`{envs.ATTENTION.name}` of another device",
+        "numba's kernels are for CPUs, and Triton's for GPUs",
+        f"leave {envs.ATTENTION.name} out, it picks the device's own",
+        _attention_of_another_device,
     ),
     Feature(
         "Tensor parallelism on an NPU, and of other sizes",
@@ -574,7 +587,7 @@ REFUSED = (
     ),
     Feature(
         "Quantised KV cache",
-        "its scales have not been proven independent of the batch",
+        "nobody has tested whether its scales depend on the batch",
         "pass --kv-cache-dtype auto",
         _kv_cache,
     ),
@@ -719,7 +732,7 @@ REFUSED = (
     ),
     Feature(
         "KV offloading",
-        "keys and values that come back from elsewhere have not been proven to be this engine's",
+        "nobody has tested that keys and values come back with the bits that this engine wrote",
         "leave --kv-offloading-size out",
         _kv_offloading,
     ),

@@ -53,7 +53,7 @@ def module_for(operation: str, device_type: str) -> ModuleType:
         raise NotCovered(
             f"{operation} on device '{device_type}'",
             f"the package '{error.name}' is not installed",
-            f"pip install 'vllm-batch-invariant[{device_type}]'",
+            "pip install numba" if error.name == "numba" else f"pip install 'vllm-batch-invariant[{device_type}]'",
         ) from error
 
 

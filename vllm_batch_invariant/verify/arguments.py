@@ -98,9 +98,10 @@ def check_reports(parser: OneLineParser, options: argparse.Namespace) -> None:
     """Check the files to write, and the prompt."""
     if options.json and options.json.path and (why := why_not_writable(options.json.path)):
         parser.error(f"--json {options.json}: {why}")
-    page = getattr(options, "html", None)
-    if page and (why := why_not_writable(page)):
-        parser.error(f"--html {page}: {why}")
+    for name in ("html", "junit"):
+        file = getattr(options, name, None)
+        if file and (why := why_not_writable(file)):
+            parser.error(f"--{name} {file}: {why}")
     if getattr(options, "prompt", None) == "":
         parser.error("--prompt is empty")
 

@@ -54,7 +54,8 @@ class Cpu(VllmDevice):
         paged_attention(page.new_zeros(1, 1, 64), page, page, table, one, starts, **choice)
 
     def machine(self) -> str:
-        return f"machine with {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        return f"machine with {threads} thread{'s' * (threads > 1)}"
 
     def info(self) -> dict[str, str | int]:
         """The kind of CPU with its number of threads, and with what the user tells MKL to do."""

@@ -132,7 +132,9 @@ class VllmDevice:
         if seed != envs.SEED.values[0]:
             unseeded = f". A request without a seed gets one made of itself and {envs.SEED.name}={seed}."
         where = f"on this {self.machine()}. Not covered: other hardware, other thread counts"
-        serving = f"{self.serving} Attention: {envs.ATTENTION.read()}, {self.attention_reduction()}."
+        chosen = envs.ATTENTION.read()
+        attention = self.ops.attention if chosen == "auto" else chosen
+        serving = f"{self.serving} Attention: {attention}, {self.attention_reduction()}."
         if envs.is_exact():
             where = "on every machine. Not covered: infinities, NaN"
             serving = f"Exact arithmetic {FORMAT}: sums of integers, {self.exact_serving}."

@@ -27,7 +27,7 @@ from ..arguments import (
 from ..harness.requests import KINDS
 from ..outcome import NoTestError, Status
 from ..printing import complain, consoles, one_line, waiting
-from ..report.files import why_not_writable
+from ..report.files import why_not_writable, write
 from .guarantees import cases_of_a_server, cases_of_engines
 from .presets import PRESETS, QUICK, STANDARD, THOROUGH
 from .report import Report, as_json, print_report
@@ -57,6 +57,9 @@ def add_arguments(parser: OneLineParser) -> None:
     )
     add_json(parser)
     add_html(parser)
+    parser.add_argument(
+        "--junit", type=Path, metavar="FILE", help="also write every case as a test in JUnit XML, for CI servers"
+    )
     fuzz = parser.add_argument_group("random requests in engines with random settings")
     fuzz.add_argument(
         "--fuzz", type=above_zero, metavar="MINUTES", help="instead, draw engines and requests for this long"
@@ -99,7 +102,7 @@ def _fuzz_options(parser: OneLineParser, options: argparse.Namespace) -> list[st
 def _check_fuzz(parser: OneLineParser, options: argparse.Namespace) -> None:
     mode = "--fuzz" if options.replay is None else "--replay"
     others = {"--base-url": options.base_url, "--compare": options.compare, "--html": options.html}
-    others |= {"--quick or --thorough": options.preset}
+    others |= {"--junit": options.junit, "--quick or --thorough": options.preset}
     if options.replay:
         others |= {"--fuzz": options.fuzz, "--serve-args": options.serve_args, "--plain": options.plain}
         others |= dict.fromkeys(_fuzz_options(parser, options), True)
@@ -127,6 +130,8 @@ def _check(parser: OneLineParser, options: argparse.Namespace) -> None:
         parser.error("nothing to check: give a model, or --base-url of a server")
     if options.base_url and (options.compare or options.serve_args):
         parser.error("--base-url is a server that already runs: leave out --compare and --serve-args")
+    if options.junit and options.compare:
+        parser.error("--junit goes without --compare: what breaks in plain vLLM would be a test that fails")
     check_base_url(parser, options)
     check_reports(parser, options)
 
@@ -201,6 +206,10 @@ def _fill(results: CheckResults, flag: str, options: argparse.Namespace, on_prog
 
 def _write(report: Report, options: argparse.Namespace, out: "Console") -> str:
     """Print and write the results; returns where they are, in words, or nothing if there are none."""
+    if options.junit and report.runs:  # also why nothing was tested
+        from .junit import as_junit
+
+        write(options.junit, as_junit(report))
     if not any(run.samples or run.certificates for run in report.runs):
         return ""
     try:  # the files first, because stdout may be closed
@@ -213,5 +222,5 @@ def _write(report: Report, options: argparse.Namespace, out: "Console") -> str:
             write_page(options, page_of(report))
     finally:
         print_report(out, report)
-    files = " and ".join(str(path) for path in (options.json, options.html) if path)
+    files = " and ".join(str(path) for path in (options.json, options.html, options.junit) if path)
     return f"the results so far are {f'in {files}, marked partial' if files else 'above'}"

@@ -191,7 +191,7 @@ class _OfflineLoad:
 
     def run(self, plan: Sequence[Arrival]) -> Run:
         begin = time.perf_counter()
-        self._read_metrics()
+        self._read_metrics(0)
         self._add(None)
         while self._in_flight:
             self._step()
@@ -201,7 +201,7 @@ class _OfflineLoad:
             self._add(arrival)
         while self._in_flight:
             self._step()
-        self._read_metrics()
+        self._read_metrics(0)
         asked = varied(arrival.params for arrival in plan if arrival.kind is not Kind.SAMPLE)
         took = time.perf_counter() - begin
         return Run(tuple(self._answers), took, self._others, self._aborted, self._failed, self._failure, asked)
@@ -232,7 +232,7 @@ class _OfflineLoad:
     def _step(self) -> None:
         outputs = self._engine.step()
         if outputs:
-            self._read_metrics()
+            self._read_metrics(len(outputs))
         for output in outputs:
             arrival = self._in_flight.get(output.request_id)
             generated = output.outputs[0]
@@ -250,8 +250,10 @@ class _OfflineLoad:
                 self._engine.abort_request([output.request_id])
                 self._aborted += 1
 
-    def _read_metrics(self) -> None:
-        reading = Reading.of(REGISTRY.collect())
+    def _read_metrics(self, together: int) -> None:
+        """Note the batch: as the engine counts it, or as many requests as got a token together."""
+        counted = getattr(self._engine, "log_stats", True)
+        reading = Reading.of(REGISTRY.collect()) if counted else Reading(together, {})
         if reading is not None:
             self._log.add(reading)
 

@@ -25,8 +25,7 @@ from ..arguments import (
     choose_mode,
     not_negative,
 )
-from ..outcome import NoTestError
-from ..printing import consoles, one_line, waiting
+from ..printing import consoles, waiting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -146,7 +145,7 @@ def _results(options: argparse.Namespace, flags: Sequence[str], notes: "Console"
         yield _offline(options, flags[0], notes)
         return
     if options.base_url:
-        yield asyncio.run(_against(options.base_url, options.api_key, options.model, options, notes, "server", None))
+        yield _against(options.base_url, options.api_key, options.model, options, notes, "server", None)
         return
     from ..harness import mode
     from ..harness.server import serve
@@ -158,10 +157,10 @@ def _results(options: argparse.Namespace, flags: Sequence[str], notes: "Console"
                 server = stack.enter_context(serve(options.model, options.serve_args, {FLAG: flag}))
             notes.print(f"the server answers after {server.startup_seconds:.0f} s", style="dim", highlight=False)
             started = mode.of_started({**os.environ, FLAG: flag})
-            yield asyncio.run(_against(server.base_url, None, None, options, notes, label, started))
+            yield _against(server.base_url, None, None, options, notes, label, started)
 
 
-async def _against(
+def _against(
     base_url: str,
     api_key: str | None,
     model: str | None,
@@ -170,31 +169,15 @@ async def _against(
     label: str,
     started: str | None,
 ) -> "ReproduceResult":
-    """``started`` is the mode of a server that was started here; a server that already ran reports its mode."""
-    import httpx
+    from . import online
 
-    from ..harness import mode
-    from ..harness.client import connect
-    from ..harness.http_load import Load
-    from ..harness.load import plan_load
-    from ..harness.metrics import BatchLog, watch
-    from .report import ReproduceResult
-
-    spec, log = spec_of(options), BatchLog()
-    async with connect(base_url, api_key) as server:
-        served = await server.served_model(model)
-        plan = plan_load(options.samples, options.concurrency, spec.max_tokens, served.context, options.seed)
-        with _progress(options.samples, log, notes) as on_sample:
-            try:
-                async with asyncio.timeout(options.timeout), watch(server.http, server.metrics, log):
-                    run = await Load(server.api, served.name, spec, on_sample).run(plan)
-            except TimeoutError:
-                raise NoTestError(f"the run was not done within --timeout {options.timeout:.0f} s") from None
-            except httpx.HTTPError as error:
-                raise NoTestError(f"{server}/metrics does not answer: {one_line(error)}") from error
-        info = {"server": str(server), "model": served.name, "context": served.context}
-        info |= {"versions": await server.versions(), "mode": started or await mode.of_server(server)}
-    return ReproduceResult.of(label, run, log, info)
+    load = options.samples, options.concurrency, options.timeout
+    return asyncio.run(
+        online.run(
+            base_url, api_key, model, spec_of(options), *load, label, started,
+            lambda log: _progress(options.samples, log, notes),
+        )
+    )  # fmt: skip
 
 
 def _offline(options: argparse.Namespace, flag: str, notes: "Console") -> "ReproduceResult":
