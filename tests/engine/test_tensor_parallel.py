@@ -39,7 +39,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
             pytest.skip(f"needs {workers} GPUs")
         cores = "|".join(str(rank % 2) for rank in range(workers))
         variables = {"VLLM_CPU_OMP_THREADS_BIND": cores, TP_TREE.name: tree}
-        if ON_GPU and (tree != "1" or workers > 2):
+        if ON_GPU and workers > 2:
             variables[UNTRIED.name] = "1"
         return run(settings | others, steps, flag, bisection=bisection, afterwards=afterwards, **variables)
 

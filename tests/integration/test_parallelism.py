@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm_batch_invariant.envs import UNTRIED
+from vllm_batch_invariant.envs import TP_TREE, UNTRIED
 from vllm_batch_invariant.integration import patch_points
 from vllm_batch_invariant.integration.coverage import CORES, REFUSED
 
@@ -123,6 +123,13 @@ def test_engines_need_as_many_cores_as_each_other(
     named = [f"data parallelism 2 with {CORES}={cores or 'auto'}"] if is_refused else []
     assert refused(**TWO_ENGINES, world_size=workers) == named
     assert refused(world_size=workers) == []
+
+
+def test_a_tree_on_one_gpu_is_refused_with_what_it_has_not_been_run_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    monkeypatch.setenv(TP_TREE.name, "2")
+    assert refused(device="cuda") == []
+    assert refused(device="cuda", second_runner=False) == [f"{TP_TREE.name}=2 with the first model runner"]
 
 
 def test_what_no_gpu_has_run_starts_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_batch_invariant.envs import ARITHMETIC, TP_TREE, UNTRIED
+from vllm_batch_invariant.envs import ARITHMETIC, TP_TREE
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration import linear, patch_points, tensor_tree
 from vllm_batch_invariant.integration.coverage import REFUSED
@@ -129,15 +129,11 @@ def test_more_workers_than_leaves_are_found(
     )
 
 
-@pytest.mark.parametrize(
-    ("device", "untried", "is_found"),
-    [("cpu", "0", False), ("cuda", "0", True), ("cuda", "1", False), ("npu", "1", True)],
-)
-def test_a_tree_on_a_gpu_starts_for_who_tries_it(
-    device: str, untried: str, is_found: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("device", "is_found"), [("cpu", False), ("cuda", False), ("npu", True)])
+def test_a_tree_is_refused_where_no_kernel_adds_in_leaves(
+    device: str, is_found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TP_TREE.name, "2")
-    monkeypatch.setenv(UNTRIED.name, untried)
     [feature] = [one for one in REFUSED if one.name.startswith("`VLLM_BATCH_INVARIANT_TP_TREE`")]
     assert bool(feature.found(SimpleNamespace(device_config=SimpleNamespace(device_type=device)))) == is_found
 

@@ -108,9 +108,8 @@ def _tensor_parallelism(config: Config) -> str | None:
     return _when(size not in (1, *device.tensor_parallel_sizes, *untried), f"tensor parallelism {size}")
 
 
-def _tree(config: Config) -> str | None:
-    tried = config.device_config.device_type == "cuda" and envs.UNTRIED.read() == "1"
-    return _when(tensor_tree.leaves() > 1 and not tried, f"{envs.TP_TREE.name}={tensor_tree.leaves()}")
+def _tree(config: Config) -> str | None:  # noqa: ARG001 - of a check
+    return _when(tensor_tree.leaves() > 1, f"{envs.TP_TREE.name}={tensor_tree.leaves()}")
 
 
 def _tree_of_fewer_leaves(config: Config) -> str | None:
@@ -173,10 +172,11 @@ def _count(cores: str) -> int:
 
 
 def _beside_workers_on_gpus(config: Config) -> str | None:
-    """What has not been run where several GPUs share a model."""
+    """What has not been run where several GPUs share a model, or one computes what several would."""
     parallel = config.parallel_config
     workers, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    if workers * stages == 1 or envs.UNTRIED.read() == "1":
+    several = f"{envs.TP_TREE.name}={tensor_tree.leaves()}" if workers * stages == 1 else "several GPUs"
+    if workers * stages * tensor_tree.leaves() == 1 or envs.UNTRIED.read() == "1":
         return None
     model, version = config.model_config, patch_points.installed_version()
     found = {
@@ -192,7 +192,7 @@ def _beside_workers_on_gpus(config: Config) -> str | None:
         f"vLLM {version}": not version.startswith(RAN_ON_GPUS),
     }
     named = [what for what, is_used in found.items() if is_used]
-    return f"several GPUs with {named[0]}" if named else None
+    return f"{several} with {named[0]}" if named else None
 
 
 def _other_parallelism(config: Config) -> str | None:
@@ -482,19 +482,20 @@ REFUSED = (
         _tensor_parallelism,
     ),
     Feature(
-        "Several GPUs with vLLM's first model runner, speculative decoding, stages of a mixture of experts, exact "
-        "arithmetic, FlexAttention, sleep, Ray, tensor beside pipeline parallelism, or before vLLM 0.33",
+        "Several GPUs, or `VLLM_BATCH_INVARIANT_TP_TREE` on one, with vLLM's first model runner, speculative decoding, "
+        "stages of a mixture of experts, exact arithmetic, FlexAttention, sleep, Ray, tensor beside pipeline "
+        "parallelism, or before vLLM 0.33",
         "these have not been run together",
         "leave one of the two out, or serve on one GPU",
         _beside_workers_on_gpus,
         ("cuda",),
     ),
     Feature(
-        "`VLLM_BATCH_INVARIANT_TP_TREE` on a GPU or an NPU",
-        "GPUs have not been run with it, and on an NPU no kernel adds K in leaves",
+        "`VLLM_BATCH_INVARIANT_TP_TREE` on an NPU",
+        "no kernel adds K in leaves there",
         "leave it out",
         _tree,
-        ("cuda", "npu"),
+        ("npu",),
     ),
     Feature(
         "More tensor-parallel workers than leaves of the tree",
