@@ -36,8 +36,6 @@ from .triton_kernels import (
 
 _PAIRS_AT_ONCE = 32_768
 """Whose products are held in memory until they are added; a power of two."""
-_BYTES_AHEAD, _LINE_BYTES = 16 << 20, 128
-"""What the memory gives while routes are chosen and pairs are grouped, and a line of the L2 cache."""
 _MOST_COMPARED = 16_384
 """Experts times groups, both as powers of two, that the kernel of routes compares at once."""
 
@@ -97,9 +95,10 @@ class LayerSchedule:
 
 
 _HOPPER = (
+    LayerSchedule(GroupedSchedule(16, 32, 128, 4, 5), GroupedSchedule(16, 64, 128, 4, 5), few_pairs=16),
     LayerSchedule(GroupedSchedule(16, 64, 128, 4, 3), GroupedSchedule(16, 64, 128, 4, 5), few_pairs=64),
-    LayerSchedule(GroupedSchedule(16, 64, 128, 4, 3), GroupedSchedule(16, 64, 128, 4, 3), most=9),
-    LayerSchedule(GroupedSchedule(32, 64, 128, 4, 2), GroupedSchedule(32, 64, 128, 4, 4), most=22),
+    LayerSchedule(GroupedSchedule(16, 64, 128, 4, 3), GroupedSchedule(16, 128, 128, 4, 3), most=9),
+    LayerSchedule(GroupedSchedule(32, 64, 128, 4, 2), GroupedSchedule(32, 128, 128, 4, 2), most=22),
     LayerSchedule(GroupedSchedule(64, 64, 64, 4, 4), GroupedSchedule(64, 128, 64, 4, 4), most=90),
     LayerSchedule(GroupedSchedule(128, 128, 64, 8, 4, halves=True), GroupedSchedule(128, 256, 64, 8, 4, halves=True)),
 )
@@ -163,27 +162,20 @@ class LaunchSchedule:
 
     Attributes:
         overlaps: whether one is launched while the programs of the one before end, and waits for them itself.
-        reads_ahead: programs that have weights read before they wait: about as many as can begin so early.
     """
 
     overlaps: bool
-    reads_ahead: int = 0
 
     @classmethod
     def of(cls, gpu: Gpu) -> "LaunchSchedule":
         """Programmatic dependent launch came with the tensor memory accelerator; the interpreter has none."""
-        overlaps = gpu.has_tma and not triton.knobs.runtime.interpret
-        return cls(overlaps, 2 * gpu.num_sms if overlaps else 0)
+        return cls(gpu.has_tma and not triton.knobs.runtime.interpret)
 
 
 def _launched(device: torch.device) -> dict[str, Any]:
     """What every launch on a device is given."""
     overlaps = LaunchSchedule.of(of_linear.gpu(device.index)).overlaps
     return {"OVERLAPS": overlaps, **({"launch_pdl": True} if overlaps else {})}
-
-
-def _reading_ahead(device: torch.device) -> int:
-    return LaunchSchedule.of(of_linear.gpu(device.index)).reads_ahead
 
 
 @dataclass(frozen=True)
@@ -207,13 +199,7 @@ class Groups:
     places: torch.Tensor | None = None
 
 
-def group(
-    ids: torch.Tensor,
-    experts: int,
-    schedule: LayerSchedule,
-    places: torch.Tensor | None = None,
-    ahead: torch.Tensor | None = None,
-) -> Groups:
+def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule, places: torch.Tensor | None = None) -> Groups:
     """Group the pairs of ids [tokens, top_k], packed, into blocks of one expert each.
 
     Args:
@@ -221,7 +207,6 @@ def group(
         experts: how many are here.
         schedule: whose blocks they are.
         places: where an expert lies, -1 for one whose pairs are left out; None if all are here, in order.
-        ahead: weights whose beginning is read meanwhile, if any.
     """
     num_pairs, block_m = ids.numel(), schedule.gate_up.block_m
     if schedule.few_pairs:
@@ -232,9 +217,8 @@ def group(
     stop = torch.empty(triton.next_power_of_2(experts), **ints)
     walk = _FEW if num_pairs <= _FEW.block else _SOME if num_pairs <= 2 * _SOME.block else _MANY
     launched = _launched(ids.device)
-    readers = 0 if ahead is None else _reading_ahead(ids.device)
     with on_device_of(ids):
-        count_kernel[(1 + readers,)](
+        count_kernel[(1,)](
             ids,
             places,
             stop,
@@ -242,16 +226,12 @@ def group(
             pairs,
             num_pairs,
             num_blocks,
-            ahead if readers else None,
-            min(ahead.numel(), _BYTES_AHEAD // ahead.itemsize) if readers else 0,
             PADDED_EXPERTS=len(stop),
             IS_PART=places is not None,
             BLOCK_M=block_m,
             BLOCK=walk.block,
             BLOCKS_AT_ONCE=walk.blocks_at_once,
             PLACES=walk.places,
-            READS_AHEAD=readers,
-            LINE=_LINE_BYTES // ahead.itemsize if readers else 1,
             **launched,
             num_warps=min(16, walk.block // 64),
             enable_fp_fusion=False,
@@ -282,7 +262,6 @@ def grouped_gemm(
     schedule: GroupedSchedule,
     *,
     activation: str = "",
-    is_second: bool = False,
 ) -> torch.Tensor:
     """Each pair's row of x times its expert's weight: [pairs, N]. Rows of pairs that are in no group are not written.
 
@@ -296,13 +275,11 @@ def grouped_gemm(
         schedule: decides the speed.
         activation: of gate and up, each rounded as if it were written, whose rows are the weight's halves or, for
             "swigluoai", are in it in turn; or "".
-        is_second: whether the kernel launched before has waited for the groups, too: then the weights are read ahead.
     """
     experts, rows, k = weight.shape
     n, in_turn = rows // 2 if activation else rows, activation == "swigluoai"
     reduction = LinearReduction.of_device("cuda", rows, k, x.dtype)
     out = torch.empty(pairs, n, dtype=dtype, device=x.device)
-    packed, ahead = weight, _reading_ahead(x.device) if is_second else 0
     by_tma = schedule.by_tma and _supports_tma(weight)
     if by_tma and in_turn:
         box = [1, schedule.block_n, schedule.block_k]
@@ -319,9 +296,7 @@ def grouped_gemm(
             groups.places,
             groups.stop,
             groups.expert_of_block,
-            packed if ahead else None,
             pairs,
-            experts,
             n,
             k,
             PAIRS_OF_A_ROW=pairs // len(x),
@@ -337,7 +312,6 @@ def grouped_gemm(
             SWAP_AB=schedule.swap_ab,
             PRECISION=reduction.precision,
             HALVES=schedule.halves,
-            READS_AHEAD=ahead,
             **_launched(x.device),
             num_warps=schedule.num_warps,
             num_stages=schedule.num_stages,
@@ -433,9 +407,9 @@ def _moe(
 ) -> None:
     pairs, activation = ids.numel(), reduction.activation
     schedule = layer_schedule(pairs, reduction.num_experts, x.dtype, of_linear.gpu(x.device.index))
-    groups = group(ids, len(down), schedule, places, gate_up)
+    groups = group(ids, len(down), schedule, places)
     activated = grouped_gemm(x, gate_up, gate_up_bias, groups, pairs, x.dtype, schedule.gate_up, activation=activation)
-    made = grouped_gemm(activated, down, down_bias, groups, pairs, reduction.accumulate, schedule.down, is_second=True)
+    made = grouped_gemm(activated, down, down_bias, groups, pairs, reduction.accumulate, schedule.down)
     combine(made, weights, ids, out, places)
 
 

@@ -41,19 +41,6 @@ def _begin(OVERLAPS: tl.constexpr):
 
 
 @triton.jit
-def _read_ahead(ptrs, mask):
-    """Have the L2 cache read the lines [...] where the mask is set."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-        "=r,l,r",
-        [ptrs.to(tl.int64), mask.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _order_of(scores):
     """int32 in the order of fp32 numbers, of which NaN is the highest and zeros are equal."""
     scores = tl.where(scores == 0.0, 0.0, scores)
@@ -197,21 +184,13 @@ def _place_pairs(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def count_kernel(
-    ids_ptr, places_ptr, next_ptr, expert_of_block_ptr, pairs_ptr, num_pairs, num_blocks, ahead_ptr, ahead,
+    ids_ptr, places_ptr, next_ptr, expert_of_block_ptr, pairs_ptr, num_pairs, num_blocks,
     PADDED_EXPERTS: tl.constexpr, IS_PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS_AT_ONCE: tl.constexpr, PLACES: tl.constexpr, OVERLAPS: tl.constexpr, READS_AHEAD: tl.constexpr,
-    LINE: tl.constexpr,
+    BLOCKS_AT_ONCE: tl.constexpr, PLACES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Where the first pair of each expert goes, and whose pairs are in each block; -1 for nobody's. With PLACES the
-    pairs are placed, too. One program counts. With READS_AHEAD so many others wait for nothing: the memory would be
-    idle, and the L2 cache reads the first ``ahead`` elements of the next kernel's weights.
+    pairs are placed, too.
     """
-    if READS_AHEAD:  # noqa: SIM102 - decided when the kernel is compiled
-        if tl.program_id(0) > 0:
-            for start in range((tl.program_id(0) - 1) * LINE * BLOCK, ahead, READS_AHEAD * LINE * BLOCK):
-                offs = start + tl.arange(0, BLOCK) * LINE
-                _read_ahead(ahead_ptr + offs, offs < ahead)
-            return
     _begin(OVERLAPS)
     experts = tl.arange(0, PADDED_EXPERTS)
     counts = tl.zeros((PADDED_EXPERTS,), tl.int32)
@@ -301,16 +280,6 @@ def _add_bias(acc, bias_ptr, offs_n, mask_n, SWAP_AB: tl.constexpr):
 
 
 @triton.jit
-def _read_tile_ahead(weight_ptr, first_n, N, K, BLOCK_N: tl.constexpr):
-    """The rows from ``first_n`` on of a packed matrix [N, K]."""
-    LINE: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    rows = first_n + tl.arange(0, BLOCK_N)[:, None]
-    for start_k in range(0, K, 16 * LINE):
-        offs_k = start_k + tl.arange(0, 16)[None, :] * LINE
-        _read_ahead(weight_ptr + rows * K + offs_k, (rows < N) & (offs_k < K))
-
-
-@triton.jit
 def _tile(
     x_ptr, weight, bias_ptr, out_ptr, pairs, mask_m, expert, first_n, N, K,
     PAIRS_OF_A_ROW: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
@@ -373,9 +342,7 @@ def grouped_gemm_kernel(
     places_ptr,
     next_ptr,
     expert_of_block_ptr,
-    weight_ptr,
     num_pairs,
-    num_experts,
     N,
     K,
     PAIRS_OF_A_ROW: tl.constexpr,
@@ -392,7 +359,6 @@ def grouped_gemm_kernel(
     PRECISION: tl.constexpr,
     HALVES: tl.constexpr,
     OVERLAPS: tl.constexpr,
-    READS_AHEAD: tl.constexpr,
 ):
     """x: [rows, K], weight: [experts, N, K], bias: [experts, N] or None, out: [pairs, N], all packed; the row of a pair
     is pair // PAIRS_OF_A_ROW.
@@ -402,23 +368,10 @@ def grouped_gemm_kernel(
     the pairs of its block. With BY_TMA ``weight`` is a descriptor of [experts * N, K], or of rows in turn as
     [2, experts * N, K]: columns beyond N are another expert's, and are not written. With HALVES a block of at most half
     as many pairs is a tile of half as many rows.
-
-    With READS_AHEAD the first programs, so many, have the L2 cache read their tile of a weight [experts, N, K] before
-    they wait: what is read of groups then was there before the kernel began that is waited for.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     block = tl.program_id(0) // tiles_n
     first_n = (tl.program_id(0) % tiles_n) * BLOCK_N
-    if READS_AHEAD:  # noqa: SIM102 - decided when the kernel is compiled
-        if tl.program_id(0) < READS_AHEAD:
-            if FEW_PAIRS:
-                early = tl.load(pairs_ptr + block, volatile=True).to(tl.int32)
-                if IS_PART:
-                    early = tl.load(places_ptr + early).to(tl.int32)
-            else:
-                early = tl.load(expert_of_block_ptr + block, volatile=True)
-            if (early >= 0) & (early < num_experts):
-                _read_tile_ahead(weight_ptr + early.to(tl.int64) * N * K, first_n, N, K, BLOCK_N)
     _begin(OVERLAPS)
     if FEW_PAIRS:
         expert, pairs = _pairs_of_few(pairs_ptr, places_ptr, block, num_pairs, IS_PART, FEW_PAIRS, BLOCK_M)
@@ -434,7 +387,7 @@ def grouped_gemm_kernel(
         pairs = tl.load(pairs_ptr + slots, mask=mask_m, other=0)  # [BLOCK_M]
     expert = expert.to(tl.int64)
     pairs = tl.where(mask_m, pairs, 0).to(tl.int64)
-    if HALVES:  # noqa: SIM102 - as above
+    if HALVES:  # noqa: SIM102 - decided when the kernel is compiled
         if tl.sum(mask_m.to(tl.int32)) <= BLOCK_M // 2:
             half = block * BLOCK_M + tl.arange(0, BLOCK_M // 2)
             mask_half = half < tl.load(next_ptr + expert)
