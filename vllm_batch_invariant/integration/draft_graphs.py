@@ -34,12 +34,7 @@ _SIZES = (1, 2, 4, 8, *(size for power in range(4, 12) for size in (2**power, 3 
 
 
 def install() -> None:
-    """Give vLLM's drafter of that kind graphs, if there is one and it is as expected; an EAGLE head one graph for all
-    drafts but the first.
-    """
-    from .attention_cuda import PlannedMetadataBuilder
-
-    PlannedMetadataBuilder.supports_draft_decode_metadata_update = True
+    """Give vLLM's drafter of that kind graphs, if there is one and it is as expected."""
     if not patch_points.DRAFT_MODEL.is_there():
         return
     drafter = patch_points.DRAFT_MODEL.get()
@@ -53,6 +48,13 @@ def install() -> None:
     drafter.init_cudagraph_manager, drafter.capture = init_cudagraph_manager, capture
     drafter._prefill = first_by_graph(drafter._prefill)
     drafter._multi_step_decode = next_by_graphs(drafter._multi_step_decode)
+
+
+def install_for_heads() -> None:
+    """Give an EAGLE head one graph for all drafts but the first."""
+    from .attention_cuda import PlannedMetadataBuilder
+
+    PlannedMetadataBuilder.supports_draft_decode_metadata_update = True
 
 
 def draft_lengths(vllm_config: Any) -> tuple[int, ...]:

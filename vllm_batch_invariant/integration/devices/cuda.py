@@ -84,8 +84,9 @@ class Cuda(VllmDevice):
         if envs.is_exact():
             _check_gpu_of_exact_arithmetic()
         cuda_graphs.install()
+        draft_graphs.install()
         if envs.UNTRIED.read() == "1":
-            draft_graphs.install()
+            draft_graphs.install_for_heads()
         if not envs.is_exact():
             norm_rotary.install()
         external_ops = super().install_worker()
