@@ -133,6 +133,15 @@ def test_two_stages_are_drawn_now_and_then_and_with_nothing_that_cannot_be_besid
     assert {draw_settings(0, number, "cuda", CONTEXT, has_stages=True).stages for number in range(30)} == {1}
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_gpus_share_a_model_in_the_second_runner_and_without_drafts(gpus: int) -> None:
+    drawn = [draw_settings(0, number, "cuda", CONTEXT, False, True, True, True, gpus=gpus) for number in range(120)]
+    sharing = [one for one in drawn if (one.workers, one.tree, one.stages) != (1, 1, 1)]
+    assert {(one.runner, one.drafts, one.exact) for one in sharing} == {("1", 0, False)}
+    found = {(one.workers, one.tree, one.stages) for one in sharing}
+    assert found == ({(1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2)} if gpus == 2 else {(1, 2, 1)})
+
+
 def test_with_a_tree_a_worker_alone_has_as_many_cores_as_one_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     made = {

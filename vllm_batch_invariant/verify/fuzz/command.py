@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...envs import FLAG, is_exact
+from ...envs import ATTENTION, FLAG, is_exact
 from ...ops.exact import problem_of
 from ...ops.exact.definition import segments
 from ..harness.engine import context_of, model_config
@@ -99,9 +99,11 @@ class Fuzzer:
             "multimodal": is_multimodal(plan.model, plan.serve_args),
             "divisible": is_divisible(plan.model, plan.serve_args) and (not is_exact() or has_segments(plan.model)),
             "has_leaves": not is_exact() and has_leaves(plan.model),
-            "has_stages": has_stages(plan.model, plan.serve_args),
+            "has_stages": has_stages(plan.model, plan.serve_args)
+            and not (self._device == "cuda" and _has_experts(model_config(plan.model))),
             "defined": is_defined(plan.model, plan.serve_args),
             "has_segments": has_segments(plan.model),
+            "gpus": _gpus(),
         }
         self._context = min(CONTEXTS[self._device], plan.context or CONTEXTS[self._device])
         self._began = time.monotonic()
@@ -270,6 +272,16 @@ def _on_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _gpus() -> int:
+    """How many an engine may share a model among: none where that is refused whatever else is chosen."""
+    import torch
+
+    from ...integration import coverage, patch_points
+
+    ran = patch_points.installed_version().startswith(coverage.RAN_ON_GPUS)
+    return torch.cuda.device_count() if ran and ATTENTION.read() != "flex" and not is_exact() else 0
 
 
 def is_multimodal(model: str, serve_args: Sequence[str]) -> bool:

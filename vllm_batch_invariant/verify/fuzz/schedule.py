@@ -133,6 +133,7 @@ def draw_settings(
     has_stages: bool = False,
     defined: bool = False,
     has_segments: bool = False,
+    gpus: int = 0,
 ) -> Settings:
     """Settings ``number`` of a run. Consecutive numbers soon have every value of every option.
 
@@ -145,6 +146,7 @@ def draw_settings(
         has_stages: two workers can have half of the layers each, and of a CPU's cores.
         defined: exact arithmetic defines the model.
         has_segments: and two workers can share its segments.
+        gpus: on which a vLLM may be started that shares a model among them; one is enough for a tree.
     """
     gpu = device == "cuda"
 
@@ -156,10 +158,15 @@ def draw_settings(
 
     many = random.Random(f"{seed} many {number}").choice(_MANY)
     drafts = 0 if gpu and ATTENTION.read() == "flex" else take("drafts", DRAFTS)
-    workers = take("workers", (1, 2, 1)) if divisible and not gpu else 1
-    tree = take("tree", (1, 2)) if divisible and has_leaves and not gpu else 1
+    runner = take("runner", ("0", "1", "1")) if gpu else ""
+    shares = bool(gpus and runner == "1" and not drafts) if gpu else True
+    several = shares and gpus > 1 if gpu else True
+    workers = take("workers", (1, 2, 1)) if divisible and several else 1
+    tree = take("tree", (1, 2)) if divisible and has_leaves and shares else 1
     # drafts are refused there, and two cores are too few for more
-    staged = has_stages and not gpu and not drafts and workers == tree == 1
+    staged = (
+        has_stages and several and not drafts and workers == tree == 1 and (not gpu or take("stages", (True, False)))
+    )
     shareable = tree == 1 and (workers == 1 or has_segments)
     exact = is_exact() or (defined and not gpu and shareable and take("arithmetic", (True, False)))
     return Settings(
@@ -170,7 +177,7 @@ def draw_settings(
         asynchronous=take("async", (True, False)) if gpu else False,
         prefix_cache=take("prefix", (True, True, False)),
         small_cache=take("cache", (True, False)),
-        runner=take("runner", ("0", "1", "1")) if gpu else "",
+        runner=runner,
         context=context,
         text=take("text", tuple(TEXT_ONLY)) if multimodal else "",
         drafts=drafts,
