@@ -163,7 +163,7 @@ DRAFTERS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "suffixes": lambda target, folder: {"method": "suffix"},
     "n-grams on a GPU": lambda target, folder: NGRAMS | {"method": "ngram_gpu"},
 }
-NOT_ON_GPUS = ("Medusa", "suffixes", "n-grams on a GPU")
+NOT_ON_GPUS = ("EAGLE", "Medusa", "suffixes", "n-grams on a GPU")
 """Those that are refused there unless someone asks for what was not run."""
 HEADS = ("EAGLE", "EAGLE-3", "Medusa")
 """Of random weights, so they are never right."""
@@ -256,20 +256,14 @@ def test_a_draft_model_runs_in_cuda_graphs_and_is_right(
 
 
 @pytest.mark.skipif(not ON_GPU, reason="CUDA graphs")
-@pytest.mark.parametrize("name", ["EAGLE-3", "MiMo"])
 def test_drafts_by_one_graph_are_those_by_several(
-    engine: Callable[..., Result], checkpoint: Path, tmp_path: Path, name: str
+    engine: Callable[..., Result], checkpoint: Path, tmp_path: Path
 ) -> None:
     """Layers have the same bits in any graph, so a draft that differs has read or written what it should not."""
     if not patch_points.DRAFT_MODEL.is_there():
         pytest.skip("this vLLM has the drafter in its first model runner alone")
-    settings: dict[str, Any] = {"runner": "1"}
-    if name == "MiMo":
-        drafts = {"method": "mtp"}
-        settings |= {"model": str(make_mtp_model(tmp_path)), "tokenizer": str(checkpoint)}
-    else:
-        drafts = DRAFTERS[name](checkpoint, tmp_path)
-    settings["speculative_config"] = json.dumps(drafts | {"num_speculative_tokens": 3})
+    drafts = DRAFTERS["EAGLE-3"](checkpoint, tmp_path)
+    settings = {"runner": "1", "speculative_config": json.dumps(drafts | {"num_speculative_tokens": 3})}
     greedy = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
     sampled = greedy | {"temperature": 1.0, "seed": 5}
     asked = [
@@ -303,12 +297,11 @@ def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(
 ) -> None:
     """Of random weights, by the layer that a model has for a second token; three drafts run it three times."""
     only_in_the_core(request)
-    if ON_GPU and make is make_glm:
-        pytest.skip("GLM-4.5 is refused on a GPU")
     step = TOGETHER | {"requests": requests()[FEW]}
     settings = {"model": str(make(tmp_path)), "tokenizer": str(checkpoint), "runner": runner}
     plain = engine([step], **settings).steps["together"]
     speculation = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
-    done = engine([step], counts, speculative_config=speculation, **settings)
+    untried = {UNTRIED.name: "1"} if ON_GPU else {}
+    done = engine([step], counts, speculative_config=speculation, environment=untried, **settings)
     assert differing(done.steps["together"], plain, FEW) == []
     assert done.afterwards["drafts"] > 0

@@ -350,8 +350,10 @@ def test_what_a_covered_method_has_not_run_with_is_refused_by_name(options: dict
 
 def test_a_drafter_that_no_gpu_has_run_starts_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(UNTRIED.name, "1")
+    draft = SimpleNamespace(hf_config=SimpleNamespace(model_type="mimo_mtp"))
     for method, on in coverage.UNTRIED_DRAFTERS.items():
         config = SimpleNamespace(
-            speculative_config=SimpleNamespace(method=method), device_config=SimpleNamespace(device_type=on)
+            speculative_config=SimpleNamespace(method=method, draft_model_config=draft),
+            device_config=SimpleNamespace(device_type=on),
         )
         assert coverage._drafter(config) is None

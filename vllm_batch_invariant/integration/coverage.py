@@ -30,14 +30,14 @@ DRAFTERS = {
     "ngram": ("cpu", "cuda"),
     "custom_class": ("cpu", "cuda"),
     "draft_model": ("cpu", "cuda"),
-    "eagle": ("cpu", "cuda"),
+    "eagle": ("cpu",),
     "eagle3": ("cpu", "cuda"),
-    "mtp": ("cpu", "cuda"),
+    "mtp": ("cpu",),
     "medusa": ("cpu",),
     "suffix": ("cpu",),
 }
 """Methods of speculative decoding, as vLLM calls them, and the devices on which they have been run."""
-UNTRIED_DRAFTERS = {"ngram_gpu": "cuda", "medusa": "cuda", "suffix": "cuda"}
+UNTRIED_DRAFTERS = dict.fromkeys(("ngram_gpu", "eagle", "mtp", "medusa", "suffix"), "cuda")
 """Those that are refused on a device for no other reason than that they have not been run there."""
 MTP_MODELS = ("mimo_mtp", "glm4_moe_mtp")
 """The models whose layers for more tokens have been run, by vLLM's name of their type."""
@@ -429,9 +429,8 @@ COVERED = (
     ),
     Feature(
         "Speculative decoding",
-        "n-grams, a draft model, EAGLE and EAGLE-3, MiMo's and on a CPU GLM-4.5's own layer for more tokens (MTP), "
-        "drafters of your own, and on a CPU suffixes and Medusa: the answers and logprobs are those without it, "
-        "greedy and with a seed",
+        "n-grams, a draft model, EAGLE-3, drafters of your own, and on a CPU EAGLE, MiMo's and GLM-4.5's own layer for "
+        "more tokens (MTP), suffixes and Medusa: the answers and logprobs are those without it, greedy and with a seed",
     ),
     Feature(
         "Tensor parallelism",
