@@ -33,7 +33,7 @@ from triton.runtime.jit import JITFunction
 
 import vllm_batch_invariant.ops.attention as attention_package
 from tests.ops.attention.cases import Chunk, Heads, Request, paged
-from tests.ops.exact.launches import EVERY_KIND
+from tests.ops.exact.launches import EVERY_KIND, hopper_products
 from tests.ops.exact.ptx import forbidden
 from vllm_batch_invariant.ops.acceptance.cuda import accept
 from vllm_batch_invariant.ops.all_reduce import cuda as all_reduce
@@ -46,6 +46,7 @@ from vllm_batch_invariant.ops.attention_backward import cuda as attention_gradie
 from vllm_batch_invariant.ops.common.compile_errors import reason
 from vllm_batch_invariant.ops.common.nvidia_gpus import attends_by_tma, has_tcgen05
 from vllm_batch_invariant.ops.devices import DEVICES
+from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
 from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES
@@ -70,7 +71,7 @@ RESERVED = 1024
 """Bytes of a multiprocessor's shared memory that a program takes beside its own."""
 MOST_SPILLED = 256
 """Bytes of a thread's stack. With Triton 3.6 to 3.9 a Gluon kernel has up to 104."""
-GLUON = ("prefill_kernel", "decode_kernel", "gemm_sm90_swap_ab_kernel")
+GLUON = ("prefill_kernel", "decode_kernel", "gemm_sm90_swap_ab_kernel", "linear_sm90_kernel")
 PROCESSORS = 132
 HALVES = (torch.bfloat16, torch.float16)
 REDUCTION = AttentionReduction.of_device("cuda")
@@ -348,6 +349,26 @@ def sm90_verify_steps(heads: Heads, page: int) -> None:
         attend(heads, page, 300, tokens, 2, kernels)
 
 
+def frees_one_place(ptx: str) -> bool:
+    """Whether a loop of a kernel tells that some place in shared memory is free, by a barrier's address from before the
+    loop: a ring then waits for ever in its second turn. Triton makes such code where two names of one value are
+    carried through a loop.
+    """
+    lines = ptx.splitlines()
+    for at, line in enumerate(lines):
+        arrival = re.search(r"mbarrier\.arrive\.shared::cta\.b64 _, \[(%r\d+)]", line)
+        if not arrival:
+            continue
+        label = next(
+            before for before in range(at, -1, -1) if not before or re.match(r"\$L__BB\d+_\d+:", lines[before])
+        )
+        is_loop = any(re.search(rf"\bbra \t?{re.escape(lines[label].split(':')[0])};", after) for after in lines[at:])
+        made = any(re.search(rf"\t{arrival[1]},", between) for between in lines[label:at])
+        if is_loop and not made:
+            return True
+    return False
+
+
 def check_all(what: str, found: list[Compiled], verbose: bool) -> None:
     """Check that each kernel can be loaded, that the assembler had registers enough, and how many there were."""
     for one in found:
@@ -358,6 +379,8 @@ def check_all(what: str, found: list[Compiled], verbose: bool) -> None:
             print(f"{what}: {one.name}, {one.shared} bytes shared, {registers} registers, {stack} bytes of stack")
         if one.shared > limit:
             check(f"{what}: {one.name} takes {one.shared} bytes of shared memory of {limit}", False)
+        if gluon and frees_one_place(one.kernel.asm["ptx"]):
+            check(f"{what}: {one.name} frees one place of its ring alone", False)
         if gluon and stack > MOST_SPILLED:
             check(f"{what}: {one.name} has {stack} bytes of stack", False)
     check(f"{what}: {', '.join(sorted({one.name for one in found}))}", bool(found))
@@ -411,6 +434,7 @@ def check_some() -> None:
     found = launch_on(90, sm90_verify_steps, Heads(8, 2, 128, torch.bfloat16), 64)
     check_all("verify steps on a Hopper", found, False)
     check_all("narrow GEMMs", launch_on(90, narrow_gemms, HALVES[:1], (False,)), False)
+    check_all("exact products on a Hopper", launch_on(90, hopper_products, 9, True, False, HOPPER_SCHEDULES[:1]), False)
     check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64)
     for gpu in (90, 120):
         found = launch_on(gpu, gradients_of_attention, Heads(8, 2, 128, torch.bfloat16), 100)

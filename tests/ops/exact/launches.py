@@ -10,7 +10,7 @@ from vllm_batch_invariant.ops.attention.params import PagedAttention
 from vllm_batch_invariant.ops.attention.plan import AttentionShape
 from vllm_batch_invariant.ops.exact import cuda
 from vllm_batch_invariant.ops.exact.definition import segments
-from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES
+from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES, HopperSchedule
 
 MODEL = Heads(8, 2, 128, torch.bfloat16)
 
@@ -33,13 +33,15 @@ def products(count: int, shared: bool = True, bias: bool = True, int8: bool = Tr
     cuda.product(rows, weight, zeros(96) if bias else None, replace(cuda.linear_schedule(count, parts), int8=int8))
 
 
-def hopper_products(count: int, shared: bool = True, bias: bool = True) -> None:
-    """Of so many rows, by every tile of wgmma's; nothing for other GPUs."""
+def hopper_products(
+    count: int, shared: bool = True, bias: bool = True, tiles: tuple[HopperSchedule, ...] = HOPPER_SCHEDULES
+) -> None:
+    """Of so many rows, by tiles of wgmma's; nothing for other GPUs."""
     if torch.cuda.get_device_capability(0)[0] != 9:
         return
     weight = cuda.prepare(zeros(200, 1024), segments(1024, shared))
     held = cuda.quantize(zeros(count, 1024), weight.scale.shape[1], activations=True)
-    for schedule in HOPPER_SCHEDULES:
+    for schedule in tiles:
         cuda.product(held, weight, zeros(200) if bias else None, schedule)
 
 
