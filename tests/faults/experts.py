@@ -47,11 +47,16 @@ def _atomics(chain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _arrival_order(weighted: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The sum over experts in the order in which they are done: those with most tokens last."""
+    """Experts are added to the result, and rounded, when they are done: those with most tokens last."""
 
     def by_load(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, *of: Any) -> torch.Tensor:
         order = experts.reshape(-1).bincount()[experts].argsort(dim=1, stable=True)
-        return weighted(x, weights.gather(1, order), experts.gather(1, order), *of)
+        terms = weighted(x, weights.gather(1, order), experts.gather(1, order), *of)
+        acc = torch.zeros_like(terms[:, 0], dtype=torch.bfloat16)
+        for place in range(terms.shape[1]):
+            acc += terms[:, place]
+        terms.zero_()[:, 0] = acc
+        return terms
 
     return by_load
 
