@@ -90,8 +90,11 @@ def test_new_rows_replace_those_of_the_same_run_alone(tmp_path: Path) -> None:
 
 
 def test_the_kept_data_are_exact_where_the_mode_is_on_and_nowhere_else() -> None:
-    rows = read(DATA / "on_policy.csv")
-    rows = [row for row in rows if (row.gpu, row.versions, row.keys["model"]) == (rows[0].gpu, rows[0].versions, SMALL)]
+    kept = read(DATA / "on_policy.csv")
+    for row in (row for row in kept if row.metric in ("kl", "logprob-difference") and ALL[row.provider].exact):
+        assert (row.p50, row.bits) == (0.0, "equal")
+    rows = [row for row in kept if row.keys["model"] == SMALL]
+    rows = [row for row in rows if (row.gpu, row.versions) == (rows[0].gpu, rows[0].versions)]
     gaps = {name: [row for row in rows if (row.provider, row.metric) == (name, "kl")] for name in ALL}
     for name, found in gaps.items():
         exact = ALL[name].exact

@@ -397,8 +397,8 @@ def _prefix_caching(config: Config) -> str | None:
 COVERED = (
     Feature(
         "Devices",
-        "CPU. NVIDIA GPUs of compute capability 9.0 (run on an H200), 8.0, 8.6, 8.9, 10.0, 10.3 and 12.0 (kernels "
-        "compiled, never run): CUDA graphs, layers not compiled",
+        "CPU. NVIDIA GPUs of compute capability 9.0 (run on an H100 and an H200), 8.0, 8.6, 8.9, 10.0, 10.3 and 12.0 "
+        "(kernels compiled, never run): CUDA graphs, layers not compiled",
     ),
     Feature("Ascend NPU", "compiled and simulated, never run on hardware"),
     Feature(
