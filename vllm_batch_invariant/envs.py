@@ -122,6 +122,15 @@ def enabled() -> bool:
     return VARIABLES[0].read() == "1"
 
 
+def starts_untried() -> bool:
+    """Whether what no GPU has run yet is asked for.
+
+    Raises:
+        BadSetting: :data:`UNTRIED` has another value than it can have.
+    """
+    return UNTRIED.read() == "1"
+
+
 def is_exact() -> bool:
     """Whether exact arithmetic is asked for.
 

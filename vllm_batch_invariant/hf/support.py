@@ -69,7 +69,7 @@ def check_compared(family: Family, device_type: str) -> None:
     Raises:
         NotCovered: it has not; or a tree of tensor-parallel workers is asked for where there is none.
     """
-    if device_type not in family.devices and envs.UNTRIED.read() != "1":
+    if device_type not in family.devices and not envs.starts_untried():
         raise NotCovered(
             f"a trainer's {family.prefix} on device '{device_type}'",
             f"the bits have been compared with an engine's on {' and '.join(family.devices)} only",

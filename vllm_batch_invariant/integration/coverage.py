@@ -104,7 +104,7 @@ def _attention_of_another_device(config: Config) -> str | None:
 
 def _tensor_parallelism(config: Config) -> str | None:
     size, device = config.parallel_config.tensor_parallel_size, devices.of_config(config)
-    untried = device.untried_tensor_parallel_sizes if envs.UNTRIED.read() == "1" else ()
+    untried = device.untried_tensor_parallel_sizes if envs.starts_untried() else ()
     return _when(size not in (1, *device.tensor_parallel_sizes, *untried), f"tensor parallelism {size}")
 
 
@@ -176,7 +176,7 @@ def _beside_workers_on_gpus(config: Config) -> str | None:
     parallel = config.parallel_config
     workers, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     several = f"{envs.TP_TREE.name}={tensor_tree.leaves()}" if workers * stages == 1 else "several GPUs"
-    if workers * stages * tensor_tree.leaves() == 1 or envs.UNTRIED.read() == "1":
+    if workers * stages * tensor_tree.leaves() == 1 or envs.starts_untried():
         return None
     model, version = config.model_config, patch_points.installed_version()
     found = {
@@ -324,7 +324,7 @@ def _drafter(config: Config) -> str | None:
     if not speculation or on == "npu":  # where all are refused
         return None
     method = speculation.method
-    if on not in DRAFTERS.get(method, ()) and not (UNTRIED_DRAFTERS.get(method) == on and envs.UNTRIED.read() == "1"):
+    if on not in DRAFTERS.get(method, ()) and not (UNTRIED_DRAFTERS.get(method) == on and envs.starts_untried()):
         is_known = method in DRAFTERS or method in UNTRIED_DRAFTERS
         where = f" on a {'GPU' if on == 'cuda' else 'CPU'}" if is_known else ""
         return f"speculative decoding with {method}{where}"

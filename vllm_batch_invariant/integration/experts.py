@@ -138,7 +138,7 @@ def _biases(layer: torch.nn.Module) -> tuple[torch.Tensor | None, torch.Tensor |
 
 def _not_run_on_gpus(reduction: MoeReduction) -> str | None:
     """What of a layer no engine on a GPU has been compared with."""
-    ran = reduction.activation in ("silu", "swigluoai") or envs.UNTRIED.read() == "1"
+    ran = reduction.activation in ("silu", "swigluoai") or envs.starts_untried()
     return None if ran else f"the activation {reduction.activation}"
 
 

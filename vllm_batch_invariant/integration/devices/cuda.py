@@ -85,7 +85,7 @@ class Cuda(VllmDevice):
             _check_gpu_of_exact_arithmetic()
         cuda_graphs.install()
         draft_graphs.install()
-        if envs.UNTRIED.read() == "1":
+        if envs.starts_untried():
             draft_graphs.install_for_heads()
         if not envs.is_exact():
             norm_rotary.install()
