@@ -167,18 +167,16 @@ class Autotuner:
         device = torch.device("cuda", p.device)
         of_leaves = [cancelling(self.max_m, p.n, p.leaf.k, p.dtype, device, seed) for seed in range(p.leaves)]
         a, weight = (torch.cat(operands, 1) for operands in zip(*of_leaves, strict=True))
-        if (
-            p.leaves > 1
-        ):  # where leaves are rounding error, few of their sums are rounded: of half the columns they are not
+        if p.leaves > 1:
+            # Where leaves are rounding error, few of their sums are rounded: of half the columns they are not.
             weight[1::2] = weight[1::2].roll(1, 1)
+            self.parts = a.new_empty(p.leaves * self.max_m * p.n)
         self.a = a if p.a_k_major else a.t().contiguous().t()
         self.b = weight.t() if p.b_k_major else weight.t().contiguous()
         self.bias = None
         if p.has_bias:  # as small as the rounding error that it is added to, so that its own rounding shows
             noise = torch.randn(p.n, generator=torch.Generator(device).manual_seed(1), device=device)
             self.bias = (noise * 2**-24 * p.k).to(p.dtype)
-        if p.leaves > 1:
-            self.parts = a.new_empty(p.leaves * self.max_m * p.n)
 
         def by_pointers(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
             return triton_gemm.mm_ptr(a, b, self.bias, out)

@@ -7,8 +7,8 @@ machine, and a size that disagrees is not used for that shape.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 
 import torch
 
@@ -122,8 +122,17 @@ def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> to
 
 def mm_in_leaves(a: torch.Tensor, b: torch.Tensor, leaves: int) -> torch.Tensor:
     """[M, K] @ [K, N] with K in so many leaves, which are added as a tree."""
-    pairs = zip(a.chunk(leaves, 1), b.chunk(leaves), strict=True)
-    return add_ranks(torch.stack([mm(of_a, of_b) for of_a, of_b in pairs]), tree=True)
+    return _in_leaves(mm, a, b, leaves)
+
+
+def _in_leaves(
+    gemm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], a: torch.Tensor, b: torch.Tensor, leaves: int
+) -> torch.Tensor:
+    """What a GEMM makes of each leaf of a [..., K] and b [K, N], added as a tree of
+    :func:`~vllm_batch_invariant.ops.all_reduce.add_ranks`.
+    """
+    pairs = zip(a.chunk(leaves, -1), b.chunk(leaves), strict=True)
+    return add_ranks(torch.stack([gemm(of_a, of_b) for of_a, of_b in pairs]), tree=True)
 
 
 def accumulate(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -210,8 +219,8 @@ def prepared_linear_of_parts(
         x: [..., K].
         parts: [K, N], or its columns in several.
         bias: [N], or None.
-        leaves: parts of equal length that K is added in, each rounded, and their sums as a tree of
-            :func:`~vllm_batch_invariant.ops.all_reduce.add_ranks`; the bias is added last. Above 1 of one part.
+        leaves: parts of equal length that K is added in, each rounded, and their sums as a tree; the bias is added
+            last. Above 1 of one part.
     """
     if leaves == len(parts) == 1:
         return prepared_linear(x, parts[0], bias)
@@ -219,6 +228,5 @@ def prepared_linear_of_parts(
         out = torch.cat([prepared_accumulate(x, part, None) for part in parts], -1)
     else:
         [whole] = parts
-        pairs = zip(x.chunk(leaves, -1), whole.chunk(leaves), strict=True)
-        out = add_ranks(torch.stack([prepared_linear(of_x, of_whole, None) for of_x, of_whole in pairs]), tree=True)
+        out = _in_leaves(partial(prepared_linear, bias=None), x, whole, leaves)
     return out.to(x.dtype) if bias is None else (out + bias.to(parts[0].dtype)).to(x.dtype)

@@ -1,7 +1,9 @@
 """A GEMM whose K is added in leaves, as a tree, by GEMMs that know nothing of it::
 
-p[i] = round(a[:, leaf i] @ b[leaf i])     leaves of equal length, each a GEMM like any other
-out = round(round(p[0] + p[1]) + round(p[2] + p[3]))
+    p[i] = round(a[:, leaf i] @ b[leaf i])     leaves of equal length, each a GEMM like any other
+    out = round(round(p[0] + p[1]) + round(p[2] + p[3]))
+
+A leaf is read where it lies.
 """
 
 from collections.abc import Callable
