@@ -24,6 +24,7 @@ WIDE = Shape(hidden=512, intermediate=2048, layers=3, heads=8, experts=8, expert
 """Wide enough for plain vLLM to vary."""
 LIMITS = {"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 128, "skip_tokenizer_init": True}
 SOFTMAX = SIZES | GQA | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+GLM = SIZES | GQA | {"n_routed_experts": 8, "moe_intermediate_size": 128}
 ON_GPU = torch.cuda.is_available()
 OF_TWO_WORKERS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 FAMILIES = {
@@ -44,11 +45,8 @@ FAMILIES = {
         **SIZES, num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, norm_topk_prob=False
     ),
     "GLM-4.5 with groups, a bias and a dense layer": transformers.Glm4MoeConfig(
-        **SIZES,
-        **GQA,
-        n_routed_experts=8,
+        **GLM,
         num_experts_per_tok=2,
-        moe_intermediate_size=128,
         n_group=4,
         topk_group=2,
         routed_scaling_factor=2.5,
@@ -56,11 +54,8 @@ FAMILIES = {
         use_qk_norm=True,
     ),
     "GLM-4.5 with a bias and no groups": transformers.Glm4MoeConfig(
-        **SIZES,
-        **GQA,
-        n_routed_experts=8,
+        **GLM,
         num_experts_per_tok=3,
-        moe_intermediate_size=128,
         n_shared_experts=2,
         routed_scaling_factor=1.5,
         first_k_dense_replace=0,

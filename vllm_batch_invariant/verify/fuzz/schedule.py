@@ -159,8 +159,8 @@ def draw_settings(
     many = random.Random(f"{seed} many {number}").choice(_MANY)
     drafts = 0 if gpu and ATTENTION.read() == "flex" else take("drafts", DRAFTS)
     runner = take("runner", ("0", "1", "1")) if gpu else ""
-    shares = bool(gpus and runner == "1" and not drafts) if gpu else True
-    several = shares and gpus > 1 if gpu else True
+    shares = not gpu or (gpus > 0 and runner == "1" and not drafts)
+    several = not gpu or (shares and gpus > 1)
     workers = take("workers", (1, 2, 1)) if divisible and several else 1
     tree = take("tree", (1, 2)) if divisible and has_leaves and shares else 1
     # drafts are refused there, and two cores are too few for more
