@@ -38,11 +38,12 @@ LAUNCHES = {
 PROGRAM, COMPILES = "tests.ops.compiled_kernels", ("compile_cell", "compile_instead_of_running")
 """The module that compiles, and its functions that decide what is compiled of a cell, and how."""
 SOURCES = {
-    "attention": ("attention/**/*.py", "common/*_names.py", "common/nvidia_gpus.py"),
+    "attention": ("attention/**/*.py", "common/*_names.py", "common/sm90_ring.py", "common/nvidia_gpus.py"),
     "matmuls": (
         *(f"linear/{name}.py" for name in ("problem", "reduction", "schedule", "sm90_kernel", "triton_gemm")),
         "linear/triton_kernels.py",
         "common/*_names.py",
+        "common/sm90_ring.py",
         "common/nvidia_gpus.py",
     ),
     "exact": ("exact/**/*.py", "attention/*.py", "common/*.py"),

@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..common.gluon_names import copy_block
+from ..common.sm90_ring import next_stage
 from ..common.triton_names import aggregate, value
 from .schedule import HopperSchedule
 
@@ -71,13 +72,6 @@ class _Ring:
     empty_bar: gl.shared_memory_descriptor
     LONG_SIDE: gl.constexpr
     NUM_STAGES: gl.constexpr
-
-
-@gluon.jit
-def _next_stage(stage, phase, NUM_STAGES: gl.constexpr):
-    """The next place in a ring, and the parity of its use."""
-    last = stage == NUM_STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -129,7 +123,7 @@ def _copy_partition(x_desc, third_desc, w_desc, problem, ring):
                     copy_block(w_desc, [plane * problem.N + first_n, first_k], full, w_smem)
                     x_smem = ring.x_smem.index(stage * 2 + plane)
                     copy_block(x_desc, [plane * problem.M + first_m, first_k], full, x_smem)
-                stage, phase = _next_stage(stage, phase, ring.NUM_STAGES)
+                stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
             some = gl.reduce(marks, 0, _or)
             if some != 0:
                 for plane in gl.static_range(2):
@@ -142,7 +136,7 @@ def _copy_partition(x_desc, third_desc, w_desc, problem, ring):
                             w_smem = ring.w_smem.index(stage * 2).slice(0, problem.BLOCK_N)
                             copy_block(w_desc, [plane * problem.N + first_n, first_k], full, w_smem)
                             copy_block(third_desc, [first_m, first_k], full, ring.x_smem.index(stage * 2))
-                            stage, phase = _next_stage(stage, phase, ring.NUM_STAGES)
+                            stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
 
 
 @gluon.jit
@@ -166,7 +160,7 @@ def _two_digits(ring, stage, phase, steps, LAYOUT: gl.constexpr, BLOCK_M: gl.con
         hi, mid, lo = warpgroup_mma_wait(4, deps=(hi, mid, lo))
         mbarrier.arrive(ring.empty_bar.index(before), pred=step > 0)
         before = stage
-        stage, phase = _next_stage(stage, phase, ring.NUM_STAGES)
+        stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
     hi, mid, lo = warpgroup_mma_wait(0, deps=(hi, mid, lo))
     mbarrier.arrive(ring.empty_bar.index(before))
     return hi, mid, lo, stage, phase
@@ -184,7 +178,7 @@ def _third_digit(problem, ring, some, stage, phase, steps, LAYOUT: gl.constexpr)
                 third = warpgroup_mma(ring.w_smem.index(stage * 2), x2, third, is_async=True)
                 third = warpgroup_mma_wait(0, deps=(third,))
                 mbarrier.arrive(ring.empty_bar.index(stage))
-                stage, phase = _next_stage(stage, phase, ring.NUM_STAGES)
+                stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
         if plane == 0:
             third = third << 8
     return third, stage, phase

@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..common.gluon_names import copy_block
+from ..common.sm90_ring import next_stage
 from ..common.triton_names import aggregate
 from .problem import leading_dim
 from .reduction import LinearReduction
@@ -60,13 +61,6 @@ class _Ring:
 
 
 @gluon.jit
-def _next_stage(stage, phase, NUM_STAGES: gl.constexpr):
-    """The next place in a ring, and the parity of its use."""
-    last = stage == NUM_STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
-
-
-@gluon.jit
 def _load_partition(a_desc, b_desc, ring, first_m, first_n, K):
     """One warp: keeps the ring full."""
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
@@ -79,7 +73,7 @@ def _load_partition(a_desc, b_desc, ring, first_m, first_n, K):
             a_smem, b_smem = ring.a_smem.index(index), ring.b_smem.index(index)
             copy_block(b_desc, [first_n, offs_k], full, b_smem.slice(0, ring.BLOCK_N))
             copy_block(a_desc, [first_m, offs_k], full, a_smem)
-        stage, phase = _next_stage(stage, phase, ring.NUM_STAGES)
+        stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
 
 
 @gluon.jit
@@ -100,7 +94,7 @@ def _mma_leaf(ring, stage, phase, before, K, IS_FIRST: gl.constexpr, ACCUMULATE:
         else:
             mbarrier.arrive(ring.empty_bar.index(before))
         before = stage
-        stage, phase = _next_stage(stage, phase, ring.NUM_STAGES)
+        stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
     return warpgroup_mma_wait(0, deps=(acc,)), stage, phase, before
 
 

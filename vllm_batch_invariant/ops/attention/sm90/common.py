@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...common.gluon_names import copy_block
+from ...common.sm90_ring import next_stage
 from ...common.triton_names import aggregate
 from .. import splits, work
 from . import shapes
@@ -140,9 +141,8 @@ def row_offsets(rows, work, offs_m, token, QUERIES_PER_KV: gl.constexpr):
 
 @gluon.jit
 def next_position(position, NUM_STAGES: gl.constexpr):
-    is_last = position.stage == NUM_STAGES - 1
-    phase = gl.where(is_last, position.phase ^ 1, position.phase)
-    return RingPosition(gl.where(is_last, 0, position.stage + 1), phase)
+    stage, phase = next_stage(position.stage, position.phase, NUM_STAGES)
+    return RingPosition(stage, phase)
 
 
 @gluon.jit
