@@ -14,6 +14,7 @@ import csv
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -134,6 +135,16 @@ def unpack(wheel: Path, folder: Path) -> None:
         Path(temporary, "wheel").rename(folder)
 
 
+def take_disassembler(folder: Path, newest: Path) -> None:
+    """Read a version's machine code with the newest version's programs: those of 3.6 do not know all GPUs that its
+    assembler knows.
+    """
+    for name in ("cuobjdump", "nvdisasm"):
+        own, other = (one / "triton" / "backends" / "nvidia" / "bin" / name for one in (folder, newest))
+        if own != other:
+            shutil.copy2(other, own)
+
+
 def cells_of(gpu: int) -> list[str]:
     """Names of what there is to compile for a GPU."""
     run = subprocess.run(
@@ -237,6 +248,11 @@ def page_table(rows: Sequence[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
+def place_of(version: str) -> list[int]:
+    """Its place among versions."""
+    return list(map(int, version.split(".")))
+
+
 def with_older(rows: Sequence[dict[str, str]], names: Mapping[int, Sequence[str]]) -> list[dict[str, str]]:
     """The rows in the order of the file, with its rows of all cells that are not among them: those of other runs, whose
     sources may be older by now. Of a GPU in ``names``, cells that are not listed there are gone.
@@ -246,7 +262,7 @@ def with_older(rows: Sequence[dict[str, str]], names: Mapping[int, Sequence[str]
         return row["triton"], row["gpu"], row["kernels"]
 
     def place(row: dict[str, str]) -> tuple[list[int], int]:
-        return list(map(int, row["triton"].split("."))), GPUS.index(int(row["gpu"].removeprefix("sm_")))
+        return place_of(row["triton"]), GPUS.index(int(row["gpu"].removeprefix("sm_")))
 
     there = {f"sm_{gpu}": set(of_gpu) for gpu, of_gpu in names.items()}
     older = (row for row in read_table() if row["kernels"] in there.get(row["gpu"], {row["kernels"]}))
@@ -275,6 +291,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--known", action="store_true", help="compile nothing more, report what is known")
     parsed = parser.parse_args(arguments)
     tritons = [unpacked(one) for one in dict.fromkeys(parsed.requirements)]
+    newest = max(CACHE.glob("triton-*"), key=lambda folder: place_of(folder.name.removeprefix("triton-")))
+    for _, folder in tritons:
+        take_disassembler(folder, newest)
     every_name = {gpu: cells_of(gpu) for gpu in parsed.gpus}
     names = {gpu: [one for one in of if parsed.cells is None or one in parsed.cells] for gpu, of in every_name.items()}
     failed = []

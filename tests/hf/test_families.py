@@ -55,7 +55,7 @@ def rolled(
     tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
 ) -> Iterator[dict[str, tuple[Path, Future]]]:
     """Every family's checkpoint in an engine of its own, two at a time: most of a start takes one core."""
-    names = FAMILIES if pytestconfig.option.markexpr == "engine" else QUICK
+    names = FAMILIES if DEVICE == "cuda" or pytestconfig.option.markexpr == "engine" else QUICK
     with ThreadPoolExecutor(2) as pool:
         found = {}
         for name in names:

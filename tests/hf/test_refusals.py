@@ -1,8 +1,6 @@
 """What a patched model does not cover refuses, in one line."""
 
-import itertools
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -59,15 +57,6 @@ def test_a_class_derived_from_one_with_a_patch_is_refused() -> None:
     refuses(lambda: patch(other), "a trainer's LlamaForCausalLM")
 
 
-def test_what_was_not_compared_with_an_engine_on_a_device_is_refused() -> None:
-    for family, device in itertools.product(FAMILIES, ("cpu", "cuda", "npu")):
-        check = partial(support.check_compared, family, device)
-        if device in family.devices:
-            check()
-        else:
-            refuses(check, f"{family.prefix} on device '{device}'")
-
-
 def test_a_tree_of_tensor_parallel_workers_is_refused_where_the_engine_has_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -75,7 +64,7 @@ def test_a_tree_of_tensor_parallel_workers_is_refused_where_the_engine_has_none(
     by_name = {family.prefix: family for family in FAMILIES}
     for name, device in (("Qwen3", "cuda"), ("Qwen3Moe", "cpu")):
         said = f"VLLM_BATCH_INVARIANT_TP_TREE=4 in a trainer's {name} on device '{device}'"
-        refuses(lambda name=name, device=device: support.check_compared(by_name[name], device), said)
+        refuses(lambda name=name, device=device: support.check_environment(by_name[name], device), said)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a tree is refused on a GPU")

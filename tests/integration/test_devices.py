@@ -65,7 +65,7 @@ def config(device_type: str, mode: str, second_runner: bool = True, page: int | 
         compilation_config=SimpleNamespace(
             mode=None, cudagraph_mode=mode, cudagraph_capture_sizes=[1, 2, 64], custom_ops=["none", "-silu", "+norm"]
         ),
-        scheduler_config=SimpleNamespace(max_num_seqs=32, max_num_batched_tokens=2048),
+        scheduler_config=SimpleNamespace(max_num_seqs=32, max_num_batched_tokens=2048, async_scheduling=True),
         cache_config=SimpleNamespace(block_size=page, user_specified_block_size=page is not None),
         parallel_config=SimpleNamespace(disable_custom_all_reduce=False),
         use_v2_model_runner=second_runner,
@@ -97,6 +97,19 @@ def test_a_device_decides_which_steps_are_cuda_graphs(
     assert compilation.custom_ops == ["all", "+norm"]
     assert made.attention_config.backend.name == devices.of_config(made).attention_choices[0]
     assert (2048 in compilation.cudagraph_capture_sizes) == (graphs == "FULL")
+
+
+@pytest.mark.parametrize(
+    ("second_runner", "drafts", "is_async"), [(False, 3, False), (False, 0, True), (True, 3, True), (True, 0, True)]
+)
+def test_the_first_runner_verifies_drafts_without_async_scheduling(
+    second_runner: bool, drafts: int, is_async: bool
+) -> None:
+    made = config("cuda", "FULL", second_runner)
+    made.speculative_config = object() if drafts else None
+    made.num_speculative_tokens = drafts
+    devices.get("cuda").update_config(made)
+    assert made.scheduler_config.async_scheduling == is_async
 
 
 @pytest.mark.parametrize(("exact", "installed"), [(True, "exact"), (False, "usual")])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from vllm_batch_invariant.envs import ATTENTION, UNTRIED
+from vllm_batch_invariant.envs import ATTENTION
 from vllm_batch_invariant.integration import coverage, patch_points, speculation
 from vllm_batch_invariant.ops.acceptance import NO_TOKEN
 
@@ -293,7 +293,9 @@ def test_tokens_behind_a_stop_string_and_their_logprobs_are_dropped() -> None:
         ("medusa", "cpu", "auto", []),
         ("medusa", "cuda", "auto", ["speculative decoding with medusa on a GPU"]),
         ("ngram_gpu", "cpu", "auto", ["speculative decoding with ngram_gpu on a CPU"]),
-        ("ngram_gpu", "cuda", "auto", ["speculative decoding with ngram_gpu on a GPU"]),
+        ("ngram_gpu", "cuda", "auto", []),
+        ("eagle", "cuda", "auto", []),
+        ("suffix", "cuda", "auto", []),
         ("mlp_speculator", "cpu", "auto", ["speculative decoding with mlp_speculator"]),
         ("dflash", "cuda", "auto", ["speculative decoding with dflash"]),
         ("dspark", "cuda", "auto", ["speculative decoding with dspark"]),
@@ -325,7 +327,7 @@ def test_every_method_of_the_installed_vllm_is_covered_or_refused_by_name() -> N
 
     aliases = set(get_args(MTPModelTypes)) - {"mtp"}  # vLLM makes mtp of them before it asks
     refused = {"dflash", "dspark", "extract_hidden_states", "mlp_speculator"}
-    assert set(get_args(SpeculativeMethod)) - aliases <= {*coverage.DRAFTERS, *coverage.UNTRIED_DRAFTERS, *refused}
+    assert set(get_args(SpeculativeMethod)) - aliases <= {*coverage.DRAFTERS, *refused}
     assert {*coverage.MTP_MODELS} <= aliases
 
 
@@ -346,14 +348,3 @@ def test_what_a_covered_method_has_not_run_with_is_refused_by_name(options: dict
     )
     [row] = [feature for feature in coverage.REFUSED if feature.name == "Speculative decoding with another drafter"]
     assert row.found(config) == found
-
-
-def test_a_drafter_that_no_gpu_has_run_starts_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(UNTRIED.name, "1")
-    draft = SimpleNamespace(hf_config=SimpleNamespace(model_type="mimo_mtp"))
-    for method, on in coverage.UNTRIED_DRAFTERS.items():
-        config = SimpleNamespace(
-            speculative_config=SimpleNamespace(method=method, draft_model_config=draft),
-            device_config=SimpleNamespace(device_type=on),
-        )
-        assert coverage._drafter(config) is None

@@ -19,14 +19,12 @@ class Family:
         prefix: that the names of its classes begin with.
         biased: linear layers that vLLM adds a bias in if the checkpoint has one.
         has_experts: whether layers may be mixtures of experts.
-        devices: on which the bits have been compared with an engine's.
     """
 
     package: str
     prefix: str
     biased: tuple[str, ...] = ()
     has_experts: bool = False
-    devices: tuple[str, ...] = ("cpu", "cuda")
 
     @property
     def module(self) -> ModuleType:
@@ -42,7 +40,7 @@ FAMILIES = (
     Family("llama", "Llama", biased=(*_QKV, "o_proj", *_MLP)),
     Family("qwen2", "Qwen2", biased=_QKV),
     Family("qwen3", "Qwen3"),
-    Family("qwen3_moe", "Qwen3Moe", has_experts=True, devices=("cpu",)),
+    Family("qwen3_moe", "Qwen3Moe", has_experts=True),
 )
 
 

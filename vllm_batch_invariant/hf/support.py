@@ -58,23 +58,17 @@ def check(model: torch.nn.Module) -> Family:
     _check_modules(model, family)
     weights = list(model.parameters())
     _check_weights(weights)
-    check_compared(family, weights[0].device.type)
+    check_environment(family, weights[0].device.type)
     patch_points.check_version(weights[0].device.type)
     return family
 
 
-def check_compared(family: Family, device_type: str) -> None:
-    """Whether a family has been compared with an engine on a device.
+def check_environment(family: Family, device_type: str) -> None:
+    """Whether a trainer of a family has what the environment asks for, on a device.
 
     Raises:
-        NotCovered: it has not; or a tree of tensor-parallel workers is asked for where there is none.
+        NotCovered: a tree of tensor-parallel workers, or exact arithmetic, where a trainer has none.
     """
-    if device_type not in family.devices and not envs.starts_untried():
-        raise NotCovered(
-            f"a trainer's {family.prefix} on device '{device_type}'",
-            f"the bits have been compared with an engine's on {' and '.join(family.devices)} only",
-            "train there, or use a dense model",
-        )
     if leaves() > 1 and (device_type != "cpu" or family.has_experts):
         raise NotCovered(
             f"{envs.TP_TREE.name}={leaves()} in a trainer's {family.prefix} on device '{device_type}'",

@@ -25,6 +25,8 @@ class PlannedMetadataBuilder(MetadataBuilder):
     """Plans each step in memory that it keeps, so that CUDA graphs find the next plan where they found the last."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    supports_draft_decode_metadata_update: ClassVar[bool] = True
+    """An EAGLE head has one graph for all drafts but the first."""
 
     def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config, device: torch.device) -> None:  # noqa: ANN001
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)

@@ -30,15 +30,14 @@ DRAFTERS = {
     "ngram": ("cpu", "cuda"),
     "custom_class": ("cpu", "cuda"),
     "draft_model": ("cpu", "cuda"),
-    "eagle": ("cpu",),
+    "eagle": ("cpu", "cuda"),
     "eagle3": ("cpu", "cuda"),
-    "mtp": ("cpu",),
+    "mtp": ("cpu", "cuda"),
     "medusa": ("cpu",),
-    "suffix": ("cpu",),
+    "suffix": ("cpu", "cuda"),
+    "ngram_gpu": ("cuda",),
 }
 """Methods of speculative decoding, as vLLM calls them, and the devices on which they have been run."""
-UNTRIED_DRAFTERS = dict.fromkeys(("ngram_gpu", "eagle", "mtp", "medusa", "suffix"), "cuda")
-"""Those that are refused on a device for no other reason than that they have not been run there."""
 MTP_MODELS = ("mimo_mtp", "glm4_moe_mtp")
 """The models whose layers for more tokens have been run, by vLLM's name of their type."""
 TORCHRUN = "external_launcher"
@@ -324,9 +323,8 @@ def _drafter(config: Config) -> str | None:
     if not speculation or on == "npu":  # where all are refused
         return None
     method = speculation.method
-    if on not in DRAFTERS.get(method, ()) and not (UNTRIED_DRAFTERS.get(method) == on and envs.starts_untried()):
-        is_known = method in DRAFTERS or method in UNTRIED_DRAFTERS
-        where = f" on a {'GPU' if on == 'cuda' else 'CPU'}" if is_known else ""
+    if on not in DRAFTERS.get(method, ()):
+        where = f" on a {'GPU' if on == 'cuda' else 'CPU'}" if method in DRAFTERS else ""
         return f"speculative decoding with {method}{where}"
     if method == "mtp":
         kind = speculation.draft_model_config.hf_config.model_type
@@ -621,7 +619,7 @@ REFUSED = (
         "Speculative decoding with another drafter",
         "its layers have not been run beside the mode's",
         f"choose a method among {', '.join(DRAFTERS)}, or leave --speculative-config out; mtp of "
-        f"{' or '.join(MTP_MODELS)}, {' and '.join(name for name in DRAFTERS if DRAFTERS[name] == ('cpu',))} on a CPU",
+        f"{' or '.join(MTP_MODELS)}, medusa on a CPU and ngram_gpu on a GPU",
         _drafter,
     ),
     Feature(

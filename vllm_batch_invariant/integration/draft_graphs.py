@@ -50,13 +50,6 @@ def install() -> None:
     drafter._multi_step_decode = next_by_graphs(drafter._multi_step_decode)
 
 
-def install_for_heads() -> None:
-    """Give an EAGLE head one graph for all drafts but the first."""
-    from .attention_cuda import PlannedMetadataBuilder
-
-    PlannedMetadataBuilder.supports_draft_decode_metadata_update = True
-
-
 def draft_lengths(vllm_config: Any) -> tuple[int, ...]:
     """The tokens of a request that a draft model reads after a verify step: one more than the model has read."""
     return tuple(1 + length for length in verify_lengths(vllm_config))

@@ -58,6 +58,9 @@ class Cuda(VllmDevice):
         _check_pages(vllm_config)
         super().update_config(vllm_config)
         vllm_config.parallel_config.disable_custom_all_reduce = True  # and no memory for it
+        if vllm_config.speculative_config and not vllm_config.use_v2_model_runner:
+            # For min_tokens it counts rejected drafts, too, unless a neighbour's penalties have the number corrected.
+            vllm_config.scheduler_config.async_scheduling = False
 
     def update_graphs(self, vllm_config: Any) -> None:
         """A step stays one CUDA graph: of decode, and in vLLM's second model runner any other that fits one, if
@@ -85,8 +88,6 @@ class Cuda(VllmDevice):
             _check_gpu_of_exact_arithmetic()
         cuda_graphs.install()
         draft_graphs.install()
-        if envs.starts_untried():
-            draft_graphs.install_for_heads()
         if not envs.is_exact():
             norm_rotary.install()
         external_ops = super().install_worker()
