@@ -29,6 +29,7 @@ from benchmarks.engine_workloads import WORKLOADS
 from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, update
 from benchmarks.spread import Spread
 from vllm_batch_invariant.envs import ARITHMETIC, FLAG, TP_TREE, UNTRIED
+from vllm_batch_invariant.verify.arguments import at_least
 from vllm_batch_invariant.verify.harness.mode import OURS, of_started
 from vllm_batch_invariant.verify.printing import one_line
 
@@ -84,6 +85,15 @@ def measure_in_turns(plans: Sequence[tuple[str, dict[str, Any]]], timeout: float
             print(f"\n{provider}", flush=True)
             turn.touch()
             yield one.result()
+
+
+def measured_of(plans: Sequence[tuple[str, dict[str, Any]]], timeout: float) -> Iterator[dict[str, Any] | None]:
+    """The results of engines; of several that start at the same time neither start-up nor memory is known."""
+    if len(plans) == 1:
+        yield measure(*plans[0], timeout)
+        return
+    for result in measure_in_turns(plans, timeout):
+        yield result and {name: value for name, value in result.items() if name not in ("startup", "memory")}
 
 
 def _measure(provider: str, plan: dict[str, Any], timeout: float) -> dict[str, Any] | None:
@@ -191,19 +201,30 @@ class Rows:
         self.found.append(Measurement("engine", provider, case, metric, unit, **spreads, ratio=ratio, bits=bits))
 
 
-def measurements(results: dict[str, dict[str, Any]], workloads: str, setting: Setting) -> list[Measurement]:
+def measurements(
+    results: dict[str, dict[str, Any]], workloads: str, setting: Setting, keys: str = ""
+) -> list[Measurement]:
     """The rows for the data: every workload, start-up and memory, of every provider. Those of exact arithmetic and of a
     tree are ours, and their case says so.
+
+    Args:
+        results: by provider.
+        workloads: their name.
+        setting: of the run.
+        keys: what every case says beside its own.
     """
     rows, stock = Rows(setting), results.get("stock")
     for provider, result in results.items():
         recorded, differs = ("ours", _FORMS[provider][0]) if provider in _FORMS else (provider, "")
+        differs = f" {keys}{differs}" if keys else differs
         add = partial(rows.add, recorded, same_bits=result.get("same_bits"))
         for place, workload in enumerate(WORKLOADS[workloads] if "samples" in result else ()):
             other = stock and stock["samples"][place]
             add(workload.case + differs, workload.metric, workload.unit, result["samples"][place], other)
-        for metric, unit in (("startup", "s"), ("memory", "MiB")) if "samples" in result else ():
-            add(case_text(workload=metric) + differs, metric, unit, [result[metric]], stock and [stock[metric]])
+        for metric, unit in (("startup", "s"), ("memory", "MiB")):
+            if metric in result:
+                other = (stock or {}).get(metric)
+                add(case_text(workload=metric) + differs, metric, unit, [result[metric]], other and [other])
         for metric, samples in (result.get("online") or {}).items():
             case, other = LOADS[workloads].case + differs, ((stock or {}).get("online") or {}).get(metric)
             add(case, metric, "ms", samples, other)
@@ -233,7 +254,7 @@ def print_summary(rows: Sequence[Measurement], console: Console) -> None:
                 if own and usual and case.endswith(ending):
                     ratio += f", {own[0].p50 / usual:.3f} of {of_what}"
             cells.append(f"{own[0].p50:.4g} {unit}{ratio}" if own else "")
-        table.add_row(case if case == case_text(workload=metric) else f"{case}: {metric}", *cells)
+        table.add_row(case if f"workload={metric}" in case.split() else f"{case}: {metric}", *cells)
     bits = {provider: {row.bits for row in rows if row.provider == provider} for provider in providers}
     table.add_row(
         "bits alone and with concurrent requests",
@@ -264,7 +285,17 @@ def options_of(
     parser.add_argument("--max-model-len", type=int, default=max_model_len, help="of the engine")
     parser.add_argument("--kv-cache-gib", type=float, default=kv_cache_gib, help="KV cache, the same for all")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one engine")
+    together = "engines that start at the same time, where the GPU has memory for so many; they are timed one by one"
+    parser.add_argument("--together", type=at_least(1), default=1, help=together)
+    parser.add_argument("--tensor-parallel-size", type=at_least(1), default=1, help="GPUs of an engine")
+    parser.add_argument("--keys", default="", help="what each case in the data says, too, such as 'model=30b-a3b'")
     return parser
+
+
+def keys_of(options: argparse.Namespace) -> str:
+    """What every case says: what the user told, and how many GPUs an engine has, if more than one."""
+    size = options.tensor_parallel_size
+    return " ".join(filter(None, (options.keys, case_text(tp=size) if size > 1 else "")))
 
 
 def plan_of(options: argparse.Namespace, **engine: Any) -> dict[str, Any]:
@@ -275,6 +306,7 @@ def plan_of(options: argparse.Namespace, **engine: Any) -> dict[str, Any]:
         "kv_cache_memory_bytes": int(options.kv_cache_gib * 2**30),
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
+        "tensor_parallel_size": options.tensor_parallel_size,
     }
     return {
         "engine": arguments | engine,
@@ -289,14 +321,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "benchmarks.engine",
         "Check that a request has the same bits alone and with concurrent requests, then time engines.",
         list(PROVIDERS),
-        list(LOADS),
+        [*LOADS, "short"],
         max_model_len=40_000,
         kv_cache_gib=48,
     )
     part = parser.add_mutually_exclusive_group()
     part.add_argument("--offline", action="store_true", help="leave out the server under an online load")
     part.add_argument("--online", action="store_true", help="only that server, whose bits are not looked at")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.offline |= options.workloads not in LOADS
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -307,15 +341,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def keep() -> list[Measurement]:
         """After each part, so that a run that is cut short has what it measured."""
-        rows = measurements(results, options.workloads, Setting.here())
+        rows = measurements(results, options.workloads, Setting.here(), keys_of(options))
         update(options.out, rows)
         return rows
 
-    for provider in options.providers:
-        result = {} if options.online else measure(provider, plan, options.timeout)
-        if result is not None:
-            results[provider] = result
-            keep()
+    for start in range(0, len(options.providers), options.together):
+        group = options.providers[start : start + options.together]
+        measured = measured_of([(provider, plan) for provider in group], options.timeout)
+        for provider, result in ((one, {}) for one in group) if options.online else zip(group, measured, strict=True):
+            if result is not None:
+                results[provider] = result
+                keep()
     if not options.offline and results:
         for provider, latencies in measure_online(options, list(results)).items():
             results[provider]["online"] = latencies

@@ -145,6 +145,11 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
         Prefill(16, 4096),
         Turn(32_000, 64),
     ),
+    "short": (
+        Throughput(1000, 32, 90, 110),
+        *(TokenTime(batch, 64, 128) for batch in (1, 8, 64, 256)),
+        Prefill(16, 4096),
+    ),
     "speculation": tuple(TokenTime(batch, 64, 256) for batch in (1, 8, 32)),
     "speculation-repeats": tuple(TokenTime(batch, 64, 256, run=8) for batch in (1, 8, 32)),
     "speculation-small": (TokenTime(1, 32, 8), TokenTime(3, 32, 8)),

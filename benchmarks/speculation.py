@@ -6,14 +6,14 @@ import argparse
 import itertools
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.engine import Rows, measure, measure_in_turns, options_of, plan_of, print_summary
+from benchmarks.engine import Rows, keys_of, measure, measured_of, options_of, plan_of, print_summary
 from benchmarks.engine_workloads import WORKLOADS
 from benchmarks.record import Measurement, Setting, case_text, update
 from tests.engine.drafters import make_head
@@ -50,7 +50,11 @@ def workloads_of(drafter: str, workloads: str) -> str:
 
 
 def measurements(
-    results: dict[tuple[str, str, int], dict[str, Any]], workloads: str, alone: str | None, setting: Setting
+    results: dict[tuple[str, str, int], dict[str, Any]],
+    workloads: str,
+    alone: str | None,
+    setting: Setting,
+    keys: str = "",
 ) -> list[Measurement]:
     """The rows for the data.
 
@@ -59,10 +63,12 @@ def measurements(
         workloads: their name.
         alone: the target's tokens and logprobs of our engine without a drafter; None where it failed.
         setting: of the run.
+        keys: what every case says beside its own.
     """
     rows = Rows(setting)
     for (provider, drafter, drafts), result in results.items():
-        stock, of = results.get(("stock", drafter, drafts)), case_text(spec=drafter, k=drafts)
+        stock = results.get(("stock", drafter, drafts))
+        of = f"{keys} {case_text(spec=drafter, k=drafts)}".lstrip()
         add = partial(rows.add, provider, same_bits=result["same_bits"] and result["alone"] == alone)
         for place, workload in enumerate(WORKLOADS[workloads_of(drafter, workloads)]):
             other = stock and stock["samples"][place]
@@ -70,13 +76,6 @@ def measurements(
         accepted = stock and [stock["accepted"]]
         add(f"workload=accepted {of}", "length", "tokens", [result["accepted"]], accepted)
     return rows.found
-
-
-def measured(plans: list[tuple[str, dict[str, Any]]], timeout: float) -> Iterator[dict[str, Any] | None]:
-    """The results of engines, of which several start at the same time."""
-    if len(plans) > 1:
-        return measure_in_turns(plans, timeout)
-    return (measure(provider, plan, timeout) for provider, plan in plans)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -91,12 +90,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS), help="which drafters")
     parser.add_argument("--drafts", nargs="+", type=int, default=[1, 3, 7], help="numbers of drafts")
-    together = "engines that start at the same time, where the GPU has memory for so many; they are timed one by one"
-    parser.add_argument("--together", type=int, default=1, help=together)
-    options = parser.parse_args(arguments)
-    if options.together < 1:
-        parser.error("--together is a number of engines")
-    return options
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,12 +109,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for drafter, drafts, provider in group:
                 plan = counted(speculative_config=configuration(drafter, options.model, drafts, folder))
                 plans.append((provider, plan | {"workloads": workloads_of(drafter, options.workloads)}))
-            found = measured(plans, options.timeout)
+            found = measured_of(plans, options.timeout)
             for drafter, drafts, provider in group:
                 print(f"\n{drafter}, {drafts} drafts", end="")
                 if (result := next(found)) is not None:
                     results[provider, drafter, drafts] = result
-                    rows = measurements(results, options.workloads, plain and plain["alone"], Setting.here())
+                    alone = plain and plain["alone"]
+                    rows = measurements(results, options.workloads, alone, Setting.here(), keys_of(options))
                     update(options.out, rows)
     print_summary(rows, Console())
     return 1 if len(results) < len(wanted) or any(row.bits == "differ" for row in rows) else 0

@@ -175,8 +175,9 @@ def test_a_tree_is_a_case_of_ours(worker, tmp_path, capsys, monkeypatch) -> None
     worker.answers |= {"ours": result(3.0), "tree": result(4.5)}
     out = tmp_path / "engine.csv"
     command = ["MODEL", "--workloads", "small", "--offline", "--out", str(out), "--providers", "ours", "tree"]
-    assert engine.main(command) == 0
+    assert engine.main([*command, "--tensor-parallel-size", "2", "--keys", "model=8b"]) == 0
     rows = [row for row in record.read(out) if row.metric == "tpot"]
+    assert {(row.keys["model"], row.keys["tp"]) for row in rows} == {("8b", "2")}
     assert {(row.provider, row.keys.get("tree", "none")): row.p50 for row in rows}.keys() == {
         ("ours", "none"),
         ("ours", "2"),
@@ -187,3 +188,13 @@ def test_a_tree_is_a_case_of_ours(worker, tmp_path, capsys, monkeypatch) -> None
 
 def test_other_forms_of_ours_are_measured_where_they_are_asked_for() -> None:
     assert not {"exact", "tree"} & set(engine._parse(["MODEL"]).providers)
+
+
+def test_of_engines_that_start_together_neither_start_up_nor_memory_is_written(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(engine, "measure_in_turns", lambda plans, timeout: (result(1.0) for _ in plans))
+    out = tmp_path / "engine.csv"
+    command = ["MODEL", "--workloads", "small", "--offline", "--out", str(out), "--providers", "stock", "ours"]
+    assert engine.main([*command, "--together", "2"]) == 0
+    rows = record.read(out)
+    assert {row.provider for row in rows} == {"stock", "ours"}
+    assert not {"startup", "memory"} & {row.metric for row in rows}
