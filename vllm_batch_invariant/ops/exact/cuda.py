@@ -78,7 +78,7 @@ class LinearSchedule:
 
 
 _FEW_ROWS = LinearSchedule(16, 32, 128, 4, 4)
-_SOME_ROWS = LinearSchedule(64, 64, 64, 8, 3)
+_SOME_ROWS = LinearSchedule(64, 64, 32, 8, 3)
 _MANY_ROWS = LinearSchedule(128, 64, 64, 8, 3)
 
 
@@ -534,7 +534,7 @@ class ExactPlanner(Planner):
         int8: bool = True,
     ) -> None:  # fmt: skip
         large = shape.head_size > 128
-        schedules = Schedule(16, 8, num_stages=1 if large else 2), Schedule(32 if large else 64, 8, num_stages=1)
+        schedules = Schedule(16, 8, num_stages=1 if large else 2), Schedule(32 if large or not int8 else 64, 8, num_stages=1)
         super().__init__(
             shape, device, max_requests, max_tokens, max_keys, kernels=Kernels(sm90=False), schedules=schedules
         )
