@@ -95,9 +95,10 @@ def _draw_attention(measurements: Sequence[Measurement]) -> Figure:
 
 def _draw_engine(measurements: Sequence[Measurement]) -> Figure:
     """Cost against stock: a panel for each set of versions, in it a bar for each provider and case; rates and
-    accepted lengths are turned over, so that longer is always slower.
+    accepted lengths are turned over, so that longer is always slower. Parts of a model are left out.
     """
-    compared = [found for found in measurements if found.provider != "stock" and found.ratio]
+    whole = (found for found in measurements if "layers" not in found.keys)
+    compared = [found for found in whole if found.provider != "stock" and found.ratio]
     panels: dict[str, list[Measurement]] = defaultdict(list)
     for found in compared:
         panels[found.versions].append(found)

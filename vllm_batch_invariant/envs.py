@@ -90,7 +90,7 @@ TP_TREE = Variable(
 UNTRIED = Variable(
     f"{FLAG}_UNTRIED",
     ("0", "1"),
-    "What no GPU has run yet starts: schedules, and settings that are refused because they were not run.",
+    "Settings start that are refused for no other reason than that no GPU has run them.",
 )
 VARIABLES = (
     Variable(FLAG, ("0", "1"), "The mode, for vLLM and this plugin."),

@@ -1,9 +1,11 @@
 // Whole engines, from benchmarks/data/engine.csv.
 
 import * as Plot from "@observablehq/plot";
-import engine from "../../benchmarks/data/engine.csv";
+import measured from "../../benchmarks/data/engine.csv";
 import { choice, drawn, element, figure, plural, table, whenResized } from "./page.js";
 
+/** Of whole models. */
+const engine = measured.filter(({ case: named }) => !named.includes("layers="));
 const PROVIDERS = { ours: "the mode", native: "vLLM's own mode" };
 
 /** A case of the benchmark in words. */
