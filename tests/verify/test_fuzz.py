@@ -20,6 +20,7 @@ from vllm_batch_invariant.verify.fuzz import command as fuzz_command
 from vllm_batch_invariant.verify.fuzz.command import (
     Fuzzer,
     FuzzPlan,
+    drafters_of,
     has_leaves,
     has_segments,
     has_stages,
@@ -178,7 +179,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[FakeFuzzedEngine]:
     def started(model: str, serve_args: Any, mode: str, settings: Any, running: Any = None) -> Iterator[Any]:
         if "no-start" in _WRONG:
             raise EngineFailed("the engine did not start: no such model")
-        made.append(FakeFuzzedEngine(tuple(_WRONG), [*settings.arguments, *serve_args]))
+        made.append(FakeFuzzedEngine(tuple(_WRONG), [*settings.arguments(model), *serve_args]))
         yield made[-1]
 
     monkeypatch.setattr(fuzz_command, "started", started)
@@ -391,3 +392,17 @@ def test_the_mode_of_a_row_is_the_flags(engines, tmp_path: Path, monkeypatch: py
         table = tmp_path / f"{flag}.csv"
         run(tmp_path, "--settings", "1", "--schedules", "1", "--csv", str(table))
         assert [row["mode"] for row in csv.DictReader(table.open())] == [flag]
+
+
+def test_a_model_drafts_for_itself_in_some_engines_and_says_so(tmp_path: Path) -> None:
+    drawn = [draw_settings(0, number, "cuda", 300, drafters=("itself", "ngram", "ngram_gpu")) for number in range(40)]
+    found = {one.drafter: one for one in drawn if one.drafts}
+    assert found.keys() == {"itself", "ngram", "ngram_gpu"}
+    assert all(one.drafter == "ngram" for one in drawn if not one.drafts)
+    for drafter, (method, of) in {"itself": ("draft_model", "MODEL"), "ngram_gpu": ("ngram_gpu", None)}.items():
+        arguments = found[drafter].arguments("MODEL")
+        configured = json.loads(arguments[arguments.index("--speculative-config") + 1])
+        assert (configured["method"], configured.get("model")) == (method, of)
+        assert f"drafter={drafter}" in found[drafter].label
+    (tmp_path / "config.json").write_text('{"vision_config": {}}')
+    assert drafters_of(str(tmp_path), ()) == ("ngram",)

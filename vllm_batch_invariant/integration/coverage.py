@@ -427,8 +427,9 @@ COVERED = (
     ),
     Feature(
         "Speculative decoding",
-        "n-grams, a draft model, EAGLE, EAGLE-3, MiMo's and GLM-4.5's own layer for more tokens (MTP), suffixes, drafters "
-        "of your own, and Medusa on a CPU: the answers and logprobs are those without it, greedy and with a seed",
+        "n-grams, a draft model, EAGLE, EAGLE-3, MiMo's and GLM-4.5's own layer for more tokens (MTP), suffixes, "
+        "drafters of your own, and Medusa on a CPU: the answers and logprobs are those without it, greedy and with a "
+        "seed",
     ),
     Feature(
         "Tensor parallelism",

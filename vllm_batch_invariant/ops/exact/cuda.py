@@ -534,7 +534,8 @@ class ExactPlanner(Planner):
         int8: bool = True,
     ) -> None:  # fmt: skip
         large = shape.head_size > 128
-        schedules = Schedule(16, 8, num_stages=1 if large else 2), Schedule(32 if large or not int8 else 64, 8, num_stages=1)
+        prefill = Schedule(32 if large or not int8 else 64, 8, num_stages=1)
+        schedules = Schedule(16, 8, num_stages=1 if large else 2), prefill
         super().__init__(
             shape, device, max_requests, max_tokens, max_keys, kernels=Kernels(sm90=False), schedules=schedules
         )

@@ -104,6 +104,7 @@ class Fuzzer:
             "defined": is_defined(plan.model, plan.serve_args),
             "has_segments": has_segments(plan.model),
             "gpus": _gpus(),
+            "drafters": drafters_of(plan.model, plan.serve_args),
         }
         self._context = min(CONTEXTS[self._device], plan.context or CONTEXTS[self._device])
         self._began = time.monotonic()
@@ -254,7 +255,7 @@ def started(
     model: str, serve_args: Sequence[str], mode: str, settings: Settings, running: set[Engine] | None = None
 ) -> Iterator[Engine]:
     """An engine of these settings, which is in ``running`` while it runs."""
-    ours = list(settings.arguments)
+    ours = settings.arguments(model)
     if _on_gpu() and not {"--kv-cache-memory-bytes", "--gpu-memory-utilization"} & set(serve_args):
         ours += _ON_A_GPU
     ours = [*ours, *serve_args]
@@ -296,6 +297,16 @@ def is_divisible(model: str, serve_args: Sequence[str]) -> bool:
     heads = model_config(model).get("num_attention_heads")
     chosen = any(argument.startswith("--tensor-parallel-size") for argument in serve_args)
     return bool(heads) and heads % 2 == 0 and (os.cpu_count() or 1) >= 2 and not chosen
+
+
+def drafters_of(model: str, serve_args: Sequence[str]) -> tuple[str, ...]:
+    """What can propose tokens to a model, in the installed vLLM and on this machine."""
+    from ...integration import patch_points
+
+    on_gpu = _on_gpu()
+    breaks_off = not on_gpu and patch_points.installed_version().startswith("0.30.")  # where a draft model runs
+    itself = () if breaks_off or is_multimodal(model, serve_args) else ("itself",)
+    return (*itself, "ngram", *(("ngram_gpu",) if on_gpu else ()))
 
 
 def has_leaves(model: str) -> bool:

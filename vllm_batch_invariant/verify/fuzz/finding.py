@@ -168,5 +168,5 @@ class Finding:
     def bisect_arguments(self, path: Path) -> list[str]:
         """The command line of ``bisect`` for the requests of the file."""
         taken = ("--enforce-eager", "--enable-prefix-caching", "--no-enable-prefix-caching")
-        settings = [argument for argument in self.settings.arguments if argument not in taken]
+        settings = [argument for argument in self.settings.arguments(self.model) if argument not in taken]
         return ["bisect", self.model, "--case", str(path), f"--serve-args={shlex.join([*settings, *self.serve_args])}"]

@@ -43,7 +43,8 @@ class Settings:
         runner: VLLM_USE_V2_MODEL_RUNNER; empty for vLLM's choice.
         context: --max-model-len.
         text: the arguments by which a multimodal model is served as text: a key of ``TEXT_ONLY``; empty for none.
-        drafts: tokens that n-grams propose in a step; 0 without speculative decoding.
+        drafts: tokens that are proposed in a step; 0 without speculative decoding.
+        drafter: what proposes them: "ngram", "ngram_gpu", or the model "itself".
         workers: --tensor-parallel-size, with as many equal parts of a CPU's cores.
         tree: VLLM_BATCH_INVARIANT_TP_TREE; the parts of the cores are those of so many workers.
         stages: --pipeline-parallel-size, with as many equal parts of a CPU's cores.
@@ -65,10 +66,10 @@ class Settings:
     tree: int = 1
     stages: int = 1
     exact: bool = False
+    drafter: str = "ngram"
 
-    @property
-    def arguments(self) -> list[str]:
-        """For ``vllm serve``."""
+    def arguments(self, model: str) -> list[str]:
+        """For ``vllm serve MODEL``."""
         steps = max(self.step_tokens, self.requests)  # vLLM requires a token a request
         made = ["--max-num-seqs", str(self.requests), "--max-num-batched-tokens", str(steps)]
         made += ["--block-size", str(self.page), "--max-model-len", str(self.context), "--max-logprobs", "-1"]
@@ -83,7 +84,9 @@ class Settings:
         if self.stages > 1:
             made += ["--pipeline-parallel-size", str(self.stages)]
         if self.drafts:
-            made += ["--speculative-config", json.dumps(NGRAMS | {"num_speculative_tokens": self.drafts})]
+            by_itself = {"method": "draft_model", "model": model}
+            drafter = by_itself if self.drafter == "itself" else NGRAMS | {"method": self.drafter}
+            made += ["--speculative-config", json.dumps(drafter | {"num_speculative_tokens": self.drafts})]
         # one page is vLLM's own
         return made + (
             ["--num-gpu-blocks-override", str(-(-self.context // self.page) + 2)] if self.small_cache else []
@@ -114,6 +117,7 @@ class Settings:
         words += ["prefix" if self.prefix_cache else "no-prefix", "small-kv" if self.small_cache else "ample-kv"]
         words += [f"text={self.text}"] if self.text else []
         words += [f"drafts={self.drafts}"] if self.drafts else []
+        words += [f"drafter={self.drafter}"] if self.drafts and self.drafter != "ngram" else []
         words += [f"workers={self.workers}"] if self.workers > 1 else []
         words += [f"tree={self.tree}"] if self.tree > 1 else []
         words += [f"stages={self.stages}"] if self.stages > 1 else []
@@ -134,6 +138,7 @@ def draw_settings(
     defined: bool = False,
     has_segments: bool = False,
     gpus: int = 0,
+    drafters: Sequence[str] = ("ngram",),
 ) -> Settings:
     """Settings ``number`` of a run. Consecutive numbers soon have every value of every option.
 
@@ -147,6 +152,7 @@ def draw_settings(
         defined: exact arithmetic defines the model.
         has_segments: and two workers can share its segments.
         gpus: on which a vLLM may be started that shares a model among them; one is enough for a tree.
+        drafters: those that the model and vLLM have.
     """
     gpu = device == "cuda"
 
@@ -181,6 +187,7 @@ def draw_settings(
         context=context,
         text=take("text", tuple(TEXT_ONLY)) if multimodal else "",
         drafts=drafts,
+        drafter=take("drafter", drafters) if drafts else "ngram",
         workers=workers,
         tree=tree,
         stages=2 if staged else 1,
