@@ -1,5 +1,6 @@
 """vLLM on an NVIDIA GPU: steps stay CUDA graphs."""
 
+import logging
 import os
 from typing import Any
 
@@ -25,6 +26,7 @@ from .. import (
 from . import not_covered
 from .record import VllmDevice
 
+logger = logging.getLogger("vllm.batch_invariant")
 FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 _COLLECTIVES = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """No memory for an all-reduce of vLLM's that ours replaces, and no sums in the switch."""
@@ -58,9 +60,11 @@ class Cuda(VllmDevice):
         _check_pages(vllm_config)
         super().update_config(vllm_config)
         vllm_config.parallel_config.disable_custom_all_reduce = True  # and no memory for it
-        if vllm_config.speculative_config and not vllm_config.use_v2_model_runner:
+        scheduler = vllm_config.scheduler_config
+        if vllm_config.speculative_config and not vllm_config.use_v2_model_runner and scheduler.async_scheduling:
             # For min_tokens it counts rejected drafts, too, unless a neighbour's penalties have the number corrected.
-            vllm_config.scheduler_config.async_scheduling = False
+            logger.info("The first model runner verifies drafts without async scheduling.")
+            scheduler.async_scheduling = False
 
     def update_graphs(self, vllm_config: Any) -> None:
         """A step stays one CUDA graph: of decode, and in vLLM's second model runner any other that fits one, if
