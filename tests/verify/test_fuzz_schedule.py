@@ -129,7 +129,7 @@ def test_two_stages_are_drawn_now_and_then_and_with_nothing_that_cannot_be_besid
     assert 0 < len(staged) < 20
     assert {(one.workers, one.tree, one.drafts) for one in staged} == {(1, 1, 0)}
     for one in drawn:
-        assert ("--pipeline-parallel-size" in one.arguments) == ("stages=2" in one.label) == (one in staged)
+        assert ("--pipeline-parallel-size" in one.arguments("MODEL")) == ("stages=2" in one.label) == (one in staged)
     assert {draw_settings(0, number, "cuda", CONTEXT, has_stages=True).stages for number in range(30)} == {1}
 
 
@@ -162,7 +162,7 @@ def test_arguments_are_what_vllm_takes() -> None:
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     for settings in SETTINGS:
-        parsed = parser.parse_args(settings.arguments)
+        parsed = parser.parse_args(settings.arguments("MODEL"))
         assert parsed.max_num_seqs == settings.requests
         assert parsed.max_num_batched_tokens >= settings.requests
         assert parsed.async_scheduling == (None if settings.drafts else settings.asynchronous)
@@ -171,7 +171,7 @@ def test_arguments_are_what_vllm_takes() -> None:
         assert parsed.enable_prefix_caching == settings.prefix_cache
         assert parsed.num_gpu_blocks_override is None or parsed.num_gpu_blocks_override * settings.page > CONTEXT
     for settings in (draw_settings(0, number, "cpu", CONTEXT, multimodal=True) for number in range(2)):
-        parsed = EngineArgs.from_cli_args(parser.parse_args(settings.arguments))
+        parsed = EngineArgs.from_cli_args(parser.parse_args(settings.arguments("MODEL")))
         assert parsed.language_model_only == (settings.text == "only")
         assert parsed.language_model_only or set(parsed.limit_mm_per_prompt.values()) == {0}
 
