@@ -87,13 +87,17 @@ def measure_in_turns(plans: Sequence[tuple[str, dict[str, Any]]], timeout: float
             yield one.result()
 
 
-def measured_of(plans: Sequence[tuple[str, dict[str, Any]]], timeout: float) -> Iterator[dict[str, Any] | None]:
-    """The results of engines; of several that start at the same time neither start-up nor memory is known."""
-    if len(plans) == 1:
-        yield measure(*plans[0], timeout)
-        return
-    for result in measure_in_turns(plans, timeout):
-        yield result and {name: value for name, value in result.items() if name not in ("startup", "memory")}
+def measured_of(
+    plans: Sequence[tuple[str, dict[str, Any]]], together: int, timeout: float
+) -> Iterator[dict[str, Any] | None]:
+    """The results of engines, of which so many start at the same time; then neither start-up nor memory is known."""
+    for start in range(0, len(plans), together):
+        group = plans[start : start + together]
+        if len(group) == 1:
+            yield measure(*group[0], timeout)
+            continue
+        for result in measure_in_turns(group, timeout):
+            yield result and {name: value for name, value in result.items() if name not in ("startup", "memory")}
 
 
 def _measure(provider: str, plan: dict[str, Any], timeout: float) -> dict[str, Any] | None:
@@ -345,13 +349,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         update(options.out, rows)
         return rows
 
-    for start in range(0, len(options.providers), options.together):
-        group = options.providers[start : start + options.together]
-        measured = measured_of([(provider, plan) for provider in group], options.timeout)
-        for provider, result in ((one, {}) for one in group) if options.online else zip(group, measured, strict=True):
-            if result is not None:
-                results[provider] = result
-                keep()
+    plans = [(provider, plan) for provider in options.providers]
+    measured = ({} for _ in plans) if options.online else measured_of(plans, options.together, options.timeout)
+    for provider, result in zip(options.providers, measured, strict=True):
+        if result is not None:
+            results[provider] = result
+            keep()
     if not options.offline and results:
         for provider, latencies in measure_online(options, list(results)).items():
             results[provider]["online"] = latencies

@@ -104,19 +104,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         if "eagle3" in options.drafters:
             make_head(Path(options.model), Path(folder), "eagle3")
-        for start in range(0, len(wanted), options.together):
-            group, plans = wanted[start : start + options.together], []
-            for drafter, drafts, provider in group:
-                plan = counted(speculative_config=configuration(drafter, options.model, drafts, folder))
-                plans.append((provider, plan | {"workloads": workloads_of(drafter, options.workloads)}))
-            found = measured_of(plans, options.timeout)
-            for drafter, drafts, provider in group:
-                print(f"\n{drafter}, {drafts} drafts", end="")
-                if (result := next(found)) is not None:
-                    results[provider, drafter, drafts] = result
-                    alone = plain and plain["alone"]
-                    rows = measurements(results, options.workloads, alone, Setting.here(), keys_of(options))
-                    update(options.out, rows)
+        plans = []
+        for drafter, drafts, provider in wanted:
+            plan = counted(speculative_config=configuration(drafter, options.model, drafts, folder))
+            plans.append((provider, plan | {"workloads": workloads_of(drafter, options.workloads)}))
+        found = measured_of(plans, options.together, options.timeout)
+        for drafter, drafts, provider in wanted:
+            print(f"\n{drafter}, {drafts} drafts", end="")
+            if (result := next(found)) is not None:
+                results[provider, drafter, drafts] = result
+                alone = plain and plain["alone"]
+                rows = measurements(results, options.workloads, alone, Setting.here(), keys_of(options))
+                update(options.out, rows)
     print_summary(rows, Console())
     return 1 if len(results) < len(wanted) or any(row.bits == "differ" for row in rows) else 0
 

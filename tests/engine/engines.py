@@ -20,14 +20,14 @@ from vllm_batch_invariant.verify.harness.requests import concurrent_requests, re
 from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 
 __all__ = [
-    "CHECK", "EAGER_ON_GPU", "OF_DEVICE", "PATHS", "ROOT", "EngineFailed", "Result",
-    "check_of", "concurrent_requests", "differing_answers", "only_in_the_core",
+    "CHECK", "EAGER_ON_GPU", "OF_DEVICE", "PATHS", "ROOT", "SETTINGS", "EngineFailed", "Result",
+    "check_of", "concurrent_requests", "differing_answers", "is_asked_for", "only_in_the_core",
     "only_where_asked_for", "request", "run", "tokens",
 ]  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
 PATHS = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-_SETTINGS = {"PYTHONPATH": PATHS, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+SETTINGS = {"PYTHONPATH": PATHS, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 OF_DEVICE = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30} if torch.cuda.is_available() else {}
 """A GPU may be shared with other engines, whose memory vLLM would count as its own."""
 EAGER_ON_GPU = {"enforce_eager": True} if torch.cuda.is_available() else {}
@@ -80,7 +80,7 @@ def run(
     model = settings.pop("model")
     if bisection:
         settings["worker_extension_cls"] = WORKER_EXTENSION
-    with Engine(model, _as_arguments(settings), flag, _SETTINGS | environment, patience=400) as running:
+    with Engine(model, _as_arguments(settings), flag, SETTINGS | environment, patience=400) as running:
         done = {step["name"]: running.step(**step) for step in steps}
         return Result(
             steps={name: step.requests for name, step in done.items()},
@@ -108,9 +108,14 @@ def only_in_the_core(request: pytest.FixtureRequest) -> None:
         pytest.skip("takes engines of its own: runs with every version of vLLM, by -m core")
 
 
+def is_asked_for(config: pytest.Config) -> bool:
+    """Whether tests run that take engines of their own: on a GPU, and on a CPU with ``-m engine``."""
+    return torch.cuda.is_available() or config.option.markexpr == "engine"
+
+
 def only_where_asked_for(config: pytest.Config) -> None:
     """The same for a test that need not run with every version: on a CPU it runs with ``-m engine``."""
-    if not torch.cuda.is_available() and config.option.markexpr != "engine":
+    if not is_asked_for(config):
         pytest.skip("takes an engine of its own: runs by -m engine")
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from scripts.parity import Gap, Sample, of_trainer, plain_logprobs, rollout
 from tests.assertions import assert_same_bits
-from tests.engine.engines import only_where_asked_for
+from tests.engine.engines import is_asked_for, only_where_asked_for
 from tests.hf.models import DEVICE, FAMILIES, ON_A_SHARED_GPU, VOCABULARY, model
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.errors import NotCovered
@@ -55,7 +55,7 @@ def rolled(
     tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
 ) -> Iterator[dict[str, tuple[Path, Future]]]:
     """Every family's checkpoint in an engine of its own, two at a time: most of a start takes one core."""
-    names = FAMILIES if DEVICE == "cuda" or pytestconfig.option.markexpr == "engine" else QUICK
+    names = FAMILIES if is_asked_for(pytestconfig) else QUICK
     with ThreadPoolExecutor(2) as pool:
         found = {}
         for name in names:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.assertions import assert_same_bits
-from tests.engine.engines import PATHS, only_where_asked_for
+from tests.engine.engines import SETTINGS, only_where_asked_for
 from tests.hf.models import DEVICE, VOCABULARY, model
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.hf import check_engine, patch, token_logprobs
@@ -23,10 +23,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.skipif(DEVICE == "cuda", reason="t
 
 PROMPTS = [tokens(length, length, range(16, VOCABULARY)) for length in (1, 45, 150)]
 """The last has more than a page of the prefix cache, which an update must empty."""
-ENVIRONMENT = {
-    FLAG: "1", "PYTHONPATH": PATHS, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "",
-}  # fmt: skip
+ENVIRONMENT = SETTINGS | {FLAG: "1", "OMP_NUM_THREADS": ""}
 """Ray would give an actor one thread a CPU that it asks for."""
 
 
@@ -37,8 +34,7 @@ class Rollouts:
     def __init__(self, folder: str) -> None:
         from vllm import LLM
 
-        settings = {"dtype": "bfloat16", "max_model_len": 256, "skip_tokenizer_init": True}
-        self._llm = LLM(folder, **settings)
+        self._llm = LLM(folder, dtype="bfloat16", max_model_len=256, skip_tokenizer_init=True)
 
     def sampled(self, seed: int) -> list[tuple[list[int], list[float]]]:
         """Tokens and logprobs of a completion of each prompt."""
