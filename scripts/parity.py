@@ -92,7 +92,8 @@ def rollout(engine: Engine, prompts: Iterable[list[int]], max_tokens: int) -> li
         entries = answer["prompt_logprobs"][1:] + completion["logprobs"]
         listed = [{token: value for token, value, _ in entry} for entry in entries]
         values = [float.fromhex(values[token]) for token, values in zip(every[1:], listed, strict=True)]
-        samples.append(Sample(every, len(one["prompt"]), torch.tensor(values)))
+        # Another thread may load a model meanwhile, for which transformers sets the default dtype.
+        samples.append(Sample(every, len(one["prompt"]), torch.tensor(values, dtype=torch.float32)))
     return samples
 
 
