@@ -26,11 +26,16 @@ def memory_used() -> int:
         return 0
 
 
-def accepted_length(llm: Any) -> float:
-    """Tokens that a verify step has given a request on average."""
+def drafts_of(llm: Any) -> tuple[float, float]:
+    """Verify steps of all requests so far, and drafts that they accepted; none without a drafter."""
     counted = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    steps = counted["vllm:spec_decode_num_drafts"]
-    return 1 + counted["vllm:spec_decode_num_accepted_tokens"] / steps if steps else 1.0
+    return counted["vllm:spec_decode_num_drafts"], counted["vllm:spec_decode_num_accepted_tokens"]
+
+
+def tokens_per_step(before: tuple[float, float], after: tuple[float, float]) -> float:
+    """Tokens that a verify step has given a request on average between two counts."""
+    steps, accepted = (later - earlier for earlier, later in zip(before, after, strict=True))
+    return 1 + accepted / steps if steps else 1.0
 
 
 def wait_for(turn: Path) -> None:
@@ -53,10 +58,13 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
     if "turn" in plan:
         wait_for(Path(plan["turn"]))
     alone, among = target_bits(llm, plan["concurrent"])
-    samples = []
+    drafts = drafts_of if plan["engine"].get("speculative_config") else lambda _: (0.0, 0.0)
+    samples, tokens = [], []
     for workload in WORKLOADS[plan["workloads"]]:
+        before = drafts(llm)
         workload.sample(llm)  # whatever happens once
         samples.append([workload.sample(llm) for _ in range(plan["samples"])])
+        tokens.append(tokens_per_step(before, drafts(llm)))
         print(f"  {workload.case}: {min(samples[-1]):.4g} to {max(samples[-1]):.4g} {workload.unit}", flush=True)
     return {
         "startup": startup,
@@ -64,7 +72,8 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
         "mode": of_engine(),
         "same_bits": alone == among,
         "alone": alone,
-        "accepted": accepted_length(llm) if plan["engine"].get("speculative_config") else 1.0,
+        "accepted": tokens_per_step((0.0, 0.0), drafts(llm)),
+        "tokens_per_step": tokens,
         "samples": samples,
     }
 

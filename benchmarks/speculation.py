@@ -49,6 +49,11 @@ def workloads_of(drafter: str, workloads: str) -> str:
     return f"{workloads}-repeats" if drafter.endswith("-repeats") else workloads
 
 
+def _step_times(result: dict[str, Any], place: int) -> list[float]:
+    """Of a verify step of a workload: whose answers have other tokens, have other drafts accepted."""
+    return [sample * result["tokens_per_step"][place] for sample in result["samples"][place]]
+
+
 def measurements(
     results: dict[tuple[str, str, int], dict[str, Any]],
     workloads: str,
@@ -56,7 +61,7 @@ def measurements(
     setting: Setting,
     keys: str = "",
 ) -> list[Measurement]:
-    """The rows for the data.
+    """The rows for the data: time per token, time of a verify step, tokens that one gives.
 
     Args:
         results: by provider, drafter and number of drafts.
@@ -73,6 +78,8 @@ def measurements(
         for place, workload in enumerate(WORKLOADS[workloads_of(drafter, workloads)]):
             other = stock and stock["samples"][place]
             add(f"{workload.case} {of}", workload.metric, workload.unit, result["samples"][place], other)
+            steps, other = _step_times(result, place), stock and _step_times(stock, place)
+            add(f"{workload.case} {of}", "step", workload.unit, steps, other)
         accepted = stock and [stock["accepted"]]
         add(f"workload=accepted {of}", "length", "tokens", [result["accepted"]], accepted)
     return rows.found

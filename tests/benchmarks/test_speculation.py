@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import engine, speculation
+from benchmarks.engine_worker import tokens_per_step
 from benchmarks.engine_workloads import WORKLOADS, _prompts
 from benchmarks.record import Setting, read
 
@@ -16,7 +17,8 @@ NAME = "speculation-small"
 def result(factor: float, accepted: float, alone: str = "bits") -> dict:
     """What a worker writes: every sample is ``factor``, give or take."""
     samples = [[factor * part for part in (0.9, 1.0, 1.2)] for _ in WORKLOADS[NAME]]
-    return {"same_bits": True, "alone": alone, "accepted": accepted, "samples": samples}
+    tokens = [accepted] * len(samples)
+    return {"same_bits": True, "alone": alone, "accepted": accepted, "tokens_per_step": tokens, "samples": samples}
 
 
 def test_ratios_are_to_plain_vllm_with_the_same_drafter_and_bits_are_those_without_one() -> None:
@@ -27,17 +29,21 @@ def test_ratios_are_to_plain_vllm_with_the_same_drafter_and_bits_are_those_witho
         ("ours", "itself", 3): result(1.0, 4.0, alone="others"),
     }
     rows = speculation.measurements(results, NAME, "bits", SETTING)
-    assert len(rows) == 4 * (len(WORKLOADS[NAME]) + 1)
+    assert len(rows) == 4 * (2 * len(WORKLOADS[NAME]) + 1)
     assert len({(row.provider, row.case, row.metric) for row in rows}) == len(rows)
     found = {(row.provider, row.keys["spec"], row.metric): (row.ratio, row.bits) for row in rows}
     assert found == {
         ("stock", "ngram", "tpot"): (1.0, "-"),
         ("stock", "ngram", "length"): (1.0, "-"),
+        ("stock", "ngram", "step"): (1.0, "-"),
         ("ours", "ngram", "tpot"): (0.5, "equal"),
+        ("ours", "ngram", "step"): (0.4, "equal"),
         ("ours", "ngram", "length"): (0.8, "equal"),
         ("stock", "itself", "tpot"): (1.0, "-"),
         ("stock", "itself", "length"): (1.0, "-"),
+        ("stock", "itself", "step"): (1.0, "-"),
         ("ours", "itself", "tpot"): (0.25, "differ"),
+        ("ours", "itself", "step"): (0.25, "differ"),
         ("ours", "itself", "length"): (1.0, "differ"),
     }
     assert {row.keys["k"] for row in rows} == {"3"}
@@ -87,7 +93,7 @@ def test_engines_start_together_in_groups(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert speculation.main([*arguments, "--drafts", "1", "3", "7"]) == 0
     assert groups == [[("stock", 1), ("ours", 1), ("stock", 3), ("ours", 3)], [("stock", 7), ("ours", 7)]]
     rows = read(out)
-    assert len(rows) == 6 * (len(WORKLOADS[NAME]) + 1)
+    assert len(rows) == 6 * (2 * len(WORKLOADS[NAME]) + 1)
     assert {(row.keys["layers"], row.keys["tp"], row.keys["spec"]) for row in rows} == {("12", "2", "ngram")}
 
 
@@ -104,3 +110,8 @@ def test_an_engine_that_fails_fails_the_run(monkeypatch: pytest.MonkeyPatch, tmp
     assert speculation.main([*arguments, "--drafters", "ngram"]) == 0
     assert plans == [("ours", "none", None), ("stock", NAME, "ngram"), ("ours", NAME, "ngram")]
     assert speculation.main([*arguments, "--drafters", "itself"]) == 1
+
+
+def test_tokens_of_a_step_are_those_between_two_counts() -> None:
+    assert tokens_per_step((10, 5), (30, 35)) == 2.5
+    assert tokens_per_step((10, 5), (10, 5)) == 1
