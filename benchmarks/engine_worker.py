@@ -61,10 +61,10 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
     drafts = drafts_of if plan["engine"].get("speculative_config") else lambda _: (0.0, 0.0)
     samples, tokens = [], []
     for workload in WORKLOADS[plan["workloads"]]:
-        before = drafts(llm)
+        counted = drafts(llm)
         workload.sample(llm)  # whatever happens once
         samples.append([workload.sample(llm) for _ in range(plan["samples"])])
-        tokens.append(tokens_per_step(before, drafts(llm)))
+        tokens.append(tokens_per_step(counted, drafts(llm)))
         print(f"  {workload.case}: {min(samples[-1]):.4g} to {max(samples[-1]):.4g} {workload.unit}", flush=True)
     return {
         "startup": startup,
