@@ -51,10 +51,15 @@ def split_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return kv_cache.split(kv_cache.shape[-1] // 2, dim=-1)
 
 
-def key_cache_of(layer: torch.nn.Module) -> torch.Tensor:
-    """The key cache [pages, KV heads, page, head size] that an engine has given an attention layer of vLLM."""
+def cache_of(layer: torch.nn.Module) -> torch.Tensor:
+    """The cache [pages, KV heads, page, 2 * head size] that an engine has given an attention layer of vLLM."""
     held = layer.kv_cache
-    return split_cache(held[0] if isinstance(held, list) else held)[0]
+    return held[0] if isinstance(held, list) else held
+
+
+def key_cache_of(layer: torch.nn.Module) -> torch.Tensor:
+    """Its keys, [pages, KV heads, page, head size]."""
+    return split_cache(cache_of(layer))[0]
 
 
 class FixedSplitAttention(AttentionImpl[Metadata]):
@@ -157,15 +162,19 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             return output
         if self.alibi_slopes is not None:  # once: a CUDA graph cannot copy from the host
             self.alibi_slopes = self.alibi_slopes.to(query.device)
-        keys, values = split_cache(kv_cache)
         rows = attn_metadata.num_actual_tokens
+        self._attend(query[:rows], kv_cache, attn_metadata, output[:rows])
+        return output
+
+    def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: Metadata, out: torch.Tensor) -> None:
+        keys, values = split_cache(kv_cache)
         paged_attention(
-            query[:rows],
+            query,
             keys,
             values,
-            attn_metadata.block_table,
-            attn_metadata.seq_lens,
-            attn_metadata.query_start_loc,
+            batch.block_table,
+            batch.seq_lens,
+            batch.query_start_loc,
             scale=self.scale,
             reduction=self.reduction,
             sliding_window=self.sliding_window,
@@ -173,10 +182,9 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             alibi_slopes=self.alibi_slopes,
             sinks=self.sinks,
             implementation=self.implementation,
-            out=output[:rows],
-            plan=attn_metadata.plans.get(self.num_heads),
+            out=out,
+            plan=batch.plans.get(self.num_heads),
         )
-        return output
 
 
 def _not_supported(cls: type, *args: object, **named: object) -> bool:  # noqa: ARG001 - whatever is asked

@@ -8,8 +8,9 @@ from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
 from .. import envs
 from ..ops.attention import AttentionReduction
+from ..ops.attention.params import PagedAttention
 from . import patch_points
-from .attention import FixedSplitAttention, FixedSplitBackendMixin, Metadata, MetadataBuilder, split_cache
+from .attention import FixedSplitAttention, FixedSplitBackendMixin, Metadata, MetadataBuilder, cache_of, split_cache
 from .cuda_graphs import most_tokens, verify_lengths
 
 PAGE_SIZE = AttentionReduction.of_device("cuda").key_tile
@@ -33,7 +34,8 @@ class PlannedMetadataBuilder(MetadataBuilder):
         self._spec, self._config, self._device = kv_cache_spec, vllm_config, device
         self.verify = verify_lengths(vllm_config)
         """The tokens of each request in steps whose requests all have as many, which have CUDA graphs of their own."""
-        layers = [vllm_config.compilation_config.static_forward_context[name].impl for name in layer_names]
+        self._layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
+        layers = [layer.impl for layer in self._layers]
         self._planners = {
             heads: self._planner([layer for layer in layers if layer.num_heads == heads])
             for heads in dict.fromkeys(layer.num_heads for layer in layers)
@@ -76,6 +78,9 @@ class PlannedMetadataBuilder(MetadataBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> Metadata:  # noqa: ANN001
         batch = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if envs.is_exact():  # before a graph is captured, whose memory would not stay theirs
+            for layer in self._layers:
+                layer.impl.cache_in(cache_of(layer))
         requests, tokens = len(batch.seq_lens), batch.num_actual_tokens
         most = most_tokens(requests, tokens, common_attn_metadata.max_query_len, self.verify)
         return replace(batch, plans=self._plan(batch, most))
@@ -111,6 +116,43 @@ class CudaFixedSplitAttention(FixedSplitAttention):
         patch_points.WRITE_CACHE.get()(key, value, *caches, slot_mapping, self.kv_cache_dtype, *scales)
 
 
+class ExactCudaAttention(FixedSplitAttention):
+    """One attention layer in exact arithmetic, whose cache holds keys and values on their grids, in as many bytes."""
+
+    _cache: Any = None
+
+    def cache_in(self, kv_cache: torch.Tensor) -> Any:
+        """The :class:`.ops.exact.cuda.Cache` in an engine's memory; its exponents have memory of their own, which stays
+        as long as the engine's does.
+        """
+        held = self._cache
+        if held is None or held.digits.data_ptr() != kv_cache.data_ptr() or len(held.digits) != len(kv_cache):
+            from ..ops.exact.cuda import Cache
+
+            held = self._cache = Cache.in_memory_of(kv_cache)
+        return held
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,  # noqa: ARG002 - vLLM's signature
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write the step's keys and values to their pages, before anything reads them. A negative slot is padding."""
+        self.cache_in(kv_cache).write(key, value, slot_mapping)
+
+    def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: Metadata, out: torch.Tensor) -> None:
+        from ..ops.exact.cuda import paged_attention
+
+        call = PagedAttention(
+            query, *split_cache(kv_cache), batch.block_table, batch.seq_lens, batch.query_start_loc, self.scale,
+            self.reduction, self.sliding_window, self.logits_soft_cap, None,
+        )  # fmt: skip
+        paged_attention(call, out, batch.plans[self.num_heads], self.cache_in(kv_cache))
+
+
 class Backend(FixedSplitBackendMixin, patch_points.CUDA_BACKEND.get()):
     """A backend of its own, with the cache of vLLM's Triton backend."""
 
@@ -134,8 +176,8 @@ class Backend(FixedSplitBackendMixin, patch_points.CUDA_BACKEND.get()):
         return "CUSTOM"
 
     @staticmethod
-    def get_impl_cls() -> type[CudaFixedSplitAttention]:
-        return CudaFixedSplitAttention
+    def get_impl_cls() -> type[FixedSplitAttention]:
+        return ExactCudaAttention if envs.is_exact() else CudaFixedSplitAttention
 
     @staticmethod
     def get_builder_cls() -> type[MetadataBuilder]:

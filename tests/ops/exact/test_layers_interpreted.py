@@ -19,8 +19,7 @@ from vllm_batch_invariant.ops.exact.decoder import Decoder
 
 pytest.importorskip("vllm")
 from vllm_batch_invariant.integration import exact, linear
-from vllm_batch_invariant.integration.attention import FixedSplitAttention
-from vllm_batch_invariant.integration.attention_cuda import CudaFixedSplitAttention, PlannedMetadataBuilder
+from vllm_batch_invariant.integration.attention_cuda import ExactCudaAttention, PlannedMetadataBuilder
 
 CONFIG = known_answers.checkpoint()[0] | {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -130,9 +129,11 @@ def test_attention_over_pages_by_the_planned_backend_is_that_of_the_definition(c
     key = made[f"{AT}.self_attn.qkv_proj"][:, HEADS * HEAD : -KV_HEADS * HEAD].reshape(TOKENS, KV_HEADS, HEAD)
     query = bf16(made[f"{AT}.self_attn.rotary_emb"])
     exactly = definition.attention(query.float().numpy(), key, value, HEAD**-0.5).reshape(TOKENS, HEADS, HEAD)
-    impl = CudaFixedSplitAttention(HEADS, HEAD, HEAD**-0.5, KV_HEADS)
+    impl = ExactCudaAttention(HEADS, HEAD, HEAD**-0.5, KV_HEADS)
+    # As an engine may have it: the heads of a slot lie side by side.
+    cache = torch.full((8, PAGE, KV_HEADS, 2 * HEAD), 7.0, dtype=torch.bfloat16).transpose(1, 2)
     config = SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context={"attn": SimpleNamespace(impl=impl)}),
+        compilation_config=SimpleNamespace(static_forward_context={"attn": SimpleNamespace(impl=impl, kv_cache=cache)}),
         model_config=SimpleNamespace(max_model_len=128),
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=128),
         cache_config=SimpleNamespace(num_gpu_blocks=None),
@@ -141,13 +142,14 @@ def test_attention_over_pages_by_the_planned_backend_is_that_of_the_definition(c
     )
     spec = SimpleNamespace(num_kv_heads=KV_HEADS, head_size=HEAD, dtype=torch.bfloat16, block_size=PAGE)
     builder = PlannedMetadataBuilder(spec, ["attn"], config, torch.device("cpu"))
-    cache = torch.full((8, KV_HEADS, PAGE, 2 * HEAD), 7.0, dtype=torch.bfloat16)
     pages, done = torch.tensor([[5, 2, 7, 0, 3, 1]]), 0
     for count in chunks:
         new = slice(done, done + count)
         places = torch.arange(done, done + count)
         slots = pages[0, places // PAGE] * PAGE + places % PAGE
-        FixedSplitAttention.do_kv_cache_update(impl, None, bf16(key[new]), bf16(value[new]), cache, slots)
+        padded = torch.cat((slots, torch.full((3,), -1)))
+        keys, values = (torch.nn.functional.pad(bf16(one[new]), (0, 0, 0, 0, 0, 3)) for one in (key, value))
+        impl.do_kv_cache_update(None, keys, values, cache, padded)
         step = SimpleNamespace(
             causal=True, num_actual_tokens=count, max_query_len=count, block_table_tensor=pages.int(),
             query_start_loc=torch.tensor([0, count], dtype=torch.int32),
@@ -159,3 +161,15 @@ def test_attention_over_pages_by_the_planned_backend_is_that_of_the_definition(c
         impl.forward(None, query[new], None, None, cache, metadata, out)
         assert_same(out, exactly[new], f"rows {new}")
         done += count
+
+
+def test_a_cache_is_made_anew_where_the_engine_gives_a_layer_another() -> None:
+    impl = ExactCudaAttention(HEADS, HEAD, HEAD**-0.5, KV_HEADS)
+    memory = torch.zeros(8, KV_HEADS, PAGE, 2 * HEAD, dtype=torch.bfloat16)
+    first = impl.cache_in(memory)
+    assert impl.cache_in(memory.view(memory.shape)) is first
+    assert impl.cache_in(memory[:4]).exponents.shape == (4, KV_HEADS, 2, PAGE)
+    assert impl.cache_in(memory.clone()) is not first
+    for wrong in (memory[..., :HEAD], memory[:, :, : PAGE - 1]):
+        with pytest.raises(ValueError, match="lies in one piece"):
+            impl.cache_in(wrong)

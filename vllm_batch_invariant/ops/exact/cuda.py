@@ -23,6 +23,7 @@ from .definition import KEY_TILE, LOG2_E, MEAN_BITS, SPLITS, THREE_DIGITS, TWO_D
 from .limits import LEAVE_IT, check_k, check_whole_rows
 from .schedule import HOPPER_SCHEDULES, HopperSchedule, hopper_schedule
 from .triton_attention import exact_attention_kernel
+from .triton_cache import write_cache_kernel
 from .triton_linear import linear_kernel
 
 LONGEST_ROW = 16_384
@@ -517,8 +518,99 @@ REDUCTION = AttentionReduction(SPLITS[-1][1], tuple((size, end) for (_, size), (
 """The splits and tiles of the definition."""
 
 
+@dataclass(frozen=True)
+class CacheSchedule:
+    """How a program writes keys and values to the cache.
+
+    Attributes:
+        rows: tokens of a KV head.
+        num_warps: of the program.
+    """
+
+    rows: int = 16
+    num_warps: int = 4
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values on the grids of their rows: :mod:`.triton_cache` has their layout.
+
+    Attributes:
+        digits: int8 [pages, bytes of a page].
+        exponents: int8 [pages, kv_heads, 2, page_size].
+        head_size: of a key, and of a value.
+    """
+
+    digits: torch.Tensor
+    exponents: torch.Tensor
+    head_size: int
+
+    @classmethod
+    def in_memory_of(cls, kv_cache: torch.Tensor) -> "Cache":
+        """A cache whose digits lie in the bytes of one in bf16, to be written before it is read.
+
+        Args:
+            kv_cache: bf16 [pages, kv_heads, page_size, 2 * head_size], in any order within a page.
+
+        Raises:
+            ValueError: a page that does not lie in one piece, or its size is no multiple of 16.
+        """
+        (pages, kv_heads, page_size, width), page = kv_cache.shape, kv_cache[0]
+        if page_size % 16 or _extent(page) != page.numel() or page.stride(-1) != 1:
+            raise ValueError(
+                f"a page of an exact cache lies in one piece and has a multiple of 16 slots, got {list(page.shape)} "
+                f"with strides {list(page.stride())}"
+            )
+        digits = kv_cache.as_strided((pages, page.numel()), (kv_cache.stride(0), 1)).view(torch.int8)
+        exponents = torch.empty(pages, kv_heads, 2, page_size, dtype=torch.int8, device=kv_cache.device)
+        return cls(digits, exponents, width // 2)
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """Put keys and values on their grids, and write them.
+
+        Args:
+            keys: bf16 [tokens, kv_heads, head_size], or more tokens.
+            values: as ``keys``.
+            slots: [tokens] int64, page * page_size + slot; negative for padding, which is not written.
+        """
+        _, kv_heads, _, page_size = self.exponents.shape
+        keys, values = (one if one.stride(-1) == 1 else one.contiguous() for one in (keys, values))
+        schedule = CacheSchedule()
+        grid = triton.cdiv(len(slots), schedule.rows), kv_heads
+        if len(slots):
+            with on_device_of(keys):
+                write_cache_kernel[grid](
+                    keys,
+                    values,
+                    slots,
+                    self.digits,
+                    self.exponents,
+                    len(slots),
+                    *keys.stride()[:2],
+                    *values.stride()[:2],
+                    self.digits.stride(0),
+                    NUM_KV_HEADS=kv_heads,
+                    PAGE_SIZE=page_size,
+                    HEAD_DIM=self.head_size,
+                    PADDED_HEAD_DIM=_padded(self.head_size),
+                    ROWS=schedule.rows,
+                    num_warps=schedule.num_warps,
+                    enable_fp_fusion=False,
+                )
+
+
+def _extent(x: torch.Tensor) -> int:
+    """Elements from the first of a tensor to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _padded(head_size: int) -> int:
+    return max(32, triton.next_power_of_2(head_size))
+
+
 class ExactPlanner(Planner):
-    """A :class:`.Planner` with memory for partial results of exact attention, which have a second exponent.
+    """A :class:`.Planner` with memory for partial results of exact attention, which have a second exponent, and for
+    those of unfinished blocks.
 
     Args:
         shape: of the layers, in bf16, with :data:`REDUCTION`.
@@ -534,22 +626,33 @@ class ExactPlanner(Planner):
         int8: bool = True,
     ) -> None:  # fmt: skip
         large = shape.head_size > 128
-        prefill = Schedule(32 if large or not int8 else 64, 8, num_stages=1)
+        # Four warps have 16 rows each: maxima and sums of rows stay in a warp, and two programs fit.
+        prefill = Schedule(64, 4, num_stages=2, ctas_per_sm=2)
+        if large or not int8:
+            prefill = Schedule(32, 8, num_stages=1)
         schedules = Schedule(16, 8, num_stages=1 if large else 2), prefill
         super().__init__(
             shape, device, max_requests, max_tokens, max_keys, kernels=Kernels(sm90=False), schedules=schedules
         )
         self.int8 = int8
         self.partial_e = torch.empty_like(self.partial_m)
+        self.prefill_programs = prefill.ctas_per_sm * self.num_sms
+        rows = max(self.prefill_programs * prefill.block_m, self.cta_shares * schedules[0].block_m)
+        self.parked = torch.empty(rows, _padded(shape.head_size), device=device)
+        """[rows, padded head size], weighted values of unfinished blocks."""
 
 
-def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None = None) -> None:
+def paged_attention(
+    call: PagedAttention, out: torch.Tensor, plan: Plan | None = None, cache: Cache | None = None
+) -> None:
     """Write the attention of ``call`` to ``out``, as :func:`.definition.attention` for each request.
 
     Args:
         call: in bf16; its reduction must be :data:`REDUCTION`.
         out: [tokens, heads, head_size] bf16, packed along the last.
         plan: of an :class:`ExactPlanner`; by default one is made.
+        cache: the keys and values of ``call``, whose own caches then only have the shape; by default they are put on
+            their grids now, which waits for the device.
 
     Raises:
         NotCovered: another dtype, or an option of a layer that has no definition in exact arithmetic.
@@ -563,12 +666,28 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
         raise NotCovered(f"attention in {call.query.dtype}", "exact arithmetic is of bf16", LEAVE_IT)
     if call.reduction != REDUCTION:
         raise ValueError(f"exact attention has {REDUCTION}, got {call.reduction}")
+    if cache is None:
+        call, cache = _on_grids(call)
     plan = plan or _plan_alone(call)
     with torch.cuda.device_of(call.query):
         if plan.prefill_ctas:
-            _attend(call, out, plan, prefill_like=True)
+            _attend(call, cache, out, plan, prefill_like=True)
         if plan.has_decode:
-            _attend(call, out, plan, prefill_like=False)
+            _attend(call, cache, out, plan, prefill_like=False)
+
+
+def _on_grids(call: PagedAttention) -> tuple[PagedAttention, Cache]:
+    """The call with pages of a cache of its own: those that its requests have."""
+    table, pages = call.table, len(call.key_cache)
+    held = np.arange(table.shape[1]) < -(-call.lengths[:, None] // call.page_size)
+    held &= (table >= 0) & (table < pages)  # those behind a sliding window may be gone
+    used = np.unique(table[held])
+    keys, values = (one[torch.from_numpy(used).to(one.device)] for one in (call.key_cache, call.value_cache))
+    cache = Cache.in_memory_of(torch.empty_like(torch.cat((keys, values), -1), memory_format=torch.contiguous_format))
+    slots = torch.arange(len(used) * call.page_size, device=keys.device)
+    cache.write(*(one.transpose(1, 2).flatten(0, 1) for one in (keys, values)), slots)
+    places = np.where(held, np.searchsorted(used, table), 0).astype(np.int32)
+    return replace(call, key_cache=keys, value_cache=values, block_table=torch.from_numpy(places)), cache
 
 
 def _plan_alone(call: PagedAttention) -> Plan:
@@ -580,23 +699,23 @@ def _plan_alone(call: PagedAttention) -> Plan:
     return planner.plan(starts, lengths, tokens, most_tokens=tokens)
 
 
-def _attend(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: bool) -> None:
+def _attend(call: PagedAttention, cache: Cache, out: torch.Tensor, plan: Plan, prefill_like: bool) -> None:
     """Write the attention of one of a plan's two lists of work."""
     planner, shape = plan.planner, plan.planner.shape
     if prefill_like:
-        schedule, ctas, partial_rows = planner.prefill_schedule, plan.prefill_ctas, planner.prefill_schedule.block_m
+        schedule, partial_rows = planner.prefill_schedule, planner.prefill_schedule.block_m
+        ctas = min(plan.prefill_ctas, planner.prefill_programs)
         work_indptr, work = planner.prefill_count, planner.prefill_work
     else:
         schedule, ctas, partial_rows = planner.decode_schedule, planner.cta_shares, plan.partial_rows
         work_indptr, work = planner.work_indptr, planner.decode_work
-    query, keys, values, table = (
-        one if one.stride(-1) == 1 else one.contiguous()
-        for one in (call.query, call.key_cache, call.value_cache, call.block_table.to(call.query.device))
-    )
+    query = call.query if call.query.stride(-1) == 1 else call.query.contiguous()
+    table = call.block_table.to(call.query.device)
+    table = table if table.stride(-1) == 1 else table.contiguous()
     exact_attention_kernel[(ctas,)](
         query,
-        keys,
-        values,
+        cache.digits,
+        cache.exponents,
         out,
         table,
         work_indptr,
@@ -605,14 +724,14 @@ def _attend(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
         planner.partial_l,
         planner.partial_e,
         planner.partial_acc,
+        planner.parked,
         planner.semaphores,
         float(np.float32(call.scale) * (LOG2_E if call.logits_soft_cap is None else np.float32(1))),
         float(np.float32(call.logits_soft_cap or 0)),
         call.sliding_window or 0,
         table.stride(0),
         *query.stride()[:2],
-        *keys.stride()[:3],
-        *values.stride()[:3],
+        cache.digits.stride(0),
         *out.stride()[:2],
         USE_SOFT_CAP=call.logits_soft_cap is not None,
         USE_WINDOW=call.sliding_window is not None,
@@ -622,7 +741,7 @@ def _attend(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
         NUM_KV_HEADS=shape.kv_heads,
         QUERIES_PER_KV=shape.queries_per_kv,
         HEAD_DIM=shape.head_size,
-        PADDED_HEAD_DIM=max(32, shape.padded_head_size),
+        PADDED_HEAD_DIM=_padded(shape.head_size),
         PAGE_SIZE=call.page_size,
         SPLIT_SEGMENTS=REDUCTION.split_segments,
         KEY_TILE=KEY_TILE,

@@ -18,29 +18,29 @@ What a work item is, and pages: as in :mod:`..attention.triton_kernels`.
 import triton
 import triton.language as tl
 
-from ..attention.splits import is_end_of_split, split_of, start_of
-from ..attention.triton_kernels import KVCache, load_kv_tile, load_pages
+from ..attention.splits import split_of, start_of
 from ..attention.work import load_work
 from ..common.triton_names import aggregate, value
 from . import definition
+from .triton_cache import NOT_FINITE, Cache, load_pages, load_tile, on_grids
 from .triton_linear import dot_digits
 from .triton_math import (
     LOG2_E,
     capped,
     ceil,
-    exp2,
-    finest_of_two_digits,
+    digits_of,
+    exp2_in_parts,
     from_bf16,
-    is_finite,
-    last_digit,
     power_of_two,
     rint,
+    times_power_of_two,
     to_bf16,
-    top_of,
 )
 
 _WEIGHT_ONE = tl.constexpr(float(definition.WEIGHT_ONE))
 _INFINITY = tl.constexpr(float("inf"))
+_LEAST_POWER = tl.constexpr(-100)
+"""Of two, to which a weight's is raised: the integer of either is 0."""
 
 
 @aggregate
@@ -51,6 +51,15 @@ class State:
     l: tl.tensor  # [rows]
     e: tl.tensor  # [rows], as m; +inf for a row whose result is NaN
     acc: tl.tensor  # [rows, PADDED_HEAD_DIM]
+
+
+@aggregate
+class Sums:
+    """A state but for its acc."""
+
+    m: tl.tensor
+    l: tl.tensor
+    e: tl.tensor
 
 
 @aggregate
@@ -130,16 +139,6 @@ def merge(state, later):
 
 
 @triton.jit
-def on_grids(a, AXIS: tl.constexpr):
-    """Rows along an axis of ``a`` fp32 as digits, int8 of its shape; the exponents of their grids; which are finite."""
-    top = top_of(a, AXIS)
-    finite, e = is_finite(top), finest_of_two_digits(top)
-    integers = rint(tl.where(tl.expand_dims(finite, AXIS), a, 0.0) * tl.expand_dims(power_of_two(-e), AXIS))
-    low, high = last_digit(integers)
-    return high.to(tl.int8), low.to(tl.int8), tl.where(finite, e, 0), finite
-
-
-@triton.jit
 def product_8(a1, a0, b1, b0, INT8: tl.constexpr):
     """(a @ b + 128) >> 8 of integers of two digits each, over at most 256 elements: int32."""
     zero = tl.zeros((a1.shape[0], b1.shape[1]), tl.int32 if INT8 else tl.float32)
@@ -153,16 +152,16 @@ def product_8(a1, a0, b1, b0, INT8: tl.constexpr):
 
 
 @triton.jit
-def attend_tile(state, rows, kv, options, page, tile_start):
+def attend_tile(state, rows, cache, options, page, tile_start):
     """The state after a tile of keys."""
-    k, v = load_kv_tile(kv, page, tile_start, True)
-    k1, k0, k_e, k_finite = on_grids(from_bf16(k), 0)
-    v1, v0, v_e, v_finite = on_grids(from_bf16(v), 1)
+    k1, k0, v1, v0, k_e, v_e = load_tile(cache, page, tile_start)
+    k_finite, v_finite = k_e != NOT_FINITE, v_e != NOT_FINITE
+    k_e, v_e = tl.where(k_finite, k_e, 0), tl.where(v_finite, v_e, 0)
     s = product_8(rows.q1, rows.q0, k1, k0, options.INT8).to(tl.float32) * options.qk_scale
     s = s * (power_of_two(k_e) * 256.0)[None, :] * rows.scale[:, None]  # [BLOCK_M, KEY_TILE]
     if options.USE_SOFT_CAP:
         s = capped(s, options.soft_cap) * LOG2_E
-    distance = rows.q_pos[:, None] - (tile_start + tl.arange(0, kv.KEY_TILE))[None, :]
+    distance = rows.q_pos[:, None] - (tile_start + tl.arange(0, cache.KEY_TILE))[None, :]
     visible = distance >= 0
     if options.USE_WINDOW:
         visible &= distance < options.window
@@ -172,39 +171,61 @@ def attend_tile(state, rows, kv, options, page, tile_start):
     m, e = tl.max(above, 1), tl.max(tl.where(visible, above + i[None, :], -_INFINITY), 1)
     seen = m != -_INFINITY
     m_0, e_0 = tl.where(seen, m, 0.0), tl.where(seen, e, 0.0)
-    w = exp2(tl.where(visible, s - m_0[:, None], -_INFINITY))
-    l = tl.sum(rint(w * _WEIGHT_ONE), 1).to(tl.float32)
+    x = tl.where(visible, s - m_0[:, None], -_INFINITY)
+    y, n = exp2_in_parts(x)
+    l = tl.sum(rint(times_power_of_two(y, n) * _WEIGHT_ONE), 1).to(tl.float32)
     shift = tl.minimum(tl.maximum(m_0 - e_0, -1000.0), 1000.0).to(tl.int32)[:, None] + v_e[None, :]
-    w = w * power_of_two(tl.minimum(shift, 126))
-    u0, u1 = last_digit(rint(w * _WEIGHT_ONE))
-    acc = product_8(u1.to(tl.int8), u0.to(tl.int8), v1, v0, options.INT8)
+    w = times_power_of_two(y, tl.maximum(n + tl.minimum(shift, 126), _LEAST_POWER))
+    u1, u0 = digits_of(rint(tl.where(x >= -126.0, w, 0.0) * _WEIGHT_ONE))
+    acc = product_8(u1, u0, v1, v0, options.INT8)
     e = tl.where(rows.finite | (m == -_INFINITY), e, _INFINITY)
     return merge(state, State(m, l, e, acc.to(tl.float32)))
 
 
 @triton.jit
-def end_split(state, split_state, split, rows, work, partials, MAY_SHARE: tl.constexpr):
-    """A finished split goes among the partial results, or straight into the state of its rows."""
-    m, l, e, acc = state.m, state.l, state.e, state.acc
-    if MAY_SHARE:
-        if work.workspace_idx >= 0:
-            offs_r = tl.arange(0, rows.q1.shape[0])
-            idx = (work.workspace_idx + split).to(tl.int64) * partials.NUM_KV_HEADS + work.kv_head
-            idx = idx * partials.ROWS + offs_r
-            tl.store(partials.m_ptr + idx, split_state.m, mask=rows.stored)
-            tl.store(partials.l_ptr + idx, split_state.l, mask=rows.stored)
-            tl.store(partials.e_ptr + idx, split_state.e, mask=rows.stored)
-            offs_d = tl.arange(0, partials.PADDED_HEAD_DIM)
-            mask = rows.stored[:, None] & (offs_d < partials.HEAD_DIM)[None, :]
-            acc_ptrs = partials.acc_ptr + idx[:, None] * partials.PADDED_HEAD_DIM + offs_d[None, :]
-            tl.store(acc_ptrs, split_state.acc, mask=mask)
-        else:
-            merged = merge(state, split_state)
-            m, l, e, acc = merged.m, merged.l, merged.e, merged.acc
+def store_partial(split_state, split, rows, work, partials):
+    """A finished split goes among the partial results."""
+    offs_r = tl.arange(0, rows.q1.shape[0])
+    idx = (work.workspace_idx + split).to(tl.int64) * partials.NUM_KV_HEADS + work.kv_head
+    idx = idx * partials.ROWS + offs_r
+    tl.store(partials.m_ptr + idx, split_state.m, mask=rows.stored)
+    tl.store(partials.l_ptr + idx, split_state.l, mask=rows.stored)
+    tl.store(partials.e_ptr + idx, split_state.e, mask=rows.stored)
+    offs_d = tl.arange(0, partials.PADDED_HEAD_DIM)
+    mask = rows.stored[:, None] & (offs_d < partials.HEAD_DIM)[None, :]
+    acc_ptrs = partials.acc_ptr + idx[:, None] * partials.PADDED_HEAD_DIM + offs_d[None, :]
+    tl.store(acc_ptrs, split_state.acc, mask=mask)
+
+
+@triton.jit
+def _result_rows(work, out, BLOCK: tl.constexpr):
+    """The token of the request and the query head of a block's rows; which elements of its result there are."""
+    offs_m, offs_d = work.first_row + tl.arange(0, BLOCK), tl.arange(0, out.PADDED_HEAD_DIM)
+    token = offs_m // out.QUERIES_PER_KV
+    head = work.kv_head * out.QUERIES_PER_KV + offs_m % out.QUERIES_PER_KV
+    return token, head, (token < work.query_len)[:, None] & (offs_d < out.HEAD_DIM)[None, :]
+
+
+@triton.jit
+def add_split(sums, split_state, parked_ptr, before, is_last, out, work):
+    """A finished split is merged into what ``before`` splits of the block have left: ``sums``, and acc in memory, where
+    it takes no registers from the loop over tiles. The last one writes the result.
+    """
+    BLOCK: tl.constexpr = split_state.acc.shape[0]
+    offs_d = tl.arange(0, out.PADDED_HEAD_DIM)
+    parked_ptr += tl.program_id(0).to(tl.int64) * (BLOCK * out.PADDED_HEAD_DIM)
+    parked_ptrs = parked_ptr + (tl.arange(0, BLOCK)[:, None] * out.PADDED_HEAD_DIM + offs_d[None, :])
+    token, head, mask = _result_rows(work, out, BLOCK)
+    is_later = tl.full((BLOCK, 1), before, tl.int32) > 0
+    acc = tl.load(parked_ptrs, mask=mask & is_later, other=0.0)
+    merged = merge(State(sums.m, sums.l, sums.e, acc), split_state)
+    if is_last:
+        store_result(merged, out, work, token, head, mask)
     else:
-        merged = merge(state, split_state)
-        m, l, e, acc = merged.m, merged.l, merged.e, merged.acc
-    return State(m, l, e, acc)
+        tl.debug_barrier()  # another thread may read an element than the one that writes it
+        tl.store(parked_ptrs, merged.acc, mask=mask)
+        tl.debug_barrier()
+    return Sums(merged.m, merged.l, merged.e)
 
 
 @triton.jit
@@ -223,10 +244,9 @@ def store_result(state, out, work, token, head, mask):
 def merge_partials(out, partials, work, first_split, splits, BLOCK: tl.constexpr):
     """Merges the partial results of a block of rows, in ascending order, and writes the result."""
     offs_r, offs_d = tl.arange(0, BLOCK), tl.arange(0, out.PADDED_HEAD_DIM)
-    token = (work.first_row + offs_r) // out.QUERIES_PER_KV
+    token, head, mask_d = _result_rows(work, out, BLOCK)
     mask = (offs_r < partials.ROWS) & (token < work.query_len)
-    head = work.kv_head * out.QUERIES_PER_KV + (work.first_row + offs_r) % out.QUERIES_PER_KV
-    mask_d = mask[:, None] & (offs_d < out.HEAD_DIM)[None, :]
+    mask_d = mask[:, None] & mask_d
     state = no_keys(BLOCK, out.PADDED_HEAD_DIM)
     idx = (work.workspace_idx + first_split).to(tl.int64) * partials.NUM_KV_HEADS + work.kv_head
     idx = idx * partials.ROWS + offs_r
@@ -257,8 +277,8 @@ def share_partials(out, partials, work, semaphores_ptr, begin, end, first_split,
 @triton.jit(do_not_specialize=["stride_table", "window"])
 def exact_attention_kernel(
     q_ptr,
-    k_cache,
-    v_cache,
+    digits_ptr,
+    exponents_ptr,
     out_ptr,
     block_table_ptr,
     work_indptr,
@@ -267,6 +287,7 @@ def exact_attention_kernel(
     partial_l_ptr,
     partial_e_ptr,
     partial_acc_ptr,
+    parked_ptr,
     semaphores_ptr,
     qk_scale,
     soft_cap,
@@ -274,12 +295,7 @@ def exact_attention_kernel(
     stride_table,
     stride_q_token,
     stride_q_head,
-    stride_k_page,
-    stride_k_head,
-    stride_k_slot,
-    stride_v_page,
-    stride_v_head,
-    stride_v_slot,
+    stride_page,
     stride_o_token,
     stride_o_head,
     USE_SOFT_CAP: tl.constexpr,
@@ -301,6 +317,8 @@ def exact_attention_kernel(
     """Works on every item of ``work_ptr``; arguments as of :func:`..attention.triton_kernels.attention_kernel`.
 
     Args:
+        digits_ptr, exponents_ptr, stride_page: as of :func:`.triton_cache.write_cache_kernel`.
+        parked_ptr: fp32 [programs, BLOCK_M, PADDED_HEAD_DIM], of unfinished blocks.
         qk_scale: of the scores, without a soft cap times log2 e, in fp32.
         INT8: digits are multiplied by int8 tensor cores, else by those of fp16.
     """
@@ -326,40 +344,39 @@ def exact_attention_kernel(
             first_key = max(work.context_len + work.first_row // QUERIES_PER_KV - window + 1, 0)
         begin = max(work.first_split, split_of(first_key, SPLIT_SEGMENTS))
         end = min(work.first_split + work.num_splits, split_of(kv_end - 1, SPLIT_SEGMENTS) + 1)
-        tile_start = max(start_of(begin, SPLIT_SEGMENTS), first_key // KEY_TILE * KEY_TILE)
-        tile_end = min(start_of(end, SPLIT_SEGMENTS), kv_end)
-
-        offs_m, offs_d = work.first_row + tl.arange(0, BLOCK_M), tl.arange(0, PADDED_HEAD_DIM)
-        token = offs_m // QUERIES_PER_KV
-        head = work.kv_head * QUERIES_PER_KV + offs_m % QUERIES_PER_KV
-        exists = token < work.query_len
+        offs_d = tl.arange(0, PADDED_HEAD_DIM)
+        token, head, mask = _result_rows(work, out, BLOCK_M)
         row = (work.query_start + token).to(tl.int64)
-        mask = exists[:, None] & (offs_d < HEAD_DIM)[None, :]
         q_ptrs = q_ptr + row[:, None] * stride_q_token + head[:, None] * stride_q_head + offs_d[None, :]
         q1, q0, q_e, finite = on_grids(from_bf16(tl.load(q_ptrs, mask=mask, other=0.0)), 1)
-        stored = exists & (tl.arange(0, BLOCK_M) < PARTIAL_ROWS)
+        stored = (token < work.query_len) & (tl.arange(0, BLOCK_M) < PARTIAL_ROWS)
         rows = Rows(q1, q0, power_of_two(q_e), finite, work.context_len + token, stored)
-        kv = KVCache(
-            k_cache, v_cache, block_table_ptr + work.request * stride_table, stride_k_page, stride_k_head,
-            stride_k_slot, stride_v_page, stride_v_head, stride_v_slot, work.kv_head, first_key, kv_end, False,
-            KEY_TILE, PAGE_SIZE, HEAD_DIM, PADDED_HEAD_DIM,
+        cache = Cache(
+            digits_ptr, exponents_ptr, block_table_ptr + work.request * stride_table, stride_page, work.kv_head,
+            first_key, kv_end, NUM_KV_HEADS, KEY_TILE, PAGE_SIZE, HEAD_DIM, PADDED_HEAD_DIM,
         )  # fmt: skip
 
-        state, split_state = no_keys(BLOCK_M, PADDED_HEAD_DIM), no_keys(BLOCK_M, PADDED_HEAD_DIM)
-        page = load_pages(kv, tile_start)
-        for start in range(tile_start, tile_end, KEY_TILE):
-            next_page = load_pages(kv, start + KEY_TILE)
-            split_state = attend_tile(split_state, rows, kv, options, page, start)
-            page = next_page
-            if is_end_of_split(start + KEY_TILE, SPLIT_SEGMENTS) | (start + KEY_TILE >= tile_end):
-                split = split_of(start, SPLIT_SEGMENTS)
-                state = end_split(state, split_state, split, rows, work, partials, MAY_SHARE)
-                split_state = no_keys(BLOCK_M, PADDED_HEAD_DIM)
+        nothing = no_keys(BLOCK_M, PADDED_HEAD_DIM)
+        sums = Sums(nothing.m, nothing.l, nothing.e)
+        for split in range(begin, end):
+            split_state = no_keys(BLOCK_M, PADDED_HEAD_DIM)
+            tile_start = max(start_of(split, SPLIT_SEGMENTS), first_key // KEY_TILE * KEY_TILE)
+            tile_end = min(start_of(split + 1, SPLIT_SEGMENTS), kv_end)
+            page = load_pages(cache, tile_start)
+            for start in range(tile_start, tile_end, KEY_TILE):
+                next_page = load_pages(cache, start + KEY_TILE)
+                split_state = attend_tile(split_state, rows, cache, options, page, start)
+                page = next_page
+            if MAY_SHARE:
+                if work.workspace_idx >= 0:
+                    store_partial(split_state, split, rows, work, partials)
+                else:
+                    sums = add_split(sums, split_state, parked_ptr, split - begin, split == end - 1, out, work)
+            else:
+                sums = add_split(sums, split_state, parked_ptr, split - begin, split == end - 1, out, work)
 
         if MAY_SHARE:  # noqa: SIM102 - known when it is compiled
             if (work.workspace_idx >= 0) & (begin < end):
                 first_split = split_of(first_key, SPLIT_SEGMENTS)
                 splits = split_of(kv_end - 1, SPLIT_SEGMENTS) + 1 - first_split
                 share_partials(out, partials, work, semaphores_ptr, begin, end, first_split, splits, PARTIAL_BLOCK)
-        if work.workspace_idx < 0:
-            store_result(state, out, work, token, head, mask)

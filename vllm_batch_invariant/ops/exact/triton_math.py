@@ -98,6 +98,22 @@ def exp2(x):
 
 
 @triton.jit
+def exp2_in_parts(x):
+    """y and n of :func:`exp2`, y * 2**n, of x from -126 to 0; of less, and of NaN, those of -126. y is from 0.7 to 1.5,
+    and no less than 1 where n is -126.
+    """
+    inside = tl.maximum(x, -126.0)
+    shifted = inside + _ROUNDS_TO_1
+    return polynomial(inside - (shifted - _ROUNDS_TO_1), _EXP2), shifted.to(tl.int32, bitcast=True) - _ITS_BITS
+
+
+@triton.jit
+def times_power_of_two(y, n):
+    """y * 2**n, both of them normal numbers."""
+    return (y.to(tl.int32, bitcast=True) + (n << 23)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def tanh(x):
     """tanh(x)."""
     magnitude = tl.abs(x)
@@ -214,6 +230,12 @@ def last_digit(integers):
     """The last signed digit of base 256, and the integer of the digits before it."""
     digit = ((integers + 128) & 255) - 128
     return digit, (integers - digit) >> 8
+
+
+@triton.jit
+def digits_of(integers):
+    """The two signed digits of integers that have no more, as int8, the last one behind."""
+    return ((integers + 128) >> 8).to(tl.int8), integers.to(tl.int8)
 
 
 @triton.jit
