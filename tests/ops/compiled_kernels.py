@@ -52,6 +52,7 @@ from vllm_batch_invariant.ops.linear import triton_gemm as linear
 from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES
 from vllm_batch_invariant.ops.moe import MoeReduction
 from vllm_batch_invariant.ops.moe import cuda as moe
+from vllm_batch_invariant.ops.norm import NormReduction
 from vllm_batch_invariant.ops.norm import cuda as norm
 from vllm_batch_invariant.ops.norm_backward import cuda as norm_backward
 from vllm_batch_invariant.ops.norm_rotary import cuda as norm_rotary
@@ -117,6 +118,13 @@ class Compiled:
         [line] = [line for line in self._dumped("-res-usage").splitlines() if "REG:" in line]
         found = dict(item.split(":") for item in line.split())
         return int(found["REG"]), int(found["STACK"])
+
+    def reduced_layouts(self) -> list[str]:
+        """Of each reduction, in their order, the shape and where which thread has which element."""
+        ir = self.kernel.asm["ttgir"]
+        layouts = dict(re.findall(r"^(#\w+) = (.*)$", ir, re.MULTILINE))
+        found = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<([^>]*>?)>\) ->', ir, re.DOTALL)
+        return [re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), one) for one in found]
 
     def spills_in_loops(self) -> int:
         """Instructions that move registers to and from memory in loops that have no other loop inside."""
@@ -441,9 +449,21 @@ def check_some() -> None:
         check_all(f"gradients of attention on sm_{gpu}", found, False)
     found = launch_on(90, all_reduces, 1, 4096, torch.bfloat16, 4, True)
     ends = [one.name for one in found if "__assertfail" in one.kernel.asm["ptx"]]
-    check("the all-reduce's wait ends with an assertion", ends == ["all_reduce_kernel"])
+    check("the all-reduce's wait ends with an assertion", ends == ["all_reduce_kernel", "all_reduce_norm_kernel"])
+    check_norms_behind_sums()
     CUDABackend.make_cubin = lambda *_: b""  # its instructions are in PTX, and the assembler takes most of the time
     check_attention(100, Heads(8, 2, 64, torch.bfloat16), 64)
+
+
+def check_norms_behind_sums() -> None:
+    """A norm behind an all-reduce adds a row's squares in the threads that a norm alone adds them in."""
+    for hidden, dtype in itertools.product((100, 896, 4096, 5120), (torch.bfloat16, torch.float32)):
+        x = torch.zeros(3, hidden, dtype=dtype)
+        [alone] = launch_on(90, norm.rms_norm, x, x[0], 1e-6, x, None)
+        found = launch_on(90, all_reduces, 3, hidden, dtype)
+        [behind] = [one for one in found if one.name == "all_reduce_norm_kernel"]
+        name = f"rows of {hidden} in {dtype} lie behind an all-reduce as in a norm alone"
+        check(name, len(alone.reduced_layouts()) > 0 and alone.reduced_layouts() == behind.reduced_layouts())
 
 
 def check_every_gluon_kernel() -> None:
@@ -532,9 +552,14 @@ def linear_variants() -> None:
 
 
 def all_reduces(count: int, hidden: int, dtype: torch.dtype, ranks: int = 2, tree: bool = False) -> None:
-    """The sum over ranks of a partial result of so many tokens; the other ranks are not there. And of leaves."""
+    """The sum over ranks of a partial result of so many tokens, alone and with a norm behind it if that is one launch;
+    the other ranks are not there. And of leaves.
+    """
     memory, addresses = torch.zeros(16, dtype=torch.uint8), torch.zeros(ranks, dtype=torch.int64)
-    AllReduce(ranks, lambda size: Peers(1, memory, addresses), tree=tree)(torch.zeros(count, hidden, dtype=dtype))
+    add, x = AllReduce(ranks, lambda _: Peers(1, memory, addresses), tree=tree), torch.zeros(count, hidden, dtype=dtype)
+    add(x)
+    if add._channels[0].holds_rows(x, NormReduction.of_device("cuda", hidden, dtype)):
+        add.add_and_norm(x, x, x[0], 1e-6)
     all_reduce.add_ranks(torch.zeros(ranks, count, hidden, dtype=dtype), tree)
 
 

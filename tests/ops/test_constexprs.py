@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 NOT_ROWS = {"attention", "linear", "common"}
 """Packages whose kernels reduce tiles, and one whose functions have no constants of their own."""
 PROBLEM = {
-    "all_reduce": {"UNIT", "FLAG_BYTES", "HALF_BYTES", "REGION_BYTES", "REGIONS", "TIMEOUT", "FIRST"},
+    "all_reduce": {"UNIT", "FLAG_BYTES", "HALF_BYTES", "REGION_BYTES", "REGIONS", "TIMEOUT", "FIRST", "SOURCE"},
     "attention_backward": {"NUM_HEADS", "NUM_KV_HEADS", "HEAD_DIM", "PADDED_HEAD_DIM"},
     "exact": {
         *("PARTS", "LENGTH", "ACTIVATIONS", "HAS_RESIDUAL", "HAS_WEIGHT", "HAS_BIAS", "EVEN_K", "NUM_HEADS", "HALF"),

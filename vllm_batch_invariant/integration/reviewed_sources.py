@@ -169,3 +169,36 @@ REVIEWED: dict[str, dict[str, tuple[str, ...]]] = {
         "_apply_grammar_bitmask_kernel": ("5ce7ece71bba12b0", "c831e395217f2436"),
     },
 }
+
+REVIEWED_DECODERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "vllm.model_executor.layers.linear": {
+        "RowParallelLinear.forward": ("110cb650730bbdb3",),
+    },
+    "vllm.model_executor.models.interfaces": {
+        "EagleModelMixin._maybe_add_hidden_state": ("e11f688d4ca91620",),
+    },
+    "vllm.model_executor.models.llama": {
+        "LlamaMLP.forward": ("efe86783014c9e72",),
+        "LlamaAttention.forward": ("a73d7f51e53bd6cc",),
+        "LlamaDecoderLayer.forward": ("17f13fe6adeb2c41",),
+        "LlamaModel.forward": ("2423d3cb0801cb4f",),
+    },
+    "vllm.model_executor.models.mistral": {
+        "MistralAttention.forward": ("0136ad3a9366a73f",),
+        "MistralDecoderLayer.forward": ("f44562a789b49f75",),
+        "MistralModel.forward": ("9c8e59ffa717ef35",),
+    },
+    "vllm.model_executor.models.qwen2": {
+        "Qwen2MLP.forward": ("6336b9a612c749bd",),
+        "Qwen2Attention.forward": ("05170190e9d35405",),
+        "Qwen2DecoderLayer.forward": ("042c2fc18af98dc8",),
+        "Qwen2Model.forward": ("78dd4f6386da27a9",),
+    },
+    "vllm.model_executor.models.qwen3": {
+        "Qwen3Attention.forward": ("a2e99697a555b692",),
+        "Qwen3DecoderLayer.forward": ("042c2fc18af98dc8",),
+    },
+}
+"""Of decoders whose all-reduces and norms are one operation, in vLLM 0.32.0 and 0.33.0. With other sources they stay
+apart.
+"""

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _LEAF_STEP = 16
 """A leaf of K has a multiple of so many elements, as many as a tensor core adds at once."""
+_LEFT = "_norm_adds_ranks"
+"""Of a row-parallel layer without a bias: the norm behind it adds what the workers give."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def install(finish: "Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
     def forward(self: Any, input_: "torch.Tensor") -> Any:
         """vLLM's method."""
-        if not self.reduce_results:
+        if not self.reduce_results and not getattr(self, _LEFT, False):
             raise NotCovered(
                 f"a tree of partial results in {self.prefix}",
                 "its partial results are added to others before the workers add theirs",
@@ -140,6 +142,12 @@ def install(finish: "Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
         return (output, bias if bias_is_returned else None) if self.return_bias else output
 
     layer.forward = forward
+
+
+def leave_sum(layer: Any) -> None:
+    """Have a row-parallel layer give its worker's partial result, which the norm behind it adds to the others'."""
+    layer.reduce_results = False
+    setattr(layer, _LEFT, True)
 
 
 def with_bias(total: "torch.Tensor", bias: "torch.Tensor | None") -> "torch.Tensor":

@@ -1,5 +1,6 @@
 """Ranks of an all-reduce, a process and a GPU each: what they find is written to a file."""
 
+import itertools
 import json
 import os
 import random
@@ -10,12 +11,14 @@ from typing import Any
 import torch
 import torch.distributed
 
-from tests.ops.all_reduce.ranks import message, plant
+from tests.ops.all_reduce.ranks import EPS, message, plant, rows, weight
 from vllm_batch_invariant.ops.all_reduce import add_ranks
 from vllm_batch_invariant.ops.all_reduce.cuda import SCHEDULES, TIMEOUT, AllReduce, symmetric_peers
+from vllm_batch_invariant.ops.norm import rms_norm
 
 HIDDEN = 4096
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TOKENS, HIDDEN_SIZES = (1, 2, 3, 64, 65, 128), (896, 4096, 5120)
 _ROUNDS, _REPLAYS, _DELAY_CYCLES = 200, 500, 200_000
 _PATIENCE = 15 * 10**9
 """Nanoseconds; more than one rank compiles longer than another."""
@@ -83,6 +86,72 @@ def sums_of_every_size(rank: Rank, tree: bool = False) -> list[str]:
 def trees_of_every_size(rank: Rank) -> list[str]:
     """The same, added as trees."""
     return sums_of_every_size(rank, tree=True)
+
+
+def rows_of(rank: Rank, number: int, tokens: int, hidden: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """This rank's partial result, and the residual and the weight that all ranks have."""
+    made = [rows(number, one, (tokens, hidden), dtype, str(rank.device)) for one in (rank.rank, rank.ranks)]
+    return [*made, weight(hidden, dtype, str(rank.device))]
+
+
+def is_norm_of(
+    found: tuple[torch.Tensor, ...], summed: torch.Tensor, residual: torch.Tensor, scale: torch.Tensor
+) -> bool:
+    """Whether rows and sums with the residual are those of a norm alone."""
+    return all(map(torch.equal, found, rms_norm(summed, scale, EPS, residual)))
+
+
+def norms_of_every_size(rank: Rank, tree: bool = False) -> list[str]:
+    """Sums and norms as one operation, with ranks that are late and sums alone between them; and that most were one
+    launch.
+    """
+    add, problems, fused = rank.all_reduce(tree), [], []
+    launch = add._channels[0].launch_with_norm
+    add._channels[0].launch_with_norm = lambda *given: fused.append(given) or launch(*given)
+    for number, (tokens, hidden, dtype) in enumerate(itertools.product(TOKENS, HIDDEN_SIZES, DTYPES)):
+        partial, residual, scale = rows_of(rank, number, tokens, hidden, dtype)
+        wanted = rank.expected(partial, tree)
+        for _ in range(3):
+            rank.be_late()
+            if not is_norm_of(add.add_and_norm(partial, residual, scale, EPS), wanted, residual, scale):
+                problems.append(f"{tokens} x {hidden} of {dtype}")
+            rank.be_late()
+            if not torch.equal(add(partial), wanted):
+                problems.append(f"the sum behind {tokens} x {hidden} of {dtype}")
+    if len(fused) < 3 * 9 * 3:  # every dtype and hidden size at 1, 2 and 3 tokens
+        problems.append(f"{len(fused)} were one launch")
+    return problems
+
+
+def norms_of_trees(rank: Rank) -> list[str]:
+    """The same, added as trees."""
+    return norms_of_every_size(rank, tree=True)
+
+
+def replays_of_norms(rank: Rank) -> list[str]:
+    """A graph of layers that take turns, of a message that is one launch and one that is not."""
+    add, problems = rank.all_reduce(), []
+    for tokens in (1, 65, 300):
+        given = [rows_of(rank, number, tokens, HIDDEN, torch.bfloat16) for number in range(5)]
+        add.add_and_norm(*given[0], EPS)
+        torch.cuda.synchronize()
+        torch.distributed.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = [(add.add_and_norm(*one, EPS), add(one[0])) for one in given]
+        for number in range(1, _REPLAYS // 20):
+            for i, (partial, residual, _) in enumerate(given):
+                new = rows_of(rank, 100 * number + i, tokens, HIDDEN, torch.bfloat16)
+                partial.copy_(new[0])
+                residual.copy_(new[1])
+            for _ in range(20):
+                rank.be_late()
+                graph.replay()
+            for (partial, residual, scale), (found, summed) in zip(given, outputs, strict=True):
+                wanted = rank.expected(partial)
+                if not (torch.equal(summed, wanted) and is_norm_of(found, wanted, residual, scale)):
+                    problems.append(f"replay {number} of {tokens} tokens")
+    return problems
 
 
 def rounds_of_several_sizes(rank: Rank) -> list[str]:

@@ -15,11 +15,16 @@ import triton.language as tl
 
 from vllm_batch_invariant.ops.all_reduce import cuda, triton_kernels
 from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce, AllReduceSchedule, Peers
+from vllm_batch_invariant.ops.norm.cuda import rms_norm
 
 SCHEDULES = (
     AllReduceSchedule(two_shot=False, largest=1024, ctas=2, block=64),
     AllReduceSchedule(two_shot=True, largest=4096, ctas=3, block=64),
 )
+
+ROWS_SCHEDULES = (AllReduceSchedule(two_shot=False, largest=1 << 15, ctas=2, block=64), SCHEDULES[1])
+"""For rows that are normalised, of which a CTA has several tiles."""
+EPS = 1e-6
 
 
 def message(call: int, rank: int, ranks: int, size: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
@@ -28,6 +33,33 @@ def message(call: int, rank: int, ranks: int, size: int, dtype: torch.dtype, dev
     large = 30_000 if dtype == torch.float16 else 2.0**24
     sign = {0: 1, ranks - 1: -1}.get(rank, 0)
     return (torch.randn(size, generator=generator, device=device) + sign * large).to(dtype)
+
+
+def rows(call: int, rank: int, shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    """Rows of random numbers that a rank adds, or of one rank more the residual."""
+    generator = torch.Generator(device).manual_seed(100 * call + rank)
+    return ((1 + 3 * rank) * torch.randn(shape, generator=generator, device=device)).to(dtype)
+
+
+def weight(hidden: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    """[hidden], of a norm."""
+    return rows(0, 0, (1, hidden), dtype, device)[0]
+
+
+def added_and_normalised(
+    partials: torch.Tensor, residual: torch.Tensor, tree: bool = False, is_rounded: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partial results, [ranks, M, N], added, and normalised with a residual: a kernel each. (The interpreter cuts off
+    what PyTorch rounds to bf16.)
+
+    Args:
+        is_rounded: whether the sum is rounded before the residual is added, as it is.
+    """
+    norms_weight = weight(residual.shape[-1], residual.dtype, str(residual.device))
+    if is_rounded:
+        return rms_norm(cuda.add_ranks(partials, tree), norms_weight, EPS, residual, None)
+    x, x_and_residual = rms_norm(partials.float().sum(0), norms_weight, EPS, residual.float(), None)
+    return x.to(residual.dtype), x_and_residual.to(residual.dtype)
 
 
 def through_files(folder: Path, rank: int, ranks: int) -> Callable[[int], Peers]:
@@ -59,6 +91,14 @@ def _last_rank_first(partials, offs, mask, RANKS: tl.constexpr, ACCUMULATE: tl.c
     return acc.to(partials[0].dtype.element_ty)
 
 
+@triton.jit
+def _unrounded(partials, offs, mask, RANKS: tl.constexpr, ACCUMULATE: tl.constexpr, TREE: tl.constexpr):  # noqa: N803
+    acc = tl.load(partials[0] + offs, mask=mask, other=0.0).to(ACCUMULATE)
+    for peer in tl.static_range(1, RANKS):
+        acc += tl.load(partials[peer] + offs, mask=mask, other=0.0).to(ACCUMULATE)
+    return acc
+
+
 class _Kernel:
     """The kernel, with other arguments."""
 
@@ -75,6 +115,8 @@ def plant(fault: str | None) -> None:
         triton_kernels._wait = _no_wait
     elif fault == "last rank first":
         triton_kernels._add = _last_rank_first
+    elif fault == "unrounded":
+        triton_kernels._add = _unrounded
     elif fault == "rounded each time":
         cuda.all_reduce_kernel = _Kernel(ACCUMULATE=tl.float16)
     elif fault == "no tree":
@@ -94,14 +136,38 @@ def be_late_to_read() -> None:
     triton_kernels._add = late
 
 
-def add_messages(
-    rank: int, ranks: int, folder: Path, messages: list[tuple[int, str]], fault: str | None, tree: bool
-) -> None:
-    """A rank's process: writes the sums, with a rank late now and then."""
+def join(rank: int, ranks: int, folder: Path) -> None:
+    """Makes a process a rank."""
     torch.set_num_threads(1)
     store = f"file://{folder / 'store'}"
     timeout = timedelta(seconds=60)
     torch.distributed.init_process_group("gloo", store, rank=rank, world_size=ranks, timeout=timeout)
+
+
+def normalise_messages(
+    rank: int, ranks: int, folder: Path, messages: list[tuple[int, int, str]], fault: str | None, tree: bool
+) -> None:
+    """A rank's process: writes the normalised rows and the sums with the residual, with a rank late now and then."""
+    join(rank, ranks, folder)
+    plant(fault)
+    add = AllReduce(ranks, through_files(folder, rank, ranks), ROWS_SCHEDULES, timeout=0, tree=tree)
+    chance, found = random.Random(rank), []
+    for call, (count, hidden, name) in enumerate(messages):
+        dtype = getattr(torch, name)
+        partial, residual = (rows(call, one, (count, hidden), dtype) for one in (rank, ranks))
+        if chance.random() < 0.3:
+            time.sleep(0.1)
+        found.append(add.add_and_norm(partial, residual, weight(hidden, dtype), EPS))
+        add(partial[:1])  # in the same memory
+    torch.save(found, folder / f"rows of {rank}")
+    torch.distributed.barrier()
+
+
+def add_messages(
+    rank: int, ranks: int, folder: Path, messages: list[tuple[int, str]], fault: str | None, tree: bool
+) -> None:
+    """A rank's process: writes the sums, with a rank late now and then."""
+    join(rank, ranks, folder)
     plant(fault)
     schedules = SCHEDULES
     if fault == "one half":  # the interpreter runs one CTA after the other, each of which would wait for a late rank

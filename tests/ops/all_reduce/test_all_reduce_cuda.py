@@ -36,6 +36,17 @@ def test_every_rank_has_the_sum_of_all_in_their_order(tmp_path: Path, ranks: int
     assert found(tmp_path, ranks, check) == [[]] * ranks
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("check", [on_gpus.norms_of_every_size, on_gpus.norms_of_trees, on_gpus.replays_of_norms])
+def test_a_norm_behind_it_has_the_bits_of_a_norm_alone(tmp_path: Path, ranks: int, check: Callable) -> None:
+    assert found(tmp_path, ranks, check) == [[]] * ranks
+
+
+@pytest.mark.parametrize("fault", ["no wait", "unrounded"])
+def test_a_fault_before_a_norm_is_found(tmp_path: Path, fault: str) -> None:
+    assert any(found(tmp_path, max(RANKS), on_gpus.norms_of_every_size, fault))
+
+
 @pytest.mark.parametrize("ranks", [ranks for ranks in RANKS if ranks > 2])
 def test_nccl_fails_the_same_comparison(tmp_path: Path, ranks: int) -> None:
     """Of two ranks it has the same bits: an addition of two numbers has one order."""

@@ -1,14 +1,18 @@
 """Ranks that read each other's memory add as the reduction says, whoever is late."""
 
 import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from tests.ops.all_reduce.ranks import add_messages, message
+from tests.ops.all_reduce.ranks import EPS, add_messages, added_and_normalised, message, normalise_messages, rows
+from vllm_batch_invariant.ops.all_reduce import cuda
 from vllm_batch_invariant.ops.all_reduce.cpu import add_ranks
+from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce, Peers
 
 SIZES = (1, 63, 64, 130, 512, 513, 1000, 2048, 2049, 3000)
 """Around blocks, the longest one-shot message and the longest of all, which are 512 and 2048 elements of 2 bytes."""
@@ -16,17 +20,21 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.ops.all_reduce.ranks"])
 
 
-def sums(
-    folder: Path, ranks: int, messages: list[tuple[int, str]], fault: str | None = None, tree: bool = False
-) -> list[list[torch.Tensor]]:
-    """Of each rank, of each message."""
-    arguments = [(rank, ranks, folder, messages, fault, tree) for rank in range(ranks)]
-    started = [CONTEXT.Process(target=add_messages, args=of_rank, daemon=True) for of_rank in arguments]
+def start(target: Callable[..., None], ranks: int, *arguments: Any) -> None:
+    """Runs a process for each rank."""
+    started = [CONTEXT.Process(target=target, args=(rank, ranks, *arguments), daemon=True) for rank in range(ranks)]
     for one in started:
         one.start()
     for one in started:
         one.join(120)
     assert [one.exitcode for one in started] == [0] * ranks
+
+
+def sums(
+    folder: Path, ranks: int, messages: list[tuple[int, str]], fault: str | None = None, tree: bool = False
+) -> list[list[torch.Tensor]]:
+    """Of each rank, of each message."""
+    start(add_messages, ranks, folder, messages, fault, tree)
     return [torch.load(folder / f"sums of {rank}") for rank in range(ranks)]
 
 
@@ -65,3 +73,77 @@ def test_as_a_tree_neighbours_are_added_and_rounded(tmp_path: Path, fault: str |
     for done in sums(tmp_path, 4, messages, fault, tree=True):
         for (size, _), own, one in zip(messages, done, wanted, strict=True):
             assert torch.equal(own, one) == (fault is None), size
+
+
+ROWS = ((1, 1000), (2, 1000), (3, 1000), (8, 1000), (1, 100), (17, 100), (40, 128), (1, 4096))
+"""Tokens and hidden sizes: one tile, several of a CTA, the last one not full, heads. All are one launch."""
+
+
+def normalised(
+    folder: Path, ranks: int, messages: list[tuple[int, int, str]], fault: str | None = None, tree: bool = False
+) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Of each rank, of each message."""
+    start(normalise_messages, ranks, folder, messages, fault, tree)
+    return [torch.load(folder / f"rows of {rank}") for rank in range(ranks)]
+
+
+def expected_rows(
+    ranks: int, messages: list[tuple[int, int, str]], tree: bool = False, is_rounded: bool = True
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of a norm alone, of the sum."""
+    found = []
+    for call, (count, hidden, dtype) in enumerate(messages):
+        *partials, residual = (rows(call, one, (count, hidden), getattr(torch, dtype)) for one in range(ranks + 1))
+        found.append(added_and_normalised(torch.stack(partials), residual, tree, is_rounded))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tree", "dtype"),
+    [(2, False, "bfloat16"), (2, False, "float32"), (4, False, "float16"), (4, True, "float16")],
+)
+def test_a_norm_behind_it_has_the_bits_of_a_norm_alone(tmp_path: Path, ranks: int, tree: bool, dtype: str) -> None:
+    messages = [(*shape, dtype) for shape in ROWS]
+    wanted = expected_rows(ranks, messages, tree)
+    for rank, done in enumerate(normalised(tmp_path, ranks, messages, tree=tree)):
+        for message_, own, one in zip(messages, done, wanted, strict=True):
+            for found, right in zip(own, one, strict=True):
+                assert_same_bits(found, right, f"{message_} on rank {rank}")
+
+
+@pytest.mark.parametrize("fault", ["no wait", "unrounded"])
+def test_a_fault_before_a_norm_is_found(tmp_path: Path, fault: str) -> None:
+    messages = [(*shape, "bfloat16") for shape in ROWS]
+    done = normalised(tmp_path, 2, messages, fault)
+    wanted, unrounded = (expected_rows(2, messages, is_rounded=is_rounded) for is_rounded in (True, False))
+    assert not all(torch.equal(own[0], one[0]) for rank in done for own, one in zip(rank, wanted, strict=True))
+    assert not all(torch.equal(own[0], one[0]) for own, one in zip(wanted, unrounded, strict=True))
+
+
+def test_what_one_launch_cannot_normalise_is_added_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By shapes and dtypes, which are those of every rank."""
+    memory, addresses = torch.zeros(1, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+    add, calls = AllReduce(2, lambda size: Peers(0, memory, addresses)), []
+    monkeypatch.setattr(cuda._Channel, "launch", lambda *_: calls.append("sum"))
+    monkeypatch.setattr(cuda._Channel, "launch_with_norm", lambda *_: calls.append("sum and norm"))
+    cases = {
+        (1, 4096, "bfloat16"): "sum and norm",
+        (128, 4096, "bfloat16"): "sum and norm",
+        (129, 4096, "bfloat16"): "sum",
+        (102, 5120, "bfloat16"): "sum and norm",
+        (103, 5120, "bfloat16"): "sum",
+        (1, 16_384, "bfloat16"): "sum and norm",
+        (1, 16_385, "bfloat16"): "sum",
+        (1, 16_384, "float32"): "sum",
+        (64, 4096, "float32"): "sum and norm",
+    }
+    for (count, hidden, dtype), wanted in cases.items():
+        calls.clear()
+        x = torch.zeros(count, hidden, dtype=getattr(torch, dtype))
+        add.add_and_norm(x, x, x[0], EPS)
+        assert calls == [wanted], (count, hidden, dtype)
+    calls.clear()
+    add.add_and_norm(torch.zeros(0, 64), torch.zeros(0, 64), torch.zeros(64), EPS)
+    assert not calls
+    with pytest.raises(ValueError, match="a residual like x"):
+        add.add_and_norm(torch.zeros(2, 64), torch.zeros(1, 64), torch.zeros(64), EPS)

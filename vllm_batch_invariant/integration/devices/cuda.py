@@ -12,6 +12,7 @@ from ...ops.attention import AttentionReduction
 from ...ops.devices import DEVICES
 from ...ops.linear import schedule
 from .. import (
+    all_reduce_norm,
     collectives,
     cuda_graphs,
     draft_graphs,
@@ -95,6 +96,8 @@ class Cuda(VllmDevice):
         if not envs.is_exact():
             norm_rotary.install()
         external_ops = super().install_worker()
+        if not envs.is_exact():
+            all_reduce_norm.look_after_loading(patch_points.DEVICE_WORKER.get())
         sampling.install_second_runner()
         if envs.is_exact():
             exact_sampling.install()

@@ -8,8 +8,11 @@ import torch
 import triton.language as tl
 
 from ..common.triton_rows import aligned, on_device_of
+from ..norm import rms_norm
+from ..norm.cuda import DTYPES as NORM_DTYPES
+from ..norm.reduction import NormReduction
 from .reduction import AllReduceReduction
-from .triton_kernels import add_ranks_kernel, all_reduce_kernel
+from .triton_kernels import add_ranks_kernel, all_reduce_kernel, all_reduce_norm_kernel
 
 _FLAG_ALIGNMENT = 256
 """Bytes."""
@@ -23,6 +26,8 @@ _BLOCK, _NUM_WARPS = 1024, 4
 """Elements that a CTA adds of partial results that lie on one GPU."""
 _ITEM_SIZES = (2, 4, 8)
 """Bytes of the elements of a message."""
+_ROW_BYTES = 1 << 14
+"""By which a region of a one-shot message is larger than the blocks of a CTA: rows that are normalised stay whole."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,8 @@ class AllReduceSchedule:
     def region_bytes(self, ranks: int) -> int:
         """What a rank writes for one CTA of another, at most, whatever the dtype."""
         of_block = [itemsize * self.block for itemsize in _ITEM_SIZES]
-        return max(size * -(-self.largest // (size * self.owners(ranks) * self.ctas)) for size in of_block)
+        blocks = max(size * -(-self.largest // (size * self.owners(ranks) * self.ctas)) for size in of_block)
+        return blocks if self.two_shot else blocks + _ROW_BYTES
 
 
 _TWO_SHOT = AllReduceSchedule(True, 1 << 24, 128, 4096, 16)
@@ -188,6 +194,36 @@ class AllReduce:
                 channel.launch(part, sums, reduction, self._timeout)
         return out
 
+    def add_and_norm(
+        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum over ranks, and RMSNorm of it and a residual: the bits of this object's call and of
+        :func:`~..norm.rms_norm`, in one launch where the message is short enough.
+
+        Args:
+            partial: [..., N] fp32, bf16 or fp16, this rank's; the same shape and dtype on every rank.
+            residual: [..., N] of its dtype.
+            weight: [N]
+
+        Returns:
+            the normalised rows, and the sum with the residual, rounded: new tensors like ``partial``; on every rank the
+            same bits.
+
+        Raises:
+            ValueError: shapes that do not fit.
+            NotCovered: another dtype.
+        """
+        channel, norm = self._channels[0], NormReduction.of_device("cuda", partial.shape[-1], partial.dtype)
+        of_rows = partial.dtype in NORM_DTYPES and partial.dtype == residual.dtype and weight.dtype in NORM_DTYPES
+        if not (of_rows and partial.shape == residual.shape and channel.holds_rows(partial, norm)):
+            return rms_norm(self(partial), weight, eps, residual)
+        reduction = AllReduceReduction.of_ranks(self._ranks, partial.dtype, self._tree)
+        partial, residual, weight = aligned(partial), aligned(residual), aligned(weight)
+        out, residual_out = torch.empty_like(partial), torch.empty_like(partial)
+        with on_device_of(partial):
+            channel.launch_with_norm(partial, residual, weight, eps, out, residual_out, reduction, norm, self._timeout)
+        return out, residual_out
+
 
 class _Channel:
     """The memory of one schedule."""
@@ -212,18 +248,71 @@ class _Channel:
             self._peers.rank,
             partial.numel() // unit,
             UNIT=unit,
-            RANKS=self._ranks,
-            FLAG_BYTES=self._flag_bytes,
-            HALF_BYTES=self._half_bytes,
-            REGION_BYTES=self._region_bytes,
-            REGIONS=self.schedule.ctas,
             TWO_SHOT=self.schedule.two_shot,
-            TREE=reduction.tree,
             BLOCK=self.schedule.block,
-            ACCUMULATE=_in_triton(reduction.accumulate),
-            TIMEOUT=timeout,
             num_warps=self.schedule.num_warps,
             enable_fp_fusion=False,
-            debug=True,  # its assertion is there, which ends a rank that waits for one that has ended
-            sanitize_overflow=False,
+            **self._options(reduction, timeout),
         )
+
+    def holds_rows(self, partial: torch.Tensor, norm: NormReduction) -> bool:
+        """Whether a message, [..., N], is added and normalised in one launch: it is short enough for one shot, rows lie
+        in a norm's tile, and a region holds those of a CTA.
+        """
+        size, rows = partial.numel() * partial.itemsize, partial.numel() // norm.length
+        tile = norm.rows_per_program * norm.length * partial.itemsize
+        turns = -(-rows // (norm.rows_per_program * self.schedule.ctas))
+        is_short = not self.schedule.two_shot and 0 < size <= self.schedule.largest
+        return is_short and norm.length <= norm.block and turns * tile <= self._region_bytes
+
+    def launch_with_norm(
+        self,
+        partial: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+        residual_out: torch.Tensor,
+        reduction: AllReduceReduction,
+        norm: NormReduction,
+        timeout: int,
+    ) -> None:
+        """Add one message, [..., N], add the residual, and normalise rows, if :meth:`holds_rows`."""
+        rows = partial.numel() // norm.length
+        all_reduce_norm_kernel[(min(-(-rows // norm.rows_per_program), self.schedule.ctas),)](
+            partial,
+            residual,
+            weight,
+            out,
+            residual_out,
+            self._peers.addresses,
+            self._epochs,
+            self._peers.rank,
+            rows,
+            norm.length // norm.stride_unit,
+            eps,
+            LENGTH=norm.length,
+            ROWS_PER_PROGRAM=norm.rows_per_program,
+            BLOCK=norm.block,
+            STRIDE_UNIT=norm.stride_unit,
+            HALVES_FIRST=norm.halves_first,
+            NUM_WARPS=norm.num_warps,
+            num_warps=norm.num_warps,
+            enable_fp_fusion=norm.enable_fp_fusion,
+            **self._options(reduction, timeout),
+        )
+
+    def _options(self, reduction: AllReduceReduction, timeout: int) -> dict[str, Any]:
+        """Of either kernel."""
+        return {
+            "RANKS": self._ranks,
+            "FLAG_BYTES": self._flag_bytes,
+            "HALF_BYTES": self._half_bytes,
+            "REGION_BYTES": self._region_bytes,
+            "REGIONS": self.schedule.ctas,
+            "TREE": reduction.tree,
+            "ACCUMULATE": _in_triton(reduction.accumulate),
+            "TIMEOUT": timeout,
+            "debug": True,  # its assertion is there, which ends a rank that waits for one that has ended
+            "sanitize_overflow": False,
+        }

@@ -11,11 +11,18 @@ CTA i of a rank waits for CTA i of every other, and reads nothing but what those
 memory of its own, so that short messages may have fewer CTAs. A message lies in one of two halves of the memory, in
 turn: when a rank writes into a half again, every rank has begun the message between, and so is done with the one
 before.
+
+    x = out + residual
+    y = x * rsqrt(mean(x**2) + eps) * weight
+
+A second kernel goes on with a one-shot sum: each CTA has whole rows, in the tiles that a norm alone has.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
+
+from ..norm.triton_kernels import load_weight, normalised_tile
 
 
 @triton.jit
@@ -55,7 +62,7 @@ def _block(block, numel, BLOCK: tl.constexpr):
 
 @triton.jit
 def _add(partials, offs, mask, RANKS: tl.constexpr, ACCUMULATE: tl.constexpr, TREE: tl.constexpr):
-    """[BLOCK] in the dtype of the partials: rank 0 first, or as a tree."""
+    """Elements of a shape, in the dtype of the partials: rank 0 first, or as a tree."""
     if TREE:
         total = _add_subtree(partials, offs, mask, 0, RANKS, ACCUMULATE)
     else:
@@ -68,7 +75,7 @@ def _add(partials, offs, mask, RANKS: tl.constexpr, ACCUMULATE: tl.constexpr, TR
 
 @triton.jit
 def _add_subtree(partials, offs, mask, FIRST: tl.constexpr, RANKS: tl.constexpr, ACCUMULATE: tl.constexpr):
-    """[BLOCK] in the dtype of the partials: those of RANKS ranks from FIRST on, every sum rounded."""
+    """Elements of a shape, in the dtype of the partials: those of RANKS ranks from FIRST on, every sum rounded."""
     if RANKS == 1:
         total = tl.load(partials[FIRST] + offs, mask=mask, other=0.0, cache_modifier=".cg")
     else:
@@ -103,6 +110,33 @@ def add_ranks_kernel(
     for rank in tl.static_range(RANKS):
         partials = partials + (partials_ptr + rank * numel,)  # noqa: RUF005
     tl.store(out_ptr + offs, _add(partials, offs, mask, RANKS, ACCUMULATE, TREE), mask=mask)
+
+
+@triton.jit
+def _places(addresses_ptr, rank, start, DTYPE: tl.constexpr, RANKS: tl.constexpr, SOURCE: tl.constexpr):
+    """Where this CTA reads and writes.
+
+    Args:
+        start: bytes from a rank's address to the region of this CTA that rank 0 writes.
+        SOURCE: elements between the regions that two ranks write.
+
+    Returns:
+        of every rank its flags of this CTA; this rank's; of every rank what this rank writes; what every rank has
+        written here.
+    """
+    own_address = tl.load(addresses_ptr + rank)
+    own_flags_ptr = own_address.to(tl.pointer_type(tl.int32)) + tl.program_id(0) * RANKS
+    own_ptr = tl.multiple_of((own_address + start).to(tl.pointer_type(DTYPE)), 16)
+    flags = ()
+    written = ()
+    inboxes = ()
+    for peer in tl.static_range(RANKS):
+        address = tl.load(addresses_ptr + peer)
+        flags = flags + (address.to(tl.pointer_type(tl.int32)) + tl.program_id(0) * RANKS,)  # noqa: RUF005
+        peer_ptr = tl.multiple_of((address + start).to(tl.pointer_type(DTYPE)), 16)
+        written = written + (peer_ptr + rank * SOURCE,)  # noqa: RUF005
+        inboxes = inboxes + (own_ptr + peer * SOURCE,)  # noqa: RUF005
+    return flags, own_flags_ptr, written, inboxes
 
 
 @triton.jit(do_not_specialize=["rank", "units"])
@@ -143,21 +177,8 @@ def all_reduce_kernel(
     SOURCE: tl.constexpr = REGIONS * REGION_BYTES * 8 // dtype.primitive_bitwidth
     cta, ctas, numel = tl.program_id(0), tl.num_programs(0), units * UNIT
     epoch = tl.load(epochs_ptr + cta)
-    half = (epoch >> (BARRIERS - 1)) & 1
-    start = FLAG_BYTES + half * HALF_BYTES + cta * REGION_BYTES
-    own_address = tl.load(addresses_ptr + rank)
-    own_flags_ptr = own_address.to(tl.pointer_type(tl.int32)) + cta * RANKS
-    own_ptr = tl.multiple_of((own_address + start).to(tl.pointer_type(dtype)), 16)
-    flags = ()
-    written = ()
-    inboxes = ()
-    for peer in tl.static_range(RANKS):
-        address = tl.load(addresses_ptr + peer)
-        flags = flags + (address.to(tl.pointer_type(tl.int32)) + cta * RANKS,)  # noqa: RUF005
-        peer_ptr = tl.multiple_of((address + start).to(tl.pointer_type(dtype)), 16)
-        written = written + (peer_ptr + rank * SOURCE,)  # noqa: RUF005
-        inboxes = inboxes + (own_ptr + peer * SOURCE,)  # noqa: RUF005
-
+    start = FLAG_BYTES + ((epoch >> (BARRIERS - 1)) & 1) * HALF_BYTES + cta * REGION_BYTES
+    flags, own_flags_ptr, written, inboxes = _places(addresses_ptr, rank, start, dtype, RANKS, SOURCE)
     turns = tl.cdiv(tl.cdiv(numel, BLOCK), OWNERS)
     for turn in range(cta, turns, ctas):
         place, _ = _block(turn // ctas, numel, BLOCK)
@@ -188,3 +209,92 @@ def all_reduce_kernel(
                 total = tl.load(inboxes[owner] + RANKS * SOURCE + place, mask=mask, cache_modifier=".cg")
                 tl.store(out_ptr + offs, total, mask=mask)
     tl.store(epochs_ptr + cta, epoch + BARRIERS)
+
+
+@triton.jit
+def _rows(
+    turn,
+    num_rows,
+    row_units,
+    LENGTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS_PER_PROGRAM: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+):
+    """Offsets of the elements of a tile of packed rows, [ROWS_PER_PROGRAM, BLOCK], and which of them there are.
+
+    Args:
+        row_units: a row's length in units. As of a stride of a norm alone, the compiler knows nothing else of it: so
+            elements lie in the same threads.
+    """
+    row, offs = turn * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM), tl.arange(0, BLOCK)
+    return row[:, None] * row_units * STRIDE_UNIT + offs[None, :], (row < num_rows)[:, None] & (offs < LENGTH)[None, :]
+
+
+# 11 arguments: a kernel takes no structure of pointers.
+@triton.jit(do_not_specialize=["rank", "num_rows", "row_units"])
+def all_reduce_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    residual_out_ptr,
+    addresses_ptr,
+    epochs_ptr,
+    rank,
+    num_rows,
+    row_units,
+    eps,
+    LENGTH: tl.constexpr,
+    ROWS_PER_PROGRAM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    HALVES_FIRST: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+    RANKS: tl.constexpr,
+    FLAG_BYTES: tl.constexpr,
+    HALF_BYTES: tl.constexpr,
+    REGION_BYTES: tl.constexpr,
+    REGIONS: tl.constexpr,
+    TREE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    TIMEOUT: tl.constexpr,
+):
+    """Adds one message in one shot, rounds the sum, adds the residual, and normalises rows.
+
+    Args:
+        x_ptr, residual_ptr, out_ptr, residual_out_ptr: [num_rows, LENGTH], the rank's partial result, what is added to
+            the rounded sum, the normalised rows, and the sum with the residual, rounded.
+        weight_ptr: [LENGTH]
+        addresses_ptr, epochs_ptr, rank, TIMEOUT: as of :func:`all_reduce_kernel`, whose memory it is.
+        row_units: LENGTH / STRIDE_UNIT.
+    """
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    SOURCE: tl.constexpr = REGIONS * REGION_BYTES * 8 // dtype.primitive_bitwidth
+    cta, ctas, turns = tl.program_id(0), tl.num_programs(0), tl.cdiv(num_rows, ROWS_PER_PROGRAM)
+    epoch = tl.load(epochs_ptr + cta)
+    start = FLAG_BYTES + (epoch & 1) * HALF_BYTES + cta * REGION_BYTES
+    flags, own_flags_ptr, written, inboxes = _places(addresses_ptr, rank, start, dtype, RANKS, SOURCE)
+
+    for turn in range(cta, turns, ctas):
+        place, _ = _rows(turn // ctas, num_rows, row_units, LENGTH, BLOCK, ROWS_PER_PROGRAM, STRIDE_UNIT)
+        offs, mask = _rows(turn, num_rows, row_units, LENGTH, BLOCK, ROWS_PER_PROGRAM, STRIDE_UNIT)
+        x = tl.load(x_ptr + offs, mask=mask)
+        for peer in tl.static_range(RANKS):
+            tl.store(written[peer] + place, x, mask=mask)
+    # What no other rank decides is on its way before they are waited for.
+    offs, mask = _rows(cta, num_rows, row_units, LENGTH, BLOCK, ROWS_PER_PROGRAM, STRIDE_UNIT)
+    residual = tl.load(residual_ptr + offs, mask=mask, other=0.0)
+    columns = tl.arange(0, BLOCK)
+    weight = load_weight(weight_ptr, columns, tl.broadcast_to((columns < LENGTH)[None, :], mask.shape))
+    _signal_and_wait(flags, own_flags_ptr, rank, epoch + 1, RANKS, TIMEOUT)
+    for turn in range(cta, turns, ctas):
+        place, _ = _rows(turn // ctas, num_rows, row_units, LENGTH, BLOCK, ROWS_PER_PROGRAM, STRIDE_UNIT)
+        offs, mask = _rows(turn, num_rows, row_units, LENGTH, BLOCK, ROWS_PER_PROGRAM, STRIDE_UNIT)
+        x = _add(inboxes, place, mask, RANKS, ACCUMULATE, TREE).to(tl.float32) + residual.to(tl.float32)
+        next_offs, next_mask = _rows(turn + ctas, num_rows, row_units, LENGTH, BLOCK, ROWS_PER_PROGRAM, STRIDE_UNIT)
+        residual = tl.load(residual_ptr + next_offs, mask=next_mask, other=0.0)
+        tl.store(residual_out_ptr + offs, x.to(residual_out_ptr.dtype.element_ty), mask=mask)
+        y = normalised_tile(x, weight, columns, eps, LENGTH, LENGTH, True, HALVES_FIRST, NUM_WARPS)
+        tl.store(out_ptr + offs, y.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(epochs_ptr + cta, epoch + 1)

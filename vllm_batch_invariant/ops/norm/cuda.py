@@ -10,9 +10,9 @@ import triton.language as tl
 from ...errors import NotCovered
 from ..common.triton_rows import ALIGNMENT, aligned, on_device_of, row_sums
 from .reduction import NormReduction
-from .triton_kernels import halves_added, rstd_of, weighted
+from .triton_kernels import load_weight, normalised_tile, rstd_of, weighted
 
-_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
+DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _MOST_ROWS = 2**31 - 1 - 2048
 """The kernel counts the rows of its last program, too, in 32 bits."""
 
@@ -25,12 +25,6 @@ def _load_rows(x_ptr, residual_ptr, x_starts, residual_starts, offs, mask, HAS_R
         residual_offs = residual_starts[:, None] + offs[None, :]
         x += tl.load(residual_ptr + residual_offs, mask=mask, other=0.0).to(tl.float32)
     return x
-
-
-@triton.jit
-def _load_weight(weight_ptr, offs, mask):
-    """The weight for each row, not for one: then it lies where the rows do without a trip through shared memory."""
-    return tl.load(tl.broadcast_to(weight_ptr + offs[None, :], mask.shape), mask=mask, other=0.0)
 
 
 @triton.jit
@@ -88,20 +82,14 @@ def _rms_norm_kernel(
     if LENGTH <= BLOCK:  # the tile stays in registers, and every load is on its way before the first one is waited for
         offs = tl.arange(0, BLOCK)
         mask = row_mask & (offs < LENGTH)[None, :]
+        weight = None
         if HAS_WEIGHT:
-            weight = _load_weight(weight_ptr, offs, mask)  # [ROWS_PER_PROGRAM, BLOCK]
+            weight = load_weight(weight_ptr, offs, mask)  # [ROWS_PER_PROGRAM, BLOCK]
         x = _load_rows(x_ptr, residual_ptr, x_starts, residual_starts, offs, mask, HAS_RESIDUAL)
         if HAS_RESIDUAL:
             tl.store(residual_out_ptr + out_starts + offs[None, :], x.to(residual_out_ptr.dtype.element_ty), mask=mask)
-        squares = x * x
-        if VARIANCE_SIZE < LENGTH:
-            squares = tl.where((offs < VARIANCE_SIZE)[None, :], squares, 0.0)
-        if HALVES_FIRST:
-            squares = halves_added(squares)
-        x *= rstd_of(row_sums(squares, 32 * NUM_WARPS), VARIANCE_SIZE, eps)[:, None]
-        if HAS_WEIGHT:
-            x = weighted(x, weight)
-        tl.store(out_ptr + out_starts + offs[None, :], x.to(out_ptr.dtype.element_ty), mask=mask)
+        y = normalised_tile(x, weight, offs, eps, LENGTH, VARIANCE_SIZE, HAS_WEIGHT, HALVES_FIRST, NUM_WARPS)
+        tl.store(out_ptr + out_starts + offs[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
     else:
         acc = tl.zeros((ROWS_PER_PROGRAM, BLOCK), tl.float32)
         for start in range(0, VARIANCE_SIZE, BLOCK):
@@ -120,7 +108,7 @@ def _rms_norm_kernel(
                 )
             x *= rstd
             if HAS_WEIGHT:
-                x = weighted(x, _load_weight(weight_ptr, offs, mask))
+                x = weighted(x, load_weight(weight_ptr, offs, mask))
             tl.store(out_ptr + out_starts + offs[None, :], x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -143,7 +131,7 @@ def rms_norm(
     start every row at a multiple of 16 bytes.
     """
     for tensor in (x, weight, residual):
-        if tensor is not None and tensor.dtype not in _DTYPES:
+        if tensor is not None and tensor.dtype not in DTYPES:
             raise NotCovered(f"RMSNorm in {tensor.dtype}", "its accumulator is fp32", "use fp32, bf16 or fp16")
     length = x.shape[-1]
     num_rows = x.numel() // length

@@ -9,6 +9,8 @@ A row's squares are added along the tile's second axis only, as ``common.triton_
 import triton
 import triton.language as tl
 
+from ..common.triton_rows import row_sums
+
 
 @triton.jit
 def halves_added(squares):
@@ -26,3 +28,42 @@ def rstd_of(sum_of_squares, length, eps):
 def weighted(normalised, weight):
     """The product with the weight, rounded to its dtype before and after, as a multiplication in that dtype is."""
     return (normalised.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(weight.dtype)
+
+
+@triton.jit
+def load_weight(weight_ptr, offs, mask):
+    """The weight for each row, not for one: then it lies where the rows do without a trip through shared memory."""
+    return tl.load(tl.broadcast_to(weight_ptr + offs[None, :], mask.shape), mask=mask, other=0.0)
+
+
+@triton.jit
+def normalised_tile(
+    x,
+    weight,
+    offs,
+    eps,
+    LENGTH: tl.constexpr,
+    VARIANCE_SIZE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HALVES_FIRST: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+):
+    """Rows that lie in one tile, normalised and multiplied with the weight.
+
+    Args:
+        x: [BLOCK_M, BLOCK_N] fp32, 0 behind LENGTH.
+        weight: [BLOCK_M, BLOCK_N], or nothing without HAS_WEIGHT.
+        offs: [BLOCK_N], 0 and up.
+
+    Returns:
+        [BLOCK_M, BLOCK_N] in the weight's dtype, or fp32 without one.
+    """
+    squares = x * x
+    if VARIANCE_SIZE < LENGTH:
+        squares = tl.where((offs < VARIANCE_SIZE)[None, :], squares, 0.0)
+    if HALVES_FIRST:
+        squares = halves_added(squares)
+    y = x * rstd_of(row_sums(squares, 32 * NUM_WARPS), VARIANCE_SIZE, eps)[:, None]
+    if HAS_WEIGHT:
+        y = weighted(y, weight)
+    return y

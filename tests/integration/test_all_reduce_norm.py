@@ -1,0 +1,213 @@
+"""Which norms of vLLM's models add the partial results of workers, and that a model computes the same with them."""
+
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from tests.assertions import assert_same_bits
+from vllm_batch_invariant.envs import TP_TREE
+from vllm_batch_invariant.integration import all_reduce_norm, patch_points, tensor_tree
+from vllm_batch_invariant.integration.all_reduce_norm import DECODERS, Decoder
+from vllm_batch_invariant.ops.norm import rms_norm
+
+HIDDEN, LAYERS = 32, 3
+
+
+class AllReduce:
+    """Of two ranks, the second of which has twice the partial result; counts its calls."""
+
+    def __init__(self) -> None:
+        self.sums = self.norms = 0
+
+    def __call__(self, partial: torch.Tensor) -> torch.Tensor:
+        self.sums += 1
+        return partial + 2 * partial
+
+    def add_and_norm(
+        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.norms += 1
+        return rms_norm(partial + 2 * partial, weight, eps, residual)
+
+
+class Norm(torch.nn.Module):
+    """As vLLM builds ours."""
+
+    has_weight, variance_size_override, variance_epsilon = True, None, 1e-6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(HIDDEN))
+        self._forward_method = lambda x, residual=None: rms_norm(x, self.weight.data, self.variance_epsilon, residual)
+
+    def forward(self, *given: torch.Tensor) -> Any:
+        return self._forward_method(*given)
+
+
+class Split(torch.nn.Module):
+    """A column-parallel layer, which gives its input so many times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return x.repeat(1, self.times), None
+
+
+def made(kind: type, **values: Any) -> Any:
+    """A module of vLLM's class, that is not initialised."""
+    module = kind.__new__(kind)
+    torch.nn.Module.__init__(module)
+    for name, value in values.items():
+        setattr(module, name, value)
+    return module
+
+
+def row_parallel(bias: torch.Tensor | None = None) -> Any:
+    weight = torch.randn(HIDDEN, HIDDEN)
+    method = SimpleNamespace(apply=lambda layer, x, bias: torch.nn.functional.linear(x, weight, bias))
+    flags = {"input_is_parallel": True, "reduce_results": True, "return_bias": True, "skip_bias_add": False}
+    kind = patch_points.ROW_PARALLEL.get()
+    return made(kind, tp_size=2, tp_rank=0, quant_method=method, bias=bias, prefix="x", **flags)
+
+
+def kind_of(name: str) -> type:
+    module, _, attribute = name.rpartition(".")
+    return getattr(import_module(f"vllm.model_executor.models.{module}"), attribute)
+
+
+def decoder_of(kinds: Decoder, bias: torch.Tensor | None = None) -> Any:
+    """A model of vLLM's classes, whose layers compute little."""
+    torch.manual_seed(0)
+    layers = []
+    for _ in range(LAYERS):
+        attention = made(
+            kind_of(kinds.attention),
+            q_size=HIDDEN,
+            kv_size=HIDDEN,
+            head_dim=HIDDEN,
+            do_llama_4_scaling=False,
+            qk_norm=False,
+            qkv_proj=Split(3),
+            o_proj=row_parallel(bias),
+            attn=lambda q, k, v: q - k + v,
+            q_norm=torch.nn.Identity(),
+            k_norm=torch.nn.Identity(),
+            rotary_emb=lambda at, q, k: (q, 2 * k),
+        )
+        mlp = made(
+            kind_of(kinds.mlp), gate_up_proj=Split(1), act_fn=torch.nn.functional.silu, down_proj=row_parallel(bias)
+        )
+        norms = {"input_layernorm": Norm(), "post_attention_layernorm": Norm(), "ada_rms_norm_t_cond": None}
+        layers.append(made(kind_of(kinds.layer), self_attn=attention, mlp=mlp, **norms))
+    return made(kind_of(kinds.model), layers=torch.nn.ModuleList(layers), norm=Norm(), start_layer=0, end_layer=LAYERS)
+
+
+@pytest.fixture(autouse=True)
+def ours(monkeypatch: pytest.MonkeyPatch) -> AllReduce:
+    """What adds the partial results of two workers, wherever vLLM asks for it."""
+    add = AllReduce()
+    stage = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    for name in ("llama", "qwen2"):
+        monkeypatch.setattr(import_module(f"vllm.model_executor.models.{name}"), "get_pp_group", lambda: stage)
+    monkeypatch.setattr(patch_points.ROW_PARALLEL.module(), "tensor_model_parallel_all_reduce", add)
+    group = SimpleNamespace(world_size=2, device_communicator=SimpleNamespace(batch_invariant_all_reduce=add))
+    monkeypatch.setattr(patch_points.TENSOR_PARALLEL.module(), patch_points.TENSOR_PARALLEL.attribute, group)
+    monkeypatch.setattr(patch_points.CUSTOM_OP.module(), "op_registry_oot", {"RMSNorm": Norm})
+    return add
+
+
+def hidden_states(decoder: Any) -> torch.Tensor:
+    x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
+    return type(decoder).forward(decoder, None, torch.arange(5), None, x)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("kinds", DECODERS, ids=lambda kinds: kinds.model)
+def test_a_model_computes_the_same_with_norms_that_add(kinds: Decoder, has_bias: bool, ours: AllReduce) -> None:
+    decoder = decoder_of(kinds, torch.randn(HIDDEN) if has_bias else None)
+    apart = hidden_states(decoder)
+    assert (ours.sums, ours.norms) == (2 * LAYERS, 0)
+    assert all_reduce_norm.fuse(torch.nn.Sequential(decoder), ours) == 2 * LAYERS
+    assert_same_bits(hidden_states(decoder), apart)
+    assert (ours.sums, ours.norms) == (2 * LAYERS, 2 * LAYERS)
+    assert all_reduce_norm.fuse(decoder, ours) == 0, "once is enough"
+
+
+def own_kind(module: torch.nn.Module) -> None:
+    """Has a module be of a subclass."""
+    module.__class__ = type("Own", (type(module),), {})
+
+
+CHANGES = {
+    "auxiliary hidden states": lambda decoder: setattr(decoder, "aux_hidden_state_layers", (1,)),
+    "a first stage": lambda decoder: setattr(decoder, "end_layer", LAYERS - 1),
+    "a last stage": lambda decoder: setattr(decoder, "start_layer", 1),
+    "another model": own_kind,
+    "another layer": lambda decoder: own_kind(decoder.layers[1]),
+    "another attention": lambda decoder: own_kind(decoder.layers[1].self_attn),
+    "another MLP": lambda decoder: own_kind(decoder.layers[1].mlp),
+    "another norm": lambda decoder: own_kind(decoder.norm),
+    "a norm of a part of rows": lambda decoder: setattr(decoder.norm, "variance_size_override", 8),
+    "another projection": lambda decoder: own_kind(decoder.layers[1].mlp.down_proj),
+    "a projection that each worker has": lambda decoder: setattr(decoder.layers[1].mlp.down_proj, "tp_size", 1),
+    "sums somewhere else": lambda decoder: setattr(decoder.layers[1].mlp.down_proj, "reduce_results", False),
+    "a bias that is returned": lambda decoder: setattr(decoder.layers[1].mlp.down_proj, "skip_bias_add", True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_differs_stays_as_it_is(change: str, ours: AllReduce) -> None:
+    decoder = decoder_of(DECODERS[0])
+    CHANGES[change](decoder)
+    assert all_reduce_norm.fuse(decoder, ours) == 0
+    assert decoder.layers[0].self_attn.o_proj.reduce_results
+
+
+def test_a_vllm_whose_layers_nobody_has_read_stays_as_it_is(monkeypatch: pytest.MonkeyPatch, ours: AllReduce) -> None:
+    assert all_reduce_norm.was_read(), "the installed one was"
+    monkeypatch.setattr(
+        all_reduce_norm, "REVIEWED_DECODERS", {"vllm.model_executor.models.llama": {"LlamaMLP.forward": ("",)}}
+    )
+    monkeypatch.setattr(all_reduce_norm, "was_read", all_reduce_norm.was_read.__wrapped__)
+    assert all_reduce_norm.fuse(decoder_of(DECODERS[0]), ours) == 0
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_tree_adds_a_bias_behind_the_sum(has_bias: bool, monkeypatch: pytest.MonkeyPatch, ours: AllReduce) -> None:
+    row = patch_points.ROW_PARALLEL.get()
+    monkeypatch.setattr(row, "forward", row.forward)
+    monkeypatch.setenv(TP_TREE.name, "2")
+    tensor_tree.install(tensor_tree.with_bias)
+    decoder = decoder_of(DECODERS[0], torch.randn(HIDDEN) if has_bias else None)
+    apart = hidden_states(decoder)
+    assert all_reduce_norm.fuse(decoder, ours) == (0 if has_bias else 2 * LAYERS)
+    assert_same_bits(hidden_states(decoder), apart)
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_worker_fuses_what_it_has_loaded(serves: bool, ours: AllReduce, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Worker:
+        def load_model(self) -> None:
+            self.model = decoder_of(DECODERS[0])
+
+        def get_model(self) -> torch.nn.Module:
+            return self.model
+
+    if not serves:
+        communicator = patch_points.TENSOR_PARALLEL.get().device_communicator
+        monkeypatch.setattr(communicator, "batch_invariant_all_reduce", None)
+    all_reduce_norm.look_after_loading(Worker)
+    once = Worker.load_model
+    all_reduce_norm.look_after_loading(Worker)
+    assert Worker.load_model is once
+    worker = Worker()
+    worker.load_model()
+    hidden_states(worker.model)
+    assert ours.norms == serves * 2 * LAYERS
