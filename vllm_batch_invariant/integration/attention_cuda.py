@@ -34,8 +34,9 @@ class PlannedMetadataBuilder(MetadataBuilder):
         self._spec, self._config, self._device = kv_cache_spec, vllm_config, device
         self.verify = verify_lengths(vllm_config)
         """The tokens of each request in steps whose requests all have as many, which have CUDA graphs of their own."""
-        self._layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
-        layers = [layer.impl for layer in self._layers]
+        held = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
+        self._exact_layers = held if envs.is_exact() else []
+        layers = [layer.impl for layer in held]
         self._planners = {
             heads: self._planner([layer for layer in layers if layer.num_heads == heads])
             for heads in dict.fromkeys(layer.num_heads for layer in layers)
@@ -78,9 +79,8 @@ class PlannedMetadataBuilder(MetadataBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> Metadata:  # noqa: ANN001
         batch = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if envs.is_exact():  # before a graph is captured, whose memory would not stay theirs
-            for layer in self._layers:
-                layer.impl.cache_in(cache_of(layer))
+        for layer in self._exact_layers:  # before a graph is captured, whose memory would not stay theirs
+            layer.impl.cache_in(cache_of(layer))
         requests, tokens = len(batch.seq_lens), batch.num_actual_tokens
         most = most_tokens(requests, tokens, common_attn_metadata.max_query_len, self.verify)
         return replace(batch, plans=self._plan(batch, most))

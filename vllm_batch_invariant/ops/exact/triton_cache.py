@@ -17,8 +17,6 @@ from .triton_math import digits_of, finest_of_two_digits, from_bf16, is_finite, 
 
 NOT_FINITE = tl.constexpr(127)
 """In the place of the exponent of a row that has an infinity or NaN; exponents are -126 to 113."""
-
-
 GROUP = tl.constexpr(16)
 """Slots that lie side by side: a page has a multiple of them, and so has what a tile takes of it."""
 
