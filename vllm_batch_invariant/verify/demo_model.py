@@ -9,9 +9,11 @@ import argparse
 import json
 import shlex
 import sysconfig
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .arguments import OneLineParser, add_json, at_least, check_reports
 from .printing import printable
@@ -123,18 +125,21 @@ class Shape:
         return self.experts > 0 and layer >= self.dense_layers
 
 
-def random_weights(shape: Shape, tokens: int, seed: int) -> "dict[str, torch.Tensor]":
-    """Weights under Qwen3's names; special tokens and ids from ``tokens`` on get a logit of 0, too low to be chosen."""
+def random_weights(shape: Shape, tokens: int, drawn: Callable[..., "torch.Tensor"]) -> "dict[str, torch.Tensor]":
+    """Weights under Qwen3's names; special tokens and ids from ``tokens`` on get a logit of 0, too low to be chosen.
+
+    Args:
+        drawn: standard normal numbers in fp32 of a size, such as ``drawn(rows, columns)``.
+    """
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, shape.dtype)
 
     def normal(rows: int, cols: int, gain: float = 1.0) -> "torch.Tensor":
-        return torch.randn(rows, cols, generator=generator) * (gain * cols**-0.5)
+        return (drawn(rows, cols) * (gain * cols**-0.5)).to(dtype)
 
     def near(center: float, n: int) -> "torch.Tensor":
-        return center * (1 + 0.1 * torch.randn(n, generator=generator))
+        return (center * (1 + 0.1 * drawn(n))).to(dtype)
 
     head = normal(shape.vocab, shape.hidden, shape.head_gain)
     head[: len(SPECIAL_TOKENS)] = 0
@@ -169,22 +174,11 @@ def random_weights(shape: Shape, tokens: int, seed: int) -> "dict[str, torch.Ten
             layer + "input_layernorm.weight": near(1, shape.hidden),
             layer + "post_attention_layernorm.weight": near(1, shape.hidden),
         }
-    return {name: weight.to(dtype).contiguous() for name, weight in weights.items()}
+    return weights
 
 
-def make_checkpoint(folder: Path, shape: Shape = Shape(), seed: int = 0) -> Path:
-    """Write the checkpoint and its tokenizer into ``folder``; the same shape and seed give the same files."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(shape.vocab)
-    save_tokenizer(tokenizer, folder, shape.max_length)
-    save_file(
-        random_weights(shape, tokenizer.get_vocab_size(), seed),
-        str(folder / "model.safetensors"),
-        metadata={"format": "pt"},
-    )
-    eos, pad = tokenizer.token_to_id(EOS), tokenizer.token_to_id(PAD)
+def config_of(shape: Shape, eos: int, pad: int) -> dict[str, Any]:
+    """The checkpoint's config.json, with the ids of the token that ends a text and of the one that pads it."""
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -217,6 +211,25 @@ def make_checkpoint(folder: Path, shape: Shape = Shape(), seed: int = 0) -> Path
             "decoder_sparse_step": 1,
             "mlp_only_layers": list(range(min(shape.dense_layers, shape.layers))),
         }
+    return config
+
+
+def make_checkpoint(folder: Path, shape: Shape = Shape(), seed: int = 0) -> Path:
+    """Write the checkpoint and its tokenizer into ``folder``; the same shape and seed give the same files."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
+    tokenizer = train_tokenizer(shape.vocab)
+    save_tokenizer(tokenizer, folder, shape.max_length)
+    save_file(
+        random_weights(shape, tokenizer.get_vocab_size(), drawn),
+        str(folder / "model.safetensors"),
+        metadata={"format": "pt"},
+    )
+    eos, pad = tokenizer.token_to_id(EOS), tokenizer.token_to_id(PAD)
+    config = config_of(shape, eos, pad)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     generation = {"do_sample": False, "eos_token_id": eos, "pad_token_id": pad}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
