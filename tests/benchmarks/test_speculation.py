@@ -58,8 +58,7 @@ def test_a_drafter_by_prompts_that_repeat_themselves_has_workloads_of_its_own(
         plans.append((plan["workloads"], plan["engine"].get("speculative_config", {}).get("method")))
         return result(1.0, 2.0)
 
-    for module in (speculation, engine):
-        monkeypatch.setattr(module, "measure", measure)
+    monkeypatch.setattr(engine, "measure", measure)
     out = tmp_path / "engine.csv"
     arguments = ["model", "--workloads", NAME, "--drafts", "3", "--out", str(out), "--providers", "ours"]
     assert speculation.main([*arguments, "--drafters", "ngram", "ngram-repeats"]) == 0
@@ -82,16 +81,17 @@ def test_engines_start_together_in_groups(monkeypatch: pytest.MonkeyPatch, tmp_p
     groups = []
 
     def in_turns(plans: list, timeout: float) -> Iterator[dict]:
-        groups.append([(who, plan["engine"]["speculative_config"]["num_speculative_tokens"]) for who, plan in plans])
+        configs = [(who, plan["engine"].get("speculative_config", {})) for who, plan in plans]
+        groups.append([(who, config.get("num_speculative_tokens", 0)) for who, config in configs])
         return (result(1.0, 2.0) for _ in plans)
 
     monkeypatch.setattr(engine, "measure_in_turns", in_turns)
-    monkeypatch.setattr(speculation, "measure", lambda *_: result(1.0, 1.0))
     out = tmp_path / "engine.csv"
     arguments = ["model", "--workloads", NAME, "--out", str(out), "--drafters", "ngram", "--together", "4"]
     arguments += ["--keys", "layers=12", "--tensor-parallel-size", "2"]
     assert speculation.main([*arguments, "--drafts", "1", "3", "7"]) == 0
-    assert groups == [[("stock", 1), ("ours", 1), ("stock", 3), ("ours", 3)], [("stock", 7), ("ours", 7)]]
+    drafts = [("ours", 0), ("stock", 1), ("ours", 1), ("stock", 3), ("ours", 3), ("stock", 7), ("ours", 7)]
+    assert groups == [drafts[:4], drafts[4:]]
     rows = read(out)
     assert len(rows) == 6 * (2 * len(WORKLOADS[NAME]) + 1)
     assert {(row.keys["layers"], row.keys["tp"], row.keys["spec"]) for row in rows} == {("12", "2", "ngram")}
@@ -104,8 +104,7 @@ def test_an_engine_that_fails_fails_the_run(monkeypatch: pytest.MonkeyPatch, tmp
         plans.append((provider, plan["workloads"], plan["engine"].get("speculative_config", {}).get("method")))
         return result(1.0, 2.0) if provider == "ours" or len(plans) < 5 else None
 
-    for module in (speculation, engine):
-        monkeypatch.setattr(module, "measure", measure)
+    monkeypatch.setattr(engine, "measure", measure)
     arguments = ["model", "--workloads", NAME, "--drafts", "3", "--out", str(tmp_path / "engine.csv")]
     assert speculation.main([*arguments, "--drafters", "ngram"]) == 0
     assert plans == [("ours", "none", None), ("stock", NAME, "ngram"), ("ours", NAME, "ngram")]
