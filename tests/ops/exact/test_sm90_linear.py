@@ -63,5 +63,5 @@ def test_the_programs_of_a_multiprocessor_fit_its_shared_memory(tile):
 def test_every_number_of_rows_has_a_tile_that_is_certified():
     for parts in (1, 8):
         for n in (64, 4096, 151_936):
-            found = [hopper_schedule(m, n, parts) for m in range(1, 5000)]
+            found = [hopper_schedule(m, n, parts, 132) for m in range(1, 5000)]
             assert set(found) <= set(HOPPER_SCHEDULES)

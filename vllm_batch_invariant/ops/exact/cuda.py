@@ -3,7 +3,6 @@ integer arithmetic define.
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -17,6 +16,7 @@ from ..attention.plan import AttentionShape, Kernels, Plan, Planner, Schedule
 from ..attention.reduction import AttentionReduction
 from ..common.rows import normalise_dims, rows_back
 from ..common.triton_rows import ALIGNMENT, aligned, aligned_rows, on_device_of
+from ..linear.schedule import gpu
 from ..top_k_top_p.cuda import top_k_top_p as top_k_top_p_of_floats
 from . import triton_kernels
 from .definition import KEY_TILE, LOG2_E, MEAN_BITS, SPLITS, THREE_DIGITS, TWO_DIGITS, segments
@@ -94,14 +94,9 @@ def linear_schedule(m: int, parts: int) -> LinearSchedule:
     return schedules[0] if m <= 32 else schedules[1] if m <= 512 else schedules[-1]
 
 
-@cache
-def _uses_wgmma(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def _by_wgmma(device: torch.device, k: int, parts: int) -> bool:
     """Whether such products on a device are :mod:`.sm90_linear`'s."""
-    if not _uses_wgmma(device):
+    if device.type != "cuda" or not gpu(device.index).has_wgmma:
         return False
     from .sm90_linear import covers  # Gluon is of no use elsewhere
 
@@ -230,7 +225,10 @@ def linear(x: torch.Tensor, weight: ExactWeight, bias: torch.Tensor | None = Non
     (_, n, k), parts = weight.digits.shape, weight.scale.shape[1]
     rows = quantize(_packed_rows(x), parts, activations=True)
     m = len(rows.scale)
-    schedule = hopper_schedule(m, n, parts) if _by_wgmma(x.device, k, parts) else linear_schedule(m, parts)
+    if _by_wgmma(x.device, k, parts):
+        schedule = hopper_schedule(m, n, parts, gpu(x.device.index).num_sms)
+    else:
+        schedule = linear_schedule(m, parts)
     return product(rows, weight, bias, schedule).view(*x.shape[:-1], n)
 
 

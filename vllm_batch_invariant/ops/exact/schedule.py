@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 
-_MULTIPROCESSORS = 132
-"""Of an H100 and an H200."""
-
 
 @dataclass(frozen=True)
 class HopperSchedule:
@@ -52,14 +49,14 @@ HOPPER_SCHEDULES = (_EIGHT, _SIXTEEN, _SOME, _SMALL, _IN_SEGMENTS, _LARGE)
 """Those that serve, of ascending size."""
 
 
-def hopper_schedule(m: int, n: int, parts: int) -> HopperSchedule:
+def hopper_schedule(m: int, n: int, parts: int, num_sms: int) -> HopperSchedule:
     """The tile for so many rows of x and of a weight in so many segments, as `benchmarks.exact_tiles` found them on an
-    H100. Segments leave a large tile no registers for sums that wait.
+    H100, for so many multiprocessors. Segments leave a large tile no registers for sums that wait.
     """
     for tile in (_EIGHT, _SIXTEEN, _SOME, _SMALL):
         if m <= tile.block_m:
             return tile
     if parts > 1:
         return _IN_SEGMENTS
-    fills_the_gpu = m * n >= _MULTIPROCESSORS * _LARGE.block_m * _LARGE.block_n
+    fills_the_gpu = m * n >= num_sms * _LARGE.block_m * _LARGE.block_n
     return _LARGE if fills_the_gpu else _SMALL
