@@ -77,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=at_least(1), default=200, help="tokens of a completion")
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
     options = parser.parse_args(arguments)
+    options.folder.mkdir(parents=True, exist_ok=True)
     model = options.model or make_model(options.folder / "model", options.size)
     os.environ |= {FLAG: "1", ARITHMETIC.name: "exact"}
     from vllm import LLM
