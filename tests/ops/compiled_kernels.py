@@ -119,13 +119,6 @@ class Compiled:
         found = dict(item.split(":") for item in line.split())
         return int(found["REG"]), int(found["STACK"])
 
-    def reduced_layouts(self) -> list[str]:
-        """Of each reduction, in their order, the shape and where which thread has which element."""
-        ir = self.kernel.asm["ttgir"]
-        layouts = dict(re.findall(r"^(#\w+) = (.*)$", ir, re.MULTILINE))
-        found = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<([^>]*>?)>\) ->', ir, re.DOTALL)
-        return [re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), one) for one in found]
-
     def spills_in_loops(self) -> int:
         """Instructions that move registers to and from memory in loops that have no other loop inside."""
         return spills_in_loops(self._dumped("-sass"))
@@ -455,6 +448,14 @@ def check_some() -> None:
     check_attention(100, Heads(8, 2, 64, torch.bfloat16), 64)
 
 
+def reduced_layouts(compiled: Compiled) -> list[str]:
+    """Of each reduction, in their order, the shape and where which thread has which element."""
+    ir = compiled.kernel.asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ir, re.MULTILINE))
+    found = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<([^>]*>?)>\) ->', ir, re.DOTALL)
+    return [re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), one) for one in found]
+
+
 def check_norms_behind_sums() -> None:
     """A norm behind an all-reduce adds a row's squares in the threads that a norm alone adds them in."""
     for hidden, dtype in itertools.product((100, 896, 4096, 5120), (torch.bfloat16, torch.float32)):
@@ -463,7 +464,8 @@ def check_norms_behind_sums() -> None:
         found = launch_on(90, all_reduces, 3, hidden, dtype)
         [behind] = [one for one in found if one.name == "all_reduce_norm_kernel"]
         name = f"rows of {hidden} in {dtype} lie behind an all-reduce as in a norm alone"
-        check(name, len(alone.reduced_layouts()) > 0 and alone.reduced_layouts() == behind.reduced_layouts())
+        layouts = reduced_layouts(alone)
+        check(name, len(layouts) > 0 and layouts == reduced_layouts(behind))
 
 
 def check_every_gluon_kernel() -> None:
