@@ -44,7 +44,7 @@ _SECONDS_TO_COMPILE = 120
 def serves(tile: HopperSchedule, m: int) -> bool:
     """Whether a tile may be of use for so many rows."""
     wide = max(8, 1 << (m - 1).bit_length())
-    return min(wide, 64) <= tile.block_m <= max(16, wide)
+    return min(wide, 32) <= tile.block_m <= max(16, wide)
 
 
 def rows_of(m: int, k: int, third: bool) -> torch.Tensor:

@@ -23,17 +23,12 @@ class HopperSchedule:
 
     @property
     def long_side(self) -> int:
-        """Rows of wgmma's first operand."""
+        """Rows of the first operands of wgmma, which has 64 in each warpgroup."""
         return 64 if self.block_n <= 64 else 128
 
     @property
-    def num_warps(self) -> int:
-        """Of those that multiply: a warpgroup has four."""
-        return self.long_side // 16
-
-    @property
     def registers(self) -> int:
-        """Of a thread, on average over warps that multiply and the warpgroup of the one that copies."""
+        """Of a thread, on average over the warpgroups that multiply and that of the warp that copies."""
         return 128 if self.long_side == 64 else 168
 
     @property

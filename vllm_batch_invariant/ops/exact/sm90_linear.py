@@ -10,8 +10,9 @@ A tile of the result is computed with operands swapped, so that wgmma's long sid
 |T| < 2^46, so that ``high`` fits. A row that has third digits has a mean magnitude below 2^9 + 1 on its grid, hence the
 |x2| of K elements add up to at most K / 64, and no sum of products with them leaves an int32.
 
-One warp copies, and one or two warpgroups multiply: each digit is copied once a tile and used twice. The copies go on
-while a segment's sum is rounded, and over the end of a tile.
+One warp copies, and one or two warpgroups multiply, each of them 64 rows of the weight: each digit is copied once a
+tile and used twice. The copies go on while a segment's sum is rounded, and over the end of a tile; and two warpgroups
+wait for copies alone, not for each other, so that one multiplies while the other rounds.
 """
 
 from functools import cache
@@ -35,6 +36,8 @@ from .schedule import HopperSchedule
 
 _STEP_K = gl.constexpr(128)
 """Elements of K that are copied at once: rows of 128 bytes, the longest that wgmma reads without conflicts."""
+_LONG_SIDE = gl.constexpr(64)
+"""Rows of wgmma's first operand, a warpgroup's."""
 _GROUP_M = gl.constexpr(8)
 """Tiles of rows of x that share the columns of the weight in the L2 cache."""
 _PENDING = gl.constexpr(4)
@@ -47,6 +50,9 @@ class _Problem:
 
     marks_ptr: value
     """int64 [M, PARTS]"""
+    x_scale_ptr: value
+    w_scale_ptr: value
+    out_ptr: value
     M: value
     N: value
     tiles_m: value
@@ -55,8 +61,11 @@ class _Problem:
     """Elements of a segment."""
     mark_step: value
     PARTS: gl.constexpr
+    HAS_BIAS: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
+    WARPGROUPS: gl.constexpr
+    IN_REGISTERS: gl.constexpr
 
 
 @aggregate
@@ -66,11 +75,10 @@ class _Ring:
     x_smem: gl.shared_memory_descriptor
     """[NUM_STAGES * 2, BLOCK_M, _STEP_K]"""
     w_smem: gl.shared_memory_descriptor
-    """[NUM_STAGES * 2, LONG_SIDE, _STEP_K]"""
+    """[NUM_STAGES * 2, WARPGROUPS * _LONG_SIDE, _STEP_K]"""
     full_bar: gl.shared_memory_descriptor
     """[NUM_STAGES, 1]"""
     empty_bar: gl.shared_memory_descriptor
-    LONG_SIDE: gl.constexpr
     NUM_STAGES: gl.constexpr
 
 
@@ -140,17 +148,18 @@ def _copy_partition(x_desc, third_desc, w_desc, problem, ring):
 
 
 @gluon.jit
-def _two_digits(ring, stage, phase, steps, LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr):
+def _two_digits(ring, stage, phase, steps, PLACE: gl.constexpr, LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr):
     """hi, mid and lo over a segment, and the next place in the ring. A step's place is free once the next step's
     wgmmas are queued.
     """
-    hi = gl.full([ring.LONG_SIDE, BLOCK_M], 0, gl.int32, LAYOUT)
-    mid = gl.full([ring.LONG_SIDE, BLOCK_M], 0, gl.int32, LAYOUT)
-    lo = gl.full([ring.LONG_SIDE, BLOCK_M], 0, gl.int32, LAYOUT)
+    hi = gl.full([_LONG_SIDE, BLOCK_M], 0, gl.int32, LAYOUT)
+    mid = gl.full([_LONG_SIDE, BLOCK_M], 0, gl.int32, LAYOUT)
+    lo = gl.full([_LONG_SIDE, BLOCK_M], 0, gl.int32, LAYOUT)
     before = gl.to_tensor(0)  # not stage: Triton would take two names of one value for one that no step changes
     for step in range(steps):
         mbarrier.wait(ring.full_bar.index(stage), phase)
-        w1, w0 = ring.w_smem.index(stage * 2), ring.w_smem.index(stage * 2 + 1)  # [LONG_SIDE, _STEP_K]
+        w1 = ring.w_smem.index(stage * 2).slice(PLACE * _LONG_SIDE, _LONG_SIDE)  # [_LONG_SIDE, _STEP_K]
+        w0 = ring.w_smem.index(stage * 2 + 1).slice(PLACE * _LONG_SIDE, _LONG_SIDE)
         x1 = ring.x_smem.index(stage * 2).permute([1, 0])  # [_STEP_K, BLOCK_M]
         x0 = ring.x_smem.index(stage * 2 + 1).permute([1, 0])
         hi = warpgroup_mma(w1, x1, hi, is_async=True)
@@ -167,15 +176,16 @@ def _two_digits(ring, stage, phase, steps, LAYOUT: gl.constexpr, BLOCK_M: gl.con
 
 
 @gluon.jit
-def _third_digit(problem, ring, some, stage, phase, steps, LAYOUT: gl.constexpr):
+def _third_digit(problem, ring, some, stage, phase, steps, PLACE: gl.constexpr, LAYOUT: gl.constexpr):
     """(w1 x2) 2**8 + w0 x2 over the marked steps of a segment, and the next place in the ring."""
-    third = gl.full([ring.LONG_SIDE, problem.BLOCK_M], 0, gl.int32, LAYOUT)
+    third = gl.full([_LONG_SIDE, problem.BLOCK_M], 0, gl.int32, LAYOUT)
     for plane in gl.static_range(2):
         for step in range(steps):
             if _is_marked(problem, some, step):
                 mbarrier.wait(ring.full_bar.index(stage), phase)
                 x2 = ring.x_smem.index(stage * 2).permute([1, 0])
-                third = warpgroup_mma(ring.w_smem.index(stage * 2), x2, third, is_async=True)
+                w = ring.w_smem.index(stage * 2).slice(PLACE * _LONG_SIDE, _LONG_SIDE)
+                third = warpgroup_mma(w, x2, third, is_async=True)
                 third = warpgroup_mma_wait(0, deps=(third,))
                 mbarrier.arrive(ring.empty_bar.index(stage))
                 stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
@@ -192,75 +202,71 @@ def _bf16_bits(x):
 
 
 @gluon.jit
-def _write(
-    total, bias_ptr, out_ptr, problem, first_m, first_n, in_tile_m, in_tile_n, HAS_BIAS: gl.constexpr
-):  # fmt: skip
+def _write(total, problem, bias_ptr, first_m, first_n, in_tile_m, in_tile_n):
     """A tile of the result, rounded."""
     mask_n = (in_tile_n < problem.BLOCK_N) & (in_tile_n < problem.N - first_n)
-    if HAS_BIAS:
+    if problem.HAS_BIAS:
         bias = gl.load(bias_ptr + first_n + in_tile_n, mask=mask_n, other=0.0)
         total += bias.to(gl.float32)[:, None]
     offs = (first_m + in_tile_m).to(gl.int64)[None, :] * problem.N + (first_n + in_tile_n)[:, None]
     mask = mask_n[:, None] & (in_tile_m < problem.M - first_m)[None, :]
-    gl.store(out_ptr + offs, _bf16_bits(total).to(gl.bfloat16, bitcast=True), mask=mask)
+    gl.store(problem.out_ptr + offs, _bf16_bits(total).to(gl.bfloat16, bitcast=True), mask=mask)
 
 
 @gluon.jit
 def _pending_ptrs(pending_ptr, last, in_tile_m, in_tile_n):
-    """Where a program keeps the sum of segments up to ``last``: a thread reads what it wrote itself."""
+    """Where a warpgroup keeps the sum of segments up to ``last``: a thread reads what it wrote itself."""
     SIZE: gl.constexpr = in_tile_n.shape[0] * in_tile_m.shape[0]
-    pending_ptr += gl.program_id(0).to(gl.int64) * (_PENDING * SIZE)
     # What follows the segment is added first: else an offset for each element waits in a register for the next one.
     offs_m = in_tile_m + last % _PENDING * SIZE
     return pending_ptr + (offs_m[None, :] + in_tile_n[:, None] * in_tile_m.shape[0])
 
 
 @gluon.jit
-def _multiply_partition(
-    x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, pending_ptr, problem, ring, HAS_BIAS: gl.constexpr,
-    IN_REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """One or two warpgroups: whole tiles. Segments are added as soon as two neighbours, or two sums, are there."""
+def _multiply_partition(problem, bias_ptr, pending_ptr, ring, PLACE: gl.constexpr):
+    """A warpgroup: its part of whole tiles. Segments are added as soon as two neighbours, or two sums, are there."""
     steps = (problem.length + _STEP_K - 1) // _STEP_K
     PARTS: gl.constexpr = problem.PARTS
     BLOCK_M: gl.constexpr = problem.BLOCK_M
-    NUM_WARPS: gl.constexpr = ring.LONG_SIDE // 16
+    IN_REGISTERS: gl.constexpr = problem.IN_REGISTERS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, BLOCK_M, 32]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 32]
     )
-    rows: gl.constexpr = gl.BlockedLayout([max(BLOCK_M // 32, 1)], [32], [NUM_WARPS], [0])
-    in_tile_n = gl.arange(0, ring.LONG_SIDE, gl.SliceLayout(1, LAYOUT))
+    rows: gl.constexpr = gl.BlockedLayout([max(BLOCK_M // 32, 1)], [32], [4], [0])
+    in_tile_n = PLACE * _LONG_SIDE + gl.arange(0, _LONG_SIDE, gl.SliceLayout(1, LAYOUT))
     in_tile_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT))
+    if PARTS > 1 and not IN_REGISTERS:
+        pending_ptr += gl.program_id(0).to(gl.int64) * (problem.WARPGROUPS * _PENDING * _LONG_SIDE * BLOCK_M)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     for tile in range(gl.program_id(0), problem.tiles_m * problem.tiles_n, gl.num_programs(0)):
         first_m, first_n = _first_of(problem, tile)
         if PARTS > 1 and IN_REGISTERS:  # a segment's, the sum of two and of four; written before they are read
-            ones = gl.full([ring.LONG_SIDE, BLOCK_M], 0.0, gl.float32, LAYOUT)
+            ones = gl.full([_LONG_SIDE, BLOCK_M], 0.0, gl.float32, LAYOUT)
             twos, fours = ones, ones
         for part in range(PARTS):
             marks = _marks(problem, first_m + gl.arange(0, BLOCK_M, rows), part)
-            hi, mid, lo, stage, phase = _two_digits(ring, stage, phase, steps, LAYOUT, BLOCK_M)
-            w_scale_ptrs = w_scale_ptr + first_n.to(gl.int64) * PARTS + in_tile_n * PARTS + part
-            w_scale = gl.load(w_scale_ptrs, mask=in_tile_n < problem.N - first_n, other=0.0)
-            x_scale_ptrs = x_scale_ptr + first_m.to(gl.int64) * PARTS + in_tile_m * PARTS + part
-            x_scale = gl.load(x_scale_ptrs, mask=in_tile_m < problem.M - first_m, other=0.0)
+            hi, mid, lo, stage, phase = _two_digits(ring, stage, phase, steps, PLACE, LAYOUT, BLOCK_M)
             low = lo + ((mid & 255) << 8)
             high = hi + (mid >> 8) + (low >> 16)
             low = low & 0xFFFF
             some = gl.reduce(marks, 0, _or)
             if some != 0:
-                third, stage, phase = _third_digit(problem, ring, some, stage, phase, steps, LAYOUT)
+                third, stage, phase = _third_digit(problem, ring, some, stage, phase, steps, PLACE, LAYOUT)
                 high += third
             one = (high >> 8).to(gl.float32) * 16777216.0 + (((high & 255) << 16) | low).to(gl.float32)
+            w_scale_ptrs = problem.w_scale_ptr + first_n.to(gl.int64) * PARTS + in_tile_n * PARTS + part
+            w_scale = gl.load(w_scale_ptrs, mask=in_tile_n < problem.N - first_n, other=0.0)
+            x_scale_ptrs = problem.x_scale_ptr + first_m.to(gl.int64) * PARTS + in_tile_m * PARTS + part
+            x_scale = gl.load(x_scale_ptrs, mask=in_tile_m < problem.M - first_m, other=0.0)
             one = one * w_scale[:, None] * x_scale[None, :]
             if PARTS == 1:
-                _write(one, bias_ptr, out_ptr, problem, first_m, first_n, in_tile_m, in_tile_n, HAS_BIAS)
+                _write(one, problem, bias_ptr, first_m, first_n, in_tile_m, in_tile_n)
             elif IN_REGISTERS:
                 two = ones + one
                 four = twos + two
                 if part == PARTS - 1:
                     total = fours + four
-                    _write(total, bias_ptr, out_ptr, problem, first_m, first_n, in_tile_m, in_tile_n, HAS_BIAS)
+                    _write(total, problem, bias_ptr, first_m, first_n, in_tile_m, in_tile_n)
                 ones = gl.where(part % 2 == 0, one, ones)
                 twos = gl.where(part % 4 == 1, two, twos)
                 fours = gl.where(part % 8 == 3, four, fours)
@@ -276,7 +282,7 @@ def _multiply_partition(
                         gl.store(_pending_ptrs(pending_ptr, part, in_tile_m, in_tile_n), four)
                     else:
                         total = gl.load(_pending_ptrs(pending_ptr, part - 4, in_tile_m, in_tile_n)) + four
-                        _write(total, bias_ptr, out_ptr, problem, first_m, first_n, in_tile_m, in_tile_n, HAS_BIAS)
+                        _write(total, problem, bias_ptr, first_m, first_n, in_tile_m, in_tile_n)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "tiles_m", "tiles_n", "length", "mark_step"])
@@ -318,28 +324,35 @@ def linear_sm90_kernel(
             they stay IN_REGISTERS.
         PARTS: 1 or 8 segments of ``length`` elements, in the latter case whole steps.
     """
-    LONG_SIDE: gl.constexpr = 64 if BLOCK_N <= 64 else 128
-    problem = _Problem(marks_ptr, M, N, tiles_m, tiles_n, length, mark_step, PARTS, BLOCK_M, BLOCK_N)
+    WARPGROUPS: gl.constexpr = 1 if BLOCK_N <= _LONG_SIDE else 2
+    problem = _Problem(
+        marks_ptr, x_scale_ptr, w_scale_ptr, out_ptr, M, N, tiles_m, tiles_n, length, mark_step, PARTS, HAS_BIAS,
+        BLOCK_M, BLOCK_N, WARPGROUPS, IN_REGISTERS,
+    )  # fmt: skip
     x_smem = gl.allocate_shared_memory(gl.int8, [NUM_STAGES * 2, BLOCK_M, _STEP_K], x_desc.layout)
-    w_smem = gl.allocate_shared_memory(gl.int8, [NUM_STAGES * 2, LONG_SIDE, _STEP_K], w_desc.layout)
+    w_smem = gl.allocate_shared_memory(gl.int8, [NUM_STAGES * 2, WARPGROUPS * _LONG_SIDE, _STEP_K], w_desc.layout)
     full_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     empty_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(NUM_STAGES):
         mbarrier.init(full_bar.index(stage), count=1)
-        mbarrier.init(empty_bar.index(stage), count=1)
+        mbarrier.init(empty_bar.index(stage), count=WARPGROUPS)
     fence_async_shared()
-    ring = _Ring(x_smem, w_smem, full_bar, empty_bar, LONG_SIDE, NUM_STAGES)
-    gl.warp_specialize(
-        [
-            (
-                _multiply_partition,
-                (x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, pending_ptr, problem, ring, HAS_BIAS, IN_REGISTERS),
-            ),
-            (_copy_partition, (x_desc, third_desc, w_desc, problem, ring)),
-        ],
-        [1],
-        [40],
-    )
+    ring = _Ring(x_smem, w_smem, full_bar, empty_bar, NUM_STAGES)
+    copies = (x_desc, third_desc, w_desc, problem, ring)
+    if WARPGROUPS == 1:
+        gl.warp_specialize(
+            [(_multiply_partition, (problem, bias_ptr, pending_ptr, ring, 0)), (_copy_partition, copies)], [1], [40]
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply_partition, (problem, bias_ptr, pending_ptr, ring, 0)),
+                (_multiply_partition, (problem, bias_ptr, pending_ptr, ring, 1)),
+                (_copy_partition, copies),
+            ],
+            [4, 1],
+            [232, 40],
+        )
 
 
 @cache
@@ -414,7 +427,7 @@ def linear_sm90(
         BLOCK_N=tile.block_n,
         NUM_STAGES=tile.num_stages,
         IN_REGISTERS=tile.in_registers,
-        num_warps=tile.num_warps,
+        num_warps=4,
         maxnreg=tile.registers,
         enable_fp_fusion=False,
     )
