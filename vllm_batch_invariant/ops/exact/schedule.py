@@ -13,6 +13,8 @@ class HopperSchedule:
         num_stages: steps of K in shared memory.
         ctas_per_sm: programs of a multiprocessor.
         in_registers: unfinished sums of segments wait there, and else in memory.
+        partitions: 2 if two warpgroups wait for copies alone, not for each other, so that one multiplies while the
+            other rounds. Its tiles were compared for one segment only, and are not timed: none of them serves.
     """
 
     block_m: int
@@ -20,11 +22,17 @@ class HopperSchedule:
     num_stages: int
     ctas_per_sm: int = 1
     in_registers: bool = False
+    partitions: int = 1
 
     @property
     def long_side(self) -> int:
-        """Rows of the first operands of wgmma, which has 64 in each warpgroup."""
+        """Rows of wgmma's first operand, 64 for each warpgroup."""
         return 64 if self.block_n <= 64 else 128
+
+    @property
+    def num_warps(self) -> int:
+        """Of a partition that multiplies."""
+        return self.long_side // 16 // self.partitions
 
     @property
     def registers(self) -> int:

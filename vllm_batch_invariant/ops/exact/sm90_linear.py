@@ -11,8 +11,8 @@ A tile of the result is computed with operands swapped, so that wgmma's long sid
 |x2| of K elements add up to at most K / 64, and no sum of products with them leaves an int32.
 
 One warp copies, and one or two warpgroups multiply, each of them 64 rows of the weight: each digit is copied once a
-tile and used twice. The copies go on while a segment's sum is rounded, and over the end of a tile; and two warpgroups
-wait for copies alone, not for each other, so that one multiplies while the other rounds.
+tile and used twice. The copies go on while a segment's sum is rounded, and over the end of a tile. Two warpgroups are
+one partition, or each is one of its own: then one multiplies while the other rounds.
 """
 
 from functools import cache
@@ -36,8 +36,6 @@ from .schedule import HopperSchedule
 
 _STEP_K = gl.constexpr(128)
 """Elements of K that are copied at once: rows of 128 bytes, the longest that wgmma reads without conflicts."""
-_LONG_SIDE = gl.constexpr(64)
-"""Rows of wgmma's first operand, a warpgroup's."""
 _GROUP_M = gl.constexpr(8)
 """Tiles of rows of x that share the columns of the weight in the L2 cache."""
 _PENDING = gl.constexpr(4)
@@ -64,7 +62,8 @@ class _Problem:
     HAS_BIAS: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
-    WARPGROUPS: gl.constexpr
+    LONG_SIDE: gl.constexpr
+    PARTITIONS: gl.constexpr
     IN_REGISTERS: gl.constexpr
 
 
@@ -75,7 +74,7 @@ class _Ring:
     x_smem: gl.shared_memory_descriptor
     """[NUM_STAGES * 2, BLOCK_M, _STEP_K]"""
     w_smem: gl.shared_memory_descriptor
-    """[NUM_STAGES * 2, WARPGROUPS * _LONG_SIDE, _STEP_K]"""
+    """[NUM_STAGES * 2, LONG_SIDE, _STEP_K]"""
     full_bar: gl.shared_memory_descriptor
     """[NUM_STAGES, 1]"""
     empty_bar: gl.shared_memory_descriptor
@@ -148,18 +147,20 @@ def _copy_partition(x_desc, third_desc, w_desc, problem, ring):
 
 
 @gluon.jit
-def _two_digits(ring, stage, phase, steps, PLACE: gl.constexpr, LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr):
+def _two_digits(
+    ring, stage, phase, steps, PLACE: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
     """hi, mid and lo over a segment, and the next place in the ring. A step's place is free once the next step's
     wgmmas are queued.
     """
-    hi = gl.full([_LONG_SIDE, BLOCK_M], 0, gl.int32, LAYOUT)
-    mid = gl.full([_LONG_SIDE, BLOCK_M], 0, gl.int32, LAYOUT)
-    lo = gl.full([_LONG_SIDE, BLOCK_M], 0, gl.int32, LAYOUT)
+    hi = gl.full([ROWS, BLOCK_M], 0, gl.int32, LAYOUT)
+    mid = gl.full([ROWS, BLOCK_M], 0, gl.int32, LAYOUT)
+    lo = gl.full([ROWS, BLOCK_M], 0, gl.int32, LAYOUT)
     before = gl.to_tensor(0)  # not stage: Triton would take two names of one value for one that no step changes
     for step in range(steps):
         mbarrier.wait(ring.full_bar.index(stage), phase)
-        w1 = ring.w_smem.index(stage * 2).slice(PLACE * _LONG_SIDE, _LONG_SIDE)  # [_LONG_SIDE, _STEP_K]
-        w0 = ring.w_smem.index(stage * 2 + 1).slice(PLACE * _LONG_SIDE, _LONG_SIDE)
+        w1 = ring.w_smem.index(stage * 2).slice(PLACE * ROWS, ROWS)  # [ROWS, _STEP_K]
+        w0 = ring.w_smem.index(stage * 2 + 1).slice(PLACE * ROWS, ROWS)
         x1 = ring.x_smem.index(stage * 2).permute([1, 0])  # [_STEP_K, BLOCK_M]
         x0 = ring.x_smem.index(stage * 2 + 1).permute([1, 0])
         hi = warpgroup_mma(w1, x1, hi, is_async=True)
@@ -176,15 +177,17 @@ def _two_digits(ring, stage, phase, steps, PLACE: gl.constexpr, LAYOUT: gl.const
 
 
 @gluon.jit
-def _third_digit(problem, ring, some, stage, phase, steps, PLACE: gl.constexpr, LAYOUT: gl.constexpr):
+def _third_digit(
+    problem, ring, some, stage, phase, steps, PLACE: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
     """(w1 x2) 2**8 + w0 x2 over the marked steps of a segment, and the next place in the ring."""
-    third = gl.full([_LONG_SIDE, problem.BLOCK_M], 0, gl.int32, LAYOUT)
+    third = gl.full([ROWS, problem.BLOCK_M], 0, gl.int32, LAYOUT)
     for plane in gl.static_range(2):
         for step in range(steps):
             if _is_marked(problem, some, step):
                 mbarrier.wait(ring.full_bar.index(stage), phase)
                 x2 = ring.x_smem.index(stage * 2).permute([1, 0])
-                w = ring.w_smem.index(stage * 2).slice(PLACE * _LONG_SIDE, _LONG_SIDE)
+                w = ring.w_smem.index(stage * 2).slice(PLACE * ROWS, ROWS)
                 third = warpgroup_mma(w, x2, third, is_async=True)
                 third = warpgroup_mma_wait(0, deps=(third,))
                 mbarrier.arrive(ring.empty_bar.index(stage))
@@ -214,9 +217,8 @@ def _write(total, problem, bias_ptr, first_m, first_n, in_tile_m, in_tile_n):
 
 
 @gluon.jit
-def _pending_ptrs(pending_ptr, last, in_tile_m, in_tile_n):
-    """Where a warpgroup keeps the sum of segments up to ``last``: a thread reads what it wrote itself."""
-    SIZE: gl.constexpr = in_tile_n.shape[0] * in_tile_m.shape[0]
+def _pending_ptrs(pending_ptr, last, in_tile_m, in_tile_n, SIZE: gl.constexpr):
+    """Where the sum of segments up to ``last`` of a tile of SIZE elements is kept: a thread reads what it wrote."""
     # What follows the segment is added first: else an offset for each element waits in a register for the next one.
     offs_m = in_tile_m + last % _PENDING * SIZE
     return pending_ptr + (offs_m[None, :] + in_tile_n[:, None] * in_tile_m.shape[0])
@@ -224,34 +226,37 @@ def _pending_ptrs(pending_ptr, last, in_tile_m, in_tile_n):
 
 @gluon.jit
 def _multiply_partition(problem, bias_ptr, pending_ptr, ring, PLACE: gl.constexpr):
-    """A warpgroup: its part of whole tiles. Segments are added as soon as two neighbours, or two sums, are there."""
+    """One or two warpgroups: their rows of whole tiles. Segments are added as soon as two neighbours or sums are there."""
     steps = (problem.length + _STEP_K - 1) // _STEP_K
     PARTS: gl.constexpr = problem.PARTS
     BLOCK_M: gl.constexpr = problem.BLOCK_M
     IN_REGISTERS: gl.constexpr = problem.IN_REGISTERS
+    SIZE: gl.constexpr = problem.LONG_SIDE * BLOCK_M
+    ROWS: gl.constexpr = problem.LONG_SIDE // problem.PARTITIONS
+    NUM_WARPS: gl.constexpr = ROWS // 16
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 32]
+        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, BLOCK_M, 32]
     )
-    rows: gl.constexpr = gl.BlockedLayout([max(BLOCK_M // 32, 1)], [32], [4], [0])
-    in_tile_n = PLACE * _LONG_SIDE + gl.arange(0, _LONG_SIDE, gl.SliceLayout(1, LAYOUT))
+    rows: gl.constexpr = gl.BlockedLayout([max(BLOCK_M // 32, 1)], [32], [NUM_WARPS], [0])
+    in_tile_n = PLACE * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     in_tile_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT))
     if PARTS > 1 and not IN_REGISTERS:
-        pending_ptr += gl.program_id(0).to(gl.int64) * (problem.WARPGROUPS * _PENDING * _LONG_SIDE * BLOCK_M)
+        pending_ptr += gl.program_id(0).to(gl.int64) * (_PENDING * SIZE)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     for tile in range(gl.program_id(0), problem.tiles_m * problem.tiles_n, gl.num_programs(0)):
         first_m, first_n = _first_of(problem, tile)
         if PARTS > 1 and IN_REGISTERS:  # a segment's, the sum of two and of four; written before they are read
-            ones = gl.full([_LONG_SIDE, BLOCK_M], 0.0, gl.float32, LAYOUT)
+            ones = gl.full([ROWS, BLOCK_M], 0.0, gl.float32, LAYOUT)
             twos, fours = ones, ones
         for part in range(PARTS):
             marks = _marks(problem, first_m + gl.arange(0, BLOCK_M, rows), part)
-            hi, mid, lo, stage, phase = _two_digits(ring, stage, phase, steps, PLACE, LAYOUT, BLOCK_M)
+            hi, mid, lo, stage, phase = _two_digits(ring, stage, phase, steps, PLACE, ROWS, BLOCK_M, LAYOUT)
             low = lo + ((mid & 255) << 8)
             high = hi + (mid >> 8) + (low >> 16)
             low = low & 0xFFFF
             some = gl.reduce(marks, 0, _or)
             if some != 0:
-                third, stage, phase = _third_digit(problem, ring, some, stage, phase, steps, PLACE, LAYOUT)
+                third, stage, phase = _third_digit(problem, ring, some, stage, phase, steps, PLACE, ROWS, LAYOUT)
                 high += third
             one = (high >> 8).to(gl.float32) * 16777216.0 + (((high & 255) << 16) | low).to(gl.float32)
             w_scale_ptrs = problem.w_scale_ptr + first_n.to(gl.int64) * PARTS + in_tile_n * PARTS + part
@@ -271,17 +276,17 @@ def _multiply_partition(problem, bias_ptr, pending_ptr, ring, PLACE: gl.constexp
                 twos = gl.where(part % 4 == 1, two, twos)
                 fours = gl.where(part % 8 == 3, four, fours)
             elif part % 2 == 0:
-                gl.store(_pending_ptrs(pending_ptr, part, in_tile_m, in_tile_n), one)
+                gl.store(_pending_ptrs(pending_ptr, part, in_tile_m, in_tile_n, SIZE), one)
             else:
-                two = gl.load(_pending_ptrs(pending_ptr, part - 1, in_tile_m, in_tile_n)) + one
+                two = gl.load(_pending_ptrs(pending_ptr, part - 1, in_tile_m, in_tile_n, SIZE)) + one
                 if part % 4 == 1:
-                    gl.store(_pending_ptrs(pending_ptr, part, in_tile_m, in_tile_n), two)
+                    gl.store(_pending_ptrs(pending_ptr, part, in_tile_m, in_tile_n, SIZE), two)
                 else:
-                    four = gl.load(_pending_ptrs(pending_ptr, part - 2, in_tile_m, in_tile_n)) + two
+                    four = gl.load(_pending_ptrs(pending_ptr, part - 2, in_tile_m, in_tile_n, SIZE)) + two
                     if part == 3:
-                        gl.store(_pending_ptrs(pending_ptr, part, in_tile_m, in_tile_n), four)
+                        gl.store(_pending_ptrs(pending_ptr, part, in_tile_m, in_tile_n, SIZE), four)
                     else:
-                        total = gl.load(_pending_ptrs(pending_ptr, part - 4, in_tile_m, in_tile_n)) + four
+                        total = gl.load(_pending_ptrs(pending_ptr, part - 4, in_tile_m, in_tile_n, SIZE)) + four
                         _write(total, problem, bias_ptr, first_m, first_n, in_tile_m, in_tile_n)
 
 
@@ -307,6 +312,7 @@ def linear_sm90_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     NUM_STAGES: gl.constexpr,
+    PARTITIONS: gl.constexpr,
     IN_REGISTERS: gl.constexpr,
 ):
     """Tiles of the result, in turns.
@@ -324,22 +330,22 @@ def linear_sm90_kernel(
             they stay IN_REGISTERS.
         PARTS: 1 or 8 segments of ``length`` elements, in the latter case whole steps.
     """
-    WARPGROUPS: gl.constexpr = 1 if BLOCK_N <= _LONG_SIDE else 2
+    LONG_SIDE: gl.constexpr = 64 if BLOCK_N <= 64 else 128
     problem = _Problem(
         marks_ptr, x_scale_ptr, w_scale_ptr, out_ptr, M, N, tiles_m, tiles_n, length, mark_step, PARTS, HAS_BIAS,
-        BLOCK_M, BLOCK_N, WARPGROUPS, IN_REGISTERS,
+        BLOCK_M, BLOCK_N, LONG_SIDE, PARTITIONS, IN_REGISTERS,
     )  # fmt: skip
     x_smem = gl.allocate_shared_memory(gl.int8, [NUM_STAGES * 2, BLOCK_M, _STEP_K], x_desc.layout)
-    w_smem = gl.allocate_shared_memory(gl.int8, [NUM_STAGES * 2, WARPGROUPS * _LONG_SIDE, _STEP_K], w_desc.layout)
+    w_smem = gl.allocate_shared_memory(gl.int8, [NUM_STAGES * 2, LONG_SIDE, _STEP_K], w_desc.layout)
     full_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     empty_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(NUM_STAGES):
         mbarrier.init(full_bar.index(stage), count=1)
-        mbarrier.init(empty_bar.index(stage), count=WARPGROUPS)
+        mbarrier.init(empty_bar.index(stage), count=PARTITIONS)
     fence_async_shared()
     ring = _Ring(x_smem, w_smem, full_bar, empty_bar, NUM_STAGES)
     copies = (x_desc, third_desc, w_desc, problem, ring)
-    if WARPGROUPS == 1:
+    if PARTITIONS == 1:
         gl.warp_specialize(
             [(_multiply_partition, (problem, bias_ptr, pending_ptr, ring, 0)), (_copy_partition, copies)], [1], [40]
         )
@@ -426,8 +432,9 @@ def linear_sm90(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         NUM_STAGES=tile.num_stages,
+        PARTITIONS=tile.partitions,
         IN_REGISTERS=tile.in_registers,
-        num_warps=4,
+        num_warps=tile.num_warps,
         maxnreg=tile.registers,
         enable_fp_fusion=False,
     )
