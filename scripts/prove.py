@@ -1,6 +1,6 @@
 """Engines of a model under every schedule, compared bit for bit: ``python -m scripts.prove MODEL [MODEL ...]``.
 
-It tries more than ``vllm-batch-invariant check --thorough`` in less time, because several models run at a time. It is
+It tries more than ``vllm-batch-invariant check --thorough`` in less time, because several engines run at a time. It is
 meant for a GPU of 80 GB and more; with ``--small`` it fits a CPU and a tiny model.
 """
 
@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -188,10 +188,8 @@ class ProofRun(EngineRun):
         self.compare_many(PREEMPTED, self.many_answers, first)
 
 
-def prove(
-    model: str, plan: ProofPlan, arguments: Sequence[str], flag: str, on_progress: Callable[[str], None]
-) -> CheckResults:
-    """Run the plan in a model's engines, one after the other.
+class Proof:
+    """A plan, run in a model's engines.
 
     Args:
         model: its folder or name.
@@ -200,37 +198,70 @@ def prove(
         flag: the value of VLLM_BATCH_INVARIANT; of plain vLLM only the first engine runs, because one that differs is
             enough.
         on_progress: is called with the name of the engine that starts.
-
-    Raises:
-        NoTestError: an engine did not start, or broke.
     """
-    results = CheckResults(f"{Path(model).name}, {FLAG}={flag}", [])
+
+    def __init__(
+        self, model: str, plan: ProofPlan, arguments: Sequence[str], flag: str, on_progress: Callable[[str], None]
+    ) -> None:
+        self.name, self.flag = Path(model).name, flag
+        self.results = CheckResults(f"{self.name}, {FLAG}={flag}", [])
+        self._model, self._plan, self._arguments, self._on_progress = model, plan, tuple(arguments), on_progress
+        self._first: Future[ProofRun] = Future()
+        self._began, self._clock = datetime.now().astimezone().isoformat(timespec="seconds"), time.monotonic()
+        self._waiting: list[Future[None]] = []
+
+    def start(self, pool: ThreadPoolExecutor) -> None:
+        """Have the engines run in the pool, the first one first: the others wait for its answers."""
+        (name, more), *others = self._plan.settings.items()
+        self._waiting = [pool.submit(self._run_first, name, more)]
+        if self.flag == "1":
+            self._waiting += [pool.submit(self._run_other, *setting) for setting in others]
+
+    def report(self) -> Report:
+        """What they found, when all have ended.
+
+        Raises:
+            NoTestError: an engine did not start, or broke.
+        """
+        wait(self._waiting)
+        for one in self._waiting:
+            one.result()
+        took = time.monotonic() - self._clock
+        return Report(self.name, "proof", self._arguments, self._began, took, (self.results,))
 
     @contextmanager
-    def started(name: str, more: Sequence[str]) -> Iterator[Engine]:
-        on_progress(name)
-        longest = [] if "--max-model-len" in more else ["--max-model-len", str(plan.longest)]
-        with Engine(model, [*arguments, *longest, "--max-logprobs", str(LOGPROBS), *more], flag) as engine:
-            results.info = results.info or engine.info
+    def _started(self, name: str, more: Sequence[str]) -> Iterator[Engine]:
+        self._on_progress(f"{self.name}, {self.flag}: {name}")
+        longest = [] if "--max-model-len" in more else ["--max-model-len", str(self._plan.longest)]
+        arguments = [*self._arguments, *longest, "--max-logprobs", str(LOGPROBS), *more]
+        with Engine(self._model, arguments, self.flag) as engine:
             yield engine
 
-    def run(engine: Engine, name: str) -> ProofRun:
-        return ProofRun(engine, name, plan, results, lambda _: None)
+    def _answers(self, engine: Engine, name: str) -> ProofRun:
+        return ProofRun(engine, name, self._plan, self.results, lambda _: None)
 
-    (name, more), *others = plan.settings.items()
-    with started(name, more) as engine:
-        first = run(engine, name)
-        run(engine, name).compare(AGAIN, first)
-        first.concurrent()
-        first.warm()
-    for name, more in others if flag == "1" else []:
-        with started(name, more) as engine:
-            later = run(engine, name)
+    def _run_first(self, name: str, more: Sequence[str]) -> None:
+        try:
+            with self._started(name, more) as engine:
+                self.results.info = engine.info
+                first = self._answers(engine, name)
+                self._first.set_result(first)
+                self._answers(engine, name).compare(AGAIN, first)
+                first.concurrent()
+                first.warm()
+        except BaseException as error:
+            if not self._first.done():
+                self._first.set_exception(error)
+            raise
+
+    def _run_other(self, name: str, more: Sequence[str]) -> None:
+        with self._started(name, more) as engine:
+            later = self._answers(engine, name)
+            first = self._first.result()
             later.compare(("schedule", name), first)
             if "--num-gpu-blocks-override" in more:
                 later.preempted(first)
                 later.evicted()
-    return results
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -238,7 +269,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("models", nargs="+", help="folders or names of models")
     parser.add_argument("--control", action="store_true", help="also plain vLLM on the first model, which must differ")
     parser.add_argument("--small", action="store_true", help="a plan for a tiny model on a CPU")
-    parser.add_argument("--jobs", type=int, default=1, help="models that run at a time (default: 1)")
+    parser.add_argument("--jobs", type=int, default=1, help="engines that run at a time (default: 1)")
     parser.add_argument("--kv-cache-gib", type=int, default=8, help="KV cache of an engine (default: 8)")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser.parse_args(argv)
@@ -252,29 +283,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = ["--kv-cache-memory-bytes", str(options.kv_cache_gib << 30), "--gpu-memory-utilization", "0.05"]
     runs = [(model, "1") for model in options.models] + [(options.models[0], "0")] * options.control
 
-    def run(model: str, flag: str) -> Report:
-        began, clock = datetime.now().astimezone().isoformat(timespec="seconds"), time.monotonic()
-        found = prove(model, plan, arguments, flag, lambda now: out.log(f"{Path(model).name}, {flag}: {now}"))
-        took = time.monotonic() - clock
-        report = Report(Path(model).name, "proof", tuple(arguments), began, took, (found,))
-        print_report(out, report)
-        return report
-
     status, reports = Status.REPRODUCIBLE, []
+    proofs = [Proof(model, plan, arguments, flag, out.log) for model, flag in runs]
     with ThreadPoolExecutor(options.jobs) as pool:
-        waiting = {pool.submit(run, model, flag): (model, flag) for model, flag in runs}
-        for future in as_completed(waiting):
-            model, flag = waiting[future]
+        for proof in proofs:
+            proof.start(pool)
+        for proof in proofs:
             try:
-                reports.append(future.result())
+                report = proof.report()
             except NoTestError as error:
-                out.print(f"{Path(model).name}, {flag}: {error}", style="red", highlight=False, markup=False)
+                out.print(f"{proof.name}, {proof.flag}: {error}", style="red", highlight=False, markup=False)
                 status = status or Status.NO_TEST
                 continue
-            outcome = reports[-1].outcome
-            if (outcome is Outcome.BREAKS) != (flag == "0"):
+            reports.append(report)
+            print_report(out, report)
+            if (report.outcome is Outcome.BREAKS) != (proof.flag == "0"):
                 status = Status.DIVERGED
-            elif outcome is Outcome.NOT_TESTED:
+            elif report.outcome is Outcome.NOT_TESTED:
                 status = status or Status.NO_TEST
             if options.json:
                 options.json.write_text(json.dumps([as_json(report) for report in reports], indent=1))

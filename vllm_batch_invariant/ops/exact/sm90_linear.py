@@ -226,7 +226,7 @@ def _pending_ptrs(pending_ptr, last, in_tile_m, in_tile_n, SIZE: gl.constexpr):
 
 @gluon.jit
 def _multiply_partition(problem, bias_ptr, pending_ptr, ring, PLACE: gl.constexpr):
-    """One or two warpgroups: their rows of whole tiles. Segments are added as soon as two neighbours or sums are there."""
+    """Its rows of whole tiles. Segments are added as soon as two neighbours, or two sums, are there."""
     steps = (problem.length + _STEP_K - 1) // _STEP_K
     PARTS: gl.constexpr = problem.PARTS
     BLOCK_M: gl.constexpr = problem.BLOCK_M
