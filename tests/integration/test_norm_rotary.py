@@ -99,8 +99,20 @@ def test_text_is_turned_by_the_first_of_three_equal_rows(monkeypatch: pytest.Mon
     assert len(apart) == 1
 
 
-def test_the_forward_method_of_this_vllm_is_the_one_known() -> None:
-    assert set(patch_points.QWEN3_ATTENTION.get().forward.__code__.co_names) == norm_rotary._NAMES
+@pytest.mark.parametrize("layer", [patch_points.QWEN3_ATTENTION, patch_points.QWEN3_MOE_ATTENTION], ids=str)
+def test_the_forward_method_of_this_vllm_is_the_one_known(layer: patch_points.PatchPoint) -> None:
+    assert set(layer.get().forward.__code__.co_names) == norm_rotary._NAMES
+
+
+def test_dense_and_mixed_layers_get_the_operation_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [patch_points.QWEN3_ATTENTION.get(), patch_points.QWEN3_MOE_ATTENTION.get()]
+    for layer in layers:
+        monkeypatch.setattr(layer, "forward", layer.forward)
+    norm_rotary.install()
+    made = [layer.forward for layer in layers]
+    norm_rotary.install()
+    assert all(forward.fused for forward in made)
+    assert [layer.forward for layer in layers] == made
 
 
 def test_a_watched_or_unfit_layer_runs_vllms_method() -> None:

@@ -1,4 +1,4 @@
-"""Qwen3's attention on a GPU, with the norms of its heads and the rotary embedding as one operation."""
+"""Attention of Qwen3 and Qwen3-MoE on a GPU, with the norms of its heads and the rotary embedding as one operation."""
 
 import logging
 from collections.abc import Callable
@@ -23,16 +23,16 @@ Forward = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def install() -> None:
-    """Give the attention layer the operation; where it is not as expected, vLLM's method stays, with the bits of the
+    """Give the attention layers the operation; where one is not as expected, vLLM's method stays, with the bits of the
     norm and of vLLM's rotary kernel, which are the same.
     """
-    layer = patch_points.QWEN3_ATTENTION.get()
-    if getattr(layer.forward, "fused", False):
-        return
-    if set(layer.forward.__code__.co_names) == _NAMES:
-        layer.forward = fused(layer.forward)
-    else:
-        logger.info("%s is not the one known here: its norms and rotary embedding stay apart.", layer.__name__)
+    for layer in (patch_points.QWEN3_ATTENTION.get(), patch_points.QWEN3_MOE_ATTENTION.get()):
+        if getattr(layer.forward, "fused", False):
+            continue
+        if set(layer.forward.__code__.co_names) == _NAMES:
+            layer.forward = fused(layer.forward)
+        else:
+            logger.info("%s is not the one known here: its norms and rotary embedding stay apart.", layer.__name__)
 
 
 def fused(apart: Forward) -> Forward:

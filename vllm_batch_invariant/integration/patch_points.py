@@ -119,6 +119,7 @@ M_ROPE = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "MRotaryEm
 MISSING_STAGE = PatchPoint(("vllm.model_executor.models.utils",), "StageMissingLayer")
 """Stands in a model for a part that vLLM has not built: for encoders where no request may carry what they encode."""
 QWEN3_ATTENTION = PatchPoint(("vllm.model_executor.models.qwen3",), "Qwen3Attention")
+QWEN3_MOE_ATTENTION = PatchPoint(("vllm.model_executor.models.qwen3_moe",), "Qwen3MoeAttention")
 TOKEN_LOGPROBS = PatchPoint(("vllm.v1.worker.gpu.sample.logprob",), "compute_token_logprobs")
 """Logprobs of given tokens in vLLM's second model runner, which serves dense models on GPUs."""
 WORKER = PatchPoint(("vllm.v1.worker.worker_base",), "WorkerBase")
