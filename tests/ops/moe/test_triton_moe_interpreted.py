@@ -119,7 +119,7 @@ def test_rows_of_nan_and_parts_of_a_batch_move_no_bit(monkeypatch):
     of, x = layer(torch.float16), tokens(20, torch.float16)
     logits = tied(x, of)
     whole = made(of, x, logits)
-    monkeypatch.setattr(cuda, "_PAIRS_AT_ONCE", 16)
+    monkeypatch.setattr(cuda, "_BYTES_AT_ONCE", 16 * x.shape[1] * 4)
     assert torch.equal(made(of, x, logits), whole)
     dirty, unclear = (torch.cat((one, torch.full_like(one[:5], torch.nan))) for one in (x, logits))
     assert torch.equal(made(of, dirty, unclear)[:20], whole)
@@ -142,6 +142,8 @@ def test_every_number_of_pairs_has_a_schedule(gpu, dtype):
 GROUPED = {
     "few": (torch.tensor([[5, 1]]), 16), "some": (torch.randint(0, 3, (700, 2)), 16),
     "of one expert": (torch.zeros(40, 1), 32), "many": (torch.randint(0, 6, (2100, 2)), 128),
+    "many of one expert": (torch.full((4099, 1), 5), 64),
+    "as many as one program groups": (torch.randint(0, 6, (4096, 1)), 64),
 }  # fmt: skip
 
 
@@ -156,6 +158,28 @@ def test_every_pair_is_in_a_block_of_its_expert(ids, block_m):
         assert expert < 0 or (len(pairs) and (ids.flatten()[pairs] == expert).all())
         placed += pairs.tolist()
     assert sorted(placed) == list(range(ids.numel()))
+
+
+def test_programs_that_group_do_so_in_the_order_of_pairs_however_many_there_are(monkeypatch):
+    """Of 300 experts, of which every third is elsewhere."""
+    ids = torch.randint(0, 300, (3000, 2), generator=torch.Generator().manual_seed(2))
+    places = torch.where(torch.arange(300) % 3 > 0, torch.arange(300).flip(0), -1).int()
+    tile = cuda.GroupedSchedule(32, 16, 16, 4, 2)
+    found = []
+    for at_once in (8192, 1024):  # all programs' counts, and two of them
+        monkeypatch.setattr(cuda, "_COUNTS_AT_ONCE", at_once)
+        groups = cuda.group(ids, 300, cuda.LayerSchedule(tile, tile), places)
+        of_blocks = groups.expert_of_block.tolist()
+        pairs = [
+            (expert, groups.pairs[number * 32 : min((number + 1) * 32, int(groups.stop[expert]))].tolist())
+            for number, expert in enumerate(of_blocks)
+            if expert >= 0
+        ]
+        found.append(pairs)
+    placed = places[ids.flatten()]
+    right = [(place, (placed == place).nonzero().flatten().tolist()) for place in range(300)]
+    right = [(place, all_[at : at + 32]) for place, all_ in right for at in range(0, len(all_), 32)]
+    assert found == [right, right]
 
 
 @pytest.mark.parametrize("tokens_", [1, 2, 13])

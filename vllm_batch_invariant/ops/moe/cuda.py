@@ -29,13 +29,15 @@ from .triton_kernels import (
     activation_kernel,
     combine_kernel,
     count_kernel,
+    group_kernel,
     grouped_gemm_kernel,
     place_kernel,
     route_kernel,
+    share_kernel,
 )
 
-_PAIRS_AT_ONCE = 32_768
-"""Whose products are held in memory until they are added; a power of two."""
+_BYTES_AT_ONCE = 1 << 30
+"""Of products that are held in memory until they are added: the more tokens an expert has, the fuller its blocks."""
 _MOST_COMPARED = 16_384
 """Experts times groups, both as powers of two, that the kernel of routes compares at once."""
 
@@ -135,13 +137,11 @@ class WalkSchedule:
 
     Attributes:
         block: pairs, or elements of a row, at a time.
-        blocks_at_once: blocks without pairs that are marked at a time.
-        places: whether the program that counts pairs places them, too.
+        at_once: blocks without pairs that are marked at a time; or pairs that one is compared with.
     """
 
     block: int
-    blocks_at_once: int = 256
-    places: bool = False
+    at_once: int = 256
 
     @classmethod
     def of(cls, length: int) -> "WalkSchedule":
@@ -149,9 +149,12 @@ class WalkSchedule:
         return cls(min(1024, triton.next_power_of_2(length)))
 
 
-_FEW, _SOME, _MANY = WalkSchedule(512, places=True), WalkSchedule(2048, places=True), WalkSchedule(4096)
-"""Of grouping, for up to as many pairs as the block, up to twice as many, and more."""
-_PLACING = WalkSchedule(256)
+_FEW, _SOME = WalkSchedule(512), WalkSchedule(2048)
+"""Of grouping by one program, for up to as many pairs as the block, and for up to twice as many."""
+_MANY = WalkSchedule(512, at_once=8)
+"""Of grouping more pairs, by several."""
+_COUNTS_AT_ONCE = 8192
+"""Of experts and programs, which one program adds."""
 _COMBINING = WalkSchedule(512)
 """Four elements for each thread: a warp reads 512 bytes that lie side by side."""
 
@@ -215,41 +218,58 @@ def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule, places: torc
     ints = {"dtype": torch.int32, "device": ids.device}
     pairs, expert_of_block = torch.empty(num_blocks * block_m, **ints), torch.empty(num_blocks, **ints)
     stop = torch.empty(triton.next_power_of_2(experts), **ints)
-    walk = _FEW if num_pairs <= _FEW.block else _SOME if num_pairs <= 2 * _SOME.block else _MANY
-    launched = _launched(ids.device)
+    of_experts = {"PADDED_EXPERTS": len(stop), "BLOCK_M": block_m, "AT_ONCE": _SOME.at_once}
+    launched = {**_launched(ids.device), "enable_fp_fusion": False}
     with on_device_of(ids):
-        count_kernel[(1,)](
-            ids,
-            places,
-            stop,
-            expert_of_block,
-            pairs,
-            num_pairs,
-            num_blocks,
-            PADDED_EXPERTS=len(stop),
-            IS_PART=places is not None,
-            BLOCK_M=block_m,
-            BLOCK=walk.block,
-            BLOCKS_AT_ONCE=walk.blocks_at_once,
-            PLACES=walk.places,
-            **launched,
-            num_warps=min(16, walk.block // 64),
-            enable_fp_fusion=False,
-        )
-        if not walk.places:
-            place_kernel[(triton.cdiv(num_pairs, _PLACING.block),)](
+        if num_pairs <= 2 * _SOME.block:
+            walk = _FEW if num_pairs <= _FEW.block else _SOME
+            group_kernel[(1,)](
                 ids,
                 places,
                 stop,
+                expert_of_block,
                 pairs,
                 num_pairs,
+                num_blocks,
+                **of_experts,
                 IS_PART=places is not None,
-                BLOCK=_PLACING.block,
+                BLOCK=walk.block,
                 **launched,
-                num_warps=4,
-                enable_fp_fusion=False,
+                num_warps=min(16, walk.block // 64),
             )
+        else:
+            _group_many(ids, places, stop, expert_of_block, pairs, of_experts, launched)
     return Groups(num_blocks, pairs, stop, expert_of_block)
+
+
+def _group_many(
+    ids: torch.Tensor,
+    places: torch.Tensor | None,
+    stop: torch.Tensor,
+    expert_of_block: torch.Tensor,
+    pairs: torch.Tensor,
+    of_experts: dict[str, int],
+    launched: dict[str, Any],
+) -> None:
+    """Programs count their pairs, one program shares out the blocks, and programs place their pairs: atomic additions
+    for every pair would wait for each other.
+    """
+    num_pairs, padded, is_part = ids.numel(), len(stop), places is not None
+    programs = triton.cdiv(num_pairs, _MANY.block)
+    counts, first = torch.empty(2, programs, padded, dtype=torch.int32, device=ids.device)
+    count_kernel[(programs,)](
+        ids, places, counts, num_pairs, PADDED_EXPERTS=padded, IS_PART=is_part, BLOCK=_MANY.block, **launched,
+        num_warps=4,
+    )  # fmt: skip
+    rows = min(triton.next_power_of_2(programs), max(1, _COUNTS_AT_ONCE // padded))
+    share_kernel[(1,)](
+        counts, first, stop, expert_of_block, programs, len(expert_of_block), **of_experts, COUNTS=rows, **launched,
+        num_warps=8,
+    )  # fmt: skip
+    place_kernel[(programs,)](
+        ids, places, first, pairs, num_pairs, PADDED_EXPERTS=padded, IS_PART=is_part, BLOCK=_MANY.block,
+        AT_ONCE=_MANY.at_once, **launched, num_warps=4,
+    )  # fmt: skip
 
 
 def grouped_gemm(
@@ -384,7 +404,7 @@ def moe(
     places: torch.Tensor | None,
 ) -> torch.Tensor:
     """See the operation's package."""
-    at_once = _PAIRS_AT_ONCE // reduction.top_k
+    at_once = max(1, _BYTES_AT_ONCE // (reduction.top_k * x.shape[1] * reduction.accumulate.itemsize))
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for start in range(0, len(x), at_once):
         part = slice(start, start + at_once)

@@ -171,55 +171,107 @@ def _expert_of(ids_ptr, places_ptr, pair, IS_PART: tl.constexpr):
 
 
 @triton.jit
-def _place_pairs(
-    ids_ptr, places_ptr, next_ptr, pairs_ptr, first, num_pairs, IS_PART: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Writes pairs from ``first`` on into blocks of their experts; in what order decides nothing."""
-    pair = first + tl.arange(0, BLOCK)
-    expert = _experts_of(ids_ptr, places_ptr, pair, pair < num_pairs, IS_PART)
-    mask = expert >= 0
-    place = tl.atomic_add(next_ptr + expert, 1, mask=mask)
-    tl.store(pairs_ptr + place, pair, mask=mask)
+def _write_blocks(
+    expert_of_block_ptr, counts, num_blocks, PADDED_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Writes whose pairs are in each block, -1 for nobody's; returns where the first pair of each expert goes."""
+    experts = tl.arange(0, PADDED_EXPERTS)
+    blocks = tl.cdiv(counts, BLOCK_M)
+    stop = tl.cumsum(blocks, 0)
+    for number in range(tl.max(blocks, 0)):
+        tl.store(expert_of_block_ptr + stop - blocks + number, experts, mask=number < blocks)
+    for start in range(tl.max(stop, 0), num_blocks, AT_ONCE):
+        block = start + tl.arange(0, AT_ONCE)
+        tl.store(expert_of_block_ptr + block, tl.full((AT_ONCE,), -1, tl.int32), mask=block < num_blocks)
+    return (stop - blocks) * BLOCK_M
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
-def count_kernel(
+def group_kernel(
     ids_ptr, places_ptr, next_ptr, expert_of_block_ptr, pairs_ptr, num_pairs, num_blocks,
     PADDED_EXPERTS: tl.constexpr, IS_PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS_AT_ONCE: tl.constexpr, PLACES: tl.constexpr, OVERLAPS: tl.constexpr,
+    AT_ONCE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Where the first pair of each expert goes, and whose pairs are in each block; -1 for nobody's. With PLACES the
-    pairs are placed, too.
+    """Writes pairs into blocks of their experts, by one program; in what order decides nothing. Afterwards ``next`` is
+    where the pairs of an expert end.
     """
     _begin(OVERLAPS)
-    experts = tl.arange(0, PADDED_EXPERTS)
     counts = tl.zeros((PADDED_EXPERTS,), tl.int32)
     for start in tl.range(0, num_pairs, BLOCK, num_stages=3):
         offs = start + tl.arange(0, BLOCK)
         expert = _experts_of(ids_ptr, places_ptr, offs, offs < num_pairs, IS_PART)
         counts += tl.histogram(tl.maximum(expert, 0), PADDED_EXPERTS, mask=expert >= 0)
-    blocks = tl.cdiv(counts, BLOCK_M)
-    stop = tl.cumsum(blocks, 0)
-    tl.store(next_ptr + experts, (stop - blocks) * BLOCK_M)
-    for number in range(tl.max(blocks, 0)):
-        tl.store(expert_of_block_ptr + stop - blocks + number, experts, mask=number < blocks)
-    for start in range(tl.max(stop, 0), num_blocks, BLOCKS_AT_ONCE):
-        block = start + tl.arange(0, BLOCKS_AT_ONCE)
-        tl.store(expert_of_block_ptr + block, tl.full((BLOCKS_AT_ONCE,), -1, tl.int32), mask=block < num_blocks)
-    if PLACES:
-        tl.debug_barrier()  # other threads have written where an expert's pairs go
-        for start in range(0, num_pairs, BLOCK):
-            _place_pairs(ids_ptr, places_ptr, next_ptr, pairs_ptr, start, num_pairs, IS_PART, BLOCK)
+    first = _write_blocks(expert_of_block_ptr, counts, num_blocks, PADDED_EXPERTS, BLOCK_M, AT_ONCE)
+    tl.store(next_ptr + tl.arange(0, PADDED_EXPERTS), first)
+    tl.debug_barrier()  # other threads have written where an expert's pairs go
+    for start in range(0, num_pairs, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        expert = _experts_of(ids_ptr, places_ptr, pair, pair < num_pairs, IS_PART)
+        mask = expert >= 0
+        place = tl.atomic_add(next_ptr + expert, 1, mask=mask)
+        tl.store(pairs_ptr + place, pair, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def count_kernel(
+    ids_ptr, places_ptr, counts_ptr, num_pairs,
+    PADDED_EXPERTS: tl.constexpr, IS_PART: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """counts: int32 [programs, PADDED_EXPERTS], how many of a program's BLOCK pairs each expert has."""
+    _begin(OVERLAPS)
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = _experts_of(ids_ptr, places_ptr, offs, offs < num_pairs, IS_PART)
+    counts = tl.histogram(tl.maximum(expert, 0), PADDED_EXPERTS, mask=expert >= 0)
+    tl.store(counts_ptr + tl.program_id(0) * PADDED_EXPERTS + tl.arange(0, PADDED_EXPERTS), counts)
+
+
+@triton.jit(do_not_specialize=["num_counts", "num_blocks"])
+def share_kernel(
+    counts_ptr, first_ptr, stop_ptr, expert_of_block_ptr, num_counts, num_blocks,
+    PADDED_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, COUNTS: tl.constexpr, AT_ONCE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program: first, int32 [num_counts, PADDED_EXPERTS], is where the first of the counted pairs goes; stop, where
+    the pairs of each expert end; and whose pairs are in each block.
+    """
+    _begin(OVERLAPS)
+    experts, rows = tl.arange(0, PADDED_EXPERTS), tl.arange(0, COUNTS)
+    total = tl.zeros((PADDED_EXPERTS,), tl.int32)
+    for start in range(0, num_counts, COUNTS):
+        offs = (start + rows)[:, None] * PADDED_EXPERTS + experts[None, :]
+        total += tl.sum(tl.load(counts_ptr + offs, mask=(start + rows < num_counts)[:, None], other=0), 0)
+    first = _write_blocks(expert_of_block_ptr, total, num_blocks, PADDED_EXPERTS, BLOCK_M, AT_ONCE)
+    for start in range(0, num_counts, COUNTS):
+        offs = (start + rows)[:, None] * PADDED_EXPERTS + experts[None, :]
+        mask = (start + rows < num_counts)[:, None]
+        counts = tl.load(counts_ptr + offs, mask=mask, other=0)  # [COUNTS, PADDED_EXPERTS]
+        tl.store(first_ptr + offs, first[None, :] + tl.cumsum(counts, 0) - counts, mask=mask)
+        first += tl.sum(counts, 0)
+    tl.store(stop_ptr + experts, first)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def place_kernel(
-    ids_ptr, places_ptr, next_ptr, pairs_ptr, num_pairs,
-    IS_PART: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    ids_ptr, places_ptr, first_ptr, pairs_ptr, num_pairs,
+    PADDED_EXPERTS: tl.constexpr, IS_PART: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Places BLOCK pairs a program. Afterwards ``next`` is where the pairs of an expert end."""
+    """Writes a program's BLOCK pairs into blocks of their experts, in order: as far behind an expert's first pair as
+    there are others of it before.
+    """
     _begin(OVERLAPS)
-    _place_pairs(ids_ptr, places_ptr, next_ptr, pairs_ptr, tl.program_id(0) * BLOCK, num_pairs, IS_PART, BLOCK)
+    begin, in_block = tl.program_id(0) * BLOCK, tl.arange(0, BLOCK)
+    expert = _experts_of(ids_ptr, places_ptr, begin + in_block, begin + in_block < num_pairs, IS_PART)
+    before = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, BLOCK, AT_ONCE):
+        others = start + tl.arange(0, AT_ONCE)
+        of_others = _experts_of(ids_ptr, places_ptr, begin + others, begin + others < num_pairs, IS_PART)
+        same = (of_others[None, :] == expert[:, None]) & (others[None, :] < in_block[:, None])  # [BLOCK, AT_ONCE]
+        before += tl.sum(same.to(tl.int32), 1)
+    mask = expert >= 0
+    first = tl.load(first_ptr + tl.program_id(0) * PADDED_EXPERTS + expert, mask=mask, other=0)
+    tl.store(pairs_ptr + first + before, begin + in_block, mask=mask)
 
 
 @triton.jit
