@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from vllm_batch_invariant.envs import FLAG
-from vllm_batch_invariant.verify.check.engine import EngineRun, answer_of
+from vllm_batch_invariant.verify.check.engine import LEAST_CONTEXT, EngineRun, answer_of
 from vllm_batch_invariant.verify.check.guarantees import (
     AGAIN,
     CONCURRENT,
@@ -74,7 +74,7 @@ class ProofPlan:
     @property
     def settings(self) -> dict[str, list[str]]:
         """Arguments of the engines, whose answers have to equal those of the first engine."""
-        small = self.lengths[-1] + self.generated + PAGE
+        small = max(LEAST_CONTEXT, self.lengths[-1] + self.generated + PAGE)
         return {
             "as served": [],
             "restarted": [],
