@@ -111,6 +111,9 @@ def _measure(provider: str, plan: dict[str, Any], timeout: float) -> dict[str, A
         }
         command = [sys.executable, "-m", "benchmarks.engine_worker", plan_path, result_path]
         environment = {"VLLM_LOGGING_LEVEL": "WARNING"} | inherited | PROVIDERS[provider]
+        if provider in _OURS and (mode := of_started(environment)) != OURS:
+            print(f"FAILED: {provider} is not started: {mode}", file=sys.stderr)
+            return None
         with log.open("w") as errors:
             status = run_whole(command, environment, errors, timeout)
         if status:

@@ -34,6 +34,9 @@ def test_an_engine_without_the_plugin_is_not_taken_for_ours(worker, tmp_path, ca
     assert engine.main(command) == 1
     assert record.read(tmp_path / "rows.csv") == []
     assert f"FAILED: ours: {mode.THEIRS}" in capfd.readouterr().err
+    monkeypatch.setattr(mode, "entry_points", lambda group: ())
+    assert engine.main(command) == 1
+    assert f"FAILED: ours is not started: {mode.THEIRS}" in capfd.readouterr().err
     monkeypatch.setenv(mode.PLUGINS, "others")
     assert engine.measure_online(engine._parse(["MODEL"]), ["stock", "ours"]) == {"stock": None, "ours": None}
     assert f"FAILED: ours, online: {mode.THEIRS}" in capfd.readouterr().err
