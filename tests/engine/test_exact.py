@@ -1,5 +1,6 @@
 """Exact arithmetic in a real engine: the bits of the definition, in any company, on any instructions and threads."""
 
+import copy
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,14 @@ OLD = {
 """Variables by which libraries behave as on an older CPU, with one thread."""
 
 
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+"""Sizes of a model that Triton's interpreter computes in a minute."""
 LAYER = re.compile(r"\.(embed_tokens|\w+_(proj|emb|fn|layernorm|norm)|attn)$")
 """Paths of layers that compute; others put these together."""
 
@@ -146,6 +155,26 @@ def test_the_gpus_kernels_in_tritons_interpreter_move_no_bit_of_an_engine(
     assert [name.rpartition(".")[2] for name in by_gpu.kernels["cpu_linear"]] == ["ExactCudaLinear"]
     assert differing_answers(by_gpu.steps["all"], by_cpu.steps["all"]) == []
     assert differing_answers(by_gpu.steps["all"], run(settings, steps, "1").steps["all"]) != []
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith(("Gemma", "Granite", "Phi"))])
+def test_the_gpus_kernels_move_no_bit_of_an_engine_of_a_family(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    only_in_the_core(request)
+    pytest.importorskip("triton")
+    config = copy.deepcopy(FAMILIES[family])
+    config.update(SMALL)
+    save(config, tmp_path)
+    settings = {"model": str(tmp_path), "max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 64}
+    settings |= {"skip_tokenizer_init": True}
+    asked = [{"prompt": [*range(40, 97)], "params": {"temperature": 0.0, "max_tokens": 2, "logprobs": 2}}]
+    steps = [{"name": "all", "requests": asked}]
+    by_cpu = run(settings, steps, "1", **EXACT)
+    monkeypatch.setattr(worker, "DRIVER", "tests.engine.exact_interpreted")
+    by_gpu = run(settings, steps, "1", TRITON_INTERPRET="1", **EXACT)
+    assert [name.rpartition(".")[2] for name in by_gpu.kernels["cpu_linear"]] == ["ExactCudaLinear"]
+    assert differing_answers(by_gpu.steps["all"], by_cpu.steps["all"]) == []
 
 
 @pytest.mark.parametrize(("workers", "stages"), [(2, 1), (4, 1), (1, 2), (2, 2)])

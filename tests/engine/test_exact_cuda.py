@@ -12,7 +12,8 @@ from tests.engine.engines import OF_DEVICE, Result, differing_answers, run, toke
 from tests.engine.plans import alone_and_among, moved, targets
 from tests.engine.receipts import SAMPLINGS
 from tests.known_model import save_known_model
-from vllm_batch_invariant.envs import ARITHMETIC
+from tests.ops.exact.families import FAMILIES, save
+from vllm_batch_invariant.envs import ARITHMETIC, UNTRIED
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.receipt import Receipt
 from vllm_batch_invariant.verify.receipt.recompute import recompute
@@ -60,6 +61,19 @@ def test_steps_in_cuda_graphs_have_the_bits_of_eager_ones(eager: Result, model: 
     graphs = served(model)
     assert moved(graphs) == []
     assert differing_answers(targets(graphs), targets(eager)) == []
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "MoE" not in name])
+def test_every_dense_family_has_the_bits_of_the_definition(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(UNTRIED.name, "1")
+    save(FAMILIES[family], tmp_path)
+    done = served(tmp_path)
+    assert moved(done) == []
+    for text in done.afterwards:
+        verdict = recompute(Receipt.from_json(text), str(tmp_path))
+        assert verdict, verdict
 
 
 def test_larger_layers_have_the_bits_of_the_definition(tmp_path: Path) -> None:
