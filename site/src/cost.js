@@ -4,8 +4,8 @@ import * as Plot from "@observablehq/plot";
 import measured from "../../benchmarks/data/engine.csv";
 import { choice, drawn, element, figure, plural, table, whenResized } from "./page.js";
 
-/** Of whole models. */
-const engine = measured.filter(({ case: named }) => !named.includes("layers="));
+/** Of whole models, in the usual arithmetic. */
+const engine = measured.filter(({ case: named }) => !named.includes("layers=") && !named.includes("arithmetic="));
 const PROVIDERS = { ours: "the mode", native: "vLLM's own mode" };
 
 /** A case of the benchmark in words. */
