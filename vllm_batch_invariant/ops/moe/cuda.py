@@ -137,11 +137,13 @@ class WalkSchedule:
 
     Attributes:
         block: pairs, or elements of a row, at a time.
-        at_once: blocks without pairs that are marked at a time; or pairs that one is compared with.
+        blocks_at_once: blocks without pairs that are marked at a time.
+        pairs_at_once: pairs that each of a block is compared with at a time.
     """
 
     block: int
-    at_once: int = 256
+    blocks_at_once: int = 256
+    pairs_at_once: int = 8
 
     @classmethod
     def of(cls, length: int) -> "WalkSchedule":
@@ -151,7 +153,7 @@ class WalkSchedule:
 
 _FEW, _SOME = WalkSchedule(512), WalkSchedule(2048)
 """Of grouping by one program, for up to as many pairs as the block, and for up to twice as many."""
-_MANY = WalkSchedule(512, at_once=8)
+_MANY = WalkSchedule(512)
 """Of grouping more pairs, by several."""
 _COUNTS_AT_ONCE = 8192
 """Of experts and programs, which one program adds."""
@@ -218,7 +220,7 @@ def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule, places: torc
     ints = {"dtype": torch.int32, "device": ids.device}
     pairs, expert_of_block = torch.empty(num_blocks * block_m, **ints), torch.empty(num_blocks, **ints)
     stop = torch.empty(triton.next_power_of_2(experts), **ints)
-    of_experts = {"PADDED_EXPERTS": len(stop), "BLOCK_M": block_m, "AT_ONCE": _SOME.at_once}
+    of_experts = {"PADDED_EXPERTS": len(stop), "BLOCK_M": block_m, "BLOCKS_AT_ONCE": _SOME.blocks_at_once}
     launched = {**_launched(ids.device), "enable_fp_fusion": False}
     with on_device_of(ids):
         if num_pairs <= 2 * _SOME.block:
@@ -268,7 +270,7 @@ def _group_many(
     )  # fmt: skip
     place_kernel[(programs,)](
         ids, places, first, pairs, num_pairs, PADDED_EXPERTS=padded, IS_PART=is_part, BLOCK=_MANY.block,
-        AT_ONCE=_MANY.at_once, **launched, num_warps=4,
+        PAIRS_AT_ONCE=_MANY.pairs_at_once, **launched, num_warps=4,
     )  # fmt: skip
 
 

@@ -173,7 +173,7 @@ def _expert_of(ids_ptr, places_ptr, pair, IS_PART: tl.constexpr):
 @triton.jit
 def _write_blocks(
     expert_of_block_ptr, counts, num_blocks, PADDED_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    BLOCKS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Writes whose pairs are in each block, -1 for nobody's; returns where the first pair of each expert goes."""
     experts = tl.arange(0, PADDED_EXPERTS)
@@ -181,9 +181,9 @@ def _write_blocks(
     stop = tl.cumsum(blocks, 0)
     for number in range(tl.max(blocks, 0)):
         tl.store(expert_of_block_ptr + stop - blocks + number, experts, mask=number < blocks)
-    for start in range(tl.max(stop, 0), num_blocks, AT_ONCE):
-        block = start + tl.arange(0, AT_ONCE)
-        tl.store(expert_of_block_ptr + block, tl.full((AT_ONCE,), -1, tl.int32), mask=block < num_blocks)
+    for start in range(tl.max(stop, 0), num_blocks, BLOCKS_AT_ONCE):
+        block = start + tl.arange(0, BLOCKS_AT_ONCE)
+        tl.store(expert_of_block_ptr + block, tl.full((BLOCKS_AT_ONCE,), -1, tl.int32), mask=block < num_blocks)
     return (stop - blocks) * BLOCK_M
 
 
@@ -191,7 +191,7 @@ def _write_blocks(
 def group_kernel(
     ids_ptr, places_ptr, next_ptr, expert_of_block_ptr, pairs_ptr, num_pairs, num_blocks,
     PADDED_EXPERTS: tl.constexpr, IS_PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
-    AT_ONCE: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCKS_AT_ONCE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Writes pairs into blocks of their experts, by one program; in what order decides nothing. Afterwards ``next`` is
     where the pairs of an expert end.
@@ -202,7 +202,7 @@ def group_kernel(
         offs = start + tl.arange(0, BLOCK)
         expert = _experts_of(ids_ptr, places_ptr, offs, offs < num_pairs, IS_PART)
         counts += tl.histogram(tl.maximum(expert, 0), PADDED_EXPERTS, mask=expert >= 0)
-    first = _write_blocks(expert_of_block_ptr, counts, num_blocks, PADDED_EXPERTS, BLOCK_M, AT_ONCE)
+    first = _write_blocks(expert_of_block_ptr, counts, num_blocks, PADDED_EXPERTS, BLOCK_M, BLOCKS_AT_ONCE)
     tl.store(next_ptr + tl.arange(0, PADDED_EXPERTS), first)
     tl.debug_barrier()  # other threads have written where an expert's pairs go
     for start in range(0, num_pairs, BLOCK):
@@ -229,7 +229,7 @@ def count_kernel(
 @triton.jit(do_not_specialize=["num_counts", "num_blocks"])
 def share_kernel(
     counts_ptr, first_ptr, stop_ptr, expert_of_block_ptr, num_counts, num_blocks,
-    PADDED_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, COUNTS: tl.constexpr, AT_ONCE: tl.constexpr,
+    PADDED_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, COUNTS: tl.constexpr, BLOCKS_AT_ONCE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program: first, int32 [num_counts, PADDED_EXPERTS], is where the first of the counted pairs goes; stop, where
@@ -241,7 +241,7 @@ def share_kernel(
     for start in range(0, num_counts, COUNTS):
         offs = (start + rows)[:, None] * PADDED_EXPERTS + experts[None, :]
         total += tl.sum(tl.load(counts_ptr + offs, mask=(start + rows < num_counts)[:, None], other=0), 0)
-    first = _write_blocks(expert_of_block_ptr, total, num_blocks, PADDED_EXPERTS, BLOCK_M, AT_ONCE)
+    first = _write_blocks(expert_of_block_ptr, total, num_blocks, PADDED_EXPERTS, BLOCK_M, BLOCKS_AT_ONCE)
     for start in range(0, num_counts, COUNTS):
         offs = (start + rows)[:, None] * PADDED_EXPERTS + experts[None, :]
         mask = (start + rows < num_counts)[:, None]
@@ -254,7 +254,7 @@ def share_kernel(
 @triton.jit(do_not_specialize=["num_pairs"])
 def place_kernel(
     ids_ptr, places_ptr, first_ptr, pairs_ptr, num_pairs,
-    PADDED_EXPERTS: tl.constexpr, IS_PART: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+    PADDED_EXPERTS: tl.constexpr, IS_PART: tl.constexpr, BLOCK: tl.constexpr, PAIRS_AT_ONCE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Writes a program's BLOCK pairs into blocks of their experts, in order: as far behind an expert's first pair as
@@ -264,10 +264,10 @@ def place_kernel(
     begin, in_block = tl.program_id(0) * BLOCK, tl.arange(0, BLOCK)
     expert = _experts_of(ids_ptr, places_ptr, begin + in_block, begin + in_block < num_pairs, IS_PART)
     before = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, BLOCK, AT_ONCE):
-        others = start + tl.arange(0, AT_ONCE)
+    for start in range(0, BLOCK, PAIRS_AT_ONCE):
+        others = start + tl.arange(0, PAIRS_AT_ONCE)
         of_others = _experts_of(ids_ptr, places_ptr, begin + others, begin + others < num_pairs, IS_PART)
-        same = (of_others[None, :] == expert[:, None]) & (others[None, :] < in_block[:, None])  # [BLOCK, AT_ONCE]
+        same = (of_others[None, :] == expert[:, None]) & (others[None, :] < in_block[:, None])  # [BLOCK, PAIRS_AT_ONCE]
         before += tl.sum(same.to(tl.int32), 1)
     mask = expert >= 0
     first = tl.load(first_ptr + tl.program_id(0) * PADDED_EXPERTS + expert, mask=mask, other=0)
