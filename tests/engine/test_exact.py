@@ -135,6 +135,17 @@ def test_what_has_no_definition_is_refused_by_name(checkpoint: Path, request: py
             Engine(str(checkpoint), arguments, "1", EXACT | environment).__enter__()
 
 
+def by_both(
+    settings: dict[str, Any], steps: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Result, Result]:
+    """An engine by the CPU's kernels, and one by the GPU's in Triton's interpreter, as those that follow are."""
+    by_cpu = run(settings, steps, "1", **EXACT)
+    monkeypatch.setattr(worker, "DRIVER", "tests.engine.exact_interpreted")
+    by_gpu = run(settings, steps, "1", TRITON_INTERPRET="1", **EXACT)
+    assert [name.rpartition(".")[2] for name in by_gpu.kernels["cpu_linear"]] == ["ExactCudaLinear"]
+    return by_cpu, by_gpu
+
+
 def test_the_gpus_kernels_in_tritons_interpreter_move_no_bit_of_an_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
@@ -149,10 +160,7 @@ def test_the_gpus_kernels_in_tritons_interpreter_move_no_bit_of_an_engine(
     ]
     steps = [{"name": "all", "requests": asked}]
     settings |= {"max_model_len": 64, "skip_tokenizer_init": True}
-    by_cpu = run(settings, steps, "1", **EXACT)
-    monkeypatch.setattr(worker, "DRIVER", "tests.engine.exact_interpreted")
-    by_gpu = run(settings, steps, "1", TRITON_INTERPRET="1", **EXACT)
-    assert [name.rpartition(".")[2] for name in by_gpu.kernels["cpu_linear"]] == ["ExactCudaLinear"]
+    by_cpu, by_gpu = by_both(settings, steps, monkeypatch)
     assert differing_answers(by_gpu.steps["all"], by_cpu.steps["all"]) == []
     assert differing_answers(by_gpu.steps["all"], run(settings, steps, "1").steps["all"]) != []
 
@@ -170,10 +178,7 @@ def test_the_gpus_kernels_move_no_bit_of_an_engine_of_a_family(
     settings |= {"skip_tokenizer_init": True}
     asked = [{"prompt": [*range(40, 97)], "params": {"temperature": 0.0, "max_tokens": 2, "logprobs": 2}}]
     steps = [{"name": "all", "requests": asked}]
-    by_cpu = run(settings, steps, "1", **EXACT)
-    monkeypatch.setattr(worker, "DRIVER", "tests.engine.exact_interpreted")
-    by_gpu = run(settings, steps, "1", TRITON_INTERPRET="1", **EXACT)
-    assert [name.rpartition(".")[2] for name in by_gpu.kernels["cpu_linear"]] == ["ExactCudaLinear"]
+    by_cpu, by_gpu = by_both(settings, steps, monkeypatch)
     assert differing_answers(by_gpu.steps["all"], by_cpu.steps["all"]) == []
 
 

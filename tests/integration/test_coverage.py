@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm_batch_invariant.envs import ARITHMETIC, ATTENTION
+from vllm_batch_invariant.envs import ARITHMETIC, ATTENTION, UNTRIED
 from vllm_batch_invariant.integration import coverage, patch_points
 
 ROWS = {feature.name: feature for feature in coverage.REFUSED}
@@ -91,3 +91,34 @@ def test_exact_arithmetic_on_a_gpu_is_refused_but_in_what_was_run_there(monkeypa
     assert said == "exact arithmetic by vLLM's first model runner"
     [said] = refusals_of_exact_arithmetic(speculation=object())
     assert said == "speculative decoding in exact arithmetic"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "refused", "refused_untried"),
+    [
+        ("Qwen3ForCausalLM", False, False),
+        ("GraniteForCausalLM", True, False),
+        ("Gemma3ForCausalLM", True, False),
+        ("Qwen3MoeForCausalLM", True, True),
+    ],
+)
+def test_exact_models_whose_kernels_no_gpu_has_run_start_there_if_asked_for(
+    architecture: str, refused: bool, refused_untried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ARITHMETIC.name, "exact")
+    model = SimpleNamespace(architecture=architecture, hf_text_config=SimpleNamespace(), dtype="bfloat16")
+
+    def found(device: str) -> str | None:
+        return coverage._inexact(
+            SimpleNamespace(
+                model_config=model,
+                device_config=SimpleNamespace(device_type=device),
+                parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            )
+        )
+
+    said = f"{architecture} on a GPU in exact arithmetic"
+    assert found("cuda") == (said if refused else None)
+    assert found("cpu") is None
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert found("cuda") == (said if refused_untried else None)

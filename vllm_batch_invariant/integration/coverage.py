@@ -49,7 +49,11 @@ RAN_ON_GPUS = "0.33."
 EXACT_MODELS_ON_GPUS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Those that are made of the layers of an engine that has."""
 UNTRIED_EXACT_MODELS_ON_GPUS = (
-    *("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GraniteForCausalLM", "Phi3ForCausalLM"),
+    "GemmaForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GraniteForCausalLM",
+    "Phi3ForCausalLM",
 )
 """Those whose kernels have run in Triton's interpreter only."""
 LOGITS_PROCESSORS = "vllm.logits_processors"
@@ -354,12 +358,11 @@ def _inexact(config: Config) -> str | None:
     problem = exact.problem_of(model.architecture, lambda name, default: getattr(text, name, default))
     dtype = str(model.dtype).removeprefix("torch.")
     attention, has_experts = envs.ATTENTION.read(), getattr(model, "is_moe", False)
-    known = exact.MODELS
-    if devices.of_config(config).ops.type == "cuda":
-        known = EXACT_MODELS_ON_GPUS + (UNTRIED_EXACT_MODELS_ON_GPUS if envs.starts_untried() else ())
+    on_a_gpu = devices.of_config(config).ops.type == "cuda"
+    on_gpus = EXACT_MODELS_ON_GPUS + (UNTRIED_EXACT_MODELS_ON_GPUS if envs.starts_untried() else ())
     found = {
         str(problem): problem is not None,
-        f"{model.architecture} on a GPU": model.architecture not in known,
+        f"{model.architecture} on a GPU": on_a_gpu and model.architecture not in on_gpus,
         f"dtype {dtype}": dtype != "bfloat16",
         f"a mixture of experts with {workers} workers": has_experts and workers > 1,
         f"{envs.TP_TREE.name}={envs.TP_TREE.read()}": tensor_tree.leaves() > 1,
