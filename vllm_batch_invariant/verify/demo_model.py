@@ -9,7 +9,7 @@ import argparse
 import json
 import shlex
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -125,8 +125,11 @@ class Shape:
         return self.experts > 0 and layer >= self.dense_layers
 
 
-def random_weights(shape: Shape, tokens: int, drawn: Callable[..., "torch.Tensor"]) -> "dict[str, torch.Tensor]":
-    """Weights under Qwen3's names; special tokens and ids from ``tokens`` on get a logit of 0, too low to be chosen.
+def random_weights(
+    shape: Shape, tokens: int, drawn: Callable[..., "torch.Tensor"]
+) -> "Iterator[dict[str, torch.Tensor]]":
+    """Weights under Qwen3's names, first those of no layer, then each layer's. Special tokens and ids from ``tokens``
+    on get a logit of 0, too low to be chosen.
 
     Args:
         drawn: standard normal numbers in fp32 of a size, such as ``drawn(rows, columns)``.
@@ -144,7 +147,7 @@ def random_weights(shape: Shape, tokens: int, drawn: Callable[..., "torch.Tensor
     head = normal(shape.vocab, shape.hidden, shape.head_gain)
     head[: len(SPECIAL_TOKENS)] = 0
     head[tokens:] = 0
-    weights = {
+    yield {
         # each row of the embedding has elements of size embed_gain
         "model.embed_tokens.weight": normal(shape.vocab, shape.hidden, shape.embed_gain * shape.hidden**0.5),
         "lm_head.weight": head,
@@ -152,7 +155,7 @@ def random_weights(shape: Shape, tokens: int, drawn: Callable[..., "torch.Tensor
     }
     for i in range(shape.layers):
         layer = f"model.layers.{i}."
-        weights |= {
+        weights = {
             layer + "self_attn.q_proj.weight": normal(shape.heads * shape.head_size, shape.hidden),
             layer + "self_attn.k_proj.weight": normal(shape.kv_heads * shape.head_size, shape.hidden),
             layer + "self_attn.v_proj.weight": normal(shape.kv_heads * shape.head_size, shape.hidden),
@@ -174,7 +177,7 @@ def random_weights(shape: Shape, tokens: int, drawn: Callable[..., "torch.Tensor
             layer + "input_layernorm.weight": near(1, shape.hidden),
             layer + "post_attention_layernorm.weight": near(1, shape.hidden),
         }
-    return weights
+        yield weights
 
 
 def config_of(shape: Shape, eos: int, pad: int) -> dict[str, Any]:
@@ -223,11 +226,10 @@ def make_checkpoint(folder: Path, shape: Shape = Shape(), seed: int = 0) -> Path
     drawn = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
     tokenizer = train_tokenizer(shape.vocab)
     save_tokenizer(tokenizer, folder, shape.max_length)
-    save_file(
-        random_weights(shape, tokenizer.get_vocab_size(), drawn),
-        str(folder / "model.safetensors"),
-        metadata={"format": "pt"},
-    )
+    weights: dict[str, torch.Tensor] = {}
+    for part in random_weights(shape, tokenizer.get_vocab_size(), drawn):
+        weights |= part
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
     eos, pad = tokenizer.token_to_id(EOS), tokenizer.token_to_id(PAD)
     config = config_of(shape, eos, pad)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")

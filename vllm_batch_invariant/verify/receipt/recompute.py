@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import deserialize
 
 from ...errors import NotCovered
 from ...ops.exact import FORMAT, definition
@@ -143,7 +142,8 @@ def decoder_of(folder: Path) -> Decoder:
 
 
 def _weights(folder: Path) -> dict[str, NDArray[np.uint16]]:
-    """The bits of every weight of a checkpoint, uint16 by name.
+    """The bits of every weight of a checkpoint, uint16 by name, which stay in their files until they are read: a model
+    may be larger than memory.
 
     Raises:
         NotCovered: there is none in safetensors, or one in another dtype than bf16.
@@ -153,10 +153,14 @@ def _weights(folder: Path) -> dict[str, NDArray[np.uint16]]:
         raise NotCovered("a checkpoint without safetensors", "its weights are read from these alone", "convert it")
     found = {}
     for file in files:
-        for name, tensor in deserialize(file.read_bytes()):
+        content = np.memmap(file, np.uint8, "r")
+        start = 8 + int.from_bytes(content[:8].tobytes(), "little")
+        for name, tensor in json.loads(content[8:start].tobytes()).items():
+            if name == "__metadata__":
+                continue
             if tensor["dtype"] != "BF16":
                 raise NotCovered(
                     f"the weight {name} in {tensor['dtype']}", "exact arithmetic is defined for bf16", "convert it"
                 )
-            found[name] = np.frombuffer(tensor["data"], np.uint16).reshape(tensor["shape"])
+            found[name] = np.ndarray(tensor["shape"], "<u2", content, start + tensor["data_offsets"][0])
     return found
