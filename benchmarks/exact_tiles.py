@@ -32,7 +32,6 @@ CANDIDATES = tuple(
             *(HopperSchedule(32, n, 4, 2, True) for n in (32, 64)),
             *(HopperSchedule(64, 64, 3, 2, held) for held in (False, True)),
             *(HopperSchedule(64, 64, 6, 1, True), HopperSchedule(64, 128, 4, 1, True)),
-            *(HopperSchedule(64, 128, 4, partitions=2), HopperSchedule(128, 128, 3, partitions=2)),
         )
     )
 )

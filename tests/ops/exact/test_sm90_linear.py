@@ -65,3 +65,9 @@ def test_every_number_of_rows_has_a_tile_that_is_certified():
         for n in (64, 4096, 151_936):
             found = [hopper_schedule(m, n, parts, 132) for m in range(1, 5000)]
             assert set(found) <= set(HOPPER_SCHEDULES)
+
+
+def test_tiles_of_segments_are_small_while_all_of_them_run_at_once():
+    assert [hopper_schedule(m, 4096, 8, 132).block_m for m in (32, 64, 65)] == [32, 32, 64]
+    assert [hopper_schedule(m, 1024, 8, 132).block_m for m in (64, 256, 257)] == [32, 32, 64]
+    assert hopper_schedule(64, 4096, 1, 132).block_m == 64

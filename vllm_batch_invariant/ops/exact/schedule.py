@@ -13,8 +13,6 @@ class HopperSchedule:
         num_stages: steps of K in shared memory.
         ctas_per_sm: programs of a multiprocessor.
         in_registers: unfinished sums of segments wait there, and else in memory.
-        partitions: 2 if two warpgroups wait for copies alone, not for each other, so that one multiplies while the
-            other rounds. Its tiles were compared for one segment only, and are not timed: none of them serves.
     """
 
     block_m: int
@@ -22,7 +20,6 @@ class HopperSchedule:
     num_stages: int
     ctas_per_sm: int = 1
     in_registers: bool = False
-    partitions: int = 1
 
     @property
     def long_side(self) -> int:
@@ -31,8 +28,8 @@ class HopperSchedule:
 
     @property
     def num_warps(self) -> int:
-        """Of a partition that multiplies."""
-        return self.long_side // 16 // self.partitions
+        """Those that multiply."""
+        return self.long_side // 16
 
     @property
     def registers(self) -> int:
@@ -54,12 +51,17 @@ HOPPER_SCHEDULES = (_EIGHT, _SIXTEEN, _SOME, _SMALL, _IN_SEGMENTS, _LARGE)
 
 def hopper_schedule(m: int, n: int, parts: int, num_sms: int) -> HopperSchedule:
     """The tile for so many rows of x and of a weight in so many segments, as `benchmarks.exact_tiles` found them on an
-    H100, for so many multiprocessors. Segments leave a large tile no registers for sums that wait.
+    H100, for so many multiprocessors. Segments leave a large tile no registers for sums that wait, and are rounded so
+    often that small tiles are faster while all of them run at once.
     """
-    for tile in (_EIGHT, _SIXTEEN, _SOME, _SMALL):
+    for tile in (_EIGHT, _SIXTEEN, _SOME):
         if m <= tile.block_m:
             return tile
     if parts > 1:
-        return _IN_SEGMENTS
-    fills_the_gpu = m * n >= num_sms * _LARGE.block_m * _LARGE.block_n
-    return _LARGE if fills_the_gpu else _SMALL
+        at_once = _tiles(_SOME, m, n) <= num_sms
+        return _SOME if at_once else _SMALL if m <= _SMALL.block_m else _IN_SEGMENTS
+    return _LARGE if m > _SMALL.block_m and _tiles(_LARGE, m, n) >= num_sms else _SMALL
+
+
+def _tiles(tile: HopperSchedule, m: int, n: int) -> int:
+    return -(-m // tile.block_m) * -(-n // tile.block_n)

@@ -11,8 +11,7 @@ A tile of the result is computed with operands swapped, so that wgmma's long sid
 |x2| of K elements add up to at most K / 64, and no sum of products with them leaves an int32.
 
 One warp copies, and one or two warpgroups multiply, each of them 64 rows of the weight: each digit is copied once a
-tile and used twice. The copies go on while a segment's sum is rounded, and over the end of a tile. Two warpgroups are
-one partition, or each is one of its own: then one multiplies while the other rounds.
+tile and used twice. The copies go on while a segment's sum is rounded, and over the end of a tile.
 """
 
 from functools import cache
@@ -63,7 +62,6 @@ class _Problem:
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     LONG_SIDE: gl.constexpr
-    PARTITIONS: gl.constexpr
     IN_REGISTERS: gl.constexpr
 
 
@@ -147,20 +145,18 @@ def _copy_partition(x_desc, third_desc, w_desc, problem, ring):
 
 
 @gluon.jit
-def _two_digits(
-    ring, stage, phase, steps, PLACE: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
+def _two_digits(ring, stage, phase, steps, LONG_SIDE: gl.constexpr, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr):
     """hi, mid and lo over a segment, and the next place in the ring. A step's place is free once the next step's
     wgmmas are queued.
     """
-    hi = gl.full([ROWS, BLOCK_M], 0, gl.int32, LAYOUT)
-    mid = gl.full([ROWS, BLOCK_M], 0, gl.int32, LAYOUT)
-    lo = gl.full([ROWS, BLOCK_M], 0, gl.int32, LAYOUT)
+    hi = gl.full([LONG_SIDE, BLOCK_M], 0, gl.int32, LAYOUT)
+    mid = gl.full([LONG_SIDE, BLOCK_M], 0, gl.int32, LAYOUT)
+    lo = gl.full([LONG_SIDE, BLOCK_M], 0, gl.int32, LAYOUT)
     before = gl.to_tensor(0)  # not stage: Triton would take two names of one value for one that no step changes
     for step in range(steps):
         mbarrier.wait(ring.full_bar.index(stage), phase)
-        w1 = ring.w_smem.index(stage * 2).slice(PLACE * ROWS, ROWS)  # [ROWS, _STEP_K]
-        w0 = ring.w_smem.index(stage * 2 + 1).slice(PLACE * ROWS, ROWS)
+        w1 = ring.w_smem.index(stage * 2)  # [LONG_SIDE, _STEP_K]
+        w0 = ring.w_smem.index(stage * 2 + 1)
         x1 = ring.x_smem.index(stage * 2).permute([1, 0])  # [_STEP_K, BLOCK_M]
         x0 = ring.x_smem.index(stage * 2 + 1).permute([1, 0])
         hi = warpgroup_mma(w1, x1, hi, is_async=True)
@@ -177,18 +173,15 @@ def _two_digits(
 
 
 @gluon.jit
-def _third_digit(
-    problem, ring, some, stage, phase, steps, PLACE: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
+def _third_digit(problem, ring, some, stage, phase, steps, LAYOUT: gl.constexpr):
     """(w1 x2) 2**8 + w0 x2 over the marked steps of a segment, and the next place in the ring."""
-    third = gl.full([ROWS, problem.BLOCK_M], 0, gl.int32, LAYOUT)
+    third = gl.full([problem.LONG_SIDE, problem.BLOCK_M], 0, gl.int32, LAYOUT)
     for plane in gl.static_range(2):
         for step in range(steps):
             if _is_marked(problem, some, step):
                 mbarrier.wait(ring.full_bar.index(stage), phase)
                 x2 = ring.x_smem.index(stage * 2).permute([1, 0])
-                w = ring.w_smem.index(stage * 2).slice(PLACE * ROWS, ROWS)
-                third = warpgroup_mma(w, x2, third, is_async=True)
+                third = warpgroup_mma(ring.w_smem.index(stage * 2), x2, third, is_async=True)
                 third = warpgroup_mma_wait(0, deps=(third,))
                 mbarrier.arrive(ring.empty_bar.index(stage))
                 stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
@@ -225,20 +218,20 @@ def _pending_ptrs(pending_ptr, last, in_tile_m, in_tile_n, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_partition(problem, bias_ptr, pending_ptr, ring, PLACE: gl.constexpr):
-    """Its rows of whole tiles. Segments are added as soon as two neighbours, or two sums, are there."""
+def _multiply_partition(problem, bias_ptr, pending_ptr, ring):
+    """Whole tiles. Segments are added as soon as two neighbours, or two sums, are there."""
     steps = (problem.length + _STEP_K - 1) // _STEP_K
     PARTS: gl.constexpr = problem.PARTS
     BLOCK_M: gl.constexpr = problem.BLOCK_M
     IN_REGISTERS: gl.constexpr = problem.IN_REGISTERS
-    SIZE: gl.constexpr = problem.LONG_SIDE * BLOCK_M
-    ROWS: gl.constexpr = problem.LONG_SIDE // problem.PARTITIONS
-    NUM_WARPS: gl.constexpr = ROWS // 16
+    LONG_SIDE: gl.constexpr = problem.LONG_SIDE
+    SIZE: gl.constexpr = LONG_SIDE * BLOCK_M
+    NUM_WARPS: gl.constexpr = LONG_SIDE // 16
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, BLOCK_M, 32]
     )
     rows: gl.constexpr = gl.BlockedLayout([max(BLOCK_M // 32, 1)], [32], [NUM_WARPS], [0])
-    in_tile_n = PLACE * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    in_tile_n = gl.arange(0, LONG_SIDE, gl.SliceLayout(1, LAYOUT))
     in_tile_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT))
     if PARTS > 1 and not IN_REGISTERS:
         pending_ptr += gl.program_id(0).to(gl.int64) * (_PENDING * SIZE)
@@ -246,17 +239,17 @@ def _multiply_partition(problem, bias_ptr, pending_ptr, ring, PLACE: gl.constexp
     for tile in range(gl.program_id(0), problem.tiles_m * problem.tiles_n, gl.num_programs(0)):
         first_m, first_n = _first_of(problem, tile)
         if PARTS > 1 and IN_REGISTERS:  # a segment's, the sum of two and of four; written before they are read
-            ones = gl.full([ROWS, BLOCK_M], 0.0, gl.float32, LAYOUT)
+            ones = gl.full([LONG_SIDE, BLOCK_M], 0.0, gl.float32, LAYOUT)
             twos, fours = ones, ones
         for part in range(PARTS):
             marks = _marks(problem, first_m + gl.arange(0, BLOCK_M, rows), part)
-            hi, mid, lo, stage, phase = _two_digits(ring, stage, phase, steps, PLACE, ROWS, BLOCK_M, LAYOUT)
+            hi, mid, lo, stage, phase = _two_digits(ring, stage, phase, steps, LONG_SIDE, BLOCK_M, LAYOUT)
             low = lo + ((mid & 255) << 8)
             high = hi + (mid >> 8) + (low >> 16)
             low = low & 0xFFFF
             some = gl.reduce(marks, 0, _or)
             if some != 0:
-                third, stage, phase = _third_digit(problem, ring, some, stage, phase, steps, PLACE, ROWS, LAYOUT)
+                third, stage, phase = _third_digit(problem, ring, some, stage, phase, steps, LAYOUT)
                 high += third
             one = (high >> 8).to(gl.float32) * 16777216.0 + (((high & 255) << 16) | low).to(gl.float32)
             w_scale_ptrs = problem.w_scale_ptr + first_n.to(gl.int64) * PARTS + in_tile_n * PARTS + part
@@ -312,7 +305,6 @@ def linear_sm90_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     NUM_STAGES: gl.constexpr,
-    PARTITIONS: gl.constexpr,
     IN_REGISTERS: gl.constexpr,
 ):
     """Tiles of the result, in turns.
@@ -333,7 +325,7 @@ def linear_sm90_kernel(
     LONG_SIDE: gl.constexpr = 64 if BLOCK_N <= 64 else 128
     problem = _Problem(
         marks_ptr, x_scale_ptr, w_scale_ptr, out_ptr, M, N, tiles_m, tiles_n, length, mark_step, PARTS, HAS_BIAS,
-        BLOCK_M, BLOCK_N, LONG_SIDE, PARTITIONS, IN_REGISTERS,
+        BLOCK_M, BLOCK_N, LONG_SIDE, IN_REGISTERS,
     )  # fmt: skip
     x_smem = gl.allocate_shared_memory(gl.int8, [NUM_STAGES * 2, BLOCK_M, _STEP_K], x_desc.layout)
     w_smem = gl.allocate_shared_memory(gl.int8, [NUM_STAGES * 2, LONG_SIDE, _STEP_K], w_desc.layout)
@@ -341,24 +333,17 @@ def linear_sm90_kernel(
     empty_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(NUM_STAGES):
         mbarrier.init(full_bar.index(stage), count=1)
-        mbarrier.init(empty_bar.index(stage), count=PARTITIONS)
+        mbarrier.init(empty_bar.index(stage), count=1)
     fence_async_shared()
     ring = _Ring(x_smem, w_smem, full_bar, empty_bar, NUM_STAGES)
-    copies = (x_desc, third_desc, w_desc, problem, ring)
-    if PARTITIONS == 1:
-        gl.warp_specialize(
-            [(_multiply_partition, (problem, bias_ptr, pending_ptr, ring, 0)), (_copy_partition, copies)], [1], [40]
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_multiply_partition, (problem, bias_ptr, pending_ptr, ring, 0)),
-                (_multiply_partition, (problem, bias_ptr, pending_ptr, ring, 1)),
-                (_copy_partition, copies),
-            ],
-            [4, 1],
-            [232, 40],
-        )
+    gl.warp_specialize(
+        [
+            (_multiply_partition, (problem, bias_ptr, pending_ptr, ring)),
+            (_copy_partition, (x_desc, third_desc, w_desc, problem, ring)),
+        ],
+        [1],
+        [40],
+    )
 
 
 @cache
@@ -432,7 +417,6 @@ def linear_sm90(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         NUM_STAGES=tile.num_stages,
-        PARTITIONS=tile.partitions,
         IN_REGISTERS=tile.in_registers,
         num_warps=tile.num_warps,
         maxnreg=tile.registers,
