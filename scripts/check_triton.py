@@ -34,11 +34,17 @@ LAUNCHES = {
     "matmuls": ("gemms", "more_gemms", "narrow_gemms"),
     "rows": ("rows", "more_rows"),
     "others": ("sampling", "flex"),
+    "gradients": ("every_gradient_of_attention",),
+    "experts": ("every_expert",),
+    "all_reduce": ("every_all_reduce",),
 }
 """The program's functions that launch the kernels of one kind of cells alone."""
 PROGRAM, COMPILES = "tests.ops.compiled_kernels", ("compile_cell", "compile_instead_of_running")
 """The module that compiles, and its functions that decide what is compiled of a cell, and how."""
 SOURCES = {
+    "gradients": ("attention_backward/*.py", "common/*.py"),
+    "experts": ("moe/*.py", "linear/*.py", "softmax/*.py", "common/*.py"),
+    "all_reduce": ("all_reduce/*.py", "norm/*.py", "common/*.py"),
     "attention": ("attention/**/*.py", "common/*_names.py", "common/sm90_ring.py", "common/nvidia_gpus.py"),
     "matmuls": (
         *(f"linear/{name}.py" for name in ("problem", "reduction", "schedule", "sm90_kernel", "triton_gemm")),
@@ -51,7 +57,9 @@ SOURCES = {
     "rows": ("norm*/*.py", "softmax/*.py", "reduce/*.py", "silu_backward/*.py", "common/*.py"),
     "others": ("**/*.py",),
 }
-"""What decides what is compiled, by the kind of cells: sources of vllm_batch_invariant/ops."""
+"""What decides what is compiled, by the kind of cells, the first that a cell's name has: sources of
+vllm_batch_invariant/ops.
+"""
 CASES = {
     "exact": "tests/ops/exact/*.py",
     "attention": "tests/ops/attention/cases.py",
@@ -79,7 +87,7 @@ def digest(kind: str) -> str:
     """Of the sources that decide what is compiled in cells of a kind."""
     program = ROOT.joinpath(*PROGRAM.split(".")).with_suffix(".py")
     of_others = {name for other, names in LAUNCHES.items() if other != kind for name in names}
-    found = hashlib.sha256(used_by(program.read_text(), COMPILES, of_others))
+    found = hashlib.sha256(used_by(program.read_text(), (*COMPILES, *LAUNCHES.get(kind, ())), of_others))
     patterns = [f"vllm_batch_invariant/ops/{pattern}" for pattern in SOURCES[kind]]
     patterns += [CASES[kind]] if kind in CASES else []
     for path in sorted({path for pattern in patterns for path in ROOT.glob(pattern)}):

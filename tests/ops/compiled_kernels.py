@@ -249,16 +249,16 @@ def experts(count: int, dtype: torch.dtype = torch.bfloat16, here: int = 16, **f
     moe._activated(torch.zeros(count, 192, dtype=dtype), "silu")  # only the certificate does
 
 
-def expert_variants() -> None:
+def every_expert() -> None:
     for count, dtype in itertools.product((1, 20, 40, 100, 200, 600, 2000), (*HALVES, torch.float32)):
-        launch_on(90, experts, count, dtype)
-    launch_on(90, partial(experts, scale=2.5, scoring="sigmoid"), 1)
-    launch_on(90, partial(experts, groups=4, top_groups=2, scoring="sigmoid"), 1)
+        experts(count, dtype)
+    experts(1, scale=2.5, scoring="sigmoid")
+    experts(1, groups=4, top_groups=2, scoring="sigmoid")
     for count, activation in itertools.product((1, 40, 600), ("swigluoai", "gelu", "gelu_tanh")):
-        launch_on(90, partial(experts, activation=activation), count)
+        experts(count, activation=activation)
     for count in (1, 40, 2000):
-        launch_on(90, partial(experts, here=8), count)
-    launch_on(90, large_experts)
+        experts(count, here=8)
+    large_experts()
 
 
 def large_experts() -> None:
@@ -565,15 +565,15 @@ def all_reduces(count: int, hidden: int, dtype: torch.dtype, ranks: int = 2, tre
     all_reduce.add_ranks(torch.zeros(ranks, count, hidden, dtype=dtype), tree)
 
 
-def all_reduce_variants() -> None:
+def every_all_reduce() -> None:
     for count, hidden, dtype in itertools.product((1, 300), (77, 4096), (torch.bfloat16, torch.float32)):
-        launch_on(90, all_reduces, count, hidden, dtype)
-        launch_on(90, all_reduces, count, hidden, dtype, 4, True)
+        all_reduces(count, hidden, dtype)
+        all_reduces(count, hidden, dtype, 4, True)
 
 
-def attention_backward_variants() -> None:
+def every_gradient_of_attention() -> None:
     for size, dtype in itertools.product((64, 80, 128, 256), (*HALVES, torch.float32)):
-        launch_on(90, gradients_of_attention, Heads(8, 2, size, dtype), 100)
+        gradients_of_attention(Heads(8, 2, size, dtype), 100)
 
 
 def row_variants() -> None:
@@ -592,9 +592,9 @@ VARIANTS = {
     "flex": flex_variants,
     "linear": linear_variants,
     "rows": row_variants,
-    "all_reduce": all_reduce_variants,
-    "attention_backward": attention_backward_variants,
-    "moe": expert_variants,
+    "all_reduce": partial(launch_on, 90, every_all_reduce),
+    "attention_backward": partial(launch_on, 90, every_gradient_of_attention),
+    "moe": partial(launch_on, 90, every_expert),
     "exact": exact_variants,
 }
 """By operation, what launches its kernels with all that they are specialised for, on a Hopper."""
@@ -641,6 +641,9 @@ def cells_of(gpu: int) -> list[str]:
         "sampling",
         "around FlexAttention",
         EXACT,
+        "experts",
+        "all_reduce",
+        "gradients of attention",
         *OPTIONS,
         "attention float32 256",
         *ATTENTION,
@@ -735,6 +738,12 @@ OTHERS = {
     "Hopper's narrow matmuls": (lambda: narrow_gemms(HALVES, (False, True)),),
     EXACT: tuple(EVERY_KIND.values()),
 }
+OTHERS |= {
+    "experts": (every_expert,),
+    "all_reduce": (every_all_reduce,),
+    "gradients of attention": (every_gradient_of_attention,),
+}
+"""Apart, because each cell's digest has the definition above: these have a digest of their own functions alone."""
 
 
 def main() -> None:

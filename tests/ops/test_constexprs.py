@@ -24,7 +24,7 @@ PROBLEM = {
         *("PARTS", "LENGTH", "ACTIVATIONS", "HAS_RESIDUAL", "HAS_WEIGHT", "HAS_BIAS", "EVEN_K", "NUM_HEADS", "HALF"),
         *("LOG", "BITS", "LIMIT", "COEFFICIENTS", "AXIS"),  # of functions of numbers and rows
         *("GELU", "USE_SOFT_CAP", "MAY_BE_GREEDY"),
-        *("LAYOUT", "SIZE", "PLACE"),  # of a tile's accumulators, its elements, and which part of it a partition has
+        *("LAYOUT", "SIZE"),  # of a tile's accumulators, and its elements
         *("USE_WINDOW", "PREFILL_LIKE", "NUM_KV_HEADS", "QUERIES_PER_KV", "HEAD_DIM", "PADDED_HEAD_DIM", "PAGE_SIZE"),
         *("SPLIT_SEGMENTS", "MAY_SHARE", "PARTIAL_ROWS", "PARTIAL_BLOCK"),  # of attention's reduction and plans
     },

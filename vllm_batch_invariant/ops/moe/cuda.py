@@ -33,7 +33,6 @@ from .triton_kernels import (
     grouped_gemm_kernel,
     place_kernel,
     route_kernel,
-    share_kernel,
 )
 
 _BYTES_AT_ONCE = 1 << 30
@@ -153,10 +152,10 @@ class WalkSchedule:
 
 _FEW, _SOME = WalkSchedule(512), WalkSchedule(2048)
 """Of grouping by one program, for up to as many pairs as the block, and for up to twice as many."""
-_MANY = WalkSchedule(512)
-"""Of grouping more pairs, by several."""
+_MANY, _MOST = WalkSchedule(128, pairs_at_once=16), WalkSchedule(256, pairs_at_once=32)
+"""Of grouping more pairs, by several: for up to as many pairs as 256 blocks, and for more."""
 _COUNTS_AT_ONCE = 8192
-"""Of experts and programs, which one program adds."""
+"""Of experts and programs, which a program adds."""
 _COMBINING = WalkSchedule(512)
 """Four elements for each thread: a warp reads 512 bytes that lie side by side."""
 
@@ -220,7 +219,6 @@ def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule, places: torc
     ints = {"dtype": torch.int32, "device": ids.device}
     pairs, expert_of_block = torch.empty(num_blocks * block_m, **ints), torch.empty(num_blocks, **ints)
     stop = torch.empty(triton.next_power_of_2(experts), **ints)
-    of_experts = {"PADDED_EXPERTS": len(stop), "BLOCK_M": block_m, "BLOCKS_AT_ONCE": _SOME.blocks_at_once}
     launched = {**_launched(ids.device), "enable_fp_fusion": False}
     with on_device_of(ids):
         if num_pairs <= 2 * _SOME.block:
@@ -233,14 +231,16 @@ def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule, places: torc
                 pairs,
                 num_pairs,
                 num_blocks,
-                **of_experts,
+                PADDED_EXPERTS=len(stop),
                 IS_PART=places is not None,
+                BLOCK_M=block_m,
                 BLOCK=walk.block,
+                BLOCKS_AT_ONCE=walk.blocks_at_once,
                 **launched,
                 num_warps=min(16, walk.block // 64),
             )
         else:
-            _group_many(ids, places, stop, expert_of_block, pairs, of_experts, launched)
+            _group_many(ids, places, stop, expert_of_block, pairs, block_m, launched)
     return Groups(num_blocks, pairs, stop, expert_of_block)
 
 
@@ -250,28 +250,35 @@ def _group_many(
     stop: torch.Tensor,
     expert_of_block: torch.Tensor,
     pairs: torch.Tensor,
-    of_experts: dict[str, int],
+    block_m: int,
     launched: dict[str, Any],
 ) -> None:
-    """Programs count their pairs, one program shares out the blocks, and programs place their pairs: atomic additions
-    for every pair would wait for each other.
+    """Programs count their pairs, and then place them behind those of the programs before: atomic additions for every
+    pair would wait for each other.
     """
-    num_pairs, padded, is_part = ids.numel(), len(stop), places is not None
-    programs = triton.cdiv(num_pairs, _MANY.block)
-    counts, first = torch.empty(2, programs, padded, dtype=torch.int32, device=ids.device)
-    count_kernel[(programs,)](
-        ids, places, counts, num_pairs, PADDED_EXPERTS=padded, IS_PART=is_part, BLOCK=_MANY.block, **launched,
-        num_warps=4,
-    )  # fmt: skip
-    rows = min(triton.next_power_of_2(programs), max(1, _COUNTS_AT_ONCE // padded))
-    share_kernel[(1,)](
-        counts, first, stop, expert_of_block, programs, len(expert_of_block), **of_experts, COUNTS=rows, **launched,
-        num_warps=8,
-    )  # fmt: skip
+    num_pairs, padded = ids.numel(), len(stop)
+    walk = _MANY if num_pairs <= 256 * _MANY.block else _MOST
+    programs = triton.cdiv(num_pairs, walk.block)
+    counts = torch.empty(programs, padded, dtype=torch.int32, device=ids.device)
+    of_pairs = {"PADDED_EXPERTS": padded, "IS_PART": places is not None, "BLOCK": walk.block, **launched}
+    count_kernel[(programs,)](ids, places, counts, num_pairs, **of_pairs, num_warps=4)
     place_kernel[(programs,)](
-        ids, places, first, pairs, num_pairs, PADDED_EXPERTS=padded, IS_PART=is_part, BLOCK=_MANY.block,
-        PAIRS_AT_ONCE=_MANY.pairs_at_once, **launched, num_warps=4,
-    )  # fmt: skip
+        ids,
+        places,
+        counts,
+        stop,
+        expert_of_block,
+        pairs,
+        num_pairs,
+        programs,
+        len(expert_of_block),
+        BLOCK_M=block_m,
+        COUNTS=min(triton.next_power_of_2(programs), max(1, _COUNTS_AT_ONCE // padded)),
+        BLOCKS_AT_ONCE=walk.blocks_at_once,
+        PAIRS_AT_ONCE=walk.pairs_at_once,
+        **of_pairs,
+        num_warps=max(4, walk.block // 64),
+    )
 
 
 def grouped_gemm(

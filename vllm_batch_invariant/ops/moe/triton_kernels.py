@@ -172,19 +172,15 @@ def _expert_of(ids_ptr, places_ptr, pair, IS_PART: tl.constexpr):
 
 @triton.jit
 def _write_blocks(
-    expert_of_block_ptr, counts, num_blocks, PADDED_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCKS_AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """Writes whose pairs are in each block, -1 for nobody's; returns where the first pair of each expert goes."""
-    experts = tl.arange(0, PADDED_EXPERTS)
-    blocks = tl.cdiv(counts, BLOCK_M)
-    stop = tl.cumsum(blocks, 0)
+    expert_of_block_ptr, blocks, num_blocks, PADDED_EXPERTS: tl.constexpr, BLOCKS_AT_ONCE: tl.constexpr
+):
+    """Writes whose pairs are in each block, if experts have so many, -1 for nobody's."""
+    experts, stop = tl.arange(0, PADDED_EXPERTS), tl.cumsum(blocks, 0)
     for number in range(tl.max(blocks, 0)):
         tl.store(expert_of_block_ptr + stop - blocks + number, experts, mask=number < blocks)
     for start in range(tl.max(stop, 0), num_blocks, BLOCKS_AT_ONCE):
         block = start + tl.arange(0, BLOCKS_AT_ONCE)
         tl.store(expert_of_block_ptr + block, tl.full((BLOCKS_AT_ONCE,), -1, tl.int32), mask=block < num_blocks)
-    return (stop - blocks) * BLOCK_M
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
@@ -202,8 +198,9 @@ def group_kernel(
         offs = start + tl.arange(0, BLOCK)
         expert = _experts_of(ids_ptr, places_ptr, offs, offs < num_pairs, IS_PART)
         counts += tl.histogram(tl.maximum(expert, 0), PADDED_EXPERTS, mask=expert >= 0)
-    first = _write_blocks(expert_of_block_ptr, counts, num_blocks, PADDED_EXPERTS, BLOCK_M, BLOCKS_AT_ONCE)
-    tl.store(next_ptr + tl.arange(0, PADDED_EXPERTS), first)
+    blocks = tl.cdiv(counts, BLOCK_M)
+    _write_blocks(expert_of_block_ptr, blocks, num_blocks, PADDED_EXPERTS, BLOCKS_AT_ONCE)
+    tl.store(next_ptr + tl.arange(0, PADDED_EXPERTS), (tl.cumsum(blocks, 0) - blocks) * BLOCK_M)
     tl.debug_barrier()  # other threads have written where an expert's pairs go
     for start in range(0, num_pairs, BLOCK):
         pair = start + tl.arange(0, BLOCK)
@@ -226,52 +223,38 @@ def count_kernel(
     tl.store(counts_ptr + tl.program_id(0) * PADDED_EXPERTS + tl.arange(0, PADDED_EXPERTS), counts)
 
 
-@triton.jit(do_not_specialize=["num_counts", "num_blocks"])
-def share_kernel(
-    counts_ptr, first_ptr, stop_ptr, expert_of_block_ptr, num_counts, num_blocks,
-    PADDED_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, COUNTS: tl.constexpr, BLOCKS_AT_ONCE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """One program: first, int32 [num_counts, PADDED_EXPERTS], is where the first of the counted pairs goes; stop, where
-    the pairs of each expert end; and whose pairs are in each block.
-    """
-    _begin(OVERLAPS)
-    experts, rows = tl.arange(0, PADDED_EXPERTS), tl.arange(0, COUNTS)
-    total = tl.zeros((PADDED_EXPERTS,), tl.int32)
-    for start in range(0, num_counts, COUNTS):
-        offs = (start + rows)[:, None] * PADDED_EXPERTS + experts[None, :]
-        total += tl.sum(tl.load(counts_ptr + offs, mask=(start + rows < num_counts)[:, None], other=0), 0)
-    first = _write_blocks(expert_of_block_ptr, total, num_blocks, PADDED_EXPERTS, BLOCK_M, BLOCKS_AT_ONCE)
-    for start in range(0, num_counts, COUNTS):
-        offs = (start + rows)[:, None] * PADDED_EXPERTS + experts[None, :]
-        mask = (start + rows < num_counts)[:, None]
-        counts = tl.load(counts_ptr + offs, mask=mask, other=0)  # [COUNTS, PADDED_EXPERTS]
-        tl.store(first_ptr + offs, first[None, :] + tl.cumsum(counts, 0) - counts, mask=mask)
-        first += tl.sum(counts, 0)
-    tl.store(stop_ptr + experts, first)
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "num_counts", "num_blocks"])
 def place_kernel(
-    ids_ptr, places_ptr, first_ptr, pairs_ptr, num_pairs,
-    PADDED_EXPERTS: tl.constexpr, IS_PART: tl.constexpr, BLOCK: tl.constexpr, PAIRS_AT_ONCE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    ids_ptr, places_ptr, counts_ptr, stop_ptr, expert_of_block_ptr, pairs_ptr, num_pairs, num_counts, num_blocks,
+    PADDED_EXPERTS: tl.constexpr, IS_PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+    COUNTS: tl.constexpr, BLOCKS_AT_ONCE: tl.constexpr, PAIRS_AT_ONCE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Writes a program's BLOCK pairs into blocks of their experts, in order: as far behind an expert's first pair as
-    there are others of it before.
+    there are others of it before, in programs before, which it counts, and in its own. The first program also writes
+    where the pairs of an expert end, and whose pairs are in each block.
     """
     _begin(OVERLAPS)
-    begin, in_block = tl.program_id(0) * BLOCK, tl.arange(0, BLOCK)
+    program, experts, rows = tl.program_id(0), tl.arange(0, PADDED_EXPERTS), tl.arange(0, COUNTS)
+    total, earlier = tl.zeros((PADDED_EXPERTS,), tl.int32), tl.zeros((PADDED_EXPERTS,), tl.int32)
+    for start in range(0, num_counts, COUNTS):
+        row = (start + rows)[:, None]
+        counts = tl.load(counts_ptr + row * PADDED_EXPERTS + experts[None, :], mask=row < num_counts, other=0)
+        total += tl.sum(counts, 0)  # of [COUNTS, PADDED_EXPERTS]
+        earlier += tl.sum(tl.where(row < program, counts, 0), 0)
+    blocks = tl.cdiv(total, BLOCK_M)
+    first = (tl.cumsum(blocks, 0) - blocks) * BLOCK_M
+    if program == 0:
+        _write_blocks(expert_of_block_ptr, blocks, num_blocks, PADDED_EXPERTS, BLOCKS_AT_ONCE)
+        tl.store(stop_ptr + experts, first + total)
+    begin, in_block = program * BLOCK, tl.arange(0, BLOCK)
     expert = _experts_of(ids_ptr, places_ptr, begin + in_block, begin + in_block < num_pairs, IS_PART)
-    before = tl.zeros((BLOCK,), tl.int32)
+    before = tl.gather(first + earlier, tl.maximum(expert, 0), 0)
     for start in range(0, BLOCK, PAIRS_AT_ONCE):
         others = start + tl.arange(0, PAIRS_AT_ONCE)
         of_others = _experts_of(ids_ptr, places_ptr, begin + others, begin + others < num_pairs, IS_PART)
         same = (of_others[None, :] == expert[:, None]) & (others[None, :] < in_block[:, None])  # [BLOCK, PAIRS_AT_ONCE]
         before += tl.sum(same.to(tl.int32), 1)
-    mask = expert >= 0
-    first = tl.load(first_ptr + tl.program_id(0) * PADDED_EXPERTS + expert, mask=mask, other=0)
-    tl.store(pairs_ptr + first + before, begin + in_block, mask=mask)
+    tl.store(pairs_ptr + before, begin + in_block, mask=expert >= 0)
 
 
 @triton.jit
