@@ -97,8 +97,9 @@ def test_exact_arithmetic_on_a_gpu_is_refused_but_in_what_was_run_there(monkeypa
     ("architecture", "refused", "refused_untried"),
     [
         ("Qwen3ForCausalLM", False, False),
-        ("GraniteForCausalLM", True, False),
-        ("Gemma3ForCausalLM", True, False),
+        ("GraniteForCausalLM", False, False),
+        ("Gemma3ForCausalLM", False, False),
+        ("Phi3ForCausalLM", True, False),
         ("Qwen3MoeForCausalLM", True, True),
     ],
 )

@@ -46,15 +46,18 @@ CORES = "VLLM_CPU_OMP_THREADS_BIND"
 """vLLM's variable of the cores that each worker on a CPU has."""
 RAN_ON_GPUS = "0.33."
 """The beginning of the versions that have run on GPUs in exact arithmetic, with experts, and with two workers."""
-EXACT_MODELS_ON_GPUS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Those that are made of the layers of an engine that has."""
-UNTRIED_EXACT_MODELS_ON_GPUS = (
+EXACT_MODELS_ON_GPUS = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
     "GemmaForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "GraniteForCausalLM",
-    "Phi3ForCausalLM",
 )
+"""Those whose engines have had the definition's bits on a GPU."""
+UNTRIED_EXACT_MODELS_ON_GPUS = ("Phi3ForCausalLM",)
 """Those whose kernels have run in Triton's interpreter only."""
 LOGITS_PROCESSORS = "vllm.logits_processors"
 """The group of entry points whose logits processors vLLM loads without being told to."""
@@ -452,7 +455,7 @@ COVERED = (
         "`VLLM_BATCH_INVARIANT_ARITHMETIC=exact`, in bf16. On a CPU: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 1 "
         "to 3, Granite and Phi-3 have the same bits on every machine, dense ones with 1, 2, 4 or 8 workers, and a "
         "receipt is computed again without an engine. On a Hopper GPU with vLLM 0.33, one worker and vLLM's second "
-        "model runner: Llama, Mistral, Qwen2 and Qwen3 have the same bits as there",
+        "model runner: all of these but Qwen3-MoE and Phi-3 have the same bits as there",
     ),
     Feature(
         "Pipeline parallelism",
