@@ -6,6 +6,7 @@ meant for a GPU of 80 GB and more; with ``--small`` it fits a CPU and a tiny mod
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -271,6 +272,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="a plan for a tiny model on a CPU")
     parser.add_argument("--jobs", type=int, default=1, help="engines that run at a time (default: 1)")
     parser.add_argument("--kv-cache-gib", type=int, default=8, help="KV cache of an engine (default: 8)")
+    serve_args = "more arguments of vllm serve, in one string, such as '--tensor-parallel-size 2'"
+    parser.add_argument("--serve-args", type=shlex.split, default=[], metavar="ARGS", help=serve_args)
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser.parse_args(argv)
 
@@ -281,6 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = SMALL if options.small else FULL
     # given and not measured, because engines that run at a time would measure each other
     arguments = ["--kv-cache-memory-bytes", str(options.kv_cache_gib << 30), "--gpu-memory-utilization", "0.05"]
+    arguments += options.serve_args
     runs = [(model, "1") for model in options.models] + [(options.models[0], "0")] * options.control
 
     status, reports = Status.REPRODUCIBLE, []

@@ -22,9 +22,10 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_proof_tests_every_guarantee_in_every_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "proof.json"
-    assert main(["x/y", "--small", "--json", str(report)]) == 0
+    assert main(["x/y", "--small", "--json", str(report), "--serve-args", "--seed '3'"]) == 0
     assert "y, VLLM_BATCH_INVARIANT=1: holds run, batch, schedule" in capsys.readouterr().out
     [found] = json.loads(report.read_text())
+    assert found["arguments"][-2:] == ["--seed", "3"]
     names = {case["name"] for guarantee in found["runs"][0]["guarantees"] for case in guarantee["cases"]}
     assert names >= {
         "with concurrent requests",
