@@ -17,7 +17,8 @@ def test_the_table_is_that_of_the_file() -> None:
 def test_no_cell_but_those_that_the_page_names_has_a_problem_and_that_is_spills_in_loops() -> None:
     problems = [row for row in read_table() if row["outcome"] != "compiled"]
     named = {(row["triton"], "rows") for row in problems if row["triton"] == "3.6.0"}
-    assert {(row["triton"], row["kernels"]) for row in problems if row["kernels"] != "exact arithmetic"} <= named
+    everywhere = {"exact arithmetic", "gradients of attention"}
+    assert {(row["triton"], row["kernels"]) for row in problems if row["kernels"] not in everywhere} <= named
     assert all(re.fullmatch(r"(\w+ spills \d+ times in a loop(; )?)+", row["outcome"]) for row in problems)
 
 

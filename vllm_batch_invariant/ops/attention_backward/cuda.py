@@ -163,7 +163,7 @@ def attention_backward(
         "PADDED_HEAD_DIM": triton.next_power_of_2(head_size),
         "BLOCK_M": reduction.block_m,
         "BLOCK_N": reduction.block_n,
-        "num_warps": schedule.num_warps,
+        "num_warps": reduction.num_warps,
         "num_stages": schedule.num_stages,
         "enable_fp_fusion": reduction.enable_fp_fusion,
     }

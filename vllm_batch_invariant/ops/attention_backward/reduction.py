@@ -9,6 +9,8 @@ _CPU_BLOCK_M = 64
 _GPU_BLOCK, _GPU_TILE_BYTES = 64, 1 << 14
 _GPU_FP32_BLOCK = 16
 """fp32 has no tensor cores that multiply it exactly, and larger tiles do not fit in registers."""
+_GPU_WARPS, _GPU_FP32_WARPS = 4, 8
+"""Without tensor cores the threads hold whole operands, for which those of four warps have too few registers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +28,14 @@ class AttentionBackwardReduction:
     Attributes:
         block_m: queries of a tile.
         block_n: keys of a tile; 0 on a CPU, where all are one.
+        num_warps: of a program, among whose threads the weights of a row are added; 0 on a CPU.
         accumulate: the dtype of every addition.
         enable_fp_fusion: whether the compiler may add a product unrounded.
     """
 
     block_m: int
     block_n: int = 0
+    num_warps: int = 0
     accumulate: torch.dtype = torch.float32
     enable_fp_fusion: bool = False
 
@@ -41,8 +45,10 @@ class AttentionBackwardReduction:
         if device_type == "cpu":
             return cls(block_m=_CPU_BLOCK_M)
         row_bytes = dtype.itemsize * (1 << (head_size - 1).bit_length())
-        block = _GPU_FP32_BLOCK if dtype == torch.float32 else min(_GPU_TILE_BYTES // row_bytes, _GPU_BLOCK)
-        return cls(block_m=block, block_n=block)
+        if dtype == torch.float32:
+            return cls(block_m=_GPU_FP32_BLOCK, block_n=_GPU_FP32_BLOCK, num_warps=_GPU_FP32_WARPS)
+        block = min(_GPU_TILE_BYTES // row_bytes, _GPU_BLOCK)
+        return cls(block_m=block, block_n=block, num_warps=_GPU_WARPS)
 
 
 @dataclass(frozen=True)
@@ -50,14 +56,12 @@ class AttentionBackwardSchedule:
     """How a GPU's program is run.
 
     Attributes:
-        num_warps: of a program.
         num_stages: tiles that are loaded ahead.
     """
 
-    num_warps: int
     num_stages: int
 
     @classmethod
     def of_dtype(cls, dtype: torch.dtype) -> Self:
         """The schedule for tensors of a dtype."""
-        return cls(num_warps=4, num_stages=1 if dtype == torch.float32 else 2)
+        return cls(num_stages=1 if dtype == torch.float32 else 2)
