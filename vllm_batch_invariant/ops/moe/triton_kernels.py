@@ -171,9 +171,7 @@ def _expert_of(ids_ptr, places_ptr, pair, IS_PART: tl.constexpr):
 
 
 @triton.jit
-def _write_blocks(
-    expert_of_block_ptr, blocks, num_blocks, PADDED_EXPERTS: tl.constexpr, BLOCKS_AT_ONCE: tl.constexpr
-):
+def _write_blocks(expert_of_block_ptr, blocks, num_blocks, PADDED_EXPERTS: tl.constexpr, BLOCKS_AT_ONCE: tl.constexpr):
     """Writes whose pairs are in each block, if experts have so many, -1 for nobody's."""
     experts, stop = tl.arange(0, PADDED_EXPERTS), tl.cumsum(blocks, 0)
     for number in range(tl.max(blocks, 0)):
