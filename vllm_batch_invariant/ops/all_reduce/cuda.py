@@ -65,8 +65,8 @@ SCHEDULES = {
     4: (AllReduceSchedule(False, 1 << 19, 64), _TWO_SHOT),
     8: (AllReduceSchedule(False, 1 << 18, 64), _TWO_SHOT),
 }
-"""By the number of ranks; the first whose messages are long enough serves. Of two ranks each sends all of a message by one
-shot as by two. Those of 4 and 8 have not been measured.
+"""By the number of ranks; the first whose messages are long enough serves. Of two ranks each sends a whole message by
+one shot as by two. Those of 4 and 8 have not been measured.
 """
 
 
