@@ -4,8 +4,8 @@ import * as Plot from "@observablehq/plot";
 import measured from "../../benchmarks/data/engine.csv";
 import { choice, drawn, element, figure, plural, table, whenResized } from "./page.js";
 
-/** Of whole models, in the usual arithmetic. */
-const engine = measured.filter(({ case: named }) => !named.includes("layers=") && !named.includes("arithmetic="));
+/** Of whole models on one GPU, in the usual arithmetic. */
+const engine = measured.filter(({ case: named }) => !/\b(layers|arithmetic|tp)=/.test(named));
 const PROVIDERS = { ours: "the mode", native: "vLLM's own mode" };
 
 /** A case of the benchmark in words. */
@@ -17,7 +17,7 @@ export function inWords({ case: named, metric }) {
     case "throughput":
       return `${thousands(keys.prompts)} prompts, ${keys.output} tokens each`;
     case "tpot":
-      return `a token, batch ${keys.batch}${Number(keys.context) > 64 ? `, behind ${thousands(keys.context)}` : ""}${drafts}`;
+      return `a ${metric === "step" ? "verify step" : "token"}, batch ${keys.batch}${Number(keys.context) > 64 ? `, behind ${thousands(keys.context)}` : ""}${drafts}`;
     case "accepted":
       return `tokens of a verify step${drafts}`;
     case "prefill":
@@ -61,7 +61,7 @@ export function cost(root) {
   );
 
   function show() {
-    const wanted = (row) => workload.value === "all" || (row.metric === "tpot") === (workload.value === "tpot");
+    const wanted = (row) => workload.value === "all" || ["tpot", "step"].includes(row.metric) === (workload.value === "tpot");
     const found = engine.filter((row) => versionOf(row) === version.value && wanted(row));
     const rows = [...found.filter((row) => !drafts(row)), ...found.filter(drafts)];
     const stock = rows.filter(({ provider }) => provider === "stock");

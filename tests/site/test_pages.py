@@ -111,13 +111,13 @@ def test_tiles_move_no_element_and_k_in_parts_as_many_as_in_pytorch(opened: Call
         assert f" {expected:,} of 65,536 elements" in says(figure)
 
 
-def test_the_engines_bars_are_those_of_whole_models_in_the_usual_arithmetic_in_the_file(
+def test_the_engines_bars_are_those_of_whole_models_on_one_gpu_in_the_usual_arithmetic_in_the_file(
     opened: Callable[..., Any],
 ) -> None:
     page = opened("see/cost.html")
     with (ROOT / "benchmarks" / "data" / "engine.csv").open() as file:
         cases = [row for row in csv.DictReader(file) if "arithmetic=" not in row["case"]]
-    whole = [row for row in cases if "layers=" not in row["case"]]
+    whole = [row for row in cases if "layers=" not in row["case"] and "tp=" not in row["case"]]
     ours = [row for row in whole if row["provider"] == "ours" and "vllm=0.33.0" in row["versions"]]
     ours.sort(key=lambda row: "spec=" in row["case"])
     shown = page.locator("[data-see=cost] tbody td:nth-of-type(2)").all_inner_texts()
