@@ -122,3 +122,12 @@ def test_missing_files_and_prompts_refuse(greedy: Receipt, folder: Path) -> None
     with pytest.raises(NoTestError, match="give the prompt"):
         recompute(private, str(folder))
     assert recompute(private, str(folder), prompt_token_ids=PROMPT)
+
+
+@pytest.mark.parametrize("left", [0, 5, 100, -1])
+def test_a_file_of_weights_that_was_cut_off_is_named(folder: Path, greedy: Receipt, tmp_path: Path, left: int) -> None:
+    [file] = folder.glob("*.safetensors")
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    (tmp_path / file.name).write_bytes(file.read_bytes()[:left])
+    with pytest.raises(NoTestError, match=f"^{file.name} is no whole file of safetensors$"):
+        recompute(greedy, str(tmp_path))

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -137,6 +138,7 @@ def decoder_of(folder: Path) -> Decoder:
 
     Raises:
         NotCovered: a model or a file without a definition.
+        NoTestError: a file is not whole.
     """
     return Decoder(json.loads((folder / "config.json").read_text()), _weights(folder))
 
@@ -147,12 +149,19 @@ def _weights(folder: Path) -> dict[str, NDArray[np.uint16]]:
 
     Raises:
         NotCovered: there is none in safetensors, or one in another dtype than bf16.
+        NoTestError: a file is not whole.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise NotCovered("a checkpoint without safetensors", "its weights are read from these alone", "convert it")
-    found = {}
-    for file in files:
+    return dict(chain.from_iterable(map(_weights_of, files)))
+
+
+def _weights_of(file: Path) -> Iterator[tuple[str, NDArray[np.uint16]]]:
+    """The names and bits of one file: eight bytes, the length of the JSON that follows; then the weights, where it says
+    (https://huggingface.co/docs/safetensors).
+    """
+    try:
         content = np.memmap(file, np.uint8, "r")
         start = 8 + int.from_bytes(content[:8].tobytes(), "little")
         for name, tensor in json.loads(content[8:start].tobytes()).items():
@@ -162,5 +171,6 @@ def _weights(folder: Path) -> dict[str, NDArray[np.uint16]]:
                 raise NotCovered(
                     f"the weight {name} in {tensor['dtype']}", "exact arithmetic is defined for bf16", "convert it"
                 )
-            found[name] = np.ndarray(tensor["shape"], "<u2", content, start + tensor["data_offsets"][0])
-    return found
+            yield name, np.ndarray(tensor["shape"], "<u2", content, start + tensor["data_offsets"][0])
+    except (ValueError, TypeError, KeyError) as error:  # empty, no JSON, or too short
+        raise NoTestError(f"{file.name} is no whole file of safetensors") from error
