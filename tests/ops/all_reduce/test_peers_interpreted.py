@@ -126,13 +126,12 @@ def test_what_one_launch_cannot_normalise_is_added_first(monkeypatch: pytest.Mon
     add, calls = AllReduce(2, lambda size: Peers(0, memory, addresses)), []
     monkeypatch.setattr(cuda._Channel, "launch", lambda *_: calls.append("sum"))
     monkeypatch.setattr(cuda._Channel, "launch_with_norm", lambda *_: calls.append("sum and norm"))
-    most = cuda.SCHEDULES[2][0].largest // 2
     cases = {
         (1, 4096, "bfloat16"): "sum and norm",
-        (most // 4096, 4096, "bfloat16"): "sum and norm",
-        (most // 4096 + 1, 4096, "bfloat16"): "sum",
-        (most // 5120, 5120, "bfloat16"): "sum and norm",
-        (most // 5120 + 1, 5120, "bfloat16"): "sum",
+        (512, 4096, "bfloat16"): "sum and norm",
+        (513, 4096, "bfloat16"): "sum",
+        (409, 5120, "bfloat16"): "sum and norm",
+        (410, 5120, "bfloat16"): "sum",
         (1, 16_384, "bfloat16"): "sum and norm",
         (1, 16_385, "bfloat16"): "sum",
         (1, 16_384, "float32"): "sum",
