@@ -11,9 +11,9 @@ import torch
 from benchmarks.moe_cases import Inputs, MoeLayer, Weights, ours
 from benchmarks.spread import Spread
 from vllm_batch_invariant.ops.common.graph_timer import GraphTimer
-from vllm_batch_invariant.ops.linear import schedule as of_linear
+from vllm_batch_invariant.ops.dependent_launch import LaunchSchedule
 from vllm_batch_invariant.ops.moe import cuda
-from vllm_batch_invariant.ops.moe.cuda import GroupedSchedule, LaunchSchedule, LayerSchedule, WalkSchedule
+from vllm_batch_invariant.ops.moe.cuda import GroupedSchedule, LayerSchedule, WalkSchedule
 
 GATE_UP = (
     *(GroupedSchedule(16, *rest) for rest in (
@@ -120,7 +120,7 @@ class Candidates:
         found = [f"{walk.block} {Spread.of(times).p50:.1f}" for walk, times in zip(COMBINE, sums, strict=True)]
         lines.append(f"  route {Spread.of(routes).p50:.1f}, combine by {', '.join(found)}")
         layers = [partial(ours().call, layer, weights, one) for one in inputs]
-        used = LaunchSchedule.of(of_linear.gpu(x[0].device.index))
+        used = LaunchSchedule.of(x[0].device)
         for how, text in ((used, ""), (LaunchSchedule(False), ", launches do not overlap")):
             with mock.patch.object(LaunchSchedule, "of", partial(_always, how)):
                 [times] = self.timer.time([layers], 50.0, _REPLAYS)

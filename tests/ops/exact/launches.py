@@ -42,7 +42,7 @@ def hopper_products(
     weight = cuda.prepare(zeros(200, 1024), segments(1024, shared))
     held = cuda.quantize(zeros(count, 1024), weight.scale.shape[1], activations=True)
     for schedule in tiles:
-        cuda.product(held, weight, zeros(200) if bias else None, schedule)
+        cuda.product(held, weight, zeros(200) if bias else None, schedule, overlaps=True)
 
 
 def rows(count: int) -> None:

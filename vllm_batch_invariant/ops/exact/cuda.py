@@ -16,6 +16,7 @@ from ..attention.plan import AttentionShape, Kernels, Plan, Planner, Schedule
 from ..attention.reduction import AttentionReduction
 from ..common.rows import normalise_dims, rows_back
 from ..common.triton_rows import ALIGNMENT, aligned, aligned_rows, on_device_of
+from ..dependent_launch import LaunchSchedule
 from ..linear import schedule as of_linear
 from ..top_k_top_p.cuda import top_k_top_p as top_k_top_p_of_floats
 from . import triton_kernels
@@ -203,6 +204,7 @@ def quantize(x: torch.Tensor, parts: int, activations: bool) -> Activations:
                 ACTIVATIONS=activations,
                 BLOCK=schedule.block,
                 MARK_STEP=schedule.mark_step,
+                **LaunchSchedule.of(x.device).options,
                 num_warps=schedule.num_warps,
                 enable_fp_fusion=False,
             )
@@ -229,13 +231,25 @@ def linear(x: torch.Tensor, weight: ExactWeight, bias: torch.Tensor | None = Non
         schedule = hopper_schedule(m, n, parts, of_linear.gpu(x.device.index).num_sms)
     else:
         schedule = linear_schedule(m, parts)
-    return product(rows, weight, bias, schedule).view(*x.shape[:-1], n)
+    return product(rows, weight, bias, schedule, overlaps=True).view(*x.shape[:-1], n)
 
 
 def product(
-    x: Activations, weight: ExactWeight, bias: torch.Tensor | None, schedule: LinearSchedule | HopperSchedule
+    x: Activations,
+    weight: ExactWeight,
+    bias: torch.Tensor | None,
+    schedule: LinearSchedule | HopperSchedule,
+    overlaps: bool = False,
 ) -> torch.Tensor:
     """:func:`linear` of activations on their grids, [M, N] bf16.
+
+    Args:
+        x: the activations.
+        weight: the weight.
+        bias: [N], or None.
+        schedule: the tile.
+        overlaps: on a Hopper, whether weights are read while the kernel that was launched last still runs; then what
+            wrote them must have ended before that one began, or on the host's knowledge.
 
     Raises:
         ValueError: rows of another length, or in other segments, than the weight's.
@@ -252,7 +266,17 @@ def product(
 
         with on_device_of(out):
             linear_sm90(
-                x.digits, x.third, x.marks, x.scale, weight.digits, weight.scale, bias, out, mark_step, schedule
+                x.digits,
+                x.third,
+                x.marks,
+                x.scale,
+                weight.digits,
+                weight.scale,
+                bias,
+                out,
+                mark_step,
+                schedule,
+                LaunchSchedule(overlaps),
             )
     elif out.numel():
         with on_device_of(out):
@@ -785,7 +809,9 @@ def certify(n: int, k: int, shared: bool, device: torch.device, int8: bool = Tru
         weight = ExactWeight(held[1].digits, held[1].scale)
         if isinstance(schedule, LinearSchedule):
             schedule = replace(schedule, int8=int8)
-        found = product(held[0], weight, None, schedule)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # what wrote the weight has ended
+        found = product(held[0], weight, None, schedule, overlaps=True)
         if not torch.equal(found, right[rows][:, columns].to(device)):
             raise ArithmeticError(f"products of {k} elements in {schedule} are not exact on {device}")
         compared += found.numel()

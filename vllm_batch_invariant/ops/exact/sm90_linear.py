@@ -11,7 +11,8 @@ A tile of the result is computed with operands swapped, so that wgmma's long sid
 |x2| of K elements add up to at most K / 64, and no sum of products with them leaves an int32.
 
 One warp copies, and one or two warpgroups multiply, each of them 64 rows of the weight: each digit is copied once a
-tile and used twice. The copies go on while a segment's sum is rounded, and over the end of a tile.
+tile and used twice. The copies go on while a segment's sum is rounded, and over the end of a tile. Where launches
+overlap, the first weights are copied before the activations are there.
 """
 
 from functools import cache
@@ -27,10 +28,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..common.gluon_names import copy_block
 from ..common.sm90_ring import next_stage
 from ..common.triton_names import aggregate, value
+from ..dependent_launch import LaunchSchedule
 from .schedule import HopperSchedule
 
 _STEP_K = gl.constexpr(128)
@@ -63,6 +66,8 @@ class _Problem:
     BLOCK_N: gl.constexpr
     LONG_SIDE: gl.constexpr
     IN_REGISTERS: gl.constexpr
+    OVERLAPS: gl.constexpr
+    """The kernel before may still run: activations, marks and scales of them are there once it was waited for."""
 
 
 @aggregate
@@ -107,12 +112,29 @@ def _is_marked(problem, some, step):
 
 
 @gluon.jit
+def _copy_weights(w_desc, problem, ring, stage, first_n, first_k):
+    """Starts the copies of both digits of a step of K."""
+    for plane in gl.static_range(2):
+        w_smem = ring.w_smem.index(stage * 2 + plane).slice(0, problem.BLOCK_N)
+        copy_block(w_desc, [plane * problem.N + first_n, first_k], ring.full_bar.index(stage), w_smem)
+
+
+@gluon.jit
 def _copy_partition(x_desc, third_desc, w_desc, problem, ring):
     """One warp: keeps the ring full."""
     steps = (problem.length + _STEP_K - 1) // _STEP_K
     BYTES: gl.constexpr = (problem.BLOCK_M + problem.BLOCK_N) * _STEP_K
     rows: gl.constexpr = gl.BlockedLayout([max(problem.BLOCK_M // 32, 1)], [32], [1], [0])
     in_tile_m = gl.arange(0, problem.BLOCK_M, rows)
+    ahead = gl.to_tensor(0)  # steps whose weights are on their way already
+    if problem.OVERLAPS:
+        ahead = gl.minimum(steps, ring.NUM_STAGES)
+        _, first_n = _first_of(problem, gl.program_id(0))
+        for step in range(ahead):
+            mbarrier.expect(ring.full_bar.index(step), 2 * BYTES)
+            _copy_weights(w_desc, problem, ring, step, first_n, step * _STEP_K)
+        gdc_wait()
+        gdc_launch_dependents()
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
     for tile in range(gl.program_id(0), problem.tiles_m * problem.tiles_n, gl.num_programs(0)):
         first_m, first_n = _first_of(problem, tile)
@@ -122,10 +144,12 @@ def _copy_partition(x_desc, third_desc, w_desc, problem, ring):
                 first_k = part * problem.length + step * _STEP_K
                 mbarrier.wait(ring.empty_bar.index(stage), phase)
                 full = ring.full_bar.index(stage)
-                mbarrier.expect(full, 2 * BYTES)
+                if ahead > 0:
+                    ahead -= 1
+                else:
+                    mbarrier.expect(full, 2 * BYTES)
+                    _copy_weights(w_desc, problem, ring, stage, first_n, first_k)
                 for plane in gl.static_range(2):
-                    w_smem = ring.w_smem.index(stage * 2 + plane).slice(0, problem.BLOCK_N)
-                    copy_block(w_desc, [plane * problem.N + first_n, first_k], full, w_smem)
                     x_smem = ring.x_smem.index(stage * 2 + plane)
                     copy_block(x_desc, [plane * problem.M + first_m, first_k], full, x_smem)
                 stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
@@ -235,6 +259,8 @@ def _multiply_partition(problem, bias_ptr, pending_ptr, ring):
     in_tile_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT))
     if PARTS > 1 and not IN_REGISTERS:
         pending_ptr += gl.program_id(0).to(gl.int64) * (_PENDING * SIZE)
+    if problem.OVERLAPS:
+        gdc_wait()
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     for tile in range(gl.program_id(0), problem.tiles_m * problem.tiles_n, gl.num_programs(0)):
         first_m, first_n = _first_of(problem, tile)
@@ -306,6 +332,7 @@ def linear_sm90_kernel(
     BLOCK_N: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     IN_REGISTERS: gl.constexpr,
+    OVERLAPS: gl.constexpr,
 ):
     """Tiles of the result, in turns.
 
@@ -325,7 +352,7 @@ def linear_sm90_kernel(
     LONG_SIDE: gl.constexpr = 64 if BLOCK_N <= 64 else 128
     problem = _Problem(
         marks_ptr, x_scale_ptr, w_scale_ptr, out_ptr, M, N, tiles_m, tiles_n, length, mark_step, PARTS, HAS_BIAS,
-        BLOCK_M, BLOCK_N, LONG_SIDE, IN_REGISTERS,
+        BLOCK_M, BLOCK_N, LONG_SIDE, IN_REGISTERS, OVERLAPS,
     )  # fmt: skip
     x_smem = gl.allocate_shared_memory(gl.int8, [NUM_STAGES * 2, BLOCK_M, _STEP_K], x_desc.layout)
     w_smem = gl.allocate_shared_memory(gl.int8, [NUM_STAGES * 2, LONG_SIDE, _STEP_K], w_desc.layout)
@@ -373,6 +400,7 @@ def linear_sm90(
     out: torch.Tensor,
     mark_step: int,
     tile: HopperSchedule,
+    launch: LaunchSchedule,
 ) -> None:
     """Write the product of activations and a weight on their grids to ``out``.
 
@@ -387,6 +415,7 @@ def linear_sm90(
         out: bf16 [M, N].
         mark_step: elements of a mark, a multiple of 128.
         tile: decides the speed.
+        launch: if it overlaps, the weight is read before the kernel before has ended.
     """
     (_, m, k), (n, parts) = digits.shape, w_scale.shape
     tiles_m, tiles_n = triton.cdiv(m, tile.block_m), triton.cdiv(n, tile.block_n)
@@ -418,6 +447,7 @@ def linear_sm90(
         BLOCK_N=tile.block_n,
         NUM_STAGES=tile.num_stages,
         IN_REGISTERS=tile.in_registers,
+        **launch.options,
         num_warps=tile.num_warps,
         maxnreg=tile.registers,
         enable_fp_fusion=False,

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ..common.triton_rows import order_key, value_of
+from ..dependent_launch import wait_for_kernel_before
 from . import definition
 from .triton_math import (
     LOWEST_EXPONENT,
@@ -67,6 +68,7 @@ def quantize_kernel(
     ACTIVATIONS: tl.constexpr,
     BLOCK: tl.constexpr,
     MARK_STEP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Puts one part of a row on its grid: each integer is x1 * 2**8 + x0, of activations sometimes x2 * 2**16 more.
 
@@ -78,6 +80,7 @@ def quantize_kernel(
             has an x2.
         scale_ptr: fp32 [rows, PARTS].
     """
+    wait_for_kernel_before(OVERLAPS)
     part = tl.program_id(0) % PARTS
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     offs = tl.arange(0, BLOCK)

@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import NotCovered
 from ..common.triton_rows import on_device_of
+from ..dependent_launch import LaunchSchedule
 from ..linear import schedule as of_linear
 from ..linear import triton_gemm
 from ..linear.cancelling import cancelling
@@ -161,28 +162,6 @@ _COMBINING = WalkSchedule(512)
 
 
 @dataclass(frozen=True)
-class LaunchSchedule:
-    """How kernels follow one another.
-
-    Attributes:
-        overlaps: whether one is launched while the programs of the one before end, and waits for them itself.
-    """
-
-    overlaps: bool
-
-    @classmethod
-    def of(cls, gpu: Gpu) -> "LaunchSchedule":
-        """Programmatic dependent launch came with the tensor memory accelerator; the interpreter has none."""
-        return cls(gpu.has_tma and not triton.knobs.runtime.interpret)
-
-
-def _launched(device: torch.device) -> dict[str, Any]:
-    """What every launch on a device is given."""
-    overlaps = LaunchSchedule.of(of_linear.gpu(device.index)).overlaps
-    return {"OVERLAPS": overlaps, **({"launch_pdl": True} if overlaps else {})}
-
-
-@dataclass(frozen=True)
 class Groups:
     """Pairs grouped by expert, or for programs that do so themselves.
 
@@ -219,7 +198,7 @@ def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule, places: torc
     ints = {"dtype": torch.int32, "device": ids.device}
     pairs, expert_of_block = torch.empty(num_blocks * block_m, **ints), torch.empty(num_blocks, **ints)
     stop = torch.empty(triton.next_power_of_2(experts), **ints)
-    launched = {**_launched(ids.device), "enable_fp_fusion": False}
+    launched = {**LaunchSchedule.of(ids.device).options, "enable_fp_fusion": False}
     with on_device_of(ids):
         if num_pairs <= 2 * _SOME.block:
             walk = _FEW if num_pairs <= _FEW.block else _SOME
@@ -341,7 +320,7 @@ def grouped_gemm(
             SWAP_AB=schedule.swap_ab,
             PRECISION=reduction.precision,
             HALVES=schedule.halves,
-            **_launched(x.device),
+            **LaunchSchedule.of(x.device).options,
             num_warps=schedule.num_warps,
             num_stages=schedule.num_stages,
             enable_fp_fusion=reduction.enable_fp_fusion,
@@ -394,7 +373,7 @@ def route(
                 PADDED_TOP_K=triton.next_power_of_2(top_k),
                 BLOCK=of_row.block,
                 NUM_WARPS=of_row.num_warps,
-                **_launched(logits.device),
+                **LaunchSchedule.of(logits.device).options,
                 num_warps=of_row.num_warps,
                 enable_fp_fusion=of_row.enable_fp_fusion,
             )
@@ -466,7 +445,7 @@ def combine(
             TOP_K=weights.shape[1],
             IS_PART=places is not None,
             BLOCK=walk.block,
-            **_launched(out.device),
+            **LaunchSchedule.of(out.device).options,
             num_warps=4,
             enable_fp_fusion=False,
         )

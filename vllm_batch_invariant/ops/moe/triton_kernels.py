@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from ..common.triton_rows import row_sum
+from ..dependent_launch import wait_for_kernel_before
 
 _LOWEST = tl.constexpr(-(2**31))
 """Below the order of every score."""
@@ -28,16 +29,6 @@ _SWIGLUOAI_ALPHA, _SWIGLUOAI_LIMIT = tl.constexpr(1.702), tl.constexpr(7.0)
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _TWICE_SQRT_2_BY_PI, _GELU_CUBIC = tl.constexpr(1.5957691216057308), tl.constexpr(0.044715)
 """tanh(z) is 2 s(2 z) - 1."""
-
-
-@triton.jit
-def _begin(OVERLAPS: tl.constexpr):
-    """With OVERLAPS the launch did not wait for the kernel before, whose results are there from here on; the next one
-    may be launched.
-    """
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -118,7 +109,7 @@ def route_kernel(
     """The TOP_K highest scores [num_experts] of a token, of equal ones the lowest expert first; with GROUPS those of
     the best groups. A softmax is computed as :mod:`..softmax` does.
     """
-    _begin(OVERLAPS)
+    wait_for_kernel_before(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     experts, places = tl.arange(0, BLOCK), tl.arange(0, PADDED_TOP_K)
     mask = experts < num_experts
@@ -171,12 +162,14 @@ def _expert_of(ids_ptr, places_ptr, pair, IS_PART: tl.constexpr):
 
 
 @triton.jit
-def _write_blocks(expert_of_block_ptr, blocks, num_blocks, PADDED_EXPERTS: tl.constexpr, BLOCKS_AT_ONCE: tl.constexpr):
-    """Writes whose pairs are in each block, if experts have so many, -1 for nobody's."""
-    experts, stop = tl.arange(0, PADDED_EXPERTS), tl.cumsum(blocks, 0)
+def _write_blocks(
+    expert_of_block_ptr, first, blocks, num_blocks, PADDED_EXPERTS: tl.constexpr, BLOCKS_AT_ONCE: tl.constexpr
+):
+    """Writes whose pairs are in each block, if experts have so many from a first one on, -1 for nobody's."""
+    experts = tl.arange(0, PADDED_EXPERTS)
     for number in range(tl.max(blocks, 0)):
-        tl.store(expert_of_block_ptr + stop - blocks + number, experts, mask=number < blocks)
-    for start in range(tl.max(stop, 0), num_blocks, BLOCKS_AT_ONCE):
+        tl.store(expert_of_block_ptr + first + number, experts, mask=number < blocks)
+    for start in range(tl.sum(blocks, 0), num_blocks, BLOCKS_AT_ONCE):
         block = start + tl.arange(0, BLOCKS_AT_ONCE)
         tl.store(expert_of_block_ptr + block, tl.full((BLOCKS_AT_ONCE,), -1, tl.int32), mask=block < num_blocks)
 
@@ -190,15 +183,16 @@ def group_kernel(
     """Writes pairs into blocks of their experts, by one program; in what order decides nothing. Afterwards ``next`` is
     where the pairs of an expert end.
     """
-    _begin(OVERLAPS)
+    wait_for_kernel_before(OVERLAPS)
     counts = tl.zeros((PADDED_EXPERTS,), tl.int32)
     for start in tl.range(0, num_pairs, BLOCK, num_stages=3):
         offs = start + tl.arange(0, BLOCK)
         expert = _experts_of(ids_ptr, places_ptr, offs, offs < num_pairs, IS_PART)
         counts += tl.histogram(tl.maximum(expert, 0), PADDED_EXPERTS, mask=expert >= 0)
     blocks = tl.cdiv(counts, BLOCK_M)
-    _write_blocks(expert_of_block_ptr, blocks, num_blocks, PADDED_EXPERTS, BLOCKS_AT_ONCE)
-    tl.store(next_ptr + tl.arange(0, PADDED_EXPERTS), (tl.cumsum(blocks, 0) - blocks) * BLOCK_M)
+    first = tl.cumsum(blocks, 0) - blocks
+    _write_blocks(expert_of_block_ptr, first, blocks, num_blocks, PADDED_EXPERTS, BLOCKS_AT_ONCE)
+    tl.store(next_ptr + tl.arange(0, PADDED_EXPERTS), first * BLOCK_M)
     tl.debug_barrier()  # other threads have written where an expert's pairs go
     for start in range(0, num_pairs, BLOCK):
         pair = start + tl.arange(0, BLOCK)
@@ -214,7 +208,7 @@ def count_kernel(
     PADDED_EXPERTS: tl.constexpr, IS_PART: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """counts: int32 [programs, PADDED_EXPERTS], how many of a program's BLOCK pairs each expert has."""
-    _begin(OVERLAPS)
+    wait_for_kernel_before(OVERLAPS)
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = _experts_of(ids_ptr, places_ptr, offs, offs < num_pairs, IS_PART)
     counts = tl.histogram(tl.maximum(expert, 0), PADDED_EXPERTS, mask=expert >= 0)
@@ -231,7 +225,7 @@ def place_kernel(
     there are others of it before, in programs before, which it counts, and in its own. The first program also writes
     where the pairs of an expert end, and whose pairs are in each block.
     """
-    _begin(OVERLAPS)
+    wait_for_kernel_before(OVERLAPS)
     program, experts, rows = tl.program_id(0), tl.arange(0, PADDED_EXPERTS), tl.arange(0, COUNTS)
     total, earlier = tl.zeros((PADDED_EXPERTS,), tl.int32), tl.zeros((PADDED_EXPERTS,), tl.int32)
     for start in range(0, num_counts, COUNTS):
@@ -240,13 +234,13 @@ def place_kernel(
         total += tl.sum(counts, 0)  # of [COUNTS, PADDED_EXPERTS]
         earlier += tl.sum(tl.where(row < program, counts, 0), 0)
     blocks = tl.cdiv(total, BLOCK_M)
-    first = (tl.cumsum(blocks, 0) - blocks) * BLOCK_M
+    first = tl.cumsum(blocks, 0) - blocks
     if program == 0:
-        _write_blocks(expert_of_block_ptr, blocks, num_blocks, PADDED_EXPERTS, BLOCKS_AT_ONCE)
-        tl.store(stop_ptr + experts, first + total)
+        _write_blocks(expert_of_block_ptr, first, blocks, num_blocks, PADDED_EXPERTS, BLOCKS_AT_ONCE)
+        tl.store(stop_ptr + experts, first * BLOCK_M + total)
     begin, in_block = program * BLOCK, tl.arange(0, BLOCK)
     expert = _experts_of(ids_ptr, places_ptr, begin + in_block, begin + in_block < num_pairs, IS_PART)
-    before = tl.gather(first + earlier, tl.maximum(expert, 0), 0)
+    before = tl.gather(first * BLOCK_M + earlier, tl.maximum(expert, 0), 0)
     for start in range(0, BLOCK, PAIRS_AT_ONCE):
         others = start + tl.arange(0, PAIRS_AT_ONCE)
         of_others = _experts_of(ids_ptr, places_ptr, begin + others, begin + others < num_pairs, IS_PART)
@@ -405,7 +399,7 @@ def grouped_gemm_kernel(
     tiles_n = tl.cdiv(N, BLOCK_N)
     block = tl.program_id(0) // tiles_n
     first_n = (tl.program_id(0) % tiles_n) * BLOCK_N
-    _begin(OVERLAPS)
+    wait_for_kernel_before(OVERLAPS)
     if FEW_PAIRS:
         expert, pairs = _pairs_of_few(pairs_ptr, places_ptr, block, num_pairs, IS_PART, FEW_PAIRS, BLOCK_M)
         if expert < 0:
@@ -459,7 +453,7 @@ def combine_kernel(
     """down: [tokens, TOP_K, LENGTH] fp32, weights and ids: [tokens, TOP_K], out: [tokens, LENGTH]. What an expert gives
     that is not here is 0. Programs one after the other read what lies side by side.
     """
-    _begin(OVERLAPS)
+    wait_for_kernel_before(OVERLAPS)
     PARTS: tl.constexpr = (LENGTH + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // PARTS).to(tl.int64)
     offs = (tl.program_id(0) % PARTS) * BLOCK + tl.arange(0, BLOCK)
