@@ -43,7 +43,7 @@ PROGRAM, COMPILES = "tests.ops.compiled_kernels", ("compile_cell", "compile_inst
 """The module that compiles, and its functions that decide what is compiled of a cell, and how."""
 SOURCES = {
     "gradients": ("attention_backward/*.py", "common/*.py"),
-    "experts": ("moe/*.py", "linear/*.py", "softmax/*.py", "common/*.py"),
+    "experts": ("moe/*.py", "linear/*.py", "softmax/*.py", "common/*.py", "dependent_launch.py"),
     "all_reduce": ("all_reduce/*.py", "norm/*.py", "common/*.py"),
     "attention": ("attention/**/*.py", "common/*_names.py", "common/sm90_ring.py", "common/nvidia_gpus.py"),
     "matmuls": (
@@ -53,7 +53,7 @@ SOURCES = {
         "common/sm90_ring.py",
         "common/nvidia_gpus.py",
     ),
-    "exact": ("exact/**/*.py", "attention/*.py", "common/*.py"),
+    "exact": ("exact/**/*.py", "attention/*.py", "common/*.py", "dependent_launch.py"),
     "rows": ("norm*/*.py", "softmax/*.py", "reduce/*.py", "silu_backward/*.py", "common/*.py"),
     "others": ("**/*.py",),
 }
