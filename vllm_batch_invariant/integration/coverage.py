@@ -55,10 +55,9 @@ EXACT_MODELS_ON_GPUS = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "GraniteForCausalLM",
+    "Phi3ForCausalLM",
 )
 """Those whose engines have had the definition's bits on a GPU."""
-UNTRIED_EXACT_MODELS_ON_GPUS = ("Phi3ForCausalLM",)
-"""Those whose kernels have run in Triton's interpreter only."""
 LOGITS_PROCESSORS = "vllm.logits_processors"
 """The group of entry points whose logits processors vLLM loads without being told to."""
 
@@ -362,10 +361,9 @@ def _inexact(config: Config) -> str | None:
     dtype = str(model.dtype).removeprefix("torch.")
     attention, has_experts = envs.ATTENTION.read(), getattr(model, "is_moe", False)
     on_a_gpu = devices.of_config(config).ops.type == "cuda"
-    on_gpus = EXACT_MODELS_ON_GPUS + (UNTRIED_EXACT_MODELS_ON_GPUS if envs.starts_untried() else ())
     found = {
         str(problem): problem is not None,
-        f"{model.architecture} on a GPU": on_a_gpu and model.architecture not in on_gpus,
+        f"{model.architecture} on a GPU": on_a_gpu and model.architecture not in EXACT_MODELS_ON_GPUS,
         f"dtype {dtype}": dtype != "bfloat16",
         f"a mixture of experts with {workers} workers": has_experts and workers > 1,
         f"{envs.TP_TREE.name}={envs.TP_TREE.read()}": tensor_tree.leaves() > 1,
@@ -455,7 +453,7 @@ COVERED = (
         "`VLLM_BATCH_INVARIANT_ARITHMETIC=exact`, in bf16. On a CPU: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 1 "
         "to 3, Granite and Phi-3 have the same bits on every machine, dense ones with 1, 2, 4 or 8 workers, and a "
         "receipt is computed again without an engine. On a Hopper GPU with vLLM 0.33, one worker and vLLM's second "
-        "model runner: all of these but Qwen3-MoE and Phi-3 have the same bits as there",
+        "model runner: all of these but Qwen3-MoE have the same bits as there",
     ),
     Feature(
         "Pipeline parallelism",
