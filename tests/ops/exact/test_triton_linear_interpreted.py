@@ -97,9 +97,9 @@ def test_a_certificate_has_scales_in_fp32_where_a_model_is_loaded(monkeypatch):
     """vLLM loads a model with bf16 as PyTorch's default."""
     seen, product = [], cuda.product
 
-    def noted(x, weight, *others):
+    def noted(x, weight, *others, **options):
         seen.extend((x.scale.dtype, weight.scale.dtype))
-        return product(x, weight, *others)
+        return product(x, weight, *others, **options)
 
     monkeypatch.setattr(cuda, "product", noted)
     before = torch.get_default_dtype()

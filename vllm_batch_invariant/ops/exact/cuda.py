@@ -248,8 +248,8 @@ def product(
         weight: the weight.
         bias: [N], or None.
         schedule: the tile.
-        overlaps: on a Hopper, whether weights are read while the kernel that was launched last still runs; then what
-            wrote them must have ended before that one began, or on the host's knowledge.
+        overlaps: on a Hopper, whether weights are read while the kernel that was launched last still runs. What wrote
+            them must have ended before that one began.
 
     Raises:
         ValueError: rows of another length, or in other segments, than the weight's.
