@@ -261,34 +261,16 @@ def product(
         )
     out = torch.empty(m, n, dtype=torch.bfloat16, device=x.digits.device)
     bias, mark_step = None if bias is None else aligned(bias), QuantizeSchedule.of(k // parts).mark_step
+    operands = x.digits, x.third, x.marks, x.scale, weight.digits, weight.scale, bias, out
     if out.numel() and isinstance(schedule, HopperSchedule):
         from .sm90_linear import linear_sm90
 
         with on_device_of(out):
-            linear_sm90(
-                x.digits,
-                x.third,
-                x.marks,
-                x.scale,
-                weight.digits,
-                weight.scale,
-                bias,
-                out,
-                mark_step,
-                schedule,
-                LaunchSchedule(overlaps),
-            )
+            linear_sm90(*operands, mark_step, schedule, LaunchSchedule(overlaps))
     elif out.numel():
         with on_device_of(out):
             linear_kernel[(-(-m // schedule.block_m) * -(-n // schedule.block_n),)](
-                x.digits,
-                x.third,
-                x.marks,
-                x.scale,
-                weight.digits,
-                weight.scale,
-                bias,
-                out,
+                *operands,
                 m,
                 n,
                 k,
