@@ -10,7 +10,7 @@ from benchmarks.record import case_text
 if TYPE_CHECKING:
     from vllm import LLM
 
-_SPECIAL = 16
+SPECIAL = 16
 """Token ids below are special in the project's checkpoints."""
 
 
@@ -31,9 +31,14 @@ class Workload(Protocol):
 def _prompts(llm: "LLM", count: int, length: int, seed: int, run: int = 0) -> list[dict]:
     """Random tokens; with ``run``, so many of them again and again."""
     chance = random.Random(seed)
-    vocabulary = range(_SPECIAL, llm.llm_engine.model_config.get_vocab_size())
+    vocabulary = range(SPECIAL, llm.llm_engine.model_config.get_vocab_size())
     runs = [chance.choices(vocabulary, k=run or length) for _ in range(count)]
     return [{"prompt_token_ids": (one * -(-length // len(one)))[:length]} for one in runs]
+
+
+def _repeats(run: int) -> dict[str, int]:
+    """What a case says of prompts that repeat themselves."""
+    return {"run": run} if run else {}
 
 
 def _seconds(llm: "LLM", prompts: list[dict], tokens: list[int]) -> float:
@@ -53,19 +58,20 @@ class Throughput:
     prompt_tokens: int
     fewest: int
     most: int
+    run: int = 0
+    """Tokens that a prompt repeats; 0 if it repeats none."""
     metric = "time"
     unit = "s"
 
     @property
     def case(self) -> str:
-        return case_text(
-            workload="throughput", prompts=self.prompts, input=self.prompt_tokens, output=f"{self.fewest}-{self.most}"
-        )
+        lengths = {"prompts": self.prompts, "input": self.prompt_tokens, "output": f"{self.fewest}-{self.most}"}
+        return case_text(workload="throughput", **lengths, **_repeats(self.run))
 
     def sample(self, llm: "LLM") -> float:
         chance = random.Random(0)
         tokens = [chance.randint(self.fewest, self.most) for _ in range(self.prompts)]
-        prompts = _prompts(llm, self.prompts, self.prompt_tokens, seed=1)
+        prompts = _prompts(llm, self.prompts, self.prompt_tokens, seed=1, run=self.run)
         llm.reset_prefix_cache()
         return _seconds(llm, prompts, tokens)
 
@@ -86,8 +92,7 @@ class TokenTime:
 
     @property
     def case(self) -> str:
-        repeats = {"run": self.run} if self.run else {}
-        return case_text(workload="tpot", batch=self.batch, context=self.context, **repeats)
+        return case_text(workload="tpot", batch=self.batch, context=self.context, **_repeats(self.run))
 
     def sample(self, llm: "LLM") -> float:
         prompts = _prompts(llm, self.batch, self.context, self.context, self.run)
@@ -152,6 +157,8 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     ),
     "speculation": tuple(TokenTime(batch, 64, 256) for batch in (1, 8, 32)),
     "speculation-repeats": tuple(TokenTime(batch, 64, 256, run=8) for batch in (1, 8, 32)),
+    "many-prompts": (Throughput(4096, 64, 128, 128),),
+    "many-prompts-repeats": (Throughput(4096, 64, 128, 128, run=8),),
     "speculation-small": (TokenTime(1, 32, 8), TokenTime(3, 32, 8)),
     "speculation-small-repeats": (TokenTime(1, 32, 8, run=4), TokenTime(3, 32, 8, run=4)),
     "none": (),

@@ -1,5 +1,6 @@
 """Benchmark of speculative decoding: `python -m benchmarks.speculation MODEL`. Plain vLLM and ours take turns on one
-GPU, with the same drafters. Bits first, against the engine without a drafter, then time.
+GPU, with the same drafters. Bits first, against the engine without a drafter, then time. Of random weights their texts
+differ, and so do the drafts that they accept; with --predictable they write the same.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from benchmarks.engine import Rows, keys_of, measured_of, options_of, plan_of, print_summary
 from benchmarks.engine_workloads import WORKLOADS
+from benchmarks.predictable_model import make_predictable
 from benchmarks.record import Measurement, Setting, case_text, update
 from tests.engine.drafters import make_head
 from vllm_batch_invariant.verify.harness.requests import NGRAMS
@@ -78,6 +80,8 @@ def measurements(
         for place, workload in enumerate(WORKLOADS[workloads_of(drafter, workloads)]):
             other = stock and stock["samples"][place]
             add(f"{workload.case} {of}", workload.metric, workload.unit, result["samples"][place], other)
+            if workload.metric != "tpot":
+                continue
             steps, other = _step_times(result, place), stock and _step_times(stock, place)
             add(f"{workload.case} {of}", "step", workload.unit, steps, other)
         accepted = stock and [stock["accepted"]]
@@ -91,28 +95,33 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "Check that a request has the bits that it has without a drafter, then time tokens and count how many a verify "
         "step gives.",
         PROVIDERS,
-        ("speculation", "speculation-small"),
+        ("speculation", "speculation-small", "many-prompts"),
         max_model_len=4096,
         kv_cache_gib=24,
     )
     parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS), help="which drafters")
     parser.add_argument("--drafts", nargs="+", type=int, default=[1, 3, 7], help="numbers of drafts")
+    known = "give the model an embedding and a head of which each token is followed by a certain one"
+    parser.add_argument("--predictable", action="store_true", help=known)
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     options = _parse(arguments)
-    counted = partial(plan_of, options, disable_log_stats=False)
     results: dict[tuple[str, str, int], dict[str, Any]] = {}
     rows: list[Measurement] = []
     wanted = list(itertools.product(options.drafters, options.drafts, options.providers))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as head:
+        if options.predictable:
+            options.keys = f"{options.keys} {case_text(model='predictable')}".lstrip()
+            options.model = str(make_predictable(Path(options.model), Path(folder)))
         if "eagle3" in options.drafters:
-            make_head(Path(options.model), Path(folder), "eagle3")
+            make_head(Path(options.model), Path(head), "eagle3")
+        counted = partial(plan_of, options, disable_log_stats=False)
         plans = [("ours", counted() | {"workloads": "none"})] if "ours" in options.providers else []
         for drafter, drafts, provider in wanted:
-            plan = counted(speculative_config=configuration(drafter, options.model, drafts, folder))
+            plan = counted(speculative_config=configuration(drafter, options.model, drafts, head))
             plans.append((provider, plan | {"workloads": workloads_of(drafter, options.workloads)}))
         found = measured_of(plans, options.together, options.timeout)
         plain = next(found) if "ours" in options.providers else None

@@ -1,14 +1,18 @@
 """The rows of the benchmark of speculative decoding; engines themselves are made up here."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks import engine, speculation
 from benchmarks.engine_worker import tokens_per_step
-from benchmarks.engine_workloads import WORKLOADS, _prompts
+from benchmarks.engine_workloads import SPECIAL, WORKLOADS, _prompts
+from benchmarks.predictable_model import CYCLE, follows, make_predictable
 from benchmarks.record import Setting, read
+from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 
 SETTING = Setting("NVIDIA H200", "vllm=0.33.0", "2026-01-31")
 NAME = "speculation-small"
@@ -75,6 +79,71 @@ def test_prompts_repeat_their_first_tokens() -> None:
     assert len(set(plain["prompt_token_ids"])) > 4
     ids = repeated["prompt_token_ids"]
     assert ids == [*ids[:4], *ids[:4], *ids[:2]]
+
+
+def test_a_time_that_is_of_no_step_has_no_row_of_steps() -> None:
+    results = {("ours", "ngram-repeats", 3): result(1.0, 2.0)}
+    rows = speculation.measurements(results, "many-prompts", "bits", SETTING)
+    assert [row.metric for row in rows] == ["time", "length"]
+    assert rows[0].case == "workload=throughput prompts=4096 input=64 output=128-128 run=8 spec=ngram-repeats k=3"
+
+
+@pytest.mark.parametrize("vocabulary", [SPECIAL + 1, 2 * CYCLE + SPECIAL, 1000])
+def test_every_token_follows_one(vocabulary: int) -> None:
+    tokens = torch.arange(vocabulary)
+    found = follows(tokens, vocabulary)
+    assert torch.equal(found.sort().values, tokens)
+    assert torch.equal(found[:SPECIAL], tokens[:SPECIAL])
+    again = tokens
+    for _ in range(CYCLE):
+        again = follows(again, vocabulary)
+    whole = vocabulary - (vocabulary - SPECIAL) % CYCLE
+    assert torch.equal(again[:whole], tokens[:whole])
+
+
+def _answers(model: Path, prompts: torch.Tensor, count: int) -> torch.Tensor:
+    from transformers import Qwen3ForCausalLM
+
+    loaded = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    found = loaded.generate(prompts, max_new_tokens=count, do_sample=False, eos_token_id=None)
+    return found[:, prompts.shape[1] :]
+
+
+def test_a_predictable_model_writes_the_tokens_that_follow(tmp_path: Path) -> None:
+    shape = Shape(layers=3)
+    model = make_checkpoint(tmp_path / "model", shape)
+    made = make_predictable(model, tmp_path / "predictable")
+    assert (made / "tokenizer.json").is_symlink()
+    assert not (made / "model.safetensors").is_symlink()
+    prompts = torch.randint(SPECIAL, shape.vocab, (8, 12), generator=torch.Generator().manual_seed(0))
+    expected, token = [], prompts[:, -1]
+    for _ in range(CYCLE + 3):
+        token = follows(token, shape.vocab)
+        expected.append(token)
+    expected = torch.stack(expected, 1)
+    assert torch.equal(_answers(made, prompts, CYCLE + 3), expected)
+    assert not torch.equal(_answers(model, prompts, CYCLE + 3), expected)
+
+
+def test_a_model_whose_head_is_its_embedding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
+    with pytest.raises(ValueError, match="of its own"):
+        make_predictable(tmp_path, tmp_path / "predictable")
+
+
+def test_the_benchmark_of_a_predictable_model_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, seen = make_checkpoint(tmp_path / "model", Shape(layers=1, hidden=64)), []
+
+    def measure(provider: str, plan: dict, timeout: float) -> dict | None:
+        seen.append((Path(plan["engine"]["model"]) / "model.safetensors").exists())
+        return result(1.0, 2.0)
+
+    monkeypatch.setattr(engine, "measure", measure)
+    out = tmp_path / "engine.csv"
+    arguments = [str(model), "--workloads", NAME, "--drafts", "3", "--drafters", "ngram", "eagle3", "--out", str(out)]
+    assert speculation.main([*arguments, "--predictable"]) == 0
+    assert seen == [True] * 5
+    assert {row.keys["model"] for row in read(out)} == {"predictable"}
 
 
 def test_engines_start_together_in_groups(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
