@@ -95,7 +95,7 @@ class Candidates:
                     x[of], weights.gate_up, None, into[of], pairs, layer.dtype, tile, activation="silu"
                 ),
                 "down": lambda tile, of, into=groups, hidden=hidden: cuda.grouped_gemm(
-                    hidden[of], weights.down, None, into[of], pairs, torch.float32, tile
+                    hidden[of], weights.down, None, into[of], pairs, layer.dtype, tile
                 ),
             }
             total = 0.0
@@ -112,7 +112,7 @@ class Candidates:
                     [[partial(cuda.group, ids, layer.experts, used) for _, ids in routed]], 10.0, _REPLAYS
                 )
                 lines.append(f"  grouped {size:3} group   {Spread.of(grouping).p50:.1f}")
-        made = torch.zeros(pairs, layer.hidden, device=x[0].device)
+        made = torch.zeros_like(x[0]).repeat_interleave(layer.top_k, 0)
         routing = [partial(cuda.route, one.logits, layer.reduction, None) for one in inputs]
         out = torch.empty_like(x[0])
         ways = [[partial(cuda.combine, made, of, ids, out, None, walk) for of, ids in routed] for walk in COMBINE]

@@ -72,7 +72,13 @@ RESERVED = 1024
 """Bytes of a multiprocessor's shared memory that a program takes beside its own."""
 MOST_SPILLED = 256
 """Bytes of a thread's stack. With Triton 3.6 to 3.9 a Gluon kernel has up to 104."""
-GLUON = ("prefill_kernel", "decode_kernel", "gemm_sm90_swap_ab_kernel", "linear_sm90_kernel")
+GLUON = (
+    "prefill_kernel",
+    "decode_kernel",
+    "gemm_sm90_swap_ab_kernel",
+    "linear_sm90_kernel",
+    "grouped_gemm_sm90_kernel",
+)
 PROCESSORS = 132
 HALVES = (torch.bfloat16, torch.float16)
 REDUCTION = AttentionReduction.of_device("cuda")

@@ -134,8 +134,8 @@ def test_a_token_has_the_bits_of_dense_layers_added_from_its_best_expert_on(dtyp
         for weight, expert in zip(weights[token], ids[token], strict=True):
             hidden = linear(x[token : token + 1], of.gate_up[expert], of.gate_up_bias[expert])
             hidden = elementwise("silu", hidden[:, :INTERMEDIATE]) * hidden[:, INTERMEDIATE:]
-            out = linear(hidden.float(), of.down[expert].float(), of.down_bias[expert].float())
-            total = total + out[0] * weight
+            out = linear(hidden, of.down[expert], of.down_bias[expert])
+            total = total + out[0].float() * weight
         assert_same_bits(row, total.to(dtype))
 
 

@@ -81,13 +81,13 @@ def prepared_moe(
     def expert(number: int, rows: torch.Tensor) -> torch.Tensor:
         hidden = linear.prepared_linear(rows, gate_up[number], _of(gate_up_bias, number))
         activated = _activated(hidden, reduction.activation)
-        return linear.prepared_accumulate(activated, down[number], _of(down_bias, number))
+        return linear.prepared_linear(activated, down[number], _of(down_bias, number))
 
     return sum_of_experts(x, weights, ids if places is None else places[ids], len(down), expert)
 
 
 Expert = Callable[[int, torch.Tensor], torch.Tensor]
-"""Gives what the expert of a number makes of rows [tokens, hidden], in fp32."""
+"""Gives what the expert of a number makes of rows [tokens, hidden]."""
 
 
 def sum_of_experts(

@@ -36,6 +36,8 @@ from .triton_kernels import (
     route_kernel,
 )
 
+_PERSISTENT_K = 64
+"""K of which the persistent kernel has a multiple."""
 _BYTES_AT_ONCE = 1 << 30
 """Of products that are held in memory until they are added: the more tokens an expert has, the fuller its blocks."""
 _MOST_COMPARED = 16_384
@@ -54,6 +56,7 @@ class GroupedSchedule:
         num_stages: of the loop.
         by_tma: whether the tensor memory accelerator reads the weights, where it can.
         halves: whether a block of at most half as many pairs is a tile of half as many rows.
+        persistent: whether :mod:`.sm90_kernel` computes it, where it can: without a bias, and the activation SiLU's.
     """
 
     block_m: int
@@ -63,6 +66,7 @@ class GroupedSchedule:
     num_stages: int
     by_tma: bool = True
     halves: bool = False
+    persistent: bool = False
 
     @property
     def swap_ab(self) -> bool:
@@ -97,12 +101,18 @@ class LayerSchedule:
 
 
 _HOPPER = (
-    LayerSchedule(GroupedSchedule(16, 32, 128, 4, 5), GroupedSchedule(16, 64, 128, 4, 5), few_pairs=16),
+    LayerSchedule(GroupedSchedule(16, 64, 128, 4, 3), GroupedSchedule(16, 64, 128, 4, 3), few_pairs=16),
     LayerSchedule(GroupedSchedule(16, 64, 128, 4, 3), GroupedSchedule(16, 64, 128, 4, 5), few_pairs=64),
     LayerSchedule(GroupedSchedule(16, 64, 128, 4, 3), GroupedSchedule(16, 128, 128, 4, 3), most=9),
     LayerSchedule(GroupedSchedule(32, 64, 128, 4, 2), GroupedSchedule(32, 128, 128, 4, 2), most=22),
-    LayerSchedule(GroupedSchedule(64, 64, 64, 4, 4), GroupedSchedule(64, 128, 64, 4, 4), most=90),
-    LayerSchedule(GroupedSchedule(128, 128, 64, 8, 4, halves=True), GroupedSchedule(128, 256, 64, 8, 4, halves=True)),
+    LayerSchedule(GroupedSchedule(64, 64, 64, 4, 4), GroupedSchedule(64, 128, 64, 4, 4), most=45),
+    LayerSchedule(
+        GroupedSchedule(128, 128, 64, 8, 4, halves=True), GroupedSchedule(128, 256, 64, 8, 4, halves=True), most=180
+    ),
+    LayerSchedule(
+        GroupedSchedule(128, 128, 64, 8, 4, halves=True, persistent=True),
+        GroupedSchedule(128, 256, 64, 8, 4, halves=True, persistent=True),
+    ),
 )
 _OTHERS = {
     2: (
@@ -289,6 +299,14 @@ def grouped_gemm(
     reduction = LinearReduction.of_device("cuda", rows, k, x.dtype)
     out = torch.empty(pairs, n, dtype=dtype, device=x.device)
     by_tma = schedule.by_tma and _supports_tma(weight)
+    is_persistent = schedule.persistent and by_tma and k % _PERSISTENT_K == 0 and not triton.knobs.runtime.interpret
+    if is_persistent and bias is None and activation in ("", "silu"):
+        from .sm90_kernel import grouped_gemm_sm90  # Gluon is needed for this kernel alone
+
+        of_blocks = groups.pairs, groups.stop, groups.expert_of_block
+        with on_device_of(x):
+            grouped_gemm_sm90(x, weight, out, *of_blocks, gated=bool(activation))
+        return out
     if by_tma and in_turn:
         box = [1, schedule.block_n, schedule.block_k]
         weight = TensorDescriptor(weight, [2, experts * n, k], [k, 2 * k, 1], box)
@@ -392,7 +410,7 @@ def moe(
     places: torch.Tensor | None,
 ) -> torch.Tensor:
     """See the operation's package."""
-    at_once = max(1, _BYTES_AT_ONCE // (reduction.top_k * x.shape[1] * reduction.accumulate.itemsize))
+    at_once = max(1, _BYTES_AT_ONCE // (reduction.top_k * x.shape[1] * x.itemsize))
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for start in range(0, len(x), at_once):
         part = slice(start, start + at_once)
@@ -417,7 +435,7 @@ def _moe(
     schedule = layer_schedule(pairs, reduction.num_experts, x.dtype, of_linear.gpu(x.device.index))
     groups = group(ids, len(down), schedule, places)
     activated = grouped_gemm(x, gate_up, gate_up_bias, groups, pairs, x.dtype, schedule.gate_up, activation=activation)
-    made = grouped_gemm(activated, down, down_bias, groups, pairs, reduction.accumulate, schedule.down)
+    made = grouped_gemm(activated, down, down_bias, groups, pairs, x.dtype, schedule.down)
     combine(made, weights, ids, out, places)
 
 
@@ -471,7 +489,7 @@ def _activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
 
 def certify(n: int, k: int, dtype: torch.dtype, device: torch.device, activation: str = "silu") -> int:
     """Compare every tile with the dense product of the same rows, of operands whose sums cancel: that of the first
-    product with and without the activation, that of the second in fp32.
+    product with and without the activation.
 
     Args:
         n: rows of an expert's weight, of which some are enough.
@@ -490,18 +508,14 @@ def certify(n: int, k: int, dtype: torch.dtype, device: torch.device, activation
     for number, schedule in enumerate(layer_schedules(dtype, of_linear.gpu(device.index))):
         for rows, ids, x, weight in _certificate_cases(schedule, n, k, dtype, device):
             groups = group(ids, len(weight), schedule)
-            for tile, out, gate in (
-                (schedule.gate_up, dtype, ""),
-                (schedule.gate_up, dtype, activation),
-                (schedule.down, torch.float32, ""),
-            ):
+            for tile, gate in ((schedule.gate_up, ""), (schedule.gate_up, activation), (schedule.down, "")):
                 used = weight[:, : n - n % 2].contiguous() if gate else weight
-                found = grouped_gemm(x, used, None, groups, ids.numel(), out, tile, activation=gate)
+                found = grouped_gemm(x, used, None, groups, ids.numel(), dtype, tile, activation=gate)
                 for expert, of_expert in enumerate(used):
                     pairs = (ids.flatten() == expert).nonzero().squeeze(1)
                     if not len(pairs):
                         continue
-                    dense = triton_gemm.accumulate(x[pairs // ids.shape[1]], of_expert.t()).to(out)
+                    dense = triton_gemm.accumulate(x[pairs // ids.shape[1]], of_expert.t()).to(dtype)
                     dense = _activated(dense, gate) if gate else dense
                     if not torch.equal(found[pairs], dense):
                         raise NotCovered(

@@ -20,10 +20,9 @@ class MoeReduction:
     best groups are, where a group stands for its best expert, or with a bias for the sum of its best two. Weights are
     added from the best expert on to renormalise them.
 
-    The GEMMs are those of the operation ``linear``. What gate and up give is rounded to ``dtype``, and so is what the
-    activation gives. What down gives is not: it is multiplied by the weight in ``accumulate``, the products are added
-    from the best expert on, starting with 0, and the sum is rounded once. With a part of the experts the sum is that of
-    theirs.
+    The GEMMs are those of the operation ``linear``: what they give is rounded to ``dtype``, and so is what the
+    activation gives. What down gives is multiplied by the weight in ``accumulate``, the products are added from the
+    best expert on, starting with 0, and the sum is rounded once. With a part of the experts the sum is that of theirs.
 
     Attributes:
         num_experts: of the layer, wherever they are.

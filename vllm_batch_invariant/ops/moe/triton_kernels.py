@@ -2,7 +2,7 @@
 
     h[p] = round(gate_up[expert(p)] @ x[token(p)] + bias)
     a[p] = activation(gate, up)                                 the halves of h[p], or its even and odd elements
-    d[p] = down[expert(p)] @ a[p] + bias                        in fp32
+    d[p] = round(down[expert(p)] @ a[p] + bias)
     y[t] = round(((0 + g[t, 0] d[t, 0]) + g[t, 1] d[t, 1]) + ...)
 
 where the activations are, with s(x) = 1 / (1 + exp(-x))::
@@ -450,7 +450,7 @@ def combine_kernel(
     down_ptr, weights_ptr, ids_ptr, places_ptr, out_ptr,
     LENGTH: tl.constexpr, TOP_K: tl.constexpr, IS_PART: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """down: [tokens, TOP_K, LENGTH] fp32, weights and ids: [tokens, TOP_K], out: [tokens, LENGTH]. What an expert gives
+    """down: [tokens, TOP_K, LENGTH], weights and ids: [tokens, TOP_K], out: [tokens, LENGTH]. What an expert gives
     that is not here is 0. Programs one after the other read what lies side by side.
     """
     wait_for_kernel_before(OVERLAPS)
@@ -466,5 +466,5 @@ def combine_kernel(
             is_here = _expert_of(ids_ptr, places_ptr, pair, IS_PART) >= 0
             weight, used = tl.where(is_here, weight, 0.0), mask & (tl.zeros_like(offs) < is_here.to(tl.int32))
         made = tl.load(down_ptr + pair * LENGTH + offs, mask=used, other=0.0, eviction_policy="evict_first")
-        acc += weight * made
+        acc += weight * made.to(tl.float32)
     tl.store(out_ptr + token * LENGTH + offs, acc.to(out_ptr.dtype.element_ty), mask=mask)

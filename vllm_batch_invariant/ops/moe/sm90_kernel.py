@@ -1,0 +1,293 @@
+"""Grouped products of many pairs by Hopper's wgmma, in Gluon: the chains of :mod:`.triton_kernels` by another schedule.
+
+Programs stay and take one tile after another, of _BLOCK_M pairs of an expert and _COLUMNS rows of its weight. Two
+warpgroups multiply, each for half of the pairs, and skip their half where it has none; four warps copy meanwhile, over
+the end of a tile, too: rows of x by addresses, since a tile's pairs lie anywhere, and the weight by the tensor memory
+accelerator. Of a gated layer a tile has as many columns of gate as of up, side by side::
+
+    acc = 0                                                # [_HALF_M, _COLUMNS]
+    for k in range(0, K, 16):
+        acc += x[row(pair), k : k + 16] @ weight[expert, n, k : k + 16].T
+    gate, up = acc                                         # [_HALF_M, _COLUMNS / 2] each
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..common.gluon_names import copy_block, copy_elements
+from ..common.sm90_ring import next_stage
+from ..common.triton_names import aggregate, value
+from ..dependent_launch import LaunchSchedule
+
+_HALF_M = gl.constexpr(64)
+"""Pairs of a warpgroup: wgmma's long side."""
+_BLOCK_M = gl.constexpr(128)
+_COLUMNS = gl.constexpr(256)
+"""The most of one wgmma, which then reads the fewest bytes of shared memory for what it computes."""
+_STEP_K = gl.constexpr(64)
+"""Elements of K that are copied at once: rows of 128 bytes, the longest that wgmma reads without conflicts."""
+_COPYING_WARPS = gl.constexpr(4)
+_STAGES = 4
+"""Steps of K that shared memory holds beside a warpgroup's results."""
+
+
+@aggregate
+class _Problem:
+    """What is multiplied, and by which tiles."""
+
+    x_ptr: value
+    """[rows, K]"""
+    out_ptr: value
+    """[pairs, N]"""
+    pairs_ptr: value
+    """int32 [blocks * _BLOCK_M]"""
+    stop_ptr: value
+    """int32 [experts], where an expert's pairs end"""
+    expert_ptr: value
+    """int32 [blocks], -1 for a block without pairs"""
+    N: value
+    K: value
+    tiles_n: value
+    num_tiles: value
+    PAIRS_OF_A_ROW: gl.constexpr
+    GATED: gl.constexpr
+    BLOCK_N: gl.constexpr
+    """Columns of the result in a tile."""
+    OVERLAPS: gl.constexpr
+
+
+@aggregate
+class _Ring:
+    """Shared memory for ``NUM_STAGES`` steps of K, and a step's barriers."""
+
+    x_smem: gl.shared_memory_descriptor
+    """[NUM_STAGES * 2, _HALF_M, _STEP_K]"""
+    w_smem: gl.shared_memory_descriptor
+    """[NUM_STAGES, _COLUMNS, _STEP_K]"""
+    full_bar: gl.shared_memory_descriptor
+    """[NUM_STAGES, 1]"""
+    empty_bar: gl.shared_memory_descriptor
+    NUM_STAGES: gl.constexpr
+
+
+@gluon.jit
+def _tile(problem, tile):
+    """The first slot of a tile's pairs, its first column, and its expert."""
+    block = tile // problem.tiles_n
+    return block * _BLOCK_M, tile % problem.tiles_n * problem.BLOCK_N, gl.load(problem.expert_ptr + block)
+
+
+@gluon.jit
+def _row_ptrs(problem, first, stop, layout: gl.constexpr):
+    """Where the rows of a warpgroup's pairs begin [_HALF_M, _STEP_K]; beyond the last pair it is any row."""
+    slots = first + gl.arange(0, _HALF_M, gl.SliceLayout(1, layout))
+    pairs = gl.load(problem.pairs_ptr + slots, mask=slots < stop, other=0)
+    offs_k = gl.arange(0, _STEP_K, gl.SliceLayout(0, layout))
+    return problem.x_ptr + ((pairs // problem.PAIRS_OF_A_ROW).to(gl.int64) * problem.K)[:, None] + offs_k[None, :]
+
+
+@gluon.jit
+def _copy_partition(w_desc, problem, ring):
+    """Keeps the ring full."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [_COPYING_WARPS, 1], [1, 0])
+    HALF_COLUMNS: gl.constexpr = _COLUMNS // 2
+    if problem.OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
+    to_right = problem.N if problem.GATED else HALF_COLUMNS
+    stage, phase = gl.to_tensor(0), gl.to_tensor(1)
+    for tile in range(gl.program_id(0), problem.num_tiles, gl.num_programs(0)):
+        first, first_n, expert = _tile(problem, tile)
+        if expert >= 0:
+            stop = gl.load(problem.stop_ptr + expert)
+            has_second = first + _HALF_M < stop
+            x_ptrs = _row_ptrs(problem, first, stop, layout)
+            second_ptrs = _row_ptrs(problem, first + _HALF_M, stop, layout)
+            row = expert * (2 * problem.N if problem.GATED else problem.N) + first_n
+            for start_k in range(0, problem.K, _STEP_K):
+                mbarrier.wait(ring.empty_bar.index(stage), phase)
+                full, w_smem = ring.full_bar.index(stage), ring.w_smem.index(stage)
+                mbarrier.expect(full, _COLUMNS * _STEP_K * 2)
+                copy_block(w_desc, [row, start_k], full, w_smem.slice(0, HALF_COLUMNS))
+                copy_block(w_desc, [row + to_right, start_k], full, w_smem.slice(HALF_COLUMNS, HALF_COLUMNS))
+                copy_elements(ring.x_smem.index(stage * 2), x_ptrs + start_k)
+                if has_second:
+                    copy_elements(ring.x_smem.index(stage * 2 + 1), second_ptrs + start_k)
+                async_copy.mbarrier_arrive(full, increment_count=False)
+                stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
+
+
+@gluon.jit
+def _round(x, DTYPE: gl.constexpr):
+    """x as DTYPE has it, in fp32."""
+    return x.to(DTYPE).to(gl.float32)
+
+
+@gluon.jit
+def _multiply_partition(problem, ring, HALF: gl.constexpr):
+    """A warpgroup: its half of the pairs of every tile."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _COLUMNS, 16]
+    )
+    HALF_COLUMNS: gl.constexpr = _COLUMNS // 2
+    dtype: gl.constexpr = problem.out_ptr.dtype.element_ty
+    if problem.OVERLAPS:
+        gdc_wait()
+    stage, phase = gl.to_tensor(0), gl.to_tensor(0)
+    for tile in range(gl.program_id(0), problem.num_tiles, gl.num_programs(0)):
+        first, first_n, expert = _tile(problem, tile)
+        if expert >= 0:
+            stop = gl.load(problem.stop_ptr + expert)
+            first += HALF * _HALF_M
+            if first < stop:
+                acc = gl.full([_HALF_M, _COLUMNS], 0.0, gl.float32, layout)
+                before = gl.to_tensor(0)
+                for start_k in range(0, problem.K, _STEP_K):
+                    mbarrier.wait(ring.full_bar.index(stage), phase)
+                    fence_async_shared()  # wgmma reads what other threads have copied
+                    x, weight = ring.x_smem.index(stage * 2 + HALF), ring.w_smem.index(stage)
+                    acc = warpgroup_mma(x, weight.permute([1, 0]), acc, is_async=True)
+                    acc = warpgroup_mma_wait(1, deps=(acc,))
+                    mbarrier.arrive(ring.empty_bar.index(before), pred=start_k > 0)
+                    before = stage
+                    stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(ring.empty_bar.index(before))
+                left, right = acc.reshape([_HALF_M, 2, HALF_COLUMNS]).permute([0, 2, 1]).split()
+                if problem.GATED:
+                    gate, up = _round(left, dtype), _round(right, dtype)
+                    made = (_round(gate / (1.0 + gl.exp(-gate)), dtype) * up).to(dtype)
+                    _write(problem, made, first, stop, first_n)
+                else:
+                    _write(problem, left.to(dtype), first, stop, first_n)
+                    _write(problem, right.to(dtype), first, stop, first_n + HALF_COLUMNS)
+            else:
+                for _ in range(0, problem.K, _STEP_K):
+                    mbarrier.wait(ring.full_bar.index(stage), phase)
+                    mbarrier.arrive(ring.empty_bar.index(stage))
+                    stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
+
+
+@gluon.jit
+def _write(problem, made, first, stop, first_n):
+    """Writes a warpgroup's rows [_HALF_M, _COLUMNS / 2], 256 bytes of each side by side."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    made = gl.convert_layout(made, layout)
+    slots = first + gl.arange(0, _HALF_M, gl.SliceLayout(1, layout))
+    mask_m = slots < stop
+    pairs = gl.load(problem.pairs_ptr + slots, mask=mask_m, other=0)
+    offs_n = first_n + gl.arange(0, _COLUMNS // 2, gl.SliceLayout(0, layout))
+    offs = (pairs.to(gl.int64) * problem.N)[:, None] + offs_n[None, :]
+    gl.store(problem.out_ptr + offs, made, mask=mask_m[:, None] & (offs_n < problem.N)[None, :])
+
+
+@gluon.jit(do_not_specialize=["tiles_n", "num_tiles"])
+def grouped_gemm_sm90_kernel(
+    x_ptr,
+    w_desc,
+    out_ptr,
+    pairs_ptr,
+    stop_ptr,
+    expert_ptr,
+    N,
+    K,
+    tiles_n,
+    num_tiles,
+    PAIRS_OF_A_ROW: gl.constexpr,
+    GATED: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    OVERLAPS: gl.constexpr,
+):
+    """As :func:`.triton_kernels.grouped_gemm_kernel` without a bias: with GATED weight has 2 N rows an expert, and out
+    is silu(gate) * up. ``w_desc`` is of [experts * rows, K] in blocks [_COLUMNS / 2, _STEP_K], and K whole steps.
+    """
+    BLOCK_N: gl.constexpr = _COLUMNS // 2 if GATED else _COLUMNS
+    problem = _Problem(
+        x_ptr, out_ptr, pairs_ptr, stop_ptr, expert_ptr, N, K, tiles_n, num_tiles, PAIRS_OF_A_ROW, GATED, BLOCK_N,
+        OVERLAPS,
+    )  # fmt: skip
+    x_smem = gl.allocate_shared_memory(w_desc.dtype, [NUM_STAGES * 2, _HALF_M, _STEP_K], w_desc.layout)
+    w_smem = gl.allocate_shared_memory(w_desc.dtype, [NUM_STAGES, _COLUMNS, _STEP_K], w_desc.layout)
+    full_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    empty_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(NUM_STAGES):
+        mbarrier.init(full_bar.index(stage), count=1 + 32 * _COPYING_WARPS)
+        mbarrier.init(empty_bar.index(stage), count=2)
+    fence_async_shared()
+    ring = _Ring(x_smem, w_smem, full_bar, empty_bar, NUM_STAGES)
+    gl.warp_specialize(
+        [
+            (_multiply_partition, (problem, ring, gl.constexpr(0))),
+            (_multiply_partition, (problem, ring, gl.constexpr(1))),
+            (_copy_partition, (w_desc, problem, ring)),
+        ],
+        [4, _COPYING_WARPS],
+        [216, 72],
+    )
+
+
+@cache
+def _shared_layout() -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=2 * _STEP_K.value, element_bitwidth=16, rank=2)
+
+
+def grouped_gemm_sm90(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    pairs: torch.Tensor,
+    stop: torch.Tensor,
+    expert_of_block: torch.Tensor,
+    *,
+    gated: bool,
+) -> None:
+    """Write each pair's product to ``out`` [pairs, N].
+
+    Args:
+        x: [rows, K] bf16 or fp16, packed, K a multiple of 64.
+        weight: [experts, N, K], or gated [experts, 2 * N, K], packed, as the tensor memory accelerator takes it.
+        out: packed.
+        pairs: grouped in blocks of 128, as the next two in :class:`.cuda.Groups`.
+        stop: int32.
+        expert_of_block: int32.
+        gated: whether it is the activation, silu(gate) * up.
+    """
+    experts, rows, k = weight.shape
+    n = out.shape[1]
+    columns = _COLUMNS.value // 2 if gated else _COLUMNS.value
+    tiles_n = triton.cdiv(n, columns)
+    num_tiles = len(expert_of_block) * tiles_n
+    processors = torch.cuda.get_device_properties(out.device).multi_processor_count
+    box = [_COLUMNS.value // 2, _STEP_K.value]
+    grouped_gemm_sm90_kernel[(min(processors, num_tiles),)](
+        x,
+        TensorDescriptor(weight, [experts * rows, k], [k, 1], box, _shared_layout()),
+        out,
+        pairs,
+        stop,
+        expert_of_block,
+        n,
+        k,
+        tiles_n,
+        num_tiles,
+        PAIRS_OF_A_ROW=len(out) // len(x),
+        GATED=gated,
+        NUM_STAGES=_STAGES,
+        **LaunchSchedule.of(x.device).options,
+        num_warps=4,
+        maxnreg=168,
+        enable_fp_fusion=False,
+    )
