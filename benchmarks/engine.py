@@ -117,8 +117,10 @@ def _measure(provider: str, plan: dict[str, Any], timeout: float) -> dict[str, A
         with log.open("w") as errors:
             status = run_whole(command, environment, errors, timeout)
         if status:
-            tail = "\n".join(log.read_text().splitlines()[-30:])
-            print(f"FAILED: {provider}, exit status {status}; the end of its log:\n{tail}", file=sys.stderr)
+            lines = log.read_text().splitlines()
+            causes = [line for line in lines[:-30] if "Error" in line][:10]  # of the process that started the last one
+            tail = "\n".join([*causes, *lines[-30:]])
+            print(f"FAILED: {provider}, exit status {status}; of its log:\n{tail}", file=sys.stderr)
             return None
         result = json.loads(result_path.read_text())
         if provider in _OURS and result["mode"] != OURS:
@@ -328,7 +330,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "benchmarks.engine",
         "Check that a request has the same bits alone and with concurrent requests, then time engines.",
         list(PROVIDERS),
-        [*LOADS, "short"],
+        [*LOADS, "short", "prefill"],
         max_model_len=40_000,
         kv_cache_gib=48,
     )

@@ -157,6 +157,7 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     ),
     "speculation": tuple(TokenTime(batch, 64, 256) for batch in (1, 8, 32)),
     "speculation-repeats": tuple(TokenTime(batch, 64, 256, run=8) for batch in (1, 8, 32)),
+    "prefill": (Prefill(16, 4096),),
     "many-prompts": (Throughput(4096, 64, 128, 128),),
     "many-prompts-repeats": (Throughput(4096, 64, 128, 128, run=8),),
     "speculation-small": (TokenTime(1, 32, 8), TokenTime(3, 32, 8)),

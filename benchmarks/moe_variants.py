@@ -30,6 +30,7 @@ GATE_UP = (
     *(GroupedSchedule(128, *rest) for rest in (
         (64, 64, 4, 3), (64, 64, 8, 4), (128, 64, 8, 3), (128, 64, 8, 4), (64, 128, 8, 3), (128, 64, 8, 4, False),
         (64, 64, 4, 3, True, True), (128, 64, 8, 3, True, True), (128, 64, 8, 4, True, True),
+        (128, 64, 8, 4, True, True, True),
     )),
 )  # fmt: skip
 DOWN = (
@@ -47,10 +48,11 @@ DOWN = (
     *(GroupedSchedule(128, *rest) for rest in (
         (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 5), (128, 128, 8, 3), (256, 64, 8, 3), (256, 64, 8, 4),
         (128, 64, 8, 3, True, True), (256, 64, 8, 3, True, True), (256, 64, 8, 4, True, True),
+        (256, 64, 8, 4, True, True, True),
     )),
 )  # fmt: skip
 """What is tried of the first and of the second product: ``block_m``, ``block_n``, ``block_k``, warps, stages, TMA,
-halves.
+halves, the persistent kernel.
 """
 COMBINE = tuple(WalkSchedule(block) for block in (256, 512, 1024, 2048))
 """What is tried of the sum."""
@@ -155,4 +157,5 @@ def _always(how: LaunchSchedule, _: object) -> LaunchSchedule:
 
 def _short(tile: GroupedSchedule) -> str:
     shape = f"{tile.block_n}x{tile.block_k} w{tile.num_warps} s{tile.num_stages}"
-    return f"{shape}{'' if tile.by_tma else ' pointers'}{' halves' * tile.halves}"
+    how = "" if tile.by_tma else " pointers"
+    return f"{shape}{how}{' persistent' if tile.persistent else ' halves' * tile.halves}"

@@ -102,12 +102,12 @@ class LayerSchedule:
 
 _HOPPER = (
     LayerSchedule(GroupedSchedule(16, 64, 128, 4, 3), GroupedSchedule(16, 64, 128, 4, 3), few_pairs=16),
-    LayerSchedule(GroupedSchedule(16, 64, 128, 4, 3), GroupedSchedule(16, 64, 128, 4, 5), few_pairs=64),
+    LayerSchedule(GroupedSchedule(16, 64, 128, 4, 3), GroupedSchedule(16, 128, 128, 4, 3), few_pairs=64),
     LayerSchedule(GroupedSchedule(16, 64, 128, 4, 3), GroupedSchedule(16, 128, 128, 4, 3), most=9),
     LayerSchedule(GroupedSchedule(32, 64, 128, 4, 2), GroupedSchedule(32, 128, 128, 4, 2), most=22),
     LayerSchedule(GroupedSchedule(64, 64, 64, 4, 4), GroupedSchedule(64, 128, 64, 4, 4), most=45),
     LayerSchedule(
-        GroupedSchedule(128, 128, 64, 8, 4, halves=True), GroupedSchedule(128, 256, 64, 8, 4, halves=True), most=180
+        GroupedSchedule(128, 128, 64, 8, 4, halves=True), GroupedSchedule(128, 256, 64, 8, 4, halves=True), most=100
     ),
     LayerSchedule(
         GroupedSchedule(128, 128, 64, 8, 4, halves=True, persistent=True),
