@@ -270,15 +270,19 @@ def every_expert() -> None:
 def large_experts() -> None:
     """The products of layers of published models, by every tile."""
     schedules = moe.layer_schedules(torch.bfloat16, schedule.gpu(0))
-    for layer, (hidden, intermediate) in itertools.product(schedules, ((2048, 768), (2880, 2880))):
+    cases = [
+        *itertools.product(schedules, ((2048, 768), (2880, 2880)), HALVES[:1]),
+        (schedules[-1], (2048, 768), HALVES[1]),
+    ]
+    for layer, (hidden, intermediate), dtype in cases:
         groups = moe.group(torch.zeros(8, 1, dtype=torch.int64), 4, layer)
-        x, a = (torch.zeros(8, size, dtype=torch.bfloat16) for size in (hidden, intermediate))
-        gate_up = torch.zeros(4, 2 * intermediate, hidden, dtype=torch.bfloat16)
-        down = torch.zeros(4, hidden, intermediate, dtype=torch.bfloat16)
+        x, a = (torch.zeros(8, size, dtype=dtype) for size in (hidden, intermediate))
+        gate_up = torch.zeros(4, 2 * intermediate, hidden, dtype=dtype)
+        down = torch.zeros(4, hidden, intermediate, dtype=dtype)
         for activation in ("silu", "swigluoai"):
-            moe.grouped_gemm(x, gate_up, None, groups, 8, torch.bfloat16, layer.gate_up, activation=activation)
-        moe.grouped_gemm(x, gate_up, None, groups, 8, torch.bfloat16, layer.gate_up)
-        moe.grouped_gemm(a, down, None, groups, 8, torch.float32, layer.down)
+            moe.grouped_gemm(x, gate_up, None, groups, 8, dtype, layer.gate_up, activation=activation)
+        moe.grouped_gemm(x, gate_up, None, groups, 8, dtype, layer.gate_up)
+        moe.grouped_gemm(a, down, None, groups, 8, dtype, layer.down)
 
 
 def narrow_gemms(dtypes: Sequence[torch.dtype], biases: Sequence[bool]) -> None:
