@@ -284,6 +284,8 @@ def options_of(
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("model", help="a checkpoint")
+    drawn = "vLLM's: with dummy it draws the weights, and the model's folder needs a config.json alone"
+    parser.add_argument("--load-format", default="auto", help=drawn)
     parser.add_argument(
         "--out", type=Path, default=DATA / "engine.csv", help="CSV file; rows of other cases, versions and GPUs stay"
     )
@@ -316,6 +318,7 @@ def plan_of(options: argparse.Namespace, **engine: Any) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "tensor_parallel_size": options.tensor_parallel_size,
+        "load_format": options.load_format,
     }
     return {
         "engine": arguments | engine,

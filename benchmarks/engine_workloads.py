@@ -36,11 +36,6 @@ def _prompts(llm: "LLM", count: int, length: int, seed: int, run: int = 0) -> li
     return [{"prompt_token_ids": (one * -(-length // len(one)))[:length]} for one in runs]
 
 
-def _repeats(run: int) -> dict[str, int]:
-    """What a case says of prompts that repeat themselves."""
-    return {"run": run} if run else {}
-
-
 def _seconds(llm: "LLM", prompts: list[dict], tokens: list[int]) -> float:
     from vllm import SamplingParams
 
@@ -58,20 +53,19 @@ class Throughput:
     prompt_tokens: int
     fewest: int
     most: int
-    run: int = 0
-    """Tokens that a prompt repeats; 0 if it repeats none."""
     metric = "time"
     unit = "s"
 
     @property
     def case(self) -> str:
-        lengths = {"prompts": self.prompts, "input": self.prompt_tokens, "output": f"{self.fewest}-{self.most}"}
-        return case_text(workload="throughput", **lengths, **_repeats(self.run))
+        return case_text(
+            workload="throughput", prompts=self.prompts, input=self.prompt_tokens, output=f"{self.fewest}-{self.most}"
+        )
 
     def sample(self, llm: "LLM") -> float:
         chance = random.Random(0)
         tokens = [chance.randint(self.fewest, self.most) for _ in range(self.prompts)]
-        prompts = _prompts(llm, self.prompts, self.prompt_tokens, seed=1, run=self.run)
+        prompts = _prompts(llm, self.prompts, self.prompt_tokens, seed=1)
         llm.reset_prefix_cache()
         return _seconds(llm, prompts, tokens)
 
@@ -92,7 +86,8 @@ class TokenTime:
 
     @property
     def case(self) -> str:
-        return case_text(workload="tpot", batch=self.batch, context=self.context, **_repeats(self.run))
+        repeats = {"run": self.run} if self.run else {}
+        return case_text(workload="tpot", batch=self.batch, context=self.context, **repeats)
 
     def sample(self, llm: "LLM") -> float:
         prompts = _prompts(llm, self.batch, self.context, self.context, self.run)
@@ -158,8 +153,6 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "speculation": tuple(TokenTime(batch, 64, 256) for batch in (1, 8, 32)),
     "speculation-repeats": tuple(TokenTime(batch, 64, 256, run=8) for batch in (1, 8, 32)),
     "prefill": (Prefill(16, 4096),),
-    "many-prompts": (Throughput(4096, 64, 128, 128),),
-    "many-prompts-repeats": (Throughput(4096, 64, 128, 128, run=8),),
     "speculation-small": (TokenTime(1, 32, 8), TokenTime(3, 32, 8)),
     "speculation-small-repeats": (TokenTime(1, 32, 8, run=4), TokenTime(3, 32, 8, run=4)),
     "none": (),

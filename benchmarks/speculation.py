@@ -80,8 +80,6 @@ def measurements(
         for place, workload in enumerate(WORKLOADS[workloads_of(drafter, workloads)]):
             other = stock and stock["samples"][place]
             add(f"{workload.case} {of}", workload.metric, workload.unit, result["samples"][place], other)
-            if workload.metric != "tpot":
-                continue
             steps, other = _step_times(result, place), stock and _step_times(stock, place)
             add(f"{workload.case} {of}", "step", workload.unit, steps, other)
         accepted = stock and [stock["accepted"]]
@@ -95,7 +93,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "Check that a request has the bits that it has without a drafter, then time tokens and count how many a verify "
         "step gives.",
         PROVIDERS,
-        ("speculation", "speculation-small", "many-prompts"),
+        ("speculation", "speculation-small"),
         max_model_len=4096,
         kv_cache_gib=24,
     )

@@ -81,13 +81,6 @@ def test_prompts_repeat_their_first_tokens() -> None:
     assert ids == [*ids[:4], *ids[:4], *ids[:2]]
 
 
-def test_a_time_that_is_of_no_step_has_no_row_of_steps() -> None:
-    results = {("ours", "ngram-repeats", 3): result(1.0, 2.0)}
-    rows = speculation.measurements(results, "many-prompts", "bits", SETTING)
-    assert [row.metric for row in rows] == ["time", "length"]
-    assert rows[0].case == "workload=throughput prompts=4096 input=64 output=128-128 run=8 spec=ngram-repeats k=3"
-
-
 @pytest.mark.parametrize("vocabulary", [SPECIAL + 1, 2 * CYCLE + SPECIAL, 1000])
 def test_every_token_follows_one(vocabulary: int) -> None:
     tokens = torch.arange(vocabulary)
