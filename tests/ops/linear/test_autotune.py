@@ -225,6 +225,28 @@ def test_a_gpu_that_a_tile_does_not_fit_into_is_refused_in_one_line(monkeypatch:
         autotune.tune(PROBLEM, None, [16])
 
 
+def test_the_largest_range_is_timed_first_and_then_the_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no time for all, another program has the GPU."""
+    tuned = []
+
+    class Slow:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def tune(self, bucket: int, sizes: Sequence[int], timer: object) -> None:
+            tuned.append((bucket, timer is not None))
+            clock.now += 2
+
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(autotune.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(autotune, "Autotuner", Slow)
+    monkeypatch.setattr(autotune, "GraphTimer", lambda device: object())
+    found = autotune.tune(PROBLEM, None, [8, 64, 16, 4096, 24], tuning_seconds=5)
+    assert tuned == [(4096, True), (8, True), (16, True), (24, False), (64, False)]
+    assert found.keys() == {8, 16, 24, 64, 4096}
+
+
 class Clock:
     """Says that ways take the given microseconds: Triton, then the algorithms."""
 

@@ -359,7 +359,8 @@ def tune(
         matmul: cuBLASLt's, or None.
         buckets: of :data:`M_BUCKETS`.
         sizes: values of M that must be among those verified, such as the sizes of CUDA graphs.
-        tuning_seconds: no more buckets are timed after that long; the small ones come first.
+        tuning_seconds: no more buckets are timed after that long. The largest comes first, because long prompts have
+            it, and then the small ones.
 
     Raises:
         Inconsistent: see :meth:`Autotuner.tune`.
@@ -388,7 +389,7 @@ def _tune(
         autotuner = Autotuner(problem, matmul, max(buckets))
         timer = GraphTimer(problem.device) if tuning_seconds > 0 else None
         schedules = {}
-        for bucket in sorted(buckets):
+        for bucket in (max(buckets), *sorted(buckets)[:-1]):
             tuning = timer if time.monotonic() - started < tuning_seconds else None
             schedules[bucket] = autotuner.tune(bucket, sizes, tuning)
         return schedules
