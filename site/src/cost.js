@@ -4,8 +4,8 @@ import * as Plot from "@observablehq/plot";
 import measured from "../../benchmarks/data/engine.csv";
 import { choice, drawn, element, figure, plural, table, whenResized } from "./page.js";
 
-/** Of whole models on one GPU, in the usual arithmetic. */
-const engine = measured.filter(({ case: named }) => !/\b(layers|arithmetic|tp)=/.test(named));
+/** Of the 8B shape whole on one GPU, in the usual arithmetic. */
+const engine = measured.filter(({ case: named }) => !/\b(layers|model|arithmetic|tp)=/.test(named));
 const PROVIDERS = { ours: "the mode", native: "vLLM's own mode" };
 
 /** A case of the benchmark in words. */

@@ -255,6 +255,13 @@ def experts(count: int, dtype: torch.dtype = torch.bfloat16, here: int = 16, **f
     moe._activated(torch.zeros(count, 192, dtype=dtype), "silu")  # only the certificate does
 
 
+def many_pairs(count: int) -> None:
+    """Of two experts, eight times so many tokens: from 13 on more than 100 pairs of each."""
+    x, ids = torch.zeros(8 * count, 128, dtype=torch.bfloat16), torch.zeros(8 * count, 2, dtype=torch.int64)
+    gate_up, down = torch.zeros(2, 128, 128, dtype=x.dtype), torch.zeros(2, 128, 64, dtype=x.dtype)
+    moe.moe(x, torch.zeros(ids.shape), ids, gate_up, down, MoeReduction(2, 2, x.dtype), None, None, None)
+
+
 def every_expert() -> None:
     for count, dtype in itertools.product((1, 20, 40, 100, 200, 600, 2000), (*HALVES, torch.float32)):
         experts(count, dtype)

@@ -27,6 +27,7 @@ from tests.ops.compiled_kernels import (
     flex,
     gradients_of_attention,
     gradients_of_rows,
+    many_pairs,
     pretend_a_gpu,
 )
 from tests.ops.exact.launches import batch as exact_batch
@@ -122,6 +123,7 @@ BATCHES = {
     "gradients of attention": attention_backward_batch,
     "gradients of norms and SiLU": gradients_of_rows,
     "experts": experts,
+    "many pairs of experts": many_pairs,
     "exact arithmetic": exact_batch,
     "around FlexAttention": lambda count: flex(Heads(8, 2, 128, torch.bfloat16), 64, count),
 }

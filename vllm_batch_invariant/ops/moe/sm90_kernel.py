@@ -96,12 +96,12 @@ class _Ring:
 
 
 @gluon.jit
-def _row_ptrs(problem, first, layout: gl.constexpr):
+def _row_ptrs(problem, first, LAYOUT: gl.constexpr):
     """Where the rows of a warpgroup's pairs begin [_HALF_M, _STEP_K]; beyond the last pair it is any row."""
-    slots = first + gl.arange(0, _HALF_M, gl.SliceLayout(1, layout))
+    slots = first + gl.arange(0, _HALF_M, gl.SliceLayout(1, LAYOUT))
     pairs = gl.load(problem.pairs_ptr + slots)
     pairs = gl.where((pairs >= 0) & (pairs < problem.num_pairs), pairs, 0)  # nobody has written those beyond the last
-    offs_k = gl.arange(0, _STEP_K, gl.SliceLayout(0, layout))
+    offs_k = gl.arange(0, _STEP_K, gl.SliceLayout(0, LAYOUT))
     return problem.x_ptr + ((pairs // problem.PAIRS_OF_A_ROW).to(gl.int64) * problem.K)[:, None] + offs_k[None, :]
 
 
@@ -234,10 +234,10 @@ def _multiply_partition(problem, ring, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _write(problem, made, pairs, first_n, layout: gl.constexpr):
+def _write(problem, made, pairs, first_n, LAYOUT: gl.constexpr):
     """Writes the rows [_HALF_M, _COLUMNS / 2] of pairs that are not -1, 256 bytes of each side by side."""
-    made = gl.convert_layout(made, layout)
-    offs_n = first_n + gl.arange(0, _COLUMNS // 2, gl.SliceLayout(0, layout))
+    made = gl.convert_layout(made, LAYOUT)
+    offs_n = first_n + gl.arange(0, _COLUMNS // 2, gl.SliceLayout(0, LAYOUT))
     offs = (pairs.to(gl.int64) * problem.N)[:, None] + offs_n[None, :]
     gl.store(problem.out_ptr + offs, made, mask=(pairs >= 0)[:, None] & (offs_n < problem.N)[None, :])
 
