@@ -34,6 +34,7 @@ from ..common.gluon_names import copy_block
 from ..common.sm90_ring import next_stage
 from ..common.triton_names import aggregate, value
 from ..dependent_launch import LaunchSchedule
+from ..linear import schedule as of_linear
 from .schedule import HopperSchedule
 
 _STEP_K = gl.constexpr(128)
@@ -419,8 +420,7 @@ def linear_sm90(
     """
     (_, m, k), (n, parts) = digits.shape, w_scale.shape
     tiles_m, tiles_n = triton.cdiv(m, tile.block_m), triton.cdiv(n, tile.block_n)
-    processors = torch.cuda.get_device_properties(out.device).multi_processor_count
-    programs = min(tiles_m * tiles_n, processors * tile.ctas_per_sm)
+    programs = min(tiles_m * tiles_n, of_linear.gpu(out.device.index).num_sms * tile.ctas_per_sm)
     pending = None
     if parts > 1 and not tile.in_registers:
         size = programs, _PENDING.value, tile.long_side * tile.block_m

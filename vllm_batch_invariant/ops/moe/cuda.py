@@ -36,8 +36,6 @@ from .triton_kernels import (
     route_kernel,
 )
 
-_PERSISTENT_K = 64
-"""K of which the persistent kernel has a multiple."""
 _BYTES_AT_ONCE = 1 << 30
 """Of products that are held in memory until they are added: the more tokens an expert has, the fuller its blocks."""
 _MOST_COMPARED = 16_384
@@ -56,7 +54,7 @@ class GroupedSchedule:
         num_stages: of the loop.
         by_tma: whether the tensor memory accelerator reads the weights, where it can.
         halves: whether a block of at most half as many pairs is a tile of half as many rows.
-        persistent: whether :mod:`.sm90_kernel` computes it, where it can: without a bias, and the activation SiLU's.
+        persistent: whether :mod:`.sm90_kernel` computes it, where it can; with blocks of 128 pairs.
     """
 
     block_m: int
@@ -299,14 +297,14 @@ def grouped_gemm(
     reduction = LinearReduction.of_device("cuda", rows, k, x.dtype)
     out = torch.empty(pairs, n, dtype=dtype, device=x.device)
     by_tma = schedule.by_tma and _supports_tma(weight)
-    is_persistent = schedule.persistent and by_tma and k % _PERSISTENT_K == 0 and not triton.knobs.runtime.interpret
-    if is_persistent and bias is None and activation in ("", "silu"):
-        from .sm90_kernel import grouped_gemm_sm90  # Gluon is needed for this kernel alone
+    if schedule.persistent and by_tma and not triton.knobs.runtime.interpret:
+        from . import sm90_kernel  # Gluon is needed for this kernel alone
 
-        of_blocks = groups.pairs, groups.stop, groups.expert_of_block
-        with on_device_of(x):
-            grouped_gemm_sm90(x, weight, out, *of_blocks, gated=bool(activation))
-        return out
+        if sm90_kernel.covers(k, bias is not None, activation):
+            of_blocks = groups.pairs, groups.stop, groups.expert_of_block
+            with on_device_of(x):
+                sm90_kernel.grouped_gemm_sm90(x, weight, out, *of_blocks, reduction, gated=bool(activation))
+            return out
     if by_tma and in_turn:
         box = [1, schedule.block_n, schedule.block_k]
         weight = TensorDescriptor(weight, [2, experts * n, k], [k, 2 * k, 1], box)

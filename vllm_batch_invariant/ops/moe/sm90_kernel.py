@@ -11,8 +11,6 @@ tensor memory accelerator. Of a gated layer a tile has as many columns of gate a
     gate, up = acc                                         # [_HALF_M, _COLUMNS / 2] each
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.experimental.gluon.language as gl
@@ -31,6 +29,9 @@ from ..common.gluon_names import copy_block, copy_elements
 from ..common.sm90_ring import next_stage
 from ..common.triton_names import aggregate, value
 from ..dependent_launch import LaunchSchedule
+from ..linear import schedule as of_linear
+from ..linear.reduction import LinearReduction
+from ..linear.sm90_kernel import shared_layout
 
 _HALF_M = gl.constexpr(64)
 """Pairs of a warpgroup: wgmma's long side."""
@@ -295,9 +296,9 @@ def grouped_gemm_sm90_kernel(
     )
 
 
-@cache
-def _shared_layout() -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=2 * _STEP_K.value, element_bitwidth=16, rank=2)
+def covers(k: int, has_bias: bool, activation: str) -> bool:
+    """Whether the kernel multiplies rows of K elements so; the activation is that of :func:`.cuda.grouped_gemm`."""
+    return k % _STEP_K.value == 0 and not has_bias and activation in ("", "silu")
 
 
 def grouped_gemm_sm90(
@@ -307,18 +308,20 @@ def grouped_gemm_sm90(
     pairs: torch.Tensor,
     stop: torch.Tensor,
     expert_of_block: torch.Tensor,
+    reduction: LinearReduction,
     *,
     gated: bool,
 ) -> None:
     """Write each pair's product to ``out`` [pairs, N].
 
     Args:
-        x: [rows, K] bf16 or fp16, packed, K a multiple of 64.
+        x: [rows, K] bf16 or fp16, packed, of a K that the kernel :func:`covers`.
         weight: [experts, N, K], or gated [experts, 2 * N, K], packed, as the tensor memory accelerator takes it.
         out: packed.
         pairs: grouped in blocks of 128, as the next two in :class:`.cuda.Groups`.
         stop: int32.
         expert_of_block: int32.
+        reduction: decides the bits.
         gated: whether it is the activation, silu(gate) * up.
     """
     experts, rows, k = weight.shape
@@ -326,11 +329,11 @@ def grouped_gemm_sm90(
     columns = _COLUMNS.value // 2 if gated else _COLUMNS.value
     tiles_n = triton.cdiv(n, columns)
     num_tiles = len(expert_of_block) * tiles_n
-    processors = torch.cuda.get_device_properties(out.device).multi_processor_count
+    programs = min(of_linear.gpu(x.device.index).num_sms, num_tiles)
     box = [_COLUMNS.value // 2, _STEP_K.value]
-    grouped_gemm_sm90_kernel[(min(processors, num_tiles),)](
+    grouped_gemm_sm90_kernel[(programs,)](
         x,
-        TensorDescriptor(weight, [experts * rows, k], [k, 1], box, _shared_layout()),
+        TensorDescriptor(weight, [experts * rows, k], [k, 1], box, shared_layout()),
         out,
         pairs,
         stop,
@@ -347,5 +350,5 @@ def grouped_gemm_sm90(
         **LaunchSchedule.of(x.device).options,
         num_warps=4,
         maxnreg=168,
-        enable_fp_fusion=False,
+        enable_fp_fusion=reduction.enable_fp_fusion,
     )
