@@ -28,7 +28,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The layer registered, in this test only."""
-    patch_points.load_kernels()
+    patch_points.ROTARY.module()
     monkeypatch.setattr(patch_points.CUSTOM_OP.module(), "op_registry_oot", {})
     mrope.install()
     with set_current_vllm_config(patch_points.CONFIG.get()()):

@@ -37,7 +37,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's compiled kernels, and as in a worker a sampler that lists candidates by the mode's order."""
     from vllm_batch_invariant.integration import sampling
 
-    patch_points.load_kernels()
+    patch_points.ROTARY.module()
     monkeypatch.setattr(Sampler, "gather_logprobs", staticmethod(sampling.gather_logprobs))
 
 

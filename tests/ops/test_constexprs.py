@@ -18,7 +18,18 @@ from triton.runtime.jit import JITFunction
 NOT_ROWS = {"attention", "linear", "common"}
 """Packages whose kernels reduce tiles, and one whose functions have no constants of their own."""
 PROBLEM = {
-    "all_reduce": {"UNIT", "FLAG_BYTES", "HALF_BYTES", "REGION_BYTES", "REGIONS", "TIMEOUT", "FIRST", "SOURCE"},
+    "all_reduce": {
+        "UNIT",
+        "FLAG_BYTES",
+        "HALF_BYTES",
+        "REGION_BYTES",
+        "REGIONS",
+        "TIMEOUT",
+        "FIRST",
+        "SOURCE",
+        "TOP_K",
+        "IS_PART",
+    },
     "attention_backward": {"NUM_HEADS", "NUM_KV_HEADS", "HEAD_DIM", "PADDED_HEAD_DIM"},
     "exact": {
         *("PARTS", "LENGTH", "ACTIVATIONS", "HAS_RESIDUAL", "HAS_WEIGHT", "HAS_BIAS", "EVEN_K", "NUM_HEADS", "HALF"),
@@ -31,12 +42,14 @@ PROBLEM = {
     "moe": {
         *("PADDED_EXPERTS", "PADDED_TOP_K", "PADDED_GROUPS", "SUMS_TWO", "HAS_BIAS", "HAS_SCALE", "EVEN_K"),
         *("PAIRS_OF_A_ROW", "LENGTH", "IS_PART", "AXIS", "COUNTS", "GATED"),
+        *("ROWS_PER_PROGRAM", "STRIDE_UNIT", "HALVES_FIRST"),  # of the reduction of the norm behind a layer
         *("HALF", "LAYOUT"),  # a warpgroup's half of a tile, and where its threads have it
     },
     "norm": {"VARIANCE_SIZE", "HAS_RESIDUAL", "HAS_WEIGHT"},
     "norm_backward": {"LENGTH", "HAS_RESIDUAL", "HAS_GRAD_OF_SUM"},
     "norm_rotary": {"NUM_HEADS", "NUM_KV_HEADS"},
     "reduce": {"DIVIDE"},
+    "silu": {"LENGTH", "DTYPE"},
     "silu_backward": {"LENGTH"},
     "softmax": {"LOG"},
     "top_k_top_p": {"WEIGH", "EXACT"},

@@ -74,16 +74,21 @@ def handed(launch: tuple[tuple, dict[str, object]]) -> dict[str, str | int]:
 
 
 @pytest.mark.parametrize("hidden", [64, 100, 896, 4096, 20_000])
-def test_a_norm_on_a_gpu_is_launched_as_the_receipt_says(hidden, spy, printed):
+def test_a_norm_on_a_gpu_is_launched_as_the_receipt_says(hidden, spy, printed, monkeypatch):
+    from vllm_batch_invariant.ops.dependent_launch import LaunchSchedule
     from vllm_batch_invariant.ops.norm import cuda
 
+    monkeypatch.setattr(LaunchSchedule, "of", lambda _: LaunchSchedule(overlaps=True))
     kernel = spy(cuda, "_rms_norm_kernel")
     cuda.rms_norm(torch.ones(3, hidden, dtype=torch.bfloat16), None, EPS, None, None)
     [launch] = kernel.launches
     says = printed("cuda", hidden=hidden)["norm"]
     assert says.pop("accumulate") == "float32"
     assert says.items() <= handed(launch).items()
-    assert says.keys() == handed(launch).keys() - {"variance_size", "has_residual", "has_weight"}
+    assert says.keys() == handed(launch).keys() - {
+        *("variance_size", "has_residual", "has_weight"),
+        *("overlaps", "launch_pdl"),
+    }
 
 
 @pytest.mark.parametrize("vocabulary", [1000, LONGEST_WHOLE, LONGEST_WHOLE + 1, 151_936, 300_000])

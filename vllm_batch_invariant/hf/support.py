@@ -32,7 +32,7 @@ def check_packages() -> None:
     if find_spec("vllm") is None:
         raise NotCovered(
             "Hugging Face models without vLLM",
-            "the trainer calls its kernels for the rotary embedding and, on a GPU, for SiLU and logprobs",
+            "the trainer calls its kernels for the rotary embedding and, on a GPU, for logprobs",
             "install the vLLM that serves the rollout",
         )
 

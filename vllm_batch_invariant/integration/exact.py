@@ -5,7 +5,7 @@ is loaded if they are a layer's, and else when they are called.
 """
 
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any
 
@@ -58,14 +58,15 @@ def install_layers(device_type: str) -> None:
     """Put its operations and layers where a worker on a device calls others."""
     _put(_OPERATIONS, device_type)
     _when_a_model_is_loaded(lambda: _put(_UNDEFINED, device_type))
-    _register(patch_points.SILU_AND_MUL.get(), forward=_silu_and_mul)
-    _register(patch_points.GELU_AND_MUL.get(), forward=_gelu_and_mul)
+    replace = partial(patch_points.replace_layer, prefix="Exact")
+    replace(patch_points.SILU_AND_MUL.get(), forward=_silu_and_mul)
+    replace(patch_points.GELU_AND_MUL.get(), forward=_gelu_and_mul)
     for point in (
         patch_points.ROTARY_EMBEDDING,
         patch_points.LLAMA_3_ROTARY_EMBEDDING,
         patch_points.LINEAR_ROTARY_EMBEDDING,
     ):
-        _register(point.get(), forward=_rotate, _compute_cos_sin_cache=_rotary_table)
+        replace(point.get(), forward=_rotate, _compute_cos_sin_cache=_rotary_table)
     patch_points.LOGITS_PROCESSOR.get().forward = _logits
 
 
@@ -103,15 +104,6 @@ def compile_cpu() -> None:
 def operations(device_type: str = "cpu") -> Any:
     """The operations of a device: a module that needs numba on a CPU, and Triton on a GPU."""
     return import_module(f".exact.{device_type}", ops.__name__)
-
-
-def _register(layer: type, forward: Callable[..., object], **methods: Callable[..., object]) -> None:
-    """Register a class as the out-of-tree form of one of vLLM's layers, so that every model builds it instead."""
-    if layer.__name__ in patch_points.CUSTOM_OP.module().op_registry_oot:
-        return
-    methods |= dict.fromkeys(("forward_native", "forward_cpu", "forward_cuda", "forward_oot"), forward)
-    made = type(f"Exact{layer.__name__}", (layer,), {"__module__": __name__, **methods})
-    layer.register_oot(made, name=layer.__name__)
 
 
 def _silu_and_mul(_: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

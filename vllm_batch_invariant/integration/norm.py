@@ -9,6 +9,7 @@ from . import patch_points
 
 OF_TRANSFORMERS = "vllm.model_executor.models.transformers.fusers.rms_norm"
 """vLLM's module of norms for models of Transformers: its classes gather what workers share, and call vLLM's layers."""
+_PREFIX = "BatchInvariant"
 
 
 def install() -> None:
@@ -38,16 +39,11 @@ def _gemma_rms_norm(
 
 def _register(layer: type, forward: Callable[..., object]) -> None:
     """Register ``layer`` with ``forward``, and its forms for models of Transformers when vLLM imports them."""
-    methods = dict.fromkeys(("forward_native", "forward_cpu", "forward_cuda", "forward_oot"), forward)
-
-    def register(kind: type) -> None:
-        made = type(f"BatchInvariant{kind.__name__}", (kind,), {"__module__": __name__, **methods})
-        layer.register_oot(made, name=kind.__name__)
 
     def __init_subclass__(cls: type, **named: object) -> None:  # noqa: N807 - Python's
         super(layer, cls).__init_subclass__(**named)
         if cls.__module__ == OF_TRANSFORMERS:
-            register(cls)
+            patch_points.replace_layer(cls, _PREFIX, forward)
 
-    register(layer)
+    patch_points.replace_layer(layer, _PREFIX, forward)
     layer.__init_subclass__ = classmethod(__init_subclass__)

@@ -1,6 +1,7 @@
 """The places of vLLM that the plugin patches or calls, with where each vLLM version keeps them."""
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -224,9 +225,21 @@ MEMBERS = {
 """Methods of those classes that are overridden."""
 
 
-def load_kernels() -> None:
-    """Have ``torch.ops._C``, vLLM's compiled kernels, which the module of :data:`ROTARY` loads."""
-    ROTARY.module()
+def replace_layer(layer: type, prefix: str, forward: Callable[..., object], **methods: Callable[..., object]) -> None:
+    """Register a class as the out-of-tree form of one of vLLM's layers, so that every model builds it instead; the
+    first one stays.
+
+    Args:
+        layer: vLLM's.
+        prefix: of the class's name.
+        forward: on every device.
+        methods: others.
+    """
+    if layer.__name__ in CUSTOM_OP.module().op_registry_oot:
+        return
+    methods |= dict.fromkeys(("forward_native", "forward_cpu", "forward_cuda", "forward_oot"), forward)
+    made = type(f"{prefix}{layer.__name__}", (layer,), {"__module__": __name__, **methods})
+    layer.register_oot(made, name=layer.__name__)
 
 
 def installed_version() -> str:

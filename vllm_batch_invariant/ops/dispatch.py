@@ -21,6 +21,7 @@ MODULES = {
         "norm_rotary": ("cuda",),
         "ranking": ("cpu", "cuda"),
         "reduce": ("cpu", "cuda", "npu"),
+        "silu": ("cpu", "cuda"),
         "silu_backward": ("cpu", "cuda"),
         "softmax": ("cpu", "cuda", "npu"),
         "top_k_top_p": ("cpu", "cuda"),

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ...errors import NotCovered
 from ..common.triton_rows import ALIGNMENT, aligned, on_device_of, row_sums
+from ..dependent_launch import LaunchSchedule, wait_for_kernel_before
 from .reduction import NormReduction
 from .triton_kernels import load_weight, normalised_tile, rstd_of, weighted
 
@@ -69,7 +70,9 @@ def _rms_norm_kernel(
     STRIDE_UNIT: tl.constexpr,
     HALVES_FIRST: tl.constexpr,
     NUM_WARPS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_kernel_before(OVERLAPS)
     row = tl.program_id(0) * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM)
     row_mask = row[:, None] < num_rows  # [ROWS_PER_PROGRAM, 1]
     x_starts = _row_starts(row, x_inner_size, stride_x_outer, stride_x_inner, STRIDE_UNIT)
@@ -165,6 +168,7 @@ def rms_norm(
                 STRIDE_UNIT=reduction.stride_unit,
                 HALVES_FIRST=reduction.halves_first,
                 NUM_WARPS=reduction.num_warps,
+                **LaunchSchedule.of(x.device).options,
                 num_warps=reduction.num_warps,
                 enable_fp_fusion=reduction.enable_fp_fusion,
             )

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ..common.triton_rows import ALIGNMENT, aligned, on_device_of, row_sums
+from ..dependent_launch import LaunchSchedule, wait_for_kernel_before
 from ..norm.triton_kernels import rstd_of, weighted
 from .reduction import NormRotaryReduction
 
@@ -32,7 +33,9 @@ def _norm_rotary_kernel(
     BLOCK: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     NUM_WARPS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_kernel_before(OVERLAPS)
     QUERY_GROUPS: tl.constexpr = (NUM_HEADS + ROWS_PER_PROGRAM - 1) // ROWS_PER_PROGRAM
     GROUPS: tl.constexpr = QUERY_GROUPS + (NUM_KV_HEADS + ROWS_PER_PROGRAM - 1) // ROWS_PER_PROGRAM
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
@@ -103,6 +106,7 @@ def norm_rotary(
                 BLOCK=reduction.block,
                 STRIDE_UNIT=reduction.stride_unit,
                 NUM_WARPS=reduction.num_warps,
+                **LaunchSchedule.of(qkv.device).options,
                 num_warps=reduction.num_warps,
                 enable_fp_fusion=reduction.enable_fp_fusion,
             )
