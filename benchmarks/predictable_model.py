@@ -64,4 +64,6 @@ def make_predictable(model: Path, folder: Path) -> Path:
             weights = load_file(path)
             weights |= {name: made[name].to(weights[name]) for name in made if name in weights}
             save_file(weights, folder / path.name, metadata={"format": "pt"})
+    del embedding, noise, head, made
+    torch.cuda.empty_cache()  # engines need what this process would keep
     return folder
