@@ -233,6 +233,9 @@ def test_the_largest_range_is_timed_first_and_then_the_small_ones(monkeypatch: p
         def __init__(self, *_: object) -> None:
             pass
 
+        def compile(self, buckets: Sequence[int]) -> None:
+            clock.now += 60  # which is no time of the timing
+
         def tune(self, bucket: int, sizes: Sequence[int], timer: object) -> None:
             tuned.append((bucket, timer is not None))
             clock.now += 2
@@ -295,7 +298,8 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., torch.Ten
     def build(multiply: Callable[..., torch.Tensor]) -> list[NarrowTile]:
         run = []
 
-        def gemm_sm90_swap_ab(a, b, bias, out, reduction, tile) -> torch.Tensor:
+        def gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps) -> torch.Tensor:
+            assert overlaps, "as a layer's matmul is launched"
             run.append(tile)
             return multiply(a, b)
 
@@ -653,8 +657,8 @@ def test_a_range_that_triton_won_stays_with_triton(dispatch: SimpleNamespace, mo
 def test_a_range_that_a_narrow_tile_won_is_served_by_it(dispatch: SimpleNamespace, monkeypatch) -> None:
     served = []
 
-    def gemm_sm90_swap_ab(a, b, bias, out, reduction, tile) -> torch.Tensor:
-        served.append((len(a), tile))
+    def gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps) -> torch.Tensor:
+        served.append((len(a), tile, overlaps))
         return sequential_k(a, b, bias)
 
     monkeypatch.setattr(triton_gemm, "gemm_sm90_swap_ab", gemm_sm90_swap_ab)
@@ -665,7 +669,9 @@ def test_a_range_that_a_narrow_tile_won_is_served_by_it(dispatch: SimpleNamespac
     for m in (1, 8, 9, 0):
         out = dispatch.cuda.mm(a[:m], weight.t(), bias)
         assert_same_bits(out, sequential_k(a[:m], weight.t(), bias), f"{m} rows")
-    assert served == [(1, NARROW_TILES[1]), (8, NARROW_TILES[1])]
+    assert served == [(1, NARROW_TILES[1], False), (8, NARROW_TILES[1], False)]
+    dispatch.cuda.mm(a[:3], weight.t(), bias, b_is_constant=True)
+    assert served[2:] == [(3, NARROW_TILES[1], True)]
     assert dispatch.launched == [9, 0]
 
 

@@ -11,6 +11,7 @@ from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, Gpu, NarrowTi
 
 pytest.importorskip("triton")
 
+from vllm_batch_invariant.ops.dependent_launch import LaunchSchedule
 from vllm_batch_invariant.ops.linear import npu, sm90_kernel, triton_kernels
 from vllm_batch_invariant.ops.linear.problem import GemmProblem
 
@@ -36,7 +37,7 @@ def names(*types: type) -> set[str]:
 def test_every_constexpr_is_a_field_of_the_reduction_the_schedule_or_the_problem(name: str) -> None:
     kernel, tile = KERNELS[name]
     found = constexprs(kernel)
-    assert found - DERIVED <= names(LinearReduction, tile, GemmProblem)
+    assert found - DERIVED <= names(LinearReduction, tile, GemmProblem, LaunchSchedule)
     assert {"block_m", "block_n", "block_k", "accumulate"} <= found
 
 

@@ -141,8 +141,8 @@ def test_a_schedule_of_leaves_is_verified_as_a_tree(autotuner: OnCpu, monkeypatc
             return [[9.0]] * (len(ways) - 1) + [[1.0]]
 
     def tuned(count: int) -> TunedSchedule:
-        def narrow(a, b, bias, out, reduction, tile) -> torch.Tensor:
-            assert reduction.leaves == 4
+        def narrow(a, b, bias, out, reduction, tile, overlaps) -> torch.Tensor:
+            assert (reduction.leaves, overlaps) == (4, True)
             return out.copy_(tree(a, b, count))
 
         monkeypatch.setattr(triton_gemm, "gemm_sm90_swap_ab", narrow)
@@ -156,5 +156,5 @@ def test_a_narrow_tile_ends_a_step_where_a_leaf_ends() -> None:
     assert narrow_tiles(1, 896, HOPPER, 256) == narrow_tiles(1, 896, HOPPER)
     assert {tile.block_k for tile in narrow_tiles(1, 896, HOPPER, 384)} == {128}
     assert narrow_tiles(1, 896, HOPPER, 64) == ()
-    assert narrow_tiles(128, 4096, HOPPER) == ()
-    assert narrow_tiles(128, 4096, HOPPER, 2048) == NARROW_TILES[2:], "instead of three kernels"
+    assert narrow_tiles(128, 4096, HOPPER) == NARROW_TILES[6:]
+    assert narrow_tiles(128, 4096, HOPPER, 2048) == NARROW_TILES[4:], "instead of three kernels"

@@ -14,7 +14,13 @@ from .reduction import LinearReduction
 __all__ = ["LinearReduction", "bmm", "linear", "mm", "prepare"]
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, leaves: int = 1) -> torch.Tensor:
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    leaves: int = 1,
+    weight_is_constant: bool = False,
+) -> torch.Tensor:
     """``x @ weight.T + bias``, rounded once; or with K in leaves, each rounded and added to its neighbour, and their
     sums to their neighbours, until there is one, to which the bias is added.
 
@@ -23,6 +29,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         weight: [N, K] of the same dtype, any strides.
         bias: [N], or None.
         leaves: of K, of equal length: a power of two.
+        weight_is_constant: whether the kernel that was launched before does not write the weight, which a GPU may then
+            read while that kernel ends.
 
     Returns:
         [..., N] of x's dtype. A row's bits depend on that row, the weight, the bias and the number of leaves.
@@ -40,8 +48,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         shapes = [list(tensor.shape) for tensor in (x, weight, bias) if tensor is not None]
         raise ValueError(f"linear takes x [..., K], weight [N, K] and bias [N], got {shapes}")
     if x.dim() == 2:
-        return _mm(x, weight.t(), bias, leaves)
-    out = _mm(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight.t(), bias, leaves)
+        return _mm(x, weight.t(), bias, leaves, weight_is_constant)
+    out = _mm(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight.t(), bias, leaves, weight_is_constant)
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -51,18 +59,19 @@ def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> to
         raise ValueError(f"mm takes [M, K] and [K, N], got {list(a.shape)} and {list(b.shape)}")
     if bias is not None and bias.shape != b.shape[1:]:
         raise ValueError(f"mm takes a bias of [N], got {list(bias.shape)} for {list(b.shape)}")
-    return _mm(a, b, bias, 1)
+    return _mm(a, b, bias, 1, False)
 
 
-def _mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leaves: int) -> torch.Tensor:
+def _mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leaves: int, b_is_constant: bool) -> torch.Tensor:
     _same_dtype(a, b, bias)
     served = implementation("linear", a, b, bias)
+    of_device = {"b_is_constant": True} if b_is_constant and a.is_cuda else {}
     if leaves == 1:
-        return served.mm(a, b, bias)
+        return served.mm(a, b, bias, **of_device)
     if leaves & (leaves - 1) or b.shape[0] % leaves:
         raise ValueError(f"a tree has a power of two of leaves of equal length, got {leaves} of K = {b.shape[0]}")
     module_for("all_reduce", a.device.type)  # adds the leaves
-    out = served.mm_in_leaves(a, b, leaves)
+    out = served.mm_in_leaves(a, b, leaves, **of_device)
     return out if bias is None else out + bias
 
 

@@ -223,8 +223,8 @@ class Autotuner:
 
         def run(a: torch.Tensor, b: torch.Tensor = self.b, out: torch.Tensor | None = None) -> torch.Tensor:
             out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device) if out is None else out
-            if isinstance(schedule, NarrowTile):
-                return triton_gemm.gemm_sm90_swap_ab(a, b, self.bias, out, reduction, schedule)
+            if isinstance(schedule, NarrowTile):  # as a layer's matmul is launched
+                return triton_gemm.gemm_sm90_swap_ab(a, b, self.bias, out, reduction, schedule, True)
             return self._in_leaves(by_cublaslt)(a, b, out)
 
         return run
@@ -281,6 +281,21 @@ class Autotuner:
             schedule if is_tile else None,
         )
 
+    def compile(self, buckets: Sequence[int]) -> None:
+        """Run every narrow tile that buckets may be timed with, so that compiling takes no time from the timing."""
+        for m in sorted({min(bucket, self.max_m) for bucket in buckets}):
+            out = torch.empty(m, self.problem.n, dtype=self.a.dtype, device=self.a.device)
+            for tile in self._narrow_tiles(m):
+                self._runs(tile, self.a[:m], out)
+
+    def _narrow_tiles(self, m: int) -> list[NarrowTile]:
+        """Those to time at this M."""
+        p = self.problem
+        if self.matmul is None or not (p.a_k_major and p.b_k_major):
+            return []
+        tiles = narrow_tiles(m, p.n, gpu(p.device), p.leaf.k if p.leaves > 1 else None)
+        return [tile for tile in tiles if self._key(tile) not in _uncompiled]
+
     def _candidates(self, m: int, tuning: bool) -> list["Algorithm | NarrowTile"]:
         """Schedules worth trying: the heuristic's for this M and, to time, its favourites for smaller ones and the
         narrow tiles.
@@ -292,14 +307,11 @@ class Autotuner:
             return []
         if not tuning:
             return self.matmul.algorithms(m, _ASKED_UNTUNED)
-        p, found = self.problem, self.matmul.algorithms(m, _ASKED)
+        found = self.matmul.algorithms(m, _ASKED)
         if m <= _MAX_M_OF_SMALL_TILES:
             for fewer in (bucket for bucket in M_BUCKETS if m / 8 <= bucket < m):
                 found += self.matmul.algorithms(fewer, _ASKED_FOR_FEWER)
-        if p.a_k_major and p.b_k_major:
-            tiles = narrow_tiles(m, p.n, gpu(p.device), p.leaf.k if p.leaves > 1 else None)
-            found += [tile for tile in tiles if self._key(tile) not in _uncompiled]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys([*found, *self._narrow_tiles(m)]))
 
     def _key(self, tile: NarrowTile) -> tuple[NarrowTile, torch.dtype, bool, int]:
         """What a kernel is compiled for."""
@@ -385,9 +397,11 @@ def _tune(
     tuning_seconds: float,
 ) -> dict[int, TunedSchedule]:
     with torch.cuda.device(problem.device), torch.no_grad():
-        started = time.monotonic()
         autotuner = Autotuner(problem, matmul, max(buckets))
         timer = GraphTimer(problem.device) if tuning_seconds > 0 else None
+        if timer:
+            autotuner.compile(buckets)
+        started = time.monotonic()
         schedules = {}
         for bucket in (max(buckets), *sorted(buckets)[:-1]):
             tuning = timer if time.monotonic() - started < tuning_seconds else None

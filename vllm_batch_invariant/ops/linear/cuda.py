@@ -73,21 +73,27 @@ class MatmulDispatcher:
         self._uses: Counter[tuple[GemmProblem, int]] = Counter()
         self._lock = threading.RLock()
 
-    def mm(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def mm(
+        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, b_is_constant: bool = False
+    ) -> torch.Tensor:
         """[M, K] @ [K, N] + bias; see the operation's package for the contract."""
-        return self._mm(a, b, bias, 1)
+        return self._mm(a, b, bias, 1, b_is_constant)
 
-    def mm_in_leaves(self, a: torch.Tensor, b: torch.Tensor, leaves: int) -> torch.Tensor:
+    def mm_in_leaves(self, a: torch.Tensor, b: torch.Tensor, leaves: int, b_is_constant: bool = False) -> torch.Tensor:
         """[M, K] @ [K, N] with K in so many leaves, which are added as a tree."""
-        return self._mm(a, b, None, leaves)
+        return self._mm(a, b, None, leaves, b_is_constant)
 
-    def _mm(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leaves: int) -> torch.Tensor:
+    def _mm(
+        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leaves: int, b_is_constant: bool
+    ) -> torch.Tensor:
         m = a.shape[0]
         plan = self._look_up_plan(a, b, bias, m, leaves)
         tuned = None
         if plan.problem is not None:
             tuned = plan.tuned.get(m_bucket(m)) or self._tune_if_often_used(plan, m)
-        return _by_triton(a, b, bias, leaves) if tuned is None else self._launch(plan, tuned, a, b, bias, m)
+        if tuned is None:
+            return _by_triton(a, b, bias, leaves)
+        return self._launch(plan, tuned, a, b, bias, m, b_is_constant)
 
     def _look_up_plan(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, m: int, leaves: int) -> _Plan:
         """The plan of calls that look like this one."""
@@ -148,6 +154,7 @@ class MatmulDispatcher:
         b: torch.Tensor,
         bias: torch.Tensor | None,
         m: int,
+        b_is_constant: bool,
     ) -> torch.Tensor:
         """Run what the schedule names; Triton where it names nothing, or where cuBLASLt refuses this M."""
         leaves = plan.problem.leaves
@@ -163,7 +170,7 @@ class MatmulDispatcher:
                 logger.debug("cuBLASLt refused %d rows of the GEMM %s", m, plan.problem)
         elif tuned.tile is not None:
             out = a.new_empty((m, plan.problem.n))
-            return triton_gemm.gemm_sm90_swap_ab(a, b, bias, out, plan.reduction, tuned.tile)
+            return triton_gemm.gemm_sm90_swap_ab(a, b, bias, out, plan.reduction, tuned.tile, b_is_constant)
         return _by_triton(a, b, bias, leaves)
 
     def prepare(self, weight: torch.Tensor, max_m: int, bias: bool = False, sizes: Iterable[int] = ()) -> None:

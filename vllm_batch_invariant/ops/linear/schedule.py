@@ -173,35 +173,53 @@ class NarrowTile:
     block_k: int
     """Elements of K in one step of the loop: a multiple of 64."""
     num_stages: int
+    ctas_per_sm: int = 1
+    """Programs of a multiprocessor; each has as many tiles as it takes."""
 
     @property
     def about(self) -> str:
         return f"narrow tile {self.block_m}x{self.block_n}"
 
 
-NARROW_TILES = (NarrowTile(16, 16, 256, 5), NarrowTile(16, 32, 128, 11), NarrowTile(32, 64, 128, 9))
-"""Of ten that were timed on an H200, those that won somewhere, with as many stages as shared memory holds. Against the
-choice of :func:`tma_tile`, the fastest took 0.88 of the time at M=1 N=896 K=4864, 0.93 at M=1 N=2048 K=11008,
-0.87 at M=128 N=1280 K=8192, 0.85 at M=128 N=2048 K=11008, and 1.07 at M=128 N=896 K=4864: measuring decides.
+NARROW_TILES = (
+    NarrowTile(16, 16, 256, 5),
+    NarrowTile(16, 32, 128, 11),
+    NarrowTile(16, 64, 128, 11),
+    NarrowTile(16, 64, 128, 5, 2),
+    NarrowTile(32, 64, 128, 9),
+    NarrowTile(32, 64, 128, 4, 2),
+    NarrowTile(64, 64, 128, 7),
+    NarrowTile(64, 64, 128, 3, 2),
+    NarrowTile(128, 64, 128, 4),
+)
+"""Those that won somewhere, with as many stages as shared memory holds. Behind a norm, on an H100, with launches that
+overlap, the fastest took of cuBLAS's time 0.90 to 0.94 at 8 and 32 rows of Qwen3-8B's four matmuls, 0.92 to 0.99 at 64,
+0.96 to 1.04 at 128, where the norm is counted in both; without, 0.95 to 1.02 at 8. Tiles of few columns are for
+narrow weights: 0.88 of :func:`tma_tile`'s time at M=1 N=896 K=4864 on an H200.
 """
-
-
+_SHORT_SIDES = (16, 32, 64, 128)
+"""Rows of a tile."""
+_WIDE = 64
+"""Columns of a tile that a multiprocessor may have several of, one after the other."""
 _ROUNDS_OF_LEAVES = 3
 
 
 def narrow_tiles(m: int, n: int, device: Gpu, leaf_k: int | None = None) -> tuple[NarrowTile, ...]:
-    """The narrow tiles worth timing for 16-bit operands with K as the contiguous side: where each has a multiprocessor
-    of its own, and a step ends where a leaf of ``leaf_k`` elements of K does, if there are several. Then more tiles are
-    worth it, too, because any other schedule is a kernel for each leaf and one that adds them.
+    """The narrow tiles worth timing for 16-bit operands with K as the contiguous side: of as many rows as M, or half as
+    many; those of few columns where each has a multiprocessor of its own. A step ends where a leaf of ``leaf_k``
+    elements of K does, if there are several; then more tiles are worth it, because any other schedule is a kernel for
+    each leaf and one that adds them.
     """
-    if not device.has_wgmma:
+    if not device.has_wgmma or m > max(_SHORT_SIDES):
         return ()
+    rows = min(side for side in _SHORT_SIDES if side >= m)
     most = device.num_sms * (_ROUNDS_OF_LEAVES if leaf_k else 1)
-    return tuple(
-        tile
-        for tile in NARROW_TILES
-        if -(-m // tile.block_m) * -(-n // tile.block_n) <= most and (leaf_k or 0) % tile.block_k == 0
-    )
+
+    def is_worth_it(tile: NarrowTile) -> bool:
+        fits = tile.block_m in (rows, rows // 2) and tile.block_n == _WIDE
+        return fits or -(-m // tile.block_m) * -(-n // tile.block_n) <= most
+
+    return tuple(tile for tile in NARROW_TILES if is_worth_it(tile) and (leaf_k or 0) % tile.block_k == 0)
 
 
 def redundancy(tiles: int, device: Gpu) -> int:

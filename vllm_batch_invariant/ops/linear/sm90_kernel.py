@@ -9,10 +9,13 @@ a: [M, K], b: [K, N] as a weight [N, K], bias: [N]. Operands are swapped: a tile
         acc += weight[n, k : k + 16] @ a[m, k : k + 16].T
     out[m, n] = round(acc.T + bias[n])
 
-One warp loads and a warpgroup multiplies, so that neither waits for the other's instructions. A multiprocessor takes in
-at most 64 bytes a cycle, so that K takes as long as a tile's rows and columns together; where N is small, small tiles
-give every multiprocessor one. Triton would load wgmma's long side of 64 whole; here only the columns of the tile are
-loaded. The rest of it is what shared memory held before, and its rows of the result are not written.
+One warp loads and a warpgroup multiplies, so that neither waits for the other's instructions, and the next tile's
+operands are on their way while a tile is written. A multiprocessor takes in at most 64 bytes a cycle, so that K takes
+as long as a tile's rows and columns together; where N is small, small tiles give every multiprocessor one. Triton would
+load wgmma's long side of 64 whole; here only the columns of the tile are loaded. The rest of it is what shared memory
+held before, and its rows of the result are not written.
+
+A launch may begin while the kernel before ends, which makes ``a``: it loads weights until it has to wait.
 """
 
 from functools import cache
@@ -28,13 +31,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..common.gluon_names import copy_block
 from ..common.sm90_ring import next_stage
 from ..common.triton_names import aggregate
+from ..dependent_launch import LaunchSchedule
 from .problem import leading_dim
 from .reduction import LinearReduction
-from .schedule import NarrowTile
+from .schedule import NarrowTile, gpu
 from .triton_kernels import TL_DTYPES
 
 _LONG_SIDE = gl.constexpr(64)
@@ -61,19 +66,46 @@ class _Ring:
 
 
 @gluon.jit
-def _load_partition(a_desc, b_desc, ring, first_m, first_n, K):
+def _first_of(tile, tiles_m, ring):
+    """Where a tile begins, in M and in N. Tiles one after the other have the same columns."""
+    return tile % tiles_m * ring.BLOCK_M, tile // tiles_m * ring.BLOCK_N
+
+
+@gluon.jit
+def _load_b(b_desc, ring, stage, first_n, start_k):
+    """Starts the copies of a step's columns of b; the step's barrier expects both operands."""
+    full = ring.full_bar.index(stage)
+    mbarrier.expect(full, (ring.BLOCK_M + ring.BLOCK_N) * _COPY_K * ring.COPIES * 2)
+    for copy in gl.static_range(ring.COPIES):
+        b_smem = ring.b_smem.index(stage * ring.COPIES + copy).slice(0, ring.BLOCK_N)
+        copy_block(b_desc, [first_n, start_k + copy * _COPY_K], full, b_smem)
+
+
+@gluon.jit
+def _load_partition(a_desc, b_desc, ring, K, tiles_m, tiles, OVERLAPS: gl.constexpr):
     """One warp: keeps the ring full."""
+    STEP_K: gl.constexpr = _COPY_K * ring.COPIES
+    ahead = gl.to_tensor(0)  # steps whose columns of b are on their way already
+    if OVERLAPS:
+        ahead = gl.minimum((K + STEP_K - 1) // STEP_K, ring.NUM_STAGES)
+        _, first_n = _first_of(gl.program_id(0), tiles_m, ring)
+        for step in range(ahead):
+            _load_b(b_desc, ring, step, first_n, step * STEP_K)
+        gdc_wait()
+        gdc_launch_dependents()
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
-    for start_k in range(0, K, _COPY_K * ring.COPIES):
-        mbarrier.wait(ring.empty_bar.index(stage), phase)
-        full = ring.full_bar.index(stage)
-        mbarrier.expect(full, (ring.BLOCK_M + ring.BLOCK_N) * _COPY_K * ring.COPIES * 2)
-        for copy in gl.static_range(ring.COPIES):
-            offs_k, index = start_k + copy * _COPY_K, stage * ring.COPIES + copy
-            a_smem, b_smem = ring.a_smem.index(index), ring.b_smem.index(index)
-            copy_block(b_desc, [first_n, offs_k], full, b_smem.slice(0, ring.BLOCK_N))
-            copy_block(a_desc, [first_m, offs_k], full, a_smem)
-        stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        first_m, first_n = _first_of(tile, tiles_m, ring)
+        for start_k in range(0, K, STEP_K):
+            mbarrier.wait(ring.empty_bar.index(stage), phase)
+            if ahead > 0:
+                ahead -= 1
+            else:
+                _load_b(b_desc, ring, stage, first_n, start_k)
+            for copy in gl.static_range(ring.COPIES):
+                a_smem = ring.a_smem.index(stage * ring.COPIES + copy)
+                copy_block(a_desc, [first_m, start_k + copy * _COPY_K], ring.full_bar.index(stage), a_smem)
+            stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
 
 
 @gluon.jit
@@ -120,28 +152,34 @@ def _mma_tree(
 
 @gluon.jit
 def _mma_partition(
-    bias_ptr, out_ptr, ring, first_m, first_n, M, N, K, LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr,
-    ACCUMULATE: gl.constexpr,
+    bias_ptr, out_ptr, ring, M, N, K, tiles_m, tiles, LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr,
+    ACCUMULATE: gl.constexpr, OVERLAPS: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: all of K for the whole tile."""
+    """A warpgroup: all of K for whole tiles."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ring.BLOCK_M, 16]
     )
-    start = gl.to_tensor(0)
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    acc, _, _, _ = _mma_tree(ring, start, start, start, K // LEAVES, LEAVES, True, dtype, ACCUMULATE, layout)
+    in_tile_n = gl.arange(0, _LONG_SIDE, gl.SliceLayout(1, layout))
+    in_tile_m = gl.arange(0, ring.BLOCK_M, gl.SliceLayout(0, layout))
+    if OVERLAPS:
+        gdc_wait()
+    stage, phase, before = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        acc, stage, phase, before = _mma_tree(
+            ring, stage, phase, before, K // LEAVES, LEAVES, True, dtype, ACCUMULATE, layout
+        )  # fmt: skip
+        mbarrier.arrive(ring.empty_bar.index(before))
+        first_m, first_n = _first_of(tile, tiles_m, ring)
+        offs_m, offs_n = first_m + in_tile_m, first_n + in_tile_n
+        mask_n = (in_tile_n < ring.BLOCK_N) & (offs_n < N)
+        if HAS_BIAS:
+            acc += gl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(ACCUMULATE)[:, None]  # [_LONG_SIDE]
+        offs = offs_m.to(gl.int64)[None, :] * N + offs_n[:, None]
+        gl.store(out_ptr + offs, acc.to(dtype), mask=mask_n[:, None] & (offs_m < M)[None, :])
 
-    in_tile = gl.arange(0, _LONG_SIDE, gl.SliceLayout(1, layout))
-    offs_n = first_n + in_tile
-    offs_m = first_m + gl.arange(0, ring.BLOCK_M, gl.SliceLayout(0, layout))
-    mask_n = (in_tile < ring.BLOCK_N) & (offs_n < N)
-    if HAS_BIAS:
-        acc += gl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(ACCUMULATE)[:, None]  # [_LONG_SIDE]
-    offs = offs_m.to(gl.int64)[None, :] * N + offs_n[:, None]
-    gl.store(out_ptr + offs, acc.to(out_ptr.dtype.element_ty), mask=mask_n[:, None] & (offs_m < M)[None, :])
 
-
-@gluon.jit(do_not_specialize=["M", "N", "K", "tiles_m"])
+@gluon.jit(do_not_specialize=["M", "N", "K", "tiles_m", "tiles"])
 def gemm_sm90_swap_ab_kernel(
     a_desc,
     b_desc,
@@ -151,6 +189,7 @@ def gemm_sm90_swap_ab_kernel(
     N,
     K,
     tiles_m,
+    tiles,
     LEAVES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -158,13 +197,13 @@ def gemm_sm90_swap_ab_kernel(
     BLOCK_K: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     ACCUMULATE: gl.constexpr,
+    OVERLAPS: gl.constexpr,
 ):
     """a: descriptor of [M, K], b: of [N, K], bias: [N] or None, out: [M, N]. Elements beyond an edge read as zero and
-    are not written. Each of LEAVES parts of K is a multiple of BLOCK_K, or there is one.
+    are not written. Each of LEAVES parts of K is a multiple of BLOCK_K, or there is one. With OVERLAPS b is read before
+    the kernel before has ended.
     """
     COPIES: gl.constexpr = BLOCK_K // _COPY_K
-    first_m = gl.program_id(0) % tiles_m * BLOCK_M
-    first_n = gl.program_id(0) // tiles_m * BLOCK_N
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [NUM_STAGES * COPIES, BLOCK_M, _COPY_K], a_desc.layout)
     b_smem = gl.allocate_shared_memory(b_desc.dtype, [NUM_STAGES * COPIES, _LONG_SIDE, _COPY_K], b_desc.layout)
     full_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
@@ -176,8 +215,11 @@ def gemm_sm90_swap_ab_kernel(
     ring = _Ring(a_smem, b_smem, full_bar, empty_bar, BLOCK_M, BLOCK_N, COPIES, NUM_STAGES)
     gl.warp_specialize(
         [
-            (_mma_partition, (bias_ptr, out_ptr, ring, first_m, first_n, M, N, K, LEAVES, HAS_BIAS, ACCUMULATE)),
-            (_load_partition, (a_desc, b_desc, ring, first_m, first_n, K)),
+            (
+                _mma_partition,
+                (bias_ptr, out_ptr, ring, M, N, K, tiles_m, tiles, LEAVES, HAS_BIAS, ACCUMULATE, OVERLAPS),
+            ),
+            (_load_partition, (a_desc, b_desc, ring, K, tiles_m, tiles, OVERLAPS)),
         ],
         [1],
         [40],
@@ -202,6 +244,7 @@ def gemm_sm90_swap_ab(
     out: torch.Tensor,
     reduction: LinearReduction,
     tile: NarrowTile,
+    overlaps: bool = False,
 ) -> torch.Tensor:
     """``a @ b + bias``.
 
@@ -213,6 +256,7 @@ def gemm_sm90_swap_ab(
         out: [M, N], packed.
         reduction: decides the bits.
         tile: decides the speed.
+        overlaps: whether the launch does not wait for the kernel before, which must not write b.
 
     Returns:
         ``out``.
@@ -220,7 +264,7 @@ def gemm_sm90_swap_ab(
     (m, k), n = a.shape, b.shape[1]
     tiles_m, tiles_n = triton.cdiv(m, tile.block_m), triton.cdiv(n, tile.block_n)
     with torch.cuda.device_of(a):
-        gemm_sm90_swap_ab_kernel[(tiles_m * tiles_n,)](
+        gemm_sm90_swap_ab_kernel[(min(tiles_m * tiles_n, tile.ctas_per_sm * gpu(a.get_device()).num_sms),)](
             _describe(a, tile.block_m),
             _describe(b.t(), tile.block_n),
             None if bias is None else bias.contiguous(),
@@ -229,6 +273,7 @@ def gemm_sm90_swap_ab(
             n,
             k,
             tiles_m,
+            tiles_m * tiles_n,
             LEAVES=reduction.leaves,
             HAS_BIAS=bias is not None,
             BLOCK_M=tile.block_m,
@@ -236,6 +281,7 @@ def gemm_sm90_swap_ab(
             BLOCK_K=tile.block_k,
             NUM_STAGES=tile.num_stages,
             ACCUMULATE=TL_DTYPES[reduction.accumulate],
+            **LaunchSchedule(overlaps).options,
             num_warps=4,
             maxnreg=128,
             enable_fp_fusion=reduction.enable_fp_fusion,

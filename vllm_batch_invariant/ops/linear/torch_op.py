@@ -1,4 +1,6 @@
-"""The operation as a custom operator of PyTorch's: torch.compile sees one node and leaves M to run time."""
+"""The operation of an engine's layers as a custom operator of PyTorch's: torch.compile sees one node and leaves M to
+run time. Whatever writes weights, a step's first kernels follow it, which wait for all before them.
+"""
 
 import torch
 
@@ -6,7 +8,13 @@ from . import linear as _linear
 
 _library = torch.library.Library("vllm_batch_invariant", "DEF")
 _library.define("linear(Tensor x, Tensor weight, Tensor? bias=None, int leaves=1) -> Tensor")
-_library.impl("linear", _linear, "CompositeExplicitAutograd")
+
+
+def _of_layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, leaves: int = 1) -> torch.Tensor:
+    return _linear(x, weight, bias, leaves, weight_is_constant=True)
+
+
+_library.impl("linear", _of_layer, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("vllm_batch_invariant::linear", lib=_library)

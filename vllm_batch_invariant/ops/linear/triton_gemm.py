@@ -208,10 +208,12 @@ def gemm_sm90_swap_ab(
     out: torch.Tensor,
     reduction: LinearReduction,
     tile: NarrowTile,
+    overlaps: bool = False,
 ) -> torch.Tensor:
     """``a @ b + bias`` by Hopper's narrow kernel, for operands that :func:`.problem.supports_tma` with K as the
-    contiguous side; arguments as of :func:`gemm_tma`, with a tile of :data:`.schedule.NARROW_TILES`.
+    contiguous side; arguments as of :func:`gemm_tma`, with a tile of :data:`.schedule.NARROW_TILES`, and whether the
+    launch does not wait for the kernel before, which must not write b.
     """
     from . import sm90_kernel  # Gluon is needed for this kernel alone
 
-    return sm90_kernel.gemm_sm90_swap_ab(a, b, bias, out, reduction, tile)
+    return sm90_kernel.gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps)
