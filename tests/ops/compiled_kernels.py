@@ -58,6 +58,7 @@ from vllm_batch_invariant.ops.norm_backward import cuda as norm_backward
 from vllm_batch_invariant.ops.norm_rotary import cuda as norm_rotary
 from vllm_batch_invariant.ops.ranking.cuda import top_and_ranks
 from vllm_batch_invariant.ops.reduce import cuda as reduce
+from vllm_batch_invariant.ops.silu import cuda as silu
 from vllm_batch_invariant.ops.silu_backward import cuda as silu_backward
 from vllm_batch_invariant.ops.softmax import cuda as softmax
 from vllm_batch_invariant.ops.top_k_top_p.cuda import top_k_top_p
@@ -250,7 +251,10 @@ def experts(count: int, dtype: torch.dtype = torch.bfloat16, here: int = 16, **f
     weights, ids = moe.route(torch.zeros(count, 16, dtype=dtype), reduction, bias)
     gate_up, down = torch.zeros(here, 192, 200, dtype=dtype), torch.zeros(here, 200, 96, dtype=dtype)
     places = None if here == 16 else torch.zeros(16, dtype=torch.int32)
-    moe.moe(torch.zeros(count, 200, dtype=dtype), weights, ids, gate_up, down, reduction, *biases, places)
+    of_layer = weights, ids, gate_up, down, reduction, *biases, places
+    x = torch.zeros(count, 200, dtype=dtype)
+    moe.moe(x, *of_layer)
+    moe.add_and_norm(moe.products(x, *of_layer), x, x[0], 1e-6)
     moe.group(ids.repeat(20, 1), 16, moe.layer_schedules(dtype, schedule.gpu(0))[-1])  # so many that others place them
     moe._activated(torch.zeros(count, 192, dtype=dtype), "silu")  # only the certificate does
 
@@ -298,7 +302,8 @@ def narrow_gemms(dtypes: Sequence[torch.dtype], biases: Sequence[bool]) -> None:
         bias, out = torch.zeros(896, dtype=dtype) if has_bias else None, torch.empty(33, 896, dtype=dtype)
         for leaves in (1,) if has_bias else (1, 2):
             reduction = LinearReduction.of_device("cuda", 896, 512, dtype, leaves)
-            linear.gemm_sm90_swap_ab(a, weight.t(), bias, out, reduction, tile)
+            for overlaps in (True,) if tile != NARROW_TILES[0] else (False, True):
+                linear.gemm_sm90_swap_ab(a, weight.t(), bias, out, reduction, tile, overlaps)
 
 
 def gemms() -> None:
@@ -315,6 +320,13 @@ def gemms() -> None:
         shapes = itertools.product((1, 64, 8192), (64, 8192))
         for tile in {schedule.ptr_tile(m, n, dtype, gpu) for m, n in shapes}:
             linear.gemm_ptr(a.to(dtype)[None], weight.to(dtype).t()[None], None, out, reduction, tile)
+
+
+def products_like(x: torch.Tensor) -> moe.Products:
+    """Of two experts, whose sums are like x."""
+    tokens = len(x)
+    ids, made = torch.zeros(tokens, 2, dtype=torch.int64), torch.zeros(2 * tokens, x.shape[1], dtype=x.dtype)
+    return moe.Products(made, torch.zeros(tokens, 2), ids, None)
 
 
 def gradients_of_rows(count: int) -> None:
@@ -336,6 +348,7 @@ def rows() -> None:
         softmax.log_softmax(x, -1, dtype=torch.float32)
         softmax.softmax(x, -1)
         reduce.mean(x, -1)
+    silu.silu_and_mul(torch.zeros(2, 2 * 12_288, dtype=torch.bfloat16))
     qkv = torch.zeros(2, 48 * 128, dtype=torch.bfloat16)
     weight, cache = torch.zeros(128, dtype=torch.bfloat16), torch.zeros(9, 128)
     norm_rotary.norm_rotary(qkv, torch.zeros(2, dtype=torch.int64), weight, weight, cache, 1e-6, 32, 8)
@@ -459,7 +472,8 @@ def check_some() -> None:
         check_all(f"gradients of attention on sm_{gpu}", found, False)
     found = launch_on(90, all_reduces, 1, 4096, torch.bfloat16, 4, True)
     ends = [one.name for one in found if "__assertfail" in one.kernel.asm["ptx"]]
-    check("the all-reduce's wait ends with an assertion", ends == ["all_reduce_kernel", "all_reduce_norm_kernel"])
+    wanted = ["all_reduce_kernel", "all_reduce_norm_kernel", "all_reduce_norm_kernel"]
+    check("the all-reduce's wait ends with an assertion", ends == wanted)
     check_norms_behind_sums()
     CUDABackend.make_cubin = lambda *_: b""  # its instructions are in PTX, and the assembler takes most of the time
     check_attention(100, Heads(8, 2, 64, torch.bfloat16), 64)
@@ -474,15 +488,18 @@ def reduced_layouts(compiled: Compiled) -> list[str]:
 
 
 def check_norms_behind_sums() -> None:
-    """A norm behind an all-reduce adds a row's squares in the threads that a norm alone adds them in."""
-    for hidden, dtype in itertools.product((100, 896, 4096, 5120), (torch.bfloat16, torch.float32)):
+    """A norm behind an all-reduce, or behind experts, adds a row's squares in the threads that a norm alone adds them
+    in.
+    """
+    for hidden, dtype in itertools.product((100, 896, 2048, 4096, 5120), (torch.bfloat16, torch.float32)):
         x = torch.zeros(3, hidden, dtype=dtype)
         [alone] = launch_on(90, norm.rms_norm, x, x[0], 1e-6, x, None)
         found = launch_on(90, all_reduces, 3, hidden, dtype)
-        [behind] = [one for one in found if one.name == "all_reduce_norm_kernel"]
-        name = f"rows of {hidden} in {dtype} lie behind an all-reduce as in a norm alone"
+        found += launch_on(90, moe.add_and_norm, products_like(x), x, x[0], 1e-6)
+        behind = [reduced_layouts(one) for one in found if one.name.endswith("_norm_kernel")]
+        name = f"rows of {hidden} in {dtype} lie behind all-reduces and experts as in a norm alone"
         layouts = reduced_layouts(alone)
-        check(name, len(layouts) > 0 and layouts == reduced_layouts(behind))
+        check(name, len(layouts) > 0 and behind == 3 * [layouts])
 
 
 def check_every_gluon_kernel() -> None:
@@ -579,6 +596,7 @@ def all_reduces(count: int, hidden: int, dtype: torch.dtype, ranks: int = 2, tre
     add(x)
     if add._channels[0].holds_rows(x, NormReduction.of_device("cuda", hidden, dtype)):
         add.add_and_norm(x, x, x[0], 1e-6)
+        add.add_and_norm(products_like(x), x, x[0], 1e-6)
     all_reduce.add_ranks(torch.zeros(ranks, count, hidden, dtype=dtype), tree)
 
 

@@ -42,6 +42,7 @@ from vllm_batch_invariant.ops.norm import cuda as norm
 from vllm_batch_invariant.ops.norm_rotary import cuda as norm_rotary
 from vllm_batch_invariant.ops.ranking.cuda import top_and_ranks
 from vllm_batch_invariant.ops.reduce import cuda as reduce
+from vllm_batch_invariant.ops.silu import cuda as silu
 from vllm_batch_invariant.ops.softmax import cuda as softmax
 from vllm_batch_invariant.ops.top_k_top_p.cuda import top_k_top_p
 
@@ -66,6 +67,7 @@ def row_batch(count: int) -> None:
         norm.rms_norm(x, x[0], 1e-6, x, None)
         reduce.mean(x, -1)
         softmax.log_softmax_backward(x, softmax.log_softmax(x, -1, dtype=torch.float32).bfloat16(), -1, x.dtype)
+        silu.silu_and_mul(x)
     heads = torch.zeros(count, 48 * 128, dtype=torch.bfloat16)
     weight, cache = torch.zeros(128, dtype=torch.bfloat16), torch.zeros(9, 128)
     norm_rotary.norm_rotary(heads, torch.zeros(count, dtype=torch.int64), weight, weight, cache, 1e-6, 32, 8)

@@ -15,6 +15,7 @@ from ..ops.dispatch import module_for
 from ..ops.moe import MoeReduction, route
 from . import patch_points, tensor_tree
 from .linear import PreparedWeight
+from .norm_rotary import is_watched
 
 ROUTERS = ("CPURouter", "FusedTopKRouter", "FusedTopKBiasRouter", "GroupedTopKRouter")
 """vLLM's classes that choose experts by the settings of the layer, which our own router reads."""
@@ -112,7 +113,12 @@ class CpuExperts(BatchInvariantExperts):
 
 
 class CudaExperts(BatchInvariantExperts):
-    """On a GPU, with the weights as vLLM has loaded them."""
+    """On a GPU, with the weights as vLLM has loaded them. The norm behind the layer may add what the experts give."""
+
+    leaves_sum = False
+    """Whether it does."""
+    left: Any = None
+    """What it adds: of :func:`..ops.moe.cuda.products`."""
 
     def weights_are_loaded(self, layer: torch.nn.Module) -> None:
         if not_run := _not_run_on_gpus(self.reduction):
@@ -127,9 +133,16 @@ class CudaExperts(BatchInvariantExperts):
     def forward(
         self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
-        return module_for("moe", "cuda").moe(
-            x, weights, ids, layer.w13_weight, layer.w2_weight, self.reduction, *_biases(layer), layer.expert_map
-        )
+        """Uninitialised where the norm adds, which it does not while somebody looks at what this gives."""
+        moe, experts = module_for("moe", "cuda"), (layer.w13_weight, layer.w2_weight, self.reduction, *_biases(layer))
+        adds = self.leaves_sum and not is_watched(self)
+        self.left = moe.products(x, weights, ids, *experts, layer.expert_map) if adds else None
+        return moe.moe(x, weights, ids, *experts, layer.expert_map) if self.left is None else x.new_empty(x.shape)
+
+    def take_left(self) -> Any:
+        """What the norm adds, once; None where the sum is there."""
+        left, self.left = self.left, None
+        return left
 
 
 def _biases(layer: torch.nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -41,7 +41,7 @@ def fused(apart: Forward) -> Forward:
     def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         q_norm, k_norm, rotary = self.q_norm, self.k_norm, self.rotary_emb
         rows_differ = positions.dim() != 1 and not mrope.serves(rotary)
-        if rows_differ or not _fits(self, hidden_states) or _is_watched(q_norm, k_norm, rotary):
+        if rows_differ or not _fits(self, hidden_states) or is_watched(q_norm, k_norm, rotary):
             return apart(self, positions, hidden_states)
         qkv, _ = self.qkv_proj(hidden_states)
         q, k = norm_rotary(
@@ -69,7 +69,7 @@ def _fits(layer: Any, hidden_states: torch.Tensor) -> bool:
     return fits
 
 
-def _is_watched(*modules: torch.nn.Module) -> bool:
+def is_watched(*modules: torch.nn.Module) -> bool:
     """Whether something waits for these modules to be called, as the recorder of this project does."""
     return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 

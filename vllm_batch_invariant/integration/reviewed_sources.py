@@ -171,6 +171,22 @@ REVIEWED: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 REVIEWED_DECODERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "vllm.model_executor.layers.fused_moe.routed_experts": {
+        "RoutedExperts.forward_monolithic": ("464ae9eead9b6fd8",),
+    },
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner": {
+        "_moe_forward": ("1a6a5da14a53f247",),
+        "_unpack": ("d12e129527c06b2d",),
+        "MoERunner.forward": ("876f47275e134c8f",),
+        "MoERunner._forward_impl": ("7ee2b3cdb54df8b9",),
+        "MoERunner._apply_quant_method": ("84848e1494dfce3c", "becb8e88c4c402c8"),
+        "MoERunner._maybe_combine": ("e7c2489065a43cb4",),
+        "MoERunner._maybe_reduce_final_output": ("679f7487b1cc79b6",),
+        "MoERunner._maybe_reduce_routed_output_before_transform": ("eb4329fdf7e16df5",),
+        "MoERunner._maybe_apply_routed_scale_to_output": ("b35ce9d406d8cd05",),
+        "MoERunner._maybe_add_zero_expert_output": ("3749ed1aec2f7e65",),
+        "MoERunner.apply_routed_output_transform": ("6de51cc418916297",),
+    },
     "vllm.model_executor.layers.linear": {
         "RowParallelLinear.forward": ("110cb650730bbdb3",),
     },
@@ -188,6 +204,12 @@ REVIEWED_DECODERS: dict[str, dict[str, tuple[str, ...]]] = {
         "MistralDecoderLayer.forward": ("f44562a789b49f75",),
         "MistralModel.forward": ("9c8e59ffa717ef35",),
     },
+    "vllm.model_executor.models.mixtral": {
+        "MixtralMoE.forward": ("5c42de3a2d940b1d",),
+        "MixtralAttention.forward": ("a73d7f51e53bd6cc",),
+        "MixtralDecoderLayer.forward": ("166efae9caa2591e",),
+        "MixtralModel.forward": ("8c7f24df8dd41774",),
+    },
     "vllm.model_executor.models.qwen2": {
         "Qwen2MLP.forward": ("6336b9a612c749bd",),
         "Qwen2Attention.forward": ("05170190e9d35405",),
@@ -198,7 +220,12 @@ REVIEWED_DECODERS: dict[str, dict[str, tuple[str, ...]]] = {
         "Qwen3Attention.forward": ("a2e99697a555b692",),
         "Qwen3DecoderLayer.forward": ("042c2fc18af98dc8",),
     },
+    "vllm.model_executor.models.qwen3_moe": {
+        "Qwen3MoeMLP.forward": ("705281959150e010",),
+        "Qwen3MoeSparseMoeBlock.forward": ("d31e68fece57a6da",),
+        "Qwen3MoeAttention.forward": ("3695dfaefdad0991",),
+        "Qwen3MoeDecoderLayer.forward": ("042c2fc18af98dc8",),
+        "Qwen3MoeModel.forward": ("1f5efd5aba20c905",),
+    },
 }
-"""Of decoders whose all-reduces and norms are one operation, in vLLM 0.32.0 and 0.33.0. With other sources they stay
-apart.
-"""
+"""Of decoders whose sums and norms are one operation, in vLLM 0.32.0 and 0.33.0. With other sources they stay apart."""

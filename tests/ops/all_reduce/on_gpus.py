@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from tests.ops.all_reduce.ranks import EPS, message, plant, rows, weight
+from tests.ops.all_reduce.ranks import EPS, made_by_experts, message, plant, rows, weight
 from vllm_batch_invariant.ops.all_reduce import add_ranks
 from vllm_batch_invariant.ops.all_reduce.cuda import SCHEDULES, TIMEOUT, AllReduce, symmetric_peers
 from vllm_batch_invariant.ops.norm import rms_norm
@@ -118,6 +118,11 @@ def norms_of_every_size(rank: Rank, tree: bool = False) -> list[str]:
             rank.be_late()
             if not torch.equal(add(partial), wanted):
                 problems.append(f"the sum behind {tokens} x {hidden} of {dtype}")
+        experts = [made_by_experts(number, one, (tokens, hidden), dtype, str(rank.device)) for one in range(rank.ranks)]
+        wanted = add_ranks(torch.stack([one.added().cpu() for one in experts]), tree).to(rank.device)
+        rank.be_late()
+        if not is_norm_of(add.add_and_norm(experts[rank.rank], residual, scale, EPS), wanted, residual, scale):
+            problems.append(f"{tokens} x {hidden} of {dtype}, of experts")
     if len(fused) < 3 * 9 * 3:  # every dtype and hidden size at 1, 2 and 3 tokens
         problems.append(f"{len(fused)} were one launch")
     return problems

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from vllm_batch_invariant.ops.all_reduce import cuda, triton_kernels
 from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce, AllReduceSchedule, Peers
+from vllm_batch_invariant.ops.moe.cuda import Products
 from vllm_batch_invariant.ops.norm.cuda import rms_norm
 
 SCHEDULES = (
@@ -44,6 +45,16 @@ def rows(call: int, rank: int, shape: tuple[int, int], dtype: torch.dtype, devic
 def weight(hidden: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
     """[hidden], of a norm."""
     return rows(0, 0, (1, hidden), dtype, device)[0]
+
+
+def made_by_experts(call: int, rank: int, shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu") -> Products:
+    """What a rank's experts have made of tokens: of three an expert is on another rank now and then."""
+    generator = torch.Generator(device).manual_seed(100 * call + rank)
+    count, hidden = shape
+    made = torch.randn(3 * count, hidden, generator=generator, device=device).to(dtype)
+    weights = torch.rand(count, 3, generator=generator, device=device)
+    ids = torch.randint(0, 8, (count, 3), generator=generator, device=device)
+    return Products(made, weights, ids, torch.tensor([0, -1, 1, 2, 3, -1, 4, 5], device=device))
 
 
 def added_and_normalised(
@@ -145,7 +156,13 @@ def join(rank: int, ranks: int, folder: Path) -> None:
 
 
 def normalise_messages(
-    rank: int, ranks: int, folder: Path, messages: list[tuple[int, int, str]], fault: str | None, tree: bool
+    rank: int,
+    ranks: int,
+    folder: Path,
+    messages: list[tuple[int, int, str]],
+    fault: str | None,
+    tree: bool,
+    of_experts: bool,
 ) -> None:
     """A rank's process: writes the normalised rows and the sums with the residual, with a rank late now and then."""
     join(rank, ranks, folder)
@@ -157,7 +174,8 @@ def normalise_messages(
         partial, residual = (rows(call, one, (count, hidden), dtype) for one in (rank, ranks))
         if chance.random() < 0.3:
             time.sleep(0.1)
-        found.append(add.add_and_norm(partial, residual, weight(hidden, dtype), EPS))
+        given = made_by_experts(call, rank, (count, hidden), dtype) if of_experts else partial
+        found.append(add.add_and_norm(given, residual, weight(hidden, dtype), EPS))
         add(partial[:1])  # in the same memory
     torch.save(found, folder / f"rows of {rank}")
     torch.distributed.barrier()

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from tests.ops.all_reduce.ranks import EPS, add_messages, added_and_normalised, message, normalise_messages, rows
+from tests.ops.all_reduce.ranks import (
+    EPS,
+    add_messages,
+    added_and_normalised,
+    made_by_experts,
+    message,
+    normalise_messages,
+    rows,
+)
 from vllm_batch_invariant.ops.all_reduce import cuda
 from vllm_batch_invariant.ops.all_reduce.cpu import add_ranks
 from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce, Peers
@@ -80,10 +88,15 @@ ROWS = ((1, 1000), (2, 1000), (3, 1000), (8, 1000), (1, 100), (17, 100), (40, 12
 
 
 def normalised(
-    folder: Path, ranks: int, messages: list[tuple[int, int, str]], fault: str | None = None, tree: bool = False
+    folder: Path,
+    ranks: int,
+    messages: list[tuple[int, int, str]],
+    fault: str | None = None,
+    tree: bool = False,
+    of_experts: bool = False,
 ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     """Of each rank, of each message."""
-    start(normalise_messages, ranks, folder, messages, fault, tree)
+    start(normalise_messages, ranks, folder, messages, fault, tree, of_experts)
     return [torch.load(folder / f"rows of {rank}") for rank in range(ranks)]
 
 
@@ -108,6 +121,17 @@ def test_a_norm_behind_it_has_the_bits_of_a_norm_alone(tmp_path: Path, ranks: in
     for rank, done in enumerate(normalised(tmp_path, ranks, messages, tree=tree)):
         for message_, own, one in zip(messages, done, wanted, strict=True):
             for found, right in zip(own, one, strict=True):
+                assert_same_bits(found, right, f"{message_} on rank {rank}")
+
+
+def test_what_experts_have_made_is_added_first(tmp_path: Path) -> None:
+    messages = [(*shape, "float16") for shape in ((1, 1000), (3, 1000), (17, 100), (8, 1000))]
+    for rank, done in enumerate(normalised(tmp_path, 2, messages, of_experts=True)):
+        for call, (message_, own) in enumerate(zip(messages, done, strict=True)):
+            shape, dtype = message_[:2], torch.float16
+            partials = [made_by_experts(call, one, shape, dtype).added() for one in range(2)]
+            residual = rows(call, 2, shape, dtype)
+            for found, right in zip(own, added_and_normalised(torch.stack(partials), residual), strict=True):
                 assert_same_bits(found, right, f"{message_} on rank {rank}")
 
 

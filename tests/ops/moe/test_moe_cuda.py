@@ -7,6 +7,7 @@ from vllm_batch_invariant.ops.linear import schedule as of_linear
 from vllm_batch_invariant.ops.linear import triton_gemm
 from vllm_batch_invariant.ops.moe import MoeReduction, cuda, moe, reference, route
 from vllm_batch_invariant.ops.moe.routes import route_by
+from vllm_batch_invariant.ops.norm import rms_norm
 from vllm_batch_invariant.ops.softmax import softmax
 
 FAMILIES: dict[str, tuple[tuple[int, int, int, int], dict[str, object], bool]] = {
@@ -42,6 +43,10 @@ class Layer:
 
     def route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return route(logits, self.reduction, self.score_bias)
+
+    def products(self, x: torch.Tensor, logits: torch.Tensor, places: torch.Tensor | None = None) -> cuda.Products:
+        biases = (self.biases.get(name) for name in ("gate_up_bias", "down_bias"))
+        return cuda.products(x, *self.route(logits), self.gate_up, self.down, self.reduction, *biases, places)
 
     def __call__(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return moe(x, *self.route(logits), self.gate_up, self.down, self.reduction, **self.biases)
@@ -232,3 +237,32 @@ def test_a_step_is_a_cuda_graph(layer: Layer, count: int) -> None:
         out.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out, expected)
+
+
+def test_a_norm_that_adds_has_the_bits_of_a_sum_and_a_norm(layer: Layer) -> None:
+    hidden = layer.down.shape[1]
+    weight = 1 + draw(1, hidden, seed=7)[0]
+    for count in (1, 3, 17, 300, 4096):
+        x, residual = draw(count, hidden, seed=3) * 30, draw(count, hidden, seed=8) * 30
+        for name, logits in routings(count, layer.reduction.num_experts).items():
+            found = cuda.add_and_norm(layer.products(x, logits), residual, weight, 1e-6)
+            wanted = rms_norm(layer(x, logits), weight, 1e-6, residual)
+            assert all(map(torch.equal, found, wanted)), (name, count)
+
+
+def test_a_norm_that_adds_is_in_a_cuda_graph(layer: Layer) -> None:
+    hidden, experts = layer.down.shape[1], layer.reduction.num_experts
+    x, residual, weight = draw(20, hidden, seed=6), draw(20, hidden, seed=8), 1 + draw(1, hidden, seed=7)[0]
+    logits = routings(20, experts)["uniform"]
+    wanted = rms_norm(layer(x, logits), weight, 1e-6, residual)
+    held = [torch.zeros_like(one) for one in (x, logits, residual)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = cuda.add_and_norm(layer.products(*held[:2]), held[2], weight, 1e-6)
+    for one, value in zip(held, (x, logits, residual), strict=True):
+        one.copy_(value)
+    for _ in range(3):
+        for one in found:
+            one.fill_(torch.nan)
+        graph.replay()
+        assert all(map(torch.equal, found, wanted))

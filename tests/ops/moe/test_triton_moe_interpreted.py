@@ -13,6 +13,7 @@ from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.linear import schedule as of_linear
 from vllm_batch_invariant.ops.linear.schedule import Gpu
 from vllm_batch_invariant.ops.moe import MoeReduction, cpu, cuda, reference, triton_kernels
+from vllm_batch_invariant.ops.norm.cuda import rms_norm
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 """Largest error in units of the largest result."""
@@ -33,6 +34,12 @@ on_every_gpu = pytest.mark.parametrize("gpu", [HOPPER, OLDER], indirect=True, id
 def made(of: Layer, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     weights, ids = cuda.route(logits, of.reduction, of.score_bias)
     return cuda.moe(x, weights, ids, of.gate_up, of.down, of.reduction, of.gate_up_bias, of.down_bias, None)
+
+
+def products_of(of: Layer, x: torch.Tensor, logits: torch.Tensor) -> cuda.Products | None:
+    weights, ids = cuda.route(logits, of.reduction, of.score_bias)
+    experts = of.gate_up, of.down, of.reduction, of.gate_up_bias, of.down_bias, None
+    return cuda.products(x, weights, ids, *experts)
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -280,3 +287,33 @@ def test_another_tie_rule_is_found(monkeypatch):
     assert torch.equal(cuda.route(logits, of.reduction, None)[1], expected)
     monkeypatch.setattr(triton_kernels.tl, "min", triton_kernels.tl.max)
     assert not torch.equal(cuda.route(logits, of.reduction, None)[1], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("count", [1, 40])
+def test_a_norm_that_adds_has_the_bits_of_a_sum_and_a_norm(dtype, count):
+    of, x = layer(dtype), tokens(count, dtype)
+    logits, residual, weight = uniform(x, of), 3 * tokens(count, dtype).flip(0), tokens(1, dtype)[0]
+    found = cuda.add_and_norm(products_of(of, x, logits), residual, weight, 1e-6)
+    wanted = rms_norm(made(of, x, logits), weight, 1e-6, residual, None)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+    unrounded = rms_norm(made(of, x, logits).float(), weight.float(), 1e-6, residual.float(), None)[1].to(dtype)
+    assert torch.equal(found[1], unrounded)
+
+
+def test_sums_of_many_tokens_are_not_left_to_a_norm(monkeypatch):
+    of, x = layer(torch.float16), tokens(40, torch.float16)
+    logits = uniform(x, of)
+    assert products_of(of, x, logits) is not None
+    assert products_of(of, x[:0], logits[:0]) is None
+    monkeypatch.setattr(cuda, "_BYTES_AT_ONCE", 39 * of.reduction.top_k * x.shape[1] * x.itemsize)
+    assert products_of(of, x, logits) is None
+
+
+def test_a_residual_that_does_not_fit_is_refused():
+    of, x = layer(torch.float16), tokens(3, torch.float16)
+    left, weight = products_of(of, x, uniform(x, of)), tokens(1, torch.float16)[0]
+    for residual in (x[:2], x.float()):
+        with pytest.raises(ValueError, match="3 rows of"):
+            cuda.add_and_norm(left, residual, weight, 1e-6)

@@ -12,7 +12,7 @@ from ...ops.attention import AttentionReduction
 from ...ops.devices import DEVICES
 from ...ops.linear import schedule
 from .. import (
-    all_reduce_norm,
+    activation,
     collectives,
     cuda_graphs,
     draft_graphs,
@@ -20,6 +20,7 @@ from .. import (
     exact_sampling,
     experts,
     linear,
+    norm_fusion,
     norm_rotary,
     patch_points,
     sampling,
@@ -97,7 +98,7 @@ class Cuda(VllmDevice):
             norm_rotary.install()
         external_ops = super().install_worker()
         if not envs.is_exact():
-            all_reduce_norm.look_after_loading(patch_points.DEVICE_WORKER.get())
+            norm_fusion.look_after_loading(patch_points.DEVICE_WORKER.get())
         sampling.install_second_runner()
         if envs.is_exact():
             exact_sampling.install()
@@ -110,6 +111,7 @@ class Cuda(VllmDevice):
             linear.install_exact_cuda()
         else:
             linear.install_cuda()
+            activation.install()
 
     def install_collectives(self) -> None:
         collectives.install_cuda()

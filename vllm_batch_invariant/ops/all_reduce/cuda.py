@@ -8,6 +8,7 @@ import torch
 import triton.language as tl
 
 from ..common.triton_rows import aligned, on_device_of
+from ..moe.cuda import Products
 from ..norm import rms_norm
 from ..norm.cuda import DTYPES as NORM_DTYPES
 from ..norm.reduction import NormReduction
@@ -197,13 +198,14 @@ class AllReduce:
         return out
 
     def add_and_norm(
-        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, partial: torch.Tensor | Products, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum over ranks, and RMSNorm of it and a residual: the bits of this object's call and of
         :func:`~..norm.rms_norm`, in one launch where the message is short enough.
 
         Args:
-            partial: [..., N] fp32, bf16 or fp16, this rank's; the same shape and dtype on every rank.
+            partial: [..., N] fp32, bf16 or fp16, this rank's; the same shape and dtype on every rank. Or what its
+                experts have made of tokens, which is added first.
             residual: [..., N] of its dtype.
             weight: [N]
 
@@ -215,14 +217,17 @@ class AllReduce:
             ValueError: shapes that do not fit.
             NotCovered: another dtype.
         """
-        channel, norm = self._channels[0], NormReduction.of_device("cuda", partial.shape[-1], partial.dtype)
-        of_rows = partial.dtype in NORM_DTYPES and partial.dtype == residual.dtype and weight.dtype in NORM_DTYPES
-        if not (of_rows and partial.shape == residual.shape and channel.holds_rows(partial, norm)):
-            return rms_norm(self(partial), weight, eps, residual)
-        reduction = AllReduceReduction.of_ranks(self._ranks, partial.dtype, self._tree)
-        partial, residual, weight = aligned(partial), aligned(residual), aligned(weight)
-        out, residual_out = torch.empty_like(partial), torch.empty_like(partial)
-        with on_device_of(partial):
+        dtype = partial.made.dtype if isinstance(partial, Products) else partial.dtype
+        channel, norm = self._channels[0], NormReduction.of_device("cuda", partial.shape[-1], dtype)
+        of_rows = dtype in NORM_DTYPES and dtype == residual.dtype and weight.dtype in NORM_DTYPES
+        if not (of_rows and partial.shape == residual.shape and channel.holds_rows(residual, norm)):
+            whole = partial.added() if isinstance(partial, Products) else partial
+            return rms_norm(self(whole), weight, eps, residual)
+        reduction = AllReduceReduction.of_ranks(self._ranks, dtype, self._tree)
+        partial = partial if isinstance(partial, Products) else aligned(partial)
+        residual, weight = aligned(residual), aligned(weight)
+        out, residual_out = torch.empty_like(residual), torch.empty_like(residual)
+        with on_device_of(residual):
             channel.launch_with_norm(partial, residual, weight, eps, out, residual_out, reduction, norm, self._timeout)
         return out, residual_out
 
@@ -257,19 +262,19 @@ class _Channel:
             **self._options(reduction, timeout),
         )
 
-    def holds_rows(self, partial: torch.Tensor, norm: NormReduction) -> bool:
-        """Whether a message, [..., N], is added and normalised in one launch: it is short enough for one shot, rows lie
-        in a norm's tile, and a region holds those of a CTA.
+    def holds_rows(self, message: torch.Tensor, norm: NormReduction) -> bool:
+        """Whether a message like this, [..., N], is added and normalised in one launch: it is short enough for one
+        shot, rows lie in a norm's tile, and a region holds those of a CTA.
         """
-        size, rows = partial.numel() * partial.itemsize, partial.numel() // norm.length
-        tile = norm.rows_per_program * norm.length * partial.itemsize
+        size, rows = message.numel() * message.itemsize, message.numel() // norm.length
+        tile = norm.rows_per_program * norm.length * message.itemsize
         turns = -(-rows // (norm.rows_per_program * self.schedule.ctas))
         is_short = not self.schedule.two_shot and 0 < size <= self.schedule.largest
         return is_short and norm.length <= norm.block and turns * tile <= self._region_bytes
 
     def launch_with_norm(
         self,
-        partial: torch.Tensor,
+        partial: torch.Tensor | Products,
         residual: torch.Tensor,
         weight: torch.Tensor,
         eps: float,
@@ -280,9 +285,13 @@ class _Channel:
         timeout: int,
     ) -> None:
         """Add one message, [..., N], add the residual, and normalise rows, if :meth:`holds_rows`."""
-        rows = partial.numel() // norm.length
+        rows = residual.numel() // norm.length
+        if isinstance(partial, Products):
+            operands, constants = partial.operands, partial.constants
+        else:
+            operands, constants = (partial, None, None, None), {"TOP_K": 0, "IS_PART": False}
         all_reduce_norm_kernel[(min(-(-rows // norm.rows_per_program), self.schedule.ctas),)](
-            partial,
+            *operands,
             residual,
             weight,
             out,
@@ -294,6 +303,7 @@ class _Channel:
             norm.length // norm.stride_unit,
             eps,
             LENGTH=norm.length,
+            **constants,
             ROWS_PER_PROGRAM=norm.rows_per_program,
             BLOCK=norm.block,
             STRIDE_UNIT=norm.stride_unit,

@@ -15,13 +15,15 @@ before.
     x = out + residual
     y = x * rsqrt(mean(x**2) + eps) * weight
 
-A second kernel goes on with a one-shot sum: each CTA has whole rows, in the tiles that a norm alone has.
+A second kernel goes on with a one-shot sum: each CTA has whole rows, in the tiles that a norm alone has. What a rank's
+experts have made of a token it adds first, as :mod:`..moe` does.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
+from ..moe.triton_kernels import weighted_sum
 from ..norm.triton_kernels import load_weight, normalised_tile
 
 
@@ -231,10 +233,13 @@ def _rows(
     return row[:, None] * row_units * STRIDE_UNIT + offs[None, :], (row < num_rows)[:, None] & (offs < LENGTH)[None, :]
 
 
-# 11 arguments: a kernel takes no structure of pointers.
+# 14 arguments: a kernel takes no structure of pointers.
 @triton.jit(do_not_specialize=["rank", "num_rows", "row_units"])
 def all_reduce_norm_kernel(
     x_ptr,
+    weights_ptr,
+    ids_ptr,
+    places_ptr,
     residual_ptr,
     weight_ptr,
     out_ptr,
@@ -246,6 +251,8 @@ def all_reduce_norm_kernel(
     row_units,
     eps,
     LENGTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_PART: tl.constexpr,
     ROWS_PER_PROGRAM: tl.constexpr,
     BLOCK: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
@@ -264,7 +271,8 @@ def all_reduce_norm_kernel(
 
     Args:
         x_ptr, residual_ptr, out_ptr, residual_out_ptr: [num_rows, LENGTH], the rank's partial result, what is added to
-            the rounded sum, the normalised rows, and the sum with the residual, rounded.
+            the rounded sum, the normalised rows, and the sum with the residual, rounded. With TOP_K ``x_ptr`` is
+            [num_rows, TOP_K, LENGTH], of experts, with ``weights_ptr``, ``ids_ptr`` and ``places_ptr``.
         weight_ptr: [LENGTH]
         addresses_ptr, epochs_ptr, rank, TIMEOUT: as of :func:`all_reduce_kernel`, whose memory it is.
         row_units: LENGTH / STRIDE_UNIT.
@@ -279,7 +287,16 @@ def all_reduce_norm_kernel(
     for turn in range(cta, turns, ctas):
         place, _ = _rows(turn // ctas, num_rows, row_units, LENGTH, BLOCK, ROWS_PER_PROGRAM, STRIDE_UNIT)
         offs, mask = _rows(turn, num_rows, row_units, LENGTH, BLOCK, ROWS_PER_PROGRAM, STRIDE_UNIT)
-        x = tl.load(x_ptr + offs, mask=mask)
+        if TOP_K > 0:
+            row = turn * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM)[:, None]
+            token, columns = tl.minimum(row, num_rows - 1).to(tl.int64), tl.arange(0, BLOCK)[None, :]
+            length, of_row = row_units * STRIDE_UNIT, tl.broadcast_to(columns, mask.shape)
+            total = weighted_sum(
+                x_ptr, weights_ptr, ids_ptr, places_ptr, token, length, of_row, mask, TOP_K, IS_PART
+            )  # fmt: skip
+            x = total.to(dtype)
+        else:
+            x = tl.load(x_ptr + offs, mask=mask)
         for peer in tl.static_range(RANKS):
             tl.store(written[peer] + place, x, mask=mask)
     # What no other rank decides is on its way before they are waited for.

@@ -14,7 +14,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import NotCovered
-from ..common.triton_rows import on_device_of
+from ..common.triton_rows import aligned, on_device_of
 from ..dependent_launch import LaunchSchedule
 from ..linear import schedule as of_linear
 from ..linear import triton_gemm
@@ -22,6 +22,7 @@ from ..linear.cancelling import cancelling
 from ..linear.problem import ALIGNMENT, LARGEST_SIDE
 from ..linear.reduction import LinearReduction
 from ..linear.schedule import Gpu
+from ..norm.reduction import NormReduction
 from ..softmax import softmax
 from ..softmax.reduction import LONGEST_WHOLE, SoftmaxReduction
 from .reduction import MoeReduction
@@ -29,6 +30,7 @@ from .routes import route_by
 from .triton_kernels import (
     activation_kernel,
     combine_kernel,
+    combine_norm_kernel,
     count_kernel,
     group_kernel,
     grouped_gemm_kernel,
@@ -408,16 +410,59 @@ def moe(
     places: torch.Tensor | None,
 ) -> torch.Tensor:
     """See the operation's package."""
-    at_once = max(1, _BYTES_AT_ONCE // (reduction.top_k * x.shape[1] * x.itemsize))
+    at_once = _tokens_at_once(x, reduction)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for start in range(0, len(x), at_once):
         part = slice(start, start + at_once)
         experts = (gate_up, down, reduction, gate_up_bias, down_bias, places)
-        _moe(x[part].contiguous(), weights[part].contiguous(), ids[part].contiguous(), *experts, out[part])
+        found = _products(x[part].contiguous(), weights[part].contiguous(), ids[part].contiguous(), *experts)
+        combine(found, out[part])
     return out
 
 
-def _moe(
+def _tokens_at_once(x: torch.Tensor, reduction: MoeReduction) -> int:
+    return max(1, _BYTES_AT_ONCE // (reduction.top_k * x.shape[1] * x.itemsize))
+
+
+@dataclass(frozen=True)
+class Products:
+    """What experts have made of tokens, before it is added.
+
+    Attributes:
+        made: [tokens * top_k, hidden], of each pair; not written for an expert that is not here.
+        weights: [tokens, top_k] fp32.
+        ids: [tokens, top_k].
+        places: see the operation's package.
+    """
+
+    made: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+    places: torch.Tensor | None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of their sums."""
+        return torch.Size((len(self.ids), self.made.shape[1]))
+
+    @property
+    def operands(self) -> tuple[torch.Tensor | None, ...]:
+        """Of a kernel that adds them."""
+        return self.made, self.weights, self.ids, self.places
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Of such a kernel."""
+        return {"TOP_K": self.ids.shape[1], "IS_PART": self.places is not None}
+
+    def added(self) -> torch.Tensor:
+        """The weighted sums: [tokens, hidden]."""
+        out = self.made.new_empty(self.shape)
+        combine(self, out)
+        return out
+
+
+def products(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
@@ -427,40 +472,93 @@ def _moe(
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
     places: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
+) -> Products | None:
+    """Of the operands of :func:`moe`, for :func:`add_and_norm`; None where they are too many, or the rows too long."""
+    norm = NormReduction.of_device("cuda", x.shape[1], x.dtype)
+    if not 0 < len(x) <= _tokens_at_once(x, reduction) or norm.length > norm.block:
+        return None
+    experts = (gate_up, down, reduction, gate_up_bias, down_bias, places)
+    return _products(x.contiguous(), weights.contiguous(), ids.contiguous(), *experts)
+
+
+def add_and_norm(
+    of: Products, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weighted sum over experts, and RMSNorm of it and a residual, in one launch: the bits of :func:`moe` and of
+    :func:`..norm.rms_norm`.
+
+    Args:
+        of: of :func:`products`.
+        residual: [tokens, hidden] of its dtype.
+        weight: [hidden]
+
+    Returns:
+        the normalised rows, and the sum with the residual, rounded: [tokens, hidden].
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    (tokens, hidden), dtype = of.shape, of.made.dtype
+    found = {tuple(residual.shape): residual.dtype, tuple(weight.shape): weight.dtype}
+    if found != {(tokens, hidden): dtype, (hidden,): dtype}:
+        raise ValueError(f"{tokens} rows of {hidden} in {dtype} have a residual and a weight of {found}")
+    norm = NormReduction.of_device("cuda", hidden, dtype)
+    residual, out = aligned(residual), torch.empty(tokens, hidden, dtype=dtype, device=residual.device)
+    residual_out = torch.empty_like(out)
+    with on_device_of(out):
+        combine_norm_kernel[(triton.cdiv(tokens, norm.rows_per_program),)](
+            *of.operands,
+            residual,
+            aligned(weight),
+            out,
+            residual_out,
+            tokens,
+            hidden // norm.stride_unit,
+            eps,
+            LENGTH=hidden,
+            **of.constants,
+            ROWS_PER_PROGRAM=norm.rows_per_program,
+            BLOCK=norm.block,
+            STRIDE_UNIT=norm.stride_unit,
+            HALVES_FIRST=norm.halves_first,
+            NUM_WARPS=norm.num_warps,
+            **LaunchSchedule.of(out.device).options,
+            num_warps=norm.num_warps,
+            enable_fp_fusion=norm.enable_fp_fusion,
+        )
+    return out, residual_out
+
+
+def _products(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    reduction: MoeReduction,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    places: torch.Tensor | None,
+) -> Products:
+    """Of packed operands."""
     pairs, activation = ids.numel(), reduction.activation
     schedule = layer_schedule(pairs, reduction.num_experts, x.dtype, of_linear.gpu(x.device.index))
     groups = group(ids, len(down), schedule, places)
     activated = grouped_gemm(x, gate_up, gate_up_bias, groups, pairs, x.dtype, schedule.gate_up, activation=activation)
     made = grouped_gemm(activated, down, down_bias, groups, pairs, x.dtype, schedule.down)
-    combine(made, weights, ids, out, places)
+    return Products(made, weights, ids, places)
 
 
-def combine(
-    made: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    out: torch.Tensor,
-    places: torch.Tensor | None = None,
-    walk: WalkSchedule | None = None,
-) -> None:
-    """Write the weighted sums ``out`` [tokens, hidden] of what pairs have ``made`` [tokens * top_k, hidden], without
-    those of ids [tokens, top_k] that have no place.
-    """
+def combine(of: Products, out: torch.Tensor) -> None:
+    """Write the weighted sums ``out`` [tokens, hidden] over experts."""
     tokens, hidden = out.shape
-    walk = walk or _COMBINING
     with on_device_of(out):
-        combine_kernel[(tokens * triton.cdiv(hidden, walk.block),)](
-            made,
-            weights,
-            ids,
-            places,
+        combine_kernel[(tokens * triton.cdiv(hidden, _COMBINING.block),)](
+            *of.operands,
             out,
             LENGTH=hidden,
-            TOP_K=weights.shape[1],
-            IS_PART=places is not None,
-            BLOCK=walk.block,
+            **of.constants,
+            BLOCK=_COMBINING.block,
             **LaunchSchedule.of(out.device).options,
             num_warps=4,
             enable_fp_fusion=False,

@@ -20,6 +20,8 @@ import triton.language as tl
 
 from ..common.triton_rows import row_sum
 from ..dependent_launch import wait_for_kernel_before
+from ..norm.triton_kernels import load_weight, normalised_tile
+from ..silu.triton_kernels import silu_times
 
 _LOWEST = tl.constexpr(-(2**31))
 """Below the order of every score."""
@@ -281,7 +283,7 @@ def _activated(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
         up = tl.where(up > _SWIGLUOAI_LIMIT, _SWIGLUOAI_LIMIT, tl.where(up < -_SWIGLUOAI_LIMIT, -_SWIGLUOAI_LIMIT, up))
         out = (up + 1.0) * (gate * _sigmoid(gate * _SWIGLUOAI_ALPHA))
     elif ACTIVATION == "silu":
-        out = _round(gate / (1.0 + tl.exp(-gate)), DTYPE) * up
+        out = silu_times(gate, up, DTYPE)
     elif ACTIVATION == "gelu":
         out = _round(0.5 * gate * (1.0 + tl.erf(gate * _SQRT_HALF)), DTYPE) * up
     else:
@@ -446,25 +448,69 @@ def activation_kernel(hidden_ptr, out_ptr, LENGTH: tl.constexpr, ACTIVATION: tl.
 
 
 @triton.jit
-def combine_kernel(
-    down_ptr, weights_ptr, ids_ptr, places_ptr, out_ptr,
-    LENGTH: tl.constexpr, TOP_K: tl.constexpr, IS_PART: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+def weighted_sum(
+    made_ptr, weights_ptr, ids_ptr, places_ptr, token, length, offs, mask,
+    TOP_K: tl.constexpr, IS_PART: tl.constexpr,
 ):  # fmt: skip
-    """down: [tokens, TOP_K, LENGTH], weights and ids: [tokens, TOP_K], out: [tokens, LENGTH]. What an expert gives
-    that is not here is 0. Programs one after the other read what lies side by side.
+    """fp32 of a shape: of a token, or of each [ROWS_PER_PROGRAM, 1], the elements ``offs`` of that shape, of rows of
+    ``length``. What an expert gives that is not here is 0.
     """
-    wait_for_kernel_before(OVERLAPS)
-    PARTS: tl.constexpr = (LENGTH + BLOCK - 1) // BLOCK
-    token = (tl.program_id(0) // PARTS).to(tl.int64)
-    offs = (tl.program_id(0) % PARTS) * BLOCK + tl.arange(0, BLOCK)
-    mask = tl.full((BLOCK,), True, tl.int1) if LENGTH % BLOCK == 0 else offs < LENGTH
-    acc = tl.zeros((BLOCK,), tl.float32)
+    acc = tl.zeros(offs.shape, tl.float32)
     for place in tl.static_range(TOP_K):
         pair = token * TOP_K + place
         weight, used = tl.load(weights_ptr + pair), mask
         if IS_PART:
             is_here = _expert_of(ids_ptr, places_ptr, pair, IS_PART) >= 0
             weight, used = tl.where(is_here, weight, 0.0), mask & (tl.zeros_like(offs) < is_here.to(tl.int32))
-        made = tl.load(down_ptr + pair * LENGTH + offs, mask=used, other=0.0, eviction_policy="evict_first")
+        made = tl.load(made_ptr + pair * length + offs, mask=used, other=0.0, eviction_policy="evict_first")
         acc += weight * made.to(tl.float32)
+    return acc
+
+
+@triton.jit
+def combine_kernel(
+    made_ptr, weights_ptr, ids_ptr, places_ptr, out_ptr,
+    LENGTH: tl.constexpr, TOP_K: tl.constexpr, IS_PART: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """made: [tokens, TOP_K, LENGTH], weights and ids: [tokens, TOP_K], out: [tokens, LENGTH]. Programs one after the
+    other read what lies side by side.
+    """
+    wait_for_kernel_before(OVERLAPS)
+    PARTS: tl.constexpr = (LENGTH + BLOCK - 1) // BLOCK
+    token = (tl.program_id(0) // PARTS).to(tl.int64)
+    offs = (tl.program_id(0) % PARTS) * BLOCK + tl.arange(0, BLOCK)
+    mask = tl.full((BLOCK,), True, tl.int1) if LENGTH % BLOCK == 0 else offs < LENGTH
+    acc = weighted_sum(made_ptr, weights_ptr, ids_ptr, places_ptr, token, LENGTH, offs, mask, TOP_K, IS_PART)
     tl.store(out_ptr + token * LENGTH + offs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "row_units"])
+def combine_norm_kernel(
+    made_ptr, weights_ptr, ids_ptr, places_ptr, residual_ptr, norm_weight_ptr, out_ptr, residual_out_ptr,
+    num_rows, row_units, eps,
+    LENGTH: tl.constexpr, TOP_K: tl.constexpr, IS_PART: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr,
+    BLOCK: tl.constexpr, STRIDE_UNIT: tl.constexpr, HALVES_FIRST: tl.constexpr, NUM_WARPS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """The sums of :func:`combine_kernel`, rounded, with a residual added, and normalised in the tiles that a norm alone
+    has::
+
+        x = round(sum) + residual,  residual_out = round(x),  out = x * rsqrt(mean(x**2) + eps) * norm_weight
+
+    residual, out, residual_out: [num_rows, LENGTH], norm_weight: [LENGTH]; row_units: LENGTH / STRIDE_UNIT, of which
+    the compiler knows as little as of a norm's strides.
+    """
+    wait_for_kernel_before(OVERLAPS)
+    row, columns = tl.program_id(0) * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM), tl.arange(0, BLOCK)
+    mask = (row < num_rows)[:, None] & (columns < LENGTH)[None, :]  # [ROWS_PER_PROGRAM, BLOCK]
+    token = tl.minimum(row, num_rows - 1)[:, None].to(tl.int64)
+    length = row_units * STRIDE_UNIT
+    offs = row[:, None].to(tl.int64) * length + columns[None, :]
+    norm_weight = load_weight(norm_weight_ptr, columns, mask)
+    residual = tl.load(residual_ptr + offs, mask=mask, other=0.0)
+    of_row = tl.broadcast_to(columns[None, :], mask.shape)
+    total = weighted_sum(made_ptr, weights_ptr, ids_ptr, places_ptr, token, length, of_row, mask, TOP_K, IS_PART)
+    x = _round(total, out_ptr.dtype.element_ty) + residual.to(tl.float32)
+    tl.store(residual_out_ptr + offs, x.to(residual_out_ptr.dtype.element_ty), mask=mask)
+    y = normalised_tile(x, norm_weight, columns, eps, LENGTH, LENGTH, True, HALVES_FIRST, NUM_WARPS)
+    tl.store(out_ptr + offs, y.to(out_ptr.dtype.element_ty), mask=mask)

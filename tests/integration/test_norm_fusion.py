@@ -1,8 +1,8 @@
-"""Which norms of vLLM's models add the partial results of workers, and that a model computes the same with them."""
+"""Which norms of vLLM's models add what the layer before them gives, and that a model computes the same with them."""
 
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,8 +11,9 @@ pytest.importorskip("vllm")
 
 from tests.assertions import assert_same_bits
 from vllm_batch_invariant.envs import TP_TREE
-from vllm_batch_invariant.integration import all_reduce_norm, patch_points, tensor_tree
-from vllm_batch_invariant.integration.all_reduce_norm import DECODERS, Decoder
+from vllm_batch_invariant.integration import experts, norm_fusion, patch_points, tensor_tree
+from vllm_batch_invariant.integration.experts import CudaExperts
+from vllm_batch_invariant.integration.norm_fusion import DECODERS, Decoder
 from vllm_batch_invariant.ops.norm import rms_norm
 
 HIDDEN, LAYERS = 32, 3
@@ -29,10 +30,58 @@ class AllReduce:
         return partial + 2 * partial
 
     def add_and_norm(
-        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, partial: Any, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.norms += 1
+        partial = partial.made.sum(0) if isinstance(partial, Products) else partial
         return rms_norm(partial + 2 * partial, weight, eps, residual)
+
+
+class Products(NamedTuple):
+    """What two experts make of tokens."""
+
+    made: torch.Tensor
+    """[2, tokens, hidden]"""
+
+
+class Moe:
+    """The operation on a GPU; counts its calls."""
+
+    def __init__(self) -> None:
+        self.sums = self.norms = 0
+
+    def products(self, x: torch.Tensor, *_: Any) -> Products:
+        return Products(torch.stack((x.sin(), x.cos())))
+
+    def moe(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        self.sums += 1
+        return x.sin() + x.cos()
+
+    def add_and_norm(
+        self, of: Products, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.norms += 1
+        return rms_norm(of.made.sum(0), weight, eps, residual)
+
+
+class Runner(torch.nn.Module):
+    """What calls experts, as far as it is read here."""
+
+    def __init__(self, add: AllReduce | None) -> None:
+        super().__init__()
+        self.shared_experts = self.routed_output_transform = None
+        self.routed_scaling_factor = 1.0
+        method = made(type("Method", (CudaExperts, torch.nn.Module), {}))
+        self.routed_experts = torch.nn.Module()
+        self.routed_experts.quant_method, self._add = method, add
+        config = {"is_sequence_parallel": False, "skip_final_all_reduce": False, "dp_size": 1, "pcp_size": 1}
+        self.moe_config = SimpleNamespace(**config)
+
+    def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+        del router_logits
+        layer = SimpleNamespace(w13_weight=None, w2_weight=None, expert_map=None)
+        found = self.routed_experts.quant_method.forward(layer, hidden_states, None, None)
+        return self._add(found) if self._add and not self.moe_config.skip_final_all_reduce else found
 
 
 class Norm(torch.nn.Module):
@@ -82,11 +131,11 @@ def kind_of(name: str) -> type:
     return getattr(import_module(f"vllm.model_executor.models.{module}"), attribute)
 
 
-def decoder_of(kinds: Decoder, bias: torch.Tensor | None = None) -> Any:
-    """A model of vLLM's classes, whose layers compute little."""
+def decoder_of(kinds: Decoder, bias: torch.Tensor | None = None, add: AllReduce | None = None) -> Any:
+    """A model of vLLM's classes, whose layers compute little. ``add`` adds what experts of two workers give."""
     torch.manual_seed(0)
     layers = []
-    for _ in range(LAYERS):
+    for number in range(LAYERS):
         attention = made(
             kind_of(kinds.attention),
             q_size=HIDDEN,
@@ -101,11 +150,13 @@ def decoder_of(kinds: Decoder, bias: torch.Tensor | None = None) -> Any:
             k_norm=torch.nn.Identity(),
             rotary_emb=lambda at, q, k: (q, 2 * k),
         )
-        mlp = made(
-            kind_of(kinds.mlp), gate_up_proj=Split(1), act_fn=torch.nn.functional.silu, down_proj=row_parallel(bias)
-        )
+        kind = kind_of(kinds.blocks[-1 if number != 1 else 0])
+        mlp = {"gate_up_proj": Split(1), "act_fn": torch.nn.functional.silu, "expert_gate": None}
+        moe = {"gate": lambda x: (x, None), "hidden_size": HIDDEN, "is_sequence_parallel": False}
+        is_dense = kind.__name__.endswith("MLP")
+        block = made(kind, down_proj=row_parallel(bias), **mlp) if is_dense else made(kind, experts=Runner(add), **moe)
         norms = {"input_layernorm": Norm(), "post_attention_layernorm": Norm(), "ada_rms_norm_t_cond": None}
-        layers.append(made(kind_of(kinds.layer), self_attn=attention, mlp=mlp, **norms))
+        layers.append(made(kind_of(kinds.layer), self_attn=attention, **{kinds.name: block}, **norms))
     return made(kind_of(kinds.model), layers=torch.nn.ModuleList(layers), norm=Norm(), start_layer=0, end_layer=LAYERS)
 
 
@@ -114,13 +165,23 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> AllReduce:
     """What adds the partial results of two workers, wherever vLLM asks for it."""
     add = AllReduce()
     stage = SimpleNamespace(is_first_rank=True, is_last_rank=True)
-    for name in ("llama", "qwen2"):
+    for name in ("llama", "mixtral", "qwen2", "qwen3_moe"):
         monkeypatch.setattr(import_module(f"vllm.model_executor.models.{name}"), "get_pp_group", lambda: stage)
     monkeypatch.setattr(patch_points.ROW_PARALLEL.module(), "tensor_model_parallel_all_reduce", add)
     group = SimpleNamespace(world_size=2, device_communicator=SimpleNamespace(batch_invariant_all_reduce=add))
     monkeypatch.setattr(patch_points.TENSOR_PARALLEL.module(), patch_points.TENSOR_PARALLEL.attribute, group)
     monkeypatch.setattr(patch_points.CUSTOM_OP.module(), "op_registry_oot", {"RMSNorm": Norm})
+    monkeypatch.setattr(patch_points.MOE_RUNNER.module(), patch_points.MOE_RUNNER.attribute, Runner)
     return add
+
+
+@pytest.fixture(autouse=True)
+def moe(monkeypatch: pytest.MonkeyPatch) -> Moe:
+    """What computes experts on a GPU."""
+    operation = Moe()
+    for module in (experts, norm_fusion):
+        monkeypatch.setattr(module, "module_for", lambda *_: operation)
+    return operation
 
 
 def hidden_states(decoder: Any) -> torch.Tensor:
@@ -131,13 +192,71 @@ def hidden_states(decoder: Any) -> torch.Tensor:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("kinds", DECODERS, ids=lambda kinds: kinds.model)
 def test_a_model_computes_the_same_with_norms_that_add(kinds: Decoder, has_bias: bool, ours: AllReduce) -> None:
-    decoder = decoder_of(kinds, torch.randn(HIDDEN) if has_bias else None)
+    decoder = decoder_of(kinds, torch.randn(HIDDEN) if has_bias else None, ours)
     apart = hidden_states(decoder)
     assert (ours.sums, ours.norms) == (2 * LAYERS, 0)
-    assert all_reduce_norm.fuse(torch.nn.Sequential(decoder), ours) == 2 * LAYERS
+    assert norm_fusion.fuse(torch.nn.Sequential(decoder), ours) == 2 * LAYERS
     assert_same_bits(hidden_states(decoder), apart)
     assert (ours.sums, ours.norms) == (2 * LAYERS, 2 * LAYERS)
-    assert all_reduce_norm.fuse(decoder, ours) == 0, "once is enough"
+    assert norm_fusion.fuse(decoder, ours) == 0, "once is enough"
+
+
+def with_experts(decoder: Any) -> list[Runner]:
+    return [one for one in decoder.modules() if isinstance(one, Runner)]
+
+
+of_experts = pytest.mark.parametrize("kinds", DECODERS[4:], ids=lambda kinds: kinds.model)
+
+
+@of_experts
+def test_on_one_gpu_norms_add_what_experts_give(kinds: Decoder, ours: AllReduce, moe: Moe) -> None:
+    decoder = decoder_of(kinds)
+    runners, apart = with_experts(decoder), hidden_states(decoder)
+    assert (moe.sums, moe.norms) == (len(runners), 0)
+    assert norm_fusion.fuse(decoder, None) == len(runners) == LAYERS - kinds.model.startswith("qwen3")
+    before = ours.sums
+    assert_same_bits(hidden_states(decoder), apart)
+    assert (moe.sums, moe.norms) == (len(runners), len(runners))
+    assert ours.sums == 2 * before, "row-parallel layers stay as they are"
+    assert norm_fusion.fuse(decoder, None) == 0, "once is enough"
+
+
+@of_experts
+@pytest.mark.parametrize("workers", [1, 2])
+def test_experts_that_somebody_looks_at_give_their_sum(kinds: Decoder, workers: int, ours: AllReduce, moe: Moe) -> None:
+    decoder = decoder_of(kinds, add=ours if workers == 2 else None)
+    runners, apart = with_experts(decoder), hidden_states(decoder)
+    norm_fusion.fuse(decoder, ours if workers == 2 else None)
+    handles = [one.routed_experts.quant_method.register_forward_hook(lambda *_: None) for one in runners]
+    assert_same_bits(hidden_states(decoder), apart)
+    assert (moe.sums, moe.norms) == (2 * len(runners), 0)
+    for handle in handles:
+        handle.remove()
+    assert_same_bits(hidden_states(decoder), apart)
+    assert moe.sums == 2 * len(runners)
+
+
+def set_of(runner: Runner, name: str, value: object) -> None:
+    setattr(runner.moe_config if name in vars(runner.moe_config) else runner, name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("shared_experts", torch.nn.Identity()),
+        ("routed_output_transform", torch.nn.Identity()),
+        ("routed_scaling_factor", 2.5),
+        ("is_sequence_parallel", True),
+        ("skip_final_all_reduce", True),
+        ("dp_size", 2),
+        ("pcp_size", 2),
+    ],
+)
+def test_experts_whose_sum_is_not_all_of_their_layer_add_it(name: str, value: object, ours: AllReduce) -> None:
+    for all_reduce in (None, ours):
+        decoder = decoder_of(DECODERS[-1], add=all_reduce)
+        set_of(with_experts(decoder)[1], name, value)
+        assert norm_fusion.fuse(decoder, all_reduce) == (LAYERS - 1 if all_reduce is None else 0)
 
 
 def own_kind(module: torch.nn.Module) -> None:
@@ -166,17 +285,17 @@ CHANGES = {
 def test_a_model_that_differs_stays_as_it_is(change: str, ours: AllReduce) -> None:
     decoder = decoder_of(DECODERS[0])
     CHANGES[change](decoder)
-    assert all_reduce_norm.fuse(decoder, ours) == 0
+    assert norm_fusion.fuse(decoder, ours) == 0
     assert decoder.layers[0].self_attn.o_proj.reduce_results
 
 
 def test_a_vllm_whose_layers_nobody_has_read_stays_as_it_is(monkeypatch: pytest.MonkeyPatch, ours: AllReduce) -> None:
-    assert all_reduce_norm.was_read(), "the installed one was"
+    assert norm_fusion.was_read(), "the installed one was"
     monkeypatch.setattr(
-        all_reduce_norm, "REVIEWED_DECODERS", {"vllm.model_executor.models.llama": {"LlamaMLP.forward": ("",)}}
+        norm_fusion, "REVIEWED_DECODERS", {"vllm.model_executor.models.llama": {"LlamaMLP.forward": ("",)}}
     )
-    monkeypatch.setattr(all_reduce_norm, "was_read", all_reduce_norm.was_read.__wrapped__)
-    assert all_reduce_norm.fuse(decoder_of(DECODERS[0]), ours) == 0
+    monkeypatch.setattr(norm_fusion, "was_read", norm_fusion.was_read.__wrapped__)
+    assert norm_fusion.fuse(decoder_of(DECODERS[0]), ours) == 0
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -187,7 +306,7 @@ def test_a_tree_adds_a_bias_behind_the_sum(has_bias: bool, monkeypatch: pytest.M
     tensor_tree.install(tensor_tree.with_bias)
     decoder = decoder_of(DECODERS[0], torch.randn(HIDDEN) if has_bias else None)
     apart = hidden_states(decoder)
-    assert all_reduce_norm.fuse(decoder, ours) == (0 if has_bias else 2 * LAYERS)
+    assert norm_fusion.fuse(decoder, ours) == (0 if has_bias else 2 * LAYERS)
     assert_same_bits(hidden_states(decoder), apart)
 
 
@@ -203,9 +322,9 @@ def test_a_worker_fuses_what_it_has_loaded(serves: bool, ours: AllReduce, monkey
     if not serves:
         communicator = patch_points.TENSOR_PARALLEL.get().device_communicator
         monkeypatch.setattr(communicator, "batch_invariant_all_reduce", None)
-    all_reduce_norm.look_after_loading(Worker)
+    norm_fusion.look_after_loading(Worker)
     once = Worker.load_model
-    all_reduce_norm.look_after_loading(Worker)
+    norm_fusion.look_after_loading(Worker)
     assert Worker.load_model is once
     worker = Worker()
     worker.load_model()
