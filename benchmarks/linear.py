@@ -20,10 +20,12 @@ from benchmarks.shapes import WEIGHT_SHAPES, WeightShape, shapes_of
 from benchmarks.spread import Spread
 from vllm_batch_invariant.ops.common.graph_timer import GraphTimer, copies_beyond_cache
 from vllm_batch_invariant.ops.linear.cancelling import cancelling
+from vllm_batch_invariant.ops.norm import rms_norm
 
 ROWS = (1, 2, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
 _LAUNCH_MICROSECONDS = 2.0
 """What the smallest kernel takes."""
+_EPS = 1e-6
 _REPLAYS, _REPLAYS_OF_A_LONG_CALL = 7, 3
 _LONG_CALL_MICROSECONDS = 2000.0
 
@@ -41,6 +43,8 @@ class Sweep:
     cache: int
     """Bytes of the L2 cache."""
     device: str = "cuda"
+    behind_norm: bool = False
+    """Whether a norm makes each call's operand, as in a layer, and its time counts."""
     measurements: list[Measurement] = field(default_factory=list)
     problems: int = 0
     """Bits that differ and calls that failed."""
@@ -54,8 +58,10 @@ class Sweep:
         bits = dict(self._bits(shape, rows))
         copies = copies_beyond_cache(2 * shape.out_features * shape.in_features, self.cache)
         x, weights = operands.random(max(rows), *features, copies, self.device)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # a call may read its weight before the kernel before has ended
         for m in rows:
-            self._time(_case(shape, m), Work.of_gemm(m, *features), x[:m], weights, bits)
+            self._time(self._case(shape, m), Work.of_gemm(m, *features), x[:m], weights, bits)
 
     def _bits(self, shape: WeightShape, rows: Sequence[int]) -> Iterator[tuple[tuple[str, str], Bits]]:
         """((provider, case), verdict) for the cases that can be timed."""
@@ -67,10 +73,10 @@ class Sweep:
                     provider.prepare(weight, most)
                 whole = provider.call(x, weight) if provider.promises_bits else None
             except Exception as error:
-                self._failed(provider, f"{_case(shape, most)} and all others of this weight", error)
+                self._failed(provider, f"{self._case(shape, most)} and all others of this weight", error)
                 continue
             for m in rows:
-                case = _case(shape, m)
+                case = self._case(shape, m)
                 if whole is None:
                     yield (provider.name, case), "-"
                     continue
@@ -96,7 +102,7 @@ class Sweep:
         bits: dict[tuple[str, str], Bits],
     ) -> None:
         floor = self.ceilings.floor(work)
-        ways = {}
+        ways, scale = {}, x.new_ones(x.shape[1])
         for provider in self.providers:
             verdict = bits.get((provider.name, case))
             if verdict is None:
@@ -106,7 +112,8 @@ class Sweep:
             except Exception as error:
                 self._failed(provider, case, error)
             else:
-                ways[provider.name] = verdict, [partial(provider.call, x, weight) for weight in weights]
+                call = partial(_behind_norm, provider, scale) if self.behind_norm else provider.call
+                ways[provider.name] = verdict, [partial(call, x, weight) for weight in weights]
         expected = floor + _LAUNCH_MICROSECONDS
         replays = _REPLAYS if expected < _LONG_CALL_MICROSECONDS else _REPLAYS_OF_A_LONG_CALL
         samples = self.timer.time([calls for _, calls in ways.values()], expected, replays)
@@ -147,6 +154,10 @@ class Sweep:
         values = "  ".join(f"{value.p50:8.4g} {unit}" for (_, unit), value in found.items())
         print(f"  {provider:12}{values}  {spread.p50 / stock.p50:6.3f} of stock  {verdict}", flush=True)
 
+    def _case(self, shape: WeightShape, m: int) -> str:
+        of_call = {"behind": "norm"} if self.behind_norm else {}
+        return case_text(M=m, N=shape.out_features, K=shape.in_features, dtype="bf16", **of_call)
+
     def _failed(self, provider: Provider, case: str, error: Exception) -> None:
         self._problem(f"FAILED: {provider.name} {case}: {type(error).__name__}: {error}")
 
@@ -155,8 +166,8 @@ class Sweep:
         print(line, file=sys.stderr, flush=True)
 
 
-def _case(shape: WeightShape, m: int) -> str:
-    return case_text(M=m, N=shape.out_features, K=shape.in_features, dtype="bf16")
+def _behind_norm(provider: Provider, scale: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return provider.call(rms_norm(x, scale, _EPS), weight)
 
 
 def _row_count(text: str) -> int:
@@ -183,6 +194,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=linear_providers.USUAL,
         help="whom to measure beside stock, which always is",
     )
+    behind = "have a norm, the same one for all, make each operand, and count its time: launches may overlap"
+    parser.add_argument("--behind-norm", action="store_true", help=behind)
     options = parser.parse_args(arguments)
     options.shapes = shapes_of(options.shapes) if options.shapes else WEIGHT_SHAPES
     if not options.shapes:
@@ -214,6 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ceilings=measure_ceilings(timer),
         setting=Setting.here(),
         cache=torch.cuda.get_device_properties().L2_cache_size,
+        behind_norm=options.behind_norm,
     )
     print(f"{sweep.setting.gpu}, {sweep.setting.versions}\n{sweep.ceilings}", flush=True)
     done = 0

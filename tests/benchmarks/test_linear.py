@@ -50,7 +50,7 @@ def refusing(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return exact(x, weight)
 
 
-def sweep(*others: Provider) -> Sweep:
+def sweep(*others: Provider, **options: object) -> Sweep:
     run = Sweep(
         providers=(Provider("stock", exact, promises_bits=False), *others),
         rows=(2, 8, 512, 2048),
@@ -59,6 +59,7 @@ def sweep(*others: Provider) -> Sweep:
         setting=Setting("none", "torch=0", "2026-01-31"),
         cache=8192,
         device="cpu",
+        **options,
     )
     run.measure(SHAPE)
     return run
@@ -66,6 +67,20 @@ def sweep(*others: Provider) -> Sweep:
 
 def verdicts(run: Sweep, provider: str) -> dict[str, str]:
     return {row.keys["M"]: row.bits for row in run.measurements if row.provider == provider and row.metric == "time"}
+
+
+def test_a_norm_may_make_the_operand_of_what_is_timed() -> None:
+    seen = []
+
+    def call(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        seen.append(x)
+        return exact(x, weight)
+
+    run = sweep(Provider("ours", call), behind_norm=True)
+    assert run.problems == 0
+    assert verdicts(run, "ours") == {"2": "equal", "8": "equal", "512": "equal"}
+    assert {row.keys["behind"] for row in run.measurements} == {"norm"}
+    torch.testing.assert_close(seen[-1].float().square().mean(1), torch.ones(512), atol=0.02, rtol=0)
 
 
 def test_every_case_is_checked_and_timed() -> None:
