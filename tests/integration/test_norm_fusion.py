@@ -50,6 +50,9 @@ class Moe:
     def __init__(self) -> None:
         self.sums = self.norms = 0
 
+    def a_norm_may_add(self, *_: Any) -> bool:
+        return True
+
     def products(self, x: torch.Tensor, *_: Any) -> Products:
         return Products(torch.stack((x.sin(), x.cos())))
 

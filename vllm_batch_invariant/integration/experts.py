@@ -135,7 +135,7 @@ class CudaExperts(BatchInvariantExperts):
     ) -> torch.Tensor:
         """Uninitialised where the norm adds, which it does not while somebody looks at what this gives."""
         moe, experts = module_for("moe", "cuda"), (layer.w13_weight, layer.w2_weight, self.reduction, *_biases(layer))
-        adds = self.leaves_sum and not is_watched(self)
+        adds = self.leaves_sum and moe.a_norm_may_add(x, self.reduction) and not is_watched(self)
         self.left = moe.products(x, weights, ids, *experts, layer.expert_map) if adds else None
         return moe.moe(x, weights, ids, *experts, layer.expert_map) if self.left is None else x.new_empty(x.shape)
 

@@ -15,6 +15,7 @@ from vllm_batch_invariant.ops.linear import LinearReduction, bmm, linear, mm, pr
 from vllm_batch_invariant.ops.linear.problem import leading_dim, supports_tma
 from vllm_batch_invariant.ops.linear.reference import linear as exact_linear
 from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, Tile
+from vllm_batch_invariant.ops.norm import rms_norm
 
 pytest.importorskip("triton")
 
@@ -135,6 +136,36 @@ def test_a_narrow_tile_has_the_bits_of_sequential_k(tile, biased, dtype):
             what = f"{kind}, {m} rows, {n} x {k}"
             assert_same_bits(out, expected[-m:], what)
             assert memory[m * n :].isnan().all(), what
+
+
+@pytest.mark.usefixtures("sm90")
+@pytest.mark.parametrize("tile", NARROW_TILES, ids=lambda tile: tile.about)
+def test_launches_that_overlap_have_the_bits_of_those_that_wait(tile):
+    """Of layers whose operand the kernel right before makes; more tiles than programs, and fewer."""
+    reduction = LinearReduction.of_device("cuda", 2048, 2048, torch.bfloat16)
+    weights = [draw(2048, 2048, dtype=torch.bfloat16, seed=seed) for seed in range(12)]
+    scale = torch.ones(2048, dtype=torch.bfloat16, device="cuda")
+
+    def layers(x: torch.Tensor, overlaps: bool) -> list[torch.Tensor]:
+        made = []
+        for weight in weights:
+            x = rms_norm(x, scale, 1e-6)
+            x = triton_gemm.gemm_sm90_swap_ab(x, weight.t(), None, torch.empty_like(x), reduction, tile, overlaps)
+            made.append(x)
+        return made
+
+    for m in (1, tile.block_m, 300):
+        x = draw(m, 2048, dtype=torch.bfloat16, seed=99)
+        right, found = layers(x, False), layers(x, True)
+        for number, (one, other) in enumerate(zip(found, right, strict=True)):
+            assert_same_bits(one, other, f"layer {number} of {m} rows")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = layers(x, True)
+        for _ in range(20):
+            captured[-1].fill_(torch.nan)
+            graph.replay()
+            assert_same_bits(captured[-1], right[-1], f"a replay of {m} rows")
 
 
 @pytest.mark.usefixtures("sm90")

@@ -178,7 +178,8 @@ class NarrowTile:
 
     @property
     def about(self) -> str:
-        return f"narrow tile {self.block_m}x{self.block_n}"
+        shared = f", {self.ctas_per_sm} a multiprocessor" if self.ctas_per_sm > 1 else ""
+        return f"narrow tile {self.block_m}x{self.block_n}{shared}"
 
 
 NARROW_TILES = (

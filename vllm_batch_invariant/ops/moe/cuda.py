@@ -412,11 +412,10 @@ def moe(
     """See the operation's package."""
     at_once = _tokens_at_once(x, reduction)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    experts = (gate_up, down, reduction, gate_up_bias, down_bias, places)
     for start in range(0, len(x), at_once):
         part = slice(start, start + at_once)
-        experts = (gate_up, down, reduction, gate_up_bias, down_bias, places)
-        found = _products(x[part].contiguous(), weights[part].contiguous(), ids[part].contiguous(), *experts)
-        combine(found, out[part])
+        combine(products(x[part], weights[part], ids[part], *experts), out[part])
     return out
 
 
@@ -472,13 +471,23 @@ def products(
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
     places: torch.Tensor | None,
-) -> Products | None:
-    """Of the operands of :func:`moe`, for :func:`add_and_norm`; None where they are too many, or the rows too long."""
+) -> Products:
+    """What :func:`moe` adds, of its operands; all of it is in memory at once."""
+    x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
+    pairs, activation = ids.numel(), reduction.activation
+    schedule = layer_schedule(pairs, reduction.num_experts, x.dtype, of_linear.gpu(x.device.index))
+    groups = group(ids, len(down), schedule, places)
+    activated = grouped_gemm(x, gate_up, gate_up_bias, groups, pairs, x.dtype, schedule.gate_up, activation=activation)
+    made = grouped_gemm(activated, down, down_bias, groups, pairs, x.dtype, schedule.down)
+    return Products(made, weights, ids, places)
+
+
+def a_norm_may_add(x: torch.Tensor, reduction: MoeReduction) -> bool:
+    """Whether :func:`add_and_norm` serves for tokens x [tokens, hidden]: there are some, and not so many that they are
+    computed in parts, and a row lies in a norm's tile.
+    """
     norm = NormReduction.of_device("cuda", x.shape[1], x.dtype)
-    if not 0 < len(x) <= _tokens_at_once(x, reduction) or norm.length > norm.block:
-        return None
-    experts = (gate_up, down, reduction, gate_up_bias, down_bias, places)
-    return _products(x.contiguous(), weights.contiguous(), ids.contiguous(), *experts)
+    return 0 < len(x) <= _tokens_at_once(x, reduction) and norm.length <= norm.block
 
 
 def add_and_norm(
@@ -527,26 +536,6 @@ def add_and_norm(
             enable_fp_fusion=norm.enable_fp_fusion,
         )
     return out, residual_out
-
-
-def _products(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    reduction: MoeReduction,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    places: torch.Tensor | None,
-) -> Products:
-    """Of packed operands."""
-    pairs, activation = ids.numel(), reduction.activation
-    schedule = layer_schedule(pairs, reduction.num_experts, x.dtype, of_linear.gpu(x.device.index))
-    groups = group(ids, len(down), schedule, places)
-    activated = grouped_gemm(x, gate_up, gate_up_bias, groups, pairs, x.dtype, schedule.gate_up, activation=activation)
-    made = grouped_gemm(activated, down, down_bias, groups, pairs, x.dtype, schedule.down)
-    return Products(made, weights, ids, places)
 
 
 def combine(of: Products, out: torch.Tensor) -> None:
