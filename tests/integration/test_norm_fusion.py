@@ -333,3 +333,27 @@ def test_a_worker_fuses_what_it_has_loaded(serves: bool, ours: AllReduce, monkey
     worker.load_model()
     hidden_states(worker.model)
     assert ours.norms == serves * 2 * LAYERS
+
+
+@pytest.mark.parametrize("has_experts", [True, False])
+def test_a_worker_alone_reads_sources_only_for_experts(
+    has_experts: bool, moe: Moe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Worker:
+        model = decoder_of(DECODERS[-1] if has_experts else DECODERS[0])
+
+        def load_model(self) -> None:
+            """It is there."""
+
+        def get_model(self) -> torch.nn.Module:
+            return self.model
+
+    if not has_experts:
+        monkeypatch.setattr(norm_fusion, "was_read", lambda: pytest.fail("sources were read"))
+    monkeypatch.setattr(patch_points.TENSOR_PARALLEL.get(), "world_size", 1)
+    monkeypatch.setattr(patch_points.TENSOR_PARALLEL.get().device_communicator, "batch_invariant_all_reduce", None)
+    norm_fusion.look_after_loading(Worker)
+    worker = Worker()
+    worker.load_model()
+    hidden_states(worker.model)
+    assert moe.norms == has_experts * LAYERS

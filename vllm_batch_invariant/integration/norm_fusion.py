@@ -72,10 +72,11 @@ def look_after_loading(worker: type) -> None:
     @functools.wraps(load)
     def load_model(self: Any, *args: Any, **named: Any) -> None:
         load(self, *args, **named)
-        group = patch_points.TENSOR_PARALLEL.get()
+        model, group = self.get_model(), patch_points.TENSOR_PARALLEL.get()
         ours = getattr(getattr(group, "device_communicator", None), "batch_invariant_all_reduce", None)
-        if group.world_size == 1 or ours:
-            logger.info("%d norms add what the layer before them gives.", fuse(self.get_model(), ours))
+        may_fuse = ours or (group.world_size == 1 and any(isinstance(part, CudaExperts) for part in model.modules()))
+        if may_fuse and (count := fuse(model, ours)):
+            logger.info("%d norms add what the layer before them gives.", count)
 
     load_model.fuses = True
     worker.load_model = load_model
@@ -91,28 +92,28 @@ def fuse(model: torch.nn.Module, all_reduce: Any) -> int:
     fused = 0
     for decoder in model.modules():
         pairs = list(_pairs(decoder)) if _is_known(decoder) else []
+        found = [(layer, _experts_of(layer), norm) for layer, norm in pairs]
         if all_reduce is None:
-            pairs = [(layer, norm) for layer, norm in pairs if _experts_of(layer) is not None and _is_ours(norm)]
-        elif not all((_adds_ranks(layer) or _experts_of(layer)) and _is_ours(norm) for layer, norm in pairs):
+            found = [(layer, experts, norm) for layer, experts, norm in found if experts and _is_ours(norm)]
+        elif not all((experts or _adds_ranks(layer)) and _is_ours(norm) for layer, experts, norm in found):
             continue
-        for layer, norm in pairs:
-            experts = _experts_of(layer)
+        for layer, experts, norm in found:
             if experts is None:
                 tensor_tree.leave_sum(layer)
             else:
                 experts.leaves_sum = True
                 layer.moe_config.skip_final_all_reduce = all_reduce is not None
             norm._forward_method = _adding(norm, experts, all_reduce)
-        fused += len(pairs)
+        fused += len(found)
     return fused
 
 
 def _pairs(decoder: Any) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
     """Layers that give a sum, each with the norm behind it."""
-    followers = [layer.input_layernorm for layer in decoder.layers[1:]]
+    name, followers = _kinds_of(decoder).name, [layer.input_layernorm for layer in decoder.layers[1:]]
     for layer, next_norm in zip(decoder.layers, [*followers, decoder.norm], strict=True):
         yield layer.self_attn.o_proj, layer.post_attention_layernorm
-        block = getattr(layer, _kinds_of(decoder).name)
+        block = getattr(layer, name)
         yield block.experts if hasattr(block, "experts") else block.down_proj, next_norm
 
 
