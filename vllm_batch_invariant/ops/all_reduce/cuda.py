@@ -302,15 +302,8 @@ class _Channel:
             rows,
             norm.length // norm.stride_unit,
             eps,
-            LENGTH=norm.length,
             **constants,
-            ROWS_PER_PROGRAM=norm.rows_per_program,
-            BLOCK=norm.block,
-            STRIDE_UNIT=norm.stride_unit,
-            HALVES_FIRST=norm.halves_first,
-            NUM_WARPS=norm.num_warps,
-            num_warps=norm.num_warps,
-            enable_fp_fusion=norm.enable_fp_fusion,
+            **norm.options,
             **self._options(reduction, timeout),
         )
 

@@ -283,10 +283,9 @@ class Autotuner:
 
     def compile(self, buckets: Sequence[int]) -> None:
         """Run every narrow tile that buckets may be timed with, so that compiling takes no time from the timing."""
-        for m in sorted({min(bucket, self.max_m) for bucket in buckets}):
-            out = torch.empty(m, self.problem.n, dtype=self.a.dtype, device=self.a.device)
-            for tile in self._narrow_tiles(m):
-                self._runs(tile, self.a[:m], out)
+        rows = {tile: m for m in sorted({min(one, self.max_m) for one in buckets}) for tile in self._narrow_tiles(m)}
+        for tile, m in rows.items():
+            self._runs(tile, self.a[:m], self.a.new_empty(m, self.problem.n))
 
     def _narrow_tiles(self, m: int) -> list[NarrowTile]:
         """Those to time at this M."""

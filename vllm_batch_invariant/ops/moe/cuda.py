@@ -524,16 +524,9 @@ def add_and_norm(
             tokens,
             hidden // norm.stride_unit,
             eps,
-            LENGTH=hidden,
             **of.constants,
-            ROWS_PER_PROGRAM=norm.rows_per_program,
-            BLOCK=norm.block,
-            STRIDE_UNIT=norm.stride_unit,
-            HALVES_FIRST=norm.halves_first,
-            NUM_WARPS=norm.num_warps,
+            **norm.options,
             **LaunchSchedule.of(out.device).options,
-            num_warps=norm.num_warps,
-            enable_fp_fusion=norm.enable_fp_fusion,
         )
     return out, residual_out
 

@@ -159,17 +159,10 @@ def rms_norm(
                 *x_rows,
                 *residual_rows,
                 eps,
-                LENGTH=reduction.length,
                 VARIANCE_SIZE=variance_size or length,
                 HAS_RESIDUAL=residual is not None,
                 HAS_WEIGHT=weight is not None,
-                ROWS_PER_PROGRAM=reduction.rows_per_program,
-                BLOCK=reduction.block,
-                STRIDE_UNIT=reduction.stride_unit,
-                HALVES_FIRST=reduction.halves_first,
-                NUM_WARPS=reduction.num_warps,
+                **reduction.options,
                 **LaunchSchedule.of(x.device).options,
-                num_warps=reduction.num_warps,
-                enable_fp_fusion=reduction.enable_fp_fusion,
             )
     return out if residual_out is None else (out, residual_out)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -40,6 +40,20 @@ class NormReduction(RowReduction):
     rows_per_program: int | None = None
     halves_first: bool | None = None
     stride_unit: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the launch of any kernel on a GPU that normalises rows."""
+        return {
+            "LENGTH": self.length,
+            "ROWS_PER_PROGRAM": self.rows_per_program,
+            "BLOCK": self.block,
+            "STRIDE_UNIT": self.stride_unit,
+            "HALVES_FIRST": self.halves_first,
+            "NUM_WARPS": self.num_warps,
+            "num_warps": self.num_warps,
+            "enable_fp_fusion": self.enable_fp_fusion,
+        }
 
     @classmethod
     @lru_cache(REDUCTIONS_KEPT)
