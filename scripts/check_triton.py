@@ -52,8 +52,14 @@ SOURCES = {
         "common/*.py",
         "dependent_launch.py",
     ),
-    "all_reduce": ("all_reduce/*.py", "moe/triton_kernels.py", "norm/*.py", "common/*.py"),
-    "attention": ("attention/**/*.py", "common/*_names.py", "common/sm90_ring.py", "common/nvidia_gpus.py"),
+    "all_reduce": ("all_reduce/*.py", "moe/triton_kernels.py", "norm/*.py", "common/*.py", "dependent_launch.py"),
+    "attention": (
+        "attention/**/*.py",
+        "common/*_names.py",
+        "common/sm90_ring.py",
+        "common/nvidia_gpus.py",
+        "dependent_launch.py",
+    ),
     "matmuls": (
         *(f"linear/{name}.py" for name in ("problem", "reduction", "schedule", "sm90_kernel", "triton_gemm")),
         "linear/triton_kernels.py",

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm_batch_invariant.integration import mrope, norm_rotary, patch_points
+from vllm_batch_invariant.ops.attention.params import CacheSlots
 
 
 class _Norm(torch.nn.Module):
@@ -21,6 +22,16 @@ class _Norm(torch.nn.Module):
 
 class _Rotary(torch.nn.Module):
     cos_sin_cache = None
+
+
+class _Attention:
+    """A layer of attention whose step has some slots; gives back what it is called with."""
+
+    def __init__(self, slots: CacheSlots | None) -> None:
+        self.impl = SimpleNamespace(slots_of_step=lambda layer: slots if layer is self else None)
+
+    def __call__(self, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return given
 
 
 def cache_of(dtype: torch.dtype) -> SimpleNamespace:
@@ -93,10 +104,31 @@ def test_text_is_turned_by_the_first_of_three_equal_rows(monkeypatch: pytest.Mon
     for rotary in (_Rotary(), torch.nn.Identity()):
         made = SimpleNamespace(q_norm=_Norm(torch.bfloat16), k_norm=_Norm(torch.bfloat16), rotary_emb=rotary)
         made.num_heads, made.num_kv_heads, made.kv_size, made._norm_and_rotary_are_one = 1, 1, 4, True
-        made.qkv_proj, made.attn, made.o_proj = lambda x: (x, None), lambda q, k, v: v, lambda x: (x, None)
+        made.qkv_proj, made.attn, made.o_proj = lambda x: (x, None), _Attention(None), lambda x: (x, None)
         norm_rotary.fused(lambda *arguments: apart.append(arguments))(made, positions, hidden)
     assert [rows.tolist() for rows in given] == [[0, 1]]
     assert len(apart) == 1
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float16, None], ids=str)
+def test_keys_and_values_are_written_at_once_where_the_cache_takes_them_as_they_are(
+    cache_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patch_points.CUSTOM_OP.module(), "op_registry_oot", {"MRotaryEmbedding": _Rotary})
+    monkeypatch.setattr(norm_rotary, "norm_rotary", lambda *_: ("queries", "keys"))
+    monkeypatch.setattr(norm_rotary, "norm_rotary_to_cache", lambda *given: ("queries", given[-1]))
+    slots = None
+    if cache_dtype is not None:
+        slots = CacheSlots(*torch.zeros(3, 1, 16, 8, dtype=cache_dtype).split(4, dim=-1), torch.zeros(2))
+    made = SimpleNamespace(q_norm=_Norm(torch.bfloat16), k_norm=_Norm(torch.bfloat16), rotary_emb=_Rotary())
+    made.num_heads, made.num_kv_heads, made.kv_size, made._norm_and_rotary_are_one = 1, 1, 4, True
+    made.qkv_proj, made.attn, made.o_proj = lambda x: (x, None), _Attention(slots), lambda x: (x, None)
+    attended = norm_rotary.fused(None)(made, torch.arange(2), torch.zeros(2, 12, dtype=torch.bfloat16))
+    if cache_dtype == torch.bfloat16:
+        assert attended == (("queries", slots), None, None)
+    else:
+        assert attended[:2] == ("queries", "keys")
+        assert attended[2].shape == (2, 4)
 
 
 @pytest.mark.parametrize("layer", [patch_points.QWEN3_ATTENTION, patch_points.QWEN3_MOE_ATTENTION], ids=str)

@@ -41,6 +41,7 @@ from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce, Peers
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention, sm90
 from vllm_batch_invariant.ops.attention import plan as planning
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
+from vllm_batch_invariant.ops.attention.params import CacheSlots
 from vllm_batch_invariant.ops.attention.shared_memory import decode_bytes
 from vllm_batch_invariant.ops.attention_backward import cuda as attention_gradients
 from vllm_batch_invariant.ops.common.compile_errors import reason
@@ -351,7 +352,15 @@ def rows() -> None:
     silu.silu_and_mul(torch.zeros(2, 2 * 12_288, dtype=torch.bfloat16))
     qkv = torch.zeros(2, 48 * 128, dtype=torch.bfloat16)
     weight, cache = torch.zeros(128, dtype=torch.bfloat16), torch.zeros(9, 128)
-    norm_rotary.norm_rotary(qkv, torch.zeros(2, dtype=torch.int64), weight, weight, cache, 1e-6, 32, 8)
+    turned_heads(qkv, weight, cache)
+
+
+def turned_heads(qkv: torch.Tensor, weight: torch.Tensor, angles: torch.Tensor) -> None:
+    """Of 32 and 8 heads, whose keys are returned, and whose keys and values go to pages."""
+    positions = torch.zeros(len(qkv), dtype=torch.int64)
+    caches = torch.zeros(3, 8, 16, 2 * weight.shape[0], dtype=qkv.dtype).chunk(2, dim=-1)
+    for slots in (None, CacheSlots(*caches, positions)):
+        norm_rotary.norm_rotary(qkv, positions, weight, weight, angles, 1e-6, 32, 8, slots)
 
 
 def launch_on(gpu: int, launch: Callable[..., None], *args: object, **options: object) -> list[Compiled]:

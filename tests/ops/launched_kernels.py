@@ -29,6 +29,7 @@ from tests.ops.compiled_kernels import (
     gradients_of_rows,
     many_pairs,
     pretend_a_gpu,
+    turned_heads,
 )
 from tests.ops.exact.launches import batch as exact_batch
 from vllm_batch_invariant import ops
@@ -39,7 +40,6 @@ from vllm_batch_invariant.ops.linear import LinearReduction
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
 from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES
 from vllm_batch_invariant.ops.norm import cuda as norm
-from vllm_batch_invariant.ops.norm_rotary import cuda as norm_rotary
 from vllm_batch_invariant.ops.ranking.cuda import top_and_ranks
 from vllm_batch_invariant.ops.reduce import cuda as reduce
 from vllm_batch_invariant.ops.silu import cuda as silu
@@ -70,7 +70,7 @@ def row_batch(count: int) -> None:
         silu.silu_and_mul(x)
     heads = torch.zeros(count, 48 * 128, dtype=torch.bfloat16)
     weight, cache = torch.zeros(128, dtype=torch.bfloat16), torch.zeros(9, 128)
-    norm_rotary.norm_rotary(heads, torch.zeros(count, dtype=torch.int64), weight, weight, cache, 1e-6, 32, 8)
+    turned_heads(heads, weight, cache)
 
 
 def linear_batch(count: int) -> None:

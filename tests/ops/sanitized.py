@@ -13,7 +13,7 @@ from tests.ops.attention.cases import Chunk, Heads, Request, paged
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
 from vllm_batch_invariant.ops.linear import linear
 from vllm_batch_invariant.ops.norm import rms_norm
-from vllm_batch_invariant.ops.norm_rotary import norm_rotary
+from vllm_batch_invariant.ops.norm_rotary import CacheSlots, norm_rotary, norm_rotary_to_cache
 from vllm_batch_invariant.ops.reduce import mean
 from vllm_batch_invariant.ops.softmax import log_softmax
 
@@ -51,6 +51,8 @@ def _others() -> None:
     qkv, weight = torch.randn(3, 6 * 128, device="cuda", dtype=torch.bfloat16), x[0, :128].contiguous()
     angles, positions = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16), torch.arange(3, device="cuda")
     norm_rotary(qkv, positions, weight, weight, angles, 1e-6, 4, 1)
+    caches = torch.zeros(3, 1, 16, 256, device="cuda", dtype=torch.bfloat16).chunk(2, dim=-1)
+    norm_rotary_to_cache(qkv, positions, weight, weight, angles, 1e-6, 4, 1, CacheSlots(*caches, 23 * positions + 1))
 
 
 def main() -> None:

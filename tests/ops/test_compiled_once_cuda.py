@@ -13,7 +13,7 @@ from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attenti
 from vllm_batch_invariant.ops.dispatch import module_for
 from vllm_batch_invariant.ops.linear import schedule
 from vllm_batch_invariant.ops.norm import rms_norm
-from vllm_batch_invariant.ops.norm_rotary import norm_rotary
+from vllm_batch_invariant.ops.norm_rotary import CacheSlots, norm_rotary, norm_rotary_to_cache
 from vllm_batch_invariant.ops.reduce import mean
 from vllm_batch_invariant.ops.softmax import log_softmax
 
@@ -82,13 +82,16 @@ def test_kernels_of_long_rows_are_compiled_once_for_all_batch_sizes(length, dtyp
 def test_norms_of_heads_are_compiled_once_for_all_batch_sizes_and_strides(compiled):
     size = 128
     qkv, weight = (torch.ones(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((1000, 7 * size), (size,)))
-    positions = torch.zeros(1000, dtype=torch.int64, device="cuda")
+    positions, places = (torch.zeros(size, dtype=torch.int64, device="cuda") for size in (1000, 1001))
+    caches = torch.zeros(3, 1, 64, 2 * size, dtype=torch.bfloat16, device="cuda").chunk(2, dim=-1)
     for rows in ROW_COUNTS:
         for heads in (qkv[:rows, : 5 * size], qkv[:rows, 5 * size : 6 * size], qkv[:1, :size].expand(rows, size)):
             rms_norm(heads.unflatten(1, (-1, size)), weight, 1e-6)
         norm_rotary(qkv[:rows], positions[:rows], weight, weight, weight[None], 1e-6, 5, 1)
+        slots = CacheSlots(*caches, places[rows % 2 :][:rows])
+        norm_rotary_to_cache(qkv[:rows], positions[:rows], weight, weight, weight[None], 1e-6, 5, 1, slots)
     assert calls(compiled, "._rms_norm_kernel") <= 1
-    assert calls(compiled, "_norm_rotary_kernel") <= 1
+    assert calls(compiled, "_norm_rotary_kernel") <= 2
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -47,7 +47,7 @@ PROBLEM = {
     },
     "norm": {"VARIANCE_SIZE", "HAS_RESIDUAL", "HAS_WEIGHT"},
     "norm_backward": {"LENGTH", "HAS_RESIDUAL", "HAS_GRAD_OF_SUM"},
-    "norm_rotary": {"NUM_HEADS", "NUM_KV_HEADS"},
+    "norm_rotary": {"NUM_HEADS", "NUM_KV_HEADS", "PAGE_SIZE"},
     "reduce": {"DIVIDE"},
     "silu": {"LENGTH", "DTYPE"},
     "silu_backward": {"LENGTH"},

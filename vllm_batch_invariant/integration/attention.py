@@ -9,6 +9,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, A
 from .. import envs
 from ..errors import NotCovered
 from ..ops.attention import AttentionReduction, paged_attention
+from ..ops.attention.params import CacheSlots
 from .coverage import HEAD_SIZES
 from .reviewed import CLAIMS
 
@@ -140,6 +141,12 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         page, slot = slot_mapping // keys.shape[2], slot_mapping % keys.shape[2]
         keys[page, :, slot] = key.to(keys.dtype)
         values[page, :, slot] = value.to(values.dtype)
+
+    def slots_of_step(self, layer: torch.nn.Module) -> CacheSlots | None:  # noqa: ARG002 - of some devices
+        """Where the step's keys and values go, for an operation that writes them before the layer is called, which then
+        gets none; None where the layer has to write them.
+        """
+        return None
 
     def forward(
         self,

@@ -8,7 +8,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
 from .. import envs
 from ..ops.attention import AttentionReduction
-from ..ops.attention.params import PagedAttention
+from ..ops.attention.params import CacheSlots, PagedAttention
 from . import patch_points
 from .attention import FixedSplitAttention, FixedSplitBackendMixin, Metadata, MetadataBuilder, cache_of, split_cache
 from .cuda_graphs import most_tokens, verify_lengths
@@ -114,6 +114,10 @@ class CudaFixedSplitAttention(FixedSplitAttention):
         caches = [cache.transpose(1, 2) for cache in split_cache(kv_cache)]
         scales = layer._k_scale, layer._v_scale
         patch_points.WRITE_CACHE.get()(key, value, *caches, slot_mapping, self.kv_cache_dtype, *scales)
+
+    def slots_of_step(self, layer: torch.nn.Module) -> CacheSlots | None:
+        _, _, kv_cache, slots = patch_points.ATTENTION_CONTEXT.get()(layer.layer_name)
+        return None if slots is None else CacheSlots(*split_cache(kv_cache), slots)
 
 
 class ExactCudaAttention(FixedSplitAttention):

@@ -1,4 +1,6 @@
-"""Attention of Qwen3 and Qwen3-MoE on a GPU, with the norms of its heads and the rotary embedding as one operation."""
+"""Attention of Qwen3 and Qwen3-MoE on a GPU, with the norms of its heads, the rotary embedding and the cache's new keys
+and values as one operation.
+"""
 
 import logging
 from collections.abc import Callable
@@ -6,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..ops.norm_rotary import DTYPES, HEAD_SIZES, norm_rotary
+from ..ops.attention.params import CacheSlots, is_aligned
+from ..ops.norm_rotary import DTYPES, HEAD_SIZES, norm_rotary, norm_rotary_to_cache
 from . import mrope, patch_points
 
 logger = logging.getLogger("vllm.batch_invariant")
@@ -44,7 +47,7 @@ def fused(apart: Forward) -> Forward:
         if rows_differ or not _fits(self, hidden_states) or is_watched(q_norm, k_norm, rotary):
             return apart(self, positions, hidden_states)
         qkv, _ = self.qkv_proj(hidden_states)
-        q, k = norm_rotary(
+        operands = (
             qkv,
             mrope.of_text(positions),
             q_norm.weight.data,
@@ -54,7 +57,13 @@ def fused(apart: Forward) -> Forward:
             self.num_heads,
             self.num_kv_heads,
         )
-        output, _ = self.o_proj(self.attn(q, k, qkv[:, -self.kv_size :]))
+        slots = _slots_of_step(self.attn, qkv.dtype)
+        if slots is not None:
+            attended = self.attn(norm_rotary_to_cache(*operands, slots), None, None)
+        else:
+            q, k = norm_rotary(*operands)
+            attended = self.attn(q, k, qkv[:, -self.kv_size :])
+        output, _ = self.o_proj(attended)
         return output
 
     forward.fused = True
@@ -67,6 +76,12 @@ def _fits(layer: Any, hidden_states: torch.Tensor) -> bool:
     if fits is None:
         fits = layer._norm_and_rotary_are_one = hidden_states.is_cuda and _as_expected(layer, hidden_states.dtype)
     return fits
+
+
+def _slots_of_step(attention: Any, dtype: torch.dtype) -> CacheSlots | None:
+    """Where the operation writes a step's keys and values; None where the layer of attention writes them."""
+    slots = attention.impl.slots_of_step(attention)
+    return slots if slots is not None and slots.keys.dtype == dtype and is_aligned(slots.keys) else None
 
 
 def is_watched(*modules: torch.nn.Module) -> bool:

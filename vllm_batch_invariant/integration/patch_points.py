@@ -105,6 +105,8 @@ TENSOR_PARALLEL = PatchPoint(("vllm.distributed.parallel_state",), "_TP")
 CUDA_BACKEND = PatchPoint(("vllm.v1.attention.backends.triton_attn",), "TritonAttentionBackend")
 WRITE_CACHE = PatchPoint(("vllm.v1.attention.ops.triton_reshape_and_cache_flash",), "triton_reshape_and_cache_flash")
 """Copies a step's keys and values to their pages on CUDA."""
+ATTENTION_CONTEXT = PatchPoint(("vllm.model_executor.layers.attention.attention",), "get_attention_context")
+"""What a layer has in the current step, by its name: metadata, itself, its cache, and the slots of its tokens."""
 ROTARY = PatchPoint(("vllm._custom_ops",), "rotary_embedding")
 """Turns queries and keys in place."""
 ROTARY_EMBEDDING = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "RotaryEmbedding")

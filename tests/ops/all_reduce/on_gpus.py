@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed
@@ -14,6 +15,10 @@ import torch.distributed
 from tests.ops.all_reduce.ranks import EPS, made_by_experts, message, plant, rows, weight
 from vllm_batch_invariant.ops.all_reduce import add_ranks
 from vllm_batch_invariant.ops.all_reduce.cuda import SCHEDULES, TIMEOUT, AllReduce, symmetric_peers
+from vllm_batch_invariant.ops.dependent_launch import LaunchSchedule
+from vllm_batch_invariant.ops.linear import LinearReduction
+from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES
+from vllm_batch_invariant.ops.linear.triton_gemm import gemm_sm90_swap_ab
 from vllm_batch_invariant.ops.norm import rms_norm
 
 HIDDEN = 4096
@@ -156,6 +161,44 @@ def replays_of_norms(rank: Rank) -> list[str]:
                 wanted = rank.expected(partial)
                 if not (torch.equal(summed, wanted) and is_norm_of(found, wanted, residual, scale)):
                     problems.append(f"replay {number} of {tokens} tokens")
+    return problems
+
+
+def replays_of_layers(rank: Rank) -> list[str]:
+    """A graph of matmuls behind sums and norms, on a Hopper: each begins while the kernel before ends, whose result is
+    that of kernels that wait.
+    """
+    add, problems = rank.all_reduce(), []
+    hidden, tile = 2048, NARROW_TILES[0]
+    reduction = LinearReduction.of_device("cuda", hidden, hidden, torch.bfloat16)
+    made = [rows(layer, rank.rank, (hidden, hidden), torch.bfloat16, str(rank.device)) for layer in range(8)]
+    scale = weight(hidden, torch.bfloat16, str(rank.device))
+
+    def layers(x: torch.Tensor, overlaps: bool) -> list[torch.Tensor]:
+        found, residual = [], x
+        for matrix in made:
+            partial = gemm_sm90_swap_ab(x, matrix.t(), None, torch.empty_like(x), reduction, tile, overlaps)
+            x, residual = add.add_and_norm(partial, residual, scale, EPS)
+            found += [partial, x, residual]
+        return found
+
+    for tokens in (1, 8, 64):
+        x = rows(9, 0, (tokens, hidden), torch.bfloat16, str(rank.device))
+        with patch.object(LaunchSchedule, "of", classmethod(lambda cls, _: cls(False))):
+            right = layers(x, overlaps=False)
+        layers(x, overlaps=True)
+        torch.cuda.synchronize()
+        torch.distributed.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = layers(x, overlaps=True)
+        for number in range(_REPLAYS // 5):
+            for one in captured:
+                one.fill_(torch.nan)
+            rank.be_late()
+            graph.replay()
+            if not all(map(torch.equal, captured, right)):
+                problems.append(f"replay {number} of {tokens} tokens")
     return problems
 
 

@@ -12,6 +12,7 @@ from tests.ops.all_reduce import on_gpus
 from vllm_batch_invariant.verify.harness.server import free_port
 
 RANKS = [ranks for ranks in (2, 4, 8) if ranks <= torch.cuda.device_count()]
+IS_HOPPER = bool(RANKS) and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not RANKS, reason="needs two GPUs")
 
 
@@ -40,6 +41,14 @@ def test_every_rank_has_the_sum_of_all_in_their_order(tmp_path: Path, ranks: int
 @pytest.mark.parametrize("check", [on_gpus.norms_of_every_size, on_gpus.norms_of_trees, on_gpus.replays_of_norms])
 def test_a_norm_behind_it_has_the_bits_of_a_norm_alone(tmp_path: Path, ranks: int, check: Callable) -> None:
     assert found(tmp_path, ranks, check) == [[]] * ranks
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="no other GPU has the narrow matmul")
+@pytest.mark.parametrize("ranks", RANKS)
+def test_matmuls_that_begin_while_ranks_are_waited_for_have_the_bits_of_those_that_wait(
+    tmp_path: Path, ranks: int
+) -> None:
+    assert found(tmp_path, ranks, on_gpus.replays_of_layers) == [[]] * ranks
 
 
 @pytest.mark.parametrize("fault", ["no wait", "unrounded"])

@@ -7,7 +7,7 @@ from tests.assertions import assert_near, assert_same_bits
 from tests.ops.linear.cases import draw
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.norm import rms_norm
-from vllm_batch_invariant.ops.norm_rotary import norm_rotary, reference
+from vllm_batch_invariant.ops.norm_rotary import CacheSlots, norm_rotary, norm_rotary_to_cache, reference
 
 
 def heads_to_turn(tokens, heads, kv_heads, size, dtype):
@@ -44,11 +44,34 @@ def test_norm_and_rotation_in_one_have_the_bits_of_the_norm_and_then_of_vllms_ke
     assert not torch.equal(rounded, turned[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "page"), [(32, 8, 128, 64), (14, 2, 64, 16), (3, 1, 256, 16)])
+def test_a_cache_gets_the_bits_of_vllms_three_kernels(heads, kv_heads, size, page, dtype):
+    write = pytest.importorskip("vllm.v1.attention.ops.triton_reshape_and_cache_flash").triton_reshape_and_cache_flash
+    qkv, *rest = heads_to_turn(1000, heads, kv_heads, size, dtype)
+    slots = torch.randperm(2000, device="cuda")[:990]
+    slots[::7] = -1
+    shape = (2000 // page + 1, kv_heads, page, 2 * size)
+    theirs, ours, from_memory = (draw(*shape, dtype=dtype, seed=9) for _ in range(3))
+    queries, keys = norm_rotary(qkv, *rest, 1e-6, heads, kv_heads)
+    heads_of = [part[:990].unflatten(1, (-1, size)) for part in (keys, qkv[:, -kv_heads * size :])]
+    scale = torch.ones((), device="cuda")
+    write(*heads_of, *(cache.transpose(1, 2) for cache in theirs.chunk(2, -1)), slots, "auto", scale, scale)
+    made = norm_rotary_to_cache(qkv, *rest, 1e-6, heads, kv_heads, CacheSlots(*ours.chunk(2, -1), slots))
+    assert_same_bits(made, queries)
+    assert_same_bits(ours, theirs)
+    assert not torch.equal(ours, from_memory)
+
+
 def test_norm_and_rotation_refuse_what_they_would_compute_otherwise():
     qkv, positions, *weights, cache = heads_to_turn(4, 4, 2, 64, torch.bfloat16)
     with pytest.raises(ValueError, match="does not take"):
         norm_rotary(qkv, positions, *weights, cache.float(), 1e-6, 4, 2)
     with pytest.raises(ValueError, match="does not take"):
         norm_rotary(qkv, positions[:3], *weights, cache, 1e-6, 4, 2)
+    caches = torch.zeros(1, 2, 16, 128, dtype=torch.bfloat16, device="cuda").chunk(2, -1)
+    for wrong in (CacheSlots(*caches, positions.int()), CacheSlots(caches[0].half(), caches[1], positions)):
+        with pytest.raises(ValueError, match="does not write to"):
+            norm_rotary_to_cache(qkv, positions, *weights, cache, 1e-6, 4, 2, wrong)
     with pytest.raises(NotCovered, match="float32"):
         norm_rotary(qkv.float(), positions, *weights, cache, 1e-6, 4, 2)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.assertions import assert_near, assert_same_bits
+from vllm_batch_invariant.ops.attention.params import CacheSlots
 from vllm_batch_invariant.ops.norm import cuda as norm
 from vllm_batch_invariant.ops.norm_rotary import cuda as norm_rotary
 from vllm_batch_invariant.ops.norm_rotary import reference as exact_rotary
@@ -17,14 +18,21 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 2, 128), (17, 2, 64), (5, 1, 256)])
-def test_norm_and_rotation_in_one_have_the_bits_of_the_norm_and_then_the_rotation(heads, kv_heads, size):
-    wide = draw(3, (heads + 2 * kv_heads) * size + 8, dtype=HALF)
-    qkv = wide[:, :-8]
+SHAPES = [(9, 2, 128), (17, 2, 64), (5, 1, 256)]
+
+
+def heads_to_turn(tokens: int, heads: int, kv_heads: int, size: int) -> tuple[torch.Tensor, ...]:
+    """qkv whose tokens are apart, positions, both weights and a cache of cosines and sines."""
+    qkv = draw(tokens, (heads + 2 * kv_heads) * size + 8, dtype=HALF)[:, :-8]
     weights = [draw(size, dtype=HALF, seed=seed) for seed in (1, 2)]
-    positions = torch.tensor([0, 31, 5])
     angles = torch.rand(32, size // 2, generator=torch.Generator().manual_seed(3)) * 6
-    cache = torch.cat((angles.cos(), angles.sin()), dim=-1).to(HALF)
+    positions = torch.tensor([0, 31, 5, 6, 30])[:tokens]
+    return qkv, positions, *weights, torch.cat((angles.cos(), angles.sin()), dim=-1).to(HALF)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
+def test_norm_and_rotation_in_one_have_the_bits_of_the_norm_and_then_the_rotation(heads, kv_heads, size):
+    qkv, positions, *weights, cache = heads_to_turn(3, heads, kv_heads, size)
     turned = norm_rotary.norm_rotary(qkv, positions, *weights, cache, EPS, heads, kv_heads)
     parts = qkv.split([heads * size, kv_heads * size, kv_heads * size], dim=-1)[:2]
     cos, sin = cache[positions].float()[:, None].chunk(2, dim=-1)
@@ -34,3 +42,22 @@ def test_norm_and_rotation_in_one_have_the_bits_of_the_norm_and_then_the_rotatio
         first, second = norm.rms_norm(view, weight, EPS, None, None).float().chunk(2, dim=-1)
         assert_same_bits(out, torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(HALF))
         assert_near(out, exact_rotary.norm_rotary(view, positions, weight, cache, EPS), factor=2)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
+def test_keys_and_values_go_to_their_pages_and_padding_goes_nowhere(heads, kv_heads, size):
+    qkv, *rest = heads_to_turn(5, heads, kv_heads, size)
+    pages, page_size, slots = 3, 16, torch.tensor([47, -1, 0, 17])  # the fifth token has no slot
+    both = draw(pages, kv_heads, page_size, 2 * size, dtype=HALF, seed=4)
+    keys, values = both.split(size, dim=-1)
+    expected = [cache.clone() for cache in (keys, values)]
+    made = norm_rotary.norm_rotary(qkv, *rest, EPS, heads, kv_heads)
+    for cache, rows in zip(expected, (made[1], qkv[:, -kv_heads * size :]), strict=True):
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                cache[slot // page_size, :, slot % page_size] = rows[token].unflatten(0, (kv_heads, size))
+    queries, none = norm_rotary.norm_rotary(qkv, *rest, EPS, heads, kv_heads, CacheSlots(keys, values, slots))
+    assert none is None
+    assert_same_bits(queries, made[0])
+    for cache, wanted in zip((keys, values), expected, strict=True):
+        assert_same_bits(cache, wanted)

@@ -8,6 +8,7 @@ import torch
 import triton.language as tl
 
 from ..common.triton_rows import aligned, on_device_of
+from ..dependent_launch import LaunchSchedule
 from ..moe.cuda import Products
 from ..norm import rms_norm
 from ..norm.cuda import DTYPES as NORM_DTYPES
@@ -304,6 +305,7 @@ class _Channel:
             eps,
             **constants,
             **norm.options,
+            **LaunchSchedule.of(residual.device).options,
             **self._options(reduction, timeout),
         )
 

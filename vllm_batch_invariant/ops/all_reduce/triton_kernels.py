@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
+from ..dependent_launch import wait_for_kernel_before
 from ..moe.triton_kernels import weighted_sum
 from ..norm.triton_kernels import load_weight, normalised_tile
 
@@ -266,6 +267,7 @@ def all_reduce_norm_kernel(
     TREE: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     TIMEOUT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Adds one message in one shot, rounds the sum, adds the residual, and normalises rows.
 
@@ -279,6 +281,7 @@ def all_reduce_norm_kernel(
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     SOURCE: tl.constexpr = REGIONS * REGION_BYTES * 8 // dtype.primitive_bitwidth
+    wait_for_kernel_before(OVERLAPS)  # while other ranks are waited for, the next kernel loads its weights
     cta, ctas, turns = tl.program_id(0), tl.num_programs(0), tl.cdiv(num_rows, ROWS_PER_PROGRAM)
     epoch = tl.load(epochs_ptr + cta)
     start = FLAG_BYTES + (epoch & 1) * HALF_BYTES + cta * REGION_BYTES

@@ -3,11 +3,12 @@
 import torch
 
 from ...errors import NotCovered
+from ..attention.params import CacheSlots, is_aligned
 from ..dispatch import module_for
 from ..norm.reduction import HEAD_SIZES
 from .reduction import NormRotaryReduction
 
-__all__ = ["DTYPES", "HEAD_SIZES", "NormRotaryReduction", "norm_rotary"]
+__all__ = ["DTYPES", "HEAD_SIZES", "CacheSlots", "NormRotaryReduction", "norm_rotary", "norm_rotary_to_cache"]
 
 DTYPES = (torch.bfloat16, torch.float16)
 """Their products are exact in fp32, so that it does not matter whether a compiler fuses one with the addition."""
@@ -47,6 +48,66 @@ def norm_rotary(
         RuntimeError: a gradient is wanted.
         NotCovered: another dtype or head size, or a device that is no GPU.
     """
+    tensors = (qkv, positions, query_weight, key_weight, cos_sin_cache)
+    _check(*tensors, heads, kv_heads)
+    return module_for("norm_rotary", qkv.device.type).norm_rotary(*tensors, eps, heads, kv_heads)
+
+
+def norm_rotary_to_cache(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    query_weight: torch.Tensor,
+    key_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    eps: float,
+    heads: int,
+    kv_heads: int,
+    cache: CacheSlots,
+) -> torch.Tensor:
+    """:func:`norm_rotary` whose keys go to their pages of a cache, and the values with them.
+
+    Args:
+        cache: of qkv's dtype and device.
+
+    Returns:
+        Queries [tokens, heads * head_size], contiguous.
+
+    Raises:
+        ValueError, RuntimeError, NotCovered: as :func:`norm_rotary`, or a cache that does not fit.
+    """
+    tensors = (qkv, positions, query_weight, key_weight, cos_sin_cache)
+    _check(*tensors, heads, kv_heads)
+    keys, values, slots = cache.keys, cache.values, cache.slots
+    fits = (
+        keys.shape[1::2] == (kv_heads, query_weight.shape[0])
+        and keys.shape == values.shape
+        and keys.stride() == values.stride()
+        and keys.stride(3) == 1
+        and is_aligned(keys)
+        and is_aligned(values)
+        and keys.dtype == values.dtype == qkv.dtype
+        and keys.device == values.device == slots.device == qkv.device
+        and slots.dtype == torch.int64
+        and slots.dim() == 1
+        and len(slots) <= len(qkv)
+        and slots.is_contiguous()
+    )
+    if not fits:
+        given = ", ".join(f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}" for tensor in (keys, values, slots))
+        raise ValueError(f"norm_rotary of {kv_heads} heads in {qkv.dtype} does not write to {given}")
+    queries, _ = module_for("norm_rotary", qkv.device.type).norm_rotary(*tensors, eps, heads, kv_heads, cache)
+    return queries
+
+
+def _check(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    query_weight: torch.Tensor,
+    key_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+) -> None:
     size = query_weight.shape[-1]
     if qkv.dtype not in DTYPES or size not in HEAD_SIZES:
         raise NotCovered(
@@ -69,4 +130,3 @@ def norm_rotary(
         raise ValueError(f"norm_rotary of {heads} and {kv_heads} heads does not take {given}")
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise RuntimeError("norm_rotary records no gradient: call it in torch.no_grad()")
-    return module_for("norm_rotary", qkv.device.type).norm_rotary(*tensors, eps, heads, kv_heads)

@@ -2,20 +2,49 @@
 
 x = qkv * rsqrt(mean(qkv**2) + eps) * weight, head by head
 out = x[:half] * cos - x[half:] * sin, x[half:] * cos + x[:half] * sin
+
+Keys, and values as they are, may go to their pages of a cache at once.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from ..attention.params import CacheSlots
 from ..common.triton_rows import ALIGNMENT, aligned, on_device_of, row_sums
 from ..dependent_launch import LaunchSchedule, wait_for_kernel_before
 from ..norm.triton_kernels import rstd_of, weighted
 from .reduction import NormRotaryReduction
 
 
-# 15 parameters: a kernel takes no structure of pointers.
-@triton.jit(do_not_specialize=["stride_token"])
+@triton.jit
+def _turned(
+    first,
+    second,
+    weight_ptr,
+    cos_sin_ptr,
+    head_offs,
+    mask,
+    eps,
+    LENGTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+):
+    """Both halves of heads, each [ROWS_PER_PROGRAM, BLOCK], normalised and turned."""
+    dtype: tl.constexpr = first.dtype
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    first_weight = tl.load(weight_ptr + head_offs, mask=mask, other=0.0)
+    second_weight = tl.load(weight_ptr + head_offs + BLOCK, mask=mask, other=0.0)
+    cos = tl.load(cos_sin_ptr + head_offs, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(cos_sin_ptr + head_offs + BLOCK, mask=mask, other=0.0).to(tl.float32)
+    rstd = rstd_of(row_sums(first * first + second * second, 32 * NUM_WARPS), LENGTH, eps)[:, None]
+    first = weighted(first * rstd, first_weight).to(tl.float32)
+    second = weighted(second * rstd, second_weight).to(tl.float32)
+    return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
+
+
+# 23 parameters: a kernel takes no structure of pointers.
+@triton.jit(do_not_specialize=["num_slots", "stride_token"], do_not_specialize_on_alignment=["slots_ptr"])
 def _norm_rotary_kernel(
     qkv_ptr,
     positions_ptr,
@@ -24,47 +53,73 @@ def _norm_rotary_kernel(
     cos_sin_cache_ptr,
     query_out_ptr,
     key_out_ptr,
+    value_out_ptr,
+    slots_ptr,
+    num_slots,
     stride_token,
+    stride_page,
+    stride_head,
+    stride_slot,
     eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     LENGTH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     ROWS_PER_PROGRAM: tl.constexpr,
     BLOCK: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     NUM_WARPS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    """Turns the heads of a group, of queries or of keys; with PAGE_SIZE there are groups of values, which are copied.
+
+    Args:
+        qkv_ptr: [tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * LENGTH]
+        query_out_ptr: [tokens, NUM_HEADS * LENGTH]
+        key_out_ptr, value_out_ptr: caches [pages, NUM_KV_HEADS, PAGE_SIZE, LENGTH]; without PAGE_SIZE keys
+            [tokens, NUM_KV_HEADS * LENGTH], and nothing.
+        slots_ptr: [num_slots] int64, where in the caches the first tokens go. The others go nowhere, as do those with a
+            negative one.
+    """
     wait_for_kernel_before(OVERLAPS)
     QUERY_GROUPS: tl.constexpr = (NUM_HEADS + ROWS_PER_PROGRAM - 1) // ROWS_PER_PROGRAM
-    GROUPS: tl.constexpr = QUERY_GROUPS + (NUM_KV_HEADS + ROWS_PER_PROGRAM - 1) // ROWS_PER_PROGRAM
+    KEY_GROUPS: tl.constexpr = (NUM_KV_HEADS + ROWS_PER_PROGRAM - 1) // ROWS_PER_PROGRAM
+    GROUPS: tl.constexpr = QUERY_GROUPS + KEY_GROUPS * (2 if PAGE_SIZE > 0 else 1)
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     group = tl.program_id(0) % GROUPS
     x_ptr = qkv_ptr + token * stride_token * STRIDE_UNIT
+    is_value = group >= QUERY_GROUPS + KEY_GROUPS
     if group < QUERY_GROUPS:
         first_head, num_heads, weight_ptr = group * ROWS_PER_PROGRAM, NUM_HEADS, query_weight_ptr
-        out_ptr = query_out_ptr + token * (NUM_HEADS * LENGTH)
     else:
         first_head, num_heads, weight_ptr = (group - QUERY_GROUPS) * ROWS_PER_PROGRAM, NUM_KV_HEADS, key_weight_ptr
         x_ptr += NUM_HEADS * LENGTH
-        out_ptr = key_out_ptr + token * (NUM_KV_HEADS * LENGTH)
+        if is_value:
+            first_head -= KEY_GROUPS * ROWS_PER_PROGRAM
+            x_ptr += NUM_KV_HEADS * LENGTH
     head = first_head + tl.arange(0, ROWS_PER_PROGRAM)
     # Every tile is [ROWS_PER_PROGRAM, BLOCK]: a half of each head.
     offs = head[:, None] * LENGTH + tl.arange(0, BLOCK)[None, :]
     mask = tl.broadcast_to(head[:, None] < num_heads, offs.shape)
     head_offs = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], offs.shape)
-    first = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(x_ptr + offs + BLOCK, mask=mask, other=0.0).to(tl.float32)
-    cos_sin_ptr = cos_sin_cache_ptr + tl.load(positions_ptr + token) * LENGTH
-    first_weight = tl.load(weight_ptr + head_offs, mask=mask, other=0.0)
-    second_weight = tl.load(weight_ptr + head_offs + BLOCK, mask=mask, other=0.0)
-    cos = tl.load(cos_sin_ptr + head_offs, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(cos_sin_ptr + head_offs + BLOCK, mask=mask, other=0.0).to(tl.float32)
-    rstd = rstd_of(row_sums(first * first + second * second, 32 * NUM_WARPS), LENGTH, eps)[:, None]
-    first = weighted(first * rstd, first_weight).to(tl.float32)
-    second = weighted(second * rstd, second_weight).to(tl.float32)
-    tl.store(out_ptr + offs, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out_ptr + offs + BLOCK, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=mask)
+    first = tl.load(x_ptr + offs, mask=mask, other=0.0)
+    second = tl.load(x_ptr + offs + BLOCK, mask=mask, other=0.0)
+    if not is_value:
+        cos_sin_ptr = cos_sin_cache_ptr + tl.load(positions_ptr + token) * LENGTH
+        first, second = _turned(
+            first, second, weight_ptr, cos_sin_ptr, head_offs, mask, eps, LENGTH, BLOCK, NUM_WARPS
+        )  # fmt: skip
+    if group < QUERY_GROUPS:
+        out_ptrs = query_out_ptr + token * (NUM_HEADS * LENGTH) + offs
+    elif PAGE_SIZE > 0:
+        slot = tl.load(slots_ptr + token, mask=token < num_slots, other=-1)
+        mask = tl.broadcast_to(head[:, None] < tl.where(slot < 0, 0, num_heads), offs.shape)
+        out_ptr = (value_out_ptr if is_value else key_out_ptr) + slot // PAGE_SIZE * stride_page
+        out_ptrs = out_ptr + slot % PAGE_SIZE * stride_slot + head[:, None] * stride_head + head_offs
+    else:
+        out_ptrs = key_out_ptr + token * (NUM_KV_HEADS * LENGTH) + offs
+    tl.store(out_ptrs, first, mask=mask)
+    tl.store(out_ptrs + BLOCK, second, mask=mask)
 
 
 def norm_rotary(
@@ -76,8 +131,9 @@ def norm_rotary(
     eps: float,
     heads: int,
     kv_heads: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the operation's package."""
+    cache: CacheSlots | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See the operation's package; with a cache keys and values go there, and no keys are returned."""
     num_tokens, head_size = len(positions), query_weight.shape[0]
     reduction = NormRotaryReduction.of_device("cuda", head_size, qkv.dtype)
     stride_token, stride_element = qkv.stride()
@@ -85,10 +141,16 @@ def norm_rotary(
         qkv = aligned(qkv)
         stride_token = qkv.shape[1]
     queries = torch.empty(num_tokens, heads * head_size, dtype=qkv.dtype, device=qkv.device)
-    keys = torch.empty(num_tokens, kv_heads * head_size, dtype=qkv.dtype, device=qkv.device)
+    if cache is None:
+        keys = torch.empty(num_tokens, kv_heads * head_size, dtype=qkv.dtype, device=qkv.device)
+        outputs, strides = (keys, None, None, 0), (0, 0, 0)
+    else:
+        keys = None
+        outputs, strides = (cache.keys, cache.values, cache.slots, len(cache.slots)), cache.keys.stride()[:3]
     if num_tokens:
         with on_device_of(qkv):
-            groups = -(-heads // reduction.rows_per_program) - (-kv_heads // reduction.rows_per_program)
+            kinds = (heads, kv_heads) if cache is None else (heads, kv_heads, kv_heads)
+            groups = sum(-(-kind // reduction.rows_per_program) for kind in kinds)
             _norm_rotary_kernel[(num_tokens * groups,)](
                 qkv,
                 aligned(positions),
@@ -96,12 +158,14 @@ def norm_rotary(
                 aligned(key_weight),
                 aligned(cos_sin_cache),
                 queries,
-                keys,
+                *outputs,
                 stride_token // reduction.stride_unit,
+                *strides,
                 eps,
                 NUM_HEADS=heads,
                 NUM_KV_HEADS=kv_heads,
                 LENGTH=reduction.length,
+                PAGE_SIZE=0 if cache is None else cache.page_size,
                 ROWS_PER_PROGRAM=reduction.rows_per_program,
                 BLOCK=reduction.block,
                 STRIDE_UNIT=reduction.stride_unit,

@@ -13,6 +13,7 @@ import torch
 import triton
 
 from ...common.compile_errors import is_of_a_compiler, reason
+from ...dependent_launch import LaunchSchedule
 from ..params import PagedAttention, is_aligned
 from ..reduction import AttentionReduction
 from .shapes import BLOCK_M, BLOCK_N, SEMAPHORE_INTS
@@ -271,6 +272,7 @@ def launch_decode(
         PARTIAL_ROWS=work.partial_rows,
         PARTIAL_BLOCK=triton.next_power_of_2(work.partial_rows),
         NUM_STAGES=schedule.num_stages,
+        **LaunchSchedule.of(out.device).options,
         num_warps=4,
         maxnreg=schedule.maxnreg,
         enable_fp_fusion=False,

@@ -18,6 +18,8 @@ its splits are done, and how many from split 0 on are merged into one result. Th
 that finds all splits before its own merged goes on from there. As a CTA begins with the end of its share and a head's
 beginning is there, this is what mostly happens. Otherwise a CTA leaves its splits among the partial results, and the
 last one to arrive merges them before it ends.
+
+A launch may begin while the kernel before ends, and lets the next one begin, which has weights to load meanwhile.
 """
 
 import triton.experimental.gluon.language as gl
@@ -28,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...common.gluon_names import barrier
 from ...common.triton_names import aggregate
@@ -74,6 +77,7 @@ class Warpgroup:
     """Of ``allocate_ml``."""
     ring: Ring
     cfg: Config
+    OVERLAPS: gl.constexpr
 
 
 @aggregate
@@ -129,8 +133,13 @@ def _load_pages(table_ptr, kv_start, hi, PAGE_SIZE: gl.constexpr):
 
 
 @gluon.jit
-def _producer(k_desc, v_desc, block_table_ptr, stride_table, work_indptr_ptr, work_ptr, ring, cfg):
+def _producer(
+    k_desc, v_desc, block_table_ptr, stride_table, work_indptr_ptr, work_ptr, ring, cfg, OVERLAPS: gl.constexpr
+):
     """Keeps the ring full. The last work item comes first."""
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
     PAGE_SIZE: gl.constexpr = cfg.PAGE_SIZE
     program = gl.program_id(0)
     position = RingPosition(gl.to_tensor(0), gl.to_tensor(1))
@@ -297,6 +306,8 @@ def _merge_pending(wg, idx, merged_splits):
 @gluon.jit
 def _consumer(wg):
     """Attends, splits in ascending order, the last work item first."""
+    if wg.OVERLAPS:
+        gdc_wait()
     ring = wg.ring
     dtype: gl.constexpr = wg.q_smem.dtype
     NUM_KV_HEADS: gl.constexpr = wg.cfg.NUM_KV_HEADS
@@ -411,6 +422,7 @@ def decode_kernel(
     PARTIAL_ROWS: gl.constexpr,
     PARTIAL_BLOCK: gl.constexpr,
     NUM_STAGES: gl.constexpr,
+    OVERLAPS: gl.constexpr,
 ):
     """Works on the items of its CTA's share of ``work_ptr``.
 
@@ -453,11 +465,15 @@ def decode_kernel(
         ml_smem,
         ring,
         cfg,
+        OVERLAPS,
     )
     gl.warp_specialize(
         [
             (_consumer, (warpgroup,)),
-            (_producer, (k_desc, v_desc, block_table_ptr, stride_table, work_indptr_ptr, work_ptr, ring, cfg)),
+            (
+                _producer,
+                (k_desc, v_desc, block_table_ptr, stride_table, work_indptr_ptr, work_ptr, ring, cfg, OVERLAPS),
+            ),
         ],
         [1],
         [24],
