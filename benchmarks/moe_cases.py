@@ -33,6 +33,7 @@ class MoeLayer:
 
 LAYERS = (
     MoeLayer("Qwen3-30B-A3B", 128, 8, 2048, 768),
+    MoeLayer("Qwen3-30B-A3B/2", 128, 8, 2048, 384),
     MoeLayer("gpt-oss-20b", 32, 4, 2880, 2880),
     MoeLayer("Qwen3-235B-A22B/4", 128, 8, 4096, 384),
     MoeLayer("Qwen3-235B-A22B/8", 128, 8, 4096, 192),
