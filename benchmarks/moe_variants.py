@@ -117,7 +117,8 @@ class Candidates:
         made = torch.zeros_like(x[0]).repeat_interleave(layer.top_k, 0)
         routing = [partial(cuda.route, one.logits, layer.reduction, None) for one in inputs]
         out = torch.empty_like(x[0])
-        ways = [[partial(cuda.combine, made, of, ids, out, None, walk) for of, ids in routed] for walk in COMBINE]
+        given = [cuda.Products(made, *one, None) for one in routed]
+        ways = [[partial(combine, walk, one, out) for one in given] for walk in COMBINE]
         [routes, *sums] = self.timer.time([routing, *ways], 10.0, _REPLAYS)
         found = [f"{walk.block} {Spread.of(times).p50:.1f}" for walk, times in zip(COMBINE, sums, strict=True)]
         lines.append(f"  route {Spread.of(routes).p50:.1f}, combine by {', '.join(found)}")
@@ -149,6 +150,12 @@ class Candidates:
     def _problem(self, line: str) -> None:
         self.problems += 1
         print(line, file=sys.stderr, flush=True)
+
+
+def combine(walk: WalkSchedule, of: cuda.Products, out: torch.Tensor) -> None:
+    """The sum by one of :data:`COMBINE`."""
+    with mock.patch.object(cuda, "_COMBINING", walk):
+        cuda.combine(of, out)
 
 
 def _always(how: LaunchSchedule, _: object) -> LaunchSchedule:

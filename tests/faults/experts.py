@@ -96,11 +96,11 @@ def _split_k_of_pairs(grouped_gemm: Callable[..., torch.Tensor]) -> Callable[...
 
 
 def _atomics_of_pairs(combine: Callable[..., None]) -> Callable[..., None]:
-    """The sum over experts in bf16 and in any order, another one each time."""
+    """The sum over experts in the dtype of the result and in any order, another one each time."""
     generator = torch.Generator().manual_seed(0)
 
-    def any_order(made: torch.Tensor, weights: torch.Tensor, ids: Any, out: torch.Tensor, *of: Any) -> None:
-        terms = made.view(*weights.shape, -1) * weights[:, :, None]
+    def any_order(of: Any, out: torch.Tensor) -> None:
+        terms = of.made.view(*of.weights.shape, -1) * of.weights[:, :, None]
         out.zero_()
         for i in torch.randperm(terms.shape[1], generator=generator).tolist():
             out += terms[:, i]
@@ -108,29 +108,18 @@ def _atomics_of_pairs(combine: Callable[..., None]) -> Callable[..., None]:
     return any_order
 
 
-def _arrival_order_of_pairs(moe: Callable[..., None]) -> Callable[..., None]:
+def _arrival_order_of_pairs(moe: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Experts are added to the result, and rounded, when they are done: those with most tokens last."""
 
     def by_load(
         x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: Any, down: Any, reduction: Any, *of: Any
-    ) -> None:
-        *biases, out = of
+    ) -> torch.Tensor:
         order = ids.reshape(-1).bincount()[ids].argsort(dim=1, stable=True)
-        weights, ids, acc = weights.gather(1, order), ids.gather(1, order), torch.zeros_like(out)
+        weights, ids, acc = weights.gather(1, order), ids.gather(1, order), torch.zeros_like(x)
         for place in range(ids.shape[1]):
             one = slice(place, place + 1)
-            moe(
-                x,
-                weights[:, one].contiguous(),
-                ids[:, one].contiguous(),
-                gate_up,
-                down,
-                replace(reduction, top_k=1),
-                *biases,
-                out,
-            )
-            acc += out
-        out.copy_(acc)
+            acc += moe(x, weights[:, one], ids[:, one], gate_up, down, replace(reduction, top_k=1), *of)
+        return acc
 
     return by_load
 
@@ -164,7 +153,7 @@ def _on_a_gpu() -> dict[str, tuple[Any, str, Callable[..., Any]]]:
     return {
         "split-K 2": (cuda, "grouped_gemm", _split_k_of_pairs),
         "an atomic combine": (cuda, "combine", _atomics_of_pairs),
-        "arrival order": (cuda, "_moe", _arrival_order_of_pairs),
+        "arrival order": (cuda, "moe", _arrival_order_of_pairs),
         "another tie rule": (cuda, "route", _another_tie_rule_of_routes),
         "another router kernel": (cuda, "route", _another_router_kernel_of_routes),
     }
@@ -183,9 +172,10 @@ it. A GPU has faults of the same names.
 
 
 @contextmanager
-def planted(fault: str) -> Iterator[None]:
-    """A block in which the operation has a fault."""
-    module, name, make = (_on_a_gpu() if torch.cuda.is_available() else FAULTS)[fault]
+def planted(fault: str, in_triton: bool | None = None) -> Iterator[None]:
+    """A block in which the operation has a fault: that on a GPU or, by default without one, that on a CPU."""
+    in_triton = torch.cuda.is_available() if in_triton is None else in_triton
+    module, name, make = (_on_a_gpu() if in_triton else FAULTS)[fault]
     right = getattr(module, name)
     setattr(module, name, make(right))
     try:

@@ -33,7 +33,7 @@ class AllReduce:
         self, partial: Any, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.norms += 1
-        partial = partial.made.sum(0) if isinstance(partial, Products) else partial
+        partial = partial.added() if isinstance(partial, Products) else partial
         return rms_norm(partial + 2 * partial, weight, eps, residual)
 
 
@@ -42,6 +42,9 @@ class Products(NamedTuple):
 
     made: torch.Tensor
     """[2, tokens, hidden]"""
+
+    def added(self) -> torch.Tensor:
+        return self.made.sum(0)
 
 
 class Moe:
@@ -64,7 +67,7 @@ class Moe:
         self, of: Products, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.norms += 1
-        return rms_norm(of.made.sum(0), weight, eps, residual)
+        return rms_norm(of.added(), weight, eps, residual)
 
 
 class Runner(torch.nn.Module):
@@ -237,6 +240,20 @@ def test_experts_that_somebody_looks_at_give_their_sum(kinds: Decoder, workers: 
         handle.remove()
     assert_same_bits(hidden_states(decoder), apart)
     assert moe.sums == 2 * len(runners)
+
+
+@of_experts
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_check_of_experts_has_their_sum_and_leaves_nothing_to_the_norm(
+    kinds: Decoder, workers: int, ours: AllReduce
+) -> None:
+    decoder = decoder_of(kinds, add=ours if workers == 2 else None)
+    norm_fusion.fuse(decoder, ours if workers == 2 else None)
+    method, x = with_experts(decoder)[0].routed_experts.quant_method, torch.randn(5, HIDDEN)
+    method.router = lambda logits, bias: (None, None)
+    layer = SimpleNamespace(w13_weight=None, w2_weight=None, expert_map=None, e_score_correction_bias=None)
+    assert_same_bits(method.summed(layer, x, x), x.sin() + x.cos())
+    assert method.take_left() is None
 
 
 def set_of(runner: Runner, name: str, value: object) -> None:

@@ -83,6 +83,10 @@ class BatchInvariantExperts:
         """What the experts of this worker make of each token: [tokens, hidden]."""
         return self(layer, x, *self.router(router_logits, layer.e_score_correction_bias))
 
+    def summed(self, layer: torch.nn.Module, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+        """The same, also where the model's next norm adds it."""
+        return self.apply_monolithic(layer, x, router_logits)
+
     def forward(
         self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
@@ -138,6 +142,10 @@ class CudaExperts(BatchInvariantExperts):
         adds = self.leaves_sum and moe.a_norm_may_add(x, self.reduction) and not is_watched(self)
         self.left = moe.products(x, weights, ids, *experts, layer.expert_map) if adds else None
         return moe.moe(x, weights, ids, *experts, layer.expert_map) if self.left is None else x.new_empty(x.shape)
+
+    def summed(self, layer: torch.nn.Module, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+        given, left = self.apply_monolithic(layer, x, router_logits), self.take_left()
+        return given if left is None else left.added()
 
     def take_left(self) -> Any:
         """What the norm adds, once; None where the sum is there."""

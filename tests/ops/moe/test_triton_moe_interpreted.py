@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.moe_variants import COMBINE, combine
+from tests.faults.experts import FAULTS, planted
 from tests.ops.moe.layers import EXPERTS, ROUTINGS, Layer, layer, tied, tokens, uniform
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.linear import schedule as of_linear
@@ -318,3 +320,30 @@ def test_a_residual_that_does_not_fit_is_refused():
     for residual in (x[:2], x.float()):
         with pytest.raises(ValueError, match="3 rows of"):
             cuda.add_and_norm(left, residual, weight, 1e-6)
+
+
+@pytest.fixture(scope="module")
+def right():
+    """By routing: a layer, 81 tokens, their logits, and what is made of them."""
+    of, x = layer(torch.float16), tokens(81, torch.float16)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(of_linear, "gpu", lambda _: HOPPER)
+        return {routing: (of, x, routing(x, of), made(of, x, routing(x, of))) for routing in (uniform, tied)}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_gives_many_tokens_other_bits(fault, right):
+    """As the interpreter's products follow their tiles, those of as many tokens are compared."""
+    *given, expected = right[tied if fault == "another tie rule" else uniform]
+    with planted(fault, in_triton=True):
+        assert not torch.equal(made(*given), expected)
+
+
+def test_however_the_sum_walks_its_bits_are_the_same():
+    of, x = layer(torch.float16), tokens(5, torch.float16)
+    given = products_of(of, x, uniform(x, of))
+    expected = given.added()
+    for walk in COMBINE:
+        out = torch.empty_like(expected)
+        combine(walk, given, out)
+        assert torch.equal(out, expected)

@@ -204,7 +204,7 @@ def _experts(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificat
 
         def apply(x: torch.Tensor, layer: Any = layer, split: tuple[int, int] = (layer.hidden_size, experts)) -> Any:
             tokens, logits = x.split(split, dim=1)
-            return layer.quant_method.apply_monolithic(layer, tokens, logits)
+            return layer.quant_method.summed(layer, tokens, logits)
 
         yield _tested(certificate, apply, (layer.hidden_size + experts, like))
 
