@@ -5,7 +5,7 @@ import measured from "../../benchmarks/data/engine.csv";
 import { choice, drawn, element, figure, plural, table, whenResized } from "./page.js";
 
 /** Of the 8B shape whole on one GPU, in the usual arithmetic. */
-const engine = measured.filter(({ case: named }) => !/\b(layers|model|arithmetic|tp)=/.test(named));
+const engine = measured.filter(({ case: named }) => !/\b(layers|model|arithmetic|tp|tree)=/.test(named));
 const PROVIDERS = { ours: "the mode", native: "vLLM's own mode" };
 
 /** A case of the benchmark in words. */

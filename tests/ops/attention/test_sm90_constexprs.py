@@ -13,22 +13,23 @@ from triton.runtime.jit import JITFunction
 from vllm_batch_invariant.ops.attention.sm90 import DecodeSchedule, DecodeWork, PrefillSchedule, shapes
 from vllm_batch_invariant.ops.attention.sm90.decode import decode_kernel
 from vllm_batch_invariant.ops.attention.sm90.prefill import prefill_kernel
+from vllm_batch_invariant.ops.dependent_launch import LaunchSchedule
 
 REDUCTION = {"SPLIT_SEGMENTS"}
 PROBLEM = {"NUM_KV_HEADS", "QUERIES_PER_KV", "HEAD_DIM", "PAGE_SIZE"}
 KERNELS = [
-    (prefill_kernel, PrefillSchedule, {"NUM_STAGES", "MAX_SPINS", "CONSUMER_MAXNREG"}, set()),
-    (decode_kernel, DecodeSchedule, {"NUM_STAGES"}, {"PARTIAL_ROWS", "PARTIAL_BLOCK"}),
+    (prefill_kernel, (PrefillSchedule,), {"NUM_STAGES", "MAX_SPINS", "CONSUMER_MAXNREG"}, set()),
+    (decode_kernel, (DecodeSchedule, LaunchSchedule), {"NUM_STAGES", "OVERLAPS"}, {"PARTIAL_ROWS", "PARTIAL_BLOCK"}),
 ]
-"""Each with its schedule, the constants that are in it, and those that a plan decides."""
+"""Each with its schedules, the constants that are in them, and those that a plan decides."""
 
 
-@pytest.mark.parametrize(("kernel", "schedule", "scheduled", "planned"), KERNELS, ids=["prefill", "decode"])
-def test_every_constexpr_is_in_the_reduction_a_schedule_or_the_problem(kernel, schedule, scheduled, planned):
+@pytest.mark.parametrize(("kernel", "schedules", "scheduled", "planned"), KERNELS, ids=["prefill", "decode"])
+def test_every_constexpr_is_in_the_reduction_a_schedule_or_the_problem(kernel, schedules, scheduled, planned):
     if not isinstance(kernel, JITFunction):
         pytest.skip("the interpreter's functions do not list their parameters")
     assert {one.name for one in kernel.params if one.is_constexpr} == REDUCTION | PROBLEM | scheduled | planned
-    assert {name.lower() for name in scheduled} <= {one.name for one in fields(schedule)}
+    assert {name.lower() for name in scheduled} <= {one.name for schedule in schedules for one in fields(schedule)}
     assert {name.lower() for name in planned} - {"partial_block"} <= {one.name for one in fields(DecodeWork)}
 
 
