@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from benchmarks import engine, engine_worker, plot, record
+from benchmarks import engine, engine_worker, engine_workloads, plot, record
 from benchmarks.engine_online import LOADS
-from benchmarks.engine_workloads import WORKLOADS
+from benchmarks.engine_workloads import WORKLOADS, TokenTime
 from benchmarks.record import Setting
 from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.verify.harness import mode
@@ -26,6 +26,20 @@ def result(factor: float, same_bits: bool = True) -> dict:
     online = {"ttft": [factor * number for number in range(1, 101)], "tpot": [factor] * 5}
     of_engine = {"startup": 10 * factor, "memory": 100, "same_bits": same_bits, "mode": mode.OURS}
     return of_engine | {"samples": samples, "online": online}
+
+
+@pytest.mark.parametrize("stalls", [0, 1, 2])
+def test_a_token_takes_no_less_because_a_run_of_one_token_stalled(stalls, monkeypatch) -> None:
+    asked = []
+
+    def seconds(llm: object, prompts: list, tokens: list[int]) -> float:
+        asked.append(tokens)
+        return 1.0 + 0.25 * max(tokens) + 60.0 * (len(asked) - 1 == stalls)
+
+    monkeypatch.setattr(engine_workloads, "_prompts", lambda *_: ["a", "b"])
+    monkeypatch.setattr(engine_workloads, "_seconds", seconds)
+    assert TokenTime(batch=2, context=64, tokens=128).sample(None) == 250.0
+    assert asked == [[1, 1], [1, 1], [1, 1], [129, 129]]
 
 
 def test_an_engine_without_the_plugin_is_not_taken_for_ours(worker, tmp_path, capfd, monkeypatch) -> None:
