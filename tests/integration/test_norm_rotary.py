@@ -34,6 +34,15 @@ class _Attention:
         return given
 
 
+def fitting(rotary: torch.nn.Module, slots: CacheSlots | None) -> SimpleNamespace:
+    """A layer that is as expected, of one head of four."""
+    norms = {"q_norm": _Norm(torch.bfloat16), "k_norm": _Norm(torch.bfloat16)}
+    sizes = {"num_heads": 1, "num_kv_heads": 1, "kv_size": 4, "_norm_and_rotary_are_one": True}
+    made = SimpleNamespace(rotary_emb=rotary, attn=_Attention(slots), **norms, **sizes)
+    made.qkv_proj = made.o_proj = lambda x: (x, None)
+    return made
+
+
 def cache_of(dtype: torch.dtype) -> SimpleNamespace:
     """What is asked of a cache of cosines and sines, as if on a GPU."""
     return SimpleNamespace(shape=torch.Size((8, 128)), is_cuda=True, dtype=dtype)
@@ -102,10 +111,7 @@ def test_text_is_turned_by_the_first_of_three_equal_rows(monkeypatch: pytest.Mon
     )
     positions, hidden = torch.arange(2).expand(3, 2), torch.zeros(2, 12)
     for rotary in (_Rotary(), torch.nn.Identity()):
-        made = SimpleNamespace(q_norm=_Norm(torch.bfloat16), k_norm=_Norm(torch.bfloat16), rotary_emb=rotary)
-        made.num_heads, made.num_kv_heads, made.kv_size, made._norm_and_rotary_are_one = 1, 1, 4, True
-        made.qkv_proj, made.attn, made.o_proj = lambda x: (x, None), _Attention(None), lambda x: (x, None)
-        norm_rotary.fused(lambda *arguments: apart.append(arguments))(made, positions, hidden)
+        norm_rotary.fused(lambda *arguments: apart.append(arguments))(fitting(rotary, None), positions, hidden)
     assert [rows.tolist() for rows in given] == [[0, 1]]
     assert len(apart) == 1
 
@@ -115,15 +121,16 @@ def test_keys_and_values_are_written_at_once_where_the_cache_takes_them_as_they_
     cache_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patch_points.CUSTOM_OP.module(), "op_registry_oot", {"MRotaryEmbedding": _Rotary})
-    monkeypatch.setattr(norm_rotary, "norm_rotary", lambda *_: ("queries", "keys"))
-    monkeypatch.setattr(norm_rotary, "norm_rotary_to_cache", lambda *given: ("queries", given[-1]))
+
+    def turned(*given: Any) -> tuple[Any, str | None]:
+        return ("queries", "keys") if given[-1] is None else (("queries", given[-1]), None)
+
+    monkeypatch.setattr(norm_rotary, "norm_rotary", turned)
     slots = None
     if cache_dtype is not None:
         slots = CacheSlots(*torch.zeros(3, 1, 16, 8, dtype=cache_dtype).split(4, dim=-1), torch.zeros(2))
-    made = SimpleNamespace(q_norm=_Norm(torch.bfloat16), k_norm=_Norm(torch.bfloat16), rotary_emb=_Rotary())
-    made.num_heads, made.num_kv_heads, made.kv_size, made._norm_and_rotary_are_one = 1, 1, 4, True
-    made.qkv_proj, made.attn, made.o_proj = lambda x: (x, None), _Attention(slots), lambda x: (x, None)
-    attended = norm_rotary.fused(None)(made, torch.arange(2), torch.zeros(2, 12, dtype=torch.bfloat16))
+    given = torch.arange(2), torch.zeros(2, 12, dtype=torch.bfloat16)
+    attended = norm_rotary.fused(None)(fitting(_Rotary(), slots), *given)
     if cache_dtype == torch.bfloat16:
         assert attended == (("queries", slots), None, None)
     else:

@@ -350,15 +350,14 @@ def rows() -> None:
         softmax.softmax(x, -1)
         reduce.mean(x, -1)
     silu.silu_and_mul(torch.zeros(2, 2 * 12_288, dtype=torch.bfloat16))
-    qkv = torch.zeros(2, 48 * 128, dtype=torch.bfloat16)
-    weight, cache = torch.zeros(128, dtype=torch.bfloat16), torch.zeros(9, 128)
-    turned_heads(qkv, weight, cache)
+    turned_heads(2)
 
 
-def turned_heads(qkv: torch.Tensor, weight: torch.Tensor, angles: torch.Tensor) -> None:
-    """Of 32 and 8 heads, whose keys are returned, and whose keys and values go to pages."""
-    positions = torch.zeros(len(qkv), dtype=torch.int64)
-    caches = torch.zeros(3, 8, 16, 2 * weight.shape[0], dtype=qkv.dtype).chunk(2, dim=-1)
+def turned_heads(count: int) -> None:
+    """Of 32 and 8 heads of so many tokens, whose keys are returned, and whose keys and values go to pages."""
+    qkv, positions = torch.zeros(count, 48 * 128, dtype=torch.bfloat16), torch.zeros(count, dtype=torch.int64)
+    weight, angles = torch.zeros(128, dtype=torch.bfloat16), torch.zeros(9, 128)
+    caches = torch.zeros(3, 8, 16, 2 * 128, dtype=torch.bfloat16).chunk(2, dim=-1)
     for slots in (None, CacheSlots(*caches, positions)):
         norm_rotary.norm_rotary(qkv, positions, weight, weight, angles, 1e-6, 32, 8, slots)
 

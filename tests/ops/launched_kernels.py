@@ -68,9 +68,7 @@ def row_batch(count: int) -> None:
         reduce.mean(x, -1)
         softmax.log_softmax_backward(x, softmax.log_softmax(x, -1, dtype=torch.float32).bfloat16(), -1, x.dtype)
         silu.silu_and_mul(x)
-    heads = torch.zeros(count, 48 * 128, dtype=torch.bfloat16)
-    weight, cache = torch.zeros(128, dtype=torch.bfloat16), torch.zeros(9, 128)
-    turned_heads(heads, weight, cache)
+    turned_heads(count)
 
 
 def linear_batch(count: int) -> None:

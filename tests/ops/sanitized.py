@@ -11,9 +11,10 @@ import triton.language as tl
 
 from tests.ops.attention.cases import Chunk, Heads, Request, paged
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
+from vllm_batch_invariant.ops.attention.params import CacheSlots
 from vllm_batch_invariant.ops.linear import linear
 from vllm_batch_invariant.ops.norm import rms_norm
-from vllm_batch_invariant.ops.norm_rotary import CacheSlots, norm_rotary, norm_rotary_to_cache
+from vllm_batch_invariant.ops.norm_rotary import norm_rotary
 from vllm_batch_invariant.ops.reduce import mean
 from vllm_batch_invariant.ops.softmax import log_softmax
 
@@ -52,7 +53,7 @@ def _others() -> None:
     angles, positions = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16), torch.arange(3, device="cuda")
     norm_rotary(qkv, positions, weight, weight, angles, 1e-6, 4, 1)
     caches = torch.zeros(3, 1, 16, 256, device="cuda", dtype=torch.bfloat16).chunk(2, dim=-1)
-    norm_rotary_to_cache(qkv, positions, weight, weight, angles, 1e-6, 4, 1, CacheSlots(*caches, 23 * positions + 1))
+    norm_rotary(qkv, positions, weight, weight, angles, 1e-6, 4, 1, CacheSlots(*caches, 23 * positions + 1))
 
 
 def main() -> None:

@@ -10,10 +10,11 @@ from tests.assertions import DTYPES, ROW_COUNTS
 from tests.ops.attention.cases import Chunk, Heads, Request, paged
 from tests.ops.linear.cases import HALVES, launch, turned
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
+from vllm_batch_invariant.ops.attention.params import CacheSlots
 from vllm_batch_invariant.ops.dispatch import module_for
 from vllm_batch_invariant.ops.linear import schedule
 from vllm_batch_invariant.ops.norm import rms_norm
-from vllm_batch_invariant.ops.norm_rotary import CacheSlots, norm_rotary, norm_rotary_to_cache
+from vllm_batch_invariant.ops.norm_rotary import norm_rotary
 from vllm_batch_invariant.ops.reduce import mean
 from vllm_batch_invariant.ops.softmax import log_softmax
 
@@ -89,7 +90,7 @@ def test_norms_of_heads_are_compiled_once_for_all_batch_sizes_and_strides(compil
             rms_norm(heads.unflatten(1, (-1, size)), weight, 1e-6)
         norm_rotary(qkv[:rows], positions[:rows], weight, weight, weight[None], 1e-6, 5, 1)
         slots = CacheSlots(*caches, places[rows % 2 :][:rows])
-        norm_rotary_to_cache(qkv[:rows], positions[:rows], weight, weight, weight[None], 1e-6, 5, 1, slots)
+        norm_rotary(qkv[:rows], positions[:rows], weight, weight, weight[None], 1e-6, 5, 1, slots)
     assert calls(compiled, "._rms_norm_kernel") <= 1
     assert calls(compiled, "_norm_rotary_kernel") <= 2
 

@@ -6,12 +6,13 @@ import torch
 from tests.assertions import assert_same_bits
 from tests.ops.linear.cases import draw
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
+from vllm_batch_invariant.ops.attention.params import CacheSlots
 from vllm_batch_invariant.ops.attention.plan import AttentionShape, Planner
 from vllm_batch_invariant.ops.dependent_launch import LaunchSchedule
 from vllm_batch_invariant.ops.linear import LinearReduction, triton_gemm
 from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES
 from vllm_batch_invariant.ops.norm import rms_norm
-from vllm_batch_invariant.ops.norm_rotary import CacheSlots, norm_rotary_to_cache
+from vllm_batch_invariant.ops.norm_rotary import norm_rotary
 from vllm_batch_invariant.ops.silu import silu_and_mul
 
 pytestmark = pytest.mark.skipif(
@@ -70,7 +71,7 @@ class Decoder:
         for (qkv_weight, o_weight, up_weight, down_weight), cache in zip(self.weights, self.caches, strict=True):
             qkv = self._linear(x, qkv_weight, overlaps)
             key_cache, value_cache = cache.chunk(2, dim=-1)
-            query = norm_rotary_to_cache(
+            query, _ = norm_rotary(
                 qkv, self.positions, self.of_heads, self.of_heads, self.angles, EPS, HEADS, KV_HEADS,
                 CacheSlots(key_cache, value_cache, self.slots),
             )  # fmt: skip

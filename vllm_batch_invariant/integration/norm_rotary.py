@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..ops.attention.params import CacheSlots, is_aligned
-from ..ops.norm_rotary import DTYPES, HEAD_SIZES, norm_rotary, norm_rotary_to_cache
+from ..ops.norm_rotary import DTYPES, HEAD_SIZES, norm_rotary
 from . import mrope, patch_points
 
 logger = logging.getLogger("vllm.batch_invariant")
@@ -47,7 +47,8 @@ def fused(apart: Forward) -> Forward:
         if rows_differ or not _fits(self, hidden_states) or is_watched(q_norm, k_norm, rotary):
             return apart(self, positions, hidden_states)
         qkv, _ = self.qkv_proj(hidden_states)
-        operands = (
+        slots = _slots_of_step(self.attn, qkv.dtype)
+        q, k = norm_rotary(
             qkv,
             mrope.of_text(positions),
             q_norm.weight.data,
@@ -56,14 +57,10 @@ def fused(apart: Forward) -> Forward:
             q_norm.variance_epsilon,
             self.num_heads,
             self.num_kv_heads,
+            slots,
         )
-        slots = _slots_of_step(self.attn, qkv.dtype)
-        if slots is not None:
-            attended = self.attn(norm_rotary_to_cache(*operands, slots), None, None)
-        else:
-            q, k = norm_rotary(*operands)
-            attended = self.attn(q, k, qkv[:, -self.kv_size :])
-        output, _ = self.o_proj(attended)
+        v = qkv[:, -self.kv_size :] if slots is None else None
+        output, _ = self.o_proj(self.attn(q, k, v))
         return output
 
     forward.fused = True

@@ -6,8 +6,9 @@ import torch
 from tests.assertions import assert_near, assert_same_bits
 from tests.ops.linear.cases import draw
 from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops.attention.params import CacheSlots
 from vllm_batch_invariant.ops.norm import rms_norm
-from vllm_batch_invariant.ops.norm_rotary import CacheSlots, norm_rotary, norm_rotary_to_cache, reference
+from vllm_batch_invariant.ops.norm_rotary import norm_rotary, reference
 
 
 def heads_to_turn(tokens, heads, kv_heads, size, dtype):
@@ -57,7 +58,8 @@ def test_a_cache_gets_the_bits_of_vllms_three_kernels(heads, kv_heads, size, pag
     heads_of = [part[:990].unflatten(1, (-1, size)) for part in (keys, qkv[:, -kv_heads * size :])]
     scale = torch.ones((), device="cuda")
     write(*heads_of, *(cache.transpose(1, 2) for cache in theirs.chunk(2, -1)), slots, "auto", scale, scale)
-    made = norm_rotary_to_cache(qkv, *rest, 1e-6, heads, kv_heads, CacheSlots(*ours.chunk(2, -1), slots))
+    made, none = norm_rotary(qkv, *rest, 1e-6, heads, kv_heads, CacheSlots(*ours.chunk(2, -1), slots))
+    assert none is None
     assert_same_bits(made, queries)
     assert_same_bits(ours, theirs)
     assert not torch.equal(ours, from_memory)
@@ -72,6 +74,6 @@ def test_norm_and_rotation_refuse_what_they_would_compute_otherwise():
     caches = torch.zeros(1, 2, 16, 128, dtype=torch.bfloat16, device="cuda").chunk(2, -1)
     for wrong in (CacheSlots(*caches, positions.int()), CacheSlots(caches[0].half(), caches[1], positions)):
         with pytest.raises(ValueError, match="does not write to"):
-            norm_rotary_to_cache(qkv, positions, *weights, cache, 1e-6, 4, 2, wrong)
+            norm_rotary(qkv, positions, *weights, cache, 1e-6, 4, 2, wrong)
     with pytest.raises(NotCovered, match="float32"):
         norm_rotary(qkv.float(), positions, *weights, cache, 1e-6, 4, 2)

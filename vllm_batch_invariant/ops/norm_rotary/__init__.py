@@ -8,7 +8,7 @@ from ..dispatch import module_for
 from ..norm.reduction import HEAD_SIZES
 from .reduction import NormRotaryReduction
 
-__all__ = ["DTYPES", "HEAD_SIZES", "CacheSlots", "NormRotaryReduction", "norm_rotary", "norm_rotary_to_cache"]
+__all__ = ["DTYPES", "HEAD_SIZES", "NormRotaryReduction", "norm_rotary"]
 
 DTYPES = (torch.bfloat16, torch.float16)
 """Their products are exact in fp32, so that it does not matter whether a compiler fuses one with the addition."""
@@ -23,7 +23,8 @@ def norm_rotary(
     eps: float,
     heads: int,
     kv_heads: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    cache: CacheSlots | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Queries and keys, normalised head by head and turned by the angles of their positions.
 
     The bits are those of ``rms_norm``, rounded, and then of a rotation in fp32, rounded once, as vLLM's CUDA kernel
@@ -39,75 +40,16 @@ def norm_rotary(
         eps: of both norms.
         heads: query heads.
         kv_heads: key heads, and value heads.
+        cache: where keys go, and values as they are, of qkv's dtype and device; None: keys are returned.
 
     Returns:
-        Queries [tokens, heads * head_size] and keys [tokens, kv_heads * head_size], contiguous.
+        Queries [tokens, heads * head_size] and, without a cache, keys [tokens, kv_heads * head_size], contiguous.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
         RuntimeError: a gradient is wanted.
         NotCovered: another dtype or head size, or a device that is no GPU.
     """
-    tensors = (qkv, positions, query_weight, key_weight, cos_sin_cache)
-    _check(*tensors, heads, kv_heads)
-    return module_for("norm_rotary", qkv.device.type).norm_rotary(*tensors, eps, heads, kv_heads)
-
-
-def norm_rotary_to_cache(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    query_weight: torch.Tensor,
-    key_weight: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    eps: float,
-    heads: int,
-    kv_heads: int,
-    cache: CacheSlots,
-) -> torch.Tensor:
-    """:func:`norm_rotary` whose keys go to their pages of a cache, and the values with them.
-
-    Args:
-        cache: of qkv's dtype and device.
-
-    Returns:
-        Queries [tokens, heads * head_size], contiguous.
-
-    Raises:
-        ValueError, RuntimeError, NotCovered: as :func:`norm_rotary`, or a cache that does not fit.
-    """
-    tensors = (qkv, positions, query_weight, key_weight, cos_sin_cache)
-    _check(*tensors, heads, kv_heads)
-    keys, values, slots = cache.keys, cache.values, cache.slots
-    fits = (
-        keys.shape[1::2] == (kv_heads, query_weight.shape[0])
-        and keys.shape == values.shape
-        and keys.stride() == values.stride()
-        and keys.stride(3) == 1
-        and is_aligned(keys)
-        and is_aligned(values)
-        and keys.dtype == values.dtype == qkv.dtype
-        and keys.device == values.device == slots.device == qkv.device
-        and slots.dtype == torch.int64
-        and slots.dim() == 1
-        and len(slots) <= len(qkv)
-        and slots.is_contiguous()
-    )
-    if not fits:
-        given = ", ".join(f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}" for tensor in (keys, values, slots))
-        raise ValueError(f"norm_rotary of {kv_heads} heads in {qkv.dtype} does not write to {given}")
-    queries, _ = module_for("norm_rotary", qkv.device.type).norm_rotary(*tensors, eps, heads, kv_heads, cache)
-    return queries
-
-
-def _check(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    query_weight: torch.Tensor,
-    key_weight: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    heads: int,
-    kv_heads: int,
-) -> None:
     size = query_weight.shape[-1]
     if qkv.dtype not in DTYPES or size not in HEAD_SIZES:
         raise NotCovered(
@@ -130,3 +72,27 @@ def _check(
         raise ValueError(f"norm_rotary of {heads} and {kv_heads} heads does not take {given}")
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise RuntimeError("norm_rotary records no gradient: call it in torch.no_grad()")
+    if cache is not None:
+        _check_cache(cache, qkv, kv_heads, size)
+    return module_for("norm_rotary", qkv.device.type).norm_rotary(*tensors, eps, heads, kv_heads, cache)
+
+
+def _check_cache(cache: CacheSlots, qkv: torch.Tensor, kv_heads: int, size: int) -> None:
+    keys, values, slots = cache.keys, cache.values, cache.slots
+    fits = (
+        keys.shape[1::2] == (kv_heads, size)
+        and keys.shape == values.shape
+        and keys.stride() == values.stride()
+        and keys.stride(3) == 1
+        and is_aligned(keys)
+        and is_aligned(values)
+        and keys.dtype == values.dtype == qkv.dtype
+        and keys.device == values.device == slots.device == qkv.device
+        and slots.dtype == torch.int64
+        and slots.dim() == 1
+        and len(slots) <= len(qkv)
+        and slots.is_contiguous()
+    )
+    if not fits:
+        given = ", ".join(f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}" for tensor in (keys, values, slots))
+        raise ValueError(f"norm_rotary of {kv_heads} heads in {qkv.dtype} does not write to {given}")
