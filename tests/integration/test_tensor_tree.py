@@ -171,7 +171,7 @@ def test_on_a_gpu_a_layer_is_prepared_for_and_multiplied_in_its_leaves(
     row.bias, row.skip_bias_add = torch.zeros(32), False
     method = patch_points.LINEAR_METHOD.get()()
     method.process_weights_after_loading(row)
-    assert prepared == [(64, False, (1, 2), leaves)], "its bias is added after the root"
+    assert prepared == [(64, False, (1, 2), leaves, False)], "its bias is added after the root"
     row.weight, x = row.weight.values, torch.randn(3, k).bfloat16()
     if leaves == 1:
         assert method.apply(row, x) == "theirs"

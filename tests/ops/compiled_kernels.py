@@ -50,7 +50,7 @@ from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
-from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES
+from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES
 from vllm_batch_invariant.ops.moe import MoeReduction
 from vllm_batch_invariant.ops.moe import cuda as moe
 from vllm_batch_invariant.ops.norm import NormReduction
@@ -305,6 +305,10 @@ def narrow_gemms(dtypes: Sequence[torch.dtype], biases: Sequence[bool]) -> None:
             reduction = LinearReduction.of_device("cuda", 896, 512, dtype, leaves)
             for overlaps in (True,) if tile != NARROW_TILES[0] else (False, True):
                 linear.gemm_sm90_swap_ab(a, weight.t(), bias, out, reduction, tile, overlaps)
+    for tile, dtype in itertools.product(GATED_TILES, dtypes):
+        a, weight = (torch.zeros(size, 512, dtype=dtype) for size in (33, 896))
+        reduction, out = LinearReduction.of_device("cuda", 896, 512, dtype), torch.empty(33, 448, dtype=dtype)
+        linear.gemm_sm90_swap_ab(a, weight.t(), None, out, reduction, tile, True, True)
 
 
 def gemms() -> None:

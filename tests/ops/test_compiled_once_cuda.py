@@ -12,7 +12,7 @@ from tests.ops.linear.cases import HALVES, launch, turned
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
 from vllm_batch_invariant.ops.attention.params import CacheSlots
 from vllm_batch_invariant.ops.dispatch import module_for
-from vllm_batch_invariant.ops.linear import schedule
+from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.norm import rms_norm
 from vllm_batch_invariant.ops.norm_rotary import norm_rotary
 from vllm_batch_invariant.ops.reduce import mean
@@ -103,7 +103,7 @@ def test_the_tma_kernel_is_compiled_once_a_tile(turn_x, turn_weight, dtype, has_
     from vllm_batch_invariant.ops.linear import triton_gemm
 
     tiles = set()
-    for n, k in ((520, 544), (8, 16), (2048, 72)):
+    for n, k in ((528, 544), (16, 16), (2048, 72), (8, 16)):
         x = turned(torch.ones(1000, k, dtype=dtype, device="cuda"), turn_x)
         weight = turned(torch.ones(n, k, dtype=dtype, device="cuda"), turn_weight)
         bias = torch.ones(n, dtype=dtype, device="cuda") if has_bias else None
@@ -121,12 +121,17 @@ def test_the_tma_kernel_is_compiled_once_a_tile(turn_x, turn_weight, dtype, has_
 def test_the_narrow_kernel_is_compiled_once_a_tile(dtype, has_bias, variants):
     from vllm_batch_invariant.ops.linear import triton_gemm
 
-    for n, k in ((520, 544), (8, 16), (2048, 72)):
+    for n, k in ((528, 544), (16, 16), (2048, 72), (8, 16)):
         x, weight = (torch.ones(size, k, dtype=dtype, device="cuda") for size in (1000, n))
         bias = torch.ones(n, dtype=dtype, device="cuda") if has_bias else None
         for m, tile in product(ROW_COUNTS, schedule.NARROW_TILES):
             launch(triton_gemm.gemm_sm90_swap_ab, tile, x[:m], weight.t(), bias)
-    assert len(variants["gemm_sm90_swap_ab_kernel"]) == len(schedule.NARROW_TILES)
+        reduction = LinearReduction.of_device("cuda", n, k, dtype)
+        for m, tile in product(ROW_COUNTS, () if has_bias or n % 16 else schedule.GATED_TILES):
+            out = torch.empty(m, n // 2, dtype=dtype, device="cuda")
+            triton_gemm.gemm_sm90_swap_ab(x[:m], weight.t(), None, out, reduction, tile, False, True)
+    gated = 0 if has_bias else len(schedule.GATED_TILES)
+    assert len(variants["gemm_sm90_swap_ab_kernel"]) == len(schedule.NARROW_TILES) + gated
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -10,7 +10,7 @@ from vllm_batch_invariant.ops.attention.params import CacheSlots
 from vllm_batch_invariant.ops.attention.plan import AttentionShape, Planner
 from vllm_batch_invariant.ops.dependent_launch import LaunchSchedule
 from vllm_batch_invariant.ops.linear import LinearReduction, triton_gemm
-from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES
+from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES
 from vllm_batch_invariant.ops.norm import rms_norm
 from vllm_batch_invariant.ops.norm_rotary import norm_rotary
 from vllm_batch_invariant.ops.silu import silu_and_mul
@@ -65,6 +65,14 @@ class Decoder:
         tile = NARROW_TILES[len(x) % len(NARROW_TILES)]
         return triton_gemm.gemm_sm90_swap_ab(x, weight.t(), None, out, reduction, tile, overlaps)
 
+    def _gated(self, x: torch.Tensor, weight: torch.Tensor, overlaps: bool) -> torch.Tensor:
+        if not overlaps:
+            return silu_and_mul(self._linear(x, weight, False))
+        reduction = LinearReduction.of_device("cuda", *weight.shape, DTYPE)
+        out = torch.empty(len(x), len(weight) // 2, dtype=DTYPE, device="cuda")
+        tile = GATED_TILES[len(x) % len(GATED_TILES)]
+        return triton_gemm.gemm_sm90_swap_ab(x, weight.t(), None, out, reduction, tile, True, True)
+
     def step(self, overlaps: bool) -> list[torch.Tensor]:
         """What every layer gives its rows."""
         made, x, residual = [], rms_norm(self.x, self.ones, EPS), self.x
@@ -81,7 +89,7 @@ class Decoder:
                 scale=SIZE**-0.5, reduction=self.reduction, out=attended.unflatten(1, (HEADS, SIZE)), plan=self.plan,
             )  # fmt: skip
             x, residual = rms_norm(self._linear(attended, o_weight, overlaps), self.ones, EPS, residual)
-            x = silu_and_mul(self._linear(x, up_weight, overlaps))
+            x = self._gated(x, up_weight, overlaps)
             x, residual = rms_norm(self._linear(x, down_weight, overlaps), self.ones, EPS, residual)
             made += [attended, x, residual]
         return made

@@ -19,6 +19,8 @@ _CERTIFIED = 1024
 """
 EXACT = "_batch_invariant_exact"
 """Attribute of a layer on a GPU: its product in exact arithmetic."""
+GATED = "_batch_invariant_gated"
+"""Attribute of a layer on a GPU: that its product is activated in the launch that multiplies."""
 _EXPECTED = "_batch_invariant_expected"
 """Attribute of a layer on a GPU: what to prepare its weight for."""
 
@@ -299,12 +301,14 @@ class _Expected(NamedTuple):
         bias: whether a bias is added.
         sizes: of CUDA graphs.
         leaves: that K is added in.
+        gated: whether the product is activated.
     """
 
     max_m: int
     bias: bool
     sizes: tuple[int, ...]
     leaves: int
+    gated: bool
 
 
 def _expected(layer: torch.nn.Module, config: Any) -> _Expected:
@@ -312,7 +316,8 @@ def _expected(layer: torch.nn.Module, config: Any) -> _Expected:
     if tensor_tree.leaves() > 1 and isinstance(layer, patch_points.ROW_PARALLEL.get()):
         adds_bias = False  # it comes after the root
     sizes = tuple(config.compilation_config.cudagraph_capture_sizes or ())
-    return _Expected(_max_m(layer, config), adds_bias, sizes, tensor_tree.of_layer(layer).leaves)
+    leaves, gated = tensor_tree.of_layer(layer).leaves, getattr(layer, GATED, False)
+    return _Expected(_max_m(layer, config), adds_bias, sizes, leaves, gated)
 
 
 def _max_m(layer: torch.nn.Module, config: Any) -> int:

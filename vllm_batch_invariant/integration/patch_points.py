@@ -70,6 +70,8 @@ ROW_PARALLEL = PatchPoint(("vllm.model_executor.layers.linear",), "RowParallelLi
 """The layer whose K tensor-parallel workers share."""
 QKV_PARALLEL = PatchPoint(("vllm.model_executor.layers.linear",), "QKVParallelLinear")
 """A layer whose N they share, by heads."""
+MERGED_COLUMN_PARALLEL = PatchPoint(("vllm.model_executor.layers.linear",), "MergedColumnParallelLinear")
+"""A layer of several products with the same input, each of whose N they share."""
 REPLICATED = PatchPoint(("vllm.model_executor.layers.linear",), "ReplicatedLinear")
 """A layer that each of them has all of."""
 LINEAR_METHOD = PatchPoint(("vllm.model_executor.layers.linear",), "UnquantizedLinearMethod")
@@ -121,6 +123,10 @@ M_ROPE = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "MRotaryEm
 """The layer of multimodal models, whose positions have three rows."""
 MISSING_STAGE = PatchPoint(("vllm.model_executor.models.utils",), "StageMissingLayer")
 """Stands in a model for a part that vLLM has not built: for encoders where no request may carry what they encode."""
+LLAMA_MLP = PatchPoint(("vllm.model_executor.models.llama",), "LlamaMLP")
+"""The gated MLP of Llama and of those that are built like it."""
+QWEN2_MLP = PatchPoint(("vllm.model_executor.models.qwen2",), "Qwen2MLP")
+"""The same of Qwen2 and Qwen3."""
 QWEN3_ATTENTION = PatchPoint(("vllm.model_executor.models.qwen3",), "Qwen3Attention")
 QWEN3_MOE_ATTENTION = PatchPoint(("vllm.model_executor.models.qwen3_moe",), "Qwen3MoeAttention")
 TOKEN_LOGPROBS = PatchPoint(("vllm.v1.worker.gpu.sample.logprob",), "compute_token_logprobs")

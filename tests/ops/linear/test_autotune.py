@@ -18,8 +18,8 @@ from tests.fakes.cublaslt import sequential_k
 from vllm_batch_invariant import kept_file
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
-from vllm_batch_invariant.ops.linear.cancelling import cancelling
-from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, NarrowTile
+from vllm_batch_invariant.ops.linear.cancelling import cancelling, cancelling_gated
+from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES, NarrowTile
 
 pytest.importorskip("triton")
 
@@ -111,14 +111,23 @@ def test_a_problem_tells_layouts_apart_and_leaves_the_rest_to_triton(dtype: torc
         assert kind(*operands) is None, reason
 
 
+def activate(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """silu(gate) * up by PyTorch."""
+    gate, up = x.chunk(2, -1)
+    made = torch.nn.functional.silu(gate) * up
+    return made if out is None else out.copy_(made)
+
+
 class Chosen(Autotuner):
     """On the CPU, with algorithms that are named and give what they are told to."""
 
     def __post_init__(self) -> None:
         p = self.problem
-        self.a, weight = cancelling(self.max_m, p.n, p.k, p.dtype, "cpu")
+        draw_operands = cancelling_gated if p.gated else cancelling
+        self.a, weight = draw_operands(self.max_m, p.n, p.k, p.dtype, "cpu")
         self.b, self.bias = weight.t(), None
         self.expected = sequential_k(self.a, self.b)
+        self.activated = activate(self.expected) if p.gated else None
 
     def runner(
         self, algorithm: SimpleNamespace | NarrowTile, workspace: torch.Tensor | None = None
@@ -298,7 +307,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., torch.Ten
     def build(multiply: Callable[..., torch.Tensor]) -> list[NarrowTile]:
         run = []
 
-        def gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps) -> torch.Tensor:
+        def gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps, gated) -> torch.Tensor:
             assert overlaps, "as a layer's matmul is launched"
             run.append(tile)
             return multiply(a, b)
@@ -354,6 +363,70 @@ def test_a_narrow_tile_that_cannot_be_compiled_is_left_out_and_named_once(autotu
     assert "and much more" not in log.text
 
 
+GATED = GemmProblem(48, 96, torch.bfloat16, has_bias=False, device=0, gated=True)
+
+
+@pytest.fixture
+def gated(monkeypatch: pytest.MonkeyPatch, autotuner) -> Callable[..., tuple[Chosen, list[str]]]:
+    """Builds an autotuner of a gated layer with one algorithm and two tiles, which multiply as they are told to, and
+    the list of what is activated behind a matmul.
+    """
+
+    def build(multiply: Callable[..., torch.Tensor], algorithm: SimpleNamespace) -> tuple[Chosen, list[str]]:
+        behind = []
+
+        def gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps, gated) -> torch.Tensor:
+            assert (bias, overlaps, gated, out.shape) == (None, True, True, (len(a), 24))
+            return out.copy_(activate(multiply(a, b)))
+
+        def silu_and_mul(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+            behind.append(x.shape)
+            return activate(x, out)
+
+        monkeypatch.setattr(autotune, "gated_tiles", lambda *_: GATED_TILES[:2])
+        monkeypatch.setattr(triton_gemm, "gemm_sm90_swap_ab", gemm_sm90_swap_ab)
+        monkeypatch.setattr(autotune, "silu_and_mul", silu_and_mul)
+        return Chosen(GATED, SimpleNamespace(algorithms=lambda m, most: [algorithm]), 24), behind
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("times", "served_by"), [((9, 5, 6, 4), "Gluon"), ((9, 5, 5.5, 6), "cuBLASLt"), ((3, 5, 6, 4), "Triton")]
+)
+def test_a_gated_layer_is_timed_with_its_activation_wherever_that_is(times, served_by, gated) -> None:
+    made, behind = gated(sequential_k, one("a"))
+    tuned = made.tune(16, (), Clock(*times))
+    assert tuned.served_by == served_by
+    assert tuned.tile == (GATED_TILES[1] if served_by == "Gluon" else None)
+    assert behind == [(16, 48)] * 4, "of two copies by Triton, and two by cuBLASLt"
+
+
+def test_every_bit_of_both_halves_of_a_product_shows_behind_the_activation() -> None:
+    x, weight = cancelling_gated(64, 400, 512, torch.bfloat16, "cpu")
+    product = sequential_k(x, weight.t())
+    right = activate(product)
+    for half, columns in ((0, slice(0, None, 2)), (200, slice(1, None, 4))):
+        wrong = product.clone()
+        wrong.view(torch.int16)[:, half : half + 200] += 1
+        seen, is_left = activate(wrong) != right, product[:, half : half + 200] != 0
+        assert is_left[:, columns].double().mean() > 0.8
+        assert seen[:, columns][is_left[:, columns]].all()
+    splits = (activate(sequential_k(x, weight.t(), splits=2)) != right).double().mean(0)
+    assert min(splits[0::2].mean(), splits[1::4].mean(), splits[3::4].mean()) > 0.5
+    assert (right[:, 3::4].abs() > 0).double().mean() > 0.5
+
+
+@pytest.mark.parametrize("wrong", [off_by_one, split, split_for_few_rows])
+def test_of_a_gated_layer_other_bits_are_refused_before_and_behind_the_activation(wrong, gated) -> None:
+    made, _ = gated(wrong, one("a"))
+    assert made.tune(16, (), Clock(9, 8, 1, 2)).refused == tuple(tile.about for tile in GATED_TILES[:2])
+    made, _ = gated(sequential_k, one("a", wrong))
+    tuned = made.tune(16, (), Clock(9, 1, 8, 7))
+    assert tuned.refused == ("a",)
+    assert tuned.tile == GATED_TILES[1]
+
+
 def test_a_failure_of_the_library_that_is_not_its_own_is_not_hidden(autotuner) -> None:
     def fail(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("broken")
@@ -377,6 +450,7 @@ def test_a_tuned_schedule_is_the_same_after_json(cublaslt: ModuleType) -> None:
         TunedSchedule(algorithm, (1, 5, 8), ("tile 8x8, cluster 2x1x1",), {"cublaslt": 3.25, "triton": 4.5}),
         TunedSchedule(None, (9, 16), (), {}),
         TunedSchedule(None, (9, 16), (), {"gluon": 2.5}, NARROW_TILES[0]),
+        TunedSchedule(None, (9, 16), (), {"gluon": 2.5}, GATED_TILES[-1]),
     ):
         assert TunedSchedule.from_json(json.loads(json.dumps(tuned.to_json()))) == tuned
 
@@ -657,7 +731,7 @@ def test_a_range_that_triton_won_stays_with_triton(dispatch: SimpleNamespace, mo
 def test_a_range_that_a_narrow_tile_won_is_served_by_it(dispatch: SimpleNamespace, monkeypatch) -> None:
     served = []
 
-    def gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps) -> torch.Tensor:
+    def gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps, gated) -> torch.Tensor:
         served.append((len(a), tile, overlaps))
         return sequential_k(a, b, bias)
 
@@ -673,6 +747,30 @@ def test_a_range_that_a_narrow_tile_won_is_served_by_it(dispatch: SimpleNamespac
     dispatch.cuda.mm(a[:3], weight.t(), bias, b_is_constant=True)
     assert served[2:] == [(3, NARROW_TILES[1], True)]
     assert dispatch.launched == [9, 0]
+
+
+@pytest.mark.parametrize("tile", [None, GATED_TILES[1]])
+def test_a_gated_layer_is_activated_once_by_whoever_serves_it(tile, dispatch: SimpleNamespace, monkeypatch) -> None:
+    def gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps, gated) -> torch.Tensor:
+        assert (tile, overlaps, gated) == (GATED_TILES[1], True, True)
+        return out.copy_(activate(sequential_k(a, b)))
+
+    monkeypatch.setattr(triton_gemm, "gemm_sm90_swap_ab", gemm_sm90_swap_ab)
+    monkeypatch.setattr(dispatch.cuda, "silu_and_mul", activate)
+    if tile is not None:
+        monkeypatch.setattr(autotune, "tune", lambda *_: {8: TunedSchedule(None, (1, 8), (), {}, tile)})
+    a, weight = draw(9, 96), draw(48, 96)
+    dispatch.cuda.prepare_gated(weight, 8, ())
+    for m in (1, 8, 9, 0):
+        out = dispatch.cuda.gated_mm(a[:m], weight.t(), True)
+        assert_same_bits(out, activate(sequential_k(a[:m], weight.t())), f"{m} rows")
+    assert dispatch.launched == [9, 0], "and the others by cuBLASLt or the tile"
+    apart = dispatch.cuda.mm(a[:3], weight.t())
+    assert_same_bits(apart, sequential_k(a[:3], weight.t()), "an ungated one has a plan of its own")
+    odd = draw(40, 96)
+    dispatch.cuda.prepare_gated(odd, 8, ())
+    out = dispatch.cuda.gated_mm(a[:3], odd.t(), True) if tile is None else None
+    assert out is None or torch.equal(out, activate(sequential_k(a[:3], odd.t()))), "whose half is not aligned"
 
 
 def test_gluon_is_not_imported_with_the_dispatcher() -> None:

@@ -141,7 +141,7 @@ def test_a_schedule_of_leaves_is_verified_as_a_tree(autotuner: OnCpu, monkeypatc
             return [[9.0]] * (len(ways) - 1) + [[1.0]]
 
     def tuned(count: int) -> TunedSchedule:
-        def narrow(a, b, bias, out, reduction, tile, overlaps) -> torch.Tensor:
+        def narrow(a, b, bias, out, reduction, tile, overlaps, gated) -> torch.Tensor:
             assert (reduction.leaves, overlaps) == (4, True)
             return out.copy_(tree(a, b, count))
 

@@ -11,11 +11,13 @@ from tests.assertions import DTYPES, ROW_COUNTS, assert_near, assert_same_bits
 from tests.ops.linear.cases import HALVES, KINDS, at_once, draw, launch, operands, sequential_k, turned
 from vllm_batch_invariant import batch_invariant_mode
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.ops.linear import LinearReduction, bmm, linear, mm, prepare, schedule
+from vllm_batch_invariant.ops.linear import LinearReduction, bmm, gated_linear, linear, mm, prepare, schedule
+from vllm_batch_invariant.ops.linear.cancelling import cancelling_gated
 from vllm_batch_invariant.ops.linear.problem import leading_dim, supports_tma
 from vllm_batch_invariant.ops.linear.reference import linear as exact_linear
-from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, Tile
+from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES, Tile
 from vllm_batch_invariant.ops.norm import rms_norm
+from vllm_batch_invariant.ops.silu import silu_and_mul
 
 pytest.importorskip("triton")
 
@@ -136,6 +138,62 @@ def test_a_narrow_tile_has_the_bits_of_sequential_k(tile, biased, dtype):
             what = f"{kind}, {m} rows, {n} x {k}"
             assert_same_bits(out, expected[-m:], what)
             assert memory[m * n :].isnan().all(), what
+
+
+@pytest.mark.usefixtures("sm90")
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("tile", GATED_TILES, ids=lambda tile: tile.about)
+def test_a_gated_tile_has_the_bits_of_sequential_k_and_an_activation(tile, dtype):
+    for kind, (n, k) in product(KINDS, ((16, 16), (32, 40), (208, 328), (2048, 4096), (6144, 1096))):
+        x, weight, _ = operands(kind, 300, n, k, dtype)
+        if kind == "cancelling":
+            x, weight = cancelling_gated(300, n, k, dtype, "cuda")
+        wide_x, wide_weight = (F.pad(matrix, (8, 16), value=torch.nan)[:, 8:-16] for matrix in (x, weight))
+        product_of_all = sequential_k(x, weight)
+        expected = silu_and_mul(product_of_all)
+        assert not torch.equal(expected, silu_and_mul(product_of_all.roll(n // 2, 1))), "gate and up differ"
+        reduction = LinearReduction.of_device("cuda", n, k, dtype)
+        memory = torch.empty(300 * n // 2 + 4096, dtype=dtype, device="cuda")
+        for m in (1, 2, 15, 16, 17, 33, 64, 100, 127, 128, 129, 256, 300):
+            for a, b in ((x[-m:], weight), (wide_x[-m:], wide_weight)):
+                out = memory.fill_(torch.nan)[: m * n // 2].view(m, n // 2)
+                triton_gemm.gemm_sm90_swap_ab(a, b.t(), None, out, reduction, tile, True, True)
+                what = f"{kind}, {m} rows, {n} x {k}"
+                assert_same_bits(out, expected[-m:], what)
+                assert memory[m * n // 2 :].isnan().all(), what
+
+
+@pytest.mark.usefixtures("sm90")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3e38])
+def test_a_gated_tile_hands_on_what_is_not_finite(value):
+    x, weight, _ = operands("normal", 40, 64, 256, torch.bfloat16)
+    x[3, 5], x[7, 200] = value, -value
+    expected = silu_and_mul(sequential_k(x, weight))
+    assert expected[3].isnan().any() or expected[3].isinf().any()
+    reduction = LinearReduction.of_device("cuda", 64, 256, torch.bfloat16)
+    for tile in GATED_TILES:
+        out = torch.empty(40, 32, dtype=x.dtype, device="cuda")
+        triton_gemm.gemm_sm90_swap_ab(x, weight.t(), None, out, reduction, tile, True, True)
+        assert_same_bits(out, expected, tile.about)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gated_layer_has_the_bits_of_its_matmul_and_activation(dtype):
+    for n, k in ((48, 96), (40, 96), (1024, 512), (6144, 2048)):
+        x, weight, _ = operands("cancelling", 520, n, k, dtype)
+        prepare(weight, 512, sizes=(1, 100), gated=True)
+        whole = silu_and_mul(linear(x, weight))
+        for m in (1, 2, 7, 64, 100, 129, 256, 257, 512, 520):
+            assert_same_bits(gated_linear(x[:m], weight, True), whole[:m], f"{m} rows of {n} x {k}")
+        assert_same_bits(gated_linear(x[:6].view(2, 3, k), weight), whole[:6].view(2, 3, n // 2))
+        turned_x, turned_weight = x.t().contiguous().t(), weight.t().contiguous().t()
+        assert_same_bits(gated_linear(turned_x, turned_weight), whole, "the other sides inside")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = gated_linear(x[:9], weight, True)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert_same_bits(out, whole[:9], "a graph")
 
 
 @pytest.mark.usefixtures("sm90")

@@ -94,6 +94,23 @@ def test_a_narrow_tile_fills_shared_memory_with_all_of_the_long_side() -> None:
         assert tile.num_stages * step + barriers < room < (tile.num_stages + 1) * step + barriers
 
 
+def test_gated_tiles_are_proposed_for_up_to_256_rows_on_a_hopper() -> None:
+    for m in (*(m for m in ROWS if m <= 256), 129, 192, 256):
+        sides = {tile.block_m for tile in schedule.gated_tiles(m, HOPPER)}
+        side = min(128, 2 ** max(4, (m - 1).bit_length()))
+        assert sides == {side, side // 2} - {8}, m
+    assert schedule.gated_tiles(257, HOPPER) == schedule.gated_tiles(8, AMPERE) == ()
+    assert {tile for m in (1, 32, 64, 128) for tile in schedule.gated_tiles(m, HOPPER)} == set(schedule.GATED_TILES)
+
+
+def test_a_gated_tile_fits_into_shared_memory_and_has_64_columns_a_warpgroup() -> None:
+    for tile in schedule.GATED_TILES:
+        step = 2 * (tile.block_m + tile.block_n) * tile.block_k
+        room = (HOPPER.shared_memory + RESERVED) // tile.ctas_per_sm - RESERVED
+        assert tile.num_stages * step + 2 * 8 * tile.num_stages < room
+        assert tile.block_n == 64 * tile.warpgroups
+
+
 def test_few_rows_get_a_flat_tile_and_many_a_large_one() -> None:
     assert schedule.tma_tile(1, 6144, 4096, 2, HOPPER).block_m == 16
     assert schedule.tma_tile(8192, 6144, 4096, 2, HOPPER).block_m == 128

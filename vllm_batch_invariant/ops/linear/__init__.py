@@ -9,9 +9,10 @@ from collections.abc import Iterable
 import torch
 
 from ..dispatch import implementation, module_for
+from ..silu import silu_and_mul
 from .reduction import LinearReduction
 
-__all__ = ["LinearReduction", "bmm", "linear", "mm", "prepare"]
+__all__ = ["LinearReduction", "bmm", "gated_linear", "linear", "mm", "prepare"]
 
 
 def linear(
@@ -53,6 +54,33 @@ def linear(
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, weight_is_constant: bool = False) -> torch.Tensor:
+    """``silu(x @ gate.T) * (x @ up.T)`` (SwiGLU), with the bits of :func:`linear` and of ``silu_and_mul`` behind it.
+
+    Args:
+        x: [..., K] fp32, bf16 or fp16, any strides.
+        weight: [gate, up], [2 * N, K] of the same dtype, any strides.
+        weight_is_constant: as in :func:`linear`.
+
+    Returns:
+        [..., N] of x's dtype.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+        NotCovered: as in :func:`linear`.
+    """
+    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1] or weight.shape[0] % 2:
+        raise ValueError(
+            f"gated_linear takes x [..., K] and weight [2 * N, K], got {list(x.shape)} and {list(weight.shape)}"
+        )
+    if not x.is_cuda:
+        return silu_and_mul(linear(x, weight))
+    _same_dtype(x, weight)
+    rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    out = implementation("linear", rows, weight).gated_mm(rows, weight.t(), weight_is_constant)
+    return out if x.dim() == 2 else out.reshape(*x.shape[:-1], weight.shape[0] // 2)
+
+
 def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``a @ b + bias``. a: [M, K], b: [K, N], bias: [N] or None; returns [M, N]. Errors as in :func:`linear`."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
@@ -83,7 +111,14 @@ def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return implementation("linear", a, b).bmm(a, b)
 
 
-def prepare(weight: torch.Tensor, max_m: int, bias: bool = False, sizes: Iterable[int] = (), leaves: int = 1) -> None:
+def prepare(
+    weight: torch.Tensor,
+    max_m: int,
+    bias: bool = False,
+    sizes: Iterable[int] = (),
+    leaves: int = 1,
+    gated: bool = False,
+) -> None:
     """Measure now what :func:`linear` needs to know about such a weight, instead of at its first calls.
 
     Args:
@@ -92,12 +127,15 @@ def prepare(weight: torch.Tensor, max_m: int, bias: bool = False, sizes: Iterabl
         bias: whether a bias is added.
         sizes: values of M that will be common, such as those of CUDA graphs.
         leaves: that K is added in; with several the bias is added afterwards.
+        gated: whether it is for :func:`gated_linear`, which has neither bias nor leaves.
 
     Raises:
         NotCovered: as in :func:`linear`.
     """
     served = module_for("linear", weight.device.type)
-    if leaves == 1:
+    if gated and weight.is_cuda:
+        served.prepare_gated(weight, max_m, sizes)
+    elif leaves == 1:
         served.prepare(weight, max_m, bias, sizes)
     else:
         served.prepare_in_leaves(weight, max_m, sizes, leaves)

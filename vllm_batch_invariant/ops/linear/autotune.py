@@ -24,11 +24,12 @@ from triton.errors import TritonError
 from ...errors import NotCovered
 from ..common.compile_errors import reason
 from ..common.graph_timer import GraphTimer, copies_beyond_cache
+from ..silu.cuda import silu_and_mul
 from . import triton_gemm
-from .cancelling import cancelling
+from .cancelling import cancelling, cancelling_gated
 from .leaves import Gemm, in_leaves
 from .problem import GemmProblem
-from .schedule import NARROW_TILES, NarrowTile, gpu, narrow_tiles
+from .schedule import GATED_TILES, NARROW_TILES, NarrowTile, gated_tiles, gpu, narrow_tiles
 
 if TYPE_CHECKING:
     from .cublaslt import Algorithm, Matmul
@@ -49,8 +50,9 @@ _TRITON_GAIN = 0.97
 Gluon's kernels are launched by Triton.
 """
 
-_uncompiled: set[tuple[NarrowTile, torch.dtype, bool, int]] = set()
-"""Narrow tiles that could not be run, with the dtype, whether there was a bias, and the leaves: not tried again."""
+_Key = tuple[NarrowTile, torch.dtype, bool, int, bool]
+_uncompiled: set[_Key] = set()
+"""Narrow tiles that could not be run, with what else a kernel is compiled for: not tried again."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -136,7 +138,7 @@ def _sound(tuned: TunedSchedule) -> bool:
     """Whether every value is of a kind that can be served with."""
     return (
         (tuned.algorithm is None or (len(tuned.algorithm.opaque) == _OPAQUE and isinstance(tuned.algorithm.about, str)))
-        and (tuned.tile is None or tuned.tile in NARROW_TILES)
+        and (tuned.tile is None or tuned.tile in NARROW_TILES + GATED_TILES)
         and all(type(m) is int and m > 0 for m in tuned.checked)
         and all(isinstance(about, str) for about in tuned.refused)
         and all(type(time) in (int, float) for time in tuned.microseconds.values())
@@ -161,12 +163,17 @@ class Autotuner:
     """Rows of a."""
     parts: torch.Tensor | None = None
     """Memory for what leaves of K give, if there are several."""
+    activated: torch.Tensor | None = None
+    """What is expected of a gated layer, if it is one."""
 
     def __post_init__(self) -> None:
         p = self.problem
         device = torch.device("cuda", p.device)
-        of_leaves = [cancelling(self.max_m, p.n, p.leaf.k, p.dtype, device, seed) for seed in range(p.leaves)]
-        a, weight = (torch.cat(operands, 1) for operands in zip(*of_leaves, strict=True))
+        if p.gated:
+            a, weight = cancelling_gated(self.max_m, p.n, p.k, p.dtype, device)
+        else:
+            of_leaves = [cancelling(self.max_m, p.n, p.leaf.k, p.dtype, device, seed) for seed in range(p.leaves)]
+            a, weight = (torch.cat(operands, 1) for operands in zip(*of_leaves, strict=True))
         if p.leaves > 1:
             # Where leaves are rounding error, few of their sums are rounded: of half the columns they are not.
             weight[1::2] = weight[1::2].roll(1, 1)
@@ -182,6 +189,8 @@ class Autotuner:
             return triton_gemm.mm_ptr(a, b, self.bias, out)
 
         self.expected = self._in_leaves(by_pointers)(self.a, self.b, None)
+        if p.gated:
+            self.activated = silu_and_mul(self.expected)
 
     def _in_leaves(self, gemm: Gemm) -> Gemm:
         return in_leaves(gemm, self.problem.leaves, self.parts)
@@ -195,13 +204,26 @@ class Autotuner:
             found = {-(-m // 8) * 8 for m in found}
         return tuple(sorted(m for m in found if m <= self.max_m))
 
-    def verify_bitwise(self, run: Callable[[torch.Tensor], torch.Tensor], ms: Sequence[int]) -> bool:
-        """Whether ``run`` gives the last rows of a, so many of them, the bits that are expected of them."""
+    def verify_bitwise(
+        self, run: Callable[[torch.Tensor], torch.Tensor], ms: Sequence[int], activates: bool = False
+    ) -> bool:
+        """Whether ``run`` gives the last rows of a, so many of them, the bits that are expected of them, or of the
+        gated layer if it ``activates``.
+        """
         differs = torch.zeros((), dtype=torch.bool, device=self.a.device)
+        whole = self.activated if activates else self.expected
         for m in ms:
-            out, expected = run(self.a[self.max_m - m :]), self.expected[self.max_m - m :]
+            out, expected = run(self.a[self.max_m - m :]), whole[self.max_m - m :]
             differs |= (out.view(torch.int16) != expected.view(torch.int16)).any()
         return not differs.item()
+
+    def activates(self, schedule: "Algorithm | NarrowTile | None") -> bool:
+        """Whether a schedule gives what a gated layer does; others give what is activated behind them."""
+        return self.problem.gated and isinstance(schedule, NarrowTile)
+
+    def new_out(self, schedule: "Algorithm | NarrowTile | None", m: int) -> torch.Tensor:
+        """Memory for m rows of a schedule's result."""
+        return self.a.new_empty(m, self.problem.n // 2 if self.activates(schedule) else self.problem.n)
 
     def run_triton(
         self, a: torch.Tensor, b: torch.Tensor | None = None, out: torch.Tensor | None = None
@@ -215,16 +237,16 @@ class Autotuner:
         self, schedule: "Algorithm | NarrowTile", workspace: torch.Tensor | None = None
     ) -> Callable[..., torch.Tensor]:
         """What runs a schedule on some rows of a."""
-        reduction = self.problem.reduction
+        reduction, gated = self.problem.reduction, self.problem.gated
 
         def by_cublaslt(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
             self.matmul.run(schedule, a, b, self.bias, out, workspace)
             return out
 
         def run(a: torch.Tensor, b: torch.Tensor = self.b, out: torch.Tensor | None = None) -> torch.Tensor:
-            out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device) if out is None else out
+            out = self.new_out(schedule, len(a)) if out is None else out
             if isinstance(schedule, NarrowTile):  # as a layer's matmul is launched
-                return triton_gemm.gemm_sm90_swap_ab(a, b, self.bias, out, reduction, schedule, True)
+                return triton_gemm.gemm_sm90_swap_ab(a, b, self.bias, out, reduction, schedule, True, gated)
             return self._in_leaves(by_cublaslt)(a, b, out)
 
         return run
@@ -234,7 +256,7 @@ class Autotuner:
         from .cublaslt import Error
 
         try:
-            return self.verify_bitwise(self.runner(schedule), ms)
+            return self.verify_bitwise(self.runner(schedule), ms, self.activates(schedule))
         except Error:
             return False
 
@@ -285,14 +307,17 @@ class Autotuner:
         """Run every narrow tile that buckets may be timed with, so that compiling takes no time from the timing."""
         rows = {tile: m for m in sorted({min(one, self.max_m) for one in buckets}) for tile in self._narrow_tiles(m)}
         for tile, m in rows.items():
-            self._runs(tile, self.a[:m], self.a.new_empty(m, self.problem.n))
+            self._runs(tile, self.a[:m], self.new_out(tile, m))
 
     def _narrow_tiles(self, m: int) -> list[NarrowTile]:
         """Those to time at this M."""
         p = self.problem
         if self.matmul is None or not (p.a_k_major and p.b_k_major):
             return []
-        tiles = narrow_tiles(m, p.n, gpu(p.device), p.leaf.k if p.leaves > 1 else None)
+        if p.gated:
+            tiles = gated_tiles(m, gpu(p.device))
+        else:
+            tiles = narrow_tiles(m, p.n, gpu(p.device), p.leaf.k if p.leaves > 1 else None)
         return [tile for tile in tiles if self._key(tile) not in _uncompiled]
 
     def _candidates(self, m: int, tuning: bool) -> list["Algorithm | NarrowTile"]:
@@ -312,22 +337,29 @@ class Autotuner:
                 found += self.matmul.algorithms(fewer, _ASKED_FOR_FEWER)
         return list(dict.fromkeys([*found, *self._narrow_tiles(m)]))
 
-    def _key(self, tile: NarrowTile) -> tuple[NarrowTile, torch.dtype, bool, int]:
+    def _key(self, tile: NarrowTile) -> _Key:
         """What a kernel is compiled for."""
-        return tile, self.problem.dtype, self.problem.has_bias, self.problem.leaves
+        p = self.problem
+        return tile, p.dtype, p.has_bias, p.leaves, p.gated
 
     def _times(self, m: int, schedules: Sequence["Algorithm | NarrowTile"], timer: GraphTimer) -> dict[Any, float]:
-        """Median microseconds of those schedules that run, and under None of Triton."""
+        """Median microseconds of those schedules that run, and under None of Triton; of a gated layer with the
+        activation.
+        """
         a, p = self.a[:m], self.problem
         weights = [self.b, *(self.b.t().clone().t() for _ in range(self._copies() - 1))]
         # Nothing is allocated while a graph is captured: under vLLM's allocator settings for loading weights
         # that was an error.
-        out = torch.empty(m, p.n, dtype=a.dtype, device=a.device)
-        ways = {None: [lambda b=b: self.run_triton(a, b, out) for b in weights]}
-        for schedule in schedules:
-            if self._runs(schedule, a, out):
-                run = self.runner(schedule)
-                ways[schedule] = [lambda b=b, run=run: run(a, b, out) for b in weights]
+        out, made = self.new_out(None, m), a.new_empty(m, p.n // 2)
+
+        def whole(schedule: "Algorithm | NarrowTile | None", b: torch.Tensor) -> Callable[[], torch.Tensor]:
+            run = self.run_triton if schedule is None else self.runner(schedule)
+            if self.activates(schedule):
+                return lambda: run(a, b, made)
+            return (lambda: silu_and_mul(run(a, b, out), made)) if p.gated else (lambda: run(a, b, out))
+
+        runs = [one for one in schedules if self._runs(one, a, made if self.activates(one) else out)]
+        ways = {one: [whole(one, b) for b in weights] for one in (None, *runs)}
         bytes_moved = a.element_size() * (p.n * p.k + m * (p.n + p.k))
         expected = 2 + bytes_moved / 4e6 + 2 * m * p.n * p.k / 7e8  # roughly, on a large GPU
         replays = _REPLAYS if expected < 1000 else 2

@@ -25,3 +25,21 @@ def cancelling(
         return matrix
 
     return spread(m, -1), spread(n, 1)
+
+
+def cancelling_gated(
+    m: int, n: int, k: int, dtype: torch.dtype, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for a gated layer: x [M, K] and weight [gate, up], [N, K].
+
+    Of half the columns up is 1 and gate what is left, of which silu is the half exactly; of a quarter gate is 64, which
+    silu leaves as it is, and up what is left: so every bit of both shows. Of the others gate is -8 to 8, where silu
+    bends.
+    """
+    x, weight = cancelling(m, n, k - 1, dtype, device)
+    x, weight = torch.cat([x.new_ones(m, 1), x], 1), torch.nn.functional.pad(weight, (1, 0))
+    gate, up = weight.chunk(2)
+    for rows, first in ((up[::2], 1.0), (gate[1::4], 64.0), (gate[3::4], torch.linspace(-8, 8, len(gate[3::4])))):
+        rows.zero_()
+        rows[:, 0] = first.to(rows) if isinstance(first, torch.Tensor) else first
+    return x, weight

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ... import envs
+from ..silu.cuda import silu_and_mul
 from . import autotune, autotune_cache, triton_gemm
 from .autotune import M_BUCKETS, TunedSchedule, m_bucket
 from .leaves import in_leaves
@@ -27,8 +28,8 @@ except ModuleNotFoundError as error:
     cublaslt = None
 
 __all__ = [
-    "accumulate", "accumulate_batch", "bmm", "known", "mm", "mm_in_leaves", "prepare", "prepare_in_leaves",
-    "tuned_schedules",
+    "accumulate", "accumulate_batch", "bmm", "gated_mm", "known", "mm", "mm_in_leaves", "prepare", "prepare_gated",
+    "prepare_in_leaves", "tuned_schedules",
 ]  # fmt: skip
 
 logger = logging.getLogger("vllm.batch_invariant")
@@ -83,19 +84,35 @@ class MatmulDispatcher:
         """[M, K] @ [K, N] with K in so many leaves, which are added as a tree."""
         return self._mm(a, b, None, leaves, b_is_constant)
 
+    def gated_mm(self, a: torch.Tensor, b: torch.Tensor, b_is_constant: bool = False) -> torch.Tensor:
+        """silu(a @ gate) * (a @ up) of b = [gate, up]."""
+        return self._mm(a, b, None, 1, b_is_constant, True)
+
     def _mm(
-        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leaves: int, b_is_constant: bool
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None,
+        leaves: int,
+        b_is_constant: bool,
+        gated: bool = False,
     ) -> torch.Tensor:
         m = a.shape[0]
-        plan = self._look_up_plan(a, b, bias, m, leaves)
+        plan = self._look_up_plan(a, b, bias, m, leaves, gated)
         tuned = None
         if plan.problem is not None:
             tuned = plan.tuned.get(m_bucket(m)) or self._tune_if_often_used(plan, m)
-        if tuned is None:
-            return _by_triton(a, b, bias, leaves)
-        return self._launch(plan, tuned, a, b, bias, m, b_is_constant)
+        if tuned is not None and tuned.tile is not None:
+            activates, reduction = plan.problem.gated, plan.reduction
+            out = a.new_empty((m, plan.problem.n // 2 if activates else plan.problem.n))
+            out = triton_gemm.gemm_sm90_swap_ab(a, b, bias, out, reduction, tuned.tile, b_is_constant, activates)
+            return silu_and_mul(out) if gated and not activates else out
+        found = _by_triton(a, b, bias, leaves) if tuned is None else self._launch(plan, tuned, a, b, bias, m)
+        return silu_and_mul(found) if gated else found
 
-    def _look_up_plan(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, m: int, leaves: int) -> _Plan:
+    def _look_up_plan(
+        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, m: int, leaves: int, gated: bool
+    ) -> _Plan:
         """The plan of calls that look like this one."""
         addresses = a.data_ptr() | b.data_ptr()
         if bias is not None:
@@ -110,13 +127,16 @@ class MatmulDispatcher:
             addresses % ALIGNMENT,
             a.get_device(),
             leaves,
+            gated,
         )
-        return self._plans.get(key) or self._make_plan(key, a, b, bias, leaves)
+        return self._plans.get(key) or self._make_plan(key, a, b, bias, leaves, gated)
 
-    def _make_plan(self, key: tuple, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leaves: int) -> _Plan:
+    def _make_plan(
+        self, key: tuple, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leaves: int, gated: bool
+    ) -> _Plan:
         if torch.cuda.is_current_stream_capturing():  # no time for disks and handles
             return _BY_TRITON
-        problem = problem_of(a, b, bias, leaves) if _uses_cublaslt(a.device) else None
+        problem = problem_of(a, b, bias, leaves, gated) if _uses_cublaslt(a.device) else None
         plan = _BY_TRITON
         if problem is not None:
             plan = _Plan(
@@ -147,16 +167,9 @@ class MatmulDispatcher:
             return plan.tuned.get(bucket)
 
     def _launch(
-        self,
-        plan: _Plan,
-        tuned: TunedSchedule,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        bias: torch.Tensor | None,
-        m: int,
-        b_is_constant: bool,
+        self, plan: _Plan, tuned: TunedSchedule, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, m: int
     ) -> torch.Tensor:
-        """Run what the schedule names; Triton where it names nothing, or where cuBLASLt refuses this M."""
+        """Run cuBLASLt's algorithm; Triton where the schedule has none, or where cuBLASLt refuses this M."""
         leaves = plan.problem.leaves
         if tuned.algorithm is not None:
 
@@ -168,9 +181,6 @@ class MatmulDispatcher:
                 return in_leaves(run, leaves)(a, b, a.new_empty((m, plan.problem.n)))
             except cublaslt.Error:
                 logger.debug("cuBLASLt refused %d rows of the GEMM %s", m, plan.problem)
-        elif tuned.tile is not None:
-            out = a.new_empty((m, plan.problem.n))
-            return triton_gemm.gemm_sm90_swap_ab(a, b, bias, out, plan.reduction, tuned.tile, b_is_constant)
         return _by_triton(a, b, bias, leaves)
 
     def prepare(self, weight: torch.Tensor, max_m: int, bias: bool = False, sizes: Iterable[int] = ()) -> None:
@@ -184,14 +194,20 @@ class MatmulDispatcher:
         """
         self._prepare(weight, max_m, bias, sizes, 1)
 
+    def prepare_gated(self, weight: torch.Tensor, max_m: int, sizes: Iterable[int]) -> None:
+        """The same of ``gated_linear``; weight: [gate, up]."""
+        self._prepare(weight, max_m, False, sizes, 1, True)
+
     def prepare_in_leaves(self, weight: torch.Tensor, max_m: int, sizes: Iterable[int], leaves: int) -> None:
         """The same where K is added in leaves."""
         self._prepare(weight, max_m, False, sizes, leaves)
 
-    def _prepare(self, weight: torch.Tensor, max_m: int, bias: bool, sizes: Iterable[int], leaves: int) -> None:
+    def _prepare(
+        self, weight: torch.Tensor, max_m: int, bias: bool, sizes: Iterable[int], leaves: int, gated: bool = False
+    ) -> None:
         LinearReduction.of_device("cuda", *weight.shape, weight.dtype)
         sample = weight.new_empty(1, weight.shape[1])
-        problem = problem_of(sample, weight.t(), weight.new_empty(weight.shape[0]) if bias else None, leaves)
+        problem = problem_of(sample, weight.t(), weight.new_empty(weight.shape[0]) if bias else None, leaves, gated)
         if problem is None or max_m < 1:
             return
         with self._lock:
@@ -247,6 +263,7 @@ def _by_triton(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leav
 dispatcher = MatmulDispatcher()
 mm, prepare, tuned_schedules = dispatcher.mm, dispatcher.prepare, dispatcher.tuned_schedules
 mm_in_leaves, prepare_in_leaves = dispatcher.mm_in_leaves, dispatcher.prepare_in_leaves
+gated_mm, prepare_gated = dispatcher.gated_mm, dispatcher.prepare_gated
 
 
 def known(device: int) -> tuple[dict[str, str], dict[str, dict[int, TunedSchedule]]]:

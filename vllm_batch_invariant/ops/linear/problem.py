@@ -27,6 +27,8 @@ class GemmProblem:
     """Whether K is the contiguous side of b, as in a weight [N, K] transposed, rather than N."""
     leaves: int = 1
     """Parts of K that are added as a tree; with several there is no bias."""
+    gated: bool = False
+    """Whether b is [gate, up] of a gated layer, whose result has N / 2 columns; then there is neither bias nor tree."""
 
     @property
     def reduction(self) -> LinearReduction:
@@ -50,12 +52,14 @@ class GemmProblem:
     def __str__(self) -> str:
         sides = "" if self.a_k_major and self.b_k_major else f" {'NT'[not self.a_k_major]}{'NT'[self.b_k_major]}"
         name = f"N={self.n} K={self.k} {str(self.dtype).removeprefix('torch.')}{sides}{' bias' * self.has_bias}"
-        return name if self.leaves == 1 else f"{name} in {self.leaves} leaves"
+        return f"{name}{' gated' * self.gated}" if self.leaves == 1 else f"{name} in {self.leaves} leaves"
 
 
-def problem_of(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leaves: int = 1) -> GemmProblem | None:
+def problem_of(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leaves: int = 1, gated: bool = False
+) -> GemmProblem | None:
     """The problem that ``a @ b + bias`` is a case of, or None if only Triton's kernel for any strides and dtypes takes
-    it.
+    it. A gated layer whose result is not aligned is a matmul with an activation behind it.
     """
     if not supports_tma(a, b, a.dtype):
         return None
@@ -70,6 +74,7 @@ def problem_of(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leav
         a_k_major=leading_dim(a)[1],
         b_k_major=not leading_dim(b)[1],
         leaves=leaves,
+        gated=gated and b.shape[1] // 2 * a.element_size() % ALIGNMENT == 0,
     )
     k = problem.leaf.k
     is_aligned = leaves == 1 or k * a.element_size() % ALIGNMENT == 0

@@ -175,6 +175,8 @@ class NarrowTile:
     num_stages: int
     ctas_per_sm: int = 1
     """Programs of a multiprocessor; each has as many tiles as it takes."""
+    warpgroups: int = 1
+    """That multiply, each for 64 of ``block_n`` columns, where there are several."""
 
     @property
     def about(self) -> str:
@@ -198,11 +200,35 @@ overlap, the fastest took of cuBLAS's time 0.90 to 0.94 at 8 and 32 rows of Qwen
 0.96 to 1.04 at 128, where the norm is counted in both; without, 0.95 to 1.02 at 8. Tiles of few columns are for
 narrow weights: 0.88 of :func:`tma_tile`'s time at M=1 N=896 K=4864 on an H200.
 """
+GATED_TILES = (
+    NarrowTile(16, 64, 128, 11),
+    NarrowTile(16, 64, 128, 5, 2),
+    NarrowTile(16, 192, 128, 4, warpgroups=3),
+    NarrowTile(32, 64, 128, 9),
+    NarrowTile(32, 64, 128, 4, 2),
+    NarrowTile(32, 192, 128, 3, warpgroups=3),
+    NarrowTile(64, 64, 128, 7),
+    NarrowTile(64, 64, 128, 3, 2),
+    NarrowTile(64, 192, 64, 7, warpgroups=3),
+    NarrowTile(128, 128, 64, 7, warpgroups=2),
+    NarrowTile(128, 192, 64, 5, warpgroups=3),
+)
+"""The same of gated layers, half of whose columns are gate's and half up's."""
 _SHORT_SIDES = (16, 32, 64, 128)
 """Rows of a tile."""
+_MOST_GATED_ROWS = 256
+"""From there on cuBLASLt's tiles and an activation behind them took 0.97 to 0.99 of the time on an H100."""
 _WIDE = 64
 """Columns of a tile that a multiprocessor may have several of, one after the other."""
 _ROUNDS_OF_LEAVES = 3
+
+
+def gated_tiles(m: int, device: Gpu) -> tuple[NarrowTile, ...]:
+    """The tiles worth timing for a gated layer: of as many rows as M, as far as there are any, or half as many."""
+    if not device.has_wgmma or m > _MOST_GATED_ROWS:
+        return ()
+    rows = min((side for side in _SHORT_SIDES if side >= m), default=max(_SHORT_SIDES))
+    return tuple(tile for tile in GATED_TILES if tile.block_m in (rows, rows // 2))
 
 
 def narrow_tiles(m: int, n: int, device: Gpu, leaf_k: int | None = None) -> tuple[NarrowTile, ...]:

@@ -1,4 +1,4 @@
-"""``out = a @ b + bias`` by Hopper's wgmma for narrow weights, in Gluon: K is added in the same order as in
+"""``out = a @ b + bias`` by Hopper's wgmma for few rows, in Gluon: K is added in the same order as in
 :mod:`.triton_kernels`.
 
 a: [M, K], b: [K, N] as a weight [N, K], bias: [N]. Operands are swapped: a tile of the result is computed as
@@ -9,11 +9,14 @@ a: [M, K], b: [K, N] as a weight [N, K], bias: [N]. Operands are swapped: a tile
         acc += weight[n, k : k + 16] @ a[m, k : k + 16].T
     out[m, n] = round(acc.T + bias[n])
 
-One warp loads and a warpgroup multiplies, so that neither waits for the other's instructions, and the next tile's
-operands are on their way while a tile is written. A multiprocessor takes in at most 64 bytes a cycle, so that K takes
-as long as a tile's rows and columns together; where N is small, small tiles give every multiprocessor one. Triton would
-load wgmma's long side of 64 whole; here only the columns of the tile are loaded. The rest of it is what shared memory
-held before, and its rows of the result are not written.
+One warp loads and warpgroups multiply, each for 64 columns of b, so that none waits for the other's instructions, and
+the next tile's operands are on their way while a tile is written. A multiprocessor takes in at most 64 bytes a cycle,
+so that K takes as long as a tile's rows and columns together; where N is small, small tiles give every multiprocessor
+one. Triton would load wgmma's long side of 64 whole; here only the columns of the tile are loaded. The rest of it is
+what shared memory held before, and its rows of the result are not written.
+
+Where the weight is [gate, up] of a gated layer, out is ``silu(a @ gate.T) * (a @ up.T)``, [M, N / 2]. The long side
+then takes eight columns of gate and eight of up in turn: those of one result are in the registers of one thread.
 
 A launch may begin while the kernel before ends, which makes ``a``: it loads weights until it has to wait.
 """
@@ -33,10 +36,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..common.gluon_names import copy_block
+from ..common.gluon_names import copy_block, reinterpret
 from ..common.sm90_ring import next_stage
-from ..common.triton_names import aggregate
+from ..common.triton_names import aggregate, value
 from ..dependent_launch import LaunchSchedule
+from ..silu.gluon_kernels import silu_and_mul
 from .problem import leading_dim
 from .reduction import LinearReduction
 from .schedule import NarrowTile, gpu
@@ -46,6 +50,30 @@ _LONG_SIDE = gl.constexpr(64)
 """Rows of wgmma's first operand, which are columns of b."""
 _COPY_K = gl.constexpr(64)
 """Elements of K that are copied at once: rows of 128 bytes, the longest that wgmma reads without conflicts."""
+_IN_TURN = gl.constexpr(8)
+"""Columns of gate, and of up behind them: a thread has rows of the accumulator that are so far apart."""
+_TURNS = gl.constexpr(64 // 8 // 2)
+_REGISTERS = gl.constexpr(128)
+"""Of a thread: then four warpgroups fit into a multiprocessor."""
+_COPYING_REGISTERS = gl.constexpr(40)
+
+
+@aggregate
+class _Problem:
+    """What is multiplied, and how it is cut."""
+
+    out_ptr: value
+    M: value
+    N: value
+    K: value
+    tiles_m: value
+    tiles: value
+    """Of the result."""
+    LEAVES: gl.constexpr
+    HAS_BIAS: gl.constexpr
+    GATED: gl.constexpr
+    ACCUMULATE: gl.constexpr
+    OVERLAPS: gl.constexpr
 
 
 @aggregate
@@ -55,7 +83,7 @@ class _Ring:
     a_smem: gl.shared_memory_descriptor
     """[NUM_STAGES * COPIES, BLOCK_M, _COPY_K]"""
     b_smem: gl.shared_memory_descriptor
-    """[NUM_STAGES * COPIES, _LONG_SIDE, _COPY_K]"""
+    """[NUM_STAGES * COPIES * WARPGROUPS, _LONG_SIDE, _COPY_K]"""
     full_bar: gl.shared_memory_descriptor
     """[NUM_STAGES, 1]"""
     empty_bar: gl.shared_memory_descriptor
@@ -63,45 +91,54 @@ class _Ring:
     BLOCK_N: gl.constexpr
     COPIES: gl.constexpr
     NUM_STAGES: gl.constexpr
+    WARPGROUPS: gl.constexpr
 
 
 @gluon.jit
-def _first_of(tile, tiles_m, ring):
+def _first_of(tile, problem, ring):
     """Where a tile begins, in M and in N. Tiles one after the other have the same columns."""
-    return tile % tiles_m * ring.BLOCK_M, tile // tiles_m * ring.BLOCK_N
+    return tile % problem.tiles_m * ring.BLOCK_M, tile // problem.tiles_m * ring.BLOCK_N
 
 
 @gluon.jit
-def _load_b(b_desc, ring, stage, first_n, start_k):
+def _load_b(b_desc, problem, ring, stage, first_n, start_k):
     """Starts the copies of a step's columns of b; the step's barrier expects both operands."""
     full = ring.full_bar.index(stage)
     mbarrier.expect(full, (ring.BLOCK_M + ring.BLOCK_N) * _COPY_K * ring.COPIES * 2)
     for copy in gl.static_range(ring.COPIES):
-        b_smem = ring.b_smem.index(stage * ring.COPIES + copy).slice(0, ring.BLOCK_N)
-        copy_block(b_desc, [first_n, start_k + copy * _COPY_K], full, b_smem)
+        for group in gl.static_range(ring.WARPGROUPS):
+            b_smem = ring.b_smem.index((stage * ring.COPIES + copy) * ring.WARPGROUPS + group)
+            k = start_k + copy * _COPY_K
+            if problem.GATED:
+                in_turn = reinterpret(b_smem, b_desc.dtype, [_TURNS, 2, _IN_TURN, _COPY_K], b_desc.layout)
+                copy_block(b_desc, [first_n // (2 * _IN_TURN) + group * _TURNS, 0, 0, k], full, in_turn)
+            elif ring.WARPGROUPS == 1:
+                copy_block(b_desc, [first_n, k], full, b_smem.slice(0, ring.BLOCK_N))
+            else:
+                copy_block(b_desc, [first_n + group * _LONG_SIDE, k], full, b_smem)
 
 
 @gluon.jit
-def _load_partition(a_desc, b_desc, ring, K, tiles_m, tiles, OVERLAPS: gl.constexpr):
+def _load_partition(a_desc, b_desc, problem, ring):
     """One warp: keeps the ring full."""
     STEP_K: gl.constexpr = _COPY_K * ring.COPIES
     ahead = gl.to_tensor(0)  # steps whose columns of b are on their way already
-    if OVERLAPS:
-        ahead = gl.minimum((K + STEP_K - 1) // STEP_K, ring.NUM_STAGES)
-        _, first_n = _first_of(gl.program_id(0), tiles_m, ring)
+    if problem.OVERLAPS:
+        ahead = gl.minimum((problem.K + STEP_K - 1) // STEP_K, ring.NUM_STAGES)
+        _, first_n = _first_of(gl.program_id(0), problem, ring)
         for step in range(ahead):
-            _load_b(b_desc, ring, step, first_n, step * STEP_K)
+            _load_b(b_desc, problem, ring, step, first_n, step * STEP_K)
         gdc_wait()
         gdc_launch_dependents()
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        first_m, first_n = _first_of(tile, tiles_m, ring)
-        for start_k in range(0, K, STEP_K):
+    for tile in range(gl.program_id(0), problem.tiles, gl.num_programs(0)):
+        first_m, first_n = _first_of(tile, problem, ring)
+        for start_k in range(0, problem.K, STEP_K):
             mbarrier.wait(ring.empty_bar.index(stage), phase)
             if ahead > 0:
                 ahead -= 1
             else:
-                _load_b(b_desc, ring, stage, first_n, start_k)
+                _load_b(b_desc, problem, ring, stage, first_n, start_k)
             for copy in gl.static_range(ring.COPIES):
                 a_smem = ring.a_smem.index(stage * ring.COPIES + copy)
                 copy_block(a_desc, [first_m, start_k + copy * _COPY_K], ring.full_bar.index(stage), a_smem)
@@ -109,16 +146,19 @@ def _load_partition(a_desc, b_desc, ring, K, tiles_m, tiles, OVERLAPS: gl.conste
 
 
 @gluon.jit
-def _mma_leaf(ring, stage, phase, before, K, IS_FIRST: gl.constexpr, ACCUMULATE: gl.constexpr, layout: gl.constexpr):
-    """The next K elements of K for the whole tile, in one accumulator. A step's place is free once the next step's
-    wgmmas are queued, of the next leaf where the leaf ends.
+def _mma_leaf(
+    ring, stage, phase, before, K, GROUP: gl.constexpr, IS_FIRST: gl.constexpr, ACCUMULATE: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """The next K elements of K for the warpgroup's columns, in one accumulator. A step's place is free once the next
+    step's wgmmas are queued, of the next leaf where the leaf ends.
     """
     acc = gl.full([_LONG_SIDE, ring.BLOCK_M], 0.0, ACCUMULATE, layout)
     for start_k in range(0, K, _COPY_K * ring.COPIES):
         mbarrier.wait(ring.full_bar.index(stage), phase)
         for copy in gl.static_range(ring.COPIES):
             index = stage * ring.COPIES + copy
-            a, b = ring.a_smem.index(index), ring.b_smem.index(index)  # [BLOCK_M, _COPY_K], [_LONG_SIDE, _COPY_K]
+            a, b = ring.a_smem.index(index), ring.b_smem.index(index * ring.WARPGROUPS + GROUP)
             acc = warpgroup_mma(b, a.permute([1, 0]), acc, is_async=True)  # [_LONG_SIDE, BLOCK_M]
         acc = warpgroup_mma_wait(ring.COPIES, deps=(acc,))
         if IS_FIRST:
@@ -132,51 +172,65 @@ def _mma_leaf(ring, stage, phase, before, K, IS_FIRST: gl.constexpr, ACCUMULATE:
 
 @gluon.jit
 def _mma_tree(
-    ring, stage, phase, before, K, LEAVES: gl.constexpr, IS_FIRST: gl.constexpr, DTYPE: gl.constexpr,
-    ACCUMULATE: gl.constexpr, layout: gl.constexpr,
+    ring, stage, phase, before, K, GROUP: gl.constexpr, LEAVES: gl.constexpr, IS_FIRST: gl.constexpr,
+    DTYPE: gl.constexpr, ACCUMULATE: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """The next LEAVES leaves, of K elements each: their sum, not yet rounded; what is added to make it, is."""
     if LEAVES == 1:
-        total, stage, phase, before = _mma_leaf(ring, stage, phase, before, K, IS_FIRST, ACCUMULATE, layout)
+        total, stage, phase, before = _mma_leaf(ring, stage, phase, before, K, GROUP, IS_FIRST, ACCUMULATE, layout)
     else:
         left, stage, phase, before = _mma_tree(
-            ring, stage, phase, before, K, LEAVES // 2, IS_FIRST, DTYPE, ACCUMULATE, layout
+            ring, stage, phase, before, K, GROUP, LEAVES // 2, IS_FIRST, DTYPE, ACCUMULATE, layout
         )  # fmt: skip
         left = left.to(DTYPE)
         right, stage, phase, before = _mma_tree(
-            ring, stage, phase, before, K, LEAVES // 2, False, DTYPE, ACCUMULATE, layout
+            ring, stage, phase, before, K, GROUP, LEAVES // 2, False, DTYPE, ACCUMULATE, layout
         )  # fmt: skip
         total = left.to(ACCUMULATE) + right.to(DTYPE).to(ACCUMULATE)
     return total, stage, phase, before
 
 
 @gluon.jit
-def _mma_partition(
-    bias_ptr, out_ptr, ring, M, N, K, tiles_m, tiles, LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr,
-    ACCUMULATE: gl.constexpr, OVERLAPS: gl.constexpr,
-):  # fmt: skip
-    """A warpgroup: all of K for whole tiles."""
+def _mma_partition(bias_ptr, problem, ring, GROUP: gl.constexpr):
+    """A warpgroup: all of K for its columns of whole tiles."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ring.BLOCK_M, 16]
     )
-    dtype: gl.constexpr = out_ptr.dtype.element_ty
-    in_tile_n = gl.arange(0, _LONG_SIDE, gl.SliceLayout(1, layout))
-    in_tile_m = gl.arange(0, ring.BLOCK_M, gl.SliceLayout(0, layout))
-    if OVERLAPS:
+    dtype: gl.constexpr = problem.out_ptr.dtype.element_ty
+    if problem.OVERLAPS:
         gdc_wait()
     stage, phase, before = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), problem.tiles, gl.num_programs(0)):
         acc, stage, phase, before = _mma_tree(
-            ring, stage, phase, before, K // LEAVES, LEAVES, True, dtype, ACCUMULATE, layout
+            ring, stage, phase, before, problem.K // problem.LEAVES, GROUP, problem.LEAVES, True, dtype,
+            problem.ACCUMULATE, layout,
         )  # fmt: skip
         mbarrier.arrive(ring.empty_bar.index(before))
-        first_m, first_n = _first_of(tile, tiles_m, ring)
-        offs_m, offs_n = first_m + in_tile_m, first_n + in_tile_n
-        mask_n = (in_tile_n < ring.BLOCK_N) & (offs_n < N)
-        if HAS_BIAS:
-            acc += gl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(ACCUMULATE)[:, None]  # [_LONG_SIDE]
-        offs = offs_m.to(gl.int64)[None, :] * N + offs_n[:, None]
-        gl.store(out_ptr + offs, acc.to(dtype), mask=mask_n[:, None] & (offs_m < M)[None, :])
+        first_m, first_n = _first_of(tile, problem, ring)
+        first_n += GROUP * _LONG_SIDE
+        if problem.GATED:
+            gate, up = acc.reshape([_TURNS, 2, _IN_TURN, ring.BLOCK_M]).permute([0, 2, 3, 1]).split()
+            made = silu_and_mul(gate, up, dtype).reshape([_LONG_SIDE // 2, ring.BLOCK_M])
+            _write(problem, made, first_m, first_n // 2, problem.N // 2, _LONG_SIDE // 2)
+        else:
+            COLUMNS: gl.constexpr = ring.BLOCK_N // ring.WARPGROUPS
+            if problem.HAS_BIAS:
+                in_tile_n = gl.arange(0, _LONG_SIDE, gl.SliceLayout(1, layout))
+                mask_n = (in_tile_n < COLUMNS) & (first_n + in_tile_n < problem.N)
+                bias = gl.load(bias_ptr + first_n + in_tile_n, mask=mask_n, other=0.0)  # [_LONG_SIDE]
+                acc += bias.to(problem.ACCUMULATE)[:, None]
+            _write(problem, acc.to(dtype), first_m, first_n, problem.N, COLUMNS)
+
+
+@gluon.jit
+def _write(problem, made, first_m, first_n, N, COLUMNS: gl.constexpr):
+    """Writes the first COLUMNS rows of made [columns of out, BLOCK_M] to out [M, N]."""
+    in_tile_n = gl.arange(0, made.shape[0], gl.SliceLayout(1, made.type.layout))
+    offs_m = first_m + gl.arange(0, made.shape[1], gl.SliceLayout(0, made.type.layout))
+    offs_n = first_n + in_tile_n
+    mask_n = (in_tile_n < COLUMNS) & (offs_n < N)
+    offs = offs_m.to(gl.int64)[None, :] * N + offs_n[:, None]
+    gl.store(problem.out_ptr + offs, made, mask=mask_n[:, None] & (offs_m < problem.M)[None, :])
 
 
 @gluon.jit(do_not_specialize=["M", "N", "K", "tiles_m", "tiles"])
@@ -196,45 +250,78 @@ def gemm_sm90_swap_ab_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     NUM_STAGES: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+    GATED: gl.constexpr,
     ACCUMULATE: gl.constexpr,
     OVERLAPS: gl.constexpr,
 ):
     """a: descriptor of [M, K], b: of [N, K], bias: [N] or None, out: [M, N]. Elements beyond an edge read as zero and
     are not written. Each of LEAVES parts of K is a multiple of BLOCK_K, or there is one. With OVERLAPS b is read before
-    the kernel before has ended.
+    the kernel before has ended. With GATED there is neither bias nor tree, out is [M, N / 2], and b's descriptor is of
+    [N / 2 / _IN_TURN, 2, _IN_TURN, K].
     """
     COPIES: gl.constexpr = BLOCK_K // _COPY_K
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [NUM_STAGES * COPIES, BLOCK_M, _COPY_K], a_desc.layout)
-    b_smem = gl.allocate_shared_memory(b_desc.dtype, [NUM_STAGES * COPIES, _LONG_SIDE, _COPY_K], b_desc.layout)
+    b_smem = gl.allocate_shared_memory(
+        a_desc.dtype, [NUM_STAGES * COPIES * WARPGROUPS, _LONG_SIDE, _COPY_K], a_desc.layout
+    )
     full_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     empty_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(NUM_STAGES):
         mbarrier.init(full_bar.index(stage), count=1)
-        mbarrier.init(empty_bar.index(stage), count=1)
+        mbarrier.init(empty_bar.index(stage), count=WARPGROUPS)
     fence_async_shared()
-    ring = _Ring(a_smem, b_smem, full_bar, empty_bar, BLOCK_M, BLOCK_N, COPIES, NUM_STAGES)
-    gl.warp_specialize(
-        [
-            (
-                _mma_partition,
-                (bias_ptr, out_ptr, ring, M, N, K, tiles_m, tiles, LEAVES, HAS_BIAS, ACCUMULATE, OVERLAPS),
-            ),
-            (_load_partition, (a_desc, b_desc, ring, K, tiles_m, tiles, OVERLAPS)),
-        ],
-        [1],
-        [40],
-    )
+    problem = _Problem(out_ptr, M, N, K, tiles_m, tiles, LEAVES, HAS_BIAS, GATED, ACCUMULATE, OVERLAPS)
+    ring = _Ring(a_smem, b_smem, full_bar, empty_bar, BLOCK_M, BLOCK_N, COPIES, NUM_STAGES, WARPGROUPS)
+    if WARPGROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_mma_partition, (bias_ptr, problem, ring, gl.constexpr(0))),
+                (_load_partition, (a_desc, b_desc, problem, ring)),
+            ],
+            [1],
+            [_COPYING_REGISTERS],
+        )
+    elif WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_mma_partition, (bias_ptr, problem, ring, gl.constexpr(0))),
+                (_mma_partition, (bias_ptr, problem, ring, gl.constexpr(1))),
+                (_load_partition, (a_desc, b_desc, problem, ring)),
+            ],
+            [4, 1],
+            [_REGISTERS, _COPYING_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_mma_partition, (bias_ptr, problem, ring, gl.constexpr(0))),
+                (_mma_partition, (bias_ptr, problem, ring, gl.constexpr(1))),
+                (_mma_partition, (bias_ptr, problem, ring, gl.constexpr(2))),
+                (_load_partition, (a_desc, b_desc, problem, ring)),
+            ],
+            [4, 4, 1],
+            [_REGISTERS, _REGISTERS, _COPYING_REGISTERS],
+        )
 
 
 @cache
-def shared_layout() -> gl.NVMMASharedLayout:
+def shared_layout(rank: int = 2) -> gl.NVMMASharedLayout:
     """How a copied block of an operand of 16 bits lies in shared memory, which its descriptor must know."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=2 * _COPY_K.value, element_bitwidth=16, rank=2)
+    return gl.NVMMASharedLayout(swizzle_byte_width=2 * _COPY_K.value, element_bitwidth=16, rank=rank)
 
 
 def _describe(matrix: torch.Tensor, block_rows: int) -> TensorDescriptor:
     stride, _ = leading_dim(matrix)
     return TensorDescriptor(matrix, list(matrix.shape), [stride, 1], [block_rows, _COPY_K.value], shared_layout())
+
+
+def _describe_in_turn(weight: torch.Tensor) -> TensorDescriptor:
+    """Of [gate, up], in blocks of the columns of b that a warpgroup takes, eight of gate and eight of up in turn."""
+    (rows, k), (stride, _) = weight.shape, leading_dim(weight)
+    turn = _IN_TURN.value
+    shape, strides = [rows // (2 * turn), 2, turn, k], [turn * stride, rows // 2 * stride, stride, 1]
+    return TensorDescriptor(weight, shape, strides, [_TURNS.value, 2, turn, _COPY_K.value], shared_layout(4))
 
 
 def gemm_sm90_swap_ab(
@@ -245,18 +332,20 @@ def gemm_sm90_swap_ab(
     reduction: LinearReduction,
     tile: NarrowTile,
     overlaps: bool = False,
+    gated: bool = False,
 ) -> torch.Tensor:
-    """``a @ b + bias``.
+    """``a @ b + bias``, or of a gated layer the product of both halves, one of them activated.
 
     Args:
         a: [M, K] bf16 or fp16, at least one row, with K as the contiguous side; addresses and strides are multiples of
             16 bytes.
-        b: [K, N] of the same kind.
-        bias: [N], or None.
-        out: [M, N], packed.
-        reduction: decides the bits.
-        tile: decides the speed.
+        b: [K, N] of the same kind; gated, of [gate, up], N is a multiple of 16.
+        bias: [N], or None, as it is for a gated layer.
+        out: [M, N], packed, or gated [M, N / 2].
+        reduction: decides the bits; that of a gated layer has no leaves.
+        tile: decides the speed; one of :data:`.schedule.GATED_TILES` for a gated layer.
         overlaps: whether the launch does not wait for the kernel before, which must not write b.
+        gated: whether out is silu(a @ gate) * (a @ up).
 
     Returns:
         ``out``.
@@ -266,7 +355,7 @@ def gemm_sm90_swap_ab(
     with torch.cuda.device_of(a):
         gemm_sm90_swap_ab_kernel[(min(tiles_m * tiles_n, tile.ctas_per_sm * gpu(a.get_device()).num_sms),)](
             _describe(a, tile.block_m),
-            _describe(b.t(), tile.block_n),
+            _describe_in_turn(b.t()) if gated else _describe(b.t(), min(tile.block_n, _LONG_SIDE.value)),
             None if bias is None else bias.contiguous(),
             out,
             m,
@@ -280,10 +369,12 @@ def gemm_sm90_swap_ab(
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
             NUM_STAGES=tile.num_stages,
+            WARPGROUPS=tile.warpgroups,
+            GATED=gated,
             ACCUMULATE=TL_DTYPES[reduction.accumulate],
             **LaunchSchedule(overlaps).options,
             num_warps=4,
-            maxnreg=128,
+            maxnreg=_REGISTERS.value,
             enable_fp_fusion=reduction.enable_fp_fusion,
         )
     return out

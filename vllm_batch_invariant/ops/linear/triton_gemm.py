@@ -209,11 +209,13 @@ def gemm_sm90_swap_ab(
     reduction: LinearReduction,
     tile: NarrowTile,
     overlaps: bool = False,
+    gated: bool = False,
 ) -> torch.Tensor:
     """``a @ b + bias`` by Hopper's narrow kernel, for operands that :func:`.problem.supports_tma` with K as the
     contiguous side; arguments as of :func:`gemm_tma`, with a tile of :data:`.schedule.NARROW_TILES`, and whether the
-    launch does not wait for the kernel before, which must not write b.
+    launch does not wait for the kernel before, which must not write b. Of a gated layer without a bias, with a tile of
+    :data:`.schedule.GATED_TILES`, out is [M, N / 2].
     """
     from . import sm90_kernel  # Gluon is needed for this kernel alone
 
-    return sm90_kernel.gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps)
+    return sm90_kernel.gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps, gated)

@@ -32,6 +32,7 @@ from ..dependent_launch import LaunchSchedule
 from ..linear import schedule as of_linear
 from ..linear.reduction import LinearReduction
 from ..linear.sm90_kernel import shared_layout
+from ..silu.gluon_kernels import silu_and_mul
 
 _HALF_M = gl.constexpr(64)
 """Pairs of a warpgroup: wgmma's long side."""
@@ -174,12 +175,6 @@ def _copy_partition(w_desc, problem, ring):
 
 
 @gluon.jit
-def _round(x, DTYPE: gl.constexpr):
-    """x as DTYPE has it, in fp32."""
-    return x.to(DTYPE).to(gl.float32)
-
-
-@gluon.jit
 def _multiply_partition(problem, ring, HALF: gl.constexpr):
     """A warpgroup: its half of the pairs of every tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -221,9 +216,7 @@ def _multiply_partition(problem, ring, HALF: gl.constexpr):
                 mbarrier.arrive(ring.empty_bar.index(before))
                 left, right = acc.reshape([_HALF_M, 2, HALF_COLUMNS]).permute([0, 2, 1]).split()
                 if problem.GATED:
-                    gate, up = _round(left, dtype), _round(right, dtype)
-                    made = (_round(gate / (1.0 + gl.exp(-gate)), dtype) * up).to(dtype)
-                    _write(problem, made, pairs, first_n, packed)
+                    _write(problem, silu_and_mul(left, right, dtype), pairs, first_n, packed)
                 else:
                     _write(problem, left.to(dtype), pairs, first_n, packed)
                     _write(problem, right.to(dtype), pairs, first_n + HALF_COLUMNS, packed)

@@ -36,10 +36,10 @@ def _silu_and_mul_kernel(x_ptr, out_ptr, LENGTH: tl.constexpr, BLOCK: tl.constex
     tl.store(out_ptr + row * LENGTH + offs, silu_times(gate, up, dtype).to(dtype), mask=mask)
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """See the operation's package."""
+def silu_and_mul(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """See the operation's package; ``out``, packed, is written instead of a new tensor."""
     length = x.shape[-1] // 2
-    out = torch.empty(*x.shape[:-1], length, dtype=x.dtype, device=x.device)
+    out = torch.empty(*x.shape[:-1], length, dtype=x.dtype, device=x.device) if out is None else out
     if out.numel():
         with on_device_of(x):
             _silu_and_mul_kernel[(out.numel() // length * triton.cdiv(length, _SCHEDULE.block),)](

@@ -1,0 +1,124 @@
+"""Which MLPs of vLLM's models activate in the launch that multiplies."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm_batch_invariant.integration import activation, linear, patch_points
+
+MLPS = [patch_points.LLAMA_MLP, patch_points.QWEN2_MLP]
+
+
+class _Ours(torch.nn.Module):
+    """Stands for the activation that is registered."""
+
+
+def without_init(kind: type) -> Any:
+    made = kind.__new__(kind)
+    torch.nn.Module.__init__(made)
+    return made
+
+
+def mlp(changes: dict[str, Any]) -> SimpleNamespace:
+    """What is asked of an MLP, with other values for some attributes."""
+    method = patch_points.LINEAR_METHOD.get()
+    first = without_init(patch_points.MERGED_COLUMN_PARALLEL.get())
+    first.quant_method, first.bias, first.gather_output = method.__new__(method), None, False
+    first.output_sizes = [64, 64]
+    made = SimpleNamespace(
+        gate_up_proj=first, act_fn=_Ours(), down_proj=SimpleNamespace(quant_method=method.__new__(method))
+    )
+    for name, value in changes.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(getattr(made, owner) if owner else made, attribute, value)
+    return made
+
+
+CHANGES = {
+    "another activation": {"act_fn": torch.nn.SiLU()},
+    "a bias": {"gate_up_proj.bias": torch.zeros(128)},
+    "a quantised product": {"gate_up_proj.quant_method": object()},
+    "a quantised layer behind it, which may want a quantised activation": {"down_proj.quant_method": object()},
+    "gathered results": {"gate_up_proj.gather_output": True},
+    "halves of other lengths": {"gate_up_proj.output_sizes": [64, 32]},
+    "three products": {"gate_up_proj.output_sizes": [64, 64, 64]},
+    "another layer": {
+        "gate_up_proj": SimpleNamespace(quant_method=None, bias=None, gather_output=False, output_sizes=[1, 1])
+    },
+}
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points.CUSTOM_OP.module(), "op_registry_oot", {"SiluAndMul": _Ours})
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_mlp_that_differs_keeps_two_operations(change: str) -> None:
+    assert activation._fits(mlp({}))
+    assert not activation._fits(mlp(CHANGES[change]))
+
+
+@pytest.mark.parametrize("layer", MLPS, ids=lambda layer: layer.attribute)
+def test_the_forward_method_of_this_vllm_is_the_one_known(layer: patch_points.PatchPoint) -> None:
+    assert set(layer.get().forward.__code__.co_names) - {activation._CALLS_ACTIVATION} == activation._NAMES
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_fitting_mlp_says_what_its_weight_is_for_and_multiplies_with_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for layer in MLPS:
+        monkeypatch.setattr(layer.get(), "__init__", lambda self, made: self.__dict__.update(vars(made)))
+        monkeypatch.setattr(layer.get(), "forward", layer.get().forward)
+    monkeypatch.setattr(patch_points, "replace_layer", lambda *_: None)
+    for _ in range(2):
+        activation.install()
+    monkeypatch.setattr(activation.torch_op, "gated_linear", lambda x, weight: (x, weight))
+    x = SimpleNamespace(is_cuda=True)
+    for layer in MLPS:
+        kind, parts = layer.get(), mlp({})
+        parts.gate_up_proj.weight, parts.down_proj = "weight", _Down(parts.down_proj.quant_method)
+        made = without_init(kind)
+        kind.__init__(made, parts)
+        assert getattr(made.gate_up_proj, linear.GATED)
+        assert kind.forward(made, x) == ("down", (x, "weight"))
+        other = without_init(kind)
+        kind.__init__(other, mlp(CHANGES["a bias"]))
+        assert not hasattr(other.gate_up_proj, linear.GATED)
+
+
+class _Down:
+    def __init__(self, quant_method: Any) -> None:
+        self.quant_method = quant_method
+
+    def __call__(self, x: Any) -> tuple[Any, None]:
+        return ("down", x), None
+
+
+def test_an_mlp_that_is_watched_or_on_another_device_or_not_marked_has_its_own_method() -> None:
+    apart: list[Any] = []
+    forward = activation._fused(lambda _, x: apart.append(x))
+    watched, plain, unmarked = mlp({}), mlp({}), mlp({})
+    for made in (watched, plain):
+        setattr(made.gate_up_proj, linear.GATED, True)
+    watched.act_fn.register_forward_hook(lambda *_: None)
+    forward(watched, SimpleNamespace(is_cuda=True))
+    forward(plain, SimpleNamespace(is_cuda=False))
+    forward(unmarked, SimpleNamespace(is_cuda=True))
+    assert len(apart) == 3
+
+
+def test_a_marked_layer_is_prepared_for_its_activation() -> None:
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=300, max_num_seqs=5),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]),
+        num_speculative_tokens=0,
+    )
+    layer = SimpleNamespace(bias=None)
+    assert linear._expected(layer, config) == (300, False, (1, 2), 1, False)
+    setattr(layer, linear.GATED, True)
+    assert linear._expected(layer, config) == (300, False, (1, 2), 1, True)
