@@ -142,11 +142,38 @@ def test_logits_of_a_batch_with_a_sampled_row_are_widened(named):
 
     states = SimpleNamespace(temperature=SimpleNamespace(np=np.array([0.0, 1.0, 0.0])))
     sampler, logits = SimpleNamespace(sampling_states=states), torch.zeros(2, 4, dtype=torch.bfloat16)
+    widened = sampling.Draws(pytest.fail).widened(apply)
     for requests, dtype in (([0, 2], torch.bfloat16), ([0, 1], torch.float32)):
         rows = np.array(requests)
         arguments = {"idx_mapping_np": rows, "pos": None} if named else {}
-        found = sampling.widened(apply)(sampler, logits, None, *(() if named else (rows, None)), **arguments)
-        assert found.dtype == dtype
+        assert widened(sampler, logits, None, *(() if named else (rows, None)), **arguments).dtype == dtype
+
+
+@pytest.mark.parametrize("value", [torch.nan, 1.0])
+def test_a_greedy_row_takes_its_first_candidate_in_any_company(value, logits):
+    def draw(logits, requests, temperature, seed, pos, *, apply_temperature):
+        assert not apply_temperature
+        asked.append(len(logits))
+        return logits.argmin(-1)
+
+    asked = []
+    heat = np.array([0.0, 1.0, 0.0, 0.5])
+    states = SimpleNamespace(temperature=SimpleNamespace(np=heat))
+    draws = sampling.Draws(draw)
+    apply = draws.widened(lambda sampler, logits, idx_mapping_np: logits)
+    logits[:, [70, 2000]] = value  # an equal, or what a kernel may take by its place
+    first = ranking.first(logits)
+    drawn = logits.argmin(-1)
+    for requests, of_rows, expected in (
+        ([0, 2], [0, 0, 2], first[:3]),
+        ([1, 3], [1, 3, 3, 3], drawn[:4]),
+        ([0, 1], [0, 0, 1, 0, 1, -1], torch.stack([first[0], first[1], drawn[2], first[3], drawn[4]])),
+    ):
+        rows = torch.tensor(of_rows, dtype=torch.int32)
+        given = apply(SimpleNamespace(sampling_states=states), logits[: len(rows)], np.array(requests))
+        found = draws(given, rows, torch.tensor(heat), None, None, apply_temperature=False)
+        assert_same_bits(found[: len(expected)], expected)
+    assert asked == [4, 6], "never of greedy rows alone"
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])

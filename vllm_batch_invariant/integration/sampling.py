@@ -8,9 +8,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
-from ..ops.ranking import top_and_ranks
+from ..ops.ranking import first, top_and_ranks
 from ..ops.softmax import log_softmax_at
 from ..ops.top_k_top_p import top_k_top_p
 from . import patch_points, reviewed_sampling, speculation
@@ -81,24 +82,57 @@ def install_second_runner() -> None:
     prompt = patch_points.TOPK_SCORES_OF_PROMPT.module()
     if hasattr(prompt, patch_points.TOKEN_LOGPROBS.attribute):  # newer ones score a prompt by given tokens, too
         setattr(prompt, patch_points.TOKEN_LOGPROBS.attribute, log_softmax_at)
-    sampler = patch_points.SECOND_SAMPLER.get()
-    sampler.apply_sampling_params = widened(sampler.apply_sampling_params)
+    sampler, draws = patch_points.SECOND_SAMPLER.get(), Draws(patch_points.GUMBEL_SAMPLE.get())
+    sampler.apply_sampling_params = draws.widened(sampler.apply_sampling_params)
+    patch_points.GUMBEL_SAMPLE.put(draws)
     speculation.install_second_runner()
 
 
-def widened(apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """vLLM's method with logits in fp32 wherever a row is sampled, so that one kernel adds noise to it. vLLM 0.27 and
-    later widen them where a request of the batch has a temperature other than 1, a filter or the like.
+class Draws:
+    """The second model runner's function that draws a token of each row: at temperature 0 it is the first of the row's
+    candidates, also beside rows that vLLM's function adds noise to. That one reads logits at a quarter of the bandwidth
+    of an H100, and where NaN is among them what it takes follows the places that it has for them.
+
+    Args:
+        draw: vLLM's function ``gumbel_sample``.
     """
-    index = list(inspect.signature(apply).parameters).index("idx_mapping_np")
 
-    def apply_sampling_params(self: Any, *args: Any, **named: Any) -> torch.Tensor:
-        logits = apply(self, *args, **named)
-        requests = named["idx_mapping_np"] if "idx_mapping_np" in named else args[index - 1]
-        sampled = (self.sampling_states.temperature.np[requests] != 0).any()
-        return logits.to(torch.float32) if sampled else logits
+    def __init__(self, draw: Callable[..., torch.Tensor]) -> None:
+        self._draw = draw
+        self._is_greedy = np.zeros(1, dtype=bool)
+        """Of the requests of the step."""
 
-    return apply_sampling_params
+    def widened(self, apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """vLLM's method ``apply_sampling_params``, which is called before a step's tokens are drawn, with logits in
+        fp32 wherever a row is sampled, so that one kernel adds noise to it. vLLM 0.27 and later widen them where a
+        request of the batch has a temperature other than 1, a filter or the like.
+        """
+        index = list(inspect.signature(apply).parameters).index("idx_mapping_np")
+
+        def apply_sampling_params(sampler: Any, *args: Any, **named: Any) -> torch.Tensor:
+            logits = apply(sampler, *args, **named)
+            requests = named["idx_mapping_np"] if "idx_mapping_np" in named else args[index - 1]
+            self._is_greedy = sampler.sampling_states.temperature.np[requests] == 0
+            return logits if self._is_greedy.all() else logits.to(torch.float32)
+
+        return apply_sampling_params
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        temperature: torch.Tensor,
+        *args: Any,
+        **named: Any,
+    ) -> torch.Tensor:
+        """vLLM's function of that name."""
+        if self._is_greedy.all():
+            return first(logits)
+        drawn = self._draw(logits, expanded_idx_mapping, temperature, *args, **named)
+        if not self._is_greedy.any():
+            return drawn
+        of_rows = temperature[expanded_idx_mapping.to(torch.int64).clamp(min=0)]
+        return torch.where(of_rows == 0, first(logits), drawn)
 
 
 def _top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None, **_: object) -> torch.Tensor:

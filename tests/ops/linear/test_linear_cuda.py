@@ -151,7 +151,8 @@ def test_a_gated_tile_has_the_bits_of_sequential_k_and_an_activation(tile, dtype
         wide_x, wide_weight = (F.pad(matrix, (8, 16), value=torch.nan)[:, 8:-16] for matrix in (x, weight))
         product_of_all = sequential_k(x, weight)
         expected = silu_and_mul(product_of_all)
-        assert not torch.equal(expected, silu_and_mul(product_of_all.roll(n // 2, 1))), "gate and up differ"
+        if k > 40:
+            assert not torch.equal(expected, silu_and_mul(product_of_all.roll(n // 2, 1))), "gate and up differ"
         reduction = LinearReduction.of_device("cuda", n, k, dtype)
         memory = torch.empty(300 * n // 2 + 4096, dtype=dtype, device="cuda")
         for m in (1, 2, 15, 16, 17, 33, 64, 100, 127, 128, 129, 256, 300):

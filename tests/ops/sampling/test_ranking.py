@@ -40,6 +40,16 @@ def test_candidates_are_listed_by_value_and_equal_ones_by_index(length, count):
         assert_same_bits(ours, exact)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [1, 300, 40_000])
+def test_the_first_is_the_first_of_the_list(length, dtype):
+    x = tied_rows(12, length).to(dtype) if length > 10 else torch.full((12, 1), torch.nan)
+    expected = reference.top_and_ranks(x, 1, torch.zeros(12, dtype=torch.int64))[0][:, 0]
+    assert_same_bits(reference.first(x), expected)
+    assert_same_bits(ranking.first(x), expected)
+    assert ranking.first(x[:0]).shape == (0,)
+
+
 def test_a_longer_list_begins_with_the_shorter_one_and_neighbours_change_neither():
     x = tied_rows(64, 5000)
     chosen = chosen_of(x)

@@ -69,6 +69,11 @@ def test_argmax_takes_the_first_candidate(dtype):
     assert ((x == x.max(-1, keepdim=True).values).sum(-1) > 1).any()
     for rows in ROWS:
         assert_same_bits(x[:rows].argmax(-1), first[:rows, 0], f"{rows} rows")
+        assert_same_bits(ranking.first(x[:rows]), first[:rows, 0], f"{rows} rows")
+    padded = torch.nn.functional.pad(x, (0, 64), value=torch.inf)[:, :VOCABULARY]
+    assert_same_bits(ranking.first(padded), first[:, 0])
+    special = tied_rows(12, VOCABULARY)
+    assert_same_bits(ranking.first(special.to(dtype).cuda()).cpu(), exact_ranking.first(special.to(dtype)))
 
 
 @pytest.mark.parametrize("length", [1003, 40_000, VOCABULARY])

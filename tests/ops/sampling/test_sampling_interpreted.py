@@ -26,6 +26,14 @@ def test_candidates_and_ranks_are_those_of_the_reference(count):
         assert_same_bits(ours, exact)
 
 
+def test_the_first_candidate_is_that_of_the_reference():
+    for length in (1, 4096, 2 * 8192 + 777):
+        x = tied_rows(12, length) if length > 1 else torch.zeros(12, 1)
+        assert_same_bits(ranking.first(x), exact_ranking.first(x))
+    x = tied_rows(12, LENGTH + 8)[:, 3 : LENGTH + 3]
+    assert_same_bits(ranking.first(x), exact_ranking.first(x))
+
+
 def test_candidates_of_a_view_are_those_of_the_reference():
     x = tied_rows(3, LENGTH + 8)[:, :LENGTH]
     for ours, exact in zip(

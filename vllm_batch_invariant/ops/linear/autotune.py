@@ -61,11 +61,6 @@ def m_bucket(m: int) -> int:
     return M_BUCKETS[bisect_left(M_BUCKETS, m)]
 
 
-def _cost(schedule: "Algorithm | NarrowTile | None", microseconds: float) -> float:
-    """What to choose a schedule by."""
-    return microseconds * _TRITON_GAIN if library_of(schedule) == "cuBLASLt" else microseconds
-
-
 class Inconsistent(RuntimeError):
     """Triton's kernels themselves give a row other bits at another M: nothing can be built on them."""
 
@@ -278,7 +273,7 @@ class Autotuner:
         times: dict[Any, float] = {}
         if timer and len(schedules) > 1:
             times = self._times(m, schedules[:-1], timer)
-            schedules = sorted((one for one in schedules if one in times), key=lambda one: _cost(one, times[one]))
+            schedules = sorted((one for one in schedules if one in times), key=lambda one: self._cost(one, times[one]))
         refused = []
         for schedule in schedules:
             if schedule is None or self.runs_and_verifies(schedule, ms):
@@ -302,6 +297,11 @@ class Autotuner:
             known,
             schedule if is_tile else None,
         )
+
+    def _cost(self, schedule: "Algorithm | NarrowTile | None", microseconds: float) -> float:
+        """What to choose a schedule by. Behind cuBLASLt's launch a gated layer has Triton's of the activation."""
+        is_cheap = library_of(schedule) == "cuBLASLt" and not self.problem.gated
+        return microseconds * _TRITON_GAIN if is_cheap else microseconds
 
     def compile(self, buckets: Sequence[int]) -> None:
         """Run every narrow tile that buckets may be timed with, so that compiling takes no time from the timing."""

@@ -4,7 +4,22 @@ import torch
 
 from ..dispatch import implementation
 
-__all__ = ["top_and_ranks"]
+__all__ = ["first", "top_and_ranks"]
+
+
+def first(values: torch.Tensor) -> torch.Tensor:
+    """The first index of each row in that order.
+
+    Args:
+        values: [rows, length] fp32, bf16 or fp16, of one value or more.
+
+    Returns:
+        [rows] int64.
+
+    Raises:
+        NotCovered: a device without an implementation.
+    """
+    return implementation("ranking", values).first(values)
 
 
 def top_and_ranks(values: torch.Tensor, count: int, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -72,6 +72,15 @@ _best = RowKernel(_best_kernel)
 _sorted = RowKernel(_sorted_kernel)
 
 
+def first(values: torch.Tensor) -> torch.Tensor:
+    """See the operation's package."""
+    rows = values.to(torch.float32).contiguous().view(torch.int32)
+    top = torch.empty(len(rows), 1, dtype=torch.int64)
+    if len(rows):
+        _best(rows.numel(), rows, top)
+    return top[:, 0]
+
+
 def top_and_ranks(values: torch.Tensor, count: int, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See the operation's package."""
     rows = values.to(torch.float32).contiguous().view(torch.int32)

@@ -17,6 +17,7 @@ LONGEST_LIST = 1024
 _SMALLEST_PADDED_COUNT = 32
 """One code serves most numbers of candidates."""
 _BLOCK = 4096
+_BLOCK_OF_FIRST = 8192
 _ROWS_SORTED_AT_ONCE = 64
 """A sort of a vocabulary takes some 20 bytes a value."""
 
@@ -34,6 +35,27 @@ class RankingSchedule:
     block: int
     num_blocks: int
     padded_count: int
+
+
+@dataclass(frozen=True)
+class FirstSchedule:
+    """The same where one index is wanted.
+
+    Attributes:
+        block: values of a program.
+        num_blocks: programs of a row.
+        padded_blocks: the power of two that holds what they find.
+    """
+
+    block: int
+    num_blocks: int
+    padded_blocks: int
+
+    @classmethod
+    def of(cls, length: int) -> "FirstSchedule":
+        """The schedule for rows of ``length`` values."""
+        num_blocks = triton.cdiv(length, _BLOCK_OF_FIRST)
+        return cls(_BLOCK_OF_FIRST, num_blocks, triton.next_power_of_2(num_blocks))
 
 
 def schedule_for(length: int, count: int) -> RankingSchedule:
@@ -106,6 +128,49 @@ def _settle_kernel(
                 )
                 taken += found
             start += BLOCK
+
+
+@triton.jit
+def _first_of_block_kernel(values_ptr, stride_row, best_ptr, length, num_blocks, BLOCK: tl.constexpr):
+    """Write the largest key of a block of a row, and how far from the end of int32 its first index is: together they
+    grow as the order says.
+    """
+    row = (tl.program_id(0) // num_blocks).to(tl.int64)
+    offs = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < length
+    keys = order_key(tl.load(values_ptr + row * stride_row + offs, mask=mask, other=float("-inf")).to(tl.float32))
+    largest = tl.max(keys)
+    index = tl.min(tl.where(mask & (keys == largest), offs, 0x7FFFFFFF))
+    tl.store(best_ptr + tl.program_id(0), (largest.to(tl.int64) << 32) | (0x7FFFFFFF - index))
+
+
+@triton.jit
+def _first_of_row_kernel(best_ptr, out_ptr, num_blocks, PADDED_BLOCKS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, PADDED_BLOCKS)
+    best = tl.load(best_ptr + row * num_blocks + offs, mask=offs < num_blocks, other=-0x7FFFFFFFFFFFFFFF)
+    tl.store(out_ptr + row, 0x7FFFFFFF - (tl.max(best) & 0xFFFFFFFF))
+
+
+def first(values: torch.Tensor) -> torch.Tensor:
+    """See the operation's package."""
+    rows, length = values.shape
+    if values.stride(1) != 1:
+        values = values.contiguous()
+    schedule = FirstSchedule.of(length)
+    best = torch.empty(rows, schedule.num_blocks, dtype=torch.int64, device=values.device)
+    out = torch.empty(rows, dtype=torch.int64, device=values.device)
+    if rows:
+        with on_device_of(values):
+            _first_of_block_kernel[(rows * schedule.num_blocks,)](
+                values, values.stride(0), best, length, schedule.num_blocks, BLOCK=schedule.block, num_warps=8,
+                enable_fp_fusion=False,
+            )  # fmt: skip
+            _first_of_row_kernel[(rows,)](
+                best, out, schedule.num_blocks, PADDED_BLOCKS=schedule.padded_blocks, num_warps=1,
+                enable_fp_fusion=False,
+            )  # fmt: skip
+    return out
 
 
 def top_and_ranks(values: torch.Tensor, count: int, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
