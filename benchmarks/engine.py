@@ -3,6 +3,7 @@ its usual arithmetic or in exact arithmetic, take turns on one GPU. Bits first, 
 """
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -24,7 +25,7 @@ from rich.table import Table
 
 from benchmarks import engine_online
 from benchmarks.engine_online import LOADS, Latencies
-from benchmarks.engine_worker import STARTED
+from benchmarks.engine_worker import ENDED, STARTED
 from benchmarks.engine_workloads import WORKLOADS
 from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, update
 from benchmarks.spread import Spread
@@ -62,29 +63,34 @@ def measure(provider: str, plan: dict[str, Any], timeout: float) -> dict[str, An
 
 
 def measure_in_turns(plans: Sequence[tuple[str, dict[str, Any]]], timeout: float) -> Iterator[dict[str, Any] | None]:
-    """The same of engines that start at the same time and share the GPU's memory; when all have started, each has the
-    GPU for itself until it ends.
+    """The same of engines that start at the same time and share the memory; when all have started, they take turns
+    on the GPU, a sample each.
 
     Args:
         plans: a provider and its plan, of each engine.
         timeout: seconds for all of them to start, and then for each.
     """
     share = {"gpu_memory_utilization": 0.9 / len(plans)}
+    print(f"\n{', '.join(provider for provider, _ in plans)}", flush=True)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(plans)) as pool:
-        turns = [Path(folder, str(number)) for number in range(len(plans))]
+        turns = [str(Path(folder, str(number))) for number in range(len(plans))]
         running = []
         for (provider, plan), turn in zip(plans, turns, strict=True):
-            waiting = plan | {"engine": plan["engine"] | share, "turn": str(turn)}
+            waiting = plan | {"engine": plan["engine"] | share, "turn": turn, "provider": provider}
             running.append(pool.submit(_measure, provider, waiting, timeout * (1 + len(plans))))
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and not all(
-            one.done() or turn.with_suffix(STARTED).exists() for one, turn in zip(running, turns, strict=True)
+            one.done() or Path(turn + STARTED).exists() for one, turn in zip(running, turns, strict=True)
         ):
             time.sleep(0.1)
-        for (provider, _), turn, one in zip(plans, turns, running, strict=True):
-            print(f"\n{provider}", flush=True)
-            turn.touch()
-            yield one.result()
+        for number in itertools.count():
+            if all(one.done() for one in running):
+                break
+            for turn, one in zip(turns, running, strict=True):
+                Path(f"{turn}.{number}").touch()
+                while not one.done() and not Path(f"{turn}.{number}{ENDED}").exists():
+                    time.sleep(0.02)
+        yield from (one.result() for one in running)
 
 
 def measured_of(

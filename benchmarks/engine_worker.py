@@ -13,8 +13,9 @@ from typing import Any
 from benchmarks.engine_workloads import WORKLOADS, target_bits
 from vllm_batch_invariant.verify.harness.mode import of_engine
 
-STARTED = ".started"
-"""How the name of the file ends by which an engine says so."""
+STARTED, ENDED = ".started", ".ended"
+"""How the names of the files end by which an engine says that it has started, and that a turn has ended."""
+_POLL = 0.02
 
 
 def memory_used() -> int:
@@ -38,13 +39,30 @@ def tokens_per_step(before: tuple[float, float], after: tuple[float, float]) -> 
     return 1 + accepted / steps if steps else 1.0
 
 
-def wait_for(turn: Path) -> None:
-    """Say that the engine has started, and wait until the file is there: engines that start at the same time are
-    measured one by one.
+class Turns:
+    """An engine's turns among those that started at the same time: one has the GPU for a sample. What arithmetic
+    heats is slower afterwards, and so is whoever is measured last, where each has the GPU until it ends.
+
+    Args:
+        path: begins the names of the files by which the turns are given and given back; None: there is nobody else.
     """
-    turn.with_suffix(STARTED).touch()
-    while not turn.exists():
-        time.sleep(0.05)
+
+    def __init__(self, path: str | None) -> None:
+        self._path, self._number = path, 0
+        if path is not None:
+            Path(path + STARTED).touch()
+
+    def _file(self, ending: str = "") -> Path:
+        return Path(f"{self._path}.{self._number}{ending}")
+
+    def __enter__(self) -> None:
+        while self._path is not None and not self._file().exists():
+            time.sleep(_POLL)
+
+    def __exit__(self, *_: object) -> None:
+        if self._path is not None:
+            self._file(ENDED).touch()
+            self._number += 1
 
 
 def run(plan: dict[str, Any]) -> dict[str, Any]:
@@ -55,17 +73,22 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
     started = time.perf_counter()
     llm = LLM(**plan["engine"])
     startup = time.perf_counter() - started
-    if "turn" in plan:
-        wait_for(Path(plan["turn"]))
-    alone, among = target_bits(llm, plan["concurrent"])
+    turn = Turns(plan.get("turn"))
+    with turn:
+        alone, among = target_bits(llm, plan["concurrent"])
     drafts = drafts_of if plan["engine"].get("speculative_config") else lambda _: (0.0, 0.0)
     samples, tokens = [], []
     for workload in WORKLOADS[plan["workloads"]]:
-        counted = drafts(llm)
-        workload.sample(llm)  # whatever happens once
-        samples.append([workload.sample(llm) for _ in range(plan["samples"])])
+        counted, of_workload = drafts(llm), []
+        with turn:
+            workload.sample(llm)  # whatever happens once
+        for _ in range(plan["samples"]):
+            with turn:
+                of_workload.append(workload.sample(llm))
+        samples.append(of_workload)
         tokens.append(tokens_per_step(counted, drafts(llm)))
-        print(f"  {workload.case}: {min(samples[-1]):.4g} to {max(samples[-1]):.4g} {workload.unit}", flush=True)
+        of = f"{plan['provider']}, " if "provider" in plan else ""
+        print(f"  {of}{workload.case}: {min(of_workload):.4g} to {max(of_workload):.4g} {workload.unit}", flush=True)
     return {
         "startup": startup,
         "memory": memory_used() - before,

@@ -146,17 +146,21 @@ def test_the_exit_status_says_whether_ours_held(ours, status, worker, tmp_path, 
     assert worker.environments["ours"][UNTRIED.name] == "1", "so that what no GPU has run can be timed"
 
 
-def test_engines_that_start_together_are_measured_one_by_one_when_all_have_started(monkeypatch, capfd) -> None:
+def test_engines_that_start_together_take_turns_when_all_have_started(monkeypatch, capfd) -> None:
     seen: list[str] = []
 
     def run(provider: str, plan: dict, timeout: float) -> dict | None:
-        if plan["engine"]["model"] == "fails":
+        name = plan["engine"]["model"]
+        if name == "fails":
             return None
+        time.sleep(0.1 * (name == "another"))
         seen.append("started")
-        engine_worker.wait_for(Path(plan["turn"]))
-        seen.append(f"{plan['engine']['model']} measures")
-        time.sleep(0.2)
-        seen.append(f"{plan['engine']['model']} ends")
+        turn = engine_worker.Turns(plan["turn"])
+        for number in range(2 if name == "one" else 3):
+            with turn:
+                seen.append(f"{name} begins {number}")
+                time.sleep(0.1)
+                seen.append(f"{name} ends {number}")
         return plan["engine"]
 
     monkeypatch.setattr(engine, "_measure", run)
@@ -164,8 +168,16 @@ def test_engines_that_start_together_are_measured_one_by_one_when_all_have_start
     found = list(engine.measure_in_turns(plans, timeout=10))
     share = {"gpu_memory_utilization": 0.9 / 3}
     assert found == [{"model": "one"} | share, None, {"model": "another"} | share]
-    assert seen == ["started"] * 2 + ["one measures", "one ends", "another measures", "another ends"]
-    assert capfd.readouterr().out.split() == ["stock"] * 3
+    turns = [("one", 0), ("another", 0), ("one", 1), ("another", 1), ("another", 2)]
+    assert seen[:2] == ["started"] * 2
+    assert seen[2:] == [f"{name} {what} {number}" for name, number in turns for what in ("begins", "ends")]
+    assert capfd.readouterr().out.split() == ["stock,", "stock,", "stock"]
+
+
+def test_an_engine_that_is_alone_waits_for_nobody() -> None:
+    for _ in range(2):
+        with engine_worker.Turns(None) as turn:
+            assert turn is None
 
 
 def test_exact_arithmetic_is_a_case_of_ours_with_ratios_to_plain_vllm_and_to_the_usual_one(
