@@ -6,7 +6,6 @@ import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -225,7 +224,7 @@ def test_a_reference_that_follows_the_number_of_rows_is_an_error(autotuner, monk
 def test_a_gpu_that_a_tile_does_not_fit_into_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.errors import OutOfResources
 
-    def make(*_: object, **__: object) -> None:
+    def make(*_: object) -> None:
         raise OutOfResources(required=101_384, limit=101_376, name="shared memory")
 
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
@@ -240,8 +239,8 @@ def test_the_largest_range_is_timed_first_and_then_the_small_ones(monkeypatch: p
     tuned = []
 
     class Slow:
-        def __init__(self, *_: object, sustained_seconds: float) -> None:
-            self.sustained_seconds = sustained_seconds
+        def __init__(self, *_: object) -> None:
+            pass
 
         def compile(self, buckets: Sequence[int]) -> None:
             clock.now += 60  # which is no time of the timing
@@ -249,9 +248,6 @@ def test_the_largest_range_is_timed_first_and_then_the_small_ones(monkeypatch: p
         def tune(self, bucket: int, sizes: Sequence[int], timer: object) -> None:
             tuned.append((bucket, timer is not None))
             clock.now += 2
-            if bucket == 8:
-                clock.now += 3  # in long runs, whose time is counted apart
-                self.sustained_seconds -= 3
 
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
@@ -302,40 +298,6 @@ def test_the_fastest_schedule_is_not_chosen_for_its_speed_alone(autotuner) -> No
     tuned = autotuner(*algorithms).tune(16, (), Clock(6, 8, 1, 7))
     assert tuned.algorithm is None
     assert tuned.refused == ("wrong",)
-
-
-class LongClock(Clock):
-    """The same, and in long runs other microseconds, in three rounds one of which is out of line."""
-
-    def __init__(self, *microseconds: float, sustained: dict[str, float]) -> None:
-        super().__init__(*microseconds)
-        self.sustained, self.rounds = sustained, 0
-
-    def time_sustained(
-        self, ways: Sequence[Sequence[Callable[[], object]]], expected: float, seconds: float
-    ) -> list[float]:
-        self.rounds += 1
-        assert len(ways) == len(self.sustained)
-        return [time if self.rounds > 1 else 1000 - time for time in self.sustained.values()]
-
-
-def test_of_a_gemm_that_arithmetic_bounds_the_fastest_are_timed_again_in_long_runs(autotuner) -> None:
-    names = ("near", "fastest", "too slow", "wrong", "third", "fifth")
-    algorithms = [one(name, off_by_one if name == "wrong" else sequential_k) for name in names]
-
-    def tuned(clock: Clock, m: int, seconds: float = 1.0) -> tuple[str, float]:
-        made = autotuner(*algorithms)
-        made.problem, made.max_m, made.sustained_seconds = replace(PROBLEM, n=512, k=512, has_bias=False), m, seconds
-        made.__post_init__()
-        return made.tune(m_bucket(m), (), clock).algorithm.about, made.sustained_seconds
-
-    short = (200, 104, 100, 106, 101, 103, 104)
-    long = {"fastest": 120.0, "wrong": 100.0, "third": 119.0, "near": 118.0}
-    chosen, left = tuned(LongClock(*short, sustained=long), 768)
-    assert chosen == "near", "the best in a long run whose bits are right, of the four that were the fastest"
-    assert 0 < left < 1
-    assert tuned(Clock(*short), 64)[0] == "fastest"
-    assert tuned(Clock(*short), 768, 0.0)[0] == "fastest"
 
 
 @pytest.fixture

@@ -8,8 +8,6 @@ _GRAPH_MICROSECONDS = 400.0
 """How much work a graph should hold: then its own start does not count."""
 _FEWEST_LAUNCHES, _MOST_LAUNCHES = 2, 20
 _MOST_COPIES = 128
-_SUSTAINED_MICROSECONDS = 2000.0
-"""The same of a graph that is replayed without a pause."""
 
 Calls = Sequence[Callable[[], object]]
 """The same work on different copies of its inputs, used in turn."""
@@ -68,34 +66,6 @@ class GraphTimer:
             [1e3 * start.elapsed_time(stop) / count for start, stop in pairs]
             for (count, _), pairs in zip(graphs, events, strict=True)
         ]
-
-    def time_sustained(self, ways: Sequence[Calls], expected_microseconds: float, seconds: float) -> list[float]:
-        """Microseconds of one call of each way as it is after so many seconds of nothing else, for as long: a GPU that
-        has reached its limit of power runs what takes less energy at a higher clock.
-
-        Args:
-            ways: what to compare.
-            expected_microseconds: roughly what a call takes.
-            seconds: before each way is timed, and of its timing.
-        """
-        found = []
-        torch.cuda.synchronize()
-        with torch.cuda.stream(self._stream):
-            for calls in ways:
-                for call in calls:
-                    call()
-                torch.cuda.synchronize()
-                count = -(-max(1, int(_SUSTAINED_MICROSECONDS / expected_microseconds)) // len(calls)) * len(calls)
-                graph = self._capture([calls[turn % len(calls)] for turn in range(count)])
-                replays = max(1, int(1e6 * seconds / (count * expected_microseconds)))
-                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                for event in (start, stop):
-                    for _ in range(replays):
-                        graph.replay()
-                    event.record()
-                torch.cuda.synchronize()
-                found.append(1e3 * start.elapsed_time(stop) / (count * replays))
-        return found
 
     def _capture(self, calls: Calls) -> torch.cuda.CUDAGraph:
         """Capture the current stream. Unlike ``torch.cuda.graph``, does not collect garbage and empty the allocator's

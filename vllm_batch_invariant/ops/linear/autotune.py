@@ -5,10 +5,6 @@ run; it is run at both ends of the range, in the middle, and at every M that the
 with :func:`.triton_gemm.gemm_ptr`, which adds K sequentially, on operands that show the order of a sum
 (:mod:`.cancelling`). A schedule that differs is not used. The choice among those that agree is made by timing them,
 because it cannot move a bit.
-
-Arithmetic takes a GPU to its limit of power: an H100 at 700 W multiplies 256 rows at 1400 to 1600 MHz, and 1980 after a
-pause. A schedule that moves less data then runs at a higher clock. So the fastest of a short run, which on an H100 were
-up to 17% apart in a long one, are timed again in a long one.
 """
 
 import json
@@ -49,12 +45,6 @@ _MAX_M_OF_SMALL_TILES = 256
 _OPAQUE = 64
 """Bytes of an algorithm of cuBLASLt."""
 _REPLAYS = 5
-_ARITHMETIC = 150
-"""Operations for a byte: from so many on a GEMM is bound by what the tensor cores do."""
-_LEADERS, _BEHIND = 4, 1.05
-"""Schedules that are timed again, and how far behind the fastest one they may be."""
-_SUSTAINED_SECONDS, _ROUNDS = 0.03, 3
-"""How long each of them has the GPU before it is timed, and is timed, and how often: clocks swing by 3%."""
 _TRITON_GAIN = 0.97
 """Triton must be faster than this share of cuBLASLt's time to be chosen: its launch costs the host twice as much.
 Gluon's kernels are launched by Triton.
@@ -170,8 +160,6 @@ class Autotuner:
     """Memory for what leaves of K give, if there are several."""
     activated: torch.Tensor | None = None
     """What is expected of a gated layer, if it is one."""
-    sustained_seconds: float = 0.0
-    """How long schedules may be timed again in long runs."""
 
     def __post_init__(self) -> None:
         p = self.problem
@@ -284,11 +272,8 @@ class Autotuner:
         schedules = [*self._candidates(m, tuning=timer is not None), None]
         times: dict[Any, float] = {}
         if timer and len(schedules) > 1:
-            ways = self._ways(m, schedules[:-1])
-            times = self._times(m, ways, timer)
-            schedules = sorted(times, key=lambda one: self._cost(one, times[one]))
-            if self._is_bound_by_arithmetic(m) and self.sustained_seconds > 0:
-                schedules = self._sustained(schedules, ways, times, timer)
+            times = self._times(m, schedules[:-1], timer)
+            schedules = sorted((one for one in schedules if one in times), key=lambda one: self._cost(one, times[one]))
         refused = []
         for schedule in schedules:
             if schedule is None or self.runs_and_verifies(schedule, ms):
@@ -357,10 +342,8 @@ class Autotuner:
         p = self.problem
         return tile, p.dtype, p.has_bias, p.leaves, p.gated
 
-    def _ways(
-        self, m: int, schedules: Sequence["Algorithm | NarrowTile"]
-    ) -> dict[Any, list[Callable[[], torch.Tensor]]]:
-        """How to run those schedules that run, and under None Triton, on copies of b in turn; of a gated layer with the
+    def _times(self, m: int, schedules: Sequence["Algorithm | NarrowTile"], timer: GraphTimer) -> dict[Any, float]:
+        """Median microseconds of those schedules that run, and under None of Triton; of a gated layer with the
         activation.
         """
         a, p = self.a[:m], self.problem
@@ -376,40 +359,12 @@ class Autotuner:
             return (lambda: silu_and_mul(run(a, b, out), made)) if p.gated else (lambda: run(a, b, out))
 
         runs = [one for one in schedules if self._runs(one, a, made if self.activates(one) else out)]
-        return {one: [whole(one, b) for b in weights] for one in (None, *runs)}
-
-    def _times(self, m: int, ways: dict[Any, list[Callable[[], torch.Tensor]]], timer: GraphTimer) -> dict[Any, float]:
-        """Median microseconds of each."""
-        p = self.problem
-        expected = 2 + self._bytes_moved(m) / 4e6 + 2 * m * p.n * p.k / 7e8  # roughly, on a large GPU
+        ways = {one: [whole(one, b) for b in weights] for one in (None, *runs)}
+        bytes_moved = a.element_size() * (p.n * p.k + m * (p.n + p.k))
+        expected = 2 + bytes_moved / 4e6 + 2 * m * p.n * p.k / 7e8  # roughly, on a large GPU
         replays = _REPLAYS if expected < 1000 else 2
         samples = timer.time(list(ways.values()), expected, replays)
         return dict(zip(ways, map(statistics.median, samples), strict=True))
-
-    def _sustained(
-        self,
-        schedules: Sequence["Algorithm | NarrowTile | None"],
-        ways: dict[Any, list[Callable[[], torch.Tensor]]],
-        times: dict[Any, float],
-        timer: GraphTimer,
-    ) -> list["Algorithm | NarrowTile | None"]:
-        """The schedules with those first that are the fastest in a long run."""
-        started, fastest = time.monotonic(), times[schedules[0]]
-        leaders = [one for one in schedules if times[one] <= _BEHIND * fastest][:_LEADERS]
-        if len(leaders) > 1:
-            calls = [ways[one] for one in leaders]
-            rounds = [timer.time_sustained(calls, fastest, _SUSTAINED_SECONDS) for _ in range(_ROUNDS)]
-            long = dict(zip(leaders, map(statistics.median, zip(*rounds, strict=True)), strict=True))
-            leaders.sort(key=lambda one: self._cost(one, long[one]))
-            self.sustained_seconds -= time.monotonic() - started
-        return [*leaders, *(one for one in schedules if one not in leaders)]
-
-    def _bytes_moved(self, m: int) -> int:
-        p = self.problem
-        return self.a.element_size() * (p.n * p.k + m * (p.n + p.k))
-
-    def _is_bound_by_arithmetic(self, m: int) -> bool:
-        return 2 * m * self.problem.n * self.problem.k >= _ARITHMETIC * self._bytes_moved(m)
 
     def _runs(self, schedule: "Algorithm | NarrowTile", a: torch.Tensor, out: torch.Tensor) -> bool:
         """Whether a schedule can be run here at all."""
@@ -447,8 +402,8 @@ def tune(
         matmul: cuBLASLt's, or None.
         buckets: of :data:`M_BUCKETS`.
         sizes: values of M that must be among those verified, such as the sizes of CUDA graphs.
-        tuning_seconds: no more buckets are timed after that long, and none again in long runs, which take as long at
-            most. The largest comes first, because long prompts have it, and then the small ones.
+        tuning_seconds: no more buckets are timed after that long. The largest comes first, because long prompts have
+            it, and then the small ones.
 
     Raises:
         Inconsistent: see :meth:`Autotuner.tune`.
@@ -473,13 +428,13 @@ def _tune(
     tuning_seconds: float,
 ) -> dict[int, TunedSchedule]:
     with torch.cuda.device(problem.device), torch.no_grad():
-        autotuner = Autotuner(problem, matmul, max(buckets), sustained_seconds=tuning_seconds)
+        autotuner = Autotuner(problem, matmul, max(buckets))
         timer = GraphTimer(problem.device) if tuning_seconds > 0 else None
         if timer:
             autotuner.compile(buckets)
-        started, schedules = time.monotonic(), {}
+        started = time.monotonic()
+        schedules = {}
         for bucket in (max(buckets), *sorted(buckets)[:-1]):
-            in_long_runs = tuning_seconds - autotuner.sustained_seconds
-            tuning = timer if time.monotonic() - started - in_long_runs < tuning_seconds else None
+            tuning = timer if time.monotonic() - started < tuning_seconds else None
             schedules[bucket] = autotuner.tune(bucket, sizes, tuning)
         return schedules

@@ -39,8 +39,8 @@ _USES_BEFORE_TUNING = 3
 returns would be tuned for nothing.
 """
 _TUNING_SECONDS = 5.0
-"""How long the schedules of one problem are timed when a model is loaded, and the fastest in long runs, which take as
-long again; after that the heuristic's first choice serves.
+"""How long the schedules of one problem are timed when a model is loaded; after that the heuristic's first choice
+serves. A problem takes about 0.6 s on an H200.
 """
 _MOST_PLANS = 4096
 
