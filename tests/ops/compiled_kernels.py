@@ -57,7 +57,7 @@ from vllm_batch_invariant.ops.norm import NormReduction
 from vllm_batch_invariant.ops.norm import cuda as norm
 from vllm_batch_invariant.ops.norm_backward import cuda as norm_backward
 from vllm_batch_invariant.ops.norm_rotary import cuda as norm_rotary
-from vllm_batch_invariant.ops.ranking.cuda import first, top_and_ranks
+from vllm_batch_invariant.ops.ranking import cuda as ranking
 from vllm_batch_invariant.ops.reduce import cuda as reduce
 from vllm_batch_invariant.ops.silu import cuda as silu
 from vllm_batch_invariant.ops.silu_backward import cuda as silu_backward
@@ -529,9 +529,9 @@ def sampling() -> None:
     rows = torch.zeros(24, dtype=torch.int64)
     for width in (2, 4, 8, 16):
         accept(rows, rows, torch.tensor([0, 1, 3], dtype=torch.int32), width)
-    top_and_ranks(logits, 20, torch.zeros(3, dtype=torch.int64))
-    first(logits)
-    first(logits.bfloat16())
+    ranking.top_and_ranks(logits, 20, torch.zeros(3, dtype=torch.int64))
+    ranking.first(logits)
+    ranking.first(logits.bfloat16())
     k, p = torch.full((3,), 50), torch.full((3,), 0.5)
     for filters in ((k, p), (k, None), (None, p)):
         top_k_top_p(logits, *filters)

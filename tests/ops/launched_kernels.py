@@ -40,7 +40,7 @@ from vllm_batch_invariant.ops.linear import LinearReduction
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
 from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES
 from vllm_batch_invariant.ops.norm import cuda as norm
-from vllm_batch_invariant.ops.ranking.cuda import first, top_and_ranks
+from vllm_batch_invariant.ops.ranking import cuda as ranking
 from vllm_batch_invariant.ops.reduce import cuda as reduce
 from vllm_batch_invariant.ops.silu import cuda as silu
 from vllm_batch_invariant.ops.softmax import cuda as softmax
@@ -101,8 +101,8 @@ def sampling_batch(count: int) -> None:
     logits = torch.zeros(count, 9_000)
     rows = torch.arange(2 * count)
     accept(rows, rows, torch.arange(0, 2 * count + 1, 2, dtype=torch.int32), 2)
-    top_and_ranks(logits, 20, torch.zeros(count, dtype=torch.int64))
-    first(logits)
+    ranking.top_and_ranks(logits, 20, torch.zeros(count, dtype=torch.int64))
+    ranking.first(logits)
     top_k_top_p(logits, torch.full((count,), 50), torch.full((count,), 0.5))
 
 

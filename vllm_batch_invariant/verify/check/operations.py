@@ -155,6 +155,9 @@ def _linear(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+    from ...integration.linear import GATED
+    from ...ops.linear import torch_op
+
     head = getattr(model, "lm_head", None)
     seen = set()
     like = _parameter(model)
@@ -167,19 +170,21 @@ def _linear(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate
         # a layer that every worker has whole says only its size
         columns = getattr(layer, "num_embeddings_per_partition" if is_head else "output_size_per_partition", None)
         columns = columns or layer.output_size
-        kind = (columns, depth, bias is not None)
+        gated = getattr(layer, GATED, False) and layer.weight.is_cuda
+        kind = (columns, depth, bias is not None, gated)
         if kind in seen:
             continue
         seen.add(kind)
-        apply = layer.quant_method.apply
-        shape = f"{name.rpartition('.')[2]}: K={depth}, N={columns}, {_name(like.dtype)}{', bias' * (bias is not None)}"
+        of_kind = f"{', bias' * (bias is not None)}{', gated' * gated}"
+        shape = f"{name.rpartition('.')[2]}: K={depth}, N={columns}, {_name(like.dtype)}{of_kind}"
+        multiply = partial(layer.quant_method.apply, layer, bias=bias)
+        if gated:  # as the MLP calls it
+            multiply = partial(torch_op.gated_linear, weight=layer.weight)
         certificate = _tested(
-            Certificate("linear", shape, "batch", _server(layer), tuple(rows), 0, ""),
-            lambda x, layer=layer, bias=bias, apply=apply: apply(layer, x, bias),
-            (depth, like),
+            Certificate("linear", shape, "batch", _server(layer), tuple(rows), 0, ""), multiply, (depth, like)
         )
         by_float = like.is_cuda and not is_exact()
-        yield replace(certificate, note=_gpu_certificate(like, layer, bias)) if by_float else certificate
+        yield replace(certificate, note=_gpu_certificate(like, layer, bias, gated)) if by_float else certificate
 
 
 def _experts(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate]:
@@ -414,7 +419,7 @@ def _is_replaced(layer: torch.nn.Module) -> bool:
     return is_batch_invariant_mode_enabled() and layer.weight.is_cuda and layer.weight.dim() == 2
 
 
-def _gpu_certificate(like: torch.Tensor, layer: torch.nn.Module, bias: torch.Tensor | None) -> str:
+def _gpu_certificate(like: torch.Tensor, layer: torch.nn.Module, bias: torch.Tensor | None, gated: bool) -> str:
     """What was compared when the weight was loaded; empty if the mode does not serve it."""
     if not _is_replaced(layer):
         return ""
@@ -422,7 +427,7 @@ def _gpu_certificate(like: torch.Tensor, layer: torch.nn.Module, bias: torch.Ten
     from ...ops.linear.problem import problem_of
 
     weight = layer.weight
-    problem = problem_of(like.new_empty(1, weight.shape[1]), weight.t(), bias)
+    problem = problem_of(like.new_empty(1, weight.shape[1]), weight.t(), bias, gated=gated)
     return describe_entries(cuda.tuned_schedules(problem)) if problem is not None else "by Triton alone"
 
 
