@@ -33,7 +33,9 @@ def add_arguments(parser: OneLineParser) -> None:
     )
     parser.add_argument("--shape", nargs="+", type=_shape, default=[], metavar="NxK", help="weights to certify now")
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the weights of --shape")
-    parser.add_argument("--bias", action="store_true", help="certify with a bias")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--bias", action="store_true", help="certify with a bias")
+    kind.add_argument("--gated", action="store_true", help="certify as a gated MLP's first product, N of both halves")
     parser.add_argument("--rows", type=at_least(1), default=8192, metavar="M", help="certify up to M rows")
     parser.add_argument("--device", type=at_least(0), default=0, metavar="N", help="index of the GPU")
     add_json(parser)
@@ -61,7 +63,7 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
 
     for n, k in options.shape:
         weight = torch.empty(n, k, dtype=getattr(torch, _DTYPES[options.dtype]), device=f"cuda:{options.device}")
-        prepare(weight, options.rows, options.bias)
+        prepare(weight, options.rows, options.bias, gated=options.gated)
     environment, gemms = cuda.known(options.device)
     of_attention = attention.known(options.device)
     if options.json:

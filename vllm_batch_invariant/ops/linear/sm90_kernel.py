@@ -40,7 +40,7 @@ from ..common.gluon_names import copy_block, reinterpret
 from ..common.sm90_ring import next_stage
 from ..common.triton_names import aggregate, value
 from ..dependent_launch import LaunchSchedule
-from ..silu.gluon_kernels import silu_and_mul
+from ..silu.sm90_kernels import silu_and_mul
 from .problem import leading_dim
 from .reduction import LinearReduction
 from .schedule import NarrowTile, gpu
@@ -52,7 +52,7 @@ _COPY_K = gl.constexpr(64)
 """Elements of K that are copied at once: rows of 128 bytes, the longest that wgmma reads without conflicts."""
 _IN_TURN = gl.constexpr(8)
 """Columns of gate, and of up behind them: a thread has rows of the accumulator that are so far apart."""
-_TURNS = gl.constexpr(64 // 8 // 2)
+_TURNS = gl.constexpr(_LONG_SIDE.value // _IN_TURN.value // 2)
 _REGISTERS = gl.constexpr(128)
 """Of a thread: then four warpgroups fit into a multiprocessor."""
 _COPYING_REGISTERS = gl.constexpr(40)

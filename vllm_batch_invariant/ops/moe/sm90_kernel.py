@@ -32,7 +32,7 @@ from ..dependent_launch import LaunchSchedule
 from ..linear import schedule as of_linear
 from ..linear.reduction import LinearReduction
 from ..linear.sm90_kernel import shared_layout
-from ..silu.gluon_kernels import silu_and_mul
+from ..silu.sm90_kernels import silu_and_mul
 
 _HALF_M = gl.constexpr(64)
 """Pairs of a warpgroup: wgmma's long side."""
