@@ -23,15 +23,28 @@ def without_init(kind: type) -> Any:
     return made
 
 
+class _Mlp(SimpleNamespace):
+    """Has the forward method of :mod:`~vllm_batch_invariant.integration.activation`."""
+
+    forward = activation._fused(pytest.fail)
+
+
+class _WithAnother(_Mlp):
+    """Derived from it, with a forward method of its own."""
+
+    def forward(self, x: Any) -> Any:
+        raise NotImplementedError
+
+
 def mlp(changes: dict[str, Any]) -> SimpleNamespace:
     """What is asked of an MLP, with other values for some attributes."""
     method = patch_points.LINEAR_METHOD.get()
     first = without_init(patch_points.MERGED_COLUMN_PARALLEL.get())
     first.quant_method, first.bias, first.gather_output = method.__new__(method), None, False
     first.output_sizes = [64, 64]
-    made = SimpleNamespace(
-        gate_up_proj=first, act_fn=_Ours(), down_proj=SimpleNamespace(quant_method=method.__new__(method))
-    )
+    made = _Mlp()
+    made.gate_up_proj, made.act_fn = first, _Ours()
+    made.down_proj = SimpleNamespace(quant_method=method.__new__(method))
     for name, value in changes.items():
         owner, _, attribute = name.rpartition(".")
         setattr(getattr(made, owner) if owner else made, attribute, value)
@@ -62,6 +75,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_mlp_that_differs_keeps_two_operations(change: str) -> None:
     assert activation._fits(mlp({}))
     assert not activation._fits(mlp(CHANGES[change]))
+    assert not activation._fits(_WithAnother(**vars(mlp({}))))
 
 
 @pytest.mark.parametrize("layer", MLPS, ids=lambda layer: layer.attribute)
@@ -84,7 +98,7 @@ def test_a_fitting_mlp_says_what_its_weight_is_for_and_multiplies_with_it_once(m
         parts.gate_up_proj.weight, parts.down_proj = "weight", _Down(parts.down_proj.quant_method)
         made = without_init(kind)
         kind.__init__(made, parts)
-        assert getattr(made.gate_up_proj, linear.GATED)
+        assert getattr(made.gate_up_proj, linear.GATED) is _Ours
         assert kind.forward(made, x) == ("down", (x, "weight"))
         other = without_init(kind)
         kind.__init__(other, mlp(CHANGES["a bias"]))
@@ -102,14 +116,15 @@ class _Down:
 def test_an_mlp_that_is_watched_or_on_another_device_or_not_marked_has_its_own_method() -> None:
     apart: list[Any] = []
     forward = activation._fused(lambda _, x: apart.append(x))
-    watched, plain, unmarked = mlp({}), mlp({}), mlp({})
-    for made in (watched, plain):
-        setattr(made.gate_up_proj, linear.GATED, True)
+    watched, plain, unmarked, changed = (mlp({}) for _ in range(4))
+    for made in (watched, plain, changed):
+        setattr(made.gate_up_proj, linear.GATED, _Ours)
     watched.act_fn.register_forward_hook(lambda *_: None)
-    forward(watched, SimpleNamespace(is_cuda=True))
+    changed.act_fn = torch.nn.GELU()  # by a class that is derived from vLLM's
     forward(plain, SimpleNamespace(is_cuda=False))
-    forward(unmarked, SimpleNamespace(is_cuda=True))
-    assert len(apart) == 3
+    for made in (watched, unmarked, changed):
+        forward(made, SimpleNamespace(is_cuda=True))
+    assert len(apart) == 4
 
 
 def test_a_marked_layer_is_prepared_for_its_activation() -> None:
@@ -120,5 +135,5 @@ def test_a_marked_layer_is_prepared_for_its_activation() -> None:
     )
     layer = SimpleNamespace(bias=None)
     assert linear._expected(layer, config) == (300, False, (1, 2), 1, False)
-    setattr(layer, linear.GATED, True)
+    setattr(layer, linear.GATED, _Ours)
     assert linear._expected(layer, config) == (300, False, (1, 2), 1, True)

@@ -44,7 +44,7 @@ def _marking(init: Any) -> Any:
     def construct(self: Any, *args: Any, **named: Any) -> None:
         init(self, *args, **named)
         if _fits(self):
-            setattr(self.gate_up_proj, linear.GATED, True)
+            setattr(self.gate_up_proj, linear.GATED, type(self.act_fn))
 
     return construct
 
@@ -54,7 +54,8 @@ def _fits(mlp: Any) -> bool:
     first, method = mlp.gate_up_proj, patch_points.LINEAR_METHOD.get()
     activation = patch_points.CUSTOM_OP.module().op_registry_oot.get("SiluAndMul")
     return (
-        type(first) is patch_points.MERGED_COLUMN_PARALLEL.get()
+        getattr(type(mlp).forward, "fused", False)
+        and type(first) is patch_points.MERGED_COLUMN_PARALLEL.get()
         and type(mlp.act_fn) is activation
         and type(first.quant_method) is type(mlp.down_proj.quant_method) is method
         and first.bias is None
@@ -68,8 +69,9 @@ def _fused(apart: Any) -> Any:
     """The forward method that has one operation where ``apart`` has two."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        first = self.gate_up_proj
-        if not getattr(first, linear.GATED, False) or not x.is_cuda or is_watched(first, self.act_fn):
+        first, activation = self.gate_up_proj, self.act_fn
+        fits = getattr(first, linear.GATED, None) is type(activation)
+        if not fits or not x.is_cuda or is_watched(first, activation):
             return apart(self, x)
         out, _ = self.down_proj(torch_op.gated_linear(x, first.weight))
         return out

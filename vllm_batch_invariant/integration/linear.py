@@ -20,7 +20,7 @@ _CERTIFIED = 1024
 EXACT = "_batch_invariant_exact"
 """Attribute of a layer on a GPU: its product in exact arithmetic."""
 GATED = "_batch_invariant_gated"
-"""Attribute of a layer on a GPU: that its product is activated in the launch that multiplies."""
+"""Attribute of a layer on a GPU whose product is activated in the launch that multiplies: the activation's class."""
 _EXPECTED = "_batch_invariant_expected"
 """Attribute of a layer on a GPU: what to prepare its weight for."""
 
@@ -316,7 +316,7 @@ def _expected(layer: torch.nn.Module, config: Any) -> _Expected:
     if tensor_tree.leaves() > 1 and isinstance(layer, patch_points.ROW_PARALLEL.get()):
         adds_bias = False  # it comes after the root
     sizes = tuple(config.compilation_config.cudagraph_capture_sizes or ())
-    leaves, gated = tensor_tree.of_layer(layer).leaves, getattr(layer, GATED, False)
+    leaves, gated = tensor_tree.of_layer(layer).leaves, hasattr(layer, GATED)
     return _Expected(_max_m(layer, config), adds_bias, sizes, leaves, gated)
 
 

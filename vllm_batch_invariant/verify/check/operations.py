@@ -170,7 +170,7 @@ def _linear(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate
         # a layer that every worker has whole says only its size
         columns = getattr(layer, "num_embeddings_per_partition" if is_head else "output_size_per_partition", None)
         columns = columns or layer.output_size
-        gated = getattr(layer, GATED, False) and layer.weight.is_cuda
+        gated = hasattr(layer, GATED) and layer.weight.is_cuda
         kind = (columns, depth, bias is not None, gated)
         if kind in seen:
             continue
