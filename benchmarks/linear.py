@@ -45,6 +45,8 @@ class Sweep:
     device: str = "cuda"
     behind_norm: bool = False
     """Whether a norm makes each call's operand, as in a layer, and its time counts."""
+    gated: bool = False
+    """Whether the activation of a gated layer is behind each matmul, as :func:`.linear_providers.gated` says."""
     measurements: list[Measurement] = field(default_factory=list)
     problems: int = 0
     """Bits that differ and calls that failed."""
@@ -156,6 +158,7 @@ class Sweep:
 
     def _case(self, shape: WeightShape, m: int) -> str:
         of_call = {"behind": "norm"} if self.behind_norm else {}
+        of_call |= {"act": "silu"} if self.gated else {}
         return case_text(M=m, N=shape.out_features, K=shape.in_features, dtype="bf16", **of_call)
 
     def _failed(self, provider: Provider, case: str, error: Exception) -> None:
@@ -196,8 +199,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     behind = "have a norm, the same one for all, make each operand, and count its time: launches may overlap"
     parser.add_argument("--behind-norm", action="store_true", help=behind)
+    activated = "only weights of gate and up, whose products are activated, and count that time"
+    parser.add_argument("--gated", action="store_true", help=activated)
     options = parser.parse_args(arguments)
     options.shapes = shapes_of(options.shapes) if options.shapes else WEIGHT_SHAPES
+    if options.gated:
+        options.shapes = [one for one in options.shapes if any(of.projection == "gate_up" for of in one.origins)]
     if not options.shapes:
         parser.error("no model has such a name")
     return options
@@ -221,13 +228,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     timer = GraphTimer()
     sweep = Sweep(
-        providers=tuple(_load(options.providers)),
+        providers=tuple(linear_providers.gated(one) if options.gated else one for one in _load(options.providers)),
         rows=sorted(set(options.rows)),
         timer=timer,
         ceilings=measure_ceilings(timer),
         setting=Setting.here(),
         cache=torch.cuda.get_device_properties().L2_cache_size,
         behind_norm=options.behind_norm,
+        gated=options.gated,
     )
     print(f"{sweep.setting.gpu}, {sweep.setting.versions}\n{sweep.ceilings}", flush=True)
     done = 0

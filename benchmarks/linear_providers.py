@@ -78,6 +78,18 @@ def _ours_exact() -> Provider:
     return Provider("ours-exact", call)
 
 
+def gated(provider: Provider) -> Provider:
+    """The provider with what a gated layer does behind its matmul, silu(gate) * up of [gate, up]; ours computes both in
+    one operation. Whoever multiplies is followed by the same kernel, so that matmuls are compared.
+    """
+    if provider.name == "ours":
+        linear = import_module("vllm_batch_invariant.ops.linear")
+        call = partial(linear.gated_linear, weight_is_constant=True)
+        return replace(provider, call=call, prepare=partial(linear.prepare, gated=True))
+    activate = import_module("vllm_batch_invariant.ops.silu").silu_and_mul
+    return replace(provider, call=lambda x, weight: activate(provider.call(x, weight)))
+
+
 def _native() -> Provider:
     from vllm_batch_invariant.integration import patch_points
 

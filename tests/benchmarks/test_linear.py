@@ -83,6 +83,25 @@ def test_a_norm_may_make_the_operand_of_what_is_timed() -> None:
     torch.testing.assert_close(seen[-1].float().square().mean(1), torch.ones(512), atol=0.02, rtol=0)
 
 
+def test_an_activation_may_be_behind_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(ours, "prepare", lambda *weight, gated: asked.append(gated))
+    providers = Provider("ours", pytest.fail), Provider("ours-triton", exact)
+    run = sweep(*map(linear_providers.gated, providers), gated=True)
+    assert run.problems == 0
+    for provider in ("ours", "ours-triton"):
+        assert verdicts(run, provider) == {"2": "equal", "8": "equal", "512": "equal"}
+    assert {row.keys["act"] for row in run.measurements} == {"silu"}
+    assert asked == [True]
+    x, weight = torch.randn(3, 64).bfloat16(), torch.randn(48, 64).bfloat16()
+    one, other = (linear_providers.gated(Provider(name, exact)).call(x, weight) for name in ("ours", "ours-triton"))
+    assert one.shape == other.shape == (3, 24)
+    torch.testing.assert_close(one, other)
+    shapes = {origin.projection for shape in linear._parse(["--gated"]).shapes for origin in shape.origins}
+    assert "gate_up" in shapes
+    assert "lm_head" not in shapes
+
+
 def test_every_case_is_checked_and_timed() -> None:
     run = sweep(Provider("ours", exact))
     assert run.problems == 0
