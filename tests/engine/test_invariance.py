@@ -32,9 +32,10 @@ PAGE = 16 if ON_GPU else 128
 """Keys in a page of the KV cache, as vLLM chooses it."""
 
 
-STOCK = {"enforce_eager": True, "dtype": "float32" if torch.cpu._is_avx512_bf16_supported() else "bfloat16"}
+_VARIES_IN_BF16 = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
+STOCK = {"enforce_eager": True, "dtype": "bfloat16" if _VARIES_IN_BF16 else "float32"}
 """Plain vLLM's engine, in a dtype in which it was seen to vary: on a Xeon without instructions for bf16 in bf16, on a
-Zen 4, which has them, in fp32 alone.
+Zen 4, which has them, and on a Zen 3, which has no AVX-512, in fp32 alone.
 """
 
 

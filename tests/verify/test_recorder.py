@@ -1,6 +1,7 @@
 """The recorder names the operation that is variant, and no other, in either kind of model runner."""
 
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -306,6 +307,34 @@ def test_what_workers_exchange_has_the_rows_of_the_batch_once_for_each_of_them(
     assert part(worker)[0].key.operation == "injected.gather", "a false alarm"
     monkeypatch.setitem(recorder._GATHERS, "injected.gather", (0, 1))
     assert part(worker)[0] is None
+
+
+class Exchanged(torch.nn.Module):
+    """A layer whose tensor a collective of PyTorch's writes, some time after it has been called."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        out.numpy()[...] = np.random.default_rng().standard_normal(out.shape)  # what was there, past the recorder
+        torch.ops.c10d.injected_exchange(x, out)
+        return x
+
+
+_c10d = torch.library.Library("c10d", "FRAGMENT")
+_c10d.define("injected_exchange(Tensor own, Tensor(a!) out) -> ()")
+_begun: list[Callable[[], object]] = []
+_c10d.impl("injected_exchange", lambda own, out: _begun.append(lambda: out.copy_(own)), "CPU")
+
+
+def test_what_a_collective_writes_is_looked_at_when_it_is_there(
+    worker: WorkerExtension, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.model_runner.model.layers[1].product = Exchanged()
+    monkeypatch.setattr(recorder, "_wait", lambda result: None)
+    assert part(worker)[0].key.operation == "c10d.injected_exchange", "a false alarm"
+    monkeypatch.setattr(recorder, "_wait", lambda result: _begun.pop()())
+    divergence, alone = part(worker)
+    assert divergence is None
+    assert any(record.key.operation == "c10d.injected_exchange" for step in alone for record in step.records)
 
 
 def test_an_activation_that_lies_where_a_weight_was_is_recorded(worker: WorkerExtension) -> None:

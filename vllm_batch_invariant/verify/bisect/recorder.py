@@ -96,7 +96,7 @@ _UNWRITTEN = {
 """Operators whose output is uninitialised."""
 _BYTES = (torch.int8, torch.uint8)
 """Integer dtypes that hold quantised activations."""
-_GATHERS = {"_C.shm_all_gather": (1, 2)}
+_GATHERS = {"_C.shm_all_gather": (1, 2), "c10d._allgather_base_": (1, 0)}
 """Operators that write what each worker has, one after the other: the places of a worker's tensor and of all of them.
 """
 _OPERATIONS = f"{__name__.partition('.')[0]}.ops."
@@ -271,13 +271,15 @@ class Recorder:
         # a custom operator written in Python may use vmap, which the dispatch keys of a mode exclude
         with nullcontext() if name.startswith("aten.") else torch._C._ForceDispatchKeyGuard(*self._outside):
             result = operator(*args, **kwargs)
+        if name.startswith("c10d."):
+            _wait(result)
         if ".".join(name.split(".")[:2]) not in _UNWRITTEN:
             results = result if isinstance(result, (tuple, list)) else (result,)
             fresh = results if effects.fresh is None else [results[i] for i in effects.fresh if i < len(results)]
             written = [args[place] if place < len(args) else kwargs.get(given) for place, given in effects.written]
             if name in _GATHERS:  # the rows of the batch are there once for each worker
                 own, gathered = (args[place] for place in _GATHERS[name])
-                written = [gathered.view(-1, *own.shape)]
+                fresh, written = (), [gathered.view(-1, *own.shape)]
             self._record(name, [*_tensors(fresh), *_tensors(written)], operands)
         return result
 
@@ -396,6 +398,13 @@ def _effects(operator: Callable) -> _Effects:
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     return _Effects(written, tuple(i for i, result in enumerate(schema.returns) if result.alias_info is None))
+
+
+def _wait(result: Any) -> None:
+    """Wait for what PyTorch's collectives have begun: another thread writes their tensors, or another stream."""
+    for one in result if isinstance(result, tuple) else (result,):
+        if isinstance(one, torch.ScriptObject):
+            torch.distributed.Work.unbox(one).wait()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
