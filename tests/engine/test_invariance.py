@@ -40,7 +40,7 @@ where_batches_move_plain_vllm = pytest.mark.skipif(
     not torch.cpu._is_avx512_supported(),
     reason="on a Zen 3, which has no AVX-512, these requests had the same bits in plain vLLM, in bf16 and in fp32",
 )
-"""A negative control that needs plain vLLM to vary with the number of requests; the fuzzer's finds it to vary there, too.
+"""A negative control that needs plain vLLM to vary with the number of requests. The fuzzer finds it to vary there, too.
 """
 
 
