@@ -18,7 +18,7 @@ from vllm_batch_invariant.ops.devices import DEVICES
 
 where_rows_are_numpys_own = pytest.mark.skipif(
     not torch.cpu._is_avx512_supported(),
-    reason="the interpreter multiplies by NumPy, which gives a row other bits among more rows on a Zen 3 without AVX-512",
+    reason="the interpreter multiplies by NumPy, which on a Zen 3 gives a row other bits among more rows",
 )
 
 HEADS = Heads(2, 1, 64, torch.float16)
