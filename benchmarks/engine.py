@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks import engine_online
 from benchmarks.engine_online import LOADS, Latencies
-from benchmarks.engine_worker import ENDED, STARTED
+from benchmarks.engine_worker import ENDED, POLL, STARTED
 from benchmarks.engine_workloads import WORKLOADS
 from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, update
 from benchmarks.spread import Spread
@@ -89,7 +89,7 @@ def measure_in_turns(plans: Sequence[tuple[str, dict[str, Any]]], timeout: float
             for turn, one in zip(turns, running, strict=True):
                 Path(f"{turn}.{number}").touch()
                 while not one.done() and not Path(f"{turn}.{number}{ENDED}").exists():
-                    time.sleep(0.02)
+                    time.sleep(POLL)
         yield from (one.result() for one in running)
 
 

@@ -15,7 +15,8 @@ from vllm_batch_invariant.verify.harness.mode import of_engine
 
 STARTED, ENDED = ".started", ".ended"
 """How the names of the files end by which an engine says that it has started, and that a turn has ended."""
-_POLL = 0.02
+POLL = 0.02
+"""Seconds between two looks at those files."""
 
 
 def memory_used() -> int:
@@ -57,7 +58,7 @@ class Turns:
 
     def __enter__(self) -> None:
         while self._path is not None and not self._file().exists():
-            time.sleep(_POLL)
+            time.sleep(POLL)
 
     def __exit__(self, *_: object) -> None:
         if self._path is not None:
