@@ -1,7 +1,6 @@
 """vLLM's gated activation of most models on a GPU, and their gated MLPs, with the operations in their place."""
 
 import functools
-import logging
 from typing import Any
 
 import torch
@@ -10,8 +9,6 @@ from ..ops.linear import torch_op
 from ..ops.silu import silu_and_mul
 from . import linear, patch_points
 from .norm_rotary import is_watched
-
-logger = logging.getLogger("vllm.batch_invariant")
 
 _NAMES = {"gate_up_proj", "act_fn", "down_proj"}
 """All that the forward method reads that the one here stands for."""
@@ -25,12 +22,8 @@ def install() -> None:
     """
     patch_points.replace_layer(patch_points.SILU_AND_MUL.get(), "BatchInvariant", _silu_and_mul)
     for mlp in (patch_points.LLAMA_MLP.get(), patch_points.QWEN2_MLP.get()):
-        if getattr(mlp.forward, "fused", False):
-            continue
-        if set(mlp.forward.__code__.co_names) - {_CALLS_ACTIVATION} == _NAMES:
+        if patch_points.replaces_forward(mlp, _NAMES, "its activation stays apart", _CALLS_ACTIVATION):
             mlp.__init__, mlp.forward = _marking(mlp.__init__), _fused(mlp.forward)
-        else:
-            logger.info("%s is not the one known here: its activation stays apart.", mlp.__name__)
 
 
 def _silu_and_mul(_: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 and values as one operation.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,6 @@ import torch
 from ..ops.attention.params import CacheSlots, is_aligned
 from ..ops.norm_rotary import DTYPES, HEAD_SIZES, norm_rotary
 from . import mrope, patch_points
-
-logger = logging.getLogger("vllm.batch_invariant")
 
 _NAMES = {
     "qkv_proj", "split", "q_size", "kv_size", "view", "shape", "head_dim", "q_norm", "k_norm", "rotary_emb", "attn",
@@ -30,12 +27,8 @@ def install() -> None:
     norm and of vLLM's rotary kernel, which are the same.
     """
     for layer in (patch_points.QWEN3_ATTENTION.get(), patch_points.QWEN3_MOE_ATTENTION.get()):
-        if getattr(layer.forward, "fused", False):
-            continue
-        if set(layer.forward.__code__.co_names) == _NAMES:
+        if patch_points.replaces_forward(layer, _NAMES, "its norms and rotary embedding stay apart"):
             layer.forward = fused(layer.forward)
-        else:
-            logger.info("%s is not the one known here: its norms and rotary embedding stay apart.", layer.__name__)
 
 
 def fused(apart: Forward) -> Forward:

@@ -1,6 +1,7 @@
 """The places of vLLM that the plugin patches or calls, with where each vLLM version keeps them."""
 
 import importlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -8,6 +9,8 @@ from types import ModuleType
 from .. import envs
 from ..errors import NotCovered
 from . import versions
+
+logger = logging.getLogger("vllm.batch_invariant")
 
 
 @dataclass(frozen=True)
@@ -248,6 +251,24 @@ def replace_layer(layer: type, prefix: str, forward: Callable[..., object], **me
     methods |= dict.fromkeys(("forward_native", "forward_cpu", "forward_cuda", "forward_oot"), forward)
     made = type(f"{prefix}{layer.__name__}", (layer,), {"__module__": __name__, **methods})
     layer.register_oot(made, name=layer.__name__)
+
+
+def replaces_forward(layer: type, names: set[str], stays: str, optional: str = "") -> bool:
+    """Whether the forward method of one of vLLM's layers is to be replaced: it reads these names, and one more at most,
+    and has not been replaced yet (then it is ``fused``). The log says if it is another than the one known here.
+
+    Args:
+        layer: vLLM's.
+        names: all that the method reads.
+        stays: what the log says of another.
+        optional: what some versions read, too.
+    """
+    if getattr(layer.forward, "fused", False):
+        return False
+    is_known = set(layer.forward.__code__.co_names) - {optional} == names
+    if not is_known:
+        logger.info("%s is not the one known here: %s.", layer.__name__, stays)
+    return is_known
 
 
 def installed_version() -> str:
