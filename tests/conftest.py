@@ -112,6 +112,18 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     tempfile.tempdir = before
 
 
+@pytest.fixture(autouse=True, scope="session")
+def rows_alone_where_triton_interprets() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if INTERPRETED:
+            from triton.runtime.interpreter import InterpreterBuilder
+
+            from tests import interpreted_dot
+
+            patch.setattr(InterpreterBuilder, "create_dot", interpreted_dot.of_rows(InterpreterBuilder.create_dot))
+        yield
+
+
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
     """The project's log, also where vLLM keeps it from the root."""

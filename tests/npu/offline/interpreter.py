@@ -16,7 +16,9 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, ReduceOps, TensorHandle
 from triton.runtime.jit import JITFunction
 
-_stock_dot, _stock_cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+from tests import interpreted_dot
+
+_stock_dot, _stock_cast = interpreted_dot.of_rows(InterpreterBuilder.create_dot), InterpreterBuilder.cast_impl
 _LANGUAGE = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype)
 
 

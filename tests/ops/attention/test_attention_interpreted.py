@@ -16,11 +16,6 @@ from vllm_batch_invariant.ops.attention.params import PagedAttention
 from vllm_batch_invariant.ops.attention.plan import AttentionShape, Kernels, Plan, Planner
 from vllm_batch_invariant.ops.devices import DEVICES
 
-where_rows_are_numpys_own = pytest.mark.skipif(
-    not torch.cpu._is_avx512_supported(),
-    reason="the interpreter multiplies by NumPy, which on a Zen 3 gives a row other bits among more rows",
-)
-
 HEADS = Heads(2, 1, 64, torch.float16)
 """In bf16 the interpreter multiplies wrongly."""
 REDUCTION = AttentionReduction.of_device("cuda")
@@ -193,7 +188,6 @@ def test_an_infinite_key_of_a_later_token_is_masked_and_a_value_reaches_the_rows
     assert torch.equal(attend([Chunk(chunk.request, 139, 140)])[0], clean[139])
 
 
-@where_rows_are_numpys_own
 def test_the_newest_tokens_have_the_bits_of_a_prefill():
     prefill = attend([newest(600, 600)])
     for count in (1, 5, 64):
@@ -296,7 +290,6 @@ def small_certificate(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
 
 
-@where_rows_are_numpys_own
 @pytest.mark.parametrize("kernels", [Kernels(sm90=False), Kernels(sm90=False, decode_rows=0)])
 def test_kernels_that_agree_are_certified(kernels, small_certificate):
     assert small_certificate.compare(kernels) == (5 + 20) * HEADS.query * HEADS.size
