@@ -22,6 +22,7 @@ def operands(kind: str, m: int, n: int, k: int, dtype: torch.dtype) -> tuple[tor
     """x [M, K], weight [N, K] and bias [N]: random ones, or such whose product is rounding error and nothing else, with
     a bias of its size.
     """
+    assert kind in KINDS, kind
     if kind == "random":
         return (
             draw(m, k, dtype=dtype),
