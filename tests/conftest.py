@@ -115,7 +115,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def rows_alone_where_triton_interprets() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        if INTERPRETED:
+        if INTERPRETED and find_spec("triton"):
             from triton.runtime.interpreter import InterpreterBuilder
 
             from tests import interpreted_dot

@@ -50,7 +50,7 @@ from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
-from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES
+from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES, NarrowTile
 from vllm_batch_invariant.ops.moe import MoeReduction
 from vllm_batch_invariant.ops.moe import cuda as moe
 from vllm_batch_invariant.ops.norm import NormReduction
@@ -297,30 +297,23 @@ def large_experts() -> None:
         moe.grouped_gemm(a, down, None, groups, 8, dtype, layer.down)
 
 
-def narrow_gemms(dtypes: Sequence[torch.dtype], biases: Sequence[bool]) -> None:
-    for tile, dtype, has_bias in itertools.product(NARROW_TILES, dtypes, biases):
+def narrow_gemms(
+    dtypes: Sequence[torch.dtype],
+    biases: Sequence[bool],
+    tiles: Sequence[NarrowTile] = NARROW_TILES,
+    gated_tiles: Sequence[NarrowTile] = GATED_TILES,
+) -> None:
+    for tile, dtype, has_bias in itertools.product(tiles, dtypes, biases):
         a, weight = (torch.zeros(size, 512, dtype=dtype) for size in (33, 896))
         bias, out = torch.zeros(896, dtype=dtype) if has_bias else None, torch.empty(33, 896, dtype=dtype)
         for leaves in (1,) if has_bias else (1, 2):
             reduction = LinearReduction.of_device("cuda", 896, 512, dtype, leaves)
             for overlaps in (True,) if tile != NARROW_TILES[0] else (False, True):
                 linear.gemm_sm90_swap_ab(a, weight.t(), bias, out, reduction, tile, overlaps)
-    for tile, dtype in itertools.product(GATED_TILES, dtypes):
+    for tile, dtype in itertools.product(gated_tiles, dtypes):
         a, weight = (torch.zeros(size, 512, dtype=dtype) for size in (33, 896))
         reduction, out = LinearReduction.of_device("cuda", 896, 512, dtype), torch.empty(33, 448, dtype=dtype)
         linear.gemm_sm90_swap_ab(a, weight.t(), None, out, reduction, tile, True, True)
-
-
-def some_narrow_gemms() -> None:
-    """A matmul of every number of rows, one with a tree, and a gated one of every number of warpgroups."""
-    a, weight = (torch.zeros(size, 512, dtype=torch.bfloat16) for size in (33, 896))
-    out, gated_out = (torch.empty(33, size, dtype=torch.bfloat16) for size in (896, 448))
-    whole, tree = (LinearReduction.of_device("cuda", 896, 512, torch.bfloat16, leaves) for leaves in (1, 2))
-    linear.gemm_sm90_swap_ab(a, weight.t(), None, out, tree, NARROW_TILES[0])
-    for tile in {tile.block_m: tile for tile in NARROW_TILES}.values():
-        linear.gemm_sm90_swap_ab(a, weight.t(), None, out, whole, tile, True)
-    for tile in {tile.warpgroups: tile for tile in GATED_TILES}.values():
-        linear.gemm_sm90_swap_ab(a, weight.t(), None, gated_out, whole, tile, True, True)
 
 
 def gemms() -> None:
@@ -488,7 +481,10 @@ def check_some() -> None:
     check_sm90_attention(Heads(4, 4, 64, torch.float16), 16, False)
     found = launch_on(90, sm90_verify_steps, Heads(8, 2, 128, torch.bfloat16), 64)
     check_all("verify steps on a Hopper", found, False)
-    check_all("narrow GEMMs", launch_on(90, some_narrow_gemms), False)
+    of_rows = tuple({tile.block_m: tile for tile in NARROW_TILES}.values())
+    of_warpgroups = tuple({tile.warpgroups: tile for tile in GATED_TILES}.values())
+    found = launch_on(90, narrow_gemms, HALVES[:1], (False,), of_rows, of_warpgroups)
+    check_all("narrow GEMMs", found, False)
     check_all("exact products on a Hopper", launch_on(90, hopper_products, 9, True, False, HOPPER_SCHEDULES[:1]), False)
     check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64)
     for gpu in (90, 120):

@@ -18,7 +18,8 @@ from triton.runtime.jit import JITFunction
 
 from tests import interpreted_dot
 
-_stock_dot, _stock_cast = interpreted_dot.of_rows(InterpreterBuilder.create_dot), InterpreterBuilder.cast_impl
+_dot_of_rows = interpreted_dot.of_rows(InterpreterBuilder.create_dot)
+_stock_cast = InterpreterBuilder.cast_impl
 _LANGUAGE = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype)
 
 
@@ -36,7 +37,7 @@ def _rounded_to_bf16(values: np.ndarray) -> np.ndarray:
 
 
 def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc) -> TensorHandle:
-    return _stock_dot(self, _to_fp32(a), _to_fp32(b), d, input_precision, max_num_imprecise_acc)
+    return _dot_of_rows(self, _to_fp32(a), _to_fp32(b), d, input_precision, max_num_imprecise_acc)
 
 
 def _cast_impl(self, source, target) -> TensorHandle:
@@ -86,7 +87,7 @@ def interpreted(*modules: ModuleType, repaired: bool = True) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch_language_once(patch)
         hasten_max(patch)
-        patch.setattr(InterpreterBuilder, "create_dot", _create_dot if repaired else _stock_dot)
+        patch.setattr(InterpreterBuilder, "create_dot", _create_dot if repaired else _dot_of_rows)
         patch.setattr(InterpreterBuilder, "cast_impl", _cast_impl if repaired else _stock_cast)
         # Parts of the language (sum, max, cdiv) are kernels themselves.
         for module in (tl, tl.standard, *modules):
