@@ -50,7 +50,8 @@ def _calls(group: Any, operation: str) -> dict[str, Call]:
     """What each provider does with a partial result, by its name."""
     from vllm import _custom_ops
 
-    from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce, symmetric_peers
+    from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce
+    from vllm_batch_invariant.ops.all_reduce.peers import symmetric_peers
 
     ours = AllReduce(group.world_size, symmetric_peers(group.device_group, group.device))
     if operation == OPERATIONS[0]:

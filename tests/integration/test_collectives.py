@@ -80,11 +80,11 @@ class Nccl:
 @pytest.fixture
 def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from vllm_batch_invariant.ops.all_reduce import cuda
+    from vllm_batch_invariant.ops.all_reduce import cuda, peers
 
     for point, fake in ((patch_points.CUDA_COMMUNICATOR, CudaCommunicator), (patch_points.NCCL, Nccl)):
         monkeypatch.setattr(point.module(), point.attribute, type(fake.__name__, (fake,), dict(vars(fake))))
-    monkeypatch.setattr(cuda, "symmetric_peers", lambda *of: of)
+    monkeypatch.setattr(peers, "symmetric_peers", lambda *of: of)
     monkeypatch.setattr(cuda, "AllReduce", lambda ranks, peers, tree: lambda x: (ranks, *peers, tree, x))
     collectives.install_cuda()
 

@@ -1,5 +1,6 @@
 """Which norms of vLLM's models add what the layer before them gives, and that a model computes the same with them."""
 
+from collections.abc import Callable
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,7 +24,19 @@ class AllReduce:
     """Of two ranks, the second of which has twice the partial result; counts its calls."""
 
     def __init__(self) -> None:
-        self.sums = self.norms = 0
+        self.sums = self.norms = self.sent = self.expected = 0
+        self.sends_everything = False
+
+    def expect(self, size: int) -> None:
+        self.expected = size
+
+    def sends(self, rows: int, length: int, dtype: torch.dtype) -> bool:
+        assert (length, dtype) == (HIDDEN, torch.float32)
+        return self.sends_everything and rows > 1
+
+    def send(self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> "SentRows":
+        self.sent += 1
+        return SentRows([multiply(rows) for rows in x.split(3)])
 
     def __call__(self, partial: torch.Tensor) -> torch.Tensor:
         self.sums += 1
@@ -33,7 +46,7 @@ class AllReduce:
         self, partial: Any, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.norms += 1
-        partial = partial.added() if isinstance(partial, Products) else partial
+        partial = partial if isinstance(partial, torch.Tensor) else partial.added()
         return rms_norm(partial + 2 * partial, weight, eps, residual)
 
 
@@ -45,6 +58,15 @@ class Products(NamedTuple):
 
     def added(self) -> torch.Tensor:
         return self.made.sum(0)
+
+
+class SentRows(NamedTuple):
+    """Rows of a partial result."""
+
+    parts: list[torch.Tensor]
+
+    def added(self) -> torch.Tensor:
+        return torch.cat(self.parts)
 
 
 class Moe:
@@ -126,10 +148,16 @@ def made(kind: type, **values: Any) -> Any:
 
 def row_parallel(bias: torch.Tensor | None = None) -> Any:
     weight = torch.randn(HIDDEN, HIDDEN)
-    method = SimpleNamespace(apply=lambda layer, x, bias: torch.nn.functional.linear(x, weight, bias))
+
+    def apply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """PyTorch gives a row other bits among other rows."""
+        del layer
+        return torch.cat([torch.nn.functional.linear(row, weight, bias) for row in x.split(1)])
+
     flags = {"input_is_parallel": True, "reduce_results": True, "return_bias": True, "skip_bias_add": False}
     kind = patch_points.ROW_PARALLEL.get()
-    return made(kind, tp_size=2, tp_rank=0, quant_method=method, bias=bias, prefix="x", **flags)
+    sizes = {"tp_size": 2, "tp_rank": 0, "output_size": HIDDEN}
+    return made(kind, **sizes, quant_method=SimpleNamespace(apply=apply), bias=bias, prefix="x", **flags)
 
 
 def kind_of(name: str) -> type:
@@ -205,6 +233,29 @@ def test_a_model_computes_the_same_with_norms_that_add(kinds: Decoder, has_bias:
     assert_same_bits(hidden_states(decoder), apart)
     assert (ours.sums, ours.norms) == (2 * LAYERS, 2 * LAYERS)
     assert norm_fusion.fuse(decoder, ours) == 0, "once is enough"
+
+
+def row_parallel_layers(decoder: Any) -> list[torch.nn.Module]:
+    return [one for one in decoder.modules() if isinstance(one, patch_points.ROW_PARALLEL.get())]
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("kinds", DECODERS, ids=lambda kinds: kinds.model)
+def test_a_model_computes_the_same_where_rows_are_sent_while_others_are_multiplied(
+    kinds: Decoder, has_bias: bool, ours: AllReduce
+) -> None:
+    decoder = decoder_of(kinds, torch.randn(HIDDEN) if has_bias else None, ours)
+    apart, layers = hidden_states(decoder), row_parallel_layers(decoder)
+    norm_fusion.fuse(decoder, ours)
+    ours.sends_everything = True
+    assert_same_bits(hidden_states(decoder), apart)
+    assert (ours.sent, ours.norms) == (len(layers), 2 * LAYERS)
+    ours.sent, handle = 0, layers[0].register_forward_hook(lambda *_: None)
+    assert_same_bits(hidden_states(decoder), apart)
+    assert ours.sent == len(layers) - 1, "what somebody looks at is not sent"
+    handle.remove()
+    assert_same_bits(hidden_states(decoder), apart)
+    assert ours.sent == 2 * len(layers) - 1
 
 
 def with_experts(decoder: Any) -> list[Runner]:
@@ -333,6 +384,11 @@ def test_a_tree_adds_a_bias_behind_the_sum(has_bias: bool, monkeypatch: pytest.M
 @pytest.mark.parametrize("serves", [True, False])
 def test_a_worker_fuses_what_it_has_loaded(serves: bool, ours: AllReduce, monkeypatch: pytest.MonkeyPatch) -> None:
     class Worker:
+        vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(get_hidden_size=lambda: HIDDEN, dtype=torch.float32),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
+        )
+
         def load_model(self) -> None:
             self.model = decoder_of(DECODERS[0])
 
@@ -350,6 +406,7 @@ def test_a_worker_fuses_what_it_has_loaded(serves: bool, ours: AllReduce, monkey
     worker.load_model()
     hidden_states(worker.model)
     assert ours.norms == serves * 2 * LAYERS
+    assert ours.expected == serves * 100 * HIDDEN * 4
 
 
 @pytest.mark.parametrize("has_experts", [True, False])

@@ -37,7 +37,9 @@ from tests.ops.exact.launches import EVERY_KIND, hopper_products
 from tests.ops.exact.ptx import forbidden
 from vllm_batch_invariant.ops.acceptance.cuda import accept
 from vllm_batch_invariant.ops.all_reduce import cuda as all_reduce
-from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce, Peers
+from vllm_batch_invariant.ops.all_reduce.copies import CopySchedule
+from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce
+from vllm_batch_invariant.ops.all_reduce.peers import Peers
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention, sm90
 from vllm_batch_invariant.ops.attention import plan as planning
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
@@ -492,7 +494,7 @@ def check_some() -> None:
         check_all(f"gradients of attention on sm_{gpu}", found, False)
     found = launch_on(90, all_reduces, 1, 4096, torch.bfloat16, 4, True)
     ends = [one.name for one in found if "__assertfail" in one.kernel.asm["ptx"]]
-    wanted = ["all_reduce_kernel", "all_reduce_norm_kernel", "all_reduce_norm_kernel"]
+    wanted = ["all_reduce_kernel", "add_copies_norm_kernel", "all_reduce_norm_kernel", "all_reduce_norm_kernel"]
     check("the all-reduce's wait ends with an assertion", ends == wanted)
     check_norms_behind_sums()
     CUDABackend.make_cubin = lambda *_: b""  # its instructions are in PTX, and the assembler takes most of the time
@@ -519,7 +521,7 @@ def check_norms_behind_sums() -> None:
         behind = [reduced_layouts(one) for one in found if one.name.endswith("_norm_kernel")]
         name = f"rows of {hidden} in {dtype} lie behind all-reduces and experts as in a norm alone"
         layouts = reduced_layouts(alone)
-        check(name, len(layouts) > 0 and behind == 3 * [layouts])
+        check(name, len(layouts) > 0 and behind == 4 * [layouts])
 
 
 def check_every_gluon_kernel() -> None:
@@ -610,12 +612,16 @@ def linear_variants() -> None:
 
 
 def all_reduces(count: int, hidden: int, dtype: torch.dtype, ranks: int = 2, tree: bool = False) -> None:
-    """The sum over ranks of a partial result of so many tokens, alone and with a norm behind it if that is one launch;
-    the other ranks are not there. And of leaves.
+    """The sum over ranks of a partial result of so many tokens, alone and with a norm behind it if that is one launch,
+    and sent in one part; the other ranks are not there. And of leaves.
     """
-    memory, addresses = torch.zeros(16, dtype=torch.uint8), torch.zeros(ranks, dtype=torch.int64)
-    add, x = AllReduce(ranks, lambda _: Peers(1, memory, addresses), tree=tree), torch.zeros(count, hidden, dtype=dtype)
+    x, addresses = torch.zeros(count, hidden, dtype=dtype), torch.zeros(ranks, dtype=torch.int64)
+    memory, in_one_part = torch.zeros(16, dtype=torch.uint8), CopySchedule(0, x.nbytes, 1)
+    add = AllReduce(ranks, lambda _: Peers(1, ranks * [memory], addresses), tree=tree, copies=in_one_part)
     add(x)
+    memory = torch.zeros(2 * ranks * x.nbytes + 1024, dtype=torch.uint8)
+    add.expect(x.nbytes)
+    add.add_and_norm(add.send(lambda rows: rows, x), x, x[0], 1e-6)
     if add._channels[0].holds_rows(x, NormReduction.of_device("cuda", hidden, dtype)):
         add.add_and_norm(x, x, x[0], 1e-6)
         add.add_and_norm(products_like(x), x, x[0], 1e-6)

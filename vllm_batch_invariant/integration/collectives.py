@@ -46,7 +46,8 @@ def install_cuda() -> None:
         make(self, *args, **named)
         self.batch_invariant_all_reduce = None
         if self.world_size > 1 and self.unique_name.split(":")[0] == _LAYERS:
-            from ..ops.all_reduce.cuda import AllReduce, symmetric_peers
+            from ..ops.all_reduce.cuda import AllReduce
+            from ..ops.all_reduce.peers import symmetric_peers
 
             self.batch_invariant_all_reduce = AllReduce(
                 self.world_size, symmetric_peers(self.device_group, self.device), tree=tree

@@ -6,9 +6,9 @@ A decoder layer of the models here hands what its attention and its MLP give to 
     hidden_states, residual = norm(experts(x), residual)
 
 So a row-parallel layer gives its rank's partial result, experts what each has made of a token, and the norm adds those
-first. The bits are those of the operations apart. Somebody has read which classes do so: with another class or another
-source the operations stay apart, and so they do in a stage of a pipeline, and where a drafter reads hidden states
-between layers.
+first. Of a long partial result some rows are on their way to other workers while the layer multiplies the rest. The
+bits are those of the operations apart. Somebody has read which classes do so: with another class or another source the
+operations stay apart, and so they do in a stage of a pipeline, and where a drafter reads hidden states between layers.
 """
 
 import functools
@@ -23,6 +23,7 @@ import torch
 from ..ops.dispatch import module_for
 from . import patch_points, reviewed_sampling, tensor_tree
 from .experts import CudaExperts
+from .norm_rotary import is_watched
 from .reviewed_sources import REVIEWED_DECODERS
 
 logger = logging.getLogger("vllm.batch_invariant")
@@ -76,6 +77,10 @@ def look_after_loading(worker: type) -> None:
         ours = getattr(getattr(group, "device_communicator", None), "batch_invariant_all_reduce", None)
         may_fuse = ours or (group.world_size == 1 and any(isinstance(part, CudaExperts) for part in model.modules()))
         if may_fuse and (count := fuse(model, ours)):
+            if ours:
+                config = self.vllm_config
+                width = config.model_config.get_hidden_size() * config.model_config.dtype.itemsize
+                ours.expect(config.scheduler_config.max_num_batched_tokens * width)
             logger.info("%d norms add what the layer before them gives.", count)
 
     load_model.fuses = True
@@ -103,7 +108,7 @@ def fuse(model: torch.nn.Module, all_reduce: Any) -> int:
             else:
                 experts.leaves_sum = True
                 layer.moe_config.skip_final_all_reduce = all_reduce is not None
-            norm._forward_method = _adding(norm, experts, all_reduce)
+            norm._forward_method = _adding(norm, experts or _Sender(layer, all_reduce), all_reduce)
         fused += len(found)
     return fused
 
@@ -181,14 +186,36 @@ def _is_ours(norm: Any) -> bool:
     return type(norm) is kind and norm.has_weight and not norm.variance_size_override
 
 
-def _adding(norm: Any, experts: CudaExperts | None, all_reduce: Any) -> Any:
-    """The forward method of a norm that is given partial results with a residual, or has experts before it; what has no
-    residual is no partial result, but the embedding of the first layer.
+class _Sender:
+    """Stands as the forward method of a row-parallel layer: long partial results are sent part by part."""
+
+    def __init__(self, layer: Any, all_reduce: Any) -> None:
+        self._layer, self._multiply, self._all_reduce, self._left = layer, layer.forward, all_reduce, None
+        layer.forward = self
+
+    def __call__(self, input_: torch.Tensor) -> Any:
+        """vLLM's method. Uninitialised where it sends, which it does not while somebody looks at what this gives."""
+        self._left = None
+        shape = *input_.shape[:-1], self._layer.output_size
+        if len(shape) > 2 or not self._all_reduce.sends(*shape, input_.dtype) or is_watched(self._layer):
+            return self._multiply(input_)
+        self._left = self._all_reduce.send(lambda rows: self._multiply(rows)[0], input_)
+        return input_.new_empty(()).expand(shape), None
+
+    def take_left(self) -> Any:
+        """What the norm adds, once; None where the partial result is there."""
+        left, self._left = self._left, None
+        return left
+
+
+def _adding(norm: Any, layer: "CudaExperts | _Sender", all_reduce: Any) -> Any:
+    """The forward method of a norm that is given partial results with a residual, or finds them with the layer before;
+    what has no residual is no partial result, but the embedding of the first layer.
     """
     alone, add = norm._forward_method, all_reduce or module_for("moe", "cuda")
 
     def forward(x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        left = experts.take_left() if experts else None
+        left = layer.take_left()
         if residual is None or (left is None and all_reduce is None):
             return alone(x, residual)
         return add.add_and_norm(x if left is None else left, residual, norm.weight.data, norm.variance_epsilon)

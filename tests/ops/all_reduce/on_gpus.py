@@ -1,5 +1,6 @@
 """Ranks of an all-reduce, a process and a GPU each: what they find is written to a file."""
 
+import functools
 import itertools
 import json
 import os
@@ -14,9 +15,11 @@ import torch.distributed
 
 from tests.ops.all_reduce.ranks import EPS, made_by_experts, message, plant, rows, weight
 from vllm_batch_invariant.ops.all_reduce import add_ranks
-from vllm_batch_invariant.ops.all_reduce.cuda import SCHEDULES, TIMEOUT, AllReduce, symmetric_peers
+from vllm_batch_invariant.ops.all_reduce.copies import CopySchedule
+from vllm_batch_invariant.ops.all_reduce.cuda import SCHEDULES, TIMEOUT, AllReduce
+from vllm_batch_invariant.ops.all_reduce.peers import symmetric_peers
 from vllm_batch_invariant.ops.dependent_launch import LaunchSchedule
-from vllm_batch_invariant.ops.linear import LinearReduction
+from vllm_batch_invariant.ops.linear import LinearReduction, linear
 from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES
 from vllm_batch_invariant.ops.linear.triton_gemm import gemm_sm90_swap_ab
 from vllm_batch_invariant.ops.norm import rms_norm
@@ -45,8 +48,9 @@ class Rank:
         self.group = torch.distributed.group.WORLD
         self.late = random.Random(f"late {rank}")
 
-    def all_reduce(self, tree: bool = False, timeout: int = TIMEOUT) -> AllReduce:
-        return AllReduce(self.ranks, symmetric_peers(self.group, self.device), timeout=timeout, tree=tree)
+    def all_reduce(self, tree: bool = False, timeout: int = TIMEOUT, copies: CopySchedule | None = None) -> AllReduce:
+        allocate = symmetric_peers(self.group, self.device)
+        return AllReduce(self.ranks, allocate, timeout=timeout, tree=tree, copies=copies)
 
     def partial(self, number: int, size: int, dtype: torch.dtype) -> torch.Tensor:
         """This rank's."""
@@ -136,6 +140,35 @@ def norms_of_every_size(rank: Rank, tree: bool = False) -> list[str]:
 def norms_of_trees(rank: Rank) -> list[str]:
     """The same, added as trees."""
     return norms_of_every_size(rank, tree=True)
+
+
+def rows_that_are_sent(rank: Rank, tree: bool = False) -> list[str]:
+    """Products whose rows are sent while others are multiplied, in one part to four, back to back, with ranks that are
+    late; and sums between them.
+    """
+    problems = []
+    for parts in (1, 2, 4):
+        add = rank.all_reduce(tree, copies=CopySchedule(0, parts=parts, step=64))
+        add.expect(2 * 3000 * max(HIDDEN_SIZES))
+        for number, (tokens, hidden) in enumerate(itertools.product((1, 63, 129, 1000, 3000), HIDDEN_SIZES)):
+            weights, residual, scale = rows_of(rank, number, tokens, hidden, torch.bfloat16)
+            matrix, found = rows(number, rank.rank, (hidden, 512), torch.bfloat16, str(rank.device)), []
+            xs = [rows(number + one, rank.rank, (tokens, 512), torch.bfloat16, str(rank.device)) for one in range(5)]
+            for x in xs:
+                rank.be_late()
+                sent = add.send(functools.partial(linear, weight=matrix), x)
+                rank.be_late()
+                found.append(add.add_and_norm(sent, residual, scale, EPS))
+                add(weights[:1])
+            for x, one in zip(xs, found, strict=True):
+                if not is_norm_of(one, rank.expected(linear(x, matrix), tree), residual, scale):
+                    problems.append(f"{tokens} x {hidden} in {parts} parts")
+    return problems
+
+
+def rows_of_trees_that_are_sent(rank: Rank) -> list[str]:
+    """The same, added as trees."""
+    return rows_that_are_sent(rank, tree=True)
 
 
 def replays_of_norms(rank: Rank) -> list[str]:

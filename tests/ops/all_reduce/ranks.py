@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 
 from vllm_batch_invariant.ops.all_reduce import cuda, triton_kernels
-from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce, AllReduceSchedule, Peers
+from vllm_batch_invariant.ops.all_reduce.copies import Copies, CopySchedule
+from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce, AllReduceSchedule
+from vllm_batch_invariant.ops.all_reduce.peers import Peers
 from vllm_batch_invariant.ops.moe.cuda import Products
 from vllm_batch_invariant.ops.norm.cuda import rms_norm
 
@@ -25,6 +27,8 @@ SCHEDULES = (
 
 ROWS_SCHEDULES = (AllReduceSchedule(two_shot=False, largest=1 << 15, ctas=2, block=64), SCHEDULES[1])
 """For rows that are normalised, of which a CTA has several tiles."""
+COPIES = CopySchedule(smallest=0, largest=1 << 18, parts=3, step=4)
+"""Of rows that are sent while others are multiplied."""
 EPS = 1e-6
 
 
@@ -84,7 +88,7 @@ def through_files(folder: Path, rank: int, ranks: int) -> Callable[[int], Peers]
         paths[rank].write_bytes(bytes(size))
         torch.distributed.barrier()
         mapped = [torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in paths]
-        return Peers(rank, mapped[rank], torch.tensor([one.data_ptr() for one in mapped]), mapped)
+        return Peers(rank, mapped, torch.tensor([one.data_ptr() for one in mapped]))
 
     return allocate
 
@@ -134,6 +138,8 @@ def plant(fault: str | None) -> None:
         cuda.all_reduce_kernel = _Kernel(TREE=False)
     elif fault == "one half":
         cuda.all_reduce_kernel = _Kernel(HALF_BYTES=0)
+        theirs = Copies._start
+        Copies._start = lambda self, inbox: theirs(self, inbox) % (self.size * (self._ranks - 1))
 
 
 def be_late_to_read() -> None:
@@ -199,4 +205,32 @@ def add_messages(
             time.sleep(0.01)
         sums.append(add(message(call, rank, ranks, size, getattr(torch, dtype))))
     torch.save(sums, folder / f"sums of {rank}")
+    torch.distributed.barrier()
+
+
+def send_messages(
+    rank: int, ranks: int, folder: Path, messages: list[tuple[int, int, str]], fault: str | None, tree: bool
+) -> None:
+    """A rank's process: writes normalised rows, as :func:`normalise_messages`, of products whose rows are sent while
+    others are multiplied.
+    """
+    join(rank, ranks, folder)
+    plant(fault)
+    if fault == "one half" and rank == 0:
+        be_late_to_read()
+    add = AllReduce(ranks, through_files(folder, rank, ranks), ROWS_SCHEDULES, timeout=0, tree=tree, copies=COPIES)
+    chance, found = random.Random(rank), []
+    add.expect(COPIES.largest)
+    for call, (count, hidden, name) in enumerate(messages):
+        dtype = getattr(torch, name)
+        partial, residual = (rows(call, one, (count, hidden), dtype) for one in (rank, ranks))
+
+        def multiply(some: torch.Tensor) -> torch.Tensor:
+            if chance.random() < 0.3:
+                time.sleep(0.1)
+            return some.clone()
+
+        assert add.sends(count, hidden, dtype)
+        found.append(add.add_and_norm(add.send(multiply, partial), residual, weight(hidden, dtype), EPS))
+    torch.save(found, folder / f"rows of {rank}")
     torch.distributed.barrier()

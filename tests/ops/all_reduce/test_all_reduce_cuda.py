@@ -43,6 +43,19 @@ def test_a_norm_behind_it_has_the_bits_of_a_norm_alone(tmp_path: Path, ranks: in
     assert found(tmp_path, ranks, check) == [[]] * ranks
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("check", [on_gpus.rows_that_are_sent, on_gpus.rows_of_trees_that_are_sent])
+def test_rows_that_are_sent_while_others_are_multiplied_have_the_bits_of_a_sum_and_a_norm(
+    tmp_path: Path, ranks: int, check: Callable
+) -> None:
+    assert found(tmp_path, ranks, check) == [[]] * ranks
+
+
+@pytest.mark.parametrize("fault", ["no wait", "unrounded"])
+def test_a_fault_in_what_is_sent_is_found(tmp_path: Path, fault: str) -> None:
+    assert any(found(tmp_path, max(RANKS), on_gpus.rows_that_are_sent, fault))
+
+
 @pytest.mark.skipif(not IS_HOPPER, reason="no other GPU has the narrow matmul")
 @pytest.mark.parametrize("ranks", RANKS)
 def test_matmuls_that_begin_while_ranks_are_waited_for_have_the_bits_of_those_that_wait(

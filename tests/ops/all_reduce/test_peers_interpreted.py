@@ -10,6 +10,7 @@ import torch
 
 from tests.assertions import assert_same_bits
 from tests.ops.all_reduce.ranks import (
+    COPIES,
     EPS,
     add_messages,
     added_and_normalised,
@@ -17,10 +18,12 @@ from tests.ops.all_reduce.ranks import (
     message,
     normalise_messages,
     rows,
+    send_messages,
 )
 from vllm_batch_invariant.ops.all_reduce import cuda
 from vllm_batch_invariant.ops.all_reduce.cpu import add_ranks
-from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce, Peers
+from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce
+from vllm_batch_invariant.ops.all_reduce.peers import Peers
 
 SIZES = (1, 63, 64, 130, 512, 513, 1000, 2048, 2049, 3000)
 """Around blocks, the longest one-shot message and the longest of all, which are 512 and 2048 elements of 2 bytes."""
@@ -144,10 +147,83 @@ def test_a_fault_before_a_norm_is_found(tmp_path: Path, fault: str) -> None:
     assert not all(torch.equal(own[0], one[0]) for own, one in zip(wanted, unrounded, strict=True))
 
 
+SENT = ((1, 1000), (3, 1000), (8, 1000), (12, 1000), (13, 1000), (40, 100), (1, 4096), (9, 128))
+"""Tokens and hidden sizes: one part, two, three, a last one that is shorter."""
+
+
+def sent(
+    folder: Path, ranks: int, messages: list[tuple[int, int, str]], fault: str | None = None, tree: bool = False
+) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """As :func:`normalised`, of rows that are sent."""
+    start(send_messages, ranks, folder, messages, fault, tree)
+    return [torch.load(folder / f"rows of {rank}") for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tree", "dtype"), [(2, False, "bfloat16"), (4, False, "float32"), (4, True, "float16")]
+)
+def test_rows_that_are_sent_while_others_are_multiplied_have_the_bits_of_a_sum_and_a_norm(
+    tmp_path: Path, ranks: int, tree: bool, dtype: str
+) -> None:
+    messages = [(*shape, dtype) for shape in SENT]
+    wanted = expected_rows(ranks, messages, tree)
+    for rank, done in enumerate(sent(tmp_path, ranks, messages, tree=tree)):
+        for message_, own, one in zip(messages, done, wanted, strict=True):
+            for found, right in zip(own, one, strict=True):
+                assert_same_bits(found, right, f"{message_} on rank {rank}")
+
+
+@pytest.mark.parametrize("fault", ["no wait", "one half", "last rank first"])
+def test_a_fault_in_what_is_sent_is_found(tmp_path: Path, fault: str) -> None:
+    ranks = 4 if fault == "last rank first" else 2
+    messages = [(*shape, "float32") for shape in 2 * SENT[3:]]
+    wanted = expected_rows(ranks, messages)
+    done = sent(tmp_path, ranks, messages, fault)
+    assert not all(torch.equal(own[0], one[0]) for rank in done for own, one in zip(rank, wanted, strict=True))
+
+
+def test_long_rows_are_sent_that_a_norm_has_in_a_tile_and_that_memory_was_allocated_for() -> None:
+    allocated = []
+
+    def allocate(size: int) -> Peers:
+        allocated.append(size)
+        memory = torch.zeros(1, dtype=torch.uint8)
+        return Peers(0, [memory, memory], torch.zeros(2, dtype=torch.int64))
+
+    add = AllReduce(2, allocate)
+    del allocated[:]
+    assert not add.sends(4096, 4096, torch.bfloat16), "nobody has said that there are any"
+    add.expect(4095 * 4096 * 2)
+    assert not allocated, "none is long enough"
+    add.expect(8192 * 5120 * 2)
+    add.expect(8192 * 5120 * 2)
+    assert allocated == [2 * 8192 * 5120 * 2 + 256]
+    assert add.sends(4096, 4096, torch.bfloat16)
+    assert not add.sends(4095, 4096, torch.bfloat16)
+    assert not add.sends(8193, 5120, torch.bfloat16)
+    assert not add.sends(1024, 16_385, torch.bfloat16)
+    assert not add.sends(4096, 4096, torch.float64)
+    of_four = AllReduce(4, allocate)
+    of_four.expect(8192 * 5120 * 2)
+    assert not of_four.sends(8192, 5120, torch.bfloat16), "nobody has measured them"
+
+
+def test_what_was_sent_is_added_once_and_to_a_residual_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    memories = [torch.zeros(1 << 16, dtype=torch.uint8) for _ in range(2)]
+    addresses = torch.tensor([one.data_ptr() for one in memories])
+    add = AllReduce(2, lambda _: Peers(0, memories, addresses), copies=COPIES)
+    add.expect(1 << 12)
+    x = torch.randn(4, 64)
+    first, second = (add.send(lambda rows: rows, x) for _ in range(2))
+    for message_, residual in ((first, x), (second, x[:3]), (second, x.to(torch.bfloat16))):
+        with pytest.raises(ValueError, match="are added once"):
+            add.add_and_norm(message_, residual, x[0], EPS)
+
+
 def test_what_one_launch_cannot_normalise_is_added_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """By shapes and dtypes, which are those of every rank."""
     memory, addresses = torch.zeros(1, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
-    add, calls = AllReduce(2, lambda size: Peers(0, memory, addresses)), []
+    add, calls = AllReduce(2, lambda size: Peers(0, [memory, memory], addresses)), []
     monkeypatch.setattr(cuda._Channel, "launch", lambda *_: calls.append("sum"))
     monkeypatch.setattr(cuda._Channel, "launch_with_norm", lambda *_: calls.append("sum and norm"))
     cases = {

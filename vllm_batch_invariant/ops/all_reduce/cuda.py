@@ -1,4 +1,4 @@
-"""The sum over ranks on NVIDIA GPUs of one host: memory that all of them see, and which kernel adds a message."""
+"""The sum over ranks on NVIDIA GPUs of one host: which kernel adds a message, and through which memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +13,8 @@ from ..moe.cuda import Products
 from ..norm import rms_norm
 from ..norm.cuda import DTYPES as NORM_DTYPES
 from ..norm.reduction import NormReduction
+from .copies import COPY_SCHEDULES, Copies, CopySchedule, SentRows
+from .peers import Peers
 from .reduction import AllReduceReduction
 from .triton_kernels import add_ranks_kernel, all_reduce_kernel, all_reduce_norm_kernel
 
@@ -112,53 +114,15 @@ def _in_triton(accumulate: torch.dtype) -> tl.dtype:
     return tl.float64 if accumulate == torch.float64 else tl.float32
 
 
-@dataclass(frozen=True)
-class Peers:
-    """Memory of every rank that all ranks read and write.
-
-    Attributes:
-        rank: this process's.
-        memory: [bytes] uint8, its own.
-        addresses: [ranks] int64 on the device, where this process sees each rank's memory.
-        handle: kept as long as the memory is used.
-    """
-
-    rank: int
-    memory: torch.Tensor
-    addresses: torch.Tensor
-    handle: Any = None
-
-
-def symmetric_peers(group: torch.distributed.ProcessGroup, device: torch.device) -> Callable[[int], Peers]:
-    """Allocates, together with the other ranks of a group, memory of so many bytes; by PyTorch's symmetric memory,
-    without multicast.
-
-    Args:
-        group: of processes with a GPU each, on one host.
-        device: this process's GPU.
-    """
-    from torch.distributed import _symmetric_memory as symmetric_memory
-
-    def allocate(size: int) -> Peers:
-        memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-        memory.zero_()
-        handle = symmetric_memory.rendezvous(memory, group.group_name)
-        addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
-        torch.cuda.synchronize(device)
-        torch.distributed.barrier(group)  # no rank signals before every rank's flags are 0
-        return Peers(handle.rank, memory, addresses, handle)
-
-    return allocate
-
-
 class AllReduce:
     """Adds what the ranks of a group have computed. All ranks call it alike, on one stream or in the order of streams;
     a call may be captured in a CUDA graph, which keeps this object's memory in use.
 
     Args:
         ranks: of the group: 2, 4 or 8.
-        allocate: of :func:`symmetric_peers`, called once for each schedule.
+        allocate: of :func:`.peers.symmetric_peers`, called once for each schedule, and once by :meth:`expect`.
         schedules: in ascending order of ``largest``; by default those of :data:`SCHEDULES`.
+        copies: of rows that are sent while others are multiplied; by default of :data:`.copies.COPY_SCHEDULES`.
         timeout: nanoseconds that a rank waits for another; 0: for ever.
         tree: whether partial results are added as a tree.
     """
@@ -170,8 +134,10 @@ class AllReduce:
         schedules: Sequence[AllReduceSchedule] | None = None,
         timeout: int = TIMEOUT,
         tree: bool = False,
+        copies: CopySchedule | None = None,
     ) -> None:
-        self._ranks, self._timeout, self._tree = ranks, timeout, tree
+        self._ranks, self._timeout, self._tree, self._allocate = ranks, timeout, tree, allocate
+        self._copy_schedule, self._copies = copies or COPY_SCHEDULES.get(ranks), None
         self._channels = [_Channel(schedule, ranks, allocate) for schedule in schedules or SCHEDULES[ranks]]
 
     def __call__(self, partial: torch.Tensor) -> torch.Tensor:
@@ -198,15 +164,43 @@ class AllReduce:
                 channel.launch(part, sums, reduction, self._timeout)
         return out
 
+    def expect(self, size: int) -> None:
+        """Allocate, together with the other ranks, memory for rows that are sent while others are multiplied.
+
+        Args:
+            size: bytes of the longest message.
+        """
+        schedule, held = self._copy_schedule, self._copies.size if self._copies else 0
+        if schedule and size >= schedule.smallest and schedule.fitted(size) > held:
+            self._copies = Copies(schedule, self._ranks, size, self._allocate)
+
+    def sends(self, rows: int, length: int, dtype: torch.dtype) -> bool:
+        """Whether :meth:`send` serves a message [rows, length] now."""
+        return self._copies is not None and self._copies.hold(rows, length, dtype)
+
+    def send(self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> SentRows:
+        """Multiply rows, and send the other ranks what that gives while the next are multiplied, if :meth:`sends` says
+        so.
+
+        Args:
+            multiply: [rows, K] -> [rows, N] of the partial result's dtype, of any rows the same bits.
+            x: [M, K]
+
+        Returns:
+            what :meth:`add_and_norm` adds, before the next call of this one.
+        """
+        with on_device_of(x):
+            return self._copies.send(multiply, x)
+
     def add_and_norm(
-        self, partial: torch.Tensor | Products, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, partial: torch.Tensor | Products | SentRows, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum over ranks, and RMSNorm of it and a residual: the bits of this object's call and of
         :func:`~..norm.rms_norm`, in one launch where the message is short enough.
 
         Args:
             partial: [..., N] fp32, bf16 or fp16, this rank's; the same shape and dtype on every rank. Or what its
-                experts have made of tokens, which is added first.
+                experts have made of tokens, which is added first. Or what was sent.
             residual: [..., N] of its dtype.
             weight: [N]
 
@@ -218,6 +212,10 @@ class AllReduce:
             ValueError: shapes that do not fit.
             NotCovered: another dtype.
         """
+        if isinstance(partial, SentRows):
+            reduction = AllReduceReduction.of_ranks(self._ranks, residual.dtype, self._tree)
+            with on_device_of(residual):
+                return self._copies.add_and_norm(partial, residual, weight, eps, reduction, self._timeout)
         dtype = partial.made.dtype if isinstance(partial, Products) else partial.dtype
         channel, norm = self._channels[0], NormReduction.of_device("cuda", partial.shape[-1], dtype)
         of_rows = dtype in NORM_DTYPES and dtype == residual.dtype and weight.dtype in NORM_DTYPES
@@ -242,7 +240,7 @@ class _Channel:
         self._region_bytes = schedule.region_bytes(ranks)
         self._half_bytes = (2 if schedule.two_shot else 1) * ranks * schedule.ctas * self._region_bytes
         self._peers = allocate(self._flag_bytes + 2 * self._half_bytes)
-        self._epochs = torch.zeros(schedule.ctas, dtype=torch.int32, device=self._peers.memory.device)
+        self._epochs = torch.zeros(schedule.ctas, dtype=torch.int32, device=self._peers.addresses.device)
 
     def launch(self, partial: torch.Tensor, out: torch.Tensor, reduction: AllReduceReduction, timeout: int) -> None:
         """Add one message, [elements], of at most ``schedule.largest`` bytes."""

@@ -16,7 +16,8 @@ before.
     y = x * rsqrt(mean(x**2) + eps) * weight
 
 A second kernel goes on with a one-shot sum: each CTA has whole rows, in the tiles that a norm alone has. What a rank's
-experts have made of a token it adds first, as :mod:`..moe` does.
+experts have made of a token it adds first, as :mod:`..moe` does. A third one does so with rows that copy engines have
+brought, as :mod:`.copies` says.
 """
 
 import triton
@@ -318,3 +319,77 @@ def all_reduce_norm_kernel(
         y = normalised_tile(x, weight, columns, eps, LENGTH, LENGTH, True, HALVES_FIRST, NUM_WARPS)
         tl.store(out_ptr + offs, y.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(epochs_ptr + cta, epoch + 1)
+
+
+@triton.jit(do_not_specialize=["rank", "part", "epoch"])
+def signal_kernel(addresses_ptr, rank, part, epoch, RANKS: tl.constexpr):
+    """Tells every other rank that a part of a message has been copied to it.
+
+    Args:
+        addresses_ptr: [RANKS] int64: of each rank the address of flags, [parts, RANKS] int32.
+        rank: this one.
+        epoch: the message's number.
+    """
+    for peer in tl.static_range(RANKS):
+        if peer != rank:
+            flags_ptr = tl.load(addresses_ptr + peer).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(flags_ptr + part * RANKS + rank, epoch, sem="release", scope="sys")
+
+
+# 14 arguments, as above.
+@triton.jit(do_not_specialize=["rank", "part", "epoch", "start", "inbox_bytes", "num_rows", "row_units"])
+def add_copies_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    residual_out_ptr,
+    addresses_ptr,
+    rank,
+    part,
+    epoch,
+    start,
+    inbox_bytes,
+    num_rows,
+    row_units,
+    eps,
+    LENGTH: tl.constexpr,
+    ROWS_PER_PROGRAM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    HALVES_FIRST: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+    RANKS: tl.constexpr,
+    TREE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    TIMEOUT: tl.constexpr,
+):
+    """Adds a part of a message when the other ranks' copies are here, rounds the sum, adds the residual, and normalises
+    rows.
+
+    Args:
+        x_ptr, residual_ptr, weight_ptr, out_ptr, residual_out_ptr: as of :func:`all_reduce_norm_kernel`, of that part.
+        addresses_ptr, rank, part, epoch: as of :func:`signal_kernel`.
+        start: bytes from this rank's address to that part of what the first of the other ranks has sent.
+        inbox_bytes: from there to what the next one has.
+        TIMEOUT: as of :func:`all_reduce_kernel`.
+    """
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    offs, mask = _rows(tl.program_id(0), num_rows, row_units, LENGTH, BLOCK, ROWS_PER_PROGRAM, STRIDE_UNIT)
+    residual = tl.load(residual_ptr + offs, mask=mask, other=0.0)
+    columns = tl.arange(0, BLOCK)
+    weight = load_weight(weight_ptr, columns, tl.broadcast_to((columns < LENGTH)[None, :], mask.shape))
+    own_address, own_partial = tl.load(addresses_ptr + rank), x_ptr.to(tl.int64)
+    own_flags_ptr = own_address.to(tl.pointer_type(tl.int32)) + part * RANKS
+    partials = ()
+    for peer in tl.static_range(RANKS):
+        inbox = own_address + start + tl.where(peer > rank, peer - 1, peer) * inbox_bytes.to(tl.int64)
+        address = tl.where(peer == rank, own_partial, inbox)
+        partials = partials + (tl.multiple_of(address.to(tl.pointer_type(dtype)), 16),)  # noqa: RUF005
+        if peer != rank:
+            _wait(own_flags_ptr + peer, epoch, TIMEOUT)
+    tl.debug_barrier()
+    x = _add(partials, offs, mask, RANKS, ACCUMULATE, TREE).to(tl.float32) + residual.to(tl.float32)
+    tl.store(residual_out_ptr + offs, x.to(residual_out_ptr.dtype.element_ty), mask=mask)
+    y = normalised_tile(x, weight, columns, eps, LENGTH, LENGTH, True, HALVES_FIRST, NUM_WARPS)
+    tl.store(out_ptr + offs, y.to(out_ptr.dtype.element_ty), mask=mask)

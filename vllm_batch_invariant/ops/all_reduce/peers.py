@@ -1,0 +1,47 @@
+"""Memory of the GPUs of one host that all of them read and write."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Memory of every rank that all ranks read and write.
+
+    Attributes:
+        rank: this process's.
+        memories: of every rank [bytes] uint8, as this process sees it.
+        addresses: [ranks] int64 on the device, of ``memories``.
+        handle: kept as long as the memory is used.
+    """
+
+    rank: int
+    memories: Sequence[torch.Tensor]
+    addresses: torch.Tensor
+    handle: Any = None
+
+
+def symmetric_peers(group: torch.distributed.ProcessGroup, device: torch.device) -> Callable[[int], Peers]:
+    """Allocates, together with the other ranks of a group, memory of so many bytes; by PyTorch's symmetric memory,
+    without multicast.
+
+    Args:
+        group: of processes with a GPU each, on one host.
+        device: this process's GPU.
+    """
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    def allocate(size: int) -> Peers:
+        memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        memory.zero_()
+        handle = symmetric_memory.rendezvous(memory, group.group_name)
+        memories = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(handle.world_size)]
+        addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+        torch.cuda.synchronize(device)
+        torch.distributed.barrier(group)  # no rank signals before every rank's flags are 0
+        return Peers(handle.rank, memories, addresses, (memory, handle))
+
+    return allocate
