@@ -3,6 +3,7 @@ then time, of vLLM's tensor-parallel group and of ours, in CUDA graphs of calls 
 """
 
 import argparse
+import functools
 import os
 import sys
 import tempfile
@@ -22,12 +23,18 @@ from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, updat
 from benchmarks.spread import Spread
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.ops.all_reduce import add_ranks
+from vllm_batch_invariant.ops.linear import linear, prepare
 from vllm_batch_invariant.verify.harness.server import free_port
 
-HIDDEN = 4096
+HIDDEN, _INPUTS = 4096, 6144
+"""Columns of a partial result, and of what is multiplied for it: Qwen3-8B's MLP on two GPUs."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-OPERATIONS = ("all_reduce", "all_reduce+norm")
-"""The second adds a residual and normalises rows, as a layer does next."""
+OPERATIONS = ("all_reduce", "all_reduce+norm", "linear+all_reduce+norm")
+"""The second adds a residual and normalises rows, as a layer does next. The third multiplies first, outside of graphs,
+of messages that are sent while others are multiplied.
+"""
+_APART = "ours apart"
+"""The third operation's parts, one after the other."""
 _EPS = 1e-6
 _MOST_CALLS, _MOST_BYTES = 20, 1 << 28
 _WARM_UPS = 3
@@ -47,7 +54,7 @@ def _stock_group(rank: int, ranks: int, port: int) -> Any:
 
 
 def _calls(group: Any, operation: str) -> dict[str, Call]:
-    """What each provider does with a partial result, by its name."""
+    """What each provider does with a partial result, by its name; or with what is multiplied."""
     from vllm import _custom_ops
 
     from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce
@@ -62,18 +69,48 @@ def _calls(group: Any, operation: str) -> dict[str, Call]:
     def stock_norm(x: torch.Tensor) -> None:
         _custom_ops.fused_add_rms_norm(group.all_reduce(x), residual[: len(x)], weight, _EPS)
 
-    def our_norm(x: torch.Tensor) -> object:
-        return ours.add_and_norm(x, residual[: len(x)], weight, _EPS)
+    def our_norm(x: Any) -> torch.Tensor:
+        return ours.add_and_norm(x, residual[: x.shape[0]], weight, _EPS)[0]
 
-    return {"stock": stock_norm, "ours": our_norm}
+    if operation == OPERATIONS[1]:
+        return {"stock": stock_norm, "ours": our_norm}
+    generator = torch.Generator(group.device).manual_seed(group.rank_in_group)
+    numbers = torch.randn(HIDDEN, _INPUTS, generator=generator, device=group.device) / _INPUTS**0.5
+    multiply = functools.partial(linear, weight=numbers.to(torch.bfloat16))
+    prepare(multiply.keywords["weight"], max(TOKENS))
+    ours.expect(2 * HIDDEN * max(TOKENS))
+
+    def send(x: torch.Tensor) -> torch.Tensor:
+        sends = ours.sends(len(x), HIDDEN, x.dtype)
+        return our_norm(ours.send(multiply, x) if sends else multiply(x))
+
+    return {
+        "stock": lambda x: stock_norm(torch.nn.functional.linear(x, **multiply.keywords)),
+        "ours": send,
+        _APART: lambda x: our_norm(multiply(x)),
+    }
 
 
-def _same_bits(group: Any, ours: Call, x: torch.Tensor) -> bool:
+def _same_bits(group: Any, calls: dict[str, Call], x: torch.Tensor) -> bool:
     """Whether ours adds rank after rank, and a token alone as among all."""
+    ours = calls["ours"]
+    if _APART in calls:
+        return torch.equal(ours(x), calls[_APART](x)) and torch.equal(ours(x)[-1:], ours(x[-1:]))
     gathered = [torch.empty_like(x) for _ in range(group.world_size)]
     torch.distributed.all_gather(gathered, x, group=group.device_group)
     wanted = add_ranks(torch.stack([one.cpu() for one in gathered])).to(x.device)
     return torch.equal(ours(x), wanted) and torch.equal(ours(x[-1:]), wanted[-1:])
+
+
+class _Eager:
+    """Calls on each of some inputs, in the place of their graph."""
+
+    def __init__(self, call: Call, inputs: Sequence[torch.Tensor]) -> None:
+        self._call, self._inputs = call, inputs
+
+    def replay(self) -> None:
+        for x in self._inputs:
+            self._call(x)
 
 
 def _captured(call: Call, inputs: Sequence[torch.Tensor], context: AbstractContextManager) -> torch.cuda.CUDAGraph:
@@ -89,7 +126,7 @@ def _captured(call: Call, inputs: Sequence[torch.Tensor], context: AbstractConte
     return graph
 
 
-def _times(graphs: Sequence[torch.cuda.CUDAGraph], calls: int, samples: int) -> list[list[float]]:
+def _times(graphs: Sequence[torch.cuda.CUDAGraph | _Eager], calls: int, samples: int) -> list[list[float]]:
     """Microseconds of one call, for each graph; they take turns, and every rank begins at the same time."""
     found: list[list[float]] = [[] for _ in graphs]
     for sample in range(_WARM_UPS + samples):
@@ -113,18 +150,25 @@ def _measure(rank: int, ranks: int, port: int, tokens: Sequence[int], samples: i
     group = _stock_group(rank, ranks, port)
     from vllm.distributed.parallel_state import graph_capture
 
+    from vllm_batch_invariant.ops.all_reduce.copies import CopySchedule
+
     found: dict[tuple[str, int], tuple[bool | None, dict[str, list[float]]]] = {}
     for operation in OPERATIONS:
-        calls = _calls(group, operation)
+        calls, multiplies = _calls(group, operation), operation == OPERATIONS[2]
         for count in tokens:
+            if multiplies and 2 * HIDDEN * count < CopySchedule().smallest:
+                continue
             generator = torch.Generator(group.device).manual_seed(rank)
-            numbers = torch.randn(count, HIDDEN, generator=generator, device=group.device) * 1000**rank
-            x = numbers.to(torch.bfloat16)
+            columns, scale = (_INPUTS, 1) if multiplies else (HIDDEN, 1000**rank)
+            x = (torch.randn(count, columns, generator=generator, device=group.device) * scale).to(torch.bfloat16)
             copies = max(1, min(_MOST_CALLS, _MOST_BYTES // (2 * x.numel())))
-            same = _same_bits(group, calls["ours"], x) if operation == OPERATIONS[0] else None
+            same = None if operation == OPERATIONS[1] else _same_bits(group, calls, x)
             inputs = [x.clone() for _ in range(copies)]
-            graphs = [_captured(call, inputs, graph_capture(group.device)) for call in calls.values()]
-            own = dict(zip(calls, _times(graphs, copies, samples), strict=True))
+            timed = [
+                _Eager(call, inputs) if multiplies else _captured(call, inputs, graph_capture(group.device))
+                for call in calls.values()
+            ]
+            own = dict(zip(calls, _times(timed, copies, samples), strict=True))
             of_ranks: list[Any] = [None] * ranks
             torch.distributed.all_gather_object(of_ranks, (same, own))
             slowest = {name: list(map(max, *(times[name] for _, times in of_ranks))) for name in own}
