@@ -1,8 +1,9 @@
 """The sum over ranks of long messages, which copy engines bring to other GPUs while the matmul runs that makes them.
 
 A rank multiplies some of the rows, and they are on their way while it multiplies the next: rows have the same bits in
-any company. Copies take no multiprocessor from the matmul, as a kernel that sends would, and a stream of their own
-orders them. A norm waits for the others' rows, adds, and normalises, in one launch.
+any company. Copies take no multiprocessor from the matmul, as a kernel that sends would. A stream of their own orders
+them, and writes behind each part that it is there. A norm waits for the others' rows, adds, and normalises, in one
+launch for each part.
 
 A message lies in one of two halves of the memory, in turn, as in :mod:`.triton_kernels`: when a rank's copies reach a
 half again, every rank has multiplied rows of the message between, and so has added those of the one before.
@@ -10,7 +11,6 @@ half again, every rank has multiplied rows of the message between, and so has ad
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton.language as tl
@@ -18,13 +18,14 @@ import triton.language as tl
 from ..common.triton_rows import aligned, on_device_of
 from ..norm.cuda import DTYPES
 from ..norm.reduction import NormReduction
-from .peers import Peers
+from .peers import Peers, write_behind
 from .reduction import AllReduceReduction
-from .triton_kernels import add_copies_norm_kernel, signal_kernel
+from .triton_kernels import add_copies_norm_kernel
 
 _ALIGNMENT = 256
 """Bytes."""
 _EPOCHS = 1 << 32
+"""Messages are counted in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,11 @@ class SentRows:
 
     Attributes:
         parts: of it, [rows, N] each.
-        copied: of each part, the event after its copies.
         number: of the message, from 1 on.
         shape: of all rows.
     """
 
     parts: tuple[torch.Tensor, ...]
-    copied: tuple[Any, ...]
     number: int
     shape: torch.Size
 
@@ -108,27 +107,24 @@ class Copies:
         self._number += 1
         step = self._schedule.step
         rows = -(-len(x) // (self._schedule.parts * step)) * step
-        parts, copied, place = [], [], 0
+        parts, place = [], 0
         for number, some in enumerate(x.split(rows)):
             part = multiply(some).contiguous()
             parts.append(part)
             self._stream.wait_stream(self._streams.current_stream())
             with self._streams.stream(self._stream):
-                copied.append(self._copy(part, place, number))
+                self._copy(part, place, number)
             place += part.numel() * part.itemsize
-        shape = torch.Size((len(x), parts[0].shape[1]))
-        return SentRows(tuple(parts), tuple(copied), self._number, shape)
+        return SentRows(tuple(parts), self._number, torch.Size((len(x), parts[0].shape[1])))
 
-    def _copy(self, part: torch.Tensor, place: int, number: int) -> Any:
-        """Give the other ranks a part that lies so many bytes behind the first; returns the event after it."""
+    def _copy(self, part: torch.Tensor, place: int, number: int) -> None:
+        """Give the other ranks a part that lies so many bytes behind the first."""
         rank, numbers = self._peers.rank, part.view(torch.uint8).view(-1)
         for peer, memory in enumerate(self._peers.memories):
             if peer != rank:
                 start = self._start(rank - (rank > peer)) + place
                 memory[start : start + len(numbers)].copy_(numbers, non_blocking=True)
-        epoch, ranks = _int32(self._number), self._ranks
-        signal_kernel[(1,)](self._peers.addresses, rank, number, epoch, ranks, num_warps=1, enable_fp_fusion=False)
-        return self._stream.record_event()
+                write_behind(memory[: self._flag_bytes], number * self._ranks + rank, self._number % _EPOCHS)
 
     def _start(self, inbox: int) -> int:
         """Bytes to the inbox of that number in the current half: a rank has one for each other, in their order."""
@@ -155,9 +151,7 @@ class Copies:
         norm, residual, weight = NormReduction.of_device("cuda", length, dtype), aligned(residual), aligned(weight)
         out, residual_out = torch.empty_like(residual), torch.empty_like(residual)
         row = 0
-        for number, (part, copied) in enumerate(zip(sent.parts, sent.copied, strict=True)):
-            # Behind its own signal a kernel that waits keeps no multiprocessor from it.
-            self._streams.current_stream().wait_event(copied)
+        for number, part in enumerate(sent.parts):
             own = slice(row, row + len(part))
             add_copies_norm_kernel[(-(-len(part) // norm.rows_per_program),)](
                 part,
@@ -168,7 +162,7 @@ class Copies:
                 self._peers.addresses,
                 self._peers.rank,
                 number,
-                _int32(self._number),
+                (self._number + _EPOCHS // 2) % _EPOCHS - _EPOCHS // 2,
                 self._start(0) + row * length * dtype.itemsize,
                 self.size,
                 len(part),
@@ -183,9 +177,5 @@ class Copies:
                 **norm.options,
             )
             row += len(part)
+        self._streams.current_stream().wait_stream(self._stream)  # before the memory of parts is used again
         return out, residual_out
-
-
-def _int32(number: int) -> int:
-    """The last 32 bits of a number."""
-    return (number + _EPOCHS // 2) % _EPOCHS - _EPOCHS // 2

@@ -45,3 +45,17 @@ def symmetric_peers(group: torch.distributed.ProcessGroup, device: torch.device)
         return Peers(handle.rank, memories, addresses, (memory, handle))
 
     return allocate
+
+
+def write_behind(memory: torch.Tensor, place: int, number: int) -> None:
+    """Write 32 bits behind all that the current stream has written to that memory. A GPU's stream does it itself: a
+    kernel might wait for a multiprocessor on which another one waits.
+
+    Args:
+        memory: [bytes] uint8, of any rank.
+        place: of the number, in units of its size.
+    """
+    if memory.is_cuda:
+        torch._C._distributed_c10d._SymmetricMemory.stream_write_value32(memory.view(torch.uint32), place, number)
+    else:
+        memory.view(torch.int32)[place] = number

@@ -321,21 +321,6 @@ def all_reduce_norm_kernel(
     tl.store(epochs_ptr + cta, epoch + 1)
 
 
-@triton.jit(do_not_specialize=["rank", "part", "epoch"])
-def signal_kernel(addresses_ptr, rank, part, epoch, RANKS: tl.constexpr):
-    """Tells every other rank that a part of a message has been copied to it.
-
-    Args:
-        addresses_ptr: [RANKS] int64: of each rank the address of flags, [parts, RANKS] int32.
-        rank: this one.
-        epoch: the message's number.
-    """
-    for peer in tl.static_range(RANKS):
-        if peer != rank:
-            flags_ptr = tl.load(addresses_ptr + peer).to(tl.pointer_type(tl.int32))
-            tl.atomic_xchg(flags_ptr + part * RANKS + rank, epoch, sem="release", scope="sys")
-
-
 # 14 arguments, as above.
 @triton.jit(do_not_specialize=["rank", "part", "epoch", "start", "inbox_bytes", "num_rows", "row_units"])
 def add_copies_norm_kernel(
@@ -364,12 +349,15 @@ def add_copies_norm_kernel(
     ACCUMULATE: tl.constexpr,
     TIMEOUT: tl.constexpr,
 ):
-    """Adds a part of a message when the other ranks' copies are here, rounds the sum, adds the residual, and normalises
-    rows.
+    """Adds a part of a message as soon as the other ranks' copies are here, rounds the sum, adds the residual, and
+    normalises rows.
 
     Args:
         x_ptr, residual_ptr, weight_ptr, out_ptr, residual_out_ptr: as of :func:`all_reduce_norm_kernel`, of that part.
-        addresses_ptr, rank, part, epoch: as of :func:`signal_kernel`.
+        addresses_ptr: [RANKS] int64: of each rank the address of flags, [parts, RANKS] int32: the last message of which
+            a rank has sent that part.
+        rank: this one.
+        part, epoch: of the message, and its number.
         start: bytes from this rank's address to that part of what the first of the other ranks has sent.
         inbox_bytes: from there to what the next one has.
         TIMEOUT: as of :func:`all_reduce_kernel`.
