@@ -11,6 +11,7 @@ half again, every rank has multiplied rows of the message between, and so has ad
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -33,13 +34,13 @@ class CopySchedule:
     """How long messages are sent: speed only.
 
     Attributes:
-        smallest: bytes of a message; below, a copy and its signal take longer than what they save.
+        smallest: bytes of a message; shorter ones keep the CPU, which launches each part, busier than the GPU.
         largest: bytes of a message; twice as many are allocated for each other rank.
         parts: that rows are sent in.
         step: rows of which all parts but the last have a multiple: whole tiles of a matmul.
     """
 
-    smallest: int = 1 << 25
+    smallest: int = 1 << 26
     largest: int = 1 << 28
     parts: int = 2
     step: int = 256
@@ -59,11 +60,13 @@ class SentRows:
 
     Attributes:
         parts: of it, [rows, N] each.
+        copied: of each part, the event behind its copies.
         number: of the message, from 1 on.
         shape: of all rows.
     """
 
     parts: tuple[torch.Tensor, ...]
+    copied: tuple[Any, ...]
     number: int
     shape: torch.Size
 
@@ -107,15 +110,16 @@ class Copies:
         self._number += 1
         step = self._schedule.step
         rows = -(-len(x) // (self._schedule.parts * step)) * step
-        parts, place = [], 0
+        parts, copied, place = [], [], 0
         for number, some in enumerate(x.split(rows)):
             part = multiply(some).contiguous()
             parts.append(part)
             self._stream.wait_stream(self._streams.current_stream())
             with self._streams.stream(self._stream):
                 self._copy(part, place, number)
+                copied.append(self._stream.record_event())
             place += part.numel() * part.itemsize
-        return SentRows(tuple(parts), self._number, torch.Size((len(x), parts[0].shape[1])))
+        return SentRows(tuple(parts), tuple(copied), self._number, torch.Size((len(x), parts[0].shape[1])))
 
     def _copy(self, part: torch.Tensor, place: int, number: int) -> None:
         """Give the other ranks a part that lies so many bytes behind the first."""
@@ -151,7 +155,9 @@ class Copies:
         norm, residual, weight = NormReduction.of_device("cuda", length, dtype), aligned(residual), aligned(weight)
         out, residual_out = torch.empty_like(residual), torch.empty_like(residual)
         row = 0
-        for number, part in enumerate(sent.parts):
+        for number, (part, copied) in enumerate(zip(sent.parts, sent.copied, strict=True)):
+            # The others' copies come when this rank's go: programs that wait long slow them down.
+            self._streams.current_stream().wait_event(copied)
             own = slice(row, row + len(part))
             add_copies_norm_kernel[(-(-len(part) // norm.rows_per_program),)](
                 part,
@@ -177,5 +183,4 @@ class Copies:
                 **norm.options,
             )
             row += len(part)
-        self._streams.current_stream().wait_stream(self._stream)  # before the memory of parts is used again
         return out, residual_out
