@@ -1,15 +1,17 @@
 """Two workers share each layer: a request has the same bits in any company, and every worker the same tokens."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, Result, differing_answers, only_in_the_core, run
-from tests.engine.plans import alone_and_among, moved, targets
+from tests.engine.plans import TARGETS, alone_and_among, moved, targets
 from vllm_batch_invariant.envs import TP_TREE, UNTRIED
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
+from vllm_batch_invariant.verify.harness.requests import request, tokens
 from vllm_batch_invariant.verify.harness.worker import Engine
 
 ON_GPU = torch.cuda.is_available()
@@ -62,6 +64,24 @@ def bisected(two: Result, start: Callable[..., Result]) -> dict[str, Any]:
 
 def test_a_request_has_the_same_bits_alone_and_among_others(two: Result) -> None:
     assert moved(two) == []
+
+
+@pytest.mark.skipif(not ON_GPU, reason="on a CPU a partial result is added whole")
+def test_a_request_has_the_same_bits_among_so_many_tokens_that_rows_are_sent(
+    start: Callable[..., Result], tmp_path: Path
+) -> None:
+    """Partial results of a step have 64 MiB; the request is in the half that is sent first, and in the other."""
+    shape = Shape(hidden=4096, intermediate=1024, layers=2, heads=32, kv_heads=2, head_size=128, max_length=1024)
+    target, steps = request(TARGETS[300]), []
+    for place in (None, 0, 12):
+        others = [] if place is None else [request(tokens(500, 100 + seed), max_tokens=2) for seed in range(20)]
+        others.insert(place or 0, target)
+        steps.append({"name": f"at place {place}", "reset_prefix_cache": True, "requests": others})
+    model = str(make_checkpoint(tmp_path, shape))
+    done = start("1", steps, model=model, max_model_len=1024, max_num_batched_tokens=8192)
+    assert "Long partial results are sent" in done.log
+    alone = done.completions("at place None")
+    assert [done.completions(f"at place {place}", place) for place in (0, 12)] == [alone, alone]
 
 
 def test_four_workers_keep_the_bits_too(request: pytest.FixtureRequest, start: Callable[..., Result]) -> None:

@@ -77,14 +77,18 @@ def look_after_loading(worker: type) -> None:
         ours = getattr(getattr(group, "device_communicator", None), "batch_invariant_all_reduce", None)
         may_fuse = ours or (group.world_size == 1 and any(isinstance(part, CudaExperts) for part in model.modules()))
         if may_fuse and (count := fuse(model, ours)):
-            if ours:
-                config = self.vllm_config
-                width = config.model_config.get_hidden_size() * config.model_config.dtype.itemsize
-                ours.expect(config.scheduler_config.max_num_batched_tokens * width)
             logger.info("%d norms add what the layer before them gives.", count)
+            if ours and ours.expect(_longest_message(self.vllm_config)):
+                logger.info("Long partial results are sent while they are multiplied.")
 
     load_model.fuses = True
     worker.load_model = load_model
+
+
+def _longest_message(config: Any) -> int:
+    """Bytes of the partial result of the most tokens of a step."""
+    model = config.model_config
+    return config.scheduler_config.max_num_batched_tokens * model.get_hidden_size() * model.dtype.itemsize
 
 
 def fuse(model: torch.nn.Module, all_reduce: Any) -> int:

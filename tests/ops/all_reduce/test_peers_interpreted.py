@@ -193,10 +193,10 @@ def test_long_rows_are_sent_that_a_norm_has_in_a_tile_and_that_memory_was_alloca
     add = AllReduce(2, allocate)
     del allocated[:]
     assert not add.sends(8192, 4096, torch.bfloat16), "nobody has said that there are any"
-    add.expect(8191 * 4096 * 2)
+    assert not add.expect(8191 * 4096 * 2)
     assert not allocated, "none is long enough"
-    add.expect(8192 * 5120 * 2)
-    add.expect(8192 * 5120 * 2)
+    assert add.expect(8192 * 5120 * 2)
+    assert add.expect(8192 * 5120 * 2)
     assert allocated == [2 * 8192 * 5120 * 2 + 256]
     assert add.sends(8192, 4096, torch.bfloat16)
     assert not add.sends(8191, 4096, torch.bfloat16)
@@ -204,7 +204,7 @@ def test_long_rows_are_sent_that_a_norm_has_in_a_tile_and_that_memory_was_alloca
     assert not add.sends(2048, 16_385, torch.bfloat16)
     assert not add.sends(4096, 4096, torch.float64)
     of_four = AllReduce(4, allocate)
-    of_four.expect(8192 * 5120 * 2)
+    assert not of_four.expect(8192 * 5120 * 2)
     assert not of_four.sends(8192, 5120, torch.bfloat16), "nobody has measured them"
 
 

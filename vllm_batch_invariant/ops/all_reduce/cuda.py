@@ -164,15 +164,19 @@ class AllReduce:
                 channel.launch(part, sums, reduction, self._timeout)
         return out
 
-    def expect(self, size: int) -> None:
+    def expect(self, size: int) -> bool:
         """Allocate, together with the other ranks, memory for rows that are sent while others are multiplied.
 
         Args:
             size: bytes of the longest message.
+
+        Returns:
+            whether it is long enough that there are any.
         """
         schedule, held = self._copy_schedule, self._copies.size if self._copies else 0
         if schedule and size >= schedule.smallest and schedule.fitted(size) > held:
             self._copies = Copies(schedule, self._ranks, size, self._allocate)
+        return self._copies is not None
 
     def sends(self, rows: int, length: int, dtype: torch.dtype) -> bool:
         """Whether :meth:`send` serves a message [rows, length] now."""
