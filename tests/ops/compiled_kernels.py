@@ -616,10 +616,9 @@ def all_reduces(count: int, hidden: int, dtype: torch.dtype, ranks: int = 2, tre
     and sent in one part; the other ranks are not there. And of leaves.
     """
     x, addresses = torch.zeros(count, hidden, dtype=dtype), torch.zeros(ranks, dtype=torch.int64)
-    memory, in_one_part = torch.zeros(16, dtype=torch.uint8), CopySchedule(0, x.nbytes, 1)
+    memory, in_one_part = torch.zeros(2 * ranks * x.nbytes + 1024, dtype=torch.uint8), CopySchedule(0, x.nbytes, 1)
     add = AllReduce(ranks, lambda _: Peers(1, ranks * [memory], addresses), tree=tree, copies=in_one_part)
     add(x)
-    memory = torch.zeros(2 * ranks * x.nbytes + 1024, dtype=torch.uint8)
     add.expect(x.nbytes)
     add.add_and_norm(add.send(lambda rows: rows, x), x, x[0], 1e-6)
     if add._channels[0].holds_rows(x, NormReduction.of_device("cuda", hidden, dtype)):

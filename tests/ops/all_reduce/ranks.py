@@ -168,21 +168,40 @@ def normalise_messages(
     messages: list[tuple[int, int, str]],
     fault: str | None,
     tree: bool,
-    of_experts: bool,
+    given: str,
 ) -> None:
-    """A rank's process: writes the normalised rows and the sums with the residual, with a rank late now and then."""
+    """A rank's process: writes the normalised rows and the sums with the residual, with a rank late now and then.
+
+    Args:
+        given: to the norm: "a partial result", "what experts made" or "what was sent", of which rows are sent while
+            others are multiplied.
+    """
     join(rank, ranks, folder)
     plant(fault)
-    add = AllReduce(ranks, through_files(folder, rank, ranks), ROWS_SCHEDULES, timeout=0, tree=tree)
+    if fault == "one half" and rank == 0:
+        be_late_to_read()
+    add = AllReduce(ranks, through_files(folder, rank, ranks), ROWS_SCHEDULES, timeout=0, tree=tree, copies=COPIES)
+    add.expect(COPIES.largest)
     chance, found = random.Random(rank), []
+
+    def late(x: torch.Tensor) -> torch.Tensor:
+        if chance.random() < 0.3:
+            time.sleep(0.1)
+        return x.clone()
+
     for call, (count, hidden, name) in enumerate(messages):
         dtype = getattr(torch, name)
         partial, residual = (rows(call, one, (count, hidden), dtype) for one in (rank, ranks))
-        if chance.random() < 0.3:
-            time.sleep(0.1)
-        given = made_by_experts(call, rank, (count, hidden), dtype) if of_experts else partial
-        found.append(add.add_and_norm(given, residual, weight(hidden, dtype), EPS))
-        add(partial[:1])  # in the same memory
+        if given == "what was sent":
+            assert add.sends(count, hidden, dtype)
+            summand = add.send(late, partial)
+        else:
+            summand = late(partial)
+            if given == "what experts made":
+                summand = made_by_experts(call, rank, (count, hidden), dtype)
+        found.append(add.add_and_norm(summand, residual, weight(hidden, dtype), EPS))
+        if given != "what was sent":  # no rank would be late behind it
+            add(partial[:1])  # in the same memory
     torch.save(found, folder / f"rows of {rank}")
     torch.distributed.barrier()
 
@@ -205,32 +224,4 @@ def add_messages(
             time.sleep(0.01)
         sums.append(add(message(call, rank, ranks, size, getattr(torch, dtype))))
     torch.save(sums, folder / f"sums of {rank}")
-    torch.distributed.barrier()
-
-
-def send_messages(
-    rank: int, ranks: int, folder: Path, messages: list[tuple[int, int, str]], fault: str | None, tree: bool
-) -> None:
-    """A rank's process: writes normalised rows, as :func:`normalise_messages`, of products whose rows are sent while
-    others are multiplied.
-    """
-    join(rank, ranks, folder)
-    plant(fault)
-    if fault == "one half" and rank == 0:
-        be_late_to_read()
-    add = AllReduce(ranks, through_files(folder, rank, ranks), ROWS_SCHEDULES, timeout=0, tree=tree, copies=COPIES)
-    chance, found = random.Random(rank), []
-    add.expect(COPIES.largest)
-    for call, (count, hidden, name) in enumerate(messages):
-        dtype = getattr(torch, name)
-        partial, residual = (rows(call, one, (count, hidden), dtype) for one in (rank, ranks))
-
-        def multiply(some: torch.Tensor) -> torch.Tensor:
-            if chance.random() < 0.3:
-                time.sleep(0.1)
-            return some.clone()
-
-        assert add.sends(count, hidden, dtype)
-        found.append(add.add_and_norm(add.send(multiply, partial), residual, weight(hidden, dtype), EPS))
-    torch.save(found, folder / f"rows of {rank}")
     torch.distributed.barrier()

@@ -18,7 +18,6 @@ from tests.ops.all_reduce.ranks import (
     message,
     normalise_messages,
     rows,
-    send_messages,
 )
 from vllm_batch_invariant.ops.all_reduce import cuda
 from vllm_batch_invariant.ops.all_reduce.cpu import add_ranks
@@ -96,10 +95,10 @@ def normalised(
     messages: list[tuple[int, int, str]],
     fault: str | None = None,
     tree: bool = False,
-    of_experts: bool = False,
+    given: str = "a partial result",
 ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     """Of each rank, of each message."""
-    start(normalise_messages, ranks, folder, messages, fault, tree, of_experts)
+    start(normalise_messages, ranks, folder, messages, fault, tree, given)
     return [torch.load(folder / f"rows of {rank}") for rank in range(ranks)]
 
 
@@ -114,28 +113,35 @@ def expected_rows(
     return found
 
 
+def assert_same_rows(
+    of_ranks: list[list[tuple[torch.Tensor, torch.Tensor]]],
+    wanted: list[tuple[torch.Tensor, torch.Tensor]],
+    messages: list[tuple[int, int, str]],
+) -> None:
+    """Every rank has those of every message."""
+    for rank, done in enumerate(of_ranks):
+        for message_, own, one in zip(messages, done, wanted, strict=True):
+            for found, right in zip(own, one, strict=True):
+                assert_same_bits(found, right, f"{message_} on rank {rank}")
+
+
 @pytest.mark.parametrize(
     ("ranks", "tree", "dtype"),
     [(2, False, "bfloat16"), (2, False, "float32"), (4, False, "float16"), (4, True, "float16")],
 )
 def test_a_norm_behind_it_has_the_bits_of_a_norm_alone(tmp_path: Path, ranks: int, tree: bool, dtype: str) -> None:
     messages = [(*shape, dtype) for shape in ROWS]
-    wanted = expected_rows(ranks, messages, tree)
-    for rank, done in enumerate(normalised(tmp_path, ranks, messages, tree=tree)):
-        for message_, own, one in zip(messages, done, wanted, strict=True):
-            for found, right in zip(own, one, strict=True):
-                assert_same_bits(found, right, f"{message_} on rank {rank}")
+    done = normalised(tmp_path, ranks, messages, tree=tree)
+    assert_same_rows(done, expected_rows(ranks, messages, tree), messages)
 
 
 def test_what_experts_have_made_is_added_first(tmp_path: Path) -> None:
     messages = [(*shape, "float16") for shape in ((1, 1000), (3, 1000), (17, 100), (8, 1000))]
-    for rank, done in enumerate(normalised(tmp_path, 2, messages, of_experts=True)):
-        for call, (message_, own) in enumerate(zip(messages, done, strict=True)):
-            shape, dtype = message_[:2], torch.float16
-            partials = [made_by_experts(call, one, shape, dtype).added() for one in range(2)]
-            residual = rows(call, 2, shape, dtype)
-            for found, right in zip(own, added_and_normalised(torch.stack(partials), residual), strict=True):
-                assert_same_bits(found, right, f"{message_} on rank {rank}")
+    wanted, dtype = [], torch.float16
+    for call, (*shape, _) in enumerate(messages):
+        partials = [made_by_experts(call, one, shape, dtype).added() for one in range(2)]
+        wanted.append(added_and_normalised(torch.stack(partials), rows(call, 2, shape, dtype)))
+    assert_same_rows(normalised(tmp_path, 2, messages, given="what experts made"), wanted, messages)
 
 
 @pytest.mark.parametrize("fault", ["no wait", "unrounded"])
@@ -151,14 +157,6 @@ SENT = ((1, 1000), (3, 1000), (8, 1000), (12, 1000), (13, 1000), (40, 100), (1, 
 """Tokens and hidden sizes: one part, two, three, a last one that is shorter."""
 
 
-def sent(
-    folder: Path, ranks: int, messages: list[tuple[int, int, str]], fault: str | None = None, tree: bool = False
-) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """As :func:`normalised`, of rows that are sent."""
-    start(send_messages, ranks, folder, messages, fault, tree)
-    return [torch.load(folder / f"rows of {rank}") for rank in range(ranks)]
-
-
 @pytest.mark.parametrize(
     ("ranks", "tree", "dtype"), [(2, False, "bfloat16"), (4, False, "float32"), (4, True, "float16")]
 )
@@ -166,11 +164,8 @@ def test_rows_that_are_sent_while_others_are_multiplied_have_the_bits_of_a_sum_a
     tmp_path: Path, ranks: int, tree: bool, dtype: str
 ) -> None:
     messages = [(*shape, dtype) for shape in SENT]
-    wanted = expected_rows(ranks, messages, tree)
-    for rank, done in enumerate(sent(tmp_path, ranks, messages, tree=tree)):
-        for message_, own, one in zip(messages, done, wanted, strict=True):
-            for found, right in zip(own, one, strict=True):
-                assert_same_bits(found, right, f"{message_} on rank {rank}")
+    done = normalised(tmp_path, ranks, messages, tree=tree, given="what was sent")
+    assert_same_rows(done, expected_rows(ranks, messages, tree), messages)
 
 
 @pytest.mark.parametrize("fault", ["no wait", "one half", "last rank first"])
@@ -178,7 +173,7 @@ def test_a_fault_in_what_is_sent_is_found(tmp_path: Path, fault: str) -> None:
     ranks = 4 if fault == "last rank first" else 2
     messages = [(*shape, "float32") for shape in 2 * SENT[3:]]
     wanted = expected_rows(ranks, messages)
-    done = sent(tmp_path, ranks, messages, fault)
+    done = normalised(tmp_path, ranks, messages, fault, given="what was sent")
     assert not all(torch.equal(own[0], one[0]) for rank in done for own, one in zip(rank, wanted, strict=True))
 
 
@@ -208,7 +203,7 @@ def test_long_rows_are_sent_that_a_norm_has_in_a_tile_and_that_memory_was_alloca
     assert not of_four.sends(8192, 5120, torch.bfloat16), "nobody has measured them"
 
 
-def test_what_was_sent_is_added_once_and_to_a_residual_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_sent_is_added_once_and_to_a_residual_like_it() -> None:
     memories = [torch.zeros(1 << 16, dtype=torch.uint8) for _ in range(2)]
     addresses = torch.tensor([one.data_ptr() for one in memories])
     add = AllReduce(2, lambda _: Peers(0, memories, addresses), copies=COPIES)

@@ -14,17 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton.language as tl
 
 from ..common.triton_rows import aligned, on_device_of
 from ..norm.cuda import DTYPES
 from ..norm.reduction import NormReduction
-from .peers import Peers, write_behind
+from .peers import Peers, aligned_bytes, launch_options, write_behind
 from .reduction import AllReduceReduction
 from .triton_kernels import add_copies_norm_kernel
 
-_ALIGNMENT = 256
-"""Bytes."""
 _EPOCHS = 1 << 32
 """Messages are counted in 32 bits."""
 
@@ -47,7 +44,7 @@ class CopySchedule:
 
     def fitted(self, size: int) -> int:
         """Bytes that a message of so many, or else the longest, is given."""
-        return -(-min(size, self.largest) // _ALIGNMENT) * _ALIGNMENT
+        return aligned_bytes(min(size, self.largest))
 
 
 COPY_SCHEDULES = {2: CopySchedule()}
@@ -62,13 +59,16 @@ class SentRows:
         parts: of it, [rows, N] each.
         copied: of each part, the event behind its copies.
         number: of the message, from 1 on.
-        shape: of all rows.
     """
 
     parts: tuple[torch.Tensor, ...]
     copied: tuple[Any, ...]
     number: int
-    shape: torch.Size
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of all rows."""
+        return torch.Size((sum(map(len, self.parts)), self.parts[0].shape[1]))
 
 
 class Copies:
@@ -84,7 +84,7 @@ class Copies:
     def __init__(self, schedule: CopySchedule, ranks: int, size: int, allocate: Callable[[int], Peers]) -> None:
         self.size = schedule.fitted(size)
         self._schedule, self._ranks, self._number = schedule, ranks, 0
-        self._flag_bytes = -(-schedule.parts * ranks * 4 // _ALIGNMENT) * _ALIGNMENT
+        self._flag_bytes = aligned_bytes(schedule.parts * ranks * 4)
         self._peers = allocate(self._flag_bytes + 2 * (ranks - 1) * self.size)
         self._streams = torch.get_device_module(self._peers.addresses.device)
         with on_device_of(self._peers.addresses):
@@ -119,7 +119,7 @@ class Copies:
                 self._copy(part, place, number)
                 copied.append(self._stream.record_event())
             place += part.numel() * part.itemsize
-        return SentRows(tuple(parts), tuple(copied), self._number, torch.Size((len(x), parts[0].shape[1])))
+        return SentRows(tuple(parts), tuple(copied), self._number)
 
     def _copy(self, part: torch.Tensor, place: int, number: int) -> None:
         """Give the other ranks a part that lies so many bytes behind the first."""
@@ -174,13 +174,8 @@ class Copies:
                 len(part),
                 length // norm.stride_unit,
                 eps,
-                RANKS=self._ranks,
-                TREE=reduction.tree,
-                ACCUMULATE=tl.float32,
-                TIMEOUT=timeout,
-                debug=True,  # its assertion is there
-                sanitize_overflow=False,
                 **norm.options,
+                **launch_options(reduction, timeout),
             )
             row += len(part)
         return out, residual_out

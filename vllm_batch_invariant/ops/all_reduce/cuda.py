@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton.language as tl
 
 from ..common.triton_rows import aligned, on_device_of
 from ..dependent_launch import LaunchSchedule
@@ -14,12 +13,10 @@ from ..norm import rms_norm
 from ..norm.cuda import DTYPES as NORM_DTYPES
 from ..norm.reduction import NormReduction
 from .copies import COPY_SCHEDULES, Copies, CopySchedule, SentRows
-from .peers import Peers
+from .peers import Peers, aligned_bytes, in_triton, launch_options
 from .reduction import AllReduceReduction
 from .triton_kernels import add_ranks_kernel, all_reduce_kernel, all_reduce_norm_kernel
 
-_FLAG_ALIGNMENT = 256
-"""Bytes."""
 TIMEOUT = 600 * 10**9
 """Nanoseconds that a rank waits for another, which may be compiling, before it ends with an error. vLLM's executor ends
 its workers within seconds when one has ended, and gives up on a step after 300 s
@@ -97,7 +94,7 @@ def add_ranks(partials: torch.Tensor, tree: bool = False, out: torch.Tensor | No
             RANKS=reduction.ranks,
             TREE=reduction.tree,
             BLOCK=_BLOCK,
-            ACCUMULATE=_in_triton(reduction.accumulate),
+            ACCUMULATE=in_triton(reduction.accumulate),
             num_warps=_NUM_WARPS,
             enable_fp_fusion=False,
         )
@@ -108,10 +105,6 @@ def _unit(message: torch.Tensor) -> int:
     """Elements of a message that are loaded at once."""
     unit = _UNIT_BYTES // message.itemsize
     return unit if message.numel() % unit == 0 else 1
-
-
-def _in_triton(accumulate: torch.dtype) -> tl.dtype:
-    return tl.float64 if accumulate == torch.float64 else tl.float32
 
 
 class AllReduce:
@@ -240,7 +233,7 @@ class _Channel:
 
     def __init__(self, schedule: AllReduceSchedule, ranks: int, allocate: Callable[[int], Peers]) -> None:
         self.schedule, self._ranks = schedule, ranks
-        self._flag_bytes = -(-schedule.ctas * ranks * 4 // _FLAG_ALIGNMENT) * _FLAG_ALIGNMENT
+        self._flag_bytes = aligned_bytes(schedule.ctas * ranks * 4)
         self._region_bytes = schedule.region_bytes(ranks)
         self._half_bytes = (2 if schedule.two_shot else 1) * ranks * schedule.ctas * self._region_bytes
         self._peers = allocate(self._flag_bytes + 2 * self._half_bytes)
@@ -314,14 +307,9 @@ class _Channel:
     def _options(self, reduction: AllReduceReduction, timeout: int) -> dict[str, Any]:
         """Of either kernel."""
         return {
-            "RANKS": self._ranks,
             "FLAG_BYTES": self._flag_bytes,
             "HALF_BYTES": self._half_bytes,
             "REGION_BYTES": self._region_bytes,
             "REGIONS": self.schedule.ctas,
-            "TREE": reduction.tree,
-            "ACCUMULATE": _in_triton(reduction.accumulate),
-            "TIMEOUT": timeout,
-            "debug": True,  # its assertion is there, which ends a rank that waits for one that has ended
-            "sanitize_overflow": False,
+            **launch_options(reduction, timeout),
         }

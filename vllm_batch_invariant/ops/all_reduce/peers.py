@@ -5,6 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton.language as tl
+
+from .reduction import AllReduceReduction
+
+_ALIGNMENT = 256
+"""Bytes."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,32 @@ def symmetric_peers(group: torch.distributed.ProcessGroup, device: torch.device)
         return Peers(handle.rank, memories, addresses, (memory, handle))
 
     return allocate
+
+
+def aligned_bytes(size: int) -> int:
+    """So many bytes or a few more, behind which memory is aligned."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def in_triton(accumulate: torch.dtype) -> tl.dtype:
+    """The accumulator's dtype."""
+    return tl.float64 if accumulate == torch.float64 else tl.float32
+
+
+def launch_options(reduction: AllReduceReduction, timeout: int) -> dict[str, Any]:
+    """Of any kernel that waits for other ranks.
+
+    Args:
+        timeout: nanoseconds; 0: for ever.
+    """
+    return {
+        "RANKS": reduction.ranks,
+        "TREE": reduction.tree,
+        "ACCUMULATE": in_triton(reduction.accumulate),
+        "TIMEOUT": timeout,
+        "debug": True,  # its assertion is there, which ends a rank that waits for one that has ended
+        "sanitize_overflow": False,
+    }
 
 
 def write_behind(memory: torch.Tensor, place: int, number: int) -> None:
