@@ -12,6 +12,7 @@ from vllm_batch_invariant.ops.softmax import softmax
 
 FAMILIES: dict[str, tuple[tuple[int, int, int, int], dict[str, object], bool]] = {
     "Qwen3-30B-A3B": ((128, 8, 2048, 768), {}, False),
+    "a quarter of it": ((128, 8, 2048, 192), {}, False),
     "gpt-oss": ((32, 4, 2880, 2880), {"activation": "swigluoai"}, True),
     "GLM-4.5-Air": ((128, 8, 4096, 1408), {"scoring": "sigmoid"}, True),
     "groups": ((160, 6, 1024, 512), {"scoring": "sigmoid", "groups": 8, "top_groups": 3, "scale": 2.5}, True),

@@ -135,16 +135,22 @@ def test_rows_of_nan_and_parts_of_a_batch_move_no_bit(monkeypatch):
 
 
 def test_tiles_grow_with_the_pairs_of_an_expert():
-    chosen = [cuda.layer_schedule(pairs, 128, torch.bfloat16, HOPPER) for pairs in (8, 64, 65, 2048, 8192, 100_000)]
-    assert [one.few_pairs > 0 for one in chosen] == [True, True, False, False, False, False]
-    assert [one.gate_up.block_m for one in chosen] == sorted(one.gate_up.block_m for one in chosen)
+    for columns in (192, 768):
+        chosen = [
+            cuda.layer_schedule(pairs, 128, columns, torch.bfloat16, HOPPER)
+            for pairs in (8, 64, 65, 2048, 8192, 100_000)
+        ]
+        assert [one.few_pairs > 0 for one in chosen] == [True, True, False, False, False, False]
+        assert [one.gate_up.block_m for one in chosen] == sorted(one.gate_up.block_m for one in chosen)
 
 
 @pytest.mark.parametrize("gpu", [HOPPER, OLDER])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_number_of_pairs_has_a_schedule(gpu, dtype):
     schedules = cuda.layer_schedules(dtype, gpu)
-    served = {cuda.layer_schedule(pairs, 32, dtype, gpu) for pairs in range(1, 8192)}
+    served = {
+        cuda.layer_schedule(pairs, 32, columns, dtype, gpu) for columns in (192, 193) for pairs in range(1, 8192)
+    }
     assert served == set(schedules)
 
 
@@ -223,7 +229,7 @@ def test_an_activation_in_the_tile_rounds_as_one_of_a_written_product(gpu, activ
     for count in (3, 20, 60, 100, 200) if activation == "silu" else (3, 60):
         x = torch.randint(-9, 10, (count, 48), generator=draw).half() / 4
         ids = torch.arange(3 * count).view(count, 3) % EXPERTS
-        schedule = cuda.layer_schedule(ids.numel(), EXPERTS, torch.float16, gpu)
+        schedule = cuda.layer_schedule(ids.numel(), EXPERTS, 40, torch.float16, gpu)
         groups, tile = cuda.group(ids, EXPERTS, schedule), schedule.gate_up
         written = cuda.grouped_gemm(x, gate_up, bias, groups, ids.numel(), torch.float16, tile)
         found = cuda.grouped_gemm(x, gate_up, bias, groups, ids.numel(), torch.float16, tile, activation=activation)

@@ -32,7 +32,6 @@ from .triton_kernels import (
     combine_kernel,
     combine_norm_kernel,
     count_kernel,
-    group_kernel,
     grouped_gemm_kernel,
     place_kernel,
     route_kernel,
@@ -84,26 +83,33 @@ class LayerSchedule:
         few_pairs: for no more pairs than this, a power of two; every program looks for those of its block. 0: a kernel
             groups them first.
         most: pairs of an expert, on average, up to which it serves.
+        longest: rows of the second product's weight, in elements, up to which it serves.
     """
 
     gate_up: GroupedSchedule
     down: GroupedSchedule
     few_pairs: int = 0
     most: float = inf
+    longest: float = inf
 
     def __post_init__(self) -> None:
         if self.gate_up.block_m != self.down.block_m:
             raise ValueError("both products have the same blocks of pairs")
 
-    def serves(self, pairs: int, experts: int) -> bool:
-        """Whether it is for so many pairs."""
-        return pairs <= self.few_pairs if self.few_pairs else pairs <= self.most * experts
+    def serves(self, pairs: int, experts: int, intermediate: int) -> bool:
+        """Whether it is for so many pairs, and for rows of ``intermediate`` elements in the second product."""
+        fewest = pairs <= self.few_pairs if self.few_pairs else pairs <= self.most * experts
+        return fewest and intermediate <= self.longest
 
 
 _HOPPER = (
+    LayerSchedule(GroupedSchedule(16, 64, 128, 4, 3), GroupedSchedule(16, 64, 64, 4, 3), few_pairs=16, longest=192),
     LayerSchedule(GroupedSchedule(16, 64, 128, 4, 3), GroupedSchedule(16, 64, 128, 4, 3), few_pairs=16),
+    LayerSchedule(GroupedSchedule(16, 64, 128, 4, 3), GroupedSchedule(16, 128, 64, 4, 3), few_pairs=64, longest=192),
     LayerSchedule(GroupedSchedule(16, 64, 128, 4, 3), GroupedSchedule(16, 128, 128, 4, 3), few_pairs=64),
+    LayerSchedule(GroupedSchedule(16, 64, 128, 4, 3), GroupedSchedule(16, 128, 64, 4, 3), most=9, longest=192),
     LayerSchedule(GroupedSchedule(16, 64, 128, 4, 3), GroupedSchedule(16, 128, 128, 4, 3), most=9),
+    LayerSchedule(GroupedSchedule(32, 64, 128, 4, 2), GroupedSchedule(32, 128, 64, 4, 3), most=22, longest=192),
     LayerSchedule(GroupedSchedule(32, 64, 128, 4, 2), GroupedSchedule(32, 128, 128, 4, 2), most=22),
     LayerSchedule(GroupedSchedule(64, 64, 64, 4, 4), GroupedSchedule(64, 128, 64, 4, 4), most=45),
     LayerSchedule(
@@ -136,24 +142,16 @@ def layer_schedules(dtype: torch.dtype, gpu: Gpu) -> tuple[LayerSchedule, ...]:
     return _HOPPER if gpu.has_wgmma and dtype.itemsize == 2 else _OTHERS[dtype.itemsize]
 
 
-def layer_schedule(pairs: int, experts: int, dtype: torch.dtype, gpu: Gpu) -> LayerSchedule:
-    """The schedule for so many pairs."""
-    return next(one for one in layer_schedules(dtype, gpu) if one.serves(pairs, experts))
+def layer_schedule(pairs: int, experts: int, intermediate: int, dtype: torch.dtype, gpu: Gpu) -> LayerSchedule:
+    """The schedule for so many pairs and experts, in a layer of ``intermediate`` columns here."""
+    return next(one for one in layer_schedules(dtype, gpu) if one.serves(pairs, experts, intermediate))
 
 
 @dataclass(frozen=True)
 class WalkSchedule:
-    """How the other kernels walk; powers of two.
-
-    Attributes:
-        block: pairs, or elements of a row, at a time.
-        blocks_at_once: blocks without pairs that are marked at a time.
-        pairs_at_once: pairs that each of a block is compared with at a time.
-    """
+    """How many elements of a row the kernel of sums and the certificate's take at a time; a power of two."""
 
     block: int
-    blocks_at_once: int = 256
-    pairs_at_once: int = 8
 
     @classmethod
     def of(cls, length: int) -> "WalkSchedule":
@@ -161,14 +159,37 @@ class WalkSchedule:
         return cls(min(1024, triton.next_power_of_2(length)))
 
 
-_FEW, _SOME = WalkSchedule(512), WalkSchedule(2048)
-"""Of grouping by one program, for up to as many pairs as the block, and for up to twice as many."""
-_MANY, _MOST = WalkSchedule(128, pairs_at_once=16), WalkSchedule(256, pairs_at_once=32)
-"""Of grouping more pairs, by several: for up to as many pairs as 256 blocks, and for more."""
-_COUNTS_AT_ONCE = 8192
-"""Of experts and programs, which a program adds."""
 _COMBINING = WalkSchedule(512)
 """Four elements for each thread: a warp reads 512 bytes that lie side by side."""
+
+
+@dataclass(frozen=True)
+class GroupingSchedule:
+    """How pairs are grouped by expert; powers of two.
+
+    Attributes:
+        block: pairs that a program places.
+        pairs_at_once: of its own that each of them is compared with at a time.
+        counted_at_once: of all pairs, which every program counts. 0: a kernel counts those of each program before.
+        num_warps: of a program.
+        blocks_at_once: blocks without pairs that are marked at a time.
+    """
+
+    block: int
+    pairs_at_once: int
+    counted_at_once: int
+    num_warps: int = 4
+    blocks_at_once: int = 256
+
+
+_GROUPING = {
+    4096: GroupingSchedule(64, 16, 2048, 8),
+    32_768: GroupingSchedule(128, 16, 0),
+    inf: GroupingSchedule(256, 32, 0),
+}
+"""By the most pairs that they are for."""
+_COUNTS_AT_ONCE = 8192
+"""Of experts and programs, which a program adds."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +214,8 @@ class Groups:
 
 
 def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule, places: torch.Tensor | None = None) -> Groups:
-    """Group the pairs of ids [tokens, top_k], packed, into blocks of one expert each.
+    """Group the pairs of ids [tokens, top_k], packed, into blocks of one expert each, in order: atomic additions for
+    every pair would wait for each other.
 
     Args:
         ids: of experts.
@@ -208,66 +230,34 @@ def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule, places: torc
     ints = {"dtype": torch.int32, "device": ids.device}
     pairs, expert_of_block = torch.empty(num_blocks * block_m, **ints), torch.empty(num_blocks, **ints)
     stop = torch.empty(triton.next_power_of_2(experts), **ints)
-    launched = {**LaunchSchedule.of(ids.device).options, "enable_fp_fusion": False}
+    how = next(one for most, one in _GROUPING.items() if num_pairs <= most)
+    programs, padded = triton.cdiv(num_pairs, how.block), len(stop)
+    shared = {"PADDED_EXPERTS": padded, "IS_PART": places is not None, "BLOCK": how.block, "num_warps": how.num_warps}
+    shared |= {**LaunchSchedule.of(ids.device).options, "enable_fp_fusion": False}
+    counts, counts_at_once = None, 0
     with on_device_of(ids):
-        if num_pairs <= 2 * _SOME.block:
-            walk = _FEW if num_pairs <= _FEW.block else _SOME
-            group_kernel[(1,)](
-                ids,
-                places,
-                stop,
-                expert_of_block,
-                pairs,
-                num_pairs,
-                num_blocks,
-                PADDED_EXPERTS=len(stop),
-                IS_PART=places is not None,
-                BLOCK_M=block_m,
-                BLOCK=walk.block,
-                BLOCKS_AT_ONCE=walk.blocks_at_once,
-                **launched,
-                num_warps=min(16, walk.block // 64),
-            )
-        else:
-            _group_many(ids, places, stop, expert_of_block, pairs, block_m, launched)
+        if not how.counted_at_once:
+            counts = torch.empty(programs, padded, **ints)
+            counts_at_once = min(triton.next_power_of_2(programs), max(1, _COUNTS_AT_ONCE // padded))
+            count_kernel[(programs,)](ids, places, counts, num_pairs, **shared)
+        place_kernel[(programs,)](
+            ids,
+            places,
+            counts,
+            stop,
+            expert_of_block,
+            pairs,
+            num_pairs,
+            programs,
+            num_blocks,
+            BLOCK_M=block_m,
+            COUNTS=counts_at_once,
+            COUNTED_AT_ONCE=how.counted_at_once,
+            BLOCKS_AT_ONCE=how.blocks_at_once,
+            PAIRS_AT_ONCE=how.pairs_at_once,
+            **shared,
+        )
     return Groups(num_blocks, pairs, stop, expert_of_block)
-
-
-def _group_many(
-    ids: torch.Tensor,
-    places: torch.Tensor | None,
-    stop: torch.Tensor,
-    expert_of_block: torch.Tensor,
-    pairs: torch.Tensor,
-    block_m: int,
-    launched: dict[str, Any],
-) -> None:
-    """Programs count their pairs, and then place them behind those of the programs before: atomic additions for every
-    pair would wait for each other.
-    """
-    num_pairs, padded = ids.numel(), len(stop)
-    walk = _MANY if num_pairs <= 256 * _MANY.block else _MOST
-    programs = triton.cdiv(num_pairs, walk.block)
-    counts = torch.empty(programs, padded, dtype=torch.int32, device=ids.device)
-    of_pairs = {"PADDED_EXPERTS": padded, "IS_PART": places is not None, "BLOCK": walk.block, **launched}
-    count_kernel[(programs,)](ids, places, counts, num_pairs, **of_pairs, num_warps=4)
-    place_kernel[(programs,)](
-        ids,
-        places,
-        counts,
-        stop,
-        expert_of_block,
-        pairs,
-        num_pairs,
-        programs,
-        len(expert_of_block),
-        BLOCK_M=block_m,
-        COUNTS=min(triton.next_power_of_2(programs), max(1, _COUNTS_AT_ONCE // padded)),
-        BLOCKS_AT_ONCE=walk.blocks_at_once,
-        PAIRS_AT_ONCE=walk.pairs_at_once,
-        **of_pairs,
-        num_warps=max(4, walk.block // 64),
-    )
 
 
 def grouped_gemm(
@@ -475,7 +465,8 @@ def products(
     """What :func:`moe` adds, of its operands; all of it is in memory at once."""
     x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
     pairs, activation = ids.numel(), reduction.activation
-    schedule = layer_schedule(pairs, reduction.num_experts, x.dtype, of_linear.gpu(x.device.index))
+    gpu = of_linear.gpu(x.device.index)
+    schedule = layer_schedule(pairs, reduction.num_experts, down.shape[2], x.dtype, gpu)
     groups = group(ids, len(down), schedule, places)
     activated = grouped_gemm(x, gate_up, gate_up_bias, groups, pairs, x.dtype, schedule.gate_up, activation=activation)
     made = grouped_gemm(activated, down, down_bias, groups, pairs, x.dtype, schedule.down)

@@ -176,34 +176,6 @@ def _write_blocks(
         tl.store(expert_of_block_ptr + block, tl.full((BLOCKS_AT_ONCE,), -1, tl.int32), mask=block < num_blocks)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
-def group_kernel(
-    ids_ptr, places_ptr, next_ptr, expert_of_block_ptr, pairs_ptr, num_pairs, num_blocks,
-    PADDED_EXPERTS: tl.constexpr, IS_PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS_AT_ONCE: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """Writes pairs into blocks of their experts, by one program; in what order decides nothing. Afterwards ``next`` is
-    where the pairs of an expert end.
-    """
-    wait_for_kernel_before(OVERLAPS)
-    counts = tl.zeros((PADDED_EXPERTS,), tl.int32)
-    for start in tl.range(0, num_pairs, BLOCK, num_stages=3):
-        offs = start + tl.arange(0, BLOCK)
-        expert = _experts_of(ids_ptr, places_ptr, offs, offs < num_pairs, IS_PART)
-        counts += tl.histogram(tl.maximum(expert, 0), PADDED_EXPERTS, mask=expert >= 0)
-    blocks = tl.cdiv(counts, BLOCK_M)
-    first = tl.cumsum(blocks, 0) - blocks
-    _write_blocks(expert_of_block_ptr, first, blocks, num_blocks, PADDED_EXPERTS, BLOCKS_AT_ONCE)
-    tl.store(next_ptr + tl.arange(0, PADDED_EXPERTS), first * BLOCK_M)
-    tl.debug_barrier()  # other threads have written where an expert's pairs go
-    for start in range(0, num_pairs, BLOCK):
-        pair = start + tl.arange(0, BLOCK)
-        expert = _experts_of(ids_ptr, places_ptr, pair, pair < num_pairs, IS_PART)
-        mask = expert >= 0
-        place = tl.atomic_add(next_ptr + expert, 1, mask=mask)
-        tl.store(pairs_ptr + place, pair, mask=mask)
-
-
 @triton.jit(do_not_specialize=["num_pairs"])
 def count_kernel(
     ids_ptr, places_ptr, counts_ptr, num_pairs,
@@ -221,26 +193,35 @@ def count_kernel(
 def place_kernel(
     ids_ptr, places_ptr, counts_ptr, stop_ptr, expert_of_block_ptr, pairs_ptr, num_pairs, num_counts, num_blocks,
     PADDED_EXPERTS: tl.constexpr, IS_PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
-    COUNTS: tl.constexpr, BLOCKS_AT_ONCE: tl.constexpr, PAIRS_AT_ONCE: tl.constexpr, OVERLAPS: tl.constexpr,
+    COUNTS: tl.constexpr, COUNTED_AT_ONCE: tl.constexpr, BLOCKS_AT_ONCE: tl.constexpr, PAIRS_AT_ONCE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Writes a program's BLOCK pairs into blocks of their experts, in order: as far behind an expert's first pair as
-    there are others of it before, in programs before, which it counts, and in its own. The first program also writes
-    where the pairs of an expert end, and whose pairs are in each block.
+    there are others of it before, in programs before and in its own. With COUNTS those of other programs are in
+    ``counts``, otherwise it counts them itself. The first program also writes where the pairs of an expert end, and
+    whose pairs are in each block.
     """
     wait_for_kernel_before(OVERLAPS)
-    program, experts, rows = tl.program_id(0), tl.arange(0, PADDED_EXPERTS), tl.arange(0, COUNTS)
+    program, experts = tl.program_id(0), tl.arange(0, PADDED_EXPERTS)
+    begin, in_block = program * BLOCK, tl.arange(0, BLOCK)
     total, earlier = tl.zeros((PADDED_EXPERTS,), tl.int32), tl.zeros((PADDED_EXPERTS,), tl.int32)
-    for start in range(0, num_counts, COUNTS):
-        row = (start + rows)[:, None]
-        counts = tl.load(counts_ptr + row * PADDED_EXPERTS + experts[None, :], mask=row < num_counts, other=0)
-        total += tl.sum(counts, 0)  # of [COUNTS, PADDED_EXPERTS]
-        earlier += tl.sum(tl.where(row < program, counts, 0), 0)
+    if COUNTS:
+        for start in range(0, num_counts, COUNTS):
+            row = (start + tl.arange(0, COUNTS))[:, None]
+            counts = tl.load(counts_ptr + row * PADDED_EXPERTS + experts[None, :], mask=row < num_counts, other=0)
+            total += tl.sum(counts, 0)  # of [COUNTS, PADDED_EXPERTS]
+            earlier += tl.sum(tl.where(row < program, counts, 0), 0)
+    else:
+        for start in range(0, num_pairs, COUNTED_AT_ONCE):
+            offs = start + tl.arange(0, COUNTED_AT_ONCE)
+            expert = _experts_of(ids_ptr, places_ptr, offs, offs < num_pairs, IS_PART)
+            total += tl.histogram(tl.maximum(expert, 0), PADDED_EXPERTS, mask=expert >= 0)
+            earlier += tl.histogram(tl.maximum(expert, 0), PADDED_EXPERTS, mask=(expert >= 0) & (offs < begin))
     blocks = tl.cdiv(total, BLOCK_M)
     first = tl.cumsum(blocks, 0) - blocks
     if program == 0:
         _write_blocks(expert_of_block_ptr, first, blocks, num_blocks, PADDED_EXPERTS, BLOCKS_AT_ONCE)
         tl.store(stop_ptr + experts, first * BLOCK_M + total)
-    begin, in_block = program * BLOCK, tl.arange(0, BLOCK)
     expert = _experts_of(ids_ptr, places_ptr, begin + in_block, begin + in_block < num_pairs, IS_PART)
     before = tl.gather(first * BLOCK_M + earlier, tl.maximum(expert, 0), 0)
     for start in range(0, BLOCK, PAIRS_AT_ONCE):
