@@ -148,9 +148,7 @@ def test_tiles_grow_with_the_pairs_of_an_expert():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_number_of_pairs_has_a_schedule(gpu, dtype):
     schedules = cuda.layer_schedules(dtype, gpu)
-    served = {
-        cuda.layer_schedule(pairs, 32, columns, dtype, gpu) for columns in (192, 193) for pairs in range(1, 8192)
-    }
+    served = {cuda.layer_schedule(pairs, 32, columns, dtype, gpu) for columns in (192, 193) for pairs in range(1, 8192)}
     assert served == set(schedules)
 
 

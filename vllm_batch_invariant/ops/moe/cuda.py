@@ -98,8 +98,8 @@ class LayerSchedule:
 
     def serves(self, pairs: int, experts: int, intermediate: int) -> bool:
         """Whether it is for so many pairs, and for rows of ``intermediate`` elements in the second product."""
-        fewest = pairs <= self.few_pairs if self.few_pairs else pairs <= self.most * experts
-        return fewest and intermediate <= self.longest
+        most = self.few_pairs or self.most * experts
+        return pairs <= most and intermediate <= self.longest
 
 
 _HOPPER = (
@@ -183,7 +183,7 @@ class GroupingSchedule:
 
 
 _GROUPING = {
-    4096: GroupingSchedule(64, 16, 2048, 8),
+    4096: GroupingSchedule(32, 32, 2048, 8),
     32_768: GroupingSchedule(128, 16, 0),
     inf: GroupingSchedule(256, 32, 0),
 }
