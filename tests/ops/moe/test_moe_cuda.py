@@ -197,7 +197,7 @@ def test_scores_are_those_of_the_operation_softmax(experts: int) -> None:
             assert torch.equal(ids[clear], expected_ids[clear]), dtype
 
 
-def test_pairs_are_grouped_by_one_program_or_several() -> None:
+def test_pairs_are_grouped_whether_every_program_or_a_kernel_before_counts_them() -> None:
     """Of any number, at the edges of the blocks in which they are counted and placed, evenly or all to one expert."""
     schedule = cuda.layer_schedules(torch.bfloat16, of_linear.gpu(0))[-1]
     block_m = schedule.gate_up.block_m

@@ -156,7 +156,7 @@ GROUPED = {
     "few": (torch.tensor([[5, 1]]), 16), "some": (torch.randint(0, 3, (700, 2)), 16),
     "of one expert": (torch.zeros(40, 1), 32), "many": (torch.randint(0, 6, (2100, 2)), 128),
     "many of one expert": (torch.full((4099, 1), 5), 64),
-    "as many as one program groups": (torch.randint(0, 6, (4096, 1)), 64),
+    "as many as every program counts": (torch.randint(0, 6, (4096, 1)), 64),
 }  # fmt: skip
 
 
