@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -150,13 +151,14 @@ def _measure(rank: int, ranks: int, port: int, tokens: Sequence[int], samples: i
     group = _stock_group(rank, ranks, port)
     from vllm.distributed.parallel_state import graph_capture
 
-    from vllm_batch_invariant.ops.all_reduce.copies import CopySchedule
+    from vllm_batch_invariant.ops.all_reduce.copies import COPY_SCHEDULES
 
+    shortest_sent = COPY_SCHEDULES[ranks].smallest if ranks in COPY_SCHEDULES else inf
     found: dict[tuple[str, int], tuple[bool | None, dict[str, list[float]]]] = {}
     for operation in OPERATIONS:
         calls, multiplies = _calls(group, operation), operation == OPERATIONS[2]
         for count in tokens:
-            if multiplies and 2 * HIDDEN * count < CopySchedule().smallest:
+            if multiplies and 2 * HIDDEN * count < shortest_sent:
                 continue
             generator = torch.Generator(group.device).manual_seed(rank)
             columns, scale = (_INPUTS, 1) if multiplies else (HIDDEN, 1000**rank)
