@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
+from math import inf
 from unittest import mock
 
 import torch
@@ -13,7 +14,7 @@ from benchmarks.spread import Spread
 from vllm_batch_invariant.ops.common.graph_timer import GraphTimer
 from vllm_batch_invariant.ops.dependent_launch import LaunchSchedule
 from vllm_batch_invariant.ops.moe import cuda
-from vllm_batch_invariant.ops.moe.cuda import GroupedSchedule, LayerSchedule, WalkSchedule
+from vllm_batch_invariant.ops.moe.cuda import GroupedSchedule, GroupingSchedule, LayerSchedule, WalkSchedule
 
 GATE_UP = (
     *(GroupedSchedule(16, *rest) for rest in (
@@ -56,6 +57,12 @@ halves, the persistent kernel.
 """
 COMBINE = tuple(WalkSchedule(block) for block in (256, 512, 1024, 2048))
 """What is tried of the sum."""
+GROUPING = (
+    *(GroupingSchedule(block, min(block, 32), 2048, 8) for block in (16, 32, 64)),
+    GroupingSchedule(128, 16, 0),
+    GroupingSchedule(256, 32, 0),
+)
+"""What is tried of the kernel that groups, alone or behind one that counts."""
 FEW_PAIRS = 64
 """Up to this many, programs that look for their own pairs are tried."""
 _REPLAYS = 5
@@ -110,10 +117,10 @@ class Candidates:
                 lines.append(f"  {'few' if few else 'grouped'} {size:3} {name:7} {text}")
             lines.append(f"  {'few' if few else 'grouped'} {size:3} both    {total:.1f}")
             if not few:
-                [grouping] = self.timer.time(
-                    [[partial(cuda.group, ids, layer.experts, used) for _, ids in routed]], 10.0, _REPLAYS
-                )
-                lines.append(f"  grouped {size:3} group   {Spread.of(grouping).p50:.1f}")
+                ways = [[partial(group, how, ids, layer.experts, used) for _, ids in routed] for how in GROUPING]
+                medians = [Spread.of(times).p50 for times in self.timer.time(ways, 10.0, _REPLAYS)]
+                text = ", ".join(f"{_named(how)} {time:.1f}" for how, time in zip(GROUPING, medians, strict=True))
+                lines.append(f"  grouped {size:3} group by {text}")
         made = torch.zeros_like(x[0]).repeat_interleave(layer.top_k, 0)
         routing = [partial(cuda.route, one.logits, layer.reduction, None) for one in inputs]
         out = torch.empty_like(x[0])
@@ -158,8 +165,18 @@ def combine(walk: WalkSchedule, of: cuda.Products, out: torch.Tensor) -> None:
         cuda.combine(of, out)
 
 
+def group(how: GroupingSchedule, ids: torch.Tensor, experts: int, schedule: LayerSchedule) -> cuda.Groups:
+    """Pairs by one of :data:`GROUPING`."""
+    with mock.patch.object(cuda, "_GROUPING", {inf: how}):
+        return cuda.group(ids, experts, schedule)
+
+
 def _always(how: LaunchSchedule, _: object) -> LaunchSchedule:
     return how
+
+
+def _named(how: GroupingSchedule) -> str:
+    return f"{how.block}{'' if how.counted_at_once else ' counted before'}"
 
 
 def _short(tile: GroupedSchedule) -> str:
