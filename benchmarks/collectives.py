@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +53,10 @@ def _stock_group(rank: int, ranks: int, port: int) -> Any:
     return parallel_state.get_tp_group()
 
 
-def _calls(group: Any, operation: str) -> dict[str, Call]:
+def _calls(group: Any, ours: Any, operation: str) -> dict[str, Call]:
     """What each provider does with a partial result, by its name; or with what is multiplied."""
     from vllm import _custom_ops
 
-    from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce
-    from vllm_batch_invariant.ops.all_reduce.peers import symmetric_peers
-
-    ours = AllReduce(group.world_size, symmetric_peers(group.device_group, group.device))
     if operation == OPERATIONS[0]:
         return {"stock": group.all_reduce, "ours": ours}
     weight = torch.ones(HIDDEN, dtype=torch.bfloat16, device=group.device)
@@ -151,14 +146,15 @@ def _measure(rank: int, ranks: int, port: int, tokens: Sequence[int], samples: i
     group = _stock_group(rank, ranks, port)
     from vllm.distributed.parallel_state import graph_capture
 
-    from vllm_batch_invariant.ops.all_reduce.copies import COPY_SCHEDULES
+    from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce
+    from vllm_batch_invariant.ops.all_reduce.peers import symmetric_peers
 
-    shortest_sent = COPY_SCHEDULES[ranks].smallest if ranks in COPY_SCHEDULES else inf
     found: dict[tuple[str, int], tuple[bool | None, dict[str, list[float]]]] = {}
     for operation in OPERATIONS:
-        calls, multiplies = _calls(group, operation), operation == OPERATIONS[2]
+        ours = AllReduce(ranks, symmetric_peers(group.device_group, group.device))
+        calls, multiplies = _calls(group, ours, operation), operation == OPERATIONS[2]
         for count in tokens:
-            if multiplies and 2 * HIDDEN * count < shortest_sent:
+            if multiplies and not ours.sends(count, HIDDEN, torch.bfloat16):
                 continue
             generator = torch.Generator(group.device).manual_seed(rank)
             columns, scale = (_INPUTS, 1) if multiplies else (HIDDEN, 1000**rank)

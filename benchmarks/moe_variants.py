@@ -1,7 +1,7 @@
 """Candidate schedules of mixtures of experts, timed product by product: `python -m benchmarks.moe --variants`."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from math import inf
@@ -117,18 +117,17 @@ class Candidates:
                 lines.append(f"  {'few' if few else 'grouped'} {size:3} {name:7} {text}")
             lines.append(f"  {'few' if few else 'grouped'} {size:3} both    {total:.1f}")
             if not few:
-                ways = [[partial(group, how, ids, layer.experts, used) for _, ids in routed] for how in GROUPING]
-                medians = [Spread.of(times).p50 for times in self.timer.time(ways, 10.0, _REPLAYS)]
-                text = ", ".join(f"{_named(how)} {time:.1f}" for how, time in zip(GROUPING, medians, strict=True))
-                lines.append(f"  grouped {size:3} group by {text}")
+                grouping = [[partial(group, how, ids, layer.experts, used) for _, ids in routed] for how in GROUPING]
+                samples = self.timer.time(grouping, 10.0, _REPLAYS)
+                lines.append(f"  grouped {size:3} group by {_medians(map(_named, GROUPING), samples)}")
         made = torch.zeros_like(x[0]).repeat_interleave(layer.top_k, 0)
         routing = [partial(cuda.route, one.logits, layer.reduction, None) for one in inputs]
         out = torch.empty_like(x[0])
         given = [cuda.Products(made, *one, None) for one in routed]
         ways = [[partial(combine, walk, one, out) for one in given] for walk in COMBINE]
         [routes, *sums] = self.timer.time([routing, *ways], 10.0, _REPLAYS)
-        found = [f"{walk.block} {Spread.of(times).p50:.1f}" for walk, times in zip(COMBINE, sums, strict=True)]
-        lines.append(f"  route {Spread.of(routes).p50:.1f}, combine by {', '.join(found)}")
+        by_block = _medians((str(walk.block) for walk in COMBINE), sums)
+        lines.append(f"  route {Spread.of(routes).p50:.1f}, combine by {by_block}")
         layers = [partial(ours().call, layer, weights, one) for one in inputs]
         used = LaunchSchedule.of(x[0].device)
         for how, text in ((used, ""), (LaunchSchedule(False), ", launches do not overlap")):
@@ -173,6 +172,10 @@ def group(how: GroupingSchedule, ids: torch.Tensor, experts: int, schedule: Laye
 
 def _always(how: LaunchSchedule, _: object) -> LaunchSchedule:
     return how
+
+
+def _medians(names: Iterable[str], samples: Sequence[Sequence[float]]) -> str:
+    return ", ".join(f"{name} {Spread.of(times).p50:.1f}" for name, times in zip(names, samples, strict=True))
 
 
 def _named(how: GroupingSchedule) -> str:
