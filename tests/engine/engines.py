@@ -20,7 +20,7 @@ from vllm_batch_invariant.verify.harness.requests import concurrent_requests, re
 from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 
 __all__ = [
-    "CHECK", "EAGER_ON_GPU", "OF_DEVICE", "PATHS", "ROOT", "SETTINGS", "EngineFailed", "Result",
+    "CHECK", "EAGER_ON_GPU", "OF_DEVICE", "PATHS", "ROOT", "SETTINGS", "EngineFailed", "Result", "arguments_of",
     "check_of", "concurrent_requests", "differing_answers", "is_asked_for", "only_in_the_core",
     "only_where_asked_for", "request", "run", "tokens",
 ]  # fmt: skip
@@ -79,8 +79,8 @@ def run(
     settings = dict(engine)
     model = settings.pop("model")
     if bisection:
-        settings["worker_extension_cls"] = WORKER_EXTENSION
-    with Engine(model, _as_arguments(settings), flag, SETTINGS | environment, patience=400) as running:
+        settings.setdefault("worker_extension_cls", WORKER_EXTENSION)
+    with Engine(model, arguments_of(settings), flag, SETTINGS | environment, patience=400) as running:
         done = {step["name"]: running.step(**step) for step in steps}
         return Result(
             steps={name: step.requests for name, step in done.items()},
@@ -119,7 +119,7 @@ def only_where_asked_for(config: pytest.Config) -> None:
         pytest.skip("takes an engine of its own: runs by -m engine")
 
 
-def _as_arguments(settings: dict[str, Any]) -> list[str]:
+def arguments_of(settings: dict[str, Any]) -> list[str]:
     """The same settings for ``vllm serve``."""
     arguments = []
     for name, value in settings.items():

@@ -1,7 +1,8 @@
-"""Weights that are replaced in engines on a GPU, and engines that sleep: ``python -m tests.engine.reload_cuda``.
+"""Weights that are replaced in engines on GPUs, and engines that sleep: ``python -m tests.engine.reload_cuda``.
 
 It takes three minutes. Four engines, with each of vLLM's model runners, eager and in CUDA graphs, start with one
-checkpoint or another. What an engine answers after its weights were replaced must have the bits of an engine that was
+checkpoint or another; with ``--gpus 2`` four that have two workers or two stages, and where Ray is installed one whose
+workers Ray starts. What an engine answers after its weights were replaced must have the bits of an engine that was
 started with them. Each line says what was done, whether the answers agree, and how many tokens of the first were found
 in the prefix cache.
 """
@@ -16,6 +17,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +49,36 @@ class Case:
     runner: int
     eager: bool
     first: int
+    workers: int = 1
+    stages: int = 1
+    executor: str = ""
     answers: dict[int, Any] = field(default_factory=dict)
     """By checkpoint, of the fresh engine at first."""
 
     @property
     def name(self) -> str:
-        return f"model runner {self.runner}, {'eager' if self.eager else 'graphs'}"
+        words = [f"model runner {self.runner}", "eager" if self.eager else "graphs"]
+        words += [f"{self.workers} workers"] if self.workers > 1 else []
+        words += [f"{self.stages} stages"] if self.stages > 1 else []
+        return ", ".join([*words, *([self.executor] if self.executor else [])])
+
+    @property
+    def bits(self) -> tuple[int, int]:
+        """What decides them: cases for which it is equal answer equally."""
+        return self.runner, self.workers
 
 
-CASES = (Case(1, True, 0), Case(1, False, 1), Case(2, True, 1), Case(2, False, 0))
+CASES = {
+    1: (Case(1, True, 0), Case(1, False, 1), Case(2, True, 1), Case(2, False, 0)),
+    2: (
+        Case(2, True, 1, workers=2),
+        Case(2, False, 0, workers=2),
+        Case(2, True, 0, stages=2),
+        Case(2, False, 1, stages=2),
+        *((Case(2, False, 1, workers=2, executor="ray"),) if find_spec("ray") else ()),
+    ),
+}
+"""By the number of GPUs."""
 
 
 def transfer() -> str:
@@ -78,6 +102,8 @@ def start(case: Case, folders: Sequence[str], backend: str) -> Engine:
         "VLLM_NO_USAGE_STATS": "1",
     }
     arguments = [*ARGUMENTS, *graphs, f'--weight-transfer-config={{"backend": "{backend}"}}']
+    arguments += [f"--tensor-parallel-size={case.workers}", f"--pipeline-parallel-size={case.stages}"]
+    arguments += [f"--distributed-executor-backend={case.executor}"] if case.executor else []
     return Engine(folders[case.first], arguments, "1", settings, PATIENCE)
 
 
@@ -167,7 +193,7 @@ TAKE_FOLDERS = ("by_reload_weights", "by_transfer", "by_ipc", "by_buckets", "by_
 BEGIN = time.monotonic()
 
 
-def differences(cases: Sequence[Case] = CASES) -> list[str]:
+def differences(cases: Sequence[Case] = CASES[1]) -> list[str]:
     """What went wrong, in lines; nothing is good."""
     import vllm
 
@@ -190,14 +216,10 @@ def differences(cases: Sequence[Case] = CASES) -> list[str]:
                 print(f"{time.monotonic() - BEGIN:6.1f} s  {case.name}: started", flush=True)
         for case, engine in up:
             wrong += run(case, engine, folders, backend)
-    for runner in (1, 2):
-        eager, graphs = (
-            next((case for case, _ in up if (case.runner, case.eager) == (runner, kind)), None)
-            for kind in (True, False)
-        )
-        for which in (0, 1):
-            if eager and graphs and eager.answers.get(which) != graphs.answers.get(which):
-                wrong.append(f"model runner {runner}: eager and graphs differ for checkpoint {which}")
+    for (one, _), (other, _) in combinations(up, 2):
+        both = one.answers.keys() & other.answers.keys() if one.bits == other.bits else ()
+        wrong += [f"{one.name} and {other.name} differ for checkpoint {which}" for which in both
+                  if one.answers[which] != other.answers[which]]  # fmt: skip
     return wrong
 
 
@@ -205,8 +227,9 @@ def main(argv: list[str] | None = None) -> int:
     """Parse the command line, run, and print what went wrong; the exit status is 1 if anything did."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runner", type=int, choices=(1, 2), help="only this model runner")
+    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="of each engine")
     options = parser.parse_args(argv)
-    wrong = differences([case for case in CASES if options.runner in (None, case.runner)])
+    wrong = differences([case for case in CASES[options.gpus] if options.runner in (None, case.runner)])
     print(*(wrong or [f"all equal, in {time.monotonic() - BEGIN:.0f} s"]), sep="\n")
     return int(bool(wrong))
 

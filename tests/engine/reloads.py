@@ -14,6 +14,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from vllm_batch_invariant.verify.bisect.recorder import WorkerExtension
+
 EXTENSION = f"{__name__}.Extension"
 """For ``worker_extension_cls``."""
 TRANSFER = "files"
@@ -33,8 +35,8 @@ def buckets(folder: str) -> Iterator[list[tuple[str, torch.Tensor]]]:
         yield weights[first::_BUCKETS]
 
 
-class Extension:
-    """What trainers add to a worker."""
+class Extension(WorkerExtension):
+    """What trainers add to a worker, beside what a bisection does."""
 
     def update_in_buckets(self, folder: str) -> None:
         """As verl does: the model loads parts, and vLLM's processing runs once after them, outside its config."""
@@ -128,22 +130,26 @@ def by_transfer(llm: Any, folder: str) -> None:
 
 
 def by_ipc(llm: Any, folder: str) -> None:
-    """vLLM's weight transfer between processes on one GPU: this one is the trainer's."""
+    """vLLM's weight transfer between processes on the GPUs of the engine's workers: this one is the trainer's."""
     import base64
     import pickle
 
     from torch.multiprocessing.reductions import reduce_tensor
 
-    gpu = str(torch.cuda.get_device_properties(0).uuid)
-    weights = {name: tensor.cuda() for name, tensor in tensors_of(folder).items()}
-    handles = [{gpu: reduce_tensor(tensor)[1]} for tensor in weights.values()]
+    weights = tensors_of(folder)
+    gpus = {
+        str(torch.cuda.get_device_properties(at).uuid): [tensor.cuda(at) for tensor in weights.values()]
+        for at in range(llm.llm_engine.vllm_config.parallel_config.world_size)
+    }
+    handles = [{gpu: reduce_tensor(there[at])[1] for gpu, there in gpus.items()} for at in range(len(weights))]
     info = {
         "names": list(weights),
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()],
         "shapes": [list(tensor.shape) for tensor in weights.values()],
         "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
     }
-    torch.cuda.synchronize()
+    for at in range(len(gpus)):
+        torch.cuda.synchronize(at)
     llm.init_weight_transfer_engine({"init_info": {}})
     llm.start_weight_update()
     llm.update_weights({"update_info": info})

@@ -1,5 +1,9 @@
 """Two workers share each layer: a request has the same bits in any company, and every worker the same tokens."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,9 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, Result, differing_answers, only_in_the_core, run
-from tests.engine.plans import TARGETS, alone_and_among, moved, targets
-from vllm_batch_invariant.envs import TP_TREE, UNTRIED
+from tests.engine.engines import (
+    EAGER_ON_GPU,
+    OF_DEVICE,
+    SETTINGS,
+    Result,
+    arguments_of,
+    differing_answers,
+    only_in_the_core,
+    run,
+)
+from tests.engine.plans import GREEDY, SEEDED, TARGETS, alone_and_among, moved, targets
+from tests.engine.reloads import EXTENSION
+from vllm_batch_invariant.envs import FLAG, TP_TREE, UNTRIED
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.harness.requests import request, tokens
 from vllm_batch_invariant.verify.harness.worker import Engine
@@ -18,14 +32,19 @@ ON_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.engine, pytest.mark.core]
 
 FAULTY = "model.layers.2.mlp.down_proj"
-SETTINGS = {"max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 512, "tensor_parallel_size": 2}
+LIMITS = {"max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 512, "tensor_parallel_size": 2}
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
-    """An engine whose model has heads and columns for several workers."""
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two sets of weights of a model that has heads and columns for several workers."""
     shape = Shape(hidden=512, intermediate=1536, layers=3, heads=8, kv_heads=2, head_size=64, max_length=1024)
-    path = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
+    return [str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape, seed)) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def start(folders: list[str]) -> Callable[..., Result]:
+    """An engine of that model."""
 
     def engine(
         flag: str,
@@ -35,8 +54,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
         afterwards: Callable[[Engine], Any] = lambda engine: None,
         **others: Any,
     ) -> Result:
-        settings = {"model": str(path)} | SETTINGS | OF_DEVICE
-        workers = others.get("tensor_parallel_size", SETTINGS["tensor_parallel_size"])
+        settings = {"model": folders[0]} | LIMITS | OF_DEVICE
+        workers = others.get("tensor_parallel_size", LIMITS["tensor_parallel_size"])
         if ON_GPU and workers > torch.cuda.device_count():
             pytest.skip(f"needs {workers} GPUs")
         cores = "|".join(str(rank % 2) for rank in range(workers))
@@ -48,10 +67,78 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
     return engine
 
 
+WAYS = ("by_reload_weights", "by_transfer", "by_buckets", "by_name")
+ASKED = [*GREEDY, SEEDED]
+
+
+def replaced(engine: Engine, folders: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """What the targets are answered after each way to replace the weights, by the other set and back."""
+    done = {}
+    for way in WAYS:
+        for which in (1, 0):
+            engine.call(f"tests.engine.reloads:{way}", folders[which])
+            done[f"{way} {which}"] = engine.step(f"{way} {which}", ASKED).requests
+    return done
+
+
 @pytest.fixture(scope="module")
-def two(start: Callable[..., Result]) -> Result:
-    """An engine of two workers, which on a CPU is then bisected without a fault and with one in the second."""
-    return start("1", alone_and_among(), bisection=() if ON_GPU else ("in_a_worker", 1, FAULTY))
+def two(start: Callable[..., Result], folders: list[str]) -> Result:
+    """An engine of two workers whose weights are replaced, and which on a CPU is then bisected without a fault and with
+    one in the second worker.
+    """
+    if ON_GPU:
+        return start("1", alone_and_among())
+    return start(
+        "1",
+        alone_and_among(),
+        bisection=("in_a_worker", 1, FAULTY),
+        afterwards=lambda engine: replaced(engine, folders),
+        worker_extension_cls=EXTENSION,
+        weight_transfer_config='{"backend": "files"}',
+    )
+
+
+@pytest.mark.skipif(ON_GPU, reason="in test_reload_cuda.py")
+def test_both_workers_take_replaced_weights_however_they_come(two: Result) -> None:
+    answers = two.afterwards
+    fresh = [two.steps[f"alone {number}"][0] for number in range(len(ASKED))]
+    for way in WAYS:
+        assert differing_answers(answers[f"{way} 0"], fresh) == []
+        assert differing_answers(answers[f"{way} 1"], answers["by_reload_weights 1"]) == []
+    assert len(differing_answers(answers["by_reload_weights 1"], fresh)) == len(ASKED)
+
+
+def test_workers_that_torchrun_starts_have_the_bits_of_those_that_vllm_starts(
+    two: Result, folders: list[str], tmp_path: Path
+) -> None:
+    """Every process has an engine of its own, and the weights are replaced in all of them, on GPUs also while they
+    sleep.
+    """
+    if ON_GPU and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    settings = arguments_of(LIMITS | OF_DEVICE | ({"enable_sleep_mode": True} if ON_GPU else {}))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "tests.engine.launched"]
+    variables = {FLAG: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    variables |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    ended = subprocess.run(
+        [*torchrun, str(tmp_path / "answers"), *folders, *settings],
+        env=os.environ | SETTINGS | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+    )
+    assert ended.returncode == 0, ended.stdout[-3000:]
+    first, second = (json.loads((tmp_path / f"answers.{rank}").read_text()) for rank in (0, 1))
+    fresh = [first[f"alone {number}"][0] for number in range(len(ASKED))]
+    for name, answers in first.items():
+        assert differing_answers(answers, second[name]) == []
+        if name in two.steps:
+            assert differing_answers(answers, two.steps[name]) == []
+        else:
+            which = [fresh, first["reload, other"]][name.endswith("other")]
+            assert differing_answers(answers, which) == []
+    assert len(differing_answers(first["reload, other"], fresh)) == len(ASKED)
 
 
 @pytest.fixture(scope="module")

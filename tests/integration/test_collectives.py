@@ -51,11 +51,19 @@ def test_a_workers_all_reduce_adds_rank_after_rank_in_place(
 
 
 class CudaCommunicator:
-    """As vLLM makes it, of a group whose other ranks add a zero."""
+    """As vLLM makes it, of a group whose other ranks add a zero, and of whose ranks each has twice the one before."""
 
     def __init__(self, unique_name: str, world_size: int) -> None:
         self.unique_name, self.world_size, self.theirs = unique_name, world_size, 0
-        self.device_group, self.device = "group", torch.device("cpu")
+        self.device_group, self.device, self.rank_in_group = "group", torch.device("cpu"), 0
+
+    def all_gather(self, input_: torch.Tensor, dim: int) -> torch.Tensor:
+        assert (input_.shape[0], dim) == (1, 0)
+        return torch.cat([input_ * 2**rank for rank in range(self.world_size)])
+
+    def reduce_scatterv(self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
+        self.theirs += 1
+        return input_
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         self.theirs += 1
@@ -99,6 +107,20 @@ def test_the_workers_of_a_layer_on_gpus_add_floating_point_numbers_by_ours() -> 
         assert layers.theirs == 1
     for name, ranks in (("tp:0", 1), ("pp:0", 2), ("etp:0", 2)):
         assert communicator(name, ranks).batch_invariant_all_reduce is None
+
+
+@pytest.mark.usefixtures("on_gpus")
+@pytest.mark.parametrize("sizes", [None, [3, 3], [2, 4], [6, 0]], ids=str)
+def test_engines_on_gpus_get_their_own_rows_added_rank_after_rank(sizes: list[int] | None) -> None:
+    """Of partial results of all rows: a second rank takes what is behind the first's."""
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    whole, first = add_ranks(torch.stack([x, 2 * x])), (sizes or [3, 3])[0]
+    for rank, rows in enumerate((whole[:first], whole[first:])):
+        engines = patch_points.CUDA_COMMUNICATOR.get()("dp:0", 2)
+        engines.rank_in_group = rank
+        assert_same_bits(engines.reduce_scatterv(x, 0, sizes), rows)
+        engines.reduce_scatterv(torch.ones(2, dtype=torch.int64), 0)
+        assert engines.theirs == 1
 
 
 @pytest.mark.usefixtures("on_gpus")

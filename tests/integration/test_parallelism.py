@@ -13,6 +13,7 @@ PARALLEL = {
     "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "data_parallel_size_local": 1,
     "data_parallel_rank_local": None, "data_parallel_backend": "mp", "data_parallel_external_lb": False,
     "data_parallel_hybrid_lb": False, "nnodes": 1, "distributed_executor_backend": "mp", "world_size": 1,
+    "enable_expert_parallel": False,
 }  # fmt: skip
 TWO_GPUS = {"tensor_parallel_size": 2, "device": "cuda"}
 TWO_ENGINES = {"data_parallel_size": 2, "data_parallel_size_local": 2}
@@ -62,13 +63,15 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (TWO_GPUS | {"second_runner": False}, ["several GPUs with the first model runner"]),
         (TWO_GPUS | {"drafts": True}, ["several GPUs with speculative decoding"]),
-        (TWO_GPUS | {"sleeps": True}, ["several GPUs with a model that sleeps"]),
+        (TWO_GPUS | {"sleeps": True}, []),
+        ({"pipeline_parallel_size": 2, "device": "cuda", "sleeps": True}, []),
         (TWO_GPUS | {"is_moe": True}, []),
         (
             {"pipeline_parallel_size": 2, "device": "cuda", "is_moe": True},
             ["several GPUs with stages of a mixture of experts"],
         ),
-        (TWO_GPUS | {"distributed_executor_backend": "ray"}, ["several GPUs with the executor ray"]),
+        (TWO_GPUS | {"distributed_executor_backend": "ray"}, []),
+        (TWO_GPUS | {"distributed_executor_backend": "external_launcher", "sleeps": True}, []),
         (TWO_GPUS | {"version": "0.32.0"}, ["several GPUs with vLLM 0.32.0"]),
         ({"pipeline_parallel_size": 2, "drafts": True}, ["speculative decoding beside pipeline parallelism 2"]),
         (
@@ -77,13 +80,33 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             TWO_ENGINES | {"distributed_executor_backend": "external_launcher"},
-            ["data parallelism of engines that are started one by one"],
+            ["data parallelism by the executor external_launcher"],
         ),
         (TWO_ENGINES, []),
-        (TWO_ENGINES | {"device": "cuda"}, ["data parallelism 2"]),
+        (TWO_ENGINES | {"device": "npu"}, ["data parallelism 2"]),
+        (TWO_ENGINES | {"device": "cuda"}, []),
+        (TWO_ENGINES | TWO_GPUS, []),
         (TWO_ENGINES | {"is_moe": True}, ["data parallelism 2 of a mixture of experts"]),
+        (TWO_ENGINES | {"is_moe": True, "device": "cuda"}, []),
+        (TWO_ENGINES | {"is_moe": True, "device": "cuda", "drafts": True}, ["several GPUs with speculative decoding"]),
+        (
+            TWO_ENGINES | {"is_moe": True, "device": "cuda", "version": "0.32.0"},
+            ["several GPUs with vLLM 0.32.0"],
+        ),
+        (
+            {"data_parallel_size": 4, "data_parallel_size_local": 4, "is_moe": True, "device": "cuda"},
+            ["data parallelism 4 of a mixture of experts"],
+        ),
+        (
+            TWO_ENGINES | {"is_moe": True, "device": "cuda", "enable_expert_parallel": True},
+            ["data parallelism 2 of a mixture of experts with expert parallelism"],
+        ),
+        (
+            TWO_ENGINES | TWO_GPUS | {"is_moe": True},
+            ["data parallelism 2 of a mixture of experts with tensor parallelism 2"],
+        ),
         (TWO_ENGINES | {"data_parallel_backend": "ray"}, ["data parallelism by ray"]),
-        (TWO_ENGINES | {"data_parallel_rank_local": 0}, ["data parallelism of engines that are started one by one"]),
+        (TWO_ENGINES | {"data_parallel_rank_local": 0, "data_parallel_size_local": 1}, []),
         (TWO_ENGINES | {"data_parallel_size": 4}, ["data parallelism on several nodes"]),
         (
             TWO_ENGINES | {"data_parallel_external_lb": True},

@@ -3,7 +3,7 @@ all. Whatever else they do moves data.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -58,7 +58,21 @@ def install_cuda() -> None:
         ours = self.batch_invariant_all_reduce
         return ours(input_) if ours and input_.is_floating_point() else theirs(self, input_)
 
+    scatter = communicator.reduce_scatterv
+
+    def reduce_scatterv(
+        self: Any, input_: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """vLLM's method, by which engines get what all of them made of their tokens: the rows of this rank, added."""
+        if not input_.is_floating_point() or dim != 0:
+            return scatter(self, input_, dim, sizes)
+        rows = list(sizes) if sizes else [len(input_) // self.world_size] * self.world_size
+        partials = self.all_gather(input_.contiguous().unsqueeze(0), 0)  # [ranks, rows of all, ...]
+        mine = partials.split(rows, dim=1)[self.rank_in_group]
+        return add_ranks(mine.contiguous(), tree)
+
     communicator.__init__, communicator.all_reduce = __init__, all_reduce
+    communicator.reduce_scatterv = reduce_scatterv
     nccl = patch_points.NCCL.get()
     make_nccl = nccl.__init__
 

@@ -144,12 +144,24 @@ def _data_parallelism(config: Config) -> str | None:
 
 
 def _data_parallel_experts(config: Config) -> str | None:
-    size = config.parallel_config.data_parallel_size
-    return _when(size > 1 and config.model_config.is_moe, f"data parallelism {size} of a mixture of experts")
+    """Engines that share experts where that has not been run: each computes the tokens of all with its part."""
+    parallel, size = config.parallel_config, config.parallel_config.data_parallel_size
+    if size == 1 or not config.model_config.is_moe:
+        return None
+    named = f"data parallelism {size} of a mixture of experts"
+    if size not in devices.of_config(config).data_parallel_sizes_of_experts:
+        return named
+    beside = {
+        "expert parallelism": parallel.enable_expert_parallel,
+        f"tensor parallelism {parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
+        f"pipeline parallelism {parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
+    }
+    found = [what for what, is_used in beside.items() if is_used]
+    return f"{named} with {found[0]}" if found else None
 
 
 def _other_data_parallelism(config: Config) -> str | None:
-    """Anything but the engines of one ``vllm serve``."""
+    """Anything but the engines of one ``vllm serve``, and an engine in each process of a user's."""
     parallel = config.parallel_config
     if parallel.data_parallel_size == 1:
         return None
@@ -157,9 +169,11 @@ def _other_data_parallelism(config: Config) -> str | None:
         return "data parallelism with an external or hybrid load balancer"
     if parallel.data_parallel_backend != "mp":
         return f"data parallelism by {parallel.data_parallel_backend}"
-    if parallel.data_parallel_rank_local is not None or parallel.distributed_executor_backend == TORCHRUN:
-        return "data parallelism of engines that are started one by one"
-    return _when(parallel.data_parallel_size_local != parallel.data_parallel_size, "data parallelism on several nodes")
+    if parallel.distributed_executor_backend == TORCHRUN:
+        return f"data parallelism by the executor {TORCHRUN}"
+    is_offline = parallel.data_parallel_rank_local is not None
+    here = parallel.data_parallel_size_local == parallel.data_parallel_size
+    return _when(not here and not is_offline, "data parallelism on several nodes")
 
 
 def _other_threads(config: Config) -> str | None:
@@ -182,22 +196,21 @@ def _count(cores: str) -> int:
 
 def _beside_workers_on_gpus(config: Config) -> str | None:
     """What has not been run where several GPUs share a model, or one computes what several would."""
-    parallel = config.parallel_config
+    parallel, model = config.parallel_config, config.model_config
     workers, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    several = f"{envs.TP_TREE.name}={tensor_tree.leaves()}" if workers * stages == 1 else "several GPUs"
-    if workers * stages * tensor_tree.leaves() == 1 or envs.starts_untried():
+    engines = parallel.data_parallel_size if model.is_moe else 1
+    shared = workers * stages * engines
+    several = f"{envs.TP_TREE.name}={tensor_tree.leaves()}" if shared == 1 else "several GPUs"
+    if shared * tensor_tree.leaves() == 1 or envs.starts_untried():
         return None
-    model, version = config.model_config, patch_points.installed_version()
+    version = patch_points.installed_version()
     found = {
         "stages of several workers": workers > 1 < stages,
         "the first model runner": not config.use_v2_model_runner,
         "speculative decoding": config.speculative_config is not None,
         "exact arithmetic": envs.is_exact(),
         "FlexAttention": envs.ATTENTION.read() == "flex",
-        "a model that sleeps": getattr(model, "enable_sleep_mode", False),
         "stages of a mixture of experts": model.is_moe and stages > 1,
-        f"the executor {parallel.distributed_executor_backend}": parallel.distributed_executor_backend
-        in ("ray", TORCHRUN),
         f"vLLM {version}": not version.startswith(RAN_ON_GPUS),
     }
     named = [what for what, is_used in found.items() if is_used]
@@ -461,9 +474,15 @@ COVERED = (
         "they copy and do not add, so the bits are those of one stage",
     ),
     Feature(
+        "Workers of several GPUs",
+        "started by vLLM, by Ray, or by torchrun (the executor `external_launcher`); sleep and updates of weights with "
+        "any of them",
+    ),
+    Feature(
         "Data parallelism",
-        "of dense models on a CPU, as `vllm serve --data-parallel-size N` with as many cores for each engine: the bits "
-        "are the same whichever answers",
+        "of dense models, as `vllm serve --data-parallel-size N` (on a CPU with as many cores for each engine) or with "
+        "an `LLM()` in each process: the bits are the same whichever answers. Of a mixture of experts by 2 GPUs with "
+        "vLLM 0.33: each has half of every expert",
     ),
     Feature("APIs", "vllm serve (completions, chat), offline LLM()"),
 )
@@ -491,8 +510,8 @@ REFUSED = (
     ),
     Feature(
         "Several GPUs, or `VLLM_BATCH_INVARIANT_TP_TREE` on one, with vLLM's first model runner, speculative decoding, "
-        "stages of a mixture of experts, exact arithmetic, FlexAttention, sleep, Ray, tensor beside pipeline "
-        "parallelism, or before vLLM 0.33",
+        "stages of a mixture of experts, exact arithmetic, FlexAttention, tensor beside pipeline parallelism, or "
+        "before vLLM 0.33",
         "these have not been run together",
         "leave one of the two out, or serve on one GPU",
         _beside_workers_on_gpus,
@@ -545,20 +564,21 @@ REFUSED = (
         _speculation_in_a_pipeline,
     ),
     Feature(
-        "Data parallelism on a GPU or an NPU",
+        "Data parallelism on an NPU",
         "it has not been run with the mode",
         "start a server for each engine",
         _data_parallelism,
     ),
     Feature(
-        "Data parallelism of a mixture of experts",
-        "the engines compute each other's tokens, and add what experts give in the batches of all of them",
+        "Data parallelism of a mixture of experts but of two engines on GPUs, or beside other parallelism",
+        "the engines compute each other's tokens, which has been run with two GPUs and a whole layer of experts cut in "
+        "two; on a CPU vLLM cannot gather them",
         "leave --data-parallel-size out, or start a server for each engine",
         _data_parallel_experts,
     ),
     Feature(
-        "Data parallelism with an external or hybrid load balancer, by Ray, on several nodes or offline",
-        "only the engines of one vllm serve have been run with the mode",
+        "Data parallelism with an external or hybrid load balancer, by Ray or torchrun, or on several nodes",
+        "the engines of one vllm serve have been run with the mode, and an engine in each of a user's processes",
         "pass --data-parallel-size alone, or start a server for each engine",
         _other_data_parallelism,
     ),

@@ -210,7 +210,7 @@ OPTIONAL = {"DRAFT_MODEL", "DRAFT_INPUTS"}
 MEMBERS = {
     "CONFIG": ("__post_init__",),
     "CPU_COMMUNICATOR": ("all_reduce", "all_gather"),
-    "CUDA_COMMUNICATOR": ("__init__", "all_reduce"),
+    "CUDA_COMMUNICATOR": ("__init__", "all_reduce", "reduce_scatterv"),
     "NCCL": ("__init__", "all_reduce", "reduce_scatter", "reduce_scatterv"),
     "DEVICE_WORKER": ("load_model", "get_model", "sleep", "wake_up"),
     "ENGINE_CORE": (

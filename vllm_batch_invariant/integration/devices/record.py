@@ -33,6 +33,7 @@ class VllmDevice:
         untried_tensor_parallel_sizes: those that :data:`~.envs.UNTRIED` adds.
         pipeline_parallel_sizes: numbers of stages above 1 that a model may be cut into.
         has_data_parallelism: whether several engines may serve one dense model.
+        data_parallel_sizes_of_experts: numbers of engines above 1 that may share the experts of one model.
         has_experts: whether mixtures of experts are served.
         has_exact_arithmetic: whether exact arithmetic has been run on it; elsewhere it is refused.
     """
@@ -50,6 +51,7 @@ class VllmDevice:
     untried_tensor_parallel_sizes: tuple[int, ...] = ()
     pipeline_parallel_sizes: tuple[int, ...] = ()
     has_data_parallelism: bool = False
+    data_parallel_sizes_of_experts: tuple[int, ...] = ()
     has_experts: bool = False
     has_exact_arithmetic: bool = False
 
