@@ -1,5 +1,5 @@
-"""Two engines of one model, each in a process of a user's, as vLLM has data parallelism offline: whichever answers, and
-whatever the other one does, a request has the same bits.
+"""Two engines that share the experts of one model, each in a process of a user's, as vLLM has data parallelism offline:
+whichever answers, and whatever the other one does, a request has the same bits. (vLLM refuses dense models there.)
 """
 
 from collections.abc import Iterator
@@ -10,22 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.engines import OF_DEVICE, SETTINGS, arguments_of, differing_answers, is_asked_for
+from tests.engine.engines import OF_DEVICE, SETTINGS, arguments_of, differing_answers
 from tests.engine.plans import GREEDY, SEEDED
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.harness.requests import concurrent_requests, request, tokens
 from vllm_batch_invariant.verify.harness.server import free_port
 from vllm_batch_invariant.verify.harness.worker import Engine
 
-ON_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.engine]
 
-SHAPES = {
-    "dense": Shape(hidden=512, intermediate=1536, layers=3, heads=8, kv_heads=2, head_size=64, max_length=1024),
-    "experts": Shape(hidden=512, intermediate=1024, layers=3, heads=8, experts=8, expert_intermediate=256),
-}
+SHAPE = Shape(hidden=512, intermediate=1024, layers=3, heads=8, experts=8, expert_intermediate=256)
 LIMITS = {"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 512, "skip_tokenizer_init": True}
 TARGETS = [*GREEDY, SEEDED]
+ONE = [request(tokens(1, 5), max_tokens=1)]
+"""The least: every process must ask for something, because none wakes the engine of another."""
 WITH = {
     "nothing": [],
     "few": concurrent_requests(3, 3),
@@ -44,7 +42,7 @@ class Together:
     def step(self, name: str, *requests: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         """What each engine answers to requests of its own."""
         asked = [
-            self._pool.submit(engine.step, name, own, reset_prefix_cache=True)
+            self._pool.submit(engine.step, name, own or ONE, reset_prefix_cache=True)
             for engine, own in zip(self._engines, requests, strict=True)
         ]
         return [step.result().requests for step in asked]
@@ -55,17 +53,12 @@ class Together:
             done.result()
 
 
-@pytest.fixture(scope="module", params=SHAPES)
-def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Two sets of weights of a model."""
-    if not is_asked_for(request.config):
-        pytest.skip("takes engines of its own: runs by -m engine")
-    if ON_GPU and torch.cuda.device_count() < 2:
+    if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    if request.param == "experts" and not ON_GPU:
-        pytest.skip("on a CPU vLLM's engines cannot gather the tokens of all")
-    shape = SHAPES[request.param]
-    return [str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape, seed)) for seed in (0, 1)]
+    return [str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), SHAPE, seed)) for seed in (0, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +67,9 @@ def started(folders: list[str]) -> Iterator[Together]:
 
     def engine(rank: int) -> Engine:
         place = {"RANK": str(rank), "RANK_LOCAL": str(rank), "SIZE": "2", "MASTER_IP": "127.0.0.1", "MASTER_PORT": port}
-        variables = {f"VLLM_DP_{name}": value for name, value in place.items()} | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-        return Engine(folders[0], arguments_of(LIMITS | OF_DEVICE), "1", SETTINGS | variables, patience=300)
+        variables = {f"VLLM_DP_{name}": value for name, value in place.items()}
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        return Engine(folders[0], arguments_of(LIMITS | OF_DEVICE), "1", SETTINGS | variables, patience=200)
 
     engines = [engine(rank) for rank in range(2)]
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
