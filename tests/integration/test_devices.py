@@ -138,10 +138,26 @@ def test_exact_arithmetic_is_refused_on_a_gpu_that_has_not_run_it(monkeypatch: p
 
 def test_the_model_runner_of_a_gpu_decides_no_bits_in_exact_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     made = config("cuda", "NONE")
-    made.parallel_config.tensor_parallel_size = 1
+    made.parallel_config.tensor_parallel_size = made.parallel_config.data_parallel_size = 1
     assert devices.get("cuda").engine_settings(made) == {"model_runner": "second"}
     monkeypatch.setenv(ARITHMETIC.name, "exact")
     assert devices.get("cuda").engine_settings(made) == {}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_moe", "found"),
+    [
+        ((1, 1), True, {}),
+        ((2, 1), True, {"tensor_parallel_size": "2"}),
+        ((1, 2), True, {"data_parallel_size": "2"}),
+        ((1, 2), False, {}),
+    ],
+)
+def test_engines_that_share_experts_say_how_many(sizes: tuple[int, int], is_moe: bool, found: dict[str, str]) -> None:
+    made = config("cuda", "NONE")
+    made.parallel_config.tensor_parallel_size, made.parallel_config.data_parallel_size = sizes
+    made.model_config = SimpleNamespace(is_moe=is_moe)
+    assert devices.get("cuda").engine_settings(made) == found | {"model_runner": "second"}
 
 
 def test_pages_that_flexattention_cannot_read_are_refused_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,11 +170,13 @@ class VllmDevice:
             return {}
         if tree := tensor_tree.setting():  # bits then follow from it, and not from the number of workers
             return tree
-        parallel = vllm_config.parallel_config
-        if parallel.tensor_parallel_size == 1:
-            return {}
-        whole = {"expert_parallel": "on"} if getattr(parallel, "enable_expert_parallel", False) else {}
-        return {"tensor_parallel_size": str(parallel.tensor_parallel_size)} | whole
+        parallel, found = vllm_config.parallel_config, {}
+        if parallel.tensor_parallel_size > 1:
+            found["tensor_parallel_size"] = str(parallel.tensor_parallel_size)
+            found |= {"expert_parallel": "on"} if getattr(parallel, "enable_expert_parallel", False) else {}
+        if parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe:  # each has a part of every expert
+            found["data_parallel_size"] = str(parallel.data_parallel_size)
+        return found
 
     @property
     def backend(self) -> type:
