@@ -1,0 +1,136 @@
+"""Sends rollout configurations through the start-up check, as vLLM would make them on a Hopper GPU.
+
+vLLM's own ``VllmConfig`` is made, by the classes of whichever vLLM is installed: its platform's class becomes that of
+CUDA, with what vLLM asks a GPU answered here. That changes the process for good, so that it must be one of its own.
+What a GPU's vLLM would compute is not run. The check takes its version for 0.33, which has run on GPUs.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import types
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from vllm_batch_invariant.errors import NotCovered
+
+from .models import Model, model_of
+
+VERSION = "0.33.0"
+STARTS, REFUSED = "starts", "refused: "
+UNKNOWN_MODEL, NOT_MADE = "the model is unknown here", "vLLM makes no configuration: "
+_QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "CRITICAL", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": ""}
+_BEGINNING = "batch-invariant mode does not cover "
+_TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+
+
+class Gate:
+    """The check of a process that takes its vLLM for a GPU's.
+
+    Args:
+        folder: where configurations of models are written; vLLM's caches go there, too.
+        architectures: those that will be asked for.
+    """
+
+    def __init__(self, folder: Path, architectures: Iterable[str]) -> None:
+        os.environ |= _QUIET | _TORCHRUN | {"VLLM_CACHE_ROOT": str(folder / "cache")}
+        self._folder = folder
+        self._arguments = import_module("vllm.engine.arg_utils").EngineArgs
+        platform = import_module("vllm.platforms").current_platform
+        for architecture in sorted({*architectures}):
+            _inspect(architecture)
+        _become_cuda(platform)
+        import_module("vllm_batch_invariant.integration.patch_points").installed_version = lambda: VERSION
+
+    def verdict(self, model: str, arguments: dict[str, Any]) -> str:
+        """What the check says: :data:`STARTS`, or everything that it refuses."""
+        return self._verdict(model, json.dumps(arguments, sort_keys=True))
+
+    @cache  # noqa: B019 - a process has one
+    def _verdict(self, name: str, arguments: str) -> str:
+        model = model_of(name)
+        if model is None or not model.config:
+            return UNKNOWN_MODEL
+        try:
+            engine = self._arguments(model=str(self._write(model)), skip_tokenizer_init=True, **json.loads(arguments))
+            config = engine.create_engine_config()
+        except Exception as error:
+            return f"{NOT_MADE}{_in_short(error)}"
+        try:
+            import_module("vllm_batch_invariant.integration.install").check(config)
+        except NotCovered:
+            return REFUSED + "; ".join(_named(config))
+        return STARTS
+
+    def _write(self, model: Model) -> Path:
+        text = json.dumps({"architectures": [model.architecture], "torch_dtype": "bfloat16", **model.config})
+        folder = self._folder / f"{abs(hash(text)):x}"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(text)
+        return folder
+
+
+def _named(config: Any) -> Iterator[str]:
+    """All that a refused configuration is refused for: rows of the table, and the first field that nobody reviewed."""
+    coverage = import_module("vllm_batch_invariant.integration.coverage")
+    reviewed = import_module("vllm_batch_invariant.integration.reviewed")
+    for feature in coverage.REFUSED:
+        with suppress(Exception):  # of a model that lacks what is asked of it, as in the check
+            if found := feature.found(config):
+                yield found
+    try:
+        reviewed.check(config)
+    except NotCovered as refusal:
+        yield str(refusal).removeprefix(_BEGINNING).partition(": it has not")[0].partition(": this version")[0]
+
+
+def _in_short(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = next((line for line in lines if line.startswith(("Value error", "Assertion"))), lines[0] if lines else "")
+    return said.partition(" [type=")[0].removeprefix("Value error, ") or type(error).__name__
+
+
+def _inspect(architecture: str) -> None:
+    """Have vLLM look at a model's class here, instead of in a process for each."""
+    registry = import_module("vllm.model_executor.models.registry")
+    lazy = registry.ModelRegistry.models.get(architecture)
+    if lazy is not None:
+        registry.ModelRegistry.models[architecture] = registry._RegisteredModel.from_model_cls(lazy.load_model_cls())
+
+
+def _become_cuda(platform: Any) -> None:
+    """Give vLLM's platform, which every module of it has, another class."""
+    sys.modules.setdefault("vllm._C_stable_libtorch", types.ModuleType("vllm._C_stable_libtorch"))
+    base = import_module("vllm.platforms.cuda").NonNvmlCudaPlatform
+    capability = import_module("vllm.platforms.interface").DeviceCapability
+    answers = {
+        "get_device_capability": capability(9, 0),
+        "get_device_name": "NVIDIA H100 80GB HBM3",
+        "get_device_total_memory": 80 << 30,
+        "device_count": 1024,
+        "num_compute_units": 132,
+        "is_pin_memory_available": True,
+    }
+    methods = {name: classmethod(lambda cls, *given, answer=answer: answer) for name, answer in answers.items()}
+    platform.__class__ = type("Hopper", (base,), methods)
+    import_module("vllm.config.vllm").HAS_TRITON = True
+    import_module("vllm.v1.executor.ray_utils").assert_ray_available = lambda: None
+
+
+def main(lines: Iterable[str]) -> list[str]:
+    """The verdict on each line: JSON of a model's name and the engine's arguments."""
+    asked = [json.loads(line) for line in lines]
+    kinds = [model_of(name) for name, _ in asked]
+    with tempfile.TemporaryDirectory() as folder:
+        gate = Gate(Path(folder), [kind.architecture for kind in kinds if kind and kind.config])
+        return [gate.verdict(name, arguments) for name, arguments in asked]
+
+
+if __name__ == "__main__":
+    for said in main(sys.stdin):
+        print(json.dumps(said))
