@@ -1,4 +1,4 @@
-"""What all trainers' readers share: a mirror's files, defaults in Python sources, and a configuration that was found."""
+"""What all trainers' readers share: a mirror's files, defaults in Python sources, a configuration that was found."""
 
 import ast
 import subprocess
@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from .shell import UNKNOWN
+from .shell import UNKNOWN, Script
 
 
 class Unread(Exception):
@@ -26,6 +26,7 @@ class Configuration:
         model: Hugging Face's name of the model, or the folder's where it is a folder; empty if it was not read.
         engine: "vllm", or the other engine that it asks for.
         arguments: of vLLM's ``EngineArgs``, but for the model.
+        variables: of the environment, vLLM's alone: those that the script exports and that the trainer sets.
         unread: why there are no arguments; empty if there are.
     """
 
@@ -33,6 +34,7 @@ class Configuration:
     model: str = ""
     engine: str = "vllm"
     arguments: dict[str, Any] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
     unread: str = ""
 
     @property
@@ -165,6 +167,17 @@ def known_model(text: Any) -> str:
     if not name or UNKNOWN in name:
         raise Unread("the model is not in the script")
     return name
+
+
+def exported(script: Script) -> dict[str, str]:
+    """vLLM's variables that a script exports.
+
+    Raises:
+        Unread: one depends on the machine.
+    """
+    found = {name: str(script.variables[name]) for name in script.environment if name.startswith("VLLM_")}
+    check_known(found)
+    return found
 
 
 def check_known(arguments: Mapping[str, Any]) -> None:

@@ -5,12 +5,15 @@ CUDA, with what vLLM asks a GPU answered here. That changes the process for good
 What a GPU's vLLM would compute is not run. The check takes its version for 0.33, which has run on GPUs.
 """
 
+import builtins
+import hashlib
 import json
 import os
+import re
 import sys
 import tempfile
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -47,12 +50,24 @@ class Gate:
         _become_cuda(platform)
         import_module("vllm_batch_invariant.integration.patch_points").installed_version = lambda: VERSION
 
-    def verdict(self, model: str, arguments: dict[str, Any]) -> str:
-        """What the check says: :data:`STARTS`, or everything that it refuses."""
-        return self._verdict(model, json.dumps(arguments, sort_keys=True))
+    def verdict(self, model: str, arguments: dict[str, Any], variables: dict[str, str]) -> str:
+        """What the check says: :data:`STARTS`, or everything that it refuses.
+
+        Args:
+            model: its name in an example.
+            arguments: of vLLM's engine.
+            variables: of the environment.
+        """
+        before = dict(os.environ)
+        os.environ |= variables
+        try:
+            return self._verdict(model, json.dumps(arguments, sort_keys=True), json.dumps(variables, sort_keys=True))
+        finally:
+            os.environ.clear()
+            os.environ |= before
 
     @cache  # noqa: B019 - a process has one
-    def _verdict(self, name: str, arguments: str) -> str:
+    def _verdict(self, name: str, arguments: str, _: str) -> str:
         model = model_of(name)
         if model is None or not model.config:
             return UNKNOWN_MODEL
@@ -63,13 +78,14 @@ class Gate:
             return f"{NOT_MADE}{_in_short(error)}"
         try:
             import_module("vllm_batch_invariant.integration.install").check(config)
+            import_module("vllm_batch_invariant.integration.reviewed").check_variables()
         except NotCovered:
             return REFUSED + "; ".join(_named(config))
         return STARTS
 
     def _write(self, model: Model) -> Path:
         text = json.dumps({"architectures": [model.architecture], "torch_dtype": "bfloat16", **model.config})
-        folder = self._folder / f"{abs(hash(text)):x}"
+        folder = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(text)
         return folder
@@ -83,10 +99,17 @@ def _named(config: Any) -> Iterator[str]:
         with suppress(Exception):  # of a model that lacks what is asked of it, as in the check
             if found := feature.found(config):
                 yield found
-    try:
-        reviewed.check(config)
-    except NotCovered as refusal:
-        yield str(refusal).removeprefix(_BEGINNING).partition(": it has not")[0].partition(": this version")[0]
+    for check in (lambda: reviewed.check(config), reviewed.check_variables):
+        try:
+            check()
+        except NotCovered as refusal:
+            yield _what(str(refusal))
+
+
+def _what(line: str) -> str:
+    """What a refusal's line names: the words before its reason."""
+    named = line.removeprefix(_BEGINNING)
+    return re.split(r": (?:it has not been proven|this version of the plugin|its \w+ are|experts would)", named)[0]
 
 
 def _in_short(error: Exception) -> str:
@@ -115,22 +138,30 @@ def _become_cuda(platform: Any) -> None:
         "device_count": 1024,
         "num_compute_units": 132,
         "is_pin_memory_available": True,
+        "is_cumem_allocator_available": True,
     }
-    methods = {name: classmethod(lambda cls, *given, answer=answer: answer) for name, answer in answers.items()}
+    methods = {name: classmethod(_answering(answer)) for name, answer in answers.items()}
     platform.__class__ = type("Hopper", (base,), methods)
     import_module("vllm.config.vllm").HAS_TRITON = True
+    import_module("vllm._custom_ops").cutlass_scaled_mm_supports_fp8 = _answering(True)
     import_module("vllm.v1.executor.ray_utils").assert_ray_available = lambda: None
+    builtins.ObjectRef = object  # Ray's, which an annotation of vLLM's executor names
 
 
-def main(lines: Iterable[str]) -> list[str]:
-    """The verdict on each line: JSON of a model's name and the engine's arguments."""
+def _answering(answer: Any) -> Callable[..., Any]:
+    return lambda *_, **__: answer
+
+
+def verdicts(lines: Iterable[str]) -> list[str]:
+    """Of each line: JSON of the arguments of :meth:`Gate.verdict`."""
     asked = [json.loads(line) for line in lines]
-    kinds = [model_of(name) for name, _ in asked]
+    kinds = [model_of(name) for name, *_ in asked]
     with tempfile.TemporaryDirectory() as folder:
         gate = Gate(Path(folder), [kind.architecture for kind in kinds if kind and kind.config])
-        return [gate.verdict(name, arguments) for name, arguments in asked]
+        return [gate.verdict(*given) for given in asked]
 
 
-if __name__ == "__main__":
-    for said in main(sys.stdin):
+def run() -> None:
+    """Read lines from the standard input, and print the verdict on each as JSON."""
+    for said in verdicts(sys.stdin):
         print(json.dumps(said))

@@ -26,7 +26,12 @@ class Model:
 
 
 def _dense(architecture: str, kind: str, hidden: int, heads: int, kv: int, layers: int, **more: Any) -> Model:
-    sizes = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv, "num_hidden_layers": layers}
+    sizes = {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "num_hidden_layers": layers,
+    }
     usual = {"intermediate_size": 4 * hidden, "vocab_size": 151936, "max_position_embeddings": 32768}
     return Model(architecture, {"model_type": kind, **usual, **sizes, **more})
 

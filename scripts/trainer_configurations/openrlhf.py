@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .examples import Configuration, Mirror, Unread, check_known, known_model, parsed
+from .examples import Configuration, Mirror, Unread, check_known, exported, known_model, parsed
 from .shell import Unreadable, launched, read
 
 NAME = "OpenRLHF"
@@ -21,9 +21,11 @@ def configurations(mirror: Mirror) -> Iterator[Configuration]:
             text = mirror.text(path)
             if PROGRAM not in text:
                 continue
-            commands = launched(read(text), [PROGRAM])
+            script = read(text)
+            commands = launched(script, [PROGRAM])
             if not commands:
                 raise Unread("the trainer's flags are not words of a command")
+            found.variables = exported(script)
             _fill(found, _flags(commands[-1][1:], options))
         except (Unread, Unreadable) as error:
             found.unread = str(error)

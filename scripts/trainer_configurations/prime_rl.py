@@ -1,4 +1,4 @@
-"""prime-rl's examples: TOML over the defaults of its models of pydantic's, as it fills in and hands on vLLM's arguments."""
+"""prime-rl's examples: TOML over the defaults of its models of pydantic's, as it hands vLLM's arguments on."""
 
 import tomllib
 from collections.abc import Iterator
@@ -13,6 +13,8 @@ _EXTENSIONS = {
     "filesystem": "prime_rl.inference.vllm.worker.filesystem.FileSystemWeightUpdateWorker",
     "nixl": "prime_rl.inference.vllm.worker.nixl.NIXLWeightUpdateWorker",
 }
+VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+"""What its server sets where the user does not."""
 _OF_THE_SERVER = ("chat_template", "tool_call_parser", "reasoning_parser", "api_server_count")
 """Fields that its server takes, and no engine."""
 _GPUS_PER_NODE = 8
@@ -23,7 +25,7 @@ def configurations(mirror: Mirror) -> Iterator[Configuration]:
     source = mirror.text(f"{_CONFIGS}/inference.py")
     engine, server = defaults(source, "VllmConfig"), defaults(source, "InferenceConfig")
     for path in mirror.paths("examples/", ".toml"):
-        found = Configuration(path)
+        found = Configuration(path, variables=dict(VARIABLES))
         try:
             tree = tomllib.loads(mirror.text(path))
             alone = "/infer/" in path
@@ -50,9 +52,7 @@ def _fill(found: Configuration, tree: dict[str, Any], engine: dict[str, Any], se
     if lora is not None:
         vllm |= {"enable_lora": True, "max_lora_rank": lora.get("rank", 16)}
     vllm.setdefault("logprobs_mode", "processed_logprobs")
-    additional = {
-        flag: True for flag in ("fp32_lm_head", "fp32_router_logits") if inference[f"enable_{flag}"]
-    }
+    additional = {flag: True for flag in ("fp32_lm_head", "fp32_router_logits") if inference[f"enable_{flag}"]}
     if additional:
         vllm["additional_config"] = additional | vllm.get("additional_config", {})
     if inference["kv_cache_offload"]:

@@ -15,7 +15,10 @@ from dataclasses import dataclass, field
 UNKNOWN = "\ufffd"
 """Stands in a word for what only the machine knows."""
 BUILTINS = frozenset(
-    "set shopt ulimit cd pushd popd echo printf source . wait trap umask read exec eval local declare typeset readonly unset shift".split()
+    (
+        *("set", "shopt", "ulimit", "cd", "pushd", "popd", "echo", "printf", "source", ".", "wait", "trap", "umask"),
+        *("read", "exec", "eval", "local", "declare", "typeset", "readonly", "unset", "shift"),
+    )
 )
 _OPERATORS = (";;", "&&", "||", ";", "&", "|", "(", ")", "\n")
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
@@ -218,8 +221,6 @@ class _Pipe:
     negated: bool
 
 
-
-
 @dataclass(frozen=True)
 class _List:
     """Commands with the operator before each: "" first, then ";", "&&" or "||"."""
@@ -368,8 +369,10 @@ class _Parser:
     def _for(self) -> _For:
         self._at += 1
         name, words = self._next(), list[str]()
-        if not isinstance(name, _Word):
-            raise Unreadable("a loop without a name")
+        if not isinstance(name, _Word):  # ((...)): how often it runs is not looked at
+            while self._peek() != "do":
+                self._at += 1
+            return _For("", (UNKNOWN,), self._block("do", "done"))
         self._skip_lines()
         if self._peek() == "in":
             self._at += 1
@@ -491,7 +494,7 @@ class _Reader:
         """The status of the last command that ran: whether it succeeded; None if only the machine knows."""
         status: bool | None = True
         for sign, pipe in commands.commands:
-            if sign == "&&" and status is False or sign == "||" and status is True:
+            if (sign == "&&" and status is False) or (sign == "||" and status is True):
                 continue
             if sign in ("&&", "||") and status is None:
                 self._forget(pipe)

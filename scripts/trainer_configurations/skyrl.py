@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from .examples import Configuration, Mirror, Unread, at, check_known, defaults, known_model, nested
+from .examples import Configuration, Mirror, Unread, at, check_known, defaults, exported, known_model, nested
 from .shell import UNKNOWN, Unreadable, read
 
 NAME = "SkyRL"
@@ -24,10 +24,11 @@ def configurations(mirror: Mirror) -> Iterator[Configuration]:
             text = mirror.text(path)
             if _ENGINE not in text:
                 continue
-            commands = read(text).commands
-            words = next((words for words in reversed(commands) if any(_ENGINE in word for word in words)), None)
+            script = read(text)
+            words = next((words for words in reversed(script.commands) if any(_ENGINE in word for word in words)), None)
             if words is None or words[0] == UNKNOWN:
                 raise Unread("what it launches depends on the machine")
+            found.variables = exported(script)
             _fill(found, nested(words), base, colocates, merges)
         except (Unread, Unreadable) as error:
             found.unread = str(error)

@@ -10,12 +10,21 @@ from typing import Any
 from .examples import Configuration, Mirror, Unread, check_known, defaults, known_model, parsed
 
 NAME = "TRL"
-_GENERATION, _SERVER, _GRPO = "trl/generation/vllm_generation.py", "trl/scripts/vllm_serve.py", "trl/trainer/grpo_config.py"
+_GENERATION, _SERVER, _GRPO = (
+    "trl/generation/vllm_generation.py",
+    "trl/scripts/vllm_serve.py",
+    "trl/trainer/grpo_config.py",
+)
+_OF_THE_FRONT_END = (
+    *("host", "port", "return_tokens_as_token_ids", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser"),
+    "chat_template",
+)
+"""Options of ``vllm serve`` that no engine has."""
 _MODELS = ("model_name_or_path", "model", "model_id", "model_name")
 
 
 def configurations(mirror: Mirror) -> Iterator[Configuration]:
-    """Of each script and notebook in ``examples`` that uses vLLM: a server it asks for, and an engine in its process."""
+    """Of each script and notebook in ``examples`` that uses vLLM: a server, and an engine in its process."""
     own, server = defaults(mirror.text(_GRPO), "GRPOConfig"), defaults(mirror.text(_SERVER), "ScriptArguments")
     for path in mirror.paths("examples/", ".py", ".ipynb"):
         try:
@@ -71,7 +80,10 @@ def _flags(words: Sequence[str]) -> dict[str, Any]:
         if word.startswith("--"):
             following = words[number + 1] if number + 1 < len(words) else "--"
             name, sign, text = word.removeprefix("--").partition("=")
-            found[name.replace("-", "_")] = parsed(text) if sign else True if following.startswith("--") else parsed(following)
+            if not sign and following.startswith("--"):
+                found[name.replace("-", "_")] = True
+            else:
+                found[name.replace("-", "_")] = parsed(text if sign else following)
     return found
 
 
@@ -79,9 +91,7 @@ def _server(path: str, words: list[str], base: dict[str, Any]) -> Configuration:
     flags = _flags(words)
     if words[:2] == ["vllm", "serve"]:
         model = flags.pop("model", None) or words[2]
-        for name in ("host", "port", "logprobs_mode_", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser"):
-            flags.pop(name, None)
-        arguments = {name: value for name, value in flags.items()}
+        arguments = {name: value for name, value in flags.items() if name not in _OF_THE_FRONT_END}
     else:
         given = base | flags
         model = given["model"]
@@ -146,7 +156,9 @@ class _Code:
                 name = str(ast.literal_eval(node.args[-1])).removeprefix("--").replace("-", "_")
                 default = named.get("default")
                 is_switch = isinstance(named.get("action"), ast.Constant)
-                self._options[name] = self._value(default, {}) if default is not None else (False if is_switch else None)
+                self._options[name] = (
+                    self._value(default, {}) if default is not None else (False if is_switch else None)
+                )
             elif isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
                 self._names.setdefault(node.targets[0].id, node.value)
 
@@ -161,12 +173,9 @@ class _Code:
         """The keywords of the trainer's configuration that are about vLLM."""
         found: dict[str, Any] = {}
         for node in self._nodes:
-            keywords: list[tuple[str | None, ast.expr]] = []
-            if isinstance(node, ast.Call) and re.search(r"Config$", getattr(node.func, "id", "")):
-                keywords = [(word.arg, word.value) for word in node.keywords]
-            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "dict":
-                keywords = [(word.arg, word.value) for word in node.keywords]
-            for name, value in keywords:
+            named = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+            for word in node.keywords if re.search(r"Config$|^dict$", named) else ():
+                name, value = word.arg, word.value
                 if name and "vllm" in name:
                     found[name] = self._value(value, flags)
         return found

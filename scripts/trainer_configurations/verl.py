@@ -5,8 +5,8 @@ from typing import Any
 
 import yaml
 
-from .examples import Configuration, Mirror, Unread, at, check_known, defaults, known_model, nested
-from .shell import Unreadable, launched, read
+from .examples import Configuration, Mirror, Unread, at, check_known, defaults, exported, known_model, nested
+from .shell import Script, Unreadable, launched, read
 
 NAME = "verl"
 PROGRAMS = (
@@ -34,18 +34,21 @@ def configurations(mirror: Mirror) -> Iterator[Configuration]:
     for path in mirror.paths("examples/", ".sh"):
         found = Configuration(path)
         try:
-            words = _words(mirror.text(path))
+            text = mirror.text(path)
+            script = read(text, {"DEVICE": "gpu"})  # on a machine with NVIDIA GPUs
+            words = _words(script, text)
             if words is None:
                 continue
+            found.variables = exported(script)
             _fill(found, nested(words), base, mtp)
         except (Unread, Unreadable) as error:
             found.unread = str(error)
         yield found
 
 
-def _words(text: str) -> list[str] | None:
-    """Of the program that makes rollouts, on a machine with NVIDIA GPUs; None if the script launches none."""
-    commands = launched(read(text, {"DEVICE": "gpu"}), PROGRAMS)
+def _words(script: Script, text: str) -> list[str] | None:
+    """Of the program that makes rollouts; None if the script launches none."""
+    commands = launched(script, PROGRAMS)
     if not commands and any(program in text for program in PROGRAMS):
         raise Unread("whether it launches the trainer depends on the machine")
     return commands[-1] if commands else None
