@@ -45,7 +45,8 @@ class Gate:
         self._folder = folder
         self._arguments = import_module("vllm.engine.arg_utils").EngineArgs
         platform = import_module("vllm.platforms").current_platform
-        for architecture in sorted({*architectures}):
+        known = import_module("vllm.model_executor.models.registry").ModelRegistry.models
+        for architecture in sorted({*architectures} & {*known}):
             _inspect(architecture)
         _become_cuda(platform)
         import_module("vllm_batch_invariant.integration.patch_points").installed_version = lambda: VERSION
@@ -69,8 +70,10 @@ class Gate:
     @cache  # noqa: B019 - a process has one
     def _verdict(self, name: str, arguments: str, _: str) -> str:
         model = model_of(name)
-        if model is None or not model.config:
+        if model is None:
             return UNKNOWN_MODEL
+        if not model.config:
+            return self._of_class(model.architecture)
         try:
             engine = self._arguments(model=str(self._write(model)), skip_tokenizer_init=True, **json.loads(arguments))
             config = engine.create_engine_config()
@@ -82,6 +85,15 @@ class Gate:
         except NotCovered:
             return REFUSED + "; ".join(_named(config))
         return STARTS
+
+    def _of_class(self, architecture: str) -> str:
+        """What a model's class decides alone, where its sizes are unknown."""
+        coverage = import_module("vllm_batch_invariant.integration.coverage")
+        registry = import_module("vllm.model_executor.models.registry")
+        found = getattr(registry.ModelRegistry.models.get(architecture), "interfaces", None)
+        if found is not None and found.supports_multimodal and architecture not in coverage.TEXT_OF:
+            return f"{REFUSED}the model {architecture}"
+        return UNKNOWN_MODEL
 
     def _write(self, model: Model) -> Path:
         text = json.dumps({"architectures": [model.architecture], "torch_dtype": "bfloat16", **model.config})
@@ -122,7 +134,7 @@ def _inspect(architecture: str) -> None:
     """Have vLLM look at a model's class here, instead of in a process for each."""
     registry = import_module("vllm.model_executor.models.registry")
     lazy = registry.ModelRegistry.models.get(architecture)
-    if lazy is not None:
+    with suppress(ImportError):  # of a package that only this class needs
         registry.ModelRegistry.models[architecture] = registry._RegisteredModel.from_model_cls(lazy.load_model_cls())
 
 
@@ -157,7 +169,7 @@ def verdicts(lines: Iterable[str]) -> list[str]:
     asked = [json.loads(line) for line in lines]
     kinds = [model_of(name) for name, *_ in asked]
     with tempfile.TemporaryDirectory() as folder:
-        gate = Gate(Path(folder), [kind.architecture for kind in kinds if kind and kind.config])
+        gate = Gate(Path(folder), [kind.architecture for kind in kinds if kind])
         return [gate.verdict(*given) for given in asked]
 
 
