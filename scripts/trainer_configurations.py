@@ -5,7 +5,7 @@ usage: python -m scripts.trainer_configurations read TRAINER=FOLDER...    from g
        python -m scripts.trainer_configurations page                      writes the tables of docs/trainers.md
 
 ``gate`` exits with status 1 where the file says something else, and writes file and page with ``--write``. It needs
-vLLM for CPUs; its vLLM is taken for one of a GPU (``gate.py``).
+vLLM for CPUs; its vLLM is taken for one of a GPU (``trainers/gate.py``).
 """
 
 import argparse
@@ -19,10 +19,10 @@ from pathlib import Path
 
 from tests.fakes import torchvision
 
-from . import openrlhf, prime_rl, skyrl, trl, verl
-from .examples import Mirror
-from .models import model_of
-from .table import BEGIN, END, OTHER_ENGINE, PAGE, ROOT, UNREAD, Row, counted, page_table, read, write
+from .trainers import openrlhf, prime_rl, skyrl, trl, verl
+from .trainers.examples import Mirror
+from .trainers.models import model_of
+from .trainers.table import BEGIN, END, OTHER_ENGINE, PAGE, ROOT, UNREAD, Row, counted, page_table, read, write
 
 READERS = {reader.NAME: reader for reader in (verl, trl, skyrl, openrlhf, prime_rl)}
 
@@ -61,7 +61,7 @@ def judged(rows: Sequence[Row]) -> list[Row]:
         command = [
             sys.executable,
             "-c",
-            f"import sys; sys.path[:0] = {path}; from {__package__} import gate; gate.run()",
+            f"import sys; sys.path[:0] = {path}; from {__package__}.trainers import gate; gate.run()",
         ]
         done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, cwd=ROOT, check=False)
     if done.returncode:

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .gate import NOT_MADE, REFUSED, STARTS, UNKNOWN_MODEL
+from .gate import REFUSED, STARTS
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs" / "trainers.csv"
 PAGE = ROOT / "docs" / "trainers.md"
-BEGIN, END = "<!-- written by scripts/trainer_configurations -->", "<!-- end -->"
+BEGIN, END = "<!-- written by scripts/trainer_configurations.py -->", "<!-- end -->"
 OTHER_ENGINE, UNREAD = "another engine", "not read: "
 REPOSITORIES = {
     "verl": "verl-project/verl",
@@ -171,8 +171,3 @@ def counted(rows: Sequence[Row]) -> Iterator[str]:
         verdicts = Counter(", ".join(map(kind_of, row.reasons)) or row.verdict for row in rows if row.trainer == name)
         yield f"{name}:"
         yield from (f"  {number:3} {verdict}" for verdict, number in verdicts.most_common())
-
-
-def is_of_the_model(verdict: str) -> bool:
-    """Whether a verdict on a model alone says that it was not asked."""
-    return verdict.startswith((UNKNOWN_MODEL, NOT_MADE))
