@@ -134,8 +134,8 @@ def _tokens(text: str) -> Iterator[_Token]:
         elif operator_ := next((sign for sign in _OPERATORS if text.startswith(sign, at)), None):
             at += len(operator_)
             if operator_ == "\n":
-                for end in here:
-                    ended = re.search(rf"^\t*{re.escape(end)}$", text[at:], re.MULTILINE)
+                for last in here:
+                    ended = re.search(rf"^\t*{re.escape(last)}$", text[at:], re.MULTILINE)
                     at = at + ended.end() if ended else len(text)
                 here = []
             yield operator_

@@ -49,6 +49,7 @@ def _of_script(path: str, source: str, own: dict[str, Any], server: dict[str, An
     commands = list(_commands(ast.get_docstring(tree) or ""))
     code = _Code(tree)
     seen = list[tuple[str, dict[str, Any]]]()
+    found: Configuration | None
     for words in commands:
         if "vllm-serve" in words or words[:2] == ["vllm", "serve"]:
             found = _server(path, words, server)

@@ -1,13 +1,17 @@
 """Every rollout of the trainers' examples goes through the start-up check, and the table says what comes out."""
 
 import dataclasses
+import inspect
 import json
+import sys
 
 import pytest
+import torch
 
 from scripts.trainer_configurations import judged
 from scripts.trainers.gate import REFUSED, STARTS
 from scripts.trainers.table import Row, read
+from vllm_batch_invariant.integration import layers
 
 pytest.importorskip("vllm")
 
@@ -49,6 +53,17 @@ def test_the_table_says_what_the_check_says(found: tuple[list[Row], dict[str, Ro
         if (old.verdict, old.alone) != (new.verdict, new.alone)
     ]
     assert not differ, "\n".join(differ)
+
+
+@pytest.mark.parametrize("architecture", sorted({row.architecture for row in read() if row.alone == STARTS}))
+def test_the_layers_of_a_model_that_passes_are_known(architecture: str) -> None:
+    """The check of a configuration does not see them; the one when a model is loaded does."""
+    registry = pytest.importorskip("vllm.model_executor.models.registry").ModelRegistry
+    file = sys.modules[registry.models[architecture].load_model_cls().__module__]
+    kinds = [kind for kind in vars(file).values() if inspect.isclass(kind) and issubclass(kind, torch.nn.Module)]
+    own = [kind for kind in kinds if kind.__module__ == file.__name__ and not layers._is_known(kind)]
+    assert own
+    assert {kind.__name__: said for kind in own if (said := layers.of_model_class(kind))} == {}
 
 
 def test_what_is_not_covered_is_refused_in_the_same_way(found: tuple[list[Row], dict[str, Row]]) -> None:
