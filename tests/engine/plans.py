@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.engine.engines import Result, differing_answers
+from vllm_batch_invariant.seeds import SAMPLE_ID
 from vllm_batch_invariant.verify.harness.requests import (
     SAMPLING,
     concurrent_requests,
@@ -20,6 +21,7 @@ CHUNK_ENDS = (127, 128, 129, 255, 256, 257)
 
 OTHER_SAMPLING = sampling_requests()
 
+SAMPLES = ("samples", "samples with others")
 UNSEEDED = ("unseeded", "unseeded again", "unseeded with others", "four without a seed")
 """Steps of one request that samples without a seed, the same in all of them but for how many samples it wants."""
 
@@ -75,6 +77,8 @@ def plan() -> list[dict]:
     several = request(TARGETS[45], n=4, temperature=1.0, seed=3)
     steps.append({"name": "four samples", "requests": [several]})
     steps.append({"name": "four samples with others", "requests": [*OTHER_SAMPLING, several]})
+    steps.append({"name": SAMPLES[0], "requests": samples_of(seed=3)})
+    steps.append({"name": SAMPLES[1], "requests": [*OTHER_SAMPLING[:9], *reversed(samples_of(seed=3))]})
     unseeded = request(TARGETS[45], temperature=1.0)
     steps += [{"name": name, "requests": [unseeded]} for name in UNSEEDED[:2]]
     steps.append({"name": UNSEEDED[2], "requests": [*OTHER_SAMPLING[:9], unseeded]})
@@ -82,6 +86,11 @@ def plan() -> list[dict]:
     steps.append({"name": "borders", "requests": [request(tokens(length, 6), max_tokens=4) for length in CHUNK_ENDS]})
     steps.append({"name": "many", "requests": [request(tokens(250, 100 + i), max_tokens=40) for i in range(12)]})
     return steps
+
+
+def samples_of(**seed: int) -> list[dict[str, Any]]:
+    """Four samples of one prompt, which differ in nothing but their names."""
+    return [request(TARGETS[45], temperature=1.0, extra_args={SAMPLE_ID: number}, **seed) for number in range(4)]
 
 
 def again(*names: str) -> list[dict]:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from vllm_batch_invariant.seeds import SAMPLE_ID
 from vllm_batch_invariant.verify import receipt
 from vllm_batch_invariant.verify.outcome import NoTestError
 from vllm_batch_invariant.verify.receipt import engine, record
@@ -37,10 +38,11 @@ def made(llm: Any, prompt: list[int], samplings: list[dict[str, Any]]) -> list[s
 
 
 def receipts(llm: Any, prompt: list[int]) -> dict[str, Any]:
-    """Make a receipt of a seeded sample, and compute it again as it is and with a bit changed."""
+    """Make a receipt of a sample with a seed and a name, and compute it again as it is and with a bit changed."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0.9, top_k=50, seed=7, max_tokens=12, logprobs=3, ignore_eos=True)
+    named = {"seed": 7, "extra_args": {SAMPLE_ID: "3"}}
+    sampling = SamplingParams(temperature=0.9, top_k=50, max_tokens=12, logprobs=3, ignore_eos=True, **named)
     [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
     made = receipt.make(output, sampling, receipt.engine_info(llm))
     logprobs = list(made.completion.logprobs)

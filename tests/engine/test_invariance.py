@@ -11,8 +11,19 @@ import torch
 from tests.engine import listed
 from tests.engine.bisected import OTHER_COUNTS
 from tests.engine.engines import CHECK, OF_DEVICE, Result, check_of, only_where_asked_for, run, tokens
-from tests.engine.plans import CONCURRENT, CONCURRENT_LENGTHS, OTHER_SAMPLING, RESTARTED, UNSEEDED, again, plan
+from tests.engine.plans import (
+    CONCURRENT,
+    CONCURRENT_LENGTHS,
+    OTHER_SAMPLING,
+    RESTARTED,
+    SAMPLES,
+    UNSEEDED,
+    again,
+    plan,
+    samples_of,
+)
 from vllm_batch_invariant.envs import ATTENTION, SEED
+from vllm_batch_invariant.seeds import sample_seed
 from vllm_batch_invariant.verify.bisect.recording import MODULE_OUTPUT
 from vllm_batch_invariant.verify.check.engine import EngineRun
 from vllm_batch_invariant.verify.check.guarantees import CONCURRENT as CONCURRENT_CASE
@@ -27,6 +38,7 @@ from vllm_batch_invariant.verify.receipt import Receipt
 
 pytestmark = pytest.mark.engine
 
+UNSEEDED_SAMPLES = [{"name": "unseeded samples"}, {"name": "unseeded samples again", "reset_prefix_cache": True}]
 ON_GPU = torch.cuda.is_available()
 PAGE = 16 if ON_GPU else 128
 """Keys in a page of the KV cache, as vLLM chooses it."""
@@ -218,7 +230,8 @@ def other(engine: Callable[..., Result]) -> Result:
     vLLM on a CPU does.
     """
     settings = {"max_num_batched_tokens": 300, "max_num_seqs": 5, "block_size": 32, "async_scheduling": True}
-    return engine(again(*RESTARTED, *UNSEEDED), environment={"CXX": "no-such-compiler", SEED.name: "5"}, **settings)
+    steps = [*again(*RESTARTED, *SAMPLES, *UNSEEDED), *(step | {"requests": samples_of()} for step in UNSEEDED_SAMPLES)]
+    return engine(steps, environment={"CXX": "no-such-compiler", SEED.name: "5"}, **settings)
 
 
 def test_other_pages_other_chunks_and_async_scheduling_move_no_bit(main: Result, other: Result) -> None:
@@ -239,6 +252,23 @@ def test_a_request_without_a_seed_gets_the_same_sample_again_if_seeds_are_made_f
     assert samples[0] == sample
     assert len({tuple(sample["tokens"]) for sample in samples}) == 4
     assert f"{SEED.name}=5" in other.log
+
+
+def test_samples_that_have_names_differ_and_are_the_same_in_any_order_and_in_another_engine(
+    main: Result, other: Result
+) -> None:
+    alone, with_others = SAMPLES
+    samples = [answer["completions"] for answer in main.steps[alone]]
+    assert len({tuple(sample["tokens"]) for [sample] in samples}) == 4
+    assert [answer["completions"] for answer in reversed(main.steps[with_others][9:])] == samples
+    assert [answer["completions"] for answer in other.steps[alone]] == samples
+    assert [answer["completions"] for answer in reversed(other.steps[with_others][9:])] == samples
+
+
+def test_samples_that_have_names_need_no_seed_if_seeds_are_made_for_them(other: Result) -> None:
+    first, second = ([answer["completions"] for answer in other.steps[step["name"]]] for step in UNSEEDED_SAMPLES)
+    assert first == second
+    assert len({tuple(sample["tokens"]) for [sample] in first}) == 4
 
 
 def test_flex_attention_gives_a_request_the_same_bits_with_any_concurrent_requests(
@@ -324,6 +354,7 @@ def test_a_receipt_says_what_computed_it_and_none_is_made_of_what_nobody_can_rep
 ) -> None:
     assert main.receipts is not None
     made = Receipt.from_json(main.receipts["receipt"])
+    assert made.sampling.seed == sample_seed(7, 3)
     assert made.environment.mode is True
     assert made.environment.reductions["linear (output head)"]["k"] == 512
     assert made.model.digest is not None

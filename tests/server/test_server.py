@@ -6,7 +6,7 @@ import asyncio
 import random
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from tests.docs.documents import blocks
+from vllm_batch_invariant.seeds import sample_seed
 from vllm_batch_invariant.verify.harness.server import Server
 
 pytestmark = pytest.mark.server
@@ -36,7 +37,8 @@ def run(server: Server, ask: Callable[[Client, str], Awaitable[Any]]) -> Any:
 
 async def completion(client: Client, model: str, **options: Any) -> Answer:
     options = {"max_tokens": 24, "temperature": 0, "logprobs": 5} | options
-    answer = await client.completions.create(model=model, prompt=PROMPT, extra_body={"ignore_eos": True}, **options)
+    extra = {"ignore_eos": True} | options.pop("extra_body", {})
+    answer = await client.completions.create(model=model, prompt=PROMPT, extra_body=extra, **options)
     return [
         (
             choice.text,
@@ -141,6 +143,44 @@ def test_several_seeded_samples_differ_from_each_other_and_repeat_with_others(se
     assert again == alone
     assert len({text for text, _ in alone}) == 3
     assert len({text for text, _ in unseeded}) == 3
+
+
+def test_equal_requests_get_one_answer_which_the_log_tells_once_and_those_with_names_get_samples(
+    server: Server,
+) -> None:
+    def told() -> int:
+        return server.log.read_text(errors="replace").count("so they get the same answer, bit for bit")
+
+    async def ask(client: Client, model: str) -> tuple[Any, ...]:
+        async def group(names: Sequence[int | str | None], seed: int = 77) -> list[Answer]:
+            named = [{} if name is None else {"vllm_xargs": {"sample_id": name}} for name in names]
+            asked = (completion(client, model, temperature=1.0, seed=seed, extra_body=extra) for extra in named)
+            return list(await asyncio.gather(*asked))
+
+        samples = await group([0, 1, 2, 3])
+        others = await noise(client, model, 25)
+        again = await group(["3", 1, 0, "2"])
+        await asyncio.gather(*others)
+        by_seed = [(await group([None], sample_seed(77, name)))[0] for name in range(4)]
+        before = told()
+        clones = await group([None] * 4)
+        return samples, again, by_seed, clones, await group([None] * 4, 78), before
+
+    samples, again, by_seed, clones, others, before = run(server, ask)
+    assert len({str(sample) for sample in samples}) == 4
+    assert [again[place] for place in (2, 1, 3, 0)] == samples
+    assert by_seed == samples
+    assert len({str(clone) for clone in clones}) == len({str(clone) for clone in others}) == 1
+    assert (before, told()) == (0, 1)
+
+
+def test_a_named_sample_without_a_seed_is_refused_in_a_line(server: Server) -> None:
+    async def ask(client: Client, model: str) -> str:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await completion(client, model, temperature=1.0, extra_body={"vllm_xargs": {"sample_id": 3}})
+        return refused.value.message
+
+    assert "sample_id=3 tells apart samples that have a seed" in run(server, ask)
 
 
 def test_the_servers_log_says_that_the_mode_is_on(server: Server) -> None:

@@ -149,6 +149,8 @@ DEVICE_WORKER = PatchPoint(("vllm.v1.worker.gpu_worker",), "Worker")
 """The worker of GPUs, from which that of CPUs inherits how a model is loaded; puts a GPU's memory to sleep."""
 INPUT_PROCESSOR = PatchPoint(("vllm.v1.engine.input_processor",), "InputProcessor")
 """Makes what the engine gets of what a client asks."""
+VALIDATION_ERROR = PatchPoint(("vllm.exceptions",), "VLLMValidationError")
+"""A server tells the client of it, with status 400."""
 TOP_K_TOP_P = PatchPoint(("vllm.v1.sample.ops.topk_topp_sampler",), "apply_top_k_top_p")
 """Filters logits for vLLM's first model runner."""
 TOP_K_TOP_P_SAMPLER = PatchPoint(("vllm.v1.sample.ops.topk_topp_sampler",), "TopKTopPSampler")

@@ -3,11 +3,13 @@
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ...provenance import versions
+from ...seeds import SAMPLE_ID, sample_seed
 from ..answers import NO_LOGPROBS
 from ..outcome import NoTestError
 from .comparison import Note, Verdict, notes_on, verdict_on
@@ -145,13 +147,19 @@ def verify(
 
 
 def sampling_of(params: Any) -> Sampling:
-    """vLLM's ``SamplingParams`` as a receipt has them.
+    """vLLM's ``SamplingParams`` as a receipt has them: with the seed that a sample had, instead of its id.
 
     Raises:
         NoTestError: a parameter in use that a receipt does not hold.
     """
     if isinstance(params, Sampling):
         return params
+    if SAMPLE_ID in (params.extra_args or {}):
+        params, others = copy(params), dict(params.extra_args)
+        sample_id = others.pop(SAMPLE_ID)
+        params.extra_args = others or None
+        if params.seed is not None and params.temperature > 0:
+            params.seed = sample_seed(params.seed, sample_id)
     held = {field.name for field in fields(Sampling)}
     usual = type(params)()
     for name in type(params).__struct_fields__:
