@@ -21,10 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
-from scripts.on_policy import CONTEXT, Schedule, Specification, Step
+from scripts.on_policy import CONTEXT, Run, Schedule, Specification, Step
 from scripts.on_policy_task import questions, reward
 from scripts.parity import Gap, Sample
-from vllm_batch_invariant.hf import check_engine, patch, token_logprobs
+from vllm_batch_invariant.hf import patch
+from vllm_batch_invariant.trl import OnPolicyGRPOTrainer
 from vllm_batch_invariant.verify.harness.requests import request, sampling_requests
 from vllm_batch_invariant.verify.harness.worker_main import Driver
 
@@ -41,16 +42,13 @@ def digest(model: torch.nn.Module) -> str:
     return found.hexdigest()
 
 
-class Trainer(GRPOTrainer):
-    """TRL's trainer, which measures how far the logprobs of its loss are from the rollout's."""
+class Measured:
+    """A part of a trainer's class: measures how far the logprobs of its loss are from the rollout's."""
 
     def _get_per_token_logps_and_entropies(self, *arguments: Any, **named: Any) -> tuple[Any, ...]:
-        found = self._logprobs(*arguments, **named)
+        found = super()._get_per_token_logps_and_entropies(*arguments, **named)
         self._found = found[0].detach()
         return found
-
-    def _logprobs(self, *arguments: Any, **named: Any) -> tuple[Any, ...]:
-        return super()._get_per_token_logps_and_entropies(*arguments, **named)
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         loss = super()._compute_loss(model, inputs)
@@ -63,28 +61,23 @@ class Trainer(GRPOTrainer):
         return loss
 
 
-class PatchedTrainer(Trainer):
-    """The same for a patched model. TRL multiplies by the output head in tiles of its own, which have other bits."""
+class Trainer(Measured, GRPOTrainer):
+    """TRL's own."""
 
-    def _logprobs(
-        self,
-        model: torch.nn.Module,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        **_: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        logprobs, entropies = [], []
-        size = batch_size or len(input_ids)
-        for rows, mask in zip(input_ids.split(size), attention_mask.split(size), strict=True):
-            logits = model(rows, attention_mask=mask, logits_to_keep=logits_to_keep + 1).logits[:, :-1]
-            logprobs.append(token_logprobs(logits, rows[:, -logits_to_keep:]))
-            if compute_entropy:
-                every = torch.log_softmax(logits.detach().float(), -1)
-                entropies.append(-(every.exp() * every).sum(-1))
-        return torch.cat(logprobs), torch.cat(entropies) if compute_entropy else None, None
+
+class PatchedTrainer(Measured, OnPolicyGRPOTrainer):
+    """The same for a patched model."""
+
+
+class PatchedTrainerAlone(PatchedTrainer):
+    """The same without looking at the engine: plain vLLM would be refused."""
+
+    def __init__(self, model: torch.nn.Module, **arguments: Any) -> None:
+        GRPOTrainer.__init__(self, patch(model.to(arguments["args"].device)), **arguments)
+
+
+def _trainer(run: Run) -> type[Trainer] | type[PatchedTrainer]:
+    return (PatchedTrainer if run.mode else PatchedTrainerAlone) if run.patched else Trainer
 
 
 class Rollout:
@@ -172,7 +165,6 @@ def train(specification: Specification) -> list[Step]:
     on_cpu = not torch.cuda.is_available()
     tokenizer = AutoTokenizer.from_pretrained(specification.model)
     model = AutoModelForCausalLM.from_pretrained(specification.model, dtype=torch.bfloat16)
-    model.to("cpu" if on_cpu else "cuda")  # before it is patched: what is covered depends on the device
     dataset = Dataset.from_list(questions())
     arguments = GRPOConfig(
         output_dir=str(Path(specification.out).parent / "trainer"),
@@ -199,8 +191,8 @@ def train(specification: Specification) -> list[Step]:
     rollout, digests = Rollout(specification), _Digests()
     engine = partial(_engine, vllm_generation.LLM, specification.schedule)
     with mock.patch.object(vllm_generation, "LLM", engine):
-        trainer = (PatchedTrainer if specification.run.patched else Trainer)(
-            model=patch(model) if specification.run.patched else model,
+        trainer = _trainer(specification.run)(
+            model,
             reward_funcs=reward,
             args=arguments,
             train_dataset=dataset,
@@ -209,8 +201,6 @@ def train(specification: Specification) -> list[Step]:
             callbacks=[digests],
         )
     generation = trainer.vllm_generation
-    if specification.run.patched and specification.run.mode:
-        check_engine(model, generation.llm.collective_rpc("batch_invariant_declaration"))
     _with_fault(generation, specification.run.fault)
     if on_cpu and not specification.run.mode:
         generation.sync_weights = partial(reload_weights, generation)

@@ -17,6 +17,8 @@ MAY_IMPORT = {
     "provenance": {"ops", "version"},
     "integration": {"ops", "aten", "provenance", "envs", "errors", "seeds", "version"},
     "hf": {"ops", "aten", "integration", "provenance", "envs", "errors"},
+    "trl": {"hf", "integration", "envs", "errors", "seeds"},
+    "verl": {"hf", "errors", "seeds"},
     "verify": {
         *("ops", "aten", "integration", "provenance", "envs", "errors", "seeds", "compare", "kept_file", "version"),
     },

@@ -42,6 +42,7 @@ MADE_UP_TEXT = {
     "pass `--made-up`": "vLLM has no option --made-up",
     "see `ops/{linear,made_up}/cuda.py`": "no ops/made_up/cuda.py",
     "```python\nfrom vllm_batch_invariant.compare import made_up\n```\n": "has no made_up",
+    "```python\nfrom vllm_batch_invariant.trl import made_up\n```\n": "trl has no made_up",
     "```\nmake made-up\n```\n": "the Makefile has no made-up",
     "run `make made-up`": "the Makefile has no made-up",
     "```yaml\nsteps:\n  - run: make made-up\n```\n": "the Makefile has no made-up",

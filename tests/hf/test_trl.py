@@ -1,0 +1,229 @@
+"""What this package has for TRL. All but the first two are skipped without it."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.docs.documents import blocks
+from tests.engine.engines import PATHS, ROOT, only_where_asked_for
+from tests.hf.test_refusals import refuses
+from vllm_batch_invariant import envs
+from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
+
+HAS_TRL = find_spec("trl") is not None
+needs_trl = pytest.mark.skipif(not HAS_TRL, reason="needs TRL: pip install 'vllm-batch-invariant[on-policy]'")
+
+
+def said_by(program: str) -> str:
+    """What a program prints, in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": PATHS}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
+
+
+def test_trainers_are_imported_by_those_who_ask_for_them_alone() -> None:
+    loaded = "print({'trl', 'verl', 'ray', 'datasets'} & {*sys.modules} or 'none of them')"
+    assert said_by(f"import sys, vllm_batch_invariant.hf, vllm_batch_invariant.verl; {loaded}") == "none of them"
+
+
+@pytest.mark.parametrize("version", [None, "1.160.0"])
+def test_another_trl_than_the_one_that_was_read_is_refused_in_a_line(version: str | None) -> None:
+    found = "importlib.metadata.PackageNotFoundError('trl')" if version is None else f"'{version}'"
+    program = f"""
+import importlib.metadata
+known = importlib.metadata.version
+def version(name):
+    found = {found} if name == "trl" else known(name)
+    if isinstance(found, Exception):
+        raise found
+    return found
+importlib.metadata.version = version
+import vllm_batch_invariant.trl
+"""
+    line = said_by(program)
+    assert f"does not cover a TRL {version or 'that is not installed'}: " in line
+    assert line.endswith("pip install 'vllm-batch-invariant[on-policy]'.")
+
+
+def arguments(**changed: Any) -> SimpleNamespace:
+    """Of TRL's GRPOConfig, what is looked at."""
+    usual = {
+        "use_vllm": True, "vllm_mode": "colocate", "bf16": False, "fp16": False, "cast_lm_head_to_fp32": False,
+        "use_liger_kernel": False, "repetition_penalty": 1.0, "vllm_structured_outputs_regex": None,
+        "generation_kwargs": None,
+    }  # fmt: skip
+    return SimpleNamespace(**usual | changed)
+
+
+@needs_trl
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"use_vllm": False}, "a rollout that is not by TRL's colocated engine"),
+        ({"vllm_mode": "server"}, "a rollout that is not by TRL's colocated engine"),
+        ({"bf16": True}, r"autocast: .*; GRPOConfig\(bf16=False\)"),
+        ({"fp16": True}, "autocast"),
+        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32"),
+        ({"use_liger_kernel": True}, "use_liger_kernel"),
+        ({"repetition_penalty": 1.1}, "a repetition penalty"),
+        ({"vllm_structured_outputs_regex": "a+"}, "structured outputs"),
+        ({"generation_kwargs": {"min_tokens": 3, "stop": ["."]}}, "generation_kwargs of min_tokens: "),
+    ],
+)
+def test_arguments_with_which_the_logprobs_would_be_others_are_refused(
+    changed: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_batch_invariant import trl
+
+    monkeypatch.setenv(envs.FLAG, "1")
+    trl._check(arguments(), {})
+    trl._check(arguments(generation_kwargs={"stop": ["."], "seed": 3}), {"peft_config": None})
+    refuses(lambda: trl._check(arguments(**changed), {}), said)
+
+
+@needs_trl
+def test_a_trainer_without_the_mode_and_adapters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_batch_invariant import trl
+
+    monkeypatch.delenv(envs.FLAG, raising=False)
+    refuses(lambda: trl._check(arguments(), {}), r'the rollout without the mode: .*; set os.environ\["VLLM_BATCH_INV')
+    monkeypatch.setenv(envs.FLAG, "1")
+    refuses(lambda: trl._check(arguments(), {"peft_config": object()}), "adapters")
+
+
+def test_arguments_are_those_of_trl() -> None:
+    pytest.importorskip("trl")
+    from trl import GRPOConfig
+
+    assert all(hasattr(GRPOConfig(bf16=False, use_cpu=True), name) for name in vars(arguments()))
+
+
+class Asked:
+    """Stands for TRL's trainer, whose engine only notes with which seeds it is asked."""
+
+    def __init__(self, process: int = 0, workers: int = 1) -> None:
+        self.seeds: list[int] = []
+        self.args, self.state = SimpleNamespace(seed=42), SimpleNamespace(global_step=0)
+        self.model, self.accelerator = torch.nn.Linear(1, 1), SimpleNamespace(process_index=process)
+        self.vllm_generation = SimpleNamespace(llm=SimpleNamespace(generate=self.note), tensor_parallel_size=workers)
+
+    def note(self, prompts: list[Any], sampling_params: Any, **_: Any) -> None:
+        assert len(prompts) == len(sampling_params)
+        self.seeds += [params.seed for params in sampling_params]
+
+    def ask(self, **given: Any) -> list[int]:
+        """Seeds of eight completions of a prompt, asked for as TRL does."""
+        from vllm import SamplingParams
+
+        before, self.seeds = self.seeds, []
+        self.vllm_generation.llm.generate([[5]] * 8, sampling_params=SamplingParams(**given), use_tqdm=False)
+        found, self.seeds = self.seeds, before
+        return found
+
+
+def asked(**named: int) -> Asked:
+    from vllm_batch_invariant.trl import seed_rollouts
+
+    trainer = Asked(**named)
+    seed_rollouts(trainer)
+    return trainer
+
+
+@needs_trl
+def test_every_completion_of_a_run_has_a_seed_of_its_own_and_the_next_run_has_the_same() -> None:
+    def run() -> list[int]:
+        trainer, found = asked(), []
+        for step in range(3):
+            trainer.state.global_step = step
+            trainer.model.train()
+            found += trainer.ask() + trainer.ask()  # a second turn
+            trainer.model.eval()
+            found += trainer.ask()
+        return found + asked(process=1).ask() + asked().ask(seed=7)
+
+    seeds = run()
+    assert len(set(seeds)) == len(seeds)
+    assert run() == seeds
+
+
+@needs_trl
+def test_a_step_that_is_run_again_from_a_checkpoint_and_workers_of_one_engine_have_the_same_seeds() -> None:
+    trainer, resumed = asked(), asked()
+    trainer.ask()
+    trainer.state.global_step = resumed.state.global_step = 9
+    assert trainer.ask() == resumed.ask()
+    assert asked(process=0, workers=2).ask() == asked(process=1, workers=2).ask() != asked(process=2, workers=2).ask()
+
+
+@needs_trl
+def test_parameters_that_completions_share_are_not_changed_and_a_list_of_them_is_followed() -> None:
+    from vllm import SamplingParams
+
+    trainer, shared = asked(), SamplingParams(temperature=0.7)
+    generate = trainer.vllm_generation.llm.generate
+    generate([[5]] * 2, sampling_params=shared)
+    assert shared.seed is None
+    generate([[5]] * 2, sampling_params=[shared, SamplingParams(seed=3)])
+    assert len(set(trainer.seeds)) == 4
+
+
+@needs_trl
+def test_logprobs_of_what_filters_take_away_are_0_where_nothing_was_drawn() -> None:
+    from vllm_batch_invariant import trl
+    from vllm_batch_invariant.hf import Sampling, token_logprobs
+
+    logits = torch.tensor([[0.0, 5.0, 4.0]] * 2, requires_grad=True)
+    tokens = torch.tensor([0, 1])
+    found = trl._drawn_logprobs(logits, tokens, Sampling(top_k=2))
+    assert found[0] == 0
+    assert found[1] < 0
+    found.sum().backward()
+    assert logits.grad.isfinite().all()
+    assert torch.equal(trl._drawn_logprobs(logits, tokens, Sampling()), token_logprobs(logits, tokens))
+
+
+@needs_trl
+def test_entropies_are_those_of_the_temperature() -> None:
+    from vllm_batch_invariant import trl
+
+    logits = torch.randn(2, 70, 300)
+    expected = torch.distributions.Categorical(logits=logits.double() / 0.7).entropy()
+    assert torch.allclose(trl._entropies(logits, 0.7).double(), expected, rtol=1e-5)
+
+
+@needs_trl
+@pytest.mark.engine
+def test_the_example_of_the_page_trains_exactly_on_policy(pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    only_where_asked_for(pytestconfig)
+    code = [text for language, text in blocks((ROOT / "docs/on-policy.md").read_text()) if language == "python"]
+    [example] = [text for text in code if "OnPolicyGRPOTrainer(" in text]
+    assert "trainer.train()" in example
+    shape = Shape(hidden=128, intermediate=2048, layers=2, heads=2, kv_heads=1, max_length=512)
+    make_checkpoint(tmp_path / "MODEL", shape)
+    told = "\nimport json; print(json.dumps(trainer.state.log_history))\n"
+    (tmp_path / "example.py").write_text(example + told)
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": PATHS, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    done = subprocess.run(
+        [sys.executable, "example.py"],
+        cwd=tmp_path,
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = [step for step in json.loads(done.stdout.splitlines()[-1]) if "loss" in step]
+    assert len(steps) > 1
+    for step in steps:
+        assert step["sampling/sampling_logp_difference/max"] == 0
+        assert step["sampling/importance_sampling_ratio/min"] == step["sampling/importance_sampling_ratio/max"] == 1
+        assert step["reward_std"] > 0, "the completions of a prompt are all the same"
+    assert steps[-1]["grad_norm"] > 0

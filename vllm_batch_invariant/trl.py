@@ -1,0 +1,237 @@
+"""GRPO by TRL, exactly on policy: the importance ratio trainer / rollout is 1 for every token.
+
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"  # before the trainer is made, which starts an engine
+    arguments = GRPOConfig(use_vllm=True, bf16=False)
+    OnPolicyGRPOTrainer("MODEL", reward, arguments, train_dataset=dataset).train()
+
+Needs ``pip install 'vllm-batch-invariant[on-policy]'``. TRL's methods of one minor version are overridden, so another
+one is refused.
+"""
+
+from collections import Counter
+from contextlib import nullcontext
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from . import envs
+from .errors import NotCovered
+from .hf import Sampling, check_engine, patch, token_logprobs
+from .integration import endpoint
+from .seeds import sample_seed
+
+TRL = "1.16"
+"""The version whose trainer was read and run."""
+
+
+def _check_version() -> None:
+    try:
+        installed = version("trl")
+    except PackageNotFoundError:
+        installed = "that is not installed"
+    if not f"{installed}.".startswith(f"{TRL}."):
+        raise NotCovered(
+            f"a TRL {installed}",
+            f"the methods of its GRPOTrainer that are overridden are those of {TRL}",
+            "pip install 'vllm-batch-invariant[on-policy]'",
+        )
+
+
+_check_version()
+
+from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402 - which a missing TRL is said of before
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+__all__ = ["OnPolicyGRPOTrainer", "seed_rollouts"]
+
+_REQUEST_PARAMETERS = {
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "seed", "detokenize"),
+    *("skip_special_tokens", "spaces_between_special_tokens"),
+}
+"""Of ``generation_kwargs``: those by which no token is drawn in another way."""
+_ROWS_AT_ONCE = 64
+"""Whose probabilities are held in memory for their entropies."""
+
+
+class OnPolicyGRPOTrainer(GRPOTrainer):
+    """TRL's GRPOTrainer with a patched model, whose logprobs are those of its colocated engine, bit for bit, and with a
+    seed for every completion: a run gives the same weights again, however the engine is loaded.
+
+    TRL logs ``sampling/sampling_logp_difference/max``, which is 0 in every step, and
+    ``sampling/importance_sampling_ratio/min`` and ``max``, which are 1.
+
+    Args:
+        model: a folder, a name, or a model of :func:`.hf.patch`'s families that is neither patched nor wrapped yet. By
+            name it has the checkpoint's dtype unless ``args.model_init_kwargs`` say another. It needs the engine's.
+        reward_funcs: as TRL has them.
+        args: with ``use_vllm=True`` and ``bf16=False``, which is about autocast and not about the model's weights.
+        others: the other arguments of GRPOTrainer, but for adapters and quantised models.
+
+    Raises:
+        NotCovered: arguments with which the logprobs would not be the engine's, the flag off, or a model or an engine
+            that is not covered.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        **others: Any,
+    ) -> None:
+        args = args or GRPOConfig()
+        _check(args, others)
+        if isinstance(model, str):
+            model = AutoModelForCausalLM.from_pretrained(model, **{"dtype": "auto"} | (args.model_init_kwargs or {}))
+        model.to(args.device)  # before it is patched: what is covered depends on the device
+        super().__init__(patch(model), reward_funcs, args, **others)
+        if self.ref_model is not None:
+            patch(self.ref_model)
+        self.check_engine()
+        seed_rollouts(self)
+
+    def check_engine(self) -> None:
+        """Refuse an engine whose logprobs are not promised to be the model's.
+
+        Raises:
+            NotCovered: what differs.
+        """
+        check_engine(self.model, self.vllm_generation.llm.collective_rpc(endpoint.METHOD))
+
+    @property
+    def _sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k or 0, self.top_p, self.min_p or 0.0)
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: torch.nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        """Logprobs [rows, logits_to_keep] as the engine reports them. TRL multiplies by the output head in tiles of its
+        own, which have other bits.
+        """
+        for name, value in others.items():
+            if value is not None and value is not False:
+                raise NotCovered(f"TRL's {name}", "a patched model takes tokens and a mask", "leave it out")
+        logprobs, entropies = [], []
+        size = batch_size or len(input_ids)
+        for rows, mask in zip(input_ids.split(size), attention_mask.split(size), strict=True):
+            logits = model(input_ids=rows, attention_mask=mask, logits_to_keep=logits_to_keep + 1).logits[:, :-1]
+            logprobs.append(_drawn_logprobs(logits, rows[:, -logits_to_keep:], self._sampling))
+            if compute_entropy:
+                with nullcontext() if self._entropy_bonus_enabled else torch.no_grad():
+                    entropies.append(_entropies(logits, self.temperature))
+        return torch.cat(logprobs), torch.cat(entropies) if compute_entropy else None, None
+
+
+def seed_rollouts(trainer: GRPOTrainer) -> None:
+    """Give every completion that the colocated engine of a trainer samples a seed of its own, which follows from
+    ``args.seed``, the step, and the completion's place in it.
+
+    TRL asks with one set of sampling parameters for all completions of a step. Without a seed they are not repeatable,
+    and with one (``generation_kwargs``) all completions of a prompt would be equal.
+
+    Args:
+        trainer: whose ``vllm_generation`` has started its engine. Calls of the engine by a ``rollout_func`` are seeded,
+            too.
+    """
+    generation = trainer.vllm_generation
+    generate = generation.llm.generate
+    asked_in: Counter[str] = Counter()
+
+    def seeded(prompts: Any, sampling_params: Any = None, *args: Any, **named: Any) -> Any:
+        if not isinstance(prompts, list | tuple) or sampling_params is None:
+            return generate(prompts, sampling_params, *args, **named)
+        step = f"{'train' if trainer.model.training else 'eval'} {trainer.state.global_step}"
+        turn = asked_in[step]  # a step asks more than once where it has turns, or batches
+        asked_in[step] += 1
+        group = trainer.accelerator.process_index // generation.tensor_parallel_size  # of processes that ask the same
+        shared = isinstance(sampling_params, list | tuple)
+        of_prompts = sampling_params if shared else [sampling_params] * len(prompts)
+        asked = [
+            _with_seed(params, trainer.args.seed, f"{step} {turn} {group * len(prompts) + place}")
+            for place, params in enumerate(of_prompts)
+        ]
+        return generate(prompts, asked, *args, **named)
+
+    generation.llm.generate = seeded
+
+
+def _with_seed(params: Any, seed: int, sample_id: str) -> Any:
+    own = params.clone()
+    own.seed = sample_seed(seed if params.seed is None else params.seed, sample_id)
+    return own
+
+
+def _drawn_logprobs(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    if sampling == Sampling():  # processed logprobs have the bits of raw ones, which take less memory
+        return token_logprobs(logits, tokens)
+    found = token_logprobs(logits, tokens, mode="processed_logprobs", sampling=sampling)
+    # padding and what a tool said were not drawn, and may be what the filters take away
+    return found.masked_fill(found.isinf(), 0.0)
+
+
+def _entropies(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Of each row of logits [..., vocabulary], in fp32: a metric, and no part of what is promised."""
+    found = []
+    for rows in logits.flatten(0, -2).split(_ROWS_AT_ONCE):
+        every = torch.log_softmax(rows.float() / temperature, -1)
+        found.append(-(every.exp() * every).sum(-1))
+    return torch.cat(found).view(logits.shape[:-1])
+
+
+def _check(args: GRPOConfig, others: dict[str, Any]) -> None:
+    """Whether the logprobs of TRL's loss can be those of its engine.
+
+    Raises:
+        NotCovered: the first thing for which they cannot.
+    """
+    drawn_otherwise = sorted({*(args.generation_kwargs or {})} - _REQUEST_PARAMETERS)
+    refused = {
+        "the rollout without the mode": (
+            not envs.enabled(),
+            "plain vLLM's bits follow the batch",
+            f'set os.environ["{envs.FLAG}"] = "1" before the trainer is made',
+        ),
+        "a rollout that is not by TRL's colocated engine": (
+            not args.use_vllm or args.vllm_mode != "colocate",
+            "no other was compared with the trainer",
+            "GRPOConfig(use_vllm=True, vllm_mode='colocate')",
+        ),
+        "autocast": (
+            args.bf16 or args.fp16,
+            "the engine computes in one dtype",
+            "GRPOConfig(bf16=False), and a model whose weights have the engine's dtype",
+        ),
+        "cast_lm_head_to_fp32": (args.cast_lm_head_to_fp32, "the engine does not do so", "leave it out"),
+        "use_liger_kernel": (args.use_liger_kernel, "its kernels have other bits", "leave it out"),
+        "a repetition penalty": (
+            args.repetition_penalty != 1,
+            "it follows the tokens before, which the trainer's logprobs leave out",
+            "leave it out",
+        ),
+        "structured outputs": (
+            args.vllm_structured_outputs_regex is not None,
+            "they take tokens away, which the trainer does not",
+            "leave them out",
+        ),
+        f"generation_kwargs of {', '.join(drawn_otherwise)}": (
+            drawn_otherwise,
+            "the trainer's logprobs would leave them out",
+            "set temperature, top_p, top_k and min_p in GRPOConfig",
+        ),
+        "adapters and quantised models": (
+            others.get("peft_config") is not None or others.get("quantization_config") is not None,
+            "they have not been compared with vLLM's",
+            "train all weights",
+        ),
+    }
+    for what, (is_found, why, remedy) in refused.items():
+        if is_found:
+            raise NotCovered(what, why, remedy)
