@@ -206,7 +206,7 @@ def test_a_function_that_nobody_has_reviewed_is_found(module, before, after, nam
 
 
 def test_a_function_of_the_gpus_runner_that_nobody_has_reviewed_is_no_matter_on_a_cpu():
-    assert reviewed_sampling.not_reviewed(lambda name: source_of(name) if "gpu" not in name else None, "cpu") == {}
+    assert reviewed_sampling.not_reviewed(lambda name: source_of(name) if ".gpu." not in name else None, "cpu") == {}
 
 
 def test_an_unknown_source_is_refused_at_the_start(monkeypatch):

@@ -160,6 +160,10 @@ TOP_K_TOP_P_OF_STATES = PatchPoint(("vllm.v1.worker.gpu.sample.states",), "apply
 TOP_K_TOP_P_OF_SAMPLER = PatchPoint(("vllm.v1.worker.gpu.sample.sampler",), "apply_top_k_top_p")
 INPUT_BATCH = PatchPoint(("vllm.v1.worker.gpu_input_batch",), "InputBatch")
 """What the first model runner knows of the requests of a step, a row each."""
+THINKING_BUDGETS = PatchPoint(("vllm.v1.sample.thinking_budget_state",), "ThinkingBudgetStateHolder")
+"""What it counts of those that may think for so many tokens."""
+MOVE_DIRECTIONS = PatchPoint(("vllm.v1.sample.logits_processor.interface",), "MoveDirectionality")
+"""Whether a request that moves to another row leaves its own to the one there."""
 SAMPLER = PatchPoint(("vllm.v1.sample.sampler",), "Sampler")
 """Samples, and lists logprobs, in the first model runner."""
 REJECTION_SAMPLER = PatchPoint(("vllm.v1.sample.rejection_sampler",), "RejectionSampler")
@@ -176,6 +180,7 @@ GUMBEL_SAMPLE = PatchPoint(("vllm.v1.worker.gpu.sample.sampler",), "gumbel_sampl
 TEMPERATURE_OF_STATES = PatchPoint(("vllm.v1.worker.gpu.sample.states",), "apply_temperature")
 MIN_P_OF_STATES = PatchPoint(("vllm.v1.worker.gpu.sample.states",), "apply_min_p")
 PENALTIES = PatchPoint(("vllm.v1.worker.gpu.sample.penalties",), "apply_penalties")
+BAD_WORDS = PatchPoint(("vllm.v1.worker.gpu.sample.bad_words",), "BadWordsState")
 TOPK_SCORES = PatchPoint(("vllm.v1.worker.gpu.sample.logprob",), "compute_topk_scores")
 """Lists logprobs in the second model runner, under the names that it has there."""
 TOPK_SCORES_OF_SAMPLER = PatchPoint(("vllm.v1.worker.gpu.sample.sampler",), "compute_topk_scores")
@@ -187,6 +192,8 @@ OUTPUT_PROCESSOR = PatchPoint(("vllm.v1.engine.output_processor",), "OutputProce
 """Makes what a client gets of what the engine gives, by the two below."""
 DETOKENIZER = PatchPoint(("vllm.v1.engine.detokenizer",), "BaseIncrementalDetokenizer")
 LOGPROBS_PROCESSOR = PatchPoint(("vllm.v1.engine.logprobs",), "LogprobsProcessor")
+STRUCTURED_OUTPUTS = PatchPoint(("vllm.v1.structured_output",), "StructuredOutputManager")
+"""Holds the grammars of requests, in the process of the engine."""
 ENDPOINT_PLUGINS = PatchPoint(("vllm.plugins",), "load_endpoint_plugins")
 """Called by a server for the routes that plugins add."""
 GAUGE = PatchPoint(("vllm.v1.metrics.loggers",), "Gauge")
@@ -219,9 +226,11 @@ MEMBERS = {
         *("_initialize_kv_caches", "collective_rpc", "step", "step_with_batch_queue", "reset_prefix_cache"),
     ),
     "INPUT_PROCESSOR": ("process_inputs",),
+    "STRUCTURED_OUTPUTS": ("grammar_init", "_create_grammar"),
     "DETOKENIZER": ("update",),
     "LOGPROBS_PROCESSOR": ("update_from_output",),
-    "INPUT_BATCH": ("swap_states", "condense"),
+    "INPUT_BATCH": ("swap_states", "condense", "add_request", "update_async_output_token_ids"),
+    "THINKING_BUDGETS": ("sync_batch", "update_state", "_find_last_sequence_index"),
     "TOP_K_TOP_P_SAMPLER": ("forward_cpu", "forward_native"),
     "LOGITS_PROCESSOR": ("forward", "_get_logits"),
     "SAMPLER": ("forward", "gather_logprobs", "gather_specific_token_logprobs"),

@@ -10,7 +10,7 @@ from ...ops.attention import AttentionReduction
 from ...ops.devices import Device
 from ...ops.exact import FORMAT
 from ...version import __version__
-from .. import mrope, norm, patch_points, refusals, sampling, sampling_seeds, tensor_tree, weights
+from .. import mrope, norm, patch_points, refusals, request_state, sampling, sampling_seeds, tensor_tree, weights
 
 MODE_IS_ON = f"Batch-invariant mode is on (vllm-batch-invariant {__version__}); "
 
@@ -99,6 +99,7 @@ class VllmDevice:
         """
         sampling.install(self.ops.type)
         sampling_seeds.install()
+        request_state.install()
         self.install_linear()
         self.install_collectives()
         if tensor_tree.leaves() > 1:
