@@ -4,7 +4,19 @@ import logging
 from typing import Any
 
 from .. import envs
-from . import coverage, devices, endpoint, patch_points, refusals, reviewed, seeds, server, speculation, weights
+from . import (
+    coverage,
+    devices,
+    endpoint,
+    grammars,
+    patch_points,
+    refusals,
+    reviewed,
+    seeds,
+    server,
+    speculation,
+    weights,
+)
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -40,6 +52,7 @@ def install() -> None:
     server.offer()
     seeds.install()
     speculation.install_front_end()
+    grammars.install()
     weights.install()
     _installed = True
 
