@@ -348,3 +348,31 @@ def test_what_a_covered_method_has_not_run_with_is_refused_by_name(options: dict
     )
     [row] = [feature for feature in coverage.REFUSED if feature.name == "Speculative decoding with another drafter"]
     assert row.found(config) == found
+
+
+class BadWords:
+    """As the second runner's of vLLM 0.26: behind an output come the inputs of a request's rows, from the first on."""
+
+    output, word = [4, 5], [6, 7, 8]
+
+    def apply_bad_words(self, logits, requests, requests_np, input_ids, positions):
+        for row, position in enumerate(positions.tolist()):
+            first = row - position
+            seen = [*self.output, *input_ids[first : first + position].tolist()]
+            if seen[-2:] == self.word[:-1]:
+                logits[row, self.word[-1]] = -torch.inf
+
+
+@pytest.mark.parametrize("is_mended", [False, True])
+def test_bad_words_are_found_in_the_drafts_before_a_row(is_mended: bool) -> None:
+    state = type("State", (BadWords,), {})
+    if is_mended:
+        speculation.bad_words_see_drafts(state)
+    inputs, positions = (
+        torch.tensor([5, 6, 7, 5, 6, 7]),
+        torch.tensor([0, 1, 2, 0, 1, 2]),
+    )  # the last output, two drafts
+    logits = torch.zeros(6, 9)
+    state().apply_bad_words(logits, None, None, inputs, positions)
+    masked = [row for row in range(6) if logits[row, 8] == -torch.inf]
+    assert (masked == [2, 5]) is is_mended

@@ -12,7 +12,9 @@ Sampling first and comparing afterwards is drafter-invariant speculation (Daliri
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import wraps
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,6 +73,29 @@ def install_second_runner() -> None:
     patch_points.SECOND_REJECTION_SAMPLER.get().__call__ = verify_in_second_runner
     noise = patch_points.DRAFT_NOISE
     noise.put(with_the_models_noise(noise.get()))
+    words = patch_points.BAD_WORDS
+    if "+ spec_offset)" in Path(words.module().__file__ or "").read_text():
+        bad_words_see_drafts(words.get())
+
+
+def bad_words_see_drafts(state: type) -> None:
+    """Have bad words compared with the drafts of a verify step, which are the inputs of the rows behind a request's
+    first. The second model runner of vLLM 0.26 and 0.27 takes each row's own in the place of the next one's.
+    """
+    theirs = state.apply_bad_words
+
+    @wraps(theirs)
+    def apply_bad_words(
+        self: Any,
+        logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping_np: Any,
+        input_ids: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+    ) -> None:
+        theirs(self, logits, expanded_idx_mapping, idx_mapping_np, input_ids.roll(-1), expanded_local_pos)
+
+    state.apply_bad_words = apply_bad_words
 
 
 def with_the_models_noise(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
