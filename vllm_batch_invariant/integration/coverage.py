@@ -358,10 +358,16 @@ def _drafter(config: Config) -> str | None:
 
 
 def _thinking_budgets(config: Config) -> str | None:
-    return _when(
-        config.speculative_config and getattr(config, "reasoning_config", None),
-        "a reasoning configuration beside speculative decoding",
-    )
+    return _when(getattr(config, "reasoning_config", None), "a reasoning configuration")
+
+
+def _thoughts_beside_drafts(config: Config) -> str | None:
+    if not config.speculative_config:
+        return None
+    grammars = getattr(config, "structured_outputs_config", None)
+    masks_follow = getattr(grammars, "reasoning_parser", "") and not getattr(grammars, "enable_in_reasoning", False)
+    found = _thinking_budgets(config) or _when(masks_follow, "a reasoning parser")
+    return found and f"{found} beside speculative decoding"
 
 
 def _inexact(config: Config) -> str | None:
@@ -654,10 +660,17 @@ REFUSED = (
         _drafter,
     ),
     Feature(
-        "Thinking budgets beside speculative decoding",
-        "where an answer must stop thinking is counted with the drafts",
-        "leave --reasoning-config out",
+        "Thinking budgets and reasoning parsers beside speculative decoding",
+        "where an answer must stop thinking, and where its grammar begins, is counted with the drafts",
+        "leave --reasoning-config and --reasoning-parser out",
+        _thoughts_beside_drafts,
+    ),
+    Feature(
+        "Thinking budgets and reasoning parsers on an NPU",
+        "vLLM counts a thought anew where its request was preempted, and that is mended in its own runner alone",
+        "leave --reasoning-config and --reasoning-parser out",
         _thinking_budgets,
+        ("npu",),
     ),
     Feature(
         "Mixture of experts on an NPU",
