@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +26,11 @@ ENVIRONMENT = {
 @dataclass
 class StructuredOutputs:
     backend: str = "auto"
+
+
+@dataclass
+class Reasoning:
+    reasoning_end_str: str = "</think>"
 
 
 def tokenizer() -> Any:
@@ -54,15 +59,19 @@ class Given:
 
     @classmethod
     def usual(cls) -> "Given":
-        held, defaults = tokenizer(), {"temperature": 0.6}
+        held, defaults, generation = tokenizer(), {"temperature": 0.6}, {"eos_token_id": 1, "transformers_version": "5"}
         model = SimpleNamespace(
-            hf_config=Configuration(), architecture="Qwen3ForCausalLM", get_diff_sampling_param=lambda: defaults
+            hf_config=Configuration(),
+            architecture="Qwen3ForCausalLM",
+            get_diff_sampling_param=lambda: defaults,
+            try_get_generation_config=lambda: generation,
         )
         engine = SimpleNamespace(
             model_config=model,
-            vllm_config=SimpleNamespace(structured_outputs_config=StructuredOutputs()),
+            vllm_config=SimpleNamespace(structured_outputs_config=StructuredOutputs(), reasoning_config=Reasoning()),
             get_tokenizer=lambda: held,
             defaults=defaults,
+            generation=generation,
         )
         args = SimpleNamespace(chat_template=None, tool_call_parser=None, max_num_seqs=64, port=8000)
         return cls(
@@ -90,11 +99,21 @@ DECIDING: dict[str, Change] = {
     "tools": lambda given: setattr(given.args, "tool_call_parser", "hermes"),
     "grammars": lambda given: setattr(given.engine.vllm_config.structured_outputs_config, "backend", "guidance"),
     "no tokenizer": lambda given: setattr(given.engine, "get_tokenizer", absent),
+    "end of thoughts": lambda given: setattr(
+        given.engine.vllm_config.reasoning_config, "reasoning_end_str", "So:</think>"
+    ),
+    "no thoughts": lambda given: setattr(given.engine.vllm_config, "reasoning_config", None),
+    "efforts": lambda given: setattr(given.args, "reasoning_effort_map", {"medium": "low"}),
+    "effort of no thoughts": lambda given: setattr(given.args, "anthropic_disabled_thinking_effort", "low"),
+    "prompt format": lambda given: setattr(given.args, "cohere_format", "cmd3"),
+    "tools of the server": lambda given: setattr(given.args, "tool_server", "demo"),
+    "end of answers": lambda given: given.engine.generation.update(eos_token_id=[1, 2]),
 }
 FREE: dict[str, Change] = {
     "nothing": lambda given: None,
     "requests of a step": lambda given: setattr(given.args, "max_num_seqs", 7),
     "port": lambda given: setattr(given.args, "port", 8001),
+    "version that wrote a configuration": lambda given: given.engine.generation.update(transformers_version="6"),
     "folder": lambda given: given.engine.model_config.hf_config.values.update(_name_or_path="/another"),
     "what a request cut": lambda given: given.engine.get_tokenizer().backend_tokenizer.enable_truncation(9),
 }
@@ -124,6 +143,58 @@ def test_the_seed_of_requests_without_one_changes_it(monkeypatch: pytest.MonkeyP
     five = str(Given.usual())
     monkeypatch.setenv("VLLM_BATCH_INVARIANT_SEED", "6")
     assert str(Given.usual()) != five
+
+
+@pytest.mark.parametrize("name", server.REQUEST_VARIABLES)
+def test_a_variable_that_makes_prompts_or_grammars_changes_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(name, raising=False)
+    without = str(Given.usual())
+    monkeypatch.setenv(name, "0")
+    assert str(Given.usual()) != without
+
+
+@pytest.mark.parametrize("name", server.REQUEST_LIBRARIES)
+def test_a_library_that_makes_tokens_or_masks_changes_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = str(Given.usual())
+    known = server.installed
+    monkeypatch.setattr(server, "installed", lambda package: "999" if package == name else known(package))
+    assert str(Given.usual()) != usual
+
+
+@pytest.mark.parametrize("name", server.FILE_ARGUMENTS)
+def test_what_a_plugins_file_says_changes_it(name: str, tmp_path: Any) -> None:
+    file, said = tmp_path / "plugin.py", set()
+    for text in ("a", "b", "a"):
+        file.write_text(text)
+        given = Given.usual()
+        setattr(given.args, name, str(file))
+        said.add(str(given))
+    assert len(said) == 2
+
+
+READ = """host port grpc_port uds uvicorn_log_level disable_uvicorn_access_log disable_access_log_for_endpoints
+    allow_credentials allowed_origins allowed_methods allowed_headers api_key ssl_keyfile ssl_certfile ssl_ca_certs
+    enable_ssl_refresh ssl_cert_reqs ssl_ciphers root_path middleware enable_request_id_headers disable_fastapi_docs
+    enable_offline_docs h11_max_incomplete_event_size h11_max_header_count log_config_file data_parallel_supervisor_port
+    dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold
+    max_log_len enable_prompt_tokens_details enable_per_request_metrics enable_server_load_tracking
+    enable_force_include_usage sse_keep_alive_interval enable_tokenizer_info_endpoint enable_log_outputs
+    enable_log_deltas log_error_stack tokens_only enable_scale_out fingerprint_mode fingerprint_value
+    response_role return_tokens_as_token_ids cohere_is_reasoning_model
+    lora_modules trust_request_mm_kwargs enable_flash_late_interaction"""
+"""Arguments of vLLM's servers that decide no token of a covered model: how a server is reached, what it logs and
+counts, how it shows what a model said; adapters, images and pooling, which are refused.
+"""
+
+
+def test_every_argument_of_vllms_server_is_in_it_or_decides_no_token() -> None:
+    pytest.importorskip("vllm")
+    module = patch_points.PatchPoint(
+        ("vllm.entrypoints.common.cli_args", "vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"),
+        "FrontendArgs",
+    )
+    names = {field.name for field in fields(module.get())}
+    assert names - {*READ.split(), *server.REQUEST_ARGUMENTS, *server.FILE_ARGUMENTS} == set()
 
 
 @pytest.mark.parametrize("name", FREE)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -25,9 +26,23 @@ OWN_MODES = ("custom", "none")
 REQUEST_ARGUMENTS = (
     *("chat_template_content_format", "default_chat_template_kwargs", "trust_request_chat_template"),
     *("enable_auto_tool_choice", "exclude_tools_when_tool_choice_none", "tool_call_parser", "tool_strict_level"),
-    "reasoning_parser",
+    *("reasoning_parser", "reasoning_effort_map", "anthropic_disabled_thinking_effort"),
+    *("cohere_format", "tool_server"),
 )
 """Arguments of a server that decide which tokens a request is, or which grammar its answer has."""
+FILE_ARGUMENTS = ("chat_template", "tool_parser_plugin", "reasoning_parser_plugin")
+"""The same, where the argument may name a file that says it."""
+REQUEST_VARIABLES = (
+    *("VLLM_ENFORCE_STRICT_TOOL_CALLING", "VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT", "VLLM_TOOL_JSON_ERROR_AUTOMATIC_RETRY"),
+    *("VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS", "VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS", "VLLM_SYSTEM_START_DATE"),
+    "VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT",
+)
+"""Variables of vLLM's that decide the same."""
+REQUEST_LIBRARIES = (
+    *("tokenizers", "transformers", "mistral_common", "tiktoken", "openai-harmony"),
+    *("xgrammar", "llguidance", "outlines_core", "lm-format-enforcer"),
+)
+"""Packages that make tokens of text, and masks of grammars."""
 NOT_OF_A_MODEL = ("_name_or_path", "transformers_version")
 """Fields of Hugging Face's configuration that tell where it comes from."""
 
@@ -183,13 +198,19 @@ def _model(engine: Any) -> dict[str, Any]:
 
 
 def _requests(engine: Any, args: Any) -> dict[str, Any]:
-    """What makes tokens of a request's text, and values of what it leaves out."""
-    return {name: getattr(args, name, None) for name in REQUEST_ARGUMENTS} | {
+    """What makes tokens of a request's text, values of what it leaves out, and what decides tokens of some requests."""
+    model, config = engine.model_config, engine.vllm_config
+    thoughts = getattr(config, "reasoning_config", None)
+    found = {name: getattr(args, name, None) for name in REQUEST_ARGUMENTS}
+    found |= {name: _said(getattr(args, name, None)) for name in FILE_ARGUMENTS}
+    found |= {name: os.environ.get(name) for name in REQUEST_VARIABLES}
+    return found | {
         "tokenizer": _tokenizer(engine),
-        "libraries": {name: installed(name) for name in ("tokenizers", "transformers")},
-        "chat_template": _template(getattr(args, "chat_template", None)),
-        "sampling": engine.model_config.get_diff_sampling_param(),
-        "structured_outputs": asdict(engine.vllm_config.structured_outputs_config),
+        "libraries": {name: installed(name) for name in REQUEST_LIBRARIES},
+        "sampling": model.get_diff_sampling_param(),
+        "end_of_answers": model.try_get_generation_config().get("eos_token_id"),
+        "structured_outputs": asdict(config.structured_outputs_config),
+        "thoughts": thoughts and asdict(thoughts),
         "seed": envs.SEED.read(),
     }
 
@@ -211,8 +232,8 @@ def _tokenizer(engine: Any) -> dict[str, Any] | None:
     }
 
 
-def _template(given: str | None) -> str | None:
-    """A chat template: the argument is its file or itself."""
+def _said(given: str | None) -> str | None:
+    """What an argument says that is a file's name or itself."""
     try:
         return Path(given).read_text() if given else None
     except OSError:
