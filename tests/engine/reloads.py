@@ -217,3 +217,29 @@ def replaced_while_it_runs(llm: Any, asked: dict[str, Any], begun: int, folder: 
     while engine.has_unfinished_requests():
         outputs += engine.step()
     return describe(outputs[-1])
+
+
+def with_a_budget(llm: Any, asked: dict[str, Any], resets: list[int], beside: dict[str, Any] | None) -> dict[str, Any]:
+    """What a request answers that begins in a thought, if its parameters have a budget, and whose engine computes all
+    anew before some steps, as after an update of weights; and the end that a budget forces.
+
+    Args:
+        resets: numbers of steps.
+        beside: a request in the row before, which begins in a thought as well.
+    """
+    from vllm import SamplingParams
+
+    from vllm_batch_invariant.verify.harness.worker_main import describe
+
+    engine, done, step = llm.llm_engine, {}, 0
+    thoughts = engine.vllm_config.reasoning_config
+    for name, one in {"beside": beside, "target": asked}.items():
+        if one is not None:
+            prompt = [*one["prompt"], *thoughts.reasoning_start_token_ids, *one["prompt"][:2]]
+            engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(**one["params"]))
+    while engine.has_unfinished_requests():
+        if step in resets:
+            assert llm.reset_prefix_cache(reset_running_requests=True)
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        step += 1
+    return describe(done["target"]) | {"end": thoughts.reasoning_end_token_ids}

@@ -1,6 +1,6 @@
 """Weights that are replaced while an engine runs give the bits of an engine that was started with them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,11 @@ TOKENS, BEGUN = 16, 5
 """Of an answer, and those that a running request has when its weights are replaced."""
 SLEEPS = () if torch.cuda.is_available() else (1, 2)
 """Levels; a GPU sleeps in tests/engine/reload_cuda.py."""
+THOUGHTS = '{"reasoning_start_str": "def", "reasoning_end_str": "return self.x"}'
+"""What begins a thought and what a budget ends it with: some words of several tokens."""
+BUDGETS = (0, 5)
+LEFT = 3
+"""Tokens after which a request with a budget leaves its row."""
 SHAPE = Shape(intermediate=512, layers=2, dtype="bfloat16")
 
 
@@ -54,12 +59,24 @@ class Replaced:
         self.running = self._call("replaced_while_it_runs", self._request(), BEGUN, self._folders[1])["completions"]
         [completion] = self.running
         self._ask("as if it had begun so", completion["tokens"][:BEGUN])
+        self.thoughts = {budget: [self._think(budget, []), *self._thoughts(budget)] for budget in BUDGETS}
+        first = self._request(thinking_token_budget=2 * LEFT, max_tokens=LEFT)
+        self.moved = [self._think(None, [], beside) for beside in (None, first)]
 
     def _call(self, function: str, *arguments: object) -> Any:
         return self._running.call(f"{RELOADS}:{function}", *arguments)
 
-    def _request(self, begun: Sequence[int] = ()) -> dict[str, Any]:
-        return request([*PROMPT, *begun], max_tokens=TOKENS - len(begun))
+    def _request(self, begun: Sequence[int] = (), **params: Any) -> dict[str, Any]:
+        return request([*PROMPT, *begun], **{"max_tokens": TOKENS - len(begun)} | params)
+
+    def _thoughts(self, budget: int) -> Iterator[dict[str, Any]]:
+        for step in range(1, TOKENS):
+            yield self._think(budget, [step])
+        yield self._think(budget, list(range(1, TOKENS, 2)))
+
+    def _think(self, budget: int | None, resets: list[int], beside: dict[str, Any] | None = None) -> dict[str, Any]:
+        params = {} if budget is None else {"thinking_token_budget": budget}
+        return self._call("with_a_budget", self._request(**params), resets, beside)
 
     def _ask(self, name: str, begun: Sequence[int] = ()) -> None:
         self.answers[name] = [self._running.step(name, [self._request(begun)]).requests[0] for _ in range(2)]
@@ -80,7 +97,7 @@ def replaced(tmp_path_factory: pytest.TempPathFactory) -> Replaced:
         "model": str(folders[0]),
         "max_model_len": 512,
         "max_num_seqs": 8,
-        "skip_tokenizer_init": True,
+        "reasoning_config": THOUGHTS,
         "worker_extension_cls": f"{RELOADS}.Extension",
         "weight_transfer_config": '{"backend": "files"}',
         **OF_DEVICE,
@@ -131,3 +148,19 @@ def test_a_request_that_runs_goes_on_as_if_the_new_weights_had_read_all_before(r
         assert whole[part][:BEGUN] == fresh[part][:BEGUN]
         assert whole[part][BEGUN:] == rest[part]
     assert whole["logprobs"][BEGUN] != fresh["logprobs"][BEGUN]
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_thought_ends_where_its_budget_does_whenever_all_is_computed_anew(replaced: Replaced, budget: int) -> None:
+    alone, *reset = replaced.thoughts[budget]
+    [completion] = alone["completions"]
+    begin = max(0, budget - 2)
+    assert len(alone["end"]) > 1
+    assert completion["tokens"][begin : begin + len(alone["end"])] == alone["end"]
+    different = [number for number, one in enumerate(reset) if one["completions"] != alone["completions"]]
+    assert different == []
+
+
+def test_a_budget_goes_with_its_request_and_not_with_the_row(replaced: Replaced) -> None:
+    alone, in_a_row_with_a_budget = replaced.moved
+    assert in_a_row_with_a_budget["completions"] == alone["completions"]
