@@ -320,6 +320,11 @@ def test_drafters_that_have_not_run_are_refused_by_name(
     assert [name for name in (feature.found(config) for feature in rows) if name] == found
     config.reasoning_config = object()
     assert "a reasoning configuration beside speculative decoding" in [feature.found(config) for feature in rows]
+    config.reasoning_config = None
+    for everywhere in (False, True):  # a grammar that begins with the answer depends on no end of a thought
+        config.structured_outputs_config = SimpleNamespace(reasoning_parser="qwen3", enable_in_reasoning=everywhere)
+        refused = "a reasoning parser beside speculative decoding" in [feature.found(config) for feature in rows]
+        assert refused is not everywhere
 
 
 def test_every_method_of_the_installed_vllm_is_covered_or_refused_by_name() -> None:
