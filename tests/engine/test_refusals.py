@@ -12,6 +12,7 @@ import torch
 from tests.engine import multimodal
 from tests.engine.engines import ROOT
 from vllm_batch_invariant.envs import UNTESTED_VLLM
+from vllm_batch_invariant.integration import reviewed
 
 pytestmark = pytest.mark.engine
 
@@ -123,6 +124,19 @@ SERVER = (
     "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(64 << 20), "--port", "0",
 )  # fmt: skip
 
+
+COMMAND_LINE = """
+from importlib import metadata
+found = metadata.version
+try:
+    found("vllm")
+except metadata.PackageNotFoundError:
+    metadata.version = lambda name: "0+cpu" if name == "vllm" else found(name)
+from vllm.entrypoints.cli.main import main
+if __name__ == "__main__":
+    main()
+"""
+"""vLLM's, which asks for the version of a package whose name is another one for CPUs."""
 
 MULTIMODAL = {
     "pictures and films": ("qwen3_vl", {}, "image and video inputs"),
@@ -256,3 +270,36 @@ def test_a_wrong_value_of_the_flag_stops_vllm_with_one_line(checkpoint: Path, pr
         "BadSetting: VLLM_BATCH_INVARIANT='yes' is not a value it can have; use 0 or 1."
         in process.stdout + process.stderr
     )
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "line"),
+    [
+        (
+            {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": sys.executable},
+            [],
+            "NotCovered: batch-invariant mode does not cover VLLM_USE_RUST_FRONTEND=1: "
+            f"{reviewed.VARIABLES['VLLM_USE_RUST_FRONTEND'][1]}; unset VLLM_USE_RUST_FRONTEND.",
+        ),
+        (
+            {},
+            ["--headless"],
+            "NotCovered: batch-invariant mode does not cover an engine without its server (--headless)",
+        ),
+    ],
+)
+def test_a_server_that_is_not_vllms_in_python_is_refused_with_one_line(
+    variables: dict[str, str], arguments: list[str], line: str, checkpoint: Path
+) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", COMMAND_LINE, "serve", str(checkpoint), *arguments, *SERVER[4:]],
+        cwd=ROOT,
+        env=inherited() | {"HF_HUB_OFFLINE": "1", "VLLM_BATCH_INVARIANT": "1"} | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+    )
+    assert process.returncode != 0
+    assert process.stdout.splitlines()[-1].startswith(line), process.stdout[-4000:]
+    assert "Traceback" not in process.stdout

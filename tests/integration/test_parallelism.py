@@ -17,7 +17,16 @@ PARALLEL = {
 }  # fmt: skip
 TWO_GPUS = {"tensor_parallel_size": 2, "device": "cuda"}
 TWO_ENGINES = {"data_parallel_size": 2, "data_parallel_size_local": 2}
-KINDS = ("Tensor", "Pipeline", "Speculative decoding beside pipe", "Data", "Sequence", "Several", "The Ray executor")
+KINDS = (
+    "Tensor",
+    "Pipeline",
+    "Speculative decoding beside pipe",
+    "Data",
+    "Sequence",
+    "Several",
+    "The Ray executor",
+    "vLLM's server",
+)
 
 
 def refused(
@@ -111,6 +120,10 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             TWO_ENGINES | {"data_parallel_external_lb": True},
             ["data parallelism with an external or hybrid load balancer"],
+        ),
+        (
+            {"data_parallel_size_local": 0},
+            ["a server whose engine is started elsewhere (--data-parallel-size-local 0)"],
         ),
         ({"decode_context_parallel_size": 2}, ["decode context parallelism 2"]),
         ({"prefill_context_parallel_size": 2}, ["prefill context parallelism 2"]),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import refusals
+from vllm_batch_invariant.integration import install, refusals
 
 REFUSAL = NotCovered("sinks", "they are not in the reduction", "serve another model")
 
@@ -66,3 +66,28 @@ def test_an_error_that_follows_from_no_refusal_stays_what_it_is(
 
 def test_a_refusal_survives_the_way_to_another_process() -> None:
     assert str(pickle.loads(pickle.dumps(REFUSAL))) == str(REFUSAL)
+
+
+@pytest.mark.parametrize("process", ["EngineCore", "VllmWorker-0"])
+def test_a_process_whose_parent_has_not_loaded_the_plugin_tells_the_log(
+    process: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    of(process, monkeypatch)
+    monkeypatch.delenv(refusals.LEFT_AT, raising=False)
+    with pytest.raises(SystemExit):
+        refuse()
+    assert log.text.count(str(REFUSAL)) == 1
+
+
+def test_a_variable_that_an_engine_finds_is_told_to_the_user(
+    left_at: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    """As where a program that is not Python's has started the engine."""
+    of("EngineCore_DP0", monkeypatch)
+    monkeypatch.setattr(install, "_installed", False)
+    monkeypatch.setattr(refusals, "install", lambda: None)
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(SystemExit):
+        install.install()
+    assert "does not cover VLLM_USE_RUST_FRONTEND=1: " in left_at.read_text()
+    assert left_at.read_text() in log.text

@@ -5,6 +5,7 @@ import zipfile
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from scripts import check_patch_points
+from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import coverage, devices, install, patch_points, reviewed
+from vllm_batch_invariant.integration import coverage, devices, install, patch_points, reviewed, reviewed_variables
 from vllm_batch_invariant.ops.linear import schedule
 
 
@@ -90,12 +92,19 @@ class CacheConfig:
 class Rounding:
     up: bool = False
 """
+VARIABLES = """
+environment_variables: dict[str, Callable[[], Any]] = {
+    "VLLM_PORT": get_vllm_port,
+    "VLLM_ROUNDING": lambda: os.getenv("VLLM_ROUNDING"),
+}
+"""
 BACKEND = "class {}:\n    supports_guessing: bool = False\n    def supports_sink(cls): ..."
 
 
 def test_what_a_version_has_and_nobody_has_reviewed_is_named(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "wheel", "w") as wheel:
         wheel.writestr("vllm/config/vllm.py", VLLM)
+        wheel.writestr("vllm/envs.py", VARIABLES)
         for file, name in (("backend", "AttentionBackend"), ("backends/triton_attn", "TritonAttentionBackend")):
             wheel.writestr(f"vllm/v1/attention/{file}.py", BACKEND.format(name))
         assert check_patch_points.unreviewed(wheel) == [
@@ -104,6 +113,7 @@ def test_what_a_version_has_and_nobody_has_reviewed_is_named(tmp_path: Path) -> 
             "Rounding.up",
             "AttentionBackend.supports_guessing",
             "TritonAttentionBackend.supports_guessing",
+            "VLLM_ROUNDING",
         ]
 
 
@@ -112,10 +122,38 @@ def test_a_variable_that_puts_other_kernels_in_the_place_of_ours_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, reviewed.VARIABLES[name][0])
-    reviewed.check_variables()
+    reviewed.check_variables([])
     monkeypatch.setenv(name, "1")
     with pytest.raises(NotCovered, match=f"{name}=1: .*; unset {name}"):
-        reviewed.check_variables()
+        reviewed.check_variables([])
+
+
+def test_every_variable_of_the_installed_vllm_was_read() -> None:
+    names = list(patch_points.ENVIRONMENT.get())
+    assert {"VLLM_PLUGINS", "VLLM_USE_RUST_FRONTEND"} <= set(names)
+    assert reviewed.unread_variables(names) == []
+
+
+def test_a_variable_that_nobody_has_read_must_not_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["VLLM_PORT", "VLLM_ROCM_ROUNDING", "VLLM_ROUNDING", FLAG]
+    for name in names:
+        monkeypatch.setenv(name, "")
+    reviewed.check_variables(names)
+    monkeypatch.setenv("VLLM_PORT", "8000")
+    monkeypatch.setenv("VLLM_ROCM_ROUNDING", "up")
+    monkeypatch.setenv(FLAG, "1")
+    reviewed.check_variables(names)
+    monkeypatch.setenv("VLLM_ROUNDING", "secret")
+    with pytest.raises(NotCovered, match=r"variable VLLM_ROUNDING: .*does not know it; unset VLLM_ROUNDING") as told:
+        reviewed.check_variables(names)
+    assert "secret" not in str(told.value)
+
+
+def test_a_variable_is_read_once_and_either_covered_or_refused() -> None:
+    names = [name for names in reviewed_variables.COVERED.values() for name in names.split()]
+    assert len(names) == len(set(names))
+    assert not [name for name in names if name in reviewed.VARIABLES]
+    assert not [name for name in names if name.startswith(reviewed_variables.OF_OTHER_DEVICES)]
 
 
 def test_rocm_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,3 +195,19 @@ def test_a_part_that_vllm_makes_after_the_platform_was_asked_is_seen(monkeypatch
     install._check_again(Configuration)
     Configuration().__post_init__()
     assert looked_at == ["made of another setting"]
+
+
+class Arguments:
+    """Stands for vLLM's of an engine."""
+
+    def create_engine_config(self, usage_context: Any = None, headless: bool = False) -> tuple[Any, bool]:
+        return usage_context, headless
+
+
+def test_an_engine_is_not_started_apart_from_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "ENGINE_ARGUMENTS", SimpleNamespace(get=lambda: Arguments))
+    monkeypatch.setattr(Arguments, "create_engine_config", Arguments.create_engine_config)
+    install._refuse_other_servers()
+    assert Arguments().create_engine_config(usage_context="server") == ("server", False)
+    with pytest.raises(NotCovered, match=r"without its server \(--headless\): .*; start server and engine by one vllm"):
+        Arguments().create_engine_config(usage_context="server", headless=True)

@@ -176,6 +176,13 @@ def _other_data_parallelism(config: Config) -> str | None:
     return _when(not here and not is_offline, "data parallelism on several nodes")
 
 
+def _other_server(config: Config) -> str | None:
+    """What of it a configuration tells: the rest is refused where it is asked for."""
+    parallel = config.parallel_config
+    started = parallel.data_parallel_size > 1 or getattr(parallel, "data_parallel_size_local", 1) > 0
+    return _when(not started, "a server whose engine is started elsewhere (--data-parallel-size-local 0)")
+
+
 def _other_threads(config: Config) -> str | None:
     """Engines whose workers need not have as many threads as those of the first, which decides bits on a CPU."""
     parallel, cores = config.parallel_config, os.environ.get(CORES) or "auto"
@@ -587,6 +594,12 @@ REFUSED = (
         "the engines of one vllm serve have been run with the mode, and an engine in each of a user's processes",
         "pass --data-parallel-size alone, or start a server for each engine",
         _other_data_parallelism,
+    ),
+    Feature(
+        "vLLM's server in Rust (`VLLM_USE_RUST_FRONTEND`), an engine without its server (`--headless`) or the reverse",
+        "the mode has vLLM's server in Python give seeds, end answers at stop strings and tell a fingerprint",
+        "start server and engine by one vllm serve, without VLLM_USE_RUST_FRONTEND",
+        _other_server,
     ),
     Feature(
         f"Data parallelism on a CPU without as many cores for each engine in `{CORES}`",

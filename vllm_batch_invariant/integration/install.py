@@ -1,9 +1,11 @@
 """Installs the mode in vLLM: the start-up check in the front end, the operations in the worker."""
 
 import logging
+from functools import wraps
 from typing import Any
 
 from .. import envs
+from ..errors import NotCovered
 from . import (
     coverage,
     devices,
@@ -23,6 +25,7 @@ logger = logging.getLogger("vllm.batch_invariant")
 _installed = False
 
 
+@refusals.relayed
 def install() -> None:
     """Hook into this process's vLLM; called by the plugin's entry point when the flag is 1. Idempotent, touches no
     device.
@@ -40,7 +43,7 @@ def install() -> None:
     coverage.check_device(device_type)
     patch_points.check_version(device_type)
     refusals.install()
-    reviewed.check_variables()
+    reviewed.check_variables(patch_points.ENVIRONMENT.get())
     for variable in envs.VARIABLES:
         variable.read()
         patch_points.ENVIRONMENT.get().setdefault(variable.name, variable.read)
@@ -49,12 +52,35 @@ def install() -> None:
     device.install(platform)
     patch_points.REGISTER_BACKEND.get()(device.vllm_backend, device.attention_backend)
     patch_points.INIT_BATCH_INVARIANCE.put(install_worker)
+    if refusals.is_users_process():
+        _refuse_other_servers()
     server.offer()
     seeds.install()
     speculation.install_front_end()
     grammars.install()
     weights.install()
     _installed = True
+
+
+def _refuse_other_servers() -> None:
+    """Refuse to start an engine whose server somebody else starts: nobody here sees whether the mode is on in it, nor
+    whether it is vLLM's in Python.
+    """
+    arguments = patch_points.ENGINE_ARGUMENTS.get()
+    create = arguments.create_engine_config
+
+    @wraps(create)
+    def create_engine_config(self: Any, usage_context: Any = None, headless: bool = False, **named: Any) -> Any:
+        if headless:
+            raise NotCovered(
+                "an engine without its server (--headless)",
+                "a server that is started elsewhere need not give seeds, end answers and tell a fingerprint as the "
+                "mode's does",
+                "start server and engine by one vllm serve",
+            )
+        return create(self, usage_context, headless, **named)
+
+    arguments.create_engine_config = create_engine_config
 
 
 def _check_configurations(platform: type) -> None:

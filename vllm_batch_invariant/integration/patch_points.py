@@ -147,6 +147,8 @@ WAIT_FOR_ENGINE = PatchPoint(("vllm.v1.engine.utils",), "wait_for_engine_startup
 """Where the front end learns that a process of the engine has ended."""
 DEVICE_WORKER = PatchPoint(("vllm.v1.worker.gpu_worker",), "Worker")
 """The worker of GPUs, from which that of CPUs inherits how a model is loaded; puts a GPU's memory to sleep."""
+ENGINE_ARGUMENTS = PatchPoint(("vllm.engine.arg_utils",), "EngineArgs")
+"""Makes the configuration of an engine of what the user passes."""
 INPUT_PROCESSOR = PatchPoint(("vllm.v1.engine.input_processor",), "InputProcessor")
 """Makes what the engine gets of what a client asks."""
 VALIDATION_ERROR = PatchPoint(("vllm.exceptions",), "VLLMValidationError")
@@ -225,6 +227,7 @@ MEMBERS = {
     "ENGINE_CORE": (
         *("_initialize_kv_caches", "collective_rpc", "step", "step_with_batch_queue", "reset_prefix_cache"),
     ),
+    "ENGINE_ARGUMENTS": ("create_engine_config",),
     "INPUT_PROCESSOR": ("process_inputs",),
     "STRUCTURED_OUTPUTS": ("grammar_init", "_create_grammar"),
     "DETOKENIZER": ("update",),

@@ -89,7 +89,9 @@ def _process() -> str:
 
 
 def _tell(line: str) -> bool:
-    """Leave the line for the processes above; False if a process below has."""
+    """Leave the line for the processes above, if they want it; False if a process below has."""
+    if LEFT_AT not in os.environ:  # who started this process has not loaded the plugin
+        return True
     try:
         descriptor = os.open(os.environ[LEFT_AT], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:

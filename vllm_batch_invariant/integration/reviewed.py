@@ -1,18 +1,20 @@
 """What of vLLM was reviewed, and with what result: fields of its configuration, claims of its attention backends, its
 environment variables.
 
-A field that is in no list is not known, and must have its default. ``make test-patch-points`` prints those that a
-version of vLLM has and nobody has reviewed.
+A field that is in no list is not known, and must have its default; a variable that is in none must not be set.
+``make test-patch-points`` prints those that a version of vLLM has and nobody has reviewed.
 """
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from .. import envs
 from ..errors import NotCovered
+from . import reviewed_variables
 
 _ABSENT = object()
 
@@ -361,21 +363,36 @@ VARIABLES = {
     "VLLM_CPU_SGL_KERNEL": ("0", "its matmuls are not ours"),
     "VLLM_ENABLE_GEMM_RS": ("0", "its matmuls are not ours"),
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": ("", "experts would be chosen by something else than the model's router"),
+    "VLLM_USE_RUST_FRONTEND": (
+        "0",
+        "a server in Rust would answer instead of vLLM's in Python, which the mode has give seeds, end answers at stop "
+        "strings and tell its fingerprint",
+    ),
 }
-"""Environment variables of vLLM's that could put other kernels in the place of ours: the value that is covered, and why
-no other. The others choose among kernels of what is refused (quantised weights, experts on GPUs, latent attention,
-several workers, LoRA, other devices), among compilers, which are not used, or have nothing to do with arithmetic; which
-sampler and which model runner serve is covered.
+"""Environment variables of vLLM's that could put other kernels in the place of ours, or another process in the place of
+one that the mode patches: the value that is covered, and why no other. :mod:`.reviewed_variables` has the others.
 """
 
 
-def check_variables() -> None:
-    """Refuse an environment variable that could change arithmetic.
+def unread_variables(names: Iterable[str]) -> list[str]:
+    """Those of vLLM's variables that nobody has read."""
+    ours = {variable.name for variable in envs.VARIABLES}
+    return sorted(name for name in {*names} - ours - {*VARIABLES} if not reviewed_variables.has_read(name))
+
+
+def check_variables(names: Iterable[str]) -> None:
+    """Refuse an environment variable that could change arithmetic, or that nobody has read.
+
+    Args:
+        names: of all variables that the installed vLLM knows.
 
     Raises:
-        NotCovered: the first that has another value than the covered one.
+        NotCovered: the first that has another value than the covered one, or else the first unread one that is set.
     """
     for name, (covered, why) in VARIABLES.items():
         value = os.environ.get(name, covered)
         if value.lower() not in (covered, "", *(("false",) if covered == "0" else ())):
             raise NotCovered(f"{name}={value}", why, f"unset {name}")
+    for name in unread_variables(names):
+        if os.environ.get(name):  # what it is set to may be a secret
+            raise NotCovered(f"the variable {name}", "this version of the plugin does not know it", f"unset {name}")
