@@ -144,8 +144,11 @@ class Library:
     def matmul_algo_config_get_attribute(
         self, algorithm: int, attribute: Config, value: int, size: int, _: int
     ) -> None:
-        tile, split = np.frombuffer((ctypes.c_uint64 * 2).from_address(algorithm), np.uint64)
+        tile, split, reduction = np.frombuffer((ctypes.c_uint64 * 3).from_address(algorithm), np.uint64)
+        if tile > 1 << 32:
+            raise Refused("no algorithm")
         config = {Config.TILE_ID: tile, Config.SPLITK_NUM: split, Config.CLUSTER_SHAPE_ID: 2}
+        config[Config.REDUCTION_SCHEME] = reduction
         ctypes.c_uint32.from_address(value).value = int(config.get(attribute, 0))
 
     def matmul(

@@ -10,11 +10,12 @@ from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from tests.fakes.cublaslt import sequential_k
+from tests.fakes.cublaslt import ALGORITHM, sequential_k
 from vllm_batch_invariant import kept_file
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
@@ -444,8 +445,15 @@ def test_no_narrow_tile_is_run_untimed_or_without_k_inside(a_k_major, b_k_major,
     assert not run
 
 
+def opaque(**config: int) -> bytes:
+    """An algorithm as the fake library encodes it."""
+    array = np.zeros(1, ALGORITHM)
+    array["data_"][0, :3] = 1, config.get("split", 1), config.get("reduction", 0)
+    return array.tobytes()
+
+
 def test_a_tuned_schedule_is_the_same_after_json(cublaslt: ModuleType) -> None:
-    algorithm = cublaslt.Algorithm(bytes(range(64)), 1, "tile 64x64, cluster 1x1x1")
+    algorithm = cublaslt.Algorithm(opaque(split=1), 1, "tile 64x64, cluster 1x1x1")
     for tuned in (
         TunedSchedule(algorithm, (1, 5, 8), ("tile 8x8, cluster 2x1x1",), {"cublaslt": 3.25, "triton": 4.5}),
         TunedSchedule(None, (9, 16), (), {}),
@@ -560,6 +568,9 @@ TUNED = {"algorithm": None, "checked": [1, 8], "refused": [], "microseconds": {"
         {"8": TUNED | {"algorithm": {"opaque": "00" * 63, "about": "tile"}}},
         {"8": TUNED | {"algorithm": {"opaque": "not hexadecimal", "about": "tile"}}},
         {"8": TUNED | {"algorithm": {"opaque": "00" * 64}}},
+        {"8": TUNED | {"algorithm": {"opaque": opaque(split=3).hex(), "about": "tile"}}},
+        {"8": TUNED | {"algorithm": {"opaque": opaque(reduction=2).hex(), "about": "tile"}}},
+        {"8": TUNED | {"algorithm": {"opaque": "ff" * 64, "about": "tile"}}},
         {"8": TUNED | {"algorithm": "tile"}},
         {"8": TUNED | {"algorithm": {}}},
         {"8": TUNED | {"more": 1}},

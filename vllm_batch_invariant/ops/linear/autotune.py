@@ -42,8 +42,6 @@ _ASKED = 8
 _ASKED_UNTUNED = 3
 _ASKED_FOR_FEWER = 2
 _MAX_M_OF_SMALL_TILES = 256
-_OPAQUE = 64
-"""Bytes of an algorithm of cuBLASLt."""
 _REPLAYS = 5
 _TRITON_GAIN = 0.97
 """Triton must be faster than this share of cuBLASLt's time to be chosen: its launch costs the host twice as much.
@@ -100,18 +98,18 @@ class TunedSchedule:
         """What :meth:`to_json` was made of.
 
         Raises:
-            ValueError: it was made of something else.
+            ValueError: it was made of something else, or cuBLASLt's algorithm splits K.
         """
         try:
             algorithm, tile, microseconds = stored["algorithm"], stored["tile"], stored["microseconds"]
             if algorithm is not None:
-                from .cublaslt import Algorithm
+                from .cublaslt import stored_algorithm
 
-                algorithm = Algorithm(bytes.fromhex(algorithm["opaque"]), 1, algorithm["about"])
+                algorithm = stored_algorithm(bytes.fromhex(algorithm["opaque"]), algorithm["about"])
             tile = None if tile is None else NarrowTile(**tile)
             tuned = cls(algorithm, tuple(stored["checked"]), tuple(stored["refused"]), microseconds, tile)
             known = json.loads(json.dumps(tuned.to_json())) == stored and _sound(tuned)
-        except (LookupError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, AttributeError, ImportError) as error:
             raise ValueError(f"a tuned schedule is of another shape: {error!r}") from error
         if not known:
             raise ValueError("a tuned schedule is of another shape")
@@ -132,7 +130,7 @@ def schedules_from_json(stored: Any) -> dict[int, TunedSchedule]:
 def _sound(tuned: TunedSchedule) -> bool:
     """Whether every value is of a kind that can be served with."""
     return (
-        (tuned.algorithm is None or (len(tuned.algorithm.opaque) == _OPAQUE and isinstance(tuned.algorithm.about, str)))
+        (tuned.algorithm is None or isinstance(tuned.algorithm.about, str))
         and (tuned.tile is None or tuned.tile in NARROW_TILES + GATED_TILES)
         and all(type(m) is int and m > 0 for m in tuned.checked)
         and all(isinstance(about, str) for about in tuned.refused)

@@ -19,6 +19,8 @@ _COMPUTE_FP32 = 68
 _FP32 = _DATA_TYPE[torch.float32]
 _EVERY_REDUCTION = 2**32 - 1
 _MOST_DESCRIPTORS = 4096
+_OPAQUE = 64
+"""Bytes of an algorithm."""
 
 Error = lt.cuBLASLtError
 
@@ -205,7 +207,28 @@ def handle(device: int) -> int:
         return lt.create()
 
 
-def _algorithm(encoded: np.void) -> Algorithm:
+def stored_algorithm(opaque: bytes, about: str) -> Algorithm:
+    """The algorithm that another process has found, as the library reads it: who wrote it down need not be trusted.
+
+    Args:
+        opaque: of :class:`Algorithm`.
+        about: the same.
+
+    Raises:
+        ValueError: it has another size, the library does not know it, or it splits K.
+    """
+    if len(opaque) != _OPAQUE:
+        raise ValueError(f"an algorithm of cuBLASLt has {_OPAQUE} bytes")
+    try:
+        split = _algorithm(np.frombuffer(opaque, np.uint8)).split
+    except Error as error:
+        raise ValueError(f"cuBLASLt does not know an algorithm: {error}") from error
+    if split != 1:
+        raise ValueError("an algorithm of cuBLASLt splits K")
+    return Algorithm(opaque, split, about)
+
+
+def _algorithm(encoded: np.ndarray | np.void) -> Algorithm:
     array = np.array([encoded])
     attributes = lt.MatmulAlgoConfigAttribute
     names = ("TILE_ID", "STAGES_ID", "CLUSTER_SHAPE_ID", "SPLITK_NUM", "REDUCTION_SCHEME")
