@@ -384,6 +384,93 @@ def test_other_weights_are_told_to_every_process_before_the_step_that_uses_them(
     assert weights.published() is None
 
 
+@pytest.fixture
+def publishing(core_class: type[Core], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Core:
+    """An engine that serves the weights B, and was started with A; its files are in a folder of their own."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv(refusals.LEFT_AT, str(tmp_path / "temporary" / f"{refusals.PREFIX}1"))
+    monkeypatch.setattr(weights, "_seen", {})
+    core = core_class()
+    core.weights = "0 A"
+    core.collective_rpc("load", args=("1 B",))
+    return core
+
+
+def test_weights_do_not_go_back_to_those_of_the_start_when_the_file_is_taken_away(publishing: Core) -> None:
+    publishing.step()
+    assert weights.published() == "B"
+    weights._published_at().unlink()
+    assert weights.published() == "B"
+
+
+def test_a_server_that_was_idle_is_told_before_it_answers_though_the_file_was_taken_away(publishing: Core) -> None:
+    publishing.step()
+    weights._published_at().unlink()
+    assert weights.published() is None, "the negative control: this server has not read it"
+    publishing.step()
+    assert weights.published() == "B"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_folder_that_cannot_be_written_ends_no_step_and_no_server_tells_the_weights_before(
+    known: bool, publishing: Core, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    """A folder without space, in which a file can still be made empty, or without permission."""
+    if known:
+        publishing.step()
+        assert weights.published() == "B"
+    publishing.collective_rpc("load", args=("2 C",))
+    write = Path.write_text
+
+    def no_space(path: Path, content: str) -> int:
+        if content:
+            raise OSError(28, "No space left on device")
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_text", no_space)
+    told = []
+    for _ in range(3):
+        publishing.step()
+        told.append(weights.published())
+    assert len(set(told)) == 1
+    assert told[0].startswith("unknown, of "), "with a name that no other server has"
+    assert log.text.count("cannot be written ([Errno 28] No space left on device)") == 1
+    monkeypatch.setattr(Path, "write_text", write)
+    publishing.step()
+    assert weights.published() == "C"
+    folder = weights._published_at().parent
+    assert [path.name for path in folder.iterdir()] == [weights._published_at().name]
+
+
+def test_a_folder_that_is_gone_ends_no_step(publishing: Core, log: pytest.LogCaptureFixture) -> None:
+    weights._published_at().parent.rmdir()
+    publishing.step()
+    publishing.step()
+    assert log.text.count("cannot be written") == 1
+
+
+def test_what_a_server_that_was_killed_has_left_goes_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights.atexit, "register", lambda *_, **__: None)
+    killed, alive, mine = (tmp_path / f"{refusals.PREFIX}{name}.weights" for name in ("killed", "alive", "mine"))
+    others = tmp_path / "others.weights"
+    for path in (killed, alive, others):
+        path.write_text("B")
+        weights._lock_of(path).write_text("")
+    weights._hold(alive)
+    weights._take_away_what_was_left(mine)
+    weights._hold(mine)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *(path.name for path in (alive, others)),
+        *(weights._lock_of(path).name for path in (alive, others, mine)),
+    }
+    while weights._locks:
+        weights.os.close(weights._locks.pop())
+    weights._take_away_what_was_left(mine)
+    assert {path.name for path in tmp_path.iterdir()} == {others.name, weights._lock_of(others).name}
+
+
 @pytest.mark.parametrize("idle", ["asleep", "paused", "without requests"])
 def test_weights_are_not_looked_at_while_nothing_is_served(core_class: type[Core], idle: str) -> None:
     core = core_class()

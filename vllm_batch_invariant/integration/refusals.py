@@ -24,6 +24,8 @@ logger = logging.getLogger("vllm.batch_invariant")
 
 LEFT_AT = "_VLLM_BATCH_INVARIANT_REFUSAL"
 """The variable that names the file; there is a file only after a refusal, until the front end has read it."""
+PREFIX = "vllm-batch-invariant-"
+"""How the names of the files begin."""
 _ENGINE, _WORKER, _SERVER = "EngineCore", "VllmWorker", "ApiServer"
 """How the names of the processes begin that vLLM starts for an engine, and for several servers of one."""
 
@@ -35,7 +37,7 @@ def install() -> None:
     if _process().startswith(_WORKER):
         return
     if is_users_process():
-        os.environ[LEFT_AT] = f"{tempfile.gettempdir()}/vllm-batch-invariant-{uuid.uuid4().hex}"
+        os.environ[LEFT_AT] = f"{tempfile.gettempdir()}/{PREFIX}{uuid.uuid4().hex}"
     if not _process().startswith(_ENGINE):
         patch_points.WAIT_FOR_ENGINE.put(relayed(patch_points.WAIT_FOR_ENGINE.get()))
     for point, method in ((patch_points.EXECUTOR, "__init__"), (patch_points.ENGINE_CORE, "_initialize_kv_caches")):

@@ -8,11 +8,13 @@ copies, for which see :mod:`.linear`.
 """
 
 import atexit
+import fcntl
 import logging
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from hashlib import sha256
@@ -38,6 +40,13 @@ _WORD = 8
 _COLUMNS = 1024
 """Of the table of 64-bit words that a tensor on a GPU is summed as."""
 
+_seen: dict[Path, str] = {}
+"""What was last read of a file of :func:`_published_at`: one that is gone does not bring the weights of the start
+back.
+"""
+_locks: list[int] = []
+"""Descriptors of what this process holds until it ends, however it ends."""
+
 _written = 0
 """How often a model of this process was told to load weights."""
 
@@ -52,6 +61,10 @@ class Watch:
     """``_written`` when it was taken."""
     called: bool = False
     """Whether the workers were called since then."""
+    published: str | None = None
+    """The digest that the servers were told; None while it is that of the start."""
+    unpublished: bool = False
+    """Whether that could not be written."""
 
 
 def install() -> None:
@@ -72,7 +85,8 @@ def install() -> None:
     for name in ("step", "step_with_batch_queue"):
         setattr(core, name, _looking(getattr(core, name)))
     if refusals.is_users_process() and (at := _published_at()):
-        atexit.register(at.unlink, missing_ok=True)
+        _take_away_what_was_left(at)
+        _hold(at)
 
 
 def of_workers(found: Sequence[str]) -> str:
@@ -93,20 +107,81 @@ def digest_in(found: str) -> str:
 def published() -> str | None:
     """The digest of the weights that the last step was computed with, in any process of the engine's or its servers;
     None if they are those that the engine was started with.
+
+    An engine writes it before a step that is computed with other weights, and again before a step that finds it gone.
     """
     at = _published_at()
-    try:
-        return at and at.read_text()
-    except OSError:
+    if at is None:
         return None
+    with suppress(OSError):
+        _seen[at] = at.read_text() or f"unknown, of {at.name} since {at.stat().st_mtime_ns}"
+    return _seen.get(at)
 
 
-def _publish(digest: str) -> None:
-    """Tell the servers, before they get anything that was computed with these weights."""
-    if at := _published_at():
-        written = at.with_suffix(f".{os.getpid()}")
+def _publish(watch: Watch, digest: str) -> None:
+    """Tell the servers, before they get anything that was computed with these weights. A folder that cannot be written
+    ends no engine.
+    """
+    at = _published_at()
+    if at is None:
+        return
+    written = at.with_suffix(f".{os.getpid()}")
+    try:
         written.write_text(digest)
         written.replace(at)
+        watch.unpublished = False
+    except OSError as error:
+        if not watch.unpublished:
+            logger.error(
+                "%s cannot be written (%s): until it can, the fingerprint that servers of this engine tell is not that "
+                "of the weights.",
+                at,
+                error,
+            )
+        watch.unpublished = True
+        with suppress(OSError):
+            if digest != watch.published or not at.exists():
+                at.write_text("")  # what is there is no longer true; to be empty takes no space
+    finally:
+        with suppress(OSError):
+            written.unlink(missing_ok=True)
+    watch.published = digest
+
+
+def _publish_again(watch: Watch) -> None:
+    """Before a step: somebody may have taken the file away, as those do who clean up temporary files."""
+    if watch.published is not None and (watch.unpublished or not ((at := _published_at()) and at.exists())):
+        _publish(watch, watch.published)
+
+
+def _hold(at: Path) -> None:
+    """Take a lock beside the file for as long as this process and those that it has forked live, and take both away
+    when it ends.
+    """
+    lock = _lock_of(at)
+    with suppress(OSError):
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _locks.append(descriptor)
+    for path in (at, lock):
+        atexit.register(path.unlink, missing_ok=True)
+
+
+def _take_away_what_was_left(at: Path) -> None:
+    """Of servers that were killed: files beside ``at`` whose lock nobody holds."""
+    for lock in at.parent.glob(f"{refusals.PREFIX}*{at.suffix}.lock"):
+        with suppress(OSError):
+            descriptor = os.open(lock, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock.with_suffix("").unlink(missing_ok=True)
+                lock.unlink(missing_ok=True)
+            finally:
+                os.close(descriptor)
+
+
+def _lock_of(at: Path) -> Path:
+    return at.with_name(f"{at.name}.lock")
 
 
 def _published_at() -> Path | None:
@@ -257,6 +332,7 @@ def _looking(step: Callable[..., Any]) -> Callable[..., Any]:
         watch = _watch_of(self)
         if watch.called or watch.written != _written:
             _look(self, watch)
+        _publish_again(watch)
         arrived = self.__dict__.get(_ARRIVED)
         return (arrived.popleft(), True) if arrived else step(self)
 
@@ -308,5 +384,5 @@ def _look(core: Any, watch: Watch) -> None:
         logger.info(
             "The weights were replaced: the prefix cache is empty, and %d running requests are computed again.", running
         )
-        _publish(digest_in(found))
+        _publish(watch, digest_in(found))
     watch.fingerprint, watch.written, watch.called = found, _written, False
