@@ -9,6 +9,7 @@ from tests.ops.attention.cases import Chunk, Heads, Request, attend, exact, page
 from vllm_batch_invariant.integration import attention as integration
 from vllm_batch_invariant.integration.attention import FixedSplitAttention, Metadata
 from vllm_batch_invariant.ops.attention.certificate import Options
+from vllm_batch_invariant.verify.check.operations import certify
 
 HEADS = Heads(4, 2, 64)
 SINKS = torch.tensor([-1.0, 0.5, 3.0, 6.0])
@@ -50,6 +51,64 @@ def test_a_start_compares_layers_with_sinks_as_a_kind_of_their_own() -> None:
     kinds = {Options.of(layer(sinks, **options)) for sinks in (None, SINKS, 2 * SINKS) for options in ({}, OPTIONS)}
     assert len(kinds) == 4
     assert str(Options.of(layer(SINKS, sliding_window=30))) == "window 30, sinks"
+
+
+def test_a_start_tells_layers_of_other_slopes_apart() -> None:
+    said = {str(Options.of(layer(None, alibi_slopes=slopes))) for slopes in ([0.5] * 4, [0.5, 0.5, 0.5, 0.25])}
+    assert len(said) == 2
+    assert all(one.startswith("ALiBi ") for one in said)
+
+
+class Model(torch.nn.Module):
+    """With attention layers in an engine: of pages of 16 keys."""
+
+    def __init__(self, *layers: FixedSplitAttention) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        for index, one in enumerate(layers):
+            held = torch.nn.Module()
+            held.impl, held.kv_cache = one, torch.zeros(2, 2, 16, 128)
+            self.add_module(str(index), held)
+
+
+ALL = OPTIONS | {"sinks": SINKS}
+SLIPS = {
+    "sinks": lambda call: call["sinks"] is not None,
+    "a window": lambda call: call["sliding_window"] == 30,
+    "a soft-cap": lambda call: call["logits_soft_cap"] == 2.0,
+    "ALiBi": lambda call: call["alibi_slopes"] is not None and call["alibi_slopes"][3] == 0.125,
+    "a scale": lambda call: call["scale"] == 64**-0.5,
+    "a dtype": lambda call: call["query"].dtype == torch.float32,
+    "heads": lambda call: call["query"].shape[1:] == (4, 64),
+}
+"""For which calls a kernel gives a row of a larger batch another bit."""
+
+
+@pytest.mark.parametrize("slips", SLIPS)
+def test_what_check_certifies_is_the_layer_with_all_that_decides_its_bits(
+    slips: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faulty(query: torch.Tensor, *caches: torch.Tensor, **options: object) -> torch.Tensor:
+        out = query.clone()
+        if len(caches[2]) > 1 and SLIPS[slips]({"query": query} | options):
+            out = torch.nextafter(out, torch.tensor(torch.inf))
+        return out
+
+    monkeypatch.setattr("vllm_batch_invariant.ops.attention.paged_attention", faulty)
+    of_batch, of_chunks = certify(Model(layer(**ALL)), "attention", (1, 3))
+    assert "at place " in of_batch.difference
+    assert of_batch.compared > 0
+    assert of_chunks.difference == "", "the fault is in batches alone"
+    assert of_batch.shape == "4 query heads, 2 KV heads of 64, float32, window 30, soft-cap 2, ALiBi, sinks"
+
+
+def test_check_certifies_every_kind_of_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_batch_invariant.ops.attention.paged_attention", lambda query, *_, **__: query.clone())
+    kinds = [{}, {"sliding_window": 30}, {"logits_soft_cap": 2.0}, {"alibi_slopes": [1.0] * 4}, {"sinks": SINKS}]
+    layers = [layer(**({"sinks": None} | kind)) for kind in [*kinds, *kinds, {"sinks": 2 * SINKS}]]
+    layers.append(FixedSplitAttention(4, 64, 0.25, 2))
+    found = certify(Model(*layers), "attention", (1,))
+    assert [one.guarantee for one in found] == ["batch", "schedule"] * (len(kinds) + 1)
 
 
 def test_the_planner_is_told_that_a_layer_with_sinks_is_not_plain() -> None:

@@ -119,6 +119,20 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
                     f"serve another model, or leave {envs.ARITHMETIC.name} out",
                 )
 
+    def options(self, device: torch.device) -> dict[str, Any]:
+        """What decides the layer's bits beside its inputs, as arguments of :func:`..ops.attention.paged_attention`."""
+        if self.alibi_slopes is not None:  # once: a CUDA graph cannot copy from the host
+            self.alibi_slopes = self.alibi_slopes.to(device)
+        return {
+            "scale": self.scale,
+            "reduction": self.reduction,
+            "sliding_window": self.sliding_window,
+            "logits_soft_cap": self.logits_soft_cap,
+            "alibi_slopes": self.alibi_slopes,
+            "sinks": self.sinks,
+            "implementation": self.implementation,
+        }
+
     def restore_after_sleep(self) -> None:
         """Write again what lies beside the weights and vLLM does not know: sleep of level 2 lets it go."""
         if self.alibi_slopes is not None:
@@ -167,8 +181,6 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             )
         if attn_metadata is None:
             return output
-        if self.alibi_slopes is not None:  # once: a CUDA graph cannot copy from the host
-            self.alibi_slopes = self.alibi_slopes.to(query.device)
         rows = attn_metadata.num_actual_tokens
         self._attend(query[:rows], kv_cache, attn_metadata, output[:rows])
         return output
@@ -182,13 +194,7 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             batch.block_table,
             batch.seq_lens,
             batch.query_start_loc,
-            scale=self.scale,
-            reduction=self.reduction,
-            sliding_window=self.sliding_window,
-            logits_soft_cap=self.logits_soft_cap,
-            alibi_slopes=self.alibi_slopes,
-            sinks=self.sinks,
-            implementation=self.implementation,
+            **self.options(query.device),
             out=out,
             plan=batch.plans.get(self.num_heads),
         )

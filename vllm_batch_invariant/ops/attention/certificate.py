@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,10 @@ _COSTS = {
 """What it costs that kernels are not used."""
 
 
+def _digest(numbers: tuple[float, ...]) -> str:
+    return sha256(repr(numbers).encode()).hexdigest()[:8]
+
+
 @dataclass(frozen=True)
 class Options:
     """What a layer adds to plain causal attention; as in ``paged_attention``."""
@@ -71,7 +76,7 @@ class Options:
     def __str__(self) -> str:
         parts = [f"window {self.sliding_window}"] if self.sliding_window else []
         parts += [f"soft-cap {self.logits_soft_cap:g}"] if self.logits_soft_cap else []
-        parts += ["ALiBi"] if self.alibi_slopes else []
+        parts += [f"ALiBi {_digest(self.alibi_slopes)}"] if self.alibi_slopes else []
         parts += ["sinks"] if self.sinks else []
         return ", ".join(parts) or "plain"
 

@@ -301,21 +301,24 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
         if impl is None or not hasattr(impl, "head_size"):
             continue
         heads = Heads(impl.num_heads, getattr(impl, "num_kv_heads", impl.num_heads), impl.head_size, _dtype(model))
-        window = getattr(impl, "sliding_window", None)
-        kind = (heads, window)
+        is_ours, device = isinstance(impl, FixedSplitAttention), _parameter(model).device
+        if is_ours:
+            heads = replace(heads, dtype=key_cache_of(layer).dtype)
+        options = impl.options(device) if is_ours else {"sliding_window": getattr(impl, "sliding_window", None)}
+        kind = (heads, *(_distinct(name, value) for name, value in options.items()))
         if kind in seen:
             continue
         seen.add(kind)
         shape = f"{heads.query} query heads, {heads.kv} KV heads of {heads.size}, {_name(heads.dtype)}"
-        shape += f", window {window}" if isinstance(window, int) and window > 0 else ""
+        shape = ", ".join([shape, *_options_in_words(options)])
         server = _qualified(type(impl))
         certificate = Certificate("attention", shape, "batch", server, tuple(rows), 0, "")
-        if not isinstance(impl, FixedSplitAttention):
+        if not is_ours:
             why = "a kernel of vLLM, which the cases of the engine test"
             for guarantee in ("batch", "schedule"):
                 yield replace(certificate, guarantee=guarantee, untested=why, not_applicable=True)
             continue
-        attend = partial(_attend, impl, _parameter(model).device, key_cache_of(layer).shape[2])
+        attend = partial(_attend, options, device, key_cache_of(layer).shape[2])
         in_batch = partial(_attention_in_batches, attend, heads, rows)
         in_chunks = partial(_attention_in_chunks, attend, heads)
         for guarantee, test in (("batch", in_batch), ("schedule", in_chunks)):
@@ -328,19 +331,31 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
                 yield replace(certificate, guarantee=guarantee, compared=compared, difference=difference, note=note)
 
 
-def _attend(impl: Any, device: torch.device, page_size: int, chunks: list[Chunk]) -> list[torch.Tensor]:
-    """The output rows of each chunk, computed together."""
+def _distinct(name: str, value: Any) -> Any:
+    """What tells an option of layers apart: of sinks, which are weights that every layer has others of, that there are
+    some.
+    """
+    if name == "sinks":
+        return value is not None
+    return tuple(value.tolist()) if torch.is_tensor(value) else value
+
+
+def _options_in_words(options: Mapping[str, Any]) -> list[str]:
+    window, cap = options.get("sliding_window"), options.get("logits_soft_cap")
+    words = [f"window {window}"] if isinstance(window, int) and window > 0 else []
+    words += [f"soft-cap {cap:g}"] if cap else []
+    words += ["ALiBi"] if options.get("alibi_slopes") is not None else []
+    words += ["sinks"] if options.get("sinks") is not None else []
+    return words
+
+
+def _attend(
+    options: Mapping[str, Any], device: torch.device, page_size: int, chunks: list[Chunk]
+) -> list[torch.Tensor]:
+    """The output rows of each chunk, computed together, as a layer of these options computes them."""
     from ...ops.attention import paged_attention
 
-    out = paged_attention(
-        *(tensor.to(device) for tensor in paged(chunks, page_size)),
-        scale=impl.scale,
-        reduction=impl.reduction,
-        sliding_window=impl.sliding_window,
-        logits_soft_cap=impl.logits_soft_cap,
-        alibi_slopes=impl.alibi_slopes,
-        implementation=impl.implementation,
-    )
+    out = paged_attention(*(tensor.to(device) for tensor in paged(chunks, page_size)), **options)
     return list(out.split([chunk.stop - chunk.start for chunk in chunks]))
 
 
