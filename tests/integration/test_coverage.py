@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from vllm_batch_invariant.envs import ARITHMETIC, ATTENTION, UNTRIED
-from vllm_batch_invariant.integration import coverage, patch_points
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.integration import coverage, exact, patch_points
 
 ROWS = {feature.name: feature for feature in coverage.REFUSED}
 
@@ -77,7 +78,7 @@ def refusals_of_exact_arithmetic(second_runner: bool = True, speculation: object
         use_v2_model_runner=second_runner,
         speculative_config=speculation,
     )
-    rows = [feature for name, feature in ROWS.items() if name.startswith("Exact arithmetic on a GPU")]
+    rows = [feature for name, feature in ROWS.items() if name.startswith("Exact arithmetic on a GPU with vLLM")]
     assert len(rows) == 1
     return [what for feature in rows if (what := feature.found(config))]
 
@@ -123,3 +124,29 @@ def test_exact_models_that_no_gpu_has_run_start_on_a_cpu_alone(
     assert found("cpu") is None
     monkeypatch.setenv(UNTRIED.name, "1")
     assert found("cuda") == (said if refused else None)
+
+
+@pytest.mark.parametrize(
+    ("device", "arithmetic", "unit", "said"),
+    [
+        ("cuda", "exact", 16, "--prefix-match-unit 16 in exact arithmetic"),
+        *(("cuda", "exact", None, None), ("cuda", "float", 16, None), ("cpu", "exact", 16, None)),
+    ],
+)
+def test_parts_of_pages_are_not_found_where_a_page_is_not_all_of_its_keys(
+    device: str, arithmetic: str, unit: int | None, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ARITHMETIC.name, arithmetic)
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device), cache_config=SimpleNamespace(prefix_match_unit=unit)
+    )
+    assert ROWS["Exact arithmetic on a GPU with `--prefix-match-unit`"].found(config) == said
+
+
+def test_a_step_that_copies_pages_is_refused_in_exact_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(copy=None)
+    monkeypatch.setattr(patch_points, "COPY_PAGES", SimpleNamespace(put=lambda made: setattr(module, "copy", made)))
+    exact.refuse_copies_of_pages()
+    module.copy([], 4, [])
+    with pytest.raises(NotCovered, match=r"a copy of a page .*exponents.*; pass --no-enable-prefix-caching"):
+        module.copy([], 4, kv_cache_block_copies=[(1, 2)])

@@ -416,6 +416,11 @@ def _exact_by_other_samplers(config: Config) -> str | None:
     return _when(not version.startswith(RAN_ON_GPUS), f"exact arithmetic with vLLM {version}")
 
 
+def _exact_parts_of_pages(config: Config) -> str | None:
+    unit = getattr(config.cache_config, "prefix_match_unit", None)
+    return _when(envs.is_exact() and unit is not None, f"--prefix-match-unit {unit} in exact arithmetic")
+
+
 def _npu_attention(config: Config) -> str | None:  # noqa: ARG001 - of every feature
     return _when(attention_library() is None, "attention on an NPU as it is installed here")
 
@@ -555,6 +560,13 @@ REFUSED = (
         "only the sampler of the second model runner of 0.33 has been replaced, and compared with a CPU's",
         "leave VLLM_USE_V2_MODEL_RUNNER and --speculative-config out, or install vLLM 0.33",
         _exact_by_other_samplers,
+        ("cuda",),
+    ),
+    Feature(
+        "Exact arithmetic on a GPU with `--prefix-match-unit`",
+        "vLLM copies a page of which a part is found, without the exponents that lie beside it",
+        "leave --prefix-match-unit out",
+        _exact_parts_of_pages,
         ("cuda",),
     ),
     Feature(

@@ -4,7 +4,7 @@ What a layer computes is :mod:`..ops.exact.definition`; operations that are not 
 is loaded if they are a layer's, and else when they are called.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from importlib import import_module
 from typing import Any
@@ -68,6 +68,22 @@ def install_layers(device_type: str) -> None:
     ):
         replace(point.get(), forward=_rotate, _compute_cos_sin_cache=_rotary_table)
     patch_points.LOGITS_PROCESSOR.get().forward = _logits
+
+
+def refuse_copies_of_pages() -> None:
+    """Have a worker on a GPU refuse a step that copies pages of the cache: their exponents lie beside the pages, where
+    vLLM does not see them, so a copy would stand for other keys and values.
+    """
+
+    def copy(kv_caches: Any, num_blocks: int, kv_cache_block_copies: Sequence[Any]) -> None:  # noqa: ARG001 - vLLM's
+        if kv_cache_block_copies:
+            raise NotCovered(
+                "a copy of a page of the KV cache in exact arithmetic on a GPU",
+                "the exponents of its keys and values lie beside it and are not copied",
+                f"pass --no-enable-prefix-caching, or leave {envs.ARITHMETIC.name} out",
+            )
+
+    patch_points.COPY_PAGES.put(copy)
 
 
 def _put(modules: Mapping[str, str], device_type: str) -> None:

@@ -187,6 +187,8 @@ TOPK_SCORES = PatchPoint(("vllm.v1.worker.gpu.sample.logprob",), "compute_topk_s
 """Lists logprobs in the second model runner, under the names that it has there."""
 TOPK_SCORES_OF_SAMPLER = PatchPoint(("vllm.v1.worker.gpu.sample.sampler",), "compute_topk_scores")
 TOPK_SCORES_OF_PROMPT = PatchPoint(("vllm.v1.worker.gpu.sample.prompt_logprob",), "compute_topk_scores")
+COPY_PAGES = PatchPoint(("vllm.v1.worker.gpu.model_runner",), "copy_kv_cache_blocks_inplace")
+"""Copies pages of the cache there, before a step whose prefix is found in a part of one."""
 LOGPROBS_TENSORS = PatchPoint(("vllm.v1.outputs",), "LogprobsTensors")
 MODEL_RUNNER = PatchPoint(("vllm.v1.worker.gpu_model_runner",), "GPUModelRunner")
 """The first model runner, of CPUs as well."""

@@ -102,6 +102,7 @@ class Cuda(VllmDevice):
         sampling.install_second_runner()
         if envs.is_exact():
             exact_sampling.install()
+            exact.refuse_copies_of_pages()
         return external_ops
 
     def install_linear(self) -> None:
