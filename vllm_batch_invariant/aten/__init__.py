@@ -15,7 +15,7 @@ import torch
 
 from ..ops.common import native_kernels
 from ..ops.devices import DEVICES
-from .overrides import linear
+from .overrides import COMPOSITIONS
 
 
 @dataclass
@@ -65,8 +65,12 @@ def enable_batch_invariant_mode(external_ops: Iterable[str] = ()) -> None:
                 native_kernels.keep(name, device.dispatch_key)
             for operator, function in overrides.registrations(external_ops):
                 library.impl(operator, function, device.dispatch_key, allow_override=True)
+            for operator, function in overrides.autograd.items():
+                library.impl(operator, function, f"Autograd{device.dispatch_key}", allow_override=True)
             others.enter_context(overrides.replaced(external_ops))
-        library.impl("linear", linear, "CompositeImplicitAutograd", allow_override=True)
+        for operator, function in COMPOSITIONS.items():
+            native_kernels.keep(operator, "CPU")
+            library.impl(operator, function, "CompositeImplicitAutograd", allow_override=True)
     _enabled = _Enabled(
         library,
         others,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..ops.common.native_kernels import exists
+from ..ops.common.native_kernels import exists, keep
 from ..ops.devices import DEVICES
 from ..ops.dispatch import module_for
 from . import npu_refused
@@ -142,6 +142,7 @@ def replaced(external_ops: frozenset[str]) -> Iterator[None]:
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         register("aten", _compositions(), KEY, AUTOGRAD_KEY)
         for name, function in COMPOSED.items():
+            keep(name, KEY)
             register("aten", registrations(name, Override(function, COMPOSED_OUTS.get(name, ("out",)))), KEY)
         register("aten", npu_refused.of_aten(KEY), KEY)
         own = {name: function for name, function in OWN.items() if hasattr(torch.ops.npu, name)}

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -97,6 +98,34 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
+def lstm(x: Tensor, *arguments: object) -> tuple[Tensor, Tensor, Tensor]:
+    """PyTorch's composition of linear layers and elementwise functions also where oneDNN has a kernel, whose matmuls
+    follow the batch. A GPU has kernels of its own.
+    """
+    with torch.backends.mkldnn.flags(enabled=False):
+        return native_kernels.keep("lstm.input", "CPU")(x, *arguments)
+
+
+def cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: int | None = None) -> Tensor:
+    """Distances pair by pair, whatever the numbers of rows: PyTorch's own takes a form of matmuls from 26 rows on.
+
+    With ``compute_mode="use_mm_for_euclid_dist"`` it is that form, faster, less exact, and twice differentiable. bf16
+    and fp16, which PyTorch has in that form only, are computed in fp32 and rounded.
+    """
+    if p == 2 and compute_mode == 1:
+        return _cdist_by_matmul(x, y)
+    wide = [a.float() if a.dtype in (torch.bfloat16, torch.float16) else a for a in (x, y)]
+    return torch.ops.aten._cdist_forward(*wide, p, 2).to(x.dtype)
+
+
+def _cdist_by_matmul(x: Tensor, y: Tensor) -> Tensor:
+    """Distances as |x|^2 - 2 x y + |y|^2, in one matmul."""
+    if 0 in (*x.shape, *y.shape):
+        return torch.ops.aten._cdist_forward(x, y, 2.0, 1)
+    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    return torch.ops.aten._euclidean_dist(x.expand(*batch, *x.shape[-2:]), y.expand(*batch, *y.shape[-2:]))
+
+
 def mm_dtype(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     _check(a, b)
     return _linear(a).accumulate(a, b).to(out_dtype)
@@ -184,31 +213,39 @@ def _softmax_module(x: Tensor) -> ModuleType | None:
     return None if by_pytorch or is_exact(x) else module_for("softmax", x.device.type)
 
 
+def _last(native: Callable[..., Tensor], dim: int, *tensors: Tensor) -> Callable[..., Tensor]:
+    """PyTorch's kernel with ``dim`` last and contiguous: where others follow it, they share its vectors."""
+    if tensors[0].dim() == 0:
+        return partial(native, *tensors, dim)
+    rows = [tensor.movedim(dim, -1).contiguous() for tensor in tensors]
+    return lambda argument: native(*rows, -1, argument).movedim(-1, dim)
+
+
 def softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     module = _softmax_module(x)
     if module is None:
-        return native_kernels.kernel("_softmax", x)(x, dim, half_to_float)
+        return _last(native_kernels.kernel("_softmax", x), dim, x)(half_to_float)
     return module.softmax(x, dim, dtype=torch.float32 if half_to_float else None)
 
 
 def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     module = _softmax_module(x)
     if module is None:
-        return native_kernels.kernel("_log_softmax", x)(x, dim, half_to_float)
+        return _last(native_kernels.kernel("_log_softmax", x), dim, x)(half_to_float)
     return module.log_softmax(x, dim, dtype=torch.float32 if half_to_float else None)
 
 
 def softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
     module = _softmax_module(output)
     if module is None:
-        return native_kernels.kernel("_softmax_backward_data", grad)(grad, output, dim, input_dtype)
+        return _last(native_kernels.kernel("_softmax_backward_data", grad), dim, grad, output)(input_dtype)
     return module.softmax_backward(grad, output, dim, input_dtype)
 
 
 def log_softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
     module = _softmax_module(output)
     if module is None:
-        return native_kernels.kernel("_log_softmax_backward_data", grad)(grad, output, dim, input_dtype)
+        return _last(native_kernels.kernel("_log_softmax_backward_data", grad), dim, grad, output)(input_dtype)
     return module.log_softmax_backward(grad, output, dim, input_dtype)
 
 
@@ -242,7 +279,7 @@ class Override:
     """One operator replaced: its functional form, and the names that its ``out=`` overload may have."""
 
     function: Callable[..., Tensor]
-    outs: tuple[str, ...] = ("out", "grad_input", "Tensor_Scalar_out")
+    outs: tuple[str, ...] = ("out", "grad_input", "Tensor_Scalar_out", "Tensor_Tensor_out")
 
 
 OVERRIDES: dict[str, Override] = {
@@ -269,6 +306,8 @@ OVERRIDES: dict[str, Override] = {
 """ATen operators that the mode replaces on every device."""
 
 
+COMPOSITIONS: dict[str, Callable[..., object]] = {"linear": linear, "cdist": cdist, "lstm.input": lstm}
+"""Functions that PyTorch composes of other operators, for which the mode has a composition of its own."""
 NAMED_DTYPE = {"mm": mm_dtype, "bmm": bmm_dtype, "addmm": addmm_dtype, "baddbmm": baddbmm_dtype}
 """Overloads ``dtype`` and ``dtype_out``, which name the dtype of the result; the CPU has none."""
 
@@ -286,7 +325,7 @@ def registrations(name: str, override: Override) -> Iterator[Registration]:
             yield f"{base}.{out}", _writing_out(override.function)
     in_place = getattr(torch.ops.aten, f"{base}_", None)
     if in_place is not None:
-        suffix = {"": "", "Tensor_Scalar": ".Scalar"}[overload]
+        suffix = {"": "", "Tensor_Scalar": ".Scalar", "Tensor_Tensor": ".Tensor"}[overload]
         yield f"{base}_{suffix}", _in_place(override.function)
 
 
@@ -309,12 +348,14 @@ class DeviceOverrides:
         operators: those of which every form is replaced.
         has_named_dtypes: whether the device has the overloads of :data:`NAMED_DTYPE`.
         has_external_ops: whether another library may have replaced operators, which then are left to it.
+        autograd: operators whose gradient is replaced, too, at the key of autograd; what stands there must record it.
         replaced: a block in which whatever else the device needs is replaced, given the operators of that library.
     """
 
     operators: dict[str, Override]
     has_named_dtypes: bool = True
     has_external_ops: bool = False
+    autograd: dict[str, Callable[..., Tensor]] = field(default_factory=dict)
     replaced: Callable[[frozenset[str]], AbstractContextManager[None]] = _nothing
 
     def registrations(self, external_ops: frozenset[str]) -> Iterator[Registration]:

@@ -1,4 +1,4 @@
-"""Sum and mean on the CPU, in numba: the order of additions is in the source."""
+"""Sums, means and variances on the CPU, in numba: the order of additions is in the source."""
 
 import numpy as np
 import torch
@@ -7,7 +7,7 @@ from numba import prange
 from ..common.numba_math import LANES, row_sum
 from ..common.numba_rows import RowKernel
 from ..common.rows import as_rows, from_rows, normalise_dims, row_length
-from .reduction import SumReduction
+from .reduction import TERMS, SumReduction
 
 
 def _row_sums_kernel(rows, sums):
@@ -15,7 +15,34 @@ def _row_sums_kernel(rows, sums):
         sums[row] = row_sum(rows[row], np.empty(LANES, rows.dtype))
 
 
+def _row_sums_of_kernel(rows, term, sums):
+    for row in prange(rows.shape[0]):
+        x, terms = rows[row], np.empty(rows.shape[1], rows.dtype)
+        if term == _SIZES:
+            for i in range(x.size):
+                terms[i] = abs(x[i])
+        elif term == _SQUARES:
+            for i in range(x.size):
+                terms[i] = x[i] * x[i]
+        else:
+            for i in range(x.size):
+                terms[i] = x[i] if x[i] == x[i] else 0
+        sums[row] = row_sum(terms, np.empty(LANES, rows.dtype))
+
+
+def _row_moments_kernel(rows, squares, means):
+    for row in prange(rows.shape[0]):
+        x, terms, lanes = rows[row], np.empty(rows.shape[1], rows.dtype), np.empty(LANES, rows.dtype)
+        mean = row_sum(x, lanes) / rows.dtype.type(x.size)
+        for i in range(x.size):
+            terms[i] = (x[i] - mean) * (x[i] - mean)
+        squares[row], means[row] = row_sum(terms, lanes), mean
+
+
+_SIZES, _SQUARES = TERMS.index("sizes"), TERMS.index("squares")
 _row_sums = RowKernel(_row_sums_kernel)
+_row_sums_of = RowKernel(_row_sums_of_kernel)
+_row_moments = RowKernel(_row_moments_kernel)
 
 
 def _reduce(
@@ -43,3 +70,25 @@ def mean(
 ) -> torch.Tensor:
     """See the operation's package."""
     return _reduce(x, dim, keepdim, dtype, divide=True)
+
+
+def _rows(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    return as_rows(x, dims, SumReduction.of_device("cpu", row_length(x, dims), x.dtype).accumulate)
+
+
+def sum_of(term: str, x: torch.Tensor, dim: int | list[int] | None, keepdim: bool = False) -> torch.Tensor:
+    """See the operation's package."""
+    dims = normalise_dims(dim, x.dim())
+    rows = _rows(x, dims)
+    sums = rows.new_empty(rows.shape[0])
+    _row_sums_of(rows.numel(), rows, TERMS.index(term), sums)
+    return from_rows(sums, x, dims, keepdim)
+
+
+def moments(x: torch.Tensor, dim: int | list[int] | None, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the operation's package."""
+    dims = normalise_dims(dim, x.dim())
+    rows = _rows(x, dims)
+    squares, means = rows.new_empty(2, rows.shape[0])
+    _row_moments(rows.numel(), rows, squares, means)
+    return from_rows(squares, x, dims, keepdim), from_rows(means, x, dims, keepdim)

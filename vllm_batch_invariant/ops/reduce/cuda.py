@@ -3,12 +3,15 @@
 sum = sum(x),  mean = sum(x) / divisor
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
 from ..common.rows import from_rows, normalise_dims, row_length
 from ..common.triton_rows import aligned_rows, on_device_of, row_sum
+from . import composed
 from .reduction import SumReduction
 
 
@@ -86,3 +89,7 @@ def mean(
 ) -> torch.Tensor:
     """See the operation's package."""
     return _reduce(x, dim, keepdim, dtype, divide=True)
+
+
+sum_of = partial(composed.sum_of, sum)
+moments = partial(composed.moments, sum, mean)

@@ -6,12 +6,15 @@ The reduced axis is moved last, because strided loads made a mean over another a
 comparison. Compiled and simulated, never run on hardware (tests/npu/offline).
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
 from ..common.npu_rows import check_covered, on, vector_grid
 from ..common.rows import as_rows, from_rows, normalise_dims, row_length
+from . import composed
 from .reduction import SumReduction
 
 
@@ -95,3 +98,7 @@ def mean(
 ) -> torch.Tensor:
     """See the operation's package."""
     return _reduce(x, dim, keepdim, dtype, divide=True)
+
+
+sum_of = partial(composed.sum_of, sum)
+moments = partial(composed.moments, sum, mean)

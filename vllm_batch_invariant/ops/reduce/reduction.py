@@ -9,6 +9,8 @@ import torch
 from ..common.dtypes import accumulate
 from ..common.row_reduction import LANES, REDUCTIONS_KEPT, RowReduction, gpu_block, gpu_warps, npu_block
 
+TERMS = ("sizes", "squares", "numbers")
+"""What is added of an element: its absolute value, its square, or itself with 0 in the place of NaN."""
 _CHUNK = 1 << 16
 _LARGEST_GPU_BLOCK = 8192
 _MOST_WARPS = 8
