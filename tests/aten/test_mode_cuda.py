@@ -99,6 +99,7 @@ def test_stock_elementwise_functions_give_an_element_the_same_bits_at_every_plac
         return function(*[x] * (2 if name in BINARY else 1), *EXTRA.get(name, ()))
 
     x = (draw(300, 777).abs() * 3 + 0.01).to(dtype)
+    x = x / (1 + x) if name == "atanh" else x
     whole = apply(x)
     for start in (0, 1, 3):
         for rows in (1, 2, 3, 5, 7, 64, 100, 297):

@@ -34,6 +34,11 @@ def _binary(name: str) -> Callable[..., Tensor]:
     return function
 
 
+def _elementwise(name: str, function: Callable[..., Tensor]) -> Override:
+    _, _, overload = name.partition(".")
+    return Override(function, (f"{overload}_out",)) if overload else Override(function)
+
+
 def elu_backward(
     grad: Tensor, alpha: Number, scale: Number, input_scale: Number, is_result: bool, known: Tensor
 ) -> Tensor:
@@ -80,8 +85,8 @@ DEVICE = DeviceOverrides(
     }
     | {name: Override(_in_one_thread(name), ()) for name in ("_index_put_impl_", "put_")}
     | {"glu": Override(glu), "elu_backward": Override(elu_backward)}
-    | {name: Override(_unary(name)) for name in UNARY}
-    | {name: Override(_binary(name)) for name in BINARY},
+    | {name: _elementwise(name, _unary(name)) for name in UNARY}
+    | {name: _elementwise(name, _binary(name)) for name in BINARY},
     has_named_dtypes=False,
     autograd=AUTOGRAD,
 )

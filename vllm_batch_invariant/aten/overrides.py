@@ -218,35 +218,36 @@ def _last(native: Callable[..., Tensor], dim: int, *tensors: Tensor) -> Callable
     if tensors[0].dim() == 0:
         return partial(native, *tensors, dim)
     rows = [tensor.movedim(dim, -1).contiguous() for tensor in tensors]
-    return lambda argument: native(*rows, -1, argument).movedim(-1, dim)
+    return lambda argument: native(*rows, -1, argument).movedim(-1, dim).contiguous()
 
 
 def softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    """Contiguous, as PyTorch's is, and as the gradient of a cross entropy of maps asks for; so are the next three."""
     module = _softmax_module(x)
     if module is None:
         return _last(native_kernels.kernel("_softmax", x), dim, x)(half_to_float)
-    return module.softmax(x, dim, dtype=torch.float32 if half_to_float else None)
+    return module.softmax(x, dim, dtype=torch.float32 if half_to_float else None).contiguous()
 
 
 def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     module = _softmax_module(x)
     if module is None:
         return _last(native_kernels.kernel("_log_softmax", x), dim, x)(half_to_float)
-    return module.log_softmax(x, dim, dtype=torch.float32 if half_to_float else None)
+    return module.log_softmax(x, dim, dtype=torch.float32 if half_to_float else None).contiguous()
 
 
 def softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
     module = _softmax_module(output)
     if module is None:
         return _last(native_kernels.kernel("_softmax_backward_data", grad), dim, grad, output)(input_dtype)
-    return module.softmax_backward(grad, output, dim, input_dtype)
+    return module.softmax_backward(grad, output, dim, input_dtype).contiguous()
 
 
 def log_softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
     module = _softmax_module(output)
     if module is None:
         return _last(native_kernels.kernel("_log_softmax_backward_data", grad), dim, grad, output)(input_dtype)
-    return module.log_softmax_backward(grad, output, dim, input_dtype)
+    return module.log_softmax_backward(grad, output, dim, input_dtype).contiguous()
 
 
 def _writing_out(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -279,7 +280,7 @@ class Override:
     """One operator replaced: its functional form, and the names that its ``out=`` overload may have."""
 
     function: Callable[..., Tensor]
-    outs: tuple[str, ...] = ("out", "grad_input", "Tensor_Scalar_out", "Tensor_Tensor_out")
+    outs: tuple[str, ...] = ("out", "grad_input")
 
 
 OVERRIDES: dict[str, Override] = {

@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import torch
 
 from tests.npu.dispatch.device import LOG, on_raw
+from vllm_batch_invariant.ops.reduce import composed
 
 Tensor = torch.Tensor
 PACKAGE = "vllm_batch_invariant.ops"
@@ -63,7 +65,12 @@ FUNCTIONS: dict[str, dict[str, Callable[..., object]]] = {
         "softmax_backward": _softmax_backward,
         "log_softmax_backward": _log_softmax_backward,
     },
-    "reduce": {"sum": _reduction("sum"), "mean": _reduction("mean")},
+    "reduce": {
+        "sum": _reduction("sum"),
+        "mean": _reduction("mean"),
+        "sum_of": partial(composed.sum_of, _reduction("sum")),
+        "moments": partial(composed.moments, _reduction("sum"), _reduction("mean")),
+    },
 }
 
 

@@ -26,6 +26,7 @@ def positive(rows: int, length: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("name", [*UNARY, *BINARY])
 def test_an_element_has_the_same_bits_at_every_place(name: str, dtype: torch.dtype) -> None:
     x = positive(300, 777, dtype)
+    x = x / (1 + x) if name == "atanh" else x
     with batch_invariant_mode():
         whole = apply(name, x)
         for start, rows in STARTS_AND_ROWS:
