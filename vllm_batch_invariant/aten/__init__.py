@@ -117,14 +117,15 @@ def batch_invariant_mode() -> AbstractContextManager[None]:
 
     It is the whole process's: other threads compute in the mode, too, while the block runs.
 
-    Forward and backward, these have the same bits in every batch: matmuls and linear layers, softmax, layer and RMS
-    norms, sums and means, elementwise functions, and attention by ``scaled_dot_product_attention``, which is computed
-    by matmuls and softmax. Compiled functions run eagerly.
+    Forward and backward, these have the same bits in every batch of rows of one width: matmuls and linear layers,
+    softmax, norms, sums, products, variances and distances, losses without a reduction, elementwise functions, and
+    attention by ``scaled_dot_product_attention``, which is computed by matmuls and softmax; on a CPU also LSTM and GRU.
+    Compiled functions run eagerly. Padding and packing are the business of :mod:`vllm_batch_invariant.hf`.
 
-    Left out, and PyTorch's own without a word: convolutions, recurrent layers (LSTM, GRU), pooling, Fourier transforms,
-    decompositions (``torch.linalg.svd``, ``qr``, ``eigh``), ``torch.add`` with ``alpha``, fp64 softmax, and operators
-    of other libraries. docs/contract.md says on what each promise rests, and where it ends: with other numbers of
-    threads, machines and versions.
+    Left out, and PyTorch's own without a word: convolutions, a GPU's recurrent layers, Fourier transforms,
+    decompositions and solvers (``torch.linalg``), ``torch.add`` and ``torch.sub`` with ``alpha`` in bf16 and fp16, and
+    operators of other libraries. docs/contract.md lists every operator, and says on what each promise rests, and where
+    it ends: with other numbers of threads, machines and versions.
     """
     return set_batch_invariant_mode(True)
 

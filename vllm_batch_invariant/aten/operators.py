@@ -201,3 +201,17 @@ def rows(device_type: str = "cpu") -> dict[str, str]:
         elif name.startswith("_foreach_") and (row := found.get(name.removeprefix("_foreach_"))) is not None:
             found[name] = row
     return found | dict.fromkeys(covered(device_type), "covered")
+
+
+def table() -> str:
+    """The rows of a CPU that a user may ask for, in Markdown; docs/contract.md has it."""
+    replaced = sorted(covered("cpu"), key=lambda name: (name.lstrip("_"), name))
+    lines = ["| on a CPU | operators of PyTorch |", "|---|---|", f"| covered | {_listed(' '.join(replaced))} |"]
+    lines += [f"| PyTorch's, measured: {kind} | {_listed(names)} |" for kind, names in SAME.items()]
+    lines += [f"| PyTorch's own: {kind} | {_listed(names)} |" for kind, names in OWN.items()]
+    lines += [f"| they add up or count the batch itself | {_listed(BATCH)} |"]
+    return "\n".join(lines)
+
+
+def _listed(names: str) -> str:
+    return ", ".join(name for name in names.split() if not name.endswith("_backward"))

@@ -102,8 +102,12 @@ def lstm(x: Tensor, *arguments: object) -> tuple[Tensor, Tensor, Tensor]:
     """PyTorch's composition of linear layers and elementwise functions also where oneDNN has a kernel, whose matmuls
     follow the batch. A GPU has kernels of its own.
     """
-    with torch.backends.mkldnn.flags(enabled=False):
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
         return native_kernels.keep("lstm.input", "CPU")(x, *arguments)
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 def cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: int | None = None) -> Tensor:
