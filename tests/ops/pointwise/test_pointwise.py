@@ -32,7 +32,8 @@ def test_an_element_has_the_same_bits_at_every_place(name: str, dtype: torch.dty
         for start, rows in STARTS_AND_ROWS:
             part = apply(name, x[start : start + rows].contiguous())
             assert_same_bits(part, whole[start : start + rows], f"rows {start} to {start + rows}")
-    torch.testing.assert_close(whole, apply(name, x))
+    stock = apply(name, x.float()).to(dtype) if name == "special_i0e" else apply(name, x)  # whose tail is less exact
+    torch.testing.assert_close(whole, stock)
 
 
 @pytest.mark.parametrize(
