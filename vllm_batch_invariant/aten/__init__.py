@@ -123,9 +123,9 @@ def batch_invariant_mode() -> AbstractContextManager[None]:
     Compiled functions run eagerly. Padding and packing are the business of :mod:`vllm_batch_invariant.hf`.
 
     Left out, and PyTorch's own without a word: convolutions, a GPU's recurrent layers, Fourier transforms,
-    decompositions and solvers (``torch.linalg.svd``, ``solve``), ``torch.add`` and ``torch.sub`` with ``alpha`` in bf16 and fp16, and
-    operators of other libraries. docs/contract.md lists every operator, and says on what each promise rests, and where
-    it ends: with other numbers of threads, machines and versions.
+    decompositions and solvers (``torch.linalg.svd``, ``solve``), ``torch.add`` and ``torch.sub`` with
+    ``alpha`` in bf16 and fp16, and operators of other libraries. docs/contract.md lists every operator, and says on
+    what each promise rests, and where it ends: with other numbers of threads, machines and versions.
     """
     return set_batch_invariant_mode(True)
 
