@@ -2,13 +2,15 @@
 
 WRONG is a list of: listed (candidates of equal value change places with a concurrent request that lists 20), rank,
 text, finish, prompt (its logprobs differ with concurrent requests), settings (answers follow --max-num-seqs), breaks
-(at a prompt of 300 tokens and more), refuses (logit_bias), alone (nothing ever runs together).
+(at a prompt of 300 tokens and more), refuses (logit_bias), alone (nothing ever runs together), sleep, update, embeds,
+priority (answers follow an event of that kind, or how a concurrent request is sent).
 """
 
 import random
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_batch_invariant.verify.fuzz.schedule import EVENTS
 from vllm_batch_invariant.verify.fuzz.trial import INFO, RUN
 from vllm_batch_invariant.verify.harness.worker import EngineFailed
 
@@ -38,12 +40,16 @@ class FakeFuzzedEngine:
         }
         taken = [item for item in items if item["name"] not in refused]
         concurrent = [] if "alone" in self.wrong or len(taken) < 2 else [one["name"] for one in taken if one["target"]]
-        counts = dict.fromkeys(("chunked_steps", "graph_replays", "preemptions", "prefix_hits", "resets"), 1)
+        counts = dict.fromkeys(("chunked_steps", "graph_replays", "preemptions", "prefix_hits"), 1)
+        counts |= {kind: len(schedule[kind]) for kind in EVENTS}
         counts |= {"steps": 7, "aborts": sum(item["leaves"] is not None for item in taken), "in_company": concurrent}
-        answers = {item["name"]: self._answer(item, taken) for item in taken if item["target"]}
+        happens = {"sleep": schedule["sleeps"], "update": schedule["updates"]}
+        happens |= {how: [one for one in taken if one[how] and not one["target"]] for how in ("embeds", "priority")}
+        wrong = any(happens[name] for name in happens if name in self.wrong)
+        answers = {item["name"]: self._answer(item, taken, wrong) for item in taken if item["target"]}
         return {"answers": answers, "refused": refused, "counts": counts}
 
-    def _answer(self, item: dict[str, Any], items: list[dict[str, Any]]) -> dict[str, Any]:
+    def _answer(self, item: dict[str, Any], items: list[dict[str, Any]], wrong: bool) -> dict[str, Any]:
         params = item["params"]
         others = [other["params"].get("logprobs") or 0 for other in items if other is not item]
         said = sorted((name, str(value)) for name, value in params.items() if name != "output_kind")
@@ -52,6 +58,8 @@ class FakeFuzzedEngine:
         listed = [[[token, (-0.5).hex(), 1], [101, (-1.0).hex(), 2], [102, (-1.0).hex(), 3]] for token in tokens]
         if "settings" in self.wrong and "--max-num-seqs 1 " in " ".join(self.arguments):
             listed[0][0][1] = (-0.25).hex()
+        if wrong:
+            listed[0][0][1] = (-0.75).hex()
         if "listed" in self.wrong and any(number == 20 for number in others):
             listed[-1][1:] = [[102, (-1.0).hex(), 2], [101, (-1.0).hex(), 3]]
         if "rank" in self.wrong and others:

@@ -30,14 +30,29 @@ from vllm_batch_invariant.verify.fuzz.command import (
 )
 from vllm_batch_invariant.verify.fuzz.compare import difference
 from vllm_batch_invariant.verify.fuzz.finding import CONCURRENT, Finding, Row
-from vllm_batch_invariant.verify.fuzz.schedule import Item, Reset, Schedule, draw_schedule, draw_settings, draw_targets
+from vllm_batch_invariant.verify.fuzz.options import Place
+from vllm_batch_invariant.verify.fuzz.schedule import (
+    EVENTS,
+    Item,
+    Reset,
+    Schedule,
+    Sleep,
+    Update,
+    draw_schedule,
+    draw_settings,
+    draw_targets,
+)
 from vllm_batch_invariant.verify.fuzz.shrink import shrink
 from vllm_batch_invariant.verify.fuzz.trial import Trial
 from vllm_batch_invariant.verify.harness.engine import context_of
 from vllm_batch_invariant.verify.harness.worker import EngineFailed
 from vllm_batch_invariant.verify.outcome import NoTestError, Status
 
-SETTINGS = draw_settings(0, 1, "cpu", 1024)
+SETTINGS = replace(
+    draw_settings(0, 1, "cpu", 1024),
+    prefix_cache=True,
+    options={"embeds": "on", "policy": "priority", "sleep": "cache", "updates": "on"},
+)
 FOREVER = float("inf")
 GREEDY = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True, "logprobs": 5}
 
@@ -55,6 +70,8 @@ def test_an_engine_that_keeps_its_bits_has_no_difference() -> None:
     engine = trial()
     assert [engine.fuzz(schedule) for schedule in drawn(20, engine)] == [("", "")] * 20
     assert (engine.row.schedules, engine.row.differences, engine.row.steps) == (20, 0, 140)
+    assert engine.row.compared > 20
+    assert all(getattr(engine.row, kind) > 0 for kind in EVENTS)
     assert 0 < engine.row.in_company <= 20
     assert engine.row.aborts > 0
 
@@ -67,6 +84,10 @@ def test_an_engine_that_keeps_its_bits_has_no_difference() -> None:
         ("text", "text"),
         ("finish", "finish reason"),
         ("prompt", "prompt logprobs: values at the prompt's token"),
+        ("sleep", "logprobs: values"),
+        ("update", "logprobs: values"),
+        ("embeds", "logprobs: values"),
+        ("priority", "logprobs: values"),
     ],
 )
 def test_whatever_differs_with_concurrent_requests_is_found_and_named(wrong: str, said: str) -> None:
@@ -157,6 +178,26 @@ def test_a_reset_that_is_needed_stays_and_a_sample_never_loses_its_seed_alone() 
         assert target.params["temperature"] == 0 or "seed" in target.params
 
 
+@pytest.mark.parametrize("needed", [Sleep(3, 2), Update(5, "paused"), Reset(2, True)])
+def test_an_event_that_is_needed_stays_alone(needed: Any) -> None:
+    events = {
+        "resets": (Reset(2, True), Reset(9, False)),
+        "sleeps": (Sleep(1, 1), Sleep(3, 2)),
+        "updates": (Update(0, "others before"), Update(5, "paused")),
+    }
+    small = shrink(
+        Schedule((item("t0"), item("n0")), **events), "t0", lambda schedule: needed in schedule.events, FOREVER
+    )
+    assert small.events == [needed]
+    assert str(needed) in finding(*small.items, schedule=small).describe()
+
+
+def test_how_a_request_is_sent_is_made_plain_where_that_is_not_needed() -> None:
+    sent = [replace(item(name), embeds=True, priority=5) for name in ("t0", "n0")]
+    small = shrink(Schedule(tuple(sent)), "t0", lambda schedule: schedule.items[0].embeds, FOREVER)
+    assert [(one.embeds, one.priority) for one in small.items] == [(True, 0)]
+
+
 def test_making_small_ends_in_time_with_what_it_has() -> None:
     clock = iter(range(10**6))
     whole = Schedule((item("t0"), *(item(f"n{number}") for number in range(50))))
@@ -210,6 +251,14 @@ def test_a_run_without_a_difference_is_status_0_and_has_a_row_an_engine(engines,
     assert sorted(row["settings"] for row in rows[:3]) == sorted(row["settings"] for row in rows[3:])
     assert "seed 5: 12 schedules in 3 engines: no difference" in capsys.readouterr().out
     assert all("--max-model-len 700" in " ".join(engine.arguments) for engine in engines)
+
+
+def test_rows_are_not_appended_to_a_table_of_other_columns(engines, tmp_path: Path, capsys) -> None:
+    table = tmp_path / "rows.csv"
+    table.write_text("model,mode\n")
+    assert run(tmp_path, "--settings", "1", "--schedules", "1", "--csv", str(table)) == Status.NO_TEST
+    assert "has other columns" in capsys.readouterr().err
+    assert table.read_text() == "model,mode\n"
 
 
 def test_a_difference_is_status_1_and_a_file_that_runs_again(engines, tmp_path: Path, capsys) -> None:
@@ -314,7 +363,9 @@ def finding(*items: Item, **changed: Any) -> Finding:
 
 
 def test_a_finding_survives_its_file(tmp_path: Path) -> None:
-    one = finding(item("t0"), item("n0"), other_settings=SETTINGS, got={"a": [1]})
+    events = {"resets": (Reset(2, True),), "sleeps": (Sleep(3, 2),), "updates": (Update(0, "others before"),)}
+    whole = Schedule((item("t0"), replace(item("n0"), embeds=True, priority=5)), **events)
+    one = finding(schedule=whole, other_settings=SETTINGS, got={"a": [1]})
     one.write(tmp_path / "f.json")
     assert Finding.read(tmp_path / "f.json") == one
     assert json.loads((tmp_path / "f.json").read_text())["format"]
@@ -330,6 +381,8 @@ def test_a_bisection_gets_the_requests_of_a_finding() -> None:
     assert "--enable-prefix-caching" not in " ".join(one.bisect_arguments(Path("f.json")))
     assert not finding(item("n0", at=0), item("t0", at=2)).for_bisect
     assert not finding(item("n0", at=0, seed=1, temperature=1.0), item("t0", at=0)).for_bisect
+    assert not finding(replace(item("n0", at=0), embeds=True), item("t0", at=0)).for_bisect
+    assert not replace(one, schedule=replace(one.schedule, sleeps=(Sleep(1, 1),))).for_bisect
     with pytest.raises(NoTestError, match="no target"):
         _case_of(finding(item("n0")), 5)
 
@@ -384,6 +437,15 @@ def test_two_stages_are_drawn_for_a_model_of_several_layers(tmp_path: Path) -> N
         assert not has_stages(str(tmp_path), (chosen, "x"))
     config.write_text('{"num_hidden_layers": 1}')
     assert not has_stages(str(tmp_path), ())
+
+
+def test_options_are_drawn_where_a_model_has_what_they_need(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert fuzz_command.place_of(str(tmp_path), (), "cpu") == Place("cpu", has_tokenizer=False)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert fuzz_command.place_of(str(tmp_path), (), "cpu") == Place("cpu")
+    assert not fuzz_command.place_of(str(tmp_path), ("--skip-tokenizer-init",), "cpu").has_tokenizer
+    assert not fuzz_command.place_of(str(tmp_path), ("--load-format", "dummy"), "cpu").reloads
 
 
 def test_the_mode_of_a_row_is_the_flags(engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

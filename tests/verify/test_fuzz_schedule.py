@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 
 from vllm_batch_invariant.envs import TP_TREE
+from vllm_batch_invariant.integration import coverage
+from vllm_batch_invariant.verify.fuzz.options import NONE, OPTIONS, Place
 from vllm_batch_invariant.verify.fuzz.schedule import (
     DRAFTS,
     TEXT_ONLY,
+    UPDATES,
     Schedule,
     alone,
     as_item,
@@ -19,7 +22,9 @@ from vllm_batch_invariant.verify.fuzz.schedule import (
 )
 from vllm_batch_invariant.verify.harness.engine import sampling_params
 from vllm_batch_invariant.verify.harness.requests import (
-    KINDS,
+    BUDGET,
+    BUDGETS,
+    EVERY_KIND,
     LISTED,
     MOST_LISTED,
     OUTPUT_KINDS,
@@ -29,18 +34,20 @@ from vllm_batch_invariant.verify.harness.requests import (
     over_http,
 )
 
-ACCEPTS = Accepts(range(16, 4000), 4096, -1, KINDS)
+BEGINS, ENDS = (4000,), (4001, 4002, 4003)
+ACCEPTS = Accepts(range(16, 4000), 4096, -1, EVERY_KIND, (BEGINS, ENDS))
 CONTEXT = 1024
-TARGETS = dict(enumerate(draw_targets(3, 40, ACCEPTS, CONTEXT)))
-SETTINGS = [draw_settings(3, number, "cuda", CONTEXT) for number in range(12)]
+TARGETS = dict(enumerate(draw_targets(3, 42, ACCEPTS, CONTEXT)))
+GPU = Place("cuda")
+SETTINGS = [draw_settings(3, number, "cuda", CONTEXT, place=GPU) for number in range(12)]
 SCHEDULES = [draw_schedule(f"3 0 {number}", SETTINGS[number % 12], TARGETS, ACCEPTS) for number in range(120)]
 ITEMS = [item for schedule in SCHEDULES for item in schedule.items]
 
 
 def test_a_seed_draws_the_same_and_another_seed_does_not() -> None:
-    assert dict(enumerate(draw_targets(3, 40, ACCEPTS, CONTEXT))) == TARGETS
+    assert dict(enumerate(draw_targets(3, 42, ACCEPTS, CONTEXT))) == TARGETS
     assert draw_targets(4, 40, ACCEPTS, CONTEXT) != list(TARGETS.values())
-    assert [draw_settings(3, number, "cuda", CONTEXT) for number in range(12)] == SETTINGS
+    assert [draw_settings(3, number, "cuda", CONTEXT, place=GPU) for number in range(12)] == SETTINGS
     assert draw_schedule("3 0 0", SETTINGS[0], TARGETS, ACCEPTS) == SCHEDULES[0]
     assert draw_schedule("3 0 x", SETTINGS[0], TARGETS, ACCEPTS) != SCHEDULES[0]
 
@@ -51,7 +58,7 @@ def test_what_is_drawn_survives_json() -> None:
 
 
 def test_targets_are_of_every_kind_and_give_the_same_tokens_again() -> None:
-    assert {target.kind for target in TARGETS.values()} == set(KINDS)
+    assert {target.kind for target in TARGETS.values()} == set(EVERY_KIND)
     for target in TARGETS.values():
         assert target.params["temperature"] == 0 or target.params["seed"] is not None
     assert {target.params["logprobs"] for target in TARGETS.values()} >= set(LISTED)
@@ -77,6 +84,66 @@ def test_concurrent_requests_differ_in_parameters_as_much_as_in_lengths() -> Non
     assert seen >= {"n", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "stop", "structured_outputs"}
     assert seen >= {"prompt_logprobs", "top_k", "top_p", "min_p", "presence_penalty", "stop_token_ids"}
     assert all(len(item.prompt) + item.params["max_tokens"] <= CONTEXT for item in concurrent)
+
+
+def test_thoughts_have_every_budget_and_begin_in_the_prompt_or_not() -> None:
+    requests = [item for item in ITEMS if BUDGET in item.params] + [
+        target for target in draw_targets(5, 200, ACCEPTS, CONTEXT) if target.kind == BUDGET
+    ]
+    assert {request.params[BUDGET] for request in requests} == set(BUDGETS)
+    assert {bool(set(BEGINS) & set(request.prompt)) for request in requests} == {False, True}
+    for request in requests:  # what may be spoken has what begins and ends a thought
+        spoken = request.params.get("allowed_token_ids")
+        assert spoken is None or {*BEGINS, *ENDS} <= set(spoken)
+    assert {"allowed_token_ids" in request.params for request in requests} == {False, True}
+
+
+def test_every_value_of_every_option_is_drawn_where_an_engine_has_it() -> None:
+    pytest.importorskip("vllm")
+    for device in ("cpu", "cuda"):
+        drawn = [draw_settings(0, number, device, CONTEXT, place=Place(device)) for number in range(48)]
+        for option in OPTIONS:
+            if option.where is None or option.where(Place(device)):
+                assert {one.options.get(option.name, NONE) for one in drawn} >= set(option.values), option.name
+        assert all(f"{name}={value}" in one.label for one in drawn for name, value in one.options.items())
+        assert not any("reasoning" in one.options or "embeds" in one.options for one in drawn if one.drafts)
+        bare = [draw_settings(0, number, device, CONTEXT, place=Place(device, False, False)) for number in range(12)]
+        assert not any({"reasoning", "grammar", "updates"} & one.options.keys() for one in bare)
+    assert not any(draw_settings(0, number, "cuda", CONTEXT).options for number in range(12))
+
+
+def test_engines_sleep_on_several_gpus_only_where_the_mode_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+
+    def sleeps_shared() -> bool:
+        shares = {"divisible": True, "has_leaves": True, "gpus": 2, "place": GPU}
+        drawn = [draw_settings(0, number, "cuda", CONTEXT, **shares) for number in range(60)]
+        assert any("sleep" in one.options for one in drawn)
+        return any("sleep" in one.options for one in drawn if one.workers * one.tree > 1)
+
+    together = [feature.name for feature in coverage.REFUSED if "Several GPUs" in feature.name]
+    assert sleeps_shared() == (not any("sleep" in name for name in together))
+    monkeypatch.setattr(coverage, "REFUSED", ())
+    assert sleeps_shared()
+
+
+def test_events_and_ways_to_send_a_request_are_drawn_with_their_options_alone() -> None:
+    seen = {"sleeps": set(), "updates": set(), "embeds": set(), "policy": set()}
+    for number, schedule in enumerate(SCHEDULES):
+        options = SETTINGS[number % 12].options
+        happens = {"sleeps": schedule.sleeps, "updates": schedule.updates}
+        happens |= {"embeds": any(item.embeds for item in schedule.items)}
+        happens |= {"policy": any(item.priority for item in schedule.items)}
+        for name, happened in happens.items():
+            seen[name].add(bool(happened))
+            assert not happened or name.removesuffix("s") in options or name in options
+        for item in schedule.items:
+            assert not (item.embeds and "prompt_logprobs" in item.params)
+    assert all(both == {False, True} for both in seen.values()), seen
+    assert {sleep.level for schedule in SCHEDULES for sleep in schedule.sleeps} == {1, 2}
+    updates = [update for schedule in SCHEDULES for update in schedule.updates]
+    assert {update.how for update in updates} == set(UPDATES)
+    assert {update.at for update in updates if update.how == "others before"} == {0}
 
 
 def test_schedules_fill_an_engine_exactly_and_reset_its_cache_while_requests_run() -> None:
@@ -167,6 +234,12 @@ def test_arguments_are_what_vllm_takes() -> None:
         assert parsed.max_num_batched_tokens >= settings.requests
         assert parsed.async_scheduling == (None if settings.drafts else settings.asynchronous)
         assert parsed.tensor_parallel_size == settings.workers
+        assert parsed.scheduling_policy == settings.options.get("policy", "fcfs")
+        assert parsed.enable_prompt_embeds == ("embeds" in settings.options)
+        assert parsed.enable_sleep_mode == ("sleep" in settings.options)
+        backend = EngineArgs.from_cli_args(parsed).structured_outputs_config.backend
+        assert backend == settings.options.get("grammar", "auto")
+        assert bool(parsed.reasoning_config) == ("reasoning" in settings.options)
         assert parsed.pipeline_parallel_size == settings.stages
         assert parsed.enable_prefix_caching == settings.prefix_cache
         assert parsed.num_gpu_blocks_override is None or parsed.num_gpu_blocks_override * settings.page > CONTEXT
@@ -192,10 +265,12 @@ def test_alone_is_the_same_request_in_one_piece() -> None:
     assert (one.at, one.leaves, one.target) == (0, None, True)
     assert one.params == {name: value for name, value in streamed.params.items() if name != "output_kind"}
     assert alone(item).items == (item,)
+    [sent] = alone(replace(item, embeds=True, priority=5)).items
+    assert (sent.embeds, sent.priority) == (True, 0)
 
 
 def test_a_whole_vocabulary_is_listed_only_where_that_is_not_too_much() -> None:
-    large = Accepts(range(16, 4000), 151_936, -1, KINDS)
+    large = Accepts(range(16, 4000), 151_936, -1, EVERY_KIND)
     chance = random.Random(0)
     for _ in range(200):
         params = draw_concurrent(chance, large, 8, 20)

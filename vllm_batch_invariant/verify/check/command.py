@@ -24,7 +24,7 @@ from ..arguments import (
     choose_mode,
     not_negative,
 )
-from ..harness.requests import KINDS
+from ..harness.requests import EVERY_KIND
 from ..outcome import NoTestError, Status
 from ..printing import complain, consoles, one_line, waiting
 from ..report.files import why_not_writable, write
@@ -77,9 +77,9 @@ def add_arguments(parser: OneLineParser) -> None:
         "--without",
         action="append",
         default=[],
-        choices=KINDS,
+        choices=EVERY_KIND,
         metavar="KIND",
-        help=f"leave out a kind of requests: {', '.join(KINDS)}; may be repeated",
+        help=f"leave out a kind of requests: {', '.join(EVERY_KIND)}; may be repeated",
     )
     fuzz.add_argument("--csv", type=Path, metavar="FILE", help="also append a row per engine to this file")
     fuzz.add_argument("--found", type=Path, default=Path("."), metavar="FOLDER", help="folder for files of differences")

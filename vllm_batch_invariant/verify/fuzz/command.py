@@ -26,6 +26,7 @@ from ..outcome import Status
 from ..printing import consoles, printable, waiting
 from .compare import difference
 from .finding import BROKE, CONCURRENT, SETTINGS, Finding, Row, append_rows
+from .options import Place
 from .report import print_fuzz
 from .schedule import (
     CONTEXTS,
@@ -44,7 +45,7 @@ from .trial import Trial
 if TYPE_CHECKING:
     from rich.console import Console
 
-TARGETS = 40
+TARGETS = 42
 """Number of target requests: two or more of every kind."""
 BISECT_SECONDS = 600
 LEAST_SCHEDULES = 5
@@ -105,6 +106,7 @@ class Fuzzer:
             "has_segments": has_segments(plan.model),
             "gpus": _gpus(),
             "drafters": drafters_of(plan.model, plan.serve_args),
+            "place": place_of(plan.model, plan.serve_args, self._device),
         }
         self._context = min(CONTEXTS[self._device], plan.context or CONTEXTS[self._device])
         self._began = time.monotonic()
@@ -174,7 +176,8 @@ class Fuzzer:
                     answer = trial.take(target)
                     if answer is not None:
                         targets[place] = target
-                        self._compare_engines(trial, settings, place, running, answer, number)
+                        of = f"{trial.runner} {settings.decides(target.kind)}"
+                        self._compare_engines(trial, settings, (of, place), running, answer, number)
                 until = time.monotonic() + took
                 while row.schedules < (plan.schedules or LEAST_SCHEDULES) or (
                     plan.schedules is None and time.monotonic() < until
@@ -201,11 +204,21 @@ class Fuzzer:
             row.seconds = round(time.monotonic() - began, 1)
 
     def _compare_engines(
-        self, trial: Trial, settings: Settings, place: int, schedule: Schedule, answer: dict[str, Any], number: int
+        self,
+        trial: Trial,
+        settings: Settings,
+        asked: tuple[str, int],
+        schedule: Schedule,
+        answer: dict[str, Any],
+        number: int,
     ) -> None:
-        """Compare a request alone with the same request in the other engines that have the same model runner."""
+        """Compare a request alone with the same request in the other engines of which nothing decides other bits.
+
+        Args:
+            asked: what decides them, and the number of the target.
+        """
         with self._lock:
-            other, expected = self._alone.setdefault((trial.runner, place), (settings, answer))
+            other, expected = self._alone.setdefault(asked, (settings, answer))
         where = difference(expected, answer)
         if where:
             trial.row.differences += 1
@@ -297,6 +310,17 @@ def is_divisible(model: str, serve_args: Sequence[str]) -> bool:
     heads = model_config(model).get("num_attention_heads")
     chosen = any(argument.startswith("--tensor-parallel-size") for argument in serve_args)
     return bool(heads) and heads % 2 == 0 and (os.cpu_count() or 1) >= 2 and not chosen
+
+
+def place_of(model: str, serve_args: Sequence[str], device: str) -> Place:
+    """What options depend on, of a model and the arguments."""
+    folder = Path(model).expanduser()
+    tokenizer = not folder.is_dir() or any(folder.glob("tokenizer*")) or any(folder.glob("*.tiktoken"))
+    return Place(
+        device,
+        has_tokenizer=tokenizer and "--skip-tokenizer-init" not in serve_args,
+        reloads=not any(argument.startswith("--load-format") for argument in serve_args),
+    )
 
 
 def drafters_of(model: str, serve_args: Sequence[str]) -> tuple[str, ...]:

@@ -6,8 +6,9 @@ The functions are called in the engine's process by ``Engine.call``; arguments a
 import hashlib
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from ...envs import is_exact
 from ...integration.tensor_tree import leaves
 from ..harness.engine import sampling_params
-from ..harness.requests import KINDS, NOT_BESIDE_DRAFTS, OF_TEXT
+from ..harness.requests import BUDGET, EVERY_KIND, NOT_BESIDE_DRAFTS, OF_TEXT
 from ..harness.worker_main import bits, preemptions
 from ..printing import one_line
 from .compare import DIGEST
@@ -26,6 +27,10 @@ MOST_STEPS = 20_000
 """Engine steps after which a schedule is given up; none needs as many."""
 _PAUSE = 0.002
 """Seconds."""
+_STALE = 4
+"""Prompts that other weights read before an update."""
+_FACTOR = 0.75
+"""Of other weights."""
 _graphs_replayed = 0
 
 
@@ -34,7 +39,10 @@ def info(llm: Any) -> dict[str, Any]:
     config = llm.llm_engine.vllm_config
     left_out = {}
     if config.model_config.skip_tokenizer_init:
-        left_out = dict.fromkeys((kind for kind in KINDS if kind in OF_TEXT), "the engine has no tokenizer")
+        left_out = dict.fromkeys((kind for kind in EVERY_KIND if kind in OF_TEXT), "the engine has no tokenizer")
+    thought = _thought(getattr(config, "reasoning_config", None))
+    if not thought[0]:
+        left_out[BUDGET] = "the engine was started without a reasoning configuration"
     if config.speculative_config is not None:
         left_out |= dict.fromkeys(NOT_BESIDE_DRAFTS, "vLLM does not take it beside speculative decoding")
     second = bool(getattr(config, "use_v2_model_runner", False)) and torch.cuda.is_available()
@@ -46,7 +54,12 @@ def info(llm: Any) -> dict[str, Any]:
         of += f" in {stages} stages"
     if is_exact():  # where nothing of these decides bits
         of = " in exact arithmetic"
-    return {"left_out": left_out, "runner": f"v{1 + second}{of}"}
+    return {"left_out": left_out, "runner": f"v{1 + second}{of}", "thought": thought}
+
+
+def _thought(reasoning: Any) -> list[list[int]]:
+    """The tokens that begin a thought and those that end it."""
+    return [list(getattr(reasoning, f"reasoning_{end}_token_ids", None) or ()) for end in ("start", "end")]
 
 
 def run_schedule(llm: Any, schedule: dict[str, Any]) -> dict[str, Any]:
@@ -61,24 +74,26 @@ def run_schedule(llm: Any, schedule: dict[str, Any]) -> dict[str, Any]:
         raise RuntimeError("vLLM did not reset its prefix cache although no request runs")
     items = {item["name"]: item for item in schedule["items"]}
     arrivals = sorted(schedule["items"], key=lambda item: item["at"])
-    resets = sorted(schedule["resets"], key=lambda reset: reset["at"])
+    events = {name: sorted(schedule.get(name, ()), key=lambda event: event["at"]) for name in _EVENTS}
+    prompts = _prompts(llm, arrivals)
     answers: dict[str, dict[str, Any]] = {}
     refused: dict[str, str] = {}
     there: set[str] = set()
-    counts = {"aborts": 0, "resets": 0, "prefix_hits": 0}
+    counts = {"aborts": 0, "prefix_hits": 0} | dict.fromkeys(events, 0)
     before, graphs = preemptions(llm), _graphs_replayed
     with _watched(engine, {name for name, item in items.items() if item["target"]}) as watch:
         step = 0
         while arrivals or there:
             if not there and arrivals:  # the engine is idle until the next request
                 step = max(step, arrivals[0]["at"])
-            while resets and resets[0]["at"] <= step:
-                counts["resets"] += bool(llm.reset_prefix_cache(reset_running_requests=resets.pop(0)["running"]))
+            for kind, happen in _EVENTS.items():
+                while events[kind] and events[kind][0]["at"] <= step:
+                    counts[kind] += happen(llm, events[kind].pop(0), arrivals)
             while arrivals and arrivals[0]["at"] <= step:
                 item = arrivals.pop(0)
                 try:
-                    prompt = {"prompt_token_ids": list(item["prompt"])}
-                    engine.add_request(item["name"], prompt, sampling_params(item["params"]))
+                    params, prompt = sampling_params(item["params"]), prompts[item["name"]]
+                    engine.add_request(item["name"], prompt, params, priority=item.get("priority", 0))
                     there.add(item["name"])
                 except Exception as error:  # vLLM refuses a request by any exception
                     refused[item["name"]] = one_line(error)
@@ -105,6 +120,70 @@ def run_schedule(llm: Any, schedule: dict[str, Any]) -> dict[str, Any]:
         "refused": refused,
         "counts": counts,
     }
+
+
+def _prompts(llm: Any, items: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The prompt of each item, by name: its tokens, or their embeddings, which the model's own layer gives."""
+    embedded = [item for item in items if item.get("embeds")]
+    prompts: dict[str, dict[str, Any]] = {item["name"]: {"prompt_token_ids": list(item["prompt"])} for item in items}
+    if embedded:
+        tokens = [token for item in embedded for token in item["prompt"]]
+        found = llm.apply_model(partial(_embed, tokens))[0]
+        parts = found.split([len(item["prompt"]) for item in embedded])
+        prompts |= {item["name"]: {"prompt_embeds": part} for item, part in zip(embedded, parts, strict=True)}
+    return prompts
+
+
+def _embed(tokens: list[int], model: Any) -> torch.Tensor:
+    """[tokens, hidden] on the CPU; runs in the engine's workers, which may each have a part of the layer."""
+    device = next(model.parameters()).device
+    with torch.inference_mode():
+        return model.embed_input_ids(torch.tensor(tokens, device=device)).cpu()
+
+
+def _reset(llm: Any, event: dict[str, Any], waiting: list[dict[str, Any]]) -> bool:  # noqa: ARG001 - of every event
+    return bool(llm.reset_prefix_cache(reset_running_requests=event["running"]))
+
+
+def _sleep(llm: Any, event: dict[str, Any], waiting: list[dict[str, Any]]) -> bool:  # noqa: ARG001 - of every event
+    llm.sleep(event["level"], mode="keep")
+    if event["level"] > 1:
+        llm.wake_up(tags=["weights"])
+        llm.collective_rpc("reload_weights")
+        llm.wake_up(tags=["kv_cache"])
+    else:
+        llm.wake_up()
+    return True
+
+
+def _update(llm: Any, event: dict[str, Any], waiting: list[dict[str, Any]]) -> bool:
+    if event["how"] == "paused":
+        llm.sleep(0, mode="keep")
+    elif event["how"] == "others before":
+        llm.collective_rpc(_change_weights)
+        for number, item in enumerate(waiting[:_STALE]):  # their keys must not serve later
+            params = sampling_params({"temperature": 0.0, "max_tokens": 1, "ignore_eos": True})
+            llm.llm_engine.add_request(f"stale{number}", {"prompt_token_ids": list(item["prompt"])}, params)
+        _drain(llm.llm_engine)
+    llm.collective_rpc("reload_weights")
+    if event["how"] == "paused":
+        llm.wake_up(tags=["scheduling"])
+    return True
+
+
+def _change_weights(worker: Any) -> None:
+    """Have the model answer otherwise; runs in the engine's workers."""
+    with torch.no_grad():
+        for weight in worker.model_runner.get_model().parameters():
+            weight.mul_(_FACTOR)
+
+
+_EVENTS: dict[str, Callable[[Any, dict[str, Any], list[dict[str, Any]]], bool]] = {
+    "resets": _reset,
+    "sleeps": _sleep,
+    "updates": _update,
+}
+"""What happens at an event, by the attribute of a schedule; each returns whether it happened."""
 
 
 def _drain(engine: Any) -> None:

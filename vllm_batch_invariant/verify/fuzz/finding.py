@@ -39,6 +39,11 @@ class Row:
     """Targets with tokens found in the prefix cache."""
     aborts: int = 0
     resets: int = 0
+    sleeps: int = 0
+    updates: int = 0
+    """Of weights."""
+    compared: int = 0
+    """Answers in schedules that were compared with those alone."""
     differences: int = 0
     """Schedules in which an answer differs, and targets whose answer alone differs from another engine's."""
     broke: int = 0
@@ -60,9 +65,12 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
         NoTestError: it cannot be written.
     """
     try:
+        names = [column.name for column in fields(Row)]
         new = not path.exists() or not path.stat().st_size
+        if not new and path.open().readline().rstrip("\n").split(",") != names:
+            raise NoTestError(f"{path} has other columns than {','.join(names)}: name another file")
         with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, [column.name for column in fields(Row)], lineterminator="\n")
+            writer = csv.DictWriter(file, names, lineterminator="\n")
             if new:
                 writer.writeheader()
             writer.writerows(asdict(row) for row in rows)
@@ -142,16 +150,15 @@ class Finding:
             raise NoTestError(f"{path} is no finding of a fuzzer: {type(error).__name__}: {error}") from error
 
     def describe(self) -> list[str]:
-        """The requests and resets, a line each."""
+        """The requests and events, a line each."""
         lines = []
         for item in self.schedule.items:
             leaves = "" if item.leaves is None else f", aborted at step {item.leaves}"
             mark = "the target " if item.name == self.target else ""
             asks = in_words(item.params)
-            lines.append(f"{mark}{item.name} at step {item.at}{leaves}: {len(item.prompt)} tokens, {asks}")
-        for reset in self.schedule.resets:
-            lines.append(f"reset of the prefix cache at step {reset.at}{', of all that runs' * reset.running}")
-        return lines
+            how = f"{' as embeddings' * item.embeds}, {f'priority {item.priority}, ' * bool(item.priority)}{asks}"
+            lines.append(f"{mark}{item.name} at step {item.at}{leaves}: {len(item.prompt)} tokens{how}")
+        return [*lines, *map(str, self.schedule.events)]
 
     @property
     def for_bisect(self) -> bool:
@@ -159,11 +166,13 @@ class Finding:
         greedy = all(
             item.at == 0
             and item.leaves is None
+            and not item.embeds
+            and not item.priority
             and not item.params.get("temperature")
             and not item.params.keys() - _ALONE_SAYS - {"temperature"}
             for item in self.schedule.items
         )
-        return self.kind == CONCURRENT and len(self.schedule.items) > 1 and greedy and not self.schedule.resets
+        return self.kind == CONCURRENT and len(self.schedule.items) > 1 and greedy and not self.schedule.events
 
     def bisect_arguments(self, path: Path) -> list[str]:
         """The command line of ``bisect`` for the requests of the file."""

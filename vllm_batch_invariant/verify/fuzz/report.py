@@ -59,4 +59,6 @@ def _figures(row: Row) -> str:
     figures = [f"{row.schedules} schedules, {row.in_company} of them with concurrent requests"]
     figures += [f"{row.steps} steps ({row.chunked_steps} with a prompt cut, {row.graph_replays} graph replays)"]
     figures += [f"{row.preemptions} preemptions", f"{row.prefix_hits} prefix hits", f"{row.aborts} aborts"]
-    return f"{', '.join([*figures, f'{row.resets} resets'])}: {row.differences} differ{', and it broke' * row.broke}"
+    figures += [f"{row.resets} resets", f"{row.sleeps} sleeps", f"{row.updates} updates of weights"]
+    done = f"{row.compared} answers compared, {row.differences} differ{', and it broke' * row.broke}"
+    return f"{', '.join(figures)}: {done}"

@@ -7,11 +7,12 @@ import json
 import os
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...envs import ARITHMETIC, ATTENTION, TP_TREE, is_exact
-from ..harness.requests import KINDS, NGRAMS, OUTPUT_KINDS, Accepts, draw, draw_concurrent
+from ..harness.requests import BUDGET, EVERY_KIND, NGRAMS, OUTPUT_KINDS, Accepts, draw, draw_concurrent
+from .options import NONE, OPTIONS, Place
 
 BORDERS = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 """Prompt lengths around pages, small chunks and splits of attention."""
@@ -49,6 +50,7 @@ class Settings:
         tree: VLLM_BATCH_INVARIANT_TP_TREE; the parts of the cores are those of so many workers.
         stages: --pipeline-parallel-size, with as many equal parts of a CPU's cores.
         exact: exact arithmetic.
+        options: the values of ``OPTIONS`` by name, without those that are ``NONE``.
     """
 
     requests: int
@@ -67,6 +69,7 @@ class Settings:
     stages: int = 1
     exact: bool = False
     drafter: str = "ngram"
+    options: Mapping[str, str] = field(default_factory=dict)
 
     def arguments(self, model: str) -> list[str]:
         """For ``vllm serve MODEL``."""
@@ -87,6 +90,8 @@ class Settings:
             by_itself = {"method": "draft_model", "model": model}
             drafter = by_itself if self.drafter == "itself" else NGRAMS | {"method": self.drafter}
             made += ["--speculative-config", json.dumps(drafter | {"num_speculative_tokens": self.drafts})]
+        for option in OPTIONS:
+            made += option.arguments.get(self.options.get(option.name, NONE), ())
         # one page is vLLM's own
         return made + (
             ["--num-gpu-blocks-override", str(-(-self.context // self.page) + 2)] if self.small_cache else []
@@ -108,6 +113,10 @@ class Settings:
             made[ARITHMETIC.name] = "exact"
         return made
 
+    def decides(self, kind: str) -> str:
+        """What of the options decides the tokens of a kind of requests."""
+        return " ".join(self.options.get(option.name, NONE) for option in OPTIONS if kind in option.decides)
+
     @property
     def label(self) -> str:
         """The settings in a few words, for tables."""
@@ -122,6 +131,7 @@ class Settings:
         words += [f"tree={self.tree}"] if self.tree > 1 else []
         words += [f"stages={self.stages}"] if self.stages > 1 else []
         words += ["exact"] if self.exact else []
+        words += [f"{name}={value}" for name, value in self.options.items()]
         runner = self.environment.get("VLLM_USE_V2_MODEL_RUNNER", "")
         return " ".join([*words, {"": "", "0": "runner=v1", "1": "runner=v2"}[runner]]).rstrip()
 
@@ -139,6 +149,7 @@ def draw_settings(
     has_segments: bool = False,
     gpus: int = 0,
     drafters: Sequence[str] = ("ngram",),
+    place: Place | None = None,
 ) -> Settings:
     """Settings ``number`` of a run. Consecutive numbers soon have every value of every option.
 
@@ -153,6 +164,7 @@ def draw_settings(
         has_segments: and two workers can share its segments.
         gpus: on which a vLLM may be started that shares a model among them; one is enough for a tree.
         drafters: those that the model and vLLM have.
+        place: where options are drawn; none are without it.
     """
     gpu = device == "cuda"
 
@@ -175,7 +187,7 @@ def draw_settings(
     )
     shareable = tree == 1 and (workers == 1 or has_segments)
     exact = is_exact() or (defined and not gpu and shareable and take("arithmetic", (True, False)))
-    return Settings(
+    settings = Settings(
         requests=take("requests", (1, 2, 5, 64, many)),
         step_tokens=take("step", (64, 300, 2048, 8192)),
         page=take("page", PAGES[device]),
@@ -193,6 +205,13 @@ def draw_settings(
         stages=2 if staged else 1,
         exact=exact,
     )
+    here = [option for option in OPTIONS if place and (option.where is None or option.where(place))]
+    drawn = {
+        option.name: take(option.name, option.values)
+        for option in here
+        if option.beside is None or option.beside(settings)
+    }
+    return replace(settings, options={name: value for name, value in drawn.items() if value != NONE})
 
 
 @dataclass(frozen=True)
@@ -215,6 +234,8 @@ class Item:
         params: of vLLM's ``SamplingParams``, as plain data.
         target: whether its answer is compared with the answer to the request alone.
         leaves: the engine step before which it is aborted; None if it is not.
+        embeds: the prompt is sent as the embeddings of its tokens.
+        priority: where the engine schedules by it, the lowest number first.
     """
 
     name: str
@@ -223,6 +244,8 @@ class Item:
     params: Mapping[str, Any]
     target: bool = False
     leaves: int | None = None
+    embeds: bool = False
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -232,29 +255,76 @@ class Reset:
     at: int
     running: bool
 
+    def __str__(self) -> str:
+        return f"reset of the prefix cache at step {self.at}{', of all that runs' * self.running}"
+
+
+@dataclass(frozen=True)
+class Sleep:
+    """The engine sleeps before an engine step and wakes up; requests that run go on afterwards.
+
+    Attributes:
+        level: 1 keeps the weights; 2 lets them go, and they are read again.
+    """
+
+    at: int
+    level: int
+
+    def __str__(self) -> str:
+        return f"sleep of level {self.level} at step {self.at}"
+
+
+UPDATES = ("running", "paused", "others before")
+"""The same weights are read again while requests run, or while the engine is paused; or before the first request the
+engine has other weights, answers the same prompts with them, and gets its own again.
+"""
+
+
+@dataclass(frozen=True)
+class Update:
+    """Weights are replaced before an engine step, in one of the ways of ``UPDATES``."""
+
+    at: int
+    how: str
+
+    def __str__(self) -> str:
+        return f"update of the weights at step {self.at}, {self.how}"
+
+
+EVENTS: dict[str, type] = {"resets": Reset, "sleeps": Sleep, "updates": Update}
+"""What happens to an engine beside requests, by the attribute of a schedule that lists it."""
+
 
 @dataclass(frozen=True)
 class Schedule:
-    """Requests and resets by the engine steps before which they come. The prefix cache is empty at the start."""
+    """Requests and events by the engine steps before which they come. The prefix cache is empty at the start."""
 
     items: tuple[Item, ...]
     resets: tuple[Reset, ...] = ()
+    sleeps: tuple[Sleep, ...] = ()
+    updates: tuple[Update, ...] = ()
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "Schedule":
         """The inverse of :meth:`plain`, also through JSON."""
         items = [Item(**item | {"prompt": tuple(item["prompt"])}) for item in plain["items"]]
-        return cls(tuple(items), tuple(Reset(**reset) for reset in plain["resets"]))
+        events = {name: tuple(kind(**one) for one in plain.get(name, ())) for name, kind in EVENTS.items()}
+        return cls(tuple(items), **events)
 
     def plain(self) -> dict[str, Any]:
         """The schedule as plain data."""
-        return {"items": [asdict(item) for item in self.items], "resets": [asdict(reset) for reset in self.resets]}
+        return {name: [asdict(one) for one in getattr(self, name)] for name in ("items", *EVENTS)}
+
+    @property
+    def events(self) -> list[Any]:
+        """Resets, sleeps and updates."""
+        return [event for name in EVENTS for event in getattr(self, name)]
 
 
 def alone(item: Item) -> Schedule:
     """The request of an item alone, with its answer in one piece."""
     params = {name: value for name, value in item.params.items() if name != "output_kind"}
-    return Schedule((replace(item, at=0, target=True, leaves=None, params=params),))
+    return Schedule((replace(item, at=0, target=True, leaves=None, priority=0, params=params),))
 
 
 def as_item(target: Target, name: str) -> Item:
@@ -267,7 +337,7 @@ def draw_targets(seed: int, count: int, accepts: Accepts, context: int) -> list[
     chance = random.Random(f"{seed} targets")
     kinds: list[str] = []
     while len(kinds) < count:
-        kinds += chance.sample(KINDS, len(KINDS))
+        kinds += chance.sample(EVERY_KIND, len(EVERY_KIND))
     shared = [_tokens(chance, accepts, context) for _ in range(2)]
     targets = []
     for number, kind in enumerate(kinds[:count]):
@@ -279,6 +349,8 @@ def draw_targets(seed: int, count: int, accepts: Accepts, context: int) -> list[
         if chance.random() < 0.5:
             prompt = chance.choice(shared)[: length - min(length, chance.choice((0, 1, 5)))] + prompt
         prompt = prompt[:length]
+        if kind == BUDGET:
+            prompt = _thinking(chance, accepts, prompt)
         params = draw(chance, accepts, kind, max_tokens, length, (0, 1, 5, 5, 5, 20, -1, None))
         targets.append(Target(kind, prompt, params))
     return targets
@@ -308,12 +380,32 @@ def draw_schedule(
     for place, number in enumerate(chosen):
         params = targets[number].params | {"output_kind": chance.choice(OUTPUT_KINDS)}
         item = Item(f"t{place}", chance.choice(instants), targets[number].prompt, params, target=True)
-        items.append(item)
+        items.append(_as_drawn(chance, settings, item))
     for place in range(count - target_count):
         items.append(_concurrent_item(chance, accepts, settings, targets, f"n{place}", chance.choice(instants), style))
     chance.shuffle(items)
-    resets = [Reset(chance.randrange(1, 30), chance.random() < 0.5) for _ in range(chance.choice((0, 0, 1, 2)))]
-    return Schedule(tuple(items), tuple(resets) if settings.prefix_cache else ())
+    last = max(item.at for item in items) + 30
+    drawn = {
+        "resets": [Reset(chance.randrange(1, 30), chance.random() < 0.5) for _ in range(chance.choice((0, 0, 1, 2)))],
+        "sleeps": [Sleep(chance.randrange(1, last), chance.choice((1, 2))) for _ in range(chance.choice((0, 0, 1)))],
+        "updates": [_update(chance, last) for _ in range(chance.choice((0, 0, 1, 1, 2)))],
+    }
+    happen = {"resets": settings.prefix_cache, "sleeps": "sleep" in settings.options}
+    happen |= {"updates": "updates" in settings.options}
+    return Schedule(tuple(items), **{name: tuple(events) if happen[name] else () for name, events in drawn.items()})
+
+
+def _update(chance: random.Random, last: int) -> Update:
+    how = chance.choice(UPDATES)
+    return Update(0 if how == "others before" else chance.randrange(1, last), how)
+
+
+def _as_drawn(chance: random.Random, settings: Settings, item: Item) -> Item:
+    """A request in one of the ways in which an engine of these settings takes it."""
+    embeds, priority = chance.random() < 0.3, chance.choice((0, 0, 1, 5))
+    # vLLM has no tokens of which it could list logprobs
+    embeds = embeds and "embeds" in settings.options and "prompt_logprobs" not in item.params
+    return replace(item, embeds=embeds, priority=priority if "policy" in settings.options else 0)
 
 
 def _concurrent_item(
@@ -337,7 +429,19 @@ def _concurrent_item(
     if full:
         params.pop("n", None)
     params["output_kind"] = chance.choice(OUTPUT_KINDS)
-    return Item(name, at, prompt, params, leaves=at + chance.randint(1, 12) if chance.random() < 0.2 else None)
+    if BUDGET in params:
+        prompt = _thinking(chance, accepts, prompt)
+    leaves = at + chance.randint(1, 12) if chance.random() < 0.2 else None
+    return _as_drawn(chance, settings, Item(name, at, prompt, params, leaves=leaves))
+
+
+def _thinking(chance: random.Random, accepts: Accepts, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """A prompt of the same length that begins a thought shortly before its end, or does not."""
+    begins, after = accepts.thought[0], chance.randint(0, 4)
+    if chance.random() < 0.4 or len(prompt) < len(begins) + after:
+        return prompt
+    end = len(prompt) - after
+    return (*prompt[: end - len(begins)], *begins, *prompt[end:])
 
 
 def _length(chance: random.Random, room: int, long: bool) -> int:

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from .schedule import Item, Reset, Schedule
+from .schedule import EVENTS, Item, Schedule
 
-_Part = TypeVar("_Part", Item, Reset)
+_Part = TypeVar("_Part")
 _NEEDED = frozenset(("temperature", "max_tokens", "ignore_eos"))
 """Parameters that every request keeps; ``max_tokens`` gets smaller."""
 
@@ -39,7 +39,8 @@ def shrink(
     # first, because plain requests run in a fraction of the time of those that list a vocabulary
     plain = tuple(item if item.name == name else replace(item, params=_plain(item)) for item in best.items)
     best = replace(best, items=plain) if holds(replace(best, items=plain)) else best
-    best = replace(best, resets=_fewest(best.resets, lambda kept: holds(replace(best, resets=kept))))
+    for kind in EVENTS:
+        best = _fewest_events(best, kind, holds)
     others = tuple(item for item in best.items if item.name != name)
     kept = _fewest(others, lambda some: holds(_with(best, name, some)))
     best = _with(best, name, kept)
@@ -59,6 +60,12 @@ def _with(schedule: Schedule, name: str, others: Sequence[Item]) -> Schedule:
     """The schedule with these of its other items, in their old order."""
     names = {name, *(item.name for item in others)}
     return replace(schedule, items=tuple(item for item in schedule.items if item.name in names))
+
+
+def _fewest_events(schedule: Schedule, kind: str, holds: Callable[[Schedule], bool]) -> Schedule:
+    """The schedule with as few events of a kind, an attribute of it, as it needs."""
+    fewest = _fewest(getattr(schedule, kind), lambda kept: holds(replace(schedule, **{kind: kept})))
+    return replace(schedule, **{kind: fewest})
 
 
 def _fewest(parts: tuple[_Part, ...], holds: Callable[[tuple[_Part, ...]], bool]) -> tuple[_Part, ...]:
@@ -92,6 +99,10 @@ def _plain(item: Item) -> dict[str, Any]:
 def _simpler_items(item: Item) -> Iterator[Item]:
     if item.leaves is not None:
         yield replace(item, leaves=None)
+    if item.embeds:
+        yield replace(item, embeds=False)
+    if item.priority:
+        yield replace(item, priority=0)
     extra = {name: value for name, value in item.params.items() if name not in _NEEDED}
     if len(extra) > 1:
         yield replace(item, params=_plain(item))

@@ -4,18 +4,19 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
-from ..harness.requests import KINDS, Accepts, ordinary
+from ..harness.requests import EVERY_KIND, Accepts, ordinary
 from .compare import difference
 from .finding import Row
-from .schedule import Item, Schedule, Target, alone, as_item
+from .schedule import EVENTS, Item, Schedule, Target, alone, as_item
 from .shrink import shrink
 
 SHRINK_SECONDS = 20.0
 RUN = "vllm_batch_invariant.verify.fuzz.engine:run_schedule"
 INFO = "vllm_batch_invariant.verify.fuzz.engine:info"
-_COUNTED = ("steps", "chunked_steps", "graph_replays", "preemptions", "prefix_hits", "aborts", "resets")
+_COUNTED = ("steps", "chunked_steps", "graph_replays", "preemptions", "prefix_hits", "aborts", *EVENTS)
 
 
 class Callee(Protocol):
@@ -55,7 +56,10 @@ class Trial:
         device, self.versions = info.get("device", {}), info.get("versions", {})
         row.device = str(device.get("name") or device.get("type") or "unknown")
         row.versions = " ".join(f"{name}={version}" for name, version in self.versions.items() if version)
-        self._accepts = Accepts(ordinary(info["vocabulary"]), info["vocabulary"], -1)
+        begins, ends = info.get("thought", ((), ()))
+        self._accepts = Accepts(
+            ordinary(info["vocabulary"]), info["vocabulary"], -1, thought=(tuple(begins), tuple(ends))
+        )
 
     def _leave_out(self, kinds: Mapping[str, str]) -> None:
         self.left_out |= kinds
@@ -64,8 +68,7 @@ class Trial:
     @property
     def accepts(self) -> Accepts:
         """What the engine accepts, as far as it is known."""
-        kinds = tuple(kind for kind in KINDS if kind not in self.left_out)
-        return Accepts(self._accepts.vocabulary, self._accepts.size, self._accepts.most_listed, kinds)
+        return replace(self._accepts, kinds=tuple(kind for kind in EVERY_KIND if kind not in self.left_out))
 
     def run(self, schedule: Schedule) -> dict[str, Any]:
         """Run a schedule; returns what :func:`.engine.run_schedule` does."""
@@ -100,7 +103,9 @@ class Trial:
         for name in _COUNTED:
             setattr(self.row, name, getattr(self.row, name) + result["counts"][name])
         self.refused.update(why for name, why in result["refused"].items())
-        compared = ((item.name, self._differs(item, result)) for item in schedule.items if item.target)
+        targets = [item for item in schedule.items if item.target]
+        self.row.compared += sum(item.name in result["answers"] for item in targets)
+        compared = ((item.name, self._differs(item, result)) for item in targets)
         name, where = next(((name, where) for name, where in compared if where), ("", ""))
         self.row.differences += bool(where)
         return name, where
@@ -126,4 +131,4 @@ class Trial:
 
 def _key(item: Item) -> str:
     [one] = alone(item).items
-    return json.dumps([one.prompt, dict(one.params)])
+    return json.dumps([one.prompt, one.embeds, dict(one.params)])

@@ -164,6 +164,10 @@ def sampling_params(params: Mapping[str, Any]) -> Any:
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     made = dict(params)
+    if "repetition_detection" in made:
+        from vllm.sampling_params import RepetitionDetectionParams  # of some versions
+
+        made["repetition_detection"] = RepetitionDetectionParams(**made["repetition_detection"])
     if "logit_bias" in made:  # JSON has no whole numbers for keys
         made["logit_bias"] = {int(token): bias for token, bias in made["logit_bias"].items()}
     if "structured_outputs" in made:

@@ -18,6 +18,7 @@ KINDS = (
     "allowed_token_ids",
     "min_tokens",
     "stop_token_ids",
+    "repetition_detection",
     "logprob_token_ids",
     "bad_words",
     "stop",
@@ -25,7 +26,10 @@ KINDS = (
     "regex",
     "choice",
 )
-"""Ways to choose tokens that choose the same tokens again."""
+"""Ways to choose tokens that choose the same tokens again, of every engine."""
+BUDGET = "thinking_token_budget"
+EVERY_KIND = (*KINDS, BUDGET)
+"""Also those for which an engine needs a setting: a budget needs ``--reasoning-config``."""
 OF_TEXT = frozenset(("bad_words", "stop", "json", "regex", "choice"))
 """Kinds for which the engine needs a tokenizer."""
 NOT_BESIDE_DRAFTS = ("min_p", "filters", "logit_bias")
@@ -36,6 +40,8 @@ LISTED = (None, 0, 1, 5, 20, -1)
 """Values of ``logprobs``: none, the token's own, so many candidates, the whole vocabulary."""
 MOST_LISTED = 160_000
 """Most logprobs that one request may list: a list of the whole vocabulary is as long as 8000 lists of 20."""
+BUDGETS = (0, 0, 1, 3, 8, 20)
+"""Tokens that a thought may have: used up at once, soon, and often not before the request ends."""
 OUTPUT_KINDS = ("CUMULATIVE", "DELTA", "FINAL_ONLY")
 """Members of vLLM's ``RequestOutputKind``; a server streams with DELTA."""
 _JSON_SCHEMA = {
@@ -53,6 +59,7 @@ _WORDS = ("e", "self", "in", "re", "(", "def", "=", "x")
 _OF_SERVER = {
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "allowed_token_ids", "bad_words"),
     *("ignore_eos", "include_stop_str_in_output", "prompt_logprobs", "structured_outputs"),
+    *("repetition_detection", BUDGET),
 }
 """Parameters that vLLM adds to OpenAI's."""
 _NOT_OVER_HTTP = {"output_kind", "logprob_token_ids"}
@@ -66,13 +73,15 @@ class Accepts:
         vocabulary: token ids that prompts and lists of ids are drawn from.
         size: number of all token ids.
         most_listed: the largest number of logprobs a token; -1 for the whole vocabulary.
-        kinds: the members of ``KINDS`` that it accepts.
+        kinds: the members of ``EVERY_KIND`` that it accepts.
+        thought: the tokens that begin a thought and those that end it; empty without ``--reasoning-config``.
     """
 
     vocabulary: range
     size: int
     most_listed: int = 20
     kinds: tuple[str, ...] = tuple(kind for kind in KINDS if kind not in OF_TEXT)
+    thought: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def listed(self, positions: int) -> list[int | None]:
         """The members of ``LISTED`` that are allowed for a request with this number of listed positions."""
@@ -97,7 +106,7 @@ def draw(
 
     Args:
         chance: the source of every choice.
-        kind: one of ``KINDS``.
+        kind: one of ``EVERY_KIND``.
         max_tokens: tokens to generate at most.
         prompt_tokens: length of the prompt, whose logprobs may be asked for as well.
         listed: the numbers of logprobs to choose from.
@@ -140,10 +149,21 @@ def _of_kind(chance: random.Random, accepts: Accepts, kind: str) -> dict[str, An
         "allowed_token_ids": {"allowed_token_ids": few},
         "min_tokens": seed | {"allowed_token_ids": few, "stop_token_ids": few[::4], "min_tokens": chance.randint(1, 6)},
         "stop_token_ids": seed | {"allowed_token_ids": few, "stop_token_ids": few[::8]},
+        # so few tokens that a pattern is soon repeated
+        "repetition_detection": seed
+        | {
+            "allowed_token_ids": few[:3],
+            "repetition_detection": {"max_pattern_size": 3, "min_pattern_size": 1, "min_count": 2},
+        },
         "logprob_token_ids": {"logprob_token_ids": few[::3]},
         "bad_words": {"bad_words": chance.sample(_WORDS, 5)},
         "stop": seed | {"stop": chance.sample(_WORDS, 3), "include_stop_str_in_output": chance.random() < 0.5},
     }
+    if kind == BUDGET:
+        # so few tokens that the model soon begins a thought, and now and then ends one
+        spoken = sorted({*few[::6], *accepts.thought[0], *accepts.thought[1]})
+        budget = {BUDGET: chance.choice(BUDGETS)}
+        return budget | (seed | {"allowed_token_ids": spoken} if chance.random() < 0.6 else {})
     if kind in _STRUCTURED:
         # the grammar ends the text
         return {"structured_outputs": _STRUCTURED[kind], "ignore_eos": False} | (seed if chance.random() < 0.5 else {})
@@ -196,7 +216,8 @@ def in_words(params: Mapping[str, Any]) -> str:
         if name in ("ignore_eos", "include_stop_str_in_output") or value is None:
             continue
         text = f"{len(value)} ids" if isinstance(value, list | dict) and name != "structured_outputs" else value
-        parts.append(f"{name}={next(iter(value)) if name == 'structured_outputs' else text}")
+        text = next(iter(value)) if name == "structured_outputs" else text
+        parts.append(name if name == "repetition_detection" else f"{name}={text}")
     return " ".join(parts)
 
 
