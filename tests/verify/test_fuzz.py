@@ -217,7 +217,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[FakeFuzzedEngine]:
     _WRONG.clear()
 
     @contextmanager
-    def started(model: str, serve_args: Any, mode: str, settings: Any, running: Any = None) -> Iterator[Any]:
+    def started(model: str, serve_args: Any, mode: str, settings: Any, *more: Any) -> Iterator[Any]:
         if "no-start" in _WRONG:
             raise EngineFailed("the engine did not start: no such model")
         made.append(FakeFuzzedEngine(tuple(_WRONG), [*settings.arguments(model), *serve_args]))

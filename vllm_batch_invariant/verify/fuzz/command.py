@@ -40,7 +40,7 @@ from .schedule import (
     draw_settings,
     draw_targets,
 )
-from .trial import Trial
+from .trial import SHRINK_SECONDS, Trial
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,7 +55,7 @@ _ON_A_GPU = ("--kv-cache-memory-bytes", str(4 << 30), "--gpu-memory-utilization"
 OnProgress = Callable[[str], None]
 
 
-def _quiet(_now: str) -> None:
+def _quiet(_: object) -> None:
     pass
 
 
@@ -75,6 +75,7 @@ class FuzzPlan:
         folder: where findings are written.
         without: kinds of requests to leave out.
         context: longest request that the model accepts; None if unknown.
+        shrinking: most seconds in which a finding is made small.
     """
 
     model: str
@@ -88,13 +89,22 @@ class FuzzPlan:
     folder: Path = Path(".")
     without: tuple[str, ...] = ()
     context: int | None = None
+    shrinking: float = SHRINK_SECONDS
 
 
 class Fuzzer:
-    """One run of a plan, with its results so far in ``rows``, ``findings`` and ``refused``."""
+    """One run of a plan, with its results so far in ``rows``, ``findings`` and ``refused``.
 
-    def __init__(self, plan: FuzzPlan, on_progress: OnProgress = _quiet) -> None:
-        self._plan, self._on_progress = plan, on_progress
+    Args:
+        plan: its plan.
+        on_progress: is called with what happens now.
+        on_row: is called with the row of each engine that has ended.
+    """
+
+    def __init__(
+        self, plan: FuzzPlan, on_progress: OnProgress = _quiet, on_row: Callable[[Row], None] = _quiet
+    ) -> None:
+        self._plan, self._on_progress, self._on_row = plan, on_progress, on_row
         self._device = "cuda" if _on_gpu() else "cpu"
         self._layers = {
             "multimodal": is_multimodal(plan.model, plan.serve_args),
@@ -126,7 +136,7 @@ class Fuzzer:
                     number = next(numbers, None)
                 if number is None:
                     return
-                self._engine(number)
+                self.run_engine(number)
 
         with ThreadPoolExecutor(self._plan.jobs) as pool:
             workers = [pool.submit(work) for _ in range(self._plan.jobs)]
@@ -134,11 +144,16 @@ class Fuzzer:
                 for worker in wait(workers, return_when=FIRST_EXCEPTION).done:
                     worker.result()
             except BaseException:
-                self._stopped = True
+                self.stop()
                 while wait(workers, 0.3).not_done:
-                    for engine in list(self._running):
-                        engine.kill()
+                    self.stop()
                 raise
+
+    def stop(self) -> None:
+        """Kill the engines that run; what they did so far stays in their rows."""
+        self._stopped = True
+        for engine in list(self._running):
+            engine.kill()
 
     @property
     def status(self) -> Status:
@@ -152,9 +167,18 @@ class Fuzzer:
     def _late(self) -> bool:
         return self._stopped or time.monotonic() > self._began + self._plan.seconds
 
-    def _engine(self, number: int) -> None:
-        plan = self._plan
-        settings = draw_settings(plan.seed, number, self._device, self._context, **self._layers)
+    def settings(self, number: int) -> Settings:
+        """What is drawn for an engine."""
+        return draw_settings(self._plan.seed, number, self._device, self._context, **self._layers)
+
+    def run_engine(self, number: int, environment: Mapping[str, str] | None = None) -> None:
+        """Run one engine until its schedules are done or the time is over.
+
+        Args:
+            number: of its settings.
+            environment: more variables for its process.
+        """
+        plan, settings = self._plan, self.settings(number)
         row = Row(Path(plan.model).name, plan.mode, settings.label, plan.seed)
         row.date = datetime.now(UTC).date().isoformat()
         with self._lock:
@@ -164,7 +188,7 @@ class Fuzzer:
         running = Schedule(())
         try:
             self._on_progress(f"{label}: starting")
-            with started(plan.model, plan.serve_args, plan.mode, settings, self._running) as engine:
+            with started(plan.model, plan.serve_args, plan.mode, settings, self._running, environment) as engine:
                 trial = Trial(engine, row, dict.fromkeys(plan.without, "left out by --without"))
                 took = time.monotonic() - began
                 targets: dict[int, Target] = {}
@@ -202,6 +226,7 @@ class Fuzzer:
                 row.not_run = str(error)
         finally:
             row.seconds = round(time.monotonic() - began, 1)
+            self._on_row(row)
 
     def _compare_engines(
         self,
@@ -232,7 +257,7 @@ class Fuzzer:
         """Shrink a schedule in which a target differs, and keep it."""
         self._on_progress(f"engine {number} ({settings.label}): shrinking a difference: {where}")
         seen = self._seen(number, trial.row)
-        small = trial.shrunk(schedule, name)
+        small = trial.shrunk(schedule, name, self._plan.shrinking)
         found, expected, got = trial.look(small, name)
         if not found:  # it does not repeat: keep the whole schedule
             small, found = schedule, f"{where} (does not repeat)"
@@ -265,14 +290,19 @@ class Fuzzer:
 
 @contextmanager
 def started(
-    model: str, serve_args: Sequence[str], mode: str, settings: Settings, running: set[Engine] | None = None
+    model: str,
+    serve_args: Sequence[str],
+    mode: str,
+    settings: Settings,
+    running: set[Engine] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Engine]:
-    """An engine of these settings, which is in ``running`` while it runs."""
+    """An engine of these settings, which is in ``running`` while it runs, with more variables for its process."""
     ours = settings.arguments(model)
     if _on_gpu() and not {"--kv-cache-memory-bytes", "--gpu-memory-utilization"} & set(serve_args):
         ours += _ON_A_GPU
     ours = [*ours, *serve_args]
-    engine = Engine(model, ours, mode, settings.environment)
+    engine = Engine(model, ours, mode, settings.environment | dict(environment or {}))
     running = set() if running is None else running
     running.add(engine)
     try:
@@ -320,6 +350,7 @@ def place_of(model: str, serve_args: Sequence[str], device: str) -> Place:
         device,
         has_tokenizer=tokenizer and "--skip-tokenizer-init" not in serve_args,
         reloads=not any(argument.startswith("--load-format") for argument in serve_args),
+        has_experts=_has_experts(model_config(model)),
     )
 
 

@@ -52,6 +52,8 @@ def info(llm: Any) -> dict[str, Any]:
         of = f" with a tree of {tree}"
     if (stages := config.parallel_config.pipeline_parallel_size) > 1:  # each has a part of the cores
         of += f" in {stages} stages"
+    if config.parallel_config.enable_expert_parallel:
+        of += " with whole experts"
     if is_exact():  # where nothing of these decides bits
         of = " in exact arithmetic"
     return {"left_out": left_out, "runner": f"v{1 + second}{of}", "thought": thought}

@@ -37,11 +37,13 @@ class Place:
         device: "cpu" or "cuda".
         has_tokenizer: the model's folder has one, and the arguments leave it on.
         reloads: the weights can be read again from where the engine reads them.
+        has_experts: the model is a mixture of experts.
     """
 
     device: str
     has_tokenizer: bool = True
     reloads: bool = True
+    has_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,13 @@ OPTIONS = (
     # a CPU sleeps without the argument, which vLLM refuses there, and forgets its prefix cache
     Option("sleep", {}, ("cache",), lambda place: place.device == "cpu" and _keeps_requests(place)),
     Option("updates", {}, (NONE, "on", NONE), lambda place: place.reloads),
+    Option(
+        "experts",
+        {"whole": ("--enable-expert-parallel",)},
+        (NONE, "whole"),
+        lambda place: place.has_experts,
+        lambda settings: settings.workers > 1,
+    ),
 )
 
 

@@ -368,13 +368,13 @@ def draw_schedule(
         most: requests of a schedule that does not fill the engine.
     """
     chance = random.Random(seed)
-    # as many as the engine runs at once; all within a step or two; a few at a time
-    style = chance.choices(("full", "bursts", "trickle"), (1, 2, 3))[0]
+    # as many as the engine runs at once; all within a step or two; a few at a time; more than a small cache holds
+    style = chance.choices(("full", "bursts", "trickle", "crowd"), (1, 2, 3, 4 if settings.small_cache else 0))[0]
     count = settings.requests if style == "full" else chance.randint(4, most)
     target_count = max(1, min(6, count // 2))
     numbers = [number for number in targets if style != "full" or targets[number].params.get("n", 1) == 1]
     chosen = [chance.choice(numbers) for _ in range(target_count)]
-    span = {"full": 1, "bursts": chance.choice((1, 12)), "trickle": 40}[style]
+    span = {"full": 1, "bursts": chance.choice((1, 12)), "trickle": 40, "crowd": 4}[style]
     instants = [0, chance.randrange(span)] if style == "bursts" else range(span)
     items = []
     for place, number in enumerate(chosen):
@@ -417,10 +417,12 @@ def _concurrent_item(
     at: int,
     style: str,
 ) -> Item:
-    full = style == "full"
-    max_tokens = chance.choice((1, 2, 4, 8) if full else (1, 2, 4, 8, 16, 32, 60))
+    full, crowd = style == "full", style == "crowd"
+    max_tokens = chance.choice((1, 2, 4, 8) if full else (16, 32, 60) if crowd else (1, 2, 4, 8, 16, 32, 60))
     room = settings.context - max_tokens
     length = chance.randint(1, 24) if full else _length(chance, room, chance.random() < 0.04)
+    if crowd:
+        length = chance.randint(room // 8, room // 3)
     prompt = _tokens(chance, accepts, length)
     if chance.random() < 0.3:
         begin = targets[chance.choice(list(targets))].prompt
