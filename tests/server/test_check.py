@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from vllm_batch_invariant.verify.check.guarantees import CONCURRENT, cases_of_a_server
+from vllm_batch_invariant.verify.check import forms
+from vllm_batch_invariant.verify.check.guarantees import CONCURRENT, FORMS, cases_of_a_server
 from vllm_batch_invariant.verify.check.presets import Preset
 from vllm_batch_invariant.verify.check.results import CheckResults
 from vllm_batch_invariant.verify.check.server import check_server
@@ -27,6 +28,12 @@ def test_a_server_holds_on_all_that_a_client_can_provoke_and_the_rest_is_said_to
     assert found.largest[CONCURRENT] > 2
     assert "logprobs none/0/1/5/20" in found.proof[CONCURRENT]
     assert "refused" not in found.proof[CONCURRENT], found.proof[CONCURRENT]
+    assert "was refused" not in found.proof[FORMS], found.proof[FORMS]
+    compared = {sample.label: sample.expected for sample in found.samples[FORMS]}
+    assert len(compared) == len(forms.FORMS) + 1
+    assert all(len(answer.tokens) >= 4 and answer.text for answer in compared.values()), compared
+    assert compared["a chat with a tool that is named with concurrent requests"].text.startswith("\nadd(")
+    assert len(compared["a stream with a stop string with concurrent requests"].tokens) < SIZE.tokens
     assert max(found.traces[0].sizes) > 2
     assert found.info["versions"]["vllm"] != "unknown"
     assert len(found.shown[0].answer.tokens) == 16

@@ -446,6 +446,7 @@ def test_options_are_drawn_where_a_model_has_what_they_need(tmp_path: Path) -> N
     assert fuzz_command.place_of(str(tmp_path), (), "cpu") == Place("cpu")
     assert not fuzz_command.place_of(str(tmp_path), ("--skip-tokenizer-init",), "cpu").has_tokenizer
     assert not fuzz_command.place_of(str(tmp_path), ("--load-format", "dummy"), "cpu").reloads
+    assert "--seed" in fuzz_command.place_of(str(tmp_path), ("--seed=3",), "cpu").given
 
 
 def test_the_mode_of_a_row_is_the_flags(engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

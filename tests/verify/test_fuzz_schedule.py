@@ -103,13 +103,19 @@ def test_every_value_of_every_option_is_drawn_where_an_engine_has_it() -> None:
     for device in ("cpu", "cuda"):
         drawn = [draw_settings(0, number, device, CONTEXT, place=Place(device)) for number in range(48)]
         for option in OPTIONS:
-            if option.where is None or option.where(Place(device)):
+            if option.is_in(Place(device)) and option.name != "experts":
                 assert {one.options.get(option.name, NONE) for one in drawn} >= set(option.values), option.name
         assert all(f"{name}={value}" in one.label for one in drawn for name, value in one.options.items())
         assert not any("reasoning" in one.options or "embeds" in one.options for one in drawn if one.drafts)
+        given = Place(device, given=frozenset(("--scheduling-policy", "--enable-prompt-embeds")))
+        bare = [draw_settings(0, number, device, CONTEXT, place=given) for number in range(12)]
+        assert not any({"policy", "embeds"} & one.options.keys() for one in bare)
         bare = [draw_settings(0, number, device, CONTEXT, place=Place(device, False, False)) for number in range(12)]
         assert not any({"reasoning", "grammar", "updates"} & one.options.keys() for one in bare)
     assert not any(draw_settings(0, number, "cuda", CONTEXT).options for number in range(12))
+    place = Place("cpu", has_experts=True)
+    drawn = [draw_settings(0, number, "cpu", CONTEXT, divisible=True, place=place) for number in range(24)]
+    assert {(one.workers, one.options.get("experts")) for one in drawn} == {(1, None), (2, None), (2, "whole")}
 
 
 def test_engines_sleep_on_several_gpus_only_where_the_mode_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:

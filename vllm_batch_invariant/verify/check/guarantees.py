@@ -56,6 +56,7 @@ CONCURRENT: CheckCase = ("batch", "with concurrent requests")
 PLACE: CheckCase = ("batch", "at any place in the batch")
 CONCURRENT_LENGTHS: CheckCase = ("batch", "with a concurrent prompt of any length")
 SEEDED: CheckCase = ("batch", "seeded sampling with concurrent requests")
+FORMS: CheckCase = ("batch", "chats, tools, responses and streams with concurrent requests")
 PROMPT_LOGPROBS: CheckCase = ("batch", "prompt logprobs with concurrent requests")
 WARM: CheckCase = ("schedule", "from a warm prefix cache")
 CHUNKS: CheckCase = ("schedule", "prefill in small chunks")
@@ -73,7 +74,7 @@ def cases_of_engines(preset: Preset) -> list[CheckCase]:
 
 def cases_of_a_server() -> list[CheckCase]:
     """The cases that need only HTTP access."""
-    return [AGAIN, CONCURRENT, CONCURRENT_LENGTHS, SEEDED, WARM]
+    return [AGAIN, CONCURRENT, CONCURRENT_LENGTHS, SEEDED, FORMS, WARM]
 
 
 @dataclass(frozen=True)

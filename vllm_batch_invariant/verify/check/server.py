@@ -5,9 +5,9 @@ import json
 import random
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import openai
@@ -20,7 +20,19 @@ from ..harness.mode import of_server
 from ..harness.requests import ANY_SERVER, SAMPLING, draw_concurrent, over_http, varied, without_values
 from ..outcome import NoTestError
 from ..printing import one_line
-from .guarantees import AGAIN, CHUNKS, CONCURRENT, CONCURRENT_LENGTHS, OF_OPERATIONS, PREEMPTED, RESTARTED, SEEDED, WARM
+from . import forms
+from .guarantees import (
+    AGAIN,
+    CHUNKS,
+    CONCURRENT,
+    CONCURRENT_LENGTHS,
+    FORMS,
+    OF_OPERATIONS,
+    PREEMPTED,
+    RESTARTED,
+    SEEDED,
+    WARM,
+)
 from .presets import Preset
 from .results import CheckResults, OnProgress
 
@@ -33,6 +45,11 @@ _NOT_APPLICABLE = {
 }
 _READ_EVERY = 0.05
 """Seconds between two readings of the metrics."""
+_BESIDE_FORMS = 12
+"""Concurrent requests beside a form of request."""
+_OF_A_FORM = 3
+"""Answers to it at once."""
+_Asked = TypeVar("_Asked")
 
 
 async def check_server(
@@ -103,6 +120,7 @@ class _ServerRun:
             await self._concurrent()
             await self._concurrent_lengths()
             await self._sampling()
+            await self._forms()
             await self._prefix_cache()
         finally:
             self._results.traces.append(log.over_time("server"))
@@ -138,6 +156,45 @@ class _ServerRun:
             self._results.add(*SEEDED, kind, alone, answer)
             self._note_batch(SEEDED, seen)
 
+    async def _forms(self) -> None:
+        """Every form of request alone, and among others at once; and a stream beside the same answer in one piece."""
+        asked = forms.Asked(self._server.api, self._model, self._spec.max_tokens)
+        others = [filler(random.Random(number), min(self._room, 40)) for number in range(_BESIDE_FORMS)]
+        left_out: list[str] = []
+        for name, form in forms.FORMS.items():
+            await self._form(name, form, form, asked, others, left_out)
+        stop = await forms.stop_string(asked)
+        whole, pieces = (forms.stopped(stop, stream) for stream in (False, True))
+        await self._form("a stream with a stop string", whole, pieces, asked, others, left_out)
+        if left_out:
+            self._results.proof[FORMS] = "; ".join([self._results.proof.get(FORMS, "nothing ran"), *left_out])
+
+    async def _form(
+        self,
+        name: str,
+        alone: forms.Form,
+        among: forms.Form,
+        asked: forms.Asked,
+        others: Sequence[str],
+        left_out: list[str],
+    ) -> None:
+        """Compare two forms that give the same answer: one alone, the other a few times among others."""
+        self._on_progress(f"{name} alone")
+        try:
+            expected = await alone(asked)
+        except (openai.BadRequestError, openai.NotFoundError, openai.UnprocessableEntityError) as refused:
+            left_out.append(f"{name} was refused: {without_values(one_line(refused))}")
+            return
+        label = f"{name} with concurrent requests"
+
+        async def several() -> list[Answer]:
+            return await asyncio.gather(*(among(asked) for _ in range(_OF_A_FORM)))
+
+        answers, seen = await self._with_others(label, others, several)
+        for answer in answers:
+            self._results.add(*FORMS, label, expected, answer)
+        self._note_batch(FORMS, seen)
+
     async def _prefix_cache(self) -> None:
         salt = uuid.uuid4().hex
         before = await self._cache_hits()
@@ -163,9 +220,15 @@ class _ServerRun:
         self, label: str, others: Sequence[str], spec: RequestSpec, params: dict[str, Any] | None = None
     ) -> tuple[Answer, int]:
         """The answer with concurrent requests, and the size of the largest batch."""
+        return await self._with_others(label, others, lambda: self._answer(label, spec, params))
+
+    async def _with_others(
+        self, label: str, others: Sequence[str], ask: Callable[[], Awaitable[_Asked]]
+    ) -> tuple[_Asked, int]:
+        """What is asked while concurrent requests run, and the size of the largest batch."""
         first = await self._read_metrics()
         # the others run as long as the target
-        chance = random.Random(label)
+        chance, spec = random.Random(label), self._spec
         asked = [draw_concurrent(chance, ANY_SERVER, spec.max_tokens, len(prompt)) for prompt in others]
         self._params += asked
         bodies = [
@@ -174,7 +237,7 @@ class _ServerRun:
         ]
         tasks = [asyncio.create_task(self._server.api.completions.create(**body)) for body in bodies]
         try:
-            answer = await self._answer(label, spec, params)
+            answer = await ask()
             for came in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(came, openai.APIStatusError) and came.status_code < 500:
                     self._refused[without_values(one_line(came))] += 1

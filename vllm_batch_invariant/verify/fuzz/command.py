@@ -351,6 +351,7 @@ def place_of(model: str, serve_args: Sequence[str], device: str) -> Place:
         has_tokenizer=tokenizer and "--skip-tokenizer-init" not in serve_args,
         reloads=not any(argument.startswith("--load-format") for argument in serve_args),
         has_experts=_has_experts(model_config(model)),
+        given=frozenset(argument.partition("=")[0] for argument in serve_args),
     )
 
 

@@ -38,12 +38,14 @@ class Place:
         has_tokenizer: the model's folder has one, and the arguments leave it on.
         reloads: the weights can be read again from where the engine reads them.
         has_experts: the model is a mixture of experts.
+        given: names of arguments that somebody has chosen: an option that has one is not drawn.
     """
 
     device: str
     has_tokenizer: bool = True
     reloads: bool = True
     has_experts: bool = False
+    given: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,11 @@ class Option:
     where: Callable[[Place], bool] | None = None
     beside: "Callable[[Settings], bool] | None" = None
     decides: frozenset[str] = frozenset()
+
+    def is_in(self, place: Place) -> bool:
+        """Whether it is drawn in a place."""
+        names = {arguments[0] for arguments in self.arguments.values() if arguments}
+        return not names & place.given and (self.where is None or self.where(place))
 
 
 def _thought(start: str, end: str) -> tuple[str, ...]:

@@ -205,11 +205,10 @@ def draw_settings(
         stages=2 if staged else 1,
         exact=exact,
     )
-    here = [option for option in OPTIONS if place and (option.where is None or option.where(place))]
     drawn = {
         option.name: take(option.name, option.values)
-        for option in here
-        if option.beside is None or option.beside(settings)
+        for option in OPTIONS
+        if place and option.is_in(place) and (option.beside is None or option.beside(settings))
     }
     return replace(settings, options={name: value for name, value in drawn.items() if value != NONE})
 
