@@ -16,16 +16,19 @@ from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.verify.fuzz.command import started
 from vllm_batch_invariant.verify.fuzz.finding import CONCURRENT, Finding, Row
-from vllm_batch_invariant.verify.fuzz.schedule import Settings, draw_schedule, draw_targets
+from vllm_batch_invariant.verify.fuzz.schedule import EVENTS, Settings, draw_schedule, draw_targets
 from vllm_batch_invariant.verify.fuzz.shrink import shrink
 from vllm_batch_invariant.verify.fuzz.trial import Trial
+from vllm_batch_invariant.verify.harness.requests import BUDGET
 from vllm_batch_invariant.verify.outcome import Status
 
 pytestmark = pytest.mark.engine
 
 ON_GPU = torch.cuda.is_available()
 CONTEXT = 1024
-SETTINGS = Settings(16, 300, 32, True, False, True, True, "0" if ON_GPU else "", CONTEXT)
+OPTIONS = {"reasoning": "marker", "embeds": "on", "policy": "priority", "updates": "on"}
+OPTIONS |= {"sleep": "on" if ON_GPU else "cache"}
+SETTINGS = Settings(16, 300, 32, True, False, True, True, "0" if ON_GPU else "", CONTEXT, options=OPTIONS)
 """Small steps, small pages and a KV cache that preempts; on a GPU the runner in whose sampler a fault is injected."""
 SCHEDULES = 12
 OF_COMMAND = 6
@@ -113,10 +116,13 @@ def test_an_engine_with_small_steps_and_a_small_cache_keeps_every_bit(fuzzed: Fu
     assert not fuzzed.clean.refused
     assert not fuzzed.clean.left_out
     row = fuzzed.clean.row
-    provoked = {
-        name: getattr(row, name) for name in ("chunked_steps", "preemptions", "prefix_hits", "aborts", "resets")
-    }
+    counted = ("chunked_steps", "preemptions", "prefix_hits", "aborts", *EVENTS)
+    provoked = {name: getattr(row, name) for name in counted}
     assert all(provoked.values()), provoked
+    sent = [item for number in range(SCHEDULES) for item in fuzzed.schedule(number).items]
+    assert any(item.embeds for item in sent if item.target)
+    assert any(item.priority for item in sent if item.target)
+    assert any(BUDGET in item.params for item in sent if item.target)
     assert row.in_company == SCHEDULES
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from tests.faults.adding import nudge
+from vllm_batch_invariant.integration import weights
 
 ROWS = 4
 """Rows of a product up to which the injected one is right."""
@@ -57,7 +58,18 @@ def _sampler(worker: Any) -> Callable[[], None]:
     return lambda: delattr(sampler, "sample")
 
 
-FAULTS = ("product", "attention", "sampler")
+def _keys() -> Callable[[], None]:
+    """Keys of other weights, which stay in the prefix cache when the weights are replaced."""
+    look = weights._look
+
+    def forget(core: Any, watch: Any) -> None:
+        watch.written, watch.called = weights._written, False
+
+    weights._look = forget
+    return lambda: setattr(weights, "_look", look)
+
+
+FAULTS = ("product", "attention", "sampler", "keys")
 _take_out: list[Callable[[], None]] = []
 
 
@@ -71,3 +83,5 @@ def inject(llm: Any, fault: str) -> None:
     elif fault == "sampler":
         [worker] = llm.collective_rpc(lambda worker: worker)
         _take_out.append(_sampler(worker))
+    elif fault == "keys":
+        _take_out.append(_keys())

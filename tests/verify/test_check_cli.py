@@ -334,9 +334,13 @@ def test_a_server_is_put_through_what_a_client_can_provoke_and_the_rest_is_said_
     with fake_server(models=MODELS, metrics=METRICS, completions=completion(ONE)) as url:
         status, out, err = ends(capsys, "--base-url", url, "--quick", "--json", str(report))
     assert (status, err) == (0, [])
-    assert "server: holds run, batch (3 of 4 cases tested); could not test schedule" in out
+    assert "server: holds run, batch (3 of 5 cases tested); could not test schedule" in out
     found = cases(report)
     assert found["with concurrent requests"]["outcome"] == "holds"
     assert found["preemption"]["outcome"] == "not tested"
     assert "a client does not choose the server's KV cache" in found["preemption"]["detail"]
+    left_out = found["chats, tools, responses and streams with concurrent requests"]
+    assert left_out["outcome"] == "not tested"
+    assert "a chat was not compared: its answer has no logprobs" in left_out["detail"]
+    assert "a response was not compared: Error code: 404" in left_out["detail"]
     assert "no hit of its prefix cache" in found["from a warm prefix cache"]["detail"]

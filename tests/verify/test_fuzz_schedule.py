@@ -40,7 +40,7 @@ CONTEXT = 1024
 TARGETS = dict(enumerate(draw_targets(3, 42, ACCEPTS, CONTEXT)))
 GPU = Place("cuda")
 SETTINGS = [draw_settings(3, number, "cuda", CONTEXT, place=GPU) for number in range(12)]
-SCHEDULES = [draw_schedule(f"3 0 {number}", SETTINGS[number % 12], TARGETS, ACCEPTS) for number in range(120)]
+SCHEDULES = [draw_schedule(f"3 0 {number}", SETTINGS[number % 12], TARGETS, ACCEPTS) for number in range(240)]
 ITEMS = [item for schedule in SCHEDULES for item in schedule.items]
 
 
