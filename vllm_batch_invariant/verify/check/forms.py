@@ -50,9 +50,10 @@ async def _chat(asked: Asked, **more: Any) -> Answer:
     said = {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": LISTED}
     found = await asked.post("/chat/completions", max_tokens=asked.max_tokens, **_GREEDY, **said, **more)
     [choice] = found["choices"]
-    called = [call["function"] for call in choice["message"].get("tool_calls") or ()]
-    text = [choice["message"].get("content") or "", *(f"{call['name']}({call['arguments']})" for call in called)]
-    return Answer.of("\n".join(text) + f" [{choice['finish_reason']}]", generated_tokens_from(choice, chat=True))
+    message = choice.get("message") or {}
+    called = [call["function"] for call in message.get("tool_calls") or ()]
+    text = [message.get("content") or "", *(f"{call['name']}({call['arguments']})" for call in called)]
+    return Answer.of("\n".join(text) + f" [{choice.get('finish_reason')}]", generated_tokens_from(choice, chat=True))
 
 
 async def chat(asked: Asked) -> Answer:
@@ -81,10 +82,10 @@ async def response(asked: Asked) -> Answer:
         include=["message.output_text.logprobs"],
         store=False,
     )
-    parts = [part for item in found["output"] for part in item.get("content") or ()]
+    parts = [part for item in found.get("output") or () for part in item.get("content") or ()]
     text = "\n".join(str(part.get("text") or "") for part in parts)
     entries = (entry for part in parts for entry in part.get("logprobs") or ())
-    return Answer.of(f"{text} [{found['status']}]", list(_listed(entries)))
+    return Answer.of(f"{text} [{found.get('status')}]", list(_listed(entries)))
 
 
 def _listed(entries: Iterable[dict[str, Any]]) -> Iterable[GeneratedToken]:

@@ -166,8 +166,10 @@ class _ServerRun:
         stop = await forms.stop_string(asked)
         whole, pieces = (forms.stopped(stop, stream) for stream in (False, True))
         await self._form("a stream with a stop string", whole, pieces, asked, others, left_out)
-        if left_out:
-            self._results.proof[FORMS] = "; ".join([self._results.proof.get(FORMS, "nothing ran"), *left_out])
+        if FORMS not in self._results.samples:
+            self._results.not_applicable[FORMS] = "; ".join(left_out)
+        elif left_out:
+            self._results.proof[FORMS] = "; ".join([self._results.proof.get(FORMS, "none in a batch"), *left_out])
 
     async def _form(
         self,
@@ -182,8 +184,12 @@ class _ServerRun:
         self._on_progress(f"{name} alone")
         try:
             expected = await alone(asked)
-        except (openai.BadRequestError, openai.NotFoundError, openai.UnprocessableEntityError) as refused:
-            left_out.append(f"{name} was refused: {without_values(one_line(refused))}")
+            if not expected.tokens:
+                raise NoTestError("its answer has no logprobs")
+            if among is not alone:
+                await among(asked)
+        except (openai.BadRequestError, openai.NotFoundError, openai.UnprocessableEntityError, NoTestError) as refused:
+            left_out.append(f"{name} was not compared: {without_values(one_line(refused))}")
             return
         label = f"{name} with concurrent requests"
 

@@ -17,7 +17,7 @@ from ...envs import is_exact
 from ...integration.tensor_tree import leaves
 from ..harness.engine import sampling_params
 from ..harness.requests import BUDGET, EVERY_KIND, NOT_BESIDE_DRAFTS, OF_TEXT
-from ..harness.worker_main import bits, preemptions
+from ..harness.worker_main import bits
 from ..printing import one_line
 from .compare import DIGEST
 
@@ -29,6 +29,8 @@ _PAUSE = 0.002
 """Seconds."""
 _STALE = 4
 """Prompts that other weights read before an update."""
+_EMBEDDED = 2048
+"""Tokens that are embedded at a time."""
 _FACTOR = 0.75
 """Of other weights."""
 _graphs_replayed = 0
@@ -82,7 +84,7 @@ def run_schedule(llm: Any, schedule: dict[str, Any]) -> dict[str, Any]:
     refused: dict[str, str] = {}
     there: set[str] = set()
     counts = {"aborts": 0, "prefix_hits": 0} | dict.fromkeys(events, 0)
-    before, graphs = preemptions(llm), _graphs_replayed
+    graphs = _graphs_replayed
     with _watched(engine, {name for name, item in items.items() if item["target"]}) as watch:
         step = 0
         while arrivals or there:
@@ -116,7 +118,7 @@ def run_schedule(llm: Any, schedule: dict[str, Any]) -> dict[str, Any]:
             if step > MOST_STEPS:
                 raise RuntimeError(f"requests were not answered within {MOST_STEPS} engine steps: {sorted(there)}")
         _drain(engine)
-    counts |= watch | {"preemptions": preemptions(llm) - before, "graph_replays": _graphs_replayed - graphs}
+    counts |= watch | {"graph_replays": _graphs_replayed - graphs}
     return {
         "answers": {name: _finished(answer) for name, answer in answers.items()},
         "refused": refused,
@@ -138,9 +140,9 @@ def _prompts(llm: Any, items: list[dict[str, Any]]) -> dict[str, dict[str, Any]]
 
 def _embed(tokens: list[int], model: Any) -> torch.Tensor:
     """[tokens, hidden] on the CPU; runs in the engine's workers, which may each have a part of the layer."""
-    device = next(model.parameters()).device
+    ids = torch.tensor(tokens, device=next(model.parameters()).device)
     with torch.inference_mode():
-        return model.embed_input_ids(torch.tensor(tokens, device=device)).cpu()
+        return torch.cat([model.embed_input_ids(part).cpu() for part in ids.split(_EMBEDDED)])
 
 
 def _reset(llm: Any, event: dict[str, Any], waiting: list[dict[str, Any]]) -> bool:  # noqa: ARG001 - of every event
@@ -175,9 +177,9 @@ def _update(llm: Any, event: dict[str, Any], waiting: list[dict[str, Any]]) -> b
 
 def _change_weights(worker: Any) -> None:
     """Have the model answer otherwise; runs in the engine's workers."""
-    with torch.no_grad():
+    with torch.inference_mode():
         for weight in worker.model_runner.get_model().parameters():
-            weight.mul_(_FACTOR)
+            weight.data.mul_(_FACTOR)
 
 
 _EVENTS: dict[str, Callable[[Any, dict[str, Any], list[dict[str, Any]]], bool]] = {
@@ -242,14 +244,24 @@ def _listed(entry: list[tuple[int, str, int]] | None) -> list[list[Any]] | None:
 
 @contextmanager
 def _watched(engine: Any, targets: set[str]) -> Iterator[dict[str, Any]]:
-    """Count the scheduler's steps and those in which a prompt was cut, and collect targets that ran with others."""
+    """Count the scheduler's steps, those in which a prompt was cut, and the requests that it preempts by itself, which
+    no reset or sleep of the schedule does; and collect targets that ran with others.
+    """
     _watch_graphs()
     scheduler = engine.engine_core.engine_core.scheduler
-    schedule = scheduler.schedule
-    seen: dict[str, Any] = {"steps": 0, "chunked_steps": 0, "largest_batch": 0, "in_company": []}
+    schedule, preempt = scheduler.schedule, scheduler._preempt_request
+    seen: dict[str, Any] = {"steps": 0, "chunked_steps": 0, "largest_batch": 0, "preemptions": 0, "in_company": []}
+    times = 0
+
+    def preempted(*arguments: Any, **more: Any) -> Any:
+        nonlocal times
+        times += 1
+        return preempt(*arguments, **more)
 
     def watched(*arguments: Any, **more: Any) -> Any:
+        before = times
         made = schedule(*arguments, **more)
+        seen["preemptions"] += times - before
         running = made.num_scheduled_tokens
         seen["steps"] += bool(running)
         requests = (scheduler.requests[name] for name in running)
@@ -261,11 +273,11 @@ def _watched(engine: Any, targets: set[str]) -> Iterator[dict[str, Any]]:
             seen["in_company"] = sorted({*seen["in_company"], *(together & targets)})
         return made
 
-    scheduler.schedule = watched
+    scheduler.schedule, scheduler._preempt_request = watched, preempted
     try:
         yield seen
     finally:
-        del scheduler.schedule
+        del scheduler.schedule, scheduler._preempt_request
 
 
 def _name(request: str) -> str:

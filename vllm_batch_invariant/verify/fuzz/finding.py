@@ -35,6 +35,7 @@ class Row:
     chunked_steps: int = 0
     graph_replays: int = 0
     preemptions: int = 0
+    """By the scheduler, for lack of pages; what a reset or a sleep preempts is not counted."""
     prefix_hits: int = 0
     """Targets with tokens found in the prefix cache."""
     aborts: int = 0

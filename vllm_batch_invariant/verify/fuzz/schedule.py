@@ -368,7 +368,8 @@ def draw_schedule(
     """
     chance = random.Random(seed)
     # as many as the engine runs at once; all within a step or two; a few at a time; more than a small cache holds
-    style = chance.choices(("full", "bursts", "trickle", "crowd"), (1, 2, 3, 4 if settings.small_cache else 0))[0]
+    weights = (2, 2, 3, 5) if settings.small_cache else (1, 2, 3, 0)
+    style = chance.choices(("full", "bursts", "trickle", "crowd"), weights)[0]
     count = settings.requests if style == "full" else chance.randint(4, most)
     target_count = max(1, min(6, count // 2))
     numbers = [number for number in targets if style != "full" or targets[number].params.get("n", 1) == 1]
