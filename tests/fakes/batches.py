@@ -19,6 +19,23 @@ def logprob(varies: bool, batch: int) -> float:
     return -0.5 - (2**-53 if varies and batch > 4 else 0)
 
 
+def _answer(path: str, asked: dict[str, Any], value: float) -> dict[str, Any]:
+    """One token with a logprob, in the shape of the API that was asked; a tool that is named is called."""
+    entry = {"token": "token_id:7", "logprob": value, "top_logprobs": [{"token": "token_id:7", "logprob": value}]}
+    if path.endswith("/responses"):
+        content = [{"type": "output_text", "text": "x", "logprobs": [entry]}]
+        return {"object": "response", "status": "incomplete", "output": [{"type": "message", "content": content}]}
+    if path.endswith("/chat/completions"):
+        calls = isinstance(asked.get("tool_choice"), dict)
+        tools = [{"id": str(time.time()), "type": "function", "function": {"name": "add", "arguments": "{"}}]
+        message = {"role": "assistant", "content": None if calls else "x", "tool_calls": tools if calls else []}
+        choice = {"index": 0, "message": message, "finish_reason": "length", "logprobs": {"content": [entry]}}
+        return {"object": "chat.completion", "choices": [choice]}
+    listed = {"tokens": ["token_id:7"], "token_logprobs": [value], "top_logprobs": [{"token_id:7": value}]}
+    choice = {"index": 0, "text": "x", "finish_reason": "length", "logprobs": listed}
+    return {"object": "text_completion", "choices": [choice]}
+
+
 class FakeLLM:
     """What of ``vllm.LLM`` a load needs; like it, it keeps no statistics.
 
@@ -78,11 +95,7 @@ def fake_server_of(varies: bool) -> Iterator[str]:
             time.sleep(0.03)
             with lock:
                 value, running = logprob(varies, running), running - 1
-            listed = {"tokens": ["token_id:7"], "token_logprobs": [value], "top_logprobs": [{"token_id:7": value}]}
-            choice = {"index": 0, "text": "x", "finish_reason": "length", "logprobs": listed}
-            said = json.dumps(
-                {"id": "1", "object": "text_completion", "created": 0, "model": "fake", "choices": [choice]}
-            )
+            said = json.dumps({"id": "1", "created": 0, "model": "fake"} | _answer(self.path, asked, value))
             if asked.get("stream"):
                 self._send(f"data: {said}\n\ndata: [DONE]\n\n", "text/event-stream")
             else:

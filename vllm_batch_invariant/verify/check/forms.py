@@ -21,11 +21,14 @@ _TOOL = {
         "description": "Add rows of numbers.",
         "parameters": {
             "type": "object",
-            "properties": {"order": {"enum": ["rising", "falling"]}, "rows": {"type": "integer"}},
+            "properties": {"order": {"enum": ["rising", "falling"]}, "rows": {"enum": [1, 2, 3]}},
             "required": ["order", "rows"],
+            "additionalProperties": False,
         },
     },
 }
+_OF_A_CALL = 48
+"""Tokens that a call of the tool has room in."""
 _GREEDY = {"temperature": 0, "return_tokens_as_token_ids": True}
 """Token ids, because two tokens can have the same text."""
 
@@ -48,7 +51,8 @@ Form = Callable[[Asked], Awaitable[Answer]]
 
 async def _chat(asked: Asked, **more: Any) -> Answer:
     said = {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": LISTED}
-    found = await asked.post("/chat/completions", max_tokens=asked.max_tokens, **_GREEDY, **said, **more)
+    body = {"max_tokens": asked.max_tokens} | _GREEDY | said | more
+    found = await asked.post("/chat/completions", **body)
     [choice] = found["choices"]
     message = choice.get("message") or {}
     called = [call["function"] for call in message.get("tool_calls") or ()]
@@ -63,7 +67,8 @@ async def chat(asked: Asked) -> Answer:
 
 async def named_tool(asked: Asked) -> Answer:
     """A chat with a tool that must be called: a grammar forces its arguments."""
-    return await _chat(asked, tools=[_TOOL], tool_choice={"type": "function", "function": {"name": "add"}})
+    choice = {"type": "function", "function": {"name": "add"}}
+    return await _chat(asked, tools=[_TOOL], tool_choice=choice, max_tokens=max(asked.max_tokens, _OF_A_CALL))
 
 
 async def tools(asked: Asked) -> Answer:
