@@ -11,7 +11,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.conftest import SHAPE
+from tests.server.conftest import SHAPE, TOOLS
 from vllm_batch_invariant.integration.endpoint import METRIC
 from vllm_batch_invariant.integration.server import FIELD
 from vllm_batch_invariant.verify.demo_model import make_checkpoint
@@ -92,7 +92,7 @@ def second(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[As
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("VLLM_PLUGINS", raising=False)
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        with serve(str(model), [*FREE, "--api-key", KEY], variables) as running:
+        with serve(str(model), [*TOOLS, *FREE, "--api-key", KEY], variables) as running:
             yield Asked.of(running, KEY)
 
 

@@ -45,7 +45,7 @@ from .trial import SHRINK_SECONDS, Trial
 if TYPE_CHECKING:
     from rich.console import Console
 
-TARGETS = 42
+TARGETS = 46
 """Number of target requests: two or more of every kind."""
 BISECT_SECONDS = 600
 LEAST_SCHEDULES = 5

@@ -22,6 +22,12 @@ PAGES = {"cpu": (32, 64, 128), "cuda": (16, 32, 64, 128)}
 _MANY = range(97, 105)
 """Numbers of requests around a CUDA graph size that is no multiple of the others."""
 DRAFTS = (0, 3, 0, 1, 7)
+_MORE_OF = (BUDGET, BUDGET)
+"""Kinds of which there are more targets: a budget goes wrong in few places of an answer."""
+_LONG = (16, 24, 48)
+"""Tokens of an answer with a budget: time to think, to be told to end, and to go on."""
+_DECIDED = 0.3
+"""Part of the targets that are of kinds which an option decides."""
 TEXT_ONLY = {
     "only": ["--language-model-only"],
     "limits": ["--limit-mm-per-prompt", '{"image": 0, "video": 0, "audio": 0}'],
@@ -336,11 +342,11 @@ def draw_targets(seed: int, count: int, accepts: Accepts, context: int) -> list[
     chance = random.Random(f"{seed} targets")
     kinds: list[str] = []
     while len(kinds) < count:
-        kinds += chance.sample(EVERY_KIND, len(EVERY_KIND))
+        kinds += chance.sample((*EVERY_KIND, *_MORE_OF), len(EVERY_KIND) + len(_MORE_OF))
     shared = [_tokens(chance, accepts, context) for _ in range(2)]
     targets = []
     for number, kind in enumerate(kinds[:count]):
-        max_tokens = chance.choice((1, 2, 4, 8, 8, 16, 24, 48))
+        max_tokens = chance.choice(_LONG if kind == BUDGET else (1, 2, 4, 8, 8, 16, 24, 48))
         # of every eight, one nearly fills the context, and one has so few rows that kernels may treat it as decode
         long, tiny = number % 8 == 7, number % 8 == 3
         length = chance.randint(1, 10) if tiny else _length(chance, context - max_tokens, long)
@@ -373,7 +379,9 @@ def draw_schedule(
     count = settings.requests if style == "full" else chance.randint(4, most)
     target_count = max(1, min(6, count // 2))
     numbers = [number for number in targets if style != "full" or targets[number].params.get("n", 1) == 1]
-    chosen = [chance.choice(numbers) for _ in range(target_count)]
+    # what a setting of this engine decides is asked for more often
+    decided = [number for number in numbers if settings.decides(targets[number].kind).strip()] or numbers
+    chosen = [chance.choice(decided if chance.random() < _DECIDED else numbers) for _ in range(target_count)]
     span = {"full": 1, "bursts": chance.choice((1, 12)), "trickle": 40, "crowd": 4}[style]
     instants = [0, chance.randrange(span)] if style == "bursts" else range(span)
     items = []
