@@ -390,7 +390,9 @@ def draw_schedule(
         item = Item(f"t{place}", chance.choice(instants), targets[number].prompt, params, target=True)
         items.append(_as_drawn(chance, settings, item))
     for place in range(count - target_count):
-        items.append(_concurrent_item(chance, accepts, settings, targets, f"n{place}", chance.choice(instants), style))
+        items.append(
+            _concurrent_item(chance, accepts, settings, targets, f"n{place}", chance.choice(instants), style, count)
+        )
     chance.shuffle(items)
     last = max(item.at for item in items) + 30
     drawn = {
@@ -424,13 +426,15 @@ def _concurrent_item(
     name: str,
     at: int,
     style: str,
+    most: int,
 ) -> Item:
     full, crowd = style == "full", style == "crowd"
-    max_tokens = chance.choice((1, 2, 4, 8) if full else (16, 32, 60) if crowd else (1, 2, 4, 8, 16, 32, 60))
+    max_tokens = chance.choice((1, 2, 4, 8) if full else (32, 60) if crowd else (1, 2, 4, 8, 16, 32, 60))
     room = settings.context - max_tokens
     length = chance.randint(1, 24) if full else _length(chance, room, chance.random() < 0.04)
-    if crowd:
-        length = chance.randint(room // 8, room // 3)
+    if crowd:  # prompts that a small cache just holds together, so that it does not hold what they grow to
+        each = settings.context // min(settings.requests, most)
+        length = min(room, max(1, each - chance.randint(8, 40)))
     prompt = _tokens(chance, accepts, length)
     if chance.random() < 0.3:
         begin = targets[chance.choice(list(targets))].prompt
