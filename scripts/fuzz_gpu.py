@@ -116,7 +116,7 @@ class Lanes:
         jobs: in the order in which they begin.
         gpus: of this machine.
         each: lanes of a GPU.
-        shared: lanes of all GPUs together.
+        shared: lanes of two GPUs.
         until: time after which no job begins.
         log: takes a line for each.
     """
@@ -128,7 +128,8 @@ class Lanes:
         for job in jobs:  # on a CPU all are in one lane
             (self._several if job.gpus > 1 and gpus else self._one).put(job)
         lanes = [(self._one, f"{number % gpus}" if gpus else "") for number in range(max(gpus, 1) * each)]
-        lanes += [(self._several, ",".join(map(str, range(gpus))))] * (shared if gpus > 1 else 0)
+        pairs = [f"{2 * lane % gpus},{(2 * lane + 1) % gpus}" for lane in range(shared if gpus > 1 else 0)]
+        lanes += [(self._several, pair) for pair in pairs]
         self.threads = [threading.Thread(target=self._run, args=lane, daemon=True) for lane in lanes]
 
     def _run(self, jobs: "queue.SimpleQueue[Job]", gpus: str) -> None:
@@ -176,7 +177,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--schedules", type=int, default=22, help="most schedules of an engine (default: 22)")
     parser.add_argument("--seconds", type=float, default=390, help="after which no schedule starts (default: 390)")
     parser.add_argument("--jobs", type=int, default=4, help="engines at a time on one GPU (default: 4)")
-    parser.add_argument("--shared-jobs", type=int, default=1, help="and of those that all GPUs share (default: 1)")
+    parser.add_argument("--shared-jobs", type=int, default=1, help="and of those that two GPUs share (default: 1)")
     parser.add_argument("--least-schedules", type=int, default=250, help="fewer are too few (default: 250)")
     parser.add_argument("--least-preemptions", type=int, default=100, help="fewer are too few (default: 100)")
     parser.add_argument("--control", type=int, default=6, help="schedules of plain vLLM; 0 for none (default: 6)")
