@@ -32,6 +32,7 @@ print(json.dumps(lines))
 
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0]}
+EMBEDS = {"runner": "pooling", "convert": "embed"}
 REFUSED = {
     "quantisation": ({"quantization": "fp8"}, "quantisation fp8"),
     "an fp8 KV cache": ({"kv_cache_dtype": "fp8"}, "a KV cache in fp8"),
@@ -43,7 +44,14 @@ REFUSED = {
         {"speculative_config": NGRAMS | SYNTHETIC},
         "speculative_config.rejection_sample_method='synthetic'",
     ),
-    "pooling": ({"runner": "pooling", "convert": "embed"}, "the pooling runner"),
+    "bidirectional attention": (
+        EMBEDS | {"hf_overrides": {"is_causal": False}},
+        "attention of the kind encoder_only",
+    ),
+    "embeddings of long prompts in parts": (
+        EMBEDS | {"pooler_config": {"pooling_type": "MEAN", "enable_chunked_processing": True}},
+        "model_config.pooler_config.enable_chunked_processing=True",
+    ),
     "logits processors": ({"logits_processors": ["package.module:Processor"]}, "custom logits processors"),
     "installed logits processors": ({"installed": True}, "the logits processor package.module:Processor of processors"),
     "a KV cache in another float": ({"kv_cache_dtype": "float16"}, "a KV cache in float16 of a model in bfloat16"),
@@ -84,6 +92,10 @@ if not torch.cuda.is_available():  # where several workers are refused as such
             {"data_parallel_size": 4, "data_parallel_size_local": 2},
             "data parallelism on several nodes",
         ),
+        "experts beside tokens": (
+            {"enable_return_routed_experts": True},
+            "--enable-return-routed-experts on a CPU",
+        ),
         "workers on several nodes": ({"nnodes": 2, "tensor_parallel_size": 2}, "2 nodes"),
     }
 
@@ -102,6 +114,8 @@ ACCEPTED = {
     "one executor or the other": {"distributed_executor_backend": "mp"},
     "the model's dtype by its name": {"kv_cache_dtype": "bfloat16"},
     "drafts": {"speculative_config": NGRAMS},
+    "embeddings": EMBEDS | {"pooler_config": {"pooling_type": "MEAN"}},
+    "classes": {"runner": "pooling", "convert": "classify", "pooler_config": {"logit_mean": 0.5}},
 }
 if not torch.cuda.is_available():
     ACCEPTED |= {"stages": {"pipeline_parallel_size": 2}}

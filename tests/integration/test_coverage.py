@@ -150,3 +150,91 @@ def test_a_step_that_copies_pages_is_refused_in_exact_arithmetic(monkeypatch: py
     module.copy([], 4, [])
     with pytest.raises(NotCovered, match=r"a copy of a page .*exponents.*; pass --no-enable-prefix-caching"):
         module.copy([], 4, kv_cache_block_copies=[(1, 2)])
+
+
+def output_config(**changes: Any) -> Any:
+    """On a GPU, with an option."""
+    settings = {"device": "cuda", "experts": True, "mask": False, "second": True, "speculation": None} | changes
+    return SimpleNamespace(
+        device_config=SimpleNamespace(device_type=settings["device"]),
+        aux_output_config=SimpleNamespace(enable_return_routed_experts=settings["experts"]),
+        model_config=SimpleNamespace(return_sampling_mask=settings["mask"]),
+        use_v2_model_runner=settings["second"],
+        speculative_config=settings["speculation"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "version", "said"),
+    [
+        ({}, "0.33.0", None),
+        ({"experts": False}, "0.27.0", None),
+        ({"experts": False, "mask": True}, "0.33.1", None),
+        ({"device": "cpu"}, "0.32.0", "--enable-return-routed-experts on a CPU"),
+        ({"device": "npu", "experts": False, "mask": True}, "0.26.0", "--return-sampling-mask on an NPU"),
+        ({"second": False}, "0.33.0", "--enable-return-routed-experts by vLLM's first model runner"),
+        ({"speculation": object()}, "0.33.0", "--enable-return-routed-experts beside speculative decoding"),
+        ({"experts": False, "mask": True}, "0.32.0", "--return-sampling-mask with vLLM 0.32.0"),
+    ],
+)
+def test_outputs_beside_tokens_are_refused_where_they_have_not_been_compared(
+    changes: dict[str, Any], version: str, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: version)
+    [row] = [feature for name, feature in ROWS.items() if name.startswith("Routed experts")]
+    assert row.found(output_config(**changes)) == said
+    monkeypatch.setenv(ARITHMETIC.name, "exact")
+    if said is None and (changes.get("experts", True) or changes.get("mask")):
+        assert row.found(output_config(**changes)).endswith("in exact arithmetic")
+
+
+def refusals_of_pooling(device: str = "cpu", version: str = "0.32.0", **changes: Any) -> list[str]:
+    """Of a decoder-only model that embeds, with changes to it or to how many workers it has."""
+    parallel = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "tensor_parallel_size": 1}
+    model = {
+        "runner_type": "pooling",
+        "attn_type": "decoder",
+        "score_type": "bi-encoder",
+        "is_multimodal_model": False,
+    }
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        model_config=SimpleNamespace(**model | {name: changes[name] for name in changes if name in model}),
+        parallel_config=SimpleNamespace(**parallel | {name: changes[name] for name in changes if name in parallel}),
+    )
+    rows = [row for name, row in ROWS.items() if "ooling" in name or "runners" in name or "late interaction" in name]
+    assert len(rows) == 5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patch_points, "installed_version", lambda: version)
+        return [what for row in rows if (what := row.found(config))]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        ({"device": "cuda", "version": "0.33.0"}, []),
+        ({"tensor_parallel_size": 2}, []),
+        ({"runner_type": "generate", "attn_type": "encoder_only", "pipeline_parallel_size": 2}, []),
+        ({"runner_type": "render"}, ["the render runner"]),
+        ({"version": "0.26.0"}, ["the pooling runner with vLLM 0.26.0"]),
+        ({"device": "cuda", "version": "0.32.0"}, ["the pooling runner with vLLM 0.32.0"]),
+        ({"device": "npu"}, ["the pooling runner on an NPU"]),
+        ({"attn_type": "encoder_only"}, ["attention of the kind encoder_only"]),
+        ({"score_type": "late-interaction"}, ["scores of late interaction"]),
+        ({"pipeline_parallel_size": 2}, ["a pooling model with pipeline parallelism 2"]),
+        ({"data_parallel_size": 2}, ["a pooling model with data parallelism 2"]),
+        (
+            {"device": "cuda", "version": "0.33.0", "tensor_parallel_size": 2},
+            ["a pooling model with several GPUs"],
+        ),
+        ({"is_multimodal_model": True}, ["a pooling model with a multimodal model as text"]),
+    ],
+)
+def test_which_pooling_models_are_refused(changes: dict[str, Any], said: list[str]) -> None:
+    assert refusals_of_pooling(**changes) == said
+
+
+def test_pooling_in_exact_arithmetic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ARITHMETIC.name, "exact")
+    assert refusals_of_pooling() == ["a pooling model with exact arithmetic"]

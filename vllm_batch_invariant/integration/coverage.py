@@ -46,6 +46,8 @@ CORES = "VLLM_CPU_OMP_THREADS_BIND"
 """vLLM's variable of the cores that each worker on a CPU has."""
 RAN_ON_GPUS = "0.33."
 """The beginning of the versions that have run on GPUs in exact arithmetic, with experts, and with two workers."""
+POOLING_RAN = {"cpu": "0.32.", "cuda": RAN_ON_GPUS}
+"""Devices whose engines have pooled, with the beginning of the versions that did."""
 EXACT_MODELS_ON_GPUS = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -270,6 +272,71 @@ def _logits_processors(config: Config) -> str | None:
     return f"the logits processor {installed[0]}" if installed else None
 
 
+def _outputs_beside_tokens(config: Config) -> str | None:
+    """Which experts tokens had, and which candidates their sampling left, where nobody has compared them."""
+    asked = {
+        "--enable-return-routed-experts": getattr(config, "aux_output_config", None),
+        "--return-sampling-mask": config.model_config,
+    }
+    on = [option for option, holder in asked.items() if getattr(holder, option.strip("-").replace("-", "_"), False)]
+    if not on:
+        return None
+    device, version = devices.of_config(config).ops.type, patch_points.installed_version()
+    found = {
+        {"cpu": "on a CPU", "npu": "on an NPU"}.get(device, ""): device != "cuda",
+        f"with vLLM {version}": not version.startswith(RAN_ON_GPUS),
+        "by vLLM's first model runner": device == "cuda" and not config.use_v2_model_runner,
+        "beside speculative decoding": config.speculative_config is not None,
+        "in exact arithmetic": envs.is_exact(),
+    }
+    named = [where for where, is_so in found.items() if is_so]
+    return f"{on[0]} {named[0]}" if named else None
+
+
+def _pools(config: Config) -> bool:
+    return config.model_config.runner_type == "pooling"
+
+
+def _other_runner(config: Config) -> str | None:
+    runner = config.model_config.runner_type
+    return _when(runner not in ("generate", "pooling"), f"the {runner} runner")
+
+
+def _pooling_elsewhere(config: Config) -> str | None:
+    if not _pools(config):
+        return None
+    device, version = devices.of_config(config).ops.type, patch_points.installed_version()
+    if device not in POOLING_RAN:
+        return "the pooling runner on an NPU"
+    return _when(not version.startswith(POOLING_RAN[device]), f"the pooling runner with vLLM {version}")
+
+
+def _both_directions_of_a_pooling_model(config: Config) -> str | None:
+    kind = config.model_config.attn_type if _pools(config) else "decoder"
+    return _when(kind != "decoder", f"attention of the kind {kind}")
+
+
+def _late_interaction(config: Config) -> str | None:
+    return _when(_pools(config) and config.model_config.score_type == "late-interaction", "scores of late interaction")
+
+
+def _beside_pooling(config: Config) -> str | None:
+    """What has not been run with pooling models."""
+    if not _pools(config):
+        return None
+    parallel = config.parallel_config
+    found = {
+        f"pipeline parallelism {parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
+        f"data parallelism {parallel.data_parallel_size}": parallel.data_parallel_size > 1,
+        "several GPUs": devices.of_config(config).ops.type == "cuda" and parallel.tensor_parallel_size > 1,
+        f"{envs.TP_TREE.name}={tensor_tree.leaves()}": tensor_tree.leaves() > 1,
+        "exact arithmetic": envs.is_exact(),
+        "a multimodal model as text": config.model_config.is_multimodal_model,
+    }
+    named = [what for what, is_used in found.items() if is_used]
+    return f"a pooling model with {named[0]}" if named else None
+
+
 def _head_size(config: Config) -> str | None:
     size = config.model_config.get_head_size()
     return None if size in HEAD_SIZES else f"attention heads of size {size}"
@@ -467,6 +534,17 @@ COVERED = (
         "greedy; temperature, top-k, top-p, min-p, penalties, n > 1, with a seed; logprobs, prompt logprobs",
     ),
     Feature(
+        "Pooling models",
+        "of one worker, or of several on a CPU, with vLLM 0.32 on a CPU and 0.33 on a GPU: decoder-only models with "
+        "causal attention that classify, score, reward or embed (`--convert classify`, `--convert embed`, reward "
+        "models); pooling by the last token, all tokens, marks (STEP) or their mean",
+    ),
+    Feature(
+        "Outputs beside tokens",
+        "on a GPU with vLLM 0.33 and its second model runner: `--enable-return-routed-experts`, "
+        "`--return-sampling-mask`",
+    ),
+    Feature(
         "Speculative decoding",
         "n-grams, a draft model, EAGLE, EAGLE-3, MiMo's and GLM-4.5's own layer for more tokens (MTP), suffixes, "
         "drafters of your own, and Medusa on a CPU: the answers and logprobs are those without it, greedy and with a "
@@ -502,7 +580,7 @@ COVERED = (
         "an `LLM()` in each process: the bits are the same whichever answers. Of a mixture of experts by 2 GPUs with "
         "vLLM 0.33: each has half of every expert",
     ),
-    Feature("APIs", "vllm serve (completions, chat), offline LLM()"),
+    Feature("APIs", "vllm serve (completions, chat, embeddings, classify, score, pooling), offline LLM()"),
 )
 """What is covered, for the table."""
 
@@ -765,12 +843,43 @@ REFUSED = (
         lambda config: _when(config.model_config.is_encoder_decoder, "encoder-decoder models"),
     ),
     Feature(
-        "Pooling models",
-        "encoder attention and poolers are not covered",
-        "serve a generative model with --runner generate",
-        lambda config: _when(
-            config.model_config.runner_type != "generate", f"the {config.model_config.runner_type} runner"
-        ),
+        "Other runners than generate and pooling",
+        "what they give has not been compared",
+        "pass --runner generate or pooling",
+        _other_runner,
+    ),
+    Feature(
+        "Pooling on an NPU, and with other versions of vLLM than 0.32 on a CPU and 0.33 on a GPU",
+        "its poolers have not been run there",
+        "serve a generative model with --runner generate, or install such a vLLM",
+        _pooling_elsewhere,
+    ),
+    Feature(
+        "Pooling models with bidirectional attention (BERT and other encoders, cross-encoders made of them)",
+        "the mode's attention is causal",
+        "serve a decoder-only model, such as Qwen3-Embedding or Qwen3-Reranker",
+        _both_directions_of_a_pooling_model,
+    ),
+    Feature(
+        "Scores of late interaction (ColBERT)",
+        "vLLM pads documents to the longest of those that it scores together",
+        "serve a model that embeds or classifies",
+        _late_interaction,
+    ),
+    Feature(
+        "Pooling models on several GPUs, in stages, in several engines, with `VLLM_BATCH_INVARIANT_TP_TREE`, in exact "
+        "arithmetic, and those that could take images",
+        "these have not been run together",
+        "leave one of the two out",
+        _beside_pooling,
+    ),
+    Feature(
+        "Routed experts and sampling masks beside tokens but on a GPU with vLLM 0.33 and its second model runner, and "
+        "there with speculative decoding or exact arithmetic",
+        "vLLM's second model runner alone gives them, and no others have been compared",
+        "leave --enable-return-routed-experts and --return-sampling-mask out, or serve on a GPU with vLLM 0.33 without "
+        "--speculative-config",
+        _outputs_beside_tokens,
     ),
     Feature(
         "Other head sizes",

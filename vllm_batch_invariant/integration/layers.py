@@ -24,7 +24,7 @@ import torch
 
 from .. import envs
 from ..errors import NotCovered
-from . import exact, experts, patch_points
+from . import exact, experts, patch_points, pooling
 
 KNOWN = {
     "torch.nn.modules": """ModuleList ModuleDict Sequential Identity Dropout Linear Embedding LayerNorm
@@ -48,6 +48,10 @@ KNOWN = {
     "vllm.model_executor.layers.fused_moe": "RoutedExperts MoERunner SharedExperts",
     # Loads weights in an order of its own
     "vllm.model_executor.models.gpt_oss": "GptOssRoutedExperts",
+    # Poolers: rows are copied; sums, norms, products and softmax are ours
+    "vllm.model_executor.layers.pooler": """DispatchPooler SequencePooler TokenPooler BOSEOSFilter LastPool CLSPool
+        MeanPool AllPool StepPool EmbeddingPoolerHead ClassifierPoolerHead TokenEmbeddingPoolerHead
+        TokenClassifierPoolerHead PoolerIdentity PoolerNormalize PoolerMultiLabelClassify PoolerClassify""",
     # Layers of one model: norms in plain PyTorch, and an embedding that adds to its positions
     "vllm.model_executor.models.commandr": "LayerNorm RMSNorm",
     "vllm.model_executor.models.nemotron": "NemotronLayerNorm1P",
@@ -55,6 +59,8 @@ KNOWN = {
 }
 """Names of classes, by the module that has them or the package above it."""
 
+POOLERS = "vllm.model_executor.layers.pooler."
+"""The package of poolers."""
 MODELS = ("vllm.model_executor.models.", "vllm.models.", "transformers.")
 """Packages of models' own classes."""
 PLAIN = (torch.nn.Module, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential, torch.nn.Identity)
@@ -100,7 +106,7 @@ def check(model: torch.nn.Module) -> None:
             raise NotCovered(
                 f"the encoder {name}", "its kernels are not ours", "serve text only, with --language-model-only"
             )
-    for name, module in model.named_modules():
+    for name, module in _modules(model):
         problem = _problem(module)
         if problem:
             which = f"the layer {name}" if name else "the model itself"
@@ -109,6 +115,14 @@ def check(model: torch.nn.Module) -> None:
                 problem,
                 "serve a model made of known layers",
             )
+
+
+def _modules(model: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """A model's modules by name, and the poolers that PyTorch does not list."""
+    for name, module in model.named_modules(prefix=prefix):
+        yield name, module
+        for task, pooler in pooling.parts(module):
+            yield from _modules(pooler, f"{name}.{task}")
 
 
 def _problem(module: torch.nn.Module) -> str | None:
@@ -152,6 +166,8 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
         return experts.problem_of(layer)
     elif isinstance(layer, patch_points.ROUTED_EXPERTS.get()):
         return None if _is_ours(type(method)) else f"its experts are computed by {type(method).__name__}"
+    elif type(layer).__module__.startswith(POOLERS):
+        return pooling.problem_of(layer)
     elif type(layer).__name__ == "GateLinear" and (problem := experts.problem_of_gate(layer)):
         return problem
     elif method is not None and type(method) not in (

@@ -192,6 +192,12 @@ COPY_PAGES = PatchPoint(("vllm.v1.worker.gpu.model_runner",), "copy_kv_cache_blo
 LOGPROBS_TENSORS = PatchPoint(("vllm.v1.outputs",), "LogprobsTensors")
 MODEL_RUNNER = PatchPoint(("vllm.v1.worker.gpu_model_runner",), "GPUModelRunner")
 """The first model runner, of CPUs as well."""
+MEAN_POOL = PatchPoint(("vllm.model_executor.layers.pooler.seqwise.methods",), "MeanPool")
+"""Makes one row of a prompt's tokens in models that embed or classify."""
+POOLER_NORMALIZE = PatchPoint(("vllm.model_executor.layers.pooler.activations",), "PoolerNormalize")
+"""Gives embeddings the length 1."""
+BIND_CAPTURE = PatchPoint(("vllm.distributed.aux_output_connector.worker",), "bind_routed_experts_capturer")
+"""Tells each layer of experts, in the second model runner, where to note which experts its tokens have."""
 OUTPUT_PROCESSOR = PatchPoint(("vllm.v1.engine.output_processor",), "OutputProcessor")
 """Makes what a client gets of what the engine gives, by the two below."""
 DETOKENIZER = PatchPoint(("vllm.v1.engine.detokenizer",), "BaseIncrementalDetokenizer")
@@ -218,8 +224,10 @@ COMPILATION_MODE = PatchPoint(("vllm.config", "vllm.config.compilation"), "Compi
 
 ALL = {name: value for name, value in list(globals().items()) if isinstance(value, PatchPoint)}
 
-OPTIONAL = {"DRAFT_MODEL", "DRAFT_INPUTS"}
-"""Those that vLLM has from 0.32 on, and without which the mode is as good but slower."""
+OPTIONAL = {"DRAFT_MODEL", "DRAFT_INPUTS", "MEAN_POOL", "POOLER_NORMALIZE", "BIND_CAPTURE"}
+"""Those that vLLM has from 0.32 on. Without the first two the mode is as good but slower; what the others are for is
+refused before.
+"""
 MEMBERS = {
     "CONFIG": ("__post_init__",),
     "CPU_COMMUNICATOR": ("all_reduce", "all_gather"),
@@ -242,7 +250,9 @@ MEMBERS = {
     "REJECTION_SAMPLER": ("forward",),
     "SECOND_REJECTION_SAMPLER": ("__call__",),
     "SECOND_SAMPLER": ("apply_sampling_params", "add_request"),
-    "MODEL_RUNNER": ("_sample", "_bookkeeping_sync", "sync_and_gather_intermediate_tensors"),
+    "MODEL_RUNNER": ("_sample", "_bookkeeping_sync", "_update_states", "sync_and_gather_intermediate_tensors"),
+    "MEAN_POOL": ("forward",),
+    "POOLER_NORMALIZE": ("forward_chunk",),
     "GRAPH_MANAGER": ("_init_candidates",),
     "DRAFT_MODEL": ("init_cudagraph_manager", "capture", "_prefill", "_multi_step_decode"),
     "LINEAR_METHOD": ("process_weights_after_loading", "apply"),

@@ -67,10 +67,9 @@ FIELDS = {
         """ enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend sleep_mode_offload_cudagraph
         enable_nccl_comm_suspend enable_cumem_allocator""",
         elsewhere="""runner convert dtype quantization quantization_config logits_processors logprobs_mode pooler_config
-        multimodal_config""",
+        multimodal_config return_sampling_mask""",
         fixed={
             "use_fp64_gumbel": (),
-            "return_sampling_mask": (),
             "enable_trace_replay": (),
             "enable_return_routed_experts": (),
             "override_attention_dtype": (),
@@ -194,7 +193,16 @@ FIELDS = {
     "PrefetchOffloadConfig": Fields(
         fixed={"offload_group_size": (), "offload_num_in_group": (), "offload_prefetch_step": (), "offload_params": ()}
     ),
-    "AuxOutputConfig": Fields(free="max_bytes", fixed={"enable_return_routed_experts": ()}),
+    "AuxOutputConfig": Fields(free="max_bytes", elsewhere="enable_return_routed_experts"),
+    "PoolerConfig": Fields(
+        # Which rows of a prompt are given, which columns of them, and what is done to each.
+        free="""task pooling_type seq_pooling_type tok_pooling_type use_activation dimensions max_embed_len logit_mean
+        logit_sigma step_tag_id returned_token_ids logit_bias logit_scale"""
+        # Of scores that are refused.
+        """ enable_flash_late_interaction""",
+        # A prompt in parts that are requests of their own, and a mean of what they give.
+        fixed={"enable_chunked_processing": ()},
+    ),
     # How a checkpoint is read: the weights are what they are.
     "LoadConfig": Fields(
         free="""load_format download_dir safetensors_load_strategy safetensors_prefetch_num_threads
@@ -260,7 +268,6 @@ BELONG_TO_A_FIELD = frozenset(
     | {
         "KVTransferConfig",
         "LoRAConfig",
-        "PoolerConfig",
         "QuantizationConfigArgs",
     }
 )

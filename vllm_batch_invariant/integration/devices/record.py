@@ -10,7 +10,18 @@ from ...ops.attention import AttentionReduction
 from ...ops.devices import Device
 from ...ops.exact import FORMAT
 from ...version import __version__
-from .. import mrope, norm, patch_points, refusals, request_state, sampling, sampling_seeds, tensor_tree, weights
+from .. import (
+    mrope,
+    norm,
+    patch_points,
+    pooling,
+    refusals,
+    request_state,
+    sampling,
+    sampling_seeds,
+    tensor_tree,
+    weights,
+)
 
 MODE_IS_ON = f"Batch-invariant mode is on (vllm-batch-invariant {__version__}); "
 
@@ -106,6 +117,7 @@ class VllmDevice:
             tensor_tree.install(tensor_tree.with_bias)
         norm.install()
         mrope.install()
+        pooling.install()
         worker = patch_points.DEVICE_WORKER.get()
         refusals.install_in_worker(worker)
         weights.watch(worker)

@@ -1,0 +1,83 @@
+"""What pooling models give: runs in the engine's process."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vllm_batch_invariant.integration import patch_points
+from vllm_batch_invariant.verify.harness.worker_main import preemptions
+
+PREEMPTED_AFTER = 3
+"""Steps."""
+
+
+def pooled(llm: Any, requests: Sequence[dict[str, Any]], reset: str = "") -> dict[str, Any]:
+    """Send requests together, and wait for all of them.
+
+    Args:
+        requests: each a ``prompt``, and in ``params`` arguments of ``PoolingParams``.
+        reset: "cache" lets go of the prefix cache first, "running" also of what runs after some steps.
+
+    Returns:
+        ``given``: of each request dtype, shape and bits of what it got; ``cached``: how many tokens each had in the
+        cache; ``largest``: the most requests that were done in a step; ``preemptions``.
+    """
+    from vllm import PoolingParams
+
+    engine, before = llm.llm_engine, preemptions(llm)
+    if reset:
+        llm.reset_prefix_cache()
+    for number, request in enumerate(requests):
+        engine.add_request(str(number), {"prompt_token_ids": request["prompt"]}, PoolingParams(**request["params"]))
+    done: dict[str, Any] = {}
+    largest = steps = 0
+    while engine.has_unfinished_requests():
+        outputs, steps = engine.step(), steps + 1
+        largest = max(largest, len(outputs))
+        done |= {output.request_id: output for output in outputs}
+        if reset == "running" and steps == PREEMPTED_AFTER:
+            engine.reset_prefix_cache(reset_running_requests=True)
+    given = [done[str(number)] for number in range(len(requests))]
+    return {
+        "given": [bits(output.outputs.data) for output in given],
+        "cached": [output.num_cached_tokens for output in given],
+        "largest": largest,
+        "preemptions": preemptions(llm) - before,
+    }
+
+
+def as_vllm_resumes(llm: Any, requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """:func:`pooled` with preemptions, by vLLM's own method of the first model runner."""
+    runner = patch_points.MODEL_RUNNER.get()
+    ours = runner._update_states
+    runner._update_states = ours.__wrapped__
+    try:
+        return pooled(llm, requests, "running")
+    finally:
+        runner._update_states = ours
+
+
+def by_methods(llm: Any, method: str, prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
+    """What the offline interface gives: ``LLM.embed``, ``classify``, ``reward`` or ``encode``."""
+    function, _, task = method.partition(" ")
+    options = {"pooling_task": task} if task else {}
+    outputs = getattr(llm, function)([{"prompt_token_ids": prompt} for prompt in prompts], use_tqdm=False, **options)
+    return [bits(_data(output.outputs)) for output in outputs]
+
+
+def _data(given: Any) -> torch.Tensor:
+    for name in ("data", "embedding", "probs"):
+        if (value := getattr(given, name, None)) is not None:
+            return torch.as_tensor(value, dtype=torch.float32)
+    raise TypeError(type(given))
+
+
+def bits(data: torch.Tensor) -> dict[str, Any]:
+    """Of a tensor."""
+    raw = data.detach().cpu().contiguous()
+    return {
+        "dtype": str(raw.dtype),
+        "shape": list(raw.shape),
+        "bits": raw.reshape(-1).view(torch.uint8).numpy().tobytes().hex(),
+    }

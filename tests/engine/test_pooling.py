@@ -1,0 +1,304 @@
+"""Models that embed, classify and reward: what a request gets has the same bits alone and among others, in chunks, from
+a warm prefix cache and after a preemption.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.engine.engines import (
+    EAGER_ON_GPU,
+    OF_DEVICE,
+    SETTINGS,
+    Engine,
+    _as_arguments,
+    is_asked_for,
+    only_where_asked_for,
+    tokens,
+)
+from tests.engine.test_models import GQA, SIZES
+from vllm_batch_invariant.integration.coverage import POOLING_RAN
+
+ON_GPU = torch.cuda.is_available()
+pytestmark = pytest.mark.engine
+
+WIDE = SIZES | GQA | {"hidden_size": 512, "intermediate_size": 1024}
+"""Wide enough for plain vLLM to vary."""
+CHUNKS, WHOLE = 128, 1024
+"""Tokens of a step: prompts come in chunks, or as a whole, which some poolers ask for."""
+LENGTHS = (1, 45, 300, 700)
+MARK = 7
+"""A token behind which a process reward model is asked."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model that pools.
+
+    Attributes:
+        model: makes it.
+        wanted: what requests ask for.
+        method: of ``LLM``, which gives the first of these, too.
+        step: tokens of a step.
+        settings: of the engine.
+    """
+
+    model: Callable[[], torch.nn.Module]
+    wanted: tuple[dict[str, Any], ...]
+    method: str
+    step: int = CHUNKS
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def qwen3() -> torch.nn.Module:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**WIDE, tie_word_embeddings=True))
+
+
+def llama_that_classifies() -> torch.nn.Module:
+    return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**WIDE, num_labels=3))
+
+
+def reward_model(kind: str, labels: int) -> Callable[[], torch.nn.Module]:
+    """A Qwen2 with two linear layers at its end, as Qwen's reward models have them."""
+
+    def made() -> torch.nn.Module:
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**WIDE, tie_word_embeddings=True))
+        size = WIDE["hidden_size"]
+        model.score = torch.nn.Sequential(torch.nn.Linear(size, size), torch.nn.ReLU(), torch.nn.Linear(size, labels))
+        model.config.architectures = [kind]
+        return model
+
+    return made
+
+
+def embedding(pooling: str | None = None) -> dict[str, Any]:
+    chosen = {"pooler_config": json.dumps({"pooling_type": pooling})} if pooling else {}
+    return {"runner": "pooling", "convert": "embed", "hf_overrides": json.dumps({"is_matryoshka": True})} | chosen
+
+
+CASES = {
+    "embeddings of the last token": Case(
+        qwen3,
+        (
+            {"task": "embed"},
+            {"task": "embed", "dimensions": 100},
+            {"task": "embed", "use_activation": False},
+            {"task": "token_embed"},
+        ),
+        "embed",
+        settings=embedding(),
+    ),
+    "embeddings of the mean": Case(
+        qwen3,
+        ({"task": "embed"}, {"task": "embed", "use_activation": False}),
+        "embed",
+        WHOLE,
+        embedding("MEAN"),
+    ),
+    "a Llama that classifies": Case(
+        llama_that_classifies,
+        ({"task": "classify"}, {"task": "classify", "use_activation": False}, {"task": "token_classify"}),
+        "classify",
+        settings={"pooler_config": json.dumps({"logit_mean": 0.1, "logit_sigma": 1.7})},
+    ),
+    "a Qwen3 whose head is made of two words": Case(
+        qwen3,
+        ({"task": "classify"}, {"task": "classify", "use_activation": False}),
+        "classify",
+        settings={
+            "runner": "pooling",
+            "hf_overrides": json.dumps(
+                {
+                    "architectures": ["Qwen3ForSequenceClassification"],
+                    "classifier_from_token": ["no", "if"],
+                    "is_original_qwen3_reranker": True,
+                }
+            ),
+        },
+    ),
+    "a head in the model's dtype": Case(
+        llama_that_classifies,
+        ({"task": "classify"}, {"task": "token_classify", "use_activation": False}),
+        "classify",
+        settings={"hf_overrides": json.dumps({"head_dtype": "model"})},
+    ),
+    "a reward of each token": Case(
+        reward_model("Qwen2ForRewardModel", 1),
+        ({"task": "token_classify"}, {"task": "token_classify", "use_activation": False}),
+        "encode token_classify",
+    ),
+    "a reward of each step": Case(
+        reward_model("Qwen2ForProcessRewardModel", 2),
+        ({"task": "token_classify"}, {"task": "token_classify", "use_activation": False}),
+        "encode token_classify",
+        WHOLE,
+        {"pooler_config": json.dumps({"step_tag_id": MARK})},
+    ),
+}
+QUICK = ("embeddings of the last token", "a Llama that classifies")
+"""Those that run also where each minute counts."""
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """With marks in it."""
+    made = tokens(length, seed)
+    return [MARK if place % 9 == 8 else token for place, token in enumerate(made)]
+
+
+def requests_of(case: Case) -> list[dict[str, Any]]:
+    return [{"prompt": prompt(length, length), "params": wanted} for length in LENGTHS for wanted in case.wanted]
+
+
+def others(case: Case, count: int) -> list[dict[str, Any]]:
+    wanted = case.wanted
+    return [{"prompt": prompt(1 + 37 * i % 200, 500 + i), "params": wanted[i % len(wanted)]} for i in range(count)]
+
+
+def plan(case: Case) -> dict[str, tuple[list[dict[str, Any]], str]]:
+    """The requests of each run, the targets first, and what is let go of."""
+    targets = requests_of(case)
+    alone = {f"alone {number}": ([target], "cache") for number, target in enumerate(targets)}
+    return alone | {
+        "together": (targets, "cache"),
+        "among 3": ([*targets, *others(case, 3)], "cache"),
+        "among 40": ([*targets, *others(case, 40)], "cache"),
+        "warm": (targets, ""),
+        "preempted": (targets, "running"),
+    }
+
+
+def run(case: Case, folder: Path, tokenizer: Path, flag: str, **more: Any) -> dict[str, Any]:
+    """What one engine gives in all runs of the plan, and by a method of ``LLM``, for the first of what is wanted."""
+    torch.manual_seed(0)
+    case.model().to(torch.bfloat16).save_pretrained(folder)
+    for file in tokenizer.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    limits = {"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": case.step, "dtype": "bfloat16"}
+    arguments = _as_arguments(limits | OF_DEVICE | case.settings | more)
+    environment = SETTINGS | ({"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if "tensor_parallel_size" in more else {})
+    with Engine(str(folder), arguments, flag, environment, patience=400) as engine:
+        done = {
+            name: engine.call("tests.engine.pooled:pooled", requests, reset)
+            for name, (requests, reset) in plan(case).items()
+        }
+        done["resumed by vLLM"] = (
+            engine.call("tests.engine.pooled:as_vllm_resumes", requests_of(case))
+            if flag == "1" and not ON_GPU and case.step == CHUNKS
+            else None
+        )
+        by_method = engine.call(
+            "tests.engine.pooled:by_methods", case.method, [prompt(length, length) for length in LENGTHS]
+        )
+    return done | {"by a method": {"given": by_method}}
+
+
+def moved(case: Case, done: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """Runs in which a target got something else than alone."""
+    count = len(requests_of(case))
+    alone = [done[f"alone {number}"]["given"][0] for number in range(count)]
+    return [
+        f"{name}: {number}"
+        for name in names
+        for number, (given, expected) in enumerate(zip(done[name]["given"][:count], alone, strict=True))
+        if given != expected
+    ]
+
+
+RUNS = ("together", "among 3", "among 40", "warm", "preempted")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def pools() -> None:
+    version = pytest.importorskip("vllm").__version__
+    if not version.startswith(POOLING_RAN["cuda" if ON_GPU else "cpu"]):
+        pytest.skip(f"pooling with vLLM {version} is refused")
+
+
+@pytest.fixture(scope="module")
+def asked(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, pytestconfig: pytest.Config
+) -> Callable[[str], dict[str, Any]]:
+    """What an engine of a case gives, started when first asked for."""
+    kept: dict[str, dict[str, Any]] = {}
+
+    def of(name: str) -> dict[str, Any]:
+        if name not in QUICK and not is_asked_for(pytestconfig):
+            only_where_asked_for(pytestconfig)
+        if name not in kept:
+            kept[name] = run(CASES[name], tmp_path_factory.mktemp("model"), checkpoint, "1")
+        return kept[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pooled_request_has_the_same_bits_under_any_schedule(
+    name: str, asked: Callable[[str], dict[str, Any]]
+) -> None:
+    case, done = CASES[name], asked(name)
+    assert moved(case, done, RUNS) == []
+    assert done["among 40"]["largest"] > 1
+    if case.step == CHUNKS:
+        assert done["preempted"]["preemptions"] > 0
+        caches = any(wanted["task"] in ("embed", "classify") for wanted in case.wanted)
+        assert (max(done["warm"]["cached"]) > 0) == caches
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_request_gets_follows_from_its_prompt_and_what_it_wants(
+    name: str, asked: Callable[[str], dict[str, Any]]
+) -> None:
+    """Otherwise equal bits would say nothing."""
+    case, given = CASES[name], asked(name)["together"]["given"]
+    behind_a_mark = [one["bits"] for one in given if one["shape"][0] > 0]
+    assert len(behind_a_mark) >= len(case.wanted) * 3
+    assert len(set(behind_a_mark)) == len(behind_a_mark)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_method_of_the_offline_interface_gives_the_same(name: str, asked: Callable[[str], dict[str, Any]]) -> None:
+    case, done = CASES[name], asked(name)
+    expected = done["together"]["given"][:: len(case.wanted)]
+    for given, one in zip(done["by a method"]["given"], expected, strict=True):
+        assert given["bits"] == one["bits"]
+
+
+@pytest.mark.skipif(ON_GPU, reason="the second model runner forgets what a preempted request has collected")
+def test_vllm_gives_a_preempted_request_the_rows_of_its_chunks_twice(asked: Callable[[str], dict[str, Any]]) -> None:
+    case, done = CASES[QUICK[0]], asked(QUICK[0])
+    twice = moved(case, done, ["resumed by vLLM"])
+    assert twice
+    longest = done["resumed by vLLM"]["given"][len(requests_of(case)) - 1]
+    assert longest["shape"][0] > LENGTHS[-1]
+
+
+def test_plain_vllm_fails_the_same_comparison(tmp_path: Path, checkpoint: Path, pytestconfig: pytest.Config) -> None:
+    only_where_asked_for(pytestconfig)
+    case = CASES[QUICK[0]]
+    done = run(case, tmp_path, checkpoint, "0", enforce_eager=True, max_num_batched_tokens=512)
+    assert moved(case, done, RUNS[:3])
+
+
+@pytest.mark.skipif(ON_GPU, reason="several GPUs have not pooled")
+def test_two_workers_keep_the_bits(tmp_path: Path, checkpoint: Path, pytestconfig: pytest.Config) -> None:
+    only_where_asked_for(pytestconfig)
+    case = CASES["a reward of each token"]
+    done = run(case, tmp_path, checkpoint, "1", tensor_parallel_size=2)
+    assert moved(case, done, RUNS[:4]) == []
+
+
+@pytest.mark.skipif(not ON_GPU, reason="a CPU has one model runner")
+@pytest.mark.parametrize("name", QUICK)
+def test_the_first_model_runner_of_a_gpu_keeps_the_bits(
+    name: str, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    case = CASES[name]
+    assert moved(case, run(case, tmp_path, checkpoint, "1", **EAGER_ON_GPU), RUNS) == []
