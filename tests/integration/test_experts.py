@@ -13,7 +13,7 @@ from tests.ops.moe.layers import EXPERTS, Layer, layer, tokens, uniform
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration import coverage, experts, layers, patch_points
 from vllm_batch_invariant.integration.linear import as_loaded, restore_weights
-from vllm_batch_invariant.ops.moe import MoeReduction
+from vllm_batch_invariant.ops.moe import MoeReduction, route
 
 pytest.importorskip("vllm")
 
@@ -209,6 +209,65 @@ def test_layers_of_experts_are_known_where_ours_serves_them(method: Any) -> None
 def test_a_layer_that_calls_experts_in_another_way_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(NotCovered, match=said):
         layers.check(runner(**changes))
+
+
+def capturing(method: Any, of: Layer, places: tuple[int, ...]) -> tuple[torch.nn.Module, Any]:
+    """Layers of a model in those places, which our method serves, and vLLM's own notebook for steps of 64 tokens."""
+    capturer = pytest.importorskip("vllm.model_executor.layers.fused_moe.routed_experts_capturer")
+    kind = patch_points.MOE_RUNNER.get()
+    model = torch.nn.ModuleList()
+    for place in places:
+        made = routed(of)
+        served = type(method)(SimpleNamespace())
+        served.process_weights_after_loading(made)
+        made.quant_method = served
+        model.append(bare(kind, routed_experts=made, layer_name=f"model.layers.{place}.mlp.experts"))
+    numbers = {
+        "get_total_num_hidden_layers": lambda: 3,
+        "get_num_experts": lambda: EXPERTS,
+        "get_num_experts_per_tok": lambda: 3,
+        "hf_text_config": SimpleNamespace(model_type="tests"),
+    }
+    parallel = SimpleNamespace(data_parallel_rank=0, tensor_parallel_size=1)
+    config = SimpleNamespace(model_config=SimpleNamespace(**numbers), parallel_config=parallel)
+    return model, capturer.RoutedExpertsCapturer(max_num_batched_tokens=64, vllm_config=config)
+
+
+@pytest.mark.skipif(not patch_points.BIND_CAPTURE.is_there(), reason="this vLLM tells it in another way")
+def test_a_request_is_told_the_experts_that_our_router_chose(method: Any) -> None:
+    from vllm.forward_context import ForwardContext, override_forward_context
+
+    of = layer()
+    model, notebook = capturing(method, of, (1, 2))
+    with pytest.raises(ValueError, match="not supported with monolithic"):  # vLLM's own function
+        patch_points.BIND_CAPTURE.get()(model, notebook)
+    experts.bind_capture(model, notebook)
+    x, steps = tokens(40), {}
+    logits = [uniform(x, of), uniform(x, of).roll(1, dims=-1)]
+    with override_forward_context(ForwardContext({}, {}, {})):
+        for count in (40, 1, 17):
+            for part, of_layer in zip(model, logits, strict=True):
+                made = part.routed_experts
+                made.quant_method.apply_monolithic(made, x[:count], of_layer[:count])
+            steps[count] = notebook.snapshot_routing_data(count)
+    for count, told in steps.items():
+        assert told.dtype == torch.uint8
+        assert told.shape == (count, 3, 3)
+        assert not told[:, 0].any()  # a dense layer
+        for place, of_layer in enumerate(logits, 1):
+            chosen = route(of_layer, reduction_in(model), None)[1]
+            assert torch.equal(told[:, place], chosen[:count].to(torch.uint8))
+            assert not torch.equal(told[:, place], chosen[:count].sort(-1).values.to(torch.uint8))
+
+
+def reduction_in(model: torch.nn.Module) -> MoeReduction:
+    [reduction] = experts.reductions(model)
+    return reduction
+
+
+def test_a_model_without_experts_tells_none(method: Any) -> None:
+    with pytest.raises(NotCovered, match="of a model without experts"):
+        experts.bind_capture(torch.nn.ModuleList([torch.nn.Identity()]), SimpleNamespace())
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ vLLM asks a layer's method either for whole layers, with the logits of the route
 that were found elsewhere. Ours takes whole layers in every version, so that what chooses experts is ours, too.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -39,13 +40,19 @@ class PreparedExperts(PreparedWeight):
 class Router(torch.nn.Module):
     """Chooses the experts of each token: a module, so that whoever looks at modules sees what it gives."""
 
+    capture: Callable[[torch.Tensor], None] | None = None
+    """Is given the ids, if requests are told which experts their tokens had."""
+
     def __init__(self, reduction: MoeReduction) -> None:
         super().__init__()
         self._reduction = reduction
 
     def forward(self, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """See :func:`..ops.moe.route`."""
-        return route(logits, self._reduction, bias)
+        weights, ids = route(logits, self._reduction, bias)
+        if self.capture is not None:
+            self.capture(ids)
+        return weights, ids
 
 
 class BatchInvariantExperts:
@@ -185,6 +192,30 @@ def _install(kind: type[BatchInvariantExperts]) -> None:
     if method.__name__ not in patch_points.CUSTOM_OP.module().op_registry_oot:
         ours = type(f"BatchInvariant{method.__name__}", (kind, method), {"__module__": __name__})
         method.register_oot(ours, name=method.__name__)
+
+
+def install_capture() -> None:
+    """Have the second model runner note which experts our routers choose, where it can note any."""
+    if patch_points.BIND_CAPTURE.is_there():
+        patch_points.BIND_CAPTURE.put(bind_capture)
+
+
+def bind_capture(model: torch.nn.Module, capturer: Any) -> None:
+    """vLLM's function ``bind_routed_experts_capturer``, which takes what computes whole layers for kernels of its own
+    that it has to ask.
+
+    Args:
+        model: with layers of experts that ours serves.
+        capturer: vLLM's ``RoutedExpertsCapturer``: its method ``capture`` copies ids [tokens, top_k] of a layer.
+
+    Raises:
+        NotCovered: a model without such layers.
+    """
+    layers = [part for part in model.modules() if isinstance(part, patch_points.MOE_RUNNER.get())]
+    if not layers:
+        raise NotCovered("--enable-return-routed-experts of a model without experts", "there are none", "leave it out")
+    for layer in layers:
+        layer.routed_experts.quant_method.router.capture = partial(capturer.capture, layer.layer_id)
 
 
 def reductions(model: torch.nn.Module) -> list[MoeReduction]:

@@ -107,6 +107,7 @@ class Cuda(VllmDevice):
 
     def install_linear(self) -> None:
         experts.install_cuda()
+        experts.install_capture()
         if envs.is_exact():
             exact.install_layers("cuda")
             linear.install_exact_cuda()
