@@ -86,6 +86,9 @@ def settings(config: Any) -> dict[str, str]:
     found |= devices.of_config(config).engine_settings(config)
     if overrides := model.hf_overrides:  # which no file of the model holds
         found["hf_overrides"] = json.dumps(overrides, sort_keys=True, default=repr)
+    if (pooler := getattr(model, "pooler_config", None)) is not None:
+        chosen = {"convert": model.convert_type} | {name: value for name, value in asdict(pooler).items() if value}
+        found["pooler_config"] = json.dumps(chosen, sort_keys=True, default=repr)
     text = model.hf_text_config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     if "longrope" in (rope.get("rope_type"), rope.get("type")):  # it has other factors for a long context

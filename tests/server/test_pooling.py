@@ -1,0 +1,60 @@
+"""A server of a model that embeds gives a text the same embedding and the same scores beside others."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from vllm_batch_invariant.integration.coverage import POOLING_RAN
+from vllm_batch_invariant.verify.harness.server import serve
+
+pytestmark = pytest.mark.server
+
+TEXT = "A sum of floating-point numbers depends on the order of its additions. " * 9
+OTHERS = [f"{number} " + "while and return " * (number % 40) for number in range(48)]
+ASKED: dict[str, Callable[[str], dict[str, Any]]] = {
+    "/v1/embeddings": lambda text: {"input": text},
+    "/pooling": lambda text: {"input": text, "task": "token_embed"},
+    "/score": lambda text: {"text_1": "Which order?", "text_2": text},
+    "/rerank": lambda text: {"query": "Which order?", "documents": [text, "none"]},
+}
+"""What is asked about a text, by route."""
+
+
+@pytest.fixture(scope="module")
+def client(model: Path, pytestconfig: pytest.Config) -> Iterator[httpx.Client]:
+    version = pytest.importorskip("vllm").__version__
+    if not version.startswith(POOLING_RAN["cuda" if torch.cuda.is_available() else "cpu"]):
+        pytest.skip(f"pooling with vLLM {version} is refused")
+    if not torch.cuda.is_available() and pytestconfig.option.markexpr != "server":
+        pytest.skip("takes a server of its own: runs by -m server")
+    arguments = ["--runner", "pooling", "--convert", "embed", "--max-model-len", "1024"]
+    environment = {"VLLM_BATCH_INVARIANT": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with (
+        serve(str(model), arguments, environment) as running,
+        httpx.Client(base_url=running.base_url[:-3], trust_env=False, timeout=120) as http,
+    ):
+        yield http
+
+
+@pytest.mark.parametrize("route", ASKED)
+def test_a_text_gets_the_same_alone_and_beside_others(route: str, client: httpx.Client) -> None:
+    def asked(text: str) -> Any:
+        answer = client.post(route, json=ASKED[route](text))
+        assert answer.status_code == 200, answer.text
+        return answer.json().get("data") or answer.json()["results"]
+
+    alone = asked(TEXT)
+    with ThreadPoolExecutor(len(OTHERS) + 1) as pool:
+        given = list(pool.map(asked, [*OTHERS[:24], TEXT, *OTHERS[24:]]))
+    assert given[24] == alone
+    assert given[23] != alone
+
+
+def test_a_server_that_embeds_says_what_it_promises(client: httpx.Client) -> None:
+    said = client.get("/v1/batch_invariant").json()
+    assert '"seq_pooling_type": "LAST"' in said["engine"]["pooler_config"], said
