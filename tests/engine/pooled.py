@@ -76,8 +76,8 @@ def _data(given: Any) -> torch.Tensor:
 def bits(data: torch.Tensor) -> dict[str, Any]:
     """Of a tensor."""
     raw = data.detach().cpu().contiguous()
-    return {
-        "dtype": str(raw.dtype),
-        "shape": list(raw.shape),
-        "bits": raw.reshape(-1).view(torch.uint8).numpy().tobytes().hex(),
-    }
+    return {"dtype": str(raw.dtype), "shape": list(raw.shape), "bits": _hex(raw), "fp32": _hex(raw.to(torch.float32))}
+
+
+def _hex(data: torch.Tensor) -> str:
+    return data.reshape(-1).view(torch.uint8).numpy().tobytes().hex()

@@ -18,7 +18,7 @@ TEXT = "A sum of floating-point numbers depends on the order of its additions. "
 OTHERS = [f"{number} " + "while and return " * (number % 40) for number in range(48)]
 ASKED: dict[str, Callable[[str], dict[str, Any]]] = {
     "/v1/embeddings": lambda text: {"input": text},
-    "/pooling": lambda text: {"input": text, "task": "token_embed"},
+    "/pooling": lambda text: {"input": text, "task": "embed"},
     "/score": lambda text: {"text_1": "Which order?", "text_2": text},
     "/rerank": lambda text: {"query": "Which order?", "documents": [text, "none"]},
 }
