@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.models.llama import modeling_llama
 
+from tests.assertions import assert_same_bits
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration import layers, patch_points, reviewed_calls
 from vllm_batch_invariant.integration.attention import FixedSplitAttention
@@ -226,6 +229,34 @@ def test_a_layer_that_a_class_of_a_model_keeps_aside_is_looked_at(
     block.kept = keep(torch.nn.Conv1d(1, 1, 1))
     with pytest.raises(NotCovered, match=r"the layer kept \(torch\.nn\.modules\.conv\.Conv1d\): this version"):
         layers.check(block)
+
+
+def rotary(kind: str, positions: int) -> torch.nn.Module:
+    """A rotary embedding of Transformers', for a context that is longer than what the model was trained with."""
+    settings = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": positions // 2}
+    if kind == "longrope":
+        settings |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config = LlamaConfig(
+        hidden_size=8, num_attention_heads=1, max_position_embeddings=positions, rope_parameters=settings
+    )
+    return modeling_llama.LlamaRotaryEmbedding(config)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear"])
+def test_a_rotary_embedding_of_transformers_is_known(kind: str) -> None:
+    embedding, x = rotary(kind, 32), torch.ones(1)
+    layers.check(embedding)
+    alone = embedding(x, torch.tensor([[3]]))[0]
+    assert_same_bits(embedding(x, torch.tensor([[3, 40]]))[0][:, :1], alone)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_rotary_embedding_of_transformers_that_follows_the_longest_context_is_refused(kind: str) -> None:
+    embedding, x = rotary(kind, 32), torch.ones(1)
+    alone = embedding(x, torch.tensor([[3]]))[0]
+    assert not torch.equal(embedding(x, torch.tensor([[3, 40]]))[0][:, :1], alone)
+    with pytest.raises(NotCovered, match=rf"follow the longest context of a step \(rope_type {kind}\)"):
+        layers.check(embedding)
 
 
 def test_a_class_of_a_model_that_changes_a_layer_is_refused(later: Callable[[str], ModuleType]) -> None:

@@ -64,6 +64,8 @@ PLAIN = (torch.nn.Module, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Seq
 """What such a class may inherit from besides."""
 OWN_TENSORS = frozenset({"normalizer", "inv_freq", "original_inv_freq"})
 """Buffers that models' own classes may keep: factors that each element is multiplied with."""
+STEADY_ROTARY = frozenset({"default", "linear", "yarn", "llama3"})
+"""Kinds of Transformers' rotary embeddings whose frequencies are fixed; others follow the longest context of a step."""
 
 
 def look_after_loading(worker: type) -> None:
@@ -142,7 +144,7 @@ def _problem(module: torch.nn.Module) -> str | None:
         return undefined
     if _is_known(kind):
         return _of_layer(module)
-    return of_model_class(kind) or _of_functions(module) or _of_tensors(module)
+    return of_model_class(kind) or _of_functions(module) or _of_tensors(module) or _of_rotary(module)
 
 
 def _undefined(module: torch.nn.Module) -> str | None:
@@ -208,6 +210,14 @@ def _of_tensors(module: torch.nn.Module) -> str | None:
         name for name, tensor in own.items() if name not in OWN_TENSORS and not any(tensor is there for there in read)
     ]
     return f"it keeps weights of its own ({strange[0]})" if strange else None
+
+
+def _of_rotary(module: torch.nn.Module) -> str | None:
+    """Of a rotary embedding of Transformers', which may change its frequencies while it serves."""
+    kind = getattr(module, "rope_type", None)
+    kinds = kind.values() if isinstance(kind, dict) else [kind] if kind else []
+    other = next((kind for kind in kinds if kind not in STEADY_ROTARY), None)
+    return f"its angles may follow the longest context of a step (rope_type {other})" if other else None
 
 
 def _calls(kind: type) -> Iterator[str]:
