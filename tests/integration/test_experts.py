@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from tests.integration.test_layers import LAYERS, bare, named
+from tests.integration.test_layers import LAYERS, MODELS, bare, named
 from tests.ops.moe.layers import EXPERTS, Layer, layer, tokens, uniform
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration import coverage, experts, layers, patch_points
@@ -187,6 +187,34 @@ def runner(**changes: Any) -> torch.nn.Module:
     router = type("CPURouter", (), {"eplb_state": None})()
     parts = {"router": router, "gate": None, "shared_expert_gate": None}
     return bare(named(f"{MOE}.runner.moe_runner.MoERunner"), **parts | changes)
+
+
+BLOCKS = ("afmoe.AfmoeMoE", "hy_v3.HYV3MoEFused", "minimax_m2.MiniMaxM2MoE", "step3p5.FusedMoEBlock")
+"""Classes of models that keep the router's bias themselves."""
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_may_keep_the_bias_that_its_experts_read_and_no_other(method: Any, block: str) -> None:
+    kept = torch.nn.Parameter(torch.zeros(EXPERTS))
+    part = bare(named(f"{MOE}.routed_experts.RoutedExperts"), quant_method=method, e_score_correction_bias=kept)
+    whole = bare(named(f"{MODELS}.{block}"), experts=runner(routed_experts=part), bias_of_the_block=kept)
+    layers.check(whole)
+    refused = rf"{block.rpartition('.')[2]}\): it keeps weights of its own \(bias_of_the_block\)"
+    part.e_score_correction_bias = torch.nn.Parameter(kept.detach().clone())  # equal, and read by others
+    with pytest.raises(NotCovered, match=refused):
+        layers.check(whole)
+    part.e_score_correction_bias = kept
+    part.quant_method = torch.nn.Identity()
+    with pytest.raises(NotCovered, match=refused):
+        layers.check(whole)
+
+
+def test_a_bias_of_experts_elsewhere_does_not_count(method: Any) -> None:
+    kept = torch.nn.Parameter(torch.zeros(EXPERTS))
+    part = bare(named(f"{MOE}.routed_experts.RoutedExperts"), quant_method=method, e_score_correction_bias=kept)
+    block = bare(named(f"{MODELS}.{BLOCKS[0]}"), other=part, expert_bias=kept)
+    with pytest.raises(NotCovered, match=r"it keeps weights of its own \(expert_bias\)"):
+        layers.check(block)
 
 
 def test_layers_of_experts_are_known_where_ours_serves_them(method: Any) -> None:

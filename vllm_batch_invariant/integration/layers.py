@@ -206,10 +206,22 @@ def _of_tensors(module: torch.nn.Module) -> str | None:
     """Of a layer of a model's own class; what its attention and its experts hold as well is read by ours."""
     own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
     read = [getattr(getattr(child, "impl", None), "sinks", None) for child in module.children()]
+    read += [part.e_score_correction_bias for part in _experts(module)]
     strange = [
         name for name, tensor in own.items() if name not in OWN_TENSORS and not any(tensor is there for there in read)
     ]
     return f"it keeps weights of its own ({strange[0]})" if strange else None
+
+
+def _experts(module: torch.nn.Module) -> Iterator[Any]:
+    """Experts that a module calls, and that ours serve."""
+    for child in module.children():
+        if isinstance(child, patch_points.MOE_RUNNER.get()):
+            yield from (
+                part
+                for part in child.modules()
+                if isinstance(part, patch_points.ROUTED_EXPERTS.get()) and _is_ours(type(part.quant_method))
+            )
 
 
 def _of_rotary(module: torch.nn.Module) -> str | None:
