@@ -300,7 +300,9 @@ def test_an_engine_of_several_workers_tells_what_all_of_them_are() -> None:
     assert both == worker(4, a="sigmoid", b="softmax") | {"device": {"type": "cpu", "threads": "4|2|2"}}
 
 
-@pytest.mark.parametrize(("tasks", "offered"), [(("generate",), 1), (("render",), 0), (("embed", "token_embed"), 1), (None, 0)])
+@pytest.mark.parametrize(
+    ("tasks", "offered"), [(("generate",), 1), (("render",), 0), (("embed", "token_embed"), 1), (None, 0)]
+)
 def test_every_server_that_generates_or_pools_gets_the_route(
     tasks: tuple[str, ...] | None, offered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
