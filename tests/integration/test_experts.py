@@ -239,6 +239,10 @@ def test_a_layer_that_calls_experts_in_another_way_is_refused(changes: dict[str,
         layers.check(runner(**changes))
 
 
+BIND_CAPTURE = patch_points.BIND_CAPTURE.get() if patch_points.BIND_CAPTURE.is_there() else None
+"""vLLM's own function, before any test has installed ours."""
+
+
 def capturing(method: Any, of: Layer, places: tuple[int, ...]) -> tuple[torch.nn.Module, Any]:
     """Layers of a model in those places, which our method serves, and vLLM's own notebook for steps of 64 tokens."""
     capturer = pytest.importorskip("vllm.model_executor.layers.fused_moe.routed_experts_capturer")
@@ -261,14 +265,14 @@ def capturing(method: Any, of: Layer, places: tuple[int, ...]) -> tuple[torch.nn
     return model, capturer.RoutedExpertsCapturer(max_num_batched_tokens=64, vllm_config=config)
 
 
-@pytest.mark.skipif(not patch_points.BIND_CAPTURE.is_there(), reason="this vLLM tells it in another way")
+@pytest.mark.skipif(BIND_CAPTURE is None, reason="this vLLM tells it in another way")
 def test_a_request_is_told_the_experts_that_our_router_chose(method: Any) -> None:
     from vllm.forward_context import ForwardContext, override_forward_context
 
     of = layer()
     model, notebook = capturing(method, of, (1, 2))
     with pytest.raises(ValueError, match="not supported with monolithic"):  # vLLM's own function
-        patch_points.BIND_CAPTURE.get()(model, notebook)
+        BIND_CAPTURE(model, notebook)
     experts.bind_capture(model, notebook)
     x, steps = tokens(40), {}
     logits = [uniform(x, of), uniform(x, of).roll(1, dims=-1)]
