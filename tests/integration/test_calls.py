@@ -33,6 +33,7 @@ FILES = {
         class Table(dict):
             def look(self, x): return fused(x)
     """,
+    f"{LATER}_circle": f"from {LATER}_helpers import fused as a\nfrom {LATER} import a\nfrom .later_circle import *\n",
     f"{LATER}_names": "from vllm.model_executor.layers.later_fusion import *\nfrom vllm.distributed import *\n",
 }
 
@@ -113,6 +114,13 @@ def block(body: str, before: str = "") -> str:
         (block("return self.experts.quant_method.launch(x)"), "Block.forward", "self.experts.quant_method.launch"),
         (block("return get_tp_group().all_reduce(x)"), "Block.forward", "get_tp_group().all_reduce"),
         (block("group = get_tp_group()\nreturn group.all_reduce(x)"), "Block.forward", "group.all_reduce"),
+        (block("return A()(x)", "class A(nn.Module): ..."), "Block.forward", "A(), a layer that no model holds"),
+        (block("a = A()\nreturn a(x)", "class A(nn.Module): ..."), "Block.forward", "A, a layer that no model holds"),
+        (block("return nn.Conv1d(1, 1, 1)(x)"), "Block.forward", "nn.Conv1d(1, 1, 1), a layer that no model holds"),
+        (block("from torch.nn import LSTM\nreturn LSTM(1, 1)(x)"),
+         "Block.forward", "LSTM(1, 1), a layer that no model holds"),
+        (block("return torch.classes.later.f(x)"), "Block.forward", "torch.classes.later.f"),
+        (block("return a(x)", "a = a.b\nfrom .later_circle import a"), "Block.forward", KERNEL),
         (block("return self.load_weights(x)"), "Block.forward", "self.load_weights"),
         (block("from vllm.platforms import current_platform as p\nreturn p.launch(x)"),
          "Block.forward", "vllm.platforms.current_platform.launch"),
@@ -139,6 +147,8 @@ def test_a_name_that_nobody_has_read_is_found(source: str, where: str, name: str
         "class Block(nn.Module):\n    def __init__(self): self.other = Other()\nclass Other(nn.Module):\n"
         "    def forward(self, x): return fused(x)",  # which is looked at where a model has it
         block("return x", "unused = fused"),
+        block("return isinstance(x, A), len(self.layers)", "class A(nn.Module): ..."),
+        "class Block(nn.Module):\n    def __init__(self): self.layers = nn.ModuleList(nn.ReLU() for _ in range(2))",
     ],
 )
 def test_what_only_puts_known_things_together_passes(source: str) -> None:

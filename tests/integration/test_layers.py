@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig
+from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama
 
 from tests.assertions import assert_same_bits
@@ -68,6 +69,20 @@ def test_the_classes_of_a_model_are_known(model: str) -> None:
     own = [kind for kind in kinds if kind.__module__ == file.__name__ and not layers._is_known(kind)]
     assert own
     assert {kind.__name__: layers.of_model_class(kind) for kind in own if layers.of_model_class(kind)} == {}
+
+
+@pytest.mark.parametrize("model", reviewed_calls.FROM_TRANSFORMERS.split())
+def test_the_classes_of_a_model_of_transformers_are_known(model: str) -> None:
+    file = import_module(f"transformers.models.{model}.modeling_{model}")
+    kinds = [kind for kind in vars(file).values() if inspect.isclass(kind) and issubclass(kind, torch.nn.Module)]
+    own = [kind for kind in kinds if kind.__module__ == file.__name__]
+    assert own
+    assert {kind.__name__: layers.of_model_class(kind) for kind in own if layers.of_model_class(kind)} == {}
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_new", "gelu_fast", "quick_gelu", "gelu_pytorch_tanh", "relu2", "silu"])
+def test_an_activation_of_transformers_is_known(name: str) -> None:
+    layers.check(ACT2FN[name])
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from . import reviewed_calls
 
 MODELS = ("vllm.model_executor.models.", "vllm.models.", "transformers.")
 """Packages of models' own classes."""
-FOLLOWED = ("vllm.model_executor.models.", "vllm.models.", "transformers.models.")
+FOLLOWED = ("vllm.model_executor.models.", "vllm.models.", "transformers.models.", "transformers.activations.")
 """Those whose functions are followed."""
 OPERATIONS = """conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d lstm gru rnn_tanh rnn_relu
     fft rfft irfft ifft stft istft associative_scan scaled_dot_product_attention multi_head_attention_forward"""
@@ -215,6 +215,8 @@ class Walk:
     sources: Sources
     seen: set[Any] = field(default_factory=set)
     found: dict[Called, None] = field(default_factory=dict)
+    open: set[Any] = field(default_factory=set)
+    """What is being judged: modules import from each other in circles."""
 
     def of_class(self, module: str, name: str) -> list[Called]:
         """What the methods of a class of a model must not call; empty if there is nothing.
@@ -257,10 +259,16 @@ class Walk:
 
     def judge(self, function: str, binding: Binding, module: Module, name: str, attributes: tuple[str, ...]) -> None:
         """Judge what a name of a module stands for, with the attributes that are read of it."""
+        key = module.name, name, id(binding)
+        if _is_own(module.name) or reviewed_calls.is_reviewed(module.name, name, attributes) or key in self.open:
+            return
+        self.open.add(key)
+        self._judge(function, binding, module, name, attributes)
+        self.open.discard(key)
+
+    def _judge(self, function: str, binding: Binding, module: Module, name: str, attributes: tuple[str, ...]) -> None:
         dotted = f"{module.name}.{name}"
         followed = f"{module.name}.".startswith(FOLLOWED)
-        if _is_own(module.name) or reviewed_calls.is_reviewed(module.name, name, attributes):
-            return
         match binding:
             case Imported():
                 self.imported(function, binding, attributes)
@@ -283,6 +291,16 @@ class Walk:
 
     def imported(self, function: str, what: Imported, attributes: tuple[str, ...]) -> None:
         """Judge what an import binds."""
+        module, place, parts = self._place_of(what, attributes)
+        if module is None:
+            self._foreign(function, (*place.split("."), *parts))
+        elif not parts:
+            self.tell(function, f"the module {place}")
+        else:
+            self.name(function, module, parts[0], parts[1:])
+
+    def _place_of(self, what: Imported, attributes: tuple[str, ...]) -> tuple[Module | None, str, tuple[str, ...]]:
+        """The module that has what an import binds, if its source is read; its name, and the names below."""
         parts = (what.name, *attributes) if what.name else attributes
         place, module = what.module, self.sources.get(what.module) if _has_source(what.module) else None
         while parts and module and parts[0] not in module.names:
@@ -290,12 +308,7 @@ class Walk:
             if below is None:
                 break
             place, module, parts = below.name, below, parts[1:]
-        if module is None:
-            self._foreign(function, (*place.split("."), *parts))
-        elif not parts:
-            self.tell(function, f"the module {place}")
-        else:
-            self.name(function, module, parts[0], parts[1:])
+        return module, place, parts
 
     def name(self, function: str, module: Module, name: str, attributes: tuple[str, ...]) -> None:
         """Judge a name at the top level of a module."""
@@ -315,10 +328,15 @@ class Walk:
 
     def _has(self, star: Binding, name: str) -> bool:
         """Whether a module that another has all names of has one."""
-        module = self.sources.get(star.module) if isinstance(star, Imported) and _has_source(star.module) else None
-        return module is not None and (
-            name in module.names or any(self._has(inside, name) for inside in module.names.get("*", ()))
-        )
+        open_ = [star]
+        for inside in open_:
+            module = (
+                self.sources.get(inside.module) if isinstance(inside, Imported) and _has_source(inside.module) else None
+            )
+            if module and name in module.names:
+                return True
+            open_ += [other for other in module.names.get("*", ()) if other not in open_] if module else []
+        return False
 
     def _foreign(self, function: str, parts: tuple[str, ...]) -> None:
         """Judge a name of a package whose source is not read: PyTorch's, Python's, others'."""
@@ -351,41 +369,47 @@ class Walk:
                 yield from self._classes(module, chain[0], chain[1])
 
     def _classes(
-        self, module: Module, name: str, attributes: tuple[str, ...]
+        self, module: Module, name: str, attributes: tuple[str, ...], before: tuple[tuple[str, str], ...] = ()
     ) -> Iterator[tuple[Module, ast.ClassDef | tuple[str, ...]]]:
         """The classes that a name may stand for; of packages whose source is not read their names."""
+        if (module.name, name) in before:
+            return
+        before = *before, (module.name, name)
         for binding in module.names.get(name, ()):
             match binding:
                 case ast.ClassDef():
                     yield module, binding
-                case Imported(module=origin, name=inside):
-                    parts = (inside, *attributes) if inside else attributes
-                    place = self.sources.get(origin) if _has_source(origin) else None
-                    while place and parts and parts[0] not in place.names:
-                        origin, parts, place = (
-                            f"{place.name}.{parts[0]}",
-                            parts[1:],
-                            self.sources.get(f"{place.name}.{parts[0]}"),
-                        )
-                    if place and parts:
-                        yield from self._classes(place, parts[0], parts[1:])
-                    elif not place:
-                        yield module, (*origin.split("."), *parts)
+                case Imported():
+                    yield from self._imported_classes(module, binding, attributes, before)
                 case ast.expr() if chain := _chain(binding):
-                    if chain[0] != name:
-                        yield from self._classes(module, chain[0], (*chain[1], *attributes))
+                    yield from self._classes(module, chain[0], (*chain[1], *attributes), before)
+
+    def _imported_classes(
+        self, module: Module, what: Imported, attributes: tuple[str, ...], before: tuple[tuple[str, str], ...] = ()
+    ) -> Iterator[tuple[Module, ast.ClassDef | tuple[str, ...]]]:
+        place, origin, parts = self._place_of(what, attributes)
+        if place is None:
+            yield module, (*origin.split("."), *parts)
+        elif parts:
+            yield from self._classes(place, parts[0], parts[1:], before)
+
+    def makes_a_layer(self, module: Module, binding: Binding, name: str, attributes: tuple[str, ...]) -> bool:
+        """Whether a name that is called is a class of modules: what it stands for in a function, or in a module."""
+        if isinstance(binding, Imported):
+            kinds = self._imported_classes(module, binding, attributes)
+        else:
+            kinds = self._classes(module, name, attributes)
+        return any(self._is_layer(place, kind) for place, kind in kinds)
 
     def is_layer(self, module: Module, kind: ast.ClassDef) -> bool:
         """Whether a class is one of modules."""
-        for place, base in self._bases(module, kind):
-            if isinstance(base, ast.ClassDef):
-                if self.is_layer(place, base):
-                    return True
-            elif base[0] == "torch":
-                found = _of_pytorch(base)
-                if isinstance(found, type) and issubclass(found, torch.nn.Module):
-                    return True
-        return False
+        return any(self._is_layer(place, base) for place, base in self._bases(module, kind))
+
+    def _is_layer(self, module: Module, kind: ast.ClassDef | tuple[str, ...]) -> bool:
+        if isinstance(kind, ast.ClassDef):
+            return self.is_layer(module, kind)
+        found = _of_pytorch(kind)
+        return isinstance(found, type) and issubclass(found, torch.nn.Module)
 
     def tell(self, function: str, name: str) -> None:
         """Note a name that must not pass."""
@@ -486,6 +510,22 @@ class _Reader(ast.NodeVisitor):
                 self.generic_visit(node)
             case _:
                 self.generic_visit(node)
+        if self._layer_is_called(node):
+            self.walk.tell(self.function, f"{ast.unparse(node.func)}, a layer that no model holds")
+
+    def _layer_is_called(self, node: ast.Call) -> bool:
+        """Whether a layer is made where it is called, so that nobody looks at it: at once, or while a model runs."""
+        made = node.func.func if isinstance(node.func, ast.Call) else node.func
+        if made is node.func and not self.function.endswith(".forward"):
+            return False
+        chain = _chain(made)
+        scope = next((scope for scope in reversed(self.scopes) if chain and chain[0] in scope), None)
+        if chain is None:
+            return False
+        bindings_ = scope[chain[0]] if scope else [None]
+        if scope and not any(isinstance(binding, Imported) for binding in bindings_):
+            return False
+        return any(self.walk.makes_a_layer(self.module, binding, *chain) for binding in bindings_)
 
     def _is_unknown(self, method: ast.Attribute) -> bool:
         """Whether a method of what a local name stands for, or of what was given, is none that is known."""
@@ -599,26 +639,27 @@ def _is_own(module: str) -> bool:
 
 def _has_source(module: str) -> bool:
     """Whether modules of a package are read, rather than known by name."""
-    return f"{module}.".startswith(("vllm.", "transformers.models."))
+    return f"{module}.".startswith(("vllm.", *FOLLOWED))
 
 
 def _of_pytorch(parts: tuple[str, ...]) -> Any:
-    found: Any = torch
-    for part in parts[1:]:
+    """What PyTorch has under a name in a module that is listed; None if there is none."""
+    found: Any = torch if parts[0] == "torch" else None
+    for place, part in enumerate(parts[1:], 1):
+        if isinstance(found, types.ModuleType) and ".".join(parts[:place]) not in PYTORCH:
+            return None
         found = getattr(found, part, None)
     return found
 
 
 def _is_pytorch(parts: tuple[str, ...]) -> bool:
     """Whether a name of PyTorch's passes."""
-    found: Any = torch
     for place, part in enumerate(parts[1:], 1):
+        found = _of_pytorch(parts[: place + 1])
+        if part in OPERATIONS.split() or part.startswith("_") or ".".join(parts[: place + 1]) in COMPILERS:
+            return False
+        if found is None:
+            return False
         if not isinstance(found, types.ModuleType):
-            return True  # of a class or a function that passed
-        module = ".".join(parts[:place])
-        found = getattr(found, part, None)
-        if part in OPERATIONS.split() or part.startswith("_") or found is None or f"{module}.{part}" in COMPILERS:
-            return False
-        if not isinstance(found, types.ModuleType) and module not in PYTORCH:
-            return False
-    return not isinstance(found, types.ModuleType)
+            return True  # and what it has, passes with it
+    return False

@@ -236,7 +236,7 @@ def _calls(kind: type) -> Iterator[str]:
     """What the methods of a class and of its bases use that nobody has read."""
     read = [base for base in kind.__mro__ if reviewed_calls.is_reviewed(base.__module__, base.__qualname__)]
     for base in kind.__mro__:
-        if base.__module__.startswith(calls.FOLLOWED):
+        if f"{base.__module__}.".startswith(calls.FOLLOWED):
             if not _is_known(base):
                 for called in calls.Walk(_sources()).of_class(base.__module__, base.__qualname__):
                     yield f"{called.function} calls {called.name}, which nobody has read"

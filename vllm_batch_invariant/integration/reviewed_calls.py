@@ -176,6 +176,8 @@ COVERED = (
     transformers:TransformersForCausalLM transformers.base transformers.causal transformers.legacy"""
 )
 """Modules of vLLM's models, or "module:class", that are said to pass."""
+FROM_TRANSFORMERS = "arcee cohere2 gpt_neox helium olmo2 phi seed_oss smollm3 stablelm starcoder2"
+"""Models that a version of vLLM takes from Transformers, and that are said to pass."""
 METHODS = (
     # of groups of workers
     """wrap_modules rank"""
