@@ -18,7 +18,7 @@ from tests.engine.engines import (
     OF_DEVICE,
     SETTINGS,
     Engine,
-    _as_arguments,
+    arguments_of,
     is_asked_for,
     only_where_asked_for,
     tokens,
@@ -190,7 +190,7 @@ def run(case: Case, folder: Path, shared: Path, flag: str, **more: Any) -> dict[
         for file in shared.glob("tokenizer*"):
             shutil.copy(file, folder)
     limits = {"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": case.step, "dtype": "bfloat16"}
-    arguments = _as_arguments(limits | OF_DEVICE | case.settings | more)
+    arguments = arguments_of(limits | OF_DEVICE | case.settings | more)
     environment = SETTINGS | ({"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if "tensor_parallel_size" in more else {})
     with Engine(str(folder), arguments, flag, environment, patience=400) as engine:
         done = {

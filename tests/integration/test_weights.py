@@ -585,3 +585,40 @@ def test_an_engine_in_a_process_of_its_own_sends_what_arrived() -> None:
     weights._deliver(core, {0: "an output"})
     assert core.done == [(0, "an output")]
     assert weights._ARRIVED not in core.__dict__
+
+
+@pytest.mark.parametrize(("level", "tags"), [(2, None), (2, ["weights"]), (1, None)])
+def test_a_sampler_keeps_its_constants_through_a_sleep_that_discards(level: int, tags: list[str] | None) -> None:
+    """vLLM's second model runner makes it among the weights, and restores buffers of the model alone."""
+    sampling = pytest.importorskip("vllm.v1.worker.gpu.sample.thinking_budget")
+    budgets = object.__new__(sampling.ThinkingBudgetState)
+    budgets.reasoning_end_token_ids = torch.tensor([7, 91])
+    budgets.req_states = SimpleNamespace(all_token_ids=torch.tensor([5]))
+    sampler = object.__new__(patch_points.SECOND_SAMPLER.get())
+    sampler.processors = [budgets]
+
+    class Worker:
+        device, vllm_config = (
+            torch.device("cpu"),
+            SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={})),
+        )
+        model_runner = SimpleNamespace(sampler=sampler)
+
+        def load_model(self) -> None: ...
+
+        def sleep(self, level: int = 1) -> None:
+            budgets.reasoning_end_token_ids.zero_()
+            budgets.req_states.all_token_ids.zero_()
+
+        def wake_up(self, tags: list[str] | None = None) -> None:
+            if level == 1:
+                budgets.reasoning_end_token_ids.copy_(torch.tensor([7, 91]))
+
+    weights.watch(Worker)
+    worker = Worker()
+    for _ in range(2):
+        worker.sleep(level)
+        worker.wake_up(["kv_cache"])
+        worker.wake_up(tags)
+        assert budgets.reasoning_end_token_ids.tolist() == [7, 91]
+    assert budgets.req_states.all_token_ids.tolist() == [0]  # of requests: written when one is added

@@ -12,7 +12,7 @@ import fcntl
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -36,6 +36,13 @@ engine answers it, with what it knows of the weights that it serves.
 _WATCH = "_batch_invariant_watch"
 _SLEEPS = "_batch_invariant_sleeps"
 _ARRIVED = "_batch_invariant_arrived"
+_KEPT = "_batch_invariant_kept"
+_DISCARDS = 2
+"""The level of sleep that keeps no weights."""
+_SAMPLERS = ("sampler", "rejection_sampler", "prompt_logprobs_worker", "structured_outputs_worker")
+"""Attributes of the second model runner, made while it loads the model."""
+_OF_SAMPLERS = tuple(f"vllm.v1.worker.gpu.{name}" for name in ("sample.", "spec_decode.", "structured_outputs"))
+"""Modules of what they are made of."""
 _WORD = 8
 _COLUMNS = 1024
 """Of the table of 64-bit words that a tensor on a GPU is summed as."""
@@ -197,25 +204,53 @@ def install_in_worker() -> None:
 
 def watch(worker: type) -> None:
     """See when the model of a class of workers is written, and when its memory goes."""
-    load_model, wake_up = worker.load_model, worker.wake_up
+    load_model, wake_up, sleep = worker.load_model, worker.wake_up, worker.sleep
 
     @wraps(load_model)
     def load_and_watch(self: Any, *args: Any, **kwargs: Any) -> None:
         load_model(self, *args, **kwargs)
         _watch_loading(self.model_runner.get_model())
 
+    @wraps(sleep)
+    def sleep_and_keep(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> None:
+        if level == _DISCARDS:
+            setattr(self, _KEPT, [(tensor, tensor.cpu().clone()) for tensor in _beside_weights(self)])
+        sleep(self, level, *args, **kwargs)
+
     @wraps(wake_up)
     def wake_up_and_restore(self: Any, tags: list[str] | None = None) -> None:
         wake_up(self, tags)
         if tags is None or "weights" in tags:
+            for tensor, kept in self.__dict__.pop(_KEPT, ()):
+                tensor.copy_(kept)
             for layer in self.vllm_config.compilation_config.static_forward_context.values():
                 if hasattr(getattr(layer, "impl", None), "restore_after_sleep"):
                     layer.impl.restore_after_sleep()
 
-    worker.load_model, worker.wake_up = load_and_watch, wake_up_and_restore
+    worker.load_model, worker.wake_up, worker.sleep = load_and_watch, wake_up_and_restore, sleep_and_keep
     for name in ("sleep", "discard"):
         if hasattr(worker, name):
             setattr(worker, name, _counted(getattr(worker, name)))
+
+
+def _beside_weights(worker: Any) -> Iterator[torch.Tensor]:
+    """Tensors that lie among the weights without being some, whose memory goes with theirs: those of the sampler, which
+    vLLM's second model runner makes while it loads the model. Level 2 of sleep discards them, such as the tokens that
+    begin and end a thought, and vLLM gives back buffers of the model alone.
+    """
+    open_, seen = [getattr(worker.model_runner, name, None) for name in _SAMPLERS], set()
+    while open_:
+        value = open_.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if value.device == worker.device:
+                yield value
+        elif isinstance(value, list | tuple):
+            open_ += value
+        elif type(value).__module__.startswith(_OF_SAMPLERS):
+            open_ += vars(value).values()
 
 
 def fingerprint(worker: Any, compare: bool = True, restore: bool = True) -> str:
