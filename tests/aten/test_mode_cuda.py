@@ -92,6 +92,8 @@ def test_a_small_network_gives_a_row_the_same_bits_forward_and_backward(dtype):
 @pytest.mark.parametrize("name", [*UNARY, *BINARY])
 def test_stock_elementwise_functions_give_an_element_the_same_bits_at_every_place(name, dtype):
     """Why the mode leaves them to PyTorch on a GPU."""
+    if name in ("igamma", "igammac") and dtype in (torch.bfloat16, torch.float16):
+        pytest.skip("PyTorch has no such kernel")
     base, _, overload = name.partition(".")
     function = getattr(getattr(torch.ops.aten, base), overload or "default")
 

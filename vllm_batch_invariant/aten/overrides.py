@@ -1,5 +1,6 @@
 """Functions that stand for PyTorch's operators below autograd, and the table of those that every device gets."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from ..ops.dispatch import module_for
 
 Tensor = torch.Tensor
 Number = int | float
+_VECTOR = 16
+"""Bytes that PyTorch's kernels for GPUs load at once."""
 
 
 def _linear(tensor: Tensor) -> ModuleType:
@@ -217,26 +220,45 @@ def _softmax_module(x: Tensor) -> ModuleType | None:
     return None if by_pytorch or is_exact(x) else module_for("softmax", x.device.type)
 
 
-def _last(native: Callable[..., Tensor], dim: int, *tensors: Tensor) -> Callable[..., Tensor]:
-    """PyTorch's kernel with ``dim`` last and contiguous: where others follow it, they share its vectors."""
+def _last(native: Callable[..., Tensor], dim: int, *tensors: Tensor, fill: float = 0.0) -> Callable[..., Tensor]:
+    """PyTorch's kernel with ``dim`` last and contiguous: where others follow it, they share its vectors. On a GPU with
+    rows that begin at whole vectors, because it adds what is before the first one apart.
+
+    Args:
+        native: the kernel.
+        dim: along which it goes.
+        tensors: of one shape.
+        fill: of the elements that an odd row is filled up with: of the last tensor. Those of others are 0.
+    """
     if tensors[0].dim() == 0:
         return partial(native, *tensors, dim)
     rows = [tensor.movedim(dim, -1).contiguous() for tensor in tensors]
-    return lambda argument: native(*rows, -1, argument).movedim(-1, dim).contiguous()
+    width = rows[0].shape[-1]
+    if rows[0].is_cuda:
+        fills = [0.0] * (len(rows) - 1) + [fill]
+        rows = [_of_whole_vectors(row, value) for row, value in zip(rows, fills, strict=True)]
+    return lambda argument: native(*rows, -1, argument)[..., :width].movedim(-1, dim).contiguous()
+
+
+def _of_whole_vectors(rows: Tensor, fill: float) -> Tensor:
+    """Rows of fp64 that all begin at the same place of a vector of two, with one element more where they are odd."""
+    if rows.shape[-1] % 2:
+        return torch.nn.functional.pad(rows, (0, 1), value=fill)
+    return rows if rows.data_ptr() % _VECTOR == 0 else rows.clone()
 
 
 def softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     """Contiguous, as PyTorch's is, and as the gradient of a cross entropy of maps asks for; so are the next three."""
     module = _softmax_module(x)
     if module is None:
-        return _last(native_kernels.kernel("_softmax", x), dim, x)(half_to_float)
+        return _last(native_kernels.kernel("_softmax", x), dim, x, fill=-math.inf)(half_to_float)
     return module.softmax(x, dim, dtype=torch.float32 if half_to_float else None).contiguous()
 
 
 def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     module = _softmax_module(x)
     if module is None:
-        return _last(native_kernels.kernel("_log_softmax", x), dim, x)(half_to_float)
+        return _last(native_kernels.kernel("_log_softmax", x), dim, x, fill=-math.inf)(half_to_float)
     return module.log_softmax(x, dim, dtype=torch.float32 if half_to_float else None).contiguous()
 
 
@@ -250,7 +272,8 @@ def softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.
 def log_softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
     module = _softmax_module(output)
     if module is None:
-        return _last(native_kernels.kernel("_log_softmax_backward_data", grad), dim, grad, output)(input_dtype)
+        native = native_kernels.kernel("_log_softmax_backward_data", grad)
+        return _last(native, dim, grad, output, fill=-math.inf)(input_dtype)
     return module.log_softmax_backward(grad, output, dim, input_dtype).contiguous()
 
 
