@@ -38,8 +38,8 @@ WANTED = (
 RUNS = ("together", "among 3", "among 40", "warm", "preempted")
 
 
-def asked(length: int, seed: int, **params: Any) -> dict[str, Any]:
-    return {"prompt": tokens(length, seed), "params": {"max_tokens": 12, "ignore_eos": True, "logprobs": 20} | params}
+def asked(length: int, number: int, **params: Any) -> dict[str, Any]:
+    return {"prompt": tokens(length, number), "params": {"max_tokens": 12, "ignore_eos": True, "logprobs": 20} | params}
 
 
 TARGETS = [asked(length, length, **wanted) for length in LENGTHS for wanted in WANTED]
