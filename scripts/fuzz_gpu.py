@@ -9,7 +9,6 @@ tokenizer, which budgets and structured outputs need. On a CPU, with ``--small``
 """
 
 import argparse
-import queue
 import sys
 import threading
 import time
@@ -64,6 +63,11 @@ class Job:
         """How many share the engine's model."""
         return self.settings.workers * self.settings.stages
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether the engine gives memory back while it runs."""
+        return "sleep" in self.settings.options
+
 
 class Log:
     """What happens, with the seconds since the beginning, in a file and on stdout."""
@@ -84,14 +88,25 @@ def words_of(settings: Settings) -> set[str]:
     return set(settings.label.split()) | {f"{settings.workers * settings.stages} GPUs"}
 
 
+def preempts(settings: Settings) -> bool:
+    """Whether an engine takes more requests than its cache holds once they grow."""
+    return settings.small_cache and settings.requests > 4 and settings.step_tokens > 64 and not settings.drafts
+
+
 def chosen(fuzzer: Fuzzer, count: int) -> list[int]:
-    """Numbers of settings: each adds as much as any draw does to the values that those before it have."""
+    """Numbers of settings: each adds as much as any draw does to the values that those before it have. Every second one
+    preempts, if there are so many; at most one in three sleeps, because those wait for each other.
+    """
     drawn = {number: words_of(fuzzer.settings(number)) for number in range(DRAWN)}
     seen: Counter[str] = Counter()
     numbers: list[int] = []
-    for _ in range(count):
+    for place in range(count):
+        awake = sum("sleep" in fuzzer.settings(number).options for number in numbers) >= count / 3
+        left = [number for number in drawn if number not in numbers]
+        left = [number for number in left if not (awake and "sleep" in fuzzer.settings(number).options)] or left
+        preempting = [number for number in left if place % 2 == 0 and preempts(fuzzer.settings(number))]
         # of values that all have been seen, the rarest
-        best = max((number for number in drawn if number not in numbers), key=lambda one: _added(drawn[one], seen))
+        best = max(preempting or left, key=lambda one: _added(drawn[one], seen))
         numbers.append(best)
         seen.update(drawn[best])
     return numbers
@@ -109,13 +124,16 @@ def control_of(fuzzer: Fuzzer) -> int:
     def fits(number: int) -> tuple[int, ...]:
         one = fuzzer.settings(number)
         shared = one.workers * one.stages * one.tree > 1
-        return not shared and not one.exact, one.requests > 2, not one.drafts, one.eager, -number
+        # plain vLLM ends with an error on a GPU where prompts are embeddings
+        strange = shared or one.exact or not {"embeds", "sleep"}.isdisjoint(one.options)
+        return not strange, one.requests > 2, not one.drafts, one.eager, -number
 
     return max(range(DRAWN), key=fits)
 
 
 class Lanes:
-    """Jobs that run at a time: in lanes of one GPU each, and in lanes for engines that several GPUs share.
+    """Jobs that run at a time: in lanes of one GPU each, and in lanes for engines that several share. Of those that
+    sleep a GPU has one at a time: vLLM ends an engine that finds less memory after it fell asleep.
 
     Args:
         jobs: in the order in which they begin.
@@ -127,30 +145,48 @@ class Lanes:
     """
 
     def __init__(self, jobs: Sequence[Job], gpus: int, each: int, shared: int, until: float, log: Log) -> None:
-        self._until, self._log = until, log
-        self._one: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self._several: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        for job in jobs:  # on a CPU all are in one lane
-            (self._several if job.gpus > 1 and gpus else self._one).put(job)
-        lanes = [(self._one, f"{number % gpus}" if gpus else "") for number in range(max(gpus, 1) * each)]
-        pairs = [f"{2 * lane % gpus},{(2 * lane + 1) % gpus}" for lane in range(shared if gpus > 1 else 0)]
-        lanes += [(self._several, pair) for pair in pairs]
+        self._until, self._log, self._lock = until, log, threading.Lock()
+        self._asleep: Counter[int] = Counter()
+        one = [job for job in jobs if job.gpus == 1 or not gpus]  # on a CPU all are in one lane
+        several = [job for job in jobs if job not in one]
+        lanes = [(one, (number % gpus,) if gpus else ()) for number in range(max(gpus, 1) * each)]
+        pairs = [(2 * lane % gpus, (2 * lane + 1) % gpus) for lane in range(shared if gpus > 1 else 0)]
+        lanes = [(several, pair) for pair in pairs] + lanes
         self.threads = [threading.Thread(target=self._run, args=lane, daemon=True) for lane in lanes]
 
-    def _run(self, jobs: "queue.SimpleQueue[Job]", gpus: str) -> None:
-        while True:
-            try:
-                job = jobs.get_nowait()
-            except queue.Empty:
-                return
-            if time.monotonic() > self._until:
-                self._log.line(f"{job.name} {job.number} was not begun: {job.settings.label}")
+    def _take(self, jobs: list[Job], gpus: Sequence[int]) -> Job | None:
+        """The first that may run on these GPUs now; None if none may."""
+        with self._lock:
+            for job in jobs:
+                if job.sleeps and any(self._asleep[gpu] for gpu in gpus):
+                    continue
+                jobs.remove(job)
+                self._asleep.update(gpus if job.sleeps else ())
+                return job
+            return None
+
+    def _run(self, jobs: list[Job], gpus: Sequence[int]) -> None:
+        named = ",".join(map(str, gpus))
+        while jobs:
+            job = self._take(jobs, gpus)
+            if job is None:
+                time.sleep(0.5)
                 continue
-            self._log.line(f"{job.name} {job.number} on {f'GPU {gpus}' if gpus else 'the CPU'}: {job.settings.label}")
             try:
-                job.fuzzer.run_engine(job.number, {"CUDA_VISIBLE_DEVICES": gpus} if gpus else None)
-            except Exception as error:  # the other lanes go on; the row says that nothing was tested
-                self._log.line(f"{job.name} {job.number} failed: {type(error).__name__}: {error}")
+                self._begin(job, named)
+            finally:
+                with self._lock:
+                    self._asleep.subtract(gpus if job.sleeps else ())
+
+    def _begin(self, job: Job, gpus: str) -> None:
+        if time.monotonic() > self._until:
+            self._log.line(f"{job.name} {job.number} was not begun: {job.settings.label}")
+            return
+        self._log.line(f"{job.name} {job.number} on {f'GPU {gpus}' if gpus else 'the CPU'}: {job.settings.label}")
+        try:
+            job.fuzzer.run_engine(job.number, {"CUDA_VISIBLE_DEVICES": gpus} if gpus else None)
+        except Exception as error:  # the other lanes go on; the row says that nothing was tested
+            self._log.line(f"{job.name} {job.number} failed: {type(error).__name__}: {error}")
 
 
 def totals(rows: Sequence[Row]) -> dict[str, int]:
