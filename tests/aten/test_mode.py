@@ -226,3 +226,17 @@ def test_importing_the_package_imports_neither_pytorch_nor_a_device_library() ->
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PATH": ""})
     assert printed.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: 2.0**x, lambda x: 2**x, lambda x: torch.float_power(3, x), lambda x: 2j**x]
+)
+def test_a_number_has_a_tensor_as_its_exponent(function) -> None:
+    """PyTorch makes a tensor of the number, which an override gets as a number again."""
+    x = torch.tensor([0.5, 1.0, 3.0])
+    with batch_invariant_mode():
+        found = [function(x), function(x.to(torch.bfloat16)), function(torch.tensor([1, 2]))]
+    expected = [function(x), function(x.to(torch.bfloat16)), function(torch.tensor([1, 2]))]
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other)

@@ -48,7 +48,7 @@ TARGETS = [asked(length, length, **wanted) for length in LENGTHS for wanted in W
 def others(count: int) -> list[dict[str, Any]]:
     """With other filters, of which the widest decides how much memory a step's masks have."""
     return [
-        asked(1 + 37 * i % 200, 500 + i, top_k=1 + 97 * i % 3000, top_p=1 - i % 5 / 10, temperature=0.5 + i % 3, seed=i)
+        asked(1 + 37 * i % 200, 500 + i, top_k=1 + 97 * i % 3000, top_p=1 - i % 5 / 10, temperature=0.5 + i % 3 / 2, seed=i)
         for i in range(count)
     ]
 

@@ -24,11 +24,13 @@ def _unary(name: str) -> Callable[..., Tensor]:
 
 
 def _binary(name: str) -> Callable[..., Tensor]:
-    def function(a: Tensor, b: Tensor, *arguments: Number, **options: object) -> Tensor:
+    def function(a: Tensor | Number, b: Tensor | Number, *arguments: Number, **options: object) -> Tensor:
+        """An operand is a number where PyTorch has made a tensor of one, as in ``2**x``."""
         dtype = torch.result_type(a, b)
         if not dtype.is_floating_point:
+            a, b = (operand if isinstance(operand, Tensor) else torch.tensor(operand) for operand in (a, b))
             return native_kernels.kernel(name, a)(a, b, *arguments, **options)
-        pair = torch.broadcast_tensors(a.to(dtype), b.to(dtype))
+        pair = torch.broadcast_tensors(*(torch.as_tensor(operand, dtype=dtype) for operand in (a, b)))
         return elementwise(name, *pair, arguments=arguments, options=options)
 
     return function
