@@ -182,6 +182,9 @@ def test_outputs_beside_tokens_are_refused_where_they_have_not_been_compared(
 ) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: version)
     [row] = [feature for name, feature in ROWS.items() if name.startswith("Routed experts")]
+    if said is None and (changes.get("experts", True) or changes.get("mask")):
+        assert row.found(output_config(**changes)).endswith("on a GPU")
+    monkeypatch.setenv(UNTRIED.name, "1")
     assert row.found(output_config(**changes)) == said
     monkeypatch.setenv(ARITHMETIC.name, "exact")
     if said is None and (changes.get("experts", True) or changes.get("mask")):
@@ -205,6 +208,7 @@ def refusals_of_pooling(device: str = "cpu", version: str = "0.32.0", **changes:
     rows = [row for name, row in ROWS.items() if "ooling" in name or "runners" in name or "late interaction" in name]
     assert len(rows) == 5
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(UNTRIED.name, "1")
         patch.setattr(patch_points, "installed_version", lambda: version)
         return [what for row in rows if (what := row.found(config))]
 
@@ -233,6 +237,29 @@ def refusals_of_pooling(device: str = "cpu", version: str = "0.32.0", **changes:
 )
 def test_which_pooling_models_are_refused(changes: dict[str, Any], said: list[str]) -> None:
     assert refusals_of_pooling(**changes) == said
+
+
+def test_experts_that_no_gpu_has_run_start_there_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(device: str, architecture: str) -> str | None:
+        model = SimpleNamespace(is_moe=True, architecture=architecture)
+        config = SimpleNamespace(device_config=SimpleNamespace(device_type=device), model_config=model)
+        return ROWS["Trinity, Hunyuan v3 and Step-3.5 on a GPU"].found(config)
+
+    assert found("cuda", "AfmoeForCausalLM") == "AfmoeForCausalLM on a GPU"
+    assert found("cpu", "AfmoeForCausalLM") is found("cuda", "Qwen3MoeForCausalLM") is None
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert found("cuda", "AfmoeForCausalLM") is None
+
+
+def test_pooling_on_a_gpu_starts_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cuda"), model_config=SimpleNamespace(runner_type="pooling")
+    )
+    [row] = [feature for name, feature in ROWS.items() if name.startswith("Pooling on a GPU")]
+    assert row.found(config) == "the pooling runner on a GPU"
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert row.found(config) is None
 
 
 def test_pooling_in_exact_arithmetic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ CORES = "VLLM_CPU_OMP_THREADS_BIND"
 RAN_ON_GPUS = "0.33."
 """The beginning of the versions that have run on GPUs in exact arithmetic, with experts, and with two workers."""
 POOLING_RAN = {"cpu": "0.32.", "cuda": RAN_ON_GPUS}
-"""Devices whose engines have pooled, with the beginning of the versions that did."""
+"""The beginning of the versions whose poolers were read, by device; engines have pooled to the end on a CPU alone."""
 EXACT_MODELS_ON_GPUS = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -60,6 +60,8 @@ EXACT_MODELS_ON_GPUS = (
     "Phi3ForCausalLM",
 )
 """Those whose engines have had the definition's bits on a GPU."""
+EXPERTS_ON_CPUS_ALONE = ("AfmoeForCausalLM", "HYV3ForCausalLM", "Step3p5ForCausalLM")
+"""Mixtures of experts whose engines no GPU has run: Trinity, Hunyuan v3, Step-3.5."""
 LOGITS_PROCESSORS = "vllm.logits_processors"
 """The group of entry points whose logits processors vLLM loads without being told to."""
 
@@ -284,6 +286,7 @@ def _outputs_beside_tokens(config: Config) -> str | None:
     device, version = devices.of_config(config).ops.type, patch_points.installed_version()
     found = {
         {"cpu": "on a CPU", "npu": "on an NPU"}.get(device, ""): device != "cuda",
+        "on a GPU": device == "cuda" and not envs.starts_untried(),
         f"with vLLM {version}": not version.startswith(RAN_ON_GPUS),
         "by vLLM's first model runner": device == "cuda" and not config.use_v2_model_runner,
         "beside speculative decoding": config.speculative_config is not None,
@@ -308,6 +311,8 @@ def _pooling_elsewhere(config: Config) -> str | None:
     device, version = devices.of_config(config).ops.type, patch_points.installed_version()
     if device not in POOLING_RAN:
         return "the pooling runner on an NPU"
+    if device == "cuda" and not envs.starts_untried():
+        return "the pooling runner on a GPU"
     return _when(not version.startswith(POOLING_RAN[device]), f"the pooling runner with vLLM {version}")
 
 
@@ -395,6 +400,12 @@ def _experts_by_another_version(config: Config) -> str | None:
     version = patch_points.installed_version()
     other = config.model_config.is_moe and not version.startswith(RAN_ON_GPUS)
     return _when(other, f"mixture of experts with vLLM {version}")
+
+
+def _experts_not_run_on_gpus(config: Config) -> str | None:
+    model = config.model_config
+    missing = model.is_moe and model.architecture in EXPERTS_ON_CPUS_ALONE and not envs.starts_untried()
+    return _when(missing, f"{model.architecture} on a GPU")
 
 
 def _moving_experts(config: Config) -> str | None:
@@ -535,14 +546,9 @@ COVERED = (
     ),
     Feature(
         "Pooling models",
-        "of one worker, or of several on a CPU, with vLLM 0.32 on a CPU and 0.33 on a GPU: decoder-only models with "
-        "causal attention that classify, score, reward or embed (`--convert classify`, `--convert embed`, reward "
-        "models); pooling by the last token, all tokens, marks (STEP) or their mean",
-    ),
-    Feature(
-        "Outputs beside tokens",
-        "on a GPU with vLLM 0.33 and its second model runner: `--enable-return-routed-experts`, "
-        "`--return-sampling-mask`",
+        "on a CPU with vLLM 0.32, of one worker or several: decoder-only models with causal attention that classify, "
+        "score, reward or embed (`--convert classify`, `--convert embed`, reward models); pooling by the last token, "
+        "all tokens, marks (STEP) or their mean",
     ),
     Feature(
         "Speculative decoding",
@@ -790,6 +796,13 @@ REFUSED = (
         ("cuda",),
     ),
     Feature(
+        "Trinity, Hunyuan v3 and Step-3.5 on a GPU",
+        "they have been run on a CPU alone",
+        "serve on a CPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts them on a GPU",
+        _experts_not_run_on_gpus,
+        ("cuda",),
+    ),
+    Feature(
         "Experts that move between workers (EPLB), or that several have",
         "which worker adds what an expert gives follows the load",
         "leave --enable-eplb and --eplb-config out",
@@ -849,9 +862,9 @@ REFUSED = (
         _other_runner,
     ),
     Feature(
-        "Pooling on an NPU, and with other versions of vLLM than 0.32 on a CPU and 0.33 on a GPU",
-        "its poolers have not been run there",
-        "serve a generative model with --runner generate, or install such a vLLM",
+        "Pooling on a GPU and an NPU, and on a CPU with another vLLM than 0.32",
+        "its poolers have not been run there to the end",
+        "serve it on a CPU with vLLM 0.32; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on a GPU with vLLM 0.33",
         _pooling_elsewhere,
     ),
     Feature(
@@ -874,11 +887,10 @@ REFUSED = (
         _beside_pooling,
     ),
     Feature(
-        "Routed experts and sampling masks beside tokens but on a GPU with vLLM 0.33 and its second model runner, and "
-        "there with speculative decoding or exact arithmetic",
-        "vLLM's second model runner alone gives them, and no others have been compared",
-        "leave --enable-return-routed-experts and --return-sampling-mask out, or serve on a GPU with vLLM 0.33 without "
-        "--speculative-config",
+        "Routed experts and sampling masks beside tokens",
+        "vLLM's second model runner alone gives them, and no engine's have been compared",
+        "leave --enable-return-routed-experts and --return-sampling-mask out; VLLM_BATCH_INVARIANT_UNTRIED=1 starts "
+        "them on a GPU with vLLM 0.33",
         _outputs_beside_tokens,
     ),
     Feature(
