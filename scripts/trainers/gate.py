@@ -81,7 +81,7 @@ class Gate:
             return f"{NOT_MADE}{_in_short(error)}"
         try:
             import_module("vllm_batch_invariant.integration.install").check(config)
-            import_module("vllm_batch_invariant.integration.reviewed").check_variables()
+            _check_variables()
         except NotCovered:
             return REFUSED + "; ".join(_named(config))
         return STARTS
@@ -111,7 +111,7 @@ def _named(config: Any) -> Iterator[str]:
         with suppress(Exception):  # of a model that lacks what is asked of it, as in the check
             if found := feature.found(config):
                 yield found
-    for check in (lambda: reviewed.check(config), reviewed.check_variables):
+    for check in (lambda: reviewed.check(config), _check_variables):
         try:
             check()
         except NotCovered as refusal:
@@ -177,3 +177,10 @@ def run() -> None:
     """Read lines from the standard input, and print the verdict on each as JSON."""
     for said in verdicts(sys.stdin):
         print(json.dumps(said))
+
+
+def _check_variables() -> None:
+    """Errors as in ``reviewed.check_variables``."""
+    from vllm_batch_invariant.integration import patch_points, reviewed
+
+    reviewed.check_variables(patch_points.ENVIRONMENT.get())
