@@ -314,7 +314,8 @@ def test_drafters_that_have_not_run_are_refused_by_name(
         speculative_config=SimpleNamespace(method=method),
         device_config=SimpleNamespace(device_type=device),
         reasoning_config=None,
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1, data_parallel_size=1),
+        model_config=SimpleNamespace(is_moe=False),
     )
     rows = [feature for feature in coverage.REFUSED if "peculative" in feature.name]
     assert [name for name in (feature.found(config) for feature in rows) if name] == found
