@@ -51,7 +51,8 @@ def environment() -> Iterator[None]:
 def command(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict[str, str]]]:
     """The command's exit status and the rows of its table."""
     folder = tmp_path_factory.mktemp("fuzz")
-    arguments = ["--fuzz", "4", "--seed", "3", "--settings", "1", "--schedules", str(OF_COMMAND)]
+    # the schedules end it, and not the minutes, on a busy machine too
+    arguments = ["--fuzz", "30", "--seed", "10", "--settings", "1", "--schedules", str(OF_COMMAND)]
     status = main(["check", str(checkpoint), *arguments, "--csv", str(folder / "rows.csv"), "--found", str(folder)])
     with (folder / "rows.csv").open() as file:
         return status, list(csv.DictReader(file))
