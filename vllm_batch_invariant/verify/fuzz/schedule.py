@@ -24,6 +24,8 @@ _MANY = range(97, 105)
 DRAFTS = (0, 3, 0, 1, 7)
 _MORE_OF = (BUDGET, BUDGET)
 """Kinds of which there are more targets: a budget goes wrong in few places of an answer."""
+_TO_THE_END = ("greedy", "seed", "top_k", "top_p", "penalties", "greedy penalties", "allowed_token_ids", "bad_words")
+"""Kinds of which a request has as many tokens as it may have."""
 _LONG = (16, 24, 48)
 """Tokens of an answer with a budget: time to think, to be told to end, and to go on."""
 _DECIDED = 0.3
@@ -374,15 +376,16 @@ def draw_schedule(
     """
     chance = random.Random(seed)
     # as many as the engine runs at once; all within a step or two; a few at a time; more than a small cache holds
-    weights = (2, 2, 3, 5) if settings.small_cache else (1, 2, 3, 0)
+    weights = (2, 2, 3, 3) if settings.small_cache else (1, 2, 3, 0)
     style = chance.choices(("full", "bursts", "trickle", "crowd"), weights)[0]
     count = settings.requests if style == "full" else chance.randint(4, most)
+    count = 2 * most if style == "crowd" else count
     target_count = max(1, min(6, count // 2))
     numbers = [number for number in targets if style != "full" or targets[number].params.get("n", 1) == 1]
     # what a setting of this engine decides is asked for more often
     decided = [number for number in numbers if settings.decides(targets[number].kind).strip()] or numbers
     chosen = [chance.choice(decided if chance.random() < _DECIDED else numbers) for _ in range(target_count)]
-    span = {"full": 1, "bursts": chance.choice((1, 12)), "trickle": 40, "crowd": 4}[style]
+    span = {"full": 1, "bursts": chance.choice((1, 12)), "trickle": 40, "crowd": 2}[style]
     instants = [0, chance.randrange(span)] if style == "bursts" else range(span)
     items = []
     for place, number in enumerate(chosen):
@@ -391,7 +394,7 @@ def draw_schedule(
         items.append(_as_drawn(chance, settings, item))
     for place in range(count - target_count):
         items.append(
-            _concurrent_item(chance, accepts, settings, targets, f"n{place}", chance.choice(instants), style, count)
+            _concurrent_item(chance, accepts, settings, targets, f"n{place}", chance.choice(instants), style, most)
         )
     chance.shuffle(items)
     last = max(item.at for item in items) + 30
@@ -429,7 +432,7 @@ def _concurrent_item(
     most: int,
 ) -> Item:
     full, crowd = style == "full", style == "crowd"
-    max_tokens = chance.choice((1, 2, 4, 8) if full else (32, 60) if crowd else (1, 2, 4, 8, 16, 32, 60))
+    max_tokens = chance.choice((1, 2, 4, 8) if full else (60,) if crowd else (1, 2, 4, 8, 16, 32, 60))
     room = settings.context - max_tokens
     length = chance.randint(1, 24) if full else _length(chance, room, chance.random() < 0.04)
     if crowd:  # prompts that a small cache just holds together, so that it does not hold what they grow to
@@ -439,13 +442,15 @@ def _concurrent_item(
     if chance.random() < 0.3:
         begin = targets[chance.choice(list(targets))].prompt
         prompt = (begin[: chance.randint(1, len(begin))] + prompt[:40])[: 40 if full else room]
+    if crowd:
+        accepts = replace(accepts, kinds=tuple(kind for kind in accepts.kinds if kind in _TO_THE_END))
     params = draw_concurrent(chance, accepts, max_tokens, len(prompt))
     if full:
         params.pop("n", None)
     params["output_kind"] = chance.choice(OUTPUT_KINDS)
     if BUDGET in params:
         prompt = _thinking(chance, accepts, prompt)
-    leaves = at + chance.randint(1, 12) if chance.random() < 0.2 else None
+    leaves = at + chance.randint(1, 12) if chance.random() < 0.2 and not crowd else None
     return _as_drawn(chance, settings, Item(name, at, prompt, params, leaves=leaves))
 
 
