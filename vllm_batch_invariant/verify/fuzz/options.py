@@ -78,13 +78,6 @@ def _thought(start: str, end: str) -> tuple[str, ...]:
     return ("--reasoning-config", json.dumps({"reasoning_start_str": start, "reasoning_end_str": end}))
 
 
-def _sleeps_shared() -> bool:
-    """Whether the mode lets engines sleep that several GPUs share, or one with a tree."""
-    from ...integration import coverage
-
-    return not any("sleep" in feature.name for feature in coverage.REFUSED if "Several GPUs" in feature.name)
-
-
 def _keeps_requests(place: Place) -> bool:  # noqa: ARG001 - everywhere, in some versions
     """Whether requests that run go on after a sleep; earlier versions of vLLM abort them."""
     return in_vllm("v1/engine/__init__.py", '"keep"')
@@ -120,7 +113,6 @@ OPTIONS = (
         {"on": ("--enable-sleep-mode",)},
         (NONE, "on"),
         lambda place: place.device == "cuda" and _keeps_requests(place),
-        lambda settings: settings.workers * settings.tree * settings.stages == 1 or _sleeps_shared(),
     ),
     # a CPU sleeps without the argument, which vLLM refuses there, and forgets its prefix cache
     Option("sleep", {}, ("cache",), lambda place: place.device == "cpu" and _keeps_requests(place)),
