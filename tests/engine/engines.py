@@ -1,6 +1,8 @@
 """Plans of requests, run through a real vLLM in a fresh process."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.docs.documents import blocks
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.integration.endpoint import METHOD
 from vllm_batch_invariant.verify.bisect.engine import WORKER_EXTENSION
@@ -22,7 +25,7 @@ from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 __all__ = [
     "CHECK", "EAGER_ON_GPU", "OF_DEVICE", "PATHS", "ROOT", "SETTINGS", "EngineFailed", "Result", "arguments_of",
     "check_of", "concurrent_requests", "differing_answers", "is_asked_for", "only_in_the_core",
-    "only_where_asked_for", "request", "run", "tokens",
+    "only_where_asked_for", "request", "run", "run_example", "tokens",
 ]  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
@@ -93,6 +96,31 @@ def run(
             bisected=running.call(f"tests.engine.bisected:{bisection[0]}", *bisection[1:]) if bisection else None,
             log=running.log,
         )
+
+
+def run_example(page: str, words: str, folder: Path, more: str = "", seconds: int = 300) -> subprocess.CompletedProcess:
+    """Run the one example in Python that has these words, as a file in a folder that has its MODEL.
+
+    Args:
+        page: from the root.
+        words: of the example.
+        folder: where it runs.
+        more: what is written behind it.
+        seconds: that it may take.
+    """
+    code = [text for language, text in blocks((ROOT / page).read_text()) if language == "python"]
+    [example] = [text for text in code if words in text]
+    (folder / "example.py").write_text(example + more)
+    done = subprocess.run(
+        [sys.executable, "example.py"],
+        cwd=folder,
+        env=os.environ | SETTINGS,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
 
 
 def differing_answers(answers: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> list[int]:

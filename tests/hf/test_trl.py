@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.docs.documents import blocks
-from tests.engine.engines import PATHS, ROOT, only_where_asked_for
+from tests.engine.engines import PATHS, only_where_asked_for, run_example
 from tests.hf.test_refusals import refuses
 from vllm_batch_invariant import envs
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
@@ -203,23 +202,11 @@ def test_entropies_are_those_of_the_temperature() -> None:
 @pytest.mark.engine
 def test_the_example_of_the_page_trains_exactly_on_policy(pytestconfig: pytest.Config, tmp_path: Path) -> None:
     only_where_asked_for(pytestconfig)
-    code = [text for language, text in blocks((ROOT / "docs/on-policy.md").read_text()) if language == "python"]
-    [example] = [text for text in code if "OnPolicyGRPOTrainer(" in text]
-    assert "trainer.train()" in example
     shape = Shape(hidden=128, intermediate=2048, layers=2, heads=2, kv_heads=1, max_length=512)
     make_checkpoint(tmp_path / "MODEL", shape)
     told = "\nimport json; print(json.dumps(trainer.state.log_history))\n"
-    (tmp_path / "example.py").write_text(example + told)
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": PATHS, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    done = subprocess.run(
-        [sys.executable, "example.py"],
-        cwd=tmp_path,
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_example("docs/on-policy.md", "OnPolicyGRPOTrainer(", tmp_path, told, seconds=500)
+    assert "trainer.train()" in (tmp_path / "example.py").read_text()
     steps = [step for step in json.loads(done.stdout.splitlines()[-1]) if "loss" in step]
     assert len(steps) > 1
     for step in steps:
