@@ -326,7 +326,9 @@ def test_settings_that_decide_bits_are_reported(change: dict[str, Any], info: di
         device_config=SimpleNamespace(device_type=change.get("device_type", "cpu")),
         use_v2_model_runner=change.get("use_v2_model_runner"),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=change.get("workers", 1), pipeline_parallel_size=change.get("stages", 1)
+            tensor_parallel_size=change.get("workers", 1),
+            pipeline_parallel_size=change.get("stages", 1),
+            data_parallel_size=1,
         ),
     )
     usual = {"dtype": "bfloat16", "kv_cache_dtype": "auto", "logprobs_mode": "raw_logprobs"}

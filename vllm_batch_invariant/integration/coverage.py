@@ -404,8 +404,9 @@ def _experts_by_another_version(config: Config) -> str | None:
 
 def _experts_not_run_on_gpus(config: Config) -> str | None:
     model = config.model_config
-    missing = model.is_moe and model.architecture in EXPERTS_ON_CPUS_ALONE and not envs.starts_untried()
-    return _when(missing, f"{model.architecture} on a GPU")
+    if not model.is_moe or model.architecture not in EXPERTS_ON_CPUS_ALONE or envs.starts_untried():
+        return None
+    return f"{model.architecture} on a GPU"
 
 
 def _moving_experts(config: Config) -> str | None:
