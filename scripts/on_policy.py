@@ -1,7 +1,7 @@
 """Reinforcement learning whose rollouts and trainer agree exactly, beside the same with plain vLLM: GRPO by TRL with
 its colocated engine, on a task that a program verifies. All runs begin with the same weights and the same seeds.
 
-usage: python -m scripts.on_policy     needs pip install 'vllm-batch-invariant[on-policy]'; each run starts one engine
+usage: python -m scripts.on_policy     needs the extra [on-policy] beside a vLLM; each run starts one engine
 """
 
 import argparse
@@ -27,6 +27,7 @@ from benchmarks.record import DATA, Measurement, Setting, case_text, read, write
 from scripts.on_policy_task import SHAPES, warmed_up
 from vllm_batch_invariant import __version__
 from vllm_batch_invariant.envs import FLAG
+from vllm_batch_invariant.installing import how_to_install
 from vllm_batch_invariant.verify.arguments import OneLineParser, above_zero, at_least
 from vllm_batch_invariant.verify.harness.engine import kv_cache_space, reason_in
 from vllm_batch_invariant.verify.outcome import NoTestError, Status
@@ -337,9 +338,7 @@ def main() -> int:
 def _compare(options: argparse.Namespace) -> int:
     for package in ("vllm", "trl"):
         if find_spec(package) is None:
-            raise NoTestError(
-                f"{package} is not installed: pip install 'vllm-batch-invariant[on-policy]' beside a vLLM"
-            )
+            raise NoTestError(f"{package} is not installed: {how_to_install('on-policy')} beside a vLLM")
     console, results, setting = Console(width=200), {}, here()
     name_of_model = Path(options.model).name if options.model else options.size
     with tempfile.TemporaryDirectory() as name:

@@ -15,6 +15,7 @@ from tests.fakes.server import MODELS, fake_server
 from tests.verify.receipts import receipt
 from tests.verify.test_receipt_cli import ENVIRONMENT, answer
 from vllm_batch_invariant.cli import COMMANDS, OF_VERIFY
+from vllm_batch_invariant.installing import how_to_install
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = outside(imports())
@@ -58,8 +59,27 @@ def test_the_extra_is_what_the_command_line_knows_of_it() -> None:
     assert requirements("verify") == set(OF_VERIFY)
 
 
-def test_the_plugin_itself_needs_one_package() -> None:
-    assert [re.match(r"[\w-]+", requirement)[0] for requirement in PROJECT["dependencies"]] == ["filelock"]
+def test_the_plugin_itself_needs_two_small_packages() -> None:
+    assert [re.match(r"[\w-]+", requirement)[0] for requirement in PROJECT["dependencies"]] == ["filelock", "packaging"]
+
+
+BROUGHT = {
+    "vllm": {"torch", "triton", "numpy", "huggingface_hub"},
+    "numba": {"llvmlite"},
+    "vllm-ascend": {"batch_invariant_ops", "flash_attn_npu_v3"},
+}
+"""Modules that a declared package brings, and whose code here is of no use without that package."""
+TRAINERS = {"verl", "ray"}
+"""A trainer that people have, whose releases do not all admit one vLLM."""
+
+
+def test_every_import_is_declared() -> None:
+    """Not merely brought along by something else, such as vLLM, in whose absence some commands run."""
+    declared = {re.match(r"[\w-]+", one)[0] for extra in PROJECT["optional-dependencies"].values() for one in extra}
+    declared |= {re.match(r"[\w-]+", one)[0] for one in PROJECT["dependencies"]}
+    declared = {"nvmath" if name == "nvmath-python" else name.replace("-", "_") for name in declared}
+    imported = set().union(*OUTSIDE.values()) - sys.stdlib_module_names
+    assert imported - declared - TRAINERS - set().union(*BROUGHT.values()) == set()
 
 
 def test_only_the_commands_import_the_extra() -> None:
@@ -81,9 +101,8 @@ def test_an_import_of_the_extra_would_be_seen() -> None:
 def test_a_command_without_the_extra_is_one_line_that_says_what_to_install(command: str) -> None:
     status, text = run(command, *{"receipt": ("compare", "a", "b"), "reproduce": ()}.get(command, ("MODEL",)))
     assert status == "2"
-    assert re.fullmatch(
-        rf"vllm-batch-invariant {command}: \w+ is not installed: pip install 'vllm-batch-invariant\[verify\]'\n", text
-    )
+    line = rf"vllm-batch-invariant {command}: \w+ is not installed: {re.escape(how_to_install('verify'))}\n"
+    assert re.fullmatch(line, text)
 
 
 @pytest.mark.parametrize("command", ["reproduce", "certificate", "coverage", "settings", "make-checkpoint"])

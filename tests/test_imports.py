@@ -11,21 +11,22 @@ import pytest
 from scripts.import_graph import FOLDER, PACKAGE, Graph, at_run_time, imports, inside, outside, room_of
 
 MAY_IMPORT = {
-    "ops": {"errors", "envs", "kept_file", "compare", "version"},
+    "ops": {"errors", "envs", "installing", "kept_file", "compare", "version"},
     "aten": {"ops", "errors"},
     "batch_invariant_ops": {"aten", "ops"},
     "provenance": {"ops", "version"},
-    "integration": {"ops", "aten", "provenance", "envs", "errors", "seeds", "version"},
-    "hf": {"ops", "aten", "integration", "provenance", "envs", "errors"},
-    "trl": {"hf", "integration", "envs", "errors", "seeds"},
+    "integration": {"ops", "aten", "provenance", "envs", "errors", "installing", "seeds", "version"},
+    "hf": {"ops", "aten", "integration", "provenance", "envs", "errors", "installing"},
+    "trl": {"hf", "integration", "envs", "errors", "installing", "seeds"},
     "verl": {"hf", "errors", "seeds"},
     "verify": {
         *("ops", "aten", "integration", "provenance", "envs", "errors", "seeds", "compare", "kept_file", "version"),
     },
-    "cli": {"verify", "integration", "envs", "errors", "version"},
+    "cli": {"verify", "integration", "envs", "errors", "installing", "version"},
     "testing": {"verify", "compare"},
     "envs": {"errors"},
     "errors": set(),
+    "installing": set(),
     "compare": set(),
     "kept_file": {"envs"},
     "seeds": set(),

@@ -14,6 +14,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import FrameType, ModuleType
 
+from .installing import how_to_install
 from .verify.arguments import OneLineParser
 from .version import __version__
 
@@ -208,10 +209,10 @@ def _reason(error: Exception) -> str:
 def _install(missing: str) -> str:
     """What to do about a package that is not installed."""
     if missing in OF_VERIFY:
-        return f"{missing} is not installed: pip install 'vllm-batch-invariant[verify]'"
+        return f"{missing} is not installed: {how_to_install('verify')}"
     return (
         f"{_OF_ENGINES[missing]} is not installed in this Python: run this where vLLM is, or "
-        "pip install 'vllm-batch-invariant[cuda,verify]' or '[cpu,verify]'"
+        f"{how_to_install('cuda', 'verify')} ([cpu,verify] on a CPU: the README says with which index of PyTorch's)"
     )
 
 

@@ -4,8 +4,7 @@
     arguments = GRPOConfig(use_vllm=True, bf16=False)
     OnPolicyGRPOTrainer("MODEL", reward, arguments, train_dataset=dataset).train()
 
-Needs ``pip install 'vllm-batch-invariant[on-policy]'``. TRL's methods of one minor version are overridden, so another
-one is refused.
+Needs the extra [on-policy]. TRL's methods of one minor version are overridden, so another one is refused.
 """
 
 from collections import Counter
@@ -18,6 +17,7 @@ import torch
 from . import envs
 from .errors import NotCovered
 from .hf import Sampling, check_engine, patch, token_logprobs
+from .installing import how_to_install
 from .integration import endpoint
 from .seeds import sample_seed
 
@@ -34,7 +34,7 @@ def _check_version() -> None:
         raise NotCovered(
             f"a TRL {installed}",
             f"the methods of its GRPOTrainer that are overridden are those of {TRL}",
-            "pip install 'vllm-batch-invariant[on-policy]'",
+            how_to_install("on-policy"),
         )
 
 

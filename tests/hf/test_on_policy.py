@@ -12,6 +12,7 @@ from scripts import on_policy
 from scripts.on_policy import ALL, SMALL, Result, Step, keep, measurements, problems, schedule
 from scripts.on_policy_task import DIGITS, questions, reward
 from tests.engine.engines import only_where_asked_for
+from vllm_batch_invariant.installing import how_to_install
 
 SETTING = Setting("x86_64", "vllm=1 trl=2", "2026-01-01")
 EXACT = Step(0.5, 100, 0, 0.0, 0.0, 0.0, 1.0, 32, 0, "a")
@@ -112,7 +113,7 @@ def test_short_runs_are_exact_and_every_fault_is_seen(
 ) -> None:
     only_where_asked_for(pytestconfig)
     if find_spec("trl") is None:
-        pytest.skip("needs TRL: pip install 'vllm-batch-invariant[on-policy]'")
+        pytest.skip(f"needs TRL: {how_to_install('on-policy')}")
     out = tmp_path / "on_policy.csv"
     chosen = [name for name, run in ALL.items() if run.mode or run.patched]
     sizes = ["--steps", "2", "--short", "2", "--warm-up", "25"]

@@ -15,10 +15,11 @@ import torch
 from tests.engine.engines import PATHS, only_where_asked_for, run_example
 from tests.hf.test_refusals import refuses
 from vllm_batch_invariant import envs
+from vllm_batch_invariant.installing import how_to_install
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 
 HAS_TRL = find_spec("trl") is not None
-needs_trl = pytest.mark.skipif(not HAS_TRL, reason="needs TRL: pip install 'vllm-batch-invariant[on-policy]'")
+needs_trl = pytest.mark.skipif(not HAS_TRL, reason=f"needs TRL: {how_to_install('on-policy')}")
 
 
 def said_by(program: str) -> str:
@@ -49,7 +50,7 @@ import vllm_batch_invariant.trl
 """
     line = said_by(program)
     assert f"does not cover a TRL {version or 'that is not installed'}: " in line
-    assert line.endswith("pip install 'vllm-batch-invariant[on-policy]'.")
+    assert line.endswith(f"{how_to_install('on-policy')}.")
 
 
 def arguments(**changed: Any) -> SimpleNamespace:

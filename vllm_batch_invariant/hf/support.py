@@ -7,6 +7,7 @@ import torch
 
 from .. import envs
 from ..errors import NotCovered
+from ..installing import how_to_install
 from ..integration import patch_points
 from ..integration.tensor_tree import leaves
 from ..ops.attention.params import DTYPES
@@ -27,7 +28,7 @@ def check_packages() -> None:
         raise NotCovered(
             "Hugging Face models here",
             "the package 'transformers' is not installed",
-            "pip install 'vllm-batch-invariant[hf]'",
+            how_to_install("hf"),
         )
     if find_spec("vllm") is None:
         raise NotCovered(

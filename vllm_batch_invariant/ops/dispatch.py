@@ -7,6 +7,7 @@ from types import ModuleType
 import torch
 
 from ..errors import NotCovered
+from ..installing import how_to_install
 
 MODULES = {
     (operation, device_type): f".{operation}.{device_type}"
@@ -54,7 +55,7 @@ def module_for(operation: str, device_type: str) -> ModuleType:
         raise NotCovered(
             f"{operation} on device '{device_type}'",
             f"the package '{error.name}' is not installed",
-            "pip install numba" if error.name == "numba" else f"pip install 'vllm-batch-invariant[{device_type}]'",
+            "pip install numba" if error.name == "numba" else how_to_install(device_type),
         ) from error
 
 

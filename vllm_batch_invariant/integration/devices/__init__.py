@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ...errors import NotCovered
+from ...installing import how_to_install
 from ...ops.devices import DEVICES
 
 if TYPE_CHECKING:
@@ -36,5 +37,5 @@ def not_covered(device_type: str) -> NotCovered:
     return NotCovered(
         f"device '{device_type}'",
         "its operations are not in this version",
-        "run on the CPU (pip install 'vllm-batch-invariant[cpu]'), or unset VLLM_BATCH_INVARIANT",
+        f"run on the CPU ({how_to_install('cpu')}), or unset VLLM_BATCH_INVARIANT",
     )

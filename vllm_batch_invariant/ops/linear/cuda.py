@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ... import envs
+from ...installing import how_to_install
 from ..silu.cuda import silu_and_mul
 from . import autotune, autotune_cache, triton_gemm
 from .autotune import M_BUCKETS, TunedSchedule, m_bucket
@@ -296,7 +297,8 @@ def _uses_cublaslt(device: torch.device) -> bool:
     if cublaslt is None:
         logger.warning(
             "GEMMs are Triton's, with the same bits, because nvmath-python is not installed; with it cuBLASLt saves, "
-            "on an H200, 7 to 8%% of their time from 128 rows on: pip install 'vllm-batch-invariant[cuda]'."
+            "on an H200, 7 to 8%% of their time from 128 rows on: %s.",
+            how_to_install("cuda"),
         )
         return False
     try:
