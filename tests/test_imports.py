@@ -21,12 +21,14 @@ MAY_IMPORT = {
     "verl": {"hf", "errors", "seeds"},
     "verify": {
         *("ops", "aten", "integration", "provenance", "envs", "errors", "seeds", "compare", "kept_file", "version"),
+        "serve",
     },
     "cli": {"verify", "integration", "envs", "errors", "installing", "version"},
     "testing": {"verify", "compare"},
     "envs": {"errors"},
     "errors": set(),
     "installing": set(),
+    "serve": {"envs"},
     "compare": set(),
     "kept_file": {"envs"},
     "seeds": set(),
@@ -37,6 +39,7 @@ MAY_IMPORT = {
 
 IMPORT_VLLM = (
     "integration",
+    "serve",
     "verify.harness.engine",
     "verify.harness.worker_main",
     "verify.bisect.engine",

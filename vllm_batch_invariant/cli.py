@@ -16,10 +16,8 @@ from types import FrameType, ModuleType
 
 from .installing import how_to_install
 from .verify.arguments import OneLineParser
+from .verify.printing import PROGRAM
 from .version import __version__
-
-PROGRAM = "vllm-batch-invariant"
-
 
 OF_VERIFY = (
     *("openai", "httpx", "pydantic", "prometheus_client", "rich"),

@@ -259,7 +259,7 @@ def injected(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_layer_that_only_the_worker_sees_stops_a_server_with_one_line(checkpoint: Path, injected: Path) -> None:
     paths = os.pathsep.join(filter(None, (str(ROOT), str(injected), os.environ.get("PYTHONPATH"))))
     process = subprocess.run(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), *SERVER],
+        [sys.executable, "-m", "vllm_batch_invariant.serve", str(checkpoint), *SERVER],
         cwd=ROOT,
         env=inherited() | {"HF_HUB_OFFLINE": "1", "VLLM_BATCH_INVARIANT": "1", "PYTHONPATH": paths},
         stdout=subprocess.PIPE,

@@ -1,8 +1,10 @@
 """What the fuzzer makes of an engine: differences found, made small, written, run again. Its engines have no model."""
 
 import csv
+import html
 import json
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +17,14 @@ import pytest
 from tests.verify.fake_fuzz import FakeFuzzedEngine
 from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.envs import FLAG
+from vllm_batch_invariant.serve import serve_command
 from vllm_batch_invariant.verify.bisect.command import _case_of
 from vllm_batch_invariant.verify.fuzz import command as fuzz_command
 from vllm_batch_invariant.verify.fuzz.command import (
     Fuzzer,
     FuzzPlan,
     drafters_of,
+    flags_of,
     has_leaves,
     has_segments,
     has_stages,
@@ -253,6 +257,57 @@ def test_a_run_without_a_difference_is_status_0_and_has_a_row_an_engine(engines,
     assert all("--max-model-len 700" in " ".join(engine.arguments) for engine in engines)
 
 
+def test_settings_are_printed_as_a_command_that_serves_them(engines, tmp_path: Path, capsys) -> None:
+    assert run(tmp_path, "--settings", "2", "--schedules", "1", "--serve-args=--dtype 'float32'") == Status.REPRODUCIBLE
+    said = capsys.readouterr().out
+    told = [line.strip() for line in said.splitlines() if line.strip().startswith("engine: ")]
+    assert len(told) == len(engines) == 2
+    for line, engine in zip(told, engines, strict=True):
+        words = shlex.split(line.removeprefix("engine: "))
+        start = next(place for place, word in enumerate(words) if "=" not in word)
+        command = serve_command(str(tmp_path / "model"))
+        assert words[start : start + len(command)] == command
+        assert words[start + len(command) :] == list(engine.arguments)
+        assert words[0] == f"{FLAG}=1"
+    assert "seed 0: 2 schedules in 2 engines: no difference" in said
+    assert "1 schedule, 1 of them" in said
+    assert run(tmp_path, "--settings", "1", "--schedules", "1") == Status.REPRODUCIBLE
+    assert "seed 0: 1 schedule in 1 engine: no difference" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "headline"),
+    [
+        ((), Status.REPRODUCIBLE, "Reproducible. Every answer has the bits of the request alone."),
+        (("listed",), Status.DIVERGED, "Not reproducible. An answer differs, or an engine broke."),
+    ],
+)
+def test_a_run_and_a_replay_have_a_page(
+    engines, tmp_path: Path, wrong: tuple[str, ...], status: Status, headline: str
+) -> None:
+    go_wrong(*wrong)
+    page = tmp_path / "page.html"
+    assert run(tmp_path, "--settings", "2", "--schedules", "8", "--html", str(page)) == status
+    text = html.unescape(page.read_text())
+    assert headline in text
+    assert "engines of random settings" in text
+    assert all(" ".join(engine.arguments[:4]) in text for engine in engines)
+    for path in tmp_path.glob("fuzz-model-*-company.json"):
+        assert f"--replay {path}" in text
+        assert main(["check", "--replay", str(path), "--html", str(page)]) == Status.DIVERGED
+        assert "It happens again." in page.read_text()
+    assert bool(wrong) == any(tmp_path.glob("fuzz-model-*-company.json"))
+
+
+def test_variables_of_an_engine_are_part_of_its_command() -> None:
+    settings = replace(SETTINGS, runner="0", tree=2, exact=True)
+    line = flags_of("a model", ("--seed", "1"), "0", settings)
+    start = line.index(shlex.join(serve_command("a model")))
+    assert dict(word.split("=", 1) for word in shlex.split(line[:start])) == {FLAG: "0", **settings.environment}
+    assert len(settings.environment) == 4
+    assert shlex.split(line)[-2:] == ["--seed", "1"]
+
+
 def test_rows_are_not_appended_to_a_table_of_other_columns(engines, tmp_path: Path, capsys) -> None:
     table = tmp_path / "rows.csv"
     table.write_text("model,mode\n")
@@ -332,7 +387,6 @@ def test_time_ends_a_run(engines, tmp_path: Path) -> None:
         (("--fuzz", "1"), "--fuzz needs a model"),
         (("x/y", "--fuzz", "0"), "not a number above 0"),
         (("x/y", "--seed", "3"), "--seed: only with --fuzz"),
-        (("x/y", "--fuzz", "1", "--html", "a.html"), "--fuzz goes without --html"),
         (("x/y", "--fuzz", "1", "--thorough"), "goes without --quick or --thorough"),
         (("x/y", "--fuzz", "1", "--serve-args=--block-size 16"), "--block-size is drawn by --fuzz"),
         (("x/y", "--fuzz", "1", "--found", "no/such"), "no such folder"),

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from tests.fakes.server import Page, fake_server
 from tests.verify.receipts import CPU, receipt, rewritten
 from vllm_batch_invariant.cli import main
+from vllm_batch_invariant.verify import printing
 from vllm_batch_invariant.verify.answers import Answer, GeneratedToken, compare_answers
 from vllm_batch_invariant.verify.bisect import report as bisect_report
 from vllm_batch_invariant.verify.bisect.engine import BisectResult as Bisection
@@ -271,3 +273,30 @@ def test_a_models_name_is_shown_as_it_is_in_the_title_of_a_bisection(capsys: pyt
     out = capsys.readouterr().out
     assert r"models/[red]:100:\x1b[8m: a prompt of 1 token alone" in out
     assert [line for line in out.split("\n") if not line.isprintable()] == []
+
+
+@pytest.mark.parametrize(
+    ("on_path", "called", "beside", "program"),
+    [
+        ("ENV/vllm-batch-invariant", "ENV/vllm-batch-invariant", True, "vllm-batch-invariant"),
+        ("ENV/vllm-batch-invariant", "ENV/other.py", True, "vllm-batch-invariant"),
+        ("OTHER/vllm-batch-invariant", "ENV/vllm-batch-invariant", True, "ENV/vllm-batch-invariant"),
+        (None, "ENV/vllm-batch-invariant", True, "ENV/vllm-batch-invariant"),
+        (None, "ENV/other.py", True, "ENV/vllm-batch-invariant"),
+        (None, "ENV/other.py", False, "ENV/python -m vllm_batch_invariant.cli"),
+    ],
+)
+def test_a_command_that_is_offered_can_be_pasted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_path: str | None, called: str, beside: bool, program: str
+) -> None:
+    """Whether or not its environment is activated."""
+
+    def place(text: str) -> str:
+        return text.replace("ENV", str(tmp_path))
+
+    if beside:
+        (tmp_path / "vllm-batch-invariant").touch()
+    monkeypatch.setattr(printing, "which", lambda name: on_path and place(on_path))
+    monkeypatch.setattr(sys, "argv", [place(called)])
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert printing.command_line("check", "a folder") == f"{place(program)} check 'a folder'"

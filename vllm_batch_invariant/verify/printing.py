@@ -1,14 +1,18 @@
 """How commands print: results on stdout, notes on stderr, foreign text (a receipt, a server, a file name) escaped."""
 
+import shlex
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from shutil import which
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+PROGRAM = "vllm-batch-invariant"
 _UNSEEN = "\u115f\u1160\u2800\u3164\uffa0"
 """Letters and signs without ink, which Unicode and Python call printable."""
 
@@ -48,11 +52,29 @@ def consoles() -> tuple["Console", "Console"]:
 
 def complain(command: str, line: str, notes: "Console | None" = None) -> None:
     """Print in one line why a command ends; on the console of notes where something is drawn there."""
-    text = " ".join(filter(None, ("vllm-batch-invariant", command))) + f": {printable(line)}"
+    text = " ".join(filter(None, (PROGRAM, command))) + f": {printable(line)}"
     if notes is None:
         print(text, file=sys.stderr)
     else:
         notes.print(text, style="red", highlight=False, markup=False, soft_wrap=True)
+
+
+def command_line(*words: str) -> str:
+    """A command of this project that can be pasted into the shell that ran this one, whatever is on its PATH."""
+    found, called = which(PROGRAM), Path(sys.argv[0])
+    ours = Path(sys.executable).with_name(PROGRAM)
+    if found is not None and Path(found) in (ours, called.absolute()):
+        program = [PROGRAM]
+    elif called.name == PROGRAM and called.is_file():
+        program = [sys.argv[0]]
+    else:
+        program = [str(ours)] if ours.is_file() else [sys.executable, "-m", "vllm_batch_invariant.cli"]
+    return shlex.join([*program, *words])
+
+
+def count(number: int, noun: str) -> str:
+    """A number and what it counts, as "1 sample" and "2 samples"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def note(line: str) -> None:

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from ..outcome import Outcome, Status
+from ..printing import count
 from ..report.html import Cell, Page, Section, Table, Verdict
-from ..report.parts import count, pairs
+from ..report.parts import pairs
 from .engine import BisectResult, Case, Setting
 from .report import EAGER, rows_of, verdict, where
 

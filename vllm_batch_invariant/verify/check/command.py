@@ -101,8 +101,8 @@ def _fuzz_options(parser: OneLineParser, options: argparse.Namespace) -> list[st
 
 def _check_fuzz(parser: OneLineParser, options: argparse.Namespace) -> None:
     mode = "--fuzz" if options.replay is None else "--replay"
-    others = {"--base-url": options.base_url, "--compare": options.compare, "--html": options.html}
-    others |= {"--junit": options.junit, "--quick or --thorough": options.preset}
+    others = {"--base-url": options.base_url, "--compare": options.compare, "--junit": options.junit}
+    others |= {"--quick or --thorough": options.preset}
     if options.replay:
         others |= {"--fuzz": options.fuzz, "--serve-args": options.serve_args, "--plain": options.plain}
         others |= dict.fromkeys(_fuzz_options(parser, options), True)

@@ -4,6 +4,7 @@
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -20,14 +21,15 @@ from typing import TYPE_CHECKING, Any
 from ...envs import ATTENTION, FLAG, is_exact
 from ...ops.exact import problem_of
 from ...ops.exact.definition import segments
+from ...serve import serve_command
 from ..harness.engine import context_of, model_config
 from ..harness.worker import Engine, EngineFailed
 from ..outcome import Status
-from ..printing import consoles, printable, waiting
+from ..printing import consoles, count, printable, waiting
 from .compare import difference
 from .finding import BROKE, CONCURRENT, SETTINGS, Finding, Row, append_rows
 from .options import Place
-from .report import print_fuzz
+from .report import SEEN, print_fuzz
 from .schedule import (
     CONTEXTS,
     TEXT_ONLY,
@@ -125,6 +127,8 @@ class Fuzzer:
         self.rows: list[Row] = []
         self.findings: list[tuple[Path, Finding]] = []
         self.refused: Counter[str] = Counter()
+        self.flags: dict[str, str] = {}
+        """How each engine is started by hand, by the label of its settings."""
 
     def run(self) -> None:
         """Start one engine after the other, ``jobs`` at a time."""
@@ -156,6 +160,11 @@ class Fuzzer:
             engine.kill()
 
     @property
+    def partial(self) -> str:
+        """Why there is less than was planned; empty if there is not."""
+        return "It was interrupted." if self._stopped else ""
+
+    @property
     def status(self) -> Status:
         """1 if anything differs or an engine broke; 2 if no target ran with others, or an engine did not start."""
         if any(row.differences or row.broke for row in self.rows):
@@ -183,6 +192,7 @@ class Fuzzer:
         row.date = datetime.now(UTC).date().isoformat()
         with self._lock:
             self.rows.append(row)
+            self.flags[row.settings] = flags_of(plan.model, plan.serve_args, plan.mode, settings)
         began = time.monotonic()
         label = f"engine {number} ({settings.label})"
         running = Schedule(())
@@ -298,11 +308,8 @@ def started(
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Engine]:
     """An engine of these settings, which is in ``running`` while it runs, with more variables for its process."""
-    ours = settings.arguments(model)
-    if _on_gpu() and not {"--kv-cache-memory-bytes", "--gpu-memory-utilization"} & set(serve_args):
-        ours += _ON_A_GPU
-    ours = [*ours, *serve_args]
-    engine = Engine(model, ours, mode, settings.environment | dict(environment or {}))
+    variables = settings.environment | dict(environment or {})
+    engine = Engine(model, _arguments(model, serve_args, settings), mode, variables)
     running = set() if running is None else running
     running.add(engine)
     try:
@@ -310,6 +317,20 @@ def started(
             yield engine
     finally:
         running.discard(engine)
+
+
+def flags_of(model: str, serve_args: Sequence[str], mode: str, settings: Settings) -> str:
+    """The line for a shell that serves a model as an engine of these settings does."""
+    variables = {FLAG: mode} | settings.environment
+    words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    return " ".join([*words, shlex.join([*serve_command(model), *_arguments(model, serve_args, settings)])])
+
+
+def _arguments(model: str, serve_args: Sequence[str], settings: Settings) -> list[str]:
+    ours = settings.arguments(model)
+    if _on_gpu() and not {"--kv-cache-memory-bytes", "--gpu-memory-utilization"} & set(serve_args):
+        ours += _ON_A_GPU
+    return [*ours, *serve_args]
 
 
 def _on_gpu() -> bool:
@@ -465,6 +486,11 @@ def replay_finding(options: argparse.Namespace) -> int:
         status, seen = replay(finding, on_progress)
     if options.json:
         options.json.write(options, status, {"replayed": str(options.replay), "kind": finding.kind, "result": seen})
+    if options.html:
+        from ..report.parts import write_page
+        from .page import page_of_replay
+
+        write_page(options, page_of_replay(finding, status, seen))
     for line in (f"{FLAG}={finding.mode} {finding.settings.label}", *finding.describe(), seen):
         out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
     return status
@@ -499,20 +525,20 @@ def _fuzz(options: argparse.Namespace, flag: str, out: "Console", on_progress: O
         bisected = bisect_first(fuzzer)
     finally:  # also after an interrupt
         if fuzzer.rows:
-            print_fuzz(out, fuzzer.rows, fuzzer.refused, fuzzer.findings)
+            print_fuzz(out, fuzzer.rows, fuzzer.refused, fuzzer.findings, fuzzer.flags)
             if options.csv:
                 append_rows(options.csv, fuzzer.rows)
             if options.json:
                 options.json.write(options, fuzzer.status, _as_json(options, flag, fuzzer))
+            if options.html:
+                from ..report.parts import write_page
+                from .page import page_of
+
+                write_page(options, page_of(plan, fuzzer))
     if bisected:
         out.print(f"\n{bisected}", highlight=False, markup=False, soft_wrap=True)
-    words = {
-        Status.REPRODUCIBLE: "no difference",
-        Status.DIVERGED: "differences were found",
-        Status.NO_TEST: "no test: no target ran in one step with another request, or an engine did not start",
-    }
-    done = sum(row.schedules for row in fuzzer.rows)
-    out.print(f"seed {plan.seed}: {done} schedules in {len(fuzzer.rows)} engines: {words[fuzzer.status]}", markup=False)
+    done = f"{count(sum(row.schedules for row in fuzzer.rows), 'schedule')} in {count(len(fuzzer.rows), 'engine')}"
+    out.print(f"seed {plan.seed}: {done}: {SEEN[fuzzer.status]}", markup=False, soft_wrap=True)
     return fuzzer.status
 
 

