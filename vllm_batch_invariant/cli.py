@@ -201,7 +201,8 @@ def _reason(error: Exception) -> str:
         return str(error)
     if isinstance(error, ModuleNotFoundError) and (missing := (error.name or "").partition(".")[0]) in _PACKAGES:
         return _install(missing)
-    return f"the run failed: {type(error).__name__}: {one_line(error)}"
+    name = "" if type(error) is Exception else f"{type(error).__name__}: "  # which says nothing by its name
+    return f"the run failed: {name}{one_line(error)}"
 
 
 def _install(missing: str) -> str:

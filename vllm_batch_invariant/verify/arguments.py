@@ -81,9 +81,13 @@ def add_html(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the result as an HTML page")
 
 
-def add_model(parser: argparse._ActionsContainer) -> None:
-    """Add the model, as a word and as an option, and the arguments of its engine; see :func:`check_model`."""
-    what = "a model's folder or name; with --base-url, the name of the served model"
+def add_model(parser: argparse._ActionsContainer, served: bool = True) -> None:
+    """Add the model, as a word and as an option, and the arguments of its engine; see :func:`check_model`.
+
+    Args:
+        served: the command can send requests to a server, too.
+    """
+    what = "a model's folder or name" + "; with --base-url, the name of the served model" * served
     parser.add_argument("model", nargs="?", metavar="MODEL", help=what)
     parser.add_argument("--model", dest="named_model", metavar="MODEL", help="the same as an option")
     parser.add_argument("--serve-args", default="", metavar="ARGS", help="more arguments of vllm serve, in one string")
@@ -118,17 +122,28 @@ def choose_mode(parser: OneLineParser, options: argparse.Namespace) -> tuple[str
         note(f"testing the server at {address(options.base_url)} as it runs")
         return ("",)
     if compare:
-        note(f"testing plain vLLM ({envs.FLAG}=0), then the mode ({envs.FLAG}=1)")
+        note(f"testing plain vLLM ({envs.FLAG}=0), then {_mode()}")
         return ("0", "1")
     given = os.environ.get(envs.FLAG)
     flag = "0" if options.plain else given or "1"
     os.environ[envs.FLAG] = flag
     if flag == "1":
-        note(f"testing the mode ({envs.FLAG}=1); --plain tests plain vLLM")
+        note(f"testing {_mode()}; --plain tests plain vLLM")
     else:
         why = "--plain" if options.plain else f"{envs.FLAG}=0 in the environment; leave it out to test the mode"
         note(f"testing plain vLLM, because of {why}")
     return (flag,)
+
+
+def _mode() -> str:
+    """What an engine with the flag at 1 has, in words."""
+    from ..integration.endpoint import PLUGINS
+    from .harness.mode import OURS, of_started
+
+    if of_started(os.environ | {envs.FLAG: "1"}) == OURS:
+        return f"the mode ({envs.FLAG}=1)"
+    why = f"{PLUGINS} leaves this plugin out" if PLUGINS in os.environ else "this plugin is not installed"
+    return f"vLLM's own mode, which needs a GPU ({envs.FLAG}=1): {why}"
 
 
 def add_base_url(parser: argparse._ActionsContainer) -> None:

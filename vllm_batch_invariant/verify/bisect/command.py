@@ -33,7 +33,7 @@ def add_arguments(parser: OneLineParser) -> None:
         "differ. Layers run eagerly, because recording does not see inside compiled graphs. Exit status: 0 nothing "
         "differs, 1 a difference was found, 2 it could not be tested, 128 + N it was ended by the signal N."
     )
-    add_model(parser)
+    add_model(parser, served=False)
     parser.add_argument(
         "--prompt",
         help=f"the target prompt (default: one of 120 words, then of 4 words, then of {LONG_PROMPT_TOKENS} tokens)",
@@ -118,8 +118,9 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
         llm = start_quiet_engine(options.model, [*options.serve_args, *ENGINE_ARGUMENTS])
     setting = setting_of(llm, options.model)
     with waiting(notes, "bisecting", told=False) as now:
-        for case in _cases(llm, options):
-            now(about(case))
+        cases = list(_cases(llm, options))
+        for number, case in enumerate(cases, 1):
+            now(f"{number} of {len(cases)}: {about(case)}")
             runs.append((case, bisect(llm, case)))
             if runs[-1][1].status == Status.DIVERGED:
                 break

@@ -161,7 +161,7 @@ def _run(options: argparse.Namespace, flags: Sequence[str], out: "Console", note
                 runs.append(
                     CheckResults(label, cases_of_a_server() if options.base_url else cases_of_engines(options.preset))
                 )
-                _fill(runs[-1], flag, options, lambda line, label=label: now(f"{label}: {line}"))
+                _fill(runs[-1], flag, options, _with_what_is_left(runs[-1], now))
                 if runs[-1].failed:
                     complain("check", f"{label}: {runs[-1].failed}", notes)
     except KeyboardInterrupt:
@@ -183,6 +183,11 @@ def _run(options: argparse.Namespace, flags: Sequence[str], out: "Console", note
     if partial:
         complain("check", f"interrupted; {written or 'there are no results yet'}")
     return report.status
+
+
+def _with_what_is_left(results: CheckResults, now: Callable[[str], None]) -> Callable[[str], None]:
+    """Tells what happens now, behind how many of the cases were reached."""
+    return lambda line: now(f"{results.label}: {results.reached} of {len(results.planned)} cases: {line}")
 
 
 def _fill(results: CheckResults, flag: str, options: argparse.Namespace, on_progress: Callable[[str], None]) -> None:

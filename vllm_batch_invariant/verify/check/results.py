@@ -9,6 +9,7 @@ from ..harness.metrics import Latency, Trace
 from ..outcome import Outcome, Status
 from .guarantees import (
     GUARANTEES,
+    OF_OPERATIONS,
     CaseResult,
     Certificate,
     CheckCase,
@@ -80,6 +81,14 @@ class CheckResults:
     def show(self, label: str, answer: Answer) -> None:
         """Put an answer on the map; the others have to equal the first one."""
         self.shown.append(Shown(label, answer))
+
+    @property
+    def reached(self) -> int:
+        """How many of the planned cases were begun, or will not be."""
+        done = {*self.samples, *self.gaps, *self.not_applicable}
+        made = {certificate.guarantee for certificate in self.certificates}
+        done |= {case for case in OF_OPERATIONS.items() if case[0] in made}
+        return sum(case in done for case in self.planned)
 
     @property
     def cases(self) -> tuple[CaseResult, ...]:

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from prometheus_client import REGISTRY
-
 from ..answers import Answer, GeneratedToken, RequestSpec
 from ..outcome import NoTestError
 from ..printing import one_line, shortened
@@ -256,6 +254,8 @@ class _OfflineLoad:
 
     def _read_metrics(self, together: int) -> None:
         """Note the batch: as the engine counts it, or as many requests as got a token together."""
+        from prometheus_client import REGISTRY
+
         counted = getattr(self._engine, "log_stats", True)
         reading = Reading.of(REGISTRY.collect()) if counted else Reading(together, {})
         if reading is not None:

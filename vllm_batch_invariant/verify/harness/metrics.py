@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-
-import httpx
-from prometheus_client.metrics_core import Metric
-from prometheus_client.parser import text_string_to_metric_families
+from typing import TYPE_CHECKING
 
 from ..outcome import NoTestError
+
+if TYPE_CHECKING:
+    import httpx
+    from prometheus_client.metrics_core import Metric
 
 RUNNING, STEP_TOKENS = "vllm:num_requests_running", "vllm:iteration_tokens_total"
 GENERATED, ACCEPTED = "vllm:generation_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"
@@ -31,7 +32,7 @@ class Reading:
     """Seconds of a monotonic clock."""
 
     @classmethod
-    def of(cls, families: Iterable[Metric]) -> "Reading | None":
+    def of(cls, families: "Iterable[Metric]") -> "Reading | None":
         """The sum over engines; None if the metrics are not vLLM's."""
         running, tokens, cumulative = None, 0, {}
         for sample in (sample for family in families for sample in family.samples):
@@ -137,13 +138,15 @@ class BatchLog:
         return BatchSizes(running, tuple((bound, count) for bound, count in steps if count))
 
 
-def parse_metrics(page: str, *names: str) -> Iterable[Metric]:
+def parse_metrics(page: str, *names: str) -> "Iterable[Metric]":
     """The metrics of a page whose names begin so; parsing the hundreds of others would only cost time."""
+    from prometheus_client.parser import text_string_to_metric_families
+
     lines = [line for line in page.splitlines() if line.startswith(names)]
     return text_string_to_metric_families("\n".join(lines) + "\n")
 
 
-async def read_metrics(client: httpx.AsyncClient, url: str) -> Reading:
+async def read_metrics(client: "httpx.AsyncClient", url: str) -> Reading:
     """Read a server's metrics page."""
     response = await client.get(url)
     reading = Reading.of(parse_metrics(response.text, RUNNING, STEP_TOKENS, GENERATED, ACCEPTED))
@@ -155,8 +158,9 @@ async def read_metrics(client: httpx.AsyncClient, url: str) -> Reading:
 
 
 @asynccontextmanager
-async def watch(client: httpx.AsyncClient, url: str, log: BatchLog, every: float = 0.25) -> AsyncIterator[None]:
+async def watch(client: "httpx.AsyncClient", url: str, log: BatchLog, every: float = 0.25) -> AsyncIterator[None]:
     """Add a reading to ``log`` at the start, every ``every`` seconds, and at the end."""
+    import httpx
 
     async def poll() -> None:
         while True:

@@ -17,11 +17,15 @@ trainer's logprobs with it::
 command line.
 """
 
-from .comparison import Difference, Note, Verdict, compare, difference_of_logprobs, first_difference_of
-from .engine import engine_info, make, verify
-from .record import BadReceipt, Completion, EngineInfo, Environment, Model, Prompt, Receipt, Sampling
-from .server import make_on_server, verify_on_server
-from .text import Text
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .comparison import Difference, Note, Verdict, compare, difference_of_logprobs, first_difference_of
+    from .engine import engine_info, make, verify
+    from .record import BadReceipt, Completion, EngineInfo, Environment, Model, Prompt, Receipt, Sampling
+    from .server import make_on_server, verify_on_server
+    from .text import Text
 
 __all__ = [
     "BadReceipt",
@@ -45,3 +49,19 @@ __all__ = [
     "verify",
     "verify_on_server",
 ]
+
+_MODULES = {
+    "comparison": ("Difference", "Note", "Verdict", "compare", "difference_of_logprobs", "first_difference_of"),
+    "engine": ("engine_info", "make", "verify"),
+    "record": ("BadReceipt", "Completion", "EngineInfo", "Environment", "Model", "Prompt", "Receipt", "Sampling"),
+    "server": ("make_on_server", "verify_on_server"),
+    "text": ("Text",),
+}
+"""Where each name is defined. It is imported when it is first used: a command's ``--help`` needs none of them."""
+
+
+def __getattr__(name: str) -> object:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f".{module}", __package__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,16 +24,14 @@ from ..arguments import (
     choose_mode,
     not_negative,
 )
-from ..bisect.engine import WORKER_EXTENSION
 from ..outcome import NoTestError, Status
 from ..printing import consoles, note, printable, waiting
 from ..report.files import why_not_writable
-from .comparison import HOW_TO_REPORT, Note, as_json, compare, describe_notes, extent, verdict_of
 from .text import Text
 
 if TYPE_CHECKING:
     from ..harness.worker import Engine
-    from .comparison import Verdict
+    from .comparison import Note, Verdict
     from .record import Receipt
 
 IN_ENGINE = f"{__package__}.in_engine"
@@ -48,6 +46,7 @@ def _make(options: argparse.Namespace, parser: OneLineParser) -> int:
         raise NoTestError(f"{options.receipt} exists, and a receipt overwrites nothing")
     if why := why_not_writable(options.receipt):
         raise NoTestError(f"{options.receipt} cannot be written: {why}")
+    from .comparison import HOW_TO_REPORT, extent
     from .record import Receipt, Sampling
 
     held = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "ignore_eos")
@@ -95,6 +94,7 @@ def _verify(options: argparse.Namespace, parser: OneLineParser) -> int:
     _check_target(parser, options)
     if options.without_engine and (options.base_url or options.serve_args):
         parser.error("--without-engine computes it here: leave out --base-url and --serve-args")
+    from .comparison import Note, as_json, verdict_of
     from .record import Receipt
 
     receipt = Receipt.load(options.receipt)
@@ -141,12 +141,15 @@ def _verify(options: argparse.Namespace, parser: OneLineParser) -> int:
     return verdict.status
 
 
-def _print_notes(notes: tuple[Note, ...]) -> None:
+def _print_notes(notes: "tuple[Note, ...]") -> None:
+    from .comparison import describe_notes
+
     print(describe_notes(notes), flush=True)
 
 
 def _compare(options: argparse.Namespace, parser: OneLineParser) -> int:
     check_reports(parser, options)
+    from .comparison import as_json, compare
     from .record import Receipt
 
     left, right = (Receipt.load(path) for path in (options.first, options.second))
@@ -182,6 +185,7 @@ def _prompt(options: argparse.Namespace) -> Text | None:
 @contextmanager
 def _engine(options: argparse.Namespace) -> Iterator["Engine"]:
     """An engine in a process of its own, which an interruption ends at any moment."""
+    from ..bisect.engine import WORKER_EXTENSION
     from ..harness.mode import THEIRS
     from ..harness.worker import Engine
 

@@ -8,7 +8,7 @@ from ...provenance import flat
 from ..answers import first_difference
 from ..outcome import NoTestError, Status
 from ..printing import printable
-from .record import Completion, EngineInfo, Model, Receipt, bits_of, number_of
+from .record import UNNAMED, Completion, EngineInfo, Model, Receipt, bits_of, number_of
 
 HOW_TO_REPORT = "a server with the mode on describes itself at /v1/batch_invariant"
 
@@ -226,11 +226,12 @@ def _models(left: Model, right: Model, names: tuple[str, str]) -> Note | None:
             other = sorted(file for file in files if left.files.get(file) != right.files.get(file))
             return Note(f"model: {named}, with other {', '.join(other)}", promised=False)
         return Note(f"model: {named}, with the same files", promised=True) if left.name != right.name else None
-    why = "; ".join(
-        f"no digest in {name}, because {model.why_no_digest}"
-        for name, model in zip(names, (left, right), strict=True)
-        if not model.digest
-    )
+    sides = zip(names, (left, right), strict=True)
+    without = [(name, model.why_no_digest) for name, model in sides if not model.digest]
+    unnamed = [name for name, why in without if why == UNNAMED]
+    others = [f"no digest in {name}, because {why}" for name, why in without if why != UNNAMED]
+    hint = [f"with --model-files for {' and '.join(unnamed)}, their bytes would be compared"] if unnamed else []
+    why = "; ".join([*others, *hint])
     return Note(f"model: {named}, compared by name only ({why})", promised=False)
 
 

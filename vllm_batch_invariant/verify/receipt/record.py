@@ -22,6 +22,8 @@ from ..outcome import NoTestError
 FORMAT = "vllm-batch-invariant receipt"
 VERSION = 1
 """Of the format: a reader refuses any other."""
+UNNAMED = "nobody named the folder of the server's files"
+"""Why most models of servers have no digest: --model-files names the folder."""
 LOWEST_LOGPROB = -9999.0
 """vLLM's server sends this for anything below, -inf included, because JSON has no infinity."""
 

@@ -21,7 +21,7 @@ from ..printing import one_line
 from .comparison import Note, Verdict, notes_on, verdict_on
 from .engine import ConcurrentRequests
 from .model_files import model_at
-from .record import Completion, EngineInfo, Environment, Receipt, Sampling, environment_from_json
+from .record import UNNAMED, Completion, EngineInfo, Environment, Receipt, Sampling, environment_from_json
 from .text import Text
 
 _TOKEN = "token_id:"
@@ -121,7 +121,7 @@ async def server_info(server: Connection, served: Served, files: Path | None = N
     Raises:
         NoTestError: its answer is not an environment.
     """
-    model = model_at(files, served.name, "nobody named the folder of the server's files")
+    model = model_at(files, served.name, UNNAMED)
     try:
         data = await server.api.get(PATH.removeprefix("/v1"), cast_to=object)
     except openai.NotFoundError:
