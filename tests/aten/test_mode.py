@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 import vllm_batch_invariant
 from tests.assertions import DTYPES, assert_rows_keep_their_bits, assert_same_bits
-from vllm_batch_invariant import batch_invariant_mode, set_batch_invariant_mode
+from vllm_batch_invariant import aten, batch_invariant_mode, set_batch_invariant_mode
 from vllm_batch_invariant.aten import cpu
+from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.dispatch import module_for
 from vllm_batch_invariant.ops.linear import cpu as linear_cpu
 
@@ -240,3 +241,13 @@ def test_a_number_has_a_tensor_as_its_exponent(function) -> None:
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other)
+
+
+def test_the_mode_of_a_cpu_without_its_compiler_is_refused_when_it_is_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    line = "does not cover PyTorch on a CPU: the package 'numba'.* is not installed; pip install numba"
+    with pytest.raises(NotCovered, match=line), aten.batch_invariant_mode():
+        pass
+    assert not aten.is_batch_invariant_mode_enabled()
+    aten._check_packages({"cpu", "cuda"})  # whose GPU may be all that is used

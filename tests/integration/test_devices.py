@@ -46,6 +46,13 @@ def test_a_cpu_without_numba_is_told_to_install_it_alone(monkeypatch: pytest.Mon
         module_for.__wrapped__("softmax", "cpu")
 
 
+def test_an_operation_that_cannot_be_imported_has_a_users_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.delitem(sys.modules, "vllm_batch_invariant.ops.reduce.cpu", raising=False)
+    with pytest.raises(NotCovered, match="sums and means on device 'cpu': the package 'numba'"):
+        module_for.__wrapped__("reduce", "cpu")
+
+
 def test_installing_the_plugin_imports_no_device_that_is_not_there() -> None:
     code = (
         "import sys; from vllm_batch_invariant.integration import install, devices; devices.get('cpu')\n"

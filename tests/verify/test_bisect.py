@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -206,6 +207,14 @@ def test_nothing_that_differs_is_status_0(engine_of: Any, tmp_path: Path, capsys
     assert [len(prompt) for prompt in cases[0].concurrent] == [3, 9]
     assert cases[0].place == 2
     assert "with 2 concurrent requests: nothing differs" in capsys.readouterr().out
+
+
+def test_while_it_runs_a_bisection_says_how_many_runs_are_left(engine_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("vllm_batch_invariant.verify.bisect.command.waiting", lambda *_, **__: nullcontext(told.append))
+    engine_of(EQUAL, EQUAL, EQUAL)
+    assert main(["bisect", "x/y", "--prompt", "a", "--concurrent", "1", "7", "16"]) == Status.REPRODUCIBLE
+    assert [line.partition(":")[0] for line in told] == ["1 of 3", "2 of 3", "3 of 3"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,17 @@ def test_the_mode_is_tested_unless_plain_vllm_is_chosen_and_the_first_line_says_
     printed = capsys.readouterr()
     assert printed.err.splitlines()[0].startswith(said)
     assert f"VLLM_BATCH_INVARIANT={tested}: holds" in printed.out
+
+
+def test_while_it_runs_a_check_says_how_many_of_its_cases_it_has_reached(capsys, monkeypatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(check_command, "waiting", lambda *_, **__: nullcontext(told.append))
+    assert ends(capsys, "x/y", "--quick")[0] == 0
+    reached = [re.fullmatch(r"VLLM_BATCH_INVARIANT=1: (\d+) of 13 cases: .+", line) for line in told]
+    numbers = [int(found[1]) for found in reached]
+    assert (numbers[0], max(numbers)) == (0, 12), "the last case is reached when its request has been answered"
+    assert numbers == sorted(numbers)
+    assert len(set(numbers)) > 8
 
 
 def test_both_settings_are_compared_and_the_status_is_the_modes(capsys, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.server import Page, fake_server
-from vllm_batch_invariant.cli import COMMANDS, main
+from vllm_batch_invariant.cli import COMMANDS, _reason, main
 from vllm_batch_invariant.version import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +50,11 @@ def test_the_help_of_a_command_says_its_whole_name_and_no_empty_default(
     assert status == 0
     assert out.startswith(f"usage: vllm-batch-invariant {command} ")
     assert [text for text in ("default: None", "default: )", "``", "default: []") if text in out] == []
+
+
+def test_a_command_without_a_servers_address_does_not_speak_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--base-url" not in ends(capsys, "bisect", "--help")[1]
+    assert "with --base-url, the name of the served model" in " ".join(ends(capsys, "check", "--help")[1].split())
 
 
 HEAVY = ("torch", "vllm", "numba", "transformers", "openai", "httpx", "pydantic")
@@ -177,3 +182,10 @@ def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
     code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); from vllm_batch_invariant import cli; "
     code += "cli._catch_signals(); assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_error_that_says_nothing_by_its_name_is_told_without_it() -> None:
+    assert _reason(Exception("No space left on device (os error 28)")) == (
+        "the run failed: No space left on device (os error 28)"
+    )
+    assert _reason(KeyError("layer")) == "the run failed: KeyError: 'layer'"

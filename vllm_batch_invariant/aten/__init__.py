@@ -10,9 +10,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 
+from ..errors import NotCovered
 from ..ops.common import native_kernels
 from ..ops.devices import DEVICES
 from .overrides import COMPOSITIONS
@@ -48,10 +50,14 @@ def enable_batch_invariant_mode(external_ops: Iterable[str] = ()) -> None:
 
     Args:
         external_ops: operators that another library has made batch-invariant on NPUs, and that are left to it.
+
+    Raises:
+        NotCovered: there is nothing but a CPU, and not the package that compiles its kernels.
     """
     global _enabled
     if _enabled is not None:
         return
+    _check_packages({device.type for device in DEVICES.values() if device.is_present})
     external_ops = frozenset(external_ops)
     library = torch.library.Library("aten", "IMPL")
     others = ExitStack()
@@ -84,6 +90,14 @@ def enable_batch_invariant_mode(external_ops: Iterable[str] = ()) -> None:
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.mha.set_fastpath_enabled(False)
+
+
+def _check_packages(present: set[str]) -> None:
+    """Refuse a machine on which sums would fail one by one. Beside a GPU a CPU's tensors may never be added."""
+    if present == {"cpu"} and find_spec("numba") is None:
+        raise NotCovered(
+            "PyTorch on a CPU", "the package 'numba', which compiles its kernels, is not installed", "pip install numba"
+        )
 
 
 def disable_batch_invariant_mode() -> None:

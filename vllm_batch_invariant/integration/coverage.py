@@ -1,9 +1,10 @@
 """What the mode covers, as one table: the start-up check runs it, the command line and the README print it."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 from typing import Any
 
 from .. import envs
@@ -110,7 +111,7 @@ def _attention_backend(config: Config) -> str | None:
 
 
 def _attention_of_another_device(config: Config) -> str | None:
-    chosen, own = envs.ATTENTION.read(), devices.of_config(config).ops.attention
+    chosen, own = envs.ATTENTION.read(), DEVICES[config.device_config.device_type].attention
     others = {device.attention for device in DEVICES.values()} - {own}
     return _when(chosen in others, f"{envs.ATTENTION.name}={chosen}")
 
@@ -340,6 +341,10 @@ def _beside_pooling(config: Config) -> str | None:
     }
     named = [what for what, is_used in found.items() if is_used]
     return f"a pooling model with {named[0]}" if named else None
+
+
+def _latent_attention(config: Config) -> str | None:
+    return _when(config.model_config.use_mla, "multi-head latent attention")
 
 
 def _head_size(config: Config) -> str | None:
@@ -848,7 +853,7 @@ REFUSED = (
         "MLA (DeepSeek)",
         "it has attention kernels of its own",
         "serve a model with plain attention",
-        lambda config: _when(config.model_config.use_mla, "multi-head latent attention"),
+        _latent_attention,
     ),
     Feature(
         "Encoder-decoder models",
@@ -1005,6 +1010,39 @@ def check(config: Config) -> None:
             refusal = (found, feature.note, feature.remedy or "")
     if refusal:
         raise NotCovered(*refusal, others)
+
+
+_OF_A_FOLDER = (_attention_of_another_device, _latent_attention, _head_size)
+"""What finds the features that the variables and a model's config.json tell."""
+_LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
+"""Types of models that vLLM computes by latent attention if they have a rank for it."""
+_OTHER_HEADS = ("hidden_size_per_head", "attention_head_dim", "kv_lora_rank", "global_head_dim", "layer_types")
+"""Fields of models whose heads are not all as large as the other fields say, or only vLLM knows."""
+
+
+def check_folder(device_type: str, text: Mapping[str, Any]) -> None:
+    """Refuse what the variables and a model's config.json tell, in the words of :func:`check`, without PyTorch and
+    vLLM. What is not refused here may be refused when an engine starts.
+
+    Args:
+        device_type: as PyTorch calls it.
+        text: the part of config.json that describes the language model; empty if it is not known.
+
+    Raises:
+        NotCovered: the first feature in use that is not covered.
+    """
+    heads, hidden, size = (text.get(name) for name in ("num_attention_heads", "hidden_size", "head_dim"))
+    if not size and isinstance(heads, int) and heads > 0 and isinstance(hidden, int):
+        size = hidden // heads
+    known = isinstance(size, int) and size > 0 and not any(text.get(name) for name in _OTHER_HEADS)
+    model = SimpleNamespace(
+        use_mla=text.get("model_type") in _LATENT and text.get("kv_lora_rank") is not None,
+        get_head_size=lambda: size if known else HEAD_SIZES[0],
+    )
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type=device_type), model_config=model)
+    for feature in REFUSED:
+        if feature.used in _OF_A_FOLDER and (found := feature.found(config)):
+            raise NotCovered(found, feature.note, feature.remedy or "")
 
 
 def markdown() -> str:

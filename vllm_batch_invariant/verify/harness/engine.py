@@ -18,24 +18,37 @@ from .load import Arrival, Kind, Run
 from .metrics import BatchLog, Reading
 from .requests import varied
 
-_ERROR = re.compile(r"(?:^|[\])] )(?:\S+: error|[\w.]*(?:Error|Exception|NotCovered|BadSetting)): (.+)$", re.MULTILINE)
+_ERROR = re.compile(r"(?:^|[\])] )(\S+: error|[\w.]*(?:Error|Exception|NotCovered|BadSetting)): (.+)$", re.MULTILINE)
 """The last line of a traceback or of a usage message, behind the prefix of a line of vLLM's log."""
 _SPACE = "VLLM_CPU_KVCACHE_SPACE"
 _SIZES_OF_A_CACHE = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 """Arguments of ``vllm serve`` that choose the size of the KV cache."""
-_FOLLOWS = " initialization failed"
-"""A process of vLLM logs this about another process, which has logged the reason itself."""
+_FOLLOWS = (" initialization failed", "check the stack trace above")
+"""A process of vLLM logs these about another process, which has logged the reason itself."""
+_OF_CODE = ("TypeError", "AttributeError", "KeyError", "IndexError", "NameError", "AssertionError")
+"""Errors that say something only together with the place in the code."""
+_PLACE = re.compile(r'File "(?:.*/site-packages/)?(.+?)", line (\d+), in (\S+)$', re.MULTILINE)
 
 
 def reason_in(log: Path) -> str:
     """The last error in a log that is not the consequence of another, after a colon; empty if there is none."""
-    found = [text for text in _ERROR.findall(log.read_text(errors="replace")) if _FOLLOWS not in text]
-    return f": {shortened(found[-1])}" if found else ""
+    text = log.read_text(errors="replace")
+    found = [error for error in _ERROR.finditer(text) if not _follows(error[2])]
+    if not found:
+        return ""
+    kind, why = found[-1].groups()
+    places = _PLACE.findall(text, 0, found[-1].start()) if kind in _OF_CODE else []
+    where = " ({} in {}, line {}, in {})".format(kind, *places[-1]) if places else ""
+    return f": {shortened(why + where)}"
+
+
+def _follows(error: str) -> bool:
+    return any(words in error for words in _FOLLOWS)
 
 
 def root_cause(error: str, log: Path) -> str:
     """The error of an engine; if it only says that another process failed, the error of that process."""
-    return f"the engine did not start{reason_in(log)}" if _FOLLOWS in error else error
+    return f"the engine did not start{reason_in(log)}" if _follows(error) else error
 
 
 def kv_cache_space(model: str, arguments: Sequence[str]) -> dict[str, str]:
@@ -47,7 +60,7 @@ def kv_cache_space(model: str, arguments: Sequence[str]) -> dict[str, str]:
     if chosen or _SPACE in os.environ:
         return {}
     try:
-        config = _text_config(model)
+        config = text_config(model)
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         wide = "float32" in (config.get("torch_dtype"), config.get("dtype")) or "float32" in " ".join(arguments)
@@ -68,11 +81,11 @@ def context_of(model: str, arguments: Sequence[str]) -> int | None:
         if name == "--max-model-len":
             value = value or "".join(arguments[place + 1 : place + 2])
             return int(value) if value.isdigit() else None
-    length = _text_config(model).get("max_position_embeddings")
+    length = text_config(model).get("max_position_embeddings")
     return length if isinstance(length, int) else None
 
 
-def _text_config(model: str) -> dict[str, Any]:
+def text_config(model: str) -> dict[str, Any]:
     """The part of the configuration that describes the language model."""
     config = model_config(model)
     text = config.get("text_config")
