@@ -3,23 +3,51 @@
 import * as Plot from "@observablehq/plot";
 import measured from "../../benchmarks/data/engine.csv";
 import { choice, drawn, element, figure, plural, table, whenResized } from "./page.js";
+import { EQUAL, colour, gain } from "./ratios.js";
 
-/** Of the 8B shape whole on one GPU, in the usual arithmetic. */
-const engine = measured.filter(({ case: named }) => !/\b(layers|model|arithmetic|tp|tree)=/.test(named));
 const PROVIDERS = { ours: "the mode", native: "vLLM's own mode" };
+/** The case's own parts, by name. */
+function keysOf({ case: named }) {
+  return Object.fromEntries(named.split(" ").map((pair) => pair.split("=")));
+}
+
+/** Whole models on one H200, in the usual arithmetic. */
+const whole = measured.filter((row) => !/\b(layers|arithmetic|tp|tree)=/.test(row.case) && /H200/.test(row.gpu));
+
+/** Of drafts, the time of a token alone: the tokens that a verify step gives are no cost, and what a step takes is in that time. */
+const timed = whole.filter(({ metric }) => metric !== "length" && metric !== "step");
+
+/**
+ * Whether the two engines wrote the same text. With random weights they do not, and each accepts the drafts that happen to be
+ * right in its own text; so drafts are compared with a model whose answers no rounding changes.
+ */
+export function writeTheSame(row) {
+  const { spec, model } = keysOf(row);
+  return !spec || model === "predictable";
+}
+
+/** What was served: a predictable model has the layers of the 8B shape. */
+function servedBy(row) {
+  return keysOf(row).model === "30b-a3b" ? "30b-a3b" : "8b";
+}
+
+const SERVED = [
+  ["8b", "Qwen3-8B"],
+  ["30b-a3b", "Qwen3-30B-A3B, experts"],
+];
 
 /** A case of the benchmark in words. */
-export function inWords({ case: named, metric }) {
-  const keys = Object.fromEntries(named.split(" ").map((pair) => pair.split("=")));
+export function inWords(row) {
+  const { case: named, metric } = row;
+  const keys = keysOf(row);
   const thousands = (number) => Number(number).toLocaleString("en");
-  const drafts = keys.spec ? `, ${keys.k} drafts by ${keys.spec === "itself" ? "the model itself" : keys.spec}` : "";
+  const drafter = { itself: "the model itself", ngram: "n-grams", "ngram-repeats": "n-grams", eagle3: "EAGLE-3" }[keys.spec];
+  const drafts = keys.spec ? `, ${keys.k} ${keys.k === "1" ? "draft" : "drafts"} by ${drafter}` : "";
   switch (keys.workload) {
     case "throughput":
       return `${thousands(keys.prompts)} prompts, ${keys.output} tokens each`;
     case "tpot":
-      return `a ${metric === "step" ? "verify step" : "token"}, batch ${keys.batch}${Number(keys.context) > 64 ? `, behind ${thousands(keys.context)}` : ""}${drafts}`;
-    case "accepted":
-      return `tokens of a verify step${drafts}`;
+      return `a token, batch ${keys.batch}${Number(keys.context) > 64 ? `, behind ${thousands(keys.context)}` : ""}${drafts}`;
     case "prefill":
       return `prefill, ${keys.prompts} × ${thousands(keys.input)} (tokens/s)`;
     case "turn":
@@ -31,11 +59,6 @@ export function inWords({ case: named, metric }) {
   }
 }
 
-/** Whether a larger number of a metric is better. */
-export function moreIsBetter({ metric }) {
-  return metric === "throughput" || metric === "length";
-}
-
 /** Whether tokens were drafted: such rows come last, because most servers draft none. */
 function drafts({ case: named }) {
   return named.includes("spec=");
@@ -45,10 +68,42 @@ function versionOf({ versions }) {
   return versions.match(/vllm=(\S+)/)[1];
 }
 
+/** What the colours mean, of those that are drawn. */
+function legend(bars) {
+  const colours = {
+    "var(--see-ours)": "the mode, as plain vLLM or better",
+    "var(--see-worse)": "the mode, worse than plain vLLM by more than 1 %",
+    "var(--see-other)": "vLLM's own mode",
+  };
+  const drawn = new Set(bars.map(colour));
+  const items = Object.entries(colours).filter(([name]) => drawn.has(name));
+  const swatch = (background) => {
+    const made = element("span", { className: "see-swatch", "aria-hidden": "true" });
+    made.style.background = background;
+    return made;
+  };
+  return element("ul", { className: "see-legend" }, ...items.map(([name, words]) => element("li", {}, swatch(name), words)));
+}
+
+/** Ratios of engines that wrote other texts, which say nothing of their speed. */
+function otherTexts(rows) {
+  const inside = table(
+    "Ratios to plain vLLM that compare texts",
+    ["", "the mode", "ratio", "unit"],
+    rows.map((row) => [inWords(row), row.p50.toLocaleString("en"), row.ratio.toFixed(2), row.unit]),
+  );
+  const why =
+    "With random weights the two engines write other texts after the first bit that differs, and n-grams are right about one text more " +
+    "often than about another. A token's time then follows from the drafts that were accepted. The bars above have drafts for a model " +
+    "whose text no rounding changes.";
+  return element("details", {}, element("summary", {}, `${plural(rows.length, "figure")} of drafts for random weights, left out`), element("p", {}, why), inside);
+}
+
 export function cost(root) {
   const { controls, body, say } = figure(root, "Whole engines beside plain vLLM");
-  const versions = [...new Set(engine.map(versionOf))];
+  const versions = [...new Set(timed.map(versionOf))].sort().reverse();
   const version = choice(controls, "Version of vLLM", versions.map((name) => [name, name]), show);
+  const served = choice(controls, "Shape of the model", SERVED, show);
   const workload = choice(
     controls,
     "What to show",
@@ -61,8 +116,15 @@ export function cost(root) {
   );
 
   function show() {
-    const wanted = (row) => workload.value === "all" || ["tpot", "step"].includes(row.metric) === (workload.value === "tpot");
-    const found = engine.filter((row) => versionOf(row) === version.value && wanted(row));
+    const wanted = (row) => workload.value === "all" || (row.metric === "tpot") === (workload.value === "tpot");
+    const ofVersion = timed.filter((row) => versionOf(row) === version.value && servedBy(row) === served.value);
+    const found = ofVersion.filter((row) => writeTheSame(row) && wanted(row));
+    const other = ofVersion.filter((row) => !writeTheSame(row) && row.provider === "ours");
+    if (!found.length) {
+      body.replaceChildren(element("p", {}, "Nothing of this kind was measured with this version."));
+      say(`vLLM ${version.value}: nothing of this kind was measured.`);
+      return;
+    }
     const rows = [...found.filter((row) => !drafts(row)), ...found.filter(drafts)];
     const stock = rows.filter(({ provider }) => provider === "stock");
     const others = rows.filter(({ provider }) => provider in PROVIDERS);
@@ -80,7 +142,7 @@ export function cost(root) {
         y: { axis: null, domain: known },
         fy: { label: null, axis: narrow ? null : "left", domain: bars.filter(({ who }) => who === known[0]).map((bar) => bar.words), padding: narrow ? 0.45 : 0.2 },
         marks: [
-          Plot.barX(bars, { x: "ratio", y: "who", fy: "words", fill: ({ who }) => (who === PROVIDERS.ours ? "var(--see-ours)" : "var(--see-other)") }),
+          Plot.barX(bars, { x: "ratio", y: "who", fy: "words", fill: colour }),
           Plot.ruleX([1], { strokeWidth: 1.5 }),
           Plot.text(bars, { x: () => 0, y: "who", fy: "words", text: (bar) => bar.ratio.toFixed(2), dx: 6, textAnchor: "start", fill: "var(--see-on-colour)" }),
           ...(narrow
@@ -97,7 +159,7 @@ export function cost(root) {
             : []),
         ],
       })),
-      element("p", { className: "see-words" }, known.map((who) => `${who === PROVIDERS.ours ? "Blue" : "Orange"}: ${who}.`).join(" ")),
+      legend(bars),
       table(
         `Medians with vLLM ${version.value}`,
         ["", "plain vLLM", ...known, "unit"],
@@ -111,15 +173,16 @@ export function cost(root) {
           row.unit,
         ]),
       ),
+      ...(other.length ? [otherTexts(other)] : []),
       element("p", { className: "see-note" }, `${stock[0].gpu}, ${stock[0].versions}, ${stock[0].date}; benchmarks/data/engine.csv.`),
     );
     const ours = bars.filter(({ provider }) => provider === "ours");
-    const gains = ours.map((bar) => (moreIsBetter(bar) ? bar.ratio - 1 : 1 - bar.ratio));
+    const gains = ours.map(gain);
     const count = (holds) => gains.filter(holds).length;
     say(
       `vLLM ${version.value}, ${plural(ours.length, "figure")}: the mode is better than plain vLLM in ` +
-        `${count((gain) => gain > 0.01)}, within 1 % of it in ${count((gain) => Math.abs(gain) <= 0.01)}, and worse in ` +
-        `${count((gain) => gain < -0.01)}. Its ratios go ` +
+        `${count((share) => share > EQUAL)}, within 1 % of it in ${count((share) => Math.abs(share) <= EQUAL)}, and worse in ` +
+        `${count((share) => share < -EQUAL)}. Its ratios go ` +
         `from ${Math.min(...ours.map(({ ratio }) => ratio)).toFixed(2)} to ${Math.max(...ours.map(({ ratio }) => ratio)).toFixed(2)}.`,
     );
   }
