@@ -15,12 +15,13 @@ import yaml
 
 from tests.docs.documents import PROJECT, ROOT, of_command
 from vllm_batch_invariant import envs
-from vllm_batch_invariant.integration import patch_points, versions
+from vllm_batch_invariant.integration import patch_points, reviewed, versions
 from vllm_batch_invariant.integration.endpoint import METRIC
 
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]["vllm"]
 CLAIM, DEPLOYMENT, SERVICE = yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text())
+MONITOR = yaml.safe_load((ROOT / "deploy" / "podmonitor.yaml").read_text())
 POD = DEPLOYMENT["spec"]["template"]
 [CONTAINER] = POD["spec"]["containers"]
 OF_OTHERS = {
@@ -85,6 +86,43 @@ def test_the_service_finds_the_pods_of_one_kind_of_gpu_and_sets_no_variables_in_
     assert SERVICE["spec"]["selector"] == POD["metadata"]["labels"] == DEPLOYMENT["spec"]["selector"]["matchLabels"]
     assert list(POD["spec"]["nodeSelector"]) == ["nvidia.com/gpu.product"]
     assert POD["spec"]["enableServiceLinks"] is False
+
+
+def test_the_image_has_what_the_package_depends_on() -> None:
+    """It is installed without dependencies, so that PyTorch and vLLM stay."""
+    assert set(PROJECT["project"]["dependencies"]) <= set(re.findall(r"'([\w-]+>=[\d.]+)'", DOCKERFILE))
+
+
+def test_the_pod_asks_for_what_it_needs_and_may_do_no_more() -> None:
+    assert CONTAINER["resources"]["requests"].keys() == {"cpu", "memory"}
+    assert CONTAINER["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    assert CONTAINER["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert POD["spec"]["securityContext"] == {"seccompProfile": {"type": "RuntimeDefault"}}
+    assert POD["spec"]["automountServiceAccountToken"] is False
+
+
+def test_an_answer_that_has_begun_can_end_before_the_pod_is_killed() -> None:
+    arguments = CONTAINER["args"]
+    [sleep, seconds] = CONTAINER["lifecycle"]["preStop"]["exec"]["command"]
+    drains = int(arguments[arguments.index("--shutdown-timeout") + 1])
+    assert sleep == "sleep"
+    assert drains >= 300
+    assert POD["spec"]["terminationGracePeriodSeconds"] >= int(seconds) + drains + 20
+    assert "shutdown_timeout" in reviewed.FIELDS["VllmConfig"].free.split(), "the mode starts with it"
+
+
+def test_a_model_behind_a_token_can_be_read_and_the_token_left_out() -> None:
+    [token] = [variable for variable in CONTAINER["env"] if variable["name"] == "HF_TOKEN"]
+    assert token["valueFrom"]["secretKeyRef"]["optional"] is True
+    assert "HF_TOKEN" in COMPOSE["environment"]
+
+
+def test_the_operator_of_prometheus_reads_the_port_of_these_pods() -> None:
+    assert (MONITOR["apiVersion"], MONITOR["kind"]) == ("monitoring.coreos.com/v1", "PodMonitor")
+    assert MONITOR["spec"]["selector"]["matchLabels"] == POD["metadata"]["labels"]
+    [endpoint] = MONITOR["spec"]["podMetricsEndpoints"]
+    assert endpoint["path"] == "/metrics"
+    assert endpoint["port"] in [port["name"] for port in CONTAINER["ports"]]
 
 
 @pytest.fixture
