@@ -20,6 +20,7 @@ from unittest import mock
 
 from vllm_batch_invariant import cli, envs
 from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.serve import MODULE as SERVE
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("vllm_batch_invariant", "benchmarks", "scripts", "tests")
@@ -251,10 +252,16 @@ def _python(words: list[str]) -> Iterator[str]:
     file = ROOT if top in SOURCES else Path(getattr(find_spec(top), "origin", None) or ROOT).parents[1]
     if not file.joinpath(*module.split(".")).with_suffix(".py").is_file():
         yield f"there is no module {module}"
-    elif top == "vllm":
+    elif top == "vllm" or module == SERVE:
         yield from _vllm_options(arguments)
     elif arguments or top != "benchmarks":  # most benchmarks need an argument: the name alone is a mention
         yield from _by_its_parser(import_module(module).main, arguments)
+
+
+def _uv(words: list[str]) -> Iterator[str]:
+    if words[0] != "pip":
+        yield f"uv {words[0]} is not known here"
+    yield from _pip(words[1:])
 
 
 def _pytest(words: list[str]) -> Iterator[str]:
@@ -289,6 +296,7 @@ def _pip(words: list[str]) -> Iterator[str]:
 
 
 _PROGRAMS: dict[str, Callable[[list[str]], Iterator[str]]] = {
+    "uv": _uv,
     "vllm-batch-invariant": _cli,
     "python": _python,
     "pytest": _pytest,

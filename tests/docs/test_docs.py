@@ -24,6 +24,8 @@ MADE_UP = {
     "python -m scripts.demos.addition --made-up": "unrecognized arguments: --made-up",
     "python scripts/made_up.py": "no scripts/made_up.py",
     "python -m vllm.entrypoints.openai.api_server --made-up": "vLLM has no option --made-up",
+    "python -m vllm_batch_invariant.serve MODEL --made-up": "vLLM has no option --made-up",
+    "uv made-up": "uv made-up is not known",
     "VLLM_BATCH_INVARIANT=1 vllm serve MODEL --no-made-up": "vLLM has no option --no-made-up",
     "pytest tests/made_up": "no tests/made_up",
     'pytest -m "not made_up"': "no marker made_up",

@@ -71,7 +71,11 @@ def add_arguments(parser: OneLineParser) -> None:
     )
     fuzz = parser.add_argument_group("random requests in engines with random settings")
     fuzz.add_argument(
-        "--fuzz", type=above_zero, metavar="MINUTES", help="instead, draw engines and requests for this long"
+        "--fuzz",
+        type=above_zero,
+        metavar="MINUTES",
+        help="instead, draw engines and requests for this long; the start of an engine and its first schedule are not "
+        "cut off",
     )
     fuzz.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all draws")
     fuzz.add_argument("--settings", type=at_least(1), metavar="N", help="most engines (default: as time allows)")
