@@ -25,6 +25,12 @@ Client = openai.AsyncOpenAI
 Answer = list[tuple[str, list[tuple[str, float, dict[str, float]]]]]
 
 
+def test_the_command_that_starts_it_is_not_deprecated(server: Server) -> None:
+    log = server.log.read_text()
+    assert "deprecated and may be removed" not in log
+    assert "batch-invariant" in log
+
+
 def run(server: Server, ask: Callable[[Client, str], Awaitable[Any]]) -> Any:
     async def session() -> Any:
         transport = openai.DefaultAsyncHttpxClient(trust_env=False, limits=httpx.Limits(max_connections=None))

@@ -217,7 +217,8 @@ def test_a_page_prints_without_its_controls(name: str, opened: Callable[..., Any
 @pytest.mark.parametrize("name", WITH_FIGURES)
 def test_the_mathematics_is_folded_until_it_is_asked_for(name: str, opened: Callable[..., Any]) -> None:
     page = opened(f"see/{name}.html")
-    summary, text = page.get_by_text("The mathematics", exact=True), page.locator("details > p").first
+    summary = page.get_by_text("The mathematics", exact=True)
+    text = page.locator("details", has=summary).locator("> p").first
     assert not text.is_visible()
     summary.press("Enter")
     assert text.is_visible()
