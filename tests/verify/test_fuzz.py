@@ -299,11 +299,14 @@ def test_a_run_and_a_replay_have_a_page(
     assert bool(wrong) == any(tmp_path.glob("fuzz-model-*-company.json"))
 
 
-def test_variables_of_an_engine_are_part_of_its_command() -> None:
+def test_variables_of_an_engine_are_part_of_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.setattr(fuzz_command, "_on_gpu", lambda: False)
     settings = replace(SETTINGS, runner="0", tree=2, exact=True)
     line = flags_of("a model", ("--seed", "1"), "0", settings)
     start = line.index(shlex.join(serve_command("a model")))
-    assert dict(word.split("=", 1) for word in shlex.split(line[:start])) == {FLAG: "0", **settings.environment}
+    given = dict(word.split("=", 1) for word in shlex.split(line[:start]))
+    assert given == {FLAG: "0", "VLLM_CPU_KVCACHE_SPACE": "4", **settings.environment}, "vLLM would take all memory"
     assert len(settings.environment) == 4
     assert shlex.split(line)[-2:] == ["--seed", "1"]
 

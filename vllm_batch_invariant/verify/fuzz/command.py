@@ -22,7 +22,7 @@ from ...envs import ATTENTION, FLAG, is_exact
 from ...ops.exact import problem_of
 from ...ops.exact.definition import segments
 from ...serve import serve_command
-from ..harness.engine import context_of, model_config
+from ..harness.engine import context_of, kv_cache_space, model_config
 from ..harness.worker import Engine, EngineFailed
 from ..outcome import Status
 from ..printing import consoles, count, printable, waiting
@@ -321,9 +321,10 @@ def started(
 
 def flags_of(model: str, serve_args: Sequence[str], mode: str, settings: Settings) -> str:
     """The line for a shell that serves a model as an engine of these settings does."""
-    variables = {FLAG: mode} | settings.environment
+    arguments = _arguments(model, serve_args, settings)
+    variables = {FLAG: mode} | ({} if _on_gpu() else kv_cache_space(model, arguments)) | settings.environment
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-    return " ".join([*words, shlex.join([*serve_command(model), *_arguments(model, serve_args, settings)])])
+    return " ".join([*words, shlex.join([*serve_command(model), *arguments])])
 
 
 def _arguments(model: str, serve_args: Sequence[str], settings: Settings) -> list[str]:
