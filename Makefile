@@ -6,7 +6,7 @@ SAMPLES ?= 1000
 RUN = $(VENV)/bin/python -m
 CHECKPOINT = .cache/demo-model
 
-.PHONY: demo on-policy test test-engines test-others test-interpreted lint install clean site test-site test-npu test-patch-points test-versions test-triton test-npu-fake-cann
+.PHONY: demo on-policy test test-all test-engines test-others test-interpreted lint install clean site test-site test-npu test-patch-points test-versions test-triton test-npu-fake-cann
 install: $(VENV)/installed-$(DEVICE)
 
 $(VENV)/installed-%: pyproject.toml requirements/overrides-cpu.txt scripts/install.sh
@@ -34,17 +34,14 @@ lint: install
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 
-# Engines have threads that wait for each other, and so both cores to themselves. Other parts run two at a time, the longest
-# first; a GPU is for one at a time.
-PARTS_AT_A_TIME ?= $(if $(filter cpu,$(DEVICE)),2,1)
+# Every test that this machine can run, within twenty minutes on two cores: scripts/run_tests.py has the parts.
+RUN_TESTS = NPU_PYTHON=$(NPU_PYTHON) $(RUN) scripts.run_tests $(if $(filter cpu,$(DEVICE)),,--alone)
 test: install lint
-	@$(MAKE) test-engines; engines=$$?; \
-	parts="test-others test-interpreted"; \
-	if command -v npm >/dev/null; then parts="$$parts test-site"; \
-	else echo "make test: no npm, so the site is not built and its pages are not tested"; fi; \
-	if command -v $(NPU_PYTHON) >/dev/null; then parts="$$parts test-npu"; \
-	else echo "make test: no $(NPU_PYTHON), so the kernels for an Ascend NPU are not compiled (make NPU_PYTHON=... test)"; fi; \
-	$(MAKE) -j$(PARTS_AT_A_TIME) -k --output-sync=target $$parts && exit $$engines
+	$(RUN_TESTS)
+
+# The same with more models and settings.
+test-all: install lint
+	$(RUN_TESTS) --exhaustive
 
 test-engines: install
 	$(RUN) pytest -m "engine or server" --durations=25

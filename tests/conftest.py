@@ -21,6 +21,12 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton interprets every kernel of this process, on the CPU: it reads the variable when it is imported."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--exhaustive", action="store_true", help="run also what make test has no time for; as on a GPU, and by -m core"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """An engine of a Python without the plugin would have vLLM's own mode, which has other bits. On a CPU engines are
     forked from a process that has imported vLLM; on a GPU nobody may fork who has looked at it.
@@ -38,15 +44,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With ``-m npu``, tests of other devices are not imported: Ascend's Triton has not all that they need. In
-    Triton's interpreter, only tests of operations are.
+    Triton's interpreter, only tests of operations are, and without an NVIDIA GPU those of files that need one are not.
     """
     if collection_path.is_dir():
         return None
     if config.option.markexpr == "npu":
         return _ON_AN_NPU not in collection_path.parents or None
     stem = collection_path.stem
+    if stem.endswith("_cuda") and not torch.cuda.is_available():
+        return True
     if INTERPRETED:
-        return _OPS not in collection_path.parents or stem.endswith("_cuda") or None
+        return _OPS not in collection_path.parents or None
     return (stem.endswith("_interpreted") and find_spec("triton") is None) or None
 
 
@@ -65,6 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1, and a process of its own"))
     if config.option.markexpr != "core":
         _deselect(config, items, [item for item in items if item.path.stem == "test_core"])
+    if not (config.option.exhaustive or config.option.markexpr == "core" or torch.cuda.is_available()):
+        _deselect(config, items, [item for item in items if item.get_closest_marker("exhaustive")])
     if INTERPRETED:
         _deselect(config, items, [item for item in items if not item.get_closest_marker("interpreted")])
 

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 
 __all__ = [
     "CHECK", "EAGER_ON_GPU", "OF_DEVICE", "PATHS", "ROOT", "SETTINGS", "EngineFailed", "Result", "arguments_of",
-    "check_of", "concurrent_requests", "differing_answers", "is_asked_for", "only_in_the_core",
-    "only_where_asked_for", "request", "run", "run_example", "tokens",
+    "check_of", "concurrent_requests", "differing_answers", "request", "run", "run_example", "selected",
+    "some_exhaustive", "tokens",
 ]  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
@@ -130,21 +130,19 @@ def differing_answers(answers: Sequence[dict[str, Any]], others: Sequence[dict[s
     return [number for number, (one, other) in pairs if any(one[key] != other[key] for key in compared)]
 
 
-def only_in_the_core(request: pytest.FixtureRequest) -> None:
-    """Skip a test that takes engines of its own where each minute counts: on a CPU it runs with ``-m core`` alone."""
-    if not torch.cuda.is_available() and request.config.option.markexpr != "core":
-        pytest.skip("takes engines of its own: runs with every version of vLLM, by -m core")
+def some_exhaustive(values: Iterable[str], quick: Collection[str]) -> list[Any]:
+    """Parameters of a test, of which ``make test`` takes those in ``quick``."""
+    return [pytest.param(value, marks=[] if value in quick else [pytest.mark.exhaustive]) for value in values]
 
 
-def is_asked_for(config: pytest.Config) -> bool:
-    """Whether tests run that take engines of their own: on a GPU, and on a CPU with ``-m engine``."""
-    return torch.cuda.is_available() or config.option.markexpr == "engine"
-
-
-def only_where_asked_for(config: pytest.Config) -> None:
-    """The same for a test that need not run with every version: on a CPU it runs with ``-m engine``."""
-    if not is_asked_for(config):
-        pytest.skip("takes an engine of its own: runs by -m engine")
+def selected(request: pytest.FixtureRequest, parameter: str) -> list[str]:
+    """The values of a parameter that tests of this file run with, so that a fixture starts no other engine."""
+    of_file = (
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    )
+    return list(dict.fromkeys(found[parameter] for found in of_file if parameter in found))
 
 
 def arguments_of(settings: dict[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.engines import ROOT, only_where_asked_for
+from tests.engine.engines import ROOT
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.receipt import Receipt
 
@@ -37,8 +37,8 @@ def run(*arguments: str) -> tuple[int, dict[str, Any], str]:
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 
 
-def test_a_bisection_of_the_mode_finds_nothing(pytestconfig: pytest.Config, model: str) -> None:
-    only_where_asked_for(pytestconfig)
+@pytest.mark.exhaustive
+def test_a_bisection_of_the_mode_finds_nothing(model: str) -> None:
     """The README's command, with shorter answers."""
     status, data, err = run("bisect", model, "--max-tokens", "3")
     assert status == 0, err

@@ -13,8 +13,6 @@ from tests.engine.engines import (
     Result,
     check_of,
     differing_answers,
-    only_in_the_core,
-    only_where_asked_for,
     run,
     tokens,
 )
@@ -117,16 +115,16 @@ def test_a_check_finds_the_known_answers(exact: Result) -> None:
     assert f"Exact arithmetic {FORMAT}" in exact.log
 
 
+@pytest.mark.exhaustive
 def test_older_instructions_and_fewer_threads_move_no_bit_and_would_those_of_the_other_arithmetic(
-    exact: Result, model: Path, request: pytest.FixtureRequest
+    exact: Result, model: Path
 ) -> None:
-    only_where_asked_for(request.config)
     assert differing_answers(targets(started(model, EXACT | OLD)), targets(exact)) == []
     assert differing_answers(targets(started(model, {})), targets(started(model, OLD)))
 
 
-def test_what_has_no_definition_is_refused_by_name(checkpoint: Path, request: pytest.FixtureRequest) -> None:
-    only_where_asked_for(request.config)
+@pytest.mark.exhaustive
+def test_what_has_no_definition_is_refused_by_name(checkpoint: Path) -> None:
     for arguments, environment, said in (
         (["--dtype", "float32"], {}, "dtype float32"),
         ([], {TP_TREE.name: "2"}, f"{TP_TREE.name}=2"),
@@ -146,10 +144,10 @@ def by_both(
     return by_cpu, by_gpu
 
 
+@pytest.mark.exhaustive
 def test_the_gpus_kernels_in_tritons_interpreter_move_no_bit_of_an_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    only_where_asked_for(request.config)
     pytest.importorskip("triton")
     shape = Shape(hidden=64, intermediate=96, layers=1, heads=2, kv_heads=1, head_size=64, vocab=300, max_length=64)
     settings = {"model": str(make_checkpoint(tmp_path, shape)), "max_num_seqs": 4, "max_num_batched_tokens": 32}
@@ -166,10 +164,10 @@ def test_the_gpus_kernels_in_tritons_interpreter_move_no_bit_of_an_engine(
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith(("Gemma", "Granite", "Phi"))])
+@pytest.mark.exhaustive
 def test_the_gpus_kernels_move_no_bit_of_an_engine_of_a_family(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    only_in_the_core(request)
     pytest.importorskip("triton")
     config = copy.deepcopy(FAMILIES[family])
     config.update(SMALL)
@@ -183,19 +181,15 @@ def test_the_gpus_kernels_move_no_bit_of_an_engine_of_a_family(
 
 
 @pytest.mark.parametrize(("workers", "stages"), [(2, 1), (4, 1), (1, 2), (2, 2)])
-def test_workers_and_stages_move_no_bit(
-    workers: int, stages: int, exact: Result, model: Path, request: pytest.FixtureRequest
-) -> None:
-    only_in_the_core(request)
+@pytest.mark.exhaustive
+def test_workers_and_stages_move_no_bit(workers: int, stages: int, exact: Result, model: Path) -> None:
     done = shared(model, workers, stages)
     assert differing_answers(targets(done), targets(exact)) == []
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith(("Gemma", "Granite", "Phi"))])
-def test_workers_and_stages_of_a_family_have_the_bits_of_its_decoder(
-    family: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    only_where_asked_for(request.config)
+@pytest.mark.exhaustive
+def test_workers_and_stages_of_a_family_have_the_bits_of_its_decoder(family: str, tmp_path: Path) -> None:
     save(FAMILIES[family], tmp_path)
     done = shared(tmp_path, 2, 2, receipts_of=tokens(150, 1))
     verdict = recompute(Receipt.from_json(done.receipts["receipt"]), str(tmp_path))
@@ -203,8 +197,8 @@ def test_workers_and_stages_of_a_family_have_the_bits_of_its_decoder(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_has_the_bits_of_its_decoder(family: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    only_where_asked_for(request.config)
+@pytest.mark.exhaustive
+def test_every_family_has_the_bits_of_its_decoder(family: str, tmp_path: Path) -> None:
     save(FAMILIES[family], tmp_path)
     done = started(
         tmp_path, EXACT, {"worker_extension_cls": WORKER_EXTENSION}, receipts_of=tokens(150, 1),

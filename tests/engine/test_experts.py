@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, Result, check_of, only_in_the_core, run
+from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, Result, check_of, run
 from tests.engine.plans import GREEDY, SEEDED, alone_and_among, moved
 from tests.engine.test_models import GQA, SIZES, checkpoint
 from tests.faults.experts import FAULTS
@@ -165,8 +165,8 @@ def test_a_planted_fault_is_found_and_its_layer_named(bisected: dict[str, Any], 
     assert part == (".router" if fault == "another router kernel" else "")
 
 
-def test_plain_vllm_fails_the_same_comparison(request: pytest.FixtureRequest, start: Callable[..., Result]) -> None:
-    only_in_the_core(request)
+@pytest.mark.exhaustive
+def test_plain_vllm_fails_the_same_comparison(start: Callable[..., Result]) -> None:
     assert moved(start("0", GREEDY, WIDE, enforce_eager=True, max_num_batched_tokens=512))
 
 
@@ -175,10 +175,8 @@ by_two_workers = pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, re
 
 @by_two_workers
 @pytest.mark.parametrize("shared", ["by columns", "whole"])
-def test_workers_that_share_experts_keep_the_bits(
-    request: pytest.FixtureRequest, start: Callable[..., Result], shared: str
-) -> None:
-    only_in_the_core(request)
+@pytest.mark.exhaustive
+def test_workers_that_share_experts_keep_the_bits(start: Callable[..., Result], shared: str) -> None:
     assert moved(start("1", tensor_parallel_size=2, enable_expert_parallel=shared == "whole")) == []
 
 
@@ -192,8 +190,8 @@ def test_workers_that_share_experts_of_a_family_keep_the_bits(family: str, share
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_keeps_the_bits(request: pytest.FixtureRequest, family: str, tmp_path: Path) -> None:
-    only_in_the_core(request)
+@pytest.mark.exhaustive
+def test_a_family_keeps_the_bits(family: str, tmp_path: Path) -> None:
     assert moved(run(engine_of(family, tmp_path), alone_and_among(), "1")) == []
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.engine import listed
 from tests.engine.bisected import OTHER_COUNTS
-from tests.engine.engines import CHECK, OF_DEVICE, Result, check_of, only_where_asked_for, run, tokens
+from tests.engine.engines import CHECK, OF_DEVICE, Result, check_of, run, tokens
 from tests.engine.plans import (
     CONCURRENT,
     CONCURRENT_LENGTHS,
@@ -271,10 +271,10 @@ def test_samples_that_have_names_need_no_seed_if_seeds_are_made_for_them(other: 
     assert len({tuple(sample["tokens"]) for [sample] in first}) == 4
 
 
+@pytest.mark.exhaustive
 def test_flex_attention_gives_a_request_the_same_bits_with_any_concurrent_requests(
-    pytestconfig: pytest.Config, engine: Callable[..., Result]
+    engine: Callable[..., Result],
 ) -> None:
-    only_where_asked_for(pytestconfig)
     result = engine(
         again("alone 300", "with a prompt of 10", "with a prompt of 64"), environment={ATTENTION.name: "flex"}
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from tests.engine.engines import OF_DEVICE, Result, concurrent_requests, only_where_asked_for, request, run, tokens
+from tests.engine.engines import OF_DEVICE, Result, concurrent_requests, run, selected, some_exhaustive, tokens
 
 pytestmark = pytest.mark.engine
 
@@ -66,7 +66,9 @@ def checkpoint(config: transformers.PretrainedConfig, dtype: torch.dtype) -> tor
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[dict[str, Future[Result]]]:
+def asked(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Result]]]:
     """Every model in an engine of its own, two at a time: most of an engine's start takes one core."""
     target = request(tokens(150, 1), max_tokens=12)
     steps = [{"name": "alone", "requests": [target]}]
@@ -74,10 +76,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config)
     limits = {"max_model_len": 1024, "skip_tokenizer_init": True, "max_num_batched_tokens": 128, "max_num_seqs": 64}
     with ThreadPoolExecutor(2) as pool:
         engines = {}
-        all_of_them = torch.cuda.is_available() or pytestconfig.option.markexpr == "engine"
-        for name, (config, dtype) in MODELS.items():
-            if not all_of_them and name not in QUICK:
-                continue
+        for name in selected(request, "name"):
+            config, dtype = MODELS[name]
             path = tmp_path_factory.mktemp("model")
             checkpoint(config, dtype).save_pretrained(path)
             # vLLM would serve weights of fp32 in bf16
@@ -87,12 +87,10 @@ def asked(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config)
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some_exhaustive(MODELS, QUICK))
 def test_an_architecture_gives_the_same_bits_with_any_concurrent_requests(
-    name: str, asked: dict[str, Future[Result]], pytestconfig: pytest.Config
+    name: str, asked: dict[str, Future[Result]]
 ) -> None:
-    if name not in asked:
-        only_where_asked_for(pytestconfig)
     if "sinks" in name and "sinks" not in inspect.getsource(import_module("vllm.model_executor.models.granite")):
         pytest.skip("this vLLM's Granite has no sinks")
     result = asked[name].result()

@@ -14,9 +14,9 @@ from tests.engine.engines import (
     PATHS,
     Result,
     concurrent_requests,
-    only_where_asked_for,
     request,
     run,
+    some_exhaustive,
     tokens,
 )
 from vllm_batch_invariant.verify.harness.worker import Engine
@@ -83,7 +83,7 @@ def afterwards(running: Engine) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Callable[[str], Result]:
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
     """Every model in an engine of its own, one after the other: side by side, their threads wait for each other."""
     path = os.pathsep.join([*multimodal.python_path(tmp_path_factory.mktemp("path")), PATHS])
 
@@ -98,8 +98,6 @@ def asked(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config)
 
     @cache
     def answers(name: str) -> Result:
-        if name not in ALWAYS:
-            only_where_asked_for(pytestconfig)
         if name == PLAIN:
             plain = {"model": folder("qwen3-vl"), "enforce_eager": True} | LIMITS | OF_DEVICE | TEXT_ONLY | FP32
             return run(plain, plan(), None, PYTHONPATH=path)
@@ -123,7 +121,7 @@ def moved(result: Result) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", [*MODELS, TEXT_MODEL])
+@pytest.mark.parametrize("name", some_exhaustive([*MODELS, TEXT_MODEL], ALWAYS))
 def test_a_model_served_as_text_gives_the_same_bits_under_any_load(name: str, asked: Callable[[str], Result]) -> None:
     result = asked(name)
     assert moved(result) == []
@@ -131,18 +129,20 @@ def test_a_model_served_as_text_gives_the_same_bits_under_any_load(name: str, as
     assert result.preemptions > 0 or torch.cuda.is_available()
 
 
+@pytest.mark.exhaustive
 def test_plain_vllm_does_not(asked: Callable[[str], Result]) -> None:
     """The negative control."""
     assert moved(asked(PLAIN))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some_exhaustive(MODELS, ALWAYS))
 def test_listed_candidates_do_not_follow_what_others_ask_for(name: str, asked: Callable[[str], Result]) -> None:
     listed = asked(name).listed
     assert listed is not None
     assert [others for others in listed if listed[others] != listed["alone"]] == []
 
 
+@pytest.mark.exhaustive
 def test_the_text_of_a_multimodal_model_has_the_bits_of_the_text_model(asked: Callable[[str], Result]) -> None:
     """M-RoPE of text is the plain rotation: a Qwen2 with the same weights answers the same."""
     ours, theirs = (asked(name) for name in ("qwen2.5-vl in fp32", TEXT_MODEL))
@@ -150,7 +150,7 @@ def test_the_text_of_a_multimodal_model_has_the_bits_of_the_text_model(asked: Ca
     assert [where for where in asked_for if ours.completions(*where) != theirs.completions(*where)] == []
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some_exhaustive(MODELS, ALWAYS))
 def test_no_encoder_is_built(name: str, asked: Callable[[str], Result]) -> None:
     result = asked(name)
     built = result.afterwards["built"]
@@ -164,7 +164,7 @@ def test_no_encoder_is_built(name: str, asked: Callable[[str], Result]) -> None:
         assert rotary == ["vllm_batch_invariant.integration.mrope.install.<locals>.TextRotaryEmbedding"]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some_exhaustive(MODELS, ALWAYS))
 def test_a_request_with_a_picture_is_refused_and_its_neighbours_keep_their_bits(
     name: str, asked: Callable[[str], Result]
 ) -> None:

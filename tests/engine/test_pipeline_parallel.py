@@ -14,8 +14,6 @@ from tests.engine.engines import (
     OF_DEVICE,
     Result,
     differing_answers,
-    only_in_the_core,
-    only_where_asked_for,
     request,
     run,
     tokens,
@@ -87,11 +85,8 @@ def two(start: Callable[..., Result]) -> Result:
 
 
 @pytest.fixture(scope="module")
-def changed(
-    start: Callable[..., Result], dense: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Result:
+def changed(start: Callable[..., Result], dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     """An engine of two stages: the second is given other weights, and it is bisected without a fault and with some."""
-    only_in_the_core(request)
     other = tmp_path_factory.mktemp("other")
     shutil.copytree(dense, other, dirs_exist_ok=True)
     weights = load_file(dense / "model.safetensors")
@@ -111,17 +106,20 @@ def test_a_request_has_the_same_bits_alone_and_among_others(two: Result) -> None
     assert moved(two) == []
 
 
+@pytest.mark.exhaustive
 def test_a_bisection_names_a_fault_and_the_worker_that_has_its_stage(changed: Result) -> None:
     assert changed.bisected["no fault"]["found"] is None, changed.bisected["no fault"]["verdict"]
     found = changed.bisected["a fault"]["found"]
     assert (found["divergence"]["key"]["module"], found["rank"], found["workers"]) == (FAULTY, 1, 2)
 
 
+@pytest.mark.exhaustive
 def test_a_bisection_names_the_first_stage_that_differs(changed: Result) -> None:
     found = changed.bisected["a fault in the worker before"]["found"]
     assert (found["divergence"]["key"]["module"], found["rank"]) == ("model.layers.1.mlp.down_proj", 0)
 
 
+@pytest.mark.exhaustive
 def test_other_weights_of_the_second_stage_empty_the_prefix_cache(changed: Result) -> None:
     cold, warm, replaced, warm_again, cold_again = changed.afterwards
     assert [answer["cached"] > 0 for answer in changed.afterwards] == [False, True, False, True, False]
@@ -130,44 +128,36 @@ def test_other_weights_of_the_second_stage_empty_the_prefix_cache(changed: Resul
 
 
 @pytest.mark.skipif(ON_GPU, reason="on a GPU this model is too small for plain vLLM to vary")
-def test_plain_vllm_fails_the_same_comparison(request: pytest.FixtureRequest, start: Callable[..., Result]) -> None:
-    only_in_the_core(request)
+@pytest.mark.exhaustive
+def test_plain_vllm_fails_the_same_comparison(start: Callable[..., Result]) -> None:
     assert moved(start("0", dtype="float32"))
 
 
 @pytest.mark.parametrize(("stages", "dtype"), [(2, "bfloat16"), (2, "float16"), (4, "float32")])
-def test_stages_give_the_bits_of_one(
-    request: pytest.FixtureRequest, two: Result, start: Callable[..., Result], stages: int, dtype: str
-) -> None:
-    only_in_the_core(request)
+@pytest.mark.exhaustive
+def test_stages_give_the_bits_of_one(two: Result, start: Callable[..., Result], stages: int, dtype: str) -> None:
     several = two if dtype == "bfloat16" else start(stages=stages, dtype=dtype)
     assert differing(several, start(stages=1, dtype=dtype)) == {}
 
 
 @pytest.mark.skipif(ON_GPU, reason="stages of several workers are refused on a GPU")
-def test_stages_of_two_workers_give_the_bits_of_two_workers(
-    request: pytest.FixtureRequest, two: Result, start: Callable[..., Result]
-) -> None:
+@pytest.mark.exhaustive
+def test_stages_of_two_workers_give_the_bits_of_two_workers(two: Result, start: Callable[..., Result]) -> None:
     """Other bits than those of one worker, so the comparison can fail."""
-    only_in_the_core(request)
     both = start(stages=2, workers=2)
     assert differing(both, start(stages=1, workers=2)) == {}
     assert differing(both, two)
 
 
 @pytest.mark.skipif(ON_GPU, reason="a tree is refused on a GPU")
-def test_stages_whose_workers_add_a_tree_give_the_bits_of_one_worker(
-    request: pytest.FixtureRequest, start: Callable[..., Result]
-) -> None:
-    only_in_the_core(request)
+@pytest.mark.exhaustive
+def test_stages_whose_workers_add_a_tree_give_the_bits_of_one_worker(start: Callable[..., Result]) -> None:
     assert differing(start(stages=2, workers=2, tree=2), start(stages=1, workers=1, tree=2)) == {}
 
 
 @pytest.mark.skipif(ON_GPU, reason="several GPUs share no experts")
-def test_experts_in_two_stages_give_the_bits_of_one(
-    request: pytest.FixtureRequest, start: Callable[..., Result], tmp_path: Path
-) -> None:
-    only_in_the_core(request)
+@pytest.mark.exhaustive
+def test_experts_in_two_stages_give_the_bits_of_one(start: Callable[..., Result], tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, Shape(max_length=1024, experts=8, **SIZES))
     several = start(steps=alone_and_among(), model=model)
     assert moved(several) == []
@@ -175,11 +165,11 @@ def test_experts_in_two_stages_give_the_bits_of_one(
 
 
 @pytest.mark.parametrize("family", MODELS)
+@pytest.mark.exhaustive
 def test_stages_of_other_architectures_give_the_bits_of_one(
-    pytestconfig: pytest.Config, start: Callable[..., Result], family: str, tmp_path: Path
+    start: Callable[..., Result], family: str, tmp_path: Path
 ) -> None:
     """Some hand on one tensor, and no residual."""
-    only_where_asked_for(pytestconfig)
     config, dtype = MODELS[family]
     checkpoint(config, dtype).save_pretrained(tmp_path)
     settings = {"model": tmp_path, "skip_tokenizer_init": True}

@@ -19,8 +19,7 @@ from tests.engine.engines import (
     SETTINGS,
     Engine,
     arguments_of,
-    is_asked_for,
-    only_where_asked_for,
+    some_exhaustive,
     tokens,
 )
 from tests.engine.pooled import PREEMPTED_AFTER
@@ -236,15 +235,11 @@ def pools() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def asked(
-    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, pytestconfig: pytest.Config
-) -> Callable[[str], dict[str, Any]]:
+def asked(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Callable[[str], dict[str, Any]]:
     """What an engine of a case gives, started when first asked for."""
     kept: dict[str, dict[str, Any]] = {}
 
     def of(name: str) -> dict[str, Any]:
-        if name not in QUICK and not is_asked_for(pytestconfig):
-            only_where_asked_for(pytestconfig)
         if name not in kept:
             kept[name] = run(CASES[name], tmp_path_factory.mktemp("model"), checkpoint, "1")
         return kept[name]
@@ -252,7 +247,7 @@ def asked(
     return of
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_exhaustive(CASES, QUICK))
 def test_a_pooled_request_has_the_same_bits_under_any_schedule(
     name: str, asked: Callable[[str], dict[str, Any]]
 ) -> None:
@@ -265,7 +260,7 @@ def test_a_pooled_request_has_the_same_bits_under_any_schedule(
         assert (max(done["warm"]["cached"]) > 0) == caches
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_exhaustive(CASES, QUICK))
 def test_what_a_request_gets_follows_from_its_prompt_and_what_it_wants(
     name: str, asked: Callable[[str], dict[str, Any]]
 ) -> None:
@@ -276,7 +271,7 @@ def test_what_a_request_gets_follows_from_its_prompt_and_what_it_wants(
     assert len(set(there)) == len(there)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_exhaustive(CASES, QUICK))
 def test_a_method_of_the_offline_interface_gives_the_same(name: str, asked: Callable[[str], dict[str, Any]]) -> None:
     case, done = CASES[name], asked(name)
     kinds = len(case.wanted)
@@ -292,16 +287,16 @@ def test_vllm_gives_a_preempted_request_the_rows_of_its_chunks_twice(asked: Call
     assert done["resumed by vLLM"]["given"][0]["shape"][0] == LENGTHS[0] + CHUNKS * PREEMPTED_AFTER
 
 
-def test_plain_vllm_fails_the_same_comparison(tmp_path: Path, checkpoint: Path, pytestconfig: pytest.Config) -> None:
-    only_where_asked_for(pytestconfig)
+@pytest.mark.exhaustive
+def test_plain_vllm_fails_the_same_comparison(tmp_path: Path, checkpoint: Path) -> None:
     case = CASES[QUICK[0]]
     done = run(case, tmp_path, checkpoint, "0", enforce_eager=True, max_num_batched_tokens=2048, dtype="float32")
     assert moved(case, done, RUNS[:3])
 
 
 @pytest.mark.skipif(ON_GPU, reason="several GPUs have not pooled")
-def test_two_workers_keep_the_bits(tmp_path: Path, checkpoint: Path, pytestconfig: pytest.Config) -> None:
-    only_where_asked_for(pytestconfig)
+@pytest.mark.exhaustive
+def test_two_workers_keep_the_bits(tmp_path: Path, checkpoint: Path) -> None:
     case = CASES["a reward of each token"]
     done = run(case, tmp_path, checkpoint, "1", tensor_parallel_size=2)
     assert moved(case, done, RUNS[:4]) == []

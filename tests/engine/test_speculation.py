@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.engine.drafters import ANSWERS, KINDS, make_glm, make_head, make_medusa, make_mtp_model
-from tests.engine.engines import OF_DEVICE, Result, differing_answers, only_in_the_core, run, tokens
+from tests.engine.engines import OF_DEVICE, Result, differing_answers, run, some_exhaustive, tokens
 from vllm_batch_invariant.integration import patch_points
 from vllm_batch_invariant.integration.patch_points import installed_version
 from vllm_batch_invariant.verify.harness.requests import KINDS as ASKED
@@ -189,7 +189,7 @@ def skip_where_vllm_has_none(name: str, runner: str) -> None:
 
 
 @pytest.mark.parametrize("runner", RUNNERS, ids="runner_{}".format)
-@pytest.mark.parametrize("name", ["n-grams"] if NO_KERNELS else DRAFTERS)
+@pytest.mark.parametrize("name", some_exhaustive(["n-grams"] if NO_KERNELS else DRAFTERS, ["n-grams"]))
 def test_drafters_of_vllms_leave_answers_alone(
     request: pytest.FixtureRequest,
     engine: Callable[..., Result],
@@ -199,8 +199,6 @@ def test_drafters_of_vllms_leave_answers_alone(
     name: str,
     runner: str,
 ) -> None:
-    if name != "n-grams":
-        only_in_the_core(request)
     skip_where_vllm_has_none(name, runner)
     plain = plain_of(runner)
     speculation = {"num_speculative_tokens": 3} | DRAFTERS[name](checkpoint, tmp_path)
@@ -284,16 +282,11 @@ def test_drafts_by_one_graph_are_those_by_several(
 
 @pytest.mark.parametrize("runner", RUNNERS, ids="runner_{}".format)
 @pytest.mark.parametrize("make", [make_mtp_model, make_glm], ids=["MiMo", "GLM-4.5"])
+@pytest.mark.exhaustive
 def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(
-    request: pytest.FixtureRequest,
-    engine: Callable[..., Result],
-    checkpoint: Path,
-    tmp_path: Path,
-    make: Callable[[Path], Path],
-    runner: str,
+    engine: Callable[..., Result], checkpoint: Path, tmp_path: Path, make: Callable[[Path], Path], runner: str
 ) -> None:
     """Of random weights, by the layer that a model has for a second token; three drafts run it three times."""
-    only_in_the_core(request)
     step = TOGETHER | {"requests": requests()[FEW]}
     settings = {"model": str(make(tmp_path)), "tokenizer": str(checkpoint), "runner": runner}
     plain = engine([step], **settings).steps["together"]

@@ -18,7 +18,6 @@ from tests.engine.engines import (
     Result,
     arguments_of,
     differing_answers,
-    only_in_the_core,
     run,
 )
 from tests.engine.plans import GREEDY, SEEDED, TARGETS, alone_and_among, moved, targets
@@ -171,9 +170,9 @@ def test_a_request_has_the_same_bits_among_so_many_tokens_that_rows_are_sent(
     assert [done.completions(f"at place {place}", place) for place in (0, 12)] == [alone, alone]
 
 
-def test_four_workers_keep_the_bits_too(request: pytest.FixtureRequest, start: Callable[..., Result]) -> None:
+@pytest.mark.exhaustive
+def test_four_workers_keep_the_bits_too(start: Callable[..., Result]) -> None:
     """They share two KV heads: each of these is there twice."""
-    only_in_the_core(request)
     assert moved(start("1", alone_and_among(), tensor_parallel_size=4, max_num_batched_tokens=128)) == []
 
 
@@ -191,8 +190,8 @@ def test_a_bisection_names_the_worker_of_the_first_fault(bisected: dict[str, Any
 
 
 @pytest.mark.skipif(ON_GPU, reason="on a GPU this model is too small for plain vLLM to vary")
-def test_plain_vllm_fails_the_same_comparison(request: pytest.FixtureRequest, start: Callable[..., Result]) -> None:
-    only_in_the_core(request)
+@pytest.mark.exhaustive
+def test_plain_vllm_fails_the_same_comparison(start: Callable[..., Result]) -> None:
     assert moved(start("0", alone_and_among(), dtype="float32"))
 
 
@@ -203,10 +202,10 @@ def numbers_of_workers() -> list[int]:
     return [workers for workers in (1, 2, 4) if workers <= most]
 
 
+@pytest.mark.exhaustive
 def test_a_tree_gives_every_number_of_workers_the_same_bits(
-    request: pytest.FixtureRequest, start: Callable[..., Result], numbers_of_workers: list[int]
+    start: Callable[..., Result], numbers_of_workers: list[int]
 ) -> None:
-    only_in_the_core(request)
     if ON_GPU and len(numbers_of_workers) == 1:
         pytest.skip("needs 2 GPUs")
     steps = [step for step in alone_and_among() if step["name"].startswith(("alone", "among 17"))]

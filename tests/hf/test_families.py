@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from scripts.parity import Gap, Sample, of_trainer, plain_logprobs, rollout
 from tests.assertions import assert_same_bits
-from tests.engine.engines import is_asked_for, only_where_asked_for
+from tests.engine.engines import selected, some_exhaustive
 from tests.hf.models import DEVICE, FAMILIES, ON_A_SHARED_GPU, VOCABULARY, model
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.errors import NotCovered
@@ -52,13 +52,12 @@ def _roll_out(path: Path, *arguments: str, **environment: str) -> Rollout:
 
 @pytest.fixture(scope="module")
 def rolled(
-    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, tuple[Path, Future]]]:
     """Every family's checkpoint in an engine of its own, two at a time: most of a start takes one core."""
-    names = FAMILIES if is_asked_for(pytestconfig) else QUICK
     with ThreadPoolExecutor(2) as pool:
         found = {}
-        for name in names:
+        for name in selected(request, "name"):
             kind, changed = FAMILIES[name]
             path = tmp_path_factory.mktemp("checkpoint")
             model(torch.bfloat16, kind, **changed).save_pretrained(path)
@@ -67,12 +66,10 @@ def rolled(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", some_exhaustive(FAMILIES, QUICK))
 def test_a_family_has_the_logprobs_of_its_rollout_and_hugging_face_has_others(
-    name: str, rolled: dict[str, tuple[Path, Future]], threads, pytestconfig: pytest.Config
+    name: str, rolled: dict[str, tuple[Path, Future]], threads
 ) -> None:
-    if name not in rolled:
-        only_where_asked_for(pytestconfig)
     path, running = rolled[name]
     rolled_out = running.result()
     samples = rolled_out.samples
@@ -92,10 +89,10 @@ def assert_equal(logprobs: list[torch.Tensor], samples: list[Sample]) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a trainer has a tree on a CPU only")
+@pytest.mark.exhaustive
 def test_with_a_tree_an_unsharded_trainer_has_the_logprobs_of_two_workers(
-    tmp_path: Path, threads, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    only_where_asked_for(pytestconfig)
     kind, changed = FAMILIES[QUICK[0]]
     model(torch.bfloat16, kind, **changed).save_pretrained(tmp_path)
     tree, cores = {TP_TREE.name: "2"}, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.assertions import assert_same_bits
-from tests.engine.engines import only_where_asked_for
+from tests.engine.engines import selected
 from tests.hf.models import DEVICE, ON_A_SHARED_GPU, VOCABULARY, model
 from vllm_batch_invariant.hf import Sampling, patch, token_logprobs
 from vllm_batch_invariant.hf.logprobs import MODES
@@ -61,9 +61,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answered(path: Path, pytestconfig: pytest.Config) -> Iterator[dict[str, Future]]:
+def answered(path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Future]]:
     """An engine for each setting, two at a time: most of a start takes one core."""
-    modes = MODES if pytestconfig.option.markexpr == "engine" else ()
+    modes = selected(request, "mode")
     with ThreadPoolExecutor(2) as pool:
         yield {mode: pool.submit(_answer, path, mode) for mode in modes}
         pool.shutdown(wait=True, cancel_futures=True)
@@ -74,12 +74,9 @@ def _scores(entries: list[list[Any]], chosen: list[int]) -> torch.Tensor:
     return torch.tensor([float.fromhex(values[token]) for token, values in zip(chosen, listed, strict=True)])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", MODES)
-def test_tokens_have_the_engines_scores(
-    mode: str, path: Path, answered: dict[str, Future], threads, pytestconfig: pytest.Config
-) -> None:
-    if mode not in answered:
-        only_where_asked_for(pytestconfig)
+def test_tokens_have_the_engines_scores(mode: str, path: Path, answered: dict[str, Future], threads) -> None:
     answers, engine_threads = answered[mode].result()
     threads(engine_threads)
     trainer = patch(AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(DEVICE))

@@ -11,7 +11,6 @@ from benchmarks.record import DATA, Setting, read
 from scripts import on_policy
 from scripts.on_policy import ALL, SMALL, Result, Step, keep, measurements, problems, schedule
 from scripts.on_policy_task import DIGITS, questions, reward
-from tests.engine.engines import only_where_asked_for
 from vllm_batch_invariant.installing import how_to_install
 
 SETTING = Setting("x86_64", "vllm=1 trl=2", "2026-01-01")
@@ -108,10 +107,10 @@ def test_the_kept_data_are_exact_where_the_mode_is_on_and_nowhere_else() -> None
 
 
 @pytest.mark.engine
+@pytest.mark.exhaustive
 def test_short_runs_are_exact_and_every_fault_is_seen(
-    pytestconfig: pytest.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    only_where_asked_for(pytestconfig)
     if find_spec("trl") is None:
         pytest.skip(f"needs TRL: {how_to_install('on-policy')}")
     out = tmp_path / "on_policy.csv"

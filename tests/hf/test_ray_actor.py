@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.assertions import assert_same_bits
-from tests.engine.engines import SETTINGS, only_where_asked_for
+from tests.engine.engines import SETTINGS
 from tests.hf.models import DEVICE, VOCABULARY, model
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.hf import check_engine, patch, token_logprobs
@@ -73,10 +73,10 @@ def logprobs_of(trainer: torch.nn.Module, prompt: list[int], sampled: list[int])
     return token_logprobs(logits, torch.tensor([sampled]))[0]
 
 
+@pytest.mark.exhaustive
 def test_an_engine_in_an_actor_has_the_logprobs_of_the_trainer_before_and_after_an_update(
-    started: None, tmp_path: Path, threads, pytestconfig: pytest.Config
+    started: None, tmp_path: Path, threads
 ) -> None:
-    only_where_asked_for(pytestconfig)
     folder = str(tmp_path / "first")
     model(torch.bfloat16).save_pretrained(folder)
     actor = Rollouts.remote(folder)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.engines import PATHS, only_where_asked_for, run_example
+from tests.engine.engines import PATHS, run_example
 from tests.hf.test_refusals import refuses
 from vllm_batch_invariant import envs
 from vllm_batch_invariant.installing import how_to_install
@@ -201,8 +201,8 @@ def test_entropies_are_those_of_the_temperature() -> None:
 
 @needs_trl
 @pytest.mark.engine
-def test_the_example_of_the_page_trains_exactly_on_policy(pytestconfig: pytest.Config, tmp_path: Path) -> None:
-    only_where_asked_for(pytestconfig)
+@pytest.mark.exhaustive
+def test_the_example_of_the_page_trains_exactly_on_policy(tmp_path: Path) -> None:
     shape = Shape(hidden=128, intermediate=2048, layers=2, heads=2, kv_heads=1, max_length=512)
     make_checkpoint(tmp_path / "MODEL", shape)
     told = "\nimport json; print(json.dumps(trainer.state.log_history))\n"

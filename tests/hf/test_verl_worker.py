@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.assertions import assert_same_bits
-from tests.engine.engines import PATHS, only_where_asked_for
+from tests.engine.engines import PATHS
 from tests.hf import verl_worker
 from tests.hf.models import DEVICE, VOCABULARY, model
 from vllm_batch_invariant.hf import Sampling, patch, token_logprobs
@@ -45,10 +45,8 @@ def logprobs_of(trainer: torch.nn.Module, completions: list[dict[str, Any]]) -> 
     return token_logprobs(logits, whole[:, len(PROMPT) :], mode="processed_logprobs", sampling=SAMPLING)
 
 
-def test_after_every_step_the_engine_and_the_trainer_have_the_same_logprobs(
-    tmp_path: Path, threads, pytestconfig: pytest.Config
-) -> None:
-    only_where_asked_for(pytestconfig)
+@pytest.mark.exhaustive
+def test_after_every_step_the_engine_and_the_trainer_have_the_same_logprobs(tmp_path: Path, threads) -> None:
     checkpoint, address = tmp_path / "checkpoint", f"ipc://{tmp_path}/zmq"
     model(torch.bfloat16).save_pretrained(checkpoint)
     trainer = patch(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16))

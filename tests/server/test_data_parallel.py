@@ -9,7 +9,7 @@ import httpx
 import pytest
 import torch
 
-from tests.engine.engines import OF_DEVICE, arguments_of, only_where_asked_for
+from tests.engine.engines import OF_DEVICE, arguments_of
 from tests.server.test_server import PROMPT
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.harness.server import Server, serve
@@ -18,6 +18,7 @@ ON_GPU = torch.cuda.is_available()
 pytestmark = [
     pytest.mark.server,
     pytest.mark.engine,
+    pytest.mark.exhaustive,
     pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
 ]
 
@@ -29,7 +30,6 @@ CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 @pytest.fixture(scope="module", params=["dense", "experts"] if ON_GPU else ["dense"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    only_where_asked_for(request.config)
     shape = Shape(max_length=1024, **SIZES | (EXPERTS if request.param == "experts" else {}))
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
 

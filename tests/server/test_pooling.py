@@ -13,7 +13,7 @@ from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration.coverage import POOLING_RAN
 from vllm_batch_invariant.verify.harness.server import serve
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.exhaustive]
 
 TEXT = "A sum of floating-point numbers depends on the order of its additions. " * 9
 OTHERS = [f"{number} " + "while and return " * (number % 40) for number in range(48)]
@@ -27,12 +27,10 @@ ASKED: dict[str, Callable[[str], dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def client(model: Path, pytestconfig: pytest.Config) -> Iterator[httpx.Client]:
+def client(model: Path) -> Iterator[httpx.Client]:
     version = pytest.importorskip("vllm").__version__
     if not version.startswith(POOLING_RAN["cuda" if torch.cuda.is_available() else "cpu"]):
         pytest.skip(f"pooling with vLLM {version} is refused")
-    if not torch.cuda.is_available() and pytestconfig.option.markexpr != "server":
-        pytest.skip("takes a server of its own: runs by -m server")
     arguments = ["--runner", "pooling", "--convert", "embed", "--max-model-len", "1024"]
     environment = {"VLLM_BATCH_INVARIANT": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment |= {UNTRIED.name: "1"} if torch.cuda.is_available() else {}
