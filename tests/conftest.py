@@ -3,8 +3,8 @@
 import logging
 import os
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -75,8 +75,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _deselect(config, items, [item for item in items if item.path.stem == "test_core"])
     if not (config.option.exhaustive or config.option.markexpr == "core" or torch.cuda.is_available()):
         _deselect(config, items, [item for item in items if item.get_closest_marker("exhaustive")])
+        if not _named(config):
+            _deselect(config, items, _repeated(items))
     if INTERPRETED:
         _deselect(config, items, [item for item in items if not item.get_closest_marker("interpreted")])
+
+
+def _named(config: pytest.Config) -> bool:
+    """Whether somebody asks for tests by name, and so for all of their parameters."""
+    return bool(config.option.keyword) or any("::" in argument for argument in config.args)
+
+
+def _repeated(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Tests that repeat others of the same function: of several lists of parameters every entry is in a test that runs,
+    and not every combination of entries.
+    """
+    functions: dict[tuple[Path, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if len(_entries(item)) > 1 and not item.get_closest_marker("skip"):
+            functions[item.path, item.nodeid.partition("[")[0]].append(item)
+    repeated = []
+    for left in functions.values():
+        seen: set[tuple[int, str]] = set()
+        while left and (new := _entries(best := max(left, key=lambda item: len(_entries(item) - seen))) - seen):
+            seen |= new
+            left.remove(best)
+        repeated += left
+    return repeated
+
+
+def _entries(item: pytest.Item) -> set[tuple[int, str]]:
+    """Which entry of each list: its name."""
+    return set(enumerate(item.callspec._idlist)) if hasattr(item, "callspec") else set()
 
 
 def _deselect(config: pytest.Config, items: list[pytest.Item], others: list[pytest.Item]) -> None:

@@ -1,7 +1,7 @@
 """Compiles the GPU's kernels for GPUs that are not here, with the arguments that the launchers give them, and holds
 what they take against what those GPUs have; a program of its own, because it takes the place of Triton's driver.
 
-usage: python -m tests.ops.compiled_kernels                  one variant of each kind: a minute
+usage: python -m tests.ops.compiled_kernels [--more]         one variant of each kind, or some: one or two minutes
        python -m tests.ops.compiled_kernels --gluon          every variant in Gluon, and what each takes: 4 minutes
        python -m tests.ops.compiled_kernels --names GPU      what there is to compile for it
        python -m tests.ops.compiled_kernels --cells [GPU] [CELL ...]    a line of JSON for each cell: with no GPU every
@@ -477,17 +477,21 @@ def problems_of_attention(gpu: int, heads: Heads, page: int, found: list[Compile
     return problems
 
 
-def check_some() -> None:
-    """One variant of each kind, and those that take the most shared memory where there is the least."""
+def check_some(more: bool) -> None:
+    """One variant of each kind; with more those that take the most shared memory where there is the least, and longer
+    ones.
+    """
     check_sm90_attention(Heads(32, 8, 128, torch.bfloat16), 64, False)
-    check_sm90_attention(Heads(4, 4, 64, torch.float16), 16, False)
-    found = launch_on(90, sm90_verify_steps, Heads(8, 2, 128, torch.bfloat16), 64)
-    check_all("verify steps on a Hopper", found, False)
+    if more:
+        check_sm90_attention(Heads(4, 4, 64, torch.float16), 16, False)
+        found = launch_on(90, sm90_verify_steps, Heads(8, 2, 128, torch.bfloat16), 64)
+        check_all("verify steps on a Hopper", found, False)
     of_rows = tuple({tile.block_m: tile for tile in NARROW_TILES}.values())
     of_warpgroups = tuple({tile.warpgroups: tile for tile in GATED_TILES}.values())
     found = launch_on(90, narrow_gemms, HALVES[:1], (False,), of_rows, of_warpgroups)
     check_all("narrow GEMMs", found, False)
     check_all("exact products on a Hopper", launch_on(90, hopper_products, 9, True, False, HOPPER_SCHEDULES[:1]), False)
+    CUDABackend.make_cubin = lambda *_: b""  # what follows is read in PTX, and the assembler takes most of the time
     check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64)
     for gpu in (90, 120):
         found = launch_on(gpu, gradients_of_attention, Heads(8, 2, 128, torch.bfloat16), 100)
@@ -496,9 +500,9 @@ def check_some() -> None:
     ends = [one.name for one in found if "__assertfail" in one.kernel.asm["ptx"]]
     wanted = ["all_reduce_kernel", "add_copies_norm_kernel", "all_reduce_norm_kernel", "all_reduce_norm_kernel"]
     check("the all-reduce's wait ends with an assertion", ends == wanted)
-    check_norms_behind_sums()
-    CUDABackend.make_cubin = lambda *_: b""  # its instructions are in PTX, and the assembler takes most of the time
-    check_attention(100, Heads(8, 2, 64, torch.bfloat16), 64)
+    check_norms_behind_sums((100, 896, 2048, 4096, 5120) if more else (100, 4096))
+    if more:
+        check_attention(100, Heads(8, 2, 64, torch.bfloat16), 64)
 
 
 def reduced_layouts(compiled: Compiled) -> list[str]:
@@ -509,11 +513,11 @@ def reduced_layouts(compiled: Compiled) -> list[str]:
     return [re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), one) for one in found]
 
 
-def check_norms_behind_sums() -> None:
+def check_norms_behind_sums(widths: Sequence[int]) -> None:
     """A norm behind an all-reduce, or behind experts, adds a row's squares in the threads that a norm alone adds them
     in.
     """
-    for hidden, dtype in itertools.product((100, 896, 2048, 4096, 5120), (torch.bfloat16, torch.float32)):
+    for hidden, dtype in itertools.product(widths, (torch.bfloat16, torch.float32)):
         x = torch.zeros(3, hidden, dtype=dtype)
         [alone] = launch_on(90, norm.rms_norm, x, x[0], 1e-6, x, None)
         found = launch_on(90, all_reduces, 3, hidden, dtype)
@@ -811,6 +815,7 @@ OTHERS |= {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     group = parser.add_mutually_exclusive_group()
+    group.add_argument("--more", action="store_true", help="more variants of each kind")
     group.add_argument("--gluon", action="store_true", help="every variant in Gluon, and what each takes")
     group.add_argument("--cells", nargs="*", metavar="GPU CELL", help="what cells take, a line of JSON each")
     group.add_argument("--names", type=int, metavar="GPU", help="names of the cells of a GPU")
@@ -830,7 +835,7 @@ def main() -> None:
     if parsed.gluon:
         check_every_gluon_kernel()
     else:
-        check_some()
+        check_some(parsed.more)
 
 
 if __name__ == "__main__":

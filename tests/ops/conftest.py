@@ -60,21 +60,28 @@ DEVICES = {
 }
 
 
+ON_GPU = [pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test with a ``dtype`` that its device does not support, or a ``length`` that takes it too long, is skipped."""
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if parameters.get("device") != "interpreted":
+            continue
+        if not DEVICES["interpreted"].supports(parameters.get("dtype")):
+            item.add_marker(pytest.mark.skip(reason="the interpreter's bf16 is not a GPU's"))
+        elif parameters.get("length", 0) > LONGEST_INTERPRETED:
+            item.add_marker(pytest.mark.skip(reason="takes the interpreter seconds a row"))
+
+
 @pytest.fixture(
-    params=[pytest.param("interpreted", marks=pytest.mark.interpreted)]
-    if INTERPRETED
-    else ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+    params=[pytest.param("interpreted", marks=pytest.mark.interpreted)] if INTERPRETED else ["cpu", *ON_GPU]
 )
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Each device in turn; where Triton interprets, the GPU's modules serve tensors of the CPU. A test with a
-    ``dtype`` that the device does not support, or a ``length`` that takes it too long, is skipped.
-    """
+    """Each device in turn; where Triton interprets, the GPU's modules serve tensors of the CPU."""
     device = DEVICES[request.param]
-    parameters = request.node.callspec.params
-    if not device.supports(parameters.get("dtype")):
-        pytest.skip("the interpreter's bf16 is not a GPU's")
-    if device.is_interpreted and parameters.get("length", 0) > LONGEST_INTERPRETED:
-        pytest.skip("takes the interpreter seconds a row")
     if device.is_interpreted:
         module_for = dispatch_table.module_for
         monkeypatch.setattr(dispatch_table, "module_for", lambda operation, _: module_for(operation, "cuda"))

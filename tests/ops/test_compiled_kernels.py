@@ -10,10 +10,10 @@ import pytest
 pytestmark = pytest.mark.interpreted
 
 
-def program(name: str) -> subprocess.CompletedProcess[str]:
+def program(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A program of ``tests.ops`` with the installed Triton."""
     return subprocess.run(
-        [sys.executable, "-m", f"tests.ops.{name}"],
+        [sys.executable, "-m", f"tests.ops.{name}", *arguments],
         cwd=Path(__file__).parents[2],
         env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
         capture_output=True,
@@ -52,9 +52,9 @@ def test_registers_that_are_moved_in_an_innermost_loop_are_counted(operation: st
     assert spills_in_loops(ASSEMBLY.format(operation=operation, inner=inner)) == spills
 
 
-def test_the_kernels_compile_with_the_installed_triton_and_fit_in_shared_memory() -> None:
+def test_the_kernels_compile_with_the_installed_triton_and_fit_in_shared_memory(pytestconfig: pytest.Config) -> None:
     pytest.importorskip("triton")
-    run = program("compiled_kernels")
+    run = program("compiled_kernels", *["--more"] * pytestconfig.option.exhaustive)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
