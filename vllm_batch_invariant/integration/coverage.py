@@ -1,4 +1,4 @@
-"""What the mode covers, as one table: the start-up check runs it, the command line and the README print it."""
+"""What the mode covers, as one table: the start-up check runs it, the command line and docs/coverage.md print it."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -529,10 +529,10 @@ COVERED = (
     ),
     Feature(
         "Mixture of experts",
-        "on a CPU, in fp32, bf16 and fp16: Qwen2-MoE, Qwen3-MoE, Mixtral, GraniteMoe, OLMoE, GLM-4.5, gpt-oss in bf16 "
-        "and the like; with shared experts; routers by softmax or sigmoid, with a bias, in groups. On GPUs with "
-        "vLLM 0.33 the same, but for experts with GELU",
+        "Qwen2-MoE, Qwen3-MoE, Mixtral, GraniteMoE, OLMoE, GLM-4.5, gpt-oss in bf16 and the like; on GPUs with vLLM "
+        "0.33, and without experts whose activation is GELU",
     ),
+    Feature("Routers of experts", "softmax or sigmoid, with a bias, in groups; shared experts"),
     Feature(
         "Multimodal models, as text",
         "Qwen2.5-VL, Qwen3-VL and Gemma 3 with --language-model-only, or with every --limit-mm-per-prompt at 0",
@@ -552,34 +552,34 @@ COVERED = (
     ),
     Feature(
         "Pooling models",
-        "on a CPU with vLLM 0.32, of one worker or several: decoder-only models with causal attention that classify, "
-        "score, reward or embed (`--convert classify`, `--convert embed`, reward models); pooling by the last token, "
-        "all tokens, marks (STEP) or their mean",
+        "decoder-only models with causal attention that classify, score, reward or embed, on a CPU with vLLM 0.32, by "
+        "one worker or several",
     ),
+    Feature("Poolers", "the last token, all tokens, their mean, or marked tokens (STEP)"),
     Feature(
         "Speculative decoding",
-        "n-grams, a draft model, EAGLE, EAGLE-3, MiMo's and GLM-4.5's own layer for more tokens (MTP), suffixes, "
-        "drafters of your own, and Medusa on a CPU: the answers and logprobs are those without it, greedy and with a "
-        "seed",
+        "n-grams, a draft model, EAGLE, EAGLE-3, MTP of MiMo and GLM-4.5, suffixes, custom drafters, Medusa on a CPU: "
+        "the answers and logprobs are those of plain decoding, greedy and with a seed",
+    ),
+    Feature("Tensor parallelism on GPUs", "2 GPUs with vLLM 0.33, with --enable-expert-parallel or without"),
+    Feature("Tensor parallelism on a CPU", "2, 4 and 8 workers, with --enable-expert-parallel or without"),
+    Feature(
+        "Bits of another number of workers",
+        "other bits; the same for a dense model with up to `VLLM_BATCH_INVARIANT_TP_TREE` workers",
     ),
     Feature(
-        "Tensor parallelism",
-        "2 GPUs with vLLM 0.33, and 2, 4 and 8 workers on a CPU, which share every layer, or with "
-        "--enable-expert-parallel have whole experts; "
-        "another number of workers, or the other way to share experts, gives other bits, unless "
-        "`VLLM_BATCH_INVARIANT_TP_TREE` says up to how many workers of a dense model shall have the same",
+        "Exact arithmetic on a CPU",
+        "`VLLM_BATCH_INVARIANT_ARITHMETIC=exact`, in bf16: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 1 to 3, "
+        "Granite and Phi-3 have the same bits on every machine, dense ones with 1, 2, 4 or 8 workers",
     ),
     Feature(
-        "Exact arithmetic",
-        "`VLLM_BATCH_INVARIANT_ARITHMETIC=exact`, in bf16. On a CPU: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 1 "
-        "to 3, Granite and Phi-3 have the same bits on every machine, dense ones with 1, 2, 4 or 8 workers, and a "
-        "receipt is computed again without an engine. On a Hopper GPU with vLLM 0.33, one worker and vLLM's second "
-        "model runner: all of these but Qwen3-MoE have the same bits as there",
+        "Exact arithmetic on a Hopper GPU",
+        "the same bits for these models but Qwen3-MoE, with vLLM 0.33, one worker and its second model runner",
     ),
     Feature(
         "Pipeline parallelism",
-        "2 stages of a dense model on GPUs with vLLM 0.33, 2 and 4 on a CPU, there beside tensor parallelism or not: "
-        "they copy and do not add, so the bits are those of one stage",
+        "2 stages of a dense model on GPUs with vLLM 0.33; 2 and 4 on a CPU, also with tensor parallelism: the bits "
+        "are those of one stage",
     ),
     Feature(
         "Workers of several GPUs",
@@ -588,10 +588,10 @@ COVERED = (
     ),
     Feature(
         "Data parallelism",
-        "of dense models, as `vllm serve --data-parallel-size N` (on a CPU with as many cores for each engine) or with "
-        "an `LLM()` in each process: the bits are the same whichever answers. Of a mixture of experts by 2 GPUs with "
-        "vLLM 0.33: each has half of every expert",
+        "dense models, as `vllm serve --data-parallel-size N` (on a CPU with as many cores for each engine) or with an "
+        "`LLM()` in each process: the bits are the same whichever answers",
     ),
+    Feature("Data parallelism of experts", "2 GPUs with vLLM 0.33: each has half of every expert"),
     Feature("APIs", "vllm serve (completions, chat, embeddings, classify, score, pooling), offline LLM()"),
 )
 """What is covered, for the table."""
@@ -1046,7 +1046,7 @@ def check_folder(device_type: str, text: Mapping[str, Any]) -> None:
 
 
 def markdown() -> str:
-    """The table, for the README and the command line."""
+    """The table, for docs/coverage.md and the command line."""
     lines = ["| | covered |", "|---|---|"]
     lines += [f"| {feature.name} | {feature.note} |" for feature in COVERED]
     lines += ["", "| refused at start-up | why | what to do |", "|---|---|---|"]
