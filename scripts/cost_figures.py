@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import date
 from functools import cache
 from pathlib import Path
 from statistics import geometric_mean
@@ -64,7 +63,7 @@ def cost(row: Measurement) -> float:
     return 1 / row.ratio if row.unit.endswith("/s") else row.ratio
 
 
-def engine(vllm: str = _NEWEST, gpu: str = "H200", **tags: str) -> Rows:
+def engine(vllm: str = _NEWEST, gpu: str = "H200", **tags: str) -> list[Measurement]:
     """Measurements of whole engines that served exactly this: the 8B shape whole on one GPU unless tags say else."""
     return [
         row
@@ -143,11 +142,6 @@ def _bold(ratio: float) -> str:
     return f"**{ratio:.2f}**" if ratio < 1 - _EQUAL else f"{ratio:.2f}"
 
 
-def _day(row: Measurement) -> str:
-    day = date.fromisoformat(row.date)
-    return f"{day.day} {day:%b}"
-
-
 def _table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     rows = [f"| {' | '.join(row)} |".replace("|  |", "| |") for row in (head, *body)]
     return "\n".join((rows[0], "|" + "---|" * len(head), *rows[1:]))
@@ -158,7 +152,7 @@ def _engine_table(rows: Rows, native: bool = False) -> str:
     body = []
     for line in lines(rows):
         own = [f"{cost(line.native):.2f}" if line.native else ""] * native
-        body.append([line.words, _value(line.stock), _value(line.ours), _bold(cost(line.ours)), *own, _day(line.ours)])
+        body.append([line.words, _value(line.stock), _value(line.ours), _bold(cost(line.ours)), *own, line.ours.date])
     return _table(head, body)
 
 
@@ -197,10 +191,11 @@ def _first() -> str:
         ["time per output token", "1", f"**{_costs(engine(), workload='tpot')}**"],
     ]
     low, high = plain["batch"].split("-")
+    why = " Random weights are [the harder test](docs/models.md)." if "random" in plain["model"] else ""
     return (
         f"{_table(head, body)}\n\n"
         f"(Samples: {plain['model']}; {plain['machine']}, vLLM {plain['vllm']}, {plain['date']}, in batches of {low} "
-        f"to {high}. Time: [what it costs](#what-it-costs).)"
+        f"to {high}.{why} Time: [what it costs](#what-it-costs).)"
     )
 
 
@@ -252,7 +247,7 @@ def _drafts(spec: str) -> str:
         for line in lines(engine(model="predictable", spec=spec, k=drafts)):
             row = line.ours
             body.append(
-                [drafts, row.keys["batch"], _value(line.stock), _value(row), _bold(cost(row)), _day(row)],
+                [drafts, row.keys["batch"], _value(line.stock), _value(row), _bold(cost(row)), row.date],
             )
     return _table(["drafts", "requests", "plain vLLM", "with the plugin", "cost", "measured"], body)
 
@@ -267,6 +262,13 @@ def _drafts_of_random_texts() -> list[Measurement]:
 
 def _two_gpus(**tags: str) -> Rows:
     return engine(gpu="H100", tp="2", **tags)
+
+
+def _tree(**tags: str) -> str:
+    """What a tree of two leaves costs against the plugin without one, by token."""
+    without = {row.case: row for row in engine(**tags) if row.provider == "ours"}
+    with_tree = [row for row in engine(tree="2", **tags) if row.metric == "tpot"]
+    return _span(row.p50 / without[row.case.replace(" tree=2", "")].p50 for row in with_tree)
 
 
 # Parts
@@ -294,6 +296,12 @@ def _linear() -> str:
 
 def _long_linear(provider: str) -> str:
     return _span(geometric_mean(_ratios(_of_rows(*ends), provider)) for ends in ((128, 128), (256, 8192)))
+
+
+def _slower_triton() -> str:
+    """How much longer Triton's matmuls take than cuBLAS's, in percent."""
+    low, high = (round(100 * (float(ratio) - 1)) for ratio in _long_linear("ours-triton").split(" to "))
+    return f"{low} to {high} %"
 
 
 def _is_decode(row: Measurement) -> bool:
@@ -384,10 +392,13 @@ FIGURES: dict[str, Callable[[], str]] = {
     "cost-older-token": lambda: _costs(engine(_OLDER), workload="tpot"),
     "own-mode": lambda: _costs(engine(_OLDER), "native"),
     "own-mode-token": lambda: _costs(engine(_OLDER), "native", "tpot"),
+    "tree-one": _tree,
+    "tree-two": lambda: _tree(gpu="H100", tp="2"),
     "cost-drafts": lambda: _costs(_fair_drafts()),
     "cost-drafts-of-random-texts": lambda: _costs(_drafts_of_random_texts(), workload="tpot"),
     "linear-cublas": lambda: _long_linear("ours"),
     "linear-triton": lambda: _long_linear("ours-triton"),
+    "slower-triton": _slower_triton,
     "flex-decode": lambda: _flex("decode"),
     "flex-prefill": lambda: _flex("prefill"),
 }

@@ -1,4 +1,4 @@
-"""Draws the figures of the documents from demonstrations, benchmark data, a recording and imports. Needs matplotlib.
+"""Draws the figures of the documents from demonstrations, benchmark data, recordings and imports. Needs matplotlib.
 
 usage: python -m scripts.figures [--out FOLDER]
 """
@@ -21,7 +21,7 @@ from benchmarks.record import DATA, Measurement, geometric_means, read
 from scripts.demos import blocks, splits
 from scripts.import_graph import PACKAGE, between_rooms, imports
 from scripts.on_policy import ENDS, RUNS, SMALL
-from scripts.see import animation
+from scripts.see import animation, answers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 _BLUE, _ORANGE, _PALE = "#0072B2", "#D55E00", "#9ecae1"
 SMALL_FILES = ("envs", "errors", "installing", "seeds", "serve", "compare", "kept_file", "version")
-"""Of the package, beside the rooms: everybody may import them."""
+"""Modules that every package may import."""
 _OF_RUNS = {
     "stock": {"color": _ORANGE},
     "stock-corrected": {"color": "#E69F00"},
@@ -48,6 +48,14 @@ _STYLE = {
     "hatch.linewidth": 0.6,
 }
 _FLOAT16, _FLOAT32 = torch.float16, torch.float32
+_BOX = "#e8f1f8"
+_DARK = f"""<style>@media (prefers-color-scheme: dark) {{
+ [style*="fill: #ffffff"] {{ fill: #161a1f !important }} [style*="fill: {_BOX}"] {{ fill: #1d3345 !important }}
+ [style*="stroke: #000000"] {{ stroke: #e4e7ea !important }} [style*="fill: #000000"] {{ fill: #e4e7ea !important }}
+ [style*="stroke: #0072b2"] {{ stroke: #4aa3df !important }} [style*="fill: #0072b2"] {{ fill: #4aa3df !important }}
+ text:not([style*="fill"]) {{ fill: #e4e7ea }}
+}}</style>"""
+"""What a reader with dark colours sees in place of white paper and black ink."""
 
 
 def order() -> str:
@@ -181,9 +189,9 @@ def _trained(name: str, rewards: Sequence[float], gaps: Sequence[float]) -> str:
     return f"{name}: reward {first:.2f} to {last:.2f} in {len(rewards)} steps, KL {min(gaps):.2g} to {max(gaps):.2g}"
 
 
-def rooms() -> str:
-    """Which room imports which: every arrow is an import that is there, and all point downwards."""
-    below = rooms_below()
+def packages() -> str:
+    """Which package imports which: every arrow is an import that is there, and all point downwards."""
+    below = packages_below()
     heights = {room: _height(room, below) for room in below}
     levels = [[room for room in below if heights[room] == height] for height in range(max(heights.values()) + 1)]
     at = {
@@ -202,15 +210,15 @@ def rooms() -> str:
                 style = {"arrowstyle": "->", "color": _BLUE, "shrinkA": 14, "shrinkB": 18, "linewidth": 0.8}
                 place.annotate("", at[other], at[room], arrowprops=style)
         for room, (x, y) in at.items():
-            box = {"boxstyle": "round,pad=0.4", "facecolor": "#e8f1f8", "edgecolor": _BLUE}
+            box = {"boxstyle": "round,pad=0.4", "facecolor": _BOX, "edgecolor": _BLUE}
             place.text(x, y, room, ha="center", va="center", bbox=box)
 
     words = [f"{room} imports {', '.join(sorted(imported)) or 'none'}" for room, imported in sorted(below.items())]
-    return _page(draw, 0.8 * len(levels), "rooms", "; ".join(words))
+    return _page(draw, 0.8 * len(levels), "packages", "; ".join(words))
 
 
-def rooms_below() -> dict[str, set[str]]:
-    """The rooms that each room imports, without the small files that everybody may import and the package's own."""
+def packages_below() -> dict[str, set[str]]:
+    """The packages that each package imports, without the small files that everybody may import, and this one's own."""
     pairs = [pair for pair in between_rooms(imports()) if not {*pair} & {*SMALL_FILES, PACKAGE}]
     names = sorted({room for pair in pairs for room in pair})
     return {room: {below for above, below in pairs if above == room} for room in names}
@@ -223,7 +231,7 @@ def _height(room: str, below: dict[str, set[str]], above: tuple[str, ...] = ()) 
         ValueError: the imports form a cycle.
     """
     if room in above:
-        raise ValueError(f"rooms import each other: {' -> '.join((*above, room))}")
+        raise ValueError(f"packages import each other: {' -> '.join((*above, room))}")
     return max((1 + _height(other, below, (*above, room)) for other in below[room]), default=0)
 
 
@@ -239,7 +247,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _page(draw: Callable[["Figure"], None], height: float, name: str, description: str) -> str:
-    """A picture on white paper, readable on a page of any colour, in its own size."""
+    """A picture on paper of its own, white or dark as the reader's colours are, in its own size."""
 
     def on_paper(figure: "Figure") -> None:
         from matplotlib.patches import Rectangle
@@ -249,7 +257,8 @@ def _page(draw: Callable[["Figure"], None], height: float, name: str, descriptio
 
     picture = _svg(on_paper, height, name, description)
     width, tall = re.search(r'viewBox="0 0 (\S+) (\S+)"', picture).groups()
-    return picture.replace("<svg ", f'<svg width="{width}pt" height="{tall}pt" ', 1) + "\n"
+    picture = picture.replace("<svg ", f'<svg width="{width}pt" height="{tall}pt" ', 1)
+    return picture.replace(">", f">\n{_DARK}", 1) + "\n"
 
 
 def _svg(draw: Callable[["Figure"], None], height: float, name: str, description: str) -> str:
@@ -279,8 +288,9 @@ DRAWINGS: dict[str, Callable[[], str]] = {
     "attention": attention,
     "time": time,
     "training": training,
-    "rooms": rooms,
+    "packages": packages,
     "batch": batch,
+    "answers": answers.draw,
 }
 """How each figure is drawn, by the name of its file."""
 

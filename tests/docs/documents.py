@@ -288,11 +288,25 @@ def _make(words: list[str]) -> Iterator[str]:
 
 
 def _pip(words: list[str]) -> Iterator[str]:
-    for word in words:
+    for word in words if words[0] == "install" else ():
         package, _, extra = word.rstrip("]").partition("[")
-        if package == PROJECT["project"]["name"] and extra:
+        if package == PROJECT["project"]["name"]:
+            yield f"no index has {package}: install it from the checkout, as '.'"
+        if package == "." and extra:
             missing = set(extra.split(",")) - PROJECT["project"]["optional-dependencies"].keys()
-            yield from (f"{package} has no extra {name}" for name in missing)
+            yield from (f"this project has no extra {name}" for name in missing)
+
+
+def _git(words: list[str]) -> Iterator[str]:
+    if words[0] != "clone":
+        yield f"git {words[0]} is not known here"
+    yield from (f"{word} is an address, and the project has none" for word in words if "://" in word)
+
+
+def _source(words: list[str]) -> Iterator[str]:
+    venv = re.search(r"^VENV \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    if words != [f"{venv}/bin/activate"]:
+        yield f"make install makes {venv}, not {' '.join(words)}"
 
 
 _PROGRAMS: dict[str, Callable[[list[str]], Iterator[str]]] = {
@@ -302,5 +316,7 @@ _PROGRAMS: dict[str, Callable[[list[str]], Iterator[str]]] = {
     "pytest": _pytest,
     "make": _make,
     "pip": _pip,
+    "git": _git,
+    ".": _source,
     "vllm": lambda words: _vllm_options(words[1:]),
 }

@@ -31,7 +31,10 @@ MADE_UP = {
     'pytest -m "not made_up"': "no marker made_up",
     "make made-up": "the Makefile has no made-up",
     "make test MADE_UP=1": "the Makefile has no MADE_UP",
-    "pip install 'vllm-batch-invariant[made-up]'": "no extra made-up",
+    "pip install '.[made-up]'": "no extra made-up",
+    "pip install 'vllm-batch-invariant[cuda]'": "no index has vllm-batch-invariant",
+    "git clone https://made-up.example/made-up": "the project has none",
+    ". made-up/bin/activate": "make install makes .venv",
     "made-up": "not a program",
 }
 MADE_UP_TEXT = {
@@ -78,6 +81,17 @@ def test_the_readme_links_every_document() -> None:
     text = DOCUMENTS[0].read_text() + (ROOT / "docs" / "see" / "index.md").read_text().replace("](", "](docs/see/")
     places = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS[1:]]
     assert [place for place in places if f"]({place})" not in text] == []
+
+
+def test_the_readme_can_be_read_in_five_minutes() -> None:
+    """Counted as ``wc -w`` counts."""
+    assert len(DOCUMENTS[0].read_text().split()) < 1200
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    navigation = (ROOT / "site" / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    places = [path.relative_to(ROOT / "docs").as_posix() for path in DOCUMENTS[1:]]
+    assert [place for place in places if not re.search(rf"- ([\w' ]+: )?{re.escape(place)}$", navigation, re.M)] == []
 
 
 def test_every_figure_is_shown() -> None:
