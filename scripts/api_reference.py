@@ -6,6 +6,7 @@ Sources are read and not imported, so that trainers need not be installed. ``tes
 page is another.
 """
 
+import argparse
 import ast
 import re
 from collections.abc import Iterator
@@ -188,8 +189,10 @@ def _wrapped(text: str) -> str:
     return "\n".join([f"{head}(", *(f"    {part}," for part in parts), rest[end:]])
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(arguments)
     PAGE.write_text(page())
     print(PAGE)
 
