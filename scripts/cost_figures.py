@@ -104,7 +104,7 @@ def _workload(row: Measurement) -> str:
             low, _, high = keys["output"].partition("-")
             return f"{keys['prompts']} prompts of {keys['input']} tokens, {low} to {high} output tokens each"
         case "tpot" if int(keys["context"]) > 64:
-            return f"batch {keys['batch']} behind {_number(int(keys['context']))} tokens"
+            return f"time per output token, batch {keys['batch']} behind {_number(int(keys['context']))} tokens"
         case "tpot":
             return f"time per output token, batch {keys['batch']}"
         case "prefill":

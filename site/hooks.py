@@ -21,10 +21,9 @@ def on_files(files: Files, config: Any) -> Files:
 
     add(ROOT / "README.md", "index.md")
     add(ROOT / "CHANGELOG.md", "CHANGELOG.md")
-    linked = {target for _, target, _ in _LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))}
-    for target in sorted(linked):
-        if not target.startswith("docs/") and not target.endswith(".md"):
-            add(ROOT / target, target)
+    add(ROOT / "SECURITY.md", "SECURITY.md")
+    for target in sorted(_linked_outside()):
+        add(ROOT / target, target)
     for asset in sorted((ROOT / "site" / "assets").iterdir()):
         add(asset, f"assets/{asset.name}")
     for asset in ("see.js", "licences.txt"):
@@ -33,10 +32,20 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+def _linked_outside() -> set[str]:
+    """Files outside of docs, and no pages, that the README or a document links or shows, from the root."""
+    found = set()
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        folder = page.parent.relative_to(ROOT)
+        targets = (target for _, target, _ in _LINK.findall(page.read_text(encoding="utf-8")))
+        found |= {os.path.normpath(folder / target) for target in targets if not target.endswith(".md")}
+    return {target for target in found if not target.startswith("docs" + os.sep) and (ROOT / target).is_file()}
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links that are right on GitHub, where the README lies above docs, made right on the site, where it lies in it."""
     place = page.file.src_uri
-    if place in ("index.md", "CHANGELOG.md"):
+    if place in ("index.md", "CHANGELOG.md", "SECURITY.md"):
         return _LINK.sub(lambda found: found[1] + found[2].removeprefix("docs/") + found[3], markdown)
 
     def moved(found: re.Match) -> str:

@@ -318,5 +318,6 @@ _PROGRAMS: dict[str, Callable[[list[str]], Iterator[str]]] = {
     "pip": _pip,
     "git": _git,
     ".": _source,
+    "cd": lambda _: (),
     "vllm": lambda words: _vllm_options(words[1:]),
 }
