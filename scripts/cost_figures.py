@@ -339,7 +339,8 @@ def _flex(phase: str) -> str:
 
 def _experts(gpu: str) -> str:
     rows = [row for row in _data("moe") if gpu in row.gpu and row.provider == "ours" and row.metric == "time"]
-    shapes = list(dict.fromkeys((row.keys["E"], row.keys["top"], row.keys["H"], row.keys["I"]) for row in rows))
+    found = {tuple(row.keys[key] for key in ("E", "top", "H", "I")) for row in rows}
+    shapes = sorted(found, key=lambda shape: (-int(shape[0]), *map(int, shape[1:])))
     by = {(row.keys["M"], tuple(row.keys[key] for key in ("E", "top", "H", "I"))): row.ratio for row in rows}
     head = ["tokens", *(f"{e} experts, top {top}, {h} x {i}" for e, top, h, i in shapes)]
     tokens = sorted({row.keys["M"] for row in rows}, key=int)
