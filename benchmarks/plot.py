@@ -5,6 +5,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from textwrap import wrap
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -95,10 +96,11 @@ def _draw_attention(measurements: Sequence[Measurement]) -> Figure:
 
 def _draw_engine(measurements: Sequence[Measurement]) -> Figure:
     """Cost against stock: a panel for each set of versions, in it a bar for each provider and case; rates and
-    accepted lengths are turned over, so that longer is always slower. Parts of a model, other models, several GPUs and
-    trees are left out, and drafts for texts that rounding changes: they compare two texts.
+    accepted lengths are turned over, so that longer is always slower. Parts of a model, other models, several GPUs,
+    trees and exact arithmetic are left out, and drafts for texts that rounding changes: they compare two texts.
     """
-    whole = (found for found in measurements if not {"layers", "model", "tp", "tree"} & found.keys.keys())
+    others = {"layers", "model", "tp", "tree", "arithmetic"}
+    whole = (found for found in measurements if not others & found.keys.keys())
     whole = (found for found in whole if found.keys.get("spec") != "ngram-repeats")
     compared = [found for found in whole if found.provider != "stock" and found.ratio]
     panels: dict[str, list[Measurement]] = defaultdict(list)
@@ -111,7 +113,7 @@ def _draw_engine(measurements: Sequence[Measurement]) -> Figure:
         _draw_costs(place, own)
         place.set_title(", ".join(pair.replace("=", " ") for pair in versions.split()), fontsize="small")
     axes[-1].set_xlabel("cost / stock (below 1: faster, or less)")
-    figure.suptitle(f"Engines. {_setting(compared)}")
+    figure.suptitle("\n".join(wrap(f"Engines. {_setting(compared)}", 80)))
     return figure
 
 
