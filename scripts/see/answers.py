@@ -174,9 +174,10 @@ def caption(run: dict[str, Any]) -> str:
     """What was run, where and when."""
     where, plain = run["where"], run["results"][0]
     low, high = plain["batch"]
+    model, total = Path(run["target"]).name, sum(_counts(plain).values())
     return (
-        f"{run['target']}, {sum(_counts(plain).values())} samples at temperature {run['request']['temperature']:g}, in "
-        f"batches of {low} to {high}. {where['machine']}, vLLM {where['vllm']}, {where['date']}"
+        f"{model}, {total} samples at temperature {run['request']['temperature']:g}, in batches of {low} to {high}. "
+        f"{where['machine']}, vLLM {where['vllm']}, {where['date']}"
     )
 
 
