@@ -119,7 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except KeyboardInterrupt as error:
         number = getattr(error, "number", signal.SIGINT)
-        return _end(name, "interrupted; nothing was decided", 128 + number)
+        seen = "; ".join(getattr(error, "__notes__", ())) or "nothing was decided"
+        return _end(name, f"interrupted; {seen}", 128 + number)
     except BrokenPipeError as error:
         return 128 + signal.SIGPIPE if _nobody_reads() else _end(name, _reason(error))
     except Exception as error:  # a traceback ends with status 1, which means that bits differ

@@ -85,6 +85,11 @@ class Divergence:
     got_text: str
 
     @property
+    def both(self) -> tuple[str, str]:
+        """The token of sample 0, and the one that this answer has instead."""
+        return self.expected, self.got
+
+    @property
     def tokens(self) -> str:
         """Both tokens, in one printable line."""
         return printable(f"{self.got} instead of {self.expected}")
@@ -119,6 +124,41 @@ class AnswerComparison:
         return self.completions == 1 and self.logprob_sequences == 1
 
 
+@dataclass(frozen=True)
+class Counts:
+    """How many answers have come, and how many different ones."""
+
+    samples: int = 0
+    completions: int = 0
+    logprob_sequences: int = 0
+
+    @property
+    def differ(self) -> bool:
+        """Whether two answers have other bits."""
+        return max(self.completions, self.logprob_sequences) > 1
+
+
+class Tally:
+    """Counts answers while they come."""
+
+    def __init__(self) -> None:
+        self._samples = 0
+        self._completions: set[tuple[str, tuple[str, ...]]] = set()
+        self._logprob_sequences: set[tuple[bytes, ...]] = set()
+
+    def add(self, answer: Answer) -> Counts:
+        """Count an answer; returns the counts so far."""
+        self._samples += 1
+        self._completions.add((answer.text, answer.tokens))
+        self._logprob_sequences.add(answer.bits)
+        return self.counts
+
+    @property
+    def counts(self) -> Counts:
+        """The counts so far."""
+        return Counts(self._samples, len(self._completions), len(self._logprob_sequences))
+
+
 def first_difference(left: Sequence[object], right: Sequence[object]) -> int | None:
     """The first position at which two sequences differ, the end of the shorter one included; None if they are equal."""
     missing = object()
@@ -130,9 +170,10 @@ def first_difference(left: Sequence[object], right: Sequence[object]) -> int | N
 
 def compare_answers(answers: Sequence[Answer]) -> AnswerComparison:
     """Compare every answer with the first."""
-    reference = answers[0]
+    reference, tally = answers[0], Tally()
     token_divergences, logprob_divergences = [], []
     for sample, answer in enumerate(answers):
+        tally.add(answer)
         for divergences, left, right in (
             (token_divergences, reference.tokens, answer.tokens),
             (logprob_divergences, reference.bits, answer.bits),
@@ -148,9 +189,7 @@ def compare_answers(answers: Sequence[Answer]) -> AnswerComparison:
         return _divergence(reference, answers[sample], sample, position)
 
     return AnswerComparison(
-        samples=len(answers),
-        completions=len({(answer.text, answer.tokens) for answer in answers}),
-        logprob_sequences=len({answer.bits for answer in answers}),
+        **vars(tally.counts),
         earliest_token=earliest(token_divergences),
         earliest_logprob=earliest(logprob_divergences),
         token_positions=dict(sorted(Counter(position for position, _ in token_divergences).items())),

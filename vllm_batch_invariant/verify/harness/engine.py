@@ -189,14 +189,18 @@ def sampling_params(params: Mapping[str, Any]) -> Any:
 
 
 def run_offline(
-    llm: Any, spec: RequestSpec, plan: Sequence[Arrival], log: BatchLog, on_sample: Callable[[], None] = lambda: None
+    llm: Any,
+    spec: RequestSpec,
+    plan: Sequence[Arrival],
+    log: BatchLog,
+    on_sample: Callable[[Answer], None] = lambda _: None,
 ) -> Run:
     """Run the arrivals of a plan through the engine. Engine steps are the clock, so pauses are left out."""
     return _OfflineLoad(llm, spec, log, on_sample).run(plan)
 
 
 class _OfflineLoad:
-    def __init__(self, llm: Any, spec: RequestSpec, log: BatchLog, on_sample: Callable[[], None]) -> None:
+    def __init__(self, llm: Any, spec: RequestSpec, log: BatchLog, on_sample: Callable[[Answer], None]) -> None:
         self._llm, self._engine, self._spec, self._log, self._on_sample = llm, llm.llm_engine, spec, log, on_sample
         self._answers: list[Answer] = []
         self._in_flight: dict[str, Arrival | None] = {}
@@ -255,7 +259,7 @@ class _OfflineLoad:
                 self._in_flight.pop(output.request_id, None)
                 if arrival is None or arrival.kind is Kind.SAMPLE:
                     self._answers.append(answer_of_output(generated))
-                    self._on_sample()
+                    self._on_sample(self._answers[-1])
             elif (
                 arrival is not None
                 and arrival.kind is Kind.ABORTED

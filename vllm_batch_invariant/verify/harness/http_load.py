@@ -19,7 +19,7 @@ class Load:
     """One run of a plan against a server."""
 
     def __init__(
-        self, client: openai.AsyncOpenAI, model: str, spec: RequestSpec, on_sample: Callable[[], None]
+        self, client: openai.AsyncOpenAI, model: str, spec: RequestSpec, on_sample: Callable[[Answer], None]
     ) -> None:
         self._model, self._spec, self._on_sample = model, spec, on_sample
         self._create = client.chat.completions if spec.chat else client.completions
@@ -78,7 +78,7 @@ class Load:
         except openai.OpenAIError as error:
             raise NoTestError(f"sample {len(self._answers)} got no answer: {one_line(error)}") from error
         self._answers.append(answer_from(choices, self._spec.chat))
-        self._on_sample()
+        self._on_sample(self._answers[-1])
 
     async def _abort(self, body: dict, after: int) -> None:
         stream = await self._create.create(**body, stream=True)

@@ -5,12 +5,13 @@ answers bit for bit.
 import argparse
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...envs import FLAG
-from ..answers import PROMPT, RequestSpec
+from ..answers import PROMPT, Counts, RequestSpec
 from ..arguments import (
     OneLineParser,
     add_base_url,
@@ -28,9 +29,7 @@ from ..arguments import (
 from ..printing import consoles, waiting
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..harness.metrics import BatchLog
+    from .progress import Progress
     from .report import ReproduceResult
 
 
@@ -82,6 +81,7 @@ def add_arguments(parser: OneLineParser) -> None:
     reports = parser.add_argument_group("reports")
     add_json(reports)
     add_html(reports)
+    reports.add_argument("--verbose", action="store_true", help="print everything that the page and the JSON have")
 
 
 def _check(parser: OneLineParser, options: argparse.Namespace) -> None:
@@ -99,18 +99,23 @@ def _check(parser: OneLineParser, options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace, parser: OneLineParser) -> int:
     """Run the command; returns its exit status."""
     _check(parser, options)
+    from .progress import Progress
     from .report import print_report
 
     flags = choose_mode(parser, options)
     out, notes = consoles()
-    results: list[ReproduceResult] = []
+    progress, results = Progress(notes, options.samples), []
     try:
-        for result in _results(options, flags, notes):
+        for result in _results(options, flags, progress):
             results.append(result)
         _write(options, results)
+    except KeyboardInterrupt as error:
+        if seen := progress.so_far:
+            error.add_note(seen)
+        raise
     finally:
         if results:
-            print_report(out, results)
+            print_report(out, results, options.verbose)
     return results[-1].status
 
 
@@ -140,12 +145,12 @@ def _write(options: argparse.Namespace, results: Sequence["ReproduceResult"]) ->
         write_page(options, page_of(target, spec, results))
 
 
-def _results(options: argparse.Namespace, flags: Sequence[str], notes: "Console") -> Iterator["ReproduceResult"]:
+def _results(options: argparse.Namespace, flags: Sequence[str], progress: "Progress") -> Iterator["ReproduceResult"]:
     if options.offline:
-        yield _offline(options, flags[0], notes)
+        yield _offline(options, flags[0], progress)
         return
     if options.base_url:
-        yield _against(options.base_url, options.api_key, options.model, options, notes, "server", None)
+        yield _against(options.base_url, options.api_key, options.model, options, progress, "server", None)
         return
     from ..harness import mode
     from ..harness.server import serve
@@ -153,11 +158,13 @@ def _results(options: argparse.Namespace, flags: Sequence[str], notes: "Console"
     for flag in flags:
         label = f"{FLAG}={flag}"
         with ExitStack() as stack:
-            with waiting(notes, f"starting a server with {label}"):
+            with waiting(progress.notes, f"starting a server with {label}"):
                 server = stack.enter_context(serve(options.model, options.serve_args, {FLAG: flag}))
-            notes.print(f"the server answers after {server.startup_seconds:.0f} s", style="dim", highlight=False)
+            progress.notes.print(
+                f"the server answers after {server.startup_seconds:.0f} s", style="dim", highlight=False
+            )
             started = mode.of_started({**os.environ, FLAG: flag})
-            yield _against(server.base_url, None, None, options, notes, label, started)
+            yield _against(server.base_url, None, None, options, progress, label, started)
 
 
 def _against(
@@ -165,7 +172,7 @@ def _against(
     api_key: str | None,
     model: str | None,
     options: argparse.Namespace,
-    notes: "Console",
+    progress: "Progress",
     label: str,
     started: str | None,
 ) -> "ReproduceResult":
@@ -175,12 +182,12 @@ def _against(
     return asyncio.run(
         online.run(
             base_url, api_key, model, spec_of(options), *load, label, started,
-            lambda log: _progress(options.samples, log, notes),
+            partial(progress.shown, label),
         )
     )  # fmt: skip
 
 
-def _offline(options: argparse.Namespace, flag: str, notes: "Console") -> "ReproduceResult":
+def _offline(options: argparse.Namespace, flag: str, progress: "Progress") -> "ReproduceResult":
     from ..harness.metrics import BatchLog
     from ..harness.worker import Engine
     from . import offline
@@ -191,40 +198,15 @@ def _offline(options: argparse.Namespace, flag: str, notes: "Console") -> "Repro
     request = {name: getattr(options, name) for name in ("samples", "concurrency", "seed")}
     request |= {"spec": vars(spec_of(options))}
     with ExitStack() as stack:
-        with waiting(notes, f"starting an engine with {FLAG}={flag}"):
+        with waiting(progress.notes, f"starting an engine with {FLAG}={flag}"):
             engine = stack.enter_context(Engine(options.model, options.serve_args, flag, environment))
-        log = BatchLog()
-        with _progress(options.samples, log, notes) as on_sample:
+        label, log = f"offline, {FLAG}={flag}", BatchLog()
+        with progress.shown(label, log) as tell:
 
-            def on_progress(now: dict[str, int]) -> None:
+            def on_progress(now: dict[str, Any]) -> None:
                 log.add(offline.reading_of(now["reading"]))
-                on_sample(now["samples"])
+                tell(Counts(**now["counts"]))
 
             found = engine.call(offline.RUN, request, on_progress=on_progress, patience=options.timeout)
         run, log = offline.run_of(found)
-        return ReproduceResult.of(f"offline, {FLAG}={flag}", run, log, engine.info)
-
-
-@contextmanager
-def _progress(samples: int, log: "BatchLog", notes: "Console") -> Iterator[Callable[..., None]]:
-    """Show how many samples have come, and the batch of the last reading; call what is yielded for each sample, or with
-    the number of samples so far.
-    """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
-    from rich.text import Text
-
-    class Batch(ProgressColumn):
-        def render(self, _task: Any) -> Text:
-            return Text(f"batch of {log.running_now}, up to {log.largest}")
-
-    if not notes.is_terminal:
-        yield lambda *_: None
-        return
-    columns = (TextColumn("samples"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), Batch())
-    with Progress(*columns, console=notes, transient=True, refresh_per_second=4) as progress:
-        task = progress.add_task("", total=samples)
-
-        def on_sample(so_far: int | None = None) -> None:
-            progress.update(task, **({"advance": 1} if so_far is None else {"completed": so_far}))
-
-        yield on_sample
+        return ReproduceResult.of(label, run, log, engine.info)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ..answers import Answer, RequestSpec
+from ..answers import Answer, RequestSpec, Tally
 from ..harness.load import Run, plan_load
 from ..harness.metrics import BatchLog, Reading
 
@@ -18,22 +18,18 @@ def run(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
     from ..harness import worker_main
     from ..harness.engine import run_offline
 
-    spec, log, told, samples = RequestSpec(**request["spec"]), BatchLog(), 0.0, 0
+    spec, log, told, tally = RequestSpec(**request["spec"]), BatchLog(), 0.0, Tally()
     context = llm.llm_engine.model_config.max_model_len
     plan = plan_load(request["samples"], request["concurrency"], spec.max_tokens, context, request["seed"])
-
-    def on_sample() -> None:
-        nonlocal samples
-        samples += 1
 
     def on_reading(reading: Reading) -> None:
         nonlocal told
         if reading.when > told + _TELL_EVERY:
             told = reading.when
-            worker_main.tell({"samples": samples, "reading": _plain(reading)})
+            worker_main.tell({"counts": vars(tally.counts), "reading": _plain(reading)})
 
     log.on_reading = on_reading
-    done = run_offline(llm, spec, plan, log, on_sample)
+    done = run_offline(llm, spec, plan, log, tally.add)
     found: dict[Answer, int] = {}
     which = [found.setdefault(answer, len(found)) for answer in done.answers]
     answers = [[answer.text, answer.tokens, [bits.hex() for bits in answer.bits]] for answer in found]

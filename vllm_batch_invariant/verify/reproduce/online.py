@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import httpx
 
-from ..answers import RequestSpec
+from ..answers import Counts, RequestSpec, Tally
 from ..harness import mode
 from ..harness.client import connect
 from ..harness.http_load import Load
@@ -18,9 +18,9 @@ from .report import ReproduceResult
 
 
 @contextmanager
-def untold(_log: BatchLog) -> Iterator[Callable[[], None]]:
+def untold(_log: BatchLog) -> Iterator[Callable[[Counts], None]]:
     """Progress that nobody is told."""
-    yield lambda: None
+    yield lambda _: None
 
 
 async def run(
@@ -33,7 +33,7 @@ async def run(
     timeout: float,
     label: str = "server",
     started: str | None = None,
-    progress: Callable[[BatchLog], AbstractContextManager[Callable[[], None]]] = untold,
+    progress: Callable[[BatchLog], AbstractContextManager[Callable[[Counts], None]]] = untold,
     every: float = 0.25,
 ) -> ReproduceResult:
     """Send the request ``samples`` times while the load changes.
@@ -48,7 +48,7 @@ async def run(
         timeout: seconds after which the run is given up.
         label: of the result.
         started: the mode of a server that was started here; a server that already ran reports its mode.
-        progress: a context whose value is called for every sample.
+        progress: a context whose value is called with the counts so far, after every sample.
         every: seconds between two readings of the server's metrics.
 
     Raises:
@@ -58,10 +58,11 @@ async def run(
     async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
         plan = plan_load(samples, concurrency, spec.max_tokens, served.context, spec.seed)
-        with progress(log) as on_sample:
+        tally = Tally()
+        with progress(log) as tell:
             try:
                 async with asyncio.timeout(timeout), watch(server.http, server.metrics, log, every):
-                    done = await Load(server.api, served.name, spec, on_sample).run(plan)
+                    done = await Load(server.api, served.name, spec, lambda answer: tell(tally.add(answer))).run(plan)
             except TimeoutError:
                 raise NoTestError(f"the run was not done within --timeout {timeout:.0f} s") from None
             except httpx.HTTPError as error:

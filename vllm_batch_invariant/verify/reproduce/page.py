@@ -59,16 +59,7 @@ def _verdict(result: ReproduceResult) -> Verdict:
         (f"{min(running)} to {max(running)}", "requests in the batch"),
     )
     outcome = Outcome.HOLDS if found.identical else Outcome.BREAKS
-    return Verdict(result.label, outcome, _headline(result), numbers, f"mode: {result.info['mode']}")
-
-
-def _headline(result: ReproduceResult) -> str:
-    found = result.comparison
-    if found.identical:
-        return f"Reproducible. All {found.samples} answers are equal, bit for bit."
-    tokens, logprobs = sum(found.token_positions.values()), sum(found.logprob_positions.values())
-    differ = [f"{number} have other {what}" for number, what in ((tokens, "tokens"), (logprobs, "logprobs")) if number]
-    return f"Not reproducible. Of {found.samples - 1} repeats {' and '.join(differ) or 'some have other text'}."
+    return Verdict(result.label, outcome, result.headline, numbers, f"mode: {result.info['mode']}")
 
 
 def _positions(result: ReproduceResult) -> tuple[Part, ...]:

@@ -1,19 +1,24 @@
 """The report of a reproducibility run, as a table on a console and as JSON."""
 
 import math
+import re
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ..answers import (
     Answer,
     AnswerComparison,
+    Counts,
     Divergence,
     GeneratedToken,
     RequestSpec,
@@ -24,7 +29,9 @@ from ..answers import (
 )
 from ..harness.load import Run
 from ..harness.metrics import BatchLog, BatchSizes, Trace
+from ..harness.mode import NONE, OURS, THEIRS
 from ..outcome import Status
+from ..printing import printable
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,16 @@ class ReproduceResult:
             f"and {_count(found.logprob_sequences, 'logprob sequence')}"
         )
 
+    @property
+    def headline(self) -> str:
+        """The result in words: those of the page, and the last of the command."""
+        found = self.comparison
+        if found.identical:
+            return f"Reproducible. All {found.samples} answers are equal, bit for bit."
+        positions = {"tokens": found.token_positions, "logprobs": found.logprob_positions}
+        differ = [f"{sum(some.values())} have other {what}" for what, some in positions.items() if some]
+        return f"Not reproducible. Of {found.samples - 1} repeats {' and '.join(differ) or 'some have other text'}."
+
     def as_json(self) -> dict[str, Any]:
         """The result as plain data; of each batch size how often it was seen, and each different answer once."""
         data = asdict(replace(self, answers=(), trace=None))
@@ -128,9 +145,7 @@ def _different(reference: Answer, answer: Answer) -> dict[str, Any]:
 
 def _listed(answer: Answer, position: int) -> list[list[Any]]:
     """Token and logprob of the generated token, then of every candidate; none behind the end of an answer."""
-    if position >= len(answer.bits):
-        return []
-    return [[token, _number(logprob)] for token, logprob in GeneratedToken.of_bits(answer.bits[position]).listed]
+    return [[token, _number(logprob)] for token, logprob in _of(answer, position)]
 
 
 def _number(value: float) -> float | str:
@@ -150,24 +165,134 @@ def as_json(
     }
 
 
-def print_report(console: Console, results: Sequence[ReproduceResult]) -> None:
-    """Print a table with a column a result, and the verdict of each."""
+def print_report(console: Console, results: Sequence[ReproduceResult], verbose: bool = False) -> None:
+    """Print a table with a column a result, where answers part, and the verdict of each.
+
+    Args:
+        verbose: whether the table has everything that is known of a run.
+    """
     table = Table(title="The same request, under a load that varies the batch", title_justify="left")
     table.add_column("")
     for result in results:
         table.add_column(escape(result.label), justify="left", overflow="fold")
-    columns = [rows_of(result) for result in results]
+    columns = [(rows_of if verbose else summary_of)(result) for result in results]
     for name in columns[0]:
         table.add_row(name, *(escape(column[name]) for column in columns))
     console.print(table)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    in_colour = console.is_terminal and not console.no_color
     for result in results:
-        console.print(
-            result.verdict,
-            style="green" if result.comparison.identical else "red",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
+        for line in (*_remarks(result), *_parting(result, in_colour)):
+            say(line)
+    if len(results) > 1:
+        say(judgement(results), style="bold")
+    for result in results:
+        say(f"{result.label}: {result.headline}", style="green" if result.comparison.identical else "red")
+
+
+def summary_of(result: ReproduceResult) -> dict[str, str]:
+    """The rows of the short table: name and text."""
+    found, running = result.comparison, result.batches.running
+    return {
+        "answers": str(found.samples),
+        "different texts": str(found.completions),
+        "different logprobs, same text or not": str(found.logprob_sequences),
+        "requests in the batch": f"{min(running)} to {max(running)}",
+    }
+
+
+def judgement(results: Sequence[ReproduceResult]) -> str:
+    """How many answers of each result differ from its first, in a line."""
+    return " ".join(map(_judged, results))
+
+
+def _judged(result: ReproduceResult) -> str:
+    whose = {NONE: "Plain vLLM", OURS: "With the mode", THEIRS: "vLLM's own mode"}.get(
+        result.info["mode"], result.label
+    )
+    others = sum(answer != result.answers[0] for answer in result.answers)
+    if not others:
+        return f"{whose}: none of {len(result.answers)}."
+    return f"{whose}: {others} of {len(result.answers)} answers differ from the first."
+
+
+def _remarks(result: ReproduceResult) -> Iterator[str]:
+    """What a reader of the short table may not miss."""
+    if result.info["mode"] not in (NONE, OURS):
+        yield f"{result.label}: mode: {result.info['mode']}"
+    if result.failed_others:
+        failed = _count(result.failed_others, "concurrent request")
+        yield f"{result.label}: {failed} failed: {result.failure}"
+
+
+_BEFORE, _FROM = 72, 160
+"""Characters that are shown before the first other word, and from it on."""
+
+
+def _parting(result: ReproduceResult, in_colour: bool) -> Iterator[Text]:
+    """Two answers where their tokens first part, the first other word of each marked, and the logprobs of both words;
+    where no token parts, the first two logprobs that differ.
+    """
+    found = result.comparison
+    if (parted := found.earliest_token) is not None:
+        answers = result.answers[0], result.answers[parted.sample]
+        ways = parted_texts(*(answer.text for answer in answers)) or ("", (parted.expected, ""), (parted.got, ""))
+        shared, *others = ways
+        words = [printable(word.strip()) for word, _ in others]
+        yield Text(f"{result.label}: the first answers that part, at token {parted.position}:")
+        numbers = [f"answer {sample}:" for sample in (0, parted.sample)]
+        width = max(map(len, numbers))
+        for number, answer, (word, rest), colour in zip(numbers, answers, others, ("green", "red"), strict=True):
+            yield _marked(f"  {number:<{width}} ", shared, word, rest, colour if in_colour else None)
+            listed = dict(_of(answer, parted.position))
+            chosen = (f"{one} {_shown(listed.get(token))}" for one, token in zip(words, parted.both, strict=True))
+            yield Text(f"  {'':<{width}} logprobs there: {', '.join(chosen)}", style="dim")
+    elif (parted := found.earliest_logprob) is not None:
+        sides = (_of(result.answers[sample], parted.position) for sample in (0, parted.sample))
+        one, other = next(pair for pair in zip_longest(*sides, fillvalue=("nothing", None)) if pair[0] != pair[1])
+        yield Text(
+            f"{result.label}: no token differs; the evidence is in the logprobs. At token {parted.position} answer 0 "
+            f"lists {printable(one[0])} {_shown(one[1])}, answer {parted.sample} {printable(other[0])} "
+            f"{_shown(other[1])}"
         )
+
+
+def parted_texts(one: str, other: str) -> tuple[str, tuple[str, str], tuple[str, str]] | None:
+    """What two texts share, up to the first other word, and that word and the rest of each; None if they are equal."""
+    place = first_difference(one, other)
+    if place is None:
+        return None
+    start = len(re.sub(r"\S*\Z", "", one[:place]))
+
+    def parts(text: str) -> tuple[str, str]:
+        word = re.match(r"\s*\S*", text[start:])[0]
+        return word or "<end>", text[start + len(word) :]
+
+    return one[:start], parts(one), parts(other)
+
+
+def _marked(begin: str, shared: str, word: str, rest: str, colour: str | None) -> Text:
+    """A text around a marked word, on one line; in a colour, or else between asterisks."""
+    room = max(_FROM - len(word), 0)
+    before = ("…" if len(shared) > _BEFORE else "") + shared[-_BEFORE:]
+    behind = rest[:room] + ("…" if len(rest) > room else "")
+    mark = (printable(word), f"bold {colour}") if colour else f"**{printable(word)}**"
+    return Text.assemble(begin, printable(before), mark, printable(behind))
+
+
+def _of(answer: Answer, position: int) -> Sequence[tuple[str, float]]:
+    """Tokens and logprobs that an answer lists at a position; none behind its end."""
+    return GeneratedToken.of_bits(answer.bits[position]).listed if position < len(answer.bits) else ()
+
+
+def _shown(logprob: float | None) -> str:
+    """A logprob with all digits of an fp32."""
+    return "(not listed)" if logprob is None else f"{logprob:.9g}"
+
+
+def in_words(counts: Counts) -> str:
+    """The counts of different answers."""
+    return f"{_count(counts.completions, 'completion')}, {_count(counts.logprob_sequences, 'logprob sequence')}"
 
 
 def rows_of(result: ReproduceResult) -> dict[str, str]:
