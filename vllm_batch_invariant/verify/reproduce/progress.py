@@ -35,7 +35,7 @@ class Progress:
         """What the answers of a run that is under way tell; empty where none runs or fewer than two came."""
         if self._done or self._counts.samples < 2:
             return ""
-        end = "they differ" if self._counts.differ else "no difference so far, which decides nothing"
+        end = "they differ" if self._counts.differ else "no difference yet"
         return f"{self._label}, {self._counts.samples} of {self._samples} so far: {in_words(self._counts)}: {end}"
 
     @contextmanager

@@ -245,7 +245,7 @@ def _parting(result: ReproduceResult, in_colour: bool) -> Iterator[Text]:
         for number, answer, (word, rest), colour in zip(numbers, answers, others, ("green", "red"), strict=True):
             yield _marked(f"  {number:<{width}} ", shared, word, rest, colour if in_colour else None)
             listed = dict(_of(answer, parted.position))
-            chosen = (f"{one} {_shown(listed.get(token))}" for one, token in zip(words, parted.both, strict=True))
+            chosen = (f'"{one}" {_shown(listed.get(token))}' for one, token in zip(words, parted.both, strict=True))
             yield Text(f"  {'':<{width}} logprobs there: {', '.join(chosen)}", style="dim")
     elif (parted := found.earliest_logprob) is not None:
         sides = (_of(result.answers[sample], parted.position) for sample in (0, parted.sample))
@@ -262,13 +262,15 @@ def parted_texts(one: str, other: str) -> tuple[str, tuple[str, str], tuple[str,
     place = first_difference(one, other)
     if place is None:
         return None
-    start = len(re.sub(r"\S*\Z", "", one[:place]))
 
-    def parts(text: str) -> tuple[str, str]:
+    def parts(text: str, start: int) -> tuple[str, str]:
         word = re.match(r"\s*\S*", text[start:])[0]
         return word or "<end>", text[start + len(word) :]
 
-    return one[:start], parts(one), parts(other)
+    start = len(re.sub(r"\S*\Z", "", one[:place]))
+    if parts(one, start)[0] == parts(other, start)[0]:  # one of them ends behind this word, or in other blanks
+        start = place
+    return one[:start], parts(one, start), parts(other, start)
 
 
 def _marked(begin: str, shared: str, word: str, rest: str, colour: str | None) -> Text:
