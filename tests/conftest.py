@@ -187,6 +187,22 @@ def one_thread_beside_others() -> None:
         torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session")
+def real_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small trained model in bf16, downloaded once: SmolLM2-135M-Instruct. Where no registry is reached its tests are
+    skipped, unless REAL_MODEL=required, as in continuous integration.
+    """
+    from vllm_batch_invariant.verify.outcome import NoTestError
+    from vllm_batch_invariant.verify.real_model import make_real_checkpoint
+
+    try:
+        return make_real_checkpoint(tmp_path_factory.mktemp("real") / "smollm2")
+    except NoTestError as error:
+        if os.environ.get("REAL_MODEL") == "required":
+            raise
+        pytest.skip(f"no real model: {error}")
+
+
 @pytest.fixture
 def sm90() -> None:
     if torch.cuda.get_device_capability() != (9, 0):

