@@ -9,7 +9,7 @@ import argparse
 import json
 import shlex
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from .arguments import OneLineParser, add_json, at_least, check_reports
 from .printing import printable
+from .tokenizer_files import write_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -65,30 +66,10 @@ def train_tokenizer(vocab_size: int, max_bytes: int = 2_000_000) -> "Tokenizer":
     return tokenizer
 
 
-def save_tokenizer(
-    tokenizer: "Tokenizer",
-    folder: Path,
-    max_length: int,
-    named: Mapping[str, str],
-    special: Sequence[str],
-    chat_template: str,
-) -> None:
-    """Write the files from which transformers and vLLM load the tokenizer and its chat template.
-
-    Args:
-        named: special tokens by name, such as ``eos_token``.
-        special: more special tokens.
-    """
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": max_length,
-        **named,
-        "additional_special_tokens": [token for token in special if token not in named.values()],
-        "clean_up_tokenization_spaces": False,
-        "chat_template": chat_template,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+def save_tokenizer(tokenizer: "Tokenizer", folder: Path, max_length: int) -> None:
+    """Write the files of a tokenizer with this module's special tokens and chat template."""
+    named = {"pad_token": PAD, "eos_token": EOS}
+    write_tokenizer(tokenizer, folder, max_length, named, SPECIAL_TOKENS, CHAT_TEMPLATE)
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -236,8 +217,7 @@ def make_checkpoint(folder: Path, shape: Shape = Shape(), seed: int = 0) -> Path
     folder.mkdir(parents=True, exist_ok=True)
     drawn = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
     tokenizer = train_tokenizer(shape.vocab)
-    named = {"pad_token": PAD, "eos_token": EOS}
-    save_tokenizer(tokenizer, folder, shape.max_length, named, SPECIAL_TOKENS, CHAT_TEMPLATE)
+    save_tokenizer(tokenizer, folder, shape.max_length)
     weights: dict[str, torch.Tensor] = {}
     for part in random_weights(shape, tokenizer.get_vocab_size(), drawn):
         weights |= part

@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .demo_model import save_tokenizer
 from .outcome import NoTestError
 from .printing import note, shortened
+from .tokenizer_files import write_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -180,7 +180,7 @@ def write(gguf: Path, folder: Path, dtype: str) -> None:
     ids, config = _special_ids(reader), config_of(reader, dtype)
     named = {name.removesuffix("_id"): tokenizer.id_to_token(id) for name, id in ids.items()}
     template = _value(reader, "tokenizer.chat_template")
-    save_tokenizer(tokenizer, folder, config["max_position_embeddings"], named, special, template)
+    write_tokenizer(tokenizer, folder, config["max_position_embeddings"], named, special, template)
     (folder / "generation_config.json").write_text(json.dumps(ids, indent=1) + "\n")
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
