@@ -29,7 +29,7 @@ SERVE = "--enforce-eager --dtype=bfloat16 --max-model-len=1024 --max-num-batched
 """Of both servers. With large steps no prompt is cut: plain vLLM ends with an error on a CPU where a seeded request's
 is.
 """
-SAMPLES = {"AVX512": 300}
+SAMPLES = {"AVX512": 150}
 """By PyTorch's name of the CPU's vector instructions, so that the demonstration takes minutes."""
 FEWER_SAMPLES = 60
 """Without AVX-512, where plain vLLM's matmuls in bf16 are slow."""
