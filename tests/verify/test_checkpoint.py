@@ -79,3 +79,38 @@ def test_a_shape_that_cannot_be_is_refused():
 def test_the_command_writes_the_dtype_it_was_asked_for(tmp_path: Path):
     assert main(["make-checkpoint", str(tmp_path / "new" / "model"), "--dtype", "float32", "--layers", "1"]) == 0
     assert json.loads((tmp_path / "new" / "model" / "config.json").read_text())["torch_dtype"] == "float32"
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(28, "No space left on device"), "cannot be written: [Errno 28] No space left on device"),
+        (Exception("No space left on device (os error 28)"), "the run failed: No space left on device (os error 28)"),
+        (KeyboardInterrupt(), "interrupted"),
+    ],
+)
+def test_a_full_disk_is_one_line_and_leaves_no_half_of_a_checkpoint(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    there: bool,
+    error: BaseException,
+    line: str,
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        assert (made / "tokenizer.json").exists()
+        raise error
+
+    made = tmp_path / "made"
+    if there:
+        made.mkdir()
+        (made / "notes").write_text("mine")
+    monkeypatch.setattr("safetensors.torch.save_file", fails)
+    try:
+        status = main(["make-checkpoint", str(made), "--layers", "1", "--hidden", "64"])
+    except SystemExit as end:
+        status = end.code
+    assert status == (130 if isinstance(error, KeyboardInterrupt) else 2)
+    assert line in capsys.readouterr().err
+    assert [path.name for path in made.iterdir()] == ["notes"] if there else not made.exists()

@@ -7,16 +7,17 @@ changes a token.
 
 import argparse
 import json
-import shlex
+import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import OneLineParser, add_json, at_least, check_reports
-from .printing import printable
+from .printing import command_line, printable
 from .tokenizer_files import write_tokenizer
 
 if TYPE_CHECKING:
@@ -230,6 +231,21 @@ def make_checkpoint(folder: Path, shape: Shape = Shape(), seed: int = 0) -> Path
     return folder
 
 
+@contextmanager
+def removed_on_failure(folder: Path) -> Iterator[None]:
+    """Takes away what the block has written into a folder if it fails: half of a checkpoint looks like a whole one."""
+    before = set(folder.iterdir()) if folder.is_dir() else None
+    try:
+        yield
+    except BaseException:
+        if before is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            for path in {*folder.iterdir()} - before:
+                path.unlink(missing_ok=True)
+        raise
+
+
 def add_arguments(parser: OneLineParser) -> None:
     """Add the command's arguments."""
     parser.set_defaults(run=run)
@@ -265,14 +281,15 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
     experts = {"experts": options.experts, "top_k": min(Shape.top_k, options.experts or Shape.top_k)}
     shape = Shape(dtype=options.dtype, layers=options.layers, hidden=options.hidden, **experts)
     try:
-        make_checkpoint(options.folder, shape, options.seed)
+        with removed_on_failure(options.folder):
+            make_checkpoint(options.folder, shape, options.seed)
     except (OSError, SafetensorError) as error:
         parser.error(f"{options.folder} cannot be written: {error}")
     size = sum(path.stat().st_size for path in options.folder.iterdir())
     name = f"Qwen3-MoE with {shape.experts} experts" if shape.experts else "Qwen3"
     made = f"wrote {options.folder}: {name}, {shape.layers} layers, hidden size {shape.hidden}, {shape.dtype}, seed "
     print(printable(f"{made}{options.seed}, {size / 1e6:.0f} MB"))
-    print(printable(f"try: vllm-batch-invariant check --quick {shlex.quote(str(options.folder))}"))
+    print(printable(f"try: {command_line('check', '--quick', str(options.folder))}"))
     if options.json:
         about = {"folder": str(options.folder), "bytes": size, "seed": options.seed, "shape": asdict(shape)}
         options.json.write(options, 0, about)
@@ -288,7 +305,8 @@ def _run_real(options: argparse.Namespace, parser: OneLineParser) -> int:
     if given := [f"--{name}" for name, default in of_random.items() if getattr(options, name) != default]:
         parser.error(f"--real is one trained model: leave out {', '.join(given)}")
     try:
-        real_model.make_real_checkpoint(options.folder, options.dtype)
+        with removed_on_failure(options.folder):
+            real_model.make_real_checkpoint(options.folder, options.dtype)
     except (OSError, SafetensorError) as error:
         parser.error(f"{options.folder} cannot be written: {error}")
     size = sum(path.stat().st_size for path in options.folder.iterdir())
