@@ -63,7 +63,8 @@ def parts(exhaustive: bool) -> tuple[Part, ...]:
     npu = os.environ.get("NPU_PYTHON", "python3.11")
     made = ("make", "--no-print-directory")
     return (
-        Part("engines and others", (*pytest, *(["--exhaustive"] if exhaustive else []))),
+        # threads that wait for each other leave their core to the parts beside them
+        Part("engines and others", (*pytest, *["--exhaustive"] * exhaustive), {"OMP_WAIT_POLICY": "PASSIVE"}),
         Part("interpreted", (*pytest, "-m", "interpreted"), {"TRITON_INTERPRET": "1"}),
         Part("NPU", (*made, "test-npu"), {}, (npu,), "the kernels for an Ascend NPU are not compiled"),
         Part("site", (*made, "test-site"), {}, ("npm",), "the site is not built and its pages are not tested"),

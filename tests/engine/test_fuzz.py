@@ -31,9 +31,9 @@ OPTIONS |= {"sleep": "on" if ON_GPU else "cache"}
 SETTINGS = Settings(16, 300, 32, True, False, True, True, "0" if ON_GPU else "", CONTEXT, options=OPTIONS)
 """Small steps, small pages and a KV cache that preempts; on a GPU the runner in whose sampler a fault is injected."""
 SCHEDULES = 10
-OF_COMMAND = 6
+OF_COMMAND = 3
 """Schedules of the command, which has them in an engine of settings that it draws."""
-TRIES = 25
+TRIES = 8
 INJECT = "tests.faults.fuzz:inject"
 
 

@@ -95,6 +95,7 @@ def test_a_trainer_has_the_logprobs_of_the_rollout(kept: Result, real_model: Pat
     assert (gap.different, gap.kl) == (0, 0.0)
 
 
+@pytest.mark.exhaustive
 def test_a_fuzzed_engine_keeps_every_bit(real_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"PYTHONPATH": str(ROOT), "VLLM_NO_USAGE_STATS": "1", FLAG: "1"}.items():
         monkeypatch.setenv(name, value)
@@ -108,6 +109,7 @@ def test_a_fuzzed_engine_keeps_every_bit(real_model: Path, monkeypatch: pytest.M
     assert trial.row.compared >= 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(ON_GPU, reason="test_exact_cuda.py runs engines on a GPU")
 def test_in_exact_arithmetic_an_answer_has_the_same_bits_alone_and_among_others(
     real_model: Path, prompts: list[list[int]]
