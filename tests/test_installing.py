@@ -60,9 +60,9 @@ def test_where_the_source_is_not_known_a_checkout_is_asked_for(
 
 
 def test_pip_is_that_of_this_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(installing, "find_spec", lambda name: None)
+    monkeypatch.setattr(installing, "has_pip", lambda: False)
     assert installing._program() == f"uv pip install --python {sys.executable}"
-    monkeypatch.setattr(installing, "find_spec", lambda name: name)
+    monkeypatch.setattr(installing, "has_pip", lambda: True)
     monkeypatch.setattr(installing, "which", lambda name: str(tmp_path / name))
     assert installing._program() == f"{sys.executable} -m pip install"
     monkeypatch.setattr(installing, "which", lambda name: str(Path(sys.executable).with_name(name)))
@@ -95,3 +95,10 @@ def test_no_message_advises_the_name_alone(folder: str) -> None:
     assert files
     assert [str(path) for path in files if ADVICE.search(path.read_text())] == []
     assert ADVICE.search("pip install 'vllm-batch-invariant[verify]'")
+
+
+def test_a_message_leaves_setuptools_to_be_imported() -> None:
+    """Where Python has distutils of its own, and setuptools takes its place: up to Python 3.11."""
+    pytest.importorskip("setuptools")
+    code = "from vllm_batch_invariant.installing import how_to_install; how_to_install('verify'); import setuptools"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -7,8 +7,8 @@ run code wherever the advice is followed. The command names where the installed 
 import json
 import shlex
 import sys
+from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, distribution
-from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -33,9 +33,16 @@ def how_to_install(*extras: str) -> str:
     return f"{program} {shlex.quote(f'{NAME}{listed} @ {source}')}"
 
 
+def has_pip() -> bool:
+    """Whether this Python has pip. Nobody imports or looks for it the usual way: setuptools' hook would then leave the
+    rest of the process with Python's own distutils, beside which setuptools cannot be imported.
+    """
+    return PathFinder.find_spec("pip") is not None
+
+
 def _program() -> str:
     """What installs into this Python, whether or not its environment is activated."""
-    if find_spec("pip") is None:
+    if not has_pip():
         return _with_uv()
     found = which("pip")
     here = found is not None and Path(found).parent == Path(sys.executable).parent

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..installing import has_pip
 from .outcome import NoTestError
 from .printing import note, shortened
 from .tokenizer_files import write_tokenizer
@@ -55,7 +56,7 @@ def download(folder: Path) -> Path:
 
 def _installer() -> list[str]:
     """The command that installs: pip's, which reads the machine's settings of pip, or else uv's."""
-    if find_spec("pip") is not None:
+    if has_pip():
         return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
     uv = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
     if uv is None:
