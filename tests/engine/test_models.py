@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from tests.engine import engines as engine_tests
 from tests.engine.engines import OF_DEVICE, Result, concurrent_requests, run, selected, some_exhaustive, tokens
 
 pytestmark = pytest.mark.engine
@@ -70,7 +71,7 @@ def asked(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Result]]]:
     """Every model in an engine of its own, two at a time: most of an engine's start takes one core."""
-    target = request(tokens(150, 1), max_tokens=12)
+    target = engine_tests.request(tokens(150, 1), max_tokens=12)
     steps = [{"name": "alone", "requests": [target]}]
     steps += [{"name": f"with {n}", "requests": [*concurrent_requests(n, n), target]} for n in CONCURRENT]
     limits = {"max_model_len": 1024, "skip_tokenizer_init": True, "max_num_batched_tokens": 128, "max_num_seqs": 64}
