@@ -6,7 +6,6 @@ usage: python -m scripts.run_tests [--exhaustive] [--alone] [--write]      as ma
 
 import argparse
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -16,7 +15,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 
 from scripts.compatibility import ROOT
 
@@ -129,15 +127,13 @@ def run(main: Part, others: Sequence[Part], beside: bool) -> list[Ran]:
 
 
 def machine() -> str:
-    """The CPU, its cores, and what decides how fast engines are on it."""
-    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    names = re.findall(r"^model name\s*: (.*)$", text, re.MULTILINE)
-    gpus = ""
-    if shutil.which("nvidia-smi"):
-        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        gpus = ", ".join(subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")[:-1])
-    cpu = f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
-    return f"{gpus}, {cpu}" if gpus else f"{cpu}, {'with' if 'avx512f' in text else 'without'} AVX-512"
+    """The GPUs, the CPU with its vector instructions, and its cores."""
+    import torch  # only where a run is recorded
+
+    from scripts.see.data import processor
+
+    gpus = (torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return ", ".join((*gpus, processor(), f"{os.cpu_count()} cores"))
 
 
 def recorded(page: str, row: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from tests.engine import multimodal
 from tests.engine.engines import ROOT
+from vllm_batch_invariant import serve
 from vllm_batch_invariant.envs import UNTESTED_VLLM
 from vllm_batch_invariant.integration import reviewed
 
@@ -138,19 +139,6 @@ SERVER = (
     "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(64 << 20), "--port", "0",
 )  # fmt: skip
 
-
-COMMAND_LINE = """
-from importlib import metadata
-found = metadata.version
-try:
-    found("vllm")
-except metadata.PackageNotFoundError:
-    metadata.version = lambda name: "0+cpu" if name == "vllm" else found(name)
-from vllm.entrypoints.cli.main import main
-if __name__ == "__main__":
-    main()
-"""
-"""vLLM's, which asks for the version of a package whose name is another one for CPUs."""
 
 MULTIMODAL = {
     "pictures and films": ("qwen3_vl", {}, "image and video inputs"),
@@ -306,7 +294,7 @@ def test_a_server_that_is_not_vllms_in_python_is_refused_with_one_line(
     variables: dict[str, str], arguments: list[str], line: str, checkpoint: Path
 ) -> None:
     process = subprocess.run(
-        [sys.executable, "-c", COMMAND_LINE, "serve", str(checkpoint), *arguments, *SERVER[4:]],
+        [sys.executable, "-m", serve.MODULE, str(checkpoint), *arguments, *SERVER[4:]],
         cwd=ROOT,
         env=inherited() | {"HF_HUB_OFFLINE": "1", "VLLM_BATCH_INVARIANT": "1"} | variables,
         stdout=subprocess.PIPE,
