@@ -156,6 +156,7 @@ def output_config(**changes: Any) -> Any:
     """On a GPU, with an option."""
     settings = {"device": "cuda", "experts": True, "mask": False, "second": True, "speculation": None} | changes
     return SimpleNamespace(
+        parallel_config=SimpleNamespace(world_size=settings.get("world_size", 1)),
         device_config=SimpleNamespace(device_type=settings["device"]),
         aux_output_config=SimpleNamespace(enable_return_routed_experts=settings["experts"]),
         model_config=SimpleNamespace(return_sampling_mask=settings["mask"]),
@@ -170,6 +171,7 @@ def output_config(**changes: Any) -> Any:
         ({}, "0.33.0", None),
         ({"experts": False}, "0.27.0", None),
         ({"experts": False, "mask": True}, "0.33.1", None),
+        ({"mask": True}, "0.33.0", None),
         ({"device": "cpu"}, "0.32.0", "--enable-return-routed-experts on a CPU"),
         ({"device": "npu", "experts": False, "mask": True}, "0.26.0", "--return-sampling-mask on an NPU"),
         ({"second": False}, "0.33.0", "--enable-return-routed-experts by vLLM's first model runner"),
@@ -181,9 +183,13 @@ def test_outputs_beside_tokens_are_refused_where_they_have_not_been_compared(
     changes: dict[str, Any], version: str, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: version)
-    [row] = [feature for name, feature in ROWS.items() if name.startswith("Routed experts")]
-    if said is None and (changes.get("experts", True) or changes.get("mask")):
-        assert row.found(output_config(**changes)).endswith("on a GPU")
+    [row] = [feature for name, feature in ROWS.items() if name.startswith("Sampling masks")]
+    if said is None and changes.get("mask"):
+        assert row.found(output_config(**changes)) == "--return-sampling-mask on a GPU"
+    elif said is None:
+        several = row.found(output_config(**changes | {"world_size": 2}))
+        assert several == ("--enable-return-routed-experts on several GPUs" if changes.get("experts", True) else None)
+        assert row.found(output_config(**changes)) is None
     monkeypatch.setenv(UNTRIED.name, "1")
     assert row.found(output_config(**changes)) == said
     monkeypatch.setenv(ARITHMETIC.name, "exact")
@@ -243,21 +249,43 @@ def test_experts_that_no_gpu_has_run_start_there_only_if_asked_for(monkeypatch: 
     def found(device: str, architecture: str) -> str | None:
         model = SimpleNamespace(is_moe=True, architecture=architecture)
         config = SimpleNamespace(device_config=SimpleNamespace(device_type=device), model_config=model)
-        return ROWS["Trinity, Hunyuan v3 and Step-3.5 on a GPU"].found(config)
+        return ROWS["Step-3.5 on a GPU"].found(config)
 
-    assert found("cuda", "AfmoeForCausalLM") == "AfmoeForCausalLM on a GPU"
-    assert found("cpu", "AfmoeForCausalLM") is found("cuda", "Qwen3MoeForCausalLM") is None
+    assert found("cuda", "Step3p5ForCausalLM") == "Step3p5ForCausalLM on a GPU"
+    assert found("cpu", "Step3p5ForCausalLM") is found("cuda", "AfmoeForCausalLM") is None
     monkeypatch.setenv(UNTRIED.name, "1")
-    assert found("cuda", "AfmoeForCausalLM") is None
+    assert found("cuda", "Step3p5ForCausalLM") is None
 
 
-def test_pooling_on_a_gpu_starts_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"convert_type": "embed", "use_v2_model_runner": False}, None),
+        ({"architecture": "Qwen2ForRewardModel"}, "Qwen2ForRewardModel on a GPU"),
+        ({"is_moe": True}, "a mixture of experts that pools on a GPU"),
+        ({"pooler_config": SimpleNamespace(tok_pooling_type="STEP")}, "pooling of marked tokens on a GPU"),
+        ({"use_v2_model_runner": False}, "classes by vLLM's first model runner"),
+    ],
+)
+def test_pooling_that_no_gpu_has_run_starts_there_only_if_asked_for(
+    changes: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    model = {
+        "runner_type": "pooling",
+        "architecture": "LlamaForSequenceClassification",
+        "is_moe": False,
+        "pooler_config": SimpleNamespace(tok_pooling_type="ALL"),
+        "convert_type": "classify",
+    }
     config = SimpleNamespace(
-        device_config=SimpleNamespace(device_type="cuda"), model_config=SimpleNamespace(runner_type="pooling")
+        device_config=SimpleNamespace(device_type="cuda"),
+        model_config=SimpleNamespace(**model | {name: changes[name] for name in changes if name in model}),
+        use_v2_model_runner=changes.get("use_v2_model_runner", True),
     )
-    [row] = [feature for name, feature in ROWS.items() if name.startswith("Pooling on a GPU")]
-    assert row.found(config) == "the pooling runner on a GPU"
+    [row] = [feature for name, feature in ROWS.items() if name.startswith("Pooling with another")]
+    assert row.found(config) == said
     monkeypatch.setenv(UNTRIED.name, "1")
     assert row.found(config) is None
 

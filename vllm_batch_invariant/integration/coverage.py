@@ -48,7 +48,9 @@ CORES = "VLLM_CPU_OMP_THREADS_BIND"
 RAN_ON_GPUS = "0.33."
 """The beginning of the versions that have run on GPUs in exact arithmetic, with experts, and with two workers."""
 POOLING_RAN = {"cpu": "0.32.", "cuda": RAN_ON_GPUS}
-"""The beginning of the versions whose poolers were read, by device; engines have pooled to the end on a CPU alone."""
+"""The beginning of the versions whose engines have pooled, by device."""
+REWARDS_OF_TOKENS = ("Qwen2ForRewardModel", "Qwen2ForProcessRewardModel")
+"""Models that pool, and whose engines no GPU has run."""
 EXACT_MODELS_ON_GPUS = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -61,8 +63,8 @@ EXACT_MODELS_ON_GPUS = (
     "Phi3ForCausalLM",
 )
 """Those whose engines have had the definition's bits on a GPU."""
-EXPERTS_ON_CPUS_ALONE = ("AfmoeForCausalLM", "HYV3ForCausalLM", "Step3p5ForCausalLM")
-"""Mixtures of experts whose engines no GPU has run: Trinity, Hunyuan v3, Step-3.5."""
+EXPERTS_ON_CPUS_ALONE = ("Step3p5ForCausalLM",)
+"""Mixtures of experts whose engines no GPU has run."""
 LOGITS_PROCESSORS = "vllm.logits_processors"
 """The group of entry points whose logits processors vLLM loads without being told to."""
 
@@ -285,16 +287,18 @@ def _outputs_beside_tokens(config: Config) -> str | None:
     if not on:
         return None
     device, version = devices.of_config(config).ops.type, patch_points.installed_version()
+    several = config.parallel_config.world_size > 1
     found = {
         {"cpu": "on a CPU", "npu": "on an NPU"}.get(device, ""): device != "cuda",
-        "on a GPU": device == "cuda" and not envs.starts_untried(),
+        "on several GPUs": several and not envs.starts_untried(),
         f"with vLLM {version}": not version.startswith(RAN_ON_GPUS),
         "by vLLM's first model runner": device == "cuda" and not config.use_v2_model_runner,
         "beside speculative decoding": config.speculative_config is not None,
         "in exact arithmetic": envs.is_exact(),
     }
-    named = [where for where, is_so in found.items() if is_so]
-    return f"{on[0]} {named[0]}" if named else None
+    if named := [where for where, is_so in found.items() if is_so]:
+        return f"{on[0]} {named[0]}"
+    return _when("--return-sampling-mask" in on and not envs.starts_untried(), "--return-sampling-mask on a GPU")
 
 
 def _pools(config: Config) -> bool:
@@ -312,9 +316,20 @@ def _pooling_elsewhere(config: Config) -> str | None:
     device, version = devices.of_config(config).ops.type, patch_points.installed_version()
     if device not in POOLING_RAN:
         return "the pooling runner on an NPU"
-    if device == "cuda" and not envs.starts_untried():
-        return "the pooling runner on a GPU"
-    return _when(not version.startswith(POOLING_RAN[device]), f"the pooling runner with vLLM {version}")
+    if not version.startswith(POOLING_RAN[device]):
+        return f"the pooling runner with vLLM {version}"
+    return _pooling_not_run_on_gpus(config) if device == "cuda" and not envs.starts_untried() else None
+
+
+def _pooling_not_run_on_gpus(config: Config) -> str | None:
+    model = config.model_config
+    found = {
+        f"{model.architecture} on a GPU": model.architecture in REWARDS_OF_TOKENS,
+        "a mixture of experts that pools on a GPU": model.is_moe,
+        "pooling of marked tokens on a GPU": getattr(model.pooler_config, "tok_pooling_type", None) == "STEP",
+        "classes by vLLM's first model runner": model.convert_type != "embed" and not config.use_v2_model_runner,
+    }
+    return next((what for what, is_so in found.items() if is_so), None)
 
 
 def _both_directions_of_a_pooling_model(config: Config) -> str | None:
@@ -552,8 +567,8 @@ COVERED = (
     ),
     Feature(
         "Pooling models",
-        "decoder-only models with causal attention that classify, score, reward or embed, on a CPU with vLLM 0.32, by "
-        "one worker or several",
+        "decoder-only models with causal attention that classify, score, reward or embed: on a CPU with vLLM 0.32, by "
+        "one worker or several; on one GPU with vLLM 0.33",
     ),
     Feature("Poolers", "the last token, all tokens, their mean, or marked tokens (STEP)"),
     Feature(
@@ -802,9 +817,9 @@ REFUSED = (
         ("cuda",),
     ),
     Feature(
-        "Trinity, Hunyuan v3 and Step-3.5 on a GPU",
-        "they have been run on a CPU alone",
-        "serve on a CPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts them on a GPU",
+        "Step-3.5 on a GPU",
+        "it has been run on a CPU alone",
+        "serve it on a CPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on a GPU",
         _experts_not_run_on_gpus,
         ("cuda",),
     ),
@@ -868,7 +883,8 @@ REFUSED = (
         _other_runner,
     ),
     Feature(
-        "Pooling on a GPU and an NPU, and on a CPU with another vLLM than 0.32",
+        "Pooling with another vLLM than 0.32 on a CPU and 0.33 on a GPU, on an NPU; on a GPU rewards of tokens, marked "
+        "tokens, experts, and classes by vLLM's first model runner",
         "its poolers have not been run there to the end",
         "serve it on a CPU with vLLM 0.32; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on a GPU with vLLM 0.33",
         _pooling_elsewhere,
@@ -893,10 +909,10 @@ REFUSED = (
         _beside_pooling,
     ),
     Feature(
-        "Routed experts and sampling masks beside tokens",
-        "vLLM's second model runner alone gives them, and no engine's have been compared",
+        "Sampling masks beside tokens; routed experts but of one GPU with vLLM 0.33 and its second model runner",
+        "these have not been compared",
         "leave --enable-return-routed-experts and --return-sampling-mask out; VLLM_BATCH_INVARIANT_UNTRIED=1 starts "
-        "them on a GPU with vLLM 0.33",
+        "them on GPUs with vLLM 0.33",
         _outputs_beside_tokens,
     ),
     Feature(
