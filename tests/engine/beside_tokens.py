@@ -33,7 +33,8 @@ def answers(llm: Any, requests: Sequence[dict[str, Any]], reset: str = "", whole
     engine, before = llm.llm_engine, preemptions(llm)
     if reset:
         llm.reset_prefix_cache()
-    for number, request in enumerate(requests):
+    # the last first: the others, which answer for longer, are there when the targets come
+    for number, request in reversed([*enumerate(requests)]):
         engine.add_request(str(number), {"prompt_token_ids": request["prompt"]}, SamplingParams(**request["params"]))
     done: dict[str, Any] = {}
     largest = steps = 0

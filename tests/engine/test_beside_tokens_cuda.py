@@ -49,7 +49,14 @@ TARGETS = [asked(length, length, **wanted) for length in LENGTHS for wanted in W
 def others(count: int) -> list[dict[str, Any]]:
     """With other filters, of which the widest decides how much memory a step's masks have."""
     return [
-        asked(1 + 37 * i % 200, 500 + i, top_k=1 + 97 * i % 3000, top_p=1 - i % 5 / 10, temperature=0.5 + i % 3 / 2)
+        asked(
+            1 + 37 * i % 200,
+            500 + i,
+            top_k=1 + 97 * i % 3000,
+            top_p=1 - i % 5 / 10,
+            temperature=0.5 + i % 3 / 2,
+            max_tokens=60,
+        )
         for i in range(count)
     ]
 
@@ -126,7 +133,7 @@ def test_the_masks_are_the_candidates_that_have_a_logprob(eager: dict[str, Any])
 @pytest.mark.parametrize("name", RUNS)
 def test_they_have_the_same_bits_under_any_schedule(name: str, eager: dict[str, Any]) -> None:
     assert moved(eager, name, eager) == []
-    assert eager[name]["largest"] > 1
+    assert eager[name]["largest"] > (40 if name == "among 40" else 1)
     if name == "warm":
         assert max(eager[name]["cached"]) >= 600
     if name == "preempted":
