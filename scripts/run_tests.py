@@ -1,5 +1,5 @@
-"""Runs every test that this machine can run: engines and all else of one environment in one pytest, and beside it, with
-the cores that it leaves idle, the parts that need an environment or a process of their own.
+"""Runs every test that this machine can run: engines, and beside them, with the cores that they leave idle, the other
+tests of the environment and the parts that need an environment or a process of their own.
 
 usage: python -m scripts.run_tests [--exhaustive] [--alone] [--write]      as make test and make test-all
 """
@@ -21,6 +21,8 @@ from scripts.compatibility import ROOT
 PAGE = ROOT / "docs" / "testing.md"
 BEGIN, END = "<!-- runs: python -m scripts.run_tests --write -->\n", "<!-- /runs -->\n"
 HEADER = "| command | date | machine | minutes | parts, in seconds | outcome |\n|---|---|---|---|---|---|\n"
+ENGINES = "engine or server"
+"""Tests that start one, by marker."""
 COUNTED = re.compile(r"^=+ (.*) in [\d.]+s", re.MULTILINE)
 
 
@@ -57,12 +59,13 @@ class Ran:
 
 def parts(exhaustive: bool) -> tuple[Part, ...]:
     """The main part, then the others, the longest first."""
-    pytest = (sys.executable, "-m", "pytest", "--durations=25")
+    pytest = (sys.executable, "-m", "pytest", "--durations=25", *["--exhaustive"] * exhaustive)
     npu = os.environ.get("NPU_PYTHON", "python3.11")
     made = ("make", "--no-print-directory")
     return (
         # threads that wait for each other leave their core to the parts beside them
-        Part("engines and others", (*pytest, *["--exhaustive"] * exhaustive), {"OMP_WAIT_POLICY": "PASSIVE"}),
+        Part("engines", (*pytest, "-m", ENGINES), {"OMP_WAIT_POLICY": "PASSIVE"}),
+        Part("others", (*pytest, "-m", f"not ({ENGINES})"), {"OMP_WAIT_POLICY": "PASSIVE"}),
         Part("interpreted", (*pytest, "-m", "interpreted"), {"TRITON_INTERPRET": "1"}),
         Part("NPU", (*made, "test-npu"), {}, (npu,), "the kernels for an Ascend NPU are not compiled"),
         Part("site", (*made, "test-site"), {}, ("npm",), "the site is not built and its pages are not tested"),
