@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
+from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.common.graph_timer import GraphTimer, copies_beyond_cache
 from vllm_batch_invariant.ops.exact import cuda
 from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES, HopperSchedule
-from vllm_batch_invariant.ops.linear.schedule import gpu
 
 SHAPES = {"qkv": (6144, 4096, 1), "gate_up": (24_576, 4096, 1), "o": (4096, 4096, 8), "down": (4096, 12_288, 8)}
 """(N, K, segments)"""
@@ -101,7 +101,7 @@ def timed(name: str, timer: GraphTimer, tiles: tuple[HopperSchedule, ...]) -> No
             ways[str(schedule)] = [partial(cuda.product, rows, weight, None, schedule) for weight in weights]
         if m >= 64:
             marked = cuda.quantize(rows_of(m, k, True), parts, activations=True)
-            chosen = cuda.hopper_schedule(m, n, parts, gpu(0).num_sms)
+            chosen = cuda.hopper_schedule(m, n, parts, Gpu.of(0).num_sms)
             ways[f"third digits, {chosen}"] = [partial(cuda.product, marked, one, None, chosen) for one in weights]
         floor = max(2 * n * k / 4.0e6, 2 * m * n * k / 7.0e8)
         samples = timer.time(list(ways.values()), 2 * floor, 5)

@@ -12,7 +12,8 @@ from typing import Any
 from benchmarks.record import DATA as BENCHMARKS
 from benchmarks.record import read
 from scripts.see.data import DATA
-from vllm_batch_invariant.ops.linear.schedule import Gpu, tma_tile
+from vllm_batch_invariant.ops.common.gpu import Gpu
+from vllm_batch_invariant.ops.linear.schedule import tma_tile
 
 H200 = Gpu("NVIDIA H200", num_sms=132, shared_memory=227 << 10, has_tma=True, l2_bytes=60 << 20, has_wgmma=True)
 SHAPES = ((4096, 4096), (6144, 4096), (4096, 12288), (896, 4864), (2560, 2560))

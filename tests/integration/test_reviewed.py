@@ -17,7 +17,7 @@ from scripts import check_patch_points
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration import coverage, devices, install, patch_points, reviewed, reviewed_variables
-from vllm_batch_invariant.ops.linear import schedule
+from vllm_batch_invariant.ops.common.gpu import Gpu
 
 
 @dataclass
@@ -169,7 +169,7 @@ def test_a_gpu_of_rocms_is_refused_in_plain_pytorch_too(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with pytest.raises(NotCovered, match=r"does not cover MI300X: .*NVIDIA"):
-        schedule.gpu.__wrapped__(0)
+        Gpu.of.__wrapped__(0)
 
 
 @pytest.mark.parametrize(("name", "nvidia"), [("rocm", False), ("cuda", True)])

@@ -47,6 +47,7 @@ from vllm_batch_invariant.ops.attention.params import CacheSlots
 from vllm_batch_invariant.ops.attention.shared_memory import decode_bytes
 from vllm_batch_invariant.ops.attention_backward import cuda as attention_gradients
 from vllm_batch_invariant.ops.common.compile_errors import reason
+from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.common.nvidia_gpus import attends_by_tma, has_tcgen05
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES
@@ -210,7 +211,7 @@ def pretend_a_gpu() -> None:
     torch.cuda.get_device_properties = properties
     torch.cuda.get_device_capability = lambda device: divmod(NO_DRIVER.capability, 10)
     DEVICES["cpu"] = replace(DEVICES["cpu"], attention="triton")
-    schedule.gpu = schedule.gpu.__wrapped__  # it remembers the GPUs of a machine
+    Gpu.of = staticmethod(Gpu.of.__wrapped__)  # it remembers the GPUs of a machine
 
 
 def attend(
@@ -258,7 +259,7 @@ def experts(count: int, dtype: torch.dtype = torch.bfloat16, here: int = 16, **f
     x = torch.zeros(count, 200, dtype=dtype)
     moe.moe(x, *of_layer)
     moe.add_and_norm(moe.products(x, *of_layer), x, x[0], 1e-6)
-    moe.group(ids.repeat(20, 1), 16, moe.layer_schedules(dtype, schedule.gpu(0))[-1])  # so many that others place them
+    moe.group(ids.repeat(20, 1), 16, moe.layer_schedules(dtype, Gpu.of(0))[-1])  # so many that others place them
     moe._activated(torch.zeros(count, 192, dtype=dtype), "silu")  # only the certificate does
 
 
@@ -283,7 +284,7 @@ def every_expert() -> None:
 
 def large_experts() -> None:
     """The products of layers of published models, by every tile."""
-    schedules = moe.layer_schedules(torch.bfloat16, schedule.gpu(0))
+    schedules = moe.layer_schedules(torch.bfloat16, Gpu.of(0))
     cases = [
         *itertools.product(schedules, ((2048, 768), (2880, 2880)), HALVES[:1]),
         (schedules[-1], (2048, 768), HALVES[1]),
@@ -319,7 +320,7 @@ def narrow_gemms(
 
 
 def gemms() -> None:
-    gpu = schedule.gpu(0)
+    gpu = Gpu.of(0)
     a, weight = (torch.zeros(size, 512, dtype=torch.bfloat16) for size in (200, 896))
     reduction = LinearReduction.of_device("cuda", 896, 512, torch.bfloat16)
     if gpu.has_tma:
@@ -721,7 +722,7 @@ def cells_of(gpu: int) -> list[str]:
 
 def more_gemms() -> None:
     """What :func:`gemms` has not: fp16, biases, operands turned, TF32."""
-    gpu = schedule.gpu(0)
+    gpu = Gpu.of(0)
     a, weight = (torch.zeros(size, 512, dtype=torch.float16) for size in (200, 896))
     reduction = LinearReduction.of_device("cuda", 896, 512, torch.float16)
     out, bias = torch.empty(200, 896, dtype=torch.float16), torch.zeros(896, dtype=torch.float16)

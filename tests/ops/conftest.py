@@ -16,8 +16,7 @@ from tests.conftest import INTERPRETED
 from tests.fakes.cublaslt import Library, sequential_k
 from vllm_batch_invariant.ops import dispatch as dispatch_table
 from vllm_batch_invariant.ops import linear
-from vllm_batch_invariant.ops.linear import schedule
-from vllm_batch_invariant.ops.linear.schedule import Gpu
+from vllm_batch_invariant.ops.common.gpu import Gpu
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def cublaslt(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setattr(module, "handle", lambda device: handle)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu").index)
-    monkeypatch.setattr(schedule, "gpu", lambda index: HOPPER)
+    monkeypatch.setattr(Gpu, "of", lambda index: HOPPER)
     yield module
 
 

@@ -11,6 +11,7 @@ from tests.ops.attention.cases import Chunk, Heads, Request, paged
 from tests.ops.linear.cases import HALVES, launch, turned
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
 from vllm_batch_invariant.ops.attention.params import CacheSlots
+from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.dispatch import module_for
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.norm import rms_norm
@@ -39,7 +40,7 @@ def variants(monkeypatch):
     from vllm_batch_invariant.ops.linear import triton_kernels
 
     homes = {"gemm_tma_kernel": triton_kernels, "gemm_ptr_kernel": triton_kernels}
-    if schedule.gpu(0).has_wgmma:
+    if Gpu.of(0).has_wgmma:
         from vllm_batch_invariant.ops.linear import sm90_kernel
 
         homes["gemm_sm90_swap_ab_kernel"] = sm90_kernel
@@ -109,7 +110,7 @@ def test_the_tma_kernel_is_compiled_once_a_tile(turn_x, turn_weight, dtype, has_
         bias = torch.ones(n, dtype=dtype, device="cuda") if has_bias else None
         for m in ROW_COUNTS:
             triton_gemm.mm(x[:m], weight.t(), bias)
-            tiles.add(schedule.tma_tile(m, n, k, dtype.itemsize, schedule.gpu(0)))
+            tiles.add(schedule.tma_tile(m, n, k, dtype.itemsize, Gpu.of(0)))
     assert len(tiles) > 1
     assert len(variants["gemm_tma_kernel"]) == len(tiles)
     assert not variants["gemm_ptr_kernel"]
@@ -148,7 +149,7 @@ def test_the_ptr_kernel_is_compiled_once_a_tile(n, k, turn_x, turn_weight, dtype
     tiles = set()
     for m in ROW_COUNTS:
         triton_gemm.mm_ptr(x[:m], weight.t(), bias)
-        tiles.add(schedule.ptr_tile(m, n, dtype, schedule.gpu(0)))
+        tiles.add(schedule.ptr_tile(m, n, dtype, Gpu.of(0)))
     assert len(variants["gemm_ptr_kernel"]) == len(tiles)
 
 
@@ -158,7 +159,7 @@ def test_packed_operands_of_any_number_of_rows_share_their_variants(variants):
     tiles = set()
     for m in ROW_COUNTS:
         triton_gemm.mm(*(torch.ones(size, 96, dtype=torch.bfloat16, device="cuda") for size in (m, 96)))
-        tiles.add(schedule.tma_tile(m, 96, 96, 2, schedule.gpu(0)))
+        tiles.add(schedule.tma_tile(m, 96, 96, 2, Gpu.of(0)))
     assert len(variants["gemm_tma_kernel"]) == len(tiles)
     for m in ROW_COUNTS:
         triton_gemm.mm(*(torch.ones(size, 96, dtype=torch.float32, device="cuda") for size in (m, 96)))

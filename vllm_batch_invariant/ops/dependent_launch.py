@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .linear import schedule as of_linear
+from .common.gpu import Gpu
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class LaunchSchedule:
     @classmethod
     def of(cls, device: torch.device) -> "LaunchSchedule":
         """Such launches came with the tensor memory accelerator; the interpreter has none."""
-        return cls(not triton.knobs.runtime.interpret and of_linear.gpu(device.index).has_tma)
+        return cls(not triton.knobs.runtime.interpret and Gpu.of(device.index).has_tma)
 
     @property
     def options(self) -> dict[str, bool]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.ops.exact import on_gpu
+from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.exact import cpu, cuda, definition
-from vllm_batch_invariant.ops.linear.schedule import gpu
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of infinities and NaN in numpy
 
@@ -31,7 +31,7 @@ def test_another_segment_of_the_same_product_is_seen() -> None:
 @pytest.mark.parametrize("m", [1, 8, 40, 300])
 def test_layers_whose_launches_overlap_have_the_bits_of_those_that_wait(m: int, shared: bool) -> None:
     """Every product reads what the kernels before have just written, in turn and as a CUDA graph."""
-    if not gpu(0).has_wgmma:
+    if not Gpu.of(0).has_wgmma:
         pytest.skip("only a Hopper's products begin before their activations are there")
     k, parts = 1024, definition.segments(1024, shared)
     weights = [cuda.prepare(on_gpu.draws(k, k, seed=seed, scale=k**-0.5).cuda(), parts) for seed in range(3)]
@@ -41,7 +41,7 @@ def test_layers_whose_launches_overlap_have_the_bits_of_those_that_wait(m: int, 
         torch.cuda.synchronize()
         held = cuda.quantize(rows, parts, activations=True)
         torch.cuda.synchronize()
-        return cuda.product(held, weight, None, cuda.hopper_schedule(m, k, parts, gpu(0).num_sms))
+        return cuda.product(held, weight, None, cuda.hopper_schedule(m, k, parts, Gpu.of(0).num_sms))
 
     def chain(layer: Callable[[torch.Tensor, cuda.ExactWeight], torch.Tensor]) -> list[torch.Tensor]:
         found = [x]

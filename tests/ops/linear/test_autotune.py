@@ -19,7 +19,7 @@ from tests.fakes.cublaslt import ALGORITHM, sequential_k
 from vllm_batch_invariant import kept_file
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.installing import how_to_install
-from vllm_batch_invariant.ops.linear import LinearReduction, schedule
+from vllm_batch_invariant.ops.linear import LinearReduction
 from vllm_batch_invariant.ops.linear.cancelling import cancelling, cancelling_gated
 from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES, NarrowTile
 
@@ -169,7 +169,6 @@ def split_for_few_rows(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def autotuner(cublaslt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Chosen]:
     """Builds one whose heuristic names these algorithms."""
     monkeypatch.setattr(triton_gemm, "mm", lambda a, b, bias, out=None: sequential_k(a, b, bias))
-    monkeypatch.setattr(autotune, "gpu", schedule.gpu)
     monkeypatch.setattr(autotune, "narrow_tiles", lambda *_: ())
     monkeypatch.setattr(autotune, "_uncompiled", set())
 
@@ -230,7 +229,7 @@ def test_a_gpu_that_a_tile_does_not_fit_into_is_refused_in_one_line(monkeypatch:
         raise OutOfResources(required=101_384, limit=101_376, name="shared memory")
 
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    monkeypatch.setattr(autotune, "gpu", lambda index: SimpleNamespace(name="A10"))
+    monkeypatch.setattr(autotune.Gpu, "of", lambda index: SimpleNamespace(name="A10"))
     monkeypatch.setattr(autotune, "Autotuner", make)
     with pytest.raises(NotCovered, match=r"does not cover the GEMM N=40 K=96 bfloat16 bias on A10: .*101384.*; use"):
         autotune.tune(PROBLEM, None, [16])

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
-from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, Gpu, NarrowTile, Tile
+from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, NarrowTile, Tile
 
 pytest.importorskip("triton")
 

@@ -10,7 +10,8 @@ from tests.fakes.cublaslt import sequential_k
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops import linear as operation
 from vllm_batch_invariant.ops.all_reduce import add_ranks
-from vllm_batch_invariant.ops.linear import LinearReduction, cpu, linear, reference, schedule, torch_op
+from vllm_batch_invariant.ops.common.gpu import Gpu
+from vllm_batch_invariant.ops.linear import LinearReduction, cpu, linear, reference, torch_op
 
 pytest.importorskip("triton")
 
@@ -18,7 +19,7 @@ from vllm_batch_invariant.ops.linear import autotune, leaves, triton_gemm
 from vllm_batch_invariant.ops.linear.autotune import Autotuner, TunedSchedule
 from vllm_batch_invariant.ops.linear.cancelling import cancelling
 from vllm_batch_invariant.ops.linear.problem import GemmProblem, problem_of
-from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, Gpu, narrow_tiles
+from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, narrow_tiles
 
 HOPPER = Gpu("Hopper", 132, 232_448, True, 60 << 20, True)
 M, N, K = 24, 40, 128
@@ -109,7 +110,6 @@ class OnCpu(Autotuner):
 @pytest.fixture
 def autotuner(on_cpu: None, cublaslt: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> OnCpu:
     monkeypatch.setattr(autotune, "cancelling", lambda m, n, k, dtype, _, seed: cancelling(m, n, k, dtype, "cpu", seed))
-    monkeypatch.setattr(autotune, "gpu", schedule.gpu)
     problem = GemmProblem(N, 16 * K, torch.bfloat16, False, None, leaves=4)
     return OnCpu(problem, cublaslt.Matmul(problem), M)
 

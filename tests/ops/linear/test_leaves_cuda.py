@@ -6,13 +6,14 @@ import torch
 from tests.assertions import ROW_COUNTS, assert_same_bits
 from tests.ops.linear.cases import HALVES, KINDS, launch, operands, sequential_k
 from vllm_batch_invariant.ops.all_reduce import cpu
+from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.linear import LinearReduction, linear, prepare
 
 pytest.importorskip("triton")
 
 from vllm_batch_invariant.ops.linear import cuda, triton_gemm
 from vllm_batch_invariant.ops.linear.problem import problem_of
-from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, gpu
+from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES
 
 SHAPES = ((896, 4864), (4096, 4096), (1280, 8192), (768, 1056))
 """(N, K); of the last no leaf is a multiple of a narrow tile's step."""
@@ -47,7 +48,7 @@ def test_every_number_of_rows_has_the_bits_of_the_tree(n: int, k: int, leaves: i
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("leaves", [2, 4, 8])
 def test_a_narrow_tile_adds_the_whole_tree(leaves: int, dtype: torch.dtype, kind: str) -> None:
-    if not gpu(0).has_wgmma:
+    if not Gpu.of(0).has_wgmma:
         pytest.skip("needs a Hopper GPU")
     n, k = 896, 2048
     x, weight, _ = operands(kind, 70, n, k, dtype)

@@ -11,6 +11,7 @@ from tests.assertions import DTYPES, ROW_COUNTS, assert_near, assert_same_bits
 from tests.ops.linear.cases import HALVES, KINDS, at_once, draw, launch, operands, sequential_k, turned
 from vllm_batch_invariant import batch_invariant_mode
 from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.linear import LinearReduction, bmm, gated_linear, linear, mm, prepare, schedule
 from vllm_batch_invariant.ops.linear.cancelling import cancelling_gated
 from vllm_batch_invariant.ops.linear.problem import leading_dim, supports_tma
@@ -56,7 +57,7 @@ def fp32_precision():
 
 def assert_any_tile_gives(expected, a, b, bias, tiles) -> None:
     """``expected``: a @ b + bias, below rows that are not asked for."""
-    device = schedule.gpu(a.device.index)
+    device = Gpu.of(a.device.index)
     calls = {f"pointers {tile}": partial(launch, triton_gemm.gemm_ptr, tile, a[None], b[None], bias) for tile in tiles}
     if supports_tma(a, b, a.dtype):
         for tile in schedule.tma_tiles(a.dtype.itemsize, device):
@@ -112,10 +113,10 @@ def test_the_edge_of_a_descriptor_reads_as_zero(dtype):
         x, weight, _ = operands(kind, 130, 72, k, dtype)
         wide_x, wide_weight = (F.pad(matrix, (0, -k % 256)) for matrix in (x, weight))
         wide_weight = F.pad(wide_weight, (0, 0, 0, -72 % 256))
-        for tile in schedule.tma_tiles(dtype.itemsize, schedule.gpu(0)):
+        for tile in schedule.tma_tiles(dtype.itemsize, Gpu.of(0)):
             whole = launch(triton_gemm.gemm_tma, tile, wide_x, wide_weight.t())
             assert_same_bits(launch(triton_gemm.gemm_tma, tile, x, weight.t()), whole[:, :72], f"{k} {tile}")
-        for tile in NARROW_TILES if schedule.gpu(0).has_wgmma else ():
+        for tile in NARROW_TILES if Gpu.of(0).has_wgmma else ():
             whole = launch(triton_gemm.gemm_sm90_swap_ab, tile, wide_x, wide_weight.t())
             assert_same_bits(launch(triton_gemm.gemm_sm90_swap_ab, tile, x, weight.t()), whole[:, :72], f"{k} {tile}")
 
@@ -612,11 +613,11 @@ def test_an_old_gpu_is_refused_by_name_before_a_kernel_runs(dtype, monkeypatch, 
         name, major, minor, multi_processor_count = "Tesla V100", 7, 0, 80
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
-    schedule.gpu.cache_clear()
+    Gpu.of.cache_clear()
     x, weight = (torch.ones(16, 32, dtype=dtype, device="cuda") for _ in range(2))
     try:
         for call in (lambda: linear(x, weight), lambda: bmm(x[None], weight.t()[None])):
             with pytest.raises(NotCovered, match=r"Tesla V100: .*compute capability 8\.0"):
                 call()
     finally:
-        schedule.gpu.cache_clear()
+        Gpu.of.cache_clear()

@@ -7,6 +7,7 @@ import torch
 
 from tests.assertions import ROW_COUNTS, assert_same_bits
 from tests.ops.linear.cases import HALVES, KINDS, operands, sequential_k, turned
+from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.linear import linear, mm, prepare
 
 pytest.importorskip("triton")
@@ -14,7 +15,7 @@ pytest.importorskip("triton")
 from vllm_batch_invariant.ops.linear import autotune, autotune_cache, cuda, triton_gemm
 from vllm_batch_invariant.ops.linear.autotune import M_BUCKETS, Autotuner, Inconsistent
 from vllm_batch_invariant.ops.linear.problem import GemmProblem, problem_of
-from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, gpu, narrow_tiles
+from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, narrow_tiles
 
 NARROW = ((896, 4864), (768, 4096), (1280, 8192))
 """(N, K) for which a library likes to split K."""
@@ -231,7 +232,7 @@ def test_the_fastest_schedule_that_agrees_is_used(untuned, monkeypatch, cublaslt
     for bucket, tuned in schedules(x, weight).items():
         if bucket <= 256:
             times = tuned.microseconds
-            timed = {"cublaslt", "triton", *(["gluon"] if narrow_tiles(bucket, 896, gpu(0)) else [])}
+            timed = {"cublaslt", "triton", *(["gluon"] if narrow_tiles(bucket, 896, Gpu.of(0)) else [])}
             assert set(times) == timed, bucket
             assert all(0 < time < 1000 for time in times.values())
             if not tuned.refused:

@@ -8,9 +8,9 @@ import torch
 
 from tests.assertions import DTYPES, ROW_COUNTS
 from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.common.nvidia_gpus import COMPILED_FOR
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
-from vllm_batch_invariant.ops.linear.schedule import Gpu
 
 RESERVED = 1024
 """Bytes of a multiprocessor's shared memory that a program takes beside its own."""
@@ -143,23 +143,23 @@ def machine(monkeypatch: pytest.MonkeyPatch):
     """Gives the machine GPUs of these compute capabilities."""
 
     def build(*capabilities: tuple[int, int]) -> None:
-        schedule.gpu.cache_clear()
+        Gpu.of.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties(*capabilities[index]))
 
     yield build
-    schedule.gpu.cache_clear()
+    Gpu.of.cache_clear()
 
 
 def test_a_gpu_below_8_0_is_refused_by_name(machine) -> None:
     machine((7, 5))
     with pytest.raises(NotCovered, match=r"GPU 7\.5: .*bf16; use a GPU of compute capability 8\.0 or above"):
-        schedule.gpu(0)
+        Gpu.of(0)
 
 
 def test_tma_exists_from_9_0_on(machine) -> None:
     machine((8, 0), (8, 9), (9, 0), (12, 0))
-    assert [schedule.gpu(index).has_tma for index in range(4)] == [False, False, True, True]
-    assert schedule.gpu(2) == Gpu("GPU 9.0", 132, 232_448, True, 60 << 20, True)
+    assert [Gpu.of(index).has_tma for index in range(4)] == [False, False, True, True]
+    assert Gpu.of(2) == Gpu("GPU 9.0", 132, 232_448, True, 60 << 20, True)
 
 
 @pytest.mark.parametrize("capability", [(8, 7), (8, 8), (10, 1), (11, 0), (12, 1), (13, 0)], ids=str)
@@ -171,20 +171,20 @@ def test_a_gpu_that_the_kernels_were_not_compiled_for_is_refused_by_name(capabil
         "compiled and checked the kernels for it; use a GPU of compute capability 8.0, 8.6, 8.9, 9.0, 10.0, 10.3, 12.0."
     )
     with pytest.raises(NotCovered) as refused:
-        schedule.gpu(0)
+        Gpu.of(0)
     assert str(refused.value) == line
 
 
 def test_the_gpus_that_the_kernels_were_compiled_for_are_covered(machine) -> None:
     machine(*COMPILED_FOR)
-    assert [schedule.gpu(index).name for index in range(len(COMPILED_FOR))] == [
+    assert [Gpu.of(index).name for index in range(len(COMPILED_FOR))] == [
         f"GPU {major}.{minor}" for major, minor in COMPILED_FOR
     ]
 
 
 def test_a_gpu_with_two_kinds_of_tensor_core_instructions_has_tiles_for_one_of_them(machine) -> None:
     machine((9, 0), (10, 0), (10, 3), (12, 0))
-    assert [schedule.gpu(index).has_tcgen05 for index in range(4)] == [False, True, True, False]
+    assert [Gpu.of(index).has_tcgen05 for index in range(4)] == [False, True, True, False]
     for dtype, m, (n, _) in product((torch.bfloat16, torch.float16), ROWS, SHAPES):
         assert schedule.ptr_tile(m, n, dtype, BLACKWELL).block_m >= 64
     # A tile of fewer rows is computed transposed.
@@ -193,7 +193,7 @@ def test_a_gpu_with_two_kinds_of_tensor_core_instructions_has_tiles_for_one_of_t
 
 def test_only_9_0_has_wgmma(machine) -> None:
     machine((8, 9), (9, 0), (10, 0), (12, 0))
-    assert [schedule.gpu(index).has_wgmma for index in range(4)] == [False, True, False, False]
+    assert [Gpu.of(index).has_wgmma for index in range(4)] == [False, True, False, False]
 
 
 def test_only_fp32_follows_the_setting_of_its_precision() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_batch_invariant.ops.linear import schedule as of_linear
+from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.linear import triton_gemm
 from vllm_batch_invariant.ops.moe import MoeReduction, cuda, moe, reference, route
 from vllm_batch_invariant.ops.moe.routes import route_by
@@ -121,7 +121,7 @@ def test_every_tile_has_the_bits_of_a_dense_layer(layer: Layer) -> None:
     experts, top_k = layer.reduction.num_experts, layer.reduction.top_k
     x = draw(300, layer.down.shape[1], seed=4)
     _, ids = layer.route(routings(300, experts)["skewed"])
-    for schedule in cuda.layer_schedules(torch.bfloat16, of_linear.gpu(0)):
+    for schedule in cuda.layer_schedules(torch.bfloat16, Gpu.of(0)):
         for count in (2, schedule.few_pairs // top_k) if schedule.few_pairs else (2, 300):
             own, rows = ids[:count].contiguous(), x[:count]
             groups, asked = cuda.group(own, experts, schedule), (own.numel(), torch.bfloat16, schedule.gate_up)
@@ -199,7 +199,7 @@ def test_scores_are_those_of_the_operation_softmax(experts: int) -> None:
 
 def test_pairs_are_grouped_whether_every_program_or_a_kernel_before_counts_them() -> None:
     """Of any number, at the edges of the blocks in which they are counted and placed, evenly or all to one expert."""
-    schedule = cuda.layer_schedules(torch.bfloat16, of_linear.gpu(0))[-1]
+    schedule = cuda.layer_schedules(torch.bfloat16, Gpu.of(0))[-1]
     block_m = schedule.gate_up.block_m
     generator = torch.Generator("cuda").manual_seed(8)
     for pairs in (65, 511, 512, 513, 2048, 2049, 4096, 4097, 32_768):

@@ -12,8 +12,7 @@ from benchmarks.moe_variants import COMBINE, combine
 from tests.faults.experts import FAULTS, planted
 from tests.ops.moe.layers import EXPERTS, ROUTINGS, Layer, layer, tied, tokens, uniform
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.ops.linear import schedule as of_linear
-from vllm_batch_invariant.ops.linear.schedule import Gpu
+from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.moe import MoeReduction, cpu, cuda, reference, triton_kernels
 from vllm_batch_invariant.ops.norm.cuda import rms_norm
 
@@ -26,7 +25,7 @@ OLDER = replace(HOPPER, name="an older GPU", has_tma=False, has_wgmma=False)
 @pytest.fixture(autouse=True, params=[HOPPER], ids=lambda gpu: gpu.name)
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """What the launchers take the interpreter for."""
-    monkeypatch.setattr(of_linear, "gpu", lambda _: request.param)
+    monkeypatch.setattr(Gpu, "of", lambda _: request.param)
     return request.param
 
 
@@ -331,7 +330,7 @@ def right():
     """By routing: a layer, 81 tokens, their logits, and what is made of them."""
     of, x = layer(torch.float16), tokens(81, torch.float16)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(of_linear, "gpu", lambda _: HOPPER)
+        patched.setattr(Gpu, "of", lambda _: HOPPER)
         return {routing: (of, x, routing(x, of), made(of, x, routing(x, of))) for routing in (uniform, tied)}
 
 

@@ -9,8 +9,8 @@ import torch
 from ... import envs
 from ...errors import NotCovered
 from ...ops.attention import AttentionReduction
+from ...ops.common.gpu import Gpu
 from ...ops.devices import DEVICES
-from ...ops.linear import schedule
 from .. import (
     activation,
     collectives,
@@ -89,7 +89,7 @@ class Cuda(VllmDevice):
 
     def install_worker(self) -> frozenset[str]:
         """As on every device; a GPU that the kernels are not compiled for is refused."""
-        schedule.gpu(torch.cuda.current_device())
+        Gpu.of(torch.cuda.current_device())
         if envs.is_exact():
             _check_gpu_of_exact_arithmetic()
         cuda_graphs.install()

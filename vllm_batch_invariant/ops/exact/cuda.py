@@ -14,10 +14,10 @@ from ...errors import NotCovered
 from ..attention.params import PagedAttention
 from ..attention.plan import AttentionShape, Kernels, Plan, Planner, Schedule
 from ..attention.reduction import AttentionReduction
+from ..common.gpu import Gpu
 from ..common.rows import normalise_dims, rows_back
 from ..common.triton_rows import ALIGNMENT, aligned, aligned_rows, on_device_of
 from ..dependent_launch import LaunchSchedule
-from ..linear import schedule as of_linear
 from ..top_k_top_p.cuda import top_k_top_p as top_k_top_p_of_floats
 from . import triton_kernels
 from .definition import KEY_TILE, LOG2_E, MEAN_BITS, SPLITS, THREE_DIGITS, TWO_DIGITS, segments
@@ -97,7 +97,7 @@ def linear_schedule(m: int, parts: int) -> LinearSchedule:
 
 def _by_wgmma(device: torch.device, k: int, parts: int) -> bool:
     """Whether such products on a device are :mod:`.sm90_linear`'s."""
-    if device.type != "cuda" or not of_linear.gpu(device.index).has_wgmma:
+    if device.type != "cuda" or not Gpu.of(device.index).has_wgmma:
         return False
     from .sm90_linear import covers  # Gluon is of no use elsewhere
 
@@ -228,7 +228,7 @@ def linear(x: torch.Tensor, weight: ExactWeight, bias: torch.Tensor | None = Non
     rows = quantize(_packed_rows(x), parts, activations=True)
     m = len(rows.scale)
     if _by_wgmma(x.device, k, parts):
-        schedule = hopper_schedule(m, n, parts, of_linear.gpu(x.device.index).num_sms)
+        schedule = hopper_schedule(m, n, parts, Gpu.of(x.device.index).num_sms)
     else:
         schedule = linear_schedule(m, parts)
     return product(rows, weight, bias, schedule, overlaps=True).view(*x.shape[:-1], n)

@@ -31,10 +31,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..common.gluon_names import copy_block
+from ..common.gpu import Gpu
 from ..common.sm90_ring import next_stage
 from ..common.triton_names import aggregate, value
 from ..dependent_launch import LaunchSchedule
-from ..linear import schedule as of_linear
 from .schedule import HopperSchedule
 
 _STEP_K = gl.constexpr(128)
@@ -420,7 +420,7 @@ def linear_sm90(
     """
     (_, m, k), (n, parts) = digits.shape, w_scale.shape
     tiles_m, tiles_n = triton.cdiv(m, tile.block_m), triton.cdiv(n, tile.block_n)
-    programs = min(tiles_m * tiles_n, of_linear.gpu(out.device.index).num_sms * tile.ctas_per_sm)
+    programs = min(tiles_m * tiles_n, Gpu.of(out.device.index).num_sms * tile.ctas_per_sm)
     pending = None
     if parts > 1 and not tile.in_registers:
         size = programs, _PENDING.value, tile.long_side * tile.block_m

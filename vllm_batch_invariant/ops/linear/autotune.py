@@ -23,13 +23,14 @@ from triton.errors import TritonError
 
 from ...errors import NotCovered
 from ..common.compile_errors import reason
+from ..common.gpu import Gpu
 from ..common.graph_timer import GraphTimer, copies_beyond_cache
 from ..silu.cuda import silu_and_mul
 from . import triton_gemm
 from .cancelling import cancelling, cancelling_gated
 from .leaves import Gemm, in_leaves
 from .problem import GemmProblem
-from .schedule import GATED_TILES, NARROW_TILES, NarrowTile, gated_tiles, gpu, narrow_tiles
+from .schedule import GATED_TILES, NARROW_TILES, NarrowTile, gated_tiles, narrow_tiles
 
 if TYPE_CHECKING:
     from .cublaslt import Algorithm, Matmul
@@ -313,9 +314,9 @@ class Autotuner:
         if self.matmul is None or not (p.a_k_major and p.b_k_major):
             return []
         if p.gated:
-            tiles = gated_tiles(m, gpu(p.device))
+            tiles = gated_tiles(m, Gpu.of(p.device))
         else:
-            tiles = narrow_tiles(m, p.n, gpu(p.device), p.leaf.k if p.leaves > 1 else None)
+            tiles = narrow_tiles(m, p.n, Gpu.of(p.device), p.leaf.k if p.leaves > 1 else None)
         return [tile for tile in tiles if self._key(tile) not in _uncompiled]
 
     def _candidates(self, m: int, tuning: bool) -> list["Algorithm | NarrowTile"]:
@@ -383,7 +384,7 @@ class Autotuner:
 
     def _copies(self) -> int:
         size = self.b.numel() * self.b.element_size()
-        return min(copies_beyond_cache(size, gpu(self.problem.device).l2_bytes), 64)
+        return min(copies_beyond_cache(size, Gpu.of(self.problem.device).l2_bytes), 64)
 
 
 def tune(
@@ -412,7 +413,7 @@ def tune(
         return _tune(problem, matmul, buckets, sizes, tuning_seconds)
     except TritonError as error:
         raise NotCovered(
-            f"the GEMM {problem} on {gpu(problem.device).name}",
+            f"the GEMM {problem} on {Gpu.of(problem.device).name}",
             f"Triton {triton.__version__} makes no kernel of it for this GPU: {reason(error)}",
             "use another GPU or another version of Triton",
         ) from error

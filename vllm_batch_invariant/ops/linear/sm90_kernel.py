@@ -37,13 +37,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..common.gluon_names import copy_block, reinterpret
+from ..common.gpu import Gpu
 from ..common.sm90_ring import next_stage
 from ..common.triton_names import aggregate, value
 from ..dependent_launch import LaunchSchedule
 from ..silu.sm90_kernels import silu_and_mul
 from .problem import leading_dim
 from .reduction import LinearReduction
-from .schedule import NarrowTile, gpu
+from .schedule import NarrowTile
 from .triton_kernels import TL_DTYPES
 
 _LONG_SIDE = gl.constexpr(64)
@@ -353,7 +354,7 @@ def gemm_sm90_swap_ab(
     (m, k), n = a.shape, b.shape[1]
     tiles_m, tiles_n = triton.cdiv(m, tile.block_m), triton.cdiv(n, tile.block_n)
     with torch.cuda.device_of(a):
-        gemm_sm90_swap_ab_kernel[(min(tiles_m * tiles_n, tile.ctas_per_sm * gpu(a.get_device()).num_sms),)](
+        gemm_sm90_swap_ab_kernel[(min(tiles_m * tiles_n, tile.ctas_per_sm * Gpu.of(a.get_device()).num_sms),)](
             _describe(a, tile.block_m),
             _describe_in_turn(b.t()) if gated else _describe(b.t(), min(tile.block_n, _LONG_SIDE.value)),
             None if bias is None else bias.contiguous(),

@@ -6,6 +6,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..common.gpu import Gpu
 from . import schedule
 from .problem import leading_dim, supports_tma
 from .reduction import LinearReduction
@@ -69,7 +70,7 @@ def _mm(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     (m, k), n = a.shape, b.shape[1]
-    gpu = schedule.gpu(a.device.index)
+    gpu = Gpu.of(a.device.index)
     if not (gpu.has_tma and supports_tma(a, b, dtype)):
         return _bmm(a[None], b[None], bias, reduction, dtype, None if out is None else out[None])[0]
     out = torch.empty(m, n, dtype=dtype, device=a.device) if out is None else out
@@ -88,7 +89,7 @@ def _bmm(
     out = torch.empty(batch, m, n, dtype=dtype, device=a.device) if out is None else out
     if out.numel() == 0:
         return out
-    return gemm_ptr(a, b, bias, out, reduction, schedule.ptr_tile(m, n, a.dtype, schedule.gpu(a.device.index)))
+    return gemm_ptr(a, b, bias, out, reduction, schedule.ptr_tile(m, n, a.dtype, Gpu.of(a.device.index)))
 
 
 def _compiled_with(bias: torch.Tensor | None, reduction: LinearReduction, tile: Tile) -> dict[str, Any]:
@@ -171,7 +172,7 @@ def gemm_tma(
         ``out``.
     """
     (m, k), n = a.shape, b.shape[1]
-    gpu = schedule.gpu(a.device.index)
+    gpu = Gpu.of(a.device.index)
     tiles_m, tiles_n = triton.cdiv(m, tile.block_m), triton.cdiv(n, tile.block_n)
     tiles_m *= schedule.redundancy(tiles_m * tiles_n, gpu)
     a_desc, a_k_major = _describe(a, tile.block_m, tile.block_k)

@@ -14,14 +14,13 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import NotCovered
+from ..common.gpu import Gpu
 from ..common.triton_rows import aligned, on_device_of
 from ..dependent_launch import LaunchSchedule
-from ..linear import schedule as of_linear
 from ..linear import triton_gemm
 from ..linear.cancelling import cancelling
 from ..linear.problem import ALIGNMENT, LARGEST_SIDE
 from ..linear.reduction import LinearReduction
-from ..linear.schedule import Gpu
 from ..norm.reduction import NormReduction
 from ..softmax import softmax
 from ..softmax.reduction import LONGEST_WHOLE, SoftmaxReduction
@@ -343,7 +342,7 @@ def _supports_tma(weight: torch.Tensor) -> bool:
         and k * weight.itemsize % ALIGNMENT == 0
         and weight.data_ptr() % ALIGNMENT == 0
         and experts * rows <= LARGEST_SIDE
-        and of_linear.gpu(weight.device.index).has_tma
+        and Gpu.of(weight.device.index).has_tma
     )
 
 
@@ -465,7 +464,7 @@ def products(
     """What :func:`moe` adds, of its operands; all of it is in memory at once."""
     x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
     pairs, activation = ids.numel(), reduction.activation
-    gpu = of_linear.gpu(x.device.index)
+    gpu = Gpu.of(x.device.index)
     schedule = layer_schedule(pairs, reduction.num_experts, down.shape[2], x.dtype, gpu)
     groups = group(ids, len(down), schedule, places)
     activated = grouped_gemm(x, gate_up, gate_up_bias, groups, pairs, x.dtype, schedule.gate_up, activation=activation)
@@ -574,7 +573,7 @@ def certify(n: int, k: int, dtype: torch.dtype, device: torch.device, activation
         NotCovered: a tile has other bits.
     """
     compared, n = 0, min(n, 512)
-    for number, schedule in enumerate(layer_schedules(dtype, of_linear.gpu(device.index))):
+    for number, schedule in enumerate(layer_schedules(dtype, Gpu.of(device.index))):
         for rows, ids, x, weight in _certificate_cases(schedule, n, k, dtype, device):
             groups = group(ids, len(weight), schedule)
             for tile, gate in ((schedule.gate_up, ""), (schedule.gate_up, activation), (schedule.down, "")):

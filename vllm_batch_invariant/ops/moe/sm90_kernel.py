@@ -26,10 +26,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..common.gluon_names import copy_block, copy_elements
+from ..common.gpu import Gpu
 from ..common.sm90_ring import next_stage
 from ..common.triton_names import aggregate, value
 from ..dependent_launch import LaunchSchedule
-from ..linear import schedule as of_linear
 from ..linear.reduction import LinearReduction
 from ..linear.sm90_kernel import shared_layout
 from ..silu.sm90_kernels import silu_and_mul
@@ -322,7 +322,7 @@ def grouped_gemm_sm90(
     columns = _COLUMNS.value // 2 if gated else _COLUMNS.value
     tiles_n = triton.cdiv(n, columns)
     num_tiles = len(expert_of_block) * tiles_n
-    programs = min(of_linear.gpu(x.device.index).num_sms, num_tiles)
+    programs = min(Gpu.of(x.device.index).num_sms, num_tiles)
     box = [_COLUMNS.value // 2, _STEP_K.value]
     grouped_gemm_sm90_kernel[(programs,)](
         x,
