@@ -18,8 +18,8 @@ from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, write
 from benchmarks.roofline import Ceilings, Work, measure_ceilings
 from benchmarks.shapes import WEIGHT_SHAPES, WeightShape, shapes_of
 from benchmarks.spread import Spread
+from vllm_batch_invariant.ops.common.cancelling import cancelling
 from vllm_batch_invariant.ops.common.graph_timer import GraphTimer, copies_beyond_cache
-from vllm_batch_invariant.ops.linear.cancelling import cancelling
 from vllm_batch_invariant.ops.norm import rms_norm
 
 ROWS = (1, 2, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)

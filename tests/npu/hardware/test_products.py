@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from tests.assertions import DTYPES, assert_same_bits
 from tests.npu.hardware.sweep import COUNTS, ROWS, assert_rows_keep_their_bits, draw
 from vllm_batch_invariant import batch_invariant_mode
+from vllm_batch_invariant.ops.common.cancelling import cancelling
 from vllm_batch_invariant.ops.linear import bmm, linear, mm, prepare
-from vllm_batch_invariant.ops.linear.cancelling import cancelling
 
 Tensor = torch.Tensor
 

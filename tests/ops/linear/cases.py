@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from vllm_batch_invariant.ops.common.cancelling import cancelling
 from vllm_batch_invariant.ops.linear import LinearReduction
-from vllm_batch_invariant.ops.linear.cancelling import cancelling
 from vllm_batch_invariant.ops.linear.schedule import NarrowTile, Tile
 
 HALVES = (torch.bfloat16, torch.float16)

@@ -19,8 +19,8 @@ from tests.fakes.cublaslt import ALGORITHM, sequential_k
 from vllm_batch_invariant import kept_file
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.installing import how_to_install
+from vllm_batch_invariant.ops.common.cancelling import cancelling, cancelling_gated
 from vllm_batch_invariant.ops.linear import LinearReduction
-from vllm_batch_invariant.ops.linear.cancelling import cancelling, cancelling_gated
 from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES, NarrowTile
 
 pytest.importorskip("triton")

@@ -15,9 +15,9 @@ from vllm_batch_invariant.ops.linear import LinearReduction, cpu, linear, refere
 
 pytest.importorskip("triton")
 
+from vllm_batch_invariant.ops.common.cancelling import cancelling
 from vllm_batch_invariant.ops.linear import autotune, leaves, triton_gemm
 from vllm_batch_invariant.ops.linear.autotune import Autotuner, TunedSchedule
-from vllm_batch_invariant.ops.linear.cancelling import cancelling
 from vllm_batch_invariant.ops.linear.problem import GemmProblem, problem_of
 from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, narrow_tiles
 

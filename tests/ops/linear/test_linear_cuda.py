@@ -11,9 +11,9 @@ from tests.assertions import DTYPES, ROW_COUNTS, assert_near, assert_same_bits
 from tests.ops.linear.cases import HALVES, KINDS, at_once, draw, launch, operands, sequential_k, turned
 from vllm_batch_invariant import batch_invariant_mode
 from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops.common.cancelling import cancelling_gated
 from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.linear import LinearReduction, bmm, gated_linear, linear, mm, prepare, schedule
-from vllm_batch_invariant.ops.linear.cancelling import cancelling_gated
 from vllm_batch_invariant.ops.linear.problem import leading_dim, supports_tma
 from vllm_batch_invariant.ops.linear.reference import linear as exact_linear
 from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES, Tile

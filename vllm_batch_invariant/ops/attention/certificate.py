@@ -23,9 +23,9 @@ import torch
 from ... import kept_file
 from ...compare import bitwise_comparison
 from ...errors import NotCovered
+from ..common.cancelling import cancelling
 from ..common.compile_errors import is_of_a_compiler, reason
 from ..common.gpu_environment import gpu_environment, kept_path
-from ..linear.cancelling import cancelling
 from .cuda import paged_attention
 from .params import PagedAttention
 from .plan import DECODE_ROWS, WIDE_DECODE_ROWS, AttentionShape, Kernels, Planner

@@ -3,8 +3,8 @@
 The verification: within a range (an M bucket) one schedule serves every M, so that M decides only how many programs
 run; it is run at both ends of the range, in the middle, and at every M that the caller names, and compared bit for bit
 with :func:`.triton_gemm.gemm_ptr`, which adds K sequentially, on operands that show the order of a sum
-(:mod:`.cancelling`). A schedule that differs is not used. The choice among those that agree is made by timing them,
-because it cannot move a bit.
+(:mod:`..common.cancelling`). A schedule that differs is not used. The choice among those that agree is made by timing
+them, because it cannot move a bit.
 """
 
 import json
@@ -22,12 +22,12 @@ import triton
 from triton.errors import TritonError
 
 from ...errors import NotCovered
+from ..common.cancelling import cancelling, cancelling_gated
 from ..common.compile_errors import reason
 from ..common.gpu import Gpu
 from ..common.graph_timer import GraphTimer, copies_beyond_cache
 from ..silu.cuda import silu_and_mul
 from . import triton_gemm
-from .cancelling import cancelling, cancelling_gated
 from .leaves import Gemm, in_leaves
 from .problem import GemmProblem
 from .schedule import GATED_TILES, NARROW_TILES, NarrowTile, gated_tiles, narrow_tiles

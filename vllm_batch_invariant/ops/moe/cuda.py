@@ -14,11 +14,11 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import NotCovered
+from ..common.cancelling import cancelling
 from ..common.gpu import Gpu
 from ..common.triton_rows import aligned, on_device_of
 from ..dependent_launch import LaunchSchedule
 from ..linear import triton_gemm
-from ..linear.cancelling import cancelling
 from ..linear.problem import ALIGNMENT, LARGEST_SIDE
 from ..linear.reduction import LinearReduction
 from ..norm.reduction import NormReduction

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from vllm_batch_invariant.ops.linear.cancelling import cancelling
+from vllm_batch_invariant.ops.common.cancelling import cancelling
 
 HALVES = (torch.bfloat16, torch.float16)
 
