@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.moe_cases import Inputs, MoeLayer, Weights, ours
 from benchmarks.spread import Spread
+from vllm_batch_invariant.ops.common.dependent_launch import LaunchSchedule
 from vllm_batch_invariant.ops.common.graph_timer import GraphTimer
-from vllm_batch_invariant.ops.dependent_launch import LaunchSchedule
 from vllm_batch_invariant.ops.moe import cuda
 from vllm_batch_invariant.ops.moe.cuda import GroupedSchedule, GroupingSchedule, LayerSchedule, WalkSchedule
 

@@ -43,32 +43,26 @@ PROGRAM, COMPILES = "tests.ops.compiled_kernels", ("compile_cell", "compile_inst
 """The module that compiles, and its functions that decide what is compiled of a cell, and how."""
 SOURCES = {
     "gradients": ("attention_backward/*.py", "common/*.py"),
-    "experts": (
-        "moe/*.py",
-        "linear/*.py",
-        "norm/*.py",
-        "silu/*.py",
-        "softmax/*.py",
-        "common/*.py",
-        "dependent_launch.py",
-    ),
-    "all_reduce": ("all_reduce/*.py", "moe/triton_kernels.py", "norm/*.py", "common/*.py", "dependent_launch.py"),
+    "experts": ("moe/*.py", "linear/*.py", "norm/*.py", "silu/*.py", "softmax/*.py", "common/*.py"),
+    "all_reduce": ("all_reduce/*.py", "moe/triton_kernels.py", "norm/*.py", "common/*.py"),
     "attention": (
         "attention/**/*.py",
         "common/*_names.py",
         "common/sm90_ring.py",
         "common/nvidia_gpus.py",
-        "dependent_launch.py",
+        "common/*launch.py",
     ),
     "matmuls": (
         *(f"linear/{name}.py" for name in ("problem", "reduction", "schedule", "sm90_kernel", "triton_gemm")),
         "linear/triton_kernels.py",
         "common/*_names.py",
         "common/sm90_ring.py",
+        "common/gpu.py",
         "common/nvidia_gpus.py",
+        "common/*launch.py",
     ),
-    "exact": ("exact/**/*.py", "attention/*.py", "common/*.py", "dependent_launch.py"),
-    "rows": ("norm*/*.py", "softmax/*.py", "reduce/*.py", "silu*/*.py", "common/*.py", "dependent_launch.py"),
+    "exact": ("exact/**/*.py", "attention/*.py", "common/*.py"),
+    "rows": ("norm*/*.py", "softmax/*.py", "reduce/*.py", "silu*/*.py", "common/*.py"),
     "others": ("**/*.py",),
 }
 """What decides what is compiled, by the kind of cells, the first that a cell's name has: sources of

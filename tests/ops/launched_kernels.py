@@ -58,6 +58,8 @@ def launched_in_sources() -> set[str]:
                 compiled.add(node.name)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
                 launched.add(ast.unparse(node.func.value).rpartition(".")[2])
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "launch":
+                launched.add(ast.unparse(node.args[0]).rpartition(".")[2])
     return compiled & launched
 
 

@@ -28,8 +28,8 @@ class Spy:
 
     launches: list[tuple[tuple, dict[str, object]]] = field(default_factory=list)
 
-    def __getitem__(self, grid: tuple[int]):
-        return lambda *arguments, **options: self.launches.append((arguments, options))
+    def run(self, *arguments: object, grid: tuple[int], warmup: bool, **options: object) -> None:
+        self.launches.append((arguments, options))
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def handed(launch: tuple[tuple, dict[str, object]]) -> dict[str, str | int]:
 
 @pytest.mark.parametrize("hidden", [64, 100, 896, 4096, 20_000])
 def test_a_norm_on_a_gpu_is_launched_as_the_receipt_says(hidden, spy, printed, monkeypatch):
-    from vllm_batch_invariant.ops.dependent_launch import LaunchSchedule
+    from vllm_batch_invariant.ops.common.dependent_launch import LaunchSchedule
     from vllm_batch_invariant.ops.norm import cuda
 
     monkeypatch.setattr(LaunchSchedule, "of", lambda _: LaunchSchedule(overlaps=True))

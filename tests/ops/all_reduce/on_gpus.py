@@ -18,7 +18,7 @@ from vllm_batch_invariant.ops.all_reduce import add_ranks
 from vllm_batch_invariant.ops.all_reduce.copies import CopySchedule
 from vllm_batch_invariant.ops.all_reduce.cuda import SCHEDULES, TIMEOUT, AllReduce
 from vllm_batch_invariant.ops.all_reduce.peers import symmetric_peers
-from vllm_batch_invariant.ops.dependent_launch import LaunchSchedule
+from vllm_batch_invariant.ops.common.dependent_launch import LaunchSchedule
 from vllm_batch_invariant.ops.linear import LinearReduction, linear
 from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES
 from vllm_batch_invariant.ops.linear.triton_gemm import gemm_sm90_swap_ab

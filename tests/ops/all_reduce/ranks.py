@@ -120,8 +120,8 @@ class _Kernel:
     def __init__(self, **others: Any) -> None:
         self.others = others
 
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        return lambda *args, **named: triton_kernels.all_reduce_kernel[grid](*args, **named | self.others)
+    def run(self, *args: object, **named: Any) -> None:
+        triton_kernels.all_reduce_kernel.run(*args, **named | self.others)
 
 
 def plant(fault: str | None) -> None:

@@ -13,7 +13,7 @@ from triton.runtime.jit import JITFunction
 from vllm_batch_invariant.ops.attention.sm90 import DecodeSchedule, DecodeWork, PrefillSchedule, shapes
 from vllm_batch_invariant.ops.attention.sm90.decode import decode_kernel
 from vllm_batch_invariant.ops.attention.sm90.prefill import prefill_kernel
-from vllm_batch_invariant.ops.dependent_launch import LaunchSchedule
+from vllm_batch_invariant.ops.common.dependent_launch import LaunchSchedule
 
 REDUCTION = {"SPLIT_SEGMENTS"}
 PROBLEM = {"NUM_KV_HEADS", "QUERIES_PER_KV", "HEAD_DIM", "PAGE_SIZE"}

@@ -12,7 +12,7 @@ from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, NarrowTile, T
 
 pytest.importorskip("triton")
 
-from vllm_batch_invariant.ops.dependent_launch import LaunchSchedule
+from vllm_batch_invariant.ops.common.dependent_launch import LaunchSchedule
 from vllm_batch_invariant.ops.linear import npu, sm90_kernel, triton_kernels
 from vllm_batch_invariant.ops.linear.problem import GemmProblem
 

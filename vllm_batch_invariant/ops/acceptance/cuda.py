@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.triton_rows import on_device_of
+from ..common.launch import launch
 from . import NO_TOKEN
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
@@ -53,8 +53,5 @@ def accept(
     counts = torch.empty(requests, dtype=torch.int32, device=sampled.device)
     if requests:
         args = sampled.contiguous(), inputs.contiguous(), starts.contiguous(), tokens, counts, width
-        with on_device_of(sampled):
-            _accept_kernel[(requests,)](
-                *args, PADDED_WIDTH=schedule_for(width).padded_width, num_warps=1, enable_fp_fusion=False
-            )
+        launch(_accept_kernel, requests, args, on=sampled, PADDED_WIDTH=schedule_for(width).padded_width, num_warps=1)
     return tokens, counts

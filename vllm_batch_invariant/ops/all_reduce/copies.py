@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from ..common.triton_rows import aligned, on_device_of
+from ..common.launch import launch, on_device_of
+from ..common.triton_rows import aligned
 from ..norm.cuda import DTYPES
 from ..norm.reduction import NormReduction
 from .peers import Peers, aligned_bytes, launch_options, write_behind
@@ -159,21 +160,26 @@ class Copies:
             # The others' copies come when this rank's go: programs that wait long slow them down.
             self._streams.current_stream().wait_event(copied)
             own = slice(row, row + len(part))
-            add_copies_norm_kernel[(-(-len(part) // norm.rows_per_program),)](
-                part,
-                residual[own],
-                weight,
-                out[own],
-                residual_out[own],
-                self._peers.addresses,
-                self._peers.rank,
-                number,
-                (self._number + _EPOCHS // 2) % _EPOCHS - _EPOCHS // 2,
-                self._start(0) + row * length * dtype.itemsize,
-                self.size,
-                len(part),
-                length // norm.stride_unit,
-                eps,
+            launch(
+                add_copies_norm_kernel,
+                -(-len(part) // norm.rows_per_program),
+                (
+                    part,
+                    residual[own],
+                    weight,
+                    out[own],
+                    residual_out[own],
+                    self._peers.addresses,
+                    self._peers.rank,
+                    number,
+                    (self._number + _EPOCHS // 2) % _EPOCHS - _EPOCHS // 2,
+                    self._start(0) + row * length * dtype.itemsize,
+                    self.size,
+                    len(part),
+                    length // norm.stride_unit,
+                    eps,
+                ),
+                on=residual,
                 **norm.options,
                 **launch_options(reduction, timeout),
             )

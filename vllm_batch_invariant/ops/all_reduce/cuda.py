@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..common.triton_rows import aligned, on_device_of
-from ..dependent_launch import LaunchSchedule
+from ..common.launch import launch, on_device_of
+from ..common.triton_rows import aligned
 from ..moe.cuda import Products
 from ..norm import rms_norm
 from ..norm.cuda import DTYPES as NORM_DTYPES
@@ -85,19 +85,18 @@ def add_ranks(partials: torch.Tensor, tree: bool = False, out: torch.Tensor | No
     if out.numel() == 0:
         return out
     unit = _unit(out)
-    with on_device_of(partials):
-        add_ranks_kernel[(-(-out.numel() // _BLOCK),)](
-            partials,
-            out,
-            out.numel() // unit,
-            UNIT=unit,
-            RANKS=reduction.ranks,
-            TREE=reduction.tree,
-            BLOCK=_BLOCK,
-            ACCUMULATE=in_triton(reduction.accumulate),
-            num_warps=_NUM_WARPS,
-            enable_fp_fusion=False,
-        )
+    launch(
+        add_ranks_kernel,
+        -(-out.numel() // _BLOCK),
+        (partials, out, out.numel() // unit),
+        on=partials,
+        UNIT=unit,
+        RANKS=reduction.ranks,
+        TREE=reduction.tree,
+        BLOCK=_BLOCK,
+        ACCUMULATE=in_triton(reduction.accumulate),
+        num_warps=_NUM_WARPS,
+    )
     return out
 
 
@@ -152,9 +151,8 @@ class AllReduce:
         channel = next((one for one in self._channels if size <= one.schedule.largest), self._channels[-1])
         longest = channel.schedule.largest // partial.itemsize
         parts = zip(partial.view(-1).split(longest), out.view(-1).split(longest), strict=True)
-        with on_device_of(partial):
-            for part, sums in parts if size else ():
-                channel.launch(part, sums, reduction, self._timeout)
+        for part, sums in parts if size else ():
+            channel.launch(part, sums, reduction, self._timeout)
         return out
 
     def expect(self, size: int) -> bool:
@@ -223,8 +221,7 @@ class AllReduce:
         partial = partial if isinstance(partial, Products) else aligned(partial)
         residual, weight = aligned(residual), aligned(weight)
         out, residual_out = torch.empty_like(residual), torch.empty_like(residual)
-        with on_device_of(residual):
-            channel.launch_with_norm(partial, residual, weight, eps, out, residual_out, reduction, norm, self._timeout)
+        channel.launch_with_norm(partial, residual, weight, eps, out, residual_out, reduction, norm, self._timeout)
         return out, residual_out
 
 
@@ -243,18 +240,15 @@ class _Channel:
         """Add one message, [elements], of at most ``schedule.largest`` bytes."""
         unit = _unit(partial)
         turns = -(-partial.numel() // (self.schedule.block * self.schedule.owners(self._ranks)))
-        all_reduce_kernel[(min(turns, self.schedule.ctas),)](
-            partial,
-            out,
-            self._peers.addresses,
-            self._epochs,
-            self._peers.rank,
-            partial.numel() // unit,
+        launch(
+            all_reduce_kernel,
+            min(turns, self.schedule.ctas),
+            (partial, out, self._peers.addresses, self._epochs, self._peers.rank, partial.numel() // unit),
+            on=partial,
             UNIT=unit,
             TWO_SHOT=self.schedule.two_shot,
             BLOCK=self.schedule.block,
             num_warps=self.schedule.num_warps,
-            enable_fp_fusion=False,
             **self._options(reduction, timeout),
         )
 
@@ -286,21 +280,26 @@ class _Channel:
             operands, constants = partial.operands, partial.constants
         else:
             operands, constants = (partial, None, None, None), {"TOP_K": 0, "IS_PART": False}
-        all_reduce_norm_kernel[(min(-(-rows // norm.rows_per_program), self.schedule.ctas),)](
-            *operands,
-            residual,
-            weight,
-            out,
-            residual_out,
-            self._peers.addresses,
-            self._epochs,
-            self._peers.rank,
-            rows,
-            norm.length // norm.stride_unit,
-            eps,
+        launch(
+            all_reduce_norm_kernel,
+            min(-(-rows // norm.rows_per_program), self.schedule.ctas),
+            (
+                *operands,
+                residual,
+                weight,
+                out,
+                residual_out,
+                self._peers.addresses,
+                self._epochs,
+                self._peers.rank,
+                rows,
+                norm.length // norm.stride_unit,
+                eps,
+            ),
+            on=residual,
+            waits=True,
             **constants,
             **norm.options,
-            **LaunchSchedule.of(residual.device).options,
             **self._options(reduction, timeout),
         )
 

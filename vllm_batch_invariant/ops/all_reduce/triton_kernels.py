@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from ..dependent_launch import wait_for_kernel_before
+from ..common.dependent_launch import wait_for_kernel_before
 from ..moe.triton_kernels import weighted_sum
 from ..norm.triton_kernels import load_weight, normalised_tile
 

@@ -10,6 +10,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..common.launch import launch
 from ..common.nvidia_gpus import attends_by_tma
 from . import sm90
 from .params import PagedAttention, is_aligned
@@ -33,27 +34,26 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
     if call.reduction != plan.reduction:
         raise ValueError(f"a plan for {plan.reduction!r} does not fit a call with {call.reduction!r}")
     by_sm90 = planner.sm90 and sm90.takes(call, out)
-    with torch.cuda.device_of(call.query):
-        if plan.prefill_ctas and by_sm90:
-            work = sm90.PrefillWork(
-                planner.prefill_count,
-                planner.prefill_work,
-                planner.workspace,
-                planner.semaphores,
-                ctas=min(plan.prefill_ctas, planner.num_sms),
-            )
-            sm90.launch_prefill(call, out, work, plan.reduction, sm90.PREFILL_SCHEDULES[planner.shape.head_size])
-        elif plan.prefill_ctas:
-            _launch(call, out, plan, prefill_like=True)
-        if plan.has_decode and by_sm90:
-            partials = planner.partial_m, planner.partial_l, planner.partial_acc
-            work = sm90.DecodeWork(
-                planner.work_indptr, planner.decode_work, partials, planner.semaphores, plan.partial_rows
-            )
-            schedule = sm90.decode_schedule(planner.shape.head_size, planner.decode_rows)
-            sm90.launch_decode(call, out, work, plan.reduction, schedule)
-        elif plan.has_decode:
-            _launch(call, out, plan, prefill_like=False)
+    if plan.prefill_ctas and by_sm90:
+        work = sm90.PrefillWork(
+            planner.prefill_count,
+            planner.prefill_work,
+            planner.workspace,
+            planner.semaphores,
+            ctas=min(plan.prefill_ctas, planner.num_sms),
+        )
+        sm90.launch_prefill(call, out, work, plan.reduction, sm90.PREFILL_SCHEDULES[planner.shape.head_size])
+    elif plan.prefill_ctas:
+        _launch(call, out, plan, prefill_like=True)
+    if plan.has_decode and by_sm90:
+        partials = planner.partial_m, planner.partial_l, planner.partial_acc
+        work = sm90.DecodeWork(
+            planner.work_indptr, planner.decode_work, partials, planner.semaphores, plan.partial_rows
+        )
+        schedule = sm90.decode_schedule(planner.shape.head_size, planner.decode_rows)
+        sm90.launch_decode(call, out, work, plan.reduction, schedule)
+    elif plan.has_decode:
+        _launch(call, out, plan, prefill_like=False)
 
 
 def _plan_alone(call: PagedAttention) -> Plan:
@@ -98,27 +98,32 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
     alibi_slopes = None if call.alibi_slopes is None else call.alibi_slopes.to(device, torch.float32) * _LOG2_E
     sinks = None if call.sinks is None else call.sinks.to(device, torch.float32) * _LOG2_E
     written = out if out.stride(-1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
-    attention_kernel[(ctas,)](
-        query,
-        *(descriptors if use_tma else (key_cache, value_cache)),
-        written,
-        block_table,
-        work_indptr,
-        work,
-        planner.partial_m,
-        planner.partial_l,
-        planner.partial_acc,
-        planner.semaphores,
-        alibi_slopes,
-        sinks,
-        call.scale * _LOG2_E,
-        (call.logits_soft_cap or 0.0) * _LOG2_E,
-        call.sliding_window or 0,
-        block_table.stride(0),
-        *query.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        *written.stride()[:2],
+    launch(
+        attention_kernel,
+        ctas,
+        (
+            query,
+            *(descriptors if use_tma else (key_cache, value_cache)),
+            written,
+            block_table,
+            work_indptr,
+            work,
+            planner.partial_m,
+            planner.partial_l,
+            planner.partial_acc,
+            planner.semaphores,
+            alibi_slopes,
+            sinks,
+            call.scale * _LOG2_E,
+            (call.logits_soft_cap or 0.0) * _LOG2_E,
+            call.sliding_window or 0,
+            block_table.stride(0),
+            *query.stride()[:2],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            *written.stride()[:2],
+        ),
+        on=query,
         USE_TMA=use_tma,
         USE_SOFT_CAP=call.logits_soft_cap is not None,
         USE_ALIBI=alibi_slopes is not None,
@@ -139,7 +144,6 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
         num_warps=schedule.num_warps,
         num_stages=schedule.num_stages,
         maxnreg=schedule.maxnreg,
-        enable_fp_fusion=False,
     )
     if written is not out:
         out.copy_(written)

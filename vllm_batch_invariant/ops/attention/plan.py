@@ -11,6 +11,7 @@ import torch
 import triton
 
 from ...errors import NotCovered
+from ..common.launch import launch
 from ..common.nvidia_gpus import has_tcgen05
 from . import sm90
 from .plan_kernels import plan_kernel
@@ -278,8 +279,10 @@ class Planner:
         # With the kernels for Hopper it costs nothing that they may.
         may_share = self.sm90 or 0 < blocks * shape.kv_heads <= self._prefill_ctas // 2
         if requests:
-            with torch.cuda.device(self.device):
-                plan_kernel[(requests,)](
+            launch(
+                plan_kernel,
+                requests,
+                (
                     query_start_loc,
                     seq_lens,
                     self.work_indptr,
@@ -293,15 +296,16 @@ class Planner:
                     self._prefill_workspace if may_share else -1,
                     self.cta_shares,
                     self._prefill_ctas,
-                    NUM_KV_HEADS=shape.kv_heads,
-                    PADDED_KV_HEADS=triton.next_power_of_2(shape.kv_heads),
-                    QUERIES_PER_KV=shape.queries_per_kv,
-                    SPLIT_SEGMENTS=shape.reduction.split_segments,
-                    KEY_TILE=shape.key_tile,
-                    DECODE_ROWS=self.decode_rows,
-                    BLOCK_M=self.prefill_schedule.block_m,
-                    enable_fp_fusion=False,
-                )
+                ),
+                on=self.semaphores,
+                NUM_KV_HEADS=shape.kv_heads,
+                PADDED_KV_HEADS=triton.next_power_of_2(shape.kv_heads),
+                QUERIES_PER_KV=shape.queries_per_kv,
+                SPLIT_SEGMENTS=shape.reduction.split_segments,
+                KEY_TILE=shape.key_tile,
+                DECODE_ROWS=self.decode_rows,
+                BLOCK_M=self.prefill_schedule.block_m,
+            )
         prefill_ctas = blocks * shape.kv_heads
         if prefill_ctas and may_share:
             prefill_ctas = max(prefill_ctas, 2 * self.num_sms)

@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.triton_rows import aligned, on_device_of
+from ..common.launch import launch
+from ..common.triton_rows import aligned
 from .reduction import AttentionBackwardReduction, AttentionBackwardSchedule
 
 
@@ -168,7 +169,18 @@ def attention_backward(
         "enable_fp_fusion": reduction.enable_fp_fusion,
     }
     inputs = (grad, query, key, value)
-    with on_device_of(query):
-        _query_kernel[(len(query_tiles), heads)](*inputs, of_query, lse, delta, query_tiles, *scales, **constants)
-        _key_kernel[(len(key_tiles), kv_heads)](*inputs, of_key, of_value, lse, delta, key_tiles, *scales, **constants)
+    launch(
+        _query_kernel,
+        (len(query_tiles), heads),
+        (*inputs, of_query, lse, delta, query_tiles, *scales),
+        on=query,
+        **constants,
+    )
+    launch(
+        _key_kernel,
+        (len(key_tiles), kv_heads),
+        (*inputs, of_key, of_value, lse, delta, key_tiles, *scales),
+        on=query,
+        **constants,
+    )
     return of_query, of_key, of_value

@@ -5,8 +5,6 @@ Triton compiles a kernel anew for pointers that are not aligned to 16 bytes, wit
 kernel gets are always aligned.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +13,6 @@ from .rows import as_rows
 
 ALIGNMENT = 16
 """Bytes."""
-_HERE = nullcontext()
 _LOW_BITS = tl.constexpr(0x7FFFFFFF)
 
 
@@ -28,14 +25,6 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 def aligned_rows(x: torch.Tensor, dims: list[int], dtype: torch.dtype) -> torch.Tensor:
     """:func:`.rows.as_rows`, aligned."""
     return aligned(as_rows(x, dims, dtype))
-
-
-def on_device_of(tensor: torch.Tensor) -> AbstractContextManager:
-    """Makes the tensor's GPU the current one, where it is not already: that costs more than all other checks of a
-    launch.
-    """
-    index = tensor.get_device()
-    return _HERE if index < 0 or index == torch.cuda.current_device() else torch.cuda.device(index)
 
 
 @triton.jit

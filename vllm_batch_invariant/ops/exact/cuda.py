@@ -14,10 +14,11 @@ from ...errors import NotCovered
 from ..attention.params import PagedAttention
 from ..attention.plan import AttentionShape, Kernels, Plan, Planner, Schedule
 from ..attention.reduction import AttentionReduction
+from ..common.dependent_launch import LaunchSchedule
 from ..common.gpu import Gpu
+from ..common.launch import launch
 from ..common.rows import normalise_dims, rows_back
-from ..common.triton_rows import ALIGNMENT, aligned, aligned_rows, on_device_of
-from ..dependent_launch import LaunchSchedule
+from ..common.triton_rows import ALIGNMENT, aligned, aligned_rows
 from ..top_k_top_p.cuda import top_k_top_p as top_k_top_p_of_floats
 from . import triton_kernels
 from .definition import KEY_TILE, LOG2_E, MEAN_BITS, SPLITS, THREE_DIGITS, TWO_DIGITS, segments
@@ -190,24 +191,19 @@ def quantize(x: torch.Tensor, parts: int, activations: bool) -> Activations:
     marks = torch.empty(rows, parts, dtype=torch.int64, device=x.device) if activations else None
     scale = torch.empty(rows, parts, dtype=torch.float32, device=x.device)
     if rows:
-        with on_device_of(x):
-            triton_kernels.quantize_kernel[(rows * parts,)](
-                x,
-                digits,
-                third,
-                marks,
-                scale,
-                rows,
-                x.stride(0),
-                PARTS=parts,
-                LENGTH=k // parts,
-                ACTIVATIONS=activations,
-                BLOCK=schedule.block,
-                MARK_STEP=schedule.mark_step,
-                **LaunchSchedule.of(x.device).options,
-                num_warps=schedule.num_warps,
-                enable_fp_fusion=False,
-            )
+        launch(
+            triton_kernels.quantize_kernel,
+            rows * parts,
+            (x, digits, third, marks, scale, rows, x.stride(0)),
+            on=x,
+            waits=True,
+            PARTS=parts,
+            LENGTH=k // parts,
+            ACTIVATIONS=activations,
+            BLOCK=schedule.block,
+            MARK_STEP=schedule.mark_step,
+            num_warps=schedule.num_warps,
+        )
     return Activations(digits, third, marks, scale)
 
 
@@ -265,28 +261,25 @@ def product(
     if out.numel() and isinstance(schedule, HopperSchedule):
         from .sm90_linear import linear_sm90
 
-        with on_device_of(out):
-            linear_sm90(*operands, mark_step, schedule, LaunchSchedule(overlaps))
+        linear_sm90(*operands, mark_step, schedule, LaunchSchedule(overlaps))
     elif out.numel():
-        with on_device_of(out):
-            linear_kernel[(-(-m // schedule.block_m) * -(-n // schedule.block_n),)](
-                *operands,
-                m,
-                n,
-                k,
-                PARTS=parts,
-                LENGTH=k // parts,
-                HAS_BIAS=bias is not None,
-                EVEN_K=k // parts % schedule.block_k == 0,
-                MARK_STEP=mark_step,
-                INT8=schedule.int8,
-                BLOCK_M=schedule.block_m,
-                BLOCK_N=schedule.block_n,
-                BLOCK_K=schedule.block_k,
-                num_warps=schedule.num_warps,
-                num_stages=schedule.num_stages,
-                enable_fp_fusion=False,
-            )
+        launch(
+            linear_kernel,
+            -(-m // schedule.block_m) * -(-n // schedule.block_n),
+            (*operands, m, n, k),
+            on=out,
+            PARTS=parts,
+            LENGTH=k // parts,
+            HAS_BIAS=bias is not None,
+            EVEN_K=k // parts % schedule.block_k == 0,
+            MARK_STEP=mark_step,
+            INT8=schedule.int8,
+            BLOCK_M=schedule.block_m,
+            BLOCK_N=schedule.block_n,
+            BLOCK_K=schedule.block_k,
+            num_warps=schedule.num_warps,
+            num_stages=schedule.num_stages,
+        )
     return out
 
 
@@ -320,8 +313,10 @@ def rms_norm(
     if rows:
         x, *x_rows = _strided(x)
         residual, *residual_rows = (None, 1, 0, 0) if residual is None else _strided(residual)
-        with on_device_of(out):
-            triton_kernels.rms_norm_kernel[(-(-rows // schedule.rows_per_program),)](
+        launch(
+            triton_kernels.rms_norm_kernel,
+            -(-rows // schedule.rows_per_program),
+            (
                 x,
                 residual,
                 None if weight is None else aligned(weight),
@@ -331,14 +326,15 @@ def rms_norm(
                 *x_rows,
                 *residual_rows,
                 eps,
-                LENGTH=length,
-                HAS_RESIDUAL=residual is not None,
-                HAS_WEIGHT=weight is not None,
-                ROWS_PER_PROGRAM=schedule.rows_per_program,
-                BLOCK=schedule.block,
-                num_warps=schedule.num_warps,
-                enable_fp_fusion=False,
-            )
+            ),
+            on=out,
+            LENGTH=length,
+            HAS_RESIDUAL=residual is not None,
+            HAS_WEIGHT=weight is not None,
+            ROWS_PER_PROGRAM=schedule.rows_per_program,
+            BLOCK=schedule.block,
+            num_warps=schedule.num_warps,
+        )
     return out if residual_out is None else (out, residual_out)
 
 
@@ -357,17 +353,16 @@ def _gate_and_mul(x: torch.Tensor, gelu: bool) -> torch.Tensor:
     out = torch.empty(*x.shape[:-1], length, dtype=torch.bfloat16, device=x.device)
     schedule = RowSchedule(1, min(triton.next_power_of_2(length), 1024), 4)
     if out.numel():
-        with on_device_of(out):
-            triton_kernels.gate_and_mul_kernel[(len(rows) * -(-length // schedule.block),)](
-                rows,
-                out,
-                rows.stride(0),
-                GELU=gelu,
-                LENGTH=length,
-                BLOCK=schedule.block,
-                num_warps=schedule.num_warps,
-                enable_fp_fusion=False,
-            )
+        launch(
+            triton_kernels.gate_and_mul_kernel,
+            len(rows) * -(-length // schedule.block),
+            (rows, out, rows.stride(0)),
+            on=out,
+            GELU=gelu,
+            LENGTH=length,
+            BLOCK=schedule.block,
+            num_warps=schedule.num_warps,
+        )
     return out
 
 
@@ -376,10 +371,13 @@ def capped(x: torch.Tensor, soft_cap: float) -> torch.Tensor:
     x, block = aligned(x), 1024
     out = torch.empty_like(x)
     if out.numel():
-        with on_device_of(out):
-            triton_kernels.capped_kernel[(-(-x.numel() // block),)](
-                x, out, float(np.float32(soft_cap)), x.numel(), BLOCK=block, num_warps=4, enable_fp_fusion=False
-            )
+        launch(
+            triton_kernels.capped_kernel,
+            -(-x.numel() // block),
+            (x, out, float(np.float32(soft_cap)), x.numel()),
+            on=out,
+            BLOCK=block,
+        )
     return out
 
 
@@ -390,20 +388,16 @@ def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     schedule = RotateSchedule(min(triton.next_power_of_2(heads), max(1, _NORM_TILE // block)), block)
     out = torch.empty(tokens, heads, size, dtype=torch.bfloat16, device=x.device)
     if out.numel():
-        with on_device_of(out):
-            triton_kernels.rotate_kernel[(tokens * -(-heads // schedule.heads_per_program),)](
-                x,
-                table,
-                out,
-                *x.stride()[:2],
-                table.stride(0),
-                NUM_HEADS=heads,
-                HALF=size // 2,
-                HEADS_PER_PROGRAM=schedule.heads_per_program,
-                BLOCK=schedule.block,
-                num_warps=4,
-                enable_fp_fusion=False,
-            )
+        launch(
+            triton_kernels.rotate_kernel,
+            tokens * -(-heads // schedule.heads_per_program),
+            (x, table, out, *x.stride()[:2], table.stride(0)),
+            on=out,
+            NUM_HEADS=heads,
+            HALF=size // 2,
+            HEADS_PER_PROGRAM=schedule.heads_per_program,
+            BLOCK=schedule.block,
+        )
     return out
 
 
@@ -427,12 +421,11 @@ def _over_rows(x: torch.Tensor, dim: int, dtype: torch.dtype | None, log: bool) 
         keys = torch.empty(num_rows, schedule.num_chunks, dtype=torch.int32, device=x.device)
         masses = torch.empty(num_rows, schedule.num_chunks, dtype=torch.int64, device=x.device)
         tile, padded, grid = _tile(schedule), {"PADDED_CHUNKS": schedule.padded_chunks}, (keys.numel(),)
-        with on_device_of(out):
-            triton_kernels.chunk_top_kernel[grid](rows, keys, length, **tile, enable_fp_fusion=False)
-            triton_kernels.chunk_mass_kernel[grid](rows, keys, masses, length, **tile, **padded, enable_fp_fusion=False)
-            triton_kernels.softmax_kernel[grid](
-                rows, keys, masses, out, length, LOG=log, **tile, **padded, enable_fp_fusion=False
-            )
+        launch(triton_kernels.chunk_top_kernel, grid, (rows, keys, length), on=out, **tile)
+        launch(triton_kernels.chunk_mass_kernel, grid, (rows, keys, masses, length), on=out, **tile, **padded)
+        launch(
+            triton_kernels.softmax_kernel, grid, (rows, keys, masses, out, length), on=out, LOG=log, **tile, **padded
+        )
     return rows_back(out, x, dims).to(dtype or x.dtype)
 
 
@@ -458,21 +451,23 @@ def draw(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor | 
     best = torch.empty(rows, schedule.num_chunks, dtype=torch.int64, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        with on_device_of(logits):
-            triton_kernels.chunk_draw_kernel[(best.numel(),)](
-                aligned(logits),
-                aligned(keys),
-                None if temperatures is None else aligned(temperatures),
-                best,
-                length,
-                MAY_BE_GREEDY=temperatures is not None,
-                **_tile(schedule),
-                enable_fp_fusion=False,
-            )
-            triton_kernels.draw_kernel[(rows,)](
-                best, tokens, NUM_CHUNKS=schedule.num_chunks, PADDED_CHUNKS=schedule.padded_chunks, num_warps=1,
-                enable_fp_fusion=False,
-            )  # fmt: skip
+        launch(
+            triton_kernels.chunk_draw_kernel,
+            best.numel(),
+            (aligned(logits), aligned(keys), None if temperatures is None else aligned(temperatures), best, length),
+            on=logits,
+            MAY_BE_GREEDY=temperatures is not None,
+            **_tile(schedule),
+        )
+        launch(
+            triton_kernels.draw_kernel,
+            rows,
+            (best, tokens),
+            on=logits,
+            NUM_CHUNKS=schedule.num_chunks,
+            PADDED_CHUNKS=schedule.padded_chunks,
+            num_warps=1,
+        )
     return tokens
 
 
@@ -582,8 +577,10 @@ class Cache:
         schedule = CacheSchedule()
         grid = triton.cdiv(len(slots), schedule.rows), kv_heads
         if len(slots):
-            with on_device_of(keys):
-                write_cache_kernel[grid](
+            launch(
+                write_cache_kernel,
+                grid,
+                (
                     keys,
                     values,
                     slots,
@@ -593,14 +590,15 @@ class Cache:
                     *keys.stride()[:2],
                     *values.stride()[:2],
                     self.digits.stride(0),
-                    NUM_KV_HEADS=kv_heads,
-                    PAGE_SIZE=page_size,
-                    HEAD_DIM=self.head_size,
-                    PADDED_HEAD_DIM=_padded(self.head_size),
-                    ROWS=schedule.rows,
-                    num_warps=schedule.num_warps,
-                    enable_fp_fusion=False,
-                )
+                ),
+                on=keys,
+                NUM_KV_HEADS=kv_heads,
+                PAGE_SIZE=page_size,
+                HEAD_DIM=self.head_size,
+                PADDED_HEAD_DIM=_padded(self.head_size),
+                ROWS=schedule.rows,
+                num_warps=schedule.num_warps,
+            )
 
 
 def _extent(x: torch.Tensor) -> int:
@@ -673,11 +671,10 @@ def paged_attention(
     if cache is None:
         call, cache = _on_grids(call)
     plan = plan or _plan_alone(call)
-    with torch.cuda.device_of(call.query):
-        if plan.prefill_ctas:
-            _attend(call, cache, out, plan, prefill_like=True)
-        if plan.has_decode:
-            _attend(call, cache, out, plan, prefill_like=False)
+    if plan.prefill_ctas:
+        _attend(call, cache, out, plan, prefill_like=True)
+    if plan.has_decode:
+        _attend(call, cache, out, plan, prefill_like=False)
 
 
 def _on_grids(call: PagedAttention) -> tuple[PagedAttention, Cache]:
@@ -716,27 +713,32 @@ def _attend(call: PagedAttention, cache: Cache, out: torch.Tensor, plan: Plan, p
     query = call.query if call.query.stride(-1) == 1 else call.query.contiguous()
     table = call.block_table.to(call.query.device)
     table = table if table.stride(-1) == 1 else table.contiguous()
-    exact_attention_kernel[(ctas,)](
-        query,
-        cache.digits,
-        cache.exponents,
-        out,
-        table,
-        work_indptr,
-        work,
-        planner.partial_m,
-        planner.partial_l,
-        planner.partial_e,
-        planner.partial_acc,
-        planner.parked,
-        planner.semaphores,
-        float(np.float32(call.scale) * (LOG2_E if call.logits_soft_cap is None else np.float32(1))),
-        float(np.float32(call.logits_soft_cap or 0)),
-        call.sliding_window or 0,
-        table.stride(0),
-        *query.stride()[:2],
-        cache.digits.stride(0),
-        *out.stride()[:2],
+    launch(
+        exact_attention_kernel,
+        ctas,
+        (
+            query,
+            cache.digits,
+            cache.exponents,
+            out,
+            table,
+            work_indptr,
+            work,
+            planner.partial_m,
+            planner.partial_l,
+            planner.partial_e,
+            planner.partial_acc,
+            planner.parked,
+            planner.semaphores,
+            float(np.float32(call.scale) * (LOG2_E if call.logits_soft_cap is None else np.float32(1))),
+            float(np.float32(call.logits_soft_cap or 0)),
+            call.sliding_window or 0,
+            table.stride(0),
+            *query.stride()[:2],
+            cache.digits.stride(0),
+            *out.stride()[:2],
+        ),
+        on=query,
         USE_SOFT_CAP=call.logits_soft_cap is not None,
         USE_WINDOW=call.sliding_window is not None,
         INT8=planner.int8,
@@ -754,7 +756,6 @@ def _attend(call: PagedAttention, cache: Cache, out: torch.Tensor, plan: Plan, p
         PARTIAL_BLOCK=triton.next_power_of_2(partial_rows),
         num_warps=schedule.num_warps,
         num_stages=schedule.num_stages,
-        enable_fp_fusion=False,
     )
 
 

@@ -30,11 +30,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..common.dependent_launch import LaunchSchedule
 from ..common.gluon_names import copy_block
 from ..common.gpu import Gpu
+from ..common.launch import launch
 from ..common.sm90_ring import next_stage
 from ..common.triton_names import aggregate, value
-from ..dependent_launch import LaunchSchedule
 from .schedule import HopperSchedule
 
 _STEP_K = gl.constexpr(128)
@@ -401,7 +402,7 @@ def linear_sm90(
     out: torch.Tensor,
     mark_step: int,
     tile: HopperSchedule,
-    launch: LaunchSchedule,
+    follows: LaunchSchedule,
 ) -> None:
     """Write the product of activations and a weight on their grids to ``out``.
 
@@ -416,7 +417,7 @@ def linear_sm90(
         out: bf16 [M, N].
         mark_step: elements of a mark, a multiple of 128.
         tile: decides the speed.
-        launch: if it overlaps, the weight is read before the kernel before has ended.
+        follows: if it overlaps, the weight is read before the kernel before has ended.
     """
     (_, m, k), (n, parts) = digits.shape, w_scale.shape
     tiles_m, tiles_n = triton.cdiv(m, tile.block_m), triton.cdiv(n, tile.block_n)
@@ -425,30 +426,34 @@ def linear_sm90(
     if parts > 1 and not tile.in_registers:
         size = programs, _PENDING.value, tile.long_side * tile.block_m
         pending = torch.empty(size, dtype=torch.float32, device=out.device)
-    linear_sm90_kernel[(programs,)](
-        _describe(digits, tile.block_m),
-        _describe(third, tile.block_m),
-        _describe(w_digits, tile.block_n),
-        marks,
-        x_scale,
-        w_scale,
-        bias,
-        out,
-        pending,
-        m,
-        n,
-        tiles_m,
-        tiles_n,
-        k // parts,
-        mark_step,
+    launch(
+        linear_sm90_kernel,
+        programs,
+        (
+            _describe(digits, tile.block_m),
+            _describe(third, tile.block_m),
+            _describe(w_digits, tile.block_n),
+            marks,
+            x_scale,
+            w_scale,
+            bias,
+            out,
+            pending,
+            m,
+            n,
+            tiles_m,
+            tiles_n,
+            k // parts,
+            mark_step,
+        ),
+        on=out,
         PARTS=parts,
         HAS_BIAS=bias is not None,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         NUM_STAGES=tile.num_stages,
         IN_REGISTERS=tile.in_registers,
-        **launch.options,
+        **follows.options,
         num_warps=tile.num_warps,
         maxnreg=tile.registers,
-        enable_fp_fusion=False,
     )

@@ -7,8 +7,8 @@ Sums are of int32 and int64, so no tile, program or order can move a bit, and wh
 import triton
 import triton.language as tl
 
+from ..common.dependent_launch import wait_for_kernel_before
 from ..common.triton_rows import order_key, value_of
-from ..dependent_launch import wait_for_kernel_before
 from . import definition
 from .triton_math import (
     LOWEST_EXPONENT,

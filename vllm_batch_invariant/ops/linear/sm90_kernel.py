@@ -36,11 +36,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..common.dependent_launch import LaunchSchedule
 from ..common.gluon_names import copy_block, reinterpret
 from ..common.gpu import Gpu
+from ..common.launch import launch
 from ..common.sm90_ring import next_stage
 from ..common.triton_names import aggregate, value
-from ..dependent_launch import LaunchSchedule
 from ..silu.sm90_kernels import silu_and_mul
 from .problem import leading_dim
 from .reduction import LinearReduction
@@ -353,8 +354,10 @@ def gemm_sm90_swap_ab(
     """
     (m, k), n = a.shape, b.shape[1]
     tiles_m, tiles_n = triton.cdiv(m, tile.block_m), triton.cdiv(n, tile.block_n)
-    with torch.cuda.device_of(a):
-        gemm_sm90_swap_ab_kernel[(min(tiles_m * tiles_n, tile.ctas_per_sm * Gpu.of(a.get_device()).num_sms),)](
+    launch(
+        gemm_sm90_swap_ab_kernel,
+        min(tiles_m * tiles_n, tile.ctas_per_sm * Gpu.of(a.get_device()).num_sms),
+        (
             _describe(a, tile.block_m),
             _describe_in_turn(b.t()) if gated else _describe(b.t(), min(tile.block_n, _LONG_SIDE.value)),
             None if bias is None else bias.contiguous(),
@@ -364,18 +367,19 @@ def gemm_sm90_swap_ab(
             k,
             tiles_m,
             tiles_m * tiles_n,
-            LEAVES=reduction.leaves,
-            HAS_BIAS=bias is not None,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k,
-            NUM_STAGES=tile.num_stages,
-            WARPGROUPS=tile.warpgroups,
-            GATED=gated,
-            ACCUMULATE=TL_DTYPES[reduction.accumulate],
-            **LaunchSchedule(overlaps).options,
-            num_warps=4,
-            maxnreg=_REGISTERS.value,
-            enable_fp_fusion=reduction.enable_fp_fusion,
-        )
+        ),
+        on=a,
+        LEAVES=reduction.leaves,
+        HAS_BIAS=bias is not None,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        NUM_STAGES=tile.num_stages,
+        WARPGROUPS=tile.warpgroups,
+        GATED=gated,
+        ACCUMULATE=TL_DTYPES[reduction.accumulate],
+        **LaunchSchedule(overlaps).options,
+        maxnreg=_REGISTERS.value,
+        enable_fp_fusion=reduction.enable_fp_fusion,
+    )
     return out

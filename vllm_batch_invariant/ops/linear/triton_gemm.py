@@ -7,6 +7,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.gpu import Gpu
+from ..common.launch import launch
 from . import schedule
 from .problem import leading_dim, supports_tma
 from .reduction import LinearReduction
@@ -131,8 +132,10 @@ def gemm_ptr(
     n = b.shape[2]
     # One entry needs no stride, and Triton would compile the kernel anew for some of its values: M * K follows M.
     batch_strides = (a.stride(0), b.stride(0)) if batch > 1 else (0, 0)
-    with torch.cuda.device_of(a):
-        gemm_ptr_kernel[(batch * triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),)](
+    launch(
+        gemm_ptr_kernel,
+        batch * triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),
+        (
             a,
             b,
             None if bias is None else bias.contiguous(),
@@ -143,10 +146,12 @@ def gemm_ptr(
             *batch_strides,
             *a.stride()[1:],
             *b.stride()[1:],
-            EVEN_K=k % tile.block_k == 0,
-            PRECISION=reduction.precision,
-            **_compiled_with(bias, reduction, tile),
-        )
+        ),
+        on=a,
+        EVEN_K=k % tile.block_k == 0,
+        PRECISION=reduction.precision,
+        **_compiled_with(bias, reduction, tile),
+    )
     return out
 
 
@@ -178,19 +183,15 @@ def gemm_tma(
     a_desc, a_k_major = _describe(a, tile.block_m, tile.block_k)
     b_desc, b_k_major = _describe(b.t(), tile.block_n, tile.block_k)
     out_desc = TensorDescriptor(out, [m, n], [n, 1], [tile.block_m, tile.block_n])
-    with torch.cuda.device_of(a):
-        gemm_tma_kernel[(min(tiles_m * tiles_n, gpu.num_sms),)](
-            a_desc,
-            b_desc,
-            None if bias is None else bias.contiguous(),
-            out_desc,
-            n,
-            k,
-            tiles_m,
-            A_K_MAJOR=a_k_major,
-            B_K_MAJOR=b_k_major,
-            **_compiled_with(bias, reduction, tile),
-        )
+    launch(
+        gemm_tma_kernel,
+        min(tiles_m * tiles_n, gpu.num_sms),
+        (a_desc, b_desc, None if bias is None else bias.contiguous(), out_desc, n, k, tiles_m),
+        on=a,
+        A_K_MAJOR=a_k_major,
+        B_K_MAJOR=b_k_major,
+        **_compiled_with(bias, reduction, tile),
+    )
     return out
 
 

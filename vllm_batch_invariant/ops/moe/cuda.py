@@ -16,8 +16,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...errors import NotCovered
 from ..common.cancelling import cancelling
 from ..common.gpu import Gpu
-from ..common.triton_rows import aligned, on_device_of
-from ..dependent_launch import LaunchSchedule
+from ..common.launch import launch
+from ..common.triton_rows import aligned
 from ..linear import triton_gemm
 from ..linear.problem import ALIGNMENT, LARGEST_SIDE
 from ..linear.reduction import LinearReduction
@@ -232,30 +232,24 @@ def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule, places: torc
     how = next(one for most, one in _GROUPING.items() if num_pairs <= most)
     programs, padded = triton.cdiv(num_pairs, how.block), len(stop)
     shared = {"PADDED_EXPERTS": padded, "IS_PART": places is not None, "BLOCK": how.block, "num_warps": how.num_warps}
-    shared |= {**LaunchSchedule.of(ids.device).options, "enable_fp_fusion": False}
     counts, counts_at_once = None, 0
-    with on_device_of(ids):
-        if not how.counted_at_once:
-            counts = torch.empty(programs, padded, **ints)
-            counts_at_once = min(triton.next_power_of_2(programs), max(1, _COUNTS_AT_ONCE // padded))
-            count_kernel[(programs,)](ids, places, counts, num_pairs, **shared)
-        place_kernel[(programs,)](
-            ids,
-            places,
-            counts,
-            stop,
-            expert_of_block,
-            pairs,
-            num_pairs,
-            programs,
-            num_blocks,
-            BLOCK_M=block_m,
-            COUNTS=counts_at_once,
-            COUNTED_AT_ONCE=how.counted_at_once,
-            BLOCKS_AT_ONCE=how.blocks_at_once,
-            PAIRS_AT_ONCE=how.pairs_at_once,
-            **shared,
-        )
+    if not how.counted_at_once:
+        counts = torch.empty(programs, padded, **ints)
+        counts_at_once = min(triton.next_power_of_2(programs), max(1, _COUNTS_AT_ONCE // padded))
+        launch(count_kernel, programs, (ids, places, counts, num_pairs), on=ids, waits=True, **shared)
+    launch(
+        place_kernel,
+        programs,
+        (ids, places, counts, stop, expert_of_block, pairs, num_pairs, programs, num_blocks),
+        on=ids,
+        waits=True,
+        BLOCK_M=block_m,
+        COUNTS=counts_at_once,
+        COUNTED_AT_ONCE=how.counted_at_once,
+        BLOCKS_AT_ONCE=how.blocks_at_once,
+        PAIRS_AT_ONCE=how.pairs_at_once,
+        **shared,
+    )
     return Groups(num_blocks, pairs, stop, expert_of_block)
 
 
@@ -293,45 +287,36 @@ def grouped_gemm(
 
         if sm90_kernel.covers(k, bias is not None, activation):
             of_blocks = groups.pairs, groups.stop, groups.expert_of_block
-            with on_device_of(x):
-                sm90_kernel.grouped_gemm_sm90(x, weight, out, *of_blocks, reduction, gated=bool(activation))
+            sm90_kernel.grouped_gemm_sm90(x, weight, out, *of_blocks, reduction, gated=bool(activation))
             return out
     if by_tma and in_turn:
         box = [1, schedule.block_n, schedule.block_k]
         weight = TensorDescriptor(weight, [2, experts * n, k], [k, 2 * k, 1], box)
     elif by_tma:
         weight = TensorDescriptor(weight, [experts * rows, k], [k, 1], [schedule.block_n, schedule.block_k])
-    with on_device_of(x):
-        grouped_gemm_kernel[(groups.num_blocks * triton.cdiv(n, schedule.block_n),)](
-            x,
-            weight,
-            bias,
-            out,
-            groups.pairs,
-            groups.places,
-            groups.stop,
-            groups.expert_of_block,
-            pairs,
-            n,
-            k,
-            PAIRS_OF_A_ROW=pairs // len(x),
-            ACTIVATION=activation,
-            IS_PART=groups.places is not None,
-            HAS_BIAS=bias is not None,
-            EVEN_K=k % schedule.block_k == 0,
-            FEW_PAIRS=groups.few_pairs,
-            BY_TMA=by_tma,
-            BLOCK_M=schedule.block_m,
-            BLOCK_N=schedule.block_n,
-            BLOCK_K=schedule.block_k,
-            SWAP_AB=schedule.swap_ab,
-            PRECISION=reduction.precision,
-            HALVES=schedule.halves,
-            **LaunchSchedule.of(x.device).options,
-            num_warps=schedule.num_warps,
-            num_stages=schedule.num_stages,
-            enable_fp_fusion=reduction.enable_fp_fusion,
-        )
+    launch(
+        grouped_gemm_kernel,
+        groups.num_blocks * triton.cdiv(n, schedule.block_n),
+        (x, weight, bias, out, groups.pairs, groups.places, groups.stop, groups.expert_of_block, pairs, n, k),
+        on=x,
+        waits=True,
+        PAIRS_OF_A_ROW=pairs // len(x),
+        ACTIVATION=activation,
+        IS_PART=groups.places is not None,
+        HAS_BIAS=bias is not None,
+        EVEN_K=k % schedule.block_k == 0,
+        FEW_PAIRS=groups.few_pairs,
+        BY_TMA=by_tma,
+        BLOCK_M=schedule.block_m,
+        BLOCK_N=schedule.block_n,
+        BLOCK_K=schedule.block_k,
+        SWAP_AB=schedule.swap_ab,
+        PRECISION=reduction.precision,
+        HALVES=schedule.halves,
+        num_warps=schedule.num_warps,
+        num_stages=schedule.num_stages,
+        enable_fp_fusion=reduction.enable_fp_fusion,
+    )
     return out
 
 
@@ -360,30 +345,34 @@ def route(
     ids = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
     of_row = SoftmaxReduction.of_device("cuda", experts, wide)
     if tokens:
-        with on_device_of(logits):
-            route_kernel[(tokens,)](
+        launch(
+            route_kernel,
+            tokens,
+            (
                 logits.contiguous(),
                 None if bias is None else bias.to(wide).contiguous(),
                 weights,
                 ids,
                 experts,
                 reduction.scale,
-                SCORING=reduction.scoring,
-                HAS_BIAS=bias is not None,
-                RENORMALISE=reduction.renormalise,
-                HAS_SCALE=reduction.scale != 1,
-                GROUPS=reduction.groups,
-                TOP_GROUPS=reduction.top_groups,
-                PADDED_GROUPS=groups,
-                SUMS_TWO=bias is not None and experts > reduction.groups,
-                TOP_K=top_k,
-                PADDED_TOP_K=triton.next_power_of_2(top_k),
-                BLOCK=of_row.block,
-                NUM_WARPS=of_row.num_warps,
-                **LaunchSchedule.of(logits.device).options,
-                num_warps=of_row.num_warps,
-                enable_fp_fusion=of_row.enable_fp_fusion,
-            )
+            ),
+            on=logits,
+            waits=True,
+            SCORING=reduction.scoring,
+            HAS_BIAS=bias is not None,
+            RENORMALISE=reduction.renormalise,
+            HAS_SCALE=reduction.scale != 1,
+            GROUPS=reduction.groups,
+            TOP_GROUPS=reduction.top_groups,
+            PADDED_GROUPS=groups,
+            SUMS_TWO=bias is not None and experts > reduction.groups,
+            TOP_K=top_k,
+            PADDED_TOP_K=triton.next_power_of_2(top_k),
+            BLOCK=of_row.block,
+            NUM_WARPS=of_row.num_warps,
+            num_warps=of_row.num_warps,
+            enable_fp_fusion=of_row.enable_fp_fusion,
+        )
     return weights, ids
 
 
@@ -504,37 +493,31 @@ def add_and_norm(
     norm = NormReduction.of_device("cuda", hidden, dtype)
     residual, out = aligned(residual), torch.empty(tokens, hidden, dtype=dtype, device=residual.device)
     residual_out = torch.empty_like(out)
-    with on_device_of(out):
-        combine_norm_kernel[(triton.cdiv(tokens, norm.rows_per_program),)](
-            *of.operands,
-            residual,
-            aligned(weight),
-            out,
-            residual_out,
-            tokens,
-            hidden // norm.stride_unit,
-            eps,
-            **of.constants,
-            **norm.options,
-            **LaunchSchedule.of(out.device).options,
-        )
+    launch(
+        combine_norm_kernel,
+        triton.cdiv(tokens, norm.rows_per_program),
+        (*of.operands, residual, aligned(weight), out, residual_out, tokens, hidden // norm.stride_unit, eps),
+        on=out,
+        waits=True,
+        **of.constants,
+        **norm.options,
+    )
     return out, residual_out
 
 
 def combine(of: Products, out: torch.Tensor) -> None:
     """Write the weighted sums ``out`` [tokens, hidden] over experts."""
     tokens, hidden = out.shape
-    with on_device_of(out):
-        combine_kernel[(tokens * triton.cdiv(hidden, _COMBINING.block),)](
-            *of.operands,
-            out,
-            LENGTH=hidden,
-            **of.constants,
-            BLOCK=_COMBINING.block,
-            **LaunchSchedule.of(out.device).options,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+    launch(
+        combine_kernel,
+        tokens * triton.cdiv(hidden, _COMBINING.block),
+        (*of.operands, out),
+        on=out,
+        waits=True,
+        LENGTH=hidden,
+        **of.constants,
+        BLOCK=_COMBINING.block,
+    )
 
 
 def _activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
@@ -542,16 +525,16 @@ def _activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
     pairs, length = len(hidden), hidden.shape[1] // 2
     walk, reduction = WalkSchedule.of(length), LinearReduction.of_device("cuda", 2 * length, length, hidden.dtype)
     out = torch.empty(pairs, length, dtype=hidden.dtype, device=hidden.device)
-    with on_device_of(hidden):
-        activation_kernel[(pairs, triton.cdiv(length, walk.block))](
-            hidden,
-            out,
-            LENGTH=length,
-            ACTIVATION=activation,
-            BLOCK=walk.block,
-            num_warps=4,
-            enable_fp_fusion=reduction.enable_fp_fusion,
-        )
+    launch(
+        activation_kernel,
+        (pairs, triton.cdiv(length, walk.block)),
+        (hidden, out),
+        on=hidden,
+        LENGTH=length,
+        ACTIVATION=activation,
+        BLOCK=walk.block,
+        enable_fp_fusion=reduction.enable_fp_fusion,
+    )
     return out
 
 

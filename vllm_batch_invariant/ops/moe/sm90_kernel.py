@@ -27,9 +27,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..common.gluon_names import copy_block, copy_elements
 from ..common.gpu import Gpu
+from ..common.launch import launch
 from ..common.sm90_ring import next_stage
 from ..common.triton_names import aggregate, value
-from ..dependent_launch import LaunchSchedule
 from ..linear.reduction import LinearReduction
 from ..linear.sm90_kernel import shared_layout
 from ..silu.sm90_kernels import silu_and_mul
@@ -324,24 +324,28 @@ def grouped_gemm_sm90(
     num_tiles = len(expert_of_block) * tiles_n
     programs = min(Gpu.of(x.device.index).num_sms, num_tiles)
     box = [_COLUMNS.value // 2, _STEP_K.value]
-    grouped_gemm_sm90_kernel[(programs,)](
-        x,
-        TensorDescriptor(weight, [experts * rows, k], [k, 1], box, shared_layout()),
-        out,
-        pairs,
-        stop,
-        expert_of_block,
-        torch.zeros(1, dtype=torch.int32, device=out.device),
-        len(out),
-        n,
-        k,
-        tiles_n,
-        num_tiles,
+    launch(
+        grouped_gemm_sm90_kernel,
+        programs,
+        (
+            x,
+            TensorDescriptor(weight, [experts * rows, k], [k, 1], box, shared_layout()),
+            out,
+            pairs,
+            stop,
+            expert_of_block,
+            torch.zeros(1, dtype=torch.int32, device=out.device),
+            len(out),
+            n,
+            k,
+            tiles_n,
+            num_tiles,
+        ),
+        on=x,
+        waits=True,
         PAIRS_OF_A_ROW=len(out) // len(x),
         GATED=gated,
         NUM_STAGES=_STAGES,
-        **LaunchSchedule.of(x.device).options,
-        num_warps=4,
         maxnreg=168,
         enable_fp_fusion=reduction.enable_fp_fusion,
     )

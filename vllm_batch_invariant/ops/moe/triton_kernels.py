@@ -18,8 +18,8 @@ first product has the same columns of gate and up, so that h stays in registers.
 import triton
 import triton.language as tl
 
+from ..common.dependent_launch import wait_for_kernel_before
 from ..common.triton_rows import row_sum
-from ..dependent_launch import wait_for_kernel_before
 from ..norm.triton_kernels import load_weight, normalised_tile
 from ..silu.triton_kernels import silu_times
 

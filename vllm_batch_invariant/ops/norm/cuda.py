@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 
 from ...errors import NotCovered
-from ..common.triton_rows import ALIGNMENT, aligned, on_device_of, row_sums
-from ..dependent_launch import LaunchSchedule, wait_for_kernel_before
+from ..common.dependent_launch import wait_for_kernel_before
+from ..common.launch import launch
+from ..common.triton_rows import ALIGNMENT, aligned, row_sums
 from .reduction import NormReduction
 from .triton_kernels import load_weight, normalised_tile, rstd_of, weighted
 
@@ -148,8 +149,10 @@ def rms_norm(
         residual_rows = [1, 0, 0]
         if residual is not None:
             residual, *residual_rows = _indexed(residual, reduction.stride_unit)
-        with on_device_of(x):
-            _rms_norm_kernel[(-(-num_rows // reduction.rows_per_program),)](
+        launch(
+            _rms_norm_kernel,
+            -(-num_rows // reduction.rows_per_program),
+            (
                 x,
                 residual,
                 None if weight is None else aligned(weight),
@@ -159,10 +162,12 @@ def rms_norm(
                 *x_rows,
                 *residual_rows,
                 eps,
-                VARIANCE_SIZE=variance_size or length,
-                HAS_RESIDUAL=residual is not None,
-                HAS_WEIGHT=weight is not None,
-                **reduction.options,
-                **LaunchSchedule.of(x.device).options,
-            )
+            ),
+            on=x,
+            waits=True,
+            VARIANCE_SIZE=variance_size or length,
+            HAS_RESIDUAL=residual is not None,
+            HAS_WEIGHT=weight is not None,
+            **reduction.options,
+        )
     return out if residual_out is None else (out, residual_out)

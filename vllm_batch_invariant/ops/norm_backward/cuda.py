@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 
 from .. import reduce
-from ..common.triton_rows import aligned, on_device_of, row_sums
+from ..common.launch import launch
+from ..common.triton_rows import aligned, row_sums
 from ..norm.triton_kernels import rstd_of
 from . import composed
 from .reduction import LARGEST_BLOCK, NormBackwardReduction
@@ -76,8 +77,10 @@ def rms_norm_backward(
     of_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     of_weight = torch.empty(programs * reduction.rows_per_program, length, dtype=torch.float32, device=x.device)
     if programs:
-        with on_device_of(x):
-            _rms_norm_backward_kernel[(programs,)](
+        launch(
+            _rms_norm_backward_kernel,
+            programs,
+            (
                 aligned(x),
                 None if residual is None else aligned(residual),
                 aligned(weight),
@@ -87,14 +90,15 @@ def rms_norm_backward(
                 of_weight,
                 num_rows,
                 eps,
-                LENGTH=length,
-                HAS_RESIDUAL=residual is not None,
-                HAS_GRAD_OF_SUM=grad_of_sum is not None,
-                BLOCK=reduction.block,
-                ROWS_PER_PROGRAM=reduction.rows_per_program,
-                TILES_PER_PROGRAM=reduction.tiles_per_program,
-                NUM_WARPS=reduction.num_warps,
-                num_warps=reduction.num_warps,
-                enable_fp_fusion=False,
-            )
+            ),
+            on=x,
+            LENGTH=length,
+            HAS_RESIDUAL=residual is not None,
+            HAS_GRAD_OF_SUM=grad_of_sum is not None,
+            BLOCK=reduction.block,
+            ROWS_PER_PROGRAM=reduction.rows_per_program,
+            TILES_PER_PROGRAM=reduction.tiles_per_program,
+            NUM_WARPS=reduction.num_warps,
+            num_warps=reduction.num_warps,
+        )
     return of_x, reduce.sum(of_weight, 0)

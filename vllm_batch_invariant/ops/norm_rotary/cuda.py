@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from ..attention.params import CacheSlots
-from ..common.triton_rows import ALIGNMENT, aligned, on_device_of, row_sums
-from ..dependent_launch import LaunchSchedule, wait_for_kernel_before
+from ..common.dependent_launch import wait_for_kernel_before
+from ..common.launch import launch
+from ..common.triton_rows import ALIGNMENT, aligned, row_sums
 from ..norm.triton_kernels import rstd_of, weighted
 from .reduction import NormRotaryReduction
 
@@ -148,10 +149,12 @@ def norm_rotary(
         keys = None
         outputs, strides = (cache.keys, cache.values, cache.slots, len(cache.slots)), cache.keys.stride()[:3]
     if num_tokens:
-        with on_device_of(qkv):
-            kinds = (heads, kv_heads) if cache is None else (heads, kv_heads, kv_heads)
-            groups = sum(-(-kind // reduction.rows_per_program) for kind in kinds)
-            _norm_rotary_kernel[(num_tokens * groups,)](
+        kinds = (heads, kv_heads) if cache is None else (heads, kv_heads, kv_heads)
+        groups = sum(-(-kind // reduction.rows_per_program) for kind in kinds)
+        launch(
+            _norm_rotary_kernel,
+            num_tokens * groups,
+            (
                 qkv,
                 aligned(positions),
                 aligned(query_weight),
@@ -162,16 +165,18 @@ def norm_rotary(
                 stride_token // reduction.stride_unit,
                 *strides,
                 eps,
-                NUM_HEADS=heads,
-                NUM_KV_HEADS=kv_heads,
-                LENGTH=reduction.length,
-                PAGE_SIZE=0 if cache is None else cache.page_size,
-                ROWS_PER_PROGRAM=reduction.rows_per_program,
-                BLOCK=reduction.block,
-                STRIDE_UNIT=reduction.stride_unit,
-                NUM_WARPS=reduction.num_warps,
-                **LaunchSchedule.of(qkv.device).options,
-                num_warps=reduction.num_warps,
-                enable_fp_fusion=reduction.enable_fp_fusion,
-            )
+            ),
+            on=qkv,
+            waits=True,
+            NUM_HEADS=heads,
+            NUM_KV_HEADS=kv_heads,
+            LENGTH=reduction.length,
+            PAGE_SIZE=0 if cache is None else cache.page_size,
+            ROWS_PER_PROGRAM=reduction.rows_per_program,
+            BLOCK=reduction.block,
+            STRIDE_UNIT=reduction.stride_unit,
+            NUM_WARPS=reduction.num_warps,
+            num_warps=reduction.num_warps,
+            enable_fp_fusion=reduction.enable_fp_fusion,
+        )
     return queries, keys

@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.triton_rows import on_device_of, order_key
+from ..common.launch import launch
+from ..common.triton_rows import order_key
 
 LONGEST_LIST = 1024
 """Candidates that one program holds; for more the whole row is sorted."""
@@ -161,15 +162,22 @@ def first(values: torch.Tensor) -> torch.Tensor:
     best = torch.empty(rows, schedule.num_blocks, dtype=torch.int64, device=values.device)
     out = torch.empty(rows, dtype=torch.int64, device=values.device)
     if rows:
-        with on_device_of(values):
-            _first_of_block_kernel[(rows * schedule.num_blocks,)](
-                values, values.stride(0), best, length, schedule.num_blocks, BLOCK=schedule.block, num_warps=8,
-                enable_fp_fusion=False,
-            )  # fmt: skip
-            _first_of_row_kernel[(rows,)](
-                best, out, schedule.num_blocks, PADDED_BLOCKS=schedule.padded_blocks, num_warps=1,
-                enable_fp_fusion=False,
-            )  # fmt: skip
+        launch(
+            _first_of_block_kernel,
+            rows * schedule.num_blocks,
+            (values, values.stride(0), best, length, schedule.num_blocks),
+            on=values,
+            BLOCK=schedule.block,
+            num_warps=8,
+        )
+        launch(
+            _first_of_row_kernel,
+            rows,
+            (best, out, schedule.num_blocks),
+            on=values,
+            PADDED_BLOCKS=schedule.padded_blocks,
+            num_warps=1,
+        )
     return out
 
 
@@ -188,15 +196,18 @@ def top_and_ranks(values: torch.Tensor, count: int, chosen: torch.Tensor) -> tup
     if listed:
         best, ids = torch.topk(values, count)
         enough = torch.zeros(rows, dtype=torch.int32, device=values.device)
-    tile = {"PADDED_COUNT": schedule.padded_count, "BLOCK": schedule.block, "enable_fp_fusion": False}
-    with on_device_of(values):
-        _count_kernel[(rows * schedule.num_blocks,)](
-            values, values.stride(0), chosen, ranks, best, enough, length, count, schedule.num_blocks, **tile
-        )
-        if not listed:
-            return (_sorted(values, count) if count else ranks.new_empty(rows, 0)), ranks
-        out = torch.empty(rows, count, dtype=torch.int64, device=values.device)
-        _settle_kernel[(rows,)](values, values.stride(0), best, ids, enough, out, length, count, **tile)
+    tile = {"PADDED_COUNT": schedule.padded_count, "BLOCK": schedule.block}
+    launch(
+        _count_kernel,
+        rows * schedule.num_blocks,
+        (values, values.stride(0), chosen, ranks, best, enough, length, count, schedule.num_blocks),
+        on=values,
+        **tile,
+    )
+    if not listed:
+        return (_sorted(values, count) if count else ranks.new_empty(rows, 0)), ranks
+    out = torch.empty(rows, count, dtype=torch.int64, device=values.device)
+    launch(_settle_kernel, rows, (values, values.stride(0), best, ids, enough, out, length, count), on=values, **tile)
     return torch.sort(out).values.bitwise_and_(0xFFFFFFFF), ranks
 
 

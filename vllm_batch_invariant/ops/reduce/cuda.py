@@ -9,8 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common.launch import launch
 from ..common.rows import from_rows, normalise_dims, row_length
-from ..common.triton_rows import aligned_rows, on_device_of, row_sum
+from ..common.triton_rows import aligned_rows, row_sum
 from . import composed
 from .reduction import SumReduction
 
@@ -48,20 +49,19 @@ def _row_sums(rows: torch.Tensor, divisor: int | None, reduction: SumReduction) 
     num_chunks = reduction.num_chunks
     sums = torch.empty(num_rows, num_chunks, dtype=reduction.accumulate, device=rows.device)
     if num_rows:
-        with on_device_of(rows):
-            _sum_kernel[(num_rows * num_chunks,)](
-                rows,
-                sums,
-                length,
-                divisor or 0,
-                CHUNK=reduction.chunk,
-                NUM_CHUNKS=num_chunks,
-                DIVIDE=divisor is not None and num_chunks == 1,
-                BLOCK=reduction.block,
-                NUM_WARPS=reduction.num_warps,
-                num_warps=reduction.num_warps,
-                enable_fp_fusion=reduction.enable_fp_fusion,
-            )
+        launch(
+            _sum_kernel,
+            num_rows * num_chunks,
+            (rows, sums, length, divisor or 0),
+            on=rows,
+            CHUNK=reduction.chunk,
+            NUM_CHUNKS=num_chunks,
+            DIVIDE=divisor is not None and num_chunks == 1,
+            BLOCK=reduction.block,
+            NUM_WARPS=reduction.num_warps,
+            num_warps=reduction.num_warps,
+            enable_fp_fusion=reduction.enable_fp_fusion,
+        )
     if num_chunks == 1:
         return sums[:, 0]
     return _row_sums(sums, divisor, SumReduction.of_device("cuda", num_chunks, reduction.accumulate))

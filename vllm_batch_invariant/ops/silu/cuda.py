@@ -6,8 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.triton_rows import aligned, on_device_of
-from ..dependent_launch import LaunchSchedule, wait_for_kernel_before
+from ..common.dependent_launch import wait_for_kernel_before
+from ..common.launch import launch
+from ..common.triton_rows import aligned
 from .triton_kernels import silu_times
 
 
@@ -41,14 +42,14 @@ def silu_and_mul(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tens
     length = x.shape[-1] // 2
     out = torch.empty(*x.shape[:-1], length, dtype=x.dtype, device=x.device) if out is None else out
     if out.numel():
-        with on_device_of(x):
-            _silu_and_mul_kernel[(out.numel() // length * triton.cdiv(length, _SCHEDULE.block),)](
-                aligned(x),
-                out,
-                LENGTH=length,
-                BLOCK=_SCHEDULE.block,
-                **LaunchSchedule.of(x.device).options,
-                num_warps=_SCHEDULE.num_warps,
-                enable_fp_fusion=False,
-            )
+        launch(
+            _silu_and_mul_kernel,
+            out.numel() // length * triton.cdiv(length, _SCHEDULE.block),
+            (aligned(x), out),
+            on=x,
+            waits=True,
+            LENGTH=length,
+            BLOCK=_SCHEDULE.block,
+            num_warps=_SCHEDULE.num_warps,
+        )
     return out

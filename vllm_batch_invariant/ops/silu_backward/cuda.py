@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.triton_rows import aligned, on_device_of
+from ..common.launch import launch
+from ..common.triton_rows import aligned
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,14 @@ def silu_and_mul_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     length = x.shape[-1] // 2
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
-        with on_device_of(x):
-            grid = grad.numel() // length, triton.cdiv(length, _SCHEDULE.block)
-            _silu_and_mul_backward_kernel[grid](
-                aligned(x),
-                aligned(grad),
-                out,
-                LENGTH=length,
-                BLOCK=_SCHEDULE.block,
-                num_warps=_SCHEDULE.num_warps,
-                enable_fp_fusion=False,
-            )
+        grid = grad.numel() // length, triton.cdiv(length, _SCHEDULE.block)
+        launch(
+            _silu_and_mul_backward_kernel,
+            grid,
+            (aligned(x), aligned(grad), out),
+            on=x,
+            LENGTH=length,
+            BLOCK=_SCHEDULE.block,
+            num_warps=_SCHEDULE.num_warps,
+        )
     return out

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from ...errors import NotCovered
+from ..common.launch import launch
 from ..common.rows import normalise_dims, rows_back
-from ..common.triton_rows import aligned_rows, on_device_of, row_sum
+from ..common.triton_rows import aligned_rows, row_sum
 from .reduction import SoftmaxReduction
 
 
@@ -151,13 +152,22 @@ def _launch_forward(x: torch.Tensor, out: torch.Tensor, log: bool, reduction: So
     num_rows, length = out.shape
     tile = _tile(reduction)
     if reduction.chunk is None:
-        _softmax_kernel[(num_rows,)](x, out, length, LOG=log, **tile)
+        launch(_softmax_kernel, num_rows, (x, out, length), on=out, LOG=log, **tile)
         return
     # Two allocations: the alignment of a part of one would follow the number of rows, and the compiled code with it.
     m, l = (torch.empty(num_rows, reduction.num_chunks, dtype=torch.float32, device=x.device) for _ in range(2))
     grid, chunks = (num_rows * reduction.num_chunks,), {"NUM_CHUNKS": reduction.num_chunks}
-    _chunk_kernel[grid](x, m, l, length, **chunks, **tile)
-    _merged_softmax_kernel[grid](x, out, m, l, length, LOG=log, PADDED_CHUNKS=reduction.padded_chunks, **chunks, **tile)
+    launch(_chunk_kernel, grid, (x, m, l, length), on=out, **chunks, **tile)
+    launch(
+        _merged_softmax_kernel,
+        grid,
+        (x, out, m, l, length),
+        on=out,
+        LOG=log,
+        PADDED_CHUNKS=reduction.padded_chunks,
+        **chunks,
+        **tile,
+    )
 
 
 def _launch_backward(
@@ -167,18 +177,25 @@ def _launch_backward(
     num_rows, length = out.shape
     tile = _tile(reduction)
     if reduction.chunk is None:
-        _backward_kernel[(num_rows,)](grad, output, out, length, LOG=log, **tile)
+        launch(_backward_kernel, num_rows, (grad, output, out, length), on=out, LOG=log, **tile)
         return
     totals = torch.empty(num_rows, reduction.num_chunks, dtype=torch.float32, device=out.device)
     grid, chunks = (num_rows * reduction.num_chunks,), {"NUM_CHUNKS": reduction.num_chunks}
-    _chunk_backward_kernel[grid](grad, output, totals, length, LOG=log, **chunks, **tile)
-    _merged_backward_kernel[grid](
-        grad, output, out, totals, length, LOG=log, PADDED_CHUNKS=reduction.padded_chunks, **chunks, **tile
+    launch(_chunk_backward_kernel, grid, (grad, output, totals, length), on=out, LOG=log, **chunks, **tile)
+    launch(
+        _merged_backward_kernel,
+        grid,
+        (grad, output, out, totals, length),
+        on=out,
+        LOG=log,
+        PADDED_CHUNKS=reduction.padded_chunks,
+        **chunks,
+        **tile,
     )
 
 
 def _over_rows(
-    launch: Callable[..., None], dim: int, dtype: torch.dtype, log: bool, *tensors: torch.Tensor
+    launch_rows: Callable[..., None], dim: int, dtype: torch.dtype, log: bool, *tensors: torch.Tensor
 ) -> torch.Tensor:
     for tensor in tensors:
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -190,8 +207,7 @@ def _over_rows(
     out = torch.empty_like(rows[0], dtype=dtype)
     if out.numel():
         reduction = SoftmaxReduction.of_device("cuda", out.shape[1], rows[0].dtype)
-        with on_device_of(out):
-            launch(*rows, out, log, reduction)
+        launch_rows(*rows, out, log, reduction)
     return rows_back(out, like, dims)
 
 

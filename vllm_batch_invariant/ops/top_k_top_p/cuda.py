@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.triton_rows import on_device_of, order_key, value_of
+from ..common.launch import launch
+from ..common.triton_rows import order_key, value_of
 from ..exact.triton_math import mass
 from .reduction import TopKTopPReduction
 
@@ -300,12 +301,13 @@ def top_k_top_p(
     row, sizes = (logits, logits.stride(0), k, p), (length, num_blocks)
     padded, listed = {"PADDED_BLOCKS": schedule.padded_blocks}, {"LONGEST_LIST": longest_list}
     every_block = (rows * num_blocks,)
-    tile = {"BLOCK": schedule.block, "num_warps": schedule.num_warps, "enable_fp_fusion": False}
-    with on_device_of(logits):
-        _max_kernel[every_block](*row, max_keys, *sizes, **tile)
-        _weigh_kernel[every_block](*row, max_keys, counts, weights, *sizes, EXACT=exact, **padded, **tile)
-        found = (*row, max_keys, counts, weights, keys, ids)
-        _gather_kernel[every_block](*found, *sizes, **padded, **listed, **tile)
-        _cut_kernel[(rows,)](*found, last_keys, last_ids, *sizes, EXACT=exact, **padded, **listed, **tile)
-        _mask_kernel[every_block](*row, last_keys, last_ids, *sizes, **tile)
+    tile = {"BLOCK": schedule.block, "num_warps": schedule.num_warps}
+    launch(_max_kernel, every_block, (*row, max_keys, *sizes), on=logits, **tile)
+    launch(
+        _weigh_kernel, every_block, (*row, max_keys, counts, weights, *sizes), on=logits, EXACT=exact, **padded, **tile
+    )
+    found = (*row, max_keys, counts, weights, keys, ids)
+    launch(_gather_kernel, every_block, (*found, *sizes), on=logits, **padded, **listed, **tile)
+    launch(_cut_kernel, rows, (*found, last_keys, last_ids, *sizes), on=logits, EXACT=exact, **padded, **listed, **tile)
+    launch(_mask_kernel, every_block, (*row, last_keys, last_ids, *sizes), on=logits, **tile)
     return logits

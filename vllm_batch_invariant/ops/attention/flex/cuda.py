@@ -18,6 +18,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
+from ...common.launch import launch
 from ..params import PagedAttention
 from .kernels import LOG2_E, gather_rows, merge_items
 from .plan import FlexTile, KeyLayout, Masks, Plan, plan_alone
@@ -217,24 +218,28 @@ def _in_waves(
         "HEAD_DIM": shape.head_size,
         "PADDED_HEAD_DIM": shape.padded_head_size,
         "BLOCK_M": tile.block_m,
-        "enable_fp_fusion": False,
     }
     for number, first in enumerate(range(0, items if blocks else 0, wave)):
         here = slice(first, min(first + wave, items))
         count = here.stop - first
         rows = slice(first * tile.block_m, here.stop * tile.block_m)
         packed = torch.empty(count, tile.block_m, shape.kv_heads, shape.head_size, dtype=query.dtype, device=device)
-        gather_rows[(count, shape.kv_heads)](
-            query,
-            params.value_cache,
-            packed,
-            masks.blocks,
-            masks.items,
-            masks.kv_num_blocks,
-            first,
-            *query.stride()[:2],
-            params.value_cache.stride(2),
-            params.value_cache.stride(1),
+        launch(
+            gather_rows,
+            (count, shape.kv_heads),
+            (
+                query,
+                params.value_cache,
+                packed,
+                masks.blocks,
+                masks.items,
+                masks.kv_num_blocks,
+                first,
+                *query.stride()[:2],
+                params.value_cache.stride(2),
+                params.value_cache.stride(1),
+            ),
+            on=query,
             **sizes,
             BLOCK_N=tile.block_n,
         )
@@ -249,20 +254,25 @@ def _in_waves(
             alibi_slopes,
             None if alibi_slopes is None else _alone(masks.head_in_group[rows]),
         )
-        merge_items[(blocks, shape.kv_heads, -(-plan.max_rows // merge_m))](
-            written,
-            partial,
-            lse,
-            sinks,
-            *plan.planner.running,
-            masks.blocks,
-            masks.item_indptr,
-            first,
-            count,
-            *written.stride()[:2],
-            partial.stride(2),
-            partial.stride(1),
-            lse.stride(1),
+        launch(
+            merge_items,
+            (blocks, shape.kv_heads, -(-plan.max_rows // merge_m)),
+            (
+                written,
+                partial,
+                lse,
+                sinks,
+                *plan.planner.running,
+                masks.blocks,
+                masks.item_indptr,
+                first,
+                count,
+                *written.stride()[:2],
+                partial.stride(2),
+                partial.stride(1),
+                lse.stride(1),
+            ),
+            on=query,
             WAVE=number % 2,
             USE_SINKS=sinks is not None,
             **sizes,

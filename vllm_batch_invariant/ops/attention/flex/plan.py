@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ....errors import NotCovered
+from ...common.launch import launch
 from ..params import PagedAttention
 from ..plan import AttentionShape
 from ..reduction import AttentionReduction
@@ -258,11 +259,18 @@ class Planner:
             "BLOCK_M": tile.block_m,
             "SPLIT_SEGMENTS": reduction.split_segments,
             "WINDOW": window or 0,
-            "enable_fp_fusion": False,
         }
-        with torch.cuda.device(self.device):
-            list_blocks[(len(seq_lens),)](query_start_loc, seq_lens, masks.blocks, len(seq_lens), blocks, **common)
-            list_items[(blocks,)](
+        launch(
+            list_blocks,
+            len(seq_lens),
+            (query_start_loc, seq_lens, masks.blocks, len(seq_lens), blocks),
+            on=seq_lens,
+            **common,
+        )
+        launch(
+            list_items,
+            blocks,
+            (
                 block_table,
                 masks.blocks,
                 masks.item_indptr,
@@ -278,10 +286,12 @@ class Planner:
                 self.layout.page_stride // tile.block_n,
                 len(self.first_keys),
                 block_table.stride(0),
-                **common,
-                BLOCK_N=tile.block_n,
-                MAX_TILES=self.max_tiles,
-            )
+            ),
+            on=seq_lens,
+            **common,
+            BLOCK_N=tile.block_n,
+            MAX_TILES=self.max_tiles,
+        )
 
 
 def plan_alone(params: PagedAttention) -> Plan:

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from ...common.compile_errors import is_of_a_compiler, reason
-from ...dependent_launch import LaunchSchedule
+from ...common.launch import launch
 from ..params import PagedAttention, is_aligned
 from ..reduction import AttentionReduction
 from .shapes import BLOCK_M, BLOCK_N, SEMAPHORE_INTS
@@ -158,11 +158,10 @@ def _launch_without_work(shape: "AttentionShape", partial_rows: frozenset[int], 
     items, semaphores, [m, l, acc] = zeros(8), zeros(SEMAPHORE_INTS), [zeros(4, dtype=torch.float32) for _ in range(3)]
     prefill_schedule = PREFILL_SCHEDULES[shape.head_size]
     schedule = decode_schedule(shape.head_size, max(partial_rows))
-    with torch.cuda.device_of(query):
-        launch_prefill(call, query, PrefillWork(zeros(1), items, m, semaphores, 1), shape.reduction, prefill_schedule)
-        for rows in sorted(partial_rows):
-            work = DecodeWork(zeros(2), items, (m, l, acc), semaphores, rows)
-            launch_decode(call, query, work, shape.reduction, schedule)
+    launch_prefill(call, query, PrefillWork(zeros(1), items, m, semaphores, 1), shape.reduction, prefill_schedule)
+    for rows in sorted(partial_rows):
+        work = DecodeWork(zeros(2), items, (m, l, acc), semaphores, rows)
+        launch_decode(call, query, work, shape.reduction, schedule)
 
 
 def is_plain(attention: Any) -> bool:
@@ -219,27 +218,30 @@ def launch_prefill(
     from .prefill import prefill_kernel
 
     block_table = call.block_table
-    prefill_kernel[(work.ctas,)](
-        call.query,
-        _gluon_descriptor(call.key_cache),
-        _gluon_descriptor(call.value_cache),
-        out,
-        block_table,
-        work.count,
-        work.items,
-        work.workspace,
-        work.semaphores,
-        call.scale * _LOG2_E,
-        block_table.stride(0),
-        *call.query.stride()[:2],
-        *out.stride()[:2],
+    launch(
+        prefill_kernel,
+        work.ctas,
+        (
+            call.query,
+            _gluon_descriptor(call.key_cache),
+            _gluon_descriptor(call.value_cache),
+            out,
+            block_table,
+            work.count,
+            work.items,
+            work.workspace,
+            work.semaphores,
+            call.scale * _LOG2_E,
+            block_table.stride(0),
+            *call.query.stride()[:2],
+            *out.stride()[:2],
+        ),
+        on=out,
         **_layer_constexprs(call, reduction),
         NUM_STAGES=schedule.num_stages,
         MAX_SPINS=schedule.max_spins,
         CONSUMER_MAXNREG=schedule.consumer_maxnreg,
-        num_warps=4,
         maxnreg=schedule.maxnreg,
-        enable_fp_fusion=False,
     )
 
 
@@ -254,26 +256,29 @@ def launch_decode(
     from .decode import decode_kernel
 
     block_table = call.block_table
-    decode_kernel[(len(work.indptr) - 1,)](
-        call.query,
-        _gluon_descriptor(call.key_cache),
-        _gluon_descriptor(call.value_cache),
-        out,
-        block_table,
-        work.indptr,
-        work.items,
-        *work.partials,
-        work.semaphores,
-        call.scale * _LOG2_E,
-        block_table.stride(0),
-        *call.query.stride()[:2],
-        *out.stride()[:2],
+    launch(
+        decode_kernel,
+        len(work.indptr) - 1,
+        (
+            call.query,
+            _gluon_descriptor(call.key_cache),
+            _gluon_descriptor(call.value_cache),
+            out,
+            block_table,
+            work.indptr,
+            work.items,
+            *work.partials,
+            work.semaphores,
+            call.scale * _LOG2_E,
+            block_table.stride(0),
+            *call.query.stride()[:2],
+            *out.stride()[:2],
+        ),
+        on=out,
+        waits=True,
         **_layer_constexprs(call, reduction),
         PARTIAL_ROWS=work.partial_rows,
         PARTIAL_BLOCK=triton.next_power_of_2(work.partial_rows),
         NUM_STAGES=schedule.num_stages,
-        **LaunchSchedule.of(out.device).options,
-        num_warps=4,
         maxnreg=schedule.maxnreg,
-        enable_fp_fusion=False,
     )

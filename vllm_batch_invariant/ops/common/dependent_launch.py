@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common.gpu import Gpu
+from .gpu import Gpu
 
 
 @dataclass(frozen=True)
