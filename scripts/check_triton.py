@@ -50,6 +50,7 @@ SOURCES = {
         "common/*_names.py",
         "common/sm90_ring.py",
         "common/nvidia_gpus.py",
+        "common/kv_cache.py",
         "common/*launch.py",
     ),
     "matmuls": (

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm_batch_invariant.integration import mrope, norm_rotary, patch_points
-from vllm_batch_invariant.ops.attention.params import CacheSlots
+from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
 
 
 class _Norm(torch.nn.Module):

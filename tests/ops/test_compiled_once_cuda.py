@@ -10,8 +10,8 @@ from tests.assertions import DTYPES, ROW_COUNTS
 from tests.ops.attention.cases import Chunk, Heads, Request, paged
 from tests.ops.linear.cases import HALVES, launch, turned
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
-from vllm_batch_invariant.ops.attention.params import CacheSlots
 from vllm_batch_invariant.ops.common.gpu import Gpu
+from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
 from vllm_batch_invariant.ops.dispatch import module_for
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.norm import rms_norm

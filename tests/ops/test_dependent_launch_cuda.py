@@ -6,9 +6,10 @@ import torch
 from tests.assertions import assert_same_bits
 from tests.ops.linear.cases import draw
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
-from vllm_batch_invariant.ops.attention.params import CacheSlots
-from vllm_batch_invariant.ops.attention.plan import AttentionShape, Planner
+from vllm_batch_invariant.ops.attention.plan import Planner
+from vllm_batch_invariant.ops.attention.shapes import AttentionShape
 from vllm_batch_invariant.ops.common.dependent_launch import LaunchSchedule
+from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
 from vllm_batch_invariant.ops.linear import LinearReduction, triton_gemm
 from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES
 from vllm_batch_invariant.ops.norm import rms_norm

@@ -9,7 +9,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, A
 from .. import envs
 from ..errors import NotCovered
 from ..ops.attention import AttentionReduction, paged_attention
-from ..ops.attention.params import CacheSlots
+from ..ops.common.kv_cache import CacheSlots
 from .coverage import HEAD_SIZES
 from .reviewed import CLAIMS
 

@@ -8,7 +8,8 @@ from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
 from .. import envs
 from ..ops.attention import AttentionReduction
-from ..ops.attention.params import CacheSlots, PagedAttention
+from ..ops.attention.params import PagedAttention
+from ..ops.common.kv_cache import CacheSlots
 from . import patch_points
 from .attention import FixedSplitAttention, FixedSplitBackendMixin, Metadata, MetadataBuilder, cache_of, split_cache
 from .cuda_graphs import most_tokens, verify_lengths
@@ -45,7 +46,8 @@ class PlannedMetadataBuilder(MetadataBuilder):
     def _planner(self, layers: list[Any]) -> Any:
         """For layers with as many query heads."""
         from ..ops.attention.certificate import Options, certify
-        from ..ops.attention.plan import AttentionShape, Planner
+        from ..ops.attention.plan import Planner
+        from ..ops.attention.shapes import AttentionShape
         from ..ops.attention.sm90 import is_plain
 
         spec, model, scheduler = self._spec, self._config.model_config, self._config.scheduler_config

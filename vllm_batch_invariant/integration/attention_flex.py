@@ -36,7 +36,7 @@ class FlexMetadataBuilder(MetadataBuilder):
     def _planner(self) -> Any:
         """Made when the cache is there; another for another cache, such as one with which memory is measured."""
         from ..ops.attention.flex.plan import KeyLayout, Planner, tile_of
-        from ..ops.attention.plan import AttentionShape
+        from ..ops.attention.shapes import AttentionShape
 
         layers = [self._config.compilation_config.static_forward_context[name] for name in self._layer_names]
         cache = key_cache_of(layers[0])

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..ops.attention.params import CacheSlots, is_aligned
+from ..ops.common.kv_cache import CacheSlots, is_aligned
 from ..ops.norm_rotary import DTYPES, HEAD_SIZES, norm_rotary
 from . import mrope, patch_points
 

@@ -178,7 +178,8 @@ def test_programs_that_do_not_wait_for_each_other_merge_the_same_bits(monkeypatc
 
 def test_two_streams_that_share_blocks_at_the_same_time_end_with_the_same_bits():
     """Each may hold multiprocessors that programs of the other wait for."""
-    from vllm_batch_invariant.ops.attention.plan import AttentionShape, Planner
+    from vllm_batch_invariant.ops.attention.plan import Planner
+    from vllm_batch_invariant.ops.attention.shapes import AttentionShape
 
     heads, length, tokens = GROUP_OF_FOUR, 9_000, 100
     chunk = newest(Request(heads, length, 1), tokens)
@@ -216,7 +217,8 @@ def test_pages_read_by_descriptor_have_the_bits_of_pages_read_by_pointer(heads, 
 
 @pytest.mark.parametrize("heads", [GROUP_OF_FOUR, GROUP_OF_SEVEN], ids=str)
 def test_a_graph_of_decode_follows_the_lengths_and_has_the_bits_of_eager_calls(heads):
-    from vllm_batch_invariant.ops.attention.plan import AttentionShape, Planner
+    from vllm_batch_invariant.ops.attention.plan import Planner
+    from vllm_batch_invariant.ops.attention.shapes import AttentionShape
 
     reduction = AttentionReduction.of_device("cuda")
     lengths = [1, 255, 256, 257, 2047, 2048, 2049, 3000]
@@ -243,7 +245,7 @@ def test_a_graph_of_decode_follows_the_lengths_and_has_the_bits_of_eager_calls(h
 @pytest.mark.parametrize("window", [None, 300])
 def test_a_flex_graph_of_decode_follows_the_lengths_and_has_the_bits_of_eager_calls(heads, window):
     from vllm_batch_invariant.ops.attention.flex.plan import KeyLayout, Planner
-    from vllm_batch_invariant.ops.attention.plan import AttentionShape
+    from vllm_batch_invariant.ops.attention.shapes import AttentionShape
 
     reduction = AttentionReduction.of_device("cuda", "flex")
     chunks = [newest(Request(heads, length, length)) for length in (1, 511, 512, 513, 2047, 2048, 2049, 3000)]
@@ -282,7 +284,8 @@ def test_flex_refuses_pages_that_hold_no_whole_tile():
 
 @pytest.mark.parametrize("heads", [GROUP_OF_FOUR, GROUP_OF_SEVEN], ids=str)
 def test_a_graph_serves_every_mix_of_requests_with_its_padded_sizes(heads):
-    from vllm_batch_invariant.ops.attention.plan import AttentionShape, Planner
+    from vllm_batch_invariant.ops.attention.plan import Planner
+    from vllm_batch_invariant.ops.attention.shapes import AttentionShape
 
     reduction, tokens, most = AttentionReduction.of_device("cuda"), 64, 63
     chunks = [newest(Request(heads, 40 + 90 * seed, seed), count) for seed, count in enumerate((1, 1, 30, 2, 1, 20))]
@@ -322,7 +325,8 @@ def test_a_graph_serves_every_mix_of_requests_with_its_padded_sizes(heads):
 
 
 def test_a_padded_step_leaves_the_rows_of_no_request_alone():
-    from vllm_batch_invariant.ops.attention.plan import AttentionShape, Planner
+    from vllm_batch_invariant.ops.attention.plan import Planner
+    from vllm_batch_invariant.ops.attention.shapes import AttentionShape
 
     reduction = AttentionReduction.of_device("cuda")
     query, key, value, table, seq_lens, starts = (t.cuda() for t in paged([newest(Request(GROUP_OF_FOUR, 700, 1))]))

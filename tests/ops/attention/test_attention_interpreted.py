@@ -13,7 +13,8 @@ from tests.assertions import assert_same_bits
 from tests.ops.attention.cases import Chunk, Heads, Request, exact, paged
 from vllm_batch_invariant.ops.attention import AttentionReduction, certificate, paged_attention
 from vllm_batch_invariant.ops.attention.params import PagedAttention
-from vllm_batch_invariant.ops.attention.plan import AttentionShape, Kernels, Plan, Planner
+from vllm_batch_invariant.ops.attention.plan import Kernels, Plan, Planner
+from vllm_batch_invariant.ops.attention.shapes import AttentionShape
 from vllm_batch_invariant.ops.devices import DEVICES
 
 HEADS = Heads(2, 1, 64, torch.float16)

@@ -14,7 +14,8 @@ pytest.importorskip("triton")
 
 from vllm_batch_invariant.ops.attention import certificate
 from vllm_batch_invariant.ops.attention.certificate import Chunk, Options, certify, ways
-from vllm_batch_invariant.ops.attention.plan import DECODE_ROWS, WIDE_DECODE_ROWS, AttentionShape, Kernels
+from vllm_batch_invariant.ops.attention.plan import DECODE_ROWS, WIDE_DECODE_ROWS, Kernels
+from vllm_batch_invariant.ops.attention.shapes import AttentionShape
 
 GLUON, TRITON, ONE = Kernels(sm90=True), Kernels(sm90=False), Kernels(sm90=False, decode_rows=0)
 SHAPE = AttentionShape(4, 2, 64, torch.bfloat16, AttentionReduction.of_device("cuda"))

@@ -10,7 +10,8 @@ from vllm_batch_invariant.ops.attention import AttentionReduction
 from vllm_batch_invariant.ops.attention import certificate as module
 from vllm_batch_invariant.ops.attention.certificate import Options, certify
 from vllm_batch_invariant.ops.attention.params import PagedAttention
-from vllm_batch_invariant.ops.attention.plan import WIDE_DECODE_ROWS, AttentionShape, Kernels, Plan, Planner
+from vllm_batch_invariant.ops.attention.plan import WIDE_DECODE_ROWS, Kernels, Plan, Planner
+from vllm_batch_invariant.ops.attention.shapes import AttentionShape
 
 REDUCTION = AttentionReduction.of_device("cuda")
 PLAIN, WINDOW = Options(), Options(sliding_window=300, logits_soft_cap=30.0)

@@ -18,7 +18,7 @@ from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
 from vllm_batch_invariant.ops.attention.flex import plan as flex_plan
 from vllm_batch_invariant.ops.attention.flex.kernels import FLEX_BLOCK_NUM_SPLITS
 from vllm_batch_invariant.ops.attention.flex.plan import FlexTile, KeyLayout, Planner
-from vllm_batch_invariant.ops.attention.plan import AttentionShape
+from vllm_batch_invariant.ops.attention.shapes import AttentionShape
 from vllm_batch_invariant.ops.devices import DEVICES
 
 HEADS = Heads(3, 1, 64)

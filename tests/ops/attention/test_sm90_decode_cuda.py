@@ -5,7 +5,8 @@ import torch
 
 from tests.ops.attention.cases import Chunk, Heads, Request, paged
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
-from vllm_batch_invariant.ops.attention.plan import DECODE_ROWS, WIDE_DECODE_ROWS, AttentionShape, Kernels, Planner
+from vllm_batch_invariant.ops.attention.plan import DECODE_ROWS, WIDE_DECODE_ROWS, Kernels, Planner
+from vllm_batch_invariant.ops.attention.shapes import AttentionShape
 
 GROUP_OF_EIGHT = Heads(8, 1, 128, torch.bfloat16)
 LENGTHS = {

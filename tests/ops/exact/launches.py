@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.attention.cases import Chunk, Heads, Request, paged
 from vllm_batch_invariant.ops.attention.params import PagedAttention
-from vllm_batch_invariant.ops.attention.plan import AttentionShape
+from vllm_batch_invariant.ops.attention.shapes import AttentionShape
 from vllm_batch_invariant.ops.exact import cuda
 from vllm_batch_invariant.ops.exact.definition import segments
 from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES, HopperSchedule

@@ -15,7 +15,7 @@ from tests.ops.exact.cases import assert_same, numbers
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.attention import AttentionReduction
 from vllm_batch_invariant.ops.attention.params import PagedAttention
-from vllm_batch_invariant.ops.attention.plan import AttentionShape
+from vllm_batch_invariant.ops.attention.shapes import AttentionShape
 from vllm_batch_invariant.ops.exact import cuda, definition, triton_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of infinities and NaN in numpy

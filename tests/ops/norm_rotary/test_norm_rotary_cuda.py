@@ -6,7 +6,7 @@ import torch
 from tests.assertions import assert_near, assert_same_bits
 from tests.ops.linear.cases import draw
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.ops.attention.params import CacheSlots
+from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
 from vllm_batch_invariant.ops.norm import rms_norm
 from vllm_batch_invariant.ops.norm_rotary import norm_rotary, reference
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.assertions import assert_near, assert_same_bits
-from vllm_batch_invariant.ops.attention.params import CacheSlots
+from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
 from vllm_batch_invariant.ops.norm import cuda as norm
 from vllm_batch_invariant.ops.norm_rotary import cuda as norm_rotary
 from vllm_batch_invariant.ops.norm_rotary import reference as exact_rotary

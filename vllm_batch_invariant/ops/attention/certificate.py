@@ -28,7 +28,8 @@ from ..common.compile_errors import is_of_a_compiler, reason
 from ..common.gpu_environment import gpu_environment, kept_path
 from .cuda import paged_attention
 from .params import PagedAttention
-from .plan import DECODE_ROWS, WIDE_DECODE_ROWS, AttentionShape, Kernels, Planner
+from .plan import DECODE_ROWS, WIDE_DECODE_ROWS, Kernels, Planner
+from .shapes import AttentionShape
 
 logger = logging.getLogger("vllm.batch_invariant")
 

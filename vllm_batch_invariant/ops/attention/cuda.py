@@ -10,11 +10,13 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..common.kv_cache import is_aligned
 from ..common.launch import launch
 from ..common.nvidia_gpus import attends_by_tma
 from . import sm90
-from .params import PagedAttention, is_aligned
-from .plan import AttentionShape, Plan, Planner
+from .params import PagedAttention
+from .plan import Plan, Planner
+from .shapes import AttentionShape
 from .triton_kernels import attention_kernel
 
 _LOG2_E = math.log2(math.e)

@@ -16,6 +16,7 @@ from ..common.nvidia_gpus import has_tcgen05
 from . import sm90
 from .plan_kernels import plan_kernel
 from .reduction import AttentionReduction
+from .shapes import AttentionShape, Schedule
 from .shared_memory import fitted
 from .sm90.shapes import SEMAPHORE_INTS
 from .work import WORK_SIZE
@@ -27,20 +28,6 @@ WIDE_DECODE_ROWS = 32
 """The same for verify steps that have more rows a request than that and at most so many, by the Gluon kernels."""
 PARTIAL_BYTES = 128 << 20
 """For partial results; with less than a step wants, CTAs walk all splits of their rows."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How a CTA of the Triton kernel holds its query rows: speed only."""
-
-    block_m: int
-    """Query rows."""
-    num_warps: int
-    num_stages: int
-    ctas_per_sm: int = 1
-    """CTAs that fit on a multiprocessor."""
-    maxnreg: int | None = None
-    """Limit of a thread's registers, to make them fit."""
 
 
 def decode_schedule(head_size: int, dtype: torch.dtype, wide: bool = False, rows: int = DECODE_ROWS) -> Schedule:
@@ -70,33 +57,6 @@ def prefill_schedule(head_size: int, dtype: torch.dtype) -> Schedule:
     if head_size > 128:
         return Schedule(64, num_warps=8, num_stages=1)
     return Schedule(128, num_warps=8, num_stages=3 if head_size <= 64 else 2)
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """What a plan depends on, apart from the batch."""
-
-    heads: int
-    kv_heads: int
-    head_size: int
-    dtype: torch.dtype
-    reduction: AttentionReduction
-
-    def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.heads} query heads over {self.kv_heads} KV heads of size {self.head_size} in {dtype}"
-
-    @property
-    def queries_per_kv(self) -> int:
-        return self.heads // self.kv_heads
-
-    @property
-    def padded_head_size(self) -> int:
-        return triton.next_power_of_2(self.head_size)
-
-    @property
-    def key_tile(self) -> int:
-        return self.reduction.key_tile_of(self.dtype.itemsize)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,11 @@
 """How many stages of the Triton kernel's loop a GPU's shared memory has room for: speed only."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..common.nvidia_gpus import attends_by_tma
-
-if TYPE_CHECKING:
-    from .plan import AttentionShape, Schedule
+from .shapes import AttentionShape, Schedule
 
 LEAST = 101_376
 """Bytes that a CTA may have on every GPU of compute capability 8.0 and above."""
@@ -34,7 +31,7 @@ def decode_bytes(block_m: int, num_stages: int, key_tile: int, padded_head_size:
     return (num_stages - 1) * pair + last + 2 * block_m * (padded_head_size + key_tile) + _BARRIERS
 
 
-def fitted(schedule: "Schedule", shape: "AttentionShape", device: torch.device) -> "Schedule":
+def fitted(schedule: Schedule, shape: AttentionShape, device: torch.device) -> Schedule:
     """A schedule of decode-like work with as many of its stages as there is room for on a GPU.
 
     Prefill-like work needs no such care: it has as many stages as the GPUs with the least memory have room for.

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from ...errors import NotCovered
 from ..attention.params import PagedAttention
-from ..attention.plan import AttentionShape, Kernels, Plan, Planner, Schedule
+from ..attention.plan import Kernels, Plan, Planner
 from ..attention.reduction import AttentionReduction
+from ..attention.shapes import AttentionShape, Schedule
 from ..common.dependent_launch import LaunchSchedule
 from ..common.gpu import Gpu
 from ..common.launch import launch

@@ -3,7 +3,7 @@
 import torch
 
 from ...errors import NotCovered
-from ..attention.params import CacheSlots, is_aligned
+from ..common.kv_cache import CacheSlots, is_aligned
 from ..dispatch import module_for
 from ..norm.reduction import HEAD_SIZES
 from .reduction import NormRotaryReduction

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention.params import CacheSlots
 from ..common.dependent_launch import wait_for_kernel_before
+from ..common.kv_cache import CacheSlots
 from ..common.launch import launch
 from ..common.triton_rows import ALIGNMENT, aligned, row_sums
 from ..norm.triton_kernels import rstd_of, weighted

@@ -11,8 +11,8 @@ import torch
 from ....errors import NotCovered
 from ...common.launch import launch
 from ..params import PagedAttention
-from ..plan import AttentionShape
 from ..reduction import AttentionReduction
+from ..shapes import AttentionShape
 from .kernels import FLEX_BLOCK_SIZE, FLEX_ITEM_SIZE, list_blocks, list_items
 
 _LARGEST_HEAD = 256

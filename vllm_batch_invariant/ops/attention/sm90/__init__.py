@@ -13,15 +13,15 @@ import torch
 import triton
 
 from ...common.compile_errors import is_of_a_compiler, reason
+from ...common.kv_cache import is_aligned
 from ...common.launch import launch
-from ..params import PagedAttention, is_aligned
+from ..params import PagedAttention
 from ..reduction import AttentionReduction
+from ..shapes import AttentionShape
 from .shapes import BLOCK_M, BLOCK_N, SEMAPHORE_INTS
 
 if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from ..plan import AttentionShape
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -114,7 +114,7 @@ def covers(head_size: int, dtype: torch.dtype, key_tile: int, block_m: int, devi
 
 
 @cache
-def compiles(shape: "AttentionShape", partial_rows: frozenset[int], device: torch.device) -> bool:
+def compiles(shape: AttentionShape, partial_rows: frozenset[int], device: torch.device) -> bool:
     """Whether the kernels can be compiled and loaded for layers of such a shape there; tried once in a process, by
     launching them with nothing to do. If not, a warning says why.
 
@@ -146,7 +146,7 @@ def compiles(shape: "AttentionShape", partial_rows: frozenset[int], device: torc
     return True
 
 
-def _launch_without_work(shape: "AttentionShape", partial_rows: frozenset[int], device: torch.device) -> None:
+def _launch_without_work(shape: AttentionShape, partial_rows: frozenset[int], device: torch.device) -> None:
     """Launch each variant that an engine's plans need."""
 
     def zeros(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

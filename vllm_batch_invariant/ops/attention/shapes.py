@@ -1,0 +1,49 @@
+"""What plans of attention on a GPU, their kernels and their memory know of layers and of each other."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from .reduction import AttentionReduction
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What a plan depends on, apart from the batch."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    reduction: AttentionReduction
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.heads} query heads over {self.kv_heads} KV heads of size {self.head_size} in {dtype}"
+
+    @property
+    def queries_per_kv(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def padded_head_size(self) -> int:
+        return triton.next_power_of_2(self.head_size)
+
+    @property
+    def key_tile(self) -> int:
+        return self.reduction.key_tile_of(self.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a CTA of the Triton kernel holds its query rows: speed only."""
+
+    block_m: int
+    """Query rows."""
+    num_warps: int
+    num_stages: int
+    ctas_per_sm: int = 1
+    """CTAs that fit on a multiprocessor."""
+    maxnreg: int | None = None
+    """Limit of a thread's registers, to make them fit."""
