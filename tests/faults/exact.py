@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
+from vllm_batch_invariant.ops.common.triton_exact_math import _highest_power as highest_power
+from vllm_batch_invariant.ops.common.triton_exact_math import last_digit
 from vllm_batch_invariant.ops.exact.triton_linear import _two_digits as two_digits
-from vllm_batch_invariant.ops.exact.triton_math import _highest_power as highest_power
-from vllm_batch_invariant.ops.exact.triton_math import last_digit
 
 _LIMIT = tl.constexpr(2**15 - 1)
 

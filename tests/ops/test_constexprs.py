@@ -33,7 +33,7 @@ PROBLEM = {
     "attention_backward": {"NUM_HEADS", "NUM_KV_HEADS", "HEAD_DIM", "PADDED_HEAD_DIM"},
     "exact": {
         *("PARTS", "LENGTH", "ACTIVATIONS", "HAS_RESIDUAL", "HAS_WEIGHT", "HAS_BIAS", "EVEN_K", "NUM_HEADS", "HALF"),
-        *("LOG", "BITS", "LIMIT", "COEFFICIENTS", "AXIS"),  # of functions of numbers and rows
+        *("LOG", "AXIS"),  # of functions of rows
         *("GELU", "USE_SOFT_CAP", "MAY_BE_GREEDY"),
         *("LAYOUT", "SIZE"),  # of a tile's accumulators, and its elements
         *("USE_WINDOW", "PREFILL_LIKE", "NUM_KV_HEADS", "QUERIES_PER_KV", "HEAD_DIM", "PADDED_HEAD_DIM", "PAGE_SIZE"),
@@ -115,8 +115,15 @@ def test_every_operation_with_row_kernels_is_looked_at():
     assert found.keys() >= {"attention_backward", "norm", "norm_rotary", "reduce", "softmax", "ranking", "top_k_top_p"}
     assert {operation for operation, kernels in found.items() if not kernels} == {"pointwise"}
     assert {"_rms_norm_kernel", "_load_rows"} <= set(found["norm"])
-    shared = kernels_of(importlib.import_module(f"{ops.__name__}.common.triton_rows"))
-    assert set().union(*shared.values()) <= {"NUM_THREADS"}, "of the warps that every row reduction has"
+    shared = {
+        name: set().union(*kernels_of(importlib.import_module(f"{ops.__name__}.common.{name}")).values())
+        for name in ("triton_rows", "triton_exact_math", "dependent_launch")
+    }
+    assert shared == {
+        "triton_rows": {"NUM_THREADS"},  # of the warps that every row reduction has
+        "triton_exact_math": {"COEFFICIENTS", "BITS", "LIMIT", "AXIS"},  # of functions of numbers, and of a row's
+        "dependent_launch": {"OVERLAPS"},  # of its schedule
+    }
 
 
 def test_a_injected_constexpr_is_found(tmp_path: Path):

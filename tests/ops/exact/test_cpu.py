@@ -9,9 +9,9 @@ from numba import njit
 
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
+from vllm_batch_invariant.ops.common.numba_exact_math import tanh
 from vllm_batch_invariant.ops.common.numba_math import float_of_bits
 from vllm_batch_invariant.ops.exact import cpu, cpu_experts, definition, undefined
-from vllm_batch_invariant.ops.exact.cpu_math import tanh
 from vllm_batch_invariant.ops.exact.definition import Floats, fp32
 from vllm_batch_invariant.ops.exact.known_answers import normal, with_outliers
 from vllm_batch_invariant.ops.moe import MoeReduction

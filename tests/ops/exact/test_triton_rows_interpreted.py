@@ -11,8 +11,8 @@ import triton.language as tl
 from tests.faults import exact as faults
 from tests.ops.exact.cases import assert_same, bf16, numbers, rows_of_all_kinds
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.ops.exact import cuda, definition, triton_kernels, triton_math
-from vllm_batch_invariant.ops.exact.triton_math import (
+from vllm_batch_invariant.ops.common import triton_exact_math
+from vllm_batch_invariant.ops.common.triton_exact_math import (
     ceil,
     exp2,
     gumbel,
@@ -24,6 +24,7 @@ from vllm_batch_invariant.ops.exact.triton_math import (
     tanh,
     to_bf16,
 )  # fmt: skip
+from vllm_batch_invariant.ops.exact import cuda, definition, triton_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of infinities and NaN in numpy
 fp32 = np.float32
@@ -84,7 +85,7 @@ TWICE = (1 << 54) + (1 << 30) + 1 + (np.arange(64) << 31)
 
 def test_an_integer_is_rounded_once():
     for integers in (TWICE, -TWICE, DRAW.integers(-(2**62), 2**62, 500)):
-        assert_same(apply(triton_math.to_fp32, integers), integers.astype(fp32))
+        assert_same(apply(triton_exact_math.to_fp32, integers), integers.astype(fp32))
 
 
 @pytest.mark.parametrize(("length", "parts"), [(1, 1), (33, 1), (300, 1), (256, 8), (4096 + 200, 1), (8192, 1)])
@@ -274,7 +275,7 @@ def test_top_k_and_top_p_keep_what_the_definition_keeps():
     ],
 )
 def test_an_injected_fault_is_found(name, fault, check, monkeypatch):
-    for module in (triton_math, triton_kernels):
+    for module in (triton_exact_math, triton_kernels):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, fault)
     with pytest.raises(AssertionError):

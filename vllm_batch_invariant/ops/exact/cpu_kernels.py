@@ -3,9 +3,7 @@
 import numpy as np
 from numba import njit, prange
 
-from ..common.numba_math import float_of_bits
-from ..common.numba_rows import RowKernel
-from .cpu_math import (
+from ..common.numba_exact_math import (
     activations,
     capped,
     exp2,
@@ -17,6 +15,8 @@ from .cpu_math import (
     three_digits,
     two_digits,
 )
+from ..common.numba_math import float_of_bits
+from ..common.numba_rows import RowKernel
 from .definition import GELU, KEY_TILE, LN_2_FP64, LOG2_E, MASS_BITS, WEIGHT_ONE
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)

@@ -20,11 +20,7 @@ import triton.language as tl
 
 from ..attention.splits import split_of, start_of
 from ..attention.work import load_work
-from ..common.triton_names import aggregate, value
-from . import definition
-from .triton_cache import NOT_FINITE, Cache, load_pages, load_tile, on_grids
-from .triton_linear import dot_digits
-from .triton_math import (
+from ..common.triton_exact_math import (
     LOG2_E,
     capped,
     ceil,
@@ -36,6 +32,10 @@ from .triton_math import (
     times_power_of_two,
     to_bf16,
 )
+from ..common.triton_names import aggregate, value
+from . import definition
+from .triton_cache import NOT_FINITE, Cache, load_pages, load_tile, on_grids
+from .triton_linear import dot_digits
 
 _WEIGHT_ONE = tl.constexpr(float(definition.WEIGHT_ONE))
 _INFINITY = tl.constexpr(float("inf"))

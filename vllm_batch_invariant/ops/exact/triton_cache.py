@@ -12,8 +12,8 @@ along contiguous elements.
 import triton
 import triton.language as tl
 
+from ..common.triton_exact_math import digits_of, finest_of_two_digits, from_bf16, is_finite, power_of_two, rint, top_of
 from ..common.triton_names import aggregate, value
-from .triton_math import digits_of, finest_of_two_digits, from_bf16, is_finite, power_of_two, rint, top_of
 
 NOT_FINITE = tl.constexpr(127)
 """In the place of the exponent of a row that has an infinity or NaN; exponents are -126 to 113."""

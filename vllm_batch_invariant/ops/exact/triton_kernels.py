@@ -8,9 +8,7 @@ import triton
 import triton.language as tl
 
 from ..common.dependent_launch import wait_for_kernel_before
-from ..common.triton_rows import order_key, value_of
-from . import definition
-from .triton_math import (
+from ..common.triton_exact_math import (
     LOWEST_EXPONENT,
     THREE_DIGITS,
     TWO_DIGITS,
@@ -34,6 +32,8 @@ from .triton_math import (
     to_fp32,
     top_of,
 )
+from ..common.triton_rows import order_key, value_of
+from . import definition
 
 _MEAN_BITS = tl.constexpr(definition.MEAN_BITS)
 _SMALLEST_KEY = tl.constexpr(-(1 << 31))

@@ -15,8 +15,8 @@ Products of digits: Ootomo et al., arXiv:2306.11975.
 import triton
 import triton.language as tl
 
+from ..common.triton_exact_math import from_bf16, to_bf16, to_fp32
 from ..linear.triton_kernels import swizzle_pid
-from .triton_math import from_bf16, to_bf16, to_fp32
 
 FP16_CHUNK = tl.constexpr(512)
 """Elements of K that an fp32 accumulator takes: two products of digits each, of up to 2**14."""

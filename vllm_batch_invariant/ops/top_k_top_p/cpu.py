@@ -4,9 +4,9 @@ import numpy as np
 import torch
 from numba import njit, prange
 
+from ..common.numba_exact_math import mass
 from ..common.numba_math import exp32, order_key, value_of
 from ..common.numba_rows import RowKernel
-from ..exact.cpu_math import mass
 from .reduction import TopKTopPReduction
 
 _REDUCTION = TopKTopPReduction.of_device("cpu")

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from ..common.launch import launch
+from ..common.triton_exact_math import mass
 from ..common.triton_rows import order_key, value_of
-from ..exact.triton_math import mass
 from .reduction import TopKTopPReduction
 
 _BLOCK = 4096

@@ -1,13 +1,13 @@
-"""The functions of :mod:`.definition` for numba, with the same operations in the same order."""
+"""The functions of :mod:`..exact.definition` for numba, with the same operations in the same order."""
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from ..common.numba_math import float_of_bits
-from . import definition
-from .definition import LOG2_E, LOWEST_EXPONENT, MASS_BITS, MEAN_BITS, THREE_DIGITS, TWO_DIGITS
+from ..exact import definition
+from ..exact.definition import LOG2_E, LOWEST_EXPONENT, MASS_BITS, MEAN_BITS, THREE_DIGITS, TWO_DIGITS
+from .numba_math import float_of_bits
 
 _C = definition.EXP2
 _T = definition.TANH

@@ -1,4 +1,4 @@
-"""The functions of :mod:`.definition` for Triton, with the same operations in the same order.
+"""The functions of :mod:`..exact.definition` for Triton, with the same operations in the same order.
 
 Every operation is one of IEEE 754 or of integers: Triton's own exp2, log, sigmoid and rsqrt are approximations, its
 floor and its fp32 division are not IEEE's, and its conversions of bf16 are not its interpreter's. Launch with
@@ -8,7 +8,7 @@ floor and its fp32 division are not IEEE's, and its conversions of bf16 are not 
 import triton
 import triton.language as tl
 
-from . import definition
+from ..exact import definition
 
 _EXP2 = tl.constexpr(tuple(map(float, definition.EXP2)))
 _TANH, _TANH_BY_EXP2 = tl.constexpr(tuple(map(float, definition.TANH))), tl.constexpr(float(definition.TANH_BY_EXP2))
