@@ -10,7 +10,7 @@ import torch
 
 from tests.assertions import assert_same_bits
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import linear, patch_points, refusals, weights
+from vllm_batch_invariant.integration import devices, linear, patch_points, refusals, weights
 from vllm_batch_invariant.integration.linear import dispatch, restore_weights
 
 
@@ -304,7 +304,7 @@ class Core:
 def core_class(monkeypatch: pytest.MonkeyPatch) -> type[Core]:
     kind = type("Core", (Core,), dict(Core.__dict__))
     monkeypatch.setattr(patch_points.ENGINE_CORE.module(), "EngineCore", kind)
-    weights.install()
+    weights.install(devices.of_config)
     return kind
 
 

@@ -15,6 +15,8 @@ from vllm_batch_invariant import ops
 pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
+from vllm_batch_invariant.ops.common.dependent_launch import LaunchSchedule
+
 NOT_ROWS = {"attention", "linear", "common"}
 """Packages whose kernels reduce tiles, and one whose functions have no constants of their own."""
 PROBLEM = {
@@ -84,8 +86,8 @@ def kernels_of(module: ModuleType) -> dict[str, set[str]]:
 
 
 def declared_by(operation: str) -> set[str]:
-    """Fields and properties of an operation's reductions and schedules, in upper case."""
-    kinds = [
+    """Fields and properties of an operation's reductions and schedules, and of every launch's, in upper case."""
+    kinds = [LaunchSchedule] + [
         value
         for module in modules_of(operation)
         for name, value in vars(module).items()

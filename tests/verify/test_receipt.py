@@ -332,7 +332,7 @@ def test_settings_that_decide_bits_are_reported(change: dict[str, Any], info: di
         ),
     )
     usual = {"dtype": "bfloat16", "kv_cache_dtype": "auto", "logprobs_mode": "raw_logprobs"}
-    assert endpoint.settings(config) == usual | info
+    assert endpoint.settings(config, devices.of_config(config)) == usual | info
 
 
 def test_a_silent_engine_is_noted_once_with_what_to_do() -> None:

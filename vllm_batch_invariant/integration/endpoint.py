@@ -1,13 +1,13 @@
 """The engine's provenance: the answer of its worker to a call."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from .. import envs
 from ..provenance import OF_EXPERTS, Environment, environment_here, versions
-from . import devices, patch_points
+from . import patch_points
 
 METHOD = "batch_invariant_declaration"
 """For ``collective_rpc`` of an engine whose mode is on."""
@@ -21,16 +21,23 @@ PLUGINS = "VLLM_PLUGINS"
 """vLLM's list of the plugins that it loads; all of them if it is not set."""
 
 
-def install() -> None:
-    """Give this process's worker the method."""
-    setattr(patch_points.WORKER.get(), METHOD, _engine_info)
+def install(device_of: Callable[[Any], Any]) -> None:
+    """Give this process's worker the method.
+
+    Args:
+        device_of: gives the record of the device (:mod:`.devices`) that a configuration of vLLM is for.
+    """
+
+    def engine_info(worker: Any) -> dict[str, Any]:
+        return _engine_info(worker, device_of(worker.vllm_config))
+
+    setattr(patch_points.WORKER.get(), METHOD, engine_info)
 
 
-def _engine_info(worker: Any) -> dict[str, Any]:
+def _engine_info(worker: Any, device: Any) -> dict[str, Any]:
     from . import experts  # PyTorch is not there where answers of a server are compared
 
-    config = worker.vllm_config
-    device, model = devices.of_config(config), config.model_config
+    config, model = worker.vllm_config, worker.vllm_config.model_config
     found = versions(patch_points.installed_version())
     if device.ops.attention is None:  # an NPU: some of its operations are not ours
         return asdict(Environment(mode=True, versions=found))
@@ -45,7 +52,7 @@ def _engine_info(worker: Any) -> dict[str, Any]:
             dtype=model.dtype,
             attention=device.backend.get_impl_cls().reduction,
             attention_by=device.ops.attention if chosen == "auto" else chosen,
-            engine=settings(config),
+            engine=settings(config, device),
             experts=experts.reductions(worker.model_runner.get_model()) if model.is_moe else (),
             exact=envs.is_exact(),
         )
@@ -75,15 +82,15 @@ def of_workers(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return first | {"device": device, "reductions": reductions}
 
 
-def settings(config: Any) -> dict[str, str]:
-    """Settings of vLLM's that decide bits, from its configuration."""
+def settings(config: Any, device: Any) -> dict[str, str]:
+    """Settings of vLLM's that decide bits, from its configuration and the record of its device."""
     model = config.model_config
     found = {
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "logprobs_mode": str(model.logprobs_mode),
     }
-    found |= devices.of_config(config).engine_settings(config)
+    found |= device.engine_settings(config)
     if overrides := model.hf_overrides:  # which no file of the model holds
         found["hf_overrides"] = json.dumps(overrides, sort_keys=True, default=repr)
     if (pooler := getattr(model, "pooler_config", None)) is not None:

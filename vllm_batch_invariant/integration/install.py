@@ -58,7 +58,7 @@ def install() -> None:
     seeds.install()
     speculation.install_front_end()
     grammars.install()
-    weights.install()
+    weights.install(devices.of_config)
     _installed = True
 
 
@@ -138,7 +138,7 @@ def install_worker() -> None:
 
     device = devices.get(current_platform.device_type)
     external_ops = device.install_worker()
-    endpoint.install()
+    endpoint.install(devices.of_config)
     weights.install_in_worker()
     enable_batch_invariant_mode(external_ops)
     device.compile_kernels()

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from . import devices, linear, patch_points, refusals
+from . import linear, patch_points, refusals
 from .endpoint import METHOD as ENGINE_INFO
 
 logger = logging.getLogger("vllm.batch_invariant")
@@ -74,8 +74,12 @@ class Watch:
     """Whether that could not be written."""
 
 
-def install() -> None:
-    """Have every engine of this process look for other weights after its workers were called."""
+def install(device_of: Callable[[Any], Any]) -> None:
+    """Have every engine of this process look for other weights after its workers were called.
+
+    Args:
+        device_of: gives the record of the device (:mod:`.devices`) that a configuration of vLLM is for.
+    """
     core = patch_points.ENGINE_CORE.get()
     call = core.collective_rpc
 
@@ -84,7 +88,7 @@ def install() -> None:
         if method == METHOD:
             return [digest_in(_served(self))]
         if method != ENGINE_INFO:
-            _before_call(self)
+            _before_call(self, device_of)
         return call(self, method, *args, **kwargs)
 
     core.collective_rpc = collective_rpc
@@ -340,12 +344,12 @@ def _watch_of(core: Any) -> Watch:
     return watch
 
 
-def _before_call(core: Any) -> None:
+def _before_call(core: Any, device_of: Callable[[Any], Any]) -> None:
     """The workers are about to run something that may read or write weights."""
     watch = _watch_of(core)
     asleep = core.model_executor.is_sleeping  # a GPU that sleeps has no weights to look at
     first = watch.fingerprint is None and not asleep
-    if first or devices.of_config(core.vllm_config).copies_weights:
+    if first or device_of(core.vllm_config).copies_weights:
         found = of_workers(core.model_executor.collective_rpc(METHOD, kwargs={"compare": first}))
         watch.fingerprint = found or watch.fingerprint
     watch.called = True

@@ -3,9 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ...errors import NotCovered
-from ...installing import how_to_install
 from ...ops.devices import DEVICES
+from .refusal import not_covered
 
 if TYPE_CHECKING:
     from .record import VllmDevice
@@ -30,12 +29,3 @@ def of_config(vllm_config: Any) -> "VllmDevice":
 def type_of(platform: Any) -> str:
     """The device type of vLLM's platform. ROCm's and others call theirs "cuda", too: these have their own name."""
     return platform.device_name if platform.device_type == "cuda" and not platform.is_cuda() else platform.device_type
-
-
-def not_covered(device_type: str) -> NotCovered:
-    """The refusal of a device."""
-    return NotCovered(
-        f"device '{device_type}'",
-        "its operations are not in this version",
-        f"run on the CPU ({how_to_install('cpu')}), or unset VLLM_BATCH_INVARIANT",
-    )

@@ -25,8 +25,8 @@ from .. import (
     patch_points,
     sampling,
 )
-from . import not_covered
 from .record import VllmDevice
+from .refusal import not_covered
 
 logger = logging.getLogger("vllm.batch_invariant")
 FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
