@@ -12,6 +12,7 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 from .. import envs
+from .addresses import address, is_here
 from .json_file import JsonFile
 from .printing import note, printable
 from .report.files import why_not_writable
@@ -220,11 +221,6 @@ def _key(parser: OneLineParser, name: str) -> str:
     return key
 
 
-def is_here(url: str) -> bool:
-    """Whether an address is of this machine."""
-    return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
-
-
 def check_model(parser: OneLineParser, options: argparse.Namespace) -> None:
     """Check the model to load and the engine's arguments, which become a list in ``options.serve_args``."""
     if options.named_model is not None:
@@ -240,9 +236,3 @@ def check_model(parser: OneLineParser, options: argparse.Namespace) -> None:
         options.serve_args = shlex.split(options.serve_args)
     except ValueError as error:
         parser.error(f"--serve-args: {error}")
-
-
-def address(base_url: str) -> str:
-    """The address of a server for a report, without a password."""
-    url = urlsplit(base_url)
-    return url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import envs
+from ..addresses import address
 from ..arguments import (
     OneLineParser,
     above_zero,
@@ -16,7 +17,6 @@ from ..arguments import (
     add_html,
     add_json,
     add_model,
-    address,
     at_least,
     check_base_url,
     check_model,

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from ..printing import consoles, count, printable, waiting
 from .compare import difference
 from .finding import BROKE, CONCURRENT, SETTINGS, Finding, Row, append_rows
 from .options import Place
+from .plan import FuzzPlan
 from .report import SEEN, print_fuzz
 from .schedule import (
     CONTEXTS,
@@ -42,7 +43,7 @@ from .schedule import (
     draw_settings,
     draw_targets,
 )
-from .trial import SHRINK_SECONDS, Trial
+from .trial import Trial
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,39 +60,6 @@ OnProgress = Callable[[str], None]
 
 def _quiet(_: object) -> None:
     pass
-
-
-@dataclass(frozen=True)
-class FuzzPlan:
-    """The plan of a run of the fuzzer.
-
-    Attributes:
-        model: its folder or name.
-        serve_args: more arguments of ``vllm serve``.
-        mode: the value of VLLM_BATCH_INVARIANT.
-        seed: of everything that is drawn.
-        seconds: after which no schedule starts, except the first of an engine.
-        engines: most engines; None for as many as fit in the time.
-        schedules: schedules per engine; None for as long as its start took.
-        jobs: engines that run at a time.
-        folder: where findings are written.
-        without: kinds of requests to leave out.
-        context: longest request that the model accepts; None if unknown.
-        shrinking: most seconds in which a finding is made small.
-    """
-
-    model: str
-    serve_args: tuple[str, ...]
-    mode: str
-    seed: int
-    seconds: float
-    engines: int | None = None
-    schedules: int | None = None
-    jobs: int = 1
-    folder: Path = Path(".")
-    without: tuple[str, ...] = ()
-    context: int | None = None
-    shrinking: float = SHRINK_SECONDS
 
 
 class Fuzzer:

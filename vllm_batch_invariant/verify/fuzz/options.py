@@ -8,12 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..harness.requests import BUDGET
-
-if TYPE_CHECKING:
-    from .schedule import Settings
 
 NONE = ""
 """The value of every option that adds nothing to an engine."""
@@ -57,7 +54,8 @@ class Option:
         arguments: what each value but :data:`NONE` adds to ``vllm serve``.
         values: those to draw from, as often as they are to be drawn.
         where: whether an engine in a place has it; everywhere if None.
-        beside: whether it can be beside the rest of the settings; if not, it is :data:`NONE`.
+        beside: whether it can be beside the rest of the settings, a :class:`.schedule.Settings`; if not, it is
+            :data:`NONE`.
         decides: kinds of requests whose tokens follow from it.
     """
 
@@ -65,7 +63,7 @@ class Option:
     arguments: Mapping[str, tuple[str, ...]]
     values: tuple[str, ...]
     where: Callable[[Place], bool] | None = None
-    beside: "Callable[[Settings], bool] | None" = None
+    beside: Callable[[Any], bool] | None = None
     decides: frozenset[str] = frozenset()
 
     def is_in(self, place: Place) -> bool:

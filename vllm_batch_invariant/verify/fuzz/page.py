@@ -1,7 +1,8 @@
 """The HTML page of the fuzzer, and that of a finding that ran again."""
 
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ...envs import FLAG
 from ..outcome import Outcome, Status
@@ -9,10 +10,8 @@ from ..printing import command_line, count
 from ..report.html import Cell, Page, Part, Section, Table, Verdict
 from ..report.parts import pairs
 from .finding import Finding, Row
+from .plan import FuzzPlan
 from .report import SEEN, WORDS, figures_of
-
-if TYPE_CHECKING:
-    from .command import Fuzzer, FuzzPlan
 
 _OUTCOMES = {
     Status.REPRODUCIBLE: Outcome.HOLDS,
@@ -26,7 +25,22 @@ _HEADLINES = {
 }
 
 
-def page_of(plan: "FuzzPlan", fuzzer: "Fuzzer") -> Page:
+class Results(Protocol):
+    """What a page says of a run: attributes of :class:`.command.Fuzzer`."""
+
+    rows: list[Row]
+    findings: list[tuple[Path, Finding]]
+    refused: Counter[str]
+    flags: dict[str, str]
+
+    @property
+    def partial(self) -> str: ...
+
+    @property
+    def status(self) -> Status: ...
+
+
+def page_of(plan: FuzzPlan, fuzzer: Results) -> Page:
     """A run as a page."""
     rows = fuzzer.rows
     numbers = (

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 
-from ..arguments import is_here
+from ..addresses import is_here
 from ..outcome import NoTestError
 from ..printing import one_line
 

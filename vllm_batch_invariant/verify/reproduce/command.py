@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...envs import FLAG
+from ..addresses import address
 from ..answers import PROMPT, Counts, RequestSpec
 from ..arguments import (
     OneLineParser,
@@ -18,7 +19,6 @@ from ..arguments import (
     add_html,
     add_json,
     add_model,
-    address,
     at_least,
     check_base_url,
     check_model,
