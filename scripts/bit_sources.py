@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from vllm_batch_invariant.sources import is_text, syntax
+
 ROOT = Path(__file__).parents[1]
 CHANGELOG = ROOT / "CHANGELOG.md"
 OPS = ROOT / "vllm_batch_invariant" / "ops"
@@ -40,9 +42,9 @@ def sources(operation: Path, device: str, ops: Path = OPS) -> Iterator[str]:
         whole = path.name in WHOLE or (of == {device} and device != "cuda" and not kernels)
         constants = ast.Assign | ast.AnnAssign if kernels else ()
         parts = tree.body if whole else [node for node in tree.body if node in kernels or isinstance(node, constants)]
-        text = "\n".join(_plain(node) for node in parts if not isinstance(node, ast.Import | ast.ImportFrom))
-        if text:
-            yield f"{path.relative_to(ops).as_posix()}\n{text}"
+        parts = [node for node in parts if not isinstance(node, ast.Import | ast.ImportFrom) and not is_text(node)]
+        if parts:
+            yield f"{path.relative_to(ops).as_posix()}\n{syntax(ast.Module(parts, []))}"
 
 
 def digests(ops: Path = OPS) -> dict[str, dict[str, str]]:
@@ -86,18 +88,6 @@ def _is_kernel(node: ast.AST) -> bool:
     """Whether something is compiled for a device: it is decorated so, or what such a function is made of."""
     marks = "".join(ast.unparse(mark) for mark in getattr(node, "decorator_list", ()))
     return bool(re.search(r"jit|intrinsic|aggregate|constexpr_function|register_model", marks))
-
-
-def _plain(node: ast.AST) -> str:
-    """A statement without docstrings and other strings that stand alone."""
-    for inside in ast.walk(node):
-        if isinstance(body := getattr(inside, "body", None), list):
-            inside.body = [item for item in body if not _is_text(item)] or [ast.Pass()]
-    return "" if _is_text(node) else ast.unparse(node)
-
-
-def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,10 +13,10 @@ import pytest
 from scripts.import_graph import FOLDER, PACKAGE, Graph, at_run_time, by_name, imports, inside, outside, room_of
 
 MAY_IMPORT = {
-    "ops": {"errors", "envs", "installing", "kept_file", "compare", "version"},
+    "ops": {"errors", "envs", "installing", "kept_file", "sources", "compare", "version"},
     "aten": {"ops", "errors"},
     "batch_invariant_ops": {"aten", "ops"},
-    "provenance": {"ops", "version"},
+    "provenance": {"ops", "sources", "version"},
     "integration": {"ops", "aten", "provenance", "envs", "errors", "installing", "seeds", "version"},
     "hf": {"ops", "aten", "integration", "provenance", "envs", "errors", "installing"},
     "trl": {"hf", "integration", "envs", "errors", "installing", "seeds"},
@@ -45,6 +45,7 @@ MAY_IMPORT = {
     "serve": {"envs"},
     "compare": set(),
     "kept_file": {"envs"},
+    "sources": {"kept_file"},
     "seeds": set(),
     "version": set(),
     PACKAGE: {"aten", "integration", "envs", "errors", "version"},

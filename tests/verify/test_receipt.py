@@ -268,7 +268,7 @@ def test_receipts_of_one_completion_are_equal_and_nothing_is_noted() -> None:
         ({"device": CPU.device | {"threads": 4}}, "device: threads 2 in the first and 4 in the second"),
         ({"device": {"type": "cuda", "name": "NVIDIA H200", "capability": "9.0"}}, "type cpu in the first and cuda in"),
         ({"versions": CPU.versions | {"torch": "2.11.0"}}, "versions: torch 2.13.0 in the first and 2.11.0 in"),
-        ({"versions": CPU.versions | {"vllm-batch-invariant": "0.1.0 (ff)"}}, "(0123456789ab) in the first"),
+        ({"versions": CPU.versions | {"vllm-batch-invariant": "0.1.0 (f09d3c1b8ae2)"}}, "(0123456789ab) in the first"),
         ({"engine": CPU.engine | {"logprobs_mode": "processed_logprobs"}}, "engine: logprobs_mode raw_logprobs in"),
         (
             {"reductions": {"attention": {"implementation": "numba", "split_size": 512}}},

@@ -58,8 +58,8 @@ def test_it_is_part_of_what_a_measurement_is_true_for(monkeypatch: pytest.Monkey
     found = type("Properties", (), {"name": "GPU", "major": 9, "minor": 0, "multi_processor_count": 132})
     monkeypatch.setattr(gpu_environment.torch.cuda, "get_device_properties", lambda device: found)
     monkeypatch.setattr(gpu_environment.torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
-    plain = gpu_environment.gpu_environment(0, [])
+    plain = gpu_environment.gpu_environment(0, "ops/common")
     monkeypatch.setenv("DISABLE_PTXAS_OPT", "1")
-    told = gpu_environment.gpu_environment(0, [])
+    told = gpu_environment.gpu_environment(0, "ops/common")
     assert {name for name in told if told[name] != plain[name]} == {"compiler"}
     assert gpu_environment.kept_path("linear", told) != gpu_environment.kept_path("linear", plain)

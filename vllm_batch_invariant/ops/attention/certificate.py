@@ -185,8 +185,7 @@ def _certify(
 
 @cache
 def _environment(device: int) -> dict[str, str]:
-    folder = Path(__file__).parent
-    return gpu_environment(device, sorted([*folder.rglob("*.py"), *(folder.parent / "common").glob("*.py")]))
+    return gpu_environment(device, "ops/attention", "ops/common")
 
 
 def _path(environment: dict[str, str]) -> Path | None:

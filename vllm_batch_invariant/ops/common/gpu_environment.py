@@ -3,14 +3,13 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
 
-from ... import kept_file
+from ... import kept_file, sources
 from ...version import __version__
 
 _TELLS_COMPILER = ("TRITON_", "PTXAS_", "DISABLE_PTXAS_", "DISABLE_LLVM_", "DISABLE_MMA_", "LLVM_", "MLIR_")
@@ -21,23 +20,22 @@ _TELLS_WHERE = frozenset(
 """Those of them that only say where something is kept, or printed."""
 
 
-def gpu_environment(device: int, sources: Iterable[Path]) -> dict[str, str]:
+def gpu_environment(device: int, *code: str) -> dict[str, str]:
     """The GPU, the driver, the libraries, and the code that was measured.
 
     Args:
         device: index of the GPU.
-        sources: files whose content decides what is measured.
+        code: the modules that decide what is measured, as :func:`~vllm_batch_invariant.sources.digest` takes them.
     """
     found = torch.cuda.get_device_properties(device)
     driver = Path("/sys/module/nvidia/version")
-    code = hashlib.sha256(b"".join(path.read_bytes() for path in sources))
     return {
         "gpu": f"{found.name}, {found.major}.{found.minor}, {found.multi_processor_count} multiprocessors",
         "driver": driver.read_text().strip() if driver.exists() else str(torch._C._cuda_getDriverVersion()),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "compiler": compiler(),
-        "vllm-batch-invariant": f"{__version__}, {code.hexdigest()[:12]}",
+        "vllm-batch-invariant": f"{__version__}, {sources.digest(*code)[:12]}",
     }
 
 

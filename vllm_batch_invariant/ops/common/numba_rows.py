@@ -2,13 +2,10 @@
 that PyTorch uses; which thread takes which row moves no bit.
 """
 
-import hashlib
 import logging
 import os
 import sys
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +17,11 @@ if "numba" not in sys.modules:
 import numba
 from numba.core.caching import FunctionCache
 
+from ... import sources
+
 logger = logging.getLogger("vllm.batch_invariant")
+_COMPILED = "ops"
+"""Modules of which any may be compiled into a kernel."""
 _SERIAL_BELOW = 1 << 14
 """Elements under which waking threads costs more than they save."""
 
@@ -48,7 +49,7 @@ class _Cache(FunctionCache):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
         self._name = function.__name__
-        self._cache_file._source_stamp = (self._cache_file._source_stamp, _sources())
+        self._cache_file._source_stamp = (self._cache_file._source_stamp, sources.digest(_COMPILED))
 
     def load_overload(self, *arguments: Any) -> Any:
         try:
@@ -68,15 +69,6 @@ class _Cache(FunctionCache):
             write(*arguments)
         except OSError as error:
             logger.warning("The kernel %s is compiled at every start, its cache is not written: %s", self._name, error)
-
-
-@cache
-def _sources() -> str:
-    """A digest of every source of the operations: any of them may be compiled into a kernel."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def threads() -> int:

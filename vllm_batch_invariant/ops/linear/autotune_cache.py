@@ -16,9 +16,7 @@ def environment(device: int, library: str) -> dict[str, str]:
         device: index of the GPU.
         library: version of cuBLASLt, or why there is none.
     """
-    folder = Path(__file__).parent
-    sources = sorted([*folder.glob("*.py"), *(folder.parent / "common").glob("*.py")])
-    return gpu_environment(device, sources) | {"cublaslt": library}
+    return gpu_environment(device, "ops/linear", "ops/common") | {"cublaslt": library}
 
 
 def _path(of: dict[str, str]) -> Path | None:
