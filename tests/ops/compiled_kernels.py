@@ -1,7 +1,10 @@
 """Compiles the GPU's kernels for GPUs that are not here, with the arguments that the launchers give them, and holds
 what they take against what those GPUs have; a program of its own, because it takes the place of Triton's driver.
 
-usage: python -m tests.ops.compiled_kernels [--more]         one variant of each kind, or some: one or two minutes
+usage: python -m tests.ops.compiled_kernels                  one variant of each kind; what compiled_variants.json tells
+                                                             of them is not compiled again (:mod:`.variants`)
+       python -m tests.ops.compiled_kernels --record         and write that file
+       python -m tests.ops.compiled_kernels --more           some of each kind, all compiled: one or two minutes
        python -m tests.ops.compiled_kernels --gluon          every variant in Gluon, and what each takes: 4 minutes
        python -m tests.ops.compiled_kernels --names GPU      what there is to compile for it
        python -m tests.ops.compiled_kernels --cells [GPU] [CELL ...]    a line of JSON for each cell: with no GPU every
@@ -35,6 +38,7 @@ import vllm_batch_invariant.ops.attention as attention_package
 from tests.ops.attention.cases import Chunk, Heads, Request, paged
 from tests.ops.exact.launches import EVERY_KIND, hopper_products
 from tests.ops.exact.ptx import forbidden
+from tests.ops.variants import Outcomes, compile_when_asked
 from vllm_batch_invariant.ops.acceptance.cuda import accept
 from vllm_batch_invariant.ops.all_reduce import cuda as all_reduce
 from vllm_batch_invariant.ops.all_reduce.copies import CopySchedule
@@ -85,6 +89,7 @@ GLUON = (
     "grouped_gemm_sm90_kernel",
 )
 PROCESSORS = 132
+RECORDED = Path(__file__).with_name("compiled_variants.json")
 HALVES = (torch.bfloat16, torch.float16)
 REDUCTION = AttentionReduction.of_device("cuda")
 
@@ -119,13 +124,43 @@ class Compiled:
     gpu: int
     kernel: Any
 
+    def _of(self, what: str, find: Callable[[], Any]) -> Any:
+        return OUTCOMES.of(self.kernel, self.name, what, find)
+
     @property
     def shared(self) -> int:
         """Bytes a program."""
-        return self.kernel.metadata.shared
+        return self._of("shared", lambda: self.kernel.metadata.shared)
+
+    @property
+    def warps(self) -> int:
+        return self._of("warps", lambda: self.kernel.metadata.num_warps)
+
+    @property
+    def stages(self) -> int:
+        return self._of("stages", lambda: self.kernel.metadata.num_stages)
+
+    @property
+    def frees_one_place(self) -> bool:
+        """As :func:`frees_one_place` says."""
+        return self._of("frees_one_place", lambda: frees_one_place(self.kernel.asm["ptx"]))
+
+    @property
+    def asserts(self) -> bool:
+        """Whether it may end with an assertion."""
+        return self._of("asserts", lambda: "__assertfail" in self.kernel.asm["ptx"])
+
+    @property
+    def reduced_layouts(self) -> list[str]:
+        """As :func:`reduced_layouts` says."""
+        return self._of("reduced_layouts", lambda: reduced_layouts(self.kernel.asm["ttgir"]))
 
     def resources(self) -> tuple[int, int]:
         """Registers and bytes of stack of a thread, as the assembler says."""
+        registers, stack = self._of("resources", self._resources)
+        return registers, stack
+
+    def _resources(self) -> tuple[int, int]:
         [line] = [line for line in self._dumped("-res-usage").splitlines() if "REG:" in line]
         found = dict(item.split(":") for item in line.split())
         return int(found["REG"]), int(found["STACK"])
@@ -145,7 +180,10 @@ class Compiled:
     @property
     def instructions(self) -> tuple[str, ...]:
         """Kinds of the tensor cores' instructions; fp32 has none."""
-        return tuple(sorted(set(re.findall(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", self.kernel.asm["ptx"]))))
+        return tuple(self._of("instructions", self._instructions))
+
+    def _instructions(self) -> list[str]:
+        return sorted(set(re.findall(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", self.kernel.asm["ptx"])))
 
 
 def spills_in_loops(sass: str) -> int:
@@ -167,19 +205,18 @@ def spills_in_loops(sass: str) -> int:
 
 
 compiled: list[Compiled] = []
+OUTCOMES = Outcomes()
 NO_DRIVER = NoDriver()
 
 
 def compile_instead_of_running() -> None:
-    """From now on a launch compiles the kernel for the GPU of :data:`NO_DRIVER` and notes it, if it is new."""
+    """From now on a launch compiles the kernel for the GPU of :data:`NO_DRIVER` and notes it, if it is not noted."""
     run = JITFunction.run
-    known = set()
 
     def note(kernel: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> Any:
         check_options(kernel.__name__, options)
         made = run(kernel, *args, grid=grid, warmup=True, **options)
-        if id(made) not in known:
-            known.add(id(made))
+        if not any(one.kernel is made for one in compiled):
             compiled.append(Compiled(kernel.__name__, NO_DRIVER.capability, made))
         return made
 
@@ -430,7 +467,7 @@ def check_all(what: str, found: list[Compiled], verbose: bool) -> None:
             print(f"{what}: {one.name}, {one.shared} bytes shared, {registers} registers, {stack} bytes of stack")
         if one.shared > limit:
             check(f"{what}: {one.name} takes {one.shared} bytes of shared memory of {limit}", False)
-        if gluon and frees_one_place(one.kernel.asm["ptx"]):
+        if gluon and one.frees_one_place:
             check(f"{what}: {one.name} frees one place of its ring alone", False)
         if gluon and stack > MOST_SPILLED:
             check(f"{what}: {one.name} has {stack} bytes of stack", False)
@@ -468,11 +505,10 @@ def problems_of_attention(gpu: int, heads: Heads, page: int, found: list[Compile
         problems.append(f"tensor cores get {' and '.join(kinds)}, whose bits may differ")
     small = planning.decode_schedule(heads.size, heads.dtype, has_tcgen05(gpu // 10))
     for one in attention:
-        made = one.kernel.metadata
-        if small.block_m == 16 and made.num_warps == small.num_warps < 8 and made.num_stages > 1:
+        if small.block_m == 16 and one.warps == small.num_warps < 8 and one.stages > 1:
             padded = triton.next_power_of_2(heads.size)
             by_tma = attends_by_tma(gpu // 10)
-            expected = decode_bytes(small.block_m, made.num_stages, 64, padded, by_tma)
+            expected = decode_bytes(small.block_m, one.stages, 64, padded, by_tma)
             if not 0 <= expected - one.shared <= (4096 if page == 64 or not by_tma else expected):
                 problems.append(f"{one.shared} bytes where {expected} are reckoned with")
     return problems
@@ -498,7 +534,7 @@ def check_some(more: bool) -> None:
         found = launch_on(gpu, gradients_of_attention, Heads(8, 2, 128, torch.bfloat16), 100)
         check_all(f"gradients of attention on sm_{gpu}", found, False)
     found = launch_on(90, all_reduces, 1, 4096, torch.bfloat16, 4, True)
-    ends = [one.name for one in found if "__assertfail" in one.kernel.asm["ptx"]]
+    ends = [one.name for one in found if one.asserts]
     wanted = ["all_reduce_kernel", "add_copies_norm_kernel", "all_reduce_norm_kernel", "all_reduce_norm_kernel"]
     check("the all-reduce's wait ends with an assertion", ends == wanted)
     check_norms_behind_sums((100, 896, 2048, 4096, 5120) if more else (100, 4096))
@@ -506,9 +542,8 @@ def check_some(more: bool) -> None:
         check_attention(100, Heads(8, 2, 64, torch.bfloat16), 64)
 
 
-def reduced_layouts(compiled: Compiled) -> list[str]:
-    """Of each reduction, in their order, the shape and where which thread has which element."""
-    ir = compiled.kernel.asm["ttgir"]
+def reduced_layouts(ir: str) -> list[str]:
+    """Of each reduction of a kernel's TTGIR, in their order, the shape and where which thread has which element."""
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ir, re.MULTILINE))
     found = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<([^>]*>?)>\) ->', ir, re.DOTALL)
     return [re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), one) for one in found]
@@ -523,9 +558,9 @@ def check_norms_behind_sums(widths: Sequence[int]) -> None:
         [alone] = launch_on(90, norm.rms_norm, x, x[0], 1e-6, x, None)
         found = launch_on(90, all_reduces, 3, hidden, dtype)
         found += launch_on(90, moe.add_and_norm, products_like(x), x, x[0], 1e-6)
-        behind = [reduced_layouts(one) for one in found if one.name.endswith("_norm_kernel")]
+        behind = [one.reduced_layouts for one in found if one.name.endswith("_norm_kernel")]
         name = f"rows of {hidden} in {dtype} lie behind all-reduces and experts as in a norm alone"
-        layouts = reduced_layouts(alone)
+        layouts = alone.reduced_layouts
         check(name, len(layouts) > 0 and behind == 4 * [layouts])
 
 
@@ -816,7 +851,8 @@ OTHERS |= {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--more", action="store_true", help="more variants of each kind")
+    group.add_argument("--more", action="store_true", help="more variants of each kind, all compiled")
+    group.add_argument("--record", action="store_true", help="write what the variants are")
     group.add_argument("--gluon", action="store_true", help="every variant in Gluon, and what each takes")
     group.add_argument("--cells", nargs="*", metavar="GPU CELL", help="what cells take, a line of JSON each")
     group.add_argument("--names", type=int, metavar="GPU", help="names of the cells of a GPU")
@@ -832,11 +868,20 @@ def main() -> None:
                 compiled.clear()
         return
     print("Triton", triton.__version__)
+    if not parsed.gluon:
+        global OUTCOMES
+        finds = (Compiled, spills_in_loops, frees_one_place, reduced_layouts)
+        OUTCOMES = Outcomes(RECORDED, finds, anew=parsed.more)
+        compile_when_asked()
     compile_instead_of_running()
     if parsed.gluon:
         check_every_gluon_kernel()
     else:
         check_some(parsed.more)
+        check(f"{RECORDED.name} says what the compiler does{OUTCOMES.wrong or ''}", not OUTCOMES.wrong)
+        print(f"{len(OUTCOMES.compiled)} of {OUTCOMES.counted} variants were compiled")
+    if parsed.record:
+        OUTCOMES.write()
 
 
 if __name__ == "__main__":

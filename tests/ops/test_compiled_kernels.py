@@ -1,4 +1,6 @@
-"""Kernels compile for GPUs that are not there; beside the interpreted tests, because it takes a core for a minute."""
+"""Kernels compile for GPUs that are not there: those that changed since compiled_variants.json was recorded, and all of
+them with ``--exhaustive``. Beside the interpreted tests, because that takes a core for a minute.
+"""
 
 import os
 import subprocess
@@ -55,6 +57,12 @@ def test_registers_that_are_moved_in_an_innermost_loop_are_counted(operation: st
 def test_the_kernels_compile_with_the_installed_triton_and_fit_in_shared_memory(pytestconfig: pytest.Config) -> None:
     pytest.importorskip("triton")
     run = program("compiled_kernels", *["--more"] * pytestconfig.option.exhaustive)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_a_variant_is_another_one_where_what_is_compiled_changes() -> None:
+    pytest.importorskip("triton")
+    run = program("variant_keys")
     assert run.returncode == 0, run.stdout + run.stderr
 
 
