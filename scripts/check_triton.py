@@ -4,14 +4,15 @@ usage: python -m scripts.check_triton TRITON...        such as triton==3.8.0, or
        python -m scripts.check_triton TRITON... --write     and write docs/gpus.csv and the table of docs/gpus.md
 
 A cell is a Triton, a GPU and some kernels. What is known of it is kept in .cache/triton, and with --write in
-docs/gpus.csv, until a source changes, so that a second run is quick and one that was interrupted goes on. All cells of
-a version take hours of one core; of cells that a run leaves out the file keeps what an earlier one found.
+docs/gpus.csv, the file of a release. A cell is compiled again where Triton's front end makes other IR of its kernels
+(:mod:`tests.ops.variants`), or where none is recorded, or all with --again; so a second run is quick, and one that was
+interrupted goes on. PTX would say the same and is no cheap question: in four cells that were measured (attention and
+norms, Triton 3.9.0) the front end takes 4 to 9 % of the time, and all up to PTX 84 to 91 %. All cells of a version take
+hours of one core; of cells that a run leaves out the file keeps what an earlier one found.
 """
 
 import argparse
-import ast
 import csv
-import hashlib
 import json
 import os
 import shutil
@@ -20,8 +21,9 @@ import sys
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,51 +32,10 @@ from vllm_batch_invariant.ops.common.nvidia_gpus import COMPILED_FOR
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".cache" / "triton"
-LAUNCHES = {
-    "matmuls": ("gemms", "more_gemms", "narrow_gemms"),
-    "rows": ("rows", "more_rows"),
-    "others": ("sampling", "flex"),
-    "gradients": ("every_gradient_of_attention",),
-    "experts": ("every_expert",),
-    "all_reduce": ("every_all_reduce",),
-}
-"""The program's functions that launch the kernels of one kind of cells alone."""
-PROGRAM, COMPILES = "tests.ops.compiled_kernels", ("compile_cell", "compile_instead_of_running")
-"""The module that compiles, and its functions that decide what is compiled of a cell, and how."""
-SOURCES = {
-    "gradients": ("attention_backward/*.py", "common/*.py"),
-    "experts": ("moe/*.py", "linear/*.py", "norm/*.py", "silu/*.py", "softmax/*.py", "common/*.py"),
-    "all_reduce": ("all_reduce/*.py", "moe/triton_kernels.py", "norm/*.py", "common/*.py"),
-    "attention": (
-        "attention/**/*.py",
-        "common/*_names.py",
-        "common/sm90_ring.py",
-        "common/nvidia_gpus.py",
-        "common/kv_cache.py",
-        "common/*launch.py",
-    ),
-    "matmuls": (
-        *(f"linear/{name}.py" for name in ("problem", "reduction", "schedule", "sm90_kernel", "triton_gemm")),
-        "linear/triton_kernels.py",
-        "common/*_names.py",
-        "common/sm90_ring.py",
-        "common/gpu.py",
-        "common/nvidia_gpus.py",
-        "common/*launch.py",
-    ),
-    "exact": ("exact/**/*.py", "attention/*.py", "common/*.py"),
-    "rows": ("norm*/*.py", "softmax/*.py", "reduce/*.py", "silu*/*.py", "common/*.py"),
-    "others": ("**/*.py",),
-}
-"""What decides what is compiled, by the kind of cells, the first that a cell's name has: sources of
-vllm_batch_invariant/ops.
-"""
-CASES = {
-    "exact": "tests/ops/exact/*.py",
-    "attention": "tests/ops/attention/cases.py",
-    "others": "tests/ops/attention/cases.py",
-}
-"""What the program launches kernels with, where it does not say that itself."""
+PROGRAM = "tests.ops.compiled_kernels"
+"""The module that compiles."""
+PROCESSES = 4
+"""Of a Triton and a GPU, each with a part of the cells."""
 MOST_SPILLS_IN_LOOPS = 24
 """Instructions that move a thread's registers to and from memory in a loop, and are no matter: Hopper's prefill kernel,
 as fast as it was measured, has 18. Where a block has more running results than registers, they wait in memory while a
@@ -84,47 +45,6 @@ GPUS = tuple(10 * major + minor for major, minor in COMPILED_FOR)
 TABLE = ROOT / "docs" / "gpus.csv"
 PAGE = ROOT / "docs" / "gpus.md"
 BEGIN, END = "<!-- written by python -m scripts.check_triton --write -->", "<!-- end -->"
-
-
-def kind_of(name: str) -> str:
-    """The kind of a cell."""
-    return next((kind for kind in SOURCES if kind in name and "around" not in name), "others")
-
-
-@cache
-def digest(kind: str) -> str:
-    """Of the sources that decide what is compiled in cells of a kind."""
-    program = ROOT.joinpath(*PROGRAM.split(".")).with_suffix(".py")
-    of_others = {name for other, names in LAUNCHES.items() if other != kind for name in names}
-    found = hashlib.sha256(used_by(program.read_text(), (*COMPILES, *LAUNCHES.get(kind, ())), of_others))
-    patterns = [f"vllm_batch_invariant/ops/{pattern}" for pattern in SOURCES[kind]]
-    patterns += [CASES[kind]] if kind in CASES else []
-    for path in sorted({path for pattern in patterns for path in ROOT.glob(pattern)}):
-        found.update(f"{path.relative_to(ROOT).as_posix()}\0".encode() + path.read_bytes())
-    return found.hexdigest()[:12]
-
-
-def used_by(source: str, functions: Iterable[str], but: Container[str] = ()) -> bytes:
-    """Some functions of a module, with the definitions and imports of it that they use, themselves or by others, but
-    for those named ``but``: the rest of it may change.
-    """
-    defined: dict[str, ast.stmt] = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            defined |= {(name.asname or name.name).partition(".")[0]: node for name in node.names}
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            defined[node.name] = node
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            defined |= {target.id: node for target in targets if isinstance(target, ast.Name)}
-    used: set[str] = set()
-    left = [*functions]
-    while left:
-        name = left.pop()
-        if name in defined and name not in used and name not in but:
-            used.add(name)
-            left += [inner.id for inner in ast.walk(defined[name]) if isinstance(inner, ast.Name)]
-    return "\n".join(f"{name}: {ast.get_source_segment(source, defined[name])}" for name in sorted(used)).encode()
 
 
 def unpacked(requirement: str) -> tuple[str, Path]:
@@ -162,81 +82,101 @@ def take_disassembler(folder: Path, newest: Path) -> None:
             shutil.copy2(other, own)
 
 
-def cells_of(gpu: int) -> list[str]:
-    """Names of what there is to compile for a GPU."""
+def cells_of(gpus: Sequence[int]) -> dict[int, list[str]]:
+    """Names of what there is to compile for each GPU."""
     run = subprocess.run(
-        [sys.executable, "-m", PROGRAM, "--names", str(gpu)], cwd=ROOT, check=True, capture_output=True, text=True
+        [sys.executable, "-m", PROGRAM, "--names", *map(str, gpus)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
     )
-    return run.stdout.splitlines()
+    return {int(gpu): names for gpu, names in json.loads(run.stdout).items()}
 
 
-def kept_at(version: str, gpu: int, kind: str) -> Path:
-    """Where the cells of a Triton, a GPU and a kind are kept, a line each."""
-    return CACHE / "cells" / f"{version}-sm_{gpu}-{kind}-{digest(kind)}.jsonl"
+def kept_at(version: str, gpu: int) -> Path:
+    """Where the cells of a Triton and a GPU are kept, a line each."""
+    return CACHE / "cells" / f"{version}-sm_{gpu}.jsonl"
 
 
-def kept(version: str, gpu: int, kind: str) -> dict[str, dict[str, Any]]:
-    """The finished cells, by name; a line that was interrupted is none."""
-    path, found = kept_at(version, gpu, kind), {}
+def kept(version: str, gpu: int) -> Iterator[dict[str, Any]]:
+    """The finished cells, the newest last; a line that was interrupted is none."""
+    path = kept_at(version, gpu)
     for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            cell = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        found[cell["name"]] = cell
-    return found
-
-
-def compile_missing(version: str, folder: Path, gpu: int, kind: str, names: Sequence[str]) -> str | None:
-    """Compile the cells of a kind that are not finished, in a process of its own; what went wrong with it, if anything
-    did.
-    """
-    known = known_rows(version, gpu)
-    missing = [name for name in names if kind_of(name) == kind and name not in known]
-    if not missing:
-        return None
-    path = kept_at(version, gpu, kind)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as cache, path.open("a") as lines:
-        places = {"PYTHONPATH": f"{folder}:{ROOT}", "TRITON_CACHE_DIR": cache, "TRITON_DISABLE_LINE_INFO": "1"}
-        run = subprocess.run(
-            [sys.executable, "-m", PROGRAM, "--cells", str(gpu), *missing],
-            cwd=ROOT, env=os.environ | places, stdout=lines, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-    return None if run.returncode == 0 else f"Triton {version}, sm_{gpu}: {run.stderr[-2000:]}"
+        with suppress(json.JSONDecodeError):
+            yield json.loads(line)
 
 
 def known_rows(version: str, gpu: int) -> dict[str, dict[str, str]]:
-    """Rows of the table by cell, of the sources as they are: those of the file, and of cells that are not in it yet."""
-    written = (row for row in read_table() if (row["triton"], row["gpu"]) == (version, f"sm_{gpu}"))
-    found = {row["kernels"]: row for row in written if row["sources"] == digest(kind_of(row["kernels"]))}
-    for kind in SOURCES:
-        found |= {row["kernels"]: row for row in summarised(kept(version, gpu, kind).values())}
-    return found
+    """Rows of the table by cell, of whatever sources: those of the file, and of cells that are not in it yet."""
+    found = {row["kernels"]: row for row in read_table() if (row["triton"], row["gpu"]) == (version, f"sm_{gpu}")}
+    return found | {cell["name"]: row_of(cell) for cell in kept(version, gpu)}
 
 
-def summarised(cells: Iterable[dict[str, Any]]) -> Iterator[dict[str, str]]:
-    """A row of the table for each cell: the worst of its variants."""
-    for cell in cells:
-        variants = cell["kernels"]
-        spilled = Counter()
-        for one in variants:
-            if one["spills_in_loops"] > MOST_SPILLS_IN_LOOPS:
-                spilled[one["kernel"]] = max(spilled[one["kernel"]], one["spills_in_loops"])
-        problems = cell["problems"] + [f"{kernel} spills {count} times in a loop" for kernel, count in spilled.items()]
-        yield {
-            "triton": cell["triton"],
-            "gpu": f"sm_{cell['gpu']}",
-            "sources": digest(kind_of(cell["name"])),
-            "kernels": cell["name"],
-            "outcome": "; ".join(problems) or "compiled",
-            "variants": str(len(variants)),
-            **{
-                column: str(max((one[column] for one in variants), default=0))
-                for column in ("shared", "registers", "stack", "spills_in_loops")
-            },
-            "instructions": " ".join(sorted({kind for one in variants for kind in one["instructions"].split()})),
-        }
+def brought_up_to_date(
+    version: str, folder: Path, gpu: int, names: Sequence[str], again: bool
+) -> tuple[dict[str, dict[str, str]], str | None]:
+    """Rows of cells as the sources are, by a process of its own, and what went wrong with it, if anything did. Compiled
+    are the cells whose IR is not that of their row; all of them where they shall be compiled ``again``.
+    """
+    known = {} if again else {name: row for name, row in known_rows(version, gpu).items() if row["ir"]}
+    irs = json.dumps({name: known[name]["ir"] for name in names if name in known})
+    path, commit, found, others = kept_at(version, gpu), commit_here(), {}, []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as cache, path.open("a") as lines:
+        places = {"PYTHONPATH": f"{folder}:{ROOT}", "TRITON_CACHE_DIR": cache, "TRITON_DISABLE_LINE_INFO": "1"}
+        with subprocess.Popen(
+            [sys.executable, "-m", PROGRAM, "--known", irs, "--cells", str(gpu), *names],
+            cwd=ROOT, env=os.environ | places, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        ) as run:  # fmt: skip
+            for line in run.stdout or ():
+                if not line.startswith('{"triton"'):
+                    others.append(line)
+                    continue
+                cell = json.loads(line) | {"commit": commit}
+                if cell["kernels"] is None:
+                    found[cell["name"]] = known[cell["name"]]
+                else:
+                    found[cell["name"]] = row_of(cell)
+                    lines.write(f"{json.dumps(cell)}\n")
+                    lines.flush()
+    said = "".join(others)[-2000:]
+    return found, f"Triton {version}, sm_{gpu}: {said}" if run.returncode else None
+
+
+@cache
+def commit_here() -> str:
+    """The commit that is checked out, with a plus where what is compiled is not as it was committed."""
+    said = [
+        subprocess.run(["git", *command], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+        for command in (
+            ["rev-parse", "--short=8", "HEAD"],
+            ["status", "--porcelain", "--", "vllm_batch_invariant/ops", "tests/ops"],
+        )
+    ]
+    return said[0] + "+" * bool(said[1])
+
+
+def row_of(cell: Mapping[str, Any]) -> dict[str, str]:
+    """The table's row for a cell: the worst of its variants."""
+    variants, spilled = cell["kernels"], Counter()
+    for one in variants:
+        if one["spills_in_loops"] > MOST_SPILLS_IN_LOOPS:
+            spilled[one["kernel"]] = max(spilled[one["kernel"]], one["spills_in_loops"])
+    problems = cell["problems"] + [f"{kernel} spills {count} times in a loop" for kernel, count in spilled.items()]
+    return {
+        "triton": cell["triton"],
+        "gpu": f"sm_{cell['gpu']}",
+        "kernels": cell["name"],
+        "outcome": "; ".join(problems) or "compiled",
+        "variants": str(len(variants)),
+        **{
+            column: str(max((one[column] for one in variants), default=0))
+            for column in ("shared", "registers", "stack", "spills_in_loops")
+        },
+        "instructions": " ".join(sorted({kind for one in variants for kind in one["instructions"].split()})),
+        **{column: cell[column] for column in ("ir", "ptx", "commit")},
+    }
 
 
 def read_table() -> list[dict[str, str]]:
@@ -271,8 +211,8 @@ def place_of(version: str) -> list[int]:
 
 
 def with_older(rows: Sequence[dict[str, str]], names: Mapping[int, Sequence[str]]) -> list[dict[str, str]]:
-    """The rows in the order of the file, with its rows of all cells that are not among them: those of other runs, whose
-    sources may be older by now. Of a GPU in ``names``, cells that are not listed there are gone.
+    """The rows in the order of the file, with its rows of all cells that are not among them: those of other runs, at
+    commits of theirs. Of a GPU in ``names``, cells that are not listed there are gone.
     """
 
     def cell(row: dict[str, str]) -> tuple[str, str, str]:
@@ -306,30 +246,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
     parser.add_argument("--write", action="store_true", help="write docs/gpus.csv and the table of docs/gpus.md")
     parser.add_argument("--known", action="store_true", help="compile nothing more, report what is known")
+    parser.add_argument("--again", action="store_true", help="compile also what is as it was")
     parsed = parser.parse_args(arguments)
     tritons = [unpacked(one) for one in dict.fromkeys(parsed.requirements)]
     newest = max(CACHE.glob("triton-*"), key=lambda folder: place_of(folder.name.removeprefix("triton-")))
     for _, folder in tritons:
         take_disassembler(folder, newest)
-    every_name = {gpu: cells_of(gpu) for gpu in parsed.gpus}
+    every_name = cells_of(parsed.gpus)
     names = {gpu: [one for one in of if parsed.cells is None or one in parsed.cells] for gpu, of in every_name.items()}
+    places = [(version, folder, gpu) for version, folder in tritons for gpu in parsed.gpus]
+    found = {(version, gpu): known_rows(version, gpu) if parsed.known else {} for version, _, gpu in places}
     failed = []
     if not parsed.known:
         with ThreadPoolExecutor(parsed.jobs) as pool:
             jobs = [
-                pool.submit(compile_missing, version, folder, gpu, kind, names[gpu])
-                for version, folder in tritons
-                for gpu in parsed.gpus
-                for kind in SOURCES
+                ((version, gpu), pool.submit(brought_up_to_date, version, folder, gpu, part, parsed.again))
+                for version, folder, gpu in places
+                for part in (names[gpu][start::PROCESSES] for start in range(PROCESSES))
+                if part
             ]
-            failed = [said for job in jobs if (said := job.result())]
+            for place, job in jobs:
+                of_part, said = job.result()
+                found[place] |= of_part
+                failed += [said] if said else []
     rows = [
-        known[name]
-        for version, _ in tritons
-        for gpu in parsed.gpus
-        for known in [known_rows(version, gpu)]
-        for name in names[gpu]
-        if name in known
+        found[version, gpu][name] for version, _, gpu in places for name in names[gpu] if name in found[version, gpu]
     ]
     wrong = [row for row in rows if row["outcome"] != "compiled"]
     for row in wrong:
@@ -340,8 +281,8 @@ def main(arguments: list[str] | None = None) -> int:
     if parsed.write and rows:
         written = with_older(rows, every_name)
         write(written)
-        old = sum(row["sources"] != digest(kind_of(row["kernels"])) for row in written)
-        print(f"{len(written)} rows in {TABLE.name}, {old} of them of older sources")
+        commits = Counter(row["commit"] for row in written).most_common()
+        print(f"{len(written)} rows in {TABLE.name}: {', '.join(f'{count} of {commit}' for commit, count in commits)}")
     return 1 if wrong or failed or len(rows) < every else 0
 
 

@@ -1,10 +1,22 @@
 """What the page on GPUs says was compiled is what the file beside it says."""
 
 import re
+from pathlib import Path
 
 import pytest
 
-from scripts.check_triton import BEGIN, END, GPUS, PAGE, cells_of, page_table, read_table, used_by, with_older
+from scripts import check_triton
+from scripts.check_triton import (
+    BEGIN,
+    END,
+    GPUS,
+    PAGE,
+    brought_up_to_date,
+    cells_of,
+    page_table,
+    read_table,
+    with_older,
+)
 from vllm_batch_invariant.integration.coverage import COVERED
 from vllm_batch_invariant.ops.common.nvidia_gpus import COMPILED_FOR
 
@@ -25,15 +37,15 @@ def test_no_cell_but_those_that_the_page_names_has_a_problem_and_that_is_spills_
 def test_every_cell_of_the_newest_triton_is_in_the_file() -> None:
     rows = read_table()
     newest = max((row["triton"] for row in rows), key=lambda version: tuple(map(int, version.split("."))))
-    for gpu in GPUS:
+    for gpu, names in cells_of(GPUS).items():
         found = {row["kernels"] for row in rows if (row["triton"], row["gpu"]) == (newest, f"sm_{gpu}")}
-        assert found == set(cells_of(gpu)), gpu
+        assert found == set(names), gpu
 
 
 def test_a_run_of_some_cells_replaces_their_rows_alone_and_drops_those_that_there_are_no_more() -> None:
     before = read_table()
     [one, _, gone] = [row for row in before if (row["triton"], row["gpu"]) == (before[-1]["triton"], "sm_90")][:3]
-    new = one | {"sources": "new"}
+    new = one | {"commit": "new"}
     names = {90: [row["kernels"] for row in before if row["gpu"] == "sm_90" and row["kernels"] != gone["kernels"]]}
     after = with_older([new], names)
     assert [row for row in after if row not in before] == [new]
@@ -49,27 +61,44 @@ def test_the_coverage_table_names_the_gpus_that_are_compiled_for() -> None:
     assert named == set(COMPILED_FOR)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "same"),
-    [
-        ("SIZE = 3", "SIZE = 4", False),
-        ("import torch as t", "import numpy as t", False),
-        ("size, 'cell'", "size, 'a cell'", False),
-        ("'another'", "'one more'", True),
-        ("OTHER = 1", "OTHER = 2", True),
-        ("'of another'", "'of one more'", True),
-    ],
-)
-def test_a_digest_follows_what_compiles_a_cell_and_nothing_else_of_the_program(
-    before: str, after: str, same: bool
-) -> None:
-    program = (
-        "import torch as t\nSIZE = 3\nOTHER = 1\n"
-        "def launch(size):\n    return t, size, 'cell'\n"
-        "def compile_cell():\n    return launch(SIZE), other()\n"
-        "def other():\n    return 'of another'\n"
-        "def more():\n    return launch(OTHER), 'another'\n"
-    )
-    changed = program.replace(before, after)
-    assert changed != program
-    assert (used_by(changed, ["compile_cell"], {"other"}) == used_by(program, ["compile_cell"], {"other"})) == same
+def test_every_row_says_at_which_commit_it_was_compiled() -> None:
+    for row in read_table():
+        assert re.fullmatch(r"[0-9a-f]{8}", row["commit"]), f"compiled from a tree that nobody has: {row}"
+        assert (row["ir"] == "") == (row["ptx"] == "")
+
+
+PROGRAM = """
+import json, sys
+_, _, known, _, gpu, *names = sys.argv
+for name in names:
+    same = json.loads(known).get(name) == "ir of " + name
+    cell = {"triton": "3.9.0", "gpu": int(gpu), "name": name, "ir": "ir of " + name, "ptx": "ptx", "problems": []}
+    print(json.dumps(cell | {"kernels": None if same else []}), flush=True)
+    if name == "breaks":
+        sys.exit("broken")
+"""
+"""In the place of the module that compiles."""
+
+
+def test_cells_are_compiled_whose_ir_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    monkeypatch.setattr(check_triton, "PROGRAM", "program")
+    monkeypatch.setattr(check_triton, "CACHE", tmp_path)
+    monkeypatch.setattr(check_triton, "commit_here", lambda: "now")
+    row = dict.fromkeys(read_table()[0], "") | {"triton": "3.9.0", "gpu": "sm_90", "commit": "before"}
+    irs = {"same": "ir of same", "changed": "another", "unknown": ""}
+    table = [row | {"kernels": name, "ir": ir} for name, ir in irs.items()]
+    monkeypatch.setattr(check_triton, "read_table", lambda: table)
+
+    def run(*names: str, again: bool = False) -> tuple[dict[str, str], str | None]:
+        found, said = brought_up_to_date("3.9.0", tmp_path, 90, names, again)
+        return {name: row["commit"] for name, row in found.items()}, said
+
+    assert run(*irs, "new") == ({"same": "before", "changed": "now", "unknown": "now", "new": "now"}, None)
+    monkeypatch.setattr(check_triton, "commit_here", lambda: "later")
+    assert run(*irs, "new") == ({"same": "before", "changed": "now", "unknown": "now", "new": "now"}, None)
+    assert run("same", "new", again=True) == ({"same": "later", "new": "later"}, None)
+    found, said = run("same", "breaks", "new")
+    assert found == {"same": "later", "breaks": "later"}, "what was finished is kept"
+    assert said is not None
+    assert "broken" in said

@@ -6,12 +6,13 @@ usage: python -m tests.ops.compiled_kernels                  one variant of each
        python -m tests.ops.compiled_kernels --record         and write that file
        python -m tests.ops.compiled_kernels --more           some of each kind, all compiled: one or two minutes
        python -m tests.ops.compiled_kernels --gluon          every variant in Gluon, and what each takes: 4 minutes
-       python -m tests.ops.compiled_kernels --names GPU      what there is to compile for it
+       python -m tests.ops.compiled_kernels --names GPU ...  what there is to compile for each, as JSON
        python -m tests.ops.compiled_kernels --cells [GPU] [CELL ...]    a line of JSON for each cell: with no GPU every
                                                              GPU, with no cell every cell; scripts.check_triton reads it
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import re
@@ -19,9 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import vllm_batch_invariant.ops.attention as attention_package
+from scripts.compare_ptx import stripped
 from tests.ops.attention.cases import Chunk, Heads, Request, paged
 from tests.ops.exact.launches import EVERY_KIND, hopper_products
 from tests.ops.exact.ptx import forbidden
@@ -709,9 +711,15 @@ class Cell:
     triton: str
     gpu: int
     name: str
-    kernels: list[dict[str, Any]]
-    """Of each variant its name, bytes of shared memory, registers and bytes of stack of a thread, and instructions."""
-    problems: list[str]
+    ir: str
+    """Digest of the keys of its variants (:mod:`.variants`)."""
+    ptx: str = ""
+    """Digest of the PTX of its variants, without names."""
+    kernels: list[dict[str, Any]] | None = None
+    """Of each variant its name, bytes of shared memory, registers and bytes of stack of a thread, and instructions.
+    None where nothing was compiled.
+    """
+    problems: list[str] = field(default_factory=list)
 
 
 def every_size(dtype: torch.dtype) -> dict[str, Heads]:
@@ -787,10 +795,16 @@ def is_of_halves(one: Compiled) -> bool:
     return any("16" in str(kind) for kind in one.kernel.src.signature.values())
 
 
-def compile_cell(gpu: int, name: str) -> Cell:
-    """Compile what a cell names for a GPU, and look for problems."""
+def digest(parts: Iterable[str]) -> str:
+    """Of a set of texts: 12 hexadecimal digits."""
+    return hashlib.sha256("\0".join(sorted({*parts})).encode()).hexdigest()[:12]
+
+
+def compile_cell(gpu: int, name: str, known: str | None = None) -> Cell:
+    """Compile what a cell names for a GPU, and look for problems; nothing where its IR has the digest that is known."""
     problems: list[str] = []
     found: list[Compiled] = []
+    attention: list[tuple[Heads, int, list[Compiled]]] = []
 
     def launch(function: Callable[..., None], *args: object, **options: object) -> list[Compiled]:
         before = len(compiled)
@@ -804,12 +818,12 @@ def compile_cell(gpu: int, name: str) -> Cell:
     if heads := ATTENTION.get(name):
         by_tma = attends_by_tma(gpu // 10) and heads.dtype.itemsize == 2  # else pages of all sizes are read alike
         for page in (16, 64) if by_tma else (16,):
-            problems += problems_of_attention(gpu, heads, page, launch(decode_and_prefill, heads, page))
+            attention.append((heads, page, launch(decode_and_prefill, heads, page)))
     elif heads := OPTIONS.get(name):
         every_option = {
             "sliding_window": 100, "logits_soft_cap": 30.0, "alibi_slopes": torch.zeros(8), "sinks": torch.zeros(8)
         }  # fmt: skip
-        problems += problems_of_attention(gpu, heads, 16, launch(decode_and_prefill, heads, 16, **every_option))
+        attention.append((heads, 16, launch(decode_and_prefill, heads, 16, **every_option)))
     elif heads := HOPPER.get(name):
         for page in (16, 32, 64, 128):
             launch(sm90_attention, heads, page)
@@ -820,6 +834,17 @@ def compile_cell(gpu: int, name: str) -> Cell:
     else:
         for function in OTHERS[name]:
             launch(function)
+    ir = digest([*(one.kernel.key for one in found), *problems])
+    if ir == known:
+        return Cell(triton.__version__, gpu, name, ir)
+    for one in [*found]:
+        try:
+            _ = one.kernel.compiled
+        except Exception as error:  # as above
+            problems.append(f"{one.name} does not compile: {reason(error)}")
+            found.remove(one)
+    for heads, page, launched in attention:
+        problems += problems_of_attention(gpu, heads, page, [one for one in launched if one in found])
     kernels = [describe(one) for one in found]
     limit = SHARED_MEMORY[gpu]
     problems += [f"{one.name} takes {one.shared} bytes of shared memory" for one in found if one.shared > limit]
@@ -829,7 +854,8 @@ def compile_cell(gpu: int, name: str) -> Cell:
             problems.append(f"16-bit tiles get {' and '.join(sorted(halves))}, whose bits may differ")
     if name == EXACT:
         problems += [f"{one.name} has {what}" for one in found for what in forbidden(one.kernel.asm["ptx"], one.name)]
-    return Cell(triton.__version__, gpu, name, kernels, list(dict.fromkeys(problems)))
+    ptx = digest(stripped(one.kernel.asm["ptx"], one.name) for one in found)
+    return Cell(triton.__version__, gpu, name, ir, ptx, kernels, list(dict.fromkeys(problems)))
 
 
 OTHERS = {
@@ -839,13 +865,10 @@ OTHERS = {
     "around FlexAttention": (lambda: flex(Heads(8, 2, 128, torch.bfloat16), 64),),
     "Hopper's narrow matmuls": (lambda: narrow_gemms(HALVES, (False, True)),),
     EXACT: tuple(EVERY_KIND.values()),
-}
-OTHERS |= {
     "experts": (every_expert,),
     "all_reduce": (every_all_reduce,),
     "gradients of attention": (every_gradient_of_attention,),
 }
-"""Apart, because each cell's digest has the definition above: these have a digest of their own functions alone."""
 
 
 def main() -> None:
@@ -855,16 +878,20 @@ def main() -> None:
     group.add_argument("--record", action="store_true", help="write what the variants are")
     group.add_argument("--gluon", action="store_true", help="every variant in Gluon, and what each takes")
     group.add_argument("--cells", nargs="*", metavar="GPU CELL", help="what cells take, a line of JSON each")
-    group.add_argument("--names", type=int, metavar="GPU", help="names of the cells of a GPU")
+    group.add_argument("--names", nargs="+", type=int, metavar="GPU", help="names of the cells of GPUs")
+    parser.add_argument(
+        "--known", type=json.loads, default={}, metavar="JSON", help="of cells, the IR that need not be compiled"
+    )
     parsed = parser.parse_args()
     if parsed.names:
-        print(*cells_of(parsed.names), sep="\n")
+        print(json.dumps({gpu: cells_of(gpu) for gpu in parsed.names}))
         return
     if parsed.cells is not None:
+        compile_when_asked()
         compile_instead_of_running()
         for gpu in map(int, parsed.cells[:1] or SHARED_MEMORY):
             for name in parsed.cells[1:] or cells_of(gpu):
-                print(json.dumps(asdict(compile_cell(gpu, name))), flush=True)
+                print(json.dumps(asdict(compile_cell(gpu, name, parsed.known.get(name)))), flush=True)
                 compiled.clear()
         return
     print("Triton", triton.__version__)

@@ -10,11 +10,15 @@ import tempfile
 from pathlib import Path
 
 import torch
+import triton
 
 from tests.ops.compiled_kernels import (
     NO_DRIVER,
+    OTHERS,
+    Cell,
     Compiled,
     check,
+    compile_cell,
     compile_instead_of_running,
     compiled,
     launch_on,
@@ -95,7 +99,31 @@ def check_outcomes(folder: Path) -> None:
     check(f"a wrong record is told: {anew.wrong}", len(anew.wrong) == 1 and not known.wrong)
 
 
+def check_cells(folder: Path) -> None:
+    """A cell is compiled where its IR is not the known one, and what comes out has no names."""
+
+    def cell_of(number: int, helper: str, known: str | None = None) -> Cell:
+        compiled.clear()
+        OTHERS["cell"] = (lambda: key_of(folder, number, helper),)
+        return compile_cell(80, "cell", known)
+
+    first = cell_of(300, HELPER)
+    check(
+        f"a cell is compiled: {first}",
+        not first.problems and len(first.kernels) == 1 and first.kernels[0]["registers"] > 0,
+    )
+    again = cell_of(301, HELPER.replace("# by a factor", "# twice\n"), first.ir)
+    check("with another comment it is not compiled again", again.ir == first.ir and again.kernels is None)
+    renamed = cell_of(302, HELPER.replace("# by a factor", "# twice\n"))
+    check("and would be the same PTX", (renamed.ir, renamed.ptx) == (first.ir, first.ptx))
+    changed = cell_of(303, HELPER.replace("constexpr(3)", "constexpr(4)"), first.ir)
+    check("with another constant it is", changed.kernels is not None and changed.ptx != first.ptx)
+    broken = cell_of(304, HELPER.replace("* FACTOR", "@ FACTOR"), first.ir)
+    check(f"what does not compile is a problem: {broken.problems}", len(broken.problems) == 1 and broken.kernels == [])
+
+
 def main() -> None:
+    triton.knobs.compilation.disable_line_info = True  # as scripts.check_triton does
     compile_when_asked()
     compile_instead_of_running()
     with tempfile.TemporaryDirectory() as name:
@@ -114,7 +142,8 @@ def main() -> None:
         NO_DRIVER.capability = 80
         check("and another GPU", key_of(folder, 200, HELPER) != first)
         check_outcomes(folder)
-    check("nothing was compiled", not any("compiled" in vars(one.kernel) for one in compiled))
+        check("nothing was compiled", not any("compiled" in vars(one.kernel) for one in compiled))
+        check_cells(folder)
 
 
 if __name__ == "__main__":
