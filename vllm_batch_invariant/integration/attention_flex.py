@@ -58,6 +58,6 @@ class FlexMetadataBuilder(MetadataBuilder):
                 scheduler.max_num_seqs,
                 model.max_model_len,
                 [layer.impl.sliding_window for layer in layers],
-                None if shared else layout.pages * layout.page_size,
+                None if shared else layout.num_pages * layout.page_size,
             )
         return self._planners[cache.data_ptr()]
