@@ -6,13 +6,14 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import import_module
 from importlib.util import find_spec
 from types import FrameType, ModuleType
+from typing import Any
 
 from .installing import how_to_install
 from .verify.arguments import OneLineParser
@@ -86,6 +87,9 @@ COMMANDS = {
 }
 
 
+_Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
+
+
 class Interrupted(KeyboardInterrupt):
     """A signal that ends the command in order: engines and servers that it started are stopped first."""
 
@@ -155,7 +159,7 @@ def _parsers(name: str, modules: Mapping[str, ModuleType]) -> tuple[OneLineParse
             modules[each].add_arguments(of_command)
         if each == name:
             chosen = of_command
-            parser.error = chosen.error  # of what is left over, too
+            parser.error = chosen.error  # type: ignore[method-assign] # of this one object, of what is left over
     if name and chosen is None:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(COMMANDS)}"
@@ -223,7 +227,7 @@ def _end(name: str, line: str, status: int = 2) -> int:
     return status
 
 
-def _catch_signals() -> dict[int, object]:
+def _catch_signals() -> dict[int, _Handler]:
     """Have signals raise, so that what was started is stopped; returns the handlers before. Ctrl-C is also caught where
     a shell's background jobs ignore it; a hangup that ``nohup`` has made ignored stays so.
     """
@@ -235,7 +239,7 @@ def _catch_signals() -> dict[int, object]:
     before = {number: signal.getsignal(number) for number in caught}
     caught = [number for number in caught if before[number] is not signal.SIG_IGN]
     try:
-        handlers = {number: signal.signal(number, interrupt) for number in caught}
+        handlers: dict[int, _Handler] = {number: signal.signal(number, interrupt) for number in caught}
         # asyncio knows Python's own handler, and cancels what runs
         return handlers | {signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler)}
     except ValueError:  # in a thread nobody gets signals

@@ -230,10 +230,12 @@ def _beside(actual: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor,
 
 def _tolerance(dtype: torch.dtype, rtol: float | None, atol: float | None) -> Tolerance:
     rule = TOLERANCES.get(dtype)
-    if rule is None and (rtol is None or atol is None or dtype.is_complex):
-        known = ", ".join(str(known).removeprefix("torch.") for known in TOLERANCES)
-        hint = "" if dtype.is_complex else "; give both rtol and atol"
-        raise TypeError(f"there is no rule for the accuracy of {dtype}, only for {known}{hint}")
+    if rule is None:
+        if rtol is None or atol is None or dtype.is_complex:
+            known = ", ".join(str(known).removeprefix("torch.") for known in TOLERANCES)
+            hint = "" if dtype.is_complex else "; give both rtol and atol"
+            raise TypeError(f"there is no rule for the accuracy of {dtype}, only for {known}{hint}")
+        return Tolerance(rtol, atol)
     return Tolerance(rule.rtol if rtol is None else rtol, rule.atol if atol is None else atol)
 
 

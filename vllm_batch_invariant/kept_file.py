@@ -85,7 +85,7 @@ def set_aside(path: Path | None, why: Exception | str) -> None:
         logger.warning("%s was broken (%s); it is %s now, and what it kept is measured again.", path, why, broken.name)
 
 
-def _locked(path: Path) -> AbstractContextManager:
+def _locked(path: Path) -> AbstractContextManager[Any]:
     lock = FileLock(f"{path}.lock")
     try:
         return lock.acquire(timeout=0)

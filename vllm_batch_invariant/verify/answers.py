@@ -171,7 +171,8 @@ def first_difference(left: Sequence[object], right: Sequence[object]) -> int | N
 def compare_answers(answers: Sequence[Answer]) -> AnswerComparison:
     """Compare every answer with the first."""
     reference, tally = answers[0], Tally()
-    token_divergences, logprob_divergences = [], []
+    token_divergences: list[tuple[int, int]] = []
+    logprob_divergences: list[tuple[int, int]] = []
     for sample, answer in enumerate(answers):
         tally.add(answer)
         for divergences, left, right in (
@@ -263,7 +264,8 @@ def answer_from(choices: Iterable[dict[str, Any]], chat: bool) -> Answer:
     Raises:
         NoTestError: it has no logprobs.
     """
-    text, generated = [], []
+    text: list[str | None] = []
+    generated: list[GeneratedToken] = []
     for choice in choices:
         text.append((choice.get("message") or choice.get("delta") or {}).get("content") if chat else choice.get("text"))
         generated += generated_tokens_from(choice, chat)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from .. import envs
@@ -31,8 +31,9 @@ class _Help(argparse.HelpFormatter):
 class OneLineParser(argparse.ArgumentParser):
     """Ends with status 2 and one line if an argument is bad."""
 
-    def __init__(self, *args: object, **named: object) -> None:
-        super().__init__(*args, **{"formatter_class": _Help, "allow_abbrev": False} | named)
+    def __init__(self, *args: Any, **named: Any) -> None:
+        settings: dict[str, Any] = {"formatter_class": _Help, "allow_abbrev": False} | named
+        super().__init__(*args, **settings)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {printable(message)}; see --help\n")

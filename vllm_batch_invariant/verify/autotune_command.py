@@ -109,6 +109,6 @@ def _print(
             refused = ", ".join(tuned.refused) or "none"
             table.add_row(*(escape(printable(cell)) for cell in (str(bucket), served, *times, checked, refused)))
         console.print(table)
-    for name, found in attention.items():
-        line = f"Attention of {name}: {found.kernels}, {found.elements} outputs with equal bits"
+    for name, certificate in attention.items():
+        line = f"Attention of {name}: {certificate.kernels}, {certificate.elements} outputs with equal bits"
         console.print(printable(line), highlight=False, markup=False)

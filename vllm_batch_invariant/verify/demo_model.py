@@ -224,6 +224,8 @@ def make_checkpoint(folder: Path, shape: Shape = Shape(), seed: int = 0) -> Path
         weights |= part
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
     eos, pad = tokenizer.token_to_id(EOS), tokenizer.token_to_id(PAD)
+    assert eos is not None  # both were trained in
+    assert pad is not None
     config = config_of(shape, eos, pad)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     generation = {"do_sample": False, "eos_token_id": eos, "pad_token_id": pad}

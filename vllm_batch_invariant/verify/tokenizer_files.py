@@ -13,7 +13,7 @@ def write_tokenizer(
     tokenizer: "Tokenizer",
     folder: Path,
     max_length: int,
-    named: Mapping[str, str],
+    named: Mapping[str, str | None],
     special: Sequence[str],
     chat_template: str,
 ) -> None:

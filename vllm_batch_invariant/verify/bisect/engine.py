@@ -175,7 +175,7 @@ def generate(llm: Any, case: Case, with_concurrent: bool) -> Answer:
 
 
 def _recorded(
-    llm: Any, case: Case, with_concurrent: bool, target: tuple[int, Sequence] | None = None
+    llm: Any, case: Case, with_concurrent: bool, target: tuple[int, Sequence[Any]] | None = None
 ) -> tuple[Answer, list[dict[str, Any]]]:
     llm.collective_rpc("bisect_begin", args=(REQUEST, not with_concurrent, target and [target[0], list(target[1])]))
     answer = generate(llm, case, with_concurrent)
@@ -236,7 +236,7 @@ def _fetch(
     )
 
 
-def _operands_that_differ(alone: list | None, concurrent: list | None) -> tuple[str, ...] | None:
+def _operands_that_differ(alone: list[Any] | None, concurrent: list[Any] | None) -> tuple[str, ...] | None:
     if alone is None or concurrent is None:
         return None
     others = dict(concurrent)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -128,7 +129,10 @@ class WorkerExtension:
     function, which vLLM refuses by default.
     """
 
-    def bisect_begin(self, request: str, reference: bool, target: list | None) -> None:
+    model_runner: Any
+    """The worker's."""
+
+    def bisect_begin(self, request: str, reference: bool, target: list[Any] | None) -> None:
         """Record the request of that name from now on.
 
         Args:
@@ -140,7 +144,7 @@ class WorkerExtension:
         recorder = self.__dict__.get("_bisect_recorder")
         if recorder is None:
             recorder = self.__dict__["_bisect_recorder"] = Recorder(self.model_runner)
-        recorder.begin(request, reference, target and Target(target[0], Key(*target[1])))
+        recorder.begin(request, reference, Target(target[0], Key(*target[1])) if target else None)
 
     def bisect_end(self) -> dict[str, Any]:
         """Stop recording; returns the steps, the fetched output and the problem, if any, as plain data."""
@@ -168,7 +172,7 @@ class Recorder:
         """See :meth:`WorkerExtension.bisect_begin`."""
         self._expected = self._shapes if reference else None
         if not reference:
-            self._shapes: dict[tuple, set[tuple[int, ...]]] = {}
+            self._shapes: dict[tuple[Any, ...], set[tuple[int, ...]]] = {}
         self._request, self._target = request, target
         self._steps: list[RecordedStep] = []
         self._fetched: dict[str, Any] | None = None
@@ -187,15 +191,15 @@ class Recorder:
         return {"steps": steps, "fetched": self._fetched, "problem": self._problem}
 
     def _watch(self, path: str, module: torch.nn.Module) -> None:
-        def enter(_: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        def enter(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if module is self._model:
                 self._begin_step(kwargs.get("positions", args[1] if len(args) > 1 else None))
             self._enter(path)
 
-        def leave(_: torch.nn.Module, __: tuple, output: Any) -> None:
+        def leave(_: torch.nn.Module, __: tuple[Any, ...], output: Any) -> None:
             self._leave(path, output)
             if module is self._model:
-                self._rows = self._place and self._place.requests
+                self._rows = None if self._place is None else self._place.requests
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave, always_call=True)
@@ -228,7 +232,7 @@ class Recorder:
             return
         self._place, self._rows = place, place.tokens
         self._calls: Counter[str] = Counter()
-        self._occurrences: Counter[tuple] = Counter()
+        self._occurrences: Counter[tuple[Any, ...]] = Counter()
 
     def _close_step(self) -> None:
         if self._place is not None:
@@ -260,7 +264,7 @@ class Recorder:
         if not self._stack:
             self._mode.__exit__(None, None, None)
 
-    def operation(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def operation(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator of the dispatcher and record its outputs."""
         if _inside_an_operation():
             self._left_out["inside an operation of the mode"] += 1
@@ -283,7 +287,7 @@ class Recorder:
             self._record(name, [*_tensors(fresh), *_tensors(written)], operands)
         return result
 
-    def _record(self, operation: str, outputs: list[torch.Tensor], operands: list | None = None) -> None:
+    def _record(self, operation: str, outputs: list[torch.Tensor], operands: list[Any] | None = None) -> None:
         path, call = self._stack[-1]
         occurrence = self._occurrences[path, call, operation]
         self._occurrences[path, call, operation] += 1
@@ -302,7 +306,9 @@ class Recorder:
                 whole = [[list(part.shape), bytes(_bytes(part))] for part in parts]
                 self._fetched = {"dtype": dtype, "parts": whole, "operands": operands}
 
-    def _operands(self, name: str, effects: _Effects, args: tuple, kwargs: dict[str, Any]) -> list | None:
+    def _operands(
+        self, name: str, effects: _Effects, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Any] | None:
         """[name, [[shape, digest], ...]] of each operand that the target's operator reads and does not write."""
         if self._target is None or self._target.step != len(self._steps):
             return None
@@ -332,9 +338,10 @@ class Recorder:
             return "integers"  # they are indices, which depend on the place in the batch
         return None
 
-    def _parts(self, name: tuple, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def _parts(self, name: tuple[Any, ...], tensor: torch.Tensor) -> list[torch.Tensor]:
         """The request's parts of a tensor; alone the whole tensor, if the concurrent run had a part of its shape."""
         if self._expected is None:
+            assert self._rows is not None  # nothing is recorded where the request is not
             parts = list(self._rows.parts(tensor))
             self._shapes[name] = {tuple(part.shape) for part in parts}
             return parts
@@ -369,7 +376,9 @@ class _Mode(TorchDispatchMode):
         finally:
             self._paused = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if self._paused:
             return func(*args, **(kwargs or {}))
         return self._recorder.operation(func, args, kwargs or {})
@@ -379,7 +388,7 @@ def _inside_an_operation() -> bool:
     """Whether an operation of the mode runs. Its own steps are its schedule: tiles and padding follow the batch, so
     they have no counterparts in another run, and what it returns is recorded with the module that called it.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(_OPERATIONS):
             return True
@@ -388,7 +397,7 @@ def _inside_an_operation() -> bool:
 
 
 @cache
-def _effects(operator: Callable) -> _Effects:
+def _effects(operator: Callable[..., Any]) -> _Effects:
     schema = getattr(operator, "_schema", None)
     if schema is None:  # a higher-order operator
         return _Effects((), None)
@@ -430,7 +439,7 @@ def _storage(tensor: torch.Tensor) -> int | None:
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).cpu().numpy())
+    return flat.view(torch.uint8).cpu().numpy().data
 
 
 def digest(tensor: torch.Tensor) -> bytes:

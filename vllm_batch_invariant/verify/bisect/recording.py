@@ -111,7 +111,7 @@ class Coverage:
     def of_workers(cls, found: Sequence[Self]) -> Self:
         """What was compared in all workers, which take the same steps."""
         counts = ([getattr(one, name) for one in found] for name in ("left_out", "without_rows", "one_sided"))
-        together = (dict(sum(map(Counter, of_all), Counter())) for of_all in counts)
+        together = (dict(sum(map(Counter[str], of_all), Counter[str]())) for of_all in counts)
         return cls(found[0].steps, found[0].untested_steps, sum(one.compared for one in found), *together)
 
 
@@ -202,7 +202,7 @@ def _same_shape(record: Record, other: Record) -> tuple[Slice, Slice] | None:
     return None
 
 
-def _times(records: Iterable[Record]) -> Counter[tuple]:
+def _times(records: Iterable[Record]) -> Counter[tuple[Any, ...]]:
     """How often each call of a module ran each operator. If that differs between two runs, the same occurrence of it is
     not the same computation in both.
     """

@@ -76,7 +76,7 @@ class Fuzzer:
     ) -> None:
         self._plan, self._on_progress, self._on_row = plan, on_progress, on_row
         self._device = "cuda" if _on_gpu() else "cpu"
-        self._layers = {
+        self._layers: dict[str, Any] = {
             "multimodal": is_multimodal(plan.model, plan.serve_args),
             "divisible": is_divisible(plan.model, plan.serve_args) and (not is_exact() or has_segments(plan.model)),
             "has_leaves": not is_exact() and has_leaves(plan.model),
@@ -327,7 +327,7 @@ def is_multimodal(model: str, serve_args: Sequence[str]) -> bool:
 
 def is_divisible(model: str, serve_args: Sequence[str]) -> bool:
     """Whether two workers can share a model's heads and this machine's cores, and the arguments leave it open."""
-    heads = model_config(model).get("num_attention_heads")
+    heads = model_config(model).get("num_attention_heads") or 0
     chosen = any(argument.startswith("--tensor-parallel-size") for argument in serve_args)
     return bool(heads) and heads % 2 == 0 and (os.cpu_count() or 1) >= 2 and not chosen
 

@@ -40,6 +40,7 @@ def of_positions(what: str, expected: Sequence[Any], got: Sequence[Any], where: 
     if not isinstance(one, list) or not isinstance(other, list):
         return f"{what} at {where} {at}: {len(got)} positions instead of {len(expected)}"
     place = _first(one, other)
+    assert place is not None  # the lists differ
     left, right = _at(one, place), _at(other, place)
     values = {token: value for token, value, _ in one}
     if any(isinstance(side, list) and side[1].startswith(DIGEST) for side in (left, right)):

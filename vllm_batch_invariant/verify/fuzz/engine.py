@@ -287,13 +287,14 @@ def _name(request: str) -> str:
 
 def _watch_graphs() -> None:
     """Count every replay of a CUDA graph in this process, once it is called."""
-    if torch.cuda.is_available() and not hasattr(torch.cuda.CUDAGraph.replay, "counted"):
-        replay = torch.cuda.CUDAGraph.replay
+    graphs: Any = torch.cuda.CUDAGraph
+    if torch.cuda.is_available() and not hasattr(graphs.replay, "counted"):
+        replay = graphs.replay
 
         def counted(graph: torch.cuda.CUDAGraph) -> None:
             global _graphs_replayed
             _graphs_replayed += 1
             replay(graph)
 
-        counted.counted = True
-        torch.cuda.CUDAGraph.replay = counted
+        vars(counted)["counted"] = True
+        graphs.replay = counted

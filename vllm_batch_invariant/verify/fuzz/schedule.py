@@ -389,7 +389,7 @@ def draw_schedule(
     instants = [0, chance.randrange(span)] if style == "bursts" else range(span)
     items = []
     for place, number in enumerate(chosen):
-        params = targets[number].params | {"output_kind": chance.choice(OUTPUT_KINDS)}
+        params = {**targets[number].params, "output_kind": chance.choice(OUTPUT_KINDS)}
         item = Item(f"t{place}", chance.choice(instants), targets[number].prompt, params, target=True)
         items.append(_as_drawn(chance, settings, item))
     for place in range(count - target_count):
@@ -398,7 +398,7 @@ def draw_schedule(
         )
     chance.shuffle(items)
     last = max(item.at for item in items) + 30
-    drawn = {
+    drawn: dict[str, list[Any]] = {
         "resets": [Reset(chance.randrange(1, 30), chance.random() < 0.5) for _ in range(chance.choice((0, 0, 1, 2)))],
         "sleeps": [Sleep(chance.randrange(1, last), chance.choice((1, 2))) for _ in range(chance.choice((0, 0, 1)))],
         "updates": [_update(chance, last) for _ in range(chance.choice((0, 0, 1, 1, 2)))],

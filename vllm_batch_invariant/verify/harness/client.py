@@ -80,8 +80,8 @@ class Connection:
 
 def _cause(error: BaseException) -> str:
     """Why there is no connection: what the innermost error says, which knows a refusal from an unknown name."""
-    while error.__cause__ or error.__context__:
-        error = error.__cause__ or error.__context__
+    while cause := error.__cause__ or error.__context__:
+        error = cause
     if isinstance(error, socket.gaierror):
         return f"the name of the host is not known ({one_line(error)})"
     if isinstance(error, ConnectionRefusedError):

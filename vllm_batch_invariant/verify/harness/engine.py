@@ -193,14 +193,14 @@ def run_offline(
     spec: RequestSpec,
     plan: Sequence[Arrival],
     log: BatchLog,
-    on_sample: Callable[[Answer], None] = lambda _: None,
+    on_sample: Callable[[Answer], object] = lambda _: None,
 ) -> Run:
     """Run the arrivals of a plan through the engine. Engine steps are the clock, so pauses are left out."""
     return _OfflineLoad(llm, spec, log, on_sample).run(plan)
 
 
 class _OfflineLoad:
-    def __init__(self, llm: Any, spec: RequestSpec, log: BatchLog, on_sample: Callable[[Answer], None]) -> None:
+    def __init__(self, llm: Any, spec: RequestSpec, log: BatchLog, on_sample: Callable[[Answer], object]) -> None:
         self._llm, self._engine, self._spec, self._log, self._on_sample = llm, llm.llm_engine, spec, log, on_sample
         self._answers: list[Answer] = []
         self._in_flight: dict[str, Arrival | None] = {}

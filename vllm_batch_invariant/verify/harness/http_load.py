@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import openai
 
@@ -80,7 +81,7 @@ class Load:
         self._answers.append(answer_from(choices, self._spec.chat))
         self._on_sample(self._answers[-1])
 
-    async def _abort(self, body: dict, after: int) -> None:
+    async def _abort(self, body: dict[str, Any], after: int) -> None:
         stream = await self._create.create(**body, stream=True)
         async for _ in stream:
             after -= 1

@@ -34,7 +34,8 @@ class Reading:
     @classmethod
     def of(cls, families: "Iterable[Metric]") -> "Reading | None":
         """The sum over engines; None if the metrics are not vLLM's."""
-        running, tokens, cumulative = None, 0, {}
+        running, tokens = None, 0
+        cumulative: dict[float, int] = {}
         for sample in (sample for family in families for sample in family.samples):
             if sample.name == RUNNING:
                 running = (running or 0) + int(sample.value)

@@ -87,7 +87,7 @@ def serve(
             log.unlink(missing_ok=True)
 
 
-def _require_running(process: subprocess.Popen, log: Path) -> None:
+def _require_running(process: subprocess.Popen[bytes], log: Path) -> None:
     if process.poll() is not None:
         raise NoTestError(f"the server stopped during the run{reason_in(log)}; its log is {log}")
 
@@ -100,7 +100,7 @@ def _module(model: str) -> list[str]:
     return ["vllm.entrypoints.cli.main", "serve", model]
 
 
-def _wait_until_healthy(process: subprocess.Popen, url: str, log: Path, patience: float) -> None:
+def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path, patience: float) -> None:
     deadline = time.monotonic() + patience
     # no proxy from the environment, and no certificates to load: the server is on this machine
     with httpx.Client(timeout=5, trust_env=False, verify=False) as client:
@@ -114,7 +114,7 @@ def _wait_until_healthy(process: subprocess.Popen, url: str, log: Path, patience
     raise NoTestError(f"the server did not answer within {patience:.0f} s{reason_in(log)}; its log is {log}")
 
 
-def _stop(process: subprocess.Popen, patience: float = 20) -> None:
+def _stop(process: subprocess.Popen[bytes], patience: float = 20) -> None:
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGINT)
     try:

@@ -135,6 +135,16 @@ class Engine:
                 self._log.unlink(missing_ok=True)
 
     @property
+    def _running(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None
+        return self._process
+
+    @property
+    def _commands(self) -> IO[bytes]:
+        assert self._running.stdin is not None
+        return self._running.stdin
+
+    @property
     def log(self) -> str:
         """The output of the engine's process so far."""
         return self._log.read_text(errors="replace")
@@ -189,8 +199,8 @@ class Engine:
             EngineFailed: the command failed.
         """
         with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps({command: argument}).encode() + b"\n")
-            self._process.stdin.flush()
+            self._commands.write(json.dumps({command: argument}).encode() + b"\n")
+            self._commands.flush()
         seconds = self._patience if patience is None else patience
         deadline = time.monotonic() + seconds
         while "progress" in (answer := json.loads(self._line(deadline, seconds))):
@@ -210,7 +220,7 @@ class Engine:
                 read = os.read(self._answers, 1 << 20)
                 if not read:
                     raise EngineFailed(
-                        f"the engine's process ended (status {self._process.wait()}); its log is {self._log}", self.log
+                        f"the engine's process ended (status {self._running.wait()}); its log is {self._log}", self.log
                     )
                 self._unread += read
         line, _, self._unread = self._unread.partition(b"\n")
@@ -218,12 +228,12 @@ class Engine:
 
     def _stop(self, patience: float = 20) -> None:
         with suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._commands.close()
         os.close(self._answers)
         try:
-            self._process.wait(patience if sys.exc_info()[0] is None else 1)
+            self._running.wait(patience if sys.exc_info()[0] is None else 1)
         except subprocess.TimeoutExpired:
             pass
         finally:
             self.kill()  # also workers that outlived the engine
-            self._process.wait()
+            self._running.wait()

@@ -27,6 +27,7 @@ def tell(progress: Any) -> None:
 
 
 def _send(message: dict[str, Any]) -> None:
+    assert _answers is not None
     _answers.write(json.dumps(message) + "\n")
     _answers.flush()
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...envs import FLAG
 from ..answers import PROMPT
@@ -83,7 +83,7 @@ def _make(options: argparse.Namespace, parser: OneLineParser) -> int:
     elif receipt.environment.mode is False:
         print("the mode is off: nobody can promise that these bits can be computed again")
     if options.json:
-        about = {"receipt": str(options.receipt), "sha256": receipt.sha256, "model": receipt.model.name}
+        about: dict[str, Any] = {"receipt": str(options.receipt), "sha256": receipt.sha256, "model": receipt.model.name}
         about |= {"digest": receipt.model.digest, "tokens": len(receipt.completion.token_ids)}
         options.json.write(options, Status.REPRODUCIBLE, about | {"mode": receipt.environment.mode})
     _write_page(options, receipt)

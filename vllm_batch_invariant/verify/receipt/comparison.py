@@ -95,8 +95,9 @@ def compare(left: Receipt, right: Receipt, names: tuple[str, str] = ("the first"
         NoTestError: receipts of different models or requests.
     """
     if _different_models(left.model, right.model):
-        note = _models(left.model, right.model, names).text
-        raise NoTestError(f"receipts of different models: {note.removeprefix('model: ')}")
+        note = _models(left.model, right.model, names)
+        assert note is not None
+        raise NoTestError(f"receipts of different models: {note.text.removeprefix('model: ')}")
     if (left.prompt.tokens, left.prompt.sha256) != (right.prompt.tokens, right.prompt.sha256):
         raise NoTestError(f"receipts of different prompts, of {left.prompt.tokens} and {right.prompt.tokens} tokens")
     other = _differing(vars(left.sampling), vars(right.sampling), names, vars(left.sampling))

@@ -61,6 +61,7 @@ def _verdict(receipt: Receipt, compared: Compared) -> Verdict:
         return Verdict(
             "", Outcome.HOLDS, "Equal. Every token and logprob has the same bits.", _numbers(receipt), detail
         )
+    assert compared.difference is not None
     headline = f"Different from token {compared.difference.position} on."
     return Verdict("", Outcome.BREAKS, headline, _numbers(receipt), f"{compared.difference}. {detail}")
 

@@ -257,7 +257,7 @@ class Receipt:
         completion: Completion,
         private: bool,
         trace: tuple[TracedStep, ...] = (),
-    ) -> Self:
+    ) -> "Receipt":
         """The receipt of a completion, as it would be read from a file; ``private`` leaves out the prompt's ids."""
         prompt = Prompt.of(token_ids, private)
         return cls.from_json(cls(info.model, prompt, sampling, completion, info.environment, trace).to_json())
@@ -297,7 +297,7 @@ class Receipt:
             raise NoTestError(f"{path} cannot be written: {error.strerror or error}") from error
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
+    def from_json(cls, text: str | bytes) -> "Receipt":
         """Read a receipt.
 
         Raises:
@@ -331,7 +331,7 @@ class Receipt:
             raise BadReceipt(f"the receipt has a right hash and wrong content: {_first_line(error)}") from error
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
+    def load(cls, path: str | Path) -> "Receipt":
         """Read a file; errors as in :meth:`from_json`, with the file's name."""
         try:
             return cls.from_json(Path(path).read_bytes())

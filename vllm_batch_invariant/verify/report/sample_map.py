@@ -125,7 +125,7 @@ def _row(
     return Row(
         tuple(samples[number][0] for number in numbers),
         follows[numbers[0]],
-        token and token.position,
-        logprob and logprob.position,
+        None if token is None else token.position,
+        None if logprob is None else logprob.position,
         "" if token is None else str(token),
     )

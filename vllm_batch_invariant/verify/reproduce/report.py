@@ -110,7 +110,7 @@ class ReproduceResult:
 
     def as_json(self) -> dict[str, Any]:
         """The result as plain data; of each batch size how often it was seen, and each different answer once."""
-        data = asdict(replace(self, answers=(), trace=None))
+        data = asdict(replace(self, answers=(), trace=Trace("", (), ())))
         del data["answers"], data["trace"]
         data["batches"] = {
             "running": dict(sorted(Counter(self.batches.running).items())),
@@ -138,7 +138,7 @@ def _different(reference: Answer, answer: Answer) -> dict[str, Any]:
         "first_token": token,
         "candidates": [
             {"position": position, "expected": _listed(reference, position), "got": _listed(answer, position)}
-            for position in sorted({logprob, token} - {None})
+            for position in sorted({place for place in (logprob, token) if place is not None})
         ],
     }
 
@@ -264,7 +264,9 @@ def parted_texts(one: str, other: str) -> tuple[str, tuple[str, str], tuple[str,
         return None
 
     def parts(text: str, start: int) -> tuple[str, str]:
-        word = re.match(r"\s*\S*", text[start:])[0]
+        found = re.match(r"\s*\S*", text[start:])
+        assert found is not None  # it matches nothing, too
+        word = found[0]
         return word or "<end>", text[start + len(word) :]
 
     start = len(re.sub(r"\S*\Z", "", one[:place]))
