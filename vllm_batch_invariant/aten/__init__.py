@@ -30,7 +30,7 @@ class _Enabled:
     memory_efficient: bool
     cudnn: bool
     fast_path: bool
-    stance: torch.compiler.set_stance
+    stance: AbstractContextManager[None]
 
 
 _enabled: _Enabled | None = None

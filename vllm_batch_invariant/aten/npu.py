@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -137,7 +138,8 @@ def replaced(external_ops: frozenset[str]) -> Iterator[None]:
                 libraries[namespace].impl(name, function, key, allow_override=True)
 
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filling = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic  # a module with a property
+    filling = settings.fill_uninitialized_memory
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         register("aten", _compositions(), KEY, AUTOGRAD_KEY)
@@ -151,14 +153,14 @@ def replaced(external_ops: frozenset[str]) -> Iterator[None]:
             register(namespace, npu_refused.of_namespace(namespace, frozenset(OWN), KEY), KEY)
     if not deterministic[0]:
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # which PyTorch would begin to do
+        settings.fill_uninitialized_memory = False  # which PyTorch would begin to do
     try:
         yield
     finally:
         for library in libraries.values():
             library._destroy()
         torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
-        torch.utils.deterministic.fill_uninitialized_memory = filling
+        settings.fill_uninitialized_memory = filling
 
 
 DEVICE = DeviceOverrides(OVERRIDES, has_external_ops=True, replaced=replaced)

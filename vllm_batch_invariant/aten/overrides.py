@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -105,10 +106,11 @@ def lstm(x: Tensor, *arguments: object) -> tuple[Tensor, Tensor, Tensor]:
     """PyTorch's composition of linear layers and elementwise functions also where oneDNN has a kernel, whose matmuls
     follow the batch. A GPU has kernels of its own.
     """
+    native: Callable[..., Any] = native_kernels.keep("lstm.input", "CPU")
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
-        return native_kernels.keep("lstm.input", "CPU")(x, *arguments)
+        return native(x, *arguments)
     finally:
         torch._C._set_mkldnn_enabled(enabled)
 
@@ -282,7 +284,7 @@ def _writing_out(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     schema.
     """
 
-    def write(*args: object, **kwargs: object) -> Tensor:
+    def write(*args: object, **kwargs: Any) -> Tensor:
         name = next(key for key in ("out", "grad_input") if key in kwargs)
         out = kwargs.pop(name)
         result = function(*args, **kwargs)
@@ -306,7 +308,7 @@ def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 class Override:
     """One operator replaced: its functional form, and the names that its ``out=`` overload may have."""
 
-    function: Callable[..., Tensor]
+    function: Callable[..., Any]
     outs: tuple[str, ...] = ("out", "grad_input")
 
 
@@ -336,7 +338,12 @@ OVERRIDES: dict[str, Override] = {
 
 COMPOSITIONS: dict[str, Callable[..., object]] = {"linear": linear, "cdist": cdist, "lstm.input": lstm}
 """Functions that PyTorch composes of other operators, for which the mode has a composition of its own."""
-NAMED_DTYPE = {"mm": mm_dtype, "bmm": bmm_dtype, "addmm": addmm_dtype, "baddbmm": baddbmm_dtype}
+NAMED_DTYPE: dict[str, Callable[..., Tensor]] = {
+    "mm": mm_dtype,
+    "bmm": bmm_dtype,
+    "addmm": addmm_dtype,
+    "baddbmm": baddbmm_dtype,
+}
 """Overloads ``dtype`` and ``dtype_out``, which name the dtype of the result; the CPU has none."""
 
 

@@ -7,6 +7,7 @@ fp64) and rounded once.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -246,12 +247,13 @@ def powsum(
 ) -> Tensor:
     """The sum of which a vector norm is the root."""
     wide, dims = _wide(x, dtype).abs(), normalise_dims(dim, x.dim())
-    term = {1: "sizes", 2: "squares"}.get(ord)
+    terms: dict[float, str] = {1: "sizes", 2: "squares"}
+    term = terms.get(ord)
     total = _sum_of(term, wide, dims, keepdim) if term else torch.sum(wide.pow(ord), dims, keepdim)
     return total.to(_real(dtype or x.dtype))
 
 
-COMPOSED = {
+COMPOSED: dict[str, Callable[..., Any]] = {
     "logsumexp": logsumexp,
     "cumsum": cumsum,
     "nansum": nansum,
@@ -276,7 +278,7 @@ OUTS = {
     "norm.ScalarOpt_dtype": ("ScalarOpt_dtype_out",),
 }
 """Names of their ``out=`` overloads where that is not "out"; none where there are several results."""
-FURTHER = {
+FURTHER: dict[str, Callable[..., Tensor]] = {
     "prod": prod_all,
     "prod.dim_int": prod,
     "norm.Scalar": norm,
@@ -286,5 +288,5 @@ FURTHER = {
     **({"linalg__powsum": powsum} if hasattr(torch.ops.aten, "linalg__powsum") else {}),
 }
 """The same for operators that an NPU refuses."""
-AUTOGRAD = {"prod": prod_all, "prod.dim_int": prod, "cumprod": cumprod}
+AUTOGRAD: dict[str, Callable[..., Tensor]] = {"prod": prod_all, "prod.dim_int": prod, "cumprod": cumprod}
 """Those of them whose gradient is replaced, too."""

@@ -57,5 +57,6 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grads = attention_backward(grad, *ctx.saved_tensors, ctx.batch.cu_seqlens.tolist(), scale=ctx.scale)
+        query, key, value = ctx.saved_tensors
+        grads = attention_backward(grad, query, key, value, ctx.batch.cu_seqlens.tolist(), scale=ctx.scale)
         return *grads, None, None

@@ -4,6 +4,7 @@ A decoder layer hands on its output and the residual apart, because the engine a
 What families differ in lies in their modules: norms of heads, biases, and experts in the place of an MLP.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -42,10 +43,11 @@ def model_forward(
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("pass either input_ids or inputs_embeds")
     given = inputs_embeds if input_ids is None else input_ids
+    assert given is not None
     support.check_call(given.device, attention_mask, past_key_values=past_key_values, use_cache=use_cache, **options)
     mask = given.new_ones(given.shape[:2], dtype=torch.bool) if attention_mask is None else attention_mask
     batch = Packed.of(mask.to(given.device), position_ids)
-    hidden = batch.pack(inputs_embeds) if input_ids is None else self.embed_tokens(batch.pack(input_ids))
+    hidden = batch.pack(given) if input_ids is None else self.embed_tokens(batch.pack(given))
     support.check_length(batch.positions, self.config.max_position_embeddings)
     rope = self.config.rope_parameters
     cache = cos_sin_cache(
@@ -149,7 +151,7 @@ class Trees:
         return cls(tensor_tree.of_outputs([_columns(module)], name)) if name == "lm_head" else None
 
 
-FORWARDS = {
+FORWARDS: dict[str, Callable[..., Any]] = {
     "Model": model_forward,
     "DecoderLayer": layer_forward,
     "Attention": attention_forward,
@@ -157,7 +159,7 @@ FORWARDS = {
     "RMSNorm": norm_forward,
 }
 """By the names of their classes, without the family's prefix."""
-EXPERTS_FORWARDS = {"SparseMoeBlock": experts_forward}
+EXPERTS_FORWARDS: dict[str, Callable[..., Any]] = {"SparseMoeBlock": experts_forward}
 """Those of a family with experts, besides."""
 
 

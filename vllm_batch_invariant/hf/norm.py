@@ -1,5 +1,7 @@
 """RMSNorm of the engine's layers, with gradients."""
 
+from typing import cast
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -24,7 +26,7 @@ class _Norm(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return norm.rms_norm(x, weight, eps)
+        return cast(torch.Tensor, norm.rms_norm(x, weight, eps))
 
     @staticmethod
     @once_differentiable
@@ -45,7 +47,7 @@ class _AddedNorm(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(x, residual, weight)
         ctx.eps = eps
-        return norm.rms_norm(x, weight, eps, residual)
+        return cast(tuple[torch.Tensor, torch.Tensor], norm.rms_norm(x, weight, eps, residual))
 
     @staticmethod
     @once_differentiable

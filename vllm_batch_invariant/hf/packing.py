@@ -57,7 +57,7 @@ class Packed:
                 "pass one run of tokens a row, and no position_ids unless each sequence's begin at 0",
             )
         cu_seqlens = torch.cat((begins.nonzero().squeeze(1), begins.new_full((1,), len(indices), dtype=torch.int64)))
-        return cls(tuple(real.shape), indices, positions, cu_seqlens.to(torch.int32))
+        return cls((real.shape[0], real.shape[1]), indices, positions, cu_seqlens.to(torch.int32))
 
     @cached_property
     def lengths(self) -> torch.Tensor:

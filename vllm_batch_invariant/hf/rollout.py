@@ -56,8 +56,8 @@ def check_engine(
         for name in dict.fromkeys(chain(ours, theirs)):
             if theirs.get(name) != ours.get(name) and name not in _OF_NO_LOGPROB and not name.startswith(OF_EXPERTS):
                 of_workers = name.startswith("tensor_parallel")
-                found = (f"{name} {values.get(name, 'unset')}" for values in (theirs, ours))
-                raise _refusal(*found, _WORKERS if of_workers else remedy)
+                engines, trainers = (f"{name} {values.get(name, 'unset')}" for values in (theirs, ours))
+                raise _refusal(engines, trainers, _WORKERS if of_workers else remedy)
 
 
 def _refusal(theirs: str, ours: str, remedy: str) -> NotCovered:
@@ -70,6 +70,8 @@ def _environment(model: torch.nn.Module, dtype: torch.dtype) -> Environment:
     """Of this process, as an engine describes its own."""
     device, config = devices.get(next(model.parameters()).device.type), model.config
     chosen, name = envs.ATTENTION.read(), str(dtype).removeprefix("torch.")
+    implementation = device.ops.attention if chosen == "auto" else chosen
+    assert implementation is not None  # a model is patched on a CPU or a GPU
     return environment_here(
         device.ops.type,
         versions=versions(patch_points.installed_version()) | device.versions(),
@@ -78,6 +80,6 @@ def _environment(model: torch.nn.Module, dtype: torch.dtype) -> Environment:
         vocabulary=config.vocab_size,
         dtype=dtype,
         attention=device.attention_reduction(),
-        attention_by=device.ops.attention if chosen == "auto" else chosen,
+        attention_by=implementation,
         engine={"dtype": name, "kv_cache_dtype": name} | tensor_tree.setting(),
     )

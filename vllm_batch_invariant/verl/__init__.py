@@ -118,7 +118,7 @@ def on_policy_engine() -> type:
     """
     from verl.workers.engine.fsdp import transformer_impl as verls
 
-    base = verls.FSDPEngineWithLMHead
+    base: Any = verls.FSDPEngineWithLMHead
     for function in (
         *(verls.FSDPEngine._build_module, verls.FSDPEngine._build_fsdp_module),
         *(base.prepare_model_inputs, base.prepare_model_outputs, base.forward_step),
