@@ -69,5 +69,5 @@ def _fused(apart: Any) -> Any:
         out, _ = self.down_proj(torch_op.gated_linear(x, first.weight))
         return out
 
-    forward.fused = True
+    vars(forward)["fused"] = True
     return forward

@@ -31,10 +31,10 @@ class Metadata:
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
     """Takes what it needs from vLLM's common metadata; nothing is planned by the batch."""
 
-    def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config, device: torch.device) -> None:  # noqa: ANN001
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
-    def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> Metadata:  # noqa: ANN001, ARG002
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:  # noqa: ARG002
         if common_attn_metadata.causal is not True:
             raise NotCovered(
                 "attention that is not causal", "its masks are not in the reduction", "serve a decoder-only text model"

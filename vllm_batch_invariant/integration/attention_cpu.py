@@ -1,8 +1,12 @@
 """The attention backend on the CPU."""
 
+from typing import Any
+
 from . import patch_points
 from .attention import FixedSplitBackendMixin
 
+_Base: Any = patch_points.CPU_BACKEND.get()
 
-class Backend(FixedSplitBackendMixin, patch_points.CPU_BACKEND.get()):
+
+class Backend(FixedSplitBackendMixin, _Base):
     """In the place of vLLM's CPU backend, which its CPU platform chooses whatever is asked for."""

@@ -30,7 +30,7 @@ class PlannedMetadataBuilder(MetadataBuilder):
     supports_draft_decode_metadata_update: ClassVar[bool] = True
     """An EAGLE head has one graph for all drafts but the first."""
 
-    def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config, device: torch.device) -> None:  # noqa: ANN001
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._spec, self._config, self._device = kv_cache_spec, vllm_config, device
         self.verify = verify_lengths(vllm_config)
@@ -79,7 +79,7 @@ class PlannedMetadataBuilder(MetadataBuilder):
             certificate.kernels,
         )
 
-    def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> Metadata:  # noqa: ANN001
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         batch = super().build(common_prefix_len, common_attn_metadata, fast_build)
         for layer in self._exact_layers:  # before a graph is captured, whose memory would not stay theirs
             layer.impl.cache_in(cache_of(layer))
@@ -159,7 +159,10 @@ class ExactCudaAttention(FixedSplitAttention):
         paged_attention(call, out, batch.plans[self.num_heads], self.cache_in(kv_cache))
 
 
-class Backend(FixedSplitBackendMixin, patch_points.CUDA_BACKEND.get()):
+_Base: Any = patch_points.CUDA_BACKEND.get()
+
+
+class Backend(FixedSplitBackendMixin, _Base):
     """A backend of its own, with the cache of vLLM's Triton backend."""
 
     @staticmethod

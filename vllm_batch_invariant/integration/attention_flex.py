@@ -18,12 +18,12 @@ class FlexMetadataBuilder(MetadataBuilder):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
-    def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config, device: torch.device) -> None:  # noqa: ANN001
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._spec, self._layer_names, self._config, self._device = kv_cache_spec, layer_names, vllm_config, device
         self._planners: dict[int, Any] = {}
 
-    def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> Metadata:  # noqa: ANN001
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         batch = super().build(common_prefix_len, common_attn_metadata, fast_build)
         lengths = common_attn_metadata.seq_lens_cpu_upper_bound
         # Exact without speculative decoding, which is refused beside FlexAttention.

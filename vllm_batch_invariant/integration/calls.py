@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -195,8 +195,8 @@ def bindings(body: list[ast.stmt], package: str) -> dict[str, list[Binding]]:
                 for inside in (node.iter, *node.ifs):
                     walk(inside)
                 return
-        for inside in ast.iter_child_nodes(node):
-            walk(inside)
+        for child in ast.iter_child_nodes(node):
+            walk(child)
 
     for statement in body:
         walk(statement)
@@ -251,8 +251,8 @@ class Walk:
         if self._is_new(module, value):
             _Reader(self, module, name).visit(value)
 
-    def _is_new(self, module: Module, node: ast.AST) -> bool:
-        key = module.name, node.lineno, node.col_offset, type(node)  # type: ignore[attr-defined]
+    def _is_new(self, module: Module, node: ast.stmt | ast.expr) -> bool:
+        key = module.name, node.lineno, node.col_offset, type(node)
         new = key not in self.seen
         self.seen.add(key)
         return new
@@ -326,7 +326,7 @@ class Walk:
         else:
             self.tell(function, ".".join((module.name, name, *attributes)))
 
-    def _has(self, star: Binding, name: str) -> bool:
+    def _has(self, star: Binding, name: str) -> TypeGuard[Imported]:
         """Whether a module that another has all names of has one."""
         open_ = [star]
         for inside in open_:
@@ -471,7 +471,7 @@ class _Reader(ast.NodeVisitor):
         self.read_class(node)
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> None:
-        targets = {
+        targets: dict[str, list[Binding]] = {
             name.id: [None]
             for generator in node.generators
             for name in ast.walk(generator.target)
@@ -479,7 +479,7 @@ class _Reader(ast.NodeVisitor):
         }
         first, *_ = node.generators
         self.visit(first.iter)
-        self.scopes.append(targets)  # type: ignore[arg-type]
+        self.scopes.append(targets)
         for generator in node.generators:
             for inside in (generator.iter, *generator.ifs):
                 if inside is not first.iter:
@@ -545,9 +545,10 @@ class _Reader(ast.NodeVisitor):
         return chain is not None and not any(chain[0] in scope for scope in self.scopes)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        inside, attributes = node.value, (node.attr,)
+        inside = node.value
+        attributes: tuple[str, ...] = (node.attr,)
         while isinstance(inside, ast.Attribute):
-            inside, attributes = inside.value, (inside.attr, *attributes)
+            attributes, inside = (inside.attr, *attributes), inside.value
         for name in attributes:
             if name in OPERATIONS.split():
                 self.walk.tell(self.function, name)
@@ -629,7 +630,7 @@ def _chain(node: ast.expr) -> tuple[str, tuple[str, ...]] | None:
     while isinstance(node, ast.Subscript):
         node = node.value
     while isinstance(node, ast.Attribute):
-        node, attributes = node.value, (node.attr, *attributes)
+        attributes, node = (node.attr, *attributes), node.value
     return (node.id, attributes) if isinstance(node, ast.Name) else None
 
 

@@ -239,7 +239,7 @@ def first_by_graph(launched: Callable[..., None]) -> Callable[..., None]:
         )
         self.prefill_cudagraph_manager.run_fullgraph(graph)
 
-    _prefill.has_graphs = True
+    vars(_prefill)["has_graphs"] = True
     return _prefill
 
 

@@ -1,7 +1,7 @@
 """The engine's provenance: the answer of its worker to a call."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -59,7 +59,7 @@ def _engine_info(worker: Any, device: Any) -> dict[str, Any]:
     )
 
 
-def of_workers(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def of_workers(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What an engine is, of what each of its workers says.
 
     A field of the device that workers have other values of, such as the number of threads, has all of them; and experts
@@ -72,14 +72,15 @@ def of_workers(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         else "|".join(str(one["device"].get(name)) for one in found)
         for name, value in first["device"].items()
     }
-    of_experts, reductions = [], {}
+    of_experts: list[Any] = []
+    reductions: dict[str, Any] = {}
     for name, reduction in (pair for one in found for pair in one["reductions"].items()):
         if not name.startswith(OF_EXPERTS):
             reductions.setdefault(name, reduction)
         elif reduction not in of_experts:
             of_experts.append(reduction)
     reductions |= {f"{OF_EXPERTS}{number}": reduction for number, reduction in enumerate(of_experts, 1)}
-    return first | {"device": device, "reductions": reductions}
+    return {**first, "device": device, "reductions": reductions}
 
 
 def settings(config: Any, device: Any) -> dict[str, str]:

@@ -182,10 +182,11 @@ def _rotate(
     self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     table, rotate = self.cos_sin_cache[positions.flatten()], operations(query.device.type).rotate
-    turned = [
-        x if x is None else rotate(x.unflatten(-1, (-1, self.head_size)), table).view(x.shape) for x in (query, key)
-    ]
-    return turned[0], turned[1]
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return rotate(x.unflatten(-1, (-1, self.head_size)), table).view(x.shape)
+
+    return turned(query), None if key is None else turned(key)
 
 
 def _draw(

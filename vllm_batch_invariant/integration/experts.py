@@ -4,7 +4,7 @@ vLLM asks a layer's method either for whole layers, with the logits of the route
 that were found elsewhere. Ours takes whole layers in every version, so that what chooses experts is ours, too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -33,7 +33,7 @@ class PreparedExperts(PreparedWeight):
     def _make_copy(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return module_for("moe", "cpu").prepare_experts(weight)
 
-    def _make_weight(self, copy: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _make_weight(self, copy: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         return torch.stack([of_expert.t().to(dtype) for of_expert in copy])
 
 
@@ -62,9 +62,12 @@ class BatchInvariantExperts:
     supports_pre_processed_weights = False
     reduction: MoeReduction | None = None
     """None until the weights are loaded."""
+    __call__: Callable[..., torch.Tensor]
+    """vLLM's: calls ``forward``."""
 
     def __init__(self, moe: Any) -> None:
-        super(patch_points.EXPERTS_METHOD.get(), self).__init__(moe)  # vLLM's own would choose a kernel of vLLM's
+        above: Any = super(patch_points.EXPERTS_METHOD.get(), self)
+        above.__init__(moe)  # vLLM's own would choose a kernel of vLLM's
         self.unquantized_backend = self.experts_cls = None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -132,6 +135,7 @@ class CudaExperts(BatchInvariantExperts):
     """What it adds: of :func:`..ops.moe.cuda.products`."""
 
     def weights_are_loaded(self, layer: torch.nn.Module) -> None:
+        assert self.reduction is not None
         if not_run := _not_run_on_gpus(self.reduction):
             raise NotCovered(
                 f"experts of {layer.layer_name} with {not_run} on a GPU",
@@ -220,7 +224,7 @@ def bind_capture(model: torch.nn.Module, capturer: Any) -> None:
 
 def reductions(model: torch.nn.Module) -> list[MoeReduction]:
     """Those of a model's layers of experts, each once."""
-    found = [part.reduction for part in model.modules() if isinstance(part, BatchInvariantExperts)]
+    found: list[Any] = [part.reduction for part in model.modules() if isinstance(part, BatchInvariantExperts)]
     return list(dict.fromkeys(found))
 
 

@@ -18,7 +18,7 @@ def install() -> None:
         thoughts_end_with_the_last_token(manager)
 
 
-def requests_have_their_own_backend(manager: type) -> None:
+def requests_have_their_own_backend(manager: type[Any]) -> None:
     """Have each request's grammar compiled by the backend that was chosen for it. With ``auto`` vLLM's front end
     chooses by what the grammar needs, but the engine has one backend, that of the first request since its start: vLLM
     0.26 to 0.32 compile all others with it, and 0.33 refuses those of another.
@@ -50,7 +50,7 @@ def _chosen(request: Any) -> str:
     return request.sampling_params.structured_outputs._backend
 
 
-def thoughts_end_with_the_last_token(manager: type) -> None:
+def thoughts_end_with_the_last_token(manager: type[Any]) -> None:
     """Have the end of a thought looked for in the last token, where vLLM 0.26 to 0.29 look from the last computed one
     on: of a request that was preempted while its token was on the way none is, and the end of an earlier thought in its
     prompt counts. No request has drafts beside a parser of thoughts: they are refused.

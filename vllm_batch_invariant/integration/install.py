@@ -83,7 +83,7 @@ def _refuse_other_servers() -> None:
     arguments.create_engine_config = create_engine_config
 
 
-def _check_configurations(platform: type) -> None:
+def _check_configurations(platform: type[Any]) -> None:
     """Run the start-up check before the platform adjusts a configuration, and the mode's own settings after it."""
     adjust = platform.check_and_update_config.__func__
 
@@ -99,7 +99,7 @@ def _check_configurations(platform: type) -> None:
     _check_again(patch_points.CONFIG.get())
 
 
-def _check_again(kind: type) -> None:
+def _check_again(kind: type[Any]) -> None:
     """Run the start-up check once more when a configuration is complete: vLLM makes a part of it after the platform."""
     complete = kind.__post_init__
 

@@ -68,7 +68,7 @@ STEADY_ROTARY = frozenset({"default", "linear", "yarn", "llama3"})
 """Kinds of Transformers' rotary embeddings whose frequencies are fixed; others follow the longest context of a step."""
 
 
-def look_after_loading(worker: type) -> None:
+def look_after_loading(worker: type[Any]) -> None:
     """Have a class of workers check each model that it has loaded."""
     load = worker.load_model
 
@@ -137,7 +137,7 @@ def _kept_aside(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]
 
 def _problem(module: torch.nn.Module) -> str | None:
     """Why a layer is refused; None if it is known."""
-    kind = type(module)
+    kind: type = type(module)
     if _is_ours(kind):
         return None
     if envs.is_exact() and (undefined := _undefined(module)):
@@ -252,7 +252,9 @@ def unread(sources: calls.Sources) -> dict[str, list[str]]:
     for covered in reviewed_calls.COVERED.split():
         file, _, only = covered.partition(":")
         module = sources.get(f"vllm.model_executor.models.{file}")
-        for name, values in module.names.items() if module else ():
+        if module is None:
+            continue
+        for name, values in module.names.items():
             if (
                 only in ("", name)
                 and not is_known(module.name, name)

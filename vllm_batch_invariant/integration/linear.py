@@ -52,6 +52,7 @@ class PreparedWeight:
         """What :meth:`_make_copy` makes of the weight."""
         if self._copy is None:
             self.prepare()
+        assert self._copy is not None
         return self._copy
 
     def _make_copy(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -86,6 +87,8 @@ class PreparedWeight:
 
     def as_loaded(self) -> torch.Tensor:
         """The weight that was let go, made of the copy, with its bits and dtype."""
+        assert self._copy is not None
+        assert self._emptied is not None
         with torch.inference_mode(False), torch.no_grad():
             return self._make_weight(self._copy, self._emptied.dtype)
 
@@ -248,7 +251,7 @@ def install_exact_cuda() -> None:
         _multiply_exactly(method)
 
 
-def _multiply_exactly(method: type) -> None:
+def _multiply_exactly(method: type[Any]) -> None:
     process = method.process_weights_after_loading
 
     def process_weights_after_loading(self: object, layer: torch.nn.Module) -> None:
@@ -265,7 +268,7 @@ def _multiply_exactly(method: type) -> None:
     method.process_weights_after_loading, method.apply = process_weights_after_loading, apply
 
 
-def _prepare_after_loading(method: type) -> None:
+def _prepare_after_loading(method: type[Any]) -> None:
     """Have the schedules of each weight's GEMMs chosen and verified as soon as the weight is there.
 
     Nothing is kept of the weight itself: when it is loaded again, one with the same layout finds its schedules.
@@ -282,7 +285,7 @@ def _prepare_after_loading(method: type) -> None:
     method.process_weights_after_loading = process_weights_after_loading
 
 
-def _multiply_in_leaves(method: type) -> None:
+def _multiply_in_leaves(method: type[Any]) -> None:
     """Have layers add K in the leaves that they were prepared for; those with one compute as ever."""
     theirs = method.apply
 

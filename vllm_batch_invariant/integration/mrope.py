@@ -5,6 +5,8 @@ plain rotation by any of them (Qwen2-VL, arXiv:2409.12191). vLLM's plain kernel 
 model, which needs no proof of its own. The mode serves multimodal models as text only (``coverage.py``).
 """
 
+from typing import Any
+
 import torch
 
 from . import patch_points
@@ -12,7 +14,8 @@ from . import patch_points
 
 def install() -> None:
     """Register the layer as the out-of-tree form of vLLM's, so that every model builds it instead."""
-    layer, plain = patch_points.M_ROPE.get(), patch_points.ROTARY_EMBEDDING.get()
+    layer: Any = patch_points.M_ROPE.get()
+    plain = patch_points.ROTARY_EMBEDDING.get()
     if layer.__name__ in patch_points.CUSTOM_OP.module().op_registry_oot:
         return
 

@@ -1,6 +1,7 @@
 """vLLM's norm layers, with the operation in their place."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ def _gemma_rms_norm(
     return rms_norm(x, self.weight.data.float() + 1.0, self.variance_epsilon, residual)
 
 
-def _register(layer: type, forward: Callable[..., object]) -> None:
+def _register(layer: Any, forward: Callable[..., object]) -> None:
     """Register ``layer`` with ``forward``, and its forms for models of Transformers when vLLM imports them."""
 
     def __init_subclass__(cls: type, **named: object) -> None:  # noqa: N807 - Python's

@@ -64,7 +64,7 @@ DECODERS = (
 _MODELS = "vllm.model_executor.models."
 
 
-def look_after_loading(worker: type) -> None:
+def look_after_loading(worker: type[Any]) -> None:
     """Have a class of workers fuse the sums and norms of each model that it has loaded."""
     load = worker.load_model
     if getattr(load, "fuses", False):
@@ -81,7 +81,7 @@ def look_after_loading(worker: type) -> None:
             if ours and ours.expect(_longest_message(self.vllm_config)):
                 logger.info("Long partial results are sent while they are multiplied.")
 
-    load_model.fuses = True
+    vars(load_model)["fuses"] = True
     worker.load_model = load_model
 
 
@@ -119,10 +119,11 @@ def fuse(model: torch.nn.Module, all_reduce: Any) -> int:
 
 def _pairs(decoder: Any) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
     """Layers that give a sum, each with the norm behind it."""
-    name, followers = _kinds_of(decoder).name, [layer.input_layernorm for layer in decoder.layers[1:]]
+    kinds, followers = _kinds_of(decoder), [layer.input_layernorm for layer in decoder.layers[1:]]
+    assert kinds is not None
     for layer, next_norm in zip(decoder.layers, [*followers, decoder.norm], strict=True):
         yield layer.self_attn.o_proj, layer.post_attention_layernorm
-        block = getattr(layer, name)
+        block = getattr(layer, kinds.name)
         yield block.experts if hasattr(block, "experts") else block.down_proj, next_norm
 
 
@@ -133,7 +134,7 @@ def _kinds_of(decoder: Any) -> Decoder | None:
 def _is_known(decoder: Any) -> bool:
     """Whether a module is a whole model of known classes, of which nobody reads the hidden states between layers."""
     kinds = _kinds_of(decoder)
-    if kinds is None or not was_read() or getattr(decoder, "aux_hidden_state_layers", ()):
+    if kinds is None or not was_read() or getattr(decoder, "aux_hidden_state_layers", None):
         return False
     is_whole = (decoder.start_layer, decoder.end_layer) == (0, len(decoder.layers))
     return is_whole and all(

@@ -56,7 +56,7 @@ def fused(apart: Forward) -> Forward:
         output, _ = self.o_proj(self.attn(q, k, v))
         return output
 
-    forward.fused = True
+    vars(forward)["fused"] = True
     return forward
 
 

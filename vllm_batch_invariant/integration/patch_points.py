@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from .. import envs
 from ..errors import NotCovered
@@ -47,7 +48,7 @@ class PatchPoint:
             return False
         return True
 
-    def get(self) -> object:
+    def get(self) -> Any:
         """The attribute's value."""
         return getattr(self.module(), self.attribute)
 
@@ -262,7 +263,9 @@ MEMBERS = {
 """Methods of those classes that are overridden."""
 
 
-def replace_layer(layer: type, prefix: str, forward: Callable[..., object], **methods: Callable[..., object]) -> None:
+def replace_layer(
+    layer: type[Any], prefix: str, forward: Callable[..., object], **methods: Callable[..., object]
+) -> None:
     """Register a class as the out-of-tree form of one of vLLM's layers, so that every model builds it instead; the
     first one stays.
 
@@ -279,7 +282,7 @@ def replace_layer(layer: type, prefix: str, forward: Callable[..., object], **me
     layer.register_oot(made, name=layer.__name__)
 
 
-def replaces_forward(layer: type, names: set[str], stays: str, optional: str = "") -> bool:
+def replaces_forward(layer: type[Any], names: set[str], stays: str, optional: str = "") -> bool:
     """Whether the forward method of one of vLLM's layers is to be replaced: it reads these names, and one more at most,
     and has not been replaced yet (then it is ``fused``). The log says if it is another than the one known here.
 

@@ -49,7 +49,7 @@ def is_users_process() -> bool:
     return not _process().startswith((_ENGINE, _WORKER, _SERVER))
 
 
-def install_in_worker(worker: type) -> None:
+def install_in_worker(worker: type[Any]) -> None:
     """Hook into a class of workers, in the process of one. Idempotent."""
     if worker in _relaying:
         return

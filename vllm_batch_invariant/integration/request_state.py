@@ -60,7 +60,7 @@ def install() -> None:
     embeddings_have_no_tokens(batch)
 
 
-def budgets_follow_tokens(holder: type) -> None:
+def budgets_follow_tokens(holder: type[Any]) -> None:
     """Have a thinking budget's state advance by one output token after the other, however many are new, and move with
     its row. No request with a budget has drafts: they are refused.
     """
@@ -107,7 +107,7 @@ def _advance(holder: Any, state: dict[str, Any], tokens: list[int]) -> None:
         state[_COUNTED] = end
 
 
-def outputs_keep_their_lengths(batch: type) -> None:
+def outputs_keep_their_lengths(batch: type[Any]) -> None:
     """Have an output keep its length when vLLM puts the last step's token in the place of its placeholders. It has many
     where the step's requests did not need tokens before: vLLM then takes all of them out for the one token.
     """
@@ -126,7 +126,7 @@ def outputs_keep_their_lengths(batch: type) -> None:
     batch.update_async_output_token_ids = update_async_output_token_ids
 
 
-def embeddings_have_no_tokens(batch: type) -> None:
+def embeddings_have_no_tokens(batch: type[Any]) -> None:
     """Have the tokens of a prompt of embeddings be 0, as in a row that no request has had, and in the second runner."""
     theirs = batch.add_request
 

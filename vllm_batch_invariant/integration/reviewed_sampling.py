@@ -48,7 +48,7 @@ def not_reviewed(source_of: Callable[[str], str | None], device_type: str) -> di
     Args:
         source_of: the source of a module by its name, or None.
     """
-    unknown = {}
+    unknown: dict[str, str] = {}
     for module, reviewed in REVIEWED.items():
         found = digests(source_of(module) or "")
         unknown |= {

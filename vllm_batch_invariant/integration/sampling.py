@@ -42,7 +42,7 @@ def install(device_type: str) -> None:
     speculation.install()
 
 
-def seeds_stay(sampler: type) -> None:
+def seeds_stay(sampler: type[Any]) -> None:
     """Have a seeded row keep its generator beside rows without a seed: vLLM 0.26 to 0.28 on a CPU then sample the
     whole batch without one. The method for other devices has the same arithmetic.
     """
@@ -50,7 +50,7 @@ def seeds_stay(sampler: type) -> None:
         sampler.forward_cpu = sampler.forward_native
 
 
-def masks_follow_their_rows(batch: type) -> None:
+def masks_follow_their_rows(batch: type[Any]) -> None:
     """Have the masks of ``allowed_token_ids`` move with their requests: in vLLM 0.26 a row that is exchanged with
     another loses its mask, and one that moves down leaves its mask to whoever gets its place.
     """
@@ -160,9 +160,9 @@ def gather_specific_token_logprobs(
     for row, ids in logprob_token_ids.items():
         numbers[row] = len(ids)
         tokens[row, : len(ids)] = torch.as_tensor(ids)
-    ids, there = listed(sampled, top, tokens.to(top.device), numbers.to(top.device))
-    scores = logprobs.gather(-1, ids).masked_fill(~there, -torch.inf)
-    return patch_points.LOGPROBS_TENSORS.get()(ids.to(torch.int32), scores, ranks)
+    wanted, there = listed(sampled, top, tokens.to(top.device), numbers.to(top.device))
+    scores = logprobs.gather(-1, wanted).masked_fill(~there, -torch.inf)
+    return patch_points.LOGPROBS_TENSORS.get()(wanted.to(torch.int32), scores, ranks)
 
 
 def compute_topk_scores(
@@ -183,6 +183,7 @@ def compute_topk_scores(
     if max_per_req_token_ids == 0:
         ids, there = torch.cat((sampled.unsqueeze(-1), top), dim=1), None
     else:
+        assert expanded_idx_mapping is not None
         requests = expanded_idx_mapping.to(torch.int64)
         tokens = logprob_token_ids_state.token_ids.gpu[requests, :max_per_req_token_ids]
         ids, there = listed(sampled, top, tokens, logprob_token_ids_state.num_token_ids.gpu[requests])

@@ -37,7 +37,7 @@ class SeededDraws(dict[int, torch.Generator]):
         super().__init__(generators)
         self.after: dict[int, torch.Tensor] = {}
 
-    def items(self) -> Iterator[tuple[int, torch.Generator]]:  # type: ignore[override]
+    def items(self) -> Iterator[tuple[int, torch.Generator]]:  # type: ignore[override] # no view
         """Rows and generators; a row has drawn when the next one is asked for."""
         for row, generator in super().items():
             yield row, generator
@@ -78,7 +78,7 @@ def install_second_runner() -> None:
         bad_words_see_drafts(words.get())
 
 
-def bad_words_see_drafts(state: type) -> None:
+def bad_words_see_drafts(state: type[Any]) -> None:
     """Have bad words compared with the drafts of a verify step, which are the inputs of the rows behind a request's
     first. The second model runner of vLLM 0.26 and 0.27 takes each row's own in the place of the next one's.
     """

@@ -206,7 +206,7 @@ def install_in_worker() -> None:
     setattr(patch_points.WORKER.get(), METHOD, fingerprint)
 
 
-def watch(worker: type) -> None:
+def watch(worker: type[Any]) -> None:
     """See when the model of a class of workers is written, and when its memory goes."""
     load_model, wake_up, sleep = worker.load_model, worker.wake_up, worker.sleep
 
@@ -279,8 +279,8 @@ def fingerprint(worker: Any, compare: bool = True, restore: bool = True) -> str:
     for part in _digests([tensor for tensor in tensors if tensor.is_cpu]):
         digest.update(part)
     sums = [part for tensor in tensors if not tensor.is_cpu for part in _sums(_bytes(tensor))]
-    for part in sums:  # all are made before the first is waited for
-        digest.update(part.cpu().numpy())
+    for of_part in sums:  # all are made before the first is waited for
+        digest.update(of_part.cpu().numpy().data)
     return f"{getattr(worker, _SLEEPS, 0)} {digest.hexdigest()}"
 
 
@@ -288,7 +288,7 @@ def _digests(tensors: list[torch.Tensor]) -> list[bytes]:
     """sha256 of the bytes of each tensor in the memory of a CPU, as many at a time as PyTorch has threads."""
 
     def digest(tensor: torch.Tensor) -> bytes:
-        return sha256(_bytes(linear.as_loaded(tensor)).numpy()).digest()
+        return sha256(_bytes(linear.as_loaded(tensor)).numpy().data).digest()
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         return list(pool.map(digest, tensors))

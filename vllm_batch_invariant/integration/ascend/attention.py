@@ -17,6 +17,8 @@ from . import patch_points as ascend_patch_points
 from .library import attention_library
 
 LARGEST_WINDOW = 2147483647
+_Attention: Any = ascend_patch_points.ATTENTION.get()
+_Backend: Any = ascend_patch_points.BACKEND.get()
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def parts(metadata: Any) -> Iterator[Part]:
         yield Part(slice(rows, ends[-1]), slice(decodes, len(ends)), [end - rows for end in ends[decodes:]])
 
 
-class SplitPrefillDecodeAttention(ascend_patch_points.ATTENTION.get()):
+class SplitPrefillDecodeAttention(_Attention):
     """One attention layer; subclasses say which kernel."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -139,7 +141,7 @@ class FlashAttention3(SplitPrefillDecodeAttention):
     def attend(self, query: torch.Tensor, part: Part, metadata: Any) -> torch.Tensor:
         from flash_attn_npu_v3 import flash_attn_with_kvcache
 
-        numbers = {"dtype": torch.int32, "device": query.device}
+        numbers: dict[str, Any] = {"dtype": torch.int32, "device": query.device}
         scale = {} if self.scale == self.head_size**-0.5 else {"softmax_scale": self.scale}
         return flash_attn_with_kvcache(
             query,
@@ -158,7 +160,7 @@ class FlashAttention3(SplitPrefillDecodeAttention):
 IMPLEMENTATIONS = {"batch_invariant_ops": AscendCAttention, "flash_attn_npu_v3": FlashAttention3}
 
 
-class Backend(ascend_patch_points.BACKEND.get()):
+class Backend(_Backend):
     """vllm-ascend's backend, its cache and metadata, with another kernel."""
 
     @classmethod
@@ -167,4 +169,6 @@ class Backend(ascend_patch_points.BACKEND.get()):
 
     @staticmethod
     def get_impl_cls() -> type[SplitPrefillDecodeAttention]:
-        return IMPLEMENTATIONS[attention_library()]
+        library = attention_library()
+        assert library is not None  # the start-up check has refused to go on without one
+        return IMPLEMENTATIONS[library]

@@ -4,6 +4,7 @@ import os
 import platform
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,7 +59,11 @@ class Cpu(VllmDevice):
         one = torch.ones(1, dtype=torch.int32)
         starts = torch.tensor([0, 1], dtype=torch.int32)
         table = torch.zeros(1, 1, dtype=torch.int32)
-        choice = {"scale": 1.0, "reduction": self.attention_reduction(), "implementation": envs.ATTENTION.read()}
+        choice: dict[str, Any] = {
+            "scale": 1.0,
+            "reduction": self.attention_reduction(),
+            "implementation": envs.ATTENTION.read(),
+        }
         if envs.is_exact():
             exact.compile_cpu()
             choice["implementation"], page = "exact", page.to(torch.bfloat16)
@@ -71,12 +76,13 @@ class Cpu(VllmDevice):
     def info(self) -> dict[str, str | int]:
         """The kind of CPU with its number of threads, and with what the user tells MKL to do."""
         told = {name.lower(): value for name, value in sorted(os.environ.items()) if name.startswith("MKL_")}
-        return {
+        found: dict[str, str | int] = {
             "type": self.ops.type,
             "name": _name(),
             "capability": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
-        } | told
+        }
+        return found | told
 
     def versions(self) -> dict[str, str]:
         blas = re.search(r"Math Kernel Library Version (\S+)", torch.__config__.show())

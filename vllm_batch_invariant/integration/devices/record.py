@@ -192,7 +192,7 @@ class VllmDevice:
         return found
 
     @property
-    def backend(self) -> type:
+    def backend(self) -> type[Any]:
         """The class that :attr:`attention_backend` names."""
         module, _, name = self.attention_backend.rpartition(".")
         return getattr(import_module(module), name)
