@@ -35,6 +35,7 @@ on-policy: $(VENV)/installed-on-policy
 lint: install
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
+	$(RUN) mypy
 
 # Every test that this machine can run, within twenty minutes on two cores: scripts/run_tests.py has the parts.
 RUN_TESTS = NPU_PYTHON=$(NPU_PYTHON) $(RUN) scripts.run_tests $(if $(filter cpu,$(DEVICE)),,--alone)
