@@ -34,7 +34,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:  # noqa: ARG002
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         if common_attn_metadata.causal is not True:
             raise NotCovered(
                 "attention that is not causal", "its masks are not in the reduction", "serve a decoder-only text model"
@@ -140,7 +140,7 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
 
     def do_kv_cache_update(
         self,
-        layer: torch.nn.Module,  # noqa: ARG002 - vLLM's signature
+        layer: torch.nn.Module,
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
@@ -156,7 +156,7 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         keys[page, :, slot] = key.to(keys.dtype)
         values[page, :, slot] = value.to(values.dtype)
 
-    def slots_of_step(self, layer: torch.nn.Module) -> CacheSlots | None:  # noqa: ARG002 - of some devices
+    def slots_of_step(self, layer: torch.nn.Module) -> CacheSlots | None:  # of some devices
         """Where the step's keys and values go, for an operation that writes them before the layer is called, which then
         gets none; None where the layer has to write them.
         """
@@ -164,10 +164,10 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
 
     def forward(
         self,
-        layer: torch.nn.Module,  # noqa: ARG002 - vLLM's signature
+        layer: torch.nn.Module,
         query: torch.Tensor,
-        key: torch.Tensor,  # noqa: ARG002 - read from the cache
-        value: torch.Tensor,  # noqa: ARG002
+        key: torch.Tensor,  # read from the cache
+        value: torch.Tensor,
         kv_cache: torch.Tensor,
         attn_metadata: Metadata | None,
         output: torch.Tensor,
@@ -200,7 +200,7 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         )
 
 
-def _not_supported(cls: type, *args: object, **named: object) -> bool:  # noqa: ARG001 - whatever is asked
+def _not_supported(cls: type, *args: object, **named: object) -> bool:  # whatever is asked
     return False
 
 

@@ -140,7 +140,7 @@ class ExactCudaAttention(FixedSplitAttention):
 
     def do_kv_cache_update(
         self,
-        layer: torch.nn.Module,  # noqa: ARG002 - vLLM's signature
+        layer: torch.nn.Module,
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,

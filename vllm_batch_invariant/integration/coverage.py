@@ -124,7 +124,7 @@ def _tensor_parallelism(config: Config) -> str | None:
     return _when(size not in (1, *device.tensor_parallel_sizes, *untried), f"tensor parallelism {size}")
 
 
-def _tree(config: Config) -> str | None:  # noqa: ARG001 - of a check
+def _tree(config: Config) -> str | None:
     return _when(tensor_tree.leaves() > 1, f"{envs.TP_TREE.name}={tensor_tree.leaves()}")
 
 
@@ -520,7 +520,7 @@ def _exact_parts_of_pages(config: Config) -> str | None:
     return _when(envs.is_exact() and unit is not None, f"--prefix-match-unit {unit} in exact arithmetic")
 
 
-def _npu_attention(config: Config) -> str | None:  # noqa: ARG001 - of every feature
+def _npu_attention(config: Config) -> str | None:
     return _when(attention_library() is None, "attention on an NPU as it is installed here")
 
 

@@ -113,11 +113,11 @@ def init_cudagraph_manager(self: Any, cudagraph_mode: Any) -> None:
 def capture(self: Any) -> None:
     """The drafter's method of that name: capture the graphs, with padding alone in them."""
 
-    def of_padding(step: Callable[[Any, Any], None], graph: Any, warmup: bool) -> Callable[[Any], None]:  # noqa: ARG001
+    def of_padding(step: Callable[[Any, Any], None], graph: Any, warmup: bool) -> Callable[[Any], None]:
         self.idx_mapping.fill_(-1)
         for zeros in (self.last_token_indices, self.input_buffers.query_start_loc, self.input_buffers.seq_lens):
             zeros.zero_()
-        return lambda cudagraph_mode: step(self, graph)  # noqa: ARG005 - vLLM's signature
+        return lambda cudagraph_mode: step(self, graph)
 
     for manager, step, name in (
         (self.prefill_cudagraph_manager, draft_first, "first drafts"),

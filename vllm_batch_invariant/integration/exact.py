@@ -75,7 +75,7 @@ def refuse_copies_of_pages() -> None:
     vLLM does not see them, so a copy would stand for other keys and values.
     """
 
-    def copy(kv_caches: Any, num_blocks: int, kv_cache_block_copies: Sequence[Any]) -> None:  # noqa: ARG001 - vLLM's
+    def copy(kv_caches: Any, num_blocks: int, kv_cache_block_copies: Sequence[Any]) -> None:
         if kv_cache_block_copies:
             raise NotCovered(
                 "a copy of a page of the KV cache in exact arithmetic on a GPU",

@@ -83,8 +83,8 @@ def apply_min_p(logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, min_p:
 def apply_penalties(
     logits: torch.Tensor,
     expanded_idx_mapping: torch.Tensor,
-    token_ids: torch.Tensor,  # noqa: ARG001 - of drafts, and exact arithmetic on a GPU has none
-    expanded_local_pos: torch.Tensor,  # noqa: ARG001
+    token_ids: torch.Tensor,  # of drafts, and exact arithmetic on a GPU has none
+    expanded_local_pos: torch.Tensor,
     repetition_penalty: torch.Tensor,
     frequency_penalty: torch.Tensor,
     presence_penalty: torch.Tensor,

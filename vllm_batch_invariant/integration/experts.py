@@ -88,7 +88,7 @@ class BatchInvariantExperts:
         layer: torch.nn.Module,
         x: torch.Tensor,
         router_logits: torch.Tensor,
-        input_ids: torch.Tensor | None = None,  # noqa: ARG002 - vLLM's signature
+        input_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """What the experts of this worker make of each token: [tokens, hidden]."""
         return self(layer, x, *self.router(router_logits, layer.e_score_correction_bias))

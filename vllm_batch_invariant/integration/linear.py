@@ -111,7 +111,7 @@ class PreparedLinear(PreparedWeight):
         super().__init__(layer, remove_weight=remove_weight)
         self._tree = tensor_tree.of_layer(layer)
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002 - vLLM's signature
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return module_for("linear", "cpu").prepared_linear_of_parts(x, self.copy, bias, self._tree.leaves)
 
     def _make_copy(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -143,7 +143,7 @@ class ExactLinear(PreparedWeight):
                 )
             self._parts = parts // workers
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002 - vLLM's signature
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         from ..ops.exact.cpu import ExactWeight, linear, partial_linear
 
         mine = ExactWeight(*self.copy)
@@ -170,7 +170,7 @@ class ExactCudaLinear(ExactLinear):
     is: what would let it go makes it again, in its place.
     """
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002 - as on a CPU
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         from ..ops.exact.cuda import ExactWeight, linear
 
         return linear(x, ExactWeight(*self.copy), bias)
@@ -262,7 +262,7 @@ def _multiply_exactly(method: type[Any]) -> None:
             setattr(layer, EXACT, ExactCudaLinear(layer))
         getattr(layer, EXACT).prepare()
 
-    def apply(self: object, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG001 - vLLM's signature
+    def apply(self: object, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return getattr(layer, EXACT)(x, layer.weight, bias)
 
     method.process_weights_after_loading, method.apply = process_weights_after_loading, apply

@@ -27,7 +27,7 @@ def install() -> None:
     runner._update_states = starts_again(runner._update_states)
 
 
-def mean(self: Any, hidden_states: torch.Tensor, pooling_metadata: Any) -> torch.Tensor:  # noqa: ARG001 - vLLM's method
+def mean(self: Any, hidden_states: torch.Tensor, pooling_metadata: Any) -> torch.Tensor:
     """vLLM's method ``MeanPool.forward``: [requests, hidden] fp32, of each request the mean of its tokens, whose sum is
     that of the mode over as many rows as the prompt has.
 
@@ -47,7 +47,7 @@ def mean(self: Any, hidden_states: torch.Tensor, pooling_metadata: Any) -> torch
     return torch.stack(means) if means else hidden_states.new_empty(0, hidden_states.shape[1], dtype=torch.float32)
 
 
-def normalise(self: Any, pooled_data: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - vLLM's method
+def normalise(self: Any, pooled_data: torch.Tensor) -> torch.Tensor:
     """vLLM's method ``PoolerNormalize.forward_chunk``: rows [..., size] divided by the square root of the sum of their
     squares, in fp32 (fp64 for fp64), with one rounding.
     """

@@ -83,8 +83,8 @@ def budgets_follow_tokens(holder: type[Any]) -> None:
     def update_state(
         self: Any,
         output_token_ids: list[list[int]],
-        spec_token_ids: list[list[int]] | None,  # noqa: ARG001 - there are none
-        repeat_indices: object = None,  # noqa: ARG001 - the same
+        spec_token_ids: list[list[int]] | None,  # there are none
+        repeat_indices: object = None,
     ) -> None:
         for row, state in self._state.items():
             if row < len(output_token_ids):

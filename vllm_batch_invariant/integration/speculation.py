@@ -106,7 +106,7 @@ def with_the_models_noise(draw: Callable[..., torch.Tensor]) -> Callable[..., to
     if "is_drafting" not in inspect.signature(draw).parameters:
         return draw
 
-    def draw_with_the_models_noise(*args: Any, is_drafting: bool = False, **named: Any) -> torch.Tensor:  # noqa: ARG001
+    def draw_with_the_models_noise(*args: Any, is_drafting: bool = False, **named: Any) -> torch.Tensor:
         kept = {name: value for name, value in named.items() if not name.startswith("logits_cache")}
         return draw(*args, is_drafting=False, **kept)
 
@@ -158,7 +158,7 @@ def verify_in_second_runner(
     self: Any,
     logits: torch.Tensor,
     input_batch: Any,
-    draft_logits: object = None,  # noqa: ARG001 - a drafter decides no token
+    draft_logits: object = None,  # a drafter decides no token
     invalid_drafts: torch.Tensor | None = None,
 ) -> Any:
     """The second model runner's method ``RejectionSampler.__call__``. Its sampler knows rows from requests, and takes
@@ -258,7 +258,7 @@ def _joined(parts: Sequence[Any], rows: Sequence[int], starts: list[int]) -> Any
     )
 
 
-def verify(self: Any, metadata: Any, draft_probs: object, logits: torch.Tensor, sampling_metadata: Any) -> Any:  # noqa: ARG001
+def verify(self: Any, metadata: Any, draft_probs: object, logits: torch.Tensor, sampling_metadata: Any) -> Any:
     """The first model runner's method ``RejectionSampler.forward``.
 
     Args:

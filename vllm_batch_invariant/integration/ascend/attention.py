@@ -72,9 +72,9 @@ class SplitPrefillDecodeAttention(_Attention):
     def forward_impl(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,  # noqa: ARG002 - read from the cache, where they are by now
-        value: torch.Tensor,  # noqa: ARG002
-        kv_cache: tuple[torch.Tensor],  # noqa: ARG002
+        key: torch.Tensor,  # read from the cache, where they are by now
+        value: torch.Tensor,
+        kv_cache: tuple[torch.Tensor],
         attn_metadata: Any,
         output: torch.Tensor,
     ) -> torch.Tensor:

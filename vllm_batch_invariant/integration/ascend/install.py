@@ -38,7 +38,7 @@ def set_deterministic_env() -> None:
 def choose_attention(platform: type[Any]) -> None:
     """Let the platform name our attention for every model: the start-up check has refused other backends."""
 
-    def get_attn_backend_cls(cls: type, *args: object, **kwargs: object) -> str:  # noqa: ARG001 - vLLM's signature
+    def get_attn_backend_cls(cls: type, *args: object, **kwargs: object) -> str:
         return BACKEND
 
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)

@@ -46,7 +46,7 @@ class Cuda(VllmDevice):
         if torch.version.hip is not None:
             raise not_covered("rocm")
 
-    def install(self, platform: type) -> None:  # noqa: ARG002 - of every device
+    def install(self, platform: type) -> None:
         """Have vLLM sample with its own kernels: FlashInfer's serve a batch only while none of its requests has a seed.
 
         Raises:

@@ -136,7 +136,7 @@ class VllmDevice:
         """The reduction of attention that is in force."""
         return AttentionReduction.of_device(self.ops.type, "exact" if envs.is_exact() else envs.ATTENTION.read())
 
-    def summary(self, external_ops: Iterable[str]) -> list[str]:  # noqa: ARG002 - of a device that leaves some
+    def summary(self, external_ops: Iterable[str]) -> list[str]:  # of a device that leaves some
         """What serves each operation, and what may be relied on; for the log.
 
         Args:
