@@ -59,7 +59,7 @@ PROBLEM = {
 """By operation, what a call asks for."""
 OPERATIONS = [one.name for one in pkgutil.iter_modules(ops.__path__) if one.ispkg and one.name not in NOT_ROWS]
 
-PLANTED = """
+INJECTED = """
 import triton
 import triton.language as tl
 
@@ -128,9 +128,9 @@ def test_every_operation_with_row_kernels_is_looked_at():
     }
 
 
-def test_a_injected_constexpr_is_found(tmp_path: Path):
+def test_an_injected_constexpr_is_found(tmp_path: Path):
     path = tmp_path / "injected.py"
-    path.write_text(PLANTED)
+    path.write_text(INJECTED)
     spec = spec_from_file_location("injected", path)
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
