@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from importlib import import_module
@@ -309,7 +309,7 @@ def _source(words: list[str]) -> Iterator[str]:
         yield f"make install makes {venv}, not {' '.join(words)}"
 
 
-_PROGRAMS: dict[str, Callable[[list[str]], Iterator[str]]] = {
+_PROGRAMS: dict[str, Callable[[list[str]], Iterable[str]]] = {
     "uv": _uv,
     "vllm-batch-invariant": _cli,
     "python": _python,
@@ -317,6 +317,7 @@ _PROGRAMS: dict[str, Callable[[list[str]], Iterator[str]]] = {
     "make": _make,
     "pip": _pip,
     "git": _git,
+    "pre-commit": lambda words: () if words == ["install"] else (f"pre-commit {words[0]} is not known here",),
     ".": _source,
     "cd": lambda _: (),
     "vllm": lambda words: _vllm_options(words[1:]),

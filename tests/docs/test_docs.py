@@ -54,7 +54,7 @@ MADE_UP_TEXT = {
 }
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda document: document.name)
 def test_all_that_a_document_names_exists(document: Path) -> None:
     assert problems(document, document.read_text()) == []
 
