@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from scripts import compatibility
-from vllm_batch_invariant.integration import calls, layers, patch_points, reviewed, reviewed_sampling
+from vllm_batch_invariant.integration import calls, layers, patch_points, reviewed, reviewed_sampling, reviews
 from vllm_batch_invariant.integration.ascend import patch_points as ascend_patch_points
 from vllm_batch_invariant.integration.versions import PASSED, READ, Row
 
@@ -133,12 +133,12 @@ def unreviewed(wheel: zipfile.ZipFile) -> list[str]:
     classes, names, open_ = configurations(wheel), [], ["VllmConfig"]
     for kind in open_:
         names += sorted(f"{kind}.{field}" for field in reviewed.unreviewed(kind, set(classes[kind])))
-        for declared in classes[kind].values() if kind in reviewed.FIELDS else ():
+        for declared in classes[kind].values() if kind in reviews.fields() else ():
             inside = {node.id for node in ast.walk(ast.parse(declared)) if isinstance(node, ast.Name)}
             open_ += sorted(inside & set(classes) - set(open_))
     for file, name in (("backend", "AttentionBackend"), ("backends/triton_attn", "TritonAttentionBackend")):
         claims = members(wheel.read(f"vllm/v1/attention/{file}.py").decode(), name)
-        new = {claim for claim in claims if claim.startswith("supports_")} - reviewed.CLAIMS - reviewed.DENIED
+        new = [claim for claim in claims if claim.startswith("supports_") and reviews.claims().verdict(claim) is None]
         names += sorted(f"{name}.{claim}" for claim in new)
     return names + reviewed.unread_variables(variables(wheel.read("vllm/envs.py").decode()))
 

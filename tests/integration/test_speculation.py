@@ -333,8 +333,8 @@ def test_every_method_of_the_installed_vllm_is_covered_or_refused_by_name() -> N
 
     aliases = set(get_args(MTPModelTypes)) - {"mtp"}  # vLLM makes mtp of them before it asks
     refused = {"dflash", "dspark", "extract_hidden_states", "mlp_speculator"}
-    assert set(get_args(SpeculativeMethod)) - aliases <= {*coverage.DRAFTERS, *refused}
-    assert {*coverage.MTP_MODELS} <= aliases
+    assert set(get_args(SpeculativeMethod)) - aliases <= {*coverage.RAN.drafters, *refused}
+    assert {*coverage.RAN.mtp_models} <= aliases
 
 
 @pytest.mark.parametrize(

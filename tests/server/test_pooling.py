@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vllm_batch_invariant.envs import UNTRIED
-from vllm_batch_invariant.integration.coverage import POOLING_RAN
+from vllm_batch_invariant.integration.coverage import RAN
 from vllm_batch_invariant.verify.harness.server import serve
 
 pytestmark = [pytest.mark.server, pytest.mark.exhaustive]
@@ -29,7 +29,7 @@ ASKED: dict[str, Callable[[str], dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def client(model: Path) -> Iterator[httpx.Client]:
     version = pytest.importorskip("vllm").__version__
-    if not version.startswith(POOLING_RAN["cuda" if torch.cuda.is_available() else "cpu"]):
+    if not version.startswith(RAN.pooling["cuda" if torch.cuda.is_available() else "cpu"]):
         pytest.skip(f"pooling with vLLM {version} is refused")
     arguments = ["--runner", "pooling", "--convert", "embed", "--max-model-len", "1024"]
     environment = {"VLLM_BATCH_INVARIANT": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}

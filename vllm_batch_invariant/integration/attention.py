@@ -11,7 +11,7 @@ from ..errors import NotCovered
 from ..ops.attention import AttentionReduction, paged_attention
 from ..ops.common.kv_cache import CacheSlots
 from .coverage import HEAD_SIZES
-from .reviewed import CLAIMS
+from .reviews import claims
 
 
 @dataclass
@@ -213,7 +213,7 @@ class FixedSplitBackendMixin:
         """Take back what the backend of vLLM's claims that it inherits from, and this project has not proven."""
         super().__init_subclass__()
         for name in dir(cls):
-            if name.startswith("supports_") and name not in CLAIMS:
+            if name.startswith("supports_") and claims().verdict(name) != "known":
                 setattr(cls, name, classmethod(_not_supported) if callable(getattr(cls, name)) else False)
 
     @classmethod

@@ -1,7 +1,7 @@
 """What the methods of a model's own classes call, read from their sources without importing them.
 
 Objects are judged where they enter: a name is what a module imports, defines or assigns, and passes if it is PyTorch's
-(but for operations that the mode leaves alone), Python's, or on the list of :mod:`.reviewed_calls`. Functions and
+(but for operations that the mode leaves alone), Python's, or in ``reviews/calls.toml``. Functions and
 classes of the models' own packages are followed to what they call in turn; a layer's class passes, because each layer
 of a loaded model is looked at by itself. What a name gives (its results, their attributes and methods) passes with it:
 whoever read the name answers for it. Everything else is found, and that includes names that cannot be resolved.
@@ -21,23 +21,14 @@ from typing import Any, TypeGuard
 
 import torch
 
-from . import reviewed_calls
+from . import reviews
 
 MODELS = ("vllm.model_executor.models.", "vllm.models.", "transformers.")
 """Packages of models' own classes."""
 FOLLOWED = ("vllm.model_executor.models.", "vllm.models.", "transformers.models.", "transformers.activations.")
 """Those whose functions are followed."""
-OPERATIONS = """conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d lstm gru rnn_tanh rnn_relu
-    fft rfft irfft ifft stft istft associative_scan scaled_dot_product_attention multi_head_attention_forward"""
-"""Names of PyTorch's operations that the mode does not replace."""
 PYTORCH = ("torch", "torch.nn", "torch.nn.functional", "torch.nn.init", "torch.nn.parameter", "torch.nn.modules")
 """Modules of PyTorch whose public names the mode replaces or may leave as they are."""
-COMPILERS = frozenset({"torch.compile", "torch.vmap", "torch.cond", "torch.while_loop"})
-"""Names of these that have other code computed than what is written."""
-BY_NAME = frozenset({"exec", "eval", "compile", "__import__", "globals", "locals", "vars", "breakpoint"})
-"""Built-in functions that reach what no name in the source tells."""
-FOREIGN = frozenset({"importlib", "ctypes", "runpy", "code", "imp", "pkgutil", "sys"})
-"""The same of modules of Python's."""
 _KINDS = (torch.Tensor, torch.nn.Module, torch.nn.ModuleList, torch.nn.ModuleDict, torch.Generator)
 _CONTAINERS = (dict, list, tuple, set, frozenset, str, bytes, int, float, re.Pattern, re.Match)
 _METHODS = frozenset(name for kind in (*_KINDS, *_CONTAINERS) for name in dir(kind))
@@ -260,7 +251,7 @@ class Walk:
     def judge(self, function: str, binding: Binding, module: Module, name: str, attributes: tuple[str, ...]) -> None:
         """Judge what a name of a module stands for, with the attributes that are read of it."""
         key = module.name, name, id(binding)
-        if _is_own(module.name) or reviewed_calls.is_reviewed(module.name, name, attributes) or key in self.open:
+        if _is_own(module.name) or reviews.calls().have(module.name, name, attributes) or key in self.open:
             return
         self.open.add(key)
         self._judge(function, binding, module, name, attributes)
@@ -315,13 +306,13 @@ class Walk:
         if name in module.names:
             for binding in module.names[name]:
                 self.judge(function, binding, module, name, attributes)
-        elif _is_own(module.name) or reviewed_calls.is_reviewed(module.name, name, attributes):
+        elif _is_own(module.name) or reviews.calls().have(module.name, name, attributes):
             return
         elif stars := [star for star in module.names.get("*", ()) if self._has(star, name)]:
             for star in stars:
                 self.imported(function, Imported(star.module, name), attributes)
         elif hasattr(builtins, name):
-            if name in BY_NAME:
+            if name in reviews.calls().built_in:
                 self.tell(function, name)
         else:
             self.tell(function, ".".join((module.name, name, *attributes)))
@@ -341,12 +332,12 @@ class Walk:
     def _foreign(self, function: str, parts: tuple[str, ...]) -> None:
         """Judge a name of a package whose source is not read: PyTorch's, Python's, others'."""
         module, name = ".".join(parts[:-1]), parts[-1]
-        if any(reviewed_calls.is_reviewed(".".join(parts[:n]), parts[n], parts[n + 1 :]) for n in range(1, len(parts))):
+        if any(reviews.calls().have(".".join(parts[:n]), parts[n], parts[n + 1 :]) for n in range(1, len(parts))):
             return
         if parts[0] == "torch":
             passes = _is_pytorch(parts)
         else:
-            passes = parts[0] in sys.stdlib_module_names and parts[0] not in FOREIGN
+            passes = parts[0] in sys.stdlib_module_names and parts[0] not in reviews.calls().modules
         if not passes:
             self.tell(function, f"{module}.{name}" if module else f"the module {name}")
 
@@ -537,7 +528,7 @@ class _Reader(ast.NodeVisitor):
             owners = [scope[chain[0]] for scope in self.scopes if chain[0] in scope]
             if not owners or any(isinstance(binding, Imported) for binding in owners[-1]):
                 return False  # judged by its name
-        return method.attr not in _METHODS and method.attr not in reviewed_calls.METHODS.split()
+        return method.attr not in _METHODS and method.attr not in reviews.calls().methods
 
     def _is_outside(self, node: ast.expr) -> bool:
         """Whether an expression begins with a name from outside the function."""
@@ -550,7 +541,7 @@ class _Reader(ast.NodeVisitor):
         while isinstance(inside, ast.Attribute):
             attributes, inside = (inside.attr, *attributes), inside.value
         for name in attributes:
-            if name in OPERATIONS.split():
+            if name in reviews.calls().operations:
                 self.walk.tell(self.function, name)
                 return
         if isinstance(inside, ast.Name) and inside.id in ("self", "cls") and OTHERS.match(attributes[0]):
@@ -655,9 +646,10 @@ def _of_pytorch(parts: tuple[str, ...]) -> Any:
 
 def _is_pytorch(parts: tuple[str, ...]) -> bool:
     """Whether a name of PyTorch's passes."""
+    read = reviews.calls()
     for place, part in enumerate(parts[1:], 1):
         found = _of_pytorch(parts[: place + 1])
-        if part in OPERATIONS.split() or part.startswith("_") or ".".join(parts[: place + 1]) in COMPILERS:
+        if part in read.operations or part.startswith("_") or ".".join(parts[: place + 1]) in read.compilers:
             return False
         if found is None:
             return False

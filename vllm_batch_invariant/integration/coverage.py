@@ -11,7 +11,7 @@ from .. import envs
 from ..errors import NotCovered
 from ..ops import exact
 from ..ops.devices import DEVICES
-from . import devices, patch_points, tensor_tree
+from . import devices, patch_points, reviews, tensor_tree
 from .ascend.library import attention_library
 
 Config = Any
@@ -21,50 +21,12 @@ HEAD_SIZES = tuple(range(64, 257, 16))
 """Elements of an attention head that the kernels for CPUs and NVIDIA GPUs have."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Of weights, activations and the KV cache, as vLLM calls them."""
-TEXT_OF = {
-    "Gemma3ForConditionalGeneration": ("image",),
-    "Qwen2_5_VLForConditionalGeneration": ("image", "video"),
-    "Qwen3VLForConditionalGeneration": ("image", "video"),
-}
-"""Multimodal models that are served as text, by vLLM's name of their class, with what else they take."""
-DRAFTERS = {
-    "ngram": ("cpu", "cuda"),
-    "custom_class": ("cpu", "cuda"),
-    "draft_model": ("cpu", "cuda"),
-    "eagle": ("cpu", "cuda"),
-    "eagle3": ("cpu", "cuda"),
-    "mtp": ("cpu", "cuda"),
-    "medusa": ("cpu",),
-    "suffix": ("cpu", "cuda"),
-    "ngram_gpu": ("cuda",),
-}
-"""Methods of speculative decoding, as vLLM calls them, and the devices on which they have been run."""
-MTP_MODELS = ("mimo_mtp", "glm4_moe_mtp")
-"""The models whose layers for more tokens have been run, by vLLM's name of their type."""
+RAN = reviews.ran()
+"""What has run with the mode, and where."""
 TORCHRUN = "external_launcher"
 """vLLM's executor of workers that torchrun has started, and that a trainer may share."""
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
 """vLLM's variable of the cores that each worker on a CPU has."""
-RAN_ON_GPUS = "0.33."
-"""The beginning of the versions that have run on GPUs in exact arithmetic, with experts, and with two workers."""
-POOLING_RAN = {"cpu": "0.32.", "cuda": RAN_ON_GPUS}
-"""The beginning of the versions whose engines have pooled, by device."""
-REWARDS_OF_TOKENS = ("Qwen2ForRewardModel", "Qwen2ForProcessRewardModel")
-"""Models that pool, and whose engines no GPU has run."""
-EXACT_MODELS_ON_GPUS = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "GemmaForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "GraniteForCausalLM",
-    "Phi3ForCausalLM",
-)
-"""Those whose engines have had the definition's bits on a GPU."""
-EXPERTS_ON_CPUS_ALONE = ("Step3p5ForCausalLM",)
-"""Mixtures of experts whose engines no GPU has run."""
 LOGITS_PROCESSORS = "vllm.logits_processors"
 """The group of entry points whose logits processors vLLM loads without being told to."""
 
@@ -225,7 +187,7 @@ def _beside_workers_on_gpus(config: Config) -> str | None:
         "exact arithmetic": envs.is_exact(),
         "FlexAttention": envs.ATTENTION.read() == "flex",
         "stages of a mixture of experts": model.is_moe and stages > 1,
-        f"vLLM {version}": not version.startswith(RAN_ON_GPUS),
+        f"vLLM {version}": not version.startswith(RAN.on_gpus),
     }
     named = [what for what, is_used in found.items() if is_used]
     return f"{several} with {named[0]}" if named else None
@@ -291,7 +253,7 @@ def _outputs_beside_tokens(config: Config) -> str | None:
     found = {
         {"cpu": "on a CPU", "npu": "on an NPU"}.get(device, ""): device != "cuda",
         "on several GPUs": several and not envs.starts_untried(),
-        f"with vLLM {version}": not version.startswith(RAN_ON_GPUS),
+        f"with vLLM {version}": not version.startswith(RAN.on_gpus),
         "by vLLM's first model runner": device == "cuda" and not config.use_v2_model_runner,
         "beside speculative decoding": config.speculative_config is not None,
         "in exact arithmetic": envs.is_exact(),
@@ -314,9 +276,9 @@ def _pooling_elsewhere(config: Config) -> str | None:
     if not _pools(config):
         return None
     device, version = devices.of_config(config).ops.type, patch_points.installed_version()
-    if device not in POOLING_RAN:
+    if device not in RAN.pooling:
         return "the pooling runner on an NPU"
-    if not version.startswith(POOLING_RAN[device]):
+    if not version.startswith(RAN.pooling[device]):
         return f"the pooling runner with vLLM {version}"
     return _pooling_not_run_on_gpus(config) if device == "cuda" and not envs.starts_untried() else None
 
@@ -324,7 +286,7 @@ def _pooling_elsewhere(config: Config) -> str | None:
 def _pooling_not_run_on_gpus(config: Config) -> str | None:
     model = config.model_config
     found = {
-        f"{model.architecture} on a GPU": model.architecture in REWARDS_OF_TOKENS,
+        f"{model.architecture} on a GPU": model.architecture in RAN.rewards_of_tokens,
         "a mixture of experts that pools on a GPU": model.is_moe,
         "pooling of marked tokens on a GPU": getattr(model.pooler_config, "tok_pooling_type", None) == "STEP",
         "classes by vLLM's first model runner": model.convert_type != "embed" and not config.use_v2_model_runner,
@@ -376,7 +338,7 @@ def _kind_of_attention(config: Config) -> str | None:
 
 def _unknown_multimodal(config: Config) -> str | None:
     model = config.model_config
-    known = not model.is_multimodal_model or model.architecture in TEXT_OF
+    known = not model.is_multimodal_model or model.architecture in RAN.text_of
     return None if known else f"the model {model.architecture}"
 
 
@@ -384,7 +346,7 @@ def _multimodal_inputs(config: Config) -> str | None:
     model = config.model_config
     if not model.is_multimodal_model:
         return None
-    kinds = TEXT_OF.get(model.architecture, ())
+    kinds = RAN.text_of.get(model.architecture, ())
     taken = [kind for kind in kinds if model.multimodal_config.get_limit_per_prompt(kind)]
     if getattr(model, "supports_multimodal_inputs", False) and not taken:
         taken = ["multimodal"]
@@ -418,13 +380,13 @@ def _experts(config: Config) -> str | None:
 
 def _experts_by_another_version(config: Config) -> str | None:
     version = patch_points.installed_version()
-    other = config.model_config.is_moe and not version.startswith(RAN_ON_GPUS)
+    other = config.model_config.is_moe and not version.startswith(RAN.on_gpus)
     return _when(other, f"mixture of experts with vLLM {version}")
 
 
 def _experts_not_run_on_gpus(config: Config) -> str | None:
     model = config.model_config
-    if not model.is_moe or model.architecture not in EXPERTS_ON_CPUS_ALONE or envs.starts_untried():
+    if not model.is_moe or model.architecture not in RAN.experts_on_cpus_alone or envs.starts_untried():
         return None
     return f"{model.architecture} on a GPU"
 
@@ -452,12 +414,12 @@ def _drafter(config: Config) -> str | None:
     if not speculation or on == "npu":  # where all are refused
         return None
     method = speculation.method
-    if on not in DRAFTERS.get(method, ()):
-        where = f" on a {'GPU' if on == 'cuda' else 'CPU'}" if method in DRAFTERS else ""
+    if on not in RAN.drafters.get(method, ()):
+        where = f" on a {'GPU' if on == 'cuda' else 'CPU'}" if method in RAN.drafters else ""
         return f"speculative decoding with {method}{where}"
     if method == "mtp":
         kind = speculation.draft_model_config.hf_config.model_type
-        return _when(kind not in MTP_MODELS, f"speculative decoding with mtp of {kind}")
+        return _when(kind not in RAN.mtp_models, f"speculative decoding with mtp of {kind}")
     if getattr(speculation, "parallel_drafting", False):
         return f"parallel drafts of {method}"
     return _when(getattr(speculation, "use_heterogeneous_vocab", False), "a draft model with another vocabulary")
@@ -488,7 +450,7 @@ def _inexact(config: Config) -> str | None:
     on_a_gpu = devices.of_config(config).ops.type == "cuda"
     found = {
         str(problem): problem is not None,
-        f"{model.architecture} on a GPU": on_a_gpu and model.architecture not in EXACT_MODELS_ON_GPUS,
+        f"{model.architecture} on a GPU": on_a_gpu and model.architecture not in RAN.exact_models_on_gpus,
         f"dtype {dtype}": dtype != "bfloat16",
         f"a mixture of experts with {workers} workers": has_experts and workers > 1,
         f"{envs.TP_TREE.name}={envs.TP_TREE.read()}": tensor_tree.leaves() > 1,
@@ -512,7 +474,7 @@ def _exact_by_other_samplers(config: Config) -> str | None:
     if config.speculative_config:
         return "speculative decoding in exact arithmetic"
     version = patch_points.installed_version()
-    return _when(not version.startswith(RAN_ON_GPUS), f"exact arithmetic with vLLM {version}")
+    return _when(not version.startswith(RAN.on_gpus), f"exact arithmetic with vLLM {version}")
 
 
 def _exact_parts_of_pages(config: Config) -> str | None:
@@ -785,8 +747,8 @@ REFUSED = (
     Feature(
         "Speculative decoding with another drafter",
         "its layers have not been run beside the mode's",
-        f"choose a method among {', '.join(DRAFTERS)}, or leave --speculative-config out; mtp of "
-        f"{' or '.join(MTP_MODELS)}, medusa on a CPU and ngram_gpu on a GPU",
+        f"choose a method among {', '.join(RAN.drafters)}, or leave --speculative-config out; mtp of "
+        f"{' or '.join(RAN.mtp_models)}, medusa on a CPU and ngram_gpu on a GPU",
         _drafter,
     ),
     Feature(
@@ -988,8 +950,8 @@ REFUSED = (
         ("npu",),
     ),
 )
-"""What the start-up check refuses by name. Beside it a setting that nobody has reviewed (``reviewed.py``), and a layer
-of an unknown kind (``layers.py``), is refused.
+"""What the start-up check refuses by name. Beside it a setting that nobody has reviewed (``reviews/``), and a layer of
+an unknown kind (``layers.py``), is refused.
 """
 
 

@@ -8,7 +8,6 @@ drafts, and between them nothing. Requests that a graph has and a step has not a
 no keys, and their token is 0. A step that no graph has room for is left to vLLM's methods. Drafts decide no bits.
 """
 
-import inspect
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -19,16 +18,10 @@ import torch
 
 from . import patch_points
 from .cuda_graphs import is_verify, put, verify_lengths
-from .reviewed_sampling import digests
+from .reviews import sources
 
 logger = logging.getLogger("vllm.batch_invariant")
 
-_READ = {
-    "_prefill": "8ed92f3ab4786cab",
-    "_multi_step_decode": "2b2012eeca0a8ea1",
-    "propose": "bc117882f6738082",
-}
-"""Digests of the methods that the ones here stand for, and of the one that calls them."""
 _SIZES = (1, 2, 4, 8, *(size for power in range(4, 12) for size in (2**power, 3 * 2 ** (power - 1))))
 """Where ranges of rows end that have one schedule of a GEMM: between them a graph more saves little."""
 
@@ -40,8 +33,7 @@ def install() -> None:
     drafter = patch_points.DRAFT_MODEL.get()
     if getattr(drafter._prefill, "has_graphs", False):
         return
-    found = digests(inspect.getsource(patch_points.DRAFT_MODEL.module()))
-    if any(found.get(f"{drafter.__name__}.{name}") != digest for name, digest in _READ.items()):
+    if sources.unread("drafter", sources.installed):
         logger.info("%s is not the one known here: draft models run without CUDA graphs.", drafter.__name__)
         return
     drafter.prefill_cudagraph_manager = drafter.decode_cudagraph_manager = None

@@ -18,18 +18,6 @@ from ..ops.dispatch import module_for
 from ..ops.exact.definition import NEXT_KEY
 from . import patch_points, tensor_tree
 
-LAYERS = {
-    "torch.nn.modules": "ModuleList",
-    "vllm.model_executor.layers.linear": """ReplicatedLinear ColumnParallelLinear MergedColumnParallelLinear
-        QKVParallelLinear RowParallelLinear""",
-    "vllm.model_executor.layers.vocab_parallel_embedding": "VocabParallelEmbedding ParallelLMHead",
-    "vllm.model_executor.layers.logits_processor": "LogitsProcessor",
-    "vllm.model_executor.layers.attention": "Attention",
-    "vllm.model_executor.layers.rotary_embedding": "ApplyRotaryEmb",
-    "vllm.model_executor.layers.fused_moe.router.gate_linear": "GateLinear",
-    "vllm.model_executor.layers.fused_moe": "RoutedExperts MoERunner",
-}
-"""Layers of vLLM's and PyTorch's that compute what is defined, as :data:`.layers.KNOWN` names them."""
 _OPERATIONS = {
     "norm": ".exact.{device}",
     "softmax": ".exact.{device}",

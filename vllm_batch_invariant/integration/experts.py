@@ -14,12 +14,9 @@ from .. import envs
 from ..errors import NotCovered
 from ..ops.dispatch import module_for
 from ..ops.moe import MoeReduction, route
-from . import patch_points, tensor_tree
+from . import patch_points, reviews, tensor_tree
 from .linear import PreparedWeight
 from .norm_rotary import is_watched
-
-ROUTERS = ("CPURouter", "FusedTopKRouter", "FusedTopKBiasRouter", "GroupedTopKRouter")
-"""vLLM's classes that choose experts by the settings of the layer, which our own router reads."""
 
 
 class PreparedExperts(PreparedWeight):
@@ -282,7 +279,7 @@ def problem_of_gate(gate: Any) -> str | None:
 
 def problem_of(runner: Any) -> str | None:
     """Why a layer of vLLM's class ``MoERunner`` is refused; None if its router and its sums are known."""
-    if type(runner.router).__name__ not in ROUTERS:
+    if type(runner.router).__name__ not in reviews.layers().routers:
         return f"its experts are chosen by {type(runner.router).__name__}"
     if getattr(runner.router, "eplb_state", None) is not None:
         return "its experts move between workers"

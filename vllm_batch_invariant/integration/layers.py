@@ -2,9 +2,9 @@
 
 A configuration says what it says about a model; what computes is its modules. The rule for each of them:
 
-- A layer of vLLM's or PyTorch's must be on a list here, by its exact class: a subclass may compute something else.
-  Linear layers, embeddings and experts must not be quantised, attention and experts must be served by ours, and a norm
-  of vLLM's must have been replaced by ours. Classes of this project are known.
+- A layer of vLLM's or PyTorch's must be in ``reviews/layers.toml``, by its exact class: a subclass may compute
+  something else. Linear layers, embeddings and experts must not be quantised, attention and experts must be served by
+  ours, and a norm of vLLM's must have been replaced by ours. Classes of this project are known.
 - A class of a model's own file (vLLM's or Hugging Face's: decoder layers, blocks, whole models) only calls other layers
   and PyTorch, whose operations the mode replaces. It passes if it inherits from such classes alone, keeps no weights of
   its own but those that its attention or its experts read, and its methods use nothing but PyTorch, Python, other
@@ -22,50 +22,13 @@ import torch
 
 from .. import envs
 from ..errors import NotCovered
-from . import calls, exact, experts, patch_points, pooling, reviewed_calls
+from . import calls, experts, patch_points, pooling, reviews
 from .calls import MODELS
-
-KNOWN = {
-    "torch.nn.modules": """ModuleList ModuleDict Sequential Identity Dropout Linear Embedding LayerNorm
-        GELU ReLU SiLU Sigmoid Tanh""",
-    # matmuls and embeddings
-    "vllm.model_executor.layers.linear": """ReplicatedLinear ColumnParallelLinear MergedColumnParallelLinear
-        QKVParallelLinear RowParallelLinear""",
-    "vllm.model_executor.layers.vocab_parallel_embedding": "VocabParallelEmbedding ParallelLMHead",
-    "vllm.model_executor.layers.logits_processor": "LogitsProcessor",
-    # PyTorch's layer_norm, which is replaced; vLLM's RMS norms must have become ours
-    "vllm.model_executor.layers.layernorm": "LayerNorm",
-    # Element by element
-    "vllm.model_executor.layers.activation": """SiluAndMul MulAndSilu SiluAndMulWithClamp GeluAndMul GELU GELUTanh
-        NewGELU FastGELU QuickGELU ReLUSquaredActivation XIELU FatreluAndMul ScaledActivation""",
-    "vllm.model_executor.layers.rotary_embedding": """RotaryEmbedding ApplyRotaryEmb LinearScalingRotaryEmbedding
-        Llama3RotaryEmbedding NTKScalingRotaryEmbedding DynamicNTKScalingRotaryEmbedding
-        DynamicNTKAlphaRotaryEmbedding YaRNScalingRotaryEmbedding Phi3LongRoPEScaledRotaryEmbedding""",
-    "vllm.model_executor.layers.attention": "Attention",
-    # A linear layer whose other GEMMs are for GPUs; experts, which ours must serve, and what calls them
-    "vllm.model_executor.layers.fused_moe.router.gate_linear": "GateLinear",
-    "vllm.model_executor.layers.fused_moe": "RoutedExperts MoERunner SharedExperts",
-    # Loads weights in an order of its own
-    "vllm.model_executor.models.gpt_oss": "GptOssRoutedExperts",
-    # Poolers: rows are copied; sums, norms, products and softmax are ours
-    "vllm.model_executor.layers.pooler": """DispatchPooler SequencePooler TokenPooler BOSEOSFilter LastPool CLSPool
-        MeanPool AllPool StepPool EmbeddingPoolerHead ClassifierPoolerHead TokenEmbeddingPoolerHead
-        TokenClassifierPoolerHead PoolerIdentity PoolerNormalize PoolerMultiLabelClassify PoolerClassify""",
-    # Layers of one model: norms in plain PyTorch, and an embedding that adds to its positions
-    "vllm.model_executor.models.commandr": "LayerNorm RMSNorm",
-    "vllm.model_executor.models.nemotron": "NemotronLayerNorm1P",
-    "vllm.model_executor.models.opt": "OPTLearnedPositionalEmbedding",
-}
-"""Names of classes, by the module that has them or the package above it."""
 
 POOLERS = "vllm.model_executor.layers.pooler."
 """The package of poolers."""
 PLAIN = (torch.nn.Module, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential, torch.nn.Identity)
 """What such a class may inherit from besides."""
-OWN_TENSORS = frozenset({"normalizer", "inv_freq", "original_inv_freq"})
-"""Buffers that models' own classes may keep: factors that each element is multiplied with."""
-STEADY_ROTARY = frozenset({"default", "linear", "yarn", "llama3"})
-"""Kinds of Transformers' rotary embeddings whose frequencies are fixed; others follow the longest context of a step."""
 
 
 def look_after_loading(worker: type[Any]) -> None:
@@ -149,21 +112,17 @@ def _problem(module: torch.nn.Module) -> str | None:
 
 def _undefined(module: torch.nn.Module) -> str | None:
     """Why exact arithmetic has no definition of a layer; None if it has."""
-    defined = _is_known(type(module), exact.LAYERS) or type(module).__module__.startswith(MODELS)
-    return None if defined else "it has no definition in exact arithmetic"
+    kind = type(module)
+    is_defined = reviews.is_known(reviews.layers().exact, kind.__module__, kind.__name__)
+    return None if is_defined or kind.__module__.startswith(MODELS) else "it has no definition in exact arithmetic"
 
 
 def _is_ours(kind: type) -> bool:
     return kind.__module__.startswith(f"{__package__.partition('.')[0]}.")
 
 
-def _is_known(kind: type, known: dict[str, str] = KNOWN) -> bool:
-    return is_known(kind.__module__, kind.__name__, known)
-
-
-def is_known(module: str, name: str, known: dict[str, str] = KNOWN) -> bool:
-    """Whether a class of layers is on a list."""
-    return any(f"{module}.".startswith(f"{place}.") and name in names.split() for place, names in known.items())
+def _is_known(kind: type) -> bool:
+    return reviews.is_known(reviews.layers().known, kind.__module__, kind.__name__)
 
 
 def _of_layer(layer: torch.nn.Module) -> str | None:
@@ -207,9 +166,8 @@ def _of_tensors(module: torch.nn.Module) -> str | None:
     own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
     read = [getattr(getattr(child, "impl", None), "sinks", None) for child in module.children()]
     read += [part.e_score_correction_bias for part in _experts(module)]
-    strange = [
-        name for name, tensor in own.items() if name not in OWN_TENSORS and not any(tensor is there for there in read)
-    ]
+    known = reviews.layers().own_tensors
+    strange = [name for name, tensor in own.items() if name not in known and not any(tensor is there for there in read)]
     return f"it keeps weights of its own ({strange[0]})" if strange else None
 
 
@@ -228,13 +186,13 @@ def _of_rotary(module: torch.nn.Module) -> str | None:
     """Of a rotary embedding of Transformers', which may change its frequencies while it serves."""
     kind = getattr(module, "rope_type", None)
     kinds = kind.values() if isinstance(kind, dict) else [kind] if kind else []
-    other = next((kind for kind in kinds if kind not in STEADY_ROTARY), None)
+    other = next((kind for kind in kinds if kind not in reviews.layers().steady_rotary), None)
     return f"its angles may follow the longest context of a step (rope_type {other})" if other else None
 
 
 def _calls(kind: type) -> Iterator[str]:
     """What the methods of a class and of its bases use that nobody has read."""
-    read = [base for base in kind.__mro__ if reviewed_calls.is_reviewed(base.__module__, base.__qualname__)]
+    read = [base for base in kind.__mro__ if reviews.calls().have(base.__module__, base.__qualname__)]
     for base in kind.__mro__:
         if f"{base.__module__}.".startswith(calls.FOLLOWED):
             if not _is_known(base):
@@ -249,7 +207,7 @@ def _calls(kind: type) -> Iterator[str]:
 def unread(sources: calls.Sources) -> dict[str, list[str]]:
     """Names that the classes of covered models use and that nobody has read, each with the functions that use it."""
     found: dict[str, list[str]] = {}
-    for covered in reviewed_calls.COVERED.split():
+    for covered in reviews.calls().models:
         file, _, only = covered.partition(":")
         module = sources.get(f"vllm.model_executor.models.{file}")
         if module is None:
@@ -257,7 +215,7 @@ def unread(sources: calls.Sources) -> dict[str, list[str]]:
         for name, values in module.names.items():
             if (
                 only in ("", name)
-                and not is_known(module.name, name)
+                and not reviews.is_known(reviews.layers().known, module.name, name)
                 and calls.defines_a_layer(sources, module, values)
             ):
                 for called in calls.Walk(sources).of_class(module.name, name):
@@ -294,7 +252,7 @@ def _from_elsewhere(name: str, member: Any) -> Iterator[str]:
             known = (
                 module.partition(".")[0] in {*sys.stdlib_module_names, __package__.partition(".")[0]}
                 or module.startswith(("torch.nn.", "torch.utils._contextlib"))
-                or reviewed_calls.is_reviewed(module, root)
+                or reviews.calls().have(module, root)
             )
         if not known:
             yield f"its {name} is {module}.{member.__code__.co_qualname}, which nobody has read"

@@ -14,17 +14,15 @@ operations stay apart, and so they do in a stage of a pipeline, and where a draf
 import functools
 import logging
 from collections.abc import Iterator
-from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from ..ops.dispatch import module_for
-from . import patch_points, reviewed_sampling, tensor_tree
+from . import patch_points, tensor_tree
 from .experts import CudaExperts
 from .norm_rotary import is_watched
-from .reviewed_sources import REVIEWED_DECODERS
+from .reviews import sources
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -60,7 +58,7 @@ DECODERS = (
         "block_sparse_moe",
     ),
 )
-"""Those whose ``forward`` methods, in :data:`~.reviewed_sources.REVIEWED_DECODERS`, were read."""
+"""Those whose ``forward`` methods, in ``reviews/functions.toml``, were read."""
 _MODELS = "vllm.model_executor.models."
 
 
@@ -151,15 +149,10 @@ def _name(module: torch.nn.Module) -> str:
 @functools.cache
 def was_read() -> bool:
     """Whether the installed vLLM has the sources that were read."""
-    for name, functions in REVIEWED_DECODERS.items():
-        try:
-            found = reviewed_sampling.digests(Path(str(import_module(name).__file__)).read_text())
-        except ModuleNotFoundError:
-            found = {}
-        if unread := [function for function, known in functions.items() if found.get(function) not in known]:
-            logger.info("%s.%s is not the one known here: sums and norms stay apart.", name, unread[0])
-            return False
-    return True
+    unread = next(iter(sources.unread("decoders", sources.installed)), None)
+    if unread:
+        logger.info("%s is not the one known here: sums and norms stay apart.", unread)
+    return unread is None
 
 
 def _adds_ranks(row: Any) -> bool:

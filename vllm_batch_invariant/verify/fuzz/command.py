@@ -314,7 +314,7 @@ def _gpus() -> int:
 
     from ...integration import coverage, patch_points
 
-    ran = patch_points.installed_version().startswith(coverage.RAN_ON_GPUS)
+    ran = patch_points.installed_version().startswith(coverage.RAN.on_gpus)
     return torch.cuda.device_count() if ran and ATTENTION.read() != "flex" and not is_exact() else 0
 
 

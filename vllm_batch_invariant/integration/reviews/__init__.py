@@ -1,0 +1,249 @@
+"""What somebody has read of vLLM, and of what its models use, and with what result: data files, one a subject.
+
+They use three words. What is *known* may be used as it is, or have any value; what is *refused* was read, and the mode
+says no; what is *default only* must have its default, or a value that is listed. What no file names, nobody has read,
+and whoever asks refuses it. The comments in the files say why. Each is read once, when it is first asked for.
+
+======================  ==============================================================
+``fields.toml``         fields of vLLM's configurations
+``variables.toml``      environment variables of vLLM's
+``claims.toml``         what attention backends say that they support
+``functions.toml``      functions of vLLM's that stay in use, by digests (:mod:`.sources`)
+``calls.toml``          names that the methods of models may use
+``layers.toml``         classes of layers
+``ran.toml``            what has run where
+======================  ==============================================================
+"""
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+
+@cache
+def table(subject: str) -> dict[str, Any]:
+    """What a subject's file says."""
+    return tomllib.loads(files(__name__).joinpath(f"{subject}.toml").read_text(encoding="utf-8"))
+
+
+def _names(lines: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name for line in lines for name in line.split())
+
+
+@dataclass(frozen=True)
+class Review:
+    """What was found of the names of one thing.
+
+    Attributes:
+        known: in which * stands for anything.
+        refused: after a look at what they mean.
+        default_only: with the other values that are covered; of a variable the value that is, and why no other.
+    """
+
+    known: frozenset[str] = frozenset()
+    refused: frozenset[str] = frozenset()
+    default_only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, lists: Mapping[str, Any]) -> "Review":
+        """Of a table of a file, where what is known may be listed by the reason."""
+        known = lists.get("known", [])
+        lines = [line for part in known.values() for line in part] if isinstance(known, dict) else known
+        only = {name: tuple(values) for name, values in lists.get("default_only", {}).items()}
+        return cls(frozenset(_names(lines)), frozenset(_names(lists.get("refused", []))), only)
+
+    def verdict(self, name: str) -> str | None:
+        """ "known", "refused" or "default only"; None for what nobody has read."""
+        if name in self.default_only:
+            return "default only"
+        if name in self.refused:
+            return "refused"
+        return "known" if name in self.known or any(fnmatchcase(name, one) for one in self._patterns) else None
+
+    @property
+    def _patterns(self) -> list[str]:
+        return [name for name in self.known if "*" in name]
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names that are known.
+
+    Attributes:
+        module: that defines them, or the package above it.
+        names: "name" with all that it has, or "name.attribute"; * stands for anything.
+    """
+
+    module: str
+    names: tuple[str, ...]
+
+    def have(self, module: str, name: str, attributes: tuple[str, ...] = ()) -> bool:
+        """Whether they have what a module has under a name, and under an attribute of that."""
+        if not f"{module}.".startswith(f"{self.module}."):
+            return False
+        whole = ".".join((name, *attributes))
+        return any(
+            fnmatchcase(name, pattern) if "." not in pattern else fnmatchcase(f"{whole}.", f"{pattern}.*")
+            for pattern in self.names
+        )
+
+
+def is_known(rows: Iterable[Names], module: str, name: str, attributes: tuple[str, ...] = ()) -> bool:
+    """Whether a name of a module is in one of the rows."""
+    return any(row.have(module, name, attributes) for row in rows)
+
+
+@cache
+def fields() -> dict[str, Review]:
+    """Of the fields of vLLM's configurations, by the name of the class."""
+    return {name: Review.of(lists) for name, lists in table("fields")["fields"].items()}
+
+
+@cache
+def classes() -> Review:
+    """Of classes of configurations as a whole: those that decide no arithmetic of a covered model."""
+    return Review.of(table("fields")["classes"])
+
+
+@cache
+def judged_with_their_field() -> frozenset[str]:
+    """Classes of configurations that were judged with the field that holds them."""
+    return frozenset(_names(table("fields")["classes"]["with_their_field"]))
+
+
+@cache
+def claims() -> Review:
+    """Of the methods ``supports_*`` of attention backends."""
+    return Review.of(table("claims"))
+
+
+@cache
+def variables() -> Review:
+    """Of vLLM's environment variables."""
+    return Review.of(table("variables"))
+
+
+@cache
+def functions(use: str) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Digests of sources that were read for a use, by module and name; "" stands for what a version does not have."""
+    return {
+        module: {name: tuple(known) for name, known in of_module.items()}
+        for module, of_module in table("functions")[use].items()
+    }
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What the methods of models may call.
+
+    Attributes:
+        known: names of modules.
+        methods: that models call of what they hold or are given, beside those of tensors, layers and containers.
+        models: modules of vLLM's models, or "module:class", that are said to pass.
+        from_transformers: models that a version of vLLM takes from Transformers, and that are said to pass.
+        operations: PyTorch's, refused by their names.
+        compilers: PyTorch's functions that have other code computed than what is written; refused.
+        built_in: functions that reach what no name in the source tells; refused.
+        modules: of Python's, that do the same; refused.
+    """
+
+    known: tuple[Names, ...]
+    methods: frozenset[str]
+    models: tuple[str, ...]
+    from_transformers: tuple[str, ...]
+    operations: frozenset[str]
+    compilers: frozenset[str]
+    built_in: frozenset[str]
+    modules: frozenset[str]
+
+    def have(self, module: str, name: str, attributes: tuple[str, ...] = ()) -> bool:
+        """Whether somebody has read what a module has under a name, and under an attribute of that."""
+        return is_known(self.known, module, name, attributes)
+
+
+@cache
+def calls() -> Calls:
+    """Of names that the methods of models use."""
+    of = table("calls")
+    return Calls(
+        tuple(Names(row["module"], _names(row["names"])) for row in of["known"]),
+        frozenset(_names(of["methods"])),
+        _names(of["models"]["known"]),
+        _names(of["models"]["from_transformers"]),
+        **{kind: frozenset(_names(lines)) for kind, lines in of["refused"].items()},
+    )
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Classes of layers, and what is known inside some.
+
+    Attributes:
+        known: keep a request's bits.
+        exact: compute what exact arithmetic defines.
+        routers: choose experts by the settings of the layer, which our own router reads.
+        own_tensors: buffers that models' own classes may keep.
+        steady_rotary: kinds of Transformers' rotary embeddings whose frequencies are fixed.
+    """
+
+    known: tuple[Names, ...]
+    exact: tuple[Names, ...]
+    routers: frozenset[str]
+    own_tensors: frozenset[str]
+    steady_rotary: frozenset[str]
+
+
+@cache
+def layers() -> Layers:
+    """Of the layers of a loaded model."""
+    by_module, lists = {}, {}
+    for name, part in table("layers").items():
+        if isinstance(part, dict):
+            by_module[name] = tuple(Names(module, _names(lines)) for module, lines in part.items())
+        else:
+            lists[name] = frozenset(_names(part))
+    return Layers(**by_module, **lists)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What has run with the mode; models and drafters by vLLM's names, versions by their beginning.
+
+    Attributes:
+        on_gpus: versions, in exact arithmetic, with experts, and with two workers.
+        rewards_of_tokens: models that pool, and whose engines no GPU has run.
+        exact_models_on_gpus: models whose engines have had the definition's bits.
+        experts_on_cpus_alone: mixtures of experts whose engines no GPU has run.
+        mtp_models: types of models whose layers for more tokens have run.
+        pooling: versions whose engines have pooled, by device.
+        text_of: multimodal models that are served as text, with what else they take.
+        drafters: methods of speculative decoding, with the devices.
+    """
+
+    on_gpus: str
+    rewards_of_tokens: tuple[str, ...]
+    exact_models_on_gpus: tuple[str, ...]
+    experts_on_cpus_alone: tuple[str, ...]
+    mtp_models: tuple[str, ...]
+    pooling: Mapping[str, str]
+    text_of: Mapping[str, tuple[str, ...]]
+    drafters: Mapping[str, tuple[str, ...]]
+
+
+@cache
+def ran() -> Ran:
+    """Of what has run where."""
+
+    def value(found: Any) -> Any:
+        match found:
+            case list():
+                return tuple(found)
+            case dict():
+                return {name: value(inside) for name, inside in found.items()}
+        return found
+
+    return Ran(**{name: value(found) for name, found in table("ran").items()})
