@@ -10,11 +10,6 @@ from ..ops.silu import silu_and_mul
 from . import linear, patch_points
 from .norm_rotary import is_watched
 
-_NAMES = {"gate_up_proj", "act_fn", "down_proj"}
-"""All that the forward method reads that the one here stands for."""
-_CALLS_ACTIVATION = "maybe_fused_act_quant"
-"""A function that it may call: gives what the activation does where the layer behind it is not quantised."""
-
 
 def install() -> None:
     """Have every model build a layer that calls the operation, whose programs are many also for few tokens; and have
@@ -22,7 +17,7 @@ def install() -> None:
     """
     patch_points.replace_layer(patch_points.SILU_AND_MUL.get(), "BatchInvariant", _silu_and_mul)
     for mlp in (patch_points.LLAMA_MLP.get(), patch_points.QWEN2_MLP.get()):
-        if patch_points.replaces_forward(mlp, _NAMES, "its activation stays apart", _CALLS_ACTIVATION):
+        if patch_points.replaces_forward(mlp, "its activation stays apart"):
             mlp.__init__, mlp.forward = _marking(mlp.__init__), _fused(mlp.forward)
 
 

@@ -11,11 +11,6 @@ from ..ops.common.kv_cache import CacheSlots, is_aligned
 from ..ops.norm_rotary import DTYPES, HEAD_SIZES, norm_rotary
 from . import mrope, patch_points
 
-_NAMES = {
-    "qkv_proj", "split", "q_size", "kv_size", "view", "shape", "head_dim", "q_norm", "k_norm", "rotary_emb", "attn",
-    "o_proj",
-}  # fmt: skip
-"""All that the forward method reads that the one here stands for."""
 _ROTATING = ("forward", "forward_native", "forward_cuda")
 """Methods that a layer must not have replaced."""
 
@@ -27,7 +22,7 @@ def install() -> None:
     norm and of vLLM's rotary kernel, which are the same.
     """
     for layer in (patch_points.QWEN3_ATTENTION.get(), patch_points.QWEN3_MOE_ATTENTION.get()):
-        if patch_points.replaces_forward(layer, _NAMES, "its norms and rotary embedding stay apart"):
+        if patch_points.replaces_forward(layer, "its norms and rotary embedding stay apart"):
             layer.forward = fused(layer.forward)
 
 

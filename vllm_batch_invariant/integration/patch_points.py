@@ -10,6 +10,7 @@ from typing import Any
 from .. import envs
 from ..errors import NotCovered
 from . import versions
+from .reviews import sources
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -282,19 +283,17 @@ def replace_layer(
     layer.register_oot(made, name=layer.__name__)
 
 
-def replaces_forward(layer: type[Any], names: set[str], stays: str, optional: str = "") -> bool:
-    """Whether the forward method of one of vLLM's layers is to be replaced: it reads these names, and one more at most,
-    and has not been replaced yet (then it is ``fused``). The log says if it is another than the one known here.
+def replaces_forward(layer: type[Any], stays: str) -> bool:
+    """Whether the forward method of one of vLLM's layers is to be replaced: it is one that was read, and has not been
+    replaced yet (then it is ``fused``). The log says if it is another than those known here.
 
     Args:
         layer: vLLM's.
-        names: all that the method reads.
         stays: what the log says of another.
-        optional: what some versions read, too.
     """
     if getattr(layer.forward, "fused", False):
         return False
-    is_known = set(layer.forward.__code__.co_names) - {optional} == names
+    is_known = sources.is_read("forwards", layer.forward)
     if not is_known:
         logger.info("%s is not the one known here: %s.", layer.__name__, stays)
     return is_known
