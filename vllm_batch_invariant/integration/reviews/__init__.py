@@ -200,13 +200,14 @@ class Layers:
 @cache
 def layers() -> Layers:
     """Of the layers of a loaded model."""
-    by_module, lists = {}, {}
-    for name, part in table("layers").items():
-        if isinstance(part, dict):
-            by_module[name] = tuple(Names(module, _names(lines)) for module, lines in part.items())
-        else:
-            lists[name] = frozenset(_names(part))
-    return Layers(**by_module, **lists)
+    of = table("layers")
+    known, exact = (
+        tuple(Names(module, _names(lines)) for module, lines in of[kind].items()) for kind in ("known", "exact")
+    )
+    routers, own_tensors, steady_rotary = (
+        frozenset(_names(of[kind])) for kind in ("routers", "own_tensors", "steady_rotary")
+    )
+    return Layers(known, exact, routers, own_tensors, steady_rotary)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def unread(use: str, source_of: Callable[[str], str | None]) -> dict[str, str]:
         use: what they were read for, in ``functions.toml``.
         source_of: the source of a module by its name, or None.
     """
-    other = {}
+    other: dict[str, str] = {}
     for module, read in functions(use).items():
         found = digests(source_of(module) or "")
         other |= {
