@@ -186,31 +186,38 @@ def build(
     )
 
 
-def installed(tmp_path_factory: pytest.TempPathFactory, name: str, entry_points: str) -> Path:
-    """A folder with an installed package of that name."""
-    folder = tmp_path_factory.mktemp(name)
+def installed(folder: Path, name: str, entry_points: str) -> Path:
+    """The folder, with an installed package of that name."""
     information = folder / f"{name}-1.0.dist-info"
-    information.mkdir()
+    information.mkdir(parents=True)
     (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     (information / "entry_points.txt").write_text(entry_points)
     return folder
 
 
+def with_a_processor(folder: Path) -> Path:
+    """The folder, with an installed package that brings a logits processor."""
+    return installed(folder, "processors", "[vllm.logits_processors]\none = package.module:Processor\n")
+
+
 @pytest.fixture(scope="module")
 def processors(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an installed package that brings a logits processor."""
-    return installed(tmp_path_factory, "processors", "[vllm.logits_processors]\none = package.module:Processor\n")
+    return with_a_processor(tmp_path_factory.mktemp("processors"))
 
 
-@pytest.fixture(scope="module")
-def lines(checkpoint: Path, processors: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def lines_of(checkpoint: Path, processors: Path, folder: Path) -> dict[str, str]:
+    """What is said to each configuration, by its name; "accepted" where it is not refused."""
     arguments = {name: arguments for name, (arguments, _) in REFUSED.items()} | ACCEPTED | {"two at once": TWO}
-    folder = tmp_path_factory.mktemp("multimodal")
     for name, (model, settings, *_) in (MULTIMODAL | TEXT).items():
         getattr(multimodal, model)().save_pretrained(folder / model)
         arguments[name] = {"model": str(folder / model)} | settings
     built = build(checkpoint, arguments, "1", processors, *multimodal.python_path(folder / "path"))
     return json.loads(built.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def lines(checkpoint: Path, processors: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return lines_of(checkpoint, processors, tmp_path_factory.mktemp("multimodal"))
 
 
 @pytest.mark.parametrize(
@@ -238,7 +245,8 @@ def test_settings_that_leave_arithmetic_alone_are_accepted(lines: dict[str, str]
 @pytest.fixture(scope="module")
 def injected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an installed plugin of vLLM's that brings a model with a layer of its own."""
-    folder = installed(tmp_path_factory, "injected", "[vllm.general_plugins]\ninjected = injected:register\n")
+    folder = tmp_path_factory.mktemp("injected")
+    installed(folder, "injected", "[vllm.general_plugins]\ninjected = injected:register\n")
     (folder / "injected.py").write_text(PLUGIN)
     (folder / "injected_model.py").write_text(MODEL)
     return folder
