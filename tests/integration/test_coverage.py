@@ -55,6 +55,39 @@ def test_a_text_model_is_not_asked_for_what_only_multimodal_ones_have() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("Other dtypes", {"dtype": "torch.float64"}, "dtype float64"),
+        ("Mamba, linear attention, hybrids", {"is_attention_free": True}, "Mamba or linear attention"),
+        ("MLA (DeepSeek)", {"use_mla": True}, "multi-head latent attention"),
+        ("Encoder-decoder models", {"is_encoder_decoder": True}, "encoder-decoder models"),
+        ("Diffusion models", {"diffusion_config": object()}, "diffusion"),
+        ("KV transfer", {"kv_transfer_config": object()}, "KV cache transfer"),
+        (
+            "Other models, dtypes and rotary embeddings in exact arithmetic",
+            {"architecture": "OPTForCausalLM", "hf_text_config": None, "dtype": "bfloat16", "tensor_parallel_size": 1},
+            "the model OPTForCausalLM in exact arithmetic",
+        ),
+        ("Exact arithmetic on an NPU", {}, f"{ARITHMETIC.name}=exact"),
+        (
+            "Thinking budgets and reasoning parsers on an NPU",
+            {"reasoning_config": object()},
+            "a reasoning configuration",
+        ),
+        ("Ascend: multimodal models, also as text", {"is_multimodal_model": True}, "multimodal models on an NPU"),
+    ],
+)
+def test_a_row_names_what_it_finds(
+    name: str, settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [device, *_] = ROWS[name].devices or ("cpu",)
+    monkeypatch.setenv(ARITHMETIC.name, "exact" if "xact" in name else "float")
+    parts = dict.fromkeys(("model_config", "parallel_config"), SimpleNamespace(**settings))
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type=device), **parts, **settings)
+    assert ROWS[name].found(config) == said
+
+
+@pytest.mark.parametrize(
     ("device", "chosen", "is_refused"),
     [
         *(("cpu", "triton", True), ("cuda", "numba", True), ("npu", "triton", True)),
