@@ -196,7 +196,7 @@ def sentences(package: Path = PACKAGE) -> Iterator[Entry]:
     """The arguments of every refusal in the sources, with braces around what is computed."""
     for path in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("NotCovered", "BadSetting")):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("NotCovered", "BadSetting"):
                 words = [_words(argument) for argument in (*node.args, *(one.value for one in node.keywords))]
                 yield words[0], "; ".join(words)
 
