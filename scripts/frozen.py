@@ -78,7 +78,7 @@ COMMANDS = {
     "tables": ("coverage", "settings"),
     "make-checkpoint": ("make-checkpoint other --layers 1 --experts 4 --dtype float32",),
     "reproduce": ("reproduce MODEL --offline --samples 12 --max-tokens 6 --concurrency 8",),
-    "serve": ("reproduce MODEL --samples 12 --max-tokens 6 --concurrency 8 --temperature 1",),
+    "serve": ("reproduce MODEL --samples 100 --max-tokens 6 --concurrency 8 --temperature 1",),
     "bisect": ("bisect MODEL --max-tokens 3 --concurrent 7",),
     "receipt": (
         "receipt make receipt.json MODEL --max-tokens 6 --temperature 0.8 --top-k 50",
