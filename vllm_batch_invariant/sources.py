@@ -45,7 +45,7 @@ def digest_of(root: "Traversable", *names: str) -> str:
 
     A module that came without its source (``.pyc``) is digested as it was compiled.
     """
-    found = {}
+    found: dict[str, Any] = {}
     for name in names:
         parent, _, last = name.rpartition("/")
         folder = root / parent if parent else root
