@@ -21,8 +21,8 @@ from scripts.compatibility import ROOT
 PAGE = ROOT / "docs" / "testing.md"
 BEGIN, END = "<!-- runs: python -m scripts.run_tests --write -->\n", "<!-- /runs -->\n"
 HEADER = "| command | date | machine | minutes | parts, in seconds | outcome |\n|---|---|---|---|---|---|\n"
-ENGINES = "engine or server"
-"""Tests that start one, by marker."""
+ENGINES, OTHERS = "engine or server", "not engine and not server"
+"""Tests by marker."""
 COUNTED = re.compile(r"^=+ (.*) in [\d.]+s", re.MULTILINE)
 
 
@@ -65,7 +65,7 @@ def parts(exhaustive: bool) -> tuple[Part, ...]:
     return (
         # threads that wait for each other leave their core to the parts beside them
         Part("engines", (*pytest, "-m", ENGINES), {"OMP_WAIT_POLICY": "PASSIVE"}),
-        Part("others", (*pytest, "-m", f"not ({ENGINES})"), {"OMP_WAIT_POLICY": "PASSIVE"}),
+        Part("others", (*pytest, "-m", OTHERS), {"OMP_WAIT_POLICY": "PASSIVE"}),
         Part("interpreted", (*pytest, "-m", "interpreted"), {"TRITON_INTERPRET": "1"}),
         Part("NPU", (*made, "test-npu"), {}, (npu,), "the kernels for an Ascend NPU are not compiled"),
         Part("site", (*made, "test-site"), {}, ("npm",), "the site is not built and its pages are not tested"),
