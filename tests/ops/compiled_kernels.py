@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import triton
-from scripts.compare_ptx import stripped
+from scripts.frozen import stripped
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.driver import driver
