@@ -96,7 +96,7 @@ VARIES = {
     **dict.fromkeys(("seconds", "startup_seconds", "latency"), "how long"),
     **dict.fromkeys(("completions_per_second", "tokens_per_second"), "how fast"),
     **dict.fromkeys(("system", "server"), "the machine's kernel, and a port"),
-    **dict.fromkeys(("batches", "others", "aborted", "varied"), "the load beside samples, which follows time"),
+    **dict.fromkeys(("batches", "others", "aborted", "varied", "steps"), "the load beside samples, which follows time"),
     "sha256": "of a receipt, which has a digest of the sources",
 }
 """Keys of results whose values are another in every run or of every source, and what they are; :data:`FIXED` stands in
@@ -148,6 +148,7 @@ def fixed(value: Any) -> Any:
 def placed(text: str, scratch: Path) -> str:
     """A text in which folders of this run have names of their own, and sources no digest."""
     text = re.sub(r"\([0-9a-f]{12}\)", "(sources)", text)
+    text = re.sub(r"with \d+ concurrent requests", "with some concurrent requests", text)  # those follow time
     for folder, name in {scratch: "FOLDER", Path(sys.prefix): "PYTHON", ROOT: "CHECKOUT"}.items():
         text = text.replace(str(folder), name)
     return text
