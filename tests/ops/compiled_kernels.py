@@ -30,13 +30,13 @@ from typing import Any
 
 import torch
 import triton
-from scripts.frozen import stripped
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import vllm_batch_invariant.ops.attention as attention_package
+from scripts.frozen import stripped
 from tests.ops.attention.cases import Chunk, Heads, Request, paged
 from tests.ops.exact.launches import EVERY_KIND, hopper_products
 from tests.ops.exact.ptx import forbidden
