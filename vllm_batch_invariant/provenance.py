@@ -97,7 +97,7 @@ def environment_here(
         device=device,
         engine=engine,
         reductions={
-            "attention": {"implementation": attention_by} | _plain(attention),
+            "attention": {"implementation": attention_by, **_plain(attention)},
             "linear (output head)": _plain(LinearReduction.of_device(device_type, vocabulary, hidden, dtype)),
             "norm": _plain(NormReduction.of_device(device_type, hidden, dtype)),
             "softmax (logprobs)": _plain(SoftmaxReduction.of_device(device_type, vocabulary, torch.float32)),
@@ -109,7 +109,7 @@ def environment_here(
 
 def flat(section: dict[str, Any]) -> dict[str, Any]:
     """A section of an environment with nested names joined into one."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in section.items():
         found |= (
             {f"{name} {inner}": each for inner, each in value.items()} if isinstance(value, dict) else {name: value}
