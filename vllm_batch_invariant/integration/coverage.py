@@ -59,6 +59,11 @@ def _when(condition: object, found: str) -> str | None:
     return found if condition else None
 
 
+def _first(found: Mapping[str, object]) -> str | None:
+    """The first of these that is so."""
+    return next((what for what, is_so in found.items() if is_so), None)
+
+
 def _dtype(config: Config) -> str | None:
     name = str(config.model_config.dtype).removeprefix("torch.")
     return None if name in DTYPES else f"dtype {name}"
@@ -125,8 +130,8 @@ def _data_parallel_experts(config: Config) -> str | None:
         f"tensor parallelism {parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
         f"pipeline parallelism {parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
     }
-    found = [what for what, is_used in beside.items() if is_used]
-    return f"{named} with {found[0]}" if found else None
+    first = _first(beside)
+    return _when(first, f"{named} with {first}")
 
 
 def _other_data_parallelism(config: Config) -> str | None:
@@ -189,8 +194,8 @@ def _beside_workers_on_gpus(config: Config) -> str | None:
         "stages of a mixture of experts": model.is_moe and stages > 1,
         f"vLLM {version}": not version.startswith(RAN.on_gpus),
     }
-    named = [what for what, is_used in found.items() if is_used]
-    return f"{several} with {named[0]}" if named else None
+    first = _first(found)
+    return _when(first, f"{several} with {first}")
 
 
 def _other_parallelism(config: Config) -> str | None:
@@ -249,17 +254,16 @@ def _outputs_beside_tokens(config: Config) -> str | None:
     if not on:
         return None
     device, version = devices.of_config(config).ops.type, patch_points.installed_version()
-    several = config.parallel_config.world_size > 1
     found = {
         {"cpu": "on a CPU", "npu": "on an NPU"}.get(device, ""): device != "cuda",
-        "on several GPUs": several and not envs.starts_untried(),
+        "on several GPUs": config.parallel_config.world_size > 1 and not envs.starts_untried(),
         f"with vLLM {version}": not version.startswith(RAN.on_gpus),
         "by vLLM's first model runner": device == "cuda" and not config.use_v2_model_runner,
         "beside speculative decoding": config.speculative_config is not None,
         "in exact arithmetic": envs.is_exact(),
     }
-    if named := [where for where, is_so in found.items() if is_so]:
-        return f"{on[0]} {named[0]}"
+    if where := _first(found):
+        return f"{on[0]} {where}"
     return _when("--return-sampling-mask" in on and not envs.starts_untried(), "--return-sampling-mask on a GPU")
 
 
@@ -285,13 +289,14 @@ def _pooling_elsewhere(config: Config) -> str | None:
 
 def _pooling_not_run_on_gpus(config: Config) -> str | None:
     model = config.model_config
-    found = {
-        f"{model.architecture} on a GPU": model.architecture in RAN.rewards_of_tokens,
-        "a mixture of experts that pools on a GPU": model.is_moe,
-        "pooling of marked tokens on a GPU": getattr(model.pooler_config, "tok_pooling_type", None) == "STEP",
-        "classes by vLLM's first model runner": model.convert_type != "embed" and not config.use_v2_model_runner,
-    }
-    return next((what for what, is_so in found.items() if is_so), None)
+    return _first(
+        {
+            f"{model.architecture} on a GPU": model.architecture in RAN.rewards_of_tokens,
+            "a mixture of experts that pools on a GPU": model.is_moe,
+            "pooling of marked tokens on a GPU": getattr(model.pooler_config, "tok_pooling_type", None) == "STEP",
+            "classes by vLLM's first model runner": model.convert_type != "embed" and not config.use_v2_model_runner,
+        }
+    )
 
 
 def _both_directions_of_a_pooling_model(config: Config) -> str | None:
@@ -316,8 +321,8 @@ def _beside_pooling(config: Config) -> str | None:
         "exact arithmetic": envs.is_exact(),
         "a multimodal model as text": config.model_config.is_multimodal_model,
     }
-    named = [what for what, is_used in found.items() if is_used]
-    return f"a pooling model with {named[0]}" if named else None
+    first = _first(found)
+    return _when(first, f"a pooling model with {first}")
 
 
 def _latent_attention(config: Config) -> str | None:
@@ -456,8 +461,8 @@ def _inexact(config: Config) -> str | None:
         f"{envs.TP_TREE.name}={envs.TP_TREE.read()}": tensor_tree.leaves() > 1,
         f"{envs.ATTENTION.name}={attention}": attention != envs.ATTENTION.values[0],
     }
-    named = [what for what, is_used in found.items() if is_used]
-    return f"{named[0]} in exact arithmetic" if named else None
+    first = _first(found)
+    return _when(first, f"{first} in exact arithmetic")
 
 
 def _exact_elsewhere(config: Config) -> str | None:
