@@ -107,9 +107,7 @@ def test_few_files_are_listed(what: str) -> None:
 
 def test_an_operation_needs_no_other_file_of_the_package(package: Path) -> None:
     edits = {
-        "ops/dispatch.py": lambda text: text.replace(
-            '        "linear": (', '        "largest": ("cpu",),\n        "linear": ('
-        )
+        "ops/dispatch.py": lambda text: text.replace('    "linear": (', '    "largest": ("cpu",),\n    "linear": (')
     }
     add(package, OPERATION, edits)
     code = "import torch; from vllm_batch_invariant.ops.largest import largest; print(largest(torch.eye(2)).tolist())"
@@ -133,7 +131,7 @@ def test_a_device_needs_no_other_file_of_the_package(package: Path) -> None:
             '        Device("npu"', '        Device("newdevice", "PrivateUse1", "triton", True),\n        Device("npu"'
         ),
         "ops/dispatch.py": lambda text: text.replace(
-            "in device_types\n}", 'in device_types\n} | {("norm", "newdevice"): ".norm.cpu"}'
+            "in device_types\n}", 'in device_types\n} | {("norm", "float", "newdevice"): ".norm.cpu"}'
         ),
         "ops/attention/reduction.py": lambda text: text.replace(
             "_FASTEST = {", '_FASTEST = {\n    "newdevice": {"auto": AttentionReduction(512)},'

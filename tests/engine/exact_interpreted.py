@@ -10,14 +10,13 @@ from types import SimpleNamespace
 import torch
 
 from vllm_batch_invariant.integration import exact, linear, patch_points
-from vllm_batch_invariant.ops import attention
+from vllm_batch_invariant.ops import attention, dispatch
 from vllm_batch_invariant.verify.harness import worker_main
 
 
 def install() -> None:
     """Stands for what a worker on a CPU installs."""
-    exact._OPERATIONS.update({name: module.format(device="cuda") for name, module in exact._OPERATIONS.items()})
-    exact.install_layers("cpu")
+    exact.install_layers()
     sampler = patch_points.TOP_K_TOP_P_SAMPLER.get()
     sampler.forward_cpu = sampler.forward_native = exact._draw
 
@@ -33,6 +32,8 @@ def main(descriptor: int) -> None:
     linear.ExactLinear = linear.ExactCudaLinear
     linear._certify = lambda *weight: None  # minutes; its interpreted test has other shapes
     attention._MODULES["exact"] = "..exact.cuda"
+    for operation in ("norm", "softmax", "top_k_top_p"):
+        dispatch.MODULES[operation, "exact", "cpu"] = dispatch.MODULES[operation, "exact", "cuda"]
     cpu.Cpu.compile_kernels = lambda self: None
     worker_main.main(descriptor)
 

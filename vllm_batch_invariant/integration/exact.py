@@ -4,7 +4,7 @@ What a layer computes is :mod:`..ops.exact.definition`; operations that are not 
 is loaded if they are a layer's, and else when they are called.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial, wraps
 from importlib import import_module
 from typing import Any
@@ -14,18 +14,8 @@ import torch
 from .. import envs, ops
 from ..errors import NotCovered
 from ..ops import dispatch
-from ..ops.dispatch import module_for
 from ..ops.exact.definition import NEXT_KEY
 from . import patch_points, tensor_tree
-
-_OPERATIONS = {
-    "norm": ".exact.{device}",
-    "softmax": ".exact.{device}",
-    "top_k_top_p": ".exact.{device}",
-}
-"""The modules, relative to the operations' package, that have an operation's place on a device."""
-_UNDEFINED = dict.fromkeys(("linear", "reduce"), ".exact.undefined")
-"""The same of operations that no model may call."""
 
 _POSITIONS = 8192
 """Of a rotary embedding, whose angles are held at a time."""
@@ -33,19 +23,16 @@ _LEAVE = f"serve another model, or leave {envs.ARITHMETIC.name} out"
 
 
 def install_cpu() -> None:
-    """Put its operations, layers and draws where a worker on a CPU calls others."""
+    """Put its layers and draws where a worker on a CPU calls others."""
     operations().certify()
-    dispatch.MODULES["moe", "cpu"] = ".exact.cpu_experts"
-    install_layers("cpu")
+    install_layers()
     tensor_tree.install(operations().finish)
     sampler = patch_points.TOP_K_TOP_P_SAMPLER.get()
     sampler.forward_cpu = sampler.forward_native = _draw
 
 
-def install_layers(device_type: str) -> None:
-    """Put its operations and layers where a worker on a device calls others."""
-    _put(_OPERATIONS, device_type)
-    _when_a_model_is_loaded(lambda: _put(_UNDEFINED, device_type))
+def install_layers() -> None:
+    """Put its layers where a worker calls others."""
     replace = partial(patch_points.replace_layer, prefix="Exact")
     replace(patch_points.SILU_AND_MUL.get(), forward=_silu_and_mul)
     replace(patch_points.GELU_AND_MUL.get(), forward=_gelu_and_mul)
@@ -74,20 +61,15 @@ def refuse_copies_of_pages() -> None:
     patch_points.COPY_PAGES.put(copy)
 
 
-def _put(modules: Mapping[str, str], device_type: str) -> None:
-    for operation, module in modules.items():
-        dispatch.MODULES[operation, device_type] = module.format(device=device_type)
-    module_for.cache_clear()
-
-
-def _when_a_model_is_loaded(act: Callable[[], None]) -> None:
-    """Act before: while it starts, a worker on a GPU multiplies ones, to have the libraries take their memory."""
-    worker = patch_points.DEVICE_WORKER.get()
+def choose_before_loading(worker: type[Any]) -> None:
+    """Have a class of workers compute exactly from a model on: while it starts, one on a GPU multiplies ones, to have
+    the libraries take their memory.
+    """
     load = worker.load_model
 
     @wraps(load)
     def load_model(self: Any, *options: Any, **named: Any) -> Any:
-        act()
+        dispatch.choose("exact")
         return load(self, *options, **named)
 
     worker.load_model = load_model

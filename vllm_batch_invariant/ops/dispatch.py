@@ -1,57 +1,103 @@
-"""Finds the module that implements an operation on a device, importing it when it is first needed."""
+"""Finds the module that implements an operation in an arithmetic on a device, importing it when it is first needed."""
 
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import NoReturn
 
 import torch
 
 from ..errors import NotCovered
 from ..installing import how_to_install
 
+_FLOAT = {
+    "acceptance": ("cpu", "cuda"),
+    "all_reduce": ("cpu", "cuda"),
+    "attention_backward": ("cpu", "cuda"),
+    "linear": ("cpu", "cuda", "npu"),
+    "moe": ("cpu", "cuda"),
+    "norm": ("cpu", "cuda", "npu"),
+    "norm_backward": ("cpu", "cuda"),
+    "norm_rotary": ("cuda",),
+    "ranking": ("cpu", "cuda"),
+    "reduce": ("cpu", "cuda", "npu"),
+    "silu": ("cpu", "cuda"),
+    "silu_backward": ("cpu", "cuda"),
+    "softmax": ("cpu", "cuda", "npu"),
+    "top_k_top_p": ("cpu", "cuda"),
+}
+_EXACT = dict.fromkeys(("norm", "softmax", "top_k_top_p"), ("cpu", "cuda"))
+_EITHER = dict.fromkeys(("acceptance", "all_reduce", "ranking"), ("cpu", "cuda"))
+"""Operations that compare numbers, or add them in an order that is an argument."""
 MODULES = {
-    (operation, device_type): f".{operation}.{device_type}"
-    for operation, device_types in {
-        "acceptance": ("cpu", "cuda"),
-        "all_reduce": ("cpu", "cuda"),
-        "attention_backward": ("cpu", "cuda"),
-        "linear": ("cpu", "cuda", "npu"),
-        "moe": ("cpu", "cuda"),
-        "norm": ("cpu", "cuda", "npu"),
-        "norm_backward": ("cpu", "cuda"),
-        "norm_rotary": ("cuda",),
-        "ranking": ("cpu", "cuda"),
-        "reduce": ("cpu", "cuda", "npu"),
-        "silu": ("cpu", "cuda"),
-        "silu_backward": ("cpu", "cuda"),
-        "softmax": ("cpu", "cuda", "npu"),
-        "top_k_top_p": ("cpu", "cuda"),
-    }.items()
+    (operation, arithmetic, device_type): module.format(operation=operation, device_type=device_type)
+    for arithmetic, module, operations in (
+        ("float", ".{operation}.{device_type}", _FLOAT),
+        ("exact", ".{operation}.{device_type}", _EITHER),
+        ("exact", ".exact.{device_type}", _EXACT),
+        ("exact", ".exact.{device_type}_experts", {"moe": ("cpu",)}),
+    )
+    for operation, device_types in operations.items()
     for device_type in device_types
 }
-"""The module, relative to this package, of each (operation, device type) that is implemented. Attention, which has
-several implementations on a device, has a table of its own.
+"""The module, relative to this package, of each (operation, arithmetic, device type) that is implemented. Attention,
+which has several implementations on a device, has a table of its own.
 """
+_arithmetic = "float"
 
 _IN_WORDS = {"reduce": "sums and means", "acceptance": "speculative decoding", "moe": "mixtures of experts"}
 """What users call some operations."""
 
 
-@cache
+def choose(arithmetic: str) -> None:
+    """Have this process compute in an arithmetic, "float" or "exact": a worker chooses once, before it has a model."""
+    global _arithmetic
+    _arithmetic = arithmetic
+
+
+def arithmetic() -> str:
+    """The arithmetic of this process."""
+    return _arithmetic
+
+
+class _Undefined(ModuleType):
+    """In the place of an operation that an arithmetic does not define: a call of any of its functions refuses."""
+
+    def __getattr__(self, function: str) -> Callable[..., NoReturn]:
+        def refuse(*_: object, **__: object) -> NoReturn:
+            raise NotCovered(
+                f"{function} of floats in exact arithmetic",
+                "the order of its sum is not defined there",
+                "serve a model made of layers that are, or leave VLLM_BATCH_INVARIANT_ARITHMETIC out",
+            )
+
+        return refuse
+
+
 def module_for(operation: str, device_type: str) -> ModuleType:
-    """The module that implements ``operation`` on a device type, with no regard to autograd.
+    """The module that implements ``operation`` on a device type, with no regard to autograd. Where the arithmetic of
+    this process does not define the operation, its functions raise :class:`~.errors.NotCovered`.
 
     Raises:
         NotCovered: no implementation for the device, or its package is missing.
     """
-    if (operation, device_type) not in MODULES:
+    return _module(operation, _arithmetic, device_type)
+
+
+@cache
+def _module(operation: str, arithmetic: str, device_type: str) -> ModuleType:
+    device_types = [device for name, kind, device in MODULES if (name, kind) == (operation, "float")]
+    if device_type not in device_types:
         raise NotCovered(
             f"{operation} on device '{device_type}'",
-            f"this version implements it for {', '.join(device for name, device in MODULES if name == operation)} only",
+            f"this version implements it for {', '.join(device_types)} only",
             "move the tensors there, or leave the mode off",
         )
+    if (operation, arithmetic, device_type) not in MODULES:
+        return _Undefined(operation)
     try:
-        return import_module(MODULES[operation, device_type], __package__)
+        return import_module(MODULES[operation, arithmetic, device_type], __package__)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == __package__.split(".")[0]:
             raise

@@ -8,13 +8,16 @@ import torch
 from numba import njit
 
 from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops import dispatch
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
 from vllm_batch_invariant.ops.common.numba_exact_math import tanh
 from vllm_batch_invariant.ops.common.numba_math import float_of_bits
-from vllm_batch_invariant.ops.exact import cpu, cpu_experts, definition, undefined
+from vllm_batch_invariant.ops.exact import cpu, cpu_experts, definition
 from vllm_batch_invariant.ops.exact.definition import Floats, fp32
 from vllm_batch_invariant.ops.exact.known_answers import normal, with_outliers
+from vllm_batch_invariant.ops.linear import mm
 from vllm_batch_invariant.ops.moe import MoeReduction
+from vllm_batch_invariant.ops.reduce import mean
 
 THREADS = torch.get_num_threads()
 
@@ -247,9 +250,17 @@ def test_a_contraction_or_a_second_rounding_would_be_seen() -> None:
     assert (half_way.astype(np.float64).astype(fp32) != half_way.astype(fp32)).all()
 
 
-def test_operations_without_a_definition_refuse() -> None:
-    with pytest.raises(NotCovered, match="mm of floats in exact arithmetic"):
-        undefined.mm(torch.ones(2, 2), torch.ones(2, 2))
+def test_operations_without_a_definition_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(2, 2)
+    mm(x, x)
+    monkeypatch.setattr(dispatch, "_arithmetic", "float")  # and back, whatever is chosen
+    dispatch.choose("exact")
+    with pytest.raises(NotCovered, match=r"mm of floats in exact arithmetic: the order of its sum is not defined"):
+        mm(x, x)
+    with pytest.raises(NotCovered, match=r"mean of floats in exact arithmetic: the order of its sum is not defined"):
+        mean(x)
+    assert dispatch.module_for("norm", "cpu") is cpu
+    assert dispatch.module_for("moe", "cpu") is cpu_experts
     with pytest.raises(NotCovered, match="over 65536 elements"):
         cpu.prepare(torch.ones(2, 65_536, dtype=torch.bfloat16))
     with pytest.raises(NotCovered, match="a part of a row"):

@@ -40,9 +40,10 @@ class Buffer:
 def sampler(monkeypatch: pytest.MonkeyPatch) -> Any:
     """vLLM's, with the functions that are installed in a worker on a GPU; all is given back afterwards."""
     monkeypatch.setattr(exact_sampling, "operations", lambda device_type: cuda)
+    monkeypatch.setattr(dispatch, "_arithmetic", "exact")
     for operation in ("softmax", "top_k_top_p"):
-        monkeypatch.setitem(dispatch.MODULES, (operation, "cpu"), ".exact.cuda")
-    dispatch.module_for.cache_clear()
+        monkeypatch.setitem(dispatch.MODULES, (operation, "exact", "cpu"), ".exact.cuda")
+    dispatch._module.cache_clear()
     module = patch_points.SECOND_SAMPLER.module()
     monkeypatch.setattr(module.Sampler, "add_request", module.Sampler.add_request)
     for name in POINTS:
@@ -60,7 +61,7 @@ def sampler(monkeypatch: pytest.MonkeyPatch) -> Any:
     config = SimpleNamespace(reasoning_config=None, model_config=SimpleNamespace(), speculative_config=None)
     yield module.Sampler(config, 16, VOCABULARY, torch.device("cpu"), states)
     monkeypatch.undo()
-    dispatch.module_for.cache_clear()
+    dispatch._module.cache_clear()
 
 
 def counted(sampler: Any, row: int, prompt: np.ndarray, output: np.ndarray) -> None:

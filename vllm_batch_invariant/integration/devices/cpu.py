@@ -11,6 +11,7 @@ import torch
 from ... import envs
 from ...errors import NotCovered
 from ...installing import how_to_install
+from ...ops import dispatch
 from ...ops.attention import paged_attention
 from ...ops.devices import DEVICES
 from ...provenance import installed
@@ -34,6 +35,7 @@ class Cpu(VllmDevice):
         linear.install_cpu()
         experts.install_cpu()
         if envs.is_exact():
+            dispatch.choose("exact")
             exact.install_cpu()
 
     def install_collectives(self) -> None:

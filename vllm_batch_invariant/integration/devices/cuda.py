@@ -109,7 +109,8 @@ class Cuda(VllmDevice):
         experts.install_cuda()
         experts.install_capture()
         if envs.is_exact():
-            exact.install_layers("cuda")
+            exact.choose_before_loading(patch_points.DEVICE_WORKER.get())
+            exact.install_layers()
             linear.install_exact_cuda()
         else:
             linear.install_cuda()
