@@ -34,7 +34,7 @@ def main(descriptor: int) -> None:
     attention._MODULES["exact"] = "..exact.cuda"
     for operation in ("norm", "softmax", "top_k_top_p"):
         dispatch.MODULES[operation, "exact", "cpu"] = dispatch.MODULES[operation, "exact", "cuda"]
-    cpu.Cpu.compile_kernels = lambda self: None
+    cpu.ExactCpu.compile_kernels = lambda self: None
     worker_main.main(descriptor)
 
 

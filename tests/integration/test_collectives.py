@@ -40,7 +40,7 @@ def test_a_workers_all_reduce_adds_rank_after_rank_in_place(
     point = patch_points.CPU_COMMUNICATOR
     monkeypatch.setattr(point.module(), point.attribute, Communicator)
     monkeypatch.setattr(Communicator, "all_reduce", Communicator.all_reduce)
-    collectives.install_cpu()
+    collectives.install_cpu(tree=False)
     ranks = (1000 * torch.randn(3, 7, 5, generator=torch.Generator().manual_seed(0))).to(dtype)
     communicator, own = Communicator([ranks[1], ranks[2]]), ranks[0].clone()
     result = communicator.all_reduce(own)
@@ -94,7 +94,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(point.module(), point.attribute, type(fake.__name__, (fake,), dict(vars(fake))))
     monkeypatch.setattr(peers, "symmetric_peers", lambda *of: of)
     monkeypatch.setattr(cuda, "AllReduce", lambda ranks, peers, tree: lambda x: (ranks, *peers, tree, x))
-    collectives.install_cuda()
+    collectives.install_cuda(tree=False)
 
 
 @pytest.mark.usefixtures("on_gpus")

@@ -36,6 +36,18 @@ def test_every_operation_is_for_devices_that_there_are() -> None:
     assert {arithmetic for _, arithmetic, _ in MODULES} == set(ARITHMETIC.values)
 
 
+def test_a_record_is_for_the_arithmetic_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    floats = {device_type: devices.get(device_type) for device_type in DEVICES}
+    monkeypatch.setenv(ARITHMETIC.name, "exact")
+    exact = {device_type: devices.get(device_type) for device_type in DEVICES}
+    assert not any(device.is_exact for device in floats.values())
+    assert all(device.is_exact for device in exact.values())
+    assert exact["cpu"].guarantees == (*floats["cpu"].guarantees, "hardware")
+    assert exact["npu"].guarantees == floats["npu"].guarantees == (), "it is refused"
+    assert exact["cpu"].backend.get_impl_cls().reduction == exact["cpu"].attention_reduction()
+    assert "Exact arithmetic X16.1: sums of integers, by Triton." in exact["cuda"].served_by()
+
+
 def test_a_worker_on_a_gpu_multiplies_floats_until_it_loads_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_arithmetic", "float")
     worker = type("Worker", (), {"load_model": lambda self, load_dummy_weights=False: dispatch.arithmetic()})

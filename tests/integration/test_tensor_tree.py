@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_batch_invariant.envs import ARITHMETIC, TP_TREE
+from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration import linear, patch_points, tensor_tree
 from vllm_batch_invariant.integration.coverage import REFUSED
@@ -92,10 +92,7 @@ def test_every_worker_adds_the_bias_to_the_whole_sum(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4, 8])
-def test_in_exact_arithmetic_workers_add_the_segments_that_one_adds_alone(
-    workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(ARITHMETIC.name, "exact")
+def test_in_exact_arithmetic_workers_add_the_segments_that_one_adds_alone(workers: int) -> None:
     m, n, k = 5, 70, 512
     draw = torch.Generator().manual_seed(workers)
     x, weight, bias = (torch.randn(shape, generator=draw).bfloat16() for shape in ((m, k), (n, k), (n,)))
@@ -111,8 +108,7 @@ def test_in_exact_arithmetic_workers_add_the_segments_that_one_adds_alone(
         assert not torch.equal(exact.finish(rounded.float(), bias), right), "nodes are not rounded"
 
 
-def test_workers_without_whole_segments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ARITHMETIC.name, "exact")
+def test_workers_without_whole_segments_are_refused() -> None:
     ExactLinear(layer("ROW_PARALLEL", input_size=96))
     with pytest.raises(NotCovered, match=r"2 workers for the 96 inputs of layers\.0\.x in exact arithmetic"):
         ExactLinear(layer("ROW_PARALLEL", input_size=96, tp_size=2))

@@ -110,14 +110,6 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.sinks = sinks  # a parameter of the model, whose values come later
         self.implementation = envs.ATTENTION.read()
-        if envs.is_exact():
-            self.implementation, self.reduction = "exact", AttentionReduction.of_device("cpu", "exact")
-            if alibi_slopes is not None or sinks is not None:
-                raise NotCovered(
-                    "attention with ALiBi or sinks in exact arithmetic",
-                    "it has no definition there",
-                    f"serve another model, or leave {envs.ARITHMETIC.name} out",
-                )
 
     def options(self, device: torch.device) -> dict[str, Any]:
         """What decides the layer's bits beside its inputs, as arguments of :func:`..ops.attention.paged_attention`."""
@@ -198,6 +190,22 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             out=out,
             plan=batch.plans.get(self.num_heads),
         )
+
+
+class ExactAttention(FixedSplitAttention):
+    """One attention layer in exact arithmetic."""
+
+    reduction = AttentionReduction.of_device("cpu", "exact")
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.implementation = "exact"
+        if self.alibi_slopes is not None or self.sinks is not None:
+            raise NotCovered(
+                "attention with ALiBi or sinks in exact arithmetic",
+                "it has no definition there",
+                f"serve another model, or leave {envs.ARITHMETIC.name} out",
+            )
 
 
 def _not_supported(cls: type, *args: object, **named: object) -> bool:  # whatever is asked

@@ -11,7 +11,15 @@ from ..ops.attention import AttentionReduction
 from ..ops.attention.params import PagedAttention
 from ..ops.common.kv_cache import CacheSlots
 from . import patch_points
-from .attention import FixedSplitAttention, FixedSplitBackendMixin, Metadata, MetadataBuilder, cache_of, split_cache
+from .attention import (
+    ExactAttention,
+    FixedSplitAttention,
+    FixedSplitBackendMixin,
+    Metadata,
+    MetadataBuilder,
+    cache_of,
+    split_cache,
+)
 from .cuda_graphs import most_tokens, verify_lengths
 
 PAGE_SIZE = AttentionReduction.of_device("cuda").key_tile
@@ -35,9 +43,8 @@ class PlannedMetadataBuilder(MetadataBuilder):
         self._spec, self._config, self._device = kv_cache_spec, vllm_config, device
         self.verify = verify_lengths(vllm_config)
         """The tokens of each request in steps whose requests all have as many, which have CUDA graphs of their own."""
-        held = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
-        self._exact_layers = held if envs.is_exact() else []
-        layers = [layer.impl for layer in held]
+        self._layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
+        layers = [layer.impl for layer in self._layers]
         self._planners = {
             heads: self._planner([layer for layer in layers if layer.num_heads == heads])
             for heads in dict.fromkeys(layer.num_heads for layer in layers)
@@ -47,8 +54,17 @@ class PlannedMetadataBuilder(MetadataBuilder):
         """For layers with as many query heads."""
         from ..ops.attention.certificate import Options, certify
         from ..ops.attention.plan import Planner
-        from ..ops.attention.shapes import AttentionShape
         from ..ops.attention.sm90 import is_plain
+
+        shape, requests, tokens, keys = self._sizes(layers)
+        kinds = tuple(dict.fromkeys(map(Options.of, layers)))
+        certificate = certify(shape, self._device, self._spec.block_size, kinds, max(self.verify, default=1))
+        plain = any(is_plain(layer) for layer in layers)
+        return Planner(shape, self._device, requests, tokens, keys, plain, certificate.kernels)
+
+    def _sizes(self, layers: list[Any]) -> tuple[Any, int, int, int]:
+        """The shape of layers with as many query heads, and the most requests, tokens and keys of a step."""
+        from ..ops.attention.shapes import AttentionShape
 
         spec, model, scheduler = self._spec, self._config.model_config, self._config.scheduler_config
         shape = AttentionShape(
@@ -63,26 +79,10 @@ class PlannedMetadataBuilder(MetadataBuilder):
             keys = min(keys, blocks * spec.block_size)
         # A draft model reads what was sampled beside the tokens of a step.
         tokens = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * max(self.verify, default=0)
-        if envs.is_exact():
-            from ..ops.exact.cuda import ExactPlanner
-
-            return ExactPlanner(shape, self._device, scheduler.max_num_seqs, tokens, keys)
-        kinds = tuple(dict.fromkeys(map(Options.of, layers)))
-        certificate = certify(shape, self._device, spec.block_size, kinds, max(self.verify, default=1))
-        return Planner(
-            shape,
-            self._device,
-            scheduler.max_num_seqs,
-            tokens,
-            keys,
-            any(is_plain(layer) for layer in layers),
-            certificate.kernels,
-        )
+        return shape, scheduler.max_num_seqs, tokens, keys
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         batch = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        for layer in self._exact_layers:  # before a graph is captured, whose memory would not stay theirs
-            layer.impl.cache_in(cache_of(layer))
         requests, tokens = len(batch.seq_lens), batch.num_actual_tokens
         most = most_tokens(requests, tokens, common_attn_metadata.max_query_len, self.verify)
         return replace(batch, plans=self._plan(batch, most))
@@ -97,6 +97,21 @@ class PlannedMetadataBuilder(MetadataBuilder):
             heads: planner.plan(batch.query_start_loc, batch.seq_lens, batch.num_actual_tokens, most)
             for heads, planner in self._planners.items()
         }
+
+
+class ExactMetadataBuilder(PlannedMetadataBuilder):
+    """The same in exact arithmetic."""
+
+    def _planner(self, layers: list[Any]) -> Any:
+        from ..ops.exact.cuda import ExactPlanner
+
+        shape, requests, tokens, keys = self._sizes(layers)
+        return ExactPlanner(shape, self._device, requests, tokens, keys)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
+        for layer in self._layers:  # before a graph is captured, whose memory would not stay theirs
+            layer.impl.cache_in(cache_of(layer))
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
 
 class CudaFixedSplitAttention(FixedSplitAttention):
@@ -122,7 +137,7 @@ class CudaFixedSplitAttention(FixedSplitAttention):
         return None if slots is None else CacheSlots(*split_cache(kv_cache), slots)
 
 
-class ExactCudaAttention(FixedSplitAttention):
+class ExactCudaAttention(ExactAttention):
     """One attention layer in exact arithmetic, whose cache holds keys and values on their grids, in as many bytes."""
 
     _cache: Any = None
@@ -186,7 +201,7 @@ class Backend(FixedSplitBackendMixin, _Base):
 
     @staticmethod
     def get_impl_cls() -> type[FixedSplitAttention]:
-        return ExactCudaAttention if envs.is_exact() else CudaFixedSplitAttention
+        return CudaFixedSplitAttention
 
     @staticmethod
     def get_builder_cls() -> type[MetadataBuilder]:
@@ -195,3 +210,15 @@ class Backend(FixedSplitBackendMixin, _Base):
         from .attention_flex import FlexMetadataBuilder
 
         return FlexMetadataBuilder
+
+
+class ExactBackend(Backend):
+    """The same in exact arithmetic, which has no FlexAttention."""
+
+    @staticmethod
+    def get_impl_cls() -> type[FixedSplitAttention]:
+        return ExactCudaAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[MetadataBuilder]:
+        return ExactMetadataBuilder

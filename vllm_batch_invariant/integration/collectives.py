@@ -12,7 +12,7 @@ import torch.distributed
 
 from ..errors import NotCovered
 from ..ops.all_reduce import add_ranks
-from . import patch_points, tensor_tree
+from . import patch_points
 
 _ADDING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 """Functions of torch.distributed that may add."""
@@ -22,9 +22,9 @@ _LAYERS = "tp"
 """What vLLM calls the group of workers that share each layer."""
 
 
-def install_cpu() -> None:
-    """Have workers on CPUs add what each has computed, in the order of their ranks."""
-    communicator, tree = patch_points.CPU_COMMUNICATOR.get(), tensor_tree.is_used()
+def install_cpu(tree: bool) -> None:
+    """Have workers on CPUs add what each has computed, in the order of their ranks or as a tree."""
+    communicator = patch_points.CPU_COMMUNICATOR.get()
     theirs = communicator.all_reduce
 
     def all_reduce(self: Any, input_: torch.Tensor) -> torch.Tensor:
@@ -37,9 +37,9 @@ def install_cpu() -> None:
     communicator.all_reduce = all_reduce
 
 
-def install_cuda() -> None:
+def install_cuda(tree: bool) -> None:
     """Have workers on GPUs do so, through memory that all of them see; NCCL adds no floating-point numbers."""
-    communicator, tree = patch_points.CUDA_COMMUNICATOR.get(), tensor_tree.is_used()
+    communicator = patch_points.CUDA_COMMUNICATOR.get()
     make, theirs = communicator.__init__, communicator.all_reduce
 
     def __init__(self: Any, *args: Any, **named: Any) -> None:  # noqa: N807 - Python's

@@ -189,7 +189,7 @@ def _beside_workers_on_gpus(config: Config) -> str | None:
         "stages of several workers": workers > 1 < stages,
         "the first model runner": not config.use_v2_model_runner,
         "speculative decoding": config.speculative_config is not None,
-        "exact arithmetic": envs.is_exact(),
+        "exact arithmetic": devices.of_config(config).is_exact,
         "FlexAttention": envs.ATTENTION.read() == "flex",
         "stages of a mixture of experts": model.is_moe and stages > 1,
         f"vLLM {version}": not version.startswith(RAN.on_gpus),
@@ -260,7 +260,7 @@ def _outputs_beside_tokens(config: Config) -> str | None:
         f"with vLLM {version}": not version.startswith(RAN.on_gpus),
         "by vLLM's first model runner": device == "cuda" and not config.use_v2_model_runner,
         "beside speculative decoding": config.speculative_config is not None,
-        "in exact arithmetic": envs.is_exact(),
+        "in exact arithmetic": devices.of_config(config).is_exact,
     }
     if where := _first(found):
         return f"{on[0]} {where}"
@@ -318,7 +318,7 @@ def _beside_pooling(config: Config) -> str | None:
         f"data parallelism {parallel.data_parallel_size}": parallel.data_parallel_size > 1,
         "several GPUs": devices.of_config(config).ops.type == "cuda" and parallel.tensor_parallel_size > 1,
         f"{envs.TP_TREE.name}={tensor_tree.leaves()}": tensor_tree.leaves() > 1,
-        "exact arithmetic": envs.is_exact(),
+        "exact arithmetic": devices.of_config(config).is_exact,
         "a multimodal model as text": config.model_config.is_multimodal_model,
     }
     first = _first(found)
@@ -445,14 +445,15 @@ def _thoughts_beside_drafts(config: Config) -> str | None:
 
 def _inexact(config: Config) -> str | None:
     """What exact arithmetic has no definition of."""
-    if not envs.is_exact():
+    device = devices.of_config(config)
+    if not device.is_exact:
         return None
     model, workers = config.model_config, config.parallel_config.tensor_parallel_size
     text = model.hf_text_config
     problem = exact.problem_of(model.architecture, lambda name, default: getattr(text, name, default))
     dtype = str(model.dtype).removeprefix("torch.")
     attention, has_experts = envs.ATTENTION.read(), getattr(model, "is_moe", False)
-    on_a_gpu = devices.of_config(config).ops.type == "cuda"
+    on_a_gpu = device.ops.type == "cuda"
     found = {
         str(problem): problem is not None,
         f"{model.architecture} on a GPU": on_a_gpu and model.architecture not in RAN.exact_models_on_gpus,
@@ -466,13 +467,12 @@ def _inexact(config: Config) -> str | None:
 
 
 def _exact_elsewhere(config: Config) -> str | None:
-    ran = devices.of_config(config).has_exact_arithmetic
-    return _when(envs.is_exact() and not ran, f"{envs.ARITHMETIC.name}=exact")
+    return _when(devices.of_config(config).is_exact, f"{envs.ARITHMETIC.name}=exact")
 
 
 def _exact_by_other_samplers(config: Config) -> str | None:
     """What samples on a GPU by other functions than those that exact arithmetic replaces there."""
-    if not envs.is_exact():
+    if not devices.of_config(config).is_exact:
         return None
     if not config.use_v2_model_runner:
         return "exact arithmetic by vLLM's first model runner"
@@ -483,8 +483,8 @@ def _exact_by_other_samplers(config: Config) -> str | None:
 
 
 def _exact_parts_of_pages(config: Config) -> str | None:
-    unit = getattr(config.cache_config, "prefix_match_unit", None)
-    return _when(envs.is_exact() and unit is not None, f"--prefix-match-unit {unit} in exact arithmetic")
+    unit, is_exact = getattr(config.cache_config, "prefix_match_unit", None), devices.of_config(config).is_exact
+    return _when(is_exact and unit is not None, f"--prefix-match-unit {unit} in exact arithmetic")
 
 
 def _npu_attention(config: Config) -> str | None:

@@ -54,7 +54,7 @@ def _engine_info(worker: Any, device: Any) -> dict[str, Any]:
             attention_by=device.ops.attention if chosen == "auto" else chosen,
             engine=settings(config, device),
             experts=experts.reductions(worker.model_runner.get_model()) if model.is_moe else (),
-            exact=envs.is_exact(),
+            exact=device.is_exact,
         )
     )
 

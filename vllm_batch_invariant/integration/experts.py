@@ -20,12 +20,7 @@ from .norm_rotary import is_watched
 
 
 class PreparedExperts(PreparedWeight):
-    """Weights [experts, N, K] of a layer's experts, and what the operation makes of them. In exact arithmetic that has
-    not all bits of the weights, which stay.
-    """
-
-    def __init__(self, layer: torch.nn.Module, name: str) -> None:
-        super().__init__(layer, name, remove_weight=not envs.is_exact())
+    """Weights [experts, N, K] of a layer's experts, and what the operation makes of them."""
 
     def _make_copy(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return module_for("moe", "cpu").prepare_experts(weight)
@@ -105,12 +100,15 @@ class CpuExperts(BatchInvariantExperts):
     """On a CPU, with copies of the weights that are prepared once."""
 
     prepared: tuple[PreparedExperts, ...] = ()
+    remove_weights = True
+    """Whether the copies have all bits of the weights, which need not stay."""
 
     def weights_are_loaded(self, layer: torch.nn.Module) -> None:
         for weight in self.prepared:
             weight.weight_was_loaded()
         if not self.prepared:
-            self.prepared = PreparedExperts(layer, "w13_weight"), PreparedExperts(layer, "w2_weight")
+            names = "w13_weight", "w2_weight"
+            self.prepared = tuple(PreparedExperts(layer, name, self.remove_weights) for name in names)
             for weight in self.prepared:
                 weight.prepare()
 
@@ -121,6 +119,12 @@ class CpuExperts(BatchInvariantExperts):
         return module_for("moe", "cpu").prepared_moe(
             x, weights, ids, gate_up, down, self.reduction, *_biases(layer), layer.expert_map
         )
+
+
+class ExactExperts(CpuExperts):
+    """The same in exact arithmetic."""
+
+    remove_weights = False
 
 
 class CudaExperts(BatchInvariantExperts):
@@ -177,9 +181,9 @@ def certify(n: int, k: int, dtype: torch.dtype, device: torch.device, activation
     return module_for("moe", "cuda").certify(n, k, dtype, device, activation)
 
 
-def install_cpu() -> None:
+def install_cpu(kind: type[CpuExperts] = CpuExperts) -> None:
     """Have every layer of experts computed by ours."""
-    _install(CpuExperts)
+    _install(kind)
 
 
 def install_cuda() -> None:

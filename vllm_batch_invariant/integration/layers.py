@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from .. import envs
 from ..errors import NotCovered
+from ..ops import dispatch
 from . import calls, experts, patch_points, pooling, reviews
 from .calls import MODELS
 
@@ -103,7 +103,7 @@ def _problem(module: torch.nn.Module) -> str | None:
     kind: type = type(module)
     if _is_ours(kind):
         return None
-    if envs.is_exact() and (undefined := _undefined(module)):
+    if dispatch.arithmetic() == "exact" and (undefined := _undefined(module)):
         return undefined
     if _is_known(kind):
         return _of_layer(module)

@@ -1,13 +1,12 @@
 """vLLM's unquantised linear layers and output embeddings, with the operation in their place."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 
-from .. import envs
 from ..errors import NotCovered
 from ..ops.dispatch import module_for
 from ..ops.exact.definition import segments
@@ -129,7 +128,7 @@ class ExactLinear(PreparedWeight):
         NotCovered: the workers have no whole segments of K.
     """
 
-    def __init__(self, layer: torch.nn.Module) -> None:
+    def __init__(self, layer: torch.nn.Module, remove_weight: bool = False) -> None:
         super().__init__(layer, remove_weight=False)
         self._shared, workers = isinstance(layer, patch_points.ROW_PARALLEL.get()), getattr(layer, "tp_size", 1)
         self._parts = 1
@@ -215,10 +214,10 @@ def as_loaded(weight: torch.Tensor) -> torch.Tensor:
     return weight if holder is None else holder.as_loaded()
 
 
-def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+def dispatch(layer: torch.nn.Module, remove_weight: bool, kind: Any = PreparedLinear) -> None:
     """Give a layer whose weight is loaded its GEMM; stands for vLLM's own choice among packed and oneDNN kernels.
 
-    ``remove_weight`` says that nothing else reads the original.
+    ``remove_weight`` says that nothing else reads the original; ``kind`` is the class of what multiplies.
     """
     found = getattr(layer, "cpu_linear", None)
     if isinstance(found, PreparedLinear):
@@ -226,13 +225,13 @@ def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
     elif layer.weight.is_meta or layer.weight.ndim != 2:
         layer.cpu_linear = torch.nn.functional.linear
     else:
-        layer.cpu_linear = ExactLinear(layer) if envs.is_exact() else PreparedLinear(layer, remove_weight)
+        layer.cpu_linear = kind(layer, remove_weight)
         layer.cpu_linear.prepare()
 
 
-def install_cpu() -> None:
+def install_cpu(kind: type[PreparedWeight] = PreparedLinear) -> None:
     """Put the operation in the place of vLLM's function of that purpose on a CPU."""
-    patch_points.CPU_GEMM.put(dispatch)
+    patch_points.CPU_GEMM.put(partial(dispatch, kind=kind))
 
 
 def install_cuda() -> None:

@@ -163,7 +163,7 @@ def _adds_ranks(row: Any) -> bool:
         and row.return_bias
         and not row.skip_bias_add
         and row.tp_size == patch_points.TENSOR_PARALLEL.get().world_size > 1
-        and not (tensor_tree.is_used() and row.bias is not None)
+        and not (tensor_tree.leaves() > 1 and row.bias is not None)
     )
 
 

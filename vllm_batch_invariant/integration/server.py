@@ -145,7 +145,7 @@ class Metric:
             "version": __version__,
             "device": str(environment["device"].get("name", config.device_config.device_type)),
             "attention": str(attention.get("implementation", "")),
-            "guarantees": ",".join(devices.of_config(config).promised),
+            "guarantees": ",".join(devices.of_config(config).guarantees),
         }
         self._before: Any = None
 

@@ -48,11 +48,6 @@ def setting() -> dict[str, str]:
     return {"tensor_parallel_tree": str(leaves())} if leaves() > 1 else {}
 
 
-def is_used() -> bool:
-    """Whether what workers share is added as a tree."""
-    return leaves() > 1 or envs.is_exact()
-
-
 def of_layer(layer: "torch.nn.Module") -> LayerTree:
     """How a linear layer or an output embedding computes.
 

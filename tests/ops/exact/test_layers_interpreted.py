@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from tests.ops.exact.cases import assert_same
-from vllm_batch_invariant.envs import ARITHMETIC
 from vllm_batch_invariant.ops import attention
 from vllm_batch_invariant.ops.exact import cuda, definition, known_answers
 from vllm_batch_invariant.ops.exact.decoder import Decoder
 
 pytest.importorskip("vllm")
 from vllm_batch_invariant.integration import exact, linear
-from vllm_batch_invariant.integration.attention_cuda import ExactCudaAttention, PlannedMetadataBuilder
+from vllm_batch_invariant.integration.attention_cuda import ExactCudaAttention, ExactMetadataBuilder
 
 CONFIG = known_answers.checkpoint()[0] | {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -41,7 +40,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(exact, "operations", lambda device_type="cpu": cuda)
     monkeypatch.setitem(attention._MODULES, "exact", "..exact.cuda")
     monkeypatch.setattr(cuda, "certify", lambda *arguments: 0)  # it has a test of its own
-    monkeypatch.setenv(ARITHMETIC.name, "exact")
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +139,7 @@ def test_attention_over_pages_by_the_planned_backend_is_that_of_the_definition(c
         num_speculative_tokens=0,
     )
     spec = SimpleNamespace(num_kv_heads=KV_HEADS, head_size=HEAD, dtype=torch.bfloat16, block_size=PAGE)
-    builder = PlannedMetadataBuilder(spec, ["attn"], config, torch.device("cpu"))
+    builder = ExactMetadataBuilder(spec, ["attn"], config, torch.device("cpu"))
     pages, done = torch.tensor([[5, 2, 7, 0, 3, 1]]), 0
     for count in chunks:
         new = slice(done, done + count)

@@ -1,8 +1,12 @@
-"""The device types that the mode serves vLLM on: a record each, in the module of its name, imported when needed."""
+"""The device types that the mode serves vLLM on: a record for each arithmetic, in the module of its name, imported when
+needed.
+"""
 
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ... import envs
 from ...ops.devices import DEVICES
 from .refusal import not_covered
 
@@ -11,14 +15,18 @@ if TYPE_CHECKING:
 
 
 def get(device_type: str) -> "VllmDevice":
-    """The record of a device type.
+    """The record of a device type, for the arithmetic that is asked for; where it has none of its own, it is refused.
 
     Raises:
+        BadSetting: another arithmetic than there is.
         NotCovered: anything but a CPU, an NVIDIA GPU or an Ascend NPU.
     """
     if device_type not in DEVICES:
         raise not_covered(device_type)
-    return import_module(f".{device_type}", __package__).DEVICE
+    module = import_module(f".{device_type}", __package__)
+    if not envs.is_exact():
+        return module.DEVICE
+    return module.EXACT if hasattr(module, "EXACT") else replace(module.DEVICE, arithmetic="exact")
 
 
 def of_config(vllm_config: Any) -> "VllmDevice":

@@ -16,7 +16,7 @@ from ...ops.attention import paged_attention
 from ...ops.devices import DEVICES
 from ...provenance import installed
 from .. import collectives, exact, experts, linear, pipeline
-from .record import VllmDevice
+from .record import ExactDevice, VllmDevice
 
 
 class Cpu(VllmDevice):
@@ -34,12 +34,9 @@ class Cpu(VllmDevice):
     def install_linear(self) -> None:
         linear.install_cpu()
         experts.install_cpu()
-        if envs.is_exact():
-            dispatch.choose("exact")
-            exact.install_cpu()
 
     def install_collectives(self) -> None:
-        collectives.install_cpu()
+        collectives.install_cpu(self.adds_as_tree)
         collectives.refuse_other_sums()
         pipeline.install()
 
@@ -47,28 +44,29 @@ class Cpu(VllmDevice):
         """Run each compiled kernel once on next to nothing, so that no request waits for the compiler: 30 s when
         cold.
         """
+        self.compile_common(envs.ATTENTION.read(), torch.float32)
+        for rows in (1, 1024):
+            torch.sum(torch.zeros(rows, 64), -1)
+
+    def compile_common(self, attention: str, dtype: torch.dtype) -> None:
+        """Run those that every arithmetic has, of attention in an implementation with a cache of a dtype."""
         from ...ops import norm, ranking, softmax, top_k_top_p
 
         for rows in (1, 1024):  # the kernel for one thread, and the one for many
             x = torch.zeros(rows, 64)
             norm.rms_norm(x, None, 1e-6)
             softmax.log_softmax(softmax.softmax(x))
-            if not envs.is_exact():
-                torch.sum(x, -1)
             ranking.top_and_ranks(x, 1, torch.zeros(rows, dtype=torch.int64))
             top_k_top_p.top_k_top_p(x, torch.full((rows,), 2), torch.full((rows,), 0.5))
-        page = torch.zeros(1, 1, 16, 64)
+        page = torch.zeros(1, 1, 16, 64, dtype=dtype)
         one = torch.ones(1, dtype=torch.int32)
         starts = torch.tensor([0, 1], dtype=torch.int32)
         table = torch.zeros(1, 1, dtype=torch.int32)
         choice: dict[str, Any] = {
             "scale": 1.0,
             "reduction": self.attention_reduction(),
-            "implementation": envs.ATTENTION.read(),
+            "implementation": attention,
         }
-        if envs.is_exact():
-            exact.compile_cpu()
-            choice["implementation"], page = "exact", page.to(torch.bfloat16)
         paged_attention(page.new_zeros(1, 1, 64), page, page, table, one, starts, **choice)
 
     def machine(self) -> str:
@@ -89,6 +87,20 @@ class Cpu(VllmDevice):
     def versions(self) -> dict[str, str]:
         blas = re.search(r"Math Kernel Library Version (\S+)", torch.__config__.show())
         return {"numba": installed("numba"), "blas": f"MKL {blas[1]}" if blas else "of this PyTorch"}
+
+
+class ExactCpu(ExactDevice, Cpu):
+    """The same in exact arithmetic."""
+
+    def install_linear(self) -> None:
+        dispatch.choose(self.arithmetic)
+        linear.install_cpu(linear.ExactLinear)
+        experts.install_cpu(experts.ExactExperts)
+        exact.install_cpu()
+
+    def compile_kernels(self) -> None:
+        self.compile_common("exact", torch.bfloat16)
+        exact.compile_cpu()
 
 
 def _name() -> str:
@@ -114,6 +126,5 @@ DEVICE = Cpu(
     pipeline_parallel_sizes=(2, 4),
     has_data_parallelism=True,
     has_experts=True,
-    has_exact_arithmetic=True,
-    exact_serving="by numba and the BLAS",
 )
+EXACT = ExactCpu.of(DEVICE, "by numba and the BLAS")

@@ -25,7 +25,7 @@ from .. import (
     patch_points,
     sampling,
 )
-from .record import VllmDevice
+from .record import ExactDevice, VllmDevice
 from .refusal import not_covered
 
 logger = logging.getLogger("vllm.batch_invariant")
@@ -89,35 +89,31 @@ class Cuda(VllmDevice):
 
     def install_worker(self) -> frozenset[str]:
         """As on every device; a GPU that the kernels are not compiled for is refused."""
-        Gpu.of(torch.cuda.current_device())
-        if envs.is_exact():
-            _check_gpu_of_exact_arithmetic()
+        self.check_gpu()
         cuda_graphs.install()
         draft_graphs.install()
-        if not envs.is_exact():
-            norm_rotary.install()
         external_ops = super().install_worker()
-        if not envs.is_exact():
-            norm_fusion.look_after_loading(patch_points.DEVICE_WORKER.get())
+        self.install_fusions()
         sampling.install_second_runner()
-        if envs.is_exact():
-            exact_sampling.install()
-            exact.refuse_copies_of_pages()
         return external_ops
+
+    def check_gpu(self) -> None:
+        """Refuse a GPU that the kernels are not compiled for."""
+        Gpu.of(torch.cuda.current_device())
+
+    def install_fusions(self) -> None:
+        """Put operations of several layers in one launch."""
+        norm_rotary.install()
+        norm_fusion.look_after_loading(patch_points.DEVICE_WORKER.get())
 
     def install_linear(self) -> None:
         experts.install_cuda()
         experts.install_capture()
-        if envs.is_exact():
-            exact.choose_before_loading(patch_points.DEVICE_WORKER.get())
-            exact.install_layers()
-            linear.install_exact_cuda()
-        else:
-            linear.install_cuda()
-            activation.install()
+        linear.install_cuda()
+        activation.install()
 
     def install_collectives(self) -> None:
-        collectives.install_cuda()
+        collectives.install_cuda(self.adds_as_tree)
         collectives.refuse_other_sums()
 
     def machine(self) -> str:
@@ -132,11 +128,33 @@ class Cuda(VllmDevice):
         return {"cuda": str(torch.version.cuda)}
 
     def engine_settings(self, vllm_config: Any) -> dict[str, str]:
-        """The model runner: the two draw other noise of a seed, but in exact arithmetic."""
-        found = super().engine_settings(vllm_config)
-        if envs.is_exact():
-            return found
-        return found | {"model_runner": "second" if vllm_config.use_v2_model_runner else "first"}
+        """The model runner: the two draw other noise of a seed."""
+        runner = "second" if vllm_config.use_v2_model_runner else "first"
+        return super().engine_settings(vllm_config) | {"model_runner": runner}
+
+
+class ExactCuda(ExactDevice, Cuda):
+    """The same in exact arithmetic: nothing is fused, and the second model runner's sampler is replaced."""
+
+    def install_worker(self) -> frozenset[str]:
+        external_ops = super().install_worker()
+        exact_sampling.install()
+        exact.refuse_copies_of_pages()
+        return external_ops
+
+    def check_gpu(self) -> None:
+        super().check_gpu()
+        _check_gpu_of_exact_arithmetic()
+
+    def install_fusions(self) -> None:
+        pass
+
+    def install_linear(self) -> None:
+        exact.choose_before_loading(patch_points.DEVICE_WORKER.get())
+        experts.install_cuda()
+        experts.install_capture()
+        exact.install_layers()
+        linear.install_exact_cuda()
 
 
 def _check_gpu_of_exact_arithmetic() -> None:
@@ -175,6 +193,5 @@ DEVICE = Cuda(
     has_data_parallelism=True,
     data_parallel_sizes_of_experts=(2,),
     has_experts=True,
-    has_exact_arithmetic=True,
-    exact_serving="by Triton",
 )
+EXACT = ExactCuda.of(DEVICE, "by Triton")

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, Self
 
 from ... import envs
 from ...ops.attention import AttentionReduction
@@ -36,7 +36,6 @@ class VllmDevice:
         attention_choices: names of vLLM's attention backends that lead to ours, first its own; others are refused.
         serving: what serves the operations but attention, for the log.
         execution: how layers run, for the log.
-        exact_serving: by what sums of integers are computed, for the log.
         has_reviewed_config: whether somebody has read every field of the configurations that vLLM has on it.
         copies_weights: whether matmuls read copies of the weights, which go before the weights are written.
         guarantees: of docs/contract.md, that are kept on it.
@@ -46,7 +45,7 @@ class VllmDevice:
         has_data_parallelism: whether several engines may serve one dense model.
         data_parallel_sizes_of_experts: numbers of engines above 1 that may share the experts of one model.
         has_experts: whether mixtures of experts are served.
-        has_exact_arithmetic: whether exact arithmetic has been run on it; elsewhere it is refused.
+        arithmetic: that its workers compute in.
     """
 
     ops: Device
@@ -54,7 +53,6 @@ class VllmDevice:
     attention_choices: tuple[str, ...]
     serving: str = ""
     execution: str = "Layers are not compiled."
-    exact_serving: str = ""
     has_reviewed_config: bool = True
     copies_weights: bool = False
     guarantees: tuple[str, ...] = ("run", "batch", "schedule")
@@ -64,7 +62,7 @@ class VllmDevice:
     has_data_parallelism: bool = False
     data_parallel_sizes_of_experts: tuple[int, ...] = ()
     has_experts: bool = False
-    has_exact_arithmetic: bool = False
+    arithmetic: str = "float"
 
     def check_build(self) -> None:
         """Refuse a PyTorch that is built for another device of that name.
@@ -134,7 +132,7 @@ class VllmDevice:
 
     def attention_reduction(self) -> AttentionReduction:
         """The reduction of attention that is in force."""
-        return AttentionReduction.of_device(self.ops.type, "exact" if envs.is_exact() else envs.ATTENTION.read())
+        return AttentionReduction.of_device(self.ops.type, envs.ATTENTION.read())
 
     def summary(self, external_ops: Iterable[str]) -> list[str]:  # of a device that leaves some
         """What serves each operation, and what may be relied on; for the log.
@@ -146,19 +144,22 @@ class VllmDevice:
         unseeded = ", sampling without a seed."
         if seed != envs.SEED.values[0]:
             unseeded = f". A request without a seed gets one made of itself and {envs.SEED.name}={seed}."
-        where = f"on this {self.machine()}. Not covered: other hardware, other thread counts"
-        chosen = envs.ATTENTION.read()
-        attention = self.ops.attention if chosen == "auto" else chosen
-        serving = f"{self.serving} Attention: {attention}, {self.attention_reduction()}."
-        if envs.is_exact():
-            where = "on every machine. Not covered: infinities, NaN"
-            serving = f"Exact arithmetic {FORMAT}: sums of integers, {self.exact_serving}."
         return [
             f"{MODE_IS_ON}vLLM's own mode of that name is not used.",
-            f"{serving} {self.execution}",
+            f"{self.served_by()} {self.execution}",
             "Same bits for a request run again, in any batch, under any schedule (chunks, prefix cache, preemption, "
-            f"restart) {where}{unseeded}",
+            f"restart) {self.where()}{unseeded}",
         ]
+
+    def served_by(self) -> str:
+        """What serves each operation, for the log."""
+        chosen = envs.ATTENTION.read()
+        attention = self.ops.attention if chosen == "auto" else chosen
+        return f"{self.serving} Attention: {attention}, {self.attention_reduction()}."
+
+    def where(self) -> str:
+        """Where the bits stay the same and what may differ, for the log."""
+        return f"on this {self.machine()}. Not covered: other hardware, other thread counts"
 
     def machine(self) -> str:
         """On what the bits stay the same, for the log."""
@@ -173,14 +174,17 @@ class VllmDevice:
         return {}
 
     @property
-    def promised(self) -> tuple[str, ...]:
-        """The guarantees that this process keeps: exact arithmetic adds one."""
-        return self.guarantees + ("hardware",) * envs.is_exact()
+    def is_exact(self) -> bool:
+        """Whether its workers compute in exact arithmetic."""
+        return self.arithmetic == "exact"
+
+    @property
+    def adds_as_tree(self) -> bool:
+        """Whether what workers share is added as a tree."""
+        return self.is_exact or tensor_tree.leaves() > 1
 
     def engine_settings(self, vllm_config: Any) -> dict[str, str]:
         """Settings of vLLM's that decide bits, some on this device only."""
-        if envs.is_exact():  # the format decides all
-            return {}
         if tree := tensor_tree.setting():  # bits then follow from it, and not from the number of workers
             return tree
         parallel, found = vllm_config.parallel_config, {}
@@ -201,3 +205,29 @@ class VllmDevice:
     def vllm_backend(self) -> Any:
         """The member of vLLM's enumeration of attention backends that stands for ours."""
         return patch_points.BACKENDS.get()[self.attention_choices[0]]
+
+
+class ExactDevice(VllmDevice):
+    """What differs where workers compute in exact arithmetic: the first base of a device's class for it."""
+
+    @classmethod
+    def of(cls, device: VllmDevice, serving: str) -> Self:
+        """The record beside that of a device, whose sums of integers are computed by ``serving``. Its attention backend
+        is the class ``ExactBackend`` beside the device's.
+        """
+        backend = f"{device.attention_backend.rpartition('.')[0]}.ExactBackend"
+        guarantees = (*device.guarantees, "hardware")
+        others = {"arithmetic": "exact", "attention_backend": backend, "guarantees": guarantees, "serving": serving}
+        return cls(**(vars(device) | others))
+
+    def attention_reduction(self) -> AttentionReduction:
+        return AttentionReduction.of_device(self.ops.type, "exact")
+
+    def served_by(self) -> str:
+        return f"Exact arithmetic {FORMAT}: sums of integers, {self.serving}."
+
+    def where(self) -> str:
+        return "on every machine. Not covered: infinities, NaN"
+
+    def engine_settings(self, vllm_config: Any) -> dict[str, str]:
+        return {}

@@ -76,15 +76,16 @@ class Fuzzer:
     ) -> None:
         self._plan, self._on_progress, self._on_row = plan, on_progress, on_row
         self._device = "cuda" if _on_gpu() else "cpu"
+        exact = is_exact()
         self._layers: dict[str, Any] = {
             "multimodal": is_multimodal(plan.model, plan.serve_args),
-            "divisible": is_divisible(plan.model, plan.serve_args) and (not is_exact() or has_segments(plan.model)),
-            "has_leaves": not is_exact() and has_leaves(plan.model),
+            "divisible": is_divisible(plan.model, plan.serve_args) and (not exact or has_segments(plan.model)),
+            "has_leaves": not exact and has_leaves(plan.model),
             "has_stages": has_stages(plan.model, plan.serve_args)
             and not (self._device == "cuda" and _has_experts(model_config(plan.model))),
             "defined": is_defined(plan.model, plan.serve_args),
             "has_segments": has_segments(plan.model),
-            "gpus": _gpus(),
+            "gpus": 0 if exact else _gpus(),
             "drafters": drafters_of(plan.model, plan.serve_args),
             "place": place_of(plan.model, plan.serve_args, self._device),
         }
@@ -315,7 +316,7 @@ def _gpus() -> int:
     from ...integration import coverage, patch_points
 
     ran = patch_points.installed_version().startswith(coverage.RAN.on_gpus)
-    return torch.cuda.device_count() if ran and ATTENTION.read() != "flex" and not is_exact() else 0
+    return torch.cuda.device_count() if ran and ATTENTION.read() != "flex" else 0
 
 
 def is_multimodal(model: str, serve_args: Sequence[str]) -> bool:
