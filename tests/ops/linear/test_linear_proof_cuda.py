@@ -304,8 +304,8 @@ def test_a_reference_that_follows_the_number_of_rows_is_an_error(untuned, monkey
     x, weight, _ = operands("cancelling", 8, 384, 1024, torch.bfloat16)
     stock = triton_gemm.mm
 
-    def varying(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return stock(a, b, bias) if len(a) != 5 else stock(a.flip(1), b.flip(0), bias)
+    def varying(a: torch.Tensor, b: torch.Tensor, *more: torch.Tensor | None) -> torch.Tensor:
+        return stock(a, b, *more) if len(a) != 5 else stock(a.flip(1), b.flip(0), *more)
 
     monkeypatch.setattr(triton_gemm, "mm", varying)
     with pytest.raises(Inconsistent, match=r"N=384 K=1024 bfloat16 has other bits at one of \(1, 5, 8\) rows"):
