@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, SETTINGS, Engine, arguments_of, tokens
-from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 
 pytestmark = pytest.mark.engine
@@ -75,7 +74,7 @@ def plan() -> dict[str, tuple[list[dict[str, Any]], str]]:
 
 def run(folder: Path, runs: dict[str, tuple[list[dict[str, Any]], str]], extra: bool = False, **more: Any) -> Any:
     arguments = arguments_of(LIMITS | OF_DEVICE | more)
-    environment = SETTINGS | {"VLLM_USE_V2_MODEL_RUNNER": "1", UNTRIED.name: "1"}
+    environment = SETTINGS | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     with Engine(str(folder), arguments, "1", environment, patience=400) as engine:
         done = {name: engine.call(f"{CALLED}answers", requests, reset) for name, (requests, reset) in runs.items()}
         if extra:

@@ -4,7 +4,7 @@ a warm prefix cache and after a preemption.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from tests.engine.engines import (
 )
 from tests.engine.pooled import PREEMPTED_AFTER
 from tests.engine.test_models import SIZES
-from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration.coverage import RAN
 
 ON_GPU = torch.cuda.is_available()
@@ -224,14 +223,10 @@ RUNS = ("together", "among 3", "among 40", "warm", "preempted")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def pools() -> Iterator[None]:
+def pools() -> None:
     version = pytest.importorskip("vllm").__version__
     if not version.startswith(RAN.pooling["cuda" if ON_GPU else "cpu"]):
         pytest.skip(f"pooling with vLLM {version} is refused")
-    with pytest.MonkeyPatch.context() as patch:
-        if ON_GPU:
-            patch.setenv(UNTRIED.name, "1")
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -189,7 +189,7 @@ def output_config(**changes: Any) -> Any:
     """On a GPU, with an option."""
     settings = {"device": "cuda", "experts": True, "mask": False, "second": True, "speculation": None} | changes
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(world_size=settings.get("world_size", 1)),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=settings.get("stages", 1)),
         device_config=SimpleNamespace(device_type=settings["device"]),
         aux_output_config=SimpleNamespace(enable_return_routed_experts=settings["experts"]),
         model_config=SimpleNamespace(return_sampling_mask=settings["mask"]),
@@ -207,6 +207,7 @@ def output_config(**changes: Any) -> Any:
         ({"mask": True}, "0.33.0", None),
         ({"device": "cpu"}, "0.32.0", "--enable-return-routed-experts on a CPU"),
         ({"device": "npu", "experts": False, "mask": True}, "0.26.0", "--return-sampling-mask on an NPU"),
+        ({"stages": 2}, "0.33.0", "--enable-return-routed-experts with pipeline stages"),
         ({"second": False}, "0.33.0", "--enable-return-routed-experts by vLLM's first model runner"),
         ({"speculation": object()}, "0.33.0", "--enable-return-routed-experts beside speculative decoding"),
         ({"experts": False, "mask": True}, "0.32.0", "--return-sampling-mask with vLLM 0.32.0"),
@@ -217,13 +218,6 @@ def test_outputs_beside_tokens_are_refused_where_they_have_not_been_compared(
 ) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: version)
     [row] = [feature for name, feature in ROWS.items() if name.startswith("Sampling masks")]
-    if said is None and changes.get("mask"):
-        assert row.found(output_config(**changes)) == "--return-sampling-mask on a GPU"
-    elif said is None:
-        several = row.found(output_config(**changes | {"world_size": 2}))
-        assert several == ("--enable-return-routed-experts on several GPUs" if changes.get("experts", True) else None)
-        assert row.found(output_config(**changes)) is None
-    monkeypatch.setenv(UNTRIED.name, "1")
     assert row.found(output_config(**changes)) == said
     monkeypatch.setenv(ARITHMETIC.name, "exact")
     if said is None and (changes.get("experts", True) or changes.get("mask")):
@@ -237,6 +231,7 @@ def refusals_of_pooling(device: str = "cpu", version: str = "0.32.0", **changes:
         "runner_type": "pooling",
         "attn_type": "decoder",
         "score_type": "bi-encoder",
+        "is_moe": False,
         "is_multimodal_model": False,
     }
     config = SimpleNamespace(
@@ -290,37 +285,18 @@ def test_experts_that_no_gpu_has_run_start_there_only_if_asked_for(monkeypatch: 
     assert found("cuda", "Step3p5ForCausalLM") is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({}, None),
-        ({"convert_type": "embed", "use_v2_model_runner": False}, None),
-        ({"architecture": "Qwen2ForRewardModel"}, "Qwen2ForRewardModel on a GPU"),
-        ({"is_moe": True}, "a mixture of experts that pools on a GPU"),
-        ({"pooler_config": SimpleNamespace(tok_pooling_type="STEP")}, "pooling of marked tokens on a GPU"),
-        ({"use_v2_model_runner": False}, "classes by vLLM's first model runner"),
-    ],
-)
-def test_pooling_that_no_gpu_has_run_starts_there_only_if_asked_for(
-    changes: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_pool_on_a_gpu_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
-    model = {
-        "runner_type": "pooling",
-        "architecture": "LlamaForSequenceClassification",
-        "is_moe": False,
-        "pooler_config": SimpleNamespace(tok_pooling_type="ALL"),
-        "convert_type": "classify",
-    }
-    config = SimpleNamespace(
-        device_config=SimpleNamespace(device_type="cuda"),
-        model_config=SimpleNamespace(**model | {name: changes[name] for name in changes if name in model}),
-        use_v2_model_runner=changes.get("use_v2_model_runner", True),
-    )
     [row] = [feature for name, feature in ROWS.items() if name.startswith("Pooling with another")]
-    assert row.found(config) == said
+
+    def found(device: str = "cuda", is_moe: bool = True) -> str | None:
+        model = SimpleNamespace(runner_type="pooling", is_moe=is_moe)
+        return row.found(SimpleNamespace(device_config=SimpleNamespace(device_type=device), model_config=model))
+
+    assert found() == "a mixture of experts that pools on a GPU"
+    assert found(is_moe=False) is None
     monkeypatch.setenv(UNTRIED.name, "1")
-    assert row.found(config) is None
+    assert found() is None
 
 
 def test_pooling_in_exact_arithmetic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import httpx
 import pytest
 import torch
 
-from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration.coverage import RAN
 from vllm_batch_invariant.verify.harness.server import serve
 
@@ -33,7 +32,6 @@ def client(model: Path) -> Iterator[httpx.Client]:
         pytest.skip(f"pooling with vLLM {version} is refused")
     arguments = ["--runner", "pooling", "--convert", "embed", "--max-model-len", "1024"]
     environment = {"VLLM_BATCH_INVARIANT": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    environment |= {UNTRIED.name: "1"} if torch.cuda.is_available() else {}
     with (
         serve(str(model), arguments, environment) as running,
         httpx.Client(base_url=running.base_url[:-3], trust_env=False, timeout=120) as http,

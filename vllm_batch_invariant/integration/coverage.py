@@ -256,15 +256,14 @@ def _outputs_beside_tokens(config: Config) -> str | None:
     device, version = devices.of_config(config).ops.type, patch_points.installed_version()
     found = {
         {"cpu": "on a CPU", "npu": "on an NPU"}.get(device, ""): device != "cuda",
-        "on several GPUs": config.parallel_config.world_size > 1 and not envs.starts_untried(),
+        "with pipeline stages": config.parallel_config.pipeline_parallel_size > 1,
         f"with vLLM {version}": not version.startswith(RAN.on_gpus),
         "by vLLM's first model runner": device == "cuda" and not config.use_v2_model_runner,
         "beside speculative decoding": config.speculative_config is not None,
         "in exact arithmetic": devices.of_config(config).is_exact,
     }
-    if where := _first(found):
-        return f"{on[0]} {where}"
-    return _when("--return-sampling-mask" in on and not envs.starts_untried(), "--return-sampling-mask on a GPU")
+    where = _first(found)
+    return where and f"{on[0]} {where}"
 
 
 def _pools(config: Config) -> bool:
@@ -284,19 +283,8 @@ def _pooling_elsewhere(config: Config) -> str | None:
         return "the pooling runner on an NPU"
     if not version.startswith(RAN.pooling[device]):
         return f"the pooling runner with vLLM {version}"
-    return _pooling_not_run_on_gpus(config) if device == "cuda" and not envs.starts_untried() else None
-
-
-def _pooling_not_run_on_gpus(config: Config) -> str | None:
-    model = config.model_config
-    return _first(
-        {
-            f"{model.architecture} on a GPU": model.architecture in RAN.rewards_of_tokens,
-            "a mixture of experts that pools on a GPU": model.is_moe,
-            "pooling of marked tokens on a GPU": getattr(model.pooler_config, "tok_pooling_type", None) == "STEP",
-            "classes by vLLM's first model runner": model.convert_type != "embed" and not config.use_v2_model_runner,
-        }
-    )
+    experts = device == "cuda" and config.model_config.is_moe and not envs.starts_untried()
+    return _when(experts, "a mixture of experts that pools on a GPU")
 
 
 def _both_directions_of_a_pooling_model(config: Config) -> str | None:
@@ -850,8 +838,7 @@ REFUSED = (
         _other_runner,
     ),
     Feature(
-        "Pooling with another vLLM than 0.32 on a CPU and 0.33 on a GPU, on an NPU; on a GPU rewards of tokens, marked "
-        "tokens, experts, and classes by vLLM's first model runner",
+        "Pooling with another vLLM than 0.32 on a CPU and 0.33 on a GPU, on an NPU; experts that pool on a GPU",
         "its poolers have not been run there to the end",
         "serve it on a CPU with vLLM 0.32; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on a GPU with vLLM 0.33",
         _pooling_elsewhere,
@@ -876,10 +863,9 @@ REFUSED = (
         _beside_pooling,
     ),
     Feature(
-        "Sampling masks beside tokens; routed experts but of one GPU with vLLM 0.33 and its second model runner",
+        "Sampling masks and routed experts beside tokens, but on GPUs with vLLM 0.33 and its second model runner",
         "these have not been compared",
-        "leave --enable-return-routed-experts and --return-sampling-mask out; VLLM_BATCH_INVARIANT_UNTRIED=1 starts "
-        "them on GPUs with vLLM 0.33",
+        "leave --enable-return-routed-experts and --return-sampling-mask out",
         _outputs_beside_tokens,
     ),
     Feature(

@@ -216,7 +216,6 @@ class Ran:
 
     Attributes:
         on_gpus: versions, in exact arithmetic, with experts, and with two workers.
-        rewards_of_tokens: models that pool, and whose engines no GPU has run.
         exact_models_on_gpus: models whose engines have had the definition's bits.
         experts_on_cpus_alone: mixtures of experts whose engines no GPU has run.
         mtp_models: types of models whose layers for more tokens have run.
@@ -226,7 +225,6 @@ class Ran:
     """
 
     on_gpus: str
-    rewards_of_tokens: tuple[str, ...]
     exact_models_on_gpus: tuple[str, ...]
     experts_on_cpus_alone: tuple[str, ...]
     mtp_models: tuple[str, ...]
