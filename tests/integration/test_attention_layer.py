@@ -8,7 +8,8 @@ import torch
 from tests.ops.attention.cases import Chunk, Heads, Request, attend, exact, paged
 from vllm_batch_invariant.integration import attention as integration
 from vllm_batch_invariant.integration.attention import FixedSplitAttention, Metadata
-from vllm_batch_invariant.ops.attention.certificate import Options
+from vllm_batch_invariant.ops.attention import PagedAttention
+from vllm_batch_invariant.ops.attention.certificate import _by_kind
 from vllm_batch_invariant.verify.check.operations import certify
 
 HEADS = Heads(4, 2, 64)
@@ -48,15 +49,15 @@ def test_sinks_are_read_at_each_step_because_weights_come_after_layers() -> None
 
 
 def test_a_start_compares_layers_with_sinks_as_a_kind_of_their_own() -> None:
-    kinds = {Options.of(layer(sinks, **options)) for sinks in (None, SINKS, 2 * SINKS) for options in ({}, OPTIONS)}
-    assert len(kinds) == 4
-    assert str(Options.of(layer(SINKS, sliding_window=30))) == "window 30, sinks"
+    kinds = {layer(sinks, **options).spec for sinks in (None, SINKS, 2 * SINKS) for options in ({}, OPTIONS)}
+    assert len(kinds) == len(_by_kind(tuple(kinds))) == 4
+    assert str(layer(SINKS, sliding_window=30).spec) == "window 30, sinks"
 
 
 def test_a_start_tells_layers_of_other_slopes_apart() -> None:
-    said = {str(Options.of(layer(None, alibi_slopes=slopes))) for slopes in ([0.5] * 4, [0.5, 0.5, 0.5, 0.25])}
-    assert len(said) == 2
-    assert all(one.startswith("ALiBi ") for one in said)
+    layers = [layer(None, alibi_slopes=slopes).spec for slopes in ([0.5] * 4, [0.5, 0.5, 0.5, 0.25])]
+    assert len(set(layers)) == len(_by_kind(layers)) == 2
+    assert all(one.startswith("ALiBi ") for one in _by_kind(layers))
 
 
 class Model(torch.nn.Module):
@@ -73,13 +74,13 @@ class Model(torch.nn.Module):
 
 ALL = OPTIONS | {"sinks": SINKS}
 SLIPS = {
-    "sinks": lambda call: call["sinks"] is not None,
-    "a window": lambda call: call["sliding_window"] == 30,
-    "a soft-cap": lambda call: call["logits_soft_cap"] == 2.0,
-    "ALiBi": lambda call: call["alibi_slopes"] is not None and call["alibi_slopes"][3] == 0.125,
-    "a scale": lambda call: call["scale"] == 64**-0.5,
-    "a dtype": lambda call: call["query"].dtype == torch.float32,
-    "heads": lambda call: call["query"].shape[1:] == (4, 64),
+    "sinks": lambda call: call.spec.sinks is not None,
+    "a window": lambda call: call.spec.sliding_window == 30,
+    "a soft-cap": lambda call: call.spec.logits_soft_cap == 2.0,
+    "ALiBi": lambda call: call.spec.alibi_slopes is not None and call.spec.alibi_slopes[3] == 0.125,
+    "a scale": lambda call: call.spec.scale == 64**-0.5,
+    "a dtype": lambda call: call.query.dtype == torch.float32,
+    "heads": lambda call: call.query.shape[1:] == (4, 64),
 }
 """For which calls a kernel gives a row of a larger batch another bit."""
 
@@ -88,13 +89,13 @@ SLIPS = {
 def test_what_check_certifies_is_the_layer_with_all_that_decides_its_bits(
     slips: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def faulty(query: torch.Tensor, *caches: torch.Tensor, **options: object) -> torch.Tensor:
-        out = query.clone()
-        if len(caches[2]) > 1 and SLIPS[slips]({"query": query} | options):
+    def faulty(call: PagedAttention, *_: object) -> torch.Tensor:
+        out = call.query.clone()
+        if len(call.seq_lens) > 1 and SLIPS[slips](call):
             out = torch.nextafter(out, torch.tensor(torch.inf))
         return out
 
-    monkeypatch.setattr("vllm_batch_invariant.ops.attention.paged_attention", faulty)
+    monkeypatch.setattr("vllm_batch_invariant.ops.attention.attend", faulty)
     of_batch, of_chunks = certify(Model(layer(**ALL)), "attention", (1, 3))
     assert "at place " in of_batch.difference
     assert of_batch.compared > 0
@@ -103,7 +104,7 @@ def test_what_check_certifies_is_the_layer_with_all_that_decides_its_bits(
 
 
 def test_check_certifies_every_kind_of_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_batch_invariant.ops.attention.paged_attention", lambda query, *_, **__: query.clone())
+    monkeypatch.setattr("vllm_batch_invariant.ops.attention.attend", lambda call, *_: call.query.clone())
     kinds = [{}, {"sliding_window": 30}, {"logits_soft_cap": 2.0}, {"alibi_slopes": [1.0] * 4}, {"sinks": SINKS}]
     layers = [layer(**({"sinks": None} | kind)) for kind in [*kinds, *kinds, {"sinks": 2 * SINKS}]]
     layers.append(FixedSplitAttention(4, 64, 0.25, 2))
@@ -112,10 +113,8 @@ def test_check_certifies_every_kind_of_layer_once(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_planner_is_told_that_a_layer_with_sinks_is_not_plain() -> None:
-    from vllm_batch_invariant.ops.attention.sm90 import is_plain
-
-    assert is_plain(layer(None))
-    assert not is_plain(layer(SINKS))
+    assert not layer(None).spec.added
+    assert layer(SINKS).spec.added == ("sinks",)
 
 
 def test_a_layer_that_shares_a_cache_is_still_refused() -> None:

@@ -22,6 +22,7 @@ from tests.assertions import assert_same_bits
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration import layers, patch_points, reviews
 from vllm_batch_invariant.integration.attention import FixedSplitAttention
+from vllm_batch_invariant.ops.attention import AttentionSpec
 
 MODELS = "vllm.model_executor.models"
 LAYERS = "vllm.model_executor.layers"
@@ -145,7 +146,7 @@ def test_a_class_of_a_model_may_keep_the_sinks_that_its_attention_reads_and_no_o
     later: Callable[[str], ModuleType],
 ) -> None:
     sinks, ours = torch.nn.Parameter(torch.ones(2)), object.__new__(FixedSplitAttention)
-    ours.sinks = sinks
+    ours.spec = AttentionSpec(1.0, sinks=sinks)
     block = bare(later(BLOCK).LaterBlock)
     block.add_module("attn", bare(named(f"{LAYERS}.attention.Attention"), impl=ours, head_size=64, head_size_v=64))
     block.sinks = sinks

@@ -519,11 +519,11 @@ def test_slopes_of_alibi_come_back_when_a_gpu_wakes_up() -> None:
     from vllm_batch_invariant.integration.attention import FixedSplitAttention
 
     layer = FixedSplitAttention(2, 64, 1.0, 2, alibi_slopes=[0.5, 0.25])
-    lies, wanted = layer.alibi_slopes, layer.alibi_slopes.clone()
-    layer.alibi_slopes.fill_(float("nan"))
+    lies, wanted = layer.spec.alibi_slopes, layer.spec.alibi_slopes.clone()
+    lies.fill_(float("nan"))
     layer.restore_after_sleep()
-    assert layer.alibi_slopes is lies
-    assert_same_bits(layer.alibi_slopes, wanted)
+    assert layer.spec.alibi_slopes is lies
+    assert_same_bits(lies, wanted)
 
 
 class AheadOfItsWorkers:

@@ -4,7 +4,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .. import envs
-from ..ops.attention import AttentionReduction, paged_attention
+from ..ops import attention
+from ..ops.attention import AttentionReduction, AttentionSpec, PagedAttention, PagedCache
 from ..ops.attention_backward import attention_backward
 from .packing import Packed
 
@@ -42,17 +43,10 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value)
         ctx.batch, ctx.scale = batch, scale
         implementation = envs.ATTENTION.read()
-        return paged_attention(
-            query,
-            batch.to_pages(key),
-            batch.to_pages(value),
-            batch.pages,
-            batch.lengths,
-            batch.cu_seqlens,
-            scale=scale,
-            reduction=AttentionReduction.of_device(query.device.type, implementation),
-            implementation=implementation,
-        )
+        cache = PagedCache(batch.to_pages(key), batch.to_pages(value), batch.pages)
+        reduction = AttentionReduction.of_device(query.device.type, implementation)
+        call = PagedAttention(query, cache, batch.lengths, batch.cu_seqlens, AttentionSpec(scale), reduction)
+        return attention.attend(call, implementation)
 
     @staticmethod
     @once_differentiable

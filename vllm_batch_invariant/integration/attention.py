@@ -8,7 +8,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, A
 
 from .. import envs
 from ..errors import NotCovered
-from ..ops.attention import AttentionReduction, paged_attention
+from ..ops.attention import AttentionReduction, AttentionSpec, PagedAttention, PagedCache, attend
 from ..ops.common.kv_cache import CacheSlots
 from .coverage import HEAD_SIZES
 from .reviews import claims
@@ -101,34 +101,21 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             raise NotCovered(
                 f"the attention option {next(iter(used))}", "it is not in the reduction", "serve another model"
             )
-        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        # Sinks are a parameter of the model, whose values come later.
+        self._slopes, slopes = alibi_slopes, None
+        if alibi_slopes is not None:
+            slopes = torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.spec = AttentionSpec(float(scale), sliding_window, logits_soft_cap or None, slopes, sinks)
+        """What the layer asks."""
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, self.spec.scale
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
-        self.sliding_window = sliding_window
-        self.logits_soft_cap = logits_soft_cap or None
-        self._slopes = alibi_slopes
-        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        self.sinks = sinks  # a parameter of the model, whose values come later
         self.implementation = envs.ATTENTION.read()
-
-    def options(self, device: torch.device) -> dict[str, Any]:
-        """What decides the layer's bits beside its inputs, as arguments of :func:`..ops.attention.paged_attention`."""
-        if self.alibi_slopes is not None:  # once: a CUDA graph cannot copy from the host
-            self.alibi_slopes = self.alibi_slopes.to(device)
-        return {
-            "scale": self.scale,
-            "reduction": self.reduction,
-            "sliding_window": self.sliding_window,
-            "logits_soft_cap": self.logits_soft_cap,
-            "alibi_slopes": self.alibi_slopes,
-            "sinks": self.sinks,
-            "implementation": self.implementation,
-        }
 
     def restore_after_sleep(self) -> None:
         """Write again what lies beside the weights and vLLM does not know: sleep of level 2 lets it go."""
-        if self.alibi_slopes is not None:
-            self.alibi_slopes.copy_(torch.tensor(self._slopes, dtype=torch.float32, device="cpu"))
+        if self.spec.alibi_slopes is not None:
+            self.spec.alibi_slopes.copy_(torch.tensor(self._slopes, dtype=torch.float32, device="cpu"))
 
     def do_kv_cache_update(
         self,
@@ -178,18 +165,13 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         return output
 
     def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: Metadata, out: torch.Tensor) -> None:
-        keys, values = split_cache(kv_cache)
-        paged_attention(
-            query,
-            keys,
-            values,
-            batch.block_table,
-            batch.seq_lens,
-            batch.query_start_loc,
-            **self.options(query.device),
-            out=out,
-            plan=batch.plans.get(self.num_heads),
-        )
+        call, plan = self._call(query, kv_cache, batch), batch.plans.get(self.num_heads)
+        attend(call, self.implementation, out, plan)
+
+    def _call(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: Metadata, stored: Any = None) -> PagedAttention:
+        self.spec = self.spec.to(query.device)  # once: a CUDA graph cannot copy from the host
+        cache = PagedCache(*split_cache(kv_cache), batch.block_table, stored)
+        return PagedAttention(query, cache, batch.seq_lens, batch.query_start_loc, self.spec, self.reduction)
 
 
 class ExactAttention(FixedSplitAttention):
@@ -200,7 +182,7 @@ class ExactAttention(FixedSplitAttention):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.implementation = "exact"
-        if self.alibi_slopes is not None or self.sinks is not None:
+        if self.spec.alibi_slopes is not None or self.spec.sinks is not None:
             raise NotCovered(
                 "attention with ALiBi or sinks in exact arithmetic",
                 "it has no definition there",

@@ -8,7 +8,6 @@ from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
 from .. import envs
 from ..ops.attention import AttentionReduction
-from ..ops.attention.params import PagedAttention
 from ..ops.common.kv_cache import CacheSlots
 from . import patch_points
 from .attention import (
@@ -52,14 +51,13 @@ class PlannedMetadataBuilder(MetadataBuilder):
 
     def _planner(self, layers: list[Any]) -> Any:
         """For layers with as many query heads."""
-        from ..ops.attention.certificate import Options, certify
+        from ..ops.attention.certificate import certify
         from ..ops.attention.plan import Planner
-        from ..ops.attention.sm90 import is_plain
 
         shape, requests, tokens, keys = self._sizes(layers)
-        kinds = tuple(dict.fromkeys(map(Options.of, layers)))
+        kinds = tuple(dict.fromkeys(layer.spec for layer in layers))
         certificate = certify(shape, self._device, self._spec.block_size, kinds, max(self.verify, default=1))
-        plain = any(is_plain(layer) for layer in layers)
+        plain = any(not kind.added for kind in kinds)
         return Planner(shape, self._device, requests, tokens, keys, plain, certificate.kernels)
 
     def _sizes(self, layers: list[Any]) -> tuple[Any, int, int, int]:
@@ -167,11 +165,8 @@ class ExactCudaAttention(ExactAttention):
     def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: Metadata, out: torch.Tensor) -> None:
         from ..ops.exact.cuda import paged_attention
 
-        call = PagedAttention(
-            query, *split_cache(kv_cache), batch.block_table, batch.seq_lens, batch.query_start_loc, self.scale,
-            self.reduction, self.sliding_window, self.logits_soft_cap, None,
-        )  # fmt: skip
-        paged_attention(call, out, batch.plans[self.num_heads], self.cache_in(kv_cache))
+        call = self._call(query, kv_cache, batch, self.cache_in(kv_cache))
+        paged_attention(call, out, batch.plans[self.num_heads])
 
 
 _Base: Any = patch_points.CUDA_BACKEND.get()

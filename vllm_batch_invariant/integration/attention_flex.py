@@ -57,7 +57,7 @@ class FlexMetadataBuilder(MetadataBuilder):
                 self._device,
                 scheduler.max_num_seqs,
                 model.max_model_len,
-                [layer.impl.sliding_window for layer in layers],
+                [layer.impl.spec.sliding_window for layer in layers],
                 None if shared else layout.num_pages * layout.page_size,
             )
         return self._planners[cache.data_ptr()]

@@ -164,7 +164,7 @@ def of_model_class(kind: type) -> str | None:
 def _of_tensors(module: torch.nn.Module) -> str | None:
     """Of a layer of a model's own class; what its attention and its experts hold as well is read by ours."""
     own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-    read = [getattr(getattr(child, "impl", None), "sinks", None) for child in module.children()]
+    read = [getattr(getattr(getattr(child, "impl", None), "spec", None), "sinks", None) for child in module.children()]
     read += [part.e_score_correction_bias for part in _experts(module)]
     known = reviews.layers().own_tensors
     strange = [name for name, tensor in own.items() if name not in known and not any(tensor is there for there in read)]

@@ -1,16 +1,22 @@
 """Attention over requests whose keys and values are known, by any implementation and in float64."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
-from vllm_batch_invariant.ops.attention.params import PagedAttention
+from vllm_batch_invariant.ops.attention import (
+    AttentionReduction,
+    AttentionSpec,
+    PagedAttention,
+    PagedCache,
+    paged_attention,
+)
 from vllm_batch_invariant.ops.attention.reference import paged_attention as reference_attention
 from vllm_batch_invariant.verify.check.operations import Chunk, Heads, Request, paged
 
-__all__ = ["Chunk", "Heads", "Request", "attend", "exact", "features", "in_chunks", "paged"]
+__all__ = ["Chunk", "Heads", "Request", "attend", "call_of", "exact", "features", "in_chunks", "paged"]
 
 FEATURES = {
     "plain": {},
@@ -47,11 +53,16 @@ def attend(
     return list(out.split([chunk.stop - chunk.start for chunk in chunks]))
 
 
+def call_of(tensors: tuple[torch.Tensor, ...], reduction: AttentionReduction, **spec: Any) -> PagedAttention:
+    """What an implementation is given, of the tensors of :func:`paged`."""
+    query, keys, values, table, lengths, starts = tensors
+    return PagedAttention(query, PagedCache(keys, values, table), lengths, starts, AttentionSpec(**spec), reduction)
+
+
 def exact(chunks: list[Chunk], **features: object) -> torch.Tensor:
     """The definition in float64."""
-    options = {"sliding_window": None, "logits_soft_cap": None, "alibi_slopes": None} | features
     scale = 1 / math.sqrt(chunks[0].request.heads.size)
-    call = PagedAttention(*paged(chunks), scale, AttentionReduction(), **options)
+    call = call_of(paged(chunks), AttentionReduction(), scale=scale, **features)
     call.check()
     out = torch.empty_like(call.query, dtype=torch.float64)
     reference_attention(call, out, torch.float64)

@@ -11,7 +11,7 @@ import torch
 
 from tests.assertions import assert_same_bits
 from tests.ops.attention.cases import Chunk, Heads, Request, exact, paged
-from vllm_batch_invariant.ops.attention import AttentionReduction, certificate, paged_attention
+from vllm_batch_invariant.ops.attention import AttentionReduction, AttentionSpec, certificate, paged_attention
 from vllm_batch_invariant.ops.attention.params import PagedAttention
 from vllm_batch_invariant.ops.attention.plan import Kernels, Plan, Planner
 from vllm_batch_invariant.ops.attention.shapes import AttentionShape
@@ -287,7 +287,7 @@ def small_certificate(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     monkeypatch.setattr(certificate, "ways", ways)
     return SimpleNamespace(
-        shape=shape, compare=lambda kernels: certificate.compare(kernels, shape, data, [certificate.Options()])
+        shape=shape, compare=lambda kernels: certificate.compare(kernels, shape, data, [AttentionSpec(1.0)])
     )
 
 

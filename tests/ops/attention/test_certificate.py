@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.ops.attention import AttentionReduction
+from vllm_batch_invariant.ops.attention import AttentionReduction, AttentionSpec
 
 pytest.importorskip("triton")
 
 from vllm_batch_invariant.ops.attention import certificate
-from vllm_batch_invariant.ops.attention.certificate import Chunk, Options, certify, ways
+from vllm_batch_invariant.ops.attention.certificate import Chunk, certify, ways
 from vllm_batch_invariant.ops.attention.plan import DECODE_ROWS, WIDE_DECODE_ROWS, Kernels
 from vllm_batch_invariant.ops.attention.shapes import AttentionShape
 
 GLUON, TRITON, ONE = Kernels(sm90=True), Kernels(sm90=False), Kernels(sm90=False, decode_rows=0)
 SHAPE = AttentionShape(4, 2, 64, torch.bfloat16, AttentionReduction.of_device("cuda"))
-Attend = Callable[[Kernels, Options, list[Chunk]], torch.Tensor]
+Attend = Callable[[Kernels, AttentionSpec, list[Chunk]], torch.Tensor]
 
 
-def right(kernels: Kernels, options: Options, chunks: list[Chunk]) -> torch.Tensor:
+def right(kernels: Kernels, options: AttentionSpec, chunks: list[Chunk]) -> torch.Tensor:
     """Every row is a function of its position."""
     rows = torch.cat([torch.arange(one.kv_len - one.query_len, one.kv_len) for one in chunks])
     return (rows[:, None, None] % 97).expand(-1, 4, 64).to(torch.bfloat16)
@@ -53,14 +53,14 @@ def attending(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Calla
     certify.cache_clear()
 
 
-def certified(*layers: Options) -> certificate.Certificate:
-    return certify(SHAPE, torch.device("cpu"), 16, layers or (Options(),))
+def certified(*layers: AttentionSpec) -> certificate.Certificate:
+    return certify(SHAPE, torch.device("cpu"), 16, layers or (AttentionSpec(1.0),))
 
 
-def differs_where(wrong: Callable[[Kernels, Options, list[Chunk]], bool]) -> Attend:
+def differs_where(wrong: Callable[[Kernels, AttentionSpec, list[Chunk]], bool]) -> Attend:
     """One bit of one element is another."""
 
-    def attend(kernels: Kernels, options: Options, chunks: list[Chunk]) -> torch.Tensor:
+    def attend(kernels: Kernels, options: AttentionSpec, chunks: list[Chunk]) -> torch.Tensor:
         out = right(kernels, options, chunks).clone()
         if wrong(kernels, options, chunks):
             out[-1, 3, 5] = torch.nextafter(out[-1, 3, 5], torch.tensor(1e9, dtype=out.dtype))
@@ -135,14 +135,14 @@ def test_wide_blocks_whose_bits_differ_do_not_serve_and_others_are_compared_for_
     attending(right)
     assert certified().kernels == GLUON
     attending(differs_where(lambda kernels, _, chunks: kernels.decode_rows == WIDE_DECODE_ROWS and is_decode(chunks)))
-    assert certify(SHAPE, torch.device("cpu"), 16, (Options(),), 8).kernels == GLUON
+    assert certify(SHAPE, torch.device("cpu"), 16, (AttentionSpec(1.0),), 8).kernels == GLUON
     assert (
         "Attention is not served by the Gluon kernels with wide blocks: plain attention has other bits" in caplog.text
     )
     assert "verify steps of more are prefills" in caplog.text
     certify.cache_clear()
     attending(right)
-    assert certify(SHAPE, torch.device("cpu"), 16, (Options(),), 8).kernels == wide
+    assert certify(SHAPE, torch.device("cpu"), 16, (AttentionSpec(1.0),), 8).kernels == wide
     assert certified().kernels == GLUON
 
 
@@ -159,9 +159,9 @@ def test_a_broken_file_is_set_aside_and_the_comparison_made_again(content, atten
 
 def test_every_kind_of_layer_is_compared(attending):
     attending(differs_where(lambda kernels, options, chunks: bool(options.sliding_window) and is_decode(chunks)))
-    assert certified(Options()).kernels == GLUON
+    assert certified(AttentionSpec(1.0)).kernels == GLUON
     with pytest.raises(NotCovered, match="window 100 attention"):
-        certified(Options(), Options(sliding_window=100))
+        certified(AttentionSpec(1.0), AttentionSpec(1.0, sliding_window=100))
 
 
 @pytest.mark.parametrize("chunk", [name for name, _ in ways(2)])
@@ -172,7 +172,7 @@ def test_a_difference_in_any_way_to_compute_a_row_is_found(chunk, attending):
 
 
 def test_kernels_that_do_not_run_do_not_serve(attending):
-    def attend(kernels: Kernels, options: Options, chunks: list[Chunk]) -> torch.Tensor:
+    def attend(kernels: Kernels, options: AttentionSpec, chunks: list[Chunk]) -> torch.Tensor:
         if kernels.sm90:
             raise AttributeError("module has no attribute 'thread_barrier'\nand much more")
         return right(kernels, options, chunks)
@@ -184,7 +184,7 @@ def test_kernels_that_do_not_run_do_not_serve(attending):
 
 
 def test_too_little_memory_to_compare_is_not_a_difference(attending):
-    def attend(kernels: Kernels, options: Options, chunks: list[Chunk]) -> torch.Tensor:
+    def attend(kernels: Kernels, options: AttentionSpec, chunks: list[Chunk]) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory")
 
     attending(attend)
@@ -204,10 +204,10 @@ def test_the_operands_cancel():
     scores = certificate.by_scores(SHAPE, torch.device("cpu"), 16)
     values = certificate.by_values(SHAPE, torch.device("cpu"), 16)
     places = torch.arange(2624)
-    pages = values.table[0, places // 16].long()
-    keys = scores.key_cache[pages, :, places % 16].double()
+    pages = values.cache.block_table[0, places // 16].long()
+    keys = scores.cache.keys[pages, :, places % 16].double()
     products = torch.einsum("qhd,khd->qhk", scores.query[:50, ::2].double(), keys)
     assert float(products.abs().max()) < 1e-12
-    tiles = values.value_cache[pages, :, places % 16].double().unflatten(0, (-1, SHAPE.key_tile))
+    tiles = values.cache.values[pages, :, places % 16].double().unflatten(0, (-1, SHAPE.key_tile))
     assert float(tiles.sum(1).abs().max()) == 0
     assert float(tiles.abs().max()) > 1

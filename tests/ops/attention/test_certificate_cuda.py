@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.ops.attention import AttentionReduction
+from vllm_batch_invariant.ops.attention import AttentionReduction, AttentionSpec
 from vllm_batch_invariant.ops.attention import certificate as module
-from vllm_batch_invariant.ops.attention.certificate import Options, certify
+from vllm_batch_invariant.ops.attention.certificate import certify
 from vllm_batch_invariant.ops.attention.params import PagedAttention
 from vllm_batch_invariant.ops.attention.plan import WIDE_DECODE_ROWS, Kernels, Plan, Planner
 from vllm_batch_invariant.ops.attention.shapes import AttentionShape
 
 REDUCTION = AttentionReduction.of_device("cuda")
-PLAIN, WINDOW = Options(), Options(sliding_window=300, logits_soft_cap=30.0)
+PLAIN, WINDOW = AttentionSpec(1.0), AttentionSpec(1.0, sliding_window=300, logits_soft_cap=30.0)
 SHAPES = {
     "8b": AttentionShape(32, 8, 128, torch.bfloat16, REDUCTION),
     "0.5b": AttentionShape(14, 2, 64, torch.bfloat16, REDUCTION),

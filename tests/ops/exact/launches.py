@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from tests.ops.attention.cases import Chunk, Heads, Request, paged
-from vllm_batch_invariant.ops.attention.params import PagedAttention
+from tests.ops.attention.cases import Chunk, Heads, Request, call_of, paged
 from vllm_batch_invariant.ops.attention.shapes import AttentionShape
 from vllm_batch_invariant.ops.exact import cuda
 from vllm_batch_invariant.ops.exact.definition import segments
@@ -72,12 +71,11 @@ def attention(
 ) -> None:  # fmt: skip
     """Of so many new tokens a request, of 300 more keys each."""
     request = Request(heads, 300 + tokens, 1)
-    query, *rest = paged([Chunk(request, 300, 300 + tokens)] * requests)
-    call = PagedAttention(query, *rest, 0.1, cuda.REDUCTION, window, soft_cap, None)
-    shape = AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, cuda.REDUCTION)
-    planner = cuda.ExactPlanner(shape, query.device, 8, 1000, 8000, int8=int8)
-    plan = planner.plan(call.query_start_loc, call.seq_lens, len(query), tokens)
-    cuda.paged_attention(call, torch.empty_like(query), plan)
+    tensors = paged([Chunk(request, 300, 300 + tokens)] * requests)
+    call = call_of(tensors, cuda.REDUCTION, scale=0.1, sliding_window=window, logits_soft_cap=soft_cap)
+    planner = cuda.ExactPlanner(AttentionShape.of(call), call.query.device, 8, 1000, 8000, int8=int8)
+    plan = planner.plan(call.query_start_loc, call.seq_lens, len(call.query), tokens)
+    cuda.paged_attention(call, torch.empty_like(call.query), plan)
 
 
 def batch(count: int) -> None:

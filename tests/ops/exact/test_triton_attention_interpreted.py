@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.faults import exact as faults
-from tests.ops.attention.cases import Chunk, Heads, Request, paged
+from tests.ops.attention.cases import Chunk, Heads, Request, call_of, paged
 from tests.ops.exact.cases import assert_same, numbers
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.ops.attention import AttentionReduction
+from vllm_batch_invariant.ops.attention import AttentionReduction, AttentionSpec
 from vllm_batch_invariant.ops.attention.params import PagedAttention
 from vllm_batch_invariant.ops.attention.shapes import AttentionShape
 from vllm_batch_invariant.ops.exact import cuda, definition, triton_attention
@@ -35,19 +35,19 @@ def newest(length: int, count: int, seed: int = 1, heads: Heads = HEADS) -> Chun
     return Chunk(Request(heads, length, seed), length - count, length)
 
 
-def call_of(chunks: list[Chunk], window: int | None = None, soft_cap: float | None = None) -> PagedAttention:
+def call_with(chunks: list[Chunk], window: int | None = None, soft_cap: float | None = None) -> PagedAttention:
     scale = chunks[0].request.heads.size ** -0.5
-    return PagedAttention(*paged(chunks, 16, 0, math.nan), scale, cuda.REDUCTION, window, soft_cap, None)
+    spec = {"scale": scale, "sliding_window": window, "logits_soft_cap": soft_cap}
+    return call_of(paged(chunks, 16, 0, math.nan), cuda.REDUCTION, **spec)
 
 
 def attend(
     chunks: list[Chunk], window: int | None = None, int8: bool = True, soft_cap: float | None = None
 ) -> list[torch.Tensor]:
-    call = call_of(chunks, window, soft_cap)
+    call = call_with(chunks, window, soft_cap)
     out = torch.full_like(call.query, math.nan)
-    (tokens, heads, size), kv_heads = call.query.shape, call.key_cache.shape[1]
-    shape = AttentionShape(heads, kv_heads, size, torch.bfloat16, cuda.REDUCTION)
-    planner = cuda.ExactPlanner(shape, call.query.device, len(chunks), tokens, 9000, int8)
+    tokens = len(call.query)
+    planner = cuda.ExactPlanner(AttentionShape.of(call), call.query.device, len(chunks), tokens, 9000, int8)
     plan = planner.plan(call.query_start_loc, call.seq_lens, tokens, tokens)
     cuda.paged_attention(call, out, plan)
     return list(out.split([chunk.stop - chunk.start for chunk in chunks]))
@@ -138,11 +138,11 @@ def test_an_injected_fault_is_found(name, fault, monkeypatch):
 
 
 def test_options_without_a_definition_are_refused():
-    call = call_of([newest(20, 2)])
+    call = call_with([newest(20, 2)])
     out = torch.empty_like(call.query)
     for options, what in (
-        ({"alibi_slopes": torch.zeros(4)}, "ALiBi"),
-        ({"sinks": torch.zeros(4)}, "attention sinks"),
+        ({"spec": AttentionSpec(1.0, alibi_slopes=torch.zeros(4))}, "ALiBi"),
+        ({"spec": AttentionSpec(1.0, sinks=torch.zeros(4))}, "attention sinks"),
         ({"query": call.query.float()}, "float32"),
     ):
         with pytest.raises(NotCovered, match=what):

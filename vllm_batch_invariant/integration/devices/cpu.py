@@ -4,7 +4,6 @@ import os
 import platform
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,7 +11,7 @@ from ... import envs
 from ...errors import NotCovered
 from ...installing import how_to_install
 from ...ops import dispatch
-from ...ops.attention import paged_attention
+from ...ops.attention import AttentionSpec, PagedAttention, PagedCache, attend
 from ...ops.devices import DEVICES
 from ...provenance import installed
 from .. import collectives, exact, experts, linear, pipeline
@@ -62,12 +61,8 @@ class Cpu(VllmDevice):
         one = torch.ones(1, dtype=torch.int32)
         starts = torch.tensor([0, 1], dtype=torch.int32)
         table = torch.zeros(1, 1, dtype=torch.int32)
-        choice: dict[str, Any] = {
-            "scale": 1.0,
-            "reduction": self.attention_reduction(),
-            "implementation": attention,
-        }
-        paged_attention(page.new_zeros(1, 1, 64), page, page, table, one, starts, **choice)
+        query, cache, spec = page.new_zeros(1, 1, 64), PagedCache(page, page, table), AttentionSpec(1.0)
+        attend(PagedAttention(query, cache, one, starts, spec, self.attention_reduction()), attention)
 
     def machine(self) -> str:
         threads = torch.get_num_threads()

@@ -8,10 +8,18 @@ import torch
 
 from ...errors import NotCovered
 from ..devices import DEVICES
-from .params import PagedAttention
+from .params import AttentionSpec, PagedAttention, PagedCache
 from .reduction import AttentionReduction
 
-__all__ = ["IMPLEMENTATIONS", "AttentionReduction", "paged_attention"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "AttentionReduction",
+    "AttentionSpec",
+    "PagedAttention",
+    "PagedCache",
+    "attend",
+    "paged_attention",
+]
 
 IMPLEMENTATIONS = ("numba", "triton", "flex", "reference", "exact")
 _MODULES = {
@@ -24,47 +32,18 @@ _MODULES = {
 
 
 @torch.no_grad()
-def paged_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    *,
-    scale: float,
-    reduction: AttentionReduction,
-    sliding_window: int | None = None,
-    logits_soft_cap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    implementation: str = "auto",
-    out: torch.Tensor | None = None,
-    plan: Any = None,
+def attend(
+    call: PagedAttention, implementation: str = "auto", out: torch.Tensor | None = None, plan: Any = None
 ) -> torch.Tensor:
     """Causal attention of each request's newest tokens over its paged keys and values, which are already written.
 
-    A query row's bits depend on its own request's query, keys and values up to its position, and on ``reduction``: not
+    A query row's bits depend on its own request's query, keys and values up to its position, and on the reduction: not
     on the other requests, the page size, the pages, how the request was cut into chunks, or the number of threads.
     Unwritten slots and pages may hold anything. Bits of two implementations are not comparable. No gradient is
     recorded.
 
     Args:
-        query: [tokens, query_heads, head_size] fp32, bf16 or fp16; head_size a multiple of 16. Requests lie one after
-            the other.
-        key_cache: [pages, kv_heads, page_size, head_size] of the same dtype, any strides.
-        value_cache: as ``key_cache``.
-        block_table: [requests, max_pages] int32 or int64, the physical pages of each request.
-        seq_lens: [requests] int32 or int64, keys of each request, its new tokens included.
-        query_start_loc: [requests + 1] int32 or int64, ascending from 0: the rows of each request, its last positions.
-            Empty ones are skipped.
-        scale: factor of the scores.
-        reduction: what decides the bits.
-        sliding_window: a query at position p sees p - sliding_window + 1 to p; pages before that are never read.
-        logits_soft_cap: scores become ``cap * tanh(score / cap)``.
-        alibi_slopes: [query_heads], ``slope * (key position - query position)`` is added to the capped score.
-        sinks: [query_heads], a score for each row's softmax that has no value: it is added to the row's sum of weights
-            once, after all splits. Neither scaled nor capped.
+        call: the batch and the layer.
         implementation: "auto" picks one by device; or one of :data:`IMPLEMENTATIONS`.
         out: [tokens, query_heads, head_size] of query's dtype, any strides; rows beyond ``query_start_loc[-1]`` are
             left alone.
@@ -79,21 +58,40 @@ def paged_attention(
         ValueError: arguments that do not fit, or a page outside the cache among those needed.
         NotCovered: no implementation for the device, or its package is missing.
     """
-    params = PagedAttention(
-        query, key_cache, value_cache, block_table, seq_lens, query_start_loc,
-        float(scale), reduction, sliding_window, logits_soft_cap, alibi_slopes, sinks,
-    )  # fmt: skip
-    params.check(values=plan is None)
+    call.check(values=plan is None)
+    query = call.query
     if out is None:
         out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     elif out.shape != query.shape or out.dtype != query.dtype:
         raise ValueError(f"out must be {list(query.shape)} {query.dtype}, got {list(out.shape)} {out.dtype}")
     module = _implementation(implementation, query.device.type)
     if plan is not None:
-        module.paged_attention(params, out, plan)
-    elif params.tokens:
-        module.paged_attention(params, out)
+        module.paged_attention(call, out, plan)
+    elif call.tokens:
+        module.paged_attention(call, out)
     return out
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    *,
+    reduction: AttentionReduction,
+    implementation: str = "auto",
+    out: torch.Tensor | None = None,
+    plan: Any = None,
+    **spec: Any,
+) -> torch.Tensor:
+    """:func:`attend` with the fields of :class:`PagedAttention` and :class:`PagedCache` as arguments, and in ``spec``
+    those of :class:`AttentionSpec`.
+    """
+    cache = PagedCache(key_cache, value_cache, block_table)
+    call = PagedAttention(query, cache, seq_lens, query_start_loc, AttentionSpec(**spec), reduction)
+    return attend(call, implementation, out, plan)
 
 
 def _implementation(name: str, device: str) -> ModuleType:

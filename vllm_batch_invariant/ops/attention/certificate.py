@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from hashlib import sha256
 from itertools import accumulate
@@ -27,7 +27,7 @@ from ..common.cancelling import cancelling
 from ..common.compile_errors import is_of_a_compiler, reason
 from ..common.gpu_environment import gpu_environment, kept_path
 from .cuda import paged_attention
-from .params import PagedAttention
+from .params import AttentionSpec, PagedAttention, PagedCache
 from .plan import DECODE_ROWS, WIDE_DECODE_ROWS, Kernels, Planner
 from .shapes import AttentionShape
 
@@ -52,34 +52,6 @@ _COSTS = {
     Kernels(sm90=False, decode_rows=0): "",
 }
 """What it costs that kernels are not used."""
-
-
-def _digest(numbers: tuple[float, ...]) -> str:
-    return sha256(repr(numbers).encode()).hexdigest()[:8]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a layer adds to plain causal attention; as in ``paged_attention``."""
-
-    sliding_window: int | None = None
-    logits_soft_cap: float | None = None
-    alibi_slopes: tuple[float, ...] | None = None
-    sinks: bool = False
-    """Their values are the model's weights; what is compared has sinks of its own."""
-
-    @classmethod
-    def of(cls, layer: Any) -> "Options":
-        """Of an attention layer of an engine."""
-        slopes = None if layer.alibi_slopes is None else tuple(layer.alibi_slopes.tolist())
-        return cls(layer.sliding_window, layer.logits_soft_cap, slopes, layer.sinks is not None)
-
-    def __str__(self) -> str:
-        parts = [f"window {self.sliding_window}"] if self.sliding_window else []
-        parts += [f"soft-cap {self.logits_soft_cap:g}"] if self.logits_soft_cap else []
-        parts += [f"ALiBi {_digest(self.alibi_slopes)}"] if self.alibi_slopes else []
-        parts += ["sinks"] if self.sinks else []
-        return ", ".join(parts) or "plain"
 
 
 @dataclass(frozen=True)
@@ -107,17 +79,14 @@ class Operands:
 
     query: torch.Tensor
     """[_LENGTH, heads, head_size]"""
-    key_cache: torch.Tensor
-    """[pages, kv_heads, page_size, head_size], strided as an engine's"""
-    value_cache: torch.Tensor
-    table: torch.Tensor
-    """[1, pages] int32"""
+    cache: PagedCache
+    """Strided as an engine's; of one request."""
     scale: float
 
 
 @cache
 def certify(
-    shape: AttentionShape, device: torch.device, page_size: int, layers: tuple[Options, ...], verify_len: int = 1
+    shape: AttentionShape, device: torch.device, page_size: int, layers: tuple[AttentionSpec, ...], verify_len: int = 1
 ) -> Certificate:
     """The fastest kernels that give every row of such layers the same bits; compared once for a GPU, a driver, a
     PyTorch, a Triton and a version of this code.
@@ -126,17 +95,17 @@ def certify(
         shape: of the layers.
         device: the GPU.
         page_size: keys in a page.
-        layers: the options of each kind of layer.
+        layers: one of each kind. Their scale counts for nothing, and what is compared has sinks of its own.
         verify_len: tokens of a request in the longest verify step, 1 without speculative decoding.
 
     Raises:
         NotCovered: no kernel gives a row the same bits by prefill, by chunks and by decode; or it cannot be compared.
     """
     environment = _environment(device.index or 0)
-    plain = any(options == Options() for options in layers)
+    plain = any(not layer.added for layer in layers)
     candidates = tuple(Kernels.candidates(shape, device, plain, verify_len))
     key = (
-        f"{shape}; {shape.reduction} in steps of {shape.key_tile}; pages of {page_size}; {'; '.join(map(str, layers))}"
+        f"{shape}; {shape.reduction} in steps of {shape.key_tile}; pages of {page_size}; {'; '.join(_by_kind(layers))}"
         f"{'; verify steps with wide blocks' * (candidates[0].decode_rows > DECODE_ROWS)}"
     )
     kept = _load(environment).get(key)
@@ -160,7 +129,7 @@ def _certify(
     shape: AttentionShape,
     device: torch.device,
     page_size: int,
-    layers: tuple[Options, ...],
+    layers: tuple[AttentionSpec, ...],
     candidates: tuple[Kernels, ...],
 ) -> Certificate:
     refused, started = [], time.perf_counter()
@@ -223,16 +192,29 @@ def _save(environment: dict[str, str], key: str, found: Certificate) -> None:
     kept_file.update(_path(environment), added)
 
 
-def compare(kernels: Kernels, shape: AttentionShape, data: Sequence[Operands], layers: Sequence[Options]) -> int | str:
+def _by_kind(layers: Sequence[AttentionSpec]) -> dict[str, AttentionSpec]:
+    """One layer of each kind, by what it is in words."""
+
+    def words(layer: AttentionSpec) -> str:
+        slopes = layer.alibi_slopes
+        digest = "" if slopes is None else f" by {sha256(repr(slopes.tolist()).encode()).hexdigest()[:8]}"
+        return f"{layer}{digest}"
+
+    return {words(layer): layer for layer in layers}
+
+
+def compare(
+    kernels: Kernels, shape: AttentionShape, data: Sequence[Operands], layers: Sequence[AttentionSpec]
+) -> int | str:
     """The number of elements compared, or in words where a row has other bits, or what did not run."""
     try:
         planner = _planner(kernels, shape, data[0])
         elements = 0
-        for options in dict.fromkeys(layers):
+        for kind, layer in _by_kind(layers).items():
             for operands in data:
-                found = _compare_ways(planner, operands, options)
+                found = _compare_ways(planner, operands, layer)
                 if isinstance(found, str):
-                    return f"{options} attention has other bits {found}"
+                    return f"{kind} attention has other bits {found}"
                 elements += found
     except Exception as error:
         if not is_of_a_compiler(error):
@@ -241,16 +223,16 @@ def compare(kernels: Kernels, shape: AttentionShape, data: Sequence[Operands], l
     return elements
 
 
-def _compare_ways(planner: Planner, operands: Operands, options: Options) -> int | str:
+def _compare_ways(planner: Planner, operands: Operands, layer: AttentionSpec) -> int | str:
     """As :func:`compare`, for one kind of layer and one request."""
     known = torch.empty_like(operands.query)
     for chunk in (Chunk(_PREFILL, _PREFILL), Chunk(_LENGTH, _PREFILL)):
-        known[chunk.kv_len - chunk.query_len : chunk.kv_len] = _attend(planner, operands, [chunk], options)
+        known[chunk.kv_len - chunk.query_len : chunk.kv_len] = _attend(planner, operands, [chunk], layer)
     elements = 0
     for name, chunks in ways(planner.shape.queries_per_kv, planner.decode_rows):
         rows = torch.cat([torch.arange(one.kv_len - one.query_len, one.kv_len) for one in chunks])
         kept = ((rows < _PREFILL) | (rows >= _LENGTH - _PREFILL)).nonzero()[:, 0]
-        found = bitwise_comparison(_attend(planner, operands, chunks, options)[kept], known[rows[kept]])
+        found = bitwise_comparison(_attend(planner, operands, chunks, layer)[kept], known[rows[kept]])
         if not found:
             first = int(rows[kept][found.first.where[0]])
             return f"{name} than by prefill: {found.different} of {found.elements} elements, first at {first}"
@@ -285,19 +267,17 @@ def _planner(kernels: Kernels, shape: AttentionShape, operands: Operands) -> Pla
     return Planner(shape, operands.query.device, requests, tokens, requests * _LENGTH, kernels=kernels)
 
 
-def _attend(planner: Planner, operands: Operands, chunks: Sequence[Chunk], options: Options) -> torch.Tensor:
+def _attend(planner: Planner, operands: Operands, chunks: Sequence[Chunk], layer: AttentionSpec) -> torch.Tensor:
     """[tokens of all chunks, heads, head_size]; NaN where no kernel wrote."""
     device = operands.query.device
     query = torch.cat([operands.query[one.kv_len - one.query_len : one.kv_len] for one in chunks])
     lengths = torch.tensor([one.kv_len for one in chunks], dtype=torch.int32, device=device)
     starts = list(accumulate((one.query_len for one in chunks), initial=0))
     starts = torch.tensor(starts, dtype=torch.int32, device=device)
-    slopes = None if options.alibi_slopes is None else torch.tensor(options.alibi_slopes, device=device)
-    sinks = torch.linspace(-2.0, 4.0, query.shape[1], device=device) if options.sinks else None
-    call = PagedAttention(
-        query, operands.key_cache, operands.value_cache, operands.table.repeat(len(chunks), 1), lengths, starts,
-        operands.scale, planner.shape.reduction, options.sliding_window, options.logits_soft_cap, slopes, sinks,
-    )  # fmt: skip
+    cache = replace(operands.cache, block_table=operands.cache.block_table.repeat(len(chunks), 1))
+    sinks = None if layer.sinks is None else torch.linspace(-2.0, 4.0, query.shape[1], device=device)
+    spec = replace(layer.to(device), scale=operands.scale, sinks=sinks)
+    call = PagedAttention(query, cache, lengths, starts, spec, planner.shape.reduction)
     out = torch.full_like(query, math.nan)
     plan = planner.plan(starts, lengths, len(query), max(one.query_len for one in chunks))
     paged_attention(call, out, plan)
@@ -340,5 +320,5 @@ def _paged(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, page_s
     order = torch.randperm(pages + 1, generator=_generator(device), device=device)[:pages]
     places = torch.arange(_LENGTH, device=device)
     cache[order[places // page_size], places % page_size] = torch.cat([keys, values], -1)
-    key_cache, value_cache = cache.transpose(1, 2).split(keys.shape[-1], dim=-1)
-    return Operands(query, key_cache, value_cache, order[None].int(), scale)
+    split = cache.transpose(1, 2).split(keys.shape[-1], dim=-1)
+    return Operands(query, PagedCache(*split, order[None].int()), scale)

@@ -27,16 +27,16 @@ def _cache(cache: torch.Tensor) -> tuple:
 
 def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
     """Write the attention of ``params`` to ``out``; see the operation's package for the contract."""
-    heads, kv_heads = params.query.shape[1], params.key_cache.shape[1]
+    spec, heads, kv_heads = params.spec, params.query.shape[1], params.cache.kv_heads
     queries_per_kv, split_size = heads // kv_heads, params.equal_splits()
     tile_tokens = max(1, BLOCK_M // queries_per_kv)
-    window = params.sliding_window or 0
+    window = spec.sliding_window or 0
     work = cpu_kernel.deal(params.starts, params.lengths, kv_heads, tile_tokens, window, threads(), SERIAL_BELOW)
-    alibi_slopes = torch.zeros(heads) if params.alibi_slopes is None else params.alibi_slopes.float().contiguous()
-    sinks = torch.empty(0) if params.sinks is None else params.sinks.detach().float().contiguous()
+    alibi_slopes = torch.zeros(heads) if spec.alibi_slopes is None else spec.alibi_slopes.float().contiguous()
+    sinks = torch.empty(0) if spec.sinks is None else spec.sinks.detach().float().contiguous()
     score_mod = cpu_kernel.ScoreMod(
-        np.float32(params.scale),
-        np.float32(params.logits_soft_cap or 0.0),
+        np.float32(spec.scale),
+        np.float32(spec.logits_soft_cap or 0.0),
         alibi_slopes.numpy(),
         window,
         sinks.numpy(),
@@ -47,10 +47,10 @@ def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
     cpu_kernel.attend(
         query.numpy(),
         result.numpy(),
-        _cache(params.key_cache),
-        _cache(params.value_cache),
-        np.ascontiguousarray(params.table),
-        params.page_size,
+        _cache(params.cache.keys),
+        _cache(params.cache.values),
+        np.ascontiguousarray(params.cache.table),
+        params.cache.page_size,
         score_mod,
         split_size,
         queries_per_kv,

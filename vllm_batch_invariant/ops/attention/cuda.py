@@ -60,11 +60,9 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
 
 def _plan_alone(call: PagedAttention) -> Plan:
     """A plan for one call, with memory of its own."""
-    (tokens, heads, head_size), kv_heads = call.query.shape, call.key_cache.shape[1]
-    shape = AttentionShape(heads, kv_heads, head_size, call.query.dtype, call.reduction)
-    requests = len(call.seq_lens)
-    keys = requests * call.block_table.shape[1] * call.page_size
-    planner = Planner(shape, call.query.device, requests, tokens, keys, sm90.is_plain(call))
+    tokens, keys = len(call.query), call.cache.block_table.numel() * call.cache.page_size
+    plain = not call.spec.added
+    planner = Planner(AttentionShape.of(call), call.query.device, len(call.seq_lens), tokens, keys, plain)
     starts, lengths = (tensor.to(call.query.device) for tensor in (call.query_start_loc, call.seq_lens))
     return planner.plan(starts, lengths, tokens, most_tokens=tokens)
 
@@ -85,20 +83,19 @@ def _packed(tensor: torch.Tensor) -> torch.Tensor:
 def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: bool) -> None:
     """Write the attention of one of a plan's two lists of work, by the Triton kernel."""
     planner, shape, device = plan.planner, plan.planner.shape, call.query.device
+    spec, cache = call.spec, call.cache
     if prefill_like:
         schedule, ctas, partial_rows = planner.prefill_schedule, plan.prefill_ctas, planner.prefill_schedule.block_m
         work_indptr, work = planner.prefill_count, planner.prefill_work
     else:
         schedule, ctas, partial_rows = planner.decode_schedule, planner.cta_shares, plan.partial_rows
         work_indptr, work = planner.work_indptr, planner.decode_work
-    block_table, query = _packed(call.block_table.to(device)), _packed(call.query)
-    key_cache, value_cache = _packed(call.key_cache), _packed(call.value_cache)
-    descriptors = [
-        _tensor_descriptor(cache, shape.key_tile, shape.padded_head_size) for cache in (key_cache, value_cache)
-    ]
+    block_table, query = _packed(cache.block_table.to(device)), _packed(call.query)
+    key_cache, value_cache = _packed(cache.keys), _packed(cache.values)
+    descriptors = [_tensor_descriptor(one, shape.key_tile, shape.padded_head_size) for one in (key_cache, value_cache)]
     use_tma = None not in descriptors
-    alibi_slopes = None if call.alibi_slopes is None else call.alibi_slopes.to(device, torch.float32) * _LOG2_E
-    sinks = None if call.sinks is None else call.sinks.to(device, torch.float32) * _LOG2_E
+    alibi_slopes = None if spec.alibi_slopes is None else spec.alibi_slopes.to(device, torch.float32) * _LOG2_E
+    sinks = None if spec.sinks is None else spec.sinks.to(device, torch.float32) * _LOG2_E
     written = out if out.stride(-1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
     launch(
         attention_kernel,
@@ -116,9 +113,9 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
             planner.semaphores,
             alibi_slopes,
             sinks,
-            call.scale * _LOG2_E,
-            (call.logits_soft_cap or 0.0) * _LOG2_E,
-            call.sliding_window or 0,
+            spec.scale * _LOG2_E,
+            (spec.logits_soft_cap or 0.0) * _LOG2_E,
+            spec.sliding_window or 0,
             block_table.stride(0),
             *query.stride()[:2],
             *key_cache.stride()[:3],
@@ -127,9 +124,9 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
         ),
         on=query,
         USE_TMA=use_tma,
-        USE_SOFT_CAP=call.logits_soft_cap is not None,
+        USE_SOFT_CAP=spec.logits_soft_cap is not None,
         USE_ALIBI=alibi_slopes is not None,
-        USE_WINDOW=call.sliding_window is not None,
+        USE_WINDOW=spec.sliding_window is not None,
         USE_SINKS=sinks is not None,
         PREFILL_LIKE=prefill_like,
         MAY_SHARE=not prefill_like or plan.may_share_prefill,
@@ -137,7 +134,7 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
         QUERIES_PER_KV=shape.queries_per_kv,
         HEAD_DIM=shape.head_size,
         PADDED_HEAD_DIM=shape.padded_head_size,
-        PAGE_SIZE=call.page_size,
+        PAGE_SIZE=cache.page_size,
         SPLIT_SEGMENTS=shape.reduction.split_segments,
         KEY_TILE=shape.key_tile,
         BLOCK_M=schedule.block_m,

@@ -1,42 +1,162 @@
-"""The arguments of paged attention, checked, with what every implementation asks of them."""
+"""The values that attention is called with: what a layer asks, where keys and values lie, and a batch of both."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
+from ...errors import NotCovered
 from .reduction import AttentionReduction
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_IN_WORDS = {
+    "sliding_window": "window {}",
+    "logits_soft_cap": "soft-cap {:g}",
+    "alibi_slopes": "ALiBi",
+    "sinks": "sinks",
+}
+"""What a field of a layer adds to plain causal attention."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSpec:
+    """What a layer's attention is, whatever the batch. Two are equal that ask the same, where of sinks, of which every
+    layer has its own values, only counts that there are some.
+
+    Attributes:
+        scale: factor of the scores.
+        sliding_window: a query at position p sees p - sliding_window + 1 to p; pages before that are never read.
+        logits_soft_cap: scores become ``cap * tanh(score / cap)``.
+        alibi_slopes: [query_heads], ``slope * (key position - query position)`` is added to the capped score.
+        sinks: [query_heads], a score for each row's softmax that has no value: it is added to the row's sum of weights
+            once, after all splits. Neither scaled nor capped.
+        causal: whether a query sees no key after its position.
+
+    Raises:
+        ValueError: by the constructor: a number that does not fit.
+        NotCovered: by the constructor: attention that is not causal.
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise ValueError(f"scale must be above 0, got {self.scale}")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"sliding_window must be at least 1 or None, got {self.sliding_window}")
+        if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
+            raise ValueError(f"logits_soft_cap must be above 0 or None, got {self.logits_soft_cap}")
+        if not self.causal:
+            raise NotCovered(
+                "attention that is not causal", "no kernel has its masks", "serve a decoder-only text model"
+            )
+
+    @cached_property
+    def _asked(self) -> tuple[Any, ...]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)} | {"sinks": self.sinks is not None}
+        return tuple(tuple(value.tolist()) if torch.is_tensor(value) else value for value in values.values())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AttentionSpec) and self._asked == other._asked
+
+    def __hash__(self) -> int:
+        return hash(self._asked)
+
+    @cached_property
+    def added(self) -> tuple[str, ...]:
+        """The fields by which it is more than plain causal attention."""
+        return tuple(name for name, plain in _PLAIN.items() if getattr(self, name) is not plain)
+
+    @property
+    def words(self) -> list[str]:
+        """What these are."""
+        return [_IN_WORDS[name].format(getattr(self, name)) for name in self.added]
+
+    def to(self, device: torch.device) -> "AttentionSpec":
+        """The same with slopes there; sinks are where a model has its parameters."""
+        slopes = self.alibi_slopes
+        if slopes is None or slopes.device == device:
+            return self
+        return replace(self, alibi_slopes=slopes.to(device))
+
+    def __str__(self) -> str:
+        return ", ".join(self.words) or "plain"
+
+
+_PLAIN = {field.name: field.default for field in fields(AttentionSpec) if field.name != "scale"}
 
 
 @dataclass(frozen=True)
-class PagedAttention:
-    """The arguments of one ``paged_attention``, shapes as there; to be checked before use."""
+class PagedCache:
+    """Keys and values of all requests, in pages.
 
-    query: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
+    Attributes:
+        keys: [pages, kv_heads, page_size, head_size] fp32, bf16 or fp16, any strides.
+        values: as ``keys``.
+        block_table: [requests, max_pages] int32 or int64, the physical pages of each request.
+        stored: keys and values in a format of an implementation's own, as :class:`..exact.cuda.Cache`, where ``keys``
+            and ``values`` only have the shape; None where they are what is read.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
     block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
-    scale: float
-    reduction: AttentionReduction
-    sliding_window: int | None
-    logits_soft_cap: float | None
-    alibi_slopes: torch.Tensor | None
-    sinks: torch.Tensor | None = None
+    stored: Any = None
+
+    @property
+    def num_pages(self) -> int:
+        return self.keys.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.keys.shape[1]
 
     @property
     def page_size(self) -> int:
-        return self.key_cache.shape[2]
+        return self.keys.shape[2]
 
     @cached_property
     def table(self) -> np.ndarray:
         """[requests, max_pages], on the host."""
         return self.block_table.cpu().numpy().astype(np.int32, copy=False)
+
+    def gather(self, request: int, positions: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Key and value [kv_heads, len(positions), head_size] of a request, copied out of its pages."""
+        place = np.arange(positions.start, positions.stop)
+        pages = torch.from_numpy(self.table[request, place // self.page_size].astype(np.int64)).to(self.keys.device)
+        slots = torch.from_numpy(place % self.page_size).to(self.keys.device)
+        return self.keys[pages, :, slots].transpose(0, 1), self.values[pages, :, slots].transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class PagedAttention:
+    """The newest tokens of each request and what they see; to be checked before use.
+
+    Attributes:
+        query: [tokens, query_heads, head_size] of the cache's dtype; head_size a multiple of 16. Requests lie one after
+            the other.
+        cache: with the keys and values of the new tokens.
+        seq_lens: [requests] int32 or int64, keys of each request, its new tokens included.
+        query_start_loc: [requests + 1] int32 or int64, ascending from 0: the rows of each request, its last positions.
+            Empty ones are skipped.
+        spec: of the layer.
+        reduction: what decides the bits.
+    """
+
+    query: torch.Tensor
+    cache: PagedCache
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    spec: AttentionSpec
+    reduction: AttentionReduction
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -55,7 +175,8 @@ class PagedAttention:
 
     def first_key(self, position: int) -> int:
         """The first position that a query at ``position`` sees."""
-        return 0 if self.sliding_window is None else max(0, position - self.sliding_window + 1)
+        window = self.spec.sliding_window
+        return 0 if window is None else max(0, position - window + 1)
 
     def requests(self) -> Iterator[tuple[int, slice, range]]:
         """(request, its rows, their positions) of each request that has a query."""
@@ -79,13 +200,6 @@ class PagedAttention:
             raise ValueError(f"this implementation of attention takes splits of one size, got {self.reduction}")
         return self.reduction.split_size
 
-    def gather(self, request: int, positions: range) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key and value [kv_heads, len(positions), head_size] of a request, copied out of its pages."""
-        place = np.arange(positions.start, positions.stop)
-        pages = torch.from_numpy(self.table[request, place // self.page_size].astype(np.int64)).to(self.query.device)
-        slots = torch.from_numpy(place % self.page_size).to(self.query.device)
-        return tuple(cache[pages, :, slots].transpose(0, 1) for cache in (self.key_cache, self.value_cache))
-
     def check(self, values: bool = True) -> None:
         """Refuse arguments that do not fit, and pages that would be read outside the cache.
 
@@ -96,12 +210,12 @@ class PagedAttention:
             ValueError: one line that names the argument.
         """
         self._check_tensors()
-        self._check_options()
+        self._check_heads()
         if values:
             self._check_requests()
 
     def _check_tensors(self) -> None:
-        query, key, value = self.query, self.key_cache, self.value_cache
+        query, key, value = self.query, self.cache.keys, self.cache.values
         if query.dim() != 3 or key.dim() != 4 or key.shape != value.shape:
             raise ValueError(
                 "attention takes query [tokens, heads, head_size] and key and value caches "
@@ -120,25 +234,23 @@ class PagedAttention:
         if key.shape[1] == 0 or query.shape[1] % key.shape[1] or query.shape[1] == 0:
             raise ValueError(f"query heads must be a multiple of KV heads, got {query.shape[1]} and {key.shape[1]}")
         requests = self.seq_lens.shape[0] if self.seq_lens.dim() == 1 else -1
-        table, starts = list(self.block_table.shape), list(self.query_start_loc.shape)
+        table, starts = list(self.cache.block_table.shape), list(self.query_start_loc.shape)
         if len(table) != 2 or table[0] != requests or starts != [requests + 1]:
             raise ValueError(
                 "attention takes seq_lens [requests], block_table [requests, max_pages] and query_start_loc "
                 f"[requests + 1], got {list(self.seq_lens.shape)}, {table} and {starts}"
             )
-        for name in ("seq_lens", "block_table", "query_start_loc"):
-            if getattr(self, name).dtype not in (torch.int32, torch.int64):
-                raise ValueError(f"{name} must be int32 or int64, got {getattr(self, name).dtype}")
+        for name, given in (
+            ("seq_lens", self.seq_lens),
+            ("block_table", self.cache.block_table),
+            ("query_start_loc", self.query_start_loc),
+        ):
+            if given.dtype not in (torch.int32, torch.int64):
+                raise ValueError(f"{name} must be int32 or int64, got {given.dtype}")
 
-    def _check_options(self) -> None:
-        if not self.scale > 0:
-            raise ValueError(f"scale must be above 0, got {self.scale}")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"sliding_window must be at least 1 or None, got {self.sliding_window}")
-        if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
-            raise ValueError(f"logits_soft_cap must be above 0 or None, got {self.logits_soft_cap}")
+    def _check_heads(self) -> None:
         for name in ("alibi_slopes", "sinks"):
-            given = getattr(self, name)
+            given = getattr(self.spec, name)
             if given is not None and given.shape != self.query.shape[1:2]:
                 raise ValueError(f"{name} must be [{self.query.shape[1]}], one a query head, got {list(given.shape)}")
 
@@ -149,7 +261,7 @@ class PagedAttention:
                 f"query_start_loc must ascend from 0 to at most {self.query.shape[0]}, the rows of query, "
                 f"got {self.starts.tolist()}"
             )
-        room = self.table.shape[1] * self.page_size
+        room = self.cache.table.shape[1] * self.cache.page_size
         wrong = (query_lens > 0) & ((self.lengths < query_lens) | (self.lengths > room))
         if wrong.any():
             request = int(wrong.argmax())
@@ -160,17 +272,18 @@ class PagedAttention:
         self._check_pages(query_lens)
 
     def _check_pages(self, query_lens: np.ndarray) -> None:
-        pages = self.key_cache.shape[0]
-        if self.table.size == 0 or (self.table.min() >= 0 and self.table.max() < pages):
+        table, pages, page_size = self.cache.table, self.cache.num_pages, self.cache.page_size
+        if table.size == 0 or (table.min() >= 0 and table.max() < pages):
             return
         # Only the pages that are read count: the rest of a row may be padding, or freed behind a sliding window.
         oldest = self.lengths - query_lens
-        first = 0 if self.sliding_window is None else np.maximum(0, oldest - self.sliding_window + 1) // self.page_size
-        column = np.arange(self.table.shape[1])
-        needed = (query_lens > 0) & (column[:, None] >= first) & (column[:, None] < -(-self.lengths // self.page_size))
-        outside = needed.T & ((self.table < 0) | (self.table >= pages))
+        window = self.spec.sliding_window
+        first = 0 if window is None else np.maximum(0, oldest - window + 1) // page_size
+        column = np.arange(table.shape[1])
+        needed = (query_lens > 0) & (column[:, None] >= first) & (column[:, None] < -(-self.lengths // page_size))
+        outside = needed.T & ((table < 0) | (table >= pages))
         if outside.any():
             request, place = (int(axis[0]) for axis in outside.nonzero())
             raise ValueError(
-                f"block_table[{request}, {place}] is {self.table[request, place]}, but the cache has {pages} pages"
+                f"block_table[{request}, {place}] is {table[request, place]}, but the cache has {pages} pages"
             )

@@ -8,18 +8,19 @@ from .params import PagedAttention
 
 def paged_attention(call: PagedAttention, out: torch.Tensor, precision: torch.dtype = torch.float32) -> None:
     """Write the attention of ``call`` to ``out``, computed in ``precision`` (fp32 or fp64) by PyTorch's matmuls."""
-    queries_per_kv = call.query.shape[1] // call.key_cache.shape[1]
+    queries_per_kv = call.query.shape[1] // call.cache.kv_heads
     for request, rows, query_positions in call.requests():
         query = call.query[rows].to(precision).transpose(0, 1)
         partials = []
         for split in call.reduction.splits(call.first_key(query_positions[0]), query_positions[-1]):
             positions = call.split_positions(split, query_positions)
             key, value = (
-                part.to(precision).repeat_interleave(queries_per_kv, dim=0) for part in call.gather(request, positions)
+                part.to(precision).repeat_interleave(queries_per_kv, dim=0)
+                for part in call.cache.gather(request, positions)
             )
             partials.append(_attend_split(call, query, key, value, query_positions, positions))
-        if call.sinks is not None:
-            sinks = call.sinks.to(query)[:, None].expand(query.shape[:2])
+        if call.spec.sinks is not None:
+            sinks = call.spec.sinks.to(query)[:, None].expand(query.shape[:2])
             partials.append((torch.zeros_like(query), sinks))
         outputs, lses = (torch.stack(parts) for parts in zip(*partials, strict=True))
         out[rows] = merge_splits(outputs, lses).transpose(0, 1).to(out.dtype)
@@ -34,16 +35,17 @@ def _attend_split(
     key_positions: range,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalised output and LSE [heads, rows] of query [heads, rows, head_size] over one split [heads, keys, ...]."""
+    spec = call.spec
     q_pos, k_pos = (torch.tensor(positions, device=query.device) for positions in (query_positions, key_positions))
     distance = q_pos[:, None] - k_pos[None, :]
     visible = distance >= 0
-    if call.sliding_window is not None:
-        visible &= distance < call.sliding_window
-    qk = call.scale * (query @ key.transpose(1, 2))
-    if call.logits_soft_cap is not None:
-        qk = call.logits_soft_cap * torch.tanh(qk / call.logits_soft_cap)
-    if call.alibi_slopes is not None:
-        qk = qk - call.alibi_slopes.to(qk)[:, None, None] * distance
+    if spec.sliding_window is not None:
+        visible &= distance < spec.sliding_window
+    qk = spec.scale * (query @ key.transpose(1, 2))
+    if spec.logits_soft_cap is not None:
+        qk = spec.logits_soft_cap * torch.tanh(qk / spec.logits_soft_cap)
+    if spec.alibi_slopes is not None:
+        qk = qk - spec.alibi_slopes.to(qk)[:, None, None] * distance
     qk = qk.masked_fill(~visible, -torch.inf)
     m = qk.amax(dim=-1)
     p = torch.exp(qk - torch.where(m == -torch.inf, 0, m)[..., None])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from .params import PagedAttention
 from .reduction import AttentionReduction
 
 
@@ -17,6 +18,11 @@ class AttentionShape:
     head_size: int
     dtype: torch.dtype
     reduction: AttentionReduction
+
+    @classmethod
+    def of(cls, call: PagedAttention) -> "AttentionShape":
+        _, heads, head_size = call.query.shape
+        return cls(heads, call.cache.kv_heads, head_size, call.query.dtype, call.reduction)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")

@@ -184,13 +184,13 @@ def draw(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
     """Write the attention of ``params`` to ``out``, as :func:`.definition.attention` for each request."""
-    heads, kv_heads, head_size = params.query.shape[1], params.key_cache.shape[1], params.query.shape[2]
-    group = heads // kv_heads
+    (_, heads, head_size), kv_heads = params.query.shape, params.cache.kv_heads
+    spec, cache, group = params.spec, params.cache, heads // kv_heads
     query = params.query[: params.tokens].float().reshape(-1, head_size)
     integers, scale = torch.empty(query.shape, dtype=torch.int32), torch.empty(len(query), dtype=torch.float32)
     cpu_kernels.to_weights(query.numel(), query, integers, scale)
-    soft_cap = params.logits_soft_cap or 0.0
-    factor = np.float32(params.scale) if soft_cap else np.float32(params.scale) * LOG2_E
+    soft_cap = spec.logits_soft_cap or 0.0
+    factor = np.float32(spec.scale) if soft_cap else np.float32(spec.scale) * LOG2_E
     result = torch.empty(params.tokens, heads, head_size, dtype=torch.float32)
     tokens = max(1, BLOCK_ROWS // group)
     work = np.array(
@@ -204,8 +204,8 @@ def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
     cpu_kernels.attend(
         int((work[:, 3] - work[:, 2]) @ work[:, 5]) * group * head_size,
         integers.view(result.shape), scale.view(result.shape[:2]), result,
-        params.key_cache.view(torch.int16), params.value_cache.view(torch.int16), torch.from_numpy(params.table),
-        params.page_size, torch.from_numpy(work), factor, np.float32(soft_cap), params.sliding_window or 0, group,
+        cache.keys.view(torch.int16), cache.values.view(torch.int16), torch.from_numpy(cache.table),
+        cache.page_size, torch.from_numpy(work), factor, np.float32(soft_cap), spec.sliding_window or 0, group,
         torch.tensor(SPLITS),
     )  # fmt: skip
     out[: params.tokens] = result

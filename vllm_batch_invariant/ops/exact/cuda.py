@@ -11,7 +11,7 @@ import triton
 from numpy.typing import NDArray
 
 from ...errors import NotCovered
-from ..attention.params import PagedAttention
+from ..attention.params import PagedAttention, PagedCache
 from ..attention.plan import Kernels, Plan, Planner
 from ..attention.reduction import AttentionReduction
 from ..attention.shapes import AttentionShape, Schedule
@@ -645,23 +645,20 @@ class ExactPlanner(Planner):
         """[rows, padded head size], weighted values of unfinished blocks."""
 
 
-def paged_attention(
-    call: PagedAttention, out: torch.Tensor, plan: Plan | None = None, cache: Cache | None = None
-) -> None:
+def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None = None) -> None:
     """Write the attention of ``call`` to ``out``, as :func:`.definition.attention` for each request.
 
     Args:
-        call: in bf16; its reduction must be :data:`REDUCTION`.
+        call: in bf16; its reduction must be :data:`REDUCTION`. Its keys and values are stored in a :class:`Cache`, or
+            they are put on their grids now, which waits for the device.
         out: [tokens, heads, head_size] bf16, packed along the last.
         plan: of an :class:`ExactPlanner`; by default one is made.
-        cache: the keys and values of ``call``, whose own caches then only have the shape; by default they are put on
-            their grids now, which waits for the device.
 
     Raises:
         NotCovered: another dtype, or an option of a layer that has no definition in exact arithmetic.
         ValueError: another reduction than the definition's.
     """
-    options = {"ALiBi": call.alibi_slopes, "attention sinks": call.sinks}
+    options = {"ALiBi": call.spec.alibi_slopes, "attention sinks": call.spec.sinks}
     for name, option in options.items():
         if option is not None:
             raise NotCovered(name, "they have no definition in exact arithmetic", LEAVE_IT)
@@ -669,41 +666,40 @@ def paged_attention(
         raise NotCovered(f"attention in {call.query.dtype}", "exact arithmetic is of bf16", LEAVE_IT)
     if call.reduction != REDUCTION:
         raise ValueError(f"exact attention has {REDUCTION}, got {call.reduction}")
-    if cache is None:
-        call, cache = _on_grids(call)
+    if call.cache.stored is None:
+        call = _on_grids(call)
     plan = plan or _plan_alone(call)
     if plan.prefill_ctas:
-        _attend(call, cache, out, plan, prefill_like=True)
+        _attend(call, out, plan, prefill_like=True)
     if plan.has_decode:
-        _attend(call, cache, out, plan, prefill_like=False)
+        _attend(call, out, plan, prefill_like=False)
 
 
-def _on_grids(call: PagedAttention) -> tuple[PagedAttention, Cache]:
+def _on_grids(call: PagedAttention) -> PagedAttention:
     """The call with pages of a cache of its own: those that its requests have."""
-    table, pages = call.table, len(call.key_cache)
-    held = np.arange(table.shape[1]) < -(-call.lengths[:, None] // call.page_size)
-    held &= (table >= 0) & (table < pages)  # those behind a sliding window may be gone
+    table, page_size = call.cache.table, call.cache.page_size
+    held = np.arange(table.shape[1]) < -(-call.lengths[:, None] // page_size)
+    held &= (table >= 0) & (table < call.cache.num_pages)  # those behind a sliding window may be gone
     used = np.unique(table[held])
-    keys, values = (one[torch.from_numpy(used).to(one.device)] for one in (call.key_cache, call.value_cache))
+    keys, values = (one[torch.from_numpy(used).to(one.device)] for one in (call.cache.keys, call.cache.values))
     cache = Cache.in_memory_of(torch.empty_like(torch.cat((keys, values), -1), memory_format=torch.contiguous_format))
-    slots = torch.arange(len(used) * call.page_size, device=keys.device)
+    slots = torch.arange(len(used) * page_size, device=keys.device)
     cache.write(*(one.transpose(1, 2).flatten(0, 1) for one in (keys, values)), slots)
     places = np.where(held, np.searchsorted(used, table), 0).astype(np.int32)
-    return replace(call, key_cache=keys, value_cache=values, block_table=torch.from_numpy(places)), cache
+    return replace(call, cache=PagedCache(keys, values, torch.from_numpy(places), cache))
 
 
 def _plan_alone(call: PagedAttention) -> Plan:
     """A plan for one call, with memory of its own."""
-    (tokens, heads, size), kv_heads = call.query.shape, call.key_cache.shape[1]
-    shape, requests = AttentionShape(heads, kv_heads, size, call.query.dtype, call.reduction), len(call.seq_lens)
-    planner = ExactPlanner(shape, call.query.device, requests, tokens, call.block_table.numel() * call.page_size)
+    tokens, keys = len(call.query), call.cache.block_table.numel() * call.cache.page_size
+    planner = ExactPlanner(AttentionShape.of(call), call.query.device, len(call.seq_lens), tokens, keys)
     starts, lengths = (tensor.to(call.query.device) for tensor in (call.query_start_loc, call.seq_lens))
     return planner.plan(starts, lengths, tokens, most_tokens=tokens)
 
 
-def _attend(call: PagedAttention, cache: Cache, out: torch.Tensor, plan: Plan, prefill_like: bool) -> None:
+def _attend(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: bool) -> None:
     """Write the attention of one of a plan's two lists of work."""
-    planner, shape = plan.planner, plan.planner.shape
+    planner, shape, spec, cache = plan.planner, plan.planner.shape, call.spec, call.cache.stored
     if prefill_like:
         schedule, partial_rows = planner.prefill_schedule, planner.prefill_schedule.block_m
         ctas = min(plan.prefill_ctas, planner.prefill_programs)
@@ -712,7 +708,7 @@ def _attend(call: PagedAttention, cache: Cache, out: torch.Tensor, plan: Plan, p
         schedule, ctas, partial_rows = planner.decode_schedule, planner.cta_shares, plan.partial_rows
         work_indptr, work = planner.work_indptr, planner.decode_work
     query = call.query if call.query.stride(-1) == 1 else call.query.contiguous()
-    table = call.block_table.to(call.query.device)
+    table = call.cache.block_table.to(call.query.device)
     table = table if table.stride(-1) == 1 else table.contiguous()
     launch(
         exact_attention_kernel,
@@ -731,17 +727,17 @@ def _attend(call: PagedAttention, cache: Cache, out: torch.Tensor, plan: Plan, p
             planner.partial_acc,
             planner.parked,
             planner.semaphores,
-            float(np.float32(call.scale) * (LOG2_E if call.logits_soft_cap is None else np.float32(1))),
-            float(np.float32(call.logits_soft_cap or 0)),
-            call.sliding_window or 0,
+            float(np.float32(spec.scale) * (LOG2_E if spec.logits_soft_cap is None else np.float32(1))),
+            float(np.float32(spec.logits_soft_cap or 0)),
+            spec.sliding_window or 0,
             table.stride(0),
             *query.stride()[:2],
             cache.digits.stride(0),
             *out.stride()[:2],
         ),
         on=query,
-        USE_SOFT_CAP=call.logits_soft_cap is not None,
-        USE_WINDOW=call.sliding_window is not None,
+        USE_SOFT_CAP=spec.logits_soft_cap is not None,
+        USE_WINDOW=spec.sliding_window is not None,
         INT8=planner.int8,
         PREFILL_LIKE=prefill_like,
         MAY_SHARE=not prefill_like or plan.may_share_prefill,
@@ -749,7 +745,7 @@ def _attend(call: PagedAttention, cache: Cache, out: torch.Tensor, plan: Plan, p
         QUERIES_PER_KV=shape.queries_per_kv,
         HEAD_DIM=shape.head_size,
         PADDED_HEAD_DIM=_padded(shape.head_size),
-        PAGE_SIZE=call.page_size,
+        PAGE_SIZE=call.cache.page_size,
         SPLIT_SEGMENTS=REDUCTION.split_segments,
         KEY_TILE=KEY_TILE,
         BLOCK_M=schedule.block_m,

@@ -17,6 +17,7 @@ from ..printing import one_line
 from .guarantees import KNOWN, Certificate
 
 if TYPE_CHECKING:
+    from ...ops.attention import AttentionReduction, AttentionSpec
     from ...ops.linear.autotune import TunedSchedule
 
 
@@ -294,6 +295,7 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
     only.
     """
     from ...integration.attention import FixedSplitAttention, key_cache_of
+    from ...ops.attention import AttentionSpec
 
     seen = set()
     for layer in model.modules():
@@ -304,13 +306,19 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
         is_ours, device = isinstance(impl, FixedSplitAttention), _parameter(model).device
         if is_ours:
             heads = replace(heads, dtype=key_cache_of(layer).dtype)
-        options = impl.options(device) if is_ours else {"sliding_window": getattr(impl, "sliding_window", None)}
-        kind = (heads, *(_distinct(name, value) for name, value in options.items()))
+        how: tuple[Any, ...]
+        if is_ours:
+            spec, how = impl.spec.to(device), (impl.reduction, impl.implementation)
+        else:
+            window = getattr(impl, "sliding_window", None)
+            spec = AttentionSpec(1.0, window if isinstance(window, int) and window > 0 else None)
+            how = (window,)
+        kind = heads, spec, *how
         if kind in seen:
             continue
         seen.add(kind)
         shape = f"{heads.query} query heads, {heads.kv} KV heads of {heads.size}, {_name(heads.dtype)}"
-        shape = ", ".join([shape, *_options_in_words(options)])
+        shape = ", ".join([shape, *spec.words])
         server = _qualified(type(impl))
         certificate = Certificate("attention", shape, "batch", server, tuple(rows), 0, "")
         if not is_ours:
@@ -318,7 +326,7 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
             for guarantee in ("batch", "schedule"):
                 yield replace(certificate, guarantee=guarantee, untested=why, not_applicable=True)
             continue
-        attend = partial(_attend, options, device, key_cache_of(layer).shape[2])
+        attend = partial(_attend, spec, impl.reduction, impl.implementation, device, key_cache_of(layer).shape[2])
         in_batch = partial(_attention_in_batches, attend, heads, rows)
         in_chunks = partial(_attention_in_chunks, attend, heads)
         for guarantee, test in (("batch", in_batch), ("schedule", in_chunks)):
@@ -331,32 +339,20 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
                 yield replace(certificate, guarantee=guarantee, compared=compared, difference=difference, note=note)
 
 
-def _distinct(name: str, value: Any) -> Any:
-    """What tells an option of layers apart: of sinks, which are weights that every layer has others of, that there are
-    some.
-    """
-    if name == "sinks":
-        return value is not None
-    return tuple(value.tolist()) if torch.is_tensor(value) else value
-
-
-def _options_in_words(options: Mapping[str, Any]) -> list[str]:
-    window, cap = options.get("sliding_window"), options.get("logits_soft_cap")
-    words = [f"window {window}"] if isinstance(window, int) and window > 0 else []
-    words += [f"soft-cap {cap:g}"] if cap else []
-    words += ["ALiBi"] if options.get("alibi_slopes") is not None else []
-    words += ["sinks"] if options.get("sinks") is not None else []
-    return words
-
-
 def _attend(
-    options: Mapping[str, Any], device: torch.device, page_size: int, chunks: list[Chunk]
+    spec: "AttentionSpec",
+    reduction: "AttentionReduction",
+    implementation: str,
+    device: torch.device,
+    page_size: int,
+    chunks: list[Chunk],
 ) -> list[torch.Tensor]:
-    """The output rows of each chunk, computed together, as a layer of these options computes them."""
-    from ...ops.attention import paged_attention
+    """The output rows of each chunk, computed together, as a layer computes them."""
+    from ...ops.attention import PagedAttention, PagedCache, attend
 
-    out = paged_attention(*(tensor.to(device) for tensor in paged(chunks, page_size)), **options)
-    return list(out.split([chunk.stop - chunk.start for chunk in chunks]))
+    query, *cache, lengths, starts = (tensor.to(device) for tensor in paged(chunks, page_size))
+    call = PagedAttention(query, PagedCache(*cache), lengths, starts, spec, reduction)
+    return list(attend(call, implementation).split([chunk.stop - chunk.start for chunk in chunks]))
 
 
 def _attention_in_batches(

@@ -48,19 +48,20 @@ def _work_items(params: PagedAttention) -> Iterator[_WorkItem]:
 
 def _score_mod(params: PagedAttention, q_pos: torch.Tensor, k_pos: torch.Tensor) -> Callable:
     """FlexAttention's hook: soft-cap, ALiBi, -inf for what is hidden. Positions are [items, rows] and [items, keys]."""
-    alibi_slopes = None if params.alibi_slopes is None else params.alibi_slopes.to(q_pos.device, torch.float32)
+    spec = params.spec
+    alibi_slopes = None if spec.alibi_slopes is None else spec.alibi_slopes.to(q_pos.device, torch.float32)
 
     def score_mod(
         score: torch.Tensor, item: torch.Tensor, head: torch.Tensor, row: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
         distance = q_pos[item, row] - k_pos[item, key]
-        if params.logits_soft_cap is not None:
-            score = params.logits_soft_cap * torch.tanh(score / params.logits_soft_cap)
+        if spec.logits_soft_cap is not None:
+            score = spec.logits_soft_cap * torch.tanh(score / spec.logits_soft_cap)
         if alibi_slopes is not None:
             score = score - alibi_slopes[head] * distance
         visible = distance >= 0
-        if params.sliding_window is not None:
-            visible = visible & (distance < params.sliding_window)
+        if spec.sliding_window is not None:
+            visible = visible & (distance < spec.sliding_window)
         return torch.where(visible, score, -torch.inf)
 
     return score_mod
@@ -69,7 +70,7 @@ def _score_mod(params: PagedAttention, q_pos: torch.Tensor, k_pos: torch.Tensor)
 def _attend(params: PagedAttention, items: list[_WorkItem]) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalised outputs [items, rows, heads, head_size] and LSEs [items, rows, heads] in fp32 of one call's items."""
     heads, head_size = params.query.shape[1:]
-    kv_heads, split_size = params.key_cache.shape[1], params.equal_splits()
+    kv_heads, split_size = params.cache.kv_heads, params.equal_splits()
     device = params.query.device
     # fp32 keeps the partial results from being rounded to the query's dtype.
     query = torch.zeros(ITEMS_PER_CALL, heads, BLOCK_M, head_size, device=device)
@@ -85,13 +86,13 @@ def _attend(params: PagedAttention, items: list[_WorkItem]) -> tuple[torch.Tenso
         k_pos[i] = torch.arange(first, first + split_size)
         seen = params.split_positions(item.split, item.positions)
         in_split = slice(seen.start - first, seen.stop - first)
-        key[i, :, in_split], value[i, :, in_split] = params.gather(item.request, seen)
+        key[i, :, in_split], value[i, :, in_split] = params.cache.gather(item.request, seen)
     output, aux = flex_attention(
         query,
         key,
         value,
         score_mod=_score_mod(params, q_pos.to(device), k_pos.to(device)),
-        scale=params.scale,
+        scale=params.spec.scale,
         enable_gqa=heads != kv_heads,
         return_aux=AuxRequest(lse=True),
     )
@@ -110,8 +111,8 @@ def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
         for item, output, lse in zip(computed, *_attend(params, computed), strict=False):
             partials.append((output, lse))
             if item.split == item.positions[-1] // params.equal_splits():
-                if params.sinks is not None:
-                    sinks = params.sinks.to(lse).expand_as(lse)
+                if params.spec.sinks is not None:
+                    sinks = params.spec.sinks.to(lse).expand_as(lse)
                     partials.append((torch.zeros_like(output), sinks))
                 outputs, lses = (torch.stack(parts) for parts in zip(*partials, strict=True))
                 rows = len(item.positions)

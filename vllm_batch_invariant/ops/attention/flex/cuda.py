@@ -168,28 +168,28 @@ def paged_attention(params: PagedAttention, out: torch.Tensor, plan: Plan | None
             read as one axis of keys.
         ValueError: a plan for other layers, or of another reduction than the call's.
     """
-    plan = plan or plan_alone(params)
+    plan, spec, cache = plan or plan_alone(params), params.spec, params.cache
     shape = plan.planner.shape
     if params.reduction != shape.reduction:
         raise ValueError(f"a plan for {shape.reduction!r} does not fit a call with {params.reduction!r}")
-    layout = KeyLayout.of(params.key_cache, plan.tile.block_n)
-    same = params.key_cache.stride() == params.value_cache.stride()
-    if not same or layout != plan.planner.layout or params.sliding_window not in plan.masks:
+    layout = KeyLayout.of(cache.keys, plan.tile.block_n)
+    same = cache.keys.stride() == cache.values.stride()
+    if not same or layout != plan.planner.layout or spec.sliding_window not in plan.masks:
         raise ValueError(
             f"a plan for {plan.planner.layout} and windows {list(plan.masks)} does not fit {layout} and window "
-            f"{params.sliding_window}"
+            f"{spec.sliding_window}"
         )
-    _, stride_head, stride_slot, _ = params.key_cache.stride()
+    _, stride_head, stride_slot, _ = cache.keys.stride()
     scores = Scores(
-        plan.tile, shape.kv_heads, shape.head_size, stride_slot, stride_head, params.scale, params.sliding_window,
-        params.logits_soft_cap,
+        plan.tile, shape.kv_heads, shape.head_size, stride_slot, stride_head, spec.scale, spec.sliding_window,
+        spec.logits_soft_cap,
     )  # fmt: skip
-    alibi_slopes = params.alibi_slopes
+    alibi_slopes = spec.alibi_slopes
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes.to(params.query.device, torch.float32).view(shape.kv_heads, shape.queries_per_kv)
-    sinks = None if params.sinks is None else params.sinks.to(params.query.device, torch.float32) * LOG2_E
+    sinks = None if spec.sinks is None else spec.sinks.to(params.query.device, torch.float32) * LOG2_E
     with torch.cuda.device_of(params.query):
-        _in_waves(params, out, plan, plan.masks[params.sliding_window], _compiled(scores), alibi_slopes, sinks)
+        _in_waves(params, out, plan, plan.masks[spec.sliding_window], _compiled(scores), alibi_slopes, sinks)
 
 
 def _in_waves(
@@ -207,7 +207,7 @@ def _in_waves(
     shape, tile, device = plan.planner.shape, plan.tile, params.query.device
     query = params.query if params.query.stride(-1) == 1 else params.query.contiguous()
     written = out if out.stride(-1) == 1 else out.contiguous()
-    keys, values = (_memory(cache) for cache in (params.key_cache, params.value_cache))
+    keys, values = (_memory(cache) for cache in (params.cache.keys, params.cache.values))
     items, blocks = len(masks.kv_num_blocks), len(masks.blocks)
     item_bytes = 2 * shape.kv_heads * tile.block_m * shape.head_size * query.element_size()
     wave = max(PARTIAL_BYTES // item_bytes // 4, 1) * 4  # so that slices of the lists stay aligned
@@ -229,15 +229,15 @@ def _in_waves(
             (count, shape.kv_heads),
             (
                 query,
-                params.value_cache,
+                params.cache.values,
                 packed,
                 masks.blocks,
                 masks.items,
                 masks.kv_num_blocks,
                 first,
                 *query.stride()[:2],
-                params.value_cache.stride(2),
-                params.value_cache.stride(1),
+                params.cache.values.stride(2),
+                params.cache.values.stride(1),
             ),
             on=query,
             **sizes,

@@ -301,24 +301,25 @@ def plan_alone(params: PagedAttention) -> Plan:
         ValueError: requests have a page in common, but at different places.
     """
     device = params.query.device
-    heads, head_size = params.query.shape[1:]
-    shape = AttentionShape(heads, params.key_cache.shape[1], head_size, params.query.dtype, params.reduction)
-    layout = KeyLayout.of(params.key_cache, tile_of(shape).block_n)
+    shape, cache = AttentionShape.of(params), params.cache
+    layout = KeyLayout.of(cache.keys, tile_of(shape).block_n)
     _check_shared_pages(params)
-    planner = Planner(shape, layout, device, len(params.seq_lens), int(params.lengths.max()), (params.sliding_window,))
-    starts, lengths, table = (t.to(device) for t in (params.query_start_loc, params.seq_lens, params.block_table))
+    windows = (params.spec.sliding_window,)
+    planner = Planner(shape, layout, device, len(params.seq_lens), int(params.lengths.max()), windows)
+    starts, lengths, table = (t.to(device) for t in (params.query_start_loc, params.seq_lens, cache.block_table))
     decode = int(np.diff(params.starts).max()) <= 1
     return planner.plan(starts, lengths, table.contiguous(), decode, (params.starts, params.lengths))
 
 
 def _check_shared_pages(params: PagedAttention) -> None:
     """A page has one column in every request, as in a prefix cache: the mask finds a key's position by its page."""
-    columns = np.broadcast_to(np.arange(params.table.shape[1]), params.table.shape)
+    table, page_size = params.cache.table, params.cache.page_size
+    columns = np.broadcast_to(np.arange(table.shape[1]), table.shape)
     oldest = params.lengths - np.diff(params.starts)
-    first = np.array([params.first_key(int(position)) for position in oldest]) // params.page_size
+    first = np.array([params.first_key(int(position)) for position in oldest]) // page_size
     needed = (np.diff(params.starts) > 0)[:, None] & (columns >= first[:, None])
-    needed &= columns < -(-params.lengths // params.page_size)[:, None]
-    pairs = np.unique(np.stack([params.table[needed], columns[needed]]), axis=1)
+    needed &= columns < -(-params.lengths // page_size)[:, None]
+    pairs = np.unique(np.stack([table[needed], columns[needed]]), axis=1)
     pages, counts = np.unique(pairs[0], return_counts=True)
     if (counts > 1).any():
         raise ValueError(f"page {pages[counts > 1][0]} is at several places of block_table, FlexAttention allows one")

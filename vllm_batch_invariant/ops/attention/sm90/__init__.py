@@ -15,7 +15,7 @@ import triton
 from ...common.compile_errors import is_of_a_compiler, reason
 from ...common.kv_cache import is_aligned
 from ...common.launch import launch
-from ..params import PagedAttention
+from ..params import AttentionSpec, PagedAttention, PagedCache
 from ..reduction import AttentionReduction
 from ..shapes import AttentionShape
 from .shapes import BLOCK_M, BLOCK_N, SEMAPHORE_INTS
@@ -154,7 +154,8 @@ def _launch_without_work(shape: AttentionShape, partial_rows: frozenset[int], de
 
     query = zeros(1, shape.heads, shape.head_size, dtype=shape.dtype)
     caches = [zeros(1, shape.kv_heads, _TRIED_PAGE, shape.head_size, dtype=shape.dtype) for _ in range(2)]
-    call = PagedAttention(query, *caches, zeros(1, 1), zeros(1), zeros(2), 1.0, shape.reduction, None, None, None)
+    cache = PagedCache(*caches, zeros(1, 1))
+    call = PagedAttention(query, cache, zeros(1), zeros(2), AttentionSpec(1.0), shape.reduction)
     items, semaphores, [m, l, acc] = zeros(8), zeros(SEMAPHORE_INTS), [zeros(4, dtype=torch.float32) for _ in range(3)]
     prefill_schedule = PREFILL_SCHEDULES[shape.head_size]
     schedule = decode_schedule(shape.head_size, max(partial_rows))
@@ -164,22 +165,16 @@ def _launch_without_work(shape: AttentionShape, partial_rows: frozenset[int], de
         launch_decode(call, query, work, shape.reduction, schedule)
 
 
-def is_plain(attention: Any) -> bool:
-    """Whether a call, or an engine's layer, has none of the options that the kernels do not know."""
-    options = attention.sliding_window, attention.logits_soft_cap, attention.alibi_slopes, attention.sinks
-    return all(option is None for option in options)
-
-
 def takes(call: PagedAttention, out: torch.Tensor) -> bool:
-    """Whether the kernel serves a call, whose options and memory layout it has to know."""
-    caches = call.key_cache, call.value_cache
+    """Whether the kernel serves a call: plain attention, in a memory layout that it knows."""
+    cache, page_size = call.cache, call.cache.page_size
     return (
-        is_plain(call)
-        and call.page_size >= 16
-        and call.page_size & (call.page_size - 1) == 0
-        and call.block_table.device == call.query.device
-        and all(tensor.stride(-1) == 1 for tensor in (call.query, call.block_table, out))
-        and all(cache.stride(-1) == 1 and is_aligned(cache) for cache in caches)
+        not call.spec.added
+        and page_size >= 16
+        and page_size & (page_size - 1) == 0
+        and cache.block_table.device == call.query.device
+        and all(tensor.stride(-1) == 1 for tensor in (call.query, cache.block_table, out))
+        and all(one.stride(-1) == 1 and is_aligned(one) for one in (cache.keys, cache.values))
         # Triton knows of 16 elements that they are a multiple of as many bytes, and copies 16 bytes at once.
         and call.query.data_ptr() % 16 == 0
         and all(stride % 16 == 0 for stride in call.query.stride()[:2])
@@ -197,12 +192,12 @@ def _gluon_descriptor(cache: torch.Tensor) -> "TensorDescriptor":
 
 
 def _layer_constexprs(call: PagedAttention, reduction: AttentionReduction) -> dict[str, Any]:
-    kv_heads = call.key_cache.shape[1]
+    kv_heads = call.cache.kv_heads
     return {
         "NUM_KV_HEADS": kv_heads,
         "QUERIES_PER_KV": call.query.shape[1] // kv_heads,
         "HEAD_DIM": call.query.shape[2],
-        "PAGE_SIZE": call.page_size,
+        "PAGE_SIZE": call.cache.page_size,
         "SPLIT_SEGMENTS": reduction.split_segments,
     }
 
@@ -217,21 +212,21 @@ def launch_prefill(
     """Write the attention of the blocks in ``work`` to ``out``, by splits of ``reduction``, that of the plan."""
     from .prefill import prefill_kernel
 
-    block_table = call.block_table
+    block_table = call.cache.block_table
     launch(
         prefill_kernel,
         work.ctas,
         (
             call.query,
-            _gluon_descriptor(call.key_cache),
-            _gluon_descriptor(call.value_cache),
+            _gluon_descriptor(call.cache.keys),
+            _gluon_descriptor(call.cache.values),
             out,
             block_table,
             work.count,
             work.items,
             work.workspace,
             work.semaphores,
-            call.scale * _LOG2_E,
+            call.spec.scale * _LOG2_E,
             block_table.stride(0),
             *call.query.stride()[:2],
             *out.stride()[:2],
@@ -255,21 +250,21 @@ def launch_decode(
     """Write the attention of the parts in ``work`` to ``out``, by splits of ``reduction``, that of the plan."""
     from .decode import decode_kernel
 
-    block_table = call.block_table
+    block_table = call.cache.block_table
     launch(
         decode_kernel,
         len(work.indptr) - 1,
         (
             call.query,
-            _gluon_descriptor(call.key_cache),
-            _gluon_descriptor(call.value_cache),
+            _gluon_descriptor(call.cache.keys),
+            _gluon_descriptor(call.cache.values),
             out,
             block_table,
             work.indptr,
             work.items,
             *work.partials,
             work.semaphores,
-            call.scale * _LOG2_E,
+            call.spec.scale * _LOG2_E,
             block_table.stride(0),
             *call.query.stride()[:2],
             *out.stride()[:2],
