@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 
 from benchmarks.roofline import Work
-from vllm_batch_invariant.ops.moe import MoeReduction, moe, route
+from vllm_batch_invariant.ops.moe import Experts, MoeReduction, moe, route
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Provider:
 def ours() -> Provider:
     def call(layer: MoeLayer, weights: Weights, inputs: Inputs) -> torch.Tensor:
         chosen = route(inputs.logits, layer.reduction)
-        return moe(inputs.x, *chosen, weights.gate_up, weights.down, layer.reduction)
+        return moe(inputs.x, *chosen, Experts(weights.gate_up, weights.down, layer.reduction))
 
     return Provider("ours", call, promises_bits=True)
 

@@ -111,14 +111,13 @@ def _atomics_of_pairs(combine: Callable[..., None]) -> Callable[..., None]:
 def _arrival_order_of_pairs(moe: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Experts are added to the result, and rounded, when they are done: those with most tokens last."""
 
-    def by_load(
-        x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: Any, down: Any, reduction: Any, *of: Any
-    ) -> torch.Tensor:
+    def by_load(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Any) -> torch.Tensor:
         order = ids.reshape(-1).bincount()[ids].argsort(dim=1, stable=True)
         weights, ids, acc = weights.gather(1, order), ids.gather(1, order), torch.zeros_like(x)
+        alone = replace(experts, reduction=replace(experts.reduction, top_k=1))
         for place in range(ids.shape[1]):
             one = slice(place, place + 1)
-            acc += moe(x, weights[:, one], ids[:, one], gate_up, down, replace(reduction, top_k=1), *of)
+            acc += moe(x, weights[:, one], ids[:, one], alone)
         return acc
 
     return by_load

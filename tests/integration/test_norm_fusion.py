@@ -100,7 +100,7 @@ class Runner(torch.nn.Module):
         super().__init__()
         self.shared_experts = self.routed_output_transform = None
         self.routed_scaling_factor = 1.0
-        method = made(type("Method", (CudaExperts, torch.nn.Module), {}))
+        method = made(type("Method", (CudaExperts, torch.nn.Module), {"reduction": object()}))
         self.routed_experts = torch.nn.Module()
         self.routed_experts.quant_method, self._add = method, add
         config = {"is_sequence_parallel": False, "skip_final_all_reduce": False, "dp_size": 1, "pcp_size": 1}

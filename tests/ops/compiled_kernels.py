@@ -60,7 +60,7 @@ from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
 from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES, NarrowTile
-from vllm_batch_invariant.ops.moe import MoeReduction
+from vllm_batch_invariant.ops.moe import Experts, MoeReduction
 from vllm_batch_invariant.ops.moe import cuda as moe
 from vllm_batch_invariant.ops.norm import NormReduction
 from vllm_batch_invariant.ops.norm import cuda as norm
@@ -294,7 +294,7 @@ def experts(count: int, dtype: torch.dtype = torch.bfloat16, here: int = 16, **f
     weights, ids = moe.route(torch.zeros(count, 16, dtype=dtype), reduction, bias)
     gate_up, down = torch.zeros(here, 192, 200, dtype=dtype), torch.zeros(here, 200, 96, dtype=dtype)
     places = None if here == 16 else torch.zeros(16, dtype=torch.int32)
-    of_layer = weights, ids, gate_up, down, reduction, *biases, places
+    of_layer = weights, ids, Experts(gate_up, down, reduction, *biases, places)
     x = torch.zeros(count, 200, dtype=dtype)
     moe.moe(x, *of_layer)
     moe.add_and_norm(moe.products(x, *of_layer), x, x[0], 1e-6)
@@ -306,7 +306,7 @@ def many_pairs(count: int) -> None:
     """Of two experts, eight times so many tokens: from 13 on more than 100 pairs of each."""
     x, ids = torch.zeros(8 * count, 128, dtype=torch.bfloat16), torch.zeros(8 * count, 2, dtype=torch.int64)
     gate_up, down = torch.zeros(2, 128, 128, dtype=x.dtype), torch.zeros(2, 128, 64, dtype=x.dtype)
-    moe.moe(x, torch.zeros(ids.shape), ids, gate_up, down, MoeReduction(2, 2, x.dtype), None, None, None)
+    moe.moe(x, torch.zeros(ids.shape), ids, Experts(gate_up, down, MoeReduction(2, 2, x.dtype)))
 
 
 def every_expert() -> None:

@@ -73,7 +73,7 @@ class _Experts(torch.autograd.Function):
         reduction: MoeReduction,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weights, ids, gate_up, down)
-        return moe_op.moe(x, weights, ids, gate_up, down, reduction)
+        return moe_op.moe(x, weights, ids, moe_op.Experts(gate_up, down, reduction))
 
     @staticmethod
     @once_differentiable

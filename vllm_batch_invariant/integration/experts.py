@@ -13,7 +13,7 @@ import torch
 from .. import envs
 from ..errors import NotCovered
 from ..ops.dispatch import module_for
-from ..ops.moe import MoeReduction, route
+from ..ops.moe import Experts, MoeReduction, route
 from . import patch_points, reviews, tensor_tree
 from .linear import PreparedWeight
 from .norm_rotary import is_watched
@@ -89,6 +89,12 @@ class BatchInvariantExperts:
         """The same, also where the model's next norm adds it."""
         return self.apply_monolithic(layer, x, router_logits)
 
+    def experts_of(self, layer: Any, gate_up: Any, down: Any) -> Experts:
+        """Those of this worker, with weights as the device wants them."""
+        assert self.reduction is not None
+        biases = getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
+        return Experts(gate_up, down, self.reduction, *biases, layer.expert_map)
+
     def forward(
         self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
@@ -115,10 +121,8 @@ class CpuExperts(BatchInvariantExperts):
     def forward(
         self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
-        gate_up, down = (weight.copy for weight in self.prepared)
-        return module_for("moe", "cpu").prepared_moe(
-            x, weights, ids, gate_up, down, self.reduction, *_biases(layer), layer.expert_map
-        )
+        copies = (weight.copy for weight in self.prepared)
+        return module_for("moe", "cpu").prepared_moe(x, weights, ids, self.experts_of(layer, *copies))
 
 
 class ExactExperts(CpuExperts):
@@ -150,10 +154,10 @@ class CudaExperts(BatchInvariantExperts):
         self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
         """Uninitialised where the norm adds, which it does not while somebody looks at what this gives."""
-        moe, experts = module_for("moe", "cuda"), (layer.w13_weight, layer.w2_weight, self.reduction, *_biases(layer))
+        moe, experts = module_for("moe", "cuda"), self.experts_of(layer, layer.w13_weight, layer.w2_weight)
         adds = self.leaves_sum and moe.a_norm_may_add(x, self.reduction) and not is_watched(self)
-        self.left = moe.products(x, weights, ids, *experts, layer.expert_map) if adds else None
-        return moe.moe(x, weights, ids, *experts, layer.expert_map) if self.left is None else x.new_empty(x.shape)
+        self.left = moe.products(x, weights, ids, experts) if adds else None
+        return moe.moe(x, weights, ids, experts) if self.left is None else x.new_empty(x.shape)
 
     def summed(self, layer: torch.nn.Module, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         given, left = self.apply_monolithic(layer, x, router_logits), self.take_left()
@@ -163,10 +167,6 @@ class CudaExperts(BatchInvariantExperts):
         """What the norm adds, once; None where the sum is there."""
         left, self.left = self.left, None
         return left
-
-
-def _biases(layer: torch.nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
 
 
 def _not_run_on_gpus(reduction: MoeReduction) -> str | None:

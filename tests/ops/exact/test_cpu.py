@@ -16,7 +16,7 @@ from vllm_batch_invariant.ops.exact import cpu, cpu_experts, definition
 from vllm_batch_invariant.ops.exact.definition import Floats, fp32
 from vllm_batch_invariant.ops.exact.known_answers import normal, with_outliers
 from vllm_batch_invariant.ops.linear import mm
-from vllm_batch_invariant.ops.moe import MoeReduction
+from vllm_batch_invariant.ops.moe import Experts, MoeReduction
 from vllm_batch_invariant.ops.reduce import mean
 
 THREADS = torch.get_num_threads()
@@ -77,12 +77,13 @@ def test_experts_have_the_definitions_bits_and_a_token_alone_those_among_others(
     found = cpu_experts.route(tensor(logits), reduction, None)
     assert np.array_equal(found[0].numpy(), weights)
     assert np.array_equal(found[1].numpy(), experts)
-    others = cpu_experts.moe(tensor(x), *found, tensor(gate_up), tensor(down), reduction, None, None, None)
+    layer = Experts(tensor(gate_up), tensor(down), reduction)
+    others = cpu_experts.moe(tensor(x), *found, layer)
     assert_equal(others, right)
     for token in (0, tokens - 1):
         one = slice(token, token + 1)
         alone = cpu_experts.route(tensor(logits[one]), reduction, None)
-        got = cpu_experts.moe(tensor(x[one]), *alone, tensor(gate_up), tensor(down), reduction, None, None, None)
+        got = cpu_experts.moe(tensor(x[one]), *alone, layer)
         assert torch.equal(got, others[one])
 
 

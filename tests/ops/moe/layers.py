@@ -5,7 +5,7 @@ from functools import cached_property
 
 import torch
 
-from vllm_batch_invariant.ops.moe import MoeReduction, cpu, route
+from vllm_batch_invariant.ops.moe import Experts, MoeReduction, cpu, route
 
 HIDDEN, INTERMEDIATE = 256, 192
 EXPERTS = 8
@@ -24,24 +24,19 @@ class Layer:
     score_bias: torch.Tensor | None = None
 
     @property
-    def experts(self) -> dict[str, torch.Tensor | None]:
-        """Arguments of ``moe`` that belong to the layer."""
-        return {
-            "gate_up": self.gate_up,
-            "down": self.down,
-            "gate_up_bias": self.gate_up_bias,
-            "down_bias": self.down_bias,
-        }
+    def experts(self) -> Experts:
+        """What ``moe`` is given of the layer."""
+        return Experts(self.gate_up, self.down, self.reduction, self.gate_up_bias, self.down_bias)
 
     @cached_property
-    def prepared(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """The weights as an engine keeps them."""
-        return cpu.prepare_experts(self.gate_up), cpu.prepare_experts(self.down)
+    def prepared(self) -> Experts:
+        """With the weights as an engine keeps them."""
+        prepared = cpu.prepare_experts(self.gate_up), cpu.prepare_experts(self.down)
+        return replace(self.experts, gate_up=prepared[0], down=prepared[1])
 
     def __call__(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         weights, ids = route(logits, self.reduction, self.score_bias)
-        biases = self.gate_up_bias, self.down_bias, None
-        return cpu.prepared_moe(x, weights, ids, *self.prepared, self.reduction, *biases)
+        return cpu.prepared_moe(x, weights, ids, self.prepared)
 
 
 def layer(dtype: torch.dtype = torch.bfloat16, biased: bool = False, **fields: object) -> Layer:

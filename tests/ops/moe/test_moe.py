@@ -11,7 +11,7 @@ from tests.faults.experts import FAULTS, planted
 from tests.ops.moe.layers import EXPERTS, HIDDEN, INTERMEDIATE, ROUTINGS, Layer, layer, tied, tokens, uniform
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.linear import linear
-from vllm_batch_invariant.ops.moe import MoeReduction, cpu, moe, reference, route
+from vllm_batch_invariant.ops.moe import Experts, MoeReduction, cpu, moe, reference, route
 from vllm_batch_invariant.ops.pointwise import elementwise
 
 COUNTS = (1, 2, 3, 8, 16, 17, 33, 64, 100, 513, 2049, 8192)
@@ -104,8 +104,8 @@ def test_results_are_near_the_float64_reference(dtype: torch.dtype, activation: 
     for biased in (False, True):
         of, x = layer(dtype, biased, activation=activation), tokens(40, dtype)
         weights, ids = route(uniform(x, of), of.reduction, of.score_bias)
-        expected = reference.moe(x, weights, ids, reduction=of.reduction, **of.experts)
-        assert_near(moe(x, weights, ids, reduction=of.reduction, **of.experts), expected, factor=2)
+        expected = reference.moe(x, weights, ids, of.experts)
+        assert_near(moe(x, weights, ids, of.experts), expected, factor=2)
 
 
 def test_equal_scores_go_to_the_lowest_expert() -> None:
@@ -128,7 +128,7 @@ def test_topk_of_pytorch_leaves_open_which_of_equal_scores_comes_first() -> None
 def test_a_token_has_the_bits_of_dense_layers_added_from_its_best_expert_on(dtype: torch.dtype) -> None:
     of, x = layer(dtype, biased=True, activation="silu"), tokens(30, dtype)
     weights, ids = route(uniform(x, of), of.reduction, of.score_bias)
-    made = moe(x, weights, ids, reduction=of.reduction, **of.experts)
+    made = moe(x, weights, ids, of.experts)
     for token, row in enumerate(made):
         total = torch.zeros(HIDDEN)
         for weight, expert in zip(weights[token], ids[token], strict=True):
@@ -144,12 +144,13 @@ def test_experts_that_are_not_there_are_left_out() -> None:
     weights, ids = route(uniform(x, of), of.reduction)
     here = torch.tensor([6, 1, 3])
     places = torch.full((EXPERTS,), -1).index_copy_(0, here, torch.arange(3))
-    part = moe(x, weights, ids, of.gate_up[here], of.down[here], of.reduction, places=places)
+    there = Experts(of.gate_up[here], of.down[here], of.reduction, places=places)
+    part = moe(x, weights, ids, there)
     absent = ~torch.isin(ids, here)
     assert absent.any()
-    assert_same_bits(part, moe(x, weights.masked_fill(absent, 0), ids, of.gate_up, of.down, of.reduction))
+    assert_same_bits(part, moe(x, weights.masked_fill(absent, 0), ids, of.experts))
     for rows in (slice(0, 1), slice(40, 43)):
-        alone = moe(x[rows], weights[rows], ids[rows], of.gate_up[here], of.down[here], of.reduction, places=places)
+        alone = moe(x[rows], weights[rows], ids[rows], there)
         assert_same_bits(alone, part[rows])
     assert (part[absent.all(1)] == 0).all()
 
@@ -157,9 +158,8 @@ def test_experts_that_are_not_there_are_left_out() -> None:
 def test_prepared_experts_give_the_bits_of_the_weights() -> None:
     of, x = layer(), tokens(50)
     weights, ids = route(uniform(x, of), of.reduction)
-    prepared = cpu.prepare_experts(of.gate_up), cpu.prepare_experts(of.down)
-    found = cpu.prepared_moe(x, weights, ids, *prepared, of.reduction, None, None, None)
-    assert_same_bits(found, moe(x, weights, ids, of.gate_up, of.down, of.reduction))
+    found = cpu.prepared_moe(x, weights, ids, of.prepared)
+    assert_same_bits(found, moe(x, weights, ids, of.experts))
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -233,8 +233,8 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"and a bias of \[8\], got \[4, 8\] and \[3\]"):
         route(torch.zeros(4, 8), of.reduction, torch.zeros(3))
     with pytest.raises(ValueError, match=r"moe takes ids \[4, 3\]"):
-        moe(x, weights, ids[:, :2], of.gate_up, of.down, of.reduction)
+        moe(x, weights, ids[:, :2], of.experts)
     with pytest.raises(ValueError, match="places for 3 of 8 experts"):
-        moe(x, weights, ids, of.gate_up[:3], of.down[:3], of.reduction)
+        moe(x, weights, ids, Experts(of.gate_up[:3], of.down[:3], of.reduction))
     with pytest.raises(ValueError, match=r"tokens and experts in torch\.bfloat16 and weights in torch\.float32"):
-        moe(x.float(), weights, ids, of.gate_up, of.down, of.reduction)
+        moe(x.float(), weights, ids, of.experts)

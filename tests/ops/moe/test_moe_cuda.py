@@ -1,11 +1,14 @@
 """A mixture of experts on a GPU: a token's bits are its own, and those of dense layers."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 
 from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.linear import triton_gemm
-from vllm_batch_invariant.ops.moe import MoeReduction, cuda, moe, reference, route
+from vllm_batch_invariant.ops.moe import Experts, MoeReduction, cuda, moe, reference, route
 from vllm_batch_invariant.ops.moe.routes import route_by
 from vllm_batch_invariant.ops.norm import rms_norm
 from vllm_batch_invariant.ops.softmax import softmax
@@ -36,21 +39,27 @@ class Layer:
         (experts, top_k, hidden, intermediate), fields, biased = FAMILIES[family]
         self.reduction = MoeReduction(experts, top_k, torch.bfloat16, **fields)
         self.gate_up, self.down = draw(experts, 2 * intermediate, hidden), draw(experts, hidden, intermediate, seed=1)
-        self.score_bias, self.biases = None, {}
+        self.score_bias, biases = None, {}
         if biased and self.reduction.activation == "swigluoai":
-            self.biases = {"gate_up_bias": 20 * draw(experts, 2 * intermediate), "down_bias": draw(experts, hidden)}
+            biases = {"gate_up_bias": 20 * draw(experts, 2 * intermediate), "down_bias": draw(experts, hidden)}
         elif biased:
             self.score_bias = draw(experts, seed=9).float()
+        self.experts = Experts(self.gate_up, self.down, self.reduction, **biases)
 
     def route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return route(logits, self.reduction, self.score_bias)
 
     def products(self, x: torch.Tensor, logits: torch.Tensor, places: torch.Tensor | None = None) -> cuda.Products:
-        biases = (self.biases.get(name) for name in ("gate_up_bias", "down_bias"))
-        return cuda.products(x, *self.route(logits), self.gate_up, self.down, self.reduction, *biases, places)
+        return cuda.products(x, *self.route(logits), replace(self.experts, places=places))
 
     def __call__(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return moe(x, *self.route(logits), self.gate_up, self.down, self.reduction, **self.biases)
+        return moe(x, *self.route(logits), self.experts)
+
+
+def mapped(experts: Experts, function: Callable[[torch.Tensor], torch.Tensor]) -> Experts:
+    """With other weights and biases."""
+    held = {name: getattr(experts, name) for name in ("gate_up", "down", "gate_up_bias", "down_bias")}
+    return replace(experts, **{name: function(tensor) for name, tensor in held.items() if tensor is not None})
 
 
 @pytest.fixture(params=FAMILIES)
@@ -125,7 +134,7 @@ def test_every_tile_has_the_bits_of_a_dense_layer(layer: Layer) -> None:
         for count in (2, schedule.few_pairs // top_k) if schedule.few_pairs else (2, 300):
             own, rows = ids[:count].contiguous(), x[:count]
             groups, asked = cuda.group(own, experts, schedule), (own.numel(), torch.bfloat16, schedule.gate_up)
-            bias = layer.biases.get("gate_up_bias")
+            bias = layer.experts.gate_up_bias
             plain = cuda.grouped_gemm(rows, layer.gate_up, bias, groups, *asked)
             gated = cuda.grouped_gemm(rows, layer.gate_up, bias, groups, *asked, activation=activation)
             for expert in own.unique().tolist():
@@ -146,16 +155,12 @@ def test_experts_that_are_not_here_are_left_out(family: str) -> None:
         places = torch.full((experts,), -1, dtype=torch.int32)
         places[here] = torch.arange(len(here), dtype=torch.int32)
         places, here = places.cuda(), here.cuda()
-        own = {name: bias[here] for name, bias in layer.biases.items()}
+        own = replace(mapped(layer.experts, lambda tensor, here=here: tensor[here]), places=places)
         for count in (1, 2, 8, 65, 600):
             chosen = weights[:count], ids[:count]
-            found = moe(
-                x[:count], *chosen, layer.gate_up[here], layer.down[here], layer.reduction, places=places, **own
-            )
+            found = moe(x[:count], *chosen, own)
             without = chosen[0].masked_fill(~torch.isin(chosen[1], here), 0)
-            whole = moe(
-                x[:count], without, chosen[1], layer.gate_up, layer.down, layer.reduction, **layer.biases
-            )  # fmt: skip
+            whole = moe(x[:count], without, chosen[1], layer.experts)
             assert torch.equal(found, whole), count
 
 
@@ -218,9 +223,8 @@ def test_results_are_near_the_exact_ones() -> None:
     for family in ("odd", "odd, in turn"):
         layer = Layer(family)
         x, logits = draw(20, 200, seed=5) * 14, routings(20, 6)["uniform"]
-        operands = (x, *layer.route(logits), layer.gate_up, layer.down)
-        biases = {name: bias.cpu() for name, bias in layer.biases.items()}
-        exact = reference.moe(*(one.cpu() for one in operands), layer.reduction, **biases)
+        operands = (one.cpu() for one in (x, *layer.route(logits)))
+        exact = reference.moe(*operands, mapped(layer.experts, torch.Tensor.cpu))
         error = layer(x, logits).cpu().double() - exact
         assert float(error.abs().max()) < 0.02 * float(exact.abs().max()), family
 

@@ -13,7 +13,7 @@ from tests.faults.experts import FAULTS, planted
 from tests.ops.moe.layers import EXPERTS, ROUTINGS, Layer, layer, tied, tokens, uniform
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.common.gpu import Gpu
-from vllm_batch_invariant.ops.moe import MoeReduction, cpu, cuda, reference, triton_kernels
+from vllm_batch_invariant.ops.moe import Experts, MoeReduction, cpu, cuda, reference, triton_kernels
 from vllm_batch_invariant.ops.norm.cuda import rms_norm
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
@@ -34,13 +34,12 @@ on_every_gpu = pytest.mark.parametrize("gpu", [HOPPER, OLDER], indirect=True, id
 
 def made(of: Layer, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     weights, ids = cuda.route(logits, of.reduction, of.score_bias)
-    return cuda.moe(x, weights, ids, of.gate_up, of.down, of.reduction, of.gate_up_bias, of.down_bias, None)
+    return cuda.moe(x, weights, ids, of.experts)
 
 
 def products_of(of: Layer, x: torch.Tensor, logits: torch.Tensor) -> cuda.Products:
     weights, ids = cuda.route(logits, of.reduction, of.score_bias)
-    experts = of.gate_up, of.down, of.reduction, of.gate_up_bias, of.down_bias, None
-    return cuda.products(x, weights, ids, *experts)
+    return cuda.products(x, weights, ids, of.experts)
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -106,8 +105,8 @@ def test_results_are_near_the_exact_ones(activation, dtype):
     of = layer(dtype, biased=True, activation=activation)
     x = tokens(4, dtype)
     weights, ids = cuda.route(uniform(x, of), of.reduction, of.score_bias)
-    found = cuda.moe(x, weights, ids, of.gate_up, of.down, of.reduction, of.gate_up_bias, of.down_bias, None)
-    exact = reference.moe(x, weights, ids, reduction=of.reduction, **of.experts)
+    found = cuda.moe(x, weights, ids, of.experts)
+    exact = reference.moe(x, weights, ids, of.experts)
     assert float((found.double() - exact).abs().max()) < TOLERANCE[dtype] * float(exact.abs().max())
 
 
@@ -273,15 +272,15 @@ def test_experts_that_are_not_here_are_left_out(count):
     )
     ids = torch.rand(count, EXPERTS, generator=draw).argsort(1)[:, :3].contiguous()
     weights = torch.rand(count, 3, generator=draw)
-    whole = cuda.moe(x, weights, ids, gate_up, down, reduction, None, None, None)
+    whole = cuda.moe(x, weights, ids, Experts(gate_up, down, reduction))
     for here in (torch.tensor([6, 1, 3]), torch.arange(EXPERTS)):
         places = torch.full((EXPERTS,), -1, dtype=torch.int32)
         places[here] = torch.arange(len(here), dtype=torch.int32)
         absent = ~torch.isin(ids, here)
-        own = gate_up[here], down[here], reduction, None, None, places
-        found = cuda.moe(x, weights.masked_fill(absent, torch.nan), ids, *own)
+        own = Experts(gate_up[here], down[here], reduction, places=places)
+        found = cuda.moe(x, weights.masked_fill(absent, torch.nan), ids, own)
         without = weights.masked_fill(absent, 0)
-        assert torch.equal(found, cuda.moe(x, without, ids, gate_up, down, reduction, None, None, None))
+        assert torch.equal(found, cuda.moe(x, without, ids, Experts(gate_up, down, reduction)))
         assert absent.any() != torch.equal(found, whole)
 
 

@@ -2,10 +2,13 @@
 expert computes is :mod:`.cpu`'s.
 """
 
+from dataclasses import replace
+
 import torch
 
 from ...errors import NotCovered
 from ..moe import cpu as of_floats
+from ..moe.params import Experts
 from ..moe.reduction import MoeReduction
 from .cpu import ExactWeight, finish, partial_linear, prepare, silu_and_mul, softmax
 from .limits import LEAVE_IT
@@ -55,46 +58,28 @@ def prepare_experts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return made.integers.unflatten(0, weight.shape[:2]), made.scale.unflatten(0, weight.shape[:2])
 
 
-def moe(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    reduction: MoeReduction,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    places: torch.Tensor | None,
-) -> torch.Tensor:
+def moe(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Experts) -> torch.Tensor:
     """See the operation's package."""
-    prepared = (prepare_experts(weight) for weight in (gate_up, down))
-    return prepared_moe(x, weights, ids, *prepared, reduction, gate_up_bias, down_bias, places)
+    gate_up, down = (prepare_experts(weight) for weight in (experts.gate_up, experts.down))
+    return prepared_moe(x, weights, ids, replace(experts, gate_up=gate_up, down=down))
 
 
-def prepared_moe(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    gate_up: tuple[torch.Tensor, torch.Tensor],
-    down: tuple[torch.Tensor, torch.Tensor],
-    reduction: MoeReduction,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    places: torch.Tensor | None,
-) -> torch.Tensor:
+def prepared_moe(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Experts) -> torch.Tensor:
     """``moe`` with weights from :func:`prepare_experts`, as :func:`.definition.expert_sum`.
 
     Raises:
         NotCovered: a reduction without a definition, biases, or a part of the experts.
     """
-    check(reduction)
+    check(experts.reduction)
     for what, value in (
-        ("biases of experts", gate_up_bias),
-        ("biases of experts", down_bias),
-        ("a part of them", places),
+        ("biases of experts", experts.gate_up_bias),
+        ("biases of experts", experts.down_bias),
+        ("a part of them", experts.places),
     ):
         if value is not None:
             raise NotCovered(f"a mixture of experts with {what} in exact arithmetic", "it has no definition", LEAVE_IT)
+
+    gate_up, down = experts.gate_up, experts.down
 
     def expert(number: int, rows: torch.Tensor) -> torch.Tensor:
         hidden = finish(partial_linear(rows, ExactWeight(gate_up[0][number], gate_up[1][number])), None)

@@ -13,9 +13,10 @@ of other tokens are done, and libraries leave open which of two equal scores com
 import torch
 
 from ..dispatch import implementation
+from .params import Experts
 from .reduction import MoeReduction
 
-__all__ = ["MoeReduction", "moe", "route"]
+__all__ = ["Experts", "MoeReduction", "moe", "route"]
 
 
 def route(
@@ -44,31 +45,14 @@ def route(
     return implementation("moe", logits, bias).route(logits, reduction, bias)
 
 
-def moe(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    reduction: MoeReduction,
-    *,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    places: torch.Tensor | None = None,
-) -> torch.Tensor:
+def moe(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Experts) -> torch.Tensor:
     """The weighted sum of what its experts make of each token.
 
     Args:
         x: [tokens, hidden] of the reduction's dtype.
         weights: [tokens, top_k] fp32, as :func:`route` gives them.
         ids: [tokens, top_k] integers.
-        gate_up: [experts, 2 * intermediate, hidden]; the halves or, for "swigluoai", the even and odd rows are those of
-            gate and up.
-        down: [experts, hidden, intermediate].
-        gate_up_bias: [experts, 2 * intermediate], or None.
-        down_bias: [experts, hidden], or None.
-        places: [num_experts] integers: where in ``gate_up`` and ``down`` an expert lies; -1 for one that is not there,
-            which is left out of the sum. None if all are there, in order.
+        experts: of the layer.
 
     Returns:
         [tokens, hidden] of x's dtype. A token's bits depend on that token, its weights and ids, and the experts.
@@ -77,25 +61,5 @@ def moe(
         ValueError: shapes or dtypes that do not fit.
         NotCovered: a device without an implementation.
     """
-    hidden, intermediate = down.shape[1:]
-    expected = {
-        "x": (x, (len(x), hidden)),
-        "weights": (weights, (len(x), reduction.top_k)),
-        "ids": (ids, (len(x), reduction.top_k)),
-        "gate_up": (gate_up, (len(down), 2 * intermediate, hidden)),
-        "gate_up_bias": (gate_up_bias, (len(down), 2 * intermediate)),
-        "down_bias": (down_bias, (len(down), hidden)),
-        "places": (places, (reduction.num_experts,)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"moe takes {name} {list(shape)} beside down {list(down.shape)}, got {list(tensor.shape)}")
-    if places is None and len(down) != reduction.num_experts:
-        raise ValueError(f"moe needs places for {len(down)} of {reduction.num_experts} experts")
-    if {tensor.dtype for tensor in (x, gate_up, down)} != {reduction.dtype} or weights.dtype != reduction.accumulate:
-        raise ValueError(
-            f"moe takes tokens and experts in {reduction.dtype} and weights in {reduction.accumulate}, got {x.dtype}, "
-            f"{gate_up.dtype}, {down.dtype} and {weights.dtype}"
-        )
-    of_device = implementation("moe", x, weights, ids, gate_up, down, gate_up_bias, down_bias, places)
-    return of_device.moe(x, weights, ids, gate_up, down, reduction, gate_up_bias, down_bias, places)
+    experts.check(x, weights, ids)
+    return implementation("moe", x, weights, ids, *experts.tensors).moe(x, weights, ids, experts)

@@ -4,13 +4,15 @@
 The additions and multiplications beside the GEMMs are PyTorch's of single elements, which IEEE 754 defines.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from ..linear import cpu as linear
 from ..pointwise import elementwise
 from ..softmax import softmax
+from .params import Experts
 from .reduction import MoeReduction
 from .routes import chain, route_by
 
@@ -40,24 +42,14 @@ def _activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
     return elementwise("gelu", gate, options={"approximate": "tanh" if activation == "gelu_tanh" else "none"}) * up
 
 
-def moe(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    reduction: MoeReduction,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    places: torch.Tensor | None,
-) -> torch.Tensor:
+def moe(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Experts) -> torch.Tensor:
     """See the operation's package."""
-    used = set((ids if places is None else places[ids]).unique().tolist())
-    prepared = (
+    used = set(experts.placed(ids).unique().tolist())
+    gate_up, down = (
         [linear.prepare_weight(one) if expert in used else one for expert, one in enumerate(weight)]
-        for weight in (gate_up, down)
+        for weight in (experts.gate_up, experts.down)
     )
-    return prepared_moe(x, weights, ids, *prepared, reduction, gate_up_bias, down_bias, places)
+    return prepared_moe(x, weights, ids, replace(experts, gate_up=gate_up, down=down))
 
 
 def prepare_experts(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -65,25 +57,15 @@ def prepare_experts(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(linear.prepare_weight(of_expert) for of_expert in weight)
 
 
-def prepared_moe(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    gate_up: Sequence[torch.Tensor],
-    down: Sequence[torch.Tensor],
-    reduction: MoeReduction,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    places: torch.Tensor | None,
-) -> torch.Tensor:
+def prepared_moe(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Experts) -> torch.Tensor:
     """``moe`` with weights from :func:`prepare_experts`: same bits, without the conversion."""
 
     def expert(number: int, rows: torch.Tensor) -> torch.Tensor:
-        hidden = linear.prepared_linear(rows, gate_up[number], _of(gate_up_bias, number))
-        activated = _activated(hidden, reduction.activation)
-        return linear.prepared_linear(activated, down[number], _of(down_bias, number))
+        hidden = linear.prepared_linear(rows, experts.gate_up[number], _of(experts.gate_up_bias, number))
+        activated = _activated(hidden, experts.reduction.activation)
+        return linear.prepared_linear(activated, experts.down[number], _of(experts.down_bias, number))
 
-    return sum_of_experts(x, weights, ids if places is None else places[ids], len(down), expert)
+    return sum_of_experts(x, weights, experts.placed(ids), len(experts.down), expert)
 
 
 Expert = Callable[[int, torch.Tensor], torch.Tensor]

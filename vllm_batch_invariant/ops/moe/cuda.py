@@ -24,6 +24,7 @@ from ..linear.reduction import LinearReduction
 from ..norm.reduction import NormReduction
 from ..softmax import softmax
 from ..softmax.reduction import LONGEST_WHOLE, SoftmaxReduction
+from .params import Experts
 from .reduction import MoeReduction
 from .routes import route_by
 from .triton_kernels import (
@@ -376,24 +377,13 @@ def route(
     return weights, ids
 
 
-def moe(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    reduction: MoeReduction,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    places: torch.Tensor | None,
-) -> torch.Tensor:
+def moe(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Experts) -> torch.Tensor:
     """See the operation's package."""
-    at_once = _tokens_at_once(x, reduction)
+    at_once = _tokens_at_once(x, experts.reduction)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    experts = (gate_up, down, reduction, gate_up_bias, down_bias, places)
     for start in range(0, len(x), at_once):
         part = slice(start, start + at_once)
-        combine(products(x[part], weights[part], ids[part], *experts), out[part])
+        combine(products(x[part], weights[part], ids[part], experts), out[part])
     return out
 
 
@@ -409,7 +399,7 @@ class Products:
         made: [tokens * top_k, hidden], of each pair; not written for an expert that is not here.
         weights: [tokens, top_k] fp32.
         ids: [tokens, top_k].
-        places: see the operation's package.
+        places: see :class:`Experts`.
     """
 
     made: torch.Tensor
@@ -439,25 +429,17 @@ class Products:
         return out
 
 
-def products(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    reduction: MoeReduction,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    places: torch.Tensor | None,
-) -> Products:
+def products(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Experts) -> Products:
     """What :func:`moe` adds, of its operands; all of it is in memory at once."""
     x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
-    pairs, activation = ids.numel(), reduction.activation
-    gpu = Gpu.of(x.device.index)
-    schedule = layer_schedule(pairs, reduction.num_experts, down.shape[2], x.dtype, gpu)
+    gate_up, down, reduction, places = experts.gate_up, experts.down, experts.reduction, experts.places
+    pairs, dtype, activation = ids.numel(), x.dtype, reduction.activation
+    schedule = layer_schedule(pairs, reduction.num_experts, down.shape[2], dtype, Gpu.of(x.device.index))
     groups = group(ids, len(down), schedule, places)
-    activated = grouped_gemm(x, gate_up, gate_up_bias, groups, pairs, x.dtype, schedule.gate_up, activation=activation)
-    made = grouped_gemm(activated, down, down_bias, groups, pairs, x.dtype, schedule.down)
+    activated = grouped_gemm(
+        x, gate_up, experts.gate_up_bias, groups, pairs, dtype, schedule.gate_up, activation=activation
+    )
+    made = grouped_gemm(activated, down, experts.down_bias, groups, pairs, dtype, schedule.down)
     return Products(made, weights, ids, places)
 
 

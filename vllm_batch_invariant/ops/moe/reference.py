@@ -3,6 +3,7 @@
 import torch
 from torch.nn import functional
 
+from .params import Experts
 from .reduction import MoeReduction
 
 
@@ -26,30 +27,19 @@ def route(
     return torch.stack(weights), torch.stack(ids)
 
 
-def moe(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    reduction: MoeReduction,
-    *,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    places: torch.Tensor | None = None,
-) -> torch.Tensor:
+def moe(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Experts) -> torch.Tensor:
     """See the operation's package; [tokens, hidden] float64, and nothing is rounded on the way."""
     out = torch.zeros(x.shape, dtype=torch.float64)
-    for token, slot in torch.cartesian_prod(torch.arange(len(x)), torch.arange(reduction.top_k)).tolist():
-        expert = int(ids[token, slot] if places is None else places[ids[token, slot]])
+    for token, slot in torch.cartesian_prod(torch.arange(len(x)), torch.arange(experts.reduction.top_k)).tolist():
+        expert = int(experts.placed(ids[token, slot]))
         if expert < 0:
             continue
-        hidden = gate_up[expert].double() @ x[token].double()
-        if gate_up_bias is not None:
-            hidden += gate_up_bias[expert].double()
-        made = down[expert].double() @ _activated(hidden, reduction.activation)
-        if down_bias is not None:
-            made += down_bias[expert].double()
+        hidden = experts.gate_up[expert].double() @ x[token].double()
+        if experts.gate_up_bias is not None:
+            hidden += experts.gate_up_bias[expert].double()
+        made = experts.down[expert].double() @ _activated(hidden, experts.reduction.activation)
+        if experts.down_bias is not None:
+            made += experts.down_bias[expert].double()
         out[token] += weights[token, slot].double() * made
     return out
 
