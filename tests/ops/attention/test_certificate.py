@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.ops.attention import AttentionReduction, AttentionSpec
+from vllm_batch_invariant.ops.attention import AttentionReduction, AttentionSpec, PagedAttention
 
 pytest.importorskip("triton")
 
@@ -162,6 +164,26 @@ def test_every_kind_of_layer_is_compared(attending):
     assert certified(AttentionSpec(1.0)).kernels == GLUON
     with pytest.raises(NotCovered, match="window 100 attention"):
         certified(AttentionSpec(1.0), AttentionSpec(1.0, sliding_window=100))
+
+
+def test_what_is_compared_is_the_layer_with_all_that_it_adds_and_sinks_of_its_own(monkeypatch):
+    layer = AttentionSpec(0.5, 300, 30.0, torch.full((4,), 0.5), torch.zeros(4))
+    assert {"scale", "causal", *layer.added} == {field.name for field in fields(AttentionSpec)}
+    asked: list[PagedAttention] = []
+    monkeypatch.setattr(certificate, "paged_attention", lambda call, *_: asked.append(call))
+    operands = certificate.by_scores(SHAPE, torch.device("cpu"), 16)
+    planner = SimpleNamespace(shape=SHAPE, plan=lambda *_: None)
+    certificate._attend(planner, operands, [Chunk(20, 1), Chunk(30, 2)], layer)
+    [call] = asked
+    assert replace(call.spec, scale=0.5) == layer != call.spec
+    assert call.spec.scale == operands.scale
+    assert torch.unique(call.spec.sinks).numel() == 4
+    call.check()
+
+
+def test_attention_that_is_not_causal_is_refused():
+    with pytest.raises(NotCovered, match="not causal"):
+        AttentionSpec(1.0, causal=False)
 
 
 @pytest.mark.parametrize("chunk", [name for name, _ in ways(2)])
