@@ -196,9 +196,10 @@ def _by_kind(layers: Sequence[AttentionSpec]) -> dict[str, AttentionSpec]:
     """One layer of each kind, by what it is in words."""
 
     def words(layer: AttentionSpec) -> str:
-        slopes = layer.alibi_slopes
-        digest = "" if slopes is None else f" by {sha256(repr(slopes.tolist()).encode()).hexdigest()[:8]}"
-        return f"{layer}{digest}"
+        if layer.alibi_slopes is None:
+            return str(layer)
+        digest = sha256(repr(tuple(layer.alibi_slopes.tolist())).encode()).hexdigest()[:8]
+        return str(layer).replace("ALiBi", f"ALiBi {digest}")
 
     return {words(layer): layer for layer in layers}
 
