@@ -304,10 +304,9 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
             continue
         heads = Heads(impl.num_heads, getattr(impl, "num_kv_heads", impl.num_heads), impl.head_size, _dtype(model))
         is_ours, device = isinstance(impl, FixedSplitAttention), _parameter(model).device
-        if is_ours:
-            heads = replace(heads, dtype=key_cache_of(layer).dtype)
         how: tuple[Any, ...]
         if is_ours:
+            heads = replace(heads, dtype=key_cache_of(layer).dtype)
             spec, how = impl.spec.to(device), (impl.reduction, impl.implementation)
         else:
             window = getattr(impl, "sliding_window", None)
