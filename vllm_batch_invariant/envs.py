@@ -5,6 +5,9 @@ vLLM.
 import difflib
 import os
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +18,18 @@ _RESEMBLANCE = 0.85
 """Of ``difflib``: from here on a name is a misspelt one. None of vLLM's own variables comes above 0.65."""
 _OF_A_SERVICE = re.compile(r"_(SERVICE_HOST|(SERVICE_)?PORT)(_\w+)?$")
 """What Kubernetes puts into every container for a service: one named vllm-batch-invariant begins like the flag."""
+
+_SUPPOSED: ContextVar[Mapping[str, str]] = ContextVar("supposed", default={})  # noqa: B039 - nobody writes into it
+
+
+@contextmanager
+def supposed(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have this thread read variables as a process would that has these beside this process's: what would it say?"""
+    token = _SUPPOSED.set(variables)
+    try:
+        yield
+    finally:
+        _SUPPOSED.reset(token)
 
 
 @dataclass(frozen=True)
@@ -31,10 +46,13 @@ class Variable:
         Raises:
             BadSetting: a value that is not one of ``values``.
         """
-        value = os.environ.get(self.name, "") or self.values[0]
+        value = self._told()
         if value not in self.values:
             raise BadSetting(f"{self.name}={value!r} is not a value it can have; use {' or '.join(self.values)}.")
         return value
+
+    def _told(self) -> str:
+        return _SUPPOSED.get().get(self.name) or os.environ.get(self.name) or self.values[0]
 
 
 @dataclass(frozen=True)
@@ -49,7 +67,7 @@ class PatternVariable(Variable):
         Raises:
             BadSetting: a value that does not match.
         """
-        value = os.environ.get(self.name, "") or self.values[0]
+        value = self._told()
         if value != self.values[0] and not re.fullmatch(self.pattern, value):
             raise BadSetting(f"{self.name}={value!r} is not a value it can have; use {' or '.join(self.values)}.")
         return value

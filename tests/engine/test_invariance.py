@@ -29,6 +29,7 @@ from vllm_batch_invariant.verify.check.engine import EngineRun
 from vllm_batch_invariant.verify.check.guarantees import CONCURRENT as CONCURRENT_CASE
 from vllm_batch_invariant.verify.check.guarantees import OPERATIONS
 from vllm_batch_invariant.verify.fuzz.finding import Row
+from vllm_batch_invariant.verify.fuzz.options import Place
 from vllm_batch_invariant.verify.fuzz.schedule import draw_schedule, draw_settings, draw_targets
 from vllm_batch_invariant.verify.fuzz.trial import Trial
 from vllm_batch_invariant.verify.harness.requests import SAMPLING
@@ -295,7 +296,7 @@ def stock(engine: Callable[..., Result]) -> Result:
         trial = Trial(running, Row("checkpoint", "0", "", 0))
         targets = dict(enumerate(draw_targets(0, 12, trial.accepts, 300)))
         taken = {number: target for number, target in targets.items() if trial.take(target) is not None}
-        settings = replace(draw_settings(0, 0, "cpu", 300), requests=16)
+        settings = replace(draw_settings(0, 0, 300, Place("cpu")), requests=16, options={})
         schedules = (draw_schedule(f"plain {number}", settings, taken, trial.accepts) for number in range(6))
         return checked, [trial.fuzz(schedule)[1] for schedule in schedules]
 

@@ -16,20 +16,16 @@ import pytest
 
 from tests.verify.fake_fuzz import FakeFuzzedEngine
 from vllm_batch_invariant.cli import main
-from vllm_batch_invariant.envs import FLAG
+from vllm_batch_invariant.envs import ARITHMETIC, FLAG
+from vllm_batch_invariant.integration import patch_points
 from vllm_batch_invariant.serve import serve_command
 from vllm_batch_invariant.verify.bisect.command import _case_of
 from vllm_batch_invariant.verify.fuzz import command as fuzz_command
 from vllm_batch_invariant.verify.fuzz.command import (
     Fuzzer,
     FuzzPlan,
-    drafters_of,
     flags_of,
-    has_leaves,
-    has_segments,
-    has_stages,
-    is_divisible,
-    is_multimodal,
+    place_of,
     replay,
 )
 from vllm_batch_invariant.verify.fuzz.compare import difference
@@ -53,7 +49,7 @@ from vllm_batch_invariant.verify.harness.worker import EngineFailed
 from vllm_batch_invariant.verify.outcome import NoTestError, Status
 
 SETTINGS = replace(
-    draw_settings(0, 1, "cpu", 1024),
+    draw_settings(0, 1, 1024, Place("cpu")),
     prefix_cache=True,
     options={"embeds": "on", "policy": "priority", "sleep": "cache", "updates": "on"},
 )
@@ -450,60 +446,69 @@ def test_the_context_is_the_models_or_the_one_asked_for(tmp_path: Path) -> None:
     assert context_of(str(tmp_path), ("--max-model-len", "512")) == 512
     assert context_of(str(tmp_path), ("--max-model-len=300",)) == 300
     assert context_of("some/model", ()) is None
-    assert not is_multimodal(str(tmp_path), ())
+    assert not place_of(str(tmp_path), (), "cpu").is_multimodal
 
 
 def test_a_multimodal_model_is_served_as_text_by_arguments_that_are_drawn_or_given(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 500}, "vision_config": {}}')
     assert context_of(str(tmp_path), ()) == 500
-    assert is_multimodal(str(tmp_path), ("--max-model-len", "512"))
-    assert not is_multimodal(str(tmp_path), ("--language-model-only",))
-    assert not is_multimodal(str(tmp_path), ('--limit-mm-per-prompt={"image": 0}',))
-    assert not is_multimodal("some/model", ())
+    chosen = {
+        ("--max-model-len", "512"): True,
+        ("--language-model-only",): False,
+        ('--limit-mm-per-prompt={"image": 0}',): False,
+    }
+    for arguments, is_open in chosen.items():
+        assert place_of(str(tmp_path), arguments, "cpu").is_multimodal == is_open
+    assert not place_of("some/model", (), "cpu").is_multimodal
 
 
-def test_workers_are_drawn_in_exact_arithmetic_where_layers_have_segments(tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    sizes = '"num_attention_heads": 4, "hidden_size": 256, "intermediate_size": '
-    for end, has in (("512", True), ("96", False), ('512, "head_dim": 40', False), ('512, "num_experts": 8', False)):
-        config.write_text(f"{{{sizes}{end}}}")
-        assert has_segments(str(tmp_path)) == has
+@pytest.mark.parametrize(
+    ("changes", "shared"),
+    [
+        ({}, True),
+        *(({"intermediate_size": 96}, False), ({"head_dim": 40}, False), ({"num_experts": 8}, False)),
+    ],
+)
+def test_workers_are_drawn_in_exact_arithmetic_where_layers_have_segments(
+    changes: dict[str, Any], shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ARITHMETIC.name, "exact")
+    sizes = {"num_attention_heads": 4, "hidden_size": 256, "intermediate_size": 512}
+    model = {"architectures": ["Qwen3MoeForCausalLM"], "dtype": "bfloat16"} | sizes | changes
+    place = Place("cpu", cores=2, model=model)
+    assert {draw_settings(0, number, 300, place).workers for number in range(12)} == ({1, 2} if shared else {1})
 
 
-def test_two_workers_are_drawn_for_a_model_that_they_can_share(tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    config.write_text('{"num_attention_heads": 14}')
-    assert is_divisible(str(tmp_path), ()) == ((os.cpu_count() or 1) > 1)
-    assert not is_divisible(str(tmp_path), ("--tensor-parallel-size", "4"))
-    config.write_text('{"num_attention_heads": 71}')
-    assert not has_leaves(str(tmp_path))
-    config.write_text('{"hidden_size": 64, "intermediate_size": 96}')
-    assert has_leaves(str(tmp_path))
-    config.write_text('{"hidden_size": 64, "intermediate_size": 96, "num_experts": 8}')
-    assert not has_leaves(str(tmp_path))
-    config.write_text('{"num_attention_heads": 71}')
-    assert not is_divisible(str(tmp_path), ())
-    assert not is_divisible("some/model", ())
+def drawn_of(field: str, model: dict[str, Any], *given: str, cores: int = 2) -> set[Any]:
+    place = Place("cpu", cores, model=model, given=frozenset(given))
+    return {getattr(draw_settings(0, number, 300, place), field) for number in range(12)}
 
 
-def test_two_stages_are_drawn_for_a_model_of_several_layers(tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    config.write_text('{"num_hidden_layers": 2}')
-    assert has_stages(str(tmp_path), ()) == ((os.cpu_count() or 1) > 1)
+def test_two_workers_are_drawn_for_a_model_that_they_can_share() -> None:
+    sizes = {"num_attention_heads": 14, "hidden_size": 64, "intermediate_size": 96}
+    assert drawn_of("workers", sizes) == drawn_of("tree", sizes) == {1, 2}
+    assert drawn_of("workers", sizes, cores=1) == drawn_of("tree", sizes, cores=1) == {1}
+    assert drawn_of("workers", sizes, "--tensor-parallel-size") == {1}
+    assert drawn_of("tree", sizes | {"num_experts": 8}) == drawn_of("tree", {"num_attention_heads": 14}) == {1}
+    assert drawn_of("workers", {"num_attention_heads": 71}) == drawn_of("workers", {}) == {1}
+
+
+def test_two_stages_are_drawn_for_a_model_of_several_layers() -> None:
+    assert drawn_of("stages", {"num_hidden_layers": 2}) == {1, 2}
+    assert drawn_of("stages", {"num_hidden_layers": 2}, cores=1) == drawn_of("stages", {"num_hidden_layers": 1}) == {1}
     for chosen in ("--pipeline-parallel-size", "--tensor-parallel-size", "--speculative-config"):
-        assert not has_stages(str(tmp_path), (chosen, "x"))
-    config.write_text('{"num_hidden_layers": 1}')
-    assert not has_stages(str(tmp_path), ())
+        assert drawn_of("stages", {"num_hidden_layers": 2}, chosen) == {1}
 
 
 def test_options_are_drawn_where_a_model_has_what_they_need(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert fuzz_command.place_of(str(tmp_path), (), "cpu") == Place("cpu", has_tokenizer=False)
+    cores = os.cpu_count() or 1
+    assert place_of(str(tmp_path), (), "cpu") == Place("cpu", cores, has_tokenizer=False)
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert fuzz_command.place_of(str(tmp_path), (), "cpu") == Place("cpu")
-    assert not fuzz_command.place_of(str(tmp_path), ("--skip-tokenizer-init",), "cpu").has_tokenizer
-    assert not fuzz_command.place_of(str(tmp_path), ("--load-format", "dummy"), "cpu").reloads
-    assert "--seed" in fuzz_command.place_of(str(tmp_path), ("--seed=3",), "cpu").given
+    assert place_of(str(tmp_path), (), "cpu") == Place("cpu", cores)
+    assert not place_of(str(tmp_path), ("--skip-tokenizer-init",), "cpu").has_tokenizer
+    assert not place_of(str(tmp_path), ("--load-format", "dummy"), "cpu").leaves_open("--load-format")
+    assert "--seed" in place_of(str(tmp_path), ("--seed=3",), "cpu").given
 
 
 def test_the_mode_of_a_row_is_the_flags(engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,8 +519,8 @@ def test_the_mode_of_a_row_is_the_flags(engines, tmp_path: Path, monkeypatch: py
         assert [row["mode"] for row in csv.DictReader(table.open())] == [flag]
 
 
-def test_a_model_drafts_for_itself_in_some_engines_and_says_so(tmp_path: Path) -> None:
-    drawn = [draw_settings(0, number, "cuda", 300, drafters=("itself", "ngram", "ngram_gpu")) for number in range(40)]
+def test_a_model_drafts_for_itself_in_some_engines_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = [draw_settings(0, number, 300, Place("cuda")) for number in range(40)]
     found = {one.drafter: one for one in drawn if one.drafts}
     assert found.keys() == {"itself", "ngram", "ngram_gpu"}
     assert all(one.drafter == "ngram" for one in drawn if not one.drafts)
@@ -524,5 +529,7 @@ def test_a_model_drafts_for_itself_in_some_engines_and_says_so(tmp_path: Path) -
         configured = json.loads(arguments[arguments.index("--speculative-config") + 1])
         assert (configured["method"], configured.get("model")) == (method, of)
         assert f"drafter={drafter}" in found[drafter].label
-    (tmp_path / "config.json").write_text('{"vision_config": {}}')
-    assert "itself" not in drafters_of(str(tmp_path), ())
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.30.0")
+    assert not place_of("some/model", (), "cpu").has_draft_models
+    for place in (Place("cpu", has_draft_models=False), Place("cpu", model={"vision_config": {}})):
+        assert {draw_settings(0, number, 300, place).drafter for number in range(40)} == {"ngram"}

@@ -14,6 +14,7 @@ import torch
 
 from scripts import fuzz_gpu
 from tests.verify.fake_fuzz import FakeFuzzedEngine
+from vllm_batch_invariant.integration import patch_points
 from vllm_batch_invariant.verify.fuzz import command as fuzz_command
 from vllm_batch_invariant.verify.fuzz.command import Fuzzer, FuzzPlan
 from vllm_batch_invariant.verify.fuzz.schedule import Settings
@@ -126,7 +127,7 @@ def test_engines_that_gpus_share_have_a_lane_of_their_own(
 ) -> None:
     for name, found in (("device_count", 2), ("is_available", True)):
         monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
-    monkeypatch.setattr(fuzz_command, "_gpus", lambda: 2)
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     monkeypatch.setattr(fuzz_command.os, "cpu_count", lambda: 32)
     # an engine of one request runs nothing together, which is no difference
     assert run(tmp_path / "out", model, "--settings", "14", "--least-schedules", "84", "--least-preemptions", "0") == 0
@@ -139,8 +140,9 @@ def test_engines_that_gpus_share_have_a_lane_of_their_own(
 
 def test_fourteen_chosen_engines_have_every_feature(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(fuzz_command, "_gpus", lambda: 2)
+    for name, found in (("device_count", 2), ("is_available", True)):
+        monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     monkeypatch.setattr(fuzz_command.os, "cpu_count", lambda: 32)
     (model / "tokenizer.json").write_text("{}")
     fuzzer = Fuzzer(FuzzPlan(str(model), (), "1", 0, 60, folder=model))

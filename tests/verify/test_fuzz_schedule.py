@@ -1,19 +1,28 @@
 """What the fuzzer draws: the same from the same seed, every kind and every setting, and nothing an engine refuses."""
 
+import hashlib
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from vllm_batch_invariant.envs import TP_TREE
-from vllm_batch_invariant.integration import coverage
-from vllm_batch_invariant.verify.fuzz.options import NONE, OPTIONS, Place
-from vllm_batch_invariant.verify.fuzz.schedule import (
+from vllm_batch_invariant.envs import ARITHMETIC, ATTENTION, TP_TREE, UNTRIED, Variable
+from vllm_batch_invariant.integration import coverage, patch_points
+from vllm_batch_invariant.verify.fuzz.options import (
     DRAFTS,
+    FIELDS,
+    NONE,
+    OPTIONS,
     TEXT_ONLY,
+    Place,
+    starts,
+)
+from vllm_batch_invariant.verify.fuzz.schedule import (
     UPDATES,
     Schedule,
+    Settings,
     alone,
     as_item,
     draw_schedule,
@@ -39,15 +48,101 @@ ACCEPTS = Accepts(range(16, 4000), 4096, -1, EVERY_KIND, (BEGINS, ENDS))
 CONTEXT = 1024
 TARGETS = dict(enumerate(draw_targets(3, 46, ACCEPTS, CONTEXT)))
 GPU = Place("cuda")
-SETTINGS = [draw_settings(3, number, "cuda", CONTEXT, place=GPU) for number in range(12)]
+SETTINGS = [draw_settings(3, number, CONTEXT, GPU) for number in range(12)]
+DENSE = {
+    "architectures": ["LlamaForCausalLM"],
+    "dtype": "bfloat16",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+}
+EXPERTS = DENSE | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}
+PLACES = {
+    "cpu": Place("cpu", 4, model=DENSE),
+    "cpu, experts": Place("cpu", 4, model=EXPERTS),
+    "cpu, an encoder": Place("cpu", 4, model=DENSE | {"vision_config": {}}),
+    "a GPU": Place("cuda", 32, 1, DENSE),
+    "two GPUs": Place("cuda", 32, 2, DENSE),
+    "two GPUs, experts": Place("cuda", 32, 2, EXPERTS),
+}
 SCHEDULES = [draw_schedule(f"3 0 {number}", SETTINGS[number % 12], TARGETS, ACCEPTS) for number in range(240)]
 ITEMS = [item for schedule in SCHEDULES for item in schedule.items]
+
+
+@pytest.fixture(autouse=True)
+def newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+
+
+def everywhere(count: int = 24) -> Iterator[tuple[Place, Settings]]:
+    for place in PLACES.values():
+        for seed in (0, 5):
+            yield from ((place, draw_settings(seed, number, CONTEXT, place)) for number in range(count))
+
+
+def test_settings_of_a_seed_are_those_that_findings_and_their_lines_name() -> None:
+    """But for options, which follow what is installed."""
+    labels = "\n".join(replace(one, options={}).label for _, one in everywhere())
+    assert hashlib.sha256(labels.encode()).hexdigest()[:16] == "606b16113e049a73"
+
+
+def test_the_gate_lets_pass_all_that_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {row.argument for row in FIELDS}.union(*(option.names for option in OPTIONS))
+    drawn = [*everywhere()]
+    assert all(starts(one, place, *names) for place, one in drawn)
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert [*everywhere()] == drawn, "what no GPU has run is not drawn"
+
+
+BINDING = {
+    "Several GPUs": {"workers", "tree", "stages"},
+    "Other models, dtypes": {"exact"},
+    "Speculative decoding beside pipeline": {"stages"},
+    "Thinking budgets and reasoning parsers beside": {"options"},
+    "Embeddings as inputs": {"options"},
+}
+"""Rows of the gate by their beginning, and what of settings is another without them."""
+
+
+@pytest.mark.parametrize("name", BINDING)
+def test_without_a_row_of_the_gate_what_it_refuses_is_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    before = [one for _, one in everywhere()]
+    [row] = [row for row in coverage.REFUSED if row.name.startswith(name)]
+    monkeypatch.setattr(coverage, "REFUSED", tuple(other for other in coverage.REFUSED if other is not row))
+    after = [one for _, one in everywhere()]
+    pairs = [(vars(one), vars(other)) for one, other in zip(before, after, strict=True)]
+    assert {field for one, other in pairs for field in one if one[field] != other[field]} >= BINDING[name]
+
+
+@pytest.mark.parametrize(
+    ("device", "variable", "value", "field", "left"),
+    [
+        ("cuda", ATTENTION, "flex", "drafts", {0}),
+        ("cuda", ATTENTION, "flex", "workers", {1}),
+        ("cpu", ATTENTION, "flex", "exact", {False}),
+        ("cpu", TP_TREE, "2", "exact", {False}),
+        ("cpu", ARITHMETIC, "exact", "tree", {1}),
+        ("cpu", ARITHMETIC, "exact", "workers", {1, 2}),
+    ],
+)
+def test_what_variables_rule_out_is_not_drawn(
+    device: str, variable: Variable, value: str, field: str, left: set[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawn() -> set[object]:
+        place = PLACES["two GPUs" if device == "cuda" else device]
+        return {getattr(draw_settings(0, number, CONTEXT, place), field) for number in range(60)}
+
+    assert drawn() > left or left == {1, 2}
+    monkeypatch.setenv(variable.name, value)
+    assert drawn() == left
 
 
 def test_a_seed_draws_the_same_and_another_seed_does_not() -> None:
     assert dict(enumerate(draw_targets(3, 46, ACCEPTS, CONTEXT))) == TARGETS
     assert draw_targets(4, 40, ACCEPTS, CONTEXT) != list(TARGETS.values())
-    assert [draw_settings(3, number, "cuda", CONTEXT, place=GPU) for number in range(12)] == SETTINGS
+    assert [draw_settings(3, number, CONTEXT, GPU) for number in range(12)] == SETTINGS
     assert draw_schedule("3 0 0", SETTINGS[0], TARGETS, ACCEPTS) == SCHEDULES[0]
     assert draw_schedule("3 0 x", SETTINGS[0], TARGETS, ACCEPTS) != SCHEDULES[0]
 
@@ -101,20 +196,19 @@ def test_thoughts_have_every_budget_and_begin_in_the_prompt_or_not() -> None:
 def test_every_value_of_every_option_is_drawn_where_an_engine_has_it() -> None:
     pytest.importorskip("vllm")
     for device in ("cpu", "cuda"):
-        drawn = [draw_settings(0, number, device, CONTEXT, place=Place(device)) for number in range(48)]
+        drawn = [draw_settings(0, number, CONTEXT, Place(device)) for number in range(48)]
         for option in OPTIONS:
             if option.is_in(Place(device)) and option.name != "experts":
                 assert {one.options.get(option.name, NONE) for one in drawn} >= set(option.values), option.name
         assert all(f"{name}={value}" in one.label for one in drawn for name, value in one.options.items())
         assert not any("reasoning" in one.options or "embeds" in one.options for one in drawn if one.drafts)
         given = Place(device, given=frozenset(("--scheduling-policy", "--enable-prompt-embeds")))
-        bare = [draw_settings(0, number, device, CONTEXT, place=given) for number in range(12)]
+        bare = [draw_settings(0, number, CONTEXT, given) for number in range(12)]
         assert not any({"policy", "embeds"} & one.options.keys() for one in bare)
-        bare = [draw_settings(0, number, device, CONTEXT, place=Place(device, False, False)) for number in range(12)]
+        given = Place(device, has_tokenizer=False, given=frozenset(("--load-format",)))
+        bare = [draw_settings(0, number, CONTEXT, given) for number in range(12)]
         assert not any({"reasoning", "grammar", "updates"} & one.options.keys() for one in bare)
-    assert not any(draw_settings(0, number, "cuda", CONTEXT).options for number in range(12))
-    place = Place("cpu", has_experts=True)
-    drawn = [draw_settings(0, number, "cpu", CONTEXT, divisible=True, place=place) for number in range(24)]
+    drawn = [draw_settings(0, number, CONTEXT, PLACES["cpu, experts"]) for number in range(24)]
     assert {(one.workers, one.options.get("experts")) for one in drawn} == {(1, None), (2, None), (2, "whole")}
 
 
@@ -122,8 +216,7 @@ def test_engines_sleep_on_several_gpus_only_where_the_mode_lets_them(monkeypatch
     pytest.importorskip("vllm")
 
     def sleeps_shared() -> bool:
-        shares = {"divisible": True, "has_leaves": True, "gpus": 2, "place": GPU}
-        drawn = [draw_settings(0, number, "cuda", CONTEXT, **shares) for number in range(60)]
+        drawn = [draw_settings(0, number, CONTEXT, PLACES["two GPUs"]) for number in range(60)]
         assert any("sleep" in one.options for one in drawn)
         return any("sleep" in one.options for one in drawn if one.workers * one.tree > 1)
 
@@ -169,8 +262,8 @@ def test_schedules_fill_an_engine_exactly_and_reset_its_cache_while_requests_run
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_twelve_engines_have_every_value_of_every_setting(device: str) -> None:
     drawn = [(seed, number) for seed in (0, 1) for number in range(12)]
-    shares = {"divisible": True, "has_leaves": True, "defined": True, "has_segments": True}
-    settings = [draw_settings(seed, number, device, CONTEXT, **shares) for seed, number in drawn]
+    place = Place(device, 4, model=DENSE | {"num_hidden_layers": 1})
+    settings = [draw_settings(seed, number, CONTEXT, place) for seed, number in drawn]
     for twelve in (settings[:12], settings[12:]):
         requests = {one.requests for one in twelve}
         assert requests >= {1, 2, 5, 64}
@@ -192,25 +285,28 @@ def test_twelve_engines_have_every_value_of_every_setting(device: str) -> None:
         shares_of_exact = {(one.workers, one.tree) for one in twelve if one.exact}
         assert shares_of_exact == ({(1, 1), (2, 1)} if device == "cpu" else set())
         assert {one.stages for one in twelve} == {1}
-    alone = [draw_settings(0, number, device, CONTEXT, has_leaves=True) for number in range(12)]
+    alone = [
+        draw_settings(0, number, CONTEXT, Place(device, model=DENSE | {"dtype": "float32"})) for number in range(12)
+    ]
     assert not any(one.exact for one in alone)
     assert {(one.workers, one.tree) for one in alone} == {(1, 1)}
-    assert {draw_settings(0, number, device, CONTEXT, multimodal=True).text for number in range(2)} == set(TEXT_ONLY)
+    place = Place(device, model={"vision_config": {}})
+    assert {draw_settings(0, number, CONTEXT, place).text for number in range(2)} == set(TEXT_ONLY)
 
 
 def test_two_stages_are_drawn_now_and_then_and_with_nothing_that_cannot_be_beside_them() -> None:
-    drawn = [draw_settings(0, number, "cpu", CONTEXT, False, True, True, True) for number in range(60)]
+    drawn = [draw_settings(0, number, CONTEXT, PLACES["cpu"]) for number in range(60)]
     staged = [one for one in drawn if one.stages == 2]
     assert 0 < len(staged) < 20
     assert {(one.workers, one.tree, one.drafts) for one in staged} == {(1, 1, 0)}
     for one in drawn:
         assert ("--pipeline-parallel-size" in one.arguments("MODEL")) == ("stages=2" in one.label) == (one in staged)
-    assert {draw_settings(0, number, "cuda", CONTEXT, has_stages=True).stages for number in range(30)} == {1}
+    assert {draw_settings(0, number, CONTEXT, PLACES["a GPU"]).stages for number in range(30)} == {1}
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_gpus_share_a_model_in_the_second_runner_and_without_drafts(gpus: int) -> None:
-    drawn = [draw_settings(0, number, "cuda", CONTEXT, False, True, True, True, gpus=gpus) for number in range(120)]
+    drawn = [draw_settings(0, number, CONTEXT, Place("cuda", 32, gpus, DENSE)) for number in range(120)]
     sharing = [one for one in drawn if (one.workers, one.tree, one.stages) != (1, 1, 1)]
     assert {(one.runner, one.drafts, one.exact) for one in sharing} == {("1", 0, False)}
     found = {(one.workers, one.tree, one.stages) for one in sharing}
@@ -251,7 +347,7 @@ def test_arguments_are_what_vllm_takes() -> None:
         assert parsed.pipeline_parallel_size == settings.stages
         assert parsed.enable_prefix_caching == settings.prefix_cache
         assert parsed.num_gpu_blocks_override is None or parsed.num_gpu_blocks_override * settings.page > CONTEXT
-    for settings in (draw_settings(0, number, "cpu", CONTEXT, multimodal=True) for number in range(2)):
+    for settings in (draw_settings(0, number, CONTEXT, PLACES["cpu, an encoder"]) for number in range(2)):
         parsed = EngineArgs.from_cli_args(parser.parse_args(settings.arguments("MODEL")))
         assert parsed.language_model_only == (settings.text == "only")
         assert parsed.language_model_only or set(parsed.limit_mm_per_prompt.values()) == {0}

@@ -17,6 +17,7 @@ from .ascend.library import attention_library
 Config = Any
 """A VllmConfig, or a part of it; vLLM is not imported to describe it."""
 
+TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
 HEAD_SIZES = tuple(range(64, 257, 16))
 """Elements of an attention head that the kernels for CPUs and NVIDIA GPUs have."""
 DTYPES = ("float32", "bfloat16", "float16")
@@ -41,6 +42,7 @@ class Feature:
         remedy: what to do when it is refused; None means that it is covered.
         used: finds the feature in a configuration and names what it found; None if the feature is not in use.
         devices: the device types that it is refused on; None for all.
+        arguments: of ``vllm serve``, and variables, that it is about, as far as the fuzzer draws them: it asks the row.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Feature:
     remedy: str | None = None
     used: Callable[[Config], str | None] | None = None
     devices: tuple[str, ...] | None = None
+    arguments: tuple[str, ...] = ()
 
     def found(self, config: Config) -> str | None:
         """What is found of the feature in a configuration, by name; None if it is not in use."""
@@ -585,6 +588,7 @@ REFUSED = (
         "the mode has not been run with so many workers there",
         "pass --tensor-parallel-size 2 on GPUs, 2, 4 or 8 on a CPU, or 1",
         _tensor_parallelism,
+        arguments=(TENSOR,),
     ),
     Feature(
         "Several GPUs, or `VLLM_BATCH_INVARIANT_TP_TREE` on one, with vLLM's first model runner, speculative decoding, "
@@ -594,6 +598,7 @@ REFUSED = (
         "leave one of the two out, or serve on one GPU",
         _beside_workers_on_gpus,
         ("cuda",),
+        arguments=(TENSOR, PIPELINE, envs.TP_TREE.name),
     ),
     Feature(
         "`VLLM_BATCH_INVARIANT_TP_TREE` on an NPU",
@@ -601,12 +606,14 @@ REFUSED = (
         "leave it out",
         _tree,
         ("npu",),
+        arguments=(envs.TP_TREE.name,),
     ),
     Feature(
         "More tensor-parallel workers than leaves of the tree",
         "a leaf is the least that a worker adds",
         "set VLLM_BATCH_INVARIANT_TP_TREE to the number of workers, or leave it out",
         _tree_of_fewer_leaves,
+        arguments=(TENSOR, envs.TP_TREE.name),
     ),
     Feature(
         "Exact arithmetic on an NPU",
@@ -614,6 +621,7 @@ REFUSED = (
         "leave VLLM_BATCH_INVARIANT_ARITHMETIC out",
         _exact_elsewhere,
         ("npu",),
+        arguments=(envs.ARITHMETIC.name,),
     ),
     Feature(
         "Exact arithmetic on a GPU with vLLM's first model runner, with speculative decoding, or before vLLM 0.33",
@@ -621,6 +629,7 @@ REFUSED = (
         "leave VLLM_USE_V2_MODEL_RUNNER and --speculative-config out, or install vLLM 0.33",
         _exact_by_other_samplers,
         ("cuda",),
+        arguments=(envs.ARITHMETIC.name,),
     ),
     Feature(
         "Exact arithmetic on a GPU with `--prefix-match-unit`",
@@ -635,18 +644,21 @@ REFUSED = (
         "serve Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma, Granite or Phi-3 in bf16, or leave "
         "VLLM_BATCH_INVARIANT_ARITHMETIC out",
         _inexact,
+        arguments=(envs.ARITHMETIC.name, envs.TP_TREE.name),
     ),
     Feature(
         "Pipeline parallelism on an NPU, of other sizes, and by an external launcher",
         "it has not been run with the mode",
         "leave --pipeline-parallel-size out, or pass 2, on a CPU also 4",
         _pipeline_parallelism,
+        arguments=(PIPELINE,),
     ),
     Feature(
         "Speculative decoding beside pipeline parallelism",
         "drafts that pass through several stages have not been run with the mode",
         "leave --speculative-config or --pipeline-parallel-size out",
         _speculation_in_a_pipeline,
+        arguments=(PIPELINE, SPECULATION),
     ),
     Feature(
         "Data parallelism on an NPU",
@@ -729,6 +741,7 @@ REFUSED = (
         "leave --speculative-config out",
         _speculation,
         ("npu",),
+        arguments=(SPECULATION,),
     ),
     Feature(
         "Speculative decoding beside FlexAttention",
@@ -736,6 +749,7 @@ REFUSED = (
         "leave --speculative-config or VLLM_BATCH_INVARIANT_ATTENTION=flex out",
         _speculation_by_flex,
         ("cuda",),
+        arguments=(SPECULATION,),
     ),
     Feature(
         "Speculative decoding with another drafter",
@@ -743,12 +757,14 @@ REFUSED = (
         f"choose a method among {', '.join(RAN.drafters)}, or leave --speculative-config out; mtp of "
         f"{' or '.join(RAN.mtp_models)}, medusa on a CPU and ngram_gpu on a GPU",
         _drafter,
+        arguments=(SPECULATION,),
     ),
     Feature(
         "Thinking budgets and reasoning parsers beside speculative decoding",
         "where an answer must stop thinking, and where its grammar begins, is counted with the drafts",
         "leave --reasoning-config and --reasoning-parser out",
         _thoughts_beside_drafts,
+        arguments=("--reasoning-config", SPECULATION),
     ),
     Feature(
         "Thinking budgets and reasoning parsers on an NPU",
@@ -795,6 +811,7 @@ REFUSED = (
         "they pass by the embedding layer, and nobody has proven what they stand for",
         "leave --enable-mm-embeds and --enable-prompt-embeds out",
         _embeddings,
+        arguments=("--enable-prompt-embeds",),
     ),
     Feature(
         "Images, videos, audio",

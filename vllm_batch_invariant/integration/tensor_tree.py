@@ -18,7 +18,7 @@ from . import patch_points
 if TYPE_CHECKING:
     import torch
 
-_LEAF_STEP = 16
+LEAF_STEP = 16
 """A leaf of K has a multiple of so many elements, as many as a tensor core adds at once."""
 _LEFT = "_norm_adds_ranks"
 """Of a row-parallel layer without a bias: the norm behind it adds what the workers give."""
@@ -77,7 +77,7 @@ def of_inputs(k: int, name: str, workers: int = 1) -> LayerTree:
     most = leaves()
     if most == 1:
         return LayerTree()
-    if k % (_LEAF_STEP * most):
+    if k % (LEAF_STEP * most):
         raise _not_divisible(f"the {k} inputs of {name}", most)
     return LayerTree(leaves=most // workers)
 

@@ -18,9 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...envs import ATTENTION, FLAG, is_exact
-from ...ops.exact import problem_of
-from ...ops.exact.definition import segments
+from ...envs import FLAG
 from ...serve import serve_command
 from ..harness.engine import context_of, kv_cache_space, model_config
 from ..harness.worker import Engine, EngineFailed
@@ -33,7 +31,6 @@ from .plan import FuzzPlan
 from .report import SEEN, print_fuzz
 from .schedule import (
     CONTEXTS,
-    TEXT_ONLY,
     Schedule,
     Settings,
     Target,
@@ -76,19 +73,7 @@ class Fuzzer:
     ) -> None:
         self._plan, self._on_progress, self._on_row = plan, on_progress, on_row
         self._device = "cuda" if _on_gpu() else "cpu"
-        exact = is_exact()
-        self._layers: dict[str, Any] = {
-            "multimodal": is_multimodal(plan.model, plan.serve_args),
-            "divisible": is_divisible(plan.model, plan.serve_args) and (not exact or has_segments(plan.model)),
-            "has_leaves": not exact and has_leaves(plan.model),
-            "has_stages": has_stages(plan.model, plan.serve_args)
-            and not (self._device == "cuda" and _has_experts(model_config(plan.model))),
-            "defined": is_defined(plan.model, plan.serve_args),
-            "has_segments": has_segments(plan.model),
-            "gpus": 0 if exact else _gpus(),
-            "drafters": drafters_of(plan.model, plan.serve_args),
-            "place": place_of(plan.model, plan.serve_args, self._device),
-        }
+        self._place = place_of(plan.model, plan.serve_args, self._device)
         self._context = min(CONTEXTS[self._device], plan.context or CONTEXTS[self._device])
         self._began = time.monotonic()
         self._lock, self._running, self._stopped = threading.Lock(), set[Engine](), False
@@ -147,7 +132,7 @@ class Fuzzer:
 
     def settings(self, number: int) -> Settings:
         """What is drawn for an engine."""
-        return draw_settings(self._plan.seed, number, self._device, self._context, **self._layers)
+        return draw_settings(self._plan.seed, number, self._context, self._place)
 
     def run_engine(self, number: int, environment: Mapping[str, str] | None = None) -> None:
         """Run one engine until its schedules are done or the time is over.
@@ -309,92 +294,24 @@ def _on_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _gpus() -> int:
-    """How many an engine may share a model among: none where that is refused whatever else is chosen."""
+def place_of(model: str, serve_args: Sequence[str], device: str) -> Place:
+    """What settings depend on, of this machine, its vLLM, a model and the arguments."""
     import torch
 
-    from ...integration import coverage, patch_points
+    from ...integration import patch_points
 
-    ran = patch_points.installed_version().startswith(coverage.RAN.on_gpus)
-    return torch.cuda.device_count() if ran and ATTENTION.read() != "flex" else 0
-
-
-def is_multimodal(model: str, serve_args: Sequence[str]) -> bool:
-    """Whether a model's folder describes an encoder, and the arguments leave open which inputs it takes."""
-    choices = tuple(arguments[0] for arguments in TEXT_ONLY.values())
-    chosen = any(argument.startswith(choices) for argument in serve_args)
-    return not chosen and bool({"vision_config", "audio_config"} & set(model_config(model)))
-
-
-def is_divisible(model: str, serve_args: Sequence[str]) -> bool:
-    """Whether two workers can share a model's heads and this machine's cores, and the arguments leave it open."""
-    heads = model_config(model).get("num_attention_heads") or 0
-    chosen = any(argument.startswith("--tensor-parallel-size") for argument in serve_args)
-    return bool(heads) and heads % 2 == 0 and (os.cpu_count() or 1) >= 2 and not chosen
-
-
-def place_of(model: str, serve_args: Sequence[str], device: str) -> Place:
-    """What options depend on, of a model and the arguments."""
     folder = Path(model).expanduser()
     tokenizer = not folder.is_dir() or any(folder.glob("tokenizer*")) or any(folder.glob("*.tiktoken"))
     return Place(
         device,
+        cores=os.cpu_count() or 1,
+        gpus=torch.cuda.device_count() if device == "cuda" else 0,
+        model=model_config(model),
         has_tokenizer=tokenizer and "--skip-tokenizer-init" not in serve_args,
-        reloads=not any(argument.startswith("--load-format") for argument in serve_args),
-        has_experts=_has_experts(model_config(model)),
+        # vLLM 0.30 breaks off on a CPU where a draft model runs
+        has_draft_models=device == "cuda" or not patch_points.installed_version().startswith("0.30."),
         given=frozenset(argument.partition("=")[0] for argument in serve_args),
     )
-
-
-def drafters_of(model: str, serve_args: Sequence[str]) -> tuple[str, ...]:
-    """What can propose tokens to a model, in the installed vLLM and on this machine."""
-    from ...integration import patch_points
-
-    on_gpu = _on_gpu()
-    breaks_off = not on_gpu and patch_points.installed_version().startswith("0.30.")  # where a draft model runs
-    itself = () if breaks_off or is_multimodal(model, serve_args) else ("itself",)
-    return (*itself, "ngram", *(("ngram_gpu",) if on_gpu else ()))
-
-
-def has_leaves(model: str) -> bool:
-    """Whether two workers may add what they share of a model's layers as a tree: not of experts, and no odd leaves."""
-    config = model_config(model)
-    sizes = config.get("hidden_size"), config.get("intermediate_size")
-    return not _has_experts(config) and all(isinstance(size, int) and size % 32 == 0 for size in sizes)
-
-
-def _has_experts(config: Mapping[str, Any]) -> bool:
-    return any("expert" in name for name in config)
-
-
-def has_segments(model: str) -> bool:
-    """Whether exact arithmetic adds all that workers may share of a model's layers in segments: not of experts."""
-    config = model_config(model)
-    if _has_experts(config):
-        return False
-    heads, hidden = config.get("num_attention_heads") or 1, config.get("hidden_size") or 0
-    inputs = heads * (config.get("head_dim") or hidden // heads), config.get("intermediate_size") or 0
-    return all(segments(k, shared=True) > 1 for k in inputs)
-
-
-def is_defined(model: str, serve_args: Sequence[str]) -> bool:
-    """Whether exact arithmetic defines a model: a known one in bf16, of which the arguments change nothing."""
-    config = model_config(model)
-    dtype = config.get("dtype") or config.get("torch_dtype")
-    changed = any(
-        argument.startswith(("--dtype", "--hf-overrides", "--tensor-parallel-size")) for argument in serve_args
-    )
-    problem = problem_of(config.get("architectures", [""])[0], config.get)
-    return problem is None and dtype == "bfloat16" and not changed
-
-
-def has_stages(model: str, serve_args: Sequence[str]) -> bool:
-    """Whether two workers can have half of a model's layers and of this machine's cores, and the arguments leave it
-    open.
-    """
-    layers = model_config(model).get("num_hidden_layers", 1)
-    chosen = any(argument.startswith(("--pipeline", "--tensor", "--speculative")) for argument in serve_args)
-    return layers > 1 and (os.cpu_count() or 1) >= 2 and not chosen
 
 
 def replay(finding: Finding, on_progress: OnProgress = _quiet) -> tuple[Status, str]:

@@ -1,19 +1,32 @@
-"""Settings of an engine that one row each describes: :data:`OPTIONS`. A new row is drawn, labelled and passed on.
+"""Settings of an engine that one row each describes, :data:`FIELDS` and :data:`OPTIONS`: a new row is drawn.
 
-Those that decide sizes or how the model is shared among workers are fields of :class:`.schedule.Settings`.
+What is refused, alone or beside something else, the rows of the gate say (``integration/coverage.py``), and they are
+asked (:func:`starts`). Rows here add what a model and a machine have, and what is not to be drawn.
 """
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from ...envs import ARITHMETIC, TP_TREE, UNTRIED, is_exact, supposed
+from ...integration import coverage
+from ...integration.tensor_tree import LEAF_STEP
+from ...ops.exact.definition import segments
 from ..harness.requests import BUDGET
 
 NONE = ""
 """The value of every option that adds nothing to an engine."""
+TEXT_ONLY = {
+    "only": ["--language-model-only"],
+    "limits": ["--limit-mm-per-prompt", '{"image": 0, "video": 0, "audio": 0}'],
+}
+"""Arguments by which vLLM takes nothing but text, by a name."""
+DRAFTERS = {"itself": "draft_model", "ngram": "ngram", "ngram_gpu": "ngram_gpu"}
+"""vLLM's methods of what proposes tokens, by a name."""
 _BACKENDS = {
     "xgrammar": "xgrammar",
     "guidance": "llguidance",
@@ -28,21 +41,160 @@ _INSTALLED = tuple(backend for backend, module in _BACKENDS.items() if find_spec
 
 @dataclass(frozen=True)
 class Place:
-    """Where an engine runs, as far as options depend on it.
+    """What settings depend on beside each other: a machine, a vLLM, a model, and what somebody has chosen.
 
     Attributes:
         device: "cpu" or "cuda".
+        cores: of the machine.
+        gpus: of the machine.
+        model: its config.json; empty if it is not known.
         has_tokenizer: the model's folder has one, and the arguments leave it on.
-        reloads: the weights can be read again from where the engine reads them.
-        has_experts: the model is a mixture of experts.
-        given: names of arguments that somebody has chosen: an option that has one is not drawn.
+        has_draft_models: vLLM can run a draft model there.
+        given: names of arguments that somebody has chosen.
     """
 
     device: str
+    cores: int = 1
+    gpus: int = 0
+    model: Mapping[str, Any] = field(default_factory=dict)
     has_tokenizer: bool = True
-    reloads: bool = True
-    has_experts: bool = False
+    has_draft_models: bool = True
     given: frozenset[str] = frozenset()
+
+    def leaves_open(self, *beginnings: str) -> bool:
+        """Whether nobody has chosen an argument that begins so."""
+        return not any(name.startswith(beginnings) for name in self.given)
+
+    def holds(self, workers: int) -> bool:
+        """Whether it has a GPU for each, and cores for two."""
+        return self.cores >= 2 and (self.device == "cpu" or self.gpus >= workers)
+
+    @property
+    def is_multimodal(self) -> bool:
+        """Whether the model has an encoder, and it is open which inputs it takes."""
+        chosen = (arguments[0] for arguments in TEXT_ONLY.values())
+        return self.leaves_open(*chosen) and bool({"vision_config", "audio_config"} & set(self.model))
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return any("expert" in name for name in self.model)
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether two workers can share the model's heads."""
+        heads = self.model.get("num_attention_heads") or 0
+        return bool(heads) and heads % 2 == 0 and self.leaves_open(coverage.TENSOR)
+
+    @property
+    def has_leaves(self) -> bool:
+        """Whether two workers may add what they share of a layer as a tree: not of experts, and no odd leaves."""
+        sizes = self.model.get("hidden_size"), self.model.get("intermediate_size")
+        return not self.has_experts and all(isinstance(size, int) and size % (2 * LEAF_STEP) == 0 for size in sizes)
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether exact arithmetic adds all that workers may share of a layer in segments: not of experts."""
+        heads, hidden = self.model.get("num_attention_heads") or 1, self.model.get("hidden_size") or 0
+        inputs = heads * (self.model.get("head_dim") or hidden // heads), self.model.get("intermediate_size") or 0
+        return not self.has_experts and all(segments(k, shared=True) > 1 for k in inputs)
+
+
+def starts(settings: Any, place: Place, *names: str) -> bool:
+    """Whether the rows of the gate about arguments and variables of these names let settings start in a place."""
+    model, options = place.model, settings.options
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=place.device),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=settings.workers,
+            pipeline_parallel_size=settings.stages,
+            data_parallel_size=1,
+            distributed_executor_backend=None,
+        ),
+        model_config=SimpleNamespace(
+            architecture=model.get("architectures", [""])[0],
+            hf_text_config=SimpleNamespace(**model),
+            dtype=model.get("dtype") or model.get("torch_dtype"),
+            is_moe=place.has_experts,
+            is_multimodal_model=place.is_multimodal,
+            multimodal_config=SimpleNamespace(enable_mm_embeds=False),
+            enable_prompt_embeds="embeds" in options,
+        ),
+        speculative_config=SimpleNamespace(method=DRAFTERS[settings.drafter]) if settings.drafts else None,
+        reasoning_config=options.get("reasoning"),
+        use_v2_model_runner=settings.runner != "0",
+    )
+    with supposed(settings.environment | {UNTRIED.name: UNTRIED.values[0]}):
+        return not any(row.found(config) for row in coverage.REFUSED if {*names} & {*row.arguments})
+
+
+@dataclass(frozen=True)
+class Field:
+    """A row: a field of :class:`.schedule.Settings` that rows of the gate are about.
+
+    Attributes:
+        name: of the field.
+        argument: of ``vllm serve``, or a variable, by which the gate knows it.
+        values: those to draw from, as often as they are to be drawn.
+        fits: whether a place has them, and they are drawn beside the rest of the settings.
+        drawn_as: what they are drawn by; the name if empty.
+    """
+
+    name: str
+    argument: str
+    values: Callable[[Place], Sequence[Any]]
+    fits: Callable[[Place, Any], bool] = lambda *_: True
+    drawn_as: str = ""
+
+
+def _drafters(place: Place) -> list[str]:
+    """What has run on a device, and has what it needs: a model that drafts for itself drafts text alone."""
+    drafts_itself = place.has_draft_models and not place.is_multimodal
+    ran = [one for one, method in DRAFTERS.items() if place.device in coverage.RAN.drafters[method]]
+    return [one for one in ran if one != "itself" or drafts_itself]
+
+
+DRAFTS = (0, 3, 0, 1, 7)
+FIELDS = (
+    Field("drafts", coverage.SPECULATION, lambda _: DRAFTS),
+    Field("drafter", coverage.SPECULATION, _drafters, lambda _, one: one.drafts > 0),
+    Field(
+        "workers",
+        coverage.TENSOR,
+        lambda _: (1, 2, 1),
+        lambda place, one: place.is_divisible and place.holds(2) and (place.has_segments or not one.exact),
+    ),
+    Field(
+        "tree",
+        TP_TREE.name,
+        lambda _: (1, 2),
+        lambda place, _: place.is_divisible and place.holds(1) and place.has_leaves,
+    ),
+    # two cores are too few for stages of several workers
+    Field(
+        "stages",
+        coverage.PIPELINE,
+        lambda place: (2, 1) if place.device == "cuda" else (2,),
+        lambda place, one: (
+            place.leaves_open("--pipeline", "--tensor", "--speculative")
+            and place.model.get("num_hidden_layers", 1) > 1
+            and place.holds(2)
+            and one.workers == one.tree == 1
+        ),
+    ),
+    Field(
+        "exact",
+        ARITHMETIC.name,
+        lambda _: (True, False),
+        lambda place, one: (
+            place.device == "cpu"
+            and place.leaves_open("--dtype", "--hf-overrides", coverage.TENSOR)
+            and not is_exact()
+            and (one.workers == 1 or place.has_segments)
+        ),
+        "arithmetic",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +206,7 @@ class Option:
         arguments: what each value but :data:`NONE` adds to ``vllm serve``.
         values: those to draw from, as often as they are to be drawn.
         where: whether an engine in a place has it; everywhere if None.
-        beside: whether it can be beside the rest of the settings, a :class:`.schedule.Settings`; if not, it is
+        beside: whether it is drawn beside the rest of the settings, a :class:`.schedule.Settings`; if not, it is
             :data:`NONE`.
         decides: kinds of requests whose tokens follow from it.
     """
@@ -66,10 +218,14 @@ class Option:
     beside: Callable[[Any], bool] | None = None
     decides: frozenset[str] = frozenset()
 
+    @property
+    def names(self) -> set[str]:
+        """Of its arguments."""
+        return {arguments[0] for arguments in self.arguments.values() if arguments}
+
     def is_in(self, place: Place) -> bool:
         """Whether it is drawn in a place."""
-        names = {arguments[0] for arguments in self.arguments.values() if arguments}
-        return not names & place.given and (self.where is None or self.where(place))
+        return not self.names & place.given and (self.where is None or self.where(place))
 
 
 def _thought(start: str, end: str) -> tuple[str, ...]:
@@ -88,15 +244,14 @@ OPTIONS = (
         {"phrase": _thought("def", "return self.x"), "marker": _thought("def", "self")},
         (NONE, "phrase", "marker"),
         lambda place: place.has_tokenizer and in_vllm("config/reasoning.py", "reasoning_start_str"),
-        lambda settings: not settings.drafts,
-        frozenset((BUDGET,)),
+        decides=frozenset((BUDGET,)),
     ),
     # drafts follow the tokens of a prompt, which embeddings do not tell
     Option(
         "embeds",
         {"on": ("--enable-prompt-embeds",)},
         (NONE, "on"),
-        beside=lambda settings: not settings.drafts and not settings.text and settings.stages == 1,
+        beside=lambda settings: not settings.drafts and settings.stages == 1,
     ),
     Option("policy", {"priority": ("--scheduling-policy", "priority")}, (NONE, "priority")),
     Option(
@@ -114,7 +269,7 @@ OPTIONS = (
     ),
     # a CPU sleeps without the argument, which vLLM refuses there, and forgets its prefix cache
     Option("sleep", {}, ("cache",), lambda place: place.device == "cpu" and _keeps_requests(place)),
-    Option("updates", {}, (NONE, "on", NONE), lambda place: place.reloads),
+    Option("updates", {}, (NONE, "on", NONE), lambda place: place.leaves_open("--load-format")),
     Option(
         "experts",
         {"whole": ("--enable-expert-parallel",)},

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ...envs import ARITHMETIC, ATTENTION, TP_TREE, is_exact
+from ...envs import ARITHMETIC, TP_TREE, is_exact
+from ...integration import coverage
 from ..harness.requests import BUDGET, EVERY_KIND, NGRAMS, OUTPUT_KINDS, Accepts, draw, draw_concurrent
-from .options import NONE, OPTIONS, Place
+from .options import DRAFTERS, FIELDS, NONE, OPTIONS, TEXT_ONLY, Place, starts
 
 BORDERS = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 """Prompt lengths around pages, small chunks and splits of attention."""
@@ -21,7 +22,6 @@ CONTEXTS = {"cpu": 1024, "cuda": 2560}
 PAGES = {"cpu": (32, 64, 128), "cuda": (16, 32, 64, 128)}
 _MANY = range(97, 105)
 """Numbers of requests around a CUDA graph size that is no multiple of the others."""
-DRAFTS = (0, 3, 0, 1, 7)
 _MORE_OF = (BUDGET, BUDGET)
 """Kinds of which there are more targets: a budget goes wrong in few places of an answer."""
 _TO_THE_END = ("greedy", "seed", "top_k", "top_p", "penalties", "greedy penalties", "allowed_token_ids", "bad_words")
@@ -30,11 +30,6 @@ _LONG = (16, 24, 48)
 """Tokens of an answer with a budget: time to think, to be told to end, and to go on."""
 _DECIDED = 0.3
 """Part of the targets that are of kinds which an option decides."""
-TEXT_ONLY = {
-    "only": ["--language-model-only"],
-    "limits": ["--limit-mm-per-prompt", '{"image": 0, "video": 0, "audio": 0}'],
-}
-"""Arguments by which vLLM takes nothing but text, by a name."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +86,13 @@ class Settings:
         made += ["--enforce-eager"] if self.eager else []
         made += TEXT_ONLY[self.text] if self.text else []
         if self.workers > 1:
-            made += ["--tensor-parallel-size", str(self.workers)]
+            made += [coverage.TENSOR, str(self.workers)]
         if self.stages > 1:
-            made += ["--pipeline-parallel-size", str(self.stages)]
+            made += [coverage.PIPELINE, str(self.stages)]
         if self.drafts:
-            by_itself = {"method": "draft_model", "model": model}
-            drafter = by_itself if self.drafter == "itself" else NGRAMS | {"method": self.drafter}
-            made += ["--speculative-config", json.dumps(drafter | {"num_speculative_tokens": self.drafts})]
+            drafter = {"method": "", "model": model} if self.drafter == "itself" else NGRAMS
+            drafter = drafter | {"method": DRAFTERS[self.drafter], "num_speculative_tokens": self.drafts}
+            made += [coverage.SPECULATION, json.dumps(drafter)]
         for option in OPTIONS:
             made += option.arguments.get(self.options.get(option.name, NONE), ())
         # one page is vLLM's own
@@ -144,81 +139,45 @@ class Settings:
         return " ".join([*words, {"": "", "0": "runner=v1", "1": "runner=v2"}[runner]]).rstrip()
 
 
-def draw_settings(
-    seed: int,
-    number: int,
-    device: str,
-    context: int,
-    multimodal: bool = False,
-    divisible: bool = False,
-    has_leaves: bool = False,
-    has_stages: bool = False,
-    defined: bool = False,
-    has_segments: bool = False,
-    gpus: int = 0,
-    drafters: Sequence[str] = ("ngram",),
-    place: Place | None = None,
-) -> Settings:
-    """Settings ``number`` of a run. Consecutive numbers soon have every value of every option.
+def draw_settings(seed: int, number: int, context: int, place: Place) -> Settings:
+    """Settings ``number`` of a run, such as the gate lets pass. Consecutive numbers soon have every value of all.
 
     Args:
-        device: "cpu" or "cuda".
         context: longest request in tokens.
-        multimodal: the model is one, and must be served as text.
-        divisible: two workers can share the model's layers, and a CPU's cores.
-        has_leaves: and what they share can be added as a tree.
-        has_stages: two workers can have half of the layers each, and of a CPU's cores.
-        defined: exact arithmetic defines the model.
-        has_segments: and two workers can share its segments.
-        gpus: on which a vLLM may be started that shares a model among them; one is enough for a tree.
-        drafters: those that the model and vLLM have.
-        place: where options are drawn; none are without it.
+        place: where the engine runs, and what.
     """
-    gpu = device == "cuda"
+    gpu = place.device == "cuda"
 
     def take(option: str, values: Sequence[Any]) -> Any:
-        cycle, place = divmod(number, len(values))
+        cycle, position = divmod(number, len(values))
         order = random.Random(f"{seed} {option} {cycle}").sample(values, len(values))
         # the first engine must run requests concurrently
-        return (order[::-1] if option == "requests" and order[0] == 1 and cycle == 0 else order)[place]
+        return (order[::-1] if option == "requests" and order[0] == 1 and cycle == 0 else order)[position]
 
     many = random.Random(f"{seed} many {number}").choice(_MANY)
-    drafts = 0 if gpu and ATTENTION.read() == "flex" else take("drafts", DRAFTS)
-    runner = take("runner", ("0", "1", "1")) if gpu else ""
-    shares = not gpu or (gpus > 0 and runner == "1" and not drafts)
-    several = not gpu or (shares and gpus > 1)
-    workers = take("workers", (1, 2, 1)) if divisible and several else 1
-    tree = take("tree", (1, 2)) if divisible and has_leaves and shares else 1
-    # drafts are refused there, and two cores are too few for more
-    staged = (
-        has_stages and several and not drafts and workers == tree == 1 and (not gpu or take("stages", (True, False)))
-    )
-    shareable = tree == 1 and (workers == 1 or has_segments)
-    exact = is_exact() or (defined and not gpu and shareable and take("arithmetic", (True, False)))
     settings = Settings(
         requests=take("requests", (1, 2, 5, 64, many)),
         step_tokens=take("step", (64, 300, 2048, 8192)),
-        page=take("page", PAGES[device]),
+        page=take("page", PAGES[place.device]),
         eager=take("eager", (False, False, True)) if gpu else True,
         asynchronous=take("async", (True, False)) if gpu else False,
         prefix_cache=take("prefix", (True, True, False)),
         small_cache=take("cache", (True, False)),
-        runner=runner,
+        runner=take("runner", ("0", "1", "1")) if gpu else "",
         context=context,
-        text=take("text", tuple(TEXT_ONLY)) if multimodal else "",
-        drafts=drafts,
-        drafter=take("drafter", drafters) if drafts else "ngram",
-        workers=workers,
-        tree=tree,
-        stages=2 if staged else 1,
-        exact=exact,
+        text=take("text", tuple(TEXT_ONLY)) if place.is_multimodal else "",
+        exact=is_exact(),
     )
-    drawn = {
-        option.name: take(option.name, option.values)
-        for option in OPTIONS
-        if place and option.is_in(place) and (option.beside is None or option.beside(settings))
-    }
-    return replace(settings, options={name: value for name, value in drawn.items() if value != NONE})
+    for row in FIELDS:
+        if row.fits(place, settings):
+            tried = replace(settings, **{row.name: take(row.drawn_as or row.name, row.values(place))})
+            settings = tried if starts(tried, place, row.argument) else settings
+    for option in OPTIONS:
+        if option.is_in(place) and (option.beside is None or option.beside(settings)):
+            value = take(option.name, option.values)
+            tried = replace(settings, options={**settings.options, option.name: value})
+            settings = tried if value != NONE and starts(tried, place, *option.names) else settings
+    return settings
 
 
 @dataclass(frozen=True)
