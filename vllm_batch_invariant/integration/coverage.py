@@ -18,6 +18,7 @@ Config = Any
 """A VllmConfig, or a part of it; vLLM is not imported to describe it."""
 
 TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 HEAD_SIZES = tuple(range(64, 257, 16))
 """Elements of an attention head that the kernels for CPUs and NVIDIA GPUs have."""
 DTYPES = ("float32", "bfloat16", "float16")
@@ -629,7 +630,7 @@ REFUSED = (
         "leave VLLM_USE_V2_MODEL_RUNNER and --speculative-config out, or install vLLM 0.33",
         _exact_by_other_samplers,
         ("cuda",),
-        arguments=(envs.ARITHMETIC.name,),
+        arguments=(SPECULATION, RUNNER, envs.ARITHMETIC.name),
     ),
     Feature(
         "Exact arithmetic on a GPU with `--prefix-match-unit`",

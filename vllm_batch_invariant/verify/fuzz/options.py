@@ -156,6 +156,7 @@ def _drafters(place: Place) -> list[str]:
 
 DRAFTS = (0, 3, 0, 1, 7)
 FIELDS = (
+    Field("runner", coverage.RUNNER, lambda _: ("0", "1", "1"), lambda place, _: place.device == "cuda"),
     Field("drafts", coverage.SPECULATION, lambda _: DRAFTS),
     Field("drafter", coverage.SPECULATION, _drafters, lambda _, one: one.drafts > 0),
     Field(

@@ -105,7 +105,7 @@ class Settings:
         """Variables for the engine's process."""
         made = {}
         if self.runner == "0" or (self.runner and not self.drafts):
-            made["VLLM_USE_V2_MODEL_RUNNER"] = self.runner
+            made[coverage.RUNNER] = self.runner
         if (most := max(self.workers, self.tree) * self.stages) > 1:
             each = (os.cpu_count() or most) // most
             parts = [f"{worker * each}-{(worker + 1) * each - 1}" for worker in range(self.workers * self.stages)]
@@ -135,7 +135,7 @@ class Settings:
         words += [f"stages={self.stages}"] if self.stages > 1 else []
         words += ["exact"] if self.exact else []
         words += [f"{name}={value}" for name, value in self.options.items()]
-        runner = self.environment.get("VLLM_USE_V2_MODEL_RUNNER", "")
+        runner = self.environment.get(coverage.RUNNER, "")
         return " ".join([*words, {"": "", "0": "runner=v1", "1": "runner=v2"}[runner]]).rstrip()
 
 
@@ -163,7 +163,7 @@ def draw_settings(seed: int, number: int, context: int, place: Place) -> Setting
         asynchronous=take("async", (True, False)) if gpu else False,
         prefix_cache=take("prefix", (True, True, False)),
         small_cache=take("cache", (True, False)),
-        runner=take("runner", ("0", "1", "1")) if gpu else "",
+        runner="",
         context=context,
         text=take("text", tuple(TEXT_ONLY)) if place.is_multimodal else "",
         exact=is_exact(),
