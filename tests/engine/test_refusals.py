@@ -119,7 +119,10 @@ ACCEPTED = {
     "classes": {"runner": "pooling", "convert": "classify", "pooler_config": {"logit_mean": 0.5}},
 }
 if not torch.cuda.is_available():
-    ACCEPTED |= {"stages": {"pipeline_parallel_size": 2}}
+    ACCEPTED |= {
+        "stages": {"pipeline_parallel_size": 2, "enable_prompt_embeds": True},
+        "drafts beside embeddings": {"speculative_config": NGRAMS, "enable_prompt_embeds": True},
+    }
 
 PLUGIN = """
 def register():

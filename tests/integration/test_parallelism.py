@@ -22,6 +22,7 @@ KINDS = (
     "Pipeline",
     "Speculative decoding beside pipe",
     "Data",
+    "Embeddings as prompts beside pipe",
     "Sequence",
     "Several",
     "The Ray executor",
@@ -36,13 +37,14 @@ def refused(
     sp: bool = False,
     second_runner: bool = True,
     sleeps: bool = False,
+    embeds: bool = False,
     **sizes: Any,
 ) -> list[str]:
     config = SimpleNamespace(
         use_v2_model_runner=second_runner,
         device_config=SimpleNamespace(device_type=device),
         parallel_config=SimpleNamespace(**PARALLEL | sizes),
-        model_config=SimpleNamespace(is_moe=is_moe, enable_sleep_mode=sleeps),
+        model_config=SimpleNamespace(is_moe=is_moe, enable_sleep_mode=sleeps, enable_prompt_embeds=embeds),
         speculative_config=object() if drafts else None,
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=sp)),
     )
@@ -166,6 +168,15 @@ def test_a_tree_on_one_gpu_is_refused_with_what_it_has_not_been_run_with(monkeyp
     monkeypatch.setenv(TP_TREE.name, "2")
     assert refused(device="cuda") == []
     assert refused(device="cuda", second_runner=False) == [f"{TP_TREE.name}=2 with the first model runner"]
+
+
+def test_embeddings_as_prompts_are_refused_in_stages_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    two_stages = {"pipeline_parallel_size": 2, "embeds": True}
+    assert refused(**two_stages) == refused(device="cuda", embeds=True) == []
+    assert refused(device="cuda", **two_stages) == ["embeddings as prompts beside pipeline parallelism 2"]
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert refused(device="cuda", **two_stages) == []
 
 
 def test_what_no_gpu_has_run_starts_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -315,7 +315,7 @@ def test_drafters_that_have_not_run_are_refused_by_name(
         device_config=SimpleNamespace(device_type=device),
         reasoning_config=None,
         parallel_config=SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1, data_parallel_size=1),
-        model_config=SimpleNamespace(is_moe=False),
+        model_config=SimpleNamespace(is_moe=False, enable_prompt_embeds=False),
     )
     rows = [feature for feature in coverage.REFUSED if "peculative" in feature.name]
     assert [name for name in (feature.found(config) for feature in rows) if name] == found
@@ -326,6 +326,26 @@ def test_drafters_that_have_not_run_are_refused_by_name(
         config.structured_outputs_config = SimpleNamespace(reasoning_parser="qwen3", enable_in_reasoning=everywhere)
         refused = "a reasoning parser beside speculative decoding" in [feature.found(config) for feature in rows]
         assert refused is not everywhere
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("method", ["ngram", "eagle3", "draft_model"])
+def test_prompts_that_are_embeddings_are_refused_beside_drafts_but_of_ngrams_on_a_cpu(method: str, device: str) -> None:
+    [row] = [one for one in coverage.REFUSED if one.name.startswith("Embeddings as prompts beside spec")]
+
+    def found(embeds: bool, speculation: Any) -> str | None:
+        return row.found(
+            SimpleNamespace(
+                model_config=SimpleNamespace(enable_prompt_embeds=embeds),
+                speculative_config=speculation,
+                device_config=SimpleNamespace(device_type=device),
+            )
+        )
+
+    drafts = SimpleNamespace(method=method)
+    named = f"embeddings as prompts beside speculative decoding with {method}"
+    assert found(True, drafts) == (None if (method, device) == ("ngram", "cpu") else named)
+    assert found(True, None) is found(False, drafts) is None
 
 
 def test_every_method_of_the_installed_vllm_is_covered_or_refused_by_name() -> None:

@@ -18,7 +18,7 @@ Config = Any
 """A VllmConfig, or a part of it; vLLM is not imported to describe it."""
 
 TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
-RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+EMBEDDINGS, RUNNER = "--enable-prompt-embeds", "VLLM_USE_V2_MODEL_RUNNER"
 HEAD_SIZES = tuple(range(64, 257, 16))
 """Elements of an attention head that the kernels for CPUs and NVIDIA GPUs have."""
 DTYPES = ("float32", "bfloat16", "float16")
@@ -357,6 +357,23 @@ def _embeddings(config: Config) -> str | None:
     if model.multimodal_config.enable_mm_embeds:
         return "embeddings of images"
     return _when(model.enable_prompt_embeds, "embeddings as prompts of a multimodal model")
+
+
+def _drafts_beside_embeddings(config: Config) -> str | None:
+    """All but n-grams on a CPU. vLLM asks a prompt for the next token of a chunk, which a draft model begins with, and
+    ends the engine where the prompt is embeddings.
+    """
+    if not (config.model_config.enable_prompt_embeds and config.speculative_config):
+        return None
+    method, on = config.speculative_config.method, devices.of_config(config).ops.type
+    ran = method == "ngram" and (on == "cpu" or envs.starts_untried())
+    return _when(not ran, f"embeddings as prompts beside speculative decoding with {method}")
+
+
+def _stages_beside_embeddings(config: Config) -> str | None:
+    stages = config.parallel_config.pipeline_parallel_size
+    found = config.model_config.enable_prompt_embeds and stages > 1 and not envs.starts_untried()
+    return _when(found, f"embeddings as prompts beside pipeline parallelism {stages}")
 
 
 def _both_directions(config: Config) -> str | None:
@@ -812,7 +829,22 @@ REFUSED = (
         "they pass by the embedding layer, and nobody has proven what they stand for",
         "leave --enable-mm-embeds and --enable-prompt-embeds out",
         _embeddings,
-        arguments=("--enable-prompt-embeds",),
+        arguments=(EMBEDDINGS,),
+    ),
+    Feature(
+        "Embeddings as prompts beside speculative decoding, but with n-grams on a CPU",
+        "vLLM asks them for tokens that a draft model begins with, and others have not been run beside them",
+        f"leave {EMBEDDINGS} or {SPECULATION} out",
+        _drafts_beside_embeddings,
+        arguments=(EMBEDDINGS,),
+    ),
+    Feature(
+        "Embeddings as prompts beside pipeline parallelism on a GPU",
+        "these have not been run together there",
+        f"leave {EMBEDDINGS} or {PIPELINE} out",
+        _stages_beside_embeddings,
+        ("cuda",),
+        arguments=(EMBEDDINGS,),
     ),
     Feature(
         "Images, videos, audio",

@@ -247,13 +247,7 @@ OPTIONS = (
         lambda place: place.has_tokenizer and in_vllm("config/reasoning.py", "reasoning_start_str"),
         decides=frozenset((BUDGET,)),
     ),
-    # drafts follow the tokens of a prompt, which embeddings do not tell
-    Option(
-        "embeds",
-        {"on": ("--enable-prompt-embeds",)},
-        (NONE, "on"),
-        beside=lambda settings: not settings.drafts and settings.stages == 1,
-    ),
+    Option("embeds", {"on": (coverage.EMBEDDINGS,)}, (NONE, "on")),
     Option("policy", {"priority": ("--scheduling-policy", "priority")}, (NONE, "priority")),
     Option(
         "grammar",
