@@ -149,7 +149,7 @@ def test_stages_of_two_workers_give_the_bits_of_two_workers(two: Result, start: 
     assert differing(both, two)
 
 
-@pytest.mark.skipif(ON_GPU, reason="a tree is refused on a GPU")
+@pytest.mark.skipif(ON_GPU, reason="stages of a tree are refused on a GPU")
 @pytest.mark.exhaustive
 def test_stages_whose_workers_add_a_tree_give_the_bits_of_one_worker(start: Callable[..., Result]) -> None:
     assert differing(start(stages=2, workers=2, tree=2), start(stages=1, workers=1, tree=2)) == {}

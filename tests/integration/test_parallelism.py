@@ -168,6 +168,8 @@ def test_a_tree_on_one_gpu_is_refused_with_what_it_has_not_been_run_with(monkeyp
     monkeypatch.setenv(TP_TREE.name, "2")
     assert refused(device="cuda") == []
     assert refused(device="cuda", second_runner=False) == [f"{TP_TREE.name}=2 with the first model runner"]
+    assert refused(pipeline_parallel_size=2) == []
+    assert refused(device="cuda", pipeline_parallel_size=2) == ["several GPUs with a tree in stages"]
 
 
 def test_embeddings_as_prompts_are_refused_in_stages_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

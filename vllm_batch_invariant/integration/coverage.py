@@ -191,6 +191,7 @@ def _beside_workers_on_gpus(config: Config) -> str | None:
     version = patch_points.installed_version()
     found = {
         "stages of several workers": workers > 1 < stages,
+        "a tree in stages": tensor_tree.leaves() > 1 < stages,
         "the first model runner": not config.use_v2_model_runner,
         "speculative decoding": config.speculative_config is not None,
         "exact arithmetic": devices.of_config(config).is_exact,
@@ -610,8 +611,8 @@ REFUSED = (
     ),
     Feature(
         "Several GPUs, or `VLLM_BATCH_INVARIANT_TP_TREE` on one, with vLLM's first model runner, speculative decoding, "
-        "stages of a mixture of experts, exact arithmetic, FlexAttention, tensor beside pipeline parallelism, or "
-        "before vLLM 0.33",
+        "stages of a mixture of experts, exact arithmetic, FlexAttention, tensor or a tree beside pipeline "
+        "parallelism, or before vLLM 0.33",
         "these have not been run together",
         "leave one of the two out, or serve on one GPU",
         _beside_workers_on_gpus,
