@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from tests.engine.pooled import sent_together
 from vllm_batch_invariant.integration import experts, patch_points
-from vllm_batch_invariant.verify.harness.worker_main import bits, preemptions
+from vllm_batch_invariant.verify.harness.drive import bits
 
 PREEMPTED_AFTER = 6
 """Steps."""
@@ -30,27 +31,10 @@ def answers(llm: Any, requests: Sequence[dict[str, Any]], reset: str = "", whole
     """
     from vllm import SamplingParams
 
-    engine, before = llm.llm_engine, preemptions(llm)
-    if reset:
-        llm.reset_prefix_cache()
+    asked = [(number, request, SamplingParams(**request["params"])) for number, request in enumerate(requests)]
     # the last first: the others, which answer for longer, are there when the targets come
-    for number, request in reversed([*enumerate(requests)]):
-        engine.add_request(str(number), {"prompt_token_ids": request["prompt"]}, SamplingParams(**request["params"]))
-    done: dict[str, Any] = {}
-    largest = steps = 0
-    while engine.has_unfinished_requests():
-        outputs, steps = engine.step(), steps + 1
-        largest = max(largest, len(outputs))
-        done |= {output.request_id: output for output in outputs if output.finished}
-        if reset == "running" and steps == PREEMPTED_AFTER:
-            engine.reset_prefix_cache(reset_running_requests=True)
-    of = [done[str(number)] for number in range(len(requests))]
-    return {
-        "given": [described(output, whole) for output in of],
-        "cached": [output.num_cached_tokens for output in of],
-        "largest": largest,
-        "preemptions": preemptions(llm) - before,
-    }
+    given, counts = sent_together(llm, asked[::-1], reset, PREEMPTED_AFTER)
+    return {"given": [described(output, whole) for output in given]} | counts
 
 
 def described(output: Any, whole: bool) -> dict[str, Any]:

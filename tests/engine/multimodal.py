@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from tests.fakes import torchvision
+from vllm_batch_invariant.verify.harness.drive import describe, drive, finished
 
 TEXT = {
     "vocab_size": 4096,
@@ -110,28 +111,15 @@ def answers(llm: Any, prompts: list[list[int]], with_picture: list[int] | None =
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=5, ignore_eos=True)
-    engine, said, done = llm.llm_engine, "", {}
+    engine, said = llm.llm_engine, ""
     for number, prompt in enumerate(prompts):
         engine.add_request(f"{number}", {"prompt_token_ids": prompt}, params)
-    done |= _finished(engine)
+    done = finished([engine.step()])
     if with_picture is not None:
         picture = {"image": Image.new("RGB", (28, 28))}
         try:
             engine.add_request("picture", {"prompt_token_ids": with_picture, "multi_modal_data": picture}, params)
         except ValueError as error:
             said = str(error)
-    while engine.has_unfinished_requests():
-        done |= _finished(engine)
-    return {"said": said, "answers": [done[f"{number}"] for number in range(len(prompts))]}
-
-
-def _finished(engine: Any) -> dict[str, Any]:
-    """The answers that a step of an engine has finished, with exact logprobs."""
-    return {
-        output.request_id: [
-            list(output.outputs[0].token_ids),
-            [{str(token): entry.logprob.hex() for token, entry in row.items()} for row in output.outputs[0].logprobs],
-        ]
-        for output in engine.step()
-        if output.finished
-    }
+    done |= finished(drive(engine))
+    return {"said": said, "answers": [describe(done[f"{number}"])["completions"] for number in range(len(prompts))]}

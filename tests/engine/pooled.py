@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from vllm_batch_invariant.integration import patch_points
+from vllm_batch_invariant.verify.harness.drive import drive, finished
 from vllm_batch_invariant.verify.harness.worker_main import preemptions
 
 PREEMPTED_AFTER = 3
@@ -25,26 +26,31 @@ def pooled(llm: Any, requests: Sequence[dict[str, Any]], reset: str = "") -> dic
     """
     from vllm import PoolingParams
 
+    asked = [(number, request, PoolingParams(**request["params"])) for number, request in enumerate(requests)]
+    given, counts = sent_together(llm, asked, reset, PREEMPTED_AFTER)
+    return {"given": [bits(output.outputs.data) for output in given]} | counts
+
+
+def sent_together(
+    llm: Any, asked: Sequence[tuple[int, dict[str, Any], Any]], reset: str, preempted_after: int
+) -> tuple[list[Any], dict[str, Any]]:
+    """The outputs of requests (number, request, vLLM's parameters) by their numbers; and ``cached`` tokens of each, the
+    ``largest`` step, and ``preemptions``, of which some are made after so many steps if ``reset`` is "running".
+    """
     engine, before = llm.llm_engine, preemptions(llm)
     if reset:
         llm.reset_prefix_cache()
-    for number, request in enumerate(requests):
-        engine.add_request(str(number), {"prompt_token_ids": request["prompt"]}, PoolingParams(**request["params"]))
-    done: dict[str, Any] = {}
-    largest = steps = 0
-    while engine.has_unfinished_requests():
-        outputs, steps = engine.step(), steps + 1
-        largest = max(largest, len(outputs))
-        done |= {output.request_id: output for output in outputs}
-        if reset == "running" and steps == PREEMPTED_AFTER:
+    for number, request, params in asked:
+        engine.add_request(str(number), {"prompt_token_ids": request["prompt"]}, params)
+    steps: list[list[Any]] = []
+    for outputs in drive(engine):
+        steps.append(outputs)
+        if reset == "running" and len(steps) == preempted_after:
             engine.reset_prefix_cache(reset_running_requests=True)
-    given = [done[str(number)] for number in range(len(requests))]
-    return {
-        "given": [bits(output.outputs.data) for output in given],
-        "cached": [output.num_cached_tokens for output in given],
-        "largest": largest,
-        "preemptions": preemptions(llm) - before,
-    }
+    done = finished(steps)
+    given = [done[str(number)] for number in range(len(asked))]
+    counts = {"cached": [output.num_cached_tokens for output in given], "largest": max(map(len, steps))}
+    return given, counts | {"preemptions": preemptions(llm) - before}
 
 
 def as_vllm_resumes(llm: Any, requests: Sequence[dict[str, Any]]) -> dict[str, Any]:

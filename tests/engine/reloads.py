@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from vllm_batch_invariant.verify.bisect.recorder import WorkerExtension
+from vllm_batch_invariant.verify.harness.drive import describe, drive, finished
 
 EXTENSION = f"{__name__}.Extension"
 """For ``worker_extension_cls``."""
@@ -207,16 +209,13 @@ def replaced_while_it_runs(llm: Any, asked: dict[str, Any], begun: int, folder: 
     """What a request answers whose weights are replaced once it has ``begun`` tokens or more."""
     from vllm import SamplingParams
 
-    from vllm_batch_invariant.verify.harness.worker_main import describe
-
-    engine, outputs = llm.llm_engine, []
+    engine = llm.llm_engine
     engine.add_request("running", {"prompt_token_ids": asked["prompt"]}, SamplingParams(**asked["params"]))
-    while not outputs or len(outputs[-1].outputs[0].token_ids) < begun:
-        outputs += engine.step()
+    for outputs in drive(engine):
+        if outputs and len(outputs[0].outputs[0].token_ids) >= begun:
+            break
     by_reload_weights(llm, folder)
-    while engine.has_unfinished_requests():
-        outputs += engine.step()
-    return describe(outputs[-1])
+    return describe(finished(drive(engine))["running"])
 
 
 def with_a_budget(llm: Any, asked: dict[str, Any], resets: list[int], beside: dict[str, Any] | None) -> dict[str, Any]:
@@ -229,17 +228,15 @@ def with_a_budget(llm: Any, asked: dict[str, Any], resets: list[int], beside: di
     """
     from vllm import SamplingParams
 
-    from vllm_batch_invariant.verify.harness.worker_main import describe
-
-    engine, done, step = llm.llm_engine, {}, 0
+    engine, steps = llm.llm_engine, count()
     thoughts = engine.vllm_config.reasoning_config
     for name, one in {"beside": beside, "target": asked}.items():
         if one is not None:
             prompt = [*one["prompt"], *thoughts.reasoning_start_token_ids, *one["prompt"][:2]]
             engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(**one["params"]))
-    while engine.has_unfinished_requests():
-        if step in resets:
-            assert llm.reset_prefix_cache(reset_running_requests=True)
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-        step += 1
-    return describe(done["target"]) | {"end": thoughts.reasoning_end_token_ids}
+
+    def reset() -> bool:
+        assert next(steps) not in resets or llm.reset_prefix_cache(reset_running_requests=True)
+        return False
+
+    return describe(finished(drive(engine, reset))["target"]) | {"end": thoughts.reasoning_end_token_ids}

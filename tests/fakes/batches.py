@@ -60,6 +60,10 @@ class FakeLLM:
         for name in names:
             del self._requests[name]
 
+    def has_unfinished_requests(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._requests)
+
     def step(self) -> list[SimpleNamespace]:
         """A token for each request of the batch."""
         batch = list(self._requests.values())[: self._room]

@@ -2,7 +2,7 @@
 
 import struct
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -71,6 +71,28 @@ class Answer:
     def of(cls, text: str, generated: Sequence[GeneratedToken]) -> "Answer":
         """The answer of these generated tokens."""
         return cls(text, tuple(one.token for one in generated), tuple(one.bits() for one in generated))
+
+
+def answer_of(completion: Mapping[str, Any]) -> Answer:
+    """The answer of a completion of an engine, as :func:`.harness.drive.described` gives it.
+
+    Raises:
+        NoTestError: it has no logprobs.
+    """
+    if not completion["logprobs"]:
+        why = "the engine returned no logprobs, so bits cannot be compared; use a model that gives logprobs"
+        raise NoTestError(why)
+    return Answer.of(completion["text"], listed_tokens(completion["tokens"], completion["logprobs"]))
+
+
+def listed_tokens(ids: Sequence[int], logprobs: Sequence[list[tuple[int, str, int]]]) -> list[GeneratedToken]:
+    """Tokens of an engine: their ids, and (id, exact logprob, rank) of every candidate in the listed order."""
+    found = []
+    for token, listed in zip(ids, logprobs, strict=True):
+        values = {str(other): number_of(text) for other, text, _ in listed}
+        ranks = tuple(rank or 0 for *_, rank in listed)
+        found.append(GeneratedToken(str(token), values[str(token)], tuple(values.items()), ranks))
+    return found
 
 
 @dataclass(frozen=True)

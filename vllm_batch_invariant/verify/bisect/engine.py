@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...envs import FLAG
-from ..answers import Answer, first_difference
-from ..harness.engine import answer_of_output
+from ..answers import Answer, answer_of, first_difference
+from ..harness.drive import described, drive, finished
 from ..harness.mode import of_engine
 from ..outcome import NoTestError, Status
 from .recording import Coverage, OutputDivergence, RecordedStep, Slice, first_divergence
@@ -164,14 +164,10 @@ def generate(llm: Any, case: Case, with_concurrent: bool) -> Answer:
         sampling = SamplingParams(**length, logprobs=case.logprobs if is_target else None)
         name = REQUEST if is_target else f"concurrent-{number}"
         engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
-    answer = None
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.request_id == REQUEST and output.finished:
-                answer = answer_of_output(output.outputs[0])
-    if answer is None:
+    output = finished(drive(engine)).get(REQUEST)
+    if output is None:
         raise NoTestError("the engine finished without an answer")
-    return answer
+    return answer_of(described(output.outputs[0]))
 
 
 def _recorded(

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ..answers import Answer, GeneratedToken, number_of
+from ..answers import Answer, answer_of, listed_tokens
 from ..harness.metrics import Latency, Trace
 from ..harness.requests import (
     KINDS,
@@ -99,27 +99,6 @@ def check_engine(
 def _step_limit(tokens: int, info: dict[str, Any]) -> list[str]:
     """Arguments that limit a step to so many tokens; none for an engine without chunked prefill, which refuses them."""
     return ["--max-num-batched-tokens", str(tokens)] if info["chunked_prefill"] else []
-
-
-def answer_of(completion: dict[str, Any]) -> Answer:
-    """The answer of a completion as the driver describes it.
-
-    Raises:
-        NoTestError: it has no logprobs.
-    """
-    if not completion["logprobs"]:
-        raise NoTestError("the engine returned no logprobs, so bits cannot be compared; use a model that gives them")
-    return Answer.of(completion["text"], generated_tokens(completion["tokens"], completion["logprobs"]))
-
-
-def generated_tokens(ids: Sequence[int], logprobs: Sequence[list[tuple[int, str, int]]]) -> list[GeneratedToken]:
-    """Tokens from the driver: their ids, and (id, hexadecimal logprob, rank) of every candidate in the listed order."""
-    found = []
-    for token, listed in zip(ids, logprobs, strict=True):
-        values = {str(other): number_of(text) for other, text, _ in listed}
-        ranks = tuple(rank for *_, rank in listed)
-        found.append(GeneratedToken(str(token), values[str(token)], tuple(values.items()), ranks))
-    return found
 
 
 class EngineRun:
@@ -267,7 +246,7 @@ class EngineRun:
         step = self.step("prompt logprobs with concurrent requests", [*others, target], reset_prefix_cache=True)
         ids = target["prompt"][1:]
         answers = (
-            Answer.of("", generated_tokens(ids, one["prompt_logprobs"][1:]))
+            Answer.of("", listed_tokens(ids, one["prompt_logprobs"][1:]))
             for one in (alone.requests[0], step.requests[-1])
         )
         self.results.add(*PROMPT_LOGPROBS, "with 20 others", *answers)

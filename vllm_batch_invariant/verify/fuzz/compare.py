@@ -1,10 +1,9 @@
 """Two answers to one request, as :mod:`.engine` describes them, compared in everything that a client sees."""
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
-from ..answers import number_of
+from ..answers import first_difference, number_of
 
 DIGEST = "sha256:"
 """Prefix of the digest of a list that is too long to send, in the place of a logprob."""
@@ -22,7 +21,7 @@ def difference(expected: Mapping[str, Any], got: Mapping[str, Any]) -> str:
         sample = f" of sample {number}" if len(sides[0]) > 1 else ""
         # a token is chosen from the listed logprobs, so those differ first
         found.append(of_positions("logprobs", one["logprobs"], other["logprobs"], f"token{sample}"))
-        at = _first(one["tokens"], other["tokens"])
+        at = first_difference(one["tokens"], other["tokens"])
         if at is not None:
             found.append(f"token {at}{sample}: {_at(other['tokens'], at)} instead of {_at(one['tokens'], at)}")
         for name in ("finish_reason", "stop_reason", "text"):
@@ -33,13 +32,13 @@ def difference(expected: Mapping[str, Any], got: Mapping[str, Any]) -> str:
 
 def of_positions(what: str, expected: Sequence[Any], got: Sequence[Any], where: str) -> str:
     """The first position whose candidates differ, and whether in values, in ids, in their order or in ranks."""
-    at = _first(expected, got)
+    at = first_difference(expected, got)
     if at is None:
         return ""
     one, other = _at(expected, at), _at(got, at)
     if not isinstance(one, list) or not isinstance(other, list):
         return f"{what} at {where} {at}: {len(got)} positions instead of {len(expected)}"
-    place = _first(one, other)
+    place = first_difference(one, other)
     assert place is not None  # the lists differ
     left, right = _at(one, place), _at(other, place)
     values = {token: value for token, value, _ in one}
@@ -63,12 +62,6 @@ def _candidate(candidate: Any) -> str:
     if value.startswith(DIGEST):
         return f"{token} candidates with the digest {value[:16]}"
     return f"token {token} with {number_of(value)!r} at rank {rank}"
-
-
-def _first(one: Sequence[Any], other: Sequence[Any]) -> int | None:
-    missing = object()
-    pairs = enumerate(zip_longest(one, other, fillvalue=missing))
-    return next((place for place, (a, b) in pairs if a != b), None)
 
 
 def _at(values: Sequence[Any], place: int) -> Any:

@@ -9,15 +9,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 
 from ...envs import is_exact
 from ...integration.tensor_tree import leaves
+from ..harness.drive import bits, described, drive
 from ..harness.engine import sampling_params
 from ..harness.requests import BUDGET, EVERY_KIND, NOT_BESIDE_DRAFTS, OF_TEXT
-from ..harness.worker_main import bits
 from ..printing import one_line
 from .compare import DIGEST
 
@@ -84,29 +85,36 @@ def run_schedule(llm: Any, schedule: dict[str, Any]) -> dict[str, Any]:
     refused: dict[str, str] = {}
     there: set[str] = set()
     counts = {"aborts": 0, "prefix_hits": 0} | dict.fromkeys(events, 0)
-    graphs = _graphs_replayed
+    step, graphs = 0, _graphs_replayed
+
+    def arrive() -> bool:
+        nonlocal step
+        if step > MOST_STEPS:
+            raise RuntimeError(f"requests were not answered within {MOST_STEPS} engine steps: {sorted(there)}")
+        if not there and arrivals:  # the engine is idle until the next request
+            step = max(step, arrivals[0]["at"])
+        for kind, happen in _EVENTS.items() if arrivals or there else ():
+            while events[kind] and events[kind][0]["at"] <= step:
+                counts[kind] += happen(llm, events[kind].pop(0), arrivals)
+        while arrivals and arrivals[0]["at"] <= step:
+            item = arrivals.pop(0)
+            try:
+                params, prompt = sampling_params(item["params"]), prompts[item["name"]]
+                engine.add_request(item["name"], prompt, params, priority=item.get("priority", 0))
+                there.add(item["name"])
+            except Exception as error:  # vLLM refuses a request by any exception
+                refused[item["name"]] = one_line(error)
+        leaving = [name for name in there if items[name]["leaves"] is not None and items[name]["leaves"] <= step]
+        if leaving:
+            engine.abort_request(leaving)
+            there.difference_update(leaving)
+            counts["aborts"] += len(leaving)
+        step += 1
+        return bool(arrivals or there)
+
     with _watched(engine, {name for name, item in items.items() if item["target"]}) as watch:
-        step = 0
-        while arrivals or there:
-            if not there and arrivals:  # the engine is idle until the next request
-                step = max(step, arrivals[0]["at"])
-            for kind, happen in _EVENTS.items():
-                while events[kind] and events[kind][0]["at"] <= step:
-                    counts[kind] += happen(llm, events[kind].pop(0), arrivals)
-            while arrivals and arrivals[0]["at"] <= step:
-                item = arrivals.pop(0)
-                try:
-                    params, prompt = sampling_params(item["params"]), prompts[item["name"]]
-                    engine.add_request(item["name"], prompt, params, priority=item.get("priority", 0))
-                    there.add(item["name"])
-                except Exception as error:  # vLLM refuses a request by any exception
-                    refused[item["name"]] = one_line(error)
-            leaving = [name for name in there if items[name]["leaves"] is not None and items[name]["leaves"] <= step]
-            if leaving:
-                engine.abort_request(leaving)
-                there -= set(leaving)
-                counts["aborts"] += len(leaving)
-            for output in _step(engine):
+        for outputs in _steps(engine, arrive):
+            for output in outputs:
                 name = output.request_id
                 if name in there and items[name]["target"]:
                     delta = items[name]["params"].get("output_kind") == "DELTA"
@@ -114,9 +122,6 @@ def run_schedule(llm: Any, schedule: dict[str, Any]) -> dict[str, Any]:
                 if name in there and output.finished:
                     there.discard(name)
                     counts["prefix_hits"] += bool(items[name]["target"] and output.num_cached_tokens)
-            step += 1
-            if step > MOST_STEPS:
-                raise RuntimeError(f"requests were not answered within {MOST_STEPS} engine steps: {sorted(there)}")
         _drain(engine)
     counts |= watch | {"graph_replays": _graphs_replayed - graphs}
     return {
@@ -193,19 +198,17 @@ _EVENTS: dict[str, Callable[[Any, dict[str, Any], list[dict[str, Any]]], bool]] 
 def _drain(engine: Any) -> None:
     """Run what is left of aborted requests."""
     core = engine.engine_core.engine_core
-    for _ in range(MOST_STEPS):
-        if not (core.scheduler.has_requests() or getattr(core, "batch_queue", None)):
-            return
-        _step(engine)
-    raise RuntimeError("the engine does not come to rest")
+    steps = _steps(engine, lambda: bool(core.scheduler.has_requests() or getattr(core, "batch_queue", None)))
+    if sum(1 for _ in islice(steps, MOST_STEPS)) == MOST_STEPS:
+        raise RuntimeError("the engine does not come to rest")
 
 
-def _step(engine: Any) -> list[Any]:
-    """A step's outputs. While every request waits for its grammar, the thread that compiles it gets the time."""
-    outputs = engine.step()
-    if not (outputs or engine.engine_core.engine_core.scheduler.running):
-        time.sleep(_PAUSE)
-    return outputs
+def _steps(engine: Any, arrive: Callable[[], bool]) -> Iterator[list[Any]]:
+    """The outputs of steps. While every request waits for its grammar, the thread that compiles it gets the time."""
+    for outputs in drive(engine, arrive):
+        if not (outputs or engine.engine_core.engine_core.scheduler.running):
+            time.sleep(_PAUSE)
+        yield outputs
 
 
 def _gather(answer: dict[str, Any], output: Any, delta: bool) -> None:
@@ -213,14 +216,9 @@ def _gather(answer: dict[str, Any], output: Any, delta: bool) -> None:
     for completion in output.outputs:
         if not delta and completion.finish_reason is None:
             continue
-        logprobs = [] if completion.logprobs is None else [_listed(bits(entry)) for entry in completion.logprobs]
-        new = {
-            "text": completion.text,
-            "tokens": list(completion.token_ids),
-            "logprobs": logprobs,
-            "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason,
-        }
+        new = described(completion)
+        new["logprobs"] = [*map(_listed, new["logprobs"] or ())]
+        new |= {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
         old = answer["completions"].get(completion.index)
         if delta and old:
             new |= {name: old[name] + new[name] for name in ("text", "tokens", "logprobs")}

@@ -6,14 +6,16 @@ import re
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..answers import Answer, GeneratedToken, RequestSpec
+from ..answers import Answer, RequestSpec, answer_of
 from ..outcome import NoTestError
 from ..printing import one_line, shortened
+from .drive import described, drive
 from .load import Arrival, Kind, Run
 from .metrics import BatchLog, Reading
 from .requests import varied
@@ -203,7 +205,8 @@ class _OfflineLoad:
     def __init__(self, llm: Any, spec: RequestSpec, log: BatchLog, on_sample: Callable[[Answer], object]) -> None:
         self._llm, self._engine, self._spec, self._log, self._on_sample = llm, llm.llm_engine, spec, log, on_sample
         self._answers: list[Answer] = []
-        self._in_flight: dict[str, Arrival | None] = {}
+        self._waiting = deque[Arrival]()
+        self._in_flight: dict[str, Arrival] = {}
         self._ids = iter(range(10**9))
         self._others = self._aborted = self._failed = 0
         self._failure = ""
@@ -211,24 +214,23 @@ class _OfflineLoad:
     def run(self, plan: Sequence[Arrival]) -> Run:
         begin = time.perf_counter()
         self._read_metrics(0)
-        self._add(None)
-        while self._in_flight:
-            self._step()
-        for arrival in plan:
-            while len(self._in_flight) >= arrival.concurrency:
-                self._step()
-            self._add(arrival)
-        while self._in_flight:
-            self._step()
+        self._waiting += [Arrival(Kind.SAMPLE, 1, 0.0, streamed=False), *plan]
+        for outputs in drive(self._engine, self._arrive):
+            self._read(outputs)
         self._read_metrics(0)
         asked = varied(arrival.params for arrival in plan if arrival.kind is not Kind.SAMPLE)
         took = time.perf_counter() - begin
         return Run(tuple(self._answers), took, self._others, self._aborted, self._failed, self._failure, asked)
 
-    def _add(self, arrival: Arrival | None) -> None:
+    def _arrive(self) -> bool:
+        while self._waiting and len(self._in_flight) < (self._waiting[0].concurrency if self._answers else 1):
+            self._add(self._waiting.popleft())
+        return bool(self._waiting)
+
+    def _add(self, arrival: Arrival) -> None:
         name = f"reproduce-{next(self._ids)}"
         spec = self._spec
-        if arrival is None or arrival.kind is Kind.SAMPLE:
+        if arrival.kind is Kind.SAMPLE:
             params = {"temperature": spec.temperature, "seed": spec.seed, "max_tokens": spec.max_tokens}
             params |= {"logprobs": spec.logprobs, "ignore_eos": spec.ignore_eos}
             self._engine.add_request(name, self._prompt(spec.prompt), sampling_params(params))
@@ -248,25 +250,22 @@ class _OfflineLoad:
         messages = [{"role": "user", "content": text}]
         return self._llm.get_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
-    def _step(self) -> None:
-        outputs = self._engine.step()
+    def _read(self, outputs: Sequence[Any]) -> None:
         if outputs:
             self._read_metrics(len(outputs))
         for output in outputs:
-            arrival = self._in_flight.get(output.request_id)
-            generated = output.outputs[0]
+            name, generated = output.request_id, output.outputs[0]
+            arrival = self._in_flight.get(name)
+            if arrival is None:  # it was aborted
+                continue
             if output.finished:
-                self._in_flight.pop(output.request_id, None)
-                if arrival is None or arrival.kind is Kind.SAMPLE:
-                    self._answers.append(answer_of_output(generated))
+                del self._in_flight[name]
+                if arrival.kind is Kind.SAMPLE:
+                    self._answers.append(answer_of(described(generated)))
                     self._on_sample(self._answers[-1])
-            elif (
-                arrival is not None
-                and arrival.kind is Kind.ABORTED
-                and len(generated.token_ids) >= arrival.abort_after
-                and self._in_flight.pop(output.request_id, None)
-            ):
-                self._engine.abort_request([output.request_id])
+            elif arrival.kind is Kind.ABORTED and len(generated.token_ids) >= arrival.abort_after:
+                del self._in_flight[name]
+                self._engine.abort_request([name])
                 self._aborted += 1
 
     def _read_metrics(self, together: int) -> None:
@@ -277,25 +276,3 @@ class _OfflineLoad:
         reading = Reading.of(REGISTRY.collect()) if counted else Reading(together, {})
         if reading is not None:
             self._log.add(reading)
-
-
-def answer_of_output(output: Any) -> Answer:
-    """The tokens and logprobs of vLLM's ``CompletionOutput``.
-
-    Raises:
-        NoTestError: it has no logprobs.
-    """
-    if not output.logprobs:
-        raise NoTestError(
-            "the engine returned no logprobs, so bits cannot be compared; use a model that gives logprobs"
-        )
-    generated = [
-        GeneratedToken(
-            str(token),
-            listed[token].logprob,
-            tuple((str(other), item.logprob) for other, item in listed.items()),
-            tuple(item.rank or 0 for item in listed.values()),
-        )
-        for token, listed in zip(output.token_ids, output.logprobs, strict=True)
-    ]
-    return Answer.of(output.text, generated)

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, TextIO
 
-from ..answers import spelled
 from ..printing import one_line
+from .drive import describe, drive
 
 _answers: TextIO | None = None
 
@@ -89,8 +89,7 @@ class Driver:
         batches: list[tuple[float, int]] = []
         times: dict[str, list[float]] = {name: [] for name in names}
         begin = time.perf_counter()
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
+        for outputs in drive(engine):
             now = time.perf_counter() - begin
             if outputs:
                 batches.append((now, len(outputs)))
@@ -113,31 +112,6 @@ class Driver:
 def preemptions(llm: Any) -> int:
     """How often the engine has preempted a request since its start."""
     return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
-
-
-def bits(entry: dict[int, Any] | None) -> list[tuple[int, str, int]] | None:
-    """The logprobs of one position as (token, exact value, rank) in vLLM's order, which begins with the token itself;
-    None for the first position of a prompt.
-    """
-    return None if entry is None else [(token, spelled(item.logprob), item.rank) for token, item in entry.items()]
-
-
-def describe(output: Any) -> dict[str, Any]:
-    """The completions of a request: their tokens and, if they were requested, logprobs, and those of the prompt."""
-    return {
-        "completions": [
-            {
-                "text": completion.text,
-                "tokens": list(completion.token_ids),
-                "logprobs": None if completion.logprobs is None else [bits(entry) for entry in completion.logprobs],
-            }
-            for completion in output.outputs
-        ],
-        "prompt_logprobs": None
-        if output.prompt_logprobs is None
-        else [bits(entry) for entry in output.prompt_logprobs],
-        "cached": output.num_cached_tokens,
-    }
 
 
 def describe_engine(llm: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from ...provenance import versions
 from ...seeds import SAMPLE_ID, sample_seed
 from ..answers import NO_LOGPROBS
+from ..harness.drive import drive
 from ..outcome import NoTestError
 from .comparison import Note, Verdict, notes_on, verdict_on
 from .model_files import local_folder, model_at
@@ -243,6 +244,7 @@ def complete(
         raise NoTestError("the engine is busy: use an idle one")
     running: set[str] = set()
     concurrent: set[str] = set()
+    seen: dict[str, Any] = {}
     target = ""
 
     def add(token_ids: Sequence[int], sampling: Sampling) -> str:
@@ -253,19 +255,23 @@ def complete(
             raise NoTestError(f"the engine refuses the request: {' '.join(str(error).split())}") from error
         return name
 
+    def arrive() -> bool:
+        nonlocal target
+        while others and len(running) < others.size:
+            one = others.next()
+            running.add(add(one.token_ids, one.sampling))
+        if not target and (seen or not running):
+            target = add(prompt, sampling)
+        return True
+
     try:
-        outputs: dict[str, Any] = {}
-        while True:
-            while others and len(running) < others.size:
-                one = others.next()
-                running.add(add(one.token_ids, one.sampling))
-            if not target and (outputs or not running):
-                target = add(prompt, sampling)
-            outputs = {output.request_id: output for output in engine.step()}
-            if target in outputs:
-                concurrent |= outputs.keys() - {target}
-                if outputs[target].finished:
-                    return completion_of(outputs[target].outputs[0]), len(concurrent)
-            running -= {name for name, output in outputs.items() if output.finished}
+        for outputs in drive(engine, arrive):
+            seen = {output.request_id: output for output in outputs}
+            if target in seen:
+                concurrent |= seen.keys() - {target}
+                if seen[target].finished:
+                    break
+            running -= {name for name, output in seen.items() if output.finished}
+        return completion_of(seen[target].outputs[0]), len(concurrent)
     finally:
         engine.abort_request([name for name in (*running, target) if name])
