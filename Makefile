@@ -30,7 +30,7 @@ $(VENV)/installed-on-policy: $(VENV)/installed-$(DEVICE)
 	touch $@
 
 on-policy: $(VENV)/installed-on-policy
-	$(RUN) scripts.on_policy
+	$(RUN) examples.grpo.runs
 
 lint: install
 	$(RUN) ruff check .

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 
 from benchmarks.record import DATA, Measurement, Setting, case_text, update
 from benchmarks.spread import Spread
-from scripts.on_policy_task import questions, warmed_up
+from examples.grpo.task import questions, warmed_up
 from vllm_batch_invariant import __version__
 from vllm_batch_invariant.hf import patch
 from vllm_batch_invariant.integration import patch_points

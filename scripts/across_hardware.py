@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from scripts.on_policy_task import SHAPES
+from examples.grpo.task import SHAPES
 from vllm_batch_invariant.envs import ARITHMETIC, FLAG
 from vllm_batch_invariant.verify import receipt
 from vllm_batch_invariant.verify.arguments import OneLineParser, at_least

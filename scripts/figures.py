@@ -18,9 +18,9 @@ import torch
 
 from benchmarks.plot import ratio_lines
 from benchmarks.record import DATA, Measurement, geometric_means, read
+from examples.grpo.runs import ENDS, RUNS, SMALL
 from scripts.demos import blocks, splits
 from scripts.import_graph import PACKAGE, between_rooms, imports
-from scripts.on_policy import ENDS, RUNS, SMALL
 from scripts.see import animation, answers
 
 if TYPE_CHECKING:

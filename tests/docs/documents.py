@@ -23,7 +23,7 @@ from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.serve import MODULE as SERVE
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("vllm_batch_invariant", "benchmarks", "scripts", "tests")
+SOURCES = ("vllm_batch_invariant", "benchmarks", "examples", "scripts", "tests")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 _OPTIONS_OF_PYTEST = {"-m": True, "-k": True, "-q": False, "-x": False, "--exhaustive": False}
 """Those that documents may use, with whether a value follows."""

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.record import DATA, Setting, read
-from scripts import on_policy
-from scripts.on_policy import ALL, SMALL, Result, Step, keep, measurements, problems, schedule
-from scripts.on_policy_task import DIGITS, questions, reward
+from examples.grpo import runs
+from examples.grpo.runs import ALL, SMALL, Result, Step, keep, measurements, problems, schedule
+from examples.grpo.task import DIGITS, questions, reward
 from vllm_batch_invariant.installing import how_to_install
 
 SETTING = Setting("x86_64", "vllm=1 trl=2", "2026-01-01")
@@ -117,7 +117,7 @@ def test_short_runs_are_exact_and_every_fault_is_seen(
     chosen = [name for name, run in ALL.items() if run.mode or run.patched]
     sizes = ["--steps", "2", "--short", "2", "--warm-up", "25"]
     monkeypatch.setattr(sys, "argv", ["on_policy", *sizes, "--out", str(out), "--only", *chosen])
-    assert on_policy.main() == 0, capsys.readouterr().out
+    assert runs.main() == 0, capsys.readouterr().out
     rows = read(out)
     assert {row.provider for row in rows} == set(chosen)
     exact = [row for row in rows if ALL[row.provider].exact]

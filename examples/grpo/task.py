@@ -1,4 +1,4 @@
-"""The task of ``scripts.on_policy``: to count by steps, which a program verifies; and a small model that half can.
+"""The task of ``examples.grpo.runs``: to count by steps, which a program verifies; and a small model that half can.
 
 A model of random weights gets no reward, and so nothing to learn from. The warm-up shows it demonstrations with errors.
 """

@@ -1,7 +1,7 @@
 """Reinforcement learning whose rollouts and trainer agree exactly, beside the same with plain vLLM: GRPO by TRL with
 its colocated engine, on a task that a program verifies. All runs begin with the same weights and the same seeds.
 
-usage: python -m scripts.on_policy     needs the extra [on-policy] beside a vLLM; each run starts one engine
+usage: python -m examples.grpo.runs     needs the extra [on-policy] beside a vLLM; each run starts one engine
 """
 
 import argparse
@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import DATA, Measurement, Setting, case_text, read, write
-from scripts.on_policy_task import SHAPES, warmed_up
+from examples.grpo.task import SHAPES, warmed_up
 from vllm_batch_invariant import __version__
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.installing import how_to_install
@@ -32,11 +32,11 @@ from vllm_batch_invariant.verify.arguments import OneLineParser, above_zero, at_
 from vllm_batch_invariant.verify.harness.engine import kv_cache_space, reason_in
 from vllm_batch_invariant.verify.outcome import NoTestError, Status
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONTEXT = 256
 """Tokens of a prompt and its completion."""
 SMALL = "small"
-"""The size that a CPU trains, of :data:`.on_policy_task.SHAPES`."""
+"""The size that a CPU trains, of :data:`.task.SHAPES`."""
 _SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
 ENDS = 10
 """Steps whose mean is the first and the last reward."""
@@ -215,7 +215,7 @@ def train(specification: Specification, folder: Path) -> Result:
     environment |= {FLAG: "1"} if specification.run.mode else {}
     begin = time.perf_counter()
     with log.open("wb") as file:
-        command = [sys.executable, "-m", "scripts.on_policy_run", str(told)]
+        command = [sys.executable, "-m", "examples.grpo.run", str(told)]
         ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False)
     if ended.returncode:
         raise NoTestError(f"a run ended with status {ended.returncode}{reason_in(log)}")
@@ -314,7 +314,7 @@ def table(results: Mapping[str, Result]) -> Table:
 
 def main() -> int:
     """Train, compare, print, write. The exit status is 1 if a promise was not kept, 2 if nothing was compared."""
-    parser = OneLineParser(prog="on_policy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(prog="grpo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a Qwen3 model's folder or name (default: one that is warmed up first)")
     parser.add_argument("--size", choices=SHAPES, default=SMALL, help="of the model that is warmed up")
     parser.add_argument("--only", nargs="+", choices=ALL, default=list(ALL), metavar="RUN", help=f"of {', '.join(ALL)}")
@@ -331,7 +331,7 @@ def main() -> int:
     try:
         return _compare(options)
     except NoTestError as error:
-        print(f"on_policy: {error}", file=sys.stderr)
+        print(f"grpo: {error}", file=sys.stderr)
         return Status.NO_TEST
 
 

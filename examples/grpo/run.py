@@ -1,7 +1,7 @@
-"""One training run of ``scripts.on_policy``: TRL's GRPOTrainer with its colocated vLLM, in a process of its own,
+"""One training run of ``examples.grpo.runs``: TRL's GRPOTrainer with its colocated vLLM, in a process of its own,
 because the mode holds for a whole process.
 
-usage: python -m scripts.on_policy_run SPECIFICATION     a file of JSON, see :class:`scripts.on_policy.Specification`
+usage: python -m examples.grpo.run SPECIFICATION     a file of JSON, see :class:`examples.grpo.runs.Specification`
 """
 
 import hashlib
@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
-from scripts.on_policy import CONTEXT, Run, Schedule, Specification, Step
-from scripts.on_policy_task import questions, reward
+from examples.grpo.runs import CONTEXT, Run, Schedule, Specification, Step
+from examples.grpo.task import questions, reward
 from scripts.parity import Gap, Sample
 from vllm_batch_invariant.hf import patch
 from vllm_batch_invariant.trl import OnPolicyGRPOTrainer
