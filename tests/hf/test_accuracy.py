@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+from benchmarks import accuracy
+from benchmarks.accuracy import Distance, Found, Subject, measure, with_outliers
 from benchmarks.record import read
-from scripts import accuracy
-from scripts.accuracy import Distance, Found, Subject, measure, with_outliers
 from tests.hf.models import VOCABULARY, model
 from vllm_batch_invariant.hf import decoder
 from vllm_batch_invariant.ops.exact import definition

@@ -1,7 +1,7 @@
 """How near a whole model is to itself in float64: in exact arithmetic, in the mode's usual one on a CPU, and as plain
 Hugging Face computes it in bf16. Random models, some with outlier channels, and two that are trained first.
 
-usage: python -m scripts.accuracy [--only MODEL ...] [--out CSV]     needs vLLM and transformers; starts no engine
+usage: python -m benchmarks.accuracy [--only MODEL ...] [--out CSV]     needs vLLM and transformers; starts no engine
 """
 
 import argparse
@@ -330,7 +330,7 @@ def _setting() -> Setting:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison; returns the exit status."""
-    parser = OneLineParser(prog="python -m scripts.accuracy", description=__doc__.partition("\n\n")[0])
+    parser = OneLineParser(prog="python -m benchmarks.accuracy", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help="which models")
     parser.add_argument("--sequences", type=at_least(2), default=8, help="asked of each model (default: 8)")
     parser.add_argument("--length", type=at_least(2), default=128, help="tokens of each (default: 128)")
