@@ -80,3 +80,12 @@ def answering(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 
 MODELS = Page({"object": "list", "data": [{"id": "fake", "object": "model", "created": 0, "owned_by": "nobody"}]})
 """The list of a server with one model, named fake."""
+METRICS = Page('# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{engine="0"} 3.0\n')
+LISTED = {"tokens": ["token_id:1"], "token_logprobs": [-0.5], "top_logprobs": [{"token_id:1": -0.5}]}
+"""The logprobs of one token."""
+
+
+def completion(logprobs: object) -> Page:
+    """A completion of one character."""
+    choice = {"index": 0, "text": "x", "finish_reason": "length", "logprobs": logprobs}
+    return Page({"id": "1", "object": "text_completion", "created": 0, "model": "fake", "choices": [choice]})

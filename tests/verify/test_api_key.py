@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.server import MODELS, Page, fake_server
-from vllm_batch_invariant.cli import main
+from tests.fakes.server import METRICS, MODELS, Page, fake_server
+from tests.verify.commands import ended
 from vllm_batch_invariant.verify.arguments import OneLineParser, add_base_url, check_base_url
 
 OPENAIS = {
@@ -17,7 +17,6 @@ OPENAIS = {
     "OPENAI_CUSTOM_HEADERS": "X-Mine: header-secret\nAuthorization: Bearer sk-header",
 }
 """What OpenAI's client adds to every request where it finds it."""
-METRICS = Page('# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{engine="0"} 3.0\n')
 PAGES = {"models": MODELS, "metrics": METRICS, "version": Page({"version": "0.26.0"})}
 COMMANDS = {
     "make": ("receipt", "make", "new.json"),
@@ -38,22 +37,13 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv(name, value)
 
 
-def ends(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """The exit status and what is on stderr."""
-    try:
-        status = main(list(arguments))
-    except SystemExit as end:
-        status = end.code
-    return status, capsys.readouterr().err
-
-
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_what_the_environment_holds_for_openai_goes_to_no_other_server(
     capsys: pytest.CaptureFixture[str], command: Sequence[str]
 ) -> None:
     heard: list[tuple[str, dict[str, str]]] = []
     with fake_server(heard, **PAGES) as url:
-        ends(capsys, *command, "--base-url", url)
+        ended(capsys, *command, "--base-url", url)
     assert {path.rsplit("/", 1)[-1] for path, _ in heard} >= {"models", "completions"}
     sent = " ".join(value for _, headers in heard for value in headers.values())
     assert [secret for secret in ("sk-", "secret") if secret in sent] == []
@@ -65,7 +55,7 @@ def test_the_key_of_the_variable_named_goes_to_the_api_and_to_no_other_page(
 ) -> None:
     heard: list[tuple[str, dict[str, str]]] = []
     with fake_server(heard, **PAGES) as url:
-        _, err = ends(capsys, *command, "--base-url", url, "--api-key-env", "SERVER_KEY")
+        *_, err = ended(capsys, *command, "--base-url", url, "--api-key-env", "SERVER_KEY")
     keys = {path: headers.get("authorization") for path, headers in heard}
     assert {path for path, key in keys.items() if key == "Bearer sk-server"} >= {"/v1/models", "/v1/completions"}
     assert {key for path, key in keys.items() if not path.startswith("/v1/")} <= {None}
@@ -78,7 +68,7 @@ def test_a_server_that_wants_a_key_is_one_line_that_says_how_to_give_it(
     capsys: pytest.CaptureFixture[str], command: Sequence[str]
 ) -> None:
     with fake_server(models=Page({"error": "Unauthorized"}, 401)) as url:
-        status, err = ends(capsys, *command, "--base-url", url)
+        status, _, err = ended(capsys, *command, "--base-url", url)
     assert status == 2
     assert err.splitlines()[-1].endswith("name the environment variable with its key: --api-key-env NAME")
     assert "Traceback" not in err
@@ -104,7 +94,7 @@ def test_a_key_that_cannot_be_sent_is_one_line_that_does_not_tell_it(
 ) -> None:
     if value is not None:
         monkeypatch.setenv(variable, value)
-    status, err = ends(capsys, *command, "--base-url", "http://127.0.0.1:1", "--api-key-env", variable)
+    status, _, err = ended(capsys, *command, "--base-url", "http://127.0.0.1:1", "--api-key-env", variable)
     assert (status, err.count("\n")) == (2, 1)
     assert line in err
     assert "sk-" not in err
@@ -112,14 +102,14 @@ def test_a_key_that_cannot_be_sent_is_one_line_that_does_not_tell_it(
 
 def test_a_key_and_a_password_are_refused_because_only_one_would_be_sent(capsys: pytest.CaptureFixture[str]) -> None:
     address = "http://user:secret@127.0.0.1:1"
-    status, err = ends(capsys, "reproduce", "--base-url", address, "--api-key-env", "SERVER_KEY")
+    status, _, err = ended(capsys, "reproduce", "--base-url", address, "--api-key-env", "SERVER_KEY")
     assert (status, "in the key's place" in err, "secret" in err) == (2, True, False)
 
 
 @pytest.mark.parametrize("command", [("receipt", "make", "new.json"), ("reproduce",), ("check",)])
 def test_a_key_without_a_server_is_refused(capsys: pytest.CaptureFixture[str], command: Sequence[str]) -> None:
     model = ("x/y",) if command == ("check",) else ("--model", "x/y")
-    status, err = ends(capsys, *command, *model, "--api-key-env", "SERVER_KEY")
+    status, _, err = ended(capsys, *command, *model, "--api-key-env", "SERVER_KEY")
     assert status == 2
     assert "--api-key-env is for a server that already runs" in err
 

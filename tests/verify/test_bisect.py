@@ -1,7 +1,6 @@
 """What the command says, and how it ends. What it finds in a real engine is in the engine tests."""
 
 import json
-import os
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,45 +15,6 @@ from vllm_batch_invariant.verify.bisect import command
 from vllm_batch_invariant.verify.bisect.engine import BisectResult, Case, Found, Setting, bisect
 from vllm_batch_invariant.verify.bisect.recording import MODULE_OUTPUT, Coverage, Key, OutputDivergence
 from vllm_batch_invariant.verify.outcome import NoTestError, Status
-
-
-def ends(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """The exit status and what the command says on stderr, one line."""
-    with pytest.raises(SystemExit) as end:
-        main(["bisect", *arguments])
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert len(said.err.splitlines()) == 1
-    return end.value.code, said.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        ((), "nothing to bisect: give a model"),
-        (("./nowhere",), "model ./nowhere: no model there"),
-        (("x/y", "--concurrent", "0"), "'0' is not a whole number of at least 1"),
-        (("x/y", "--concurrent", "16", "none"), "'none' is not a whole number"),
-        (("x/y", "--concurrent-tokens", "0"), "at least 1"),
-        (("x/y", "--max-tokens", "0"), "at least 1"),
-        (("x/y", "--place", "-1"), "at least 0"),
-        (("x/y", "--prompt", ""), "--prompt is empty"),
-        (("x/y", "--prompts", "no/such/file"), "--prompts no/such/file: "),
-        (("x/y", "--prompts", os.devnull), "no prompt in it"),
-        (("x/y", "--prompts", os.devnull, "--concurrent", "3"), "leave out --concurrent"),
-        (("x/y", "--serve-args", "'"), "--serve-args: "),
-        (("x/y", "--serve-args", "--worker-extension-cls a.B"), "taken by the recording"),
-        (("x/y", "--json", "no/such/folder/report.json"), "no such folder"),
-        (("x/y", "--json", "tests"), "Is a directory"),
-    ],
-)
-def test_a_bad_argument_is_one_line_and_status_2(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], line: str
-) -> None:
-    status, said = ends(capsys, *arguments)
-    assert status == Status.NO_TEST
-    assert said.startswith("vllm-batch-invariant bisect: ")
-    assert line in said
 
 
 def engine(**changed: Any) -> SimpleNamespace:

@@ -13,18 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.server import HANGS_UP, MODELS, Page, fake_server
+from tests.fakes.server import LISTED, METRICS, MODELS, completion, fake_server
+from tests.verify.commands import ended
 from tests.verify.fake_driver import INFO
 from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.verify.check import command as check_command
 from vllm_batch_invariant.verify.check.report import INTERRUPTED
 from vllm_batch_invariant.verify.harness import worker
-from vllm_batch_invariant.verify.harness.server import free_port
 
 ROOT = Path(__file__).parents[2]
 DRIVER = "tests.verify.fake_driver"
-METRICS = Page('# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{engine="0"} 3.0\n')
 
 
 @pytest.fixture(autouse=True)
@@ -37,47 +36,13 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def ends(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, list[str]]:
     """The exit status, what is on stdout, and the lines on stderr."""
-    try:
-        status = main(["check", *arguments])
-    except SystemExit as end:
-        status = end.code
-    said = capsys.readouterr()
-    assert "Traceback" not in said.err
-    lines = said.err.strip().splitlines()
-    return status, said.out, [line for line in lines if not line.startswith("testing ")]
+    said = ended(capsys, "check", *arguments)
+    return said.status, said.out, said.lines
 
 
 def cases(path: Path, run: int = 0) -> dict[str, dict]:
     data = json.loads(path.read_text())
     return {case["name"]: case for guarantee in data["runs"][run]["guarantees"] for case in guarantee["cases"]}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        ((), "nothing to check"),
-        (("--base-url", "localhost:8000"), "not an http address"),
-        (("--base-url", "http://127.0.0.1:port"), "not an http address"),
-        (("--base-url", "http://127.0.0.1:1", "--timeout", "soon"), "not a number from 0 on"),
-        (("--base-url", "http://127.0.0.1:1", "--compare"), "already runs"),
-        (("./nowhere",), "no model there"),
-        (("x/y", "--serve-args", "'"), "--serve-args"),
-        (("x/y", "--json", "no/such/folder/report.json"), "no such folder"),
-        (("x/y", "--html", "no/such/folder/report.html"), "no such folder"),
-        (("x/y", "--json", "tests"), "--json tests: Is a directory"),
-        (("x/y", "--quick", "--thorough"), "not allowed with"),
-        (("x/y", "--plain", "--compare"), "--plain goes without --compare"),
-        (("--base-url", "http://127.0.0.1:1", "--plain"), "--plain goes without --base-url"),
-        (("x/y", "--model", "y/z"), "two models: x/y and --model y/z"),
-        (("tests",), "no model there"),
-        (("--no-such-option",), "unrecognized"),
-    ],
-)
-def test_a_bad_argument_is_one_line_and_status_2(capsys, arguments: tuple[str, ...], line: str) -> None:
-    status, out, [said] = ends(capsys, *arguments)
-    assert (status, out) == (2, "")
-    assert said.startswith("vllm-batch-invariant check: ")
-    assert line in said
 
 
 def test_concurrent_requests_that_an_engine_refuses_are_counted(capsys, tmp_path: Path, monkeypatch) -> None:
@@ -290,60 +255,11 @@ def test_an_interrupted_check_keeps_a_report_that_is_marked_partial_and_leaves_n
         os.kill(int(pid.read_text()), 0)
 
 
-def completion(logprobs: object) -> Page:
-    choice = {"index": 0, "text": "x", "finish_reason": "length", "logprobs": logprobs}
-    return Page({"id": "1", "object": "text_completion", "created": 0, "model": "fake", "choices": [choice]})
-
-
-ONE = {"tokens": ["token_id:1"], "token_logprobs": [-0.5], "top_logprobs": [{"token_id:1": -0.5}]}
-
-
-def test_a_server_that_returns_no_logprobs_is_one_line_and_status_2(capsys) -> None:
-    with fake_server(models=MODELS, metrics=METRICS, completions=completion(None)) as url:
-        status, out, [said] = ends(capsys, "--base-url", url, "--quick")
-    assert (status, out) == (2, "")
-    assert "the server returned no logprobs" in said
-
-
-def test_a_server_that_hangs_up_is_one_line_and_status_2(capsys) -> None:
-    with fake_server(models=MODELS, metrics=HANGS_UP, version=HANGS_UP, completions=completion(ONE)) as url:
-        status, out, [said] = ends(capsys, "--base-url", url, "--quick")
-    assert (status, out) == (2, "")
-    assert said.startswith(f"vllm-batch-invariant check: server: {url}/metrics does not answer: ")
-
-
-def test_a_server_that_answers_anything_else_is_one_line_and_status_2(capsys) -> None:
-    with fake_server(models=MODELS, metrics=METRICS, completions=Page("hello")) as url:
-        status, out, [said] = ends(capsys, "--base-url", url, "--quick")
-    assert (status, out) == (2, "")
-    assert "the check failed: JSONDecodeError" in said
-
-
-def test_an_address_where_nobody_listens_is_one_line_and_status_2(capsys) -> None:
-    status, out, [said] = ends(capsys, "--base-url", f"http://127.0.0.1:{free_port()}", "--quick")
-    assert (status, out) == (2, "")
-    assert "no OpenAI-compatible server answers" in said
-
-
-def test_a_model_that_the_server_does_not_have_is_one_line_and_status_2(capsys) -> None:
-    with fake_server(models=MODELS, metrics=METRICS) as url:
-        status, _, [said] = ends(capsys, "other", "--base-url", url, "--quick")
-    assert status == 2
-    assert "'other'" in said
-
-
-def test_a_server_without_vllms_metrics_is_one_line_and_status_2(capsys) -> None:
-    with fake_server(models=MODELS, completions=completion(ONE)) as url:
-        status, _, [said] = ends(capsys, "--base-url", url, "--quick")
-    assert status == 2
-    assert "num_requests_running" in said
-
-
 def test_a_server_is_put_through_what_a_client_can_provoke_and_the_rest_is_said_to_be_untested(
     capsys, tmp_path: Path
 ) -> None:
     report = tmp_path / "report.json"
-    with fake_server(models=MODELS, metrics=METRICS, completions=completion(ONE)) as url:
+    with fake_server(models=MODELS, metrics=METRICS, completions=completion(LISTED)) as url:
         status, out, err = ends(capsys, "--base-url", url, "--quick", "--json", str(report))
     assert (status, err) == (0, [])
     assert "server: holds run, batch (3 of 5 cases tested); could not test schedule" in out

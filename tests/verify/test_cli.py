@@ -10,51 +10,43 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.server import Page, fake_server
-from vllm_batch_invariant.cli import COMMANDS, _reason, main
+from tests.verify.commands import ended
+from vllm_batch_invariant.cli import COMMANDS, _reason
 from vllm_batch_invariant.version import __version__
 
 ROOT = Path(__file__).parents[2]
 
 
-def ends(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    try:
-        status = main(arguments)
-    except SystemExit as end:
-        status = end.code
-    said = capsys.readouterr()
-    return status, said.out, said.err
-
-
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ends(capsys, "--version") == (0, f"vllm-batch-invariant {__version__}\n", "")
+    assert ended(capsys, "--version") == (0, f"vllm-batch-invariant {__version__}\n", "")
 
 
 @pytest.mark.parametrize("arguments", [(), ("receipt",)])
 def test_without_a_command_help_is_printed(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
-    status, out, err = ends(capsys, *arguments)
+    status, out, err = ended(capsys, *arguments)
     assert (status, err) == (2, "")
     assert out.startswith(f"usage: {' '.join(('vllm-batch-invariant', *arguments))} [-h]")
 
 
 def test_a_misspelt_command_is_one_line_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     said = "vllm-batch-invariant: there is no command 'chek'; did you mean check?; see --help\n"
-    assert ends(capsys, "chek", "MODEL") == (2, "", said)
-    assert "there are check, reproduce" in ends(capsys, "xyz")[2]
+    assert ended(capsys, "chek", "MODEL") == (2, "", said)
+    assert "there are check, reproduce" in ended(capsys, "xyz")[2]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_help_of_a_command_says_its_whole_name_and_no_empty_default(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    status, out, _ = ends(capsys, command, "--help")
+    status, out, _ = ended(capsys, command, "--help")
     assert status == 0
     assert out.startswith(f"usage: vllm-batch-invariant {command} ")
     assert [text for text in ("default: None", "default: )", "``", "default: []") if text in out] == []
 
 
 def test_a_command_without_a_servers_address_does_not_speak_of_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--base-url" not in ends(capsys, "bisect", "--help")[1]
-    assert "with --base-url, the name of the served model" in " ".join(ends(capsys, "check", "--help")[1].split())
+    assert "--base-url" not in ended(capsys, "bisect", "--help")[1]
+    assert "with --base-url, the name of the served model" in " ".join(ended(capsys, "check", "--help")[1].split())
 
 
 HEAVY = ("torch", "vllm", "numba", "transformers", "openai", "httpx", "pydantic")
@@ -112,7 +104,7 @@ def test_a_shell_completes_commands_options_and_choices(tmp_path: Path, line: st
 
 def test_what_is_left_over_is_refused_under_the_name_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     said = "vllm-batch-invariant settings: unrecognized arguments: --unheard-of; see --help\n"
-    assert ends(capsys, "settings", "--unheard-of") == (2, "", said)
+    assert ended(capsys, "settings", "--unheard-of") == (2, "", said)
 
 
 @pytest.mark.parametrize("command", [("coverage",), ("make-checkpoint", "new"), ("receipt", "compare", "a", "b")])
@@ -121,7 +113,7 @@ def test_a_wrong_setting_is_refused_before_anything_is_done(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "true")
-    status, out, err = ends(capsys, *command)
+    status, out, err = ended(capsys, *command)
     assert (status, out, list(tmp_path.iterdir())) == (2, "", [])
     assert err.startswith(f"vllm-batch-invariant {command[0]}: VLLM_BATCH_INVARIANT='true' is not a value")
 
@@ -134,7 +126,7 @@ def test_a_web_page_in_the_place_of_a_server_is_said_to_be_one(
     capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
 ) -> None:
     with fake_server(models=Page("<html>welcome</html>")) as url:
-        status, _, err = ends(capsys, *command, "--base-url", url)
+        status, _, err = ended(capsys, *command, "--base-url", url)
     assert status == 2
     assert "its answer at /v1/models is no list of models in JSON; is it a web page or a proxy?" in err
 
@@ -147,7 +139,7 @@ def test_a_web_page_in_the_place_of_a_server_is_said_to_be_one(
     ],
 )
 def test_why_there_is_no_connection_is_said(capsys: pytest.CaptureFixture[str], address: str, why: str) -> None:
-    status, _, err = ends(capsys, "reproduce", "--base-url", address)
+    status, _, err = ended(capsys, "reproduce", "--base-url", address)
     assert status == 2
     assert why in err
 

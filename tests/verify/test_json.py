@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.server import MODELS, Page, fake_server
+from tests.fakes.server import LISTED, METRICS, MODELS, Page, completion, fake_server
+from tests.verify.commands import Ended, ended
 from tests.verify.receipts import receipt
-from tests.verify.test_check_cli import METRICS, ONE, completion, fake_engine
+from tests.verify.test_check_cli import fake_engine
 from tests.verify.test_receipt_cli import ENVIRONMENT, answer
 from vllm_batch_invariant.cli import COMMANDS, main
 from vllm_batch_invariant.version import __version__
@@ -36,11 +37,9 @@ CASES = {
 }
 
 
-def run(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> tuple[int, str, str]:
+def run(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> Ended:
     with fake_server(**PAGES, completions=answer()) as url:
-        status = main([url if word == "URL" else word for word in arguments])
-    said = capsys.readouterr()
-    return status, said.out, said.err
+        return ended(capsys, *(url if word == "URL" else word for word in arguments))
 
 
 @pytest.mark.parametrize("command", CASES)
@@ -78,7 +77,7 @@ def test_every_command_has_the_option(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_server_that_is_checked_is_told_in_json_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    with fake_server(models=MODELS, metrics=METRICS, completions=completion(ONE)) as url:
+    with fake_server(models=MODELS, metrics=METRICS, completions=completion(LISTED)) as url:
         assert main(["check", "--base-url", url, "--quick", "--json", "-"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["target"] == url

@@ -3,10 +3,8 @@
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
-import pytest
-
-from tests.fakes.server import MODELS, fake_server
-from tests.verify.test_check_cli import METRICS, ONE, cases, completion, ends, fake_engine
+from tests.fakes.server import LISTED, METRICS, MODELS, completion, fake_server
+from tests.verify.test_check_cli import cases, ends, fake_engine
 
 __all__ = ["fake_engine"]
 FORMAT = {
@@ -92,23 +90,9 @@ def test_why_an_engine_did_not_start_is_in_the_file(capsys, monkeypatch, tmp_pat
 
 
 def test_what_no_client_can_provoke_on_a_server_is_skipped(capsys, tmp_path: Path) -> None:
-    with fake_server(models=MODELS, metrics=METRICS, completions=completion(ONE)) as url:
+    with fake_server(models=MODELS, metrics=METRICS, completions=completion(LISTED)) as url:
         status, _, _ = ends(capsys, "--base-url", url, "--quick", "--junit", f"{tmp_path}/r.xml")
     root = written(tmp_path / "r.xml")
     assert (status, counts(root)[1:3]) == (0, [0, 0])
     [test] = [test for test in root.iter("testcase") if test.get("name") == "preemption"]
     assert "a client does not choose the server's KV cache" in test.find("skipped").get("message")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (("x/y", "--junit", "no/such/folder/r.xml"), "--junit no/such/folder/r.xml: no such folder"),
-        (("x/y", "--junit", "r.xml", "--compare"), "--junit goes without --compare"),
-        (("x/y", "--junit", "r.xml", "--fuzz", "1"), "--fuzz goes without --junit"),
-    ],
-)
-def test_a_junit_file_that_would_say_nothing_is_refused(capsys, arguments: tuple[str, ...], line: str) -> None:
-    status, _, [said] = ends(capsys, *arguments)
-    assert status == 2
-    assert line in said

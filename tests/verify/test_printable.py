@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.server import Page, fake_server
+from tests.fakes.server import METRICS, Page, fake_server
+from tests.verify.commands import ended
 from tests.verify.receipts import CPU, receipt, rewritten
-from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.verify import printing
 from vllm_batch_invariant.verify.answers import Answer, GeneratedToken, compare_answers
 from vllm_batch_invariant.verify.bisect import report as bisect_report
@@ -97,12 +97,8 @@ STRINGS = [
 
 def said_by(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[str]]:
     """The exit status and every line on stdout and stderr."""
-    try:
-        status = main(list(map(str, arguments)))
-    except SystemExit as end:
-        status = end.code
-    said = capsys.readouterr()
-    return status, (said.out + said.err).split("\n")
+    status, out, err = ended(capsys, *arguments)
+    return status, (out + err).split("\n")
 
 
 def assert_printable(lines: list[str], path: object = None) -> None:
@@ -165,7 +161,6 @@ def hostile_server(choice: dict[str, Any] | None, **pages: Page) -> AbstractCont
 
 
 TOKEN = {"index": 0, "text": SENT, "finish_reason": SENT}
-METRICS = Page('# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{engine="0"} 3.0\n')
 
 
 def answer(token: str) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.fakes.server import MODELS, Page, fake_server
+from tests.verify.commands import ended
 from tests.verify.receipts import CPU, receipt, rewritten
-from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.verify.harness.server import free_port
 from vllm_batch_invariant.verify.receipt import Receipt
 
@@ -38,15 +38,9 @@ def answer(change: Callable[[dict[str, Any]], Any] = lambda choice: None) -> Pag
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """The command's exit status, what it printed, and its last line on stderr. There is never a traceback."""
-    try:
-        status = main(["receipt", *map(str, arguments)])
-    except SystemExit as end:
-        status = end.code
-    said = capsys.readouterr()
-    assert "Traceback" not in said.err
-    lines = [line for line in said.err.strip().splitlines() if not line.startswith("testing ")]
-    return status, said.out, "\n".join(lines)
+    """The command's exit status, what it printed, and its lines on stderr."""
+    said = ended(capsys, "receipt", *arguments)
+    return said.status, said.out, "\n".join(said.lines)
 
 
 def make(capsys: pytest.CaptureFixture[str], path: Path, *arguments: object, **pages: Page) -> tuple[int, str, str]:
@@ -247,40 +241,6 @@ def test_an_address_is_told_without_its_password(capsys: pytest.CaptureFixture[s
     assert status == 2
     assert "no OpenAI-compatible server answers at http://127.0.0.1:" in err
     assert "password" not in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (("make",), "required: FILE"),
-        (("mak", "new.json"), "invalid choice"),
-        (("make", "new.json"), "nothing to compute it"),
-        (("verify", "new.json"), "nothing to compute it"),
-        (("make", "new.json", "--base-url", "http://x", "--serve-args=--a"), "already runs"),
-        (("make", "new.json", "--model", "x/y", "--serve-args", "'"), "--serve-args"),
-        (("make", "new.json", "--model", "x/y", "--model-files", "."), "--model-files is for a server"),
-        (("make", "new.json", "--model", "./nowhere"), "no model there"),
-        (("make", "no/such/folder/new.json", "--model", "x/y"), "cannot be written: no such folder"),
-        (("make", "new.json", "--base-url", "localhost:1"), "not an http address"),
-        (("make", "new.json", "--base-url", "http://x", "--model-files", "nowhere"), "no such folder"),
-        (("make", "new.json", "--model", "x/y", "--temperature", "-1"), "from 0 on"),
-        (("make", "new.json", "--model", "x/y", "--temperature", "warm"), "from 0 on"),
-        (("make", "new.json", "--model", "x/y", "--logprobs", "-1"), "at least 0"),
-        (("make", "new.json", "--model", "x/y", "--prompt", ""), "--prompt is empty"),
-        (("make", "new.json", "--model", "x/y", "--prompt", "a", "--prompt-file", "b"), "not allowed with"),
-        (("verify", "nowhere.json", "--model", "x/y"), "cannot be read"),
-        (("compare", "nowhere.json", "nowhere.json"), "cannot be read"),
-        (("make", "pyproject.toml", "--model", "x/y"), "exists, and a receipt overwrites nothing"),
-    ],
-)
-def test_a_bad_argument_is_one_line_and_status_2(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], line: str
-) -> None:
-    status, out, err = run(capsys, *arguments)
-    assert status == 2
-    assert line in err
-    assert out == ""
-    assert "\n" not in err
 
 
 def test_two_receipts_are_compared_without_a_server(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
