@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +18,10 @@ from benchmarks.attention_cases import CASES, Case, cases_of
 from benchmarks.attention_checks import Exact, cancel, other_bits
 from benchmarks.attention_providers import Provider
 from benchmarks.attention_summary import print_summary
-from benchmarks.record import DATA, Bits, Measurement, Setting, write
+from benchmarks.record import DATA, Bits, Setting, write
 from benchmarks.roofline import Ceilings, measure_ceilings
 from benchmarks.spread import Spread
+from benchmarks.sweep import Findings, rate_of
 from benchmarks.timing import Timer
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.ops.common.graph_timer import copies_beyond_cache
@@ -43,21 +44,17 @@ class Verdict:
 
 
 @dataclass
-class Sweep:
+class Sweep(Findings):
     """A run over cases, and what it found."""
 
     providers: Sequence[Provider]
     """``stock`` first where it is there, because the others are compared with it."""
     timer: Timer
     ceilings: Ceilings
-    setting: Setting
     cache: int
     """Bytes of the L2 cache."""
     page_size: int = 16
     device: str = "cuda"
-    measurements: list[Measurement] = field(default_factory=list)
-    problems: int = 0
-    """Results that are not near float64, bits that differ and calls that failed."""
 
     def measure(self, case: Case) -> None:
         """Check and time every provider that covers a case."""
@@ -79,7 +76,7 @@ class Sweep:
                 try:
                     verdicts[provider.name] = Verdict(errors[provider.name], self._bits(provider, case, batch))
                 except Exception as error:
-                    self._failed(provider.name, case, error)
+                    self.failed(f"{provider.name} {case}", error)
         return verdicts
 
     def _errors(self, case: str, batch: Batch) -> Iterator[tuple[str, float]]:
@@ -91,12 +88,12 @@ class Sweep:
             try:
                 error = exact.error(provider.run(batch))
             except Exception as failure:
-                self._failed(provider.name, case, failure)
+                self.failed(f"{provider.name} {case}", failure)
                 continue
             if provider.name == "stock":
                 most = _MOST_ERROR * error
             if provider.promises_bits and not error <= most:  # NaN is not
-                self._problem(f"INACCURATE: {provider.name} {case}: error {error:.3g}, above {most:.3g}")
+                self.problem(f"INACCURATE: {provider.name} {case}: error {error:.3g}, above {most:.3g}")
             yield provider.name, error
 
     def _bits(self, provider: Provider, case: str, batch: Batch) -> Bits:
@@ -104,7 +101,7 @@ class Sweep:
             return "-"
         places = other_bits(provider.run, provider.covers, batch)
         if places and provider.promises_bits:
-            self._problem(f"BITS DIFFER: {provider.name} {case}: {', '.join(places)}")
+            self.problem(f"BITS DIFFER: {provider.name} {case}: {', '.join(places)}")
         return "differ" if places else "equal"
 
     def _time(self, case: Case, batches: Sequence[Batch], verdicts: dict[str, Verdict]) -> None:
@@ -119,59 +116,18 @@ class Sweep:
             }
             timings = self.timer.time(ways, expected, samples)
         except Exception as error:
-            self._failed("timing", case.text(self.page_size), error)
+            self.failed(f"timing {case.text(self.page_size)}", error)
             return
         spreads = {name: Spread.of(timing.samples) for name, timing in timings.items()}
         for name, timing in timings.items():
-            text = case.text(self.page_size) + ("" if timing.in_graph else " graph=no")
-            self._record(case, text, name, spreads, verdicts)
-
-    def _record(
-        self, case: Case, text: str, provider: str, spreads: dict[str, Spread], verdicts: dict[str, Verdict]
-    ) -> None:
-        spread, verdict = spreads[provider], verdicts[provider]
-        slower = faster = None
-        if "stock" in spreads:
-            slower, faster = spread.p50 / spreads["stock"].p50, spreads["stock"].p50 / spread.p50
-        amount, rate, unit = (
-            (case.work.moved_bytes / 1e3, "bandwidth", "GB/s")
-            if case.decode_only
-            else (case.work.operations / 1e6, "throughput", "TFLOP/s")
-        )
-        found = {
-            ("time", "us"): (spread, slower),
-            (rate, unit): (spread.rate(amount), faster),
-            ("roofline", "fraction"): (spread.rate(self.ceilings.floor(case.work)), faster),
-            ("error", "relative"): (
-                Spread(verdict.error, verdict.error, verdict.error),
-                verdict.error / verdicts["stock"].error if "stock" in verdicts else None,
-            ),
-        }
-        self.measurements += (
-            Measurement(
-                "attention",
-                provider,
-                text,
-                metric,
-                unit,
-                **asdict(value),
-                ratio=ratio,
-                bits=verdict.bits,
-                **asdict(self.setting),
-            )
-            for (metric, unit), (value, ratio) in found.items()
-        )
-        values = "  ".join(f"{value.p50:8.4g} {unit}" for (_, unit), (value, _) in found.items())
-        compared = "" if slower is None else f"{slower:6.3f} of stock"
-        marks = "" if text == case.text(self.page_size) else "  no graph"
-        print(f"  {provider:14}{values}  {compared}  {verdict.bits}{marks}", flush=True)
-
-    def _failed(self, provider: str, case: str, error: Exception) -> None:
-        self._problem(f"FAILED: {provider} {case}: {type(error).__name__}: {error}")
-
-    def _problem(self, line: str) -> None:
-        self.problems += 1
-        print(line, file=sys.stderr, flush=True)
+            marks = ("", "") if timing.in_graph else (" graph=no", "  no graph")
+            spread, verdict = spreads[name], verdicts[name]
+            rates = rate_of(case.work, case.decode_only, spread)
+            rates |= {("roofline", "fraction"): spread.rate(self.ceilings.floor(case.work))}
+            ratio = verdict.error / verdicts["stock"].error if "stock" in verdicts else None
+            error = {("error", "relative"): (Spread(*[verdict.error] * 3), ratio)}
+            text = case.text(self.page_size) + marks[0]
+            self.add("attention", name, text, spread, spreads.get("stock"), rates, verdict.bits, error, marks[1])
 
 
 def _calls(provider: Provider, batches: Sequence[Batch], out: torch.Tensor) -> list[Callable[[], object]]:
@@ -256,9 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write(options.out, sweep.measurements)
     print_summary(sweep.measurements, Console())
     print(f"{done} of {len(options.cases)} cases in {time.monotonic() - started:.0f} s, written to {options.out}")
-    if sweep.problems:
-        print(f"{sweep.problems} problems, see INACCURATE, BITS DIFFER and FAILED above", file=sys.stderr)
-    return 1 if sweep.problems else 0
+    return sweep.status("INACCURATE, BITS DIFFER and FAILED")
 
 
 if __name__ == "__main__":

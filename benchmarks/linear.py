@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +14,11 @@ from rich.console import Console
 from benchmarks import linear_providers, operands
 from benchmarks.linear_providers import Provider
 from benchmarks.linear_summary import print_summary
-from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, write
+from benchmarks.record import DATA, Bits, Setting, case_text, write
 from benchmarks.roofline import Ceilings, Work, measure_ceilings
 from benchmarks.shapes import WEIGHT_SHAPES, WeightShape, shapes_of
 from benchmarks.spread import Spread
+from benchmarks.sweep import Findings, rate_of
 from vllm_batch_invariant.ops.common.cancelling import cancelling
 from vllm_batch_invariant.ops.common.graph_timer import GraphTimer, copies_beyond_cache
 from vllm_batch_invariant.ops.norm import rms_norm
@@ -31,7 +32,7 @@ _LONG_CALL_MICROSECONDS = 2000.0
 
 
 @dataclass
-class Sweep:
+class Sweep(Findings):
     """A run over shapes, and what it found."""
 
     providers: Sequence[Provider]
@@ -39,7 +40,6 @@ class Sweep:
     rows: Sequence[int]
     timer: GraphTimer
     ceilings: Ceilings
-    setting: Setting
     cache: int
     """Bytes of the L2 cache."""
     device: str = "cuda"
@@ -47,9 +47,6 @@ class Sweep:
     """Whether a norm makes each call's operand, as in a layer, and its time counts."""
     gated: bool = False
     """Whether the activation of a gated layer is behind each matmul, as :func:`.linear_providers.gated` says."""
-    measurements: list[Measurement] = field(default_factory=list)
-    problems: int = 0
-    """Bits that differ and calls that failed."""
 
     def measure(self, shape: WeightShape) -> None:
         """Check and time every provider with every number of rows that such a weight meets."""
@@ -75,7 +72,7 @@ class Sweep:
                     provider.prepare(weight, most)
                 whole = provider.call(x, weight) if provider.promises_bits else None
             except Exception as error:
-                self._failed(provider, f"{self._case(shape, most)} and all others of this weight", error)
+                self.failed(f"{provider.name} {self._case(shape, most)} and all others of this weight", error)
                 continue
             for m in rows:
                 case = self._case(shape, m)
@@ -89,10 +86,10 @@ class Sweep:
                         if 1 <= count <= most and not torch.equal(provider.call(x[:count], weight), whole[:count])
                     ]
                 except Exception as error:
-                    self._failed(provider, case, error)
+                    self.failed(f"{provider.name} {case}", error)
                     continue
                 if wrong:
-                    self._problem(f"BITS DIFFER: {provider.name} {case}: M of {wrong} gives other rows than {most}")
+                    self.problem(f"BITS DIFFER: {provider.name} {case}: M of {wrong} gives other rows than {most}")
                 yield (provider.name, case), "differ" if wrong else "equal"
 
     def _time(
@@ -112,7 +109,7 @@ class Sweep:
             try:
                 provider.call(x, weights[0])
             except Exception as error:
-                self._failed(provider, case, error)
+                self.failed(f"{provider.name} {case}", error)
             else:
                 call = partial(_behind_norm, provider, scale) if self.behind_norm else provider.call
                 ways[provider.name] = verdict, [partial(call, x, weight) for weight in weights]
@@ -122,51 +119,14 @@ class Sweep:
         spreads = {name: Spread.of(found) for name, found in zip(ways, samples, strict=True)}
         print(case)
         for name, spread in spreads.items():
-            self._record(case, work, floor, name, spread, spreads["stock"], ways[name][0])
-
-    def _record(
-        self, case: str, work: Work, floor: float, provider: str, spread: Spread, stock: Spread, verdict: Bits
-    ) -> None:
-        bound_by_memory = self.ceilings.bound_by_memory(work)
-        amount, rate, unit = (
-            (work.moved_bytes / 1e3, "bandwidth", "GB/s")
-            if bound_by_memory
-            else (work.operations / 1e6, "throughput", "TFLOP/s")
-        )
-        found = {
-            ("time", "us"): spread,
-            (rate, unit): spread.rate(amount),
-            ("roofline", "fraction"): spread.rate(floor),
-        }
-        for (metric, unit), value in found.items():
-            faster = value.p50 / stock.p50 if metric == "time" else stock.p50 / spread.p50
-            self.measurements.append(
-                Measurement(
-                    "linear",
-                    provider,
-                    case,
-                    metric,
-                    unit,
-                    **asdict(value),
-                    ratio=faster,
-                    bits=verdict,
-                    **asdict(self.setting),
-                )
-            )
-        values = "  ".join(f"{value.p50:8.4g} {unit}" for (_, unit), value in found.items())
-        print(f"  {provider:12}{values}  {spread.p50 / stock.p50:6.3f} of stock  {verdict}", flush=True)
+            rates = rate_of(work, self.ceilings.bound_by_memory(work), spread)
+            rates |= {("roofline", "fraction"): spread.rate(floor)}
+            self.add("linear", name, case, spread, spreads["stock"], rates, ways[name][0])
 
     def _case(self, shape: WeightShape, m: int) -> str:
         of_call = {"behind": "norm"} if self.behind_norm else {}
         of_call |= {"act": "silu"} if self.gated else {}
         return case_text(M=m, N=shape.out_features, K=shape.in_features, dtype="bf16", **of_call)
-
-    def _failed(self, provider: Provider, case: str, error: Exception) -> None:
-        self._problem(f"FAILED: {provider.name} {case}: {type(error).__name__}: {error}")
-
-    def _problem(self, line: str) -> None:
-        self.problems += 1
-        print(line, file=sys.stderr, flush=True)
 
 
 def _behind_norm(provider: Provider, scale: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -251,9 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write(options.out, sweep.measurements)
     print_summary(sweep.measurements, Console())
     print(f"{done} of {len(options.shapes)} shapes in {time.monotonic() - started:.0f} s, written to {options.out}")
-    if sweep.problems:
-        print(f"{sweep.problems} problems, see the lines BITS DIFFER and FAILED above", file=sys.stderr)
-    return 1 if sweep.problems else 0
+    return sweep.status("BITS DIFFER and FAILED")
 
 
 if __name__ == "__main__":

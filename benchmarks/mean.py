@@ -6,7 +6,7 @@ import argparse
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from itertools import product
@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, geometric_means, write
+from benchmarks.record import DATA, Bits, Setting, case_text, geometric_means, write
 from benchmarks.spread import Spread
+from benchmarks.sweep import Findings
 from benchmarks.timing import Timer
 from vllm_batch_invariant.compare import accuracy_comparison, bitwise_comparison
 from vllm_batch_invariant.ops import reduce
@@ -79,19 +80,15 @@ PROVIDERS = (Provider("stock", torch.mean, promises_bits=False), Provider("ours"
 
 
 @dataclass
-class Sweep:
+class Sweep(Findings):
     """A run over cases, and what it found."""
 
     timer: Timer
-    setting: Setting
     device: str
     cache: int
     """Bytes of the device's last cache."""
     providers: Sequence[Provider] = PROVIDERS
     """``stock`` first, because the others are compared with it."""
-    measurements: list[Measurement] = field(default_factory=list)
-    problems: int = 0
-    """Values that are not near float64, bits that differ and calls that failed."""
 
     def measure(self, case: Case) -> None:
         """Check and time every provider in a case."""
@@ -102,7 +99,7 @@ class Sweep:
             try:
                 verdicts[provider.name] = self._check(provider, case, x)
             except Exception as error:
-                self._problem(f"FAILED: {provider.name} {case}: {type(error).__name__}: {error}")
+                self.failed(f"{provider.name} {case}", error)
         size = x.numel() * x.element_size()
         inputs = [x, *(x.clone() for _ in range(copies_beyond_cache(size, self.cache) - 1))]
         ways = {
@@ -113,7 +110,8 @@ class Sweep:
         timings = self.timer.time(ways, size / _BYTES_PER_MICROSECOND + _LAUNCH_MICROSECONDS, _SAMPLES)
         spreads = {name: Spread.of(timing.samples) for name, timing in timings.items()}
         for name, spread in spreads.items():
-            self._record(case, name, spread, spreads.get("stock"), verdicts[name], size)
+            rates = {("bandwidth", "GB/s"): spread.rate(size / 1e3)}
+            self.add("mean", name, str(case), spread, spreads.get("stock"), rates, verdicts[name])
 
     def _check(self, provider: Provider, case: Case, x: torch.Tensor) -> Bits:
         """Compare parts of the batch with all of it, by values and by bits."""
@@ -124,41 +122,15 @@ class Sweep:
             whole.narrow(kept, 0, some.shape[batch]), some.double().mean(case.dim).to(x.dtype)
         )
         if not accuracy and provider.promises_bits:
-            self._problem(f"INACCURATE: {provider.name} {case}: {accuracy}")
+            self.problem(f"INACCURATE: {provider.name} {case}: {accuracy}")
         moved = [
             count
             for count in (*(part for part in PARTS if part < entries), entries)
             if not bitwise_comparison(provider.call(x.narrow(batch, 0, count), case.dim), whole.narrow(kept, 0, count))
         ]
         if moved and provider.promises_bits:
-            self._problem(f"BITS DIFFER: {provider.name} {case}: {moved} entries against {entries}")
+            self.problem(f"BITS DIFFER: {provider.name} {case}: {moved} entries against {entries}")
         return "differ" if moved else "equal"
-
-    def _record(self, case: Case, provider: str, spread: Spread, stock: Spread | None, bits: Bits, size: int) -> None:
-        found = {("time", "us"): spread, ("bandwidth", "GB/s"): spread.rate(size / 1e3)}
-        slower = None if stock is None else spread.p50 / stock.p50
-        for (metric, unit), value in found.items():
-            ratio = slower if slower is None or metric == "time" else 1 / slower
-            self.measurements.append(
-                Measurement(
-                    "mean",
-                    provider,
-                    str(case),
-                    metric,
-                    unit,
-                    **asdict(value),
-                    ratio=ratio,
-                    bits=bits,
-                    **asdict(self.setting),
-                )
-            )
-        values = "  ".join(f"{value.p50:10.4g} {unit}" for (_, unit), value in found.items())
-        compared = "" if slower is None else f"{slower:6.3f} of stock"
-        print(f"  {provider:6}{values}  {compared}  {bits}", flush=True)
-
-    def _problem(self, line: str) -> None:
-        self.problems += 1
-        print(line, file=sys.stderr, flush=True)
 
 
 def _setting(device: str) -> Setting:
@@ -199,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     options = _parse(arguments)
     device = options.device
-    sweep = Sweep(Timer(device), _setting(device), device, _cache_bytes(device))
+    sweep = Sweep(Timer(device), device, _cache_bytes(device), setting=_setting(device))
     print(f"{sweep.setting.gpu}, {sweep.setting.versions}", flush=True)
     try:
         for case in options.cases:
@@ -210,9 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if provider != "stock":
             print(f"{provider} in {dtype}: {mean:.3f} of stock's time, geometric mean")
     print(f"{len(options.cases)} cases, written to {options.out}")
-    if sweep.problems:
-        print(f"{sweep.problems} problems, see INACCURATE, BITS DIFFER and FAILED above", file=sys.stderr)
-    return 1 if sweep.problems else 0
+    return sweep.status("INACCURATE, BITS DIFFER and FAILED")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +13,9 @@ import torch
 from benchmarks import moe_cases
 from benchmarks.moe_cases import LAYERS, TOKENS, Inputs, MoeLayer, Provider, Weights
 from benchmarks.moe_variants import Candidates
-from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, update
+from benchmarks.record import DATA, Bits, Setting, case_text, update
 from benchmarks.spread import Spread
+from benchmarks.sweep import Findings
 from vllm_batch_invariant.ops.common.graph_timer import GraphTimer, copies_beyond_cache
 
 _REPLAYS = 9
@@ -26,22 +27,18 @@ _LAUNCHES_MICROSECONDS = 20.0
 
 
 @dataclass
-class Sweep:
+class Sweep(Findings):
     """A run over layers, and what it found."""
 
     providers: Sequence[Provider]
     """``stock`` first, if it is there: the others are compared with it."""
     tokens: Sequence[int]
     timer: GraphTimer
-    setting: Setting
     cache: int
     """Bytes of the L2 cache."""
     device: str = "cuda"
     candidates: Candidates | None = None
     """Which times candidate schedules instead."""
-    measurements: list[Measurement] = field(default_factory=list)
-    problems: int = 0
-    """Bits that differ and calls that failed."""
 
     def measure(self, layer: MoeLayer) -> None:
         """Check and time every provider with every number of tokens."""
@@ -78,7 +75,7 @@ class Sweep:
                 right = torch.equal(provider.call(layer, weights, most.first(tokens)), whole[:tokens])
                 right = right and torch.equal(provider.call(layer, weights, last), whole[tokens - 1 : tokens])
                 if not right:
-                    self._problem(f"BITS DIFFER: {provider.name} {case}")
+                    self.problem(f"BITS DIFFER: {provider.name} {case}")
                 found[provider.name, case] = "equal" if right else "differ"
         return found
 
@@ -92,32 +89,15 @@ class Sweep:
         try:
             samples = self.timer.time(ways, expected, _REPLAYS)
         except Exception as error:
-            self._problem(f"FAILED: {case}: {type(error).__name__}: {error}")
+            self.failed(case, error)
             return
         spreads = {one.name: Spread.of(times) for one, times in zip(self.providers, samples, strict=True)}
         print(case)
         for provider in self.providers:
-            spread, stock = spreads[provider.name], spreads.get("stock")
-            verdict = bits[provider.name, case]
-            found = {("time", "us"): spread, ("bandwidth", "GB/s"): spread.rate(moved / 1e3)}
-            for (metric, unit), value in found.items():
-                ratio = None
-                if stock is not None:
-                    ratio = spread.p50 / stock.p50 if metric == "time" else stock.p50 / spread.p50
-                self.measurements.append(
-                    Measurement(
-                        "moe", provider.name, case, metric, unit, **asdict(value), ratio=ratio, bits=verdict,
-                        **asdict(self.setting),
-                    )
-                )  # fmt: skip
-            values = "  ".join(f"{value.p50:8.5g} {unit}" for (_, unit), value in found.items())
-            compared = f"{spread.p50 / stock.p50:6.3f} of stock" if stock else ""
-            about = provider.about(layer, weights, len(inputs[0].x))
-            print(f"  {provider.name:8}{values}  {compared}  {verdict}  {about}", flush=True)
-
-    def _problem(self, line: str) -> None:
-        self.problems += 1
-        print(line, file=sys.stderr, flush=True)
+            spread, verdict = spreads[provider.name], bits[provider.name, case]
+            rates = {("bandwidth", "GB/s"): spread.rate(moved / 1e3)}
+            about = f"  {provider.about(layer, weights, len(inputs[0].x))}"
+            self.add("moe", provider.name, case, spread, spreads.get("stock"), rates, verdict, says=about)
 
 
 def _case(layer: MoeLayer, tokens: int) -> str:
@@ -176,10 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sweep.measurements:
             update(options.out, sweep.measurements)  # what is measured is kept if the run is interrupted
         print(f"{time.monotonic() - started:.0f} s", flush=True)
-    problems = sweep.problems + (sweep.candidates.problems if sweep.candidates else 0)
-    if problems:
-        print(f"{problems} problems, see the lines BITS DIFFER and FAILED above", file=sys.stderr)
-    return 1 if problems else 0
+    sweep.problems += sweep.candidates.problems if sweep.candidates else 0
+    return sweep.status("BITS DIFFER and FAILED")
 
 
 if __name__ == "__main__":

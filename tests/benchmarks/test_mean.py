@@ -32,7 +32,8 @@ def refusing(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def sweep(*providers: Provider, case: Case = CASE) -> Sweep:
-    run = Sweep(Timer("cpu"), Setting("none", "torch=0", "2026-01-31"), "cpu", cache=4096, providers=providers)
+    setting = Setting("none", "torch=0", "2026-01-31")
+    run = Sweep(Timer("cpu"), "cpu", cache=4096, providers=providers, setting=setting)
     run.measure(case)
     return run
 
