@@ -8,7 +8,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from itertools import accumulate, pairwise
@@ -23,6 +23,7 @@ from benchmarks import trainer_stock
 from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, update
 from benchmarks.shapes import MODELS, Model
 from benchmarks.spread import Spread
+from benchmarks.sweep import Findings
 from benchmarks.timing import microseconds
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.hf import patch, token_logprobs
@@ -150,18 +151,14 @@ def model_of(family: str, shape: Model, layers: int, longest: int, device: str) 
 
 
 @dataclass
-class Run:
+class Run(Findings):
     """A run over models and batches, and what it found."""
 
-    setting: Setting
     device: str
     samples: int
     passes: Sequence[str]
     deadline: float = float("inf")
     """Of time.monotonic(): nothing new begins behind it."""
-    measurements: list[Measurement] = field(default_factory=list)
-    problems: int = 0
-    """Bits that differ and calls that failed."""
     left: int = 0
     """Models and passes for which there was no time."""
 
@@ -192,7 +189,7 @@ class Run:
                     bits = bits or self._bits(written, batch, logprobs)
                     self._time(written, batch, models, logprobs, bits, *PASSES[wanted])
                 except Exception as error:
-                    self._problem(f"FAILED: {written}: {type(error).__name__}: {error}")
+                    self.failed(written, error)
                 yield
 
     def _bits(self, case: str, batch: Batch, logprobs: dict[str, Logprobs]) -> dict[str, Bits]:
@@ -200,7 +197,7 @@ class Run:
             way: "equal" if same_alone(call, batch) else "differ" for way, call in logprobs.items()
         }
         if found["ours"] == "differ":
-            self._problem(f"BITS DIFFER: ours {case}: a sequence alone has other logprobs than packed with others")
+            self.problem(f"BITS DIFFER: ours {case}: a sequence alone has other logprobs than packed with others")
         if found["stock"] == "equal":
             print(f"{case}: stock has the same bits packed and alone here, so it is no control", flush=True)
         return found
@@ -240,10 +237,6 @@ class Run:
                 self.measurements.append(Measurement("trainer", way, case, metric, unit, **values))
             told = ", ".join(f"{way} {spread.p50:.4g} {unit}" for way, spread in spreads.items())
             print(f"{case}: {told}, {spreads['ours'].p50 / spreads['stock'].p50:.3f} of stock", flush=True)
-
-    def _problem(self, line: str) -> None:
-        self.problems += 1
-        print(line, file=sys.stderr, flush=True)
 
 
 def _peak_mib(call: Callable[[], object]) -> float:
@@ -303,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     options = _parse(arguments)
     deadline = started + options.limit_seconds
-    run = Run(_setting(options.device), options.device, options.samples, options.passes, deadline)
+    run = Run(options.device, options.samples, options.passes, deadline, setting=_setting(options.device))
     print(f"{run.setting.gpu}, {run.setting.versions}", flush=True)
     for family in options.families:
         for tokens in options.tokens:
@@ -314,9 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_summary(run.measurements, Console())
     left = f", {run.left} left out for want of time" if run.left else ""
     print(f"{len(run.measurements)} rows in {time.monotonic() - started:.0f} s{left}, written to {options.out}")
-    if run.problems:
-        print(f"{run.problems} problems, see BITS DIFFER and FAILED above", file=sys.stderr)
-    return 1 if run.problems else 0 if run.measurements else 2
+    return run.status("BITS DIFFER and FAILED") or (0 if run.measurements else 2)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ...envs import FLAG
 from ..outcome import Status
-from ..printing import printable
+from ..printing import count, printable
 from .engine import BisectResult, Case, Found, Setting
 from .recording import MODULE_OUTPUT
 
@@ -25,7 +25,7 @@ EAGER = (
 
 def about(case: Case) -> str:
     """The requests of a case, in words."""
-    return f"{_prompt(case)} with {_count(len(case.concurrent), 'concurrent request')}"
+    return f"{_prompt(case)} with {count(len(case.concurrent), 'concurrent request')}"
 
 
 def verdict(case: Case, result: BisectResult) -> str:
@@ -37,7 +37,7 @@ def verdict(case: Case, result: BisectResult) -> str:
         return f"{requests} the answer differs from output token {result.first_logprob} on, and no recorded output does"
     if result.unrecorded_differ:
         return f"{requests} the answer differs without recording, and does not with it"
-    compared = f"{_count(result.coverage.compared, 'output')} in {_count(result.coverage.steps, 'step')}"
+    compared = f"{count(result.coverage.compared, 'output')} in {count(result.coverage.steps, 'step')}"
     return f"{requests} nothing differs: {compared} have the same bits as alone"
 
 
@@ -54,7 +54,7 @@ def where(found: Found) -> str:
 def print_results(console: Console, setting: Setting, runs: Sequence[tuple[Case, BisectResult]]) -> None:
     """Print a table of the last run, and each run's verdict."""
     case, result = runs[-1]
-    title = f"{setting.model}: {_prompt(case)} alone and with {_count(len(case.concurrent), 'concurrent request')}"
+    title = f"{setting.model}: {_prompt(case)} alone and with {count(len(case.concurrent), 'concurrent request')}"
     table = Table(title=escape(printable(title)), title_justify="left", show_header=False)
     for name, text in rows_of(setting, case, result).items():
         table.add_row(name, escape(text))
@@ -92,10 +92,10 @@ def rows_of(setting: Setting, case: Case, result: BisectResult) -> dict[str, str
         "none" if result.first_logprob is None else f"of output token {result.first_logprob}"
     )
     rows["compared"] = (
-        f"{_count(coverage.compared, 'output')} in {_count(coverage.steps, 'step')} of "
+        f"{count(coverage.compared, 'output')} in {count(coverage.steps, 'step')} of "
         + " to ".join(map(str, sorted({min(sizes), max(sizes)})))
         + " requests"
-        + (f"; {_count(coverage.untested_steps, 'step')} had no other request" if coverage.untested_steps else "")
+        + (f"; {count(coverage.untested_steps, 'step')} had no other request" if coverage.untested_steps else "")
     )
     rows["left out: no dimension of rows"] = _counts(coverage.without_rows)
     rows["left out: in one run only"] = _counts(coverage.one_sided)
@@ -160,11 +160,7 @@ def _operands(found: Found) -> str:
 
 
 def _prompt(case: Case) -> str:
-    return f"a prompt of {_count(len(case.prompt), 'token')}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"a prompt of {count(len(case.prompt), 'token')}"
 
 
 def _counts(counts: Mapping[str, int]) -> str:

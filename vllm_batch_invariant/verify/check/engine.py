@@ -300,8 +300,7 @@ class EngineRun:
         why = "the engine never ran two requests at a time; raise --max-num-seqs"
         params = self._params.setdefault(case, [])
         params += [one["params"] for one in others]
-        refused = "; ".join(f"{times} of them refused: {reason}" for reason, times in self._refused.items())
-        self.results.note_batch(case, largest, why, varied(params) + (f" ({refused})" if refused else ""))
+        self.results.note_batch(case, largest, why, varied(params, self._refused))
 
     def answer(self, name: str, one: Request) -> Answer:
         """The answer to a request alone, from a cold cache."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from ..answers import Answer, AnswerComparison, compare_answers, first_difference
 from ..outcome import Outcome, Status
+from ..printing import count
 from .presets import Preset
 
 CheckCase = tuple[str, str]
@@ -167,7 +168,7 @@ def case_result(guarantee: str, name: str, samples: Sequence[Sample]) -> CaseRes
     """The result of a case from its samples, at least one."""
     different = [sample for sample in samples if sample.answer != sample.expected]
     positions = sum(len(sample.answer.tokens) for sample in samples)
-    detail = f"{_count(len(samples), 'answer')} of {positions} tokens in all, "
+    detail = f"{count(len(samples), 'answer')} of {positions} tokens in all, "
     if not different:
         return CaseResult(guarantee, name, Outcome.HOLDS, detail + "every token and logprob has the same bits")
     detail += f"{len(different)} of them with other bits: {', '.join(sample.label for sample in different[:5])}"
@@ -206,10 +207,6 @@ def status_of(cases: Sequence[CaseResult]) -> Status:
     if not tested or any(case.required and case.outcome is Outcome.NOT_TESTED for case in cases):
         return Status.NO_TEST
     return Status.REPRODUCIBLE
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 @dataclass(frozen=True)
@@ -254,7 +251,7 @@ def certificate_results(certificates: Sequence[Certificate]) -> list[CaseResult]
             found.append(CaseResult(guarantee, name, Outcome.BREAKS, detail + left_out))
         elif tested:
             compared = sum(certificate.compared for certificate in tested)
-            detail = f"{_count(len(tested), 'shape')}, {compared} elements have the same bits"
+            detail = f"{count(len(tested), 'shape')}, {compared} elements have the same bits"
             found.append(CaseResult(guarantee, name, Outcome.HOLDS, detail + left_out))
         elif excluded:
             found.append(CaseResult(guarantee, name, Outcome.NOT_TESTED, excluded[0].untested, required=False))

@@ -217,10 +217,8 @@ class _ServerRun:
         self._results.proof[WARM] = f"{hits} tokens were found in the cache"
 
     def _note_batch(self, case: tuple[str, str], largest: int) -> None:
-        refused = "; ".join(f"{times} of them refused: {why}" for why, times in self._refused.items())
-        asked = varied(self._params) + (f" ({refused})" if refused else "")
         alone = "the server was never seen to run two requests at a time"
-        self._results.note_batch(case, largest, alone, asked)
+        self._results.note_batch(case, largest, alone, varied(self._params, self._refused))
 
     async def _answer_with(
         self, label: str, others: Sequence[str], spec: RequestSpec, params: dict[str, Any] | None = None

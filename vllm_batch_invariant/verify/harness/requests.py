@@ -197,8 +197,8 @@ def without_values(refusal: str) -> str:
     return re.sub(r"\s*\(parameter=(\w+), value=.*\)", r" (\1)", refusal)
 
 
-def varied(requests: Iterable[Mapping[str, Any]]) -> str:
-    """A summary of the parameters of several requests, in words."""
+def varied(requests: Iterable[Mapping[str, Any]], refused: Mapping[str, int] | None = None) -> str:
+    """A summary of the parameters of several requests, in words, and how many were refused for which reasons."""
     asked = [dict(params) for params in requests]
     listed = {params.get("logprobs") for params in asked}
     words = {None: "none", -1: "all"}
@@ -206,7 +206,8 @@ def varied(requests: Iterable[Mapping[str, Any]]) -> str:
     others = listed - set(LISTED)
     plain = {"temperature", "max_tokens", "ignore_eos", "logprobs", "output_kind", "include_stop_str_in_output"}
     names = sorted({name for params in asked for name in params} - plain)
-    return ", ".join([f"logprobs {numbers}{'/...' * bool(others)}", *names])
+    why = "; ".join(f"{times} of them refused: {reason}" for reason, times in (refused or {}).items())
+    return ", ".join([f"logprobs {numbers}{'/...' * bool(others)}", *names]) + (f" ({why})" if why else "")
 
 
 def in_words(params: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ from ..harness.load import Run
 from ..harness.metrics import BatchLog, BatchSizes, Trace
 from ..harness.mode import NONE, OURS, THEIRS
 from ..outcome import Status
-from ..printing import printable
+from ..printing import count, printable
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class ReproduceResult:
         if found.identical:
             return f"{self.label}: {found.samples} of {found.samples} samples are bitwise identical"
         return (
-            f"{self.label}: {found.samples} samples of one request gave {_count(found.completions, 'completion')} "
-            f"and {_count(found.logprob_sequences, 'logprob sequence')}"
+            f"{self.label}: {found.samples} samples of one request gave {count(found.completions, 'completion')} "
+            f"and {count(found.logprob_sequences, 'logprob sequence')}"
         )
 
     @property
@@ -221,7 +221,7 @@ def _remarks(result: ReproduceResult) -> Iterator[str]:
     if result.info["mode"] not in (NONE, OURS):
         yield f"{result.label}: mode: {result.info['mode']}"
     if result.failed_others:
-        failed = _count(result.failed_others, "concurrent request")
+        failed = count(result.failed_others, "concurrent request")
         yield f"{result.label}: {failed} failed: {result.failure}"
 
 
@@ -296,7 +296,7 @@ def _shown(logprob: float | None) -> str:
 
 def in_words(counts: Counts) -> str:
     """The counts of different answers."""
-    return f"{_count(counts.completions, 'completion')}, {_count(counts.logprob_sequences, 'logprob sequence')}"
+    return f"{count(counts.completions, 'completion')}, {count(counts.logprob_sequences, 'logprob sequence')}"
 
 
 def rows_of(result: ReproduceResult) -> dict[str, str]:
@@ -314,7 +314,7 @@ def rows_of(result: ReproduceResult) -> dict[str, str]:
         "samples whose logprobs differ, by position": _histogram(found.logprob_positions, result.length),
         "requests in the batch": (
             f"{min(running)} to {max(running)}, median {statistics.median(running):.0f} "
-            f"({_count(len(set(running)), 'size')} seen in {_count(len(running), 'reading')})"
+            f"({count(len(set(running)), 'size')} seen in {count(len(running), 'reading')})"
         ),
         "engine steps by tokens": _steps(result.batches),
         "concurrent requests": f"{result.others}, {result.aborted} aborted, {result.failed_others} failed"
@@ -323,10 +323,6 @@ def rows_of(result: ReproduceResult) -> dict[str, str]:
         "time": f"{result.seconds:.1f} s",
         "throughput": f"{result.completions_per_second:.2f} completions/s, {result.tokens_per_second:.0f} tokens/s",
     }
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _position(divergence: Divergence | None) -> str:
