@@ -5,6 +5,14 @@ from enum import Enum, IntEnum
 from .printing import printable
 
 
+class Outcome(Enum):
+    """What is known of a check case or a guarantee."""
+
+    HOLDS = "holds"
+    BREAKS = "breaks"
+    NOT_TESTED = "not tested"
+
+
 class Status(IntEnum):
     """The exit status of a command."""
 
@@ -12,13 +20,10 @@ class Status(IntEnum):
     DIVERGED = 1
     NO_TEST = 2
 
-
-class Outcome(Enum):
-    """What is known of a check case or a guarantee."""
-
-    HOLDS = "holds"
-    BREAKS = "breaks"
-    NOT_TESTED = "not tested"
+    @property
+    def outcome(self) -> Outcome:
+        """What is known with it; both have one order."""
+        return [*Outcome][self]
 
 
 class NoTestError(RuntimeError):

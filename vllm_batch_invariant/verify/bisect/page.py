@@ -48,7 +48,7 @@ def _runs(runs: Sequence[tuple[Case, BisectResult]]) -> Table:
         (
             Cell(count(len(case.prompt), "token")),
             Cell(str(len(case.concurrent))),
-            Cell(verdict(case, result), _OUTCOMES[result.status]),
+            Cell(verdict(case, result), result.status.outcome),
             Cell(str(result.coverage.compared)),
         )
         for case, result in runs
@@ -58,6 +58,3 @@ def _runs(runs: Sequence[tuple[Case, BisectResult]]) -> Table:
         ("prompt", "concurrent requests", "result", "outputs compared"),
         rows,
     )
-
-
-_OUTCOMES = {Status.REPRODUCIBLE: Outcome.HOLDS, Status.DIVERGED: Outcome.BREAKS}

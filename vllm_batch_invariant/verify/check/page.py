@@ -5,7 +5,7 @@ from ..report.chart import Chart, Line, distribution
 from ..report.html import Cell, Figure, Page, Part, Section, Table, Verdict
 from ..report.parts import batch_parts, map_parts, pairs, words
 from .guarantees import GUARANTEES, Certificate, GuaranteeResult
-from .report import Report, outcome_of, summary
+from .report import Report, summary
 from .results import CheckResults
 
 _WITH = {"run": "from run to run", "batch": "with the batch", "schedule": "with the schedule"}
@@ -37,7 +37,7 @@ def _verdict(run: CheckResults) -> Verdict:
     tested = [case for case in cases if case.outcome is not Outcome.NOT_TESTED]
     held = [case for case in cases if case.outcome is Outcome.HOLDS]
     broken = [_WITH[result.guarantee.name] for result in run.guarantees if result.outcome is Outcome.BREAKS]
-    outcome = outcome_of(run)
+    outcome = run.status.outcome
     if outcome is Outcome.BREAKS:
         headline = f"Not reproducible. Bits change {' and '.join(broken)}."
     elif outcome is Outcome.HOLDS:

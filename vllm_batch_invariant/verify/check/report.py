@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..outcome import Outcome, Status
+from ..outcome import Outcome
 from .guarantees import GUARANTEES, GuaranteeResult
 from .results import CheckResults
 
@@ -13,11 +13,6 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 """The exit status of an interrupted check, as in a shell."""
 _STYLES = {Outcome.HOLDS: "green", Outcome.BREAKS: "red", Outcome.NOT_TESTED: "yellow"}
-_OUTCOMES = {
-    Status.REPRODUCIBLE: Outcome.HOLDS,
-    Status.DIVERGED: Outcome.BREAKS,
-    Status.NO_TEST: Outcome.NOT_TESTED,
-}
 
 
 @dataclass(frozen=True)
@@ -50,12 +45,7 @@ class Report:
     @property
     def outcome(self) -> Outcome:
         """The status as an outcome."""
-        return Outcome.NOT_TESTED if self.partial else outcome_of(self.runs[-1])
-
-
-def outcome_of(results: CheckResults) -> Outcome:
-    """The outcome of one setting."""
-    return _OUTCOMES[results.status]
+        return Outcome.NOT_TESTED if self.partial else self.runs[-1].status.outcome
 
 
 def summary(results: CheckResults) -> str:
@@ -110,7 +100,7 @@ def print_report(console: "Console", report: Report) -> None:
             cases.add_row(case.guarantee, escape(case.name), _styled(case.outcome), escape(found))
         console.print(cases)
     for run in report.runs:
-        style = _STYLES[outcome_of(run)]
+        style = _STYLES[run.status.outcome]
         console.print(summary(run), style=style, highlight=False, markup=False, soft_wrap=True)
         if "mode" in run.info:
             console.print(f"mode: {run.info['mode']}", highlight=False, markup=False, soft_wrap=True)

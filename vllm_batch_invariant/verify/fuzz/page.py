@@ -13,11 +13,6 @@ from .finding import Finding, Row
 from .plan import FuzzPlan
 from .report import SEEN, WORDS, figures_of
 
-_OUTCOMES = {
-    Status.REPRODUCIBLE: Outcome.HOLDS,
-    Status.DIVERGED: Outcome.BREAKS,
-    Status.NO_TEST: Outcome.NOT_TESTED,
-}
 _HEADLINES = {
     Status.REPRODUCIBLE: "Reproducible. Every answer has the bits of the request alone.",
     Status.DIVERGED: "Not reproducible. An answer differs, or an engine broke.",
@@ -57,7 +52,7 @@ def page_of(plan: FuzzPlan, fuzzer: Results) -> Page:
         info=f"vllm-batch-invariant check --fuzz, seed {plan.seed}",
         verdicts=(
             Verdict(
-                f"{FLAG}={plan.mode}", _OUTCOMES[fuzzer.status], _HEADLINES[fuzzer.status], numbers, SEEN[fuzzer.status]
+                f"{FLAG}={plan.mode}", fuzzer.status.outcome, _HEADLINES[fuzzer.status], numbers, SEEN[fuzzer.status]
             ),
         ),
         partial=fuzzer.partial,
@@ -81,7 +76,7 @@ def page_of_replay(finding: Finding, status: Status, seen: str) -> Page:
     return Page(
         title=f"A difference, run again: {finding.model}",
         info="vllm-batch-invariant check --replay",
-        verdicts=(Verdict(f"{FLAG}={finding.mode}", _OUTCOMES[status], headline, (), seen),),
+        verdicts=(Verdict(f"{FLAG}={finding.mode}", status.outcome, headline, (), seen),),
         partial="",
         sections=(Section("found", "What was run", (_requests(finding),)),),
     )
