@@ -43,6 +43,13 @@ def test_a_run_survives_the_way_between_two_processes(monkeypatch: pytest.Monkey
     assert (log.readings, [reading.when for reading in log.readings]) == (READINGS, [10.0, 11.0])
 
 
+def test_engines_are_stepped_in_one_loop() -> None:
+    """What a command asks of an engine is a schedule for ``harness.drive``, and a reading of its steps."""
+    sources = (ROOT / "vllm_batch_invariant").rglob("*.py")
+    stepping = [path.stem for path in sources if "engine.step()" in path.read_text()]
+    assert stepping == ["drive"]
+
+
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "DRIVER", "tests.verify.progress_driver")

@@ -15,12 +15,13 @@ from tests.fakes.server import METRICS, Page, fake_server
 from tests.verify.commands import ended
 from tests.verify.receipts import CPU, receipt, rewritten
 from vllm_batch_invariant.verify import printing
-from vllm_batch_invariant.verify.answers import Answer, GeneratedToken, compare_answers
+from vllm_batch_invariant.verify.answers import Answer, GeneratedToken
 from vllm_batch_invariant.verify.bisect import report as bisect_report
 from vllm_batch_invariant.verify.bisect.engine import BisectResult as Bisection
 from vllm_batch_invariant.verify.bisect.engine import Case, Setting
 from vllm_batch_invariant.verify.bisect.recording import Coverage
-from vllm_batch_invariant.verify.harness.metrics import BatchSizes
+from vllm_batch_invariant.verify.harness.load import Run
+from vllm_batch_invariant.verify.harness.metrics import BatchLog, Reading
 from vllm_batch_invariant.verify.outcome import NoTestError
 from vllm_batch_invariant.verify.printing import consoles, one_line, printable
 from vllm_batch_invariant.verify.receipt import Receipt
@@ -234,15 +235,8 @@ def differing(token: str) -> ReproduceResult:
     """A run of two answers that differ in their tokens."""
     steps = [[GeneratedToken(text, -0.5, ((text, -0.5),))] for text in ("token_id:1", token)]
     answers = tuple(Answer.of(name, step) for name, step in zip(("plain", token), steps, strict=True))
-    numbers = {"seconds": 1.0, "completions_per_second": 1.0, "tokens_per_second": 1.0}
-    counts = {"length": 1, "others": 0, "aborted": 0, "failed_others": 0, "failure": "", "varied": ""}
-    found = {
-        "comparison": compare_answers(answers),
-        "batches": BatchSizes((1, 2), ()),
-        "trace": None,
-        "answers": answers,
-    }
-    return ReproduceResult(label="server", info={"mode": "off"}, **found, **numbers, **counts)
+    log = BatchLog([Reading(1, {}), Reading(2, {})])
+    return ReproduceResult.of("server", Run(answers, 1.0, 0, 0, 0), log, {"mode": "off"})
 
 
 def test_tokens_that_differ_are_shown_as_they_are_and_on_their_own_lines(

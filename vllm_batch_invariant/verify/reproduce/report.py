@@ -5,8 +5,8 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -39,19 +39,9 @@ class ReproduceResult:
     """One column of the report."""
 
     label: str
-    comparison: AnswerComparison
-    length: int
-    seconds: float
-    completions_per_second: float
-    tokens_per_second: float
-    others: int
-    aborted: int
-    failed_others: int
-    failure: str
-    varied: str
+    run: Run = field(repr=False)
     batches: BatchSizes
     trace: Trace = field(repr=False)
-    answers: tuple[Answer, ...] = field(repr=False)
     info: dict[str, Any]
     """The engine or the server, and its ``mode``, see :mod:`..harness.mode`."""
 
@@ -64,23 +54,22 @@ class ReproduceResult:
         """
         batches = log.batches()
         batches.require_variation()
-        return cls(
-            label=label,
-            comparison=compare_answers(run.answers),
-            length=max(len(answer.tokens) for answer in run.answers),
-            seconds=run.seconds,
-            completions_per_second=run.completions_per_second,
-            tokens_per_second=run.tokens_per_second,
-            others=run.others,
-            aborted=run.aborted,
-            failed_others=run.failed_others,
-            failure=run.failure,
-            varied=run.varied,
-            batches=batches,
-            trace=log.over_time("as served"),
-            answers=run.answers,
-            info=info,
-        )
+        return cls(label, run, batches, log.over_time("as served"), info)
+
+    @property
+    def answers(self) -> tuple[Answer, ...]:
+        """All answers, sample 0 first."""
+        return self.run.answers
+
+    @cached_property
+    def comparison(self) -> AnswerComparison:
+        """Of all answers with the first."""
+        return compare_answers(self.answers)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest answer."""
+        return max(len(answer.tokens) for answer in self.answers)
 
     @property
     def status(self) -> Status:
@@ -110,13 +99,20 @@ class ReproduceResult:
 
     def as_json(self) -> dict[str, Any]:
         """The result as plain data; of each batch size how often it was seen, and each different answer once."""
-        data = asdict(replace(self, answers=(), trace=Trace("", (), ())))
-        del data["answers"], data["trace"]
-        data["batches"] = {
+        batches = {
             "running": dict(sorted(Counter(self.batches.running).items())),
             "steps_by_most_tokens": {str(bound): count for bound, count in self.batches.steps},
         }
+        data = {"label": self.label, "comparison": asdict(self.comparison), "length": self.length}
+        data |= {name: getattr(self.run, name) for name in _OF_A_RUN} | {"batches": batches, "info": self.info}
         return data | {"status": int(self.status), "samples": _samples(self.answers)}
+
+
+_OF_A_RUN = (
+    *("seconds", "completions_per_second", "tokens_per_second"),
+    *("others", "aborted", "failed_others", "failure", "varied"),
+)
+"""What JSON has of a run, in its order."""
 
 
 def _samples(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -220,9 +216,9 @@ def _remarks(result: ReproduceResult) -> Iterator[str]:
     """What a reader of the short table may not miss."""
     if result.info["mode"] not in (NONE, OURS):
         yield f"{result.label}: mode: {result.info['mode']}"
-    if result.failed_others:
-        failed = count(result.failed_others, "concurrent request")
-        yield f"{result.label}: {failed} failed: {result.failure}"
+    if result.run.failed_others:
+        failed = count(result.run.failed_others, "concurrent request")
+        yield f"{result.label}: {failed} failed: {result.run.failure}"
 
 
 _BEFORE, _FROM = 72, 160
@@ -301,7 +297,7 @@ def in_words(counts: Counts) -> str:
 
 def rows_of(result: ReproduceResult) -> dict[str, str]:
     """The rows of the table: name and text."""
-    found = result.comparison
+    found, run = result.comparison, result.run
     running = result.batches.running
     return {
         "mode": result.info["mode"],
@@ -317,11 +313,11 @@ def rows_of(result: ReproduceResult) -> dict[str, str]:
             f"({count(len(set(running)), 'size')} seen in {count(len(running), 'reading')})"
         ),
         "engine steps by tokens": _steps(result.batches),
-        "concurrent requests": f"{result.others}, {result.aborted} aborted, {result.failed_others} failed"
-        + (f" ({result.failure})" if result.failure else ""),
-        "their parameters": result.varied,
-        "time": f"{result.seconds:.1f} s",
-        "throughput": f"{result.completions_per_second:.2f} completions/s, {result.tokens_per_second:.0f} tokens/s",
+        "concurrent requests": f"{run.others}, {run.aborted} aborted, {run.failed_others} failed"
+        + (f" ({run.failure})" if run.failure else ""),
+        "their parameters": run.varied,
+        "time": f"{run.seconds:.1f} s",
+        "throughput": f"{run.completions_per_second:.2f} completions/s, {run.tokens_per_second:.0f} tokens/s",
     }
 
 
