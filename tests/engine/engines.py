@@ -24,7 +24,7 @@ from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 
 __all__ = [
     "CHECK", "EAGER_ON_GPU", "OF_DEVICE", "PATHS", "ROOT", "SETTINGS", "EngineFailed", "Result", "arguments_of",
-    "check_of", "concurrent_requests", "differing_answers", "request", "run", "run_example", "selected",
+    "certified", "check_of", "concurrent_requests", "differing_answers", "request", "run", "run_example", "selected",
     "some_exhaustive", "tokens",
 ]  # fmt: skip
 
@@ -160,6 +160,13 @@ def arguments_of(settings: dict[str, Any]) -> list[str]:
 def declared(llm: Any) -> list[dict[str, Any]]:
     """What the engine's workers say of themselves; runs in the engine's process."""
     return llm.collective_rpc(METHOD)
+
+
+def certified(running: Engine) -> EngineRun:
+    """A check of the mode that has made the certificates of every operation."""
+    checked = check_of(running, "1")
+    checked.certify()
+    return checked
 
 
 def check_of(running: Engine, flag: str) -> EngineRun:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.engine import listed
-from tests.engine.engines import OF_DEVICE, Result, check_of, run, tokens
+from tests.engine.engines import OF_DEVICE, Result, certified, run, tokens
 from tests.engine.plans import CONCURRENT, again
 from vllm_batch_invariant.integration import patch_points, versions
 from vllm_batch_invariant.verify.check.engine import EngineRun
@@ -41,8 +41,7 @@ def kept(checkpoint: Path) -> Result:
     """An engine with the mode on."""
 
     def check(running) -> EngineRun:
-        checked = check_of(running, "1")
-        checked.certify()
+        checked = certified(running)
         checked.again()
         checked.with_concurrent_requests()
         return checked

@@ -11,7 +11,7 @@ import torch
 
 from tests.engine.engines import (
     Result,
-    check_of,
+    certified,
     differing_answers,
     run,
     tokens,
@@ -22,7 +22,6 @@ from tests.ops.exact.families import FAMILIES, save
 from vllm_batch_invariant.envs import ARITHMETIC, TP_TREE
 from vllm_batch_invariant.ops.exact import FORMAT
 from vllm_batch_invariant.verify.bisect.engine import WORKER_EXTENSION
-from vllm_batch_invariant.verify.check.engine import EngineRun
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.harness import worker
 from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
@@ -82,12 +81,7 @@ def shared(model: Path, workers: int, stages: int, **options: object) -> Result:
 
 @pytest.fixture(scope="module")
 def exact(model: Path) -> Result:
-    def check(running: Engine) -> EngineRun:
-        checked = check_of(running, "1")
-        checked.certify()
-        return checked
-
-    return started(model, EXACT, receipts_of=tokens(90, 1), afterwards=check)
+    return started(model, EXACT, receipts_of=tokens(90, 1), afterwards=certified)
 
 
 def test_a_request_has_the_same_bits_alone_among_others_in_chunks_and_from_a_warm_cache(exact: Result) -> None:

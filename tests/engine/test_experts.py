@@ -8,11 +8,10 @@ import pytest
 import torch
 import transformers
 
-from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, Result, check_of, run
+from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, Result, certified, run
 from tests.engine.plans import GREEDY, SEEDED, alone_and_among, moved
 from tests.engine.test_models import GQA, SIZES, checkpoint
 from tests.faults.experts import FAULTS
-from vllm_batch_invariant.verify.check.engine import EngineRun
 from vllm_batch_invariant.verify.check.guarantees import OPERATIONS
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.harness.worker import Engine
@@ -122,13 +121,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
 @pytest.fixture(scope="module")
 def kept(start: Callable[..., Result]) -> Result:
     """An engine with the mode on, which is then certified, and on a CPU bisected without a fault and with some."""
-
-    def certify(running: Engine) -> EngineRun:
-        checked = check_of(running, "1")
-        checked.certify()
-        return checked
-
-    return start("1", bisection=() if torch.cuda.is_available() else ("experts",), afterwards=certify)
+    return start("1", bisection=() if torch.cuda.is_available() else ("experts",), afterwards=certified)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 
 from tests.engine import listed
 from tests.engine.bisected import OTHER_COUNTS
-from tests.engine.engines import CHECK, OF_DEVICE, Result, check_of, run, tokens
+from tests.engine.engines import CHECK, OF_DEVICE, Result, certified, check_of, run, tokens
 from tests.engine.plans import (
     CONCURRENT,
     CONCURRENT_LENGTHS,
@@ -84,8 +84,7 @@ def engine(checkpoint: Path) -> Callable[..., Result]:
 @pytest.fixture(scope="module")
 def main(engine: Callable[..., Result]) -> Result:
     def check(running: Engine) -> EngineRun:
-        checked = check_of(running, "1")
-        checked.certify()
+        checked = certified(running)
         checked.as_served()
         return checked
 
