@@ -64,7 +64,7 @@ $(NPU_VENV)/installed: requirements/overrides-npu.txt scripts/install_npu.sh
 	touch $@
 
 test-npu: $(NPU_VENV)/installed
-	$(NPU_VENV)/bin/python -m pytest tests/npu/offline
+	$(NPU_VENV)/bin/python -m pytest tests/ascend/offline
 
 # Every release of vLLM for GPUs, read: downloads each wheel once, and keeps its sources.
 test-patch-points: install
@@ -81,13 +81,13 @@ test-triton: install
 
 # The real torch_npu over fakes of CANN: which calls reach a kernel of CANN, with the mode and without.
 NPU_FAKE_CANN = .cache/npu-fake-cann
-$(NPU_FAKE_CANN)/installed: scripts/install_npu_fake_cann.sh tests/npu/fake_cann/libraries.py tests/npu/fake_cann/runtime.c
+$(NPU_FAKE_CANN)/installed: scripts/install_npu_fake_cann.sh tests/ascend/fake_cann/libraries.py tests/ascend/fake_cann/runtime.c
 	sh scripts/install_npu_fake_cann.sh $(NPU_FAKE_CANN) $(PYTHON)
 	touch $@
 
 test-npu-fake-cann: $(NPU_FAKE_CANN)/installed
 	NPU_FAKE_CANN=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH=$(NPU_FAKE_CANN)/cann PYTHONPATH=. \
-		$(NPU_FAKE_CANN)/bin/python -m pytest tests/npu/fake_cann
+		$(NPU_FAKE_CANN)/bin/python -m pytest tests/ascend/fake_cann
 
 # The documents and the pages with things to move, as files that can be opened or served: .cache/site/index.html.
 SITE_VENV ?= .venv-site

@@ -1,4 +1,4 @@
-"""Benchmark of the mean on an Ascend NPU, an NVIDIA GPU or a CPU: `python -m benchmarks.mean`. Values and bits first,
+"""Benchmark of the mean on whatever device is here, or a CPU: `python -m benchmarks.mean`. Values and bits first,
 then time.
 """
 
@@ -21,7 +21,7 @@ from benchmarks.timing import Timer
 from vllm_batch_invariant.compare import accuracy_comparison, bitwise_comparison
 from vllm_batch_invariant.ops import reduce
 from vllm_batch_invariant.ops.common.graph_timer import copies_beyond_cache
-from vllm_batch_invariant.ops.devices import DEVICES
+from vllm_batch_invariant.ops.devices import get, known
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPES = (
@@ -36,7 +36,7 @@ SHAPES = (
     ((8, 151_936), 1),
     ((8, 512, 4096), 1),
 )
-"""(shape, reduced dimension); the first is that of a published comparison on an NPU, 0.468 ms natively in fp32."""
+"""(shape, reduced dimension); the first is that of a published comparison, 0.468 ms natively in fp32 elsewhere."""
 PARTS = (1, 2, 3, 7, 16, 17, 64, 255)
 """Of how many entries the mean is compared with that of all."""
 _SAMPLES = 11
@@ -138,8 +138,7 @@ def _setting(device: str) -> Setting:
     if device == "cpu":
         return replace(here, gpu=platform.processor() or platform.machine())
     name = torch.get_device_module(device).get_device_name()
-    packages = ("torch-npu", "triton-ascend") if device == "npu" else ()
-    installed = case_text(**{package: version(package) for package in packages})
+    installed = case_text(**{package: version(package) for package in get(device).packages})
     return replace(here, gpu=name, versions=f"{here.versions} {installed}".strip())
 
 
@@ -150,7 +149,7 @@ def _cache_bytes(device: str) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    here = [device.type for device in reversed(DEVICES.values()) if device.is_present]
+    here = [device.type for device in reversed(known().values()) if device.is_present]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.mean",
         description="Check the values and bits of the mean, then time it. "

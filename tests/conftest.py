@@ -13,7 +13,7 @@ import torch
 
 from vllm_batch_invariant import envs
 
-_ON_AN_NPU = Path(__file__).parent / "npu" / "hardware"
+_ON_AN_NPU = Path(__file__).parent / "ascend" / "hardware"
 
 
 _OPS = Path(__file__).parent / "ops"

@@ -1,4 +1,4 @@
-"""What docs/contributing.md lists is enough: an operation and a device are added to a copy of the package, and work."""
+"""What docs/contributing.md lists is enough: an operation is added to a copy of the package, a device from outside."""
 
 import re
 import shutil
@@ -12,7 +12,7 @@ import pytest
 from scripts.import_graph import PACKAGE, imports
 
 ROOT = Path(__file__).parents[1]
-MOST = {"operation": 8, "device": 10}
+MOST = {"operation": 8, "device": 7}
 """Files to touch."""
 
 OPERATION = {
@@ -43,24 +43,61 @@ def largest(x):
 """,
 }
 DEVICE = {
-    "aten/newdevice.py": """
-from .overrides import OVERRIDES, DeviceOverrides
+    "toy_device/__init__.py": """
+from vllm_batch_invariant.ops.devices import Device
+
+DEVICE = Device(
+    "toy",
+    "PrivateUse1",
+    None,
+    False,
+    name="a toy",
+    title="Toy",
+    aten="toy_device.aten",
+    vllm="toy_device.vllm",
+    operations={"softmax": "toy_device.softmax", "norm": "toy_device.norm"},
+    reductions="toy_device.reductions",
+    coverage="toy_device.coverage",
+    install="install the toys",
+)
+""",
+    "toy_device/softmax.py": """
+def softmax(x, dim, *, dtype=None):
+    print("toy softmax of", list(x.shape))
+    return x
+""",
+    "toy_device/norm.py": """
+import no_such_library
+""",
+    "toy_device/reductions.py": """
+from vllm_batch_invariant.ops.softmax import SoftmaxReduction
+
+
+def softmax(length, dtype):
+    return SoftmaxReduction(length=length, dtype=dtype, exp="toy exp", lanes=3)
+""",
+    "toy_device/aten.py": """
+from vllm_batch_invariant.aten.overrides import OVERRIDES, DeviceOverrides
 
 DEVICE = DeviceOverrides(OVERRIDES)
 """,
-    "integration/devices/newdevice.py": """
-from ...ops.devices import DEVICES
-from .record import VllmDevice
+    "toy_device/vllm.py": """
+from vllm_batch_invariant.integration.devices.record import VllmDevice
 
-DEVICE = VllmDevice(
-    DEVICES["newdevice"], "vllm_batch_invariant.integration.attention_newdevice.Backend", ("NEW_ATTN",)
-)
+from . import DEVICE as TOY
+
+DEVICE = VllmDevice(TOY, "toy_device.attention.Backend", ("CUSTOM",), serving="Toys.")
 """,
-    "integration/attention_newdevice.py": """
-class Backend:
-    pass
+    "toy_device/coverage.py": """
+from vllm_batch_invariant.integration.feature import Feature
+
+COVERED = (Feature("Toy", "a test"),)
+REFUSED = (Feature("Toys with gadgets", "they rattle", "take them off", lambda config: config.gadget, ("toy",)),)
 """,
+    "toy_device-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: toy_device\nVersion: 1.0\n",
+    "toy_device-1.0.dist-info/entry_points.txt": "[vllm_batch_invariant.devices]\ntoy = toy_device:DEVICE\n",
 }
+"""A distribution as an installer leaves it."""
 
 
 def listed(what: str) -> list[str]:
@@ -87,11 +124,12 @@ def add(package: Path, files: dict[str, str], edits: dict[str, Callable[[str], s
         (package / name).write_text(edit(before))
 
 
-def run(package: Path, code: str) -> str:
+def run(folder: Path, code: str, *more: Path) -> str:
+    """What a process prints that imports from a folder, and from others."""
     result = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=package.parent,
-        env={"PYTHONPATH": str(package.parent), "PATH": "/usr/bin:/bin"},
+        cwd=folder,
+        env={"PYTHONPATH": ":".join(map(str, (folder, *more))), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
     )
@@ -111,7 +149,7 @@ def test_an_operation_needs_no_other_file_of_the_package(package: Path) -> None:
     }
     add(package, OPERATION, edits)
     code = "import torch; from vllm_batch_invariant.ops.largest import largest; print(largest(torch.eye(2)).tolist())"
-    assert run(package, code) == "[1.0, 1.0]"
+    assert run(package.parent, code) == "[1.0, 1.0]"
     found = imports(package)
     assert found[f"{PACKAGE}.ops.largest"] == {f"{PACKAGE}.ops.dispatch"}
     named = {name.replace("<operation>", "largest").removeprefix(f"{PACKAGE}/") for name in listed("operation")}
@@ -121,29 +159,89 @@ def test_an_operation_needs_no_other_file_of_the_package(package: Path) -> None:
 def test_an_operation_that_is_not_in_the_table_is_refused(package: Path) -> None:
     add(package, OPERATION, {})
     with pytest.raises(AssertionError, match=r"NotCovered: .*largest"):
-        run(package, "import torch; from vllm_batch_invariant.ops.largest import largest; largest(torch.eye(2))")
+        run(package.parent, "import torch; from vllm_batch_invariant.ops.largest import largest; largest(torch.eye(2))")
 
 
-def test_a_device_needs_no_other_file_of_the_package(package: Path) -> None:
-    pytest.importorskip("vllm")
-    edits = {
-        "ops/devices.py": lambda text: text.replace(
-            '        Device("npu"', '        Device("newdevice", "PrivateUse1", "triton", True),\n        Device("npu"'
-        ),
-        "ops/dispatch.py": lambda text: text.replace(
-            "in device_types\n}", 'in device_types\n} | {("norm", "float", "newdevice"): ".norm.cpu"}'
-        ),
-        "ops/attention/reduction.py": lambda text: text.replace(
-            "_FASTEST = {", '_FASTEST = {\n    "newdevice": {"auto": AttentionReduction(512)},'
-        ),
-    }  # fmt: skip
-    add(package, DEVICE, edits)
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    """Where the distribution is installed."""
+    add(tmp_path, DEVICE, {})
+    return tmp_path
+
+
+def test_a_device_from_outside_serves_what_it_has_and_is_refused_the_rest_by_name(toy: Path) -> None:
     code = """
-from vllm_batch_invariant.integration import devices
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+_setup_privateuseone_for_python_backend("toy")
+from vllm_batch_invariant import batch_invariant_mode
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops import linear, softmax
 from vllm_batch_invariant.ops.dispatch import module_for
-device = devices.get("newdevice")
-print(device.backend.__name__, device.attention_reduction().split_size, module_for("norm", "newdevice").__name__)
+from vllm_batch_invariant.ops.norm import NormReduction
+
+x = torch._C._acc.create_empty_tensor((2, 3), torch.float32)
+softmax.softmax(x)
+with batch_invariant_mode(), torch.inference_mode():
+    torch.softmax(x, -1)
+print(softmax.SoftmaxReduction.of_device("toy", 8, x.dtype).exp)
+for call in (
+    lambda: module_for("linear", "toy"),
+    lambda: module_for("softmax", "xpu"),
+    lambda: module_for("norm", "toy"),
+    lambda: linear.LinearReduction.of_device("toy", 8, 8, x.dtype),
+):
+    try:
+        call()
+    except NotCovered as refusal:
+        print(refusal)
 """
-    assert run(package, code).splitlines()[-1] == f"Backend 512 {PACKAGE}.ops.norm.cpu"
-    named = {name.replace("<device>", "newdevice").removeprefix(f"{PACKAGE}/") for name in listed("device")}
-    assert {*DEVICE, *edits} <= named
+    printed = run(toy, code, ROOT).splitlines()
+    assert printed[:3] == ["toy softmax of [2, 3]", "toy softmax of [2, 3]", "toy exp"]
+    refused = [line.removeprefix("batch-invariant mode does not cover ") for line in printed[3:]]
+    assert refused[0].startswith("linear on device 'toy': this version implements it for cpu, cuda, ")
+    assert re.match(
+        r"softmax on device 'xpu': this version implements it for cpu, cuda, (\w+, )*toy only; ", refused[1]
+    )
+    assert refused[2] == "norm on device 'toy': the package 'no_such_library' is not installed; install the toys."
+    assert refused[3].startswith("linear on device 'toy': it has no reduction there; ")
+
+
+def test_the_gate_knows_a_device_from_outside(toy: Path) -> None:
+    pytest.importorskip("vllm")
+    code = """
+from types import SimpleNamespace
+from vllm_batch_invariant.integration import coverage, devices
+
+toy = SimpleNamespace(device_type="toy")
+print(devices.of_config(SimpleNamespace(device_config=toy)).summary(())[1])
+print(coverage.markdown())
+config = SimpleNamespace(
+    device_config=toy,
+    speculative_config=object(),
+    reasoning_config=object(),
+    model_config=SimpleNamespace(is_moe=True, runner_type="pooling"),
+    gadget="gadgets",
+)
+for feature in coverage.REFUSED:
+    try:
+        print("found:", feature.found(config))
+    except AttributeError:
+        pass
+"""
+    printed = run(toy, code, ROOT).splitlines()
+    assert printed[0].startswith("Toys. ")
+    assert "| Toy | a test |" in printed
+    assert "| Toys with gadgets | they rattle | take them off |" in printed
+    found = {line.removeprefix("found: ") for line in printed if line.startswith("found: ")}
+    assert found - {"None"} >= {
+        *("speculative decoding", "mixture of experts", "a reasoning configuration"),
+        *("the pooling runner on a toy", "gadgets"),
+    }
+
+
+def test_the_files_of_a_device_are_those_that_are_listed() -> None:
+    named = {name.replace("<package>", "toy_device").replace("<operation>", "softmax") for name in listed("device")}
+    written = {name for name in DEVICE if name.startswith("toy_device/")} - {"toy_device/norm.py"}
+    assert written | {"pyproject.toml"} == named

@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "batch_invariant_ops": {"aten", "ops"},
     "provenance": {"ops", "sources", "version"},
     "integration": {"ops", "aten", "provenance", "envs", "errors", "installing", "seeds", "version"},
+    "ascend": {"ops", "aten", "integration", "envs", "errors", "sources"},
     "hf": {"ops", "aten", "integration", "provenance", "envs", "errors", "installing"},
     "trl": {"hf", "integration", "envs", "errors", "installing", "seeds"},
     "verl": {"hf", "errors", "seeds"},
@@ -54,6 +55,7 @@ MAY_IMPORT = {
 
 IMPORT_VLLM = (
     "integration",
+    "ascend.integration",
     "serve",
     "verify.harness.engine",
     "verify.harness.worker_main",
@@ -63,8 +65,11 @@ IMPORT_VLLM = (
 )
 """Modules, and packages of them, that may import vLLM."""
 
-DEVICES = ("cpu", "cuda", "npu", "sm90")
+DEVICES = ("cpu", "cuda", "sm90")
 """How an implementation's module or package is called, alone or at the beginning of its name."""
+
+ROOMS_OF_DEVICES = ("ascend",)
+"""Rooms that are for one device alone; no other room may import them."""
 
 
 def wrong_rooms(graph: Graph) -> list[str]:
@@ -88,6 +93,8 @@ def vllm_where_it_must_not_be(graph: Graph) -> list[str]:
 def device_of(module: str) -> str | None:
     """Which device a module of an operation implements; None if it is for none or all."""
     room, *parts = module.split(".")[1:] or [module]
+    if room in ROOMS_OF_DEVICES:
+        return room
     found = [device for part in parts[1:] for device in DEVICES if part == device or part.startswith(f"{device}_")]
     return {"sm90": "cuda"}.get(found[0], found[0]) if found and room == "ops" else None
 
@@ -157,11 +164,13 @@ def test_no_two_modules_need_each_other() -> None:
     ("module", "line", "check"),
     [
         ("ops/norm/cpu.py", "from ...integration import patch_points", wrong_rooms),
-        ("aten/npu.py", "import vllm_batch_invariant.hf.norm", wrong_rooms),
+        ("ascend/aten.py", "import vllm_batch_invariant.hf.norm", wrong_rooms),
+        ("integration/endpoint.py", "from ..ascend import DEVICE", wrong_rooms),
         ("integration/endpoint.py", "def late():\n    from ..verify import outcome", wrong_rooms),
         ("ops/softmax/cuda.py", "from .cpu import softmax", mixed_devices),
         ("ops/attention/cuda.py", "from . import cpu_kernel", mixed_devices),
-        ("aten/overrides.py", "def late():\n    from . import npu", cycles),
+        ("ascend/ops/linear.py", "from ...ops.linear import cuda", mixed_devices),
+        ("aten/overrides.py", "def late():\n    from . import cpu", cycles),
         ("integration/patch_points.py", "from .install import check", cycles),
     ],
 )

@@ -28,7 +28,7 @@ def test_sources_that_decide_bits_do_not_change_without_a_word() -> None:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(OPS, tmp_path / "ops"))
+    return Path(shutil.copytree(OPS.parent, tmp_path / "package")) / "ops"
 
 
 @cache
@@ -51,7 +51,7 @@ def changed(copy: Path, file: str, before: str, after: str) -> dict[str, set[str
     ("file", "before", "after", "devices"),
     [
         ("attention/reduction.py", "= 256", "= 128", {"attention": {"cpu", "cuda"}}),
-        ("common/row_reduction.py", "LANES = 64", "LANES = 32", {"common": {"cpu", "cuda", "npu"}}),
+        ("common/row_reduction.py", "LANES = 64", "LANES = 32", {"common": {*bit_sources.DEVICES}}),
         ("common/rows.py", "import torch", "import torch\nLANES = 32", {}),
         ("common/numba_math.py", "@njit", "@njit(fastmath=True)", {"common": {"cpu"}}),
         ("softmax/cuda.py", "def _", "def _another", {"softmax": {"cuda"}}),

@@ -68,13 +68,6 @@ def test_a_text_model_is_not_asked_for_what_only_multimodal_ones_have() -> None:
             {"architecture": "OPTForCausalLM", "hf_text_config": None, "dtype": "bfloat16", "tensor_parallel_size": 1},
             "the model OPTForCausalLM in exact arithmetic",
         ),
-        ("Exact arithmetic on an NPU", {}, f"{ARITHMETIC.name}=exact"),
-        (
-            "Thinking budgets and reasoning parsers on an NPU",
-            {"reasoning_config": object()},
-            "a reasoning configuration",
-        ),
-        ("Ascend: multimodal models, also as text", {"is_multimodal_model": True}, "multimodal models on an NPU"),
     ],
 )
 def test_a_row_names_what_it_finds(
@@ -90,8 +83,8 @@ def test_a_row_names_what_it_finds(
 @pytest.mark.parametrize(
     ("device", "chosen", "is_refused"),
     [
-        *(("cpu", "triton", True), ("cuda", "numba", True), ("npu", "triton", True)),
-        *((device, chosen, False) for device in ("cpu", "cuda", "npu") for chosen in ("auto", "flex")),
+        *(("cpu", "triton", True), ("cuda", "numba", True)),
+        *((device, chosen, False) for device in ("cpu", "cuda") for chosen in ("auto", "flex")),
         *(("cpu", "numba", False), ("cuda", "triton", False)),
     ],
 )
@@ -206,7 +199,6 @@ def output_config(**changes: Any) -> Any:
         ({"experts": False, "mask": True}, "0.33.1", None),
         ({"mask": True}, "0.33.0", None),
         ({"device": "cpu"}, "0.32.0", "--enable-return-routed-experts on a CPU"),
-        ({"device": "npu", "experts": False, "mask": True}, "0.26.0", "--return-sampling-mask on an NPU"),
         ({"stages": 2}, "0.33.0", "--enable-return-routed-experts with pipeline stages"),
         ({"second": False}, "0.33.0", "--enable-return-routed-experts by vLLM's first model runner"),
         ({"speculation": object()}, "0.33.0", "--enable-return-routed-experts beside speculative decoding"),
@@ -257,7 +249,6 @@ def refusals_of_pooling(device: str = "cpu", version: str = "0.32.0", **changes:
         ({"runner_type": "render"}, ["the render runner"]),
         ({"version": "0.26.0"}, ["the pooling runner with vLLM 0.26.0"]),
         ({"device": "cuda", "version": "0.32.0"}, ["the pooling runner with vLLM 0.32.0"]),
-        ({"device": "npu"}, ["the pooling runner on an NPU"]),
         ({"attn_type": "encoder_only"}, ["attention of the kind encoder_only"]),
         ({"score_type": "late-interaction"}, ["scores of late interaction"]),
         ({"pipeline_parallel_size": 2}, ["a pooling model with pipeline parallelism 2"]),

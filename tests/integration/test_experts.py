@@ -308,7 +308,6 @@ def test_a_model_without_experts_tells_none(method: Any) -> None:
         ("cpu", "0.32.0", []),
         ("cuda", "0.33.0", []),
         ("cuda", "0.32.0", ["mixture of experts with vLLM 0.32.0"]),
-        ("npu", "0.26.0", ["mixture of experts"]),
     ],
 )
 def test_where_mixtures_of_experts_are_refused(

@@ -94,7 +94,6 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
             ["data parallelism by the executor external_launcher"],
         ),
         (TWO_ENGINES, []),
-        (TWO_ENGINES | {"device": "npu"}, ["data parallelism 2"]),
         (TWO_ENGINES | {"device": "cuda"}, []),
         (TWO_ENGINES | TWO_GPUS, []),
         (TWO_ENGINES | {"is_moe": True}, ["data parallelism 2 of a mixture of experts"]),
@@ -186,4 +185,3 @@ def test_what_no_gpu_has_run_starts_if_asked_for(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(UNTRIED.name, "1")
     assert refused(tensor_parallel_size=4, device="cuda") == []
     assert refused(tensor_parallel_size=3, device="cuda") == ["tensor parallelism 3"]
-    assert refused(tensor_parallel_size=4, device="npu") == ["tensor parallelism 4"]

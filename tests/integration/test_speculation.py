@@ -301,7 +301,6 @@ def test_tokens_behind_a_stop_string_and_their_logprobs_are_dropped() -> None:
         ("dspark", "cuda", "auto", ["speculative decoding with dspark"]),
         ("extract_hidden_states", "cuda", "auto", ["speculative decoding with extract_hidden_states"]),
         ("a later one", "cpu", "auto", ["speculative decoding with a later one"]),
-        ("ngram", "npu", "auto", ["speculative decoding"]),
         ("ngram", "cuda", "auto", []),
         ("ngram", "cuda", "flex", ["speculative decoding beside FlexAttention"]),
     ],

@@ -82,12 +82,6 @@ def test_what_is_covered_or_not_known_is_left_to_the_engine(config: dict[str, An
     check_folder("cpu", config)
 
 
-def test_heads_of_an_npu_are_other_ones() -> None:
-    check_folder("npu", SMALL_HEADS)
-    with pytest.raises(NotCovered, match="attention heads of size 32"):
-        check_folder("cuda", SMALL_HEADS)
-
-
 @pytest.mark.parametrize(
     ("installed", "device"),
     [

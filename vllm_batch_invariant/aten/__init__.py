@@ -16,7 +16,7 @@ import torch
 
 from ..errors import NotCovered
 from ..ops.common import native_kernels
-from ..ops.devices import DEVICES
+from ..ops.devices import known
 from .overrides import COMPOSITIONS
 
 
@@ -49,7 +49,7 @@ def enable_batch_invariant_mode(external_ops: Iterable[str] = ()) -> None:
     left to replace.
 
     Args:
-        external_ops: operators that another library has made batch-invariant on NPUs, and that are left to it.
+        external_ops: operators that another library has made batch-invariant on a device, and that are left to it.
 
     Raises:
         NotCovered: there is nothing but a CPU, and not the package that compiles its kernels.
@@ -57,16 +57,15 @@ def enable_batch_invariant_mode(external_ops: Iterable[str] = ()) -> None:
     global _enabled
     if _enabled is not None:
         return
-    _check_packages({device.type for device in DEVICES.values() if device.is_present})
+    devices = [device for device in known().values() if device.is_present]
+    _check_packages({device.type for device in devices})
     external_ops = frozenset(external_ops)
     library = torch.library.Library("aten", "IMPL")
     others = ExitStack()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-        for device in DEVICES.values():
-            if not device.is_present:
-                continue
-            overrides = import_module(f".{device.type}", __package__).DEVICE
+        for device in devices:
+            overrides = import_module(device.aten).DEVICE
             for name in overrides.operators:
                 native_kernels.keep(name, device.dispatch_key)
             for operator, function in overrides.registrations(external_ops):

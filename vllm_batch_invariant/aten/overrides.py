@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ..ops import devices
 from ..ops.common import native_kernels
-from ..ops.devices import DEVICES
 from ..ops.dispatch import module_for
 
 Tensor = torch.Tensor
@@ -218,7 +218,7 @@ def mean_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 
 def _softmax_module(x: Tensor) -> ModuleType | None:
     """The operation, or None for a dtype that PyTorch's row-wise kernel serves."""
-    by_pytorch = x.dtype == torch.float64 and DEVICES[x.device.type].exact_fp64_softmax
+    by_pytorch = x.dtype == torch.float64 and devices.get(x.device.type).exact_fp64_softmax
     return None if by_pytorch or is_exact(x) else module_for("softmax", x.device.type)
 
 
@@ -377,7 +377,7 @@ def _nothing(external_ops: frozenset[str]) -> AbstractContextManager[None]:  # n
 
 @dataclass(frozen=True)
 class DeviceOverrides:
-    """What the mode replaces on one device type; the module of the type's name in this package has it as ``DEVICE``.
+    """What the mode replaces on one device type; the module that the device's record names has it as ``DEVICE``.
 
     Attributes:
         operators: those of which every form is replaced.

@@ -287,6 +287,6 @@ FURTHER: dict[str, Callable[..., Tensor]] = {
     "norm.ScalarOpt_dtype": norm,
     **({"linalg__powsum": powsum} if hasattr(torch.ops.aten, "linalg__powsum") else {}),
 }
-"""The same for operators that an NPU refuses."""
+"""The same for operators that a device may refuse instead."""
 AUTOGRAD: dict[str, Callable[..., Tensor]] = {"prod": prod_all, "prod.dim_int": prod, "cumprod": cumprod}
 """Those of them whose gradient is replaced, too."""

@@ -1,8 +1,8 @@
 """What the mode covers, as one table: the start-up check runs it, the command line and docs/coverage.md print it."""
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from importlib import import_module
 from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +10,9 @@ from typing import Any
 from .. import envs
 from ..errors import NotCovered
 from ..ops import exact
-from ..ops.devices import DEVICES
+from ..ops.devices import joined, known
 from . import devices, patch_points, reviews, tensor_tree
-from .ascend.library import attention_library
-
-Config = Any
-"""A VllmConfig, or a part of it; vLLM is not imported to describe it."""
+from .feature import Config, Feature
 
 TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
 EMBEDDINGS, RUNNER = "--enable-prompt-embeds", "VLLM_USE_V2_MODEL_RUNNER"
@@ -31,32 +28,6 @@ CORES = "VLLM_CPU_OMP_THREADS_BIND"
 """vLLM's variable of the cores that each worker on a CPU has."""
 LOGITS_PROCESSORS = "vllm.logits_processors"
 """The group of entry points whose logits processors vLLM loads without being told to."""
-
-
-@dataclass(frozen=True)
-class Feature:
-    """One row of the table.
-
-    Attributes:
-        name: what a user calls it.
-        note: what is covered, or why it is not.
-        remedy: what to do when it is refused; None means that it is covered.
-        used: finds the feature in a configuration and names what it found; None if the feature is not in use.
-        devices: the device types that it is refused on; None for all.
-        arguments: of ``vllm serve``, and variables, that it is about, as far as the fuzzer draws them: it asks the row.
-    """
-
-    name: str
-    note: str
-    remedy: str | None = None
-    used: Callable[[Config], str | None] | None = None
-    devices: tuple[str, ...] | None = None
-    arguments: tuple[str, ...] = ()
-
-    def found(self, config: Config) -> str | None:
-        """What is found of the feature in a configuration, by name; None if it is not in use."""
-        concerned = self.devices is None or config.device_config.device_type in self.devices
-        return self.used(config) if self.used and concerned else None
 
 
 def _when(condition: object, found: str) -> str | None:
@@ -84,8 +55,8 @@ def _attention_backend(config: Config) -> str | None:
 
 
 def _attention_of_another_device(config: Config) -> str | None:
-    chosen, own = envs.ATTENTION.read(), DEVICES[config.device_config.device_type].attention
-    others = {device.attention for device in DEVICES.values()} - {own}
+    chosen, own = envs.ATTENTION.read(), known()[config.device_config.device_type].attention
+    others = {device.attention for device in known().values()} - {own}
     return _when(chosen in others, f"{envs.ATTENTION.name}={chosen}")
 
 
@@ -96,7 +67,8 @@ def _tensor_parallelism(config: Config) -> str | None:
 
 
 def _tree(config: Config) -> str | None:
-    return _when(tensor_tree.leaves() > 1, f"{envs.TP_TREE.name}={tensor_tree.leaves()}")
+    missing = tensor_tree.leaves() > 1 and not devices.of_config(config).has_tree
+    return _when(missing, f"{envs.TP_TREE.name}={tensor_tree.leaves()}")
 
 
 def _tree_of_fewer_leaves(config: Config) -> str | None:
@@ -258,12 +230,12 @@ def _outputs_beside_tokens(config: Config) -> str | None:
     on = [option for option, holder in asked.items() if getattr(holder, option.strip("-").replace("-", "_"), False)]
     if not on:
         return None
-    device, version = devices.of_config(config).ops.type, patch_points.installed_version()
+    ops, version = devices.of_config(config).ops, patch_points.installed_version()
     found = {
-        {"cpu": "on a CPU", "npu": "on an NPU"}.get(device, ""): device != "cuda",
+        f"on {ops.name}": ops.type != "cuda",
         "with pipeline stages": config.parallel_config.pipeline_parallel_size > 1,
         f"with vLLM {version}": not version.startswith(RAN.on_gpus),
-        "by vLLM's first model runner": device == "cuda" and not config.use_v2_model_runner,
+        "by vLLM's first model runner": ops.type == "cuda" and not config.use_v2_model_runner,
         "beside speculative decoding": config.speculative_config is not None,
         "in exact arithmetic": devices.of_config(config).is_exact,
     }
@@ -283,12 +255,12 @@ def _other_runner(config: Config) -> str | None:
 def _pooling_elsewhere(config: Config) -> str | None:
     if not _pools(config):
         return None
-    device, version = devices.of_config(config).ops.type, patch_points.installed_version()
-    if device not in RAN.pooling:
-        return "the pooling runner on an NPU"
-    if not version.startswith(RAN.pooling[device]):
+    ops, version = devices.of_config(config).ops, patch_points.installed_version()
+    if ops.type not in RAN.pooling:
+        return f"the pooling runner on {ops.name}"
+    if not version.startswith(RAN.pooling[ops.type]):
         return f"the pooling runner with vLLM {version}"
-    experts = device == "cuda" and config.model_config.is_moe and not envs.starts_untried()
+    experts = ops.type == "cuda" and config.model_config.is_moe and not envs.starts_untried()
     return _when(experts, "a mixture of experts that pools on a GPU")
 
 
@@ -384,10 +356,6 @@ def _both_directions(config: Config) -> str | None:
     )
 
 
-def _multimodal_on_an_npu(config: Config) -> str | None:
-    return _when(config.model_config.is_multimodal_model, "multimodal models on an NPU")
-
-
 def _experts(config: Config) -> str | None:
     missing = config.model_config.is_moe and not devices.of_config(config).has_experts
     return _when(missing, "mixture of experts")
@@ -414,7 +382,8 @@ def _moving_experts(config: Config) -> str | None:
 
 
 def _speculation(config: Config) -> str | None:
-    return _when(config.speculative_config, "speculative decoding")
+    missing = not devices.of_config(config).has_speculation and config.speculative_config
+    return _when(missing, "speculative decoding")
 
 
 def _speculation_by_flex(config: Config) -> str | None:
@@ -424,11 +393,10 @@ def _speculation_by_flex(config: Config) -> str | None:
 
 
 def _drafter(config: Config) -> str | None:
-    speculation = config.speculative_config
-    on = devices.of_config(config).ops.type
-    if not speculation or on == "npu":  # where all are refused
+    speculation, device = config.speculative_config, devices.of_config(config)
+    if not speculation or not device.has_speculation:  # where all are refused
         return None
-    method = speculation.method
+    method, on = speculation.method, device.ops.type
     if on not in RAN.drafters.get(method, ()):
         where = f" on a {'GPU' if on == 'cuda' else 'CPU'}" if method in RAN.drafters else ""
         return f"speculative decoding with {method}{where}"
@@ -442,6 +410,10 @@ def _drafter(config: Config) -> str | None:
 
 def _thinking_budgets(config: Config) -> str | None:
     return _when(getattr(config, "reasoning_config", None), "a reasoning configuration")
+
+
+def _thoughts_elsewhere(config: Config) -> str | None:
+    return None if devices.of_config(config).has_thinking_budgets else _thinking_budgets(config)
 
 
 def _thoughts_beside_drafts(config: Config) -> str | None:
@@ -477,7 +449,8 @@ def _inexact(config: Config) -> str | None:
 
 
 def _exact_elsewhere(config: Config) -> str | None:
-    return _when(devices.of_config(config).is_exact, f"{envs.ARITHMETIC.name}=exact")
+    device = devices.of_config(config)
+    return _when(device.is_exact and not device.has_exact_kernels, f"{envs.ARITHMETIC.name}=exact")
 
 
 def _exact_by_other_samplers(config: Config) -> str | None:
@@ -497,16 +470,10 @@ def _exact_parts_of_pages(config: Config) -> str | None:
     return _when(is_exact and unit is not None, f"--prefix-match-unit {unit} in exact arithmetic")
 
 
-def _npu_attention(config: Config) -> str | None:
-    return _when(attention_library() is None, "attention on an NPU as it is installed here")
-
-
-def _chunked_prefill(config: Config) -> str | None:
-    return _when(config.scheduler_config.enable_chunked_prefill, "chunked prefill on an NPU")
-
-
-def _prefix_caching(config: Config) -> str | None:
-    return _when(config.cache_config.enable_prefix_caching, "prefix caching on an NPU")
+def _of_joined(table: str) -> list[Feature]:
+    """Rows of a table for one device alone, which devices that joined bring."""
+    modules = (import_module(device.coverage) for device in joined().values() if device.coverage)
+    return [feature for module in modules for feature in getattr(module, table)]
 
 
 COVERED = (
@@ -515,7 +482,7 @@ COVERED = (
         "CPU. NVIDIA GPUs of compute capability 9.0 (run on an H100 and an H200), 8.0, 8.6, 8.9, 10.0, 10.3 and 12.0 "
         "(kernels compiled, never run): CUDA graphs, layers not compiled",
     ),
-    Feature("Ascend NPU", "compiled and simulated, never run on hardware"),
+    *_of_joined("COVERED"),
     Feature(
         "Models", "decoder-only text models with dense attention: Llama, Qwen2, Qwen3, Mistral, Gemma, Phi and the like"
     ),
@@ -603,7 +570,7 @@ REFUSED = (
         _attention_of_another_device,
     ),
     Feature(
-        "Tensor parallelism on an NPU, and of other sizes",
+        "Tensor parallelism of other sizes, and on other devices than CPUs and GPUs",
         "the mode has not been run with so many workers there",
         "pass --tensor-parallel-size 2 on GPUs, 2, 4 or 8 on a CPU, or 1",
         _tensor_parallelism,
@@ -620,11 +587,10 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, envs.TP_TREE.name),
     ),
     Feature(
-        "`VLLM_BATCH_INVARIANT_TP_TREE` on an NPU",
+        "`VLLM_BATCH_INVARIANT_TP_TREE` on other devices than CPUs and GPUs",
         "no kernel adds K in leaves there",
         "leave it out",
         _tree,
-        ("npu",),
         arguments=(envs.TP_TREE.name,),
     ),
     Feature(
@@ -635,11 +601,10 @@ REFUSED = (
         arguments=(TENSOR, envs.TP_TREE.name),
     ),
     Feature(
-        "Exact arithmetic on an NPU",
+        "Exact arithmetic on other devices than CPUs and GPUs",
         "it has no kernels there",
         "leave VLLM_BATCH_INVARIANT_ARITHMETIC out",
         _exact_elsewhere,
-        ("npu",),
         arguments=(envs.ARITHMETIC.name,),
     ),
     Feature(
@@ -666,7 +631,7 @@ REFUSED = (
         arguments=(envs.ARITHMETIC.name, envs.TP_TREE.name),
     ),
     Feature(
-        "Pipeline parallelism on an NPU, of other sizes, and by an external launcher",
+        "Pipeline parallelism of other sizes, by an external launcher, and on other devices than CPUs and GPUs",
         "it has not been run with the mode",
         "leave --pipeline-parallel-size out, or pass 2, on a CPU also 4",
         _pipeline_parallelism,
@@ -680,7 +645,7 @@ REFUSED = (
         arguments=(PIPELINE, SPECULATION),
     ),
     Feature(
-        "Data parallelism on an NPU",
+        "Data parallelism on other devices than CPUs and GPUs",
         "it has not been run with the mode",
         "start a server for each engine",
         _data_parallelism,
@@ -755,11 +720,10 @@ REFUSED = (
         lambda config: _when(config.lora_config, "LoRA adapters"),
     ),
     Feature(
-        "Speculative decoding on an NPU",
+        "Speculative decoding on other devices than CPUs and GPUs",
         "steps of 1 + k tokens a request have not been run there",
         "leave --speculative-config out",
         _speculation,
-        ("npu",),
         arguments=(SPECULATION,),
     ),
     Feature(
@@ -786,18 +750,16 @@ REFUSED = (
         arguments=("--reasoning-config", SPECULATION),
     ),
     Feature(
-        "Thinking budgets and reasoning parsers on an NPU",
+        "Thinking budgets and reasoning parsers on other devices than CPUs and GPUs",
         "vLLM counts a thought anew where its request was preempted, and that is mended in its own runner alone",
         "leave --reasoning-config and --reasoning-parser out",
-        _thinking_budgets,
-        ("npu",),
+        _thoughts_elsewhere,
     ),
     Feature(
-        "Mixture of experts on an NPU",
+        "Mixture of experts on other devices than CPUs and GPUs",
         "it has no kernels there",
         "serve a dense model",
         _experts,
-        ("npu",),
     ),
     Feature(
         "Mixture of experts on a GPU before vLLM 0.33",
@@ -889,7 +851,7 @@ REFUSED = (
         _other_runner,
     ),
     Feature(
-        "Pooling with another vLLM than 0.32 on a CPU and 0.33 on a GPU, on an NPU; experts that pool on a GPU",
+        "Pooling with another vLLM than 0.32 on a CPU and 0.33 on a GPU, on other devices; experts that pool on a GPU",
         "its poolers have not been run there to the end",
         "serve it on a CPU with vLLM 0.32; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on a GPU with vLLM 0.33",
         _pooling_elsewhere,
@@ -962,35 +924,7 @@ REFUSED = (
         "leave --logits-processors out, uninstall packages that bring some",
         _logits_processors,
     ),
-    Feature(
-        "Ascend: attention without a library for it",
-        "vllm-ascend's kernel splits keys by the batch, and neither batch_invariant_ops (AscendC) nor "
-        "flash_attn_npu_v3 is installed",
-        "install one of them",
-        _npu_attention,
-        ("npu",),
-    ),
-    Feature(
-        "Ascend: multimodal models, also as text",
-        "their rotary embedding has not been proven there",
-        "serve a text model",
-        _multimodal_on_an_npu,
-        ("npu",),
-    ),
-    Feature(
-        "Ascend: chunked prefill",
-        "it has not been proven there that a chunk of any size gives the same bits",
-        "pass --no-enable-chunked-prefill",
-        _chunked_prefill,
-        ("npu",),
-    ),
-    Feature(
-        "Ascend: prefix caching",
-        "it has not been proven there that a warm and a cold cache give the same bits",
-        "pass --no-enable-prefix-caching",
-        _prefix_caching,
-        ("npu",),
-    ),
+    *_of_joined("REFUSED"),
 )
 """What the start-up check refuses by name. Beside it a setting that nobody has reviewed (``reviews/``), and a layer of
 an unknown kind (``layers.py``), is refused.
@@ -1001,7 +935,7 @@ def check_device(device_type: str) -> None:
     """Refuse a device that has no implementation.
 
     Raises:
-        NotCovered: anything but a CPU, an NVIDIA GPU or an Ascend NPU.
+        NotCovered: anything but a CPU, an NVIDIA GPU or a device that joined.
     """
     devices.get(device_type).check_build()
 

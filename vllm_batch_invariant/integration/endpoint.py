@@ -39,7 +39,7 @@ def _engine_info(worker: Any, device: Any) -> dict[str, Any]:
 
     config, model = worker.vllm_config, worker.vllm_config.model_config
     found = versions(patch_points.installed_version())
-    if device.ops.attention is None:  # an NPU: some of its operations are not ours
+    if device.ops.attention is None:  # some of its operations are not ours
         return asdict(Environment(mode=True, versions=found))
     chosen = envs.ATTENTION.read()
     return asdict(

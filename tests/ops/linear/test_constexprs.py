@@ -13,7 +13,7 @@ from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, NarrowTile, T
 pytest.importorskip("triton")
 
 from vllm_batch_invariant.ops.common.dependent_launch import LaunchSchedule
-from vllm_batch_invariant.ops.linear import npu, sm90_kernel, triton_kernels
+from vllm_batch_invariant.ops.linear import sm90_kernel, triton_kernels
 from vllm_batch_invariant.ops.linear.problem import GemmProblem
 
 KERNELS = {
@@ -42,12 +42,6 @@ def test_every_constexpr_is_a_field_of_the_reduction_the_schedule_or_the_problem
     assert {"block_m", "block_n", "block_k", "accumulate"} <= found
 
 
-def test_every_constexpr_on_an_npu_is_a_field_of_the_reduction_or_the_problem() -> None:
-    found = constexprs(npu._gemm_kernel)
-    assert found <= names(LinearReduction, GemmProblem)
-    assert {"block_m", "block_n", "k_step", "precision"} <= found
-
-
 def test_no_schedule_has_a_field_of_the_reductions_on_its_gpu() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         reduction = LinearReduction.of_device("cuda", 8, 16, dtype)
@@ -65,10 +59,10 @@ def test_a_tile_holds_whole_steps_of_the_sequential_accumulation(dtype: torch.dt
 
 
 def test_a_reduction_names_what_is_in_force_on_each_device() -> None:
-    def said(device_type: str, dtype: torch.dtype, n: int = 40) -> dict[str, Any]:
-        reduction = LinearReduction.of_device(device_type, n, 96, dtype)
+    def said(device_type: str, dtype: torch.dtype) -> dict[str, Any]:
+        reduction = LinearReduction.of_device(device_type, 40, 96, dtype)
         found = {field.name: getattr(reduction, field.name) for field in fields(reduction)}
-        assert (found.pop("n"), found.pop("k"), found.pop("dtype"), found.pop("leaves")) == (n, 96, dtype, 1)
+        assert (found.pop("n"), found.pop("k"), found.pop("dtype"), found.pop("leaves")) == (40, 96, dtype, 1)
         return {name: value for name, value in found.items() if value is not None}
 
     fp32 = {"accumulate": torch.float32}
@@ -77,6 +71,3 @@ def test_a_reduction_names_what_is_in_force_on_each_device() -> None:
     assert said("cuda", torch.float32) == fp32 | fused | {"k_step": 1}
     assert said("cuda", torch.float64) == {"accumulate": torch.float64} | fused
     assert said("cpu", torch.float16) == fp32 | {"block_m": 32, "alignment": 64, "threads": torch.get_num_threads()}
-    npu_tile = {"precision": "ieee", "k_step": 128, "block_m": 128}
-    assert said("npu", torch.bfloat16) == fp32 | npu_tile | {"block_n": 128}
-    assert said("npu", torch.bfloat16, 8192) == fp32 | npu_tile | {"block_n": 256}

@@ -1,5 +1,5 @@
-"""The device types that the mode serves vLLM on: a record for each arithmetic, in the module of its name, imported when
-needed.
+"""The device types that the mode serves vLLM on: a record for each arithmetic, in the module that
+:mod:`~..ops.devices` names, imported when needed.
 """
 
 from dataclasses import replace
@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ... import envs
-from ...ops.devices import DEVICES
+from ...ops.devices import known
 from .refusal import not_covered
 
 if TYPE_CHECKING:
@@ -19,11 +19,11 @@ def get(device_type: str) -> "VllmDevice":
 
     Raises:
         BadSetting: another arithmetic than there is.
-        NotCovered: anything but a CPU, an NVIDIA GPU or an Ascend NPU.
+        NotCovered: anything but a CPU, an NVIDIA GPU or a device that joined.
     """
-    if device_type not in DEVICES:
+    if device_type not in known():
         raise not_covered(device_type)
-    module = import_module(f".{device_type}", __package__)
+    module = import_module(known()[device_type].vllm)
     if not envs.is_exact():
         return module.DEVICE
     return module.EXACT if hasattr(module, "EXACT") else replace(module.DEVICE, arithmetic="exact")

@@ -121,5 +121,8 @@ DEVICE = Cpu(
     pipeline_parallel_sizes=(2, 4),
     has_data_parallelism=True,
     has_experts=True,
+    has_speculation=True,
+    has_thinking_budgets=True,
+    has_tree=True,
 )
 EXACT = ExactCpu.of(DEVICE, "by numba and the BLAS")

@@ -193,5 +193,8 @@ DEVICE = Cuda(
     has_data_parallelism=True,
     data_parallel_sizes_of_experts=(2,),
     has_experts=True,
+    has_speculation=True,
+    has_thinking_budgets=True,
+    has_tree=True,
 )
 EXACT = ExactCuda.of(DEVICE, "by Triton")

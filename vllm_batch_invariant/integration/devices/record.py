@@ -1,9 +1,11 @@
-"""What vLLM needs on one device type, and how that is installed; the modules beside this one have a record each."""
+"""What vLLM needs on one device type, and how that is installed. The modules beside this one have a record each, and
+so has the module that the record of a device which joined names (:class:`~vllm_batch_invariant.ops.devices.Device`).
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from ... import envs
 from ...ops.attention import AttentionReduction
@@ -28,7 +30,8 @@ MODE_IS_ON = f"Batch-invariant mode is on (vllm-batch-invariant {__version__}); 
 
 @dataclass(frozen=True)
 class VllmDevice:
-    """A device type of vLLM. The methods are right for a device with vLLM's own worker; others override them.
+    """A device type of vLLM. The methods are right for a device with vLLM's own worker; others override them. What a
+    record does not say that the device has is refused on it.
 
     Attributes:
         ops: what operations know of it.
@@ -45,6 +48,9 @@ class VllmDevice:
         has_data_parallelism: whether several engines may serve one dense model.
         data_parallel_sizes_of_experts: numbers of engines above 1 that may share the experts of one model.
         has_experts: whether mixtures of experts are served.
+        has_speculation: whether drafts are verified.
+        has_thinking_budgets: whether a thought is counted as vLLM's own runner counts it, which the mode mends.
+        has_tree: whether K may be added in leaves.
         arithmetic: that its workers compute in.
     """
 
@@ -62,7 +68,11 @@ class VllmDevice:
     has_data_parallelism: bool = False
     data_parallel_sizes_of_experts: tuple[int, ...] = ()
     has_experts: bool = False
+    has_speculation: bool = False
+    has_thinking_budgets: bool = False
+    has_tree: bool = False
     arithmetic: str = "float"
+    has_exact_kernels: ClassVar[bool] = False
 
     def check_build(self) -> None:
         """Refuse a PyTorch that is built for another device of that name.
@@ -209,6 +219,8 @@ class VllmDevice:
 
 class ExactDevice(VllmDevice):
     """What differs where workers compute in exact arithmetic: the first base of a device's class for it."""
+
+    has_exact_kernels = True
 
     @classmethod
     def of(cls, device: VllmDevice, serving: str) -> Self:

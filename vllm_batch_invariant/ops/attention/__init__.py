@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...errors import NotCovered
-from ..devices import DEVICES
+from ..devices import known
 from .params import AttentionSpec, PagedAttention, PagedCache
 from .reduction import AttentionReduction
 
@@ -97,9 +97,10 @@ def paged_attention(
 def _implementation(name: str, device: str) -> ModuleType:
     if name not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"implementation must be 'auto' or one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
-    own = DEVICES[device].attention if device in DEVICES else None
+    devices = known()
+    own = devices[device].attention if device in devices else None
     chosen = own if name == "auto" else name
-    if chosen is None or (chosen != own and chosen in {other.attention for other in DEVICES.values()}):
+    if chosen is None or (chosen != own and chosen in {other.attention for other in devices.values()}):
         raise NotCovered(
             f"attention on device '{device}' by '{name}'",
             "there is no implementation for it",

@@ -8,7 +8,7 @@ from functools import cache, partial
 import torch
 
 from ...errors import NotCovered
-from ..devices import DEVICES
+from .. import devices
 
 
 @cache
@@ -30,7 +30,7 @@ def _absent(name: str, *args: object, **kwargs: object) -> torch.Tensor:  # noqa
 
 def kernel(name: str, tensor: torch.Tensor) -> Callable[..., torch.Tensor]:
     """The kernel of ``aten::name`` for the device of ``tensor``, below autograd."""
-    return keep(name, DEVICES[tensor.device.type].dispatch_key)
+    return keep(name, devices.get(tensor.device.type).dispatch_key)
 
 
 def exists(qualified: str, key: str) -> bool:

@@ -13,12 +13,7 @@ REDUCTIONS_KEPT = 1 << 12
 """How many reductions an operation remembers: a launch looks its own up and computes nothing."""
 _SMALLEST_GPU_BLOCK = 32
 _ELEMENTS_OF_A_WARP = 512
-_NPU_BLOCKS = (128, 512, 2048)
-_NPU_LARGEST_BLOCKS = {"sum": 8192, "softmax": 4096, "norm": 8192, "norm with residual": 4096}
-"""By kernel, the largest block with which it fits into the unified buffer (192 KiB) with room to load the next block
-meanwhile: with a residual, 8192 of fp32 fit only without that. tests/npu/offline asks the compiler.
-"""
-_EXP = {"cpu": "numba_math.exp32", "cuda": "triton.language.exp", "npu": "triton.language.exp"}
+_EXP = {"cpu": "numba_math.exp32", "cuda": "triton.language.exp"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +25,13 @@ class RowReduction:
     - GPU: element i is added to accumulator i % ``block``, ascending. Of the accumulators 8 adjacent ones are added by
       a tree, then those half a block apart until each thread has one, then those of a warp's lanes, then those of
       warps: so ``num_warps`` decides bits, too, and ``dtype``, which decides the lane that an element lies in.
-    - NPU: as on a GPU, without warps.
 
     Attributes:
         length: elements of the row.
         dtype: of the row as the kernel loads it.
         accumulate: the dtype of every addition.
         lanes: on a CPU, partial sums that walk the row side by side.
-        block: on a GPU and an NPU, elements that a program holds at a time.
+        block: on a GPU, elements that a program holds at a time.
         num_warps: on a GPU, warps that share a block.
         chunk: elements of the row that one program adds, counted from the row's start; None where it adds them all.
         enable_fp_fusion: on a GPU, whether the compiler may fuse a product with an addition, and round once. It would
@@ -72,11 +66,6 @@ def gpu_block(length: int, largest: int) -> int:
 def gpu_warps(block: int, fewest: int, most: int) -> int:
     """Warps for a block: one for every 512 elements, within bounds."""
     return min(max(block // _ELEMENTS_OF_A_WARP, fewest), most)
-
-
-def npu_block(length: int, kernel: str) -> int:
-    """The smallest block that holds ``length`` elements, or the largest one with which the kernel fits."""
-    return next((block for block in _NPU_BLOCKS if length <= block), _NPU_LARGEST_BLOCKS[kernel])
 
 
 def exp_of(device_type: str) -> str:

@@ -6,15 +6,13 @@ from functools import lru_cache, partial
 import torch
 
 from ..common.dtypes import accumulate
+from ..devices import reduction_of
 
 _accumulate = partial(accumulate, operation="a matmul")
 _CUDA_K_STEP = {torch.bfloat16: 16, torch.float16: 16, torch.float32: 1}
 _CUDA_K_STEP_IN_TF32 = 8
 _CPU_BLOCK_M = 32
 _CPU_ALIGNMENT = 64
-_NPU_BLOCK = 128
-_NPU_WIDE_BLOCK_N = 256
-_NPU_WIDE_N = 8192
 
 
 @dataclass(frozen=True)
@@ -31,8 +29,6 @@ class LinearReduction:
       of NVIDIA tensor cores" (arXiv:2512.07004).
     - On a CPU the order is what the BLAS does, running on ``threads``, for ``block_m`` rows and ``columns``, at
       addresses that are multiples of ``alignment``.
-    - On an NPU one accumulator an element adds K upwards in steps of ``k_step``. That tiles of other sizes give a row
-      the same bits is not known of the cube cores, so [``block_m``, ``block_n``] belongs here, too.
     """
 
     n: int
@@ -78,7 +74,8 @@ class LinearReduction:
         if device_type == "cuda":
             tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
             return _on_cuda(n, k, dtype, "tf32" if tf32 else "ieee", leaves)
-        return _on_npu(n, k, dtype) if device_type == "npu" else _on_cpu(n, k, dtype, torch.get_num_threads())
+        joined = reduction_of("linear", device_type)
+        return joined(n, k, dtype) if joined else _on_cpu(n, k, dtype, torch.get_num_threads())
 
 
 @lru_cache(maxsize=4096)
@@ -93,16 +90,4 @@ def _on_cuda(n: int, k: int, dtype: torch.dtype, precision: str, leaves: int) ->
 def _on_cpu(n: int, k: int, dtype: torch.dtype, threads: int) -> LinearReduction:
     return LinearReduction(
         n, k, dtype, _accumulate(dtype), block_m=_CPU_BLOCK_M, alignment=_CPU_ALIGNMENT, threads=threads
-    )
-
-
-@lru_cache(maxsize=4096)
-def _on_npu(n: int, k: int, dtype: torch.dtype) -> LinearReduction:
-    """Blocks of 128 rows also for one: a cube core multiplies a tile in about the time in which its share of the memory
-    bandwidth brings the weight's part of it (an estimate from data sheets). Wide tiles read the rows less often, and
-    narrow ones share a small weight among more cores.
-    """
-    block_n = _NPU_WIDE_BLOCK_N if n >= _NPU_WIDE_N else _NPU_BLOCK
-    return LinearReduction(
-        n, k, dtype, _accumulate(dtype), precision="ieee", k_step=_NPU_BLOCK, block_m=_NPU_BLOCK, block_n=block_n
     )

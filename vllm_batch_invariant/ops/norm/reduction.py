@@ -6,7 +6,8 @@ from typing import Any, Self
 
 import torch
 
-from ..common.row_reduction import LANES, REDUCTIONS_KEPT, RowReduction, gpu_block, gpu_warps, npu_block
+from ..common.row_reduction import LANES, REDUCTIONS_KEPT, RowReduction, gpu_block, gpu_warps
+from ..devices import reduction_of
 
 HEAD_SIZES = (64, 128, 256)
 """Lengths of rows that may be heads. On a GPU their squares are first added in pairs half a row apart: the elements
@@ -58,12 +59,12 @@ class NormReduction(RowReduction):
     @classmethod
     @lru_cache(REDUCTIONS_KEPT)
     def of_device(cls, device_type: str, length: int, dtype: torch.dtype, has_residual: bool = False) -> Self:
-        """The reduction of a row of ``length`` elements; only an NPU has another one with a residual."""
+        """The reduction of a row of ``length`` elements; only a device that joined may have another with a residual."""
+        if joined := reduction_of("norm", device_type):
+            return joined(length, dtype, has_residual)
         row = {"length": length, "dtype": dtype}
         if device_type == "cpu":
             return cls(**row, lanes=LANES)
-        if device_type == "npu":
-            return cls(**row, block=npu_block(length, "norm with residual" if has_residual else "norm"))
         block = gpu_block(length, _LARGEST_GPU_BLOCK)
         return cls(
             **row,

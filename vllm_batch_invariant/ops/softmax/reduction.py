@@ -14,8 +14,8 @@ from ..common.row_reduction import (
     gpu_block,
     gpu_warps,
     next_power_of_two,
-    npu_block,
 )
+from ..devices import reduction_of
 
 LONGEST_WHOLE = 1 << 14
 """Elements of the longest row that one program of a GPU holds."""
@@ -50,11 +50,11 @@ class SoftmaxReduction(RowReduction):
     @lru_cache(REDUCTIONS_KEPT)
     def of_device(cls, device_type: str, length: int, dtype: torch.dtype) -> Self:
         """The reduction of a row of ``length`` elements that are loaded as ``dtype``."""
+        if joined := reduction_of("softmax", device_type):
+            return joined(length, dtype)
         row = {"length": length, "dtype": dtype, "exp": exp_of(device_type)}
         if device_type == "cpu":
             return cls(**row, lanes=LANES)
-        if device_type == "npu":
-            return cls(**row, block=npu_block(length, "softmax"))
         if length <= LONGEST_WHOLE:
             block, chunk = gpu_block(length, LONGEST_WHOLE), None
         else:

@@ -119,12 +119,13 @@ def describe_engine(llm: Any) -> dict[str, Any]:
     from vllm.platforms import current_platform
 
     from ...integration import devices, patch_points
+    from ...ops.devices import known
     from ...provenance import versions
     from .mode import of_engine
 
     config = llm.llm_engine.vllm_config
     device_type, found = current_platform.device_type, versions(patch_points.installed_version())
-    device = devices.get(device_type) if device_type in devices.DEVICES else None
+    device = devices.get(device_type) if device_type in known() else None
     return {
         "mode": of_engine(),
         "context": config.model_config.max_model_len,
