@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import torch
 
 from vllm_batch_invariant.ops.common.rows import normalise_dims
+from vllm_batch_invariant.ops.reduce import composed
 
 Tensor = torch.Tensor
 CALLS: list[str] = []
@@ -48,7 +50,12 @@ FUNCTIONS: dict[str, dict[str, Callable[..., object]]] = {
         "softmax_backward": _gradient,
         "log_softmax_backward": _gradient,
     },
-    "reduce": {"sum": _reduced, "mean": _reduced},
+    "reduce": {
+        "sum": _reduced,
+        "mean": _reduced,
+        "sum_of": partial(composed.sum_of, _reduced),
+        "moments": partial(composed.moments, _reduced, _reduced),
+    },
 }
 
 
