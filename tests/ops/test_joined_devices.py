@@ -62,7 +62,6 @@ def test_a_device_without_reductions_has_none(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_devices_of_this_checkout_are_installed() -> None:
-    """Where this fails, the package was installed before a device joined it: make install."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]
     installed = {one.name: one.value for one in entry_points(group=GROUP)}
-    assert declared.items() <= installed.items()
+    assert declared.items() <= installed.items(), "installed before a device joined: make install"
