@@ -12,7 +12,7 @@ from benchmarks import moe, moe_variants
 from benchmarks.moe import Sweep
 from benchmarks.moe_cases import LAYERS, TOKENS, Inputs, MoeLayer, Provider, Weights
 from benchmarks.record import Setting
-from vllm_batch_invariant.ops.moe import reference, route
+from vllm_batch_invariant.ops.moe import Experts, reference, route
 
 LAYER = MoeLayer("small", 6, 2, 32, 16)
 CACHE = 1 << 14
@@ -32,7 +32,7 @@ class SteadyTimer:
 
 def exact(layer: MoeLayer, weights: Weights, inputs: Inputs) -> torch.Tensor:
     chosen = route(inputs.logits, layer.reduction)
-    return reference.moe(inputs.x, *chosen, weights.gate_up, weights.down, layer.reduction).bfloat16()
+    return reference.moe(inputs.x, *chosen, Experts(weights.gate_up, weights.down, layer.reduction)).bfloat16()
 
 
 def varying(layer: MoeLayer, weights: Weights, inputs: Inputs) -> torch.Tensor:
