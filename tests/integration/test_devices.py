@@ -13,7 +13,7 @@ import torch
 from vllm_batch_invariant.envs import ARITHMETIC, ATTENTION
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.installing import how_to_install
-from vllm_batch_invariant.integration import devices, experts, linear, patch_points
+from vllm_batch_invariant.integration import devices, experts, linear, loading, patch_points
 from vllm_batch_invariant.integration import exact as exact_layers
 from vllm_batch_invariant.integration.devices import cpu as cpu_device
 from vllm_batch_invariant.ops import dispatch
@@ -49,10 +49,22 @@ def test_a_record_is_for_the_arithmetic_that_is_asked_for(monkeypatch: pytest.Mo
 
 def test_a_worker_on_a_gpu_multiplies_floats_until_it_loads_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_arithmetic", "float")
-    worker = type("Worker", (), {"load_model": lambda self, load_dummy_weights=False: dispatch.arithmetic()})
-    exact_layers.choose_before_loading(worker)
+    monkeypatch.setenv(ARITHMETIC.name, "exact")
+    seen = []
+    worker = type("Worker", (), {"load_model": lambda self, **_: seen.append(dispatch.arithmetic())})
+    loading.hook(worker, devices.get("cuda").before_loading, lambda _: seen.append("loaded"))
     assert dispatch.arithmetic() == "float"
-    assert worker().load_model(load_dummy_weights=True) == "exact"
+    worker().load_model(load_dummy_weights=True)
+    assert seen == ["exact", "loaded"]
+
+
+def test_a_class_of_workers_is_hooked_once() -> None:
+    worker = type("Worker", (), {"load_model": lambda self: None})
+    seen = []
+    for _ in range(2):
+        loading.hook(worker, lambda: None, seen.append)
+    worker().load_model()
+    assert len(seen) == 1
 
 
 def test_an_operation_that_a_device_lacks_refuses_by_name() -> None:
@@ -166,9 +178,8 @@ def test_a_gpus_layers_multiply_in_the_arithmetic_that_is_asked_for(
     monkeypatch.setattr(linear, "install_cuda", lambda: seen.append("usual"))
     monkeypatch.setattr(linear, "install_exact_cuda", lambda: seen.append("exact"))
     monkeypatch.setattr(exact_layers, "install_layers", lambda: seen.append("layers"))
-    monkeypatch.setattr(exact_layers, "choose_before_loading", lambda worker: seen.append("choice"))
     devices.get("cuda").install_linear()
-    assert seen == (["choice", "layers", installed] if exact else [installed])
+    assert seen == (["layers", installed] if exact else [installed])
 
 
 def test_exact_arithmetic_is_refused_on_a_gpu_that_has_not_run_it(monkeypatch: pytest.MonkeyPatch) -> None:

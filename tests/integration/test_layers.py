@@ -20,7 +20,7 @@ from transformers.models.llama import modeling_llama
 
 from tests.assertions import assert_same_bits
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import layers, patch_points, reviews
+from vllm_batch_invariant.integration import devices, layers, loading, patch_points, reviews
 from vllm_batch_invariant.integration.attention import FixedSplitAttention
 from vllm_batch_invariant.ops.attention import AttentionSpec
 
@@ -308,6 +308,6 @@ def test_a_worker_looks_at_each_model_that_it_has_loaded() -> None:
             return self.model
 
     Worker().load_model(load_dummy_weights=True)
-    layers.look_after_loading(Worker)
+    loading.hook(Worker, lambda: None, devices.get("cpu").after_loading)
     with pytest.raises(NotCovered, match="GRU"):
         Worker().load_model(load_dummy_weights=True)

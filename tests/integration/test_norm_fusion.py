@@ -389,8 +389,7 @@ def test_a_worker_fuses_what_it_has_loaded(serves: bool, ours: AllReduce, monkey
             scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
         )
 
-        def load_model(self) -> None:
-            self.model = decoder_of(DECODERS[0])
+        model = decoder_of(DECODERS[0])
 
         def get_model(self) -> torch.nn.Module:
             return self.model
@@ -398,12 +397,8 @@ def test_a_worker_fuses_what_it_has_loaded(serves: bool, ours: AllReduce, monkey
     if not serves:
         communicator = patch_points.TENSOR_PARALLEL.get().device_communicator
         monkeypatch.setattr(communicator, "batch_invariant_all_reduce", None)
-    norm_fusion.look_after_loading(Worker)
-    once = Worker.load_model
-    norm_fusion.look_after_loading(Worker)
-    assert Worker.load_model is once
     worker = Worker()
-    worker.load_model()
+    norm_fusion.fuse_in(worker)
     hidden_states(worker.model)
     assert ours.norms == serves * 2 * LAYERS
     assert ours.expected == serves * 100 * HIDDEN * 4
@@ -416,9 +411,6 @@ def test_a_worker_alone_reads_sources_only_for_experts(
     class Worker:
         model = decoder_of(DECODERS[-1] if has_experts else DECODERS[0])
 
-        def load_model(self) -> None:
-            """It is there."""
-
         def get_model(self) -> torch.nn.Module:
             return self.model
 
@@ -426,8 +418,7 @@ def test_a_worker_alone_reads_sources_only_for_experts(
         monkeypatch.setattr(norm_fusion, "was_read", lambda: pytest.fail("sources were read"))
     monkeypatch.setattr(patch_points.TENSOR_PARALLEL.get(), "world_size", 1)
     monkeypatch.setattr(patch_points.TENSOR_PARALLEL.get().device_communicator, "batch_invariant_all_reduce", None)
-    norm_fusion.look_after_loading(Worker)
     worker = Worker()
-    worker.load_model()
+    norm_fusion.fuse_in(worker)
     hidden_states(worker.model)
     assert moe.norms == has_experts * LAYERS

@@ -506,7 +506,7 @@ def test_a_trainer_that_writes_into_the_model_of_its_process_is_seen(core_class:
             return names
 
     model, core = Loading(), core_class()
-    weights._watch_loading(model)
+    weights.watch_loading(model)
     core.step()
     assert core.asked == []
     assert model.load_weights(["one"]) == ["one"]

@@ -5,7 +5,7 @@ is loaded if they are a layer's, and else when they are called.
 """
 
 from collections.abc import Sequence
-from functools import partial, wraps
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 
 from .. import envs, ops
 from ..errors import NotCovered
-from ..ops import dispatch
 from ..ops.exact.definition import NEXT_KEY
 from . import patch_points, tensor_tree
 
@@ -59,20 +58,6 @@ def refuse_copies_of_pages() -> None:
             )
 
     patch_points.COPY_PAGES.put(copy)
-
-
-def choose_before_loading(worker: type[Any]) -> None:
-    """Have a class of workers compute exactly from a model on: while it starts, one on a GPU multiplies ones, to have
-    the libraries take their memory.
-    """
-    load = worker.load_model
-
-    @wraps(load)
-    def load_model(self: Any, *options: Any, **named: Any) -> Any:
-        dispatch.choose("exact")
-        return load(self, *options, **named)
-
-    worker.load_model = load_model
 
 
 def compile_cpu() -> None:

@@ -31,18 +31,6 @@ PLAIN = (torch.nn.Module, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Seq
 """What such a class may inherit from besides."""
 
 
-def look_after_loading(worker: type[Any]) -> None:
-    """Have a class of workers check each model that it has loaded."""
-    load = worker.load_model
-
-    @functools.wraps(load)
-    def load_model(self: Any, *args: Any, **named: Any) -> None:
-        load(self, *args, **named)
-        check(self.get_model())
-
-    worker.load_model = load_model
-
-
 def check(model: torch.nn.Module) -> None:
     """Refuse a model that has a layer of an unknown kind, or an encoder.
 

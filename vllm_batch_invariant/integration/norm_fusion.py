@@ -62,25 +62,15 @@ DECODERS = (
 _MODELS = "vllm.model_executor.models."
 
 
-def look_after_loading(worker: type[Any]) -> None:
-    """Have a class of workers fuse the sums and norms of each model that it has loaded."""
-    load = worker.load_model
-    if getattr(load, "fuses", False):
-        return
-
-    @functools.wraps(load)
-    def load_model(self: Any, *args: Any, **named: Any) -> None:
-        load(self, *args, **named)
-        model, group = self.get_model(), patch_points.TENSOR_PARALLEL.get()
-        ours = getattr(getattr(group, "device_communicator", None), "batch_invariant_all_reduce", None)
-        may_fuse = ours or (group.world_size == 1 and any(isinstance(part, CudaExperts) for part in model.modules()))
-        if may_fuse and (count := fuse(model, ours)):
-            logger.info("%d norms add what the layer before them gives.", count)
-            if ours and ours.expect(_longest_message(self.vllm_config)):
-                logger.info("Long partial results are sent while they are multiplied.")
-
-    vars(load_model)["fuses"] = True
-    worker.load_model = load_model
+def fuse_in(worker: Any) -> None:
+    """Fuse the sums and norms of the model that a worker has loaded."""
+    model, group = worker.get_model(), patch_points.TENSOR_PARALLEL.get()
+    ours = getattr(getattr(group, "device_communicator", None), "batch_invariant_all_reduce", None)
+    may_fuse = ours or (group.world_size == 1 and any(isinstance(part, CudaExperts) for part in model.modules()))
+    if may_fuse and (count := fuse(model, ours)):
+        logger.info("%d norms add what the layer before them gives.", count)
+        if ours and ours.expect(_longest_message(worker.vllm_config)):
+            logger.info("Long partial results are sent while they are multiplied.")
 
 
 def _longest_message(config: Any) -> int:

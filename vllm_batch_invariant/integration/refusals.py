@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NotCovered
-from . import layers, patch_points
+from . import patch_points
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -28,8 +28,6 @@ PREFIX = "vllm-batch-invariant-"
 """How the names of the files begin."""
 _ENGINE, _WORKER, _SERVER = "EngineCore", "VllmWorker", "ApiServer"
 """How the names of the processes begin that vLLM starts for an engine, and for several servers of one."""
-
-_relaying: set[type] = set()
 
 
 def install() -> None:
@@ -47,15 +45,6 @@ def install() -> None:
 def is_users_process() -> bool:
     """Whether vLLM has not started this process: it names the files by which the others talk to each other."""
     return not _process().startswith((_ENGINE, _WORKER, _SERVER))
-
-
-def install_in_worker(worker: type[Any]) -> None:
-    """Hook into a class of workers, in the process of one. Idempotent."""
-    if worker in _relaying:
-        return
-    _relaying.add(worker)
-    layers.look_after_loading(worker)
-    worker.load_model = relayed(worker.load_model)
 
 
 def relayed(function: Callable[..., Any]) -> Callable[..., Any]:

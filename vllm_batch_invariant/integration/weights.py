@@ -207,13 +207,8 @@ def install_in_worker() -> None:
 
 
 def watch(worker: type[Any]) -> None:
-    """See when the model of a class of workers is written, and when its memory goes."""
-    load_model, wake_up, sleep = worker.load_model, worker.wake_up, worker.sleep
-
-    @wraps(load_model)
-    def load_and_watch(self: Any, *args: Any, **kwargs: Any) -> None:
-        load_model(self, *args, **kwargs)
-        _watch_loading(self.model_runner.get_model())
+    """See when the memory of a class of workers goes."""
+    wake_up, sleep = worker.wake_up, worker.sleep
 
     @wraps(sleep)
     def sleep_and_keep(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> None:
@@ -231,7 +226,7 @@ def watch(worker: type[Any]) -> None:
                 if hasattr(getattr(layer, "impl", None), "restore_after_sleep"):
                     layer.impl.restore_after_sleep()
 
-    worker.load_model, worker.wake_up, worker.sleep = load_and_watch, wake_up_and_restore, sleep_and_keep
+    worker.wake_up, worker.sleep = wake_up_and_restore, sleep_and_keep
     for name in ("sleep", "discard"):
         if hasattr(worker, name):
             setattr(worker, name, _counted(getattr(worker, name)))
@@ -312,7 +307,7 @@ def _sums(raw: torch.Tensor) -> list[torch.Tensor]:
     return [table.sum(dim=0), table.sum(dim=1), raw[whole:]]
 
 
-def _watch_loading(model: torch.nn.Module) -> None:
+def watch_loading(model: torch.nn.Module) -> None:
     """See when a trainer in this process writes weights without a call of the workers."""
     load_weights = model.load_weights
 

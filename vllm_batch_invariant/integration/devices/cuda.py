@@ -8,6 +8,7 @@ import torch
 
 from ... import envs
 from ...errors import NotCovered
+from ...ops import dispatch
 from ...ops.attention import AttentionReduction
 from ...ops.common.gpu import Gpu
 from ...ops.devices import DEVICES
@@ -93,7 +94,8 @@ class Cuda(VllmDevice):
         cuda_graphs.install()
         draft_graphs.install()
         external_ops = super().install_worker()
-        self.install_fusions()
+        if not self.is_exact:
+            norm_rotary.install()
         sampling.install_second_runner()
         return external_ops
 
@@ -101,10 +103,10 @@ class Cuda(VllmDevice):
         """Refuse a GPU that the kernels are not compiled for."""
         Gpu.of(torch.cuda.current_device())
 
-    def install_fusions(self) -> None:
-        """Put operations of several layers in one launch."""
-        norm_rotary.install()
-        norm_fusion.look_after_loading(patch_points.DEVICE_WORKER.get())
+    def after_loading(self, worker: Any) -> None:
+        super().after_loading(worker)
+        if not self.is_exact:
+            norm_fusion.fuse_in(worker)
 
     def install_linear(self) -> None:
         experts.install_cuda()
@@ -146,11 +148,11 @@ class ExactCuda(ExactDevice, Cuda):
         super().check_gpu()
         _check_gpu_of_exact_arithmetic()
 
-    def install_fusions(self) -> None:
-        pass
+    def before_loading(self) -> None:
+        """While it starts, a worker multiplies ones, to have the libraries take their memory: in floats."""
+        dispatch.choose(self.arithmetic)
 
     def install_linear(self) -> None:
-        exact.choose_before_loading(patch_points.DEVICE_WORKER.get())
         experts.install_cuda()
         experts.install_capture()
         exact.install_layers()

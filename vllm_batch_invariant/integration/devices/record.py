@@ -13,11 +13,12 @@ from ...ops.devices import Device
 from ...ops.exact import FORMAT
 from ...version import __version__
 from .. import (
+    layers,
+    loading,
     mrope,
     norm,
     patch_points,
     pooling,
-    refusals,
     request_state,
     sampling,
     sampling_seeds,
@@ -127,9 +128,21 @@ class VllmDevice:
         mrope.install()
         pooling.install()
         worker = patch_points.DEVICE_WORKER.get()
-        refusals.install_in_worker(worker)
+        loading.hook(worker, self.before_loading, self.after_loading)
         weights.watch(worker)
         return frozenset()
+
+    def before_loading(self) -> None:
+        """What a worker does before it loads a model."""
+
+    def after_loading(self, worker: Any) -> None:
+        """What a worker does with a model that it has loaded.
+
+        Raises:
+            NotCovered: a layer that nobody has read.
+        """
+        layers.check(worker.get_model())
+        weights.watch_loading(worker.get_model())
 
     def install_linear(self) -> None:
         """Put the matmul where vLLM's linear layers, embeddings and experts call it."""
