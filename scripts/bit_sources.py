@@ -33,7 +33,7 @@ DEVICES = {device.type: device.title for device in known().values() if device.ty
 OF_DEVICE = {
     "cpu": "cpu",
     "numba": "cpu",
-    **dict.fromkeys(("cuda", "triton", "sm90", "plan", "work"), "cuda"),
+    **dict.fromkeys(("cuda", "triton", "sm90", "plan", "walk", "work"), "cuda"),
 }
 """How names of files and folders begin that only one device uses."""
 WHOLE = ("reduction.py", "merge.py", "splits.py", "row_reduction.py")

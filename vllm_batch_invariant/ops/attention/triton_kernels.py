@@ -22,6 +22,16 @@ import triton.language as tl
 
 from ..common.triton_names import aggregate, value
 from .splits import finite_max, is_end_of_split, merge_splits, normalize, split_of, start_of
+from .walk import (
+    Output,
+    elements_of_rows,
+    items_of_program,
+    keys_of_block,
+    partial_rows,
+    result_rows,
+    rows_of_block,
+    share_partials,
+)
 from .work import load_work
 
 _ONES = tl.constexpr(16)
@@ -91,20 +101,6 @@ class Partials:
     acc_ptr: tl.tensor
     NUM_KV_HEADS: tl.constexpr
     ROWS: tl.constexpr
-    HEAD_DIM: tl.constexpr
-    PADDED_HEAD_DIM: tl.constexpr
-
-
-@aggregate
-class Output:
-    """Where the result goes, and the sinks that it has a part in."""
-
-    ptr: tl.tensor
-    stride_token: value
-    stride_head: value
-    sinks_ptr: value
-    USE_SINKS: tl.constexpr
-    QUERIES_PER_KV: tl.constexpr
     HEAD_DIM: tl.constexpr
     PADDED_HEAD_DIM: tl.constexpr
 
@@ -243,9 +239,7 @@ def end_split(state, split_state, split, rows, work, partials, MAY_SHARE: tl.con
     m, l, acc = state.m, state.l, state.acc
     if MAY_SHARE:
         if work.workspace_idx >= 0:
-            offs_r = tl.arange(0, rows.q.shape[0])
-            idx = (work.workspace_idx + split).to(tl.int64) * partials.NUM_KV_HEADS + work.kv_head
-            idx = idx * partials.ROWS + offs_r
+            idx = partial_rows(work, partials, split, rows.q.shape[0])
             tl.store(partials.m_ptr + idx, split_state.m, mask=rows.stored)
             tl.store(partials.l_ptr + idx, split_l, mask=rows.stored)
             offs_d = tl.arange(0, partials.PADDED_HEAD_DIM)
@@ -356,13 +350,10 @@ def _merge_some(state, partials, idx, mask, left, AT_ONCE: tl.constexpr, MASKED:
 def merge_partials(out, partials, work, first_split, splits, BLOCK: tl.constexpr):
     """Merges the partial results of a block of rows, in ascending order, and writes the result."""
     offs_r = tl.arange(0, BLOCK)
-    offs_d = tl.arange(0, out.PADDED_HEAD_DIM)
-    token = (work.first_row + offs_r) // out.QUERIES_PER_KV
+    token, head, mask_d = result_rows(work, out, BLOCK)
     mask = (offs_r < partials.ROWS) & (token < work.query_len)
-    head = work.kv_head * out.QUERIES_PER_KV + (work.first_row + offs_r) % out.QUERIES_PER_KV
     state = _no_rows(BLOCK, out.PADDED_HEAD_DIM)
-    idx = (work.workspace_idx + first_split).to(tl.int64) * partials.NUM_KV_HEADS + work.kv_head
-    idx = idx * partials.ROWS + offs_r
+    idx = partial_rows(work, partials, first_split, BLOCK)
     # Many loads at once: each waits for memory as long as all.
     MANY: tl.constexpr = _splits_at_once(BLOCK * out.PADDED_HEAD_DIM)
     FEW: tl.constexpr = min(MANY, 4)
@@ -373,20 +364,7 @@ def merge_partials(out, partials, work, first_split, splits, BLOCK: tl.constexpr
     for done in range(by_many, splits, FEW):
         state = _merge_some(state, partials, idx, mask, offs_r * 0 + splits - done, FEW, True)
         idx += FEW * partials.NUM_KV_HEADS * partials.ROWS
-    store_result(state, out, work, token, head, mask[:, None] & (offs_d < out.HEAD_DIM)[None, :])
-
-
-@triton.jit
-def share_partials(out, partials, work, semaphores_ptr, begin, end, first_split, splits, BLOCK: tl.constexpr):
-    """Counts the partial results of the splits ``begin`` to ``end - 1`` of a block; the CTA that brings the last of all
-    ``splits`` merges them.
-    """
-    semaphore_ptr = semaphores_ptr + work.workspace_idx * partials.NUM_KV_HEADS + work.kv_head
-    tl.debug_barrier()
-    if tl.atomic_add(semaphore_ptr, end - begin, sem="acq_rel") == splits - (end - begin):
-        tl.debug_barrier()
-        tl.store(semaphore_ptr, 0)
-        merge_partials(out, partials, work, first_split, splits, BLOCK)
+    store_result(state, out, work, token, head, mask[:, None] & mask_d)
 
 
 @triton.jit(do_not_specialize=["stride_table", "window"])
@@ -459,38 +437,20 @@ def attention_kernel(
     out = Output(
         out_ptr, stride_o_token, stride_o_head, sinks_ptr, USE_SINKS, QUERIES_PER_KV, HEAD_DIM, PADDED_HEAD_DIM
     )
-    first_item, end_item, step = tl.program_id(0), 0, 1
-    if PREFILL_LIKE:
-        end_item, step = tl.load(work_indptr) * NUM_KV_HEADS, tl.num_programs(0)
-    else:
-        end_item = tl.load(work_indptr + first_item + 1)
-        first_item = tl.load(work_indptr + first_item)
+    first_item, end_item, step = items_of_program(work_indptr, NUM_KV_HEADS, PREFILL_LIKE)
     for item in tl.range(first_item, end_item, step):
         work = load_work(work_ptr, item, NUM_KV_HEADS, PREFILL_LIKE)
         own_table_ptr = block_table_ptr + work.request * stride_table
-        last_token = min((work.first_row + BLOCK_M - 1) // QUERIES_PER_KV, work.query_len - 1)
+        keys = keys_of_block(work, window, BLOCK_M, QUERIES_PER_KV, SPLIT_SEGMENTS, KEY_TILE, USE_WINDOW)
+        begin, end = keys.begin_split, keys.end_split
+        tile_start = max(start_of(begin, SPLIT_SEGMENTS), keys.first // KEY_TILE * KEY_TILE)
+        tile_end = min(start_of(end, SPLIT_SEGMENTS), keys.end)
 
-        # Keys that some row of the block sees, and those that every row sees.
-        kv_end = work.context_len + last_token + 1
-        first_key = 0
-        first_token = work.first_row // QUERIES_PER_KV
-        unmasked_end = (work.context_len + first_token + 1) // KEY_TILE * KEY_TILE
-        if USE_WINDOW:
-            first_key = max(work.context_len + first_token - window + 1, 0)
-            unmasked_end = 0
-        begin = max(work.first_split, split_of(first_key, SPLIT_SEGMENTS))
-        end = min(work.first_split + work.num_splits, split_of(kv_end - 1, SPLIT_SEGMENTS) + 1)
-        tile_start = max(start_of(begin, SPLIT_SEGMENTS), first_key // KEY_TILE * KEY_TILE)
-        tile_end = min(start_of(end, SPLIT_SEGMENTS), kv_end)
-
-        offs_m = work.first_row + tl.arange(0, BLOCK_M)
-        token = offs_m // QUERIES_PER_KV
-        head = work.kv_head * QUERIES_PER_KV + offs_m % QUERIES_PER_KV
+        token, head = rows_of_block(work, out, BLOCK_M)
         q_pos = work.context_len + token
-        exists = token < work.query_len
-        stored = exists & (tl.arange(0, BLOCK_M) < PARTIAL_ROWS)
+        stored = (token < work.query_len) & (tl.arange(0, BLOCK_M) < PARTIAL_ROWS)
         row = (work.query_start + token).to(tl.int64)
-        mask = exists[:, None] & (offs_d < HEAD_DIM)[None, :]
+        mask = elements_of_rows(work, out, token)
         q = tl.load(  # [BLOCK_M, PADDED_HEAD_DIM]
             q_ptr + row[:, None] * stride_q_token + head[:, None] * stride_q_head + offs_d[None, :],
             mask=mask,
@@ -502,20 +462,18 @@ def attention_kernel(
         rows = Rows(q, q_pos, slope, stored)
         kv = KVCache(
             k_cache, v_cache, own_table_ptr, stride_k_page, stride_k_head, stride_k_slot, stride_v_page, stride_v_head,
-            stride_v_slot, work.kv_head, first_key, kv_end, USE_TMA, KEY_TILE, PAGE_SIZE, HEAD_DIM, PADDED_HEAD_DIM,
+            stride_v_slot, work.kv_head, keys.first, keys.end, USE_TMA, KEY_TILE, PAGE_SIZE, HEAD_DIM, PADDED_HEAD_DIM,
         )  # fmt: skip
 
         if PREFILL_LIKE:
             state = attend_splits(
-                rows, kv, mod, work, partials, begin, end, tile_start, tile_end, unmasked_end, SPLIT_SEGMENTS, MAY_SHARE
-            )
+                rows, kv, mod, work, partials, begin, end, tile_start, tile_end, keys.unmasked_end, SPLIT_SEGMENTS,
+                MAY_SHARE,
+            )  # fmt: skip
         else:
             state = attend_keys(rows, kv, mod, work, partials, tile_start, tile_end, SPLIT_SEGMENTS, MAY_SHARE)
 
-        if MAY_SHARE:  # noqa: SIM102 - known when it is compiled
-            if (work.workspace_idx >= 0) & (begin < end):
-                first_split = split_of(first_key, SPLIT_SEGMENTS)
-                splits = split_of(kv_end - 1, SPLIT_SEGMENTS) + 1 - first_split
-                share_partials(out, partials, work, semaphores_ptr, begin, end, first_split, splits, PARTIAL_BLOCK)
+        if MAY_SHARE:
+            share_partials(out, partials, work, semaphores_ptr, keys, SPLIT_SEGMENTS, PARTIAL_BLOCK, merge_partials)
         if work.workspace_idx < 0:
             store_result(state, out, work, token, head, mask)

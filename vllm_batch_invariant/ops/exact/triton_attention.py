@@ -18,7 +18,8 @@ What a work item is, and pages: as in :mod:`..attention.triton_kernels`.
 import triton
 import triton.language as tl
 
-from ..attention.splits import split_of, start_of
+from ..attention.splits import start_of
+from ..attention.walk import Output, items_of_program, keys_of_block, partial_rows, result_rows, share_partials
 from ..attention.work import load_work
 from ..common.triton_exact_math import (
     LOG2_E,
@@ -84,18 +85,6 @@ class Partials:
     acc_ptr: tl.tensor
     NUM_KV_HEADS: tl.constexpr
     ROWS: tl.constexpr
-    HEAD_DIM: tl.constexpr
-    PADDED_HEAD_DIM: tl.constexpr
-
-
-@aggregate
-class Output:
-    """Where the result goes."""
-
-    ptr: tl.tensor
-    stride_token: value
-    stride_head: value
-    QUERIES_PER_KV: tl.constexpr
     HEAD_DIM: tl.constexpr
     PADDED_HEAD_DIM: tl.constexpr
 
@@ -185,9 +174,7 @@ def attend_tile(state, rows, cache, options, page, tile_start):
 @triton.jit
 def store_partial(split_state, split, rows, work, partials):
     """A finished split goes among the partial results."""
-    offs_r = tl.arange(0, rows.q1.shape[0])
-    idx = (work.workspace_idx + split).to(tl.int64) * partials.NUM_KV_HEADS + work.kv_head
-    idx = idx * partials.ROWS + offs_r
+    idx = partial_rows(work, partials, split, rows.q1.shape[0])
     tl.store(partials.m_ptr + idx, split_state.m, mask=rows.stored)
     tl.store(partials.l_ptr + idx, split_state.l, mask=rows.stored)
     tl.store(partials.e_ptr + idx, split_state.e, mask=rows.stored)
@@ -195,15 +182,6 @@ def store_partial(split_state, split, rows, work, partials):
     mask = rows.stored[:, None] & (offs_d < partials.HEAD_DIM)[None, :]
     acc_ptrs = partials.acc_ptr + idx[:, None] * partials.PADDED_HEAD_DIM + offs_d[None, :]
     tl.store(acc_ptrs, split_state.acc, mask=mask)
-
-
-@triton.jit
-def _result_rows(work, out, BLOCK: tl.constexpr):
-    """The token of the request and the query head of a block's rows; which elements of its result there are."""
-    offs_m, offs_d = work.first_row + tl.arange(0, BLOCK), tl.arange(0, out.PADDED_HEAD_DIM)
-    token = offs_m // out.QUERIES_PER_KV
-    head = work.kv_head * out.QUERIES_PER_KV + offs_m % out.QUERIES_PER_KV
-    return token, head, (token < work.query_len)[:, None] & (offs_d < out.HEAD_DIM)[None, :]
 
 
 @triton.jit
@@ -215,7 +193,7 @@ def add_split(sums, split_state, parked_ptr, before, is_last, out, work):
     offs_d = tl.arange(0, out.PADDED_HEAD_DIM)
     parked_ptr += tl.program_id(0).to(tl.int64) * (BLOCK * out.PADDED_HEAD_DIM)
     parked_ptrs = parked_ptr + (tl.arange(0, BLOCK)[:, None] * out.PADDED_HEAD_DIM + offs_d[None, :])
-    token, head, mask = _result_rows(work, out, BLOCK)
+    token, head, mask = result_rows(work, out, BLOCK)
     is_later = tl.full((BLOCK, 1), before, tl.int32) > 0
     acc = tl.load(parked_ptrs, mask=mask & is_later, other=0.0)
     merged = merge(State(sums.m, sums.l, sums.e, acc), split_state)
@@ -244,12 +222,11 @@ def store_result(state, out, work, token, head, mask):
 def merge_partials(out, partials, work, first_split, splits, BLOCK: tl.constexpr):
     """Merges the partial results of a block of rows, in ascending order, and writes the result."""
     offs_r, offs_d = tl.arange(0, BLOCK), tl.arange(0, out.PADDED_HEAD_DIM)
-    token, head, mask_d = _result_rows(work, out, BLOCK)
+    token, head, mask_d = result_rows(work, out, BLOCK)
     mask = (offs_r < partials.ROWS) & (token < work.query_len)
     mask_d = mask[:, None] & mask_d
     state = no_keys(BLOCK, out.PADDED_HEAD_DIM)
-    idx = (work.workspace_idx + first_split).to(tl.int64) * partials.NUM_KV_HEADS + work.kv_head
-    idx = idx * partials.ROWS + offs_r
+    idx = partial_rows(work, partials, first_split, BLOCK)
     for _ in range(splits):
         m = tl.load(partials.m_ptr + idx, mask=mask, other=-_INFINITY, cache_modifier=".cg")
         l = tl.load(partials.l_ptr + idx, mask=mask, other=0.0, cache_modifier=".cg")
@@ -259,19 +236,6 @@ def merge_partials(out, partials, work, first_split, splits, BLOCK: tl.constexpr
         state = merge(state, State(m, l, e, acc))
         idx += partials.NUM_KV_HEADS * partials.ROWS
     store_result(state, out, work, token, head, mask_d)
-
-
-@triton.jit
-def share_partials(out, partials, work, semaphores_ptr, begin, end, first_split, splits, BLOCK: tl.constexpr):
-    """Counts the partial results of the splits ``begin`` to ``end - 1`` of a block; the CTA that brings the last of all
-    ``splits`` merges them.
-    """
-    semaphore_ptr = semaphores_ptr + work.workspace_idx * partials.NUM_KV_HEADS + work.kv_head
-    tl.debug_barrier()
-    if tl.atomic_add(semaphore_ptr, end - begin, sem="acq_rel") == splits - (end - begin):
-        tl.debug_barrier()
-        tl.store(semaphore_ptr, 0)
-        merge_partials(out, partials, work, first_split, splits, BLOCK)
 
 
 @triton.jit(do_not_specialize=["stride_table", "window"])
@@ -327,25 +291,14 @@ def exact_attention_kernel(
         partial_m_ptr, partial_l_ptr, partial_e_ptr, partial_acc_ptr, NUM_KV_HEADS, PARTIAL_ROWS, HEAD_DIM,
         PADDED_HEAD_DIM,
     )  # fmt: skip
-    out = Output(out_ptr, stride_o_token, stride_o_head, QUERIES_PER_KV, HEAD_DIM, PADDED_HEAD_DIM)
-    first_item, end_item, step = tl.program_id(0), 0, 1
-    if PREFILL_LIKE:
-        end_item, step = tl.load(work_indptr) * NUM_KV_HEADS, tl.num_programs(0)
-    else:
-        end_item = tl.load(work_indptr + first_item + 1)
-        first_item = tl.load(work_indptr + first_item)
+    out = Output(out_ptr, stride_o_token, stride_o_head, None, False, QUERIES_PER_KV, HEAD_DIM, PADDED_HEAD_DIM)
+    first_item, end_item, step = items_of_program(work_indptr, NUM_KV_HEADS, PREFILL_LIKE)
     for item in tl.range(first_item, end_item, step):
         work = load_work(work_ptr, item, NUM_KV_HEADS, PREFILL_LIKE)
-        last_token = min((work.first_row + BLOCK_M - 1) // QUERIES_PER_KV, work.query_len - 1)
-
-        # Keys that some row of the block sees.
-        kv_end, first_key = work.context_len + last_token + 1, 0
-        if USE_WINDOW:
-            first_key = max(work.context_len + work.first_row // QUERIES_PER_KV - window + 1, 0)
-        begin = max(work.first_split, split_of(first_key, SPLIT_SEGMENTS))
-        end = min(work.first_split + work.num_splits, split_of(kv_end - 1, SPLIT_SEGMENTS) + 1)
+        keys = keys_of_block(work, window, BLOCK_M, QUERIES_PER_KV, SPLIT_SEGMENTS, KEY_TILE, USE_WINDOW)
+        begin, end = keys.begin_split, keys.end_split
         offs_d = tl.arange(0, PADDED_HEAD_DIM)
-        token, head, mask = _result_rows(work, out, BLOCK_M)
+        token, head, mask = result_rows(work, out, BLOCK_M)
         row = (work.query_start + token).to(tl.int64)
         q_ptrs = q_ptr + row[:, None] * stride_q_token + head[:, None] * stride_q_head + offs_d[None, :]
         q1, q0, q_e, finite = on_grids(from_bf16(tl.load(q_ptrs, mask=mask, other=0.0)), 1)
@@ -353,15 +306,15 @@ def exact_attention_kernel(
         rows = Rows(q1, q0, power_of_two(q_e), finite, work.context_len + token, stored)
         cache = Cache(
             digits_ptr, exponents_ptr, block_table_ptr + work.request * stride_table, stride_page, work.kv_head,
-            first_key, kv_end, NUM_KV_HEADS, KEY_TILE, PAGE_SIZE, HEAD_DIM, PADDED_HEAD_DIM,
+            keys.first, keys.end, NUM_KV_HEADS, KEY_TILE, PAGE_SIZE, HEAD_DIM, PADDED_HEAD_DIM,
         )  # fmt: skip
 
         nothing = no_keys(BLOCK_M, PADDED_HEAD_DIM)
         sums = Sums(nothing.m, nothing.l, nothing.e)
         for split in range(begin, end):
             split_state = no_keys(BLOCK_M, PADDED_HEAD_DIM)
-            tile_start = max(start_of(split, SPLIT_SEGMENTS), first_key // KEY_TILE * KEY_TILE)
-            tile_end = min(start_of(split + 1, SPLIT_SEGMENTS), kv_end)
+            tile_start = max(start_of(split, SPLIT_SEGMENTS), keys.first // KEY_TILE * KEY_TILE)
+            tile_end = min(start_of(split + 1, SPLIT_SEGMENTS), keys.end)
             page = load_pages(cache, tile_start)
             for start in range(tile_start, tile_end, KEY_TILE):
                 next_page = load_pages(cache, start + KEY_TILE)
@@ -375,8 +328,5 @@ def exact_attention_kernel(
             else:
                 sums = add_split(sums, split_state, parked_ptr, split - begin, split == end - 1, out, work)
 
-        if MAY_SHARE:  # noqa: SIM102 - known when it is compiled
-            if (work.workspace_idx >= 0) & (begin < end):
-                first_split = split_of(first_key, SPLIT_SEGMENTS)
-                splits = split_of(kv_end - 1, SPLIT_SEGMENTS) + 1 - first_split
-                share_partials(out, partials, work, semaphores_ptr, begin, end, first_split, splits, PARTIAL_BLOCK)
+        if MAY_SHARE:
+            share_partials(out, partials, work, semaphores_ptr, keys, SPLIT_SEGMENTS, PARTIAL_BLOCK, merge_partials)
