@@ -336,7 +336,7 @@ def _drafts_beside_embeddings(config: Config) -> str | None:
     """All but n-grams on a CPU. vLLM asks a prompt for the next token of a chunk, which a draft model begins with, and
     ends the engine where the prompt is embeddings.
     """
-    if not (config.model_config.enable_prompt_embeds and config.speculative_config):
+    if not (config.speculative_config and config.model_config.enable_prompt_embeds):
         return None
     method, on = config.speculative_config.method, devices.of_config(config).ops.type
     ran = method == "ngram" and (on == "cpu" or envs.starts_untried())
@@ -345,7 +345,7 @@ def _drafts_beside_embeddings(config: Config) -> str | None:
 
 def _stages_beside_embeddings(config: Config) -> str | None:
     stages = config.parallel_config.pipeline_parallel_size
-    found = config.model_config.enable_prompt_embeds and stages > 1 and not envs.starts_untried()
+    found = stages > 1 and config.model_config.enable_prompt_embeds and not envs.starts_untried()
     return _when(found, f"embeddings as prompts beside pipeline parallelism {stages}")
 
 
