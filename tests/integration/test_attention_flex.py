@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vllm_batch_invariant.integration.attention_flex import FlexMetadataBuilder
+from vllm_batch_invariant.ops.attention import AttentionSpec
 from vllm_batch_invariant.ops.attention.flex.plan import Planner
 
 PAGES, PAGE_SIZE = 3, 128
@@ -14,7 +15,7 @@ PAGES, PAGE_SIZE = 3, 128
 def planner(prefix_caching: bool) -> Planner:
     layer = SimpleNamespace(
         kv_cache=torch.zeros(PAGES, 1, PAGE_SIZE, 2 * 64, dtype=torch.bfloat16),
-        impl=SimpleNamespace(sliding_window=None),
+        impl=SimpleNamespace(spec=AttentionSpec(1.0)),
     )
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
