@@ -239,8 +239,8 @@ def _outputs_beside_tokens(config: Config) -> str | None:
         "beside speculative decoding": config.speculative_config is not None,
         "in exact arithmetic": devices.of_config(config).is_exact,
     }
-    where = _first(found)
-    return where and f"{on[0]} {where}"
+    first = _first(found)
+    return _when(first, f"{on[0]} {first}")
 
 
 def _pools(config: Config) -> bool:
