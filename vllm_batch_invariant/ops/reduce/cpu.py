@@ -1,5 +1,7 @@
 """Sums, means and variances on the CPU, in numba: the order of additions is in the source."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from numba import prange
@@ -46,8 +48,14 @@ _row_moments = RowKernel(_row_moments_kernel)
 
 
 def _reduce(
-    x: torch.Tensor, dim: int | list[int] | None, keepdim: bool, dtype: torch.dtype | None, divide: bool
+    x: torch.Tensor,
+    dim: int | list[int] | None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    divide: bool,
 ) -> torch.Tensor:
+    """:func:`sum` and :func:`mean` of the operation's package."""
     dims = normalise_dims(dim, x.dim())
     reduction = SumReduction.of_device("cpu", row_length(x, dims), dtype or x.dtype)
     rows = as_rows(x.to(reduction.dtype), dims, reduction.accumulate)
@@ -58,18 +66,7 @@ def _reduce(
     return from_rows(sums, x, dims, keepdim).to(reduction.dtype)
 
 
-def sum(
-    x: torch.Tensor, dim: int | list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """See the operation's package."""
-    return _reduce(x, dim, keepdim, dtype, divide=False)
-
-
-def mean(
-    x: torch.Tensor, dim: int | list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """See the operation's package."""
-    return _reduce(x, dim, keepdim, dtype, divide=True)
+sum, mean = partial(_reduce, divide=False), partial(_reduce, divide=True)
 
 
 def _rows(x: torch.Tensor, dims: list[int]) -> torch.Tensor:

@@ -68,8 +68,14 @@ def _row_sums(rows: torch.Tensor, divisor: int | None, reduction: SumReduction) 
 
 
 def _reduce(
-    x: torch.Tensor, dim: int | list[int] | None, keepdim: bool, dtype: torch.dtype | None, divide: bool
+    x: torch.Tensor,
+    dim: int | list[int] | None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    divide: bool,
 ) -> torch.Tensor:
+    """:func:`sum` and :func:`mean` of the operation's package."""
     dims = normalise_dims(dim, x.dim())
     reduction = SumReduction.of_device("cuda", row_length(x, dims), dtype or x.dtype)
     rows = aligned_rows(x, dims, reduction.dtype)
@@ -77,19 +83,6 @@ def _reduce(
     return from_rows(sums, x, dims, keepdim).to(reduction.dtype)
 
 
-def sum(
-    x: torch.Tensor, dim: int | list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """See the operation's package."""
-    return _reduce(x, dim, keepdim, dtype, divide=False)
-
-
-def mean(
-    x: torch.Tensor, dim: int | list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """See the operation's package."""
-    return _reduce(x, dim, keepdim, dtype, divide=True)
-
-
+sum, mean = partial(_reduce, divide=False), partial(_reduce, divide=True)
 sum_of = partial(composed.sum_of, sum)
 moments = partial(composed.moments, sum, mean)
