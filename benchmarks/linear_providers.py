@@ -43,10 +43,11 @@ def _ours() -> Provider:
 def _ours_tree(leaves: int) -> Provider:
     """K in leaves, which are added as a tree."""
     linear = import_module("vllm_batch_invariant.ops.linear")
+    spec = linear.MatmulSpec(leaves=leaves)
     return Provider(
         f"ours-tree-{leaves}",
-        lambda x, weight: linear.linear(x, weight, leaves=leaves),
-        prepare=lambda weight, rows: linear.prepare(weight, rows, leaves=leaves),
+        partial(linear.matmul, spec=spec),
+        prepare=partial(linear.prepare, spec=spec),
     )
 
 
@@ -84,8 +85,8 @@ def gated(provider: Provider) -> Provider:
     """
     if provider.name == "ours":
         linear = import_module("vllm_batch_invariant.ops.linear")
-        call = partial(linear.gated_linear, weight_is_constant=True)
-        return replace(provider, call=call, prepare=partial(linear.prepare, gated=True))
+        call = partial(linear.matmul, spec=linear.GATED, weight_is_constant=True)
+        return replace(provider, call=call, prepare=partial(linear.prepare, spec=linear.GATED))
     activate = import_module("vllm_batch_invariant.ops.silu").silu_and_mul
     return replace(provider, call=lambda x, weight: activate(provider.call(x, weight)))
 

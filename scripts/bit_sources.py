@@ -73,7 +73,7 @@ def digests(ops: Path = OPS) -> dict[str, dict[str, str]]:
 def table(ops: Path = OPS) -> str:
     """The digests as Markdown."""
     rows = [["operation", *DEVICES.values()], ["---"] * (1 + len(DEVICES))]
-    rows += [[name, *(of.get(device, "-") for device in DEVICES)] for name, of in digests(ops).items()]
+    rows += [[name, *(of.get(device, "-") for device in DEVICES)] for name, of in digests(ops).items() if of]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 

@@ -85,14 +85,14 @@ def test_a_norm_may_make_the_operand_of_what_is_timed() -> None:
 
 def test_an_activation_may_be_behind_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(ours, "prepare", lambda *weight, gated: asked.append(gated))
+    monkeypatch.setattr(ours, "prepare", lambda *weight, spec: asked.append(spec))
     providers = Provider("ours", pytest.fail), Provider("ours-triton", exact)
     run = sweep(*map(linear_providers.gated, providers), gated=True)
     assert run.problems == 0
     for provider in ("ours", "ours-triton"):
         assert verdicts(run, provider) == {"2": "equal", "8": "equal", "512": "equal"}
     assert {row.keys["act"] for row in run.measurements} == {"silu"}
-    assert asked == [True]
+    assert asked == [ours.GATED]
     x, weight = torch.randn(3, 64).bfloat16(), torch.randn(48, 64).bfloat16()
     one, other = (linear_providers.gated(Provider(name, exact)).call(x, weight) for name in ("ours", "ours-triton"))
     assert one.shape == other.shape == (3, 24)

@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 
 from vllm_batch_invariant.integration import activation, linear, patch_points
 from vllm_batch_invariant.integration.reviews import sources
+from vllm_batch_invariant.ops.linear.spec import GATED, PRODUCT
 
 MLPS = [patch_points.LLAMA_MLP, patch_points.QWEN2_MLP]
 
@@ -92,18 +93,18 @@ def test_a_fitting_mlp_says_what_its_weight_is_for_and_multiplies_with_it_once(m
     monkeypatch.setattr(patch_points, "replace_layer", lambda *_: None)
     for _ in range(2):
         activation.install()
-    monkeypatch.setattr(activation.torch_op, "gated_linear", lambda x, weight: (x, weight))
+    monkeypatch.setattr(activation.torch_op, "linear", lambda x, weight, bias, spec: (x, weight, bias, spec))
     x = SimpleNamespace(is_cuda=True)
     for layer in MLPS:
         kind, parts = layer.get(), mlp({})
         parts.gate_up_proj.weight, parts.down_proj = "weight", _Down(parts.down_proj.quant_method)
         made = without_init(kind)
         kind.__init__(made, parts)
-        assert getattr(made.gate_up_proj, linear.GATED) is _Ours
-        assert kind.forward(made, x) == ("down", (x, "weight"))
+        assert getattr(made.gate_up_proj, linear.ACTIVATION) is _Ours
+        assert kind.forward(made, x) == ("down", (x, "weight", None, GATED.name))
         other = without_init(kind)
         kind.__init__(other, mlp(CHANGES["a bias"]))
-        assert not hasattr(other.gate_up_proj, linear.GATED)
+        assert not hasattr(other.gate_up_proj, linear.ACTIVATION)
 
 
 class _Down:
@@ -119,7 +120,7 @@ def test_an_mlp_that_is_watched_or_on_another_device_or_not_marked_has_its_own_m
     forward = activation._fused(lambda _, x: apart.append(x))
     watched, plain, unmarked, changed = (mlp({}) for _ in range(4))
     for made in (watched, plain, changed):
-        setattr(made.gate_up_proj, linear.GATED, _Ours)
+        setattr(made.gate_up_proj, linear.ACTIVATION, _Ours)
     watched.act_fn.register_forward_hook(lambda *_: None)
     changed.act_fn = torch.nn.GELU()  # by a class that is derived from vLLM's
     forward(plain, SimpleNamespace(is_cuda=False))
@@ -135,6 +136,6 @@ def test_a_marked_layer_is_prepared_for_its_activation() -> None:
         num_speculative_tokens=0,
     )
     layer = SimpleNamespace(bias=None)
-    assert linear._expected(layer, config) == (300, False, (1, 2), 1, False)
-    setattr(layer, linear.GATED, _Ours)
-    assert linear._expected(layer, config) == (300, False, (1, 2), 1, True)
+    assert linear._expected(layer, config) == (300, PRODUCT, (1, 2))
+    setattr(layer, linear.ACTIVATION, _Ours)
+    assert linear._expected(layer, config) == (300, GATED, (1, 2))

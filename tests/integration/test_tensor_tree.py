@@ -14,6 +14,7 @@ from vllm_batch_invariant.integration.linear import ExactLinear
 from vllm_batch_invariant.integration.tensor_tree import LayerTree
 from vllm_batch_invariant.ops.all_reduce import add_ranks
 from vllm_batch_invariant.ops.exact import cpu as exact
+from vllm_batch_invariant.ops.linear.spec import spec_of
 
 pytest.importorskip("vllm")
 
@@ -165,11 +166,14 @@ def test_on_a_gpu_a_layer_is_prepared_for_and_multiplied_in_its_leaves(
     row.bias, row.skip_bias_add = torch.zeros(32), False
     method = patch_points.LINEAR_METHOD.get()()
     method.process_weights_after_loading(row)
-    assert prepared == [(64, False, (1, 2), leaves, False)], "its bias is added after the root"
+    spec = spec_of(False, leaves)
+    assert prepared == [(64, spec, (1, 2))], "its bias is added after the root"
     row.weight, x = row.weight.values, torch.randn(3, k).bfloat16()
     if leaves == 1:
         assert method.apply(row, x) == "theirs"
     else:
-        assert torch.equal(method.apply(row, x), linear.torch_op.linear(x, row.weight, None, leaves))
+        right = linear.torch_op.linear(x, row.weight, None, spec.name)
+        assert torch.equal(method.apply(row, x), right)
+        assert torch.equal(method.apply(row, x, torch.ones(32).bfloat16()), right + 1)
         assert not torch.equal(method.apply(row, x), linear.torch_op.linear(x, row.weight))
     assert method.apply(layer("REPLICATED"), x) == "theirs"

@@ -12,6 +12,7 @@ from tests.assertions import assert_same_bits
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration import devices, linear, patch_points, refusals, weights
 from vllm_batch_invariant.integration.linear import dispatch, restore_weights
+from vllm_batch_invariant.ops.linear.spec import PRODUCT
 
 
 class Layer(torch.nn.Module):
@@ -125,7 +126,7 @@ def test_a_weight_on_a_gpu_is_prepared_again_without_vllms_configuration(monkeyp
     layer = SimpleNamespace(weight=SimpleNamespace(is_cuda=True, ndim=2), bias=None)
     for _ in range(2):
         Method().process_weights_after_loading(layer)
-    assert prepared == [(layer.weight, 300, False, (1, 2, 4), 1, False)] * 2
+    assert prepared == [(layer.weight, 300, PRODUCT, (1, 2, 4))] * 2
     assert layer.processed == 2
 
 

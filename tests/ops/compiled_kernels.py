@@ -59,7 +59,9 @@ from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
+from vllm_batch_invariant.ops.linear.problem import GemmProblem
 from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES, NarrowTile
+from vllm_batch_invariant.ops.linear.spec import GATED, PRODUCT, SPECS, MatmulSpec
 from vllm_batch_invariant.ops.moe import Experts, MoeReduction
 from vllm_batch_invariant.ops.moe import cuda as moe
 from vllm_batch_invariant.ops.norm import NormReduction
@@ -341,21 +343,23 @@ def large_experts() -> None:
 
 def narrow_gemms(
     dtypes: Sequence[torch.dtype],
-    biases: Sequence[bool],
-    tiles: Sequence[NarrowTile] = NARROW_TILES,
-    gated_tiles: Sequence[NarrowTile] = GATED_TILES,
+    specs: Iterable[MatmulSpec] = (*SPECS, MatmulSpec(leaves=2)),
+    tiles: Sequence[NarrowTile] | None = None,
+    rows: int = 33,
 ) -> None:
-    for tile, dtype, has_bias in itertools.product(tiles, dtypes, biases):
-        a, weight = (torch.zeros(size, 512, dtype=dtype) for size in (33, 896))
-        bias, out = torch.zeros(896, dtype=dtype) if has_bias else None, torch.empty(33, 896, dtype=dtype)
-        for leaves in (1,) if has_bias else (1, 2):
-            reduction = LinearReduction.of_device("cuda", 896, 512, dtype, leaves)
+    """Every problem of Hopper's narrow kernel, by every tile that may serve it or by those given."""
+    for spec, dtype in itertools.product(specs, dtypes):
+        problem = GemmProblem(896, 512, dtype, spec, 0)
+        a, (weight, *scales) = (
+            torch.zeros(rows, 512, dtype=dtype),
+            spec.b_format.stored(torch.zeros(896, 512, dtype=dtype)),
+        )
+        bias = torch.zeros(896, dtype=dtype) if spec.epilogue.has_bias else None
+        out = torch.empty(rows, problem.columns, dtype=dtype)
+        every = {tile: None for m in (16, 32, 64, 128) for tile in schedule.sm90_tiles(problem, m, Gpu.of(0))}
+        for tile in every if tiles is None else tiles:
             for overlaps in (True,) if tile != NARROW_TILES[0] else (False, True):
-                linear.gemm_sm90_swap_ab(a, weight.t(), bias, out, reduction, tile, overlaps)
-    for tile, dtype in itertools.product(gated_tiles, dtypes):
-        a, weight = (torch.zeros(size, 512, dtype=dtype) for size in (33, 896))
-        reduction, out = LinearReduction.of_device("cuda", 896, 512, dtype), torch.empty(33, 448, dtype=dtype)
-        linear.gemm_sm90_swap_ab(a, weight.t(), None, out, reduction, tile, True, True)
+                linear.gemm_sm90_swap_ab(a, weight.t(), bias, out, problem.reduction, tile, overlaps, spec, scales)
 
 
 def gemms() -> None:
@@ -527,7 +531,8 @@ def check_some(more: bool) -> None:
         check_all("verify steps on a Hopper", found, False)
     of_rows = tuple({tile.block_m: tile for tile in NARROW_TILES}.values())
     of_warpgroups = tuple({tile.warpgroups: tile for tile in GATED_TILES}.values())
-    found = launch_on(90, narrow_gemms, HALVES[:1], (False,), of_rows, of_warpgroups)
+    found = launch_on(90, narrow_gemms, HALVES[:1], (PRODUCT, MatmulSpec(leaves=2)), of_rows)
+    found += launch_on(90, narrow_gemms, HALVES[:1], (GATED,), of_warpgroups)
     check_all("narrow GEMMs", found, False)
     check_all("exact products on a Hopper", launch_on(90, hopper_products, 9, True, False, HOPPER_SCHEDULES[:1]), False)
     CUDABackend.make_cubin = lambda *_: b""  # what follows is read in PTX, and the assembler takes most of the time
@@ -573,7 +578,7 @@ def check_every_gluon_kernel() -> None:
             check_sm90_attention(Heads(8, 2, size, dtype), page, True)
         for group in (1, 2, 3, 7, 8, 16, 32):
             check_sm90_attention(Heads(2 * group, 2, size, dtype), 64, True)
-    check_all("narrow GEMMs", launch_on(90, narrow_gemms, HALVES, (False, True)), True)
+    check_all("narrow GEMMs", launch_on(90, narrow_gemms, HALVES), True)
 
 
 def sampling() -> None:
@@ -649,7 +654,7 @@ def flex_variants() -> None:
 
 
 def linear_variants() -> None:
-    launch_on(90, narrow_gemms, HALVES, (False, True))
+    launch_on(90, narrow_gemms, HALVES)
     launch_on(90, gemms)
 
 
@@ -863,7 +868,7 @@ OTHERS = {
     "rows": (rows, more_rows),
     "sampling": (sampling,),
     "around FlexAttention": (lambda: flex(Heads(8, 2, 128, torch.bfloat16), 64),),
-    "Hopper's narrow matmuls": (lambda: narrow_gemms(HALVES, (False, True)),),
+    "Hopper's narrow matmuls": (lambda: narrow_gemms(HALVES),),
     EXACT: tuple(EVERY_KIND.values()),
     "experts": (every_expert,),
     "all_reduce": (every_all_reduce,),

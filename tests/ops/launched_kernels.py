@@ -28,6 +28,7 @@ from tests.ops.compiled_kernels import (
     gradients_of_attention,
     gradients_of_rows,
     many_pairs,
+    narrow_gemms,
     pretend_a_gpu,
     turned_heads,
 )
@@ -36,9 +37,8 @@ from vllm_batch_invariant import ops
 from vllm_batch_invariant.ops.acceptance.cuda import accept
 from vllm_batch_invariant.ops.attention import sm90
 from vllm_batch_invariant.ops.common.nvidia_gpus import COMPILED_FOR
-from vllm_batch_invariant.ops.linear import LinearReduction
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
-from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES
+from vllm_batch_invariant.ops.linear.spec import GATED, PRODUCT
 from vllm_batch_invariant.ops.norm import cuda as norm
 from vllm_batch_invariant.ops.ranking import cuda as ranking
 from vllm_batch_invariant.ops.reduce import cuda as reduce
@@ -77,11 +77,7 @@ def linear_batch(count: int) -> None:
     for dtype, n, k in ((torch.float16, 99, 77), (torch.float32, 96, 512), (torch.float64, 1, 30)):
         linear.mm(torch.zeros(count, k, dtype=dtype), torch.zeros(n, k, dtype=dtype).t())
     if NO_DRIVER.capability == 90:
-        for tile in NARROW_TILES + GATED_TILES:
-            x, weight = (torch.zeros(size, 512, dtype=torch.bfloat16) for size in (count, 896))
-            reduction, gated = LinearReduction.of_device("cuda", 896, 512, torch.bfloat16), tile in GATED_TILES
-            out = torch.empty(count, 448 if gated else 896, dtype=x.dtype)
-            linear.gemm_sm90_swap_ab(x, weight.t(), None, out, reduction, tile, gated, gated)
+        narrow_gemms((torch.bfloat16,), (PRODUCT, GATED), rows=count)
 
 
 def attention_batch(count: int) -> None:

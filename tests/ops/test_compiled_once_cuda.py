@@ -14,6 +14,7 @@ from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
 from vllm_batch_invariant.ops.dispatch import module_for
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
+from vllm_batch_invariant.ops.linear.spec import GATED
 from vllm_batch_invariant.ops.norm import rms_norm
 from vllm_batch_invariant.ops.norm_rotary import norm_rotary
 from vllm_batch_invariant.ops.reduce import mean
@@ -130,7 +131,7 @@ def test_the_narrow_kernel_is_compiled_once_a_tile(dtype, has_bias, variants):
         reduction = LinearReduction.of_device("cuda", n, k, dtype)
         for m, tile in product(ROW_COUNTS, () if has_bias or n % 16 else schedule.GATED_TILES):
             out = torch.empty(m, n // 2, dtype=dtype, device="cuda")
-            triton_gemm.gemm_sm90_swap_ab(x[:m], weight.t(), None, out, reduction, tile, False, True)
+            triton_gemm.gemm_sm90_swap_ab(x[:m], weight.t(), None, out, reduction, tile, False, GATED)
     gated = 0 if has_bias else len(schedule.GATED_TILES)
     assert len(variants["gemm_sm90_swap_ab_kernel"]) == len(schedule.NARROW_TILES) + gated
 

@@ -12,6 +12,7 @@ from vllm_batch_invariant.ops.common.dependent_launch import LaunchSchedule
 from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
 from vllm_batch_invariant.ops.linear import LinearReduction, triton_gemm
 from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES
+from vllm_batch_invariant.ops.linear.spec import GATED
 from vllm_batch_invariant.ops.norm import rms_norm
 from vllm_batch_invariant.ops.norm_rotary import norm_rotary
 from vllm_batch_invariant.ops.silu import silu_and_mul
@@ -72,7 +73,7 @@ class Decoder:
         reduction = LinearReduction.of_device("cuda", *weight.shape, DTYPE)
         out = torch.empty(len(x), len(weight) // 2, dtype=DTYPE, device="cuda")
         tile = GATED_TILES[len(x) % len(GATED_TILES)]
-        return triton_gemm.gemm_sm90_swap_ab(x, weight.t(), None, out, reduction, tile, True, True)
+        return triton_gemm.gemm_sm90_swap_ab(x, weight.t(), None, out, reduction, tile, True, GATED)
 
     def step(self, overlaps: bool) -> list[torch.Tensor]:
         """What every layer gives its rows."""

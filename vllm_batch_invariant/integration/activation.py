@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..ops.linear import torch_op
+from ..ops.linear.spec import GATED
 from ..ops.silu import silu_and_mul
 from . import linear, patch_points
 from .norm_rotary import is_watched
@@ -32,7 +33,7 @@ def _marking(init: Any) -> Any:
     def construct(self: Any, *args: Any, **named: Any) -> None:
         init(self, *args, **named)
         if _fits(self):
-            setattr(self.gate_up_proj, linear.GATED, type(self.act_fn))
+            setattr(self.gate_up_proj, linear.ACTIVATION, type(self.act_fn))
 
     return construct
 
@@ -58,10 +59,10 @@ def _fused(apart: Any) -> Any:
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         first, activation = self.gate_up_proj, self.act_fn
-        fits = getattr(first, linear.GATED, None) is type(activation)
+        fits = getattr(first, linear.ACTIVATION, None) is type(activation)
         if not fits or not x.is_cuda or is_watched(first, activation):
             return apart(self, x)
-        out, _ = self.down_proj(torch_op.gated_linear(x, first.weight))
+        out, _ = self.down_proj(torch_op.linear(x, first.weight, None, GATED.name))
         return out
 
     vars(forward)["fused"] = True

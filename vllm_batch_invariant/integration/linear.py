@@ -10,7 +10,8 @@ import torch
 from ..errors import NotCovered
 from ..ops.dispatch import module_for
 from ..ops.exact.definition import segments
-from ..ops.linear import prepare, torch_op
+from ..ops.linear import MatmulSpec, prepare, torch_op
+from ..ops.linear.spec import BIASED, GATED, PRODUCT, spec_of
 from . import patch_points, tensor_tree
 
 _CERTIFIED = 1024
@@ -18,7 +19,7 @@ _CERTIFIED = 1024
 """
 EXACT = "_batch_invariant_exact"
 """Attribute of a layer on a GPU: its product in exact arithmetic."""
-GATED = "_batch_invariant_gated"
+ACTIVATION = "_batch_invariant_activation"
 """Attribute of a layer on a GPU whose product is activated in the launch that multiplies: the activation's class."""
 _EXPECTED = "_batch_invariant_expected"
 """Attribute of a layer on a GPU: what to prepare its weight for."""
@@ -241,7 +242,7 @@ def install_cuda() -> None:
     for method in (patch_points.LINEAR_METHOD.get(), patch_points.EMBEDDING_METHOD.get()):
         _prepare_after_loading(method)
     if tensor_tree.leaves() > 1:
-        _multiply_in_leaves(patch_points.LINEAR_METHOD.get())
+        _multiply_as_prepared(patch_points.LINEAR_METHOD.get())
 
 
 def install_exact_cuda() -> None:
@@ -284,13 +285,16 @@ def _prepare_after_loading(method: type[Any]) -> None:
     method.process_weights_after_loading = process_weights_after_loading
 
 
-def _multiply_in_leaves(method: type[Any]) -> None:
+def _multiply_as_prepared(method: type[Any]) -> None:
     """Have layers add K in the leaves that they were prepared for; those with one compute as ever."""
     theirs = method.apply
 
     def apply(self: object, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        leaves = getattr(layer, _EXPECTED).leaves if hasattr(layer, _EXPECTED) else 1
-        return theirs(self, layer, x, bias) if leaves == 1 else torch_op.linear(x, layer.weight, bias, leaves)
+        spec = spec_of_layer(layer, bias)
+        if spec.leaves == 1:
+            return theirs(self, layer, x, bias)
+        out = torch_op.linear(x, layer.weight, None, spec.name)
+        return out if bias is None else out + bias
 
     method.apply = apply
 
@@ -300,17 +304,19 @@ class _Expected(NamedTuple):
 
     Attributes:
         max_m: the most rows of a step.
-        bias: whether a bias is added.
+        spec: what is computed.
         sizes: of CUDA graphs.
-        leaves: that K is added in.
-        gated: whether the product is activated.
     """
 
     max_m: int
-    bias: bool
+    spec: MatmulSpec
     sizes: tuple[int, ...]
-    leaves: int
-    gated: bool
+
+
+def spec_of_layer(layer: torch.nn.Module, bias: torch.Tensor | None) -> MatmulSpec:
+    """What a layer computes, with a bias or None: what it was prepared for, if that is more."""
+    spec = getattr(layer, _EXPECTED).spec if hasattr(layer, _EXPECTED) else PRODUCT
+    return spec_of(bias is not None) if spec in (PRODUCT, BIASED) else spec
 
 
 def _expected(layer: torch.nn.Module, config: Any) -> _Expected:
@@ -318,8 +324,8 @@ def _expected(layer: torch.nn.Module, config: Any) -> _Expected:
     if tensor_tree.leaves() > 1 and isinstance(layer, patch_points.ROW_PARALLEL.get()):
         adds_bias = False  # it comes after the root
     sizes = tuple(config.compilation_config.cudagraph_capture_sizes or ())
-    leaves, gated = tensor_tree.of_layer(layer).leaves, hasattr(layer, GATED)
-    return _Expected(_max_m(layer, config), adds_bias, sizes, leaves, gated)
+    spec = GATED if hasattr(layer, ACTIVATION) else spec_of(adds_bias, tensor_tree.of_layer(layer).leaves)
+    return _Expected(_max_m(layer, config), spec, sizes)
 
 
 def _max_m(layer: torch.nn.Module, config: Any) -> int:

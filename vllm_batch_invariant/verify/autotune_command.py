@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..errors import BadSetting
@@ -34,8 +35,9 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--shape", nargs="+", type=_shape, default=[], metavar="NxK", help="weights to certify now")
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the weights of --shape")
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--bias", action="store_true", help="certify with a bias")
-    kind.add_argument("--gated", action="store_true", help="certify as a gated MLP's first product, N of both halves")
+    named = partial(kind.add_argument, dest="spec", action="store_const", default="")
+    named("--bias", const="bias", help="certify with a bias")
+    named("--gated", const="gated", help="certify as a gated MLP's first product, N of both halves")
     parser.add_argument("--rows", type=at_least(1), default=8192, metavar="M", help="certify up to M rows")
     parser.add_argument("--device", type=at_least(0), default=0, metavar="N", help="index of the GPU")
     add_json(parser)
@@ -60,10 +62,11 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
         raise BadSetting(f"--device {options.device}: this machine has {torch.cuda.device_count()} GPUs.")
     from ..ops.attention import certificate as attention
     from ..ops.linear import cuda, prepare
+    from ..ops.linear.spec import NAMED
 
     for n, k in options.shape:
         weight = torch.empty(n, k, dtype=getattr(torch, _DTYPES[options.dtype]), device=f"cuda:{options.device}")
-        prepare(weight, options.rows, options.bias, gated=options.gated)
+        prepare(weight, options.rows, NAMED[options.spec])
     environment, gemms = cuda.known(options.device)
     of_attention = attention.known(options.device)
     if options.json:

@@ -11,6 +11,7 @@ from tests.assertions import DTYPES, assert_same_bits
 from vllm_batch_invariant import batch_invariant_mode
 from vllm_batch_invariant.ops.common.cancelling import cancelling
 from vllm_batch_invariant.ops.linear import bmm, linear, mm, prepare
+from vllm_batch_invariant.ops.linear.spec import spec_of
 
 Tensor = torch.Tensor
 
@@ -68,7 +69,7 @@ def test_a_row_has_the_same_bits_in_any_batch_in_every_variant(variant, dtype, d
 def test_a_row_has_the_same_bits_in_any_batch_for_every_shape_of_weight(columns, depth, dtype, biased, device):
     for kind in KINDS if depth > 1 else KINDS[:1]:
         x, weight, bias = operands(kind, ROWS, columns, depth, dtype, device)
-        prepare(weight, ROWS, biased)
+        prepare(weight, ROWS, spec_of(biased))
         assert_rows_keep_their_bits(lambda x, w=weight, b=bias if biased else None: linear(x, w, b), x)
 
 

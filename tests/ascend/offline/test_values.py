@@ -18,6 +18,7 @@ from tests.assertions import DTYPES, assert_near, assert_same_bits
 from vllm_batch_invariant.ascend.ops import linear, norm, reduce, reductions, softmax
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.linear import reference as exact_linear
+from vllm_batch_invariant.ops.linear.spec import BIASED
 from vllm_batch_invariant.ops.norm import reference as exact_norm
 from vllm_batch_invariant.ops.reduce import reference as exact_reduce
 from vllm_batch_invariant.ops.softmax import reference as exact_softmax
@@ -225,7 +226,7 @@ def test_dtypes_without_a_reduction_are_refused_in_one_line():
 def test_prepare_needs_no_row_and_moves_no_bit():
     weight, x = draw(70, 90, dtype=torch.bfloat16), draw(4, 90, dtype=torch.bfloat16)
     before = linear.mm(x, weight.t())
-    linear.prepare(weight, 8192, bias=True, sizes=(1, 2, 4))
+    linear.prepare(weight, 8192, BIASED, sizes=(1, 2, 4))
     assert_same_bits(linear.mm(x, weight.t()), before)
 
 

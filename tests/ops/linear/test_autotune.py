@@ -19,17 +19,20 @@ from tests.fakes.cublaslt import ALGORITHM, sequential_k
 from vllm_batch_invariant import kept_file
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.installing import how_to_install
-from vllm_batch_invariant.ops.common.cancelling import cancelling, cancelling_gated
+from vllm_batch_invariant.ops.common.cancelling import cancelling_gated
+from vllm_batch_invariant.ops.formats import PLAIN
 from vllm_batch_invariant.ops.linear import LinearReduction
-from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES, NarrowTile
+from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES, TILES, NarrowTile
 
 pytest.importorskip("triton")
 
 from vllm_batch_invariant.ops.linear import autotune, autotune_cache, cuda, triton_gemm
 from vllm_batch_invariant.ops.linear.autotune import M_BUCKETS, Autotuner, Inconsistent, TunedSchedule, m_bucket
 from vllm_batch_invariant.ops.linear.problem import GemmProblem, problem_of
+from vllm_batch_invariant.ops.linear.spec import BIAS, BIASED, GATED, PRODUCT, SWIGLU, MatmulSpec
+from vllm_batch_invariant.ops.silu import cpu as silu_cpu
 
-PROBLEM = GemmProblem(40, 96, torch.bfloat16, has_bias=True, device=0)
+PROBLEM = GemmProblem(40, 96, torch.bfloat16, BIASED, device=0)
 ENVIRONMENT = {"gpu": "made up", "driver": "1.2", "triton": "3"}
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -53,7 +56,7 @@ def test_every_number_of_rows_has_one_range() -> None:
 @pytest.mark.parametrize("a_k_major", [True, False])
 def test_both_ends_the_middle_and_every_size_of_the_caller_are_verified(a_k_major: bool) -> None:
     autotuner = object.__new__(Autotuner)
-    autotuner.problem, autotuner.max_m = GemmProblem(8, 16, torch.bfloat16, False, 0, a_k_major), 2**31
+    autotuner.problem, autotuner.max_m = GemmProblem(8, 16, torch.bfloat16, PRODUCT, 0, a_k_major), 2**31
     sizes = (1, 2, 4, *range(8, 513, 8), 1000, 5000)
     first = 1
     for bucket in M_BUCKETS:
@@ -73,7 +76,8 @@ def test_both_ends_the_middle_and_every_size_of_the_caller_are_verified(a_k_majo
 
 
 def test_a_problem_has_a_name_of_its_own() -> None:
-    kinds = product((40, 48), (96, 104), HALVES, (True, False), (0,), (True, False), (True, False))
+    specs = (PRODUCT, BIASED, GATED, MatmulSpec(leaves=2))
+    kinds = product((40, 48), (96, 104), HALVES, specs, (0,), (True, False), (True, False))
     names = [str(GemmProblem(*kind)) for kind in kinds]
     assert len(set(names)) == len(names)
     assert str(PROBLEM) == "N=40 K=96 bfloat16 bias"
@@ -125,11 +129,10 @@ class Chosen(Autotuner):
 
     def __post_init__(self) -> None:
         p = self.problem
-        draw_operands = cancelling_gated if p.gated else cancelling
-        self.a, weight = draw_operands(self.max_m, p.n, p.k, p.dtype, "cpu")
-        self.b, self.bias = weight.t(), None
-        self.expected = sequential_k(self.a, self.b)
-        self.activated = activate(self.expected) if p.gated else None
+        self.a, weight = autotune.cancelling_operands(p, self.max_m, torch.device("cpu"))
+        self.b, self.bias, self.scales = weight.t(), None, ()
+        self.matrix, self.product = self.b, sequential_k(self.a, self.b)
+        self.finished = activate(self.product) if p.spec is GATED else self.product
 
     def runner(
         self, algorithm: SimpleNamespace | NarrowTile, workspace: torch.Tensor | None = None
@@ -169,7 +172,8 @@ def split_for_few_rows(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def autotuner(cublaslt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Chosen]:
     """Builds one whose heuristic names these algorithms."""
     monkeypatch.setattr(triton_gemm, "mm", lambda a, b, bias, out=None: sequential_k(a, b, bias))
-    monkeypatch.setattr(autotune, "narrow_tiles", lambda *_: ())
+    for kind in TILES:
+        monkeypatch.setitem(TILES, kind, lambda *_: ())
     monkeypatch.setattr(autotune, "_uncompiled", set())
 
     def build(*algorithms: SimpleNamespace) -> Chosen:
@@ -308,12 +312,12 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., torch.Ten
     def build(multiply: Callable[..., torch.Tensor]) -> list[NarrowTile]:
         run = []
 
-        def gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps, gated) -> torch.Tensor:
+        def gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps, spec, scales) -> torch.Tensor:
             assert overlaps, "as a layer's matmul is launched"
             run.append(tile)
             return multiply(a, b)
 
-        monkeypatch.setattr(autotune, "narrow_tiles", lambda *_: NARROW_TILES[:2])
+        monkeypatch.setitem(TILES, (PLAIN, BIAS), lambda *_: NARROW_TILES[:2])
         monkeypatch.setattr(triton_gemm, "gemm_sm90_swap_ab", gemm_sm90_swap_ab)
         return run
 
@@ -364,9 +368,6 @@ def test_a_narrow_tile_that_cannot_be_compiled_is_left_out_and_named_once(autotu
     assert "and much more" not in log.text
 
 
-GATED = GemmProblem(48, 96, torch.bfloat16, has_bias=False, device=0, gated=True)
-
-
 @pytest.fixture
 def gated(monkeypatch: pytest.MonkeyPatch, autotuner) -> Callable[..., tuple[Chosen, list[str]]]:
     """Builds an autotuner of a gated layer with one algorithm and two tiles, which multiply as they are told to, and
@@ -376,18 +377,20 @@ def gated(monkeypatch: pytest.MonkeyPatch, autotuner) -> Callable[..., tuple[Cho
     def build(multiply: Callable[..., torch.Tensor], algorithm: SimpleNamespace) -> tuple[Chosen, list[str]]:
         behind = []
 
-        def gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps, gated) -> torch.Tensor:
-            assert (bias, overlaps, gated, out.shape) == (None, True, True, (len(a), 24))
+        def gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps, spec, scales) -> torch.Tensor:
+            assert (bias, overlaps, spec, out.shape) == (None, True, GATED, (len(a), 24))
             return out.copy_(activate(multiply(a, b)))
 
         def silu_and_mul(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
             behind.append(x.shape)
             return activate(x, out)
 
-        monkeypatch.setattr(autotune, "gated_tiles", lambda *_: GATED_TILES[:2])
+        monkeypatch.setitem(TILES, (PLAIN, SWIGLU), lambda *_: GATED_TILES[:2])
         monkeypatch.setattr(triton_gemm, "gemm_sm90_swap_ab", gemm_sm90_swap_ab)
-        monkeypatch.setattr(autotune, "silu_and_mul", silu_and_mul)
-        return Chosen(GATED, SimpleNamespace(algorithms=lambda m, most: [algorithm]), 24), behind
+        monkeypatch.setattr(silu_cpu, "silu_and_mul", silu_and_mul)
+        return Chosen(
+            GemmProblem(48, 96, torch.bfloat16, GATED, 0), SimpleNamespace(algorithms=lambda m, most: [algorithm]), 24
+        ), behind
 
     return build
 
@@ -440,7 +443,7 @@ def test_a_failure_of_the_library_that_is_not_its_own_is_not_hidden(autotuner) -
 def test_no_narrow_tile_is_run_untimed_or_without_k_inside(a_k_major, b_k_major, autotuner, narrow) -> None:
     run, made = narrow(sequential_k), autotuner(one("a"))
     made.tune(16, (), None)
-    made.problem = GemmProblem(40, 96, torch.bfloat16, True, 0, a_k_major, b_k_major)
+    made.problem = GemmProblem(40, 96, torch.bfloat16, BIASED, 0, a_k_major, b_k_major)
     made.tune(16, (), Clock(9, 8))
     assert not run
 
@@ -581,7 +584,7 @@ def test_schedules_that_cannot_be_read_are_set_aside_and_made_anew(
 ) -> None:
     autotune_cache.save(dispatch.environment, {str(PROBLEM): {"16": TUNED} | schedules})
     a, weight = draw(40, 96), draw(40, 96)
-    dispatch.cuda.prepare(weight, 40, bias=True)
+    dispatch.cuda.prepare(weight, 40, BIASED)
     assert dispatch.tuned, "as if there were no file"
     assert len([record for record in log.records if "was broken" in record.message]) == 1
     assert_same_bits(dispatch.cuda.mm(a, weight.t(), draw(40)), sequential_k(a, weight.t(), draw(40)))
@@ -662,9 +665,9 @@ def test_a_capture_is_no_use_and_tunes_nothing(dispatch: SimpleNamespace, monkey
 
 def test_preparing_tunes_the_ranges_that_are_missing(dispatch: SimpleNamespace) -> None:
     weight = draw(40, 96)
-    dispatch.cuda.prepare(weight, 20, bias=True, sizes=(1, 2, 4))
-    dispatch.cuda.prepare(weight, 24, bias=True)
-    dispatch.cuda.prepare(weight, 40, bias=True, sizes=(33,))
+    dispatch.cuda.prepare(weight, 20, BIASED, sizes=(1, 2, 4))
+    dispatch.cuda.prepare(weight, 24, BIASED)
+    dispatch.cuda.prepare(weight, 40, BIASED, sizes=(33,))
     seconds = dispatch.cuda._TUNING_SECONDS
     assert dispatch.tuned == [((8, 16, 24), (1, 2, 4), seconds), ((32, 48), (33,), seconds)]
     dispatch.cuda.mm(draw(41, 96), weight.t(), draw(40))
@@ -680,11 +683,11 @@ def test_a_size_that_was_not_verified_before_is_verified(dispatch: SimpleNamespa
 
 def test_a_new_process_reads_what_the_last_one_measured(dispatch: SimpleNamespace) -> None:
     weight, a, bias = draw(40, 96), draw(16, 96), draw(40)
-    dispatch.cuda.prepare(weight, 16, bias=True)
+    dispatch.cuda.prepare(weight, 16, BIASED)
     before = dict(dispatch.cuda.tuned_schedules(problem_of(a, weight.t(), bias)))
     dispatch.cuda.dispatcher._tuned.clear()
     dispatch.cuda.dispatcher._plans.clear()
-    dispatch.cuda.prepare(weight, 16, bias=True)
+    dispatch.cuda.prepare(weight, 16, BIASED)
     assert dispatch.cuda.tuned_schedules(problem_of(a, weight.t(), bias)) == before
     assert dispatch.cuda.known(0) == (dispatch.environment, {"N=40 K=96 bfloat16 bias": before})
     assert_same_bits(dispatch.cuda.mm(a, weight.t(), bias), sequential_k(a, weight.t(), bias))
@@ -742,45 +745,45 @@ def test_a_range_that_triton_won_stays_with_triton(dispatch: SimpleNamespace, mo
 def test_a_range_that_a_narrow_tile_won_is_served_by_it(dispatch: SimpleNamespace, monkeypatch) -> None:
     served = []
 
-    def gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps, gated) -> torch.Tensor:
+    def gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps, spec, scales) -> torch.Tensor:
         served.append((len(a), tile, overlaps))
         return sequential_k(a, b, bias)
 
     monkeypatch.setattr(triton_gemm, "gemm_sm90_swap_ab", gemm_sm90_swap_ab)
     monkeypatch.setattr(autotune, "tune", lambda *_: {8: TunedSchedule(None, (1, 8), (), {}, NARROW_TILES[1])})
     a, weight, bias = draw(9, 96), draw(40, 96), draw(40)
-    dispatch.cuda.prepare(weight, 8, bias=True)
+    dispatch.cuda.prepare(weight, 8, BIASED)
     dispatch.cuda.dispatcher._tuned.clear()  # read from disk again
     for m in (1, 8, 9, 0):
         out = dispatch.cuda.mm(a[:m], weight.t(), bias)
         assert_same_bits(out, sequential_k(a[:m], weight.t(), bias), f"{m} rows")
     assert served == [(1, NARROW_TILES[1], False), (8, NARROW_TILES[1], False)]
-    dispatch.cuda.mm(a[:3], weight.t(), bias, b_is_constant=True)
+    dispatch.cuda.matmul(a[:3], weight.t(), BIASED, bias, b_is_constant=True)
     assert served[2:] == [(3, NARROW_TILES[1], True)]
     assert dispatch.launched == [9, 0]
 
 
 @pytest.mark.parametrize("tile", [None, GATED_TILES[1]])
 def test_a_gated_layer_is_activated_once_by_whoever_serves_it(tile, dispatch: SimpleNamespace, monkeypatch) -> None:
-    def gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps, gated) -> torch.Tensor:
-        assert (tile, overlaps, gated) == (GATED_TILES[1], True, True)
+    def gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps, spec, scales) -> torch.Tensor:
+        assert (tile, overlaps, spec) == (GATED_TILES[1], True, GATED)
         return out.copy_(activate(sequential_k(a, b)))
 
     monkeypatch.setattr(triton_gemm, "gemm_sm90_swap_ab", gemm_sm90_swap_ab)
-    monkeypatch.setattr(dispatch.cuda, "silu_and_mul", activate)
+    monkeypatch.setattr(silu_cpu, "silu_and_mul", activate)
     if tile is not None:
         monkeypatch.setattr(autotune, "tune", lambda *_: {8: TunedSchedule(None, (1, 8), (), {}, tile)})
     a, weight = draw(9, 96), draw(48, 96)
-    dispatch.cuda.prepare_gated(weight, 8, ())
+    dispatch.cuda.prepare(weight, 8, GATED)
     for m in (1, 8, 9, 0):
-        out = dispatch.cuda.gated_mm(a[:m], weight.t(), True)
+        out = dispatch.cuda.matmul(a[:m], weight.t(), GATED, None, True)
         assert_same_bits(out, activate(sequential_k(a[:m], weight.t())), f"{m} rows")
     assert dispatch.launched == [9, 0], "and the others by cuBLASLt or the tile"
     apart = dispatch.cuda.mm(a[:3], weight.t())
     assert_same_bits(apart, sequential_k(a[:3], weight.t()), "an ungated one has a plan of its own")
     odd = draw(40, 96)
-    dispatch.cuda.prepare_gated(odd, 8, ())
-    out = dispatch.cuda.gated_mm(a[:3], odd.t(), True) if tile is None else None
+    dispatch.cuda.prepare(odd, 8, GATED)
+    out = dispatch.cuda.matmul(a[:3], odd.t(), GATED, None, True) if tile is None else None
     assert out is None or torch.equal(out, activate(sequential_k(a[:3], odd.t()))), "whose half is not aligned"
 
 

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from vllm_batch_invariant.ops.common.dependent_launch import LaunchSchedule
 from vllm_batch_invariant.ops.linear import sm90_kernel, triton_kernels
 from vllm_batch_invariant.ops.linear.problem import GemmProblem
+from vllm_batch_invariant.ops.linear.spec import Epilogue
 
 KERNELS = {
     "ptr": (triton_kernels.gemm_ptr_kernel, Tile),
@@ -38,7 +39,7 @@ def names(*types: type) -> set[str]:
 def test_every_constexpr_is_a_field_of_the_reduction_the_schedule_or_the_problem(name: str) -> None:
     kernel, tile = KERNELS[name]
     found = constexprs(kernel)
-    assert found - DERIVED <= names(LinearReduction, tile, GemmProblem, LaunchSchedule)
+    assert found - DERIVED <= names(LinearReduction, tile, GemmProblem, Epilogue, LaunchSchedule)
     assert {"block_m", "block_n", "block_k", "accumulate"} <= found
 
 

@@ -10,16 +10,17 @@ from tests.fakes.cublaslt import sequential_k
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops import linear as operation
 from vllm_batch_invariant.ops.all_reduce import add_ranks
+from vllm_batch_invariant.ops.all_reduce import cpu as all_reduce_cpu
 from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.linear import LinearReduction, cpu, linear, reference, torch_op
 
 pytest.importorskip("triton")
 
-from vllm_batch_invariant.ops.common.cancelling import cancelling
-from vllm_batch_invariant.ops.linear import autotune, leaves, triton_gemm
+from vllm_batch_invariant.ops.linear import autotune, triton_gemm
 from vllm_batch_invariant.ops.linear.autotune import Autotuner, TunedSchedule
 from vllm_batch_invariant.ops.linear.problem import GemmProblem, problem_of
 from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, narrow_tiles
+from vllm_batch_invariant.ops.linear.spec import MatmulSpec, spec_of
 
 HOPPER = Gpu("Hopper", 132, 232_448, True, 60 << 20, True)
 M, N, K = 24, 40, 128
@@ -39,15 +40,16 @@ def tree(a: torch.Tensor, b: torch.Tensor, count: int) -> torch.Tensor:
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves are added by PyTorch, and Triton's kernels are a loop."""
 
-    def add(parts: torch.Tensor, tree: bool, out: torch.Tensor | None) -> torch.Tensor:
-        total = add_ranks(parts, tree)
+    def add(parts: torch.Tensor, tree: bool, out: torch.Tensor | None = None) -> torch.Tensor:
+        total = add_on_cpu(parts, tree)
         return total if out is None else out.copy_(total)
 
     def mm(a, b, bias=None, out=None) -> torch.Tensor:
         total = sequential_k(a, b, bias)
         return total if out is None else out.copy_(total)
 
-    monkeypatch.setattr(leaves, "add_ranks", add)
+    add_on_cpu = all_reduce_cpu.add_ranks
+    monkeypatch.setattr(all_reduce_cpu, "add_ranks", add)
     monkeypatch.setattr(triton_gemm, "mm", mm)
     monkeypatch.setattr(triton_gemm, "mm_ptr", mm)
 
@@ -58,9 +60,9 @@ def test_on_a_cpu_it_is_what_the_engine_computes(dtype: torch.dtype) -> None:
     for count in (2, 4):
         engine = cpu.prepared_linear_of_parts(x, cpu.prepare_parts(weight, None), bias, count)
         assert_same_bits(linear(x, weight, bias, count), engine)
-        assert_same_bits(torch_op.linear(x, weight, bias, count), engine)
+        assert_same_bits(torch_op.linear(x, weight, None, spec_of(False, count).name) + bias, engine)
         assert_near(engine, reference.linear(x, weight, bias), 3)
-    operation.prepare(weight, 8, leaves=4)
+    operation.prepare(weight, 8, spec_of(False, 4))
     assert not torch.equal(linear(x, weight, bias, 4), linear(x, weight, bias))
 
 
@@ -77,13 +79,14 @@ def test_a_device_that_adds_no_leaves_is_refused() -> None:
 
 def test_a_problem_in_leaves_is_another_problem(cublaslt: SimpleNamespace) -> None:
     a, weight = draw(M, K), draw(N, K)
-    found = problem_of(a, weight.t(), None, 2)
+    found = problem_of(a, weight.t(), None, spec_of(False, 2))
     assert str(found) == f"N={N} K={K} bfloat16 in 2 leaves"
     assert str(found.leaf) == f"N={N} K={K // 2} bfloat16"
     assert found.reduction == LinearReduction.of_device("cuda", N, K, torch.bfloat16, 2) != found.leaf.reduction
-    assert problem_of(a, weight.t(), None, 4) is not None
-    for shorter, count in ((72, 2), (24, 2)):  # a leaf is not aligned, or too short: Triton alone
-        assert problem_of(a[:, :shorter].contiguous(), weight[:, :shorter].contiguous().t(), None, count) is None
+    assert problem_of(a, weight.t(), None, spec_of(False, 4)) is not None
+    for shorter in (72, 24):  # a leaf is not aligned, or too short: Triton alone
+        operands = a[:, :shorter].contiguous(), weight[:, :shorter].contiguous().t(), None
+        assert problem_of(*operands, spec_of(False, 2)) is None
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -91,12 +94,12 @@ def test_a_problem_in_leaves_is_another_problem(cublaslt: SimpleNamespace) -> No
 @pytest.mark.parametrize("m", [1, 3, M])
 def test_what_serves_a_leaf_serves_the_tree(m: int, count: int, dispatch: SimpleNamespace) -> None:
     a, weight = draw(m, K), draw(N, K)
-    wanted = tree(a, weight.t(), count)
-    assert_same_bits(dispatch.cuda.mm_in_leaves(a, weight.t(), count), wanted)
+    wanted, spec = tree(a, weight.t(), count), MatmulSpec(leaves=count)
+    assert_same_bits(dispatch.cuda.matmul(a, weight.t(), spec), wanted)
     assert not dispatch.tuned, "by Triton"
-    dispatch.cuda.prepare_in_leaves(weight, 40, (3,), count)
+    dispatch.cuda.prepare(weight, 40, spec, (3,))
     before = len(dispatch.library.launches)
-    assert_same_bits(dispatch.cuda.mm_in_leaves(a, weight.t(), count), wanted)
+    assert_same_bits(dispatch.cuda.matmul(a, weight.t(), spec), wanted)
     assert dispatch.library.launches[before:] == [m] * count
     assert_same_bits(dispatch.cuda.mm(a, weight.t()), sequential_k(a, weight.t()))
     assert not torch.equal(sequential_k(a, weight.t()), wanted)
@@ -109,14 +112,15 @@ class OnCpu(Autotuner):
 
 @pytest.fixture
 def autotuner(on_cpu: None, cublaslt: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> OnCpu:
-    monkeypatch.setattr(autotune, "cancelling", lambda m, n, k, dtype, _, seed: cancelling(m, n, k, dtype, "cpu", seed))
-    problem = GemmProblem(N, 16 * K, torch.bfloat16, False, None, leaves=4)
+    draw_operands = autotune.cancelling_operands
+    monkeypatch.setattr(autotune, "cancelling_operands", lambda problem, m, _: draw_operands(problem, m, "cpu"))
+    problem = GemmProblem(N, 16 * K, torch.bfloat16, MatmulSpec(leaves=4), None)
     return OnCpu(problem, cublaslt.Matmul(problem), M)
 
 
 def test_operands_show_the_leaves_and_the_order_of_the_tree(autotuner: OnCpu) -> None:
     a, b = autotuner.a, autotuner.b
-    assert_same_bits(autotuner.expected, tree(a, b, 4))
+    assert_same_bits(autotuner.product, tree(a, b, 4))
     parts = [sequential_k(*of_leaf) for of_leaf in zip(a.chunk(4, 1), b.chunk(4), strict=True)]
     others = {
         "no leaves": sequential_k(a, b),
@@ -124,16 +128,16 @@ def test_operands_show_the_leaves_and_the_order_of_the_tree(autotuner: OnCpu) ->
         "a chain of leaves": add_ranks(torch.stack(parts)),
         "other neighbours": add_ranks(torch.stack([parts[i] for i in (0, 2, 1, 3)]), tree=True),
     }
-    shares = {name: (other != autotuner.expected).double().mean().item() for name, other in others.items()}
+    shares = {name: (other != autotuner.product).double().mean().item() for name, other in others.items()}
     assert min(shares.values()) > 0.1, shares
-    cancelled, left = ((tree(a, b, 2) != autotuner.expected)[:, start::2].double().mean() for start in (0, 1))
+    cancelled, left = ((tree(a, b, 2) != autotuner.product)[:, start::2].double().mean() for start in (0, 1))
     assert cancelled > 0.2
     assert left > 0.1
 
 
 def test_a_schedule_of_leaves_is_verified_as_a_tree(autotuner: OnCpu, monkeypatch: pytest.MonkeyPatch) -> None:
     assert autotuner.tune(16, (), None).served_by == "cuBLASLt"
-    monkeypatch.setattr(autotune, "narrow_tiles", lambda *_: NARROW_TILES[:1])
+    monkeypatch.setattr(autotune, "sm90_tiles", lambda *_: NARROW_TILES[:1])
     monkeypatch.setattr(autotune, "_uncompiled", set())
 
     class Clock:
@@ -141,7 +145,7 @@ def test_a_schedule_of_leaves_is_verified_as_a_tree(autotuner: OnCpu, monkeypatc
             return [[9.0]] * (len(ways) - 1) + [[1.0]]
 
     def tuned(count: int) -> TunedSchedule:
-        def narrow(a, b, bias, out, reduction, tile, overlaps, gated) -> torch.Tensor:
+        def narrow(a, b, bias, out, reduction, tile, overlaps, spec, scales) -> torch.Tensor:
             assert (reduction.leaves, overlaps) == (4, True)
             return out.copy_(tree(a, b, count))
 

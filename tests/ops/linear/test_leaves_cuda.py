@@ -7,7 +7,7 @@ from tests.assertions import ROW_COUNTS, assert_same_bits
 from tests.ops.linear.cases import HALVES, KINDS, launch, operands, sequential_k
 from vllm_batch_invariant.ops.all_reduce import cpu
 from vllm_batch_invariant.ops.common.gpu import Gpu
-from vllm_batch_invariant.ops.linear import LinearReduction, linear, prepare
+from vllm_batch_invariant.ops.linear import LinearReduction, MatmulSpec, linear, prepare
 
 pytest.importorskip("triton")
 
@@ -32,13 +32,13 @@ def test_every_number_of_rows_has_the_bits_of_the_tree(n: int, k: int, leaves: i
     wanted = tree(x, weight, leaves)
     for m in (1, 3, 64, 1000):
         assert_same_bits(linear(x[:m], weight, leaves=leaves), wanted[:m], f"{m} rows, untuned")
-    prepare(weight, 1024, sizes=(1, 2, 4, 8), leaves=leaves)
+    prepare(weight, 1024, MatmulSpec(leaves=leaves), sizes=(1, 2, 4, 8))
     for m in ROW_COUNTS:
         assert_same_bits(linear(x[:m], weight, leaves=leaves), wanted[:m], f"{m} rows")
         assert_same_bits(linear(x[1000 - m :], weight, leaves=leaves), wanted[1000 - m :], f"last {m} rows")
     assert_same_bits(linear(x, weight, bias, leaves), wanted + bias)
     assert (sequential_k(x, weight) != wanted).double().mean() > 0.05
-    tuned = cuda.tuned_schedules(problem_of(x, weight.t(), None, leaves))
+    tuned = cuda.tuned_schedules(problem_of(x, weight.t(), None, MatmulSpec(leaves=leaves)))
     for bucket, schedule in sorted(tuned.items()):
         print(n, k, leaves, bucket, schedule.served_by, schedule.refused, schedule.microseconds)
         assert not schedule.refused
@@ -64,7 +64,7 @@ def test_a_narrow_tile_adds_the_whole_tree(leaves: int, dtype: torch.dtype, kind
 
 def test_a_gemm_in_leaves_can_be_captured(untuned) -> None:
     x, weight, _ = operands("random", 250, 384, 1024, torch.bfloat16)
-    prepare(weight, 256, leaves=2)
+    prepare(weight, 256, MatmulSpec(leaves=2))
     rows = (1, 8, 33, 250)
     for m in rows:
         linear(x[:m], weight, leaves=2)

@@ -12,10 +12,23 @@ from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops import linear as operation
 from vllm_batch_invariant.ops.all_reduce import add_ranks
 from vllm_batch_invariant.ops.dispatch import implementation
-from vllm_batch_invariant.ops.linear import LinearReduction, bmm, cpu, linear, mm, reference
+from vllm_batch_invariant.ops.linear import (
+    LinearReduction,
+    MatmulSpec,
+    bmm,
+    cpu,
+    gated_linear,
+    linear,
+    matmul,
+    mm,
+    reference,
+)
+from vllm_batch_invariant.ops.linear.spec import BIASED, GATED, SPECS
+from vllm_batch_invariant.ops.silu import silu_and_mul
 
 SHAPES = ((256, 768), (768, 256), (100, 300), (1, 512), (3, 77), (1024, 1024))
 """(N, K): wide, narrow, odd, a single column."""
+EVERY = (*SPECS, MatmulSpec(leaves=4))
 REDUCTION = LinearReduction.of_device("cpu", 100, 300, torch.float32)
 
 
@@ -26,47 +39,71 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tupl
     return x, weight, torch.randn(n, generator=generator).to(dtype)
 
 
+def of_spec(spec: MatmulSpec, m: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, tuple]:
+    """x, and the other arguments of a matmul that has N columns, or 2 * N before its epilogue."""
+    x, weight, bias = operands(
+        m, 2 * n if spec.epilogue.gated else n, k - k % (spec.leaves * spec.b_format.group), dtype
+    )
+    weight, *scales = spec.b_format.stored(weight)
+    return x, (weight, spec, bias if spec.epilogue.has_bias else None, False, scales)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_a_row_has_the_same_bits_at_every_batch_size(n: int, k: int, dtype: torch.dtype) -> None:
-    x, weight, bias = operands(1000, n, k, dtype)
-    whole = linear(x, weight, bias)
+@pytest.mark.parametrize("spec", EVERY, ids=str)
+def test_a_row_has_the_same_bits_at_every_batch_size(spec: MatmulSpec, n: int, k: int, dtype: torch.dtype) -> None:
+    x, rest = of_spec(spec, 1000, n, k, dtype)
+    whole = matmul(x, *rest)
     for m in ROW_COUNTS:
-        assert_same_bits(linear(x[:m], weight, bias), whole[:m], f"{m} rows")
-        assert_same_bits(linear(x[1000 - m :], weight, bias), whole[1000 - m :], f"last {m} rows")
+        assert_same_bits(matmul(x[:m], *rest), whole[:m], f"{m} rows")
+        assert_same_bits(matmul(x[1000 - m :], *rest), whole[1000 - m :], f"last {m} rows")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_at_every_position(dtype: torch.dtype) -> None:
-    x, weight, _ = operands(257, 384, 640, dtype)
-    whole = linear(x, weight)
+@pytest.mark.parametrize("spec", EVERY, ids=str)
+def test_a_row_has_the_same_bits_at_every_position(spec: MatmulSpec, dtype: torch.dtype) -> None:
+    x, rest = of_spec(spec, 257, 384, 640, dtype)
+    whole = matmul(x, *rest)
     for seed in range(5):
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-        assert_same_bits(linear(x[order], weight), whole[order], f"permutation {seed}")
+        assert_same_bits(matmul(x[order], *rest), whole[order], f"permutation {seed}")
 
 
-def test_neighbours_of_nan_and_infinity_do_not_reach_a_row() -> None:
-    x, weight, _ = operands(40, 128, 256)
-    clean = linear(x, weight)
+@pytest.mark.parametrize("spec", EVERY, ids=str)
+def test_neighbours_of_nan_and_infinity_do_not_reach_a_row(spec: MatmulSpec) -> None:
+    x, rest = of_spec(spec, 40, 128, 256)
+    clean = matmul(x, *rest)
     x[1::2] = float("nan")
     x[3] = float("inf")
-    assert_same_bits(linear(x, weight)[::2], clean[::2])
+    assert_same_bits(matmul(x, *rest)[::2], clean[::2])
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_number_of_threads_is_the_same_for_every_batch_size(count: int, threads) -> None:
+@pytest.mark.parametrize("spec", EVERY, ids=str)
+def test_the_number_of_threads_is_the_same_for_every_batch_size(spec: MatmulSpec, count: int, threads) -> None:
     threads(count)
-    x, weight, _ = operands(300, 512, 768)
-    whole = linear(x, weight)
+    x, rest = of_spec(spec, 300, 512, 768)
+    whole = matmul(x, *rest)
     for m in (1, 2, 3, 16, 17, 33, 100, 299):
-        assert_same_bits(linear(x[:m], weight), whole[:m], f"{m} rows, {count} threads")
+        assert_same_bits(matmul(x[:m], *rest), whole[:m], f"{m} rows, {count} threads")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_results_are_near_the_float64_reference(n: int, k: int, dtype: torch.dtype) -> None:
-    x, weight, bias = operands(37, n, k, dtype)
-    assert_near(linear(x, weight, bias), reference.linear(x, weight, bias))
+@pytest.mark.parametrize("spec", EVERY, ids=str)
+def test_results_are_near_the_float64_reference(spec: MatmulSpec, n: int, k: int, dtype: torch.dtype) -> None:
+    x, (weight, _, bias, _, scales) = of_spec(spec, 37, n, k, dtype)
+    assert_near(matmul(x, weight, spec, bias, scales=scales), reference.matmul(x, weight, spec, bias, scales), 4)
+
+
+def test_a_spelling_has_the_bits_of_the_matmul_that_it_stands_for() -> None:
+    x, weight, bias = operands(5, 64, 96)
+    assert_same_bits(linear(x, weight), matmul(x, weight))
+    assert_same_bits(linear(x, weight, bias), matmul(x, weight, BIASED, bias))
+    assert_same_bits(linear(x, weight, bias, leaves=4), matmul(x, weight, MatmulSpec(leaves=4)) + bias)
+    assert_same_bits(mm(x, weight.t(), bias), matmul(x, weight, BIASED, bias))
+    assert_same_bits(gated_linear(x, weight), silu_and_mul(linear(x, weight)))
+    assert gated_linear(x.view(5, 1, 96), weight).shape == (5, 1, 32)
 
 
 @settings(deadline=None, max_examples=40)
@@ -216,6 +253,10 @@ def test_tensors_on_several_devices_are_refused(places: tuple[str, str]) -> None
 def test_bad_operands_are_refused_in_one_line() -> None:
     with pytest.raises(ValueError, match=r"got \[\[3, 8\], \[5, 7\]\]"):
         linear(torch.ones(3, 8), torch.ones(5, 7))
+    with pytest.raises(ValueError, match=r"a bias is for a spec with one"):
+        matmul(torch.ones(3, 8), torch.ones(5, 8), BIASED)
+    with pytest.raises(ValueError, match=r"gated_linear takes .* got a weight with 5 rows"):
+        matmul(torch.ones(3, 8), torch.ones(5, 8), GATED)
     with pytest.raises(ValueError, match="one dtype"):
         mm(torch.ones(3, 8), torch.ones(8, 5, dtype=torch.float16))
     with pytest.raises(ValueError, match="bmm takes"):

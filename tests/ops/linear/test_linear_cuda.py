@@ -17,6 +17,7 @@ from vllm_batch_invariant.ops.linear import LinearReduction, bmm, gated_linear, 
 from vllm_batch_invariant.ops.linear.problem import leading_dim, supports_tma
 from vllm_batch_invariant.ops.linear.reference import linear as exact_linear
 from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES, Tile
+from vllm_batch_invariant.ops.linear.spec import GATED, spec_of
 from vllm_batch_invariant.ops.norm import rms_norm
 from vllm_batch_invariant.ops.silu import silu_and_mul
 
@@ -159,7 +160,7 @@ def test_a_gated_tile_has_the_bits_of_sequential_k_and_an_activation(tile, dtype
         for m in (1, 2, 15, 16, 17, 33, 64, 100, 127, 128, 129, 256, 300):
             for a, b in ((x[-m:], weight), (wide_x[-m:], wide_weight)):
                 out = memory.fill_(torch.nan)[: m * n // 2].view(m, n // 2)
-                triton_gemm.gemm_sm90_swap_ab(a, b.t(), None, out, reduction, tile, True, True)
+                triton_gemm.gemm_sm90_swap_ab(a, b.t(), None, out, reduction, tile, True, GATED)
                 what = f"{kind}, {m} rows, {n} x {k}"
                 assert_same_bits(out, expected[-m:], what)
                 assert memory[m * n // 2 :].isnan().all(), what
@@ -175,7 +176,7 @@ def test_a_gated_tile_hands_on_what_is_not_finite(value):
     reduction = LinearReduction.of_device("cuda", 64, 256, torch.bfloat16)
     for tile in GATED_TILES:
         out = torch.empty(40, 32, dtype=x.dtype, device="cuda")
-        triton_gemm.gemm_sm90_swap_ab(x, weight.t(), None, out, reduction, tile, True, True)
+        triton_gemm.gemm_sm90_swap_ab(x, weight.t(), None, out, reduction, tile, True, GATED)
         assert_same_bits(out, expected, tile.about)
 
 
@@ -183,7 +184,7 @@ def test_a_gated_tile_hands_on_what_is_not_finite(value):
 def test_a_gated_layer_has_the_bits_of_its_matmul_and_activation(dtype):
     for n, k in ((48, 96), (40, 96), (1024, 512), (6144, 2048)):
         x, weight, _ = operands("cancelling", 520, n, k, dtype)
-        prepare(weight, 512, sizes=(1, 100), gated=True)
+        prepare(weight, 512, GATED, sizes=(1, 100))
         whole = silu_and_mul(linear(x, weight))
         for m in (1, 2, 7, 64, 100, 129, 256, 257, 512, 520):
             assert_same_bits(gated_linear(x[:m], weight, True), whole[:m], f"{m} rows of {n} x {k}")
@@ -247,7 +248,7 @@ def test_a_row_has_the_same_bits_at_every_batch_size(n, k, dtype, biased, untune
     for kind in KINDS:
         x, weight, bias = operands(kind, 4097, n, k, dtype)
         bias = bias if biased else None
-        prepare(weight, 4096, biased, GRAPH_SIZES)
+        prepare(weight, 4096, spec_of(biased), GRAPH_SIZES)
         whole = sequential_k(x, weight, bias)
         for m in ALL_ROW_COUNTS:
             assert_same_bits(linear(x[:m], weight, bias), whole[:m], f"{kind}, {m} rows")
@@ -532,7 +533,7 @@ def test_a_row_of_the_gradient_has_the_same_bits_at_every_batch_size(shape, dtyp
 def test_a_gemm_runs_on_the_current_stream(stream, untuned):
     x, weight, bias = operands("cancelling", 48, 256, 512, torch.bfloat16)
     expected = sequential_k(x, weight, bias)
-    prepare(weight, 64, bias=True)
+    prepare(weight, 64, spec_of(True))
     late = torch.full_like(x, torch.nan)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream() if stream == "another" else torch.cuda.default_stream()):

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from vllm_batch_invariant.ops.linear import autotune, cuda, triton_gemm
 from vllm_batch_invariant.ops.linear.problem import problem_of
+from vllm_batch_invariant.ops.linear.spec import BIASED
 
 ROWS = (1, 8, 13, 33, 250)
 
@@ -39,7 +40,7 @@ def assert_replays(graph, results, x, weight, bias) -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_tuned_gemm_can_be_captured(dtype, untuned, monkeypatch):
     x, weight, bias = operands("cancelling", 250, 384, 1024, dtype)
-    prepare(weight, 256, bias=True, sizes=ROWS)
+    prepare(weight, 256, BIASED, sizes=ROWS)
     for m in ROWS:
         linear(x[:m], weight, bias)
     monkeypatch.setattr(autotune, "tune", refuse)
@@ -61,7 +62,7 @@ def test_a_gemm_never_seen_before_is_captured_in_triton(untuned, monkeypatch):
 
 def test_a_gemm_tuned_by_an_earlier_process_can_be_captured_at_its_first_use(untuned, monkeypatch):
     x, weight, bias = operands("cancelling", 250, 384, 1024, torch.bfloat16)
-    prepare(weight, 256, bias=True, sizes=ROWS)
+    prepare(weight, 256, BIASED, sizes=ROWS)
     for m in ROWS:
         triton_gemm.mm(x[:m], weight.t(), bias)
     cuda.dispatcher._tuned.clear()
@@ -71,7 +72,7 @@ def test_a_gemm_tuned_by_an_earlier_process_can_be_captured_at_its_first_use(unt
     if cuda.cublaslt:
         cuda.cublaslt.handle.cache_clear()
     monkeypatch.setattr(autotune, "tune", refuse)
-    prepare(weight, 256, bias=True, sizes=ROWS)
+    prepare(weight, 256, BIASED, sizes=ROWS)
     assert cuda.dispatcher._tuned[problem_of(x, weight.t(), bias)]
     assert_replays(*capture(x, weight, bias), x, weight, bias)
 

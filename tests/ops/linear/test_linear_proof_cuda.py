@@ -16,6 +16,7 @@ from vllm_batch_invariant.ops.linear import autotune, autotune_cache, cuda, trit
 from vllm_batch_invariant.ops.linear.autotune import M_BUCKETS, Autotuner, Inconsistent
 from vllm_batch_invariant.ops.linear.problem import GemmProblem, problem_of
 from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, narrow_tiles
+from vllm_batch_invariant.ops.linear.spec import BIASED, PRODUCT, spec_of
 
 NARROW = ((896, 4864), (768, 4096), (1280, 8192))
 """(N, K) for which a library likes to split K."""
@@ -60,7 +61,7 @@ def schedules(x, weight, bias=None) -> dict[int, autotune.TunedSchedule]:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("n", "k"), NARROW)
 def test_an_algorithm_that_splits_k_does_not_agree(n, k, dtype, cublaslt):
-    problem = GemmProblem(n, k, dtype, has_bias=False, device=0)
+    problem = GemmProblem(n, k, dtype, PRODUCT, device=0)
     autotuner = Autotuner(problem, cublaslt.Matmul(problem), max_m=64)
     workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device="cuda")
     splitting = 0
@@ -79,7 +80,7 @@ def test_an_algorithm_that_splits_k_does_not_agree(n, k, dtype, cublaslt):
 def test_every_algorithm_that_does_not_split_agrees(dtype, a_k_major, b_k_major, bias, cublaslt):
     shapes = [*NARROW, (2560, 2048)] if a_k_major and b_k_major else [(768, 2048)]
     for n, k in shapes:
-        problem = GemmProblem(n, k, dtype, bias, 0, a_k_major, b_k_major)
+        problem = GemmProblem(n, k, dtype, spec_of(bias), 0, a_k_major, b_k_major)
         autotuner = Autotuner(problem, cublaslt.Matmul(problem), max_m=4096)
         named = 0
         for bucket in (8, 16, 24, 64, 256, 1024, 4096):
@@ -92,7 +93,7 @@ def test_every_algorithm_that_does_not_split_agrees(dtype, a_k_major, b_k_major,
 
 
 def test_one_differing_bit_in_the_last_element_is_seen(cublaslt):
-    problem = GemmProblem(768, 1024, torch.bfloat16, has_bias=True, device=0)
+    problem = GemmProblem(768, 1024, torch.bfloat16, BIASED, device=0)
     autotuner = Autotuner(problem, cublaslt.Matmul(problem), max_m=256)
 
     def off_by_one(a: torch.Tensor) -> torch.Tensor:
@@ -128,14 +129,14 @@ def test_cancelling_operands_multiply_to_zero(dtype, k):
 
 def test_tuned_schedules_outlive_the_process(untuned, no_measuring, cublaslt):
     x, weight, bias = operands("cancelling", 100, 384, 1024, torch.bfloat16)
-    prepare(weight, 100, bias=True, sizes=(3, 100))
+    prepare(weight, 100, BIASED, sizes=(3, 100))
     made = dict(schedules(x, weight, bias))
     assert sorted(made) == [bucket for bucket in M_BUCKETS if bucket <= 128]
     assert {3, 100} < {count for tuned in made.values() for count in tuned.checked}
     assert any(tuned.algorithm for tuned in made.values())
     forget()
     no_measuring()
-    prepare(weight, 100, bias=True, sizes=(3, 100))
+    prepare(weight, 100, BIASED, sizes=(3, 100))
     assert schedules(x, weight, bias) == made
     assert cuda.known(0)[1] == {str(problem_of(x, weight.t(), bias)): made}
     for m in (1, 3, 100):
@@ -169,14 +170,14 @@ def test_a_cache_that_cannot_be_written_or_read_is_harmless(untuned, monkeypatch
     expected = sequential_k(x, weight, bias)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    prepare(weight, 40, bias=True)
+    prepare(weight, 40, BIASED)
     assert_same_bits(linear(x, weight, bias), expected)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     forget()
     path = autotune_cache._path(cuda._environment(0))
     path.parent.mkdir()
     path.write_text("{ not JSON")
-    prepare(weight, 40, bias=True)
+    prepare(weight, 40, BIASED)
     assert_same_bits(linear(x, weight, bias), expected)
     assert autotune_cache.load(cuda._environment(0)), "it was written anew"
 
@@ -191,7 +192,7 @@ def test_a_wrong_schedule_is_refused_named_and_not_used(untuned, cublaslt, monke
         out.view(torch.int16)[-1, -1] += 1
 
     monkeypatch.setattr(cublaslt.Matmul, "run", off_by_one)
-    prepare(weight, 64, bias=True)
+    prepare(weight, 64, BIASED)
     for bucket, tuned in schedules(x, weight, bias).items():
         assert tuned.algorithm is None
         assert tuned.refused, bucket
@@ -248,7 +249,7 @@ def test_the_fastest_schedule_that_agrees_is_used(untuned, monkeypatch, cublaslt
 @pytest.mark.parametrize("bias", [False, True])
 def test_every_narrow_tile_agrees(bias, dtype):
     for n, k in (*NARROW, (2048, 11008)):
-        autotuner = Autotuner(GemmProblem(n, k, dtype, bias, device=0), None, max_m=128)
+        autotuner = Autotuner(GemmProblem(n, k, dtype, spec_of(bias), device=0), None, max_m=128)
         for bucket, tile in product((8, 16, 24, 64, 128), NARROW_TILES):
             assert autotuner.verify_bitwise(autotuner.runner(tile), autotuner.ms_to_verify(bucket, ())), (
                 f"{n} {bucket} {tile}"
@@ -259,7 +260,7 @@ def test_every_narrow_tile_agrees(bias, dtype):
 @pytest.mark.parametrize("tile", NARROW_TILES, ids=lambda tile: tile.about)
 def test_a_narrow_tile_that_won_serves_also_in_a_graph(tile, untuned, cublaslt, monkeypatch):
     x, weight, bias = operands("cancelling", 40, 384, 1024, torch.bfloat16)
-    prepare(weight, 64, bias=True)
+    prepare(weight, 64, BIASED)
     for bucket, tuned in schedules(x, weight, bias).items():
         schedules(x, weight, bias)[bucket] = autotune.TunedSchedule(None, tuned.checked, (), {}, tile)
     run, served = triton_gemm.gemm_sm90_swap_ab, []
@@ -290,10 +291,10 @@ def test_without_memory_to_tune_a_gemm_is_left_to_triton(prepared, untuned, cubl
     def exhausted(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(autotune, "cancelling", exhausted)
+    monkeypatch.setattr(autotune, "cancelling_operands", exhausted)
     x, weight, bias = operands("cancelling", 40, 384, 1024, torch.bfloat16)
     if prepared:
-        prepare(weight, 64, bias=True)
+        prepare(weight, 64, BIASED)
     for use in range(5):
         assert_same_bits(linear(x, weight, bias), sequential_k(x, weight, bias), f"use {use}")
     assert not schedules(x, weight, bias)
@@ -315,7 +316,7 @@ def test_a_reference_that_follows_the_number_of_rows_is_an_error(untuned, monkey
 
 def test_an_algorithm_refused_for_some_rows_leaves_them_to_triton(untuned, cublaslt, monkeypatch):
     x, weight, bias = operands("cancelling", 40, 384, 1024, torch.bfloat16)
-    prepare(weight, 64, bias=True)
+    prepare(weight, 64, BIASED)
     refused = []
 
     def refuse(self, algorithm, a, *_: object, **__: object) -> None:
@@ -333,7 +334,7 @@ def test_the_setting_leaves_everything_to_triton(untuned, without_cublaslt, monk
     if cuda.cublaslt:
         for name in ("__init__", "run", "algorithms"):
             monkeypatch.setattr(cuda.cublaslt.Matmul, name, lambda *_, **__: pytest.fail("cuBLASLt was used"))
-    prepare(weight, 64, bias=True)
+    prepare(weight, 64, BIASED)
     assert all(tuned.algorithm is None for tuned in schedules(x, weight, bias).values())
     for m in range(1, 41):
         assert_same_bits(linear(x[:m], weight, bias), sequential_k(x, weight, bias)[:m], f"{m} rows")
@@ -359,7 +360,7 @@ def test_every_layout_is_tuned_and_served(dtype, a_k_major, b_k_major, untuned, 
 
 def test_the_heuristic_is_asked_for_no_split(cublaslt):
     for (n, k), m in product(NARROW, (1, 16, 64, 512)):
-        matmul = cublaslt.Matmul(GemmProblem(n, k, torch.bfloat16, has_bias=False, device=0))
+        matmul = cublaslt.Matmul(GemmProblem(n, k, torch.bfloat16, PRODUCT, device=0))
         found = matmul.algorithms(m, 8)
         assert 1 <= len(found) <= 8
         assert {algorithm.split for algorithm in found} == {1}

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ...ops.linear.leaves import by_mm
+from ...ops.linear.spec import PRODUCT, MatmulSpec
 from . import reductions
 from .rows import check_covered, cube_grid, on, vector_grid
 
@@ -115,6 +117,10 @@ def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> to
     return _with_bias(accumulate(a, b), bias, a.dtype)
 
 
+# out is for leaves, which no operation adds on an NPU
+matmul = by_mm(lambda a, b, bias, out: mm(a, b, bias))  # noqa: ARG005
+
+
 def accumulate(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """[M, K] @ [K, N], not yet rounded: the result is in the reduction's accumulator dtype."""
     return accumulate_batch(a[None], b[None])[0]
@@ -130,12 +136,19 @@ def accumulate_batch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return _gemm(a, b, reductions.linear(b.shape[2], b.shape[1], a.dtype).accumulate)
 
 
-def prepare(weight: torch.Tensor, max_m: int, bias: bool = False, sizes: Iterable[int] = ()) -> None:  # noqa: ARG001
-    """Compile the kernels that ``linear`` with such a weight [N, K] needs. Nothing is measured, and neither
-    ``max_m`` nor ``sizes`` matter, because one binary serves all.
+def prepare(
+    weight: torch.Tensor,
+    max_m: int,  # noqa: ARG001
+    spec: MatmulSpec = PRODUCT,
+    sizes: Iterable[int] = (),  # noqa: ARG001
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Compile the kernels that a matmul with such a weight needs. Nothing is measured, and neither ``max_m`` nor
+    ``sizes`` matter, because one binary serves all.
     """
-    added = weight.new_zeros(weight.shape[0]) if bias else None
-    mm(weight.new_zeros(1, weight.shape[1]), weight.detach().t(), added)
+    matrix = weight.new_zeros(len(weight), weight.shape[1] * spec.b_format.packing, dtype=dtype)
+    bias = matrix.new_zeros(len(weight)) if spec.epilogue.has_bias else None
+    mm(matrix.new_zeros(1, matrix.shape[1]), matrix.t(), bias)
 
 
 def _gemm(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -4,15 +4,57 @@ Inside ``batch_invariant_mode()`` PyTorch's own functions (``@``, ``F.linear``, 
 autograd.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from ..dispatch import implementation, module_for
-from ..silu import silu_and_mul
 from .reduction import LinearReduction
+from .spec import GATED, PRODUCT, MatmulSpec, spec_of
 
-__all__ = ["LinearReduction", "bmm", "gated_linear", "linear", "mm", "prepare"]
+__all__ = ["GATED", "LinearReduction", "MatmulSpec", "bmm", "gated_linear", "linear", "matmul", "mm", "prepare"]
+
+
+def matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    spec: MatmulSpec = PRODUCT,
+    bias: torch.Tensor | None = None,
+    weight_is_constant: bool = False,
+    scales: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
+    """What ``spec`` says of x and a weight that stands for a matrix [N, K] (:mod:`..formats`).
+
+    Args:
+        x: [..., K] fp32, bf16, fp16 or fp64, any strides.
+        weight: the first tensor of its format: of a plain one [N, K] of the same dtype, any strides.
+        spec: what is computed.
+        bias: [N] of x's dtype where the epilogue has one, else None.
+        weight_is_constant: whether the kernel that was launched before does not write the weight, which a GPU may then
+            read while that kernel ends.
+        scales: the other tensors of the weight's format.
+
+    Returns:
+        [..., N] of x's dtype, or as many columns as the epilogue leaves. A row's bits depend on that row, the weight,
+        the bias and the spec.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or K cannot be cut into the spec's leaves.
+        NotCovered: a dtype or device without an implementation.
+    """
+    if (
+        weight.dim() != 2
+        or x.dim() == 0
+        or x.shape[-1] != weight.shape[1] * spec.b_format.packing
+        or (bias is not None and bias.shape != weight.shape[:1])
+    ):
+        shapes = [list(tensor.shape) for tensor in (x, weight, bias) if tensor is not None]
+        raise ValueError(f"linear takes x [..., K], weight [N, K] and bias [N], got {shapes}")
+    if x.dim() == 2:
+        return _matmul(x, weight.t(), spec, bias, weight_is_constant, scales)
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    out = _matmul(rows, weight.t(), spec, bias, weight_is_constant, scales)
+    return out.reshape(*x.shape[:-1], out.shape[1])
 
 
 def linear(
@@ -22,63 +64,19 @@ def linear(
     leaves: int = 1,
     weight_is_constant: bool = False,
 ) -> torch.Tensor:
-    """``x @ weight.T + bias``, rounded once; or with K in leaves, each rounded and added to its neighbour, and their
-    sums to their neighbours, until there is one, to which the bias is added.
-
-    Args:
-        x: [..., K] fp32, bf16, fp16 or fp64, any strides.
-        weight: [N, K] of the same dtype, any strides.
-        bias: [N], or None.
-        leaves: of K, of equal length: a power of two.
-        weight_is_constant: whether the kernel that was launched before does not write the weight, which a GPU may then
-            read while that kernel ends.
-
-    Returns:
-        [..., N] of x's dtype. A row's bits depend on that row, the weight, the bias and the number of leaves.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit, or K cannot be cut into the leaves.
-        NotCovered: a dtype or device without an implementation.
+    """``x @ weight.T + bias``, rounded once; or with K in leaves as :class:`MatmulSpec` says, and the bias added to
+    their sum. Arguments and errors as of :func:`matmul`.
     """
-    if (
-        weight.dim() != 2
-        or x.dim() == 0
-        or x.shape[-1] != weight.shape[1]
-        or (bias is not None and bias.shape != weight.shape[:1])
-    ):
-        shapes = [list(tensor.shape) for tensor in (x, weight, bias) if tensor is not None]
-        raise ValueError(f"linear takes x [..., K], weight [N, K] and bias [N], got {shapes}")
-    if x.dim() == 2:
-        return _mm(x, weight.t(), bias, leaves, weight_is_constant)
-    out = _mm(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight.t(), bias, leaves, weight_is_constant)
-    return out.reshape(*x.shape[:-1], weight.shape[0])
+    if leaves == 1 or bias is None:
+        return matmul(x, weight, spec_of(bias is not None, leaves), bias, weight_is_constant)
+    return matmul(x, weight, spec_of(False, leaves), None, weight_is_constant) + bias
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, weight_is_constant: bool = False) -> torch.Tensor:
-    """``silu(x @ gate.T) * (x @ up.T)`` (SwiGLU), with the bits of :func:`linear` and of ``silu_and_mul`` behind it.
-
-    Args:
-        x: [..., K] fp32, bf16 or fp16, any strides.
-        weight: [gate, up], [2 * N, K] of the same dtype, any strides.
-        weight_is_constant: as in :func:`linear`.
-
-    Returns:
-        [..., N] of x's dtype.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit.
-        NotCovered: as in :func:`linear`.
+    """``silu(x @ gate.T) * (x @ up.T)`` (SwiGLU) for a weight [gate, up], [2 * N, K], with the bits of :func:`linear`
+    and of ``silu_and_mul`` behind it; returns [..., N]. Arguments and errors as of :func:`matmul`.
     """
-    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1] or weight.shape[0] % 2:
-        raise ValueError(
-            f"gated_linear takes x [..., K] and weight [2 * N, K], got {list(x.shape)} and {list(weight.shape)}"
-        )
-    if not x.is_cuda:
-        return silu_and_mul(linear(x, weight))
-    _same_dtype(x, weight)
-    rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    out = implementation("linear", rows, weight).gated_mm(rows, weight.t(), weight_is_constant)
-    return out if x.dim() == 2 else out.reshape(*x.shape[:-1], weight.shape[0] // 2)
+    return matmul(x, weight, GATED, None, weight_is_constant)
 
 
 def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -87,20 +85,31 @@ def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> to
         raise ValueError(f"mm takes [M, K] and [K, N], got {list(a.shape)} and {list(b.shape)}")
     if bias is not None and bias.shape != b.shape[1:]:
         raise ValueError(f"mm takes a bias of [N], got {list(bias.shape)} for {list(b.shape)}")
-    return _mm(a, b, bias, 1, False)
-
-
-def _mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leaves: int, b_is_constant: bool) -> torch.Tensor:
     _same_dtype(a, b, bias)
-    served = implementation("linear", a, b, bias)
-    of_device = {"b_is_constant": True} if b_is_constant and a.is_cuda else {}
-    if leaves == 1:
-        return served.mm(a, b, bias, **of_device)
-    if leaves & (leaves - 1) or b.shape[0] % leaves:
-        raise ValueError(f"a tree has a power of two of leaves of equal length, got {leaves} of K = {b.shape[0]}")
-    module_for("all_reduce", a.device.type)  # adds the leaves
-    out = served.mm_in_leaves(a, b, leaves, **of_device)
-    return out if bias is None else out + bias
+    return implementation("linear", a, b, bias).mm(a, b, bias)
+
+
+def _matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    spec: MatmulSpec,
+    bias: torch.Tensor | None,
+    b_is_constant: bool,
+    scales: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    dtype, storage = a.dtype, spec.b_format.storage
+    if storage or b.dtype != dtype or (bias is not None and bias.dtype != dtype):
+        if storage and (stored := tuple(tensor.dtype for tensor in (b, *scales))) != storage:
+            raise ValueError(f"{spec.b_format.name} is stored as {storage}, got {stored}")
+        _same_dtype(a, None if storage else b, bias)
+    if spec.epilogue.has_bias is (bias is None):
+        raise ValueError(
+            f"a bias is for a spec with one, got {spec}{' with' if bias is not None else ' without'} a bias"
+        )
+    served = implementation("linear", a, b, bias, *scales)
+    if spec.cuts_k:
+        spec.check_k(a.shape[1])
+    return served.matmul(a, b, spec, bias, b_is_constant, scales)
 
 
 def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -114,31 +123,23 @@ def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def prepare(
     weight: torch.Tensor,
     max_m: int,
-    bias: bool = False,
+    spec: MatmulSpec = PRODUCT,
     sizes: Iterable[int] = (),
-    leaves: int = 1,
-    gated: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Measure now what :func:`linear` needs to know about such a weight, instead of at its first calls.
+    """Measure now what :func:`matmul` needs to know about such a weight, instead of at its first calls.
 
     Args:
-        weight: [N, K]; only its shape, layout and dtype matter.
+        weight: the first tensor of its format; only its shape, layout and dtype matter.
         max_m: the most rows of x to expect.
-        bias: whether a bias is added.
+        spec: what will be computed.
         sizes: values of M that will be common, such as those of CUDA graphs.
-        leaves: that K is added in; with several the bias is added afterwards.
-        gated: whether it is for :func:`gated_linear`, which has neither bias nor leaves.
+        dtype: of x; None: the weight's.
 
     Raises:
-        NotCovered: as in :func:`linear`.
+        NotCovered: as in :func:`matmul`.
     """
-    served = module_for("linear", weight.device.type)
-    if gated and weight.is_cuda:
-        served.prepare_gated(weight, max_m, sizes)
-    elif leaves == 1:
-        served.prepare(weight, max_m, bias, sizes)
-    else:
-        served.prepare_in_leaves(weight, max_m, sizes, leaves)
+    module_for("linear", weight.device.type).prepare(weight, max_m, spec, sizes, dtype)
 
 
 def _same_dtype(*operands: torch.Tensor | None) -> None:

@@ -14,7 +14,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,15 +22,14 @@ import triton
 from triton.errors import TritonError
 
 from ...errors import NotCovered
-from ..common.cancelling import cancelling, cancelling_gated
 from ..common.compile_errors import reason
 from ..common.gpu import Gpu
 from ..common.graph_timer import GraphTimer, copies_beyond_cache
-from ..silu.cuda import silu_and_mul
 from . import triton_gemm
 from .leaves import Gemm, in_leaves
 from .problem import GemmProblem
-from .schedule import GATED_TILES, NARROW_TILES, NarrowTile, gated_tiles, narrow_tiles
+from .schedule import GATED_TILES, NARROW_TILES, NarrowTile, sm90_tiles
+from .spec import MatmulSpec
 
 if TYPE_CHECKING:
     from .cublaslt import Algorithm, Matmul
@@ -49,7 +48,7 @@ _TRITON_GAIN = 0.97
 Gluon's kernels are launched by Triton.
 """
 
-_Key = tuple[NarrowTile, torch.dtype, bool, int, bool]
+_Key = tuple[NarrowTile, torch.dtype, MatmulSpec]
 _uncompiled: set[_Key] = set()
 """Narrow tiles that could not be run, with what else a kernel is compiled for: not tried again."""
 
@@ -146,6 +145,17 @@ def library_of(schedule: "Algorithm | NarrowTile | None") -> str:
     return "Gluon" if isinstance(schedule, NarrowTile) else "cuBLASLt"
 
 
+def cancelling_operands(problem: GemmProblem, m: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """a [M, K] and a weight [N, K] whose results show the order of every sum of a problem."""
+    p, leaves, exponents = problem, problem.spec.leaves, problem.spec.b_format.exponents
+    draw = partial(problem.spec.epilogue.cancelling, m, p.n, p.k // leaves, p.dtype, device, exponents=exponents)
+    of_leaves = [draw(seed=seed) for seed in range(leaves)]
+    a, weight = (torch.cat(operands, 1) for operands in zip(*of_leaves, strict=True))
+    if leaves > 1:  # where leaves are rounding error, few of their sums are rounded: of half the columns they are not
+        weight[1::2] = weight[1::2].roll(1, 1)
+    return a, weight
+
+
 @dataclass
 class Autotuner:
     """Operands of one GEMM, and what is run on them."""
@@ -155,39 +165,37 @@ class Autotuner:
     """cuBLASLt's; None where it is absent."""
     max_m: int
     """Rows of a."""
-    parts: torch.Tensor | None = None
+    workspace: torch.Tensor | None = None
     """Memory for what leaves of K give, if there are several."""
-    activated: torch.Tensor | None = None
-    """What is expected of a gated layer, if it is one."""
 
     def __post_init__(self) -> None:
-        p = self.problem
+        p, b_format = self.problem, self.problem.spec.b_format
         device = torch.device("cuda", p.device)
-        if p.gated:
-            a, weight = cancelling_gated(self.max_m, p.n, p.k, p.dtype, device)
-        else:
-            of_leaves = [cancelling(self.max_m, p.n, p.leaf.k, p.dtype, device, seed) for seed in range(p.leaves)]
-            a, weight = (torch.cat(operands, 1) for operands in zip(*of_leaves, strict=True))
-        if p.leaves > 1:
-            # Where leaves are rounding error, few of their sums are rounded: of half the columns they are not.
-            weight[1::2] = weight[1::2].roll(1, 1)
-            self.parts = a.new_empty(p.leaves * self.max_m * p.n)
+        a, weight = cancelling_operands(p, self.max_m, device)
+        if p.spec.leaves > 1:
+            self.workspace = a.new_empty(p.spec.leaves * self.max_m * p.n)
         self.a = a if p.a_k_major else a.t().contiguous().t()
+        weight, *self.scales = b_format.stored(weight)
         self.b = weight.t() if p.b_k_major else weight.t().contiguous()
         self.bias = None
-        if p.has_bias:  # as small as the rounding error that it is added to, so that its own rounding shows
+        if p.spec.epilogue.has_bias:  # as small as the rounding error that it is added to, so that its rounding shows
             noise = torch.randn(p.n, generator=torch.Generator(device).manual_seed(1), device=device)
             self.bias = (noise * 2**-24 * p.k).to(p.dtype)
 
         def by_pointers(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
             return triton_gemm.mm_ptr(a, b, self.bias, out)
 
-        self.expected = self._in_leaves(by_pointers)(self.a, self.b, None)
-        if p.gated:
-            self.activated = silu_and_mul(self.expected)
+        self.matrix = b_format.matrix(self.b, self.scales, self.a)
+        self.product = self._in_leaves(by_pointers)(self.a, self.matrix, None)
+        self.finished = self._finish(self.product)
 
     def _in_leaves(self, gemm: Gemm) -> Gemm:
-        return in_leaves(gemm, self.problem.leaves, self.parts)
+        return in_leaves(gemm, self.problem.spec.leaves, self.workspace)
+
+    def _finish(self, product: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """What the epilogue makes of a product, in new memory or in ``out``; itself where it makes nothing."""
+        behind = self.problem.spec.epilogue.behind(product.device.type, product.shape[1])
+        return product if behind is None else behind(product) if out is None else behind(product, out)
 
     def ms_to_verify(self, bucket: int, sizes: Iterable[int]) -> tuple[int, ...]:
         """The values of M to verify for a bucket, ``sizes`` of the caller among them."""
@@ -199,25 +207,25 @@ class Autotuner:
         return tuple(sorted(m for m in found if m <= self.max_m))
 
     def verify_bitwise(
-        self, run: Callable[[torch.Tensor], torch.Tensor], ms: Sequence[int], activates: bool = False
+        self, run: Callable[[torch.Tensor], torch.Tensor], ms: Sequence[int], finishes: bool = False
     ) -> bool:
-        """Whether ``run`` gives the last rows of a, so many of them, the bits that are expected of them, or of the
-        gated layer if it ``activates``.
+        """Whether ``run`` gives the last rows of a, so many of them, the bits that are expected of their product, or
+        behind the epilogue if it ``finishes``.
         """
         differs = torch.zeros((), dtype=torch.bool, device=self.a.device)
-        whole = self.activated if activates else self.expected
+        whole = self.finished if finishes else self.product
         for m in ms:
             out, expected = run(self.a[self.max_m - m :]), whole[self.max_m - m :]
             differs |= (out.view(torch.int16) != expected.view(torch.int16)).any()
         return not differs.item()
 
-    def activates(self, schedule: "Algorithm | NarrowTile | None") -> bool:
-        """Whether a schedule gives what a gated layer does; others give what is activated behind them."""
-        return self.problem.gated and isinstance(schedule, NarrowTile)
+    def finishes(self, schedule: "Algorithm | NarrowTile | None") -> bool:
+        """Whether a schedule gives what is expected behind the epilogue; behind others it is run."""
+        return isinstance(schedule, NarrowTile)
 
     def new_out(self, schedule: "Algorithm | NarrowTile | None", m: int) -> torch.Tensor:
         """Memory for m rows of a schedule's result."""
-        return self.a.new_empty(m, self.problem.n // 2 if self.activates(schedule) else self.problem.n)
+        return self.a.new_empty(m, self.problem.columns if self.finishes(schedule) else self.problem.n)
 
     def run_triton(
         self, a: torch.Tensor, b: torch.Tensor | None = None, out: torch.Tensor | None = None
@@ -225,13 +233,17 @@ class Autotuner:
         def by_triton(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
             return triton_gemm.mm(a, b, self.bias, out)
 
-        return self._in_leaves(by_triton)(a, self.b if b is None else b, out)
+        return self._in_leaves(by_triton)(a, self._matrix(self.b if b is None else b), out)
+
+    def _matrix(self, b: torch.Tensor) -> torch.Tensor:
+        """What is multiplied with, by schedules that do not read a weight as it is stored."""
+        return self.problem.spec.b_format.matrix(b, self.scales, self.a, self.matrix.t())
 
     def runner(
         self, schedule: "Algorithm | NarrowTile", workspace: torch.Tensor | None = None
     ) -> Callable[..., torch.Tensor]:
         """What runs a schedule on some rows of a."""
-        reduction, gated = self.problem.reduction, self.problem.gated
+        reduction, spec = self.problem.reduction, self.problem.spec
 
         def by_cublaslt(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
             self.matmul.run(schedule, a, b, self.bias, out, workspace)
@@ -240,8 +252,8 @@ class Autotuner:
         def run(a: torch.Tensor, b: torch.Tensor = self.b, out: torch.Tensor | None = None) -> torch.Tensor:
             out = self.new_out(schedule, len(a)) if out is None else out
             if isinstance(schedule, NarrowTile):  # as a layer's matmul is launched
-                return triton_gemm.gemm_sm90_swap_ab(a, b, self.bias, out, reduction, schedule, True, gated)
-            return self._in_leaves(by_cublaslt)(a, b, out)
+                return triton_gemm.gemm_sm90_swap_ab(a, b, self.bias, out, reduction, schedule, True, spec, self.scales)
+            return self._in_leaves(by_cublaslt)(a, self._matrix(b), out)
 
         return run
 
@@ -250,7 +262,7 @@ class Autotuner:
         from .cublaslt import Error
 
         try:
-            return self.verify_bitwise(self.runner(schedule), ms, self.activates(schedule))
+            return self.verify_bitwise(self.runner(schedule), ms, self.finishes(schedule))
         except Error:
             return False
 
@@ -298,8 +310,8 @@ class Autotuner:
         )
 
     def _cost(self, schedule: "Algorithm | NarrowTile | None", microseconds: float) -> float:
-        """What to choose a schedule by. Behind cuBLASLt's launch a gated layer has Triton's of the activation."""
-        is_cheap = library_of(schedule) == "cuBLASLt" and not self.problem.gated
+        """What to choose a schedule by. What is run behind cuBLASLt's launch is Triton's."""
+        is_cheap = library_of(schedule) == "cuBLASLt" and self.finished is self.product
         return microseconds * _TRITON_GAIN if is_cheap else microseconds
 
     def compile(self, buckets: Sequence[int]) -> None:
@@ -310,13 +322,9 @@ class Autotuner:
 
     def _narrow_tiles(self, m: int) -> list[NarrowTile]:
         """Those to time at this M."""
-        p = self.problem
-        if self.matmul is None or not (p.a_k_major and p.b_k_major):
+        if self.matmul is None:
             return []
-        if p.gated:
-            tiles = gated_tiles(m, Gpu.of(p.device))
-        else:
-            tiles = narrow_tiles(m, p.n, Gpu.of(p.device), p.leaf.k if p.leaves > 1 else None)
+        tiles = sm90_tiles(self.problem, m, Gpu.of(self.problem.device))
         return [tile for tile in tiles if self._key(tile) not in _uncompiled]
 
     def _candidates(self, m: int, tuning: bool) -> list["Algorithm | NarrowTile"]:
@@ -338,26 +346,24 @@ class Autotuner:
 
     def _key(self, tile: NarrowTile) -> _Key:
         """What a kernel is compiled for."""
-        p = self.problem
-        return tile, p.dtype, p.has_bias, p.leaves, p.gated
+        return tile, self.problem.dtype, self.problem.spec
 
     def _times(self, m: int, schedules: Sequence["Algorithm | NarrowTile"], timer: GraphTimer) -> dict[Any, float]:
-        """Median microseconds of those schedules that run, and under None of Triton; of a gated layer with the
-        activation.
-        """
+        """Median microseconds of those schedules that run, and under None of Triton, with what is behind them."""
         a, p = self.a[:m], self.problem
         weights = [self.b, *(self.b.t().clone().t() for _ in range(self._copies() - 1))]
         # Nothing is allocated while a graph is captured: under vLLM's allocator settings for loading weights
         # that was an error.
-        out, made = self.new_out(None, m), a.new_empty(m, p.n // 2)
+        out = self.new_out(None, m)
+        finished = out if self.finished is self.product else a.new_empty(m, p.columns)
 
         def whole(schedule: "Algorithm | NarrowTile | None", b: torch.Tensor) -> Callable[[], torch.Tensor]:
             run = self.run_triton if schedule is None else self.runner(schedule)
-            if self.activates(schedule):
-                return lambda: run(a, b, made)
-            return (lambda: silu_and_mul(run(a, b, out), made)) if p.gated else (lambda: run(a, b, out))
+            if self.finishes(schedule):
+                return lambda: run(a, b, finished)
+            return lambda: self._finish(run(a, b, out), finished)
 
-        runs = [one for one in schedules if self._runs(one, a, made if self.activates(one) else out)]
+        runs = [one for one in schedules if self._runs(one, a, finished if self.finishes(one) else out)]
         ways = {one: [whole(one, b) for b in weights] for one in (None, *runs)}
         bytes_moved = a.element_size() * (p.n * p.k + m * (p.n + p.k))
         expected = 2 + bytes_moved / 4e6 + 2 * m * p.n * p.k / 7e8  # roughly, on a large GPU

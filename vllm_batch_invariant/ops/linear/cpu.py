@@ -7,14 +7,15 @@ machine, and a size that disagrees is not used for that shape.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from collections.abc import Iterable, Sequence
+from functools import cache
 
 import torch
 
-from ..all_reduce.cpu import add_ranks
 from ..common.native_kernels import kernel
+from .leaves import by_mm, in_leaves
 from .reduction import LinearReduction
+from .spec import PRODUCT, MatmulSpec
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -112,27 +113,17 @@ def verified_block_ms(reduction: LinearReduction) -> tuple[int, ...]:
     return block_ms
 
 
-def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """[M, K] @ [K, N] + bias; see the operation's package for the contract."""
-    out = accumulate(a, b)
-    if bias is not None:
-        out += bias.to(out.dtype)
-    return out.to(a.dtype)
-
-
-def mm_in_leaves(a: torch.Tensor, b: torch.Tensor, leaves: int) -> torch.Tensor:
-    """[M, K] @ [K, N] with K in so many leaves, which are added as a tree."""
-    return _in_leaves(mm, a, b, leaves)
-
-
-def _in_leaves(
-    gemm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], a: torch.Tensor, b: torch.Tensor, leaves: int
+def mm(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What a GEMM makes of each leaf of a [..., K] and b [K, N], added as a tree of
-    :func:`~vllm_batch_invariant.ops.all_reduce.add_ranks`.
-    """
-    pairs = zip(a.chunk(leaves, -1), b.chunk(leaves), strict=True)
-    return add_ranks(torch.stack([gemm(of_a, of_b) for of_a, of_b in pairs]), tree=True)
+    """[M, K] @ [K, N] + bias; see the operation's package for the contract. ``out`` is written if there is one."""
+    total = accumulate(a, b)
+    if bias is not None:
+        total += bias.to(total.dtype)
+    return total.to(a.dtype) if out is None else out.copy_(total)
+
+
+matmul = by_mm(mm)
 
 
 def accumulate(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -154,14 +145,16 @@ def accumulate_batch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def prepare(weight: torch.Tensor, max_m: int, bias: bool, sizes: Iterable[int]) -> None:  # noqa: ARG001
-    """Measure the sizes of tiles for a weight [N, K]; they do not depend on the rest."""
-    verified_block_ms(_reduction(weight, weight.t()))
-
-
-def prepare_in_leaves(weight: torch.Tensor, max_m: int, sizes: Iterable[int], leaves: int) -> None:
-    """The same where K is added in leaves."""
-    prepare(weight[:, : weight.shape[1] // leaves], max_m, False, sizes)
+def prepare(
+    weight: torch.Tensor,
+    max_m: int,  # noqa: ARG001
+    spec: MatmulSpec = PRODUCT,
+    sizes: Iterable[int] = (),  # noqa: ARG001
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Measure the sizes of tiles for a weight; they do not depend on M."""
+    leaf_k = weight.shape[1] * spec.b_format.packing // spec.leaves
+    verified_block_ms(LinearReduction.of_device("cpu", len(weight), leaf_k, dtype or weight.dtype))
 
 
 def prepare_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -228,5 +221,9 @@ def prepared_linear_of_parts(
         out = torch.cat([prepared_accumulate(x, part, None) for part in parts], -1)
     else:
         [whole] = parts
-        out = _in_leaves(partial(prepared_linear, bias=None), x, whole, leaves)
+
+        def of_leaf(x: torch.Tensor, part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            return out.copy_(prepared_linear(x, part, None))
+
+        out = in_leaves(of_leaf, leaves)(x, whole)
     return out.to(x.dtype) if bias is None else (out + bias.to(parts[0].dtype)).to(x.dtype)

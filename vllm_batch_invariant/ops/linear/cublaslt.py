@@ -180,7 +180,7 @@ class Matmul:
             attributes.TRANSA: int(self.problem.b_k_major),
             attributes.TRANSB: int(not self.problem.a_k_major),
         }
-        if self.problem.has_bias:
+        if self.problem.spec.epilogue.has_bias:
             settings[attributes.EPILOGUE] = lt.Epilogue.BIAS
             settings[attributes.BIAS_POINTER] = bias
         for attribute, value in settings.items():

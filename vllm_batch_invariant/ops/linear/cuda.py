@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -13,12 +13,12 @@ import torch
 
 from ... import envs
 from ...installing import how_to_install
-from ..silu.cuda import silu_and_mul
 from . import autotune, autotune_cache, triton_gemm
 from .autotune import M_BUCKETS, TunedSchedule, m_bucket
-from .leaves import in_leaves
+from .leaves import by_mm, in_leaves
 from .problem import ALIGNMENT, LARGEST_SIDE, GemmProblem, leading_dim, problem_of
 from .reduction import LinearReduction
+from .spec import BIASED, PRODUCT, MatmulSpec, spec_of
 from .triton_gemm import accumulate, accumulate_batch, bmm
 
 try:
@@ -28,10 +28,7 @@ except ModuleNotFoundError as error:
         raise
     cublaslt = None
 
-__all__ = [
-    "accumulate", "accumulate_batch", "bmm", "gated_mm", "known", "mm", "mm_in_leaves", "prepare", "prepare_gated",
-    "prepare_in_leaves", "tuned_schedules",
-]  # fmt: skip
+__all__ = ["accumulate", "accumulate_batch", "bmm", "known", "matmul", "mm", "prepare", "tuned_schedules"]
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -48,19 +45,26 @@ _MOST_PLANS = 4096
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is known of calls with operands of the same dtypes, strides and weight."""
+    """What is known of calls that compute the same of operands with the same dtypes and strides."""
 
     problem: GemmProblem | None
     """None where Triton alone serves them."""
     tuned: dict[int, TunedSchedule]
     """By M bucket; grows while the plan is in use."""
     reduction: LinearReduction | None = None
+    columns: int = 0
+    """Of what Gluon's kernel writes."""
     matmul: "cublaslt.Matmul | None" = None
     lda: int = 0
     ldb: int = 0
+    behind: Callable[..., torch.Tensor] | None = None
+    """What is run on a product of cuBLASLt's or Triton's."""
+    behind_tile: Callable[..., torch.Tensor] | None = None
+    """The same of Gluon's."""
 
 
 _BY_TRITON = _Plan(None, {})
+_by_triton = by_mm(lambda *operands: triton_gemm.mm(*operands))
 
 
 class MatmulDispatcher:
@@ -75,46 +79,17 @@ class MatmulDispatcher:
         self._uses: Counter[tuple[GemmProblem, int]] = Counter()
         self._lock = threading.RLock()
 
-    def mm(
-        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, b_is_constant: bool = False
-    ) -> torch.Tensor:
-        """[M, K] @ [K, N] + bias; see the operation's package for the contract."""
-        return self._mm(a, b, bias, 1, b_is_constant)
-
-    def mm_in_leaves(self, a: torch.Tensor, b: torch.Tensor, leaves: int, b_is_constant: bool = False) -> torch.Tensor:
-        """[M, K] @ [K, N] with K in so many leaves, which are added as a tree."""
-        return self._mm(a, b, None, leaves, b_is_constant)
-
-    def gated_mm(self, a: torch.Tensor, b: torch.Tensor, b_is_constant: bool = False) -> torch.Tensor:
-        """silu(a @ gate) * (a @ up) of b = [gate, up]."""
-        return self._mm(a, b, None, 1, b_is_constant, True)
-
-    def _mm(
+    def matmul(
         self,
         a: torch.Tensor,
         b: torch.Tensor,
-        bias: torch.Tensor | None,
-        leaves: int,
-        b_is_constant: bool,
-        gated: bool = False,
+        spec: MatmulSpec = PRODUCT,
+        bias: torch.Tensor | None = None,
+        b_is_constant: bool = False,
+        scales: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
+        """What ``spec`` says of a: [M, K] and b: [K, N], as :func:`..linear.matmul`, whose weight is turned here."""
         m = a.shape[0]
-        plan = self._look_up_plan(a, b, bias, m, leaves, gated)
-        tuned = None
-        if plan.problem is not None:
-            tuned = plan.tuned.get(m_bucket(m)) or self._tune_if_often_used(plan, m)
-        if tuned is not None and tuned.tile is not None:
-            activates, reduction = plan.problem.gated, plan.reduction
-            out = a.new_empty((m, plan.problem.n // 2 if activates else plan.problem.n))
-            out = triton_gemm.gemm_sm90_swap_ab(a, b, bias, out, reduction, tuned.tile, b_is_constant, activates)
-            return silu_and_mul(out) if gated and not activates else out
-        found = _by_triton(a, b, bias, leaves) if tuned is None else self._launch(plan, tuned, a, b, bias, m)
-        return silu_and_mul(found) if gated else found
-
-    def _look_up_plan(
-        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, m: int, leaves: int, gated: bool
-    ) -> _Plan:
-        """The plan of calls that look like this one."""
         addresses = a.data_ptr() | b.data_ptr()
         if bias is not None:
             addresses |= bias.data_ptr()
@@ -127,26 +102,43 @@ class MatmulDispatcher:
             a.dtype,
             addresses % ALIGNMENT,
             a.get_device(),
-            leaves,
-            gated,
+            spec.name,
         )
-        return self._plans.get(key) or self._make_plan(key, a, b, bias, leaves, gated)
+        plan = self._plans.get(key) or self._make_plan(key, a, b, spec, bias)
+        tuned = None
+        if plan.problem is not None:
+            tuned = plan.tuned.get(m_bucket(m)) or self._tune_if_often_used(plan, m)
+        if tuned is None:
+            return _by_triton(a, b, spec, bias, False, scales)
+        if tuned.tile is not None:
+            out, computed = a.new_empty((m, plan.columns)), plan.problem.spec
+            product = triton_gemm.gemm_sm90_swap_ab(
+                a, b, bias, out, plan.reduction, tuned.tile, b_is_constant, computed, scales
+            )
+            return product if plan.behind_tile is None else plan.behind_tile(product)
+        product = self._launch(plan, tuned, a, spec.b_format.matrix(b, scales, a), bias, m)
+        return product if plan.behind is None else plan.behind(product)
 
     def _make_plan(
-        self, key: tuple, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leaves: int, gated: bool
+        self, key: tuple, a: torch.Tensor, b: torch.Tensor, spec: MatmulSpec, bias: torch.Tensor | None
     ) -> _Plan:
+        """The plan of calls that look like this one."""
         if torch.cuda.is_current_stream_capturing():  # no time for disks and handles
             return _BY_TRITON
-        problem = problem_of(a, b, bias, leaves, gated) if _uses_cublaslt(a.device) else None
+        problem = problem_of(a, b, bias, spec) if _uses_cublaslt(a.device) else None
         plan = _BY_TRITON
         if problem is not None:
+            behind = spec.epilogue.behind(a.device.type, problem.n)
             plan = _Plan(
                 problem,
                 self.tuned_schedules(problem),
                 problem.reduction,
+                problem.columns,
                 _matmul_of(problem),
                 leading_dim(a)[0],
-                leading_dim(b)[0],
+                leading_dim(b)[0] if spec.b_format.decode is None else problem.k,
+                behind,
+                behind if problem.spec != spec else None,
             )
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
@@ -171,7 +163,7 @@ class MatmulDispatcher:
         self, plan: _Plan, tuned: TunedSchedule, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, m: int
     ) -> torch.Tensor:
         """Run cuBLASLt's algorithm; Triton where the schedule has none, or where cuBLASLt refuses this M."""
-        leaves = plan.problem.leaves
+        leaves = plan.problem.spec.leaves
         if tuned.algorithm is not None:
 
             def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
@@ -182,33 +174,24 @@ class MatmulDispatcher:
                 return in_leaves(run, leaves)(a, b, a.new_empty((m, plan.problem.n)))
             except cublaslt.Error:
                 logger.debug("cuBLASLt refused %d rows of the GEMM %s", m, plan.problem)
-        return _by_triton(a, b, bias, leaves)
+        return _by_triton(a, b, spec_of(bias is not None, leaves), bias)
 
-    def prepare(self, weight: torch.Tensor, max_m: int, bias: bool = False, sizes: Iterable[int] = ()) -> None:
-        """Choose and verify the schedules of ``linear`` with such a weight: at once from disk, or by measuring.
-
-        Args:
-            weight: [N, K], as it will be used; its values do not matter.
-            max_m: the most rows of x to expect; for more, schedules are tuned when they are first needed.
-            bias: whether a bias is added.
-            sizes: values of M that will be common, such as those of CUDA graphs: verified one by one.
-        """
-        self._prepare(weight, max_m, bias, sizes, 1)
-
-    def prepare_gated(self, weight: torch.Tensor, max_m: int, sizes: Iterable[int]) -> None:
-        """The same of ``gated_linear``; weight: [gate, up]."""
-        self._prepare(weight, max_m, False, sizes, 1, True)
-
-    def prepare_in_leaves(self, weight: torch.Tensor, max_m: int, sizes: Iterable[int], leaves: int) -> None:
-        """The same where K is added in leaves."""
-        self._prepare(weight, max_m, False, sizes, leaves)
-
-    def _prepare(
-        self, weight: torch.Tensor, max_m: int, bias: bool, sizes: Iterable[int], leaves: int, gated: bool = False
+    def prepare(
+        self,
+        weight: torch.Tensor,
+        max_m: int,
+        spec: MatmulSpec = PRODUCT,
+        sizes: Iterable[int] = (),
+        dtype: torch.dtype | None = None,
     ) -> None:
-        LinearReduction.of_device("cuda", *weight.shape, weight.dtype)
-        sample = weight.new_empty(1, weight.shape[1])
-        problem = problem_of(sample, weight.t(), weight.new_empty(weight.shape[0]) if bias else None, leaves, gated)
+        """Choose and verify the schedules of a matmul with such a weight: at once from disk, or by measuring; arguments
+        as of :func:`..linear.prepare`. For more rows schedules are tuned when they are first needed, and each of
+        ``sizes`` is verified.
+        """
+        sample = weight.new_empty(1, weight.shape[1] * spec.b_format.packing, dtype=dtype)
+        bias = sample.new_empty(len(weight)) if spec.epilogue.has_bias else None
+        LinearReduction.of_device("cuda", len(weight), sample.shape[1], sample.dtype)
+        problem = problem_of(sample, weight.t(), bias, spec)
         if problem is None or max_m < 1:
             return
         with self._lock:
@@ -257,14 +240,13 @@ class MatmulDispatcher:
         autotune_cache.save(_environment(problem.device), {str(problem): stored})
 
 
-def _by_triton(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leaves: int) -> torch.Tensor:
-    return triton_gemm.mm(a, b, bias) if leaves == 1 else in_leaves(triton_gemm.mm_into, leaves)(a, b, None)
-
-
 dispatcher = MatmulDispatcher()
-mm, prepare, tuned_schedules = dispatcher.mm, dispatcher.prepare, dispatcher.tuned_schedules
-mm_in_leaves, prepare_in_leaves = dispatcher.mm_in_leaves, dispatcher.prepare_in_leaves
-gated_mm, prepare_gated = dispatcher.gated_mm, dispatcher.prepare_gated
+matmul, prepare, tuned_schedules = dispatcher.matmul, dispatcher.prepare, dispatcher.tuned_schedules
+
+
+def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """[M, K] @ [K, N] + bias; see the operation's package for the contract."""
+    return matmul(a, b, PRODUCT if bias is None else BIASED, bias)
 
 
 def known(device: int) -> tuple[dict[str, str], dict[str, dict[int, TunedSchedule]]]:

@@ -1,4 +1,4 @@
-"""A GEMM whose K is added in leaves, as a tree, by GEMMs that know nothing of it::
+"""Any matmul by GEMMs that know nothing but ``a @ b``: the weight's matrix decoded, K in leaves, and what is behind::
 
     p[i] = round(a[:, leaf i] @ b[leaf i])     leaves of equal length, each a GEMM like any other
     out = round(round(p[0] + p[1]) + round(p[2] + p[3]))
@@ -6,11 +6,13 @@
 A leaf is read where it lies.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 
-from ..all_reduce.cuda import add_ranks
+from ..dispatch import module_for
+from .spec import BIASED, PRODUCT, MatmulSpec
 
 Gemm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Takes a [M, K], b [K, N] and, if it shall not make one, the result [M, N]."""
@@ -20,7 +22,7 @@ def in_leaves(gemm: Gemm, leaves: int, workspace: torch.Tensor | None = None) ->
     """The same GEMM with K in so many leaves; one leaf: itself.
 
     Args:
-        gemm: without a bias, unless there is one leaf.
+        gemm: without a bias, unless there is one leaf; of several it gets the result to write.
         leaves: a power of two that divides K.
         workspace: leaves * M * N elements or more, for what leaves give; None: new ones at every call.
     """
@@ -28,11 +30,34 @@ def in_leaves(gemm: Gemm, leaves: int, workspace: torch.Tensor | None = None) ->
         return gemm
 
     def tree(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        shape = leaves, a.shape[0], b.shape[1]
-        size = shape[0] * shape[1] * shape[2]
-        parts = a.new_empty(shape) if workspace is None else workspace[:size].view(shape)
-        for part, of_a, of_b in zip(parts, a.chunk(leaves, 1), b.chunk(leaves), strict=True):
+        add_ranks, shape = module_for("all_reduce", a.device.type).add_ranks, (leaves, *a.shape[:-1], b.shape[1])
+        parts = a.new_empty(shape) if workspace is None else workspace[: math.prod(shape)].view(shape)
+        for part, of_a, of_b in zip(parts, a.chunk(leaves, -1), b.chunk(leaves), strict=True):
             gemm(of_a, of_b, part)
-        return add_ranks(parts, tree=True, out=out)
+        return add_ranks(parts, tree=True) if out is None else add_ranks(parts, tree=True, out=out)
 
     return tree
+
+
+def by_mm(mm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Every matmul by one that takes a, b, a bias or None, and the result to write or None."""
+
+    def matmul(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        spec: MatmulSpec = PRODUCT,
+        bias: torch.Tensor | None = None,
+        b_is_constant: bool = False,  # noqa: ARG001 - of some kernels
+        scales: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor:
+        if spec is PRODUCT or spec is BIASED:
+            return mm(a, b, bias, None)
+
+        def gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+            return mm(a, b, bias, out)
+
+        product = in_leaves(gemm, spec.leaves)(a, spec.b_format.matrix(b, scales, a), None)
+        behind = spec.epilogue.behind(a.device.type, b.shape[1])
+        return product if behind is None else behind(product)
+
+    return matmul

@@ -1,10 +1,12 @@
-"""What tells one kind of GEMM from another, apart from M, and which operands cuBLASLt and TMA take."""
+"""All that tells one GEMM from another, apart from M, and which operands cuBLASLt and TMA take."""
 
 from dataclasses import dataclass, replace
 
 import torch
 
+from ..formats import PLAIN
 from .reduction import LinearReduction
+from .spec import NONE, MatmulSpec, spec_of
 
 ALIGNMENT = 16
 """Bytes: what addresses and strides are multiples of where the tensor memory accelerator (TMA) or cuBLASLt serves."""
@@ -13,31 +15,33 @@ LARGEST_SIDE = 2**31 - 1
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """``a @ b + bias`` with a: [M, K] and b: [K, N], for any M."""
+    """What a spec makes of a: [M, K] and b: [K, N], for any M."""
 
     n: int
     k: int
     dtype: torch.dtype
-    has_bias: bool
+    """Of a and of the result."""
+    spec: MatmulSpec
     device: int
     """Index of the GPU."""
     a_k_major: bool = True
     """Whether K is the contiguous side of a, rather than M."""
     b_k_major: bool = True
     """Whether K is the contiguous side of b, as in a weight [N, K] transposed, rather than N."""
-    leaves: int = 1
-    """Parts of K that are added as a tree; with several there is no bias."""
-    gated: bool = False
-    """Whether b is [gate, up] of a gated layer, whose result has N / 2 columns; then there is neither bias nor tree."""
+
+    @property
+    def columns(self) -> int:
+        """Of the result."""
+        return self.spec.epilogue.columns(self.n)
 
     @property
     def reduction(self) -> LinearReduction:
-        return LinearReduction.of_device("cuda", self.n, self.k, self.dtype, self.leaves)
+        return LinearReduction.of_device("cuda", self.n, self.k, self.dtype, self.spec.leaves)
 
     @property
     def leaf(self) -> "GemmProblem":
-        """The problem of one leaf."""
-        return self if self.leaves == 1 else replace(self, k=self.k // self.leaves, leaves=1)
+        """The problem of one leaf of the matrix that the weight stands for."""
+        return replace(self, k=self.k // self.spec.leaves, spec=replace(self.spec, leaves=1, b_format=PLAIN))
 
     def a_layout(self, m: int, ld: int | None = None) -> tuple[int, int, int]:
         """Rows, columns and leading dimension of a as a column-major matrix, whose rows are columns of ours."""
@@ -51,34 +55,38 @@ class GemmProblem:
 
     def __str__(self) -> str:
         sides = "" if self.a_k_major and self.b_k_major else f" {'NT'[not self.a_k_major]}{'NT'[self.b_k_major]}"
-        name = f"N={self.n} K={self.k} {str(self.dtype).removeprefix('torch.')}{sides}{' bias' * self.has_bias}"
-        return f"{name}{' gated' * self.gated}" if self.leaves == 1 else f"{name} in {self.leaves} leaves"
+        name = f"N={self.n} K={self.k} {str(self.dtype).removeprefix('torch.')}{sides}"
+        return f"{name} {self.spec.name}".rstrip()
 
 
 def problem_of(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, leaves: int = 1, gated: bool = False
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, spec: MatmulSpec | None = None
 ) -> GemmProblem | None:
-    """The problem that ``a @ b + bias`` is a case of, or None if only Triton's kernel for any strides and dtypes takes
-    it. A gated layer whose result is not aligned is a matmul with an activation behind it.
+    """The problem that a matmul is a case of, or None if only Triton's kernel for any strides and dtypes takes it. One
+    whose result is not aligned as the epilogue leaves it is a product with the rest behind it.
+
+    Args:
+        a: [M, K]
+        b: [K / packing, N], the first tensor that the weight's format stores, transposed.
+        bias: [N], or None.
+        spec: what is computed; None: ``a @ b + bias``.
     """
+    spec = spec_of(bias is not None) if spec is None else spec
+    b_format = spec.b_format
+    if b_format.decode is not None:  # it is read as decoding leaves it
+        b = torch.empty(b.shape[1], b.shape[0] * b_format.packing, dtype=a.dtype, device="meta").t()
     if not supports_tma(a, b, a.dtype):
         return None
     if bias is not None and (bias.stride(0) != 1 or bias.data_ptr() % ALIGNMENT):
         return None
-    problem = GemmProblem(
-        b.shape[1],
-        a.shape[1],
-        a.dtype,
-        bias is not None,
-        a.device.index,
-        a_k_major=leading_dim(a)[1],
-        b_k_major=not leading_dim(b)[1],
-        leaves=leaves,
-        gated=gated and b.shape[1] // 2 * a.element_size() % ALIGNMENT == 0,
-    )
-    k = problem.leaf.k
-    is_aligned = leaves == 1 or k * a.element_size() % ALIGNMENT == 0
-    return problem if is_aligned and k >= problem.reduction.k_step else None
+    (k, n), size = b.shape, a.element_size()
+    if spec.epilogue.columns(n) * size % ALIGNMENT:
+        spec = replace(spec, epilogue=NONE)
+    leaf_k = k // spec.leaves
+    if spec.leaves > 1 and leaf_k * size % ALIGNMENT:
+        return None
+    problem = GemmProblem(n, k, a.dtype, spec, a.device.index, leading_dim(a)[1], not leading_dim(b)[1])
+    return problem if leaf_k >= problem.reduction.k_step else None
 
 
 def leading_dim(matrix: torch.Tensor) -> tuple[int, bool] | None:

@@ -1,6 +1,25 @@
 """The definition of the operation, in float64: what every implementation is compared with."""
 
+from collections.abc import Sequence
+
 import torch
+
+from .spec import PRODUCT, MatmulSpec
+
+
+def matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    spec: MatmulSpec = PRODUCT,
+    bias: torch.Tensor | None = None,
+    scales: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
+    """What ``spec`` says in float64, where leaves are no other sum; arguments as of :func:`..linear.matmul`."""
+    product = linear(x, spec.b_format.matrix(weight.t(), scales, x).t(), bias)
+    if not spec.epilogue.gated:
+        return product
+    gate, up = product.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

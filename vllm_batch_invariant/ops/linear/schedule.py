@@ -6,6 +6,9 @@ from functools import cache
 import torch
 
 from ..common.gpu import Gpu
+from ..formats import PLAIN
+from .problem import GemmProblem
+from .spec import BIAS, NONE, SWIGLU
 
 
 @dataclass(frozen=True)
@@ -201,6 +204,24 @@ def narrow_tiles(m: int, n: int, device: Gpu, leaf_k: int | None = None) -> tupl
         return fits or -(-m // tile.block_m) * -(-n // tile.block_n) <= most
 
     return tuple(tile for tile in NARROW_TILES if is_worth_it(tile) and (leaf_k or 0) % tile.block_k == 0)
+
+
+def _narrow(problem: GemmProblem, m: int, device: Gpu) -> tuple[NarrowTile, ...]:
+    return narrow_tiles(m, problem.n, device, problem.leaf.k if problem.spec.leaves > 1 else None)
+
+
+def _gated(_: GemmProblem, m: int, device: Gpu) -> tuple[NarrowTile, ...]:
+    return gated_tiles(m, device)
+
+
+TILES = {(PLAIN, NONE): _narrow, (PLAIN, BIAS): _narrow, (PLAIN, SWIGLU): _gated}
+"""By what the narrow kernel reads, and what it makes of a product."""
+
+
+def sm90_tiles(problem: GemmProblem, m: int, device: Gpu) -> tuple[NarrowTile, ...]:
+    """The narrow tiles worth timing for M rows of a problem; none where the kernel does not compute it."""
+    of_kind = TILES.get((problem.spec.b_format, problem.spec.epilogue))
+    return of_kind(problem, m, device) if of_kind and problem.a_k_major and problem.b_k_major else ()
 
 
 def redundancy(tiles: int, device: Gpu) -> int:

@@ -1,5 +1,6 @@
 """GEMMs in Triton, on every GPU and for all strides, dtypes and batches."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from . import schedule
 from .problem import leading_dim, supports_tma
 from .reduction import LinearReduction
 from .schedule import NarrowTile, Tile
+from .spec import PRODUCT, MatmulSpec
 from .triton_kernels import TL_DTYPES, gemm_ptr_kernel, gemm_tma_kernel
 
 
@@ -27,11 +29,6 @@ def mm(
         out: [M, N] of a's dtype, packed, to be written instead of a new tensor.
     """
     return _mm(a, b, bias, _reduction(a, b), a.dtype, out)
-
-
-def mm_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """:func:`mm` without a bias."""
-    return mm(a, b, None, out)
 
 
 def mm_ptr(
@@ -211,13 +208,13 @@ def gemm_sm90_swap_ab(
     reduction: LinearReduction,
     tile: NarrowTile,
     overlaps: bool = False,
-    gated: bool = False,
+    spec: MatmulSpec = PRODUCT,
+    scales: Sequence[torch.Tensor] = (),  # noqa: ARG001 - a plain weight has none
 ) -> torch.Tensor:
-    """``a @ b + bias`` by Hopper's narrow kernel, for operands that :func:`.problem.supports_tma` with K as the
-    contiguous side; arguments as of :func:`gemm_tma`, with a tile of :data:`.schedule.NARROW_TILES`, and whether the
-    launch does not wait for the kernel before, which must not write b. Of a gated layer without a bias, with a tile of
-    :data:`.schedule.GATED_TILES`, out is [M, N / 2].
+    """Whole matmuls by Hopper's narrow kernel, for operands that :func:`.problem.supports_tma` with K as the contiguous
+    side; arguments as of :func:`gemm_tma`, with a tile of :func:`.schedule.sm90_tiles`, whether the launch does not
+    wait for the kernel before, which must not write b, what is computed, and what else the weight's format stores.
     """
     from . import sm90_kernel  # Gluon is needed for this kernel alone
 
-    return sm90_kernel.gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps, gated)
+    return sm90_kernel.gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps, spec.epilogue.gated)

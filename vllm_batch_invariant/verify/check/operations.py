@@ -18,6 +18,7 @@ from .guarantees import KNOWN, Certificate
 
 if TYPE_CHECKING:
     from ...ops.attention import AttentionReduction, AttentionSpec
+    from ...ops.linear import MatmulSpec
     from ...ops.linear.autotune import TunedSchedule
 
 
@@ -156,8 +157,9 @@ def _linear(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    from ...integration.linear import GATED
+    from ...integration.linear import spec_of_layer
     from ...ops.linear import torch_op
+    from ...ops.linear.spec import BIAS, NONE
 
     head = getattr(model, "lm_head", None)
     seen = set()
@@ -171,21 +173,21 @@ def _linear(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate
         # a layer that every worker has whole says only its size
         columns = getattr(layer, "num_embeddings_per_partition" if is_head else "output_size_per_partition", None)
         columns = columns or layer.output_size
-        gated = hasattr(layer, GATED) and layer.weight.is_cuda
-        kind = (columns, depth, bias is not None, gated)
+        spec = spec_of_layer(layer, bias)
+        kind = (columns, depth, spec)
         if kind in seen:
             continue
         seen.add(kind)
-        of_kind = f"{', bias' * (bias is not None)}{', gated' * gated}"
-        shape = f"{name.rpartition('.')[2]}: K={depth}, N={columns}, {_name(like.dtype)}{of_kind}"
+        shape = ", ".join(filter(None, (f"K={depth}, N={columns}, {_name(like.dtype)}", spec.name)))
+        shape = f"{name.rpartition('.')[2]}: {shape}"
         multiply = partial(layer.quant_method.apply, layer, bias=bias)
-        if gated:  # as the MLP calls it
-            multiply = partial(torch_op.gated_linear, weight=layer.weight)
+        if spec.epilogue not in (NONE, BIAS):  # as the layer around calls it
+            multiply = partial(torch_op.linear, weight=layer.weight, spec=spec.name)
         certificate = _tested(
             Certificate("linear", shape, "batch", _server(layer), tuple(rows), 0, ""), multiply, (depth, like)
         )
         by_float = like.is_cuda and not is_exact()
-        yield replace(certificate, note=_gpu_certificate(like, layer, bias, gated)) if by_float else certificate
+        yield replace(certificate, note=_gpu_certificate(like, layer, bias, spec)) if by_float else certificate
 
 
 def _experts(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate]:
@@ -429,7 +431,7 @@ def _is_replaced(layer: torch.nn.Module) -> bool:
     return is_batch_invariant_mode_enabled() and layer.weight.is_cuda and layer.weight.dim() == 2
 
 
-def _gpu_certificate(like: torch.Tensor, layer: torch.nn.Module, bias: torch.Tensor | None, gated: bool) -> str:
+def _gpu_certificate(like: torch.Tensor, layer: torch.nn.Module, bias: torch.Tensor | None, spec: "MatmulSpec") -> str:
     """What was compared when the weight was loaded; empty if the mode does not serve it."""
     if not _is_replaced(layer):
         return ""
@@ -437,7 +439,8 @@ def _gpu_certificate(like: torch.Tensor, layer: torch.nn.Module, bias: torch.Ten
     from ...ops.linear.problem import problem_of
 
     weight = layer.weight
-    problem = problem_of(like.new_empty(1, weight.shape[1]), weight.t(), bias, gated=gated)
+    x = like.new_empty(1, weight.shape[1] * spec.b_format.packing)
+    problem = problem_of(x, weight.t(), bias, spec)
     return describe_entries(cuda.tuned_schedules(problem)) if problem is not None else "by Triton alone"
 
 

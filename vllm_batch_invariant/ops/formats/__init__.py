@@ -1,0 +1,13 @@
+"""How the weight of a matmul is stored: a format stands for a matrix, and the bits are those of a matmul with it.
+
+:data:`PLAIN` stores the matrix itself. Another format is a record in a file of its own here, and a row of
+:data:`FORMATS`. Without a kernel that reads what it stores (:data:`..linear.schedule.TILES`), the matrix is written to
+memory before whatever multiplies.
+"""
+
+from .record import Format
+
+PLAIN = Format("")
+"""The matrix itself: fp32, bf16, fp16 or fp64."""
+FORMATS = (PLAIN,)
+"""Every one."""

@@ -1,0 +1,48 @@
+"""What is known of a format of weights."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Format:
+    """A way to store a weight, a matrix [N, K] of the dtype of the activations that it is multiplied with."""
+
+    name: str
+    """In names of problems, of which it is a part."""
+    storage: tuple[torch.dtype, ...] = ()
+    """Of the tensors that are stored, the first of which has N rows; none: one, of the activations' dtype."""
+    packing: int = 1
+    """Elements of K in an element of the first tensor."""
+    group: int = 1
+    """Elements of K that are decoded together: where K is cut, parts have whole groups."""
+    exponents: int = 0
+    """Powers of two that x is spread over in a certificate (:func:`..common.cancelling.cancelling`)."""
+    encode: Callable[[torch.Tensor], tuple[torch.Tensor, ...]] | None = None
+    """Tensors that stand for a matrix near the given one, equal elements of a row as equal ones, so that sums which
+    cancel still do; None: the matrix is stored itself.
+    """
+    decode: Callable[[Sequence[torch.Tensor], torch.Tensor], torch.Tensor] | None = None
+    """Writes the matrix that tensors stand for to its second argument, packed, and returns that: the definition."""
+
+    def stored(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The tensors that stand for a weight [N, K], or for one near it."""
+        return (weight,) if self.encode is None else self.encode(weight)
+
+    def matrix(
+        self, b: torch.Tensor, scales: Sequence[torch.Tensor], a: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What a [M, K] is multiplied with, [K, N]; ``b``, the first tensor transposed, where that is stored itself.
+
+        Args:
+            b: [K / packing, N], of the first dtype of ``storage``.
+            scales: the other tensors.
+            a: [M, K], whose dtype the matrix has.
+            out: [N, K], for what is decoded; None: new memory.
+        """
+        if self.decode is None:
+            return b
+        out = a.new_empty(b.shape[1], b.shape[0] * self.packing) if out is None else out
+        return self.decode((b.t(), *scales), out).t()
