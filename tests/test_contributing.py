@@ -12,7 +12,7 @@ import pytest
 from scripts.import_graph import PACKAGE, imports
 
 ROOT = Path(__file__).parents[1]
-MOST = {"operation": 8, "device": 7}
+MOST = {"operation": 8, "device": 7, "weight format": 6}
 """Files to touch."""
 
 OPERATION = {
@@ -98,10 +98,28 @@ REFUSED = (Feature("Toys with gadgets", "they rattle", "take them off", lambda c
     "toy_device-1.0.dist-info/entry_points.txt": "[vllm_batch_invariant.devices]\ntoy = toy_device:DEVICE\n",
 }
 """A distribution as an installer leaves it."""
+FORMAT = {
+    "ops/formats/signs.py": """
+import torch
+
+from .record import Format
+
+
+def encode(weight):
+    return (weight > 0).to(torch.uint8), weight.abs().amax(1, keepdim=True)
+
+
+def decode(stored, out):
+    return out.copy_((2.0 * stored[0] - 1) * stored[1])
+
+
+SIGNS = Format("signs", (torch.uint8, torch.float32), exponents=16, encode=encode, decode=decode)
+"""
+}
 
 
 def listed(what: str) -> list[str]:
-    """The files of the table under "Add an operation" or "Add a device"."""
+    """The files of the table under "Add an operation" and the like."""
     text = (ROOT / "docs" / "contributing.md").read_text()
     section = re.search(rf"^## Add an? {what}$(.*?)^## ", text, re.MULTILINE | re.DOTALL)[1]
     return re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
@@ -160,6 +178,29 @@ def test_an_operation_that_is_not_in_the_table_is_refused(package: Path) -> None
     add(package, OPERATION, {})
     with pytest.raises(AssertionError, match=r"NotCovered: .*largest"):
         run(package.parent, "import torch; from vllm_batch_invariant.ops.largest import largest; largest(torch.eye(2))")
+
+
+def test_a_weight_format_needs_no_other_file_of_the_package(package: Path) -> None:
+    edits = {
+        "ops/formats/__init__.py": lambda text: text.replace(
+            "from .record import Format", "from .record import Format\nfrom .signs import SIGNS"
+        ).replace("FORMATS = (PLAIN,)", "FORMATS = (PLAIN, SIGNS)")
+    }
+    add(package, FORMAT, edits)
+    code = """
+import torch
+from vllm_batch_invariant.ops.linear import linear, prepare, torch_op
+from vllm_batch_invariant.ops.linear.spec import NAMED
+spec, x, weight = NAMED["signs bias"], torch.ones(2, 8), torch.arange(-16.0, 16.0).view(4, 8)
+codes, *scales = spec.b_format.stored(weight)
+prepare(codes, 2, spec, dtype=x.dtype)
+matrix = torch.where(weight > 0, scales[0], -scales[0])
+out = torch_op.linear(x, codes, x[0, :4], spec.name, scales)
+print(torch.equal(out, linear(x, matrix, x[0, :4])), out[0].tolist())
+"""
+    assert run(package.parent, code) == "True [-127.0, -63.0, 43.0, 121.0]"
+    named = {name.replace("<format>", "signs").removeprefix(f"{PACKAGE}/") for name in listed("weight format")}
+    assert {*FORMAT, *edits} <= named
 
 
 @pytest.fixture
