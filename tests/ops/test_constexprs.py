@@ -44,7 +44,6 @@ PROBLEM = {
     "moe": {
         *("PADDED_EXPERTS", "PADDED_TOP_K", "PADDED_GROUPS", "SUMS_TWO", "HAS_BIAS", "HAS_SCALE", "EVEN_K"),
         *("PAIRS_OF_A_ROW", "LENGTH", "IS_PART", "AXIS", "COUNTS", "GATED"),
-        *("ROWS_PER_PROGRAM", "STRIDE_UNIT", "HALVES_FIRST"),  # of the reduction of the norm behind a layer
         *("HALF", "LAYOUT"),  # a warpgroup's half of a tile, and where its threads have it
     },
     "norm": {"VARIANCE_SIZE", "HAS_RESIDUAL", "HAS_WEIGHT"},
@@ -86,7 +85,9 @@ def kernels_of(module: ModuleType) -> dict[str, set[str]]:
 
 
 def declared_by(operation: str) -> set[str]:
-    """Fields and properties of an operation's reductions and schedules, and of every launch's, in upper case."""
+    """Fields and properties of an operation's reductions and schedules, and of every launch's, in upper case; and of a
+    reduction as a whole its name.
+    """
     kinds = [LaunchSchedule] + [
         value
         for module in modules_of(operation)
@@ -96,7 +97,8 @@ def declared_by(operation: str) -> set[str]:
     properties = {
         name for kind in kinds for base in kind.__mro__ for name, value in vars(base).items() if type(value) is property
     }
-    return {name.upper() for name in properties | {field.name for kind in kinds for field in fields(kind)}}
+    wholes = {kind.__name__.removesuffix("Reduction") for kind in kinds}
+    return {name.upper() for name in properties | wholes | {field.name for kind in kinds for field in fields(kind)}}
 
 
 def undeclared(module: ModuleType, known: set[str]) -> dict[str, set[str]]:

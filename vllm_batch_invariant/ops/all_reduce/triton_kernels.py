@@ -216,23 +216,16 @@ def all_reduce_kernel(
 
 
 @triton.jit
-def _rows(
-    turn,
-    num_rows,
-    row_units,
-    LENGTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS_PER_PROGRAM: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
-):
-    """Offsets of the elements of a tile of packed rows, [ROWS_PER_PROGRAM, BLOCK], and which of them there are.
+def _rows(turn, num_rows, row_units, NORM: tl.constexpr):
+    """Offsets of the elements of a tile of packed rows, [rows_per_program, block], and which of them there are.
 
     Args:
         row_units: a row's length in units. As of a stride of a norm alone, the compiler knows nothing else of it: so
             elements lie in the same threads.
     """
-    row, offs = turn * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM), tl.arange(0, BLOCK)
-    return row[:, None] * row_units * STRIDE_UNIT + offs[None, :], (row < num_rows)[:, None] & (offs < LENGTH)[None, :]
+    row, offs = turn * NORM.rows_per_program + tl.arange(0, NORM.rows_per_program), tl.arange(0, NORM.block)
+    place = row[:, None] * row_units * NORM.stride_unit + offs[None, :]
+    return place, (row < num_rows)[:, None] & (offs < NORM.length)[None, :]
 
 
 # 14 arguments: a kernel takes no structure of pointers.
@@ -252,14 +245,9 @@ def all_reduce_norm_kernel(
     num_rows,
     row_units,
     eps,
-    LENGTH: tl.constexpr,
     TOP_K: tl.constexpr,
     IS_PART: tl.constexpr,
-    ROWS_PER_PROGRAM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
-    HALVES_FIRST: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
+    NORM: tl.constexpr,
     RANKS: tl.constexpr,
     FLAG_BYTES: tl.constexpr,
     HALF_BYTES: tl.constexpr,
@@ -273,28 +261,28 @@ def all_reduce_norm_kernel(
     """Adds one message in one shot, rounds the sum, adds the residual, and normalises rows.
 
     Args:
-        x_ptr, residual_ptr, out_ptr, residual_out_ptr: [num_rows, LENGTH], the rank's partial result, what is added to
+        x_ptr, residual_ptr, out_ptr, residual_out_ptr: [num_rows, N], the rank's partial result, what is added to
             the rounded sum, the normalised rows, and the sum with the residual, rounded. With TOP_K ``x_ptr`` is
-            [num_rows, TOP_K, LENGTH], of experts, with ``weights_ptr``, ``ids_ptr`` and ``places_ptr``.
-        weight_ptr: [LENGTH]
+            [num_rows, TOP_K, N], of experts, with ``weights_ptr``, ``ids_ptr`` and ``places_ptr``.
+        weight_ptr: [N]
         addresses_ptr, epochs_ptr, rank, TIMEOUT: as of :func:`all_reduce_kernel`, whose memory it is.
-        row_units: LENGTH / STRIDE_UNIT.
+        row_units: N / stride_unit.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     SOURCE: tl.constexpr = REGIONS * REGION_BYTES * 8 // dtype.primitive_bitwidth
     wait_for_kernel_before(OVERLAPS)  # while other ranks are waited for, the next kernel loads its weights
-    cta, ctas, turns = tl.program_id(0), tl.num_programs(0), tl.cdiv(num_rows, ROWS_PER_PROGRAM)
+    cta, ctas, turns = tl.program_id(0), tl.num_programs(0), tl.cdiv(num_rows, NORM.rows_per_program)
     epoch = tl.load(epochs_ptr + cta)
     start = FLAG_BYTES + (epoch & 1) * HALF_BYTES + cta * REGION_BYTES
     flags, own_flags_ptr, written, inboxes = _places(addresses_ptr, rank, start, dtype, RANKS, SOURCE)
 
     for turn in range(cta, turns, ctas):
-        place, _ = _rows(turn // ctas, num_rows, row_units, LENGTH, BLOCK, ROWS_PER_PROGRAM, STRIDE_UNIT)
-        offs, mask = _rows(turn, num_rows, row_units, LENGTH, BLOCK, ROWS_PER_PROGRAM, STRIDE_UNIT)
+        place, _ = _rows(turn // ctas, num_rows, row_units, NORM)
+        offs, mask = _rows(turn, num_rows, row_units, NORM)
         if TOP_K > 0:
-            row = turn * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM)[:, None]
-            token, columns = tl.minimum(row, num_rows - 1).to(tl.int64), tl.arange(0, BLOCK)[None, :]
-            length, of_row = row_units * STRIDE_UNIT, tl.broadcast_to(columns, mask.shape)
+            row = turn * NORM.rows_per_program + tl.arange(0, NORM.rows_per_program)[:, None]
+            token, columns = tl.minimum(row, num_rows - 1).to(tl.int64), tl.arange(0, NORM.block)[None, :]
+            length, of_row = row_units * NORM.stride_unit, tl.broadcast_to(columns, mask.shape)
             total = weighted_sum(
                 x_ptr, weights_ptr, ids_ptr, places_ptr, token, length, of_row, mask, TOP_K, IS_PART
             )  # fmt: skip
@@ -304,19 +292,19 @@ def all_reduce_norm_kernel(
         for peer in tl.static_range(RANKS):
             tl.store(written[peer] + place, x, mask=mask)
     # What no other rank decides is on its way before they are waited for.
-    offs, mask = _rows(cta, num_rows, row_units, LENGTH, BLOCK, ROWS_PER_PROGRAM, STRIDE_UNIT)
+    offs, mask = _rows(cta, num_rows, row_units, NORM)
     residual = tl.load(residual_ptr + offs, mask=mask, other=0.0)
-    columns = tl.arange(0, BLOCK)
-    weight = load_weight(weight_ptr, columns, tl.broadcast_to((columns < LENGTH)[None, :], mask.shape))
+    columns = tl.arange(0, NORM.block)
+    weight = load_weight(weight_ptr, columns, tl.broadcast_to((columns < NORM.length)[None, :], mask.shape))
     _signal_and_wait(flags, own_flags_ptr, rank, epoch + 1, RANKS, TIMEOUT)
     for turn in range(cta, turns, ctas):
-        place, _ = _rows(turn // ctas, num_rows, row_units, LENGTH, BLOCK, ROWS_PER_PROGRAM, STRIDE_UNIT)
-        offs, mask = _rows(turn, num_rows, row_units, LENGTH, BLOCK, ROWS_PER_PROGRAM, STRIDE_UNIT)
+        place, _ = _rows(turn // ctas, num_rows, row_units, NORM)
+        offs, mask = _rows(turn, num_rows, row_units, NORM)
         x = _add(inboxes, place, mask, RANKS, ACCUMULATE, TREE).to(tl.float32) + residual.to(tl.float32)
-        next_offs, next_mask = _rows(turn + ctas, num_rows, row_units, LENGTH, BLOCK, ROWS_PER_PROGRAM, STRIDE_UNIT)
+        next_offs, next_mask = _rows(turn + ctas, num_rows, row_units, NORM)
         residual = tl.load(residual_ptr + next_offs, mask=next_mask, other=0.0)
         tl.store(residual_out_ptr + offs, x.to(residual_out_ptr.dtype.element_ty), mask=mask)
-        y = normalised_tile(x, weight, columns, eps, LENGTH, LENGTH, True, HALVES_FIRST, NUM_WARPS)
+        y = normalised_tile(x, weight, columns, eps, NORM.length, True, NORM)
         tl.store(out_ptr + offs, y.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(epochs_ptr + cta, epoch + 1)
 
@@ -338,12 +326,7 @@ def add_copies_norm_kernel(
     num_rows,
     row_units,
     eps,
-    LENGTH: tl.constexpr,
-    ROWS_PER_PROGRAM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
-    HALVES_FIRST: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
+    NORM: tl.constexpr,
     RANKS: tl.constexpr,
     TREE: tl.constexpr,
     ACCUMULATE: tl.constexpr,
@@ -363,10 +346,10 @@ def add_copies_norm_kernel(
         TIMEOUT: as of :func:`all_reduce_kernel`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    offs, mask = _rows(tl.program_id(0), num_rows, row_units, LENGTH, BLOCK, ROWS_PER_PROGRAM, STRIDE_UNIT)
+    offs, mask = _rows(tl.program_id(0), num_rows, row_units, NORM)
     residual = tl.load(residual_ptr + offs, mask=mask, other=0.0)
-    columns = tl.arange(0, BLOCK)
-    weight = load_weight(weight_ptr, columns, tl.broadcast_to((columns < LENGTH)[None, :], mask.shape))
+    columns = tl.arange(0, NORM.block)
+    weight = load_weight(weight_ptr, columns, tl.broadcast_to((columns < NORM.length)[None, :], mask.shape))
     own_address, own_partial = tl.load(addresses_ptr + rank), x_ptr.to(tl.int64)
     own_flags_ptr = own_address.to(tl.pointer_type(tl.int32)) + part * RANKS
     partials = ()
@@ -379,5 +362,5 @@ def add_copies_norm_kernel(
     tl.debug_barrier()
     x = _add(partials, offs, mask, RANKS, ACCUMULATE, TREE).to(tl.float32) + residual.to(tl.float32)
     tl.store(residual_out_ptr + offs, x.to(residual_out_ptr.dtype.element_ty), mask=mask)
-    y = normalised_tile(x, weight, columns, eps, LENGTH, LENGTH, True, HALVES_FIRST, NUM_WARPS)
+    y = normalised_tile(x, weight, columns, eps, NORM.length, True, NORM)
     tl.store(out_ptr + offs, y.to(out_ptr.dtype.element_ty), mask=mask)

@@ -469,23 +469,22 @@ def combine_kernel(
 def combine_norm_kernel(
     made_ptr, weights_ptr, ids_ptr, places_ptr, residual_ptr, norm_weight_ptr, out_ptr, residual_out_ptr,
     num_rows, row_units, eps,
-    LENGTH: tl.constexpr, TOP_K: tl.constexpr, IS_PART: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr,
-    BLOCK: tl.constexpr, STRIDE_UNIT: tl.constexpr, HALVES_FIRST: tl.constexpr, NUM_WARPS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    TOP_K: tl.constexpr, IS_PART: tl.constexpr, NORM: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """The sums of :func:`combine_kernel`, rounded, with a residual added, and normalised in the tiles that a norm alone
     has::
 
         x = round(sum) + residual,  residual_out = round(x),  out = x * rsqrt(mean(x**2) + eps) * norm_weight
 
-    residual, out, residual_out: [num_rows, LENGTH], norm_weight: [LENGTH]; row_units: LENGTH / STRIDE_UNIT, of which
+    residual, out, residual_out: [num_rows, N], norm_weight: [N]; row_units: N / stride_unit, of which
     the compiler knows as little as of a norm's strides.
     """
     wait_for_kernel_before(OVERLAPS)
-    row, columns = tl.program_id(0) * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM), tl.arange(0, BLOCK)
-    mask = (row < num_rows)[:, None] & (columns < LENGTH)[None, :]  # [ROWS_PER_PROGRAM, BLOCK]
+    row = tl.program_id(0) * NORM.rows_per_program + tl.arange(0, NORM.rows_per_program)
+    columns = tl.arange(0, NORM.block)
+    mask = (row < num_rows)[:, None] & (columns < NORM.length)[None, :]  # [rows_per_program, block]
     token = tl.minimum(row, num_rows - 1)[:, None].to(tl.int64)
-    length = row_units * STRIDE_UNIT
+    length = row_units * NORM.stride_unit
     offs = row[:, None].to(tl.int64) * length + columns[None, :]
     norm_weight = load_weight(norm_weight_ptr, columns, mask)
     residual = tl.load(residual_ptr + offs, mask=mask, other=0.0)
@@ -493,5 +492,5 @@ def combine_norm_kernel(
     total = weighted_sum(made_ptr, weights_ptr, ids_ptr, places_ptr, token, length, of_row, mask, TOP_K, IS_PART)
     x = _round(total, out_ptr.dtype.element_ty) + residual.to(tl.float32)
     tl.store(residual_out_ptr + offs, x.to(residual_out_ptr.dtype.element_ty), mask=mask)
-    y = normalised_tile(x, norm_weight, columns, eps, LENGTH, LENGTH, True, HALVES_FIRST, NUM_WARPS)
+    y = normalised_tile(x, norm_weight, columns, eps, NORM.length, True, NORM)
     tl.store(out_ptr + offs, y.to(out_ptr.dtype.element_ty), mask=mask)

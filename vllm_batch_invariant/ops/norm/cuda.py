@@ -21,7 +21,7 @@ _MOST_ROWS = 2**31 - 1 - 2048
 
 @triton.jit
 def _load_rows(x_ptr, residual_ptr, x_starts, residual_starts, offs, mask, HAS_RESIDUAL: tl.constexpr):
-    """x + residual of some rows, unrounded: [ROWS_PER_PROGRAM, BLOCK] fp32."""
+    """x + residual of some rows, unrounded: [rows_per_program, block] fp32."""
     x = tl.load(x_ptr + x_starts[:, None] + offs[None, :], mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         residual_offs = residual_starts[:, None] + offs[None, :]
@@ -31,12 +31,12 @@ def _load_rows(x_ptr, residual_ptr, x_starts, residual_starts, offs, mask, HAS_R
 
 @triton.jit
 def _row_starts(row, inner_size, stride_outer, stride_inner, STRIDE_UNIT: tl.constexpr):
-    """Where rows start whose two indices have a stride each, in units: [ROWS_PER_PROGRAM] int64."""
+    """Where rows start whose two indices have a stride each, in units: [rows_per_program] int64."""
     outer, inner = (row // inner_size).to(tl.int64), (row % inner_size).to(tl.int64)
     return (outer * stride_outer + inner * stride_inner) * STRIDE_UNIT
 
 
-# Two strided tensors need 20 parameters: a kernel takes no structure of pointers and strides.
+# Two strided tensors need 18 parameters: a kernel takes no structure of pointers and strides.
 @triton.jit(
     do_not_specialize=[
         "num_rows",
@@ -62,49 +62,46 @@ def _rms_norm_kernel(
     stride_residual_outer,
     stride_residual_inner,
     eps,
-    LENGTH: tl.constexpr,
     VARIANCE_SIZE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    ROWS_PER_PROGRAM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
-    HALVES_FIRST: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
+    NORM: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     wait_for_kernel_before(OVERLAPS)
-    row = tl.program_id(0) * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM)
-    row_mask = row[:, None] < num_rows  # [ROWS_PER_PROGRAM, 1]
-    x_starts = _row_starts(row, x_inner_size, stride_x_outer, stride_x_inner, STRIDE_UNIT)
+    row = tl.program_id(0) * NORM.rows_per_program + tl.arange(0, NORM.rows_per_program)
+    row_mask = row[:, None] < num_rows  # [rows_per_program, 1]
+    x_starts = _row_starts(row, x_inner_size, stride_x_outer, stride_x_inner, NORM.stride_unit)
     residual_starts = x_starts
     if HAS_RESIDUAL:
         residual_starts = _row_starts(
-            row, residual_inner_size, stride_residual_outer, stride_residual_inner, STRIDE_UNIT
+            row, residual_inner_size, stride_residual_outer, stride_residual_inner, NORM.stride_unit
         )
-    out_starts = row.to(tl.int64)[:, None] * LENGTH
-    if LENGTH <= BLOCK:  # the tile stays in registers, and every load is on its way before the first one is waited for
-        offs = tl.arange(0, BLOCK)
-        mask = row_mask & (offs < LENGTH)[None, :]
+    out_starts = row.to(tl.int64)[:, None] * NORM.length
+    # Where the tile stays in registers, every load is on its way before the first one is waited for.
+    if NORM.length <= NORM.block:
+        offs = tl.arange(0, NORM.block)
+        mask = row_mask & (offs < NORM.length)[None, :]
         weight = None
         if HAS_WEIGHT:
-            weight = load_weight(weight_ptr, offs, mask)  # [ROWS_PER_PROGRAM, BLOCK]
+            weight = load_weight(weight_ptr, offs, mask)  # [rows_per_program, block]
         x = _load_rows(x_ptr, residual_ptr, x_starts, residual_starts, offs, mask, HAS_RESIDUAL)
         if HAS_RESIDUAL:
             tl.store(residual_out_ptr + out_starts + offs[None, :], x.to(residual_out_ptr.dtype.element_ty), mask=mask)
-        y = normalised_tile(x, weight, offs, eps, LENGTH, VARIANCE_SIZE, HAS_WEIGHT, HALVES_FIRST, NUM_WARPS)
+        y = normalised_tile(x, weight, offs, eps, VARIANCE_SIZE, HAS_WEIGHT, NORM)
         tl.store(out_ptr + out_starts + offs[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        acc = tl.zeros((ROWS_PER_PROGRAM, BLOCK), tl.float32)
-        for start in range(0, VARIANCE_SIZE, BLOCK):
-            offs = start + tl.arange(0, BLOCK)
+        # Triton 3.6 takes no tuple of plain numbers.
+        acc = tl.zeros((tl.constexpr(NORM.rows_per_program), tl.constexpr(NORM.block)), tl.float32)
+        for start in range(0, VARIANCE_SIZE, NORM.block):
+            offs = start + tl.arange(0, NORM.block)
             mask = row_mask & (offs < VARIANCE_SIZE)[None, :]
             x = _load_rows(x_ptr, residual_ptr, x_starts, residual_starts, offs, mask, HAS_RESIDUAL)
             acc += x * x
-        rstd = rstd_of(row_sums(acc, 32 * NUM_WARPS), VARIANCE_SIZE, eps)[:, None]
-        for start in range(0, LENGTH, BLOCK):
-            offs = start + tl.arange(0, BLOCK)
-            mask = row_mask & (offs < LENGTH)[None, :]
+        rstd = rstd_of(row_sums(acc, 32 * NORM.num_warps), VARIANCE_SIZE, eps)[:, None]
+        for start in range(0, NORM.length, NORM.block):
+            offs = start + tl.arange(0, NORM.block)
+            mask = row_mask & (offs < NORM.length)[None, :]
             x = _load_rows(x_ptr, residual_ptr, x_starts, residual_starts, offs, mask, HAS_RESIDUAL)
             if HAS_RESIDUAL:
                 tl.store(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -19,6 +19,17 @@ _TILE = 2048
 """Elements that a program of short rows holds: with 4 warps, two vectors a thread."""
 _LARGEST_GPU_BLOCK = 16_384
 _FEWEST_WARPS, _MOST_WARPS = 4, 16
+
+
+class NormTile(NamedTuple):
+    """Of a :class:`NormReduction`, what a kernel takes as one constant: Triton's hooks write constants as JSON."""
+
+    length: int
+    rows_per_program: int
+    block: int
+    stride_unit: int
+    halves_first: bool
+    num_warps: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +56,8 @@ class NormReduction(RowReduction):
     @property
     def options(self) -> dict[str, Any]:
         """Of the launch of any kernel on a GPU that normalises rows."""
-        return {
-            "LENGTH": self.length,
-            "ROWS_PER_PROGRAM": self.rows_per_program,
-            "BLOCK": self.block,
-            "STRIDE_UNIT": self.stride_unit,
-            "HALVES_FIRST": self.halves_first,
-            "NUM_WARPS": self.num_warps,
-            "num_warps": self.num_warps,
-            "enable_fp_fusion": self.enable_fp_fusion,
-        }
+        tile = NormTile(*(getattr(self, name) for name in NormTile._fields))
+        return {"NORM": tile, "num_warps": self.num_warps, "enable_fp_fusion": self.enable_fp_fusion}
 
     @classmethod
     @lru_cache(REDUCTIONS_KEPT)

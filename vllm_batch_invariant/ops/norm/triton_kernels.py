@@ -42,28 +42,27 @@ def normalised_tile(
     weight,
     offs,
     eps,
-    LENGTH: tl.constexpr,
     VARIANCE_SIZE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    HALVES_FIRST: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     """Rows that lie in one tile, normalised and multiplied with the weight.
 
     Args:
-        x: [BLOCK_M, BLOCK_N] fp32, 0 behind LENGTH.
+        x: [BLOCK_M, BLOCK_N] fp32, 0 behind a row's length.
         weight: [BLOCK_M, BLOCK_N], or nothing without HAS_WEIGHT.
         offs: [BLOCK_N], 0 and up.
+        NORM: a :class:`.reduction.NormTile`.
 
     Returns:
         [BLOCK_M, BLOCK_N] in the weight's dtype, or fp32 without one.
     """
     squares = x * x
-    if VARIANCE_SIZE < LENGTH:
+    if NORM.length > VARIANCE_SIZE:
         squares = tl.where((offs < VARIANCE_SIZE)[None, :], squares, 0.0)
-    if HALVES_FIRST:
+    if NORM.halves_first:
         squares = halves_added(squares)
-    y = x * rstd_of(row_sums(squares, 32 * NUM_WARPS), VARIANCE_SIZE, eps)[:, None]
+    y = x * rstd_of(row_sums(squares, 32 * NORM.num_warps), VARIANCE_SIZE, eps)[:, None]
     if HAS_WEIGHT:
         y = weighted(y, weight)
     return y

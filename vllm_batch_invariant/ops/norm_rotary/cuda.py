@@ -19,32 +19,21 @@ from .reduction import NormRotaryReduction
 
 
 @triton.jit
-def _turned(
-    first,
-    second,
-    weight_ptr,
-    cos_sin_ptr,
-    head_offs,
-    mask,
-    eps,
-    LENGTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
-):
-    """Both halves of heads, each [ROWS_PER_PROGRAM, BLOCK], normalised and turned."""
+def _turned(first, second, weight_ptr, cos_sin_ptr, head_offs, mask, eps, NORM: tl.constexpr):
+    """Both halves of heads, each [rows_per_program, block], normalised and turned."""
     dtype: tl.constexpr = first.dtype
     first, second = first.to(tl.float32), second.to(tl.float32)
     first_weight = tl.load(weight_ptr + head_offs, mask=mask, other=0.0)
-    second_weight = tl.load(weight_ptr + head_offs + BLOCK, mask=mask, other=0.0)
+    second_weight = tl.load(weight_ptr + head_offs + NORM.block, mask=mask, other=0.0)
     cos = tl.load(cos_sin_ptr + head_offs, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(cos_sin_ptr + head_offs + BLOCK, mask=mask, other=0.0).to(tl.float32)
-    rstd = rstd_of(row_sums(first * first + second * second, 32 * NUM_WARPS), LENGTH, eps)[:, None]
+    sin = tl.load(cos_sin_ptr + head_offs + NORM.block, mask=mask, other=0.0).to(tl.float32)
+    rstd = rstd_of(row_sums(first * first + second * second, 32 * NORM.num_warps), NORM.length, eps)[:, None]
     first = weighted(first * rstd, first_weight).to(tl.float32)
     second = weighted(second * rstd, second_weight).to(tl.float32)
     return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
 
 
-# 23 parameters: a kernel takes no structure of pointers.
+# 20 parameters: a kernel takes no structure of pointers.
 @triton.jit(do_not_specialize=["num_slots", "stride_token"], do_not_specialize_on_alignment=["slots_ptr"])
 def _norm_rotary_kernel(
     qkv_ptr,
@@ -64,63 +53,57 @@ def _norm_rotary_kernel(
     eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
-    LENGTH: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    ROWS_PER_PROGRAM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
+    NORM: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Turns the heads of a group, of queries or of keys; with PAGE_SIZE there are groups of values, which are copied.
 
     Args:
-        qkv_ptr: [tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * LENGTH]
-        query_out_ptr: [tokens, NUM_HEADS * LENGTH]
-        key_out_ptr, value_out_ptr: caches [pages, NUM_KV_HEADS, PAGE_SIZE, LENGTH]; without PAGE_SIZE keys
-            [tokens, NUM_KV_HEADS * LENGTH], and nothing.
+        qkv_ptr: [tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * head_size]
+        query_out_ptr: [tokens, NUM_HEADS * head_size]
+        key_out_ptr, value_out_ptr: caches [pages, NUM_KV_HEADS, PAGE_SIZE, head_size]; without PAGE_SIZE keys
+            [tokens, NUM_KV_HEADS * head_size], and nothing.
         slots_ptr: [num_slots] int64, where in the caches the first tokens go. The others go nowhere, as do those with a
             negative one.
     """
     wait_for_kernel_before(OVERLAPS)
-    QUERY_GROUPS: tl.constexpr = (NUM_HEADS + ROWS_PER_PROGRAM - 1) // ROWS_PER_PROGRAM
-    KEY_GROUPS: tl.constexpr = (NUM_KV_HEADS + ROWS_PER_PROGRAM - 1) // ROWS_PER_PROGRAM
+    QUERY_GROUPS: tl.constexpr = (NUM_HEADS + NORM.rows_per_program - 1) // NORM.rows_per_program
+    KEY_GROUPS: tl.constexpr = (NUM_KV_HEADS + NORM.rows_per_program - 1) // NORM.rows_per_program
     GROUPS: tl.constexpr = QUERY_GROUPS + KEY_GROUPS * (2 if PAGE_SIZE > 0 else 1)
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     group = tl.program_id(0) % GROUPS
-    x_ptr = qkv_ptr + token * stride_token * STRIDE_UNIT
+    x_ptr = qkv_ptr + token * stride_token * NORM.stride_unit
     is_value = group >= QUERY_GROUPS + KEY_GROUPS
     if group < QUERY_GROUPS:
-        first_head, num_heads, weight_ptr = group * ROWS_PER_PROGRAM, NUM_HEADS, query_weight_ptr
+        first_head, num_heads, weight_ptr = group * NORM.rows_per_program, NUM_HEADS, query_weight_ptr
     else:
-        first_head, num_heads, weight_ptr = (group - QUERY_GROUPS) * ROWS_PER_PROGRAM, NUM_KV_HEADS, key_weight_ptr
-        x_ptr += NUM_HEADS * LENGTH
+        first_head, num_heads, weight_ptr = (group - QUERY_GROUPS) * NORM.rows_per_program, NUM_KV_HEADS, key_weight_ptr
+        x_ptr += NUM_HEADS * NORM.length
         if is_value:
-            first_head -= KEY_GROUPS * ROWS_PER_PROGRAM
-            x_ptr += NUM_KV_HEADS * LENGTH
-    head = first_head + tl.arange(0, ROWS_PER_PROGRAM)
-    # Every tile is [ROWS_PER_PROGRAM, BLOCK]: a half of each head.
-    offs = head[:, None] * LENGTH + tl.arange(0, BLOCK)[None, :]
+            first_head -= KEY_GROUPS * NORM.rows_per_program
+            x_ptr += NUM_KV_HEADS * NORM.length
+    head = first_head + tl.arange(0, NORM.rows_per_program)
+    # Every tile is [rows_per_program, block]: a half of each head.
+    offs = head[:, None] * NORM.length + tl.arange(0, NORM.block)[None, :]
     mask = tl.broadcast_to(head[:, None] < num_heads, offs.shape)
-    head_offs = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], offs.shape)
+    head_offs = tl.broadcast_to(tl.arange(0, NORM.block)[None, :], offs.shape)
     first = tl.load(x_ptr + offs, mask=mask, other=0.0)
-    second = tl.load(x_ptr + offs + BLOCK, mask=mask, other=0.0)
+    second = tl.load(x_ptr + offs + NORM.block, mask=mask, other=0.0)
     if not is_value:
-        cos_sin_ptr = cos_sin_cache_ptr + tl.load(positions_ptr + token) * LENGTH
-        first, second = _turned(
-            first, second, weight_ptr, cos_sin_ptr, head_offs, mask, eps, LENGTH, BLOCK, NUM_WARPS
-        )  # fmt: skip
+        cos_sin_ptr = cos_sin_cache_ptr + tl.load(positions_ptr + token) * NORM.length
+        first, second = _turned(first, second, weight_ptr, cos_sin_ptr, head_offs, mask, eps, NORM)
     if group < QUERY_GROUPS:
-        out_ptrs = query_out_ptr + token * (NUM_HEADS * LENGTH) + offs
+        out_ptrs = query_out_ptr + token * (NUM_HEADS * NORM.length) + offs
     elif PAGE_SIZE > 0:
         slot = tl.load(slots_ptr + token, mask=token < num_slots, other=-1)
         mask = tl.broadcast_to(head[:, None] < tl.where(slot < 0, 0, num_heads), offs.shape)
         out_ptr = (value_out_ptr if is_value else key_out_ptr) + slot // PAGE_SIZE * stride_page
         out_ptrs = out_ptr + slot % PAGE_SIZE * stride_slot + head[:, None] * stride_head + head_offs
     else:
-        out_ptrs = key_out_ptr + token * (NUM_KV_HEADS * LENGTH) + offs
+        out_ptrs = key_out_ptr + token * (NUM_KV_HEADS * NORM.length) + offs
     tl.store(out_ptrs, first, mask=mask)
-    tl.store(out_ptrs + BLOCK, second, mask=mask)
+    tl.store(out_ptrs + NORM.block, second, mask=mask)
 
 
 def norm_rotary(
@@ -170,13 +153,7 @@ def norm_rotary(
             waits=True,
             NUM_HEADS=heads,
             NUM_KV_HEADS=kv_heads,
-            LENGTH=reduction.length,
             PAGE_SIZE=0 if cache is None else cache.page_size,
-            ROWS_PER_PROGRAM=reduction.rows_per_program,
-            BLOCK=reduction.block,
-            STRIDE_UNIT=reduction.stride_unit,
-            NUM_WARPS=reduction.num_warps,
-            num_warps=reduction.num_warps,
-            enable_fp_fusion=reduction.enable_fp_fusion,
+            **reduction.options,
         )
     return queries, keys
