@@ -26,7 +26,7 @@ from triton.language.extra.cuda import globaltimer
 
 from ..common.dependent_launch import wait_for_kernel_before
 from ..moe.triton_kernels import weighted_sum
-from ..norm.triton_kernels import load_weight, normalised_tile
+from ..norm.triton_kernels import load_weight, norm_of
 
 
 @triton.jit
@@ -303,9 +303,7 @@ def all_reduce_norm_kernel(
         x = _add(inboxes, place, mask, RANKS, ACCUMULATE, TREE).to(tl.float32) + residual.to(tl.float32)
         next_offs, next_mask = _rows(turn + ctas, num_rows, row_units, NORM)
         residual = tl.load(residual_ptr + next_offs, mask=next_mask, other=0.0)
-        tl.store(residual_out_ptr + offs, x.to(residual_out_ptr.dtype.element_ty), mask=mask)
-        y = normalised_tile(x, weight, columns, eps, NORM.length, True, NORM)
-        tl.store(out_ptr + offs, y.to(out_ptr.dtype.element_ty), mask=mask)
+        norm_of(x, weight, columns, out_ptr, residual_out_ptr, offs, 0, mask, eps, NORM.length, True, True, NORM)
     tl.store(epochs_ptr + cta, epoch + 1)
 
 
@@ -361,6 +359,4 @@ def add_copies_norm_kernel(
             _wait(own_flags_ptr + peer, epoch, TIMEOUT)
     tl.debug_barrier()
     x = _add(partials, offs, mask, RANKS, ACCUMULATE, TREE).to(tl.float32) + residual.to(tl.float32)
-    tl.store(residual_out_ptr + offs, x.to(residual_out_ptr.dtype.element_ty), mask=mask)
-    y = normalised_tile(x, weight, columns, eps, NORM.length, True, NORM)
-    tl.store(out_ptr + offs, y.to(out_ptr.dtype.element_ty), mask=mask)
+    norm_of(x, weight, columns, out_ptr, residual_out_ptr, offs, 0, mask, eps, NORM.length, True, True, NORM)

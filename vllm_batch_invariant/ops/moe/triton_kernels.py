@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ..common.dependent_launch import wait_for_kernel_before
 from ..common.triton_rows import row_sum
-from ..norm.triton_kernels import load_weight, normalised_tile
+from ..norm.triton_kernels import load_weight, norm_of
 from ..silu.triton_kernels import silu_times
 
 _LOWEST = tl.constexpr(-(2**31))
@@ -491,6 +491,4 @@ def combine_norm_kernel(
     of_row = tl.broadcast_to(columns[None, :], mask.shape)
     total = weighted_sum(made_ptr, weights_ptr, ids_ptr, places_ptr, token, length, of_row, mask, TOP_K, IS_PART)
     x = _round(total, out_ptr.dtype.element_ty) + residual.to(tl.float32)
-    tl.store(residual_out_ptr + offs, x.to(residual_out_ptr.dtype.element_ty), mask=mask)
-    y = normalised_tile(x, norm_weight, columns, eps, NORM.length, True, NORM)
-    tl.store(out_ptr + offs, y.to(out_ptr.dtype.element_ty), mask=mask)
+    norm_of(x, norm_weight, columns, out_ptr, residual_out_ptr, offs, 0, mask, eps, NORM.length, True, True, NORM)

@@ -12,7 +12,7 @@ from ..common.dependent_launch import wait_for_kernel_before
 from ..common.launch import launch
 from ..common.triton_rows import ALIGNMENT, aligned, row_sums
 from .reduction import NormReduction
-from .triton_kernels import load_weight, normalised_tile, rstd_of, weighted
+from .triton_kernels import load_weight, norm_of, rstd_of, weighted
 
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _MOST_ROWS = 2**31 - 1 - 2048
@@ -86,10 +86,10 @@ def _rms_norm_kernel(
         if HAS_WEIGHT:
             weight = load_weight(weight_ptr, offs, mask)  # [rows_per_program, block]
         x = _load_rows(x_ptr, residual_ptr, x_starts, residual_starts, offs, mask, HAS_RESIDUAL)
-        if HAS_RESIDUAL:
-            tl.store(residual_out_ptr + out_starts + offs[None, :], x.to(residual_out_ptr.dtype.element_ty), mask=mask)
-        y = normalised_tile(x, weight, offs, eps, VARIANCE_SIZE, HAS_WEIGHT, NORM)
-        tl.store(out_ptr + out_starts + offs[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
+        norm_of(
+            x, weight, offs, out_ptr, residual_out_ptr, out_starts, offs[None, :], mask, eps,
+            VARIANCE_SIZE, HAS_RESIDUAL, HAS_WEIGHT, NORM,
+        )  # fmt: skip
     else:
         # Triton 3.6 takes no tuple of plain numbers.
         acc = tl.zeros((tl.constexpr(NORM.rows_per_program), tl.constexpr(NORM.block)), tl.float32)

@@ -37,26 +37,22 @@ def load_weight(weight_ptr, offs, mask):
 
 
 @triton.jit
-def normalised_tile(
-    x,
-    weight,
-    offs,
-    eps,
-    VARIANCE_SIZE: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """Rows that lie in one tile, normalised and multiplied with the weight.
+def norm_of(
+    x, weight, offs, out_ptr, residual_out_ptr, starts, columns, mask, eps,
+    VARIANCE_SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Normalises rows that lie in one tile, however they came, multiplies them with the weight, and stores them; with
+    HAS_RESIDUAL the rows as they came, too.
 
     Args:
         x: [BLOCK_M, BLOCK_N] fp32, 0 behind a row's length.
         weight: [BLOCK_M, BLOCK_N], or nothing without HAS_WEIGHT.
         offs: [BLOCK_N], 0 and up.
+        starts, columns: of [BLOCK_M, BLOCK_N] or broadcast to it, what is added to both pointers, one after the other.
         NORM: a :class:`.reduction.NormTile`.
-
-    Returns:
-        [BLOCK_M, BLOCK_N] in the weight's dtype, or fp32 without one.
     """
+    if HAS_RESIDUAL:
+        tl.store(residual_out_ptr + starts + columns, x.to(residual_out_ptr.dtype.element_ty), mask=mask)
     squares = x * x
     if NORM.length > VARIANCE_SIZE:
         squares = tl.where((offs < VARIANCE_SIZE)[None, :], squares, 0.0)
@@ -65,4 +61,4 @@ def normalised_tile(
     y = x * rstd_of(row_sums(squares, 32 * NORM.num_warps), VARIANCE_SIZE, eps)[:, None]
     if HAS_WEIGHT:
         y = weighted(y, weight)
-    return y
+    tl.store(out_ptr + starts + columns, y.to(out_ptr.dtype.element_ty), mask=mask)
