@@ -83,7 +83,7 @@ def cards(run: dict[str, Any]) -> list[Card]:
     total = sum(counts.values())
     texts = Counter()
     for number, count in counts.items():
-        texts[plain["different"][number]["text"]] += count
+        texts[_said(plain, number)] += count
     (first, often), *others = texts.most_common(2)
     if others and (place := first_other_word(first, others[0][0])) is not None:
         shown = [
@@ -106,6 +106,11 @@ def _counts(result: dict[str, Any]) -> Counter[int]:
     for answer, length in result["runs"]:
         counts[answer] += length
     return counts
+
+
+def _said(result: dict[str, Any], number: int) -> str:
+    """The text of an answer."""
+    return result["texts"][result["different"][number]["text"]]
 
 
 def _one_line(text: str) -> str:
@@ -143,17 +148,17 @@ def _card(head: str, shown: str, at: int, length: int, is_ours: bool) -> Card:
 
 def _with_logprobs(plain: dict[str, Any], counts: Counter[int], total: int) -> list[Card]:
     """Two answers of one text: the most frequent, and the next one with another number."""
-    reference = plain["different"][0]
+    reference = _said(plain, 0)
     for number, count in counts.most_common():
         for listed in plain["different"][number]["candidates"]:
             expected, got = (listed[side][0][1] for side in ("expected", "got"))
             if expected != got:
                 all_of_them = f"{total} answers, one text and {plain['logprob_sequences']} sequences of logprobs"
                 return [
-                    _logprob(f"plain vLLM: {times} of {all_of_them}", reference["text"], listed["position"], value)
+                    _logprob(f"plain vLLM: {times} of {all_of_them}", reference, listed["position"], value)
                     for times, value in ((counts[0], expected), (count, got))
                 ]
-    return [_with_word(f"plain vLLM: {total} of {total} answers", reference["text"], 0)]
+    return [_with_word(f"plain vLLM: {total} of {total} answers", reference, 0)]
 
 
 def _logprob(head: str, text: str, position: int, logprob: float) -> Card:
@@ -165,7 +170,7 @@ def _logprob(head: str, text: str, position: int, logprob: float) -> Card:
 
 
 def _of_plugin(head: str, ours: dict[str, Any], place: int) -> Card:
-    text = ours["different"][_counts(ours).most_common(1)[0][0]]["text"]
+    text = _said(ours, _counts(ours).most_common(1)[0][0])
     shown, _ = _window(text, min(place, len(text)))
     return _card(head, shown, 0, 0, is_ours=True)
 

@@ -1,8 +1,8 @@
 """Makes the site's map of a recorded run out of what ``vllm-batch-invariant reproduce --json`` wrote.
 
-usage: python -m scripts.see.samples FILE [FILE ...] [--out FILE]
+usage: python -m scripts.see.samples FILE [FILE ...] [--machine NAME --torch VERSION] [--out FILE]
 
-The site's recording is that of the demonstration on a CPU, where all settings but the mode are equal:
+The site's recording is that of a GPU; the demonstration's is made in the same way:
 
     make demo
     python -m scripts.see.samples .cache/demo/report.json
@@ -21,9 +21,10 @@ from vllm_batch_invariant.verify.answers import first_difference
 
 
 def of_result(result: dict[str, Any]) -> dict[str, Any]:
-    """One setting: the different answers, and runs of (answer, how many samples in a row gave it)."""
+    """One setting: the different texts, the different answers, and runs of (answer, how many in a row gave it)."""
     samples, comparison = result["samples"], result["comparison"]
     running = sorted(map(int, result["batches"]["running"]))
+    texts = list(dict.fromkeys(answer["text"] for answer in samples["different"]))
     return {
         "label": result["label"],
         "mode": result["info"]["mode"],
@@ -33,9 +34,10 @@ def of_result(result: dict[str, Any]) -> dict[str, Any]:
         "seconds": round(result["seconds"], 1),
         "others": result["others"],
         "runs": [[answer, len(tuple(found))] for answer, found in groupby(samples["which"])],
+        "texts": texts,
         "different": [
-            {name: answer[name] for name in ("text", "first_logprob", "first_token", "candidates")}
-            | {"length": len(answer["tokens"]), "first_number": first_number(samples["different"][0], answer)}
+            {name: answer[name] for name in ("first_logprob", "first_token", "candidates")}
+            | {"text": texts.index(answer["text"]), "length": len(answer["tokens"]), "first_number": first_number(samples["different"][0], answer)}
             for answer in samples["different"]
         ],
     }
@@ -84,13 +86,15 @@ def main(arguments: list[str] | None = None) -> None:
     """Write the map's data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="FILE", help="what reproduce --json wrote on this machine"
+        "runs", nargs="+", type=Path, metavar="FILE", help="what reproduce --json wrote"
     )
+    parser.add_argument("--machine", help="the GPU, or the processor that served (default: this processor)")
+    parser.add_argument("--torch", default=version("torch"), help="the PyTorch that served (default: that of here)")
     parser.add_argument("--out", type=Path, default=DATA / "samples.json", help="default: site/data/samples.json")
     options = parser.parse_args(arguments)
     runs = [json.loads(path.read_text()) for path in options.runs]
-    machine = f"{processor()}, {runs[0]['machine']['cores']} cores"
-    options.out.write_text(json.dumps(of_runs(runs, machine, version("torch"))) + "\n")
+    machine = options.machine or f"{processor()}, {runs[0]['machine']['cores']} cores"
+    options.out.write_text(json.dumps(of_runs(runs, machine, options.torch)) + "\n")
     print(options.out)
 
 

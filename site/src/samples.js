@@ -205,10 +205,11 @@ export function samples(root) {
     const here = result.different[chosen];
     draw();
     const { machine, torch, vllm, date } = recorded.where;
-    const [shared, first, other] = partedTexts(result.different[0].text, here.text);
+    const [reference, text] = [result.different[0], here].map((one) => result.texts[one.text]);
+    const [shared, first, other] = partedTexts(reference, text);
     const texts =
-      chosen === 0 || here.text === result.different[0].text
-        ? quoted("The answer:", here.text, ["", ""])
+      chosen === 0 || text === reference
+        ? quoted("The answer:", text, ["", ""])
         : [...quoted("Sample 0, with the first other word in bold:", shared, first), ...quoted("This answer:", shared, other)];
     details.replaceChildren(
       ...here.candidates.map(candidates),
