@@ -28,7 +28,7 @@ from benchmarks.spread import Spread
 from examples.grpo.task import questions, warmed_up
 from vllm_batch_invariant import __version__
 from vllm_batch_invariant.hf import patch
-from vllm_batch_invariant.integration import patch_points
+from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.ops import softmax
 from vllm_batch_invariant.ops.exact import definition
 from vllm_batch_invariant.ops.exact.decoder import Decoder

@@ -92,7 +92,7 @@ def gated(provider: Provider) -> Provider:
 
 
 def _native() -> Provider:
-    from vllm_batch_invariant.integration import patch_points
+    from vllm_batch_invariant.integration.reviews import patch_points
 
     try:
         return Provider("native", replace(patch_points.INIT_BATCH_INVARIANCE, attribute="linear_batch_invariant").get())

@@ -12,7 +12,7 @@ import torch
 from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, write
 from benchmarks.spread import Spread
 from benchmarks.timing import Timer
-from vllm_batch_invariant.integration.sampling import compute_topk_scores
+from vllm_batch_invariant.integration.sampling.sampler import compute_topk_scores
 from vllm_batch_invariant.ops.top_k_top_p import top_k_top_p
 
 VOCABULARY = 152_064

@@ -20,8 +20,10 @@ from pathlib import Path
 from types import ModuleType
 
 from scripts import compatibility
-from vllm_batch_invariant.integration import calls, layers, patch_points, reviewed, reviewed_sampling, reviews
-from vllm_batch_invariant.integration.versions import PASSED, READ, Row
+from vllm_batch_invariant.integration import reviews
+from vllm_batch_invariant.integration.layers import calls, review
+from vllm_batch_invariant.integration.reviews import configuration, patch_points, samplers
+from vllm_batch_invariant.integration.reviews.versions import PASSED, READ, Row
 from vllm_batch_invariant.ops.devices import joined
 
 SOURCES = compatibility.ROOT / ".cache" / "sources"
@@ -90,7 +92,7 @@ def not_reviewed(wheel: zipfile.ZipFile, device_type: str) -> dict[str, str]:
         file = f"{module.replace('.', '/')}.py"
         return wheel.read(file).decode() if file in files else None
 
-    return reviewed_sampling.not_reviewed(source_of, device_type)
+    return samplers.not_reviewed(source_of, device_type)
 
 
 def configurations(wheel: zipfile.ZipFile) -> dict[str, dict[str, str]]:
@@ -133,7 +135,7 @@ def unreviewed(wheel: zipfile.ZipFile) -> list[str]:
     """
     classes, names, open_ = configurations(wheel), [], ["VllmConfig"]
     for kind in open_:
-        names += sorted(f"{kind}.{field}" for field in reviewed.unreviewed(kind, set(classes[kind])))
+        names += sorted(f"{kind}.{field}" for field in configuration.unreviewed(kind, set(classes[kind])))
         for declared in classes[kind].values() if kind in reviews.fields() else ():
             inside = {node.id for node in ast.walk(ast.parse(declared)) if isinstance(node, ast.Name)}
             open_ += sorted(inside & set(classes) - set(open_))
@@ -141,7 +143,7 @@ def unreviewed(wheel: zipfile.ZipFile) -> list[str]:
         claims = members(wheel.read(f"vllm/v1/attention/{file}.py").decode(), name)
         new = [claim for claim in claims if claim.startswith("supports_") and reviews.claims().verdict(claim) is None]
         names += sorted(f"{name}.{claim}" for claim in new)
-    return names + reviewed.unread_variables(variables(wheel.read("vllm/envs.py").decode()))
+    return names + configuration.unread_variables(variables(wheel.read("vllm/envs.py").decode()))
 
 
 def not_read(wheel: zipfile.ZipFile) -> dict[str, list[str]]:
@@ -157,7 +159,7 @@ def not_read(wheel: zipfile.ZipFile) -> dict[str, list[str]]:
                 return wheel.read(file).decode(), is_package
         return None
 
-    return layers.unread(calls.Sources(read))
+    return review.unread(calls.Sources(read))
 
 
 def sources(requirement: str) -> Path:

@@ -17,7 +17,7 @@ from scripts import compatibility
 from scripts.compatibility import ROOT
 from vllm_batch_invariant.envs import UNTESTED_VLLM
 from vllm_batch_invariant.integration.devices.cpu import DEVICE as CPU
-from vllm_batch_invariant.integration.versions import PASSED, RUN, Row
+from vllm_batch_invariant.integration.reviews.versions import PASSED, RUN, Row
 
 ENVIRONMENTS = ROOT / ".cache" / "versions"
 HERE = """

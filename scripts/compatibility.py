@@ -1,4 +1,4 @@
-"""Writes the record of tested versions (``integration/versions.csv``) and the table of it in docs/compatibility.md."""
+"""Writes the record of tested versions (``reviews/versions.csv``) and the table of it in docs/compatibility.md."""
 
 import csv
 import re
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from vllm_batch_invariant.integration import versions
-from vllm_batch_invariant.integration.versions import READ, RUN, Row
+from vllm_batch_invariant.integration.reviews import versions
+from vllm_batch_invariant.integration.reviews.versions import READ, RUN, Row
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"

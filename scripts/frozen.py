@@ -338,7 +338,7 @@ PARTS = {
 def made_with(needs: Sequence[str]) -> dict[str, str]:
     """The machine and versions of this environment."""
     from scripts.see import data
-    from vllm_batch_invariant.integration.patch_points import installed_version
+    from vllm_batch_invariant.integration.reviews.patch_points import installed_version
     from vllm_batch_invariant.provenance import installed
 
     known = {"machine": lambda: data.here()["machine"], "python": platform.python_version, "vllm": installed_version}

@@ -165,13 +165,13 @@ def test_no_two_modules_need_each_other() -> None:
     [
         ("ops/norm/cpu.py", "from ...integration import patch_points", wrong_rooms),
         ("ascend/aten.py", "import vllm_batch_invariant.hf.norm", wrong_rooms),
-        ("integration/endpoint.py", "from ..ascend import DEVICE", wrong_rooms),
-        ("integration/endpoint.py", "def late():\n    from ..verify import outcome", wrong_rooms),
+        ("integration/engine/endpoint.py", "from ...ascend import DEVICE", wrong_rooms),
+        ("integration/engine/endpoint.py", "def late():\n    from ...verify import outcome", wrong_rooms),
         ("ops/softmax/cuda.py", "from .cpu import softmax", mixed_devices),
         ("ops/attention/cuda.py", "from . import cpu_kernel", mixed_devices),
         ("ascend/ops/linear.py", "from ...ops.linear import cuda", mixed_devices),
         ("aten/overrides.py", "def late():\n    from . import cpu", cycles),
-        ("integration/patch_points.py", "from .install import check", cycles),
+        ("integration/reviews/patch_points.py", "from ..engine.install import check", cycles),
     ],
 )
 def test_a_wrong_import_is_found(module: str, line: str, check: object, tmp_path: Path) -> None:
@@ -183,10 +183,10 @@ def test_a_wrong_import_is_found(module: str, line: str, check: object, tmp_path
     ("module", "line"),
     [
         ("ops/attention/shared_memory.py", "if TYPE_CHECKING:\n    from .plan import Planner"),
-        ("integration/endpoint.py", "def late():\n    return import_module('.devices.record', __package__)"),
+        ("integration/engine/endpoint.py", "def late():\n    return import_module('..devices.record', __package__)"),
         (
-            "integration/weights.py",
-            "def late(name):\n    return importlib.import_module(f'.devices.{name}', __package__)",
+            "integration/engine/weights.py",
+            "def late(name):\n    return importlib.import_module(f'..devices.{name}', __package__)",
         ),
         ("verify/fuzz/options.py", f"def late():\n    return import_module('{PACKAGE}.verify.fuzz.schedule')"),
     ],

@@ -59,7 +59,7 @@ def register() -> None:
             return
         errors.print_as_one_line()
         envs.check_names()
-        from .integration.install import install
+        from .integration.engine.install import install
 
         install()
     except errors.BadSetting:

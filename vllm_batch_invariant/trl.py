@@ -18,7 +18,7 @@ from . import envs
 from .errors import NotCovered
 from .hf import Sampling, check_engine, patch, token_logprobs
 from .installing import how_to_install
-from .integration import endpoint
+from .integration.engine import endpoint
 from .seeds import sample_seed
 
 TRL = "1.16"

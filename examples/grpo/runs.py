@@ -280,7 +280,7 @@ def keep(path: Path, rows: Sequence[Measurement]) -> None:
 
 def here() -> Setting:
     """This machine, and the versions that a training run depends on."""
-    from vllm_batch_invariant.integration import patch_points
+    from vllm_batch_invariant.integration.reviews import patch_points
 
     found = Setting.here()
     names = {name: version(name) for name in ("torch", "transformers", "trl")}

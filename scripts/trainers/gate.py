@@ -49,7 +49,7 @@ class Gate:
         for architecture in sorted({*architectures} & {*known}):
             _inspect(architecture)
         _become_cuda(platform)
-        import_module("vllm_batch_invariant.integration.patch_points").installed_version = lambda: VERSION
+        import_module("vllm_batch_invariant.integration.reviews.patch_points").installed_version = lambda: VERSION
 
     def verdict(self, model: str, arguments: dict[str, Any], variables: dict[str, str]) -> str:
         """What the check says: :data:`STARTS`, or everything that it refuses.
@@ -80,7 +80,7 @@ class Gate:
         except Exception as error:
             return f"{NOT_MADE}{_in_short(error)}"
         try:
-            import_module("vllm_batch_invariant.integration.install").check(config)
+            import_module("vllm_batch_invariant.integration.engine.install").check(config)
             _check_variables()
         except NotCovered:
             return REFUSED + "; ".join(_named(config))
@@ -106,12 +106,12 @@ class Gate:
 def _named(config: Any) -> Iterator[str]:
     """All that a refused configuration is refused for: rows of the table, and the first field that nobody reviewed."""
     coverage = import_module("vllm_batch_invariant.integration.coverage")
-    reviewed = import_module("vllm_batch_invariant.integration.reviewed")
+    configuration = import_module("vllm_batch_invariant.integration.reviews.configuration")
     for feature in coverage.REFUSED:
         with suppress(Exception):  # of a model that lacks what is asked of it, as in the check
             if found := feature.found(config):
                 yield found
-    for check in (lambda: reviewed.check(config), _check_variables):
+    for check in (lambda: configuration.check(config), _check_variables):
         try:
             check()
         except NotCovered as refusal:
@@ -181,6 +181,6 @@ def run() -> None:
 
 def _check_variables() -> None:
     """Errors as in ``reviewed.check_variables``."""
-    from vllm_batch_invariant.integration import patch_points, reviewed
+    from vllm_batch_invariant.integration.reviews import configuration, patch_points
 
-    reviewed.check_variables(patch_points.ENVIRONMENT.get())
+    configuration.check_variables(patch_points.ENVIRONMENT.get())

@@ -15,8 +15,9 @@ import yaml
 
 from tests.docs.documents import PROJECT, ROOT, of_command
 from vllm_batch_invariant import envs
-from vllm_batch_invariant.integration import patch_points, reviews, versions
-from vllm_batch_invariant.integration.endpoint import METRIC
+from vllm_batch_invariant.integration import reviews
+from vllm_batch_invariant.integration.engine.endpoint import METRIC
+from vllm_batch_invariant.integration.reviews import patch_points, versions
 
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]["vllm"]

@@ -6,7 +6,8 @@ import tomllib
 from pathlib import Path
 
 from vllm_batch_invariant import cli, envs
-from vllm_batch_invariant.integration import coverage, versions
+from vllm_batch_invariant.integration import coverage
+from vllm_batch_invariant.integration.reviews import versions
 from vllm_batch_invariant.verify import tables
 
 ROOT = Path(__file__).parents[2]

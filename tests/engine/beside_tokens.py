@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from tests.engine.pooled import sent_together
-from vllm_batch_invariant.integration import experts, patch_points
+from vllm_batch_invariant.integration.layers import experts
+from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.harness.drive import bits
 
 PREEMPTED_AFTER = 6

@@ -13,7 +13,7 @@ import torch
 
 from tests.docs.documents import blocks
 from vllm_batch_invariant.envs import FLAG
-from vllm_batch_invariant.integration.endpoint import METHOD
+from vllm_batch_invariant.integration.engine.endpoint import METHOD
 from vllm_batch_invariant.verify.bisect.engine import WORKER_EXTENSION
 from vllm_batch_invariant.verify.check.engine import EngineRun
 from vllm_batch_invariant.verify.check.guarantees import cases_of_engines

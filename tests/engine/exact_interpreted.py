@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import torch
 
-from vllm_batch_invariant.integration import exact, linear, patch_points
+from vllm_batch_invariant.integration.layers import exact, linear
+from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.ops import attention, dispatch
 from vllm_batch_invariant.verify.harness import worker_main
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from vllm_batch_invariant.integration import patch_points
+from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.harness.drive import drive, finished
 from vllm_batch_invariant.verify.harness.worker_main import preemptions
 

@@ -10,7 +10,7 @@ import torch
 from tests.engine import listed
 from tests.engine.engines import OF_DEVICE, Result, certified, run, tokens
 from tests.engine.plans import CONCURRENT, again
-from vllm_batch_invariant.integration import patch_points, versions
+from vllm_batch_invariant.integration.reviews import patch_points, versions
 from vllm_batch_invariant.verify.check.engine import EngineRun
 from vllm_batch_invariant.verify.outcome import Outcome
 

@@ -13,8 +13,8 @@ import torch
 
 from tests.engine.drafters import ANSWERS, KINDS, make_glm, make_head, make_medusa, make_mtp_model
 from tests.engine.engines import OF_DEVICE, Result, differing_answers, run, some_exhaustive, tokens
-from vllm_batch_invariant.integration import patch_points
-from vllm_batch_invariant.integration.patch_points import installed_version
+from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.integration.reviews.patch_points import installed_version
 from vllm_batch_invariant.verify.harness.requests import KINDS as ASKED
 from vllm_batch_invariant.verify.harness.requests import NGRAMS, NOT_BESIDE_DRAFTS, Accepts, draw
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tests.faults.adding import nudge
-from vllm_batch_invariant.integration import weights
+from vllm_batch_invariant.integration.engine import weights
 
 ROWS = 4
 """Rows of a product up to which the injected one is right."""

@@ -12,7 +12,7 @@ from vllm_batch_invariant import envs
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.hf import patch, support
 from vllm_batch_invariant.hf.families import FAMILIES
-from vllm_batch_invariant.integration import patch_points
+from vllm_batch_invariant.integration.reviews import patch_points
 
 TOKENS = torch.ones(2, 6, dtype=torch.int64, device=DEVICE)
 

@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm_batch_invariant.integration import activation, linear, patch_points
-from vllm_batch_invariant.integration.reviews import sources
+from vllm_batch_invariant.integration.layers import activation, linear
+from vllm_batch_invariant.integration.reviews import patch_points, sources
 from vllm_batch_invariant.ops.linear.spec import GATED, PRODUCT
 
 MLPS = [patch_points.LLAMA_MLP, patch_points.QWEN2_MLP]
@@ -26,7 +26,7 @@ def without_init(kind: type) -> Any:
 
 
 class _Mlp(SimpleNamespace):
-    """Has the forward method of :mod:`~vllm_batch_invariant.integration.activation`."""
+    """Has the forward method of :mod:`~vllm_batch_invariant.integration.layers.activation`."""
 
     forward = activation._fused(pytest.fail)
 

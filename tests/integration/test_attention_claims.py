@@ -2,10 +2,10 @@
 
 import pytest
 
-from vllm_batch_invariant.integration import patch_points
-from vllm_batch_invariant.integration.attention import FixedSplitBackendMixin
-from vllm_batch_invariant.integration.attention_cpu import Backend
+from vllm_batch_invariant.integration.layers.attention import FixedSplitBackendMixin
+from vllm_batch_invariant.integration.layers.attention_cpu import Backend
 from vllm_batch_invariant.integration.reviews import claims as reviewed_claims
+from vllm_batch_invariant.integration.reviews import patch_points
 
 INHERITED = ("supports_mm_prefix", "supports_alibi_sqrt", "supports_rswa", "supports_non_causal")
 

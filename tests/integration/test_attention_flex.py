@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_batch_invariant.integration.attention_flex import FlexMetadataBuilder
+from vllm_batch_invariant.integration.layers.attention_flex import FlexMetadataBuilder
 from vllm_batch_invariant.ops.attention import AttentionSpec
 from vllm_batch_invariant.ops.attention.flex.plan import Planner
 

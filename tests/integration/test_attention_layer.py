@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.ops.attention.cases import Chunk, Heads, Request, attend, exact, paged
-from vllm_batch_invariant.integration import attention as integration
-from vllm_batch_invariant.integration.attention import FixedSplitAttention, Metadata
+from vllm_batch_invariant.integration.layers import attention as integration
+from vllm_batch_invariant.integration.layers.attention import FixedSplitAttention, Metadata
 from vllm_batch_invariant.ops.attention import PagedAttention
 from vllm_batch_invariant.ops.attention.certificate import _by_kind
 from vllm_batch_invariant.verify.check.operations import certify

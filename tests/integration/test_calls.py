@@ -6,7 +6,8 @@ from importlib.metadata import version
 
 import pytest
 
-from vllm_batch_invariant.integration import calls, layers, reviews
+from vllm_batch_invariant.integration import reviews
+from vllm_batch_invariant.integration.layers import calls, review
 
 pytest.importorskip("vllm")
 
@@ -173,7 +174,7 @@ def test_a_class_without_a_source_is_refused() -> None:
 
 def test_somebody_has_read_all_that_covered_models_use() -> None:
     """In the vLLM that is installed; ``scripts.check_patch_points`` asks the same of others."""
-    assert layers.unread(calls.Sources.installed()) == {}
+    assert review.unread(calls.Sources.installed()) == {}
 
 
 def test_a_covered_model_that_uses_another_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +191,7 @@ def test_a_covered_model_that_uses_another_name_is_told(monkeypatch: pytest.Monk
 
     llama_alone = replace(reviews.calls(), models=("llama",))
     monkeypatch.setattr(reviews, "calls", lambda: llama_alone)
-    unread = layers.unread(calls.Sources(read))
+    unread = review.unread(calls.Sources(read))
     assert list(unread) == ["vllm._custom_ops.later"]
     assert "llama.help" in unread["vllm._custom_ops.later"]
 

@@ -11,7 +11,8 @@ import torch.distributed
 
 from tests.assertions import assert_same_bits
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import collectives, patch_points
+from vllm_batch_invariant.integration.parallel import collectives
+from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.ops.all_reduce import add_ranks
 from vllm_batch_invariant.verify.harness.server import free_port
 

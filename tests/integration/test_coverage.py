@@ -7,7 +7,9 @@ import pytest
 
 from vllm_batch_invariant.envs import ARITHMETIC, ATTENTION, UNTRIED
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import coverage, exact, patch_points
+from vllm_batch_invariant.integration import coverage
+from vllm_batch_invariant.integration.layers import exact
+from vllm_batch_invariant.integration.reviews import patch_points
 
 ROWS = {feature.name: feature for feature in coverage.REFUSED}
 

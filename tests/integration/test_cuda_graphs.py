@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_batch_invariant.integration import cuda_graphs
-from vllm_batch_invariant.integration.cuda_graphs import most_tokens, sizes, verify_lengths
+from vllm_batch_invariant.integration.engine import cuda_graphs
+from vllm_batch_invariant.integration.engine.cuda_graphs import most_tokens, sizes, verify_lengths
 from vllm_batch_invariant.ops.attention import AttentionReduction
 
 

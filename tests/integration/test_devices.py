@@ -13,9 +13,12 @@ import torch
 from vllm_batch_invariant.envs import ARITHMETIC, ATTENTION
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.installing import how_to_install
-from vllm_batch_invariant.integration import devices, experts, linear, loading, patch_points
-from vllm_batch_invariant.integration import exact as exact_layers
+from vllm_batch_invariant.integration import devices
 from vllm_batch_invariant.integration.devices import cpu as cpu_device
+from vllm_batch_invariant.integration.engine import loading
+from vllm_batch_invariant.integration.layers import exact as exact_layers
+from vllm_batch_invariant.integration.layers import experts, linear
+from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.ops import dispatch
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.dispatch import MODULES, module_for
@@ -105,7 +108,8 @@ def test_an_operation_that_cannot_be_imported_has_a_users_name(monkeypatch: pyte
 
 def test_installing_the_plugin_imports_no_device_that_is_not_there() -> None:
     code = (
-        "import sys; from vllm_batch_invariant.integration import install, devices; devices.get('cpu')\n"
+        "import sys; import vllm_batch_invariant.integration.engine.install\n"
+        "from vllm_batch_invariant.integration import devices; devices.get('cpu')\n"
         "print(sorted(name for name in sys.modules if name.startswith('vllm_batch_invariant.')\n"
         "             and name.endswith(('.cuda', 'attention_cuda'))))"
     )

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from tests.integration.test_cuda_graphs import HEADS, STEP, config_of, default_sizes, planners  # noqa: F401 - a fixture
-from vllm_batch_invariant.integration import draft_graphs, patch_points, reviews
-from vllm_batch_invariant.integration.attention import Metadata
-from vllm_batch_invariant.integration.cuda_graphs import most_tokens, put, sizes
+from vllm_batch_invariant.integration import reviews
+from vllm_batch_invariant.integration.engine import draft_graphs
+from vllm_batch_invariant.integration.engine.cuda_graphs import most_tokens, put, sizes
+from vllm_batch_invariant.integration.layers.attention import Metadata
+from vllm_batch_invariant.integration.reviews import patch_points
 
 pytest.importorskip("vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator")
 
@@ -378,7 +380,7 @@ def test_graphs_are_captured_with_padding_alone(drafter: type, monkeypatch: pyte
 
 def test_a_further_step_of_a_head_is_planned_by_what_its_graph_left_in_the_buffers() -> None:
     """vLLM asks for it between the steps that one graph of an EAGLE head has."""
-    from vllm_batch_invariant.integration.attention_cuda import PlannedMetadataBuilder
+    from vllm_batch_invariant.integration.layers.attention_cuda import PlannedMetadataBuilder
 
     planned = []
     builder = PlannedMetadataBuilder.__new__(PlannedMetadataBuilder)

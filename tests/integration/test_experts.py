@@ -11,8 +11,10 @@ from tests.assertions import assert_same_bits
 from tests.integration.test_layers import LAYERS, MODELS, bare, named
 from tests.ops.moe.layers import EXPERTS, Layer, layer, tokens, uniform
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import coverage, experts, layers, patch_points
-from vllm_batch_invariant.integration.linear import as_loaded, restore_weights
+from vllm_batch_invariant.integration import coverage
+from vllm_batch_invariant.integration.layers import experts, review
+from vllm_batch_invariant.integration.layers.linear import as_loaded, restore_weights
+from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.ops.moe import MoeReduction, route
 
 pytest.importorskip("vllm")
@@ -66,7 +68,7 @@ def test_vllm_is_given_our_method_for_whole_layers(method: Any) -> None:
     assert isinstance(method, patch_points.EXPERTS_METHOD.get())
     assert method.is_monolithic
     assert method.moe_kernel is None
-    assert layers._is_ours(type(method))
+    assert review._is_ours(type(method))
 
 
 @pytest.mark.parametrize(
@@ -198,15 +200,15 @@ def test_a_block_may_keep_the_bias_that_its_experts_read_and_no_other(method: An
     kept = torch.nn.Parameter(torch.zeros(EXPERTS))
     part = bare(named(f"{MOE}.routed_experts.RoutedExperts"), quant_method=method, e_score_correction_bias=kept)
     whole = bare(named(f"{MODELS}.{block}"), experts=runner(routed_experts=part), bias_of_the_block=kept)
-    layers.check(whole)
+    review.check(whole)
     refused = rf"{block.rpartition('.')[2]}\): it keeps weights of its own \(bias_of_the_block\)"
     part.e_score_correction_bias = torch.nn.Parameter(kept.detach().clone())  # equal, and read by others
     with pytest.raises(NotCovered, match=refused):
-        layers.check(whole)
+        review.check(whole)
     part.e_score_correction_bias = kept
     part.quant_method = torch.nn.Identity()
     with pytest.raises(NotCovered, match=refused):
-        layers.check(whole)
+        review.check(whole)
 
 
 def test_a_bias_of_experts_elsewhere_does_not_count(method: Any) -> None:
@@ -214,15 +216,15 @@ def test_a_bias_of_experts_elsewhere_does_not_count(method: Any) -> None:
     part = bare(named(f"{MOE}.routed_experts.RoutedExperts"), quant_method=method, e_score_correction_bias=kept)
     block = bare(named(f"{MODELS}.{BLOCKS[0]}"), other=part, expert_bias=kept)
     with pytest.raises(NotCovered, match=r"it keeps weights of its own \(expert_bias\)"):
-        layers.check(block)
+        review.check(block)
 
 
 def test_layers_of_experts_are_known_where_ours_serves_them(method: Any) -> None:
-    layers.check(runner())
+    review.check(runner())
     routed_experts = named(f"{MOE}.routed_experts.RoutedExperts")
-    layers.check(bare(routed_experts, quant_method=method))
+    review.check(bare(routed_experts, quant_method=method))
     with pytest.raises(NotCovered, match="its experts are computed by Fp8MoEMethod"):
-        layers.check(bare(routed_experts, quant_method=type("Fp8MoEMethod", (), {})()))
+        review.check(bare(routed_experts, quant_method=type("Fp8MoEMethod", (), {})()))
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,7 @@ def test_layers_of_experts_are_known_where_ours_serves_them(method: Any) -> None
 )
 def test_a_layer_that_calls_experts_in_another_way_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(NotCovered, match=said):
-        layers.check(runner(**changes))
+        review.check(runner(**changes))
 
 
 BIND_CAPTURE = patch_points.BIND_CAPTURE.get() if patch_points.BIND_CAPTURE.is_there() else None

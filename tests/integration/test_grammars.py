@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from vllm_batch_invariant.integration import grammars, patch_points
+from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.integration.sampling import grammars
 from vllm_batch_invariant.verify.demo_model import EOS, train_tokenizer
 
 vllm = pytest.importorskip("vllm")

@@ -20,8 +20,11 @@ from transformers.models.llama import modeling_llama
 
 from tests.assertions import assert_same_bits
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import devices, layers, loading, patch_points, reviews
-from vllm_batch_invariant.integration.attention import FixedSplitAttention
+from vllm_batch_invariant.integration import devices, reviews
+from vllm_batch_invariant.integration.engine import loading
+from vllm_batch_invariant.integration.layers import review
+from vllm_batch_invariant.integration.layers.attention import FixedSplitAttention
+from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.ops.attention import AttentionSpec
 
 MODELS = "vllm.model_executor.models"
@@ -67,9 +70,9 @@ BLOCK = "class LaterBlock(nn.Module):\n    def forward(self, x):\n        return
 def test_the_classes_of_a_model_are_known(model: str) -> None:
     file = import_module(f"{MODELS}.{model}")
     kinds = [kind for kind in vars(file).values() if inspect.isclass(kind) and issubclass(kind, torch.nn.Module)]
-    own = [kind for kind in kinds if kind.__module__ == file.__name__ and not layers._is_known(kind)]
+    own = [kind for kind in kinds if kind.__module__ == file.__name__ and not review._is_known(kind)]
     assert own
-    assert {kind.__name__: layers.of_model_class(kind) for kind in own if layers.of_model_class(kind)} == {}
+    assert {kind.__name__: review.of_model_class(kind) for kind in own if review.of_model_class(kind)} == {}
 
 
 @pytest.mark.parametrize("model", reviews.calls().from_transformers)
@@ -78,12 +81,12 @@ def test_the_classes_of_a_model_of_transformers_are_known(model: str) -> None:
     kinds = [kind for kind in vars(file).values() if inspect.isclass(kind) and issubclass(kind, torch.nn.Module)]
     own = [kind for kind in kinds if kind.__module__ == file.__name__]
     assert own
-    assert {kind.__name__: layers.of_model_class(kind) for kind in own if layers.of_model_class(kind)} == {}
+    assert {kind.__name__: review.of_model_class(kind) for kind in own if review.of_model_class(kind)} == {}
 
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_new", "gelu_fast", "quick_gelu", "gelu_pytorch_tanh", "relu2", "silu"])
 def test_an_activation_of_transformers_is_known(name: str) -> None:
-    layers.check(ACT2FN[name])
+    review.check(ACT2FN[name])
 
 
 @pytest.mark.parametrize(
@@ -113,33 +116,33 @@ def test_other_kinds_are_refused(kind: type | str) -> None:
     kind = named(kind) if isinstance(kind, str) else kind
     model = torch.nn.ModuleList([torch.nn.Identity(), bare(kind)])
     with pytest.raises(NotCovered, match=rf"the layer 1 \({kind.__module__}\.{kind.__qualname__}\): ") as refused:
-        layers.check(model)
+        review.check(model)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", ["RowParallelLinear", "QKVParallelLinear"])
 def test_a_linear_layer_is_known_unless_it_is_quantised(kind: str) -> None:
     linear = named(f"{LAYERS}.linear.{kind}")
-    layers.check(bare(linear, quant_method=torch.nn.Module.__new__(patch_points.LINEAR_METHOD.get())))
+    review.check(bare(linear, quant_method=torch.nn.Module.__new__(patch_points.LINEAR_METHOD.get())))
     quantised = type("Fp8LinearMethod", (patch_points.LINEAR_METHOD.get(),), {})
     with pytest.raises(NotCovered, match="its matmuls are computed by Fp8LinearMethod"):
-        layers.check(bare(linear, quant_method=object.__new__(quantised)))
+        review.check(bare(linear, quant_method=object.__new__(quantised)))
 
 
 def test_attention_is_known_where_ours_serves_it() -> None:
     attention, ours = named(f"{LAYERS}.attention.Attention"), object.__new__(FixedSplitAttention)
-    layers.check(bare(attention, impl=ours, head_size=64, head_size_v=64))
+    review.check(bare(attention, impl=ours, head_size=64, head_size_v=64))
     with pytest.raises(NotCovered, match="its kernels are not ours"):
-        layers.check(bare(attention, impl=SimpleNamespace(), head_size=64))
+        review.check(bare(attention, impl=SimpleNamespace(), head_size=64))
     with pytest.raises(NotCovered, match="its values have another size than its keys"):
-        layers.check(bare(attention, impl=ours, head_size=64, head_size_v=32))
+        review.check(bare(attention, impl=ours, head_size=64, head_size_v=32))
 
 
 def test_a_class_of_a_model_that_puts_known_layers_together_is_known(later: Callable[[str], ModuleType]) -> None:
     block = bare(later(BLOCK).LaterBlock)
     block.add_module("projection", torch.nn.Linear(2, 2))
     block.register_buffer("inv_freq", torch.ones(2))
-    layers.check(block)
+    review.check(block)
 
 
 def test_a_class_of_a_model_may_keep_the_sinks_that_its_attention_reads_and_no_others(
@@ -150,17 +153,17 @@ def test_a_class_of_a_model_may_keep_the_sinks_that_its_attention_reads_and_no_o
     block = bare(later(BLOCK).LaterBlock)
     block.add_module("attn", bare(named(f"{LAYERS}.attention.Attention"), impl=ours, head_size=64, head_size_v=64))
     block.sinks = sinks
-    layers.check(block)
+    review.check(block)
     block.sinks = torch.nn.Parameter(torch.ones(2))
     with pytest.raises(NotCovered, match=r"LaterBlock\): it keeps weights of its own \(sinks\)"):
-        layers.check(block)
+        review.check(block)
 
 
 def test_a_class_of_a_model_with_weights_of_its_own_is_refused(later: Callable[[str], ModuleType]) -> None:
     block = bare(later(BLOCK).LaterBlock)
     block.decay = torch.nn.Parameter(torch.ones(2))
     with pytest.raises(NotCovered, match=r"LaterBlock\): it keeps weights of its own \(decay\)"):
-        layers.check(block)
+        review.check(block)
 
 
 def test_a_class_of_a_model_that_calls_what_nobody_has_read_is_refused(later: Callable[[str], ModuleType]) -> None:
@@ -181,7 +184,7 @@ def test_a_class_of_a_model_that_calls_what_nobody_has_read_is_refused(later: Ca
     for kind in (file.LaterBlock, file.Inherits):
         said = rf"\({file.__name__}\.{kind.__name__}\): helper calls torch\.ops\.vllm\.later, which nobody has read"
         with pytest.raises(NotCovered, match=said) as refused:
-            layers.check(bare(kind))
+            review.check(bare(kind))
         assert "\n" not in str(refused.value)
 
 
@@ -197,7 +200,7 @@ def test_a_class_of_a_model_that_calls_what_nobody_has_read_is_refused(later: Ca
     ],
 )
 def test_a_model_that_calls_kernels_two_calls_away_is_refused(kind: str, said: str) -> None:
-    found = list(layers._calls(named(kind)))
+    found = list(review._calls(named(kind)))
     assert [problem for problem in found if re.search(said, problem)], found
 
 
@@ -212,19 +215,19 @@ def test_a_method_that_somebody_has_put_on_a_class_is_refused(
     monkeypatch.setattr(patched, "forward", elsewhere)
     monkeypatch.setattr(wrapped, "forward", functools.wraps(wrapped.forward)(lambda self, x: x))
     block = bare(one)
-    layers.check(block)
+    review.check(block)
     block.forward = functools.partial(elsewhere, block)
     for module in (bare(patched), bare(wrapped), block):
         with pytest.raises(NotCovered, match=rf"its LaterBlock\.forward is {__name__}\..*, which nobody has read"):
-            layers.check(module)
+            review.check(module)
 
 
 def test_a_method_of_ours_on_a_class_of_a_model_passes(
     later: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = later(BLOCK).LaterBlock
-    monkeypatch.setattr(kind, "forward", layers.check)
-    layers.check(bare(kind))
+    monkeypatch.setattr(kind, "forward", review.check)
+    review.check(bare(kind))
 
 
 @pytest.mark.parametrize(
@@ -241,10 +244,10 @@ def test_a_layer_that_a_class_of_a_model_keeps_aside_is_looked_at(
 ) -> None:
     block = bare(later(BLOCK).LaterBlock)
     block.kept = keep(torch.nn.Linear(2, 2))
-    layers.check(block)
+    review.check(block)
     block.kept = keep(torch.nn.Conv1d(1, 1, 1))
     with pytest.raises(NotCovered, match=r"the layer kept \(torch\.nn\.modules\.conv\.Conv1d\): this version"):
-        layers.check(block)
+        review.check(block)
 
 
 def rotary(kind: str, positions: int) -> torch.nn.Module:
@@ -261,7 +264,7 @@ def rotary(kind: str, positions: int) -> torch.nn.Module:
 @pytest.mark.parametrize("kind", ["yarn", "linear"])
 def test_a_rotary_embedding_of_transformers_is_known(kind: str) -> None:
     embedding, x = rotary(kind, 32), torch.ones(1)
-    layers.check(embedding)
+    review.check(embedding)
     alone = embedding(x, torch.tensor([[3]]))[0]
     assert_same_bits(embedding(x, torch.tensor([[3, 40]]))[0][:, :1], alone)
 
@@ -272,7 +275,7 @@ def test_a_rotary_embedding_of_transformers_that_follows_the_longest_context_is_
     alone = embedding(x, torch.tensor([[3]]))[0]
     assert not torch.equal(embedding(x, torch.tensor([[3, 40]]))[0][:, :1], alone)
     with pytest.raises(NotCovered, match=rf"follow the longest context of a step \(rope_type {kind}\)"):
-        layers.check(embedding)
+        review.check(embedding)
 
 
 def test_a_class_of_a_model_that_changes_a_layer_is_refused(later: Callable[[str], ModuleType]) -> None:
@@ -280,23 +283,23 @@ def test_a_class_of_a_model_that_changes_a_layer_is_refused(later: Callable[[str
         f"from {LAYERS}.linear import RowParallelLinear\nclass LaterLinear(RowParallelLinear):\n    pass\n",
     )
     with pytest.raises(NotCovered, match="it is a RowParallelLinear of its own"):
-        layers.check(bare(file.LaterLinear))
+        review.check(bare(file.LaterLinear))
 
 
 def test_an_encoder_is_refused_unless_vllm_has_not_built_it(later: Callable[[str], ModuleType]) -> None:
     model = bare(later(BLOCK + "    _tower_model_names = ['vision.tower']\n").LaterBlock)
     model.vision, model.text = torch.nn.ModuleDict({"tower": torch.nn.Identity()}), torch.nn.Identity()
     with pytest.raises(NotCovered, match=r"the encoder vision\.tower: .*--language-model-only"):
-        layers.check(model)
+        review.check(model)
     model.vision["tower"] = patch_points.MISSING_STAGE.get()("image_tower", torch.nn.Conv2d(1, 1, 1, device="meta"))
-    layers.check(model)
+    review.check(model)
     assert list(model.parameters()) == []
 
 
 def test_a_model_from_elsewhere_is_refused() -> None:
     kind = type("Model", (torch.nn.Module,), {"__module__": "somebody.model"})
     with pytest.raises(NotCovered, match=r"the model itself \(somebody\.model\.Model\): this version"):
-        layers.check(bare(kind))
+        review.check(bare(kind))
 
 
 def test_a_worker_looks_at_each_model_that_it_has_loaded() -> None:

@@ -11,7 +11,8 @@ pytest.importorskip("vllm")
 from vllm.config import set_current_vllm_config
 
 from tests.assertions import DTYPES, assert_near, assert_same_bits
-from vllm_batch_invariant.integration import layers, mrope, patch_points
+from vllm_batch_invariant.integration.layers import mrope, review
+from vllm_batch_invariant.integration.reviews import patch_points
 
 HEADS, KV_HEADS, SIZE, LONGEST = 4, 2, 128, 1024
 SECTIONS = {"one after the other": ([16, 24, 24], False), "interleaved": ([24, 20, 20], True)}
@@ -118,9 +119,9 @@ def test_a_row_has_the_same_bits_in_any_batch(how: str, dtype: torch.dtype, devi
 def test_models_build_our_layer_and_vllms_own_is_refused() -> None:
     layer = made("interleaved", torch.float32, "cpu")
     assert mrope.serves(layer)
-    layers.check(layer)
+    review.check(layer)
     patch_points.CUSTOM_OP.module().op_registry_oot.clear()
     theirs = made("interleaved", torch.float32, "cpu")
     assert not mrope.serves(theirs)
-    with pytest.raises(layers.NotCovered, match="MRotaryEmbedding"):
-        layers.check(theirs)
+    with pytest.raises(review.NotCovered, match="MRotaryEmbedding"):
+        review.check(theirs)

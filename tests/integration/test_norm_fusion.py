@@ -12,9 +12,12 @@ pytest.importorskip("vllm")
 
 from tests.assertions import assert_same_bits
 from vllm_batch_invariant.envs import TP_TREE
-from vllm_batch_invariant.integration import experts, norm_fusion, patch_points, reviews, tensor_tree
-from vllm_batch_invariant.integration.experts import CudaExperts
-from vllm_batch_invariant.integration.norm_fusion import DECODERS, Decoder
+from vllm_batch_invariant.integration import reviews
+from vllm_batch_invariant.integration.layers import experts, norm_fusion
+from vllm_batch_invariant.integration.layers.experts import CudaExperts
+from vllm_batch_invariant.integration.layers.norm_fusion import DECODERS, Decoder
+from vllm_batch_invariant.integration.parallel import tensor_tree
+from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.ops.norm import rms_norm
 
 HIDDEN, LAYERS = 32, 3

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from vllm_batch_invariant.integration import norm, patch_points
+from vllm_batch_invariant.integration.layers import norm
+from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.ops.norm import rms_norm
 
 pytest.importorskip("vllm")

@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm_batch_invariant.integration import mrope, norm_rotary, patch_points
-from vllm_batch_invariant.integration.reviews import sources
+from vllm_batch_invariant.integration.layers import mrope, norm_rotary
+from vllm_batch_invariant.integration.reviews import patch_points, sources
 from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
 
 

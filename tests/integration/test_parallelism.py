@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from vllm_batch_invariant.envs import TP_TREE, UNTRIED
-from vllm_batch_invariant.integration import patch_points
 from vllm_batch_invariant.integration.coverage import CORES, REFUSED
+from vllm_batch_invariant.integration.reviews import patch_points
 
 PARALLEL = {
     "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "data_parallel_size_local": 1,

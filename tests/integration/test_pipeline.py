@@ -8,7 +8,8 @@ import torch
 
 from tests.assertions import assert_same_bits
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import patch_points, pipeline
+from vllm_batch_invariant.integration.parallel import pipeline
+from vllm_batch_invariant.integration.reviews import patch_points
 
 pytest.importorskip("vllm")
 

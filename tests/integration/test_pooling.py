@@ -11,7 +11,8 @@ from tests.assertions import assert_near, assert_same_bits
 from tests.integration.test_layers import bare, named
 from vllm_batch_invariant import batch_invariant_mode
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import layers, patch_points, pooling
+from vllm_batch_invariant.integration.layers import pooling, review
+from vllm_batch_invariant.integration.reviews import patch_points
 
 pytest.importorskip("vllm")
 if not patch_points.MEAN_POOL.is_there():
@@ -101,8 +102,8 @@ def classifying(**changes: Any) -> torch.nn.Module:
 
 
 def test_a_pooler_that_puts_known_layers_together_is_known() -> None:
-    layers.check(dispatching(classifying()))
-    layers.check(dispatching(classifying(classifier=None)))
+    review.check(dispatching(classifying()))
+    review.check(dispatching(classifying(classifier=None)))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_a_pooler_that_puts_known_layers_together_is_known() -> None:
 )
 def test_what_a_pooler_calls_and_nobody_knows_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(NotCovered, match=said) as refused:
-        layers.check(dispatching(classifying(**changes)))
+        review.check(dispatching(classifying(**changes)))
     assert "\n" not in str(refused.value)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import install, refusals
+from vllm_batch_invariant.integration.engine import install, refusals
 
 REFUSAL = NotCovered("sinks", "they are not in the reduction", "serve another model")
 

@@ -8,7 +8,8 @@ import vllm_batch_invariant
 from vllm_batch_invariant import envs
 from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.errors import BadSetting, NotCovered
-from vllm_batch_invariant.integration import coverage, patch_points
+from vllm_batch_invariant.integration import coverage
+from vllm_batch_invariant.integration.reviews import patch_points
 
 
 def test_vllm_finds_the_entry_point() -> None:

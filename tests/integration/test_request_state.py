@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_batch_invariant.integration import patch_points, request_state, sampling
+from vllm_batch_invariant.integration.engine import request_state
+from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.integration.sampling import sampler
 
 vllm = pytest.importorskip("vllm")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these are tensors of the CPU")
@@ -319,7 +321,7 @@ def classes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, type]]:
 
 def test_all_of_it_is_installed_with_the_sampler(classes: dict[str, type]) -> None:
     request_state.install()
-    sampling.masks_follow_their_rows(classes["InputBatch"])
+    sampler.masks_follow_their_rows(classes["InputBatch"])
     for name in ("THINKING_BUDGETS", "INPUT_BATCH"):
         own = vars(classes[patch_points.ALL[name].attribute])
         assert {*patch_points.MEMBERS[name]} <= {*own}

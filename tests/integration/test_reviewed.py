@@ -18,7 +18,9 @@ from pydantic.dataclasses import dataclass
 from scripts import check_patch_points
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import coverage, devices, install, patch_points, reviewed, reviews
+from vllm_batch_invariant.integration import coverage, devices, reviews
+from vllm_batch_invariant.integration.engine import install
+from vllm_batch_invariant.integration.reviews import configuration, patch_points
 from vllm_batch_invariant.ops.common.gpu import Gpu
 
 
@@ -44,7 +46,7 @@ def test_every_field_of_the_installed_vllm_was_reviewed() -> None:
     seen = {type(part).__name__: part for part in configurations(patch_points.CONFIG.get()())}
     assert {"CacheConfig", "CompilationConfig", "KernelConfig", "UVAOffloadConfig"} <= set(seen)
     unknown = {
-        name: reviewed.unreviewed(name, {field.name for field in dataclasses.fields(part)})
+        name: configuration.unreviewed(name, {field.name for field in dataclasses.fields(part)})
         for name, part in seen.items()
     }
     assert {name: fields for name, fields in unknown.items() if fields} == {}
@@ -55,13 +57,13 @@ def test_every_field_of_the_configuration_of_multimodal_models_was_reviewed() ->
     kind = import_module("vllm.config.multimodal").MultiModalConfig
     fields = {field.name for field in dataclasses.fields(kind)}
     assert {"language_model_only", "mm_encoder_only"} <= fields
-    assert reviewed.unreviewed("MultiModalConfig", fields) == set()
+    assert configuration.unreviewed("MultiModalConfig", fields) == set()
 
 
 def test_defaults_are_accepted_and_what_is_free_may_have_any_value() -> None:
-    reviewed.check(SchedulerConfig())
-    reviewed.check(SchedulerConfig(max_num_seqs=1))
-    reviewed.check(SchedulerConfig(slices=[1, 2]))
+    configuration.check(SchedulerConfig())
+    configuration.check(SchedulerConfig(max_num_seqs=1))
+    configuration.check(SchedulerConfig(slices=[1, 2]))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,7 @@ def test_defaults_are_accepted_and_what_is_free_may_have_any_value() -> None:
 )
 def test_an_unknown_field_is_refused_by_name_unless_it_has_its_default(changed: dict[str, Any], told: str) -> None:
     with pytest.raises(NotCovered, match=told) as refused:
-        reviewed.check(SchedulerConfig(**changed))
+        configuration.check(SchedulerConfig(**changed))
     assert "\n" not in str(refused.value)
 
 
@@ -124,30 +126,30 @@ def test_a_variable_that_puts_other_kernels_in_the_place_of_ours_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, reviews.variables().default_only[name][0])
-    reviewed.check_variables([])
+    configuration.check_variables([])
     monkeypatch.setenv(name, "1")
     with pytest.raises(NotCovered, match=f"{name}=1: .*; unset {name}"):
-        reviewed.check_variables([])
+        configuration.check_variables([])
 
 
 def test_every_variable_of_the_installed_vllm_was_read() -> None:
     names = list(patch_points.ENVIRONMENT.get())
     assert {"VLLM_PLUGINS", "VLLM_USE_RUST_FRONTEND"} <= set(names)
-    assert reviewed.unread_variables(names) == []
+    assert configuration.unread_variables(names) == []
 
 
 def test_a_variable_that_nobody_has_read_must_not_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["VLLM_PORT", "VLLM_ROCM_ROUNDING", "VLLM_ROUNDING", FLAG]
     for name in names:
         monkeypatch.setenv(name, "")
-    reviewed.check_variables(names)
+    configuration.check_variables(names)
     monkeypatch.setenv("VLLM_PORT", "8000")
     monkeypatch.setenv("VLLM_ROCM_ROUNDING", "up")
     monkeypatch.setenv(FLAG, "1")
-    reviewed.check_variables(names)
+    configuration.check_variables(names)
     monkeypatch.setenv("VLLM_ROUNDING", "secret")
     with pytest.raises(NotCovered, match=r"variable VLLM_ROUNDING: .*does not know it; unset VLLM_ROUNDING") as told:
-        reviewed.check_variables(names)
+        configuration.check_variables(names)
     assert "secret" not in str(told.value)
 
 

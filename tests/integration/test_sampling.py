@@ -11,7 +11,9 @@ import torch
 from tests.assertions import assert_same_bits
 from tests.ops.sampling.test_ranking import tied_rows
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import patch_points, reviewed_sampling, reviews, sampling
+from vllm_batch_invariant.integration import reviews
+from vllm_batch_invariant.integration.reviews import patch_points, samplers
+from vllm_batch_invariant.integration.sampling import sampler
 from vllm_batch_invariant.ops import ranking
 from vllm_batch_invariant.ops.softmax import log_softmax, log_softmax_at
 
@@ -46,9 +48,9 @@ def assert_begins_alike(short: object, long: object, count: int) -> None:
 @pytest.mark.parametrize("count", ASKED[:-1])
 def test_the_first_runner_lists_a_rows_candidates_whatever_number_the_batch_asks_for(logits, sampled, count):
     logprobs = logits.log_softmax(-1, dtype=torch.float32)
-    alone = sampling.gather_logprobs(logprobs, count, sampled)
+    alone = sampler.gather_logprobs(logprobs, count, sampled)
     for most in (most for most in ASKED if most > count):
-        assert_begins_alike(alone, sampling.gather_logprobs(logprobs, most, sampled), count)
+        assert_begins_alike(alone, sampler.gather_logprobs(logprobs, most, sampled), count)
 
 
 def test_vllms_own_list_fails_the_same_check(logits, sampled):
@@ -60,24 +62,24 @@ def test_vllms_own_list_fails_the_same_check(logits, sampled):
 @pytest.mark.parametrize("raw", [False, True], ids=["logprobs", "logits"])
 @pytest.mark.parametrize("count", ASKED[:-1])
 def test_the_second_runner_lists_a_rows_candidates_whatever_number_the_batch_asks_for(logits, sampled, count, raw):
-    alone = sampling.compute_topk_scores(logits, count, sampled, logits_mode=raw)
+    alone = sampler.compute_topk_scores(logits, count, sampled, logits_mode=raw)
     for most in (most for most in ASKED if most > count):
-        assert_begins_alike(alone, sampling.compute_topk_scores(logits, most, sampled, logits_mode=raw), count)
+        assert_begins_alike(alone, sampler.compute_topk_scores(logits, most, sampled, logits_mode=raw), count)
     for row in range(ROWS):
         one = slice(row, row + 1)
-        single = sampling.compute_topk_scores(logits[one], count, sampled[one], logits_mode=raw)
+        single = sampler.compute_topk_scores(logits[one], count, sampled[one], logits_mode=raw)
         for ours, theirs in zip(parts(single, count), parts(alone, count), strict=True):
             assert_same_bits(ours[0], theirs[row])
 
 
 def test_logits_that_company_has_widened_have_the_same_scores(logits, sampled):
-    narrow, wide = (sampling.compute_topk_scores(x, 5, sampled) for x in (logits, logits.float()))
+    narrow, wide = (sampler.compute_topk_scores(x, 5, sampled) for x in (logits, logits.float()))
     assert_begins_alike(narrow, wide, 5)
 
 
 def test_both_runners_list_the_same(logits, sampled):
-    first = sampling.gather_logprobs(log_softmax(logits, dtype=torch.float32), 20, sampled)
-    second = sampling.compute_topk_scores(logits, 20, sampled)
+    first = sampler.gather_logprobs(log_softmax(logits, dtype=torch.float32), 20, sampled)
+    second = sampler.compute_topk_scores(logits, 20, sampled)
     assert_same_bits(second.logprob_token_ids.int(), first.logprob_token_ids)
     assert_same_bits(second.logprobs, first.logprobs)
     assert_same_bits(second.selected_token_ranks, first.selected_token_ranks)
@@ -107,13 +109,13 @@ def by_id(asked: dict[int, list[int]]) -> SimpleNamespace:
 def test_a_neighbour_that_asks_for_tokens_by_id_leaves_a_row_its_candidates(logits, sampled, runner):
     asked = {2: [9, 8, 7, 6, 5, 4, 3], 5: [1]}
     logprobs = log_softmax(logits, dtype=torch.float32)
-    alone = sampling.compute_topk_scores(logits, 5, sampled)
+    alone = sampler.compute_topk_scores(logits, 5, sampled)
     if runner == "first":
-        beside = sampling.gather_specific_token_logprobs(SimpleNamespace(num_logprobs=5), logprobs, asked, sampled)
+        beside = sampler.gather_specific_token_logprobs(SimpleNamespace(num_logprobs=5), logprobs, asked, sampled)
     else:
         rows = torch.arange(ROWS, dtype=torch.int32)
         state = {"logprob_token_ids_state": by_id(asked), "expanded_idx_mapping": rows, "max_per_req_token_ids": 7}
-        beside = sampling.compute_topk_scores(logits, 5, sampled, **state)
+        beside = sampler.compute_topk_scores(logits, 5, sampled, **state)
     for row in range(ROWS):
         ids, scores = beside.logprob_token_ids[row].long(), beside.logprobs[row]
         assert ids[0] == sampled[row]
@@ -140,12 +142,12 @@ def test_logits_of_a_batch_with_a_sampled_row_are_widened(named):
         return logits
 
     states = SimpleNamespace(temperature=SimpleNamespace(np=np.array([0.0, 1.0, 0.0])))
-    sampler, logits = SimpleNamespace(sampling_states=states), torch.zeros(2, 4, dtype=torch.bfloat16)
-    widened = sampling.Draws(pytest.fail).widened(apply)
+    states_of, logits = SimpleNamespace(sampling_states=states), torch.zeros(2, 4, dtype=torch.bfloat16)
+    widened = sampler.Draws(pytest.fail).widened(apply)
     for requests, dtype in (([0, 2], torch.bfloat16), ([0, 1], torch.float32)):
         rows = np.array(requests)
         arguments = {"idx_mapping_np": rows, "pos": None} if named else {}
-        assert widened(sampler, logits, None, *(() if named else (rows, None)), **arguments).dtype == dtype
+        assert widened(states_of, logits, None, *(() if named else (rows, None)), **arguments).dtype == dtype
 
 
 @pytest.mark.parametrize("value", [torch.nan, 1.0])
@@ -158,7 +160,7 @@ def test_a_greedy_row_takes_its_first_candidate_in_any_company(value, logits):
     asked = []
     heat = np.array([0.0, 1.0, 0.0, 0.5])
     states = SimpleNamespace(temperature=SimpleNamespace(np=heat))
-    draws = sampling.Draws(draw)
+    draws = sampler.Draws(draw)
     apply = draws.widened(lambda sampler, logits, idx_mapping_np: logits)
     logits[:, [70, 2000]] = value  # an equal, or what a kernel may take by its place
     first = ranking.first(logits)
@@ -177,7 +179,7 @@ def test_a_greedy_row_takes_its_first_candidate_in_any_company(value, logits):
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_what_samples_in_the_installed_vllm_was_reviewed(device_type):
-    reviewed_sampling.check(device_type)
+    samplers.check(device_type)
 
 
 def source_of(module: str) -> str | None:
@@ -201,17 +203,17 @@ def test_a_function_that_nobody_has_reviewed_is_found(module, before, after, nam
         assert name != module or before in source
         return source.replace(before, after) if name == module else source
 
-    assert set(reviewed_sampling.not_reviewed(changed, "cuda")) == {f"{module}.{name}" for name in names}
+    assert set(samplers.not_reviewed(changed, "cuda")) == {f"{module}.{name}" for name in names}
 
 
 def test_a_function_of_the_gpus_runner_that_nobody_has_reviewed_is_no_matter_on_a_cpu():
-    assert reviewed_sampling.not_reviewed(lambda name: source_of(name) if ".gpu." not in name else None, "cpu") == {}
+    assert samplers.not_reviewed(lambda name: source_of(name) if ".gpu." not in name else None, "cpu") == {}
 
 
 def test_an_unknown_source_is_refused_at_the_start(monkeypatch):
     monkeypatch.setitem(reviews.functions("sampling"), "vllm.v1.sample.sampler", {"Sampler.sample": ("0" * 16,)})
     with pytest.raises(NotCovered, match=r"nobody has reviewed its vllm\.v1\.sample\.sampler\.Sampler\.sample"):
-        reviewed_sampling.check("cpu")
+        samplers.check("cpu")
 
 
 def test_the_places_that_sampling_takes_hold_of_are_there():
@@ -242,7 +244,7 @@ class Rows:
 @pytest.fixture
 def rows() -> Rows:
     batch = type("MaskedRows", (Rows,), {})
-    sampling.masks_follow_their_rows(batch)
+    sampler.masks_follow_their_rows(batch)
     return batch()
 
 
@@ -265,7 +267,7 @@ def test_a_row_that_moves_takes_its_mask_along(rows):
 
 def test_a_batch_without_masks_is_left_alone():
     batch = type("Plain", (), {"swap_states": lambda *_: None, "condense": lambda *_: None})
-    sampling.masks_follow_their_rows(batch)
+    sampler.masks_follow_their_rows(batch)
     plain = batch()
     plain.allowed_token_ids_mask_cpu_tensor, plain._req_ids = None, []
     plain.swap_states(0, 1)
@@ -295,19 +297,19 @@ class Forgets:
 
 @pytest.mark.parametrize("mended", [False, True])
 def test_a_seeded_row_keeps_its_seed_beside_rows_without_one(logits, mended):
-    sampler = type("Sampler", (Forgets,), {})
+    kind = type("Sampler", (Forgets,), {})
     if mended:
-        sampling.seeds_stay(sampler)
+        sampler.seeds_stay(kind)
 
     def noise(rows: int) -> torch.Tensor:
-        return sampler().forward_cpu(logits[:rows], {0: torch.Generator().manual_seed(5)}, None, None)[0][0]
+        return kind().forward_cpu(logits[:rows], {0: torch.Generator().manual_seed(5)}, None, None)[0][0]
 
     assert torch.equal(noise(1), noise(3)) is mended
 
 
 def test_a_sampler_that_keeps_seeds_stays_as_it_is():
-    sampler = patch_points.TOP_K_TOP_P_SAMPLER.get()
-    before = sampler.forward_cpu
+    kind = patch_points.TOP_K_TOP_P_SAMPLER.get()
+    before = kind.forward_cpu
     assert "compiled_random_sample" not in inspect.getsource(before) or "not generators" in inspect.getsource(before)
-    sampling.seeds_stay(sampler)
-    assert sampler.forward_cpu is before
+    sampler.seeds_stay(kind)
+    assert kind.forward_cpu is before

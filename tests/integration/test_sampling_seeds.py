@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_batch_invariant.integration import patch_points, sampling_seeds
+from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.integration.sampling import generators
 
 
 class Runner:
@@ -36,7 +37,7 @@ def seeded() -> dict[int, torch.Generator]:
 def runner(monkeypatch: pytest.MonkeyPatch) -> type[Runner]:
     kind = type("Runner", (Runner,), {})
     monkeypatch.setattr(patch_points.PatchPoint, "get", lambda point: kind)
-    sampling_seeds.install()
+    generators.install()
     return kind
 
 

@@ -12,7 +12,8 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from vllm_batch_invariant import envs
 from vllm_batch_invariant.errors import BadSetting
-from vllm_batch_invariant.integration import patch_points, seeds
+from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.integration.sampling import seeds
 from vllm_batch_invariant.seeds import BITS, SAMPLE_ID, sample_seed
 
 REFUSED = patch_points.VALIDATION_ERROR.get()

@@ -11,8 +11,9 @@ from prometheus_client import REGISTRY
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from vllm_batch_invariant.integration import endpoint, patch_points, server, weights
-from vllm_batch_invariant.integration.server import Endpoint, Fingerprint, Metric, stamp
+from vllm_batch_invariant.integration.engine import endpoint, server, weights
+from vllm_batch_invariant.integration.engine.server import Endpoint, Fingerprint, Metric, stamp
+from vllm_batch_invariant.integration.reviews import patch_points
 
 ENVIRONMENT = {
     "mode": True,

@@ -10,7 +10,9 @@ import torch
 
 from tests.assertions import assert_same_bits
 from vllm_batch_invariant.envs import ATTENTION
-from vllm_batch_invariant.integration import coverage, patch_points, speculation
+from vllm_batch_invariant.integration import coverage
+from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.integration.sampling import speculation
 from vllm_batch_invariant.ops.acceptance import NO_TOKEN
 
 pytest.importorskip("vllm")
@@ -35,10 +37,10 @@ NOT_NEEDED = {"spec_token_ids", "thinking_budget_state_holder"}
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's compiled kernels, and as in a worker a sampler that lists candidates by the mode's order."""
-    from vllm_batch_invariant.integration import sampling
+    from vllm_batch_invariant.integration.sampling import sampler
 
     patch_points.ROTARY.module()
-    monkeypatch.setattr(Sampler, "gather_logprobs", staticmethod(sampling.gather_logprobs))
+    monkeypatch.setattr(Sampler, "gather_logprobs", staticmethod(sampler.gather_logprobs))
 
 
 def metadata_of(requests: list[int], outputs: list[list[int]], generators: dict[int, torch.Generator]) -> Any:

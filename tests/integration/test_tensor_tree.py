@@ -8,10 +8,12 @@ import torch
 
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import linear, patch_points, tensor_tree
 from vllm_batch_invariant.integration.coverage import REFUSED
-from vllm_batch_invariant.integration.linear import ExactLinear
-from vllm_batch_invariant.integration.tensor_tree import LayerTree
+from vllm_batch_invariant.integration.layers import linear
+from vllm_batch_invariant.integration.layers.linear import ExactLinear
+from vllm_batch_invariant.integration.parallel import tensor_tree
+from vllm_batch_invariant.integration.parallel.tensor_tree import LayerTree
+from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.ops.all_reduce import add_ranks
 from vllm_batch_invariant.ops.exact import cpu as exact
 from vllm_batch_invariant.ops.linear.spec import spec_of

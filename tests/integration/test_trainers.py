@@ -11,7 +11,7 @@ import torch
 from scripts.trainer_configurations import judged
 from scripts.trainers.gate import REFUSED, STARTS
 from scripts.trainers.table import Row, read
-from vllm_batch_invariant.integration import layers
+from vllm_batch_invariant.integration.layers import review
 
 pytest.importorskip("vllm")
 
@@ -62,12 +62,12 @@ def test_the_layers_of_a_model_that_passes_are_known(architecture: str) -> None:
     model = registry.models[architecture].load_model_cls()
     file = sys.modules[model.__module__]
     if ".transformers" in file.__name__:  # that file has the classes of all models that Transformers computes
-        assert layers.of_model_class(model) is None
+        assert review.of_model_class(model) is None
         return
     kinds = [kind for kind in vars(file).values() if inspect.isclass(kind) and issubclass(kind, torch.nn.Module)]
-    own = [kind for kind in kinds if kind.__module__ == file.__name__ and not layers._is_known(kind)]
+    own = [kind for kind in kinds if kind.__module__ == file.__name__ and not review._is_known(kind)]
     assert own
-    assert {kind.__name__: said for kind in own if (said := layers.of_model_class(kind))} == {}
+    assert {kind.__name__: said for kind in own if (said := review.of_model_class(kind))} == {}
 
 
 def test_what_is_not_covered_is_refused_in_the_same_way(found: tuple[list[Row], dict[str, Row]]) -> None:

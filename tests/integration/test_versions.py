@@ -14,8 +14,8 @@ from packaging.requirements import Requirement
 from scripts import check_versions, compatibility
 from vllm_batch_invariant.envs import FLAG, UNTESTED_VLLM
 from vllm_batch_invariant.errors import BadSetting, NotCovered
-from vllm_batch_invariant.integration import patch_points, versions
-from vllm_batch_invariant.integration.versions import PASSED, READ, RUN, Row
+from vllm_batch_invariant.integration.reviews import patch_points, versions
+from vllm_batch_invariant.integration.reviews.versions import PASSED, READ, RUN, Row
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

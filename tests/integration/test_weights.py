@@ -10,8 +10,11 @@ import torch
 
 from tests.assertions import assert_same_bits
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import devices, linear, patch_points, refusals, weights
-from vllm_batch_invariant.integration.linear import dispatch, restore_weights
+from vllm_batch_invariant.integration import devices
+from vllm_batch_invariant.integration.engine import refusals, weights
+from vllm_batch_invariant.integration.layers import linear
+from vllm_batch_invariant.integration.layers.linear import dispatch, restore_weights
+from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.ops.linear.spec import PRODUCT
 
 
@@ -517,7 +520,7 @@ def test_a_trainer_that_writes_into_the_model_of_its_process_is_seen(core_class:
 
 
 def test_slopes_of_alibi_come_back_when_a_gpu_wakes_up() -> None:
-    from vllm_batch_invariant.integration.attention import FixedSplitAttention
+    from vllm_batch_invariant.integration.layers.attention import FixedSplitAttention
 
     layer = FixedSplitAttention(2, 64, 1.0, 2, alibi_slopes=[0.5, 0.25])
     lies, wanted = layer.spec.alibi_slopes, layer.spec.alibi_slopes.clone()

@@ -12,8 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.conftest import SHAPE, TOOLS
-from vllm_batch_invariant.integration.endpoint import METRIC
-from vllm_batch_invariant.integration.server import FIELD
+from vllm_batch_invariant.integration.engine.endpoint import METRIC
+from vllm_batch_invariant.integration.engine.server import FIELD
 from vllm_batch_invariant.verify.demo_model import make_checkpoint
 from vllm_batch_invariant.verify.harness.server import Server, serve
 from vllm_batch_invariant.version import __version__

@@ -12,7 +12,7 @@ import pytest
 from vllm_batch_invariant.envs import ATTENTION, FLAG
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration.coverage import check_folder
-from vllm_batch_invariant.integration.endpoint import PLUGINS
+from vllm_batch_invariant.integration.engine.endpoint import PLUGINS
 from vllm_batch_invariant.verify import arguments
 
 PLAIN = {"model_type": "qwen3", "hidden_size": 256, "num_attention_heads": 4}

@@ -17,7 +17,7 @@ import pytest
 from tests.verify.fake_fuzz import FakeFuzzedEngine
 from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.envs import ARITHMETIC, FLAG
-from vllm_batch_invariant.integration import patch_points
+from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.serve import serve_command
 from vllm_batch_invariant.verify.bisect.command import _case_of
 from vllm_batch_invariant.verify.fuzz import command as fuzz_command

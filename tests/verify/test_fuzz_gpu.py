@@ -14,7 +14,7 @@ import torch
 
 from scripts import fuzz_gpu
 from tests.verify.fake_fuzz import FakeFuzzedEngine
-from vllm_batch_invariant.integration import patch_points
+from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.fuzz import command as fuzz_command
 from vllm_batch_invariant.verify.fuzz.command import Fuzzer, FuzzPlan
 from vllm_batch_invariant.verify.fuzz.schedule import Settings

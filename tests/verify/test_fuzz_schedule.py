@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from vllm_batch_invariant.envs import ARITHMETIC, ATTENTION, TP_TREE, UNTRIED, Variable
-from vllm_batch_invariant.integration import coverage, patch_points
+from vllm_batch_invariant.integration import coverage
+from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.fuzz.options import (
     DRAFTS,
     FIELDS,

@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from tests.fakes.server import Page, fake_server
-from vllm_batch_invariant.integration import install, patch_points
+from vllm_batch_invariant.integration.engine import install
+from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.check.report import Report, print_report
 from vllm_batch_invariant.verify.check.results import CheckResults
 from vllm_batch_invariant.verify.harness import mode

@@ -15,7 +15,8 @@ import torch
 
 from tests.verify.receipts import CPU, INFO, LOGPROBS, PROMPT, completion, receipt, rewritten
 from vllm_batch_invariant import kept_file
-from vllm_batch_invariant.integration import devices, endpoint
+from vllm_batch_invariant.integration import devices
+from vllm_batch_invariant.integration.engine import endpoint
 from vllm_batch_invariant.ops.attention import AttentionReduction
 from vllm_batch_invariant.provenance import environment_here
 from vllm_batch_invariant.verify.outcome import NoTestError, Status

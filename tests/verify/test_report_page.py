@@ -208,7 +208,7 @@ def test_no_cell_says_that_there_is_nothing_to_say(page: Reader) -> None:
 
 
 def test_a_function_has_its_name_and_its_package() -> None:
-    qualified = "vllm_batch_invariant.integration.norm.BatchInvariantRMSNorm"
+    qualified = "vllm_batch_invariant.integration.layers.norm.BatchInvariantRMSNorm"
     run = CheckResults("x", [], certificates=[replace(certificate(), served_by=qualified)])
     [section] = [s for s in page_of(Report("x", "quick", (), "", 1.0, (run,))).sections if s.anchor == "operations"]
     assert section.parts[0].rows[0][-1].text == "BatchInvariantRMSNorm of vllm_batch_invariant"

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
 
-from ..integration import tensor_tree
-from ..integration.tensor_tree import LayerTree
+from ..integration.parallel import tensor_tree
+from ..integration.parallel.tensor_tree import LayerTree
 from ..ops.moe import MoeReduction
 from . import support
 from .activation import silu_and_mul

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..integration.tensor_tree import LayerTree
+from ..integration.parallel.tensor_tree import LayerTree
 from ..ops import linear as linear_op
 from ..ops import reduce
 from ..ops.dispatch import module_for

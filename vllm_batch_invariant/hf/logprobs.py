@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..integration import patch_points
+from ..integration.reviews import patch_points
 from ..ops import softmax
 from ..ops.dispatch import module_for
 from ..ops.top_k_top_p import top_k_top_p

@@ -8,7 +8,10 @@ import torch
 
 from .. import envs
 from ..errors import NotCovered
-from ..integration import devices, endpoint, patch_points, tensor_tree
+from ..integration import devices
+from ..integration.engine import endpoint
+from ..integration.parallel import tensor_tree
+from ..integration.reviews import patch_points
 from ..provenance import EXACT, OF_EXPERTS, Environment, environment_here, flat, versions
 
 _OF_NO_LOGPROB = ("logprobs_mode", "model_runner")

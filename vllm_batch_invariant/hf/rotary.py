@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..aten import batch_invariant_mode
-from ..integration import patch_points
+from ..integration.reviews import patch_points
 
 
 def rotate(

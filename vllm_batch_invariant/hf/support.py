@@ -8,8 +8,8 @@ import torch
 from .. import envs
 from ..errors import NotCovered
 from ..installing import how_to_install
-from ..integration import patch_points
-from ..integration.tensor_tree import leaves
+from ..integration.parallel.tensor_tree import leaves
+from ..integration.reviews import patch_points
 from ..ops.attention.params import DTYPES
 from .families import FAMILIES, Family, family_of
 

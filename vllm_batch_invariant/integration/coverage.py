@@ -11,8 +11,10 @@ from .. import envs
 from ..errors import NotCovered
 from ..ops import exact
 from ..ops.devices import joined, known
-from . import devices, patch_points, reviews, tensor_tree
+from . import devices, reviews
 from .feature import Config, Feature
+from .parallel import tensor_tree
+from .reviews import patch_points
 
 TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
 EMBEDDINGS, RUNNER = "--enable-prompt-embeds", "VLLM_USE_V2_MODEL_RUNNER"
@@ -927,7 +929,7 @@ REFUSED = (
     *_of_joined("REFUSED"),
 )
 """What the start-up check refuses by name. Beside it a setting that nobody has reviewed (``reviews/``), and a layer of
-an unknown kind (``layers.py``), is refused.
+an unknown kind (``layers/review.py``), is refused.
 """
 
 

@@ -145,7 +145,7 @@ def choose_mode(parser: OneLineParser, options: argparse.Namespace) -> tuple[str
 
 def _mode() -> str:
     """What an engine with the flag at 1 has, in words."""
-    from ..integration.endpoint import PLUGINS
+    from ..integration.engine.endpoint import PLUGINS
     from .harness.mode import OURS, of_started
 
     if of_started(os.environ | {envs.FLAG: "1"}) == OURS:

@@ -24,16 +24,9 @@ from vllm_batch_invariant.ascend.integration import install as ascend
 from vllm_batch_invariant.ascend.integration import library as ascend_library
 from vllm_batch_invariant.ascend.integration import patch_points as ascend_patch_points
 from vllm_batch_invariant.errors import BadSetting, NotCovered
-from vllm_batch_invariant.integration import (
-    grammars,
-    install,
-    patch_points,
-    refusals,
-    seeds,
-    server,
-    speculation,
-    weights,
-)
+from vllm_batch_invariant.integration.engine import install, refusals, server, weights
+from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.integration.sampling import grammars, seeds, speculation
 
 
 class Platform(CpuPlatform):

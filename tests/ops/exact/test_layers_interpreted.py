@@ -17,8 +17,8 @@ from vllm_batch_invariant.ops.exact import cuda, definition, known_answers
 from vllm_batch_invariant.ops.exact.decoder import Decoder
 
 pytest.importorskip("vllm")
-from vllm_batch_invariant.integration import exact, linear
-from vllm_batch_invariant.integration.attention_cuda import ExactCudaAttention, ExactMetadataBuilder
+from vllm_batch_invariant.integration.layers import exact, linear
+from vllm_batch_invariant.integration.layers.attention_cuda import ExactCudaAttention, ExactMetadataBuilder
 
 CONFIG = known_answers.checkpoint()[0] | {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -12,7 +12,8 @@ import torch
 
 from tests.engine.receipts import SAMPLINGS
 from tests.ops.exact.cases import assert_same
-from vllm_batch_invariant.integration import exact_sampling, patch_points
+from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.integration.sampling import exact_sampler
 from vllm_batch_invariant.ops import dispatch
 from vllm_batch_invariant.ops.exact import cuda, definition
 
@@ -39,7 +40,7 @@ class Buffer:
 @pytest.fixture
 def sampler(monkeypatch: pytest.MonkeyPatch) -> Any:
     """vLLM's, with the functions that are installed in a worker on a GPU; all is given back afterwards."""
-    monkeypatch.setattr(exact_sampling, "operations", lambda device_type: cuda)
+    monkeypatch.setattr(exact_sampler, "operations", lambda device_type: cuda)
     monkeypatch.setattr(dispatch, "_arithmetic", "exact")
     for operation in ("softmax", "top_k_top_p"):
         monkeypatch.setitem(dispatch.MODULES, (operation, "exact", "cpu"), ".exact.cuda")
@@ -49,10 +50,10 @@ def sampler(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in POINTS:
         point = patch_points.ALL[name]
         monkeypatch.setattr(point.module(), point.attribute, point.get())
-    from vllm_batch_invariant.integration.sampling import _top_k_top_p
+    from vllm_batch_invariant.integration.sampling.sampler import _top_k_top_p
 
     monkeypatch.setattr(module, "apply_top_k_top_p", _top_k_top_p)
-    exact_sampling.install()
+    exact_sampler.install()
     from vllm.v1.worker.gpu import buffer_utils
     from vllm.v1.worker.gpu.states import RequestState
 
@@ -123,20 +124,20 @@ def test_noise_follows_the_place_in_the_output_and_the_seed_of_any_sign() -> Non
             sampling_states=SimpleNamespace(seeds=SimpleNamespace(np=seeds)),
             req_states=SimpleNamespace(prompt_len=SimpleNamespace(np=np.array([9, 9, prompt, 9]))),
         )
-        exact_sampling.keyed(lambda self, request: None)(state, 2)
+        exact_sampler.keyed(lambda self, request: None)(state, 2)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(exact_sampling, "operations", lambda device_type: draws)
+            patched.setattr(exact_sampler, "operations", lambda device_type: draws)
             places = torch.tensor([0, 1, 70_000]) + prompt - 1
             rows = torch.tensor([2, 2, 2], dtype=torch.int32)
             temperatures = torch.tensor([0.0, 0.1, 0.5, 0.9])
-            keys, heat = exact_sampling.draw(torch.zeros(3, 5), rows, temperatures, torch.from_numpy(seeds), places)
+            keys, heat = exact_sampler.draw(torch.zeros(3, 5), rows, temperatures, torch.from_numpy(seeds), places)
         right = [definition.key_of(seed, place) for place in (0, 1, 70_000)]
         assert keys.view(torch.uint64).tolist() == right
         assert heat.tolist() == [0.5] * 3
 
 
 def test_logprobs_of_the_second_model_runner_are_those_of_the_definition(sampler: Any) -> None:
-    from vllm_batch_invariant.integration.sampling import compute_topk_scores
+    from vllm_batch_invariant.integration.sampling.sampler import compute_topk_scores
 
     logits = torch.from_numpy(np.random.default_rng(4).standard_normal((3, VOCABULARY)).astype(np.float32)).bfloat16()
     found = compute_topk_scores(logits, 5, torch.tensor([4, 0, 299]))

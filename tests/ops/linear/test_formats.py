@@ -160,7 +160,7 @@ def test_the_check_and_its_certificate_name_what_a_layer_computes(dispatch: Simp
     pytest.importorskip("vllm")
     from vllm.model_executor.layers.linear import ReplicatedLinear
 
-    from vllm_batch_invariant.integration import linear
+    from vllm_batch_invariant.integration.layers import linear
     from vllm_batch_invariant.verify.check import operations
 
     _, codes, scales, _ = operands()

@@ -141,26 +141,26 @@ def test_log_softmax_at_places_has_the_bits_of_the_whole_and_of_wide_logits(leng
 
 def test_both_runners_list_the_same():
     pytest.importorskip("vllm")
-    from vllm_batch_invariant.integration import sampling
+    from vllm_batch_invariant.integration.sampling import sampler
 
     logits = rows_of_logits(65, torch.bfloat16)
     sampled = torch.randint(VOCABULARY, (65,), generator=torch.Generator("cuda").manual_seed(1), device="cuda")
-    first = sampling.gather_logprobs(log_softmax(logits, dtype=torch.float32), 20, sampled)
+    first = sampler.gather_logprobs(log_softmax(logits, dtype=torch.float32), 20, sampled)
     for rows in (1, 8, 65):
-        second = sampling.compute_topk_scores(logits[:rows], 5, sampled[:rows])
+        second = sampler.compute_topk_scores(logits[:rows], 5, sampled[:rows])
         assert_same_bits(second.logprobs, first.logprobs[:rows, :6])
         assert_same_bits(second.selected_token_ranks, first.selected_token_ranks[:rows])
 
 
 def test_a_neighbour_that_asks_for_tokens_by_id_leaves_a_row_its_candidates():
     pytest.importorskip("vllm")
-    from vllm_batch_invariant.integration import sampling
+    from vllm_batch_invariant.integration.sampling import sampler
 
     logits, sampled = rows_of_logits(4, torch.bfloat16), torch.arange(4, device="cuda")
     tokens, numbers = torch.zeros(9, 128, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
     tokens[6, :3], numbers[6] = torch.tensor([8, 7, 6]), 3
-    alone = sampling.compute_topk_scores(logits, 2, sampled)
-    beside = sampling.compute_topk_scores(
+    alone = sampler.compute_topk_scores(logits, 2, sampled)
+    beside = sampler.compute_topk_scores(
         logits,
         2,
         sampled,

@@ -8,7 +8,8 @@ import torch
 
 from ... import envs
 from ...errors import BadSetting, NotCovered
-from ...integration import norm, patch_points
+from ...integration.layers import norm
+from ...integration.reviews import patch_points
 from . import patch_points as ascend_patch_points
 from .library import LIBRARIES, attention_library
 

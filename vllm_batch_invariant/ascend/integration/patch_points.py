@@ -1,6 +1,6 @@
 """The places of vllm-ascend that the plugin patches or calls, as in :data:`WHEEL`."""
 
-from ...integration.patch_points import PatchPoint
+from ...integration.reviews.patch_points import PatchPoint
 
 WHEEL = "vllm-ascend==0.26.0rc1"
 

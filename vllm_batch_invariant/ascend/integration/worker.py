@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...integration.install import install_worker
+from ...integration.engine.install import install_worker
 from . import patch_points as ascend_patch_points
 
 _Base: Any = ascend_patch_points.WORKER.get()

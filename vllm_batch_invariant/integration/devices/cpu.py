@@ -14,7 +14,8 @@ from ...ops import dispatch
 from ...ops.attention import AttentionSpec, PagedAttention, PagedCache, attend
 from ...ops.devices import DEVICES
 from ...provenance import installed
-from .. import collectives, exact, experts, linear, pipeline
+from ..layers import exact, experts, linear
+from ..parallel import collectives, pipeline
 from .record import ExactDevice, VllmDevice
 
 
@@ -113,7 +114,7 @@ def _name() -> str:
 
 DEVICE = Cpu(
     DEVICES["cpu"],
-    attention_backend="vllm_batch_invariant.integration.attention_cpu.Backend",
+    attention_backend="vllm_batch_invariant.integration.layers.attention_cpu.Backend",
     attention_choices=("CPU_ATTN", "CUSTOM"),
     serving="Matmuls: BLAS in fp32 on row tiles of fixed heights. Norms, softmax, sums: numba, in a fixed order.",
     copies_weights=True,

@@ -12,20 +12,11 @@ from ...ops import dispatch
 from ...ops.attention import AttentionReduction
 from ...ops.common.gpu import Gpu
 from ...ops.devices import DEVICES
-from .. import (
-    activation,
-    collectives,
-    cuda_graphs,
-    draft_graphs,
-    exact,
-    exact_sampling,
-    experts,
-    linear,
-    norm_fusion,
-    norm_rotary,
-    patch_points,
-    sampling,
-)
+from ..engine import cuda_graphs, draft_graphs
+from ..layers import activation, exact, experts, linear, norm_fusion, norm_rotary
+from ..parallel import collectives
+from ..reviews import patch_points
+from ..sampling import exact_sampler, sampler
 from .record import ExactDevice, VllmDevice
 from .refusal import not_covered
 
@@ -96,7 +87,7 @@ class Cuda(VllmDevice):
         external_ops = super().install_worker()
         if not self.is_exact:
             norm_rotary.install()
-        sampling.install_second_runner()
+        sampler.install_second_runner()
         return external_ops
 
     def check_gpu(self) -> None:
@@ -140,7 +131,7 @@ class ExactCuda(ExactDevice, Cuda):
 
     def install_worker(self) -> frozenset[str]:
         external_ops = super().install_worker()
-        exact_sampling.install()
+        exact_sampler.install()
         exact.refuse_copies_of_pages()
         return external_ops
 
@@ -185,7 +176,7 @@ def _check_pages(vllm_config: Any) -> None:
 
 DEVICE = Cuda(
     DEVICES["cuda"],
-    attention_backend="vllm_batch_invariant.integration.attention_cuda.Backend",
+    attention_backend="vllm_batch_invariant.integration.layers.attention_cuda.Backend",
     attention_choices=("CUSTOM",),
     serving="Matmuls: K in ascending order, by cuBLASLt and Triton. Norms, softmax, sums: Triton, in a fixed order.",
     execution="Layers are not compiled; steps run in CUDA graphs.",

@@ -12,19 +12,11 @@ from ...ops.attention import AttentionReduction
 from ...ops.devices import Device
 from ...ops.exact import FORMAT
 from ...version import __version__
-from .. import (
-    layers,
-    loading,
-    mrope,
-    norm,
-    patch_points,
-    pooling,
-    request_state,
-    sampling,
-    sampling_seeds,
-    tensor_tree,
-    weights,
-)
+from ..engine import loading, request_state, weights
+from ..layers import mrope, norm, pooling, review
+from ..parallel import tensor_tree
+from ..reviews import patch_points
+from ..sampling import generators, sampler
 
 MODE_IS_ON = f"Batch-invariant mode is on (vllm-batch-invariant {__version__}); "
 
@@ -117,8 +109,8 @@ class VllmDevice:
         Raises:
             NotCovered: a device or a vLLM that is not covered.
         """
-        sampling.install(self.ops.type)
-        sampling_seeds.install()
+        sampler.install(self.ops.type)
+        generators.install()
         request_state.install()
         self.install_linear()
         self.install_collectives()
@@ -141,7 +133,7 @@ class VllmDevice:
         Raises:
             NotCovered: a layer that nobody has read.
         """
-        layers.check(worker.get_model())
+        review.check(worker.get_model())
         weights.watch_loading(worker.get_model())
 
     def install_linear(self) -> None:

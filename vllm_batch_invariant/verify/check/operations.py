@@ -157,7 +157,7 @@ def _linear(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    from ...integration.linear import spec_of_layer
+    from ...integration.layers.linear import spec_of_layer
     from ...ops.linear import torch_op
     from ...ops.linear.spec import BIAS, NONE
 
@@ -192,7 +192,7 @@ def _linear(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate
 
 def _experts(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate]:
     """Layers of experts with the router's choice. vLLM's kernels are tested in the engine only."""
-    from ...integration.experts import BatchInvariantExperts
+    from ...integration.layers.experts import BatchInvariantExperts
 
     seen = set()
     for layer in model.modules():
@@ -276,7 +276,7 @@ def _known_answers(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Cert
         return
     import numpy as np
 
-    from ...integration.exact import operations
+    from ...integration.layers.exact import operations
     from ...ops.exact import FORMAT, known_answers
 
     certificate = Certificate("a small model by numpy", FORMAT, "hardware", "numpy", (), 0, "")
@@ -296,7 +296,7 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
     """This project's attention on a separate KV cache with the engine's pages. vLLM's kernels are tested in the engine
     only.
     """
-    from ...integration.attention import FixedSplitAttention, key_cache_of
+    from ...integration.layers.attention import FixedSplitAttention, key_cache_of
     from ...ops.attention import AttentionSpec
 
     seen = set()
@@ -414,7 +414,7 @@ def _qualified(thing: Any) -> str:
 
 def _server(layer: torch.nn.Module) -> str:
     """The function that computes a layer's GEMM."""
-    from ...integration.linear import EXACT
+    from ...integration.layers.linear import EXACT
 
     function = getattr(layer, "cpu_linear", None) or getattr(layer, EXACT, None)
     if function is not None:

@@ -298,7 +298,7 @@ def place_of(model: str, serve_args: Sequence[str], device: str) -> Place:
     """What settings depend on, of this machine, its vLLM, a model and the arguments."""
     import torch
 
-    from ...integration import patch_points
+    from ...integration.reviews import patch_points
 
     folder = Path(model).expanduser()
     tokenizer = not folder.is_dir() or any(folder.glob("tokenizer*")) or any(folder.glob("*.tiktoken"))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...envs import is_exact
-from ...integration.tensor_tree import leaves
+from ...integration.parallel.tensor_tree import leaves
 from ..harness.drive import bits, described, drive
 from ..harness.engine import sampling_params
 from ..harness.requests import BUDGET, EVERY_KIND, NOT_BESIDE_DRAFTS, OF_TEXT

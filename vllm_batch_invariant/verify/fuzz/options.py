@@ -14,7 +14,7 @@ from typing import Any
 
 from ...envs import ARITHMETIC, TP_TREE, UNTRIED, is_exact, supposed
 from ...integration import coverage
-from ...integration.tensor_tree import LEAF_STEP
+from ...integration.parallel.tensor_tree import LEAF_STEP
 from ...ops.exact.definition import segments
 from ..harness.requests import BUDGET
 

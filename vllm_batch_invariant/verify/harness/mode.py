@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from ...envs import FLAG
-from ...integration.endpoint import METRIC, NAME, PATH, PLUGINS
+from ...integration.engine.endpoint import METRIC, NAME, PATH, PLUGINS
 
 if TYPE_CHECKING:
     from .client import Connection
@@ -26,7 +26,8 @@ def of_engine() -> str:
     """The mode of the engine that runs in this process or was started by it."""
     if os.environ.get(FLAG) != "1":
         return NONE
-    from ...integration import install, patch_points
+    from ...integration.engine import install
+    from ...integration.reviews import patch_points
 
     return OURS if patch_points.INIT_BATCH_INVARIANCE.get() is install.install_worker else THEIRS
 

@@ -118,7 +118,8 @@ def describe_engine(llm: Any) -> dict[str, Any]:
     """The settings that decide how the engine schedules and computes, its kernels, versions and device."""
     from vllm.platforms import current_platform
 
-    from ...integration import devices, patch_points
+    from ...integration import devices
+    from ...integration.reviews import patch_points
     from ...ops.devices import known
     from ...provenance import versions
     from .mode import of_engine

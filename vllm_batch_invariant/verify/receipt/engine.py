@@ -105,7 +105,8 @@ def engine_info(llm: Any) -> EngineInfo:
     Args:
         llm: ``vllm.LLM``.
     """
-    from ...integration import endpoint, install, patch_points
+    from ...integration.engine import endpoint, install
+    from ...integration.reviews import patch_points
 
     config = llm.llm_engine.model_config
     name = str(Path(config.model).resolve()) if Path(config.model).is_dir() else config.model

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import openai
 
-from ...integration.endpoint import PATH
+from ...integration.engine.endpoint import PATH
 from ..answers import NO_LOGPROBS, generated_tokens_from
 from ..harness.client import Connection, Served, connect
 from ..harness.metrics import Reading, read_metrics

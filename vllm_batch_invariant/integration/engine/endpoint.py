@@ -1,0 +1,104 @@
+"""The engine's provenance: the answer of its worker to a call."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ... import envs
+from ...provenance import OF_EXPERTS, Environment, environment_here, versions
+from ..reviews import patch_points
+
+METHOD = "batch_invariant_declaration"
+"""For ``collective_rpc`` of an engine whose mode is on."""
+PATH = "/v1/batch_invariant"
+"""Of the route by which a server tells it: under /v1, so that an API key guards it."""
+METRIC = "vllm:batch_invariant_info"
+"""A gauge of a server, which is 1."""
+NAME = "batch_invariant"
+"""Of this plugin, in vLLM's lists of plugins."""
+PLUGINS = "VLLM_PLUGINS"
+"""vLLM's list of the plugins that it loads; all of them if it is not set."""
+
+
+def install(device_of: Callable[[Any], Any]) -> None:
+    """Give this process's worker the method.
+
+    Args:
+        device_of: gives the record of the device (:mod:`..devices`) that a configuration of vLLM is for.
+    """
+
+    def engine_info(worker: Any) -> dict[str, Any]:
+        return _engine_info(worker, device_of(worker.vllm_config))
+
+    setattr(patch_points.WORKER.get(), METHOD, engine_info)
+
+
+def _engine_info(worker: Any, device: Any) -> dict[str, Any]:
+    from ..layers import experts  # PyTorch is not there where answers of a server are compared
+
+    config, model = worker.vllm_config, worker.vllm_config.model_config
+    found = versions(patch_points.installed_version())
+    if device.ops.attention is None:  # some of its operations are not ours
+        return asdict(Environment(mode=True, versions=found))
+    chosen = envs.ATTENTION.read()
+    return asdict(
+        environment_here(
+            device.ops.type,
+            versions=found | device.versions(),
+            device=device.info(),
+            hidden=model.get_hidden_size(),
+            vocabulary=model.get_vocab_size(),
+            dtype=model.dtype,
+            attention=device.backend.get_impl_cls().reduction,
+            attention_by=device.ops.attention if chosen == "auto" else chosen,
+            engine=settings(config, device),
+            experts=experts.reductions(worker.model_runner.get_model()) if model.is_moe else (),
+            exact=device.is_exact,
+        )
+    )
+
+
+def of_workers(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What an engine is, of what each of its workers says.
+
+    A field of the device that workers have other values of, such as the number of threads, has all of them; and experts
+    may be in other stages of a pipeline than the first.
+    """
+    first, *others = found
+    device = {
+        name: value
+        if all(other["device"].get(name) == value for other in others)
+        else "|".join(str(one["device"].get(name)) for one in found)
+        for name, value in first["device"].items()
+    }
+    of_experts: list[Any] = []
+    reductions: dict[str, Any] = {}
+    for name, reduction in (pair for one in found for pair in one["reductions"].items()):
+        if not name.startswith(OF_EXPERTS):
+            reductions.setdefault(name, reduction)
+        elif reduction not in of_experts:
+            of_experts.append(reduction)
+    reductions |= {f"{OF_EXPERTS}{number}": reduction for number, reduction in enumerate(of_experts, 1)}
+    return {**first, "device": device, "reductions": reductions}
+
+
+def settings(config: Any, device: Any) -> dict[str, str]:
+    """Settings of vLLM's that decide bits, from its configuration and the record of its device."""
+    model = config.model_config
+    found = {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(config.cache_config.cache_dtype),
+        "logprobs_mode": str(model.logprobs_mode),
+    }
+    found |= device.engine_settings(config)
+    if overrides := model.hf_overrides:  # which no file of the model holds
+        found["hf_overrides"] = json.dumps(overrides, sort_keys=True, default=repr)
+    if (pooler := getattr(model, "pooler_config", None)) is not None:
+        chosen = {"convert": model.convert_type} | {name: value for name, value in asdict(pooler).items() if value}
+        found["pooler_config"] = json.dumps(chosen, sort_keys=True, default=repr)
+    text = model.hf_text_config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):  # it has other factors for a long context
+        found["max_model_len"] = str(model.max_model_len)
+    return found

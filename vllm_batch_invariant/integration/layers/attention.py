@@ -1,0 +1,231 @@
+"""Attention layers of vLLM: the KV cache is written first, then one path serves prefill and decode, in fixed splits."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
+
+from ... import envs
+from ...errors import NotCovered
+from ...ops.attention import AttentionReduction, AttentionSpec, PagedAttention, PagedCache, attend
+from ...ops.common.kv_cache import CacheSlots
+from ..coverage import HEAD_SIZES
+from ..reviews import claims
+
+
+@dataclass
+class Metadata:
+    """One batch: which request each row belongs to, and where its keys lie."""
+
+    num_actual_tokens: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    plans: dict[int, Any] = field(default_factory=dict)
+    """The step's plan, by the query heads of the layers: a drafter's may have others than the model's. Empty where
+    calls need no plan.
+    """
+
+
+class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
+    """Takes what it needs from vLLM's common metadata; nothing is planned by the batch."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
+        if common_attn_metadata.causal is not True:
+            raise NotCovered(
+                "attention that is not causal", "its masks are not in the reduction", "serve a decoder-only text model"
+            )
+        return Metadata(
+            common_attn_metadata.num_actual_tokens,
+            common_attn_metadata.query_start_loc,
+            common_attn_metadata.seq_lens,
+            common_attn_metadata.block_table_tensor,
+        )
+
+
+def split_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Key and value cache [pages, KV heads, page, head size], of vLLM's [pages, KV heads, page, 2 * head size]."""
+    return kv_cache.split(kv_cache.shape[-1] // 2, dim=-1)
+
+
+def cache_of(layer: torch.nn.Module) -> torch.Tensor:
+    """The cache [pages, KV heads, page, 2 * head size] that an engine has given an attention layer of vLLM."""
+    held = layer.kv_cache
+    return held[0] if isinstance(held, list) else held
+
+
+def key_cache_of(layer: torch.nn.Module) -> torch.Tensor:
+    """Its keys, [pages, KV heads, page, head size]."""
+    return split_cache(cache_of(layer))[0]
+
+
+class FixedSplitAttention(AttentionImpl[Metadata]):
+    """One attention layer."""
+
+    reduction = AttentionReduction.of_device("cpu")
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **unknown: object,
+    ) -> None:
+        if attn_type != AttentionType.DECODER:
+            raise NotCovered(
+                f"{attn_type} attention", "only causal decoder attention has a reduction", "serve a decoder-only model"
+            )
+        if kv_sharing_target_layer_name is not None:
+            raise NotCovered(
+                "layers that share a KV cache", "the mode has not been run with them", "serve a model without them"
+            )
+        if head_size not in HEAD_SIZES:
+            sizes = f"{HEAD_SIZES[0]} to {HEAD_SIZES[-1]} in steps of 16"
+            raise NotCovered(
+                f"attention heads of size {head_size}", f"the kernels have sizes {sizes}", "serve another model"
+            )
+        used = {name: value for name, value in unknown.items() if value not in (None, False, -1)}
+        if used:
+            raise NotCovered(
+                f"the attention option {next(iter(used))}", "it is not in the reduction", "serve another model"
+            )
+        # Sinks are a parameter of the model, whose values come later.
+        self._slopes, slopes = alibi_slopes, None
+        if alibi_slopes is not None:
+            slopes = torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.spec = AttentionSpec(float(scale), sliding_window, logits_soft_cap or None, slopes, sinks)
+        """What the layer asks."""
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, self.spec.scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.implementation = envs.ATTENTION.read()
+
+    def restore_after_sleep(self) -> None:
+        """Write again what lies beside the weights and vLLM does not know: sleep of level 2 lets it go."""
+        if self.spec.alibi_slopes is not None:
+            self.spec.alibi_slopes.copy_(torch.tensor(self._slopes, dtype=torch.float32, device="cpu"))
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write the step's keys and values to their pages, before anything reads them. A negative slot is padding."""
+        keys, values = split_cache(kv_cache)
+        key, value = key[: slot_mapping.numel()], value[: slot_mapping.numel()]
+        real = slot_mapping >= 0
+        if not bool(real.all()):
+            slot_mapping, key, value = slot_mapping[real], key[real], value[real]
+        page, slot = slot_mapping // keys.shape[2], slot_mapping % keys.shape[2]
+        keys[page, :, slot] = key.to(keys.dtype)
+        values[page, :, slot] = value.to(values.dtype)
+
+    def slots_of_step(self, layer: torch.nn.Module) -> CacheSlots | None:  # of some devices
+        """Where the step's keys and values go, for an operation that writes them before the layer is called, which then
+        gets none; None where the layer has to write them.
+        """
+        return None
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,  # read from the cache
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Metadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of the step's rows over their requests' pages; vLLM's warm-up passes no metadata."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotCovered(
+                "attention with quantised output", "its scale may follow the batch", "serve the unquantised model"
+            )
+        if attn_metadata is None:
+            return output
+        rows = attn_metadata.num_actual_tokens
+        self._attend(query[:rows], kv_cache, attn_metadata, output[:rows])
+        return output
+
+    def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: Metadata, out: torch.Tensor) -> None:
+        call, plan = self._call(query, kv_cache, batch), batch.plans.get(self.num_heads)
+        attend(call, self.implementation, out, plan)
+
+    def _call(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: Metadata, stored: Any = None) -> PagedAttention:
+        self.spec = self.spec.to(query.device)  # once: a CUDA graph cannot copy from the host
+        cache = PagedCache(*split_cache(kv_cache), batch.block_table, stored)
+        return PagedAttention(query, cache, batch.seq_lens, batch.query_start_loc, self.spec, self.reduction)
+
+
+class ExactAttention(FixedSplitAttention):
+    """One attention layer in exact arithmetic."""
+
+    reduction = AttentionReduction.of_device("cpu", "exact")
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.implementation = "exact"
+        if self.spec.alibi_slopes is not None or self.spec.sinks is not None:
+            raise NotCovered(
+                "attention with ALiBi or sinks in exact arithmetic",
+                "it has no definition there",
+                f"serve another model, or leave {envs.ARITHMETIC.name} out",
+            )
+
+
+def _not_supported(cls: type, *args: object, **named: object) -> bool:  # whatever is asked
+    return False
+
+
+class FixedSplitBackendMixin:
+    """What a backend of ours says of itself; cache layout and page sizes it takes from vLLM's for its device."""
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+
+    def __init_subclass__(cls) -> None:
+        """Take back what the backend of vLLM's claims that it inherits from, and this project has not proven."""
+        super().__init_subclass__()
+        for name in dir(cls):
+            if name.startswith("supports_") and claims().verdict(name) != "known":
+                setattr(cls, name, classmethod(_not_supported) if callable(getattr(cls, name)) else False)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(HEAD_SIZES)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @staticmethod
+    def get_impl_cls() -> type[FixedSplitAttention]:
+        return FixedSplitAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[MetadataBuilder]:
+        return MetadataBuilder

@@ -1,0 +1,297 @@
+"""vLLM's unquantised mixtures of experts, with the operation in their place.
+
+vLLM asks a layer's method either for whole layers, with the logits of the router, or for the experts alone, with routes
+that were found elsewhere. Ours takes whole layers in every version, so that what chooses experts is ours, too.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from ... import envs
+from ...errors import NotCovered
+from ...ops.dispatch import module_for
+from ...ops.moe import Experts, MoeReduction, route
+from .. import reviews
+from ..parallel import tensor_tree
+from ..reviews import patch_points
+from .linear import PreparedWeight
+from .norm_rotary import is_watched
+
+
+class PreparedExperts(PreparedWeight):
+    """Weights [experts, N, K] of a layer's experts, and what the operation makes of them."""
+
+    def _make_copy(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return module_for("moe", "cpu").prepare_experts(weight)
+
+    def _make_weight(self, copy: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        return torch.stack([of_expert.t().to(dtype) for of_expert in copy])
+
+
+class Router(torch.nn.Module):
+    """Chooses the experts of each token: a module, so that whoever looks at modules sees what it gives."""
+
+    capture: Callable[[torch.Tensor], None] | None = None
+    """Is given the ids, if requests are told which experts their tokens had."""
+
+    def __init__(self, reduction: MoeReduction) -> None:
+        super().__init__()
+        self._reduction = reduction
+
+    def forward(self, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :func:`...ops.moe.route`."""
+        weights, ids = route(logits, self._reduction, bias)
+        if self.capture is not None:
+            self.capture(ids)
+        return weights, ids
+
+
+class BatchInvariantExperts:
+    """What ours has in the place of vLLM's method: its first base."""
+
+    is_monolithic = True
+    supports_pre_processed_weights = False
+    reduction: MoeReduction | None = None
+    """None until the weights are loaded."""
+    __call__: Callable[..., torch.Tensor]
+    """vLLM's: calls ``forward``."""
+
+    def __init__(self, moe: Any) -> None:
+        above: Any = super(patch_points.EXPERTS_METHOD.get(), self)
+        above.__init__(moe)  # vLLM's own would choose a kernel of vLLM's
+        self.unquantized_backend = self.experts_cls = None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Prepare the GEMMs of the experts; called again when a trainer has written new weights."""
+        if layer.w13_weight.is_meta:
+            return
+        if self.reduction is None:
+            self.reduction = reduction_of(layer)
+            self.router = Router(self.reduction)
+        self.weights_are_loaded(layer)
+
+    def weights_are_loaded(self, layer: torch.nn.Module) -> None:
+        """Called whenever they are."""
+        raise NotImplementedError
+
+    def apply_monolithic(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What the experts of this worker make of each token: [tokens, hidden]."""
+        return self(layer, x, *self.router(router_logits, layer.e_score_correction_bias))
+
+    def summed(self, layer: torch.nn.Module, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+        """The same, also where the model's next norm adds it."""
+        return self.apply_monolithic(layer, x, router_logits)
+
+    def experts_of(self, layer: Any, gate_up: Any, down: Any) -> Experts:
+        """Those of this worker, with weights as the device wants them."""
+        assert self.reduction is not None
+        biases = getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
+        return Experts(gate_up, down, self.reduction, *biases, layer.expert_map)
+
+    def forward(
+        self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """See :func:`...ops.moe.moe`."""
+        raise NotImplementedError
+
+
+class CpuExperts(BatchInvariantExperts):
+    """On a CPU, with copies of the weights that are prepared once."""
+
+    prepared: tuple[PreparedExperts, ...] = ()
+    remove_weights = True
+    """Whether the copies have all bits of the weights, which need not stay."""
+
+    def weights_are_loaded(self, layer: torch.nn.Module) -> None:
+        for weight in self.prepared:
+            weight.weight_was_loaded()
+        if not self.prepared:
+            names = "w13_weight", "w2_weight"
+            self.prepared = tuple(PreparedExperts(layer, name, self.remove_weights) for name in names)
+            for weight in self.prepared:
+                weight.prepare()
+
+    def forward(
+        self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        copies = (weight.copy for weight in self.prepared)
+        return module_for("moe", "cpu").prepared_moe(x, weights, ids, self.experts_of(layer, *copies))
+
+
+class ExactExperts(CpuExperts):
+    """The same in exact arithmetic."""
+
+    remove_weights = False
+
+
+class CudaExperts(BatchInvariantExperts):
+    """On a GPU, with the weights as vLLM has loaded them. The norm behind the layer may add what the experts give."""
+
+    leaves_sum = False
+    """Whether it does."""
+    left: Any = None
+    """What it adds: of :func:`...ops.moe.cuda.products`."""
+
+    def weights_are_loaded(self, layer: torch.nn.Module) -> None:
+        assert self.reduction is not None
+        if not_run := _not_run_on_gpus(self.reduction):
+            raise NotCovered(
+                f"experts of {layer.layer_name} with {not_run} on a GPU",
+                "they have not been run there",
+                "serve on a CPU",
+            )
+        for weight in (layer.w13_weight, layer.w2_weight):
+            certify(*weight.shape[1:], weight.dtype, weight.device, self.reduction.activation)
+
+    def forward(
+        self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Uninitialised where the norm adds, which it does not while somebody looks at what this gives."""
+        moe, experts = module_for("moe", "cuda"), self.experts_of(layer, layer.w13_weight, layer.w2_weight)
+        adds = self.leaves_sum and moe.a_norm_may_add(x, self.reduction) and not is_watched(self)
+        self.left = moe.products(x, weights, ids, experts) if adds else None
+        return moe.moe(x, weights, ids, experts) if self.left is None else x.new_empty(x.shape)
+
+    def summed(self, layer: torch.nn.Module, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+        given, left = self.apply_monolithic(layer, x, router_logits), self.take_left()
+        return given if left is None else left.added()
+
+    def take_left(self) -> Any:
+        """What the norm adds, once; None where the sum is there."""
+        left, self.left = self.left, None
+        return left
+
+
+def _not_run_on_gpus(reduction: MoeReduction) -> str | None:
+    """What of a layer no engine on a GPU has been compared with."""
+    ran = reduction.activation in ("silu", "swigluoai") or envs.starts_untried()
+    return None if ran else f"the activation {reduction.activation}"
+
+
+@cache
+def certify(n: int, k: int, dtype: torch.dtype, device: torch.device, activation: str) -> int:
+    """:func:`...ops.moe.cuda.certify`, once for layers of one shape."""
+    return module_for("moe", "cuda").certify(n, k, dtype, device, activation)
+
+
+def install_cpu(kind: type[CpuExperts] = CpuExperts) -> None:
+    """Have every layer of experts computed by ours."""
+    _install(kind)
+
+
+def install_cuda() -> None:
+    """Have every layer of experts computed by ours."""
+    _install(CudaExperts)
+
+
+def _install(kind: type[BatchInvariantExperts]) -> None:
+    """Register the method as the out-of-tree form of vLLM's, so that every layer of experts is given it instead."""
+    method = patch_points.EXPERTS_METHOD.get()
+    if method.__name__ not in patch_points.CUSTOM_OP.module().op_registry_oot:
+        ours = type(f"BatchInvariant{method.__name__}", (kind, method), {"__module__": __name__})
+        method.register_oot(ours, name=method.__name__)
+
+
+def install_capture() -> None:
+    """Have the second model runner note which experts our routers choose, where it can note any."""
+    if patch_points.BIND_CAPTURE.is_there():
+        patch_points.BIND_CAPTURE.put(bind_capture)
+
+
+def bind_capture(model: torch.nn.Module, capturer: Any) -> None:
+    """vLLM's function ``bind_routed_experts_capturer``, which takes what computes whole layers for kernels of its own
+    that it has to ask.
+
+    Args:
+        model: with layers of experts that ours serves.
+        capturer: vLLM's ``RoutedExpertsCapturer``: its method ``capture`` copies ids [tokens, top_k] of a layer.
+
+    Raises:
+        NotCovered: a model without such layers.
+    """
+    layers = [part for part in model.modules() if isinstance(part, patch_points.MOE_RUNNER.get())]
+    if not layers:
+        raise NotCovered("--enable-return-routed-experts of a model without experts", "there are none", "leave it out")
+    for layer in layers:
+        layer.routed_experts.quant_method.router.capture = partial(capturer.capture, layer.layer_id)
+
+
+def reductions(model: torch.nn.Module) -> list[MoeReduction]:
+    """Those of a model's layers of experts, each once."""
+    found: list[Any] = [part.reduction for part in model.modules() if isinstance(part, BatchInvariantExperts)]
+    return list(dict.fromkeys(found))
+
+
+def reduction_of(layer: Any) -> MoeReduction:
+    """The reduction of a layer of vLLM's, of the class ``RoutedExperts``.
+
+    Raises:
+        NotCovered: a router, a scale, an activation or a dtype that is not in the reduction.
+    """
+    if tensor_tree.leaves() > 1:
+        raise NotCovered(
+            f"{envs.TP_TREE.name} with experts of {layer.layer_name}",
+            "what a worker's experts make of a token is no subtree of what all make",
+            "leave it out",
+        )
+    objection = _objection(layer)
+    if objection:
+        raise NotCovered(f"experts of {layer.layer_name}: {objection[0]}", objection[1], "serve another model")
+    groups, top_groups = (layer.num_expert_group, layer.topk_group) if layer.use_grouped_topk else (1, 1)
+    return MoeReduction(
+        num_experts=layer.global_num_experts,
+        top_k=layer.top_k,
+        dtype=layer.w13_weight.dtype,
+        scoring=layer.scoring_func,
+        renormalise=layer.renormalize,
+        groups=groups,
+        top_groups=top_groups,
+        scale=layer.routed_scaling_factor,
+        activation=layer.activation.value,
+    )
+
+
+def _objection(layer: Any) -> tuple[str, str] | None:
+    """What of a layer is not in the reduction, and why."""
+    if layer.custom_routing_function is not None:
+        name = getattr(layer.custom_routing_function, "__qualname__", "a function of the model")
+        return f"chosen by {name}", "a model's own function may compute anything"
+    if layer.apply_router_weight_on_input:
+        return "weights are applied to their input", "that is not in the reduction"
+    settings = {name: getattr(layer, name, None) for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta")}
+    for name, value in settings.items():
+        if value is not None:
+            return f"{name}={value}", "the activation is defined without it"
+    biased = layer.e_score_correction_bias is not None
+    if layer.routed_scaling_factor != 1 and not (layer.use_grouped_topk or biased):
+        return f"a factor of {layer.routed_scaling_factor}", "vLLM applies none to this kind of router on a CPU"
+    return None
+
+
+def problem_of_gate(gate: Any) -> str | None:
+    """Why a router's layer of vLLM's class ``GateLinear`` is refused; None if it is a matmul like any other."""
+    allowed = [name for name, value in vars(gate).items() if name.startswith("allow_") and value is True]
+    return f"its matmul follows the number of tokens ({allowed[0]})" if allowed else None
+
+
+def problem_of(runner: Any) -> str | None:
+    """Why a layer of vLLM's class ``MoERunner`` is refused; None if its router and its sums are known."""
+    if type(runner.router).__name__ not in reviews.layers().routers:
+        return f"its experts are chosen by {type(runner.router).__name__}"
+    if getattr(runner.router, "eplb_state", None) is not None:
+        return "its experts move between workers"
+    if runner.gate is not None and runner.shared_expert_gate is not None:
+        return "its router and the gate of its shared expert are one matmul"
+    for name in ("routed_input_transform", "routed_output_transform"):
+        if getattr(runner, name, None) is not None:
+            return f"it has a {name}"
+    return None

@@ -1,0 +1,50 @@
+"""vLLM's norm layers, with the operation in their place."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...ops.norm import rms_norm
+from ..reviews import patch_points
+
+OF_TRANSFORMERS = "vllm.model_executor.models.transformers.fusers.rms_norm"
+"""vLLM's module of norms for models of Transformers: its classes gather what workers share, and call vLLM's layers."""
+_PREFIX = "BatchInvariant"
+
+
+def install() -> None:
+    """Register the layers as the out-of-tree form of vLLM's, so that every model builds these instead."""
+    rms_norm_layer, gemma_layer = patch_points.RMS_NORM.get(), patch_points.GEMMA_RMS_NORM.get()
+    registry = patch_points.CUSTOM_OP.module().op_registry_oot
+    if rms_norm_layer.__name__ in registry:
+        return
+    _register(rms_norm_layer, _rms_norm)
+    _register(gemma_layer, _gemma_rms_norm)
+
+
+def _rms_norm(
+    self: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """x / sqrt(mean(x**2) + eps) * weight, of x or of x + residual."""
+    weight = self.weight.data if self.has_weight else None
+    return rms_norm(x, weight, self.variance_epsilon, residual, self.variance_size_override)
+
+
+def _gemma_rms_norm(
+    self: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The same with 1 + weight, multiplied in fp32."""
+    return rms_norm(x, self.weight.data.float() + 1.0, self.variance_epsilon, residual)
+
+
+def _register(layer: Any, forward: Callable[..., object]) -> None:
+    """Register ``layer`` with ``forward``, and its forms for models of Transformers when vLLM imports them."""
+
+    def __init_subclass__(cls: type, **named: object) -> None:  # noqa: N807 - Python's
+        super(layer, cls).__init_subclass__(**named)
+        if cls.__module__ == OF_TRANSFORMERS:
+            patch_points.replace_layer(cls, _PREFIX, forward)
+
+    patch_points.replace_layer(layer, _PREFIX, forward)
+    layer.__init_subclass__ = classmethod(__init_subclass__)

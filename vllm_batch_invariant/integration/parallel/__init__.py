@@ -1,0 +1,1 @@
+"""What several workers of one model add and send to each other."""

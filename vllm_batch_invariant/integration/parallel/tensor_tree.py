@@ -1,0 +1,150 @@
+"""The same bits with 1, 2, 4 or 8 tensor-parallel workers: what one worker adds alone, and several together, is one
+tree. :data:`~vllm_batch_invariant.envs.TP_TREE` says of how many leaves; exact arithmetic always has one, of sums that
+are rounded once, at its root.
+
+Layers whose K workers share add it in that many leaves, and a worker's partial result is the sum of a subtree. A column
+of the other layers has the bits that it has in the narrowest part of its layer that a worker may have.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ... import envs
+from ...errors import NotCovered
+from ..reviews import patch_points
+
+if TYPE_CHECKING:
+    import torch
+
+LEAF_STEP = 16
+"""A leaf of K has a multiple of so many elements, as many as a tensor core adds at once."""
+_LEFT = "_norm_adds_ranks"
+"""Of a row-parallel layer without a bias: the norm behind it adds what the workers give."""
+
+
+@dataclass(frozen=True)
+class LayerTree:
+    """How a layer computes.
+
+    Attributes:
+        leaves: parts that this worker's K is added in.
+        block_n: columns of the narrowest part of the layer that a worker may have; None where every worker has all. On
+            a GPU a column has the same bits in every part.
+    """
+
+    leaves: int = 1
+    block_n: int | None = None
+
+
+def leaves() -> int:
+    """Of the tree; 1: there is none, or only that of exact arithmetic."""
+    return int(envs.TP_TREE.read())
+
+
+def setting() -> dict[str, str]:
+    """What of it decides bits, as an engine or a trainer describes itself."""
+    return {"tensor_parallel_tree": str(leaves())} if leaves() > 1 else {}
+
+
+def of_layer(layer: "torch.nn.Module") -> LayerTree:
+    """How a linear layer or an output embedding computes.
+
+    Raises:
+        NotCovered: its sizes cannot be cut into the leaves of the tree.
+    """
+    workers = getattr(layer, "tp_size", 1)
+    if leaves() == 1 or isinstance(layer, patch_points.REPLICATED.get()):
+        return LayerTree()
+    if isinstance(layer, patch_points.ROW_PARALLEL.get()):
+        return of_inputs(layer.input_size, layer.prefix, workers)
+    sizes = getattr(layer, "output_partition_sizes", None) or [layer.num_embeddings_per_partition]
+    least = layer.head_size if isinstance(layer, patch_points.QKV_PARALLEL.get()) else 1  # a KV head may be there twice
+    return of_outputs([size * workers for size in sizes], getattr(layer, "prefix", "the embedding"), least)
+
+
+def of_inputs(k: int, name: str, workers: int = 1) -> LayerTree:
+    """How a layer computes whose K inputs the workers share.
+
+    Args:
+        name: of the layer, in messages.
+        workers: that there are.
+
+    Raises:
+        NotCovered: they cannot be cut into the leaves of the tree.
+    """
+    most = leaves()
+    if most == 1:
+        return LayerTree()
+    if k % (LEAF_STEP * most):
+        raise _not_divisible(f"the {k} inputs of {name}", most)
+    return LayerTree(leaves=most // workers)
+
+
+def of_outputs(sizes: Sequence[int], name: str, least: int = 1) -> LayerTree:
+    """How a layer computes whose outputs the workers share.
+
+    Args:
+        sizes: outputs of each of the layers that it is merged of, of all workers.
+        name: of the layer, in messages.
+        least: outputs that a worker has in any case, of each.
+
+    Raises:
+        NotCovered: a tree, and they cannot be cut into as many equal parts.
+    """
+    most = leaves()
+    if most == 1:
+        return LayerTree()
+    for size in sizes:
+        if size % most:
+            raise _not_divisible(f"{size} outputs of {name}", most)
+    return LayerTree(block_n=math.gcd(*(max(size // most, least) for size in sizes)))
+
+
+def _not_divisible(what: str, most: int) -> NotCovered:
+    return NotCovered(
+        f"{envs.TP_TREE.name}={most} for {what}",
+        "they cannot be cut into so many equal parts",
+        "take a smaller tree, or leave it out",
+    )
+
+
+def install(finish: "Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]") -> None:
+    """Have row-parallel layers finish the whole sum, as no one worker does it.
+
+    Args:
+        finish: makes a layer's output of the sum over all workers, and of its bias, if it adds one.
+    """
+    layer = patch_points.ROW_PARALLEL.get()
+    theirs = layer.forward
+
+    def forward(self: Any, input_: "torch.Tensor") -> Any:
+        """vLLM's method."""
+        if not self.reduce_results and not getattr(self, _LEFT, False):
+            raise NotCovered(
+                f"a tree of partial results in {self.prefix}",
+                "its partial results are added to others before the workers add theirs",
+                f"leave out {envs.TP_TREE.name}, and {envs.ARITHMETIC.name}",
+            )
+        bias_is_returned, self.skip_bias_add = self.skip_bias_add, True
+        try:
+            found = theirs(self, input_)
+        finally:
+            self.skip_bias_add = bias_is_returned
+        total, bias = found if self.return_bias else (found, self.bias)
+        output = finish(total, None if bias_is_returned else bias)
+        return (output, bias if bias_is_returned else None) if self.return_bias else output
+
+    layer.forward = forward
+
+
+def leave_sum(layer: Any) -> None:
+    """Have a row-parallel layer give its worker's partial result, which the norm behind it adds to the others'."""
+    layer.reduce_results = False
+    setattr(layer, _LEFT, True)
+
+
+def with_bias(total: "torch.Tensor", bias: "torch.Tensor | None") -> "torch.Tensor":
+    """A layer's output under :data:`~vllm_batch_invariant.envs.TP_TREE`, whose nodes are rounded."""
+    return total if bias is None else total + bias

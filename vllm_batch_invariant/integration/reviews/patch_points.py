@@ -1,0 +1,333 @@
+"""The places of vLLM that the plugin patches or calls, with where each vLLM version keeps them."""
+
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from ... import envs
+from ...errors import NotCovered
+from . import sources, versions
+
+logger = logging.getLogger("vllm.batch_invariant")
+
+
+@dataclass(frozen=True)
+class PatchPoint:
+    """One attribute of vLLM, under the modules that have had it, newest first."""
+
+    modules: tuple[str, ...]
+    attribute: str
+
+    def module(self) -> ModuleType:
+        """The module of the installed vLLM that has the attribute.
+
+        Raises:
+            NotCovered: none has.
+        """
+        for name in self.modules:
+            try:
+                module = importlib.import_module(name)
+            except ModuleNotFoundError:
+                continue
+            if hasattr(module, self.attribute):
+                return module
+        raise NotCovered(
+            f"vLLM {installed_version()}",
+            f"it has no {self.attribute} in {' or '.join(self.modules)}",
+            f"install vLLM {versions.version_range('cuda')}",
+        )
+
+    def is_there(self) -> bool:
+        """Whether the installed vLLM has the attribute."""
+        try:
+            self.module()
+        except NotCovered:
+            return False
+        return True
+
+    def get(self) -> Any:
+        """The attribute's value."""
+        return getattr(self.module(), self.attribute)
+
+    def put(self, value: object) -> None:
+        """Replace the attribute."""
+        setattr(self.module(), self.attribute, value)
+
+
+INIT_BATCH_INVARIANCE = PatchPoint(
+    ("vllm.model_executor.determinism.batch_invariant", "vllm.model_executor.layers.batch_invariant"),
+    "init_batch_invariance",
+)
+"""Called by every worker before its process groups exist: where vLLM installs its own mode, and this plugin its own
+instead.
+"""
+CPU_GEMM = PatchPoint(("vllm.model_executor.layers.utils",), "dispatch_cpu_unquantized_gemm")
+"""Called for every unquantised linear layer and embedding on the CPU once its weight is loaded."""
+CUDA_LINEAR = PatchPoint(("vllm.model_executor.layers.linear",), "linear_batch_invariant")
+"""Called on CUDA by every unquantised linear layer while the flag is 1."""
+CUDA_EMBEDDING = PatchPoint(("vllm.model_executor.layers.vocab_parallel_embedding",), "linear_batch_invariant")
+"""The same for output embeddings."""
+ROW_PARALLEL = PatchPoint(("vllm.model_executor.layers.linear",), "RowParallelLinear")
+"""The layer whose K tensor-parallel workers share."""
+QKV_PARALLEL = PatchPoint(("vllm.model_executor.layers.linear",), "QKVParallelLinear")
+"""A layer whose N they share, by heads."""
+MERGED_COLUMN_PARALLEL = PatchPoint(("vllm.model_executor.layers.linear",), "MergedColumnParallelLinear")
+"""A layer of several products with the same input, each of whose N they share."""
+REPLICATED = PatchPoint(("vllm.model_executor.layers.linear",), "ReplicatedLinear")
+"""A layer that each of them has all of."""
+LINEAR_METHOD = PatchPoint(("vllm.model_executor.layers.linear",), "UnquantizedLinearMethod")
+"""Told of every unquantised linear layer once its weight is loaded."""
+EMBEDDING_METHOD = PatchPoint(("vllm.model_executor.layers.vocab_parallel_embedding",), "UnquantizedEmbeddingMethod")
+"""The same for embeddings."""
+EXPERTS_METHOD = PatchPoint(
+    ("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",), "UnquantizedFusedMoEMethod"
+)
+"""Computes every unquantised layer of experts, and is told of it once its weights are loaded."""
+ROUTED_EXPERTS = PatchPoint(("vllm.model_executor.layers.fused_moe.routed_experts",), "RoutedExperts")
+"""The layer that has their weights, and whose method that is."""
+MOE_RUNNER = PatchPoint(("vllm.model_executor.layers.fused_moe.runner.moe_runner",), "MoERunner")
+"""The layer that models call: adds what routed experts, shared experts and other workers give."""
+VOCABULARY_LAYER = PatchPoint(("vllm.model_executor.layers.vocab_parallel_embedding",), "VocabParallelEmbedding")
+CONFIG = PatchPoint(("vllm.config.vllm",), "VllmConfig")
+"""Completed by its ``__post_init__``, which also calls the platform."""
+CURRENT_CONFIG = PatchPoint(("vllm.config", "vllm.config.vllm"), "get_current_vllm_config")
+CUSTOM_OP = PatchPoint(("vllm.model_executor.custom_op",), "CustomOp")
+RMS_NORM = PatchPoint(("vllm.model_executor.layers.layernorm",), "RMSNorm")
+GEMMA_RMS_NORM = PatchPoint(("vllm.model_executor.layers.layernorm",), "GemmaRMSNorm")
+REGISTER_BACKEND = PatchPoint(("vllm.v1.attention.backends.registry",), "register_backend")
+BACKENDS = PatchPoint(("vllm.v1.attention.backends.registry",), "AttentionBackendEnum")
+CPU_BACKEND = PatchPoint(("vllm.v1.attention.backends.cpu_attn",), "CPUAttentionBackend")
+CPU_COMMUNICATOR = PatchPoint(("vllm.distributed.device_communicators.cpu_communicator",), "CpuCommunicator")
+"""Moves tensors between workers on CPUs, and adds them."""
+CUDA_COMMUNICATOR = PatchPoint(("vllm.distributed.device_communicators.cuda_communicator",), "CudaCommunicator")
+"""The same for workers on GPUs: one object a group."""
+NCCL = PatchPoint(("vllm.distributed.device_communicators.pynccl",), "PyNcclCommunicator")
+"""What it leaves to NCCL."""
+TENSOR_PARALLEL = PatchPoint(("vllm.distributed.parallel_state",), "_TP")
+"""The group of workers that share each layer; None before there is one."""
+CUDA_BACKEND = PatchPoint(("vllm.v1.attention.backends.triton_attn",), "TritonAttentionBackend")
+WRITE_CACHE = PatchPoint(("vllm.v1.attention.ops.triton_reshape_and_cache_flash",), "triton_reshape_and_cache_flash")
+"""Copies a step's keys and values to their pages on CUDA."""
+ATTENTION_CONTEXT = PatchPoint(("vllm.model_executor.layers.attention.attention",), "get_attention_context")
+"""What a layer has in the current step, by its name: metadata, itself, its cache, and the slots of its tokens."""
+ROTARY = PatchPoint(("vllm._custom_ops",), "rotary_embedding")
+"""Turns queries and keys in place."""
+ROTARY_EMBEDDING = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "RotaryEmbedding")
+"""The layer that calls it, and the base of those that only scale the angles."""
+LLAMA_3_ROTARY_EMBEDDING = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "Llama3RotaryEmbedding")
+LINEAR_ROTARY_EMBEDDING = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "LinearScalingRotaryEmbedding")
+SILU_AND_MUL = PatchPoint(("vllm.model_executor.layers.activation",), "SiluAndMul")
+GELU_AND_MUL = PatchPoint(("vllm.model_executor.layers.activation",), "GeluAndMul")
+LOGITS_PROCESSOR = PatchPoint(("vllm.model_executor.layers.logits_processor",), "LogitsProcessor")
+"""The layer that multiplies with the output embedding, and then caps or scales the logits."""
+M_ROPE = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "MRotaryEmbedding")
+"""The layer of multimodal models, whose positions have three rows."""
+MISSING_STAGE = PatchPoint(("vllm.model_executor.models.utils",), "StageMissingLayer")
+"""Stands in a model for a part that vLLM has not built: for encoders where no request may carry what they encode."""
+LLAMA_MLP = PatchPoint(("vllm.model_executor.models.llama",), "LlamaMLP")
+"""The gated MLP of Llama and of those that are built like it."""
+QWEN2_MLP = PatchPoint(("vllm.model_executor.models.qwen2",), "Qwen2MLP")
+"""The same of Qwen2 and Qwen3."""
+QWEN3_ATTENTION = PatchPoint(("vllm.model_executor.models.qwen3",), "Qwen3Attention")
+QWEN3_MOE_ATTENTION = PatchPoint(("vllm.model_executor.models.qwen3_moe",), "Qwen3MoeAttention")
+TOKEN_LOGPROBS = PatchPoint(("vllm.v1.worker.gpu.sample.logprob",), "compute_token_logprobs")
+"""Logprobs of given tokens in vLLM's second model runner, which serves dense models on GPUs."""
+WORKER = PatchPoint(("vllm.v1.worker.worker_base",), "WorkerBase")
+"""Whose methods an engine calls by name."""
+EXECUTOR = PatchPoint(("vllm.v1.executor.abstract",), "Executor")
+"""Starts the workers, in the process of the engine."""
+ENGINE_CORE = PatchPoint(("vllm.v1.engine.core",), "EngineCore")
+"""Holds the executor and the scheduler, schedules steps, and is where calls of the workers pass, of a trainer that
+brings weights among them.
+"""
+PAUSE_STATE = PatchPoint(("vllm.v1.core.sched.interface",), "PauseState")
+WAIT_FOR_ENGINE = PatchPoint(("vllm.v1.engine.utils",), "wait_for_engine_startup")
+"""Where the front end learns that a process of the engine has ended."""
+DEVICE_WORKER = PatchPoint(("vllm.v1.worker.gpu_worker",), "Worker")
+"""The worker of GPUs, from which that of CPUs inherits how a model is loaded; puts a GPU's memory to sleep."""
+ENGINE_ARGUMENTS = PatchPoint(("vllm.engine.arg_utils",), "EngineArgs")
+"""Makes the configuration of an engine of what the user passes."""
+INPUT_PROCESSOR = PatchPoint(("vllm.v1.engine.input_processor",), "InputProcessor")
+"""Makes what the engine gets of what a client asks."""
+VALIDATION_ERROR = PatchPoint(("vllm.exceptions",), "VLLMValidationError")
+"""A server tells the client of it, with status 400."""
+TOP_K_TOP_P = PatchPoint(("vllm.v1.sample.ops.topk_topp_sampler",), "apply_top_k_top_p")
+"""Filters logits for vLLM's first model runner."""
+TOP_K_TOP_P_SAMPLER = PatchPoint(("vllm.v1.sample.ops.topk_topp_sampler",), "TopKTopPSampler")
+"""Filters, and draws a token with the generators of seeded rows, for the first model runner."""
+TOP_K_TOP_P_OF_STATES = PatchPoint(("vllm.v1.worker.gpu.sample.states",), "apply_top_k_top_p")
+"""The same for the second one, under the two names that it has there."""
+TOP_K_TOP_P_OF_SAMPLER = PatchPoint(("vllm.v1.worker.gpu.sample.sampler",), "apply_top_k_top_p")
+INPUT_BATCH = PatchPoint(("vllm.v1.worker.gpu_input_batch",), "InputBatch")
+"""What the first model runner knows of the requests of a step, a row each."""
+THINKING_BUDGETS = PatchPoint(("vllm.v1.sample.thinking_budget_state",), "ThinkingBudgetStateHolder")
+"""What it counts of those that may think for so many tokens."""
+MOVE_DIRECTIONS = PatchPoint(("vllm.v1.sample.logits_processor.interface",), "MoveDirectionality")
+"""Whether a request that moves to another row leaves its own to the one there."""
+SAMPLER = PatchPoint(("vllm.v1.sample.sampler",), "Sampler")
+"""Samples, and lists logprobs, in the first model runner."""
+REJECTION_SAMPLER = PatchPoint(("vllm.v1.sample.rejection_sampler",), "RejectionSampler")
+"""Verifies drafts, in the first model runner."""
+SECOND_REJECTION_SAMPLER = PatchPoint(("vllm.v1.worker.gpu.spec_decode.rejection_sampler",), "RejectionSampler")
+"""The same in the second one."""
+DRAFT_NOISE = PatchPoint(("vllm.v1.worker.gpu.spec_decode.speculator",), "gumbel_sample")
+"""Draws drafts there with a drafter's probabilities."""
+SAMPLED_AND_REJECTED = PatchPoint(("vllm.v1.worker.gpu.input_batch",), "get_num_sampled_and_rejected")
+"""Corrects both numbers there for a request whose prompt is not complete."""
+SECOND_SAMPLER = PatchPoint(("vllm.v1.worker.gpu.sample.sampler",), "Sampler")
+GUMBEL_SAMPLE = PatchPoint(("vllm.v1.worker.gpu.sample.sampler",), "gumbel_sample")
+"""Draws a token of each row there, or takes the largest at temperature 0."""
+TEMPERATURE_OF_STATES = PatchPoint(("vllm.v1.worker.gpu.sample.states",), "apply_temperature")
+MIN_P_OF_STATES = PatchPoint(("vllm.v1.worker.gpu.sample.states",), "apply_min_p")
+PENALTIES = PatchPoint(("vllm.v1.worker.gpu.sample.penalties",), "apply_penalties")
+BAD_WORDS = PatchPoint(("vllm.v1.worker.gpu.sample.bad_words",), "BadWordsState")
+TOPK_SCORES = PatchPoint(("vllm.v1.worker.gpu.sample.logprob",), "compute_topk_scores")
+"""Lists logprobs in the second model runner, under the names that it has there."""
+TOPK_SCORES_OF_SAMPLER = PatchPoint(("vllm.v1.worker.gpu.sample.sampler",), "compute_topk_scores")
+TOPK_SCORES_OF_PROMPT = PatchPoint(("vllm.v1.worker.gpu.sample.prompt_logprob",), "compute_topk_scores")
+COPY_PAGES = PatchPoint(("vllm.v1.worker.gpu.model_runner",), "copy_kv_cache_blocks_inplace")
+"""Copies pages of the cache there, before a step whose prefix is found in a part of one."""
+LOGPROBS_TENSORS = PatchPoint(("vllm.v1.outputs",), "LogprobsTensors")
+MODEL_RUNNER = PatchPoint(("vllm.v1.worker.gpu_model_runner",), "GPUModelRunner")
+"""The first model runner, of CPUs as well."""
+MEAN_POOL = PatchPoint(("vllm.model_executor.layers.pooler.seqwise.methods",), "MeanPool")
+"""Makes one row of a prompt's tokens in models that embed or classify."""
+POOLER_NORMALIZE = PatchPoint(("vllm.model_executor.layers.pooler.activations",), "PoolerNormalize")
+"""Gives embeddings the length 1."""
+BIND_CAPTURE = PatchPoint(("vllm.distributed.aux_output_connector.worker",), "bind_routed_experts_capturer")
+"""Tells each layer of experts, in the second model runner, where to note which experts its tokens have."""
+OUTPUT_PROCESSOR = PatchPoint(("vllm.v1.engine.output_processor",), "OutputProcessor")
+"""Makes what a client gets of what the engine gives, by the two below."""
+DETOKENIZER = PatchPoint(("vllm.v1.engine.detokenizer",), "BaseIncrementalDetokenizer")
+LOGPROBS_PROCESSOR = PatchPoint(("vllm.v1.engine.logprobs",), "LogprobsProcessor")
+STRUCTURED_OUTPUTS = PatchPoint(("vllm.v1.structured_output",), "StructuredOutputManager")
+"""Holds the grammars of requests, in the process of the engine."""
+ENDPOINT_PLUGINS = PatchPoint(("vllm.plugins",), "load_endpoint_plugins")
+"""Called by a server for the routes that plugins add."""
+GAUGE = PatchPoint(("vllm.v1.metrics.loggers",), "Gauge")
+"""prometheus_client's, as vLLM has it."""
+METRICS = PatchPoint(("vllm.v1.metrics.prometheus",), "REGISTRY")
+ENVIRONMENT = PatchPoint(("vllm.envs",), "environment_variables")
+CUDAGRAPH_MODE = PatchPoint(("vllm.config", "vllm.config.compilation"), "CUDAGraphMode")
+GRAPH_MANAGER = PatchPoint(("vllm.v1.worker.gpu.cudagraph_utils",), "CudaGraphManager")
+"""Decides, in vLLM's second model runner, which CUDA graphs there are and which one a step takes."""
+GRAPH = PatchPoint(("vllm.v1.worker.gpu.cudagraph_utils",), "BatchExecutionDescriptor")
+"""Says what a CUDA graph there is for."""
+DRAFT_MODEL = PatchPoint(("vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator",), "StandaloneARSpeculator")
+"""Drafts there with a model of its own, which vLLM launches operator by operator."""
+DRAFT_INPUTS = PatchPoint(("vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator",), "prepare_prefill_inputs")
+"""Writes what that model reads of a verify step."""
+SLOTS_BY_LAYER = PatchPoint(("vllm.v1.worker.gpu.attn_utils",), "build_slot_mappings_by_layer")
+COMPILATION_MODE = PatchPoint(("vllm.config", "vllm.config.compilation"), "CompilationMode")
+
+ALL = {name: value for name, value in list(globals().items()) if isinstance(value, PatchPoint)}
+
+OPTIONAL = {"DRAFT_MODEL", "DRAFT_INPUTS", "MEAN_POOL", "POOLER_NORMALIZE", "BIND_CAPTURE"}
+"""Those that vLLM has from 0.32 on. Without the first two the mode is as good but slower; what the others are for is
+refused before.
+"""
+MEMBERS = {
+    "CONFIG": ("__post_init__",),
+    "CPU_COMMUNICATOR": ("all_reduce", "all_gather"),
+    "CUDA_COMMUNICATOR": ("__init__", "all_reduce", "reduce_scatterv"),
+    "NCCL": ("__init__", "all_reduce", "reduce_scatter", "reduce_scatterv"),
+    "DEVICE_WORKER": ("load_model", "get_model", "sleep", "wake_up"),
+    "ENGINE_CORE": (
+        *("_initialize_kv_caches", "collective_rpc", "step", "step_with_batch_queue", "reset_prefix_cache"),
+    ),
+    "ENGINE_ARGUMENTS": ("create_engine_config",),
+    "INPUT_PROCESSOR": ("process_inputs",),
+    "STRUCTURED_OUTPUTS": ("grammar_init", "_create_grammar"),
+    "DETOKENIZER": ("update",),
+    "LOGPROBS_PROCESSOR": ("update_from_output",),
+    "INPUT_BATCH": ("swap_states", "condense", "add_request", "update_async_output_token_ids"),
+    "THINKING_BUDGETS": ("sync_batch", "update_state", "_find_last_sequence_index"),
+    "TOP_K_TOP_P_SAMPLER": ("forward_cpu", "forward_native"),
+    "LOGITS_PROCESSOR": ("forward", "_get_logits"),
+    "SAMPLER": ("forward", "gather_logprobs", "gather_specific_token_logprobs"),
+    "REJECTION_SAMPLER": ("forward",),
+    "SECOND_REJECTION_SAMPLER": ("__call__",),
+    "SECOND_SAMPLER": ("apply_sampling_params", "add_request"),
+    "MODEL_RUNNER": ("_sample", "_bookkeeping_sync", "_update_states", "sync_and_gather_intermediate_tensors"),
+    "MEAN_POOL": ("forward",),
+    "POOLER_NORMALIZE": ("forward_chunk",),
+    "GRAPH_MANAGER": ("_init_candidates",),
+    "DRAFT_MODEL": ("init_cudagraph_manager", "capture", "_prefill", "_multi_step_decode"),
+    "LINEAR_METHOD": ("process_weights_after_loading", "apply"),
+    "EMBEDDING_METHOD": ("process_weights_after_loading", "apply"),
+    "EXPERTS_METHOD": ("process_weights_after_loading", "apply_monolithic"),
+}
+"""Methods of those classes that are overridden."""
+
+
+def replace_layer(
+    layer: type[Any], prefix: str, forward: Callable[..., object], **methods: Callable[..., object]
+) -> None:
+    """Register a class as the out-of-tree form of one of vLLM's layers, so that every model builds it instead; the
+    first one stays.
+
+    Args:
+        layer: vLLM's.
+        prefix: of the class's name.
+        forward: on every device.
+        methods: others.
+    """
+    if layer.__name__ in CUSTOM_OP.module().op_registry_oot:
+        return
+    methods |= dict.fromkeys(("forward_native", "forward_cpu", "forward_cuda", "forward_oot"), forward)
+    made = type(f"{prefix}{layer.__name__}", (layer,), {"__module__": __name__, **methods})
+    layer.register_oot(made, name=layer.__name__)
+
+
+def replaces_forward(layer: type[Any], stays: str) -> bool:
+    """Whether the forward method of one of vLLM's layers is to be replaced: it is one that was read, and has not been
+    replaced yet (then it is ``fused``). The log says if it is another than those known here.
+
+    Args:
+        layer: vLLM's.
+        stays: what the log says of another.
+    """
+    if getattr(layer.forward, "fused", False):
+        return False
+    is_known = sources.is_read("forwards", layer.forward)
+    if not is_known:
+        logger.info("%s is not the one known here: %s.", layer.__name__, stays)
+    return is_known
+
+
+def installed_version() -> str:
+    """The version of the installed vLLM."""
+    import vllm
+
+    return vllm.__version__
+
+
+def check_version(device_type: str) -> None:
+    """Refuse a vLLM that nobody has tested on a device, unless :data:`~.envs.UNTESTED_VLLM` names it.
+
+    Raises:
+        NotCovered: it is newer or older than those that were, or between them and in no list, or failed.
+    """
+    version = installed_version()
+    objection = versions.objection(version, device_type)
+    if objection and version != envs.UNTESTED_VLLM.read():
+        raise NotCovered(
+            f"vLLM {version} on {device_type}",
+            objection,
+            f"install vLLM {versions.version_range(device_type)}, or set {envs.UNTESTED_VLLM.name}={version} "
+            "to start it untested",
+        )
+
+
+def untested(device_type: str) -> str:
+    """The warning about a vLLM that only :data:`~.envs.UNTESTED_VLLM` lets start; empty about any other."""
+    objection = versions.objection(installed_version(), device_type)
+    if not objection:
+        return ""
+    return (
+        f"vLLM {installed_version()} was not tested with batch-invariant mode ({objection}), and starts because "
+        f"{envs.UNTESTED_VLLM.name} names it; run vllm-batch-invariant check before relying on its bits."
+    )

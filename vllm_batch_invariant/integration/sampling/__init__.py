@@ -1,0 +1,1 @@
+"""What samples, in both of vLLM's model runners: candidates, filters, seeds, drafts, grammars."""
