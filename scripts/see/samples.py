@@ -37,7 +37,8 @@ def of_result(result: dict[str, Any]) -> dict[str, Any]:
         "texts": texts,
         "different": [
             {name: answer[name] for name in ("first_logprob", "first_token", "candidates")}
-            | {"text": texts.index(answer["text"]), "length": len(answer["tokens"]), "first_number": first_number(samples["different"][0], answer)}
+            | {"text": texts.index(answer["text"]), "length": len(answer["tokens"])}
+            | {"first_number": first_number(samples["different"][0], answer)}
             for answer in samples["different"]
         ],
     }
@@ -85,9 +86,7 @@ def of_runs(runs: Sequence[dict[str, Any]], machine: str, torch: str) -> dict[st
 def main(arguments: list[str] | None = None) -> None:
     """Write the map's data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="FILE", help="what reproduce --json wrote"
-    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="FILE", help="what reproduce --json wrote")
     parser.add_argument("--machine", help="the GPU, or the processor that served (default: this processor)")
     parser.add_argument("--torch", default=version("torch"), help="the PyTorch that served (default: that of here)")
     parser.add_argument("--out", type=Path, default=DATA / "samples.json", help="default: site/data/samples.json")
