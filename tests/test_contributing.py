@@ -184,7 +184,7 @@ def test_a_weight_format_needs_no_other_file_of_the_package(package: Path) -> No
     edits = {
         "ops/formats/__init__.py": lambda text: text.replace(
             "from .record import Format", "from .record import Format\nfrom .signs import SIGNS"
-        ).replace("FORMATS = (PLAIN,)", "FORMATS = (PLAIN, SIGNS)")
+        ).replace("FORMATS = (PLAIN, ", "FORMATS = (PLAIN, SIGNS, ")
     }
     add(package, FORMAT, edits)
     code = """

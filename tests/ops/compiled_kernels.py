@@ -350,13 +350,15 @@ def narrow_gemms(
     """Every problem of Hopper's narrow kernel, by every tile that may serve it or by those given."""
     for spec, dtype in itertools.product(specs, dtypes):
         problem = GemmProblem(896, 512, dtype, spec, 0)
+        every = {tile: None for m in (16, 32, 64, 128) for tile in schedule.sm90_tiles(problem, m, Gpu.of(0))}
+        if not every:
+            continue
         a, (weight, *scales) = (
             torch.zeros(rows, 512, dtype=dtype),
             spec.b_format.stored(torch.zeros(896, 512, dtype=dtype)),
         )
         bias = torch.zeros(896, dtype=dtype) if spec.epilogue.has_bias else None
         out = torch.empty(rows, problem.columns, dtype=dtype)
-        every = {tile: None for m in (16, 32, 64, 128) for tile in schedule.sm90_tiles(problem, m, Gpu.of(0))}
         for tile in every if tiles is None else tiles:
             for overlaps in (True,) if tile != NARROW_TILES[0] else (False, True):
                 linear.gemm_sm90_swap_ab(a, weight.t(), bias, out, problem.reduction, tile, overlaps, spec, scales)

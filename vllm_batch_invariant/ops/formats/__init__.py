@@ -5,9 +5,14 @@
 memory before whatever multiplies.
 """
 
+from .eight import EIGHT, FP8, FP8_BLOCK, INT8
+from .fp4 import MXFP4, NVFP4
+from .integers import INTEGERS, integers
 from .record import Format
 
-PLAIN = Format("")
+__all__ = ["FORMATS", "FP8", "FP8_BLOCK", "INT8", "MXFP4", "NVFP4", "PLAIN", "Format", "integers"]
+
+PLAIN = Format("", names=("weight",))
 """The matrix itself: fp32, bf16, fp16 or fp64."""
-FORMATS = (PLAIN,)
+FORMATS = (PLAIN, *INTEGERS, *EIGHT, NVFP4, MXFP4)
 """Every one."""

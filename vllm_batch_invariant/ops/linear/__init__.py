@@ -99,8 +99,9 @@ def _matmul(
 ) -> torch.Tensor:
     dtype, storage = a.dtype, spec.b_format.storage
     if storage or b.dtype != dtype or (bias is not None and bias.dtype != dtype):
-        if storage and (stored := tuple(tensor.dtype for tensor in (b, *scales))) != storage:
-            raise ValueError(f"{spec.b_format.name} is stored as {storage}, got {stored}")
+        if storage and not spec.b_format.is_stored_as((b, *scales), dtype):
+            wanted, stored = (tuple(one or dtype for one in storage), tuple(one.dtype for one in (b, *scales)))
+            raise ValueError(f"{spec.b_format.name} is stored as {wanted}, got {stored}")
         _same_dtype(a, None if storage else b, bias)
     if spec.epilogue.has_bias is (bias is None):
         raise ValueError(
