@@ -28,6 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from scripts import marks
 from vllm_batch_invariant.ops.common.nvidia_gpus import COMPILED_FOR
 
 ROOT = Path(__file__).parents[1]
@@ -233,8 +234,7 @@ def write(rows: Sequence[dict[str, str]]) -> None:
         table = csv.DictWriter(lines, list(rows[0]), lineterminator="\n")
         table.writeheader()
         table.writerows(rows)
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{page_table(read_table())}\n{END}{rest.partition(END)[2]}")
+    PAGE.write_text(marks.put(PAGE.read_text(), BEGIN, END, f"\n{page_table(read_table())}\n"))
 
 
 def main(arguments: list[str] | None = None) -> int:

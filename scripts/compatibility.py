@@ -10,6 +10,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from scripts import marks
 from vllm_batch_invariant.integration.reviews import versions
 from vllm_batch_invariant.integration.reviews.versions import READ, RUN, Row
 
@@ -47,17 +48,15 @@ def put(new: Row) -> None:
         table = csv.writer(file, lineterminator="\n")
         table.writerows([[field.name for field in fields(Row)], *map(astuple, ordered)])
     versions.rows.cache_clear()
-    text = PAGE.read_text()
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    PAGE.write_text(f"{before}{section()}{after}")
+    PAGE.write_text(marks.put(PAGE.read_text(), BEGIN, END, f"\n\n{section()}\n\n"))
 
 
 def section(rows: Iterable[Row] | None = None) -> str:
-    """The part of the page between its two marks, with the marks."""
+    """The table of the page."""
     lines = ["| vLLM | package | what | on | Python | PyTorch | Triton | date | outcome |", "|" + "---|" * 9]
     lines += [
         f"| {row.version} | {row.package} | {_WORDS[row.what]} | {row.machine} | {row.python} | {row.pytorch} | "
         f"{row.triton} | {row.date} | {row.outcome} |".replace("|  |", "| |").replace("|  |", "| |")
         for row in (versions.rows() if rows is None else rows)
     ]
-    return "\n".join((BEGIN, "", *lines, "", END))
+    return "\n".join(lines)

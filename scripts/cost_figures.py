@@ -17,11 +17,12 @@ from pathlib import Path
 from statistics import geometric_mean
 
 from benchmarks.record import DATA, Measurement, read
+from scripts import marks
 from scripts.see.data import processor
 
 ROOT = Path(__file__).parents[1]
 SAMPLES = DATA / "samples.csv"
-_MARKED = re.compile(r"<!--figure:([\w-]+)-->(.*?)<!--end-->", re.DOTALL)
+BEGIN, END = r"<!--figure:([\w-]+)-->", "<!--end-->"
 _TAGS = ("model", "layers", "tp", "tree", "spec", "k", "arithmetic", "run")
 """Keys of a case that say what was served, and not the load."""
 _NEWEST, _OLDER = "0.33.0", "0.26.0"
@@ -410,23 +411,23 @@ def written(text: str) -> str:
         ValueError: a mark within a sentence begins a line, where Markdown would take the line for HTML.
     """
 
-    def replaced(found: re.Match) -> str:
+    def figure_at(found: re.Match[str]) -> str:
         name, before = found[1], text[: found.start()]
         figure = FIGURES[name]()
         begins_line = not before or before.endswith("\n")
         if "\n" in figure:
-            return f"<!--figure:{name}-->\n\n{figure}\n\n<!--end-->"
+            return f"\n\n{figure}\n\n"
         if begins_line:
             raise ValueError(f"the figure {name} begins a line")
-        return f"<!--figure:{name}-->{figure}<!--end-->"
+        return figure
 
-    return _MARKED.sub(replaced, text)
+    return marks.put_each(text, BEGIN, END, figure_at)
 
 
 def documents() -> list[Path]:
     """Those that have figures."""
     return [
-        path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if _MARKED.search(path.read_text())
+        path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if re.search(BEGIN, path.read_text())
     ]
 
 

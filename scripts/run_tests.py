@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from scripts import marks
 from scripts.compatibility import ROOT
 
 PAGE = ROOT / "docs" / "testing.md"
@@ -141,11 +142,10 @@ def machine() -> str:
 
 def recorded(page: str, row: Sequence[str]) -> str:
     """The page with the row in its table, in the place of that of the same command and machine."""
-    before, _, rest = page.partition(BEGIN)
-    table, _, after = rest.partition(END)
+    table = marks.between(page, BEGIN, END)
     lines = [line for line in table.splitlines()[2:] if line and _cells(line)[::2][:2] != [row[0], row[2]]]
     rows = "".join(f"{line}\n" for line in sorted([*lines, f"| {' | '.join(row)} |"]))
-    return f"{before}{BEGIN}{HEADER}{rows}{END}{after}"
+    return marks.put(page, BEGIN, END, f"{HEADER}{rows}")
 
 
 def _cells(line: str) -> list[str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tests.fakes import torchvision
 
+from . import marks
 from .trainers import openrlhf, prime_rl, skyrl, trl, verl
 from .trainers.examples import Mirror
 from .trainers.models import model_of
@@ -76,8 +77,7 @@ def judged(rows: Sequence[Row]) -> list[Row]:
 
 def write_page(rows: Sequence[Row]) -> None:
     """Put the tables into the page."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{page_table(rows)}\n\n{END}{rest.partition(END)[2]}")
+    PAGE.write_text(marks.put(PAGE.read_text(), BEGIN, END, f"\n\n{page_table(rows)}\n\n"))
 
 
 def main(arguments: list[str] | None = None) -> int:

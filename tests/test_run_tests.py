@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import run_tests
+from scripts import marks, run_tests
 from scripts.run_tests import BEGIN, END, HEADER, Part, recorded, run
 
 
@@ -85,7 +85,7 @@ def test_a_run_takes_the_row_of_the_same_command_and_machine() -> None:
     page = recorded(page, ("`make test`", "2026-01-01", "a CPU", "19", "all 3", "1 passed"))
     page = recorded(page, ("`make test`", "2026-01-02", "another CPU", "9", "all 3", "1 passed"))
     page = recorded(page, ("`make test`", "2026-01-03", "a CPU", "18", "all 3", "2 passed"))
-    rows = page.partition(HEADER)[2].partition(END)[0].splitlines()
+    rows = marks.between(page, BEGIN + HEADER, END).splitlines()
     assert [row.split(" | ")[1:4] for row in rows] == [
         ["2026-01-02", "another CPU", "9"],
         ["2026-01-03", "a CPU", "18"],

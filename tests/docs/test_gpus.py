@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import check_triton
+from scripts import check_triton, marks
 from scripts.check_triton import (
     BEGIN,
     END,
@@ -22,8 +22,7 @@ from vllm_batch_invariant.ops.common.nvidia_gpus import COMPILED_FOR
 
 
 def test_the_table_is_that_of_the_file() -> None:
-    written = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].strip()
-    assert written == page_table(read_table())
+    assert marks.between(PAGE.read_text(), BEGIN, END).strip() == page_table(read_table())
 
 
 def test_no_cell_but_those_that_the_page_names_has_a_problem_and_that_is_spills_in_loops() -> None:

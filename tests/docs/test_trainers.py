@@ -3,14 +3,14 @@
 import re
 from collections import Counter
 
+from scripts import marks
 from scripts.trainers.gate import STARTS
 from scripts.trainers.models import MODELS, SAME_AS, model_of
 from scripts.trainers.table import BEGIN, END, PAGE, REPOSITORIES, kind_of, page_table, read
 
 
 def test_the_tables_are_those_of_the_file() -> None:
-    written = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].strip()
-    assert written == page_table(read())
+    assert marks.between(PAGE.read_text(), BEGIN, END).strip() == page_table(read())
 
 
 def test_every_row_names_its_source_and_says_what_came_of_it() -> None:
