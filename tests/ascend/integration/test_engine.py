@@ -24,9 +24,8 @@ from vllm_batch_invariant.ascend.integration import install as ascend
 from vllm_batch_invariant.ascend.integration import library as ascend_library
 from vllm_batch_invariant.ascend.integration import patch_points as ascend_patch_points
 from vllm_batch_invariant.errors import BadSetting, NotCovered
-from vllm_batch_invariant.integration.engine import install, refusals, server, weights
+from vllm_batch_invariant.integration.engine import install
 from vllm_batch_invariant.integration.reviews import patch_points
-from vllm_batch_invariant.integration.sampling import grammars, seeds, speculation
 
 
 class Platform(CpuPlatform):
@@ -57,29 +56,14 @@ def full_config(**additional: object) -> SimpleNamespace:
     return made
 
 
-_COMMON = (
-    (refusals, "install"),
-    (server, "offer"),
-    (seeds, "install"),
-    (speculation, "install_front_end"),
-    (grammars, "install"),
-    (weights, "install"),
-)
-"""What :func:`install.install` calls on every device, by module."""
-
-
 @pytest.fixture
 def platform(monkeypatch: pytest.MonkeyPatch) -> type:
     """The platform of a process in which the plugin has been installed, as far as a device has a part in it: what every
     device has would stay in vLLM's classes.
     """
-    for module, name in _COMMON:
-        monkeypatch.setattr(module, name, lambda *_: None)
-    for point, name in (
-        (patch_points.CONFIG, "__post_init__"),
-        (patch_points.ENGINE_ARGUMENTS, "create_engine_config"),
-    ):
-        monkeypatch.setattr(point.get(), name, getattr(point.get(), name))  # to be taken back
+    monkeypatch.setattr(install, "install_on_every_device", lambda: None)
+    kind = patch_points.CONFIG.get()
+    monkeypatch.setattr(kind, "__post_init__", kind.__post_init__)  # to be taken back
     chosen = type("NPUPlatform", (Platform,), {})
     monkeypatch.setattr(vllm.platforms, "_current_platform", chosen())
     monkeypatch.setattr(install, "_installed", False)

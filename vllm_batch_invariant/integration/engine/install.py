@@ -33,7 +33,6 @@ def install() -> None:
     device_type = devices.type_of(current_platform)
     coverage.check_device(device_type)
     patch_points.check_version(device_type)
-    refusals.install()
     configuration.check_variables(patch_points.ENVIRONMENT.get())
     for variable in envs.VARIABLES:
         variable.read()
@@ -43,6 +42,15 @@ def install() -> None:
     device.install(platform)
     patch_points.REGISTER_BACKEND.get()(device.vllm_backend, device.attention_backend)
     patch_points.INIT_BATCH_INVARIANCE.put(install_worker)
+    install_on_every_device()
+    _installed = True
+
+
+def install_on_every_device() -> None:
+    """Hook into what is vLLM's own on every device: servers, requests, grammars, weights, and refusals between
+    processes.
+    """
+    refusals.install()
     if refusals.is_users_process():
         _refuse_other_servers()
     server.offer()
@@ -50,7 +58,6 @@ def install() -> None:
     speculation.install_front_end()
     grammars.install()
     weights.install(devices.of_config)
-    _installed = True
 
 
 def _refuse_other_servers() -> None:
