@@ -9,7 +9,9 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm_batch_invariant.integration.layers import activation, linear
+from vllm_batch_invariant.integration.layers.activation import GATED_MLP
 from vllm_batch_invariant.integration.reviews import patch_points, sources
+from vllm_batch_invariant.integration.side_table import beside
 from vllm_batch_invariant.ops.linear.spec import GATED, PRODUCT
 
 MLPS = [patch_points.LLAMA_MLP, patch_points.QWEN2_MLP]
@@ -28,7 +30,7 @@ def without_init(kind: type) -> Any:
 class _Mlp(SimpleNamespace):
     """Has the forward method of :mod:`~vllm_batch_invariant.integration.layers.activation`."""
 
-    forward = activation._fused(pytest.fail)
+    forward = GATED_MLP.fused(pytest.fail)
 
 
 class _WithAnother(_Mlp):
@@ -77,7 +79,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_mlp_that_differs_keeps_two_operations(change: str) -> None:
     assert activation._fits(mlp({}))
     assert not activation._fits(mlp(CHANGES[change]))
-    assert not activation._fits(_WithAnother(**vars(mlp({}))))
+    assert GATED_MLP.serves(_Mlp)
+    assert not GATED_MLP.serves(_WithAnother)
 
 
 @pytest.mark.parametrize("layer", MLPS, ids=lambda layer: layer.attribute)
@@ -90,9 +93,8 @@ def test_a_fitting_mlp_says_what_its_weight_is_for_and_multiplies_with_it_once(m
     for layer in MLPS:
         monkeypatch.setattr(layer.get(), "__init__", lambda self, made: self.__dict__.update(vars(made)))
         monkeypatch.setattr(layer.get(), "forward", layer.get().forward)
-    monkeypatch.setattr(patch_points, "replace_layer", lambda *_: None)
     for _ in range(2):
-        activation.install()
+        GATED_MLP.install()
     monkeypatch.setattr(activation.torch_op, "linear", lambda x, weight, bias, spec: (x, weight, bias, spec))
     x = SimpleNamespace(is_cuda=True)
     for layer in MLPS:
@@ -100,11 +102,12 @@ def test_a_fitting_mlp_says_what_its_weight_is_for_and_multiplies_with_it_once(m
         parts.gate_up_proj.weight, parts.down_proj = "weight", _Down(parts.down_proj.quant_method)
         made = without_init(kind)
         kind.__init__(made, parts)
-        assert getattr(made.gate_up_proj, linear.ACTIVATION) is _Ours
+        assert beside(made.gate_up_proj).activation is _Ours
         assert kind.forward(made, x) == ("down", (x, "weight", None, GATED.name))
-        other = without_init(kind)
-        kind.__init__(other, mlp(CHANGES["a bias"]))
-        assert not hasattr(other.gate_up_proj, linear.ACTIVATION)
+        derived = type("Derived", (kind,), {"forward": _WithAnother.forward})
+        for other, parts in ((without_init(kind), mlp(CHANGES["a bias"])), (without_init(derived), mlp({}))):
+            kind.__init__(other, parts)
+            assert beside(other.gate_up_proj).activation is None
 
 
 class _Down:
@@ -117,10 +120,10 @@ class _Down:
 
 def test_an_mlp_that_is_watched_or_on_another_device_or_not_marked_has_its_own_method() -> None:
     apart: list[Any] = []
-    forward = activation._fused(lambda _, x: apart.append(x))
+    forward = GATED_MLP.fused(lambda _, x: apart.append(x))
     watched, plain, unmarked, changed = (mlp({}) for _ in range(4))
     for made in (watched, plain, changed):
-        setattr(made.gate_up_proj, linear.ACTIVATION, _Ours)
+        beside(made.gate_up_proj).activation = _Ours
     watched.act_fn.register_forward_hook(lambda *_: None)
     changed.act_fn = torch.nn.GELU()  # by a class that is derived from vLLM's
     forward(plain, SimpleNamespace(is_cuda=False))
@@ -137,5 +140,5 @@ def test_a_marked_layer_is_prepared_for_its_activation() -> None:
     )
     layer = SimpleNamespace(bias=None)
     assert linear._expected(layer, config) == (300, PRODUCT, (1, 2))
-    setattr(layer, linear.ACTIVATION, _Ours)
+    beside(layer).activation = _Ours
     assert linear._expected(layer, config) == (300, GATED, (1, 2))

@@ -13,6 +13,7 @@ from tests.assertions import assert_same_bits
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration.parallel import collectives
 from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.integration.side_table import beside
 from vllm_batch_invariant.ops.all_reduce import add_ranks
 from vllm_batch_invariant.verify.harness.server import free_port
 
@@ -107,7 +108,7 @@ def test_the_workers_of_a_layer_on_gpus_add_floating_point_numbers_by_ours() -> 
         layers.all_reduce(torch.ones(3, dtype=torch.int32))
         assert layers.theirs == 1
     for name, ranks in (("tp:0", 1), ("pp:0", 2), ("etp:0", 2)):
-        assert communicator(name, ranks).batch_invariant_all_reduce is None
+        assert beside(communicator(name, ranks)).all_reduce is None
 
 
 @pytest.mark.usefixtures("on_gpus")

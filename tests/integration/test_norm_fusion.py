@@ -18,6 +18,7 @@ from vllm_batch_invariant.integration.layers.experts import CudaExperts
 from vllm_batch_invariant.integration.layers.norm_fusion import DECODERS, Decoder
 from vllm_batch_invariant.integration.parallel import tensor_tree
 from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.integration.side_table import beside
 from vllm_batch_invariant.ops.norm import rms_norm
 
 HIDDEN, LAYERS = 32, 3
@@ -206,7 +207,8 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> AllReduce:
     for name in ("llama", "mixtral", "qwen2", "qwen3_moe"):
         monkeypatch.setattr(import_module(f"vllm.model_executor.models.{name}"), "get_pp_group", lambda: stage)
     monkeypatch.setattr(patch_points.ROW_PARALLEL.module(), "tensor_model_parallel_all_reduce", add)
-    group = SimpleNamespace(world_size=2, device_communicator=SimpleNamespace(batch_invariant_all_reduce=add))
+    group = SimpleNamespace(world_size=2, device_communicator=SimpleNamespace())
+    beside(group.device_communicator).all_reduce = add
     monkeypatch.setattr(patch_points.TENSOR_PARALLEL.module(), patch_points.TENSOR_PARALLEL.attribute, group)
     monkeypatch.setattr(patch_points.CUSTOM_OP.module(), "op_registry_oot", {"RMSNorm": Norm})
     monkeypatch.setattr(patch_points.MOE_RUNNER.module(), patch_points.MOE_RUNNER.attribute, Runner)
@@ -398,10 +400,9 @@ def test_a_worker_fuses_what_it_has_loaded(serves: bool, ours: AllReduce, monkey
             return self.model
 
     if not serves:
-        communicator = patch_points.TENSOR_PARALLEL.get().device_communicator
-        monkeypatch.setattr(communicator, "batch_invariant_all_reduce", None)
+        beside(patch_points.TENSOR_PARALLEL.get().device_communicator).all_reduce = None
     worker = Worker()
-    norm_fusion.fuse_in(worker)
+    norm_fusion.ADDING_NORMS.fuse_in(worker)
     hidden_states(worker.model)
     assert ours.norms == serves * 2 * LAYERS
     assert ours.expected == serves * 100 * HIDDEN * 4
@@ -420,8 +421,8 @@ def test_a_worker_alone_reads_sources_only_for_experts(
     if not has_experts:
         monkeypatch.setattr(norm_fusion, "was_read", lambda: pytest.fail("sources were read"))
     monkeypatch.setattr(patch_points.TENSOR_PARALLEL.get(), "world_size", 1)
-    monkeypatch.setattr(patch_points.TENSOR_PARALLEL.get().device_communicator, "batch_invariant_all_reduce", None)
+    beside(patch_points.TENSOR_PARALLEL.get().device_communicator).all_reduce = None
     worker = Worker()
-    norm_fusion.fuse_in(worker)
+    norm_fusion.ADDING_NORMS.fuse_in(worker)
     hidden_states(worker.model)
     assert moe.norms == has_experts * LAYERS

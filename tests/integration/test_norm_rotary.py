@@ -9,7 +9,9 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm_batch_invariant.integration.layers import mrope, norm_rotary
+from vllm_batch_invariant.integration.layers.norm_rotary import HEAD_NORMS
 from vllm_batch_invariant.integration.reviews import patch_points, sources
+from vllm_batch_invariant.integration.side_table import beside
 from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
 
 
@@ -38,8 +40,9 @@ class _Attention:
 def fitting(rotary: torch.nn.Module, slots: CacheSlots | None) -> SimpleNamespace:
     """A layer that is as expected, of one head of four."""
     norms = {"q_norm": _Norm(torch.bfloat16), "k_norm": _Norm(torch.bfloat16)}
-    sizes = {"num_heads": 1, "num_kv_heads": 1, "kv_size": 4, "_norm_and_rotary_are_one": True}
+    sizes = {"num_heads": 1, "num_kv_heads": 1, "kv_size": 4}
     made = SimpleNamespace(rotary_emb=rotary, attn=_Attention(slots), **norms, **sizes)
+    beside(made).heads_fit = True
     made.qkv_proj = made.o_proj = lambda x: (x, None)
     return made
 
@@ -112,7 +115,8 @@ def test_text_is_turned_by_the_first_of_three_equal_rows(monkeypatch: pytest.Mon
     )
     positions, hidden = torch.arange(2).expand(3, 2), torch.zeros(2, 12)
     for rotary in (_Rotary(), torch.nn.Identity()):
-        norm_rotary.fused(lambda *arguments: apart.append(arguments))(fitting(rotary, None), positions, hidden)
+        forward = HEAD_NORMS.fused(lambda *arguments: apart.append(arguments))
+        forward(fitting(rotary, None), positions, hidden)
     assert [rows.tolist() for rows in given] == [[0, 1]]
     assert len(apart) == 1
 
@@ -131,7 +135,7 @@ def test_keys_and_values_are_written_at_once_where_the_cache_takes_them_as_they_
     if cache_dtype is not None:
         slots = CacheSlots(*torch.zeros(3, 1, 16, 8, dtype=cache_dtype).split(4, dim=-1), torch.zeros(2))
     given = torch.arange(2), torch.zeros(2, 12, dtype=torch.bfloat16)
-    attended = norm_rotary.fused(None)(fitting(_Rotary(), slots), *given)
+    attended = HEAD_NORMS.fused(pytest.fail)(fitting(_Rotary(), slots), *given)
     if cache_dtype == torch.bfloat16:
         assert attended == (("queries", slots), None, None)
     else:
@@ -148,20 +152,21 @@ def test_dense_and_mixed_layers_get_the_operation_once(monkeypatch: pytest.Monke
     layers = [patch_points.QWEN3_ATTENTION.get(), patch_points.QWEN3_MOE_ATTENTION.get()]
     for layer in layers:
         monkeypatch.setattr(layer, "forward", layer.forward)
-    norm_rotary.install()
+    HEAD_NORMS.install()
     made = [layer.forward for layer in layers]
-    norm_rotary.install()
-    assert all(forward.fused for forward in made)
+    HEAD_NORMS.install()
+    assert all(map(HEAD_NORMS.serves, layers))
     assert [layer.forward for layer in layers] == made
 
 
 def test_a_watched_or_unfit_layer_runs_vllms_method() -> None:
     calls = []
-    forward = norm_rotary.fused(lambda *given: calls.append(given))
+    forward = HEAD_NORMS.fused(lambda *given, **named: calls.append(given))
     parts = {name: torch.nn.Identity() for name in ("q_norm", "k_norm", "rotary_emb")}
-    on_the_cpu, fitting = SimpleNamespace(**parts), SimpleNamespace(**parts, _norm_and_rotary_are_one=True)
+    on_the_cpu, fitting = SimpleNamespace(**parts), SimpleNamespace(**parts)
+    beside(fitting).heads_fit = True
     hidden, positions = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
-    forward(on_the_cpu, positions, hidden)
+    forward(on_the_cpu, positions=positions, hidden_states=hidden)  # as vLLM calls it
     forward(fitting, positions.expand(3, 2), hidden)
     parts["q_norm"].register_forward_hook(lambda *_: None)
     forward(fitting, positions, hidden)

@@ -11,7 +11,7 @@ import torch
 from tests.assertions import assert_same_bits
 from tests.ops.sampling.test_ranking import tied_rows
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import reviews
+from vllm_batch_invariant.integration import reviews, side_table
 from vllm_batch_invariant.integration.reviews import patch_points, samplers
 from vllm_batch_invariant.integration.sampling import sampler
 from vllm_batch_invariant.ops import ranking
@@ -111,7 +111,9 @@ def test_a_neighbour_that_asks_for_tokens_by_id_leaves_a_row_its_candidates(logi
     logprobs = log_softmax(logits, dtype=torch.float32)
     alone = sampler.compute_topk_scores(logits, 5, sampled)
     if runner == "first":
-        beside = sampler.gather_specific_token_logprobs(SimpleNamespace(num_logprobs=5), logprobs, asked, sampled)
+        step = SimpleNamespace()
+        side_table.beside(step).candidates = 5
+        beside = sampler.gather_specific_token_logprobs(step, logprobs, asked, sampled)
     else:
         rows = torch.arange(ROWS, dtype=torch.int32)
         state = {"logprob_token_ids_state": by_id(asked), "expanded_idx_mapping": rows, "max_per_req_token_ids": 7}

@@ -15,6 +15,7 @@ from vllm_batch_invariant.integration.engine import refusals, weights
 from vllm_batch_invariant.integration.layers import linear
 from vllm_batch_invariant.integration.layers.linear import dispatch, restore_weights
 from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.integration.side_table import beside
 from vllm_batch_invariant.ops.linear.spec import PRODUCT
 
 
@@ -155,7 +156,7 @@ def test_digits_on_a_gpu_are_made_again_where_they_lie(monkeypatch: pytest.Monke
     linear._multiply_exactly(Method)
     layer, x = Layer(draw(96, 48)), draw(3, 48)
     Method().process_weights_after_loading(layer)
-    before = [part.data_ptr() for part in layer._batch_invariant_exact.copy]
+    before = [part.data_ptr() for part in beside(layer).exact.copy]
     assert torch.equal(Method().apply(layer, x, bias=None), x @ layer.weight.T)
     with torch.no_grad():
         layer.weight.copy_(draw(96, 48) * 3)
@@ -165,7 +166,7 @@ def test_digits_on_a_gpu_are_made_again_where_they_lie(monkeypatch: pytest.Monke
     layer.weight = torch.nn.Parameter(draw(96, 48) * 7, requires_grad=False)  # as vLLM loads a layer elsewhere
     Method().process_weights_after_loading(layer)
     assert torch.equal(Method().apply(layer, x), x @ layer.weight.T)
-    assert [part.data_ptr() for part in layer._batch_invariant_exact.copy] == before
+    assert [part.data_ptr() for part in beside(layer).exact.copy] == before
     Method().process_weights_after_loading(Layer(draw(96, 48)))
     Method().process_weights_after_loading(Layer(draw(3001, 48)))
     assert certified == [(96, 48, False), (1024 + 953, 48, False)], "once a shape, of a part of many rows"
@@ -564,7 +565,7 @@ def test_what_is_on_its_way_arrives_before_running_requests_are_computed_again()
     assert core.done == ["first", "reset True True"]
     assert core.states == [patch_points.PAUSE_STATE.get().PAUSED_ALL]  # nothing more is scheduled meanwhile
     assert core.pause_state == "running"
-    assert list(core.__dict__[weights._ARRIVED]) == [{0: "first"}]
+    assert list(weights._watch_of(core).arrived) == [{0: "first"}]
 
 
 def test_a_reset_that_leaves_running_requests_alone_waits_for_nothing() -> None:
@@ -577,7 +578,7 @@ def test_what_arrived_meanwhile_is_what_the_next_step_gives() -> None:
     core = AheadOfItsWorkers()
     weights._deliver(core, {0: "an output"})
     weights._deliver(core, {})
-    core.__dict__[weights._WATCH] = weights.Watch(fingerprint="", called=False)
+    assert not weights._watch_of(core).called
     looking = weights._looking(AheadOfItsWorkers.step)
     assert looking(core) == ({0: "an output"}, True)
     assert looking(core) == ({0: "first"}, True)
@@ -588,7 +589,7 @@ def test_an_engine_in_a_process_of_its_own_sends_what_arrived() -> None:
     core.output_queue = SimpleNamespace(put_nowait=core.done.append)
     weights._deliver(core, {0: "an output"})
     assert core.done == [(0, "an output")]
-    assert weights._ARRIVED not in core.__dict__
+    assert not weights._watch_of(core).arrived
 
 
 @pytest.mark.parametrize(("level", "tags"), [(2, None), (2, ["weights"]), (1, None)])

@@ -161,6 +161,7 @@ def test_the_check_and_its_certificate_name_what_a_layer_computes(dispatch: Simp
     from vllm.model_executor.layers.linear import ReplicatedLinear
 
     from vllm_batch_invariant.integration.layers import linear
+    from vllm_batch_invariant.integration.side_table import beside
     from vllm_batch_invariant.verify.check import operations
 
     _, codes, scales, _ = operands()
@@ -170,7 +171,7 @@ def test_the_check_and_its_certificate_name_what_a_layer_computes(dispatch: Simp
     layer.quant_method = SimpleNamespace(
         apply=lambda layer, x, bias: torch_op.linear(x, layer.weight, bias, PACKED.name, scales)
     )
-    setattr(layer, linear._EXPECTED, linear._Expected(M, PACKED, ()))
+    beside(layer).expected = linear._Expected(M, PACKED, ())
     model = torch.nn.Sequential(layer, torch.nn.Embedding(1, 1, dtype=torch.bfloat16))
     [certificate] = operations.certify(model, "linear", (2, 17))
     assert (certificate.shape, certificate.difference) == (f"0: K={K}, N={N}, bfloat16, toy4", "")

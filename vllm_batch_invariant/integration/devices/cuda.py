@@ -85,19 +85,12 @@ class Cuda(VllmDevice):
         cuda_graphs.install()
         draft_graphs.install()
         external_ops = super().install_worker()
-        if not self.is_exact:
-            norm_rotary.install()
         sampler.install_second_runner()
         return external_ops
 
     def check_gpu(self) -> None:
         """Refuse a GPU that the kernels are not compiled for."""
         Gpu.of(torch.cuda.current_device())
-
-    def after_loading(self, worker: Any) -> None:
-        super().after_loading(worker)
-        if not self.is_exact:
-            norm_fusion.fuse_in(worker)
 
     def install_linear(self) -> None:
         experts.install_cuda()
@@ -127,7 +120,7 @@ class Cuda(VllmDevice):
 
 
 class ExactCuda(ExactDevice, Cuda):
-    """The same in exact arithmetic: nothing is fused, and the second model runner's sampler is replaced."""
+    """The same in exact arithmetic, where the second model runner's sampler is replaced."""
 
     def install_worker(self) -> frozenset[str]:
         external_ops = super().install_worker()
@@ -189,5 +182,6 @@ DEVICE = Cuda(
     has_speculation=True,
     has_thinking_budgets=True,
     has_tree=True,
+    fusions=(activation.GATED_MLP, norm_rotary.HEAD_NORMS, norm_fusion.ADDING_NORMS),
 )
 EXACT = ExactCuda.of(DEVICE, "by Triton")

@@ -14,6 +14,7 @@ from ...ops.exact import FORMAT
 from ...version import __version__
 from ..engine import loading, request_state, weights
 from ..layers import mrope, norm, pooling, review
+from ..layers.fusion import Fusion
 from ..parallel import tensor_tree
 from ..reviews import patch_points
 from ..sampling import generators, sampler
@@ -45,6 +46,7 @@ class VllmDevice:
         has_thinking_budgets: whether a thought is counted as vLLM's own runner counts it, which the mode mends.
         has_tree: whether K may be added in leaves.
         arithmetic: that its workers compute in.
+        fusions: of operations of vLLM's layers.
     """
 
     ops: Device
@@ -65,6 +67,7 @@ class VllmDevice:
     has_thinking_budgets: bool = False
     has_tree: bool = False
     arithmetic: str = "float"
+    fusions: tuple[Fusion, ...] = ()
     has_exact_kernels: ClassVar[bool] = False
 
     def check_build(self) -> None:
@@ -119,6 +122,8 @@ class VllmDevice:
         norm.install()
         mrope.install()
         pooling.install()
+        for fusion in self.fusions:
+            fusion.install()
         worker = patch_points.DEVICE_WORKER.get()
         loading.hook(worker, self.before_loading, self.after_loading)
         weights.watch(worker)
@@ -135,6 +140,8 @@ class VllmDevice:
         """
         review.check(worker.get_model())
         weights.watch_loading(worker.get_model())
+        for fusion in self.fusions:
+            fusion.fuse_in(worker)
 
     def install_linear(self) -> None:
         """Put the matmul where vLLM's linear layers, embeddings and experts call it."""
@@ -230,12 +237,12 @@ class ExactDevice(VllmDevice):
     @classmethod
     def of(cls, device: VllmDevice, serving: str) -> Self:
         """The record beside that of a device, whose sums of integers are computed by ``serving``. Its attention backend
-        is the class ``ExactBackend`` beside the device's.
+        is the class ``ExactBackend`` beside the device's, and nothing is fused.
         """
         backend = f"{device.attention_backend.rpartition('.')[0]}.ExactBackend"
         guarantees = (*device.guarantees, "hardware")
-        others = {"arithmetic": "exact", "attention_backend": backend, "guarantees": guarantees, "serving": serving}
-        return cls(**(vars(device) | others))
+        others = {"attention_backend": backend, "guarantees": guarantees, "serving": serving, "fusions": ()}
+        return cls(**(vars(device) | others | {"arithmetic": "exact"}))
 
     def attention_reduction(self) -> AttentionReduction:
         return AttentionReduction.of_device(self.ops.type, "exact")

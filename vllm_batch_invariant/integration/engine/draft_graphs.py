@@ -30,7 +30,7 @@ def install() -> None:
     if not patch_points.DRAFT_MODEL.is_there():
         return
     drafter = patch_points.DRAFT_MODEL.get()
-    if getattr(drafter._prefill, "has_graphs", False):
+    if drafter.capture is capture:
         return
     if sources.unread("drafter", sources.installed):
         logger.info("%s is not the one known here: draft models run without CUDA graphs.", drafter.__name__)
@@ -230,7 +230,6 @@ def first_by_graph(launched: Callable[..., None]) -> Callable[..., None]:
         )
         self.prefill_cudagraph_manager.run_fullgraph(graph)
 
-    vars(_prefill)["has_graphs"] = True
     return _prefill
 
 

@@ -26,6 +26,7 @@ import torch
 
 from ..layers import linear
 from ..reviews import patch_points
+from ..side_table import beside
 from . import refusals
 from .endpoint import METHOD as ENGINE_INFO
 
@@ -35,10 +36,6 @@ METHOD = "batch_invariant_weights"
 """Of a worker: gives layers their weights back, and tells one set of weights from another. To an engine's client the
 engine answers it, with what it knows of the weights that it serves.
 """
-_WATCH = "_batch_invariant_watch"
-_SLEEPS = "_batch_invariant_sleeps"
-_ARRIVED = "_batch_invariant_arrived"
-_KEPT = "_batch_invariant_kept"
 _DISCARDS = 2
 """The level of sleep that keeps no weights."""
 _SAMPLERS = ("sampler", "rejection_sampler", "prompt_logprobs_worker", "structured_outputs_worker")
@@ -74,6 +71,8 @@ class Watch:
     """The digest that the servers were told; None while it is that of the start."""
     unpublished: bool = False
     """Whether that could not be written."""
+    arrived: deque[dict[int, Any]] = field(default_factory=deque)
+    """What steps gave outside of a step, which the next ones hand on."""
 
 
 def install(device_of: Callable[[Any], Any]) -> None:
@@ -199,8 +198,8 @@ def _lock_of(at: Path) -> Path:
 
 def _published_at() -> Path | None:
     """Beside the file of refusals, which every process finds by a variable; None where nobody has set that."""
-    beside = os.environ.get(refusals.LEFT_AT)
-    return Path(f"{beside}.weights") if beside else None
+    left_at = os.environ.get(refusals.LEFT_AT)
+    return Path(f"{left_at}.weights") if left_at else None
 
 
 def install_in_worker() -> None:
@@ -215,15 +214,16 @@ def watch(worker: type[Any]) -> None:
     @wraps(sleep)
     def sleep_and_keep(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> None:
         if level == _DISCARDS:
-            setattr(self, _KEPT, [(tensor, tensor.cpu().clone()) for tensor in _beside_weights(self)])
+            beside(self).discarded = [(tensor, tensor.cpu().clone()) for tensor in _beside_weights(self)]
         sleep(self, level, *args, **kwargs)
 
     @wraps(wake_up)
     def wake_up_and_restore(self: Any, tags: list[str] | None = None) -> None:
         wake_up(self, tags)
         if tags is None or "weights" in tags:
-            for tensor, kept in self.__dict__.pop(_KEPT, ()):
+            for tensor, kept in beside(self).discarded:
                 tensor.copy_(kept)
+            beside(self).discarded = []
             for layer in self.vllm_config.compilation_config.static_forward_context.values():
                 if hasattr(getattr(layer, "impl", None), "restore_after_sleep"):
                     layer.impl.restore_after_sleep()
@@ -278,7 +278,7 @@ def fingerprint(worker: Any, compare: bool = True, restore: bool = True) -> str:
     sums = [part for tensor in tensors if not tensor.is_cpu for part in _sums(_bytes(tensor))]
     for of_part in sums:  # all are made before the first is waited for
         digest.update(of_part.cpu().numpy().data)
-    return f"{getattr(worker, _SLEEPS, 0)} {digest.hexdigest()}"
+    return f"{beside(worker).sleeps} {digest.hexdigest()}"
 
 
 def _digests(tensors: list[torch.Tensor]) -> list[bytes]:
@@ -329,16 +329,15 @@ def _counted(method: Callable[..., None]) -> Callable[..., None]:
     @wraps(method)
     def counted(self: Any, *args: Any, **kwargs: Any) -> None:
         method(self, *args, **kwargs)
-        setattr(self, _SLEEPS, getattr(self, _SLEEPS, 0) + 1)
+        beside(self).sleeps += 1
 
     return counted
 
 
 def _watch_of(core: Any) -> Watch:
-    watch = core.__dict__.get(_WATCH)
-    if watch is None:
-        watch = core.__dict__[_WATCH] = Watch()
-    return watch
+    kept = beside(core)
+    kept.watch = kept.watch or Watch()
+    return kept.watch
 
 
 def _before_call(core: Any, device_of: Callable[[Any], Any]) -> None:
@@ -369,8 +368,7 @@ def _looking(step: Callable[..., Any]) -> Callable[..., Any]:
         if watch.called or watch.written != _written:
             _look(self, watch)
         _publish_again(watch)
-        arrived = self.__dict__.get(_ARRIVED)
-        return (arrived.popleft(), True) if arrived else step(self)
+        return (watch.arrived.popleft(), True) if watch.arrived else step(self)
 
     return looking
 
@@ -405,7 +403,7 @@ def _deliver(core: Any, outputs: dict[int, Any]) -> None:
         for output in outputs.items():
             core.output_queue.put_nowait(output)
     elif outputs:
-        core.__dict__.setdefault(_ARRIVED, deque()).append(outputs)
+        _watch_of(core).arrived.append(outputs)
 
 
 def _look(core: Any, watch: Watch) -> None:

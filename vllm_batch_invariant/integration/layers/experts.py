@@ -17,8 +17,8 @@ from ...ops.moe import Experts, MoeReduction, route
 from .. import reviews
 from ..parallel import tensor_tree
 from ..reviews import patch_points
+from .fusion import is_watched
 from .linear import PreparedWeight
-from .norm_rotary import is_watched
 
 
 class PreparedExperts(PreparedWeight):

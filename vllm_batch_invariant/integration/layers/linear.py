@@ -14,16 +14,11 @@ from ...ops.linear import MatmulSpec, prepare, torch_op
 from ...ops.linear.spec import BIASED, GATED, PRODUCT, spec_of
 from ..parallel import tensor_tree
 from ..reviews import patch_points
+from ..side_table import beside
 
 _CERTIFIED = 1024
 """Rows of a weight, or less than twice as many, whose products a certificate compares: a tile has at most 64 of them.
 """
-EXACT = "_batch_invariant_exact"
-"""Attribute of a layer on a GPU: its product in exact arithmetic."""
-ACTIVATION = "_batch_invariant_activation"
-"""Attribute of a layer on a GPU whose product is activated in the launch that multiplies: the activation's class."""
-_EXPECTED = "_batch_invariant_expected"
-"""Attribute of a layer on a GPU: what to prepare its weight for."""
 
 _prepared: WeakSet["PreparedWeight"] = WeakSet()
 
@@ -259,12 +254,12 @@ def _multiply_exactly(method: type[Any]) -> None:
         process(self, layer)
         if layer.weight.is_meta or layer.weight.ndim != 2:
             return
-        if not hasattr(layer, EXACT):
-            setattr(layer, EXACT, ExactCudaLinear(layer))
-        getattr(layer, EXACT).prepare()
+        kept = beside(layer)
+        kept.exact = kept.exact or ExactCudaLinear(layer)
+        kept.exact.prepare()
 
     def apply(self: object, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return getattr(layer, EXACT)(x, layer.weight, bias)
+        return beside(layer).exact(x, layer.weight, bias)
 
     method.process_weights_after_loading, method.apply = process_weights_after_loading, apply
 
@@ -279,9 +274,10 @@ def _prepare_after_loading(method: type[Any]) -> None:
     def process_weights_after_loading(self: object, layer: torch.nn.Module) -> None:
         process(self, layer)
         if layer.weight.is_cuda and layer.weight.ndim == 2:
-            if not hasattr(layer, _EXPECTED):  # later, who loads weights need not have vLLM's configuration at hand
-                setattr(layer, _EXPECTED, _expected(layer, patch_points.CURRENT_CONFIG.get()()))
-            prepare(layer.weight, *getattr(layer, _EXPECTED))
+            kept = beside(layer)
+            if kept.expected is None:  # later, who loads weights need not have vLLM's configuration at hand
+                kept.expected = _expected(layer, patch_points.CURRENT_CONFIG.get()())
+            prepare(layer.weight, *kept.expected)
 
     method.process_weights_after_loading = process_weights_after_loading
 
@@ -316,7 +312,8 @@ class _Expected(NamedTuple):
 
 def spec_of_layer(layer: torch.nn.Module, bias: torch.Tensor | None) -> MatmulSpec:
     """What a layer computes, with a bias or None: what it was prepared for, if that is more."""
-    spec = getattr(layer, _EXPECTED).spec if hasattr(layer, _EXPECTED) else PRODUCT
+    expected = beside(layer).expected
+    spec = PRODUCT if expected is None else expected.spec
     return spec_of(bias is not None) if spec in (PRODUCT, BIASED) else spec
 
 
@@ -325,7 +322,7 @@ def _expected(layer: torch.nn.Module, config: Any) -> _Expected:
     if tensor_tree.leaves() > 1 and isinstance(layer, patch_points.ROW_PARALLEL.get()):
         adds_bias = False  # it comes after the root
     sizes = tuple(config.compilation_config.cudagraph_capture_sizes or ())
-    spec = GATED if hasattr(layer, ACTIVATION) else spec_of(adds_bias, tensor_tree.of_layer(layer).leaves)
+    spec = GATED if beside(layer).activation else spec_of(adds_bias, tensor_tree.of_layer(layer).leaves)
     return _Expected(_max_m(layer, config), spec, sizes)
 
 

@@ -21,8 +21,9 @@ import torch
 from ...ops.dispatch import module_for
 from ..parallel import tensor_tree
 from ..reviews import patch_points, sources
+from ..side_table import beside
 from .experts import CudaExperts
-from .norm_rotary import is_watched
+from .fusion import Fusion, is_watched
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -62,15 +63,21 @@ DECODERS = (
 _MODELS = "vllm.model_executor.models."
 
 
-def fuse_in(worker: Any) -> None:
-    """Fuse the sums and norms of the model that a worker has loaded."""
-    model, group = worker.get_model(), patch_points.TENSOR_PARALLEL.get()
-    ours = getattr(getattr(group, "device_communicator", None), "batch_invariant_all_reduce", None)
-    may_fuse = ours or (group.world_size == 1 and any(isinstance(part, CudaExperts) for part in model.modules()))
-    if may_fuse and (count := fuse(model, ours)):
-        logger.info("%d norms add what the layer before them gives.", count)
-        if ours and ours.expect(_longest_message(worker.vllm_config)):
-            logger.info("Long partial results are sent while they are multiplied.")
+class _AddingNorms(Fusion):
+    """Sums and the norms behind them."""
+
+    def fuse_in(self, worker: Any) -> None:
+        model, group = worker.get_model(), patch_points.TENSOR_PARALLEL.get()
+        communicator = getattr(group, "device_communicator", None)
+        ours = communicator and beside(communicator).all_reduce
+        may_fuse = ours or (group.world_size == 1 and any(isinstance(part, CudaExperts) for part in model.modules()))
+        if may_fuse and (count := fuse(model, ours)):
+            logger.info("%d norms add what the layer before them gives.", count)
+            if ours and ours.expect(_longest_message(worker.vllm_config)):
+                logger.info("Long partial results are sent while they are multiplied.")
+
+
+ADDING_NORMS = _AddingNorms()
 
 
 def _longest_message(config: Any) -> int:

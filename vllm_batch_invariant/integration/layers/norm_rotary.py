@@ -2,7 +2,6 @@
 and values as one operation.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,69 +9,58 @@ import torch
 from ...ops.common.kv_cache import CacheSlots, is_aligned
 from ...ops.norm_rotary import DTYPES, HEAD_SIZES, norm_rotary
 from ..reviews import patch_points
+from ..side_table import beside
 from . import mrope
+from .fusion import ForwardFusion
 
 _ROTATING = ("forward", "forward_native", "forward_cuda")
 """Methods that a layer must not have replaced."""
 
-Forward = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+
+def _fits(layer: Any, parts: tuple[Any, ...], positions: torch.Tensor, hidden_states: torch.Tensor) -> bool:
+    """Whether the operation does what the layer's own modules do; of these it is found out once."""
+    if positions.dim() != 1 and not mrope.serves(parts[2]):
+        return False
+    kept = beside(layer)
+    if kept.heads_fit is None:
+        kept.heads_fit = hidden_states.is_cuda and _as_expected(layer, hidden_states.dtype)
+    return kept.heads_fit
 
 
-def install() -> None:
-    """Give the attention layers the operation; where one is not as expected, vLLM's method stays, with the bits of the
-    norm and of vLLM's rotary kernel, which are the same.
-    """
-    for layer in (patch_points.QWEN3_ATTENTION.get(), patch_points.QWEN3_MOE_ATTENTION.get()):
-        if patch_points.replaces_forward(layer, "its norms and rotary embedding stay apart"):
-            layer.forward = fused(layer.forward)
+def _forward(layer: Any, parts: tuple[Any, ...], positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    q_norm, k_norm, rotary = parts
+    qkv, _ = layer.qkv_proj(hidden_states)
+    slots = _slots_of_step(layer.attn, qkv.dtype)
+    q, k = norm_rotary(
+        qkv,
+        mrope.of_text(positions),
+        q_norm.weight.data,
+        k_norm.weight.data,
+        rotary.cos_sin_cache,
+        q_norm.variance_epsilon,
+        layer.num_heads,
+        layer.num_kv_heads,
+        slots,
+    )
+    v = qkv[:, -layer.kv_size :] if slots is None else None
+    output, _ = layer.o_proj(layer.attn(q, k, v))
+    return output
 
 
-def fused(apart: Forward) -> Forward:
-    """The forward method that has one operation where ``apart`` has three."""
-
-    def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        q_norm, k_norm, rotary = self.q_norm, self.k_norm, self.rotary_emb
-        rows_differ = positions.dim() != 1 and not mrope.serves(rotary)
-        if rows_differ or not _fits(self, hidden_states) or is_watched(q_norm, k_norm, rotary):
-            return apart(self, positions, hidden_states)
-        qkv, _ = self.qkv_proj(hidden_states)
-        slots = _slots_of_step(self.attn, qkv.dtype)
-        q, k = norm_rotary(
-            qkv,
-            mrope.of_text(positions),
-            q_norm.weight.data,
-            k_norm.weight.data,
-            rotary.cos_sin_cache,
-            q_norm.variance_epsilon,
-            self.num_heads,
-            self.num_kv_heads,
-            slots,
-        )
-        v = qkv[:, -self.kv_size :] if slots is None else None
-        output, _ = self.o_proj(self.attn(q, k, v))
-        return output
-
-    vars(forward)["fused"] = True
-    return forward
-
-
-def _fits(layer: Any, hidden_states: torch.Tensor) -> bool:
-    """Whether the operation does what the layer's own modules do; found out once."""
-    fits = layer.__dict__.get("_norm_and_rotary_are_one")
-    if fits is None:
-        fits = layer._norm_and_rotary_are_one = hidden_states.is_cuda and _as_expected(layer, hidden_states.dtype)
-    return fits
+HEAD_NORMS = ForwardFusion(
+    kinds=(patch_points.QWEN3_ATTENTION, patch_points.QWEN3_MOE_ATTENTION),
+    parts=("q_norm", "k_norm", "rotary_emb"),
+    apart="its norms and rotary embedding stay apart",
+    fits=_fits,
+    forward=_forward,
+)
+"""Its bits are those of the norm and of vLLM's rotary kernel."""
 
 
 def _slots_of_step(attention: Any, dtype: torch.dtype) -> CacheSlots | None:
     """Where the operation writes a step's keys and values; None where the layer of attention writes them."""
     slots = attention.impl.slots_of_step(attention)
     return slots if slots is not None and slots.keys.dtype == dtype and is_aligned(slots.keys) else None
-
-
-def is_watched(*modules: torch.nn.Module) -> bool:
-    """Whether something waits for these modules to be called, as the recorder of this project does."""
-    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
 def _as_expected(layer: Any, dtype: torch.dtype) -> bool:

@@ -13,6 +13,7 @@ import torch.distributed
 from ...errors import NotCovered
 from ...ops.all_reduce import add_ranks
 from ..reviews import patch_points
+from ..side_table import beside
 
 _ADDING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 """Functions of torch.distributed that may add."""
@@ -44,18 +45,17 @@ def install_cuda(tree: bool) -> None:
 
     def __init__(self: Any, *args: Any, **named: Any) -> None:  # noqa: N807 - Python's
         make(self, *args, **named)
-        self.batch_invariant_all_reduce = None
         if self.world_size > 1 and self.unique_name.split(":")[0] == _LAYERS:
             from ...ops.all_reduce.cuda import AllReduce
             from ...ops.all_reduce.peers import symmetric_peers
 
-            self.batch_invariant_all_reduce = AllReduce(
+            beside(self).all_reduce = AllReduce(
                 self.world_size, symmetric_peers(self.device_group, self.device), tree=tree
             )
 
     def all_reduce(self: Any, input_: torch.Tensor) -> torch.Tensor:
         """vLLM's method, which gives a new tensor."""
-        ours = self.batch_invariant_all_reduce
+        ours = beside(self).all_reduce
         return ours(input_) if ours and input_.is_floating_point() else theirs(self, input_)
 
     scatter = communicator.reduce_scatterv
@@ -78,12 +78,12 @@ def install_cuda(tree: bool) -> None:
 
     def warmed_up(self: Any, *args: Any, **named: Any) -> None:
         make_nccl(self, *args, **named)
-        self.batch_invariant = True  # before, it adds a zero to see that it works
+        beside(self).is_made = True  # before, it adds a zero to see that it works
 
     nccl.__init__ = warmed_up
     for name in _ADDING_IN_NCCL:
         if hasattr(nccl, name):
-            method = without_sums(getattr(nccl, name), lambda call: hasattr(call["self"], "batch_invariant"))
+            method = without_sums(getattr(nccl, name), lambda call: beside(call["self"]).is_made)
             setattr(nccl, name, method)
 
 

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 from ... import envs
 from ...errors import NotCovered
 from ..reviews import patch_points
+from ..side_table import beside
 
 if TYPE_CHECKING:
     import torch
 
 LEAF_STEP = 16
 """A leaf of K has a multiple of so many elements, as many as a tensor core adds at once."""
-_LEFT = "_norm_adds_ranks"
-"""Of a row-parallel layer without a bias: the norm behind it adds what the workers give."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def install(finish: "Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
     def forward(self: Any, input_: "torch.Tensor") -> Any:
         """vLLM's method."""
-        if not self.reduce_results and not getattr(self, _LEFT, False):
+        if not self.reduce_results and not beside(self).norm_adds:
             raise NotCovered(
                 f"a tree of partial results in {self.prefix}",
                 "its partial results are added to others before the workers add theirs",
@@ -142,7 +141,7 @@ def install(finish: "Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 def leave_sum(layer: Any) -> None:
     """Have a row-parallel layer give its worker's partial result, which the norm behind it adds to the others'."""
     layer.reduce_results = False
-    setattr(layer, _LEFT, True)
+    beside(layer).norm_adds = True
 
 
 def with_bias(total: "torch.Tensor", bias: "torch.Tensor | None") -> "torch.Tensor":

@@ -9,7 +9,7 @@ from typing import Any
 
 from ... import envs
 from ...errors import NotCovered
-from . import sources, versions
+from . import versions
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -280,22 +280,6 @@ def replace_layer(
     methods |= dict.fromkeys(("forward_native", "forward_cpu", "forward_cuda", "forward_oot"), forward)
     made = type(f"{prefix}{layer.__name__}", (layer,), {"__module__": __name__, **methods})
     layer.register_oot(made, name=layer.__name__)
-
-
-def replaces_forward(layer: type[Any], stays: str) -> bool:
-    """Whether the forward method of one of vLLM's layers is to be replaced: it is one that was read, and has not been
-    replaced yet (then it is ``fused``). The log says if it is another than those known here.
-
-    Args:
-        layer: vLLM's.
-        stays: what the log says of another.
-    """
-    if getattr(layer.forward, "fused", False):
-        return False
-    is_known = sources.is_read("forwards", layer.forward)
-    if not is_known:
-        logger.info("%s is not the one known here: %s.", layer.__name__, stays)
-    return is_known
 
 
 def installed_version() -> str:

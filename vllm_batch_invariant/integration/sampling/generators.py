@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..reviews import patch_points
+from ..side_table import beside
 
 
 def install() -> None:
@@ -19,12 +20,12 @@ def install() -> None:
     def sample_with_those_needed(self: Any, *args: Any, **named: Any) -> Any:
         batch = self.input_batch
         discarded = np.nonzero(self.discard_request_mask.np[: batch.num_reqs])[0].tolist()
-        self.resting_generators = {row: batch.generators.pop(row) for row in discarded if row in batch.generators}
+        beside(self).resting = {row: batch.generators.pop(row) for row in discarded if row in batch.generators}
         return sample(self, *args, **named)
 
     def keep_and_bring_back(self: Any, *args: Any, **named: Any) -> Any:
         kept = keep(self, *args, **named)
-        self.input_batch.generators.update(self.resting_generators)
+        self.input_batch.generators.update(beside(self).resting)
         return kept
 
     runner._sample = sample_with_those_needed

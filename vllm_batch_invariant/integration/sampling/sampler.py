@@ -15,6 +15,7 @@ from ...ops.ranking import first, top_and_ranks
 from ...ops.softmax import log_softmax_at
 from ...ops.top_k_top_p import top_k_top_p
 from ..reviews import patch_points, samplers
+from ..side_table import beside
 from . import speculation
 
 
@@ -32,7 +33,7 @@ def install(device_type: str) -> None:
     forward = sampler.forward
 
     def remember_and_forward(self: Any, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **named: Any) -> Any:
-        self.num_logprobs = sampling_metadata.max_num_logprobs or 0
+        beside(self).candidates = sampling_metadata.max_num_logprobs or 0
         # vLLM has two ways to penalise repetition, and rows of a padded vocabulary are contiguous if there is one.
         return forward(self, logits.contiguous(), sampling_metadata, *args, **named)
 
@@ -155,7 +156,7 @@ def gather_specific_token_logprobs(
     """
     if not logprob_token_ids:
         return None
-    top, ranks = top_and_ranks(logprobs, self.num_logprobs, sampled)
+    top, ranks = top_and_ranks(logprobs, beside(self).candidates, sampled)
     numbers = torch.zeros(len(logprobs), dtype=torch.int64)
     tokens = torch.zeros(len(logprobs), max(map(len, logprob_token_ids.values())), dtype=torch.int64)
     for row, ids in logprob_token_ids.items():

@@ -414,9 +414,9 @@ def _qualified(thing: Any) -> str:
 
 def _server(layer: torch.nn.Module) -> str:
     """The function that computes a layer's GEMM."""
-    from ...integration.layers.linear import EXACT
+    from ...integration.side_table import beside
 
-    function = getattr(layer, "cpu_linear", None) or getattr(layer, EXACT, None)
+    function = getattr(layer, "cpu_linear", None) or beside(layer).exact
     if function is not None:
         return _qualified(function if hasattr(function, "__qualname__") else type(function)).partition(".<locals>")[0]
     method = _qualified(type(layer.quant_method))

@@ -1,0 +1,48 @@
+"""What the mode keeps of objects that are vLLM's: beside each, in one attribute."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+_ENTRY = "_batch_invariant"
+
+
+@dataclass(slots=True)
+class Entry:
+    """What is kept of an object.
+
+    Attributes:
+        expected: of a linear layer on a GPU, what its weight is prepared for; None until it is loaded.
+        activation: of one whose launch activates, the activation's class.
+        exact: of a linear layer on a GPU, its product in exact arithmetic.
+        norm_adds: of a row-parallel layer without a bias, whether the norm behind it adds what the workers give.
+        heads_fit: of an attention layer, whether one operation does what its norms and rotary embedding do; None until
+            that is found out.
+        all_reduce: of a communicator on GPUs, what adds floating-point numbers.
+        is_made: of vLLM's wrapper of NCCL, whether its constructor has ended.
+        resting: of a model runner, generators that it has taken out of the batch, by the row.
+        candidates: of a sampler, the most logprobs that a request of the step asks for.
+        sleeps: of a worker, how often memory was taken from its KV cache.
+        discarded: of a worker, tensors that a sleep discards, each with a copy.
+        watch: of an engine, what it knows of its weights.
+    """
+
+    expected: Any = None
+    activation: type | None = None
+    exact: Any = None
+    norm_adds: bool = False
+    heads_fit: bool | None = None
+    all_reduce: Any = None
+    is_made: bool = False
+    resting: dict[int, Any] = field(default_factory=dict)
+    candidates: int = 0
+    sleeps: int = 0
+    discarded: list[tuple[Any, Any]] = field(default_factory=list)
+    watch: Any = None
+
+
+def beside(holder: Any) -> Entry:
+    """The entry of an object, which it has from when somebody first asks."""
+    try:
+        return holder.__dict__[_ENTRY]
+    except KeyError:
+        return holder.__dict__.setdefault(_ENTRY, Entry())
