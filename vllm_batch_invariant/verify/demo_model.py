@@ -11,7 +11,7 @@ import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,8 @@ from .tokenizer_files import write_tokenizer
 if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
+
+    from .quantised_model import CheckpointFormat
 
 PAD, EOS, TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 SPECIAL_TOKENS = (PAD, EOS, TURN)
@@ -118,14 +120,9 @@ class Shape:
         return self.experts > 0 and layer >= self.dense_layers
 
 
-def random_weights(
-    shape: Shape, tokens: int, drawn: Callable[..., "torch.Tensor"]
-) -> "Iterator[dict[str, torch.Tensor]]":
-    """Weights under Qwen3's names, first those of no layer, then each layer's. Special tokens and ids from ``tokens``
-    on get a logit of 0, too low to be chosen.
-
-    Args:
-        drawn: standard normal numbers in fp32 of a size, such as ``drawn(rows, columns)``.
+def distributions(shape: Shape, drawn: Callable[..., "torch.Tensor"]) -> "tuple[Callable[..., torch.Tensor], ...]":
+    """What draws matrices (rows, columns, a factor) whose products are as large as what they are multiplied with, and
+    vectors (the center, a size) near a number; see :func:`random_weights`.
     """
     import torch
 
@@ -137,15 +134,34 @@ def random_weights(
     def near(center: float, n: int) -> "torch.Tensor":
         return (center * (1 + 0.1 * drawn(n))).to(dtype)
 
+    return normal, near
+
+
+def weights_of_no_layer(shape: Shape, tokens: int, drawn: Callable[..., "torch.Tensor"]) -> "dict[str, torch.Tensor]":
+    """The first of :func:`random_weights`."""
+    normal, near = distributions(shape, drawn)
     head = normal(shape.vocab, shape.hidden, shape.head_gain)
     head[: len(SPECIAL_TOKENS)] = 0
     head[tokens:] = 0
-    yield {
+    return {
         # each row of the embedding has elements of size embed_gain
         "model.embed_tokens.weight": normal(shape.vocab, shape.hidden, shape.embed_gain * shape.hidden**0.5),
         "lm_head.weight": head,
         "model.norm.weight": near(1, shape.hidden),
     }
+
+
+def random_weights(
+    shape: Shape, tokens: int, drawn: Callable[..., "torch.Tensor"]
+) -> "Iterator[dict[str, torch.Tensor]]":
+    """Weights under Qwen3's names, first those of no layer, then each layer's. Special tokens and ids from ``tokens``
+    on get a logit of 0, too low to be chosen.
+
+    Args:
+        drawn: standard normal numbers in fp32 of a size, such as ``drawn(rows, columns)``.
+    """
+    normal, near = distributions(shape, drawn)
+    yield weights_of_no_layer(shape, tokens, drawn)
     for i in range(shape.layers):
         layer = f"model.layers.{i}."
         weights = {
@@ -210,32 +226,140 @@ def config_of(shape: Shape, eos: int, pad: int) -> dict[str, Any]:
     return config
 
 
-def make_checkpoint(folder: Path, shape: Shape = Shape(), seed: int = 0) -> Path:
-    """Write the checkpoint and its tokenizer into ``folder``; the same shape and seed give the same files."""
+def gpt_oss_weights(
+    shape: Shape, tokens: int, drawn: Callable[..., "torch.Tensor"]
+) -> "Iterator[dict[str, torch.Tensor]]":
+    """As :func:`random_weights`, of a gpt-oss: experts with biases, attention sinks, sliding windows."""
+    import torch
+
+    normal, near = distributions(shape, drawn)
+
+    def biased(name: str, rows: int, cols: int, gain: float = 1.0) -> "dict[str, torch.Tensor]":
+        return {f"{name}.weight": normal(rows, cols, gain), f"{name}.bias": normal(1, rows)[0]}
+
+    yield weights_of_no_layer(shape, tokens, drawn)
+    heads, kv_heads = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    sides = {
+        "gate_up_proj": (2 * shape.expert_intermediate, shape.hidden, 1.0),
+        "down_proj": (shape.hidden, shape.expert_intermediate, shape.residual_gain),
+    }
+    for i in range(shape.layers):
+        layer = f"model.layers.{i}."
+        weights = {
+            **biased(layer + "self_attn.q_proj", heads, shape.hidden),
+            **biased(layer + "self_attn.k_proj", kv_heads, shape.hidden),
+            **biased(layer + "self_attn.v_proj", kv_heads, shape.hidden),
+            **biased(layer + "self_attn.o_proj", shape.hidden, heads, shape.residual_gain),
+            layer + "self_attn.sinks": near(1, shape.heads),
+            **biased(layer + "mlp.router", shape.experts, shape.hidden),
+        }
+        for name, (n, k, gain) in sides.items():
+            each = [normal(n, k, gain).t() for _ in range(shape.experts)]
+            weights[f"{layer}mlp.experts.{name}"] = torch.stack(each).contiguous()
+            weights[f"{layer}mlp.experts.{name}_bias"] = normal(shape.experts, n)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{layer}{norm}.weight"] = near(1, shape.hidden)
+        yield weights
+
+
+def gpt_oss_config_of(shape: Shape, eos: int, pad: int) -> dict[str, Any]:
+    """As :func:`config_of`, of a gpt-oss."""
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.expert_intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_size,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.max_length,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "layer_types": [("sliding_attention", "full_attention")[i % 2] for i in range(shape.layers)],
+        "num_local_experts": shape.experts,
+        "num_experts_per_tok": shape.top_k,
+        "experts_per_token": shape.top_k,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "torch_dtype": shape.dtype,
+        "eos_token_id": eos,
+        "pad_token_id": pad,
+    }
+
+
+def make_checkpoint(
+    folder: Path, shape: Shape = Shape(), seed: int = 0, form: str = "", unpacked: Path | None = None
+) -> Path:
+    """Write the checkpoint and its tokenizer into ``folder``; the same arguments give the same files.
+
+    Args:
+        folder: returned.
+        shape: of a Qwen3, or of a gpt-oss, of 8 experts if none are asked, where ``form`` is one of its experts'.
+        seed: of the weights.
+        form: a quantised format, of :data:`.quantised_model.CHECKPOINT_FORMATS`, with which some weights are other
+            ones, zero among them. Empty: the weights as they are.
+        unpacked: where to write the checkpoint of exactly the matrices that the quantised one stands for.
+
+    Raises:
+        ValueError: the sizes are no whole number of the format's groups.
+    """
     import torch
     from safetensors.torch import save_file
 
+    from . import quantised_model
+
+    how = quantised_model.CHECKPOINT_FORMATS[form] if form else None
+    of_gpt_oss = how is not None and how.of_experts
     folder.mkdir(parents=True, exist_ok=True)
     drawn = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
     tokenizer = train_tokenizer(shape.vocab)
     save_tokenizer(tokenizer, folder, shape.max_length)
     weights: dict[str, torch.Tensor] = {}
-    for part in random_weights(shape, tokenizer.get_vocab_size(), drawn):
+    if of_gpt_oss and not shape.experts:
+        shape = replace(shape, experts=8)
+    for part in (gpt_oss_weights if of_gpt_oss else random_weights)(shape, tokenizer.get_vocab_size(), drawn):
         weights |= part
+    if how is not None:
+        _vary(weights, how)
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
     eos, pad = tokenizer.token_to_id(EOS), tokenizer.token_to_id(PAD)
     assert eos is not None  # both were trained in
     assert pad is not None
-    config = config_of(shape, eos, pad)
+    config = (gpt_oss_config_of if of_gpt_oss else config_of)(shape, eos, pad)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     generation = {"do_sample": False, "eos_token_id": eos, "pad_token_id": pad}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
+    if form:
+        quantised_model.quantise(folder, form, unpacked)
     return folder
 
 
+def _vary(weights: "dict[str, torch.Tensor]", how: "CheckpointFormat") -> None:
+    """Change random weights so that shards of a fused layer have other scales, and some scales are of zeros alone."""
+    for name, weight in weights.items():
+        if how.layer_of(name) is None:
+            continue
+        if name.endswith((".k_proj.weight", ".up_proj.weight")):
+            weight *= 0.75
+        elif name.endswith(".v_proj.weight"):
+            weight *= 1.25
+        elif ".down_proj" in name:
+            rows = weight.transpose(-1, -2) if how.of_experts else weight
+            rows[..., 1, :128] = 0
+            rows[..., 2, :] = 0
+
+
 @contextmanager
-def removed_on_failure(folder: Path) -> Iterator[None]:
+def removed_on_failure(folder: Path | None) -> Iterator[None]:
     """Takes away what the block has written into a folder if it fails: half of a checkpoint looks like a whole one."""
+    if folder is None:
+        yield
+        return
     before = set(folder.iterdir()) if folder.is_dir() else None
     try:
         yield
@@ -269,6 +393,19 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument(
         "--experts", type=at_least(0), default=Shape.experts, metavar="N", help="experts of each layer but the first"
     )
+    parser.add_argument(
+        "--format",
+        default="",
+        metavar="NAME",
+        help="quantise the weights, each to its nearest code: w4a16-g128, gptq-g32, awq-g128, nvfp4, ... (an unknown "
+        "name lists all); mxfp4 is a small gpt-oss",
+    )
+    parser.add_argument(
+        "--unpacked",
+        type=Path,
+        metavar="FOLDER",
+        help="with --format: write there the checkpoint of exactly the matrices that the quantised one stands for",
+    )
     add_json(parser)
 
 
@@ -278,24 +415,52 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
     import torch  # noqa: F401 - refused in one line, before anything is written
     from safetensors import SafetensorError
 
+    from .quantised_model import CHECKPOINT_FORMATS
+
+    if options.format and options.format not in CHECKPOINT_FORMATS:
+        parser.error(f"--format {options.format!r} is none of {', '.join(CHECKPOINT_FORMATS)}")
+    if options.unpacked is not None:
+        if not options.format:
+            parser.error("--unpacked is for a quantised checkpoint: give --format too")
+        if options.unpacked.resolve() == options.folder.resolve():
+            parser.error("--unpacked is the folder of the quantised checkpoint: give another")
     if options.real:
         return _run_real(options, parser)
     experts = {"experts": options.experts, "top_k": min(Shape.top_k, options.experts or Shape.top_k)}
     shape = Shape(dtype=options.dtype, layers=options.layers, hidden=options.hidden, **experts)
+    of_gpt_oss = bool(options.format) and CHECKPOINT_FORMATS[options.format].of_experts
+    if of_gpt_oss and not shape.experts:
+        shape = replace(shape, experts=8)
     try:
-        with removed_on_failure(options.folder):
-            make_checkpoint(options.folder, shape, options.seed)
+        with removed_on_failure(options.folder), removed_on_failure(options.unpacked):
+            make_checkpoint(options.folder, shape, options.seed, options.format, options.unpacked)
     except (OSError, SafetensorError) as error:
         parser.error(f"{options.folder} cannot be written: {error}")
+    except ValueError as error:
+        parser.error(str(error))
     size = sum(path.stat().st_size for path in options.folder.iterdir())
-    name = f"Qwen3-MoE with {shape.experts} experts" if shape.experts else "Qwen3"
-    made = f"wrote {options.folder}: {name}, {shape.layers} layers, hidden size {shape.hidden}, {shape.dtype}, seed "
-    print(printable(f"{made}{options.seed}, {size / 1e6:.0f} MB"))
+    family = "gpt-oss" if of_gpt_oss else "Qwen3-MoE" if shape.experts else "Qwen3"
+    name = f"{family} with {shape.experts} experts" if shape.experts else family
+    form = f" in {options.format}" if options.format else ""
+    made = f"wrote {options.folder}: {name}{form}, {shape.layers} layers, hidden size {shape.hidden}, {shape.dtype}, "
+    print(printable(f"{made}seed {options.seed}, {size / 1e6:.0f} MB"))
+    _say_unpacked(options)
     print(printable(f"try: {command_line('check', '--quick', str(options.folder))}"))
     if options.json:
         about = {"folder": str(options.folder), "bytes": size, "seed": options.seed, "shape": asdict(shape)}
-        options.json.write(options, 0, about)
+        options.json.write(options, 0, about | _about_format(options))
     return 0
+
+
+def _say_unpacked(options: argparse.Namespace) -> None:
+    if options.unpacked is not None:
+        print(printable(f"wrote {options.unpacked}: the matrices that it stands for, in {options.dtype}"))
+
+
+def _about_format(options: argparse.Namespace) -> dict[str, str]:
+    """What JSON says of a quantised checkpoint."""
+    unpacked = {} if options.unpacked is None else {"unpacked": str(options.unpacked)}
+    return {"weight_format": options.format} | unpacked if options.format else {}
 
 
 def _run_real(options: argparse.Namespace, parser: OneLineParser) -> int:
@@ -307,13 +472,17 @@ def _run_real(options: argparse.Namespace, parser: OneLineParser) -> int:
     if given := [f"--{name}" for name, default in of_random.items() if getattr(options, name) != default]:
         parser.error(f"--real is one trained model: leave out {', '.join(given)}")
     try:
-        with removed_on_failure(options.folder):
-            real_model.make_real_checkpoint(options.folder, options.dtype)
+        with removed_on_failure(options.folder), removed_on_failure(options.unpacked):
+            real_model.make_real_checkpoint(options.folder, options.dtype, options.format, options.unpacked)
     except (OSError, SafetensorError) as error:
         parser.error(f"{options.folder} cannot be written: {error}")
+    except ValueError as error:
+        parser.error(str(error))
     size = sum(path.stat().st_size for path in options.folder.iterdir())
-    print(printable(f"wrote {options.folder}: {real_model.NAME}, {options.dtype}, {size / 1e6:.0f} MB"))
+    form = f" in {options.format}" if options.format else ""
+    print(printable(f"wrote {options.folder}: {real_model.NAME}{form}, {options.dtype}, {size / 1e6:.0f} MB"))
+    _say_unpacked(options)
     if options.json:
         about = {"folder": str(options.folder), "bytes": size, "model": real_model.NAME, "dtype": options.dtype}
-        options.json.write(options, 0, about)
+        options.json.write(options, 0, about | _about_format(options))
     return 0

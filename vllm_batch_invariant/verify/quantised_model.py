@@ -1,0 +1,341 @@
+"""Checkpoints in quantised formats, of weights that are rounded to the nearest code, and beside one the checkpoint of
+exactly the matrices that it stands for: an engine of either has the bits of the other.
+
+Nothing is calibrated. Tensors and config.json are as compressed-tensors, GPTQ, AWQ, ModelOpt and gpt-oss have them and
+as vLLM 0.32 and 0.33 read them.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..ops.formats import FP8, FP8_BLOCK, INT8, MXFP4, NVFP4, Format, fp4, integers, layouts
+
+Tensors = Mapping[str, torch.Tensor]
+
+LINEAR = tuple(f".{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+EXPERTS = ".experts.gate_up_proj", ".experts.down_proj"
+"""Of gpt-oss: [E, K, N], where a linear layer has [N, K]."""
+_E4M3_MOST, _E2M1_MOST = 448.0, 6.0
+_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class CheckpointFormat:
+    """A format of checkpoints."""
+
+    name: str
+    config: dict[str, Any]
+    """``quantization_config`` of config.json."""
+    encode: Callable[[torch.Tensor], dict[str, torch.Tensor]]
+    """The tensors of a weight [N, K] in fp32, by the ends of their names."""
+    stored: Callable[[Tensors, torch.dtype], tuple[torch.Tensor, ...]]
+    """Those tensors as ``format`` has them, for activations of a dtype."""
+    format: Format
+    """What they stand for."""
+    group: int = 1
+    """Every K is a whole number of them."""
+    rows: int = 1
+    """Every N is a whole number of them."""
+    of_experts: bool = False
+    """Whether gpt-oss's experts are quantised, and not linear layers."""
+
+    def layer_of(self, name: str) -> str | None:
+        """The layer whose weight has that name; None: it is left as it is."""
+        if not name.endswith(EXPERTS if self.of_experts else LINEAR):
+            return None
+        return name if self.of_experts else name.removesuffix(".weight")
+
+    def check(self, name: str, n: int, k: int) -> None:
+        """Refuse a weight [N, K] that cannot be written.
+
+        Raises:
+            ValueError: N or K is no whole number of groups.
+        """
+        for side, size, unit in (("rows", n, self.rows), ("columns", k, self.group)):
+            if size % unit:
+                raise ValueError(f"{self.name} takes multiples of {unit} {side}, and {name} has {size}")
+
+    def matrix(self, tensors: Tensors, k: int, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix [N, K] that a layer's tensors stand for."""
+        stored = self.stored(tensors, dtype)
+        assert self.format.decode is not None
+        return self.format.decode(stored, torch.empty(len(stored[0]), k, dtype=dtype))
+
+
+def _nonzero(scale: torch.Tensor) -> torch.Tensor:
+    return torch.where(scale == 0, 1, scale)
+
+
+def rounded(
+    weight: torch.Tensor, bits: int, group: int | None, zeros: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Unsigned codes [N, K] of a weight in fp32, scales [N, G] of ``dtype`` and zero points [N, G].
+
+    Args:
+        weight: [N, K]
+        bits: of a code.
+        group: elements of K with one scale; None: a row has one.
+        zeros: whether a group's range is its own, and not as wide below zero as above.
+        dtype: of the scales.
+    """
+    groups = weight.view(len(weight), -1, group or weight.shape[1])
+    most, half = 2**bits - 1, 2 ** (bits - 1)
+    low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+    if zeros:
+        scale = _nonzero(((high - low) / most).to(dtype))
+        zero = (-low / scale.float()).round().clamp(0, most)
+    else:
+        scale = _nonzero((torch.maximum(-low, high) / (half - 0.5)).to(dtype))
+        zero = torch.full_like(low, half)
+    codes = ((groups / scale.float()[..., None]).round() + zero[..., None]).clamp(0, most)
+    return codes.view(weight.shape).int(), scale, zero.int()
+
+
+def _compressed_tensors(
+    form: str, weights: dict[str, Any], activations: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    of_linear = {"symmetric": True, "dynamic": False} | weights
+    group = {"targets": ["Linear"], "weights": of_linear, "input_activations": activations, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "config_groups": {"group_0": group},
+    }
+
+
+def _pack_quantised(bits: int, group: int | None, zeros: bool) -> CheckpointFormat:
+    def encode(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        codes, scales, zero = rounded(weight, bits, group, zeros, torch.bfloat16)
+        tensors = {
+            ".weight_packed": layouts.pack(codes, bits),
+            ".weight_scale": scales,
+            ".weight_shape": torch.tensor(weight.shape),
+        }
+        if zeros:
+            tensors[".weight_zero_point"] = layouts.pack(zero.t(), bits).t().contiguous()
+        return tensors
+
+    def stored(tensors: Tensors, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        scales = tensors[".weight_scale"].to(dtype)
+        zero = tensors.get(".weight_zero_point")
+        return layouts.from_compressed_tensors(tensors[".weight_packed"], scales, zero, bits=bits)
+
+    spread = {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
+    config = _compressed_tensors("pack-quantized", {"num_bits": bits, "type": "int", "symmetric": not zeros} | spread)
+    name = f"w{bits}a16-{'channel' if group is None else f'g{group}'}{'-zp' * zeros}"
+    per_word = 32 // bits
+    form = integers(bits, group, zeros)
+    return CheckpointFormat(name, config, encode, stored, form, form.group, per_word if zeros else 1)
+
+
+def _gptq(bits: int, group: int | None) -> CheckpointFormat:
+    def encode(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        codes, scales, zero = rounded(weight, bits, group, False, torch.float16)
+        k = weight.shape[1]
+        return {
+            ".qweight": layouts.pack(codes, bits).t().contiguous(),
+            ".scales": scales.t().contiguous(),
+            ".qzeros": layouts.pack(zero.t() - 1, bits),
+            ".g_idx": torch.arange(k, dtype=torch.int32) // (group or k),
+        }
+
+    def stored(tensors: Tensors, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        return layouts.from_gptq(tensors[".qweight"], tensors[".scales"].to(dtype), bits=bits)
+
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group or -1, "desc_act": False, "sym": True}
+    name = f"gptq{'' if bits == 4 else bits}-{'channel' if group is None else f'g{group}'}"
+    form = integers(bits, group)
+    return CheckpointFormat(name, config | {"lm_head": False}, encode, stored, form, form.group, 32 // bits)
+
+
+def _awq(group: int) -> CheckpointFormat:
+    def encode(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        codes, scales, zero = rounded(weight, 4, group, True, torch.float16)
+        return {
+            ".qweight": layouts.pack(in_order(codes.t()), 4),
+            ".scales": scales.t().contiguous(),
+            ".qzeros": layouts.pack(in_order(zero.t()), 4),
+        }
+
+    def in_order(codes: torch.Tensor) -> torch.Tensor:
+        return codes.unflatten(1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1)
+
+    def stored(tensors: Tensors, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        return layouts.from_awq(tensors[".qweight"], tensors[".scales"].to(dtype), tensors[".qzeros"])
+
+    config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    return CheckpointFormat(f"awq-g{group}", config, encode, stored, integers(4, group, zeros=True), group, 8)
+
+
+def _eight(
+    name: str,
+    config: dict[str, Any],
+    form: Format,
+    strategy: str,
+    scale_name: str = ".weight_scale",
+) -> CheckpointFormat:
+    """One code to a byte, with a scale of the tensor, of each row or of each block of 128 x 128."""
+    dtype = form.storage[0]
+    assert dtype is not None
+    most = 127.0 if dtype == torch.int8 else _E4M3_MOST
+    in_blocks = strategy == "block"
+
+    def encode(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        if in_blocks:
+            largest = weight.view(-1, _BLOCK, weight.shape[1] // _BLOCK, _BLOCK).abs().amax((1, 3))
+            scale = _nonzero(largest / most)
+            whole = scale.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
+        elif strategy == "tensor":
+            scale = whole = _nonzero(weight.abs().max()[None] / most)
+        else:
+            scale = _nonzero((weight.abs().amax(1, keepdim=True) / most).bfloat16())
+            whole = scale.float()
+        codes = (weight / whole).clamp(-most, most)
+        return {".weight": (codes.round() if dtype == torch.int8 else codes).to(dtype), scale_name: scale}
+
+    def stored(tensors: Tensors, _: torch.dtype) -> tuple[torch.Tensor, ...]:
+        codes, scale = tensors[".weight"], tensors[scale_name].float()
+        return codes, layouts.per_row(scale, (len(codes),)) if strategy == "tensor" else scale
+
+    unit = _BLOCK if in_blocks else 1
+    return CheckpointFormat(name, config, encode, stored, form, unit, unit)
+
+
+def _nvfp4(name: str, config: dict[str, Any], codes_name: str, global_name: str, inverse: bool) -> CheckpointFormat:
+    def encode(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        # the largest scale of a group is e4m3's largest number; which of the two is stored is rounded to fp32
+        largest = weight.abs().max()
+        of_tensor = _nonzero(largest) / (_E4M3_MOST * _E2M1_MOST)
+        kept = 1 / of_tensor if inverse else of_tensor
+        of_tensor = 1 / kept if inverse else kept
+        groups = weight.view(len(weight), -1, NVFP4.group)
+        scales = (groups.abs().amax(2) / _E2M1_MOST / of_tensor).to(torch.float8_e4m3fn)
+        codes = fp4.codes_of((groups / _nonzero(scales.float() * of_tensor)[..., None]).view(weight.shape))
+        return {codes_name: codes, ".weight_scale": scales, global_name: kept[None] if inverse else kept}
+
+    def stored(tensors: Tensors, _: torch.dtype) -> tuple[torch.Tensor, ...]:
+        codes, kept = tensors[codes_name], tensors[global_name]
+        return codes, tensors[".weight_scale"], layouts.per_row(1 / kept if inverse else kept, (len(codes),))
+
+    return CheckpointFormat(name, config, encode, stored, NVFP4, NVFP4.group)
+
+
+def _mxfp4() -> CheckpointFormat:
+    def encode(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        groups = weight.view(len(weight), -1, MXFP4.group)
+        # frexp's power is one more than that of the largest element, and 6 is 1.5 times 4
+        power = torch.frexp(groups.abs().amax(2))[1] - 1 - 2
+        codes = fp4.codes_of((groups * torch.exp2(-power.float())[..., None]).view(weight.shape))
+        return {
+            "_blocks": codes.view(len(weight), -1, MXFP4.group // MXFP4.packing),
+            "_scales": (power + fp4.BIAS).clamp(0, 254).to(torch.uint8),
+        }
+
+    def stored(tensors: Tensors, _: torch.dtype) -> tuple[torch.Tensor, ...]:
+        return tensors["_blocks"].flatten(1), tensors["_scales"]
+
+    kept = "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": [*kept]}
+    return CheckpointFormat("mxfp4", config, encode, stored, MXFP4, MXFP4.group, of_experts=True)
+
+
+def _all() -> tuple[CheckpointFormat, ...]:
+    groups = 32, 128, None
+    fp8 = {"num_bits": 8, "type": "float"}
+    of_token = {"symmetric": True, "dynamic": True, "strategy": "token"}
+    a16 = partial(_compressed_tensors, "float-quantized")
+    fp4_group = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    block = {"strategy": "block", "block_structure": [_BLOCK, _BLOCK]}
+    modelopt = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": 16, "ignore": ["lm_head"]}
+    own_block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [_BLOCK, _BLOCK]}
+    int8 = {"num_bits": 8, "type": "int"}
+    w8a8 = _compressed_tensors("int-quantized", int8 | {"strategy": "channel"}, int8 | of_token)
+    return (
+        *(_pack_quantised(bits, group, zeros) for bits in (4, 8) for group in groups for zeros in (False, True)),
+        *(_gptq(bits, group) for bits in (4, 8) for group in groups),
+        *(_awq(group) for group in (32, 128)),
+        _eight("w8a16-fp8-tensor", a16(fp8 | {"strategy": "tensor"}), FP8, "tensor"),
+        _eight("w8a16-fp8-channel", a16(fp8 | {"strategy": "channel"}), FP8, "channel"),
+        _eight("w8a16-fp8-block", a16(fp8 | block), FP8_BLOCK, "block"),
+        _nvfp4(
+            "nvfp4",
+            _compressed_tensors("nvfp4-pack-quantized", fp4_group),
+            ".weight_packed",
+            ".weight_global_scale",
+            True,
+        ),
+        _nvfp4("nvfp4-modelopt", modelopt, ".weight", ".weight_scale_2", False),
+        _mxfp4(),
+        _eight("w8a8-int8", w8a8, INT8, "channel"),
+        _eight("w8a8-fp8-block", own_block, FP8_BLOCK, "block", ".weight_scale_inv"),
+    )
+
+
+CHECKPOINT_FORMATS = {form.name: form for form in _all()}
+"""By name. Of those whose names begin with w8a8 activations are quantised too."""
+
+
+def quantised(weights: Tensors, form: CheckpointFormat) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The tensors of a checkpoint in a format, and those of the checkpoint that it stands for.
+
+    Args:
+        weights: of 16 or 32 bits, by name.
+        form: of its linear layers, or of gpt-oss's experts.
+
+    Raises:
+        ValueError: a side of a weight is no whole number of groups, or there is none to quantise.
+    """
+    packed, plain = {}, {}
+    for name, weight in weights.items():
+        layer = form.layer_of(name)
+        if layer is None:
+            packed[name] = plain[name] = weight
+            continue
+        rows = weight.transpose(-1, -2) if form.of_experts else weight
+        form.check(name, *rows.shape[-2:])
+        k = rows.shape[-1]
+        tensors = form.encode(rows.reshape(-1, k).float())
+        matrix = form.matrix(tensors, k, weight.dtype).view(rows.shape)
+        plain[name] = matrix.transpose(-1, -2).contiguous() if form.of_experts else matrix
+        for end, tensor in tensors.items():
+            packed[layer + end] = tensor.unflatten(0, rows.shape[:-1]) if form.of_experts else tensor
+    if packed.keys() == weights.keys():
+        kind = "experts of gpt-oss" if form.of_experts else "linear layers"
+        raise ValueError(f"{form.name} is a format of {kind}, of which the checkpoint has none")
+    return packed, plain
+
+
+def quantise(folder: Path, name: str, unpacked: Path | None = None) -> None:
+    """Turn a checkpoint, a folder with one file of weights, into one in a format.
+
+    Args:
+        folder: changed in place.
+        name: of :data:`CHECKPOINT_FORMATS`.
+        unpacked: where to write the checkpoint of the matrices that it then stands for; None: nowhere.
+
+    Raises:
+        ValueError: see :func:`quantised`.
+        OSError, safetensors.SafetensorError: a folder cannot be read or written.
+    """
+    from safetensors.torch import load_file, save_file
+
+    form = CHECKPOINT_FORMATS[name]
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    packed, plain = quantised(load_file(weights), form)
+    if unpacked is not None:
+        shutil.copytree(folder, unpacked, dirs_exist_ok=True, ignore=shutil.ignore_patterns(weights.name))
+        save_file(plain, str(unpacked / weights.name), metadata={"format": "pt"})
+    # not over the file, of which the tensors that are left as they were are views
+    save_file(packed, str(folder / "packed.safetensors"), metadata={"format": "pt"})
+    (folder / "packed.safetensors").replace(weights)
+    whole = json.loads(config.read_text()) | {"quantization_config": form.config}
+    config.write_text(json.dumps(whole, indent=1) + "\n")
