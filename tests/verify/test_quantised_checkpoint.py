@@ -94,8 +94,8 @@ def test_groups_of_32_take_a_k_that_is_no_multiple_of_128_and_others_refuse_it()
         quantised(weights, CHECKPOINT_FORMATS[name])
     with pytest.raises(ValueError, match=r"w4a16-g128 takes multiples of 128 columns, and .*q_proj.* has 288"):
         quantised(weights, CHECKPOINT_FORMATS["w4a16-g128"])
-    with pytest.raises(ValueError, match=r"w8a16-fp8-block takes multiples of 128 rows, and .*gate_proj.* has 64"):
-        quantised({"mlp.gate_proj.weight": torch.zeros(64, 128)}, CHECKPOINT_FORMATS["w8a16-fp8-block"])
+    with pytest.raises(ValueError, match=r"w8a8-fp8-block takes multiples of 128 rows, and .*gate_proj.* has 64"):
+        quantised({"mlp.gate_proj.weight": torch.zeros(64, 128)}, CHECKPOINT_FORMATS["w8a8-fp8-block"])
     with pytest.raises(ValueError, match="mxfp4 is a format of experts of gpt-oss, of which the checkpoint has none"):
         quantised(weights, CHECKPOINT_FORMATS["mxfp4"])
 

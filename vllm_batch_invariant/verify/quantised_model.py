@@ -254,7 +254,6 @@ def _all() -> tuple[CheckpointFormat, ...]:
     of_token = {"symmetric": True, "dynamic": True, "strategy": "token"}
     a16 = partial(_compressed_tensors, "float-quantized")
     fp4_group = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-    block = {"strategy": "block", "block_structure": [_BLOCK, _BLOCK]}
     modelopt = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": 16, "ignore": ["lm_head"]}
     own_block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [_BLOCK, _BLOCK]}
     int8 = {"num_bits": 8, "type": "int"}
@@ -265,7 +264,6 @@ def _all() -> tuple[CheckpointFormat, ...]:
         *(_awq(group) for group in (32, 128)),
         _eight("w8a16-fp8-tensor", a16(fp8 | {"strategy": "tensor"}), FP8, "tensor"),
         _eight("w8a16-fp8-channel", a16(fp8 | {"strategy": "channel"}), FP8, "channel"),
-        _eight("w8a16-fp8-block", a16(fp8 | block), FP8_BLOCK, "block"),
         _nvfp4(
             "nvfp4",
             _compressed_tensors("nvfp4-pack-quantized", fp4_group),

@@ -1,15 +1,15 @@
 """What a format stands for is the exact product of code and scales, rounded once, for every code, scale and zero."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
 from tests.assertions import assert_same_bits
+from tests.ops.formats.cases import DTYPES, PACKED, Stored, decoded, finite, random_stored
 from tests.ops.formats.one_rounding import nearest, numbers
 from vllm_batch_invariant.ops.formats import (
-    FORMATS,
     FP8,
     FP8_BLOCK,
     INT8,
@@ -23,14 +23,7 @@ from vllm_batch_invariant.ops.formats import (
 from vllm_batch_invariant.ops.formats.eight import EIGHT
 from vllm_batch_invariant.ops.formats.layouts import pack
 
-DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
-Stored = Sequence[torch.Tensor]
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-PACKED = [one for one in FORMATS if one is not PLAIN]
-
-
-def decoded(format: Format, stored: Stored, dtype: torch.dtype, k: int) -> torch.Tensor:
-    return format.decode(stored, torch.empty(len(stored[0]), k, dtype=dtype))
 
 
 def assert_same_numbers(found: torch.Tensor, exact: np.ndarray) -> None:
@@ -39,17 +32,6 @@ def assert_same_numbers(found: torch.Tensor, exact: np.ndarray) -> None:
     none = wanted.isnan()
     assert torch.equal(found.isnan(), none)
     assert_same_bits(found.masked_fill(none, 0), wanted.masked_fill(none, 0))
-
-
-def finite(dtype: torch.dtype, stride: int) -> torch.Tensor:
-    """Every ``stride``-th finite number of 16 bits; of wider dtypes so many at random, of every size."""
-    if dtype.itemsize == 2:
-        every = torch.arange(-(2**15), 2**15, stride, dtype=torch.int16).view(dtype)
-    else:
-        draw = torch.Generator().manual_seed(0)
-        words = torch.randint(-(2**31), 2**31, (2**16 // stride,), generator=draw)
-        every = words.int().view(torch.float32).to(dtype)
-    return every[every.isfinite()]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -122,17 +104,6 @@ def test_every_fp4_code_by_every_scale_and_some_global_scales(dtype: torch.dtype
     found = decoded(NVFP4, stored, dtype, 4096)
     exact = E2M1 * numbers(stored[1])[..., None] * numbers(of_rows)[..., None]
     assert_same_numbers(found, exact.reshape(len(of_rows), -1))
-
-
-def random_stored(format: Format, n: int = 24, k: int = 256) -> tuple[torch.Tensor, ...]:
-    """Scales of groups that differ, unlike those of certificates."""
-    draw = torch.Generator().manual_seed(1)
-    stored = list(format.stored(torch.randn(n, k, generator=draw).bfloat16()))
-    if stored[1].dtype == torch.uint8:
-        stored[1] = torch.randint(100, 140, stored[1].shape, generator=draw, dtype=torch.uint8)
-    else:
-        stored[1] = (torch.rand(stored[1].shape, generator=draw) + 0.5).to(stored[1].dtype)
-    return tuple(stored)
 
 
 @pytest.mark.parametrize("format", PACKED, ids=lambda one: one.name)

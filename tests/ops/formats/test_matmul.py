@@ -5,12 +5,11 @@ import torch
 
 from tests.assertions import assert_same_bits
 from tests.fakes.cublaslt import sequential_k
+from tests.ops.formats.cases import PACKED
 from vllm_batch_invariant.ops.common.cancelling import cancelling
-from vllm_batch_invariant.ops.formats import FORMATS, PLAIN, Format
+from vllm_batch_invariant.ops.formats import PLAIN, Format
 from vllm_batch_invariant.ops.linear import MatmulSpec, matmul
 from vllm_batch_invariant.ops.linear.spec import SPECS
-
-PACKED = [one for one in FORMATS if one is not PLAIN]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
