@@ -57,10 +57,11 @@ from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
 from vllm_batch_invariant.ops.common.nvidia_gpus import attends_by_tma, has_tcgen05
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES
+from vllm_batch_invariant.ops.formats import PLAIN, integers
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
 from vllm_batch_invariant.ops.linear.problem import GemmProblem
-from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES, NarrowTile
+from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES, PACKED_TILES, NarrowTile
 from vllm_batch_invariant.ops.linear.spec import GATED, PRODUCT, SPECS, MatmulSpec
 from vllm_batch_invariant.ops.moe import Experts, MoeReduction
 from vllm_batch_invariant.ops.moe import cuda as moe
@@ -95,6 +96,8 @@ GLUON = (
 PROCESSORS = 132
 RECORDED = Path(__file__).with_name("compiled_variants.json")
 HALVES = (torch.bfloat16, torch.float16)
+FOUR_BITS = integers(4, 32, True, False)
+"""That with the most to load."""
 REDUCTION = AttentionReduction.of_device("cuda")
 
 
@@ -353,6 +356,8 @@ def narrow_gemms(
         every = {tile: None for m in (16, 32, 64, 128) for tile in schedule.sm90_tiles(problem, m, Gpu.of(0))}
         if not every:
             continue
+        if spec.b_format not in (PLAIN, FOUR_BITS):  # of other formats only scales are others
+            every = dict.fromkeys(list(every)[:1])
         a, (weight, *scales) = (
             torch.zeros(rows, 512, dtype=dtype),
             spec.b_format.stored(torch.zeros(896, 512, dtype=dtype)),
@@ -535,6 +540,7 @@ def check_some(more: bool) -> None:
     of_warpgroups = tuple({tile.warpgroups: tile for tile in GATED_TILES}.values())
     found = launch_on(90, narrow_gemms, HALVES[:1], (PRODUCT, MatmulSpec(leaves=2)), of_rows)
     found += launch_on(90, narrow_gemms, HALVES[:1], (GATED,), of_warpgroups)
+    found += launch_on(90, narrow_gemms, HALVES[:1], (MatmulSpec(b_format=FOUR_BITS),), PACKED_TILES[2:3])
     check_all("narrow GEMMs", found, False)
     check_all("exact products on a Hopper", launch_on(90, hopper_products, 9, True, False, HOPPER_SCHEDULES[:1]), False)
     CUDABackend.make_cubin = lambda *_: b""  # what follows is read in PTX, and the assembler takes most of the time

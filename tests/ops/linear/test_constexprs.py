@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from vllm_batch_invariant.ops.common.gpu import Gpu
+from vllm_batch_invariant.ops.formats import Format
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, NarrowTile, Tile
 
@@ -39,7 +40,7 @@ def names(*types: type) -> set[str]:
 def test_every_constexpr_is_a_field_of_the_reduction_the_schedule_or_the_problem(name: str) -> None:
     kernel, tile = KERNELS[name]
     found = constexprs(kernel)
-    assert found - DERIVED <= names(LinearReduction, tile, GemmProblem, Epilogue, LaunchSchedule)
+    assert found - DERIVED <= names(LinearReduction, tile, GemmProblem, Epilogue, Format, LaunchSchedule)
     assert {"block_m", "block_n", "block_k", "accumulate"} <= found
 
 

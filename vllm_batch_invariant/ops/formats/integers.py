@@ -34,6 +34,18 @@ def decode(stored: Sequence[torch.Tensor], out: torch.Tensor, bits: int, zeros: 
     return out
 
 
+def decode_on_gpu(
+    stored: Sequence[torch.Tensor], out: torch.Tensor, bits: int, zeros: bool, ordered: bool
+) -> torch.Tensor:
+    """The same bits by a kernel, where there is one."""
+    if ordered or out.dtype.itemsize != 2 or stored[1].dtype.itemsize != 2:
+        return decode(stored, out, bits, zeros, ordered)
+    from .triton_kernels import decode_integers
+
+    words, scales, *rest = stored
+    return decode_integers(words, scales, rest[0] if rest else None, out, bits)
+
+
 def encode(weight: torch.Tensor, bits: int, group: int | None, zeros: bool, ordered: bool) -> tuple[torch.Tensor, ...]:
     """A weight [N, K] for a certificate: every other row has groups of two scales; zero points differ by group."""
     (n, k), device = weight.shape, weight.device
@@ -75,6 +87,7 @@ def integers(bits: int, group: int | None = None, zeros: bool = False, ordered: 
         exponents=16,
         encode=partial(encode, bits=bits, group=per_word if ordered else group, zeros=zeros, ordered=ordered),
         decode=partial(decode, bits=bits, zeros=zeros, ordered=ordered),
+        decode_on_gpu=partial(decode_on_gpu, bits=bits, zeros=zeros, ordered=ordered),
     )
 
 

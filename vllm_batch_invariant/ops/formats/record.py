@@ -35,6 +35,8 @@ class Format:
     """
     decode: Callable[[Sequence[torch.Tensor], torch.Tensor], torch.Tensor] | None = None
     """Writes the matrix that tensors stand for to its second argument, packed, and returns that: the definition."""
+    decode_on_gpu: Callable[[Sequence[torch.Tensor], torch.Tensor], torch.Tensor] | None = None
+    """The same by kernels; None: as on any device."""
 
     def stored(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The tensors that stand for a weight [N, K], or for one near it."""
@@ -79,4 +81,5 @@ class Format:
         if self.decode is None:
             return b
         out = a.new_empty(b.shape[1], b.shape[0] * self.packing) if out is None else out
-        return self.decode((b.t(), *scales), out).t()
+        on_gpu = self.decode_on_gpu if out.device.type == "cuda" else None
+        return (on_gpu or self.decode)((b.t(), *scales), out).t()

@@ -28,7 +28,7 @@ from ..common.graph_timer import GraphTimer, copies_beyond_cache
 from . import triton_gemm
 from .leaves import Gemm, in_leaves
 from .problem import GemmProblem
-from .schedule import GATED_TILES, NARROW_TILES, NarrowTile, sm90_tiles
+from .schedule import GATED_TILES, NARROW_TILES, PACKED_TILES, NarrowTile, sm90_tiles
 from .spec import MatmulSpec
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _sound(tuned: TunedSchedule) -> bool:
     """Whether every value is of a kind that can be served with."""
     return (
         (tuned.algorithm is None or isinstance(tuned.algorithm.about, str))
-        and (tuned.tile is None or tuned.tile in NARROW_TILES + GATED_TILES)
+        and (tuned.tile is None or tuned.tile in NARROW_TILES + GATED_TILES + PACKED_TILES)
         and all(type(m) is int and m > 0 for m in tuned.checked)
         and all(isinstance(about, str) for about in tuned.refused)
         and all(type(time) in (int, float) for time in tuned.microseconds.values())
@@ -185,7 +185,9 @@ class Autotuner:
         def by_pointers(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
             return triton_gemm.mm_ptr(a, b, self.bias, out)
 
-        self.matrix = b_format.matrix(self.b, self.scales, self.a)
+        self.matrix = self.b
+        if b_format.decode is not None:  # by the definition, which kernels that decode are compared with
+            self.matrix = b_format.decode((self.b.t(), *self.scales), a.new_empty(p.n, p.k)).t()
         self.product = self._in_leaves(by_pointers)(self.a, self.matrix, None)
         self.finished = self._finish(self.product)
 

@@ -6,9 +6,9 @@ from functools import cache
 import torch
 
 from ..common.gpu import Gpu
-from ..formats import PLAIN
+from ..formats import PLAIN, integers
 from .problem import GemmProblem
-from .spec import BIAS, NONE, SWIGLU
+from .spec import BIAS, EPILOGUES, NONE, SWIGLU
 
 
 @dataclass(frozen=True)
@@ -168,11 +168,37 @@ GATED_TILES = (
     NarrowTile(128, 192, 64, 5, warpgroups=3),
 )
 """The same of gated layers, half of whose columns are gate's and half up's."""
+PACKED_TILES = (
+    NarrowTile(16, 32, 256, 9, 2),
+    NarrowTile(16, 32, 256, 15),
+    NarrowTile(16, 64, 256, 6, 2),
+    NarrowTile(16, 64, 256, 12),
+    NarrowTile(16, 128, 256, 9),
+    NarrowTile(32, 32, 256, 5, 2),
+    NarrowTile(32, 64, 256, 4, 2),
+    NarrowTile(32, 64, 256, 9),
+    NarrowTile(32, 128, 256, 6),
+    NarrowTile(64, 64, 128, 5, 2),
+    NarrowTile(64, 64, 256, 5),
+    NarrowTile(64, 128, 128, 9),
+    NarrowTile(64, 256, 128, 7),
+    NarrowTile(128, 64, 128, 3, 2),
+    NarrowTile(128, 64, 128, 6),
+    NarrowTile(128, 128, 128, 5),
+)
+"""Of weights of four bits, which are decoded on their way: a multiprocessor's instructions limit it, not its memory, so
+that it wants warps, 4 for 32 or 64 columns and more for more. A tile of 32 columns leaves half of wgmma's long side
+zero.
+"""
 _SHORT_SIDES = (16, 32, 64, 128)
 """Rows of a tile."""
 _WIDE = 64
 """Columns of a tile that a multiprocessor may have several of, one after the other."""
 _ROUNDS_OF_LEAVES = 3
+_MOST_OF_A_TREE = 64 * 128
+"""Elements of a packed tile of several leaves."""
+_WHOLE_K = 32
+"""Codes of four bits in 16 bytes, of which rows of a weight are a multiple for TMA."""
 
 
 def gated_tiles(m: int, device: Gpu) -> tuple[NarrowTile, ...]:
@@ -214,7 +240,29 @@ def _gated(_: GemmProblem, m: int, device: Gpu) -> tuple[NarrowTile, ...]:
     return gated_tiles(m, device)
 
 
-TILES = {(PLAIN, NONE): _narrow, (PLAIN, BIAS): _narrow, (PLAIN, SWIGLU): _gated}
+def _packed(problem: GemmProblem, m: int, device: Gpu) -> tuple[NarrowTile, ...]:
+    """Of as many rows as M, or half as many; a step ends where a leaf does."""
+    if not device.has_wgmma or m > max(_SHORT_SIDES) or problem.k % _WHOLE_K:
+        return ()
+    rows = min(side for side in _SHORT_SIDES if side >= m)
+    tiles = (tile for tile in PACKED_TILES if tile.block_m in (rows, rows // 2))
+    return tuple(tile for tile in tiles if serves_packed(tile, problem))
+
+
+def serves_packed(tile: NarrowTile, problem: GemmProblem) -> bool:
+    """Whether one of :data:`PACKED_TILES` computes a problem. A thread has a row of gate and one of up, so none of
+    wgmma's may be left out; sums of leaves find registers in small tiles alone.
+    """
+    if problem.spec.leaves > 1:
+        small = tile.block_m * tile.block_n <= _MOST_OF_A_TREE
+        return small and problem.leaf.k % tile.block_k == 0
+    return not problem.spec.epilogue.gated or tile.block_n >= _WIDE
+
+
+_FOUR_BITS = tuple(integers(4, group, zeros, False) for group in (32, 64, 128, None) for zeros in (False, True))
+TILES = {(PLAIN, NONE): _narrow, (PLAIN, BIAS): _narrow, (PLAIN, SWIGLU): _gated} | {
+    (b_format, epilogue): _packed for b_format in _FOUR_BITS for epilogue in EPILOGUES
+}
 """By what the narrow kernel reads, and what it makes of a product."""
 
 

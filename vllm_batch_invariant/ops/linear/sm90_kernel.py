@@ -19,8 +19,11 @@ Where the weight is [gate, up] of a gated layer, out is ``silu(a @ gate.T) * (a 
 then takes eight columns of gate and eight of up in turn: those of one result are in the registers of one thread.
 
 A launch may begin while the kernel before ends, which makes ``a``: it loads weights until it has to wait.
+
+A weight of four bits is loaded as it is stored, and is wgmma's first operand from registers (:mod:`.sm90_packed`).
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -46,17 +49,29 @@ from ..silu.sm90_kernels import silu_and_mul
 from .problem import leading_dim
 from .reduction import LinearReduction
 from .schedule import NarrowTile
+from .sm90_packed import (
+    CODES,
+    LONG_SIDE,
+    Scales,
+    ask_for_scales,
+    codes_layout,
+    decoded,
+    load_scales,
+    load_words,
+    rows_of,
+)
 from .triton_kernels import TL_DTYPES
 
-_LONG_SIDE = gl.constexpr(64)
-"""Rows of wgmma's first operand, which are columns of b."""
 _COPY_K = gl.constexpr(64)
 """Elements of K that are copied at once: rows of 128 bytes, the longest that wgmma reads without conflicts."""
 _IN_TURN = gl.constexpr(8)
 """Columns of gate, and of up behind them: a thread has rows of the accumulator that are so far apart."""
-_TURNS = gl.constexpr(_LONG_SIDE.value // _IN_TURN.value // 2)
 _REGISTERS = gl.constexpr(128)
 """Of a thread: then four warpgroups fit into a multiprocessor."""
+_REGISTERS_OF_MANY = 96
+"""Of five warpgroups."""
+_ONE_SCALE = 1 << 30
+"""More elements of K than a row has: then a row has one scale."""
 _COPYING_REGISTERS = gl.constexpr(40)
 
 
@@ -76,6 +91,8 @@ class _Problem:
     GATED: gl.constexpr
     ACCUMULATE: gl.constexpr
     OVERLAPS: gl.constexpr
+    scales: value
+    """Of b, if that is packed."""
 
 
 @aggregate
@@ -85,13 +102,19 @@ class _Ring:
     a_smem: gl.shared_memory_descriptor
     """[NUM_STAGES * COPIES, BLOCK_M, _COPY_K]"""
     b_smem: gl.shared_memory_descriptor
-    """[NUM_STAGES * COPIES * WARPGROUPS, _LONG_SIDE, _COPY_K]"""
+    """[NUM_STAGES * B_COPIES * WARPGROUPS, ROWS, elements in a copy]"""
     full_bar: gl.shared_memory_descriptor
     """[NUM_STAGES, 1]"""
     empty_bar: gl.shared_memory_descriptor
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     COPIES: gl.constexpr
+    """Of a in a step."""
+    B_COPIES: gl.constexpr
+    PACKING: gl.constexpr
+    """Elements of K in one of b."""
+    ROWS: gl.constexpr
+    """Of the operand that a partition multiplies, LONG_SIDE for each four of its warps."""
     NUM_STAGES: gl.constexpr
     WARPGROUPS: gl.constexpr
 
@@ -106,24 +129,32 @@ def _first_of(tile, problem, ring):
 def _load_b(b_desc, problem, ring, stage, first_n, start_k):
     """Starts the copies of a step's columns of b; the step's barrier expects both operands."""
     full = ring.full_bar.index(stage)
-    mbarrier.expect(full, (ring.BLOCK_M + ring.BLOCK_N) * _COPY_K * ring.COPIES * 2)
-    for copy in gl.static_range(ring.COPIES):
+    COPY: gl.constexpr = b_desc.block_shape[-1]
+    TURNS: gl.constexpr = ring.ROWS // _IN_TURN // 2
+    B_BYTES: gl.constexpr = ring.BLOCK_N * COPY * ring.B_COPIES * b_desc.dtype.primitive_bitwidth // 8
+    mbarrier.expect(full, ring.BLOCK_M * _COPY_K * ring.COPIES * 2 + B_BYTES)
+    if ring.PACKING > 1:
+        start_k = start_k // ring.PACKING
+    for copy in gl.static_range(ring.B_COPIES):
         for group in gl.static_range(ring.WARPGROUPS):
-            b_smem = ring.b_smem.index((stage * ring.COPIES + copy) * ring.WARPGROUPS + group)
-            k = start_k + copy * _COPY_K
+            b_smem = ring.b_smem.index((stage * ring.B_COPIES + copy) * ring.WARPGROUPS + group)
+            k = start_k + copy * COPY
             if problem.GATED:
-                in_turn = reinterpret(b_smem, b_desc.dtype, [_TURNS, 2, _IN_TURN, _COPY_K], b_desc.layout)
-                copy_block(b_desc, [first_n // (2 * _IN_TURN) + group * _TURNS, 0, 0, k], full, in_turn)
+                in_turn = reinterpret(b_smem, b_desc.dtype, [TURNS, 2, _IN_TURN, COPY], b_desc.layout)
+                copy_block(b_desc, [first_n // (2 * _IN_TURN) + group * TURNS, 0, 0, k], full, in_turn)
             elif ring.WARPGROUPS == 1:
                 copy_block(b_desc, [first_n, k], full, b_smem.slice(0, ring.BLOCK_N))
             else:
-                copy_block(b_desc, [first_n + group * _LONG_SIDE, k], full, b_smem)
+                copy_block(b_desc, [first_n + group * LONG_SIDE, k], full, b_smem)
 
 
 @gluon.jit
 def _load_partition(a_desc, b_desc, problem, ring):
     """One warp: keeps the ring full."""
     STEP_K: gl.constexpr = _COPY_K * ring.COPIES
+    if ring.PACKING > 1:
+        _, first_n = _first_of(gl.program_id(0), problem, ring)
+        ask_for_scales(problem.scales, first_n, problem.N, ring.BLOCK_N, problem.GATED)
     ahead = gl.to_tensor(0)  # steps whose columns of b are on their way already
     if problem.OVERLAPS:
         ahead = gl.minimum((problem.K + STEP_K - 1) // STEP_K, ring.NUM_STAGES)
@@ -135,6 +166,9 @@ def _load_partition(a_desc, b_desc, problem, ring):
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
     for tile in range(gl.program_id(0), problem.tiles, gl.num_programs(0)):
         first_m, first_n = _first_of(tile, problem, ring)
+        if ring.PACKING > 1:
+            _, next_n = _first_of(gl.minimum(tile + gl.num_programs(0), problem.tiles - 1), problem, ring)
+            ask_for_scales(problem.scales, next_n, problem.N, ring.BLOCK_N, problem.GATED)
         for start_k in range(0, problem.K, STEP_K):
             mbarrier.wait(ring.empty_bar.index(stage), phase)
             if ahead > 0:
@@ -149,19 +183,18 @@ def _load_partition(a_desc, b_desc, problem, ring):
 
 @gluon.jit
 def _mma_leaf(
-    ring, stage, phase, before, K, GROUP: gl.constexpr, IS_FIRST: gl.constexpr, ACCUMULATE: gl.constexpr,
-    layout: gl.constexpr,
+    problem, ring, stage, phase, before, K, GROUP: gl.constexpr, IS_FIRST: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
     """The next K elements of K for the warpgroup's columns, in one accumulator. A step's place is free once the next
     step's wgmmas are queued, of the next leaf where the leaf ends.
     """
-    acc = gl.full([_LONG_SIDE, ring.BLOCK_M], 0.0, ACCUMULATE, layout)
+    acc = gl.full([layout.warps_per_cta[0] * 16, ring.BLOCK_M], 0.0, problem.ACCUMULATE, layout)
     for start_k in range(0, K, _COPY_K * ring.COPIES):
         mbarrier.wait(ring.full_bar.index(stage), phase)
         for copy in gl.static_range(ring.COPIES):
             index = stage * ring.COPIES + copy
             a, b = ring.a_smem.index(index), ring.b_smem.index(index * ring.WARPGROUPS + GROUP)
-            acc = warpgroup_mma(b, a.permute([1, 0]), acc, is_async=True)  # [_LONG_SIDE, BLOCK_M]
+            acc = warpgroup_mma(b, a.permute([1, 0]), acc, is_async=True)  # [LONG_SIDE, BLOCK_M]
         acc = warpgroup_mma_wait(ring.COPIES, deps=(acc,))
         if IS_FIRST:
             mbarrier.arrive(ring.empty_bar.index(before), pred=start_k > 0)
@@ -173,22 +206,70 @@ def _mma_leaf(
 
 
 @gluon.jit
+def _mma_packed_leaf(
+    problem, ring, stage, phase, before, offs, mask_n, first_k, K, GROUP: gl.constexpr, IS_FIRST: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """The same of K from first_k on, of codes: a chunk is decoded while the one before is multiplied. Scales are asked
+    for two steps ahead.
+    """
+    STEP_K: gl.constexpr = _COPY_K * ring.COPIES
+    dtype: gl.constexpr = problem.out_ptr.dtype.element_ty
+    acc = gl.full([layout.warps_per_cta[0] * 16, ring.BLOCK_M], 0.0, problem.ACCUMULATE, layout)
+    now = load_scales(problem.scales, offs, mask_n, first_k, problem.K, ring.COPIES, ring.ROWS, dtype)
+    after = load_scales(problem.scales, offs, mask_n, first_k + STEP_K, problem.K, ring.COPIES, ring.ROWS, dtype)
+    for start_k in range(0, K, STEP_K):
+        later = load_scales(
+            problem.scales, offs, mask_n, first_k + start_k + 2 * STEP_K, problem.K, ring.COPIES, ring.ROWS, dtype
+        )  # fmt: skip
+        mbarrier.wait(ring.full_bar.index(stage), phase)
+        codes = ring.b_smem.index(stage * ring.WARPGROUPS + GROUP)
+        words = load_words(codes, 0, ring.ROWS)
+        for copy in gl.static_range(ring.COPIES):
+            decoding = words
+            if copy + 1 < ring.COPIES:
+                words = load_words(codes, copy + 1, ring.ROWS)
+            b = decoded(decoding, now[copy], layout)
+            a = ring.a_smem.index(stage * ring.COPIES + copy)
+            acc = warpgroup_mma(b, a.permute([1, 0]), acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            if copy == 0:
+                if IS_FIRST:
+                    mbarrier.arrive(ring.empty_bar.index(before), pred=start_k > 0)
+                else:
+                    mbarrier.arrive(ring.empty_bar.index(before))
+        now, after, before = after, later, stage
+        stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    # ptxas 12.8 rounds accumulators before the wait above, unless a branch is in between: this barrier was passed
+    mbarrier.wait(ring.full_bar.index(before), phase ^ (stage == 0).to(gl.int32))
+    return acc, stage, phase, before
+
+
+@gluon.jit
 def _mma_tree(
-    ring, stage, phase, before, K, GROUP: gl.constexpr, LEAVES: gl.constexpr, IS_FIRST: gl.constexpr,
-    DTYPE: gl.constexpr, ACCUMULATE: gl.constexpr, layout: gl.constexpr,
+    problem, ring, stage, phase, before, offs, mask_n, first_k, K, GROUP: gl.constexpr, LEAVES: gl.constexpr,
+    IS_FIRST: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """The next LEAVES leaves, of K elements each: their sum, not yet rounded; what is added to make it, is."""
     if LEAVES == 1:
-        total, stage, phase, before = _mma_leaf(ring, stage, phase, before, K, GROUP, IS_FIRST, ACCUMULATE, layout)
+        if ring.PACKING == 1:
+            total, stage, phase, before = _mma_leaf(problem, ring, stage, phase, before, K, GROUP, IS_FIRST, layout)
+        else:
+            total, stage, phase, before = _mma_packed_leaf(
+                problem, ring, stage, phase, before, offs, mask_n, first_k, K, GROUP, IS_FIRST, layout
+            )  # fmt: skip
     else:
+        HALF: gl.constexpr = LEAVES // 2
+        DTYPE: gl.constexpr = problem.out_ptr.dtype.element_ty
         left, stage, phase, before = _mma_tree(
-            ring, stage, phase, before, K, GROUP, LEAVES // 2, IS_FIRST, DTYPE, ACCUMULATE, layout
+            problem, ring, stage, phase, before, offs, mask_n, first_k, K, GROUP, HALF, IS_FIRST, layout
         )  # fmt: skip
         left = left.to(DTYPE)
         right, stage, phase, before = _mma_tree(
-            ring, stage, phase, before, K, GROUP, LEAVES // 2, False, DTYPE, ACCUMULATE, layout
+            problem, ring, stage, phase, before, offs, mask_n, first_k + HALF * K, K, GROUP, HALF, False, layout
         )  # fmt: skip
-        total = left.to(ACCUMULATE) + right.to(DTYPE).to(ACCUMULATE)
+        total = left.to(problem.ACCUMULATE) + right.to(DTYPE).to(problem.ACCUMULATE)
     return total, stage, phase, before
 
 
@@ -196,30 +277,40 @@ def _mma_tree(
 def _mma_partition(bias_ptr, problem, ring, GROUP: gl.constexpr):
     """A warpgroup: all of K for its columns of whole tiles."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ring.BLOCK_M, 16]
+        version=[3, 0], warps_per_cta=[max(ring.ROWS, LONG_SIDE) // 16, 1], instr_shape=[16, ring.BLOCK_M, 16]
     )
     dtype: gl.constexpr = problem.out_ptr.dtype.element_ty
     if problem.OVERLAPS:
         gdc_wait()
     stage, phase, before = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     for tile in range(gl.program_id(0), problem.tiles, gl.num_programs(0)):
+        if ring.PACKING > 1:
+            _, of_scales = _first_of(tile, problem, ring)
+            offs, mask_n = rows_of(problem.scales, of_scales, problem.N, problem.GATED, _IN_TURN, ring.ROWS)
+        else:
+            offs, mask_n = 0, 0
         acc, stage, phase, before = _mma_tree(
-            ring, stage, phase, before, problem.K // problem.LEAVES, GROUP, problem.LEAVES, True, dtype,
-            problem.ACCUMULATE, layout,
+            problem, ring, stage, phase, before, offs, mask_n, 0, problem.K // problem.LEAVES, GROUP, problem.LEAVES,
+            True, layout,
         )  # fmt: skip
         mbarrier.arrive(ring.empty_bar.index(before))
         first_m, first_n = _first_of(tile, problem, ring)
-        first_n += GROUP * _LONG_SIDE
+        first_n += GROUP * ring.ROWS
         if problem.GATED:
-            gate, up = acc.reshape([_TURNS, 2, _IN_TURN, ring.BLOCK_M]).permute([0, 2, 3, 1]).split()
-            made = silu_and_mul(gate, up, dtype).reshape([_LONG_SIDE // 2, ring.BLOCK_M])
-            _write(problem, made, first_m, first_n // 2, problem.N // 2, _LONG_SIDE // 2)
+            gate, up = (
+                acc.reshape([ring.ROWS // _IN_TURN // 2, 2, _IN_TURN, ring.BLOCK_M]).permute([0, 2, 3, 1]).split()
+            )
+            made = silu_and_mul(gate, up, dtype).reshape([ring.ROWS // 2, ring.BLOCK_M])
+            _write(problem, made, first_m, first_n // 2, problem.N // 2, ring.ROWS // 2)
         else:
             COLUMNS: gl.constexpr = ring.BLOCK_N // ring.WARPGROUPS
+            if ring.ROWS < LONG_SIDE:
+                acc, _ = acc.reshape([LONG_SIDE // 16, 2, 8, ring.BLOCK_M]).permute([0, 2, 3, 1]).split()
+                acc = acc.reshape([ring.ROWS, ring.BLOCK_M])
             if problem.HAS_BIAS:
-                in_tile_n = gl.arange(0, _LONG_SIDE, gl.SliceLayout(1, layout))
+                in_tile_n = gl.arange(0, ring.ROWS, gl.SliceLayout(1, acc.type.layout))
                 mask_n = (in_tile_n < COLUMNS) & (first_n + in_tile_n < problem.N)
-                bias = gl.load(bias_ptr + first_n + in_tile_n, mask=mask_n, other=0.0)  # [_LONG_SIDE]
+                bias = gl.load(bias_ptr + first_n + in_tile_n, mask=mask_n, other=0.0)  # [LONG_SIDE]
                 acc += bias.to(problem.ACCUMULATE)[:, None]
             _write(problem, acc.to(dtype), first_m, first_n, problem.N, COLUMNS)
 
@@ -235,17 +326,21 @@ def _write(problem, made, first_m, first_n, N, COLUMNS: gl.constexpr):
     gl.store(problem.out_ptr + offs, made, mask=mask_n[:, None] & (offs_m < problem.M)[None, :])
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K", "tiles_m", "tiles"])
+@gluon.jit(do_not_specialize=["M", "N", "K", "tiles_m", "tiles", "stride_scales"])
 def gemm_sm90_swap_ab_kernel(
     a_desc,
     b_desc,
     bias_ptr,
     out_ptr,
+    scales_ptr,
+    zeros_ptr,
     M,
     N,
     K,
     tiles_m,
     tiles,
+    stride_scales,
+    GROUP: gl.constexpr,
     LEAVES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -260,12 +355,17 @@ def gemm_sm90_swap_ab_kernel(
     """a: descriptor of [M, K], b: of [N, K], bias: [N] or None, out: [M, N]. Elements beyond an edge read as zero and
     are not written. Each of LEAVES parts of K is a multiple of BLOCK_K, or there is one. With OVERLAPS b is read before
     the kernel before has ended. With GATED there is neither bias nor tree, out is [M, N / 2], and b's descriptor is of
-    [N / 2 / _IN_TURN, 2, _IN_TURN, K].
+    [N / 2 / _IN_TURN, 2, _IN_TURN, K]. Where a scale is for GROUP elements of K, b is codes, [N, K / CODES], in a tile
+    for whole warpgroups of one partition: those of :mod:`.sm90_packed`.
     """
     COPIES: gl.constexpr = BLOCK_K // _COPY_K
+    PACKING: gl.constexpr = CODES if GROUP else 1
+    ROWS: gl.constexpr = BLOCK_N if GROUP else LONG_SIDE
+    B_COPIES: gl.constexpr = 1 if GROUP else COPIES
+    B_LAYOUT: gl.constexpr = codes_layout(BLOCK_K) if GROUP else a_desc.layout
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [NUM_STAGES * COPIES, BLOCK_M, _COPY_K], a_desc.layout)
     b_smem = gl.allocate_shared_memory(
-        a_desc.dtype, [NUM_STAGES * COPIES * WARPGROUPS, _LONG_SIDE, _COPY_K], a_desc.layout
+        b_desc.dtype, [NUM_STAGES * B_COPIES * WARPGROUPS, ROWS, b_desc.block_shape[-1]], B_LAYOUT
     )
     full_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     empty_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
@@ -273,8 +373,11 @@ def gemm_sm90_swap_ab_kernel(
         mbarrier.init(full_bar.index(stage), count=1)
         mbarrier.init(empty_bar.index(stage), count=WARPGROUPS)
     fence_async_shared()
-    problem = _Problem(out_ptr, M, N, K, tiles_m, tiles, LEAVES, HAS_BIAS, GATED, ACCUMULATE, OVERLAPS)
-    ring = _Ring(a_smem, b_smem, full_bar, empty_bar, BLOCK_M, BLOCK_N, COPIES, NUM_STAGES, WARPGROUPS)
+    scales = Scales(scales_ptr, zeros_ptr, stride_scales, GROUP)
+    problem = _Problem(out_ptr, M, N, K, tiles_m, tiles, LEAVES, HAS_BIAS, GATED, ACCUMULATE, OVERLAPS, scales)
+    ring = _Ring(
+        a_smem, b_smem, full_bar, empty_bar, BLOCK_M, BLOCK_N, COPIES, B_COPIES, PACKING, ROWS, NUM_STAGES, WARPGROUPS
+    )  # fmt: skip
     if WARPGROUPS == 1:
         gl.warp_specialize(
             [
@@ -313,17 +416,30 @@ def shared_layout(rank: int = 2) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=2 * _COPY_K.value, element_bitwidth=16, rank=rank)
 
 
+@cache
+def _codes_layout(block_k: int, rank: int = 2) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, block_k // 2), element_bitwidth=32, rank=rank)
+
+
 def _describe(matrix: torch.Tensor, block_rows: int) -> TensorDescriptor:
     stride, _ = leading_dim(matrix)
     return TensorDescriptor(matrix, list(matrix.shape), [stride, 1], [block_rows, _COPY_K.value], shared_layout())
 
 
-def _describe_in_turn(weight: torch.Tensor) -> TensorDescriptor:
-    """Of [gate, up], in blocks of the columns of b that a warpgroup takes, eight of gate and eight of up in turn."""
+def _describe_codes(codes: torch.Tensor, block_rows: int, block_k: int) -> TensorDescriptor:
+    stride, _ = leading_dim(codes)
+    block = [block_rows, block_k // CODES.value]
+    return TensorDescriptor(codes, list(codes.shape), [stride, 1], block, _codes_layout(block_k))
+
+
+def _describe_in_turn(
+    weight: torch.Tensor, block_rows: int, block: int, layout: gl.NVMMASharedLayout
+) -> TensorDescriptor:
+    """Of [gate, up], in blocks of the columns of b that a partition takes, eight of gate and eight of up in turn."""
     (rows, k), (stride, _) = weight.shape, leading_dim(weight)
     turn = _IN_TURN.value
     shape, strides = [rows // (2 * turn), 2, turn, k], [turn * stride, rows // 2 * stride, stride, 1]
-    return TensorDescriptor(weight, shape, strides, [_TURNS.value, 2, turn, _COPY_K.value], shared_layout(4))
+    return TensorDescriptor(weight, shape, strides, [block_rows // (2 * turn), 2, turn, block], layout)
 
 
 def gemm_sm90_swap_ab(
@@ -335,6 +451,7 @@ def gemm_sm90_swap_ab(
     tile: NarrowTile,
     overlaps: bool = False,
     gated: bool = False,
+    scales: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """``a @ b + bias``, or of a gated layer the product of both halves, one of them activated.
 
@@ -348,38 +465,61 @@ def gemm_sm90_swap_ab(
         tile: decides the speed; one of :data:`.schedule.GATED_TILES` for a gated layer.
         overlaps: whether the launch does not wait for the kernel before, which must not write b.
         gated: whether out is silu(a @ gate) * (a @ up).
+        scales: where b is int32 [K / 8, N] of codes of four bits, those of groups [N, K / group] of a's dtype, and zero
+            points of 8 bits, of the same shape, if there are any.
 
     Returns:
         ``out``.
     """
     (m, k), n = a.shape, b.shape[1]
+    codes = b.t()
+    group, zeros = 0, None
+    rows = tile.block_n if scales else LONG_SIDE.value
+    if scales:
+        b_desc = (
+            _describe_in_turn(codes, rows, tile.block_k // CODES.value, _codes_layout(tile.block_k, 4))
+            if gated
+            else _describe_codes(codes, rows, tile.block_k)
+        )
+        scale, *rest = scales
+        zeros = rest[0] if rest else None
+        group = k // scale.shape[1] if scale.shape[1] > 1 else _ONE_SCALE
+    elif gated:
+        b_desc = _describe_in_turn(codes, rows, _COPY_K.value, shared_layout(4))
+    else:
+        b_desc = _describe(codes, min(tile.block_n, LONG_SIDE.value))
     tiles_m, tiles_n = triton.cdiv(m, tile.block_m), triton.cdiv(n, tile.block_n)
     launch(
         gemm_sm90_swap_ab_kernel,
         min(tiles_m * tiles_n, tile.ctas_per_sm * Gpu.of(a.get_device()).num_sms),
         (
             _describe(a, tile.block_m),
-            _describe_in_turn(b.t()) if gated else _describe(b.t(), min(tile.block_n, _LONG_SIDE.value)),
+            b_desc,
             None if bias is None else bias.contiguous(),
             out,
+            scales[0] if scales else None,
+            zeros,
             m,
             n,
             k,
             tiles_m,
             tiles_m * tiles_n,
+            scales[0].stride(0) if scales else None,
         ),
         on=a,
+        GROUP=group,
         LEAVES=reduction.leaves,
         HAS_BIAS=bias is not None,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         NUM_STAGES=tile.num_stages,
-        WARPGROUPS=tile.warpgroups,
+        WARPGROUPS=1 if scales else tile.warpgroups,
+        num_warps=max(rows, LONG_SIDE.value) // 16,
         GATED=gated,
         ACCUMULATE=TL_DTYPES[reduction.accumulate],
         **LaunchSchedule(overlaps).options,
-        maxnreg=_REGISTERS.value,
+        maxnreg=_REGISTERS.value if rows <= 2 * LONG_SIDE.value else _REGISTERS_OF_MANY,
         enable_fp_fusion=reduction.enable_fp_fusion,
     )
     return out

@@ -209,7 +209,7 @@ def gemm_sm90_swap_ab(
     tile: NarrowTile,
     overlaps: bool = False,
     spec: MatmulSpec = PRODUCT,
-    scales: Sequence[torch.Tensor] = (),  # noqa: ARG001 - a plain weight has none
+    scales: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Whole matmuls by Hopper's narrow kernel, for operands that :func:`.problem.supports_tma` with K as the contiguous
     side; arguments as of :func:`gemm_tma`, with a tile of :func:`.schedule.sm90_tiles`, whether the launch does not
@@ -217,4 +217,4 @@ def gemm_sm90_swap_ab(
     """
     from . import sm90_kernel  # Gluon is needed for this kernel alone
 
-    return sm90_kernel.gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps, spec.epilogue.gated)
+    return sm90_kernel.gemm_sm90_swap_ab(a, b, bias, out, reduction, tile, overlaps, spec.epilogue.gated, scales)

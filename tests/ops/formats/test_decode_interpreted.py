@@ -1,0 +1,38 @@
+"""The kernel that decodes integers on a GPU, in Triton's interpreter, has the bits of the definition, in fp16: the
+interpreter does not round to bf16 as a GPU does.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.assertions import assert_same_bits
+from vllm_batch_invariant.ops.formats.integers import INTEGERS, decode_on_gpu
+from vllm_batch_invariant.ops.formats.record import Format
+
+KEPT = [one for one in INTEGERS if "act-order" not in one.name]
+
+
+def random(b_format: Format, n: int, k: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """What is stored, of every code, zero point and size of a scale, and how it is decoded."""
+    options = b_format.decode.keywords
+    draw = torch.Generator().manual_seed(n)
+    words = torch.randint(-(2**31), 2**31, (n, k // b_format.packing), generator=draw).int()
+    groups = 1 if "channel" in b_format.name else k // b_format.group
+    scales = torch.randn(n, groups, generator=draw) * 2.0 ** torch.randint(-30, 12, (n, groups), generator=draw)
+    zeros = [torch.randint(0, (1 << options["bits"]) + 1, (n, groups), generator=draw).clamp(max=255).to(torch.uint8)]
+    return [words, scales.to(dtype), *(zeros if options["zeros"] else [])], options
+
+
+@pytest.mark.parametrize("b_format", KEPT, ids=lambda one: one.name)
+def test_the_kernel_has_the_bits_of_the_definition(b_format: Format) -> None:
+    dtype = torch.float16
+    for n, k in ((1, 128), (7, 384), (9, 2304)):
+        stored, options = random(b_format, n, k, dtype)
+        found = decode_on_gpu(stored, torch.full((n, k), torch.nan, dtype=dtype), **options)
+        wanted = b_format.decode(stored, torch.empty(n, k, dtype=dtype))
+        assert_same_bits(found, wanted)
+        if options["zeros"]:
+            wrong = [*stored[:2], stored[2] ^ 1]
+            assert not torch.equal(decode_on_gpu(wrong, torch.empty_like(found), **options), wanted)

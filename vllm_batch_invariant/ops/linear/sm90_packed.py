@@ -1,0 +1,231 @@
+"""Weights of four bits on their way to Hopper's wgmma, in Gluon: decoded in the registers that it reads.
+
+A warpgroup's block of codes is int32 [ROWS, BLOCK_K / 8] in shared memory, as a weight's rows are stored, the low
+nibble first along K. wgmma's first operand is given in registers, where in 16 elements of K a thread has those at 2t,
+2t + 1, 2t + 8 and 2t + 9, t its place of four, of two rows: a byte of each of two words. The four threads read the same
+words, and what they decode lies where wgmma wants it: nothing is exchanged::
+
+    pair = byte t of a word                                # two codes q
+    pair = 128 + q                                         # bf16: its bits are 0x4300 | q; of fp16 1024 + q, 0x6400 | q
+    pair = round((pair - (128 + zero)) * scale)            # the difference is exact
+
+so a code, zero point and scale make the same 16 bits as where the matrix is decoded to memory.
+"""
+
+import triton
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from ..common.triton_names import aggregate, value
+
+CODES = gl.constexpr(8)
+"""Of an element of int32."""
+CHUNK_K = gl.constexpr(64)
+"""Elements of K that are decoded at once."""
+LONG_SIDE = gl.constexpr(64)
+"""Rows of wgmma's first operand, which are columns of b."""
+_WORDS = gl.constexpr(CHUNK_K.value // CODES.value)
+_SYMMETRIC = gl.constexpr(8)
+"""The zero point of codes that have none stored."""
+_LINE = gl.constexpr(128)
+"""Bytes that are asked for at once."""
+
+
+@aggregate
+class Scales:
+    """What is stored beside the codes of a weight [N, K]."""
+
+    scales_ptr: value
+    """[N, K / GROUP] of the dtype of a"""
+    zeros_ptr: value
+    """8 bits each, of the same shape; or None"""
+    stride: value
+    """Between rows of both."""
+    GROUP: gl.constexpr
+    """Elements of K with one scale: 32, or a power of two above it, also above K; 0 where a weight is stored itself."""
+
+
+@triton.constexpr_function
+def codes_layout(BLOCK_K):
+    """Of a block of codes in shared memory: rows of BLOCK_K / 2 bytes."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, BLOCK_K // 2), element_bitwidth=32, rank=2)
+
+
+@triton.constexpr_function
+def _warp_bases(rows):
+    """Four warps have 16 rows of 64 each, or 8 of 32, whose second row is zero."""
+    first = 16 if rows >= LONG_SIDE.value else 8
+    return [[first << bit, 0, 0] for bit in range((rows // first).bit_length() - 1)]
+
+
+@triton.constexpr_function
+def _second_row(rows):
+    """Of a thread, eight below its first."""
+    return [[8, 0, 0]] if rows >= LONG_SIDE.value else []
+
+
+@triton.constexpr_function
+def _nibbles_layout(ROWS):
+    """Of [ROWS, _WORDS, CODES]: as [ROWS, CHUNK_K] it is that of wgmma's first operand in registers."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], *_second_row(ROWS), [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        lane_bases=[[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=_warp_bases(ROWS),
+        block_bases=[],
+        shape=[ROWS, _WORDS.value, CODES.value],
+    )
+
+
+@triton.constexpr_function
+def _groups_layout(ROWS, GROUPS):
+    """The same of [ROWS, GROUPS, words of a group], the same for every code of a word."""
+    words = _WORDS.value // GROUPS
+
+    def word(bit):
+        return [0, 0, bit] if bit < words else [0, bit // words, 0]
+
+    return gl.DistributedLinearLayout(
+        reg_bases=[*_second_row(ROWS), word(1), word(2), word(4)],
+        lane_bases=[[0, 0, 0], [0, 0, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=_warp_bases(ROWS),
+        block_bases=[],
+        shape=[ROWS, GROUPS, words],
+    )
+
+
+@triton.constexpr_function
+def _groups_of_chunk(GROUP):
+    return max(1, CHUNK_K.value // GROUP)
+
+
+@triton.constexpr_function
+def _decode_in_ptx(DTYPE):
+    """Of a word twice, the byte to take of it twice, two zero points and two scales."""
+    bits, kind = ("0x43004300", "bf16x2") if DTYPE.is_bf16() else ("0x64006400", "f16x2")
+    return f"""{{
+    .reg .b32 pair;
+    prmt.b32 pair, $1, 0, $3;
+    mul.lo.u32 pair, pair, 0x1001;
+    lop3.b32 pair, pair, 0x000f000f, {bits}, 0xea;
+    sub.rn.{kind} pair, pair, $5;
+    mul.rn.{kind} $0, pair, $6;
+    }}"""
+
+
+@gluon.jit
+def rows_of(scales, first_n, N, GATED: gl.constexpr, IN_TURN: gl.constexpr, ROWS: gl.constexpr):
+    """Where the scales of a warpgroup's rows of codes begin [ROWS], and which of them there are. Gated, the rows of
+    [gate, up] come in turn.
+    """
+    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _groups_layout(ROWS, _groups_of_chunk(scales.GROUP))))
+    row = gl.arange(0, ROWS, layout)
+    if GATED:
+        of_half = first_n // 2 + row // (2 * IN_TURN) * IN_TURN + row % IN_TURN
+        offs_n = of_half + row // IN_TURN % 2 * (N // 2)
+        mask_n = of_half < N // 2
+    else:
+        offs_n = first_n + row
+        mask_n = offs_n < N
+    return offs_n.to(gl.int64) * scales.stride, mask_n
+
+
+@gluon.jit
+def _load_scale(scales, offs, mask_n, k, K, ROWS: gl.constexpr, DTYPE: gl.constexpr):
+    """Scales of the chunk at k and what is subtracted from codes, [ROWS, groups of a chunk] each."""
+    GROUPS: gl.constexpr = _groups_of_chunk(scales.GROUP)
+    in_chunk = gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(2, _groups_layout(ROWS, GROUPS))))
+    group = k // scales.GROUP + in_chunk
+    offs, mask = offs[:, None] + group[None, :], mask_n[:, None] & (group * scales.GROUP < K)[None, :]
+    scale = gl.load(scales.scales_ptr + offs, mask=mask, other=0.0)
+    BASE: gl.constexpr = 0x4300 if DTYPE.is_bf16() else 0x6400
+    if scales.zeros_ptr is None:
+        zero = gl.full(scale.shape, _SYMMETRIC | BASE, gl.int16, scale.type.layout)
+    else:
+        zero = gl.load(scales.zeros_ptr + offs, mask=mask, other=0).to(gl.int16) | BASE
+    return scale, zero.to(DTYPE, bitcast=True)
+
+
+@gluon.jit
+def load_scales(scales, offs, mask_n, k, K, CHUNKS: gl.constexpr, ROWS: gl.constexpr, DTYPE: gl.constexpr):
+    """Those of CHUNKS chunks from k on, a pair of tensors of each."""
+    found = ()
+    for chunk in gl.static_range(CHUNKS):
+        if chunk * CHUNK_K % scales.GROUP == 0:
+            of_chunk = _load_scale(scales, offs, mask_n, k + chunk * CHUNK_K, K, ROWS, DTYPE)
+        found = found + (of_chunk,)  # noqa: RUF005 - Triton has no starred ones
+    return found
+
+
+@gluon.jit
+def _for_every_word(of_groups):
+    """What chunks have by group, for [ROWS, _WORDS, 1] in the layout of codes."""
+    GROUPS: gl.constexpr = of_groups.shape[1]
+    ROWS: gl.constexpr = of_groups.shape[0]
+    layout: gl.constexpr = gl.SliceLayout(2, _nibbles_layout(ROWS))
+    by_word = gl.expand_dims(of_groups, 2).broadcast_to(ROWS, GROUPS, _WORDS // GROUPS)
+    return gl.expand_dims(gl.convert_layout(by_word.reshape([ROWS, _WORDS]), layout, assert_trivial=True), 2)
+
+
+@gluon.jit
+def load_words(codes, chunk: gl.constexpr, ROWS: gl.constexpr):
+    """A chunk of codes in shared memory [ROWS, BLOCK_K / CODES], as the threads that decode it want it."""
+    layout: gl.constexpr = gl.SliceLayout(2, _nibbles_layout(ROWS))
+    return codes.slice(chunk * _WORDS, _WORDS, dim=1).load(layout)
+
+
+@gluon.jit
+def decoded(words, of_chunk, layout: gl.constexpr):
+    """Those words as wgmma's first operand [ROWS, CHUNK_K], for an accumulator with a layout."""
+    scale, zero = of_chunk
+    ROWS: gl.constexpr = words.shape[0]
+    nibbles: gl.constexpr = _nibbles_layout(ROWS)
+    code = gl.arange(0, CODES, gl.SliceLayout(0, gl.SliceLayout(1, nibbles)))
+    byte = gl.expand_dims(gl.expand_dims(code // 2 | 0x4440, 0), 1)  # and bytes of zeros above it
+    made = gl.inline_asm_elementwise(
+        _decode_in_ptx(scale.dtype),
+        "=r,r,r,r,r,r,r",
+        [gl.expand_dims(words, 2), byte, _for_every_word(zero), _for_every_word(scale)],
+        dtype=scale.dtype,
+        is_pure=True,
+        pack=2,
+    )
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    if ROWS < LONG_SIDE:  # every eight rows of codes are followed by eight of zeros
+        of_warps = made.reshape([LONG_SIDE // 16, 8, CHUNK_K])
+        nothing = gl.full(of_warps.shape, 0.0, of_warps.dtype, of_warps.type.layout)
+        made = gl.join(of_warps, nothing).permute([0, 3, 1, 2])
+    return gl.convert_layout(made.reshape([max(ROWS, LONG_SIDE), CHUNK_K]), operand, assert_trivial=True)
+
+
+@gluon.jit
+def ask_for_scales(scales, first_n, N, ROWS: gl.constexpr, GATED: gl.constexpr):
+    """One warp: has those of ROWS rows brought to the L2 cache, half of them of gate and half of up if gated."""
+    if GATED:
+        _ask_for_rows(scales, first_n // 2, N // 2, ROWS // 2)
+        _ask_for_rows(scales, first_n // 2 + N // 2, N, ROWS // 2)
+    else:
+        _ask_for_rows(scales, first_n, N, ROWS)
+
+
+@gluon.jit
+def _ask_for_rows(scales, first_n, N, ROWS: gl.constexpr):
+    PER_LINE: gl.constexpr = _LINE * 8 // scales.scales_ptr.dtype.element_ty.primitive_bitwidth
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    first, count = first_n.to(gl.int64) * scales.stride, gl.minimum(ROWS, N - first_n) * scales.stride
+    for at in range(0, count, 32 * PER_LINE):
+        offs = first + gl.minimum(at + lane * PER_LINE, count - 1)
+        _ask_for(scales.scales_ptr + offs)
+        if scales.zeros_ptr is not None:
+            _ask_for(scales.zeros_ptr + offs)
+
+
+@gluon.jit
+def _ask_for(ptrs):
+    gl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l",
+        [ptrs.to(gl.uint64, bitcast=True)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
