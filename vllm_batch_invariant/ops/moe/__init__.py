@@ -13,10 +13,10 @@ of other tokens are done, and libraries leave open which of two equal scores com
 import torch
 
 from ..dispatch import implementation
-from .params import Experts
+from .params import Experts, StoredExperts
 from .reduction import MoeReduction
 
-__all__ = ["Experts", "MoeReduction", "moe", "route"]
+__all__ = ["Experts", "MoeReduction", "StoredExperts", "moe", "route"]
 
 
 def route(

@@ -3,7 +3,7 @@ multiplied by its expert's weights. Nothing waits for the host, so a step may be
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 from typing import Any
@@ -18,13 +18,15 @@ from ..common.cancelling import cancelling
 from ..common.gpu import Gpu
 from ..common.launch import launch
 from ..common.triton_rows import aligned
+from ..formats.record import Format
+from ..formats.triton_decode import PackedTile
 from ..linear import triton_gemm
 from ..linear.problem import ALIGNMENT, LARGEST_SIDE
 from ..linear.reduction import LinearReduction
 from ..norm.reduction import NormReduction
 from ..softmax import softmax
 from ..softmax.reduction import LONGEST_WHOLE, SoftmaxReduction
-from .params import Experts
+from .params import Experts, StoredExperts
 from .reduction import MoeReduction
 from .routes import route_by
 from .triton_kernels import (
@@ -256,7 +258,7 @@ def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule, places: torc
 
 def grouped_gemm(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | StoredExperts,
     bias: torch.Tensor | None,
     groups: Groups,
     pairs: int,
@@ -269,7 +271,8 @@ def grouped_gemm(
 
     Args:
         x: [rows, K], packed; a row has pairs // rows pairs, one after the other.
-        weight: [experts, N, K], packed; or with an activation [experts, 2 * N, K].
+        weight: [experts, N, K], packed; or with an activation [experts, 2 * N, K]. What is stored in a format that no
+            kernel reads (:class:`PackedTile`) is written to memory first.
         bias: [experts, N] or [experts, 2 * N], or None.
         groups: of the schedule's ``block_m``.
         pairs: how many there are.
@@ -282,7 +285,11 @@ def grouped_gemm(
     n, in_turn = rows // 2 if activation else rows, activation == "swigluoai"
     reduction = LinearReduction.of_device("cuda", rows, k, x.dtype)
     out = torch.empty(pairs, n, dtype=dtype, device=x.device)
-    by_tma = schedule.by_tma and _supports_tma(weight)
+    scales, zeros, form = None, None, None
+    if isinstance(weight, StoredExperts):
+        form = PackedTile.of(weight.format, x.dtype)
+        weight, scales, zeros = (weight.matrices(), None, None) if form is None else _packed(weight)
+    by_tma = form is None and schedule.by_tma and _supports_tma(weight)
     if schedule.persistent and by_tma and not triton.knobs.runtime.interpret:
         from . import sm90_kernel  # Gluon is needed for this kernel alone
 
@@ -298,7 +305,21 @@ def grouped_gemm(
     launch(
         grouped_gemm_kernel,
         groups.num_blocks * triton.cdiv(n, schedule.block_n),
-        (x, weight, bias, out, groups.pairs, groups.places, groups.stop, groups.expert_of_block, pairs, n, k),
+        (
+            x,
+            weight,
+            scales,
+            zeros,
+            bias,
+            out,
+            groups.pairs,
+            groups.places,
+            groups.stop,
+            groups.expert_of_block,
+            pairs,
+            n,
+            k,
+        ),
         on=x,
         waits=True,
         PAIRS_OF_A_ROW=pairs // len(x),
@@ -314,11 +335,23 @@ def grouped_gemm(
         SWAP_AB=schedule.swap_ab,
         PRECISION=reduction.precision,
         HALVES=schedule.halves,
+        FORMAT=form,
         num_warps=schedule.num_warps,
         num_stages=schedule.num_stages,
         enable_fp_fusion=reduction.enable_fp_fusion,
     )
     return out
+
+
+def reads(form: Format, dtype: torch.dtype) -> bool:
+    """Whether :func:`grouped_gemm` reads what a format stores, and writes no matrix to memory first."""
+    return PackedTile.of(form, dtype) is not None
+
+
+def _packed(weight: StoredExperts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Words of codes, scales, and zero points or None."""
+    codes, scales, *zeros = weight.tensors
+    return codes.view(torch.int32), scales, zeros[0] if zeros else None
 
 
 def _supports_tma(weight: torch.Tensor) -> bool:
@@ -520,7 +553,14 @@ def _activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
     return out
 
 
-def certify(n: int, k: int, dtype: torch.dtype, device: torch.device, activation: str = "silu") -> int:
+def certify(
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    activation: str = "silu",
+    form: Format | None = None,
+) -> int:
     """Compare every tile with the dense product of the same rows, of operands whose sums cancel: that of the first
     product with and without the activation.
 
@@ -530,6 +570,7 @@ def certify(n: int, k: int, dtype: torch.dtype, device: torch.device, activation
         dtype: of both.
         device: a GPU.
         activation: of the layer.
+        form: that the weight is stored in; None: as it is. The dense product is that with the matrix.
 
     Returns:
         How many elements were compared.
@@ -539,10 +580,10 @@ def certify(n: int, k: int, dtype: torch.dtype, device: torch.device, activation
     """
     compared, n = 0, min(n, 512)
     for number, schedule in enumerate(layer_schedules(dtype, Gpu.of(device.index))):
-        for rows, ids, x, weight in _certificate_cases(schedule, n, k, dtype, device):
+        for rows, ids, x, weight in _certificate_cases(schedule, n, k, dtype, device, form):
             groups = group(ids, len(weight), schedule)
             for tile, gate in ((schedule.gate_up, ""), (schedule.gate_up, activation), (schedule.down, "")):
-                used = weight[:, : n - n % 2].contiguous() if gate else weight
+                used = _first_rows(weight, n - n % 2 if gate else n)
                 found = grouped_gemm(x, used, None, groups, ids.numel(), dtype, tile, activation=gate)
                 for expert, of_expert in enumerate(used):
                     pairs = (ids.flatten() == expert).nonzero().squeeze(1)
@@ -551,8 +592,9 @@ def certify(n: int, k: int, dtype: torch.dtype, device: torch.device, activation
                     dense = triton_gemm.accumulate(x[pairs // ids.shape[1]], of_expert.t()).to(dtype)
                     dense = _activated(dense, gate) if gate else dense
                     if not torch.equal(found[pairs], dense):
+                        stored = f" stored as {form.name}" if form is not None else ""
                         raise NotCovered(
-                            f"experts of {k} inputs in {dtype} on {torch.cuda.get_device_name(device)}",
+                            f"experts of {k} inputs in {dtype}{stored} on {torch.cuda.get_device_name(device)}",
                             f"schedule {number} ({tile}{', ' * bool(gate)}{gate}) of {rows} rows has other bits than a "
                             "dense layer",
                             "serve a dense model, or serve on a CPU",
@@ -561,18 +603,29 @@ def certify(n: int, k: int, dtype: torch.dtype, device: torch.device, activation
     return compared
 
 
+def _first_rows(weight: torch.Tensor | StoredExperts, n: int) -> Any:
+    """Those of every expert."""
+    if isinstance(weight, StoredExperts):
+        return replace(weight, tensors=tuple(one[:, :n].contiguous() for one in weight.tensors))
+    return weight[:, :n].contiguous()
+
+
 _CERTIFICATE_SCALE = 64
 """Of the certificate's operands: what is left of their sums is large enough that fp16 has its products, too."""
 
 
 def _certificate_cases(
-    schedule: LayerSchedule, n: int, k: int, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    schedule: LayerSchedule, n: int, k: int, dtype: torch.dtype, device: torch.device, form: Format | None
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, Any]]:
     """(rows, ids, x, weight) of few and many tokens of three experts, of which one has none."""
     most = schedule.gate_up.block_m + 3
+    exponents = {"exponents": form.exponents // (2 if dtype == torch.float16 else 1)} if form else {}
     for rows in (1, min(most, schedule.few_pairs // 2) if schedule.few_pairs else most):
-        x, weight = cancelling(rows, 2 * n, k - k % 2, dtype, device, seed=rows)
-        x, weight = (F.pad(_CERTIFICATE_SCALE * one, (0, k % 2)) for one in (x, weight))
+        x, weight = cancelling(rows, 2 * n, k - k % 2, dtype, device, seed=rows, **exponents)
+        x, weight = (F.pad(one if form else _CERTIFICATE_SCALE * one, (0, k % 2)) for one in (x, weight))
         ids = torch.tensor([[0, 2], [2, 0]], device=device).repeat(-(-rows // 2), 1)[:rows].contiguous()
         weight = torch.stack((weight[:n], weight[:n], weight[n:]))
+        if form is not None:
+            stored = zip(*(form.stored(of_expert) for of_expert in weight), strict=True)
+            weight = StoredExperts(form, tuple(torch.stack(parts) for parts in stored), dtype)
         yield rows, ids, x, weight

@@ -1,11 +1,64 @@
 """The experts of a layer as a value, checked against the tokens that are routed to them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
+from ..formats.record import Format
 from .reduction import MoeReduction
+
+
+@dataclass(frozen=True, eq=False)
+class StoredExperts:
+    """Weights [experts, N, K] of one GEMM as a format stores them. As a sequence it has the matrix of each expert.
+
+    Attributes:
+        format: of the weights.
+        tensors: that the format stores, each with the experts as its first dimension.
+        dtype: of the matrices.
+    """
+
+    format: Format
+    tensors: tuple[torch.Tensor, ...]
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the weights: experts, N, K."""
+        experts, n, words = self.tensors[0].shape
+        return torch.Size((experts, n, words * self.format.packing))
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.tensors[0].device
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether they have no memory."""
+        return self.tensors[0].is_meta
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        """The matrix [N, K] of an expert, in new memory."""
+        assert self.format.decode is not None
+        out = torch.empty(*self.shape[1:], dtype=self.dtype, device=self.device)
+        return self.format.decode([tensor[expert] for tensor in self.tensors], out)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self[expert] for expert in range(len(self)))
+
+    def matrices(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """All of them: [experts, N, K], written to ``out`` if that is given."""
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device) if out is None else out
+        for expert, matrix in zip(out, self, strict=True):
+            expert.copy_(matrix)
+        return out
 
 
 @dataclass(frozen=True, eq=False)
@@ -14,7 +67,7 @@ class Experts:
 
     Attributes:
         gate_up: [experts, 2 * intermediate, hidden]; the halves or, for "swigluoai", the even and odd rows are those of
-            gate and up. Or what an implementation's ``prepare_experts`` makes of them.
+            gate and up. Or :class:`StoredExperts`, or what an implementation's ``prepare_experts`` makes of them.
         down: [experts, hidden, intermediate], or as ``gate_up``.
         reduction: of the layer, with its activation.
         gate_up_bias: [experts, 2 * intermediate], or None.
@@ -33,7 +86,8 @@ class Experts:
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """All that are there."""
-        return self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.places
+        stored = (of.tensors if isinstance(of, StoredExperts) else (of,) for of in (self.gate_up, self.down))
+        return *chain(*stored), self.gate_up_bias, self.down_bias, self.places
 
     def placed(self, ids: torch.Tensor) -> torch.Tensor:
         """Where the experts of these numbers lie; -1 for one that is not there."""

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from ..common.dependent_launch import wait_for_kernel_before
 from ..common.triton_rows import row_sum
+from ..formats.triton_decode import decoded_tile
 from ..norm.triton_kernels import load_weight, norm_of
 from ..silu.triton_kernels import silu_times
 
@@ -291,10 +292,10 @@ def _add_bias(acc, bias_ptr, offs_n, mask_n, SWAP_AB: tl.constexpr):
 
 @triton.jit
 def _tile(
-    x_ptr, weight, bias_ptr, out_ptr, pairs, mask_m, expert, first_n, N, K,
+    x_ptr, weight, scales_ptr, zeros_ptr, bias_ptr, out_ptr, pairs, mask_m, expert, first_n, N, K,
     PAIRS_OF_A_ROW: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     BY_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP_AB: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """One tile of :func:`grouped_gemm_kernel`: pairs [BLOCK_M] of an expert, BLOCK_N columns from ``first_n`` on."""
     GATED: tl.constexpr = ACTIVATION != ""
@@ -316,7 +317,12 @@ def _tile(
             mask_k = offs_k[None, :] < K - start_k
             x_mask, weight_mask = mask_m[:, None] & mask_k, mask_n[:, None] & mask_k
         x = tl.load(x_ptrs + start_k, mask=x_mask, other=0.0)  # [BLOCK_M, BLOCK_K]
-        if BY_TMA and IN_TURN:
+        if FORMAT is not None:
+            tile = decoded_tile(
+                weight, scales_ptr, zeros_ptr, first + rows, mask_n, start_k, K, FORMAT, EVEN_K, BLOCK_N, BLOCK_K,
+                x_ptr.dtype.element_ty,
+            )  # fmt: skip
+        elif BY_TMA and IN_TURN:
             tile = weight.load([0, row, start_k]).reshape(BLOCK_N, BLOCK_K)
         elif BY_TMA:
             tile = weight.load([row, start_k])  # [BLOCK_N, BLOCK_K]
@@ -324,7 +330,12 @@ def _tile(
             tile = tl.load(weight + offs_weight + start_k, mask=weight_mask, other=0.0)
         acc = _dot(x, tile, acc, SWAP_AB, PRECISION)
         if GATED:
-            if BY_TMA and IN_TURN:
+            if FORMAT is not None:
+                tile = decoded_tile(
+                    weight, scales_ptr, zeros_ptr, first + rows + up_row, mask_n, start_k, K, FORMAT, EVEN_K, BLOCK_N,
+                    BLOCK_K, x_ptr.dtype.element_ty,
+                )  # fmt: skip
+            elif BY_TMA and IN_TURN:
                 tile = weight.load([1, row, start_k]).reshape(BLOCK_N, BLOCK_K)
             elif BY_TMA:
                 tile = weight.load([row + N, start_k])
@@ -346,6 +357,8 @@ def _tile(
 def grouped_gemm_kernel(
     x_ptr,
     weight,
+    scales_ptr,
+    zeros_ptr,
     bias_ptr,
     out_ptr,
     pairs_ptr,
@@ -368,10 +381,12 @@ def grouped_gemm_kernel(
     SWAP_AB: tl.constexpr,
     PRECISION: tl.constexpr,
     HALVES: tl.constexpr,
+    FORMAT: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """x: [rows, K], weight: [experts, N, K], bias: [experts, N] or None, out: [pairs, N], all packed; the row of a pair
-    is pair // PAIRS_OF_A_ROW.
+    is pair // PAIRS_OF_A_ROW. With FORMAT, a :class:`..formats.triton_decode.PackedTile`, ``weight`` has the codes of
+    that format, and there are scales, and zero points or None.
 
     With ACTIVATION weight and bias have 2 N rows, those of the gate and those of up, or for "swigluoai" one of each in
     turn, and out is the activation of both. With FEW_PAIRS ``pairs`` has each pair's expert, and a program looks for
@@ -403,14 +418,14 @@ def grouped_gemm_kernel(
             mask_half = half < tl.load(next_ptr + expert)
             pairs_of_half = tl.load(pairs_ptr + half, mask=mask_half, other=0).to(tl.int64)
             _tile(
-                x_ptr, weight, bias_ptr, out_ptr, pairs_of_half, mask_half, expert, first_n, N, K,
-                PAIRS_OF_A_ROW, ACTIVATION, HAS_BIAS, EVEN_K, BY_TMA, BLOCK_M // 2, BLOCK_N, BLOCK_K, SWAP_AB,
-                PRECISION,
+                x_ptr, weight, scales_ptr, zeros_ptr, bias_ptr, out_ptr, pairs_of_half, mask_half, expert, first_n, N,
+                K, PAIRS_OF_A_ROW, ACTIVATION, HAS_BIAS, EVEN_K, BY_TMA, BLOCK_M // 2, BLOCK_N, BLOCK_K, SWAP_AB,
+                PRECISION, FORMAT,
             )  # fmt: skip
             return
     _tile(
-        x_ptr, weight, bias_ptr, out_ptr, pairs, mask_m, expert, first_n, N, K,
-        PAIRS_OF_A_ROW, ACTIVATION, HAS_BIAS, EVEN_K, BY_TMA, BLOCK_M, BLOCK_N, BLOCK_K, SWAP_AB, PRECISION,
+        x_ptr, weight, scales_ptr, zeros_ptr, bias_ptr, out_ptr, pairs, mask_m, expert, first_n, N, K,
+        PAIRS_OF_A_ROW, ACTIVATION, HAS_BIAS, EVEN_K, BY_TMA, BLOCK_M, BLOCK_N, BLOCK_K, SWAP_AB, PRECISION, FORMAT,
     )  # fmt: skip
 
 
