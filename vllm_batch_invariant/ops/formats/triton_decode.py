@@ -23,7 +23,7 @@ class PackedTile(NamedTuple):
 
     Attributes:
         kind: "int4" or "mxfp4".
-        group: elements of K with one scale; 0: those of a row.
+        group: elements of K with one scale, a multiple of 32; 0: those of a row.
         has_zeros: whether there are zero points.
     """
 
@@ -38,31 +38,59 @@ class PackedTile(NamedTuple):
             return None if dtype == torch.float16 else cls("mxfp4", form.group, False)
         if form.packing != 8 or GROUPS in form.names or not form.name.startswith("w4a16"):
             return None
-        return cls("int4", 0 if form.name.startswith("w4a16-channel") else form.group, ZEROS in form.names)
+        group = 0 if form.name.startswith("w4a16-channel") else form.group
+        return None if group % 32 else cls("int4", group, ZEROS in form.names)
 
 
 @triton.jit
-def _integers(codes, zeros, DTYPE: tl.constexpr):
-    """codes - zeros in DTYPE: int32 from 0 to 31 of shapes that go together."""
+def _halves(pairs, DTYPE: tl.constexpr):
+    """The 16 low bits and the 16 high bits of int32 [...] as numbers of DTYPE, [..., 2]."""
+    return tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def _pairs(words):
+    """The bytes of words int32 [...], of two codes each, in which the first is the low half: [..., 4]."""
+    return (words.expand_dims(-1) >> (8 * tl.arange(0, 4))) & 255
+
+
+@triton.jit
+def _single(words):
+    """The codes of words int32 [...]: [..., 4, 2]."""
+    pairs = _pairs(words)
+    return tl.join(pairs & 15, pairs >> 4)
+
+
+@triton.jit
+def _integers(words, zeros, DTYPE: tl.constexpr):
+    """code - zero in DTYPE, [..., 4, 2], of words [...] and of int32 that goes with that; None: zeros of 8."""
     IS_WIDE: tl.constexpr = DTYPE.primitive_bitwidth == 32
-    if IS_WIDE:
-        number = codes.to(tl.float32) - zeros.to(tl.float32)
+    ONES: tl.constexpr = 0 if IS_WIDE else (0x4300 if DTYPE.is_bf16() else 0x6400)
+    BASE: tl.constexpr = 0.0 if IS_WIDE else (128.0 if DTYPE.is_bf16() else 1024.0)
+    if IS_WIDE:  # noqa: SIM108 - decided when the kernel is compiled
+        number = _single(words).to(tl.float32)
+    else:  # times 1 + 2^12: the second code's bits go to the upper half
+        number = _halves(((_pairs(words) * 0x1001) & 0x000F000F) | (ONES * 0x10001), DTYPE)
+    if zeros is None:  # a constant, which moves no tile to another layout
+        number -= BASE + 8.0
+    elif IS_WIDE:
+        number -= zeros.to(tl.float32)
     else:
-        ONES: tl.constexpr = 0x4300 if DTYPE.is_bf16() else 0x6400
-        number = (codes | ONES).to(tl.int16).to(DTYPE, bitcast=True)
         number -= (zeros | ONES).to(tl.int16).to(DTYPE, bitcast=True)
     return number
 
 
 @triton.jit
-def _e2m1(codes, DTYPE: tl.constexpr):
-    """Codes int32 from 0 to 15 as numbers of DTYPE, 2^126 times too small."""
+def _e2m1(words, DTYPE: tl.constexpr):
+    """Codes as numbers of DTYPE, 2^126 times too small: [..., 4, 2] of words [...]."""
     IS_WIDE: tl.constexpr = DTYPE.primitive_bitwidth == 32
     if IS_WIDE:
+        codes = _single(words)
         number = (((codes & 8) << 28) | ((codes & 7) << 22)).to(tl.float32, bitcast=True)
     else:
         tl.static_assert(DTYPE.is_bf16())
-        number = (((codes & 8) << 12) | ((codes & 7) << 6)).to(tl.int16).to(DTYPE, bitcast=True)
+        pairs = _pairs(words)
+        number = _halves(((pairs * 0x01001000) & -0x7FFF8000) | ((pairs * 0x00040040) & 0x01C001C0), DTYPE)
     return number
 
 
@@ -71,9 +99,9 @@ def _power(codes, DTYPE: tl.constexpr):
     """2^(code - 127) in DTYPE, of codes int32 from 0 to 254."""
     IS_WIDE: tl.constexpr = DTYPE.primitive_bitwidth == 32
     if IS_WIDE:
-        number = tl.where(codes == 0, 1 << 22, codes << 23).to(tl.float32, bitcast=True)
+        number = tl.maximum(codes << 23, 1 << 22).to(tl.float32, bitcast=True)
     else:
-        number = tl.where(codes == 0, 1 << 6, codes << 7).to(tl.int16).to(DTYPE, bitcast=True)
+        number = tl.maximum(codes << 7, 1 << 6).to(tl.int16).to(DTYPE, bitcast=True)
     return number
 
 
@@ -94,32 +122,29 @@ def decoded_tile(
         FORMAT: a :class:`PackedTile`.
         EVEN_K: whether BLOCK_K divides K.
     """
-    GROUP: tl.constexpr = BLOCK_K if FORMAT.group == 0 or FORMAT.group > BLOCK_K else FORMAT.group
-    GROUPS_OF_TILE: tl.constexpr = BLOCK_K // GROUP
-    group, word = tl.arange(0, GROUPS_OF_TILE), tl.arange(0, GROUP // 8)
-    offs = group[:, None] * (GROUP // 8) + word[None, :]  # [GROUPS_OF_TILE, GROUP / 8]
+    PARTS: tl.constexpr = BLOCK_K // 32  # of one scale each
+    part = tl.arange(0, PARTS)
+    offs = 4 * part[:, None] + tl.arange(0, 4)[None, :]  # [PARTS, 4] words
     mask = mask_n[:, None, None]
     mask_words = mask if EVEN_K else mask & (offs[None, :, :] < (K - start_k) // 8)
     ptrs = words_ptr + rows[:, None, None] * (K // 8) + start_k // 8 + offs[None, :, :]
-    words = tl.load(ptrs, mask=mask_words, other=0)  # [BLOCK_N, GROUPS_OF_TILE, GROUP / 8]
+    words = tl.load(ptrs, mask=mask_words, other=0)  # [BLOCK_N, PARTS, 4]
     if FORMAT.group == 0:
-        offs_scale, mask_scale = rows[:, None, None] + 0 * group[None, :, None], mask
+        offs_scale, mask_scale = rows[:, None, None] + 0 * part[None, :, None], mask
     else:
-        of_tile = start_k // FORMAT.group + group
-        offs_scale = rows[:, None, None] * (K // FORMAT.group) + of_tile[None, :, None]
-        mask_scale = mask if EVEN_K else mask & (of_tile[None, :, None] * FORMAT.group < K)
-    scales = tl.load(scales_ptr + offs_scale, mask=mask_scale, other=0)[
-        :, :, :, None
-    ]  # [BLOCK_N, GROUPS_OF_TILE, 1, 1]
-    codes = (words[:, :, :, None] >> (4 * tl.arange(0, 8))[None, None, None, :]) & 15
+        group = (start_k // 32 + part) // (FORMAT.group // 32)
+        offs_scale = rows[:, None, None] * (K // FORMAT.group) + group[None, :, None]
+        mask_scale = mask if EVEN_K else mask & (group[None, :, None] < K // FORMAT.group)
+    scales = tl.load(scales_ptr + offs_scale, mask=mask_scale, other=0)  # [BLOCK_N, PARTS, 1]
     if FORMAT.kind == "int4":
         if FORMAT.has_zeros:
-            zeros = tl.load(zeros_ptr + offs_scale, mask=mask_scale, other=0).to(tl.int32)[:, :, :, None]
+            zeros = tl.load(zeros_ptr + offs_scale, mask=mask_scale, other=0).to(tl.int32)[:, :, :, None, None]
         else:
-            zeros = tl.full((1, 1, 1, 1), 8, tl.int32)
-        tile = _integers(codes, zeros, DTYPE) * scales
+            zeros = None
+        tile = _integers(words, zeros, DTYPE) * scales[:, :, :, None, None]
     else:
         tl.static_assert(FORMAT.kind == "mxfp4")
         FACTOR: tl.constexpr = 2.0**126
-        tile = (_e2m1(codes, DTYPE) * tl.full((1, 1, 1, 1), FACTOR, DTYPE)) * _power(scales.to(tl.int32), DTYPE)
+        power = _power(scales.to(tl.int32), DTYPE)[:, :, :, None, None]
+        tile = (_e2m1(words, DTYPE) * tl.full((1, 1, 1, 1, 1), FACTOR, DTYPE)) * power
     return tl.reshape(tile, (BLOCK_N, BLOCK_K))
