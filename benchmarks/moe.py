@@ -53,6 +53,9 @@ class Sweep(Findings):
             else:
                 self._time(layer, case, weights, inputs, bits)
 
+    def _serving(self, layer: MoeLayer) -> list[Provider]:
+        return [one for one in self.providers if one.serves(layer)]
+
     def _batches(self, layer: MoeLayer, first: Inputs) -> list[Inputs]:
         """Batches whose experts together are more than the cache holds."""
         count, work = len(first.x), first.work(layer)
@@ -62,9 +65,12 @@ class Sweep(Findings):
         return [first, *(Inputs.random(layer, count, seed, self.device) for seed in range(1, batches))]
 
     def _bits(self, layer: MoeLayer, weights: Weights, most: Inputs) -> dict[tuple[str, str], Bits]:
-        """(provider, case): whether the case's tokens, all and the last alone, have the bits they have among most."""
+        """(provider, case): whether the case's tokens, all and the last alone, have the bits they have among most, and
+        those of the matrices that stored experts stand for.
+        """
         found: dict[tuple[str, str], Bits] = {}
-        for provider in self.providers:
+        matrices = None if layer.form is None else weights.unpacked()
+        for provider in self._serving(layer):
             whole = provider.call(layer, weights, most) if provider.promises_bits else None
             for tokens in self.tokens:
                 case = _case(layer, tokens)
@@ -74,6 +80,8 @@ class Sweep(Findings):
                 last = Inputs(most.x[tokens - 1 : tokens], most.logits[tokens - 1 : tokens])
                 right = torch.equal(provider.call(layer, weights, most.first(tokens)), whole[:tokens])
                 right = right and torch.equal(provider.call(layer, weights, last), whole[tokens - 1 : tokens])
+                if matrices is not None:
+                    right = right and torch.equal(provider.call(layer, matrices, most.first(tokens)), whole[:tokens])
                 if not right:
                     self.problem(f"BITS DIFFER: {provider.name} {case}")
                 found[provider.name, case] = "equal" if right else "differ"
@@ -82,18 +90,19 @@ class Sweep(Findings):
     def _time(
         self, layer: MoeLayer, case: str, weights: Weights, inputs: list[Inputs], bits: dict[tuple[str, str], Bits]
     ) -> None:
+        providers = self._serving(layer)
         work = [one.work(layer).moved_bytes for one in inputs]
         moved = sum(work) / len(work)
-        ways = [[partial(one.call, layer, weights, batch) for batch in inputs] for one in self.providers]
+        ways = [[partial(one.call, layer, weights, batch) for batch in inputs] for one in providers]
         expected = moved / _EXPECTED_BYTES_A_MICROSECOND + _LAUNCHES_MICROSECONDS
         try:
             samples = self.timer.time(ways, expected, _REPLAYS)
         except Exception as error:
             self.failed(case, error)
             return
-        spreads = {one.name: Spread.of(times) for one, times in zip(self.providers, samples, strict=True)}
+        spreads = {one.name: Spread.of(times) for one, times in zip(providers, samples, strict=True)}
         print(case)
-        for provider in self.providers:
+        for provider in providers:
             spread, verdict = spreads[provider.name], bits[provider.name, case]
             rates = {("bandwidth", "GB/s"): spread.rate(moved / 1e3)}
             about = f"  {provider.about(layer, weights, len(inputs[0].x))}"
@@ -102,7 +111,8 @@ class Sweep(Findings):
 
 def _case(layer: MoeLayer, tokens: int) -> str:
     sizes = {"E": layer.experts, "top": layer.top_k, "H": layer.hidden, "I": layer.intermediate}
-    return case_text(layer=layer.name, M=tokens, **sizes, dtype=str(layer.dtype).removeprefix("torch."))
+    stored = {} if layer.form is None else {"format": layer.form.name}
+    return case_text(layer=layer.name, M=tokens, **sizes, dtype=str(layer.dtype).removeprefix("torch."), **stored)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -115,6 +125,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=DATA / "moe.csv", help="CSV file to bring up to date")
     parser.add_argument("--layers", nargs="+", metavar="NAME", help="only layers whose name contains one of these")
+    parser.add_argument("--formats", nargs="+", metavar="NAME", help="only experts in these; bf16: as matrices")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, metavar="M", help="numbers of tokens")
     parser.add_argument("--variants", action="store_true", help="time candidate schedules instead, and print the best")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no new layer after this long")
@@ -122,6 +133,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.layers = [
         one for one in LAYERS if not options.layers or any(part in one.name for part in options.layers)
     ]  # fmt: skip
+    if options.formats:
+        options.layers = [one for one in options.layers if (one.form.name if one.form else "bf16") in options.formats]
     if not options.layers or min(options.tokens) < 1:
         parser.error("no such layer, or no token")
     return options

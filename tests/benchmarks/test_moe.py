@@ -12,7 +12,8 @@ from benchmarks import moe, moe_variants
 from benchmarks.moe import Sweep
 from benchmarks.moe_cases import LAYERS, TOKENS, Inputs, MoeLayer, Provider, Weights
 from benchmarks.record import Setting
-from vllm_batch_invariant.ops.moe import Experts, reference, route
+from vllm_batch_invariant.ops.formats import MXFP4
+from vllm_batch_invariant.ops.moe import Experts, StoredExperts, reference, route
 
 LAYER = MoeLayer("small", 6, 2, 32, 16)
 CACHE = 1 << 14
@@ -39,7 +40,12 @@ def varying(layer: MoeLayer, weights: Weights, inputs: Inputs) -> torch.Tensor:
     return exact(layer, weights, inputs) + (len(inputs.x) == 3)
 
 
-def sweep(call: Callable[[MoeLayer, Weights, Inputs], torch.Tensor]) -> Sweep:
+def of_codes(layer: MoeLayer, weights: Weights, inputs: Inputs) -> torch.Tensor:
+    """Something else where experts are stored as codes."""
+    return exact(layer, weights, inputs) + isinstance(weights.gate_up, StoredExperts)
+
+
+def sweep(call: Callable[[MoeLayer, Weights, Inputs], torch.Tensor], layer: MoeLayer = LAYER) -> Sweep:
     run = Sweep(
         providers=(Provider("stock", exact, promises_bits=False), Provider("ours", call, promises_bits=True)),
         tokens=(1, 3, 5),
@@ -48,7 +54,7 @@ def sweep(call: Callable[[MoeLayer, Weights, Inputs], torch.Tensor]) -> Sweep:
         cache=CACHE,
         device="cpu",
     )
-    run.measure(LAYER)
+    run.measure(layer)
     return run
 
 
@@ -68,6 +74,15 @@ def test_bits_that_follow_the_batch_are_loud(capsys: pytest.CaptureFixture[str])
     assert run.problems == 1
     assert {row.keys["M"] for row in run.measurements if row.bits == "differ"} == {"3"}
     assert "BITS DIFFER: ours layer=small M=3" in capsys.readouterr().err
+
+
+def test_stored_experts_have_their_format_in_the_case_and_the_bits_of_the_matrices() -> None:
+    stored = MoeLayer("small", 6, 2, 64, 32, form=MXFP4)
+    for call, bits in {exact: "equal", of_codes: "differ"}.items():
+        run = sweep(call, stored)
+        assert {row.bits for row in run.measurements if row.provider == "ours"} == {bits}
+        assert {row.keys["format"] for row in run.measurements} == {"mxfp4"}
+    assert stored.expert_bytes == 3 * 64 * 32 * 17 / 32
 
 
 def test_the_work_is_that_of_the_experts_that_are_chosen() -> None:

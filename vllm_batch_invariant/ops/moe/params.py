@@ -48,7 +48,7 @@ class StoredExperts:
         """The matrix [N, K] of an expert, in new memory."""
         assert self.format.decode is not None
         out = torch.empty(*self.shape[1:], dtype=self.dtype, device=self.device)
-        return self.format.decode([tensor[expert] for tensor in self.tensors], out)
+        return self.format.decode([tensor[expert].contiguous() for tensor in self.tensors], out)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (self[expert] for expert in range(len(self)))

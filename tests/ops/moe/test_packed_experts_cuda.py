@@ -1,0 +1,101 @@
+"""Experts in four bits on a GPU: the bits of the matrices that they stand for, and the memory of what is stored."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.ops.moe.packed import every_product
+from tests.ops.moe.test_moe_cuda import draw, routings
+from vllm_batch_invariant.ops.formats import MXFP4, Format, integers
+from vllm_batch_invariant.ops.moe import Experts, MoeReduction, StoredExperts, cuda, moe, route
+
+FORMATS = {"mxfp4": MXFP4, "int4 by 32": integers(4, 32), "int4 by 128 with zeros": integers(4, 128, zeros=True)}
+LAYERS: dict[str, tuple[Format, tuple[int, int, int, int], str]] = {
+    "gpt-oss": (MXFP4, (32, 4, 2880, 2880), "swigluoai"),
+    "Qwen3-30B-A3B": (FORMATS["int4 by 128 with zeros"], (128, 8, 2048, 768), "silu"),
+    "odd": (FORMATS["int4 by 32"], (6, 3, 224, 96), "silu"),
+}
+"""Experts, those of a token, hidden and intermediate size; and the activation."""
+COUNTS = (1, 2, 8, 65, 257, 1000, 2049)
+
+
+def stored(form: Format, experts: int, n: int, k: int) -> StoredExperts:
+    """Random codes, of which no two groups are alike."""
+    generator = torch.Generator("cuda").manual_seed(n)
+    like = form.stored(torch.ones(2, k, dtype=torch.bfloat16, device="cuda"))
+    shapes = [(experts, n, *tensor.shape[1:]) for tensor in like]
+    if form is MXFP4:
+        codes = torch.randint(0, 256, shapes[0], generator=generator, dtype=torch.uint8, device="cuda")
+        scales = torch.randint(118, 123, shapes[1], generator=generator, dtype=torch.uint8, device="cuda")
+        return StoredExperts(form, (codes, scales), torch.bfloat16)
+    words = torch.randint(-(2**31), 2**31, shapes[0], generator=generator, dtype=torch.int32, device="cuda")
+    scales = (torch.rand(shapes[1], generator=generator, device="cuda") / 64).bfloat16()
+    zeros = torch.randint(0, 16, shapes[1], generator=generator, dtype=torch.uint8, device="cuda")
+    return StoredExperts(form, (words, scales, zeros)[: len(like)], torch.bfloat16)
+
+
+@pytest.fixture(params=LAYERS)
+def layer(request: pytest.FixtureRequest) -> Iterator[Experts]:
+    form, (experts, top_k, hidden, intermediate), activation = LAYERS[request.param]
+    reduction = MoeReduction(experts, top_k, torch.bfloat16, activation=activation)
+    biases = (draw(experts, 2 * intermediate), draw(experts, hidden)) if activation == "swigluoai" else ()
+    products = stored(form, experts, 2 * intermediate, hidden), stored(form, experts, hidden, intermediate)
+    yield Experts(*products, reduction, *biases)
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("form", [MXFP4, integers(4, 32, zeros=True)], ids=lambda form: form.name)
+def test_every_code_times_every_scale_is_the_definitions(form: Format, dtype: torch.dtype) -> None:
+    if not cuda.reads(form, dtype):
+        pytest.skip("no kernel reads it")
+    every_product(form, dtype, torch.device("cuda"))
+
+
+def test_tokens_have_the_bits_of_the_matrices_alone_and_among_others(layer: Experts) -> None:
+    """Also of a part of the experts."""
+    most, experts, hidden = max(COUNTS), layer.reduction.num_experts, layer.down.shape[1]
+    x, matrices = (
+        draw(most, hidden, seed=3),
+        replace(layer, gate_up=layer.gate_up.matrices(), down=layer.down.matrices()),
+    )
+    for name in ("uniform", "skewed"):
+        chosen = route(routings(most, experts)[name], layer.reduction)
+        whole = moe(x, *chosen, matrices)
+        assert whole.isfinite().all()
+        for count in COUNTS:
+            found = moe(x[:count], *(one[:count] for one in chosen), layer)
+            assert torch.equal(found, whole[:count]), (name, count)
+        last = moe(x[-1:], *(one[-1:] for one in chosen), layer)
+        assert torch.equal(last, whole[-1:]), name
+    places = torch.arange(experts, dtype=torch.int32, device="cuda").masked_fill_(
+        torch.arange(experts).cuda() % 3 == 0, -1
+    )
+    for count in (3, 300):
+        chosen = [one[:count] for one in route(routings(count, experts)["uniform"], layer.reduction)]
+        given = x[:count], *chosen
+        assert torch.equal(moe(*given, replace(layer, places=places)), moe(*given, replace(matrices, places=places)))
+
+
+def test_every_tile_has_the_bits_of_a_dense_layer_of_the_matrix(layer: Experts) -> None:
+    for weight in (layer.gate_up, layer.down):
+        shape, device, activation = weight.shape[1:], weight.device, layer.reduction.activation
+        assert cuda.certify(*shape, torch.bfloat16, device, activation, weight.format) > 0
+
+
+def test_a_step_is_a_cuda_graph_and_writes_no_matrix(layer: Experts) -> None:
+    hidden, experts = layer.down.shape[1], layer.reduction.num_experts
+    x, chosen = draw(20, hidden, seed=6), route(routings(20, experts)["uniform"], layer.reduction)
+    expected = moe(x, *chosen, layer)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = moe(x, *chosen, layer)
+    assert torch.cuda.max_memory_allocated() - before < layer.down.shape.numel() // 2, "less than a matrix"
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, expected)
