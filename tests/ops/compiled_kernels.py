@@ -69,8 +69,12 @@ from vllm_batch_invariant.ops.norm import NormReduction
 from vllm_batch_invariant.ops.norm import cuda as norm
 from vllm_batch_invariant.ops.norm_backward import cuda as norm_backward
 from vllm_batch_invariant.ops.norm_rotary import cuda as norm_rotary
+from vllm_batch_invariant.ops.quantise import cuda as quantise
 from vllm_batch_invariant.ops.ranking import cuda as ranking
 from vllm_batch_invariant.ops.reduce import cuda as reduce
+from vllm_batch_invariant.ops.scaled_linear import ScaledLinearReduction
+from vllm_batch_invariant.ops.scaled_linear import cuda as scaled_linear
+from vllm_batch_invariant.ops.scaled_linear.schedule import SCHEDULES
 from vllm_batch_invariant.ops.silu import cuda as silu
 from vllm_batch_invariant.ops.silu_backward import cuda as silu_backward
 from vllm_batch_invariant.ops.softmax import cuda as softmax
@@ -383,6 +387,28 @@ def gemms() -> None:
         shapes = itertools.product((1, 64, 8192), (64, 8192))
         for tile in {schedule.ptr_tile(m, n, dtype, gpu) for m, n in shapes}:
             linear.gemm_ptr(a.to(dtype)[None], weight.to(dtype).t()[None], None, out, reduction, tile)
+
+
+def codes(count: int, length: int = 208, n: int = 320, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Of so many rows, with scales of their own and with a given one, and a product of them."""
+    x, one = torch.zeros(count, length, dtype=dtype), torch.ones(1)
+    quantise.quantise(x, one)
+    of_rows, weight = quantise.quantise(x, None), torch.zeros(n, length, dtype=torch.int8)
+    reduction = ScaledLinearReduction.of(length, dtype)
+    for bias in (None, torch.zeros(n, dtype=dtype)):
+        scaled_linear.scaled_linear(*of_rows, weight, torch.ones(n), bias, reduction)
+
+
+def every_code() -> None:
+    """Rows of every dtype, and products by every tile, also of a K that has no whole steps."""
+    for length, dtype in ((208, torch.float32), (4096, torch.bfloat16), (20_000, torch.float16)):
+        codes(2, length, dtype=dtype)
+    for length in (208, 512):
+        weight, scale, reduction = (
+            torch.zeros(96, length, dtype=torch.int8), torch.ones(96), ScaledLinearReduction.of(length, torch.bfloat16)
+        )  # fmt: skip
+        for tile in SCHEDULES:
+            scaled_linear.scaled_linear(weight, scale, weight, scale, None, reduction, tile)
 
 
 def products_like(x: torch.Tensor) -> moe.Products:
@@ -712,6 +738,7 @@ VARIANTS = {
     "all_reduce": partial(launch_on, 90, every_all_reduce),
     "attention_backward": partial(launch_on, 90, every_gradient_of_attention),
     "moe": partial(launch_on, 90, every_expert),
+    "quantise": partial(launch_on, 90, every_code),
     "exact": exact_variants,
 }
 """By operation, what launches its kernels with all that they are specialised for, on a Hopper."""
@@ -752,6 +779,7 @@ HOPPER = {
 
 
 EXACT = "exact arithmetic"
+CODES = "codes of eight bits"
 
 
 def cells_of(gpu: int) -> list[str]:
@@ -764,6 +792,7 @@ def cells_of(gpu: int) -> list[str]:
         "sampling",
         "around FlexAttention",
         EXACT,
+        CODES,
         "experts",
         "all_reduce",
         "gradients of attention",
@@ -865,7 +894,7 @@ def compile_cell(gpu: int, name: str, known: str | None = None) -> Cell:
         halves = {kind for one in found if is_of_halves(one) for kind in one.instructions}
         if len(halves) > 1:
             problems.append(f"16-bit tiles get {' and '.join(sorted(halves))}, whose bits may differ")
-    if name == EXACT:
+    if name in (EXACT, CODES):
         problems += [f"{one.name} has {what}" for one in found for what in forbidden(one.kernel.asm["ptx"], one.name)]
     ptx = digest(stripped(one.kernel.asm["ptx"], one.name) for one in found)
     return Cell(triton.__version__, gpu, name, ir, ptx, kernels, list(dict.fromkeys(problems)))
@@ -878,6 +907,7 @@ OTHERS = {
     "around FlexAttention": (lambda: flex(Heads(8, 2, 128, torch.bfloat16), 64),),
     "Hopper's narrow matmuls": (lambda: narrow_gemms(HALVES),),
     EXACT: tuple(EVERY_KIND.values()),
+    CODES: (every_code,),
     "experts": (every_expert,),
     "all_reduce": (every_all_reduce,),
     "gradients of attention": (every_gradient_of_attention,),

@@ -23,6 +23,7 @@ from tests.ops.compiled_kernels import (
     attend,
     check,
     check_options,
+    codes,
     experts,
     flex,
     gradients_of_attention,
@@ -122,6 +123,7 @@ BATCHES = {
     "gradients of norms and SiLU": gradients_of_rows,
     "experts": experts,
     "many pairs of experts": many_pairs,
+    "codes": codes,
     "exact arithmetic": exact_batch,
     "around FlexAttention": lambda count: flex(Heads(8, 2, 128, torch.bfloat16), 64, count),
 }
