@@ -198,7 +198,8 @@ def _ray(config: Config) -> str | None:
 
 
 def _quantisation(config: Config) -> str | None:
-    return _when(config.model_config.quantization, f"quantisation {config.model_config.quantization}")
+    name = config.model_config.quantization
+    return _when(name and name != "compressed-tensors", f"quantisation {name}")
 
 
 def _kv_cache(config: Config) -> str | None:

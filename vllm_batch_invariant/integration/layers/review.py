@@ -24,7 +24,7 @@ from ...errors import NotCovered
 from ...ops import dispatch
 from .. import reviews
 from ..reviews import patch_points
-from . import calls, experts, pooling
+from . import calls, experts, int8, pooling
 from .calls import MODELS
 
 POOLERS = "vllm.model_executor.layers.pooler."
@@ -131,6 +131,8 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
         return pooling.problem_of(layer)
     elif type(layer).__name__ == "GateLinear" and (problem := experts.problem_of_gate(layer)):
         return problem
+    elif int8.computes(layer):
+        return None
     elif method is not None and type(method) not in (
         patch_points.LINEAR_METHOD.get(),
         patch_points.EMBEDDING_METHOD.get(),

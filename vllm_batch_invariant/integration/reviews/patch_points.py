@@ -82,6 +82,17 @@ LINEAR_METHOD = PatchPoint(("vllm.model_executor.layers.linear",), "UnquantizedL
 """Told of every unquantised linear layer once its weight is loaded."""
 EMBEDDING_METHOD = PatchPoint(("vllm.model_executor.layers.vocab_parallel_embedding",), "UnquantizedEmbeddingMethod")
 """The same for embeddings."""
+INT8_SCHEME = PatchPoint(
+    ("vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_w8a8_int8",),
+    "CompressedTensorsW8A8Int8",
+)
+"""Makes and computes linear layers whose weights and activations are int8."""
+INT8_KERNEL = PatchPoint(("vllm.model_executor.kernels.linear",), "Int8ScaledMMLinearKernel")
+"""The base of what computes them."""
+INT8_KERNELS = PatchPoint(("vllm.model_executor.kernels.linear",), "_POSSIBLE_INT8_KERNELS")
+"""Lists of those by platform, the first that can serving."""
+SHARD_SCALES = PatchPoint(("vllm.model_executor.parameter",), "PerTensorScaleParameter")
+"""A parameter with a number of each shard of a fused layer."""
 EXPERTS_METHOD = PatchPoint(
     ("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",), "UnquantizedFusedMoEMethod"
 )
@@ -225,7 +236,10 @@ COMPILATION_MODE = PatchPoint(("vllm.config", "vllm.config.compilation"), "Compi
 
 ALL = {name: value for name, value in list(globals().items()) if isinstance(value, PatchPoint)}
 
-OPTIONAL = {"DRAFT_MODEL", "DRAFT_INPUTS", "MEAN_POOL", "POOLER_NORMALIZE", "BIND_CAPTURE"}
+OPTIONAL = {
+    *("DRAFT_MODEL", "DRAFT_INPUTS", "MEAN_POOL", "POOLER_NORMALIZE", "BIND_CAPTURE"),
+    *("INT8_SCHEME", "INT8_KERNEL", "INT8_KERNELS", "SHARD_SCALES"),
+}
 """Those that vLLM has from 0.32 on. Without the first two the mode is as good but slower; what the others are for is
 refused before.
 """
