@@ -779,7 +779,7 @@ HOPPER = {
 
 
 EXACT = "exact arithmetic"
-CODES = "codes of eight bits"
+"""And codes of eight bits, which have the same bits on every GPU, too."""
 
 
 def cells_of(gpu: int) -> list[str]:
@@ -792,7 +792,6 @@ def cells_of(gpu: int) -> list[str]:
         "sampling",
         "around FlexAttention",
         EXACT,
-        CODES,
         "experts",
         "all_reduce",
         "gradients of attention",
@@ -894,7 +893,7 @@ def compile_cell(gpu: int, name: str, known: str | None = None) -> Cell:
         halves = {kind for one in found if is_of_halves(one) for kind in one.instructions}
         if len(halves) > 1:
             problems.append(f"16-bit tiles get {' and '.join(sorted(halves))}, whose bits may differ")
-    if name in (EXACT, CODES):
+    if name == EXACT:
         problems += [f"{one.name} has {what}" for one in found for what in forbidden(one.kernel.asm["ptx"], one.name)]
     ptx = digest(stripped(one.kernel.asm["ptx"], one.name) for one in found)
     return Cell(triton.__version__, gpu, name, ir, ptx, kernels, list(dict.fromkeys(problems)))
@@ -906,8 +905,7 @@ OTHERS = {
     "sampling": (sampling,),
     "around FlexAttention": (lambda: flex(Heads(8, 2, 128, torch.bfloat16), 64),),
     "Hopper's narrow matmuls": (lambda: narrow_gemms(HALVES),),
-    EXACT: tuple(EVERY_KIND.values()),
-    CODES: (every_code,),
+    EXACT: (*EVERY_KIND.values(), every_code),
     "experts": (every_expert,),
     "all_reduce": (every_all_reduce,),
     "gradients of attention": (every_gradient_of_attention,),
