@@ -11,7 +11,7 @@ from .. import envs
 from ..errors import NotCovered
 from ..ops import exact
 from ..ops.devices import joined, known
-from . import devices, reviews
+from . import devices, int8_checkpoints, reviews
 from .feature import Config, Feature
 from .parallel import tensor_tree
 from .reviews import patch_points
@@ -199,7 +199,20 @@ def _ray(config: Config) -> str | None:
 
 def _quantisation(config: Config) -> str | None:
     name = config.model_config.quantization
-    return _when(name and name != "compressed-tensors", f"quantisation {name}")
+    if not name or int8_checkpoints.covers(config.model_config, getattr(config, "quant_config", None)):
+        return None
+    return f"quantisation {name}"
+
+
+def _quantisation_elsewhere(config: Config) -> str | None:
+    name = getattr(config.model_config, "quantization", None)
+    if not name:
+        return None
+    ops, version = devices.of_config(config).ops, patch_points.installed_version()
+    where = f"quantisation {name} on {ops.name}"
+    if ops.type not in RAN.quantised:
+        return where
+    return None if version.startswith(RAN.quantised[ops.type]) else f"{where} with vLLM {version}"
 
 
 def _kv_cache(config: Config) -> str | None:
@@ -501,6 +514,11 @@ COVERED = (
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
+        "Weights and activations in int8",
+        "of dense models, by compressed-tensors, without zero points: weights with a scale a row or a tensor, what "
+        "they multiply with one a token or a given one; on a CPU with vLLM 0.32, on GPUs with vLLM 0.33 (not run yet)",
+    ),
+    Feature(
         "Attention",
         "MHA, GQA, MQA; head sizes 64 to 256 in steps of 16; causal, sliding window, logit soft-cap, ALiBi, sinks",
     ),
@@ -699,10 +717,16 @@ REFUSED = (
         ("cpu",),
     ),
     Feature(
-        "Quantised weights",
-        "kernels for quantised weights choose tiles and scales by the batch",
+        "Other quantised weights and activations",
+        "kernels for them choose tiles and scales by the batch",
         "serve the unquantised model",
         _quantisation,
+    ),
+    Feature(
+        "Quantised weights with another vLLM than 0.32 on a CPU and 0.33 on a GPU, and on other devices",
+        "they have not been run there",
+        "serve them with vLLM 0.32 on a CPU or 0.33 on a GPU, or serve the unquantised model",
+        _quantisation_elsewhere,
     ),
     Feature(
         "Quantised KV cache",

@@ -88,7 +88,7 @@ def _check_settings() -> None:
 @functools.cache
 def _kernel() -> type[Any]:
     """The kernel for vLLM's lists."""
-    base = patch_points.INT8_KERNEL.get()
+    base: Any = patch_points.INT8_KERNEL.get()
 
     class BatchInvariantInt8Kernel(base):  # type: ignore[misc]
         """Quantises rows and multiplies codes by the operations."""

@@ -220,6 +220,7 @@ class Ran:
         experts_on_cpus_alone: mixtures of experts whose engines no GPU has run.
         mtp_models: types of models whose layers for more tokens have run.
         pooling: versions whose engines have pooled, by device.
+        quantised: versions whose engines have served quantised weights, by device.
         text_of: multimodal models that are served as text, with what else they take.
         drafters: methods of speculative decoding, with the devices.
     """
@@ -229,6 +230,7 @@ class Ran:
     experts_on_cpus_alone: tuple[str, ...]
     mtp_models: tuple[str, ...]
     pooling: Mapping[str, str]
+    quantised: Mapping[str, str]
     text_of: Mapping[str, tuple[str, ...]]
     drafters: Mapping[str, tuple[str, ...]]
 

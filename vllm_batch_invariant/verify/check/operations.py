@@ -419,7 +419,8 @@ def _server(layer: torch.nn.Module) -> str:
     function = getattr(layer, "cpu_linear", None) or beside(layer).exact
     if function is not None:
         return _qualified(function if hasattr(function, "__qualname__") else type(function)).partition(".<locals>")[0]
-    method = _qualified(type(layer.quant_method))
+    kernel = getattr(getattr(layer, "scheme", None), "kernel", None)  # of quantised layers
+    method = _qualified(type(layer.quant_method if kernel is None else kernel)).replace(".<locals>", "")
     # On a GPU vLLM's method for weights that are not quantised calls PyTorch's product, which the mode replaces.
     return f"vllm_batch_invariant by {method}" if _is_replaced(layer) else method
 
