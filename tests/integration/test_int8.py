@@ -138,18 +138,21 @@ def test_a_row_parallel_layer_quantises_what_each_worker_has(
     assert not torch.equal(total.bfloat16(), alone)
 
 
-def test_weights_that_come_again_serve_and_stay_where_they_are() -> None:
-    scheme = ("tensor", "token")
+@pytest.mark.parametrize("is_told", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=" weights and a ".join)
+def test_weights_that_come_again_serve_and_stay_where_they_are(scheme: tuple[str, str], is_told: bool) -> None:
+    """Also where nobody tells the layer, as TRL does not."""
     layer, _ = fused(scheme)
     layer.quant_method.process_weights_after_loading(layer)
-    rows = getattr(layer, int8._ROWS)
+    before = {name: value.data_ptr() for name, value in [*layer.named_parameters(), *layer.named_buffers()]}
     parts = tensors(weight_of(ROWS["v"], HIDDEN, 99, 4.0), *scheme)
     load(layer, parts, "v")
-    layer.quant_method.process_weights_after_loading(layer)
+    if is_told:
+        layer.quant_method.process_weights_after_loading(layer)
     found = layer.quant_method.apply(layer, given(HIDDEN))
     assert_same_bits(found[:, -ROWS["v"] :], written_out(given(HIDDEN), parts))
-    assert getattr(layer, int8._ROWS) is rows
-    assert int8._ROWS not in layer.state_dict()
+    assert {name: value.data_ptr() for name, value in [*layer.named_parameters(), *layer.named_buffers()]} == before
+    assert int8._SHARDS not in layer.state_dict()
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,10 @@ from ...ops.scaled_linear import prepare, scaled_linear
 from ..parallel import tensor_tree
 from ..reviews import patch_points
 
-_ROWS = "batch_invariant_weight_scale"
-"""Buffer of a layer whose shards have a scale each: the scale of each row."""
+_SHARDS = "batch_invariant_shards"
+"""Buffer of a layer whose shards have a scale each: the shard of each row. A copy of their scales would be an old one
+where a trainer loads new ones and says nothing.
+"""
 _WHOLE = "serve a checkpoint that is whole"
 
 
@@ -90,7 +92,7 @@ def _kernel() -> type[Any]:
     """The kernel for vLLM's lists."""
     base: Any = patch_points.INT8_KERNEL.get()
 
-    class BatchInvariantInt8Kernel(base):  # type: ignore[misc]
+    class BatchInvariantInt8Kernel(base):
         """Quantises rows and multiplies codes by the operations."""
 
         @classmethod
@@ -120,8 +122,8 @@ def _kernel() -> type[Any]:
                 return
             _check(layer, "weight_scale", bool((scale.isfinite() & (scale >= 0)).all()))
             prepare(weight.data, layer.params_dtype)
-            if not self.config.is_channelwise:
-                _keep_rows(layer, scale.data)
+            if not self.config.is_channelwise and _SHARDS not in layer._buffers:
+                layer.register_buffer(_SHARDS, _rows_of_shards(layer), persistent=False)
             if given is not None:
                 _check(layer, "input_scale", bool((given.isfinite() & (given > 0)).all()))
                 if bool((given != given[0]).any()):
@@ -134,7 +136,8 @@ def _kernel() -> type[Any]:
         def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
             """vLLM's method: x [..., K] times the weight."""
             weight, scale, given, *_ = self._get_layer_params(layer)
-            rows = scale.data.view(-1) if self.config.is_channelwise else getattr(layer, _ROWS)
+            of_shards, rows = getattr(layer, _SHARDS, None), scale.data.view(-1)
+            rows = rows if of_shards is None else rows.index_select(0, of_shards)
             codes, scales = quantise(x, None if given is None else given.data[:1])
             return scaled_linear(codes, scales, weight.data, rows, bias, x.dtype)
 
@@ -148,10 +151,7 @@ def _check(layer: Any, name: str, is_right: bool) -> None:
         )
 
 
-def _keep_rows(layer: Any, scales: torch.Tensor) -> None:
-    """Have a layer keep the scale of each row, given one of each shard. It stays where it is, for CUDA graphs."""
-    rows = torch.cat([scale.expand(width) for scale, width in zip(scales, layer.logical_widths, strict=True)])
-    if _ROWS in layer._buffers:
-        layer._buffers[_ROWS].copy_(rows)
-    else:
-        layer.register_buffer(_ROWS, rows, persistent=False)
+def _rows_of_shards(layer: Any) -> torch.Tensor:
+    """The shard of each row of a layer's weight, [N] int64."""
+    shards = torch.arange(len(layer.logical_widths))
+    return shards.repeat_interleave(torch.tensor(layer.logical_widths)).to(layer.weight.device)

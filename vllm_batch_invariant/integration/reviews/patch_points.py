@@ -272,6 +272,8 @@ MEMBERS = {
     "DRAFT_MODEL": ("init_cudagraph_manager", "capture", "_prefill", "_multi_step_decode"),
     "LINEAR_METHOD": ("process_weights_after_loading", "apply"),
     "EMBEDDING_METHOD": ("process_weights_after_loading", "apply"),
+    "INT8_SCHEME": ("create_weights",),
+    "INT8_KERNEL": ("process_weights_after_loading", "apply_weights", "_get_layer_params"),
     "EXPERTS_METHOD": ("process_weights_after_loading", "apply_monolithic"),
 }
 """Methods of those classes that are overridden."""
