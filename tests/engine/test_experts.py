@@ -188,9 +188,9 @@ def test_a_family_keeps_the_bits(family: str, tmp_path: Path) -> None:
     assert moved(run(engine_of(family, tmp_path), alone_and_among(), "1")) == []
 
 
-def engine_of(family: str, path: Path) -> dict[str, Any]:
+def engine_of(family: str, path: Path, seed: int = 0) -> dict[str, Any]:
     """Arguments of an engine of a family, with random weights and, unlike Hugging Face's, random biases."""
-    model = checkpoint(FAMILIES[family], torch.bfloat16)
+    model = checkpoint(FAMILIES[family], torch.bfloat16, seed)
     for name, bias in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith(("_bias", "router.bias")):
             bias.data.normal_(std=0.1)

@@ -56,9 +56,9 @@ QUICK = ("gemma2 with soft-caps", "granite with sinks and a sliding window")
 CONCURRENT = (1, 3, 17, 40)
 
 
-def checkpoint(config: transformers.PretrainedConfig, dtype: torch.dtype) -> torch.nn.Module:
+def checkpoint(config: transformers.PretrainedConfig, dtype: torch.dtype, seed: int = 0) -> torch.nn.Module:
     """Random weights, and sinks of attention where the configuration has them, which Hugging Face's model has not."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)
     if getattr(config, "attention_sinks", False):
         for layer in model.model.layers:

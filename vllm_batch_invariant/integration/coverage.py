@@ -13,6 +13,7 @@ from ..ops import exact
 from ..ops.devices import joined, known
 from . import devices, int8_checkpoints, reviews
 from .feature import Config, Feature
+from .layers import quantised_experts
 from .parallel import tensor_tree
 from .reviews import patch_points
 
@@ -199,9 +200,8 @@ def _ray(config: Config) -> str | None:
 
 def _quantisation(config: Config) -> str | None:
     name = config.model_config.quantization
-    if not name or int8_checkpoints.covers(config.model_config, getattr(config, "quant_config", None)):
-        return None
-    return f"quantisation {name}"
+    covers_int8 = int8_checkpoints.covers(config.model_config, getattr(config, "quant_config", None))
+    return None if not name or covers_int8 or name in quantised_experts.NAMES else f"quantisation {name}"
 
 
 def _quantisation_elsewhere(config: Config) -> str | None:

@@ -14,7 +14,7 @@ from ...ops import dispatch
 from ...ops.attention import AttentionSpec, PagedAttention, PagedCache, attend
 from ...ops.devices import DEVICES
 from ...provenance import installed
-from ..layers import exact, experts, linear
+from ..layers import exact, experts, linear, quantised_experts
 from ..parallel import collectives, pipeline
 from .record import ExactDevice, VllmDevice
 
@@ -34,6 +34,7 @@ class Cpu(VllmDevice):
     def install_linear(self) -> None:
         linear.install_cpu()
         experts.install_cpu()
+        quantised_experts.install_cpu()
 
     def install_collectives(self) -> None:
         collectives.install_cpu(self.adds_as_tree)

@@ -13,7 +13,8 @@ import torch
 from ... import envs
 from ...errors import NotCovered
 from ...ops.dispatch import module_for
-from ...ops.moe import Experts, MoeReduction, route
+from ...ops.formats.record import Format
+from ...ops.moe import Experts, MoeReduction, StoredExperts, route
 from .. import reviews
 from ..parallel import tensor_tree
 from ..reviews import patch_points
@@ -66,12 +67,19 @@ class BatchInvariantExperts:
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Prepare the GEMMs of the experts; called again when a trainer has written new weights."""
-        if layer.w13_weight.is_meta:
-            return
+        if not layer.w13_weight.is_meta:
+            self.prepare(layer, layer.w13_weight.dtype)
+
+    def prepare(self, layer: torch.nn.Module, dtype: torch.dtype) -> None:
+        """The same for a layer that has weights, which stand for matrices of a dtype."""
         if self.reduction is None:
-            self.reduction = reduction_of(layer)
+            self.reduction = reduction_of(layer, dtype)
             self.router = Router(self.reduction)
         self.weights_are_loaded(layer)
+
+    def weights_of(self, layer: Any) -> tuple[Any, Any]:
+        """What the layer has of both products: tensors [experts, N, K], or :class:`...ops.moe.StoredExperts`."""
+        return layer.w13_weight, layer.w2_weight
 
     def weights_are_loaded(self, layer: torch.nn.Module) -> None:
         """Called whenever they are."""
@@ -115,10 +123,13 @@ class CpuExperts(BatchInvariantExperts):
         for weight in self.prepared:
             weight.weight_was_loaded()
         if not self.prepared:
-            names = "w13_weight", "w2_weight"
-            self.prepared = tuple(PreparedExperts(layer, name, self.remove_weights) for name in names)
+            self.prepared = self.copies_of(layer)
             for weight in self.prepared:
                 weight.prepare()
+
+    def copies_of(self, layer: torch.nn.Module) -> tuple[PreparedExperts, ...]:
+        """Those of both products, to be prepared."""
+        return tuple(PreparedExperts(layer, name, self.remove_weights) for name in ("w13_weight", "w2_weight"))
 
     def forward(
         self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
@@ -149,14 +160,15 @@ class CudaExperts(BatchInvariantExperts):
                 "they have not been run there",
                 "serve on a CPU",
             )
-        for weight in (layer.w13_weight, layer.w2_weight):
-            certify(*weight.shape[1:], weight.dtype, weight.device, self.reduction.activation)
+        for weight in self.weights_of(layer):
+            form = weight.format if isinstance(weight, StoredExperts) else None
+            certify(*weight.shape[1:], weight.dtype, weight.device, self.reduction.activation, form)
 
     def forward(
         self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
         """Uninitialised where the norm adds, which it does not while somebody looks at what this gives."""
-        moe, experts = module_for("moe", "cuda"), self.experts_of(layer, layer.w13_weight, layer.w2_weight)
+        moe, experts = module_for("moe", "cuda"), self.experts_of(layer, *self.weights_of(layer))
         adds = self.leaves_sum and moe.a_norm_may_add(x, self.reduction) and not is_watched(self)
         self.left = moe.products(x, weights, ids, experts) if adds else None
         return moe.moe(x, weights, ids, experts) if self.left is None else x.new_empty(x.shape)
@@ -178,9 +190,11 @@ def _not_run_on_gpus(reduction: MoeReduction) -> str | None:
 
 
 @cache
-def certify(n: int, k: int, dtype: torch.dtype, device: torch.device, activation: str) -> int:
+def certify(
+    n: int, k: int, dtype: torch.dtype, device: torch.device, activation: str, form: Format | None = None
+) -> int:
     """:func:`...ops.moe.cuda.certify`, once for layers of one shape."""
-    return module_for("moe", "cuda").certify(n, k, dtype, device, activation)
+    return module_for("moe", "cuda").certify(n, k, dtype, device, activation, form)
 
 
 def install_cpu(kind: type[CpuExperts] = CpuExperts) -> None:
@@ -231,8 +245,11 @@ def reductions(model: torch.nn.Module) -> list[MoeReduction]:
     return list(dict.fromkeys(found))
 
 
-def reduction_of(layer: Any) -> MoeReduction:
+def reduction_of(layer: Any, dtype: torch.dtype | None = None) -> MoeReduction:
     """The reduction of a layer of vLLM's, of the class ``RoutedExperts``.
+
+    Args:
+        dtype: of the weights; None: of those that the layer has.
 
     Raises:
         NotCovered: a router, a scale, an activation or a dtype that is not in the reduction.
@@ -250,7 +267,7 @@ def reduction_of(layer: Any) -> MoeReduction:
     return MoeReduction(
         num_experts=layer.global_num_experts,
         top_k=layer.top_k,
-        dtype=layer.w13_weight.dtype,
+        dtype=dtype or layer.w13_weight.dtype,
         scoring=layer.scoring_func,
         renormalise=layer.renormalize,
         groups=groups,

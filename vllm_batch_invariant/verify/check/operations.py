@@ -197,7 +197,7 @@ def _experts(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificat
     seen = set()
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
-        if not (hasattr(layer, "w13_weight") and hasattr(method, "apply_monolithic")):
+        if not (hasattr(layer, "global_num_experts") and hasattr(method, "apply_monolithic")):
             continue
         like, experts = _parameter(model), layer.global_num_experts
         shape = f"{layer.top_k} of {experts} experts, K={layer.hidden_size}, {_name(like.dtype)}"

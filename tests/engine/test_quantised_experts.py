@@ -1,0 +1,132 @@
+"""Experts in four bits: an engine of such a checkpoint has the bits of an engine of the matrices that it stands for."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.engines import OF_DEVICE, Result, differing_answers, run, some_exhaustive
+from tests.engine.plans import GREEDY, SEEDED, alone_and_among, moved
+from tests.engine.quantised_experts import INTEGERS, mxfp4_of, qwen_of
+from tests.engine.reloads import EXTENSION
+from tests.engine.test_experts import LIMITS, OF_TWO_WORKERS, SHAPE, engine_of
+from vllm_batch_invariant.verify.demo_model import make_checkpoint
+from vllm_batch_invariant.verify.harness.worker import Engine
+
+pytestmark = pytest.mark.engine
+
+MXFP4 = "MXFP4 of gpt-oss"
+KINDS = (MXFP4, *INTEGERS)
+WAYS = ("by_reload_weights", "by_hand")
+FAMILY = "gpt-oss with sinks and biases"
+COMPARED = len((*GREEDY, SEEDED)) + 1
+"""Steps that both engines take: each target alone, and all of them among others."""
+OTHER = 1
+"""Number of the checkpoint that replaces another."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tuple[Path, Path]]:
+    """By kind and number, two of the same experts: as they are stored, and as the matrices that they stand for."""
+
+    @cache
+    def unquantised(of_gpt_oss: bool, number: int) -> Path:
+        folder = tmp_path_factory.mktemp("bf16")
+        if of_gpt_oss:
+            engine_of(FAMILY, folder, number)
+            return folder
+        return make_checkpoint(folder, SHAPE, number)
+
+    @cache
+    def made(kind: str, number: int) -> tuple[Path, Path]:
+        folder, at = unquantised(kind == MXFP4, number), tmp_path_factory.mktemp("quantised")
+        stored = mxfp4_of(folder, at) if kind == MXFP4 else qwen_of(folder, at, kind)
+        return stored, at / "matrix"
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def both(folders: Callable[[str, int], tuple[Path, Path]]) -> Callable[..., list[Result]]:
+    """What engines of both checkpoints of a kind answer, side by side: before and after their weights are replaced."""
+
+    @cache
+    def answered(kind: str, **settings: Any) -> list[Result]:
+        of_numbers = [folders(kind, number) for number in (OTHER, 0)]
+
+        def engine(which: int) -> Result:
+            others = [of_number[which] for of_number in of_numbers]
+
+            def replaced(running: Engine) -> dict[str, list[dict[str, Any]]]:
+                answers = {}
+                for way in () if settings else WAYS:
+                    for number, folder in zip((OTHER, 0), others, strict=True):
+                        running.call(f"tests.engine.reloads:{way}", str(folder))
+                        answers[f"{way} {number}"] = running.step(way, list(GREEDY[:2])).requests
+                return answers
+
+            arguments = INTEGERS[kind][3] if kind in INTEGERS and which == 0 else {}
+            of_engine = {"model": str(others[1]), "dtype": "bfloat16", "worker_extension_cls": EXTENSION}
+            variables = OF_TWO_WORKERS if settings else {}
+            return run(
+                of_engine | LIMITS | OF_DEVICE | arguments | settings,
+                alone_and_among() if which == 0 else alone_and_among()[:COMPARED],
+                "1",
+                afterwards=replaced,
+                **variables,
+            )
+
+        if torch.cuda.is_available():
+            return [engine(which) for which in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(engine, range(2)))
+
+    return answered
+
+
+kinds = pytest.mark.parametrize("kind", some_exhaustive(KINDS, (MXFP4, "compressed-tensors with zero points")))
+
+
+def differing(one: dict[str, list[dict[str, Any]]], other: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Steps of the second in which requests have other answers in the first."""
+    return [name for name, answers in other.items() if differing_answers(one[name], answers)]
+
+
+@kinds
+def test_an_engine_has_the_bits_of_an_engine_of_the_matrices(both: Callable[..., list[Result]], kind: str) -> None:
+    stored, matrices = both(kind)
+    assert list(matrices.steps)[-1] == "among 1"
+    assert differing(stored.steps, matrices.steps) == []
+
+
+@kinds
+def test_a_request_has_the_same_bits_alone_and_among_others(both: Callable[..., list[Result]], kind: str) -> None:
+    assert moved(both(kind)[0]) == []
+
+
+@kinds
+@pytest.mark.parametrize("way", WAYS)
+def test_replaced_weights_serve_as_those_of_a_fresh_engine(
+    both: Callable[..., list[Result]], kind: str, way: str
+) -> None:
+    stored, matrices = (one.afterwards for one in both(kind))
+    fresh = [both(kind)[0].steps[f"alone {number}"][0] for number in range(2)]
+    assert differing_answers(stored[f"{way} {OTHER}"], matrices[f"{way} {OTHER}"]) == []
+    assert differing_answers(stored[f"{way} {OTHER}"], fresh) == [0, 1], "the other weights are others"
+    assert differing_answers(stored[f"{way} 0"], fresh) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("shared", ["by columns", "whole"])
+@pytest.mark.parametrize("kind", [MXFP4, "compressed-tensors with zero points"])
+@pytest.mark.exhaustive
+def test_workers_that_share_experts_have_the_bits_of_those_that_share_matrices(
+    both: Callable[..., list[Result]], kind: str, shared: str
+) -> None:
+    stored, matrices = both(kind, tensor_parallel_size=2, enable_expert_parallel=shared == "whole")
+    assert moved(stored) == []
+    assert differing(stored.steps, matrices.steps) == []

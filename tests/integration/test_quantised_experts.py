@@ -1,0 +1,220 @@
+"""vLLM's methods for quantised experts: what ours make of each layout, and what is refused."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.assertions import assert_same_bits
+from tests.engine.quantised_experts import Integers, awq, compressed_tensors, gptq, words
+from tests.integration.test_experts import routed
+from tests.ops.moe.layers import EXPERTS, HIDDEN, INTERMEDIATE, Layer, layer, tokens, uniform
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.integration.layers import quantised_experts
+from vllm_batch_invariant.integration.layers.linear import restore_weights
+from vllm_batch_invariant.integration.layers.quantised_experts import LAYOUTS, QuantisedExperts
+from vllm_batch_invariant.ops.moe import Experts, cpu
+
+pytest.importorskip("vllm")
+
+BY_NAME = {layout.method.attribute: layout for layout in LAYOUTS if layout.method.is_there()}
+GROUP = 64
+PRODUCTS = {"w13": "gate_up", "w2": "down"}
+
+
+@pytest.fixture(params=["cpu", "cuda"], autouse=True)
+def ours(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Ours stand in vLLM's modules, those of a device."""
+    for layout in BY_NAME.values():
+        monkeypatch.setattr(layout.method.module(), layout.method.attribute, layout.method.get())
+    getattr(quantised_experts, f"install_{request.param}")()
+    return request.param
+
+
+def made(name: str, *arguments: Any) -> Any:
+    """A method as vLLM's configuration makes it."""
+    return BY_NAME[name].method.get()(*arguments)
+
+
+def moe_config() -> Any:
+    return SimpleNamespace(max_capture_size=0, w13_num_shards=2, has_bias=False)
+
+
+def quant_config(**fields: Any) -> Any:
+    kind = SimpleNamespace(size_bits=4)
+    base = {"weight_bits": 4, "group_size": GROUP, "quant_type": kind, "is_sym": True, "pack_factor": 8}
+    return SimpleNamespace(**base | fields)
+
+
+def weight_quant(**fields: Any) -> Any:
+    base = {"symmetric": True, "num_bits": 4, "strategy": "group", "group_size": GROUP, "actorder": None}
+    return SimpleNamespace(**base | fields)
+
+
+METHODS: dict[str, tuple[str, bool, Any]] = {
+    "compressed-tensors": ("CompressedTensorsWNA16MoEMethod", False, compressed_tensors),
+    "compressed-tensors with zeros": ("CompressedTensorsWNA16MoEMethod", True, compressed_tensors),
+    "GPTQ": ("AutoGPTQMoEMethod", False, gptq),
+    "AWQ": ("AutoAWQMoEMethod", True, awq),
+    "bytes": ("MoeWNA16Method", False, None),
+    "bytes with zeros": ("MoeWNA16Method", True, None),
+}
+
+
+def method_of(kind: str) -> Any:
+    name, zeros, _ = METHODS[kind]
+    if name.startswith("Compressed"):
+        return made(name, weight_quant(symmetric=not zeros), None, moe_config())
+    return made(name, quant_config(zero_point=zeros, has_zp=zeros, linear_quant_method="awq"), moe_config())
+
+
+def parameters(kind: str, integers: list[Integers]) -> dict[str, torch.Tensor]:
+    """What vLLM's loader fills of one product, by the end of its name."""
+    _, zeros, write = METHODS[kind]
+    if write is not None:
+        of_each = [write("of", one) for one in integers]
+        return {name.removeprefix("of."): torch.stack([one[name] for one in of_each]) for name in of_each[0]}
+    found = {
+        "qweight": torch.stack([words(one.codes).view(torch.uint8) for one in integers]),
+        "scales": torch.stack([one.scales for one in integers]),
+    }
+    if zeros:
+        low_and_high = (one.zeros.unflatten(0, (-1, 2)) for one in integers)
+        found["qzeros"] = torch.stack([(pair[:, 0] | pair[:, 1] << 4).to(torch.uint8) for pair in low_and_high])
+    return found
+
+
+def filled(kind: str, of: Layer) -> tuple[Any, Layer]:
+    """A layer of vLLM's with codes of a layer's weights, and the layer of the matrices that they stand for."""
+    zeros = METHODS[kind][1]
+    quantised = {
+        product: [Integers(matrix, GROUP, zeros) for matrix in getattr(of, name)] for product, name in PRODUCTS.items()
+    }
+    made = routed(of, params_dtype=torch.bfloat16, moe_config=moe_config(), group_size=GROUP, _loaded_expert_biases=())
+    del made.w13_weight, made.w2_weight
+    for product, integers in quantised.items():
+        for name, tensor in parameters(kind, integers).items():
+            if tensor.dtype == torch.float16:
+                tensor = tensor.bfloat16()  # as vLLM loads it
+            if name not in ("weight_shape", "g_idx"):
+                setattr(made, f"{product}_{name}", torch.nn.Parameter(tensor, requires_grad=False))
+    matrices = (torch.stack([one.matrix for one in integers]) for integers in quantised.values())
+    return made, Layer(of.reduction, of.router, *matrices)
+
+
+def result(method: Any, of: Any, x: torch.Tensor, logits: torch.Tensor, device: str) -> torch.Tensor:
+    """Of a CPU, or what a CPU makes of the weights that a GPU is given."""
+    if device == "cpu":
+        return method.apply_monolithic(of, x, logits)
+    weights, ids = cpu.route(logits, method.reduction, None)
+    return cpu.moe(x, weights, ids, Experts(*method.weights_of(of), method.reduction))
+
+
+def addresses(method: Any, of: Any, device: str) -> list[int]:
+    """Of what a GPU reads."""
+    return [one.data_ptr() for part in method.weights_of(of) for one in part.tensors] if device == "cuda" else []
+
+
+@pytest.fixture(autouse=True)
+def uncertified(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a GPU would be certified for."""
+    asked: list[Any] = []
+    monkeypatch.setattr("vllm_batch_invariant.integration.layers.experts.certify", lambda *of: asked.append(of))
+    return asked
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_a_layer_has_the_bits_of_the_matrices(kind: str, ours: str, uncertified: list[Any]) -> None:
+    """Also after a trainer has written others, where the checkpoint's parameters lie."""
+    x, method = tokens(9), method_of(kind)
+    for seed in (0, 1):
+        of = (
+            layer()
+            if seed == 0
+            else Layer(layer().reduction, layer().router, layer().gate_up * 2, layer().down.flip(0))
+        )
+        new, right = filled(kind, of)
+        logits = uniform(x, of)
+        if seed == 0:
+            held = new
+            method.process_weights_after_loading(held)
+            kept = addresses(method, held, ours)
+        else:
+            for name, parameter in new.named_parameters():
+                getattr(held, name).data.copy_(parameter)
+            restore_weights()
+            assert addresses(method, held, ours) == kept
+        assert_same_bits(result(method, held, x, logits, ours), right(x, logits))
+    names = {name for name, _ in held.named_parameters()}
+    assert names == {name for name, _ in new.named_parameters()}, "the checkpoint's, and no others"
+    if ours == "cuda":
+        assert [of[:2] for of in uncertified] == [(2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)]
+        assert {of[5].name for of in uncertified} == {"w4a16-g64" + "-zp" * METHODS[kind][1]}
+
+
+def test_a_gpu_reads_codes_where_they_lie(ours: str) -> None:
+    if ours == "cpu":
+        pytest.skip("a CPU has copies")
+    for kind in ("compressed-tensors", "GPTQ", "bytes"):
+        held, _ = filled(kind, layer())
+        method = method_of(kind)
+        method.process_weights_after_loading(held)
+        lie = {parameter.untyped_storage().data_ptr() for parameter in held.parameters()}
+        for part in method.weights_of(held):
+            assert all(tensor.is_contiguous() for tensor in part.tensors)
+            assert {tensor.untyped_storage().data_ptr() for tensor in part.tensors} <= lie
+
+
+def test_vllm_finds_ours_under_the_names_of_its_own() -> None:
+    for name, layout in BY_NAME.items():
+        found = layout.method.get()
+        assert issubclass(found, QuantisedExperts)
+        assert found.__name__ == name
+        assert found.is_monolithic
+    quantised_experts.install_cpu()
+    assert all(layout.method.get().__mro__.count(QuantisedExperts) == 1 for layout in BY_NAME.values())
+
+
+REFUSED = {
+    "an order of their own": (
+        "CompressedTensorsWNA16MoEMethod",
+        (weight_quant(actorder="group"), None),
+        "actorder group",
+    ),
+    "AWQ without zeros": ("AutoAWQMoEMethod", (quant_config(zero_point=False),), "of AWQ without zero points"),
+    "GPTQ with zeros": (
+        "MoeWNA16Method",
+        (quant_config(has_zp=True, linear_quant_method="gptq"),),
+        "of GPTQ with zero points",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "arguments", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_no_format_stores_is_refused_in_one_line(name: str, arguments: tuple[Any, ...], said: str) -> None:
+    with pytest.raises(NotCovered, match=said) as refused:
+        made(name, *arguments, moe_config())
+    assert "\n" not in str(refused.value)
+
+
+def test_a_part_of_a_group_is_refused() -> None:
+    method = made("GptOssMxfp4MoEMethod", moe_config())
+    with pytest.raises(NotCovered, match=r"720 columns of a worker of the experts of model.layers.1.*32 neighbours"):
+        method.create_weights(routed(), EXPERTS, 2880, 720)
+
+
+def test_scales_that_are_no_numbers_are_refused() -> None:
+    held, _ = filled("compressed-tensors", layer())
+    held.w2_weight_scale.data[3, 2, 1] = torch.nan
+    with pytest.raises(NotCovered, match=r"scales: 1 of \d+ are NaN or infinite \(w2 of model.layers.1.mlp.experts\)"):
+        method_of("compressed-tensors").process_weights_after_loading(held)
+
+
+def test_eight_bits_of_activations_are_refused() -> None:
+    held, _ = filled("GPTQ", layer())
+    method = method_of("GPTQ")
+    method.input_dtype = torch.int8
+    with pytest.raises(NotCovered, match="unset VLLM_MARLIN_INPUT_DTYPE"):
+        method.process_weights_after_loading(held)

@@ -1,0 +1,389 @@
+"""Experts that a checkpoint stores in four or eight bits, with the operation in the place of vLLM's kernels for them.
+
+A format stands for a matrix (:mod:`...ops.formats`), and what is computed are the products with that matrix. vLLM's
+methods load the checkpoint as ever: their parameters stay the only weights that a trainer writes, in the checkpoint's
+layout. What multiplies is made of them, or reads them where they lie.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...errors import NotCovered
+from ...ops.dispatch import module_for
+from ...ops.formats.fp4 import MXFP4
+from ...ops.formats.integers import integers
+from ...ops.formats.layouts import from_awq, from_compressed_tensors
+from ...ops.formats.record import Format
+from ...ops.moe import StoredExperts
+from ..reviews.patch_points import PatchPoint
+from .experts import BatchInvariantExperts, CpuExperts, CudaExperts, PreparedExperts
+from .linear import PreparedWeight
+
+_PRODUCTS = ("w13", "w2")
+"""What names of parameters begin with: of gate and up, and of down."""
+_MOE = "vllm.model_executor.layers.quantization"
+
+Stored = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a method of vLLM's keeps experts of a checkpoint.
+
+    Attributes:
+        method: its class.
+        names: of its parameters, behind those of :data:`_PRODUCTS`: codes, scales, and zero points.
+        format: of a method that is made, and of its layer.
+        stored: what that format stores, of the parameters [experts, ...] that there are; it keeps what it can where it
+            lies.
+        problem: why a method is refused, and what to do; None if it is not.
+        asleep: names of the method's module that stand for others while one is made: they choose kernels, or ask what
+            kernels can do.
+        turned: whether codes lie as [experts, K, N]; a GPU, which reads them where they lie, has the memory turned.
+    """
+
+    method: PatchPoint
+    names: tuple[str, str, str]
+    format: Callable[[Any, Any], Format]
+    stored: Callable[..., Stored]
+    problem: Callable[[Any], tuple[str, str] | None]
+    asleep: dict[str, Any]
+    turned: bool = False
+
+
+def _of_all(function: Callable[..., Stored], *parameters: torch.Tensor | None, **named: Any) -> Stored:
+    """A function of the parameters of one expert, of those of all."""
+    given = [one for one in parameters if one is not None]
+    made = [function(*of_one, **named) for of_one in zip(*given, strict=True)]
+    return tuple(torch.stack(parts) for parts in zip(*made, strict=True))
+
+
+def _mxfp4(_: Any, codes: torch.Tensor, scales: torch.Tensor, zeros: None) -> Stored:
+    return codes, scales
+
+
+def _compressed_tensors(method: Any, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Stored:
+    if zeros is None:
+        return codes, scales
+    function = partial(from_compressed_tensors, bits=method.num_bits)
+    return codes, scales, _of_all(lambda *of_one: function(*of_one)[2:], codes, scales, zeros)[0]
+
+
+def _gptq(_: Any, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Stored:
+    """Symmetric: vLLM reads no zero point."""
+    return codes.transpose(1, 2), scales.transpose(1, 2)
+
+
+def _awq(_: Any, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Stored:
+    return _of_all(from_awq, codes, scales, zeros)
+
+
+def _moe_wna16(method: Any, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Stored:
+    """Bytes, which vLLM has made of GPTQ's words or AWQ's while it loaded them."""
+    words = codes.view(torch.int32)
+    if not method.quant_config.has_zp or zeros is None:
+        return words, scales
+    if method.quant_config.weight_bits == 8:
+        return words, scales, zeros
+    return words, scales, torch.stack([zeros & 15, zeros >> 4], 2).flatten(1, 2)
+
+
+def _no_problem(_: Any) -> None:
+    return None
+
+
+def _of_compressed_tensors(method: Any) -> tuple[str, str] | None:
+    if getattr(method.weight_quant, "actorder", None) == "group":
+        return "quantised in an order of their own (actorder group)", "quantise them with actorder static, or none"
+    if method.num_bits not in (4, 8):
+        return f"of {method.num_bits} bits", "quantise them to 4 or 8"
+    return None
+
+
+def _of_awq(method: Any) -> tuple[str, str] | None:
+    if method.quant_config.zero_point:
+        return None
+    return "of AWQ without zero points", "quantise them with zero points, or in another format"
+
+
+def _of_moe_wna16(method: Any) -> tuple[str, str] | None:
+    config = method.quant_config
+    if config.has_zp and config.linear_quant_method == "gptq":
+        return "of GPTQ with zero points", "quantise them symmetrically"
+    return None
+
+
+def _no_kernel(point: PatchPoint, kind: str) -> Callable[..., tuple[Any, None]]:
+    """Stands for vLLM's choice of a kernel: none, of a kind for which a method leaves sizes as they are."""
+    return lambda *_, **__: (getattr(point.get(), kind), None)
+
+
+def _always(*_: Any, **__: Any) -> bool:
+    return True
+
+
+_ORACLES = "vllm.model_executor.layers.fused_moe.oracle"
+_INTEGERS = {
+    "select_wna16_moe_backend": _no_kernel(PatchPoint((f"{_ORACLES}.int_wna16",), "WNA16MoEBackend"), "MARLIN"),
+    "check_moe_marlin_supports_config": _always,
+}
+NAMES = ("gpt_oss_mxfp4", "compressed-tensors", "auto_gptq", "auto_awq", "moe_wna16")
+"""What vLLM calls the configurations that make these methods."""
+LAYOUTS = (
+    Layout(
+        PatchPoint((f"{_MOE}.mxfp4",), "GptOssMxfp4MoEMethod"),
+        ("weight", "weight_scale", ""),
+        lambda method, layer: MXFP4,
+        _mxfp4,
+        _no_problem,
+        {"select_mxfp4_moe_backend": _no_kernel(PatchPoint((f"{_ORACLES}.mxfp4",), "Mxfp4MoeBackend"), "NONE")},
+    ),
+    Layout(
+        PatchPoint(
+            (f"{_MOE}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16",),
+            "CompressedTensorsWNA16MoEMethod",
+        ),
+        ("weight_packed", "weight_scale", "weight_zero_point"),
+        lambda method, layer: _integers(method.num_bits, method.group_size, not method.symmetric),
+        _compressed_tensors,
+        _of_compressed_tensors,
+        _INTEGERS,
+    ),
+    Layout(
+        PatchPoint((f"{_MOE}.auto_gptq",), "AutoGPTQMoEMethod"),
+        ("qweight", "scales", "qzeros"),
+        lambda method, layer: _integers(method.quant_config.weight_bits, method.quant_config.group_size, False),
+        _gptq,
+        _no_problem,
+        _INTEGERS,
+        turned=True,
+    ),
+    Layout(
+        PatchPoint((f"{_MOE}.auto_awq",), "AutoAWQMoEMethod"),
+        ("qweight", "scales", "qzeros"),
+        lambda method, layer: _integers(4, method.quant_config.group_size, True),
+        _awq,
+        _of_awq,
+        _INTEGERS,
+    ),
+    Layout(
+        PatchPoint((f"{_MOE}.moe_wna16",), "MoeWNA16Method"),
+        ("qweight", "scales", "qzeros"),
+        lambda method, layer: _integers(
+            method.quant_config.weight_bits, getattr(layer, "group_size", 32), method.quant_config.has_zp
+        ),
+        _moe_wna16,
+        _of_moe_wna16,
+        _INTEGERS,
+    ),
+)
+"""Every one that is served; what other methods load is refused where their layers are looked at."""
+
+
+def _integers(bits: int, group: int, zeros: bool) -> Format:
+    return integers(bits, None if group == -1 else group, zeros)
+
+
+class PreparedStoredExperts(PreparedExperts):
+    """What the operation on a CPU takes of the experts of one product, made of what the checkpoint stores; that stays
+    with the layer.
+    """
+
+    def __init__(self, layer: torch.nn.Module, name: str, stored: Callable[[], StoredExperts]) -> None:
+        super().__init__(layer, name, remove_weight=False)
+        self._stored = stored
+
+    def _make_copy(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return module_for("moe", "cpu").prepare_experts(self._stored())
+
+
+class KeptStoredExperts(PreparedWeight):
+    """What the operation on a GPU reads of them: tensors of the layer's, and beside them what is no part of those. CUDA
+    graphs read it, so that what would let it go makes it again, in its place. Of a format that no kernel reads it is
+    the matrices.
+    """
+
+    def __init__(self, layer: torch.nn.Module, name: str, stored: Callable[[], StoredExperts]) -> None:
+        super().__init__(layer, name, remove_weight=False)
+        self._stored = stored
+        self._stored_as: StoredExperts | None = None
+        """None where matrices are kept."""
+
+    @property
+    def experts(self) -> torch.Tensor | StoredExperts:
+        """What is kept, as the operation takes it."""
+        return self.copy[0] if self._stored_as is None else replace(self._stored_as, tensors=tuple(self.copy))
+
+    def _make_copy(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
+        stored = self._stored()
+        if not module_for("moe", "cuda").reads(stored.format, stored.dtype):
+            self._stored_as = None
+            return (stored.matrices(None if self._copy is None else self._copy[0]),)
+        self._stored_as = stored
+        if self._copy is None:
+            return stored.tensors
+        there = {parameter.untyped_storage().data_ptr() for parameter in self._layer.parameters(recurse=False)}
+        return tuple(
+            new if new.untyped_storage().data_ptr() in there else held.copy_(new)
+            for held, new in zip(self._copy, stored.tensors, strict=True)
+        )
+
+    def restore(self) -> None:
+        """Make it again of the parameters as they are now, if these have a memory now."""
+        if self._copy is not None and not getattr(self._layer, self._name).is_meta:
+            self.prepare()
+
+
+class QuantisedExperts(BatchInvariantExperts):
+    """What ours has in the place of a method of vLLM's for quantised experts: its first base."""
+
+    layout: Layout
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        torch.nn.Module.__init__(self)
+        above: Any = super(BatchInvariantExperts, self)
+        with _asleep(self.layout):
+            above.__init__(*arguments, **named)
+        self.experts_cls = None
+        if problem := self.layout.problem(self):
+            raise NotCovered(f"experts {problem[0]}", "no format of the mode stores them", problem[1])
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        **others: Any,
+    ) -> None:
+        """As vLLM's method, for sizes that have whole groups."""
+        group = self.layout.format(self, layer).group
+        for what, size in {"inputs": hidden_size, "columns of a worker": intermediate_size_per_partition}.items():
+            if size % group:
+                raise NotCovered(
+                    f"{size} {what} of the experts of {layer.layer_name}",
+                    f"the checkpoint has scales of {group} neighbours, and a part of a group has none",
+                    "choose another --tensor-parallel-size, or share whole experts with --enable-expert-parallel",
+                )
+        above: Any = super()
+        above.create_weights(layer, num_experts, hidden_size, intermediate_size_per_partition, **others)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """None: what vLLM would tell a kernel of its own."""
+
+    def stored(self, layer: Any, product: str) -> StoredExperts:
+        """What the format stores of a product, of the layer's parameters as they are now.
+
+        Raises:
+            NotCovered: numbers that stand for none.
+        """
+        parameters = (getattr(layer, f"{product}_{name}", None) if name else None for name in self.layout.names)
+        tensors = self.layout.stored(self, *(None if one is None else one.data for one in parameters))
+        made = StoredExperts(self.layout.format(self, layer), tensors, layer.params_dtype)
+        if flaw := made.format.flaw(made.tensors):
+            raise NotCovered(
+                f"{made.format.name} with {flaw} ({product} of {layer.layer_name})",
+                "no matrix has these elements",
+                "download the checkpoint again",
+            )
+        return made
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """As that of experts that are not quantised."""
+        if (eight := getattr(self, "input_dtype", None)) is not None and eight.itemsize == 1:
+            raise NotCovered(
+                f"activations in {str(eight).removeprefix('torch.')} for the experts of {layer.layer_name}",
+                "their scales are another reduction",
+                "unset VLLM_MARLIN_INPUT_DTYPE",
+            )
+        if not getattr(layer, self.names[0]).is_meta:
+            _leave_out_unloaded_biases(layer)
+            self.prepare(layer, layer.params_dtype)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the codes of both products."""
+        return [f"{product}_{self.layout.names[0]}" for product in _PRODUCTS]
+
+    def of_products(self, layer: Any, kind: Callable[..., Any]) -> tuple[Any, ...]:
+        """What a kind of prepared weights is of both products."""
+        named = zip(self.names, _PRODUCTS, strict=True)
+        return tuple(kind(layer, name, partial(self.stored, layer, product)) for name, product in named)
+
+
+class QuantisedCpuExperts(QuantisedExperts, CpuExperts):
+    """On a CPU."""
+
+    def copies_of(self, layer: Any) -> tuple[PreparedExperts, ...]:
+        return self.of_products(layer, PreparedStoredExperts)
+
+
+class QuantisedCudaExperts(QuantisedExperts, CudaExperts):
+    """On a GPU."""
+
+    kept: tuple[KeptStoredExperts, ...] = ()
+
+    def weights_of(self, layer: Any) -> tuple[Any, Any]:
+        gate_up, down = (one.experts for one in self.kept)
+        return gate_up, down
+
+    def weights_are_loaded(self, layer: Any) -> None:
+        if self.layout.turned:
+            for product in _PRODUCTS:
+                for part in self.layout.names[:2]:
+                    _turn(getattr(layer, f"{product}_{part}"))
+        self.kept = self.kept or self.of_products(layer, KeptStoredExperts)
+        for one in self.kept:
+            one.prepare()
+        super().weights_are_loaded(layer)
+
+
+def _turn(parameter: torch.nn.Parameter) -> None:
+    """Have a parameter [experts, K, N] lie in memory as [experts, N, K]. Who writes it sees no difference."""
+    parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _leave_out_unloaded_biases(layer: Any) -> None:
+    """Of a method that makes some in case the checkpoint has them."""
+    if not layer.moe_config.has_bias:
+        for product in _PRODUCTS:
+            if hasattr(layer, name := f"{product}_bias") and name not in layer._loaded_expert_biases:
+                layer.register_parameter(name, None)
+
+
+@contextmanager
+def _asleep(layout: Layout) -> Iterator[None]:
+    """Have names of a method's module stand for others."""
+    module = layout.method.module()
+    before = {name: getattr(module, name) for name in layout.asleep if hasattr(module, name)}
+    for name in before:
+        setattr(module, name, layout.asleep[name])
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+def install_cpu() -> None:
+    """Have every layer of quantised experts that is served computed by ours."""
+    _install(QuantisedCpuExperts)
+
+
+def install_cuda() -> None:
+    """Have every layer of quantised experts that is served computed by ours."""
+    _install(QuantisedCudaExperts)
+
+
+def _install(kind: type[QuantisedExperts]) -> None:
+    """Put ours where vLLM's configurations find their methods, under their names, by which vLLM's loaders know them."""
+    for layout in LAYOUTS:
+        if not layout.method.is_there() or issubclass(method := layout.method.get(), QuantisedExperts):
+            continue
+        bases, named = (kind, method, torch.nn.Module), {"__module__": __name__, "layout": layout}
+        layout.method.put(type(method.__name__, bases, named))
