@@ -57,13 +57,13 @@ from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
 from vllm_batch_invariant.ops.common.nvidia_gpus import attends_by_tma, has_tcgen05
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES
-from vllm_batch_invariant.ops.formats import PLAIN, integers
+from vllm_batch_invariant.ops.formats import MXFP4, PLAIN, integers
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
 from vllm_batch_invariant.ops.linear.problem import GemmProblem
 from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES, PACKED_TILES, NarrowTile
 from vllm_batch_invariant.ops.linear.spec import GATED, PRODUCT, SPECS, MatmulSpec
-from vllm_batch_invariant.ops.moe import Experts, MoeReduction
+from vllm_batch_invariant.ops.moe import Experts, MoeReduction, StoredExperts
 from vllm_batch_invariant.ops.moe import cuda as moe
 from vllm_batch_invariant.ops.norm import NormReduction
 from vllm_batch_invariant.ops.norm import cuda as norm
@@ -328,6 +328,25 @@ def every_expert() -> None:
     for count in (1, 40, 2000):
         experts(count, here=8)
     large_experts()
+    packed_experts()
+
+
+def packed_experts() -> None:
+    """The products of layers of published models whose experts are stored in four bits, by the least and largest
+    tiles.
+    """
+    schedules = moe.layer_schedules(torch.bfloat16, Gpu.of(0))
+    for form, hidden, intermediate in ((MXFP4, 2880, 2880), (integers(4, 128, zeros=True), 2048, 768)):
+        for layer in (schedules[0], schedules[-1]):
+            groups = moe.group(torch.zeros(8, 1, dtype=torch.int64), 4, layer)
+            for n, k, tile in ((2 * intermediate, hidden, layer.gate_up), (hidden, intermediate, layer.down)):
+                stored = form.stored(torch.zeros(n, k, dtype=torch.bfloat16))
+                weight = StoredExperts(form, tuple(torch.stack([one] * 4) for one in stored), torch.bfloat16)
+                gate = "swigluoai" if tile is layer.gate_up else ""
+                moe.grouped_gemm(
+                    torch.zeros(8, k, dtype=torch.bfloat16), weight, None, groups, 8, torch.bfloat16, tile,
+                    activation=gate,
+                )  # fmt: skip
 
 
 def large_experts() -> None:
