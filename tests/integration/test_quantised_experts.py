@@ -15,6 +15,7 @@ from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration.layers import quantised_experts
 from vllm_batch_invariant.integration.layers.linear import restore_weights
 from vllm_batch_invariant.integration.layers.quantised_experts import LAYOUTS, QuantisedExperts
+from vllm_batch_invariant.ops import dispatch
 from vllm_batch_invariant.ops.moe import Experts, cpu
 
 pytest.importorskip("vllm")
@@ -197,6 +198,12 @@ def test_what_no_format_stores_is_refused_in_one_line(name: str, arguments: tupl
     with pytest.raises(NotCovered, match=said) as refused:
         made(name, *arguments, moe_config())
     assert "\n" not in str(refused.value)
+
+
+def test_exact_arithmetic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "arithmetic", lambda: "exact")
+    with pytest.raises(NotCovered, match="quantised experts in exact arithmetic"):
+        made("GptOssMxfp4MoEMethod", moe_config())
 
 
 def test_a_part_of_a_group_is_refused() -> None:

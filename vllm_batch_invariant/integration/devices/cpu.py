@@ -93,6 +93,7 @@ class ExactCpu(ExactDevice, Cpu):
         dispatch.choose(self.arithmetic)
         linear.install_cpu(linear.ExactLinear)
         experts.install_cpu(experts.ExactExperts)
+        quantised_experts.install_cpu()
         exact.install_cpu()
 
     def compile_kernels(self) -> None:

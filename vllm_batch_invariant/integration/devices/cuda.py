@@ -139,6 +139,7 @@ class ExactCuda(ExactDevice, Cuda):
 
     def install_linear(self) -> None:
         experts.install_cuda()
+        quantised_experts.install_cuda()
         experts.install_capture()
         exact.install_layers()
         linear.install_exact_cuda()

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from ...errors import NotCovered
+from ...ops import dispatch
 from ...ops.dispatch import module_for
+from ...ops.exact.limits import LEAVE_IT
 from ...ops.formats.fp4 import MXFP4
 from ...ops.formats.integers import integers
 from ...ops.formats.layouts import from_awq, from_compressed_tensors
@@ -245,6 +247,8 @@ class QuantisedExperts(BatchInvariantExperts):
     layout: Layout
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
+        if dispatch.arithmetic() == "exact":
+            raise NotCovered("quantised experts in exact arithmetic", "nobody has compared them", LEAVE_IT)
         torch.nn.Module.__init__(self)
         above: Any = super(BatchInvariantExperts, self)
         with _asleep(self.layout):
@@ -371,12 +375,12 @@ def _asleep(layout: Layout) -> Iterator[None]:
 
 
 def install_cpu() -> None:
-    """Have every layer of quantised experts that is served computed by ours."""
+    """Have every layer of quantised experts that is served computed by ours; in exact arithmetic ours refuse."""
     _install(QuantisedCpuExperts)
 
 
 def install_cuda() -> None:
-    """Have every layer of quantised experts that is served computed by ours."""
+    """Have every layer of quantised experts that is served computed by ours; in exact arithmetic ours refuse."""
     _install(QuantisedCudaExperts)
 
 
