@@ -18,6 +18,7 @@ import torch
 from benchmarks.record import Setting
 from vllm_batch_invariant.ops import dispatch
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
+from vllm_batch_invariant.ops.attention.params import ADDED
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.linear import linear
 from vllm_batch_invariant.verify.check.operations import Chunk, Heads, Request, paged
@@ -32,7 +33,6 @@ HEADS = ((16, 4), (14, 2), (4, 4))
 SIZES = (64, 80, 128, 192, 256)
 REQUESTS = (37, 530, 1500)
 """Tokens of the requests of one call."""
-OPTIONS = {"sliding_window": 100, "logits_soft_cap": 30.0, "alibi_slopes": "heads", "sinks": "heads"}
 
 
 def draw(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -78,12 +78,14 @@ def attention(device: str, part: slice = slice(None)) -> Iterator[tuple[str, tor
     cases = [
         *product((kernel,), HEADS[:1], SIZES, DTYPES[:2], ({},)),
         *product((kernel, "flex"), HEADS, (128,), DTYPES[:1], ({},)),
-        *product((kernel,), HEADS[:1], (128,), DTYPES[:1], ({name: value} for name, value in OPTIONS.items())),
+        *product(
+            (kernel,), HEADS[:1], (128,), DTYPES[:1], ({name: one.example(HEADS[0][0])} for name, one in ADDED.items())
+        ),
     ]
     for by, (query_heads, kv_heads), size, dtype, options in cases[part]:
         heads = Heads(query_heads, kv_heads, size, dtype)
         taken = {
-            name: draw(query_heads, dtype=torch.float32, seed=4).to(device) if value == "heads" else value
+            name: draw(query_heads, dtype=torch.float32, seed=4).to(device) if torch.is_tensor(value) else value
             for name, value in options.items()
         }
         requests = [Request(heads, length, length) for length in REQUESTS]

@@ -49,6 +49,7 @@ from vllm_batch_invariant.ops.all_reduce.peers import Peers
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention, sm90
 from vllm_batch_invariant.ops.attention import plan as planning
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
+from vllm_batch_invariant.ops.attention.params import ADDED
 from vllm_batch_invariant.ops.attention.shared_memory import decode_bytes
 from vllm_batch_invariant.ops.attention_backward import cuda as attention_gradients
 from vllm_batch_invariant.ops.common.compile_errors import reason
@@ -689,9 +690,7 @@ def sm90_attention_variants() -> None:
 
 
 def triton_attention_variants() -> None:
-    every_option = {
-        "sliding_window": 100, "logits_soft_cap": 30.0, "alibi_slopes": torch.zeros(8), "sinks": torch.zeros(8)
-    }  # fmt: skip
+    every_option = {name: one.example(8) for name, one in ADDED.items()}
     for page, size in itertools.product((16, 64), (64, 128, 256)):
         launch_on(90, decode_and_prefill, Heads(8, 2, size, torch.bfloat16), page)
     for name, value in every_option.items():
@@ -880,9 +879,7 @@ def compile_cell(gpu: int, name: str, known: str | None = None) -> Cell:
         for page in (16, 64) if by_tma else (16,):
             attention.append((heads, page, launch(decode_and_prefill, heads, page)))
     elif heads := OPTIONS.get(name):
-        every_option = {
-            "sliding_window": 100, "logits_soft_cap": 30.0, "alibi_slopes": torch.zeros(8), "sinks": torch.zeros(8)
-        }  # fmt: skip
+        every_option = {name: one.example(8) for name, one in ADDED.items()}
         attention.append((heads, 16, launch(decode_and_prefill, heads, 16, **every_option)))
     elif heads := HOPPER.get(name):
         for page in (16, 32, 64, 128):

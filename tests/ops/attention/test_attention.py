@@ -2,13 +2,16 @@ import itertools
 import math
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 import torch
 
 from tests.ops.attention.cases import Chunk, Heads, Request, attend, exact, features, in_chunks, paged
-from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops.attention import AttentionReduction, AttentionSpec, paged_attention
 from vllm_batch_invariant.ops.attention.merge import merge_splits
+from vllm_batch_invariant.ops.attention.params import ADDED
 
 SMALL = Heads(query=4, kv=2, size=16)
 GROUP_OF_SEVEN = Heads(query=14, kv=2, size=64, dtype=torch.bfloat16)
@@ -431,6 +434,24 @@ def test_bad_options_are_refused(options, message):
     tensors = paged([newest(Request(SMALL, 20, 1)), newest(Request(SMALL, 40, 2))])
     with pytest.raises(ValueError, match=message):
         paged_attention(*tensors, scale=1.0, reduction=AttentionReduction(), **options)
+
+
+def test_what_an_implementation_does_not_compute_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(ADDED) == [field.name for field in fields(AttentionSpec) if field.name not in ("scale", "causal")]
+    chunks = [newest(Request(SMALL, 40, 1))]
+    for name, implementation in (("sinks", "exact"), ("alibi_slopes", "exact"), ("sliding_window", "numba")):
+        monkeypatch.setattr("vllm_batch_invariant.ops.attention.cpu.SERVES", ("sinks", "logits_soft_cap"))
+        value = ADDED[name].example(4)
+        with pytest.raises(
+            NotCovered, match=rf"attention with {ADDED[name].words.format(value)} by '{implementation}'"
+        ):
+            paged_attention(
+                *paged(chunks),
+                scale=1.0,
+                reduction=AttentionReduction(),
+                implementation=implementation,
+                **{name: value},
+            )
 
 
 @pytest.mark.parametrize("size", [0, 8, 48, 100])

@@ -137,16 +137,14 @@ def test_an_injected_fault_is_found(name, fault, monkeypatch):
         check([newest(300, 3)])
 
 
-def test_options_without_a_definition_are_refused():
+def test_what_has_no_definition_is_refused():
     call = call_with([newest(20, 2)])
     out = torch.empty_like(call.query)
-    for options, what in (
-        ({"spec": AttentionSpec(1.0, alibi_slopes=torch.zeros(4))}, "ALiBi"),
-        ({"spec": AttentionSpec(1.0, sinks=torch.zeros(4))}, "attention sinks"),
-        ({"query": call.query.float()}, "float32"),
-    ):
-        with pytest.raises(NotCovered, match=what):
-            cuda.paged_attention(replace(call, **options), out)
+    for added, words in (("alibi_slopes", "ALiBi"), ("sinks", "sinks")):
+        with pytest.raises(NotCovered, match=f"attention with {words} by 'exact'"):
+            AttentionSpec(1.0, **{added: torch.zeros(4)}).check(cuda.SERVES, "exact")
+    with pytest.raises(NotCovered, match="float32"):
+        cuda.paged_attention(replace(call, query=call.query.float()), out)
     with pytest.raises(ValueError, match="splits of"):
         cuda.paged_attention(replace(call, reduction=AttentionReduction()), out)
 

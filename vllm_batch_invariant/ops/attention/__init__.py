@@ -56,7 +56,7 @@ def attend(
 
     Raises:
         ValueError: arguments that do not fit, or a page outside the cache among those needed.
-        NotCovered: no implementation for the device, or its package is missing.
+        NotCovered: no implementation for the device, or its package is missing; or it lacks what a layer asks.
     """
     call.check(values=plan is None)
     query = call.query
@@ -64,7 +64,7 @@ def attend(
         out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     elif out.shape != query.shape or out.dtype != query.dtype:
         raise ValueError(f"out must be {list(query.shape)} {query.dtype}, got {list(out.shape)} {out.dtype}")
-    module = _implementation(implementation, query.device.type)
+    module = _implementation(implementation, query.device.type, call.spec)
     if plan is not None:
         module.paged_attention(call, out, plan)
     elif call.tokens:
@@ -94,7 +94,7 @@ def paged_attention(
     return attend(call, implementation, out, plan)
 
 
-def _implementation(name: str, device: str) -> ModuleType:
+def _implementation(name: str, device: str, spec: AttentionSpec) -> ModuleType:
     if name not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"implementation must be 'auto' or one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
     devices = known()
@@ -107,10 +107,13 @@ def _implementation(name: str, device: str) -> ModuleType:
             "use a CPU or CUDA device, or leave the mode off",
         )
     try:
-        return import_module(_MODULES[chosen].format(device=device), __package__)
+        module = import_module(_MODULES[chosen].format(device=device), __package__)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in ("numba", "llvmlite", "triton"):
             raise
         raise NotCovered(
             f"attention on device '{device}'", f"the package '{error.name}' is not installed", f"pip install {chosen}"
         ) from error
+    if spec.added:
+        spec.check(module.SERVES, chosen)
+    return module

@@ -6,7 +6,10 @@ import torch
 
 from ..common.numba_rows import threads
 from . import cpu_kernel
+from .cpu_kernel import SERVES
 from .params import PagedAttention
+
+__all__ = ["SERVES", "paged_attention"]
 
 BLOCK_M = 64
 """Query rows of a work item, (token, query head of the KV head) pairs."""
@@ -27,19 +30,12 @@ def _cache(cache: torch.Tensor) -> tuple:
 
 def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
     """Write the attention of ``params`` to ``out``; see the operation's package for the contract."""
-    spec, heads, kv_heads = params.spec, params.query.shape[1], params.cache.kv_heads
+    heads, kv_heads = params.query.shape[1], params.cache.kv_heads
     queries_per_kv, split_size = heads // kv_heads, params.equal_splits()
     tile_tokens = max(1, BLOCK_M // queries_per_kv)
-    window = spec.sliding_window or 0
-    work = cpu_kernel.deal(params.starts, params.lengths, kv_heads, tile_tokens, window, threads(), SERIAL_BELOW)
-    alibi_slopes = torch.zeros(heads) if spec.alibi_slopes is None else spec.alibi_slopes.float().contiguous()
-    sinks = torch.empty(0) if spec.sinks is None else spec.sinks.detach().float().contiguous()
-    score_mod = cpu_kernel.ScoreMod(
-        np.float32(spec.scale),
-        np.float32(spec.logits_soft_cap or 0.0),
-        alibi_slopes.numpy(),
-        window,
-        sinks.numpy(),
+    score_mod = cpu_kernel.ScoreMod.of(params.spec, heads)
+    work = cpu_kernel.deal(
+        params.starts, params.lengths, kv_heads, tile_tokens, score_mod.window, threads(), SERIAL_BELOW
     )
     query = params.query[: params.tokens].float().contiguous()
     result = torch.empty_like(query)

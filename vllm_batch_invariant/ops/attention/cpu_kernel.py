@@ -17,6 +17,7 @@ reach it.
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numba import njit, prange
 
 from ..common.numba_math import exp32
@@ -35,7 +36,9 @@ from .cpu_simd import (
     store_four_sums,
     sum_lanes,
 )
+from .params import AttentionSpec
 
+SERVES = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
 _MINUS_INFINITY = np.float32(-np.inf)
 
 
@@ -63,6 +66,19 @@ class ScoreMod(NamedTuple):
     """0 for none."""
     sinks: np.ndarray
     """[query_heads] fp32, empty for none."""
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, heads: int) -> "ScoreMod":
+        """That of a layer of so many query heads."""
+        alibi_slopes = torch.zeros(heads) if spec.alibi_slopes is None else spec.alibi_slopes.float().contiguous()
+        sinks = torch.empty(0) if spec.sinks is None else spec.sinks.detach().float().contiguous()
+        return cls(
+            np.float32(spec.scale),
+            np.float32(spec.logits_soft_cap or 0.0),
+            alibi_slopes.numpy(),
+            spec.sliding_window or 0,
+            sinks.numpy(),
+        )
 
 
 class Work(NamedTuple):

@@ -19,6 +19,7 @@ from .plan import Plan, Planner
 from .shapes import AttentionShape
 from .triton_kernels import attention_kernel
 
+SERVES = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
 _LOG2_E = math.log2(math.e)
 
 

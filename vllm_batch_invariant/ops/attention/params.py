@@ -1,6 +1,6 @@
 """The values that attention is called with: what a layer asks, where keys and values lie, and a batch of both."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -12,13 +12,25 @@ from ...errors import NotCovered
 from .reduction import AttentionReduction
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_IN_WORDS = {
-    "sliding_window": "window {}",
-    "logits_soft_cap": "soft-cap {:g}",
-    "alibi_slopes": "ALiBi",
-    "sinks": "sinks",
+
+
+@dataclass(frozen=True)
+class Added:
+    """What a field of a layer adds to plain causal attention."""
+
+    words: str
+    """With the field's value."""
+    example: Callable[[int], Any]
+    """A value for so many query heads, with which it is tested and compiled ahead."""
+
+
+ADDED = {
+    "sliding_window": Added("window {}", lambda _: 100),
+    "logits_soft_cap": Added("soft-cap {:g}", lambda _: 30.0),
+    "alibi_slopes": Added("ALiBi", lambda heads: torch.linspace(0.0, 0.5, heads)),
+    "sinks": Added("sinks", lambda heads: torch.linspace(-2.0, 4.0, heads)),
 }
-"""What a field of a layer adds to plain causal attention."""
+"""By the name of the field. An implementation says in ``SERVES`` which of them it has, and others are refused by it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,10 +87,27 @@ class AttentionSpec:
         """The fields by which it is more than plain causal attention."""
         return tuple(name for name, plain in _PLAIN.items() if getattr(self, name) is not plain)
 
+    def check(self, serves: Collection[str], by: str) -> None:
+        """Refuse what an implementation does not have.
+
+        Args:
+            serves: names of :data:`ADDED` that it has.
+            by: its name.
+
+        Raises:
+            NotCovered: one that it has not.
+        """
+        if missing := [words for name, words in zip(self.added, self.words, strict=True) if name not in serves]:
+            raise NotCovered(
+                f"attention with {' and '.join(missing)} by '{by}'",
+                "that implementation does not compute it",
+                "serve a model without it, or choose another implementation",
+            )
+
     @property
     def words(self) -> list[str]:
         """What these are."""
-        return [_IN_WORDS[name].format(getattr(self, name)) for name in self.added]
+        return [ADDED[name].words.format(getattr(self, name)) for name in self.added]
 
     def to(self, device: torch.device) -> "AttentionSpec":
         """The same with slopes there; sinks are where a model has its parameters."""

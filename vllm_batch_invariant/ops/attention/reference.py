@@ -5,6 +5,8 @@ import torch
 from .merge import merge_splits
 from .params import PagedAttention
 
+SERVES = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
+
 
 def paged_attention(call: PagedAttention, out: torch.Tensor, precision: torch.dtype = torch.float32) -> None:
     """Write the attention of ``call`` to ``out``, computed in ``precision`` (fp32 or fp64) by PyTorch's matmuls."""

@@ -13,6 +13,8 @@ from . import cpu_kernels
 from .definition import LOG2_E, SPLITS, THREE_DIGITS, TWO_DIGITS
 from .limits import check_k, check_whole_rows
 
+SERVES = ("sliding_window", "logits_soft_cap")
+"""Of attention: what the definition has."""
 BLAS_FROM = 8
 """Rows of x from which a product is the BLAS's: a weight is then worth being widened to fp64."""
 BLOCK_N = 1024

@@ -29,6 +29,8 @@ from .triton_attention import exact_attention_kernel
 from .triton_cache import write_cache_kernel
 from .triton_linear import linear_kernel
 
+SERVES = ("sliding_window", "logits_soft_cap")
+"""Of attention: what the definition has."""
 LONGEST_ROW = 16_384
 """Elements of a row whose squares one program adds."""
 MARKS = 64
@@ -655,13 +657,9 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
         plan: of an :class:`ExactPlanner`; by default one is made.
 
     Raises:
-        NotCovered: another dtype, or an option of a layer that has no definition in exact arithmetic.
+        NotCovered: another dtype.
         ValueError: another reduction than the definition's.
     """
-    options = {"ALiBi": call.spec.alibi_slopes, "attention sinks": call.spec.sinks}
-    for name, option in options.items():
-        if option is not None:
-            raise NotCovered(name, "they have no definition in exact arithmetic", LEAVE_IT)
     if call.query.dtype != torch.bfloat16:
         raise NotCovered(f"attention in {call.query.dtype}", "exact arithmetic is of bf16", LEAVE_IT)
     if call.reduction != REDUCTION:

@@ -19,6 +19,7 @@ from ..params import PagedAttention
 # Eager on purpose: see above.
 warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
 
+SERVES = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
 BLOCK_M = 32
 """Query tokens of a tile; the shape of a call, so another value may give other bits."""
 ITEMS_PER_CALL = 8

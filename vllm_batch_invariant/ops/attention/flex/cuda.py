@@ -23,6 +23,7 @@ from ..params import PagedAttention
 from .kernels import LOG2_E, gather_rows, merge_items
 from .plan import FlexTile, KeyLayout, Masks, Plan, plan_alone
 
+SERVES = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
 PARTIAL_BYTES = 256 << 20
 """For the query rows and the results of items that are computed at a time."""
 _RECOMPILATIONS = 1 << 12
