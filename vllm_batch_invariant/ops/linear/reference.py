@@ -15,11 +15,7 @@ def matmul(
     scales: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """What ``spec`` says in float64, where leaves are no other sum; arguments as of :func:`..linear.matmul`."""
-    product = linear(x, spec.b_format.matrix(weight.t(), scales, x).t(), bias)
-    if not spec.epilogue.gated:
-        return product
-    gate, up = product.chunk(2, -1)
-    return torch.nn.functional.silu(gate) * up
+    return spec.epilogue.definition(linear(x, spec.b_format.matrix(weight.t(), scales, x).t(), bias))
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -19,7 +19,11 @@ class Epilogue:
     has_bias: bool = False
     """Whether a bias [N] is added to the accumulator, by every kernel."""
     gated: bool = False
-    """Whether the product is [gate, up], and the result ``silu(gate) * up``, [M, N / 2]."""
+    """Whether the product is [gate, up], of which the result has half the columns."""
+    operation: tuple[str, str] | None = None
+    """In the table of operations, and its function: makes the result of a rounded product; None: that is it."""
+    definition: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.double
+    """Makes it in float64."""
     cancelling: Callable[..., tuple[torch.Tensor, torch.Tensor]] = cancelling
     """Draws operands whose results show the order of a sum."""
 
@@ -33,16 +37,24 @@ class Epilogue:
         Raises:
             ValueError: a gated product has no halves.
         """
-        if not self.gated:
+        if self.operation is None:
             return None
-        if n % 2:
+        if self.gated and n % 2:
             raise ValueError(f"gated_linear takes x [..., K] and weight [2 * N, K], got a weight with {n} rows")
-        return module_for("silu", device_type).silu_and_mul
+        operation, function = self.operation
+        return getattr(module_for(operation, device_type), function)
+
+
+def _swiglu(product: torch.Tensor) -> torch.Tensor:
+    gate, up = product.double().chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
 
 
 NONE = Epilogue("")
 BIAS = Epilogue("bias", has_bias=True)
-SWIGLU = Epilogue("gated", gated=True, cancelling=cancelling_gated)
+SWIGLU = Epilogue(
+    "gated", gated=True, operation=("silu", "silu_and_mul"), definition=_swiglu, cancelling=cancelling_gated
+)
 EPILOGUES = NONE, BIAS, SWIGLU
 
 
@@ -88,7 +100,7 @@ NAMED: dict[str, MatmulSpec] = {}
 """Every one that this process has made, by its name, which an operator of PyTorch's can be given."""
 SPECS = tuple(MatmulSpec(epilogue, 1, b_format) for b_format in FORMATS for epilogue in EPILOGUES)
 """Every one of a chain of K."""
-PRODUCT, BIASED, GATED = SPECS[: len(EPILOGUES)]
+PRODUCT, BIASED, GATED = SPECS[:3]
 
 
 @cache

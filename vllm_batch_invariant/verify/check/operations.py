@@ -159,7 +159,6 @@ def _linear(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate
 
     from ...integration.layers.linear import spec_of_layer
     from ...ops.linear import torch_op
-    from ...ops.linear.spec import BIAS, NONE
 
     head = getattr(model, "lm_head", None)
     seen = set()
@@ -181,7 +180,7 @@ def _linear(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate
         shape = ", ".join(filter(None, (f"K={depth}, N={columns}, {_name(like.dtype)}", spec.name)))
         shape = f"{name.rpartition('.')[2]}: {shape}"
         multiply = partial(layer.quant_method.apply, layer, bias=bias)
-        if spec.epilogue not in (NONE, BIAS):  # as the layer around calls it
+        if spec.epilogue.operation:  # as the layer around calls it
             multiply = partial(torch_op.linear, weight=layer.weight, spec=spec.name)
         certificate = _tested(
             Certificate("linear", shape, "batch", _server(layer), tuple(rows), 0, ""), multiply, (depth, like)
