@@ -525,6 +525,7 @@ COVERED = (
     Feature(
         "Scheduling",
         "continuous batching, chunked prefill, prefix caching, preemption, streaming, aborts; async scheduling (CUDA)",
+        drawn={"policy": {"priority": ("--scheduling-policy", "priority")}},
     ),
     Feature(
         "Sampling",

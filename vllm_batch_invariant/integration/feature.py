@@ -1,7 +1,7 @@
 """A row of the table of what the mode covers (:mod:`.coverage`)."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 Config = Any
@@ -19,6 +19,7 @@ class Feature:
         used: finds the feature in a configuration and names what it found; None if the feature is not in use.
         devices: the device types that it is refused on; None for all.
         arguments: of ``vllm serve``, and variables, that it is about, as far as the fuzzer draws them: it asks the row.
+        drawn: settings that the fuzzer draws of what is covered, by name: what each value adds to ``vllm serve``.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Feature:
     used: Callable[[Config], str | None] | None = None
     devices: tuple[str, ...] | None = None
     arguments: tuple[str, ...] = ()
+    drawn: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
 
     def found(self, config: Config) -> str | None:
         """What is found of the feature in a configuration, by name; None if it is not in use."""

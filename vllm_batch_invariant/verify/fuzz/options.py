@@ -1,7 +1,8 @@
 """Settings of an engine that one row each describes, :data:`FIELDS` and :data:`OPTIONS`: a new row is drawn.
 
 What is refused, alone or beside something else, the rows of the gate say (``integration/coverage.py``), and they are
-asked (:func:`starts`). Rows here add what a model and a machine have, and what is not to be drawn.
+asked (:func:`starts`). A setting that any engine may have stands in a row of what is covered. Rows here add what a
+model and a machine have, and what is not to be drawn.
 """
 
 import json
@@ -248,7 +249,7 @@ OPTIONS = (
         decides=frozenset((BUDGET,)),
     ),
     Option("embeds", {"on": (coverage.EMBEDDINGS,)}, (NONE, "on")),
-    Option("policy", {"priority": ("--scheduling-policy", "priority")}, (NONE, "priority")),
+    *(Option(name, values, (NONE, *values)) for feature in coverage.COVERED for name, values in feature.drawn.items()),
     Option(
         "grammar",
         {backend: ("--structured-outputs-config", json.dumps({"backend": backend})) for backend in _INSTALLED},
