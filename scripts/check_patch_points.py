@@ -15,6 +15,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -27,11 +28,13 @@ from vllm_batch_invariant.integration.reviews.versions import PASSED, READ, Row
 from vllm_batch_invariant.ops.devices import joined
 
 SOURCES = compatibility.ROOT / ".cache" / "sources"
+_parsed = lru_cache(maxsize=64)(ast.parse)
+"""Many patch points lie in one file."""
 
 
 def defines(source: str, name: str) -> bool:
     """Whether a module binds ``name`` at its top level, by definition, assignment or import, in any condition."""
-    nodes = ast.parse(source).body
+    nodes = [*_parsed(source).body]
     for node in nodes:
         match node:
             case ast.If():
@@ -55,7 +58,7 @@ def defines(source: str, name: str) -> bool:
 def members(source: str, name: str) -> set[str]:
     """The methods and annotated fields that a class of a module defines."""
     found = set()
-    for node in ast.parse(source).body:
+    for node in _parsed(source).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             found |= {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
             found |= {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
