@@ -23,12 +23,12 @@ from vllm_batch_invariant.ops.linear import (
     mm,
     reference,
 )
-from vllm_batch_invariant.ops.linear.spec import BIASED, GATED, PRODUCT
+from vllm_batch_invariant.ops.linear.spec import BIASED, EPILOGUES, GATED
 from vllm_batch_invariant.ops.silu import silu_and_mul
 
 SHAPES = ((256, 768), (768, 256), (100, 300), (1, 512), (3, 77), (1024, 1024))
 """(N, K): wide, narrow, odd, a single column."""
-EVERY = (PRODUCT, BIASED, GATED, MatmulSpec(leaves=4))
+EVERY = (*map(MatmulSpec, EPILOGUES), MatmulSpec(leaves=4))
 """Of a weight that is stored itself; the others have their bits (tests/ops/formats)."""
 REDUCTION = LinearReduction.of_device("cpu", 100, 300, torch.float32)
 
