@@ -1,4 +1,4 @@
-"""Exact arithmetic in a real engine: the bits of the definition, in any company, on any instructions and threads."""
+"""Exact arithmetic in a real engine: the bits of the definition, in any batch, on any instructions and threads."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""Mixtures of experts: a request has the same bits in any company, in every family that is said to be covered."""
+"""Mixtures of experts: a request has the same bits in any batch, in every family that is said to be covered."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The layers of a model lie in several stages: a request has the bits that it has in one, in any company."""
+"""The layers of a model lie in several stages: a request has the bits that it has in one, in any batch."""
 
 import shutil
 from collections.abc import Callable, Sequence

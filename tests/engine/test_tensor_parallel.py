@@ -1,4 +1,4 @@
-"""Two workers share each layer: a request has the same bits in any company, and every worker the same tokens."""
+"""Two workers share each layer: a request has the same bits in any batch, and every worker the same tokens."""
 
 import json
 import os

@@ -1,7 +1,7 @@
 """The sum over ranks of long messages, which copy engines bring to other GPUs while the matmul runs that makes them.
 
 A rank multiplies some of the rows, and they are on their way while it multiplies the next: rows have the same bits in
-any company. Copies take no multiprocessor from the matmul, as a kernel that sends would. A stream of their own orders
+any batch. Copies take no multiprocessor from the matmul, as a kernel that sends would. A stream of their own orders
 them, and writes behind each part that it is there. A norm waits for the others' rows, adds, and normalises, in one
 launch for each part.
 

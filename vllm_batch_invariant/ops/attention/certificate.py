@@ -4,7 +4,7 @@ That tensor cores give a row the same bits in a block of 8, 16, 64 or 128 rows, 
 by whatever instruction a compiler chooses for the block, is a measurement, so it is made where the model is served. One
 request is computed as a prefill, in chunks and by decode, alone (CTAs share its splits then) and among
 others, and the rows at borders of tiles, pages and splits are compared as bits. The operands show the order of every
-sum: either the scores or the weighted values cancel, so that what is left is rounding error.
+sum: either the scores or the weighted values cancel, so that the result is rounding error.
 """
 
 import logging
@@ -297,7 +297,7 @@ def by_scores(shape: AttentionShape, device: torch.device, page_size: int) -> Op
 
 def by_values(shape: AttentionShape, device: torch.device, page_size: int) -> Operands:
     """Every weight is 1, and the values of a tile of keys have their negatives in the tile: the order in which they are
-    added decides what is left.
+    added decides the result.
     """
     size, tile = shape.head_size, shape.key_tile
     generator = _generator(device)

@@ -8,7 +8,7 @@ def cancelling(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [M, K] and weight [N, K] whose exact product ``x @ weight.T`` is zero.
 
-    Every term has its negative at another place of the sum, so what is left is rounding error and nothing else: with
+    Every term has its negative at another place of the sum, so the sum is rounding error and nothing else: with
     N=768 K=4096 at M=1 in bf16 on an H200, a K split in three moves 99.7% of the elements, where it moves
     0.1% with plain random operands, because the rounding to bf16 hides the others. Elements of x are spread over
     ``exponents`` more powers of two: where a weight has few bits, sums of others are exact in every order.

@@ -196,7 +196,7 @@ _EVENTS: dict[str, Callable[[Any, dict[str, Any], list[dict[str, Any]]], bool]] 
 
 
 def _drain(engine: Any) -> None:
-    """Run what is left of aborted requests."""
+    """Run aborted requests to their end."""
     core = engine.engine_core.engine_core
     steps = _steps(engine, lambda: bool(core.scheduler.has_requests() or getattr(core, "batch_queue", None)))
     if sum(1 for _ in islice(steps, MOST_STEPS)) == MOST_STEPS:
