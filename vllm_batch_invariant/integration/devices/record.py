@@ -13,7 +13,7 @@ from ...ops.devices import Device
 from ...ops.exact import FORMAT
 from ...version import __version__
 from ..engine import loading, request_state, weights
-from ..layers import int8, mrope, norm, pooling, review
+from ..layers import int8, mrope, norm, pooling, quantised, review
 from ..layers.fusion import Fusion
 from ..parallel import tensor_tree
 from ..reviews import patch_points
@@ -123,6 +123,7 @@ class VllmDevice:
         mrope.install()
         pooling.install()
         int8.install()
+        quantised.install()
         for fusion in self.fusions:
             fusion.install()
         worker = patch_points.DEVICE_WORKER.get()

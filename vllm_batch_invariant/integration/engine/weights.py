@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ..layers import linear
+from ..layers import linear, quantised
 from ..reviews import patch_points
 from ..side_table import beside
 from . import refusals
@@ -271,6 +271,8 @@ def fingerprint(worker: Any, compare: bool = True, restore: bool = True) -> str:
     if not compare:
         return ""
     model = worker.model_runner.get_model()
+    if restore:
+        quantised.check_loaded(model)
     tensors = [tensor for tensor in chain(model.parameters(), model.buffers()) if not tensor.is_meta]
     digest = sha256()
     for part in _digests([tensor for tensor in tensors if tensor.is_cpu]):
@@ -318,7 +320,11 @@ def watch_loading(model: torch.nn.Module) -> None:
         global _written
         _written += 1
         linear.restore_weights()
-        return load_weights(*args, **kwargs)
+        waiting = quantised.expect(model)
+        try:
+            return load_weights(*args, **kwargs)
+        finally:
+            quantised.take_back(waiting)
 
     model.load_weights = watched
 

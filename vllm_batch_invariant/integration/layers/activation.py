@@ -9,6 +9,7 @@ from ...ops.linear.spec import GATED
 from ...ops.silu import silu_and_mul
 from ..reviews import patch_points
 from ..side_table import beside
+from . import quantised
 from .fusion import ForwardFusion
 
 
@@ -29,12 +30,12 @@ def _is_built(mlp: Any) -> None:
 
 def _fits(mlp: Any) -> bool:
     """Whether an MLP's layers do what the operation does."""
-    first, method = mlp.gate_up_proj, patch_points.LINEAR_METHOD.get()
+    first = mlp.gate_up_proj
     activation = patch_points.CUSTOM_OP.module().op_registry_oot.get("SiluAndMul")
     return (
         type(first) is patch_points.MERGED_COLUMN_PARALLEL.get()
         and type(mlp.act_fn) is activation
-        and type(first.quant_method) is type(mlp.down_proj.quant_method) is method
+        and all(quantised.is_plain(layer.quant_method) for layer in (first, mlp.down_proj))
         and first.bias is None
         and not first.gather_output
         and len(first.output_sizes) == 2

@@ -3,8 +3,9 @@
 A configuration says what it says about a model; what computes is its modules. The rule for each of them:
 
 - A layer of vLLM's or PyTorch's must be in ``reviews/layers.toml``, by its exact class: a subclass may compute
-  something else. Linear layers, embeddings and experts must not be quantised, attention and experts must be served by
-  ours, and a norm of vLLM's must have been replaced by ours. Classes of this project are known.
+  something else. Linear layers and embeddings must multiply with a plain weight, which :mod:`.quantised` makes of that
+  of a quantised checkpoint; attention and experts must be served by ours, and a norm of vLLM's must have been replaced
+  by ours. Classes of this project are known.
 - A class of a model's own file (vLLM's or Hugging Face's: decoder layers, blocks, whole models) only calls other layers
   and PyTorch, whose operations the mode replaces. It passes if it inherits from such classes alone, keeps no weights of
   its own but those that its attention or its experts read, and its methods use nothing but PyTorch, Python, other
@@ -24,7 +25,7 @@ from ...errors import NotCovered
 from ...ops import dispatch
 from .. import reviews
 from ..reviews import patch_points
-from . import calls, experts, int8, pooling
+from . import calls, experts, int8, pooling, quantised
 from .calls import MODELS
 
 POOLERS = "vllm.model_executor.layers.pooler."
@@ -133,10 +134,7 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
         return problem
     elif int8.computes(layer):
         return None
-    elif method is not None and type(method) not in (
-        patch_points.LINEAR_METHOD.get(),
-        patch_points.EMBEDDING_METHOD.get(),
-    ):
+    elif method is not None and not quantised.is_plain(method):
         return f"its matmuls are computed by {type(method).__name__}"
     return None
 

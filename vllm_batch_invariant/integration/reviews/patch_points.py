@@ -93,6 +93,21 @@ INT8_KERNELS = PatchPoint(("vllm.model_executor.kernels.linear",), "_POSSIBLE_IN
 """Lists of those by platform, the first that can serving."""
 SHARD_SCALES = PatchPoint(("vllm.model_executor.parameter",), "PerTensorScaleParameter")
 """A parameter with a number of each shard of a fused layer."""
+LINEAR_LAYER = PatchPoint(("vllm.model_executor.layers.linear",), "LinearBase")
+LINEAR_CHOICE = PatchPoint(("vllm.model_executor.layers.linear",), "resolve_quant_method")
+"""Chooses the method of a linear layer of a model with a configuration of quantisation."""
+EMBEDDING_CHOICE = PatchPoint(("vllm.model_executor.layers.vocab_parallel_embedding",), "resolve_quant_method")
+"""The same for embeddings."""
+ATTENTION_CHOICE = PatchPoint(("vllm.model_executor.layers.attention.attention",), "resolve_quant_method")
+"""The same for attention, whose method has the scales of a quantised KV cache."""
+LOADERS = PatchPoint(("vllm.model_executor.layers.linear",), "WEIGHT_LOADER_V2_SUPPORTED")
+"""Names of methods whose layers load their tensors by the tensors' own rules."""
+RELOAD = PatchPoint(("vllm.model_executor.model_loader.reload.layerwise",), "initialize_layerwise_reload")
+"""Has layers take a checkpoint's tensors again, each when it has all of them."""
+RELOAD_STATE = PatchPoint(("vllm.model_executor.model_loader.reload.layerwise",), "get_layerwise_info")
+"""What came of them."""
+PLACE_BACK = PatchPoint(("vllm.model_executor.model_loader.reload.layerwise",), "_place_kernel_tensors")
+"""Gives a layer for which nothing came what it had before."""
 EXPERTS_METHOD = PatchPoint(
     ("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",), "UnquantizedFusedMoEMethod"
 )
@@ -239,6 +254,7 @@ ALL = {name: value for name, value in list(globals().items()) if isinstance(valu
 OPTIONAL = {
     *("DRAFT_MODEL", "DRAFT_INPUTS", "MEAN_POOL", "POOLER_NORMALIZE", "BIND_CAPTURE"),
     *("INT8_SCHEME", "INT8_KERNEL", "INT8_KERNELS", "SHARD_SCALES"),
+    *("LINEAR_CHOICE", "EMBEDDING_CHOICE", "ATTENTION_CHOICE"),
 }
 """Those that vLLM has from 0.32 on. Without the first two the mode is as good but slower; what the others are for is
 refused before.
