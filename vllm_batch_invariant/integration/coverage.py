@@ -11,9 +11,8 @@ from .. import envs
 from ..errors import NotCovered
 from ..ops import exact
 from ..ops.devices import joined, known
-from . import devices, int8_checkpoints, reviews
+from . import devices, reviews, schemes
 from .feature import Config, Feature
-from .layers import quantised_experts
 from .parallel import tensor_tree
 from .reviews import patch_points
 
@@ -199,9 +198,7 @@ def _ray(config: Config) -> str | None:
 
 
 def _quantisation(config: Config) -> str | None:
-    name = config.model_config.quantization
-    covers_int8 = int8_checkpoints.covers(config.model_config, getattr(config, "quant_config", None))
-    return None if not name or covers_int8 or name in quantised_experts.NAMES else f"quantisation {name}"
+    return schemes.refused(config.model_config, getattr(config, "quant_config", None))
 
 
 def _quantisation_elsewhere(config: Config) -> str | None:
@@ -212,7 +209,15 @@ def _quantisation_elsewhere(config: Config) -> str | None:
     where = f"quantisation {name} on {ops.name}"
     if ops.type not in RAN.quantised:
         return where
-    return None if version.startswith(RAN.quantised[ops.type]) else f"{where} with vLLM {version}"
+    if not version.startswith(RAN.quantised[ops.type]):
+        return f"{where} with vLLM {version}"
+    parallel, untried = config.parallel_config, ops.type == "cuda" and not envs.starts_untried()
+    found = {
+        "by several GPUs": untried and parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
+        "in exact arithmetic": untried and devices.of_config(config).is_exact,
+    }
+    first = _first(found)
+    return _when(first, f"{where} {first}")
 
 
 def _kv_cache(config: Config) -> str | None:
@@ -514,9 +519,15 @@ COVERED = (
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
+        "Quantised weights",
+        f"of dense models: {schemes.NAMES}; and of experts: gpt-oss in MXFP4, and integers of compressed-tensors, GPTQ "
+        "and AWQ; the bits are those of the checkpoint of the matrices that they stand for; on a CPU with vLLM 0.32, on "
+        "GPUs with vLLM 0.33",
+    ),
+    Feature(
         "Weights and activations in int8",
         "of dense models, by compressed-tensors, without zero points: weights with a scale a row or a tensor, what "
-        "they multiply with one a token or a given one; on a CPU with vLLM 0.32, on GPUs with vLLM 0.33 (not run yet)",
+        "they multiply with one a token or a given one; on a CPU with vLLM 0.32, on GPUs with vLLM 0.33",
     ),
     Feature(
         "Attention",
@@ -718,15 +729,17 @@ REFUSED = (
         ("cpu",),
     ),
     Feature(
-        "Other quantised weights and activations",
-        "kernels for them choose tiles and scales by the batch",
-        "serve the unquantised model",
+        "Other quantised weights and activations, and what is quantised while it is loaded",
+        "kernels for them choose tiles and scales by the batch, or nobody has compared them",
+        "serve a checkpoint in a format above, or the unquantised model",
         _quantisation,
     ),
     Feature(
-        "Quantised weights with another vLLM than 0.32 on a CPU and 0.33 on a GPU, and on other devices",
+        "Quantised weights on several GPUs, in exact arithmetic on a GPU, with another vLLM than "
+        "0.32 on a CPU and 0.33 on a GPU, and on other devices",
         "they have not been run there",
-        "serve them with vLLM 0.32 on a CPU or 0.33 on a GPU, or serve the unquantised model",
+        "serve them with vLLM 0.32 on a CPU or 0.33 on one GPU, or the unquantised model; VLLM_BATCH_INVARIANT_UNTRIED=1 "
+        "starts several GPUs and exact arithmetic",
         _quantisation_elsewhere,
     ),
     Feature(

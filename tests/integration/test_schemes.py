@@ -1,0 +1,174 @@
+"""The table of quantised checkpoints: what vLLM reads of their configurations passes, or is refused by name in one
+line.
+"""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.quantised_checkpoints import FORMATS
+from vllm_batch_invariant.envs import ARITHMETIC, UNTRIED
+from vllm_batch_invariant.integration import coverage, patch_points, schemes
+
+pytest.importorskip("vllm")
+from vllm.model_executor.layers.quantization import get_quantization_config
+
+ROWS = {feature.name: feature for feature in coverage.REFUSED if "uantised weights" in feature.name}
+NAMES = {"gptq": "auto_gptq", "awq": "auto_awq"}
+CT = "quantisation compressed-tensors"
+W4A16 = FORMATS["w4a16 of 128"].config
+FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+def found(config: dict[str, Any], device: str = "cpu", workers: int = 1, **of_model: Any) -> list[str]:
+    """What the rows find in a model of this ``quantization_config``."""
+    config = json.loads(json.dumps(config))
+    method = config["quant_method"]
+    read = get_quantization_config(method).from_config(config)
+    model = {"quantization": NAMES.get(method, method), "is_moe": False} | of_model
+    given = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        model_config=SimpleNamespace(**model),
+        quant_config=read,
+        parallel_config=SimpleNamespace(tensor_parallel_size=workers, pipeline_parallel_size=1),
+    )
+    return [what for row in ROWS.values() if (what := row.found(given))]
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+
+
+def with_group(name: str = "w4a16 of 128", **changes: Any) -> dict[str, Any]:
+    config = json.loads(json.dumps(FORMATS[name].config))
+    group = config["config_groups"]["group_0"]
+    for part, of in changes.items():
+        group[part] = (group[part] or {}) | of if isinstance(of, dict) else of
+    return config
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_checkpoint_whose_layers_are_known_passes(name: str) -> None:
+    assert found(FORMATS[name].config) == []
+
+
+TOKEN = FLOAT | {"strategy": "token", "dynamic": True}
+REFUSED = {
+    "FP8 activations": (
+        with_group("fp8 by channel", input_activations=TOKEN),
+        f"{CT} with float8 weights (one scale a channel) and float8 dynamic token activations",
+    ),
+    "activations by a scale of the whole batch": (
+        with_group("fp8 by tensor", input_activations=TOKEN | {"strategy": "tensor"}),
+        f"{CT} with float8 weights (one scale a tensor) and float8 dynamic tensor activations",
+    ),
+    "INT8 activations": (
+        with_group(
+            weights={"num_bits": 8, "strategy": "channel", "group_size": None},
+            input_activations=TOKEN | {"type": "int"},
+        ),
+        f"{CT} with int8 weights (one scale a channel) and int8 dynamic token activations",
+    ),
+    "W4A8": (
+        with_group(input_activations=TOKEN),
+        f"{CT} with int4 weights (one scale a group 128) and float8 dynamic token activations",
+    ),
+    "FP4 activations": (
+        with_group("nvfp4", input_activations=FORMATS["nvfp4"].group["weights"] | {"dynamic": "local"}),
+        f"{CT} with float4 weights (one scale a tensor_group 16) and float4 dynamic tensor_group activations",
+    ),
+    "activations of an output": (
+        with_group(output_activations=FLOAT | {"strategy": "tensor", "dynamic": False, "type": "int"}),
+        f"{CT} with int4 weights (one scale a group 128) and int8 static tensor activations",
+    ),
+    "groups that nobody has tested": (
+        with_group(weights={"group_size": 16}),
+        f"{CT} with int4 weights (one scale a group 16)",
+    ),
+    "blocks that nobody has tested": (
+        with_group("fp8 by block", weights={"block_structure": [64, 128]}),
+        f"{CT} with float8 weights (one scale a block (64, 128))",
+    ),
+    "numbers of bits that nobody has tested": (
+        with_group(weights={"num_bits": 3}),
+        f"{CT} with int3 weights (one scale a group 128)",
+    ),
+    "a KV cache": (
+        W4A16 | {"kv_cache_scheme": FLOAT | {"strategy": "tensor", "dynamic": False}},
+        f"{CT} with a scheme for the KV cache",
+    ),
+    "rotations": (
+        W4A16
+        | {
+            "transform_config": {
+                "config_groups": {"R1": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}
+            }
+        },
+        f"{CT} with transforms of activations",
+    ),
+    "layers of GPTQ by another rule": (
+        FORMATS["gptq"].config | {"dynamic": {"+:.*down.*": {"group_size": 16}}},
+        "quantisation gptq with int4 weights (one scale a group 16)",
+    ),
+    "AWQ without zero points": (
+        FORMATS["awq"].config | {"zero_point": False},
+        "quantisation awq with int4 weights (one scale a group 128)",
+    ),
+    "FP8 of vLLM's": (
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        "quantisation fp8",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "said"), REFUSED.values(), ids=REFUSED)
+def test_another_checkpoint_is_refused_by_what_it_has(config: dict[str, Any], said: str) -> None:
+    assert found(config) == [said]
+
+
+def test_a_layer_that_gptq_leaves_alone_is_not_asked_for() -> None:
+    assert found(FORMATS["gptq"].config | {"dynamic": {"-:.*down.*": {}}}) == []
+
+
+@pytest.mark.parametrize("name", ["torchao", "quark", "inc", "mxfp8", "fp8_per_tensor", "one of a later vLLM"])
+def test_a_method_without_a_row_is_refused(name: str) -> None:
+    model = SimpleNamespace(quantization=name)
+    assert schemes.refused(model, SimpleNamespace()) == f"quantisation {name}"
+
+
+def test_what_is_quantised_once_more_is_refused() -> None:
+    model = SimpleNamespace(quantization="compressed-tensors", quantization_config=object())
+    said = f"{CT} beside quantisation while loading"
+    assert schemes.refused(model, SimpleNamespace()) == said
+
+
+def test_a_mixture_of_experts_and_another_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = f"{CT} on a CPU"
+    assert found(W4A16, is_moe=True) == [f"{where} of a mixture of experts"]
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.31.0")
+    assert found(W4A16) == [f"{where} with vLLM 0.31.0"]
+
+
+def test_what_no_gpu_has_run_is_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    assert found(W4A16, "cuda") == []
+    [several] = found(W4A16, "cuda", workers=2)
+    assert several.endswith(" by several GPUs")
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert found(W4A16, "cuda", workers=2) == []
+    monkeypatch.delenv(UNTRIED.name)
+    monkeypatch.setenv(ARITHMETIC.name, "exact")
+    [exact] = found(W4A16, "cuda")
+    assert exact.endswith(" in exact arithmetic")
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    assert found(W4A16, "cpu", workers=2) == []
+
+
+def test_a_plain_model_is_not_asked() -> None:
+    given = SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cpu"), model_config=SimpleNamespace(quantization=None)
+    )
+    assert [row.found(given) for row in ROWS.values()] == [None] * len(ROWS)
