@@ -14,6 +14,7 @@ from tests.engine.engines import ROOT, some_exhaustive
 from tests.faults.fuzz import FAULTS
 from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.envs import FLAG
+from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.fuzz.command import started
 from vllm_batch_invariant.verify.fuzz.finding import CONCURRENT, Finding, Row
 from vllm_batch_invariant.verify.fuzz.schedule import EVENTS, Settings, draw_schedule, draw_targets
@@ -48,12 +49,19 @@ def environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def command(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict[str, str]]]:
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that the drawn engine has; the one of fixed settings has bf16."""
+    shape = Shape(hidden=512, intermediate=1536, layers=3, heads=14, max_length=4096)
+    return make_checkpoint(tmp_path_factory.mktemp("quantised"), shape, form="w4a16-g32")
+
+
+@pytest.fixture(scope="module")
+def command(quantised: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict[str, str]]]:
     """The command's exit status and the rows of its table."""
     folder = tmp_path_factory.mktemp("fuzz")
     # the schedules end it, and not the minutes, on a busy machine too
     arguments = ["--fuzz", "30", "--seed", "10", "--settings", "1", "--schedules", str(OF_COMMAND)]
-    status = main(["check", str(checkpoint), *arguments, "--csv", str(folder / "rows.csv"), "--found", str(folder)])
+    status = main(["check", str(quantised), *arguments, "--csv", str(folder / "rows.csv"), "--found", str(folder)])
     with (folder / "rows.csv").open() as file:
         return status, list(csv.DictReader(file))
 

@@ -490,6 +490,21 @@ def test_two_workers_are_drawn_for_a_model_that_they_can_share() -> None:
     assert drawn_of("workers", sizes, cores=1) == drawn_of("tree", sizes, cores=1) == {1}
     assert drawn_of("workers", sizes, "--tensor-parallel-size") == {1}
     assert drawn_of("tree", sizes | {"num_experts": 8}) == drawn_of("tree", {"num_attention_heads": 14}) == {1}
+
+
+@pytest.mark.parametrize(
+    ("quantised", "workers"),
+    [
+        ({"bits": 4, "group_size": 32}, {1, 2}),
+        ({"bits": 4, "group_size": -1}, {1, 2}),
+        ({"bits": 4, "group_size": 128}, {1}),
+        ({"config_groups": {"group_0": {"weights": {"group_size": 128}}}}, {1}),
+        ({"config_groups": {"group_0": {"weights": {"group_size": None, "block_structure": [128, 128]}}}}, {1}),
+    ],
+)
+def test_two_workers_are_drawn_where_they_cut_no_group(quantised: dict[str, Any], workers: set[int]) -> None:
+    sizes = {"num_attention_heads": 14, "hidden_size": 896, "intermediate_size": 1536}  # o_proj: 448 inputs each
+    assert drawn_of("workers", sizes | {"quantization_config": quantised}) == workers
     assert drawn_of("workers", {"num_attention_heads": 71}) == drawn_of("workers", {}) == {1}
 
 

@@ -6,7 +6,7 @@ model and a machine have, and what is not to be drawn.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -96,9 +96,30 @@ class Place:
     @property
     def has_segments(self) -> bool:
         """Whether exact arithmetic adds all that workers may share of a layer in segments: not of experts."""
+        return not self.has_experts and all(segments(k, shared=True) > 1 for k in self._shared_inputs)
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether two workers may share a layer without cutting a group of quantised weights."""
+        groups = _groups(self.model.get("quantization_config") or {})
+        return all(k % (2 * group) == 0 for k in self._shared_inputs for group in groups)
+
+    @property
+    def _shared_inputs(self) -> tuple[int, int]:
+        """Inputs of the layers whose inputs workers share."""
         heads, hidden = self.model.get("num_attention_heads") or 1, self.model.get("hidden_size") or 0
-        inputs = heads * (self.model.get("head_dim") or hidden // heads), self.model.get("intermediate_size") or 0
-        return not self.has_experts and all(segments(k, shared=True) > 1 for k in inputs)
+        return heads * (self.model.get("head_dim") or hidden // heads), self.model.get("intermediate_size") or 0
+
+
+def _groups(config: Mapping[str, Any]) -> Iterator[int]:
+    """Elements of K with one scale, wherever a configuration of quantised weights has them."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _groups(value)
+        elif name == "group_size" and isinstance(value, int) and value > 0:
+            yield value
+        elif name in ("block_structure", "weight_block_size") and value:
+            yield value[1]
 
 
 def starts(settings: Any, place: Place, *names: str) -> bool:
@@ -164,7 +185,9 @@ FIELDS = (
         "workers",
         coverage.TENSOR,
         lambda _: (1, 2, 1),
-        lambda place, one: place.is_divisible and place.holds(2) and (place.has_segments or not one.exact),
+        lambda place, one: (
+            place.is_divisible and place.has_groups and place.holds(2) and (place.has_segments or not one.exact)
+        ),
     ),
     Field(
         "tree",
