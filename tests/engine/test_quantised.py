@@ -15,7 +15,7 @@ import torch
 from tests.engine.engines import OF_DEVICE, concurrent_requests, request, run, selected, some_exhaustive, tokens
 from tests.quantised_checkpoints import FORMATS, write
 from vllm_batch_invariant.envs import TP_TREE
-from vllm_batch_invariant.integration import patch_points
+from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.harness.worker import Engine
 

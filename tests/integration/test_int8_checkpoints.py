@@ -23,7 +23,8 @@ def found(config: dict[str, Any], **of_model: Any) -> list[str]:
     read = get_quantization_config(method).from_config(json.loads(json.dumps(config)))
     model = SimpleNamespace(**({"quantization": method, "is_moe": False} | of_model))
     device = SimpleNamespace(device_type="cpu")
-    given = SimpleNamespace(device_config=device, model_config=model, quant_config=read)
+    alone = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
+    given = SimpleNamespace(device_config=device, model_config=model, quant_config=read, parallel_config=alone)
     return [what for row in ROWS if (what := row.found(given))]
 
 
@@ -63,13 +64,16 @@ def changed(part: str, **values: Any) -> dict[str, Any]:
     ids=lambda config: "",
 )
 def test_anything_else_is_refused(config: dict[str, Any]) -> None:
-    assert found(config) == ["quantisation compressed-tensors"]
+    [said] = found(config)
+    assert said.startswith("quantisation compressed-tensors with ")
 
 
 def test_experts_and_other_versions_and_methods_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = configuration(group(LAYERS, "channel", "token"))
-    assert found(config, is_moe=True) == ["quantisation compressed-tensors"]
-    assert found(config, quantization_config=object()) == ["quantisation compressed-tensors"]
+    [of_experts] = found(config, is_moe=True)
+    assert of_experts.endswith("int8 dynamic token activations of a mixture of experts")
+    [twice] = found(config, quantization_config=object())
+    assert twice.endswith("beside quantisation while loading")
     assert found(config, quantization="quark") == ["quantisation quark"]
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.31.0")
     assert found(config) == ["quantisation compressed-tensors on a CPU with vLLM 0.31.0"]

@@ -206,13 +206,9 @@ def test_plain_weights_are_refused_in_the_place_of_packed_ones(worker: Callable[
         layer.weight.weight_loader(layer.weight, matrix)
 
 
-_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
-
-
 @pytest.mark.parametrize(
     ("scheme", "name", "changes", "activations"),
     [
-        ("CompressedTensorsW8A8Int8", "w4a16 of 128", _INT8 | {"strategy": "channel"}, _INT8 | {"strategy": "token"}),
         ("CompressedTensorsWNA16", "w4a16 of 128", {"group_size": 16}, None),
         ("CompressedTensorsW4A4Fp4", "nvfp4", {}, FORMATS["nvfp4"].group["weights"] | {"dynamic": "local"}),
     ],
@@ -225,9 +221,6 @@ def test_another_scheme_is_refused_where_the_layer_is_built(
     stored.group["weights"] |= changes
     if activations:
         stored.group["input_activations"] = {"dynamic": True} | activations
-    if "Int8" in scheme:
-        stored.config["format"] = "int-quantized"
-        del stored.group["weights"]["group_size"]
     with pytest.raises(NotCovered, match=rf"weights of model\.layers\.0\.self_attn\.o_proj by {scheme}"):
         row_parallel(stored)
 

@@ -10,7 +10,8 @@ import pytest
 
 from tests.quantised_checkpoints import FORMATS
 from vllm_batch_invariant.envs import ARITHMETIC, UNTRIED
-from vllm_batch_invariant.integration import coverage, patch_points, schemes
+from vllm_batch_invariant.integration import coverage, schemes
+from vllm_batch_invariant.integration.reviews import patch_points
 
 pytest.importorskip("vllm")
 from vllm.model_executor.layers.quantization import get_quantization_config
@@ -65,12 +66,12 @@ REFUSED = {
         with_group("fp8 by tensor", input_activations=TOKEN | {"strategy": "tensor"}),
         f"{CT} with float8 weights (one scale a tensor) and float8 dynamic tensor activations",
     ),
-    "INT8 activations": (
+    "INT8 activations with zero points": (
         with_group(
             weights={"num_bits": 8, "strategy": "channel", "group_size": None},
-            input_activations=TOKEN | {"type": "int"},
+            input_activations=TOKEN | {"type": "int", "symmetric": False},
         ),
-        f"{CT} with int8 weights (one scale a channel) and int8 dynamic token activations",
+        f"{CT} with int8 weights (one scale a channel) and asymmetric int8 dynamic token activations",
     ),
     "W4A8": (
         with_group(input_activations=TOKEN),
@@ -145,9 +146,11 @@ def test_what_is_quantised_once_more_is_refused() -> None:
     assert schemes.refused(model, SimpleNamespace()) == said
 
 
-def test_a_mixture_of_experts_and_another_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_in_other_formats_and_another_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     where = f"{CT} on a CPU"
-    assert found(W4A16, is_moe=True) == [f"{where} of a mixture of experts"]
+    assert found(W4A16, is_moe=True) == []
+    [of_experts] = found(FORMATS["fp8 by channel"].config, is_moe=True)
+    assert of_experts.endswith(" of a mixture of experts")
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.31.0")
     assert found(W4A16) == [f"{where} with vLLM 0.31.0"]
 

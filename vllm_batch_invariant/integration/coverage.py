@@ -521,8 +521,8 @@ COVERED = (
     Feature(
         "Quantised weights",
         f"of dense models: {schemes.NAMES}; and of experts: gpt-oss in MXFP4, and integers of compressed-tensors, GPTQ "
-        "and AWQ; the bits are those of the checkpoint of the matrices that they stand for; on a CPU with vLLM 0.32, on "
-        "GPUs with vLLM 0.33",
+        "and AWQ; the bits are those of the checkpoint of the matrices that they stand for; on a CPU with vLLM 0.32, "
+        "on a GPU with vLLM 0.33",
     ),
     Feature(
         "Weights and activations in int8",
@@ -738,8 +738,8 @@ REFUSED = (
         "Quantised weights on several GPUs, in exact arithmetic on a GPU, with another vLLM than "
         "0.32 on a CPU and 0.33 on a GPU, and on other devices",
         "they have not been run there",
-        "serve them with vLLM 0.32 on a CPU or 0.33 on one GPU, or the unquantised model; VLLM_BATCH_INVARIANT_UNTRIED=1 "
-        "starts several GPUs and exact arithmetic",
+        "serve them with vLLM 0.32 on a CPU or 0.33 on one GPU, or the unquantised model; "
+        "VLLM_BATCH_INVARIANT_UNTRIED=1 starts several GPUs and exact arithmetic",
         _quantisation_elsewhere,
     ),
     Feature(

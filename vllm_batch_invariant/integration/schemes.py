@@ -139,8 +139,8 @@ def _of_target(target: Any) -> Scheme:
     for name in ("input_activations", "output_activations"):
         if (of := target.get(name)) is not None:
             kind = "dynamic" if of.dynamic else "static"
-            zeros = "" if of.symmetric else " with zero points"
-            activations.append(f"{_kind(of)} {kind} {_word(of.strategy)}{zeros}")
+            zeros = "" if of.symmetric else "asymmetric "
+            activations.append(f"{zeros}{_kind(of)} {kind} {_word(of.strategy)}")
     size: Any = None
     if weights.block_structure:
         size = tuple(weights.block_structure)
