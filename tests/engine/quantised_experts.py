@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 Tensors = dict[str, torch.Tensor]
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-AWQ = [0, 2, 4, 6, 1, 3, 5, 7]
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 """Which of eight neighbouring columns lies where in a word."""
 
 
@@ -71,7 +71,7 @@ def awq(name: str, of: Integers) -> Tensors:
     """As AutoAWQ writes it."""
 
     def packed(codes: torch.Tensor) -> torch.Tensor:
-        return words(codes.t().unflatten(1, (-1, 8))[..., AWQ].flatten(1))
+        return words(codes.t().unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1))
 
     return {
         f"{name}.qweight": packed(of.codes),
@@ -91,6 +91,7 @@ def _compressed_tensors_config(group: int, zeros: bool) -> dict[str, Any]:
     }
 
 
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "lm_head": False}
 INTEGERS: dict[str, tuple[bool, dict[str, Any], Callable[[str, Integers], Tensors], dict[str, Any]]] = {
     "compressed-tensors": (False, _compressed_tensors_config(32, False), compressed_tensors, {}),
@@ -98,7 +99,7 @@ INTEGERS: dict[str, tuple[bool, dict[str, Any], Callable[[str, Integers], Tensor
     "compressed-tensors with zero points": (True, _compressed_tensors_config(32, True), compressed_tensors, {}),
     "AWQ": (
         True,
-        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+        AWQ | {"modules_to_not_convert": ["self_attn", "layers.0.mlp", "mlp.gate", "lm_head"]},
         awq,
         {},
     ),
