@@ -37,6 +37,7 @@ VOCABULARY = range(3, 900)
 PROMPT = tokens(150, 1, VOCABULARY)
 TOKENS = 10
 LIMITS = {"max_model_len": 512, "max_num_seqs": 24, "skip_tokenizer_init": True, **OF_DEVICE}
+LIMITS |= {"kv_cache_memory_bytes": 1 << 28} if ON_GPU else {}  # so many engines share it
 IN_PARTS = {"worker_extension_cls": f"{RELOADS}.Extension", "weight_transfer_config": '{"backend": "files"}'}
 SLEEPS = {"enable_sleep_mode": True} if ON_GPU else {}
 Answers = dict[str, list[Any]]

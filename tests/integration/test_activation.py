@@ -95,7 +95,7 @@ def test_a_fitting_mlp_says_what_its_weight_is_for_and_multiplies_with_it_once(m
         monkeypatch.setattr(layer.get(), "forward", layer.get().forward)
     for _ in range(2):
         GATED_MLP.install()
-    monkeypatch.setattr(activation.torch_op, "linear", lambda x, weight, bias, spec: (x, weight, bias, spec))
+    monkeypatch.setattr(linear.torch_op, "linear", lambda *given: given)
     x = SimpleNamespace(is_cuda=True)
     for layer in MLPS:
         kind, parts = layer.get(), mlp({})
@@ -103,7 +103,8 @@ def test_a_fitting_mlp_says_what_its_weight_is_for_and_multiplies_with_it_once(m
         made = without_init(kind)
         kind.__init__(made, parts)
         assert beside(made.gate_up_proj).activation is _Ours
-        assert kind.forward(made, x) == ("down", (x, "weight", None, GATED.name))
+        beside(made.gate_up_proj).expected = SimpleNamespace(spec=GATED)
+        assert kind.forward(made, x) == ("down", (x, "weight", None, GATED.name, []))
         derived = type("Derived", (kind,), {"forward": _WithAnother.forward})
         for other, parts in ((without_init(kind), mlp(CHANGES["a bias"])), (without_init(derived), mlp({}))):
             kind.__init__(other, parts)
@@ -139,6 +140,6 @@ def test_a_marked_layer_is_prepared_for_its_activation() -> None:
         num_speculative_tokens=0,
     )
     layer = SimpleNamespace(bias=None)
-    assert linear._expected(layer, config) == (300, PRODUCT, (1, 2))
+    assert linear._expected(layer, config) == (300, PRODUCT, (1, 2), None)
     beside(layer).activation = _Ours
-    assert linear._expected(layer, config) == (300, GATED, (1, 2))
+    assert linear._expected(layer, config) == (300, GATED, (1, 2), None)

@@ -10,8 +10,8 @@ import pytest
 
 from tests.quantised_checkpoints import FORMATS
 from vllm_batch_invariant.envs import ARITHMETIC, UNTRIED
-from vllm_batch_invariant.integration import coverage, schemes
-from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.integration import coverage
+from vllm_batch_invariant.integration.reviews import patch_points, schemes
 
 pytest.importorskip("vllm")
 from vllm.model_executor.layers.quantization import get_quantization_config

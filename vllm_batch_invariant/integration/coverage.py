@@ -11,10 +11,10 @@ from .. import envs
 from ..errors import NotCovered
 from ..ops import exact
 from ..ops.devices import joined, known
-from . import devices, reviews, schemes
+from . import devices, reviews
 from .feature import Config, Feature
 from .parallel import tensor_tree
-from .reviews import patch_points
+from .reviews import patch_points, schemes
 
 TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
 EMBEDDINGS, RUNNER = "--enable-prompt-embeds", "VLLM_USE_V2_MODEL_RUNNER"

@@ -13,6 +13,8 @@ class Entry:
     Attributes:
         expected: of a linear layer on a GPU, what its weight is prepared for; None until it is loaded.
         activation: of one whose launch activates, the activation's class.
+        b_format: of a linear layer whose weight a kernel reads as it is stored, its format; None: a matrix.
+        scales: of such a layer, names of the parameters that it stores beside the weight.
         exact: of a linear layer on a GPU, its product in exact arithmetic.
         norm_adds: of a row-parallel layer without a bias, whether the norm behind it adds what the workers give.
         heads_fit: of an attention layer, whether one operation does what its norms and rotary embedding do; None until
@@ -28,6 +30,8 @@ class Entry:
 
     expected: Any = None
     activation: type | None = None
+    b_format: Any = None
+    scales: tuple[str, ...] = ()
     exact: Any = None
     norm_adds: bool = False
     heads_fit: bool | None = None

@@ -171,7 +171,7 @@ def test_the_check_and_its_certificate_name_what_a_layer_computes(dispatch: Simp
     layer.quant_method = SimpleNamespace(
         apply=lambda layer, x, bias: torch_op.linear(x, layer.weight, bias, PACKED.name, scales)
     )
-    beside(layer).expected = linear._Expected(M, PACKED, ())
+    beside(layer).expected = linear._Expected(M, PACKED, (), None)
     model = torch.nn.Sequential(layer, torch.nn.Embedding(1, 1, dtype=torch.bfloat16))
     [certificate] = operations.certify(model, "linear", (2, 17))
     assert (certificate.shape, certificate.difference) == (f"0: K={K}, N={N}, bfloat16, toy4", "")

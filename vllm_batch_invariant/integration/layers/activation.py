@@ -4,12 +4,10 @@ from typing import Any
 
 import torch
 
-from ...ops.linear import torch_op
-from ...ops.linear.spec import GATED
 from ...ops.silu import silu_and_mul
 from ..reviews import patch_points
 from ..side_table import beside
-from . import quantised
+from . import linear, quantised
 from .fusion import ForwardFusion
 
 
@@ -49,7 +47,8 @@ def _is_noted(_: Any, parts: tuple[Any, ...], x: torch.Tensor) -> bool:
 
 
 def _forward(mlp: Any, parts: tuple[Any, ...], x: torch.Tensor) -> torch.Tensor:
-    out, _ = mlp.down_proj(torch_op.linear(x, parts[0].weight, None, GATED.name))
+    first = parts[0]
+    out, _ = mlp.down_proj(linear.multiply(first, x, beside(first).expected.spec))
     return out
 
 

@@ -10,8 +10,9 @@ import torch
 from ...errors import NotCovered
 from ...ops.dispatch import module_for
 from ...ops.exact.definition import segments
+from ...ops.formats import PLAIN
 from ...ops.linear import MatmulSpec, prepare, torch_op
-from ...ops.linear.spec import BIASED, GATED, PRODUCT, spec_of
+from ...ops.linear.spec import PRODUCT, SWIGLU, spec_of
 from ..parallel import tensor_tree
 from ..reviews import patch_points
 from ..side_table import beside
@@ -290,10 +291,17 @@ def _multiply_as_prepared(method: type[Any]) -> None:
         spec = spec_of_layer(layer, bias)
         if spec.leaves == 1:
             return theirs(self, layer, x, bias)
-        out = torch_op.linear(x, layer.weight, None, spec.name)
-        return out if bias is None else out + bias
+        return multiply(layer, x, spec, bias)
 
     method.apply = apply
+
+
+def multiply(layer: Any, x: torch.Tensor, spec: MatmulSpec, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """What ``spec`` says of a layer on a GPU, with its weight as it is stored; a bias is added behind a tree."""
+    added_last = spec.leaves > 1 and bias is not None
+    scales = [getattr(layer, name) for name in beside(layer).scales]
+    out = torch_op.linear(x, layer.weight, None if added_last else bias, spec.name, scales)
+    return out + bias if added_last else out
 
 
 class _Expected(NamedTuple):
@@ -303,18 +311,20 @@ class _Expected(NamedTuple):
         max_m: the most rows of a step.
         spec: what is computed.
         sizes: of CUDA graphs.
+        dtype: of activations; None: the weight's.
     """
 
     max_m: int
     spec: MatmulSpec
     sizes: tuple[int, ...]
+    dtype: torch.dtype | None
 
 
 def spec_of_layer(layer: torch.nn.Module, bias: torch.Tensor | None) -> MatmulSpec:
     """What a layer computes, with a bias or None: what it was prepared for, if that is more."""
     expected = beside(layer).expected
     spec = PRODUCT if expected is None else expected.spec
-    return spec_of(bias is not None) if spec in (PRODUCT, BIASED) else spec
+    return spec if spec.leaves > 1 or spec.epilogue.gated else spec_of(bias is not None, 1, spec.b_format)
 
 
 def _expected(layer: torch.nn.Module, config: Any) -> _Expected:
@@ -322,8 +332,12 @@ def _expected(layer: torch.nn.Module, config: Any) -> _Expected:
     if tensor_tree.leaves() > 1 and isinstance(layer, patch_points.ROW_PARALLEL.get()):
         adds_bias = False  # it comes after the root
     sizes = tuple(config.compilation_config.cudagraph_capture_sizes or ())
-    spec = GATED if beside(layer).activation else spec_of(adds_bias, tensor_tree.of_layer(layer).leaves)
-    return _Expected(_max_m(layer, config), spec, sizes)
+    kept = beside(layer)
+    b_format, dtype = (PLAIN, None) if kept.b_format is None else (kept.b_format, config.model_config.dtype)
+    spec = spec_of(adds_bias, tensor_tree.of_layer(layer).leaves, b_format)
+    if kept.activation:
+        spec = MatmulSpec(SWIGLU, 1, b_format)
+    return _Expected(_max_m(layer, config), spec, sizes, dtype)
 
 
 def _max_m(layer: torch.nn.Module, config: Any) -> int:

@@ -1,9 +1,10 @@
-"""vLLM's linear layers and output embeddings of quantised checkpoints: the matrix that a format stands for is made when
-the weights are loaded, and multiplied as that of any other layer.
+"""vLLM's linear layers and output embeddings of quantised checkpoints: what is multiplied is the matrix that a format
+stands for. A kernel that reads what is stored is given that; where there is none, the matrix is made when the weights
+are loaded.
 
 vLLM makes a layer's tensors, loads them and shards them; its kernels for packed weights are asked for nothing. Then the
-layer has the weight alone, and the mode's method for it. What comes again, packed, is unpacked again. Shards of a fused
-layer keep their own scales.
+layer has only what it multiplies with, and the mode's method for it. What comes again is taken again. Shards of a
+fused layer keep their own scales.
 """
 
 import functools
@@ -15,12 +16,16 @@ from weakref import WeakSet
 
 import torch
 
+from ...envs import is_exact
 from ...errors import NotCovered
 from ...ops.formats import eight, fp4, layouts
 from ...ops.formats.integers import INTEGERS, integers
 from ...ops.formats.record import Format
+from ...ops.linear import reads_as_stored
+from ...ops.linear.spec import spec_of
 from ..reviews import patch_points
-from . import int8
+from ..side_table import beside
+from . import int8, linear
 
 REMEDY = "serve a checkpoint in one of the formats of docs/coverage.md, or the unquantised model"
 _UNCOUNTED = "weight_shape"
@@ -261,15 +266,32 @@ def _method_of(base: type[Any]) -> type[Any]:
                     "serve a checkpoint that is whole",
                 )
             assert of_format.is_stored_as(stored, self._dtype), (of_format.name, [part.dtype for part in stored])
-            codes = stored[0]
-            weight = codes.new_empty(len(codes), codes.shape[1] * of_format.packing, dtype=self._dtype)
-            assert of_format.decode is not None
-            of_format.decode(stored, weight)
             for name in self._names:
                 del layer._parameters[name]
-            layer.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
-            layer.weight.weight_loader = functools.partial(_refuse_plain, _prefix(layer))
+            for name, tensor in self._kept(layer, stored).items():
+                layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+                layer._parameters[name].weight_loader = functools.partial(_refuse_plain, _prefix(layer))
             _unpacked.add(layer)
+
+        def _kept(self, layer: Any, stored: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+            """What a layer multiplies with: what is stored, where a kernel reads that, or the matrix."""
+            codes, of_format = stored[0], self.source.format
+            k = codes.shape[1] * of_format.packing
+            if not is_exact() and reads_as_stored(of_format, k, self._dtype, codes.device):
+                scales = [f"packed_{name.replace(' ', '_')}" for name in of_format.names[1:]]
+                kept = beside(layer)
+                kept.b_format, kept.scales = of_format, tuple(scales)
+                return dict(zip(["weight", *scales], stored, strict=True))
+            weight = codes.new_empty(len(codes), k, dtype=self._dtype)
+            assert of_format.decode is not None
+            return {"weight": of_format.decode(stored, weight)}
+
+        def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            """vLLM's method."""
+            if beside(layer).b_format is None:
+                return super().apply(layer, x, bias)
+            leaves = linear.spec_of_layer(layer, bias).leaves
+            return linear.multiply(layer, x, spec_of(bias is not None, leaves, beside(layer).b_format), bias)
 
         def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
             """vLLM's method."""

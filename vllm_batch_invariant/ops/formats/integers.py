@@ -66,7 +66,6 @@ def encode(weight: torch.Tensor, bits: int, group: int | None, zeros: bool, orde
     return tuple(stored + ([index.int()] if ordered else []))
 
 
-@cache
 def integers(bits: int, group: int | None = None, zeros: bool = False, ordered: bool = False) -> Format:
     """The format of integers of 4 or 8 bits.
 
@@ -76,6 +75,11 @@ def integers(bits: int, group: int | None = None, zeros: bool = False, ordered: 
         zeros: whether there are zero points.
         ordered: whether each element of K names its group.
     """
+    return _integers(bits, group, zeros, ordered)
+
+
+@cache
+def _integers(bits: int, group: int | None, zeros: bool, ordered: bool) -> Format:
     per_word = 32 // bits
     kind = "act-order" if ordered else "channel" if group is None else f"g{group}"
     return Format(

@@ -9,10 +9,22 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..dispatch import implementation, module_for
+from ..formats import Format
 from .reduction import LinearReduction
 from .spec import GATED, PRODUCT, MatmulSpec, spec_of
 
-__all__ = ["GATED", "LinearReduction", "MatmulSpec", "bmm", "gated_linear", "linear", "matmul", "mm", "prepare"]
+__all__ = [
+    "GATED",
+    "LinearReduction",
+    "MatmulSpec",
+    "bmm",
+    "gated_linear",
+    "linear",
+    "matmul",
+    "mm",
+    "prepare",
+    "reads_as_stored",
+]
 
 
 def matmul(
@@ -119,6 +131,18 @@ def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"bmm takes [B, M, K] and [B, K, N], got {list(a.shape)} and {list(b.shape)}")
     _same_dtype(a, b)
     return implementation("linear", a, b).bmm(a, b)
+
+
+def reads_as_stored(b_format: Format, k: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a kernel for few rows reads such weights as they are stored; if not, the matrix in their place is faster.
+
+    Args:
+        b_format: of the weight.
+        k: elements of a row.
+        dtype: of the activations.
+        device: that multiplies.
+    """
+    return device.type == "cuda" and module_for("linear", "cuda").reads_as_stored(b_format, k, dtype, device)
 
 
 def prepare(

@@ -13,11 +13,14 @@ import torch
 
 from ... import envs
 from ...installing import how_to_install
+from ..common.gpu import Gpu
+from ..formats import Format
 from . import autotune, autotune_cache, triton_gemm
 from .autotune import M_BUCKETS, TunedSchedule, m_bucket
 from .leaves import by_mm, in_leaves
 from .problem import ALIGNMENT, LARGEST_SIDE, GemmProblem, leading_dim, problem_of
 from .reduction import LinearReduction
+from .schedule import reads
 from .spec import BIASED, PRODUCT, MatmulSpec, spec_of
 from .triton_gemm import accumulate, accumulate_batch, bmm
 
@@ -247,6 +250,12 @@ matmul, prepare, tuned_schedules = dispatcher.matmul, dispatcher.prepare, dispat
 def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """[M, K] @ [K, N] + bias; see the operation's package for the contract."""
     return matmul(a, b, PRODUCT if bias is None else BIASED, bias)
+
+
+def reads_as_stored(b_format: Format, k: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """As :func:`..linear.reads_as_stored`, on a GPU."""
+    is_served = dtype.itemsize == 2 and _uses_cublaslt(device)
+    return is_served and reads(b_format, k, Gpu.of(device.index or 0))
 
 
 def known(device: int) -> tuple[dict[str, str], dict[str, dict[int, TunedSchedule]]]:

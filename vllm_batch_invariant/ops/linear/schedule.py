@@ -6,7 +6,7 @@ from functools import cache
 import torch
 
 from ..common.gpu import Gpu
-from ..formats import PLAIN, integers
+from ..formats import PLAIN, Format, integers
 from .problem import GemmProblem
 from .spec import BIAS, EPILOGUES, NONE, SWIGLU
 
@@ -264,6 +264,11 @@ TILES = {(PLAIN, NONE): _narrow, (PLAIN, BIAS): _narrow, (PLAIN, SWIGLU): _gated
     (b_format, epilogue): _packed for b_format in _FOUR_BITS for epilogue in EPILOGUES
 }
 """By what the narrow kernel reads, and what it makes of a product."""
+
+
+def reads(b_format: Format, k: int, device: Gpu) -> bool:
+    """Whether the narrow kernel reads weights with rows of K elements as a format stores them."""
+    return b_format in _FOUR_BITS and device.has_wgmma and k % _WHOLE_K == 0
 
 
 def sm90_tiles(problem: GemmProblem, m: int, device: Gpu) -> tuple[NarrowTile, ...]:

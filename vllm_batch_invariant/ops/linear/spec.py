@@ -104,6 +104,6 @@ PRODUCT, BIASED, GATED = SPECS[:3]
 
 
 @cache
-def spec_of(has_bias: bool, leaves: int = 1) -> MatmulSpec:
+def spec_of(has_bias: bool, leaves: int = 1, b_format: Format = PLAIN) -> MatmulSpec:
     """Of a linear layer; the bias of one in leaves is added to their sum, by the caller."""
-    return MatmulSpec(leaves=leaves) if leaves > 1 else BIASED if has_bias else PRODUCT
+    return MatmulSpec(BIAS if has_bias and leaves == 1 else NONE, leaves, b_format)

@@ -157,8 +157,7 @@ def _linear(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    from ...integration.layers.linear import spec_of_layer
-    from ...ops.linear import torch_op
+    from ...integration.layers import linear
 
     head = getattr(model, "lm_head", None)
     seen = set()
@@ -172,7 +171,7 @@ def _linear(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate
         # a layer that every worker has whole says only its size
         columns = getattr(layer, "num_embeddings_per_partition" if is_head else "output_size_per_partition", None)
         columns = columns or layer.output_size
-        spec = spec_of_layer(layer, bias)
+        spec = linear.spec_of_layer(layer, bias)
         kind = (columns, depth, spec)
         if kind in seen:
             continue
@@ -181,7 +180,7 @@ def _linear(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate
         shape = f"{name.rpartition('.')[2]}: {shape}"
         multiply = partial(layer.quant_method.apply, layer, bias=bias)
         if spec.epilogue.operation:  # as the layer around calls it
-            multiply = partial(torch_op.linear, weight=layer.weight, spec=spec.name)
+            multiply = partial(linear.multiply, layer, spec=spec)
         certificate = _tested(
             Certificate("linear", shape, "batch", _server(layer), tuple(rows), 0, ""), multiply, (depth, like)
         )

@@ -1,6 +1,6 @@
 """Which quantised checkpoints start, as a table: by what vLLM reads of a configuration. What is not in it is refused.
 
-:mod:`.layers.quantised` looks again, at each layer as vLLM builds it.
+:mod:`..layers.quantised` looks again, at each layer as vLLM builds it.
 """
 
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ _METHODS = {
     **dict.fromkeys(("auto_awq", "awq", "awq_marlin"), "awq"),
     "compressed-tensors": "compressed-tensors",
 }
+"""vLLM's names of methods."""
 _OF_EXPERTS_ALONE = ("gpt_oss_mxfp4",)
 """Methods that quantise nothing but experts, in one format."""
-"""vLLM's names of methods."""
 
 
 @dataclass(frozen=True)
