@@ -226,7 +226,7 @@ def forward(self, x, z=None):
         ),
         "integration/devices/record.py": (
             ("        norm.install()\n", "        norm.install()\n        gated_norm.install()\n"),
-            ("from ..layers import mrope, ", "from ..layers import gated_norm, mrope, "),
+            ("from ..layers.fusion ", "from ..layers import gated_norm\nfrom ..layers.fusion "),
         ),
     },
 )
