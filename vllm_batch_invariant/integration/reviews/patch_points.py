@@ -87,7 +87,9 @@ INT8_SCHEME = PatchPoint(
     "CompressedTensorsW8A8Int8",
 )
 """Makes and computes linear layers whose weights and activations are int8."""
-INT8_KERNEL = PatchPoint(("vllm.model_executor.kernels.linear",), "Int8ScaledMMLinearKernel")
+INT8_KERNEL = PatchPoint(
+    ("vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel",), "Int8ScaledMMLinearKernel"
+)
 """The base of what computes them."""
 INT8_KERNELS = PatchPoint(("vllm.model_executor.kernels.linear",), "_POSSIBLE_INT8_KERNELS")
 """Lists of those by platform, the first that can serving."""
@@ -289,7 +291,7 @@ MEMBERS = {
     "LINEAR_METHOD": ("process_weights_after_loading", "apply"),
     "EMBEDDING_METHOD": ("process_weights_after_loading", "apply"),
     "INT8_SCHEME": ("create_weights",),
-    "INT8_KERNEL": ("process_weights_after_loading", "apply_weights", "_get_layer_params"),
+    "INT8_KERNEL": ("_get_layer_params",),
     "EXPERTS_METHOD": ("process_weights_after_loading", "apply_monolithic"),
 }
 """Methods of those classes that are overridden."""
