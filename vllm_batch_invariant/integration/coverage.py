@@ -203,7 +203,7 @@ def _quantisation(config: Config) -> str | None:
 
 def _quantisation_elsewhere(config: Config) -> str | None:
     name = getattr(config.model_config, "quantization", None)
-    if not name:
+    if not name or _quantisation(config):
         return None
     ops, version = devices.of_config(config).ops, patch_points.installed_version()
     where = f"quantisation {name} on {ops.name}"
@@ -213,6 +213,7 @@ def _quantisation_elsewhere(config: Config) -> str | None:
         return f"{where} with vLLM {version}"
     parallel, untried = config.parallel_config, ops.type == "cuda" and not envs.starts_untried()
     found = {
+        "of a mixture of experts": untried and config.model_config.is_moe,
         "by several GPUs": untried and parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
         "in exact arithmetic": untried and devices.of_config(config).is_exact,
     }
@@ -520,14 +521,13 @@ COVERED = (
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
         "Quantised weights",
-        f"of dense models: {schemes.NAMES}; and of experts: gpt-oss in MXFP4, and integers of compressed-tensors, GPTQ "
-        "and AWQ; the bits are those of the checkpoint of the matrices that they stand for; on a CPU with vLLM 0.32, "
-        "on a GPU with vLLM 0.33",
+        f"{schemes.NAMES}: the bits of the matrices that they stand for; on a CPU with vLLM 0.32, on a GPU with 0.33",
     ),
+    Feature("Quantised experts", "gpt-oss's in MXFP4, integers of compressed-tensors, GPTQ and AWQ; on a CPU"),
     Feature(
         "Weights and activations in int8",
-        "of dense models, by compressed-tensors, without zero points: weights with a scale a row or a tensor, what "
-        "they multiply with one a token or a given one; on a CPU with vLLM 0.32, on GPUs with vLLM 0.33",
+        "of dense models, by compressed-tensors, without zero points: weights with a scale a row or a tensor, "
+        "activations with one a token or a given one; on a CPU with vLLM 0.32, on a GPU with 0.33",
     ),
     Feature(
         "Attention",
@@ -735,11 +735,10 @@ REFUSED = (
         _quantisation,
     ),
     Feature(
-        "Quantised weights on several GPUs, in exact arithmetic on a GPU, with another vLLM than "
-        "0.32 on a CPU and 0.33 on a GPU, and on other devices",
+        "Quantised experts on a GPU; quantised weights on several GPUs, in exact arithmetic on a GPU, with another vLLM "
+        "or device",
         "they have not been run there",
-        "serve them with vLLM 0.32 on a CPU or 0.33 on one GPU, or the unquantised model; "
-        "VLLM_BATCH_INVARIANT_UNTRIED=1 starts several GPUs and exact arithmetic",
+        "use vLLM 0.32 on a CPU or 0.33 on one GPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts the first three",
         _quantisation_elsewhere,
     ),
     Feature(

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -61,5 +62,6 @@ def at_once(calls: Iterable[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
     """The result of every call. They share the processor's cores, because Triton needs a second or two to compile each
     kernel.
     """
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    enter = partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else None
+    with ThreadPoolExecutor(os.cpu_count(), initializer=enter) as pool:  # descriptors for TMA want a thread's context
         return [future.result() for future in [pool.submit(call) for call in calls]]

@@ -169,7 +169,7 @@ def _choosing(choose: Callable[..., Any]) -> Callable[..., Any]:
         _keep_kernels_apart()
         method = choose(quant_config, layer, prefix)
         is_linear = isinstance(layer, patch_points.LINEAR_LAYER.get())
-        if method is None or type(method) in _plain_methods() or int8.has_scheme(layer):
+        if method is None or is_plain(method) or int8.has_scheme(layer):
             return method
         source = source_of(method, layer)
         if source is None:

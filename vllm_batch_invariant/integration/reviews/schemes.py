@@ -73,8 +73,8 @@ COVERED = frozenset(
 )
 """Every scheme that starts."""
 NAMES = (
-    "compressed-tensors (INT4 and INT8 weights by groups of 32, 64 or 128 or by rows, with zero points or without; FP8 "
-    "weights by tensors, rows or blocks of 128 x 128; NVFP4), GPTQ and AWQ"
+    "compressed-tensors (INT4 and INT8 by groups of 32, 64, 128 or rows, with zero points or without; FP8 by tensors, "
+    "rows or blocks of 128 x 128; NVFP4), GPTQ and AWQ"
 )
 """The same in words."""
 
