@@ -168,7 +168,7 @@ def wrong_bits(tiles: Sequence[NarrowTile], deadline: float) -> Iterator[str]:
         b_format, epilogue, leaves = case.spec.b_format, case.spec.epilogue, case.spec.leaves
         of_format, dtype, (n, k) = case.spec, case.dtype, case.shape
         count = 0
-        for kind in ("random", "cancelling"):
+        for kind in ("random", "cancelling")[: 1 if dtype == torch.float16 else 2]:  # those overflow in fp16
             x, stored = operands(b_format, kind, n, k, dtype, epilogue.gated)
             bias = case.bias(n)
             matrix = definition(b_format, stored, x)

@@ -340,6 +340,7 @@ def _flex(phase: str) -> str:
 
 def _experts(gpu: str) -> str:
     rows = [row for row in _data("moe") if gpu in row.gpu and row.provider == "ours" and row.metric == "time"]
+    rows = [row for row in rows if "format" not in row.keys]
     found = {tuple(row.keys[key] for key in ("E", "top", "H", "I")) for row in rows}
     shapes = sorted(found, key=lambda shape: (-int(shape[0]), *map(int, shape[1:])))
     by = {(row.keys["M"], tuple(row.keys[key] for key in ("E", "top", "H", "I"))): row.ratio for row in rows}

@@ -735,8 +735,8 @@ REFUSED = (
         _quantisation,
     ),
     Feature(
-        "Quantised experts on a GPU; quantised weights on several GPUs, in exact arithmetic on a GPU, with another vLLM "
-        "or device",
+        "Quantised experts on a GPU; quantised weights on several GPUs, in exact arithmetic on a GPU, with another "
+        "vLLM or device",
         "they have not been run there",
         "use vLLM 0.32 on a CPU or 0.33 on one GPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts the first three",
         _quantisation_elsewhere,

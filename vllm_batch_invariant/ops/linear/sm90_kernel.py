@@ -241,7 +241,7 @@ def _mma_packed_leaf(
         now, after, before = after, later, stage
         stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    # ptxas 12.8 rounds accumulators before the wait above, unless a branch is in between: this barrier was passed
+    # ptxas 12.8 and 12.9 round accumulators before that wait if no branch follows it: this barrier was passed already
     mbarrier.wait(ring.full_bar.index(before), phase ^ (stage == 0).to(gl.int32))
     return acc, stage, phase, before
 

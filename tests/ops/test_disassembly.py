@@ -1,0 +1,21 @@
+"""What is looked for in assembly is found in it."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.ops.compiled_kernels import reads_before_wait
+
+LOOP = """
+        /*2fd0*/ HGMMA.64x16x16.F32.BF16 R24, R64, gdesc[UR16], R24, gsb0 ;
+        /*3530*/ WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*4310*/ @!P1 BRA 0x2710 ;
+"""
+ROUNDED = "        /*4340*/ F2FP.BF16.F32.PACK_AB R53, R31, R30 ;\n"
+ANOTHER = "        /*4350*/ IMAD R2, R87, UR10, R0.reuse ;\n"
+WAIT = "        /*43e0*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"
+
+
+def test_accumulators_that_are_read_before_the_last_wait_are_found() -> None:
+    assert reads_before_wait(LOOP + ANOTHER + ROUNDED + WAIT)
+    assert not reads_before_wait(LOOP + ANOTHER + WAIT + ROUNDED)
