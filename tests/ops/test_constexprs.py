@@ -41,7 +41,12 @@ PROBLEM = {
         *("USE_WINDOW", "PREFILL_LIKE", "NUM_KV_HEADS", "QUERIES_PER_KV", "HEAD_DIM", "PADDED_HEAD_DIM", "PAGE_SIZE"),
         *("SPLIT_SEGMENTS", "MAY_SHARE", "PARTIAL_ROWS", "PARTIAL_BLOCK"),  # of attention's reduction and plans
     },
+    "formats": {
+        *("BITS", "FORMAT", "DTYPE"),
+        *("BLOCK_N", "BLOCK_K", "EVEN_K"),  # of the tile in which a kernel of another operation decodes
+    },
     "moe": {
+        "FORMAT",
         *("PADDED_EXPERTS", "PADDED_TOP_K", "PADDED_GROUPS", "SUMS_TWO", "HAS_BIAS", "HAS_SCALE", "EVEN_K"),
         *("PAIRS_OF_A_ROW", "LENGTH", "IS_PART", "AXIS", "COUNTS", "GATED"),
         *("HALF", "LAYOUT"),  # a warpgroup's half of a tile, and where its threads have it
@@ -119,7 +124,7 @@ def test_every_operation_with_row_kernels_is_looked_at():
         operation: [name for module in modules_of(operation) for name in kernels_of(module)] for operation in OPERATIONS
     }
     assert found.keys() >= {"attention_backward", "norm", "norm_rotary", "reduce", "softmax", "ranking", "top_k_top_p"}
-    assert {operation for operation, kernels in found.items() if not kernels} == {"formats", "pointwise"}
+    assert {operation for operation, kernels in found.items() if not kernels} == {"pointwise"}
     assert {"_rms_norm_kernel", "_load_rows"} <= set(found["norm"])
     shared = {
         name: set().union(*kernels_of(importlib.import_module(f"{ops.__name__}.common.{name}")).values())
