@@ -59,6 +59,7 @@ from vllm_batch_invariant.ops.common.nvidia_gpus import attends_by_tma, has_tcge
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES
 from vllm_batch_invariant.ops.formats import MXFP4, PLAIN, integers
+from vllm_batch_invariant.ops.formats.triton_kernels import decode_integers
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
 from vllm_batch_invariant.ops.linear.problem import GemmProblem
@@ -424,6 +425,14 @@ def codes(count: int, length: int = 208, n: int = 320, dtype: torch.dtype = torc
         scaled_linear.scaled_linear(*of_rows, weight, torch.ones(n), bias, reduction)
 
 
+def decoded_weights() -> None:
+    """Of integers, with zero points and without."""
+    for bits, zeros, dtype in itertools.product((4, 8), (False, True), (torch.bfloat16, torch.float16)):
+        words, scales = torch.zeros(9, 24, dtype=torch.int32), torch.zeros(9, 3, dtype=dtype)
+        points = torch.zeros(9, 3, dtype=torch.uint8) if zeros else None
+        decode_integers(words, scales, points, torch.empty(9, 24 * 32 // bits, dtype=dtype), bits)
+
+
 def every_code() -> None:
     """Rows of every dtype, and products by every tile, also of a K that has no whole steps."""
     for length, dtype in ((208, torch.float32), (4096, torch.bfloat16), (20_000, torch.float16)):
@@ -780,6 +789,7 @@ VARIANTS = {
     "attention_backward": partial(launch_on, 90, every_gradient_of_attention),
     "moe": partial(launch_on, 90, every_expert),
     "quantise": partial(launch_on, 90, every_code),
+    "formats": partial(launch_on, 90, decoded_weights),
     "exact": exact_variants,
 }
 """By operation, what launches its kernels with all that they are specialised for, on a Hopper."""

@@ -24,6 +24,7 @@ from tests.ops.compiled_kernels import (
     check,
     check_options,
     codes,
+    decoded_weights,
     experts,
     flex,
     gradients_of_attention,
@@ -124,6 +125,7 @@ BATCHES = {
     "experts": experts,
     "many pairs of experts": many_pairs,
     "codes": codes,
+    "weights of integers": lambda _: decoded_weights(),
     "exact arithmetic": exact_batch,
     "around FlexAttention": lambda count: flex(Heads(8, 2, 128, torch.bfloat16), 64, count),
 }
