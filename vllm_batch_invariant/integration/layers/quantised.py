@@ -16,7 +16,6 @@ from weakref import WeakSet
 
 import torch
 
-from ...envs import is_exact
 from ...errors import NotCovered
 from ...ops.formats import eight, fp4, layouts
 from ...ops.formats.integers import INTEGERS, integers
@@ -52,8 +51,8 @@ def _integers(bits: int, group: int, zeros: bool) -> Format | None:
     """The format of these; None for one that is not tested."""
     if bits not in (4, 8):
         return None
-    name = integers(bits, None if group == -1 else group, zeros).name
-    return next((found for found in INTEGERS if found.name == name), None)
+    found = integers(bits, None if group == -1 else group, zeros)
+    return found if found in INTEGERS else None
 
 
 def _of_compressed_integers(scheme: Any) -> Source | None:
@@ -277,7 +276,7 @@ def _method_of(base: type[Any]) -> type[Any]:
             """What a layer multiplies with: what is stored, where a kernel reads that, or the matrix."""
             codes, of_format = stored[0], self.source.format
             k = codes.shape[1] * of_format.packing
-            if not is_exact() and reads_as_stored(of_format, k, self._dtype, codes.device):
+            if reads_as_stored(of_format, k, self._dtype, codes.device):
                 scales = [f"packed_{name.replace(' ', '_')}" for name in of_format.names[1:]]
                 kept = beside(layer)
                 kept.b_format, kept.scales = of_format, tuple(scales)

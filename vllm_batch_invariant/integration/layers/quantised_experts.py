@@ -134,8 +134,6 @@ _INTEGERS = {
     "select_wna16_moe_backend": _no_kernel(PatchPoint((f"{_ORACLES}.int_wna16",), "WNA16MoEBackend"), "MARLIN"),
     "check_moe_marlin_supports_config": _always,
 }
-NAMES = ("gpt_oss_mxfp4", "compressed-tensors", "auto_gptq", "gptq", "auto_awq", "awq", "moe_wna16")
-"""What vLLM calls the configurations that make these methods."""
 LAYOUTS = (
     Layout(
         PatchPoint((f"{_MOE}.mxfp4",), "GptOssMxfp4MoEMethod"),

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..dispatch import implementation, module_for
+from ..dispatch import arithmetic, implementation, module_for
 from ..formats import Format
 from .reduction import LinearReduction
 from .spec import GATED, PRODUCT, MatmulSpec, spec_of
@@ -142,7 +142,8 @@ def reads_as_stored(b_format: Format, k: int, dtype: torch.dtype, device: torch.
         dtype: of the activations.
         device: that multiplies.
     """
-    return device.type == "cuda" and module_for("linear", "cuda").reads_as_stored(b_format, k, dtype, device)
+    is_float = device.type == "cuda" and arithmetic() == "float"
+    return is_float and module_for("linear", "cuda").reads_as_stored(b_format, k, dtype, device)
 
 
 def prepare(
