@@ -66,7 +66,7 @@ class CheckpointFormat:
         """The matrix [N, K] that a layer's tensors stand for."""
         stored = self.stored(tensors, dtype)
         assert self.format.decode is not None
-        return self.format.decode(stored, torch.empty(len(stored[0]), k, dtype=dtype))
+        return self.format.decode(stored, stored[0].new_empty(len(stored[0]), k, dtype=dtype))
 
 
 def _nonzero(scale: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,97 @@
+"""A quantised checkpoint of a published model's shape, with random weights, a file a layer, made on the GPU in seconds:
+``python -m benchmarks.quantised_model 8b w4a16-g128 FOLDER``.
+"""
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from vllm_batch_invariant.verify.demo_model import (
+    Shape,
+    config_of,
+    gpt_oss_config_of,
+    gpt_oss_weights,
+    random_weights,
+)
+from vllm_batch_invariant.verify.quantised_model import CHECKPOINT_FORMATS, quantised
+
+SHAPES = {
+    "8b": Shape(4096, 12288, layers=36, heads=32, kv_heads=8, head_size=128, vocab=151936, max_length=40960),
+    "30b-a3b": Shape(
+        hidden=2048,
+        experts=128,
+        top_k=8,
+        expert_intermediate=768,
+        dense_layers=0,
+        layers=48,
+        heads=32,
+        kv_heads=4,
+        head_size=128,
+        vocab=151936,
+        max_length=40960,
+    ),
+    "gpt-oss-20b": Shape(
+        hidden=2880,
+        experts=32,
+        expert_intermediate=2880,
+        dense_layers=0,
+        layers=24,
+        heads=64,
+        kv_heads=8,
+        vocab=201088,
+        max_length=131072,
+    ),
+}
+"""Of Qwen3-8B, Qwen3-30B-A3B and gpt-oss-20b."""
+
+
+def write(folder: Path, shape: Shape, name: str, device: str) -> None:
+    """Write a checkpoint without a tokenizer.
+
+    Args:
+        folder: for its files.
+        shape: of a Qwen3, or of a gpt-oss if the format is one of its experts.
+        name: of :data:`CHECKPOINT_FORMATS`; empty: the weights as they are.
+        device: that draws and quantises.
+    """
+    form = CHECKPOINT_FORMATS[name] if name else None
+    of_gpt_oss = form is not None and form.of_experts
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = partial(torch.randn, generator=torch.Generator(device).manual_seed(0), device=device)
+    files: dict[str, str] = {}
+    weights_of = gpt_oss_weights if of_gpt_oss else random_weights
+    for number, weights in enumerate(weights_of(shape, shape.vocab, drawn)):
+        has_layers = form is not None and any(form.layer_of(weight) for weight in weights)
+        stored = quantised(weights, form)[0] if form and has_layers else weights
+        file = f"model-{number:05}.safetensors"
+        save_file({at: tensor.contiguous().cpu() for at, tensor in stored.items()}, folder / file, {"format": "pt"})
+        files |= dict.fromkeys(stored, file)
+    config = (gpt_oss_config_of if of_gpt_oss else config_of)(shape, 1, 0)
+    if form:
+        config["quantization_config"] = form.config
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    index = {"metadata": {}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index) + "\n")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantised_model", description=__doc__)
+    parser.add_argument("size", choices=SHAPES)
+    parser.add_argument("format", help="of make-checkpoint; bf16: the weights as they are")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, help="fewer than the size has")
+    options = parser.parse_args()
+    shape = SHAPES[options.size]
+    if options.layers:
+        shape = Shape(**vars(shape) | {"layers": options.layers})
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    write(options.folder, shape, "" if options.format == "bf16" else options.format, device)
+
+
+if __name__ == "__main__":
+    main()
