@@ -40,7 +40,7 @@ def elementwise(
     """
     shape, elements = tensors[0].shape, tensors[0].numel()
     size = padded_size(elements, torch.get_num_threads())
-    flat = [tensor.reshape(-1) for tensor in tensors]
+    flat = [tensor.reshape(-1).contiguous() for tensor in tensors]  # one column of several is a view of strides
     if size != elements:
         flat = [torch.nn.functional.pad(tensor, (0, size - elements), value=1.0) for tensor in flat]
     given = (flat[0], *arguments, *flat[1:]) if between else (*flat, *arguments)
