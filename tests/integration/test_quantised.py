@@ -117,6 +117,10 @@ def unpack(layer: Any) -> torch.Tensor:
 def test_each_shard_of_a_fused_layer_has_its_own_scales(name: str, size: int, worker: Callable[..., None]) -> None:
     for rank in range(size):
         worker(rank, size)
+        if name == "fp8 by block" and size > 1:  # its keys have no whole block a worker
+            with pytest.raises(ValueError, match="not divisible by weight quantization block_n"):
+                fused(FORMATS[name])
+            continue
         layer, matrices = fused(FORMATS[name])
         right = torch.cat([matrix.chunk(size)[rank] for matrix in matrices.values()])
         assert_same_bits(unpack(layer), right)
